@@ -1,0 +1,210 @@
+"""The operators: one public function each, with its contract; the fakes (shapes for torch.compile) beside them.
+
+Conventions: b batch, Hk KV heads, n cached tokens, d and dv head dims. k: [b, Hk, n, d] and v: [b, Hk, n, dv] are fp32,
+fp16 or bf16, with any strides whose last dim is contiguous and rows of a multiple of 16 bytes; they are read where
+they lie, never copied. Arithmetic and scores are fp32. `starts`, `lengths`: int32 [b], slot i of row b is valid when
+starts[b] <= i < starts[b] + lengths[b] (defaults 0 and n - starts). Wrong input is a ValueError (TypeError for what
+is no tensor) that names the argument, what was expected and what came, before anything is written. The operators are
+inference-only: an input that requires grad raises outside `torch.no_grad()`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import register_fake
+
+from . import _lib  # noqa: F401  (registers torch.ops.kvops.*)
+from .reference import kept_length, num_segments
+
+__all__ = ["anchor_cosine", "compact_kv_", "gather_kv", "lag_score", "select_topk"]
+
+_ops = torch.ops.kvops
+_lag_score = _ops.lag_score.default
+_anchor_cosine = _ops.anchor_cosine.default
+_select_topk = _ops.select_topk.default
+_gather_kv = _ops.gather_kv.default
+_gather_kv_out = _ops.gather_kv.out
+_compact_kv_ = _ops.compact_kv_.default
+
+
+def _inference(op: str, **tensors: Tensor) -> None:
+    """Raises unless every argument is a tensor that autograd does not track."""
+    grad = torch.is_grad_enabled()
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+        if grad and x.requires_grad:
+            raise ValueError(f"{op}: {name} requires grad, but kvops is inference-only; call it under torch.no_grad()")
+
+
+def _written(*tensors: Tensor) -> None:
+    """Tells autograd that the tensors changed (the stable ABI's mutating operators do not)."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(tensors)
+
+
+def lag_score(
+    k: Tensor,
+    v: Tensor,
+    lag: int,
+    prefix: int = 0,
+    v_weight: float = 1.0,
+    self_reference: bool = False,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """LagKV's scores: how far each token stands out of its partition, seen by the next partition.
+
+    Slots [prefix, n) are cut into partitions of `lag` tokens. With X partition p and Y partition p + 1 (X itself if
+    `self_reference`, the paper's LocalKV), per channel c and for Z in {K, V}::
+
+        N[t, c] = (X[t, c] - min_t Y[t, c]) / (max_t Y[t, c] - min_t Y[t, c])    0 where the range is 0 or not finite
+        s_Z[t]  = softmax over t of std over c of N[t, c]                         unbiased std
+        score   = s_K + v_weight * s_V
+
+    Returns fp32 [b, Hk, S, lag], S = max(0, (n - prefix) // lag - 1): all complete partitions but the last, which is
+    only a reference. With starts/lengths row b's grid begins at starts[b] + prefix; partitions it lacks are NaN.
+
+    Source: LagKV, Sec. 2.2, Eq. 5-9; LocalKV: App. A.2.
+    """
+    _inference("lag_score", k=k, v=v)
+    return _lag_score(k, v, lag, prefix, v_weight, self_reference, starts, lengths)
+
+
+def anchor_cosine(
+    k: Tensor,
+    *,
+    anchor: Tensor | None = None,
+    normalize_anchor: bool = True,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    return_anchor: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """KeyDiff's scores: how little a key looks like the mean key. ::
+
+        mu    = sum_j k_j / ||k_j||     over the valid finite keys (k_j itself if not `normalize_anchor`)
+        score = -cos(k_i, mu)
+
+    `anchor`: fp32 [b, Hk, d], used as mu if given (any positive multiple scores alike); K is then read once, not twice.
+    A zero key or a zero anchor scores 0; a key that is not finite stays out of mu and scores NaN; so do invalid slots.
+
+    Returns fp32 [b, Hk, n], and with `return_anchor` also mu, fp32 [b, Hk, d] (a copy of a given anchor).
+
+    Source: KeyDiff, Sec. 3.2, Eq. 8.
+    """
+    _inference("anchor_cosine", k=k)
+    scores, mu = _anchor_cosine(k, anchor, normalize_anchor, starts, lengths)
+    return (scores, mu) if return_anchor else scores
+
+
+def select_topk(
+    scores: Tensor,
+    k: int,
+    sinks: int = 0,
+    window: int = 0,
+    seq_len: int | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    budgets: Tensor | None = None,
+    fill_invalid: bool = False,
+) -> Tensor:
+    """The slots to keep, ascending: the first `sinks`, the last `window`, and the best between, k in all.
+
+    The order is total, hence the same on every device: numbers by value (-0.0 equals 0.0), then -inf, then NaN; equal
+    scores keep the LOWER slot. Invalid slots are never kept; what a row lacks is -1, last, or with `fill_invalid` the
+    row's lowest invalid slots, in ascending place (what a left-padded cache needs).
+
+    scores: fp32 [b, Hk, n]; `budgets`: int32 [b, Hk], each row's own k, at most k. Returns int64 [b, Hk, min(k, n)].
+
+    Segments (LagKV): scores fp32 [b, Hk, S, L] of `seq_len` slots, as `lag_score` gives them. Kept are the first
+    `sinks` slots, the best k of each segment, and all slots behind the last segment, in one pass. Returns int64
+    [b, Hk, sinks + S * k + tail]; with starts/lengths the width is the longest that any length <= seq_len gives.
+
+    Source: LagKV Sec. 2.2 (top-k per partition, Eq. 10), KeyDiff Sec. 3.2 (top N).
+    """
+    _inference("select_topk", scores=scores)
+    return _select_topk(scores, k, sinks, window, seq_len, starts, lengths, budgets, fill_invalid)
+
+
+def gather_kv(
+    k: Tensor, v: Tensor, indices: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The kept rows, k[b, h, indices[b, h, i]] and the same of v. An index of -1 gives a row of zeros.
+
+    indices: int64 [b, Hk, m], any strides (so [b, 1, m] expanded serves all heads). Returns fresh contiguous
+    [b, Hk, m, d] and [b, Hk, m, dv]; `out=(k_out, v_out)` of those shapes and any row-contiguous strides, which share
+    no memory with the inputs, are written and returned instead.
+    """
+    _inference("gather_kv", k=k, v=v, indices=indices)
+    if out is None:
+        return _gather_kv(k, v, indices)
+    k_out, v_out = out
+    _inference("gather_kv", **{"out[0]": k_out, "out[1]": v_out})
+    _gather_kv_out(k, v, indices, k_out=k_out, v_out=v_out)
+    _written(k_out, v_out)
+    return k_out, v_out
+
+
+def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """`gather_kv` in place: moves row indices[b, h, i] of k and v to slot i, without extra memory.
+
+    indices: int64 [b, Hk, m], strictly ascending in each row, -1 only at the end (those slots become zeros). All of
+    them are checked before the first write. k and v must not share memory, nor overlap themselves. Slots >= m are
+    left as they are. Returns the views k[:, :, :m] and v[:, :, :m].
+    """
+    _inference("compact_kv_", k=k, v=v, indices=indices)
+    _compact_kv_(k, v, indices)
+    _written(k, v)
+    m = indices.shape[2]
+    return k[:, :, :m], v[:, :, :m]
+
+
+# Fakes: output shapes without data. The real operators repeat these checks; here shapes are enough.
+
+
+@register_fake("kvops::lag_score")
+def _(k, v, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, lengths=None):
+    b, heads, n, _ = k.shape
+    return k.new_empty((b, heads, num_segments(n, prefix, lag), lag), dtype=torch.float32)
+
+
+@register_fake("kvops::anchor_cosine")
+def _(k, anchor=None, normalize_anchor=True, starts=None, lengths=None):
+    b, heads, n, d = k.shape
+    return k.new_empty((b, heads, n), dtype=torch.float32), k.new_empty((b, heads, d), dtype=torch.float32)
+
+
+@register_fake("kvops::select_topk")
+def _(scores, k, sinks=0, window=0, seq_len=None, starts=None, lengths=None, budgets=None, fill_invalid=False):
+    b, heads = scores.shape[:2]
+    if scores.dim() == 3:
+        width = min(k, scores.shape[2])
+    else:
+        width = segment_width(seq_len, sinks, scores.shape[3], k, starts is not None or lengths is not None)
+    return scores.new_empty((b, heads, width), dtype=torch.int64)
+
+
+@register_fake("kvops::gather_kv")
+def _(k, v, indices):
+    return k.new_empty((*indices.shape, k.shape[3])), v.new_empty((*indices.shape, v.shape[3]))
+
+
+@register_fake("kvops::gather_kv.out")
+def _(k, v, indices, *, k_out, v_out):
+    return None
+
+
+@register_fake("kvops::compact_kv_")
+def _(k, v, indices):
+    return None
+
+
+def segment_width(n: int, prefix: int, lag: int, m: int, padded: bool) -> int:
+    """Slots that LagKV keeps of n; of a padded batch, the most it keeps of any n' <= n (not monotone in n')."""
+    if not padded:
+        return kept_length(n, prefix, lag, m)
+    # The kept length grows one by one and drops by lag - m whenever a partition completes; so the maximum lies at n
+    # or just before the last drop.
+    last_drop = prefix + (max(0, n - prefix) // lag) * lag
+    return max(kept_length(n, prefix, lag, m), kept_length(min(n, last_drop - 1), prefix, lag, m) if last_drop > 0 else 0)

@@ -1,0 +1,139 @@
+"""Every operator in a few lines of plain PyTorch: the specification that the tests compare with.
+
+Same names and arguments as in `kvops.ops`. Everything is computed in `dtype` (fp64 unless told otherwise) and read
+straight from the formulas; speed and memory are no concern here. Compare with `kvops.ops` for the contracts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def spans(b: int, n: int, starts: Tensor | None, lengths: Tensor | None) -> list[tuple[int, int]]:
+    """First and one-past-last valid slot of each of the b rows."""
+    first = [0] * b if starts is None else starts.tolist()
+    count = [n - s for s in first] if lengths is None else lengths.tolist()
+    return [(s, s + c) for s, c in zip(first, count)]
+
+
+def num_segments(n: int, prefix: int, lag: int) -> int:
+    """LagKV's scored partitions: all complete ones of [prefix, n) but the last."""
+    return max(0, (n - prefix) // lag - 1)
+
+
+def kept_length(n: int, prefix: int, lag: int, m: int) -> int:
+    """LagKV Eq. 10: slots kept of n, with m per scored partition."""
+    return n - num_segments(n, prefix, lag) * (lag - m)
+
+
+def softmax_of_finite(x: Tensor) -> Tensor:
+    """Softmax over the last dim of the finite entries; the others are NaN."""
+    finite = x.isfinite()
+    return torch.where(finite, x.masked_fill(~finite, -torch.inf).softmax(-1), torch.nan)
+
+
+def lag_score(
+    k, v, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, lengths=None, *, dtype=torch.float64
+) -> Tensor:
+    """LagKV Eq. 5-9. k: [b, Hk, n, d], v: [b, Hk, n, dv] -> [b, Hk, S, lag]."""
+    b, heads, n, _ = k.shape
+    scores = torch.full((b, heads, num_segments(n, prefix, lag), lag), torch.nan, dtype=dtype, device=k.device)
+
+    def spread(z: Tensor, count: int) -> Tensor:
+        x = z.unflatten(1, (count + 1, lag))  # [Hk, count + 1, lag, d]
+        subject, reference = x[:, :-1], x[:, :-1] if self_reference else x[:, 1:]
+        lo, hi = reference.amin(-2, keepdim=True), reference.amax(-2, keepdim=True)
+        usable = (hi - lo).isfinite() & (hi != lo)
+        return softmax_of_finite(torch.where(usable, (subject - lo) / (hi - lo), 0.0).std(-1))
+
+    for row, (first, last) in enumerate(spans(b, n, starts, lengths)):
+        count = num_segments(last - first, prefix, lag)
+        if count:
+            grid = slice(first + prefix, first + prefix + (count + 1) * lag)
+            k_score, v_score = (spread(z[row, :, grid].to(dtype), count) for z in (k, v))
+            scores[row, :, :count] = k_score + v_weight * v_score
+    return scores
+
+
+def anchor_cosine(
+    k, *, anchor=None, normalize_anchor=True, starts=None, lengths=None, return_anchor=False, dtype=torch.float64
+):
+    """KeyDiff Sec. 3.2, Eq. 8. k: [b, Hk, n, d] -> scores [b, Hk, n] (and the anchor [b, Hk, d])."""
+    b, heads, n, d = k.shape
+    keys = k.to(dtype)
+    norm = torch.linalg.vector_norm(keys, dim=-1, keepdim=True)
+    unit = torch.where(norm > 0, keys / norm, 0.0)
+    valid = torch.zeros(b, 1, n, 1, dtype=torch.bool, device=k.device)
+    for row, (first, last) in enumerate(spans(b, n, starts, lengths)):
+        valid[row, :, first:last] = True
+    finite = keys.isfinite().all(-1, keepdim=True)
+    if anchor is None:
+        anchor = torch.where(valid & finite, unit if normalize_anchor else keys, 0.0).sum(2)
+    anchor = anchor.to(dtype)
+    length = torch.linalg.vector_norm(anchor, dim=-1, keepdim=True)
+    direction = torch.where(length == 0, 0.0, anchor / length)
+    scores = -(unit * direction.unsqueeze(2)).sum(-1)
+    scores = torch.where((valid & finite).squeeze(-1), scores, torch.nan)
+    return (scores, anchor) if return_anchor else scores
+
+
+def select_topk(
+    scores, k, sinks=0, window=0, seq_len=None, starts=None, lengths=None, budgets=None, fill_invalid=False
+) -> Tensor:
+    """Kept slots by (higher score, lower slot): numbers, then -inf, then NaN. -> int64 [b, Hk, width], ascending."""
+    segments = scores.dim() == 4
+    b, heads = scores.shape[:2]
+    n = seq_len if segments else scores.shape[2]
+    lag = scores.shape[3] if segments else 0
+    if not segments:
+        width = min(k, n)
+    elif starts is None and lengths is None:
+        width = kept_length(n, sinks, lag, k)
+    else:
+        width = max(kept_length(i, sinks, lag, k) for i in range(n + 1))
+
+    def best(row: np.ndarray, count: int) -> np.ndarray:
+        nan = np.isnan(row)
+        order = np.lexsort((np.arange(len(row)), -np.where(nan, 0.0, row), nan))
+        return np.sort(order[:count])
+
+    out = np.full((b, heads, width), -1, dtype=np.int64)
+    values = scores.detach().double().cpu().numpy()
+    for i, (first, last) in enumerate(spans(b, n, starts, lengths)):
+        for h in range(heads):
+            valid = last - first
+            if segments:
+                count = num_segments(valid, sinks, lag)
+                chosen = [best(values[i, h, s], k) + sinks + s * lag for s in range(count)]
+                head, tail = min(sinks, valid), min(sinks, valid) + count * lag
+                kept = np.concatenate([np.arange(head), *chosen, np.arange(tail, valid)])
+            else:
+                budget = k if budgets is None else int(budgets[i, h])
+                if valid <= budget:
+                    kept = np.arange(valid)
+                else:
+                    middle = best(values[i, h, first + sinks : last - window], budget - sinks - window) + sinks
+                    kept = np.concatenate([np.arange(sinks), middle, np.arange(valid - window, valid)])
+            kept = kept + first
+            if fill_invalid:
+                invalid = np.concatenate([np.arange(first), np.arange(last, n)])
+                kept = np.sort(np.concatenate([kept, invalid[: width - len(kept)]]))
+            out[i, h, : len(kept)] = kept
+    return torch.from_numpy(out).to(scores.device)
+
+
+def gather_kv(k, v, indices) -> tuple[Tensor, Tensor]:
+    """Rows k[b, h, indices[b, h, i]] and the same of v; -1 gives zeros. -> [b, Hk, m, d], [b, Hk, m, dv]."""
+
+    def rows(x: Tensor) -> Tensor:
+        picked = x.gather(2, indices.clamp(min=0).unsqueeze(-1).expand(*indices.shape, x.shape[-1]))
+        return picked.masked_fill(indices.unsqueeze(-1) < 0, 0)
+
+    return rows(k), rows(v)
+
+
+def compact_kv_(k, v, indices) -> tuple[Tensor, Tensor]:
+    """What slots [0, m) of k and v hold after the in-place move: the same as `gather_kv`."""
+    return gather_kv(k, v, indices)
