@@ -1,0 +1,86 @@
+# make demo · make test · make bench · make lint · make sanitize
+#
+# Each sets up what it needs in .venv first: minutes (downloads) the first time, seconds afterwards. It takes a python3 >= 3.10,
+# a C++20 compiler and a package index. ARGS="..." goes to the command that is run (make test ARGS="tests/test_gather_kv.py -x").
+#
+#   PYTHON=...       the Python to start from; if it has torch >= 2.10, that torch is used and none is installed
+#   TORCH_INDEX=...  another package index, for torch alone; https://download.pytorch.org/whl/cpu has it without CUDA
+
+TORCH := 2.13.0# for development, pinned here and nowhere else; the build itself targets 2.10
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMPS := $(VENV)/stamps
+PIP := $(PY) -m pip install --disable-pip-version-check
+QUIET := $(if $(CI),-q)
+SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
+
+.PHONY: demo test bench lint sanitize FORCE
+.DELETE_ON_ERROR:
+
+demo: $(STAMPS)/kvops
+	@$(PY) bench/demo.py $(ARGS)
+
+test: $(STAMPS)/kvops
+	@$(PY) -m pytest $(ARGS)
+
+bench: $(STAMPS)/kvops
+	@$(PY) -m kvops.bench $(ARGS)
+
+lint: $(STAMPS)/dev
+	@$(VENV)/bin/ruff check
+	@$(VENV)/bin/ruff format --check
+	@find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
+
+# The operators' tests once more, on a copy of the package whose kernels are instrumented. Python itself is not, so the
+# sanitizer's runtime is loaded before it; what Python and torch never free is not looked at.
+sanitize: $(STAMPS)/sanitize
+	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" PYTHONPATH=build/sanitize \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	  $(VENV)/bin/pytest -p no:cacheprovider $(or $(ARGS),$(OP_TESTS))
+
+OP_TESTS = $(wildcard $(patsubst csrc/ops/%.h,tests/test_%.py,$(wildcard csrc/ops/*.h)))
+
+# Set-up, one stamp per step.
+
+# An environment that was made from another Python than the one now named is made anew.
+$(STAMPS)/venv: $(if $(filter-out file,$(origin PYTHON)),$(if $(filter $(PYTHON),$(file <$(STAMPS)/venv)),,FORCE))
+	@command -v $(PYTHON) >/dev/null || { echo "kvops: $(PYTHON) not found; install Python >= 3.10 or name one: make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "kvops: needs Python >= 3.10, $(PYTHON) is $$($(PYTHON) -V 2>&1); name another: make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
+	  || { echo "kvops: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@if torch=$$($(PYTHON) -c $(HAS_TORCH) 2>/dev/null); then \
+	  echo "== $(VENV): using the torch in $$torch"; $(PYTHON) -m venv --clear --system-site-packages $(VENV) \
+	  && echo "$$torch" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth; \
+	else \
+	  echo "== $(VENV): a new environment"; $(PYTHON) -m venv $(if $(filter FORCE,$^),--clear) $(VENV); \
+	fi
+	@mkdir -p $(STAMPS) && echo "$(PYTHON)" > $@
+
+# Succeeds, and prints where torch lies, if this Python has a torch that will do.
+HAS_TORCH := 'import os, sys, torch; print(os.path.dirname(os.path.dirname(torch.__file__))); \
+  sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))'
+
+# First of all packages, so that nothing that depends on torch can bring another one.
+$(STAMPS)/torch-$(TORCH): $(STAMPS)/venv
+	@grep -q 'include-system-site-packages = true' $(VENV)/pyvenv.cfg || { echo "== torch $(TORCH)"; \
+	  $(if $(TORCH_INDEX),$(PIP) $(QUIET) --no-deps --index-url $(TORCH_INDEX) torch==$(TORCH) &&) $(PIP) $(QUIET) torch==$(TORCH); }
+	@touch $@
+
+$(STAMPS)/dev: requirements-dev.txt $(STAMPS)/torch-$(TORCH)
+	@echo "== packages"
+	@$(PIP) -q -r requirements-dev.txt
+	@touch $@
+
+$(STAMPS)/kvops: $(STAMPS)/dev $(SOURCES) $(if $(wildcard kvops/libkvops.so),,FORCE)
+	@echo "== kvops"
+	@$(PIP) -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(STAMPS)/sanitize: $(STAMPS)/kvops $(wildcard kvops/*.py kvops/*/*.py)
+	@echo "== kvops with AddressSanitizer and UndefinedBehaviorSanitizer"
+	@rm -rf build/sanitize
+	@KVOPS_SANITIZE="address;undefined" KVOPS_CUDA=0 $(PIP) -q --no-build-isolation --no-deps --target build/sanitize .
+	@touch $@

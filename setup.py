@@ -1,0 +1,134 @@
+"""Drives CMake and puts libkvops.so into the package. The metadata is in pyproject.toml, the build in CMakeLists.txt.
+
+Environment: KVOPS_CUDA=auto|0|1, KVOPS_SANITIZE="address;undefined", MAX_JOBS, CXX, CMAKE_ARGS. See docs/building.md.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import setuptools
+
+ROOT = Path(__file__).resolve().parent
+MIN_TORCH = "2.10"  # the stable ABI that kvops is written against; kvops/_lib.py checks the torch that runs
+MIN_SETUPTOOLS = "77"
+
+
+def older(version: str, minimum: str) -> bool:
+    def numbers(text: str) -> list[int]:
+        return [int(x) for x in re.findall(r"\d+", text)[: minimum.count(".") + 1]]
+
+    return numbers(version) < numbers(minimum)
+
+
+if older(setuptools.__version__, MIN_SETUPTOOLS):
+    sys.exit(
+        f"kvops: needs setuptools >= {MIN_SETUPTOOLS}, found {setuptools.__version__}; run: pip install -U setuptools"
+    )
+
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402  (older setuptools has none)
+from setuptools.command.build_ext import build_ext  # noqa: E402
+
+
+def find_torch() -> tuple[Path, str]:
+    """Directory and version of the torch to build against, found without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        sys.exit(
+            f"kvops: torch is not installed for {sys.executable}, or pip's build isolation hides it; "
+            f"install torch >= {MIN_TORCH}, then run: pip install --no-build-isolation ."
+        )
+    directory = Path(spec.origin).parent
+    version = re.search(r"__version__ = '([^']+)'", (directory / "version.py").read_text()).group(1)
+    if older(version, MIN_TORCH):
+        sys.exit(f"kvops: needs torch >= {MIN_TORCH}, found {version} in {directory}; run: pip install -U torch")
+    return directory, version
+
+
+def find_tool(name: str) -> list[str]:
+    """The tool's paths: the one that pip installed beside this Python first, then the one on PATH."""
+    found = [shutil.which(name, path=sysconfig.get_path("scripts")), shutil.which(name)]
+    return [path for path in found if path]
+
+
+def find_cmake() -> str:
+    minimum = re.search(r"cmake_minimum_required\(VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text()).group(1)
+    seen = "none is installed"
+    for path in find_tool("cmake"):
+        out = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+        version = re.search(r"cmake version ([\d.]+)", out)
+        if version and not older(version.group(1), minimum):
+            return path
+        seen = f"found {version.group(1) if version else 'a broken one'} at {path}"
+    sys.exit(f"kvops: needs cmake >= {minimum}, {seen}; run: pip install cmake ninja")
+
+
+def check_compiler() -> None:
+    """CMakeLists.txt checks what the compiler can do; that there is one is said here, in one line."""
+    wanted = [shlex.split(os.environ["CXX"])[0]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    if not any(map(shutil.which, wanted)):
+        sys.exit(
+            f"kvops: no C++ compiler found ({', '.join(wanted)}); install one with C++20 (g++ >= 11 or clang++ >= 14)"
+        )
+
+
+class CMakeBuild(build_ext):
+    """Configure, build, and install libkvops.so into the package that setuptools is putting together."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return "kvops/libkvops.so"  # a plain shared library: no Python ABI in its name
+
+    def build_extension(self, ext: setuptools.Extension) -> None:
+        torch_dir, torch_version = find_torch()
+        cmake = find_cmake()
+        check_compiler()
+        ninja = find_tool("ninja")
+        sanitize = os.environ.get("KVOPS_SANITIZE", "")
+        tag = ["torch", torch_version.split("+")[0], "ninja" if ninja else "make", *sanitize.split(";")]
+        build = ROOT / "build" / "-".join(filter(None, tag))
+        prefix = Path(self.get_ext_fullpath(ext.name)).resolve().parent.parent
+        configure = [
+            *(cmake, "-S", str(ROOT), "-B", str(build)),
+            *(["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja[0]}"] if ninja else ["-G", "Unix Makefiles"]),
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DCMAKE_INSTALL_PREFIX={prefix}",
+            f"-DKVOPS_TORCH_DIR={torch_dir}",
+            f"-DKVOPS_CUDA={os.environ.get('KVOPS_CUDA', 'auto')}",
+            f"-DKVOPS_SANITIZE={sanitize}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        ]
+        self.call(configure, "CMake could not configure the build")
+        jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count())
+        self.call([cmake, "--build", str(build), "--parallel", jobs], "the build failed")
+        self.call([cmake, "--install", str(build)], "the library could not be installed")
+
+    def call(self, command: list[str], failure: str) -> None:
+        """Runs the command. If it fails, the last line says why: CMakeLists.txt's own "kvops: ..." if there is one."""
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if result.returncode:
+            own = re.search(r"kvops: .+(?:\n  \S.*)*", result.stdout)
+            if own:
+                sys.exit(" ".join(own.group().split()))
+            sys.exit(f"{result.stdout}\nkvops: {failure}; its output is above")
+        if self.verbose:
+            print(result.stdout)
+
+
+class Wheel(bdist_wheel):
+    """One wheel for every Python: the library calls torch's C shims only, never Python's C API."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+sources = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("csrc/**/*")) if p.is_file()]
+setuptools.setup(
+    ext_modules=[setuptools.Extension("kvops.libkvops", sources=[], depends=["CMakeLists.txt", *sources])],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel},
+)
