@@ -1,0 +1,182 @@
+"""Baselines for every comparison, built from the same operators: StreamingLLM, Random and the full cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cache import Method
+from .common import (
+    Compressed,
+    budget_tokens,
+    check_holds,
+    check_int,
+    check_rank,
+    compacted,
+    gathered,
+    select_budget,
+)
+
+
+def streamingllm_compress(
+    k: Tensor,
+    v: Tensor,
+    budget: int | float,
+    *,
+    sinks: int = 4,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    fill_invalid: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> Compressed:
+    """StreamingLLM in one call: the first `sinks` tokens and the newest, `budget` in all, at their original positions.
+
+    Shapes, budget, starts, lengths, fill_invalid and out as in `keydiff_compress`.
+
+    Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al., 2023.
+    """
+    return gathered("streamingllm_compress", k, v, _newest(k, budget, sinks, starts, lengths, fill_invalid), out)
+
+
+def streamingllm_compress_(
+    k: Tensor,
+    v: Tensor,
+    budget: int | float,
+    *,
+    sinks: int = 4,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    fill_invalid: bool = False,
+) -> Compressed:
+    """`streamingllm_compress` in place: kept slots move to the front of k and v; returns views of the first m slots."""
+    return compacted(k, v, _newest(k, budget, sinks, starts, lengths, fill_invalid))
+
+
+def random_compress(
+    k: Tensor,
+    v: Tensor,
+    budget: int | float,
+    *,
+    seed: int = 0,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    fill_invalid: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> Compressed:
+    """A random `budget` of the tokens, per head: those of the highest hash of (seed, head, position).
+
+    The same on every device and in every row of a batch; position counts from the row's first valid slot. Shapes,
+    budget, starts, lengths, fill_invalid and out as in `keydiff_compress`.
+    """
+    return gathered("random_compress", k, v, _random(k, budget, seed, starts, lengths, fill_invalid), out)
+
+
+def random_compress_(
+    k: Tensor,
+    v: Tensor,
+    budget: int | float,
+    *,
+    seed: int = 0,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    fill_invalid: bool = False,
+) -> Compressed:
+    """`random_compress` in place: kept slots move to the front of k and v; returns views of the first m slots."""
+    return compacted(k, v, _random(k, budget, seed, starts, lengths, fill_invalid))
+
+
+def _newest(k, budget, sinks, starts, lengths, fill_invalid, op="streamingllm_compress") -> Tensor:
+    """Indices of the first `sinks` slots and the newest, alike for all heads."""
+    check_rank(op, k)
+    b, heads, n, _ = k.shape
+    newer = torch.arange(-n, 0, dtype=torch.float32, device=k.device).repeat(b, 1, 1)  # exact for the last 2^24 slots
+    return select_budget(
+        op, newer, heads, budget, sinks=sinks, starts=starts, lengths=lengths, fill_invalid=fill_invalid
+    )
+
+
+def _random(k, budget, seed, starts, lengths, fill_invalid) -> Tensor:
+    """Indices of random slots per head."""
+    op = "random_compress"
+    check_rank(op, k)
+    check_int(op, "seed", seed, 0)
+    b, heads, n, _ = k.shape
+    position = torch.arange(n, dtype=torch.int32, device=k.device).expand(b, 1, n)
+    if starts is not None:
+        position = position - starts[:, None, None]
+    scores = _hash(position.expand(b, heads, n), seed, 0)
+    return select_budget(op, scores, heads, budget, starts=starts, lengths=lengths, fill_invalid=fill_invalid)
+
+
+def _signed(x: int) -> int:
+    """The int32 with the same low 32 bits."""
+    return ((x + 2**31) & 0xFFFFFFFF) - 2**31
+
+
+def _mix(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finalizer: every bit of an int32 changes about half of the bits of the result."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * _signed(0x85EBCA6B)
+    x = x ^ ((x >> 13) & 0x7FFFF)
+    x = x * _signed(0xC2B2AE35)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _hash(position: Tensor, seed: int, layer: int) -> Tensor:
+    """Pseudo-random fp32 integers in [0, 2^24) of (seed, layer, head, position). position: int32 [b, Hk, n]."""
+    heads = torch.arange(position.shape[1], dtype=torch.int32, device=position.device)[:, None]
+    key = _mix(_mix(heads + _signed(seed * 0x9E3779B1)) + layer)
+    return (_mix(_mix(position) ^ key) & 0xFFFFFF).float()
+
+
+class StreamingLLM(Method):
+    """StreamingLLM's cache of one layer: the first `sinks` tokens and the newest, at their original positions.
+
+    A fraction is one of the tokens seen, but never less than sinks + 1.
+    """
+
+    def __init__(self, budget: int | float, *, sinks: int = 4, attend_before_compress: bool = True):
+        check_int("StreamingLLM", "sinks", sinks, 0)
+        keep = budget_tokens("StreamingLLM", budget, 1)
+        if isinstance(budget, int):
+            check_holds("StreamingLLM", keep, sinks, 0)
+        self.budget, self.sinks = budget, sinks
+        super().__init__(attend_before_compress)
+
+    def _evict(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> Tensor | None:
+        keep = budget_tokens("StreamingLLM", self.budget, seen)
+        if isinstance(self.budget, float):
+            keep = max(keep, self.sinks + 1)
+        if k.shape[2] <= keep:
+            return None
+        return _newest(k, keep, self.sinks, pads, None, pads is not None, "StreamingLLM")
+
+
+class Random(Method):
+    """A cache of one layer that keeps a random sample of all tokens seen, another one in every head and layer.
+
+    A token's rank is fixed by (seed, layer, head, position), so one call, chunks and single tokens keep the same slots.
+    """
+
+    def __init__(self, budget: int | float, *, seed: int = 0, attend_before_compress: bool = True):
+        budget_tokens("Random", budget, 1)
+        check_int("Random", "seed", seed, 0)
+        self.budget, self.seed = budget, seed
+        super().__init__(attend_before_compress)
+
+    def _evict(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> Tensor | None:
+        keep = budget_tokens("Random", self.budget, seen)
+        if k.shape[2] <= keep:
+            return None
+        position = self._positions(k, seen)
+        if pads is not None:
+            position = position - self._padding[:, None, None]
+        scores = _hash(position.int(), self.seed, self.layer)
+        return select_budget("Random", scores, k.shape[1], keep, starts=pads, fill_invalid=pads is not None)
+
+
+class Full(Method):
+    """The whole cache: keeps everything."""
+
+    def _evict(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> None:
+        return None
