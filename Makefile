@@ -1,7 +1,7 @@
 # make demo · make test · make bench · make lint · make sanitize
 #
-# Each sets up what it needs in .venv first: minutes (downloads) the first time, seconds afterwards. It takes a python3 >= 3.10,
-# a C++20 compiler and a package index. ARGS="..." goes to the command that is run (make test ARGS="tests/test_gather_kv.py -x").
+# Each sets up what it needs in .venv first: minutes (downloads) the first time, seconds afterwards. It takes a
+# python3 >= 3.10, a C++20 compiler and a package index. ARGS="..." goes to what is run: make test ARGS="-x -k gather".
 #
 #   PYTHON=...       the Python to start from; if it has torch >= 2.10, that torch is used and none is installed
 #   TORCH_INDEX=...  another package index, for torch alone; https://download.pytorch.org/whl/cpu has it without CUDA
@@ -29,16 +29,16 @@ bench: $(STAMPS)/kvops
 	@$(PY) -m kvops.bench $(ARGS)
 
 lint: $(STAMPS)/dev
-	@$(VENV)/bin/ruff check
-	@$(VENV)/bin/ruff format --check
-	@find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
+	@$(PY) -m ruff check
+	@$(PY) -m ruff format --check
+	@find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(PY) -m clang_format --dry-run -Werror
 
-# The operators' tests once more, on a copy of the package whose kernels are instrumented. Python itself is not, so the
-# sanitizer's runtime is loaded before it; what Python and torch never free is not looked at.
+# The operators' tests once more, in a copy of the package whose kernels are instrumented. Python is not, so the
+# sanitizers' runtimes are loaded before it; what Python and torch never free is not looked at.
 sanitize: $(STAMPS)/sanitize
-	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" PYTHONPATH=build/sanitize \
+	@cd build/sanitize && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-	  $(VENV)/bin/pytest -p no:cacheprovider $(or $(ARGS),$(OP_TESTS))
+	  ../../$(PY) -m pytest -p no:cacheprovider $(addprefix ../../,$(or $(ARGS),$(OP_TESTS)))
 
 OP_TESTS = $(wildcard $(patsubst csrc/ops/%.h,tests/test_%.py,$(wildcard csrc/ops/*.h)))
 
@@ -46,7 +46,8 @@ OP_TESTS = $(wildcard $(patsubst csrc/ops/%.h,tests/test_%.py,$(wildcard csrc/op
 
 # An environment that was made from another Python than the one now named is made anew.
 $(STAMPS)/venv: $(if $(filter-out file,$(origin PYTHON)),$(if $(filter $(PYTHON),$(file <$(STAMPS)/venv)),,FORCE))
-	@command -v $(PYTHON) >/dev/null || { echo "kvops: $(PYTHON) not found; install Python >= 3.10 or name one: make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c '' 2>/dev/null \
+	  || { echo "kvops: cannot run $(PYTHON); install Python >= 3.10, or name one: make PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "kvops: needs Python >= 3.10, $(PYTHON) is $$($(PYTHON) -V 2>&1); name another: make PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
@@ -66,7 +67,8 @@ HAS_TORCH := 'import os, sys, torch; print(os.path.dirname(os.path.dirname(torch
 # First of all packages, so that nothing that depends on torch can bring another one.
 $(STAMPS)/torch-$(TORCH): $(STAMPS)/venv
 	@grep -q 'include-system-site-packages = true' $(VENV)/pyvenv.cfg || { echo "== torch $(TORCH)"; \
-	  $(if $(TORCH_INDEX),$(PIP) $(QUIET) --no-deps --index-url $(TORCH_INDEX) torch==$(TORCH) &&) $(PIP) $(QUIET) torch==$(TORCH); }
+	  $(if $(TORCH_INDEX),$(PIP) $(QUIET) --no-deps --index-url $(TORCH_INDEX) torch==$(TORCH) &&) \
+	  $(PIP) $(QUIET) torch==$(TORCH); }
 	@touch $@
 
 $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/torch-$(TORCH)

@@ -45,7 +45,7 @@ def find_torch() -> tuple[Path, str]:
             f"install torch >= {MIN_TORCH}, then run: pip install --no-build-isolation ."
         )
     directory = Path(spec.origin).parent
-    version = re.search(r"__version__ = '([^']+)'", (directory / "version.py").read_text()).group(1)
+    version = re.search(r"__version__ = ['\"](.+?)['\"]", (directory / "version.py").read_text()).group(1)
     if older(version, MIN_TORCH):
         sys.exit(f"kvops: needs torch >= {MIN_TORCH}, found {version} in {directory}; run: pip install -U torch")
     return directory, version
@@ -82,7 +82,7 @@ class CMakeBuild(build_ext):
     """Configure, build, and install libkvops.so into the package that setuptools is putting together."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return "kvops/libkvops.so"  # a plain shared library: no Python ABI in its name
+        return fullname.replace(".", "/") + ".so"  # a plain shared library: no Python ABI in its name
 
     def build_extension(self, ext: setuptools.Extension) -> None:
         torch_dir, torch_version = find_torch()
