@@ -1,0 +1,255 @@
+// KeyDiff's scores on the CPU.
+//
+//   mu = sum_j k_j / |k_j|,  score_i = -cos(k_i, mu)
+//
+// Bytes that must move: K twice, since no score is known before the whole sum is (once when the anchor is given). The
+// first pass leaves 1/|k_i| in the output, so the second needs only a dot product. It walks backward, so that it
+// meets what the first pass read last, which is still in the cache. Heads that fit the shared cache go one to a thread;
+// larger ones are split over n, one head after the other, so that all threads share that head's second pass.
+//
+// The sum over n goes in blocks of kBlock tokens, combined in order: accurate, and the same for any number of threads.
+//
+// A tile is VL rows: their VL dot products are reduced together into one vector (sum_lanes). Rows whose squared norm is
+// not a comfortable float (zero, NaN, infinite, subnormal) are found by one compare per tile and done in double.
+#include "../dispatch.h"
+#include "../ops/anchor_cosine.h"
+#include "simd.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+constexpr int64_t kBlock = kAnchorBlock;
+constexpr float kTiny = 0x1p-90f, kHuge = 0x1p90f;  // squared norms between are safe in fp32
+constexpr float kRedo = -1.0f;                      // instead of 1/|k|: do this row in double
+
+template <class T>
+struct Tile {
+  const T* row[VL];
+  int64_t count;
+
+  // Rows [i, i + VL) below `end`; the last is repeated to fill the tile.
+  Tile(const Rows<T>& rows, int64_t i, int64_t end) : count(end - i < VL ? end - i : VL) {
+    for (int r = 0; r < VL; ++r) row[r] = rows.row(i + (r < count ? r : count - 1));
+  }
+
+  F squared_norms(RowShape shape) const {
+    F sums[VL] = {};
+    for_registers<T>(shape, [&](int64_t, auto&& load_row) {
+#pragma GCC unroll 16
+      for (int r = 0; r < VL; ++r) {
+        F x[kVecs<T>];
+        load_row(row[r], x);
+        for (int j = 0; j < kVecs<T>; ++j) sums[r] += x[j] * x[j];
+      }
+    });
+    return sum_lanes(sums);
+  }
+
+  F dots(RowShape shape, const float* direction) const {
+    F sums[VL] = {};
+    for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
+      F y[kVecs<T>];
+      for (int j = 0; j < kVecs<T>; ++j) y[j] = load(direction + (c * kVecs<T> + j) * VL);
+#pragma GCC unroll 16
+      for (int r = 0; r < VL; ++r) {
+        F x[kVecs<T>];
+        load_row(row[r], x);
+        for (int j = 0; j < kVecs<T>; ++j) sums[r] += x[j] * y[j];
+      }
+    });
+    return sum_lanes(sums);
+  }
+
+  // total[channel] += sum over rows of weight[r] * row[r].
+  void accumulate(RowShape shape, const float* weight, float* total) const {
+    for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
+      F sums[kVecs<T>];
+      for (int j = 0; j < kVecs<T>; ++j) sums[j] = load(total + (c * kVecs<T> + j) * VL);
+#pragma GCC unroll 16
+      for (int r = 0; r < VL; ++r) {
+        F x[kVecs<T>];
+        load_row(row[r], x);
+        for (int j = 0; j < kVecs<T>; ++j) sums[j] += x[j] * weight[r];
+      }
+      for (int j = 0; j < kVecs<T>; ++j) store(total + (c * kVecs<T> + j) * VL, sums[j]);
+    });
+  }
+};
+
+template <class T>
+double careful_norm(const T* row, int64_t d) {  // NaN if the row is not finite
+  double squares = 0;
+  for (int64_t c = 0; c < d; ++c) {
+    const float x = to_float(row[c]);
+    squares += is_finite(x) ? double(x) * x : __builtin_nan("");
+  }
+  return __builtin_sqrt(squares);
+}
+
+template <class T>
+float careful_score(const T* row, int64_t d, const float* direction) {
+  double dot = 0;
+  for (int64_t c = 0; c < d; ++c) dot += double(to_float(row[c])) * direction[channel_slot<T>(c)];
+  return static_cast<float>(0.0 - dot / careful_norm(row, d));
+}
+
+// The tile's 1/|k| (or its stand-in: NaN not finite, 0 zero key, kRedo), and if `total` its sum of (unit) keys.
+template <class T>
+inline void norms(const Rows<T>& rows, int64_t i, int64_t end, float* inverse_norms, float* total, bool normalize) {
+  const Tile<T> tile(rows, i, end);
+  const F squares = tile.squared_norms(rows.shape);
+  const F inverse = 1.0f / sqrt(squares);
+  float weight[VL];
+  store(weight, normalize ? inverse : splat(1.0f));
+  for (int64_t r = tile.count; r < VL; ++r) weight[r] = 0.0f;
+  // Comfortable squares lie in (kTiny, kHuge); anything else, NaN too, becomes NaN here.
+  const I comfortable = (squares > kTiny) & (squares < kHuge);
+  if (__builtin_expect(!any_nan(comfortable ? squares : splat(__builtin_nanf(""))), 1)) {
+    store_first(inverse_norms, inverse, tile.count);
+    if (total) tile.accumulate(rows.shape, weight, total);
+    return;
+  }
+  for (int64_t r = 0; r < tile.count; ++r) {
+    const double norm = careful_norm(tile.row[r], rows.d);
+    inverse_norms[r] = norm != norm ? __builtin_nanf("") : norm == 0 ? 0.0f : kRedo;
+    if (!total || !(norm > 0)) continue;
+    const double factor = normalize ? 1.0 / norm : 1.0;
+    for (int64_t c = 0; c < rows.d; ++c)
+      total[channel_slot<T>(c)] += static_cast<float>(to_float(tile.row[r][c]) * factor);
+  }
+}
+
+// scores holds the tile's 1/|k|; becomes its -cos with the unit vector `direction`.
+template <class T>
+inline void cosines(const Rows<T>& rows, int64_t i, int64_t end, const float* direction, float* scores) {
+  const Tile<T> tile(rows, i, end);
+  const F inverse = load_first(scores, tile.count, 1.0f);
+  const F cosine = 0.0f - tile.dots(rows.shape, direction) * inverse;
+  if (__builtin_expect(!any_nan(inverse > 0.0f ? cosine : splat(__builtin_nanf(""))), 1)) {
+    store_first(scores, cosine, tile.count);
+    return;
+  }
+  for (int64_t r = 0; r < tile.count; ++r) {
+    if (scores[r] != scores[r]) continue;       // not finite: NaN
+    if (scores[r] == 0.0f) continue;            // a zero key scores 0
+    scores[r] = careful_score(tile.row[r], rows.d, direction);
+  }
+}
+
+// Tokens [first, last) of a head, one block of the sum: norms into scores, the block's own sum into `total`.
+template <class T>
+void first_pass(const Rows<T>& rows, int64_t first, int64_t last, float* scores, float* total, int64_t size,
+                bool normalize) {
+  for (int64_t c = 0; c < size; ++c) total[c] = 0.0f;
+  for (int64_t i = first; i < last; i += VL) norms(rows, i, last, scores + i, total, normalize);
+}
+
+template <class T>
+void second_pass(const Rows<T>& rows, int64_t first, int64_t last, float* scores, const float* direction) {
+  if (first == last) return;
+  for (int64_t i = first + (last - first - 1) / VL * VL; i >= first; i -= VL)
+    cosines(rows, i, last, direction, scores + i);
+}
+
+template <class T>
+void only_pass(const Rows<T>& rows, int64_t first, int64_t last, float* scores, const float* direction) {
+  for (int64_t i = first; i < last; i += VL) {
+    norms(rows, i, last, scores + i, nullptr, true);
+    cosines(rows, i, last, direction, scores + i);
+  }
+}
+
+// direction = anchor / |anchor| in the order of registers; zeros for a zero anchor.
+template <class T>
+void unit_direction(const float* anchor, int64_t d, float* direction, int64_t size) {
+  double squares = 0;
+  for (int64_t c = 0; c < d; ++c) squares += double(anchor[c]) * anchor[c];
+  const double inverse = squares == 0 ? 0.0 : 1.0 / __builtin_sqrt(squares);
+  for (int64_t i = 0; i < size; ++i) direction[i] = 0.0f;
+  for (int64_t c = 0; c < d; ++c) direction[channel_slot<T>(c)] = static_cast<float>(anchor[c] * inverse);
+}
+
+template <class T>
+struct Head {
+  Rows<T> rows;         // from the first valid slot
+  int64_t count;        // valid slots
+  float* scores;        // of the valid slots
+  float* anchor;        // [d], channels in order
+  const float* given;   // [d] or null
+};
+
+template <class T>
+Head<T> prepare_head(const AnchorCosineParams& p, int64_t index) {
+  const int64_t b = index / p.heads, h = index % p.heads;
+  const int64_t first = p.slots.first(b), count = p.slots.count(b);
+  float* scores = p.scores + index * p.n;
+  for (int64_t i = 0; i < first; ++i) scores[i] = __builtin_nanf("");
+  for (int64_t i = first + count; i < p.n; ++i) scores[i] = __builtin_nanf("");
+  float* anchor = p.anchor + index * p.d;
+  const float* given = p.given_anchor ? p.given_anchor + index * p.d : nullptr;
+  for (int64_t c = 0; c < p.d; ++c) anchor[c] = given ? given[c] : 0.0f;
+  return {{p.k.row(b, h, first), p.k.stride_n, p.d, row_shape<T>(p.k.row_bytes)}, count, scores + first, anchor, given};
+}
+
+template <class T>
+void add_block(const float* block, int64_t d, float* anchor) {
+  for (int64_t c = 0; c < d; ++c) anchor[c] += block[channel_slot<T>(c)];
+}
+
+template <class T>
+void score_heads(const AnchorCosineParams& p, const Workers& workers) {
+  const int64_t size = row_shape<T>(p.k.row_bytes).registers() * kStep<T>;
+  const int64_t heads = p.b * p.heads;
+  constexpr int64_t kSharedCache = 8 << 20;
+  if (heads >= workers.count && p.n * p.k.row_bytes * workers.count <= kSharedCache) {
+    parallel_for(workers, workers.count, [&](int64_t worker) {
+      float* scratch = workers.workspace + worker * size;
+      const Share mine = share(heads, worker, workers.count);
+      for (int64_t index = mine.first; index < mine.last; ++index) {
+        const Head<T> head = prepare_head<T>(p, index);
+        for (int64_t i = 0; !head.given && i < head.count; i += kBlock) {
+          const int64_t end = head.count - i < kBlock ? head.count : i + kBlock;
+          first_pass(head.rows, i, end, head.scores, scratch, size, p.normalize_anchor);
+          add_block<T>(scratch, p.d, head.anchor);
+        }
+        unit_direction<T>(head.anchor, p.d, scratch, size);
+        (head.given ? only_pass<T> : second_pass<T>)(head.rows, 0, head.count, head.scores, scratch);
+      }
+    });
+    return;
+  }
+  for (int64_t index = 0; index < heads; ++index) {
+    const Head<T> head = prepare_head<T>(p, index);
+    const int64_t blocks = (head.count + kBlock - 1) / kBlock;
+    // Workers take runs of whole blocks, the same in both passes.
+    const auto tokens = [&](int64_t worker) {
+      const Share mine = share(blocks, worker, workers.count);
+      return Share{mine.first * kBlock, mine.last * kBlock < head.count ? mine.last * kBlock : head.count};
+    };
+    if (!head.given) {
+      parallel_for(workers, workers.count, [&](int64_t worker) {
+        const Share mine = tokens(worker);
+        for (int64_t i = mine.first; i < mine.last; i += kBlock) {
+          const int64_t end = mine.last - i < kBlock ? mine.last : i + kBlock;
+          first_pass(head.rows, i, end, head.scores, workers.workspace + i / kBlock * size, size, p.normalize_anchor);
+        }
+      });
+      for (int64_t block = 0; block < blocks; ++block) add_block<T>(workers.workspace + block * size, p.d, head.anchor);
+    }
+    float* direction = workers.workspace;
+    unit_direction<T>(head.anchor, p.d, direction, size);
+    parallel_for(workers, workers.count, [&](int64_t worker) {
+      const Share mine = tokens(worker);
+      if (mine.first < mine.last)
+        (head.given ? only_pass<T> : second_pass<T>)(head.rows, mine.first, mine.last, head.scores, direction);
+    });
+  }
+}
+
+}  // namespace
+
+void anchor_cosine(const AnchorCosineParams& p, const Workers& workers) {
+  with_dtype(p.dtype, [&](auto type) { score_heads<decltype(type)>(p, workers); });
+}
+
+}  // namespace kvops::KVOPS_ISA

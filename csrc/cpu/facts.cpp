@@ -1,0 +1,76 @@
+// The instruction-set level in use, and kvops_facts(): what this library is, as JSON for kvops.build_info().
+#include <cstdlib>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "isa.h"
+
+namespace kvops {
+namespace {
+
+#if defined(__x86_64__)
+constexpr const char* kNames[] = {"v2", "v3", "v4"};
+
+Isa best_level() {
+  __builtin_cpu_init();
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+                  __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
+  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512vl");
+  return v4 ? Isa::v4 : v3 ? Isa::v3 : Isa::v2;
+}
+#else
+constexpr const char* kNames[] = {"baseline"};
+
+Isa best_level() { return Isa::baseline; }
+#endif
+
+Isa chosen_level() {
+  const Isa best = best_level();
+  const char* forced = std::getenv("KVOPS_ISA");
+  if (!forced || !*forced) return best;
+  for (int i = 0; i < static_cast<int>(std::size(kNames)); ++i) {
+    if (std::string(forced) != kNames[i]) continue;
+    if (i > static_cast<int>(best))
+      throw std::invalid_argument(std::string("KVOPS_ISA=") + forced + " is more than this CPU has, which is " +
+                                  kNames[static_cast<int>(best)]);
+    return static_cast<Isa>(i);
+  }
+  throw std::invalid_argument(std::string("KVOPS_ISA must be one of " KVOPS_LEVEL_LIST ", got ") + forced);
+}
+
+}  // namespace
+
+Isa isa() {
+  static const Isa level = chosen_level();
+  return level;
+}
+
+}  // namespace kvops
+
+extern "C" __attribute__((visibility("default"))) const char* kvops_facts() {
+  static const std::string facts = [] {
+    std::string level, error;
+    try {
+      level = kvops::kNames[static_cast<int>(kvops::isa())];
+    } catch (const std::invalid_argument& wrong) {
+      error = wrong.what();
+    }
+    std::string levels = KVOPS_LEVEL_LIST;
+    for (size_t at = 0; (at = levels.find(',', at)) != std::string::npos; at += 4) levels.replace(at, 1, "\", \"");
+    std::ostringstream json;
+    json << "{\"torch_build\": \"" KVOPS_TORCH_BUILD "\", \"torch_target\": \"2.10\", \"compiler\": \""
+#if defined(__clang__)
+         << "clang " << __clang_major__ << '.' << __clang_minor__ << '.' << __clang_patchlevel__
+#else
+         << "gcc " << __GNUC__ << '.' << __GNUC_MINOR__ << '.' << __GNUC_PATCHLEVEL__
+#endif
+         << "\", \"isa\": \"" << level << "\", \"isa_built\": [\"" << levels
+         << "\"], \"cuda\": {\"built\": " KVOPS_CUDA_BUILT ", \"why\": \"" KVOPS_CUDA_WHY "\"}, \"error\": \"" << error
+         << "\"}";
+    return json.str();
+  }();
+  return facts.c_str();
+}

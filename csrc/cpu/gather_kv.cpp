@@ -1,0 +1,66 @@
+#include "../check.h"
+//
+#include <sys/mman.h>
+
+#include "../ops/gather_kv.h"
+#include "launch.h"
+
+namespace kvops {
+
+KVOPS_LEVELS(gather_kv, GatherKVParams)
+
+namespace {
+
+void run(const GatherKVParams& p) {
+  const int64_t* row = p.indices.data;
+  for (int64_t b = 0; b < p.b; ++b)
+    for (int64_t h = 0; h < p.heads; ++h) {
+      row = p.indices.data + b * p.indices.stride_b + h * p.indices.stride_h;
+      for (int64_t i = 0; i < p.indices.m; ++i) {
+        const int64_t index = row[i * p.indices.stride_m];
+        KVOPS_CHECK(index >= -1 && index < p.n, "gather_kv: indices must lie in [-1, ", p.n, "), got ", index,
+                    " at row ", b, ", head ", h, ", entry ", i);
+      }
+    }
+  const Scratch none(0);
+  gather_kv_cpu(p, none.workers(threads_for(p.b * p.heads * p.indices.m * (p.k.row_bytes + p.v.row_bytes))));
+}
+
+// The first touch of fresh memory costs a page fault a page, more than the copy itself: ask for huge pages.
+void advise_huge_pages(const Tensor& x) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kHuge = uintptr_t{2} << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(x.data_ptr()), bytes = x.numel() * x.element_size();
+  const uintptr_t first = (begin + kHuge - 1) / kHuge * kHuge, last = (begin + bytes) / kHuge * kHuge;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
+Tensor fresh(const Tensor& like, const Tensor& indices) {
+  KVOPS_CHECK(like.dim() == 4 && indices.dim() == 3, "gather_kv: k and v must have 4 dims and indices 3, got ",
+              shape(like), " and ", shape(indices));
+  check_dtype("gather_kv", "k and v", like);
+  const Tensor out =
+      empty(like, std::array{like.size(0), like.size(1), indices.size(2), like.size(3)}, like.scalar_type());
+  advise_huge_pages(out);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> gather_kv(const Tensor& k, const Tensor& v, const Tensor& indices) {
+  const Tensor k_out = fresh(k, indices), v_out = fresh(v, indices);
+  run(check_gather_kv(k, v, indices, k_out, v_out));
+  return {k_out, v_out};
+}
+
+void gather_kv_out(const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& k_out, const Tensor& v_out) {
+  run(check_gather_kv(k, v, indices, k_out, v_out));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(kvops, CPU, m) {
+  m.impl("gather_kv", TORCH_BOX(&gather_kv));
+  m.impl("gather_kv.out", TORCH_BOX(&gather_kv_out));
+}
+
+}  // namespace kvops

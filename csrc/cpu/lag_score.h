@@ -1,0 +1,247 @@
+// LagKV's scores on the CPU.
+//
+//   N[t, c] = (X[t, c] - lo_c) / (hi_c - lo_c),  lo, hi = min, max over t of the NEXT partition Y
+//   score   = softmax_t(std_c N_K) + v_weight * softmax_t(std_c N_V)
+//
+// Bytes that must move: K and V once. A partition is needed twice, as the subject X and as the reference Y of the one
+// before it. So each head walks its partitions BACKWARD: when X is read, the range of Y is already known, and the same
+// loaded registers give X's statistics against Y and X's own range for the partition before. One read from memory, one
+// load into registers, 7 vector instructions per register of floats.
+//
+// A tile is R rows. For each register of channels its lo, 1/range, min and max stay in registers while the R rows pass;
+// the R sums and R sums of squares over channels stay in registers over the whole tile and are reduced together
+// (sum_lanes). z = N - 1/2 makes the one-pass variance accurate: about zero it loses nothing.
+//
+// What is not finite is rare and costs nothing on the way: it makes the variance of its own row NaN or infinite, the
+// tile is then done again by `careful_tile`, which also marks the channels to be left out of the next reference.
+//
+// Work is split over (batch, head) and, when these are few, over runs of partitions (one more partition read per run).
+#include "../dispatch.h"
+#include "../ops/lag_score.h"
+#include "simd.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+constexpr int R = VL / 2;  // rows in a tile: their R sums and R sums of squares fill one vector
+
+// Per channel, in the order of registers. `half` is 1/2, or 0 where the last register has no channel.
+struct Channels {
+  float *lo, *inverse, *half, *min, *max, *poison;
+  int64_t size;  // floats in each: a multiple of VL
+
+  static int64_t floats(int64_t size) { return 6 * size; }
+  Channels(float* memory, int64_t size_) : size(size_) {
+    float** arrays[] = {&lo, &inverse, &half, &min, &max, &poison};
+    for (float** array : arrays) {
+      *array = memory;
+      memory += size;
+    }
+  }
+  template <class T>
+  void start(int64_t d) {
+    for (int64_t i = 0; i < size; ++i) half[i] = 0.0f;
+    for (int64_t c = 0; c < d; ++c) half[channel_slot<T>(c)] = 0.5f;
+    reset_range();
+  }
+  void reset_range() {
+    for (int64_t i = 0; i < size; i += VL) {
+      store(min + i, splat(__builtin_inff()));
+      store(max + i, splat(-__builtin_inff()));
+      store(poison + i, F{});
+    }
+  }
+  // The range just gathered becomes the reference. A channel whose range is zero or not finite contributes N = 0.
+  void use_range() {
+    for (int64_t i = 0; i < size; i += VL) {
+      const F low = load(min + i), range = load(max + i) - low, inv = 1.0f / range;
+      const I usable = (range > 0.0f) & (inv > 0.0f) & (inv < __builtin_inff()) & (load(poison + i) == 0.0f);
+      store(lo + i, usable ? low : F{});
+      store(inverse + i, usable ? inv : F{});
+    }
+    reset_range();
+  }
+};
+
+inline void variances(F* sums, int64_t d, float* variance, int64_t count) {
+  const F packed = sum_lanes(sums);  // R sums, then R sums of squares
+  float both[VL];
+  store(both, packed);
+  float s[VL] = {}, q[VL] = {};
+  memcpy(s, both, 4 * R);
+  memcpy(q, both + R, 4 * R);
+  const F sum = load(s), squares = load(q);
+  const F var = (squares - sum * sum * (1.0f / d)) * (1.0f / (d - 1));
+  store_first(variance, var < 0.0f ? F{} : var, count);  // keeps NaN
+}
+
+// `count` rows one element at a time: rows or channels that are not finite.
+template <class T>
+__attribute__((noinline)) void careful_tile(const Rows<T>& rows, int64_t first, int64_t count, Channels& channels,
+                                            float* variance) {
+  for (int64_t r = 0; r < count; ++r) {
+    const T* row = rows.row(first + r);
+    double s = 0, q = 0;
+    for (int64_t c = 0; c < rows.d; ++c) {
+      const int64_t slot = channel_slot<T>(c);
+      const float x = to_float(row[c]);
+      if (!is_finite(x)) channels.poison[slot] = __builtin_nanf("");
+      double z = -0.5;
+      if (channels.inverse[slot] != 0.0f) z = (double(x) - channels.lo[slot]) * channels.inverse[slot] - 0.5;
+      s += z;
+      q += z * z;
+    }
+    const double var = (q - s * s / rows.d) / (rows.d - 1);
+    variance[r] = var < 0 ? 0.0f : static_cast<float>(var);
+  }
+}
+
+// Rows [first, first + count): their variances over channels against the reference (Score) and their range (Range).
+template <class T, bool Score, bool Range>
+inline void sweep(const Rows<T>& rows, int64_t first, int64_t count, Channels& channels, float* variance) {
+  constexpr int W = kVecs<T>;
+  for (int64_t i = 0; i < count; i += R) {
+    const int64_t live = count - i < R ? count - i : R;
+    const T* row[R];
+    for (int r = 0; r < R; ++r) row[r] = rows.row(first + i + (r < live ? r : live - 1));
+    F sums[VL] = {};
+    for_registers<T>(rows.shape, [&](int64_t c, auto&& load_row) {
+      F lo[W], inverse[W], half[W], low[W], high[W], poison[W];
+      for (int j = 0; j < W; ++j) {
+        const int64_t at = (c * W + j) * VL;
+        if constexpr (Score) lo[j] = load(channels.lo + at);
+        if constexpr (Score) inverse[j] = load(channels.inverse + at);
+        if constexpr (Score) half[j] = load(channels.half + at);
+        if constexpr (Range) low[j] = load(channels.min + at);
+        if constexpr (Range) high[j] = load(channels.max + at);
+        if constexpr (Range && !Score) poison[j] = load(channels.poison + at);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        F x[W];
+        load_row(row[r], x);
+        for (int j = 0; j < W; ++j) {
+          if constexpr (Score) {
+            const F z = (x[j] - lo[j]) * inverse[j] - half[j];
+            sums[r] += z;
+            sums[R + r] += z * z;
+          }
+          if constexpr (Range) low[j] = min(low[j], x[j]);
+          if constexpr (Range) high[j] = max(high[j], x[j]);
+          if constexpr (Range && !Score) poison[j] += x[j] * 0.0f;
+        }
+      }
+      for (int j = 0; j < W; ++j) {
+        const int64_t at = (c * W + j) * VL;
+        if constexpr (Range) store(channels.min + at, low[j]);
+        if constexpr (Range) store(channels.max + at, high[j]);
+        if constexpr (Range && !Score) store(channels.poison + at, poison[j]);
+      }
+    });
+    if constexpr (Score) {
+      variances(sums, rows.d, variance + i, live);
+      bool finite = true;
+      for (int64_t r = 0; r < live; ++r) finite &= is_finite(variance[i + r]);
+      if (__builtin_expect(!finite, 0)) careful_tile(rows, first + i, live, channels, variance + i);
+    }
+  }
+}
+
+// variance [n] -> softmax of its square root times weight, over the finite entries; the others become NaN.
+inline void softmax_of_std(float* x, int64_t n, float weight) {
+  const F lowest = splat(-__builtin_inff());
+  F top = lowest;
+  for (int64_t i = 0; i < n; i += VL) {
+    const int64_t live = n - i < VL ? n - i : VL;
+    const F std = sqrt(load_first(x + i, live, 0.0f));
+    store_first(x + i, std, live);
+    top = max(top, std < __builtin_inff() ? std : lowest);  // NaN compares false
+  }
+  float max_std = 0.0f;
+  for (int i = 0; i < VL; ++i) max_std = top[i] > max_std ? top[i] : max_std;
+  double total = 0;
+  constexpr int64_t kBlock = 1024;  // sums go in blocks of fixed size: accurate however long the partition
+  for (int64_t start = 0; start < n; start += kBlock) {
+    const int64_t end = n - start < kBlock ? n : start + kBlock;
+    F sums = {};
+    for (int64_t i = start; i < end; i += VL) {
+      const int64_t live = end - i < VL ? end - i : VL;
+      const F std = load_first(x + i, live, -__builtin_inff());
+      const I finite = std - std == 0.0f;
+      const F e = exp(std - max_std);
+      sums += finite ? e : F{};
+      store_first(x + i, finite ? e : splat(__builtin_nanf("")), live);
+    }
+    total += sum(sums);
+  }
+  const float scale = static_cast<float>(weight / total);
+  for (int64_t i = 0; i < n; ++i) x[i] *= scale;
+}
+
+// Segments [first, last) of one head, backward.
+template <class T>
+void score_run(const LagScoreParams& p, const Rows<T>* kv, float* scores, int64_t first, int64_t last,
+               Channels* channels, float* v_scores) {
+  const int64_t L = p.lag;
+  for (int z = 0; z < 2; ++z) {
+    channels[z].template start<T>(kv[z].d);
+    if (p.self_reference) continue;
+    sweep<T, false, true>(kv[z], last * L, L, channels[z], nullptr);
+    channels[z].use_range();
+  }
+  for (int64_t s = last - 1; s >= first; --s) {
+    float* out[2] = {scores + s * L, v_scores};
+    for (int z = 0; z < 2; ++z) {
+      if (p.self_reference) {
+        sweep<T, false, true>(kv[z], s * L, L, channels[z], nullptr);
+        channels[z].use_range();
+      }
+      if (p.self_reference || s == first) {
+        sweep<T, true, false>(kv[z], s * L, L, channels[z], out[z]);
+      } else {
+        sweep<T, true, true>(kv[z], s * L, L, channels[z], out[z]);
+        channels[z].use_range();
+      }
+      softmax_of_std(out[z], L, z ? p.v_weight : 1.0f);
+    }
+    for (int64_t t = 0; t < L; ++t) out[0][t] += out[1][t];
+  }
+}
+
+template <class T>
+void score_heads(const LagScoreParams& p, const Workers& workers) {
+  const int64_t heads = p.b * p.heads;
+  const int64_t runs = heads >= workers.count ? 1 : (4 * workers.count + heads - 1) / heads;  // per head, at most
+  parallel_for(workers, workers.count, [&](int64_t worker) {
+    float* memory = workers.workspace + worker * lag_score_scratch(p);
+    const Rows<T> shapes[2] = {{nullptr, p.k.stride_n, p.d, row_shape<T>(p.k.row_bytes)},
+                               {nullptr, p.v.stride_n, p.dv, row_shape<T>(p.v.row_bytes)}};
+    Channels channels[2] = {{memory, shapes[0].shape.registers() * kStep<T>},
+                            {memory + Channels::floats(shapes[0].shape.registers() * kStep<T>),
+                             shapes[1].shape.registers() * kStep<T>}};
+    float* v_scores = memory + Channels::floats(channels[0].size + channels[1].size);
+    const Share units = share(heads * runs, worker, workers.count);
+    for (int64_t unit = units.first; unit < units.last; ++unit) {
+      const int64_t b = unit / runs / p.heads, h = unit / runs % p.heads;
+      const int64_t segments = num_segments(p.slots.count(b), p.prefix, p.lag);
+      float* scores = p.scores + (b * p.heads + h) * p.segments * p.lag;
+      if (unit % runs == 0)
+        for (int64_t i = segments * p.lag; i < p.segments * p.lag; ++i) scores[i] = __builtin_nanf("");
+      const Share run = share(segments, unit % runs, runs);
+      if (run.first == run.last) continue;
+      const int64_t grid = p.slots.first(b) + p.prefix;
+      Rows<T> kv[2] = {shapes[0], shapes[1]};
+      kv[0].data = p.k.row(b, h, grid);
+      kv[1].data = p.v.row(b, h, grid);
+      score_run(p, kv, scores, run.first, run.last, channels, v_scores);
+    }
+  });
+}
+
+}  // namespace
+
+void lag_score(const LagScoreParams& p, const Workers& workers) {
+  with_dtype(p.dtype, [&](auto type) { score_heads<decltype(type)>(p, workers); });
+}
+
+}  // namespace kvops::KVOPS_ISA

@@ -1,0 +1,41 @@
+#include "../check.h"
+//
+#include <chrono>
+
+#include "launch.h"
+#include "probe_params.h"
+
+namespace kvops {
+
+KVOPS_LEVELS(probe, ProbeParams)
+
+namespace {
+
+double seconds(ProbeParams p, int threads) {
+  std::vector<float> sums(threads);
+  p.sums = sums.data();
+  const Scratch none(0);
+  const auto start = std::chrono::steady_clock::now();
+  probe_cpu(p, none.workers(threads));
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+}  // namespace kvops
+
+// Seconds of one pass. Plain C, called through ctypes: no Python lock is held.
+extern "C" __attribute__((visibility("default"))) double kvops_probe_read(const void* source, size_t bytes, int kind,
+                                                                          int threads) {
+  return kvops::seconds({static_cast<kvops::Probe>(kind), static_cast<const char*>(source), nullptr,
+                         static_cast<int64_t>(bytes), nullptr},
+                        threads);
+}
+
+// kind 0: memcpy, 1: streaming stores, 2: a plain forward loop, for overlapping moves (split by thread only when the
+// two do not overlap).
+extern "C" __attribute__((visibility("default"))) double kvops_probe_copy(void* target, const void* source,
+                                                                          size_t bytes, int kind, int threads) {
+  return kvops::seconds({static_cast<kvops::Probe>(kind + 2), static_cast<const char*>(source),
+                         static_cast<char*>(target), static_cast<int64_t>(bytes), nullptr},
+                        threads);
+}

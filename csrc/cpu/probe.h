@@ -1,0 +1,66 @@
+// Probes of the memory system for kvops.bench: how fast can bytes be read, copied, and moved in place, at best?
+#include <cstddef>
+
+#include "probe_params.h"
+#include "rows.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+inline float simd_sum(const float* x, int64_t n) {
+  float total = 0;
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < n; ++i) total += x[i];
+  return total;
+}
+
+inline float four_accumulators(const float* x, int64_t n) {
+  F total[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * VL <= n; i += 4 * VL)
+    for (int j = 0; j < 4; ++j) total[j] += load(x + i + j * VL);
+  float rest = sum(total[0] + total[1] + total[2] + total[3]);
+  for (; i < n; ++i) rest += x[i];
+  return rest;
+}
+
+}  // namespace
+
+void probe(const ProbeParams& p, const Workers& workers) {
+  constexpr int64_t kUnit = 64;  // a cache line
+  const int64_t lines = p.bytes / kUnit;
+  parallel_for(workers, workers.count, [&](int64_t worker) {
+    const Share mine = share(lines, worker, workers.count);
+    const char* from = p.source + mine.first * kUnit;
+    char* to = p.target ? p.target + mine.first * kUnit : nullptr;
+    const int64_t bytes = (mine.last - mine.first) * kUnit;
+    switch (p.kind) {
+      case Probe::simd_sum:
+        p.sums[worker] = simd_sum(reinterpret_cast<const float*>(from), bytes / 4);
+        break;
+      case Probe::four_accumulators:
+        p.sums[worker] = four_accumulators(reinterpret_cast<const float*>(from), bytes / 4);
+        break;
+      case Probe::copy:
+        memcpy(to, from, bytes);
+        break;
+      case Probe::stream:
+        for (int64_t i = 0; i < bytes; i += VB) {
+          U x;
+          memcpy(&x, from + i, VB);
+          KVOPS_STREAM(to + i, x);
+        }
+        stream_fence();
+        break;
+      case Probe::shift:
+        for (int64_t i = 0; i < bytes; i += VB) {
+          U x;
+          memcpy(&x, from + i, VB);
+          memcpy(to + i, &x, VB);
+        }
+        break;
+    }
+  });
+}
+
+}  // namespace kvops::KVOPS_ISA

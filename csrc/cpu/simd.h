@@ -1,0 +1,282 @@
+// One vector of floats, as wide as the level's registers, over compiler vector types; the few operations that those
+// lack are intrinsics. Included by kernel bodies only: everything is in an unnamed namespace of the level, so that no
+// code compiled for one instruction set can be linked into another.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "../kv_view.h"
+#include "isa.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int VB = 64;  // bytes in a vector
+#elif defined(__AVX2__)
+constexpr int VB = 32;
+#else
+constexpr int VB = 16;
+#endif
+constexpr int VL = VB / 4;  // floats in a vector
+
+typedef float F __attribute__((vector_size(VB)));
+typedef int32_t I __attribute__((vector_size(VB)));
+typedef uint32_t U __attribute__((vector_size(VB)));
+
+#if defined(__clang__)
+#define KVOPS_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define KVOPS_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (I){__VA_ARGS__})
+#endif
+
+inline F splat(float x) { return x - F{}; }
+
+inline F load(const float* p) {
+  F x;
+  memcpy(&x, p, VB);
+  return x;
+}
+inline void store(float* p, F x) { memcpy(p, &x, VB); }
+inline void store_first(float* p, F x, int64_t count) { memcpy(p, &x, 4 * count); }
+inline F load_first(const float* p, int64_t count, float rest) {
+  F x = splat(rest);
+  memcpy(&x, p, 4 * count);
+  return x;
+}
+
+#if defined(__AVX512F__)
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+inline F sqrt(F a) { return _mm512_sqrt_ps(a); }
+inline bool any_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
+#elif defined(__AVX2__)
+inline F min(F a, F b) { return _mm256_min_ps(a, b); }
+inline F max(F a, F b) { return _mm256_max_ps(a, b); }
+inline F sqrt(F a) { return _mm256_sqrt_ps(a); }
+inline bool any_nan(F a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)) != 0; }
+#elif defined(__x86_64__)
+inline F min(F a, F b) { return _mm_min_ps(a, b); }
+inline F max(F a, F b) { return _mm_max_ps(a, b); }
+inline F sqrt(F a) { return _mm_sqrt_ps(a); }
+inline bool any_nan(F a) { return _mm_movemask_ps(_mm_cmpunord_ps(a, a)) != 0; }
+#elif defined(__aarch64__)
+inline F min(F a, F b) { return (F)vminq_f32((float32x4_t)a, (float32x4_t)b); }
+inline F max(F a, F b) { return (F)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
+inline F sqrt(F a) { return (F)vsqrtq_f32((float32x4_t)a); }
+inline bool any_nan(F a) { return vminvq_u32((uint32x4_t)(a == a)) == 0; }
+#else
+inline F min(F a, F b) { return a < b ? a : b; }
+inline F max(F a, F b) { return a > b ? a : b; }
+inline F sqrt(F a) {
+  for (int i = 0; i < VL; ++i) a[i] = __builtin_sqrtf(a[i]);
+  return a;
+}
+inline bool any_nan(F a) {
+  bool nan = false;
+  for (int i = 0; i < VL; ++i) nan |= a[i] != a[i];
+  return nan;
+}
+#endif
+
+inline bool is_finite(float x) { return x - x == 0.0f; }
+
+// Lane i of the result is the sum of the lanes of rows[i], for VL rows: a transposition by halves that adds on the way.
+inline F sum_lanes(F* rows) {
+#if defined(__AVX512F__)
+  for (int i = 0; i < 8; ++i)
+    rows[i] = KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+              KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  for (int i = 0; i < 4; ++i)
+    rows[i] = KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+              KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  for (int i = 0; i < 2; ++i)
+    rows[i] = KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+              KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  return KVOPS_SHUFFLE(rows[0], rows[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+         KVOPS_SHUFFLE(rows[0], rows[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+#elif defined(__AVX2__)
+  for (int i = 0; i < 4; ++i)
+    rows[i] = KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13) +
+              KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  for (int i = 0; i < 2; ++i)
+    rows[i] = KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+              KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+  return KVOPS_SHUFFLE(rows[0], rows[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+         KVOPS_SHUFFLE(rows[0], rows[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#else
+  for (int i = 0; i < 2; ++i)
+    rows[i] = KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 4, 1, 5) +
+              KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 6, 3, 7);
+  return KVOPS_SHUFFLE(rows[0], rows[1], 0, 1, 4, 5) + KVOPS_SHUFFLE(rows[0], rows[1], 2, 3, 6, 7);
+#endif
+}
+
+inline float sum(F x) {
+  float total = 0;
+  for (int i = 0; i < VL; ++i) total += x[i];
+  return total;
+}
+
+// e^x to about 2 ulp; 0 below -87. (Cody-Waite reduction, then a polynomial on [-ln2/2, ln2/2].)
+inline F exp(F x) {
+  const F clamped = max(min(x, splat(88.0f)), splat(-87.0f));
+  const F shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the nearest integer lands in the low bits
+  const F n = shifted - 12582912.0f;
+  const F r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const F scaled = (F)((I)p + ((I)shifted << 23));
+  return x < -87.0f ? F{} : scaled;
+}
+
+// One register of stored elements, widened to kVecs<T> vectors of floats. For 2-byte types without a fast conversion
+// the even elements go to the first vector and the odd ones to the second: statistics over channels do not mind, and
+// `channel_slot` says where a channel went.
+template <class T>
+constexpr int kVecs = 4 / sizeof(T);
+template <class T>
+constexpr int kStep = kVecs<T> * VL;  // elements in a register
+
+inline void widen(U raw, F* out, const float*) { out[0] = (F)raw; }
+inline void widen(U raw, F* out, const BFloat16*) {
+  out[0] = (F)(raw << 16);
+  out[1] = (F)(raw & 0xffff0000u);
+}
+#if defined(__AVX512F__)
+constexpr bool kHalfInOrder = true;
+inline void widen(U raw, F* out, const Half*) {
+  const __m512i x = (__m512i)raw;
+  out[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(x));
+  out[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1));
+}
+#elif defined(__F16C__)
+constexpr bool kHalfInOrder = true;
+inline void widen(U raw, F* out, const Half*) {
+  const __m256i x = (__m256i)raw;
+  out[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(x));
+  out[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1));
+}
+#elif defined(__aarch64__)
+constexpr bool kHalfInOrder = true;
+inline void widen(U raw, F* out, const Half*) {
+  const float16x8_t x = (float16x8_t)raw;
+  out[0] = (F)vcvt_f32_f16(vget_low_f16(x));
+  out[1] = (F)vcvt_f32_f16(vget_high_f16(x));
+}
+#else
+constexpr bool kHalfInOrder = false;
+inline F half_to_float(U h) {  // the half in the low 16 bits
+  const U magnitude = (h & 0x7fffu) << 13;
+  const F value = (F)magnitude * 0x1p112f;  // moves the exponent's bias; right for subnormals too
+  const U special = (U)((I)magnitude >= (0x7c00 << 13));
+  return (F)(((U)value & ~special) | (((magnitude | 0x7f800000u)) & special) | ((h & 0x8000u) << 16));
+}
+inline void widen(U raw, F* out, const Half*) {
+  out[0] = half_to_float(raw & 0xffffu);
+  out[1] = half_to_float(raw >> 16);
+}
+#endif
+
+inline float to_float(float x) { return x; }
+inline float to_float(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+inline float to_float(Half x) {
+  F out[2];
+  widen(U{x.bits}, out, static_cast<const Half*>(nullptr));
+  return out[0][0];
+}
+
+template <class T>
+inline void load(const T* p, F* out) {
+  U raw;
+  memcpy(&raw, p, VB);
+  widen(raw, out, p);
+}
+
+// The last register of a row when it is not full: `bytes` of it (a multiple of 16), the rest zeros.
+template <class T>
+inline void load_part(const T* p, int bytes, F* out) {
+#if defined(__AVX512F__)
+  const U raw = (U)_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << (bytes / 4)) - 1), p);
+#else
+  U raw = {};
+  for (int i = 0; i < bytes; i += 16) memcpy(reinterpret_cast<char*>(&raw) + i, reinterpret_cast<const char*>(p) + i, 16);
+#endif
+  widen(raw, out, p);
+}
+
+// A row of d elements as registers: `full` whole ones, then one of `part` bytes if that is not 0.
+struct RowShape {
+  int full, part;
+  int registers() const { return full + (part != 0); }
+};
+template <class T>
+inline RowShape row_shape(int64_t row_bytes) {
+  return {static_cast<int>(row_bytes / VB), static_cast<int>(row_bytes % VB)};
+}
+
+// Rows of one head of K or V.
+template <class T>
+struct Rows {
+  const char* data;
+  int64_t stride;  // bytes
+  int64_t d;
+  RowShape shape;
+  const T* row(int64_t i) const { return reinterpret_cast<const T*>(data + i * stride); }
+};
+
+// fn(register index, loader) over a row's registers; loader(p, F* out) reads that register of the row at p.
+template <class T, class Fn>
+inline void for_registers(RowShape shape, const Fn& fn) {
+  for (int c = 0; c < shape.full; ++c) fn(c, [c](const T* p, F* out) { load(p + c * kStep<T>, out); });
+  if (shape.part)
+    fn(shape.full, [shape](const T* p, F* out) { load_part(p + shape.full * kStep<T>, shape.part, out); });
+}
+
+// Index of channel c in an array of floats filled register by register.
+template <class T>
+inline int64_t channel_slot(int64_t c) {
+  constexpr bool in_order = sizeof(T) == 4 || (kHalfInOrder && sizeof(T) == 2 && !__is_same(T, BFloat16));
+  if (in_order) return c;
+  const int64_t in = c % kStep<T>;
+  return c - in + (in % 2) * VL + in / 2;
+}
+
+// fn(i) for i in [0, n) on torch's threads. Nothing may throw inside.
+template <class Fn>
+inline void parallel_for(const Workers& workers, int64_t n, const Fn& fn) {
+  if (n <= 1 || workers.count <= 1) {
+    for (int64_t i = 0; i < n; ++i) fn(i);
+    return;
+  }
+  workers.run(
+      0, n, 1,
+      [](int64_t begin, int64_t end, void* context) {
+        for (int64_t i = begin; i < end; ++i) (*static_cast<const Fn*>(context))(i);
+      },
+      const_cast<void*>(static_cast<const void*>(&fn)));
+}
+
+// Worker w of `workers` takes [first, last) of n items.
+struct Share {
+  int64_t first, last;
+};
+inline Share share(int64_t n, int64_t w, int64_t workers) { return {n * w / workers, n * (w + 1) / workers}; }
+
+}  // namespace
+}  // namespace kvops::KVOPS_ISA

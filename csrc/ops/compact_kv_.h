@@ -1,0 +1,25 @@
+// compact_kv_: parameters and checks.
+#pragma once
+#include "gather_kv.h"
+
+namespace kvops {
+
+struct CompactKVParams {
+  KVView k, v;        // [b, Hk, n, d], [b, Hk, n, dv], read and written
+  IndexView indices;  // [b, Hk, m], strictly ascending, -1 only at the end
+  int64_t b, heads, n;
+};
+
+#ifdef KVOPS_CHECKS
+inline CompactKVParams check_compact_kv_(const Tensor& k, const Tensor& v, const Tensor& indices) {
+  const char* op = "compact_kv_";
+  const KVPair kv = check_kv_pair(op, k, v);
+  const IndexView view = check_indices(op, indices, k);
+  KVOPS_CHECK(view.m <= kv.n, op, ": indices must keep at most the ", kv.n, " slots there are, got ", view.m);
+  check_target(op, "k", k, "v", v);
+  check_target(op, "v", v, "k", k);
+  return {kv.k, kv.v, view, kv.b, kv.heads, kv.n};
+}
+#endif
+
+}  // namespace kvops

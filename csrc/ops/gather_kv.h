@@ -1,0 +1,54 @@
+// gather_kv: parameters, checks, output shapes.
+#pragma once
+#include "../kv_view.h"
+
+namespace kvops {
+
+// Integer rows [b, Hk, m] of any strides.
+struct IndexView {
+  const int64_t* data;
+  int64_t stride_b, stride_h, stride_m;  // elements
+  int64_t m;
+};
+
+struct GatherKVParams {
+  KVView k, v;          // [b, Hk, n, d], [b, Hk, n, dv]
+  KVView k_out, v_out;  // [b, Hk, m, d], [b, Hk, m, dv]
+  IndexView indices;    // [b, Hk, m], each in [-1, n)
+  int64_t b, heads, n;
+};
+
+#ifdef KVOPS_CHECKS
+inline IndexView check_indices(const char* op, const Tensor& indices, const Tensor& k) {
+  check_same_device(op, "indices", indices, k);
+  check_scalar_type(op, "indices", indices, ScalarType::Long);
+  KVOPS_CHECK(indices.dim() == 3 && indices.size(0) == k.size(0) && indices.size(1) == k.size(1), op,
+              ": indices must be [batch, heads, kept] = [", k.size(0), ", ", k.size(1), ", m], got ", shape(indices));
+  return {static_cast<const int64_t*>(indices.data_ptr()), indices.stride(0), indices.stride(1), indices.stride(2),
+          indices.size(2)};
+}
+
+inline GatherKVParams check_gather_kv(const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& k_out,
+                                      const Tensor& v_out) {
+  const char* op = "gather_kv";
+  const KVPair kv = check_kv_pair(op, k, v);
+  const IndexView view = check_indices(op, indices, k);
+  const auto target = [&](const char* name, const Tensor& out, const char* like_name, const Tensor& like) {
+    check_same_device(op, name, out, k);
+    KVOPS_CHECK(check_dtype(op, name, out) == kv.dtype, op, ": ", name, " must have k's dtype ",
+                torch::headeronly::toString(k.scalar_type()), ", got ", torch::headeronly::toString(out.scalar_type()));
+    const KVView out_view = check_kv(op, name, out);
+    KVOPS_CHECK(out.size(0) == kv.b && out.size(1) == kv.heads && out.size(2) == view.m && out.size(3) == like.size(3),
+                op, ": ", name, " must be [", kv.b, ", ", kv.heads, ", ", view.m, ", ", like.size(3), "], got ", shape(out));
+    check_target(op, name, out, like_name, like);
+    return out_view;
+  };
+  const KVView k_target = target("k_out", k_out, "k", k), v_target = target("v_out", v_out, "v", v);
+  check_target(op, "k_out", k_out, "v", v);
+  check_target(op, "v_out", v_out, "k", k);
+  check_target(op, "k_out", k_out, "v_out", v_out);
+  return {kv.k, kv.v, k_target, v_target, view, kv.b, kv.heads, kv.n};
+}
+#endif
+
+}  // namespace kvops

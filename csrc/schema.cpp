@@ -1,0 +1,22 @@
+// Every operator of kvops: the table of contents. Contracts: kvops/ops.py; parameters and checks: ops/<op>.h.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(kvops, m) {
+  // LagKV: min-max normalized by the next partition, std over channels, softmax over tokens.
+  m.def(
+      "lag_score(Tensor k, Tensor v, int lag, int prefix=0, float v_weight=1.0, bool self_reference=False, "
+      "Tensor? starts=None, Tensor? lengths=None) -> Tensor");
+  // KeyDiff: minus the cosine between each key and the sum of normalized keys.
+  m.def(
+      "anchor_cosine(Tensor k, Tensor? anchor=None, bool normalize_anchor=True, Tensor? starts=None, "
+      "Tensor? lengths=None) -> (Tensor, Tensor)");
+  // The slots to keep, ascending, by (score, lower slot), with sinks and window, per row or per segment.
+  m.def(
+      "select_topk(Tensor scores, int k, int sinks=0, int window=0, int? seq_len=None, Tensor? starts=None, "
+      "Tensor? lengths=None, Tensor? budgets=None, bool fill_invalid=False) -> Tensor");
+  // The kept rows of K and V.
+  m.def("gather_kv(Tensor k, Tensor v, Tensor indices) -> (Tensor, Tensor)");
+  m.def("gather_kv.out(Tensor k, Tensor v, Tensor indices, *, Tensor(a!) k_out, Tensor(b!) v_out) -> ()");
+  // The same in place.
+  m.def("compact_kv_(Tensor(a!) k, Tensor(b!) v, Tensor indices) -> ()");
+}
