@@ -1,0 +1,196 @@
+"""What the benchmark measures: one entry of `ROWS` per operator, and one per whole call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvops
+from kvops import ops
+
+from . import eager
+
+KEEP = 0.25  # of the tokens, in everything that selects or moves
+SINK = 16  # LagKV's static part
+
+
+class Case:
+    """The inputs of one measurement: K and V [1, heads, n, d], random, and what the operators take beside them."""
+
+    def __init__(self, n: int, dtype: torch.dtype, heads: int = 8, d: int = 128, device: str = "cpu"):
+        self.n, self.dtype, self.heads, self.d, self.device = n, dtype, heads, d, device
+        generator = torch.Generator(device).manual_seed(0)
+        self._source = [torch.randn(1, heads, n, d, device=device, generator=generator).to(dtype) for _ in range(2)]
+        self.k, self.v = (x.clone() for x in self._source)
+        self.scores = torch.randn(1, heads, n, device=device, generator=generator)
+
+    def restore(self) -> None:
+        """Undoes in-place calls."""
+        self.k.copy_(self._source[0])
+        self.v.copy_(self._source[1])
+
+    @property
+    def budget(self) -> int:
+        return max(1, int(KEEP * self.n))
+
+    @property
+    def lag(self) -> int:
+        """1024 at n = 65536, LagKV's default, and as many partitions at every n."""
+        return max(4, self.n // 64)
+
+    @property
+    def partitions(self) -> int:
+        return (self.n - SINK) // self.lag
+
+    @property
+    def ratio(self) -> float:
+        """LagKV's r that keeps KEEP of all tokens (Eq. 10: sinks and the tail are kept whole)."""
+        tail = self.n - SINK - (self.partitions - 1) * self.lag
+        return (self.budget - SINK - tail) / ((self.partitions - 1) * self.lag)
+
+    @cached_property
+    def indices(self) -> Tensor:
+        return eager.select_topk(self.scores, self.budget)
+
+    @cached_property
+    def out(self) -> tuple[Tensor, Tensor]:
+        """Warm memory for what gather_kv and keydiff_compress keep."""
+        return tuple(x[:, :, : self.budget].clone(memory_format=torch.contiguous_format) for x in self._source)
+
+    @cached_property
+    def lagkv_out(self) -> tuple[Tensor, Tensor]:
+        kept = ops.segment_width(self.n, SINK, self.lag, int(self.ratio * self.lag), padded=False)
+        return tuple(x[:, :, :kept].clone(memory_format=torch.contiguous_format) for x in self._source)
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one operator or whole call is measured.
+
+    forms: name -> call of kvops.
+    eager, args: the baseline and what it takes; also run under torch.compile.
+    bytes: what must be read and written, for GB/s.
+    against: the bandwidth to compare with: "read", "copy", "shift" (a copy within one tensor, to lower addresses); ""
+        if the work is too small to compare.
+    touched: the tensors that this bandwidth is measured on: those that are read, or for copies the size of the result.
+    parts: what a whole call with fresh outputs consists of: scores + select + a clone of the kept bytes.
+    restore: whether the form "in place" needs `Case.restore` first (outside the clock), as its work depends on values.
+    per_dtype: False if the dtype of K and V does not matter.
+    shape: (heads, n) of a row that does not follow --heads and --n.
+    """
+
+    forms: dict[str, Callable[[Case], Any]]
+    eager: Callable
+    args: Callable[[Case], tuple]
+    bytes: Callable[[Case], int]
+    against: str
+    touched: Callable[[Case], tuple[Tensor, ...]]
+    parts: Callable[[Case], Any] | None = None
+    restore: bool = False
+    per_dtype: bool = True
+    shape: tuple[int, int] | None = None
+
+
+def size(*tensors: Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _lagkv_parts(c: Case) -> None:
+    scores = ops.lag_score(c.k, c.v, c.lag, SINK)
+    ops.select_topk(scores, int(c.ratio * c.lag), sinks=SINK, seq_len=c.n)
+    for x in c.lagkv_out:
+        x.clone()
+
+
+def _keydiff_parts(c: Case) -> None:
+    ops.select_topk(ops.anchor_cosine(c.k), c.budget)
+    for x in c.out:
+        x.clone()
+
+
+def _keydiff(shape: tuple[int, int] | None = None, forms: tuple[str, ...] = ("out=", "in place", "fresh")) -> Row:
+    calls = {
+        "out=": lambda c: kvops.keydiff_compress(c.k, c.v, c.budget, out=c.out),
+        "in place": lambda c: kvops.keydiff_compress_(c.k, c.v, c.budget),
+        "fresh": lambda c: kvops.keydiff_compress(c.k, c.v, c.budget),
+    }
+    return Row(
+        forms={form: calls[form] for form in forms},
+        eager=eager.keydiff_compress,
+        args=lambda c: (c.k, c.v, c.budget),
+        bytes=lambda c: 2 * size(c.k) + 2 * size(*c.out),
+        against="" if shape else "read",
+        touched=lambda c: (c.k,),
+        parts=_keydiff_parts,
+        restore=True,
+        shape=shape,
+    )
+
+
+ROWS: dict[str, Row] = {
+    "lag_score": Row(
+        forms={"": lambda c: ops.lag_score(c.k, c.v, c.lag, SINK)},
+        eager=eager.lag_score,
+        args=lambda c: (c.k, c.v, c.lag, SINK),
+        bytes=lambda c: size(c.k, c.v) * c.partitions * c.lag // c.n,
+        against="read",
+        touched=lambda c: (c.k, c.v),
+    ),
+    "anchor_cosine": Row(
+        forms={"": lambda c: ops.anchor_cosine(c.k)},
+        eager=eager.anchor_cosine,
+        args=lambda c: (c.k,),
+        bytes=lambda c: 2 * size(c.k),
+        against="read",
+        touched=lambda c: (c.k,),
+    ),
+    "select_topk": Row(
+        forms={"": lambda c: ops.select_topk(c.scores, c.budget)},
+        eager=eager.select_topk,
+        args=lambda c: (c.scores, c.budget),
+        bytes=lambda c: size(c.scores, c.indices),
+        against="read",
+        touched=lambda c: (c.scores,),
+        per_dtype=False,
+    ),
+    "gather_kv": Row(
+        forms={
+            "out=": lambda c: ops.gather_kv(c.k, c.v, c.indices, out=c.out),
+            "fresh": lambda c: ops.gather_kv(c.k, c.v, c.indices),
+        },
+        eager=eager.gather_kv,
+        args=lambda c: (c.k, c.v, c.indices),
+        bytes=lambda c: 2 * size(*c.out),
+        against="copy",
+        touched=lambda c: c.out,
+    ),
+    "compact_kv_": Row(
+        forms={"in place": lambda c: ops.compact_kv_(c.k, c.v, c.indices)},
+        eager=eager.gather_kv,
+        args=lambda c: (c.k, c.v, c.indices),
+        bytes=lambda c: 2 * size(*c.out),
+        against="shift",
+        touched=lambda c: c.out,
+    ),
+    "keydiff_compress": _keydiff(),
+    "lagkv_compress": Row(
+        forms={
+            "out=": lambda c: kvops.lagkv_compress(c.k, c.v, c.lag, c.ratio, sink=SINK, out=c.lagkv_out),
+            "in place": lambda c: kvops.lagkv_compress_(c.k, c.v, c.lag, c.ratio, sink=SINK),
+            "fresh": lambda c: kvops.lagkv_compress(c.k, c.v, c.lag, c.ratio, sink=SINK),
+        },
+        eager=eager.lagkv_compress,
+        args=lambda c: (c.k, c.v, c.lag, c.ratio, SINK),
+        bytes=lambda c: size(c.k, c.v) * c.partitions * c.lag // c.n + 2 * size(*c.lagkv_out),
+        against="read",
+        touched=lambda c: (c.k, c.v),
+        parts=_lagkv_parts,
+        restore=True,
+    ),
+    "keydiff_compress, 64 tokens": _keydiff(shape=(1, 64), forms=("fresh",)),  # what a call costs when there is no work
+}
