@@ -89,6 +89,8 @@ class Method:
         if pads.dim() != 1 or pads.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{type(self).__name__}: pads must be int32 [b], got {pads.dtype} {list(pads.shape)}")
         if not self.fixed_budget:
+            if not pads.any():
+                return
             raise NotImplementedError(
                 f"{type(self).__name__}: rows of a padded batch keep different numbers of tokens, which a cache of "
                 "equal rows cannot hold; compress in one call with starts= and lengths=, or batch rows of equal length"

@@ -89,10 +89,8 @@ def _newest(k, budget, sinks, starts, lengths, fill_invalid, op="streamingllm_co
     """Indices of the first `sinks` slots and the newest, alike for all heads."""
     check_rank(op, k)
     b, heads, n, _ = k.shape
-    newer = torch.arange(-n, 0, dtype=torch.float32, device=k.device).repeat(b, 1, 1)  # exact for the last 2^24 slots
-    return select_budget(
-        op, newer, heads, budget, sinks=sinks, starts=starts, lengths=lengths, fill_invalid=fill_invalid
-    )
+    newer = torch.arange(-n, 0, dtype=torch.float32, device=k.device)  # exact for the last 2^24 slots
+    return select_budget(op, newer.expand(b, 1, n), heads, budget, sinks, 0, starts, lengths, fill_invalid)
 
 
 def _random(k, budget, seed, starts, lengths, fill_invalid) -> Tensor:
@@ -105,11 +103,11 @@ def _random(k, budget, seed, starts, lengths, fill_invalid) -> Tensor:
     if starts is not None:
         position = position - starts[:, None, None]
     scores = _hash(position.expand(b, heads, n), seed, 0)
-    return select_budget(op, scores, heads, budget, starts=starts, lengths=lengths, fill_invalid=fill_invalid)
+    return select_budget(op, scores, heads, budget, 0, 0, starts, lengths, fill_invalid)
 
 
 def _signed(x: int) -> int:
-    """The int32 with the same low 32 bits."""
+    """The int32 with the low 32 bits of x."""
     return ((x + 2**31) & 0xFFFFFFFF) - 2**31
 
 
@@ -124,8 +122,9 @@ def _mix(x: Tensor) -> Tensor:
 
 def _hash(position: Tensor, seed: int, layer: int) -> Tensor:
     """Pseudo-random fp32 integers in [0, 2^24) of (seed, layer, head, position). position: int32 [b, Hk, n]."""
-    heads = torch.arange(position.shape[1], dtype=torch.int32, device=position.device)[:, None]
-    key = _mix(_mix(heads + _signed(seed * 0x9E3779B1)) + layer)
+    key = _mix(torch.arange(position.shape[1], dtype=torch.int32, device=position.device))[:, None]
+    for word in (seed, seed >> 32, layer):
+        key = _mix(key + _signed(word + 0x9E3779B9))
     return (_mix(_mix(position) ^ key) & 0xFFFFFF).float()
 
 
@@ -172,7 +171,7 @@ class Random(Method):
         if pads is not None:
             position = position - self._padding[:, None, None]
         scores = _hash(position.int(), self.seed, self.layer)
-        return select_budget("Random", scores, k.shape[1], keep, starts=pads, fill_invalid=pads is not None)
+        return select_budget("Random", scores, k.shape[1], keep, 0, 0, pads, None, pads is not None)
 
 
 class Full(Method):

@@ -119,7 +119,6 @@ def select_budget(
     scores: Tensor,
     heads: int,
     budget: int | float,
-    *,
     sinks: int = 0,
     recent: int | float = 0,
     starts: Tensor | None = None,
@@ -140,11 +139,14 @@ def select_budget(
     if isinstance(budget, float) and not (starts is None and lengths is None):
         valid = n - starts if lengths is None else lengths
         budgets = (valid.double() * budget).int().clamp(min=1)  # [b]: the fp64 product, truncated, as int() does
+        newest = (budgets.double() * recent).int() if isinstance(recent, float) else torch.full_like(budgets, window)
+        if budgets.is_cpu and not torch.compiler.is_compiling():  # what lies on a GPU is not read back
+            for row, (row_keep, row_newest) in enumerate(zip(budgets.tolist(), newest.tolist())):
+                check_holds(f"{op}, row {row}", row_keep, sinks, row_newest)
         if isinstance(recent, float):
-            # Each row has its own window, which the operator has not: the newest slots get the highest score instead.
+            # The operator has one window for all rows: the newest slots of each get the highest score instead.
             window = 0
             end = valid if starts is None else starts + valid
-            newest = (budgets.double() * recent).int()
             slots = torch.arange(n, device=scores.device)
             is_new = (slots >= (end - newest)[:, None]) & (slots < end[:, None])
             scores = scores.masked_fill(is_new[:, None], torch.inf)

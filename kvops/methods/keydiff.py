@@ -113,17 +113,7 @@ def _indices(
         scores = _ablation_scores(k, normalize_anchor, metric, anchor, starts, lengths)
     if head_mode == "shared":
         scores = shared_scores(scores)
-    return select_budget(
-        op,
-        scores,
-        k.shape[1],
-        budget,
-        sinks=sinks,
-        recent=recent,
-        starts=starts,
-        lengths=lengths,
-        fill_invalid=fill_invalid,
-    )
+    return select_budget(op, scores, k.shape[1], budget, sinks, recent, starts, lengths, fill_invalid)
 
 
 def _ablation_scores(k, normalize_anchor, metric, anchor, starts, lengths) -> Tensor:
@@ -220,14 +210,7 @@ class KeyDiff(Method):
         if self.head_mode == "shared":
             scores = shared_scores(scores)
         indices = select_budget(
-            "KeyDiff",
-            scores,
-            k.shape[1],
-            keep,
-            sinks=self.sinks,
-            recent=window,
-            starts=pads,
-            fill_invalid=pads is not None,
+            "KeyDiff", scores, k.shape[1], keep, self.sinks, window, pads, None, fill_invalid=pads is not None
         )
         drift = self._drift + evicted
         if total is None or drift >= self.refresh or evicted > keep:
