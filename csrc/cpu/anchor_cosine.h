@@ -19,6 +19,7 @@ namespace kvops::KVOPS_ISA {
 namespace {
 
 constexpr int64_t kBlock = kAnchorBlock;
+constexpr int64_t kAheadRows = 2 * VL;  // prefetched
 constexpr float kTiny = 0x1p-90f, kHuge = 0x1p90f;  // squared norms between are safe in fp32
 constexpr float kRedo = -1.0f;                      // instead of 1/|k|: do this row in double
 
@@ -32,12 +33,13 @@ struct Tile {
     for (int r = 0; r < VL; ++r) row[r] = rows.row(i + (r < count ? r : count - 1));
   }
 
-  F squared_norms(RowShape shape) const {
+  F squared_norms(RowShape shape, int64_t ahead) const {
     F sums[VL] = {};
-    for_registers<T>(shape, [&](int64_t, auto&& load_row) {
+    for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
 #pragma GCC unroll 16
       for (int r = 0; r < VL; ++r) {
         F x[kVecs<T>];
+        prefetch(row[r], c, ahead);
         load_row(row[r], x);
         for (int j = 0; j < kVecs<T>; ++j) sums[r] += x[j] * x[j];
       }
@@ -45,7 +47,7 @@ struct Tile {
     return sum_lanes(sums);
   }
 
-  F dots(RowShape shape, const float* direction) const {
+  F dots(RowShape shape, const float* direction, int64_t ahead) const {
     F sums[VL] = {};
     for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
       F y[kVecs<T>];
@@ -53,6 +55,7 @@ struct Tile {
 #pragma GCC unroll 16
       for (int r = 0; r < VL; ++r) {
         F x[kVecs<T>];
+        prefetch(row[r], c, ahead);
         load_row(row[r], x);
         for (int j = 0; j < kVecs<T>; ++j) sums[r] += x[j] * y[j];
       }
@@ -97,7 +100,7 @@ float careful_score(const T* row, int64_t d, const float* direction) {
 template <class T>
 inline void norms(const Rows<T>& rows, int64_t i, int64_t end, float* inverse_norms, float* total, bool normalize) {
   const Tile<T> tile(rows, i, end);
-  const F squares = tile.squared_norms(rows.shape);
+  const F squares = tile.squared_norms(rows.shape, rows.stride * kAheadRows);
   const F inverse = 1.0f / sqrt(squares);
   float weight[VL];
   store(weight, normalize ? inverse : splat(1.0f));
@@ -124,7 +127,7 @@ template <class T>
 inline void cosines(const Rows<T>& rows, int64_t i, int64_t end, const float* direction, float* scores) {
   const Tile<T> tile(rows, i, end);
   const F inverse = load_first(scores, tile.count, 1.0f);
-  const F cosine = 0.0f - tile.dots(rows.shape, direction) * inverse;
+  const F cosine = 0.0f - tile.dots(rows.shape, direction, -rows.stride * kAheadRows) * inverse;
   if (__builtin_expect(!any_nan(inverse > 0.0f ? cosine : splat(__builtin_nanf(""))), 1)) {
     store_first(scores, cosine, tile.count);
     return;

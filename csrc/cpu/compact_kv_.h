@@ -10,21 +10,30 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
+// Destinations this far (bytes) behind their source have left the cache and are written by streaming stores.
+constexpr int64_t kStreamed = 4 << 20;
+
 void compact_columns(const KVView& x, const IndexView& indices, int64_t b, int64_t h, int64_t column, int64_t bytes) {
   const int64_t* index = indices.data + b * indices.stride_b + h * indices.stride_h;
+  const int64_t far = rows_ahead(bytes);
+  const bool may_stream = streamable(x) && column % VB == 0 && bytes % VB == 0;
   int64_t i = 0;
   while (i < indices.m && index[i * indices.stride_m] == i) ++i;
   for (; i < indices.m; ++i) {
-    if (i + kAhead < indices.m) {
-      const int64_t ahead = index[(i + kAhead) * indices.stride_m];
+    if (i + far < indices.m) {
+      const int64_t ahead = index[(i + far) * indices.stride_m];
       if (ahead >= 0) prefetch_row(x.row(b, h, ahead) + column, bytes);
     }
     const int64_t source = index[i * indices.stride_m];
-    if (source >= 0)
-      copy_row(x.row(b, h, i) + column, x.row(b, h, source) + column, bytes);
+    char* const to = x.row(b, h, i) + column;
+    if (source < 0)
+      zero_row(to, bytes);
+    else if (may_stream && (source - i) * x.stride_n >= kStreamed)
+      stream_row(to, x.row(b, h, source) + column, bytes);
     else
-      zero_row(x.row(b, h, i) + column, bytes);
+      copy_row(to, x.row(b, h, source) + column, bytes);
   }
+  if (may_stream) stream_fence();
 }
 
 }  // namespace

@@ -14,19 +14,14 @@ namespace {
 constexpr int64_t kRun = 256;            // rows in a unit of work
 constexpr int64_t kStreamed = 4 << 20;   // bytes of output from which streaming stores pay
 
-inline bool streamable(const KVView& out, int64_t total_bytes) {
-  const auto aligned = [](int64_t x) { return x % VB == 0; };
-  return total_bytes >= kStreamed && aligned(reinterpret_cast<intptr_t>(out.data)) && aligned(out.stride_b) &&
-         aligned(out.stride_h) && aligned(out.stride_n) && aligned(out.row_bytes);
-}
-
 template <class Copy>
 void gather_run(const KVView& in, const KVView& out, const IndexView& indices, int64_t b, int64_t h, int64_t first,
                 int64_t last, const Copy& copy) {
   const int64_t* index = indices.data + b * indices.stride_b + h * indices.stride_h;
+  const int64_t far = rows_ahead(in.row_bytes);
   for (int64_t i = first; i < last; ++i) {
-    if (i + kAhead < last) {
-      const int64_t ahead = index[(i + kAhead) * indices.stride_m];
+    if (i + far < indices.m) {
+      const int64_t ahead = index[(i + far) * indices.stride_m];
       if (ahead >= 0) prefetch_row(in.row(b, h, ahead), in.row_bytes);
     }
     const int64_t source = index[i * indices.stride_m];
@@ -42,7 +37,7 @@ void gather_run(const KVView& in, const KVView& out, const IndexView& indices, i
 void gather_kv(const GatherKVParams& p, const Workers& workers) {
   const int64_t m = p.indices.m, runs = (m + kRun - 1) / kRun, units = p.b * p.heads * runs;
   const int64_t total = p.b * p.heads * m * (p.k.row_bytes + p.v.row_bytes);
-  const bool stream_k = streamable(p.k_out, total), stream_v = streamable(p.v_out, total);
+  const bool stream_k = total >= kStreamed && streamable(p.k_out), stream_v = total >= kStreamed && streamable(p.v_out);
   parallel_for(workers, workers.count, [&](int64_t worker) {
     const Share mine = share(units, worker, workers.count);
     for (int64_t unit = mine.first; unit < mine.last; ++unit) {

@@ -24,6 +24,7 @@ namespace kvops::KVOPS_ISA {
 namespace {
 
 constexpr int R = VL / 2;  // rows in a tile: their R sums and R sums of squares fill one vector
+constexpr int64_t kAheadRows = 4 * R;
 
 // Per channel, in the order of registers. `half` is 1/2, or 0 where the last register has no channel.
 struct Channels {
@@ -119,6 +120,7 @@ inline void sweep(const Rows<T>& rows, int64_t first, int64_t count, Channels& c
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         F x[W];
+        prefetch(row[r], c, rows.stride * kAheadRows);
         load_row(row[r], x);
         for (int j = 0; j < W; ++j) {
           if constexpr (Score) {

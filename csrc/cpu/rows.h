@@ -5,8 +5,8 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-// Rows this far ahead are asked for early: kept rows jump, which the hardware's prefetch does not follow.
-constexpr int64_t kAhead = 8;
+// Rows about this many bytes ahead are asked for early: kept rows jump, which the hardware's prefetch does not follow.
+inline int64_t rows_ahead(int64_t row_bytes) { return row_bytes < 8192 / 4 ? 8192 / row_bytes : 4; }
 
 inline void prefetch_row(const char* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
@@ -34,6 +34,13 @@ inline void zero_row(char* to, int64_t bytes) { memset(to, 0, bytes); }
 #else
 #define KVOPS_STREAM(p, x) memcpy(p, &(x), VB)
 #endif
+
+// May the rows of x be written by streaming stores?
+inline bool streamable(const KVView& x) {
+  const auto aligned = [](int64_t bytes) { return bytes % VB == 0; };
+  return aligned(reinterpret_cast<intptr_t>(x.data)) && aligned(x.stride_b) && aligned(x.stride_h) &&
+         aligned(x.stride_n) && aligned(x.row_bytes);
+}
 
 inline void stream_row(char* to, const char* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += VB) {

@@ -248,6 +248,13 @@ inline void for_registers(RowShape shape, const Fn& fn) {
     fn(shape.full, [shape](const T* p, F* out) { load_part(p + shape.full * kStep<T>, shape.part, out); });
 }
 
+// Asks for what register c of the row at p holds `distance` bytes further on. Tiles go through memory in steps that the
+// hardware's prefetch does not follow well.
+template <class T>
+inline void prefetch(const T* p, int64_t c, int64_t distance) {
+  __builtin_prefetch(reinterpret_cast<const char*>(p) + c * VB + distance);
+}
+
 // Index of channel c in an array of floats filled register by register.
 template <class T>
 inline int64_t channel_slot(int64_t c) {
