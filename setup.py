@@ -78,6 +78,14 @@ def check_compiler() -> None:
         )
 
 
+def run(command: list[str], failure: str) -> None:
+    """Runs the command. If it fails, the last line says why: CMakeLists.txt's own "kvops: ..." if there is one."""
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode:
+        own = re.search(r"^  (kvops: .+(?:\n  \S.*)*)", result.stdout, re.MULTILINE)  # CMake indents and wraps messages
+        sys.exit(" ".join(own.group(1).split()) if own else f"{result.stdout}\nkvops: {failure}; its output is above")
+
+
 class CMakeBuild(build_ext):
     """Configure, build, and install libkvops.so into the package that setuptools is putting together."""
 
@@ -103,21 +111,10 @@ class CMakeBuild(build_ext):
             f"-DKVOPS_SANITIZE={sanitize}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
-        self.call(configure, "CMake could not configure the build")
+        run(configure, "CMake could not configure the build")
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count())
-        self.call([cmake, "--build", str(build), "--parallel", jobs], "the build failed")
-        self.call([cmake, "--install", str(build)], "the library could not be installed")
-
-    def call(self, command: list[str], failure: str) -> None:
-        """Runs the command. If it fails, the last line says why: CMakeLists.txt's own "kvops: ..." if there is one."""
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if result.returncode:
-            own = re.search(r"kvops: .+(?:\n  \S.*)*", result.stdout)
-            if own:
-                sys.exit(" ".join(own.group().split()))
-            sys.exit(f"{result.stdout}\nkvops: {failure}; its output is above")
-        if self.verbose:
-            print(result.stdout)
+        run([cmake, "--build", str(build), "--parallel", jobs], "the build failed")
+        run([cmake, "--install", str(build)], "the library could not be installed")
 
 
 class Wheel(bdist_wheel):
@@ -127,8 +124,9 @@ class Wheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
-sources = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("csrc/**/*")) if p.is_file()]
-setuptools.setup(
-    ext_modules=[setuptools.Extension("kvops.libkvops", sources=[], depends=["CMakeLists.txt", *sources])],
-    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel},
-)
+if __name__ == "__main__":  # so it is for pip too; tests import the functions above
+    sources = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("csrc/**/*")) if p.is_file()]
+    setuptools.setup(
+        ext_modules=[setuptools.Extension("kvops.libkvops", sources=[], depends=["CMakeLists.txt", *sources])],
+        cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel},
+    )

@@ -1,0 +1,284 @@
+"""The build: what is in the wheel and in the library, and that each thing that is missing gets one clear line."""
+
+import email
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvops
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = Path(torch.__file__).parent
+LIBRARY = Path(kvops.build_info()["library"])
+LEVELS = kvops.build_info()["isa_built"]
+
+needs_source = pytest.mark.skipif(not (ROOT / "CMakeLists.txt").exists(), reason="no source tree")
+needs_nm = pytest.mark.skipif(not shutil.which("nm"), reason="no nm (binutils)")
+
+
+def run(*command, expect: int = 0, **kwargs) -> str:
+    """Output of the command, stdout and stderr together; kwargs env adds to the environment."""
+    env = os.environ | kwargs.pop("env", {})
+    done = subprocess.run(
+        [str(x) for x in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, **kwargs
+    )
+    assert (done.returncode == 0) == (expect == 0), done.stdout
+    return done.stdout
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+# What is built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", folder, ".", cwd=ROOT)
+    (path,) = folder.iterdir()
+    return path
+
+
+@needs_source
+def test_one_wheel_for_every_python(wheel):
+    name, version, python, abi, platform = wheel.stem.split("-")
+    assert (name, version, python, abi) == ("kvops", kvops.__version__, "py3", "none")
+    assert platform == sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    with zipfile.ZipFile(wheel) as archive:
+        files = set(archive.namelist())
+        metadata = email.message_from_bytes(archive.read(f"kvops-{version}.dist-info/METADATA"))
+    python_files = {str(p.relative_to(ROOT)) for p in ROOT.glob("kvops/**/*.py")}
+    assert python_files | {"kvops/libkvops.so", "kvops/py.typed"} <= files
+    assert not [x for x in files if not x.startswith(("kvops/", f"kvops-{version}.dist-info/"))]
+    # torch would be replaced, or fetched in the index's default build, if it were listed.
+    required = [x for x in metadata.get_all("Requires-Dist") if "extra ==" not in x]
+    assert required == ["numpy"] and metadata["Requires-Python"] == ">=3.10"
+
+
+@needs_source
+def test_installed_wheel_works(wheel, tmp_path):
+    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path, wheel)
+    code = (
+        "import kvops, torch; print(kvops.__file__, kvops.ops.select_topk(torch.arange(4.0).view(1, 1, 4), 2).tolist())"
+    )
+    assert run(sys.executable, "-c", code, cwd=tmp_path).strip() == f"{tmp_path / 'kvops/__init__.py'} [[[2, 3]]]"
+
+
+@needs_source
+def test_source_distribution_is_whole(tmp_path):
+    run(sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path, cwd=ROOT)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        files = {x.partition("/")[2] for x in archive.getnames()}
+    needed = [
+        p for folder in ("csrc", "kvops") for p in ROOT.glob(f"{folder}/**/*") if p.suffix != ".so" and p.is_file()
+    ]
+    needed = {str(p.relative_to(ROOT)) for p in needed if "__pycache__" not in p.parts}
+    assert needed | {"CMakeLists.txt", "setup.py", "pyproject.toml", "LICENSE", "README.md"} <= files
+
+
+def symbols(path: Path, *options: str) -> list[tuple[str, str]]:
+    """(type, demangled name without version) as nm gives them."""
+    lines = run("nm", "-C", *options, path).splitlines()
+    return [(m[1], m[2]) for line in lines if (m := re.match(r"[0-9a-f ]{16} (\w) ([^@]+)", line))]
+
+
+def shims(target: str, tmp_path: Path) -> set[str]:
+    """torch's C functions that its headers declare for a target version."""
+    source = tmp_path / "shims.cpp"
+    headers = ("torch/csrc/inductor/aoti_torch/c/shim.h", "torch/csrc/stable/c/shim.h")
+    source.write_text("".join(f"#include <{x}>\n" for x in headers))
+    compiler = os.environ.get("CXX", "c++").split()
+    text = run(
+        *compiler, "-std=c++20", "-E", "-P", f"-I{TORCH / 'include'}", f"-DTORCH_TARGET_VERSION={target}", source
+    )
+    return set(re.findall(r"\b((?:aoti_)?torch_\w+)\s*\(", text))
+
+
+@needs_nm
+def test_library_asks_torch_for_no_more_than_2_10_has(tmp_path):
+    used = {name for kind, name in symbols(LIBRARY, "-D", "--undefined-only") if kind == "U"}
+    ours = {x for x in used if x.startswith(("aoti_torch_", "torch_"))}
+    old, new = shims("0x020a000000000000", tmp_path), shims("0x020d000000000000", tmp_path)
+    assert old < new or torch.__version__ < "2.12", "the target version hides nothing, so this test would find nothing"
+    assert len(ours) > 10 and ours <= old
+    # C++ of torch, and Python's C API, differ between versions; the library needs neither.
+    assert not [x for x in used if re.search(r"\b(c10|at|torch|caffe2)::", x) or x.startswith(("Py", "_Py"))]
+
+
+def level_objects(level: str) -> list[Path]:
+    """The level's objects of the newest build that is not sanitized."""
+    builds = [p for p in ROOT.glob("build/*/CMakeFiles") if not re.search("address|thread", p.parent.name)]
+    newest = max(
+        builds, key=lambda p: max((x.stat().st_mtime for x in p.glob("level_*/**/*.o")), default=0), default=None
+    )
+    return sorted(newest.glob(f"level_{level}.dir/**/*.o")) if newest else []
+
+
+@needs_nm
+@pytest.mark.parametrize("level", LEVELS)
+def test_level_objects_hold_nothing_but_their_kernels(level):
+    """A template of std or torch that is compiled at a high level could be linked in for every CPU."""
+    objects = level_objects(level)
+    if not objects:
+        pytest.skip("no build folder")
+    for path in objects:
+        for kind, name in symbols(path):
+            if kind in "WVuvw":
+                raise AssertionError(f"{path.name}: weak symbol {name}")
+            if kind == "U":
+                assert name in {"memcpy", "memset", "memmove", "_GLOBAL_OFFSET_TABLE_", "__stack_chk_fail"}, path.name
+            elif kind.isupper():
+                assert f"kvops::{level}::" in name, f"{path.name}: {name} is not of its level"
+
+
+# The instruction set at run time
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_isa_can_be_forced(level):
+    best = LEVELS.index(
+        run(sys.executable, "-c", "import kvops; print(kvops.build_info()['isa'])", env={"KVOPS_ISA": ""}).strip()
+    )
+    code = "import kvops; info = kvops.build_info(); print(info['isa'], info['isa_forced'])"
+    if LEVELS.index(level) <= best:
+        assert run(sys.executable, "-c", code, env={"KVOPS_ISA": level}).split() == [level, level]
+    else:
+        error = run(sys.executable, "-c", code, env={"KVOPS_ISA": level}, expect=1)
+        assert (
+            last_line(error)
+            == f"ImportError: kvops: KVOPS_ISA={level} is more than this CPU has, which is {LEVELS[best]}"
+        )
+
+
+def test_unknown_isa_is_one_line():
+    error = run(sys.executable, "-c", "import kvops", env={"KVOPS_ISA": "avx9"}, expect=1)
+    assert last_line(error) == f"ImportError: kvops: KVOPS_ISA must be one of {','.join(LEVELS)}, got avx9"
+
+
+# One line for what is missing
+
+
+def fake_torch(folder: Path, version: str) -> Path:
+    (folder / "torch").mkdir()
+    (folder / "torch/__init__.py").write_text("from .version import __version__\n")
+    (folder / "torch/version.py").write_text(f"__version__ = '{version}'\n")
+    return folder
+
+
+@needs_source
+def test_build_without_torch(tmp_path):
+    """Python with setuptools alone, as under pip's build isolation."""
+    site = Path(importlib.util.find_spec("setuptools").origin).parent.parent
+    for path in (site / "_distutils_hack", *site.glob("setuptools*")):
+        (tmp_path / path.name).symlink_to(path)
+    command = [sys.executable, "-S", "setup.py", "-q", "build_ext"]
+    line = last_line(run(*command, cwd=ROOT, env={"PYTHONPATH": str(tmp_path)}, expect=1))
+    assert line.startswith("kvops: torch is not installed") and "--no-build-isolation" in line
+
+
+@needs_source
+@pytest.mark.parametrize("version", ["2.9.1+cu128", "1.13.0"])
+def test_build_with_old_torch(version, tmp_path):
+    env = {"PYTHONPATH": str(fake_torch(tmp_path, version))}
+    line = last_line(run(sys.executable, "setup.py", "-q", "build_ext", cwd=ROOT, env=env, expect=1))
+    assert line.startswith(f"kvops: needs torch >= 2.10, found {version} in {tmp_path}") and "pip install" in line
+
+
+def test_import_with_old_torch(tmp_path):
+    env = {"PYTHONPATH": str(fake_torch(tmp_path, "2.9.1"))}
+    error = run(sys.executable, "-c", "import kvops", cwd=LIBRARY.parent.parent, env=env, expect=1)
+    assert last_line(error).startswith("ImportError: kvops needs torch >= 2.10, found 2.9.1")
+
+
+@needs_source
+def test_build_without_compiler():
+    line = last_line(run(sys.executable, "setup.py", "-q", "build_ext", cwd=ROOT, env={"CXX": "no-such-c++"}, expect=1))
+    assert line.startswith("kvops: no C++ compiler found (no-such-c++)")
+
+
+@pytest.fixture
+def setup_py():
+    spec = importlib.util.spec_from_file_location("kvops_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return path
+
+
+@needs_source
+def test_cmake_missing_old_and_new(setup_py, monkeypatch, tmp_path):
+    old = script(tmp_path / "old", "echo cmake version 3.10.2\n")
+    new = script(tmp_path / "new", "echo cmake version 3.31.6\n")
+    monkeypatch.setattr(setup_py, "find_tool", lambda name: [])
+    with pytest.raises(SystemExit, match=r"^kvops: needs cmake >= [\d.]+, none is installed; run: pip install cmake"):
+        setup_py.find_cmake()
+    monkeypatch.setattr(setup_py, "find_tool", lambda name: [str(old)])
+    with pytest.raises(SystemExit, match=rf"^kvops: needs cmake >= [\d.]+, found 3.10.2 at {old}; run: pip install"):
+        setup_py.find_cmake()
+    monkeypatch.setattr(setup_py, "find_tool", lambda name: [str(old), str(new)])
+    assert setup_py.find_cmake() == str(new)
+
+
+@needs_source
+def test_cmake_says_why_in_one_line(setup_py, tmp_path):
+    """The messages of CMakeLists.txt itself, which CMake indents and wraps; here: of a torch that has no headers."""
+    cmake = setup_py.find_cmake()
+    with pytest.raises(SystemExit) as caught:
+        setup_py.run([cmake, "-S", ROOT, "-B", tmp_path, f"-DKVOPS_TORCH_DIR={tmp_path}"], "failed")
+    assert str(caught.value).startswith("kvops: no torch >= 2.10 in") and "\n" not in str(caught.value)
+    with pytest.raises(SystemExit, match=r"^what it printed\n\nkvops: it failed; its output is above$"):
+        setup_py.run([script(tmp_path / "fails", "echo what it printed; exit 3\n")], "it failed")
+
+
+def make(goal: str, tmp_path: Path, python: Path | str, expect: int = 0) -> str:
+    venv = tmp_path / "venv"
+    command = ["make", "-s", f"VENV={venv}", f"PYTHON={python}", f"{venv}/stamps/{goal}"]
+    env = {"MAKEFLAGS": "", "MAKELEVEL": "", "MAKEOVERRIDES": ""}  # this may run under make
+    return run(*command, cwd=ROOT, expect=expect, env=env)
+
+
+@needs_source
+@pytest.mark.parametrize(
+    "python, message",
+    [
+        (None, "cannot run"),
+        ('case "$2" in *version_info*) exit 1;; esac; [ "$1" != -V ] || echo Python 3.9.2\n', "is Python 3.9.2"),
+        ('case "$2" in *ensurepip*) exit 1;; esac\n', "apt install python3-venv"),
+    ],
+    ids=["no python", "old python", "no venv"],
+)
+def test_make_says_what_is_missing(python, message, tmp_path):
+    path = tmp_path / "python"
+    if python:
+        script(path, python)
+    lines = make("venv", tmp_path, path, expect=1).strip().splitlines()
+    assert lines[0].startswith("kvops: ") and message in lines[0]
+    assert [x for x in lines[1:] if not x.startswith("make")] == []
+    assert not (tmp_path / "venv").exists()
+
+
+@needs_source
+def test_make_uses_the_torch_that_python_has(tmp_path):
+    pinned = re.search(r"^TORCH := ([\d.]+)", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1)
+    out = make(f"torch-{pinned}", tmp_path, sys.executable)
+    assert f"using the torch in {TORCH.parent}" in out and "== torch" not in out
+    code = "import sys, torch; print(torch.__file__, sys.prefix)"
+    assert run(tmp_path / "venv/bin/python", "-c", code).split() == [torch.__file__, str(tmp_path / "venv")]
