@@ -88,6 +88,8 @@ class Method:
             raise TypeError(f"{type(self).__name__}: pads must be a torch.Tensor, got {type(pads).__name__}")
         if pads.dim() != 1 or pads.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{type(self).__name__}: pads must be int32 [b], got {pads.dtype} {list(pads.shape)}")
+        if (pads < 0).any():
+            raise ValueError(f"{type(self).__name__}: pads must be at least 0, got {pads.min()}")
         if not self.fixed_budget:
             if not pads.any():
                 return
@@ -106,6 +108,14 @@ class Method:
         tensors. A failed call leaves the object as it was.
         """
         self._check(k, v)
+        before = dict(vars(self))  # the state's tensors are replaced, never written to
+        try:
+            return self._append(k, v)
+        except BaseException:
+            vars(self).update(before)
+            raise
+
+    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         q, seen = k.shape[2], self.seen + k.shape[2]
         k_step, v_step = (k, v) if self.k is None else (torch.cat((self.k, k), 2), torch.cat((self.v, v), 2))
         pads = self.pads
@@ -131,6 +141,8 @@ class Method:
         """
         if isinstance(seen, bool) or not isinstance(seen, int):
             raise TypeError(f"{type(self).__name__}: crop needs an int, got {type(seen).__name__} {seen!r}")
+        if seen < 0:
+            raise ValueError(f"{type(self).__name__}: crop expected at least 0 tokens, got {seen}")
         if seen >= self.seen:
             return
         if seen < self._evicted_at:
@@ -138,8 +150,6 @@ class Method:
                 f"{type(self).__name__}: cannot crop to {seen} tokens, since some were evicted when "
                 f"{self._evicted_at} had been seen; expected {self._evicted_at} or more"
             )
-        if seen < 0:
-            raise ValueError(f"{type(self).__name__}: crop expected at least 0 tokens, got {seen}")
         length = len(self) - (self.seen - seen)
         self.k, self.v = self.k[:, :, :length].clone(), self.v[:, :, :length].clone()
         self.seen = seen
@@ -162,7 +172,8 @@ class Method:
         """The slots that stay of k, v: int64 [b, Hk, m], ascending; None if all do. The method's rule.
 
         k: [b, Hk, n, d], v: [b, Hk, n, dv], the stored slots and the new ones; pads: int32 [b] or None, a row's first
-        invalid slots; seen: tokens including the new ones. A method changes its own state last, when nothing can fail.
+        invalid slots; seen: tokens including the new ones. A method may replace the tensors of its own state, but not
+        write to them.
         """
         raise NotImplementedError
 
