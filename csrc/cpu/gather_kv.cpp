@@ -12,10 +12,9 @@ KVOPS_LEVELS(gather_kv, GatherKVParams)
 namespace {
 
 void run(const GatherKVParams& p) {
-  const int64_t* row = p.indices.data;
   for (int64_t b = 0; b < p.b; ++b)
     for (int64_t h = 0; h < p.heads; ++h) {
-      row = p.indices.data + b * p.indices.stride_b + h * p.indices.stride_h;
+      const int64_t* row = p.indices.data + b * p.indices.stride_b + h * p.indices.stride_h;
       for (int64_t i = 0; i < p.indices.m; ++i) {
         const int64_t index = row[i * p.indices.stride_m];
         KVOPS_CHECK(index >= -1 && index < p.n, "gather_kv: indices must lie in [-1, ", p.n, "), got ", index,
@@ -36,24 +35,25 @@ void advise_huge_pages(const Tensor& x) {
 #endif
 }
 
-Tensor fresh(const Tensor& like, const Tensor& indices) {
-  KVOPS_CHECK(like.dim() == 4 && indices.dim() == 3, "gather_kv: k and v must have 4 dims and indices 3, got ",
-              shape(like), " and ", shape(indices));
-  check_dtype("gather_kv", "k and v", like);
-  const Tensor out =
-      empty(like, std::array{like.size(0), like.size(1), indices.size(2), like.size(3)}, like.scalar_type());
+// A fresh contiguous [b, Hk, m, d] like `like`, and its rows.
+Tensor fresh(const GatherKVParams& p, const Tensor& like, KVView& rows) {
+  const Tensor out = empty(like, std::array{p.b, p.heads, p.indices.m, like.size(3)}, like.scalar_type());
   advise_huge_pages(out);
+  rows = check_kv("gather_kv", "out", out);
   return out;
 }
 
 std::tuple<Tensor, Tensor> gather_kv(const Tensor& k, const Tensor& v, const Tensor& indices) {
-  const Tensor k_out = fresh(k, indices), v_out = fresh(v, indices);
-  run(check_gather_kv(k, v, indices, k_out, v_out));
-  return {k_out, v_out};
+  GatherKVParams p = check_gather_kv(k, v, indices);
+  std::tuple out{fresh(p, k, p.k_out), fresh(p, v, p.v_out)};
+  run(p);
+  return out;
 }
 
 void gather_kv_out(const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& k_out, const Tensor& v_out) {
-  run(check_gather_kv(k, v, indices, k_out, v_out));
+  GatherKVParams p = check_gather_kv(k, v, indices);
+  check_gather_kv_targets(k, v, k_out, v_out, p);
+  run(p);
 }
 
 }  // namespace

@@ -28,26 +28,32 @@ inline IndexView check_indices(const char* op, const Tensor& indices, const Tens
           indices.size(2)};
 }
 
-inline GatherKVParams check_gather_kv(const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& k_out,
-                                      const Tensor& v_out) {
+// What is read, before the targets are known.
+inline GatherKVParams check_gather_kv(const Tensor& k, const Tensor& v, const Tensor& indices) {
+  const KVPair kv = check_kv_pair("gather_kv", k, v);
+  const IndexView view = check_indices("gather_kv", indices, k);
+  return {kv.k, kv.v, {}, {}, view, kv.b, kv.heads, kv.n};
+}
+
+inline void check_gather_kv_targets(const Tensor& k, const Tensor& v, const Tensor& k_out, const Tensor& v_out,
+                                    GatherKVParams& p) {
   const char* op = "gather_kv";
-  const KVPair kv = check_kv_pair(op, k, v);
-  const IndexView view = check_indices(op, indices, k);
   const auto target = [&](const char* name, const Tensor& out, const char* like_name, const Tensor& like) {
     check_same_device(op, name, out, k);
-    KVOPS_CHECK(check_dtype(op, name, out) == kv.dtype, op, ": ", name, " must have k's dtype ",
+    KVOPS_CHECK(out.scalar_type() == k.scalar_type(), op, ": ", name, " must have k's dtype ",
                 torch::headeronly::toString(k.scalar_type()), ", got ", torch::headeronly::toString(out.scalar_type()));
-    const KVView out_view = check_kv(op, name, out);
-    KVOPS_CHECK(out.size(0) == kv.b && out.size(1) == kv.heads && out.size(2) == view.m && out.size(3) == like.size(3),
-                op, ": ", name, " must be [", kv.b, ", ", kv.heads, ", ", view.m, ", ", like.size(3), "], got ", shape(out));
+    const KVView view = check_kv(op, name, out);
+    KVOPS_CHECK(out.size(0) == p.b && out.size(1) == p.heads && out.size(2) == p.indices.m && out.size(3) == like.size(3),
+                op, ": ", name, " must be [", p.b, ", ", p.heads, ", ", p.indices.m, ", ", like.size(3), "], got ",
+                shape(out));
     check_target(op, name, out, like_name, like);
-    return out_view;
+    return view;
   };
-  const KVView k_target = target("k_out", k_out, "k", k), v_target = target("v_out", v_out, "v", v);
+  p.k_out = target("k_out", k_out, "k", k);
+  p.v_out = target("v_out", v_out, "v", v);
   check_target(op, "k_out", k_out, "v", v);
   check_target(op, "v_out", v_out, "k", k);
   check_target(op, "k_out", k_out, "v_out", v_out);
-  return {kv.k, kv.v, k_target, v_target, view, kv.b, kv.heads, kv.n};
 }
 #endif
 
