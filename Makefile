@@ -13,7 +13,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMPS := $(VENV)/stamps
 PIP := $(PY) -m pip install --disable-pip-version-check
-QUIET := $(if $(CI),-q)
+QUIET := $(if $(CI),-qq)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
 .PHONY: demo test bench lint sanitize FORCE
@@ -38,7 +38,7 @@ lint: $(STAMPS)/dev
 sanitize: $(STAMPS)/sanitize
 	@cd build/sanitize && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-	  ../../$(PY) -m pytest -p no:cacheprovider $(addprefix ../../,$(or $(ARGS),$(OP_TESTS)))
+	  ../../$(PY) -m pytest --capture=sys -p no:cacheprovider $(addprefix ../../,$(or $(ARGS),$(OP_TESTS)))
 
 OP_TESTS = $(wildcard $(patsubst csrc/ops/%.h,tests/test_%.py,$(wildcard csrc/ops/*.h)))
 
@@ -73,16 +73,16 @@ $(STAMPS)/torch-$(TORCH): $(STAMPS)/venv
 
 $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/torch-$(TORCH)
 	@echo "== packages"
-	@$(PIP) -q -r requirements-dev.txt
+	@$(PIP) -qq -r requirements-dev.txt
 	@touch $@
 
 $(STAMPS)/kvops: $(STAMPS)/dev $(SOURCES) $(if $(wildcard kvops/libkvops.so),,FORCE)
 	@echo "== kvops"
-	@$(PIP) -q --no-build-isolation --no-deps -e .
+	@$(PIP) -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(STAMPS)/sanitize: $(STAMPS)/kvops $(wildcard kvops/*.py kvops/*/*.py)
 	@echo "== kvops with AddressSanitizer and UndefinedBehaviorSanitizer"
 	@rm -rf build/sanitize
-	@KVOPS_SANITIZE="address;undefined" KVOPS_CUDA=0 $(PIP) -q --no-build-isolation --no-deps --target build/sanitize .
+	@KVOPS_SANITIZE="address;undefined" KVOPS_CUDA=0 $(PIP) -qq --no-build-isolation --no-deps --target build/sanitize .
 	@touch $@
