@@ -77,8 +77,8 @@ inline KVView check_kv(const char* op, const char* name, const Tensor& x) {
   const int64_t item = static_cast<int64_t>(x.element_size());
   KVOPS_CHECK(strides[3] == 1 || sizes[3] <= 1, op, ": ", name, " must have a contiguous last dim, got stride ",
               strides[3]);
-  KVOPS_CHECK(sizes[3] > 0 && sizes[3] * item % 16 == 0, op, ": head_dim of ", name,
-              " must be a positive multiple of ", 16 / item, " (16 bytes), got ", sizes[3]);
+  KVOPS_CHECK(sizes[3] > 0 && sizes[3] * item % 16 == 0, op, ": head_dim of ", name, " must be a positive multiple of ",
+              16 / item, " (16 bytes), got ", sizes[3]);
   return {static_cast<char*>(x.data_ptr()), strides[0] * item, strides[1] * item, strides[2] * item, sizes[3] * item};
 }
 
@@ -178,8 +178,8 @@ inline void check_target(const char* op, const char* name, const Tensor& x, cons
                          const Tensor& other) {
   KVOPS_CHECK(!overlaps_itself(x), op, ": ", name,
               " is written and must not overlap itself, got strides that do (an expanded tensor?)");
-  KVOPS_CHECK(overlaps_itself(other) || !overlaps(x, other), op, ": ", name, " is written and must share no memory with ",
-              other_name, ", got tensors that do");
+  KVOPS_CHECK(overlaps_itself(other) || !overlaps(x, other), op, ": ", name,
+              " is written and must share no memory with ", other_name, ", got tensors that do");
 }
 
 // A fresh contiguous tensor on like's device.
@@ -209,8 +209,8 @@ Tensor empty(const Tensor& like, const std::array<int64_t, N>& sizes, ScalarType
       dtype = aoti_torch_dtype_bfloat16();
   }
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(N, sizes.data(), strides.data(), dtype, device,
-                                                  like.get_device_index(), &handle));
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(N, sizes.data(), strides.data(), dtype, device, like.get_device_index(), &handle));
   return Tensor(handle);
 }
 

@@ -24,7 +24,7 @@ struct KVView {
 #ifdef __CUDACC__
   __host__ __device__
 #endif
-  char* row(int64_t b, int64_t h, int64_t i) const {
+      char* row(int64_t b, int64_t h, int64_t i) const {
     return data + b * stride_b + h * stride_h + i * stride_n;
   }
 };
@@ -38,13 +38,13 @@ struct ValidSlots {
 #ifdef __CUDACC__
   __host__ __device__
 #endif
-  int64_t first(int64_t b) const {
+      int64_t first(int64_t b) const {
     return starts ? starts[b] : 0;
   }
 #ifdef __CUDACC__
   __host__ __device__
 #endif
-  int64_t count(int64_t b) const {
+      int64_t count(int64_t b) const {
     return lengths ? lengths[b] : n - first(b);
   }
 };

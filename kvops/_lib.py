@@ -23,11 +23,15 @@ def _load() -> ctypes.CDLL:
     if tuple(int(x) for x in re.findall(r"\d+", torch.__version__)[:2]) < MIN_TORCH:
         raise ImportError(f"kvops needs torch >= 2.10, found {torch.__version__}")
     if not LIBRARY.exists():
-        raise ImportError(f"kvops: {LIBRARY.name} is missing beside {__file__}; build it: pip install --no-build-isolation .")
+        raise ImportError(
+            f"kvops: {LIBRARY.name} is missing beside {__file__}; build it: pip install --no-build-isolation ."
+        )
     if str(LIBRARY) not in torch.ops.loaded_libraries:
         if hasattr(torch.ops.kvops, "lag_score"):
             # A second registration of the same operators would abort the process.
-            raise ImportError(f"kvops: another copy of the operators is already loaded in this process; not loading {LIBRARY}")
+            raise ImportError(
+                f"kvops: another copy of the operators is already loaded in this process; not loading {LIBRARY}"
+            )
         torch.ops.load_library(LIBRARY)
     library = ctypes.CDLL(str(LIBRARY))  # the same handle again; its plain C functions release the GIL
     library.kvops_facts.restype = ctypes.c_char_p

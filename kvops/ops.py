@@ -160,17 +160,26 @@ def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return k[:, :, :m], v[:, :, :m]
 
 
-# Fakes: output shapes without data. The real operators repeat these checks; here shapes are enough.
+# Fakes: output shapes without data. The operators check everything else; what they never get to see is a mix of real
+# and meta tensors, which comes here.
+
+
+def _one_device(op: str, k: Tensor, **others: Tensor | None) -> None:
+    for name, x in others.items():
+        if x is not None and x.device != k.device:
+            raise ValueError(f"{op}: {name} must be on k's device {k.device}, got {x.device}")
 
 
 @register_fake("kvops::lag_score")
 def _(k, v, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, lengths=None):
+    _one_device("lag_score", k, v=v, starts=starts, lengths=lengths)
     b, heads, n, _ = k.shape
     return k.new_empty((b, heads, num_segments(n, prefix, lag), lag), dtype=torch.float32)
 
 
 @register_fake("kvops::anchor_cosine")
 def _(k, anchor=None, normalize_anchor=True, starts=None, lengths=None):
+    _one_device("anchor_cosine", k, anchor=anchor, starts=starts, lengths=lengths)
     b, heads, n, d = k.shape
     return k.new_empty((b, heads, n), dtype=torch.float32), k.new_empty((b, heads, d), dtype=torch.float32)
 
@@ -187,17 +196,18 @@ def _(scores, k, sinks=0, window=0, seq_len=None, starts=None, lengths=None, bud
 
 @register_fake("kvops::gather_kv")
 def _(k, v, indices):
+    _one_device("gather_kv", k, v=v, indices=indices)
     return k.new_empty((*indices.shape, k.shape[3])), v.new_empty((*indices.shape, v.shape[3]))
 
 
 @register_fake("kvops::gather_kv.out")
 def _(k, v, indices, *, k_out, v_out):
-    return None
+    _one_device("gather_kv", k, v=v, indices=indices, k_out=k_out, v_out=v_out)
 
 
 @register_fake("kvops::compact_kv_")
 def _(k, v, indices):
-    return None
+    _one_device("compact_kv_", k, v=v, indices=indices)
 
 
 def segment_width(n: int, prefix: int, lag: int, m: int, padded: bool) -> int:
@@ -207,4 +217,6 @@ def segment_width(n: int, prefix: int, lag: int, m: int, padded: bool) -> int:
     # The kept length grows one by one and drops by lag - m whenever a partition completes; so the maximum lies at n
     # or just before the last drop.
     last_drop = prefix + (max(0, n - prefix) // lag) * lag
-    return max(kept_length(n, prefix, lag, m), kept_length(min(n, last_drop - 1), prefix, lag, m) if last_drop > 0 else 0)
+    return max(
+        kept_length(n, prefix, lag, m), kept_length(min(n, last_drop - 1), prefix, lag, m) if last_drop > 0 else 0
+    )

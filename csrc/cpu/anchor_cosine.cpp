@@ -20,6 +20,8 @@ std::tuple<Tensor, Tensor> anchor_cosine(const Tensor& k, const OptionalTensor& 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(kvops, CPU, m) { m.impl("anchor_cosine", TORCH_BOX(&anchor_cosine)); }
+STABLE_TORCH_LIBRARY_IMPL(kvops, CPU, m) {
+  m.impl("anchor_cosine", TORCH_BOX(&anchor_cosine));
+}
 
 }  // namespace kvops

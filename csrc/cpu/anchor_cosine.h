@@ -19,7 +19,7 @@ namespace kvops::KVOPS_ISA {
 namespace {
 
 constexpr int64_t kBlock = kAnchorBlock;
-constexpr int64_t kAheadRows = 2 * VL;  // prefetched
+constexpr int64_t kAheadRows = 2 * VL;              // prefetched
 constexpr float kTiny = 0x1p-90f, kHuge = 0x1p90f;  // squared norms between are safe in fp32
 constexpr float kRedo = -1.0f;                      // instead of 1/|k|: do this row in double
 
@@ -133,8 +133,8 @@ inline void cosines(const Rows<T>& rows, int64_t i, int64_t end, const float* di
     return;
   }
   for (int64_t r = 0; r < tile.count; ++r) {
-    if (scores[r] != scores[r]) continue;       // not finite: NaN
-    if (scores[r] == 0.0f) continue;            // a zero key scores 0
+    if (scores[r] != scores[r]) continue;  // not finite: NaN
+    if (scores[r] == 0.0f) continue;       // a zero key scores 0
     scores[r] = careful_score(tile.row[r], rows.d, direction);
   }
 }
@@ -174,11 +174,11 @@ void unit_direction(const float* anchor, int64_t d, float* direction, int64_t si
 
 template <class T>
 struct Head {
-  Rows<T> rows;         // from the first valid slot
-  int64_t count;        // valid slots
-  float* scores;        // of the valid slots
-  float* anchor;        // [d], channels in order
-  const float* given;   // [d] or null
+  Rows<T> rows;        // from the first valid slot
+  int64_t count;       // valid slots
+  float* scores;       // of the valid slots
+  float* anchor;       // [d], channels in order
+  const float* given;  // [d] or null
 };
 
 template <class T>

@@ -34,6 +34,8 @@ void compact_kv_(const Tensor& k, const Tensor& v, const Tensor& indices) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(kvops, CPU, m) { m.impl("compact_kv_", TORCH_BOX(&compact_kv_)); }
+STABLE_TORCH_LIBRARY_IMPL(kvops, CPU, m) {
+  m.impl("compact_kv_", TORCH_BOX(&compact_kv_));
+}
 
 }  // namespace kvops

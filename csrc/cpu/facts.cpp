@@ -24,7 +24,9 @@ Isa best_level() {
 #else
 constexpr const char* kNames[] = {"baseline"};
 
-Isa best_level() { return Isa::baseline; }
+Isa best_level() {
+  return Isa::baseline;
+}
 #endif
 
 Isa chosen_level() {

@@ -11,8 +11,8 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-constexpr int64_t kRun = 256;            // rows in a unit of work
-constexpr int64_t kStreamed = 4 << 20;   // bytes of output from which streaming stores pay
+constexpr int64_t kRun = 256;           // rows in a unit of work
+constexpr int64_t kStreamed = 4 << 20;  // bytes of output from which streaming stores pay
 
 template <class Copy>
 void gather_run(const KVView& in, const KVView& out, const IndexView& indices, int64_t b, int64_t h, int64_t first,

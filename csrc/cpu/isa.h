@@ -17,34 +17,36 @@ struct Workers {
 enum class Isa { v2, v3, v4 };  // x86-64-v2 (SSE4.2), -v3 (AVX2, FMA, F16C), -v4 (AVX-512)
 
 // Declares `void op(const Params&, const Workers&)` in every level, and op_cpu, which calls the level in use.
-#define KVOPS_LEVELS(op, Params)         \
-  namespace v2 {                         \
-  void op(const Params&, const Workers&);                \
-  }                                      \
-  namespace v3 {                         \
-  void op(const Params&, const Workers&);                \
-  }                                      \
-  namespace v4 {                         \
-  void op(const Params&, const Workers&);                \
-  }                                      \
+#define KVOPS_LEVELS(op, Params)                            \
+  namespace v2 {                                            \
+  void op(const Params&, const Workers&);                   \
+  }                                                         \
+  namespace v3 {                                            \
+  void op(const Params&, const Workers&);                   \
+  }                                                         \
+  namespace v4 {                                            \
+  void op(const Params&, const Workers&);                   \
+  }                                                         \
   inline void op##_cpu(const Params& p, const Workers& w) { \
-    switch (isa()) {                     \
-      case Isa::v2:                      \
-        return v2::op(p, w);                \
-      case Isa::v3:                      \
-        return v3::op(p, w);                \
-      case Isa::v4:                      \
-        return v4::op(p, w);                \
-    }                                    \
+    switch (isa()) {                                        \
+      case Isa::v2:                                         \
+        return v2::op(p, w);                                \
+      case Isa::v3:                                         \
+        return v3::op(p, w);                                \
+      case Isa::v4:                                         \
+        return v4::op(p, w);                                \
+    }                                                       \
   }
 #else
 enum class Isa { baseline };  // NEON on Arm, plain vectors elsewhere
 
-#define KVOPS_LEVELS(op, Params) \
-  namespace baseline {           \
-  void op(const Params&, const Workers&);        \
-  }                              \
-  inline void op##_cpu(const Params& p, const Workers& w) { return baseline::op(p, w); }
+#define KVOPS_LEVELS(op, Params)                            \
+  namespace baseline {                                      \
+  void op(const Params&, const Workers&);                   \
+  }                                                         \
+  inline void op##_cpu(const Params& p, const Workers& w) { \
+    return baseline::op(p, w);                              \
+  }
 #endif
 
 // The level in use. Throws std::invalid_argument when KVOPS_ISA names one that is unknown or that this CPU lacks.

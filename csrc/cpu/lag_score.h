@@ -77,7 +77,7 @@ inline void variances(F* sums, int64_t d, float* variance, int64_t count) {
 }
 
 // `count` rows one element at a time: rows or channels that are not finite.
-template <class T>
+template <class T, bool Range>
 __attribute__((noinline)) void careful_tile(const Rows<T>& rows, int64_t first, int64_t count, Channels& channels,
                                             float* variance) {
   for (int64_t r = 0; r < count; ++r) {
@@ -86,7 +86,7 @@ __attribute__((noinline)) void careful_tile(const Rows<T>& rows, int64_t first, 
     for (int64_t c = 0; c < rows.d; ++c) {
       const int64_t slot = channel_slot<T>(c);
       const float x = to_float(row[c]);
-      if (!is_finite(x)) channels.poison[slot] = __builtin_nanf("");
+      if (Range && !is_finite(x)) channels.poison[slot] = __builtin_nanf("");
       double z = -0.5;
       if (channels.inverse[slot] != 0.0f) z = (double(x) - channels.lo[slot]) * channels.inverse[slot] - 0.5;
       s += z;
@@ -144,7 +144,7 @@ inline void sweep(const Rows<T>& rows, int64_t first, int64_t count, Channels& c
       variances(sums, rows.d, variance + i, live);
       bool finite = true;
       for (int64_t r = 0; r < live; ++r) finite &= is_finite(variance[i + r]);
-      if (__builtin_expect(!finite, 0)) careful_tile(rows, first + i, live, channels, variance + i);
+      if (__builtin_expect(!finite, 0)) careful_tile<T, Range>(rows, first + i, live, channels, variance + i);
     }
   }
 }
@@ -218,9 +218,9 @@ void score_heads(const LagScoreParams& p, const Workers& workers) {
     float* memory = workers.workspace + worker * lag_score_scratch(p);
     const Rows<T> shapes[2] = {{nullptr, p.k.stride_n, p.d, row_shape<T>(p.k.row_bytes)},
                                {nullptr, p.v.stride_n, p.dv, row_shape<T>(p.v.row_bytes)}};
-    Channels channels[2] = {{memory, shapes[0].shape.registers() * kStep<T>},
-                            {memory + Channels::floats(shapes[0].shape.registers() * kStep<T>),
-                             shapes[1].shape.registers() * kStep<T>}};
+    Channels channels[2] = {
+        {memory, shapes[0].shape.registers() * kStep<T>},
+        {memory + Channels::floats(shapes[0].shape.registers() * kStep<T>), shapes[1].shape.registers() * kStep<T>}};
     float* v_scores = memory + Channels::floats(channels[0].size + channels[1].size);
     const Share units = share(heads * runs, worker, workers.count);
     for (int64_t unit = units.first; unit < units.last; ++unit) {

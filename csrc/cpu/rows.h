@@ -6,7 +6,9 @@ namespace kvops::KVOPS_ISA {
 namespace {
 
 // Rows about this many bytes ahead are asked for early: kept rows jump, which the hardware's prefetch does not follow.
-inline int64_t rows_ahead(int64_t row_bytes) { return row_bytes < 8192 / 4 ? 8192 / row_bytes : 4; }
+inline int64_t rows_ahead(int64_t row_bytes) {
+  return row_bytes < 8192 / 4 ? 8192 / row_bytes : 4;
+}
 
 inline void prefetch_row(const char* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
@@ -22,7 +24,9 @@ inline void copy_row(char* to, const char* from, int64_t bytes) {
   for (; i < bytes; i += 16) memcpy(to + i, from + i, 16);
 }
 
-inline void zero_row(char* to, int64_t bytes) { memset(to, 0, bytes); }
+inline void zero_row(char* to, int64_t bytes) {
+  memset(to, 0, bytes);
+}
 
 // Stores that bypass the cache save the read of a line that is written whole. Only for vector-aligned rows.
 #if defined(__AVX512F__)

@@ -25,6 +25,8 @@ Tensor select_topk(const Tensor& scores, int64_t k, int64_t sinks, int64_t windo
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(kvops, CPU, m) { m.impl("select_topk", TORCH_BOX(&select_topk)); }
+STABLE_TORCH_LIBRARY_IMPL(kvops, CPU, m) {
+  m.impl("select_topk", TORCH_BOX(&select_topk));
+}
 
 }  // namespace kvops

@@ -53,10 +53,10 @@ inline void for_scores(const float* scores, int64_t first, int64_t last, const F
 struct Chunk {
   int64_t first, last;
   float lo, hi;
-  uint32_t* histogram;     // [kBins]
-  uint32_t* keys;          // [last - first]: those of the bin that holds the threshold
+  uint32_t* histogram;  // [kBins]
+  uint32_t* keys;       // [last - first]: those of the bin that holds the threshold
   int64_t picked;
-  int64_t above, equal;    // slots with a key above the threshold; equal to it
+  int64_t above, equal;  // slots with a key above the threshold; equal to it
 };
 
 inline void find_range(const float* scores, Chunk& chunk) {

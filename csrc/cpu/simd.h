@@ -36,15 +36,21 @@ typedef uint32_t U __attribute__((vector_size(VB)));
 #define KVOPS_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (I){__VA_ARGS__})
 #endif
 
-inline F splat(float x) { return x - F{}; }
+inline F splat(float x) {
+  return x - F{};
+}
 
 inline F load(const float* p) {
   F x;
   memcpy(&x, p, VB);
   return x;
 }
-inline void store(float* p, F x) { memcpy(p, &x, VB); }
-inline void store_first(float* p, F x, int64_t count) { memcpy(p, &x, 4 * count); }
+inline void store(float* p, F x) {
+  memcpy(p, &x, VB);
+}
+inline void store_first(float* p, F x, int64_t count) {
+  memcpy(p, &x, 4 * count);
+}
 inline F load_first(const float* p, int64_t count, float rest) {
   F x = splat(rest);
   memcpy(&x, p, 4 * count);
@@ -52,28 +58,64 @@ inline F load_first(const float* p, int64_t count, float rest) {
 }
 
 #if defined(__AVX512F__)
-inline F min(F a, F b) { return _mm512_min_ps(a, b); }
-inline F max(F a, F b) { return _mm512_max_ps(a, b); }
-inline F sqrt(F a) { return _mm512_sqrt_ps(a); }
-inline bool any_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
+inline F min(F a, F b) {
+  return _mm512_min_ps(a, b);
+}
+inline F max(F a, F b) {
+  return _mm512_max_ps(a, b);
+}
+inline F sqrt(F a) {
+  return _mm512_sqrt_ps(a);
+}
+inline bool any_nan(F a) {
+  return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0;
+}
 #elif defined(__AVX2__)
-inline F min(F a, F b) { return _mm256_min_ps(a, b); }
-inline F max(F a, F b) { return _mm256_max_ps(a, b); }
-inline F sqrt(F a) { return _mm256_sqrt_ps(a); }
-inline bool any_nan(F a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)) != 0; }
+inline F min(F a, F b) {
+  return _mm256_min_ps(a, b);
+}
+inline F max(F a, F b) {
+  return _mm256_max_ps(a, b);
+}
+inline F sqrt(F a) {
+  return _mm256_sqrt_ps(a);
+}
+inline bool any_nan(F a) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)) != 0;
+}
 #elif defined(__x86_64__)
-inline F min(F a, F b) { return _mm_min_ps(a, b); }
-inline F max(F a, F b) { return _mm_max_ps(a, b); }
-inline F sqrt(F a) { return _mm_sqrt_ps(a); }
-inline bool any_nan(F a) { return _mm_movemask_ps(_mm_cmpunord_ps(a, a)) != 0; }
+inline F min(F a, F b) {
+  return _mm_min_ps(a, b);
+}
+inline F max(F a, F b) {
+  return _mm_max_ps(a, b);
+}
+inline F sqrt(F a) {
+  return _mm_sqrt_ps(a);
+}
+inline bool any_nan(F a) {
+  return _mm_movemask_ps(_mm_cmpunord_ps(a, a)) != 0;
+}
 #elif defined(__aarch64__)
-inline F min(F a, F b) { return (F)vminq_f32((float32x4_t)a, (float32x4_t)b); }
-inline F max(F a, F b) { return (F)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
-inline F sqrt(F a) { return (F)vsqrtq_f32((float32x4_t)a); }
-inline bool any_nan(F a) { return vminvq_u32((uint32x4_t)(a == a)) == 0; }
+inline F min(F a, F b) {
+  return (F)vminq_f32((float32x4_t)a, (float32x4_t)b);
+}
+inline F max(F a, F b) {
+  return (F)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
+}
+inline F sqrt(F a) {
+  return (F)vsqrtq_f32((float32x4_t)a);
+}
+inline bool any_nan(F a) {
+  return vminvq_u32((uint32x4_t)(a == a)) == 0;
+}
 #else
-inline F min(F a, F b) { return a < b ? a : b; }
-inline F max(F a, F b) { return a > b ? a : b; }
+inline F min(F a, F b) {
+  return a < b ? a : b;
+}
+inline F max(F a, F b) {
+  return a > b ? a : b;
+}
 inline F sqrt(F a) {
   for (int i = 0; i < VL; ++i) a[i] = __builtin_sqrtf(a[i]);
   return a;
@@ -85,7 +127,9 @@ inline bool any_nan(F a) {
 }
 #endif
 
-inline bool is_finite(float x) { return x - x == 0.0f; }
+inline bool is_finite(float x) {
+  return x - x == 0.0f;
+}
 
 // Lane i of the result is the sum of the lanes of rows[i], for VL rows: a transposition by halves that adds on the way.
 inline F sum_lanes(F* rows) {
@@ -148,7 +192,9 @@ constexpr int kVecs = 4 / sizeof(T);
 template <class T>
 constexpr int kStep = kVecs<T> * VL;  // elements in a register
 
-inline void widen(U raw, F* out, const float*) { out[0] = (F)raw; }
+inline void widen(U raw, F* out, const float*) {
+  out[0] = (F)raw;
+}
 inline void widen(U raw, F* out, const BFloat16*) {
   out[0] = (F)(raw << 16);
   out[1] = (F)(raw & 0xffff0000u);
@@ -188,7 +234,9 @@ inline void widen(U raw, F* out, const Half*) {
 }
 #endif
 
-inline float to_float(float x) { return x; }
+inline float to_float(float x) {
+  return x;
+}
 inline float to_float(BFloat16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float out;
@@ -215,7 +263,8 @@ inline void load_part(const T* p, int bytes, F* out) {
   const U raw = (U)_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << (bytes / 4)) - 1), p);
 #else
   U raw = {};
-  for (int i = 0; i < bytes; i += 16) memcpy(reinterpret_cast<char*>(&raw) + i, reinterpret_cast<const char*>(p) + i, 16);
+  for (int i = 0; i < bytes; i += 16)
+    memcpy(reinterpret_cast<char*>(&raw) + i, reinterpret_cast<const char*>(p) + i, 16);
 #endif
   widen(raw, out, p);
 }
@@ -283,7 +332,9 @@ inline void parallel_for(const Workers& workers, int64_t n, const Fn& fn) {
 struct Share {
   int64_t first, last;
 };
-inline Share share(int64_t n, int64_t w, int64_t workers) { return {n * w / workers, n * (w + 1) / workers}; }
+inline Share share(int64_t n, int64_t w, int64_t workers) {
+  return {n * w / workers, n * (w + 1) / workers};
+}
 
 }  // namespace
 }  // namespace kvops::KVOPS_ISA

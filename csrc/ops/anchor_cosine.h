@@ -5,10 +5,10 @@
 namespace kvops {
 
 struct AnchorCosineParams {
-  KVView k;                  // [b, Hk, n, d]
+  KVView k;                   // [b, Hk, n, d]
   const float* given_anchor;  // [b, Hk, d] or null
-  float* anchor;             // [b, Hk, d]: the sum made here, or the copy of the given one
-  float* scores;             // [b, Hk, n]
+  float* anchor;              // [b, Hk, d]: the sum made here, or the copy of the given one
+  float* scores;              // [b, Hk, n]
   DType dtype;
   ValidSlots slots;
   int64_t b, heads, n, d;
@@ -43,9 +43,17 @@ inline AnchorCosineParams check_anchor_cosine(const Tensor& k, const OptionalTen
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
   scores = empty(k, std::array{b, heads, n}, ScalarType::Float);
   anchor_out = empty(k, std::array{b, heads, d}, ScalarType::Float);
-  return {view, anchor ? static_cast<const float*>(anchor->data_ptr()) : nullptr,
-          static_cast<float*>(anchor_out.data_ptr()), static_cast<float*>(scores.data_ptr()), dtype, slots, b, heads, n,
-          d, normalize_anchor};
+  return {view,
+          anchor ? static_cast<const float*>(anchor->data_ptr()) : nullptr,
+          static_cast<float*>(anchor_out.data_ptr()),
+          static_cast<float*>(scores.data_ptr()),
+          dtype,
+          slots,
+          b,
+          heads,
+          n,
+          d,
+          normalize_anchor};
 }
 #endif
 

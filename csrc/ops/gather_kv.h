@@ -43,9 +43,9 @@ inline void check_gather_kv_targets(const Tensor& k, const Tensor& v, const Tens
     KVOPS_CHECK(out.scalar_type() == k.scalar_type(), op, ": ", name, " must have k's dtype ",
                 torch::headeronly::toString(k.scalar_type()), ", got ", torch::headeronly::toString(out.scalar_type()));
     const KVView view = check_kv(op, name, out);
-    KVOPS_CHECK(out.size(0) == p.b && out.size(1) == p.heads && out.size(2) == p.indices.m && out.size(3) == like.size(3),
-                op, ": ", name, " must be [", p.b, ", ", p.heads, ", ", p.indices.m, ", ", like.size(3), "], got ",
-                shape(out));
+    KVOPS_CHECK(
+        out.size(0) == p.b && out.size(1) == p.heads && out.size(2) == p.indices.m && out.size(3) == like.size(3), op,
+        ": ", name, " must be [", p.b, ", ", p.heads, ", ", p.indices.m, ", ", like.size(3), "], got ", shape(out));
     check_target(op, name, out, like_name, like);
     return view;
   };

@@ -5,7 +5,7 @@
 namespace kvops {
 
 struct LagScoreParams {
-  KVView k, v;   // [b, Hk, n, d], [b, Hk, n, dv]
+  KVView k, v;    // [b, Hk, n, d], [b, Hk, n, dv]
   float* scores;  // [b, Hk, segments, lag]
   DType dtype;
   ValidSlots slots;
@@ -37,8 +37,9 @@ inline LagScoreParams check_lag_score(const Tensor& k, const Tensor& v, int64_t 
   const ValidSlots slots = check_valid_slots(op, k, kv.b, kv.n, starts, lengths);
   const int64_t segments = num_segments(kv.n, prefix, lag);
   scores = empty(k, std::array{kv.b, kv.heads, segments, lag}, ScalarType::Float);
-  return {kv.k, kv.v, static_cast<float*>(scores.data_ptr()), kv.dtype, slots, kv.b, kv.heads, kv.d, kv.dv, segments,
-          lag, prefix, static_cast<float>(v_weight), self_reference};
+  return {
+      kv.k, kv.v,   static_cast<float*>(scores.data_ptr()), kv.dtype,      slots, kv.b, kv.heads, kv.d, kv.dv, segments,
+      lag,  prefix, static_cast<float>(v_weight),           self_reference};
 }
 #endif
 

@@ -6,13 +6,13 @@
 namespace kvops {
 
 struct SelectTopkParams {
-  const float* scores;                    // [b, Hk, n], or [b, Hk, segments, lag]
-  int64_t stride_b, stride_h, stride_s;   // elements; the last dim is contiguous
-  int64_t* indices;                       // [b, Hk, width]
+  const float* scores;                   // [b, Hk, n], or [b, Hk, segments, lag]
+  int64_t stride_b, stride_h, stride_s;  // elements; the last dim is contiguous
+  int64_t* indices;                      // [b, Hk, width]
   ValidSlots slots;
-  const int32_t* budgets;                 // [b, Hk] or null: k
+  const int32_t* budgets;  // [b, Hk] or null: k
   int64_t b, heads, n, width;
-  int64_t segments, lag;                  // segments = -1: whole rows
+  int64_t segments, lag;  // segments = -1: whole rows
   int64_t k, sinks, window;
   bool fill_invalid;
 };
@@ -46,8 +46,8 @@ inline SelectTopkParams check_select_topk(const Tensor& scores, int64_t k, int64
   const char* op = "select_topk";
   check_scalar_type(op, "scores", scores, ScalarType::Float);
   const int64_t dim = scores.dim();
-  KVOPS_CHECK(dim == 3 || dim == 4, op, ": scores must be [batch, heads, tokens] or [batch, heads, segments, lag], got ",
-              shape(scores));
+  KVOPS_CHECK(dim == 3 || dim == 4, op,
+              ": scores must be [batch, heads, tokens] or [batch, heads, segments, lag], got ", shape(scores));
   const auto sizes = scores.sizes(), strides = scores.strides();
   KVOPS_CHECK(strides[dim - 1] == 1 || sizes[dim - 1] <= 1, op, ": scores must have a contiguous last dim, got stride ",
               strides[dim - 1]);
@@ -55,8 +55,9 @@ inline SelectTopkParams check_select_topk(const Tensor& scores, int64_t k, int64
   KVOPS_CHECK(sinks >= 0 && window >= 0, op, ": sinks and window must be >= 0, got ", sinks, " and ", window);
   const bool by_segment = dim == 4;
   const int64_t b = sizes[0], heads = sizes[1], lag = by_segment ? sizes[3] : 1;
-  KVOPS_CHECK(by_segment == seq_len.has_value(), op, ": seq_len must be given with scores of 4 dims and only then, got ",
-              shape(scores), seq_len ? " and a seq_len" : " and none");
+  KVOPS_CHECK(by_segment == seq_len.has_value(), op,
+              ": seq_len must be given with scores of 4 dims and only then, got ", shape(scores),
+              seq_len ? " and a seq_len" : " and none");
   const int64_t n = by_segment ? *seq_len : sizes[2];
   const ValidSlots slots = check_valid_slots(op, scores, b, n, starts, lengths);
   int64_t segments = -1, width;
@@ -85,8 +86,22 @@ inline SelectTopkParams check_select_topk(const Tensor& scores, int64_t k, int64
                   sinks + window, ", ", k, "], got ", budget[i], " for row ", i / heads, ", head ", i % heads);
   }
   indices = empty(scores, std::array{b, heads, width}, ScalarType::Long);
-  return {static_cast<const float*>(scores.data_ptr()), strides[0], strides[1], by_segment ? strides[2] : 0,
-          static_cast<int64_t*>(indices.data_ptr()), slots, budget, b, heads, n, width, segments, lag, k, sinks, window,
+  return {static_cast<const float*>(scores.data_ptr()),
+          strides[0],
+          strides[1],
+          by_segment ? strides[2] : 0,
+          static_cast<int64_t*>(indices.data_ptr()),
+          slots,
+          budget,
+          b,
+          heads,
+          n,
+          width,
+          segments,
+          lag,
+          k,
+          sinks,
+          window,
           fill_invalid};
 }
 #endif

@@ -1,0 +1,149 @@
+"""anchor_cosine against its reference: KeyDiff Eq. 8."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kit
+from kvops import ops, reference
+
+
+def check(k, **kwargs):
+    actual, anchor = ops.anchor_cosine(k, **kwargs, return_anchor=True)
+    eager, eager_anchor = reference.anchor_cosine(k, **kwargs, return_anchor=True, dtype=torch.float32)
+    exact, exact_anchor = reference.anchor_cosine(k, **kwargs, return_anchor=True)
+    kit.assert_close(actual, eager, exact)
+    kit.assert_close(anchor, eager_anchor, exact_anchor)
+    return actual, anchor
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("d", kit.HEAD_DIMS)
+def test_dtypes_and_head_dims(dtype, d):
+    k, _ = kit.kv(2, 3, 131, d, dtype)
+    for normalize in (True, False):
+        scores, anchor = check(k, normalize_anchor=normalize)
+        again, copy = check(k, anchor=anchor, normalize_anchor=normalize)
+        assert torch.equal(scores, again) and torch.equal(anchor, copy) and copy.data_ptr() != anchor.data_ptr()
+
+
+@pytest.mark.parametrize("layout", kit.LAYOUTS)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_layouts_change_nothing(layout, dtype):
+    plain, _ = check(kit.kv(2, 2, 150, 72, dtype)[0])
+    assert torch.equal(plain, ops.anchor_cosine(kit.kv(2, 2, 150, 72, dtype, layout)[0]))
+
+
+@given(
+    n=st.integers(0, 70),
+    heads=st.integers(1, 3),
+    normalize=st.booleans(),
+    dtype=st.sampled_from(kit.DTYPES),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_sizes(n, heads, normalize, dtype, seed):
+    check(kit.kv(1, heads, n, 24, dtype, seed=seed)[0], normalize_anchor=normalize)
+
+
+@given(data=st.data(), n=st.integers(1, 60), given_anchor=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_padded_rows_score_as_if_alone(data, n, given_anchor):
+    k, _ = kit.kv(3, 2, n, 16)
+    starts = [data.draw(st.integers(0, n)) for _ in range(3)]
+    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
+    poisoned = torch.full_like(k, float("nan"))
+    for row, (s, c) in enumerate(zip(starts, lengths)):
+        poisoned[row, :, s : s + c] = k[row, :, s : s + c]
+    anchor = torch.randn(3, 2, 16) if given_anchor else None
+    scores, _ = check(poisoned, anchor=anchor, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
+    for row, (s, c) in enumerate(zip(starts, lengths)):
+        own = None if anchor is None else anchor[row : row + 1]
+        alone = ops.anchor_cosine(k[row : row + 1, :, s : s + c], anchor=own)
+        assert torch.equal(scores[row, :, s : s + c], alone[0])
+        assert scores[row, :, :s].isnan().all() and scores[row, :, s + c :].isnan().all()
+
+
+@pytest.mark.parametrize("heads,n", [(1, 9000), (3, 3000), (1, 40000), (9, 1100)])
+def test_threads_change_nothing(heads, n):
+    k, _ = kit.kv(1, heads, n, 64)
+    with kit.threads(1):
+        one = ops.anchor_cosine(k, return_anchor=True)
+    for count in (2, 3, 5):
+        with kit.threads(count):
+            assert all(map(torch.equal, ops.anchor_cosine(k, return_anchor=True), one))
+
+
+def test_long_rows_keep_their_accuracy():
+    check(kit.kv(1, 1, 60000, 16)[0])
+
+
+def test_zero_keys_and_zero_anchor_score_zero():
+    k, _ = kit.kv(1, 2, 40, 32)
+    k[0, 0, 7] = 0
+    k[0, 1, 39] = -0.0
+    scores, _ = check(k)
+    assert scores[0, 0, 7] == 0 and scores[0, 1, 39] == 0 and scores.isfinite().all()
+    scores, _ = check(k, anchor=torch.zeros(1, 2, 32))
+    assert (scores == 0).all()
+    assert (check(torch.zeros(1, 2, 5, 32))[0] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_what_is_not_finite_stays_where_it_is(bad, normalize):
+    k, _ = kit.kv(2, 2, 50, 40)
+    clean = ops.anchor_cosine(k, normalize_anchor=normalize)
+    k[0, 1, 20, 3] = bad
+    scores, anchor = check(k, normalize_anchor=normalize)
+    assert scores.isnan().sum() == 1 and scores[0, 1, 20].isnan() and anchor.isfinite().all()
+    assert torch.equal(scores[1], clean[1]) and torch.equal(scores[0, 0], clean[0, 0])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e18, 1e25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiny_and_huge_keys_have_a_direction(scale, dtype):
+    """Their squared norms leave fp32's range; the plain fp32 formula fails here, so the bound is absolute."""
+    k = (kit.kv(1, 2, 40, 32)[0].double() * scale).to(dtype)
+    actual, anchor = ops.anchor_cosine(k, return_anchor=True)
+    exact, exact_anchor = reference.anchor_cosine(k, return_anchor=True)
+    assert (actual - exact).abs().max() < 1e-6
+    assert (anchor - exact_anchor).abs().max() < 1e-5
+
+
+def test_any_positive_multiple_of_the_anchor_scores_alike():
+    k, _ = kit.kv(1, 2, 40, 32)
+    scores, anchor = check(k)
+    assert torch.equal(ops.anchor_cosine(k, anchor=anchor * 0.25), scores)
+
+
+def test_bad_input():
+    k, _ = kit.kv(1, 2, 64, 16)
+    for arguments, parts in (
+        (dict(k=k[0]), ("anchor_cosine", "k must be", r"\[2, 64, 16\]")),
+        (dict(k=k.double()), ("k must be float32", "Double")),
+        (dict(k=k.mT.contiguous().mT), ("k must have a contiguous last dim",)),
+        (dict(k=k[..., :2]), ("head_dim of k", "got 2")),
+        (dict(k=k, anchor=torch.zeros(1, 2, 8)), ("anchor must be a contiguous", r"\[1, 2, 16\]", r"\[1, 2, 8\]")),
+        (dict(k=k, anchor=torch.zeros(1, 2, 16, dtype=torch.float64)), ("anchor must be Float", "Double")),
+        (dict(k=k, starts=kit.int32(-1)), ("starts and lengths of row 0", "start -1")),
+        (dict(k=k, lengths=kit.int32(65)), ("starts and lengths of row 0", "length 65")),
+    ):
+        with kit.refuses(*parts):
+            ops.anchor_cosine(**arguments)
+    with kit.refuses("k must be a torch.Tensor", kind=TypeError):
+        ops.anchor_cosine(None)
+    with kit.refuses("k requires grad"):
+        ops.anchor_cosine(k.requires_grad_())
+
+
+def test_opcheck_and_compile():
+    k, _ = kit.kv(2, 2, 40, 16)
+    anchor = torch.randn(2, 2, 16)
+    for arguments in ((k,), (k.half(), None, False), (k, anchor), (k, None, True, kit.int32(0, 0), kit.int32(40, 40))):
+        torch.library.opcheck(torch.ops.kvops.anchor_cosine.default, arguments)
+    compiled = torch.compile(lambda k: ops.anchor_cosine(k) + 1, fullgraph=True)
+    for layout in ("bhnd", "bnhd"):
+        k, _ = kit.kv(2, 2, 70, 16, layout=layout)
+        assert torch.equal(compiled(k), ops.anchor_cosine(k) + 1)

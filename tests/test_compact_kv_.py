@@ -1,0 +1,115 @@
+"""compact_kv_: gather_kv in place, and nothing else touched."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kit
+from kvops import ops
+from test_gather_kv import moved, random_indices, same
+
+
+def check(k, v, indices):
+    """In place equals out of place, in views of the same storage; what lies behind is left as it was."""
+    m = indices.shape[2]
+    expected = moved(k, v, indices)
+    behind = k[:, :, m:].clone(), v[:, :, m:].clone()
+    versions = k._version, v._version
+    result = ops.compact_kv_(k, v, indices)
+    assert same(result, expected) and same((k[:, :, m:], v[:, :, m:]), behind)
+    assert all(
+        x._base is not None and x.untyped_storage()._cdata == y.untyped_storage()._cdata for x, y in zip(result, (k, v))
+    )
+    assert k._version > versions[0] and v._version > versions[1]
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("d", kit.HEAD_DIMS)
+def test_dtypes_and_head_dims(dtype, d):
+    check(*kit.kv(2, 3, 90, d, dtype, dv=64), random_indices(2, 3, 90, 33, missing=2))
+
+
+@pytest.mark.parametrize("layout", kit.LAYOUTS)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_layouts(layout, dtype):
+    k, v = kit.kv(2, 3, 90, 48, dtype, layout, dv=80)
+    check(k, v, random_indices(2, 3, 90, 60))
+
+
+@given(n=st.integers(0, 60), data=st.data(), heads=st.integers(1, 3), count=st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_any_selection(n, data, heads, count):
+    m = data.draw(st.integers(0, n))
+    with kit.threads(count):
+        check(*kit.kv(2, heads, n, 16), random_indices(2, heads, n, m, data.draw(st.integers(0, m))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", kit.LAYOUTS)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_large_moves_are_streamed_and_split_by_column(dtype, layout, heads):
+    """Sources more than 4 MiB ahead take the streaming stores; one head is split over columns by the threads."""
+    for count in (1, 2, 5):
+        with kit.threads(count):
+            check(*kit.kv(1, heads, 40_000, 128, dtype, layout), random_indices(1, heads, 40_000, 9_000))
+
+
+def test_k_and_v_may_be_slices_of_one_buffer():
+    for both in (torch.randn(3, 2, 4, 50, 16).unbind(1), torch.randn(2, 4, 50, 40).split((16, 24), -1)):
+        k, v = both
+        b, heads, n, _ = k.shape
+        check(k, v, random_indices(b, heads, n, 20))
+
+
+def test_bad_input_changes_nothing():
+    k, v = kit.kv(2, 2, 20, 16)
+    good = random_indices(2, 2, 20, 5)
+
+    def with_last_row(*values):
+        bad = good.clone()
+        bad[1, 1] = torch.tensor(values)
+        return bad
+
+    for arguments, parts in (
+        (
+            (k, v, with_last_row(0, 1, 2, 3, 20)),
+            (r"indices must lie in \[-1, 20\)", "got 20", "row 1, head 1, entry 4"),
+        ),
+        ((k, v, with_last_row(0, 1, 2, 3, -2)), ("indices must lie", "got -2")),
+        ((k, v, with_last_row(0, 1, 3, 2, 4)), ("indices must ascend strictly", "got 2 after 3")),
+        ((k, v, with_last_row(0, 1, 1, 2, 4)), ("indices must ascend strictly", "got 1 after 1")),
+        ((k, v, with_last_row(0, -1, 2, 3, 4)), ("-1 only at the end", "got 2 after -1")),
+        ((k, v, good.int()), ("indices must be Long",)),
+        ((k, v, random_indices(2, 2, 30, 25)), ("at most the 20 slots", "got 25")),
+        ((k, v[:, :, :10], good), ("v must have k's batch",)),
+        ((k, k, good), ("k is written", "no memory with v")),
+        ((k, k.flip(0).flip(0)[:, :, :, :], good.clone().fill_(99)), ("indices must lie",)),
+        ((k[:1].expand(2, -1, -1, -1), v, good), ("k is written", "overlap itself")),
+        ((k, v[:, :, :1].expand(-1, -1, 20, -1), good), ("v is written", "overlap itself")),
+    ):
+        before = k.clone(), v.clone()
+        with kit.refuses("compact_kv_", *parts):
+            ops.compact_kv_(*arguments)
+        assert same((k, v), before)
+    buffer = torch.randn(2, 2, 25, 16)
+    with kit.refuses("no memory with v"):
+        ops.compact_kv_(buffer[:, :, :20], buffer[:, :, 5:], good)
+    with kit.refuses("k requires grad"):
+        ops.compact_kv_(k.clone().requires_grad_(), v, good)
+
+
+def test_opcheck_and_compile():
+    k, v = kit.kv(2, 2, 40, 16)
+    indices = random_indices(2, 2, 40, 10)
+    torch.library.opcheck(torch.ops.kvops.compact_kv_.default, (k, v, indices))
+
+    @torch.compile(fullgraph=True)
+    def compiled(k, v, i):
+        k, v = ops.compact_kv_(k, v, i)
+        return k + 0, v + 0
+
+    for layout in ("bhnd", "bnhd"):
+        k, v = kit.kv(2, 2, 40, 16, layout=layout)
+        expected = ops.gather_kv(k, v, indices)
+        assert same(compiled(k, v, indices), expected) and same((k[:, :, :10], v[:, :, :10]), expected)

@@ -1,0 +1,134 @@
+"""gather_kv against its reference: rows move bit for bit."""
+
+import pytest
+import torch
+
+import kit
+from kvops import ops, reference
+
+
+def random_indices(b: int, heads: int, n: int, m: int, missing: int = 0, seed=0) -> torch.Tensor:
+    """Ascending kept slots, the last `missing` of each row -1."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.rand(b, heads, n, generator=generator).argsort(-1)[..., :m].sort(-1).values
+    kept[..., m - missing :] = -1
+    return kept
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+def same(actual, expected) -> bool:
+    """Equal to the last bit, NaN payloads included."""
+    return all(torch.equal(bits(x), bits(y)) for x, y in zip(actual, expected))
+
+
+def moved(k, v, indices):
+    """The reference on the bits as they are: arithmetic types may change a NaN's payload."""
+    return tuple(x.view(y.dtype) for x, y in zip(reference.gather_kv(bits(k), bits(v), indices), (k, v)))
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("d", kit.HEAD_DIMS)
+def test_dtypes_and_head_dims(dtype, d):
+    k, v = kit.kv(2, 3, 90, d, dtype, dv=64)
+    indices = random_indices(2, 3, 90, 33, missing=2)
+    k_out, v_out = ops.gather_kv(k, v, indices)
+    assert k_out.is_contiguous() and v_out.is_contiguous()
+    assert same((k_out, v_out), moved(k, v, indices))
+
+
+@pytest.mark.parametrize("layout", kit.LAYOUTS)
+@pytest.mark.parametrize("out_layout", kit.LAYOUTS)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_layouts_and_out(layout, out_layout, dtype):
+    k, v = kit.kv(2, 3, 90, 48, dtype, layout, dv=80)
+    k[0, 0, :, 3] = float("nan")
+    indices = random_indices(2, 3, 90, 40, missing=3)
+    expected = moved(k, v, indices)
+    out = tuple(kit.laid_out(torch.full_like(x, 7.0), out_layout) for x in expected)
+    versions = [x._version for x in out]
+    result = ops.gather_kv(k, v, indices, out=out)
+    assert result[0] is out[0] and result[1] is out[1] and same(out, expected)
+    assert all(x._version > before for x, before in zip(out, versions))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_large_outputs_are_streamed(dtype, layout):
+    """More than 4 MiB of output takes the streaming stores."""
+    k, v = kit.kv(1, 8, 6000, 128, dtype, layout)
+    indices = random_indices(1, 8, 6000, 5000, missing=7)
+    expected = moved(k, v, indices)
+    assert same(ops.gather_kv(k, v, indices), expected)
+    out = tuple(kit.laid_out(torch.zeros_like(x), layout) for x in expected)
+    assert same(ops.gather_kv(k, v, indices, out=out), expected)
+
+
+def test_any_order_repeats_and_expanded_indices():
+    k, v = kit.kv(2, 4, 30, 16)
+    shared = torch.tensor([[[5, 5, 29, -1, 0]], [[1, 0, 2, -1, -1]]])
+    assert same(ops.gather_kv(k, v, shared.expand(-1, 4, -1)), moved(k, v, shared.expand(-1, 4, -1)))
+    strided = torch.arange(60).reshape(1, 1, 60)[..., ::3].expand(2, 4, -1) % 30
+    assert same(ops.gather_kv(k, v, strided), moved(k, v, strided))
+
+
+@pytest.mark.parametrize("b,heads,n,m", [(0, 2, 5, 2), (1, 0, 5, 2), (1, 2, 5, 0), (1, 2, 0, 0), (1, 2, 0, 3)])
+def test_empty(b, heads, n, m):
+    k, v = kit.kv(b, heads, n, 16)
+    indices = torch.full((b, heads, m), -1)
+    assert same(ops.gather_kv(k, v, indices), (torch.zeros(b, heads, m, 16),) * 2)
+
+
+def test_offsets_beyond_31_bits():
+    """A view whose rows lie more than 2^31 elements apart: no int32 survives that. The memory is never touched."""
+    storage = torch.empty((3 << 30) + 256, dtype=torch.float16)
+    k = storage.as_strided((1, 2, 3, 8), (0, (1 << 31) + 64, 1 << 29, 1))
+    k.copy_(torch.arange(48.0).reshape(1, 2, 3, 8))
+    indices = torch.tensor([[[0, 2], [1, 2]]])
+    assert same(ops.gather_kv(k, k, indices), moved(k.contiguous(), k.contiguous(), indices))
+
+
+def test_bad_input_changes_nothing():
+    k, v = kit.kv(1, 2, 20, 16)
+    indices = torch.tensor([[[0, 1, 2], [3, 4, 5]]])
+    out = (torch.full((1, 2, 3, 16), 7.0), torch.full((1, 2, 3, 16), 7.0))
+    wide = torch.zeros(1, 2, 40, 16)
+    for arguments, target, parts in (
+        ((k[0], v, indices), None, ("gather_kv", "k must be", r"\[2, 20, 16\]")),
+        ((k, v.half(), indices), out, ("v must have k's dtype",)),
+        ((k, v, indices.int()), out, ("indices must be Long", "Int")),
+        ((k, v, indices[0]), out, ("indices must be", r"\[2, 3\]")),
+        ((k, v, indices[:, :1]), out, (r"\[1, 2, m\]", r"\[1, 1, 3\]")),
+        ((k, v, indices + 15), out, (r"indices must lie in \[-1, 20\)", "got 20", "head 1, entry 2")),
+        ((k, v, indices - 3), None, ("indices must lie", "got -3")),
+        ((k, v, indices), (out[0][:, :, :2], out[1]), ("k_out must be", r"\[1, 2, 3, 16\]", r"\[1, 2, 2, 16\]")),
+        ((k, v, indices), (out[0].half(), out[1]), ("k_out must have k's dtype",)),
+        ((k, v, indices), (out[0], out[0]), ("k_out is written", "no memory with v_out")),
+        ((k, v, indices), (k[:, :, :3], out[1]), ("k_out is written", "no memory with k")),
+        ((k, v, indices), (out[0], k[:, :, 5:8]), ("v_out is written", "no memory with k")),
+        ((k, v, indices), (out[0][:, :1].expand(-1, 2, -1, -1), out[1]), ("k_out is written", "overlap itself")),
+        ((wide[:, :, :20], v, indices), (wide[:, :, 19:22], out[1]), ("k_out is written",)),
+    ):
+        before = [x.clone() for x in (k, v, *out)]
+        with kit.refuses(*parts):
+            ops.gather_kv(*arguments, out=target)
+        assert all(map(torch.equal, (k, v, *out), before))
+    ops.gather_kv(wide[:, :, :20], v, indices, out=(wide[:, :, 20:23], out[1]))  # side by side in one storage is fine
+    with kit.refuses("indices must be a torch.Tensor", kind=TypeError):
+        ops.gather_kv(k, v, [0, 1])
+    with kit.refuses(r"out\[0\] requires grad"):
+        ops.gather_kv(k, v, indices, out=(out[0].requires_grad_(), out[1]))
+
+
+def test_opcheck_and_compile():
+    k, v = kit.kv(2, 2, 40, 16, dv=8)
+    indices = random_indices(2, 2, 40, 10)
+    torch.library.opcheck(torch.ops.kvops.gather_kv.default, (k, v, indices))
+    out = dict(k_out=torch.empty(2, 2, 10, 16), v_out=torch.empty(2, 2, 10, 8))
+    torch.library.opcheck(torch.ops.kvops.gather_kv.out, (k, v, indices), out)
+    compiled = torch.compile(lambda k, v, i: ops.gather_kv(k, v, i), fullgraph=True)
+    for layout in ("bhnd", "bnhd"):
+        k, v = kit.kv(2, 2, 40, 16, layout=layout)
+        assert same(compiled(k, v, indices), ops.gather_kv(k, v, indices))

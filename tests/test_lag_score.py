@@ -1,0 +1,152 @@
+"""lag_score against its reference: LagKV Eq. 5-9."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kit
+from kvops import ops, reference
+
+
+def check(k, v, *args, **kwargs):
+    """The operator against fp64, and against the plain fp32 formula."""
+    actual = ops.lag_score(k, v, *args, **kwargs)
+    eager = reference.lag_score(k, v, *args, **kwargs, dtype=torch.float32)
+    kit.assert_close(actual, eager, reference.lag_score(k, v, *args, **kwargs))
+    return actual
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("d", kit.HEAD_DIMS)
+def test_dtypes_and_head_dims(dtype, d):
+    for self_reference in (False, True):
+        check(*kit.kv(2, 3, 211, d, dtype), 32, 16, 1.0, self_reference)
+
+
+@pytest.mark.parametrize("layout", kit.LAYOUTS)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_layouts_change_nothing(layout, dtype):
+    plain = check(*kit.kv(2, 2, 150, 72 if dtype != torch.float32 else 36, dtype, dv=128), 32, 5)
+    other = ops.lag_score(*kit.kv(2, 2, 150, 72 if dtype != torch.float32 else 36, dtype, layout, dv=128), 32, 5)
+    assert torch.equal(plain, other)
+
+
+@given(
+    n=st.integers(0, 90),
+    lag=st.integers(1, 20),
+    prefix=st.integers(0, 20),
+    heads=st.integers(1, 3),
+    v_weight=st.sampled_from((0.0, 0.5, 1.0, -2.0)),
+    self_reference=st.booleans(),
+    dtype=st.sampled_from(kit.DTYPES),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_sizes(n, lag, prefix, heads, v_weight, self_reference, dtype, seed):
+    check(*kit.kv(1, heads, n, 16, dtype, seed=seed), lag, prefix, v_weight, self_reference)
+
+
+@given(data=st.data(), n=st.integers(1, 80), lag=st.integers(1, 12), prefix=st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_padded_rows_score_as_if_alone(data, n, lag, prefix):
+    k, v = kit.kv(3, 2, n, 8)
+    starts = [data.draw(st.integers(0, n)) for _ in range(3)]
+    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
+    poisoned_k, poisoned_v = (torch.full_like(x, float("nan")) for x in (k, v))
+    for row, (s, c) in enumerate(zip(starts, lengths)):
+        poisoned_k[row, :, s : s + c] = k[row, :, s : s + c]
+        poisoned_v[row, :, s : s + c] = v[row, :, s : s + c]
+    scores = check(poisoned_k, poisoned_v, lag, prefix, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
+    for row, (s, c) in enumerate(zip(starts, lengths)):
+        alone = ops.lag_score(k[row : row + 1, :, s : s + c], v[row : row + 1, :, s : s + c], lag, prefix)
+        assert torch.equal(scores[row, :, : alone.shape[2]], alone[0])
+        assert scores[row, :, alone.shape[2] :].isnan().all()
+
+
+@pytest.mark.parametrize("heads,n", [(1, 5000), (3, 1500), (8, 600)])
+def test_threads_change_nothing(heads, n):
+    k, v = kit.kv(1, heads, n, 64)
+    with kit.threads(1):
+        one = ops.lag_score(k, v, 64, 16)
+    for count in (2, 3, 5):
+        with kit.threads(count):
+            assert torch.equal(ops.lag_score(k, v, 64, 16), one)
+
+
+def test_a_constant_channel_contributes_zero():
+    k, v = kit.kv(1, 2, 96, 32)
+    k[:, :, 32:64, 5] = 3.0  # the reference of partition 0, the subject of partition 1
+    scores = check(k, v, 32)
+    assert scores.isfinite().all()
+    k[:, :, :, :] = 1.0
+    v[:, :, :, :] = 2.0
+    assert torch.allclose(check(k, v, 32), torch.full((1, 2, 2, 32), 2 / 32))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("token", [3, 40, 70, 95])
+@pytest.mark.parametrize("self_reference", [False, True])
+def test_what_is_not_finite_stays_where_it_is(bad, where, token, self_reference):
+    k, v = kit.kv(2, 2, 96, 40)
+    clean = ops.lag_score(k, v, 32, 0, 1.0, self_reference)
+    (k if where == "k" else v)[0, 1, token, 7] = bad
+    scores = check(k, v, 32, 0, 1.0, self_reference)
+    assert torch.equal(scores[1], clean[1]) and torch.equal(scores[0, 0], clean[0, 0])
+    assert scores.isnan().sum() == (1 if not self_reference and token < 64 else 0)
+
+
+def test_a_partition_of_nan():
+    k, v = kit.kv(1, 1, 96, 16)
+    k[:, :, :32] = float("nan")
+    assert check(k, v, 32)[:, :, 0].isnan().all()
+    k[:, :, 32:64] = float("nan")
+    check(k, v, 32)
+
+
+def test_large_means_keep_their_accuracy():
+    k, v = kit.kv(1, 2, 256, 64)
+    check(k + 1000 * torch.arange(64.0), v - 500, 64)
+
+
+def test_long_partitions():
+    check(*kit.kv(1, 1, 20000, 8), 9000, 16)
+
+
+def test_bad_input():
+    k, v = kit.kv(1, 2, 64, 16)
+    for arguments, parts in {
+        "rank": ((k[0], v, 8), ("lag_score", "k must be", r"\[2, 64, 16\]")),
+        "dtype": ((k.double(), v.double(), 8), ("k must be float32", "Double")),
+        "v dtype": ((k, v.half(), 8), ("v must have k's dtype", "Half")),
+        "tokens": ((k, v[:, :, 1:], 8), ("v must have k's batch", r"\[1, 2, 63, 16\]")),
+        "last dim": ((k.mT.contiguous().mT, v, 8), ("k must have a contiguous last dim", "64")),
+        "head_dim": ((k[..., :6], v, 8), ("head_dim of k", "multiple of 4", "got 6")),
+        "lag": ((k, v, 0), ("lag must be >= 1", "got 0")),
+        "prefix": ((k, v, 8, -1), ("prefix must be >= 0", "got -1")),
+        "starts": ((k, v, 8, 0, 1.0, False, kit.int32(65)), ("starts and lengths of row 0", "64", "start 65")),
+        "lengths": ((k, v, 8, 0, 1.0, False, kit.int32(1), kit.int32(64)), ("row 0", "length 64")),
+        "starts shape": ((k, v, 8, 0, 1.0, False, kit.int32(0, 0)), ("starts must be a contiguous int32", r"\[2\]")),
+        "starts dtype": ((k, v, 8, 0, 1.0, False, torch.zeros(1)), ("starts must be Int", "Float")),
+        "device": ((k, v.to("meta"), 8), ("v must be on k's device cpu", "got meta")),
+    }.values():
+        with kit.refuses(*parts):
+            ops.lag_score(*arguments)
+    with kit.refuses("lag_score: k must be a torch.Tensor, got list", kind=TypeError):
+        ops.lag_score([1.0], v, 8)
+    with kit.refuses("v requires grad", "no_grad"):
+        ops.lag_score(k, v.requires_grad_(), 8)
+    with torch.no_grad():
+        ops.lag_score(k, v, 8)
+
+
+def test_opcheck_and_compile():
+    k, v = kit.kv(2, 2, 70, 16)
+    starts = kit.int32(0, 0)
+    for arguments in ((k, v, 16), (k.to(torch.bfloat16), v.to(torch.bfloat16), 16, 4), (k, v, 8, 0, 1.0, True, starts)):
+        torch.library.opcheck(torch.ops.kvops.lag_score.default, arguments)
+    compiled = torch.compile(lambda k, v: ops.lag_score(k, v, 16, 4) * 2, fullgraph=True)
+    for layout in ("bhnd", "bnhd"):
+        k, v = kit.kv(2, 2, 70, 16, layout=layout)
+        assert torch.equal(compiled(k, v), ops.lag_score(k, v, 16, 4) * 2)

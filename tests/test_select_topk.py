@@ -1,0 +1,180 @@
+"""select_topk against its reference: exact, so indices are compared bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kit
+from kvops import ops, reference
+
+NAN, INF = float("nan"), float("inf")
+
+
+def check(scores, *args, **kwargs):
+    actual = ops.select_topk(scores, *args, **kwargs)
+    assert torch.equal(actual, reference.select_topk(scores, *args, **kwargs))
+    for row in actual.flatten(0, 1):
+        kept = row[row >= 0]
+        assert (kept.diff() > 0).all() and (row[len(kept) :] == -1).all()
+    return actual
+
+
+def random_scores(kind: str, *shape: int, seed=0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator)
+    if kind == "ties":
+        return (x * 2).round() / 2
+    if kind == "skewed":  # most in one step of any equal division
+        return x.exp().pow(8)
+    if kind == "special":
+        choice = torch.randint(0, 6, shape, generator=generator)
+        for value, at in ((NAN, 0), (INF, 1), (-INF, 2), (0.0, 3), (-0.0, 4)):
+            x = x.masked_fill(choice == at, value)
+        return x
+    if kind == "equal":
+        return torch.full(shape, -0.25)
+    if kind == "huge":
+        return x * 3e38
+    if kind == "tiny":
+        return x * 1e-42
+    return x
+
+
+KINDS = ("normal", "ties", "skewed", "special", "equal", "huge", "tiny")
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    n=st.integers(1, 700),
+    data=st.data(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=150, deadline=None)
+def test_rows(kind, n, data, seed):
+    k = data.draw(st.integers(0, n + 5))
+    sinks = data.draw(st.integers(0, k))
+    window = data.draw(st.integers(0, k - sinks))
+    check(random_scores(kind, 2, 2, n, seed=seed), k, sinks, window)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [16, 255, 256, 257, 4099, 60000])
+def test_lengths_of_rows(kind, n):
+    """One row only, so that it is cut into chunks, and several, so that it is not."""
+    for rows in (1, 3):
+        scores = random_scores(kind, 1, rows, n)
+        for k in (1, n // 4, n - 1, n):
+            check(scores, k)
+
+
+def test_a_million():
+    scores = random_scores("normal", 1, 1, 1_000_000)
+    kept = ops.select_topk(scores, 250_000)
+    assert torch.equal(kept[0, 0], scores[0, 0].topk(250_000).indices.sort().values)
+    ties = random_scores("ties", 1, 1, 1_000_000)
+    kept = ops.select_topk(ties, 250_000)[0, 0]
+    threshold = ties[0, 0, kept].min()
+    assert (ties[0, 0] > threshold).sum() == (ties[0, 0, kept] > threshold).sum()
+    at_threshold = (ties[0, 0] == threshold).nonzero().flatten()
+    assert torch.equal(kept[ties[0, 0, kept] == threshold], at_threshold[: (ties[0, 0, kept] == threshold).sum()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_change_nothing(kind):
+    scores = random_scores(kind, 1, 1, 50_000)
+    with kit.threads(1):
+        one = ops.select_topk(scores, 9_000, 4, 32)
+    for count in (2, 3, 7):
+        with kit.threads(count):
+            assert torch.equal(ops.select_topk(scores, 9_000, 4, 32), one)
+
+
+@given(data=st.data(), n=st.integers(1, 60), kind=st.sampled_from(KINDS), fill=st.booleans(), own=st.booleans())
+@settings(max_examples=120, deadline=None)
+def test_padded_rows_and_budgets(data, n, kind, fill, own):
+    k = data.draw(st.integers(0, n))
+    sinks = data.draw(st.integers(0, k))
+    window = data.draw(st.integers(0, k - sinks))
+    starts = [data.draw(st.integers(0, n)) for _ in range(3)]
+    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
+    budgets = None
+    if own:
+        budgets = torch.tensor([[data.draw(st.integers(sinks + window, k)) for _ in "ab"] for _ in "abc"]).int()
+    kept = check(
+        random_scores(kind, 3, 2, n), k, sinks, window, None, kit.int32(*starts), kit.int32(*lengths), budgets, fill
+    )
+    for row, (s, c) in enumerate(zip(starts, lengths)):
+        inside = ((kept[row] >= s) & (kept[row] < s + c)).sum(-1)
+        expected = budgets[row] if own else torch.full((2,), k)
+        assert torch.equal(inside, expected.clamp(max=c).long())
+        if not fill:
+            assert ((kept[row] == -1) | ((kept[row] >= s) & (kept[row] < s + c))).all()
+
+
+@given(
+    data=st.data(),
+    n=st.integers(0, 90),
+    lag=st.integers(1, 12),
+    sinks=st.integers(0, 9),
+    kind=st.sampled_from(KINDS),
+    padded=st.booleans(),
+    fill=st.booleans(),
+)
+@settings(max_examples=120, deadline=None)
+def test_segments(data, n, lag, sinks, kind, padded, fill):
+    m = data.draw(st.integers(0, lag))
+    scores = random_scores(kind, 2, 2, reference.num_segments(n, sinks, lag), lag)
+    spans = {}
+    if padded:
+        starts = [data.draw(st.integers(0, n)) for _ in range(2)]
+        spans = dict(starts=kit.int32(*starts), lengths=kit.int32(*(data.draw(st.integers(0, n - s)) for s in starts)))
+    kept = check(scores, m, sinks, 0, n, fill_invalid=fill, **spans)
+    if not padded:
+        assert kept.shape[2] == reference.kept_length(n, sinks, lag, m) and (kept >= 0).all()
+
+
+def test_strided_and_expanded_scores():
+    scores = random_scores("normal", 2, 6, 80)
+    check(scores[:, ::2, 3:70], 20)
+    assert torch.equal(ops.select_topk(scores[:, :1].expand(-1, 4, -1), 20)[:, 3], ops.select_topk(scores, 20)[:, 0])
+
+
+def test_bad_input():
+    scores = torch.zeros(2, 2, 10)
+    for arguments, parts in (
+        ((scores[0], 3), ("select_topk", "scores must be", r"\[2, 10\]")),
+        ((scores.half(), 3), ("scores must be Float", "Half")),
+        ((scores.mT, 3), ("contiguous last dim",)),
+        ((scores, -1), ("k must be >= 0", "-1")),
+        ((scores, 8, 4, 6), (r"sinks \+ window must be <= k", "at most 8", r"4 \+ 6")),
+        ((scores, 8, -1, 0), ("sinks and window must be >= 0", "-1")),
+        ((scores, 3, 2**62, 2**62), (r"sinks \+ window must be <= k",)),
+        ((scores, 3, 0, 0, 10), ("seq_len",)),
+        ((scores[None], 3), ("seq_len must be given",)),
+        ((torch.zeros(2, 2, 3, 4), 3, 0, 0, 12), ("must have 2 segments", r"\[2, 2, 3, 4\]")),
+        ((torch.zeros(2, 2, 2, 4), 5, 0, 0, 12), ("segment length 4", "got 5")),
+        ((torch.zeros(2, 2, 2, 4), 3, 0, 1, 12), ("window must be 0",)),
+        ((scores, 3, 0, 0, None, None, None, torch.full((2, 2), 4, dtype=torch.int32)), ("budgets must lie", "got 4")),
+        ((scores, 3, 0, 0, None, None, None, torch.ones(2, 2)), ("budgets must be Int", "Float")),
+        ((scores, 3, 0, 0, None, kit.int32(0, 11)), ("starts and lengths of row 1",)),
+    ):
+        with kit.refuses(*parts):
+            ops.select_topk(*arguments)
+    with kit.refuses("scores must be a torch.Tensor", kind=TypeError):
+        ops.select_topk(3, 3)
+
+
+def test_opcheck_and_compile():
+    scores, segments = random_scores("normal", 2, 2, 40), random_scores("normal", 2, 2, 3, 8)
+    budgets = torch.full((2, 2), 7, dtype=torch.int32)
+    for arguments in (
+        (scores, 10),
+        (scores, 10, 2, 3, None, kit.int32(0, 3), kit.int32(5, 30), budgets, True),
+        (segments, 4, 5, 0, 40),
+        (segments, 4, 5, 0, 40, kit.int32(0, 3)),
+    ):
+        torch.library.opcheck(torch.ops.kvops.select_topk.default, arguments)
+    compiled = torch.compile(lambda s: ops.select_topk(s * 2, 10, 1, 1), fullgraph=True)
+    assert torch.equal(compiled(scores), ops.select_topk(scores, 10, 1, 1))
+    assert torch.equal(compiled(scores.transpose(0, 1)), ops.select_topk(scores.transpose(0, 1), 10, 1, 1))
