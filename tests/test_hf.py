@@ -35,6 +35,15 @@ TINY = {
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Models this small only lose by sharing their work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def make_model(kind="llama", attn="sdpa", **settings):
     extra = {"sliding_window": None} if kind == "mistral" else {}
     torch.manual_seed(0)

@@ -1,0 +1,109 @@
+"""The demo on a few prompts: who finds the key and who does not, and that the table prints what was measured."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+for name in ("transformers", "matplotlib", "tqdm"):
+    pytest.importorskip(name)
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "bench" / "demo.py")
+    module = sys.modules["demo"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.ROUNDS = 3
+    return module
+
+
+@pytest.fixture(scope="module")
+def shown(demo, tmp_path_factory):
+    """One run: what the functions return, what is printed and drawn."""
+    out = tmp_path_factory.mktemp("demo")
+    rows, prompt = demo.run(context=2048, digits=32, prompts=11, progress=False)
+    demo.picture(rows, prompt, out / "demo.png")
+    return rows, prompt, demo.table(rows, 2048, 32, 11), demo.findings(rows, 2048, 32), out / "demo.png"
+
+
+def test_keydiff_and_lagkv_find_what_streaming_and_random_lose(shown):
+    score = {(row.name, row.share): row.score for row in shown[0]}
+    assert score["Full cache", 1.0] == 100
+    for share, streaming, random in ((0.5, 60, 35), (0.25, 40, 25)):
+        assert score["KeyDiff", share] >= 95
+        assert score["StreamingLLM", share] <= streaming  # the keys in its window, and a guess where they are not
+        assert score["Random", share] <= random
+    assert score["LagKV, lag 128", 0.5] >= 70 and score["LagKV, lag 256", 0.5] >= 85
+    assert score["LagKV, lag 128", 0.25] <= 40  # 18 tokens per partition do not hold 32 digits
+
+
+def test_tokens_and_bytes(shown):
+    full = 3 * 2 * 2048 * 64 * 2 * 4  # layers, KV heads, tokens, channels, K and V, fp32
+    for row in shown[0]:
+        assert row.bytes_full == full
+        assert row.bytes_kept * 2048 == full * row.tokens
+        assert row.share * 2048 - 14 <= row.tokens <= row.share * 2048  # LagKV cannot hit it exactly
+        assert row.kept.shape == (3, 2, 2048) and (row.kept.sum(-1) == row.tokens).all()
+        assert (row.ms > 0 and row.plain_ms > 0) == (row.share < 1)
+
+
+def test_the_table_says_what_was_measured(shown):
+    rows, _, table, findings, path = shown
+    lines = table.splitlines()
+    assert max(map(len, lines)) <= 120
+    for row in rows:
+        (line,) = [x for x in lines if x.startswith(row.name) and f" {row.tokens:,} " in x]
+        assert f"{row.bytes_full:,}" in line and f"{row.bytes_kept:,}" in line and f"{row.score:.1f} %" in line
+        if row.compress:
+            assert f"{row.ms:.2f} ms" in line and f"{row.plain_ms / row.ms:.1f} x" in line
+    assert "* no token per partition" in table  # LagKV with lag 256 at 25 %
+    assert "flattered" in findings and "sink" in findings
+    assert path.stat().st_size > 50_000 and path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plain_pytorch_does_the_same(demo):
+    """The timed opponents keep the same slots (Random: as many)."""
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 1, 2, 2048, 64).unbind(0)
+    for row in demo.make_rows(2048):
+        if row.compress:
+            ours, plain = row.compress(k, v, 0), row.plain(k, v)
+            assert ours.k.shape == plain[0].shape and ours.v.shape == plain[1].shape
+            if row.name != "Random":
+                same = (ours.k == plain[0]).all(-1) & (ours.v == plain[1]).all(-1)
+                assert same.float().mean() > 0.99  # scores that are equal up to rounding may swap
+
+
+def test_lagkv_budget_solves_equation_10(demo):
+    for n in (600, 1024, 2048, 3000):
+        for lag in (128, 256):
+            for share in (0.5, 0.25):
+                budget = int(share * n)
+                m, fixed = demo.lagkv_tokens(n, budget, lag)
+                row = demo.lagkv_row(share, lag, n, budget)
+                partitions = max(1, (n - 16) // lag)
+                assert fixed == n - (partitions - 1) * lag
+                if m < 0:
+                    assert not row.reachable and re.search(rf"no r reaches {budget:,} .* {fixed:,}$", row.note)
+                    assert fixed > budget or partitions == 1
+                else:
+                    k = torch.randn(1, 1, n, 64)
+                    kept = row.compress(k, k, 0).k.shape[2]
+                    assert kept == fixed + m * (partitions - 1)
+                    assert kept <= budget < kept + partitions - 1
+
+
+def test_a_cell_out_of_reach_says_so(demo, capsys, tmp_path):
+    demo.main(["--context", "1024", "--digits", "8", "--prompts", "1", "--out", str(tmp_path / "new")])
+    out = capsys.readouterr().out
+    assert "LagKV, lag 256     no r reaches 256 tokens: sink, last partition and rest alone are 512" in out
+    assert str(tmp_path / "new" / "demo.png") in out and (tmp_path / "new" / "demo.png").exists()
+    with pytest.raises(SystemExit):
+        demo.main(["--context", "100"])
+    assert "--context must be between 512 and 4000, got 100" in capsys.readouterr().err
