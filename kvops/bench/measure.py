@@ -34,8 +34,8 @@ class Contender:
         return (time.perf_counter() - start) / self.calls
 
     def warm_up(self) -> None:
-        self.sample()
-        if self.before is None:
+        first = self.sample()
+        if self.before is None and first < 20 * SHORT:
             self.calls = max(1, int(SHORT / min(self.sample() for _ in range(3))))
 
 
