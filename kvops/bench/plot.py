@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 COLORS = {"kvops": "#2a6f97", "eager": "#bc6c25", "compile": "#dda15e"}
+OPAQUE = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}  # where a label crosses the line of 100 %
 
 
 def draw(record: dict, path: Path) -> None:
@@ -25,7 +26,7 @@ def draw(record: dict, path: Path) -> None:
 
     shares = ["{share:.0%} of {of}".format(**r["bandwidth"]) for r in rows]
     bars = left.barh(y, [100 * r["bandwidth"]["share"] for r in rows], 0.7, color=COLORS["kvops"])
-    left.bar_label(bars, shares, padding=3, fontsize=8)
+    left.bar_label(bars, shares, padding=3, fontsize=8, **OPAQUE)
     left.axvline(100, color="black", lw=0.8, ls="--", zorder=0)
     left.set(yticks=y, xlabel="% of the memory bandwidth measured beside it", title="kvops: bytes moved per second")
     left.set_yticklabels(labels, fontsize=8)
@@ -37,7 +38,7 @@ def draw(record: dict, path: Path) -> None:
         ratio = [r["ratio"].get(name, {}).get("best", np.nan) for r in rows]
         label = {"eager": "eager PyTorch", "compile": "torch.compile"}[name]
         bars = right.barh(y + (len(names) / 2 - i - 0.5) * height, ratio, height, color=COLORS[name], label=label)
-        right.bar_label(bars, [f"{x:.3g}x" for x in ratio], padding=3, fontsize=8)
+        right.bar_label(bars, [f"{x:.3g}x" for x in ratio], padding=3, fontsize=8, **OPAQUE)
     right.axvline(1, color="black", lw=0.8, ls="--", zorder=0)
     right.set(
         xscale="log",
@@ -45,13 +46,13 @@ def draw(record: dict, path: Path) -> None:
         title="the same in PyTorch takes ... times longer",
     )
     right.margins(x=0.15)
-    right.legend(loc="lower right", fontsize=8)
     right.xaxis.set_major_formatter("{x:g}")
     left.set_ylim(-0.6, len(rows) - 0.4)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     _, heads, n, d = rows[0]["shape"]
     machine = record["machine"]
+    figure.legend(loc="outside lower right", ncols=2, fontsize=8, frameon=False)
     figure.suptitle(
         f"K, V [1, {heads}, {n}, {d}] · {machine['cpu']}, {machine['threads']} threads, {record['isa']} · "
         f"torch {record['torch']}",
