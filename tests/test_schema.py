@@ -1,0 +1,108 @@
+"""One operator is one row of the house: every room of each operator in the schema must be there."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import kit
+import kvops
+from kvops import bench, ops, reference
+
+ROOT = Path(__file__).parent.parent
+SCHEMAS = [
+    torch._C.parse_schema("kvops::" + "".join(re.findall(r'"(.*?)"', definition)))
+    for definition in re.findall(r"m\.def\((.*?)\);", (ROOT / "csrc/schema.cpp").read_text(), re.DOTALL)
+]
+OPERATORS = sorted({schema.name.removeprefix("kvops::") for schema in SCHEMAS})
+
+
+def test_the_schema_is_what_is_registered():
+    registered = {str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("kvops::")}
+    assert registered == {str(s) for s in SCHEMAS} and len(OPERATORS) >= 5
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_every_room(op):
+    for file in (f"csrc/ops/{op}.h", f"csrc/cpu/{op}.h", f"csrc/cpu/{op}.cpp", f"tests/test_{op}.py"):
+        assert (ROOT / file).is_file(), f"{op} has no {file}"
+    assert op in ops.__all__, f"{op} is not in kvops.ops"
+    assert len(inspect.getdoc(getattr(ops, op))) > 100, f"{op} has no contract"
+    assert callable(getattr(reference, op)), f"{op} has no reference"
+    assert op in bench.ROWS, f"{op} has no row in the benchmark"
+    table = (ROOT / "docs/operators.md").read_text()
+    assert re.search(rf"^\| `{op}` \|", table, re.MULTILINE), f"{op} has no row in docs/operators.md"
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=str)
+def test_every_overload_has_kernel_and_fake(schema):
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    for key in ("CPU", "Meta"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), f"{name} has no {key} implementation"
+
+
+def test_the_wrappers_take_the_schemas_arguments():
+    """Same names and, where the schema has one, same defaults: kvops.ops, the reference and torch.ops agree."""
+    for schema in SCHEMAS:
+        if schema.overload_name:
+            continue
+        op = schema.name.removeprefix("kvops::")
+        for function in (getattr(ops, op), getattr(reference, op)):
+            parameters = inspect.signature(function).parameters
+            for argument in schema.arguments:
+                assert argument.name in parameters, f"{op}: {function.__module__} lacks {argument.name}"
+                if argument.has_default_value():
+                    assert parameters[argument.name].default == argument.default_value
+
+
+@pytest.mark.skipif(kvops.build_info()["isa"] not in ("v3", "v4"), reason="this CPU has one level only")
+@pytest.mark.parametrize("level", [x for x in ("v2", "v3") if x < kvops.build_info()["isa"]])
+def test_lower_levels_pass_the_operators_tests(level):
+    """What this machine's best instruction set passes, the lower ones pass too."""
+    files = [str(ROOT / f"tests/test_{op}.py") for op in OPERATORS]
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "not opcheck", "-p", "no:cacheprovider", *files]
+    run = subprocess.run(command, env={**os.environ, "KVOPS_ISA": level}, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+def test_two_threads_with_different_inputs():
+    inputs = [kit.kv(2, 2, 700, 64, dtype, seed=seed) for seed, dtype in enumerate((torch.float32, torch.bfloat16))]
+
+    def everything(k, v):
+        scores = ops.anchor_cosine(k)
+        lag_scores = ops.lag_score(k, v, 64, 16)
+        indices = ops.select_topk(scores, 200, 4, 8)
+        segments = ops.select_topk(lag_scores, 20, 16, 0, k.shape[2])
+        return scores, lag_scores, *ops.gather_kv(k, v, indices), *ops.compact_kv_(k.clone(), v.clone(), segments)
+
+    expected = [everything(*pair) for pair in inputs]
+    wrong = []
+
+    def worker(pair, right):
+        for _ in range(50):
+            if not all(map(torch.equal, everything(*pair), right)):
+                wrong.append(pair)
+
+    workers = [threading.Thread(target=worker, args=x) for x in zip(inputs, expected)]
+    for x in workers:
+        x.start()
+    for x in workers:
+        x.join()
+    assert not wrong
+
+
+def test_a_second_copy_is_refused(tmp_path):
+    """Two copies of the operators in one process would abort it; the loader says so instead."""
+    code = (
+        "import shutil, sys; import kvops; shutil.copytree(kvops.__path__[0], sys.argv[1] + '/kvops');"
+        "sys.path.insert(0, sys.argv[1]); [sys.modules.pop(m) for m in list(sys.modules) if m.startswith('kvops')];"
+        "import kvops"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 1 and "ImportError: kvops: another copy of the operators" in run.stderr
