@@ -7,7 +7,7 @@ namespace kvops {
 
 // Threads for a call that touches `bytes`: one where starting the others costs more than the work.
 inline int64_t threads_for(int64_t bytes) {
-  return bytes < (int64_t{1} << 17) ? 1 : static_cast<int64_t>(torch::stable::get_num_threads());
+  return bytes < (int64_t{1} << 20) ? 1 : static_cast<int64_t>(torch::stable::get_num_threads());
 }
 
 // `floats` of uninitialized scratch, aligned to a vector register; freed on return.
