@@ -106,26 +106,29 @@ def _random(k, budget, seed, starts, lengths, fill_invalid) -> Tensor:
     return select_budget(op, scores, heads, budget, 0, 0, starts, lengths, fill_invalid)
 
 
+def _mix(x: int | Tensor) -> int | Tensor:
+    """MurmurHash3's 32-bit finalizer of an int or an int32 tensor: each bit changes about half of the result's bits."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = x ^ ((x >> shift) & (2 ** (32 - shift) - 1))  # a shift that brings in zeros, whatever the sign
+        x = _signed(x * factor) if isinstance(x, int) else x * _signed(factor)
+    return x
+
+
 def _signed(x: int) -> int:
     """The int32 with the low 32 bits of x."""
     return ((x + 2**31) & 0xFFFFFFFF) - 2**31
 
 
-def _mix(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finalizer: every bit of an int32 changes about half of the bits of the result."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * _signed(0x85EBCA6B)
-    x = x ^ ((x >> 13) & 0x7FFFF)
-    x = x * _signed(0xC2B2AE35)
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
 def _hash(position: Tensor, seed: int, layer: int) -> Tensor:
     """Pseudo-random fp32 integers in [0, 2^24) of (seed, layer, head, position). position: int32 [b, Hk, n]."""
-    key = _mix(torch.arange(position.shape[1], dtype=torch.int32, device=position.device))[:, None]
-    for word in (seed, seed >> 32, layer):
-        key = _mix(key + _signed(word + 0x9E3779B9))
-    return (_mix(_mix(position) ^ key) & 0xFFFFFF).float()
+    keys = []
+    for head in range(position.shape[1]):
+        key = 0
+        for word in (seed, seed >> 32, layer, head):
+            key = _mix(_signed(key + word + 0x9E3779B9))
+        keys.append(key)
+    keys = torch.tensor(keys, dtype=torch.int32, device=position.device)[:, None]
+    return (_mix(_mix(position) ^ keys) & 0xFFFFFF).float()
 
 
 class StreamingLLM(Method):

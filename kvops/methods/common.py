@@ -148,8 +148,7 @@ def select_budget(
             window = 0
             end = valid if starts is None else starts + valid
             slots = torch.arange(n, device=scores.device)
-            is_new = (slots >= (end - newest)[:, None]) & (slots < end[:, None])
-            scores = scores.masked_fill(is_new[:, None], torch.inf)
+            scores = scores.masked_fill((slots >= (end - newest)[:, None])[:, None], torch.inf)
         budgets = budgets[:, None].expand(scores.shape[:2]).contiguous()
     indices = select_topk(scores, keep, sinks, window, None, starts, lengths, budgets, fill_invalid)
     return indices if indices.shape[1] == heads else indices.expand(-1, heads, -1)

@@ -129,7 +129,7 @@ def _ablation_scores(k, normalize_anchor, metric, anchor, starts, lengths) -> Te
     tiny = torch.finfo(torch.float32).tiny
     keys = torch.where(usable, keys, 0.0)
     unit = normalize(keys, dim=-1, eps=tiny)
-    count = usable.sum(2, keepdim=True).clamp(min=1)  # [b, Hk, 1, 1]
+    count = usable.sum(2, keepdim=True)  # [b, Hk, 1, 1]; where it is 0 all scores are NaN anyway
     if anchor == "pairwise":
         blocks = [-(block @ unit.mT).sum(-1, keepdim=True) for block in unit.split(1024, 2)]
         scores = torch.cat(blocks, 2) / count
@@ -138,7 +138,7 @@ def _ablation_scores(k, normalize_anchor, metric, anchor, starts, lengths) -> Te
         if anchor == "mean":
             mu = members.sum(2, keepdim=True) / count
         else:
-            mu = torch.where(usable, members, torch.nan).nanmedian(2, keepdim=True).values.nan_to_num(nan=0.0)
+            mu = torch.where(usable, members, torch.nan).nanmedian(2, keepdim=True).values
         if metric == "cosine":
             scores = -(unit * normalize(mu, dim=-1, eps=tiny)).sum(-1, keepdim=True)
         elif metric == "dot":
