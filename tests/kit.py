@@ -39,6 +39,16 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return inner
 
 
+def far_apart(x: Tensor) -> Tensor:
+    """The same values with tokens so far apart that the last lie beyond 2^31 elements. What lies between is not touched."""
+    b, heads, n, d = x.shape
+    step = (1 << 31) // (n - 2)
+    wide = torch.empty((n - 1) * step + b * heads * d, dtype=x.dtype)
+    view = wide.as_strided(x.shape, (heads * d, d, step, 1))
+    view.copy_(x)
+    return view
+
+
 def assert_close(actual: Tensor, eager: Tensor, exact: Tensor) -> None:
     """The error-ratio rule: against fp64, at most twice the error of the plain fp32 formula, + 4 eps of the largest."""
     assert actual.dtype == torch.float32 and eager.dtype == torch.float32 and exact.dtype == torch.float64

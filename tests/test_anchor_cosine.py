@@ -112,6 +112,24 @@ def test_tiny_and_huge_keys_have_a_direction(scale, dtype):
     assert (anchor - exact_anchor).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_16_bit_value_is_read_right(dtype):
+    """Keys (x, 1, 0, ...) against the first axis score -x / sqrt(x^2 + 1): subnormals, infinities and NaN included."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    k = torch.zeros(1, 1, len(x), 8, dtype=dtype)
+    k[0, 0, :, 0], k[0, 0, :, 1] = x, 1.0
+    anchor = torch.eye(8)[:1].reshape(1, 1, 8).contiguous()
+    actual, exact = ops.anchor_cosine(k, anchor=anchor).double(), reference.anchor_cosine(k, anchor=anchor)
+    assert torch.equal(actual.isnan(), exact.isnan()) and exact.isnan().any()
+    tiny = torch.finfo(torch.float32).tiny
+    assert ((actual - exact).abs() <= 1e-6 * exact.abs() + tiny)[~exact.isnan()].all()
+
+
+def test_offsets_beyond_31_bits():
+    k, _ = kit.kv(1, 2, 12, 8, torch.float16)
+    assert torch.equal(ops.anchor_cosine(kit.far_apart(k)), ops.anchor_cosine(k))
+
+
 def test_any_positive_multiple_of_the_anchor_scores_alike():
     k, _ = kit.kv(1, 2, 40, 32)
     scores, anchor = check(k)

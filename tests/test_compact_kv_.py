@@ -62,6 +62,11 @@ def test_k_and_v_may_be_slices_of_one_buffer():
         check(k, v, random_indices(b, heads, n, 20))
 
 
+def test_offsets_beyond_31_bits():
+    k, v = kit.kv(1, 2, 12, 8, torch.float16)
+    check(kit.far_apart(k), v, random_indices(1, 2, 12, 7))
+
+
 def test_bad_input_changes_nothing():
     k, v = kit.kv(2, 2, 20, 16)
     good = random_indices(2, 2, 20, 5)

@@ -114,6 +114,11 @@ def test_long_partitions():
     check(*kit.kv(1, 1, 20000, 8), 9000, 16)
 
 
+def test_offsets_beyond_31_bits():
+    k, v = kit.kv(1, 2, 12, 8, torch.float16)
+    assert torch.equal(ops.lag_score(kit.far_apart(k), v, 4), ops.lag_score(k, v, 4))
+
+
 def test_bad_input():
     k, v = kit.kv(1, 2, 64, 16)
     for arguments, parts in {
@@ -123,7 +128,8 @@ def test_bad_input():
         "tokens": ((k, v[:, :, 1:], 8), ("v must have k's batch", r"\[1, 2, 63, 16\]")),
         "last dim": ((k.mT.contiguous().mT, v, 8), ("k must have a contiguous last dim", "64")),
         "head_dim": ((k[..., :6], v, 8), ("head_dim of k", "multiple of 4", "got 6")),
-        "lag": ((k, v, 0), ("lag must be >= 1", "got 0")),
+        "lag": ((k, v, 0), ("lag must be in", "got 0")),
+        "huge lag": ((k, v, 2**62), ("lag must be in", str(2**62))),
         "prefix": ((k, v, 8, -1), ("prefix must be >= 0", "got -1")),
         "starts": ((k, v, 8, 0, 1.0, False, kit.int32(65)), ("starts and lengths of row 0", "64", "start 65")),
         "lengths": ((k, v, 8, 0, 1.0, False, kit.int32(1), kit.int32(64)), ("row 0", "length 64")),

@@ -32,7 +32,8 @@ inline LagScoreParams check_lag_score(const Tensor& k, const Tensor& v, int64_t 
                                       Tensor& scores) {
   const char* op = "lag_score";
   const KVPair kv = check_kv_pair(op, k, v);
-  KVOPS_CHECK(lag >= 1, op, ": lag must be >= 1, got ", lag);
+  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
+  KVOPS_CHECK(lag >= 1 && lag <= kLargest, op, ": lag must be in [1, ", kLargest, "], got ", lag);
   KVOPS_CHECK(prefix >= 0, op, ": prefix must be >= 0, got ", prefix);
   const ValidSlots slots = check_valid_slots(op, k, kv.b, kv.n, starts, lengths);
   const int64_t segments = num_segments(kv.n, prefix, lag);
