@@ -98,7 +98,9 @@ class CMakeBuild(build_ext):
         check_compiler()
         ninja = find_tool("ninja")
         sanitize = os.environ.get("KVOPS_SANITIZE", "")
-        tag = ["torch", torch_version.split("+")[0], "ninja" if ninja else "make", *sanitize.split(";")]
+        # A folder for all that CMake would not notice if it changed in the same one.
+        compiler = Path(os.environ.get("CXX", "").split(" ")[0]).name
+        tag = ["torch", torch_version.split("+")[0], "ninja" if ninja else "make", compiler, *sanitize.split(";")]
         build = ROOT / "build" / "-".join(filter(None, tag))
         prefix = Path(self.get_ext_fullpath(ext.name)).resolve().parent.parent
         configure = [
@@ -111,7 +113,11 @@ class CMakeBuild(build_ext):
             f"-DKVOPS_SANITIZE={sanitize}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
-        run(configure, "CMake could not configure the build")
+        try:
+            run(configure, "CMake could not configure the build")
+        except SystemExit:
+            shutil.rmtree(build)  # or CMake would remember the compiler that it did not like
+            raise
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count())
         run([cmake, "--build", str(build), "--parallel", jobs], "the build failed")
         run([cmake, "--install", str(build)], "the library could not be installed")
