@@ -55,6 +55,14 @@ def test_large_moves_are_streamed_and_split_by_column(dtype, layout, heads):
             check(*kit.kv(1, heads, 40_000, 128, dtype, layout), random_indices(1, heads, 40_000, 9_000))
 
 
+@pytest.mark.parametrize("b,heads,n,m", [(0, 2, 5, 2), (1, 0, 5, 2), (1, 2, 5, 0), (1, 2, 0, 0)])
+def test_empty(b, heads, n, m):
+    k, v = kit.kv(b, heads, n, 16)
+    before = k.clone(), v.clone()
+    assert ops.compact_kv_(k, v, torch.zeros(b, heads, m, dtype=torch.int64))[0].shape == (b, heads, m, 16)
+    assert same((k, v), before)
+
+
 def test_k_and_v_may_be_slices_of_one_buffer():
     for both in (torch.randn(3, 2, 4, 50, 16).unbind(1), torch.randn(2, 4, 50, 40).split((16, 24), -1)):
         k, v = both

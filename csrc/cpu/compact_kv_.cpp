@@ -11,6 +11,7 @@ namespace {
 
 void compact_kv_(const Tensor& k, const Tensor& v, const Tensor& indices) {
   const CompactKVParams p = check_compact_kv_(k, v, indices);
+  if (indices.numel() == 0) return;
   // Every index is checked before the first write, so that a refused call changes nothing.
   for (int64_t b = 0; b < p.b; ++b)
     for (int64_t h = 0; h < p.heads; ++h) {

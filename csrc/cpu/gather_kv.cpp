@@ -12,6 +12,7 @@ KVOPS_LEVELS(gather_kv, GatherKVParams)
 namespace {
 
 void run(const GatherKVParams& p) {
+  if (p.b * p.heads * p.indices.m == 0) return;
   for (int64_t b = 0; b < p.b; ++b)
     for (int64_t h = 0; h < p.heads; ++h) {
       const int64_t* row = p.indices.data + b * p.indices.stride_b + h * p.indices.stride_h;
