@@ -343,6 +343,33 @@ def test_half_precision(dtype):
     assert cache.layers[0].keys.dtype == dtype and cache.stats()[0].tokens_kept == 20
 
 
+# ---- a real model ----
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 256}], ids=["plain", "chunks"])
+def test_a_trained_model_finds_the_key_in_a_padded_batch(options):
+    """As a user would: text, tokenizer, unmodified generate; a third of the longer prompt is kept."""
+    folder = ROOT / "bench" / "models" / "passkey-llama"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    text = (ROOT / "bench" / "data" / "haystack.txt").read_text()
+    keys = ["58291740366172940581", "90417263350918264417"]
+    prompts = [
+        f"{text[at : at + 500]} The pass key is {key}. Remember it. {text[at + 500 : at + length]}"
+        " What is the pass key? The pass key is "
+        for key, at, length in zip(keys, (20_000, 90_000), (1900, 1300))
+    ]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    found = {}
+    for method in (kvops.KeyDiff(640), kvops.StreamingLLM(640)):
+        cache = KVCache(model.config, method, attention_mask=inputs["attention_mask"])
+        out = model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False, **options)
+        found[type(method)] = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :])
+        assert all(s.tokens_kept == 640 for s in cache.stats())
+    assert found[kvops.KeyDiff] == keys
+    assert found[kvops.StreamingLLM] != keys  # the keys lie before its window
+
+
 # ---- memory ----
 
 
