@@ -92,7 +92,7 @@ def test_bad_input_changes_nothing():
         ((k, v, with_last_row(0, 1, 2, 3, -2)), ("indices must lie", "got -2")),
         ((k, v, with_last_row(0, 1, 3, 2, 4)), ("indices must ascend strictly", "got 2 after 3")),
         ((k, v, with_last_row(0, 1, 1, 2, 4)), ("indices must ascend strictly", "got 1 after 1")),
-        ((k, v, with_last_row(0, -1, 2, 3, 4)), ("-1 only at the end", "got 2 after -1")),
+        ((k, v, with_last_row(0, -1, 2, 3, 4)), ("-1 only at the end", "got -1 after 0", "entry 1")),
         ((k, v, good.int()), ("indices must be Long",)),
         ((k, v, random_indices(2, 2, 30, 25)), ("at most the 20 slots", "got 25")),
         ((k, v[:, :, :10], good), ("v must have k's batch",)),

@@ -4,6 +4,11 @@
 // that it is about to overwrite; so once the output is larger than the caches it is written with streaming stores.
 // Kept rows lie scattered, so the rows ahead are prefetched by hand.
 //
+// What bounds it is how the kept rows lie. Kept in one run or in runs of 256, a quarter of 65536 rows moves at 83-90 %
+// of a streaming copy of as many bytes; scattered at random, at 61-67 % (2 cores, DRAM), and a bare loop over the same
+// rows does no better with any distance, order or kind of prefetch: between the rows, memory reads what nobody asked
+// for.
+//
 // Work is split over (batch, head) and over runs of kept rows. All indices were checked before.
 #include "../ops/gather_kv.h"
 #include "rows.h"
@@ -14,21 +19,21 @@ namespace {
 constexpr int64_t kRun = 256;           // rows in a unit of work
 constexpr int64_t kStreamed = 4 << 20;  // bytes of output from which streaming stores pay
 
+// Rows [first, last) of the output.
 template <class Copy>
-void gather_run(const KVView& in, const KVView& out, const IndexView& indices, int64_t b, int64_t h, int64_t first,
-                int64_t last, const Copy& copy) {
-  const int64_t* index = indices.data + b * indices.stride_b + h * indices.stride_h;
-  const int64_t far = rows_ahead(in.row_bytes);
+void gather_run(const Strip in, const Strip out, const int64_t* index, int64_t index_stride, int64_t m, int64_t first,
+                int64_t last, const Copy copy) {
+  const int64_t far = rows_ahead(in.bytes);
   for (int64_t i = first; i < last; ++i) {
-    if (i + far < indices.m) {
-      const int64_t ahead = index[(i + far) * indices.stride_m];
-      if (ahead >= 0) prefetch_row(in.row(b, h, ahead), in.row_bytes);
+    if (i + far < m) {
+      const int64_t ahead = index[(i + far) * index_stride];
+      if (ahead >= 0) prefetch_row(in.row(ahead), in.bytes);
     }
-    const int64_t source = index[i * indices.stride_m];
+    const int64_t source = index[i * index_stride];
     if (source >= 0)
-      copy(out.row(b, h, i), in.row(b, h, source), in.row_bytes);
+      copy(out.row(i), in.row(source), in.bytes);
     else
-      zero_row(out.row(b, h, i), in.row_bytes);
+      memset(out.row(i), 0, in.bytes);
   }
 }
 
@@ -43,11 +48,13 @@ void gather_kv(const GatherKVParams& p, const Workers& workers) {
     for (int64_t unit = mine.first; unit < mine.last; ++unit) {
       const int64_t b = unit / runs / p.heads, h = unit / runs % p.heads, first = unit % runs * kRun;
       const int64_t last = m - first < kRun ? m : first + kRun;
+      const int64_t* index = p.indices.data + b * p.indices.stride_b + h * p.indices.stride_h;
       const auto gather = [&](const KVView& in, const KVView& out, bool stream) {
+        const Strip from(in, b, h), to(out, b, h);
         if (stream)
-          gather_run(in, out, p.indices, b, h, first, last, stream_row);
+          gather_run(from, to, index, p.indices.stride_m, m, first, last, StreamRow{});
         else
-          gather_run(in, out, p.indices, b, h, first, last, copy_row);
+          gather_run(from, to, index, p.indices.stride_m, m, first, last, CopyRow{});
       };
       gather(p.k, p.k_out, stream_k);
       gather(p.v, p.v_out, stream_v);

@@ -5,28 +5,36 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-// Rows about this many bytes ahead are asked for early: kept rows jump, which the hardware's prefetch does not follow.
-inline int64_t rows_ahead(int64_t row_bytes) {
-  return row_bytes < 8192 / 4 ? 8192 / row_bytes : 4;
+// The rows of one (batch, head) of K or V, or some columns of them. Copied out of a KVView, so that the compiler need
+// not read its fields again after every store.
+struct Strip {
+  char* data;
+  int64_t stride, bytes;
+  Strip(const KVView& x, int64_t b, int64_t h) : data(x.row(b, h, 0)), stride(x.stride_n), bytes(x.row_bytes) {}
+  Strip(char* data_, int64_t stride_, int64_t bytes_) : data(data_), stride(stride_), bytes(bytes_) {}
+  char* row(int64_t i) const { return data + i * stride; }
+};
+
+// Kept rows jump, which the hardware's prefetch does not follow: those about 8 KiB ahead are asked for by hand.
+inline int64_t rows_ahead(int64_t bytes) {
+  return bytes < 2048 ? 8192 / bytes : 4;
 }
 
 inline void prefetch_row(const char* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
 }
 
-inline void copy_row(char* to, const char* from, int64_t bytes) {
-  int64_t i = 0;
-  for (; i + VB <= bytes; i += VB) {
-    U x;
-    memcpy(&x, from + i, VB);
-    memcpy(to + i, &x, VB);
+struct CopyRow {
+  void operator()(char* to, const char* from, int64_t bytes) const {
+    int64_t i = 0;
+    for (; i + VB <= bytes; i += VB) {
+      U x;
+      memcpy(&x, from + i, VB);
+      memcpy(to + i, &x, VB);
+    }
+    for (; i < bytes; i += 16) memcpy(to + i, from + i, 16);
   }
-  for (; i < bytes; i += 16) memcpy(to + i, from + i, 16);
-}
-
-inline void zero_row(char* to, int64_t bytes) {
-  memset(to, 0, bytes);
-}
+};
 
 // Stores that bypass the cache save the read of a line that is written whole. Only for vector-aligned rows.
 #if defined(__AVX512F__)
@@ -46,13 +54,15 @@ inline bool streamable(const KVView& x) {
          aligned(x.stride_n) && aligned(x.row_bytes);
 }
 
-inline void stream_row(char* to, const char* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += VB) {
-    U x;
-    memcpy(&x, from + i, VB);
-    KVOPS_STREAM(to + i, x);
+struct StreamRow {
+  void operator()(char* to, const char* from, int64_t bytes) const {
+    for (int64_t i = 0; i < bytes; i += VB) {
+      U x;
+      memcpy(&x, from + i, VB);
+      KVOPS_STREAM(to + i, x);
+    }
   }
-}
+};
 
 inline void stream_fence() {
 #if defined(__x86_64__)
