@@ -34,6 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kvops
+from kvops.bench.record import origin, write
 from kvops.hf import KVCache
 
 HERE = Path(__file__).resolve().parent
@@ -125,6 +126,17 @@ class Row:
     def score(self) -> float:
         """Percent of the digits that are right."""
         return 100 * float(np.mean(self.right))
+
+    @property
+    def numbers(self) -> dict:
+        """What the table says, for a file."""
+        numbers = {"method": self.name, "share": self.share, "note": self.note}
+        if self.reachable:
+            numbers |= {"tokens": self.tokens, "bytes_full": self.bytes_full, "bytes_kept": self.bytes_kept}
+            numbers["digits_right_percent"] = self.score
+        if self.compress:
+            numbers |= {"ms": self.ms, "plain_pytorch_ms": self.plain_ms}
+        return numbers
 
 
 def lagkv_tokens(n: int, budget: int, lag: int) -> tuple[int, int]:
@@ -434,6 +446,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=2048, help="tokens before the question, 512 to 4000")
     parser.add_argument("--digits", type=int, default=32, help="length of the key, 5 to 64")
     parser.add_argument("--prompts", type=int, default=33, help="how many; their keys lie at 11 depths")
+    parser.add_argument("--json", type=Path, help="file for the table's numbers")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for the picture, demo.png")
     args = parser.parse_args(argv)
     for name, low, high in (("context", 512, 4000), ("digits", 5, 64), ("prompts", 1, 10_000)):
@@ -447,6 +460,10 @@ def main(argv: list[str] | None = None) -> None:
     rows, prompt = run(args.context, args.digits, args.prompts)
     print(table(rows, args.context, args.digits, args.prompts))
     picture(rows, prompt, args.out / "demo.png")
+    if args.json:
+        write(
+            args.json, {**origin("python", "bench/demo.py", *(argv or sys.argv[1:])), "rows": [r.numbers for r in rows]}
+        )
     print(f"\nBytes and times are of one context, all layers; times are medians of {ROUNDS}, by turns, on one thread.")
     print(f"Which positions each method kept, per layer and head: {(args.out / 'demo.png').resolve()}\n")
     print(findings(rows, args.context, args.digits))

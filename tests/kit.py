@@ -40,7 +40,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def far_apart(x: Tensor) -> Tensor:
-    """The same values with tokens so far apart that the last lie beyond 2^31 elements. What lies between is not touched."""
+    """The same values with tokens so far apart that the last lie beyond 2^31 elements; nothing between is touched."""
     b, heads, n, d = x.shape
     step = (1 << 31) // (n - 2)
     wide = torch.empty((n - 1) * step + b * heads * d, dtype=x.dtype)

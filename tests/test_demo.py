@@ -1,6 +1,7 @@
 """The demo on a few prompts: who finds the key and who does not, and that the table prints what was measured."""
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -100,10 +101,14 @@ def test_lagkv_budget_solves_equation_10(demo):
 
 
 def test_a_cell_out_of_reach_says_so(demo, capsys, tmp_path):
-    demo.main(["--context", "1024", "--digits", "8", "--prompts", "1", "--out", str(tmp_path / "new")])
+    record = tmp_path / "demo.json"
+    demo.main(f"--context 1024 --digits 8 --prompts 1 --out {tmp_path / 'new'} --json {record}".split())
     out = capsys.readouterr().out
     assert "LagKV, lag 256     no r reaches 256 tokens: sink, last partition and rest alone are 512" in out
     assert str(tmp_path / "new" / "demo.png") in out and (tmp_path / "new" / "demo.png").exists()
+    found = json.loads(record.read_text())
+    assert found["command"].startswith("python bench/demo.py --context 1024")
+    assert [row["tokens"] for row in found["rows"] if row["method"] == "KeyDiff"] == [512, 256]
     with pytest.raises(SystemExit):
         demo.main(["--context", "100"])
     assert "--context must be between 512 and 4000, got 100" in capsys.readouterr().err

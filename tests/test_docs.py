@@ -1,4 +1,4 @@
-"""Every Python example in the README and in docs/ runs, file by file, from top to bottom; every relative link leads somewhere."""
+"""Every Python example in the README and in docs/ runs, page by page; every relative link leads somewhere."""
 
 import re
 from pathlib import Path

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import re
-import shlex
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +11,7 @@ import torch
 
 from .. import build_info
 from .measure import measure
+from .record import origin, write
 from .rows import ROWS, Case
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -46,32 +41,6 @@ def arguments() -> argparse.Namespace:
     if a.device != "cpu":
         p.error(f"--device {a.device}: expected cpu; {build_info()['cuda']['why']}")
     return a
-
-
-def machine() -> dict:
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = re.search(r"model name\s*: (.+)", text)
-    return {
-        "cpu": model.group(1) if model else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "os": platform.platform(),
-        "python": platform.python_version(),
-    }
-
-
-def commit() -> str | None:
-    """The commit that this kvops was run from, with -dirty if its files were changed; None outside a repository."""
-
-    def git(*command: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def duration(seconds: float) -> str:
@@ -112,9 +81,10 @@ def progress(total: int):
 
 def main() -> int:
     a = arguments()
-    info, host = build_info(), machine()
+    source = origin("python", "-m", "kvops.bench", *sys.argv[1:])
     print(
-        f"kvops {info['kvops']} · {info['isa']} · torch {info['torch']} · {host['cpu']}, {host['threads']} threads\n"
+        f"kvops {source['kvops']} · {source['isa']} · torch {source['torch']} · {source['machine']['cpu']}, "
+        f"{source['machine']['threads']} threads\n"
         f"[1, {a.heads}, n, {a.head_dim}] · best of {a.repeats} interleaved repetitions"
         + (" · --quick leaves torch.compile out" if a.quick else "")
     )
@@ -133,19 +103,9 @@ def main() -> int:
             results += measure(name, ROWS[name], case, a.repeats, not a.quick, bar.update if bar is not None else int)
     print("\n" + table(results))
     print(LEGEND)
-    record = {
-        "machine": host,
-        "isa": info["isa"],
-        "torch": info["torch"],
-        "kvops": info["kvops"],
-        "commit": commit(),
-        "command": shlex.join(["python", "-m", "kvops.bench", *sys.argv[1:]]),
-        "repeats": a.repeats,
-        "rows": results,
-    }
+    record = {**source, "repeats": a.repeats, "rows": results}
     if a.json:
-        a.json.parent.mkdir(parents=True, exist_ok=True)
-        a.json.write_text(json.dumps(record, indent=1) + "\n")
+        write(a.json, record)
         print(f"wrote {a.json}")
     if a.plot:
         from .plot import draw

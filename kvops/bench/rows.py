@@ -58,6 +58,11 @@ class Case:
         return eager.select_topk(self.scores, self.budget)
 
     @cached_property
+    def run(self) -> Tensor:
+        """As many as `indices`, in one run: the last ones."""
+        return torch.arange(self.n - self.budget, self.n, device=self.device).expand_as(self.indices).contiguous()
+
+    @cached_property
     def out(self) -> tuple[Tensor, Tensor]:
         """Warm memory for what gather_kv and keydiff_compress keep."""
         return tuple(x[:, :, : self.budget].clone(memory_format=torch.contiguous_format) for x in self._source)
@@ -132,6 +137,32 @@ def _keydiff(shape: tuple[int, int] | None = None, forms: tuple[str, ...] = ("ou
     )
 
 
+def _gather(indices: Callable[[Case], Tensor]) -> Row:
+    return Row(
+        forms={
+            "out=": lambda c: ops.gather_kv(c.k, c.v, indices(c), out=c.out),
+            "fresh": lambda c: ops.gather_kv(c.k, c.v, indices(c)),
+        },
+        eager=eager.gather_kv,
+        args=lambda c: (c.k, c.v, indices(c)),
+        bytes=lambda c: 2 * size(*c.out),
+        against="copy",
+        touched=lambda c: c.out,
+    )
+
+
+def _compact(indices: Callable[[Case], Tensor]) -> Row:
+    return Row(
+        forms={"in place": lambda c: ops.compact_kv_(c.k, c.v, indices(c))},
+        eager=eager.gather_kv,
+        args=lambda c: (c.k, c.v, indices(c)),
+        bytes=lambda c: 2 * size(*c.out),
+        against="shift",
+        touched=lambda c: c.out,
+    )
+
+
+# Moves are measured on rows scattered at random, where memory reads ahead in vain, and on one run of rows.
 ROWS: dict[str, Row] = {
     "lag_score": Row(
         forms={"": lambda c: ops.lag_score(c.k, c.v, c.lag, SINK)},
@@ -158,25 +189,10 @@ ROWS: dict[str, Row] = {
         touched=lambda c: (c.scores,),
         per_dtype=False,
     ),
-    "gather_kv": Row(
-        forms={
-            "out=": lambda c: ops.gather_kv(c.k, c.v, c.indices, out=c.out),
-            "fresh": lambda c: ops.gather_kv(c.k, c.v, c.indices),
-        },
-        eager=eager.gather_kv,
-        args=lambda c: (c.k, c.v, c.indices),
-        bytes=lambda c: 2 * size(*c.out),
-        against="copy",
-        touched=lambda c: c.out,
-    ),
-    "compact_kv_": Row(
-        forms={"in place": lambda c: ops.compact_kv_(c.k, c.v, c.indices)},
-        eager=eager.gather_kv,
-        args=lambda c: (c.k, c.v, c.indices),
-        bytes=lambda c: 2 * size(*c.out),
-        against="shift",
-        touched=lambda c: c.out,
-    ),
+    "gather_kv": _gather(lambda c: c.indices),
+    "gather_kv, one run": _gather(lambda c: c.run),
+    "compact_kv_": _compact(lambda c: c.indices),
+    "compact_kv_, one run": _compact(lambda c: c.run),
     "keydiff_compress": _keydiff(),
     "lagkv_compress": Row(
         forms={

@@ -1,0 +1,59 @@
+"""Where a measurement comes from: what every file under bench/results/ says beside its numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import torch
+
+from .. import build_info
+
+
+def machine() -> dict:
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = re.search(r"model name\s*: (.+)", text)
+    return {
+        "cpu": model.group(1) if model else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str | None:
+    """The commit that this kvops was run from, with -dirty if its files were changed; None outside a repository."""
+
+    def git(*command: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def origin(*command: str) -> dict:
+    """Machine, instruction set, versions, commit, and the command that made it."""
+    info = build_info()
+    return {
+        "machine": machine(),
+        "isa": info["isa"],
+        "torch": info["torch"],
+        "kvops": info["kvops"],
+        "commit": commit(),
+        "command": shlex.join(command),
+    }
+
+
+def write(file: Path, record: dict) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=1) + "\n")
