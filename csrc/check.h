@@ -70,8 +70,9 @@ inline void check_scalar_type(const char* op, const char* name, const Tensor& x,
               torch::headeronly::toString(x.scalar_type()));
 }
 
-// A [b, Hk, n, d] tensor as a view. The rows must be contiguous and of whole 16-byte pieces.
-inline KVView check_kv(const char* op, const char* name, const Tensor& x) {
+// A [b, Hk, n, d] tensor as a view. The rows must be contiguous and of whole 16-byte pieces. Only a tensor that is
+// `written` is asked for mutable memory: that would copy a lazy clone.
+inline KVView check_kv(const char* op, const char* name, const Tensor& x, bool written = false) {
   KVOPS_CHECK(x.dim() == 4, op, ": ", name, " must be [batch, heads, tokens, head_dim], got ", shape(x));
   const auto sizes = x.sizes(), strides = x.strides();
   const int64_t item = static_cast<int64_t>(x.element_size());
@@ -79,7 +80,8 @@ inline KVView check_kv(const char* op, const char* name, const Tensor& x) {
               strides[3]);
   KVOPS_CHECK(sizes[3] > 0 && sizes[3] * item % 16 == 0, op, ": head_dim of ", name, " must be a positive multiple of ",
               16 / item, " (16 bytes), got ", sizes[3]);
-  return {static_cast<char*>(x.data_ptr()), strides[0] * item, strides[1] * item, strides[2] * item, sizes[3] * item};
+  char* const data = static_cast<char*>(written ? x.mutable_data_ptr() : const_cast<void*>(x.const_data_ptr()));
+  return {data, strides[0] * item, strides[1] * item, strides[2] * item, sizes[3] * item};
 }
 
 struct KVPair {
@@ -88,12 +90,12 @@ struct KVPair {
   int64_t b, heads, n, d, dv;
 };
 
-inline KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v) {
+inline KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, bool written = false) {
   check_same_device(op, "v", v, k);
   const DType dtype = check_dtype(op, "k", k);
   KVOPS_CHECK(check_dtype(op, "v", v) == dtype, op, ": v must have k's dtype ",
               torch::headeronly::toString(k.scalar_type()), ", got ", torch::headeronly::toString(v.scalar_type()));
-  const KVView k_view = check_kv(op, "k", k), v_view = check_kv(op, "v", v);
+  const KVView k_view = check_kv(op, "k", k, written), v_view = check_kv(op, "v", v, written);
   for (int i = 0; i < 3; ++i)
     KVOPS_CHECK(k.size(i) == v.size(i), op, ": v must have k's batch, heads and tokens ", shape(k), ", got ", shape(v));
   return {k_view, v_view, dtype, k.size(0), k.size(1), k.size(2), k.size(3), v.size(3)};
@@ -110,7 +112,7 @@ inline ValidSlots check_valid_slots(const char* op, const Tensor& like, int64_t 
     check_scalar_type(op, name, *x, ScalarType::Int);
     KVOPS_CHECK(x->dim() == 1 && x->size(0) == b && x->is_contiguous(), op, ": ", name, " must be a contiguous int32 [",
                 b, "], got ", shape(*x));
-    return static_cast<const int32_t*>(x->data_ptr());
+    return static_cast<const int32_t*>(x->const_data_ptr());
   };
   slots.starts = check("starts", starts);
   slots.lengths = check("lengths", lengths);
@@ -157,7 +159,7 @@ inline bool overlaps(const Tensor& x, const Tensor& y) {
     same_strides = same_strides && (x.stride(i) == y.stride(i) || x.size(i) == 1 || y.size(i) == 1);
     dims.push_back({(x.size(i) > 1 ? x.stride(i) : y.stride(i)) * item, x.size(i), y.size(i)});
   }
-  const int64_t offset = static_cast<const char*>(y.data_ptr()) - static_cast<const char*>(x.data_ptr());
+  const int64_t offset = static_cast<const char*>(y.const_data_ptr()) - static_cast<const char*>(x.const_data_ptr());
   if (offset >= x_span || -offset >= y_span) return false;
   if (!same_strides) return true;
   std::sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.stride > b.stride; });

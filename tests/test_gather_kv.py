@@ -57,7 +57,7 @@ def test_layouts_and_out(layout, out_layout, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 def test_large_outputs_are_streamed(dtype, layout):
-    """More than 4 MiB of output takes the streaming stores."""
+    """More than 16 MiB of output takes the streaming stores."""
     k, v = kit.kv(1, 8, 6000, 128, dtype, layout)
     indices = random_indices(1, 8, 6000, 5000, missing=7)
     expected = moved(k, v, indices)
@@ -132,3 +132,14 @@ def test_opcheck_and_compile():
     for layout in ("bhnd", "bnhd"):
         k, v = kit.kv(2, 2, 40, 16, layout=layout)
         assert same(compiled(k, v, indices), ops.gather_kv(k, v, indices))
+
+
+def test_lazy_clones_are_read_without_a_copy():
+    """A copy-on-write clone shares its memory until it is written to; reading K, V and indices must not end that."""
+    k, v = kit.kv(1, 2, 20, 16)
+    indices = random_indices(1, 2, 20, 5)
+    lazy = [torch._lazy_clone(x) for x in (k, v, indices)]
+    ops.gather_kv(*lazy)
+    ops.select_topk(ops.anchor_cosine(lazy[0]), 3)
+    ops.lag_score(*lazy[:2], 5)
+    assert all(torch._C._is_cow_tensor(x) for x in lazy)

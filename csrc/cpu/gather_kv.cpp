@@ -38,7 +38,7 @@ void run(const GatherKVParams& p) {
 void advise_huge_pages(const Tensor& x) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kHuge = uintptr_t{2} << 20;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(x.data_ptr()), bytes = x.numel() * x.element_size();
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(x.mutable_data_ptr()), bytes = x.numel() * x.element_size();
   const uintptr_t first = (begin + kHuge - 1) / kHuge * kHuge, last = (begin + bytes) / kHuge * kHuge;
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
@@ -48,7 +48,7 @@ void advise_huge_pages(const Tensor& x) {
 Tensor fresh(const GatherKVParams& p, const Tensor& like, KVView& rows) {
   const Tensor out = empty(like, std::array{p.b, p.heads, p.indices.m, like.size(3)}, like.scalar_type());
   advise_huge_pages(out);
-  rows = check_kv("gather_kv", "out", out);
+  rows = check_kv("gather_kv", "out", out, true);
   return out;
 }
 

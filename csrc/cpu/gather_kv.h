@@ -16,8 +16,8 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-constexpr int64_t kRun = 256;           // rows in a unit of work
-constexpr int64_t kStreamed = 4 << 20;  // bytes of output from which streaming stores pay
+constexpr int64_t kRun = 256;            // rows in a unit of work
+constexpr int64_t kStreamed = 16 << 20;  // bytes of output from which streaming stores pay
 
 // Rows [first, last) of the output.
 template <class Copy>

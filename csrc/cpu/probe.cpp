@@ -31,8 +31,8 @@ extern "C" __attribute__((visibility("default"))) double kvops_probe_read(const 
                         threads);
 }
 
-// kind 0: memcpy, 1: streaming stores, 2: a plain forward loop, for overlapping moves (split by thread only when the
-// two do not overlap).
+// kind 0: memcpy, 1: streaming stores, 2: a plain forward loop, for source and target in one tensor. For timing only:
+// of an overlapping move the threads' parts meddle with each other.
 extern "C" __attribute__((visibility("default"))) double kvops_probe_copy(void* target, const void* source,
                                                                           size_t bytes, int kind, int threads) {
   return kvops::seconds({static_cast<kvops::Probe>(kind + 2), static_cast<const char*>(source),

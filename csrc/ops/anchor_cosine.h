@@ -43,17 +43,17 @@ inline AnchorCosineParams check_anchor_cosine(const Tensor& k, const OptionalTen
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
   scores = empty(k, std::array{b, heads, n}, ScalarType::Float);
   anchor_out = empty(k, std::array{b, heads, d}, ScalarType::Float);
-  return {view,
-          anchor ? static_cast<const float*>(anchor->data_ptr()) : nullptr,
-          static_cast<float*>(anchor_out.data_ptr()),
-          static_cast<float*>(scores.data_ptr()),
-          dtype,
-          slots,
-          b,
-          heads,
-          n,
-          d,
-          normalize_anchor};
+  return {.k = view,
+          .given_anchor = anchor ? static_cast<const float*>(anchor->const_data_ptr()) : nullptr,
+          .anchor = static_cast<float*>(anchor_out.mutable_data_ptr()),
+          .scores = static_cast<float*>(scores.mutable_data_ptr()),
+          .dtype = dtype,
+          .slots = slots,
+          .b = b,
+          .heads = heads,
+          .n = n,
+          .d = d,
+          .normalize_anchor = normalize_anchor};
 }
 #endif
 

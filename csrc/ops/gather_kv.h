@@ -24,15 +24,15 @@ inline IndexView check_indices(const char* op, const Tensor& indices, const Tens
   check_scalar_type(op, "indices", indices, ScalarType::Long);
   KVOPS_CHECK(indices.dim() == 3 && indices.size(0) == k.size(0) && indices.size(1) == k.size(1), op,
               ": indices must be [batch, heads, kept] = [", k.size(0), ", ", k.size(1), ", m], got ", shape(indices));
-  return {static_cast<const int64_t*>(indices.data_ptr()), indices.stride(0), indices.stride(1), indices.stride(2),
-          indices.size(2)};
+  return {static_cast<const int64_t*>(indices.const_data_ptr()), indices.stride(0), indices.stride(1),
+          indices.stride(2), indices.size(2)};
 }
 
 // What is read, before the targets are known.
 inline GatherKVParams check_gather_kv(const Tensor& k, const Tensor& v, const Tensor& indices) {
   const KVPair kv = check_kv_pair("gather_kv", k, v);
   const IndexView view = check_indices("gather_kv", indices, k);
-  return {kv.k, kv.v, {}, {}, view, kv.b, kv.heads, kv.n};
+  return {.k = kv.k, .v = kv.v, .k_out = {}, .v_out = {}, .indices = view, .b = kv.b, .heads = kv.heads, .n = kv.n};
 }
 
 inline void check_gather_kv_targets(const Tensor& k, const Tensor& v, const Tensor& k_out, const Tensor& v_out,
@@ -42,7 +42,7 @@ inline void check_gather_kv_targets(const Tensor& k, const Tensor& v, const Tens
     check_same_device(op, name, out, k);
     KVOPS_CHECK(out.scalar_type() == k.scalar_type(), op, ": ", name, " must have k's dtype ",
                 torch::headeronly::toString(k.scalar_type()), ", got ", torch::headeronly::toString(out.scalar_type()));
-    const KVView view = check_kv(op, name, out);
+    const KVView view = check_kv(op, name, out, true);
     KVOPS_CHECK(
         out.size(0) == p.b && out.size(1) == p.heads && out.size(2) == p.indices.m && out.size(3) == like.size(3), op,
         ": ", name, " must be [", p.b, ", ", p.heads, ", ", p.indices.m, ", ", like.size(3), "], got ", shape(out));

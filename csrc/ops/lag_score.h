@@ -38,9 +38,20 @@ inline LagScoreParams check_lag_score(const Tensor& k, const Tensor& v, int64_t 
   const ValidSlots slots = check_valid_slots(op, k, kv.b, kv.n, starts, lengths);
   const int64_t segments = num_segments(kv.n, prefix, lag);
   scores = empty(k, std::array{kv.b, kv.heads, segments, lag}, ScalarType::Float);
-  return {
-      kv.k, kv.v,   static_cast<float*>(scores.data_ptr()), kv.dtype,      slots, kv.b, kv.heads, kv.d, kv.dv, segments,
-      lag,  prefix, static_cast<float>(v_weight),           self_reference};
+  return {.k = kv.k,
+          .v = kv.v,
+          .scores = static_cast<float*>(scores.mutable_data_ptr()),
+          .dtype = kv.dtype,
+          .slots = slots,
+          .b = kv.b,
+          .heads = kv.heads,
+          .d = kv.d,
+          .dv = kv.dv,
+          .segments = segments,
+          .lag = lag,
+          .prefix = prefix,
+          .v_weight = static_cast<float>(v_weight),
+          .self_reference = self_reference};
 }
 #endif
 

@@ -80,29 +80,29 @@ inline SelectTopkParams check_select_topk(const Tensor& scores, int64_t k, int64
     check_scalar_type(op, "budgets", *budgets, ScalarType::Int);
     KVOPS_CHECK(budgets->dim() == 2 && budgets->size(0) == b && budgets->size(1) == heads && budgets->is_contiguous(),
                 op, ": budgets must be a contiguous int32 [", b, ", ", heads, "], got ", shape(*budgets));
-    budget = static_cast<const int32_t*>(budgets->data_ptr());
+    budget = static_cast<const int32_t*>(budgets->const_data_ptr());
     for (int64_t i = 0; budgets->is_cpu() && i < b * heads; ++i)
       KVOPS_CHECK(budget[i] >= sinks + window && budget[i] <= k, op, ": budgets must lie in [sinks + window, k] = [",
                   sinks + window, ", ", k, "], got ", budget[i], " for row ", i / heads, ", head ", i % heads);
   }
   indices = empty(scores, std::array{b, heads, width}, ScalarType::Long);
-  return {static_cast<const float*>(scores.data_ptr()),
-          strides[0],
-          strides[1],
-          by_segment ? strides[2] : 0,
-          static_cast<int64_t*>(indices.data_ptr()),
-          slots,
-          budget,
-          b,
-          heads,
-          n,
-          width,
-          segments,
-          lag,
-          k,
-          sinks,
-          window,
-          fill_invalid};
+  return {.scores = static_cast<const float*>(scores.const_data_ptr()),
+          .stride_b = strides[0],
+          .stride_h = strides[1],
+          .stride_s = by_segment ? strides[2] : 0,
+          .indices = static_cast<int64_t*>(indices.mutable_data_ptr()),
+          .slots = slots,
+          .budgets = budget,
+          .b = b,
+          .heads = heads,
+          .n = n,
+          .width = width,
+          .segments = segments,
+          .lag = lag,
+          .k = k,
+          .sinks = sinks,
+          .window = window,
+          .fill_invalid = fill_invalid};
 }
 #endif
 
