@@ -110,6 +110,14 @@ def test_large_means_keep_their_accuracy():
     check(k + 1000 * torch.arange(64.0), v - 500, 64)
 
 
+@pytest.mark.parametrize("offset", [30.0, 3e3, 1e6, -1e8])
+def test_a_subject_far_outside_of_the_reference(offset):
+    """Its normalized values share a huge mean, which a one-pass variance must not drown in."""
+    k, v = torch.randn(2, 1, 2, 96, 64, generator=torch.Generator().manual_seed(0)).unbind(0)
+    k[:, :, :32] += offset
+    check(k, v, 32)
+
+
 def test_long_partitions():
     check(*kit.kv(1, 1, 20000, 8), 9000, 16)
 

@@ -12,8 +12,9 @@
 // the R sums and R sums of squares over channels stay in registers over the whole tile and are reduced together
 // (sum_lanes). z = N - 1/2 makes the one-pass variance accurate: about zero it loses nothing.
 //
-// What is not finite is rare and costs nothing on the way: it makes the variance of its own row NaN or infinite, the
-// tile is then done again by `careful_tile`, which also marks the channels to be left out of the next reference.
+// What is rare costs nothing on the way. A value that is not finite makes the variance of its own row so; a row far
+// outside of the reference's range has a mean that dwarfs its variance. One compare per tile finds both; the tile is
+// then done again by `careful_tile`, which also marks the channels to be left out of the next reference.
 //
 // Work is split over (batch, head) and, when these are few, over runs of partitions (one more partition read per run).
 #include "../dispatch.h"
@@ -64,19 +65,22 @@ struct Channels {
   }
 };
 
-inline void variances(F* sums, int64_t d, float* variance, int64_t count) {
-  const F packed = sum_lanes(sums);  // R sums, then R sums of squares
-  float both[VL];
-  store(both, packed);
-  float s[VL] = {}, q[VL] = {};
+// From R sums and R sums of squares: the rows' unbiased variances over d channels. False if a row needs more care: it
+// is not finite, or its mean is so large beside its variance that their difference has lost digits.
+inline bool variances(F* sums, int64_t d, float* variance, int64_t count) {
+  float both[VL], s[VL] = {}, q[VL];
+  store(both, sum_lanes(sums));
   memcpy(s, both, 4 * R);
+  store(q, splat(1.0f));  // the lanes beyond R pass the test below
   memcpy(q, both + R, 4 * R);
   const F sum = load(s), squares = load(q);
-  const F var = (squares - sum * sum * (1.0f / d)) * (1.0f / (d - 1));
-  store_first(variance, var < 0.0f ? F{} : var, count);  // keeps NaN
+  const F deviation = squares - sum * sum * (1.0f / d);
+  store_first(variance, deviation * (1.0f / (d - 1)), count);
+  const I sound = deviation * 8.0f > squares;  // false for NaN and infinities too
+  return !any_nan(sound ? F{} : splat(__builtin_nanf("")));
 }
 
-// `count` rows one element at a time: rows or channels that are not finite.
+// `count` rows one element at a time and in double, channels of the row that are not finite included.
 template <class T, bool Range>
 __attribute__((noinline)) void careful_tile(const Rows<T>& rows, int64_t first, int64_t count, Channels& channels,
                                             float* variance) {
@@ -141,10 +145,8 @@ inline void sweep(const Rows<T>& rows, int64_t first, int64_t count, Channels& c
       }
     });
     if constexpr (Score) {
-      variances(sums, rows.d, variance + i, live);
-      bool finite = true;
-      for (int64_t r = 0; r < live; ++r) finite &= is_finite(variance[i + r]);
-      if (__builtin_expect(!finite, 0)) careful_tile<T, Range>(rows, first + i, live, channels, variance + i);
+      if (__builtin_expect(!variances(sums, rows.d, variance + i, live), 0))
+        careful_tile<T, Range>(rows, first + i, live, channels, variance + i);
     }
   }
 }
