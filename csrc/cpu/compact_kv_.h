@@ -3,9 +3,9 @@
 // Kept slots ascend, so slot i receives a row from index[i] >= i: going forward, a destination never overtakes a source
 // that is still needed, and no extra memory is used. Within a head the rows are one chain, so they are not split over
 // threads by token; K, V, the heads, and if those are too few, columns of the rows (whole cache lines) are.
-// Kept rows in runs move at 79-104 % of a plain loop that shifts as many bytes in place, rows scattered at random at
-// 59-76 %; gather_kv.h says why. Streaming stores save the read of a destination that has left the cache.
-// The leading slots that stay where they are (sinks, LagKV's static part) are skipped.
+// One run of rows moves at 108-117 % of a plain loop that shifts as many bytes in place, rows scattered at random at
+// 73-77 % (bench/results/cpu-v4.json); gather_kv.h says why. Streaming stores save the read of a destination that has
+// left the cache. The leading slots that stay where they are (sinks, LagKV's static part) are skipped.
 #include "../ops/compact_kv_.h"
 #include "rows.h"
 

@@ -4,10 +4,9 @@
 // that it is about to overwrite; so once the output is larger than the caches it is written with streaming stores.
 // Kept rows lie scattered, so the rows ahead are prefetched by hand.
 //
-// What bounds it is how the kept rows lie. Kept in one run or in runs of 256, a quarter of 65536 rows moves at 83-90 %
-// of a streaming copy of as many bytes; scattered at random, at 61-67 % (2 cores, DRAM), and a bare loop over the same
-// rows does no better with any distance, order or kind of prefetch: between the rows, memory reads what nobody asked
-// for.
+// What bounds it is how the kept rows lie. Kept in one run, a quarter of 65536 rows moves at 83-91 % of the best copy
+// of as many bytes; scattered at random, at 54-70 % (bench/results/cpu-v4.json), and a bare loop over the same rows
+// does no better with any distance, order or kind of prefetch: between the rows, memory reads what nobody asked for.
 //
 // Work is split over (batch, head) and over runs of kept rows. All indices were checked before.
 #include "../ops/gather_kv.h"
