@@ -1,9 +1,11 @@
+// check.h first: it makes the checks in ops/ visible.
 #include "../check.h"
 //
 #include "../ops/anchor_cosine.h"
 #include "launch.h"
 
 namespace kvops {
+
 KVOPS_LEVELS(anchor_cosine, AnchorCosineParams)
 
 namespace {

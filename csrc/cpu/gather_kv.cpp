@@ -1,3 +1,4 @@
+// check.h first: it makes the checks in ops/ visible.
 #include "../check.h"
 //
 #include <sys/mman.h>

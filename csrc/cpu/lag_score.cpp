@@ -1,9 +1,11 @@
+// check.h first: it makes the checks in ops/ visible.
 #include "../check.h"
 //
 #include "../ops/lag_score.h"
 #include "launch.h"
 
 namespace kvops {
+
 KVOPS_LEVELS(lag_score, LagScoreParams)
 
 namespace {

@@ -1,6 +1,5 @@
-#include "../check.h"
-//
 #include <chrono>
+#include <vector>
 
 #include "launch.h"
 #include "probe_params.h"
