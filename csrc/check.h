@@ -44,12 +44,17 @@ inline std::string shape(const Tensor& x) {
   return text.str();
 }
 
-inline void check_same_device(const char* op, const char* name, const Tensor& x, const Tensor& like) {
-  int32_t type, like_type;
-  aoti_torch_get_device_type(x.get(), &type);
-  aoti_torch_get_device_type(like.get(), &like_type);
-  KVOPS_CHECK(type == like_type && x.get_device_index() == like.get_device_index(), op, ": ", name,
-              " must be on the device of the first tensor, got another device");
+inline std::string device(const Tensor& x) {
+  if (x.is_cpu()) return "cpu";
+  return (x.is_cuda() ? "cuda:" : "another device, index ") + std::to_string(x.get_device_index());
+}
+
+inline void check_same_device(const char* op, const char* name, const Tensor& x, const Tensor& first) {
+  int32_t type, first_type;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(first.get(), &first_type));
+  KVOPS_CHECK(type == first_type && x.get_device_index() == first.get_device_index(), op, ": ", name,
+              " must be on the first tensor's device ", device(first), ", got ", device(x));
 }
 
 inline DType check_dtype(const char* op, const char* name, const Tensor& x) {

@@ -51,8 +51,8 @@ def build_info() -> dict:
     """What this kvops is: versions, the CPU instruction set in use, what was built, what was not and why.
 
     Returns a dict: kvops, torch (running), torch_build (compiled against), torch_target (oldest that can load it),
-    compiler, isa (in use: v2, v3, v4 for x86-64 levels, neon), isa_built, threads, cuda (built, loaded, why),
-    library (path).
+    compiler, isa (in use: v2, v3, v4 are the x86-64 levels, baseline elsewhere), isa_built, cuda (built, why), threads,
+    isa_forced (KVOPS_ISA, if set), library (path).
     """
     facts = json.loads(_library.kvops_facts())
     facts.pop("error")

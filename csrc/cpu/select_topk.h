@@ -7,7 +7,7 @@
 //   3. the keys of that bin, usually a handful, are picked out and a radix select finds the threshold and how many of
 //      the keys equal to it still fit;
 //   4. one pass writes the slots above the threshold, and the first of the equal ones, in ascending order.
-// So a score is read four times, three of them from the cache, at 16 a cycle or so; step 2 costs the most.
+// So a score is read four times, three of them from the cache.
 //
 // Work is split over rows and segments; a single long row is cut into chunks that go through the steps together.
 #include "../dispatch.h"
