@@ -106,7 +106,24 @@ inline KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, bo
   return {k_view, v_view, dtype, k.size(0), k.size(1), k.size(2), k.size(3), v.size(3)};
 }
 
-// starts and lengths of a padded batch. On the CPU their values are checked too; a GPU's are not read back.
+// Are values that lie on a GPU (indices, starts, lengths, budgets) read back and checked? kvops.debug_checks() says so;
+// one flag for each of the two libraries.
+inline bool& debug_checks() {
+  static bool on = false;
+  return on;
+}
+
+// x where its values can be checked: itself on the CPU; a GPU's, copied here, or nothing, as debug_checks() says.
+inline OptionalTensor readable(const Tensor& x) {
+#if defined(USE_CUDA) || defined(KVOPS_CUDASIM)
+  if (!debug_checks()) return std::nullopt;
+  return torch::stable::to(x, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+#else
+  return x;
+#endif
+}
+
+// starts and lengths of a padded batch.
 inline ValidSlots check_valid_slots(const char* op, const Tensor& like, int64_t b, int64_t n,
                                     const OptionalTensor& starts, const OptionalTensor& lengths) {
   KVOPS_CHECK(n <= std::numeric_limits<int32_t>::max(), op, ": the number of tokens must fit int32, got ", n);
@@ -121,11 +138,15 @@ inline ValidSlots check_valid_slots(const char* op, const Tensor& like, int64_t 
   };
   slots.starts = check("starts", starts);
   slots.lengths = check("lengths", lengths);
-  if (like.is_cpu() && (starts || lengths)) {
-    for (int64_t i = 0; i < b; ++i)
-      KVOPS_CHECK(slots.first(i) >= 0 && slots.count(i) >= 0 && slots.first(i) + slots.count(i) <= n, op,
-                  ": starts and lengths of row ", i, " must lie in [0, ", n, "], got start ", slots.first(i),
-                  ", length ", slots.count(i));
+  const OptionalTensor start_values = starts ? readable(*starts) : starts;
+  const OptionalTensor length_values = lengths ? readable(*lengths) : lengths;
+  if (!start_values && !length_values) return slots;
+  const auto at = [](const OptionalTensor& x, int64_t i) { return static_cast<const int32_t*>(x->const_data_ptr())[i]; };
+  for (int64_t i = 0; i < b; ++i) {
+    const int64_t start = start_values ? at(start_values, i) : 0;
+    const int64_t length = length_values ? at(length_values, i) : n - start;
+    KVOPS_CHECK(start >= 0 && length >= 0 && start + length <= n, op, ": starts and lengths of row ", i,
+                " must lie in [0, ", n, "], got start ", start, ", length ", length);
   }
   return slots;
 }

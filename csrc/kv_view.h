@@ -3,6 +3,12 @@
 
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define KVOPS_HOST_DEVICE __host__ __device__
+#else
+#define KVOPS_HOST_DEVICE
+#endif
+
 namespace kvops {
 
 enum class DType : int32_t { f32, f16, bf16 };
@@ -21,32 +27,26 @@ struct KVView {
   int64_t stride_b, stride_h, stride_n;  // bytes
   int64_t row_bytes;                     // d * itemsize, a multiple of 16
 
-#ifdef __CUDACC__
-  __host__ __device__
-#endif
-      char* row(int64_t b, int64_t h, int64_t i) const {
+  KVOPS_HOST_DEVICE char* row(int64_t b, int64_t h, int64_t i) const {
     return data + b * stride_b + h * stride_h + i * stride_n;
   }
 };
 
-// Which slots of a padded batch hold tokens: row b's are [first(b), first(b) + count(b)).
+// Which slots of a padded batch hold tokens: row b's are [first(b), first(b) + count(b)). What lies on a GPU is not
+// checked on the host, so values out of range are clamped to [0, n] here.
 struct ValidSlots {
   const int32_t* starts;   // [b] or null: 0
   const int32_t* lengths;  // [b] or null: n - starts
   int64_t n;
 
-#ifdef __CUDACC__
-  __host__ __device__
-#endif
-      int64_t first(int64_t b) const {
-    return starts ? starts[b] : 0;
+  KVOPS_HOST_DEVICE int64_t first(int64_t b) const { return starts ? clamped(starts[b], n) : 0; }
+  KVOPS_HOST_DEVICE int64_t count(int64_t b) const {
+    const int64_t most = n - first(b);
+    return lengths ? clamped(lengths[b], most) : most;
   }
-#ifdef __CUDACC__
-  __host__ __device__
-#endif
-      int64_t count(int64_t b) const {
-    return lengths ? lengths[b] : n - first(b);
-  }
+
+ private:
+  KVOPS_HOST_DEVICE static int64_t clamped(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
 };
 
 }  // namespace kvops

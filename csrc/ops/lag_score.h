@@ -15,7 +15,7 @@ struct LagScoreParams {
 };
 
 // Scored partitions of count slots: all complete ones behind the prefix but the last, which is only a reference.
-inline int64_t num_segments(int64_t count, int64_t prefix, int64_t lag) {
+KVOPS_HOST_DEVICE inline int64_t num_segments(int64_t count, int64_t prefix, int64_t lag) {
   const int64_t complete = count > prefix ? (count - prefix) / lag : 0;
   return complete > 1 ? complete - 1 : 0;
 }

@@ -18,7 +18,7 @@ struct SelectTopkParams {
 };
 
 // LagKV Eq. 10: slots kept of n.
-inline int64_t kept_length(int64_t n, int64_t prefix, int64_t lag, int64_t m) {
+KVOPS_HOST_DEVICE inline int64_t kept_length(int64_t n, int64_t prefix, int64_t lag, int64_t m) {
   return n - num_segments(n, prefix, lag) * (lag - m);
 }
 
@@ -81,9 +81,11 @@ inline SelectTopkParams check_select_topk(const Tensor& scores, int64_t k, int64
     KVOPS_CHECK(budgets->dim() == 2 && budgets->size(0) == b && budgets->size(1) == heads && budgets->is_contiguous(),
                 op, ": budgets must be a contiguous int32 [", b, ", ", heads, "], got ", shape(*budgets));
     budget = static_cast<const int32_t*>(budgets->const_data_ptr());
-    for (int64_t i = 0; budgets->is_cpu() && i < b * heads; ++i)
-      KVOPS_CHECK(budget[i] >= sinks + window && budget[i] <= k, op, ": budgets must lie in [sinks + window, k] = [",
-                  sinks + window, ", ", k, "], got ", budget[i], " for row ", i / heads, ", head ", i % heads);
+    const OptionalTensor values = readable(*budgets);
+    const int32_t* value = values ? static_cast<const int32_t*>(values->const_data_ptr()) : nullptr;
+    for (int64_t i = 0; value && i < b * heads; ++i)
+      KVOPS_CHECK(value[i] >= sinks + window && value[i] <= k, op, ": budgets must lie in [sinks + window, k] = [",
+                  sinks + window, ", ", k, "], got ", value[i], " for row ", i / heads, ", head ", i % heads);
   }
   indices = empty(scores, std::array{b, heads, width}, ScalarType::Long);
   return {.scores = static_cast<const float*>(scores.const_data_ptr()),

@@ -1,0 +1,61 @@
+// The kept rows of K and V.
+//
+// Bytes that must move: each kept row read once, written once. Pure movement, so the width of an access is the largest
+// that all pointers and strides allow (16 bytes as a rule) and each lane has kAhead of them in flight. 2^lanes_log2
+// neighbouring lanes share a row: consecutive kept rows leave in consecutive bytes.
+//
+// Grid: x runs over (batch, head, tile of kept rows), y over K and V. Not yet measured on a GPU.
+//
+// Indices are not looked at on the host (that would wait for the GPU): -1, and whatever lies outside [0, n), gives zeros.
+#pragma once
+#include "../ops/gather_kv.h"
+#include "move.cuh"
+
+namespace kvops {
+namespace {
+
+template <class Unit>
+__global__ void __launch_bounds__(kMoveThreads) gather_kv_kernel(GatherKVParams p, int lanes_log2, int64_t tiles) {
+  const KVView in = blockIdx.y ? p.v : p.k, out = blockIdx.y ? p.v_out : p.k_out;
+  const int64_t row = blockIdx.x / tiles, b = row / p.heads, h = row % p.heads, m = p.indices.m;
+  const int64_t* index = p.indices.data + b * p.indices.stride_b + h * p.indices.stride_h;
+  const char* const from = in.row(b, h, 0);
+  char* const to = out.row(b, h, 0);
+
+  const int lanes = 1 << lanes_log2, lane = threadIdx.x % lanes, step = kMoveThreads / lanes;
+  const int64_t first = (blockIdx.x % tiles) * (step * kAhead) + threadIdx.x / lanes;
+  int64_t source[kAhead];
+#pragma unroll
+  for (int u = 0; u < kAhead; ++u) {
+    const int64_t i = first + u * step;
+    source[u] = i < m ? index[i * p.indices.stride_m] : -1;
+  }
+  const int units = static_cast<int>(in.row_bytes / sizeof(Unit));
+  for (int c = lane; c < units; c += lanes) {
+    Unit x[kAhead] = {};
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u)
+      if (0 <= source[u] && source[u] < p.n)
+        x[u] = __ldg(reinterpret_cast<const Unit*>(from + source[u] * in.stride_n) + c);
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u)
+      if (first + u * step < m) reinterpret_cast<Unit*>(to + (first + u * step) * out.stride_n)[c] = x[u];
+  }
+}
+
+inline void gather_kv_cuda(const GatherKVParams& p, cudaStream_t stream) {
+  const int64_t m = p.indices.m;
+  if (p.b * p.heads * m == 0) return;
+  const uint64_t bits = address_bits(p.k, p.b, p.heads, p.n) | address_bits(p.v, p.b, p.heads, p.n) |
+                        address_bits(p.k_out, p.b, p.heads, m) | address_bits(p.v_out, p.b, p.heads, m);
+  with_unit(bits, [&](auto unit) {
+    using Unit = decltype(unit);
+    const int64_t widest = p.k.row_bytes > p.v.row_bytes ? p.k.row_bytes : p.v.row_bytes;
+    const int lanes_log2 = shared_lanes_log2(widest / sizeof(Unit));
+    const int64_t tile = (kMoveThreads >> lanes_log2) * kAhead, tiles = (m + tile - 1) / tile;
+    launch<gather_kv_kernel<Unit>>(grid_of(p.b * p.heads * tiles, 2), kMoveThreads, 0, stream, p, lanes_log2, tiles);
+  });
+}
+
+}  // namespace
+}  // namespace kvops

@@ -1,0 +1,34 @@
+// Moving rows as they are: what gather_kv and compact_kv_ share.
+#pragma once
+#include "vec.cuh"
+
+namespace kvops {
+namespace {
+
+constexpr int kMoveThreads = 256;
+constexpr int kAhead = 4;  // accesses that a lane has in flight
+
+// The bits in which addresses of x's rows differ from a multiple of anything. Strides of dims of one entry do not matter.
+inline uint64_t address_bits(const KVView& x, int64_t b, int64_t heads, int64_t n) {
+  return reinterpret_cast<uintptr_t>(x.data) | static_cast<uint64_t>(b > 1 ? x.stride_b : 0) |
+         static_cast<uint64_t>(heads > 1 ? x.stride_h : 0) | static_cast<uint64_t>(n > 1 ? x.stride_n : 0);
+}
+
+// fn(Unit{}), the widest unit that divides all addresses: 16 bytes, or down to one element of 2.
+template <class Fn>
+inline void with_unit(uint64_t bits, const Fn& fn) {
+  if (bits % 16 == 0) return fn(uint4{});
+  if (bits % 8 == 0) return fn(uint2{});
+  if (bits % 4 == 0) return fn(0u);
+  return fn(static_cast<unsigned short>(0));
+}
+
+// log2 of the lanes that share a row of `units`, at most a warp.
+inline int shared_lanes_log2(int64_t units) {
+  int log2 = 0;
+  while (log2 < 5 && (int64_t{1} << log2) < units) ++log2;
+  return log2;
+}
+
+}  // namespace
+}  // namespace kvops

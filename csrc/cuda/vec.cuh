@@ -1,0 +1,87 @@
+// How warps read rows of K and V: 16-byte pieces, as fp32 in registers.
+//
+// A row of d elements is d * itemsize / 16 pieces. `kLanes` neighbouring lanes of a warp share a row (a power of two, so
+// that their sums meet in log2 shuffles), so a warp reads 32 / kLanes rows at once; lane l holds the pieces l,
+// l + kLanes, ... (`kPieces` of them). with_lanes() picks both from the number of pieces.
+#pragma once
+#include "../dispatch.h"
+#include "device.cuh"
+
+namespace kvops {
+namespace {
+
+constexpr unsigned kWarp = 0xffffffffu;         // the mask of all lanes
+constexpr int64_t kMaxHeadDim = 1024;           // elements; a row is at most kMaxPieces pieces for each of 32 lanes
+constexpr int64_t kRowAlignment = 16;           // bytes of a piece
+
+template <int Lanes, int Pieces>
+struct RowLanes {
+  static constexpr int kLanes = Lanes, kPieces = Pieces, kRows = 32 / Lanes;
+};
+
+// fn(RowLanes<...>{}) for rows of so many pieces. kMaxHeadDim bounds them: checks refuse wider rows.
+template <class Fn>
+inline void with_lanes(int64_t pieces, const Fn& fn) {
+  if (pieces <= 8) return fn(RowLanes<8, 1>{});
+  if (pieces <= 16) return fn(RowLanes<16, 1>{});
+  if (pieces <= 32) return fn(RowLanes<32, 1>{});
+  if (pieces <= 64) return fn(RowLanes<32, 2>{});
+  if (pieces <= 128) return fn(RowLanes<32, 4>{});
+  return fn(RowLanes<32, 8>{});
+}
+
+// Elements in a piece.
+template <class T>
+constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
+
+// Do all rows start at a multiple of 16 bytes? Strides of dims of one entry do not matter.
+inline bool aligned_rows(const KVView& x, int64_t b, int64_t heads, int64_t n) {
+  const auto steps = [](int64_t size, int64_t stride) { return size > 1 && stride % kRowAlignment != 0; };
+  return reinterpret_cast<uintptr_t>(x.data) % kRowAlignment == 0 && !steps(b, x.stride_b) &&
+         !steps(heads, x.stride_h) && !steps(n, x.stride_n);
+}
+
+__device__ inline float to_float(float x) {
+  return x;
+}
+__device__ inline float to_float(Half x) {
+  return __half2float(__ushort_as_half(x.bits));
+}
+__device__ inline float to_float(BFloat16 x) {
+  return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
+}
+
+// One piece: in one access where rows are 16-byte aligned (`wide`), else element by element.
+template <class T>
+__device__ inline uint4 load_piece(const char* p, bool wide) {
+  if (wide) return __ldg(reinterpret_cast<const uint4*>(p));
+  unsigned word[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      word[i] = __ldg(reinterpret_cast<const unsigned*>(p) + i);
+    } else {
+      const unsigned short* half = reinterpret_cast<const unsigned short*>(p) + 2 * i;
+      word[i] = __ldg(half) | static_cast<unsigned>(__ldg(half + 1)) << 16;
+    }
+  }
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+// The elements of a piece.
+template <class T>
+__device__ inline void unpack(uint4 piece, float (&x)[kPiece<T>]) {
+  const unsigned word[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      x[i] = __uint_as_float(word[i]);
+    } else {
+      x[2 * i] = to_float(T{static_cast<uint16_t>(word[i] & 0xffffu)});
+      x[2 * i + 1] = to_float(T{static_cast<uint16_t>(word[i] >> 16)});
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvops

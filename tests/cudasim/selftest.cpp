@@ -1,0 +1,108 @@
+// Kernels with one fault each, for test_selftest.py: what the simulator, or a sanitizer, says of them.
+#include "cudasim.h"
+using cudasim::guarded;
+namespace {
+__global__ void barrier_in_branch(float* x) {
+  if (threadIdx.x < 40) __syncthreads();
+  x[threadIdx.x] = 1;
+}
+__global__ void two_barriers(float* x) {
+  if (threadIdx.x % 2) {
+    x[0] = 1;
+    __syncthreads();
+  } else {
+    __syncthreads();
+  }
+}
+__global__ void lane_outside_mask(int* x) { x[threadIdx.x] = __shfl_sync(0xffffu, int(threadIdx.x), 0); }
+__global__ void early_return(int* x, int n) {
+  if (int(threadIdx.x) >= n) return;
+  x[threadIdx.x] = __shfl_xor_sync(~0u, int(threadIdx.x), 1);
+}
+__global__ void partial_warp(int* x) { x[threadIdx.x] = __shfl_xor_sync(~0u, int(threadIdx.x), 16); }
+__global__ void half_warps(int* x) {  // legal: disjoint masks meet apart
+  const int lane = threadIdx.x % 32;
+  x[threadIdx.x] = lane < 16 ? __shfl_sync(0xffffu, lane, 3) : __shfl_sync(0xffff0000u, lane, 20);
+}
+__global__ void broadcast(int* x) {  // right only if thread 0 runs first
+  __shared__ int value;
+  if (threadIdx.x == 0) value = 7;
+#ifndef PLANT
+  __syncthreads();
+#endif
+  x[threadIdx.x] = value;
+}
+__global__ void uninitialised(int* x) {
+  __shared__ int count;
+  atomicAdd(&count, 1);
+  __syncthreads();
+  x[threadIdx.x] = count;
+}
+__global__ void warp_synchronous(int* x) {  // relies on lanes running in step
+  __shared__ int v[32];
+  v[threadIdx.x] = threadIdx.x;
+#ifndef PLANT
+  __syncwarp();
+#endif
+  x[threadIdx.x] = v[31 - threadIdx.x];
+}
+__global__ void static_overrun(float* x, int i) {
+  __shared__ float v[8];
+  float* p = v;
+  p[i] = 1;
+  x[0] = p[0];
+}
+__global__ void dynamic_overrun(float* x, int i) {
+  DYNAMIC_SHARED(float, v);
+  v[i] = 1;
+  x[0] = v[0];
+}
+__global__ void misaligned(float* x, int i) { x[0] = reinterpret_cast<const float4*>(x + i)->x; }
+__global__ void last_block(int* x, unsigned* counter, int* total) {  // legal: the last block to finish sums up
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    x[blockIdx.x] = blockIdx.x + 1;
+    __threadfence();
+    last = atomicAdd(counter, 1u) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (last && threadIdx.x == 0) {
+    __threadfence();
+    for (unsigned i = 0; i < gridDim.x; ++i) *total += __ldcg(x + i);
+  }
+}
+__global__ void collectives(int* x) {
+  const int t = threadIdx.x, lane = t % 32;
+  int ok = __ballot_sync(~0u, lane % 3 == 0) == 0x49249249u;
+  ok &= __any_sync(~0u, lane == 5) && !__all_sync(~0u, lane == 5) && __all_sync(~0u, lane < 32);
+  ok &= __shfl_up_sync(~0u, lane, 4) == (lane < 4 ? lane : lane - 4);
+  ok &= __shfl_down_sync(~0u, lane, 4, 8) == (lane % 8 < 4 ? lane + 4 : lane);
+  ok &= __shfl_sync(~0u, lane, 9, 8) == lane / 8 * 8 + 1;
+  ok &= __shfl_xor_sync(~0u, double(lane), 1) == (lane ^ 1);
+  ok &= __reduce_add_sync(~0u, unsigned(lane)) == 496 && __reduce_max_sync(~0u, lane) == 31;
+  ok &= __popc(__match_any_sync(~0u, lane / 4)) == 4;
+  ok &= __syncthreads_count(t < 10) == 10 && __syncthreads_or(t == 63) && !__syncthreads_and(t < 63);
+  ok &= __bfloat162float(__shfl_sync(~0u, __float2bfloat16(float(lane)), 2)) == 2;
+  ok &= max(3, 5u) == 5u && min(-1.0f, 2) == -1.0f && __clz(1) == 31 && __ffs(8) == 4 && __brev(1) == 0x80000000u;
+  x[t] = ok;
+}
+}  // namespace
+extern "C" {
+#define RUN(name, grid, block, bytes, ...) return guarded([&] { launch<name>(grid, block, bytes, nullptr, __VA_ARGS__); })
+const char* run_barrier_in_branch(float* x) { RUN(barrier_in_branch, 1, 64, 0, x); }
+const char* run_two_barriers(float* x) { RUN(two_barriers, 1, 64, 0, x); }
+const char* run_lane_outside_mask(int* x) { RUN(lane_outside_mask, 1, 32, 0, x); }
+const char* run_early_return(int* x, int n) { RUN(early_return, 1, 64, 0, x, n); }
+const char* run_partial_warp(int* x) { RUN(partial_warp, 1, 40, 0, x); }
+const char* run_half_warps(int* x) { RUN(half_warps, 1, 64, 0, x); }
+const char* run_broadcast(int* x) { RUN(broadcast, 1, 64, 0, x); }
+const char* run_uninitialised(int* x) { RUN(uninitialised, 1, 64, 0, x); }
+const char* run_warp_synchronous(int* x) { RUN(warp_synchronous, 1, 32, 0, x); }
+const char* run_static_overrun(float* x, int i) { RUN(static_overrun, 1, 1, 0, x, i); }
+const char* run_dynamic_overrun(float* x, int i) { RUN(dynamic_overrun, 1, 1, 32, x, i); }
+const char* run_misaligned(float* x, int i) { RUN(misaligned, 1, 1, 0, x, i); }
+const char* run_last_block(int* x, unsigned* counter, int* total) { RUN(last_block, 8, 64, 0, x, counter, total); }
+const char* run_collectives(int* x) { RUN(collectives, 2, 64, 0, x); }
+const char* run_empty_block(int* x) { RUN(collectives, 1, 0, 0, x); }
+const char* run_big_block(int* x) { RUN(collectives, 1, 1056, 0, x); }
+}
