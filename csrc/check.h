@@ -141,7 +141,9 @@ inline ValidSlots check_valid_slots(const char* op, const Tensor& like, int64_t 
   const OptionalTensor start_values = starts ? readable(*starts) : starts;
   const OptionalTensor length_values = lengths ? readable(*lengths) : lengths;
   if (!start_values && !length_values) return slots;
-  const auto at = [](const OptionalTensor& x, int64_t i) { return static_cast<const int32_t*>(x->const_data_ptr())[i]; };
+  const auto at = [](const OptionalTensor& x, int64_t i) {
+    return static_cast<const int32_t*>(x->const_data_ptr())[i];
+  };
   for (int64_t i = 0; i < b; ++i) {
     const int64_t start = start_values ? at(start_values, i) : 0;
     const int64_t length = length_values ? at(length_values, i) : n - start;

@@ -43,6 +43,14 @@ Isa chosen_level() {
   throw std::invalid_argument(std::string("KVOPS_ISA must be one of " KVOPS_LEVEL_LIST ", got ") + forced);
 }
 
+// "a,b" as the JSON list ["a", "b"].
+std::string json_list(const std::string& text) {
+  std::string list;
+  std::istringstream items(text);
+  for (std::string item; std::getline(items, item, ',');) list += (list.empty() ? "\"" : ", \"") + item + '"';
+  return '[' + list + ']';
+}
+
 }  // namespace
 
 Isa isa() {
@@ -60,8 +68,6 @@ extern "C" __attribute__((visibility("default"))) const char* kvops_facts() {
     } catch (const std::invalid_argument& wrong) {
       error = wrong.what();
     }
-    std::string levels = KVOPS_LEVEL_LIST;
-    for (size_t at = 0; (at = levels.find(',', at)) != std::string::npos; at += 4) levels.replace(at, 1, "\", \"");
     std::ostringstream json;
     json << "{\"torch_build\": \"" KVOPS_TORCH_BUILD "\", \"torch_target\": \"2.10\", \"compiler\": \""
 #if defined(__clang__)
@@ -69,9 +75,9 @@ extern "C" __attribute__((visibility("default"))) const char* kvops_facts() {
 #else
          << "gcc " << __GNUC__ << '.' << __GNUC_MINOR__ << '.' << __GNUC_PATCHLEVEL__
 #endif
-         << "\", \"isa\": \"" << level << "\", \"isa_built\": [\"" << levels
-         << "\"], \"cuda\": {\"built\": " KVOPS_CUDA_BUILT ", \"why\": \"" KVOPS_CUDA_WHY "\"}, \"error\": \"" << error
-         << "\"}";
+         << "\", \"isa\": \"" << level << "\", \"isa_built\": " << kvops::json_list(KVOPS_LEVEL_LIST)
+         << ", \"cuda\": {\"built\": " KVOPS_CUDA_BUILT ", \"archs\": " << kvops::json_list(KVOPS_CUDA_ARCHS)
+         << ", \"why\": \"" KVOPS_CUDA_WHY "\"}, \"error\": \"" << error << "\"}";
     return json.str();
   }();
   return facts.c_str();

@@ -7,7 +7,8 @@ namespace {
 
 void compact_kv_(const Tensor& k, const Tensor& v, const Tensor& indices) {
   const CompactKVParams p = check_compact_kv_(k, v, indices);
-  compact_kv__cuda(p, OnDevice(k).stream());
+  const OnDevice device(k);
+  compact_kv__cuda(p, device.stream());
 }
 
 }  // namespace

@@ -2,12 +2,12 @@
 //
 // Bytes that must move: each kept row read once, written once; no extra memory. Kept slots ascend, so slot i receives a
 // row from index[i] >= i. A block owns a column slice of one head of K or V and walks its tiles of slots forward: all
-// rows of a tile are in registers before the first is written (the barrier), and what later tiles read lies behind every
-// slot that has been written (index[j] >= j). So the next tile is fetched while the last is on its way out.
+// rows of a tile are in registers before the first is written (the barrier), and what later tiles read lies behind
+// every slot that has been written (index[j] >= j). So the next tile is fetched while the last is on its way out.
 //
-// Rows of a head are one chain, hence one block's; parallel are K and V, heads, batch, and column slices of a row. Slices
-// get narrower, down to a 32-byte sector, until there are two blocks for each multiprocessor. A single layer of 8 heads
-// of 256 bytes is 128 blocks. Not yet measured on a GPU.
+// Rows of a head are one chain, hence one block's; parallel are K and V, heads, batch, and column slices of a row.
+// Slices get narrower, down to a 32-byte sector, until there are two blocks for each multiprocessor. A single layer of
+// 8 heads of 256 bytes is 128 blocks. Not yet measured on a GPU.
 //
 // Grid: x runs over (batch, head, slice), y over K and V. Indices are not looked at on the host: -1 gives zeros; an
 // entry outside [-1, n), or not above the one before it, or below its own slot, is skipped and its slot left as it is.

@@ -7,7 +7,8 @@ namespace {
 
 void run(const Tensor& like, const Tensor& indices, const GatherKVParams& p) {
   check_index_values("gather_kv", indices, p.n);
-  gather_kv_cuda(p, OnDevice(like).stream());
+  const OnDevice device(like);
+  gather_kv_cuda(p, device.stream());
 }
 
 // A fresh contiguous [b, Hk, m, d] like `like`, and its rows.

@@ -6,7 +6,8 @@
 //
 // Grid: x runs over (batch, head, tile of kept rows), y over K and V. Not yet measured on a GPU.
 //
-// Indices are not looked at on the host (that would wait for the GPU): -1, and whatever lies outside [0, n), gives zeros.
+// Indices are not looked at on the host (that would wait for the GPU): -1, and whatever lies outside [0, n), gives
+// zeros.
 #pragma once
 #include "../ops/gather_kv.h"
 #include "move.cuh"

@@ -49,8 +49,8 @@ class Workspace {
 
 // The kernels hold a row in the registers of one warp.
 inline void check_head_dim(const char* op, const char* name, const Tensor& x) {
-  KVOPS_CHECK(x.size(3) <= kMaxHeadDim, op, ": head_dim of ", name, " must be at most ", kMaxHeadDim,
-              " on a GPU, got ", x.size(3));
+  KVOPS_CHECK(x.size(3) <= kMaxHeadDim, op, ": head_dim of ", name, " must be at most ", kMaxHeadDim, " on a GPU, got ",
+              x.size(3));
 }
 
 }  // namespace kvops

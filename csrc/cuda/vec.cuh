@@ -1,8 +1,8 @@
 // How warps read rows of K and V: 16-byte pieces, as fp32 in registers.
 //
-// A row of d elements is d * itemsize / 16 pieces. `kLanes` neighbouring lanes of a warp share a row (a power of two, so
-// that their sums meet in log2 shuffles), so a warp reads 32 / kLanes rows at once; lane l holds the pieces l,
-// l + kLanes, ... (`kPieces` of them). with_lanes() picks both from the number of pieces.
+// A row of d elements is d * itemsize / 16 pieces. `kLanes` neighbouring lanes of a warp share a row (a power of two,
+// so that their sums meet in log2 shuffles), so a warp reads 32 / kLanes rows at once; lane l holds the pieces l, l +
+// kLanes, ... (`kPieces` of them). with_lanes() picks both from the number of pieces.
 #pragma once
 #include "../dispatch.h"
 #include "device.cuh"
@@ -10,29 +10,31 @@
 namespace kvops {
 namespace {
 
-constexpr unsigned kWarp = 0xffffffffu;         // the mask of all lanes
-constexpr int64_t kMaxHeadDim = 1024;           // elements; a row is at most kMaxPieces pieces for each of 32 lanes
-constexpr int64_t kRowAlignment = 16;           // bytes of a piece
+constexpr unsigned kWarp = 0xffffffffu;  // the mask of all lanes
+constexpr int64_t kMaxHeadDim = 1024;    // elements of a row, which one warp holds in registers
+constexpr int64_t kRowAlignment = 16;    // bytes of a piece
 
 template <int Lanes, int Pieces>
 struct RowLanes {
   static constexpr int kLanes = Lanes, kPieces = Pieces, kRows = 32 / Lanes;
 };
 
-// fn(RowLanes<...>{}) for rows of so many pieces. kMaxHeadDim bounds them: checks refuse wider rows.
-template <class Fn>
+// Elements in a piece.
+template <class T>
+constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
+
+// fn(RowLanes<...>{}) for rows of T of so many pieces. kMaxHeadDim bounds them: checks refuse wider rows.
+template <class T = float, class Fn>
 inline void with_lanes(int64_t pieces, const Fn& fn) {
   if (pieces <= 8) return fn(RowLanes<8, 1>{});
   if (pieces <= 16) return fn(RowLanes<16, 1>{});
   if (pieces <= 32) return fn(RowLanes<32, 1>{});
   if (pieces <= 64) return fn(RowLanes<32, 2>{});
-  if (pieces <= 128) return fn(RowLanes<32, 4>{});
-  return fn(RowLanes<32, 8>{});
+  if constexpr (sizeof(T) == 4) {
+    if (pieces > 128) return fn(RowLanes<32, 8>{});
+  }
+  return fn(RowLanes<32, 4>{});
 }
-
-// Elements in a piece.
-template <class T>
-constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
 
 // Do all rows start at a multiple of 16 bytes? Strides of dims of one entry do not matter.
 inline bool aligned_rows(const KVView& x, int64_t b, int64_t heads, int64_t n) {

@@ -23,8 +23,7 @@ inline void check_ascending_values(const char* op, const Tensor& indices, int64_
       int64_t kept = m;
       while (kept > 0 && row[(kept - 1) * stride] == -1) --kept;
       int64_t wrong = 0;
-      for (int64_t i = 1; i < kept; ++i)
-        wrong |= row[i * stride] <= row[(i - 1) * stride] ? -1 : row[(i - 1) * stride];
+      for (int64_t i = 1; i < kept; ++i) wrong |= row[i * stride] <= row[(i - 1) * stride] ? -1 : row[(i - 1) * stride];
       if (kept) wrong |= row[0] | (n - 1 - row[(kept - 1) * stride]);
       int64_t last = -1;
       for (int64_t i = 0; wrong < 0 && i < kept; ++i) {
