@@ -31,7 +31,7 @@ bench: $(STAMPS)/kvops
 lint: $(STAMPS)/dev
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
-	@find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(PY) -c 'from clang_format import clang_format as main; main()' --dry-run -Werror
+	@find csrc tests/cudasim -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(PY) -c 'from clang_format import clang_format as main; main()' --dry-run -Werror
 
 # The operators' tests once more, in a copy of the package whose kernels are instrumented. Python is not, so the
 # sanitizers' runtimes are loaded before it; what Python and torch never free is not looked at.

@@ -1,0 +1,185 @@
+"""The simulator that runs CUDA kernels in the tests: what it says of sound and of faulty ones (cudasim/selftest.cpp)."""
+
+import ctypes
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+CXX = os.environ.get("CXX", "c++").split()
+SANITIZERS = {"address": "address,undefined", "thread": "thread"}
+
+
+def cuda_include() -> Path | None:
+    """Where the headers of CUDA are: KVOPS_CUDA_INCLUDE, beside nvcc, or from pip's nvidia-cuda-runtime."""
+    nvcc = Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc").resolve()
+    folders = [nvcc.parent.parent / "include", Path("/usr/local/cuda/include")]
+    folders += [x for site in sys.path for x in Path(site).glob("nvidia/*/include")]
+    if "KVOPS_CUDA_INCLUDE" in os.environ:
+        folders = [Path(os.environ["KVOPS_CUDA_INCLUDE"])]
+    return next((x for x in folders if (x / "cuda_bf16.h").exists() and (x / "crt").exists()), None)
+
+
+def runtime_of(sanitizer: str) -> dict[str, str]:
+    """The environment in which Python, which is not instrumented, loads libraries that are."""
+    names = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}.get(sanitizer, [])
+    paths = [subprocess.check_output([*CXX, f"-print-file-name={x}"], text=True).strip() for x in names]
+    return os.environ | {
+        "LD_PRELOAD": " ".join(paths),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        "TSAN_OPTIONS": "exitcode=66",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+needs_headers = pytest.mark.skipif(
+    cuda_include() is None,
+    reason="no headers of CUDA: install CUDA, pip install nvidia-cuda-runtime, or set KVOPS_CUDA_INCLUDE",
+)
+pytestmark = needs_headers
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """build(kind): selftest.cpp as a library; `broken` leaves out what two of its kernels need to be sound."""
+    folder = tmp_path_factory.mktemp("cudasim")
+
+    @functools.cache
+    def get(kind: str, broken: bool = False) -> str:
+        flags = ["-O2"] if kind == "plain" else ["-O1", "-DCUDASIM_UCONTEXT"]
+        if kind in SANITIZERS:
+            flags = ["-O1", f"-fsanitize={SANITIZERS[kind]}", "-fno-sanitize-recover=undefined"]
+        library = folder / f"{kind}{'-broken' * broken}.so"
+        command = [*CXX, "-std=c++20", "-g", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fno-strict-aliasing", *flags]
+        command += ["-DBROKEN"] * broken
+        subprocess.run(
+            [*command, "-fPIC", "-shared", "-isystem", cuda_include(), HERE / "cudasim/selftest.cpp", "-o", library],
+            check=True,
+        )
+        return str(library)
+
+    return get
+
+
+def run(library, name, *ints):
+    """What kernel `name` leaves in 64 ints that were -1, and what the simulator says."""
+    x = (ctypes.c_int * 64)(*[-1] * 64)
+    function = getattr(ctypes.CDLL(library), "run_" + name)
+    function.restype = ctypes.c_char_p
+    said = function(x, *map(ctypes.c_int, ints))
+    return list(x), (said or b"").decode()
+
+
+ALONE = """
+import ctypes, sys
+library, name, *ints = sys.argv[1:]
+function = getattr(ctypes.CDLL(library), "run_" + name)
+function.restype = ctypes.c_char_p
+x = ctypes.create_string_buffer(4096)
+print("said:", function(ctypes.c_void_p(ctypes.addressof(x) + -ctypes.addressof(x) % 16), *map(int, ints)))
+"""
+
+
+def under(sanitizer, library, name, *ints) -> str:
+    """The output of a process of its own."""
+    command = [sys.executable, "-c", ALONE, library, name, *map(str, ints)]
+    done = subprocess.run(command, env=runtime_of(sanitizer), capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        (
+            "barrier_in_branch",
+            r"deadlock.*\(0,0,0\) to \(39,0,0\) wait in __syncthreads at .*selftest.cpp:\d+\n"
+            r".*\(40,0,0\) to \(63,0,0\) have returned",
+        ),
+        (
+            "two_barriers",
+            r"divergence: it comes to __syncthreads at .*:\d+ while others wait in __syncthreads at .*:\d+",
+        ),
+        ("lane_outside_mask", r"thread \(16,0,0\).* not in the mask it gives to __shfl_sync at .*:\d+"),
+        ("partial_warp", r"lane 0 reads lane 16, which does not take part"),
+        ("empty_block", r"cannot launch an empty grid or block"),
+        ("big_block", r"more than 1024 threads"),
+    ],
+)
+def test_faults_are_named(build, name, says):
+    _, said = run(build("plain"), name)
+    assert re.search(says, said, re.DOTALL), said
+    assert name in said or "block" in name
+    assert run(build("plain"), "collectives") == ([1] * 64, "")  # and the next launch is sound again
+
+
+def test_lanes_that_have_returned(build):
+    _, said = run(build("plain"), "early_return", 50)
+    assert re.search(r"deadlock.*\(32,0,0\) to \(49,0,0\) wait in __shfl_xor_sync.*have returned", said, re.DOTALL)
+    x, said = run(build("plain"), "early_return", 32)  # a whole warp may leave
+    assert not said and x[:32] == [i ^ 1 for i in range(32)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "ucontext"])
+@pytest.mark.parametrize("seed", "0123")
+def test_sound_kernels(build, monkeypatch, seed, kind):
+    monkeypatch.setenv("CUDASIM_SEED", seed)
+    assert run(build(kind), "half_warps") == (([3] * 16 + [20] * 16) * 2, "")
+    assert run(build(kind), "collectives") == ([1] * 64, "")
+    assert run(build(kind), "broadcast") == ([7] * 64, "")
+    x, said = run(build(kind), "last_block")
+    assert not said and x[:8] == list(range(1, 9)) and x[9] == 36
+
+
+def test_launches_of_several_threads_take_turns(build):
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.extend(run(build("plain"), "collectives") for _ in range(20)))
+        for _ in range(4)
+    ]
+    build("plain")
+    for x in threads:
+        x.start()
+    for x in threads:
+        x.join()
+    assert results == [([1] * 64, "")] * 80
+
+
+def test_a_missing_barrier_shows_in_some_order(build, monkeypatch):
+    right = []
+    for seed in "0123":
+        monkeypatch.setenv("CUDASIM_SEED", seed)
+        right.append(run(build("plain", broken=True), "broadcast")[0] == [7] * 64)
+    assert right[0] and not right[1] and not (right[2] and right[3])
+
+
+def test_shared_memory_starts_as_rubbish(build):
+    assert run(build("plain"), "uninitialised")[0] == [63] * 64  # -1 + 64
+
+
+def test_races_are_found(build):
+    for name in ("broadcast", "warp_synchronous"):
+        assert re.search(r"data race .*selftest.cpp:\d+", under("thread", build("thread", broken=True), name))
+    for name in ("broadcast", "warp_synchronous", "collectives", "half_warps", "last_block"):
+        assert "data race" not in under("thread", build("thread"), name)
+    assert "deadlock" in under("thread", build("thread"), "barrier_in_branch")
+
+
+def test_accesses_out_of_bounds_are_found(build):
+    library = build("address")
+    for name, good, bad, says in (
+        ("static_overrun", 7, 8, "insufficient space|global-buffer-overflow"),
+        ("dynamic_overrun", 7, 8, "heap-buffer-overflow"),
+        ("misaligned", 4, 1, "misaligned address"),
+    ):
+        assert "said: None" in under("address", library, name, good)
+        said = under("address", library, name, bad)
+        assert re.search(says, said) and "selftest.cpp" in said, said
+    assert "deadlock" in under("address", library, "barrier_in_branch")
