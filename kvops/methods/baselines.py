@@ -121,13 +121,11 @@ def _signed(x: int) -> int:
 
 def _hash(position: Tensor, seed: int, layer: int) -> Tensor:
     """Pseudo-random fp32 integers in [0, 2^24) of (seed, layer, head, position). position: int32 [b, Hk, n]."""
-    keys = []
-    for head in range(position.shape[1]):
-        key = 0
-        for word in (seed, seed >> 32, layer, head):
-            key = _mix(_signed(key + word + 0x9E3779B9))
-        keys.append(key)
-    keys = torch.tensor(keys, dtype=torch.int32, device=position.device)[:, None]
+    key = 0
+    for word in (seed, seed >> 32, layer):
+        key = _mix(_signed(key + word + 0x9E3779B9))
+    heads = torch.arange(position.shape[1], dtype=torch.int32, device=position.device)[:, None]
+    keys = _mix(heads + _signed(key + 0x9E3779B9))
     return (_mix(_mix(position) ^ keys) & 0xFFFFFF).float()
 
 
