@@ -1,6 +1,8 @@
-"""Drives CMake and puts libkvops.so into the package. The metadata is in pyproject.toml, the build in CMakeLists.txt.
+"""Drives CMake and puts libkvops.so and, if there is nvcc, libkvops_cuda.so into the package. The metadata is in
+pyproject.toml, the build in CMakeLists.txt.
 
-Environment: KVOPS_CUDA=auto|0|1, KVOPS_SANITIZE="address;undefined", MAX_JOBS, CXX, CMAKE_ARGS. See docs/building.md.
+Environment: KVOPS_CUDA=auto|0|1, KVOPS_CUDA_ARCHS="80;90a;100", KVOPS_SANITIZE="address;undefined", MAX_JOBS, CXX,
+CUDACXX, CMAKE_ARGS. See docs/building.md.
 """
 
 import importlib.util
@@ -78,29 +80,60 @@ def check_compiler() -> None:
         )
 
 
-def run(command: list[str], failure: str) -> None:
-    """Runs the command. If it fails, the last line says why: CMakeLists.txt's own "kvops: ..." if there is one."""
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def find_nvcc() -> tuple[str, str] | None:
+    """Path and version of nvcc: CUDACXX, or the one on PATH, or where CUDA's installer puts it."""
+    cuda_home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    wanted = [os.environ["CUDACXX"]] if os.environ.get("CUDACXX") else ["nvcc", f"{cuda_home}/bin/nvcc"]
+    for path in filter(None, map(shutil.which, wanted)):
+        out = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+        version = re.search(r"release ([\d.]+)", out)
+        return path, version.group(1) if version else "unknown"
+    return None
+
+
+def cuda_archs() -> str:
+    """KVOPS_CUDA_ARCHS as CMake's list; CMakeLists.txt has the default."""
+    archs = re.split(r"[;, ]+", os.environ.get("KVOPS_CUDA_ARCHS", "").strip())
+    if wrong := [x for x in archs if x and not re.fullmatch(r"\d{2,3}[af]?|native", x)]:
+        sys.exit(f"kvops: KVOPS_CUDA_ARCHS must be architectures such as 80;90a;100, or native, got {wrong[0]}")
+    return ";".join(archs)
+
+
+def run(command: list[str], failure: str, **env: str) -> None:
+    """Runs the command. If it fails, the last line says why: CMakeLists.txt's own "kvops: ..." if there is one, else
+    the first error in the output."""
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env}
+    )
     if result.returncode:
         own = re.search(r"^  (kvops: .+(?:\n  \S.*)*)", result.stdout, re.MULTILINE)  # CMake indents and wraps messages
-        sys.exit(" ".join(own.group(1).split()) if own else f"{result.stdout}\nkvops: {failure}; its output is above")
+        if own:
+            sys.exit(" ".join(own.group(1).split()))
+        error = re.search(r"^.*\b(?:error|fatal)\b[^:\n]*:.*$", result.stdout, re.MULTILINE)
+        why = f": {error.group().strip()}" if error else ""
+        sys.exit(f"{result.stdout}\nkvops: {failure}; its output is above{why}")
 
 
 class CMakeBuild(build_ext):
-    """Configure, build, and install libkvops.so into the package that setuptools is putting together."""
+    """Configure, build, and install the libraries into the package that setuptools is putting together."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"  # a plain shared library: no Python ABI in its name
 
     def build_extension(self, ext: setuptools.Extension) -> None:
+        if ext.optional:
+            return  # CMake builds both libraries, when it is called for the first
         torch_dir, torch_version = find_torch()
         cmake = find_cmake()
         check_compiler()
         ninja = find_tool("ninja")
         sanitize = os.environ.get("KVOPS_SANITIZE", "")
+        cuda = os.environ.get("KVOPS_CUDA", "auto")
+        nvcc = None if cuda == "0" or sanitize else find_nvcc()
         # A folder for all that CMake would not notice if it changed in the same one.
         compiler = Path(os.environ.get("CXX", "").split(" ")[0]).name
         tag = ["torch", torch_version.split("+")[0], "ninja" if ninja else "make", compiler, *sanitize.split(";")]
+        tag += [f"nvcc{nvcc[1]}"] if nvcc else []
         build = ROOT / "build" / "-".join(filter(None, tag))
         prefix = Path(self.get_ext_fullpath(ext.name)).resolve().parent.parent
         configure = [
@@ -109,18 +142,29 @@ class CMakeBuild(build_ext):
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DCMAKE_INSTALL_PREFIX={prefix}",
             f"-DKVOPS_TORCH_DIR={torch_dir}",
-            f"-DKVOPS_CUDA={os.environ.get('KVOPS_CUDA', 'auto')}",
+            f"-DKVOPS_CUDA={cuda}",
+            f"-DKVOPS_CUDA_ARCHS={cuda_archs()}",
             f"-DKVOPS_SANITIZE={sanitize}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         try:
-            run(configure, "CMake could not configure the build")
+            run(configure, "CMake could not configure the build", **({"CUDACXX": nvcc[0]} if nvcc else {}))
         except SystemExit:
             shutil.rmtree(build)  # or CMake would remember the compiler that it did not like
             raise
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count())
         run([cmake, "--build", str(build), "--parallel", jobs], "the build failed")
-        run([cmake, "--install", str(build)], "the library could not be installed")
+        for library in prefix.glob("kvops/*.so"):
+            library.unlink()  # what an earlier build left
+        run([cmake, "--install", str(build)], "the libraries could not be installed")
+
+    def copy_extensions_to_source(self) -> None:
+        """For an editable install: the libraries that were built, and none that an earlier build left."""
+        (ROOT / "kvops/libkvops_cuda.so").unlink(missing_ok=True)
+        super().copy_extensions_to_source()
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {built: source for built, source in super().get_output_mapping().items() if os.path.exists(built)}
 
 
 class Wheel(bdist_wheel):
@@ -133,6 +177,9 @@ class Wheel(bdist_wheel):
 if __name__ == "__main__":  # so it is for pip too; tests import the functions above
     sources = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("csrc/**/*")) if p.is_file()]
     setuptools.setup(
-        ext_modules=[setuptools.Extension("kvops.libkvops", sources=[], depends=["CMakeLists.txt", *sources])],
+        ext_modules=[
+            setuptools.Extension("kvops.libkvops", sources=[], depends=["CMakeLists.txt", *sources]),
+            setuptools.Extension("kvops.libkvops_cuda", sources=[], optional=True),
+        ],
         cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel},
     )

@@ -1,10 +1,10 @@
 """kvops: which KV-cache entries a language model keeps, and moving the kept ones. See `ops`, `methods`, `hf`."""
 
 from . import _lib, ops  # noqa: F401  (loads the operators first)
-from ._lib import build_info
+from ._lib import build_info, debug_checks
 from .cache import Method
 from .methods import *  # noqa: F403
 from .methods import __all__ as _methods
 from .version import __version__
 
-__all__ = ["Method", "__version__", "build_info", "ops", *_methods]
+__all__ = ["Method", "__version__", "build_info", "debug_checks", "ops", *_methods]

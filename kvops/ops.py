@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import register_fake
 
-from . import _lib  # noqa: F401  (registers torch.ops.kvops.*)
+from . import _lib  # registers torch.ops.kvops.*
 from .reference import kept_length, num_segments
 
 __all__ = ["anchor_cosine", "compact_kv_", "gather_kv", "lag_score", "select_topk"]
@@ -220,3 +220,22 @@ def segment_width(n: int, prefix: int, lag: int, m: int, padded: bool) -> int:
     return max(
         kept_length(n, prefix, lag, m), kept_length(min(n, last_drop - 1), prefix, lag, m) if last_drop > 0 else 0
     )
+
+
+# A torch with CUDA, but no CUDA kernels: say why, where torch would list every backend that it knows.
+
+
+def _refuse_cuda(why: str) -> torch.library.Library:
+    library = torch.library.Library("kvops", "IMPL")
+    for op in __all__:
+
+        def refuse(*args, op=op, **kwargs):
+            raise NotImplementedError(f"{op}: got CUDA tensors, but kvops has no CUDA kernels here: {why}")
+
+        for overload in getattr(_ops, op).overloads():
+            library.impl(op if overload == "default" else f"{op}.{overload}", refuse, "CUDA")
+    return library
+
+
+if torch.version.cuda and (_why := _lib.build_info()["cuda"]["why"]):
+    _without_cuda = _refuse_cuda(_why)  # registered while it lives
