@@ -41,15 +41,23 @@ struct KeyRows {
 
   // Rows `first` + [0, kUnroll); those from `end` on are zero.
   __device__ KeyRows(const char* rows, int64_t stride, int pieces, int64_t first, int64_t end, bool wide) {
-    const int lane = threadIdx.x % Lanes::kLanes;
+    const char* const at = rows + first * stride + threadIdx.x % Lanes::kLanes * 16;
+    const int left = end - first < kUnroll ? static_cast<int>(end - first) : kUnroll;  // rows
+    const int own = pieces - static_cast<int>(threadIdx.x % Lanes::kLanes);            // piece j is there if below
+    if (wide)
+      load<true>(at, stride, left, own);
+    else
+      load<false>(at, stride, left, own);
+  }
+
+  template <bool kWide>
+  __device__ void load(const char* at, int64_t stride, int left, int own) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
 #pragma unroll
-      for (int j = 0; j < kPieces; ++j) {
-        const int piece = lane + j * Lanes::kLanes;
-        raw[u][j] =
-            first + u < end && piece < pieces ? load_piece<T>(rows + (first + u) * stride + 16 * piece, wide) : uint4{};
-      }
+      for (int j = 0; j < kPieces; ++j)
+        raw[u][j] = u < left && j * Lanes::kLanes < own ? load_piece<T, kWide>(at + u * stride + 16 * j * Lanes::kLanes)
+                                                        : uint4{};
   }
 
   __device__ void row(int u, float (&x)[kValues]) const {
@@ -87,11 +95,13 @@ __device__ inline int first_row(int step) {
 
 template <class T, class Lanes>
 __global__ void __launch_bounds__(kAnchorThreads, KeyRows<T, Lanes>::kBlocks)
-    anchor_sum_kernel(AnchorCosineParams p, float* partial_sums, unsigned* counters, int64_t blocks, bool wide) {
+    anchor_sum_kernel(AnchorCosineParams p, float* partial_sums, unsigned* counters, unsigned blocks, bool wide) {
   using Rows = KeyRows<T, Lanes>;
   DYNAMIC_SHARED(float, shared);  // [warps, d], then [groups, d] doubles
   __shared__ bool is_last;
-  const int64_t row = blockIdx.x / blocks, block = blockIdx.x % blocks, b = row / p.heads, h = row % p.heads;
+  const unsigned heads = static_cast<unsigned>(p.heads), b = blockIdx.x / blocks / heads,
+                 h = blockIdx.x / blocks % heads;
+  const int64_t row = blockIdx.x / blocks, block = blockIdx.x % blocks;
   const int64_t count = p.slots.count(b), needed = count > kTokens ? (count + kTokens - 1) / kTokens : 1;
   if (block >= needed) return;  // a shorter row of a padded batch
   const int64_t begin = block * kTokens, end = begin + kTokens < count ? begin + kTokens : count;
@@ -171,10 +181,11 @@ __global__ void __launch_bounds__(kAnchorThreads, KeyRows<T, Lanes>::kBlocks)
 
 template <class T, class Lanes>
 __global__ void __launch_bounds__(kAnchorThreads, KeyRows<T, Lanes>::kBlocks + 1)
-    anchor_score_kernel(AnchorCosineParams p, int64_t blocks, bool wide) {
+    anchor_score_kernel(AnchorCosineParams p, unsigned blocks, bool wide) {
   using Rows = KeyRows<T, Lanes>;
-  const int64_t unit = gridDim.x - 1 - blockIdx.x;  // backward
-  const int64_t row = unit / blocks, begin = unit % blocks * kTokens, b = row / p.heads, h = row % p.heads;
+  const unsigned unit = gridDim.x - 1 - blockIdx.x;  // backward
+  const unsigned heads = static_cast<unsigned>(p.heads), b = unit / blocks / heads, h = unit / blocks % heads;
+  const int64_t row = unit / blocks, begin = static_cast<int64_t>(unit % blocks) * kTokens;
   const int64_t first = p.slots.first(b), last = first + p.slots.count(b);
   const char* const rows = p.k.row(b, h, 0);
   const int d = static_cast<int>(p.d), pieces = d / kPiece<T>, lane = threadIdx.x % Lanes::kLanes;
@@ -226,7 +237,8 @@ inline int64_t anchor_cosine_workspace(const AnchorCosineParams& p) {
 }
 
 inline void anchor_cosine_cuda(const AnchorCosineParams& p, void* workspace, cudaStream_t stream) {
-  const int64_t heads = p.b * p.heads, blocks = anchor_blocks(p);
+  const int64_t heads = p.b * p.heads;
+  const unsigned blocks = static_cast<unsigned>(anchor_blocks(p));
   if (heads == 0) return;
   const bool wide = aligned_rows(p.k, p.b, p.heads, p.n);
   with_dtype(p.dtype, [&](auto type) {

@@ -16,15 +16,16 @@ namespace kvops {
 namespace {
 
 template <class Unit>
-__global__ void __launch_bounds__(kMoveThreads) gather_kv_kernel(GatherKVParams p, int lanes_log2, int64_t tiles) {
+__global__ void __launch_bounds__(kMoveThreads) gather_kv_kernel(GatherKVParams p, int lanes_log2, unsigned tiles) {
   const KVView in = blockIdx.y ? p.v : p.k, out = blockIdx.y ? p.v_out : p.k_out;
-  const int64_t row = blockIdx.x / tiles, b = row / p.heads, h = row % p.heads, m = p.indices.m;
+  const unsigned heads = static_cast<unsigned>(p.heads), b = blockIdx.x / tiles / heads, h = blockIdx.x / tiles % heads;
+  const int64_t m = p.indices.m;
   const int64_t* index = p.indices.data + b * p.indices.stride_b + h * p.indices.stride_h;
   const char* const from = in.row(b, h, 0);
   char* const to = out.row(b, h, 0);
 
   const int lanes = 1 << lanes_log2, lane = threadIdx.x % lanes, step = kMoveThreads / lanes;
-  const int64_t first = (blockIdx.x % tiles) * (step * kAhead) + threadIdx.x / lanes;
+  const int64_t first = static_cast<int64_t>(blockIdx.x % tiles) * (step * kAhead) + threadIdx.x / lanes;
   int64_t source[kAhead];
 #pragma unroll
   for (int u = 0; u < kAhead; ++u) {
@@ -33,11 +34,12 @@ __global__ void __launch_bounds__(kMoveThreads) gather_kv_kernel(GatherKVParams 
   }
   const int units = static_cast<int>(in.row_bytes / sizeof(Unit));
   for (int c = lane; c < units; c += lanes) {
-    Unit x[kAhead] = {};
+    // Ordinary loads, since those stay ahead of the stores, which might alias them for all that the compiler knows.
+    Unit x[kAhead];
 #pragma unroll
     for (int u = 0; u < kAhead; ++u)
-      if (0 <= source[u] && source[u] < p.n)
-        x[u] = __ldg(reinterpret_cast<const Unit*>(from + source[u] * in.stride_n) + c);
+      x[u] =
+          0 <= source[u] && source[u] < p.n ? reinterpret_cast<const Unit*>(from + source[u] * in.stride_n)[c] : Unit{};
 #pragma unroll
     for (int u = 0; u < kAhead; ++u)
       if (first + u * step < m) reinterpret_cast<Unit*>(to + (first + u * step) * out.stride_n)[c] = x[u];
@@ -54,7 +56,8 @@ inline void gather_kv_cuda(const GatherKVParams& p, cudaStream_t stream) {
     const int64_t widest = p.k.row_bytes > p.v.row_bytes ? p.k.row_bytes : p.v.row_bytes;
     const int lanes_log2 = shared_lanes_log2(widest / sizeof(Unit));
     const int64_t tile = (kMoveThreads >> lanes_log2) * kAhead, tiles = (m + tile - 1) / tile;
-    launch<gather_kv_kernel<Unit>>(grid_of(p.b * p.heads * tiles, 2), kMoveThreads, 0, stream, p, lanes_log2, tiles);
+    launch<gather_kv_kernel<Unit>>(grid_of(p.b * p.heads * tiles, 2), kMoveThreads, 0, stream, p, lanes_log2,
+                                   static_cast<unsigned>(tiles));
   });
 }
 

@@ -53,21 +53,31 @@ __device__ inline float to_float(BFloat16 x) {
   return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
 }
 
-// One piece: in one access where rows are 16-byte aligned (`wide`), else element by element.
+// One piece: in one access where rows are 16-byte aligned (kWide), else element by element. Which one is chosen outside
+// of the loop that issues the loads, or they would wait for one another.
+template <class T, bool kWide>
+__device__ inline uint4 load_piece(const char* p) {
+  if constexpr (kWide) {
+    return __ldg(reinterpret_cast<const uint4*>(p));
+  } else {
+    unsigned word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        word[i] = __ldg(reinterpret_cast<const unsigned*>(p) + i);
+      } else {
+        const unsigned short* half = reinterpret_cast<const unsigned short*>(p) + 2 * i;
+        word[i] = __ldg(half) | static_cast<unsigned>(__ldg(half + 1)) << 16;
+      }
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+  }
+}
+
+// The same with the choice inside.
 template <class T>
 __device__ inline uint4 load_piece(const char* p, bool wide) {
-  if (wide) return __ldg(reinterpret_cast<const uint4*>(p));
-  unsigned word[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      word[i] = __ldg(reinterpret_cast<const unsigned*>(p) + i);
-    } else {
-      const unsigned short* half = reinterpret_cast<const unsigned short*>(p) + 2 * i;
-      word[i] = __ldg(half) | static_cast<unsigned>(__ldg(half + 1)) << 16;
-    }
-  }
-  return make_uint4(word[0], word[1], word[2], word[3]);
+  return wide ? load_piece<T, true>(p) : load_piece<T, false>(p);
 }
 
 // The elements of a piece.
