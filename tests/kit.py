@@ -1,26 +1,69 @@
-"""What the operators' tests share: inputs in every layout, the error-ratio rule, and errors by message."""
+"""What the operators' tests share: devices, inputs in every layout, the error-ratio rule, and errors by message."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
+
+import kvops
+
+# Tests of a file with `pytestmark = kit.every_device` run on the CPU and, where there is one, on a GPU. They make their
+# tensors on the default device. In a run of simulated kernels (the library that KVOPS_TEST_LIBRARY names: the CUDA
+# kernels, registered for CPU tensors) they run on those instead. `@kit.only("cpu", ...)` restricts a test.
+SIMULATED = os.environ.get("KVOPS_TEST_LIBRARY")
+HAS_CUDA = torch.cuda.is_available() and kvops.build_info()["cuda"]["loaded"]
+DEVICES = ["simulator"] if SIMULATED else ["cpu", "cuda"] if HAS_CUDA else ["cpu"]
+every_device = pytest.mark.usefixtures("device")
+only = pytest.mark.only
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (40, 64, 80, 96, 128, 192, 256)
 LAYOUTS = ("bhnd", "bnhd", "slice")
 
 
+def simulated_operators() -> list[str]:
+    """The operators whose kernel for CPU tensors is a simulated CUDA kernel."""
+    names = sorted(x for x in kvops.ops.__all__)
+    dump = torch._C._dispatch_dump
+    return [x for x in names if re.search(rf"^CPU: registered at csrc/cuda/{x}\.cu", dump(f"kvops::{x}"), re.MULTILINE)]
+
+
+def size(real: int, simulated: int) -> int:
+    """How large a test is: simulated kernels do in a second what a CPU does in milliseconds."""
+    return simulated if SIMULATED else real
+
+
+def examples(count: int) -> settings:
+    return settings(max_examples=size(count, max(10, count // 6)), deadline=None)
+
+
+def on_device(x: Tensor) -> Tensor:
+    return x.to(torch.get_default_device())
+
+
+def randn(*shape: int, seed=0) -> Tensor:
+    """The same numbers on every device."""
+    return on_device(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu"))
+
+
 def kv(b: int, heads: int, n: int, d: int, dtype=torch.float32, layout="bhnd", *, dv=None, seed=0):
     """K [b, heads, n, d] and V [b, heads, n, dv], random with a mean and a scale per channel, in one of LAYOUTS."""
+
     generator = torch.Generator().manual_seed(seed)
 
     def one(width: int) -> Tensor:
-        scale = torch.rand(width, generator=generator) * 2 + 0.1
-        values = torch.randn(b, heads, n, width, generator=generator) * scale + torch.randn(width, generator=generator)
-        return laid_out(values.to(dtype), layout)
+        with torch.device("cpu"):
+            scale = torch.rand(width, generator=generator) * 2 + 0.1
+            values = torch.randn(b, heads, n, width, generator=generator) * scale
+            values += torch.randn(width, generator=generator)
+        return laid_out(on_device(values.to(dtype)), layout)
 
     return one(d), one(dv or d)
 
@@ -37,6 +80,15 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     inner = wide[1:, :heads, 2 : 2 + n, pad : pad + d]
     inner.copy_(x)
     return inner
+
+
+def unaligned(x: Tensor, offset: int, gap: int = 0) -> Tensor:
+    """The same values, `offset` elements behind an aligned address, with `gap` elements between the rows."""
+    *outer, n, d = x.shape
+    wide = torch.full((offset + x.numel() // d * (d + gap),), float("nan"), dtype=x.dtype)
+    view = wide[offset:].view(*outer, n, d + gap)[..., :d]
+    view.copy_(x)
+    return view
 
 
 def far_apart(x: Tensor) -> Tensor:
@@ -58,6 +110,34 @@ def assert_close(actual: Tensor, eager: Tensor, exact: Tensor) -> None:
     error, allowed = ((x.double() - exact).nan_to_num(nan=0.0).abs().max().item() for x in (actual, eager))
     bound = 2 * allowed + 4 * torch.finfo(torch.float32).eps * exact.nan_to_num(nan=0.0).abs().max().item()
     assert error <= bound, f"error {error:.3e} against fp64, at most {bound:.3e} allowed (plain formula {allowed:.3e})"
+
+
+def bits(x: Tensor) -> Tensor:
+    """As integers, in which NaN equals itself."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def same(actual, expected) -> bool:
+    """Equal to the last bit, NaN payloads included."""
+    return all(torch.equal(bits(x), bits(y)) for x, y in zip(actual, expected, strict=True))
+
+
+def assert_repeatable(call: Callable[[], tuple[Tensor, ...]]) -> None:
+    """Fresh results, the same to the last bit, whatever was in the memory and in whichever order threads run."""
+    expected = call()
+    for _ in repeats():
+        for x in expected:  # of the size of the results: the allocator hands these out next
+            [torch.empty_like(x).view(torch.uint8).fill_(0xA5) for _ in range(2)]
+        assert same(call(), expected)
+
+
+def repeats() -> Iterator[int]:
+    """20 times; simulated, one for each of four orders of threads."""
+    before = os.environ.get("CUDASIM_SEED", "0")
+    for i in range(size(20, 4)):
+        os.environ["CUDASIM_SEED"] = str(i)
+        yield i
+    os.environ["CUDASIM_SEED"] = before
 
 
 def int32(*values: int) -> Tensor:

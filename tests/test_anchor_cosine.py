@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kit
+import kvops
 from kvops import ops, reference
+
+pytestmark = kit.every_device
 
 
 def check(k, **kwargs):
@@ -28,11 +31,45 @@ def test_dtypes_and_head_dims(dtype, d):
         assert torch.equal(scores, again) and torch.equal(anchor, copy) and copy.data_ptr() != anchor.data_ptr()
 
 
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("d", [8, 16, 24, 328, 512, 520, 1024])
+def test_narrow_and_wide_rows(dtype, d):
+    check(kit.kv(1, 2, 40, d, dtype)[0])
+
+
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_layouts_change_nothing(layout, dtype):
     plain, _ = check(kit.kv(2, 2, 150, 72, dtype)[0])
     assert torch.equal(plain, ops.anchor_cosine(kit.kv(2, 2, 150, 72, dtype, layout)[0]))
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
+def test_rows_at_any_address(dtype, offset, gap):
+    k, _ = kit.kv(2, 2, 70, 40, dtype)
+    assert torch.equal(ops.anchor_cosine(kit.unaligned(k, offset, gap)), ops.anchor_cosine(k))
+
+
+@kit.only("cuda", "simulator")
+def test_many_heads():
+    """More than a CUDA grid has room for in y; what a head scores does not depend on it."""
+    k, _ = kit.kv(7, kit.size(10_000, 300), 3, 8)
+    scores, _ = check(k)
+    assert torch.equal(scores[3:4, :2], ops.anchor_cosine(k[3:4, :2]))
+
+
+@pytest.mark.parametrize("heads, n", [(2, 100), (1, kit.size(20_000, 3_000))])
+def test_repeatable(heads, n):
+    k, _ = kit.kv(1, heads, n, 64, torch.bfloat16)
+    kit.assert_repeatable(lambda: ops.anchor_cosine(k, return_anchor=True))
+
+
+def test_a_batch_changes_nothing():
+    k, _ = kit.kv(3, 5, 700, 64)
+    together = ops.anchor_cosine(k)
+    for b, h in ((0, 0), (1, 4), (2, 2)):
+        assert torch.equal(ops.anchor_cosine(k[b : b + 1, h : h + 1]), together[b : b + 1, h : h + 1])
 
 
 @given(
@@ -42,13 +79,13 @@ def test_layouts_change_nothing(layout, dtype):
     dtype=st.sampled_from(kit.DTYPES),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=60, deadline=None)
+@kit.examples(60)
 def test_any_sizes(n, heads, normalize, dtype, seed):
     check(kit.kv(1, heads, n, 24, dtype, seed=seed)[0], normalize_anchor=normalize)
 
 
 @given(data=st.data(), n=st.integers(1, 60), given_anchor=st.booleans())
-@settings(max_examples=40, deadline=None)
+@kit.examples(40)
 def test_padded_rows_score_as_if_alone(data, n, given_anchor):
     k, _ = kit.kv(3, 2, n, 16)
     starts = [data.draw(st.integers(0, n)) for _ in range(3)]
@@ -56,7 +93,7 @@ def test_padded_rows_score_as_if_alone(data, n, given_anchor):
     poisoned = torch.full_like(k, float("nan"))
     for row, (s, c) in enumerate(zip(starts, lengths)):
         poisoned[row, :, s : s + c] = k[row, :, s : s + c]
-    anchor = torch.randn(3, 2, 16) if given_anchor else None
+    anchor = kit.randn(3, 2, 16) if given_anchor else None
     scores, _ = check(poisoned, anchor=anchor, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
     for row, (s, c) in enumerate(zip(starts, lengths)):
         own = None if anchor is None else anchor[row : row + 1]
@@ -65,6 +102,7 @@ def test_padded_rows_score_as_if_alone(data, n, given_anchor):
         assert scores[row, :, :s].isnan().all() and scores[row, :, s + c :].isnan().all()
 
 
+@kit.only("cpu")
 @pytest.mark.parametrize("heads,n", [(1, 9000), (3, 3000), (1, 40000), (9, 1100)])
 def test_threads_change_nothing(heads, n):
     k, _ = kit.kv(1, heads, n, 64)
@@ -76,7 +114,7 @@ def test_threads_change_nothing(heads, n):
 
 
 def test_long_rows_keep_their_accuracy():
-    check(kit.kv(1, 1, 60000, 16)[0])
+    check(kit.kv(1, 1, kit.size(60_000, 6_000), 16)[0])
 
 
 def test_zero_keys_and_zero_anchor_score_zero():
@@ -148,7 +186,7 @@ def test_bad_input():
         (dict(k=k, starts=kit.int32(-1)), ("starts and lengths of row 0", "start -1")),
         (dict(k=k, lengths=kit.int32(65)), ("starts and lengths of row 0", "length 65")),
     ):
-        with kit.refuses(*parts):
+        with kvops.debug_checks(), kit.refuses(*parts):
             ops.anchor_cosine(**arguments)
     with kit.refuses("k must be a torch.Tensor", kind=TypeError):
         ops.anchor_cosine(None)
@@ -156,9 +194,30 @@ def test_bad_input():
         ops.anchor_cosine(k.requires_grad_())
 
 
+@kit.only("cuda", "simulator")
+def test_what_a_gpu_refuses():
+    with kit.refuses("anchor_cosine: head_dim of k must be at most 1024 on a GPU, got 1032"):
+        ops.anchor_cosine(torch.zeros(1, 1, 4, 1032))
+
+
+@kit.only("cuda", "simulator")
+def test_a_gpus_starts_and_lengths_are_not_looked_at():
+    """What lies outside of [0, n] counts as the end that it is beyond."""
+    k, _ = kit.kv(6, 2, 50, 16)
+    starts, lengths = kit.int32(-3, 60, 10, 10, 2**31 - 1, -(2**31)), kit.int32(30, 5, 2**31 - 1, -4, 20, -(2**31))
+    good_starts = kit.int32(0, 50, 10, 10, 50, 0)
+    for bad, good in (
+        ((starts, lengths), (good_starts, kit.int32(30, 0, 40, 0, 0, 0))),
+        ((starts, None), (good_starts, None)),
+        ((None, lengths), (None, kit.int32(30, 5, 50, 0, 20, 0))),
+    ):
+        results = [ops.anchor_cosine(k, starts=s, lengths=c, return_anchor=True) for s, c in (bad, good)]
+        assert kit.same(*results)
+
+
 def test_opcheck_and_compile():
     k, _ = kit.kv(2, 2, 40, 16)
-    anchor = torch.randn(2, 2, 16)
+    anchor = kit.randn(2, 2, 16)
     for arguments in ((k,), (k.half(), None, False), (k, anchor), (k, None, True, kit.int32(0, 0), kit.int32(40, 40))):
         torch.library.opcheck(torch.ops.kvops.anchor_cosine.default, arguments)
     compiled = torch.compile(lambda k: ops.anchor_cosine(k) + 1, fullgraph=True)

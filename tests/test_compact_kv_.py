@@ -2,12 +2,16 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kit
+import kvops
+from kit import same
 from kvops import ops
-from test_gather_kv import moved, random_indices, same
+from test_gather_kv import moved, random_indices
+
+pytestmark = kit.every_device
 
 
 def check(k, v, indices):
@@ -38,13 +42,56 @@ def test_layouts(layout, dtype):
 
 
 @given(n=st.integers(0, 60), data=st.data(), heads=st.integers(1, 3), count=st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@kit.examples(60)
 def test_any_selection(n, data, heads, count):
     m = data.draw(st.integers(0, n))
     with kit.threads(count):
         check(*kit.kv(2, heads, n, 16), random_indices(2, heads, n, m, data.draw(st.integers(0, m))))
 
 
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("d, dv", [(8, 1024), (16, 24), (520, 8), (2048, 72)])
+def test_narrow_and_wide_rows(dtype, d, dv):
+    check(*kit.kv(1, 2, 50, d, dtype, dv=dv), random_indices(1, 2, 50, 21, missing=1))
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
+def test_rows_at_any_address(dtype, offset, gap):
+    """The width of an access is what all of the addresses allow."""
+    indices = random_indices(2, 3, 40, 17, missing=1)
+    k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
+    check(kit.unaligned(k, offset, gap), v, indices)
+    k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
+    check(k, kit.unaligned(v, offset, gap), indices)
+
+
+@kit.only("cuda", "simulator")
+def test_many_heads():
+    """More than a CUDA grid has room for in y."""
+    k, v = kit.kv(7, 10_000, 3, 8, torch.float16)
+    check(k, v, random_indices(*k.shape[:3], 2))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("heads", [1, 8])
+def test_repeatable(d, heads):
+    """Rows that are overtaken while they are still to be read would not be."""
+    k, v = kit.kv(1, heads, kit.size(3_000, 700), d, torch.bfloat16)
+    n = k.shape[2]
+    for m in (n // 3, n - 3):
+        indices = random_indices(1, heads, n, m)
+        kit.assert_repeatable(lambda: ops.compact_kv_(k.clone(), v.clone(), indices))  # noqa: B023
+
+
+@pytest.mark.parametrize("shift", [1, 5, 300])
+def test_all_rows_move_a_little(shift):
+    """Each slot's row comes from close behind, so that tiles depend on one another."""
+    k, v = kit.kv(1, 2, 700, 64, torch.bfloat16)
+    check(k, v, torch.arange(shift, 700).expand(1, 2, -1))
+
+
+@kit.only("cpu", "cuda")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
 @pytest.mark.parametrize("heads", [1, 2])
@@ -64,7 +111,7 @@ def test_empty(b, heads, n, m):
 
 
 def test_k_and_v_may_be_slices_of_one_buffer():
-    for both in (torch.randn(3, 2, 4, 50, 16).unbind(1), torch.randn(2, 4, 50, 40).split((16, 24), -1)):
+    for both in (kit.randn(3, 2, 4, 50, 16).unbind(1), kit.randn(2, 4, 50, 40).split((16, 24), -1)):
         k, v = both
         b, heads, n, _ = k.shape
         check(k, v, random_indices(b, heads, n, 20))
@@ -102,7 +149,7 @@ def test_bad_input_changes_nothing():
         ((k, v[:, :, :1].expand(-1, -1, 20, -1), good), ("v is written", "overlap itself")),
     ):
         before = k.clone(), v.clone()
-        with kit.refuses("compact_kv_", *parts):
+        with kvops.debug_checks(), kit.refuses("compact_kv_", *parts):
             ops.compact_kv_(*arguments)
         assert same((k, v), before)
     buffer = torch.randn(2, 2, 25, 16)
@@ -110,6 +157,22 @@ def test_bad_input_changes_nothing():
         ops.compact_kv_(buffer[:, :, :20], buffer[:, :, 5:], good)
     with kit.refuses("k requires grad"):
         ops.compact_kv_(k.clone().requires_grad_(), v, good)
+
+
+@kit.only("cuda", "simulator")
+def test_a_gpus_indices_are_not_looked_at():
+    """Entries that are out of range or out of order are skipped: their slots stay as they are."""
+    k, v = kit.kv(1, 2, 20, 16)
+    good = torch.tensor([2, 3, 7, 8, 11, 19]).expand(1, 2, -1)
+    for entry, value in ((2, 20), (2, 2**62), (2, -2), (2, 3), (2, 1), (5, 8), (4, -(2**63)), (3, 0)):
+        bad = good.clone()
+        bad[0, 1, entry] = value
+        entries = bad[0, 1].tolist()
+        skipped = [i for i, x in enumerate(entries) if not i <= x < 20 or (i and x <= entries[i - 1])]
+        expected = moved(k, v, good)
+        for x, y in zip(expected, (k, v)):
+            x[0, 1, skipped] = y[0, 1, skipped]
+        assert same(ops.compact_kv_(k.clone(), v.clone(), bad), expected)
 
 
 def test_opcheck_and_compile():

@@ -1,4 +1,4 @@
-"""The simulator that runs CUDA kernels in the tests: what it says of sound and of faulty ones (cudasim/selftest.cpp)."""
+"""The simulator that runs CUDA kernels in tests: what it says of sound and of faulty ones (cudasim/selftest.cpp)."""
 
 import ctypes
 import functools

@@ -4,24 +4,19 @@ import pytest
 import torch
 
 import kit
+import kvops
+from kit import bits, same
 from kvops import ops, reference
+
+pytestmark = kit.every_device
 
 
 def random_indices(b: int, heads: int, n: int, m: int, missing: int = 0, seed=0) -> torch.Tensor:
     """Ascending kept slots, the last `missing` of each row -1."""
     generator = torch.Generator().manual_seed(seed)
-    kept = torch.rand(b, heads, n, generator=generator).argsort(-1)[..., :m].sort(-1).values
+    kept = torch.rand(b, heads, n, generator=generator, device="cpu").argsort(-1)[..., :m].sort(-1).values
     kept[..., m - missing :] = -1
-    return kept
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
-
-
-def same(actual, expected) -> bool:
-    """Equal to the last bit, NaN payloads included."""
-    return all(torch.equal(bits(x), bits(y)) for x, y in zip(actual, expected))
+    return kit.on_device(kept)
 
 
 def moved(k, v, indices):
@@ -54,6 +49,43 @@ def test_layouts_and_out(layout, out_layout, dtype):
     assert all(x._version > before for x, before in zip(out, versions))
 
 
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("d, dv", [(8, 1024), (16, 24), (520, 8), (2048, 72)])
+def test_narrow_and_wide_rows(dtype, d, dv):
+    k, v = kit.kv(1, 2, 50, d, dtype, dv=dv)
+    indices = random_indices(1, 2, 50, 21, missing=1)
+    assert same(ops.gather_kv(k, v, indices), moved(k, v, indices))
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
+def test_rows_at_any_address(dtype, offset, gap):
+    """The width of an access is what all of the addresses allow."""
+    k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
+    indices = random_indices(2, 3, 40, 17, missing=1)
+    expected = moved(k, v, indices)
+    assert same(ops.gather_kv(kit.unaligned(k, offset, gap), v, indices), expected)
+    assert same(ops.gather_kv(k, kit.unaligned(v, offset, gap), indices), expected)
+    out = tuple(kit.unaligned(torch.zeros_like(x), offset, gap) for x in expected)
+    assert same(ops.gather_kv(k, v, indices, out=out), expected)
+
+
+@kit.only("cuda", "simulator")
+def test_many_heads():
+    """More than a CUDA grid has room for in y."""
+    k, v = kit.kv(7, 10_000, 3, 8, torch.float16)
+    indices = random_indices(*k.shape[:3], 2)
+    assert same(ops.gather_kv(k, v, indices), moved(k, v, indices))
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_repeatable(dtype):
+    k, v = kit.kv(2, 3, 300, 64, dtype)
+    indices = random_indices(2, 3, 300, 201, missing=5)
+    kit.assert_repeatable(lambda: ops.gather_kv(k, v, indices))
+
+
+@kit.only("cpu", "cuda")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 def test_large_outputs_are_streamed(dtype, layout):
@@ -112,7 +144,7 @@ def test_bad_input_changes_nothing():
         ((wide[:, :, :20], v, indices), (wide[:, :, 19:22], out[1]), ("k_out is written",)),
     ):
         before = [x.clone() for x in (k, v, *out)]
-        with kit.refuses(*parts):
+        with kvops.debug_checks(), kit.refuses(*parts):
             ops.gather_kv(*arguments, out=target)
         assert all(map(torch.equal, (k, v, *out), before))
     ops.gather_kv(wide[:, :, :20], v, indices, out=(wide[:, :, 20:23], out[1]))  # side by side in one storage is fine
@@ -120,6 +152,16 @@ def test_bad_input_changes_nothing():
         ops.gather_kv(k, v, [0, 1])
     with kit.refuses(r"out\[0\] requires grad"):
         ops.gather_kv(k, v, indices, out=(out[0].requires_grad_(), out[1]))
+
+
+@kit.only("cuda", "simulator")
+def test_a_gpus_indices_are_not_looked_at():
+    """What lies outside of [-1, n) gives zeros, as -1 does."""
+    k, v = kit.kv(2, 2, 20, 16)
+    indices = random_indices(2, 2, 20, 10)
+    bad = indices.clone()
+    bad[0, 1, 3], bad[1, 0, 0], bad[1, 1, 9], bad[1, 1, 5] = 20, -2, 2**62, -(2**63)
+    assert same(ops.gather_kv(k, v, bad), moved(k, v, torch.where(bad == indices, indices, -1)))
 
 
 def test_opcheck_and_compile():
@@ -134,6 +176,7 @@ def test_opcheck_and_compile():
         assert same(compiled(k, v, indices), ops.gather_kv(k, v, indices))
 
 
+@kit.only("cpu", "simulator")
 def test_lazy_clones_are_read_without_a_copy():
     """A copy-on-write clone shares its memory until it is written to; reading K, V and indices must not end that."""
     k, v = kit.kv(1, 2, 20, 16)

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kit
+import kvops
 from kvops import ops, reference
+
+pytestmark = kit.every_device
 
 
 def check(k, v, *args, **kwargs):
@@ -22,6 +25,43 @@ def check(k, v, *args, **kwargs):
 def test_dtypes_and_head_dims(dtype, d):
     for self_reference in (False, True):
         check(*kit.kv(2, 3, 211, d, dtype), 32, 16, 1.0, self_reference)
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("d, dv", [(8, 1024), (16, 24), (328, 512), (1024, 520)])
+def test_narrow_and_wide_rows(dtype, d, dv):
+    check(*kit.kv(1, 2, 40, d, dtype, dv=dv), 10)
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
+def test_rows_at_any_address(dtype, offset, gap):
+    k, v = kit.kv(2, 2, 70, 40, dtype, dv=24)
+    expected = ops.lag_score(k, v, 16, 3)
+    assert torch.equal(ops.lag_score(kit.unaligned(k, offset, gap), v, 16, 3), expected)
+    assert torch.equal(ops.lag_score(k, kit.unaligned(v, offset, gap), 16, 3), expected)
+
+
+@kit.only("cuda", "simulator")
+def test_many_heads():
+    """More than a CUDA grid has room for in y; what a head scores does not depend on it."""
+    k, v = kit.kv(7, kit.size(10_000, 300), 4, 8)
+    scores = check(k, v, 2)
+    assert torch.equal(scores[3:4, :2], ops.lag_score(k[3:4, :2], v[3:4, :2], 2))
+
+
+@pytest.mark.parametrize("heads, n, lag", [(2, 200, 32), (1, kit.size(20_000, 3_000), 1_000), (1, 300, 1)])
+def test_repeatable(heads, n, lag):
+    k, v = kit.kv(1, heads, n, 64, torch.bfloat16)
+    kit.assert_repeatable(lambda: (ops.lag_score(k, v, lag, 7),))
+
+
+def test_a_batch_changes_nothing():
+    k, v = kit.kv(3, 5, 400, 64)
+    together = ops.lag_score(k, v, 64)
+    for b, h in ((0, 0), (1, 4), (2, 2)):
+        one = (slice(b, b + 1), slice(h, h + 1))
+        assert torch.equal(ops.lag_score(k[one], v[one], 64), together[one])
 
 
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
@@ -42,13 +82,13 @@ def test_layouts_change_nothing(layout, dtype):
     dtype=st.sampled_from(kit.DTYPES),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=60, deadline=None)
+@kit.examples(60)
 def test_any_sizes(n, lag, prefix, heads, v_weight, self_reference, dtype, seed):
     check(*kit.kv(1, heads, n, 16, dtype, seed=seed), lag, prefix, v_weight, self_reference)
 
 
 @given(data=st.data(), n=st.integers(1, 80), lag=st.integers(1, 12), prefix=st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
+@kit.examples(40)
 def test_padded_rows_score_as_if_alone(data, n, lag, prefix):
     k, v = kit.kv(3, 2, n, 8)
     starts = [data.draw(st.integers(0, n)) for _ in range(3)]
@@ -64,6 +104,7 @@ def test_padded_rows_score_as_if_alone(data, n, lag, prefix):
         assert scores[row, :, alone.shape[2] :].isnan().all()
 
 
+@kit.only("cpu")
 @pytest.mark.parametrize("heads,n", [(1, 5000), (3, 1500), (8, 600)])
 def test_threads_change_nothing(heads, n):
     k, v = kit.kv(1, heads, n, 64)
@@ -113,13 +154,14 @@ def test_large_means_keep_their_accuracy():
 @pytest.mark.parametrize("offset", [30.0, 3e3, 1e6, -1e8])
 def test_a_subject_far_outside_of_the_reference(offset):
     """Its normalized values share a huge mean, which a one-pass variance must not drown in."""
-    k, v = torch.randn(2, 1, 2, 96, 64, generator=torch.Generator().manual_seed(0)).unbind(0)
+    k, v = kit.randn(2, 1, 2, 96, 64).unbind(0)
     k[:, :, :32] += offset
     check(k, v, 32)
 
 
 def test_long_partitions():
-    check(*kit.kv(1, 1, 20000, 8), 9000, 16)
+    n, lag = kit.size(20_000, 5_000), kit.size(9_000, 2_400)
+    check(*kit.kv(1, 1, n, 8), lag, 16)
 
 
 def test_offsets_beyond_31_bits():
@@ -143,9 +185,9 @@ def test_bad_input():
         "lengths": ((k, v, 8, 0, 1.0, False, kit.int32(1), kit.int32(64)), ("row 0", "length 64")),
         "starts shape": ((k, v, 8, 0, 1.0, False, kit.int32(0, 0)), ("starts must be a contiguous int32", r"\[2\]")),
         "starts dtype": ((k, v, 8, 0, 1.0, False, torch.zeros(1)), ("starts must be Int", "Float")),
-        "device": ((k, v.to("meta"), 8), ("v must be on k's device cpu", "got meta")),
+        "device": ((k, v.to("meta"), 8), ("v must be on k's device", "got meta")),
     }.values():
-        with kit.refuses(*parts):
+        with kvops.debug_checks(), kit.refuses(*parts):
             ops.lag_score(*arguments)
     with kit.refuses("lag_score: k must be a torch.Tensor, got list", kind=TypeError):
         ops.lag_score([1.0], v, 8)
@@ -153,6 +195,29 @@ def test_bad_input():
         ops.lag_score(k, v.requires_grad_(), 8)
     with torch.no_grad():
         ops.lag_score(k, v, 8)
+
+
+@kit.only("cuda", "simulator")
+def test_what_a_gpu_refuses():
+    wide, narrow = torch.zeros(1, 1, 8, 1032), torch.zeros(1, 1, 8, 16)
+    for k, v, name in ((wide, narrow, "k"), (narrow, wide, "v")):
+        with kit.refuses(f"lag_score: head_dim of {name} must be at most 1024 on a GPU, got 1032"):
+            ops.lag_score(k, v, 2)
+
+
+@kit.only("cuda", "simulator")
+def test_a_gpus_starts_and_lengths_are_not_looked_at():
+    """What lies outside of [0, n] counts as the end that it is beyond."""
+    k, v = kit.kv(6, 2, 50, 16)
+    starts, lengths = kit.int32(-3, 60, 10, 10, 2**31 - 1, -(2**31)), kit.int32(30, 5, 2**31 - 1, -4, 20, -(2**31))
+    good_starts = kit.int32(0, 50, 10, 10, 50, 0)
+    for bad, good in (
+        ((starts, lengths), (good_starts, kit.int32(30, 0, 40, 0, 0, 0))),
+        ((starts, None), (good_starts, None)),
+        ((None, lengths), (None, kit.int32(30, 5, 50, 0, 20, 0))),
+    ):
+        scores = [ops.lag_score(k, v, 8, 2, 1.0, False, *spans) for spans in (bad, good)]
+        assert kit.same(scores[:1], scores[1:])
 
 
 def test_opcheck_and_compile():

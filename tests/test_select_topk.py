@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kit
+import kvops
 from kvops import ops, reference
+
+pytestmark = kit.every_device
 
 NAN, INF = float("nan"), float("inf")
 
@@ -21,14 +24,13 @@ def check(scores, *args, **kwargs):
 
 
 def random_scores(kind: str, *shape: int, seed=0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator)
+    x = kit.randn(*shape, seed=seed)
     if kind == "ties":
         return (x * 2).round() / 2
     if kind == "skewed":  # most in one step of any equal division
         return x.exp().pow(8)
     if kind == "special":
-        choice = torch.randint(0, 6, shape, generator=generator)
+        choice = (kit.randn(*shape, seed=seed + 1).abs() * 4).long()  # 0 to 5 and more
         for value, at in ((NAN, 0), (INF, 1), (-INF, 2), (0.0, 3), (-0.0, 4)):
             x = x.masked_fill(choice == at, value)
         return x
@@ -50,7 +52,7 @@ KINDS = ("normal", "ties", "skewed", "special", "equal", "huge", "tiny")
     data=st.data(),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=150, deadline=None)
+@kit.examples(150)
 def test_rows(kind, n, data, seed):
     k = data.draw(st.integers(0, n + 5))
     sinks = data.draw(st.integers(0, k))
@@ -59,7 +61,7 @@ def test_rows(kind, n, data, seed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [16, 255, 256, 257, 4099, 60000])
+@pytest.mark.parametrize("n", [16, 255, 256, 257, 4099, kit.size(60_000, 9_000)])
 def test_lengths_of_rows(kind, n):
     for rows in (1, 3):
         scores = random_scores(kind, 1, rows, n)
@@ -67,6 +69,35 @@ def test_lengths_of_rows(kind, n):
             check(scores, k)
 
 
+@pytest.mark.parametrize("n", [5, 1025, 4100])
+def test_rows_at_any_address(n):
+    """Rows of scores that begin at any multiple of 4 bytes."""
+    scores = random_scores("normal", 2, 3, n)
+    for offset, gap in ((1, 0), (2, 0), (3, 1), (0, 2), (4, 4)):
+        assert torch.equal(
+            ops.select_topk(kit.unaligned(scores, offset, gap), n // 2, 1, 1), check(scores, n // 2, 1, 1)
+        )
+
+
+@kit.only("cuda", "simulator")
+def test_many_heads():
+    """More than a CUDA grid has room for in y."""
+    check(random_scores("ties", 7, kit.size(10_000, 300), 9), 4, 1, 1)
+
+
+@pytest.mark.parametrize("rows, n", [(3, 300), (2, kit.size(100_000, 5_000)), (1, kit.size(1_000_000, 40_000))])
+def test_repeatable(rows, n):
+    for kind in ("normal", "ties"):
+        scores = random_scores(kind, 1, rows, n)
+        kit.assert_repeatable(lambda: (ops.select_topk(scores, n // 3, 4, 9),))  # noqa: B023
+
+
+def test_repeatable_segments():
+    scores = random_scores("ties", 2, 3, reference.num_segments(1_000, 7, 40), 40)
+    kit.assert_repeatable(lambda: (ops.select_topk(scores, 11, 7, 0, 1_000),))
+
+
+@kit.only("cpu", "cuda")
 def test_a_million():
     scores = random_scores("normal", 1, 1, 1_000_000)
     kept = ops.select_topk(scores, 250_000)
@@ -79,6 +110,7 @@ def test_a_million():
     assert torch.equal(kept[ties[0, 0, kept] == threshold], at_threshold[: (ties[0, 0, kept] == threshold).sum()])
 
 
+@kit.only("cpu")
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_change_nothing(kind):
     """Enough for more than one thread: the row is cut into chunks."""
@@ -91,7 +123,7 @@ def test_threads_change_nothing(kind):
 
 
 @given(data=st.data(), n=st.integers(1, 60), kind=st.sampled_from(KINDS), fill=st.booleans(), own=st.booleans())
-@settings(max_examples=120, deadline=None)
+@kit.examples(120)
 def test_padded_rows_and_budgets(data, n, kind, fill, own):
     k = data.draw(st.integers(0, n))
     sinks = data.draw(st.integers(0, k))
@@ -121,7 +153,7 @@ def test_padded_rows_and_budgets(data, n, kind, fill, own):
     padded=st.booleans(),
     fill=st.booleans(),
 )
-@settings(max_examples=120, deadline=None)
+@kit.examples(120)
 def test_segments(data, n, lag, sinks, kind, padded, fill):
     m = data.draw(st.integers(0, lag))
     scores = random_scores(kind, 2, 2, reference.num_segments(n, sinks, lag), lag)
@@ -159,10 +191,30 @@ def test_bad_input():
         ((scores, 3, 0, 0, None, None, None, torch.ones(2, 2)), ("budgets must be Int", "Float")),
         ((scores, 3, 0, 0, None, kit.int32(0, 11)), ("starts and lengths of row 1",)),
     ):
-        with kit.refuses(*parts):
+        with kvops.debug_checks(), kit.refuses(*parts):
             ops.select_topk(*arguments)
     with kit.refuses("scores must be a torch.Tensor", kind=TypeError):
         ops.select_topk(3, 3)
+
+
+@kit.only("cuda", "simulator")
+def test_a_gpus_starts_lengths_and_budgets_are_not_looked_at():
+    """What is out of range counts as the end that it is beyond."""
+    starts, lengths = kit.int32(-3, 60, 10, 10, 2**31 - 1, -(2**31)), kit.int32(30, 5, 2**31 - 1, -4, 20, -(2**31))
+    budgets = torch.tensor([[2**31 - 1, -(2**31)], [21, 4], [2, 20], [-1, 5], [20, 20], [0, 7]], dtype=torch.int32)
+    good_starts = kit.int32(0, 50, 10, 10, 50, 0)
+    segments = random_scores("ties", 6, 2, reference.num_segments(50, 3, 6), 6)
+    for fill in (False, True):
+        for bad, good in (
+            ((starts, lengths), (good_starts, kit.int32(30, 0, 40, 0, 0, 0))),
+            ((starts, None), (good_starts, None)),
+            ((None, lengths), (None, kit.int32(30, 5, 50, 0, 20, 0))),
+        ):
+            scores = random_scores("ties", 6, 2, 50)
+            expected = check(scores, 20, 2, 3, None, *good, budgets.clamp(5, 20), fill)
+            assert torch.equal(ops.select_topk(scores, 20, 2, 3, None, *bad, budgets, fill), expected)
+            expected = check(segments, 2, 3, 0, 50, *good, None, fill)
+            assert torch.equal(ops.select_topk(segments, 2, 3, 0, 50, *bad, None, fill), expected)
 
 
 def test_opcheck_and_compile():
