@@ -1,14 +1,22 @@
 """The benchmark: its baselines compute what kvops computes, and its command writes what it measured."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kvops.bench import ROWS
+from kvops.bench import ROWS, gpu
+from kvops.bench import __main__ as command
+from kvops.bench import measure as measuring
+from kvops.bench.goals import goals
 from kvops.bench.measure import Contender, measure
 from kvops.bench.rows import SINK, Case
 
@@ -71,8 +79,9 @@ def test_command(tmp_path):
     assert found["command"].startswith("python -m kvops.bench --quick --n 512") and found["machine"]["cores"] >= 1
     assert found["isa"] in ("v2", "v3", "v4", "baseline") and found["torch"] == torch.__version__
     rows = {(r["operator"], r["form"], r["dtype"]): r for r in found["rows"]}
-    dtypes = {name: ("float32", "bfloat16") if row.per_dtype else ("float32",) for name, row in ROWS.items()}
-    assert set(rows) == {(name, form, t) for name, row in ROWS.items() for form in row.forms for t in dtypes[name]}
+    measured = {name: row for name, row in ROWS.items() if not row.cuda_only}
+    dtypes = {name: ("float32", "bfloat16") if row.per_dtype else ("float32",) for name, row in measured.items()}
+    assert set(rows) == {(name, form, t) for name, row in measured.items() for form in row.forms for t in dtypes[name]}
     for (name, form, _), row in rows.items():
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"]["best"] / 1e9)
         assert row["ratio"]["eager"]["seconds"] == pytest.approx(row["ratio"]["eager"]["best"] * row["seconds"]["best"])
@@ -87,9 +96,213 @@ def test_command(tmp_path):
     [
         (["--n", "100"], "--n: expected at least 512"),
         (["--ops", "sort"], "invalid choice: 'sort'"),
-        (["--device", "cuda"], "--device cuda: expected cpu"),
+        (["--device", "tpu"], "--device tpu: expected cpu or cuda"),
+        (["--device", "cuda"], "--device cuda: torch .* sees no NVIDIA GPU"),
     ],
 )
 def test_wrong_arguments(arguments, message):
-    done = subprocess.run([sys.executable, "-m", "kvops.bench", *arguments], capture_output=True, text=True)
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "kvops.bench", *arguments], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 2 and re.search(message, done.stderr) and "Traceback" not in done.stderr
+
+
+# The GPU's side of it, on the CPU: events that read the clock, graphs that call again what was called in their capture.
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    captured = []
+    rounds = gpu.Replayed._rounds
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.time = time.perf_counter()
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 1e3 * (end.time - self.time)
+
+    class Capture:
+        def __init__(self, graph):
+            self.graph = graph
+
+        def __enter__(self):
+            captured.clear()
+
+        def __exit__(self, kind, *_):
+            if kind is None:
+                self.graph.replay = partial(rounds, *captured)
+
+    def record(self):
+        captured[:] = [self]
+        rounds(self)
+
+    monkeypatch.setattr(gpu.Replayed, "_rounds", record)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gpu, "l2_bytes", lambda: 1 << 18)
+    monkeypatch.setattr(gpu, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(gpu, "MOST_CALLS", 16)
+    monkeypatch.setattr(gpu, "SHORT", 1e-4)
+    monkeypatch.setattr(measuring, "on_gpu", lambda case: True)
+    yield
+    gpu._buffers.cache_clear()
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.batch == 1])
+def test_rows_of_a_gpu(name, pretend_gpu):
+    row = ROWS[name]
+    heads, n = row.shape or (2, N)
+    results = measure(name, row, Case(n, torch.float32, heads, d=64), 2, compiled=False, tick=int)
+    assert [r["form"] for r in results] == list(row.forms)
+    for r in results:
+        assert "error" not in r and not r["failed"] and set(r["clock"].values()) == {"graph"}
+        assert r["copies"] == max(1, min(16, -(-(1 << 21) // r["bytes"])))
+        assert r["gb_per_s"] == pytest.approx(r["bytes"] / r["seconds"]["median"] / 1e9)
+        assert ("bandwidth" in r) == bool(row.against) and set(r["ratio"]) == {"eager"}
+        assert set(r["stages"]) == set(row.stages) and "goals" not in r  # too few tokens
+        if row.against:
+            share = r["bandwidth"]
+            assert share["share"] * share["gb_per_s"] == pytest.approx(r["gb_per_s"])
+            assert share["same_bytes"]["share"] * share["same_bytes"]["gb_per_s"] == pytest.approx(r["gb_per_s"])
+
+
+def test_batch_of_a_gpu(pretend_gpu):
+    case = Case(N, torch.bfloat16, heads=1, d=16, batch=32)
+    (result,) = measure("compact_kv_, batch 32", ROWS["compact_kv_, batch 32"], case, 2, compiled=False, tick=int)
+    assert result["shape"] == [32, 1, N, 16] and result["bytes"] == 4 * 32 * N // 4 * 16 * 2
+
+
+def test_copies_of_the_inputs_are_taken_in_turn(pretend_gpu):
+    order = []
+    rival = gpu.Replayed([lambda: order.append("a"), lambda: order.append("b")], [lambda: order.append("restore")])
+    rival.warm_up()
+    assert rival.clock == "graph" and rival.rounds == 1
+    order.clear()
+    assert rival.sample() >= 0 and order == ["restore", "a", "b"]
+    rival = gpu.Replayed([lambda: order.append("a"), lambda: order.append("b")])
+    rival.warm_up()  # no time at all: as many as fit
+    order.clear()
+    rival.sample()
+    assert 1 < rival.rounds <= 8 and order == ["a", "b"] * rival.rounds
+
+
+def test_what_cannot_be_captured_is_timed_by_events(pretend_gpu, monkeypatch):
+    class Fails:
+        def __init__(self, graph):
+            pass
+
+        def __enter__(self):
+            raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "graph", Fails)
+    done = []
+    rival = gpu.Replayed([lambda: done.append(1)])
+    rival.warm_up()
+    assert rival.clock == "events, as it cannot be captured (operation not permitted when stream is capturing)"
+    done.clear()
+    rival.sample()
+    assert len(done) == rival.rounds > 1
+
+
+def test_one_that_fails_leaves_the_others(pretend_gpu):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB\nand so on")
+
+    row, case = ROWS["gather_kv"], Case(N, torch.float32, 2, 64)
+    fresh, out = measure("gather_kv", replace(row, eager=fail), case, 2, compiled=False, tick=int)
+    why = "CUDA out of memory. Tried to allocate 64.00 GiB"
+    assert fresh["ratio"] == {} and fresh["failed"] == {"eager": why} and "seconds" in out
+    forms = {"out=": fail, "fresh": row.forms["fresh"]}
+    out, fresh = measure("gather_kv", replace(row, forms=forms), case, 2, compiled=False, tick=int)
+    assert out["error"] == why and "seconds" not in out and fresh["gb_per_s"] > 0
+
+
+def test_what_leaves_its_result_unwritten_is_not_timed(pretend_gpu):
+    row, case = ROWS["gather_kv"], Case(N, torch.float32, 2, 64)
+    (result,) = measure(
+        "gather_kv", replace(row, forms={"out=": lambda c: c.out[0].zero_()}), case, 2, compiled=False, tick=int
+    )
+    assert "unwritten" in result["error"]
+
+
+@pytest.fixture
+def gpu_record(pretend_gpu, monkeypatch):
+    """A record as a GPU would leave, of made-up times."""
+    monkeypatch.setattr(measuring, "GOALS_FROM", N)
+    monkeypatch.setattr(gpu, "copies", lambda moved: 1)
+    rows = []
+    for name, row in ROWS.items():
+        for n in [row.shape[1]] if row.shape else [N // 2, N]:
+            for dtype in (torch.float32, torch.bfloat16):
+                rows += measure(name, row, Case(n, dtype, 1, 16), 1, compiled=False, tick=int)
+    for r in rows:
+        r["seconds"] = {"best": 20e-6, "median": 20e-6}
+        r["stages"] = dict.fromkeys(r["stages"], 0.05)
+        if "bandwidth" in r:
+            r["bandwidth"]["share"] = 0.83
+        r["ratio"]["eager"]["median"] = 19.0
+    rows[0]["failed"] = {"compile": "no Triton"}
+    rows[1]["clock"]["eager"] = "events, as it cannot be captured (because)"
+    rows[-1] = {x: rows[-1][x] for x in ("operator", "form", "dtype", "shape")} | {"error": "CUDA out of memory"}
+    made_up = {"name": "Made-up GPU", "driver": "1.2", "cuda": "13.0"}
+    return {
+        "machine": {"gpu": made_up, "cpu": "any", "threads": 2},
+        **{"kvops": "0", "torch": "2", "isa": "v4", "commit": "abc", "command": "made up", "statistic": "median"},
+        "rows": rows,
+        "left_out": ["lag_score 1048576 fp32"],
+    }
+
+
+def test_goals(gpu_record):
+    found = {(g.what, g.wanted): g for g in goals(gpu_record)}
+    assert found[f"anchor_cosine, n {N}, float32", ">= 85% of copy"][2:] == ("83%", False)
+    assert found[f"lag_score, n {N}, float32", ">= 80% of copy"].reached
+    assert found[f"keydiff_compress fresh, n {N}, bfloat16", ">= 77% of copy"].reached
+    assert found[f"lagkv_compress out=, n {N}, float32", ">= 20x eager"][2:] == ("19x", False)
+    assert found[f"select_topk, n {N}, float32", ">= 5x eager"].reached
+    assert found[f"keydiff_compress out=, n {N}, float32", "select_topk < 10 % of it"][2:] == ("5.0%", True)
+    assert found["keydiff_compress, 4096 tokens fresh, n 4096, float32", "< 25 us"][2:] == ("20.0 us", True)
+    assert (f"compact_kv_, batch 32 in place, n {N}, float32", ">= 85% of copy") in found
+    assert not any(what.startswith("compact_kv_ in place") or "compress in place" in what for what, _ in found)
+
+
+def test_a_record_is_shown_and_drawn(gpu_record, tmp_path, monkeypatch, capsys):
+    file, picture = tmp_path / "gpu.json", tmp_path / "out" / "gpu.png"
+    file.write_text(json.dumps(gpu_record))
+    monkeypatch.setattr(sys, "argv", ["bench", "--from", str(file), "--plot", str(picture)])
+    assert command.main() == 0
+    shown = capsys.readouterr().out
+    assert "Made-up GPU, driver 1.2, CUDA 13.0" in shown and "made up, commit abc" in shown
+    head = next(line for line in shown.splitlines() if line.startswith("operator")).split()
+    assert {"same", "bytes", "select", "eager"} < set(head) and "compile" not in head and "parts" not in head
+    last = gpu_record["rows"][-1]
+    assert re.search(rf"^{re.escape(last['operator'])}.* failed$", shown, re.MULTILINE)
+    assert f"failed: {last['operator']} 64 bfloat16: kvops fresh: CUDA out of memory" in shown
+    assert f"failed: lag_score {N // 2} float32: compile: no Triton" in shown
+    assert f"lag_score {N // 2} bfloat16: eager timed by events, as it cannot be captured (because)" in shown
+    assert "not measured for lack of time: lag_score 1048576 fp32" in shown
+    assert re.search(r"Goals: \d+ of \d+ reached", shown) and "MISSED   anchor_cosine" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_jobs_of_a_gpu(monkeypatch):
+    """What matters most comes first, and what does not fit is not tried."""
+    a = SimpleNamespace(ops=list(ROWS), n=command.CUDA_N, dtype=["fp32", "bf16"], heads=8, device="cuda")
+    found = command.jobs(a)
+    sizes = [n for name, _, _, n in found if not ROWS[name].shape]
+    assert sizes == sorted(sizes, key=command.CUDA_N.index) and set(sizes) == set(command.CUDA_N)
+    assert {n for name, _, _, n in found if name == "compact_kv_, batch 32"} == {16384, 131072}
+    assert {(heads, n) for name, _, heads, n in found if name.endswith("4096 tokens")} == {(8, 4096)}

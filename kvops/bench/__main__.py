@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from .. import build_info
+from .goals import goals
+from .gpu import first_line
 from .measure import measure
 from .record import origin, write
 from .rows import ROWS, Case
@@ -19,27 +24,47 @@ LEGEND = """
 eager, compile: how many times longer the same takes as people write it in PyTorch, and that under torch.compile
 (select_topk: torch.topk + sort). of bandwidth: of reading, copying or shifting in place as many bytes, in GB/s,
 measured in turns with the row. parts: how many times longer scores + select + a fresh clone of the result take."""
+CUDA_LEGEND = """
+Times are those of CUDA graphs with several calls, between events, over inputs that the L2 cache does not hold.
+eager, compile: how many times longer the same takes as people write it in PyTorch, and that under torch.compile
+(select_topk: torch.topk + sort). of bandwidth: of a torch.copy_ of 2 GiB (bytes read and written), in GB/s; same bytes:
+of a copy_ that moves as many bytes as the row; both measured in turns with the row. select: select_topk's share."""
+CUDA_N = [131072, 16384, 1048576]  # what matters most comes first
 
 
 def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m kvops.bench", description=__doc__.split(": ", 1)[1])
-    p.add_argument("--ops", nargs="+", choices=ROWS, default=list(ROWS), metavar="OP", help=f"of: {', '.join(ROWS)}")
-    p.add_argument("--n", nargs="+", type=int, help="cached tokens (default 4096 16384 65536; --quick: 16384)")
+    p.add_argument("--ops", nargs="+", choices=ROWS, metavar="OP", help=f"of: {', '.join(ROWS)}")
+    p.add_argument(
+        "--n",
+        nargs="+",
+        type=int,
+        help="cached tokens (default 4096 16384 65536; --quick: 16384; on cuda 16384 131072 1048576)",
+    )
     p.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
     p.add_argument("--heads", type=int, default=8, help="KV heads (default 8)")
     p.add_argument("--head-dim", type=int, default=128, help="default 128")
-    p.add_argument("--device", default="cpu", help="default cpu")
-    p.add_argument("--repeats", type=int, help="interleaved repetitions (default 30; --quick: 5)")
+    p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    p.add_argument("--repeats", type=int, help="interleaved repetitions (default 30; on cuda 20; --quick: 5)")
     p.add_argument("--quick", action="store_true", help="less of everything and no torch.compile: under 30 s")
-    p.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
-    p.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the largest n")
+    p.add_argument("--compile", nargs="+", type=int, metavar="N", help="torch.compile at these n only (default: all)")
+    p.add_argument("--seconds", type=float, help="begin no further row after so long; what is missing is named")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured, row by row")
+    p.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (of a CPU: the largest n)")
+    p.add_argument("--from", type=Path, metavar="FILE", dest="file", help="measure nothing: show what --json wrote")
     a = p.parse_args()
-    a.n = a.n or ([16384] if a.quick else [4096, 16384, 65536])
-    a.repeats = a.repeats or (5 if a.quick else 30)
+    cuda = a.device == "cuda"
+    a.ops = a.ops or [name for name, row in ROWS.items() if cuda or not row.cuda_only]
+    a.n = a.n or ([16384] if a.quick else CUDA_N if cuda else [4096, 16384, 65536])
+    a.repeats = a.repeats or (5 if a.quick else 20 if cuda else 30)
     if min(a.n) < 512:
         p.error(f"--n: expected at least 512 (64 partitions for lag_score), got {min(a.n)}")
-    if a.device != "cpu":
-        p.error(f"--device {a.device}: expected cpu; {build_info()['cuda']['why']}")
+    if a.device not in ("cpu", "cuda"):
+        p.error(f"--device {a.device}: expected cpu or cuda")
+    if cuda and not torch.cuda.is_available():
+        p.error(f"--device cuda: torch {torch.__version__} sees no NVIDIA GPU")
+    if cuda and (why := build_info()["cuda"]["why"]):
+        p.error(f"--device cuda: kvops has no CUDA kernels here: {why}")
     return a
 
 
@@ -47,27 +72,87 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
-def table(results: list[dict]) -> str:
-    """One line per result, columns aligned; a ratio that was not measured has no column."""
-    ratios = [x for x in ("eager", "compile", "parts") if any(x in r["ratio"] for r in results)]
-    lines = [("operator", "n", "dtype", "time", "GB/s", "of bandwidth", *ratios)]
+def table(record: dict) -> str:
+    """One line per result, columns aligned; what was not measured has no column."""
+    results, typical = record["rows"], record.get("statistic", "best")
+    ratios = [x for x in ("eager", "compile", "parts") if any(x in r.get("ratio", {}) for r in results)]
+    more = {
+        "same bytes": lambda r: "{share:.0%} of {gb_per_s:.0f}".format(**r["bandwidth"]["same_bytes"]),
+        "select": lambda r: f"{r['stages']['select_topk']:.1%}",
+    }
+    cells = [[entry(r, show) for r in results] for show in more.values()]
+    shown = {name: column for name, column in zip(more, cells) if any(column)}
+    lines = [("operator", "n", "dtype", "time", "GB/s", "of bandwidth", *shown, *ratios)]
     short = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
-    for r in results:
+    for i, r in enumerate(results):
+        name = (f"{r['operator']} {r['form']}".strip(), str(r["shape"][2]), short[r["dtype"]])
+        if "error" in r:
+            lines.append((*name, "failed", *[""] * (len(lines[0]) - 4)))
+            continue
         lines.append(
             (
-                f"{r['operator']} {r['form']}".strip(),
-                str(r["shape"][2]),
-                short[r["dtype"]],
-                duration(r["seconds"]["best"]),
+                *name,
+                duration(r["seconds"][typical]),
                 f"{r['gb_per_s']:.1f}",
                 "{share:.0%} of {of} {gb_per_s:.0f}".format(**r["bandwidth"]) if "bandwidth" in r else "",
-                *(f"{r['ratio'][x]['best']:.3g}x" if x in r["ratio"] else "" for x in ratios),
+                *(column[i] for column in shown.values()),
+                *(f"{r['ratio'][x][typical]:.3g}x" if x in r["ratio"] else "" for x in ratios),
             )
         )
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(
-        "  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths))) for line in lines
+        "  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths))).rstrip()
+        for line in lines
     )
+
+
+def entry(result: dict, show) -> str:
+    try:
+        return show(result)
+    except KeyError:  # not measured
+        return ""
+
+
+def remarks(record: dict) -> list[str]:
+    """What a reader of the table must know: what failed, what was timed in another way, what was left out."""
+    found = []
+    for r in record["rows"]:
+        label = f"{r['operator']} {r['shape'][2]} {r['dtype']}"
+        if "error" in r:
+            found.append(f"failed: {label}: kvops {r['form']}: {r['error']}")
+        found += [f"failed: {label}: {x}: {why}" for x, why in r.get("failed", {}).items()]
+        found += [f"{label}: {x} timed by {clock}" for x, clock in r.get("clock", {}).items() if clock != "graph"]
+    return list(dict.fromkeys(found)) + [f"not measured for lack of time: {x}" for x in record.get("left_out", [])]
+
+
+def head(record: dict) -> str:
+    machine = record["machine"]
+    gpu = machine.get("gpu")
+    where = (
+        f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']} · torch {record['torch']}"
+        if gpu
+        else f"{record['isa']} · torch {record['torch']} · {machine['cpu']}, {machine['threads']} threads"
+    )
+    return f"kvops {record['kvops']} · {where}"
+
+
+def show(record: dict, plot: Path | None) -> None:
+    """Table, legend, remarks, goals, picture."""
+    print("\n" + table(record))
+    print(CUDA_LEGEND if "gpu" in record["machine"] else LEGEND)
+    for line in remarks(record):
+        print(line)
+    reached = goals(record)
+    if reached:
+        print(f"\nGoals: {sum(g.reached for g in reached)} of {len(reached)} reached.")
+        width = max(len(g.what) for g in reached)
+        for g in reached:
+            print(f"{'reached' if g.reached else 'MISSED '}  {g.what.ljust(width)}  {g.wanted}: {g.found}")
+    if plot:
+        from .plot import draw
+
+        draw(record, plot)
+        print(f"wrote {plot}")
 
 
 def progress(total: int):
@@ -79,40 +164,80 @@ def progress(total: int):
     return tqdm(total=total, delay=3, leave=False, disable=None, unit="rep")
 
 
+def jobs(a: argparse.Namespace) -> list[tuple[str, str, int, int]]:
+    """What is measured: (row, dtype, heads, n)."""
+    found = []
+    for name in a.ops:
+        row = ROWS[name]
+        shapes = [row.shape] if row.shape else [(a.heads, n) for n in a.n if n <= (row.most or n)]
+        dtypes = a.dtype if row.per_dtype else ["fp32"]
+        found += [(name, dtype, heads, n) for heads, n in shapes for dtype in dtypes]
+    if a.device == "cuda":  # in the order of --n, and the rows of fixed shape first
+        found.sort(key=lambda job: a.n.index(job[3]) if ROWS[job[0]].shape is None else -1)
+    return found
+
+
+def failure(case: Case, name: str, error: Exception) -> list[dict]:
+    """The results of a row that could not be measured at all."""
+    shape, dtype = [case.batch, case.heads, case.n, case.d], str(case.dtype).removeprefix("torch.")
+    return [
+        {"operator": name, "form": form, "dtype": dtype, "shape": shape, "error": first_line(error)}
+        for form in ROWS[name].forms
+    ]
+
+
 def main() -> int:
     a = arguments()
-    source = origin("python", "-m", "kvops.bench", *sys.argv[1:])
+    if a.file:
+        record = json.loads(a.file.read_text())
+        print(f"{head(record)}\n{record['command']}, commit {record['commit']}")
+        show(record, a.plot)
+        return 0
+    started, cuda = time.monotonic(), a.device == "cuda"
+    record = {
+        **origin("python", "-m", "kvops.bench", *sys.argv[1:], device=a.device),
+        "repeats": a.repeats,
+        "statistic": "median" if cuda else "best",
+        "rows": [],
+        "left_out": [],
+    }
     print(
-        f"kvops {source['kvops']} · {source['isa']} · torch {source['torch']} · {source['machine']['cpu']}, "
-        f"{source['machine']['threads']} threads\n"
-        f"[1, {a.heads}, n, {a.head_dim}] · best of {a.repeats} interleaved repetitions"
+        f"{head(record)}\n"
+        f"[1, {a.heads}, n, {a.head_dim}] · {record['statistic']} of {a.repeats} interleaved repetitions"
         + (" · --quick leaves torch.compile out" if a.quick else "")
     )
-    jobs = []
-    for name in a.ops:
-        fixed = ROWS[name].shape
-        shapes = [fixed] if fixed else [(a.heads, n) for n in a.n]
-        dtypes = a.dtype if ROWS[name].per_dtype else ["fp32"]
-        jobs += [(name, dtype, heads, n) for heads, n in shapes for dtype in dtypes]
-    results = []
-    with progress(len(jobs) * a.repeats) as bar:
-        for name, dtype, heads, n in jobs:
+    todo = jobs(a)
+    with progress(len(todo) * a.repeats) as bar:
+        for name, dtype, heads, n in todo:
+            if a.seconds and time.monotonic() - started > a.seconds:
+                record["left_out"].append(f"{name} {n} {dtype}")
+                continue
             if bar is not None:
                 bar.set_postfix_str(f"{name} {dtype} {n}")
-            case = Case(n, DTYPES[dtype], heads, a.head_dim, a.device)
-            results += measure(name, ROWS[name], case, a.repeats, not a.quick, bar.update if bar is not None else int)
-    print("\n" + table(results))
-    print(LEGEND)
-    record = {**source, "repeats": a.repeats, "rows": results}
+            case = Case(n, DTYPES[dtype], heads, a.head_dim, a.device, ROWS[name].batch)
+            compiled = not a.quick and (a.compile is None or n in a.compile)
+            try:
+                record["rows"] += measure(
+                    name, ROWS[name], case, a.repeats, compiled, bar.update if bar is not None else int
+                )
+            except Exception as error:  # out of memory, say: the other rows go on
+                if not cuda:
+                    raise
+                record["rows"] += failure(case, name, error)
+            if cuda:
+                del case
+                gc.collect()
+                torch.cuda.empty_cache()
+            if a.json:
+                write(a.json, record)
+    order = list(ROWS)
+    record["rows"].sort(key=lambda r: (order.index(r["operator"]), r["shape"][2]))
     if a.json:
         write(a.json, record)
+    show(record, a.plot)
+    if a.json:
         print(f"wrote {a.json}")
-    if a.plot:
-        from .plot import draw
-
-        draw(record, a.plot)
-        print(f"wrote {a.plot}")
-    return 0
+    return int(any("error" in r for r in record["rows"]))
 
 
 if __name__ == "__main__":

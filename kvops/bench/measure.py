@@ -6,14 +6,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from .. import _lib
+from . import gpu
 from .rows import Case, Row, size
 
 SHORT = 1e-3  # seconds; what takes less is called several times per sample
+GOALS_FROM = 131072  # tokens; below, starting the kernels counts
 
 
 @dataclass
@@ -64,41 +67,98 @@ def probes(row: Row, case: Case) -> dict[str, Contender]:
     return {"shift": Contender(lambda: [_lib.probe_copy(x, source, 2) for x, source in pairs])}
 
 
-def contenders(row: Row, case: Case, compiled: bool) -> dict[str, Contender]:
-    """kvops' forms (keys "kvops ..."), the baselines, and the bandwidth probes (keys "probe ...")."""
-    args = row.args(case)
+def on_gpu(case: Case) -> bool:
+    return case.device != "cpu"
+
+
+def contenders(row: Row, cases: list[Case], compiled: bool) -> dict[str, Contender | gpu.Replayed]:
+    """kvops' forms (keys "kvops ..."), the baselines, the stages, and the bandwidth probes (keys "probe ..."). Several
+    cases, alike but for their values, are taken in turn (on a GPU)."""
+    case, cuda = cases[0], on_gpu(cases[0])
+
+    def timed(calls: list[Callable[[], Any]], restore: bool = False) -> Contender | gpu.Replayed:
+        before = [c.restore for c in cases] if restore else []
+        return gpu.Replayed(calls, before) if cuda else Contender(*calls, *before)
+
+    args = [row.args(c) for c in cases]
     found = {
-        f"kvops {form}": Contender(
-            lambda call=call: call(case), case.restore if row.restore and form == "in place" else None
-        )
+        f"kvops {form}": timed([partial(call, c) for c in cases], row.restore and form == "in place")
         for form, call in row.forms.items()
     }
-    if row.parts:
-        found["parts"] = Contender(lambda: row.parts(case))
-    found["eager"] = Contender(lambda: row.eager(*args))
+    if row.parts and not cuda:
+        found["parts"] = timed([partial(row.parts, case)])
+    found["eager"] = timed([partial(row.eager, *a) for a in args])
     if compiled:
         torch.compiler.reset()
         function = torch.compile(row.eager, fullgraph=True, dynamic=False)
-        found["compile"] = Contender(lambda: function(*args))
-    return found | {f"probe {name}": probe for name, probe in probes(row, case).items()}
+        found["compile"] = timed([partial(function, *a) for a in args])
+    if not cuda:
+        return found | {f"probe {name}": probe for name, probe in probes(row, case).items()}
+    for name, call in row.stages.items():
+        found[f"stage {name}"] = timed([partial(call, c) for c in cases])
+    if row.against:
+        found |= {f"probe {name}": probe for name, probe in gpu.copy_probes(row.bytes(case), case.device).items()}
+    return found
 
 
-def bandwidth(row: Row, case: Case, best: dict[str, float], rate: float) -> dict:
+def bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float) -> dict:
     """What the fastest probe reached, and the share of it that `rate` (bytes per second) is."""
     if not row.against:
         return {}
-    probe = min((key for key in best if key.startswith("probe")), key=best.get)
-    reached = size(*row.touched(case)) * (1 if row.against == "read" else 2) / best[probe]
+    probe = min((key for key in seconds if key.startswith("probe")), key=seconds.get)
+    reached = size(*row.touched(case)) * (1 if row.against == "read" else 2) / seconds[probe]
     found = {"of": row.against, "by": probe.removeprefix("probe "), "gb_per_s": reached / 1e9, "share": rate / reached}
     return {"bandwidth": found}
+
+
+def copy_bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float) -> dict:
+    """The same on a GPU: of a large copy_, and of one that moves as many bytes as the row."""
+    moved = row.bytes(case)
+    reached = {x: gpu.copied(x, moved) / seconds[f"probe {x}"] for x in ("large", "same") if f"probe {x}" in seconds}
+    if "large" not in reached:
+        return {}
+    same = reached.get("same", reached["large"])  # what moves more than the large copy is compared with that
+    found = {"of": "copy", "by": "torch.copy_", "gb_per_s": reached["large"] / 1e9, "share": rate / reached["large"]}
+    return {"bandwidth": found | {"same_bytes": {"gb_per_s": same / 1e9, "share": rate / same}}}
+
+
+def make_cases(row: Row, like: Case) -> list[Case]:
+    """`like`, and on a GPU others with other values, so that no call finds its inputs in the cache."""
+    if not on_gpu(like):
+        return [like]
+    count = gpu.copies(row.bytes(like))
+    return [like] + [
+        Case(like.n, like.dtype, like.heads, like.d, like.device, like.batch, seed) for seed in range(1, count)
+    ]
+
+
+def check_written(cases: list[Case], rival: gpu.Replayed) -> None:
+    """What is timed writes all of its result: fill it with NaN, look again."""
+    results = [x for c in cases for name in ("out", "lagkv_out") for x in vars(c).get(name, ())]
+    for x in results:
+        x.fill_(torch.nan)
+    rival.sample()
+    if any(x.isnan().any() for x in results):
+        raise RuntimeError("the call that is timed left parts of its result unwritten")
 
 
 @torch.no_grad()
 def measure(name: str, row: Row, case: Case, repeats: int, compiled: bool, tick: Callable[[], Any]) -> list[dict]:
     """One result per form of the row. `tick` is called after each repetition."""
-    rivals = contenders(row, case, compiled)
-    for rival in rivals.values():
-        rival.warm_up()
+    cases, cuda = make_cases(row, case), on_gpu(case)
+    rivals = contenders(row, cases, compiled)
+    failed: dict[str, str] = {}
+    for key, rival in list(rivals.items()):
+        try:
+            rival.warm_up()
+            if cuda and key == "kvops out=":
+                check_written(cases, rival)
+        except Exception as error:
+            if not cuda:
+                raise
+            torch.cuda.synchronize()  # raises again if the GPU itself is in an error state: then there is no going on
+            failed[key] = gpu.first_line(error)
+            del rivals[key]
     seconds: dict[str, list[float]] = {key: [] for key in rivals}
     for _ in range(repeats):  # in turns, so that a machine that speeds up or slows down does so for all
         for key, rival in rivals.items():
@@ -106,27 +166,42 @@ def measure(name: str, row: Row, case: Case, repeats: int, compiled: bool, tick:
         tick()
     best = {key: min(x) for key, x in seconds.items()}
     median = {key: statistics.median(x) for key, x in seconds.items()}
+    typical = median if cuda else best
 
     results = []
     for form in row.forms:
         key = f"kvops {form}"
-        rate = row.bytes(case) / best[key]
-        others = [x for x in ("eager", "compile") if x in best] + (["parts"] if row.parts and form == "fresh" else [])
-        results.append(
-            {
-                "operator": name,
-                "form": form,
-                "dtype": str(case.dtype).removeprefix("torch."),
-                "shape": [1, case.heads, case.n, case.d],
-                "seconds": {"best": best[key], "median": median[key]},
-                "bytes": row.bytes(case),
-                "gb_per_s": rate / 1e9,
-                **bandwidth(row, case, best, rate),
-                # how many times longer the other takes
-                "ratio": {
-                    x: {"best": best[x] / best[key], "median": median[x] / median[key], "seconds": best[x]}
-                    for x in others
-                },
+        result = {
+            "operator": name,
+            "form": form,
+            "dtype": str(case.dtype).removeprefix("torch."),
+            "shape": [case.batch, case.heads, case.n, case.d],
+        }
+        results.append(result)
+        if key in failed:
+            result["error"] = failed[key]
+            continue
+        rate = row.bytes(case) / typical[key]
+        others = [x for x in ("eager", "compile", "parts") if x in best and (x != "parts" or form == "fresh")]
+        result |= {
+            "seconds": {"best": best[key], "median": median[key]},
+            "bytes": row.bytes(case),
+            "gb_per_s": rate / 1e9,
+            **(copy_bandwidth if cuda else bandwidth)(row, case, typical, rate),
+            # how many times longer the other takes
+            "ratio": {
+                x: {"best": best[x] / best[key], "median": median[x] / median[key], "seconds": typical[x]}
+                for x in others
+            },
+        }
+        if cuda:
+            result |= {
+                "copies": len(cases),  # of the inputs, taken in turn
+                "clock": {x: rivals[x].clock for x in (key, *others)},
+                "stages": {x: median[f"stage {x}"] / median[key] for x in row.stages if f"stage {x}" in median},
+                "failed": {x: why for x, why in failed.items() if not x.startswith("kvops")},
             }
-        )
+            if case.n >= GOALS_FROM and (form != "in place" or len(row.forms) == 1):
+                goals = {"copy": row.copy_goal, "eager": row.eager_goal}
+                result["goals"] = {x: goal for x, goal in goals.items() if goal}
     return results

@@ -11,10 +11,19 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 COLORS = {"kvops": "#2a6f97", "eager": "#bc6c25", "compile": "#dda15e"}
+COLORS |= {"float32": "#2a6f97", "bfloat16": "#468faf", "float16": "#89a8b8"}
 OPAQUE = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}  # where a label crosses the line of 100 %
 
 
 def draw(record: dict, path: Path) -> None:
+    """The picture of a record, of a CPU or of a GPU."""
+    figure = draw_gpu(record) if "gpu" in record["machine"] else draw_cpu(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_cpu(record: dict) -> plt.Figure:
     """Bars for the largest n that was measured, one group per operator, form and dtype."""
     largest = max(r["shape"][2] for r in record["rows"])
     rows = [r for r in record["rows"] if r["shape"][2] == largest and "bandwidth" in r]
@@ -58,6 +67,47 @@ def draw(record: dict, path: Path) -> None:
         f"torch {record['torch']}",
         fontsize=10,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
+
+
+def draw_gpu(record: dict) -> plt.Figure:
+    """Share of the copy bandwidth: a panel per n, a line per operator and form, a bar per dtype, a mark per goal."""
+    rows = [r for r in record["rows"] if "bandwidth" in r]
+    names = list(dict.fromkeys((r["operator"], r["form"]) for r in rows))
+    dtypes = list(dict.fromkeys(r["dtype"] for r in rows))
+    sizes = sorted({r["shape"][2] for r in rows})
+    height = 0.8 / len(dtypes)
+    figure, (panels,) = plt.subplots(
+        *(1, len(sizes)),
+        figsize=(3 + 3.6 * len(sizes), 1.8 + 0.42 * len(names)),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes, n in zip(panels, sizes):
+        for i, dtype in enumerate(dtypes):
+            found = {(r["operator"], r["form"]): r for r in rows if r["dtype"] == dtype and r["shape"][2] == n}
+            y = [((len(dtypes) - 1) / 2 - i) * height - names.index(name) for name in found]
+            shares = [100 * r["bandwidth"]["share"] for r in found.values()]
+            bars = axes.barh(y, shares, height, color=COLORS[dtype])
+            axes.bar_label(bars, [f"{x:.0f}" for x in shares], label_type="center", color="white", fontsize=7)
+            for at, r in zip(y, found.values()):
+                if goal := r.get("goals", {}).get("copy"):
+                    axes.plot([100 * goal] * 2, [at - height / 2, at + height / 2], color="black", lw=2)
+        axes.axvline(100, color="black", lw=0.8, ls="--", zorder=0)
+        axes.set_title(f"{n:,} tokens", fontsize=10)
+        axes.set_xlabel("% of the bandwidth of torch.copy_")
+        axes.margins(x=0.12)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks([-i for i in range(len(names))], [" ".join(x).strip() for x in names], fontsize=8)
+    marks = [plt.Rectangle((0, 0), 1, 1, color=COLORS[x], label=x) for x in dtypes]
+    marks.append(plt.Line2D([], [], color="black", lw=2, label="goal"))
+    figure.legend(handles=marks, loc="outside lower right", ncols=4, fontsize=8, frameon=False)
+    gpu = record["machine"]["gpu"]
+    copy = max(r["bandwidth"]["gb_per_s"] for r in rows)
+    figure.suptitle(
+        f"Bytes that must move, per second · {gpu['name']}, CUDA {gpu['cuda']}, torch {record['torch']} · "
+        f"100 %: {copy:,.0f} GB/s",
+        fontsize=10,
+    )
+    return figure

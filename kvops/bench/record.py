@@ -15,6 +15,26 @@ import torch
 from .. import build_info
 
 
+def gpu() -> dict:
+    """Of the GPU that torch uses."""
+    of = torch.cuda.get_device_properties()
+    try:
+        driver = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+        ).stdout.split("\n")[0]
+    except OSError:
+        driver = ""
+    return {
+        "name": of.name,
+        "capability": f"{of.major}.{of.minor}",
+        "multiprocessors": of.multi_processor_count,
+        "memory_bytes": of.total_memory,
+        "l2_bytes": of.L2_cache_size,
+        "driver": driver.strip() or "unknown",
+        "cuda": torch.version.cuda,
+    }
+
+
 def machine() -> dict:
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = re.search(r"model name\s*: (.+)", text)
@@ -28,7 +48,10 @@ def machine() -> dict:
 
 
 def commit() -> str | None:
-    """The commit that this kvops was run from, with -dirty if its files were changed; None outside a repository."""
+    """The commit that this kvops was run from, with -dirty if its files were changed.
+
+    Outside a repository KVOPS_COMMIT, else None.
+    """
 
     def git(*command: str) -> str:
         return subprocess.run(
@@ -38,14 +61,14 @@ def commit() -> str | None:
     try:
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("KVOPS_COMMIT")
 
 
-def origin(*command: str) -> dict:
+def origin(*command: str, device: str = "cpu") -> dict:
     """Machine, instruction set, versions, commit, and the command that made it."""
     info = build_info()
     return {
-        "machine": machine(),
+        "machine": machine() | ({"gpu": gpu()} if device == "cuda" else {}),
         "isa": info["isa"],
         "torch": info["torch"],
         "kvops": info["kvops"],

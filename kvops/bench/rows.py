@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,17 +17,47 @@ from . import eager
 
 KEEP = 0.25  # of the tokens, in everything that selects or moves
 SINK = 16  # LagKV's static part
+NEAR_FLOOR = 1 / 1.3  # a whole call takes at most 1.3 times as long as a copy of its bytes
 
 
 class Case:
-    """The inputs of one measurement: K and V [1, heads, n, d], random, and what the operators take beside them."""
+    """The inputs of one measurement: K and V [batch, heads, n, d], random, and what the operators take beside them.
 
-    def __init__(self, n: int, dtype: torch.dtype, heads: int = 8, d: int = 128, device: str = "cpu"):
-        self.n, self.dtype, self.heads, self.d, self.device = n, dtype, heads, d, device
-        generator = torch.Generator(device).manual_seed(0)
-        self._source = [torch.randn(1, heads, n, d, device=device, generator=generator).to(dtype) for _ in range(2)]
-        self.k, self.v = (x.clone() for x in self._source)
-        self.scores = torch.randn(1, heads, n, device=device, generator=generator)
+    Tensors are made when they are first asked for.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        dtype: torch.dtype,
+        heads: int = 8,
+        d: int = 128,
+        device: str = "cpu",
+        batch: int = 1,
+        seed: int = 0,
+    ):
+        self.n, self.dtype, self.heads, self.d, self.device, self.batch = n, dtype, heads, d, device, batch
+        self._seed = seed
+
+    def _randn(self, *shape: int, stream: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(3 * self._seed + stream)
+        return torch.randn(self.batch, self.heads, *shape, device=self.device, generator=generator)
+
+    @cached_property
+    def _source(self) -> list[Tensor]:
+        return [self._randn(self.n, self.d, stream=i).to(self.dtype) for i in range(2)]
+
+    @cached_property
+    def k(self) -> Tensor:
+        return self._source[0].clone()
+
+    @cached_property
+    def v(self) -> Tensor:
+        return self._source[1].clone()
+
+    @cached_property
+    def scores(self) -> Tensor:
+        return self._randn(self.n, stream=2)
 
     def restore(self) -> None:
         """Undoes in-place calls."""
@@ -87,6 +117,14 @@ class Row:
     restore: whether the form "in place" needs `Case.restore` first (outside the clock), as its work depends on values.
     per_dtype: False if the dtype of K and V does not matter.
     shape: (heads, n) of a row that does not follow --heads and --n.
+
+    For a GPU:
+    cuda_only: not measured on the CPU unless it is named.
+    batch: rows of the batch; they fill the card where one layer of one sequence does not.
+    most: the largest n (the batch must fit in memory).
+    stages: parts of a whole call whose share of its time is reported.
+    copy_goal, eager_goal: share of the copy bandwidth to reach, and how many times longer eager PyTorch is to take,
+        from 131,072 tokens on (the form "in place" of a row with others has none: one layer is a few serial streams).
     """
 
     forms: dict[str, Callable[[Case], Any]]
@@ -99,6 +137,12 @@ class Row:
     restore: bool = False
     per_dtype: bool = True
     shape: tuple[int, int] | None = None
+    cuda_only: bool = False
+    batch: int = 1
+    most: int | None = None
+    stages: dict[str, Callable[[Case], Any]] = field(default_factory=dict)
+    copy_goal: float | None = None
+    eager_goal: float | None = None
 
 
 def size(*tensors: Tensor) -> int:
@@ -118,7 +162,7 @@ def _keydiff_parts(c: Case) -> None:
         x.clone()
 
 
-def _keydiff(shape: tuple[int, int] | None = None, forms: tuple[str, ...] = ("out=", "in place", "fresh")) -> Row:
+def _keydiff(shape: tuple[int, int] | None = None, forms: tuple = ("out=", "in place", "fresh"), **row) -> Row:
     calls = {
         "out=": lambda c: kvops.keydiff_compress(c.k, c.v, c.budget, out=c.out),
         "in place": lambda c: kvops.keydiff_compress_(c.k, c.v, c.budget),
@@ -134,6 +178,10 @@ def _keydiff(shape: tuple[int, int] | None = None, forms: tuple[str, ...] = ("ou
         parts=_keydiff_parts,
         restore=True,
         shape=shape,
+        stages={"select_topk": lambda c: ops.select_topk(c.scores, c.budget)},
+        copy_goal=NEAR_FLOOR,
+        eager_goal=20,
+        **row,
     )
 
 
@@ -148,10 +196,11 @@ def _gather(indices: Callable[[Case], Tensor]) -> Row:
         bytes=lambda c: 2 * size(*c.out),
         against="copy",
         touched=lambda c: c.out,
+        copy_goal=0.85,
     )
 
 
-def _compact(indices: Callable[[Case], Tensor]) -> Row:
+def _compact(indices: Callable[[Case], Tensor], **row) -> Row:
     return Row(
         forms={"in place": lambda c: ops.compact_kv_(c.k, c.v, indices(c))},
         eager=eager.gather_kv,
@@ -159,6 +208,7 @@ def _compact(indices: Callable[[Case], Tensor]) -> Row:
         bytes=lambda c: 2 * size(*c.out),
         against="shift",
         touched=lambda c: c.out,
+        **row,
     )
 
 
@@ -171,6 +221,7 @@ ROWS: dict[str, Row] = {
         bytes=lambda c: size(c.k, c.v) * c.partitions * c.lag // c.n,
         against="read",
         touched=lambda c: (c.k, c.v),
+        copy_goal=0.8,
     ),
     "anchor_cosine": Row(
         forms={"": lambda c: ops.anchor_cosine(c.k)},
@@ -179,6 +230,7 @@ ROWS: dict[str, Row] = {
         bytes=lambda c: 2 * size(c.k),
         against="read",
         touched=lambda c: (c.k,),
+        copy_goal=0.85,
     ),
     "select_topk": Row(
         forms={"": lambda c: ops.select_topk(c.scores, c.budget)},
@@ -188,11 +240,13 @@ ROWS: dict[str, Row] = {
         against="read",
         touched=lambda c: (c.scores,),
         per_dtype=False,
+        eager_goal=5,
     ),
     "gather_kv": _gather(lambda c: c.indices),
     "gather_kv, one run": _gather(lambda c: c.run),
     "compact_kv_": _compact(lambda c: c.indices),
     "compact_kv_, one run": _compact(lambda c: c.run),
+    "compact_kv_, batch 32": _compact(lambda c: c.indices, cuda_only=True, batch=32, most=131072, copy_goal=0.85),
     "keydiff_compress": _keydiff(),
     "lagkv_compress": Row(
         forms={
@@ -207,6 +261,9 @@ ROWS: dict[str, Row] = {
         touched=lambda c: (c.k, c.v),
         parts=_lagkv_parts,
         restore=True,
+        copy_goal=NEAR_FLOOR,
+        eager_goal=20,
     ),
+    "keydiff_compress, 4096 tokens": _keydiff(shape=(8, 4096), forms=("out=", "fresh"), cuda_only=True),
     "keydiff_compress, 64 tokens": _keydiff(shape=(1, 64), forms=("fresh",)),  # what a call costs when there is no work
 }

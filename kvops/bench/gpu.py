@@ -1,0 +1,102 @@
+"""The clock of a GPU: events around the replay of a CUDA graph, over as many copies of the inputs as no cache holds."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+SHORT = 2e-3  # seconds; what takes less is captured several times, so that starting a replay (microseconds) is nothing
+MOST_CALLS = 512  # in one graph
+COPY_BYTES = 2 << 30  # of the large copy_, and of the two buffers in which smaller copies wander
+
+
+class Replayed:
+    """Something to time. calls[i] works on the i-th copy of the inputs; `before` is run ahead, outside the clock."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], before: Sequence[Callable[[], None]] = ()):
+        self.calls, self.before = calls, before
+        self.rounds = 1
+        self.clock = ""  # "graph", or "events" and why there is no graph
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._run = self._rounds
+
+    def _rounds(self) -> None:
+        for _ in range(self.rounds):
+            for call in self.calls:
+                call()
+
+    def sample(self) -> float:
+        """Seconds per call."""
+        for restore in self.before:
+            restore()
+        self._start.record()
+        self._run()
+        self._end.record()
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) / 1e3 / (self.rounds * len(self.calls))
+
+    def warm_up(self) -> None:
+        """Whatever the first calls load, compile and allocate; then the capture of as many calls as are not short."""
+        for _ in range(3):
+            self.sample()
+        self._capture()
+        one = min(self.sample() for _ in range(3)) * len(self.calls)
+        if not self.before and one < SHORT:
+            self.rounds = max(1, min(math.ceil(SHORT / one), MOST_CALLS // len(self.calls)))
+            self._capture()
+        self.sample()
+
+    def _capture(self) -> None:
+        self._run = self._rounds
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._rounds()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            torch.cuda.synchronize()
+            self.clock = f"events, as it cannot be captured ({first_line(error)})"
+        else:
+            self._run, self.clock = graph.replay, "graph"
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]
+
+
+def l2_bytes() -> int:
+    return torch.cuda.get_device_properties().L2_cache_size
+
+
+def copies(moved: int) -> int:
+    """How many copies of the inputs of a call that moves so many bytes fill the L2 cache several times."""
+    return max(1, min(math.ceil(8 * l2_bytes() / max(1, moved)), MOST_CALLS))
+
+
+@functools.cache
+def _buffers(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two of COPY_BYTES: random values, and where to."""
+    source = torch.randn(COPY_BYTES // 4, device=device)
+    return source, torch.empty_like(source)
+
+
+def copy_probes(moved: int, device: str) -> dict[str, Replayed]:
+    """copy_ of the whole buffer, and of as many bytes as the row reads and writes, each time elsewhere."""
+    source, target = _buffers(device)
+    found = {"large": Replayed([lambda: target.copy_(source)])}
+    part = moved // 8  # floats that are read, and as many written
+    if 0 < part < source.numel():
+        places = [slice(i * part, (i + 1) * part) for i in range(min(source.numel() // part, MOST_CALLS))]
+        found["same"] = Replayed([lambda p=p: target[p].copy_(source[p]) for p in places])
+    return found
+
+
+def copied(probe: str, moved: int) -> int:
+    """Bytes that a probe reads and writes in one call."""
+    return 2 * COPY_BYTES if probe == "large" else moved // 8 * 8
