@@ -160,13 +160,21 @@ __global__ void __launch_bounds__(kAnchorThreads, KeyRows<T, Lanes>::kBlocks)
   double* const totals = reinterpret_cast<double*>(shared);  // [groups, d]
   if (group < groups) {
     double total[4] = {};
-#pragma unroll 8
-    for (int64_t i = group; i < needed; i += groups) {
-      const float4 x = __ldcg(reinterpret_cast<const float4*>(partial + i * d) + column);
-      total[0] += x.x;
-      total[1] += x.y;
-      total[2] += x.z;
-      total[3] += x.w;
+    constexpr int kLoads = 4;  // in flight
+    for (int64_t i = group; i < needed; i += kLoads * groups) {
+      float4 x[kLoads];
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u)
+        x[u] = i + u * groups < needed
+                   ? __ldcg(reinterpret_cast<const float4*>(partial + (i + u * groups) * d) + column)
+                   : float4{};
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) {
+        total[0] += x[u].x;
+        total[1] += x[u].y;
+        total[2] += x[u].z;
+        total[3] += x[u].w;
+      }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) totals[group * d + 4 * column + i] = total[i];
