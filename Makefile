@@ -1,7 +1,9 @@
 # make demo · make test · make bench · make lint · make sanitize
 #
 # Each sets up what it needs in .venv first: minutes (downloads) the first time, seconds afterwards. It takes a
-# python3 >= 3.10, a C++20 compiler and a package index. ARGS="..." goes to what is run: make test ARGS="-x -k gather".
+# python3 >= 3.10, a C++20 compiler and a package index; with nvcc >= 12 the CUDA kernels are built too. A warning of
+# a compiler is an error; CMAKE_ARGS=-DCMAKE_COMPILE_WARNING_AS_ERROR=OFF lets it pass.
+# ARGS="..." goes to what is run: make test ARGS="-x -k gather".
 #
 #   PYTHON=...       the Python to start from; if it has torch >= 2.10, that torch is used and none is installed
 #   TORCH_INDEX=...  another package index, for torch alone; https://download.pytorch.org/whl/cpu has it without CUDA
@@ -78,8 +80,12 @@ $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/torch-$(TORCH)
 
 $(STAMPS)/kvops: $(STAMPS)/dev $(SOURCES) $(if $(wildcard kvops/libkvops.so),,FORCE)
 	@echo "== kvops"
-	@$(PIP) -qq --no-build-isolation --no-deps -e .
+	@CMAKE_ARGS="-DCMAKE_COMPILE_WARNING_AS_ERROR=ON $$CMAKE_ARGS" $(PIP) -qq --no-build-isolation --no-deps -e .
+	@$(PY) -c $(SAY_SKIPPED)
 	@touch $@
+
+SAY_SKIPPED := 'import kvops; cuda = kvops.build_info()["cuda"]; \
+  cuda["built"] or print("== kvops: the CUDA library is skipped:", cuda["why"])'
 
 $(STAMPS)/sanitize: $(STAMPS)/kvops $(wildcard kvops/*.py kvops/*/*.py)
 	@echo "== kvops with AddressSanitizer and UndefinedBehaviorSanitizer"

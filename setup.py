@@ -18,6 +18,7 @@ from pathlib import Path
 import setuptools
 
 ROOT = Path(__file__).resolve().parent
+BUILD = ROOT / "build"
 MIN_TORCH = "2.10"  # the stable ABI that kvops is written against; kvops/_lib.py checks the torch that runs
 MIN_SETUPTOOLS = "77"
 
@@ -134,7 +135,7 @@ class CMakeBuild(build_ext):
         compiler = Path(os.environ.get("CXX", "").split(" ")[0]).name
         tag = ["torch", torch_version.split("+")[0], "ninja" if ninja else "make", compiler, *sanitize.split(";")]
         tag += [f"nvcc{nvcc[1]}"] if nvcc else []
-        build = ROOT / "build" / "-".join(filter(None, tag))
+        build = BUILD / "-".join(filter(None, tag))
         prefix = Path(self.get_ext_fullpath(ext.name)).resolve().parent.parent
         configure = [
             *(cmake, "-S", str(ROOT), "-B", str(build)),
@@ -160,7 +161,8 @@ class CMakeBuild(build_ext):
 
     def copy_extensions_to_source(self) -> None:
         """For an editable install: the libraries that were built, and none that an earlier build left."""
-        (ROOT / "kvops/libkvops_cuda.so").unlink(missing_ok=True)
+        package = self.get_finalized_command("build_py").get_package_dir("kvops")
+        Path(package, "libkvops_cuda.so").unlink(missing_ok=True)
         super().copy_extensions_to_source()
 
     def get_output_mapping(self) -> dict[str, str]:
@@ -174,12 +176,13 @@ class Wheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
-if __name__ == "__main__":  # so it is for pip too; tests import the functions above
+def extensions() -> list[setuptools.Extension]:
     sources = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("csrc/**/*")) if p.is_file()]
-    setuptools.setup(
-        ext_modules=[
-            setuptools.Extension("kvops.libkvops", sources=[], depends=["CMakeLists.txt", *sources]),
-            setuptools.Extension("kvops.libkvops_cuda", sources=[], optional=True),
-        ],
-        cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel},
-    )
+    return [
+        setuptools.Extension("kvops.libkvops", sources=[], depends=["CMakeLists.txt", *sources]),
+        setuptools.Extension("kvops.libkvops_cuda", sources=[], optional=True),
+    ]
+
+
+if __name__ == "__main__":  # so it is for pip too; tests import the functions above
+    setuptools.setup(ext_modules=extensions(), cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel})

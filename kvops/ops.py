@@ -6,6 +6,10 @@ they lie, never copied. Arithmetic and scores are fp32. `starts`, `lengths`: int
 starts[b] <= i < starts[b] + lengths[b] (defaults 0 and n - starts). Wrong input is a ValueError (TypeError for what
 is no tensor) that names the argument, what was expected and what came, before anything is written. The operators are
 inference-only: an input that requires grad raises outside `torch.no_grad()`.
+
+CUDA tensors: work goes to the current stream and nothing waits for the GPU, so the values of indices, starts, lengths
+and budgets are checked under `kvops.debug_checks()` only; otherwise wrong ones are skipped or clamped (docs/cuda.md).
+Head dims up to 1024.
 """
 
 from __future__ import annotations

@@ -60,7 +60,9 @@ def test_one_wheel_for_every_python(wheel):
         files = set(archive.namelist())
         metadata = email.message_from_bytes(archive.read(f"kvops-{version}.dist-info/METADATA"))
     python_files = {str(p.relative_to(ROOT)) for p in ROOT.glob("kvops/**/*.py")}
-    assert python_files | {"kvops/libkvops.so", "kvops/py.typed"} <= files
+    assert python_files | {"kvops/py.typed"} <= files
+    cuda = {"kvops/libkvops_cuda.so"} if kvops.build_info()["cuda"]["built"] else set()
+    assert {x for x in files if x.endswith(".so")} == {"kvops/libkvops.so"} | cuda
     assert not [x for x in files if not x.startswith(("kvops/", f"kvops-{version}.dist-info/"))]
     # torch would be replaced, or fetched in the index's default build, if it were listed.
     required = [x for x in metadata.get_all("Requires-Dist") if "extra ==" not in x]
@@ -211,6 +213,10 @@ def test_build_without_compiler():
 
 @pytest.fixture
 def setup_py():
+    return load_setup_py()
+
+
+def load_setup_py():
     spec = importlib.util.spec_from_file_location("kvops_setup", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -250,6 +256,9 @@ def test_cmake_says_why_in_one_line(tmp_path):
 def test_other_failures_are_shown_whole(setup_py, tmp_path):
     with pytest.raises(SystemExit, match=r"^what it printed\n\nkvops: it failed; its output is above$"):
         setup_py.run([script(tmp_path / "fails", "echo what it printed; exit 3\n")], "it failed")
+    with pytest.raises(SystemExit, match=r"\nkvops: it failed; its output is above: x.cu\(3\): error: no such thing$"):
+        text = "one\nx.cu(3): error: no such thing\n  int x;\nx.cu(4): error: nor this"
+        setup_py.run([script(tmp_path / "fails", f"echo '{text}'; exit 3\n")], "it failed")
 
 
 def make(goal: str, tmp_path: Path, python: Path | str, expect: int = 0) -> str:

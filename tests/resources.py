@@ -1,0 +1,145 @@
+"""What each CUDA kernel takes of a GPU, as the compiler noted it in libkvops_cuda.so: registers, shared memory, stack.
+
+python tests/resources.py            # every kernel on every architecture
+python tests/resources.py --write    # the table in docs/cuda.md, made anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+LIBRARY = ROOT / "kvops/libkvops_cuda.so"
+PAGE = ROOT / "docs/cuda.md"
+BEGIN, END = "<!-- resources -->\n", "<!-- end of resources -->\n"
+
+# How an instance for bf16 and head_dim 128 is known, where a kernel has such instances.
+COMMON = ("BFloat16", "RowLanes<16, 1>", "uint4")
+
+
+RESERVED = 1024  # bytes that CUDA itself takes of a block's shared memory from sm_90 on, and that the report counts
+
+
+class Kernel(NamedTuple):
+    arch: str  # sm_90a
+    name: str  # gather_kv_kernel
+    instance: str  # uint4, or empty
+    registers: int
+    shared: int  # bytes of static shared memory
+    stack: int
+    local: int
+
+
+def missing() -> str:
+    """What the report cannot be read without, or nothing."""
+    if not shutil.which("c++filt"):
+        return "no c++filt (binutils)"
+    return "" if find_cuobjdump() else "no cuobjdump (pip install nvidia-cuda-cuobjdump)"
+
+
+def find_cuobjdump() -> str | None:
+    if found := shutil.which("cuobjdump"):
+        return found
+    try:
+        files = importlib.metadata.files("nvidia-cuda-cuobjdump") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((str(x.locate()) for x in files if x.name == "cuobjdump"), None)
+
+
+def kernels(library: Path = LIBRARY) -> list[Kernel]:
+    """All kernels of the library, by name, instance and architecture."""
+    program = find_cuobjdump()
+    with tempfile.TemporaryDirectory() as folder:
+        if not os.access(program, os.X_OK):  # as pip may leave it
+            program = shutil.copy(program, folder)
+            os.chmod(program, 0o755)
+        report = output(program, "--dump-resource-usage", library)
+    found = []
+    for line in output("c++filt", text=report).splitlines():
+        if m := re.match(r"arch = (\w+)", line):
+            arch = m[1]
+        elif m := re.match(r" Function (.+):$", line):
+            name = re.sub(r"kvops::|\(anonymous namespace\)::", "", m[1]).replace("> >", ">>")
+            m = re.match(r"(?:void )?(\w+)(?:<(.*?)>)?\(", name)
+            name, instance = m[1], m[2] or ""
+        elif "REG:" in line:
+            registers, shared, stack, local = (
+                int(re.search(rf"\b{x}:(\d+)", line)[1]) for x in ("REG", "SHARED", "STACK", "LOCAL")
+            )
+            if shared and number(arch) >= 90:
+                shared -= RESERVED
+            found.append(Kernel(arch, name, instance, registers, shared, stack, local))
+    return sorted(found, key=lambda x: (x.name, x.instance, number(x.arch)))
+
+
+def output(*command, text: str | None = None) -> str:
+    return subprocess.run([str(x) for x in command], input=text, capture_output=True, text=True, check=True).stdout
+
+
+def number(arch: str) -> int:
+    return int(re.search(r"\d+", arch)[0])
+
+
+def table(found: list[Kernel], compiler: str) -> str:
+    """One row per kernel: all its instances taken together, and the one that most calls use."""
+    archs = sorted({x.arch for x in found}, key=number)
+    lines = [
+        f"Of nvcc {compiler}, for {', '.join(archs)}:",
+        "",
+        "| kernel | instances | registers, bf16 and d = 128 | most registers | static shared memory, bytes |",
+        "|---|---|---|---|---|",
+    ]
+    for name in sorted({x.name for x in found}):
+        instances = [x for x in found if x.name == name]
+        usual = instances
+        for mark in COMMON:
+            usual = [x for x in usual if mark in x.instance] or usual
+        columns = [
+            len({x.instance for x in instances}),
+            *(
+                ", ".join(str(max(x.registers for x in chosen if x.arch == arch)) for arch in archs)
+                for chosen in (usual, instances)
+            ),
+            max(x.shared for x in instances),
+        ]
+        lines.append(f"| `{name.removesuffix('_kernel')}` | {' | '.join(map(str, columns))} |")
+    return "\n".join(lines) + "\n"
+
+
+def nvcc_version() -> str:
+    path = shutil.which(os.environ.get("CUDACXX") or "nvcc") or "/usr/local/cuda/bin/nvcc"
+    return re.search(r"release ([\d.]+)", output(path, "--version"))[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library", nargs="?", type=Path, default=LIBRARY)
+    parser.add_argument("--write", action="store_true", help=f"replace the table in {PAGE.relative_to(ROOT)}")
+    args = parser.parse_args()
+    if why := missing():
+        sys.exit(f"resources: {why}")
+    found = kernels(args.library)
+    if not args.write:
+        for x in found:
+            name = f"{x.name}<{x.instance}>" if x.instance else x.name
+            print(
+                f"{x.arch:8}{x.registers:4} registers {x.shared:6} shared {x.stack:4} stack {x.local:4} local  {name}"
+            )
+        return
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(before + BEGIN + table(found, nvcc_version()) + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""The build and the loader of libkvops_cuda.so, and what the compiler says of its kernels. No GPU is needed."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+
+import kvops
+import resources
+from test_build import ROOT, TORCH, last_line, load_setup_py, needs_nm, needs_source, run, script, shims, symbols
+
+CUDA = kvops.build_info()["cuda"]
+LIBRARY = kvops._lib.CUDA_LIBRARY
+
+needs_library = pytest.mark.skipif(not CUDA["built"], reason=f"the CUDA library is skipped: {CUDA['why']}")
+needs_readelf = pytest.mark.skipif(not shutil.which("readelf"), reason="no readelf (binutils)")
+needs_report = pytest.mark.skipif(bool(resources.missing()), reason=resources.missing())
+cpu_torch = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+
+
+# The library
+
+
+@needs_library
+@needs_nm
+def test_library_asks_torch_for_no_more_than_2_10_has(tmp_path):
+    used = {name for kind, name in symbols(LIBRARY, "-D", "--undefined-only") if kind == "U"}
+    ours = {x for x in used if x.startswith(("aoti_torch_", "torch_"))}
+    assert len(ours) > 10
+    assert ours <= shims("0x020a000000000000", tmp_path) | {"aoti_torch_get_current_cuda_stream"}
+    assert not [x for x in used if re.search(r"\b(c10|at|torch|caffe2)::", x) or x.startswith(("Py", "_Py"))]
+
+
+@needs_library
+@needs_nm
+def test_library_offers_nothing_but_its_switch():
+    offered = {name for kind, name in symbols(LIBRARY, "-D", "--defined-only") if kind in "TBDRVW"}
+    assert {x for x in offered if "std::" not in x and not x.startswith("_")} == {"kvops_debug_checks"}
+
+
+@needs_library
+@needs_readelf
+def test_library_finds_torch_by_name_and_carries_the_cuda_runtime():
+    lines = run("readelf", "-d", LIBRARY).splitlines()
+    needed = {m[1] for x in lines if (m := re.search(r"\(NEEDED\).*\[(.+)\]", x))}
+    assert {"libtorch_cuda.so", "libtorch_cpu.so"} <= needed
+    assert not [x for x in needed if "cudart" in x or x.startswith("libcuda.")]
+    assert not [x for x in lines if "RPATH" in x or "RUNPATH" in x]
+
+
+# What the compiler says of the kernels
+
+
+@needs_library
+@needs_report
+def test_kernels_spill_no_registers_and_have_no_stack():
+    """Of every instance on every architecture; local memory is where spilled registers and stack lie."""
+    found = resources.kernels(LIBRARY)
+    assert {x.arch.removeprefix("sm_") for x in found} == set(CUDA["archs"]) or "native" in CUDA["archs"]
+    operators = {p.stem for p in ROOT.glob("csrc/cuda/*.cuh")} & set(kvops.ops.__all__)
+    assert len({x.name for x in found}) >= len(operators)
+    assert [x for x in found if x.stack or x.local] == []
+
+
+@needs_library
+@needs_report
+@needs_source
+def test_table_in_the_docs_is_what_was_built():
+    if CUDA["archs"] != ["80", "90a", "100"]:
+        pytest.skip(f"built for {', '.join(CUDA['archs'])}, and the table is of the default architectures")
+    text = resources.PAGE.read_text().split(resources.BEGIN)[1].split(resources.END)[0]
+    written, here = re.search(r"nvcc ([\d.]+)", text)[1], resources.nvcc_version()
+    if written != here:
+        pytest.skip(f"the table is of nvcc {written}, this is {here}")
+    assert text == resources.table(resources.kernels(LIBRARY), here), "run: python tests/resources.py --write"
+
+
+# The loader
+
+
+def load_as(version: str | None, code: str, *libraries: Path) -> subprocess.CompletedProcess:
+    """Runs code after `import kvops` under a torch of which it is said that it has CUDA `version`."""
+    before = "".join(f"ctypes.CDLL({str(x)!r}, ctypes.RTLD_GLOBAL); " for x in libraries)
+    start = f"import ctypes, json, torch; torch.version.cuda = {version!r}; {before}import kvops\n"
+    return subprocess.run(
+        [sys.executable, "-c", start + code], capture_output=True, text=True, cwd=LIBRARY.parent.parent
+    )
+
+
+SAY = "print(json.dumps(kvops.build_info()['cuda']))\n"
+EVERY_OVERLOAD = """
+def overloads():
+    for op in kvops.ops.__all__:
+        for overload in getattr(torch.ops.kvops, op).overloads():
+            yield f"kvops::{op}" + ("" if overload == "default" else f".{overload}")
+"""
+WITHOUT_CUDA = """
+print([x for x in overloads() if not torch._C._dispatch_has_kernel_for_dispatch_key(x, "CUDA")])
+"""
+CALL_ON_CUDA = """
+k, indices = torch.zeros(1, 1, 4, 64), torch.zeros(1, 1, 2, dtype=torch.int64)
+cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+torch.ops.kvops.gather_kv.default.redispatch(cuda, k, k, indices)
+"""
+
+
+def test_what_is_said_of_cuda():
+    assert list(CUDA) == ["built", "archs", "why", "loaded"]
+    assert CUDA["loaded"] == (not CUDA["why"]) and (CUDA["built"] or not CUDA["loaded"])
+    assert bool(CUDA["archs"]) == CUDA["built"] == LIBRARY.exists()
+    kvops.build_info()["cuda"]["archs"].append("changed")
+    assert kvops.build_info()["cuda"] == CUDA
+
+
+@needs_library
+def test_not_loaded_under_a_torch_without_cuda():
+    done = load_as(None, SAY + "print(str(kvops._lib.CUDA_LIBRARY) in torch.ops.loaded_libraries)")
+    said, loaded = done.stdout.splitlines()
+    assert (json.loads(said)["why"], loaded) == (f"torch {torch.__version__} has no CUDA", "False")
+    assert done.stderr == ""
+
+
+@needs_library
+@cpu_torch
+def test_a_library_that_cannot_be_loaded_is_a_warning():
+    """This torch lacks libtorch_cuda.so, so saying that it has CUDA is enough."""
+    why = "libkvops_cuda.so could not be loaded: libtorch_cuda.so: cannot open shared object file"
+    done = load_as("13.0", SAY + "print(kvops.ops.select_topk(torch.arange(4.0).view(1, 1, 4), 2).tolist())")
+    said, result = done.stdout.splitlines()
+    assert json.loads(said)["why"].startswith(why) and not json.loads(said)["loaded"]
+    assert f"RuntimeWarning: kvops works on the CPU only: {why}" in done.stderr
+    assert result == "[[[2, 3]]]"
+
+
+@needs_library
+@cpu_torch
+def test_cuda_tensors_without_kernels_are_refused_with_the_reason():
+    done = load_as("13.0", CALL_ON_CUDA)
+    line = last_line(done.stderr)
+    assert line.startswith(
+        "NotImplementedError: gather_kv: got CUDA tensors, but kvops has no CUDA kernels here: libkvops"
+    )
+    assert load_as("13.0", EVERY_OVERLOAD + WITHOUT_CUDA).stdout.strip() == "[]"
+
+
+@needs_library
+@cpu_torch
+def test_every_overload_has_a_cuda_kernel(tmp_path):
+    """The library is loaded for real; a stand-in gives it the one function that a CPU torch lacks."""
+    source, stand_in = tmp_path / "torch_cuda.cpp", tmp_path / "libtorch_cuda.so"
+    source.write_text('extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n')
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    run(*compiler, "-shared", "-fPIC", f"-Wl,-soname,{stand_in.name}", source, "-o", stand_in)
+    done = load_as("13.0", SAY + EVERY_OVERLOAD + WITHOUT_CUDA, stand_in)
+    assert done.stderr == ""
+    said, without = done.stdout.splitlines()
+    assert json.loads(said) == {**CUDA, "why": "", "loaded": True}
+    assert without == "[]"
+
+
+def test_debug_checks_is_a_call_and_a_context(monkeypatch):
+    told = []
+    monkeypatch.setattr(kvops._lib, "_switches", [told.append])
+    with kvops.debug_checks():
+        with kvops.debug_checks(False):
+            assert told == [True, False]
+    assert told == [True, False, True, False]
+    with pytest.raises(KeyError), kvops.debug_checks():
+        raise KeyError
+    kvops.debug_checks()
+    kvops.debug_checks(False)
+    assert told[4:] == [True, False, True, False]
+
+
+# The build
+
+
+@pytest.fixture
+def setup_py():
+    return load_setup_py()
+
+
+def build(setup_py, folder: Path, monkeypatch, *, inplace: bool = False) -> None:
+    """What pip does with setup.py, in this folder."""
+    monkeypatch.setattr(setup_py, "BUILD", folder / "build")
+    monkeypatch.chdir(folder)
+    (folder / "kvops").mkdir(exist_ok=True)
+    attributes = {"name": "kvops", "packages": ["kvops"], "ext_modules": setup_py.extensions()}
+    command = setup_py.CMakeBuild(setuptools.Distribution(attributes))
+    command.build_lib, command.inplace = str(folder / "lib"), inplace
+    command.ensure_finalized()
+    command.run()
+
+
+@needs_source
+@pytest.mark.parametrize("inplace", [False, True], ids=["wheel", "editable"])
+def test_no_library_of_an_earlier_build_stays(inplace, setup_py, tmp_path, monkeypatch):
+    built = []
+
+    def run_cmake(command, failure, **env):
+        for name in built if "--install" in command else ():
+            (tmp_path / "lib/kvops").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "lib/kvops" / name).write_text("built")
+
+    monkeypatch.setattr(setup_py, "run", run_cmake)
+    result = tmp_path / ("kvops" if inplace else "lib/kvops")
+    for built in (["libkvops.so", "libkvops_cuda.so"], ["libkvops.so"], ["libkvops.so", "libkvops_cuda.so"]):
+        build(setup_py, tmp_path, monkeypatch, inplace=inplace)
+        assert sorted(x.name for x in result.iterdir()) == built
+
+
+def configure(folder: Path, *options: str, expect: int = 0, **env: str) -> str:
+    """Runs CMake into a folder of its own; the output, or what kvops.build_info() would say of CUDA."""
+    cmake = load_setup_py().find_cmake()
+    options = [f"-DKVOPS_TORCH_DIR={TORCH}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *options]
+    return run(cmake, "-S", ROOT, "-B", folder, *options, expect=expect, env=env)
+
+
+def built_facts(folder: Path) -> dict:
+    """build_info()["cuda"] of the library that this folder would build, from the one file that has it."""
+    commands = json.loads((folder / "compile_commands.json").read_text())
+    (command,) = [x["command"] for x in commands if x["file"].endswith("facts.cpp")]
+    library = folder / "facts.so"
+    run(*shlex.split(command.replace(" -c ", " -shared ")), "-fno-sanitize=all", "-o", library, cwd=folder)
+    code = (
+        "import ctypes, sys; f = ctypes.CDLL(sys.argv[1]).kvops_facts; f.restype = ctypes.c_char_p; print(f().decode())"
+    )
+    return json.loads(run(sys.executable, "-c", code, library))["cuda"]
+
+
+def path_without_nvcc() -> str:
+    folders = [x for x in os.environ["PATH"].split(os.pathsep) if not shutil.which("nvcc", path=x)]
+    path = os.pathsep.join(folders)
+    if not shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0], path=path):
+        pytest.skip("the compiler lies beside nvcc")
+    return path
+
+
+@needs_source
+@pytest.mark.parametrize(
+    "options, env, why",
+    [
+        (["-DKVOPS_CUDA=0"], {}, "switched off by KVOPS_CUDA=0"),
+        (["-DKVOPS_CUDA=auto"], {"PATH": None}, "no nvcc was found when it was built"),
+        (["-DKVOPS_CUDA=auto"], {"CUDACXX": "no-such-nvcc"}, "no-such-nvcc does not work as nvcc"),
+        (["-DKVOPS_SANITIZE=thread"], {}, "left out of a build for the tests"),
+    ],
+    ids=["off", "no nvcc", "wrong nvcc", "sanitized"],
+)
+def test_a_build_without_cuda_says_why(options, env, why, tmp_path):
+    env = {"CUDACXX": "", **env}
+    if env.get("PATH", "") is None:
+        env["PATH"] = path_without_nvcc()
+    if not env["CUDACXX"]:
+        del env["CUDACXX"]
+    configure(tmp_path, *options, **env)
+    assert built_facts(tmp_path) == {"built": False, "archs": [], "why": why}
+
+
+@needs_source
+def test_cuda_can_be_demanded(tmp_path):
+    out = configure(tmp_path, "-DKVOPS_CUDA=1", CUDACXX="no-such-nvcc", expect=1)
+    message = "kvops: KVOPS_CUDA=1, but no-such-nvcc does not work as nvcc; put nvcc on PATH or set CUDACXX"
+    assert message in " ".join(out.split())
+
+
+@needs_source
+@needs_library
+@pytest.mark.parametrize("archs, built", [("", ["80", "90a", "100"]), ("90a", ["90a"]), ("80;90", ["80", "90"])])
+def test_architectures(archs, built, tmp_path, setup_py):
+    path, version = setup_py.find_nvcc()
+    if not archs and setup_py.older(version, "12.8"):
+        built = built[:2]
+    configure(tmp_path, f"-DKVOPS_CUDA_ARCHS={archs}", CUDACXX=path)
+    assert built_facts(tmp_path) == {"built": True, "archs": built, "why": ""}
+
+
+@needs_source
+@pytest.mark.parametrize(
+    "variable, value, message",
+    [
+        ("KVOPS_CUDA", "yes", "kvops: KVOPS_CUDA must be auto, 0 or 1, got 'yes'"),
+        (
+            "KVOPS_CUDA_ARCHS",
+            "90a;hopper",
+            "kvops: KVOPS_CUDA_ARCHS must be architectures such as 80;90a;100, or native, got hopper",
+        ),
+    ],
+)
+def test_wrong_variables_are_one_line(variable, value, message, setup_py, monkeypatch, tmp_path):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit) as error:
+        build(setup_py, tmp_path, monkeypatch)
+    assert str(error.value) == message
+
+
+@needs_source
+def test_architectures_of_the_variable(setup_py, monkeypatch):
+    for text, archs in (("", ""), ("80;90a", "80;90a"), ("80, 90a 100", "80;90a;100"), ("native", "native")):
+        monkeypatch.setenv("KVOPS_CUDA_ARCHS", text)
+        assert setup_py.cuda_archs() == archs
+
+
+@needs_source
+def test_where_nvcc_is_looked_for(setup_py, monkeypatch, tmp_path):
+    for name in ("named", "path", "home/bin"):
+        (tmp_path / name).mkdir(parents=True)
+        script(tmp_path / name / "nvcc", "echo Cuda compilation tools, release 12.9, V12.9.1\n")
+    for name in ("CUDACXX", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    assert setup_py.find_nvcc() is None
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert setup_py.find_nvcc() == (str(tmp_path / "home/bin/nvcc"), "12.9")
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    assert setup_py.find_nvcc() == (str(tmp_path / "path/nvcc"), "12.9")
+    monkeypatch.setenv("CUDACXX", str(tmp_path / "named/nvcc"))
+    assert setup_py.find_nvcc() == (str(tmp_path / "named/nvcc"), "12.9")
+    monkeypatch.setenv("CUDACXX", "no-such-nvcc")
+    assert setup_py.find_nvcc() is None
