@@ -46,7 +46,10 @@ def last_line(text: str) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", folder, ".", cwd=ROOT)
+    cuda = kvops.build_info()["cuda"]  # the same again
+    env = {"KVOPS_CUDA": "1" if cuda["built"] else "0", "KVOPS_CUDA_ARCHS": ";".join(cuda["archs"])}
+    command = (sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", folder, ".")
+    run(*command, cwd=ROOT, env=env)
     (path,) = folder.iterdir()
     return path
 
