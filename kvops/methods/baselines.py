@@ -107,15 +107,20 @@ def _random(k, budget, seed, starts, lengths, fill_invalid) -> Tensor:
 
 
 def _mix(x: int | Tensor) -> int | Tensor:
-    """MurmurHash3's 32-bit finalizer of an int or an int32 tensor: each bit changes about half of the result's bits."""
+    """MurmurHash3's 32-bit finalizer of int32 values: each bit changes about half of the result's bits.
+
+    x: an int, or a tensor. One of int32 counts on products that wrap around, which compilers may break where they see
+    the values' range; one of int64 does not.
+    """
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         x = x ^ ((x >> shift) & (2 ** (32 - shift) - 1))  # a shift that brings in zeros, whatever the sign
-        x = _signed(x * factor) if isinstance(x, int) else x * _signed(factor)
+        wraps = isinstance(x, Tensor) and x.dtype == torch.int32
+        x = x * _signed(factor) if wraps else _signed(x * factor)
     return x
 
 
-def _signed(x: int) -> int:
-    """The int32 with the low 32 bits of x."""
+def _signed(x: int | Tensor) -> int | Tensor:
+    """The value that the low 32 bits of x have as an int32."""
     return ((x + 2**31) & 0xFFFFFFFF) - 2**31
 
 
@@ -124,8 +129,8 @@ def _hash(position: Tensor, seed: int, layer: int) -> Tensor:
     key = 0
     for word in (seed, seed >> 32, layer):
         key = _mix(_signed(key + word + 0x9E3779B9))
-    heads = torch.arange(position.shape[1], dtype=torch.int32, device=position.device)[:, None]
-    keys = _mix(heads + _signed(key + 0x9E3779B9))
+    heads = torch.arange(position.shape[1], device=position.device)[:, None]
+    keys = _mix(_signed(heads + (key + 0x9E3779B9))).int()
     return (_mix(_mix(position) ^ keys) & 0xFFFFFF).float()
 
 

@@ -1,0 +1,163 @@
+"""One call of everything that has a CUDA kernel, and its inputs: what test_cuda.py captures, repeats and races.
+
+python tests/calls.py      # each of them on the GPU, a few shapes and dtypes: what compute-sanitizer looks at
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+import kvops
+from kvops import ops
+from kvops.reference import kept_length, num_segments
+
+SINK = 5
+RATIO = 0.3
+
+
+@dataclass
+class Inputs:
+    """What the calls take; the same shapes for every seed."""
+
+    k: Tensor  # [b, Hk, n, d]
+    v: Tensor  # [b, Hk, n, dv]
+    anchor: Tensor  # fp32 [b, Hk, d]
+    scores: Tensor  # fp32 [b, Hk, n], with ties, infinities and NaN
+    segments: Tensor  # fp32 [b, Hk, S, lag], the same
+    indices: Tensor  # int64 [b, Hk, n // 4], ascending, some -1 at the end
+    starts: Tensor  # int32 [b]
+    lengths: Tensor  # int32 [b]
+    budgets: Tensor  # int32 [b, Hk]
+    out: tuple[Tensor, Tensor]  # [b, Hk, n // 4, d] and [.., dv]
+    lagkv_out: tuple[Tensor, Tensor]  # of the slots that LagKV keeps
+
+    @property
+    def n(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def keep(self) -> int:
+        return self.n // 4
+
+    @property
+    def lag(self) -> int:
+        return self.n // 12
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Inputs:
+        """The same with f of every tensor."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return Inputs(*(tuple(map(f, x)) if isinstance(x, tuple) else f(x) for x in values))
+
+    def copy_(self, other: Inputs) -> None:
+        """Takes over the values of the other's tensors."""
+        for mine, theirs in zip(self.tensors(), other.tensors()):
+            mine.copy_(theirs)
+
+    def tensors(self) -> list[Tensor]:
+        found = []
+        self.map(lambda x: found.append(x) or x)
+        return found
+
+
+def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) -> Inputs:
+    """Random, on the CPU; results that are to be written are full of NaN."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(b, heads, *shape, generator=generator, device="cpu")
+
+    def scores(*shape: int) -> Tensor:
+        x = randn(*shape).round(decimals=2)
+        x[torch.rand(x.shape, generator=generator, device="cpu") < 0.01] = -torch.inf
+        x[torch.rand(x.shape, generator=generator, device="cpu") < 0.01] = torch.nan
+        return x
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32, device="cpu")
+
+    keep, lag = n // 4, n // 12
+    indices = randn(n).argsort(-1)[..., :keep].sort(-1).values
+    indices[..., keep - 2 :] = -1
+    starts = integers(0, n // 8, b)
+    kept = kept_length(n, SINK, lag, int(RATIO * lag))
+
+    def nan(tokens: int) -> tuple[Tensor, Tensor]:
+        return tuple(torch.full((b, heads, tokens, x), torch.nan, dtype=dtype, device="cpu") for x in (d, dv))
+
+    return Inputs(
+        k=randn(n, d).to(dtype),
+        v=randn(n, dv).to(dtype),
+        anchor=randn(d),
+        scores=scores(n),
+        segments=scores(num_segments(n, SINK, lag), lag),
+        indices=indices,
+        starts=starts,
+        lengths=n - starts - integers(0, n // 8, b),
+        budgets=integers(20, keep, b, heads),
+        out=nan(keep),
+        lagkv_out=nan(kept),
+    )
+
+
+CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
+    "lag_score": lambda x: (ops.lag_score(x.k, x.v, x.lag, SINK),),
+    "lag_score, padded, self": lambda x: (ops.lag_score(x.k, x.v, x.lag, SINK, 0.5, True, x.starts, x.lengths),),
+    "anchor_cosine": lambda x: ops.anchor_cosine(x.k, return_anchor=True),
+    "anchor_cosine, padded": lambda x: ops.anchor_cosine(
+        x.k, normalize_anchor=False, starts=x.starts, lengths=x.lengths, return_anchor=True
+    ),
+    "anchor_cosine, anchor": lambda x: (ops.anchor_cosine(x.k, anchor=x.anchor),),
+    "select_topk": lambda x: (ops.select_topk(x.scores, x.keep, 4, 8),),
+    "select_topk, padded": lambda x: (
+        ops.select_topk(x.scores, x.keep, 4, 8, None, x.starts, x.lengths, x.budgets, False),
+    ),
+    "select_topk, filled": lambda x: (
+        ops.select_topk(x.scores, x.keep, 4, 8, None, x.starts, x.lengths, x.budgets, True),
+    ),
+    "select_topk, segments": lambda x: (ops.select_topk(x.segments, int(RATIO * x.lag), SINK, 0, x.n),),
+    "gather_kv": lambda x: ops.gather_kv(x.k, x.v, x.indices),
+    "gather_kv, out=": lambda x: ops.gather_kv(x.k, x.v, x.indices, out=x.out),
+    "compact_kv_": lambda x: ops.compact_kv_(x.k, x.v, x.indices),
+    "keydiff_compress": lambda x: kvops.keydiff_compress(x.k, x.v, x.keep, sinks=2, recent=0.1),
+    "keydiff_compress, padded": lambda x: kvops.keydiff_compress(
+        x.k, x.v, 0.25, recent=0.1, starts=x.starts, lengths=x.lengths
+    ),
+    "keydiff_compress, shared": lambda x: kvops.keydiff_compress(x.k, x.v, x.keep, head_mode="shared"),
+    "keydiff_compress, out=": lambda x: kvops.keydiff_compress(x.k, x.v, x.keep, out=x.out),
+    "keydiff_compress_": lambda x: kvops.keydiff_compress_(x.k, x.v, x.keep),
+    "lagkv_compress": lambda x: kvops.lagkv_compress(x.k, x.v, x.lag, RATIO, sink=SINK),
+    "lagkv_compress, padded": lambda x: kvops.lagkv_compress(
+        x.k, x.v, x.lag, RATIO, sink=SINK, starts=x.starts, lengths=x.lengths, fill_invalid=True
+    ),
+    "lagkv_compress, shared": lambda x: kvops.lagkv_compress(x.k, x.v, x.lag, RATIO, sink=SINK, head_mode="shared"),
+    "lagkv_compress, out=": lambda x: kvops.lagkv_compress(x.k, x.v, x.lag, RATIO, sink=SINK, out=x.lagkv_out),
+    "lagkv_compress_": lambda x: kvops.lagkv_compress_(x.k, x.v, x.lag, RATIO, sink=SINK),
+    "streamingllm_compress": lambda x: kvops.streamingllm_compress(x.k, x.v, x.keep, starts=x.starts),
+    "random_compress": lambda x: kvops.random_compress(x.k, x.v, x.keep, starts=x.starts),
+}
+
+# Few, as a sanitizer takes its time: every dtype, rows of 16 bytes and of many, long and short, one token.
+SAMPLE = [
+    dict(n=1500, d=128, dv=128, dtype=torch.bfloat16),
+    dict(n=300, d=40, dv=64, dtype=torch.float32),
+    dict(b=1, heads=1, n=70, d=8, dv=256, dtype=torch.float16),
+    dict(b=1, heads=8, n=20_000, d=64, dv=64, dtype=torch.bfloat16),
+]
+
+
+def main() -> None:
+    for shape in SAMPLE:
+        on_cpu = inputs(0, **shape)
+        for name, call in CALLS.items():
+            call(on_cpu.map(lambda x: x.cuda()))
+            torch.cuda.synchronize()
+            print(name, ", ".join(f"{x}={y}" for x, y in shape.items()), flush=True)
+    print(f"{len(SAMPLE) * len(CALLS)} calls done")
+
+
+if __name__ == "__main__":
+    main()
