@@ -45,6 +45,14 @@ inline int multiprocessors() {
   return count;
 }
 
+// Bytes that a block may have.
+inline int shared_memory() {
+  int device, bytes;
+  check_cuda(cudaGetDevice(&device));
+  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  return bytes;
+}
+
 }  // namespace
 }  // namespace kvops
 #else
@@ -61,6 +69,10 @@ inline void zero_async(void* memory, size_t bytes, cudaStream_t) {
 
 inline int multiprocessors() {
   return 4;  // few, so that small tests fill more than one wave
+}
+
+inline int shared_memory() {
+  return 99 * 1024;  // the least of all GPUs that are supported
 }
 
 }  // namespace
