@@ -1,0 +1,298 @@
+// The slots to keep: exact, ascending, ties to the lower slot.
+//
+// Scores become unsigned keys of the same order (select.cuh). The k-th largest key of a unit (a row, or a segment of
+// one) is the threshold; kept are the keys above it and the first of those equal to it. Bytes that must move: each
+// score read once, 8 bytes written for each kept slot. The radix search reads the scores four times (three digits, then
+// the compaction), but only the first time from DRAM: a unit's scores stay in L1 or L2. Three regimes; the choice is
+// one of speed alone, the result is the same:
+//
+//   short units (<= 1024 scores; LagKV's segments, by the thousand): a warp each. The keys stay in registers, the
+//     threshold is found bit by bit, at one compare a key and one sum over the warp for each bit, until exactly k keys
+//     are left. No shared memory, no barrier.
+//   long units, at most one for each multiprocessor (KeyDiff: 8 rows of 131072): cut into chunks over the whole card.
+//     Four launches, each reading the scores once: a histogram for each digit, then the compaction. The histograms of a
+//     unit's chunks are summed in global memory by integer atomics. A launch starts by looking up, in every block, the
+//     bin of the digit before: what a last finished block would do, without its counter and its fences, and no block
+//     waits for another. So that chunks know where to write, each leaves with its last digit how many of its keys are
+//     at least as large as each of the 1024 keys that are still possible: whichever becomes the threshold, an entry and
+//     its neighbour tell what the chunk keeps.
+//   anything between: a block each, which does the same with its histogram in shared memory.
+//
+// Scores that crowd into few bins (KeyDiff's are all in (-1, 1)) cost no more than others if the shared atomics on one
+// address merge, as those without a return value do. Equal steps between minimum and maximum, as on the CPU, would
+// spread them, but at the price of one more pass and launch.
+//
+// What is kept whatever the scores say (sinks, window, the tail behind the segments) and what fills a row up (invalid
+// slots, -1) has its place by a formula and is spread over all blocks of the row. Budgets and valid slots are clamped
+// here, never read on the host. Not yet measured on a GPU.
+#pragma once
+#include "../ops/select_topk.h"
+#include "select.cuh"
+
+namespace kvops {
+namespace {
+
+constexpr int64_t kMostInWarp = 1024;    // scores of a unit whose keys fit the registers of a warp
+constexpr int64_t kMostInBlock = 16384;  // beyond, a unit is split if there are few
+constexpr int64_t kLeastInChunk = 4096;
+constexpr int kShortThreads = 256;
+
+// Units of a row: its segments; one if it has none, for what is kept without them.
+KVOPS_HOST_DEVICE inline int64_t units_per_row(const SelectTopkParams& p) {
+  return p.segments > 0 ? p.segments : 1;
+}
+
+// A row of the output, [below | head | chosen | tail | beyond | -1]: `kept` slots from [first, end), of which `chosen`
+// depend on the scores, between the invalid slots that fill it up. All of it fits int32, as slots do.
+struct RowLayout {
+  int first, end;
+  int below, head, chosen, kept, beyond;
+
+  __device__ static RowLayout of(const SelectTopkParams& p, unsigned row) {
+    const unsigned b = row / static_cast<unsigned>(p.heads);
+    const int count = static_cast<int>(p.slots.count(b)), width = static_cast<int>(p.width);
+    RowLayout x;
+    x.first = static_cast<int>(p.slots.first(b));
+    x.end = x.first + count;
+    if (p.segments >= 0) {
+      const int segments = p.segments ? static_cast<int>(num_segments(count, p.sinks, p.lag)) : 0;
+      x.head = static_cast<int>(min(int64_t{count}, p.sinks));
+      x.chosen = segments * static_cast<int>(p.k);
+      x.kept = count - segments * static_cast<int>(p.lag - p.k);
+    } else {
+      const int64_t budget = p.budgets ? min(max(int64_t{p.budgets[row]}, p.sinks + p.window), p.k) : p.k;
+      const bool all = count <= budget;
+      x.head = all ? count : static_cast<int>(p.sinks);
+      x.chosen = all ? 0 : static_cast<int>(budget - p.sinks - p.window);
+      x.kept = all ? count : static_cast<int>(budget);
+    }
+    const int missing = p.fill_invalid ? width - x.kept : 0;
+    x.below = min(missing, x.first);
+    x.beyond = min(missing - x.below, static_cast<int>(p.n) - x.end);
+    return x;
+  }
+
+  // Entry i of the row; not for those in `chosen`.
+  __device__ int entry(int i) const {
+    if (i < below) return i;
+    i -= below;
+    if (i < head) return first + i;
+    if (i < kept) return end - (kept - i);
+    return i - kept < beyond ? end + (i - kept) : -1;
+  }
+};
+
+// One selection: the best k of n scores, from slot `base` on. k = 0 where a row has no such segment, or keeps all.
+struct Unit {
+  const float* scores;
+  int n, k, base;
+  int64_t* out;
+};
+
+// Unit `index`. On the way (`write`) thread `part` of its `parts` writes its share of the entries of the row that no
+// score decides: they are spread over all threads of all units of the row.
+__device__ inline Unit start_unit(const SelectTopkParams& p, unsigned index, int part, int parts, bool write) {
+  const unsigned per_row = static_cast<unsigned>(units_per_row(p)), row = index / per_row, s = index % per_row;
+  const RowLayout x = RowLayout::of(p, row);
+  int64_t* const out = p.indices + row * p.width;
+  const int front = x.below + x.head;
+  if (write)
+    for (int64_t i = int64_t{s} * parts + part; i < p.width - x.chosen; i += int64_t{per_row} * parts) {
+      const int at = static_cast<int>(i < front ? i : i + x.chosen);
+      out[at] = x.entry(at);
+    }
+  if (s * p.k >= x.chosen) return {};
+  const unsigned heads = static_cast<unsigned>(p.heads);
+  const float* scores = p.scores + row / heads * p.stride_b + row % heads * p.stride_h;
+  if (p.segments < 0) {
+    const int begin = x.first + static_cast<int>(p.sinks);
+    return {scores + begin, x.end - static_cast<int>(p.window) - begin, x.chosen, begin, out + front};
+  }
+  return {scores + s * p.stride_s, static_cast<int>(p.lag), static_cast<int>(p.k),
+          static_cast<int>(x.first + p.sinks + s * p.lag), out + front + s * p.k};
+}
+
+// Short units: a warp each, score e * 32 + lane in key[e].
+template <int kEach>
+__global__ void __launch_bounds__(kShortThreads) select_short_kernel(SelectTopkParams p, unsigned units) {
+  const unsigned index = blockIdx.x * (kShortThreads / 32) + threadIdx.x / 32;
+  if (index >= units) return;
+  const int lane = threadIdx.x % 32;
+  const Unit unit = start_unit(p, index, lane, 32, true);
+  const int n = unit.n, k = unit.k;
+  if (k == 0) return;
+  unsigned key[kEach];
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) key[e] = e * 32 + lane < n ? order_key(__ldg(unit.scores + e * 32 + lane)) : 0u;
+
+  // The largest threshold that at least k keys reach; or, which selects the same, one that exactly k reach.
+  unsigned threshold = 0;
+  for (unsigned bit = 1u << 31; bit; bit >>= 1) {
+    int reach = 0;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) reach += key[e] >= (threshold | bit);
+    reach = __reduce_add_sync(kWarp, reach);
+    if (reach >= k) threshold |= bit;
+    if (reach == k) break;
+  }
+  int above = 0;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) above += key[e] > threshold;
+  int ties = k - __reduce_add_sync(kWarp, above);
+
+  const unsigned lower_lanes = (1u << lane) - 1;
+  int64_t* out = unit.out;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    const unsigned equal = __ballot_sync(kWarp, key[e] == threshold);
+    const bool keep = key[e] > threshold || (key[e] == threshold && __popc(equal & lower_lanes) < ties);
+    const unsigned kept = __ballot_sync(kWarp, keep);
+    if (keep) out[__popc(kept & lower_lanes)] = unit.base + e * 32 + lane;
+    out += __popc(kept);
+    ties -= __popc(equal);
+  }
+}
+
+// The thread's four bins of a histogram.
+__device__ inline int4& own_bins(int* histogram) {
+  return reinterpret_cast<int4*>(histogram)[threadIdx.x];
+}
+
+// A block for each unit.
+__global__ void __launch_bounds__(kSelectThreads) select_block_kernel(SelectTopkParams p) {
+  const Unit unit = start_unit(p, blockIdx.x, threadIdx.x, kSelectThreads, true);
+  if (unit.k == 0) return;
+  __shared__ __align__(16) int histogram[kBins];
+  const Pieces scores = Pieces::of(unit.scores, unit.n);
+  Search search{0, unit.k};
+  own_bins(histogram) = {};
+  for (int d = 0; d < kDigits; ++d) {
+    __syncthreads();
+    count_digit(scores, search.prefix, Digit(d), histogram);
+    __syncthreads();
+    const int4 counts = own_bins(histogram);
+    own_bins(histogram) = {};
+    search = narrow(search, counts, Digit(d));
+  }
+  write_kept(scores, search.prefix, search.rank, 0, 0, unit.base, unit.out);
+}
+
+// Units cut into chunks: what the launches leave for each other in global memory.
+struct Chunks {
+  unsigned count;   // of each unit
+  int* histograms;  // [units, kDigits, kBins], zeroed before the first launch
+  int* reach;       // [units, count, kReach]: the chunk's keys >= the i-th of the last kLastBins possible thresholds
+  Search* found;    // [units, kDigits]: what was known before that digit
+
+  static constexpr int kReach = kLastBins + 4;  // one more than needed is used: 16-byte accesses
+
+  __device__ int4& bins(unsigned unit, int digit) const {
+    return own_bins(histograms + (unit * kDigits + digit) * kBins);
+  }
+  // What is known before `digit`: the digit before is looked up in its histogram.
+  __device__ Search before(const Unit& unit, unsigned index, int digit) const {
+    if (digit == 0) return {0, unit.k};
+    return narrow(found[index * kDigits + digit - 1], bins(index, digit - 1), Digit(digit - 1));
+  }
+};
+
+template <int kDigit>
+__global__ void __launch_bounds__(kSelectThreads) count_digit_kernel(SelectTopkParams p, Chunks chunks) {
+  const unsigned index = blockIdx.x / chunks.count, chunk = blockIdx.x % chunks.count;
+  const Unit unit = start_unit(p, index, 0, 1, false);
+  const Pieces scores = Pieces::of(unit.scores, unit.n).part(chunk, chunks.count);
+  if (unit.k == 0 || scores.first >= scores.last) return;
+  __shared__ __align__(16) int histogram[kBins];
+  __shared__ int totals[kSelectWarps];
+  own_bins(histogram) = {};
+  const Search search = chunks.before(unit, index, kDigit);
+  if (chunk == 0 && threadIdx.x == 0) chunks.found[index * kDigits + kDigit] = search;
+  __syncthreads();
+  const Digit digit(kDigit);
+  int above = count_digit(scores, search.prefix, digit, histogram);
+  if constexpr (kDigit == kDigits - 1) {
+    above = __reduce_add_sync(kWarp, above);
+    if (threadIdx.x % 32 == 0) atomicAdd(&histogram[kLastBins], above);  // behind the digit's own bins
+  }
+  __syncthreads();
+  const int4 counts = own_bins(histogram);
+  if (4 * threadIdx.x < digit.bins) {
+    int* const bins = &chunks.bins(index, kDigit).x;
+    if (counts.x) atomicAdd(bins, counts.x);
+    if (counts.y) atomicAdd(bins + 1, counts.y);
+    if (counts.z) atomicAdd(bins + 2, counts.z);
+    if (counts.w) atomicAdd(bins + 3, counts.w);
+  }
+  if constexpr (kDigit == kDigits - 1) {
+    int4 reach;
+    reach.w = sum_of_higher_threads(counts.x + counts.y + counts.z + counts.w, totals) + counts.w;
+    reach.z = reach.w + counts.z;
+    reach.y = reach.z + counts.y;
+    reach.x = reach.y + counts.x;
+    if (4 * threadIdx.x < Chunks::kReach)
+      own_bins(chunks.reach + (index * chunks.count + chunk) * Chunks::kReach) = reach;
+  }
+}
+
+__global__ void __launch_bounds__(kSelectThreads) write_chunks_kernel(SelectTopkParams p, Chunks chunks) {
+  const unsigned index = blockIdx.x / chunks.count, chunk = blockIdx.x % chunks.count;
+  const Unit unit = start_unit(p, index, chunk * kSelectThreads + threadIdx.x, chunks.count * kSelectThreads, true);
+  const Pieces scores = Pieces::of(unit.scores, unit.n).part(chunk, chunks.count);
+  if (unit.k == 0 || scores.first >= scores.last) return;
+  __shared__ int above, equal;  // of the chunks before
+  if (threadIdx.x == 0) above = equal = 0;
+  const Search search = chunks.before(unit, index, kDigits);
+  const int* reach = chunks.reach + index * chunks.count * Chunks::kReach + search.prefix % kLastBins;
+  for (unsigned c = threadIdx.x; c < chunk; c += kSelectThreads) {
+    const int at_least = reach[c * Chunks::kReach], more = reach[c * Chunks::kReach + 1];
+    atomicAdd(&above, more);
+    atomicAdd(&equal, at_least - more);
+  }
+  __syncthreads();
+  write_kept(scores, search.prefix, search.rank, above, equal, unit.base, unit.out);
+}
+
+// How a call is cut. It needs `workspace` bytes.
+struct SelectPlan {
+  int64_t units, length;
+  int chunks;  // of each unit, or 0
+  int64_t workspace;
+
+  static SelectPlan of(const SelectTopkParams& p) {
+    SelectPlan x{p.b * p.heads * units_per_row(p), p.segments < 0 ? p.n : p.segments > 0 ? p.lag : 0, 0, 0};
+    const int64_t processors = multiprocessors();
+    if (x.length <= kMostInBlock || x.units == 0 || x.units > processors) return x;
+    // Two blocks for each multiprocessor run at once in every launch: registers allow that much.
+    const int64_t chunks = (x.length + kLeastInChunk - 1) / kLeastInChunk, most = 2 * processors / x.units;
+    x.chunks = static_cast<int>(chunks < most ? chunks : most);
+    x.workspace = x.units * (4 * kDigits * kBins + int64_t{4} * x.chunks * Chunks::kReach +
+                             kDigits * static_cast<int64_t>(sizeof(Search)));
+    return x;
+  }
+};
+
+inline void select_topk_cuda(const SelectTopkParams& p, const SelectPlan& plan, void* workspace, cudaStream_t stream) {
+  if (plan.units * p.width == 0) return;
+  if (plan.length <= kMostInWarp) {
+    constexpr int kWarps = kShortThreads / 32;
+    const unsigned units = grid_of(plan.units).x, blocks = (units + kWarps - 1) / kWarps;
+    if (plan.length <= 128) return launch<select_short_kernel<4>>(blocks, kShortThreads, 0, stream, p, units);
+    if (plan.length <= 512) return launch<select_short_kernel<16>>(blocks, kShortThreads, 0, stream, p, units);
+    return launch<select_short_kernel<32>>(blocks, kShortThreads, 0, stream, p, units);
+  }
+  if (!plan.chunks) return launch<select_block_kernel>(grid_of(plan.units), kSelectThreads, 0, stream, p);
+
+  int* const memory = static_cast<int*>(workspace);
+  const int64_t histograms = plan.units * kDigits * kBins, reach = plan.units * plan.chunks * Chunks::kReach;
+  const Chunks chunks{static_cast<unsigned>(plan.chunks), memory, memory + histograms,
+                      reinterpret_cast<Search*>(memory + histograms + reach)};
+  zero_async(memory, 4 * histograms, stream);
+  const dim3 grid = grid_of(plan.units * plan.chunks);
+  launch<count_digit_kernel<0>>(grid, kSelectThreads, 0, stream, p, chunks);
+  launch<count_digit_kernel<1>>(grid, kSelectThreads, 0, stream, p, chunks);
+  launch<count_digit_kernel<2>>(grid, kSelectThreads, 0, stream, p, chunks);
+  launch<write_chunks_kernel>(grid, kSelectThreads, 0, stream, p, chunks);
+}
+
+}  // namespace
+}  // namespace kvops
