@@ -1,4 +1,4 @@
-# make demo · make test · make bench · make lint · make sanitize
+# make demo · make test · make bench · make lint · make sanitize · make gpu
 #
 # Each sets up what it needs in .venv first: minutes (downloads) the first time, seconds afterwards. It takes a
 # python3 >= 3.10, a C++20 compiler and a package index; with nvcc >= 12 the CUDA kernels are built too. A warning of
@@ -18,7 +18,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check
 QUIET := $(if $(CI),-qq)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo test bench lint sanitize FORCE
+.PHONY: demo test bench lint sanitize gpu FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
@@ -41,6 +41,11 @@ sanitize: $(STAMPS)/sanitize
 	@cd build/sanitize && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  ../../$(PY) -m pytest --capture=sys -p no:cacheprovider $(addprefix ../../,$(or $(ARGS),$(OP_TESTS)))
+
+# All that needs a GPU, within ten minutes: build, tests, compute-sanitizer, benchmark; results in OUT. It sets nothing up
+# and needs no network: PYTHON has torch already, and WHEELS=DIR, a folder of wheels, brings what else it lacks.
+gpu:
+	@$(PYTHON) bench/gpu.py $(if $(OUT),--out "$(OUT)") $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
 OP_TESTS = $(wildcard $(patsubst csrc/ops/%.h,tests/test_%.py,$(wildcard csrc/ops/*.h)))
 
