@@ -40,8 +40,8 @@ def size(real: int, simulated: int) -> int:
     return simulated if SIMULATED else real
 
 
-def examples(count: int) -> settings:
-    return settings(max_examples=size(count, max(10, count // 6)), deadline=None)
+def examples(count: int, **options) -> settings:
+    return settings(max_examples=size(count, max(4, count // 6)), deadline=None, **options)
 
 
 def on_device(x: Tensor) -> Tensor:

@@ -6,22 +6,28 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+import kit
 import kvops
 
+pytestmark = kit.every_device
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 names = functools.partial(pytest.mark.parametrize, ids=lambda x: getattr(x, "__name__", str(x)))
-examples = settings(max_examples=40, deadline=None, derandomize=True)
+examples = kit.examples(40, derandomize=True)
 
 
 def make_kv(seed=0, b=2, heads=2, n=40, d=16, dv=8, dtype=torch.float32, layout="BHND"):
     """Random k: [b, heads, n, d] and v: [b, heads, n, dv]; BNHD has the strides of [b, n, heads, d] memory."""
     generator = torch.Generator().manual_seed(seed)
+
+    def one(*shape):
+        return kit.on_device(torch.randn(*shape, generator=generator, device="cpu").to(dtype))
+
     if layout == "BNHD":
-        return tuple(torch.randn(b, n, heads, x, generator=generator).to(dtype).transpose(1, 2) for x in (d, dv))
-    return tuple(torch.randn(b, heads, n, x, generator=generator).to(dtype) for x in (d, dv))
+        return tuple(one(b, n, heads, x).transpose(1, 2) for x in (d, dv))
+    return tuple(one(b, heads, n, x) for x in (d, dv))
 
 
 def rows_of(x, indices):
@@ -36,6 +42,10 @@ def assert_moved(result, k, v):
     order = torch.where(indices < 0, k.shape[2] + torch.arange(indices.shape[2]), indices)
     assert indices.dtype == torch.int64 and (order.diff(dim=-1) > 0).all() and (indices < k.shape[2]).all()
     assert torch.equal(result.k, rows_of(k, indices)) and torch.equal(result.v, rows_of(v, indices))
+
+
+def fp64(x):
+    return x.double().cpu().numpy()
 
 
 def assert_best(kept, scores, count, tolerance=2e-6):
@@ -113,14 +123,12 @@ def test_lagkv_is_its_formula(
         and result.lengths.tolist() == [result.indices.shape[2]] * 2
     )
     for b in range(2):
-        scores = [
-            lagkv_scores(k[b, h].double().numpy(), v[b, h].double().numpy(), lag, sink, **options) for h in (0, 1)
-        ]
+        scores = [lagkv_scores(fp64(k[b, h]), fp64(v[b, h]), lag, sink, **options) for h in (0, 1)]
         if head_mode == "shared":
             scores = [np.mean(scores, 0)] * 2
             assert torch.equal(result.indices[b, 0], result.indices[b, 1])
         for h in range(2):
-            kept = result.indices[b, h].numpy()
+            kept = result.indices[b, h].cpu().numpy()
             assert np.isin(np.arange(min(sink, n)), kept).all()
             for p, part in enumerate(scores[h]):
                 first = sink + p * lag
@@ -201,8 +209,8 @@ def test_lagkv_constant_channels_have_no_say():
     k[..., 3], v[..., 5] = 7.0, -1.0
     result = kvops.lagkv_compress(k, v, 8, 0.5, sink=4)
     for h in range(2):
-        for p, part in enumerate(lagkv_scores(k[0, h].double().numpy(), v[0, h].double().numpy(), 8, 4)):
-            kept = result.indices[0, h].numpy() - 4 - p * 8
+        for p, part in enumerate(lagkv_scores(fp64(k[0, h]), fp64(v[0, h]), 8, 4)):
+            kept = result.indices[0, h].cpu().numpy() - 4 - p * 8
             assert_best(kept[(kept >= 0) & (kept < 8)], part, 4)
     same = kvops.lagkv_compress(torch.ones(1, 1, 36, 16), torch.ones(1, 1, 36, 16), 8, 0.5, sink=4)
     first = [4 + 8 * p + i for p in range(3) for i in range(4)]  # all tie: the lower slots stay
@@ -259,12 +267,12 @@ def test_keydiff_is_its_formula(n, budget, sinks, recent, normalize, metric, anc
         assert torch.equal(result.k, k) and torch.equal(result.v, v) and result.k.data_ptr() != k.data_ptr()
         return
     for b in range(2):
-        scores = [keydiff_scores(k[b, h].double().numpy(), metric, anchor, normalize) for h in range(2)]
+        scores = [keydiff_scores(fp64(k[b, h]), metric, anchor, normalize) for h in range(2)]
         if head_mode == "shared":
             scores = [np.mean(scores, 0)] * 2
             assert torch.equal(result.indices[b, 0], result.indices[b, 1])
         for h in range(2):
-            kept = result.indices[b, h].numpy()
+            kept = result.indices[b, h].cpu().numpy()
             assert np.isin([*range(sinks), *range(n - newest, n)], kept).all()
             between = kept[(kept >= sinks) & (kept < n - newest)] - sinks
             assert_best(between, scores[h][sinks : n - newest], keep - sinks - newest, tolerance=1e-5)
@@ -391,10 +399,10 @@ def test_shared_mode_averages_the_finite_heads():
     k, v = make_kv(b=1, heads=2, n=20)
     k[0, 0, 5] = torch.nan
     result = kvops.keydiff_compress(k, v, 8, head_mode="shared")
-    scores = np.stack([keydiff_scores(k[0, 1].double().numpy())] * 2)
+    scores = np.stack([keydiff_scores(fp64(k[0, 1]))] * 2)
     others = [i for i in range(20) if i != 5]
-    scores[0, others] = keydiff_scores(k[0, 0, others].double().numpy())
-    assert_best(result.indices[0, 0].numpy(), scores.mean(0), 8)
+    scores[0, others] = keydiff_scores(fp64(k[0, 0, others]))
+    assert_best(result.indices[0, 0].cpu().numpy(), scores.mean(0), 8)
     k[0, 1, 5] = torch.nan  # finite in no head
     assert 5 not in kvops.keydiff_compress(k, v, 19, head_mode="shared").indices
 
@@ -446,16 +454,21 @@ TWINS = [
     for compress, args in ALL
     for options in [
         {},
-        dict(starts=torch.tensor([0, 7], dtype=torch.int32)),
-        dict(lengths=torch.tensor([19, 3], dtype=torch.int32), fill_invalid=True),
+        dict(starts=(0, 7)),
+        dict(lengths=(19, 3), fill_invalid=True),
     ]
 ]
+
+
+def with_tensors(options):
+    return {name: kit.int32(*x) if isinstance(x, tuple) else x for name, x in options.items()}
 
 
 @pytest.mark.parametrize("layout", ["BHND", "BNHD"])
 @names("compress, compress_, args, options", TWINS)
 def test_in_place_is_the_same(compress, compress_, args, options, layout):
     k, v = make_kv(n=40, layout=layout)
+    options = with_tensors(options)
     want = compress(k, v, *args, **options)
     before_k, before_v = k.clone(), v.clone()
     result = compress_(k, v, *args, **options)
@@ -470,6 +483,7 @@ def test_in_place_is_the_same(compress, compress_, args, options, layout):
 @names("compress, compress_, args, options", TWINS)
 def test_out_is_written_and_returned(compress, compress_, args, options):
     k, v = make_kv(n=40)
+    options = with_tensors(options)
     want = compress(k, v, *args, **options)
     m = want.indices.shape[2]
     out = tuple(torch.full((2, m + 3, 2, d), 9.0).transpose(1, 2)[:, :, :m] for d in (16, 8))
@@ -510,7 +524,7 @@ def test_failed_in_place_calls_change_nothing(compress_, args):
         assert torch.equal(a, before[0]) and torch.equal(b, before[1]), name
     before = k.clone(), v.clone()
     for bad in (dict(starts=torch.tensor([0, 50], dtype=torch.int32)), dict(lengths=torch.tensor([1, 2, 3]))):
-        with pytest.raises(ValueError):
+        with kvops.debug_checks(), pytest.raises(ValueError):
             compress_(k, v, *args, **bad)
     with pytest.raises(TypeError, match="out"):
         compress_(k, v, *args, out=(k, v))
@@ -534,7 +548,7 @@ def test_wrong_tensors(compress, args):
     k, v = make_kv(n=40)
     for wrong_k, wrong_v, error, message in [
         (None, v, TypeError, "k must be a torch.Tensor, got NoneType"),
-        (k.numpy(), v, TypeError, "k must be a torch.Tensor, got ndarray"),
+        (k.cpu().numpy(), v, TypeError, "k must be a torch.Tensor, got ndarray"),
         (k, None, TypeError, "v must be a torch.Tensor, got NoneType"),
         (k[0], v[0], ValueError, r"k must be .*got (shape )?\[2, 40, 16\]"),
         (k, v[0], ValueError, r"v must .*got \[2, 40, 8\]"),
@@ -650,8 +664,6 @@ def test_empty_inputs(compress, args):
 
 # torch.compile and threads
 
-STARTS = torch.tensor([0, 7], dtype=torch.int32)
-
 
 @pytest.mark.parametrize("layout", ["BHND", "BNHD"])
 @names("compress, args", ALL[:2])
@@ -675,16 +687,17 @@ def test_compiles_without_graph_breaks(compress, args, layout):
 @names(
     "compress, args, options",
     [
-        (kvops.lagkv_compress, (6, 0.5), dict(sink=3, head_mode="shared", starts=STARTS)),
-        (kvops.keydiff_compress, (0.25,), dict(recent=0.5, head_mode="shared", starts=STARTS)),
-        (kvops.keydiff_compress, (9,), dict(anchor="median", sinks=2, starts=STARTS)),
+        (kvops.lagkv_compress, (6, 0.5), dict(sink=3, head_mode="shared", starts=(0, 7))),
+        (kvops.keydiff_compress, (0.25,), dict(recent=0.5, head_mode="shared", starts=(0, 7))),
+        (kvops.keydiff_compress, (9,), dict(anchor="median", sinks=2, starts=(0, 7))),
         (kvops.keydiff_compress, (9,), dict(anchor="pairwise")),
-        (kvops.streamingllm_compress, (0.25,), dict(sinks=1, starts=STARTS, fill_invalid=True)),
+        (kvops.streamingllm_compress, (0.25,), dict(sinks=1, starts=(0, 7), fill_invalid=True)),
         (kvops.random_compress, (0.25,), {}),
     ],
 )
 def test_options_trace_into_one_graph_of_any_length(compress, args, options):
     torch.compiler.reset()
+    options = with_tensors(options)
     compiled = torch.compile(
         lambda k, v: compress(k, v, *args, **options), fullgraph=True, dynamic=True, backend="aot_eager"
     )

@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+import kit
 import kvops
 
-examples = settings(max_examples=25, deadline=None, derandomize=True)
+pytestmark = kit.every_device
+examples = kit.examples(25, derandomize=True)
 
 METHODS = [
     kvops.LagKV(6, 0.5, sink=3),
@@ -31,7 +33,9 @@ fixed_budget = pytest.mark.parametrize("method", [m for m in METHODS if m.fixed_
 
 def make_kv(seed=0, b=2, heads=2, n=60, d=16, dv=8, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(b, heads, n, x, generator=generator).to(dtype) for x in (d, dv))
+    return tuple(
+        kit.on_device(torch.randn(b, heads, n, x, generator=generator, device="cpu").to(dtype)) for x in (d, dv)
+    )
 
 
 def rows(x, positions):
@@ -202,13 +206,14 @@ def test_keydiff_is_one_shot_of_stored_and_new(options, chunks, seed):
         first = last
 
 
+@kit.only("cpu", "cuda")
 @pytest.mark.parametrize("normalize_anchor", [True, False])
 @pytest.mark.parametrize("head_mode", ["per_head", "shared"])
 @pytest.mark.parametrize("pads", [None, [9, 100]])
 def test_keydiff_running_anchor_agrees_with_the_recomputed_one(normalize_anchor, head_mode, pads):
     """Over hundreds of evictions, of one and of several tokens, with keys of very different norms."""
     k, v = make_kv(n=700)
-    k = k * torch.logspace(-2, 2, 700)[torch.randperm(700, generator=torch.Generator().manual_seed(1))][:, None]
+    k = k * torch.logspace(-2, 2, 700)[kit.randn(700, seed=1).argsort()][:, None]
     options = dict(budget=64, recent=8, normalize_anchor=normalize_anchor, head_mode=head_mode)
     running, recomputed = kvops.KeyDiff(**options, refresh=10**9), kvops.KeyDiff(**options, refresh=1)
     if pads is not None:
