@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvops.bench import ROWS, gpu
+from kvops.bench import ROWS, gpu, record
 from kvops.bench import __main__ as command
 from kvops.bench import measure as measuring
 from kvops.bench.goals import goals
@@ -306,3 +306,28 @@ def test_jobs_of_a_gpu(monkeypatch):
     assert sizes == sorted(sizes, key=command.CUDA_N.index) and set(sizes) == set(command.CUDA_N)
     assert {n for name, _, _, n in found if name == "compact_kv_, batch 32"} == {16384, 131072}
     assert {(heads, n) for name, _, heads, n in found if name.endswith("4096 tokens")} == {(8, 4096)}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.parametrize("seconds", [None, 1e-9])
+def test_a_run_in_which_all_fails_still_leaves_a_record(seconds, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "gpu.json"
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["bench", "--ops", "gather_kv", "--n", "512", "--json", str(file), "--plot", str(tmp_path / "gpu.png")],
+    )
+    a = command.arguments()
+    a.device, a.seconds = "cuda", seconds
+    monkeypatch.setattr(command, "arguments", lambda: a)
+    monkeypatch.setattr(record, "gpu", lambda: {"name": "None", "driver": "0", "cuda": "0"})
+    assert command.main() == (0 if seconds else 1)
+    found = json.loads(file.read_text())
+    assert found["statistic"] == "median" and found["machine"]["gpu"]["name"] == "None"
+    shown = capsys.readouterr().out
+    if seconds:
+        assert found["left_out"] == ["gather_kv 512 fp32", "gather_kv 512 bf16"] and found["rows"] == []
+        assert "not measured for lack of time: gather_kv 512 bf16" in shown
+    else:
+        assert [r["form"] for r in found["rows"]] == ["out=", "fresh"] * 2 and all("error" in r for r in found["rows"])
+        assert "failed: gather_kv 512 float32: kvops out=: " in shown

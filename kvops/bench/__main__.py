@@ -148,7 +148,9 @@ def show(record: dict, plot: Path | None) -> None:
         width = max(len(g.what) for g in reached)
         for g in reached:
             print(f"{'reached' if g.reached else 'MISSED '}  {g.what.ljust(width)}  {g.wanted}: {g.found}")
-    if plot:
+    if plot and not any("bandwidth" in r for r in record["rows"]):
+        print(f"nothing to draw, {plot} is not written")
+    elif plot:
         from .plot import draw
 
         draw(record, plot)
@@ -217,6 +219,9 @@ def main() -> int:
             case = Case(n, DTYPES[dtype], heads, a.head_dim, a.device, ROWS[name].batch)
             compiled = not a.quick and (a.compile is None or n in a.compile)
             try:
+                if cuda:  # what the row before has left
+                    gc.collect()
+                    torch.cuda.empty_cache()
                 record["rows"] += measure(
                     name, ROWS[name], case, a.repeats, compiled, bar.update if bar is not None else int
                 )
@@ -224,10 +229,6 @@ def main() -> int:
                 if not cuda:
                     raise
                 record["rows"] += failure(case, name, error)
-            if cuda:
-                del case
-                gc.collect()
-                torch.cuda.empty_cache()
             if a.json:
                 write(a.json, record)
     order = list(ROWS)

@@ -71,7 +71,7 @@ def first_line(error: Exception) -> str:
 
 
 def l2_bytes() -> int:
-    return torch.cuda.get_device_properties().L2_cache_size
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
 
 
 def copies(moved: int) -> int:

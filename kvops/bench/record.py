@@ -17,7 +17,7 @@ from .. import build_info
 
 def gpu() -> dict:
     """Of the GPU that torch uses."""
-    of = torch.cuda.get_device_properties()
+    of = torch.cuda.get_device_properties(torch.cuda.current_device())
     try:
         driver = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
