@@ -59,7 +59,8 @@ constexpr int64_t rows_per_pass(int warps) {
 template <class T, bool kWide>
 __device__ inline void copy_piece(uint4* to, const char* from) {
   if constexpr (!kWide) {
-    *to = load_piece<T, false>(from);
+#pragma unroll 2  // a piece at once would spill
+    for (int i = 0; i < 4; ++i) reinterpret_cast<unsigned*>(to)[i] = load_word<T>(from + 4 * i);
   } else {
 #ifdef __CUDACC__
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));

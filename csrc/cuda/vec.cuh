@@ -53,6 +53,17 @@ __device__ inline float to_float(BFloat16 x) {
   return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
 }
 
+// 4 bytes, element by element.
+template <class T>
+__device__ inline unsigned load_word(const char* p) {
+  if constexpr (sizeof(T) == 4) {
+    return __ldg(reinterpret_cast<const unsigned*>(p));
+  } else {
+    const unsigned short* half = reinterpret_cast<const unsigned short*>(p);
+    return __ldg(half) | static_cast<unsigned>(__ldg(half + 1)) << 16;
+  }
+}
+
 // One piece: in one access where rows are 16-byte aligned (kWide), else element by element. Which one is chosen outside
 // of the loop that issues the loads, or they would wait for one another.
 template <class T, bool kWide>
@@ -60,17 +71,7 @@ __device__ inline uint4 load_piece(const char* p) {
   if constexpr (kWide) {
     return __ldg(reinterpret_cast<const uint4*>(p));
   } else {
-    unsigned word[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (sizeof(T) == 4) {
-        word[i] = __ldg(reinterpret_cast<const unsigned*>(p) + i);
-      } else {
-        const unsigned short* half = reinterpret_cast<const unsigned short*>(p) + 2 * i;
-        word[i] = __ldg(half) | static_cast<unsigned>(__ldg(half + 1)) << 16;
-      }
-    }
-    return make_uint4(word[0], word[1], word[2], word[3]);
+    return make_uint4(load_word<T>(p), load_word<T>(p + 4), load_word<T>(p + 8), load_word<T>(p + 12));
   }
 }
 
