@@ -30,8 +30,9 @@ def test_the_schema_is_what_is_registered():
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_every_room(op):
-    for file in (f"csrc/ops/{op}.h", f"csrc/cpu/{op}.h", f"csrc/cpu/{op}.cpp", f"tests/test_{op}.py"):
-        assert (ROOT / file).is_file(), f"{op} has no {file}"
+    for file in ("ops/{}.h", "cpu/{}.h", "cpu/{}.cpp", "cuda/{}.cuh", "cuda/{}.cu"):
+        assert (ROOT / "csrc" / file.format(op)).is_file(), f"{op} has no csrc/{file.format(op)}"
+    assert (ROOT / f"tests/test_{op}.py").is_file(), f"{op} has no tests/test_{op}.py"
     assert op in ops.__all__, f"{op} is not in kvops.ops"
     assert len(inspect.getdoc(getattr(ops, op))) > 100, f"{op} has no contract"
     assert callable(getattr(reference, op)), f"{op} has no reference"

@@ -1,0 +1,153 @@
+"""The CUDA kernels, run on the CPU by the simulator (cudasim/): the operators' tests in three orders of threads, under
+AddressSanitizer and UndefinedBehaviorSanitizer, and under ThreadSanitizer; the methods' tests; planted faults."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from test_cudasim import CXX, HERE, SANITIZERS, cuda_include, needs_headers, runtime_of
+from test_schema import OPERATORS
+
+pytestmark = needs_headers
+ROOT = HERE.parent
+TORCH = Path(torch.__file__).parent
+OPERATORS_TESTS = [f"tests/test_{op}.py" for op in OPERATORS]
+FAST = "not opcheck and not many_heads"
+
+# What runs where: build, order of threads, tests. Shapes and graphs (opcheck, compile) are the same on every device.
+RUNS = {
+    "order 0": ("plain", 0, [*OPERATORS_TESTS, "-k", "not opcheck"]),
+    "order 1": ("plain", 1, [*OPERATORS_TESTS, "-k", FAST]),
+    "order 2": ("plain", 2, [*OPERATORS_TESTS, "-k", FAST]),
+    "address": ("address", 0, [*OPERATORS_TESTS, "-k", FAST]),
+    "thread": ("thread", 0, [*OPERATORS_TESTS, "-k", FAST]),
+    "methods": ("plain", 0, ["tests/test_methods.py", "tests/test_streaming.py", "-k", "not compile and not trace"]),
+}
+
+
+def run(*command, env=None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(x) for x in command], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def build(kind: str) -> Path:
+    """libkvops_cudasim.so; what has not changed since the last time is not compiled again."""
+    scripts = Path(sys.executable).parent
+    env = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"}
+    cmake = shutil.which("cmake", path=env["PATH"])
+    folder = ROOT / "build" / ("cudasim" if kind == "plain" else f"cudasim-{kind}")
+    options = [f"-DKVOPS_TORCH_DIR={TORCH}", "-DKVOPS_CUDASIM=ON", f"-DKVOPS_CUDA_INCLUDE={cuda_include()}"]
+    options += [f"-DKVOPS_SANITIZE={SANITIZERS.get(kind, '').replace(',', ';')}"]
+    for command in (
+        ["-S", ROOT, "-B", folder, "-G", "Ninja", *options],
+        ["--build", folder, "--target", "kvops_cudasim"],
+    ):
+        done = run(cmake, *command, env=env)
+        assert done.returncode == 0, done.stdout[-5000:]
+    return folder / "libkvops_cudasim.so"
+
+
+def run_tests(kind: str, library: Path, order: int, *tests: str) -> subprocess.CompletedProcess:
+    env = runtime_of(kind) | {"KVOPS_TEST_LIBRARY": str(library), "CUDASIM_SEED": str(order)}
+    return run(sys.executable, "-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", *tests, env=env)
+
+
+# Faults: a change of a kernel's text, and what must come of it: build, tests, what they say.
+WRONG_RESULT = "^E +(AssertionError|assert )"
+BARRIER = "    __syncthreads();"
+FAULTS = {
+    "compact_kv_ writes before all have read": (
+        "compact_kv_",
+        ("compact_kv_.cuh", f"{BARRIER}  // the whole tile has been read\n", ""),
+        ("plain", "test_all_rows_move_a_little", WRONG_RESULT),
+    ),
+    "gather_kv writes a row too many": (
+        "gather_kv",
+        ("gather_kv.cuh", "if (first + u * step < m) reinterpret_cast", "if (first + u * step <= m) reinterpret_cast"),
+        ("address", "test_dtypes_and_head_dims", r"heap-buffer-overflow.* csrc/cuda/gather_kv.cuh:\d+"),
+    ),
+    "select_topk counts without atomics": (
+        "select_topk",
+        ("select.cuh", "atomicAdd(&histogram[bin], 1);", "++histogram[bin];"),
+        ("thread", "test_lengths_of_rows and 4099", r"WARNING: ThreadSanitizer: data race.* csrc/cuda/select.cuh:\d+"),
+    ),
+    "select_topk reads before all have counted": (
+        "select_topk",
+        (
+            "select_topk.cuh",
+            f"    count_digit(scores, search.prefix, Digit(d), histogram);\n{BARRIER}\n",
+            "    count_digit(scores, search.prefix, Digit(d), histogram);\n",
+        ),
+        ("plain", "test_lengths_of_rows and 4099", WRONG_RESULT),
+    ),
+    "lag_score reads the reference before all have written": (
+        "lag_score",
+        ("lag_score.cuh", f"{BARRIER}  // the reference is written; the ranges may be overwritten\n", ""),
+        ("plain", "test_layouts_change_nothing", WRONG_RESULT),
+    ),
+    "anchor_cosine adds up before all have written": (
+        "anchor_cosine",
+        ("anchor_cosine.cuh", "  __syncthreads();\n  float* const partial", "  float* const partial"),
+        ("plain", "test_layouts_change_nothing", WRONG_RESULT),
+    ),
+}
+
+
+def run_fault(name: str, folder: Path) -> subprocess.CompletedProcess:
+    op, (file, right, wrong), (kind, tests, _) = FAULTS[name]
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    path = folder / "csrc/cuda" / file
+    text = path.read_text()
+    assert text.count(right) == 1, f"{file} has changed: {right!r} is there {text.count(right)} times"
+    path.write_text(text.replace(right, wrong))
+    library = folder / "libfault.so"
+    sanitize = [f"-fsanitize={SANITIZERS[kind]}"] if kind in SANITIZERS else []
+    done = run(
+        *[*CXX, "-std=c++20", "-O1", "-g1", "-w", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-strict-aliasing"],
+        *sanitize,
+        *[f"-ffile-prefix-map={folder}/=", "-DKVOPS_CUDASIM", "-DTORCH_TARGET_VERSION=0x020a000000000000"],
+        *[f"-I{HERE / 'cudasim'}", "-isystem", cuda_include(), "-isystem", TORCH / "include"],
+        *["-x", "c++", folder / f"csrc/cuda/{op}.cu", "-x", "none", TORCH / "lib/libtorch_cpu.so", "-o", library],
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return run_tests(kind, library, 0, f"tests/test_{op}.py", "-x", "-k", tests)
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory):
+    """name -> future of what the run or the fault gave. Those that are asked for, two at a time."""
+    names = [x.callspec.params["name"] for x in request.session.items if x.path == request.path]
+    with ThreadPoolExecutor(2) as pool:
+        libraries = {kind: pool.submit(build, kind) for kind in dict.fromkeys(RUNS[x][0] for x in names if x in RUNS)}
+
+        def start(name, folder):
+            if name in FAULTS:
+                return run_fault(name, folder)
+            kind, order, tests = RUNS[name]
+            return run_tests(kind, libraries[kind].result(), order, *tests)
+
+        yield {name: pool.submit(start, name, tmp_path_factory.mktemp("fault")) for name in names}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_simulated_kernels_pass(outcomes, name):
+    done = outcomes[name].result()
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert "data race" not in done.stdout
+    assert f"simulated: {' '.join(OPERATORS)}\n" in done.stdout, "some kernels were not the simulator's"
+    assert re.search(r"^[1-9]\d+ passed", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(outcomes, name):
+    op, _, (_, _, says) = FAULTS[name]
+    done = outcomes[name].result()
+    assert done.returncode != 0 and re.search(says, done.stdout, re.DOTALL | re.MULTILINE), done.stdout[-5000:]
