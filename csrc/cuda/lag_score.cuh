@@ -33,6 +33,7 @@
 // are added within its lanes, a range has no order, and one warp does the softmax. Not yet measured on a GPU.
 #pragma once
 #include "../ops/lag_score.h"
+#include "async.cuh"
 #include "reduce.cuh"
 
 namespace kvops {
@@ -62,12 +63,7 @@ __device__ inline void copy_piece(uint4* to, const char* from) {
 #pragma unroll 2  // a piece at once would spill
     for (int i = 0; i < 4; ++i) reinterpret_cast<unsigned*>(to)[i] = load_word<T>(from + 4 * i);
   } else {
-#ifdef __CUDACC__
-    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-#else
-    *to = load_piece<T, true>(from);
-#endif
+    copy_async(to, from);
   }
 }
 // x, in a register from here on: not multiplied out again wherever it is needed.
@@ -76,19 +72,6 @@ __device__ inline int64_t kept(int64_t x) {
   asm volatile("" : "+l"(x));
 #endif
   return x;
-}
-// Ends a group of copies.
-__device__ inline void end_copies() {
-#ifdef __CUDACC__
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-// Waits for all groups but the last kGroups.
-template <int kGroups>
-__device__ inline void wait_for_copies() {
-#ifdef __CUDACC__
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-#endif
 }
 
 // A word of a piece is one float, or two 16-bit numbers side by side.
