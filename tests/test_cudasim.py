@@ -49,7 +49,7 @@ pytestmark = needs_headers
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """build(kind): selftest.cpp as a library; `broken` leaves out what two of its kernels need to be sound."""
+    """build(kind): selftest.cpp as a library; `broken` leaves out what three of its kernels need to be sound."""
     folder = tmp_path_factory.mktemp("cudasim")
 
     @functools.cache
@@ -164,9 +164,16 @@ def test_shared_memory_starts_as_rubbish(build):
     assert run(build("plain"), "uninitialised")[0] == [63] * 64  # -1 + 64
 
 
+def test_copies_arrive_no_earlier_than_they_must(build):
+    for broken in (False, True):
+        x, said = run(build("plain", broken=broken), "async_copies")
+        assert not said and x[8:10] == [3, -1 if broken else 7]
+
+
 def test_races_are_found(build):
-    for name in ("broadcast", "warp_synchronous"):
-        assert re.search(r"data race .*selftest.cpp:\d+", under("thread", build("thread", broken=True), name))
+    for name in ("broadcast", "warp_synchronous", "last_block"):
+        said = under("thread", build("thread", broken=True), name)
+        assert re.search(rf"data race.* {name} \S+selftest.cpp:\d+", said, re.DOTALL), said
     for name in ("broadcast", "warp_synchronous", "collectives", "half_warps", "last_block"):
         assert "data race" not in under("thread", build("thread"), name)
     assert "deadlock" in under("thread", build("thread"), "barrier_in_branch")

@@ -1,4 +1,4 @@
-// Kernels with one fault each, and sound ones, for test_cudasim.py. BROKEN leaves out what two of them need.
+// Kernels with one fault each, and sound ones, for test_cudasim.py. BROKEN leaves out what three of them need.
 #include "cudasim.h"
 
 using cudasim::guarded;
@@ -63,13 +63,14 @@ __global__ void misaligned(float* x, int i) { x[0] = reinterpret_cast<const floa
 __global__ void last_block(int* x) {  // sound: the last block to finish sums up
   unsigned* counter = reinterpret_cast<unsigned*>(x + 8);
   __shared__ bool last;
-  if (threadIdx.x == 0) {
-    x[blockIdx.x] = blockIdx.x + 1;
-    __threadfence();
-    last = atomicAdd(counter, 1u) == gridDim.x - 1;
-  }
+  if (threadIdx.x == blockIdx.x) x[blockIdx.x] = blockIdx.x + 1;
+#ifndef BROKEN
+  __threadfence();
+#endif
   __syncthreads();
-  if (last && threadIdx.x == 0) {
+  if (threadIdx.x == 0) last = atomicAdd(counter, 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (last && threadIdx.x == 32) {
     __threadfence();
     int total = 0;
     for (unsigned i = 0; i < gridDim.x; ++i) total += __ldcg(x + i);
@@ -89,7 +90,20 @@ __global__ void collectives(int* x) {
   ok &= __syncthreads_count(t < 10) == 10 && __syncthreads_or(t == 63) && !__syncthreads_and(t < 63);
   ok &= __bfloat162float(__shfl_sync(~0u, __float2bfloat16(float(lane)), 2)) == 2;
   ok &= max(3, 5u) == 5u && min(-1.0f, 2) == -1.0f && __clz(1) == 31 && __ffs(8) == 4 && __brev(1) == 0x80000000u;
-  x[t] = ok;
+  if (t % 2 == int(blockIdx.x)) x[t] = ok;
+}
+__global__ void async_copies(int* x) {
+  __shared__ __align__(16) int v[2][4];
+  for (int i = 0; i < 2; ++i) {
+    cudasim::copy_async(v[i], x + 4 * i, 16);
+    cudasim::copy_async_commit();
+  }
+  cudasim::copy_async_wait(1);
+  x[8] = v[0][3];
+#ifndef BROKEN
+  cudasim::copy_async_wait(0);
+#endif
+  x[9] = v[1][3];
 }
 }  // namespace
 
@@ -113,6 +127,10 @@ const char* run_last_block(int* x) {
   RUN(last_block, 8, 64, 0, x);
 }
 const char* run_collectives(int* x) { RUN(collectives, 2, 64, 0, x); }
+const char* run_async_copies(int* x) {
+  for (int i = 0; i < 8; ++i) x[i] = i;
+  RUN(async_copies, 1, 1, 0, x);
+}
 const char* run_empty_block(int* x) { RUN(collectives, 1, 0, 0, x); }
 const char* run_big_block(int* x) { RUN(collectives, 1, 1056, 0, x); }
 }
