@@ -75,12 +75,6 @@ __device__ inline uint4 load_piece(const char* p) {
   }
 }
 
-// The same with the choice inside.
-template <class T>
-__device__ inline uint4 load_piece(const char* p, bool wide) {
-  return wide ? load_piece<T, true>(p) : load_piece<T, false>(p);
-}
-
 // The elements of a piece.
 template <class T>
 __device__ inline void unpack(uint4 piece, float (&x)[kPiece<T>]) {
