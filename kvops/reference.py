@@ -34,6 +34,16 @@ def softmax_of_finite(x: Tensor) -> Tensor:
     return torch.where(finite, x.masked_fill(~finite, -torch.inf).softmax(-1), torch.nan)
 
 
+def lag_std(z: Tensor, lag: int, self_reference: bool = False) -> Tensor:
+    """LagKV Eq. 5-8 before the softmax. Whole partitions, [.., (S + 1) lag, d] -> std of each token, [.., S, lag]."""
+    x = z.unflatten(-2, (-1, lag))  # [.., S + 1, lag, d]
+    subject = x[..., :-1, :, :]
+    reference = subject if self_reference else x[..., 1:, :, :]
+    lo, hi = reference.amin(-2, keepdim=True), reference.amax(-2, keepdim=True)
+    usable = (hi - lo).isfinite() & (hi != lo)
+    return torch.where(usable, (subject - lo) / (hi - lo), 0.0).std(-1)
+
+
 def lag_score(
     k, v, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, lengths=None, *, dtype=torch.float64
 ) -> Tensor:
@@ -41,18 +51,13 @@ def lag_score(
     b, heads, n, _ = k.shape
     scores = torch.full((b, heads, num_segments(n, prefix, lag), lag), torch.nan, dtype=dtype, device=k.device)
 
-    def spread(z: Tensor, count: int) -> Tensor:
-        x = z.unflatten(1, (count + 1, lag))  # [Hk, count + 1, lag, d]
-        subject, reference = x[:, :-1], x[:, :-1] if self_reference else x[:, 1:]
-        lo, hi = reference.amin(-2, keepdim=True), reference.amax(-2, keepdim=True)
-        usable = (hi - lo).isfinite() & (hi != lo)
-        return softmax_of_finite(torch.where(usable, (subject - lo) / (hi - lo), 0.0).std(-1))
-
     for row, (first, last) in enumerate(spans(b, n, starts, lengths)):
         count = num_segments(last - first, prefix, lag)
         if count:
             grid = slice(first + prefix, first + prefix + (count + 1) * lag)
-            k_score, v_score = (spread(z[row, :, grid].to(dtype), count) for z in (k, v))
+            k_score, v_score = (
+                softmax_of_finite(lag_std(z[row, :, grid].to(dtype), lag, self_reference)) for z in (k, v)
+            )
             scores[row, :, :count] = k_score + v_weight * v_score
     return scores
 

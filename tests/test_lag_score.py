@@ -12,12 +12,20 @@ from kvops import ops, reference
 pytestmark = kit.every_device
 
 
-def check(k, v, *args, **kwargs):
+def check(k, v, *args, condition=1.0, **kwargs):
     """The operator against fp64, and against the plain fp32 formula."""
     actual = ops.lag_score(k, v, *args, **kwargs)
     eager = reference.lag_score(k, v, *args, **kwargs, dtype=torch.float32)
-    kit.assert_close(actual, eager, reference.lag_score(k, v, *args, **kwargs))
+    kit.assert_close(actual, eager, reference.lag_score(k, v, *args, **kwargs), condition)
     return actual
+
+
+def condition_of(k, v, lag, prefix, self_reference=False) -> float:
+    """The softmax multiplies the relative error of a std by that std: much in partitions of a few tokens."""
+    count = reference.num_segments(k.shape[2], prefix, lag)
+    grid = slice(prefix, prefix + (count + 1) * lag)
+    stds = [reference.lag_std(z[:, :, grid].double(), lag, self_reference) for z in (k, v) if count]
+    return max([1.0, *(x.max().item() for x in stds)])
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
@@ -84,7 +92,9 @@ def test_layouts_change_nothing(layout, dtype):
 )
 @kit.examples(60)
 def test_any_sizes(n, lag, prefix, heads, v_weight, self_reference, dtype, seed):
-    check(*kit.kv(1, heads, n, 16, dtype, seed=seed), lag, prefix, v_weight, self_reference)
+    k, v = kit.kv(1, heads, n, 16, dtype, seed=seed)
+    condition = condition_of(k, v, lag, prefix, self_reference)
+    check(k, v, lag, prefix, v_weight, self_reference, condition=condition)
 
 
 @given(data=st.data(), n=st.integers(1, 80), lag=st.integers(1, 12), prefix=st.integers(0, 9))
@@ -97,11 +107,14 @@ def test_padded_rows_score_as_if_alone(data, n, lag, prefix):
     for row, (s, c) in enumerate(zip(starts, lengths)):
         poisoned_k[row, :, s : s + c] = k[row, :, s : s + c]
         poisoned_v[row, :, s : s + c] = v[row, :, s : s + c]
-    scores = check(poisoned_k, poisoned_v, lag, prefix, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        alone = ops.lag_score(k[row : row + 1, :, s : s + c], v[row : row + 1, :, s : s + c], lag, prefix)
-        assert torch.equal(scores[row, :, : alone.shape[2]], alone[0])
-        assert scores[row, :, alone.shape[2] :].isnan().all()
+    spans = dict(starts=kit.int32(*starts), lengths=kit.int32(*lengths))
+    rows = [(k[i : i + 1, :, s : s + c], v[i : i + 1, :, s : s + c]) for i, (s, c) in enumerate(zip(starts, lengths))]
+    condition = max(condition_of(*row, lag, prefix) for row in rows)
+    scores = check(poisoned_k, poisoned_v, lag, prefix, condition=condition, **spans)
+    for found, row in zip(scores, rows):
+        alone = ops.lag_score(*row, lag, prefix)
+        assert torch.equal(found[:, : alone.shape[2]], alone[0])
+        assert found[:, alone.shape[2] :].isnan().all()
 
 
 @kit.only("cpu")
