@@ -148,6 +148,17 @@ def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def spans_beyond_50() -> list[tuple]:
+    """(starts, lengths) of 6 rows of 50 slots, out of range, and beside them what a GPU takes them for."""
+    starts, lengths = int32(-3, 60, 10, 10, 2**31 - 1, -(2**31)), int32(30, 5, 2**31 - 1, -4, 20, -(2**31))
+    good_starts = int32(0, 50, 10, 10, 50, 0)
+    return [
+        ((starts, lengths), (good_starts, int32(30, 0, 40, 0, 0, 0))),
+        ((starts, None), (good_starts, None)),
+        ((None, lengths), (None, int32(30, 5, 50, 0, 20, 0))),
+    ]
+
+
 @contextlib.contextmanager
 def threads(count: int):
     before = torch.get_num_threads()

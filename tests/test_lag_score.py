@@ -222,13 +222,7 @@ def test_what_a_gpu_refuses():
 def test_a_gpus_starts_and_lengths_are_not_looked_at():
     """What lies outside of [0, n] counts as the end that it is beyond."""
     k, v = kit.kv(6, 2, 50, 16)
-    starts, lengths = kit.int32(-3, 60, 10, 10, 2**31 - 1, -(2**31)), kit.int32(30, 5, 2**31 - 1, -4, 20, -(2**31))
-    good_starts = kit.int32(0, 50, 10, 10, 50, 0)
-    for bad, good in (
-        ((starts, lengths), (good_starts, kit.int32(30, 0, 40, 0, 0, 0))),
-        ((starts, None), (good_starts, None)),
-        ((None, lengths), (None, kit.int32(30, 5, 50, 0, 20, 0))),
-    ):
+    for bad, good in kit.spans_beyond_50():
         scores = [ops.lag_score(k, v, 8, 2, 1.0, False, *spans) for spans in (bad, good)]
         assert kit.same(scores[:1], scores[1:])
 

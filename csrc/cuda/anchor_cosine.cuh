@@ -257,8 +257,8 @@ inline void anchor_cosine_cuda(const AnchorCosineParams& p, void* workspace, cud
         float* const partial_sums = static_cast<float*>(workspace);
         unsigned* const counters = reinterpret_cast<unsigned*>(partial_sums + heads * blocks * p.d);
         zero_async(counters, 4 * heads, stream);
-        const int64_t doubles = p.d < kAnchorThreads * 4 ? kAnchorThreads * 4 : p.d;
-        const int64_t shared = 4 * kAnchorWarps * p.d > 8 * doubles ? 4 * kAnchorWarps * p.d : 8 * doubles;
+        const int64_t floats = 4 * kAnchorWarps * p.d, doubles = 8 * kMaxHeadDim;  // groups * d is at most that
+        const int64_t shared = floats > doubles ? floats : doubles;
         launch<anchor_sum_kernel<T, Lanes>>(grid_of(heads * blocks), kAnchorThreads, shared, stream, p, partial_sums,
                                             counters, blocks, wide);
       }

@@ -8,13 +8,6 @@ namespace {
 constexpr int kMoveThreads = 256;
 constexpr int kAhead = 4;  // accesses that a lane has in flight
 
-// The bits in which addresses of x's rows differ from a multiple of anything. Strides of dims of one entry do not
-// matter.
-inline uint64_t address_bits(const KVView& x, int64_t b, int64_t heads, int64_t n) {
-  return reinterpret_cast<uintptr_t>(x.data) | static_cast<uint64_t>(b > 1 ? x.stride_b : 0) |
-         static_cast<uint64_t>(heads > 1 ? x.stride_h : 0) | static_cast<uint64_t>(n > 1 ? x.stride_n : 0);
-}
-
 // fn(Unit{}), the widest unit that divides all addresses: 16 bytes, or down to one element of 2.
 template <class Fn>
 inline void with_unit(uint64_t bits, const Fn& fn) {

@@ -1,4 +1,4 @@
-// Sums and extremes over the lanes of a row, of a warp, of a block. All lanes of the warp take part.
+// Sums over the lanes that share a row, all lanes of the warp taking part, and extremes that NaN wins.
 #pragma once
 #include "vec.cuh"
 

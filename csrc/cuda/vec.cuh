@@ -12,7 +12,6 @@ namespace {
 
 constexpr unsigned kWarp = 0xffffffffu;  // the mask of all lanes
 constexpr int64_t kMaxHeadDim = 1024;    // elements of a row, which one warp holds in registers
-constexpr int64_t kRowAlignment = 16;    // bytes of a piece
 
 template <int Lanes, int Pieces>
 struct RowLanes {
@@ -36,11 +35,16 @@ inline void with_lanes(int64_t pieces, const Fn& fn) {
   return fn(RowLanes<32, 4>{});
 }
 
-// Do all rows start at a multiple of 16 bytes? Strides of dims of one entry do not matter.
+// The address of x's first row and its strides, or-ed: all rows start at a multiple of a power of two if this is one.
+// Strides of dims of one entry do not matter.
+inline uint64_t address_bits(const KVView& x, int64_t b, int64_t heads, int64_t n) {
+  return reinterpret_cast<uintptr_t>(x.data) | static_cast<uint64_t>(b > 1 ? x.stride_b : 0) |
+         static_cast<uint64_t>(heads > 1 ? x.stride_h : 0) | static_cast<uint64_t>(n > 1 ? x.stride_n : 0);
+}
+
+// May rows be read in whole pieces?
 inline bool aligned_rows(const KVView& x, int64_t b, int64_t heads, int64_t n) {
-  const auto steps = [](int64_t size, int64_t stride) { return size > 1 && stride % kRowAlignment != 0; };
-  return reinterpret_cast<uintptr_t>(x.data) % kRowAlignment == 0 && !steps(b, x.stride_b) &&
-         !steps(heads, x.stride_h) && !steps(n, x.stride_n);
+  return address_bits(x, b, heads, n) % 16 == 0;
 }
 
 __device__ inline float to_float(float x) {

@@ -28,25 +28,29 @@ inline IndexView check_indices(const char* op, const Tensor& indices, const Tens
           indices.stride(2), indices.size(2)};
 }
 
-// Indices in [-1, n). Signs are collected and looked at once a row, so that the loop is a few vector instructions.
-inline void check_index_values(const char* op, const Tensor& indices, int64_t n) {
+// check(row, stride, m, b, h) for each row of indices whose values can be checked.
+template <class Check>
+void for_index_rows(const Tensor& indices, const Check& check) {
   const OptionalTensor values = readable(indices);
   if (!values || values->numel() == 0) return;
-  const int64_t stride = values->stride(2), m = values->size(2);
-  for (int64_t b = 0; b < values->size(0); ++b) {
-    for (int64_t h = 0; h < values->size(1); ++h) {
-      const int64_t* row =
-          static_cast<const int64_t*>(values->const_data_ptr()) + b * values->stride(0) + h * values->stride(1);
-      int64_t wrong = 0;
-      for (int64_t i = 0; i < m; ++i) {
-        const int64_t index = row[i * stride];
-        wrong |= index < 0 ? index + 1 : n - 1 - index;
-      }
-      for (int64_t i = 0; wrong < 0 && i < m; ++i)
-        KVOPS_CHECK(row[i * stride] >= -1 && row[i * stride] < n, op, ": indices must lie in [-1, ", n, "), got ",
-                    row[i * stride], " at row ", b, ", head ", h, ", entry ", i);
+  const int64_t* const data = static_cast<const int64_t*>(values->const_data_ptr());
+  for (int64_t b = 0; b < values->size(0); ++b)
+    for (int64_t h = 0; h < values->size(1); ++h)
+      check(data + b * values->stride(0) + h * values->stride(1), values->stride(2), values->size(2), b, h);
+}
+
+// Indices in [-1, n). Signs are collected and looked at once a row, so that the loop is a few vector instructions.
+inline void check_index_values(const char* op, const Tensor& indices, int64_t n) {
+  for_index_rows(indices, [&](const int64_t* row, int64_t stride, int64_t m, int64_t b, int64_t h) {
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < m; ++i) {
+      const int64_t index = row[i * stride];
+      wrong |= index < 0 ? index + 1 : n - 1 - index;
     }
-  }
+    for (int64_t i = 0; wrong < 0 && i < m; ++i)
+      KVOPS_CHECK(row[i * stride] >= -1 && row[i * stride] < n, op, ": indices must lie in [-1, ", n, "), got ",
+                  row[i * stride], " at row ", b, ", head ", h, ", entry ", i);
+  });
 }
 
 // What is read, before the targets are known.
