@@ -10,6 +10,16 @@ STABLE_TORCH_LIBRARY(kvops, m) {
   m.def(
       "anchor_cosine(Tensor k, Tensor? anchor=None, bool normalize_anchor=True, Tensor? starts=None, "
       "Tensor? lengths=None) -> (Tensor, Tensor)");
+  // Observation window: how much the last queries attend to each key, reduced over rows and query groups.
+  m.def(
+      "window_scores(Tensor q, Tensor k, Tensor visible, Tensor? lse=None, *, float? scale=None, "
+      "str score='softmax', str reduce='sum', str group_reduce='mean', Tensor? starts=None, float softcap=0.0, "
+      "Tensor? sink_logits=None) -> Tensor");
+  // The attention of the last queries, its log-sum-exp, and the window's scores.
+  m.def(
+      "window_attention(Tensor q, Tensor k, Tensor v, Tensor visible, *, float? scale=None, str reduce='sum', "
+      "str group_reduce='mean', Tensor? starts=None, float softcap=0.0, Tensor? sink_logits=None) "
+      "-> (Tensor, Tensor, Tensor)");
   // The slots to keep, ascending, by (score, lower slot), with sinks and window, per row or per segment.
   m.def(
       "select_topk(Tensor scores, int k, int sinks=0, int window=0, int? seq_len=None, Tensor? starts=None, "

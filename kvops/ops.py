@@ -21,11 +21,21 @@ from torch.library import register_fake
 from . import _lib  # registers torch.ops.kvops.*
 from .reference import kept_length, num_segments
 
-__all__ = ["anchor_cosine", "compact_kv_", "gather_kv", "lag_score", "select_topk"]
+__all__ = [
+    "anchor_cosine",
+    "compact_kv_",
+    "gather_kv",
+    "lag_score",
+    "select_topk",
+    "window_attention",
+    "window_scores",
+]
 
 _ops = torch.ops.kvops
 _lag_score = _ops.lag_score.default
 _anchor_cosine = _ops.anchor_cosine.default
+_window_scores = _ops.window_scores.default
+_window_attention = _ops.window_attention.default
 _select_topk = _ops.select_topk.default
 _gather_kv = _ops.gather_kv.default
 _gather_kv_out = _ops.gather_kv.out
@@ -102,6 +112,104 @@ def anchor_cosine(
     return (scores, mu) if return_anchor else scores
 
 
+def window_scores(
+    q: Tensor,
+    k: Tensor,
+    visible: Tensor,
+    lse: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    score: str = "softmax",
+    reduce: str = "sum",
+    group_reduce: str = "mean",
+    starts: Tensor | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """How much the last queries attend to each key: the observation window of SnapKV, LAQ and all that follow them.
+
+    q: [b, Hq, w, d], the queries of 1 to 256 rows, of k's dtype and any strides; query head h serves KV head
+    h // (Hq / Hk), and K is never expanded. visible: int32 [w] or [b, w]; row i sees the keys starts[b] <= j <
+    visible[i], and with visible 0 counts nothing (a sequence that has ended, padding). ::
+
+        logit[i, j] = scale * q_i . k_j              scale 1 / sqrt(d) unless given
+                      then softcap * tanh(logit / softcap), if softcap is not 0
+        a[i, j]     = exp(logit[i, j] - lse[i])      lse[i] = log(sum of exp(logit[i, j]) over the keys that i sees)
+        score[j]    = reduce over the rows that see j, then group_reduce over the query heads of j's KV head
+
+    lse: fp32 [b, Hq, w], natural logarithm, over exactly those keys, as every FlashAttention returns it: K is then read
+        once, else twice. On the CPU (on a GPU under `debug_checks()`) one that cannot be of these logits is refused.
+    score: "softmax", or "dot": the logits are reduced as they are (no lse).
+    reduce: "sum", "mean" (over the rows that see any key) or "max". group_reduce: these, or "none" for a score per
+        query head. A key that no row sees scores 0.
+    sink_logits: fp32 [Hq], one more logit in each row's softmax, without a key (lse is given without it).
+
+    A logit that is not finite stays out of its row's softmax, and its key scores NaN. Nothing of size rows x n is
+    written (for w = 1 one workspace [b, Hq, n]).
+
+    Returns fp32 [b, Hk, n], with group_reduce="none" [b, Hq, n].
+
+    Source: LAQ, Sec. 4.3, Eq. 4; SnapKV's observation window.
+    """
+    _inference("window_scores", q=q, k=k, visible=visible)
+    return _window_scores(
+        q,
+        k,
+        visible,
+        lse,
+        scale=scale,
+        score=score,
+        reduce=reduce,
+        group_reduce=group_reduce,
+        starts=starts,
+        softcap=softcap,
+        sink_logits=sink_logits,
+    )
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    *,
+    scale: float | None = None,
+    reduce: str = "sum",
+    group_reduce: str = "mean",
+    starts: Tensor | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The attention of the last queries, or of one decode step, with `window_scores` as a by-product.
+
+    A prefill runs any FlashAttention on all rows but the last w, and this on those: no row is computed twice, and the
+    scores cost no attention of their own. Arguments as in `window_scores`; v: [b, Hk, n, dv]. ::
+
+        out[i] = sum over j of a[i, j] * v_j         a row that sees no key gives 0 and lse -inf
+
+    A key whose logit is not finite is left out of the row. Slots that no row sees are not read (they may hold NaN); a V
+    row that is not finite and that some row sees may reach all rows of its batch row and KV head.
+
+    Returns out [b, Hq, w, dv] of q's dtype, lse fp32 [b, Hq, w] (without the sink), scores fp32 [b, Hk, n] (or [b, Hq,
+    n]).
+
+    Source: FlashAttention-2 and flash-decoding (Dao et al., 2023); LAQ, Sec. 4.3.
+    """
+    _inference("window_attention", q=q, k=k, v=v, visible=visible)
+    return _window_attention(
+        q,
+        k,
+        v,
+        visible,
+        scale=scale,
+        reduce=reduce,
+        group_reduce=group_reduce,
+        starts=starts,
+        softcap=softcap,
+        sink_logits=sink_logits,
+    )
+
+
 def select_topk(
     scores: Tensor,
     k: int,
@@ -168,10 +276,10 @@ def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 # and meta tensors, which comes here.
 
 
-def _one_device(op: str, k: Tensor, **others: Tensor | None) -> None:
+def _one_device(op: str, first: Tensor, **others: Tensor | None) -> None:
     for name, x in others.items():
-        if x is not None and x.device != k.device:
-            raise ValueError(f"{op}: {name} must be on k's device {k.device}, got {x.device}")
+        if x is not None and x.device != first.device:
+            raise ValueError(f"{op}: {name} must be on the first tensor's device {first.device}, got {x.device}")
 
 
 @register_fake("kvops::lag_score")
@@ -186,6 +294,51 @@ def _(k, anchor=None, normalize_anchor=True, starts=None, lengths=None):
     _one_device("anchor_cosine", k, anchor=anchor, starts=starts, lengths=lengths)
     b, heads, n, d = k.shape
     return k.new_empty((b, heads, n), dtype=torch.float32), k.new_empty((b, heads, d), dtype=torch.float32)
+
+
+def _window(op, q, k, group_reduce, **others) -> Tensor:
+    _one_device(op, q, k=k, **others)
+    heads = q.shape[1] if group_reduce == "none" else k.shape[1]
+    return q.new_empty((q.shape[0], heads, k.shape[2]), dtype=torch.float32)
+
+
+@register_fake("kvops::window_scores")
+def _(
+    q,
+    k,
+    visible,
+    lse=None,
+    *,
+    scale=None,
+    score="softmax",
+    reduce="sum",
+    group_reduce="mean",
+    starts=None,
+    softcap=0.0,
+    sink_logits=None,
+):
+    others = dict(visible=visible, lse=lse, starts=starts, sink_logits=sink_logits)
+    return _window("window_scores", q, k, group_reduce, **others)
+
+
+@register_fake("kvops::window_attention")
+def _(
+    q,
+    k,
+    v,
+    visible,
+    *,
+    scale=None,
+    reduce="sum",
+    group_reduce="mean",
+    starts=None,
+    softcap=0.0,
+    sink_logits=None,
+):
+    others = dict(v=v, visible=visible, starts=starts, sink_logits=sink_logits)
+    scores = _window("window_attention", q, k, group_reduce, **others)
+    b, heads, w, _ = q.shape
+    return q.new_empty((b, heads, w, v.shape[3])), q.new_empty((b, heads, w), dtype=torch.float32), scores
 
 
 @register_fake("kvops::select_topk")

@@ -84,6 +84,90 @@ def anchor_cosine(
     return (scores, anchor) if return_anchor else scores
 
 
+def window_logits(q, k, visible, scale, starts, softcap, dtype) -> tuple[Tensor, Tensor]:
+    """The logits of a window's rows, [b, Hk, G, w, n], and bool [b, 1, 1, w, n]: which of them are seen."""
+    b, heads, n, d = k.shape
+    scale = d**-0.5 if scale is None else scale
+    logits = q.to(dtype).unflatten(1, (heads, -1)) @ k.to(dtype).unsqueeze(2).mT * scale
+    if softcap:
+        logits = softcap * (logits / softcap).tanh()
+    slots = torch.arange(n, device=k.device)
+    seen = slots < visible.expand(b, -1).unsqueeze(-1)
+    if starts is not None:
+        seen = seen & (slots >= starts[:, None, None])
+    return logits, seen[:, None, None]
+
+
+def window_softmax(logits, seen, lse, sink_logits) -> tuple[Tensor, Tensor]:
+    """Weights of the seen finite logits, 0 elsewhere: [b, Hk, G, w, n]; and the log-sum-exp over these, without the
+    sink: [b, Hk, G, w]."""
+    usable = seen & logits.isfinite()
+    if lse is None:
+        lse = logits.masked_fill(~usable, -torch.inf).logsumexp(-1)
+    total = lse if sink_logits is None else lse.logaddexp(sink_logits.to(lse.dtype).view(*lse.shape[1:3], 1))
+    return torch.where(usable, (logits - total.unsqueeze(-1)).exp(), 0.0), lse
+
+
+def window_reduce(rows, seen, finite, reduce, group_reduce) -> Tensor:
+    """Over the rows that see a key (none: 0), then over the group. [b, Hk, G, w, n] -> [b, Hk, n] or [b, Hq, n]."""
+    rows = torch.where(finite, rows, torch.nan)
+    if reduce == "max":
+        scores = torch.where(seen.any(-2), rows.masked_fill(~seen, -torch.inf).amax(-2), 0.0)
+    else:
+        scores = torch.where(seen, rows, 0.0).sum(-2)
+        if reduce == "mean":
+            scores = scores / seen.any(-1).sum(-1).clamp(min=1).unsqueeze(-1)
+    if group_reduce == "none":
+        return scores.flatten(1, 2)
+    return {"sum": scores.sum, "mean": scores.mean, "max": scores.amax}[group_reduce](2)
+
+
+def window_scores(
+    q,
+    k,
+    visible,
+    lse=None,
+    *,
+    scale=None,
+    score="softmax",
+    reduce="sum",
+    group_reduce="mean",
+    starts=None,
+    softcap=0.0,
+    sink_logits=None,
+    dtype=torch.float64,
+) -> Tensor:
+    """LAQ Sec. 4.3 (Eq. 4), SnapKV's observation window. q: [b, Hq, w, d], k: [b, Hk, n, d] -> [b, Hk, n]."""
+    logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
+    rows = logits
+    if score == "softmax":
+        lse = None if lse is None else lse.to(dtype).unflatten(1, (k.shape[1], -1))
+        rows, _ = window_softmax(logits, seen, lse, sink_logits)
+    return window_reduce(rows, seen, logits.isfinite(), reduce, group_reduce)
+
+
+def window_attention(
+    q,
+    k,
+    v,
+    visible,
+    *,
+    scale=None,
+    reduce="sum",
+    group_reduce="mean",
+    starts=None,
+    softcap=0.0,
+    sink_logits=None,
+    dtype=torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax(q k) v, its log-sum-exp and `window_scores`. -> [b, Hq, w, dv], [b, Hq, w], [b, Hk, n]."""
+    logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
+    weights, lse = window_softmax(logits, seen, None, sink_logits)
+    values = torch.where(seen.any(-2).unsqueeze(-1), v.to(dtype).unsqueeze(2), 0.0)  # what no row sees is not read
+    scores = window_reduce(weights, seen, logits.isfinite(), reduce, group_reduce)
+    return (weights @ values).flatten(1, 2), lse.flatten(1, 2), scores
+
+
 def select_topk(
     scores, k, sinks=0, window=0, seq_len=None, starts=None, lengths=None, budgets=None, fill_invalid=False
 ) -> Tensor:

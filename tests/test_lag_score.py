@@ -198,7 +198,7 @@ def test_bad_input():
         "lengths": ((k, v, 8, 0, 1.0, False, kit.int32(1), kit.int32(64)), ("row 0", "length 64")),
         "starts shape": ((k, v, 8, 0, 1.0, False, kit.int32(0, 0)), ("starts must be a contiguous int32", r"\[2\]")),
         "starts dtype": ((k, v, 8, 0, 1.0, False, torch.zeros(1)), ("starts must be Int", "Float")),
-        "device": ((k, v.to("meta"), 8), ("v must be on k's device", "got meta")),
+        "device": ((k, v.to("meta"), 8), ("v must be on the first tensor's device", "got meta")),
     }.values():
         with kvops.debug_checks(), kit.refuses(*parts):
             ops.lag_score(*arguments)

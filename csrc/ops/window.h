@@ -1,0 +1,133 @@
+// The last queries of a sequence (the observation window) over its keys: parameters and checks that window_scores and
+// window_attention share.
+#pragma once
+#include "../kv_view.h"
+
+namespace kvops {
+
+// Over a window's rows, and over the query heads of a group.
+enum class Reduce : int32_t { sum, mean, max, none };
+
+// Queries, [b, Hq, w, d], of any strides (bytes). Query head h serves KV head h / group.
+struct QueryView {
+  const char* data;
+  int64_t stride_b, stride_h, stride_w, stride_d;
+
+  KVOPS_HOST_DEVICE const char* row(int64_t b, int64_t h, int64_t i) const {
+    return data + b * stride_b + h * stride_h + i * stride_w;
+  }
+};
+
+constexpr int64_t kMaxWindow = 256;  // rows
+
+struct Window {
+  QueryView q;               // [b, heads * group, w, d]
+  KVView k;                  // [b, heads, n, d]
+  const int32_t* visible;    // [b or 1, w]: one past the last key that a row sees
+  int64_t visible_stride;    // w, or 0 where all of the batch share it
+  const int32_t* starts;     // [b] or null: the first key that a row sees
+  const float* sink_logits;  // [heads * group] or null: one more logit of the softmax, without a key
+  float* scores;             // [b, heads, n], or [b, heads * group, n] if group_reduce is none
+  DType dtype;
+  Reduce reduce, group_reduce;
+  float scale;    // logits are scale * q.k,
+  float softcap;  // and if this is not 0, softcap * tanh(logit / softcap)
+  int64_t b, heads, group, w, n, d;
+
+  // Row i of batch sees [first(batch), limit(batch, i)). It counts if that is not empty.
+  KVOPS_HOST_DEVICE int64_t first(int64_t batch) const { return starts ? clamped(starts[batch]) : 0; }
+  KVOPS_HOST_DEVICE int64_t limit(int64_t batch, int64_t i) const {
+    return clamped(visible[batch * visible_stride + i]);
+  }
+
+ private:
+  KVOPS_HOST_DEVICE int64_t clamped(int64_t x) const { return x < 0 ? 0 : x < n ? x : n; }
+};
+
+#ifdef KVOPS_CHECKS
+inline Reduce check_reduce(const char* op, const char* name, const std::string& value, bool may_be_none) {
+  if (value == "sum") return Reduce::sum;
+  if (value == "mean") return Reduce::mean;
+  if (value == "max") return Reduce::max;
+  if (value == "none" && may_be_none) return Reduce::none;
+  fail(op, ": ", name, " must be 'sum', 'mean' or 'max'", may_be_none ? " or 'none'" : "", ", got '", value, "'");
+}
+
+// Everything but the values of tensors, and `scores`, which is made here.
+inline Window check_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& visible,
+                           std::optional<double> scale, const std::string& reduce, const std::string& group_reduce,
+                           const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits,
+                           Tensor& scores) {
+  check_same_device(op, "k", k, q);
+  const DType dtype = check_dtype(op, "q", q);
+  KVOPS_CHECK(check_dtype(op, "k", k) == dtype, op, ": k must have q's dtype ",
+              torch::headeronly::toString(q.scalar_type()), ", got ", torch::headeronly::toString(k.scalar_type()));
+  KVOPS_CHECK(q.dim() == 4, op, ": q must be [batch, query heads, rows, head_dim], got ", shape(q));
+  const KVView k_view = check_kv(op, "k", k);
+  const int64_t b = k.size(0), heads = k.size(1), n = k.size(2), d = k.size(3);
+  const int64_t query_heads = q.size(1), w = q.size(2);
+  KVOPS_CHECK(q.size(0) == b && q.size(3) == d, op, ": q must have k's batch and head_dim ", shape(k), ", got ",
+              shape(q));
+  KVOPS_CHECK(heads > 0 ? query_heads > 0 && query_heads % heads == 0 : query_heads == 0, op,
+              ": the query heads of q must be a multiple of the KV heads ", heads, ", got ", query_heads);
+  KVOPS_CHECK(w >= 1 && w <= kMaxWindow, op, ": q must have 1 to ", kMaxWindow, " rows, got ", w);
+  KVOPS_CHECK(n <= std::numeric_limits<int32_t>::max(), op, ": the number of tokens must fit int32, got ", n);
+  check_same_device(op, "visible", visible, q);
+  check_scalar_type(op, "visible", visible, ScalarType::Int);
+  const bool per_batch = visible.dim() == 2;
+  KVOPS_CHECK((per_batch ? visible.size(0) == b && visible.size(1) == w : visible.dim() == 1 && visible.size(0) == w) &&
+                  visible.is_contiguous(),
+              op, ": visible must be a contiguous int32 [", w, "] or [", b, ", ", w, "], got ", shape(visible));
+  if (starts) {
+    check_same_device(op, "starts", *starts, q);
+    check_scalar_type(op, "starts", *starts, ScalarType::Int);
+    KVOPS_CHECK(starts->dim() == 1 && starts->size(0) == b && starts->is_contiguous(), op,
+                ": starts must be a contiguous int32 [", b, "], got ", shape(*starts));
+  }
+  if (sink_logits) {
+    check_same_device(op, "sink_logits", *sink_logits, q);
+    check_scalar_type(op, "sink_logits", *sink_logits, ScalarType::Float);
+    KVOPS_CHECK(sink_logits->dim() == 1 && sink_logits->size(0) == query_heads && sink_logits->is_contiguous(), op,
+                ": sink_logits must be a contiguous float32 [", query_heads, "], got ", shape(*sink_logits));
+  }
+  const double used_scale = scale ? *scale : 1.0 / std::sqrt(static_cast<double>(d));
+  KVOPS_CHECK(std::isfinite(used_scale) && used_scale > 0, op, ": scale must be positive and finite, got ", used_scale);
+  KVOPS_CHECK(std::isfinite(softcap) && softcap >= 0, op, ": softcap must be 0 (none) or positive and finite, got ",
+              softcap);
+  const Reduce over_rows = check_reduce(op, "reduce", reduce, false);
+  const Reduce over_group = check_reduce(op, "group_reduce", group_reduce, true);
+  const auto check_range = [&](const char* name, const Tensor& x) {
+    const OptionalTensor values = readable(x);
+    if (!values) return;
+    const int32_t* value = static_cast<const int32_t*>(values->const_data_ptr());
+    for (int64_t i = 0; i < values->numel(); ++i)
+      KVOPS_CHECK(value[i] >= 0 && value[i] <= n, op, ": ", name, " must lie in [0, ", n, "], got ", value[i]);
+  };
+  check_range("visible", visible);
+  if (starts) check_range("starts", *starts);
+  scores = empty(q, std::array{b, over_group == Reduce::none ? query_heads : heads, n}, ScalarType::Float);
+  const auto strides = q.strides();
+  const int64_t item = static_cast<int64_t>(q.element_size());
+  return {.q = {static_cast<const char*>(q.const_data_ptr()), strides[0] * item, strides[1] * item, strides[2] * item,
+                strides[3] * item},
+          .k = k_view,
+          .visible = static_cast<const int32_t*>(visible.const_data_ptr()),
+          .visible_stride = per_batch ? w : 0,
+          .starts = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) : nullptr,
+          .sink_logits = sink_logits ? static_cast<const float*>(sink_logits->const_data_ptr()) : nullptr,
+          .scores = static_cast<float*>(scores.mutable_data_ptr()),
+          .dtype = dtype,
+          .reduce = over_rows,
+          .group_reduce = over_group,
+          .scale = static_cast<float>(used_scale),
+          .softcap = static_cast<float>(softcap),
+          .b = b,
+          .heads = heads,
+          .group = heads ? query_heads / heads : 1,
+          .w = w,
+          .n = n,
+          .d = d};
+}
+#endif
+
+}  // namespace kvops
