@@ -38,10 +38,9 @@ inline WindowScoresParams check_window_scores(const Tensor& q, const Tensor& k, 
   if (lse) {
     check_same_device(op, "lse", *lse, q);
     check_scalar_type(op, "lse", *lse, ScalarType::Float);
-    KVOPS_CHECK(
-        lse->dim() == 3 && lse->size(0) == q.size(0) && lse->size(1) == q.size(1) && lse->size(2) == q.size(2), op,
-        ": lse must be float32 [", q.size(0), ", ", q.size(1), ", ", q.size(2), "], one per row of q, got ",
-        shape(*lse));
+    KVOPS_CHECK(lse->dim() == 3 && lse->size(0) == q.size(0) && lse->size(1) == q.size(1) && lse->size(2) == q.size(2),
+                op, ": lse must be float32 [", q.size(0), ", ", q.size(1), ", ", q.size(2), "], one per row of q, got ",
+                shape(*lse));
     const auto strides = lse->strides();
     view = {static_cast<const float*>(lse->const_data_ptr()), strides[0], strides[1], strides[2]};
   }
