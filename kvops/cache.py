@@ -1,25 +1,32 @@
 """A compressed cache of one layer that grows: what every method does in prefill chunks and in decode.
 
-An object is settings plus the state of ONE layer. `append` takes the new tokens, returns the K and V that this step's
-attention reads, then evicts by the method's rule::
+An object is settings plus the state of ONE layer. `attend` takes the new tokens, computes their attention over what is
+stored and over each other, then evicts by the method's rule::
 
-    cache = kvops.KeyDiff(budget=1024)
-    k_step, v_step = cache.append(k, v)         # [b, Hk, len + q, d]: what is stored and the new tokens
-    out = attention(q, k_step, v_step)          # then the cache already holds only what it keeps
+    cache = kvops.SnapKV(budget=1024)
+    out = cache.attend(q, k, v)                 # q: [b, Hq, t, d], k, v: [b, Hk, t, d] -> [b, Hq, t, d]
+
+With an attention of one's own it is two steps: `append` returns the K and V that this step's attention reads, [b, Hk,
+len + t, d]. Most methods have then evicted already. Those that look at queries (`AttentionMethod`) do it in
+`attention`, which has to follow.
 
 Logical positions live outside of the stored slots: the next token's position is `seen`, not `len`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from .ops import gather_kv
+from .flash import attention
+from .ops import gather_kv, inference_only, window_attention, window_scores
+
+MAX_WINDOW = 256  # rows that one call of the window operators takes
 
 
 class Method:
@@ -35,8 +42,12 @@ class Method:
     fixed_budget = True
     #: Every layer keeps the same number of slots.
     uniform_layers = True
+    #: The rule looks at queries: a step's attention has to be the library's own.
+    uses_queries = False
     #: Tensors of the state whose first dim is the batch.
     _state = ("k", "v", "pads", "_padding", "_kept")
+    #: Those with an entry for each stored slot, [b, Hk, len]; the base moves them with their slots.
+    _by_slot: tuple[str, ...] = ()
 
     def __init__(self, attend_before_compress: bool = True):
         self.attend_before_compress = attend_before_compress
@@ -52,6 +63,7 @@ class Method:
         self.seen = 0
         self._kept: Tensor | None = None  # int64 [b, Hk, <= len]: positions at the last eviction; the rest follow on
         self._evicted_at = 0  # tokens seen at the last eviction
+        self._step_pads: Tensor | None = None  # int32 [b]: pads of what the last append returned
 
     def fresh(self, layer: int = 0, num_layers: int = 1) -> Method:
         """An empty object with the same settings, for `layer` of `num_layers`."""
@@ -101,38 +113,94 @@ class Method:
         self.pads = torch.zeros_like(self._padding)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes q new tokens, k: [b, Hk, q, d], v: [b, Hk, q, dv]; returns what this step's attention reads.
+        """Takes t new tokens, k: [b, Hk, t, d], v: [b, Hk, t, dv]; returns what this step's attention reads.
 
-        That is [b, Hk, len + q, ...], the stored slots and the new ones (with `attend_before_compress=False` what is
+        That is [b, Hk, len + t, ...], the stored slots and the new ones (with `attend_before_compress=False` what is
         kept of them). Then evicts: the kept slots move to fresh memory, so that the rest is freed with the returned
         tensors. A failed call leaves the object as it was.
         """
         self._check(k, v)
-        before = dict(vars(self))  # the state's tensors are replaced, never written to
-        try:
+        with self._undone_on_error():
             return self._append(k, v)
-        except BaseException:
-            vars(self).update(before)
-            raise
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """`append` and the causal attention of the new tokens: q: [b, Hq, t, d], k, v as there -> [b, Hq, t, dv].
+
+        Logits are scale * q.k (1 / sqrt(d) unless given), then softcap * tanh(logit / softcap) if softcap is not 0;
+        sink_logits: fp32 [Hq], one more logit for each softmax. Rows that are padding give 0. A failed call leaves the
+        object as it was.
+        """
+        with self._undone_on_error():
+            k_step, v_step = self.append(k, v)
+            return self.attention(q, k_step, v_step, scale=scale, softcap=softcap, sink_logits=sink_logits)
+
+    def attention(
+        self,
+        q: Tensor,
+        k_step: Tensor,
+        v_step: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """The second half of `attend`: the attention of the rows just appended over what `append` returned."""
+        if q.shape[2] > 1 and not self.attend_before_compress and k_step.shape[2] != self.seen:
+            raise NotImplementedError(
+                f"{type(self).__name__}: with attend_before_compress=False only one token at a time can attend to a "
+                f"compressed cache (which kept slots are older than a row differs by head), got {q.shape[2]}"
+            )
+        options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
+        return attention(q, k_step, v_step, starts=self._step_pads, **options).out
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, seen = k.shape[2], self.seen + k.shape[2]
+        t, seen = k.shape[2], self.seen + k.shape[2]
         k_step, v_step = (k, v) if self.k is None else (torch.cat((self.k, k), 2), torch.cat((self.v, v), 2))
         pads = self.pads
         if pads is not None:
-            pads = pads + (self._padding - self.seen).clamp(0, q)
+            pads = pads + (self._padding - self.seen).clamp(0, t)
+        self._step_pads = pads
         indices = self._evict(k_step, v_step, pads, seen)
         if indices is None:
             if self.k is None:  # do not hold on to the caller's memory
                 k_step, v_step = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
             self.k, self.v, self.pads, self.seen = k_step, v_step, pads, seen
             return k_step, v_step
-        positions = self._positions(k_step, seen).gather(2, indices)
-        if pads is not None:  # valid slots stay first of all
-            pads = (pads - (k_step.shape[2] - indices.shape[2])).clamp(min=0)
-        self.k, self.v = gather_kv(k_step, v_step, indices)
-        self.pads, self.seen, self._kept, self._evicted_at = pads, seen, positions, seen
-        return (k_step, v_step) if self.attend_before_compress else (self.k, self.v)
+        self._keep(indices, k_step, v_step, pads, seen)
+        if self.attend_before_compress:
+            return k_step, v_step
+        self._step_pads = self.pads
+        return self.k, self.v
+
+    def _keep(self, indices: Tensor, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> None:
+        """Evicts all slots of k, v but `indices`, int64 [b, Hk, m]: ascending, -1 first in rows that keep fewer."""
+        slots = indices.clamp(min=0) if pads is not None else indices
+        self._kept = self._positions(k, seen).gather(2, slots)
+        for name in self._by_slot:
+            setattr(self, name, getattr(self, name).gather(2, slots))
+        if pads is not None:  # what is kept of a row's padding, alike in all heads, stays first
+            pads = (indices[:, 0] < pads[:, None]).sum(-1, dtype=torch.int32)
+        self.k, self.v = gather_kv(k, v, indices)
+        self.pads, self.seen, self._evicted_at = pads, seen, seen
+
+    @contextlib.contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        before = dict(vars(self))  # the state's tensors are replaced, never written to
+        try:
+            yield
+        except BaseException:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
 
     def crop(self, seen: int) -> None:
         """Forgets all tokens from logical position `seen` on (those of a rejected draft, say).
@@ -151,7 +219,10 @@ class Method:
                 f"{self._evicted_at} had been seen; expected {self._evicted_at} or more"
             )
         length = len(self) - (self.seen - seen)
-        self.k, self.v = self.k[:, :, :length].clone(), self.v[:, :, :length].clone()
+        for name in ("k", "v", *self._by_slot):
+            x = getattr(self, name)
+            if x is not None:
+                setattr(self, name, x[:, :, :length].clone())
         self.seen = seen
         if self.pads is not None:
             self.pads = self.pads.clamp(max=length)
@@ -194,17 +265,12 @@ class Method:
         """New tokens have four dims, agree with each other and with what is stored, and need no gradient."""
         who = type(self).__name__
         for name, x, stored in (("k", k, self.k), ("v", v, self.v)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{who}: {name} must be a torch.Tensor, got {type(x).__name__}")
+            inference_only(who, **{name: x})
             if x.dim() != 4:
-                raise ValueError(f"{who}: {name} must be [b, Hk, q, d], got shape {list(x.shape)}")
-            if x.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    f"{who}: {name} requires grad, but kvops is inference-only; call it under torch.no_grad()"
-                )
+                raise ValueError(f"{who}: {name} must be [b, Hk, t, d], got shape {list(x.shape)}")
             if x.shape[:3] != k.shape[:3] or x.dtype != k.dtype or x.device != k.device:
                 raise ValueError(
-                    f"{who}: v must match k in [b, Hk, q], dtype and device, expected {list(k.shape[:3])} {k.dtype} "
+                    f"{who}: v must match k in [b, Hk, t], dtype and device, expected {list(k.shape[:3])} {k.dtype} "
                     f"{k.device}, got {list(x.shape[:3])} {x.dtype} {x.device}"
                 )
             if stored is None:
@@ -218,4 +284,100 @@ class Method:
         if self._padding is not None and len(self._padding) != k.shape[0]:
             raise ValueError(
                 f"{who}: k must have the rows that set_pads named, expected {len(self._padding)}, got {k.shape[0]}"
+            )
+
+
+class AttentionMethod(Method):
+    """Base of the methods whose rule asks how much queries attend to each key.
+
+    `append` only stores. `attention` computes the step's attention, with the scores of its last rows as a by-product,
+    and then evicts. A method says in `_rows` which rows observe, and in `_evict_by` which slots stay.
+    """
+
+    uses_queries = True
+    #: How the window's rows, and the query heads of a group, become one score: see `kvops.ops.window_scores`.
+    score, reduce, group_reduce = "softmax", "sum", "mean"
+
+    def __init__(self):
+        super().__init__(attend_before_compress=True)
+
+    def reset(self) -> None:
+        super().reset()
+        self._due = 0  # rows whose queries have not been seen yet
+
+    def _rows(self, t: int) -> int:
+        """How many of the t new rows, the last ones, observe. 0: nothing is evicted now."""
+        raise NotImplementedError
+
+    def _evict_by(self, scores: Tensor, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> Tensor | None:
+        """As `_evict`, with the window's scores, fp32 [b, Hk, n] (group_reduce="none": [b, Hq, n])."""
+        raise NotImplementedError
+
+    def _evict(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> None:
+        return None
+
+    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self._due:
+            raise RuntimeError(
+                f"{type(self).__name__}: the queries of the last {self._due} tokens were never seen, and this method "
+                "evicts by queries; call attend(), or attention() after append() (with transformers: "
+                "kvops.hf.use_attention(model))"
+            )
+        self._due = k.shape[2]
+        return super()._append(k, v)
+
+    def attention(
+        self,
+        q: Tensor,
+        k_step: Tensor,
+        v_step: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        self._check_queries(q)
+        options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
+        with self._undone_on_error():
+            w = self._rows(q.shape[2])
+            out, scores = self._observe(q, k_step, v_step, w, options)
+            if w:
+                indices = self._evict_by(scores, k_step, v_step, self.pads, self.seen)
+                if indices is not None:
+                    self._keep(indices, k_step, v_step, self.pads, self.seen)
+            self._due = 0
+        return out
+
+    def _observe(self, q, k, v, w, options) -> tuple[Tensor, Tensor | None]:
+        """The attention of all rows, and the scores of the last w."""
+        pads, (t, n) = self._step_pads, (q.shape[2], k.shape[2])
+        reductions = dict(reduce=self.reduce, group_reduce=self.group_reduce, starts=pads, **options)
+        limits = torch.arange(n - t + 1, n + 1, dtype=torch.int32, device=q.device)
+        if 0 < w <= MAX_WINDOW and self.score == "softmax":
+            out, _, scores = window_attention(q[:, :, t - w :], k, v, limits[t - w :], **reductions)
+            if w < t:  # the rows before need no scores: any FlashAttention will do
+                rest = attention(q[:, :, : t - w], k[:, :, : n - w], v[:, :, : n - w], starts=pads, **options).out
+                out = torch.cat((rest, out), 2)
+            return out, scores
+        out, lse, _ = attention(q, k, v, starts=pads, **options)
+        if self.score == "dot":
+            lse = reductions["sink_logits"] = None
+        scores = None
+        for first in range(t - w, t, MAX_WINDOW):
+            rows = slice(first, min(first + MAX_WINDOW, t))
+            block_lse = None if lse is None else lse[:, :, rows]
+            block = window_scores(q[:, :, rows], k, limits[rows], block_lse, score=self.score, **reductions)
+            scores = block if scores is None else scores + block
+        return out, scores
+
+    def _check_queries(self, q: Tensor) -> None:
+        who = type(self).__name__
+        inference_only(who, q=q)
+        if not self._due:
+            raise RuntimeError(f"{who}: attention() must follow an append(), once")
+        b, heads, _, d = self.k.shape
+        if q.dim() != 4 or q.shape[0] != b or q.shape[1] % heads or q.shape[2] != self._due or q.shape[3] != d:
+            raise ValueError(
+                f"{who}: q must be [b, Hq, t, d] for the tokens just appended, expected [{b}, a multiple of {heads}, "
+                f"{self._due}, {d}], got {list(q.shape)}"
             )

@@ -42,7 +42,7 @@ _gather_kv_out = _ops.gather_kv.out
 _compact_kv_ = _ops.compact_kv_.default
 
 
-def _inference(op: str, **tensors: Tensor) -> None:
+def inference_only(op: str, **tensors: Tensor) -> None:
     """Raises unless every argument is a tensor that autograd does not track."""
     grad = torch.is_grad_enabled()
     for name, x in tensors.items():
@@ -82,7 +82,7 @@ def lag_score(
 
     Source: LagKV, Sec. 2.2, Eq. 5-9; LocalKV: App. A.2.
     """
-    _inference("lag_score", k=k, v=v)
+    inference_only("lag_score", k=k, v=v)
     return _lag_score(k, v, lag, prefix, v_weight, self_reference, starts, lengths)
 
 
@@ -107,7 +107,7 @@ def anchor_cosine(
 
     Source: KeyDiff, Sec. 3.2, Eq. 8.
     """
-    _inference("anchor_cosine", k=k)
+    inference_only("anchor_cosine", k=k)
     scores, mu = _anchor_cosine(k, anchor, normalize_anchor, starts, lengths)
     return (scores, mu) if return_anchor else scores
 
@@ -151,7 +151,7 @@ def window_scores(
 
     Source: LAQ, Sec. 4.3, Eq. 4; SnapKV's observation window.
     """
-    _inference("window_scores", q=q, k=k, visible=visible)
+    inference_only("window_scores", q=q, k=k, visible=visible)
     return _window_scores(
         q,
         k,
@@ -195,7 +195,7 @@ def window_attention(
 
     Source: FlashAttention-2 and flash-decoding (Dao et al., 2023); LAQ, Sec. 4.3.
     """
-    _inference("window_attention", q=q, k=k, v=v, visible=visible)
+    inference_only("window_attention", q=q, k=k, v=v, visible=visible)
     return _window_attention(
         q,
         k,
@@ -235,7 +235,7 @@ def select_topk(
 
     Source: LagKV Sec. 2.2 (top-k per partition, Eq. 10), KeyDiff Sec. 3.2 (top N).
     """
-    _inference("select_topk", scores=scores)
+    inference_only("select_topk", scores=scores)
     return _select_topk(scores, k, sinks, window, seq_len, starts, lengths, budgets, fill_invalid)
 
 
@@ -248,11 +248,11 @@ def gather_kv(
     [b, Hk, m, d] and [b, Hk, m, dv]; `out=(k_out, v_out)` of those shapes and any row-contiguous strides, which share
     no memory with the inputs, are written and returned instead.
     """
-    _inference("gather_kv", k=k, v=v, indices=indices)
+    inference_only("gather_kv", k=k, v=v, indices=indices)
     if out is None:
         return _gather_kv(k, v, indices)
     k_out, v_out = out
-    _inference("gather_kv", **{"out[0]": k_out, "out[1]": v_out})
+    inference_only("gather_kv", **{"out[0]": k_out, "out[1]": v_out})
     _gather_kv_out(k, v, indices, k_out=k_out, v_out=v_out)
     _written(k_out, v_out)
     return k_out, v_out
@@ -265,7 +265,7 @@ def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     them are checked before the first write. k and v must not share memory, nor overlap themselves. Slots >= m are
     left as they are. Returns the views k[:, :, :m] and v[:, :, :m].
     """
-    _inference("compact_kv_", k=k, v=v, indices=indices)
+    inference_only("compact_kv_", k=k, v=v, indices=indices)
     _compact_kv_(k, v, indices)
     _written(k, v)
     m = indices.shape[2]

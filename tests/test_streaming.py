@@ -499,8 +499,8 @@ def test_wrong_tokens_change_nothing(method):
     for wrong_k, wrong_v, error, message in [
         (None, more[1], TypeError, "k must be a torch.Tensor, got NoneType"),
         (more[0], 3, TypeError, "v must be a torch.Tensor, got int"),
-        (more[0][0], more[1], ValueError, r"k must be \[b, Hk, q, d\], got shape \[2, 1, 16\]"),
-        (more[0], more[1][0], ValueError, r"v must be \[b, Hk, q, d\], got shape \[2, 1, 8\]"),
+        (more[0][0], more[1], ValueError, r"k must be \[b, Hk, t, d\], got shape \[2, 1, 16\]"),
+        (more[0], more[1][0], ValueError, r"v must be \[b, Hk, t, d\], got shape \[2, 1, 8\]"),
         (more[0], v[:, :, 30:32], ValueError, r"v must match k .* expected \[2, 2, 1\] .* got \[2, 2, 2\]"),
         (more[0], more[1].half(), ValueError, "v must match k .* got .*float16"),
         (more[0].half(), more[1].half(), ValueError, "k must match what is stored .* got .*float16"),
