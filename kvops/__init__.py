@@ -3,8 +3,18 @@
 from . import _lib, ops  # noqa: F401  (loads the operators first)
 from ._lib import build_info, debug_checks
 from .cache import Method
+from .flash import attention, attention_backends
 from .methods import *  # noqa: F403
 from .methods import __all__ as _methods
 from .version import __version__
 
-__all__ = ["Method", "__version__", "build_info", "debug_checks", "ops", *_methods]
+__all__ = [
+    "Method",
+    "__version__",
+    "attention",
+    "attention_backends",
+    "build_info",
+    "debug_checks",
+    "ops",
+    *_methods,
+]

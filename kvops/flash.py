@@ -1,25 +1,386 @@
-"""Placeholder: own operator in blocks of rows; the front that picks a FlashAttention replaces this file."""
+"""The FlashAttention front: one function that runs the best FlashAttention of this machine which returns the lse.
 
+That log-sum-exp is what makes observation windows cheap: `ops.window_scores` given it reads K once. The backends, best
+first (`attention_backends` says which are there, and why the others are not)::
+
+    flash_attn_3    the package `flash_attn_interface` (FlashAttention-3), on Hopper
+    cudnn           aten::_scaled_dot_product_cudnn_attention, on Hopper and later, for 256 rows and more
+    flash_attn_2    the package `flash_attn`, 2.7 or later
+    torch_flash     aten::_scaled_dot_product_flash_attention, on the CPU ..._flash_attention_for_cpu
+    kvops           ops.window_attention in blocks of 256 rows: whatever the others do not do
+
+Two things that torch's operators lack are made here. Their causal mask is aligned to the top left, so t < n queries are
+two calls, the old keys without a mask and the new square, merged by their lse: exact, and no mask is built. And rows
+of a batch with left padding are run one by one. K and V are never expanded to the query heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .ops import window_attention
+from .ops import inference_only, window_attention
+
+BLOCK = 256  # rows of one window_attention
 
 
 class Attention(NamedTuple):
-    out: Tensor
-    lse: Tensor
-    backend: str
+    """What `attention` returns; unpacks as (out, lse, backend)."""
+
+    out: Tensor  # [b, Hq, t, dv], of q's dtype
+    lse: Tensor  # fp32 [b, Hq, t], natural logarithm, without the sink
+    backend: str  # the one that ran
 
 
-def attention(q, k, v, *, causal=True, scale=None, starts=None, softcap=0.0, sink_logits=None) -> Attention:
-    t, n = q.shape[2], k.shape[2]
-    options = dict(scale=scale, starts=starts, softcap=softcap, sink_logits=sink_logits)
-    limits = torch.arange(n - t + 1, n + 1, dtype=torch.int32, device=q.device)
-    parts = [
-        window_attention(rows, k, v, limit if causal else torch.full_like(limit, n), **options)
-        for rows, limit in zip(q.split(256, 2), limits.split(256))
-    ]
-    return Attention(torch.cat([x[0] for x in parts], 2), torch.cat([x[1] for x in parts], 2), "kvops")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    starts: Tensor | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    backend: str | None = None,
+) -> Attention:
+    """softmax(scale * q k^T) v and its log-sum-exp, by the best FlashAttention there is. -> (out, lse, backend)
+
+    q: [b, Hq, t, d]; k: [b, Hk, n, d]; v: [b, Hk, n, dv], of one dtype; query head h reads KV head h // (Hq / Hk).
+    causal: the t queries are the last of the n keys: query i sees keys up to n - t + i. False: each sees all.
+    scale: 1 / sqrt(d) unless given.
+    starts: int32 [b], left padding: row b's first keys [0, starts[b]) are seen by none. A query that sees nothing,
+        one of the padding itself, gives out 0 and lse -inf.
+    softcap: logits become softcap * tanh(logit / softcap), if not 0.
+    sink_logits: fp32 [Hq], one more logit in each row's softmax, without a key. The lse is without it.
+    backend: a name from `attention_backends()`, which must serve this call; None takes the best that does.
+
+    ValueError for wrong arguments; for a backend that cannot run this call it says why, and which ones can.
+    """
+    inference_only("attention", q=q, k=k, v=v)
+    _check(q, k, v, causal, starts, sink_logits, softcap)
+    call = _Call(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale, starts, softcap)
+    name = _choice(call, backend)
+    out, lse = BACKENDS[name].run(call)
+    if sink_logits is not None:  # its share of the softmax goes to no key; a row that sees nothing stays 0
+        out = (out * torch.sigmoid(lse - sink_logits[:, None]).unsqueeze(-1)).to(q.dtype)
+    return Attention(out, lse, name)
+
+
+def attention_backends(device: torch.device | str = "cpu") -> dict[str, str]:
+    """The backends of `attention`, best first: "available" on that device, or why not."""
+    device = torch.device(device)
+    return {name: backend.missing(device) or "available" for name, backend in BACKENDS.items()}
+
+
+class _Call(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    scale: float
+    starts: Tensor | None
+    softcap: float
+
+
+def _check(q, k, v, causal, starts, sink_logits, softcap) -> None:
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"attention: q must be float32, float16 or bfloat16, got {q.dtype}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"attention: {name} must be [b, heads, tokens, head_dim], got shape {list(x.shape)}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"attention: {name} must have q's dtype and device, {q.dtype} {q.device}, got {x.dtype} {x.device}"
+            )
+    b, query_heads, t, d = q.shape
+    heads, n = k.shape[1:3]
+    if k.shape[0] != b or k.shape[3] != d:
+        raise ValueError(f"attention: k must be [{b}, Hk, n, {d}] as q is, got {list(k.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"attention: v must be [{b}, {heads}, {n}, dv] as k is, got {list(v.shape)}")
+    if query_heads % heads if heads else query_heads:
+        raise ValueError(f"attention: the heads of q must be a multiple of k's {heads}, got {query_heads}")
+    if causal and t > n:
+        raise ValueError(f"attention: causal queries are the last of the keys, expected at most {n}, got {t}")
+    if not softcap >= 0:
+        raise ValueError(f"attention: softcap must be 0 (none) or positive, got {softcap}")
+    for name, x, dtype, size in (
+        ("starts", starts, torch.int32, b),
+        ("sink_logits", sink_logits, torch.float32, query_heads),
+    ):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"attention: {name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype != dtype or x.shape != (size,) or x.device != q.device:
+            raise ValueError(
+                f"attention: {name} must be {dtype} [{size}] on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}"
+            )
+
+
+def _choice(call: _Call, forced: str | None) -> str:
+    """The name of the backend that runs the call."""
+    if forced is not None:
+        if forced not in BACKENDS:
+            raise ValueError(
+                f"attention: backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {forced!r}"
+            )
+        why = BACKENDS[forced].why_not(call)
+        if why:
+            others = [name for name, backend in BACKENDS.items() if not backend.why_not(call)]
+            raise ValueError(f"attention: backend={forced!r} cannot run this call: {why}; expected one of {others}")
+        return forced
+    return next(name for name, backend in BACKENDS.items() if not backend.why_not(call) and backend.suits(call))
+
+
+# Backends. `missing` and `why_not` give the reason why it cannot run at all, or not this call; None if it can.
+
+
+class _Backend:
+    def missing(self, device: torch.device) -> str | None:
+        return None
+
+    def why_not(self, call: _Call) -> str | None:
+        return self.missing(call.q.device)
+
+    def suits(self, call: _Call) -> bool:
+        """Whether it is worth it where it stands in the order."""
+        return True
+
+    def run(self, call: _Call) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class _Kvops(_Backend):
+    def run(self, call: _Call) -> tuple[Tensor, Tensor]:
+        q, k, v, causal, scale, starts, softcap = call
+        t, n = q.shape[2], k.shape[2]
+        out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
+        visible = torch.arange(n - t + 1, n + 1, dtype=torch.int32, device=q.device)
+        if not causal:
+            visible = torch.full_like(visible, n)
+        for first in range(0, t, BLOCK):
+            rows = slice(first, min(t, first + BLOCK))
+            end = n - t + rows.stop if causal else n  # keys that the block's last row sees
+            part, part_lse, _ = window_attention(
+                q[:, :, rows],
+                k[:, :, :end],
+                v[:, :, :end],
+                visible[rows],
+                scale=scale,
+                softcap=softcap,
+                starts=None if starts is None else starts.clamp(max=end),
+            )
+            out[:, :, rows], lse[:, :, rows] = part, part_lse
+        return out, lse
+
+
+class _Flash(_Backend):
+    """What all FlashAttentions have in common."""
+
+    softcap = False  # whether it has that,
+    packed = False  # takes rows of different lengths in one call,
+    own_dv = False  # and a head dim of V that is not K's
+
+    def why_not(self, call: _Call) -> str | None:
+        q, k, v = call.q, call.k, call.v
+        if why := super().why_not(call):
+            return why
+        d, dv = q.shape[3], v.shape[3]
+        if 0 in (*q.shape, *k.shape, *v.shape):
+            return "a dim is 0"
+        if call.softcap and not self.softcap:
+            return "it has no softcap"
+        if q.is_cuda and q.dtype == torch.float32:
+            return "it has no float32"
+        if d != dv and not self.own_dv:
+            return f"V's head dim must be K's, {d}, got {dv}"
+        if q.is_cuda and (d % 8 or dv % 8 or d > 256 or dv > 256):
+            return f"head dims must be multiples of 8 up to 256, got {d} and {dv}"
+        if call.starts is not None and not self.packed and _is_traced():
+            return "starts would be read on the host, which torch.compile and CUDA graphs cannot"
+        return None
+
+    def suits(self, call: _Call) -> bool:
+        # A step of a padded batch is one window, without a wait for starts and without a call per row.
+        return call.starts is None or call.q.shape[2] > BLOCK
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+class _Torch(_Flash):
+    def square(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """out and lse; causal: as many queries as keys."""
+        raise NotImplementedError
+
+    def run(self, call: _Call) -> tuple[Tensor, Tensor]:
+        q, k, v, causal, scale, starts, _ = call
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        if starts is None:
+            return self.rectangle(q, k, v, causal, scale)
+        t, n = q.shape[2], k.shape[2]
+        out, lse = q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+        for row, start in enumerate(starts.tolist()):
+            if not 0 <= start <= n:
+                raise ValueError(f"attention: starts must lie in [0, {n}], got {start}")
+            hidden = max(0, start - (n - t)) if causal else 0  # queries of the padding
+            if hidden < t and start < n:
+                at = (slice(row, row + 1), slice(None), slice(hidden, None))
+                keys = (at[0], slice(None), slice(start, None))
+                out[at], lse[at] = self.rectangle(q[at], k[keys], v[keys], causal, scale)
+        return out, lse
+
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """out and lse of the last t queries."""
+        old = k.shape[2] - q.shape[2]
+        if not causal or q.shape[2] == 1 or old == 0:
+            return self.square(q, k, v, causal and old == 0, scale)
+        out_old, lse_old = self.square(q, k[:, :, :old], v[:, :, :old], False, scale)
+        out_new, lse_new = self.square(q, k[:, :, old:], v[:, :, old:], True, scale)
+        share = torch.sigmoid(lse_new - lse_old).unsqueeze(-1)
+        return out_old.float().lerp_(out_new.float(), share).to(q.dtype), torch.logaddexp(lse_old, lse_new)
+
+
+class _TorchFlash(_Torch):
+    def missing(self, device: torch.device) -> str | None:
+        if device.type == "cpu":
+            return None
+        why = _not_cuda(device, 8)
+        if why is None and not torch.backends.cuda.is_flash_attention_available():
+            return "this torch was built without it"
+        return why
+
+    def why_not(self, call: _Call) -> str | None:
+        if why := super().why_not(call):
+            return why
+        if call.q.is_cuda and not torch.backends.cuda.can_use_flash_attention(_params(call)):
+            return "torch.backends.cuda.can_use_flash_attention says so"
+        return None
+
+    def square(self, q, k, v, causal, scale):
+        if q.is_cuda:
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+            return out, lse
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+class _Cudnn(_Torch):
+    own_dv = True
+
+    def missing(self, device: torch.device) -> str | None:
+        why = _not_cuda(device, 8)
+        if why is None and not torch.backends.cudnn.is_available():
+            return "this torch was built without cuDNN"
+        return why
+
+    def why_not(self, call: _Call) -> str | None:
+        if why := super().why_not(call):
+            return why
+        if not torch.backends.cuda.can_use_cudnn_attention(_params(call)):
+            return "torch.backends.cuda.can_use_cudnn_attention says so"
+        return None
+
+    def suits(self, call: _Call) -> bool:
+        # It makes a plan for every new shape, which only a prefill is worth.
+        wide = call.q.shape[2] >= BLOCK and torch.cuda.get_device_capability(call.q.device)[0] >= 9
+        return wide and super().suits(call)
+
+    def square(self, q, k, v, causal, scale):
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scale
+        )
+        return out, lse.reshape(q.shape[:3])  # [b, Hq, t, 1] in some versions
+
+
+class _Package(_Flash):
+    """The flash-attn packages: causal is aligned to the bottom right, and sequences may differ in length.
+
+    Tensors are [b, tokens, heads, d]. A left-padded batch is 2 b sequences end to end, the padding of each row and what
+    follows it, so nothing is packed and the host reads nothing; what the padding's queries gave is overwritten.
+    """
+
+    softcap = packed = True
+
+    def __init__(self, module: str, *capabilities: int):
+        self.module, self.capabilities = module, capabilities
+
+    @functools.cached_property
+    def functions(self):
+        """The module's (flash_attn_func, flash_attn_varlen_func), or why there are none."""
+        try:
+            module = importlib.import_module(self.module)
+        except Exception as error:  # whatever a broken binary raises
+            return f"{self.module} cannot be imported: {error}"
+        version = getattr(module, "__version__", None)
+        if version is not None and tuple(map(int, version.split(".")[:2])) < (2, 7):
+            return f"{self.module} must be 2.7 or later, found {version}"
+        return module.flash_attn_func, module.flash_attn_varlen_func
+
+    def missing(self, device: torch.device) -> str | None:
+        why = _not_cuda(device, *self.capabilities)
+        return why or (self.functions if isinstance(self.functions, str) else None)
+
+    def run(self, call: _Call) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.transpose(1, 2) for x in call[:3])
+        b, t, n = *q.shape[:2], k.shape[1]
+        options = dict(softmax_scale=call.scale, causal=call.causal, softcap=call.softcap)
+        function = self.functions[call.starts is not None]
+        if "return_attn_probs" in inspect.signature(function).parameters:
+            options["return_attn_probs"] = True  # early FlashAttention-3 returns the lse always
+        if call.starts is None:
+            out, lse, *_ = function(q, k, v, **options)
+            return out.transpose(1, 2), lse
+        starts = call.starts.clamp(0, n)
+        hidden = (starts - (n - t)).clamp(min=0) if call.causal else torch.where(starts == n, t, 0).to(starts.dtype)
+        out, lse, *_ = function(
+            *(x.flatten(0, 1) for x in (q, k, v)),
+            cu_seqlens_q=_boundaries(hidden, t),
+            cu_seqlens_k=_boundaries(starts, n),
+            max_seqlen_q=t,
+            max_seqlen_k=n,
+            **options,
+        )
+        out, lse = out.unflatten(0, (b, t)).transpose(1, 2), lse.unflatten(1, (b, t)).transpose(0, 1)
+        padding = (torch.arange(t, device=q.device) < hidden[:, None])[:, None]
+        return out.masked_fill(padding.unsqueeze(-1), 0.0), lse.masked_fill(padding, -torch.inf)
+
+
+def _boundaries(first: Tensor, size: int) -> Tensor:
+    """Where sequences of `first` and size - first tokens begin, row after row, and the end: int32 [2 b + 1]."""
+    rows = torch.arange(0, len(first) * size, size, dtype=torch.int32, device=first.device)
+    inner = torch.stack((rows, rows + first), 1).flatten()
+    return torch.nn.functional.pad(inner, (0, 1), value=len(first) * size)
+
+
+def _not_cuda(device: torch.device, lowest: int, highest: int = 99) -> str | None:
+    """Why a kernel for GPUs of compute capability lowest.0 to highest.9 cannot run on that device."""
+    if device.type != "cuda":
+        return f"it runs on CUDA devices, not on {device.type}"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if not lowest <= major <= highest:
+        wanted = f"{lowest}.x" if lowest == highest else f"{lowest}.0 or higher"
+        return f"it needs compute capability {wanted}, this GPU has {major}.{minor}"
+    return None
+
+
+def _params(call: _Call) -> torch.backends.cuda.SDPAParams:
+    return torch.backends.cuda.SDPAParams(call.q, call.k, call.v, None, 0.0, False, True)
+
+
+BACKENDS: dict[str, _Backend] = {
+    "flash_attn_3": _Package("flash_attn_interface", 9, 9),
+    "cudnn": _Cudnn(),
+    "flash_attn_2": _Package("flash_attn", 8),
+    "torch_flash": _TorchFlash(),
+    "kvops": _Kvops(),
+}
