@@ -356,7 +356,8 @@ class AttentionMethod(Method):
         if 0 < w <= MAX_WINDOW and self.score == "softmax":
             out, _, scores = window_attention(q[:, :, t - w :], k, v, limits[t - w :], **reductions)
             if w < t:  # the rows before need no scores: any FlashAttention will do
-                rest = attention(q[:, :, : t - w], k[:, :, : n - w], v[:, :, : n - w], starts=pads, **options).out
+                starts = None if pads is None else pads.clamp(max=n - w)
+                rest = attention(q[:, :, : t - w], k[:, :, : n - w], v[:, :, : n - w], starts=starts, **options).out
                 out = torch.cat((rest, out), 2)
             return out, scores
         out, lse, _ = attention(q, k, v, starts=pads, **options)
