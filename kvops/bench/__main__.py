@@ -23,12 +23,16 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LEGEND = """
 eager, compile: how many times longer the same takes as people write it in PyTorch, and that under torch.compile
 (select_topk: torch.topk + sort). of bandwidth: of reading, copying or shifting in place as many bytes, in GB/s,
-measured in turns with the row. parts: how many times longer scores + select + a fresh clone of the result take."""
+measured in turns with the row. parts: how many times longer scores + select + a fresh clone of the result take.
+matmul: the product of the window and K alone; flash: torch's FlashAttention of the same rows, without scores;
+repeat_kv: eager PyTorch with K repeated for each query head."""
 CUDA_LEGEND = """
 Times are those of CUDA graphs with several calls, between events, over inputs that the L2 cache does not hold.
 eager, compile: how many times longer the same takes as people write it in PyTorch, and that under torch.compile
 (select_topk: torch.topk + sort). of bandwidth: of a torch.copy_ of 2 GiB (bytes read and written), in GB/s; same bytes:
-of a copy_ that moves as many bytes as the row; both measured in turns with the row. select: select_topk's share."""
+of a copy_ that moves as many bytes as the row; both measured in turns with the row. select: select_topk's share.
+matmul: the product of the window and K alone; flash, cudnn: torch's attention of the same rows, without scores;
+repeat_kv: eager PyTorch with K repeated for each query head."""
 CUDA_N = [131072, 16384, 1048576]  # what matters most comes first
 
 
@@ -75,7 +79,8 @@ def duration(seconds: float) -> str:
 def table(record: dict) -> str:
     """One line per result, columns aligned; what was not measured has no column."""
     results, typical = record["rows"], record.get("statistic", "best")
-    ratios = [x for x in ("eager", "compile", "parts") if any(x in r.get("ratio", {}) for r in results)]
+    ratios = list(dict.fromkeys(x for r in results for x in r.get("ratio", {})))
+    ratios.sort(key=lambda x: ("eager", "compile", "parts").index(x) if x in ("eager", "compile", "parts") else 3)
     more = {
         "same bytes": lambda r: "{share:.0%} of {gb_per_s:.0f}".format(**r["bandwidth"]["same_bytes"]),
         "select": lambda r: f"{r['stages']['select_topk']:.1%}",

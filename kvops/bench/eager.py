@@ -6,9 +6,13 @@ is torch.topk, and a sort because the kept indices ascend; movement is torch.gat
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def anchor_cosine(k: Tensor) -> Tensor:
@@ -30,6 +34,50 @@ def lag_score(k: Tensor, v: Tensor, lag: int, sink: int) -> Tensor:
         return ((subject - lo) / (hi - lo)).std(dim=-1).softmax(dim=-1)
 
     return score(k) + score(v)
+
+
+def grouped_logits(q: Tensor, k: Tensor) -> Tensor:
+    """The rows of a group of query heads as one tile per KV head: [b, Hq, w, d], [b, Hk, n, d] -> [b, Hk, G w, n]."""
+    b, heads, n, d = k.shape
+    return q.reshape(b, heads, -1, d) @ k.mT
+
+
+def window_weights(logits: Tensor, w: int) -> Tensor:
+    """Causal softmax of the last w rows: [b, Hk, G w, n] -> fp32 [b, Hk, G, w, n]."""
+    logits = logits.unflatten(2, (-1, w)).float()
+    n = logits.shape[-1]
+    later = torch.ones(w, n, dtype=torch.bool, device=logits.device).triu(n - w + 1)
+    return logits.masked_fill(later, -torch.inf).softmax(-1)
+
+
+def window_scores(q: Tensor, k: Tensor) -> Tensor:
+    """[b, Hq, w, d], [b, Hk, n, d] -> [b, Hk, n]."""
+    w, d = q.shape[2:]
+    return window_weights(grouped_logits(q * d**-0.5, k), w).sum(3).mean(2)
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[b, Hq, w, d], [b, Hk, n, d] twice -> [b, Hq, w, d], [b, Hq, w], [b, Hk, n]."""
+    w, d = q.shape[2:]
+    logits = grouped_logits(q * d**-0.5, k)
+    weights = window_weights(logits, w)
+    first = logits.unflatten(2, (-1, w))[..., 0].float()
+    lse = first - weights[..., 0].log()
+    out = weights.to(v.dtype) @ v.unsqueeze(2)
+    return out.flatten(1, 2), lse.flatten(1, 2), weights.sum(3).mean(2)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """FlashAttention of the last rows (without their causal corner) in torch, by the names of the kernels."""
+    if q.is_cpu:
+        return {"flash": lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)}
+
+    def run(backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    return {name: partial(run, backend) for name, backend in kernels.items()}
 
 
 def select_topk(scores: Tensor, k: int) -> Tensor:
@@ -56,4 +104,24 @@ def lagkv_compress(k: Tensor, v: Tensor, lag: int, ratio: float, sink: int) -> t
     head = torch.arange(sink, device=k.device).expand(b, heads, -1)
     tail = torch.arange(sink + segments * lag, n, device=k.device).expand(b, heads, -1)
     indices = torch.cat([head, kept.flatten(2), tail], dim=-1)
+    return *gather_kv(k, v, indices), indices
+
+
+def snapkv_compress(k: Tensor, v: Tensor, q: Tensor, budget: int, kernel: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    """SnapKV, per KV head: softmax of the window, sum, mean over the group, max-pooling of the prefix, top k."""
+    return _snapkv_select(k, v, window_scores(q, k), q.shape[2], budget, kernel)
+
+
+def snapkv_compress_expanded(k: Tensor, v: Tensor, q: Tensor, budget: int, kernel: int = 7) -> tuple[Tensor, ...]:
+    """The same weights, with K repeated for each query head, as most code does."""
+    group, w = q.shape[1] // k.shape[1], q.shape[2]
+    scores = window_scores(q, k.repeat_interleave(group, 1))
+    return _snapkv_select(k, v, scores.unflatten(1, (-1, group)).mean(2), w, budget, kernel)
+
+
+def _snapkv_select(k, v, scores, w, budget, kernel) -> tuple[Tensor, Tensor, Tensor]:
+    b, heads, n, _ = k.shape
+    prefix = F.max_pool1d(scores[..., : n - w], kernel, 1, kernel // 2)
+    last = torch.arange(n - w, n, device=k.device).expand(b, heads, -1)
+    indices = torch.cat([select_topk(prefix, budget - w), last], dim=-1)
     return *gather_kv(k, v, indices), indices

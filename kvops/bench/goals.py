@@ -27,9 +27,10 @@ def goals(record: dict) -> list[Goal]:
         if "copy" in wanted and "bandwidth" in r:
             share = r["bandwidth"]["share"]
             add(f">= {wanted['copy']:.0%} of copy", f"{share:.0%}", share >= wanted["copy"])
-        if "eager" in wanted and "eager" in r["ratio"]:
-            times = r["ratio"]["eager"]["median"]
-            add(f">= {wanted['eager']:g}x eager", f"{times:.3g}x", times >= wanted["eager"])
+        for name, goal in wanted.items():
+            if name in r["ratio"]:
+                times = r["ratio"][name]["median"]
+                add(f">= {goal:.3g}x {name}", f"{times:.3g}x", times >= goal)
         if wanted:
             for stage, share in r["stages"].items():
                 add(f"{stage} < 10 % of it", f"{share:.1%}", share < 0.1)

@@ -85,6 +85,8 @@ def contenders(row: Row, cases: list[Case], compiled: bool) -> dict[str, Contend
         f"kvops {form}": timed([partial(call, c) for c in cases], row.restore and form == "in place")
         for form, call in row.forms.items()
     }
+    for name in row.peers(case):
+        found[name] = timed([row.peers(c)[name] for c in cases])
     if row.parts and not cuda:
         found["parts"] = timed([partial(row.parts, case)])
     found["eager"] = timed([partial(row.eager, *a) for a in args])
@@ -182,7 +184,8 @@ def measure(name: str, row: Row, case: Case, repeats: int, compiled: bool, tick:
             result["error"] = failed[key]
             continue
         rate = row.bytes(case) / typical[key]
-        others = [x for x in ("eager", "compile", "parts") if x in best and (x != "parts" or form == "fresh")]
+        others = ("eager", "compile", *row.peers(case), "parts")
+        others = [x for x in others if x in best and (x != "parts" or form == "fresh")]
         result |= {
             "seconds": {"best": best[key], "median": median[key]},
             "bytes": row.bytes(case),
@@ -202,6 +205,6 @@ def measure(name: str, row: Row, case: Case, repeats: int, compiled: bool, tick:
                 "failed": {x: why for x, why in failed.items() if not x.startswith("kvops")},
             }
             if case.n >= GOALS_FROM and (form != "in place" or len(row.forms) == 1):
-                goals = {"copy": row.copy_goal, "eager": row.eager_goal}
+                goals = {"copy": row.copy_goal, "eager": row.eager_goal, **row.peer_goals}
                 result["goals"] = {x: goal for x, goal in goals.items() if goal}
     return results

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,17 @@ from . import eager
 
 KEEP = 0.25  # of the tokens, in everything that selects or moves
 SINK = 16  # LagKV's static part
+GROUP = 4  # query heads per KV head
+WINDOW = 32  # rows that observe, SnapKV's default
 NEAR_FLOOR = 1 / 1.3  # a whole call takes at most 1.3 times as long as a copy of its bytes
+
+
+class Window(NamedTuple):
+    """The last w queries of a sequence."""
+
+    q: Tensor  # [batch, GROUP * heads, w, d]
+    visible: Tensor  # int32 [w]: causal
+    lse: Tensor  # fp32 [batch, GROUP * heads, w]
 
 
 class Case:
@@ -38,6 +48,7 @@ class Case:
     ):
         self.n, self.dtype, self.heads, self.d, self.device, self.batch = n, dtype, heads, d, device, batch
         self._seed = seed
+        self._windows: dict[int, Window] = {}
 
     def _randn(self, *shape: int, stream: int) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(3 * self._seed + stream)
@@ -58,6 +69,19 @@ class Case:
     @cached_property
     def scores(self) -> Tensor:
         return self._randn(self.n, stream=2)
+
+    def window(self, rows: int) -> Window:
+        """The window of the last `rows` tokens."""
+        if rows not in self._windows:
+            self._windows[rows] = self._window(rows)
+        return self._windows[rows]
+
+    def _window(self, rows: int) -> Window:
+        generator = torch.Generator(self.device).manual_seed(3 * self._seed + 1)
+        shape = (self.batch, GROUP * self.heads, rows, self.d)
+        q = torch.randn(shape, device=self.device, generator=generator).to(self.dtype)
+        visible = torch.arange(self.n - rows + 1, self.n + 1, dtype=torch.int32, device=self.device)
+        return Window(q, visible, ops.window_attention(q, self.k, self.v, visible)[1])
 
     def restore(self) -> None:
         """Undoes in-place calls."""
@@ -113,6 +137,7 @@ class Row:
     against: the bandwidth to compare with: "read", "copy", "shift" (a copy within one tensor, to lower addresses); ""
         if the work is too small to compare.
     touched: the tensors that this bandwidth is measured on: those that are read, or for copies the size of the result.
+    peers: other calls to compare the time with, by name: of libraries, or of a part of the work.
     parts: what a whole call with fresh outputs consists of: scores + select + a clone of the kept bytes.
     restore: whether the form "in place" needs `Case.restore` first (outside the clock), as its work depends on values.
     per_dtype: False if the dtype of K and V does not matter.
@@ -123,8 +148,9 @@ class Row:
     batch: rows of the batch; they fill the card where one layer of one sequence does not.
     most: the largest n (the batch must fit in memory).
     stages: parts of a whole call whose share of its time is reported.
-    copy_goal, eager_goal: share of the copy bandwidth to reach, and how many times longer eager PyTorch is to take,
-        from 131,072 tokens on (the form "in place" of a row with others has none: one layer is a few serial streams).
+    copy_goal, eager_goal, peer_goals: share of the copy bandwidth to reach, and how many times longer eager PyTorch and
+        the peers are to take, from 131,072 tokens on (the form "in place" of a row with others has none: one layer is a
+        few serial streams).
     """
 
     forms: dict[str, Callable[[Case], Any]]
@@ -133,6 +159,7 @@ class Row:
     bytes: Callable[[Case], int]
     against: str
     touched: Callable[[Case], tuple[Tensor, ...]]
+    peers: Callable[[Case], dict[str, Callable[[], Any]]] = lambda c: {}
     parts: Callable[[Case], Any] | None = None
     restore: bool = False
     per_dtype: bool = True
@@ -143,6 +170,7 @@ class Row:
     stages: dict[str, Callable[[Case], Any]] = field(default_factory=dict)
     copy_goal: float | None = None
     eager_goal: float | None = None
+    peer_goals: dict[str, float] = field(default_factory=dict)
 
 
 def size(*tensors: Tensor) -> int:
@@ -212,6 +240,53 @@ def _compact(indices: Callable[[Case], Tensor], **row) -> Row:
     )
 
 
+def _window_scores(rows: int, with_lse: bool, **row) -> Row:
+    def call(c: Case) -> Tensor:
+        w = c.window(rows)
+        return ops.window_scores(w.q, c.k, w.visible, w.lse if with_lse else None)
+
+    return Row(
+        forms={"": call},
+        eager=eager.window_scores,
+        args=lambda c: (c.window(rows).q, c.k),
+        bytes=lambda c: size(c.k) * (1 if with_lse else 2),
+        against="read",
+        touched=lambda c: (c.k,),
+        peers=lambda c: {"matmul": lambda: eager.grouped_logits(c.window(rows).q, c.k)},
+        **row,
+    )
+
+
+def _window_attention(rows: int, floor: Callable[[Case], int], **row) -> Row:
+    return Row(
+        forms={"": lambda c: ops.window_attention(c.window(rows).q, c.k, c.v, c.window(rows).visible)},
+        eager=eager.window_attention,
+        args=lambda c: (c.window(rows).q, c.k, c.v),
+        bytes=floor,
+        against="read",
+        touched=lambda c: (c.k, c.v),
+        peers=lambda c: eager.flash(c.window(rows).q, c.k, c.v),
+        **row,
+    )
+
+
+def _snapkv(with_lse: bool, **row) -> Row:
+    def call(c: Case) -> Any:
+        w = c.window(WINDOW)
+        return kvops.snapkv_compress(c.k, c.v, w.q, c.budget, lse=w.lse if with_lse else None, out=c.out)
+
+    return Row(
+        forms={"out=": call},
+        eager=eager.snapkv_compress,
+        args=lambda c: (c.k, c.v, c.window(WINDOW).q, c.budget),
+        bytes=lambda c: size(c.k) * (1 if with_lse else 2) + 2 * size(*c.out),
+        against="read",
+        touched=lambda c: (c.k,),
+        peers=lambda c: {"repeat_kv": lambda: eager.snapkv_compress_expanded(c.k, c.v, c.window(WINDOW).q, c.budget)},
+        **row,
+    )
+
+
 # Moves are measured on rows scattered at random, where memory reads ahead in vain, and on one run of rows.
 ROWS: dict[str, Row] = {
     "lag_score": Row(
@@ -242,6 +317,13 @@ ROWS: dict[str, Row] = {
         per_dtype=False,
         eager_goal=5,
     ),
+    "window_scores": _window_scores(WINDOW, True, copy_goal=0.45),
+    "window_scores, no lse": _window_scores(WINDOW, False),
+    "window_scores, 8 rows": _window_scores(8, True, copy_goal=0.8),
+    "window_attention": _window_attention(WINDOW, lambda c: 2 * size(c.k) + size(c.v), copy_goal=0.5),
+    "window_attention, decode": _window_attention(
+        1, lambda c: size(c.k, c.v), peer_goals={"flash": 1 / 1.1, "cudnn": 1 / 1.1}
+    ),
     "gather_kv": _gather(lambda c: c.indices),
     "gather_kv, one run": _gather(lambda c: c.run),
     "compact_kv_": _compact(lambda c: c.indices),
@@ -264,6 +346,8 @@ ROWS: dict[str, Row] = {
         copy_goal=NEAR_FLOOR,
         eager_goal=20,
     ),
+    "snapkv_compress": _snapkv(True, eager_goal=4, peer_goals={"repeat_kv": 7}),
+    "snapkv_compress, no lse": _snapkv(False, eager_goal=2),
     "keydiff_compress, 4096 tokens": _keydiff(shape=(8, 4096), forms=("out=", "fresh"), cuda_only=True),
     "keydiff_compress, 64 tokens": _keydiff(shape=(1, 64), forms=("fresh",)),  # what a call costs when there is no work
 }
