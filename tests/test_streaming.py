@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
+from kvops import ops, reference
+from kvops.cache import AttentionMethod
 
 pytestmark = kit.every_device
 examples = kit.examples(25, derandomize=True)
@@ -485,6 +487,144 @@ def test_fresh_and_reset_are_empty_with_the_same_settings(method):
 def test_repr_shows_the_settings():
     assert repr(kvops.StreamingLLM(8)) == "StreamingLLM(budget=8, sinks=4, attend_before_compress=True)"
     assert eval(repr(METHODS[0]), vars(kvops)).sink == 3
+
+
+# The step's attention
+
+
+def make_q(k, group=2, seed=9):
+    b, heads, n, d = k.shape
+    return kit.randn(b, heads * group, n, d, seed=seed).to(k.dtype)
+
+
+def plain_attention(q, k, v, pads=None, scale=None):
+    """Causal attention of the last rows of k, by the formula; rows that see nothing give 0."""
+    t, n = q.shape[2], k.shape[2]
+    seen = torch.ones(t, n, dtype=torch.bool).tril(n - t)[None, None].expand(q.shape[0], 1, t, n)
+    if pads is not None:
+        seen = seen & (torch.arange(n) >= pads[:, None, None, None])
+    logits = q.unflatten(1, (k.shape[1], -1)).double() @ k.double().unsqueeze(2).mT
+    logits = (logits * (q.shape[3] ** -0.5 if scale is None else scale)).masked_fill(~seen.unsqueeze(2), -torch.inf)
+    return (logits.softmax(-1).nan_to_num(0.0) @ v.double().unsqueeze(2)).flatten(1, 2).float()
+
+
+@every_method
+@pytest.mark.parametrize("pads", [None, [0, 14]], ids=["whole", "padded"])
+def test_attend_is_attention_over_what_append_returns(method, pads):
+    k, v = make_kv()
+    q = make_q(k)
+    method, twin = method.fresh(2, 4), method.fresh(2, 4)
+    if pads:
+        for x in (method, twin):
+            x.set_pads(torch.tensor(pads))
+    for part in (slice(0, 40), slice(40, 59), slice(59, 60)):
+        k_step, v_step = twin.append(k[:, :, part], v[:, :, part])
+        stored = (
+            None if pads is None else method.pads + (method._padding - method.seen).clamp(0, part.stop - part.start)
+        )
+        out = method.attend(q[:, :, part], k[:, :, part], v[:, :, part], scale=0.3)
+        torch.testing.assert_close(
+            out, plain_attention(q[:, :, part], k_step, v_step, stored, 0.3), atol=1e-5, rtol=1e-5
+        )
+        assert_same_state(method, twin)
+
+
+class Observing(AttentionMethod):
+    """Keeps the slots of the highest scores, by the last `window` rows of a step of at least as many."""
+
+    _by_slot = ("sums",)
+
+    def __init__(self, budget, window=4, score="softmax", group_reduce="mean"):
+        self.budget, self.window, self.score, self.group_reduce = budget, window, score, group_reduce
+        super().__init__()
+
+    def reset(self):
+        super().reset()
+        self.sums = None
+
+    def _rows(self, t):
+        return self.window if t >= self.window else 0
+
+    def _evict_by(self, scores, k, v, pads, seen):
+        self.sums = scores if self.group_reduce != "none" else scores.unflatten(1, (k.shape[1], -1)).sum(2)
+        keep = min(self.budget, k.shape[2])
+        return ops.select_topk(self.sums, keep, starts=pads, fill_invalid=pads is not None)
+
+
+@pytest.mark.parametrize("pads", [None, [0, 14]], ids=["whole", "padded"])
+@pytest.mark.parametrize("window", [1, 4, 40, 300])
+@pytest.mark.parametrize("score, group_reduce", [("softmax", "mean"), ("dot", "mean"), ("softmax", "none")])
+def test_methods_that_look_at_queries(pads, window, score, group_reduce):
+    """The output is that of a whole cache, and what stays is what the reference's scores choose."""
+    n = kit.size(330, 320)
+    k, v = make_kv(n=n)
+    q = make_q(k)
+    method = Observing(12, window, score, group_reduce)
+    starts = None
+    if pads:
+        method.set_pads(torch.tensor(pads))
+        starts = kit.int32(*pads)
+    out = method.attend(q, k, v)
+    torch.testing.assert_close(out, plain_attention(q, k, v, starts), atol=1e-5, rtol=1e-5)
+    visible = torch.arange(n - window + 1, n + 1, dtype=torch.int32)
+    scores = reference.window_scores(
+        q[:, :, -window:], k, visible, score=score, group_reduce=group_reduce, starts=starts
+    )
+    if group_reduce == "none":
+        scores = scores.unflatten(1, (2, -1)).sum(2)
+    wanted = ops.select_topk(scores.float(), 12, starts=starts)
+    assert torch.equal(method.positions, wanted) and len(method) == 12 and method.seen == n
+    torch.testing.assert_close(method.sums, scores.gather(2, wanted).float(), atol=1e-4, rtol=1e-4)
+
+    tail = make_kv(seed=3, n=3)  # too few to observe: the cache grows
+    k_step, v_step = torch.cat((method.k, tail[0]), 2), torch.cat((method.v, tail[1]), 2)
+    more = make_q(tail[0], seed=4)
+    method.window = max(window, 4)
+    out = method.attend(more, *tail)
+    torch.testing.assert_close(out, plain_attention(more, k_step, v_step), atol=1e-5, rtol=1e-5)
+    assert len(method) == 15 and method.seen == n + 3
+
+
+def test_queries_must_follow_their_tokens():
+    k, v = make_kv(n=20)
+    q = make_q(k)
+    method = Observing(12)
+    with pytest.raises(RuntimeError, match="Observing: attention.. must follow an append"):
+        method.attention(q, k, v)
+    k_step, v_step = method.append(k, v)
+    with pytest.raises(RuntimeError, match="queries of the last 20 tokens were never seen"):
+        method.append(k, v)
+    for wrong, error, message in [
+        (None, TypeError, "q must be a torch.Tensor, got NoneType"),
+        (q[0], ValueError, r"q must be .* expected \[2, a multiple of 2, 20, 16\], got \[4, 20, 16\]"),
+        (q[:, :3], ValueError, r".*got \[2, 3, 20, 16\]"),
+        (q[:, :, 1:], ValueError, r".*got \[2, 4, 19, 16\]"),
+        (q.clone().requires_grad_(), ValueError, "q requires grad"),
+    ]:
+        with pytest.raises(error, match=f"Observing: {message}"):
+            method.attention(wrong, k_step, v_step)
+    method.attention(q, k_step, v_step)
+    assert len(method) == 12
+    with pytest.raises(RuntimeError, match="must follow an append.*once"):
+        method.attention(q, k_step, v_step)
+    state = copy.deepcopy(method)
+    with pytest.raises(ValueError, match="scale must be positive"):
+        method.attend(q, k, v, scale=-1.0)
+    assert_same_state(method, state)  # the append has been taken back
+    method.attend(q, k, v)
+    assert len(method) == 12 and method.seen == 40
+
+
+def test_attention_after_compression_is_for_single_tokens():
+    k, v = make_kv()
+    q = make_q(k)
+    method = kvops.StreamingLLM(12, attend_before_compress=False)
+    with pytest.raises(NotImplementedError, match="one token at a time .* got 60"):
+        method.attend(q, k, v)
+    assert method.seen == 0 and method.k is None
+    method.append(k[:, :, :59], v[:, :, :59])
+    out = method.attend(q[:, :, 59:], k[:, :, 59:], v[:, :, 59:])
+    torch.testing.assert_close(out, plain_attention(q[:, :, 59:], method.k, method.v), atol=1e-5, rtol=1e-5)
 
 
 # Bad input
