@@ -86,7 +86,8 @@ def build_info() -> dict:
     """What this kvops is: versions, the CPU instruction set in use, what was built, what was not and why.
 
     Returns a dict: kvops, torch (running), torch_build (compiled against), torch_target (oldest that can load it),
-    compiler, isa (in use: v2, v3, v4 are the x86-64 levels, baseline elsewhere), isa_built, cuda (built, archs, loaded,
+    compiler, isa (in use: v2, v3, v4 are the x86-64 levels, v4_bf16 is v4 with
+    bf16 dot products, baseline elsewhere), isa_built, cuda (built, archs, loaded,
     and why it is not built or not loaded), threads, isa_forced (KVOPS_ISA, if set), library (path).
     """
     return {

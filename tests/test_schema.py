@@ -62,8 +62,8 @@ def test_the_wrappers_take_the_schemas_arguments():
                     assert parameters[argument.name].default == argument.default_value
 
 
-@pytest.mark.skipif(kvops.build_info()["isa"] not in ("v3", "v4"), reason="this CPU has one level only")
-@pytest.mark.parametrize("level", [x for x in ("v2", "v3") if x < kvops.build_info()["isa"]])
+@pytest.mark.skipif(kvops.build_info()["isa"] not in ("v3", "v4", "v4_bf16"), reason="this CPU has one level only")
+@pytest.mark.parametrize("level", [x for x in ("v2", "v3", "v4") if x < kvops.build_info()["isa"]])
 def test_lower_levels_pass_the_operators_tests(level):
     """What this machine's best instruction set passes, the lower ones pass too."""
     files = [str(ROOT / f"tests/test_{op}.py") for op in OPERATORS]

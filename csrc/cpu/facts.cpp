@@ -10,7 +10,7 @@ namespace kvops {
 namespace {
 
 #if defined(__x86_64__)
-constexpr const char* kNames[] = {"v2", "v3", "v4"};
+constexpr const char* kNames[] = {"v2", "v3", "v4", "v4_bf16"};
 
 Isa best_level() {
   __builtin_cpu_init();
@@ -19,6 +19,7 @@ Isa best_level() {
   const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl");
+  if (v4 && __builtin_cpu_supports("avx512bf16")) return Isa::v4_bf16;
   return v4 ? Isa::v4 : v3 ? Isa::v3 : Isa::v2;
 }
 #else

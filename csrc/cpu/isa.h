@@ -14,7 +14,8 @@ struct Workers {
 };
 
 #if defined(__x86_64__)
-enum class Isa { v2, v3, v4 };  // x86-64-v2 (SSE4.2), -v3 (AVX2, FMA, F16C), -v4 (AVX-512)
+// x86-64-v2 (SSE4.2), -v3 (AVX2, FMA, F16C), -v4 (AVX-512), and v4 with dot products of bf16 (AVX512-BF16).
+enum class Isa { v2, v3, v4, v4_bf16 };
 
 // Declares `void op(const Params&, const Workers&)` in every level, and op_cpu, which calls the level in use.
 #define KVOPS_LEVELS(op, Params)                            \
@@ -27,6 +28,9 @@ enum class Isa { v2, v3, v4 };  // x86-64-v2 (SSE4.2), -v3 (AVX2, FMA, F16C), -v
   namespace v4 {                                            \
   void op(const Params&, const Workers&);                   \
   }                                                         \
+  namespace v4_bf16 {                                       \
+  void op(const Params&, const Workers&);                   \
+  }                                                         \
   inline void op##_cpu(const Params& p, const Workers& w) { \
     switch (isa()) {                                        \
       case Isa::v2:                                         \
@@ -35,6 +39,8 @@ enum class Isa { v2, v3, v4 };  // x86-64-v2 (SSE4.2), -v3 (AVX2, FMA, F16C), -v
         return v3::op(p, w);                                \
       case Isa::v4:                                         \
         return v4::op(p, w);                                \
+      case Isa::v4_bf16:                                    \
+        return v4_bf16::op(p, w);                           \
     }                                                       \
   }
 #else

@@ -131,35 +131,43 @@ inline bool is_finite(float x) {
   return x - x == 0.0f;
 }
 
-// Lane i of the result is the sum of the lanes of rows[i], for VL rows: a transposition by halves that adds on the way.
-inline F sum_lanes(F* rows) {
+// Lane i of the result is op (+, say) over the lanes of rows[i], for VL rows: a transposition by halves that reduces on
+// the way.
+template <class Op>
+inline F reduce_lanes(F* rows, const Op& op) {
 #if defined(__AVX512F__)
   for (int i = 0; i < 8; ++i)
-    rows[i] = KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-              KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    rows[i] =
+        op(KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29),
+           KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31));
   for (int i = 0; i < 4; ++i)
-    rows[i] = KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-              KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    rows[i] =
+        op(KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+           KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
   for (int i = 0; i < 2; ++i)
-    rows[i] = KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-              KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  return KVOPS_SHUFFLE(rows[0], rows[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-         KVOPS_SHUFFLE(rows[0], rows[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    rows[i] =
+        op(KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+           KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+  return op(KVOPS_SHUFFLE(rows[0], rows[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+            KVOPS_SHUFFLE(rows[0], rows[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
 #elif defined(__AVX2__)
   for (int i = 0; i < 4; ++i)
-    rows[i] = KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13) +
-              KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    rows[i] = op(KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13),
+                 KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 10, 3, 11, 6, 14, 7, 15));
   for (int i = 0; i < 2; ++i)
-    rows[i] = KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
-              KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
-  return KVOPS_SHUFFLE(rows[0], rows[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-         KVOPS_SHUFFLE(rows[0], rows[1], 4, 5, 6, 7, 12, 13, 14, 15);
+    rows[i] = op(KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13),
+                 KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15));
+  return op(KVOPS_SHUFFLE(rows[0], rows[1], 0, 1, 2, 3, 8, 9, 10, 11),
+            KVOPS_SHUFFLE(rows[0], rows[1], 4, 5, 6, 7, 12, 13, 14, 15));
 #else
   for (int i = 0; i < 2; ++i)
-    rows[i] = KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 4, 1, 5) +
-              KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 6, 3, 7);
-  return KVOPS_SHUFFLE(rows[0], rows[1], 0, 1, 4, 5) + KVOPS_SHUFFLE(rows[0], rows[1], 2, 3, 6, 7);
+    rows[i] = op(KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 0, 4, 1, 5),
+                 KVOPS_SHUFFLE(rows[2 * i], rows[2 * i + 1], 2, 6, 3, 7));
+  return op(KVOPS_SHUFFLE(rows[0], rows[1], 0, 1, 4, 5), KVOPS_SHUFFLE(rows[0], rows[1], 2, 3, 6, 7));
 #endif
+}
+inline F sum_lanes(F* rows) {
+  return reduce_lanes(rows, [](F a, F b) { return a + b; });
 }
 
 inline float sum(F x) {
@@ -182,6 +190,20 @@ inline F exp(F x) {
   p = p * (r * r) + r + 1.0f;
   const F scaled = (F)((I)p + ((I)shifted << 23));
   return x < -87.0f ? F{} : scaled;
+}
+
+// tanh x to a few ulp; NaN stays. (A polynomial near 0, else by e^2|x|.)
+inline F tanh(F x) {
+  const F magnitude = x < 0.0f ? -x : x;
+  const F z = x * x;
+  F p = z * -5.70498872745e-3f + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  const F near = p * z * x + x;
+  const F far = 1.0f - 2.0f / (exp(magnitude + magnitude) + 1.0f);
+  const F y = magnitude < 0.625f ? near : x < 0.0f ? -far : far;
+  return x == x ? y : x;
 }
 
 // One register of stored elements, widened to kVecs<T> vectors of floats. For 2-byte types without a fast conversion

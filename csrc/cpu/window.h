@@ -1,0 +1,454 @@
+// What window_scores and window_attention share on the CPU: the logits of a block of keys against all rows of a KV
+// head, the softmax's statistics, and the scores.
+//
+// The rows of a KV head (its group's query heads x w) are packed once, channel by channel, so that a vector holds one
+// channel of VL rows. K is then read where it lies: each element is broadcast against up to 4 vectors of rows, and a
+// register block of 6 keys x 4 vectors (AVX-512) adds 24 products for 10 loads. One operand is never transposed, the
+// other once, and the 128 rows of w 32, G 4 read K once. bf16: pairs of channels go through the CPU's bf16 dot products
+// where it has them (level v4_bf16: exact products, fp32 sums); other 2-byte rows are widened, a block of keys at a
+// time.
+//
+// A block of 48 keys passes all steps while it and the logits (48 x 4 vectors) are in the cache; nothing of size rows x
+// n is written. Sums over rows (the scores) are sums of vectors, their lanes added for VL keys at a time
+// (reduce_lanes). Sums over keys (the softmax) are kept by lane, for each split of the keys by itself, and combined in
+// order.
+//
+// A logit that is not finite costs nothing on the way: x * 0 is added beside x, which is 0, or NaN just then.
+// Limits are compared only in blocks that some row does not see whole.
+#pragma once
+#include "../dispatch.h"
+#include "simd.h"
+#include "window_scratch.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+// Products of 32-bit words of K with the same words of VL rows: one float, or two channels of bf16.
+struct FloatWords {
+  typedef float Word;
+  static F add(F sum, F rows, float key) { return sum + rows * key; }
+};
+#if defined(__AVX512BF16__)
+struct Bf16Words {
+  typedef int32_t Word;
+  static F add(F sum, F rows, int32_t key) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)rows, (__m512bh)_mm512_set1_epi32(key));
+  }
+};
+#endif
+
+template <class T>
+struct WordsOf {
+  typedef FloatWords Type;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct WordsOf<BFloat16> {
+  typedef Bf16Words Type;
+};
+#endif
+template <class T>
+constexpr bool kPairs = !__is_same(typename WordsOf<T>::Type, FloatWords);
+template <class T>
+constexpr bool kWidened = sizeof(T) == 2 && !kPairs<T>;  // to floats, in the order of registers (channel_slot)
+
+// The register block: its vectors of rows, and for so many the keys.
+constexpr int kVectors = VB == 64 ? 4 : 2;
+template <int N>
+constexpr int kKeysAtOnce = VB == 64 ? (N == 4   ? 6
+                                        : N == 3 ? 8
+                                                 : 12)
+                                     : (N == 2 ? 6 : 12);
+
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+// fn(Count<n>) for 1 <= n <= kVectors.
+template <class Fn>
+inline void with_count(int64_t n, const Fn& fn) {
+  if (n == 1) fn(Count<1>{});
+  if (n == 2) fn(Count<2>{});
+  if constexpr (kVectors > 2) {
+    if (n == 3) fn(Count<3>{});
+    if (n == 4) fn(Count<4>{});
+  }
+}
+
+// Keys [first, first + count) of a head: rows of whole 16-byte pieces, `stride` bytes apart.
+struct Block {
+  int64_t first;
+  int count;
+  const char* data;
+  int64_t stride;
+  const char* row(int i) const { return data + (i < count ? i : count - 1) * stride; }
+};
+
+// A register block's vectors of rows, in the order of the packing.
+struct Chunk {
+  int64_t vector;  // the first
+  int64_t count;   // of vectors
+  int64_t segment, in_segment;
+};
+
+// tile[key][N vectors] = q . k, over `words` words. q: [words][N vectors].
+template <class Words, int N>
+void multiply(const Block& block, const float* q, int64_t words, float* tile) {
+  constexpr int K = kKeysAtOnce<N>;
+  for (int first = 0; first < block.count; first += K) {
+    const char* row[K];
+    for (int k = 0; k < K; ++k) row[k] = block.row(first + k);
+    F sums[K][N] = {};
+    for (int64_t word = 0; word < words; word += 4)
+#pragma GCC unroll 4
+      for (int64_t i = word; i < word + 4; ++i) {
+        F rows[N];
+        for (int v = 0; v < N; ++v) rows[v] = load(q + (i * N + v) * VL);
+#pragma GCC unroll 12
+        for (int k = 0; k < K; ++k) {
+          typename Words::Word key;
+          memcpy(&key, row[k] + 4 * i, 4);
+          for (int v = 0; v < N; ++v) sums[k][v] = Words::add(sums[k][v], rows[v], key);
+        }
+      }
+    for (int k = 0; k < K; ++k)
+      for (int v = 0; v < N; ++v) store(tile + ((first + k) * N + v) * VL, sums[k][v]);
+  }
+}
+
+inline F seen(const int32_t* limit, int64_t slot, F x, float otherwise) {
+  I limits;
+  memcpy(&limits, limit, VB);
+  return limits > static_cast<int32_t>(slot) ? x : splat(otherwise);
+}
+
+// What one worker has in hand: a KV head's rows, packed, and room for a block's way through.
+template <class T>
+struct WindowWorker {
+  const Window& p;
+  const Segments segments;
+  const WindowScratch sizes;
+  const int64_t vectors, lanes, words;  // of a segment; of all rows; of a packed row
+  float *q, *keys, *values, *tile, *partial, *poison, *block_scores, *group_scores;
+  float *offset, *factor, *sink;           // [lanes]: a row's weight is exp(logit - offset) * factor
+  int32_t* limit;                          // [lanes]: 0 where no row is
+  int64_t head = -1;                       // which batch * heads + head it is
+  int64_t first = 0, last = 0, whole = 0;  // some row sees [first, last); all lanes see what is below `whole`
+  float weight = 0;                        // a row's, by the means
+
+  WindowWorker(const Window& p_, int64_t dv, float* memory)
+      : p(p_),
+        segments(p_),
+        sizes(p_, dv),
+        vectors(segments.vectors(VL)),
+        lanes(segments.lanes(VL)),
+        words(kWidened<T> ? row_shape<T>(p_.k.row_bytes).registers() * kStep<T> : p_.k.row_bytes / 4) {
+    const auto take = [&](int64_t floats) {
+      float* array = memory;
+      memory += floats;
+      return array;
+    };
+    q = take(sizes.queries);
+    keys = take(sizes.keys);
+    values = take(sizes.values);
+    tile = take(sizes.tile);
+    partial = take(sizes.partial);
+    poison = take(sizes.partial);
+    block_scores = take(kBlock);
+    group_scores = take(kBlock);
+    offset = take(sizes.row);
+    factor = take(sizes.row);
+    sink = take(sizes.row);
+    limit = reinterpret_cast<int32_t*>(take(sizes.row));
+  }
+
+  int64_t batch() const { return head / p.heads; }
+  int64_t query_heads() const { return p.heads * p.group; }
+  // Softcapped logits are scaled already.
+  float scale() const { return p.softcap != 0 ? 1.0f : p.scale; }
+
+  // fn(lane, query head, row of the window) for every row.
+  template <class Fn>
+  void for_rows(const Fn& fn) const {
+    for (int64_t s = 0; s < segments.count; ++s)
+      for (int64_t r = 0; r < segments.rows; ++r) {
+        const int64_t row = s * segments.rows + r;
+        fn(s * vectors * VL + r, head % p.heads * p.group + row / p.w, row % p.w);
+      }
+  }
+
+  template <class Fn>
+  void for_chunks(const Fn& fn) const {
+    for (int64_t s = 0; s < segments.count; ++s)
+      for (int64_t v = 0; v < vectors; v += kVectors)
+        fn(Chunk{s * vectors + v, vectors - v < kVectors ? vectors - v : kVectors, s, v});
+  }
+
+  // Packs the rows of a head, unless they are.
+  void take_head(int64_t index) {
+    if (index == head) return;
+    head = index;
+    const int64_t b = batch();
+    memset(q, 0, words * lanes * 4);
+    for (int64_t i = 0; i < lanes; ++i) limit[i] = 0, offset[i] = 0.0f, factor[i] = 0.0f, sink[i] = -__builtin_inff();
+    first = p.first(b);
+    last = first;
+    whole = p.n;
+    for (int64_t i = 0; i < lanes; ++i) limit[i] = 0;
+    for_chunks([&](const Chunk& chunk) {
+      float* const packed = q + chunk.vector * VL * words;  // [words][chunk.count vectors]
+      for (int64_t lane = 0; lane < chunk.count * VL; ++lane) {
+        const int64_t r = chunk.in_segment * VL + lane;
+        if (r >= segments.rows) continue;
+        const int64_t row = chunk.segment * segments.rows + r;
+        const char* const from = p.q.row(b, head % p.heads * p.group + row / p.w, row % p.w);
+        for (int64_t c = 0; c < p.d; ++c) {
+          T x;
+          memcpy(&x, from + c * p.q.stride_d, sizeof(T));
+          if constexpr (kPairs<T>) {
+            memcpy(reinterpret_cast<char*>(packed + c / 2 * chunk.count * VL + lane) + c % 2 * 2, &x, 2);
+          } else {
+            packed[channel_slot<T>(c) * chunk.count * VL + lane] = to_float(x);
+          }
+        }
+      }
+    });
+    int64_t counting = 0;
+    for (int64_t i = 0; i < p.w; ++i) {
+      const int64_t end = p.limit(b, i);
+      counting += end > first;
+      if (end > last) last = end;
+    }
+    for_rows([&](int64_t lane, int64_t h, int64_t i) {
+      limit[lane] = static_cast<int32_t>(p.limit(b, i));
+      if (p.sink_logits) sink[lane] = p.sink_logits[h];
+    });
+    for (int64_t i = 0; i < lanes; ++i)
+      if (limit[i] < whole) whole = limit[i];
+    weight = 1.0f;
+    if (p.reduce == Reduce::mean && counting) weight /= static_cast<float>(counting);
+    if (p.group_reduce == Reduce::mean) weight /= static_cast<float>(p.group);
+  }
+
+  // fn(Block) over the keys of a split that some row sees; the grid starts at the first of them.
+  template <class Fn>
+  void for_blocks(int64_t split, const Fn& fn) {
+    const int64_t size = split_keys(p.n), begin = first + split * size;
+    const int64_t end = last - begin < size ? last : begin + size;
+    for (int64_t i = begin; i < end; i += kBlock)
+      fn(Block{i, static_cast<int>(end - i < kBlock ? end - i : kBlock), nullptr, 0});
+  }
+
+  // A block's rows of K (or V), as they lie or widened to `wide`.
+  void rows_of(const KVView& view, Block& block, float* wide, bool as_floats) const {
+    block.data = view.row(batch(), head % p.heads, block.first);
+    block.stride = view.stride_n;
+    if (!as_floats) return;
+    const RowShape shape = row_shape<T>(view.row_bytes);
+    const int64_t width = shape.registers() * kStep<T>;
+    for (int i = 0; i < block.count; ++i)
+      for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
+        F x[kVecs<T>];
+        load_row(reinterpret_cast<const T*>(block.row(i)), x);
+        for (int j = 0; j < kVecs<T>; ++j) store(wide + i * width + (c * kVecs<T> + j) * VL, x[j]);
+      });
+    block.data = reinterpret_cast<const char*>(wide);
+    block.stride = 4 * width;
+  }
+  void keys_of(Block& block) const { rows_of(p.k, block, keys, kWidened<T>); }
+
+  // The tile: logits of a chunk's rows, [key][N vectors], times scale() to be.
+  template <int N>
+  void logits(const Block& block, const Chunk& chunk) const {
+    multiply<typename WordsOf<T>::Type, N>(block, q + chunk.vector * VL * words, words, tile);
+    if (p.softcap == 0) return;
+    for (int64_t i = 0; i < block.count * N * VL; i += VL)
+      store(tile + i, tanh(load(tile + i) * (p.scale / p.softcap)) * p.softcap);
+  }
+
+  // Does every lane see the whole block?
+  bool sees_all(const Block& block) const { return block.first + block.count <= whole; }
+
+  // The running softmax of the chunk's rows with the tile's logits: peak is the maximum so far, total the sum of
+  // exp(logit - peak). The tile becomes exp(logit - peak) if `keep`; `shrink` is what earlier terms were multiplied by.
+  template <int N>
+  void softmax(const Block& block, const Chunk& chunk, float* peak, float* total, F* shrink, bool keep) const {
+    const int32_t* const limits = limit + chunk.vector * VL;
+    F top[N], poison_sum[N] = {};
+    for (int v = 0; v < N; ++v) top[v] = splat(-__builtin_inff());
+    for (int i = 0; i < block.count; ++i)
+      for (int v = 0; v < N; ++v) {
+        const F x = load(tile + (i * N + v) * VL);
+        top[v] = max(top[v], x);
+        poison_sum[v] += x * 0.0f;
+      }
+    bool poisoned = false;
+    for (int v = 0; v < N; ++v) poisoned |= any_nan(poison_sum[v]);
+    if (__builtin_expect(poisoned || !sees_all(block), 0)) {
+      for (int v = 0; v < N; ++v) top[v] = splat(-__builtin_inff());
+      for (int i = 0; i < block.count; ++i)
+        for (int v = 0; v < N; ++v) {
+          float* const at = tile + (i * N + v) * VL;
+          const F x = load(at);
+          const F usable =
+              x - x == 0.0f ? seen(limits + v * VL, block.first + i, x, -__builtin_inff()) : splat(-__builtin_inff());
+          top[v] = max(top[v], usable);
+          store(at, usable);
+        }
+    }
+    F base[N], sums[N] = {};
+    for (int v = 0; v < N; ++v) {
+      const F before = load(peak + v * VL), now = max(before, top[v] * scale());
+      base[v] = now == -__builtin_inff() ? F{} : now;
+      shrink[v] = exp(before - base[v]);
+      store(peak + v * VL, now);
+    }
+    for (int i = 0; i < block.count; ++i)
+      for (int v = 0; v < N; ++v) {
+        const F x = exp(load(tile + (i * N + v) * VL) * scale() - base[v]);
+        if (keep) store(tile + (i * N + v) * VL, x);
+        sums[v] += x;
+      }
+    for (int v = 0; v < N; ++v) store(total + v * VL, load(total + v * VL) * shrink[v] + sums[v]);
+  }
+
+  // Rows' offset and factor from the statistics of a head's splits, [splits][peaks, totals], combined in order.
+  void rows_from_stats(const float* stats) {
+    for (int64_t i = 0; i < lanes; i += VL) {
+      F top = load(sink + i);
+      for (int64_t s = 0; s < sizes.splits; ++s) top = max(top, load(stats + s * sizes.stats + i));
+      const F base = top == -__builtin_inff() ? F{} : top;
+      F total = exp(load(sink + i) - base);
+      for (int64_t s = 0; s < sizes.splits; ++s) {
+        const float* const split = stats + s * sizes.stats;
+        total += load(split + lanes + i) * exp(load(split + i) - base);
+      }
+      store(offset + i, base);
+      store(factor + i, total > 0.0f ? weight / total : F{});
+    }
+  }
+
+  // Adds a chunk's weights (Dot: logits) to partial[key], or takes the maximum.
+  template <int N, bool Max, bool Dot, bool Masked>
+  void add_weights(const Block& block, const Chunk& chunk) const {
+    const int64_t row = chunk.vector * VL;
+    for (int i = 0; i < block.count; ++i) {
+      F sum = load(partial + i * VL), nan = Max ? load(poison + i * VL) : F{};
+      for (int v = 0; v < N; ++v) {
+        const F x = load(tile + (i * N + v) * VL) * scale() - load(offset + row + v * VL);
+        F a = (Dot ? x : exp(x)) * load(factor + row + v * VL);
+        F not_finite = x * 0.0f;
+        if (Masked) {
+          a = seen(limit + row + v * VL, block.first + i, a, Max && Dot ? -__builtin_inff() : 0.0f);
+          not_finite = seen(limit + row + v * VL, block.first + i, not_finite, 0.0f);
+        }
+        sum = Max ? max(sum, a) : sum + a;
+        (Max ? nan : sum) += not_finite;
+      }
+      store(partial + i * VL, sum);
+      if (Max) store(poison + i * VL, nan);
+    }
+  }
+
+  // Over the lanes of partial: block_scores of a segment.
+  void reduce_segment(int count, bool of_max) const {
+    for (int i = 0; i < count; i += VL) {
+      F rows[VL], nan[VL];
+      for (int j = 0; j < VL; ++j) {
+        rows[j] = load(partial + (i + j) * VL);
+        if (of_max) nan[j] = load(poison + (i + j) * VL);
+      }
+      F x = of_max ? reduce_lanes(rows, [](F a, F b) { return max(a, b); }) : sum_lanes(rows);
+      if (of_max) x += sum_lanes(nan);
+      store(block_scores + i, x);
+    }
+  }
+
+  float* scores_of(int64_t segment) const {
+    const bool by_query = p.group_reduce == Reduce::none;
+    return p.scores + (by_query ? head * p.group + segment : head) * p.n;
+  }
+
+  // The scores of a block of keys. tile_of(Count<N>, chunk) makes the tile of logits.
+  template <class TileOf>
+  void score_block(const Block& block, bool dot, const TileOf& tile_of) const {
+    const bool of_max = p.w == 1 && segments.count == 1 ? p.group_reduce == Reduce::max : p.reduce == Reduce::max;
+    const bool masked = !sees_all(block);
+    for (int64_t s = 0; s < segments.count; ++s) {
+      for (int i = 0; i < kBlock * VL; i += VL) {
+        store(partial + i, splat(of_max && dot ? -__builtin_inff() : 0.0f));
+        if (of_max) store(poison + i, F{});
+      }
+      for (int64_t v = 0; v < vectors; v += kVectors) {
+        const Chunk chunk{s * vectors + v, vectors - v < kVectors ? vectors - v : kVectors, s, v};
+        with_count(chunk.count, [&](auto n) {
+          constexpr int N = decltype(n)::value;
+          tile_of(n, chunk);
+          if (of_max && dot) {
+            masked ? add_weights<N, true, true, true>(block, chunk) : add_weights<N, true, true, false>(block, chunk);
+          } else if (of_max) {
+            masked ? add_weights<N, true, false, true>(block, chunk) : add_weights<N, true, false, false>(block, chunk);
+          } else if (dot) {
+            masked ? add_weights<N, false, true, true>(block, chunk) : add_weights<N, false, true, false>(block, chunk);
+          } else {
+            masked ? add_weights<N, false, false, true>(block, chunk)
+                   : add_weights<N, false, false, false>(block, chunk);
+          }
+        });
+      }
+      reduce_segment(block.count, of_max);
+      const bool alone = segments.count == 1 || p.group_reduce == Reduce::none;
+      if (alone) {
+        memcpy(scores_of(s) + block.first, block_scores, 4 * block.count);
+        continue;
+      }
+      for (int i = 0; i < kBlock; i += VL) {
+        const F x = load(block_scores + i), before = load(group_scores + i);
+        F y = x;
+        if (s > 0) y = p.group_reduce == Reduce::max ? max(before, x) + (before * 0.0f + x * 0.0f) : before + x;
+        store(group_scores + i, y);
+      }
+      if (s + 1 == segments.count) memcpy(scores_of(0) + block.first, group_scores, 4 * block.count);
+    }
+  }
+
+  // Keys that no row sees score 0.
+  void score_unseen() const {
+    for (int64_t s = 0; s < (p.group_reduce == Reduce::none ? p.group : 1); ++s) {
+      memset(scores_of(s), 0, 4 * first);
+      memset(scores_of(s) + last, 0, 4 * (p.n - last));
+    }
+  }
+
+  // The scores of a split by the product of its keys with the rows.
+  void score_split(int64_t split, bool dot) {
+    for_blocks(split, [&](Block block) {
+      keys_of(block);
+      score_block(block, dot, [&](auto n, const Chunk& chunk) { logits<decltype(n)::value>(block, chunk); });
+    });
+    if (split == 0) score_unseen();
+  }
+};
+
+// fn(worker, item) for every split of every head. Workers take runs of them, so that a head is packed once or twice.
+template <class T, class Fn>
+void for_splits(const Window& p, int64_t dv, const Workers& workers, const Fn& fn) {
+  const WindowScratch sizes(p, dv);
+  parallel_for(workers, workers.count, [&](int64_t w) {
+    WindowWorker<T> worker(p, dv, workers.workspace + w * sizes.worker);
+    const Share mine = share(sizes.items, w, workers.count);
+    for (int64_t item = mine.first; item < mine.last; ++item) {
+      worker.take_head(item / sizes.splits);
+      fn(worker, item);
+    }
+  });
+}
+
+// An item's statistics before its first block.
+inline void start_stats(float* stats, int64_t lanes) {
+  for (int64_t i = 0; i < lanes; ++i) stats[i] = -__builtin_inff(), stats[lanes + i] = 0.0f;
+}
+
+}  // namespace
+}  // namespace kvops::KVOPS_ISA

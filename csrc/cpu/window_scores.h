@@ -1,0 +1,69 @@
+// window_scores on the CPU (window.h: packing, register blocks, masks).
+//
+//   score[j] = sum over rows i that see j of exp(scale * q_i . k_j - lse_i)
+//
+// Bytes that must move: K once; twice without lse. But the work is in the products, G * w of them for an element of K
+// (128 for w 32, G 4: 8 vectors of rows in AVX-512), so the loops are those of a matrix product whose result is
+// consumed while it is in the cache. With lse the scores of a block of keys need nothing else, and are the same whoever
+// computes them. Without, a first pass leaves a maximum and a sum per row and split of the keys; the second combines
+// them, and uses them directly: no lse is rounded.
+//
+// Work is split over (batch, head) and over splits of at least 3072 keys, a function of n alone.
+#include "../ops/window_scores.h"
+#include "window.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+template <class T>
+void rows_from_lse(WindowWorker<T>& worker, const LseView& lse) {
+  worker.for_rows([&](int64_t lane, int64_t h, int64_t i) {
+    const float x = lse.at(worker.batch(), h, i);  // infinities are kept finite: NaN is for NaN
+    worker.offset[lane] = x > 1e30f ? 1e30f : x < -1e30f ? -1e30f : x;
+  });
+  for (int64_t i = 0; i < worker.lanes; i += VL)
+    store(worker.factor + i, worker.weight / (1.0f + exp(load(worker.sink + i) - load(worker.offset + i))));
+}
+
+template <class T>
+void score(const WindowScoresParams& p, const Workers& workers) {
+  const WindowScratch sizes(p.window, 0);
+  float* const stats = workers.workspace + workers.count * sizes.worker;  // [items][2][lanes]
+  const bool make_lse = p.softmax && !p.lse.data;
+  if (make_lse)
+    for_splits<T>(p.window, 0, workers, [&](WindowWorker<T>& worker, int64_t item) {
+      float* const peak = stats + item * sizes.stats;
+      float* const total = peak + worker.lanes;
+      start_stats(peak, worker.lanes);
+      worker.for_blocks(item % sizes.splits, [&](Block block) {
+        worker.keys_of(block);
+        worker.for_chunks([&](const Chunk& chunk) {
+          with_count(chunk.count, [&](auto n) {
+            constexpr int N = decltype(n)::value;
+            F shrink[N];
+            worker.template logits<N>(block, chunk);
+            worker.template softmax<N>(block, chunk, peak + chunk.vector * VL, total + chunk.vector * VL, shrink,
+                                       false);
+          });
+        });
+      });
+    });
+  for_splits<T>(p.window, 0, workers, [&](WindowWorker<T>& worker, int64_t item) {
+    if (make_lse) {
+      worker.rows_from_stats(stats + item / sizes.splits * sizes.splits * sizes.stats);
+    } else if (p.softmax) {
+      rows_from_lse(worker, p.lse);
+    } else {
+      for (int64_t i = 0; i < worker.lanes; i += VL) store(worker.factor + i, splat(worker.weight));
+    }
+    worker.score_split(item % sizes.splits, !p.softmax);
+  });
+}
+
+}  // namespace
+
+void window_scores(const WindowScoresParams& p, const Workers& workers) {
+  with_dtype(p.window.dtype, [&](auto type) { score<decltype(type)>(p, workers); });
+}
+
+}  // namespace kvops::KVOPS_ISA
