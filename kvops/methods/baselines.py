@@ -12,8 +12,8 @@ from .common import (
     check_holds,
     check_int,
     check_rank,
-    compacted,
-    gathered,
+    in_place,
+    moved,
     select_budget,
 )
 
@@ -35,21 +35,10 @@ def streamingllm_compress(
 
     Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al., 2023.
     """
-    return gathered("streamingllm_compress", k, v, _newest(k, budget, sinks, starts, lengths, fill_invalid), out)
+    return moved("streamingllm_compress", k, v, _newest(k, budget, sinks, starts, lengths, fill_invalid), out)
 
 
-def streamingllm_compress_(
-    k: Tensor,
-    v: Tensor,
-    budget: int | float,
-    *,
-    sinks: int = 4,
-    starts: Tensor | None = None,
-    lengths: Tensor | None = None,
-    fill_invalid: bool = False,
-) -> Compressed:
-    """`streamingllm_compress` in place: kept slots move to the front of k and v; returns views of the first m slots."""
-    return compacted(k, v, _newest(k, budget, sinks, starts, lengths, fill_invalid))
+streamingllm_compress_ = in_place(streamingllm_compress)
 
 
 def random_compress(
@@ -68,21 +57,10 @@ def random_compress(
     The same on every device and in every row of a batch; position counts from the row's first valid slot. Shapes,
     budget, starts, lengths, fill_invalid and out as in `keydiff_compress`.
     """
-    return gathered("random_compress", k, v, _random(k, budget, seed, starts, lengths, fill_invalid), out)
+    return moved("random_compress", k, v, _random(k, budget, seed, starts, lengths, fill_invalid), out)
 
 
-def random_compress_(
-    k: Tensor,
-    v: Tensor,
-    budget: int | float,
-    *,
-    seed: int = 0,
-    starts: Tensor | None = None,
-    lengths: Tensor | None = None,
-    fill_invalid: bool = False,
-) -> Compressed:
-    """`random_compress` in place: kept slots move to the front of k and v; returns views of the first m slots."""
-    return compacted(k, v, _random(k, budget, seed, starts, lengths, fill_invalid))
+random_compress_ = in_place(random_compress)
 
 
 def _newest(k, budget, sinks, starts, lengths, fill_invalid, op="streamingllm_compress") -> Tensor:

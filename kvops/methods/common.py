@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -163,16 +166,37 @@ def all_slots(k: Tensor, starts: Tensor | None, lengths: Tensor | None, fill_inv
 
 # The last step. Everything has been checked but what the moving operators check themselves, before they write.
 
+_IN_PLACE = object()
+_Compress = TypeVar("_Compress", bound=Callable[..., Compressed])
 
-def gathered(op: str, k: Tensor, v: Tensor, indices: Tensor, out: tuple[Tensor, Tensor] | None) -> Compressed:
-    """The kept rows in fresh memory, or in the caller's."""
-    if out is not None and not (isinstance(out, (tuple, list)) and len(out) == 2):
+
+def moved(op: str, k: Tensor, v: Tensor, indices: Tensor, out: tuple[Tensor, Tensor] | None) -> Compressed:
+    """The kept rows: in fresh memory, in the caller's `out`, or at the front of k and v themselves."""
+    if out is _IN_PLACE:
+        k, v = compact_kv_(k, v, indices)
+    elif out is None or (isinstance(out, (tuple, list)) and len(out) == 2):
+        k, v = gather_kv(k, v, indices, out=out)
+    else:
         raise TypeError(f"{op}: out must be a pair of tensors (k_out, v_out), got {type(out).__name__}")
-    k, v = gather_kv(k, v, indices, out=out)
     return Compressed(k, v, indices)
 
 
-def compacted(k: Tensor, v: Tensor, indices: Tensor) -> Compressed:
-    """The kept rows at the front of k and v themselves."""
-    k, v = compact_kv_(k, v, indices)
-    return Compressed(k, v, indices)
+def in_place(compress: _Compress) -> _Compress:
+    """The form of a compress function that moves the kept slots to the front of k and v, without `out`."""
+    signature = inspect.signature(compress)
+    parameters = [x for x in signature.parameters.values() if x.name != "out"]
+    name = compress.__name__
+
+    def compress_(*args, **options) -> Compressed:
+        if "out" in options:
+            raise TypeError(f"{name}_() got an unexpected keyword argument 'out'")
+        return compress(*args, **options, out=_IN_PLACE)
+
+    functools.update_wrapper(compress_, compress)
+    del compress_.__wrapped__
+    compress_.__name__ = compress_.__qualname__ = name + "_"
+    compress_.__signature__ = signature.replace(parameters=parameters)
+    compress_.__doc__ = (
+        f"`{name}` in place: the kept slots move to the front of k and v; returns views of the first m slots."
+    )
+    return compress_

@@ -20,8 +20,8 @@ from .common import (
     check_holds,
     check_int,
     check_rank,
-    compacted,
-    gathered,
+    in_place,
+    moved,
     recent_tokens,
     select_budget,
     shared_scores,
@@ -67,29 +67,10 @@ def keydiff_compress(
     indices = _indices(
         k, budget, sinks, recent, normalize_anchor, metric, anchor, head_mode, starts, lengths, fill_invalid
     )
-    return gathered("keydiff_compress", k, v, indices, out)
+    return moved("keydiff_compress", k, v, indices, out)
 
 
-def keydiff_compress_(
-    k: Tensor,
-    v: Tensor,
-    budget: int | float,
-    *,
-    sinks: int = 0,
-    recent: int | float = 0,
-    normalize_anchor: bool = True,
-    metric: str = "cosine",
-    anchor: str = "mean",
-    head_mode: str = "per_head",
-    starts: Tensor | None = None,
-    lengths: Tensor | None = None,
-    fill_invalid: bool = False,
-) -> Compressed:
-    """`keydiff_compress` in place: the kept slots move to the front of k and v; returns views of the first m slots."""
-    indices = _indices(
-        k, budget, sinks, recent, normalize_anchor, metric, anchor, head_mode, starts, lengths, fill_invalid
-    )
-    return compacted(k, v, indices)
+keydiff_compress_ = in_place(keydiff_compress)
 
 
 def _check(op: str, metric: str, anchor: str, head_mode: str) -> None:

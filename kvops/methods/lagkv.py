@@ -19,8 +19,8 @@ from .common import (
     check_head_mode,
     check_int,
     check_rank,
-    compacted,
-    gathered,
+    in_place,
+    moved,
     shared_scores,
 )
 
@@ -66,28 +66,10 @@ def lagkv_compress(
     TypeError or ValueError for wrong arguments, before anything is written.
     """
     indices = _indices(k, v, L, r, sink, v_weight, reference, score, layer, head_mode, starts, lengths, fill_invalid)
-    return gathered("lagkv_compress", k, v, indices, out)
+    return moved("lagkv_compress", k, v, indices, out)
 
 
-def lagkv_compress_(
-    k: Tensor,
-    v: Tensor,
-    L: int = 1024,
-    r: float = 0.5,
-    *,
-    sink: int = 16,
-    v_weight: float = 1.0,
-    reference: str = "lag",
-    score: str = "std",
-    layer: int | None = None,
-    head_mode: str = "per_head",
-    starts: Tensor | None = None,
-    lengths: Tensor | None = None,
-    fill_invalid: bool = False,
-) -> Compressed:
-    """`lagkv_compress` in place: the kept slots move to the front of k and v; returns views of the first m slots."""
-    indices = _indices(k, v, L, r, sink, v_weight, reference, score, layer, head_mode, starts, lengths, fill_invalid)
-    return compacted(k, v, indices)
+lagkv_compress_ = in_place(lagkv_compress)
 
 
 def _check(op, lag, ratio, sink, reference, score, head_mode, names=("lag", "ratio")) -> int:
