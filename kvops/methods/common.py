@@ -127,11 +127,12 @@ def select_budget(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
     fill_invalid: bool = False,
+    share: Callable[[int | Tensor, int | Tensor], int | Tensor] | None = None,
 ) -> Tensor:
     """Kept slots by score within a budget, the first `sinks` and the newest `recent` always among them.
 
-    scores: fp32 [b, Hk, n], or [b, 1, n] for all heads alike. Fractions are of a row's valid slots. Returns int64
-    [b, heads, m], m = min(tokens of the budget, n).
+    scores: fp32 [b, Hk, n], or [b, 1, n] for all heads alike. Fractions are of a row's valid slots. share(budget,
+    valid): what this layer makes of a row's budget. Returns int64 [b, heads, m], m = min(tokens of the budget, n).
     """
     n = scores.shape[2]
     keep = budget_tokens(op, budget, n)
@@ -139,9 +140,15 @@ def select_budget(
     check_int(op, "sinks", sinks, 0)
     check_holds(op, keep, sinks, window)
     budgets = None
-    if isinstance(budget, float) and not (starts is None and lengths is None):
+    padded = not (starts is None and lengths is None)
+    if share is not None:
+        keep = max(share(keep, n), keep if padded else 0)  # no row keeps more, whatever its length
+    if padded and (share is not None or isinstance(budget, float)):
         valid = n - starts if lengths is None else lengths
-        budgets = (valid.double() * budget).int().clamp(min=1)  # [b]: the fp64 product, truncated, as int() does
+        if isinstance(budget, float):
+            budgets = (valid.double() * budget).int().clamp(min=1)  # [b]: the fp64 product, truncated, as int() does
+        else:
+            budgets = torch.full_like(valid, budget)
         newest = (budgets.double() * recent).int() if isinstance(recent, float) else torch.full_like(budgets, window)
         if budgets.is_cpu and not torch.compiler.is_compiling():  # what lies on a GPU is not read back
             for row, (row_keep, row_newest) in enumerate(zip(budgets.tolist(), newest.tolist())):
@@ -152,6 +159,8 @@ def select_budget(
             end = valid if starts is None else starts + valid
             slots = torch.arange(n, device=scores.device)
             scores = scores.masked_fill((slots >= (end - newest)[:, None])[:, None], torch.inf)
+        if share is not None:
+            budgets = share(budgets, valid).int()
         budgets = budgets[:, None].expand(scores.shape[:2]).contiguous()
     indices = select_topk(scores, keep, sinks, window, None, starts, lengths, budgets, fill_invalid)
     return indices if indices.shape[1] == heads else indices.expand(-1, heads, -1)

@@ -1,0 +1,261 @@
+"""SnapKV: keeps the keys that the last queries of the prompt attend to, with their neighbours, and those queries' own.
+PyramidKV: the same with more of the budget in the early layers. ChunkKV: the same in whole chunks of tokens.
+
+Sources: "SnapKV: LLM Knows What You are Looking for Before Generation", Li et al., 2024; "PyramidKV: Dynamic KV Cache
+Compression based on Pyramidal Information Funneling", Cai et al., 2024; "ChunkKV: Semantic-Preserving KV Cache
+Compression for Efficient Long-Context LLM Inference", Liu et al., 2025. Decisions: docs/methods.md.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .common import (
+    Compressed,
+    check_int,
+    in_place,
+    moved,
+    select_budget,
+    shared_scores,
+)
+from .window import (
+    Pooling,
+    causal_limits,
+    check_budget,
+    check_in_prompt,
+    check_lse,
+    check_queries,
+    outside_prefix,
+    span_ends,
+    summed_scores,
+    window_indices,
+)
+
+
+def snapkv_compress(
+    k: Tensor,
+    v: Tensor,
+    q_window: Tensor,
+    budget: int | float,
+    *,
+    kernel_size: int = 7,
+    pooling: str = "max",
+    pool_first: bool = False,
+    score: str = "softmax",
+    group_reduce: str = "mean",
+    lse: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    head_mode: str = "per_head",
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    fill_invalid: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> Compressed:
+    """SnapKV in one call. k: [b, Hk, n, d], v: [b, Hk, n, dv] -> (k, v, indices) with min(budget, n) slots. ::
+
+        a[i, j] = softmax over j of scale * q_i . k_j      the last w queries, each over the keys up to its own
+        s[j]    = mean over the group's query heads of sum over i of a[i, j]        for j < n - w
+        score   = the highest s among the kernel_size neighbours of j, itself in the middle
+
+    The w newest tokens stay, and the budget's highest scores of what is before, per head.
+
+    q_window: [b, Hq, w, d], the queries of the last w (valid) tokens of each row; query head h serves KV head
+        h // (Hq / Hk), and K is never expanded. 32 rows are usual; a row that has fewer tokens ignores the first.
+    budget: tokens (int), or a fraction in (0, 1] of the valid slots (float); it must hold the w newest.
+    kernel_size: odd; 1 does not pool. pooling: "max", or "avg" (over kernel_size slots, those outside counting as 0).
+        pool_first: pools each query head, then reduces the group.
+    score: "softmax", or "dot": the sum of the logits themselves. group_reduce: "mean", "max" or "sum".
+    lse: fp32 [b, Hq, w], the log-sum-exp of those rows, as every FlashAttention returns it (`kvops.attention`): K is
+        then read once, not twice.
+    scale, softcap, sink_logits: those of the model's attention, as in `kvops.ops.window_scores`.
+    head_mode, starts, lengths, fill_invalid, out: as in `keydiff_compress`.
+
+    TypeError or ValueError for wrong arguments, before anything is written.
+    """
+    op = "snapkv_compress"
+    pool = Pooling(kernel_size, pooling, pool_first, group_reduce)
+    visible, w = _window(op, q_window, k, starts, lengths)
+    options = dict(score=score, scale=scale, softcap=softcap, sink_logits=sink_logits)
+    spans = (starts, lengths, fill_invalid)
+    indices = window_indices(op, q_window, k, visible, budget, w, pool, head_mode, lse, *spans, **options)
+    return moved(op, k, v, indices, out)
+
+
+snapkv_compress_ = in_place(snapkv_compress)
+
+
+def pyramidkv_compress(
+    k: Tensor,
+    v: Tensor,
+    q_window: Tensor,
+    budget: int | float,
+    *,
+    layer: int,
+    num_layers: int,
+    kernel_size: int = 7,
+    pooling: str = "max",
+    pool_first: bool = False,
+    score: str = "softmax",
+    group_reduce: str = "mean",
+    lse: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    head_mode: str = "per_head",
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    fill_invalid: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> Compressed:
+    """PyramidKV in one call: `snapkv_compress` of `layer` with that layer's share of the budget.
+
+    budget: the mean over the layers; `pyramidkv_budgets` says what each gets. In a padded batch that depends on the
+    length of each row, and shorter rows end in -1. All else as in `snapkv_compress`.
+    """
+    op = "pyramidkv_compress"
+    pool = Pooling(kernel_size, pooling, pool_first, group_reduce)
+    _check_layer(op, layer, num_layers)
+    visible, w = _window(op, q_window, k, starts, lengths)
+    options = dict(score=score, scale=scale, softcap=softcap, sink_logits=sink_logits)
+    share = functools.partial(_layer_budget, window=w, layer=layer, num_layers=num_layers)
+    spans = (starts, lengths, fill_invalid, share)
+    indices = window_indices(op, q_window, k, visible, budget, w, pool, head_mode, lse, *spans, **options)
+    return moved(op, k, v, indices, out)
+
+
+pyramidkv_compress_ = in_place(pyramidkv_compress)
+
+
+def pyramidkv_budgets(budget: int | float, num_layers: int, n: int, window: int = 32) -> list[int]:
+    """The tokens that each layer keeps of n, first layer first; `budget` is their mean, exactly. ::
+
+        c = budget - window;   hi = min(2 c - c // 20, n - window);   lo = 2 c - hi
+        window + a line from hi (layer 0) to lo (the last)
+
+    All layers alike if n < 2 c, if n <= budget, or if there is one layer.
+    """
+    op = "pyramidkv_budgets"
+    for name, value, low in (("num_layers", num_layers, 1), ("n", n, 0), ("window", window, 0)):
+        check_int(op, name, value, low)
+    keep = check_budget(op, budget, n, window)
+    return [_layer_budget(keep, n, window, layer, num_layers) for layer in range(num_layers)]
+
+
+def _layer_budget(budget: int | Tensor, n: int | Tensor, window: int, layer: int, num_layers: int) -> int | Tensor:
+    """One layer's share of a budget for n tokens; ints, or int tensors of any number of rows.
+
+    The line is rounded up in the first half of the layers, and the second half mirrors it, so the sum is exact.
+    """
+
+    def where(condition, yes, no):
+        if isinstance(condition, Tensor):
+            return torch.where(condition, yes, no)
+        return yes if condition else no
+
+    c = budget - window
+    top = 2 * c - c // 20
+    hi = where(n - window < top, n - window, top)
+    rise = hi - 2 * (hi - c) * min(layer, num_layers - 1 - layer) // max(1, num_layers - 1)  # hi - lo = 2 (hi - c)
+    share = rise if 2 * layer < num_layers else 2 * c - rise
+    uniform = (n < 2 * c) | (n <= budget)
+    return window + (c if num_layers == 1 else where(uniform, c, share))
+
+
+def chunkkv_compress(
+    k: Tensor,
+    v: Tensor,
+    q_window: Tensor,
+    budget: int | float,
+    *,
+    chunk: int = 20,
+    kernel_size: int = 1,
+    pooling: str = "max",
+    pool_first: bool = False,
+    score: str = "softmax",
+    group_reduce: str = "mean",
+    lse: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    fill_invalid: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> Compressed:
+    """ChunkKV in one call: whole chunks of `chunk` tokens, by the mean of SnapKV's scores (not pooled) over all heads.
+
+    The w newest tokens stay. What is before is cut into chunks (the last may be shorter), and the chunks of the highest
+    mean stay whole, but for the one that the budget cuts: it gives its best tokens. One set for all KV heads, exactly
+    the budget. Keys whose score is NaN have no say in their chunk's mean, and go first.
+
+    All other arguments as in `snapkv_compress`.
+    """
+    op = "chunkkv_compress"
+    check_int(op, "chunk", chunk, 1)
+    pool = Pooling(kernel_size, pooling, pool_first, group_reduce)
+    pool.check(op)
+    visible, w = _window(op, q_window, k, starts, lengths)
+    check_lse(op, lse, q_window)
+    check_budget(op, budget, k.shape[2], w)
+    options = dict(score=score, scale=scale, softcap=softcap, sink_logits=sink_logits)
+    scores = summed_scores(q_window, k, visible, lse, starts, group_reduce=pool.operator_reduce, **options)
+    end = span_ends(k, starts, lengths)
+    scores = chunk_ranks(pool(scores, k.shape[1], outside_prefix(k, w, starts, end)), chunk, w, starts, end)
+    return moved(op, k, v, select_budget(op, scores, k.shape[1], budget, 0, w, starts, lengths, fill_invalid), out)
+
+
+chunkkv_compress_ = in_place(chunkkv_compress)
+
+
+def chunk_ranks(scores: Tensor, chunk: int, window: int, starts: Tensor | None, end: Tensor | int) -> Tensor:
+    """fp32 [b, 1, n]: whole numbers that order the prefix by (its chunk's mean, its own score), ties by lower slot.
+
+    scores: [b, Hk, n]. Numbers up to n + chunk are exact in fp32 for n < 2^24.
+    """
+    b, _, n = scores.shape
+    count = -(-n // chunk)
+    # Row by row, chunks count from the first valid slot: slot j of the grid is slot starts + j of the cache.
+    grid = torch.arange(count * chunk, device=scores.device).expand(b, -1)
+    first = torch.zeros(b, 1, dtype=torch.int64, device=scores.device) if starts is None else starts[:, None].long()
+    last = (end if isinstance(end, int) else end[:, None]) - window
+    inside = grid + first < last
+    means = shared_scores(scores).squeeze(1).gather(1, (grid + first).clamp(max=n - 1))
+    usable = inside & means.isfinite()
+    tokens = torch.where(usable, means, -torch.inf).unflatten(1, (count, chunk))  # [b, count, chunk]
+    total, size = torch.zeros_like(tokens[:, :, 0]), torch.zeros_like(tokens[:, :, 0])
+    for i in range(chunk):  # one by one: the order of the sum is fixed
+        finite = tokens[:, :, i].isfinite()
+        total = total + torch.where(finite, tokens[:, :, i], 0.0)
+        size = size + finite
+    chunks = torch.where(size > 0, total / size, -torch.inf)
+    order = _places(chunks).unsqueeze(-1) * chunk + _places(tokens)
+    ranks = torch.where(usable, (count * chunk - order).flatten(1).float(), torch.nan)
+    back = (torch.arange(n, device=scores.device) - first).clamp(min=0)
+    return ranks.gather(1, back).unsqueeze(1)
+
+
+def _places(scores: Tensor) -> Tensor:
+    """Each entry's place along the last dim, best first, ties in order: int64."""
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, places)
+
+
+def _window(op: str, q: Tensor, k: Tensor, starts: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, int]:
+    """What the last w rows see, and w."""
+    check_queries(op, "q_window", q, k)
+    check_in_prompt(op, "q_window", q, k)
+    w = q.shape[2]
+    return causal_limits(span_ends(k, starts, lengths), w, k.device), w
+
+
+def _check_layer(op: str, layer: int, num_layers: int) -> None:
+    check_int(op, "layer", layer, 0)
+    check_int(op, "num_layers", num_layers, 1)
+    if layer >= num_layers:
+        raise ValueError(f"{op}: layer must be below num_layers, {num_layers}, got {layer}")

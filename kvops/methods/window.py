@@ -1,0 +1,167 @@
+"""What the methods with an observation window share: who sees what, scores of many rows, pooling, and the checks.
+
+A window is w queries, the last of the prompt or some that came later. Each row sees the keys before its own limit; the
+scores of all rows are summed per key (`ops.window_scores`), and pooling over the neighbours keeps the words around a
+key that was attended to.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from ..cache import MAX_WINDOW
+from ..ops import inference_only, window_scores
+from .common import budget_tokens, check_choice, check_head_mode, check_int, check_rank, select_budget, shared_scores
+
+GROUP_REDUCES = ("mean", "max", "sum")
+
+
+class Pooling(NamedTuple):
+    """How scores of neighbours become one, and those of a group's query heads."""
+
+    kernel_size: int = 7
+    pooling: str = "max"
+    pool_first: bool = False
+    group_reduce: str = "mean"
+
+    def check(self, op: str) -> None:
+        check_int(op, "kernel_size", self.kernel_size, 1)
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"{op}: kernel_size must be odd (1 does not pool), got {self.kernel_size}")
+        check_choice(op, "pooling", self.pooling, ("max", "avg"))
+        check_choice(op, "group_reduce", self.group_reduce, GROUP_REDUCES)
+
+    @property
+    def operator_reduce(self) -> str:
+        """What the operator does with the query heads of a group."""
+        return "none" if self.pool_first else self.group_reduce
+
+    def __call__(self, scores: Tensor, heads: int, outside: Tensor) -> Tensor:
+        """fp32 [b, Hk, n], from the operator's scores.
+
+        outside: bool [b or 1, 1, n], slots that have no say in their neighbours' scores: the window, and what is
+        invalid. Neither has a key whose score is NaN, which stays NaN itself.
+        """
+        if self.kernel_size > 1 and scores.numel():
+            lost = scores.isnan()
+            sides = self.kernel_size // 2
+            if self.pooling == "max":
+                pooled = max_pool1d(scores.masked_fill(lost | outside, -torch.inf), self.kernel_size, 1, sides)
+            else:
+                pooled = avg_pool1d(scores.masked_fill(lost | outside, 0.0), self.kernel_size, 1, sides)
+            scores = pooled.masked_fill_(lost, torch.nan)
+        if not self.pool_first:
+            return scores
+        members = scores.unflatten(1, (heads, -1)).unbind(2)  # one by one: the order of the sum is fixed
+        total = members[0]
+        for x in members[1:]:
+            total = torch.maximum(total, x) if self.group_reduce == "max" else total + x
+        return total / len(members) if self.group_reduce == "mean" else total
+
+
+def span_ends(k: Tensor, starts: Tensor | None, lengths: Tensor | None) -> Tensor | int:
+    """One past each row's last valid slot: n for all rows, or int32 [b]."""
+    n = k.shape[2]
+    if lengths is None:
+        return n
+    return (lengths if starts is None else starts + lengths).clamp(0, n)
+
+
+def causal_limits(end: Tensor | int, w: int, device: torch.device) -> Tensor:
+    """The `visible` of the last w rows before `end`: int32 [w], or [b, w]. Rows before slot 0 see nothing."""
+    behind = torch.arange(w - 1, -1, -1, dtype=torch.int32, device=device)
+    return ((end if isinstance(end, int) else end[:, None]) - behind).clamp(min=0)
+
+
+def summed_scores(
+    q: Tensor, k: Tensor, visible: Tensor, lse: Tensor | None, starts: Tensor | None, **options
+) -> Tensor:
+    """`ops.window_scores` of any number of rows: blocks of 256, added up in order."""
+    total = None
+    for first in range(0, q.shape[2], MAX_WINDOW):
+        rows = slice(first, first + MAX_WINDOW)
+        block_lse = None if lse is None else lse[:, :, rows]
+        limits = visible[..., rows].contiguous()
+        block = window_scores(q[:, :, rows], k, limits, block_lse, starts=starts, **options)
+        total = block if total is None else total.add_(block)
+    return total
+
+
+def check_queries(op: str, name: str, q: Tensor, k: Tensor, rows: int | None = None) -> None:
+    """q is [b, Hq, w, d] beside k, with at least one row (or exactly `rows`)."""
+    check_rank(op, k)
+    inference_only(op, **{name: q})
+    if q.dim() != 4:
+        raise ValueError(f"{op}: {name} must be [b, Hq, w, d], got shape {list(q.shape)}")
+    if q.shape[2] < 1 or (rows is not None and q.shape[2] != rows):
+        raise ValueError(f"{op}: {name} must have {rows or 'at least one'} row(s), got {q.shape[2]}")
+
+
+def check_in_prompt(op: str, name: str, q: Tensor, k: Tensor) -> None:
+    """The rows of q are those of tokens in k."""
+    if q.shape[2] > k.shape[2]:
+        raise ValueError(
+            f"{op}: {name} must be rows of the prompt, expected at most its {k.shape[2]} tokens, got {q.shape[2]}"
+        )
+
+
+def check_lse(op: str, lse: Tensor | None, rows: Tensor) -> None:
+    """lse has one entry per row of the queries."""
+    if lse is None:
+        return
+    inference_only(op, lse=lse)
+    if lse.shape != rows.shape[:3] or lse.dtype != torch.float32:
+        raise ValueError(
+            f"{op}: lse must be float32 {list(rows.shape[:3])}, one per row of the queries, got {lse.dtype} "
+            f"{list(lse.shape)}"
+        )
+
+
+def check_budget(op: str, budget: int | float, n: int, window: int) -> int:
+    """Tokens to keep of n, of which the window's are a part."""
+    keep = budget_tokens(op, budget, n)
+    if keep < window:
+        raise ValueError(f"{op}: budget must hold the window, expected at least {window} tokens, got {keep}")
+    return keep
+
+
+def outside_prefix(k: Tensor, window: int, starts: Tensor | None, end: Tensor | int) -> Tensor:
+    """Which slots are not of the prefix, the valid slots before the window: bool [b or 1, 1, n]."""
+    slots = torch.arange(k.shape[2], device=k.device)
+    outside = slots >= ((end if isinstance(end, int) else end[:, None, None]) - window)
+    if starts is not None:
+        outside = outside | (slots < starts[:, None, None])
+    return outside.view(-1, 1, k.shape[2])
+
+
+def window_indices(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    visible: Tensor,
+    budget: int | float,
+    window: int,
+    pool: Pooling,
+    head_mode: str,
+    lse: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    fill_invalid: bool,
+    share=None,
+    **options,
+) -> Tensor:
+    """The kept slots: the last `window` and the best pooled scores of what is before. int64 [b, Hk, m]."""
+    check_head_mode(op, head_mode)
+    pool.check(op)
+    check_lse(op, lse, q)
+    check_budget(op, budget, k.shape[2], window)
+    heads, end = k.shape[1], span_ends(k, starts, lengths)
+    scores = summed_scores(q, k, visible, lse, starts, group_reduce=pool.operator_reduce, **options)
+    scores = pool(scores, heads, outside_prefix(k, window, starts, end))
+    if head_mode == "shared":
+        scores = shared_scores(scores)
+    return select_budget(op, scores, heads, budget, 0, window, starts, lengths, fill_invalid, share)
