@@ -1,15 +1,19 @@
 """The methods: each composes the operators as score -> select -> gather, and has an object for streaming."""
 
 from .baselines import (
+    L2,
     Full,
     Random,
     StreamingLLM,
+    l2_compress,
+    l2_compress_,
     random_compress,
     random_compress_,
     streamingllm_compress,
     streamingllm_compress_,
 )
 from .common import Compressed
+from .h2o import H2O, TOVA, h2o_compress, h2o_compress_, tova_compress, tova_compress_
 from .keydiff import KeyDiff, keydiff_compress, keydiff_compress_
 from .lagkv import LagKV, lagkv_compress, lagkv_compress_
 from .laq import laq_compress, laq_compress_, recall
@@ -26,14 +30,21 @@ from .snapkv import (
 __all__ = [
     "Compressed",
     "Full",
+    "H2O",
     "KeyDiff",
+    "L2",
     "LagKV",
     "Random",
     "StreamingLLM",
+    "TOVA",
     "chunkkv_compress",
     "chunkkv_compress_",
+    "h2o_compress",
+    "h2o_compress_",
     "keydiff_compress",
     "keydiff_compress_",
+    "l2_compress",
+    "l2_compress_",
     "lagkv_compress",
     "lagkv_compress_",
     "laq_compress",
@@ -48,4 +59,6 @@ __all__ = [
     "snapkv_compress_",
     "streamingllm_compress",
     "streamingllm_compress_",
+    "tova_compress",
+    "tova_compress_",
 ]

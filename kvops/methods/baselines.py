@@ -1,4 +1,4 @@
-"""Baselines for every comparison, built from the same operators: StreamingLLM, Random and the full cache."""
+"""Baselines for every comparison, built from the same operators: StreamingLLM, L2 norm, Random, the full cache."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import torch
 from torch import Tensor
 
 from ..cache import Method
+from ..ops import inference_only
 from .common import (
     Compressed,
+    all_slots,
     budget_tokens,
+    check_head_mode,
     check_holds,
     check_int,
     check_rank,
     in_place,
     moved,
+    negative_norms,
+    recent_tokens,
     select_budget,
+    shared_scores,
 )
 
 
@@ -39,6 +45,44 @@ def streamingllm_compress(
 
 
 streamingllm_compress_ = in_place(streamingllm_compress)
+
+
+def l2_compress(
+    k: Tensor,
+    v: Tensor,
+    budget: int | float,
+    *,
+    sinks: int = 0,
+    recent: int | float = 0,
+    skip_layers: tuple[int, ...] = (0, 1),
+    layer: int | None = None,
+    num_layers: int | None = None,
+    head_mode: str = "per_head",
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    fill_invalid: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> Compressed:
+    """The keys of the lowest L2 norm: they draw the most attention.
+
+    skip_layers: layers that stay whole, if `layer` says that this is one of them, in models of more than 8
+        (`num_layers`). The budget is that of the others.
+    sinks, recent: first and newest tokens that stay. All other arguments as in `keydiff_compress`.
+
+    Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", Devoto et al., 2024.
+    """
+    op = "l2_compress"
+    check_head_mode(op, head_mode)
+    check_rank(op, k)
+    if _skipped(skip_layers, layer, num_layers):
+        budget_tokens(op, budget, 1)
+        return moved(op, k, v, all_slots(k, starts, lengths, fill_invalid), out)
+    scores = lowest_norms(op, k, head_mode)
+    indices = select_budget(op, scores, k.shape[1], budget, sinks, recent, starts, lengths, fill_invalid)
+    return moved(op, k, v, indices, out)
+
+
+l2_compress_ = in_place(l2_compress)
 
 
 def random_compress(
@@ -112,6 +156,17 @@ def _hash(position: Tensor, seed: int, layer: int) -> Tensor:
     return (_mix(_mix(position) ^ keys) & 0xFFFFFF).float()
 
 
+def lowest_norms(op: str, k: Tensor, head_mode: str) -> Tensor:
+    """Minus the keys' norms, fp32 [b, Hk, n]."""
+    inference_only(op, k=k)
+    scores = negative_norms(k)
+    return shared_scores(scores) if head_mode == "shared" else scores
+
+
+def _skipped(skip_layers: tuple[int, ...], layer: int | None, num_layers: int | None) -> bool:
+    return layer in skip_layers and num_layers is not None and num_layers > 8
+
+
 class StreamingLLM(Method):
     """StreamingLLM's cache of one layer: the first `sinks` tokens and the newest, at their original positions.
 
@@ -133,6 +188,47 @@ class StreamingLLM(Method):
         if k.shape[2] <= keep:
             return None
         return _newest(k, keep, self.sinks, pads, None, pads is not None, "StreamingLLM")
+
+
+class L2(Method):
+    """A cache of one layer that keeps the keys of the lowest L2 norm.
+
+    In models of more than 8 layers, `skip_layers` stay whole, so layers differ in length. A fraction is one of the
+    tokens seen, but never less than sinks + recent. Settings as in `l2_compress`.
+    """
+
+    def __init__(
+        self,
+        budget: int | float,
+        *,
+        sinks: int = 0,
+        recent: int | float = 0,
+        skip_layers: tuple[int, ...] = (0, 1),
+        head_mode: str = "per_head",
+        attend_before_compress: bool = True,
+    ):
+        check_head_mode("L2", head_mode)
+        check_int("L2", "sinks", sinks, 0)
+        keep = budget_tokens("L2", budget, 1)
+        window = recent_tokens("L2", recent, keep)
+        if isinstance(budget, int):
+            check_holds("L2", keep, sinks, window)
+        self.budget, self.sinks, self.recent, self.head_mode = budget, sinks, recent, head_mode
+        self.skip_layers = skip_layers
+        super().__init__(attend_before_compress)
+
+    @property
+    def uniform_layers(self) -> bool:
+        return not self.skip_layers
+
+    def _evict(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> Tensor | None:
+        keep = budget_tokens("L2", self.budget, seen)
+        window = recent_tokens("L2", self.recent, keep)
+        keep = max(keep, self.sinks + window)
+        if k.shape[2] <= keep or _skipped(self.skip_layers, self.layer, self.num_layers):
+            return None
+        scores = lowest_norms("L2", k, self.head_mode)
+        return select_budget("L2", scores, k.shape[1], keep, self.sinks, window, pads, None, pads is not None)
 
 
 class Random(Method):

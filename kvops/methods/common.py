@@ -100,12 +100,19 @@ def check_holds(op: str, keep: int, sinks: int, recent: int) -> None:
 # Scores to indices.
 
 
+def negative_norms(k: Tensor) -> Tensor:
+    """Minus each key's L2 norm, fp32 [b, Hk, n]."""
+    return torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).neg_()
+
+
 def shared_scores(scores: Tensor) -> Tensor:
     """Mean over the heads that are finite; NaN where none is. [b, Hk, ...] -> [b, 1, ...].
 
     Head by head: the order of the sum is fixed whatever n is (so chunks score as the whole does), and no temporary is
     larger than one head.
     """
+    if scores.shape[1] == 0:
+        return scores.new_full((scores.shape[0], 1, *scores.shape[2:]), torch.nan)
     first, *others = scores.unbind(1)
     count = first.isfinite()
     total = torch.where(count, first, 0.0)

@@ -21,6 +21,7 @@ from .common import (
     check_rank,
     in_place,
     moved,
+    negative_norms,
     shared_scores,
 )
 
@@ -107,7 +108,7 @@ def _scores(k, v, lag, prefix, v_weight, reference, score, starts, lengths) -> T
     count = num_segments(n, prefix, lag)
     if starts is None:
         k = k[:, :, prefix : prefix + count * lag]
-    norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).neg_()
+    norms = negative_norms(k)
     if starts is not None:  # each row has its own grid; slots beyond it belong to partitions that are not selected from
         grid = (starts[:, None] + torch.arange(prefix, prefix + count * lag, device=k.device)).clamp(max=n - 1)
         norms = norms.gather(2, grid[:, None].expand(-1, k.shape[1], -1))
