@@ -4,8 +4,8 @@
 
 A context of real text (bench/data) hides ` The pass key is 4083...9. Remember it. `. The model
 (bench/models/passkey-llama, 2.4 M parameters, trained from scratch for this task) reads it; then each method cuts the
-cache, once; only then comes the question, and the model says the digits. Prints one table, draws which positions were
-kept, and says where.
+cache, once; only then comes the question, and the model says the digits. Prints a table, draws which positions were
+kept, and says where. A second table is of the methods that look at queries, at small budgets (lookahead.py).
 """
 
 # ruff: noqa: E402  (the model's folder must be on the path, and the backend of the figures chosen, between imports)
@@ -34,12 +34,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kvops
+import kvops.hf
 from kvops.bench.record import origin, write
 from kvops.hf import KVCache
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE / "models" / "passkey-llama"
-sys.path.insert(0, str(MODEL))
+sys.path[:0] = [str(MODEL), str(HERE)]
+import lookahead
 from passkey_task import PAD, QUESTION, Corpus, context_with_needles, encode, needle_text, rand_digits
 
 SHARES = (0.5, 0.25)
@@ -264,6 +266,27 @@ def run(context: int = 2048, digits: int = 32, prompts: int = 33, progress: bool
     return rows, asked[shown]
 
 
+@torch.inference_mode()
+def run_lookahead(context: int, prompts: int, progress: bool = True) -> list[lookahead.Cell]:
+    """Runs the second table."""
+    transformers.utils.logging.disable_progress_bar()
+    model = kvops.hf.use_attention(transformers.AutoModelForCausalLM.from_pretrained(MODEL).eval())
+    cells = lookahead.make_cells()
+    asked = {digits: make_prompts(prompts, context, digits) for digits in lookahead.DIGITS}
+    question = torch.from_numpy(encode(QUESTION))
+    firsts = range(0, prompts, BATCH)
+    with tqdm(total=len(firsts) * len(cells), disable=not progress, leave=False, unit="step") as bar:
+        for cell in cells:
+            bar.set_description(f"{cell.method}, {cell.budget} tokens")
+            for first in firsts:
+                batch = asked[cell.digits][first : first + BATCH]
+                ids = torch.from_numpy(np.stack([p.ids for p in batch]))
+                said = lookahead.answer(model, cell, ids, question.expand(len(batch), -1), PAD).numpy()
+                cell.right += [float(np.mean(answer == encode(p.digits))) for answer, p in zip(said, batch)]
+                bar.update()
+    return cells
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """torch with `count` threads for a while."""
@@ -438,7 +461,11 @@ def findings(rows: list[Row], context: int, digits: int) -> str:
         "Do not make too much of it: KeyDiff is flattered, since digits are rare in this text and rare keys are what "
         "it keeps; and this model has hardly any attention sink, so nothing here tells what sinks are worth."
     )
-    return "\n".join(textwrap.fill(line, 112, subsequent_indent="  ") for line in (seen, why))
+    return "\n".join(map(wrapped, (seen, why)))
+
+
+def wrapped(line: str) -> str:
+    return textwrap.fill(line, 112, subsequent_indent="  ")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -446,7 +473,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=2048, help="tokens before the question, 512 to 4000")
     parser.add_argument("--digits", type=int, default=32, help="length of the key, 5 to 64")
     parser.add_argument("--prompts", type=int, default=33, help="how many; their keys lie at 11 depths")
-    parser.add_argument("--json", type=Path, help="file for the table's numbers")
+    parser.add_argument("--lookahead", type=int, default=11, help="prompts of the second table; 0 leaves it out")
+    parser.add_argument("--json", type=Path, help="file for the tables' numbers")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for the picture, demo.png")
     args = parser.parse_args(argv)
     for name, low, high in (("context", 512, 4000), ("digits", 5, 64), ("prompts", 1, 10_000)):
@@ -460,13 +488,16 @@ def main(argv: list[str] | None = None) -> None:
     rows, prompt = run(args.context, args.digits, args.prompts)
     print(table(rows, args.context, args.digits, args.prompts))
     picture(rows, prompt, args.out / "demo.png")
-    if args.json:
-        write(
-            args.json, {**origin("python", "bench/demo.py", *(argv or sys.argv[1:])), "rows": [r.numbers for r in rows]}
-        )
+    record = {**origin("python", "bench/demo.py", *(argv or sys.argv[1:])), "rows": [r.numbers for r in rows]}
     print(f"\nBytes and times are of one context, all layers; times are medians of {ROUNDS}, by turns, on one thread.")
     print(f"Which positions each method kept, per layer and head: {(args.out / 'demo.png').resolve()}\n")
     print(findings(rows, args.context, args.digits))
+    if args.lookahead:
+        cells = run_lookahead(args.context, args.lookahead)
+        print(f"\n{lookahead.table(cells, args.context)}\n\n{wrapped(lookahead.findings(cells))}")
+        record["lookahead"] = [cell.numbers for cell in cells]
+    if args.json:
+        write(args.json, record)
 
 
 if __name__ == "__main__":
