@@ -68,6 +68,23 @@ def kv(b: int, heads: int, n: int, d: int, dtype=torch.float32, layout="bhnd", *
     return one(d), one(dv or d)
 
 
+def window(b: int, heads: int, group: int, w: int, n: int, d: int, dtype=torch.float32, *, seed=0):
+    """Queries [b, heads * group, w, d] and K [b, heads, n, d], with the limits of the last w of n rows."""
+    k, _ = kv(b, heads, n, d, dtype, seed=seed)
+    return randn(b, heads * group, w, d, seed=seed + 1).to(dtype), k, causal(w, n)
+
+
+def causal(w: int, n: int) -> Tensor:
+    return (torch.arange(w, dtype=torch.int32) + (n - w + 1)).clamp(min=0)
+
+
+def softmax_condition(q: Tensor, k: Tensor, scale: float | None = None, **_) -> float:
+    """For assert_close: the relative error of exp(logit) is the absolute one of the logit, a sum of products."""
+    size = q.abs().double().unflatten(1, (k.shape[1], -1)) @ k.double().nan_to_num(0, 0, 0).abs().unsqueeze(2).mT
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return max(1.0, size.nan_to_num(0, 0, 0).max().item() * scale) if size.numel() else 1.0
+
+
 def laid_out(x: Tensor, layout: str) -> Tensor:
     """The same values: contiguous, with heads behind tokens, or as a slice of a tensor wider in every dim."""
     if layout == "bhnd":

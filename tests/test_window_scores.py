@@ -16,35 +16,17 @@ pytestmark = kit.every_device
 REDUCES, GROUP_REDUCES = ("sum", "mean", "max"), ("sum", "mean", "max", "none")
 
 
-def window(b, heads, group, w, n, d, dtype=torch.float32, layout="bhnd", seed=0):
-    """q [b, heads * group, w, d], k [b, heads, n, d], and the limits of the last w of n rows."""
-    k, _ = kit.kv(b, heads, n, d, dtype, layout, seed=seed)
-    q = kit.randn(b, heads * group, w, d, seed=seed + 1).to(dtype)
-    return q, k, causal(w, n)
-
-
-def causal(w, n):
-    return (torch.arange(w, dtype=torch.int32) + (n - w + 1)).clamp(min=0)
-
-
 def true_lse(q, k, visible, **kwargs):
     """fp32, as a FlashAttention gives it."""
     kwargs = {x: y for x, y in kwargs.items() if x in ("scale", "starts", "softcap")}
     return reference.window_attention(q, k, k, visible, **kwargs)[1].float()
 
 
-def condition(q, k, scale=None, **_):
-    """A weight's relative error is its logit's absolute one; of which the sum of |q_c k_c| is the measure."""
-    size = q.abs().double().unflatten(1, (k.shape[1], -1)) @ k.double().nan_to_num(0, 0, 0).abs().unsqueeze(2).mT
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return max(1.0, size.max().item() * scale) if size.numel() else 1.0
-
-
 def check(q, k, visible, lse=None, **kwargs):
     actual = ops.window_scores(q, k, visible, lse, **kwargs)
     eager = reference.window_scores(q, k, visible, lse, **kwargs, dtype=torch.float32)
     exact = reference.window_scores(q, k, visible, lse, **kwargs)
-    kit.assert_close(actual, eager, exact, condition(q, k, **kwargs))
+    kit.assert_close(actual, eager, exact, kit.softmax_condition(q, k, **kwargs))
     assert actual.is_contiguous()
     return actual
 
@@ -58,33 +40,33 @@ def check_both(q, k, visible, **kwargs):
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("d", kit.HEAD_DIMS)
 def test_dtypes_and_head_dims(dtype, d):
-    check_both(*window(2, 2, 2, 9, kit.size(131, 70), d, dtype))
+    check_both(*kit.window(2, 2, 2, 9, kit.size(131, 70), d, dtype))
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("d", [8, 16, 24, 328, 512])
 def test_narrow_and_wide_rows(dtype, d):
-    check_both(*window(1, 2, 2, 4, 40, d, dtype))
+    check_both(*kit.window(1, 2, 2, 4, 40, d, dtype))
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12])
 def test_groups(group, dtype):
-    check_both(*window(1, 2, group, 6, 60, 64, dtype))
+    check_both(*kit.window(1, 2, group, 6, 60, 64, dtype))
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("w", [1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 64, 100, 256])
 def test_window_sizes(w, dtype):
-    check_both(*window(1, 1, 3, w, max(w, 60) + 7, 32, dtype))
+    check_both(*kit.window(1, 1, 3, w, max(w, 60) + 7, 32, dtype))
 
 
 @pytest.mark.parametrize("reduce", REDUCES)
 @pytest.mark.parametrize("group_reduce", GROUP_REDUCES)
 @pytest.mark.parametrize("group, w", [(4, 1), (3, 5), (2, 20)])
 def test_reductions(reduce, group_reduce, group, w):
-    q, k, _ = window(2, 2, group, w, 75, 40)
-    visible = torch.stack([causal(w, 75), kit.int32(*[0] * (w // 2), *[60] * (w - w // 2))])
+    q, k, _ = kit.window(2, 2, group, w, 75, 40)
+    visible = torch.stack([kit.causal(w, 75), kit.int32(*[0] * (w // 2), *[60] * (w - w // 2))])
     options = dict(reduce=reduce, group_reduce=group_reduce)
     for more in ({}, dict(softcap=3.0), dict(sink_logits=kit.randn(2 * group)), dict(starts=kit.int32(0, 11))):
         check_both(q, k, visible, **options, **more)
@@ -95,7 +77,7 @@ def test_reductions(reduce, group_reduce, group, w):
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_layouts_change_nothing(layout, dtype):
-    q, k, visible = window(2, 2, 2, 5, 150, 72, dtype)
+    q, k, visible = kit.window(2, 2, 2, 5, 150, 72, dtype)
     lse = true_lse(q, k, visible)
     other = kit.laid_out(k, layout)
     for q_other in (
@@ -114,13 +96,13 @@ def test_layouts_change_nothing(layout, dtype):
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
 def test_rows_at_any_address(dtype, offset, gap):
-    q, k, visible = window(2, 2, 2, 3, 70, 40, dtype)
+    q, k, visible = kit.window(2, 2, 2, 3, 70, 40, dtype)
     moved = ops.window_scores(kit.unaligned(q, offset, gap), kit.unaligned(k, offset, gap), visible)
     assert torch.equal(moved, ops.window_scores(q, k, visible))
 
 
 def test_lse_of_any_strides():
-    q, k, visible = window(2, 2, 3, 6, 50, 32)
+    q, k, visible = kit.window(2, 2, 3, 6, 50, 32)
     whole = torch.full((2, 20, 6), 1e9)  # of a longer prompt, [b, n, Hq]
     lse = true_lse(q, k, visible)
     whole[:, 14:] = lse.mT
@@ -135,7 +117,7 @@ def test_lse_of_any_strides():
 def test_limits(w):
     """Rows see as far as they say: nothing, everything, in no order; a key beyond them all scores 0, unread."""
     n = 120
-    q, k, _ = window(3, 2, 2, w, n, 24)
+    q, k, _ = kit.window(3, 2, 2, w, n, 24)
     limits = [[(i * 37 + row * 50) % (n - 9) for i in range(w)] for row in range(2)] + [[0] * w]
     visible = kit.int32(*sum(limits, [])).view(3, w)
     k[..., max(map(max, limits)) :, :] = float("nan")
@@ -156,7 +138,7 @@ def test_limits(w):
 )
 @kit.examples(80)
 def test_any_limits(data, n, w, group, dtype):
-    q, k, _ = window(2, 1, group, w, n, 16, dtype, seed=data.draw(st.integers(0, 2**31)))
+    q, k, _ = kit.window(2, 1, group, w, n, 16, dtype, seed=data.draw(st.integers(0, 2**31)))
     limits = data.draw(st.lists(st.integers(0, n), min_size=2 * w, max_size=2 * w))
     options = dict(
         reduce=data.draw(st.sampled_from(REDUCES)),
@@ -172,7 +154,7 @@ def test_any_limits(data, n, w, group, dtype):
 
 
 def test_padded_rows_score_as_if_alone():
-    q, k, visible = window(3, 2, 2, 4, 100, 32, torch.bfloat16)
+    q, k, visible = kit.window(3, 2, 2, 4, 100, 32, torch.bfloat16)
     starts = [0, 13, 60]
     scores = ops.window_scores(q, k, visible, starts=kit.int32(*starts))
     for row, s in enumerate(starts):
@@ -185,7 +167,7 @@ def test_padded_rows_score_as_if_alone():
 @pytest.mark.parametrize("w", [1, 7])
 def test_what_is_not_finite_stays_where_it_is(bad, dtype, w):
     n = 140
-    q, k, visible = window(2, 2, 2, w, n, 32, dtype)
+    q, k, visible = kit.window(2, 2, 2, w, n, 32, dtype)
     clean = ops.window_scores(q, k, visible)
     k[0, 1, 20, 3] = bad
     k[0, 1, n - 1, 3] = bad  # the last row alone sees it
@@ -215,7 +197,7 @@ def test_what_is_not_finite_stays_where_it_is(bad, dtype, w):
 
 
 def test_rows_without_a_usable_key():
-    q, k, visible = window(1, 2, 2, 3, 20, 16)
+    q, k, visible = kit.window(1, 2, 2, 3, 20, 16)
     k[:, 0] = float("nan")
     for options in ({}, dict(sink_logits=kit.randn(4)), dict(reduce="max")):
         scores = check(q, k, visible, **options)
@@ -225,7 +207,7 @@ def test_rows_without_a_usable_key():
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_large_logits(dtype):
     """One key outweighs all others by more than fp32 can say; rows lie far from one another."""
-    q, k, visible = window(1, 1, 2, 5, 70, 32, dtype)
+    q, k, visible = kit.window(1, 1, 2, 5, 70, 32, dtype)
     q = q * torch.tensor([100.0, 10.0, 1.0, 0.1, 0.0]).to(dtype).view(5, 1)
     scores = check_both(q, k, visible)
     assert scores.isfinite().all()
@@ -234,7 +216,7 @@ def test_large_logits(dtype):
 
 def test_long_rows_keep_their_accuracy():
     n = kit.size(60_000, 3_000)
-    q, k, visible = window(1, 1, 2, 4, n, 16)
+    q, k, visible = kit.window(1, 1, 2, 4, n, 16)
     check_both(q, k, visible)
     total = ops.window_scores(q, k, visible).double().sum().item()
     assert abs(total - 4) < 1e-5
@@ -243,20 +225,20 @@ def test_long_rows_keep_their_accuracy():
 @kit.only("cuda", "simulator")
 def test_many_heads():
     """More than a CUDA grid has room for in y; what a head scores does not depend on it."""
-    q, k, visible = window(7, kit.size(10_000, 300), 1, 2, 3, 8)
+    q, k, visible = kit.window(7, kit.size(10_000, 300), 1, 2, 3, 8)
     scores = check(q, k, visible)
     assert torch.equal(scores[3:4, :2], ops.window_scores(q[3:4, :2], k[3:4, :2], visible))
 
 
 @pytest.mark.parametrize("group, w, n", [(2, 8, 100), (4, 1, kit.size(20_000, 2_000)), (2, 4, kit.size(20_000, 2_000))])
 def test_repeatable(group, w, n):
-    q, k, visible = window(1, 2, group, w, n, 64, torch.bfloat16)
+    q, k, visible = kit.window(1, 2, group, w, n, 64, torch.bfloat16)
     kit.assert_repeatable(lambda: [ops.window_scores(q, k, visible)])
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_a_batch_changes_nothing(dtype):
-    q, k, visible = window(3, 3, 2, 4, kit.size(7000, 700), 32, dtype)
+    q, k, visible = kit.window(3, 3, 2, 4, kit.size(7000, 700), 32, dtype)
     together = ops.window_scores(q, k, visible)
     for b, h in ((0, 0), (1, 2), (2, 1)):
         alone = ops.window_scores(q[b : b + 1, 2 * h : 2 * h + 2], k[b : b + 1, h : h + 1], visible)
@@ -266,7 +248,7 @@ def test_a_batch_changes_nothing(dtype):
 @kit.only("cpu")
 @pytest.mark.parametrize("heads, w, n", [(1, 1, 9000), (1, 6, 20000), (3, 4, 3100), (9, 2, 1100)])
 def test_threads_change_nothing(heads, w, n):
-    q, k, visible = window(1, heads, 2, w, n, 64)
+    q, k, visible = kit.window(1, heads, 2, w, n, 64)
     lse = true_lse(q, k, visible)
     with kit.threads(1):
         one = ops.window_scores(q, k, visible), ops.window_scores(q, k, visible, lse)
@@ -276,7 +258,7 @@ def test_threads_change_nothing(heads, w, n):
 
 
 def test_offsets_beyond_31_bits():
-    q, k, visible = window(1, 2, 2, 2, 12, 8, torch.float16)
+    q, k, visible = kit.window(1, 2, 2, 2, 12, 8, torch.float16)
     expected = ops.window_scores(q, k, visible)
     assert torch.equal(ops.window_scores(q, kit.far_apart(k), visible), expected)
 
@@ -291,7 +273,7 @@ def test_empty():
 
 
 def test_bad_input():
-    q, k, visible = window(1, 2, 2, 3, 64, 16)
+    q, k, visible = kit.window(1, 2, 2, 3, 64, 16)
     good = dict(q=q, k=k, visible=visible)
     lse = true_lse(q, k, visible)
     for arguments, parts in (
@@ -303,7 +285,7 @@ def test_bad_input():
         (dict(q=q[:, :3]), ("multiple of the KV heads 2", "got 3")),
         (dict(q=q[:, :0]), ("multiple of the KV heads 2", "got 0")),
         (dict(q=q[:, :, :0], visible=kit.int32()), ("1 to 256 rows", "got 0")),
-        (dict(q=torch.zeros(1, 4, 257, 16), visible=causal(257, 64)), ("1 to 256 rows", "got 257")),
+        (dict(q=torch.zeros(1, 4, 257, 16), visible=kit.causal(257, 64)), ("1 to 256 rows", "got 257")),
         (dict(visible=visible.long()), ("visible must be Int", "Long")),
         (dict(visible=visible[:2]), ("visible must be a contiguous", r"\[2\]")),
         (dict(visible=visible.repeat(2, 1)), ("visible must be a contiguous", r"\[2, 3\]")),
@@ -343,7 +325,7 @@ def test_bad_input():
 
 def test_a_wrong_lse_is_told_from_a_right_one():
     """The totals are compared per KV head, with sinks and rows that see nothing; NaN says nothing."""
-    q, k, _ = window(2, 2, 2, 4, 40, 16)
+    q, k, _ = kit.window(2, 2, 2, 4, 40, 16)
     visible = kit.int32(0, 20, 30, 40)
     sinks = kit.randn(4)
     lse = true_lse(q, k, visible)
@@ -364,14 +346,14 @@ def test_a_wrong_lse_is_told_from_a_right_one():
 @kit.only("cuda", "simulator")
 def test_a_gpus_limits_are_not_looked_at():
     """What lies outside of [0, n] counts as the end that it is beyond."""
-    q, k, _ = window(2, 2, 2, 3, 50, 16)
+    q, k, _ = kit.window(2, 2, 2, 3, 50, 16)
     bad = ops.window_scores(q, k, kit.int32(-5, 60, 2**31 - 1), starts=kit.int32(-7, 70))
     good = ops.window_scores(q, k, kit.int32(0, 50, 50), starts=kit.int32(0, 50))
     assert torch.equal(bad, good)
 
 
 def test_opcheck_and_compile():
-    q, k, visible = window(2, 2, 2, 3, 40, 16)
+    q, k, visible = kit.window(2, 2, 2, 3, 40, 16)
     lse = true_lse(q, k, visible)
     for args, kwargs in (
         ((q, k, visible), {}),
@@ -381,5 +363,5 @@ def test_opcheck_and_compile():
         torch.library.opcheck(torch.ops.kvops.window_scores.default, args, kwargs)
     compiled = torch.compile(lambda q, k, v: ops.window_scores(q, k, v, reduce="mean") + 1, fullgraph=True)
     for layout in ("bhnd", "bnhd"):
-        q, k, visible = window(2, 2, 2, 3, 70, 16, layout=layout)
+        q, k, visible = kit.window(2, 2, 2, 3, 70, 16, layout=layout)
         assert torch.equal(compiled(q, k, visible), ops.window_scores(q, k, visible, reduce="mean") + 1)

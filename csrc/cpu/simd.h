@@ -192,6 +192,20 @@ inline F exp(F x) {
   return x < -87.0f ? F{} : scaled;
 }
 
+// The natural logarithm of a positive normal number, to fp64's accuracy: 2 artanh((m - 1) / (m + 1)) + e ln 2.
+inline double log(double x) {
+  int64_t bits;
+  memcpy(&bits, &x, 8);
+  const int64_t e = (bits - 0x3fe6a09e667f3bcd) >> 52;  // the mantissa m lies in [sqrt(1/2), sqrt(2))
+  bits -= e << 52;
+  double m;
+  memcpy(&m, &bits, 8);
+  const double z = (m - 1) / (m + 1);
+  double series = 0, power = z;
+  for (int i = 1; i <= 21; i += 2, power *= z * z) series += power / i;
+  return 2 * series + static_cast<double>(e) * 0.6931471805599453;
+}
+
 // tanh x to a few ulp; NaN stays. (A polynomial near 0, else by e^2|x|.)
 inline F tanh(F x) {
   const F magnitude = x < 0.0f ? -x : x;
@@ -269,6 +283,36 @@ inline float to_float(Half x) {
   F out[2];
   widen(U{x.bits}, out, static_cast<const Half*>(nullptr));
   return out[0][0];
+}
+
+// The nearest value of the type, ties to even.
+inline void from_float(float x, float* out) {
+  *out = x;
+}
+inline void from_float(float x, BFloat16* out) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  out->bits = static_cast<uint16_t>(x == x ? (bits + 0x7fffu + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40u);
+}
+inline void from_float(float x, Half* out) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) {
+    bits = 0x7e00u;
+  } else if (bits >= 0x477ff000u) {  // rounds to more than 65504
+    bits = 0x7c00u;
+  } else if (bits < 0x38800000u) {  // subnormal: the sum's low bits are multiples of 2^-24
+    float sum;
+    memcpy(&sum, &bits, 4);
+    sum += 0.5f;
+    memcpy(&bits, &sum, 4);
+    bits -= 0x3f000000u;
+  } else {
+    bits = (bits + 0xc8000fffu + (bits >> 13 & 1)) >> 13;
+  }
+  out->bits = static_cast<uint16_t>(sign | bits);
 }
 
 template <class T>

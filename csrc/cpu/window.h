@@ -117,6 +117,26 @@ void multiply(const Block& block, const float* q, int64_t words, float* tile) {
   }
 }
 
+// A vector of rows' softmax: the statistics of a head's splits, [splits][peaks, totals], combined in order.
+struct Totals {
+  F peak, own;    // the largest logit, and the sum of exp(logit - peak)
+  F base, total;  // the same with the sink; base is finite
+
+  Totals(const float* stats, const WindowScratch& sizes, int64_t lanes, int64_t lane, F sink) {
+    peak = splat(-__builtin_inff());
+    for (int64_t s = 0; s < sizes.splits; ++s) peak = max(peak, load(stats + s * sizes.stats + lane));
+    const F finite = finite_or_zero(peak);
+    own = F{};
+    for (int64_t s = 0; s < sizes.splits; ++s) {
+      const float* const split = stats + s * sizes.stats + lane;
+      own += load(split + lanes) * exp(load(split) - finite);
+    }
+    base = finite_or_zero(max(peak, sink));
+    total = own * exp(peak - base) + exp(sink - base);
+  }
+  static F finite_or_zero(F x) { return x == -__builtin_inff() ? F{} : x; }
+};
+
 inline F seen(const int32_t* limit, int64_t slot, F x, float otherwise) {
   I limits;
   memcpy(&limits, limit, VB);
@@ -313,19 +333,12 @@ struct WindowWorker {
     for (int v = 0; v < N; ++v) store(total + v * VL, load(total + v * VL) * shrink[v] + sums[v]);
   }
 
-  // Rows' offset and factor from the statistics of a head's splits, [splits][peaks, totals], combined in order.
+  // Rows' offset and factor from the statistics of a head's splits.
   void rows_from_stats(const float* stats) {
     for (int64_t i = 0; i < lanes; i += VL) {
-      F top = load(sink + i);
-      for (int64_t s = 0; s < sizes.splits; ++s) top = max(top, load(stats + s * sizes.stats + i));
-      const F base = top == -__builtin_inff() ? F{} : top;
-      F total = exp(load(sink + i) - base);
-      for (int64_t s = 0; s < sizes.splits; ++s) {
-        const float* const split = stats + s * sizes.stats;
-        total += load(split + lanes + i) * exp(load(split + i) - base);
-      }
-      store(offset + i, base);
-      store(factor + i, total > 0.0f ? weight / total : F{});
+      const Totals all(stats, sizes, lanes, i, load(sink + i));
+      store(offset + i, all.base);
+      store(factor + i, all.total > 0.0f ? weight / all.total : F{});
     }
   }
 
@@ -429,6 +442,61 @@ struct WindowWorker {
     });
     if (split == 0) score_unseen();
   }
+
+  // Without lse: a first pass makes the softmax's statistics of each split, and with V its weighted sum; the second
+  // makes the scores. A single row's logits are kept in between.
+
+  // From a block's tile to where its logits are kept, or back.
+  template <int N, class Move>
+  void for_logits(const Block& block, const Chunk& chunk, float* kept, const Move& move) const {
+    const int64_t pitch = WindowScratch::logit_pitch(segments);
+    kept += chunk.segment * WindowScratch::segment_logits(p) + chunk.in_segment * VL;
+    kept += (block.first - first) % split_keys(p.n) * pitch;
+    // Where rows do not fill the vector, the next key's vector overwrites what is beyond them.
+    for (int i = 0; i < block.count; ++i)
+      for (int v = 0; v < N; ++v) move(tile + (i * N + v) * VL, kept + i * pitch + v * VL);
+  }
+
+  // values.start(block) comes before a block's products, values.add<N>(chunk, shrink) with the weights exp(logit -
+  // peak) in the tile, if it has a use for them.
+  template <class Values>
+  void first_pass(int64_t split, float* stats, float* kept, Values& values) {
+    float *const peak = stats, *const total = stats + lanes;
+    for (int64_t i = 0; i < lanes; ++i) peak[i] = -__builtin_inff(), total[i] = 0.0f;
+    for_blocks(split, [&](Block block) {
+      values.start(block);
+      keys_of(block);
+      for_chunks([&](const Chunk& chunk) {
+        with_count(chunk.count, [&](auto n) {
+          constexpr int N = decltype(n)::value;
+          F shrink[N];
+          logits<N>(block, chunk);
+          if (p.w == 1) for_logits<N>(block, chunk, kept, [](float* from, float* to) { store(to, load(from)); });
+          softmax<N>(block, chunk, peak + chunk.vector * VL, total + chunk.vector * VL, shrink, Values::kUsed);
+          values.template add<N>(chunk, shrink);
+        });
+      });
+    });
+  }
+
+  // stats: of all splits of the head.
+  void second_pass(int64_t split, const float* stats, float* kept) {
+    rows_from_stats(stats);
+    if (p.w > 1) return score_split(split, false);
+    for_blocks(split, [&](const Block& block) {
+      score_block(block, false, [&](auto n, const Chunk& chunk) {
+        for_logits<decltype(n)::value>(block, chunk, kept, [](float* out, float* in) { store(out, load(in)); });
+      });
+    });
+    if (split == 0) score_unseen();
+  }
+};
+
+struct NoValues {
+  static constexpr bool kUsed = false;
+  void start(const Block&) {}
+  template <int N>
+  void add(const Chunk&, const F*) {}
 };
 
 // fn(worker, item) for every split of every head. Workers take runs of them, so that a head is packed once or twice.
@@ -443,11 +511,6 @@ void for_splits(const Window& p, int64_t dv, const Workers& workers, const Fn& f
       fn(worker, item);
     }
   });
-}
-
-// An item's statistics before its first block.
-inline void start_stats(float* stats, int64_t lanes) {
-  for (int64_t i = 0; i < lanes; ++i) stats[i] = -__builtin_inff(), stats[lanes + i] = 0.0f;
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ Tensor window_scores(const Tensor& q, const Tensor& k, const Tensor& visible, co
   const WindowScratch sizes(p.window, 0);
   const int64_t threads = threads_for(p.window.b * p.window.heads * p.window.n * p.window.k.row_bytes * p.window.w);
   const bool make_lse = p.softmax && !lse;
-  const Scratch scratch(threads * sizes.worker + (make_lse ? sizes.items * sizes.stats : 0));
+  const Scratch scratch(threads * sizes.worker + (make_lse ? sizes.items * (sizes.stats + sizes.logits) : 0));
   window_scores_cpu(p, scratch.workers(threads));
   if (lse) check_lse_total(p, *lse, visible, starts, sink_logits, scores);
   return scores;

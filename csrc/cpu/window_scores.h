@@ -29,34 +29,22 @@ template <class T>
 void score(const WindowScoresParams& p, const Workers& workers) {
   const WindowScratch sizes(p.window, 0);
   float* const stats = workers.workspace + workers.count * sizes.worker;  // [items][2][lanes]
+  float* const kept = stats + sizes.items * sizes.stats;                  // w = 1: [items] of logits
   const bool make_lse = p.softmax && !p.lse.data;
   if (make_lse)
     for_splits<T>(p.window, 0, workers, [&](WindowWorker<T>& worker, int64_t item) {
-      float* const peak = stats + item * sizes.stats;
-      float* const total = peak + worker.lanes;
-      start_stats(peak, worker.lanes);
-      worker.for_blocks(item % sizes.splits, [&](Block block) {
-        worker.keys_of(block);
-        worker.for_chunks([&](const Chunk& chunk) {
-          with_count(chunk.count, [&](auto n) {
-            constexpr int N = decltype(n)::value;
-            F shrink[N];
-            worker.template logits<N>(block, chunk);
-            worker.template softmax<N>(block, chunk, peak + chunk.vector * VL, total + chunk.vector * VL, shrink,
-                                       false);
-          });
-        });
-      });
+      NoValues none;
+      worker.first_pass(item % sizes.splits, stats + item * sizes.stats, kept + item * sizes.logits, none);
     });
   for_splits<T>(p.window, 0, workers, [&](WindowWorker<T>& worker, int64_t item) {
-    if (make_lse) {
-      worker.rows_from_stats(stats + item / sizes.splits * sizes.splits * sizes.stats);
-    } else if (p.softmax) {
+    const int64_t split = item % sizes.splits;
+    if (make_lse) return worker.second_pass(split, stats + (item - split) * sizes.stats, kept + item * sizes.logits);
+    if (p.softmax) {
       rows_from_lse(worker, p.lse);
     } else {
       for (int64_t i = 0; i < worker.lanes; i += VL) store(worker.factor + i, splat(worker.weight));
     }
-    worker.score_split(item % sizes.splits, !p.softmax);
+    worker.score_split(split, !p.softmax);
   });
 }
 

@@ -8,7 +8,8 @@ namespace {
 
 constexpr int64_t kMaxLanes = 16;   // floats in a vector
 constexpr int64_t kMaxVectors = 4;  // vectors of rows that a register block has
-constexpr int64_t kBlock = 48;      // keys that go through all steps while they are in the cache
+constexpr int64_t kMostSplits = 32;
+constexpr int64_t kBlock = 48;  // keys that go through all steps while they are in the cache
 
 constexpr int64_t round_up(int64_t x, int64_t multiple) {
   return (x + multiple - 1) / multiple * multiple;
@@ -17,7 +18,7 @@ constexpr int64_t round_up(int64_t x, int64_t multiple) {
 // Keys in a split: the unit of the work that threads share and of the sums that are combined in order. A function of n
 // alone, so that results depend neither on threads nor on the batch.
 constexpr int64_t split_keys(int64_t n) {
-  constexpr int64_t kLeast = 64 * kBlock, kMostSplits = 32;
+  constexpr int64_t kLeast = 64 * kBlock;
   return round_up(n > kLeast * kMostSplits ? (n + kMostSplits - 1) / kMostSplits : kLeast, kBlock);
 }
 
@@ -62,9 +63,11 @@ struct WindowScratch {
     worker = queries + keys + values + tile + 2 * partial + 2 * kBlock + 4 * row;
     stats = 2 * lanes;
     out = lanes * round_up(dv, 2 * kMaxLanes);
-    logits = dv && p.w == 1 ? round_up(segments.count * (split_keys(p.n) * logit_pitch(segments) + kMaxLanes), 16) : 0;
+    logits = p.w == 1 ? round_up(segments.count * segment_logits(p), kMaxLanes) : 0;
   }
 
+  // A segment's logits of an item, and room behind for the last vector.
+  static int64_t segment_logits(const Window& p) { return split_keys(p.n) * logit_pitch(Segments(p)) + kMaxLanes; }
   // From a key's logits to the next key's. As many floats as rows, where one register block holds them all at every
   // level.
   static int64_t logit_pitch(const Segments& segments) {

@@ -1,0 +1,143 @@
+// window_attention on the CPU (window.h: packing, register blocks, masks).
+//
+//   out[i] = sum over j of a[i, j] v_j,  a[i, j] = exp(scale * q_i . k_j - lse_i),  score[j] = sum over i of a[i, j]
+//
+// Bytes that must move: K and V once, and for the scores K again (w > 1), or the logits (w = 1: G floats for each key).
+//
+// FlashAttention over splits of the keys. A block of 48 keys gives its logits, the running softmax turns them into
+// weights in place, and these weigh the block's V rows: each element of V is broadcast against vectors of rows, as K's
+// are, so the sums are out transposed, [dv][rows]. V of 2 bytes is widened; weights stay fp32. Every split keeps its
+// maxima, sums and outputs; they are combined in order of the keys. Then lse is known, and the scores are
+// window_scores' second pass: a second product, cheaper than writing rows x n logits (128 floats for a key of 128
+// channels) and reading them.
+//
+// Work is split over (batch, head) and over splits of at least 3072 keys, a function of n alone.
+#include "../ops/window_attention.h"
+#include "window.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+// One split's sums of weighted V rows, out transposed: a chunk's are [width][N vectors].
+template <class T>
+struct WeightedValues {
+  static constexpr bool kUsed = true;
+  WindowWorker<T>& worker;
+  const KVView& v;
+  const int64_t width;  // of a row of V, with what the last register has beyond it
+  float* const out;
+  Block block{};
+
+  static int64_t row_width(int64_t row_bytes) {
+    return sizeof(T) == 2 ? row_shape<T>(row_bytes).registers() * kStep<T> : row_bytes / 4;
+  }
+
+  WeightedValues(WindowWorker<T>& worker_, const KVView& v_, float* out_)
+      : worker(worker_), v(v_), width(row_width(v_.row_bytes)), out(out_) {
+    memset(out, 0, worker.lanes * width * 4);
+  }
+
+  void start(const Block& keys) {
+    block = keys;
+    worker.rows_of(v, block, worker.values, sizeof(T) == 2);
+  }
+
+  template <int N>
+  void add(const Chunk& chunk, const F* shrink) const {
+    float* const sums = out + chunk.vector * VL * width;
+    int64_t c = 0;
+    if constexpr (N <= kVectors / 2)
+      for (; c + 8 <= width; c += 8) add_channels<N, 8>(c, shrink, sums);
+    for (; c < width; c += 4) add_channels<N, 4>(c, shrink, sums);
+  }
+
+  template <int N, int C>
+  void add_channels(int64_t channel, const F* shrink, float* out) const {
+    F sums[C][N];
+    for (int c = 0; c < C; ++c)
+      for (int j = 0; j < N; ++j) sums[c][j] = load(out + ((channel + c) * N + j) * VL) * shrink[j];
+    for (int i = 0; i < block.count; ++i) {
+      const char* const row = block.row(i) + 4 * channel;
+      F weights[N];
+      for (int j = 0; j < N; ++j) weights[j] = load(worker.tile + (i * N + j) * VL);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) {
+        float x;
+        memcpy(&x, row + 4 * c, 4);
+        for (int j = 0; j < N; ++j) sums[c][j] += weights[j] * x;
+      }
+    }
+    for (int c = 0; c < C; ++c)
+      for (int j = 0; j < N; ++j) store(out + ((channel + c) * N + j) * VL, sums[c][j]);
+  }
+};
+
+// A chunk's rows of out and lse, from all splits of the head.
+template <class T>
+void finish(const WindowAttentionParams& p, const WindowScratch& sizes, const WindowWorker<T>& worker,
+            const Chunk& chunk, const float* stats, const float* outs) {
+  const int64_t width = WeightedValues<T>::row_width(p.v.row_bytes);
+  for (int64_t v = 0; v < chunk.count; ++v) {
+    const int64_t lane = (chunk.vector + v) * VL;
+    const Totals all(stats, sizes, worker.lanes, lane, load(worker.sink + lane));
+    const int64_t rows = worker.segments.rows - (chunk.in_segment + v) * VL;
+    const int64_t count = rows < VL ? rows : VL;
+    // Rows are consecutive in out and lse, [heads * group, w, dv]: the segments' order is theirs.
+    const int64_t row =
+        worker.head * p.window.group * p.window.w + chunk.segment * worker.segments.rows + (chunk.in_segment + v) * VL;
+    for (int64_t i = 0; i < count; ++i)
+      p.lse[row + i] =
+          all.own[i] > 0.0f ? static_cast<float>(all.peak[i] + log(double{all.own[i]})) : -__builtin_inff();
+    F share[kMostSplits];
+    for (int64_t s = 0; s < sizes.splits; ++s)
+      share[s] = exp(load(stats + s * sizes.stats + lane) - all.base) / all.total;
+    T* const to = reinterpret_cast<T*>(p.out) + row * p.dv;
+    for (int64_t c = 0; c < p.dv; ++c) {
+      const int64_t slot = sizeof(T) == 2 ? channel_slot<T>(c) : c;
+      F sum = {};
+      for (int64_t s = 0; s < sizes.splits; ++s) {
+        sum += load(outs + s * sizes.out + (chunk.vector * width + slot * chunk.count + v) * VL) * share[s];
+      }
+      const F x = all.own > 0.0f ? sum : F{};
+      for (int64_t i = 0; i < count; ++i) from_float(x[i], to + i * p.dv + c);
+    }
+  }
+}
+
+template <class T>
+void attend(const WindowAttentionParams& p, const Workers& workers) {
+  const WindowScratch sizes(p.window, p.dv);
+  float* const stats = workers.workspace + workers.count * sizes.worker;  // [items][2][lanes]
+  float* const outs = stats + sizes.items * sizes.stats;                  // [items][lanes * width]
+  float* const kept = outs + sizes.items * sizes.out;                     // w = 1: [items] of logits
+  for_splits<T>(p.window, p.dv, workers, [&](WindowWorker<T>& worker, int64_t item) {
+    WeightedValues<T> values(worker, p.v, outs + item * sizes.out);
+    worker.first_pass(item % sizes.splits, stats + item * sizes.stats, kept + item * sizes.logits, values);
+  });
+  for_splits<T>(p.window, p.dv, workers, [&](WindowWorker<T>& worker, int64_t item) {
+    const int64_t split = item % sizes.splits, head = item - split;
+    worker.second_pass(split, stats + head * sizes.stats, kept + item * sizes.logits);
+    // The head's splits share its rows.
+    int64_t index = 0;
+    worker.for_chunks([&](const Chunk& chunk) {
+      if (index++ % sizes.splits == split)
+        finish(p, sizes, worker, chunk, stats + head * sizes.stats, outs + head * sizes.out);
+    });
+  });
+}
+
+// Without keys there are no splits.
+void attend_nothing(const WindowAttentionParams& p) {
+  const int64_t rows = p.window.b * p.window.heads * p.window.group * p.window.w;
+  for (int64_t i = 0; i < rows; ++i) p.lse[i] = -__builtin_inff();
+  memset(p.out, 0, rows * p.v.row_bytes);
+}
+
+}  // namespace
+
+void window_attention(const WindowAttentionParams& p, const Workers& workers) {
+  if (p.window.n == 0) return attend_nothing(p);
+  with_dtype(p.window.dtype, [&](auto type) { attend<decltype(type)>(p, workers); });
+}
+
+}  // namespace kvops::KVOPS_ISA

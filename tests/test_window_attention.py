@@ -1,0 +1,321 @@
+"""window_attention against its reference: FlashAttention's output and lse, and the window's scores."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kit
+import kvops
+from kvops import ops, reference
+
+pytestmark = kit.every_device
+
+REDUCES, GROUP_REDUCES = ("sum", "mean", "max"), ("sum", "mean", "max", "none")
+
+
+def window(b, heads, group, w, n, d, dtype=torch.float32, *, dv=None, seed=0):
+    q, k, visible = kit.window(b, heads, group, w, n, d, dtype, seed=seed)
+    return q, k, kit.kv(b, heads, n, d, dtype, dv=dv, seed=seed + 2)[1], visible
+
+
+def check(q, k, v, visible, **kwargs):
+    """out, lse and scores by the error-ratio rule; the plain formula's out is rounded to q's dtype, as ours is."""
+    actual = ops.window_attention(q, k, v, visible, **kwargs)
+    eager = reference.window_attention(q, k, v, visible, **kwargs, dtype=torch.float32)
+    exact = reference.window_attention(q, k, v, visible, **kwargs)
+    condition = kit.softmax_condition(q, k, **kwargs)
+    out, lse, scores = actual
+    assert out.dtype == q.dtype and all(x.is_contiguous() for x in actual)
+    kit.assert_close(out.float(), eager[0].to(q.dtype).float(), exact[0], condition)
+    infinite = exact[1].isinf()  # rows that see nothing
+    assert torch.equal(lse.isinf(), infinite) and (lse[infinite] < 0).all() and (out[infinite] == 0).all()
+    kit.assert_close(*(x.masked_fill(infinite, 0) for x in (lse, eager[1], exact[1])), condition)
+    kit.assert_close(scores, eager[2], exact[2], condition)
+    return actual
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("d", kit.HEAD_DIMS)
+@pytest.mark.parametrize("w", [1, 9])
+def test_dtypes_and_head_dims(dtype, d, w):
+    check(*window(2, 2, 2, w, kit.size(131, 70), d, dtype))
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("d, dv", [(8, 16), (16, 8), (24, 72), (128, 64), (192, 128), (40, 104)])
+def test_head_dims_of_k_and_v_differ(dtype, d, dv):
+    check(*window(1, 2, 2, 4, 60, d, dtype, dv=dv))
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 17])
+@pytest.mark.parametrize("w", [1, 6])
+def test_groups(group, w, dtype):
+    check(*window(1, 2, group, w, 60, 64, dtype))
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("w", [1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 64, 100, 256])
+def test_window_sizes(w, dtype):
+    check(*window(1, 1, 3, w, max(w, 60) + 7, 32, dtype))
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("group_reduce", GROUP_REDUCES)
+@pytest.mark.parametrize("group, w", [(4, 1), (3, 5), (2, 20), (20, 1)])
+def test_reductions(reduce, group_reduce, group, w):
+    q, k, v, _ = window(2, 2, group, w, 75, 40)
+    visible = torch.stack([kit.causal(w, 75), kit.int32(*[0] * (w // 2), *[60] * (w - w // 2))])
+    options = dict(reduce=reduce, group_reduce=group_reduce)
+    for more in ({}, dict(softcap=3.0), dict(sink_logits=kit.randn(2 * group)), dict(starts=kit.int32(0, 11))):
+        check(q, k, v, visible, **options, **more)
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("w", [1, 6])
+def test_agrees_with_window_scores(dtype, w):
+    """Its lse is one that window_scores takes."""
+    q, k, v, visible = window(2, 2, 3, w, kit.size(4000, 500), 64, dtype)
+    _, lse, scores = ops.window_attention(q, k, v, visible)
+    with kvops.debug_checks():
+        again = ops.window_scores(q, k, visible, lse)
+    torch.testing.assert_close(scores, again, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(scores, ops.window_scores(q, k, visible), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", kit.LAYOUTS)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("w", [1, 5])
+def test_layouts_change_nothing(layout, dtype, w):
+    q, k, v, visible = window(2, 2, 2, w, 150, 72, dtype)
+    expected = ops.window_attention(q, k, v, visible)
+    others = (kit.laid_out(q, layout), q.mT.contiguous().mT, torch.stack([q, q], -1)[..., 1])
+    for other in others:
+        assert kit.same(
+            ops.window_attention(other, kit.laid_out(k, layout), kit.laid_out(v, layout), visible), expected
+        )
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
+@pytest.mark.parametrize("w", [1, 3])
+def test_rows_at_any_address(dtype, offset, gap, w):
+    q, k, v, visible = window(2, 2, 2, w, 70, 40, dtype)
+    moved = ops.window_attention(*(kit.unaligned(x, offset, gap) for x in (q, k, v)), visible)
+    assert kit.same(moved, ops.window_attention(q, k, v, visible))
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("w", [1, 8])
+def test_limits(w, dtype):
+    """Rows see as far as they say: nothing, everything, in no order; what is beyond them all is not read."""
+    n = 120
+    q, k, v, _ = window(3, 2, 2, w, n, 24, dtype)
+    limits = [[(i * 37 + row * 50) % (n - 9) for i in range(w)] for row in range(2)] + [[0] * w]
+    visible = kit.int32(*sum(limits, [])).view(3, w)
+    for x in (k, v):
+        for row in range(3):
+            x[row, :, max(limits[row]) :] = float("nan")
+    for more in ({}, dict(reduce="mean"), dict(reduce="max", group_reduce="max"), dict(sink_logits=kit.randn(4))):
+        out, lse, scores = check(q, k, v, visible, **more)
+        assert (scores[2] == 0).all() and (out[2] == 0).all() and (lse[2] == -torch.inf).all()
+    starts = kit.int32(0, 7, 5)
+    for x in (k, v):
+        for row, s in enumerate(starts.tolist()):
+            x[row, :, :s] = float("nan")
+    check(q, k, v, visible, starts=starts)
+
+
+@given(
+    data=st.data(),
+    n=st.integers(0, 130),
+    w=st.integers(1, 20),
+    group=st.integers(1, 5),
+    dtype=st.sampled_from(kit.DTYPES),
+)
+@kit.examples(80)
+def test_any_limits(data, n, w, group, dtype):
+    q, k, v, _ = window(2, 1, group, w, n, 16, dtype, seed=data.draw(st.integers(0, 2**31)))
+    limits = data.draw(st.lists(st.integers(0, n), min_size=2 * w, max_size=2 * w))
+    options = dict(
+        reduce=data.draw(st.sampled_from(REDUCES)),
+        group_reduce=data.draw(st.sampled_from(GROUP_REDUCES)),
+        starts=data.draw(st.none() | st.builds(kit.int32, st.integers(0, n), st.integers(0, n))),
+        softcap=data.draw(st.sampled_from([0.0, 4.0])),
+        sink_logits=data.draw(st.none() | st.just(kit.randn(group))),
+    )
+    check(q, k, v, kit.int32(*limits).view(2, w), **options)
+
+
+@pytest.mark.parametrize("w", [1, 4])
+def test_padded_rows_are_as_if_alone(w):
+    q, k, v, visible = window(3, 2, 2, w, 100, 32, torch.bfloat16)
+    starts = [0, 13, 60]
+    out, lse, scores = ops.window_attention(q, k, v, visible, starts=kit.int32(*starts))
+    for row, s in enumerate(starts):
+        one = slice(row, row + 1)
+        alone = ops.window_attention(q[one], k[one, :, s:], v[one, :, s:], visible - s)
+        assert kit.same((out[one], lse[one], scores[one, :, s:].contiguous()), alone)
+        assert (scores[row, :, :s] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("w", [1, 7])
+def test_a_key_that_is_not_finite_is_left_out(bad, dtype, w):
+    n = 140
+    q, k, v, visible = window(2, 2, 2, w, n, 32, dtype)
+    clean = ops.window_attention(q, k, v, visible)
+    k[0, 1, 20, 3] = bad
+    k[0, 1, n - 1, 3] = bad  # the last row alone sees it
+    k[0, 1, 97] = bad  # inf - inf
+    for options in ({}, dict(reduce="max"), dict(group_reduce="none"), dict(softcap=2.0)):
+        check(q, k, v, visible, **options)
+    now = ops.window_attention(q, k, v, visible)
+    for before, after in zip(clean, now):
+        assert after[0, : len(before[0]) // 2].equal(before[0, : len(before[0]) // 2]) and after[1].equal(before[1])
+    k[0, 1] = bad  # a head without a usable key
+    check(q, k, v, visible)
+    check(q, k, v, visible, sink_logits=kit.randn(4))
+
+
+def test_a_value_that_is_not_finite_stays_in_its_head():
+    q, k, v, visible = window(2, 2, 2, 5, 60, 16)
+    clean, lse, scores = ops.window_attention(q, k, v, visible)
+    v[0, 1, 30, 3] = torch.nan
+    out, *others = ops.window_attention(q, k, v, visible)
+    assert kit.same(others, (lse, scores)) and out[0, 2:, :, 3].isnan().all()
+    assert torch.equal(out[1], clean[1]) and torch.equal(out[0, :2], clean[0, :2])
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("w", [1, 5])
+def test_large_logits(dtype, w):
+    q, k, v, visible = window(1, 1, 2, w, 70, 32, dtype)
+    q = q * torch.tensor([100.0, 10.0, 1.0, 0.1, 0.0]).to(dtype)[:w].view(w, 1)
+    check(q, k, v, visible)
+    check(q, k, v, visible, sink_logits=torch.tensor([300.0, -300.0]))
+
+
+@pytest.mark.parametrize("w", [1, 3])
+def test_many_splits(w):
+    """More keys than a split has, up to the most splits that there are."""
+    for n in (kit.size(7_000, 1_500), kit.size(130_000, 3_000)):
+        check(*window(1, 1, 2, w, n, 16))
+
+
+@kit.only("cuda", "simulator")
+def test_many_heads():
+    """More than a CUDA grid has room for in y; what a head gives does not depend on it."""
+    q, k, v, visible = window(7, kit.size(10_000, 300), 1, 2, 3, 8)
+    out, lse, scores = check(q, k, v, visible)
+    alone = ops.window_attention(q[3:4, :2], k[3:4, :2], v[3:4, :2], visible)
+    assert kit.same(alone, [x[3:4, :2].contiguous() for x in (out, lse, scores)])
+
+
+@pytest.mark.parametrize("group, w, n", [(2, 8, 100), (4, 1, kit.size(20_000, 2_000)), (2, 4, kit.size(20_000, 2_000))])
+def test_repeatable(group, w, n):
+    q, k, v, visible = window(1, 2, group, w, n, 64, torch.bfloat16)
+    kit.assert_repeatable(lambda: ops.window_attention(q, k, v, visible))
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("w", [1, 4])
+def test_a_batch_changes_nothing(dtype, w):
+    q, k, v, visible = window(3, 3, 2, w, kit.size(7000, 700), 32, dtype)
+    together = ops.window_attention(q, k, v, visible)
+    for b, h in ((0, 0), (1, 2), (2, 1)):
+        own, heads, queries = slice(b, b + 1), slice(h, h + 1), slice(2 * h, 2 * h + 2)
+        alone = ops.window_attention(q[own, queries], k[own, heads], v[own, heads], visible)
+        expected = (together[0][own, queries], together[1][own, queries], together[2][own, heads])
+        assert kit.same(alone, [x.contiguous() for x in expected])
+
+
+@kit.only("cpu")
+@pytest.mark.parametrize("heads, w, n", [(1, 1, 9000), (1, 6, 20000), (3, 4, 3100), (9, 2, 1100)])
+def test_threads_change_nothing(heads, w, n):
+    q, k, v, visible = window(1, heads, 2, w, n, 64)
+    with kit.threads(1):
+        one = ops.window_attention(q, k, v, visible)
+    for count in (2, 3, 5):
+        with kit.threads(count):
+            assert kit.same(ops.window_attention(q, k, v, visible), one)
+
+
+@pytest.mark.parametrize("w", [1, 2])
+def test_offsets_beyond_31_bits(w):
+    q, k, v, visible = window(1, 2, 2, w, 12, 8, torch.float16)
+    expected = ops.window_attention(q, k, v, visible)
+    assert kit.same(ops.window_attention(q, kit.far_apart(k), v, visible), expected)
+    assert kit.same(ops.window_attention(q, k, kit.far_apart(v), visible), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_out_is_rounded_to_nearest(dtype):
+    """The midpoints of a half type's neighbours, by weights of a half; ties go to even. Their sums must fit fp32."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    x = x[x.float().abs() < 2.0**126].float().sort().values
+    pad = -len(x) % 8
+    x = torch.cat([x, x.new_zeros(pad)])
+    y = x.roll(-1)
+    y[-pad - 1 :] = 0
+    width = 512
+    rows = [torch.cat([z, z.new_zeros(-len(z) % width)]).view(1, -1, 1, width).to(dtype) for z in (x, y)]
+    v = torch.cat(rows, 2)  # [1, heads, 2, width]
+    heads = v.shape[1]
+    q, k = torch.zeros(1, heads, 1, 8, dtype=dtype), torch.zeros(1, heads, 2, 8, dtype=dtype)
+    out, _, _ = ops.window_attention(q, k, v, kit.int32(2))
+    expected = (v[:, :, :1].float() * 0.5 + v[:, :, 1:].float() * 0.5).to(dtype)
+    tiny = torch.finfo(torch.float32).tiny * 2  # fp32 subnormals may be flushed
+    usual = (v.float().abs().amax(2, keepdim=True) >= tiny) | (expected == 0)
+    assert torch.equal(out[usual], expected[usual])
+
+
+def test_empty():
+    for b, heads, n in ((0, 2, 5), (2, 0, 5), (2, 2, 0)):
+        q, k, v = torch.zeros(b, 2 * heads, 3, 8), torch.zeros(b, heads, n, 8), torch.ones(b, heads, n, 16)
+        out, lse, scores = ops.window_attention(q, k, v, kit.int32(0, n, n))
+        assert out.shape == (b, 2 * heads, 3, 16) and scores.shape == (b, heads, n)
+        assert lse.shape == (b, 2 * heads, 3) and (n > 0 or ((out == 0).all() and (lse == -torch.inf).all()))
+        assert ops.window_attention(q, k, v, kit.int32(0, n, n), group_reduce="none")[2].shape == (b, 2 * heads, n)
+
+
+def test_bad_input():
+    q, k, v, visible = window(1, 2, 2, 3, 64, 16)
+    good = dict(q=q, k=k, v=v, visible=visible)
+    for arguments, parts in (
+        (dict(v=v[0]), ("window_attention", "v must be", r"\[2, 64, 16\]")),
+        (dict(v=v.half()), ("v must have k's dtype Float", "got Half")),
+        (dict(v=v[:, :, :9]), ("v must have k's batch, heads and tokens", r"\[1, 2, 9, 16\]")),
+        (dict(v=v[..., :2]), ("head_dim of v", "got 2")),
+        (dict(q=q[:, :3]), ("multiple of the KV heads 2", "got 3")),
+        (dict(q=q[..., :8]), ("q must have k's batch and head_dim", r"\[1, 4, 3, 8\]")),
+        (dict(q=q.half()), ("k must have q's dtype Half", "got Float")),
+        (dict(q=torch.zeros(1, 4, 257, 16), visible=kit.causal(257, 64)), ("1 to 256 rows", "got 257")),
+        (dict(visible=kit.int32(0, 65, 1)), (r"visible must lie in \[0, 64\]", "65")),
+        (dict(starts=kit.int32(-1)), (r"starts must lie in \[0, 64\]", "-1")),
+        (dict(reduce="none"), ("reduce must be 'sum', 'mean' or 'max'", "none")),
+        (dict(sink_logits=torch.zeros(2)), ("sink_logits must be", r"float32 \[4\]")),
+    ):
+        with kvops.debug_checks(), kit.refuses(*parts):
+            ops.window_attention(**(good | arguments))
+    with kit.refuses("v must be a torch.Tensor", kind=TypeError):
+        ops.window_attention(q, k, None, visible)
+    with kit.refuses("v requires grad"):
+        ops.window_attention(q, k, v.clone().requires_grad_(), visible)
+
+
+def test_opcheck_and_compile():
+    q, k, v, visible = window(2, 2, 2, 3, 40, 16, dv=24)
+    for args, kwargs in (
+        ((q, k, v, visible), {}),
+        ((q.half(), k.half(), v.half(), visible), dict(reduce="max", group_reduce="none", softcap=5.0)),
+        ((q, k, v, visible.repeat(2, 1)), dict(scale=0.2, starts=kit.int32(0, 0), sink_logits=torch.zeros(4))),
+    ):
+        torch.library.opcheck(torch.ops.kvops.window_attention.default, args, kwargs)
+    compiled = torch.compile(lambda *x: [y + 1 for y in ops.window_attention(*x, reduce="mean")], fullgraph=True)
+    for w in (1, 3):
+        q, k, v, visible = window(2, 2, 2, w, 70, 16)
+        expected = [y + 1 for y in ops.window_attention(q, k, v, visible, reduce="mean")]
+        assert kit.same(compiled(q, k, v, visible), expected)
