@@ -13,10 +13,11 @@ from torch import Tensor
 
 import kvops
 from kvops import ops
-from kvops.reference import kept_length, num_segments
+from kvops.reference import kept_length, num_segments, window_logits, window_softmax
 
 SINK = 5
 RATIO = 0.3
+SOFTCAP = 20.0
 
 
 @dataclass
@@ -32,6 +33,10 @@ class Inputs:
     starts: Tensor  # int32 [b]
     lengths: Tensor  # int32 [b]
     budgets: Tensor  # int32 [b, Hk]
+    q: Tensor  # [b, 4 Hk, 6, d]
+    visible: Tensor  # int32 [b, 6]
+    sink_logits: Tensor  # fp32 [4 Hk]
+    lse: Tensor  # fp32 [b, 4 Hk, 6]
     out: tuple[Tensor, Tensor]  # [b, Hk, n // 4, d] and [.., dv]
     lagkv_out: tuple[Tensor, Tensor]  # of the slots that LagKV keeps
 
@@ -88,8 +93,11 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
     def nan(tokens: int) -> tuple[Tensor, Tensor]:
         return tuple(torch.full((b, heads, tokens, x), torch.nan, dtype=dtype, device="cpu") for x in (d, dv))
 
+    k, q = randn(n, d).to(dtype), randn(4, 6, d).flatten(1, 2).to(dtype)
+    visible = integers(n // 2, n + 1, b, 6)
+    _, lse = window_softmax(*window_logits(q, k, visible, None, None, SOFTCAP, torch.float32), None, None)
     return Inputs(
-        k=randn(n, d).to(dtype),
+        k=k,
         v=randn(n, dv).to(dtype),
         anchor=randn(d),
         scores=scores(n),
@@ -98,6 +106,10 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
         starts=starts,
         lengths=n - starts - integers(0, n // 8, b),
         budgets=integers(4 + 8, keep, b, heads),  # what sinks and window take, and more
+        q=q,
+        visible=visible,
+        sink_logits=randn(4)[0].flatten(),
+        lse=lse.flatten(1, 2),
         out=nan(keep),
         lagkv_out=nan(kept),
     )
@@ -111,6 +123,14 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
         x.k, normalize_anchor=False, starts=x.starts, lengths=x.lengths, return_anchor=True
     ),
     "anchor_cosine, anchor": lambda x: (ops.anchor_cosine(x.k, anchor=x.anchor),),
+    "window_scores": lambda x: (ops.window_scores(x.q, x.k, x.visible),),
+    "window_scores, padded": lambda x: (
+        ops.window_scores(
+            x.q, x.k, x.visible, starts=x.starts, reduce="mean", group_reduce="max", sink_logits=x.sink_logits
+        ),
+    ),
+    "window_scores, lse": lambda x: (ops.window_scores(x.q, x.k, x.visible, x.lse, softcap=SOFTCAP),),
+    "window_scores, one row": lambda x: (ops.window_scores(x.q[:, :, :1], x.k, x.visible[:, :1].contiguous()),),
     "select_topk": lambda x: (ops.select_topk(x.scores, x.keep, 4, 8),),
     "select_topk, padded": lambda x: (
         ops.select_topk(x.scores, x.keep, 4, 8, None, x.starts, x.lengths, x.budgets, False),

@@ -109,6 +109,8 @@ def under(sanitizer, library, name, *ints) -> str:
         ),
         ("lane_outside_mask", r"thread \(16,0,0\).* not in the mask it gives to __shfl_sync at .*:\d+"),
         ("partial_warp", r"lane 0 reads lane 16, which does not take part"),
+        ("half_a_tensor_core", r"thread \(\d+,0,0\): mma of a warp that is not whole"),
+        ("unaligned_matrix", r"ldmatrix of a row that is not 16-byte aligned"),
         ("empty_block", r"cannot launch an empty grid or block"),
         ("big_block", r"more than 1024 threads"),
     ],
@@ -170,11 +172,20 @@ def test_copies_arrive_no_earlier_than_they_must(build):
         assert not said and x[8:10] == [3, -1 if broken else 7]
 
 
+@pytest.mark.parametrize("transposed", [0, 1])
+@pytest.mark.parametrize("bf16", [0, 1])
+def test_tensor_cores(build, bf16, transposed):
+    for kind in ("plain", "ucontext"):
+        x, said = run(build(kind), "tensor_cores", bf16, transposed)
+        assert not said and x == [1] * 32 + [-1] * 32
+    assert run(build("plain"), "matrix_of_others")[0][:32] == [1] * 32
+
+
 def test_races_are_found(build):
-    for name in ("broadcast", "warp_synchronous", "last_block"):
+    for name in ("broadcast", "warp_synchronous", "last_block", "matrix_of_others"):
         said = under("thread", build("thread", broken=True), name)
         assert re.search(rf"data race.* {name} \S+selftest.cpp:\d+", said, re.DOTALL), said
-    for name in ("broadcast", "warp_synchronous", "collectives", "half_warps", "last_block"):
+    for name in ("broadcast", "warp_synchronous", "collectives", "half_warps", "last_block", "matrix_of_others"):
         assert "data race" not in under("thread", build("thread"), name)
     assert "deadlock" in under("thread", build("thread"), "barrier_in_branch")
 

@@ -1,4 +1,4 @@
-// Kernels with one fault each, and sound ones, for test_cudasim.py. BROKEN leaves out what three of them need.
+// Kernels with one fault each, and sound ones, for test_cudasim.py. BROKEN leaves out what some of them need.
 #include "cudasim.h"
 
 using cudasim::guarded;
@@ -105,6 +105,55 @@ __global__ void async_copies(int* x) {
 #endif
   x[9] = v[1][3];
 }
+// x[lane], for each lane, whether one product of small integers is right: A [16, 16] by ldmatrix, B [8, 16] by
+// ldmatrix, or B [16, 8] by its transposed form.
+template <int kType, int kTransposed>
+__global__ void tensor_cores(int* x) {
+  const int lane = threadIdx.x, r = lane / 4, c = lane % 4 * 2;
+  __shared__ __align__(16) unsigned short A[16][16], B[16][16];
+  const auto a = [](int i, int k) { return (3 * i + 5 * k) % 7 - 3; };
+  const auto b = [](int k, int j) { return (2 * k + 3 * j) % 5 - 2; };
+  const auto stored = [](int value) -> unsigned short {
+    return kType ? __bfloat16_as_ushort(__float2bfloat16(float(value))) : __half_as_ushort(__float2half(float(value)));
+  };
+  for (int i = lane; i < 256; i += 32) {
+    A[i / 16][i % 16] = stored(a(i / 16, i % 16));
+    const int k = kTransposed ? i / 16 : i % 16, j = kTransposed ? i % 16 : i / 16;
+    if (j < 8) B[i / 16][i % 16] = stored(b(k, j));
+  }
+  __syncwarp();
+  unsigned p[4], q[4];
+  cudasim::ldmatrix_x4(p, &A[lane % 16][lane / 16 * 8], false);
+  cudasim::ldmatrix_x4(q, kTransposed ? &B[lane % 16][0] : &B[lane % 8][lane / 8 % 2 * 8], kTransposed);
+  float d[4] = {1, 2, 3, 4};
+  cudasim::mma_m16n8k16(kType ? "bf16" : "f16", d, {p[0], p[1], p[2], p[3]}, {q[0], q[1]});
+  int ok = 1;
+  for (int e = 0; e < 4; ++e) {
+    int right = e + 1;
+    for (int k = 0; k < 16; ++k) right += a(r + e / 2 * 8, k) * b(k, c + e % 2);
+    ok &= d[e] == float(right);
+  }
+  x[lane] = ok;
+}
+__global__ void half_a_tensor_core(int* x) {
+  float d[4] = {};
+  cudasim::mma_m16n8k16("f16", d, {}, {});
+  x[threadIdx.x] = 1;
+}
+__global__ void unaligned_matrix(int* x) {
+  __shared__ __align__(16) unsigned short A[32][12];
+  cudasim::ldmatrix_x4(reinterpret_cast<unsigned (&)[4]>(x[4 * threadIdx.x]), A[threadIdx.x], false);
+}
+__global__ void matrix_of_others(int* x) {  // a row that another lane has written
+  __shared__ __align__(16) unsigned A[32][4];
+  for (int i = 0; i < 4; ++i) A[31 - threadIdx.x][i] = 31 - threadIdx.x;
+#ifndef BROKEN
+  __syncwarp();
+#endif
+  unsigned y[4];
+  cudasim::ldmatrix_x4(y, A[threadIdx.x], false);
+  x[threadIdx.x] = y[0] == threadIdx.x / 4;
+}
 }  // namespace
 
 extern "C" {
@@ -131,6 +180,15 @@ const char* run_async_copies(int* x) {
   for (int i = 0; i < 8; ++i) x[i] = i;
   RUN(async_copies, 1, 1, 0, x);
 }
+const char* run_tensor_cores(int* x, int type, int transposed) {
+  if (type && transposed) RUN((tensor_cores<1, 1>), 1, 32, 0, x);
+  if (type) RUN((tensor_cores<1, 0>), 1, 32, 0, x);
+  if (transposed) RUN((tensor_cores<0, 1>), 1, 32, 0, x);
+  RUN((tensor_cores<0, 0>), 1, 32, 0, x);
+}
+const char* run_half_a_tensor_core(int* x) { RUN(half_a_tensor_core, 1, 16, 0, x); }
+const char* run_unaligned_matrix(int* x) { RUN(unaligned_matrix, 1, 16, 0, x); }
+const char* run_matrix_of_others(int* x) { RUN(matrix_of_others, 1, 32, 0, x); }
 const char* run_empty_block(int* x) { RUN(collectives, 1, 0, 0, x); }
 const char* run_big_block(int* x) { RUN(collectives, 1, 1056, 0, x); }
 }

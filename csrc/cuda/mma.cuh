@@ -1,0 +1,60 @@
+// Tensor cores: products of 16-bit numbers, summed in fp32, and how matrices come to them from shared memory.
+//
+// Lane l of a warp has, of each matrix, with r = l / 4 and c = l % 4, two neighbouring elements in a register:
+//   A [16, 16]: a0: row r, a1: row r + 8, columns 2c, 2c + 1;  a2, a3: the same rows, columns 2c + 8, 2c + 9
+//   B [16, 8]:  b0: rows 2c, 2c + 1 of column r;  b1: rows 2c + 8, 2c + 9 of column r
+//   D [16, 8]:  d[0], d[1]: row r, columns 2c, 2c + 1;  d[2], d[3]: row r + 8
+#pragma once
+#include "../kv_view.h"
+#include "device.cuh"
+
+namespace kvops {
+namespace {
+
+// D += A B, all lanes of the warp taking part. T is Half or BFloat16.
+template <class T>
+__device__ inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1);
+#ifdef __CUDACC__
+#define KVOPS_MMA(T, type)                                                                                      \
+  template <>                                                                                                   \
+  __device__ inline void mma<T>(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, \
+                                unsigned b1) {                                                                  \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                         \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                         \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                               \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                       \
+  }
+#else
+#define KVOPS_MMA(T, type)                                                                                          \
+  template <>                                                                                                       \
+  inline void mma<T>(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) { \
+    cudasim::mma_m16n8k16(type, d, {a0, a1, a2, a3}, {b0, b1});                                                     \
+  }
+#endif
+KVOPS_MMA(Half, "f16")
+KVOPS_MMA(BFloat16, "bf16")
+#undef KVOPS_MMA
+
+// Four 8 x 8 matrices of 16-bit elements. Lane 8 m + i gives the address of row i (16 bytes) of matrix m; a lane gets,
+// of each matrix, columns 2c, 2c + 1 of row r in one register. Transposed: rows 2c, 2c + 1 of column r.
+template <bool kTransposed>
+__device__ inline void load_matrices(unsigned (&x)[4], const void* row) {
+#ifdef __CUDACC__
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  if constexpr (kTransposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+#else
+  cudasim::ldmatrix_x4(x, row, kTransposed);
+#endif
+}
+
+}  // namespace
+}  // namespace kvops

@@ -1,0 +1,300 @@
+// The products of a window's rows with keys: what window_scores and window_attention share.
+//
+// The G w query rows of one KV head meet blocks of its keys. Of the product, keys are the tensor core's rows (its M)
+// and queries its columns: a warp has 16 or 32 keys in registers, straight from global memory, and multiplies them with
+// all rows, 16 at a time, out of shared memory. So a key is read once whatever the number of rows, its sum over rows is
+// added up within four lanes, and no warp waits for another: the loop over keys has no barrier, and each warp has its
+// next keys on their way while it works on these.
+//
+// The order of a dot product's terms is free as long as both sides agree. A lane therefore loads whole 16-byte pieces
+// (lane c of four the pieces c, c + 4, ...) and hands their words to the tensor core as they are; no ldmatrix is
+// needed. A row of queries in shared memory has a pitch of 64 bytes more than a multiple of 128, so that the eight
+// lanes that read together meet no bank twice.
+//
+// fp32 is multiplied in fp32 with the same shapes: a lane multiplies its pieces of two keys with those of 16 rows, and
+// the four lanes exchange sums until each has the four that it would have of a tensor core.
+#pragma once
+#include "../ops/window_scores.h"
+#include "mma.cuh"
+#include "vec.cuh"
+
+namespace kvops {
+namespace {
+
+constexpr int kWindowThreads = 256, kWindowWarps = kWindowThreads / 32;
+constexpr int kTileRows = 16;  // rows that a warp multiplies at a time
+constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+
+__device__ inline float exp2_fast(float x) {
+#ifdef __CUDACC__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return exp2f(x);
+#endif
+}
+
+// ---- Keys, in registers
+// ----------------------------------------------------------------------------------------------
+
+// A warp's keys: lane l has of the keys l / 4 + 8 i the pieces l % 4 + 4 p. kPieces of 16 bytes make 64 kPieces bytes
+// of a row; wider rows come in several parts.
+template <class T, int kPieces>
+struct KeyTile {
+  static constexpr int kBlocks = sizeof(T) == 2 && kPieces == 4 ? 2 : 1;  // of 16 keys: 64 registers
+  static constexpr int kKeys = 16 * kBlocks, kOwn = 2 * kBlocks;          // keys of the warp; that a lane has pieces of
+  // The next keys are loaded while these are multiplied. In fp32 one tile keeps a warp busy for longer than a load
+  // takes, so that the scheduler's other warp hides it, and the registers hold sums.
+  static constexpr bool kAhead = sizeof(T) == 2;
+  uint4 raw[kOwn][kPieces];
+
+  // Keys `rows` + [0, left), as far as they are in this part of the row, of `pieces` pieces; the others are 0.
+  __device__ void load(const char* rows, int64_t stride, int left, int pieces, int part, bool wide) {
+    if (wide)
+      load<true>(rows, stride, left, pieces, part);
+    else
+      load<false>(rows, stride, left, pieces, part);
+  }
+
+  template <bool kWide>
+  __device__ void load(const char* rows, int64_t stride, int left, int pieces, int part) {
+    const int key = threadIdx.x % 32 / 4, own = pieces - part * 4 * kPieces - static_cast<int>(threadIdx.x % 4);
+    const char* const at = rows + key * stride + part * 64 * kPieces + threadIdx.x % 4 * 16;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i)
+#pragma unroll
+      for (int p = 0; p < kPieces; ++p)
+        raw[i][p] = key + 8 * i < left && 4 * p < own ? load_piece<T, kWide>(at + 8 * i * stride + 64 * p) : uint4{};
+  }
+};
+
+// x[m][t][e]: what a lane has of the products with 16 rows, as of tensor cores: block m of 16 keys, half t of the rows;
+// key l / 4 + 8 (e / 2), row 2 (l % 4) + e % 2.
+template <int kBlocks>
+using Products = float[kBlocks][2][4];
+
+// Adds the products of a part of the keys with that of 16 rows. `queries`: the first row in shared memory.
+template <class T, int kPieces>
+__device__ inline void multiply(Products<KeyTile<T, kPieces>::kBlocks>& x, const KeyTile<T, kPieces>& keys,
+                                const char* queries, int pitch, int pieces, int part) {
+  const int lane = threadIdx.x % 32;
+  queries += part * 64 * kPieces + lane % 4 * 16;
+  pieces -= part * 4 * kPieces;
+  if constexpr (sizeof(T) == 2) {
+    queries += lane / 4 * pitch;
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+      if (4 * p >= pieces) break;
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        const uint4 q = *reinterpret_cast<const uint4*>(queries + 8 * t * pitch + 64 * p);
+#pragma unroll
+        for (int m = 0; m < KeyTile<T, kPieces>::kBlocks; ++m) {
+          const uint4 a = keys.raw[2 * m][p], b = keys.raw[2 * m + 1][p];
+          mma<T>(x[m][t], a.x, b.x, a.y, b.y, q.x, q.y);
+          mma<T>(x[m][t], a.z, b.z, a.w, b.w, q.z, q.w);
+        }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      float sums[2][8] = {};  // of this lane's pieces: key, row
+#pragma unroll
+      for (int p = 0; p < kPieces; ++p) {
+        if (4 * p >= pieces) break;
+#pragma unroll
+        for (int r = 0; r < 8; ++r) {
+          const float4 q = *reinterpret_cast<const float4*>(queries + (8 * t + r) * pitch + 64 * p);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const uint4 k = keys.raw[i][p];
+            sums[i][r] = fmaf(__uint_as_float(k.x), q.x, sums[i][r]);
+            sums[i][r] = fmaf(__uint_as_float(k.y), q.y, sums[i][r]);
+            sums[i][r] = fmaf(__uint_as_float(k.z), q.z, sums[i][r]);
+            sums[i][r] = fmaf(__uint_as_float(k.w), q.w, sums[i][r]);
+          }
+        }
+      }
+      // Of the 8 rows, the upper two of the four lanes take the upper half, then the odd ones the upper half of that.
+      const bool upper = lane & 2, odd = lane & 1;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float* const s = sums[i];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          const float mine = upper ? s[4 + r] : s[r], other = upper ? s[r] : s[4 + r];
+          s[r] = mine + __shfl_xor_sync(kWarp, other, 2);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float mine = odd ? s[2 + r] : s[r], other = odd ? s[r] : s[2 + r];
+          x[0][t][2 * i + r] += mine + __shfl_xor_sync(kWarp, other, 1);
+        }
+      }
+    }
+  }
+}
+
+// ---- Queries, in shared memory
+// ---------------------------------------------------------------------------------------
+
+// The rows of one KV head, as tiles take them: `units` runs of `size` rows whose scores are reduced together, each
+// padded to a multiple of 8. Either all G w rows are one unit, or each query head's w rows.
+struct RowLayout {
+  int units, size, padded;
+  int rows;  // of all units, padded to a multiple of 16
+
+  static RowLayout of(int64_t units, int64_t size) {
+    const int padded = static_cast<int>((size + 7) / 8 * 8);
+    return {static_cast<int>(units), static_cast<int>(size), padded,
+            static_cast<int>((units * padded + kTileRows - 1) / kTileRows * kTileRows)};
+  }
+
+  // The row there, g * w + i, or -1.
+  KVOPS_HOST_DEVICE int at(int row) const {
+    const int unit = row / padded, i = row - unit * padded;
+    return unit < units && i < size ? unit * size + i : -1;
+  }
+};
+
+// Bytes from one row of queries to the next.
+inline int query_pitch(const Window& p) {
+  const int width = static_cast<int>((p.k.row_bytes + 63) / 64 * 64);
+  return width % 128 ? width : width + 64;
+}
+
+// May rows of queries be read in whole pieces?
+inline bool aligned_queries(const Window& p) {
+  const QueryView& q = p.q;
+  const int64_t item = p.k.row_bytes / p.d;
+  return q.stride_d == item && (reinterpret_cast<uintptr_t>(q.data) | static_cast<uint64_t>(p.b > 1 ? q.stride_b : 0) |
+                                static_cast<uint64_t>(p.heads * p.group > 1 ? q.stride_h : 0) |
+                                static_cast<uint64_t>(p.w > 1 ? q.stride_w : 0)) %
+                                       16 ==
+                                   0;
+}
+
+// What the limits of a tile's rows are, and of all rows.
+struct Limits {
+  int least, most;
+};
+
+// Rows first + [0, count) of `layout` to shared memory: the queries (0 where there is no row, and behind the end of
+// each), and the rows' limits (0 where there is none). By the whole block; a barrier follows.
+template <class T>
+__device__ inline void load_queries(const Window& p, const RowLayout& layout, int64_t b, int64_t h, int first,
+                                    int count, char* queries, int pitch, int* limits, bool wide) {
+  const int w = static_cast<int>(p.w), pieces = (static_cast<int>(p.k.row_bytes) + 63) / 64 * 4;
+  for (int i = threadIdx.x; i < count * pieces; i += blockDim.x) {
+    const int row = layout.at(first + i / pieces), at = i % pieces * kPiece<T>;
+    const char* const from = row < 0 ? nullptr : p.q.row(b, h * p.group + row / w, row % w) + at * p.q.stride_d;
+    uint4* const to = reinterpret_cast<uint4*>(queries + i / pieces * pitch) + i % pieces;
+    if (!from || at >= p.d) {
+      *to = uint4{};
+    } else if (wide) {
+      *to = __ldg(reinterpret_cast<const uint4*>(from));
+    } else {
+      T* const elements = reinterpret_cast<T*>(to);
+      for (int e = 0; e < kPiece<T>; ++e) elements[e] = *reinterpret_cast<const T*>(from + e * p.q.stride_d);
+    }
+  }
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    const int row = layout.at(first + i);
+    limits[i] = row < 0 ? 0 : static_cast<int>(p.limit(b, row % w));
+  }
+}
+
+// The limits of each tile of 16 of `count` rows. A warp does it; a barrier lies before and behind.
+__device__ inline void limits_of_tiles(const int* limits, int count, Limits* tiles) {
+  for (int tile = threadIdx.x; tile < count / kTileRows; tile += blockDim.x) {
+    Limits x{limits[tile * kTileRows], limits[tile * kTileRows]};
+    for (int i = 1; i < kTileRows; ++i) {
+      x.least = min(x.least, limits[tile * kTileRows + i]);
+      x.most = max(x.most, limits[tile * kTileRows + i]);
+    }
+    tiles[tile] = x;
+  }
+}
+
+// One past the last key that any row sees, and how many rows see any. By the whole block; every thread gets both.
+struct Counted {
+  int most, rows;
+};
+__device__ inline Counted count_rows(const Window& p, int64_t b) {
+  __shared__ int most[kWindowWarps], rows[kWindowWarps];
+  const int warp = threadIdx.x / 32;
+  const int limit = threadIdx.x < p.w ? static_cast<int>(p.limit(b, threadIdx.x)) : 0;
+  const int most_here = __reduce_max_sync(kWarp, limit);
+  const int rows_here = __popc(__ballot_sync(kWarp, limit > p.first(b)));
+  if (threadIdx.x % 32 == 0) {
+    most[warp] = most_here;
+    rows[warp] = rows_here;
+  }
+  __syncthreads();
+  Counted x{0, 0};
+  for (int i = 0; i < kWindowWarps; ++i) {
+    x.most = max(x.most, most[i]);
+    x.rows += rows[i];
+  }
+  return x;
+}
+static_assert(kWindowThreads >= kMaxWindow);
+
+// ---- Keys, cut into splits
+// -------------------------------------------------------------------------------------------
+
+// A block takes the `split`-th run of `keys` keys of one head.
+struct Splits {
+  int64_t keys;
+  unsigned count;
+
+  // So many blocks that `heads` of them fill the GPU about `waves` times, of at least 64 keys for each warp.
+  static Splits of(int64_t n, int64_t heads, int waves) {
+    constexpr int64_t step = 32 * kWindowWarps;
+    const int64_t blocks = int64_t{multiprocessors()} * waves / (heads > 0 ? heads : 1);
+    int64_t keys = blocks > 1 ? (n + blocks - 1) / blocks : n;
+    keys = (keys + step - 1) / step * step;
+    if (keys < 2 * step) keys = 2 * step;
+    return {keys, static_cast<unsigned>(n > keys ? (n + keys - 1) / keys : 1)};
+  }
+};
+
+// fn(T{}, integral constant of pieces) for the dtype and the width of keys.
+template <int N>
+struct Pieces4 {
+  static constexpr int value = N;
+};
+template <class Fn>
+inline void with_key_tile(const Window& p, const Fn& fn) {
+  with_dtype(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (sizeof(T) == 2) {
+      if (p.k.row_bytes <= 256) return fn(type, Pieces4<4>{});
+    }
+    fn(type, Pieces4<8>{});
+  });
+}
+
+// The products of a warp's keys with 16 rows: from registers where the keys fit, else part by part from global memory.
+template <class T, int kPieces>
+__device__ inline void multiply_all(Products<KeyTile<T, kPieces>::kBlocks>& x, KeyTile<T, kPieces>& keys,
+                                    const Window& p, const char* rows, int left, bool wide, const char* queries,
+                                    int pitch) {
+#pragma unroll
+  for (int m = 0; m < KeyTile<T, kPieces>::kBlocks; ++m)
+#pragma unroll
+    for (int t = 0; t < 2; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[m][t][e] = 0.0f;
+  const int pieces = static_cast<int>(p.k.row_bytes) / 16;
+  if (pieces <= 4 * kPieces) return multiply<T, kPieces>(x, keys, queries, pitch, pieces, 0);
+  for (int part = 0; part * 4 * kPieces < pieces; ++part) {
+    keys.load(rows, p.k.stride_n, left, pieces, part, wide);
+    multiply<T, kPieces>(x, keys, queries, pitch, pieces, part);
+  }
+}
+
+}  // namespace
+}  // namespace kvops

@@ -1,0 +1,508 @@
+// The scores of an observation window: how much the last queries attend to each key.
+//
+//   logit[i, j] = scale q_i . k_j          (then softcap tanh(logit / softcap))
+//   score[j]    = reduce over rows i, then over query heads, of exp(logit[i, j] - lse[i])
+//
+// Bytes that must move: K once when the lse is given, else twice; the scores are 4 bytes for each 2 d of a bf16 K.
+//
+// window_sums makes the lse where it is not given: each block the largest logit and the sum of exponentials of each row
+// over one split of the keys, window_lse combines them in the order of the splits. window_scores multiplies again,
+// takes exponentials and adds them up over the rows. It goes backward over the keys, to meet first what L2 still holds.
+// With one row per query head (decode) the logits are few: window_sums writes them, [b, Hq, n], 4 G bytes for each key,
+// and window_row_scores takes them from there, so that K is read once.
+//
+// How keys and rows meet: window.cuh. What a tile of 32 keys and 16 rows costs a warp (bf16, d = 128): 32 products of
+// 16 x 8 x 16 on the tensor cores, 16 pieces of 512 bytes from shared memory, each used for two of them, and for each
+// of the lane's 16 logits one fused multiply-add to 2's exponent, one exponential, one addition, and one multiply-add
+// that turns the sum into NaN where the logit is not finite (l * 0). With 8 heads of 131072 keys, 128 rows are 8.4
+// million such products: 70 us of an H200 at the rate of mma.sync, where the memory takes 62 us; up to 32 rows the
+// memory bounds. A block has 8 warps and up to 255 registers a thread, so a multiprocessor has 64 KiB of keys on their
+// way.
+//
+// Rows have limits: a key j is seen by row i if starts <= j < visible[i]. Tiles in which every row sees every key,
+// nearly all, take no mask; tiles that no row sees are not read. Where a softmax needs a maximum (window_sums), each
+// lane keeps its own maximum and sum for each of its rows in shared memory, 16 bytes for two rows: no lane waits for
+// another until the split ends, and a sum is scaled anew only when its maximum rises.
+//
+// Grid: x runs over (batch, KV head, split). A score depends on no split. Sums of rows do, so their splits are cut by
+// the number of keys and KV heads and the GPU, never by the batch. Rows that do not fit into shared memory go in
+// chunks; what is left of a chunk waits in `scores` (or, half a query head's sum, in `carry`) for the same thread. Not
+// yet measured on a GPU.
+#pragma once
+#include "reduce.cuh"
+#include "window.cuh"
+
+namespace kvops {
+namespace {
+
+constexpr int64_t kWindowShared = 160 * 1024;  // bytes of a block at most: the rest of the memory is L1's
+
+// How rows go into shared memory.
+struct RowChunks {
+  RowLayout layout;
+  int rows;           // of a chunk, a multiple of 16
+  int pitch;          // bytes from one row of queries to the next
+  bool wide;          // keys may be read in whole pieces,
+  bool wide_queries;  // and queries
+  int64_t shared_bytes;
+
+  // more: bytes that a row takes beside its query.
+  static RowChunks of(const Window& p, const RowLayout& layout, int more) {
+    const int pitch = query_pitch(p), per_tile = kTileRows * (pitch + more) + static_cast<int>(sizeof(Limits));
+    const int64_t memory = shared_memory() < kWindowShared ? shared_memory() : kWindowShared;
+    const int most = static_cast<int>((memory - 1024) / per_tile), tiles = layout.rows / kTileRows;
+    const int chunks = (tiles + most - 1) / most, each = (tiles + chunks - 1) / chunks;
+    return {layout,
+            each * kTileRows,
+            pitch,
+            aligned_rows(p.k, p.b, p.heads, p.n),
+            aligned_queries(p),
+            int64_t{each} * per_tile};
+  }
+};
+
+// fn(first key, keys, their rows in memory, how many of them there are) for the tiles of this warp in [begin, end) that
+// hold any of the keys [first, most), each loaded while fn has the one before (kAhead); missing(first key) for the
+// others.
+template <class T, int kPieces, bool kBackward, class Fn, class Missing>
+__device__ inline void for_tiles(const Window& p, const char* head, int begin, int end, int first, int most, bool wide,
+                                 const Fn& fn, const Missing& missing) {
+  using Keys = KeyTile<T, kPieces>;
+  constexpr int kKeys = Keys::kKeys;
+  const int pieces = static_cast<int>(p.k.row_bytes / 16);
+  const bool whole = pieces <= 4 * kPieces;  // else fn loads them, part by part
+  const int tiles = (end - begin - 1) / kKeys + 1;
+  const auto key_of = [&](int i) { return begin + (kBackward ? tiles - 1 - i : i) * kKeys; };
+  const auto needed = [&](int key) { return key < most && first - kKeys < key; };
+  const auto load = [&](Keys& to, int i) {
+    const int key = key_of(i);
+    if (i < tiles && whole && needed(key))
+      to.load(head + key * p.k.stride_n, p.k.stride_n, most - key, pieces, 0, wide);
+  };
+  Keys keys;
+  int i = threadIdx.x / 32;
+  if constexpr (Keys::kAhead) load(keys, i);
+#pragma unroll 1
+  for (; i < tiles; i += kWindowWarps) {
+    Keys next;
+    if constexpr (Keys::kAhead)
+      load(next, i + kWindowWarps);
+    else
+      load(keys, i);
+    const int key = key_of(i);
+    if (needed(key))
+      fn(key, keys, head + key * p.k.stride_n, most - key);
+    else
+      missing(key);
+    if constexpr (Keys::kAhead) keys = next;
+  }
+}
+
+// ---- Each row's largest logit and sum of exponentials
+// ----------------------------------------------------------------
+
+// sum over keys of 2^(logit), as sum * 2^most; logits times log2(e).
+struct RowSum {
+  float most, sum;
+
+  __device__ static RowSum none() { return {-CUDART_INF_F, 0.0f}; }
+  __device__ void add(const RowSum& x) {
+    const float top = fmaxf(most, x.most), at = top == -CUDART_INF_F ? 0.0f : top;
+    sum = sum * exp2_fast(most - at) + x.sum * exp2_fast(x.most - at);
+    most = top;
+  }
+};
+
+// A logit times `unit` (1 or log2(e)), of a product.
+__device__ inline float logit_of(const Window& p, float product, float unit) {
+  if (p.softcap == 0.0f) return product * (p.scale * unit);
+  return p.softcap * unit * tanhf(product * p.scale / p.softcap);
+}
+
+template <class T, int kPieces>
+__global__ void __launch_bounds__(kWindowThreads, 1)
+    window_sums_kernel(Window p, RowChunks chunks, Splits splits, RowSum* partial_sums, float* logits) {
+  using Keys = KeyTile<T, kPieces>;
+  constexpr int kBlocks = Keys::kBlocks;
+  DYNAMIC_SHARED(char, queries);                                                           // [rows, pitch]
+  float4* const states = reinterpret_cast<float4*>(queries + chunks.rows * chunks.pitch);  // [rows / 8, threads]
+  int* const limits = reinterpret_cast<int*>(states + chunks.rows / 8 * kWindowThreads);   // [rows]
+  Limits* const tiles = reinterpret_cast<Limits*>(limits + chunks.rows);                   // [rows / 16]
+
+  const int64_t head = blockIdx.x / splits.count, split = blockIdx.x % splits.count;
+  const int64_t b = head / p.heads, h = head % p.heads;
+  // Splits begin at the first valid slot, so that a padded row sums as it would alone.
+  const int first = static_cast<int>(p.first(b)), most = count_rows(p, b).most;
+  const int begin = static_cast<int>(min(first + split * splits.keys, p.n));
+  const int end = static_cast<int>(min(begin + splits.keys, p.n));
+  const int all = static_cast<int>(p.group * p.w), lane = threadIdx.x % 32;
+  const float scale = p.scale * kLog2e;
+
+  for (int row = 0; row < chunks.layout.rows; row += chunks.rows) {
+    const int count = min(chunks.rows, chunks.layout.rows - row);
+    __syncthreads();  // the chunk before is done
+    load_queries<T>(p, chunks.layout, b, h, row, count, queries, chunks.pitch, limits, chunks.wide_queries);
+    for (int i = 0; i < count / 8; ++i)
+      states[i * kWindowThreads + threadIdx.x] = make_float4(-CUDART_INF_F, 0.0f, -CUDART_INF_F, 0.0f);
+    __syncthreads();  // queries and limits are there
+    limits_of_tiles(limits, count, tiles);
+    __syncthreads();  // limits of tiles too
+
+    const auto add_tile = [&](int key, Keys& keys, const char* rows, int left) {
+#pragma unroll 1
+      for (int tile = 0; tile < count / kTileRows; ++tile) {
+        const Limits limit = tiles[tile];
+        if (key >= limit.most) continue;
+        Products<kBlocks> x;
+        multiply_all<T, kPieces>(x, keys, p, rows, left, chunks.wide, queries + tile * kTileRows * chunks.pitch,
+                                 chunks.pitch);
+        const bool plain = first <= key && key <= limit.least - Keys::kKeys && p.softcap == 0.0f && !logits;
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          const int at = tile * kTileRows + 8 * t + lane % 4 * 2;  // the first of this lane's two rows
+          float4& state = states[(tile * 2 + t) * kWindowThreads + threadIdx.x];
+          RowSum sum[2] = {{state.x, state.y}, {state.z, state.w}};
+          float finite = 0;  // NaN if one is not
+          if (plain) {
+#pragma unroll
+            for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) finite = fmaf(x[m][t][e], 0.0f, finite);
+          }
+          if (plain && finite == 0.0f) {
+#pragma unroll
+            for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) x[m][t][e] *= scale;
+          } else {
+#pragma unroll
+            for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const int j = key + 16 * m + lane / 4 + e / 2 * 8;
+                const float logit = logit_of(p, x[m][t][e], kLog2e);
+                const int r = at + e % 2;
+                if (logits && row + r < all && j < end) logits[(head * all + row + r) * p.n + j] = logit;
+                const bool counts = first <= j && j < limits[r] && fabsf(logit) < CUDART_INF_F;
+                x[m][t][e] = counts ? logit : -CUDART_INF_F;
+              }
+          }
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float top = sum[e].most;
+#pragma unroll
+            for (int m = 0; m < kBlocks; ++m) top = fmaxf(top, fmaxf(x[m][t][e], x[m][t][2 + e]));
+            if (top == -CUDART_INF_F) continue;
+            if (top > sum[e].most) {
+              sum[e].sum *= exp2_fast(sum[e].most - top);
+              sum[e].most = top;
+            }
+#pragma unroll
+            for (int m = 0; m < kBlocks; ++m)
+              sum[e].sum += exp2_fast(x[m][t][e] - top) + exp2_fast(x[m][t][2 + e] - top);
+          }
+          state = make_float4(sum[0].most, sum[0].sum, sum[1].most, sum[1].sum);
+        }
+      }
+    };
+    for_tiles<T, kPieces, false>(p, p.k.row(b, h, 0), begin, end, first, most, chunks.wide, add_tile, [](int) {});
+
+    __syncthreads();  // all states are final
+    for (int i = threadIdx.x; i < count && row + i < all; i += kWindowThreads) {
+      RowSum total = RowSum::none();
+      for (int lanes = i % 8 / 2; lanes < kWindowThreads; lanes += 4) {
+        const float4 state = states[i / 8 * kWindowThreads + lanes];
+        total.add(i % 2 ? RowSum{state.z, state.w} : RowSum{state.x, state.y});
+      }
+      partial_sums[blockIdx.x * int64_t{all} + row + i] = total;
+    }
+  }
+}
+
+// A warp for each row: the splits' sums, in order, to its natural lse. partial_sums: [b * Hk, splits, rows].
+__global__ void __launch_bounds__(kWindowThreads)
+    window_lse_kernel(const RowSum* partial_sums, int64_t all, int64_t rows, unsigned splits, float* lse) {
+  const int64_t row = blockIdx.x * int64_t{kWindowWarps} + threadIdx.x / 32;
+  if (row >= all) return;
+  RowSum total = RowSum::none();
+  for (unsigned split = threadIdx.x % 32; split < splits; split += 32)
+    total.add(partial_sums[(row / rows * splits + split) * rows + row % rows]);
+#pragma unroll
+  for (int step = 16; step; step /= 2)
+    total.add({__shfl_xor_sync(kWarp, total.most, step), __shfl_xor_sync(kWarp, total.sum, step)});
+  if (threadIdx.x % 32 == 0) lse[row] = total.sum == 0.0f ? -CUDART_INF_F : (total.most + log2f(total.sum)) * kLn2;
+}
+
+// ---- Scores
+// ----------------------------------------------------------------------------------------------------------
+
+// What is subtracted from a row's logits times log2(e): its lse, with the sink where there is one.
+__device__ inline float total_log2(const Window& p, float lse, int64_t query_head) {
+  if (!p.sink_logits) return lse * kLog2e;
+  const float sink = p.sink_logits[query_head], top = fmaxf(lse, sink);
+  return (top == -CUDART_INF_F ? top : top + log1pf(expf(fminf(lse, sink) - top))) * kLog2e;
+}
+
+// Rows that are reduced together: sums of sums over all G w rows, and maxima of maxima, else each query head's.
+inline RowLayout score_layout(const Window& p) {
+  const bool sums = p.reduce != Reduce::max && (p.group_reduce == Reduce::sum || p.group_reduce == Reduce::mean);
+  const bool maxima = p.reduce == Reduce::max && p.group_reduce == Reduce::max;
+  return sums || maxima || p.group == 1 ? RowLayout::of(1, p.group * p.w) : RowLayout::of(p.group, p.w);
+}
+
+template <class T, int kPieces>
+__global__ void __launch_bounds__(kWindowThreads, 1)
+    window_scores_kernel(WindowScoresParams params, RowChunks chunks, Splits splits, float* carry) {
+  using Keys = KeyTile<T, kPieces>;
+  constexpr int kBlocks = Keys::kBlocks, kOwn = Keys::kOwn;
+  const Window& p = params.window;
+  const RowLayout layout = chunks.layout;
+  DYNAMIC_SHARED(char, queries);                                                         // [rows, pitch]
+  float* const totals = reinterpret_cast<float*>(queries + chunks.rows * chunks.pitch);  // [rows]
+  int* const limits = reinterpret_cast<int*>(totals + chunks.rows);                      // [rows]
+  Limits* const tiles = reinterpret_cast<Limits*>(limits + chunks.rows);                 // [rows / 16]
+
+  const unsigned unit_of_grid = gridDim.x - 1 - blockIdx.x;  // backward
+  const int64_t head = unit_of_grid / splits.count, split = unit_of_grid % splits.count;
+  const int64_t b = head / p.heads, h = head % p.heads;
+  const int begin = static_cast<int>(split * splits.keys), end = static_cast<int>(min(begin + splits.keys, p.n));
+  const int first = static_cast<int>(p.first(b));
+  const Counted counted = count_rows(p, b);
+  const int lane = threadIdx.x % 32;
+  const bool maximum = p.reduce == Reduce::max, group_maximum = p.group_reduce == Reduce::max;
+  const bool each = p.group_reduce == Reduce::none;  // query head has its own scores
+  const float scale = p.scale * kLog2e, nothing = maximum && !params.softmax ? -CUDART_INF_F : 0.0f;
+  const float group_factor = p.group_reduce == Reduce::mean ? 1.0f / p.group : 1.0f;
+  const float unit_factor =
+      (p.reduce == Reduce::mean ? 1.0f / max(counted.rows, 1) : 1.0f) * (layout.units == 1 ? group_factor : 1.0f);
+
+  for (int row = 0; row < layout.rows; row += chunks.rows) {
+    const int count = min(chunks.rows, layout.rows - row);
+    __syncthreads();  // the chunk before is done
+    load_queries<T>(p, layout, b, h, row, count, queries, chunks.pitch, limits, chunks.wide_queries);
+    for (int i = threadIdx.x; i < count; i += kWindowThreads) {
+      const int at = layout.at(row + i), g = at / static_cast<int>(p.w), w = at % static_cast<int>(p.w);
+      const int64_t query_head = h * p.group + g;
+      totals[i] = at < 0 || !params.softmax ? 0.0f : total_log2(p, params.lse.at(b, query_head, w), query_head);
+    }
+    __syncthreads();  // queries, totals and limits are there
+    limits_of_tiles(limits, count, tiles);
+    __syncthreads();  // limits of tiles too
+
+    // The lane's own sums over the unit's rows so far (total) meet those of the three others that share its keys; lane
+    // c of them goes on with key l / 4 + 8 c. The first part of a unit, and the units before, may be from the last
+    // chunk.
+    const auto score_tile = [&](int key, Keys* keys, const char* rows, int left) {
+      float total[kOwn], group = 0;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) total[i] = nothing;
+      int unit = row / layout.padded, eighths = row % layout.padded / 8;
+      bool resumed = eighths > 0;
+      const int j = key + lane / 4 + lane % 4 * 8;
+      const bool mine = lane % 4 < kOwn && j < end;
+      if (mine && unit > 0 && !each) group = p.scores[head * p.n + j];
+      const auto end_unit = [&](bool complete) {
+        if (unit >= layout.units) return;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+#pragma unroll
+          for (int step = 1; step < 4; step *= 2) {
+            const float other = __shfl_xor_sync(kWarp, total[i], step);
+            total[i] = maximum ? max_nan(total[i], other) : total[i] + other;
+          }
+        float score = total[0];
+#pragma unroll
+        for (int i = 1; i < kOwn; ++i) score = lane % 4 == i ? total[i] : score;
+        float* const out = p.scores + (each ? head * p.group + unit : head) * p.n;
+        float* const part = each || layout.units == 1 ? out : carry + head * p.n;
+        if (mine) {
+          if (resumed) score = maximum ? max_nan(part[j], score) : part[j] + score;
+          if (!complete) {
+            part[j] = score;
+          } else {
+            score = first <= j && j < counted.most ? score * unit_factor : 0.0f;
+            if (each || layout.units == 1) {
+              out[j] = score;
+            } else {
+              group = unit == 0 ? score : group_maximum ? max_nan(group, score) : group + score;
+              out[j] = unit + 1 == layout.units ? group * group_factor : group;
+            }
+          }
+        }
+      };
+#pragma unroll 1
+      for (int tile = 0; tile < count / kTileRows; ++tile) {
+        const Limits limit = tiles[tile];
+        const bool seen = keys && key < limit.most;
+        Products<kBlocks> x;
+        if (seen)
+          multiply_all<T, kPieces>(x, *keys, p, rows, left, chunks.wide, queries + tile * kTileRows * chunks.pitch,
+                                   chunks.pitch);
+        const bool plain =
+            first <= key && key <= limit.least - Keys::kKeys && p.softcap == 0.0f && params.softmax && !maximum;
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          const int at = tile * kTileRows + 8 * t + lane % 4 * 2;  // the first of this lane's two rows
+          if (seen && plain) {
+            const float2 less = *reinterpret_cast<const float2*>(totals + at);
+#pragma unroll
+            for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const float product = x[m][t][e];
+                float& sum = total[2 * m + e / 2];
+                sum = fmaf(product, 0.0f, sum);  // NaN where the logit is not finite
+                sum += exp2_fast(fmaf(product, scale, e % 2 ? -less.y : -less.x));
+              }
+          } else if (seen) {
+#pragma unroll
+            for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const int k = key + 16 * m + lane / 4 + e / 2 * 8;
+                const float product = x[m][t][e], less = totals[at + e % 2];
+                const float logit = logit_of(p, product, params.softmax ? kLog2e : 1.0f);
+                const float value = fmaf(logit, 0.0f, params.softmax ? exp2_fast(logit - less) : logit);
+                float& sum = total[2 * m + e / 2];
+                if (first <= k && k < limits[at + e % 2]) sum = maximum ? max_nan(sum, value) : sum + value;
+              }
+          }
+          if (++eighths * 8 == layout.padded) {
+            end_unit(true);
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) total[i] = nothing;
+            ++unit;
+            eighths = 0;
+            resumed = false;
+          }
+        }
+      }
+      if (eighths > 0) end_unit(false);
+    };
+    for_tiles<T, kPieces, true>(
+        p, p.k.row(b, h, 0), begin, end, first, counted.most, chunks.wide,
+        [&](int key, Keys& keys, const char* rows, int left) { score_tile(key, &keys, rows, left); },
+        [&](int key) { score_tile(key, nullptr, nullptr, 0); });
+  }
+}
+
+// Scores of one row for each query head, from the logits times log2(e), [b, Hq, n]: a thread for each key.
+__global__ void __launch_bounds__(kWindowThreads)
+    window_row_scores_kernel(Window p, const float* logits, const float* lse, unsigned blocks) {
+  const int64_t head = blockIdx.x / blocks, b = head / p.heads;
+  const int64_t j = blockIdx.x % blocks * int64_t{kWindowThreads} + threadIdx.x;
+  if (j >= p.n) return;
+  const bool seen = p.first(b) <= j && j < p.limit(b, 0), each = p.group_reduce == Reduce::none;
+  float total = 0;
+  for (int64_t g = 0; g < p.group; ++g) {
+    const int64_t query_head = head * p.group + g;
+    float score = 0;
+    if (seen) {
+      const float logit = logits[query_head * p.n + j];
+      score = fmaf(logit, 0.0f, exp2_fast(logit - total_log2(p, lse[query_head], query_head % (p.heads * p.group))));
+    }
+    if (each)
+      p.scores[query_head * p.n + j] = score;
+    else
+      total = g == 0 ? score : p.group_reduce == Reduce::max ? max_nan(total, score) : total + score;
+  }
+  if (!each) p.scores[head * p.n + j] = p.group_reduce == Reduce::mean ? total / p.group : total;
+}
+
+// ---- The passes
+// ------------------------------------------------------------------------------------------------------
+
+// How a call without lse is cut, and what its workspace holds. The splits do not depend on the batch.
+struct SumsPlan {
+  Splits splits;
+  int64_t heads, rows;           // KV heads of the batch, rows of each
+  int64_t partial, lse, logits;  // floats: [heads, splits, rows, 2], [heads, rows], and with one row each [heads, G, n]
+
+  static SumsPlan of(const Window& p) {
+    SumsPlan x{Splits::of(p.n, p.heads, 2), p.b * p.heads, p.group * p.w, 0, 0, 0};
+    x.lse = x.heads * x.rows;
+    x.partial = 2 * x.lse * x.splits.count;
+    x.logits = p.w == 1 ? x.lse * p.n : 0;
+    return x;
+  }
+};
+
+// The first pass: each row's sum over each split, and, where `logits` is given, the logits.
+inline void window_sums_cuda(const Window& p, const SumsPlan& plan, RowSum* partial_sums, float* logits,
+                             cudaStream_t stream) {
+  const int state = static_cast<int>(sizeof(float4)) * kWindowThreads / 8;  // of a row
+  const RowChunks chunks = RowChunks::of(p, RowLayout::of(1, plan.rows), state + static_cast<int>(sizeof(int)));
+  with_key_tile(p, [&](auto type, auto pieces) {
+    launch<window_sums_kernel<decltype(type), decltype(pieces)::value>>(grid_of(plan.heads * plan.splits.count),
+                                                                        kWindowThreads, chunks.shared_bytes, stream, p,
+                                                                        chunks, plan.splits, partial_sums, logits);
+  });
+}
+
+// The splits' sums to the natural lse, [b, Hq, w].
+inline void window_lse_cuda(const SumsPlan& plan, const RowSum* partial_sums, float* lse, cudaStream_t stream) {
+  const int64_t all = plan.heads * plan.rows;
+  launch<window_lse_kernel>(grid_of((all + kWindowWarps - 1) / kWindowWarps), kWindowThreads, 0, stream, partial_sums,
+                            all, plan.rows, plan.splits.count, lse);
+}
+
+// How the pass over scores is cut.
+struct ScoresPlan {
+  RowChunks chunks;
+  Splits splits;
+  int64_t carry;  // floats of workspace: [b, Hk, n], where a query head's rows may not fit into one chunk
+
+  static ScoresPlan of(const Window& p) {
+    ScoresPlan x{RowChunks::of(p, score_layout(p), sizeof(int) + sizeof(float)), Splits::of(p.n, p.b * p.heads, 2), 0};
+    const RowLayout& layout = x.chunks.layout;
+    const bool cut = layout.units > 1 && x.chunks.rows < layout.rows && x.chunks.rows % layout.padded;
+    x.carry = cut && p.group_reduce != Reduce::none ? p.b * p.heads * p.n : 0;
+    return x;
+  }
+};
+
+// The second pass, or the only one: p.lse is given, or p.softmax is false.
+inline void window_scores_pass_cuda(const WindowScoresParams& params, const ScoresPlan& plan, float* carry,
+                                    cudaStream_t stream) {
+  const Window& p = params.window;
+  with_key_tile(p, [&](auto type, auto pieces) {
+    launch<window_scores_kernel<decltype(type), decltype(pieces)::value>>(
+        grid_of(p.b * p.heads * plan.splits.count), kWindowThreads, plan.chunks.shared_bytes, stream, params,
+        plan.chunks, plan.splits, carry);
+  });
+}
+
+// The same from logits, of one row for each query head. lse: [b, Hq].
+inline void window_row_scores_cuda(const Window& p, const float* logits, const float* lse, cudaStream_t stream) {
+  const int64_t blocks = (p.n + kWindowThreads - 1) / kWindowThreads;
+  launch<window_row_scores_kernel>(grid_of(p.b * p.heads * blocks), kWindowThreads, 0, stream, p, logits, lse,
+                                   static_cast<unsigned>(blocks));
+}
+
+// Bytes of workspace, for a call that has any score.
+inline int64_t window_scores_workspace(const WindowScoresParams& params) {
+  if (!params.softmax || params.lse.data) return 4 * ScoresPlan::of(params.window).carry;
+  const SumsPlan plan = SumsPlan::of(params.window);
+  const int64_t scores = params.window.w == 1 ? 0 : ScoresPlan::of(params.window).carry;
+  return 4 * (plan.partial + plan.lse + plan.logits + scores);
+}
+
+inline void window_scores_cuda(WindowScoresParams params, void* workspace, cudaStream_t stream) {
+  const Window& p = params.window;
+  float* memory = static_cast<float*>(workspace);
+  if (params.softmax && !params.lse.data) {
+    const SumsPlan plan = SumsPlan::of(p);
+    RowSum* const partial_sums = reinterpret_cast<RowSum*>(memory);
+    float* const lse = memory + plan.partial;
+    float* const logits = plan.logits ? lse + plan.lse : nullptr;
+    window_sums_cuda(p, plan, partial_sums, logits, stream);
+    window_lse_cuda(plan, partial_sums, lse, stream);
+    if (logits) return window_row_scores_cuda(p, logits, lse, stream);
+    params.lse = {lse, p.heads * p.group * p.w, p.w, 1};
+    memory = lse + plan.lse;
+  }
+  window_scores_pass_cuda(params, ScoresPlan::of(p), memory, stream);
+}
+
+}  // namespace
+}  // namespace kvops
