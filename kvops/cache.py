@@ -102,13 +102,8 @@ class Method:
             raise ValueError(f"{type(self).__name__}: pads must be int32 [b], got {pads.dtype} {list(pads.shape)}")
         if (pads < 0).any():
             raise ValueError(f"{type(self).__name__}: pads must be at least 0, got {pads.min()}")
-        if not self.fixed_budget:
-            if not pads.any():
-                return
-            raise NotImplementedError(
-                f"{type(self).__name__}: rows of a padded batch keep different numbers of tokens, which a cache of "
-                "equal rows cannot hold; compress in one call with starts= and lengths=, or batch rows of equal length"
-            )
+        if not self.fixed_budget and not pads.any():
+            return
         self._padding = pads.to(torch.int32)
         self.pads = torch.zeros_like(self._padding)
 
@@ -310,8 +305,13 @@ class AttentionMethod(Method):
         raise NotImplementedError
 
     def _evict_by(self, scores: Tensor, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> Tensor | None:
-        """As `_evict`, with the window's scores, fp32 [b, Hk, n] (group_reduce="none": [b, Hq, n])."""
+        """As `_evict`, with the window's scores, fp32 [b, Hk, n] (operator_reduce "none": [b, Hq, n])."""
         raise NotImplementedError
+
+    @property
+    def _operator_reduce(self) -> str:
+        """What the operator does with the query heads of a group; "none" leaves it to `_evict_by`."""
+        return self.group_reduce
 
     def _evict(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> None:
         return None
@@ -351,7 +351,7 @@ class AttentionMethod(Method):
     def _observe(self, q, k, v, w, options) -> tuple[Tensor, Tensor | None]:
         """The attention of all rows, and the scores of the last w."""
         pads, (t, n) = self._step_pads, (q.shape[2], k.shape[2])
-        reductions = dict(reduce=self.reduce, group_reduce=self.group_reduce, starts=pads, **options)
+        reductions = dict(reduce=self.reduce, group_reduce=self._operator_reduce, starts=pads, **options)
         limits = torch.arange(n - t + 1, n + 1, dtype=torch.int32, device=q.device)
         if 0 < w <= MAX_WINDOW and self.score == "softmax":
             out, _, scores = window_attention(q[:, :, t - w :], k, v, limits[t - w :], **reductions)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 from typing import NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ def attention(
     ValueError for wrong arguments; for a backend that cannot run this call it says why, and which ones can.
     """
     inference_only("attention", q=q, k=k, v=v)
-    _check(q, k, v, causal, starts, sink_logits, softcap)
+    _check(q, k, v, causal, scale, starts, sink_logits, softcap)
     call = _Call(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale, starts, softcap)
     name = _choice(call, backend)
     out, lse = BACKENDS[name].run(call)
@@ -88,7 +89,7 @@ class _Call(NamedTuple):
     softcap: float
 
 
-def _check(q, k, v, causal, starts, sink_logits, softcap) -> None:
+def _check(q, k, v, causal, scale, starts, sink_logits, softcap) -> None:
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"attention: q must be float32, float16 or bfloat16, got {q.dtype}")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -108,7 +109,9 @@ def _check(q, k, v, causal, starts, sink_logits, softcap) -> None:
         raise ValueError(f"attention: the heads of q must be a multiple of k's {heads}, got {query_heads}")
     if causal and t > n:
         raise ValueError(f"attention: causal queries are the last of the keys, expected at most {n}, got {t}")
-    if not softcap >= 0:
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"attention: scale must be positive and finite, got {scale}")
+    if not 0 <= softcap < math.inf:
         raise ValueError(f"attention: softcap must be 0 (none) or positive, got {softcap}")
     for name, x, dtype, size in (
         ("starts", starts, torch.int32, b),

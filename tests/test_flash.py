@@ -209,6 +209,7 @@ def test_wrong_arguments():
         (dict(q=q[:, :5]), "the heads of q must be a multiple of k's 2, got 5"),
         (dict(k=k[:, :, 1:], v=v[:, :, 1:]), "causal queries are the last of the keys, expected at most 39, got 40"),
         (dict(softcap=-1.0), "softcap must be 0"),
+        (dict(scale=0.0), "scale must be positive and finite, got 0.0"),
         (dict(starts=torch.zeros(2)), r"starts must be torch.int32 \[2\] on .*, got torch.float32 \[2\]"),
         (dict(starts=kit.int32(0)), r"starts must be torch.int32 \[2\] on .*, got torch.int32 \[1\]"),
         (dict(sink_logits=torch.zeros(2)), r"sink_logits must be torch.float32 \[6\] on .*, got torch.float32 \[2\]"),

@@ -27,6 +27,8 @@ METHODS = [
     kvops.StreamingLLM(0.4),
     kvops.Random(12),
     kvops.Random(0.4, seed=5),
+    kvops.L2(12),
+    kvops.L2(0.4, sinks=2, recent=3, head_mode="shared"),
     kvops.Full(),
 ]
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -357,12 +359,11 @@ def test_padded_rows_keep_what_they_keep_alone_keydiff():
     assert torch.equal(method.positions[1:] - 17, alone.positions) and torch.equal(method.k[1:], alone.k)
 
 
-def test_lagkv_refuses_padding_but_not_none():
+def test_lagkv_without_padding_is_told_so():
     k, v = make_kv()
     method = kvops.LagKV(6, 0.5, sink=3)
-    with pytest.raises(NotImplementedError, match="LagKV: rows of a padded batch keep different numbers of tokens"):
-        method.set_pads(torch.tensor([0, 3]))
     method.set_pads(torch.tensor([0, 0]))
+    assert method.pads is None
     assert torch.equal(feed(method, k, v, [60]).positions, kvops.lagkv_compress(k, v, 6, 0.5, sink=3).indices)
 
 

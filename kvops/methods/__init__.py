@@ -16,8 +16,11 @@ from .common import Compressed
 from .h2o import H2O, TOVA, h2o_compress, h2o_compress_, tova_compress, tova_compress_
 from .keydiff import KeyDiff, keydiff_compress, keydiff_compress_
 from .lagkv import LagKV, lagkv_compress, lagkv_compress_
-from .laq import laq_compress, laq_compress_, recall
+from .laq import LAQ, laq_compress, laq_compress_, recall
 from .snapkv import (
+    ChunkKV,
+    PyramidKV,
+    SnapKV,
     chunkkv_compress,
     chunkkv_compress_,
     pyramidkv_budgets,
@@ -28,13 +31,17 @@ from .snapkv import (
 )
 
 __all__ = [
+    "ChunkKV",
     "Compressed",
     "Full",
     "H2O",
     "KeyDiff",
     "L2",
+    "LAQ",
     "LagKV",
+    "PyramidKV",
     "Random",
+    "SnapKV",
     "StreamingLLM",
     "TOVA",
     "chunkkv_compress",

@@ -7,6 +7,7 @@ variants LocalKV and L2 norm: App. A.2. Decisions where paper and released code 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache import Method
@@ -126,12 +127,14 @@ class LagKV(Method):
     """LagKV's cache of one layer: compresses partitions as soon as the next one is complete.
 
     Fires when 2 * lag tokens follow the part that is already compressed: in decode once every `lag` tokens. However the
-    tokens come, in one call, in chunks or one by one, the same slots stay, bit for bit.
+    tokens come, in one call, in chunks or one by one, the same slots stay, bit for bit. Rows of a padded batch keep
+    what they keep alone: different numbers of tokens, which begin after `pads` empty slots.
 
     Settings as in `lagkv_compress`; with score="l2" layers 0 and 1 stay whole, so layers differ in length.
     """
 
     fixed_budget = False
+    _state = (*Method._state, "_row_static")
 
     def __init__(
         self,
@@ -153,16 +156,38 @@ class LagKV(Method):
     def reset(self) -> None:
         super().reset()
         self._static = self.sink  # slots that are never looked at again: sinks and what was kept of older partitions
+        self._row_static: Tensor | None = None  # int64 [b], on the CPU: the same per row of a padded batch
 
     @property
     def uniform_layers(self) -> bool:
         return self.score != "l2"
 
     def _evict(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> Tensor | None:
-        count = num_segments(k.shape[2], self._static, self.lag)
-        if count == 0 or (self.score == "l2" and self.layer in L2_SKIPPED_LAYERS):
+        if self.score == "l2" and self.layer in L2_SKIPPED_LAYERS:
             return None
-        scores = _scores(k, v, self.lag, self._static, self.v_weight, self.reference, self.score, None, None)
-        indices = _select(scores, k, self._m, self._static, self.head_mode)
-        self._static += count * self._m
-        return indices
+        if pads is None:
+            indices, self._static = self._row_indices(k, v, self._static)
+            return indices
+        # Rows differ in length, so each has its own partitions: row by row, as if it were alone.
+        static = [self.sink] * len(k) if self._row_static is None else self._row_static.tolist()
+        rows = []
+        for row, pad in enumerate(pads.tolist()):
+            tokens = slice(row, row + 1), slice(None), slice(pad, None)
+            indices, static[row] = self._row_indices(k[tokens], v[tokens], static[row])
+            rows.append(None if indices is None else indices[0] + pad)
+        if all(indices is None for indices in rows):
+            return None
+        self._row_static = torch.tensor(static)
+        for row, pad in enumerate(pads.tolist()):
+            if rows[row] is None:
+                rows[row] = torch.arange(pad, k.shape[2], device=k.device).expand(k.shape[1], -1)
+        width = max(indices.shape[1] for indices in rows)
+        return torch.stack([F.pad(indices, (width - indices.shape[1], 0), value=-1) for indices in rows])
+
+    def _row_indices(self, k: Tensor, v: Tensor, static: int) -> tuple[Tensor | None, int]:
+        """What stays of rows without padding (None: everything), and the new length of the static part."""
+        count = num_segments(k.shape[2], static, self.lag)
+        if count == 0:
+            return None, static
+        scores = _scores(k, v, self.lag, static, self.v_weight, self.reference, self.score, None, None)
+        return _select(scores, k, self._m, static, self.head_mode), static + count * self._m

@@ -6,14 +6,19 @@ recall: Sec. 3 (Eq. 1-3). Decisions where paper and released code differ: docs/m
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from ..cache import AttentionMethod, Method
 from ..ops import select_topk
-from .common import Compressed, budget_tokens, check_rank, in_place, moved
+from .common import Compressed, budget_tokens, check_choice, check_head_mode, check_int, check_rank, in_place, moved
+from .snapkv import SnapKV
 from .window import (
     Pooling,
     causal_limits,
+    check_budget,
     check_in_prompt,
     check_queries,
     outside_prefix,
@@ -164,3 +169,165 @@ def recall(
 
     kept, gold = best("q_observed", q_observed, visible), best("q_response", q_response, None)
     return (kept & gold).sum(-1) / gold.sum(-1).clamp(min=1)
+
+
+class LAQ(AttentionMethod):
+    """LAQ's cache of one layer: keeps all of the prompt until a draft of the answer says which of it to keep. ::
+
+        cache.attend(q, k, v)             # the prompt, in one step or in chunks; everything stays
+        draft = cache.draft()             # stage 1: a small cache of the same prompt
+        draft.attend(q, k, v)             # `steps` tokens of the draft, one by one
+        cache.evict(draft)                # stage 2: the budget's best tokens for the draft's queries
+        cache.attend(q, k, v)             # decode from the prompt's end; every new token stays
+
+    budget: of both stages; a fraction is one of the tokens seen.
+    window: the prompt's last queries that observe beside the draft's, and whose tokens stay: 0 is LAQ, 8 LAQ++.
+    steps: tokens that the draft is meant to have.
+    stage1: the method of the draft, such as kvops.StreamingLLM(64) or kvops.Full(); None is SnapKV with this budget and
+        a window of min(32, budget // 2).
+
+    All other settings as in `laq_compress`.
+    """
+
+    _state = (*AttentionMethod._state, "_queries")
+
+    def __init__(
+        self,
+        budget: int | float,
+        window: int = 0,
+        *,
+        steps: int = 8,
+        stage1: Method | None = None,
+        compat_mask: bool = False,
+        kernel_size: int = 7,
+        pooling: str = "max",
+        pool_first: bool = False,
+        score: str = "softmax",
+        group_reduce: str = "mean",
+        head_mode: str = "per_head",
+    ):
+        self._pool = Pooling(kernel_size, pooling, pool_first, group_reduce)
+        self._pool.check("LAQ")
+        check_choice("LAQ", "score", score, ("softmax", "dot"))
+        check_head_mode("LAQ", head_mode)
+        check_int("LAQ", "window", window, 0)
+        check_int("LAQ", "steps", steps, 1)
+        if budget_tokens("LAQ", budget, 1) and isinstance(budget, int):
+            check_budget("LAQ", budget, 0, window)
+        if stage1 is not None and not isinstance(stage1, Method):
+            raise TypeError(f"LAQ: stage1 must be a kvops method such as kvops.Full(), got {type(stage1).__name__}")
+        self.budget, self.window, self.steps, self.stage1 = budget, window, steps, stage1
+        self.compat_mask, self.score, self.head_mode = compat_mask, score, head_mode
+        self.kernel_size, self.pooling, self.pool_first, self.group_reduce = self._pool
+        super().__init__()
+
+    def reset(self) -> None:
+        super().reset()
+        self._queries: Tensor | None = None  # [b, Hq, at most max(32, window), d]: of the last tokens
+        self._options: dict = {}  # the model's scale, softcap and sinks
+
+    def crop(self, seen: int) -> None:
+        before = self.seen
+        super().crop(seen)
+        if self._queries is not None and self.seen < before:
+            self._queries = self._queries[:, :, : max(0, self._queries.shape[2] - (before - self.seen))]
+
+    def _rows(self, t: int) -> int:
+        return 0
+
+    def _remembered(self) -> int:
+        """The last queries that are kept: what the window, and the draft's own, may ask for."""
+        return max(32, self.window, getattr(self.stage1, "window", 0))
+
+    def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options) -> Tensor:
+        with self._undone_on_error():
+            out = super().attention(q, k_step, v_step, **options)
+            last = q if self._queries is None else torch.cat((self._queries, q), 2)
+            self._queries = last[:, :, -self._remembered() :].clone()
+            self._options = options
+        return out
+
+    def _scoring(self, score: str, **options) -> dict:
+        """What the model's attention says of its logits, for the window operator."""
+        options = dict(self._options, score=score, **options)
+        if score == "dot":
+            options.pop("sink_logits", None)
+        return options
+
+    def draft(self) -> Method:
+        """Stage 1: a cache with what `stage1` keeps of the prompt, which remembers the queries of its further steps."""
+        if self._queries is None:
+            raise RuntimeError("LAQ: draft() must follow the attention of a prompt, got none yet")
+        method = self.stage1
+        if method is None:
+            budget = budget_tokens("LAQ", self.budget, self.seen)
+            method = SnapKV(budget, max(1, min(32, budget // 2)))
+        draft = method.fresh(self.layer, self.num_layers)
+        draft.__class__ = _remembering(type(method))
+        draft.queries = None
+        for name in ("k", "v", "pads", "_padding", "seen", "_kept", "_evicted_at"):  # shared: never written to
+            setattr(draft, name, getattr(self, name))
+        tokens = draft.k, draft.v, draft.pads, draft.seen
+        if isinstance(method, AttentionMethod):
+            w, indices = draft._rows(self.seen), None
+            if w > self._queries.shape[2]:
+                raise ValueError(
+                    f"LAQ: stage1 must look at the last queries only, expected at most {self._queries.shape[2]} rows, "
+                    f"got {w} of {method!r}"
+                )
+            if w:
+                limits = causal_limits(len(self), w, self.k.device)
+                options = self._scoring(draft.score, reduce=draft.reduce, group_reduce=draft._operator_reduce)
+                scores = summed_scores(self._queries[:, :, -w:], self.k, limits, None, self.pads, **options)
+                indices = draft._evict_by(scores, *tokens)
+        else:
+            indices = draft._evict(*tokens)
+        if indices is not None:
+            draft._keep(indices, *tokens)
+        return draft
+
+    def evict(self, draft: Method, lookahead_lengths: Tensor | None = None) -> None:
+        """Stage 2: keeps what the draft's queries, and the window's, attend to; the draft is emptied.
+
+        lookahead_lengths: int32 [b], how many of the draft's steps count in each row (it ended sooner).
+        """
+        ahead = getattr(draft, "queries", None)
+        if ahead is None:
+            raise RuntimeError("LAQ: evict() needs a draft() that has taken at least one step, got none")
+        n, w = len(self), self.window
+        keep = max(w, budget_tokens("LAQ", self.budget, self.seen))
+        if n > keep:
+            if self._queries.shape[2] < w:
+                raise RuntimeError(
+                    f"LAQ: evict() needs the queries of the last {w} tokens, got {self._queries.shape[2]}"
+                )
+            visible = _limits("LAQ", n, w, ahead.shape[2], self.compat_mask, lookahead_lengths, self.k)
+            q = torch.cat((self._queries[:, :, self._queries.shape[2] - w :], ahead), 2)
+            spans, options = (self.pads, None, self.pads is not None), self._scoring(self.score)
+            indices = window_indices(
+                "LAQ", q, self.k, visible, keep, w, self._pool, self.head_mode, None, *spans, **options
+            )
+            with self._undone_on_error():
+                self._keep(indices, self.k, self.v, self.pads, self.seen)
+        draft.reset()
+
+
+class _Remembers:
+    """A method that remembers the queries of its steps: [b, Hq, steps, d], or None."""
+
+    uses_queries = True
+    queries: Tensor | None = None
+
+    def reset(self) -> None:
+        super().reset()
+        self.queries = None
+
+    def attention(self, q: Tensor, *args, **options) -> Tensor:
+        out = super().attention(q, *args, **options)
+        self.queries = q.clone() if self.queries is None else torch.cat((self.queries, q), 2)
+        return out
+
+
+@functools.cache
+def _remembering(method: type[Method]) -> type[Method]:
+    return type(method.__name__, (_Remembers, method), {"_state": (*method._state, "queries")})

@@ -13,8 +13,12 @@ import functools
 import torch
 from torch import Tensor
 
+from ..cache import AttentionMethod
 from .common import (
     Compressed,
+    budget_tokens,
+    check_choice,
+    check_head_mode,
     check_int,
     in_place,
     moved,
@@ -259,3 +263,98 @@ def _check_layer(op: str, layer: int, num_layers: int) -> None:
     check_int(op, "num_layers", num_layers, 1)
     if layer >= num_layers:
         raise ValueError(f"{op}: layer must be below num_layers, {num_layers}, got {layer}")
+
+
+class SnapKV(AttentionMethod):
+    """SnapKV's cache of one layer: a step of at least `window` tokens brings it to the budget, shorter ones add to it.
+
+    So the prompt is compressed, by its last `window` queries, and each chunk of a chunked prefill and each further turn
+    with what was kept before; decode keeps every new token. A fraction is one of the tokens seen, but never less than
+    the window. Settings as in `snapkv_compress`.
+    """
+
+    def __init__(
+        self,
+        budget: int | float,
+        window: int = 32,
+        *,
+        kernel_size: int = 7,
+        pooling: str = "max",
+        pool_first: bool = False,
+        score: str = "softmax",
+        group_reduce: str = "mean",
+        head_mode: str = "per_head",
+    ):
+        op = type(self).__name__
+        self._pool = Pooling(kernel_size, pooling, pool_first, group_reduce)
+        self._pool.check(op)
+        check_choice(op, "score", score, ("softmax", "dot"))
+        check_head_mode(op, head_mode)
+        check_int(op, "window", window, 1)
+        if budget_tokens(op, budget, 1) and isinstance(budget, int):
+            check_budget(op, budget, 0, window)
+        self.budget, self.window, self.score, self.head_mode = budget, window, score, head_mode
+        self.kernel_size, self.pooling, self.pool_first, self.group_reduce = self._pool
+        super().__init__()
+
+    @property
+    def _operator_reduce(self) -> str:
+        return self._pool.operator_reduce
+
+    def _keep_of(self, seen: int) -> int:
+        """Tokens that stay in this layer."""
+        return max(self.window, budget_tokens(type(self).__name__, self.budget, seen))
+
+    def _rows(self, t: int) -> int:
+        return self.window if t >= self.window and len(self) > self._keep_of(self.seen) else 0
+
+    def _evict_by(self, scores: Tensor, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> Tensor:
+        scores = self._pool(scores, k.shape[1], outside_prefix(k, self.window, pads, k.shape[2]))
+        scores = self._ranked(scores, k, pads)
+        keep = self._keep_of(seen)
+        return select_budget(
+            type(self).__name__, scores, k.shape[1], keep, 0, self.window, pads, None, pads is not None
+        )
+
+    def _ranked(self, scores: Tensor, k: Tensor, pads: Tensor | None) -> Tensor:
+        """What is selected by, from the pooled scores."""
+        return shared_scores(scores) if self.head_mode == "shared" else scores
+
+
+class PyramidKV(SnapKV):
+    """PyramidKV's cache of one layer: `SnapKV` with the layer's share of the budget, see `pyramidkv_budgets`.
+
+    Layers differ in length; `fresh` says which one this is. In a padded batch the shares are of the padded length.
+    """
+
+    uniform_layers = False
+
+    def _keep_of(self, seen: int) -> int:
+        return _layer_budget(super()._keep_of(seen), seen, self.window, self.layer, self.num_layers)
+
+
+class ChunkKV(SnapKV):
+    """ChunkKV's cache of one layer: as `SnapKV`, but whole chunks of tokens stay, alike in all heads.
+
+    Settings as in `chunkkv_compress`.
+    """
+
+    def __init__(
+        self,
+        budget: int | float,
+        window: int = 32,
+        *,
+        chunk: int = 20,
+        kernel_size: int = 1,
+        pooling: str = "max",
+        pool_first: bool = False,
+        score: str = "softmax",
+        group_reduce: str = "mean",
+    ):
+        check_int("ChunkKV", "chunk", chunk, 1)
+        self.chunk = chunk
+        pool = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, group_reduce=group_reduce)
+        super().__init__(budget, window, score=score, **pool)
+
+    def _ranked(self, scores: Tensor, k: Tensor, pads: Tensor | None) -> Tensor:
+        return chunk_ranks(scores, self.chunk, self.window, pads, k.shape[2])
