@@ -1,17 +1,23 @@
-"""Hugging Face transformers: a cache that compresses itself, for an unmodified `model.generate`. ::
+"""Hugging Face transformers: a cache that compresses itself, and an attention function, for `model.generate`. ::
 
     import kvops.hf
 
-    cache = kvops.hf.KVCache(model.config, kvops.KeyDiff(1024))
+    model = kvops.hf.use_attention(model)  # for the methods that look at queries
+    cache = kvops.hf.KVCache(model.config, kvops.SnapKV(1024))
     model.generate(**inputs, past_key_values=cache)
 
-Each full-attention layer holds a `kvops` method, whose rule evicts inside `update()`: the step's attention still reads
-every key and value that was there, then only the kept ones are stored. transformers counts in two ways, and both stay
-right: `get_seq_length()` is the logical length (positions, what a second turn still has to feed), `get_mask_sizes()`
-says that the stored slots are the last ones before the query. All stored slots are older than the query, so the stock
-causal masks are exact; and when a row's padding is evicted first, in slot order, what is left of it lies just where
-the stock padding mask looks. That needs every row to keep the same number of slots in every layer (`fixed_budget`,
-`uniform_layers`); methods that do not are refused with the reason.
+Each full-attention layer holds a `kvops` method. `update()` stores, and lets the method evict: the step's attention
+still reads every key and value that was there, then only the kept ones are stored. transformers counts in two ways, and
+both stay right: `get_seq_length()` is the logical length (positions, what a second turn still has to feed),
+`get_mask_sizes()` says that the stored slots are the last ones before the query.
+
+With the attention of transformers its own masks serve: all stored slots are older than the query, so causal masks are
+exact; and when a row's padding is evicted first, in slot order, what is left of it lies just where the padding mask
+looks. That needs every row to keep the same number of slots in every layer (`fixed_budget`, `uniform_layers`).
+
+With the library's attention (`use_attention`) no mask is made: `update()` leaves word of its step in a thread-local,
+and the attention function, which is called next, finds there the method that the keys came from. The method knows its
+padding, sees the queries, and computes the attention with the scores it needs. That serves every method.
 
 The only module of kvops that imports transformers.
 """
@@ -19,14 +25,17 @@ The only module of kvops that imports transformers.
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .cache import Method
+from .methods import LAQ
 
 MIN_TRANSFORMERS = "5.15.0"  # the oldest that the tests have run with; before, get_mask_sizes() and crop() differ
 
@@ -43,10 +52,22 @@ if Version(transformers.__version__) < Version(MIN_TRANSFORMERS):
         "pip install -U transformers"
     )
 
-from transformers import PreTrainedConfig  # noqa: E402  (after the check of the version)
-from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
+# ruff: noqa: E402  (after the check of the version)
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-__all__ = ["KVCache", "LayerStats"]
+__all__ = ["KVCache", "LayerStats", "Stage", "generate", "use_attention"]
+
+ATTENTION = "kvops"  # the name of the attention function in transformers
 
 
 class LayerStats(NamedTuple):
@@ -60,14 +81,22 @@ class LayerStats(NamedTuple):
     bytes_kept: int  # of the storage really allocated, not of the view
 
 
+class Stage(NamedTuple):
+    """What the caches of all layers hold after a stage of `generate`, of the whole batch."""
+
+    name: str
+    bytes: int
+
+
 class EvictingLayer(DynamicLayer):
     """One layer's keys and values, [b, Hk, n, d], under the rule of a `kvops` method."""
 
     is_croppable = False  # what was evicted cannot come back, so a rollback may fail
 
-    def __init__(self, method: Method, pads: Tensor | None):
+    def __init__(self, method: Method, pads: Tensor | None, own_attention: bool):
         super().__init__()
         self.method = method
+        self.own_attention = own_attention  # the model's attention is the library's
         self.pads = pads  # int32 [b] as the user gave them, before beam search repeats the rows
 
     def _mirror(self) -> None:
@@ -89,13 +118,16 @@ class EvictingLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         step = self.method.append(key_states, value_states)
         self._mirror()
+        if self.own_attention:
+            _step.layer, _step.keys = self, step[0]
         return step
 
     def get_seq_length(self) -> int:
         return self.method.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return len(self.method) + query_length, self.method.seen - len(self.method)
+        slots = len(self.method) + query_length
+        return _Unmasked(slots) if self.own_attention else slots, self.method.seen - len(self.method)
 
     def reset(self) -> None:
         self.method.reset()
@@ -126,11 +158,95 @@ class EvictingLayer(DynamicLayer):
             self.method.crop(self.method.seen + tokens_to_remove)
             self._mirror()
 
+    def with_method(self, method: Method) -> EvictingLayer:
+        """Such a layer with another method."""
+        twin = EvictingLayer.__new__(EvictingLayer)
+        twin.__dict__.update(self.__dict__, method=method)
+        twin._mirror()
+        return twin
+
     def __copy__(self) -> EvictingLayer:
         """A layer of its own that shares the tensors (crop makes views, it never writes)."""
-        twin = EvictingLayer.__new__(EvictingLayer)
-        twin.__dict__.update(self.__dict__, method=copy.copy(self.method))
-        return twin
+        return self.with_method(copy.copy(self.method))
+
+
+# The library's attention in transformers.
+
+_step = threading.local()  # layer, keys: the EvictingLayer that was just updated, and the keys that it returned
+
+
+class _Unmasked(int):
+    """The length of keys that need no mask, since their layer's method knows what a row may see."""
+
+
+def _mask(batch_size: int, q_length: int, kv_length: int, *args, **kwargs) -> Tensor | None:
+    """The mask for layers that are not evicting; they are served by sdpa."""
+    return None if isinstance(kv_length, _Unmasked) else sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """What transformers calls: query: [b, Hq, t, d], key, value: what update() returned -> [b, t, Hq, dv]."""
+    layer, keys = getattr(_step, "layer", None), getattr(_step, "keys", None)
+    _step.layer = _step.keys = None
+    if layer is None or keys is not key:  # not from an evicting layer
+        if softcap is not None or s_aux is not None:
+            return _plain_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if dropout:
+        raise ValueError(f"kvops.hf: the library's attention is inference-only, expected no dropout, got {dropout}")
+    sinks = None if s_aux is None else s_aux.float().contiguous()
+    out = layer.method.attention(query, key, value, scale=scaling, softcap=softcap or 0.0, sink_logits=sinks)
+    layer._mirror()
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _plain_attention(query, key, value, mask, scaling, softcap, s_aux) -> Tensor:
+    """Attention with a softcap or a sink in layers that do not evict, by the formula: sdpa has neither."""
+    b, heads, t, _ = query.shape
+    groups = key.shape[1]
+    logits = (query.unflatten(1, (groups, -1)) @ key.unsqueeze(2).mT).float()  # [b, Hk, G, t, n]
+    logits *= query.shape[-1] ** -0.5 if scaling is None else scaling
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    if mask is None:
+        mask = torch.ones(t, key.shape[2], dtype=torch.bool, device=key.device).tril(key.shape[2] - t)[None, None]
+    logits = logits.masked_fill(~mask.unsqueeze(2), -torch.inf)
+    if s_aux is not None:
+        sink = s_aux.float().view(1, groups, -1, 1, 1).expand(b, -1, -1, t, -1)
+        logits = torch.cat((logits, sink), -1)
+    weights = logits.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]  # rows that see nothing: 0
+    return (weights.to(value.dtype) @ value.unsqueeze(2)).reshape(b, heads, t, -1).transpose(1, 2).contiguous()
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+def use_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes the library's attention the model's; returns the model.
+
+    It serves a `KVCache` of every method: those that look at queries, those that leave layers or rows with different
+    lengths, left padding, second turns and chunked prefill, softcap and attention sinks. Layers that do not evict, and
+    calls without a KVCache, go to sdpa. The same as `from_pretrained(..., attn_implementation="kvops")`. Make the
+    KVCache afterwards.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"use_attention: model must be a transformers model, got {type(model).__name__}")
+    model.set_attn_implementation(ATTENTION)
+    return model
 
 
 class KVCache(DynamicCache):
@@ -138,7 +254,8 @@ class KVCache(DynamicCache):
 
     Args:
         config: the model's config (`model.config`). It says which layers are "full_attention"; layers of other kinds
-            (sliding window, ...) keep the class that transformers gives them.
+            (sliding window, ...) keep the class that transformers gives them; and whether the attention is the
+            library's (`use_attention`).
         method: the rule and its settings, such as `kvops.LagKV(lag=128)` or `kvops.KeyDiff(1024)`. Each layer gets a
             fresh object with these settings; this one is not touched.
         attention_mask: int or bool [b, n], the mask of the first prompt, when its rows are padded on the left.
@@ -147,8 +264,9 @@ class KVCache(DynamicCache):
 
     Raises:
         TypeError: config is no transformers config, method no kvops method.
-        ValueError: padding that is not on the left; `crop` of what was evicted (the cache stays as it was).
-        NotImplementedError: what stock attention masks cannot express (see the module's text).
+        ValueError: a method that needs the library's attention, without it; padding that is not on the left; `crop` of
+            what was evicted (the cache stays as it was).
+        NotImplementedError: what masks cannot express (see the module's text).
     """
 
     def __init__(
@@ -161,18 +279,16 @@ class KVCache(DynamicCache):
     ):
         _check(config, method)
         pads = _pads(attention_mask, pads)
-        if pads is not None and not method.fixed_budget:
-            raise NotImplementedError(
-                f"KVCache: {method!r} keeps more of a longer row than of a shorter one, so in a padded batch the rows "
-                "would need masks of their own, which the attention of transformers does not take; run the rows one "
-                "by one, or use a method with a budget in tokens, such as kvops.KeyDiff(1024)"
-            )
+        own = config.get_text_config(decoder=True)._attn_implementation == ATTENTION
+        if not own:
+            _check_stock_attention(method, pads is not None)
         super().__init__(config=config)
         count = len(self.layers)
         self.layers = [
-            EvictingLayer(method.fresh(i, count), pads) if type(layer) is DynamicLayer else layer
+            EvictingLayer(method.fresh(i, count), pads, own) if type(layer) is DynamicLayer else layer
             for i, layer in enumerate(self.layers)
         ]
+        self.stages: list[Stage] = []  # filled by `generate`
         if not any(isinstance(layer, EvictingLayer) for layer in self.layers):
             warnings.warn("KVCache: this model has no full-attention layer, so nothing is evicted", stacklevel=2)
 
@@ -199,6 +315,118 @@ class KVCache(DynamicCache):
         return out
 
 
+# Generation.
+
+
+def generate(
+    model: PreTrainedModel,
+    method: Method,
+    input_ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    logits_processor: Sequence[LogitsProcessor] = (),
+    **kwargs,
+):
+    """`model.generate` with a `KVCache` of `method` and the library's attention.
+
+    With `kvops.LAQ` it runs the stages of the paper: the prefill with its whole cache, which gives the first token; a
+    draft cache of stage 1, over which `steps` lookahead tokens are decoded greedily, keeping their queries (a row that
+    comes to its end stops early); the eviction of the whole cache by these queries; then the decode.
+
+    input_ids, attention_mask: int [b, n], the prompts, padded on the left (no mask: no padding). logits_processor and
+    all other arguments go to `model.generate`, and its result comes back. With `return_dict_in_generate=True` the
+    cache is its `past_key_values`, whose `stages` say how many bytes all caches held after each stage of LAQ: the
+    largest is the peak.
+
+    Source: LAQ, Sec. 4.
+    """
+    if "past_key_values" in kwargs:
+        raise ValueError("generate: expected no past_key_values (the cache is made from `method`), got one")
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    processors = LogitsProcessorList(logits_processor)
+    with _own_attention(model):
+        cache = KVCache(model.config, method, attention_mask=attention_mask)
+        if isinstance(method, LAQ):
+            processors.append(_Lookahead(model, cache, attention_mask, kwargs))
+        return model.generate(
+            input_ids, attention_mask=attention_mask, past_key_values=cache, logits_processor=processors, **kwargs
+        )
+
+
+@contextmanager
+def _own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The library's attention for a while."""
+    config = model.config
+    before = {"": config._attn_implementation}
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            before[name] = getattr(config, name)._attn_implementation
+    use_attention(model)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before if len(before) > 1 else before[""])
+
+
+class _Lookahead(LogitsProcessor):
+    """LAQ's stages between the prefill and the first decode step, which is when transformers first asks what to make of
+    the logits. It leaves them as they are."""
+
+    def __init__(self, model: PreTrainedModel, cache: KVCache, attention_mask: Tensor, settings: dict):
+        self.model, self.cache, self.mask = model, cache, attention_mask
+        config = settings.get("generation_config") or model.generation_config
+        ends = settings.get("eos_token_id", config.eos_token_id)
+        self.ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        cache = self.cache
+        if cache.stages:  # it has been done
+            return scores
+        cache.stages.append(Stage("prefill", _held(cache)))
+        draft = copy.copy(cache)
+        draft.layers = [
+            layer.with_method(layer.method.draft()) if isinstance(layer, EvictingLayer) else copy.deepcopy(layer)
+            for layer in cache.layers
+        ]
+        lengths = self._decode(draft, scores)
+        cache.stages.append(Stage("lookahead", _held(cache, draft)))
+        for layer, drafted in zip(cache.layers, draft.layers):
+            if isinstance(layer, EvictingLayer):
+                layer.method.evict(drafted.method, lengths)
+                layer._mirror()
+        cache.stages.append(Stage("decode", _held(cache)))
+        return scores
+
+    def _decode(self, draft: KVCache, scores: Tensor) -> Tensor:
+        """Greedy steps over the draft cache; how many of them count, int32 [b]."""
+        steps = next(layer.method for layer in self.cache.layers if isinstance(layer, EvictingLayer)).steps
+        rows = scores.shape[0]  # beams repeat the prompts
+        mask = self.mask.repeat_interleave(rows // self.mask.shape[0], 0)
+        ends = torch.tensor(self.ends, dtype=torch.int64, device=scores.device)
+        token = scores.argmax(-1, keepdim=True)
+        lengths = torch.ones(rows, dtype=torch.int32, device=scores.device)
+        alive = ~torch.isin(token[:, 0], ends)
+        for step in range(steps):
+            mask = torch.cat((mask, mask.new_ones(rows, 1)), 1)
+            positions = mask.sum(-1, keepdim=True) - 1
+            logits = self.model(token, attention_mask=mask, position_ids=positions, past_key_values=draft).logits
+            token = logits[:, -1].argmax(-1, keepdim=True)
+            alive = alive & ~torch.isin(token[:, 0], ends)
+            if step + 1 == steps or (self.ends and not alive.any()):
+                break
+            lengths = lengths + alive.int()
+        return lengths
+
+
+def _held(*caches: KVCache) -> int:
+    """Bytes of the storages that the caches' keys and values lie in, each counted once."""
+    tensors = [x for cache in caches for layer in cache.layers for x in (layer.keys, layer.values)]
+    return sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x is not None}.values()
+    )
+
+
 def _check(config: PreTrainedConfig, method: Method) -> None:
     """Raises for what cannot work, whatever the batch."""
     if not isinstance(config, PreTrainedConfig):
@@ -208,16 +436,24 @@ def _check(config: PreTrainedConfig, method: Method) -> None:
         raise TypeError(f"KVCache: method must be a kvops method object such as kvops.KeyDiff(1024), got {got}")
     if config.is_encoder_decoder:
         raise NotImplementedError("KVCache: encoder-decoder models need two caches and are not supported")
-    if not method.uniform_layers:
-        raise NotImplementedError(
-            f"KVCache: {method!r} leaves the layers with different lengths, but transformers makes one attention mask "
-            "for all of them"
-        )
     if not method.attend_before_compress:
         raise NotImplementedError(
             "KVCache: attend_before_compress=False is not supported: transformers makes the mask of a step before the "
             "layers know what they keep of it"
         )
+
+
+def _check_stock_attention(method: Method, padded: bool) -> None:
+    """Raises for what the attention of transformers and its masks cannot serve."""
+    if method.uses_queries:
+        why = "looks at queries, which the attention of transformers does not hand over"
+    elif not method.uniform_layers:
+        why = "leaves the layers with different lengths, but transformers makes one attention mask for all of them"
+    elif padded and not method.fixed_budget:
+        why = "keeps more of a longer row than of a shorter one, so the rows of a padded batch need masks of their own"
+    else:
+        return
+    raise ValueError(f"KVCache: {method!r} {why}; call kvops.hf.use_attention(model) before making the cache")
 
 
 def _pads(attention_mask: Tensor | None, pads: Tensor | Sequence[int] | None) -> Tensor | None:

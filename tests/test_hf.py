@@ -530,9 +530,9 @@ def test_wrong_arguments():
 def test_what_stock_masks_cannot_express():
     config = make_model().config
     mask = make_prompts(6, 4)[1]
-    with pytest.raises(NotImplementedError, match="LagKV.*padded"):
+    with pytest.raises(ValueError, match=r"LagKV.*padded.*use_attention"):
         KVCache(config, kvops.LagKV(lag=16), attention_mask=mask)
-    with pytest.raises(NotImplementedError, match="one attention mask"):
+    with pytest.raises(ValueError, match=r"one attention mask.*use_attention"):
         KVCache(config, kvops.LagKV(lag=16, score="l2"))
     with pytest.raises(NotImplementedError, match="attend_before_compress"):
         KVCache(config, kvops.LagKV(lag=16, attend_before_compress=False))
