@@ -65,22 +65,22 @@ def assert_attention(result, q, k, v, sink=None, **options):
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("t, n", [(40, 40), (1, 40), (7, 40), (1, 1), (300, 517)])
-@pytest.mark.parametrize("backend", [None, *flash.BACKENDS])
-def test_is_the_formula(backend, t, n, causal, dtype):
-    q, k, v = make(t=t, n=kit.size(n, min(n, 300)), dtype=dtype)
-    if backend is not None and (backend not in available() or flash.BACKENDS[backend].why_not(call(q, k, v))):
-        pytest.skip(f"{backend} does not run here")
-    result = kvops.attention(q, k, v, causal=causal, backend=backend)
-    assert result.backend == (backend or result.backend) and result.backend in available()
-    assert_attention(result, q, k, v, causal=causal)
+@pytest.mark.parametrize("t, n", [(40, 40), (1, 40), (7, 40), (1, 1), (300, 317)])
+def test_every_backend_is_the_formula(t, n, causal, dtype):
+    q, k, v = make(t=t, n=n, dtype=dtype)
+    fit = [name for name in available() if not flash.BACKENDS[name].why_not(call(q, k, v))]
+    assert "kvops" in fit and (q.is_cuda or "torch_flash" in fit)
+    for backend in (None, *fit):
+        result = kvops.attention(q, k, v, causal=causal, backend=backend)
+        assert result.backend == (backend or result.backend) and result.backend in fit
+        assert_attention(result, q, k, v, causal=causal)
 
 
 def call(q, k, v, causal=True, starts=None, softcap=0.0):
     return flash._Call(q, k, v, causal, 1.0, starts, softcap)
 
 
-@kit.examples(60, derandomize=True)
+@kit.examples(50, derandomize=True)
 @given(
     t=st.integers(1, 40),
     old=st.integers(0, 30),
