@@ -131,6 +131,10 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     ),
     "window_scores, lse": lambda x: (ops.window_scores(x.q, x.k, x.visible, x.lse, softcap=SOFTCAP),),
     "window_scores, one row": lambda x: (ops.window_scores(x.q[:, :, :1], x.k, x.visible[:, :1].contiguous()),),
+    "window_attention": lambda x: ops.window_attention(x.q, x.k, x.v, x.visible, starts=x.starts),
+    "window_attention, one row": lambda x: ops.window_attention(
+        x.q[:, :, :1], x.k, x.v, x.visible[:, :1].contiguous(), sink_logits=x.sink_logits, softcap=SOFTCAP
+    ),
     "select_topk": lambda x: (ops.select_topk(x.scores, x.keep, 4, 8),),
     "select_topk, padded": lambda x: (
         ops.select_topk(x.scores, x.keep, 4, 8, None, x.starts, x.lengths, x.budgets, False),

@@ -4,6 +4,8 @@
 // so that their sums meet in log2 shuffles), so a warp reads 32 / kLanes rows at once; lane l holds the pieces l, l +
 // kLanes, ... (`kPieces` of them). with_lanes() picks both from the number of pieces.
 #pragma once
+#include <type_traits>
+
 #include "../dispatch.h"
 #include "device.cuh"
 
@@ -55,6 +57,17 @@ __device__ inline float to_float(Half x) {
 }
 __device__ inline float to_float(BFloat16 x) {
   return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
+}
+
+// Rounded to nearest, ties to even.
+template <class T>
+__device__ inline T from_float(float x) {
+  if constexpr (sizeof(T) == 4)
+    return x;
+  else if constexpr (std::is_same_v<T, Half>)
+    return {__half_as_ushort(__float2half_rn(x))};
+  else
+    return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
 }
 
 // 4 bytes, element by element.

@@ -137,6 +137,34 @@ __device__ inline void multiply(Products<KeyTile<T, kPieces>::kBlocks>& x, const
   }
 }
 
+// ---- Logits and their sums
+// -------------------------------------------------------------------------------------------
+
+// sum over keys of 2^(logit), as sum * 2^most; logits times log2(e).
+struct RowSum {
+  float most, sum;
+
+  __device__ static RowSum none() { return {-CUDART_INF_F, 0.0f}; }
+  __device__ void add(const RowSum& x) {
+    const float top = fmaxf(most, x.most), at = top == -CUDART_INF_F ? 0.0f : top;
+    sum = sum * exp2_fast(most - at) + x.sum * exp2_fast(x.most - at);
+    most = top;
+  }
+};
+
+// A logit times `unit` (1 or log2(e)), of a product.
+__device__ inline float logit_of(const Window& p, float product, float unit) {
+  if (p.softcap == 0.0f) return product * (p.scale * unit);
+  return p.softcap * unit * tanhf(product * p.scale / p.softcap);
+}
+
+// What is subtracted from a row's logits times log2(e): its lse, with the sink where there is one.
+__device__ inline float total_log2(const Window& p, float lse, int64_t query_head) {
+  if (!p.sink_logits) return lse * kLog2e;
+  const float sink = p.sink_logits[query_head], top = fmaxf(lse, sink);
+  return (top == -CUDART_INF_F ? top : top + log1pf(expf(fminf(lse, sink) - top))) * kLog2e;
+}
+
 // ---- Queries, in shared memory
 // ---------------------------------------------------------------------------------------
 
@@ -245,15 +273,19 @@ static_assert(kWindowThreads >= kMaxWindow);
 // ---- Keys, cut into splits
 // -------------------------------------------------------------------------------------------
 
+// Where sums over keys depend on the splits, these are made for so many heads, whatever there are: neither the batch
+// nor the number of heads changes a result.
+constexpr int64_t kAnyHeads = 4;
+
 // A block takes the `split`-th run of `keys` keys of one head.
 struct Splits {
   int64_t keys;
   unsigned count;
 
-  // So many blocks that `heads` of them fill the GPU about `waves` times, of at least 64 keys for each warp.
-  static Splits of(int64_t n, int64_t heads, int waves) {
+  // So many that those of `heads` heads fill the GPU about twice, of at least 64 keys for each warp.
+  static Splits of(int64_t n, int64_t heads) {
     constexpr int64_t step = 32 * kWindowWarps;
-    const int64_t blocks = int64_t{multiprocessors()} * waves / (heads > 0 ? heads : 1);
+    const int64_t blocks = int64_t{multiprocessors()} * 2 / (heads > 0 ? heads : 1);
     int64_t keys = blocks > 1 ? (n + blocks - 1) / blocks : n;
     keys = (keys + step - 1) / step * step;
     if (keys < 2 * step) keys = 2 * step;
@@ -261,19 +293,19 @@ struct Splits {
   }
 };
 
-// fn(T{}, integral constant of pieces) for the dtype and the width of keys.
 template <int N>
-struct Pieces4 {
+struct Constant {
   static constexpr int value = N;
 };
+// fn(T{}, Constant<pieces>{}) for the dtype and the width of keys.
 template <class Fn>
 inline void with_key_tile(const Window& p, const Fn& fn) {
   with_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
     if constexpr (sizeof(T) == 2) {
-      if (p.k.row_bytes <= 256) return fn(type, Pieces4<4>{});
+      if (p.k.row_bytes <= 256) return fn(type, Constant<4>{});
     }
-    fn(type, Pieces4<8>{});
+    fn(type, Constant<8>{});
   });
 }
 

@@ -1,5 +1,6 @@
 #include "launch.h"
 // launch.h first: it makes the checks in ops/ visible.
+#include "window_passes.h"
 #include "window_scores.cuh"
 
 namespace kvops {
@@ -21,6 +22,30 @@ Tensor window_scores(const Tensor& q, const Tensor& k, const Tensor& visible, co
 }
 
 }  // namespace
+
+int64_t window_lse_workspace(const Window& p) {
+  return 4 * SumsPlan::of(p).partial;
+}
+
+void window_lse(const Window& p, float* lse, float* logits, void* workspace, cudaStream_t stream) {
+  const SumsPlan plan = SumsPlan::of(p);
+  RowSum* const partial_sums = static_cast<RowSum*>(workspace);
+  window_sums_cuda(p, plan, partial_sums, logits, stream);
+  window_lse_cuda(plan, partial_sums, lse, stream);
+}
+
+int64_t window_scores_pass_workspace(const Window& p) {
+  return 4 * ScoresPlan::of(p).carry;
+}
+
+void window_scores_pass(const Window& p, const float* lse, void* workspace, cudaStream_t stream) {
+  const WindowScoresParams params{p, {lse, p.heads * p.group * p.w, p.w, 1}, true};
+  window_scores_pass_cuda(params, ScoresPlan::of(p), static_cast<float*>(workspace), stream);
+}
+
+void window_row_scores(const Window& p, const float* logits, const float* lse, cudaStream_t stream) {
+  window_row_scores_cuda(p, logits, lse, stream);
+}
 
 KVOPS_CUDA_IMPL(m) {
   m.impl("window_scores", TORCH_BOX(&window_scores));

@@ -25,7 +25,7 @@
 // another until the split ends, and a sum is scaled anew only when its maximum rises.
 //
 // Grid: x runs over (batch, KV head, split). A score depends on no split. Sums of rows do, so their splits are cut by
-// the number of keys and KV heads and the GPU, never by the batch. Rows that do not fit into shared memory go in
+// the number of keys and the GPU alone. Rows that do not fit into shared memory go in
 // chunks; what is left of a chunk waits in `scores` (or, half a query head's sum, in `carry`) for the same thread. Not
 // yet measured on a GPU.
 #pragma once
@@ -100,24 +100,6 @@ __device__ inline void for_tiles(const Window& p, const char* head, int begin, i
 
 // ---- Each row's largest logit and sum of exponentials
 // ----------------------------------------------------------------
-
-// sum over keys of 2^(logit), as sum * 2^most; logits times log2(e).
-struct RowSum {
-  float most, sum;
-
-  __device__ static RowSum none() { return {-CUDART_INF_F, 0.0f}; }
-  __device__ void add(const RowSum& x) {
-    const float top = fmaxf(most, x.most), at = top == -CUDART_INF_F ? 0.0f : top;
-    sum = sum * exp2_fast(most - at) + x.sum * exp2_fast(x.most - at);
-    most = top;
-  }
-};
-
-// A logit times `unit` (1 or log2(e)), of a product.
-__device__ inline float logit_of(const Window& p, float product, float unit) {
-  if (p.softcap == 0.0f) return product * (p.scale * unit);
-  return p.softcap * unit * tanhf(product * p.scale / p.softcap);
-}
 
 template <class T, int kPieces>
 __global__ void __launch_bounds__(kWindowThreads, 1)
@@ -235,13 +217,6 @@ __global__ void __launch_bounds__(kWindowThreads)
 
 // ---- Scores
 // ----------------------------------------------------------------------------------------------------------
-
-// What is subtracted from a row's logits times log2(e): its lse, with the sink where there is one.
-__device__ inline float total_log2(const Window& p, float lse, int64_t query_head) {
-  if (!p.sink_logits) return lse * kLog2e;
-  const float sink = p.sink_logits[query_head], top = fmaxf(lse, sink);
-  return (top == -CUDART_INF_F ? top : top + log1pf(expf(fminf(lse, sink) - top))) * kLog2e;
-}
 
 // Rows that are reduced together: sums of sums over all G w rows, and maxima of maxima, else each query head's.
 inline RowLayout score_layout(const Window& p) {
@@ -412,14 +387,14 @@ __global__ void __launch_bounds__(kWindowThreads)
 // ---- The passes
 // ------------------------------------------------------------------------------------------------------
 
-// How a call without lse is cut, and what its workspace holds. The splits do not depend on the batch.
+// How a call without lse is cut, and what its workspace holds.
 struct SumsPlan {
   Splits splits;
   int64_t heads, rows;           // KV heads of the batch, rows of each
   int64_t partial, lse, logits;  // floats: [heads, splits, rows, 2], [heads, rows], and with one row each [heads, G, n]
 
   static SumsPlan of(const Window& p) {
-    SumsPlan x{Splits::of(p.n, p.heads, 2), p.b * p.heads, p.group * p.w, 0, 0, 0};
+    SumsPlan x{Splits::of(p.n, kAnyHeads), p.b * p.heads, p.group * p.w, 0, 0, 0};
     x.lse = x.heads * x.rows;
     x.partial = 2 * x.lse * x.splits.count;
     x.logits = p.w == 1 ? x.lse * p.n : 0;
@@ -453,7 +428,7 @@ struct ScoresPlan {
   int64_t carry;  // floats of workspace: [b, Hk, n], where a query head's rows may not fit into one chunk
 
   static ScoresPlan of(const Window& p) {
-    ScoresPlan x{RowChunks::of(p, score_layout(p), sizeof(int) + sizeof(float)), Splits::of(p.n, p.b * p.heads, 2), 0};
+    ScoresPlan x{RowChunks::of(p, score_layout(p), sizeof(int) + sizeof(float)), Splits::of(p.n, p.b * p.heads), 0};
     const RowLayout& layout = x.chunks.layout;
     const bool cut = layout.units > 1 && x.chunks.rows < layout.rows && x.chunks.rows % layout.padded;
     x.carry = cut && p.group_reduce != Reduce::none ? p.b * p.heads * p.n : 0;
