@@ -272,18 +272,24 @@ def run_lookahead(context: int, prompts: int, progress: bool = True) -> list[loo
     transformers.utils.logging.disable_progress_bar()
     model = kvops.hf.use_attention(transformers.AutoModelForCausalLM.from_pretrained(MODEL).eval())
     cells = lookahead.make_cells()
-    asked = {digits: make_prompts(prompts, context, digits) for digits in lookahead.DIGITS}
     question = torch.from_numpy(encode(QUESTION))
     firsts = range(0, prompts, BATCH)
     with tqdm(total=len(firsts) * len(cells), disable=not progress, leave=False, unit="step") as bar:
-        for cell in cells:
-            bar.set_description(f"{cell.method}, {cell.budget} tokens")
+        for digits, point in dict.fromkeys((cell.digits, cell.point) for cell in cells):
+            asked = make_prompts(prompts, context, digits)
             for first in firsts:
-                batch = asked[cell.digits][first : first + BATCH]
+                batch = asked[first : first + BATCH]
                 ids = torch.from_numpy(np.stack([p.ids for p in batch]))
-                said = lookahead.answer(model, cell, ids, question.expand(len(batch), -1), PAD).numpy()
-                cell.right += [float(np.mean(answer == encode(p.digits))) for answer, p in zip(said, batch)]
-                bar.update()
+                more = question.expand(len(batch), -1)
+                if point == "after":
+                    ids, more = torch.cat([ids, more], 1), more[:, :0]
+                prompt = lookahead.read(model, ids)
+                for cell in (x for x in cells if (x.digits, x.point) == (digits, point)):
+                    bar.set_description(f"{cell.method}, {cell.budget} tokens, cut {point} the question")
+                    with threads(1):
+                        said = lookahead.answer(model, cell, prompt, ids, more, PAD).numpy()
+                    cell.right += [float(np.mean(answer == encode(p.digits))) for answer, p in zip(said, batch)]
+                    bar.update()
     return cells
 
 

@@ -7,6 +7,7 @@ query knows yet what will be asked for.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,11 +21,7 @@ import kvops.hf
 BUDGETS = (32, 64, 128, 256)
 DIGITS = (8, 32)
 POINTS = ("after", "before")  # the question
-METHODS = {
-    "SnapKV": lambda budget: kvops.SnapKV(budget, window=min(32, budget // 2)),
-    "LAQ": lambda budget: kvops.LAQ(budget),
-    "LAQ++": lambda budget: kvops.LAQ(budget, window=8),
-}
+METHODS = {"SnapKV": None, "LAQ": 0, "LAQ++": 8}  # the prompt's last queries that observe beside the draft's
 
 
 @dataclass
@@ -60,18 +57,48 @@ def make_cells() -> list[Cell]:
     return [Cell(m, b, d, p) for p in POINTS for d in DIGITS for m in METHODS for b in BUDGETS]
 
 
-def answer(model: transformers.PreTrainedModel, cell: Cell, context: Tensor, question: Tensor, pad: int) -> Tensor:
-    """The tokens that are said: int64 [b, digits]. context: [b, n], question: [b, m]."""
-    method, length = METHODS[cell.method](cell.budget), dict(min_new_tokens=cell.digits, max_new_tokens=cell.digits)
-    settings = dict(do_sample=False, pad_token_id=pad)
-    asked = torch.cat([context, question], 1)
-    if cell.point == "after":
-        return kvops.hf.generate(model, method, asked, **length, **settings)[:, asked.shape[1] :]
-    read = kvops.hf.generate(model, method, context, max_new_tokens=1, return_dict_in_generate=True, **settings)
-    cache = keeping_all(model, read.past_key_values)
-    mask = torch.ones_like(asked)
-    said = model.generate(asked, attention_mask=mask, past_key_values=cache, **length, **settings)
-    return said[:, asked.shape[1] :]
+Read = tuple[kvops.hf.KVCache, Tensor]  # a prompt's whole cache, and the logits of its last token
+
+
+def read(model: transformers.PreTrainedModel, ids: Tensor) -> Read:
+    """The prefill that all cells of one prompt share. ids: [b, n]."""
+    cache = kvops.hf.KVCache(model.config, kvops.LAQ(max(BUDGETS), max(w or 0 for w in METHODS.values())))
+    return cache, model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+
+
+def answer(
+    model: transformers.PreTrainedModel, cell: Cell, prompt: Read, ids: Tensor, more: Tensor, pad: int
+) -> Tensor:
+    """The tokens that are said: int64 [b, digits]. ids: [b, n], what has been read; more: the question, if it comes
+    after the cut, else [b, 0]."""
+    cut = cut_cache(model, cell, prompt)
+    first = more if more.numel() else prompt[1].argmax(-1, keepdim=True)  # the first token is the whole cache's
+    steps = cell.digits - (0 if more.numel() else 1)
+    asked = torch.cat([ids, first], 1)
+    said = model.generate(
+        asked,
+        attention_mask=torch.ones_like(asked),
+        past_key_values=keeping_all(model, cut),
+        do_sample=False,
+        pad_token_id=pad,
+        min_new_tokens=steps,
+        max_new_tokens=steps,
+    )
+    return said[:, -cell.digits :]
+
+
+def cut_cache(model: transformers.PreTrainedModel, cell: Cell, prompt: Read) -> kvops.hf.KVCache:
+    """What the cell's method leaves of the prompt's cache."""
+    cache, window = copy.copy(prompt[0]), METHODS[cell.method]
+    methods = [copy.copy(layer.method) for layer in cache.layers]
+    for method in methods:  # as if the prompt had been read with these settings: until the cut they change nothing
+        method.budget, method.window = cell.budget, window or 0
+    if window is None:  # the draft that LAQ begins with is SnapKV
+        methods = [method.draft() for method in methods]
+    cache.layers = [layer.with_method(method) for layer, method in zip(cache.layers, methods)]
+    if window is not None:
+        kvops.hf.lookahead(model, cache, prompt[1])
+    return cache
 
 
 def keeping_all(model: transformers.PreTrainedModel, cut: kvops.hf.KVCache) -> kvops.hf.KVCache:

@@ -65,7 +65,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["KVCache", "LayerStats", "Stage", "generate", "use_attention"]
+__all__ = ["KVCache", "LayerStats", "Stage", "generate", "lookahead", "use_attention"]
 
 ATTENTION = "kvops"  # the name of the attention function in transformers
 
@@ -369,54 +369,77 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(before if len(before) > 1 else before[""])
 
 
+def lookahead(
+    model: PreTrainedModel,
+    cache: KVCache,
+    logits: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+) -> None:
+    """LAQ's stages between the prefill and the decode, for loops of one's own: `cache` is cut by a draft's queries.
+
+    cache: a KVCache of `kvops.LAQ` that has read the prompts, with the library's attention (`use_attention`). logits:
+    [b, vocab], of the prompts' last tokens; their largest are the first tokens of the draft. attention_mask: int [b,
+    n], the prompts' (no mask: no padding; b may repeat its rows for beams). eos_token_id: what ends a row's draft.
+    Decode goes on from the prompts' ends. `cache.stages` says how many bytes were held after each stage.
+    """
+    methods = [layer.method for layer in cache.layers if isinstance(layer, EvictingLayer)]
+    if not methods or not all(isinstance(x, LAQ) for x in methods):
+        raise TypeError(f"lookahead: cache must be a KVCache of kvops.LAQ, got {methods[:1]}")
+    cache.stages = [Stage("prefill", _held(cache))]
+    draft = copy.copy(cache)
+    draft.layers = [
+        layer.with_method(layer.method.draft()) if isinstance(layer, EvictingLayer) else copy.deepcopy(layer)
+        for layer in cache.layers
+    ]
+    if attention_mask is None:
+        attention_mask = logits.new_ones(len(logits), cache.get_seq_length(), dtype=torch.int64)
+    ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    lengths = _decode_greedily(model, draft, logits, attention_mask, ends, methods[0].steps)
+    cache.stages.append(Stage("lookahead", _held(cache, draft)))
+    for layer, drafted in zip(cache.layers, draft.layers):
+        if isinstance(layer, EvictingLayer):
+            layer.method.evict(drafted.method, lengths)
+            layer._mirror()
+    cache.stages.append(Stage("decode", _held(cache)))
+
+
+def _decode_greedily(
+    model: PreTrainedModel, draft: KVCache, logits: Tensor, mask: Tensor, ends: Sequence[int], steps: int
+) -> Tensor:
+    """The steps over the draft's cache; how many of them count in each row, int32 [b]."""
+    rows = logits.shape[0]  # beams repeat the prompts
+    mask = mask.repeat_interleave(rows // mask.shape[0], 0)
+    end = torch.tensor(ends, dtype=torch.int64, device=logits.device)
+    token = logits.argmax(-1, keepdim=True)
+    lengths = torch.ones(rows, dtype=torch.int32, device=logits.device)
+    alive = ~torch.isin(token[:, 0], end)
+    for step in range(steps):
+        mask = torch.cat((mask, mask.new_ones(rows, 1)), 1)
+        positions = mask.sum(-1, keepdim=True) - 1
+        logits = model(token, attention_mask=mask, position_ids=positions, past_key_values=draft).logits
+        token = logits[:, -1].argmax(-1, keepdim=True)
+        alive = alive & ~torch.isin(token[:, 0], end)
+        if step + 1 == steps or (ends and not alive.any()):
+            break
+        lengths = lengths + alive.int()
+    return lengths
+
+
 class _Lookahead(LogitsProcessor):
-    """LAQ's stages between the prefill and the first decode step, which is when transformers first asks what to make of
-    the logits. It leaves them as they are."""
+    """Runs LAQ's stages when transformers first asks what to make of the logits, which is after the prefill. It leaves
+    them as they are."""
 
     def __init__(self, model: PreTrainedModel, cache: KVCache, attention_mask: Tensor, settings: dict):
         self.model, self.cache, self.mask = model, cache, attention_mask
         config = settings.get("generation_config") or model.generation_config
-        ends = settings.get("eos_token_id", config.eos_token_id)
-        self.ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        self.ends = settings.get("eos_token_id", config.eos_token_id)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        cache = self.cache
-        if cache.stages:  # it has been done
-            return scores
-        cache.stages.append(Stage("prefill", _held(cache)))
-        draft = copy.copy(cache)
-        draft.layers = [
-            layer.with_method(layer.method.draft()) if isinstance(layer, EvictingLayer) else copy.deepcopy(layer)
-            for layer in cache.layers
-        ]
-        lengths = self._decode(draft, scores)
-        cache.stages.append(Stage("lookahead", _held(cache, draft)))
-        for layer, drafted in zip(cache.layers, draft.layers):
-            if isinstance(layer, EvictingLayer):
-                layer.method.evict(drafted.method, lengths)
-                layer._mirror()
-        cache.stages.append(Stage("decode", _held(cache)))
+        if not self.cache.stages:
+            lookahead(self.model, self.cache, scores, attention_mask=self.mask, eos_token_id=self.ends)
         return scores
-
-    def _decode(self, draft: KVCache, scores: Tensor) -> Tensor:
-        """Greedy steps over the draft cache; how many of them count, int32 [b]."""
-        steps = next(layer.method for layer in self.cache.layers if isinstance(layer, EvictingLayer)).steps
-        rows = scores.shape[0]  # beams repeat the prompts
-        mask = self.mask.repeat_interleave(rows // self.mask.shape[0], 0)
-        ends = torch.tensor(self.ends, dtype=torch.int64, device=scores.device)
-        token = scores.argmax(-1, keepdim=True)
-        lengths = torch.ones(rows, dtype=torch.int32, device=scores.device)
-        alive = ~torch.isin(token[:, 0], ends)
-        for step in range(steps):
-            mask = torch.cat((mask, mask.new_ones(rows, 1)), 1)
-            positions = mask.sum(-1, keepdim=True) - 1
-            logits = self.model(token, attention_mask=mask, position_ids=positions, past_key_values=draft).logits
-            token = logits[:, -1].argmax(-1, keepdim=True)
-            alive = alive & ~torch.isin(token[:, 0], ends)
-            if step + 1 == steps or (self.ends and not alive.any()):
-                break
-            lengths = lengths + alive.int()
-        return lengths
 
 
 def _held(*caches: KVCache) -> int:

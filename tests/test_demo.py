@@ -102,13 +102,50 @@ def test_lagkv_budget_solves_equation_10(demo):
 
 def test_a_cell_out_of_reach_says_so(demo, capsys, tmp_path):
     record = tmp_path / "demo.json"
-    demo.main(f"--context 1024 --digits 8 --prompts 1 --out {tmp_path / 'new'} --json {record}".split())
+    demo.main(f"--context 1024 --digits 8 --prompts 1 --lookahead 0 --out {tmp_path / 'new'} --json {record}".split())
     out = capsys.readouterr().out
     assert "LagKV, lag 256     no r reaches 256 tokens: sink, last partition and rest alone are 512" in out
     assert str(tmp_path / "new" / "demo.png") in out and (tmp_path / "new" / "demo.png").exists()
     found = json.loads(record.read_text())
     assert found["command"].startswith("python bench/demo.py --context 1024")
     assert [row["tokens"] for row in found["rows"] if row["method"] == "KeyDiff"] == [512, 256]
+    assert "lookahead" not in found and "LAQ" not in out
     with pytest.raises(SystemExit):
         demo.main(["--context", "100"])
     assert "--context must be between 512 and 4000, got 100" in capsys.readouterr().err
+
+
+def test_lookahead_finds_at_small_budgets_what_snapkv_loses(demo, monkeypatch):
+    """The second table: the paper's claim on this model, and that nobody knows the question before it comes."""
+    lookahead = sys.modules["lookahead"]
+    monkeypatch.setattr(lookahead, "BUDGETS", (64,))
+    monkeypatch.setattr(lookahead, "DIGITS", (8,))
+    cells = demo.run_lookahead(1024, 11, progress=False)
+    score = {(cell.method, cell.point): cell.score for cell in cells}
+    assert len(cells) == 6 and all(len(cell.right) == 11 for cell in cells)
+    assert score["LAQ", "after"] >= 95 and score["LAQ++", "after"] >= 95
+    assert score["SnapKV", "after"] <= 85
+    assert all(score[name, "before"] <= 40 for name in lookahead.METHODS)
+    table, found = lookahead.table(cells, 1024), lookahead.findings(cells)
+    for name in lookahead.METHODS:
+        (line,) = [x for x in table.splitlines() if x.startswith(f"{name} ")]
+        assert line.split()[1:] == [f"{score[name, point]:.0f}" for point in lookahead.POINTS]
+    assert max(map(len, table.splitlines())) <= 120
+    assert f"8 digits at 64 tokens: SnapKV {score['SnapKV', 'after']:.0f} %" in found
+    assert cells[0].numbers["digits_right_percent"] == cells[0].score
+
+
+def test_recall_jumps_when_the_answer_comes_into_the_window(demo, tmp_path, capsys):
+    """LAQ Fig. 2, small: windows of the answer choose better than the last ones of the prompt; so do a draft's."""
+    import recall  # beside the demo, which has put its folder on the path
+
+    recall.main(
+        f"--context 700 --digits 16 --budget 48 --prompts 3 --out {tmp_path} --json {tmp_path / 'r.json'}".split()
+    )
+    assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG") and "wrote" in capsys.readouterr().out
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert len(record["recall"]["answer"]) == recall.TAIL + 16 - recall.WINDOW + 1 and record["first"] == -recall.TAIL
+    for name in ("answer", "draft"):
+        numbers = record["numbers"][name]
+        assert numbers["first of the answer"] > numbers["last queries of the prompt"] + 0.1
+        assert numbers["last queries of the prompt"] > record["recall"][name][0]

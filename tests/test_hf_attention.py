@@ -387,6 +387,26 @@ def test_laq_reports_the_memory_of_its_stages():
     assert stages["decode"] == 20 * per_token
 
 
+def test_lookahead_for_a_loop_of_ones_own():
+    """The same as generate(), step by step."""
+    model = own()
+    ids, mask = make_prompts(60, 41)
+    expected = kvops.hf.generate(model, kvops.LAQ(20), ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    cache = KVCache(model.config, kvops.LAQ(20), attention_mask=mask)
+    with torch.no_grad():
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]
+        kvops.hf.lookahead(model, cache, logits, attention_mask=mask)
+        said = [logits.argmax(-1, keepdim=True)]
+        for step in range(7):
+            positions = mask.sum(-1, keepdim=True) + step
+            logits = model(said[-1], position_ids=positions, past_key_values=cache).logits[:, -1]
+            said.append(logits.argmax(-1, keepdim=True))
+    assert torch.equal(torch.cat(said, 1), expected[:, 60:])
+    with pytest.raises(TypeError, match="lookahead: cache must be a KVCache of kvops.LAQ, got .*SnapKV"):
+        kvops.hf.lookahead(model, KVCache(model.config, kvops.SnapKV(20, window=8)), logits)
+
+
 def test_generate_leaves_the_model_as_it_was():
     model = make_model("qwen2", **MIXED)
     ids, mask = make_prompts(40, 22)
