@@ -177,7 +177,7 @@ class LagKV(Method):
             rows.append(None if indices is None else indices[0] + pad)
         if all(indices is None for indices in rows):
             return None
-        self._row_static = torch.tensor(static)
+        self._row_static = torch.tensor(static, device="cpu")
         for row, pad in enumerate(pads.tolist()):
             if rows[row] is None:
                 rows[row] = torch.arange(pad, k.shape[2], device=k.device).expand(k.shape[1], -1)
