@@ -30,6 +30,11 @@ RUNS = {
     "address": ("address", 0, [*OPERATORS_TESTS, "-k", FAST]),
     "thread": ("thread", 0, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW})"]),
     "methods": ("plain", 0, ["tests/test_methods.py", "tests/test_streaming.py", "-k", "not compile and not trace"]),
+    "windows": (
+        "plain",
+        0,
+        [*(f"tests/test_{x}.py" for x in ("window_methods", "baselines", "streaming_windows")), "-k", "not compile"],
+    ),
 }
 
 
