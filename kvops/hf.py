@@ -396,7 +396,7 @@ def lookahead(
     if attention_mask is None:
         attention_mask = logits.new_ones(len(logits), cache.get_seq_length(), dtype=torch.int64)
     ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    lengths = _decode_greedily(model, draft, logits, attention_mask, ends, methods[0].steps)
+    lengths = decode_greedily(model, draft, logits, attention_mask, ends, methods[0].steps)
     cache.stages.append(Stage("lookahead", _held(cache, draft)))
     for layer, drafted in zip(cache.layers, draft.layers):
         if isinstance(layer, EvictingLayer):
@@ -405,7 +405,7 @@ def lookahead(
     cache.stages.append(Stage("decode", _held(cache)))
 
 
-def _decode_greedily(
+def decode_greedily(
     model: PreTrainedModel, draft: KVCache, logits: Tensor, mask: Tensor, ends: Sequence[int], steps: int
 ) -> Tensor:
     """The steps over the draft's cache; how many of them count in each row, int32 [b]."""

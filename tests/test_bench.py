@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -337,3 +338,21 @@ def test_a_run_in_which_all_fails_still_leaves_a_record(seconds, tmp_path, monke
     else:
         assert [r["form"] for r in found["rows"]] == ["out=", "fresh"] * 2 and all("error" in r for r in found["rows"])
         assert "failed: gather_kv 512 float32: kvops out=: " in shown
+
+
+def test_what_laq_costs(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+    import laq_cost
+
+    laq_cost.main(
+        f"--device cpu --tokens 128 --layers 1 --budget 32 --repeats 1 --json {tmp_path / 'laq.json'}".split()
+    )
+    seconds = json.loads((tmp_path / "laq.json").read_text())["seconds"]
+    assert set(seconds) == {"prefill", "own part", "lookahead, eager"} and all(x > 0 for x in seconds.values())
+    assert "own part" in capsys.readouterr().out
+    text = laq_cost.report(
+        {"prefill": 1.0, "own part": 0.009, "lookahead, eager": 0.3, "lookahead, one CUDA graph": 0.092}
+    )
+    assert "reached  own part: < 1% of the prefill: 0.90%" in text
+    assert "MISSED   own part and lookahead, one CUDA graph: < 10% of the prefill: 10.10%" in text
