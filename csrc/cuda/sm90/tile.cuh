@@ -1,0 +1,159 @@
+// What the two Hopper kernels share: who does what in a block of threads, and tiles of query rows.
+//
+// A block of threads is two consumer warpgroups (128 threads each, as wgmma wants them) and one producer warp. The
+// producer's first thread has the copy engine fill a ring of stages in shared memory with keys; each stage has two
+// mbarriers, `full` and `empty`. Nothing else synchronises the three, so that one warpgroup multiplies while the other
+// does exponentials, and the copies run ahead of both.
+//
+// The rows of one KV head, G * w of them, lie in tiles of 64. A row of a tile that is none, or that counts nothing, is
+// zero: its logits are finite wherever the key is, and what comes of them is weighted with 0 or not stored.
+#pragma once
+#include <cstdlib>
+#include <string_view>
+#include <type_traits>
+
+#include "../../ops/window.h"
+#include "engine.cuh"
+
+namespace kvops::sm90 {
+namespace {
+
+constexpr int kGroups = 2;                       // consumer warpgroups
+constexpr int kConsumers = 128 * kGroups;        // threads
+constexpr int kThreads = kConsumers + 32;        // and the producer warp
+constexpr int kAllConsumers = 1, kOwnGroup = 2;  // barriers; the latter and the next are the groups' own
+constexpr int kSharedBytes = 226 * 1024;         // of the 227 KiB that a block may have; the rest is for alignment
+constexpr float kLog2e = 1.44269504088896340736f;
+
+// The query rows of a block of threads: `group` query heads from `head` on, w rows each.
+struct QueryRows {
+  int64_t batch, head, group;
+
+  KVOPS_HOST_DEVICE int count(const Window& p) const { return static_cast<int>(group * p.w); }
+};
+
+// What the rows of a batch row see, the same in all lanes of the warp that calls.
+struct Seen {
+  int first, last;  // some row sees first <= key < last
+  int all;          // every row that counts sees first <= key < all
+  int rows;         // that count
+
+  __device__ Seen(const Window& p, int64_t batch)
+      : first(static_cast<int>(p.first(batch))), last(first), all(0x7fffffff), rows(0) {
+    for (int i = threadIdx.x % 32; i < p.w; i += 32) {
+      const int limit = static_cast<int>(p.limit(batch, i));
+      if (limit <= first) continue;
+      last = max(last, limit);
+      all = min(all, limit);
+      ++rows;
+    }
+    last = __reduce_max_sync(kWarp, last);
+    all = __reduce_min_sync(kWarp, all);
+    rows = __reduce_add_sync(kWarp, rows);
+  }
+};
+
+// Tile `tile` into shared memory, by all consumers.
+template <class T>
+__device__ inline void load_queries(const Window& p, const QueryRows& rows, int tile, T* to, bool wide) {
+  const int64_t first = p.first(rows.batch);
+  const int pieces = static_cast<int>(p.d) / kPiece<T>;
+  for (int i = threadIdx.x; i < kRows * pieces; i += kConsumers) {
+    const int row = i / pieces, column = i % pieces * kPiece<T>, index = tile * kRows + row;
+    uint4 piece{};
+    if (index < rows.count(p) && p.limit(rows.batch, index % p.w) > first) {
+      const char* const from = p.q.row(rows.batch, rows.head + index / p.w, index % p.w) + column * p.q.stride_d;
+      if (wide) {
+        piece = __ldg(reinterpret_cast<const uint4*>(from));
+      } else {
+        unsigned x[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = __ldg(reinterpret_cast<const unsigned short*>(from + j * p.q.stride_d));
+        piece = make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
+      }
+    }
+    *reinterpret_cast<uint4*>(to + slab_at(row, column, kRows)) = piece;
+  }
+}
+
+// May load_queries() read whole pieces?
+inline bool wide_queries(const Window& p) {
+  const auto of = [](int64_t size, int64_t stride) { return size > 1 ? static_cast<uint64_t>(stride) : 0; };
+  const uint64_t bits = reinterpret_cast<uintptr_t>(p.q.data) | of(p.b, p.q.stride_b) |
+                        of(p.heads * p.group, p.q.stride_h) | of(p.w, p.q.stride_w);
+  return p.q.stride_d == 2 && bits % 16 == 0;
+}
+
+// One side's place in a ring of stages. A stage's barriers go on to their next phase with each round.
+struct Ring {
+  uint64_t* full;   // [stages]
+  uint64_t* empty;  // [stages]
+  int stages;
+  int stage = 0;
+  unsigned phase = 0;
+
+  // By one thread. warps: that read a stage.
+  __device__ void init(int warps) const {
+    for (int s = 0; s < stages; ++s) {
+      barrier_init(full + s, 1);
+      barrier_init(empty + s, warps);
+    }
+  }
+  __device__ void advance(int by) {  // by `stages` at most
+    stage += by;
+    if (stage < stages) return;
+    stage -= stages;
+    phase ^= 1;
+  }
+  // The producer, before it copies so many bytes into the stage.
+  __device__ uint64_t* fill(int bytes) const {
+    barrier_wait(empty + stage, phase ^ 1);
+    barrier_announce(full + stage, bytes);
+    return full + stage;
+  }
+  // The consumers, before they read it; and each warp when it has.
+  __device__ void wait() const { barrier_wait(full + stage, phase); }
+  __device__ void release() const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty + stage);
+  }
+};
+
+// kKeys rows of K or V from `key` on, [kKeys, kDim].
+template <class T, int kDim, int kKeys>
+__device__ inline void copy_keys(const TensorMap& map, uint64_t* full, T* to, int key, int head, int batch) {
+#pragma unroll
+  for (int slab = 0; slab < kDim / kSlab; ++slab)
+    copy_box(map, full, to + slab * kSlab * kKeys, slab * kSlab, key, head, batch);
+}
+
+// Is there a Hopper kernel for such queries and keys, and is it wanted? KVOPS_SM90=1 says so, until results of a GPU say
+// that it may be used always.
+inline bool serves(const Window& p) {
+  const char* const wanted = std::getenv("KVOPS_SM90");
+  return wanted && std::string_view(wanted) == "1" && p.dtype != DType::f32 && (p.d == 64 || p.d == 128 || p.d == 256) &&
+         p.w > 1 && p.softcap == 0 && p.n > 0 && p.n < 1 << 30 && is_hopper();
+}
+
+// fn(T{}) of 16-bit elements.
+template <class Fn>
+inline void with_element(DType dtype, const Fn& fn) {
+  if (dtype == DType::f16)
+    fn(Half{});
+  else
+    fn(BFloat16{});
+}
+
+// fn(integral constant) of a head dim that serves() has let through.
+template <class Fn>
+inline void with_head_dim(int64_t d, const Fn& fn) {
+  if (d == 64)
+    fn(std::integral_constant<int, 64>{});
+  else if (d == 128)
+    fn(std::integral_constant<int, 128>{});
+  else
+    fn(std::integral_constant<int, 256>{});
+}
+
+}  // namespace
+}  // namespace kvops::sm90
