@@ -9,6 +9,7 @@
 #   TORCH_INDEX=...  another package index, for torch alone; https://download.pytorch.org/whl/cpu has it without CUDA
 
 TORCH := 2.13.0# for development, pinned here and nowhere else; the build itself targets 2.10
+CUTLASS := 4.2.0.0# headers for the Hopper kernels, without the packages that its Python side asks for
 
 PYTHON ?= python3
 VENV := .venv
@@ -83,7 +84,11 @@ $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/torch-$(TORCH)
 	@$(PIP) -qq -r requirements-dev.txt
 	@touch $@
 
-$(STAMPS)/kvops: $(STAMPS)/dev $(SOURCES) $(if $(wildcard kvops/libkvops.so),,FORCE)
+$(STAMPS)/cutlass-$(CUTLASS): $(STAMPS)/dev
+	@$(PIP) -qq --no-deps nvidia-cutlass==$(CUTLASS)
+	@touch $@
+
+$(STAMPS)/kvops: $(STAMPS)/dev $(STAMPS)/cutlass-$(CUTLASS) $(SOURCES) $(if $(wildcard kvops/libkvops.so),,FORCE)
 	@echo "== kvops"
 	@CMAKE_ARGS="-DCMAKE_COMPILE_WARNING_AS_ERROR=ON $$CMAKE_ARGS" $(PIP) -qq --no-build-isolation --no-deps -e .
 	@$(PY) -c $(SAY_SKIPPED)

@@ -1,8 +1,8 @@
 """Drives CMake and puts libkvops.so and, if there is nvcc, libkvops_cuda.so into the package. The metadata is in
 pyproject.toml, the build in CMakeLists.txt.
 
-Environment: KVOPS_CUDA=auto|0|1, KVOPS_CUDA_ARCHS="80;90a;100", KVOPS_SANITIZE="address;undefined", MAX_JOBS, CXX,
-CUDACXX, CMAKE_ARGS. See docs/building.md.
+Environment: KVOPS_CUDA=auto|0|1, KVOPS_CUDA_ARCHS="80;90a;100", CUTLASS_DIR, KVOPS_SANITIZE="address;undefined",
+MAX_JOBS, CXX, CUDACXX, CMAKE_ARGS. See docs/building.md.
 """
 
 import importlib.util
@@ -52,6 +52,13 @@ def find_torch() -> tuple[Path, str]:
     if older(version, MIN_TORCH):
         sys.exit(f"kvops: needs torch >= {MIN_TORCH}, found {version} in {directory}; run: pip install -U torch")
     return directory, version
+
+
+def find_cutlass() -> str:
+    """CUTLASS's folder, for the Hopper kernels: CUTLASS_DIR, the package nvidia-cutlass, or empty: CMake says so."""
+    spec = importlib.util.find_spec("cutlass_library")
+    package = str(Path(spec.origin).parent / "source") if spec and spec.origin else ""
+    return os.environ.get("CUTLASS_DIR") or package
 
 
 def find_tool(name: str) -> list[str]:
@@ -145,6 +152,7 @@ class CMakeBuild(build_ext):
             f"-DKVOPS_TORCH_DIR={torch_dir}",
             f"-DKVOPS_CUDA={cuda}",
             f"-DKVOPS_CUDA_ARCHS={cuda_archs()}",
+            f"-DCUTLASS_DIR={find_cutlass()}",
             f"-DKVOPS_SANITIZE={sanitize}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]

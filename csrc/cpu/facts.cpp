@@ -78,7 +78,8 @@ extern "C" __attribute__((visibility("default"))) const char* kvops_facts() {
 #endif
          << "\", \"isa\": \"" << level << "\", \"isa_built\": " << kvops::json_list(KVOPS_LEVEL_LIST)
          << ", \"cuda\": {\"built\": " KVOPS_CUDA_BUILT ", \"archs\": " << kvops::json_list(KVOPS_CUDA_ARCHS)
-         << ", \"why\": \"" KVOPS_CUDA_WHY "\"}, \"error\": \"" << error << "\"}";
+         << ", \"why\": \"" KVOPS_CUDA_WHY "\", \"sm90\": {\"built\": " KVOPS_SM90_BUILT
+         << ", \"why\": \"" KVOPS_SM90_WHY "\"}}, \"error\": \"" << error << "\"}";
     return json.str();
   }();
   return facts.c_str();

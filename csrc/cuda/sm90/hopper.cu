@@ -1,0 +1,17 @@
+#include "hopper.h"
+
+#include "window_attention.cuh"
+#include "window_scores.cuh"
+
+namespace kvops::sm90 {
+
+bool window_scores(const Window& p, const LseView& lse, cudaStream_t stream) {
+  return window_scores_hopper(p, lse, stream);
+}
+
+bool window_pass(const Window& p, const KVView* v, int64_t splits, int64_t split_keys, float2* sums, float* out,
+                 cudaStream_t stream) {
+  return window_pass_hopper(p, v, splits, split_keys, sums, out, stream);
+}
+
+}  // namespace kvops::sm90
