@@ -30,6 +30,7 @@
 // yet measured on a GPU.
 #pragma once
 #include "reduce.cuh"
+#include "sm90/hopper.h"
 #include "window.cuh"
 
 namespace kvops {
@@ -405,6 +406,9 @@ struct SumsPlan {
 // The first pass: each row's sum over each split, and, where `logits` is given, the logits.
 inline void window_sums_cuda(const Window& p, const SumsPlan& plan, RowSum* partial_sums, float* logits,
                              cudaStream_t stream) {
+  if (!logits && sm90::window_pass(p, nullptr, plan.splits.count, plan.splits.keys,
+                                   reinterpret_cast<float2*>(partial_sums), nullptr, stream))
+    return;
   const int state = static_cast<int>(sizeof(float4)) * kWindowThreads / 8;  // of a row
   const RowChunks chunks = RowChunks::of(p, RowLayout::of(1, plan.rows), state + static_cast<int>(sizeof(int)));
   with_key_tile(p, [&](auto type, auto pieces) {
@@ -440,6 +444,7 @@ struct ScoresPlan {
 inline void window_scores_pass_cuda(const WindowScoresParams& params, const ScoresPlan& plan, float* carry,
                                     cudaStream_t stream) {
   const Window& p = params.window;
+  if (params.softmax && sm90::window_scores(p, params.lse, stream)) return;
   with_key_tile(p, [&](auto type, auto pieces) {
     launch<window_scores_kernel<decltype(type), decltype(pieces)::value>>(
         grid_of(p.b * p.heads * plan.splits.count), kWindowThreads, plan.chunks.shared_bytes, stream, params,

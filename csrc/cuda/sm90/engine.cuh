@@ -2,15 +2,16 @@
 // that a copy has arrived. Through CuTe and CUTLASS here; the tests' simulator has a twin of each function.
 //
 // The operands lie in shared memory as wgmma and TMA both know it, CuTe's 128-byte swizzle: slabs of 64 elements (128
-// bytes) of each row, the eight 16-byte pieces of a row permuted by row % 8. A copy is a box of one slab. V lies as K does,
-// key by key, and wgmma takes it transposed. All start at multiples of 1024 bytes.
+// bytes) of each row, the eight 16-byte pieces of a row permuted by row % 8. A copy is a box of one slab. V lies as K
+// does, key by key, and wgmma takes it transposed. All start at multiples of 1024 bytes.
 #pragma once
 #ifdef __CUDACC__
 #include <cute/tensor.hpp>
 // CuTe's first header comes first.
+#include <cutlass/arch/barrier.h>
+
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/atom/mma_atom.hpp>
-#include <cutlass/arch/barrier.h>
 #include <cutlass/cuda_host_adapter.hpp>
 #endif
 
@@ -145,8 +146,8 @@ __device__ inline void multiply_keys(float (&x)[kKeys / 2], const T* q, const T*
   using Of = Logits<T, kDim, kKeys>;
   typename Of::Mma mma;
   const auto slice = mma.get_slice(threadIdx.x % 128);
-  cute::Tensor c = cute::make_tensor(
-      cute::make_rmem_ptr(x), cute::partition_fragment_C(mma, Shape<Int<kRows>, Int<kKeys>>{}).layout());
+  cute::Tensor c = cute::make_tensor(cute::make_rmem_ptr(x),
+                                     cute::partition_fragment_C(mma, Shape<Int<kRows>, Int<kKeys>>{}).layout());
   multiply<false>(mma, slice.partition_fragment_A(in_shared<typename Of::Q>(q)),
                   slice.partition_fragment_B(in_shared<typename Of::K>(k)), c);
 }
@@ -169,8 +170,8 @@ __device__ inline void add_values(float (&o)[kDim / 2], const float (&weights)[k
       pairs(i) = reinterpret_cast<const uint32_t&>(pair);
     }
   }
-  cute::Tensor c = cute::make_tensor(
-      cute::make_rmem_ptr(o), cute::partition_fragment_C(mma, Shape<Int<kRows>, Int<kDim>>{}).layout());
+  cute::Tensor c = cute::make_tensor(cute::make_rmem_ptr(o),
+                                     cute::partition_fragment_C(mma, Shape<Int<kRows>, Int<kDim>>{}).layout());
   cute::warpgroup_fence_operand(a);
   multiply<true>(mma, a, slice.partition_fragment_B(in_shared<typename Of::V>(v)), c);
 }
@@ -231,7 +232,8 @@ inline bool tensor_map(TensorMap& map, const KVView& x, int64_t b, int64_t heads
 // Begins to copy a box, from (column, key, head, batch) on; keys that the tensor does not have arrive as zeros. One
 // thread does it. The barrier gets the bytes of the whole box.
 template <class T>
-__device__ inline void copy_box(const TensorMap& map, uint64_t* barrier, T* to, int column, int key, int head, int batch) {
+__device__ inline void copy_box(const TensorMap& map, uint64_t* barrier, T* to, int column, int key, int head,
+                                int batch) {
   cute::SM90_TMA_LOAD_4D::copy(&map, barrier, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL), to, column,
                                key, head, batch);
 }

@@ -1,5 +1,4 @@
 #include "hopper.h"
-
 #include "window_attention.cuh"
 #include "window_scores.cuh"
 

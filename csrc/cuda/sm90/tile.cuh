@@ -127,12 +127,13 @@ __device__ inline void copy_keys(const TensorMap& map, uint64_t* full, T* to, in
     copy_box(map, full, to + slab * kSlab * kKeys, slab * kSlab, key, head, batch);
 }
 
-// Is there a Hopper kernel for such queries and keys, and is it wanted? KVOPS_SM90=1 says so, until results of a GPU say
-// that it may be used always.
+// Is there a Hopper kernel for such queries and keys, and is it wanted? KVOPS_SM90=1 says so, until results of a GPU
+// say that it may be used always.
 inline bool serves(const Window& p) {
   const char* const wanted = std::getenv("KVOPS_SM90");
-  return wanted && std::string_view(wanted) == "1" && p.dtype != DType::f32 && (p.d == 64 || p.d == 128 || p.d == 256) &&
-         p.w > 1 && p.softcap == 0 && p.n > 0 && p.n < 1 << 30 && is_hopper();
+  return wanted && std::string_view(wanted) == "1" && p.dtype != DType::f32 &&
+         (p.d == 64 || p.d == 128 || p.d == 256) && p.w > 1 && p.softcap == 0 && p.n > 0 && p.n < 1 << 30 &&
+         is_hopper();
 }
 
 // fn(T{}) of 16-bit elements.

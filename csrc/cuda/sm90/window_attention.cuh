@@ -38,8 +38,8 @@ struct PassShared {
 
 // How the rows and the keys of each head are cut, and what comes of them.
 struct PassPlan {
-  int tiles;         // of kRows rows
-  int splits;        // of the keys: split s has [s * split_keys, (s + 1) * split_keys)
+  int tiles;   // of kRows rows
+  int splits;  // of the keys: split s begins at the first valid slot + s * split_keys
   int64_t split_keys;
   float2* sums;  // [b * heads, splits, rows]: the largest logit, times log2(e), and the sum of 2^(logit - it)
   float* out;    // [b * heads, splits, rows, dv]: the sum of 2^(logit - it) v
@@ -77,11 +77,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     return Ring{full + before, empty + before, own};
   };
   const auto split_of = [&](int group) { return plan.shared() ? split_block : split_block * kGroups + group; };
-  const auto first_of = [&](int split) {
-    return static_cast<int>(max(split * plan.split_keys, static_cast<int64_t>(seen.first)));
-  };
+  const auto first_of = [&](int split) { return static_cast<int>(min(seen.first + split * plan.split_keys, p.n)); };
   const auto count_of = [&](int split) {
-    const int64_t last = min((split + 1) * plan.split_keys, static_cast<int64_t>(seen.last));
+    const int64_t last = min(first_of(split) + plan.split_keys, static_cast<int64_t>(seen.last));
     return split < plan.splits ? static_cast<int>(max(last - first_of(split), static_cast<int64_t>(0))) : 0;
   };
 
@@ -114,8 +112,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
-  for (int tile = 0; tile < tiles; ++tile)
-    load_queries(p, rows, row_block * 2 + tile, q + tile * kRows * kDim, wide);
+  for (int tile = 0; tile < tiles; ++tile) load_queries(p, rows, row_block * 2 + tile, q + tile * kRows * kDim, wide);
   share_stores(kConsumers, kAllConsumers);
 
   Ring ring = ring_of(group);
@@ -123,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int split = split_of(group), first = first_of(split), count = count_of(split);
   const int tile = plan.shared() ? group : 0;
   const int row = (row_block * 2 + tile) * kRows + Accumulator::row(thread, 0);  // and 8 below
-  int limit[2];  // from `first` on
+  int limit[2];                                                                  // from `first` on
 #pragma unroll
   for (int r = 0; r < 2; ++r)
     limit[r] = row + 8 * r < rows.count(p)
@@ -139,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     T* const k = own_stages + ring.stage * kStage;
     ring.wait();
     if constexpr (kValues) {
-      if (key + kKeys > count) {  // values of other splits, or that no row sees: 0 * NaN would be NaN
+      if (key + kKeys > count) {           // values of other splits, or that no row sees: 0 * NaN would be NaN
         constexpr int kPieces = kDim / 8;  // of a row
         for (int j = (count - key) * kPieces + thread; j < kKeys * kPieces; j += 128)
           *reinterpret_cast<uint4*>(k + kKeys * kDim + slab_at(j / kPieces, j % kPieces * 8, kKeys)) = uint4{};

@@ -10,7 +10,8 @@
 // rows alone, so the same key gets the same bits wherever it lies.
 //
 // The grid has a few blocks of threads for each head, about one for each multiprocessor, each with its run of keys.
-// All of a head's queries stay in shared memory. A logit that is not finite is found as x * 0 is NaN then, which is added.
+// All of a head's queries stay in shared memory. A logit that is not finite is found as x * 0 is NaN then, which is
+// added.
 //
 // Not yet run on a GPU.
 #pragma once
@@ -29,15 +30,16 @@ struct ScoreShared {
 
   KVOPS_HOST_DEVICE ScoreShared(int tiles, int stages, int d, int keys)
       : k(tiles * kRows * d * 2),
-        sums(k + stages * keys * d * 2),              // [groups, 2, warps, keys]
-        bias(sums + kGroups * 2 * 4 * keys * 4),      // [rows]: -log2(e) lse
-        limit(bias + tiles * kRows * 4),              // [rows]
+        sums(k + stages * keys * d * 2),          // [groups, 2, warps, keys]
+        bias(sums + kGroups * 2 * 4 * keys * 4),  // [rows]: -log2(e) lse
+        limit(bias + tiles * kRows * 4),          // [rows]
         full(limit + tiles * kRows * 4),
         empty(full + stages * 8),
         bytes(empty + stages * 8) {}
 };
 
-// Adds x[0, n) of a warp's eight lanes of equal lane % 4. Lane l gets 1 / 8 of the sums: those from column_run<n>(l) on.
+// Adds x[0, n) of a warp's eight lanes of equal lane % 4. Lane l gets 1 / 8 of the sums: those from column_run<n>(l)
+// on.
 template <int n, int kStep = 16>
 __device__ inline void add_lanes(float* x) {
   if constexpr (kStep >= 4) {
@@ -102,8 +104,7 @@ __global__ void __launch_bounds__(kThreads, 1)
        j += kConsumers)
     if (j < static_cast<int64_t>(from) * kKeys || j >= static_cast<int64_t>(to) * kKeys) scores[j] = 0;
 
-  for (int tile = 0; tile < tiles; ++tile)
-    load_queries(p, rows, tile, q + tile * kRows * kDim, wide);
+  for (int tile = 0; tile < tiles; ++tile) load_queries(p, rows, tile, q + tile * kRows * kDim, wide);
   for (int r = threadIdx.x; r < tiles * kRows; r += kConsumers) {
     float of_row = -CUDART_INF_F;
     int its_limit = 0;
@@ -156,15 +157,17 @@ __global__ void __launch_bounds__(kThreads, 1)
           const float x0 = x[c / 2 * 4 + c % 2], x1 = x[c / 2 * 4 + c % 2 + 2];
           const float p0 = fmaf(x0, 0.0f, exp2_fast(fmaf(x0, scale, bias0))),
                       p1 = fmaf(x1, 0.0f, exp2_fast(fmaf(x1, scale, bias1)));
-          sums[c] += (first <= column && column < limit0 ? p0 : 0.0f) + (first <= column && column < limit1 ? p1 : 0.0f);
+          sums[c] +=
+              (first <= column && column < limit0 ? p0 : 0.0f) + (first <= column && column < limit1 ? p1 : 0.0f);
         }
       }
     }
 
-    // Over the warp's rows, then over the warps: the groups' buffers are used in turn, so one barrier a block is enough.
+    // Over the warp's rows, then over the warps: the groups' buffers are used in turn, so one barrier a block is
+    // enough.
     add_lanes<kColumns>(sums);
-    float* const partial = reinterpret_cast<float*>(shared + at.sums) +
-                           (warpgroup * 2 + turn) * 4 * kKeys;  // [warps, keys]
+    float* const partial =
+        reinterpret_cast<float*>(shared + at.sums) + (warpgroup * 2 + turn) * 4 * kKeys;  // [warps, keys]
 #pragma unroll
     for (int c = 0; c < kColumns / 8; ++c) {
       const int its = column_run<kColumns>(lane) + c;
@@ -172,7 +175,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     meet(128, kOwnGroup + warpgroup);
     if (thread < kKeys && key + thread < p.n)
-      scores[key + thread] = (partial[thread] + partial[kKeys + thread] + (partial[2 * kKeys + thread] + partial[3 * kKeys + thread])) / factor;
+      scores[key + thread] =
+          (partial[thread] + partial[kKeys + thread] + (partial[2 * kKeys + thread] + partial[3 * kKeys + thread])) /
+          factor;
   }
 }
 

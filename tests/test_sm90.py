@@ -1,0 +1,197 @@
+"""The Hopper kernels (csrc/cuda/sm90) against the portable ones and the reference: on a Hopper GPU, and, with wgmma, TMA
+and mbarriers simulated too, in a run of simulated kernels. Elsewhere nothing here runs."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kit
+import kvops
+from kvops import ops, reference
+
+
+def missing() -> str:
+    if kit.SIMULATED:
+        return ""
+    hopper = kvops.build_info()["cuda"]["sm90"]
+    if not kit.HAS_CUDA or torch.cuda.get_device_capability() != (9, 0):
+        return "needs a Hopper GPU"
+    return "" if hopper["built"] else f"the Hopper kernels are not built: {hopper['why']}"
+
+
+pytestmark = [
+    kit.every_device,
+    kit.only("cuda", "simulator"),
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+]
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setenv("KVOPS_SM90", "1")
+
+
+def with_portable(call):
+    """The results of the Hopper kernels and of the portable ones."""
+    found = call()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVOPS_SM90", "0")
+        return found, call()
+
+
+def true_lse(q, k, visible, starts=None, scale=None):
+    return reference.window_attention(q, k, k, visible, starts=starts, scale=scale)[1].float()
+
+
+def check(q, k, visible, *, served=True, **options):
+    """window_scores with the lse made and given, against the reference; and by other bits than the portable kernel's,
+    or the portable kernel has done the work."""
+    lse = true_lse(q, k, visible, options.get("starts"), options.get("scale"))
+    exact = reference.window_scores(q, k, visible, **options)
+    eager = reference.window_scores(q, k, visible, **options, dtype=torch.float32)
+    condition = kit.softmax_condition(q, k, **options)
+    others = []
+    for given_lse in (None, lse):
+        actual, portable = with_portable(lambda: ops.window_scores(q, k, visible, given_lse, **options))
+        kit.assert_close(actual, eager, exact, condition)
+        others.append(not torch.equal(kit.bits(actual), kit.bits(portable)))
+    if served is not None:
+        assert others == [served, served], "the wrong kernel"
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("group, w", [(4, 8), (4, 32), (2, 65), (5, 50)])
+def test_dtypes_head_dims_and_rows(dtype, d, group, w):
+    """One tile of rows, two, three, four; not always full."""
+    check(*kit.window(2, 2, group, w, kit.size(3000, 333), d, dtype))
+
+
+@pytest.mark.parametrize("group, w, d", [(8, 64, 128), (3, 256, 64)])
+def test_many_rows(group, w, d):
+    check(*kit.window(1, 1, group, w, 300, d, torch.bfloat16))
+
+
+@pytest.mark.parametrize("n", [64, 127, 128, 129, 255, 256, 257, 512, 1000])
+def test_lengths(n):
+    check(*kit.window(1, 3, 4, 32, n, 128, torch.bfloat16))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("group_reduce", ["sum", "mean", "none"])
+def test_reductions(reduce, group_reduce):
+    q, k, _ = kit.window(2, 2, 3, 20, 275, 64, torch.float16)
+    visible = torch.stack([kit.causal(20, 275), kit.int32(*[0] * 10, *[200] * 10)])
+    options = dict(reduce=reduce, group_reduce=group_reduce)
+    for more in ({}, dict(scale=0.3), dict(starts=kit.int32(0, 77)), dict(sink_logits=kit.randn(6))):
+        check(q, k, visible, **options, **more)
+
+
+def test_what_is_left_to_the_portable_kernels():
+    for shape, options in (
+        (dict(d=80), {}),
+        (dict(dtype=torch.float32), {}),
+        (dict(w=1), {}),
+        (dict(), dict(softcap=5.0)),
+        (dict(), dict(reduce="max", group_reduce="max")),
+    ):
+        dtype = shape.get("dtype", torch.bfloat16)
+        q, k, visible = kit.window(1, 2, 4, shape.get("w", 8), 300, shape.get("d", 64), dtype)
+        options = dict(options)
+        given_lse = None if options.get("softcap") else true_lse(q, k, visible)
+        found, portable = with_portable(lambda: ops.window_scores(q, k, visible, given_lse, **options))
+        assert torch.equal(found, portable)
+    q, k, visible = kit.window(1, 2, 4, 8, 300, 64, torch.bfloat16)
+    check(q, kit.unaligned(k, 3, 1), visible, served=False)  # addresses that TMA cannot take
+    found, portable = with_portable(lambda: ops.window_scores(q, k, visible, score="dot"))
+    assert torch.equal(found, portable)
+
+
+@pytest.mark.parametrize("layout", kit.LAYOUTS)
+def test_layouts_change_nothing(layout):
+    q, k, visible = kit.window(2, 2, 2, 16, 300, 128, torch.bfloat16)
+    expected = ops.window_scores(q, k, visible)
+    other = kit.laid_out(k, layout)
+    for q_other in (kit.laid_out(q, layout), q.mT.contiguous().mT, kit.unaligned(q, 3, 1), torch.cat([q, q], 2)[:, :, :16]):
+        assert torch.equal(ops.window_scores(q_other, other, visible), expected)
+    one = ops.window_scores(q[:1, 2:], other[:1, 1:], visible)  # dims of one entry, whatever their strides
+    assert torch.equal(one, ops.window_scores(q[:1, 2:].contiguous(), k[:1, 1:].contiguous(), visible))
+
+
+@given(data=st.data(), n=st.integers(1, 400), w=st.integers(2, 40), group=st.integers(1, 5))
+@kit.examples(60)
+def test_any_limits(data, n, w, group):
+    q, k, _ = kit.window(2, 1, group, w, n, 64, torch.bfloat16, seed=data.draw(st.integers(0, 2**31)))
+    limits = data.draw(st.lists(st.integers(0, n), min_size=2 * w, max_size=2 * w))
+    starts = data.draw(st.none() | st.builds(kit.int32, st.integers(0, n), st.integers(0, n)))
+    options = dict(
+        reduce=data.draw(st.sampled_from(["sum", "mean"])),
+        group_reduce=data.draw(st.sampled_from(["sum", "mean", "none"])),
+        starts=starts,
+    )
+    check(q, k, kit.int32(*limits).view(2, w), served=None, **options)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_what_is_not_finite_stays_where_it_is(bad, dtype):
+    n = 300
+    q, k, visible = kit.window(2, 2, 2, 20, n, 64, dtype)
+    clean = ops.window_scores(q, k, visible)
+    k[0, 1, 20, 3] = k[0, 1, n - 1, 3] = bad  # the last row alone sees the second
+    k[0, 1, 200] = bad  # inf - inf
+    check(q, k, visible)
+    check(q, k, visible, starts=kit.int32(21, 0))
+    scores = ops.window_scores(q, k, visible)
+    assert scores[0].isnan().sum() == 3
+    assert torch.equal(scores[1], clean[1]) and torch.equal(scores[0, 0], clean[0, 0])
+    hidden = visible.clamp(max=n - 1)
+    assert ops.window_scores(q, k, hidden)[0, 1, n - 1] == 0
+    q[0, 2, 0] = bad  # a row whose logits are all NaN
+    check(q, k, visible)
+    visible = visible.clone()
+    visible[0] = 0  # and that counts nothing
+    check(q, k, visible)
+
+
+def test_keys_that_no_row_sees_are_not_looked_at():
+    q, k, visible = kit.window(2, 2, 2, 8, 300, 128, torch.bfloat16)
+    starts = kit.int32(70, 0)
+    visible = (visible - 100).repeat(2, 1)
+    visible[1] = 0
+    k[:, :, 200:] = k[0, :, :70] = k[1] = float("nan")
+    check(q, k, visible, starts=starts)
+    scores = ops.window_scores(q, k, visible, starts=starts)
+    assert (scores[1] == 0).all() and (scores[0, :, :70] == 0).all() and (scores[0, :, 200:] == 0).all()
+
+
+def test_padded_rows_score_as_if_alone():
+    q, k, visible = kit.window(3, 2, 2, 8, 250, 64, torch.bfloat16)
+    starts = [0, 13, 160]
+    scores = ops.window_scores(q, k, visible, starts=kit.int32(*starts))
+    for row, s in enumerate(starts):
+        alone = ops.window_scores(q[row : row + 1], k[row : row + 1, :, s:], visible - s)
+        assert torch.equal(scores[row, :, s:], alone[0]) and (scores[row, :, :s] == 0).all()
+
+
+@pytest.mark.parametrize("group, w, n", [(2, 8, 300), (4, 32, kit.size(20_000, 1_500)), (4, 64, 700)])
+def test_repeatable(group, w, n):
+    q, k, visible = kit.window(2, 2, group, w, n, 128, torch.bfloat16)
+    lse = true_lse(q, k, visible)
+    kit.assert_repeatable(lambda: [ops.window_scores(q, k, visible), ops.window_scores(q, k, visible, lse)])
+
+
+def test_a_batch_changes_nothing():
+    q, k, visible = kit.window(3, 3, 2, 8, kit.size(7000, 700), 64, torch.float16)
+    together = ops.window_scores(q, k, visible)
+    for b in range(3):
+        assert torch.equal(ops.window_scores(q[b : b + 1], k[b : b + 1], visible), together[b : b + 1])
+
+
+@kit.only("cuda")
+def test_at_size():
+    """Several waves of blocks, splits of many keys, offsets beyond 31 bits."""
+    check(*kit.window(1, 8, 4, 32, 131_072, 128, torch.bfloat16))
