@@ -23,7 +23,7 @@ PAGE = ROOT / "docs/cuda.md"
 BEGIN, END = "<!-- resources -->\n", "<!-- end of resources -->\n"
 
 # How an instance for bf16 and head_dim 128 is known, where a kernel has such instances.
-COMMON = ("BFloat16", "RowLanes<16, 1>", "uint4")
+COMMON = ("BFloat16", "128", "RowLanes<16, 1>", "uint4")
 
 
 RESERVED = 1024  # bytes that CUDA itself takes of a block's shared memory from sm_90 on, and that the report counts
@@ -58,18 +58,13 @@ def find_cuobjdump() -> str | None:
 
 def kernels(library: Path = LIBRARY) -> list[Kernel]:
     """All kernels of the library, by name, instance and architecture."""
-    program = find_cuobjdump()
-    with tempfile.TemporaryDirectory() as folder:
-        if not os.access(program, os.X_OK):  # as pip may leave it
-            program = shutil.copy(program, folder)
-            os.chmod(program, 0o755)
-        report = output(program, "--dump-resource-usage", library)
+    report = cuobjdump("--dump-resource-usage", library)
     found = []
     for line in output("c++filt", text=report).splitlines():
         if m := re.match(r"arch = (\w+)", line):
             arch = m[1]
         elif m := re.match(r" Function (.+):$", line):
-            name = re.sub(r"kvops::|\(anonymous namespace\)::", "", m[1]).replace("> >", ">>")
+            name = re.sub(r"kvops::|sm90::|\(anonymous namespace\)::", "", m[1]).replace("> >", ">>")
             m = re.match(r"(?:void )?(\w+)(?:<(.*?)>)?\(", name)
             name, instance = m[1], m[2] or ""
         elif "REG:" in line:
@@ -80,6 +75,20 @@ def kernels(library: Path = LIBRARY) -> list[Kernel]:
                 shared -= RESERVED
             found.append(Kernel(arch, name, instance, registers, shared, stack, local))
     return sorted(found, key=lambda x: (x.name, x.instance, number(x.arch)))
+
+
+def disassembly(library: Path, arch: str) -> str:
+    """The machine code for one architecture."""
+    return cuobjdump("--dump-sass", "--gpu-architecture", arch, library)
+
+
+def cuobjdump(*arguments) -> str:
+    program = find_cuobjdump()
+    with tempfile.TemporaryDirectory() as folder:
+        if not os.access(program, os.X_OK):  # as pip may leave it
+            program = shutil.copy(program, folder)
+            os.chmod(program, 0o755)
+        return output(program, *arguments)
 
 
 def output(*command, text: str | None = None) -> str:
@@ -107,13 +116,18 @@ def table(found: list[Kernel], compiler: str) -> str:
         columns = [
             len({x.instance for x in instances}),
             *(
-                ", ".join(str(max(x.registers for x in chosen if x.arch == arch)) for arch in archs)
+                ", ".join(most([x.registers for x in chosen if x.arch == arch]) for arch in archs)
                 for chosen in (usual, instances)
             ),
             max(x.shared for x in instances),
         ]
         lines.append(f"| `{name.removesuffix('_kernel')}` | {' | '.join(map(str, columns))} |")
     return "\n".join(lines) + "\n"
+
+
+def most(numbers: list[int]) -> str:
+    """Of none: a kernel for other architectures."""
+    return str(max(numbers)) if numbers else "-"
 
 
 def nvcc_version() -> str:

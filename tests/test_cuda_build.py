@@ -1,5 +1,6 @@
 """The build and the loader of libkvops_cuda.so, and what the compiler says of its kernels. No GPU is needed."""
 
+import importlib
 import json
 import os
 import re
@@ -83,6 +84,60 @@ def test_table_in_the_docs_is_what_was_built():
     assert text == resources.table(resources.kernels(LIBRARY), here), "run: python tests/resources.py --write"
 
 
+# The Hopper kernels
+
+
+@needs_library
+@needs_report
+@pytest.mark.skipif(not CUDA["sm90"]["built"], reason=f"no Hopper kernels: {CUDA['sm90']['why']}")
+def test_hopper_kernels_use_its_instructions():
+    """The tensor cores' (HGMMA) and the copy engine's (UTMALDG); nothing is spilled."""
+    names = {x.name for x in resources.kernels(LIBRARY) if "sm90" in x.name}
+    assert names == {"window_scores_sm90_kernel", "window_pass_sm90_kernel"}
+    bodies = re.split(r"Function : ", resources.disassembly(LIBRARY, "sm_90a"))
+    hopper = [x for x in bodies if re.match(r"\S*window_\w+_sm90_kernel", x)]
+    assert len(hopper) == 16
+    for body in hopper:
+        assert "HGMMA" in body and "UTMALDG.4D" in body and "HMMA" not in body and "LDL" not in body
+
+
+@needs_source
+@needs_library
+@pytest.mark.parametrize("version, why", [(None, "no CUTLASS in {}"), (3, "CUTLASS >= 4 is needed, found 3 in {}"), (4, "")])
+def test_without_cutlass_the_build_says_why_there_are_no_hopper_kernels(version, why, tmp_path, setup_py):
+    cutlass = tmp_path / "cutlass"
+    if version:
+        for name in ("cute/tensor.hpp", "cutlass/version.h"):
+            (cutlass / "include" / name).parent.mkdir(parents=True, exist_ok=True)
+            (cutlass / "include" / name).write_text(f"#define CUTLASS_MAJOR {version}\n#define CUTLASS_MINOR 2\n")
+    configure(tmp_path, "-DKVOPS_CUDA_ARCHS=90a", f"-DCUTLASS_DIR={cutlass}", CUDACXX=setup_py.find_nvcc()[0])
+    assert built_facts(tmp_path)["sm90"] == {"built": not why, "why": why.format(cutlass)}
+
+
+def test_where_cutlass_is_looked_for(setup_py, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTLASS_DIR", "/some/cutlass")
+    assert setup_py.find_cutlass() == "/some/cutlass"
+    monkeypatch.delenv("CUTLASS_DIR")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert setup_py.find_cutlass() == ""
+    (tmp_path / "cutlass_library").mkdir()
+    (tmp_path / "cutlass_library/__init__.py").touch()
+    importlib.invalidate_caches()
+    assert setup_py.find_cutlass() == str(tmp_path / "cutlass_library/source")
+
+
+def test_hopper_kernels_are_used_when_they_are_wanted(monkeypatch):
+    monkeypatch.setitem(kvops._lib._facts["cuda"], "loaded", True)
+    monkeypatch.setitem(kvops._lib._facts["cuda"], "sm90", {"built": True, "why": ""})
+    for wanted, used in ((None, False), ("0", False), ("1", True)):
+        monkeypatch.delenv("KVOPS_SM90", raising=False)
+        if wanted:
+            monkeypatch.setenv("KVOPS_SM90", wanted)
+        assert kvops.build_info()["cuda"]["sm90"]["used"] == used
+    kvops._lib._facts["cuda"]["sm90"]["built"] = False
+    assert not kvops.build_info()["cuda"]["sm90"]["used"]
+
+
 # The loader
 
 
@@ -113,9 +168,11 @@ torch.ops.kvops.gather_kv.default.redispatch(cuda, k, k, indices)
 
 
 def test_what_is_said_of_cuda():
-    assert list(CUDA) == ["built", "archs", "why", "loaded"]
+    assert list(CUDA) == ["built", "archs", "why", "sm90", "loaded"]
     assert CUDA["loaded"] == (not CUDA["why"]) and (CUDA["built"] or not CUDA["loaded"])
     assert bool(CUDA["archs"]) == CUDA["built"] == LIBRARY.exists()
+    assert list(CUDA["sm90"]) == ["built", "why", "used"]
+    assert CUDA["sm90"]["built"] == (not CUDA["sm90"]["why"]) and CUDA["built"] >= CUDA["sm90"]["built"]
     kvops.build_info()["cuda"]["archs"].append("changed")
     assert kvops.build_info()["cuda"] == CUDA
 
@@ -262,7 +319,7 @@ def test_a_build_without_cuda_says_why(options, env, why, tmp_path):
     if not env["CUDACXX"]:
         del env["CUDACXX"]
     configure(tmp_path, *options, **env)
-    assert built_facts(tmp_path) == {"built": False, "archs": [], "why": why}
+    assert built_facts(tmp_path) == {"built": False, "archs": [], "why": why, "sm90": {"built": False, "why": why}}
 
 
 @needs_source
@@ -280,7 +337,11 @@ def test_architectures(archs, built, tmp_path, setup_py):
     if not archs and setup_py.older(version, "12.8"):
         built = built[:2]
     configure(tmp_path, f"-DKVOPS_CUDA_ARCHS={archs}", CUDACXX=path)
-    assert built_facts(tmp_path) == {"built": True, "archs": built, "why": ""}
+    facts = built_facts(tmp_path)
+    hopper = facts.pop("sm90")
+    assert facts == {"built": True, "archs": built, "why": ""}
+    if "90a" not in built:
+        assert hopper == {"built": False, "why": "90a is not among the architectures"}
 
 
 @needs_source

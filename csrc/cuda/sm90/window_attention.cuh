@@ -42,7 +42,7 @@ struct PassPlan {
   int splits;  // of the keys: split s begins at the first valid slot + s * split_keys
   int64_t split_keys;
   float2* sums;  // [b * heads, splits, rows]: the largest logit, times log2(e), and the sum of 2^(logit - it)
-  float* out;    // [b * heads, splits, rows, dv]: the sum of 2^(logit - it) v
+  float* out;    // with V sums are [b * heads, rows, splits], and this is too, [.., dv]: the sum of 2^(logit - it) v
 
   // By two tiles or by two splits.
   KVOPS_HOST_DEVICE bool shared() const { return tiles > 1; }
@@ -193,7 +193,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     sum[r] += __shfl_xor_sync(kWarp, sum[r], 2);
     if (row + 8 * r >= rows.count(p) || split >= plan.splits) continue;
     const bool counts = limit[r] > 0;  // others have added up weights of a zero query
-    const int64_t to = (unit * plan.splits + split) * rows.count(p) + row + 8 * r;
+    const int64_t count = rows.count(p), its = row + 8 * r;
+    const int64_t to = kValues ? (unit * count + its) * plan.splits + split : (unit * plan.splits + split) * count + its;
     if (thread % 4 == 0) plan.sums[to] = counts ? make_float2(most[r] * scale, sum[r]) : make_float2(-CUDART_INF_F, 0);
     if constexpr (kValues) {
       float* const out = plan.out + to * kDim;
