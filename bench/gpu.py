@@ -10,6 +10,7 @@ matplotlib for the picture, each of them only where it is there: what is missing
     tests      the operators', methods' and streaming tests on device cuda, and test_cuda.py (graphs, streams, repeats)
     memcheck   compute-sanitizer over a sample: each operator and method on a few shapes and dtypes (tests/calls.py)
     racecheck  the same
+    hopper     on a Hopper GPU, where CUTLASS is found: its kernels (KVOPS_SM90=1) in the benchmark's rows of windows
     bench      python -m kvops.bench --device cuda, with torch.compile at n = 131072
 
 Each step has a time limit, one that fails does not stop the next. Logs, bench.json, bench.png and summary.txt appear in
@@ -39,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu"
 SITE = WORK / "site"  # what a wheel would hold
 MODULES = ("pytest", "hypothesis", "expecttest", "numpy", "matplotlib")
+WINDOW_ROWS = ("window_scores", "window_scores, no lse", "window_attention")  # of the benchmark
 LEAST = 5  # seconds; with less left a step is not begun
 LOG_BYTES = 1 << 20
 
@@ -157,8 +159,10 @@ def environment(extra: Path | None, **more: str) -> dict[str, str]:
 
 
 LOOK = """
-import importlib.util, json, sys
+import importlib.util, json, os, sys
 found = {"missing": [x for x in sys.argv[1:] if importlib.util.find_spec(x) is None]}
+cutlass = importlib.util.find_spec("cutlass_library")
+found["cutlass"] = os.environ.get("CUTLASS_DIR") or (cutlass and os.path.dirname(cutlass.origin) + "/source") or ""
 if importlib.util.find_spec("torch"):
     import torch
     found.update(torch=torch.__version__, folder=torch.__path__[0], gpu="")
@@ -216,6 +220,7 @@ class Run:
             "KVOPS_TORCH_DIR": self.facts["folder"],
             "KVOPS_CUDA": 1,
             "KVOPS_CUDA_ARCHS": f"{major}{minor}{'a' * (major == 9)}",
+            "CUTLASS_DIR": self.facts["cutlass"],
             **({"CMAKE_MAKE_PROGRAM": ninja} if ninja else {}),
         }
         tree = WORK / ("ninja" if ninja else "make")
@@ -242,11 +247,21 @@ class Run:
                 why = "time was up" if code is None else f"exit status {code}"
                 return Result(FAILED, f"{why}: {last_line(log.read_text(errors='replace'))}")
         outcome = last_line(log.read_text(errors="replace"))
-        return Result(PASSED, f"sm_{settings['KVOPS_CUDA_ARCHS']}") if outcome == "loaded" else Result(FAILED, outcome)
+        if outcome != "loaded":
+            return Result(FAILED, outcome)
+        details = ["without the Hopper kernels: no nvidia-cutlass, no CUTLASS_DIR"] if self.hopper_missing() else []
+        return Result(PASSED, f"sm_{settings['KVOPS_CUDA_ARCHS']}", details)
+
+    def is_hopper(self) -> bool:
+        return tuple(self.facts["capability"]) == (9, 0)
+
+    def hopper_missing(self) -> bool:
+        return self.is_hopper() and not self.facts["cutlass"]
 
     def tests(self, seconds: float) -> Result:
         log = self.log("tests")
         names = [file.stem for file in sorted((ROOT / "csrc" / "ops").glob("*.h"))] + ["methods", "streaming", "cuda"]
+        names += ["sm90"] if self.is_hopper() and self.facts["cutlass"] else []
         files = [file for name in names if (file := ROOT / "tests" / f"test_{name}.py").exists()]
         return run_tests(files, log, seconds, environment(self.wheels), SITE, self.facts["missing"])
 
@@ -263,6 +278,17 @@ class Run:
             return judge_sanitizer(execute(command, log, seconds, env, SITE), log.read_text(errors="replace"))
 
         return run
+
+    def hopper(self, seconds: float) -> Result:
+        if not self.is_hopper() or self.hopper_missing():
+            return Result(NOT_RUN, "no CUTLASS" if self.is_hopper() else "not a Hopper GPU")
+        log, record = self.log("hopper"), self.out / "bench-sm90.json"
+        command = [sys.executable, "-m", "kvops.bench", "--device", "cuda", "--json", str(record), "--quick"]
+        command += ["--n", "131072", "--dtype", "bf16", "--ops", *WINDOW_ROWS]
+        code = execute(command, log, seconds, environment(self.wheels, KVOPS_SM90="1"), SITE)
+        if code != 0:
+            return Result(FAILED, "time was up" if code is None else f"exit status {code}")
+        return Result(PASSED, f"{record.name}; the same rows of the portable kernels are in bench.json")
 
     def bench(self, seconds: float) -> Result:
         log, record = self.log("bench"), self.out / "bench.json"
@@ -291,6 +317,7 @@ class Run:
             Step("tests", 160, self.tests, needs="build"),
             Step("memcheck", 80, self.sanitizer("memcheck"), needs="build"),
             Step("racecheck", 80, self.sanitizer("racecheck"), needs="build"),
+            Step("hopper", 60, self.hopper, needs="build"),
             Step("bench", 300, self.bench, needs="build"),
         ]
 

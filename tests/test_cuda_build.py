@@ -103,7 +103,9 @@ def test_hopper_kernels_use_its_instructions():
 
 @needs_source
 @needs_library
-@pytest.mark.parametrize("version, why", [(None, "no CUTLASS in {}"), (3, "CUTLASS >= 4 is needed, found 3 in {}"), (4, "")])
+@pytest.mark.parametrize(
+    "version, why", [(None, "no CUTLASS in {}"), (3, "CUTLASS >= 4 is needed, found 3 in {}"), (4, "")]
+)
 def test_without_cutlass_the_build_says_why_there_are_no_hopper_kernels(version, why, tmp_path, setup_py):
     cutlass = tmp_path / "cutlass"
     if version:

@@ -18,7 +18,7 @@ from test_schema import OPERATORS
 pytestmark = needs_headers
 ROOT = HERE.parent
 TORCH = Path(torch.__file__).parent
-OPERATORS_TESTS = [f"tests/test_{op}.py" for op in OPERATORS]
+OPERATORS_TESTS = [*(f"tests/test_{op}.py" for op in OPERATORS), "tests/test_sm90.py"]
 FAST = "not opcheck and not many_heads"
 SLOW = "repeatable or dtypes_and_head_dims or every_16_bit"  # what finds no race that others do not
 

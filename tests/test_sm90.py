@@ -115,7 +115,12 @@ def test_layouts_change_nothing(layout):
     q, k, visible = kit.window(2, 2, 2, 16, 300, 128, torch.bfloat16)
     expected = ops.window_scores(q, k, visible)
     other = kit.laid_out(k, layout)
-    for q_other in (kit.laid_out(q, layout), q.mT.contiguous().mT, kit.unaligned(q, 3, 1), torch.cat([q, q], 2)[:, :, :16]):
+    for q_other in (
+        kit.laid_out(q, layout),
+        q.mT.contiguous().mT,
+        kit.unaligned(q, 3, 1),
+        torch.cat([q, q], 2)[:, :, :16],
+    ):
         assert torch.equal(ops.window_scores(q_other, other, visible), expected)
     one = ops.window_scores(q[:1, 2:], other[:1, 1:], visible)  # dims of one entry, whatever their strides
     assert torch.equal(one, ops.window_scores(q[:1, 2:].contiguous(), k[:1, 1:].contiguous(), visible))

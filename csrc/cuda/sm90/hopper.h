@@ -11,9 +11,9 @@ namespace kvops::sm90 {
 // The scores, of rows whose lse is known.
 bool window_scores(const Window& p, const LseView& lse, cudaStream_t stream);
 
-// Of each row and each split, split_keys keys from the first valid slot + split * split_keys on, the largest logit, times
-// log2(e), and the sum of 2^(logit - it). v null: sums are [b * heads, splits, rows]. Else v is [b, heads, n, dv], sums are
-// [b * heads, rows, splits], and `out`, [.., dv], gets the sum of 2^(logit - it) v.
+// Of each row and each split, split_keys keys from the first valid slot + split * split_keys on, the largest logit,
+// times log2(e), and the sum of 2^(logit - it). v null: sums are [b * heads, splits, rows]. Else v is [b, heads, n,
+// dv], sums are [b * heads, rows, splits], and `out`, [.., dv], gets the sum of 2^(logit - it) v.
 bool window_pass(const Window& p, const KVView* v, int64_t splits, int64_t split_keys, float2* sums, float* out,
                  cudaStream_t stream);
 #else

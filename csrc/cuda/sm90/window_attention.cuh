@@ -194,7 +194,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (row + 8 * r >= rows.count(p) || split >= plan.splits) continue;
     const bool counts = limit[r] > 0;  // others have added up weights of a zero query
     const int64_t count = rows.count(p), its = row + 8 * r;
-    const int64_t to = kValues ? (unit * count + its) * plan.splits + split : (unit * plan.splits + split) * count + its;
+    const int64_t to =
+        kValues ? (unit * count + its) * plan.splits + split : (unit * plan.splits + split) * count + its;
     if (thread % 4 == 0) plan.sums[to] = counts ? make_float2(most[r] * scale, sum[r]) : make_float2(-CUDART_INF_F, 0);
     if constexpr (kValues) {
       float* const out = plan.out + to * kDim;
