@@ -1,5 +1,5 @@
-"""The Hopper kernels (csrc/cuda/sm90) against the portable ones and the reference: on a Hopper GPU, and, with wgmma, TMA
-and mbarriers simulated too, in a run of simulated kernels. Elsewhere nothing here runs."""
+"""The Hopper kernels (csrc/cuda/sm90) against the portable ones and the reference: on a Hopper GPU, and, with wgmma,
+TMA and mbarriers simulated too, in a run of simulated kernels. Elsewhere nothing here runs."""
 
 import pytest
 import torch
@@ -34,12 +34,12 @@ def hopper(monkeypatch):
     monkeypatch.setenv("KVOPS_SM90", "1")
 
 
-def with_portable(call):
+def with_portable(op, *args, **options):
     """The results of the Hopper kernels and of the portable ones."""
-    found = call()
+    found = op(*args, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVOPS_SM90", "0")
-        return found, call()
+        return found, op(*args, **options)
 
 
 def true_lse(q, k, visible, starts=None, scale=None):
@@ -55,7 +55,7 @@ def check(q, k, visible, *, served=True, **options):
     condition = kit.softmax_condition(q, k, **options)
     others = []
     for given_lse in (None, lse):
-        actual, portable = with_portable(lambda: ops.window_scores(q, k, visible, given_lse, **options))
+        actual, portable = with_portable(ops.window_scores, q, k, visible, given_lse, **options)
         kit.assert_close(actual, eager, exact, condition)
         others.append(not torch.equal(kit.bits(actual), kit.bits(portable)))
     if served is not None:
@@ -102,11 +102,11 @@ def test_what_is_left_to_the_portable_kernels():
         q, k, visible = kit.window(1, 2, 4, shape.get("w", 8), 300, shape.get("d", 64), dtype)
         options = dict(options)
         given_lse = None if options.get("softcap") else true_lse(q, k, visible)
-        found, portable = with_portable(lambda: ops.window_scores(q, k, visible, given_lse, **options))
+        found, portable = with_portable(ops.window_scores, q, k, visible, given_lse, **options)
         assert torch.equal(found, portable)
     q, k, visible = kit.window(1, 2, 4, 8, 300, 64, torch.bfloat16)
     check(q, kit.unaligned(k, 3, 1), visible, served=False)  # addresses that TMA cannot take
-    found, portable = with_portable(lambda: ops.window_scores(q, k, visible, score="dot"))
+    found, portable = with_portable(ops.window_scores, q, k, visible, score="dot")
     assert torch.equal(found, portable)
 
 
