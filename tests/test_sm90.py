@@ -196,7 +196,56 @@ def test_a_batch_changes_nothing():
         assert torch.equal(ops.window_scores(q[b : b + 1], k[b : b + 1], visible), together[b : b + 1])
 
 
+def check_attention(q, k, v, visible, *, served=True, **options):
+    found, portable = with_portable(ops.window_attention, q, k, v, visible, **options)
+    exact = reference.window_attention(q, k, v, visible, **options)
+    for actual, other, right in zip(found, portable, exact):
+        # The weights are rounded to q's dtype before they are multiplied with V, by both kernels.
+        assert torch.equal(actual.isnan(), right.isnan()) and torch.equal(actual.isinf(), right.isinf())
+        error, allowed = ((x.double() - right).nan_to_num(0, 0, 0).abs().max().item() for x in (actual, other))
+        assert error <= 2 * allowed + 1e-6 * right.nan_to_num(0, 0, 0).abs().max().item(), (error, allowed)
+    if served is not None:  # the sums of the weights differ in their last bits
+        assert torch.equal(kit.bits(found[1]), kit.bits(portable[1])) != served, "the wrong kernel"
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("group, w", [(4, 8), (4, 32), (2, 65)])
+def test_attention(dtype, d, group, w):
+    n = kit.size(3000, 333)
+    q, k, visible = kit.window(2, 2, group, w, n, d, dtype)
+    v = kit.kv(2, 2, n, d, dtype, seed=7)[1]
+    check_attention(q, k, v, visible)
+    check_attention(q, k, v, visible, starts=kit.int32(0, 77), sink_logits=kit.randn(2 * group), reduce="mean")
+
+
+def test_attention_of_limits_and_of_what_is_not_finite():
+    """What no row sees may be NaN in V too; a key that is not finite is left out of a row, with its value."""
+    n = 300
+    q, k, _ = kit.window(3, 2, 3, 7, n, 64, torch.bfloat16)
+    v = kit.kv(3, 2, n, 64, torch.bfloat16, seed=7)[1]
+    visible = torch.stack([kit.int32(0, 290, 150, 80, 71, 0, 289), kit.int32(*[0] * 7), kit.int32(*[290] * 7)])
+    v[:, :, 290:] = v[0, :, :70] = v[1] = float("nan")
+    k[:, :, 290:] = k[1] = float("inf")
+    k[0, 0, 100, 3] = k[2, 1, 0] = k[2, 1, 289, 0] = float("nan")
+    check_attention(q, k, v, visible, starts=kit.int32(70, 0, 0))
+
+
+def test_attention_that_is_left_to_the_portable_kernels():
+    q, k, visible = kit.window(1, 2, 4, 8, 300, 64, torch.bfloat16)
+    v = kit.kv(1, 2, 300, 64, torch.bfloat16, dv=80)[1]
+    check_attention(q, k, v, visible, served=False)
+    check_attention(q, k, kit.unaligned(k, 3, 1), visible, served=False)
+
+
+def test_attention_is_repeatable():
+    q, k, visible = kit.window(2, 2, 4, 16, 700, 128, torch.float16)
+    kit.assert_repeatable(lambda: ops.window_attention(q, k, k, visible))
+
+
 @kit.only("cuda")
 def test_at_size():
     """Several waves of blocks, splits of many keys, offsets beyond 31 bits."""
-    check(*kit.window(1, 8, 4, 32, 131_072, 128, torch.bfloat16))
+    q, k, visible = kit.window(1, 8, 4, 32, 131_072, 128, torch.bfloat16)
+    check(q, k, visible)
+    check_attention(q, k, k.flip(2), visible)

@@ -26,6 +26,7 @@
 #pragma once
 #include "../ops/window_attention.h"
 #include "async.cuh"
+#include "sm90/hopper.h"
 #include "window.cuh"
 
 namespace kvops {
@@ -473,6 +474,10 @@ __global__ void __launch_bounds__(kWindowThreads)
 // plan.parts]. logits: [b, Hq, n], of one row for each query head, or null.
 inline void attention_parts_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, float* parts, RowSum* sums,
                                  float* logits, cudaStream_t stream) {
+  const int64_t split_keys = ((p.window.n - 1) / plan.parts + 128) / 128 * 128;
+  if (!logits &&
+      sm90::window_pass(p.window, &p.v, plan.parts, split_keys, reinterpret_cast<float2*>(sums), parts, stream))
+    return;
   const dim3 grid = grid_of(p.window.b * p.window.heads * plan.splits.count, plan.row_blocks);
   const auto run = [&](auto type, auto width) {
     launch<attention_parts_kernel<decltype(type), decltype(width)::value>>(grid, 32 * plan.warps, plan.shared_bytes,
