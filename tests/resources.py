@@ -78,8 +78,14 @@ def kernels(library: Path = LIBRARY) -> list[Kernel]:
 
 
 def disassembly(library: Path, arch: str) -> str:
-    """The machine code for one architecture."""
+    """The machine code for one architecture; needs nvdisasm too."""
     return cuobjdump("--dump-sass", "--gpu-architecture", arch, library)
+
+
+def find_nvdisasm() -> str | None:
+    """On PATH, or beside cuobjdump, where pip puts it."""
+    beside = Path(find_cuobjdump() or "").with_name("nvdisasm")
+    return shutil.which("nvdisasm") or (str(beside) if os.access(beside, os.X_OK) else None)
 
 
 def cuobjdump(*arguments) -> str:
@@ -88,11 +94,13 @@ def cuobjdump(*arguments) -> str:
         if not os.access(program, os.X_OK):  # as pip may leave it
             program = shutil.copy(program, folder)
             os.chmod(program, 0o755)
-        return output(program, *arguments)
+        path = f"{Path(find_nvdisasm() or program).parent}:{os.environ['PATH']}"
+        return output(program, *arguments, env=os.environ | {"PATH": path})
 
 
-def output(*command, text: str | None = None) -> str:
-    return subprocess.run([str(x) for x in command], input=text, capture_output=True, text=True, check=True).stdout
+def output(*command, text: str | None = None, env: dict[str, str] | None = None) -> str:
+    command = [str(x) for x in command]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True, env=env).stdout
 
 
 def number(arch: str) -> int:

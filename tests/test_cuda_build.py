@@ -89,6 +89,7 @@ def test_table_in_the_docs_is_what_was_built():
 
 @needs_library
 @needs_report
+@pytest.mark.skipif(not resources.find_nvdisasm(), reason="no nvdisasm (of CUDA)")
 @pytest.mark.skipif(not CUDA["sm90"]["built"], reason=f"no Hopper kernels: {CUDA['sm90']['why']}")
 def test_hopper_kernels_use_its_instructions():
     """The tensor cores' (HGMMA) and the copy engine's (UTMALDG); nothing is spilled."""
