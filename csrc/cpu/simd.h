@@ -166,6 +166,23 @@ inline F reduce_lanes(F* rows, const Op& op) {
   return op(KVOPS_SHUFFLE(rows[0], rows[1], 0, 1, 4, 5), KVOPS_SHUFFLE(rows[0], rows[1], 2, 3, 6, 7));
 #endif
 }
+// The even and the odd lanes of a, then those of b.
+#if defined(__AVX512F__)
+#define KVOPS_LANES(first)                                                                                       \
+  first, first + 2, first + 4, first + 6, first + 8, first + 10, first + 12, first + 14, first + 16, first + 18, \
+      first + 20, first + 22, first + 24, first + 26, first + 28, first + 30
+#elif defined(__AVX2__)
+#define KVOPS_LANES(first) first, first + 2, first + 4, first + 6, first + 8, first + 10, first + 12, first + 14
+#else
+#define KVOPS_LANES(first) first, first + 2, first + 4, first + 6
+#endif
+inline F evens(F a, F b) {
+  return KVOPS_SHUFFLE(a, b, KVOPS_LANES(0));
+}
+inline F odds(F a, F b) {
+  return KVOPS_SHUFFLE(a, b, KVOPS_LANES(1));
+}
+
 inline F sum_lanes(F* rows) {
   return reduce_lanes(rows, [](F a, F b) { return a + b; });
 }

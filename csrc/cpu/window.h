@@ -27,6 +27,7 @@ namespace {
 struct FloatWords {
   typedef float Word;
   static F add(F sum, F rows, float key) { return sum + rows * key; }
+  static F add_all(F sum, F rows, F keys) { return sum + rows * keys; }
 };
 #if defined(__AVX512BF16__)
 struct Bf16Words {
@@ -34,6 +35,7 @@ struct Bf16Words {
   static F add(F sum, F rows, int32_t key) {
     return _mm512_dpbf16_ps(sum, (__m512bh)rows, (__m512bh)_mm512_set1_epi32(key));
   }
+  static F add_all(F sum, F rows, F keys) { return _mm512_dpbf16_ps(sum, (__m512bh)rows, (__m512bh)keys); }
 };
 #endif
 
@@ -59,6 +61,15 @@ constexpr int kKeysAtOnce = VB == 64 ? (N == 4   ? 6
                                         : N == 3 ? 8
                                                  : 12)
                                      : (N == 2 ? 6 : 12);
+
+template <bool, class A, class B>
+struct Choose {
+  typedef A Type;
+};
+template <class A, class B>
+struct Choose<false, A, B> {
+  typedef B Type;
+};
 
 template <int N>
 struct Count {
@@ -500,11 +511,11 @@ struct NoValues {
 };
 
 // fn(worker, item) for every split of every head. Workers take runs of them, so that a head is packed once or twice.
-template <class T, class Fn>
+template <class Worker, class Fn>
 void for_splits(const Window& p, int64_t dv, const Workers& workers, const Fn& fn) {
   const WindowScratch sizes(p, dv);
   parallel_for(workers, workers.count, [&](int64_t w) {
-    WindowWorker<T> worker(p, dv, workers.workspace + w * sizes.worker);
+    Worker worker(p, dv, workers.workspace + w * sizes.worker);
     const Share mine = share(sizes.items, w, workers.count);
     for (int64_t item = mine.first; item < mine.last; ++item) {
       worker.take_head(item / sizes.splits);

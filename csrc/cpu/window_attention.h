@@ -2,7 +2,8 @@
 //
 //   out[i] = sum over j of a[i, j] v_j,  a[i, j] = exp(scale * q_i . k_j - lse_i),  score[j] = sum over i of a[i, j]
 //
-// Bytes that must move: K and V once, and for the scores K again (w > 1), or the logits (w = 1: G floats for each key).
+// Bytes that must move: K and V once, and for the scores K again (w > 1), or the logits (w = 1: G floats for each key;
+// window_decode.h).
 //
 // FlashAttention over splits of the keys. A block of 48 keys gives its logits, the running softmax turns them into
 // weights in place, and these weigh the block's V rows: each element of V is broadcast against vectors of rows, as K's
@@ -13,7 +14,7 @@
 //
 // Work is split over (batch, head) and over splits of at least 3072 keys, a function of n alone.
 #include "../ops/window_attention.h"
-#include "window.h"
+#include "window_decode.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
@@ -110,11 +111,11 @@ void attend(const WindowAttentionParams& p, const Workers& workers) {
   float* const stats = workers.workspace + workers.count * sizes.worker;  // [items][2][lanes]
   float* const outs = stats + sizes.items * sizes.stats;                  // [items][lanes * width]
   float* const kept = outs + sizes.items * sizes.out;                     // w = 1: [items] of logits
-  for_splits<T>(p.window, p.dv, workers, [&](WindowWorker<T>& worker, int64_t item) {
+  for_splits<WindowWorker<T>>(p.window, p.dv, workers, [&](WindowWorker<T>& worker, int64_t item) {
     WeightedValues<T> values(worker, p.v, outs + item * sizes.out);
     worker.first_pass(item % sizes.splits, stats + item * sizes.stats, kept + item * sizes.logits, values);
   });
-  for_splits<T>(p.window, p.dv, workers, [&](WindowWorker<T>& worker, int64_t item) {
+  for_splits<WindowWorker<T>>(p.window, p.dv, workers, [&](WindowWorker<T>& worker, int64_t item) {
     const int64_t split = item % sizes.splits, head = item - split;
     worker.second_pass(split, stats + head * sizes.stats, kept + item * sizes.logits);
     // The head's splits share its rows.
@@ -123,6 +124,45 @@ void attend(const WindowAttentionParams& p, const Workers& workers) {
       if (index++ % sizes.splits == split)
         finish(p, sizes, worker, chunk, stats + head * sizes.stats, outs + head * sizes.out);
     });
+  });
+}
+
+// One row: its logits are kept for the scores.
+template <class T, int R>
+void attend_decode(const WindowAttentionParams& p, const Workers& workers) {
+  typedef DecodeWorker<T, R> Worker;
+  const WindowScratch sizes(p.window, p.dv);
+  float* const stats = workers.workspace + workers.count * sizes.worker;
+  float* const outs = stats + sizes.items * sizes.stats;
+  float* const kept = outs + sizes.items * sizes.out;
+  const int64_t width = row_shape<T>(p.v.row_bytes).registers() * kStep<T>;
+  for_splits<Worker>(p.window, p.dv, workers, [&](Worker& worker, int64_t item) {
+    worker.first_pass(item % sizes.splits, &p.v, stats + item * sizes.stats, kept + item * sizes.logits,
+                      outs + item * sizes.out);
+  });
+  for_splits<Worker>(p.window, p.dv, workers, [&](Worker& worker, int64_t item) {
+    const int64_t split = item % sizes.splits, head = item - split;
+    worker.rows_from_stats(stats + head * sizes.stats);
+    worker.second_pass(split, kept + item * sizes.logits, false);
+    if (split > 0) return;
+    for (int64_t g = 0; g < p.window.group; ++g) {
+      const int64_t lane = g / VL * VL, i = g % VL, row = worker.head * p.window.group + g;
+      const Totals all(stats + head * sizes.stats, sizes, Worker::kLanes, lane, worker.sink[g / VL]);
+      const bool any = all.own[i] > 0.0f;
+      p.lse[row] = any ? static_cast<float>(all.peak[i] + log(double{all.own[i]})) : -__builtin_inff();
+      float share[kMostSplits];
+      for (int64_t s = 0; s < sizes.splits; ++s) {
+        const F x = exp(load(stats + (head + s) * sizes.stats + lane) - all.base) / all.total;
+        share[s] = x[i];
+      }
+      T* const to = reinterpret_cast<T*>(p.out) + row * p.dv;
+      for (int64_t c = 0; c < p.dv; ++c) {
+        float x = 0.0f;
+        for (int64_t s = 0; any && s < sizes.splits; ++s)
+          x += outs[(head + s) * sizes.out + g * width + channel_slot<T>(c)] * share[s];
+        from_float(x, to + c);
+      }
+    }
   });
 }
 
@@ -137,7 +177,11 @@ void attend_nothing(const WindowAttentionParams& p) {
 
 void window_attention(const WindowAttentionParams& p, const Workers& workers) {
   if (p.window.n == 0) return attend_nothing(p);
-  with_dtype(p.window.dtype, [&](auto type) { attend<decltype(type)>(p, workers); });
+  with_dtype(p.window.dtype, [&](auto type) {
+    typedef decltype(type) T;
+    if (!is_decode(p.window)) return attend<T>(p, workers);
+    with_queries(p.window.group, [&](auto rows) { attend_decode<T, decltype(rows)::value>(p, workers); });
+  });
 }
 
 }  // namespace kvops::KVOPS_ISA

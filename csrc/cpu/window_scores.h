@@ -1,4 +1,4 @@
-// window_scores on the CPU (window.h: packing, register blocks, masks).
+// window_scores on the CPU (window.h: packing, register blocks, masks; window_decode.h: w = 1).
 //
 //   score[j] = sum over rows i that see j of exp(scale * q_i . k_j - lse_i)
 //
@@ -10,16 +10,20 @@
 //
 // Work is split over (batch, head) and over splits of at least 3072 keys, a function of n alone.
 #include "../ops/window_scores.h"
-#include "window.h"
+#include "window_decode.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
 
+// Scores are NaN where the logit or the lse is, not where an infinite lse is wrong (check_lse_total).
+float finite_unless_nan(float x) {
+  return x > 1e30f ? 1e30f : x < -1e30f ? -1e30f : x;
+}
+
 template <class T>
 void rows_from_lse(WindowWorker<T>& worker, const LseView& lse) {
   worker.for_rows([&](int64_t lane, int64_t h, int64_t i) {
-    const float x = lse.at(worker.batch(), h, i);  // infinities are kept finite: NaN is for NaN
-    worker.offset[lane] = x > 1e30f ? 1e30f : x < -1e30f ? -1e30f : x;
+    worker.offset[lane] = finite_unless_nan(lse.at(worker.batch(), h, i));
   });
   for (int64_t i = 0; i < worker.lanes; i += VL)
     store(worker.factor + i, worker.weight / (1.0f + exp(load(worker.sink + i) - load(worker.offset + i))));
@@ -32,11 +36,11 @@ void score(const WindowScoresParams& p, const Workers& workers) {
   float* const kept = stats + sizes.items * sizes.stats;                  // w = 1: [items] of logits
   const bool make_lse = p.softmax && !p.lse.data;
   if (make_lse)
-    for_splits<T>(p.window, 0, workers, [&](WindowWorker<T>& worker, int64_t item) {
+    for_splits<WindowWorker<T>>(p.window, 0, workers, [&](WindowWorker<T>& worker, int64_t item) {
       NoValues none;
       worker.first_pass(item % sizes.splits, stats + item * sizes.stats, kept + item * sizes.logits, none);
     });
-  for_splits<T>(p.window, 0, workers, [&](WindowWorker<T>& worker, int64_t item) {
+  for_splits<WindowWorker<T>>(p.window, 0, workers, [&](WindowWorker<T>& worker, int64_t item) {
     const int64_t split = item % sizes.splits;
     if (make_lse) return worker.second_pass(split, stats + (item - split) * sizes.stats, kept + item * sizes.logits);
     if (p.softmax) {
@@ -48,10 +52,46 @@ void score(const WindowScoresParams& p, const Workers& workers) {
   });
 }
 
+// One row: its logits are kept, not made twice.
+template <class T, int R>
+void score_decode(const WindowScoresParams& p, const Workers& workers) {
+  typedef DecodeWorker<T, R> Worker;
+  const WindowScratch sizes(p.window, 0);
+  float* const stats = workers.workspace + workers.count * sizes.worker;
+  float* const kept = stats + sizes.items * sizes.stats;
+  const bool make_lse = p.softmax && !p.lse.data;
+  if (make_lse)
+    for_splits<Worker>(p.window, 0, workers, [&](Worker& worker, int64_t item) {
+      worker.first_pass(item % sizes.splits, nullptr, stats + item * sizes.stats, kept + item * sizes.logits, nullptr);
+    });
+  for_splits<Worker>(p.window, 0, workers, [&](Worker& worker, int64_t item) {
+    const int64_t split = item % sizes.splits;
+    if (make_lse) {
+      worker.rows_from_stats(stats + (item - split) * sizes.stats);
+    } else {
+      for (int j = 0; j < Worker::kUnitVectors; ++j) {
+        F lse = {};
+        for (int i = 0; i < VL && p.softmax; ++i) {
+          const int64_t g = (j * VL + i) % R, last = p.window.group - 1;
+          const int64_t h = worker.head % p.window.heads * p.window.group + (g < last ? g : last);
+          lse[i] = finite_unless_nan(p.lse.at(worker.head / p.window.heads, h, 0));
+        }
+        worker.offset[j] = lse;
+        worker.set_factor(j, p.softmax ? worker.weight / (1.0f + exp(worker.sink[j] - lse)) : splat(worker.weight));
+      }
+    }
+    worker.second_pass(split, make_lse ? kept + item * sizes.logits : nullptr, !p.softmax);
+  });
+}
+
 }  // namespace
 
 void window_scores(const WindowScoresParams& p, const Workers& workers) {
-  with_dtype(p.window.dtype, [&](auto type) { score<decltype(type)>(p, workers); });
+  with_dtype(p.window.dtype, [&](auto type) {
+    typedef decltype(type) T;
+    if (!is_decode(p.window)) return score<T>(p, workers);
+    with_queries(p.window.group, [&](auto rows) { score_decode<T, decltype(rows)::value>(p, workers); });
+  });
 }
 
 }  // namespace kvops::KVOPS_ISA

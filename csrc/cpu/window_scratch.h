@@ -15,6 +15,11 @@ constexpr int64_t round_up(int64_t x, int64_t multiple) {
   return (x + multiple - 1) / multiple * multiple;
 }
 
+constexpr int64_t kDecodeRows = 8;  // a decode step of so many query heads in a group goes by window_decode.h
+inline bool is_decode(const Window& p) {
+  return p.w == 1 && p.group <= kDecodeRows;
+}
+
 // Keys in a split: the unit of the work that threads share and of the sums that are combined in order. A function of n
 // alone, so that results depend neither on threads nor on the batch.
 constexpr int64_t split_keys(int64_t n) {
@@ -29,7 +34,7 @@ struct Segments {
 
   explicit Segments(const Window& p) {
     const bool row_max = p.reduce == Reduce::max, group_max = p.group_reduce == Reduce::max;
-    const bool one = p.group_reduce != Reduce::none && (p.w == 1 || row_max == group_max);
+    const bool one = is_decode(p) || (p.group_reduce != Reduce::none && (p.w == 1 || row_max == group_max));
     count = one ? 1 : p.group;
     rows = one ? p.group * p.w : p.w;
   }
@@ -68,10 +73,10 @@ struct WindowScratch {
 
   // A segment's logits of an item, and room behind for the last vector.
   static int64_t segment_logits(const Window& p) { return split_keys(p.n) * logit_pitch(Segments(p)) + kMaxLanes; }
-  // From a key's logits to the next key's. As many floats as rows, where one register block holds them all at every
-  // level.
+  // From a key's logits to the next key's.
   static int64_t logit_pitch(const Segments& segments) {
-    return segments.rows <= 8 ? segments.rows : round_up(segments.rows, kMaxLanes);
+    const int64_t rows = segments.rows;
+    return rows <= 2 ? rows : rows <= 4 ? 4 : rows <= 8 ? 8 : round_up(rows, kMaxLanes);
   }
 };
 

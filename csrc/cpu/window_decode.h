@@ -1,0 +1,290 @@
+// A decode step of up to 8 query heads in a group: window.h's work where there is but one row for each of them.
+//
+// So few rows do not fill a vector, and the bytes of K and V count: here vectors run along the channels. A unit of VL /
+// G keys times G queries makes VL dot products, which are reduced together (reduce_lanes) into one vector: logits lie
+// [key][G], and the softmax's exponentials fill their vectors too. Lanes VL / G keys apart hold the same query's
+// statistics. All queries see the same keys, so there are no masks.
+#pragma once
+#include "window.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+// R: the queries, rounded up to a power of two by repeating the last.
+template <class T, int R>
+struct DecodeWorker {
+  static constexpr int kUnit = R < VL ? VL / R : 1;       // keys in a unit
+  static constexpr int kUnitVectors = kUnit * R / VL;     // vectors of logits that it has
+  static constexpr int kLanes = kUnitVectors * VL;        // lane i is a logit of query i % R
+  typedef typename Choose<kPairs<T>, float, T>::Type In;  // pairs of bf16 are read as words
+
+  const Window& p;
+  const WindowScratch sizes;
+  const RowShape shape;
+  const int64_t width;  // of a packed query
+  float *q, *tile;
+  F offset[kUnitVectors], factor[kUnitVectors], sink[kUnitVectors];
+  int64_t head = -1, first = 0, last = 0;
+  float weight = 0;
+
+  DecodeWorker(const Window& p_, int64_t dv, float* memory)
+      : p(p_), sizes(p_, dv), shape(row_shape<In>(p_.k.row_bytes)), width(shape.registers() * kStep<In>) {
+    q = memory;
+    tile = q + sizes.queries;
+  }
+
+  bool of_max() const { return p.group_reduce == Reduce::max; }
+
+  void take_head(int64_t index) {
+    if (index == head) return;
+    head = index;
+    const int64_t b = head / p.heads;
+    first = p.first(b);
+    last = p.limit(b, 0);
+    weight = p.group_reduce == Reduce::mean ? 1.0f / static_cast<float>(p.group) : 1.0f;
+    memset(q, 0, R * width * 4);
+    float sinks[kLanes];
+    for (int r = 0; r < R; ++r) {
+      const int64_t h = head % p.heads * p.group + (r < p.group ? r : p.group - 1);
+      const char* const from = p.q.row(b, h, 0);
+      for (int64_t c = 0; c < p.d; ++c) {
+        T x;
+        memcpy(&x, from + c * p.q.stride_d, sizeof(T));
+        if constexpr (kPairs<T>) {
+          memcpy(reinterpret_cast<char*>(q + r * width) + 2 * c, &x, 2);
+        } else {
+          q[r * width + channel_slot<T>(c)] = to_float(x);
+        }
+      }
+      for (int i = r; i < kLanes; i += R) sinks[i] = p.sink_logits ? p.sink_logits[h] : -__builtin_inff();
+    }
+    for (int j = 0; j < kUnitVectors; ++j) sink[j] = load(sinks + j * VL);
+  }
+
+  // Rows' factor from their weights; in a sum, repeated queries do not count.
+  void set_factor(int j, F x) {
+    for (int i = 0; i < VL; ++i)
+      if (!of_max() && (j * VL + i) % R >= p.group) x[i] = 0.0f;
+    factor[j] = x;
+  }
+
+  template <class Fn>
+  void for_blocks(int64_t split, const Fn& fn) const {
+    const int64_t size = split_keys(p.n), begin = first + split * size;
+    const int64_t end = last - begin < size ? last : begin + size;
+    for (int64_t i = begin; i < end; i += kBlock) fn(rows_of(p.k, i, end - i < kBlock ? end - i : kBlock));
+  }
+  Block rows_of(const KVView& view, int64_t begin, int64_t count) const {
+    return {begin, static_cast<int>(count), view.row(head / p.heads, head % p.heads, begin), view.stride_n};
+  }
+
+  // out: [keys in whole units][R], times scale() to be. Asks for the same keys' rows of `then`, if there are any.
+  void logits(const Block& block, const KVView* then, float* out) const {
+    for (int i = 0; i < block.count; i += kUnit) {
+      const In* row[kUnit];
+      for (int k = 0; k < kUnit; ++k) row[k] = reinterpret_cast<const In*>(block.row(i + k));
+      for (int k = 0; then && k < kUnit && i + k < block.count; ++k) {
+        const char* const next = then->row(head / p.heads, head % p.heads, block.first + i + k);
+        for (int64_t at = 0; at < then->row_bytes; at += 64) __builtin_prefetch(next + at);
+      }
+      F sums[kUnit * R] = {};
+      for_registers<In>(shape, [&](int64_t c, auto&& load_row) {
+#pragma GCC unroll 16
+        for (int k = 0; k < kUnit; ++k) {
+          F x[kVecs<In>];
+          prefetch(row[k], c, block.stride * 2 * kUnit);
+          load_row(row[k], x);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r)
+            for (int j = 0; j < kVecs<In>; ++j)
+              sums[k * R + r] =
+                  WordsOf<T>::Type::add_all(sums[k * R + r], load(q + r * width + (c * kVecs<In> + j) * VL), x[j]);
+        }
+      });
+      for (int j = 0; j < kUnitVectors; ++j) {
+        const F x = sum_lanes(sums + j * VL);
+        store(out + i * R + j * VL, p.softcap == 0 ? x : tanh(x * (p.scale / p.softcap)) * p.softcap);
+      }
+    }
+  }
+  float scale() const { return p.softcap != 0 ? 1.0f : p.scale; }
+
+  // op over the lanes of the same query, in every one of them.
+  template <class Op>
+  static F over_keys(F x, const Op& op) {
+    for (int step = R; step < VL; step *= 2) {
+      float twice[2 * VL];
+      store(twice, x);
+      store(twice + VL, x);
+      x = op(x, load(twice + step));
+    }
+    return x;
+  }
+
+  // The running softmax, as WindowWorker's; the tile becomes the weights, and shrink[r] what earlier terms are times.
+  void softmax(int count, const float* logits, float* peak, float* total, float* shrink) const {
+    F top[kUnitVectors], poison[kUnitVectors] = {};
+    for (F& x : top) x = splat(-__builtin_inff());
+    const int full = count * R / kLanes * kLanes, end = (count * R + kLanes - 1) / kLanes * kLanes;
+    for (int i = 0; i < full; i += kLanes)
+      for (int j = 0; j < kUnitVectors; ++j) {
+        const F x = load(logits + i + j * VL);
+        top[j] = max(top[j], x);
+        poison[j] += x * 0.0f;
+        store(tile + i + j * VL, x);
+      }
+    bool poisoned = full < end;
+    for (int j = 0; j < kUnitVectors; ++j) poisoned |= any_nan(poison[j]);
+    if (__builtin_expect(poisoned, 0)) {
+      for (F& x : top) x = splat(-__builtin_inff());
+      for (int i = 0; i < end; i += VL) {
+        const int left = count * R - i;
+        const F x = load_first(logits + i, left < VL ? left : VL, -__builtin_inff());
+        const F usable = x - x == 0.0f ? x : splat(-__builtin_inff());
+        F& most = top[i / VL % kUnitVectors];
+        most = max(most, usable);
+        store(tile + i, usable);
+      }
+    }
+    for (int j = 0; j < kUnitVectors; ++j) {
+      const F before = load(peak + j * VL);
+      const F now = max(before, over_keys(top[j], [](F a, F b) { return max(a, b); }) * scale());
+      const F base = Totals::finite_or_zero(now), smaller = exp(before - base);
+      F sum = {};
+      for (int i = j * VL; i < end; i += kLanes) {
+        const F x = exp(load(tile + i) * scale() - base);
+        store(tile + i, x);
+        sum += x;
+      }
+      store(peak + j * VL, now);
+      store(total + j * VL, load(total + j * VL) * smaller + sum);
+      store(shrink + j * VL, smaller);
+    }
+  }
+
+  // Adds the weighted rows of V to out, [R][registers of V].
+  void add_values(const KVView& v, const Block& keys, const float* shrink, float* out) const {
+    const Block block = rows_of(v, keys.first, keys.count);
+    const RowShape of_v = row_shape<T>(v.row_bytes);
+    constexpr int C = R * kVecs<T> >= 8 ? 1 : 8 / (R * kVecs<T>);
+    int c = 0;
+    for (; c + C <= of_v.full; c += C) add_registers<C>(block, of_v, c, shrink, out);
+    for (; c < of_v.registers(); ++c) add_registers<1>(block, of_v, c, shrink, out);
+  }
+  template <int C>
+  void add_registers(const Block& block, RowShape of_v, int first_register, const float* shrink, float* out) const {
+    constexpr int N = C * kVecs<T>;
+    const int64_t v_width = of_v.registers() * kStep<T>;
+    out += first_register * kStep<T>;
+    F sums[R][N];
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < N; ++j) sums[r][j] = load(out + r * v_width + j * VL) * shrink[r];
+    for (int i = 0; i < block.count; ++i) {
+      const T* const row = reinterpret_cast<const T*>(block.row(i)) + first_register * kStep<T>;
+      F x[N];
+      for (int c = 0; c < C; ++c)
+        if (first_register + c < of_v.full) {
+          load(row + c * kStep<T>, x + c * kVecs<T>);
+        } else {
+          load_part(row + c * kStep<T>, of_v.part, x + c * kVecs<T>);
+        }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+        for (int j = 0; j < N; ++j) sums[r][j] += x[j] * tile[i * R + r];
+    }
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < N; ++j) store(out + r * v_width + j * VL, sums[r][j]);
+  }
+
+  // A split's logits, statistics and, with V, weighted sum.
+  void first_pass(int64_t split, const KVView* v, float* stats, float* kept, float* out) {
+    float *const peak = stats, *const total = stats + kLanes;
+    for (int i = 0; i < kLanes; ++i) peak[i] = -__builtin_inff(), total[i] = 0.0f;
+    if (v) memset(out, 0, R * row_shape<T>(v->row_bytes).registers() * kStep<T> * 4);
+    for_blocks(split, [&](const Block& block) {
+      float shrink[kLanes];
+      logits(block, v, kept);
+      softmax(block.count, kept, peak, total, shrink);
+      if (v) add_values(*v, block, shrink, out);
+      kept += kBlock * R;
+    });
+    for (int j = 0; j < kLanes; j += VL) store(total + j, over_keys(load(total + j), [](F a, F b) { return a + b; }));
+  }
+
+  void rows_from_stats(const float* stats) {
+    for (int j = 0; j < kUnitVectors; ++j) {
+      const Totals all(stats, sizes, kLanes, j * VL, sink[j]);
+      offset[j] = all.base;
+      set_factor(j, all.total > 0.0f ? weight / all.total : F{});
+    }
+  }
+
+  // op over the R queries of VL keys: vectors of [key][R] are folded, neighbours first, until lanes are keys.
+  template <class Op>
+  static F over_queries(F* x, const Op& op) {
+    int count = R;
+    if (R > VL) {
+      for (int i = 0; i < VL; ++i) x[i] = op(x[2 * i], x[2 * i + 1]);
+      count = VL;
+    }
+    for (; count > 1; count /= 2)
+      for (int i = 0; i < count / 2; ++i) x[i] = op(evens(x[2 * i], x[2 * i + 1]), odds(x[2 * i], x[2 * i + 1]));
+    return x[0];
+  }
+
+  void score_block(const Block& block, const float* logits, bool dot) const {
+    const auto plus = [](F a, F b) { return a + b; };
+    for (int i = 0; i < block.count; i += VL) {
+      const int count = block.count - i < VL ? block.count - i : VL;
+      F weights[R], not_finite[R];
+      for (int j = 0; j < R; ++j) {
+        const F x = load(logits + i * R + j * VL) * scale() - offset[j % kUnitVectors];
+        weights[j] = (dot ? x : exp(x)) * factor[j % kUnitVectors];
+        not_finite[j] = x * 0.0f;
+      }
+      if (p.group_reduce == Reduce::none) {
+        float all[R * VL];
+        for (int j = 0; j < R; ++j) store(all + j * VL, weights[j] + not_finite[j]);
+        for (int64_t g = 0; g < p.group; ++g)
+          for (int k = 0; k < count; ++k) p.scores[(head * p.group + g) * p.n + block.first + i + k] = all[k * R + g];
+        continue;
+      }
+      const F score =
+          of_max() ? over_queries(weights, [](F a, F b) { return max(a, b); }) : over_queries(weights, plus);
+      store_first(p.scores + head * p.n + block.first + i, score + over_queries(not_finite, plus), count);
+    }
+  }
+
+  // Keys that are not seen score 0.
+  void score_unseen() const {
+    const int64_t rows = p.group_reduce == Reduce::none ? p.group : 1;
+    const int64_t begin = last > first ? first : p.n;
+    for (int64_t s = head * rows; s < (head + 1) * rows; ++s) {
+      memset(p.scores + s * p.n, 0, 4 * begin);
+      if (begin < p.n) memset(p.scores + s * p.n + last, 0, 4 * (p.n - last));
+    }
+  }
+
+  // kept: the split's logits, or null: to be made.
+  void second_pass(int64_t split, const float* kept, bool dot) const {
+    for_blocks(split, [&](const Block& block) {
+      if (!kept) logits(block, nullptr, tile);
+      score_block(block, kept ? kept : tile, dot);
+      if (kept) kept += kBlock * R;
+    });
+    if (split == 0) score_unseen();
+  }
+};
+
+// fn(Count<R>) for the group's size rounded up to a power of two.
+template <class Fn>
+inline void with_queries(int64_t group, const Fn& fn) {
+  static_assert(kDecodeRows == 8);
+  if (group <= 1) return fn(Count<1>{});
+  if (group <= 2) return fn(Count<2>{});
+  if (group <= 4) return fn(Count<4>{});
+  fn(Count<8>{});
+}
+
+}  // namespace
+}  // namespace kvops::KVOPS_ISA
