@@ -363,5 +363,6 @@ def test_opcheck_and_compile():
         torch.library.opcheck(torch.ops.kvops.window_scores.default, args, kwargs)
     compiled = torch.compile(lambda q, k, v: ops.window_scores(q, k, v, reduce="mean") + 1, fullgraph=True)
     for layout in ("bhnd", "bnhd"):
-        q, k, visible = kit.window(2, 2, 2, 3, 70, 16, layout=layout)
+        q, k, visible = kit.window(2, 2, 2, 3, 70, 16)
+        k = kit.laid_out(k, layout)
         assert torch.equal(compiled(q, k, visible), ops.window_scores(q, k, visible, reduce="mean") + 1)
