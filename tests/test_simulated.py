@@ -109,7 +109,36 @@ FAULTS = {
         ("anchor_cosine.cuh", "  __syncthreads();\n  float* const partial", "  float* const partial"),
         ("plain", "test_layouts_change_nothing", WRONG_RESULT),
     ),
+    "window_scores multiplies before all queries are there": (
+        "window_scores",
+        ("window_scores.cuh", f"{BARRIER}  // queries, totals and limits are there\n", ""),
+        ("plain", "test_dtypes_and_head_dims", WRONG_RESULT),
+    ),
+    "window_scores adds up rows before all warps have": (
+        "window_scores",
+        ("window_scores.cuh", f"{BARRIER}  // all states are final\n", ""),
+        ("thread", "test_limits", r"ThreadSanitizer: data race.* csrc/cuda/window_scores.cuh:\d+"),
+    ),
+    "window_scores lets rows see one key too many": (
+        "window_scores",
+        ("window_scores.cuh", "first <= j && j < limits[r]", "first <= j && j <= limits[r]"),
+        ("plain", "test_limits", WRONG_RESULT),
+    ),
+    "window_attention does not wait for its copies": (
+        "window_attention",
+        ("window_attention.cuh", "    wait_for_stage<3>(plan.stages);\n", ""),
+        ("plain", "test_limits", WRONG_RESULT),
+    ),
+    "window_attention reads keys before all have copied": (
+        "window_attention",
+        ("window_attention.cuh", f"{BARRIER}  // the tile is there\n", ""),
+        ("plain", "test_limits", WRONG_RESULT),
+    ),
 }
+
+
+# What an operator's kernels are compiled together with.
+WITH = {"window_attention": ["window_scores"]}
 
 
 def run_fault(name: str, folder: Path) -> subprocess.CompletedProcess:
@@ -126,7 +155,7 @@ def run_fault(name: str, folder: Path) -> subprocess.CompletedProcess:
         *sanitize,
         *[f"-ffile-prefix-map={folder}/=", "-DKVOPS_CUDASIM", "-DTORCH_TARGET_VERSION=0x020a000000000000"],
         *[f"-I{HERE / 'cudasim'}", "-isystem", cuda_include(), "-isystem", TORCH / "include"],
-        *["-x", "c++", folder / f"csrc/cuda/{op}.cu", "-x", "none", TORCH / "lib/libtorch_cpu.so", "-o", library],
+        *["-x", "c++", *[folder / f"csrc/cuda/{x}.cu" for x in [op, *WITH.get(op, [])]], "-x", "none", TORCH / "lib/libtorch_cpu.so", "-o", library],
     )
     assert done.returncode == 0, done.stdout[-5000:]
     return run_tests(kind, library, 0, f"tests/test_{op}.py", "-x", "-k", tests)
