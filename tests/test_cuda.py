@@ -242,12 +242,16 @@ def test_wrong_values_are_skipped_or_found_by_debug_checks():
         assert kit.same((found[0, 1], found[1, 0]), (usual[0, 1], usual[1, 0]))  # the heads without wrong indices
     ops.lag_score(x.k, x.v, x.lag, 0, starts=kit.int32(n + 5, -3).cuda())
     ops.select_topk(x.scores, 5, lengths=kit.int32(-1, n + 1).cuda())
+    beyond, all_seen = (torch.full_like(x.visible, y) for y in (n + 7, n))
+    assert kit.same(ops.window_attention(x.q, x.k, x.v, beyond), ops.window_attention(x.q, x.k, x.v, all_seen))
     torch.cuda.synchronize()
     with kvops.debug_checks():
         with kit.refuses("indices must lie", f"got {n}"):
             ops.gather_kv(x.k, x.v, wrong)
         with kit.refuses("indices"):
             ops.compact_kv_(y.k, y.v, wrong)
+        with kit.refuses("visible must lie", f"got {n + 7}"):
+            ops.window_scores(x.q, x.k, beyond)
         with kit.refuses("starts and lengths of row 0"):
             ops.lag_score(x.k, x.v, x.lag, 0, starts=kit.int32(n + 5, -3).cuda())
         with kit.refuses("starts and lengths of row 0"):
