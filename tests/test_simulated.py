@@ -149,13 +149,14 @@ def run_fault(name: str, folder: Path) -> subprocess.CompletedProcess:
     assert text.count(right) == 1, f"{file} has changed: {right!r} is there {text.count(right)} times"
     path.write_text(text.replace(right, wrong))
     library = folder / "libfault.so"
+    sources = [folder / f"csrc/cuda/{x}.cu" for x in [op, *WITH.get(op, [])]]
     sanitize = [f"-fsanitize={SANITIZERS[kind]}"] if kind in SANITIZERS else []
     done = run(
         *[*CXX, "-std=c++20", "-O1", "-g1", "-w", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-strict-aliasing"],
         *sanitize,
         *[f"-ffile-prefix-map={folder}/=", "-DKVOPS_CUDASIM", "-DTORCH_TARGET_VERSION=0x020a000000000000"],
         *[f"-I{HERE / 'cudasim'}", "-isystem", cuda_include(), "-isystem", TORCH / "include"],
-        *["-x", "c++", *[folder / f"csrc/cuda/{x}.cu" for x in [op, *WITH.get(op, [])]], "-x", "none", TORCH / "lib/libtorch_cpu.so", "-o", library],
+        *["-x", "c++", *sources, "-x", "none", TORCH / "lib/libtorch_cpu.so", "-o", library],
     )
     assert done.returncode == 0, done.stdout[-5000:]
     return run_tests(kind, library, 0, f"tests/test_{op}.py", "-x", "-k", tests)
