@@ -11,6 +11,7 @@ matplotlib for the picture, each of them only where it is there: what is missing
     memcheck   compute-sanitizer over a sample: each operator and method on a few shapes and dtypes (tests/calls.py)
     racecheck  the same
     hopper     on a Hopper GPU, where CUTLASS is found: its kernels (KVOPS_SM90=1) in the benchmark's rows of windows
+    laq        what LAQ adds to a prefill of 32,768 tokens in a stack of 8B shape (laq_cost.py; needs transformers)
     bench      python -m kvops.bench --device cuda, with torch.compile at n = 131072
 
 Each step has a time limit, one that fails does not stop the next. Logs, bench.json, bench.png and summary.txt appear in
@@ -39,7 +40,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu"
 SITE = WORK / "site"  # what a wheel would hold
-MODULES = ("pytest", "hypothesis", "expecttest", "numpy", "matplotlib")
+MODULES = ("pytest", "hypothesis", "expecttest", "numpy", "matplotlib", "transformers")
 WINDOW_ROWS = ("window_scores", "window_scores, no lse", "window_attention")  # of the benchmark
 LEAST = 5  # seconds; with less left a step is not begun
 LOG_BYTES = 1 << 20
@@ -260,7 +261,8 @@ class Run:
 
     def tests(self, seconds: float) -> Result:
         log = self.log("tests")
-        names = [file.stem for file in sorted((ROOT / "csrc" / "ops").glob("*.h"))] + ["methods", "streaming", "cuda"]
+        names = [file.stem for file in sorted((ROOT / "csrc" / "ops").glob("*.h"))]
+        names += ["methods", "baselines", "window_methods", "streaming", "streaming_windows", "flash", "cuda"]
         names += ["sm90"] if self.is_hopper() and self.facts["cutlass"] else []
         files = [file for name in names if (file := ROOT / "tests" / f"test_{name}.py").exists()]
         return run_tests(files, log, seconds, environment(self.wheels), SITE, self.facts["missing"])
@@ -290,6 +292,18 @@ class Run:
             return Result(FAILED, "time was up" if code is None else f"exit status {code}")
         return Result(PASSED, f"{record.name}; the same rows of the portable kernels are in bench.json")
 
+    def laq(self, seconds: float) -> Result:
+        if "transformers" in self.facts["missing"]:
+            return Result(NOT_RUN, "no transformers")
+        log, record = self.log("laq"), self.out / "laq.json"
+        command = [sys.executable, str(ROOT / "bench" / "laq_cost.py"), "--device", "cuda", "--json", str(record)]
+        code = execute(command, log, seconds, environment(self.wheels), SITE)
+        text = log.read_text(errors="replace")
+        if code != 0:
+            return Result(FAILED, "time was up" if code is None else f"exit status {code}: {last_line(text)}")
+        goals = re.findall(r"^(?:reached|MISSED).*", text, re.MULTILINE)
+        return Result(PASSED, goals[-1] if goals else last_line(text), goals)
+
     def bench(self, seconds: float) -> Result:
         log, record = self.log("bench"), self.out / "bench.json"
         picture = [] if "matplotlib" in self.facts["missing"] else ["--plot", str(self.out / "bench.png")]
@@ -318,6 +332,7 @@ class Run:
             Step("memcheck", 80, self.sanitizer("memcheck"), needs="build"),
             Step("racecheck", 80, self.sanitizer("racecheck"), needs="build"),
             Step("hopper", 60, self.hopper, needs="build"),
+            Step("laq", 60, self.laq, needs="build"),
             Step("bench", 300, self.bench, needs="build"),
         ]
 

@@ -84,11 +84,16 @@ def anchor_cosine(
     return (scores, anchor) if return_anchor else scores
 
 
+def group_size(q, k) -> int:
+    """Query heads per KV head."""
+    return q.shape[1] // k.shape[1] if k.shape[1] else 1
+
+
 def window_logits(q, k, visible, scale, starts, softcap, dtype) -> tuple[Tensor, Tensor]:
     """The logits of a window's rows, [b, Hk, G, w, n], and bool [b, 1, 1, w, n]: which of them are seen."""
     b, heads, n, d = k.shape
     scale = d**-0.5 if scale is None else scale
-    logits = q.to(dtype).unflatten(1, (heads, -1)) @ k.to(dtype).unsqueeze(2).mT * scale
+    logits = q.to(dtype).unflatten(1, (heads, group_size(q, k))) @ k.to(dtype).unsqueeze(2).mT * scale
     if softcap:
         logits = softcap * (logits / softcap).tanh()
     slots = torch.arange(n, device=k.device)
@@ -141,7 +146,7 @@ def window_scores(
     logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
     rows = logits
     if score == "softmax":
-        lse = None if lse is None else lse.to(dtype).unflatten(1, (k.shape[1], -1))
+        lse = None if lse is None else lse.to(dtype).unflatten(1, (k.shape[1], group_size(q, k)))
         rows, _ = window_softmax(logits, seen, lse, sink_logits)
     return window_reduce(rows, seen, logits.isfinite(), reduce, group_reduce)
 
