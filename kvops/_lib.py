@@ -86,10 +86,9 @@ def build_info() -> dict:
     """What this kvops is: versions, the CPU instruction set in use, what was built, what was not and why.
 
     Returns a dict: kvops, torch (running), torch_build (compiled against), torch_target (oldest that can load it),
-    compiler, isa (in use: v2, v3, v4 are the x86-64 levels, v4_bf16 is v4 with
-    bf16 dot products, baseline elsewhere), isa_built, cuda (built, archs, loaded,
-    and why it is not built or not loaded; sm90, the Hopper kernels: built, why not, and used, if KVOPS_SM90=1 says so),
-    threads, isa_forced (KVOPS_ISA, if set), library (path).
+    compiler, isa (in use: v2, v3, v4 are the x86-64 levels, v4_bf16 is v4 with bf16 dot products, baseline elsewhere),
+    isa_built, cuda (built, archs, loaded, and why it is not built or not loaded; sm90, the Hopper kernels: built, why
+    not, and used, if KVOPS_SM90=1 says so), threads, isa_forced (KVOPS_ISA, if set), library (path).
     """
     facts = copy.deepcopy(_facts)
     hopper = facts["cuda"]["sm90"]

@@ -326,18 +326,8 @@ class AttentionMethod(Method):
         self._due = k.shape[2]
         return super()._append(k, v)
 
-    def attention(
-        self,
-        q: Tensor,
-        k_step: Tensor,
-        v_step: Tensor,
-        *,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
+    def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options) -> Tensor:
         self._check_queries(q)
-        options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
         with self._undone_on_error():
             w = self._rows(q.shape[2])
             out, scores = self._observe(q, k_step, v_step, w, options)
