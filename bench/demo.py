@@ -229,7 +229,9 @@ def run(context: int = 2048, digits: int = 32, prompts: int = 33, progress: bool
     shown = min(range(prompts), key=lambda i: abs(asked[i].depth - 0.3))  # an early key, outside StreamingLLM's window
     question = torch.from_numpy(encode(QUESTION))
     firsts = range(0, prompts, BATCH)
-    with tqdm(total=len(firsts) * (1 + len(active)) + 1, disable=not progress, leave=False, unit="step") as bar:
+    with tqdm(
+        total=len(firsts) * (1 + len(active)) + 1, disable=None if progress else True, leave=False, unit="step"
+    ) as bar:
         for first in firsts:
             batch = asked[first : first + BATCH]
             where = f"prompts {first + 1}-{first + len(batch)} of {prompts}"
@@ -274,7 +276,7 @@ def run_lookahead(context: int, prompts: int, progress: bool = True) -> list[loo
     cells = lookahead.make_cells()
     question = torch.from_numpy(encode(QUESTION))
     firsts = range(0, prompts, BATCH)
-    with tqdm(total=len(firsts) * len(cells), disable=not progress, leave=False, unit="step") as bar:
+    with tqdm(total=len(firsts) * len(cells), disable=None if progress else True, leave=False, unit="step") as bar:
         for digits, point in dict.fromkeys((cell.digits, cell.point) for cell in cells):
             asked = make_prompts(prompts, context, digits)
             for first in firsts:
