@@ -21,6 +21,7 @@ TORCH = Path(torch.__file__).parent
 OPERATORS_TESTS = [*(f"tests/test_{op}.py" for op in OPERATORS), "tests/test_sm90.py"]
 FAST = "not opcheck and not many_heads"
 SLOW = "repeatable or dtypes_and_head_dims or every_16_bit"  # what finds nothing that depends on the order of threads
+LONG = "(window or sm90) and not (layouts or batch or limits or splits)"  # every path of theirs is in those
 ALIKE = "(window or sm90) and (reductions or not_finite)"  # the same accesses with other arithmetic
 
 # What runs where: build, order of threads, tests. Shapes and graphs (opcheck, compile) are the same on every device.
@@ -29,7 +30,7 @@ RUNS = {
     "order 1": ("plain", 1, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW} or {ALIKE})"]),
     "order 2": ("plain", 2, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW} or {ALIKE})"]),
     "address": ("address", 0, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({ALIKE})"]),
-    "thread": ("thread", 0, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW} or {ALIKE} or window_sizes)"]),
+    "thread": ("thread", 0, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW}) and not ({LONG})"]),
     "methods": ("plain", 0, ["tests/test_methods.py", "tests/test_streaming.py", "-k", "not compile and not trace"]),
     "windows": (
         "plain",
