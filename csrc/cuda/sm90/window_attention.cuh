@@ -138,7 +138,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (kValues) {
       if (key + kKeys > count) {           // values of other splits, or that no row sees: 0 * NaN would be NaN
         constexpr int kPieces = kDim / 8;  // of a row
-        for (int j = (count - key) * kPieces + thread; j < kKeys * kPieces; j += 128)
+        const int writer = plan.shared() ? threadIdx.x : thread, writers = plan.shared() ? kConsumers : 128;
+        for (int j = (count - key) * kPieces + writer; j < kKeys * kPieces; j += writers)
           *reinterpret_cast<uint4*>(k + kKeys * kDim + slab_at(j / kPieces, j % kPieces * 8, kKeys)) = uint4{};
         if (plan.shared())
           share_stores(kConsumers, kAllConsumers);
