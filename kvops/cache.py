@@ -24,9 +24,7 @@ import torch
 from torch import Tensor
 
 from .flash import attention
-from .ops import gather_kv, inference_only, window_attention, window_scores
-
-MAX_WINDOW = 256  # rows that one call of the window operators takes
+from .ops import MAX_WINDOW, gather_kv, inference_only, window_attention, window_scores
 
 
 class Method:
@@ -282,6 +280,17 @@ class Method:
             )
 
 
+def summed_scores(q: Tensor, k: Tensor, visible: Tensor, lse: Tensor | None, **options) -> Tensor | None:
+    """`ops.window_scores` of any number of rows: blocks of 256, added up in order; None for no rows."""
+    total = None
+    for first in range(0, q.shape[2], MAX_WINDOW):
+        rows = slice(first, first + MAX_WINDOW)
+        block_lse = None if lse is None else lse[:, :, rows]
+        block = window_scores(q[:, :, rows], k, visible[..., rows].contiguous(), block_lse, **options)
+        total = block if total is None else total.add_(block)
+    return total
+
+
 class AttentionMethod(Method):
     """Base of the methods whose rule asks how much queries attend to each key.
 
@@ -353,13 +362,9 @@ class AttentionMethod(Method):
         out, lse, _ = attention(q, k, v, starts=pads, **options)
         if self.score == "dot":
             lse = reductions["sink_logits"] = None
-        scores = None
-        for first in range(t - w, t, MAX_WINDOW):
-            rows = slice(first, min(first + MAX_WINDOW, t))
-            block_lse = None if lse is None else lse[:, :, rows]
-            block = window_scores(q[:, :, rows], k, limits[rows], block_lse, score=self.score, **reductions)
-            scores = block if scores is None else scores + block
-        return out, scores
+        last = slice(t - w, t)
+        lse = None if lse is None else lse[:, :, last]
+        return out, summed_scores(q[:, :, last], k, limits[last], lse, score=self.score, **reductions)
 
     def _check_queries(self, q: Tensor) -> None:
         who = type(self).__name__

@@ -25,9 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .ops import inference_only, window_attention
-
-BLOCK = 256  # rows of one window_attention
+from .ops import MAX_WINDOW, inference_only, window_attention
 
 
 class Attention(NamedTuple):
@@ -168,8 +166,8 @@ class _Kvops(_Backend):
         visible = torch.arange(n - t + 1, n + 1, dtype=torch.int32, device=q.device)
         if not causal:
             visible = torch.full_like(visible, n)
-        for first in range(0, t, BLOCK):
-            rows = slice(first, min(t, first + BLOCK))
+        for first in range(0, t, MAX_WINDOW):
+            rows = slice(first, min(t, first + MAX_WINDOW))
             end = n - t + rows.stop if causal else n  # keys that the block's last row sees
             part, part_lse, _ = window_attention(
                 q[:, :, rows],
@@ -212,7 +210,7 @@ class _Flash(_Backend):
 
     def suits(self, call: _Call) -> bool:
         # A step of a padded batch is one window, without a wait for starts and without a call per row.
-        return call.starts is None or call.q.shape[2] > BLOCK
+        return call.starts is None or call.q.shape[2] > MAX_WINDOW
 
 
 def _is_traced() -> bool:
@@ -293,7 +291,7 @@ class _Cudnn(_Torch):
 
     def suits(self, call: _Call) -> bool:
         # It makes a plan for every new shape, which only a prefill is worth.
-        wide = call.q.shape[2] >= BLOCK and torch.cuda.get_device_capability(call.q.device)[0] >= 9
+        wide = call.q.shape[2] >= MAX_WINDOW and torch.cuda.get_device_capability(call.q.device)[0] >= 9
         return wide and super().suits(call)
 
     def square(self, q, k, v, causal, scale):

@@ -308,10 +308,9 @@ class KVCache(DynamicCache):
             if keys is None or keys.numel() == 0:
                 continue
             seen, kept = layer.get_seq_length(), keys.shape[-2]
-            storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (keys, values)}
             per_token = (keys.nbytes + values.nbytes) // kept
             evicts = isinstance(layer, EvictingLayer)
-            out.append(LayerStats(i, evicts, seen, kept, seen * per_token, sum(storages.values())))
+            out.append(LayerStats(i, evicts, seen, kept, seen * per_token, _storage_bytes(keys, values)))
         return out
 
 
@@ -443,11 +442,14 @@ class _Lookahead(LogitsProcessor):
 
 
 def _held(*caches: KVCache) -> int:
-    """Bytes of the storages that the caches' keys and values lie in, each counted once."""
+    """Bytes that the caches' keys and values hold."""
     tensors = [x for cache in caches for layer in cache.layers for x in (layer.keys, layer.values)]
-    return sum(
-        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x is not None}.values()
-    )
+    return _storage_bytes(*(x for x in tensors if x is not None))
+
+
+def _storage_bytes(*tensors: Tensor) -> int:
+    """Of the storages that the tensors lie in, each counted once."""
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def _check(config: PreTrainedConfig, method: Method) -> None:

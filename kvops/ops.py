@@ -31,6 +31,8 @@ __all__ = [
     "window_scores",
 ]
 
+MAX_WINDOW = 256  # rows that one call of the window operators takes
+
 _ops = torch.ops.kvops
 _lag_score = _ops.lag_score.default
 _anchor_cosine = _ops.anchor_cosine.default

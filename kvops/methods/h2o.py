@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..cache import MAX_WINDOW, AttentionMethod
-from ..ops import window_scores
+from ..cache import AttentionMethod
+from ..ops import MAX_WINDOW, window_scores
 from .common import (
     Compressed,
     budget_tokens,

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..cache import AttentionMethod, Method
+from ..cache import AttentionMethod, Method, summed_scores
 from ..ops import select_topk
 from .common import Compressed, budget_tokens, check_choice, check_head_mode, check_int, check_rank, in_place, moved
 from .snapkv import SnapKV
@@ -23,7 +23,6 @@ from .window import (
     check_queries,
     outside_prefix,
     span_ends,
-    summed_scores,
     window_indices,
 )
 
@@ -162,7 +161,9 @@ def recall(
         check_queries(op, name, q, k)
         if limits is None:
             limits = _limits(op, end, 0, q.shape[2], False, None, k)
-        scores = pool(summed_scores(q, k, limits, None, starts, **options), heads, outside_prefix(k, 0, starts, end))
+        scores = pool(
+            summed_scores(q, k, limits, None, starts=starts, **options), heads, outside_prefix(k, 0, starts, end)
+        )
         indices = select_topk(scores, keep, starts=starts, lengths=lengths)
         chosen = torch.zeros(*scores.shape[:2], n + 1, dtype=torch.bool, device=k.device)
         return chosen.scatter_(2, torch.where(indices < 0, n, indices), True)[:, :, :n]
@@ -278,7 +279,7 @@ class LAQ(AttentionMethod):
             if w:
                 limits = causal_limits(len(self), w, self.k.device)
                 options = self._scoring(draft.score, reduce=draft.reduce, group_reduce=draft._operator_reduce)
-                scores = summed_scores(self._queries[:, :, -w:], self.k, limits, None, self.pads, **options)
+                scores = summed_scores(self._queries[:, :, -w:], self.k, limits, None, starts=self.pads, **options)
                 indices = draft._evict_by(scores, *tokens)
         else:
             indices = draft._evict(*tokens)

@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..cache import AttentionMethod
+from ..cache import AttentionMethod, summed_scores
 from .common import (
     Compressed,
     budget_tokens,
@@ -34,7 +34,6 @@ from .window import (
     check_queries,
     outside_prefix,
     span_ends,
-    summed_scores,
     window_indices,
 )
 
@@ -207,7 +206,7 @@ def chunkkv_compress(
     check_lse(op, lse, q_window)
     check_budget(op, budget, k.shape[2], w)
     options = dict(score=score, scale=scale, softcap=softcap, sink_logits=sink_logits)
-    scores = summed_scores(q_window, k, visible, lse, starts, group_reduce=pool.operator_reduce, **options)
+    scores = summed_scores(q_window, k, visible, lse, starts=starts, group_reduce=pool.operator_reduce, **options)
     end = span_ends(k, starts, lengths)
     scores = chunk_ranks(pool(scores, k.shape[1], outside_prefix(k, w, starts, end)), chunk, w, starts, end)
     return moved(op, k, v, select_budget(op, scores, k.shape[1], budget, 0, w, starts, lengths, fill_invalid), out)

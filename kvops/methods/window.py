@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from ..cache import MAX_WINDOW
-from ..ops import inference_only, window_scores
+from ..cache import summed_scores
+from ..ops import inference_only
 from .common import budget_tokens, check_choice, check_head_mode, check_int, check_rank, select_budget, shared_scores
 
 GROUP_REDUCES = ("mean", "max", "sum")
@@ -75,20 +75,6 @@ def causal_limits(end: Tensor | int, w: int, device: torch.device) -> Tensor:
     """The `visible` of the last w rows before `end`: int32 [w], or [b, w]. Rows before slot 0 see nothing."""
     behind = torch.arange(w - 1, -1, -1, dtype=torch.int32, device=device)
     return ((end if isinstance(end, int) else end[:, None]) - behind).clamp(min=0)
-
-
-def summed_scores(
-    q: Tensor, k: Tensor, visible: Tensor, lse: Tensor | None, starts: Tensor | None, **options
-) -> Tensor:
-    """`ops.window_scores` of any number of rows: blocks of 256, added up in order."""
-    total = None
-    for first in range(0, q.shape[2], MAX_WINDOW):
-        rows = slice(first, first + MAX_WINDOW)
-        block_lse = None if lse is None else lse[:, :, rows]
-        limits = visible[..., rows].contiguous()
-        block = window_scores(q[:, :, rows], k, limits, block_lse, starts=starts, **options)
-        total = block if total is None else total.add_(block)
-    return total
 
 
 def check_queries(op: str, name: str, q: Tensor, k: Tensor, rows: int | None = None) -> None:
@@ -160,7 +146,7 @@ def window_indices(
     check_lse(op, lse, q)
     check_budget(op, budget, k.shape[2], window)
     heads, end = k.shape[1], span_ends(k, starts, lengths)
-    scores = summed_scores(q, k, visible, lse, starts, group_reduce=pool.operator_reduce, **options)
+    scores = summed_scores(q, k, visible, lse, starts=starts, group_reduce=pool.operator_reduce, **options)
     scores = pool(scores, heads, outside_prefix(k, window, starts, end))
     if head_mode == "shared":
         scores = shared_scores(scores)
