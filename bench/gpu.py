@@ -143,9 +143,9 @@ def shorten(log: Path) -> None:
     log.write_bytes(text[: LOG_BYTES // 4] + b"\n[...]\n" + text[-LOG_BYTES // 2 :])
 
 
-def last_line(text: str) -> str:
+def last_line(text: str, most: int | None = 200) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else ""
+    return lines[-1][:most] if lines else ""
 
 
 def find_tool(name: str) -> str | None:
@@ -180,7 +180,7 @@ def look(env: dict[str, str]) -> dict:
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=WORK)
     if done.returncode:
         sys.exit(f"make gpu: {sys.executable} cannot import torch: {last_line(done.stderr)}")
-    return json.loads(last_line(done.stdout))
+    return json.loads(last_line(done.stdout, most=None))
 
 
 def unpack_wheels(folder: Path) -> Path:
