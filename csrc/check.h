@@ -170,26 +170,33 @@ inline bool overlaps_itself(const Tensor& x) {
   return false;
 }
 
+// Bytes from x's first element to behind its last; 0 if it has none.
+inline int64_t extent(const Tensor& x) {
+  int64_t span = 1;
+  for (int64_t i = 0; i < x.dim(); ++i) {
+    if (x.size(i) == 0) return 0;
+    span += x.stride(i) * (x.size(i) - 1);
+  }
+  return span * static_cast<int64_t>(x.element_size());
+}
+
 // Do x and y share an element? Exact where their strides agree (K and V as slices of one buffer); otherwise they are
 // said to overlap as soon as their extents do. Both must not overlap themselves.
 inline bool overlaps(const Tensor& x, const Tensor& y) {
   struct Dim {
     int64_t stride, x_size, y_size;
   };
+  const int64_t x_span = extent(x), y_span = extent(y);
+  const int64_t offset = static_cast<const char*>(y.const_data_ptr()) - static_cast<const char*>(x.const_data_ptr());
+  if (x_span == 0 || y_span == 0 || offset >= x_span || -offset >= y_span) return false;
   std::vector<Dim> dims;
   const int64_t item = static_cast<int64_t>(x.element_size());
-  int64_t x_span = item, y_span = item;
-  bool same_strides = x.element_size() == y.element_size();
-  for (int64_t i = 0; i < x.dim(); ++i) {
-    if (x.size(i) == 0 || y.size(i) == 0) return false;
-    x_span += x.stride(i) * (x.size(i) - 1) * item;
-    y_span += y.stride(i) * (y.size(i) - 1) * item;
+  bool same_strides = x.element_size() == y.element_size() && x.dim() == y.dim();
+  for (int64_t i = 0; same_strides && i < x.dim(); ++i) {
     if (x.size(i) == 1 && y.size(i) == 1) continue;
-    same_strides = same_strides && (x.stride(i) == y.stride(i) || x.size(i) == 1 || y.size(i) == 1);
+    same_strides = x.stride(i) == y.stride(i) || x.size(i) == 1 || y.size(i) == 1;
     dims.push_back({(x.size(i) > 1 ? x.stride(i) : y.stride(i)) * item, x.size(i), y.size(i)});
   }
-  const int64_t offset = static_cast<const char*>(y.const_data_ptr()) - static_cast<const char*>(x.const_data_ptr());
-  if (offset >= x_span || -offset >= y_span) return false;
   if (!same_strides) return true;
   std::sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
   // Is offset = sum_i steps_i * stride_i + rest with |rest| < item? Inner dims span less than one outer stride, so two

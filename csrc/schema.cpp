@@ -29,4 +29,18 @@ STABLE_TORCH_LIBRARY(kvops, m) {
   m.def("gather_kv.out(Tensor k, Tensor v, Tensor indices, *, Tensor(a!) k_out, Tensor(b!) v_out) -> ()");
   // The same in place.
   m.def("compact_kv_(Tensor(a!) k, Tensor(b!) v, Tensor indices) -> ()");
+  // LaCache: what the ladder keeps of each layer, all layers at once; the keys' RoPE is turned on while they move.
+  m.def(
+      "ladder_gather(Tensor[] k, Tensor[] v, int[] plan, int[] layer, *, Tensor? inv_freq=None, "
+      "bool interleaved=False) -> (Tensor[], Tensor[])");
+  m.def(
+      "ladder_gather.out(Tensor[] k, Tensor[] v, int[] plan, int[] layer, *, Tensor? inv_freq=None, "
+      "bool interleaved=False, Tensor(a!)[] k_out, Tensor(b!)[] v_out) -> ()");
+  // The same in place.
+  m.def(
+      "ladder_compact_(Tensor(a!)[] k, Tensor(b!)[] v, int[] plan, int[] layer, *, Tensor? inv_freq=None, "
+      "bool interleaved=False) -> ()");
+  // Keys that are cached without positions, rotated at the slots they lie in.
+  m.def("rope_at_slots(Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False) -> Tensor");
+  m.def("rope_at_slots.out(Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False, Tensor(a!) out) -> ()");
 }

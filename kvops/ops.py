@@ -14,18 +14,24 @@ Head dims up to 1024.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.library import register_fake
 
 from . import _lib  # registers torch.ops.kvops.*
+from .ladder import LadderPlan, decode_plan
 from .reference import kept_length, num_segments
 
 __all__ = [
     "anchor_cosine",
     "compact_kv_",
     "gather_kv",
+    "ladder_compact_",
+    "ladder_gather",
     "lag_score",
+    "rope_at_slots",
     "select_topk",
     "window_attention",
     "window_scores",
@@ -42,6 +48,11 @@ _select_topk = _ops.select_topk.default
 _gather_kv = _ops.gather_kv.default
 _gather_kv_out = _ops.gather_kv.out
 _compact_kv_ = _ops.compact_kv_.default
+_ladder_gather = _ops.ladder_gather.default
+_ladder_gather_out = _ops.ladder_gather.out
+_ladder_compact_ = _ops.ladder_compact_.default
+_rope_at_slots = _ops.rope_at_slots.default
+_rope_at_slots_out = _ops.rope_at_slots.out
 
 
 def inference_only(op: str, **tensors: Tensor) -> None:
@@ -274,6 +285,107 @@ def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return k[:, :, :m], v[:, :, :m]
 
 
+Layers = Tensor | Sequence[Tensor]
+
+
+def _layers(op: str, **groups: Layers | None) -> tuple[list[Tensor], ...]:
+    """Each group as a list; a tensor is one layer."""
+    lists = tuple([x] if isinstance(x, Tensor) else list(x) for x in groups.values())
+    for name, tensors in zip(groups, lists):
+        for i, x in enumerate(tensors):
+            inference_only(op, **{f"{name}[{i}]" if len(tensors) > 1 else name: x})
+    return lists
+
+
+def _encoded(plan: LadderPlan | Sequence[int]) -> Sequence[int]:
+    return plan.encoded if isinstance(plan, LadderPlan) else plan
+
+
+def ladder_gather(
+    k: Layers,
+    v: Layers,
+    plan: LadderPlan | Sequence[int],
+    layer: int | Sequence[int],
+    *,
+    inv_freq: Tensor | None = None,
+    interleaved: bool = False,
+    out: tuple[Layers, Layers] | None = None,
+) -> tuple[Layers, Layers]:
+    """LaCache's move: what `plan` keeps of a layer's slots, or of the slots of all layers of a model at once.
+
+    k: [b, Hk, n, d] and v: [b, Hk, n, dv] with the plan's n, and `layer`, which of its layers that is; or lists of
+    these, all of one shape and dtype (one launch on a GPU). plan: from `kvops.lacache_plan`. Slot p of the result comes
+    from plan.indices(layer)[p] by a closed form; there is no index tensor.
+
+    inv_freq: fp32 [pairs], radians per position. Given, the keys are ones that were rotated at their slots, and turned
+        to the new ones while they move: pair i by (p - source) * inv_freq[i], in fp32, rounded once. Pair i is channels
+        i and i + pairs (NeoX), or if `interleaved` 2 i and 2 i + 1 (GPT-J); channels from 2 * pairs on are moved.
+
+    Returns fresh contiguous [b, Hk, len(plan), d] and [b, Hk, len(plan), dv], lists if k is one. `out=(k_out, v_out)`
+    of those shapes, which share no memory with the inputs, are written and returned instead.
+
+    Source: LaCache, Sec. 3.2, 3.3.
+    """
+    keys, values = _layers("ladder_gather", k=k, v=v)
+    one, layer, plan = isinstance(k, Tensor), [layer] if isinstance(layer, int) else layer, _encoded(plan)
+    if out is None:
+        k_out, v_out = _ladder_gather(keys, values, plan, layer, inv_freq=inv_freq, interleaved=interleaved)
+    else:
+        k_out, v_out = _layers("ladder_gather", **{"out[0]": out[0], "out[1]": out[1]})
+        options = dict(inv_freq=inv_freq, interleaved=interleaved, k_out=k_out, v_out=v_out)
+        _ladder_gather_out(keys, values, plan, layer, **options)
+        _written(*k_out, *v_out)
+    return (k_out[0], v_out[0]) if one else (k_out, v_out)
+
+
+def ladder_compact_(
+    k: Layers,
+    v: Layers,
+    plan: LadderPlan | Sequence[int],
+    layer: int | Sequence[int],
+    *,
+    inv_freq: Tensor | None = None,
+    interleaved: bool = False,
+) -> tuple[Layers, Layers]:
+    """`ladder_gather` in place, without extra memory.
+
+    Slots before the plan's first ladder are not touched, slots from len(plan) on are left with what they held. No two
+    of the tensors may share memory. Returns the views k[:, :, :len(plan)] and v[:, :, :len(plan)], lists if k is one.
+    """
+    keys, values = _layers("ladder_compact_", k=k, v=v)
+    one, layer, plan = isinstance(k, Tensor), [layer] if isinstance(layer, int) else layer, _encoded(plan)
+    _ladder_compact_(keys, values, plan, layer, inv_freq=inv_freq, interleaved=interleaved)
+    _written(*keys, *values)
+    m = len(decode_plan(plan))
+    k_out, v_out = [x[:, :, :m] for x in keys], [x[:, :, :m] for x in values]
+    return (k_out[0], v_out[0]) if one else (k_out, v_out)
+
+
+def rope_at_slots(
+    k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Rotary position embedding of cached keys (or queries) when they are read: pair i of slot j by its own angle. ::
+
+        x', y' = x cos[j, i] - y sin[j, i], y cos[j, i] + x sin[j, i]
+
+    k: [b, H, n, d]; cos, sin: fp32 [n, pairs], or [b, n, pairs] if the rows of the batch differ, 2 * pairs <= d. x and y
+    are channels i and i + pairs (NeoX), or if `interleaved` 2 i and 2 i + 1 (GPT-J); channels from 2 * pairs on are
+    copied. `kvops.Rope` makes the tables: of positions, from one position to another, and back to none.
+
+    Computed in fp32, rounded once. Returns a fresh contiguous [b, H, n, d]; `out` of that shape and k's dtype, k itself
+    or memory that the inputs do not share, is written and returned instead.
+
+    Source: RoFormer, Su et al., 2021, Eq. 34; slot positions: StreamingLLM, Sec. 3.2; LaCache, Sec. 4.1.
+    """
+    inference_only("rope_at_slots", k=k, cos=cos, sin=sin)
+    if out is None:
+        return _rope_at_slots(k, cos, sin, interleaved=interleaved)
+    inference_only("rope_at_slots", out=out)
+    _rope_at_slots_out(k, cos, sin, interleaved=interleaved, out=out)
+    _written(out)
+    return out
+
+
 # Fakes: output shapes without data. The operators check everything else; what they never get to see is a mix of real
 # and meta tensors, which comes here.
 
@@ -367,6 +479,34 @@ def _(k, v, indices, *, k_out, v_out):
 @register_fake("kvops::compact_kv_")
 def _(k, v, indices):
     _one_device("compact_kv_", k, v=v, indices=indices)
+
+
+@register_fake("kvops::ladder_gather")
+def _(k, v, plan, layer, *, inv_freq=None, interleaved=False):
+    m = len(decode_plan(plan))
+    new = [[x.new_empty((*x.shape[:2], m, x.shape[3])) for x in tensors] for tensors in (k, v)]
+    return new[0], new[1]
+
+
+@register_fake("kvops::ladder_gather.out")
+def _(k, v, plan, layer, *, inv_freq=None, interleaved=False, k_out, v_out):
+    pass
+
+
+@register_fake("kvops::ladder_compact_")
+def _(k, v, plan, layer, *, inv_freq=None, interleaved=False):
+    pass
+
+
+@register_fake("kvops::rope_at_slots")
+def _(k, cos, sin, *, interleaved=False):
+    _one_device("rope_at_slots", k, cos=cos, sin=sin)
+    return k.new_empty(k.shape)
+
+
+@register_fake("kvops::rope_at_slots.out")
+def _(k, cos, sin, *, interleaved=False, out):
+    _one_device("rope_at_slots", k, cos=cos, sin=sin, out=out)
 
 
 def segment_width(n: int, prefix: int, lag: int, m: int, padded: bool) -> int:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .ladder import LadderPlan, decode_plan
+
 
 def spans(b: int, n: int, starts: Tensor | None, lengths: Tensor | None) -> list[tuple[int, int]]:
     """First and one-past-last valid slot of each of the b rows."""
@@ -231,3 +233,38 @@ def gather_kv(k, v, indices) -> tuple[Tensor, Tensor]:
 def compact_kv_(k, v, indices) -> tuple[Tensor, Tensor]:
     """What slots [0, m) of k and v hold after the in-place move: the same as `gather_kv`."""
     return gather_kv(k, v, indices)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Each pair of the first 2 * pairs channels turned by its angle. x: [.., d], cos, sin: [.., pairs]."""
+    pairs = cos.shape[-1]
+    rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    first, second = rotated.unflatten(-1, (pairs, 2) if interleaved else (2, pairs)).unbind(-1 if interleaved else -2)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat((torch.stack(turned, -1 if interleaved else -2).flatten(-2), rest), -1)
+
+
+def ladder_gather(k, v, plan, layer, *, inv_freq=None, interleaved=False, dtype=torch.float64):
+    """LaCache Sec. 3.2, 3.3: the plan's slots of a layer (or lists of layers); with inv_freq the keys in `dtype`."""
+    if not isinstance(k, Tensor):
+        pairs = [
+            ladder_gather(*x, inv_freq=inv_freq, interleaved=interleaved, dtype=dtype)
+            for x in zip(k, v, [plan] * len(k), layer)
+        ]
+        return [x for x, _ in pairs], [x for _, x in pairs]
+    plan = plan if isinstance(plan, LadderPlan) else decode_plan(plan)
+    indices = plan.indices(layer, k.device)
+    kept = k[:, :, indices]
+    if inv_freq is not None:
+        angles = (torch.arange(len(indices), device=k.device) - indices).unsqueeze(-1) * inv_freq.to(dtype)
+        kept = rotate(kept.to(dtype), angles.cos(), angles.sin(), interleaved)
+    return kept, v[:, :, indices]
+
+
+ladder_compact_ = ladder_gather  # the same values; in place is the operator's
+
+
+def rope_at_slots(k, cos, sin, *, interleaved=False, dtype=torch.float64) -> Tensor:
+    """RoFormer Eq. 34. k: [b, H, n, d], cos, sin: [n, pairs] or [b, n, pairs] -> [b, H, n, d] in `dtype`."""
+    cos, sin = (x.to(dtype) if x.dim() == 2 else x.to(dtype).unsqueeze(1) for x in (cos, sin))
+    return rotate(k.to(dtype), cos, sin, interleaved)

@@ -1,0 +1,199 @@
+"""LaCache's ladder: which slots stay is arithmetic on (layer, slot), made here on the host in plain integers. ::
+
+    plan = kvops.lacache_plan(n, num_layers=32, budget=512)            # what a cache of n slots needs
+    ops.ladder_compact_(k, v, plan, layer)                             # one layer, or lists of all of them
+    plan = kvops.lacache_plan(n, num_layers=32, budget=512, state=plan.state)      # the next time
+
+A ladder is `length` consecutive slots. Every layer keeps `kept` consecutive ones of it, from its `offset` on, and frees
+the others; deeper layers have larger offsets. A cache that overflows is thinned by one ladder after the other, from the
+sinks towards the newest tokens; at their end it starts over and thins what is already thin.
+
+Source: LaCache, Sec. 3.2 (the ladder), 3.3 (iterative compaction), Fig. 2 and 4.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+PATTERNS = ("paper", "official")
+MAX_PASSES = 192  # of one call of the operators
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The shape of a ladder in a model: see `ladder`, which checks and fills in what is left out."""
+
+    num_layers: int
+    span: int
+    overlap: int
+    pattern: str = "paper"
+
+    @functools.cached_property
+    def step(self) -> int:
+        """Layers from one slot's first layer to the next slot's."""
+        return self.span - self.overlap
+
+    @functools.cached_property
+    def length(self) -> int:
+        """Slots of a ladder."""
+        return 1 - (self.span - self.num_layers) // self.step
+
+    @functools.cached_property
+    def kept(self) -> int:
+        """Slots that each layer keeps of a ladder."""
+        return min(-(-self.span // self.step), self.length)
+
+    @functools.cached_property
+    def freed(self) -> int:
+        """Slots that each layer frees of a ladder."""
+        return self.length - self.kept
+
+    def offset(self, layer: int) -> int:
+        """The first slot of a ladder that the layer keeps."""
+        if self.pattern == "official":
+            return layer % (self.freed + 1)
+        return min(max(layer // self.step - (self.kept - 1), 0), self.freed)
+
+
+@dataclass(frozen=True)
+class LadderState:
+    """What a sequence remembers between plans."""
+
+    cap: int  # slots from which on the cache is thinned: the budget, after the first overflow freed // 2 more
+    cursor: int  # the slot of the next ladder
+
+
+@dataclass(frozen=True)
+class LadderPlan:
+    """What becomes of n slots: `passes` of (cursor, ladders), in turn. `state` is for the next plan."""
+
+    ladder: Ladder
+    n: int
+    passes: tuple[tuple[int, int], ...]
+    state: LadderState
+
+    def __len__(self) -> int:
+        """Slots that stay."""
+        return self.n - self.ladder.freed * sum(count for _, count in self.passes)
+
+    @functools.cached_property
+    def encoded(self) -> tuple[int, ...]:
+        """What the operators take."""
+        shape = self.ladder
+        head = (self.n, shape.num_layers, shape.span, shape.overlap, PATTERNS.index(shape.pattern))
+        return (*head, *(x for one in self.passes for x in one))
+
+    def indices(self, layer: int, device: torch.device | str | None = None) -> Tensor:
+        """The slots that stay in a layer: int64 [len(plan)], ascending."""
+        ladder, offset = self.ladder, self.ladder.offset(layer)
+        slots = torch.arange(len(self), device=device)
+        for cursor, count in reversed(self.passes):
+            inside = slots - cursor
+            moved = torch.div(inside, ladder.kept, rounding_mode="floor") * ladder.freed + offset
+            moved = torch.where(inside < ladder.kept * count, moved, ladder.freed * count)
+            slots = slots + torch.where(inside < 0, 0, moved)
+        return slots
+
+    def parts(self) -> Iterator[LadderPlan]:
+        """Plans of at most `MAX_PASSES` passes each, which do the same in turn; one as a rule."""
+        n = self.n
+        for first in range(0, max(len(self.passes), 1), MAX_PASSES):
+            part = replace(self, n=n, passes=self.passes[first : first + MAX_PASSES])
+            yield part
+            n = len(part)
+
+
+def lacache_plan(
+    n: int,
+    *,
+    num_layers: int,
+    budget: int,
+    span: int | None = None,
+    overlap: int | None = None,
+    sinks: int = 4,
+    pattern: str = "paper",
+    state: LadderState | None = None,
+) -> LadderPlan:
+    """What LaCache makes of a cache of n slots, the same number in every layer: which ladders are thinned.
+
+    num_layers, span, overlap: layers of the model, layers that keep a token, and how many of those its next neighbour
+        shares. Not given: span max(1, round(num_layers / 4)), overlap span // 2, the paper's for language modelling.
+        A ladder is then A = 1 + ceil((num_layers - span) / (span - overlap)) slots, of which each layer keeps
+        B = min(ceil(span / (span - overlap)), A) and frees R = A - B.
+    budget, sinks: slots to stay within, and first slots that always stay. The length oscillates by R: the cache is
+        thinned when it is longer than the budget, from the first time on when it is longer than budget + R // 2, to
+        more than R less; so the mean length, token by token, is the budget (budget + 1/2 for even R).
+    pattern: "paper": layer l keeps B slots of a ladder from clamp(l // (span - overlap) - (B - 1), 0, R) on, so that
+        early tokens stay in early layers; "official": from l mod (R + 1) on, as the released code does.
+    state: the last plan's `state`, of the same sequence and settings; None for a sequence that never overflowed.
+
+    Returns the plan; with n within the cap it has no passes. Takes microseconds and no tensors.
+
+    Raises:
+        ValueError: no slot is freed, or the budget holds no ladder between the sinks and the newest num_layers slots;
+            what would work is named.
+
+    Source: LaCache, Sec. 3.2, 3.3, 4.1; the closed form is this library's.
+    """
+    ladder = make_ladder(num_layers, span, overlap, pattern)
+    check_budget("lacache_plan", budget, sinks, ladder)
+    if n < 0:
+        raise ValueError(f"lacache_plan: n must be at least 0, got {n}")
+    cap, cursor = (budget, sinks) if state is None else (state.cap, state.cursor)
+    passes: list[tuple[int, int]] = []
+    left = n
+    if n > cap:
+        cap = budget + ladder.freed // 2
+    while left > cap:
+        room = max(0, (cap - cursor - num_layers) // ladder.kept)
+        count = min(-((cap - left) // ladder.freed), room)
+        if count:
+            passes.append((cursor, count))
+            cursor += ladder.kept * count
+            left -= ladder.freed * count
+        if left > cap:
+            cursor = sinks
+    return LadderPlan(ladder, n, tuple(passes), LadderState(cap, cursor))
+
+
+def decode_plan(plan: Sequence[int]) -> LadderPlan:
+    """The plan that `encoded` is of. The state is lost."""
+    n, num_layers, span, overlap, pattern, *passes = plan
+    ladder = Ladder(num_layers, span, overlap, PATTERNS[pattern])
+    return LadderPlan(ladder, n, tuple(zip(passes[::2], passes[1::2])), LadderState(0, 0))
+
+
+@functools.lru_cache
+def make_ladder(num_layers: int, span: int | None, overlap: int | None, pattern: str) -> Ladder:
+    """The ladder, with the defaults for what is None."""
+    if span is None:
+        span = max(1, round(num_layers / 4))
+    if overlap is None:
+        overlap = span // 2
+    if pattern not in PATTERNS:
+        raise ValueError(f"lacache: pattern must be one of {', '.join(map(repr, PATTERNS))}, got {pattern!r}")
+    if num_layers >= 1 and 1 <= span <= num_layers and 0 <= overlap < span:
+        ladder = Ladder(num_layers, span, overlap, pattern)
+        if ladder.freed:
+            return ladder
+    valid = [(s, o) for s in range(1, num_layers + 1) for o in range(s) if Ladder(num_layers, s, o).freed]
+    shown = ", ".join(map(str, valid[:8])) + (", ..." if len(valid) > 8 else "")
+    raise ValueError(
+        f"lacache: (span, overlap) must free slots of a ladder of {num_layers} layers, expected one of "
+        f"{shown or 'none: the model has too few layers'}; got ({span}, {overlap})"
+    )
+
+
+def check_budget(op: str, budget: int, sinks: int, ladder: Ladder) -> None:
+    """The budget holds the sinks, a ladder's kept slots, and the newest `num_layers` slots."""
+    least = sinks + ladder.num_layers + ladder.kept
+    if sinks < 0 or budget < least:
+        raise ValueError(
+            f"{op}: budget must hold sinks + num_layers + the {ladder.kept} kept slots of a ladder, expected at least "
+            f"{least} with {sinks} sinks, got {budget}"
+        )

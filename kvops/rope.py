@@ -1,0 +1,57 @@
+"""Rotary position embedding as angles: what turns keys from one position to another.
+
+Pair i of a key's channels is turned by position * inv_freq[i]. A rotation to another position, one that undoes another,
+or one of positions that a model has interpolated are all a cosine and a sine per (position, pair), which
+`ops.rope_at_slots` applies in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """A model's rotary embedding.
+
+    inv_freq: fp32 [pairs], radians per position, the model's own (so any scaling of positions is in it); channels
+        2 * pairs and above are not rotated.
+    interleaved: pair i is channels 2 i and 2 i + 1 (GPT-J, GLM, Cohere), else i and i + pairs (NeoX, Llama).
+    scaling: what the model multiplies cosines and sines with (YaRN's attention factor).
+    dtype: what the model rounds cosines and sines to, if it does.
+    """
+
+    inv_freq: Tensor
+    interleaved: bool = False
+    scaling: float = 1.0
+    dtype: torch.dtype | None = None
+
+    @staticmethod
+    def of(dim: int, theta: float = 10000.0, *, interleaved: bool = False, device=None) -> Rope:
+        """The plain frequencies theta^(-2 i / dim) of `dim` rotated channels."""
+        exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        return Rope(1.0 / theta**exponent, interleaved)
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at these positions, as the model computes them: int [...] -> fp32 [..., pairs] each."""
+        angles = positions.unsqueeze(-1).float() * self.inv_freq.to(positions.device)
+        tables = (angles.cos() * self.scaling, angles.sin() * self.scaling)
+        return tables if self.dtype is None else tuple(x.to(self.dtype).float() for x in tables)
+
+    def between(self, old: Tensor | None, new: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines that turn what is rotated at the old positions to the new ones; None: not rotated.
+
+        Exact also where rounded cosines and sines are no rotation: the old ones are divided by, not turned back. Where
+        old and new agree this is 1 and 0 to the last bit.
+        """
+        if old is None:
+            return self.tables(new)
+        cos, sin = (x.double() for x in self.tables(old))
+        size = cos * cos + sin * sin
+        if new is None:
+            return (cos / size).float(), (-sin / size).float()
+        new_cos, new_sin = (x.double() for x in self.tables(new))
+        return ((new_cos * cos + new_sin * sin) / size).float(), ((new_sin * cos - new_cos * sin) / size).float()
