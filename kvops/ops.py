@@ -368,7 +368,7 @@ def rope_at_slots(
 
         x', y' = x cos[j, i] - y sin[j, i], y cos[j, i] + x sin[j, i]
 
-    k: [b, H, n, d]; cos, sin: fp32 [n, pairs], or [b, n, pairs] if the rows of the batch differ, 2 * pairs <= d. x and y
+    k: [b, H, n, d]; cos, sin: fp32 [n, pairs], or [b, n, pairs] if rows of the batch differ; 2 * pairs <= d. x and y
     are channels i and i + pairs (NeoX), or if `interleaved` 2 i and 2 i + 1 (GPT-J); channels from 2 * pairs on are
     copied. `kvops.Rope` makes the tables: of positions, from one position to another, and back to none.
 
