@@ -12,6 +12,7 @@ matplotlib for the picture, each of them only where it is there: what is missing
     racecheck  the same
     hopper     on a Hopper GPU, where CUTLASS is found: its kernels (KVOPS_SM90=1) in the benchmark's rows of windows
     laq        what LAQ adds to a prefill of 32,768 tokens in a stack of 8B shape (laq_cost.py; needs transformers)
+    lacache    what LaCache's compactions add to a decode step in such a stack (lacache_cost.py; the same)
     bench      python -m kvops.bench --device cuda, with torch.compile at n = 131072
 
 Each step has a time limit, one that fails does not stop the next. Logs, bench.json, bench.png and summary.txt appear in
@@ -292,17 +293,23 @@ class Run:
             return Result(FAILED, "time was up" if code is None else f"exit status {code}")
         return Result(PASSED, f"{record.name}; the same rows of the portable kernels are in bench.json")
 
-    def laq(self, seconds: float) -> Result:
+    def cost(self, name: str) -> Callable[[float], Result]:
+        """A script of bench/ that says which goals it reached."""
+
+        def run(seconds: float) -> Result:
+            log, record = self.log(name), self.out / f"{name}.json"
+            script = str(ROOT / "bench" / f"{name}_cost.py")
+            command = [sys.executable, script, "--device", "cuda", "--json", str(record)]
+            code = execute(command, log, seconds, environment(self.wheels), SITE)
+            text = log.read_text(errors="replace")
+            if code != 0:
+                return Result(FAILED, "time was up" if code is None else f"exit status {code}: {last_line(text)}")
+            goals = re.findall(r"^(?:reached|MISSED).*", text, re.MULTILINE)
+            return Result(PASSED, goals[-1] if goals else last_line(text), goals)
+
         if "transformers" in self.facts["missing"]:
-            return Result(NOT_RUN, "no transformers")
-        log, record = self.log("laq"), self.out / "laq.json"
-        command = [sys.executable, str(ROOT / "bench" / "laq_cost.py"), "--device", "cuda", "--json", str(record)]
-        code = execute(command, log, seconds, environment(self.wheels), SITE)
-        text = log.read_text(errors="replace")
-        if code != 0:
-            return Result(FAILED, "time was up" if code is None else f"exit status {code}: {last_line(text)}")
-        goals = re.findall(r"^(?:reached|MISSED).*", text, re.MULTILINE)
-        return Result(PASSED, goals[-1] if goals else last_line(text), goals)
+            return lambda seconds: Result(NOT_RUN, "no transformers")
+        return run
 
     def bench(self, seconds: float) -> Result:
         log, record = self.log("bench"), self.out / "bench.json"
@@ -332,7 +339,8 @@ class Run:
             Step("memcheck", 80, self.sanitizer("memcheck"), needs="build"),
             Step("racecheck", 80, self.sanitizer("racecheck"), needs="build"),
             Step("hopper", 60, self.hopper, needs="build"),
-            Step("laq", 60, self.laq, needs="build"),
+            Step("laq", 60, self.cost("laq"), needs="build"),
+            Step("lacache", 40, self.cost("lacache"), needs="build"),
             Step("bench", 300, self.bench, needs="build"),
         ]
 

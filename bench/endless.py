@@ -1,0 +1,206 @@
+"""Generation without end: a long text streams through a model whose cache has a fixed budget.
+
+    python bench/endless.py [--model FOLDER] [--text FILE] [--tokens 100000] [--budget 512] [--json FILE] [--out .]
+
+As in LaCache's Table 1, Fig. 5 and 6: perplexity by position, bytes of the cache, and time, for the full cache,
+StreamingLLM and LaCache. The text comes in windows of `--window` tokens (the paper's protocol for PG19), and with
+`--token-by-token` once more one by one (its protocol for Wikitext), without the full cache. Then `--streams` shorter
+pieces of the text, side by side, say how sure the differences are. Draws endless.png.
+
+The model is a folder with a transformers model and its tokenizer; by default the demo's, and text that it never saw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+
+import kvops
+import kvops.hf
+from kvops.bench.record import origin, write
+
+HERE = Path(__file__).resolve().parent
+LENGTHS = [1024 * 2**i for i in range(7)]  # of the table, as far as the stream goes
+BIN = 1024  # tokens that a point of the picture stands for
+COLORS = ["#9a9a9a", "#bc6c25", "#2a6f97", "#52a675", "#8d5a97", "#d1495b"]
+
+
+@dataclass
+class Stream:
+    """What was seen on the way: one entry of `losses` for each token but the first, the others for each window."""
+
+    losses: np.ndarray  # [b, tokens - 1], nats
+    bytes: np.ndarray  # held by the cache after each window
+    seconds: np.ndarray
+    window: int
+
+
+@torch.inference_mode()
+def stream(model, method: kvops.Method, ids: Tensor, window: int, label: str) -> Stream:
+    """Feeds ids, [b, tokens], and looks at how well each next token was foreseen."""
+    cache = kvops.hf.KVCache(model.config, method)
+    losses, held, seconds = [], [], []
+    for first in tqdm(range(0, ids.shape[1] - 1, window), desc=label, leave=False, mininterval=1):
+        begin = time.perf_counter()
+        following = ids[:, first + 1 : first + 1 + window]
+        chunk = ids[:, first : first + following.shape[1]]
+        logits = model(chunk, past_key_values=cache).logits
+        losses.append(F.cross_entropy(logits.mT.float(), following, reduction="none").cpu())
+        seconds.append(time.perf_counter() - begin)
+        held.append(sum(x.bytes_kept for x in cache.stats()))
+    return Stream(torch.cat(losses, 1).numpy(), np.array(held), np.array(seconds), window)
+
+
+def load(model: Path, text: Path, device: str) -> tuple[transformers.PreTrainedModel, Tensor]:
+    """The model, with the library's attention, and the whole text: [1, tokens]."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # the text is longer than the model's context, on purpose
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(text.read_text(), return_tensors="pt").input_ids.to(device)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval().to(device)
+    return kvops.hf.use_attention(loaded), ids
+
+
+def methods(model, budget: int, ladders: list[tuple[int, int]]) -> dict[str, Callable[[], kvops.Method]]:
+    """The rows by name. Without ladders, the paper's default for the model's layers."""
+    rows = {
+        "full cache": kvops.Full,
+        "StreamingLLM": lambda: kvops.StreamingLLM(budget, positions="slots"),
+    }
+    if not ladders:
+        shape = kvops.lacache_plan(0, num_layers=model.config.num_hidden_layers, budget=budget).ladder
+        ladders = [(shape.span, shape.overlap)]
+    for span, overlap in ladders:
+        rows[f"LaCache, S {span}, O {overlap}"] = lambda span=span, overlap=overlap: kvops.LaCache(
+            budget, span=span, overlap=overlap
+        )
+    return rows
+
+
+def perplexity(losses: np.ndarray) -> float:
+    return float(np.exp(losses.mean()))
+
+
+def table(streams: dict[str, Stream], tokens: int) -> str:
+    """Perplexity of the first so many tokens, as the paper's Table 1."""
+    lengths = [x for x in LENGTHS if x < tokens] + [tokens]
+    lines = [f"{'tokens':22}" + "".join(f"{x:>9,}" for x in lengths) + "   cache MB  ms/token"]
+    for name, x in streams.items():
+        values = "".join(f"{perplexity(x.losses[:, : n - 1]):9.3f}" for n in lengths)
+        lines.append(f"{name:22}{values}{x.bytes[-1] / 1e6:11.2f}{1e3 * x.seconds.sum() / tokens:10.2f}")
+    return "\n".join(lines)
+
+
+def differences(streams: dict[str, Stream]) -> dict[str, dict[str, float]]:
+    """Mean loss minus StreamingLLM's on the same pieces, in nats per token, with half its 95 % interval."""
+    base = streams["StreamingLLM"].losses.mean(1)
+    found = {}
+    for name, x in streams.items():
+        difference = x.losses.mean(1) - base
+        spread = float(1.96 * difference.std(ddof=1) / np.sqrt(len(difference))) if len(difference) > 1 else np.nan
+        found[name] = {"perplexity": perplexity(x.losses), "difference": float(difference.mean()), "interval": spread}
+    return found
+
+
+def by_position(x: Stream) -> dict[str, list[float]]:
+    """The curves of the picture, a point for each BIN tokens."""
+    per = max(1, BIN // x.window)
+    losses = x.losses.mean(0)
+    return {
+        "loss": [float(losses[i : i + BIN].mean()) for i in range(0, len(losses), BIN)],
+        "bytes": [int(x.bytes[i : i + per].max()) for i in range(0, len(x.bytes), per)],
+        "ms_per_token": [
+            float(1e3 * np.median(x.seconds[i : i + per]) / x.window) for i in range(0, len(x.seconds), per)
+        ],
+    }
+
+
+def picture(curves: dict[str, dict[str, list[float]]], budget: int, path: Path) -> None:
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    panels = (
+        ("loss", np.exp, "perplexity"),
+        ("bytes", lambda x: x / 1e6, "MB that the cache holds"),
+        ("ms_per_token", lambda x: x, "ms per token"),
+    )
+    for axis, (key, of, label) in zip(axes, panels):
+        for (name, curve), color in zip(curves.items(), COLORS):
+            y = of(np.array(curve[key]))
+            axis.plot(np.arange(len(y)) * BIN / 1000, y, color=color, label=name, lw=1.3)
+        axis.set(xlabel="thousand tokens", ylabel=label, yscale="log")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False)
+    figure.suptitle(f"One stream of text, budget {budget} tokens")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=HERE / "models" / "passkey-llama", help="folder of a model")
+    parser.add_argument("--text", type=Path, default=HERE / "data" / "haystack.txt")
+    parser.add_argument("--tokens", type=int, default=100_000, help="of the long stream")
+    parser.add_argument("--budget", type=int, default=512, help="tokens that the bounded caches keep")
+    parser.add_argument("--window", type=int, default=256, help="tokens that come at once")
+    parser.add_argument("--token-by-token", action="store_true", help="the long stream once more, one by one")
+    parser.add_argument("--streams", type=int, default=8, help="shorter pieces, for the intervals")
+    parser.add_argument("--stream-tokens", type=int, default=8192, help="tokens of each of them")
+    parser.add_argument("--ladders", nargs="*", default=None, metavar="S,O", help="span and overlap of LaCache")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, help="file for all numbers")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the picture, endless.png")
+    a = parser.parse_args(argv)
+    ours = a.model.resolve() == HERE / "models" / "passkey-llama"
+    ladders = ["1,0", "2,0"] if a.ladders is None and ours else a.ladders or []  # all that its 3 layers have
+    model, text = load(a.model, a.text, a.device)
+    if text.shape[1] < max(a.tokens, a.streams * a.stream_tokens):
+        parser.error(f"--text has {text.shape[1]:,} tokens, too few for --tokens, or --streams of --stream-tokens")
+    rows = methods(model, a.budget, [tuple(map(int, x.split(","))) for x in ladders])
+
+    long = {name: stream(model, make(), text[:, : a.tokens], a.window, name) for name, make in rows.items()}
+    print(f"perplexity of the first tokens, budget {a.budget}, windows of {a.window}")
+    print(table(long, a.tokens))
+    record = {"long": {name: by_position(x) for name, x in long.items()}}
+    record["perplexity"] = {name: perplexity(x.losses) for name, x in long.items()}
+    picture(record["long"], a.budget, a.out / "endless.png")
+    if a.token_by_token:
+        single = {
+            name: stream(model, make(), text[:, : a.tokens], 1, name)
+            for name, make in rows.items()
+            if name != "full cache"
+        }
+        print("\nthe same, token by token (not the full cache, whose time grows with the square of the length)")
+        print(table(single, a.tokens))
+        record["token by token"] = {name: by_position(x) for name, x in single.items()}
+        record["perplexity, token by token"] = {name: perplexity(x.losses) for name, x in single.items()}
+    if a.streams > 1:
+        step = (text.shape[1] - a.stream_tokens) // (a.streams - 1)
+        pieces = torch.cat([text[:, i * step : i * step + a.stream_tokens] for i in range(a.streams)])
+        short = {name: stream(model, make(), pieces, a.window, name) for name, make in rows.items()}
+        record["pieces"] = differences(short)
+        print(f"\n{a.streams} pieces of {a.stream_tokens:,} tokens: loss minus StreamingLLM's, nats per token")
+        for name, x in record["pieces"].items():
+            print(f"{name:22} perplexity {x['perplexity']:.3f}   {x['difference']:+.4f} ± {x['interval']:.4f}")
+    print(f"\nwrote {a.out / 'endless.png'}")
+    if a.json:
+        settings = {x: getattr(a, x) for x in ("tokens", "budget", "window", "streams", "stream_tokens")}
+        write(a.json, {**origin("python", "bench/endless.py", *(argv or sys.argv[1:])), **settings, **record})
+
+
+if __name__ == "__main__":
+    main()

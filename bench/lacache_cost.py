@@ -1,0 +1,148 @@
+"""What LaCache's compaction adds to a decode step of a stack of Llama-3-8B's shape.
+
+    python bench/lacache_cost.py [--device cuda] [--budget 512] [--json FILE]
+
+A step is the matrix products of 32 layers, and attention over their caches, bf16, one sequence. A compaction moves all
+layers in one call of `ladder_compact_`, in place; its time is shared by the tokens until the next. On the CPU, one
+layer's products and attention stand for 32 (the whole does not fit in every memory).
+
+Then, by arithmetic on the plans of a long stream, what the paper's settings move, against the bytes that attention
+reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import kvops
+from kvops import ops
+from kvops.bench.record import origin, write
+from laq_cost import median_seconds
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, MLP = 32, 32, 8, 128, 4096, 14336  # Llama-3-8B's
+GOAL = 0.03  # share of a decode step
+# Llama-2-7B and Llama-3-8B, 32 layers: Tables 1 and 2 of the paper, S a quarter of the layers, O half of S.
+PAPER = {"Table 1, budget 512": 512, "Table 1, budget 256": 256, "Table 2, budget 80": 80}
+
+
+def stream(budget: int, tokens: int) -> Iterator[kvops.LadderPlan]:
+    """The plans of a cache into which tokens come one by one, after the budget is full."""
+    plan = kvops.lacache_plan(budget, num_layers=LAYERS, budget=budget)
+    for _ in range(tokens):
+        plan = kvops.lacache_plan(len(plan) + 1, num_layers=LAYERS, budget=budget, state=plan.state)
+        yield plan
+
+
+def moved_slots(plan: kvops.LadderPlan) -> float:
+    """Slots that one layer moves, mean over the layers."""
+    here = torch.arange(len(plan))
+    return statistics.mean(int((plan.indices(layer) != here).sum()) for layer in range(LAYERS))
+
+
+def moved_against_read(budget: int, tokens: int = 4000) -> float:
+    """Bytes that compactions read and write, over those that attention reads, in a long stream."""
+    moved = read = 0.0
+    for plan in tqdm(stream(budget, tokens), total=tokens, leave=False):
+        read += plan.n
+        moved += 2 * moved_slots(plan) if plan.passes else 0
+    return moved / read
+
+
+@torch.inference_mode()
+def measure(device: str, budget: int, repeats: int) -> dict[str, float]:
+    """Seconds: of a decode step, and of what it may have beside."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=generator).bfloat16()
+
+    measured = LAYERS if device == "cuda" else 1
+    kv = KV_HEADS * HEAD_DIM
+    shapes = [
+        (HIDDEN, HIDDEN),
+        (kv, HIDDEN),
+        (kv, HIDDEN),
+        (HIDDEN, HIDDEN),
+        (MLP, HIDDEN),
+        (MLP, HIDDEN),
+        (HIDDEN, MLP),
+    ]
+    weights = [[randn(*shape) for shape in shapes] for _ in range(measured)]
+    inputs = {width: randn(1, width) for width in (HIDDEN, MLP)}
+    q = randn(1, HEADS, 1, HEAD_DIM)
+    plans = [x for x in stream(budget, 20 * budget) if x.passes][-repeats:]
+    n = max(x.n for x in plans)
+    k, v = ([randn(1, KV_HEADS, n, HEAD_DIM) for _ in range(LAYERS)] for _ in range(2))
+    rope = kvops.Rope.of(HEAD_DIM, 500_000.0, device=device)
+    tables = rope.tables(torch.arange(n, device=device))
+
+    def products() -> None:
+        for layer in weights:
+            for weight in layer:
+                F.linear(inputs[weight.shape[1]], weight)
+
+    def attention() -> None:
+        for i in range(measured):
+            kvops.attention(q, k[i], v[i])
+
+    def rotation() -> None:
+        for i in range(measured):
+            ops.rope_at_slots(k[i], *tables)
+
+    def compactions() -> None:
+        for plan in plans:
+            kept = [[x[:, :, : plan.n] for x in group] for group in (k, v)]
+            ops.ladder_compact_(*kept, plan, range(LAYERS))
+
+    scale = LAYERS / measured
+    tokens = plans[0].ladder.freed * statistics.mean(sum(count for _, count in x.passes) for x in plans)
+    return {
+        "matrix products": scale * median_seconds(products, device, repeats),
+        "attention": scale * median_seconds(attention, device, repeats),
+        "keys rotated when read": scale * median_seconds(rotation, device, repeats),
+        "a compaction of all layers": median_seconds(compactions, device, 5) / len(plans),
+        "tokens until the next": tokens,
+    }
+
+
+def report(found: dict[str, float]) -> tuple[float, str]:
+    """The compaction's share of a step without it."""
+    step = found["matrix products"] + found["attention"]
+    share = found["a compaction of all layers"] / found["tokens until the next"] / step
+    lines = [f"{name:28} {1e3 * x:10.3f} ms" for name, x in found.items() if name != "tokens until the next"]
+    lines.append(
+        f"{'reached' if share < GOAL else 'MISSED '}  one compaction for {found['tokens until the next']:.1f} tokens: "
+        f"{share:.2%} of a decode step (goal: < {GOAL:.0%})"
+    )
+    return share, "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    a = parser.parse_args(argv)
+    found = measure(a.device, a.budget, a.repeats)
+    share, text = report(found)
+    print(f"{LAYERS} layers, budget {a.budget}, on {a.device}\n{text}")
+    traffic = {name: moved_against_read(budget) for name, budget in PAPER.items()}
+    for name, x in traffic.items():
+        print(f"{name}: compactions move {x:.1%} of the bytes that attention reads")
+    if a.json:
+        record = origin("python", "bench/lacache_cost.py", *(argv or sys.argv[1:]), device=a.device)
+        write(a.json, {**record, "budget": a.budget, "seconds": found, "share": share, "moved over read": traffic})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Is the ladder a good shape? Perplexity against cache size, for LaCache's ladders and for random patterns.
+
+    python bench/pareto.py [--patterns 60] [--context 1024] [--pieces 8] [--json FILE] [--out .]
+
+LaCache's Fig. 3 in small, on the demo's model: pieces of text are read whole, then each layer keeps some slots, the
+same number on average whatever the pattern, and the perplexity of the text that follows is taken. All slots stay at
+their original positions. A random pattern draws for each layer its share of the slots, how many of these are the newest
+ones, and how many runs the others come in; the first four slots always stay. Draws pareto.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import kvops
+import kvops.hf
+from endless import HERE, load
+from kvops.bench.record import origin, write
+
+SINKS = 4
+SIZES = (64, 96, 128, 192, 256, 384, 512, 768)  # slots per layer
+LADDERS = {(1, 0, "paper"): "o", (2, 0, "paper"): "s", (2, 0, "official"): "D"}  # with (1, 0) both patterns are one
+
+
+class Pattern(kvops.Full):
+    """Keeps what it is told to, once."""
+
+    def keep(self, slots: Tensor) -> None:
+        self._keep(slots.expand(*self.k.shape[:2], -1), self.k, self.v, None, self.seen)
+
+
+def random_pattern(n: int, total: int, layers: int, generator: np.random.Generator) -> list[Tensor]:
+    """Ascending slots for each layer, `total` in all."""
+    shares = generator.dirichlet(np.full(layers, 2.0)) * (total - 2 * SINKS * layers)
+    counts = np.minimum(np.floor(shares).astype(int) + 2 * SINKS, n)
+    while (missing := total - counts.sum()) > 0:  # what was rounded off, or above n, goes to the others
+        layer = generator.integers(layers)
+        counts[layer] += min(missing, n - counts[layer])
+    return [torch.from_numpy(random_slots(n, count, generator)) for count in counts]
+
+
+def random_slots(n: int, count: int, generator: np.random.Generator) -> np.ndarray:
+    """The first SINKS, some of the newest, and runs of random places and lengths: `count` in all."""
+    kept = np.zeros(n, dtype=bool)
+    kept[:SINKS] = True
+    kept[n - int(generator.random() * (count - SINKS)) - 1 :] = True
+    run = max(1, int(count / 2 ** generator.uniform(0, np.log2(count))))
+    while (missing := count - kept.sum()) > 0:
+        free = np.flatnonzero(~kept)
+        first = np.searchsorted(free, generator.integers(n))
+        kept[free[first : first + min(run, missing)]] = True
+    return np.flatnonzero(kept)
+
+
+@torch.inference_mode()
+def perplexity(model, cache: kvops.hf.KVCache, pattern: list[Tensor] | None, ids: Tensor) -> float:
+    """Of the tokens ids[:, 1:], [b, t], after what the cache has read, cut to the pattern."""
+    cut = copy.copy(cache)
+    cut.layers = [layer.with_method(copy.copy(layer.method)) for layer in cache.layers]
+    for layer, slots in zip(cut.layers, pattern or ()):
+        layer.method.keep(slots)
+    logits = model(ids[:, :-1], past_key_values=cut).logits
+    return float(F.cross_entropy(logits.mT.float(), ids[:, 1:]).exp())
+
+
+@torch.inference_mode()
+def run(patterns: int, context: int, pieces: int, following: int, seed: int) -> dict:
+    """Perplexity of the whole cache, of the ladders and of random patterns: [slots in all layers, perplexity] each."""
+    model, text = load(HERE / "models" / "passkey-llama", HERE / "data" / "haystack.txt", "cpu")
+    layers = model.config.num_hidden_layers
+    step = (text.shape[1] - context - following) // max(1, pieces - 1)
+    ids = torch.cat([text[:, i * step : i * step + context + following] for i in range(pieces)])
+    cache = kvops.hf.KVCache(model.config, Pattern())
+    model(ids[:, :context], past_key_values=cache)
+    rest = ids[:, context:]
+    found = {"whole": [context * layers, perplexity(model, cache, None, rest)], "ladders": [], "random": []}
+    generator = np.random.default_rng(seed)
+    for size in tqdm([x for x in SIZES if x < context], leave=False):
+        ladders = []
+        for span, overlap, pattern in LADDERS:
+            shape = dict(num_layers=layers, budget=size, span=span, overlap=overlap, sinks=SINKS, pattern=pattern)
+            plan = kvops.lacache_plan(context, **shape)
+            slots = [plan.indices(layer) for layer in range(layers)]
+            total = len(plan) * layers
+            ladders.append([span, overlap, pattern, total, perplexity(model, cache, slots, rest)])
+        found["ladders"] += ladders
+        total = min(x[3] for x in ladders)  # the others have a slot or two more
+        for _ in range(patterns):
+            slots = random_pattern(context, total, layers, generator)
+            found["random"].append([total, perplexity(model, cache, slots, rest)])
+    return found
+
+
+def shares_beaten(found: dict) -> list[dict]:
+    """By size: which share of the random patterns the best ladder is better than, and the best of each."""
+    rows = []
+    for total in sorted({x[0] for x in found["random"]}):
+        values = np.array([x[1] for x in found["random"] if x[0] == total])
+        best = min(x[4] for x in found["ladders"] if total <= x[3] <= total + 12)
+        rows.append(
+            {"slots": total, "ladder": best, "random": float(values.min()), "beaten": float((values > best).mean())}
+        )
+    return rows
+
+
+def picture(found: dict, path: Path) -> None:
+    figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    slots, values = np.array(found["random"]).T
+    axis.scatter(slots, values, s=7, color="#9a9a9a", lw=0, label="random patterns")
+    for (span, overlap, pattern), marker in LADDERS.items():
+        line = np.array([x[3:] for x in found["ladders"] if x[:3] == [span, overlap, pattern]])
+        axis.plot(*line.T, marker=marker, ms=4, lw=1, label=f"LaCache, S {span}, O {overlap}, {pattern} pattern")
+    axis.axhline(found["whole"][1], color="black", lw=0.8, ls=":", label="whole cache")
+    axis.set(xlabel="slots kept in all layers", ylabel="perplexity of the next tokens", xscale="log", yscale="log")
+    axis.legend(frameon=False, fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--patterns", type=int, default=60, help="random ones for each size")
+    parser.add_argument("--context", type=int, default=1024, help="tokens that are read before the cut")
+    parser.add_argument("--following", type=int, default=256, help="tokens whose perplexity is taken")
+    parser.add_argument("--pieces", type=int, default=8, help="pieces of text")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file for all points")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the picture, pareto.png")
+    a = parser.parse_args(argv)
+    found = run(a.patterns, a.context, a.pieces, a.following, a.seed)
+    picture(found, a.out / "pareto.png")
+    print(f"whole cache, {found['whole'][0]:,} slots: perplexity {found['whole'][1]:.3f}")
+    for x in shares_beaten(found):
+        print(
+            f"{x['slots']:6,} slots: ladder {x['ladder']:.3f}, best of {a.patterns} random {x['random']:.3f}, "
+            f"better than {x['beaten']:.0%} of them"
+        )
+    print(f"wrote {a.out / 'pareto.png'}")
+    if a.json:
+        settings = {x: getattr(a, x) for x in ("patterns", "context", "following", "pieces", "seed")}
+        record = {**origin("python", "bench/pareto.py", *(argv or sys.argv[1:])), **settings, **found}
+        write(a.json, {**record, "shares_beaten": shares_beaten(found)})
+
+
+if __name__ == "__main__":
+    main()
