@@ -19,11 +19,13 @@ PIP := $(PY) -m pip install --disable-pip-version-check
 QUIET := $(if $(CI),-qq)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo test bench lint sanitize gpu FORCE
+.PHONY: demo build test bench lint sanitize gpu FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
 	@$(PY) bench/demo.py $(ARGS)
+
+build: $(STAMPS)/kvops
 
 test: $(STAMPS)/kvops
 	@$(PY) -m pytest $(ARGS)

@@ -1,5 +1,9 @@
 """The operators' tests on three kinds of device; see kit.every_device."""
 
+import shutil
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -21,6 +25,28 @@ def device(request):
     torch.set_default_device("cuda")
     yield
     torch.set_default_device(None)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=in_simulator)  # last, as they have the longest to wait for
+
+
+def pytest_collection_finish(session):
+    """Simulated runs take minutes: they begin at once, beside the other tests, most of which use one core."""
+    simulated = [x for x in session.items if in_simulator(x)]
+    if simulated and not session.config.option.collectonly and simulated[0].module.cuda_include() is not None:
+        names = [x.callspec.params["name"] for x in simulated]
+        session.config.outcomes = simulated[0].module.Outcomes(names, Path(tempfile.mkdtemp(prefix="kvops-faults-")))
+
+
+def in_simulator(item) -> bool:
+    return item.path.name == "test_simulated.py"
+
+
+def pytest_unconfigure(config):
+    if hasattr(config, "outcomes"):
+        config.outcomes.close()
+        shutil.rmtree(config.outcomes.folder, ignore_errors=True)
 
 
 def pytest_configure(config):

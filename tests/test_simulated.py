@@ -40,10 +40,18 @@ RUNS = {
 }
 
 
+processes: set[subprocess.Popen] = set()  # that are running
+
+
 def run(*command, env=None) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [str(x) for x in command], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    arguments = [str(x) for x in command]
+    with subprocess.Popen(
+        arguments, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        processes.add(process)
+        output, _ = process.communicate()
+        processes.discard(process)
+    return subprocess.CompletedProcess(arguments, process.returncode, output)
 
 
 def build(kind: str) -> Path:
@@ -164,25 +172,39 @@ def run_fault(name: str, folder: Path) -> subprocess.CompletedProcess:
     return run_tests(kind, library, 0, f"tests/test_{op}.py", "-x", "-k", tests)
 
 
-@pytest.fixture(scope="module")
-def outcomes(request, tmp_path_factory):
-    """name -> future of what the run or the fault gave. Those that are asked for, two at a time."""
-    names = [x.callspec.params["name"] for x in request.session.items if x.path == request.path]
-    with ThreadPoolExecutor(2) as pool:
-        libraries = {kind: pool.submit(build, kind) for kind in dict.fromkeys(RUNS[x][0] for x in names if x in RUNS)}
+class Outcomes:
+    """What the named runs and faults gave. All begin at once, two at a time, beside whatever else the session does."""
 
-        def start(name, folder):
-            if name in FAULTS:
-                return run_fault(name, folder)
-            kind, order, tests = RUNS[name]
-            return run_tests(kind, libraries[kind].result(), order, *tests)
+    def __init__(self, names: list[str], folder: Path):
+        self.folder = folder
+        self.pool = ThreadPoolExecutor(2)
+        kinds = dict.fromkeys(RUNS[name][0] for name in names if name in RUNS)
+        self.libraries = {kind: self.pool.submit(build, kind) for kind in kinds}
+        self.futures = {name: self.pool.submit(self.run, name) for name in names}
 
-        yield {name: pool.submit(start, name, tmp_path_factory.mktemp("fault")) for name in names}
+    def run(self, name: str) -> subprocess.CompletedProcess:
+        if name in FAULTS:
+            return run_fault(name, self.folder / name.replace(" ", "-"))
+        kind, order, tests = RUNS[name]
+        return run_tests(kind, self.libraries[kind].result(), order, *tests)
+
+    def __getitem__(self, name: str) -> subprocess.CompletedProcess:
+        return self.futures[name].result()
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
+
+
+@pytest.fixture
+def outcomes(request) -> Outcomes:
+    return request.config.outcomes  # conftest.py begins them
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_simulated_kernels_pass(outcomes, name):
-    done = outcomes[name].result()
+    done = outcomes[name]
     assert done.returncode == 0, done.stdout[-5000:]
     assert "data race" not in done.stdout
     assert f"simulated: {' '.join(OPERATORS)}\n" in done.stdout, "some kernels were not the simulator's"
@@ -192,5 +214,5 @@ def test_simulated_kernels_pass(outcomes, name):
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(outcomes, name):
     op, _, (_, _, says) = FAULTS[name]
-    done = outcomes[name].result()
+    done = outcomes[name]
     assert done.returncode != 0 and re.search(says, done.stdout, re.DOTALL | re.MULTILINE), done.stdout[-5000:]
