@@ -26,29 +26,32 @@ MAX_PASSES = 192  # of one call of the operators
 
 @dataclass(frozen=True)
 class Ladder:
-    """The shape of a ladder in a model: see `ladder`, which checks and fills in what is left out."""
+    """The shape of a ladder in a model: see `make_ladder`, which checks and fills in what is left out.
+
+    The properties are not cached: `torch.compile` traces them.
+    """
 
     num_layers: int
     span: int
     overlap: int
     pattern: str = "paper"
 
-    @functools.cached_property
+    @property
     def step(self) -> int:
         """Layers from one slot's first layer to the next slot's."""
         return self.span - self.overlap
 
-    @functools.cached_property
+    @property
     def length(self) -> int:
         """Slots of a ladder."""
         return 1 - (self.span - self.num_layers) // self.step
 
-    @functools.cached_property
+    @property
     def kept(self) -> int:
         """Slots that each layer keeps of a ladder."""
         return min(-(-self.span // self.step), self.length)
 
-    @functools.cached_property
+    @property
     def freed(self) -> int:
         """Slots that each layer frees of a ladder."""
         return self.length - self.kept
@@ -81,7 +84,7 @@ class LadderPlan:
         """Slots that stay."""
         return self.n - self.ladder.freed * sum(count for _, count in self.passes)
 
-    @functools.cached_property
+    @property
     def encoded(self) -> tuple[int, ...]:
         """What the operators take."""
         shape = self.ladder
@@ -146,16 +149,16 @@ def lacache_plan(
         raise ValueError(f"lacache_plan: n must be at least 0, got {n}")
     cap, cursor = (budget, sinks) if state is None else (state.cap, state.cursor)
     passes: list[tuple[int, int]] = []
-    left = n
+    left, kept, freed = n, ladder.kept, ladder.freed
     if n > cap:
-        cap = budget + ladder.freed // 2
+        cap = budget + freed // 2
     while left > cap:
-        room = max(0, (cap - cursor - num_layers) // ladder.kept)
-        count = min(-((cap - left) // ladder.freed), room)
+        room = max(0, (cap - cursor - num_layers) // kept)
+        count = min(-((cap - left) // freed), room)
         if count:
             passes.append((cursor, count))
-            cursor += ladder.kept * count
-            left -= ladder.freed * count
+            cursor += kept * count
+            left -= freed * count
         if left > cap:
             cursor = sinks
     return LadderPlan(ladder, n, tuple(passes), LadderState(cap, cursor))

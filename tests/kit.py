@@ -133,6 +133,18 @@ def assert_close(actual: Tensor, eager: Tensor, exact: Tensor, condition: float 
     assert error <= bound, f"error {error:.3e} against fp64, at most {bound:.3e} allowed (plain formula {allowed:.3e})"
 
 
+def assert_rounded_once(actual: Tensor, exact: Tensor, size: Tensor) -> None:
+    """fp32 arithmetic, then one rounding to actual's dtype: half a unit in its last place, and 4 eps of fp32.
+
+    exact: in fp64. size: how large the terms are, which may be much larger than their sum.
+    """
+    info = torch.finfo(actual.dtype)
+    exponent = torch.frexp(exact.abs().clamp(min=info.tiny)).exponent - 1
+    unit = torch.ldexp(torch.full_like(exact, info.eps), exponent)
+    excess = (actual.double() - exact).abs() - (unit / 2 + 4 * torch.finfo(torch.float32).eps * size.double())
+    assert (excess <= 0).all(), f"{(~(excess <= 0)).sum()} values are off, at most by {excess.nan_to_num(0).max():.3e}"
+
+
 def bits(x: Tensor) -> Tensor:
     """As integers, in which NaN equals itself."""
     return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

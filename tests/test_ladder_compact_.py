@@ -1,0 +1,240 @@
+"""ladder_compact_: ladder_gather in place, and nothing else touched."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kit
+from kit import same
+from kvops import ops
+from kvops.ladder import lacache_plan
+from test_ladder_gather import PLAN, assert_turned, bad_layers, bad_plans, frequencies, ladder_plan, ladder_plans, moved
+
+pytestmark = kit.every_device
+
+
+def check(k, v, plan, layer, **rope):
+    """In place equals out of place to the bit, in views of the same storage; what lies behind is left as it was."""
+    m = len(plan)
+    expected = moved(k, v, plan, layer)
+    if rope:
+        expected = ops.ladder_gather(k, v, plan, layer, **rope)
+        assert_turned(expected, k, v, plan, layer, **rope)
+    behind = k[:, :, m:].clone(), v[:, :, m:].clone()
+    versions = k._version, v._version
+    result = ops.ladder_compact_(k, v, plan, layer, **rope)
+    assert same(result, expected) and same((k[:, :, m:], v[:, :, m:]), behind)
+    assert all(
+        x._base is not None and x.untyped_storage()._cdata == y.untyped_storage()._cdata for x, y in zip(result, (k, v))
+    )
+    assert k._version > versions[0] and v._version > versions[1]
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("d", kit.HEAD_DIMS)
+def test_dtypes_and_head_dims(dtype, d):
+    check(*kit.kv(2, 3, 90, d, dtype, dv=64), PLAN, 3)
+    for interleaved in (False, True):
+        check(*kit.kv(2, 3, 90, d, dtype, dv=64), PLAN, 3, inv_freq=frequencies(d // 2), interleaved=interleaved)
+
+
+@pytest.mark.parametrize("layout", kit.LAYOUTS)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_layouts(layout, dtype):
+    check(*kit.kv(2, 3, 90, 48, dtype, layout, dv=80), PLAN, 7)
+    check(*kit.kv(2, 3, 90, 48, dtype, layout, dv=80), PLAN, 7, inv_freq=frequencies(24))
+
+
+@given(plan=ladder_plans(), data=st.data(), heads=st.integers(1, 3), count=st.integers(1, 5), pairs=st.integers(0, 8))
+@kit.examples(60)
+def test_any_plan(plan, data, heads, count, pairs):
+    layer = data.draw(st.integers(0, plan.ladder.num_layers - 1))
+    rope = dict(inv_freq=frequencies(pairs), interleaved=data.draw(st.booleans())) if pairs else {}
+    with kit.threads(count):
+        check(*kit.kv(2, heads, plan.n, 16, torch.bfloat16), plan, layer, **rope)
+
+
+@pytest.mark.parametrize("pattern", ["paper", "official"])
+@pytest.mark.parametrize("budget", [20, 300, 799])
+def test_prompts_over_the_budget(pattern, budget):
+    plan = lacache_plan(1600, num_layers=4, budget=budget, span=1, overlap=0, sinks=2, pattern=pattern)
+    for layer in range(4):
+        check(*kit.kv(1, 2, 1600, 16, torch.float16), plan, layer)
+        check(*kit.kv(1, 2, 1600, 16, torch.float16), plan, layer, inv_freq=frequencies(8))
+
+
+def test_one_call_after_the_other():
+    """As a stream does it: some tokens more, then the next ladders."""
+    k, v = kit.kv(1, 2, 600, 16, torch.bfloat16)
+    caches = [x[:, :, :0] for x in (k, v)]
+    expected, state = list(caches), None
+    for first in range(0, 600, 25):
+        new = [x[:, :, first : first + 25] for x in (k, v)]
+        caches = [torch.cat(x, 2) for x in zip(caches, new)]
+        plan = lacache_plan(caches[0].shape[2], num_layers=8, budget=60, state=state)
+        state = plan.state
+        expected = moved(*(torch.cat(x, 2) for x in zip(expected, new)), plan, 6)
+        caches = [x.clone() for x in ops.ladder_compact_(*caches, plan, 6)]
+        assert same(caches, expected) and len(plan) <= state.cap
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("d, pairs", [(64, 1), (64, 3), (64, 16), (64, 31), (80, 36), (256, 64), (8, 4)])
+def test_partial_rotation(dtype, interleaved, d, pairs):
+    plan = ladder_plan(40, (2, 3))
+    check(*kit.kv(1, 2, 40, d, dtype, dv=8), plan, 2, inv_freq=frequencies(pairs), interleaved=interleaved)
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("d, dv", [(8, 1024), (16, 24), (520, 8), (2048, 72)])
+def test_narrow_and_wide_rows(dtype, d, dv):
+    plan = ladder_plan(50, (1, 6))
+    check(*kit.kv(1, 2, 50, d, dtype, dv=dv), plan, 0)
+    check(*kit.kv(1, 2, 50, d, dtype, dv=dv), plan, 0, inv_freq=frequencies(d // 2))
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
+def test_rows_at_any_address(dtype, offset, gap):
+    """The width of an access is what all of the addresses allow."""
+    plan = ladder_plan(40, (2, 3))
+    for rope in ({}, dict(inv_freq=frequencies(12)), dict(inv_freq=frequencies(10), interleaved=True)):
+        k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
+        check(kit.unaligned(k, offset, gap), v, plan, 6, **rope)
+        k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
+        check(k, kit.unaligned(v, offset, gap), plan, 6, **rope)
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 40])
+@pytest.mark.parametrize("turned", [False, True])
+def test_lists_of_layers(count, turned):
+    """Each with its own address, layout and offset."""
+    inputs = [kit.kv(1, 2, 40, 16, torch.bfloat16, kit.LAYOUTS[i % 3], dv=24, seed=i) for i in range(count)]
+    keys, values = (list(x) for x in zip(*inputs))
+    layers = [(5 * i) % 8 for i in range(count)]
+    plan = ladder_plan(40, (2, 3))
+    inv_freq = frequencies(8) if turned else None
+    behind = [x[:, :, len(plan) :].clone() for x in keys + values]
+    expected = [ops.ladder_gather(*kv, plan, layer, inv_freq=inv_freq) for kv, layer in zip(inputs, layers)]
+    k_out, v_out = ops.ladder_compact_(keys, values, plan, layers, inv_freq=inv_freq)
+    assert len(k_out) == len(v_out) == count and all(map(same, zip(k_out, v_out), expected))
+    assert same([x[:, :, len(plan) :] for x in keys + values], behind)
+
+
+@kit.only("cuda", "simulator")
+def test_many_heads():
+    """More than a CUDA grid has room for in y."""
+    check(*kit.kv(7, 10_000, 8, 8, torch.float16), ladder_plan(8, (1, 1)), 1)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("heads", [1, 8])
+def test_repeatable(d, heads):
+    """Rows that are overtaken while they are still to be read would not be."""
+    n = kit.size(3_000, 700)
+    k, v = kit.kv(1, heads, n, d, torch.bfloat16)
+    for budget in (n // 3, n - 3):
+        plan = lacache_plan(n, num_layers=8, budget=budget)
+        kit.assert_repeatable(lambda: ops.ladder_compact_(k.clone(), v.clone(), plan, 5))  # noqa: B023
+        rope = dict(inv_freq=frequencies(d // 2))
+        kit.assert_repeatable(lambda: ops.ladder_compact_(k.clone(), v.clone(), plan, 5, **rope))  # noqa: B023
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("cursor", [0, 3])
+def test_all_rows_move_a_little(layer, cursor):
+    """Each slot's row comes from close behind, so that tiles depend on one another."""
+    plan = ladder_plan(700, (cursor, 1), layers=2, span=1, overlap=0)
+    check(*kit.kv(1, 2, 700, 64, torch.bfloat16), plan, layer)
+    check(*kit.kv(1, 2, 700, 64, torch.bfloat16), plan, layer, inv_freq=frequencies(32))
+
+
+@kit.only("cpu", "cuda")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", kit.LAYOUTS)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_large_moves_are_streamed_and_split_by_column(dtype, layout, heads):
+    """Sources more than 4 MiB ahead take the streaming stores; one head is split over columns by the threads."""
+    plan = lacache_plan(40_000, num_layers=8, budget=9_000)
+    for count in (1, 2, 5):
+        with kit.threads(count):
+            check(*kit.kv(1, heads, 40_000, 128, dtype, layout), plan, 4)
+            check(*kit.kv(1, heads, 40_000, 128, dtype, layout), plan, 4, inv_freq=frequencies(64))
+
+
+@pytest.mark.parametrize("b,heads,n", [(0, 2, 20), (1, 0, 20), (1, 2, 0), (1, 2, 1)])
+def test_empty_and_one_row(b, heads, n):
+    for rope in ({}, dict(inv_freq=frequencies(8))):
+        check(*kit.kv(b, heads, n, 16), ladder_plan(n, *[(2, 2)] * (n == 20)), 0, **rope)
+
+
+def test_a_plan_without_passes_changes_nothing():
+    check(*kit.kv(1, 2, 40, 16), ladder_plan(40), 3, inv_freq=frequencies(8))
+
+
+def test_k_and_v_may_be_slices_of_one_buffer():
+    plan = ladder_plan(50, (1, 6))
+    for both in (kit.randn(3, 2, 4, 50, 16).unbind(1), kit.randn(2, 4, 50, 40).split((16, 24), -1)):
+        check(*both, plan, 4, inv_freq=frequencies(8))
+    stack = kit.randn(4, 2, 1, 3, 50, 16)  # all layers in one
+    expected = [moved(*kv, plan, 2 * i) for i, kv in enumerate(stack)]
+    results = ops.ladder_compact_(*(list(x) for x in stack.unbind(1)), plan, [0, 2, 4, 6])
+    assert all(map(same, zip(*results), expected))
+
+
+def test_offsets_beyond_31_bits():
+    k, v = kit.kv(1, 2, 12, 8, torch.float16)
+    check(kit.far_apart(k), v, ladder_plan(12, (1, 1)), 7, inv_freq=frequencies(4))
+
+
+def test_bad_input_changes_nothing():
+    k, v = kit.kv(1, 2, 40, 16)
+    plan, other = ladder_plan(40, (2, 3)), kit.kv(1, 2, 40, 16, seed=1)
+    before = [x.clone() for x in (k, v, *other)]
+    for encoded, parts in bad_plans():
+        with kit.refuses("ladder_compact_", *parts):
+            ops.ladder_compact_(k, v, encoded, 3)
+    for (keys, values, layer, options), parts in bad_layers(k, v):
+        with kit.refuses("ladder_compact_", *parts):
+            ops.ladder_compact_(keys, values, plan, layer, **options)
+    buffer = torch.randn(1, 2, 45, 16)
+    shared = "what is written must share no memory with any other tensor"
+    for keys, values, layer, parts in (
+        (k, k, 3, (shared,)),
+        (buffer[:, :, :40], buffer[:, :, 5:], 3, (shared,)),
+        ([k, other[0]], [v, v], [0, 1], (shared,)),
+        ([k, k], [v, other[1]], [0, 1], (shared,)),
+        ([k, other[0]], [v, other[1]], [0, 8], (r"layer must lie in \[0, 8\), got 8",)),
+        ([k, other[0]], [v, other[1][:, :, :39]], [0, 1], ("v must have k's batch, heads and tokens",)),
+        (k[:, :1].expand(-1, 2, -1, -1), v, 3, ("must not overlap itself",)),
+        (k, v[:, :, :1].expand(-1, -1, 40, -1), 3, ("must not overlap itself",)),
+    ):
+        with kit.refuses("ladder_compact_", *parts):
+            ops.ladder_compact_(keys, values, plan, layer)
+    with kit.refuses(shared):
+        ops.ladder_compact_(k, v, plan, 3, inv_freq=k[0, 0, 0, :8])
+    assert same((k, v, *other), before)
+    with kit.refuses(r"k\[1\] requires grad"):
+        ops.ladder_compact_([k, other[0].clone().requires_grad_()], [v, other[1]], plan, [3, 4])
+    assert same((k, v, *other), before)
+
+
+def test_opcheck_and_compile():
+    inputs = [kit.kv(2, 2, 40, 16, dv=8, seed=seed) for seed in range(2)]
+    keys, values = (list(x) for x in zip(*inputs))
+    plan, inv_freq = ladder_plan(40, (2, 3)), frequencies(8)
+    arguments = (keys, values, plan.encoded, [3, 6])
+    torch.library.opcheck(torch.ops.kvops.ladder_compact_.default, arguments, dict(inv_freq=inv_freq))
+
+    @torch.compile(fullgraph=True)
+    def compiled(keys, values, inv_freq):
+        keys, values = ops.ladder_compact_(keys, values, plan, [3, 6], inv_freq=inv_freq)
+        return [x + 0 for x in keys + values]
+
+    for layout in ("bhnd", "bnhd"):
+        keys, values = (list(x) for x in zip(*(kit.kv(2, 2, 40, 16, layout=layout, seed=seed) for seed in range(2))))
+        expected = sum(ops.ladder_gather(keys, values, plan, [3, 6], inv_freq=inv_freq), [])
+        assert same(compiled(keys, values, inv_freq), expected)
+        assert same([x[:, :, : len(plan)] for x in keys + values], expected)
