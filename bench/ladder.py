@@ -1,0 +1,76 @@
+"""Draws the ladder: which tokens each layer of a small model holds, after one compaction and after many.
+
+    python bench/ladder.py [--layers 8] [--budget 48] [--out .]
+
+LaCache's Fig. 2 and 4, from `kvops.lacache_coverage`: ladder.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.colors import ListedColormap
+from torch import Tensor
+
+import kvops
+
+SETTINGS = ((2, 1), (4, 2), (4, 0))  # span, overlap
+COLORS = ListedColormap(["#eef1f4", "#2a6f97"])
+
+
+def streaming(n: int, layers: int, budget: int, sinks: int) -> Tensor:
+    """The same of StreamingLLM: in all layers the first tokens and the newest."""
+    held = torch.zeros(layers, n, dtype=torch.bool)
+    held[:, :sinks] = held[:, max(sinks, n - budget + sinks) :] = True
+    return held
+
+
+def picture(layers: int, budget: int, sinks: int, path: Path) -> None:
+    lengths = (budget + budget // 2, 4 * budget)
+    titles = (f"{lengths[0]} tokens came at once", f"{lengths[1]} tokens came one by one")
+    figure, axes = plt.subplots(
+        len(SETTINGS) + 1, 2, figsize=(13, 1.6 * len(SETTINGS) + 2.4), layout="constrained",
+        gridspec_kw=dict(width_ratios=lengths),
+    )  # fmt: skip
+    for row, setting in zip(axes, (*SETTINGS, None)):
+        for axis, n, chunk in zip(row, lengths, (lengths[0], 1)):
+            if setting is None:
+                held, label = streaming(n, layers, budget, sinks), "StreamingLLM"
+            else:
+                span, overlap = setting
+                shape = dict(num_layers=layers, budget=budget, span=span, overlap=overlap, sinks=sinks)
+                held, label = kvops.lacache_coverage(n, **shape, chunk=chunk), f"LaCache\nS {span}, O {overlap}"
+            axis.imshow(held, cmap=COLORS, aspect="auto", interpolation="nearest", vmin=0, vmax=1)
+            axis.set_yticks([0, layers - 1], ["0", str(layers - 1)])
+            axis.set_title(
+                f"{held.sum(1)[0]} slots a layer, {int(held.any(0).sum())} tokens in some layer", fontsize=8, loc="left"
+            )
+            axis.spines[:].set_visible(False)
+        row[0].set_ylabel(f"{label}\n\nlayer")
+    for axis, title in zip(axes[-1], titles):
+        axis.set_xlabel(f"token ({title})")
+    figure.suptitle(f"What {layers} layers hold with a budget of {budget} slots each, {sinks} sinks")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--budget", type=int, default=48)
+    parser.add_argument("--sinks", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the picture")
+    a = parser.parse_args(argv)
+    picture(a.layers, a.budget, a.sinks, a.out / "ladder.png")
+    print(f"wrote {a.out / 'ladder.png'}")
+
+
+if __name__ == "__main__":
+    main()
