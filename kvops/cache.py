@@ -8,7 +8,7 @@ stored and over each other, then evicts by the method's rule::
 
 With an attention of one's own it is two steps: `append` returns the K and V that this step's attention reads, [b, Hk,
 len + t, d]. Most methods have then evicted already. Those that look at queries (`AttentionMethod`) do it in
-`attention`, which has to follow.
+`attention`, which has to follow, and so do those that rotate keys at their slots (`SlotMethod`).
 
 Logical positions live outside of the stored slots: the next token's position is `seen`, not `len`.
 """
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from .flash import attention
-from .ops import MAX_WINDOW, gather_kv, inference_only, window_attention, window_scores
+from .ops import MAX_WINDOW, gather_kv, inference_only, rope_at_slots, window_attention, window_scores
+from .rope import Rope
 
 
 class Method:
@@ -72,7 +73,11 @@ class Method:
 
     def __repr__(self) -> str:
         names = inspect.signature(type(self)).parameters
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={self._setting(name)!r}' for name in names)})"
+
+    def _setting(self, name: str):
+        """What the constructor got as `name`."""
+        return getattr(self, name)
 
     def __len__(self) -> int:
         """Stored slots per head."""
@@ -158,10 +163,7 @@ class Method:
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         t, seen = k.shape[2], self.seen + k.shape[2]
         k_step, v_step = (k, v) if self.k is None else (torch.cat((self.k, k), 2), torch.cat((self.v, v), 2))
-        pads = self.pads
-        if pads is not None:
-            pads = pads + (self._padding - self.seen).clamp(0, t)
-        self._step_pads = pads
+        self._step_pads = pads = self._pads_with(t)
         indices = self._evict(k_step, v_step, pads, seen)
         if indices is None:
             if self.k is None:  # do not hold on to the caller's memory
@@ -174,16 +176,27 @@ class Method:
         self._step_pads = self.pads
         return self.k, self.v
 
+    def _pads_with(self, t: int) -> Tensor | None:
+        """`pads` when t more columns of the batch are stored."""
+        return None if self.pads is None else self.pads + (self._padding - self.seen).clamp(0, t)
+
     def _keep(self, indices: Tensor, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> None:
         """Evicts all slots of k, v but `indices`, int64 [b, Hk, m]: ascending, -1 first in rows that keep fewer."""
         slots = indices.clamp(min=0) if pads is not None else indices
         self._kept = self._positions(k, seen).gather(2, slots)
         for name in self._by_slot:
             setattr(self, name, getattr(self, name).gather(2, slots))
+        left = pads
         if pads is not None:  # what is kept of a row's padding, alike in all heads, stays first
-            pads = (indices[:, 0] < pads[:, None]).sum(-1, dtype=torch.int32)
-        self.k, self.v = gather_kv(k, v, indices)
-        self.pads, self.seen, self._evicted_at = pads, seen, seen
+            left = (indices[:, 0] < pads[:, None]).sum(-1, dtype=torch.int32)
+        self.k, self.v = self._moved(indices, k, v, pads, left)
+        self.pads, self.seen, self._evicted_at = left, seen, seen
+
+    def _moved(
+        self, indices: Tensor, k: Tensor, v: Tensor, pads: Tensor | None, left: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The slots that stay, in fresh memory. pads, left: int32 [b] or None, padding before and after."""
+        return gather_kv(k, v, indices)
 
     @contextlib.contextmanager
     def _undone_on_error(self) -> Iterator[None]:
@@ -280,6 +293,19 @@ class Method:
             )
 
 
+def check_step(who: str, q: Tensor, k: Tensor, due: int) -> None:
+    """`attention` follows an `append`, and q: [b, Hq, t, d] fits the t = `due` tokens, k: [b, Hk, any, d]."""
+    inference_only(who, q=q)
+    if not due:
+        raise RuntimeError(f"{who}: attention() must follow an append(), once")
+    b, heads, _, d = k.shape
+    if q.dim() != 4 or q.shape[0] != b or q.shape[1] % heads or q.shape[2] != due or q.shape[3] != d:
+        raise ValueError(
+            f"{who}: q must be [b, Hq, t, d] for the tokens just appended, expected [{b}, a multiple of {heads}, "
+            f"{due}, {d}], got {list(q.shape)}"
+        )
+
+
 def summed_scores(q: Tensor, k: Tensor, visible: Tensor, lse: Tensor | None, **options) -> Tensor | None:
     """`ops.window_scores` of any number of rows: blocks of 256, added up in order; None for no rows."""
     total = None
@@ -336,7 +362,7 @@ class AttentionMethod(Method):
         return super()._append(k, v)
 
     def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options) -> Tensor:
-        self._check_queries(q)
+        check_step(type(self).__name__, q, self.k, self._due)
         with self._undone_on_error():
             w = self._rows(q.shape[2])
             out, scores = self._observe(q, k_step, v_step, w, options)
@@ -366,14 +392,133 @@ class AttentionMethod(Method):
         lse = None if lse is None else lse[:, :, last]
         return out, summed_scores(q[:, :, last], k, limits[last], lse, score=self.score, **reductions)
 
-    def _check_queries(self, q: Tensor) -> None:
+
+class SlotMethod(Method):
+    """Base of the methods that can give tokens the positions of their slots: 0, 1, ..., without the evicted ones' gaps.
+
+    positions: "slots"; or "original": keys stay at the positions that they were rotated at.
+    rope: the model's rotary embedding, for slots. With it, the second half of a step has to follow the first: `append`
+        hands on the new tokens, and `attention` rotates all keys at their slots and the queries at theirs (new tokens
+        take the slots after the stored ones), attends, stores and evicts. Without it keys are moved as they come, and
+        their rotation is the caller's business (`kvops.ops.rope_at_slots`).
+    storage: with a rope, "pre_rope": keys are stored without rotation, and rotated whenever they are read; "post_rope":
+        they are stored rotated at their slots and turned when they move, which rounds them each time.
+    """
+
+    def __init__(self, positions: str, storage: str, rope: Rope | None, attend_before_compress: bool = True):
         who = type(self).__name__
-        inference_only(who, q=q)
-        if not self._due:
-            raise RuntimeError(f"{who}: attention() must follow an append(), once")
-        b, heads, _, d = self.k.shape
-        if q.dim() != 4 or q.shape[0] != b or q.shape[1] % heads or q.shape[2] != self._due or q.shape[3] != d:
-            raise ValueError(
-                f"{who}: q must be [b, Hq, t, d] for the tokens just appended, expected [{b}, a multiple of {heads}, "
-                f"{self._due}, {d}], got {list(q.shape)}"
+        for name, value, choices in (
+            ("positions", positions, ("slots", "original")),
+            ("storage", storage, ("pre_rope", "post_rope")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{who}: {name} must be {choices[0]!r} or {choices[1]!r}, got {value!r}")
+        if not (rope is None or isinstance(rope, Rope)):
+            raise TypeError(f"{who}: rope must be a kvops.Rope, got {type(rope).__name__}")
+        if rope is not None and not (positions == "slots" and attend_before_compress):
+            raise ValueError(f"{who}: rope= needs positions='slots' and attend_before_compress=True")
+        self.by_slot, self.storage, self.rope = positions == "slots", storage, rope
+        super().__init__(attend_before_compress)
+
+    def _setting(self, name: str):
+        return ("slots" if self.by_slot else "original") if name == "positions" else super()._setting(name)
+
+    def reset(self) -> None:
+        super().reset()
+        self._due = 0  # tokens appended whose attention has not been computed yet
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        positions: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """As `Method.attend`. positions: int64 [t] or [b, t], where q and k are rotated; None: they are not (yet)."""
+        with self._undone_on_error():
+            k_step, v_step = self.append(k, v)
+            options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
+            return self.attention(q, k_step, v_step, positions=positions, **options)
+
+    def attention(
+        self, q: Tensor, k_step: Tensor, v_step: Tensor, *, positions: Tensor | None = None, **options
+    ) -> Tensor:
+        """The second half of `attend`."""
+        who, t = type(self).__name__, k_step.shape[2]
+        if self.rope is None:
+            if positions is not None:
+                raise ValueError(f"{who}: positions are for an object with rope=, got {list(positions.shape)}")
+            return super().attention(q, k_step, v_step, **options)
+        check_step(who, q, k_step, self._due)
+        positions = self._check_positions(positions, k_step)
+        with self._undone_on_error():
+            n, pads = len(self), self._pads_with(t)
+            slots = self._slots(n + t, pads, k_step.device)
+            interleaved, turn = self.rope.interleaved, self.rope.between(positions, slots[..., n:])
+            q = rope_at_slots(q, *turn, interleaved=interleaved)
+            read = k_step.new_empty(*k_step.shape[:2], n + t, k_step.shape[3])
+            rope_at_slots(k_step, *turn, interleaved=interleaved, out=read[:, :, n:])
+            if self.storage == "post_rope":
+                k = read
+                if n:
+                    read[:, :, :n] = self.k
+            else:
+                k = k_step.clone(memory_format=torch.contiguous_format)
+                if positions is not None:
+                    rope_at_slots(k, *self.rope.between(positions, None), interleaved=interleaved, out=k)
+                if n:
+                    tables = self.rope.first(n, k.device) if pads is None else self.rope.tables(slots[..., :n])
+                    rope_at_slots(self.k, *tables, interleaved=interleaved, out=read[:, :, :n])
+                    k = torch.cat((self.k, k), 2)
+            v = v_step.clone(memory_format=torch.contiguous_format) if n == 0 else torch.cat((self.v, v_step), 2)
+            out = attention(q, read, v, starts=pads, **options).out
+            seen = self.seen + t
+            indices = self._evict(k, v, pads, seen)
+            if indices is None:
+                self.k, self.v, self.pads, self.seen = k, v, pads, seen
+            else:
+                self._keep(indices, k, v, pads, seen)
+            self._due = 0
+        return out
+
+    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.rope is None:
+            return super()._append(k, v)
+        if self._due:
+            raise RuntimeError(
+                f"{type(self).__name__}: the attention of the last {self._due} tokens was never computed, and with "
+                "rope= that is what stores them; call attend(), or attention() after append() (with transformers: "
+                "kvops.hf.use_attention(model))"
             )
+        self._due = k.shape[2]
+        return k, v
+
+    def _moved(
+        self, indices: Tensor, k: Tensor, v: Tensor, pads: Tensor | None, left: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        k, v = super()._moved(indices, k, v, pads, left)
+        if self.rope is not None and self.storage == "post_rope":  # all heads keep the same slots
+            old = indices[0, 0] if pads is None else (indices[:, 0] - pads[:, None]).clamp(min=0)
+            new = self._slots(indices.shape[2], left, k.device)
+            rope_at_slots(k, *self.rope.between(old, new), interleaved=self.rope.interleaved, out=k)
+        return k, v
+
+    @staticmethod
+    def _slots(n: int, pads: Tensor | None, device: torch.device) -> Tensor:
+        """The positions of n slots: int64 [n]; of rows that begin with padding [b, n], 0 there."""
+        slots = torch.arange(n, device=device)
+        return slots if pads is None else (slots - pads[:, None]).clamp(min=0)
+
+    def _check_positions(self, positions: Tensor | None, k: Tensor) -> Tensor | None:
+        if positions is None:
+            return None
+        b, t = k.shape[0], k.shape[2]
+        integers = isinstance(positions, Tensor) and positions.dtype in (torch.int32, torch.int64)
+        if not integers or positions.shape not in ((t,), (1, t), (b, t)):
+            got = f"{positions.dtype} {list(positions.shape)}" if isinstance(positions, Tensor) else repr(positions)
+            raise ValueError(f"{type(self).__name__}: positions must be int64 [{t}] or [{b}, {t}], got {got}")
+        return positions[0] if positions.dim() == 2 and positions.shape[0] == 1 else positions

@@ -192,9 +192,14 @@ def make_ladder(num_layers: int, span: int | None, overlap: int | None, pattern:
     )
 
 
+def least_budget(sinks: int, ladder: Ladder) -> int:
+    """What a budget has to hold: the sinks, a ladder's kept slots, and the newest `num_layers` slots."""
+    return sinks + ladder.num_layers + ladder.kept
+
+
 def check_budget(op: str, budget: int, sinks: int, ladder: Ladder) -> None:
-    """The budget holds the sinks, a ladder's kept slots, and the newest `num_layers` slots."""
-    least = sinks + ladder.num_layers + ladder.kept
+    """The budget is at least the least."""
+    least = least_budget(sinks, ladder)
     if sinks < 0 or budget < least:
         raise ValueError(
             f"{op}: budget must hold sinks + num_layers + the {ladder.kept} kept slots of a ladder, expected at least "

@@ -7,7 +7,7 @@ or one of positions that a model has interpolated are all a cosine and a sine pe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class Rope:
     interleaved: bool = False
     scaling: float = 1.0
     dtype: torch.dtype | None = None
+    _first: dict = field(default_factory=dict, init=False, repr=False)  # device: tables of the first positions
 
     @staticmethod
     def of(dim: int, theta: float = 10000.0, *, interleaved: bool = False, device=None) -> Rope:
@@ -40,6 +41,13 @@ class Rope:
         angles = positions.unsqueeze(-1).float() * self.inv_freq.to(positions.device)
         tables = (angles.cos() * self.scaling, angles.sin() * self.scaling)
         return tables if self.dtype is None else tuple(x.to(self.dtype).float() for x in tables)
+
+    def first(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`tables` of the positions 0 .. n - 1, made once: fp32 [n, pairs] each."""
+        tables = self._first.get(device)
+        if tables is None or len(tables[0]) < n:
+            tables = self._first[device] = self.tables(torch.arange(n + n // 2, device=device))
+        return tables[0][:n], tables[1][:n]
 
     def between(self, old: Tensor | None, new: Tensor | None) -> tuple[Tensor, Tensor]:
         """Cosines and sines that turn what is rotated at the old positions to the new ones; None: not rotated.

@@ -486,7 +486,9 @@ def test_fresh_and_reset_are_empty_with_the_same_settings(method):
 
 
 def test_repr_shows_the_settings():
-    assert repr(kvops.StreamingLLM(8)) == "StreamingLLM(budget=8, sinks=4, attend_before_compress=True)"
+    assert repr(kvops.StreamingLLM(8)) == (
+        "StreamingLLM(budget=8, sinks=4, positions='slots', storage='pre_rope', rope=None, attend_before_compress=True)"
+    )
     assert eval(repr(METHODS[0]), vars(kvops)).sink == 3
 
 

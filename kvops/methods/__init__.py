@@ -15,6 +15,7 @@ from .baselines import (
 from .common import Compressed
 from .h2o import H2O, TOVA, h2o_compress, h2o_compress_, tova_compress, tova_compress_
 from .keydiff import KeyDiff, keydiff_compress, keydiff_compress_
+from .lacache import LaCache, lacache_compress, lacache_compress_, lacache_coverage
 from .lagkv import LagKV, lagkv_compress, lagkv_compress_
 from .laq import LAQ, laq_compress, laq_compress_, recall
 from .snapkv import (
@@ -38,6 +39,7 @@ __all__ = [
     "KeyDiff",
     "L2",
     "LAQ",
+    "LaCache",
     "LagKV",
     "PyramidKV",
     "Random",
@@ -52,6 +54,9 @@ __all__ = [
     "keydiff_compress_",
     "l2_compress",
     "l2_compress_",
+    "lacache_compress",
+    "lacache_compress_",
+    "lacache_coverage",
     "lagkv_compress",
     "lagkv_compress_",
     "laq_compress",

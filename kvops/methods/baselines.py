@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cache import Method
+from ..cache import Method, SlotMethod
 from ..ops import inference_only
+from ..rope import Rope
 from .common import (
     Compressed,
     all_slots,
@@ -35,7 +36,7 @@ def streamingllm_compress(
     fill_invalid: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> Compressed:
-    """StreamingLLM in one call: the first `sinks` tokens and the newest, `budget` in all, at their original positions.
+    """StreamingLLM in one call: the first `sinks` tokens and the newest, `budget` in all. Keys are only moved.
 
     Shapes, budget, starts, lengths, fill_invalid and out as in `keydiff_compress`.
 
@@ -167,19 +168,29 @@ def _skipped(skip_layers: tuple[int, ...], layer: int | None, num_layers: int | 
     return layer in skip_layers and num_layers is not None and num_layers > 8
 
 
-class StreamingLLM(Method):
-    """StreamingLLM's cache of one layer: the first `sinks` tokens and the newest, at their original positions.
+class StreamingLLM(SlotMethod):
+    """StreamingLLM's cache of one layer: the first `sinks` tokens and the newest.
 
-    A fraction is one of the tokens seen, but never less than sinks + 1.
+    budget: tokens; or a fraction of the tokens seen, but never less than sinks + 1.
+    positions, storage, rope: see `SlotMethod`.
     """
 
-    def __init__(self, budget: int | float, *, sinks: int = 4, attend_before_compress: bool = True):
+    def __init__(
+        self,
+        budget: int | float,
+        *,
+        sinks: int = 4,
+        positions: str = "slots",
+        storage: str = "pre_rope",
+        rope: Rope | None = None,
+        attend_before_compress: bool = True,
+    ):
         check_int("StreamingLLM", "sinks", sinks, 0)
         keep = budget_tokens("StreamingLLM", budget, 1)
         if isinstance(budget, int):
             check_holds("StreamingLLM", keep, sinks, 0)
         self.budget, self.sinks = budget, sinks
-        super().__init__(attend_before_compress)
+        super().__init__(positions, storage, rope, attend_before_compress)
 
     def _evict(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> Tensor | None:
         keep = budget_tokens("StreamingLLM", self.budget, seen)

@@ -182,13 +182,13 @@ def all_slots(k: Tensor, starts: Tensor | None, lengths: Tensor | None, fill_inv
 
 # The last step. Everything has been checked but what the moving operators check themselves, before they write.
 
-_IN_PLACE = object()
+IN_PLACE = object()
 _Compress = TypeVar("_Compress", bound=Callable[..., Compressed])
 
 
 def moved(op: str, k: Tensor, v: Tensor, indices: Tensor, out: tuple[Tensor, Tensor] | None) -> Compressed:
     """The kept rows: in fresh memory, in the caller's `out`, or at the front of k and v themselves."""
-    if out is _IN_PLACE:
+    if out is IN_PLACE:
         k, v = compact_kv_(k, v, indices)
     elif out is None or (isinstance(out, (tuple, list)) and len(out) == 2):
         k, v = gather_kv(k, v, indices, out=out)
@@ -206,7 +206,7 @@ def in_place(compress: _Compress) -> _Compress:
     def compress_(*args, **options) -> Compressed:
         if "out" in options:
             raise TypeError(f"{name}_() got an unexpected keyword argument 'out'")
-        return compress(*args, **options, out=_IN_PLACE)
+        return compress(*args, **options, out=IN_PLACE)
 
     functools.update_wrapper(compress_, compress)
     del compress_.__wrapped__

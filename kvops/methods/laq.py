@@ -217,6 +217,8 @@ class LAQ(AttentionMethod):
             check_budget("LAQ", budget, 0, window)
         if stage1 is not None and not isinstance(stage1, Method):
             raise TypeError(f"LAQ: stage1 must be a kvops method such as kvops.Full(), got {type(stage1).__name__}")
+        if getattr(stage1, "rope", None) is not None:
+            raise ValueError("LAQ: stage1 must keep keys as they come, expected no rope=, got one")
         self.budget, self.window, self.steps, self.stage1 = budget, window, steps, stage1
         self.compat_mask, self.score, self.head_mode = compat_mask, score, head_mode
         self.kernel_size, self.pooling, self.pool_first, self.group_reduce = self._pool
