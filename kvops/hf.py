@@ -19,12 +19,18 @@ With the library's attention (`use_attention`) no mask is made: `update()` leave
 and the attention function, which is called next, finds there the method that the keys came from. The method knows its
 padding, sees the queries, and computes the attention with the scores it needs. That serves every method.
 
+Keys and queries come rotated at their logical positions. Methods that give tokens the positions of their slots get the
+step's position_ids and the model's rotary embedding (`model_rope`), and turn both to where they want them.
+
 The only module of kvops that imports transformers.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import re
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -34,8 +40,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cache import Method
+from .cache import Method, SlotMethod
 from .methods import LAQ
+from .rope import Rope
 
 MIN_TRANSFORMERS = "5.15.0"  # the oldest that the tests have run with; before, get_mask_sizes() and crop() differ
 
@@ -64,6 +71,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 __all__ = ["KVCache", "LayerStats", "Stage", "generate", "lookahead", "use_attention"]
 
@@ -106,6 +114,9 @@ class EvictingLayer(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
+        if isinstance(self.method, SlotMethod) and self.method.rope is not None:
+            # transformers rounds cosines and sines to the model's dtype
+            self.method.rope = self.method.rope.to(self.device, self.dtype)
         if self.pads is not None:
             rows, given = key_states.shape[0], self.pads.numel()
             if rows % given:
@@ -208,7 +219,15 @@ def _attention(
     if dropout:
         raise ValueError(f"kvops.hf: the library's attention is inference-only, expected no dropout, got {dropout}")
     sinks = None if s_aux is None else s_aux.float().contiguous()
-    out = layer.method.attention(query, key, value, scale=scaling, softcap=softcap or 0.0, sink_logits=sinks)
+    options = dict(scale=scaling, softcap=softcap or 0.0, sink_logits=sinks)
+    if isinstance(layer.method, SlotMethod) and layer.method.rope is not None:
+        options["positions"] = kwargs.get("position_ids")
+        if options["positions"] is None:
+            raise ValueError(
+                f"kvops.hf: {type(module).__name__} hands no position_ids to its attention, so nothing says where keys "
+                "are rotated; use positions='original'"
+            )
+    out = layer.method.attention(query, key, value, **options)
     layer._mirror()
     return out.transpose(1, 2).contiguous(), None
 
@@ -249,6 +268,53 @@ def use_attention(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+# A statement of an attention's forward that rotates all its queries and keys, whatever the layer, and is the last to
+# change the keys before the cache gets them.
+_ROTATES = re.compile(
+    r"^        (q\w*), (k\w*) = apply_rotary_pos_emb\(\s*\1, \2, cos, sin\)$(?:\n(?! *\2 = ).*)*?\.update\(",
+    re.MULTILINE,
+)
+
+
+def model_rope(config: PreTrainedConfig) -> Rope:
+    """The rotary embedding of a model's full-attention layers, from the code that transformers has for it.
+
+    Its rotary module has the frequencies, `rotate_half` shows which channels are a pair. Whether every layer rotates
+    its keys, and from their first channel on, can only be read off the source: as it does where this finds a model to
+    be like most. ValueError for others: layers without rotation, MLA, positions of several dims, code from elsewhere;
+    and for frequencies that change with the length (dynamic, longrope).
+    """
+    config = config.get_text_config(decoder=True)
+    unclear = (
+        f"KVCache: cannot tell how the model of {type(config).__name__} rotates its keys; give the method "
+        "rope=kvops.Rope(inv_freq, interleaved=...) if all layers rotate them alike, or positions='original'"
+    )
+    model = MODEL_MAPPING.get(type(config), None)
+    if not isinstance(model, type):
+        raise ValueError(unclear)
+    code = sys.modules[model.__module__]
+    source = inspect.getsource(code)
+    rotations = re.findall(r"^ .*= *apply_\w*rotary\w*\(", source, re.MULTILINE)
+    names = [x for x in re.findall(r"^class (\w*RotaryEmbedding)\(", source, re.MULTILINE) if "Vision" not in x]
+    if len(names) != 1 or not 0 < len(rotations) == len(_ROTATES.findall(source)) or not hasattr(code, "rotate_half"):
+        raise ValueError(unclear)
+    rotary = getattr(code, names[0])(config)
+    if hasattr(rotary, "mrope_section") or hasattr(config, "qk_rope_head_dim"):
+        raise ValueError(unclear)
+    kind, prefix = rotary.rope_type, ""
+    if isinstance(kind, dict):  # frequencies by the type of layer
+        kind, prefix = kind["full_attention"], "full_attention_"
+    if kind in ("dynamic", "longrope"):
+        raise ValueError(
+            f"KVCache: rotary frequencies of type {kind!r} change with the length, so slots have no fixed rotation; "
+            "give the method rope=kvops.Rope(inv_freq) of one length, or positions='original'"
+        )
+    half = code.rotate_half(torch.arange(1.0, 5.0)).tolist()
+    interleaved = {(-3, -4, 1, 2): False, (-2, 1, -4, 3): True}[tuple(half)]
+    inv_freq, scaling = getattr(rotary, prefix + "inv_freq"), getattr(rotary, prefix + "attention_scaling")
+    return Rope(inv_freq.float(), interleaved, scaling)
+
+
 class KVCache(DynamicCache):
     """A cache for `past_key_values=` whose full-attention layers evict by `method`.
 
@@ -257,7 +323,8 @@ class KVCache(DynamicCache):
             (sliding window, ...) keep the class that transformers gives them; and whether the attention is the
             library's (`use_attention`).
         method: the rule and its settings, such as `kvops.LagKV(lag=128)` or `kvops.KeyDiff(1024)`. Each layer gets a
-            fresh object with these settings; this one is not touched.
+            fresh object with these settings; this one is not touched. One that gives tokens the positions of their
+            slots gets the model's rotary embedding (`model_rope`), if it has no `rope` yet.
         attention_mask: int or bool [b, n], the mask of the first prompt, when its rows are padded on the left.
         pads: the same said shorter: how many pads each row starts with (b integers). The cache cannot see padding by
             itself: a padded batch without one of the two gives wrong text, because pads are scored and kept as tokens.
@@ -282,6 +349,9 @@ class KVCache(DynamicCache):
         own = config.get_text_config(decoder=True)._attn_implementation == ATTENTION
         if not own:
             _check_stock_attention(method, pads is not None)
+        if isinstance(method, SlotMethod) and method.by_slot and method.rope is None:
+            method = copy.copy(method)
+            method.rope = model_rope(config)
         super().__init__(config=config)
         count = len(self.layers)
         self.layers = [
@@ -472,6 +542,8 @@ def _check_stock_attention(method: Method, padded: bool) -> None:
     """Raises for what the attention of transformers and its masks cannot serve."""
     if method.uses_queries:
         why = "looks at queries, which the attention of transformers does not hand over"
+    elif isinstance(method, SlotMethod) and method.by_slot:
+        why = "rotates keys and queries at their slots (unless positions='original'), before the attention"
     elif not method.uniform_layers:
         why = "leaves the layers with different lengths, but transformers makes one attention mask for all of them"
     elif padded and not method.fixed_budget:

@@ -7,7 +7,7 @@ or one of positions that a model has interpolated are all a cosine and a sine pe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,13 +28,21 @@ class Rope:
     interleaved: bool = False
     scaling: float = 1.0
     dtype: torch.dtype | None = None
-    _first: dict = field(default_factory=dict, init=False, repr=False)  # device: tables of the first positions
+    _made: dict = field(default_factory=dict, init=False, repr=False)  # what `to` and `first` make once
 
     @staticmethod
     def of(dim: int, theta: float = 10000.0, *, interleaved: bool = False, device=None) -> Rope:
         """The plain frequencies theta^(-2 i / dim) of `dim` rotated channels."""
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
         return Rope(1.0 / theta**exponent, interleaved)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Rope:
+        """The same on a device, rounded to `dtype` unless its own is given; made once."""
+        twin = self._made.get((device, dtype))
+        if twin is None:
+            twin = replace(self, inv_freq=self.inv_freq.to(device), dtype=self.dtype or dtype)
+            self._made[device, dtype] = twin
+        return twin
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at these positions, as the model computes them: int [...] -> fp32 [..., pairs] each."""
@@ -44,9 +52,9 @@ class Rope:
 
     def first(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """`tables` of the positions 0 .. n - 1, made once: fp32 [n, pairs] each."""
-        tables = self._first.get(device)
+        tables = self._made.get(device)
         if tables is None or len(tables[0]) < n:
-            tables = self._first[device] = self.tables(torch.arange(n + n // 2, device=device))
+            tables = self._made[device] = self.tables(torch.arange(n + n // 2, device=device))
         return tables[0][:n], tables[1][:n]
 
     def between(self, old: Tensor | None, new: Tensor | None) -> tuple[Tensor, Tensor]:

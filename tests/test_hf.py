@@ -86,14 +86,14 @@ def same(a, b):
 KEEP_ALL = {
     "full": lambda: kvops.Full(),
     "keydiff": lambda: kvops.KeyDiff(400),
-    "streaming": lambda: kvops.StreamingLLM(400),
+    "streaming": lambda: kvops.StreamingLLM(400, positions="original"),
     "random": lambda: kvops.Random(400),
     "lagkv": lambda: kvops.LagKV(lag=128, ratio=0.5),
 }
 EVICT = {
     "keydiff": lambda budget: kvops.KeyDiff(budget),
     "keydiff-recent": lambda budget: kvops.KeyDiff(budget, sinks=2, recent=4),
-    "streaming": lambda budget: kvops.StreamingLLM(budget, sinks=2),
+    "streaming": lambda budget: kvops.StreamingLLM(budget, sinks=2, positions="original"),
     "shared": lambda budget: kvops.KeyDiff(budget, head_mode="shared"),
 }
 
@@ -162,7 +162,7 @@ def test_what_is_kept_after_the_prefill_is_what_the_method_keeps(kind):
     cases = [
         (kvops.KeyDiff(25), lambda k, v: kvops.keydiff_compress(k, v, 25)),
         (kvops.KeyDiff(0.3), lambda k, v: kvops.keydiff_compress(k, v, 0.3)),
-        (kvops.StreamingLLM(25), lambda k, v: kvops.streamingllm_compress(k, v, 25)),
+        (kvops.StreamingLLM(25, positions="original"), lambda k, v: kvops.streamingllm_compress(k, v, 25)),
         (kvops.LagKV(lag=16, ratio=0.25, sink=4), lambda k, v: kvops.lagkv_compress(k, v, 16, 0.25, sink=4)),
     ]
     for method, compress in cases:
@@ -183,7 +183,7 @@ def test_streaming_is_attention_under_an_explicit_mask(attn, chunk):
     n, budget, sinks = 60, 12, 2
     model = make_model(attn=attn)
     ids, _ = make_prompts(n)
-    cache = KVCache(model.config, kvops.StreamingLLM(budget, sinks=sinks))
+    cache = KVCache(model.config, kvops.StreamingLLM(budget, sinks=sinks, positions="original"))
     with torch.no_grad():
         got = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(chunk, 1)], 1)
 
@@ -361,7 +361,7 @@ def test_a_trained_model_finds_the_key_in_a_padded_batch(options):
     ]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
     found = {}
-    for method in (kvops.KeyDiff(640), kvops.StreamingLLM(640)):
+    for method in (kvops.KeyDiff(640), kvops.StreamingLLM(640, positions="original")):
         cache = KVCache(model.config, method, attention_mask=inputs["attention_mask"])
         out = model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False, **options)
         found[type(method)] = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :])
@@ -381,7 +381,7 @@ def storage_bytes(*tensors):
     "method, kept",
     [
         (kvops.KeyDiff(24), 24),
-        (kvops.StreamingLLM(24), 24),
+        (kvops.StreamingLLM(24, positions="original"), 24),
         (kvops.Random(0.25), 50),
         (kvops.LagKV(lag=16, ratio=0.25, sink=4), 4 + 11 * 4 + 16 + 4),  # Eq. 10: P = 196 // 16 = 12, rest 4
         (kvops.Full(), 200),

@@ -25,7 +25,8 @@ METHODS = {
     "keydiff": lambda budget=24: kvops.KeyDiff(budget),
     "lagkv": lambda budget=24: kvops.LagKV(lag=budget // 3, ratio=0.25, sink=2),
     "lagkv-l2": lambda budget=24: kvops.LagKV(lag=budget // 3, ratio=0.25, sink=2, score="l2"),
-    "streaming": lambda budget=24: kvops.StreamingLLM(budget),
+    "streaming": lambda budget=24: kvops.StreamingLLM(budget, positions="original"),
+    "lacache": lambda budget=24: kvops.LaCache(budget, positions="original"),
 }
 every_method = pytest.mark.parametrize("method", METHODS)
 
