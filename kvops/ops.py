@@ -292,6 +292,8 @@ def _layers(op: str, **groups: Layers | None) -> tuple[list[Tensor], ...]:
     """Each group as a list; a tensor is one layer."""
     lists = tuple([x] if isinstance(x, Tensor) else list(x) for x in groups.values())
     for name, tensors in zip(groups, lists):
+        if not tensors:
+            raise ValueError(f"{op}: {name} must hold at least one layer, got none")
         for i, x in enumerate(tensors):
             inference_only(op, **{f"{name}[{i}]" if len(tensors) > 1 else name: x})
     return lists

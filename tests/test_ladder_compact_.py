@@ -133,7 +133,7 @@ def test_many_heads():
 @pytest.mark.parametrize("heads", [1, 8])
 def test_repeatable(d, heads):
     """Rows that are overtaken while they are still to be read would not be."""
-    n = kit.size(3_000, 700)
+    n = kit.size(1_500, 700)
     k, v = kit.kv(1, heads, n, d, torch.bfloat16)
     for budget in (n // 3, n - 3):
         plan = lacache_plan(n, num_layers=8, budget=budget)

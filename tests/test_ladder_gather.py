@@ -166,13 +166,13 @@ def test_turns_of_any_size(dtype, interleaved):
     plan = LadderPlan(ladder, (2047 << 20) + 10, ((0, 2047),), LadderState(0, 0))
     k, v = kit.kv(1, 1, 1, 16, dtype, dv=8)
     k, v = (x.expand(-1, -1, plan.n, -1) for x in (k, v))
-    inv_freq = torch.tensor([1.0, 0.8, 0.1, 1 / 7, 1e-3, 1e-5, 1e-9, 3.0])
+    inv_freq = torch.tensor([1.0, 0.8, 0.1, 1 / 7, 1e-2, 1e-3, 1e-5, 1e-9])
     k_out, _ = ops.ladder_gather(k, v, plan, 5, inv_freq=inv_freq, interleaved=interleaved)
     slots = torch.arange(len(plan))
     source = torch.where(slots < 2047, (slots << 20) + 5, slots + 2047 * ladder.freed)
     assert source[-1] - slots[-1] > 2**31 - 2**21
     angles = (slots - source).double().unsqueeze(-1) * inv_freq.double()
-    exact = reference.rotate(k[:, :, :1].double(), angles.cos(), angles.sin(), interleaved)
+    exact = reference.rotate(k[:, :, : len(plan)].double(), angles.cos(), angles.sin(), interleaved)
     kit.assert_rounded_once(k_out, exact, pair_size(k[:, :, :1], 8, interleaved))
 
 
@@ -307,7 +307,8 @@ def bad_plans():
         ([40, 8, 2, 2, 0], ("0 <= overlap < span <= num_layers", "overlap 2, span 2")),
         ([40, 8, 2, 1, 2], (r"pattern must be 0 \(paper\) or 1 \(official\), got 2",)),
         ([40, 8, 2, 1, 0, 34, 1], ("pass 0 of plan", "the 40 slots", "got 1 ladders of 7 slots from slot 34 on")),
-        ([40, 8, 2, 1, 0, 2, 3, 18, 1], ("pass 1 of plan", "the 25 slots", "from slot 18 on")),
+        ([40, 8, 2, 1, 0, 2, 3, 19, 1], ("pass 1 of plan", "the 25 slots", "from slot 19 on")),
+        ([40, 8, 2, 1, 0, 2**63 - 1, 1], ("pass 0 of plan", "from slot 9223372036854775807 on")),
         ([40, 8, 2, 1, 0, -1, 1], ("pass 0 of plan", "from slot -1 on")),
         ([40, 8, 2, 1, 0, 2, 0], ("pass 0 of plan", "got 0 ladders")),
         ([40, 8, 2, 1, 0, 2, 2**62], ("pass 0 of plan", "got 4611686018427387904 ladders")),
@@ -322,7 +323,7 @@ def bad_layers(k, v):
         ((k[0], v, 3, {}), ("k must be", r"\[2, 40, 16\]")),
         ((k, v.half(), 3, {}), ("v must have k's dtype",)),
         ((k, v[:, :, :20], 3, {}), ("v must have k's batch",)),
-        (([], [], [], {}), ("at least one layer, got none",)),
+        (([], [], [], {}), ("k must hold at least one layer, got none",)),
         (([k], [v, v.clone()], [3], {}), ("equally many, got 1, 2 and 1",)),
         (([k], [v], [3, 4], {}), ("equally many, got 1, 1 and 2",)),
         (([k, k.half()], [v, v.half()], [3, 4], {}), ("all layers must have one dtype, expected Float, got Half", "4")),
@@ -358,7 +359,8 @@ def test_bad_input_changes_nothing():
         ((k, v), (out[0][:, :, :9], out[1]), ("k_out must be", r"\[1, 2, 25, 16\], got \[1, 2, 9, 16\]")),
         ((k, v), (out[0], out[1][..., :8]), ("v_out must be", r"\[1, 2, 25, 16\], got \[1, 2, 25, 8\]")),
         ((k, v), (out[0].half(), out[1]), ("k_out must have k's dtype",)),
-        ((k, v), ([], []), ("one tensor for each of the 1 layers, got 0 and 0",)),
+        ((k, v), ([], []), (r"out\[0\] must hold at least one layer, got none",)),
+        ((k, v), ([out[0]] * 2, [out[1]]), ("one tensor for each of the 1 layers, got 2 and 1",)),
         ((k, v), (out[0], out[0]), ("what is written must share no memory",)),
         ((k, v), (k[:, :, :m], out[1]), ("what is written must share no memory",)),
         ((k, v), (out[0], k[:, :, m - 10 : 2 * m - 10]), ("what is written must share no memory",)),

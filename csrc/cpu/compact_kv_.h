@@ -12,9 +12,6 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-// Destinations this far (bytes) behind their source have left the cache and are written by streaming stores.
-constexpr int64_t kStreamed = 4 << 20;
-
 void compact_strip(const Strip x, const int64_t* index, int64_t index_stride, int64_t m, bool may_stream) {
   const int64_t far = rows_ahead(x.bytes);
   int64_t i = 0;
@@ -27,7 +24,7 @@ void compact_strip(const Strip x, const int64_t* index, int64_t index_stride, in
     const int64_t source = index[i * index_stride];
     if (source < 0)
       memset(x.row(i), 0, x.bytes);
-    else if (may_stream && (source - i) * x.stride >= kStreamed)
+    else if (may_stream && (source - i) * x.stride >= kStreamedMove)
       StreamRow{}(x.row(i), x.row(source), x.bytes);
     else
       CopyRow{}(x.row(i), x.row(source), x.bytes);
@@ -45,13 +42,11 @@ void compact_kv_(const CompactKVParams& p, const Workers& workers) {
     for (int64_t unit = mine.first; unit < mine.last; ++unit) {
       const int64_t row = unit / wanted, head = row / 2;
       const KVView& x = row % 2 ? p.v : p.k;
-      const Share lines = share((x.row_bytes + 63) / 64, unit % wanted, wanted);
-      const int64_t end = lines.last * 64 < x.row_bytes ? lines.last * 64 : x.row_bytes;
-      const int64_t b = head / p.heads, h = head % p.heads, bytes = end - lines.first * 64;
-      if (bytes <= 0) continue;
-      const Strip strip(x.row(b, h, 0) + lines.first * 64, x.stride_n, bytes);
+      const int64_t b = head / p.heads, h = head % p.heads;
+      const Strip strip = column_strip(x, b, h, unit % wanted, wanted);
+      if (strip.bytes == 0) continue;
       compact_strip(strip, p.indices.data + b * p.indices.stride_b + h * p.indices.stride_h, p.indices.stride_m,
-                    p.indices.m, streamable(x) && bytes % VB == 0);
+                    p.indices.m, streamable(x) && strip.bytes % VB == 0);
     }
   });
 }

@@ -1,8 +1,6 @@
 // check.h first: it makes the checks in ops/ visible.
 #include "../check.h"
 //
-#include <sys/mman.h>
-
 #include "../ops/gather_kv.h"
 #include "launch.h"
 
@@ -19,20 +17,9 @@ void run(const Tensor& indices, const GatherKVParams& p) {
   gather_kv_cpu(p, none.workers(threads_for(p.b * p.heads * p.indices.m * (p.k.row_bytes + p.v.row_bytes))));
 }
 
-// The first touch of fresh memory costs a page fault a page, more than the copy itself: ask for huge pages.
-void advise_huge_pages(const Tensor& x) {
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t kHuge = uintptr_t{2} << 20;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(x.mutable_data_ptr()), bytes = x.numel() * x.element_size();
-  const uintptr_t first = (begin + kHuge - 1) / kHuge * kHuge, last = (begin + bytes) / kHuge * kHuge;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
-}
-
 // A fresh contiguous [b, Hk, m, d] like `like`, and its rows.
 Tensor fresh(const GatherKVParams& p, const Tensor& like, KVView& rows) {
-  const Tensor out = empty(like, std::array{p.b, p.heads, p.indices.m, like.size(3)}, like.scalar_type());
-  advise_huge_pages(out);
+  const Tensor out = empty_huge(like, {p.b, p.heads, p.indices.m, like.size(3)});
   rows = check_kv("gather_kv", "out", out, true);
   return out;
 }

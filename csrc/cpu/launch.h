@@ -1,5 +1,7 @@
-// What every cpu/<op>.cpp does around its body: torch's threads and scratch memory.
+// What every cpu/<op>.cpp does around its body: torch's threads, scratch memory, outputs.
 #pragma once
+#include <sys/mman.h>
+
 #include "../check.h"
 #include "isa.h"
 
@@ -24,5 +26,19 @@ class Scratch {
  private:
   float* data_;
 };
+
+// A fresh contiguous tensor of like's dtype. The first touch of fresh memory costs a page fault a page, more than
+// writing the rows: it asks for huge pages.
+inline Tensor empty_huge(const Tensor& like, const std::array<int64_t, 4>& sizes) {
+  const Tensor out = empty(like, sizes, like.scalar_type());
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kHuge = uintptr_t{2} << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(out.mutable_data_ptr());
+  const uintptr_t first = (begin + kHuge - 1) / kHuge * kHuge;
+  const uintptr_t last = (begin + out.numel() * out.element_size()) / kHuge * kHuge;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+  return out;
+}
 
 }  // namespace kvops

@@ -1,4 +1,4 @@
-// Moving rows of 16-byte multiples: what gather_kv and compact_kv_ share.
+// Moving rows of 16-byte multiples: what gather_kv, compact_kv_ and the ladder share.
 #pragma once
 #include "simd.h"
 
@@ -14,6 +14,17 @@ struct Strip {
   Strip(char* data_, int64_t stride_, int64_t bytes_) : data(data_), stride(stride_), bytes(bytes_) {}
   char* row(int64_t i) const { return data + i * stride; }
 };
+
+// Part `part` of the columns of x's rows, in whole cache lines; of no bytes if there are fewer lines than parts.
+inline Strip column_strip(const KVView& x, int64_t b, int64_t h, int64_t part, int64_t parts) {
+  const Share lines = share((x.row_bytes + 63) / 64, part, parts);
+  const int64_t first = lines.first * 64, last = lines.last * 64 < x.row_bytes ? lines.last * 64 : x.row_bytes;
+  return {x.row(b, h, 0) + first, x.stride_n, first < last ? last - first : 0};
+}
+
+// Destinations of an in-place move this far (bytes) behind their source have left the cache and are written by
+// streaming stores; so are outputs of at least so many bytes elsewhere.
+constexpr int64_t kStreamedMove = 4 << 20, kStreamedOutput = 16 << 20;
 
 // Kept rows jump, which the hardware's prefetch does not follow: those about 8 KiB ahead are asked for by hand.
 inline int64_t rows_ahead(int64_t bytes) {

@@ -166,14 +166,20 @@ inline F reduce_lanes(F* rows, const Op& op) {
   return op(KVOPS_SHUFFLE(rows[0], rows[1], 0, 1, 4, 5), KVOPS_SHUFFLE(rows[0], rows[1], 2, 3, 6, 7));
 #endif
 }
-// The even and the odd lanes of a, then those of b.
+// KVOPS_LANES: the even (first = 0) or odd lanes of a, then those of b. KVOPS_ZIP: lanes of a and b in turns, from
+// `first` on.
 #if defined(__AVX512F__)
+#define KVOPS_ZIP(first)                                                                                         \
+  first, first + 16, first + 1, first + 17, first + 2, first + 18, first + 3, first + 19, first + 4, first + 20, \
+      first + 5, first + 21, first + 6, first + 22, first + 7, first + 23
 #define KVOPS_LANES(first)                                                                                       \
   first, first + 2, first + 4, first + 6, first + 8, first + 10, first + 12, first + 14, first + 16, first + 18, \
       first + 20, first + 22, first + 24, first + 26, first + 28, first + 30
 #elif defined(__AVX2__)
+#define KVOPS_ZIP(first) first, first + 8, first + 1, first + 9, first + 2, first + 10, first + 3, first + 11
 #define KVOPS_LANES(first) first, first + 2, first + 4, first + 6, first + 8, first + 10, first + 12, first + 14
 #else
+#define KVOPS_ZIP(first) first, first + 4, first + 1, first + 5
 #define KVOPS_LANES(first) first, first + 2, first + 4, first + 6
 #endif
 inline F evens(F a, F b) {
@@ -181,6 +187,14 @@ inline F evens(F a, F b) {
 }
 inline F odds(F a, F b) {
   return KVOPS_SHUFFLE(a, b, KVOPS_LANES(1));
+}
+
+// Back from evens and odds.
+inline F zip_low(F a, F b) {
+  return KVOPS_SHUFFLE(a, b, KVOPS_ZIP(0));
+}
+inline F zip_high(F a, F b) {
+  return KVOPS_SHUFFLE(a, b, KVOPS_ZIP(VL / 2));
 }
 
 inline F sum_lanes(F* rows) {
@@ -287,6 +301,10 @@ inline void widen(U raw, F* out, const Half*) {
 }
 #endif
 
+// Do `widen` and `narrow` keep the order of the channels?
+template <class T>
+constexpr bool kInOrder = sizeof(T) == 4 || (kHalfInOrder && !__is_same(T, BFloat16));
+
 inline float to_float(float x) {
   return x;
 }
@@ -331,6 +349,50 @@ inline void from_float(float x, Half* out) {
   }
   out->bits = static_cast<uint16_t>(sign | bits);
 }
+
+// Back from `widen`: the nearest values of the type, ties to even.
+inline U narrow(const F* x, const float*) {
+  return (U)x[0];
+}
+inline U narrow(const F* x, const BFloat16*) {
+  U bits[2];
+  for (int i = 0; i < 2; ++i) {
+    const U raw = (U)x[i];
+    bits[i] = x[i] == x[i] ? raw + 0x7fffu + (raw >> 16 & 1u) : raw | 0x400000u;
+  }
+  return bits[0] >> 16 | (bits[1] & 0xffff0000u);
+}
+#if defined(__AVX512F__)
+inline U narrow(const F* x, const Half*) {
+  const __m256i low = _mm512_cvtps_ph(x[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256i high = _mm512_cvtps_ph(x[1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return (U)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+#elif defined(__F16C__)
+inline U narrow(const F* x, const Half*) {
+  const __m128i low = _mm256_cvtps_ph(x[0], _MM_FROUND_TO_NEAREST_INT);
+  const __m128i high = _mm256_cvtps_ph(x[1], _MM_FROUND_TO_NEAREST_INT);
+  return (U)_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+#elif defined(__aarch64__)
+inline U narrow(const F* x, const Half*) {
+  return (U)vcombine_f16(vcvt_f16_f32((float32x4_t)x[0]), vcvt_f16_f32((float32x4_t)x[1]));
+}
+#else
+inline U float_to_half(F x) {  // as from_float below
+  const I bits = (I)x & 0x7fffffff;
+  const I normal = (bits - 0x37fff001 + (bits >> 13 & 1)) >> 13;
+  const I subnormal = (I)((F)bits + 0.5f) - 0x3f000000;
+  const I half = bits > 0x7f800000   ? (I{} + 0x7e00)
+                 : bits > 0x477fefff ? (I{} + 0x7c00)
+                 : bits < 0x38800000 ? subnormal
+                                     : normal;
+  return (U)half | ((U)x >> 16 & 0x8000u);
+}
+inline U narrow(const F* x, const Half*) {
+  return float_to_half(x[0]) | float_to_half(x[1]) << 16;
+}
+#endif
 
 template <class T>
 inline void load(const T* p, F* out) {
@@ -390,8 +452,7 @@ inline void prefetch(const T* p, int64_t c, int64_t distance) {
 // Index of channel c in an array of floats filled register by register.
 template <class T>
 inline int64_t channel_slot(int64_t c) {
-  constexpr bool in_order = sizeof(T) == 4 || (kHalfInOrder && sizeof(T) == 2 && !__is_same(T, BFloat16));
-  if (in_order) return c;
+  if (kInOrder<T>) return c;
   const int64_t in = c % kStep<T>;
   return c - in + (in % 2) * VL + in / 2;
 }

@@ -22,8 +22,9 @@ struct LadderMoves {
   LadderPass passes[kMaxPasses];
 
   // The slot that the row of slot p < kept comes from: strictly increasing in p, and never below p. `run`: so many
-  // slots from p on come from consecutive ones.
-  KVOPS_HOST_DEVICE int32_t source(int32_t p, int32_t offset, int32_t& run) const {
+  // slots from p on come from consecutive ones. Always inlined: a copy of its own, compiled for one instruction set,
+  // could be linked in for every CPU.
+  __attribute__((always_inline)) KVOPS_HOST_DEVICE int32_t source(int32_t p, int32_t offset, int32_t& run) const {
     run = kept - p;
     for (int32_t i = num_passes - 1; i >= 0; --i) {
       const int32_t in = p - passes[i].cursor;
@@ -49,6 +50,11 @@ struct LadderRope {
   int64_t pairs;          // channels 2 * pairs and above stay
   bool interleaved;       // pair i is channels 2 i, 2 i + 1 (GPT-J), else i, i + pairs (NeoX)
 };
+
+// Floats of scratch that a CPU worker needs: cosines and sines, each rounded up to a 64-byte register.
+inline int64_t ladder_scratch(const LadderRope& rope) {
+  return rope.inv_freq ? 2 * ((rope.pairs + 15) / 16 * 16) : 0;
+}
 
 struct LadderLayer {
   KVView k, v;          // [b, Hk, n, d], [b, Hk, n, dv]
@@ -79,8 +85,8 @@ inline LadderMoves check_ladder_plan(const char* op, const std::vector<int64_t>&
   const int64_t n = plan[0], layers = plan[1], span = plan[2], overlap = plan[3], step = span - overlap;
   KVOPS_CHECK(0 <= n && n <= std::numeric_limits<int32_t>::max(), op, ": plan's n must fit int32, got ", n);
   KVOPS_CHECK(1 <= span && span <= layers && 0 <= overlap && overlap < span && layers <= 1 << 20, op,
-              ": plan needs 0 <= overlap < span <= num_layers, got overlap ", overlap, ", span ", span,
-              ", num_layers ", layers);
+              ": plan needs 0 <= overlap < span <= num_layers, got overlap ", overlap, ", span ", span, ", num_layers ",
+              layers);
   KVOPS_CHECK(plan[4] == 0 || plan[4] == 1, op, ": plan's pattern must be 0 (paper) or 1 (official), got ", plan[4]);
   const int64_t length = 1 + (layers - span + step - 1) / step, keep = std::min((span + step - 1) / step, length);
   const int64_t passes = static_cast<int64_t>(plan.size() - 5) / 2;
@@ -96,9 +102,9 @@ inline LadderMoves check_ladder_plan(const char* op, const std::vector<int64_t>&
   int64_t left = n;
   for (int64_t i = 0; i < passes; ++i) {
     const int64_t cursor = plan[5 + 2 * i], count = plan[6 + 2 * i];
-    KVOPS_CHECK(0 <= cursor && 0 < count && count <= left && cursor + count * length <= left, op, ": pass ", i,
-                " of plan must lie in the ", left, " slots that are left, got ", count, " ladders of ", length,
-                " slots from slot ", cursor, " on");
+    KVOPS_CHECK(0 <= cursor && cursor <= left && 0 < count && count <= left && cursor + count * length <= left, op,
+                ": pass ", i, " of plan must lie in the ", left, " slots that are left, got ", count, " ladders of ",
+                length, " slots from slot ", cursor, " on");
     moves.passes[i] = {static_cast<int32_t>(cursor), static_cast<int32_t>(count)};
     moves.first = std::min(moves.first, static_cast<int32_t>(cursor));
     left -= count * moves.free;
@@ -118,10 +124,10 @@ inline LadderRope check_ladder_rope(const char* op, const OptionalTensor& inv_fr
   if (!inv_freq) return {nullptr, 0, interleaved};
   check_same_device(op, "inv_freq", *inv_freq, k);
   check_scalar_type(op, "inv_freq", *inv_freq, ScalarType::Float);
-  KVOPS_CHECK(inv_freq->dim() == 1 && inv_freq->is_contiguous() && 1 <= inv_freq->size(0) &&
-                  2 * inv_freq->size(0) <= k.size(3),
-              op, ": inv_freq must be a contiguous fp32 [pairs] with 2 * pairs at most the head_dim ", k.size(3),
-              ", got ", shape(*inv_freq));
+  KVOPS_CHECK(
+      inv_freq->dim() == 1 && inv_freq->is_contiguous() && 1 <= inv_freq->size(0) && 2 * inv_freq->size(0) <= k.size(3),
+      op, ": inv_freq must be a contiguous fp32 [pairs] with 2 * pairs at most the head_dim ", k.size(3), ", got ",
+      shape(*inv_freq));
   return {static_cast<const float*>(inv_freq->const_data_ptr()), inv_freq->size(0), interleaved};
 }
 
@@ -157,8 +163,8 @@ inline LadderCall check_ladder(const char* op, const std::vector<Tensor>& k, con
                                const std::vector<int64_t>& plan, const std::vector<int64_t>& layer,
                                const OptionalTensor& inv_freq, bool interleaved, bool in_place) {
   KVOPS_CHECK(!k.empty(), op, ": k must hold at least one layer, got none");
-  KVOPS_CHECK(k.size() == v.size() && k.size() == layer.size(), op,
-              ": k, v and layer must be equally many, got ", k.size(), ", ", v.size(), " and ", layer.size());
+  KVOPS_CHECK(k.size() == v.size() && k.size() == layer.size(), op, ": k, v and layer must be equally many, got ",
+              k.size(), ", ", v.size(), " and ", layer.size());
   LadderCall call{};
   LadderParams& p = call.params;
   for (size_t i = 0; i < k.size(); ++i) {

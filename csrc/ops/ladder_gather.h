@@ -26,10 +26,9 @@ inline void set_ladder_gather_targets(const std::vector<Tensor>& k, const std::v
                 torch::headeronly::toString(out.scalar_type()));
     const KVView view = check_kv(op, name, out, true);
     const LadderParams& p = call.params;
-    KVOPS_CHECK(out.size(0) == p.b && out.size(1) == p.heads && out.size(2) == p.moves.kept &&
-                    out.size(3) == like.size(3),
-                op, ": ", name, " must be [", p.b, ", ", p.heads, ", ", p.moves.kept, ", ", like.size(3), "], got ",
-                shape(out));
+    KVOPS_CHECK(
+        out.size(0) == p.b && out.size(1) == p.heads && out.size(2) == p.moves.kept && out.size(3) == like.size(3), op,
+        ": ", name, " must be [", p.b, ", ", p.heads, ", ", p.moves.kept, ", ", like.size(3), "], got ", shape(out));
     return view;
   };
   for (size_t i = 0; i < k.size(); ++i) {

@@ -36,8 +36,8 @@ inline RopeAtSlotsParams check_rope_at_slots(const Tensor& k, const Tensor& cos,
     const int64_t dims = x.dim(), rows = dims >= 2 ? x.size(dims - 2) : 0;
     pairs = dims >= 2 ? x.size(dims - 1) : 0;
     KVOPS_CHECK((dims == 2 || (dims == 3 && x.size(0) == b)) && rows == n && 1 <= pairs && 2 * pairs <= d, op, ": ",
-                name, " must be fp32 [", n, ", pairs] or [", b, ", ", n, ", pairs] with 2 * pairs at most the head_dim ",
-                d, ", got ", shape(x));
+                name, " must be fp32 [", n, ", pairs] or [", b, ", ", n,
+                ", pairs] with 2 * pairs at most the head_dim ", d, ", got ", shape(x));
     KVOPS_CHECK(x.stride(dims - 1) == 1 || pairs == 1, op, ": ", name, " must have a contiguous last dim, got stride ",
                 x.stride(dims - 1));
     return {static_cast<const float*>(x.const_data_ptr()), dims == 3 ? x.stride(0) : 0, x.stride(dims - 2)};

@@ -1,0 +1,35 @@
+// LaCache's compaction, in place, on the CPU: the slots that the ladder keeps, moved to the front, of all layers at
+// once.
+//
+// Sources ascend and never lie below their slot, so going forward no source that is still needed is overwritten, and no
+// extra memory is used. The rows of one (layer, batch, head) of K or V are one chain; chains of all layers are split
+// over threads, and if those are too few, columns of their rows (but not of keys that are turned: a pair's channels lie
+// apart). Bytes: 2 x the rows that move; those before the first ladder, and those that a ladder leaves where they are,
+// are not touched. Between two decode steps rows move by a few slots only, so what is written is still in the cache.
+#include "../ops/ladder_compact_.h"
+#include "ladder.h"
+
+namespace kvops::KVOPS_ISA {
+
+void ladder_compact_(const LadderParams& p, const Workers& workers) {
+  const int64_t heads = p.b * p.heads, chains = 2 * p.num_layers * heads;
+  const int64_t wanted = chains >= workers.count ? 1 : (workers.count + chains - 1) / chains;
+  parallel_for(workers, workers.count, [&](int64_t worker) {
+    float* const tables = workers.workspace + worker * ladder_scratch(p.rope);
+    const Share mine = share(chains * wanted, worker, workers.count);
+    for (int64_t unit = mine.first; unit < mine.last; ++unit) {
+      const int64_t chain = unit / wanted, head = chain / 2 % heads, part = unit % wanted;
+      const bool is_key = chain % 2 == 0, whole = is_key && p.rope.inv_freq;
+      if (whole && part > 0) continue;
+      const LadderLayer& layer = p.layers[chain / 2 / heads];
+      const KVView& x = is_key ? layer.k : layer.v;
+      const Strip strip = column_strip(x, head / p.heads, head % p.heads, part, whole ? 1 : wanted);
+      if (strip.bytes == 0) continue;
+      const int64_t stream_from = kStreamedMove / (strip.stride > 0 ? strip.stride : 1) + 1;
+      move_strip(p, layer.offset, x, is_key, strip, strip, {p.moves.first, p.moves.kept}, stream_from, tables);
+    }
+    stream_fence();
+  });
+}
+
+}  // namespace kvops::KVOPS_ISA

@@ -1,0 +1,45 @@
+// Keys rotated at their slots when they are read, on the CPU (rope.h has the formula).
+//
+// Bytes that must move: K read once and written once, and the table once. A slot's cosines and sines, fp32, are as many
+// bytes as two heads' keys, and all heads need them: work is split over (batch, short runs of slots), and a run's part
+// of the table stays in the cache while one head after the other goes by. Large outputs elsewhere are streamed.
+#include "../dispatch.h"
+#include "../ops/rope_at_slots.h"
+#include "rope.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+constexpr int64_t kRun = 32;  // slots in a unit of work
+
+template <class T, class Put>
+void rotate_run(const RopeAtSlotsParams& p, int64_t b, int64_t first, int64_t last, const Put put) {
+  for (int64_t h = 0; h < p.heads; ++h) {
+    const Strip in(p.k, b, h), out(p.out, b, h);
+    for (int64_t i = first; i < last; ++i)
+      rotate_row<T>(out.row(i), in.row(i), in.bytes, p.cos.row(b, i), p.sin.row(b, i), p.pairs, p.interleaved, put);
+  }
+}
+
+}  // namespace
+
+void rope_at_slots(const RopeAtSlotsParams& p, const Workers& workers) {
+  const int64_t runs = (p.n + kRun - 1) / kRun, bytes = p.b * p.heads * p.n * p.k.row_bytes;
+  with_dtype(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    const bool stream = bytes >= kStreamedOutput && p.out.data != p.k.data && streamable_turned<T>(p.out, p.pairs);
+    parallel_for(workers, workers.count, [&](int64_t worker) {
+      const Share mine = share(p.b * runs, worker, workers.count);
+      for (int64_t unit = mine.first; unit < mine.last; ++unit) {
+        const int64_t b = unit / runs, first = unit % runs * kRun, last = p.n - first < kRun ? p.n : first + kRun;
+        if (stream)
+          rotate_run<T>(p, b, first, last, StreamRegister{});
+        else
+          rotate_run<T>(p, b, first, last, PutRegister{});
+      }
+      stream_fence();
+    });
+  });
+}
+
+}  // namespace kvops::KVOPS_ISA
