@@ -25,6 +25,8 @@ METHODS = [
     kvops.KeyDiff(0.4, sinks=2, recent=0.5, normalize_anchor=False),
     kvops.StreamingLLM(12),
     kvops.StreamingLLM(0.4),
+    kvops.LaCache(12, span=2, overlap=0, sinks=2),
+    kvops.LaCache(0.4, sinks=2),
     kvops.Random(12),
     kvops.Random(0.4, seed=5),
     kvops.L2(12),
@@ -292,7 +294,7 @@ def test_random_differs_between_layers():
 @pytest.mark.parametrize("method", [m for m in METHODS if isinstance(getattr(m, "budget", None), int)], ids=repr)
 def test_count_budgets_hold_after_every_step(method):
     k, v = make_kv()
-    method = method.fresh()
+    method = method.fresh(2, 4)
     for i in range(60):
         method.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
         assert len(method) == min(i + 1, 12)

@@ -1,0 +1,327 @@
+"""kvops.hf with slot positions (LaCache, StreamingLLM): against a plain model in fp64 that rotates keys at their slots
+in every step, and the ways that transformers uses a cache."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import CONFIG_MAPPING, DynamicCache, GlmConfig  # noqa: E402
+
+import kvops  # noqa: E402
+import kvops.hf  # noqa: E402
+from kvops.hf import KVCache, model_rope, use_attention  # noqa: E402
+from test_hf import TINY, generate, make_model, make_prompts, one_thread  # noqa: E402, F401
+
+ROOT = Path(__file__).parents[1]
+METHODS = {
+    "lacache": lambda budget=24: kvops.LaCache(budget),
+    "lacache-post": lambda budget=24: kvops.LaCache(budget, storage="post_rope"),
+    "lacache-wide": lambda budget=24: kvops.LaCache(budget, span=2, overlap=0, sinks=2),
+    "streaming": lambda budget=24: kvops.StreamingLLM(budget),
+    "streaming-post": lambda budget=24: kvops.StreamingLLM(budget, storage="post_rope"),
+}
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def own(*args, **settings):
+    return use_attention(make_model(*args, **settings))
+
+
+def plain_logits(model, method, chunks):
+    """The logits of ids in chunks, by the formulas in fp64; `method` only says which tokens each layer holds."""
+    model = copy.deepcopy(model).double()
+    code = sys.modules[type(model).__module__]
+    layers = model.model.layers
+    held = [method.fresh(i, len(layers)) for i in range(len(layers))]
+    keys, values, out = [None] * len(layers), [None] * len(layers), []
+    for ids in chunks:
+        x, t = model.model.embed_tokens(ids), ids.shape[1]
+        for i, layer in enumerate(layers):
+            own, h = layer.self_attn, layer.input_layernorm(x)
+            q, k, v = (
+                p(h).unflatten(-1, (-1, own.head_dim)).transpose(1, 2) for p in (own.q_proj, own.k_proj, own.v_proj)
+            )
+            if keys[i] is not None:  # the whole past, without rotation
+                keys[i], values[i] = torch.cat((keys[i], k), 2), torch.cat((values[i], v), 2)
+            else:
+                keys[i], values[i] = k, v
+            seen = held[i].seen
+            new = torch.arange(seen, seen + t).expand(*k.shape[:2], -1)
+            at = new if seen == 0 else torch.cat((held[i].positions, new), 2)
+            k, v = (x.gather(2, at.unsqueeze(-1).expand(*at.shape, x.shape[-1])) for x in (keys[i], values[i]))
+            n = k.shape[2]
+            cos, sin = (x.double() for x in model.model.rotary_emb(x.float(), torch.arange(n)[None]))
+            k = code.apply_rotary_pos_emb(k, k, cos, sin)[1]
+            q = code.apply_rotary_pos_emb(q, q, cos[:, n - t :], sin[:, n - t :])[0]
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+            weights = (q @ k.mT * own.scaling).masked_fill(~torch.ones(t, n).tril(n - t).bool(), -torch.inf).softmax(-1)
+            x = x + own.o_proj((weights @ v).transpose(1, 2).flatten(2))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            kept = torch.zeros(*at.shape[:2], t, 8)
+            held[i].append(kept, kept)
+        out.append(model.lm_head(model.model.norm(x)))
+    return torch.cat(out, 1)
+
+
+def logits_of(model, cache, chunks):
+    with torch.no_grad():
+        return torch.cat([model(ids, past_key_values=cache).logits for ids in chunks], 1)
+
+
+def stepped(ids, *sizes):
+    """The chunks of these sizes, then single tokens."""
+    return ids.split([*sizes, *[1] * (ids.shape[1] - sum(sizes))], 1)
+
+
+@every_method
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("llama", {}),
+        ("qwen2", {}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+        ("glm", {}),
+    ],
+    ids=lambda x: x[0] + "".join("-" + v["rope_type"] for v in x[1].values()),
+)
+def test_a_model_with_keys_at_their_slots(method, model):
+    """A prompt far over the budget, a second one in chunks, and tokens."""
+    kind, settings = model
+    if kind == "glm":  # pairs are neighbours, half of the channels are rotated, and one matrix makes gate and up
+        torch.manual_seed(0)
+        config = GlmConfig(
+            **TINY,
+            head_dim=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        )
+        model = use_attention(transformers.AutoModelForCausalLM.from_config(config).eval())
+    else:
+        model = own(kind, **settings)
+    ids, _ = make_prompts(140, 140)
+    chunks = stepped(ids, 90, 20, 7)
+    cache = KVCache(model.config, METHODS[method]())
+    found = logits_of(model, cache, chunks)
+    with torch.no_grad():
+        expected = plain_logits(model, METHODS[method](), chunks)
+        elsewhere = logits_of(model, KVCache(model.config, kvops.StreamingLLM(24, positions="original")), chunks)
+    torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=2e-4)
+    assert (elsewhere - expected).abs().max() > 0.1  # slots matter
+    assert cache.get_seq_length() == 140 and 20 < len(cache.layers[0].method) < 30
+
+
+@pytest.mark.parametrize("method", ["lacache", "lacache-post", "streaming"])
+def test_half_precision(method):
+    """Cosines and sines that the model rounds: no further from fp64 than a few times the model's own rounding."""
+    model, exact = own().to(torch.bfloat16), own()
+    exact.load_state_dict({name: x.float() for name, x in model.state_dict().items()})
+    ids, _ = make_prompts(140)
+    chunks = stepped(ids, 90, 7)
+    with torch.no_grad():
+        whole = plain_logits(exact, kvops.Full(), chunks)
+        expected = plain_logits(exact, METHODS[method](), chunks)
+    usual = (logits_of(model, KVCache(model.config, kvops.Full()), chunks) - whole).abs().mean()
+    cache = KVCache(model.config, METHODS[method]())
+    error = (logits_of(model, cache, chunks) - expected).abs().mean()
+    assert cache.layers[0].keys.dtype == torch.bfloat16 and error < 2 * usual
+    first = logits_of(model, KVCache(model.config, METHODS[method]()), chunks[:1])
+    assert torch.equal(first, logits_of(model, KVCache(model.config, kvops.Full()), chunks[:1]))  # nothing is turned
+
+
+@pytest.mark.parametrize("method", ["lacache", "streaming"])
+def test_the_demo_model(method):
+    folder, text = ROOT / "bench/models/passkey-llama", (ROOT / "bench/data/haystack.txt").read_text()
+    model = use_attention(transformers.AutoModelForCausalLM.from_pretrained(folder).eval())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text[:1200], return_tensors="pt")["input_ids"][:, :700]
+    chunks = ids.split([400, 200, *[10] * 10], 1)
+    found = logits_of(model, KVCache(model.config, METHODS[method](128)), chunks)
+    with torch.no_grad():
+        expected = plain_logits(model, METHODS[method](128), chunks)
+    torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=1e-3)
+
+
+# ---- what transformers does with a cache ----
+
+
+@every_method
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_chunk_size": 7}, {"num_beams": 2, "num_return_sequences": 2}],
+    ids=["plain", "chunks", "beams"],
+)
+def test_keeping_everything_of_a_padded_batch(method, options):
+    stock, model = make_model(), own()
+    ids, mask = make_prompts(40, 23, 9)
+    expected = generate(stock, DynamicCache(config=stock.config), ids, mask, **options)
+    found = generate(model, KVCache(model.config, METHODS[method](400), attention_mask=mask), ids, mask, **options)
+    assert torch.equal(found[0], expected[0])
+    if not options.get("num_beams"):
+        torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-4)
+
+
+@every_method
+@pytest.mark.parametrize(
+    "options", [{}, {"prefill_chunk_size": 16}, {"num_beams": 2}], ids=["plain", "chunks", "beams"]
+)
+def test_rows_of_a_padded_batch_equal_the_rows_alone(method, options):
+    """Every row starts and ends a chunk where it would alone, so that chunks hold the same tokens."""
+    model, lengths = own(), (64, 48, 32, 16)
+    ids, mask = make_prompts(*lengths)
+    tokens, logits = generate(
+        model, KVCache(model.config, METHODS[method](), attention_mask=mask), ids, mask, **options
+    )
+    for row, n in enumerate(lengths):
+        alone = ids[row : row + 1, -n:]
+        expected = generate(model, KVCache(model.config, METHODS[method]()), alone, **options)
+        assert torch.equal(tokens[row : row + 1], expected[0]), row
+        if not options.get("num_beams"):
+            torch.testing.assert_close(logits[row : row + 1], expected[1], atol=1e-4, rtol=1e-4)
+
+
+@every_method
+def test_second_turn(method):
+    """The whole conversation goes in; only what is new is fed."""
+    model = own()
+    ids, _ = make_prompts(60)
+    more, _ = make_prompts(9, seed=2)
+    cache = KVCache(model.config, METHODS[method]())
+    first, _ = generate(model, cache, ids)
+    talk = torch.cat([ids, first, more], 1)
+    assert cache.get_seq_length() == 71
+    _, found = generate(model, cache, talk, tokens=1)
+    with torch.no_grad():
+        expected = plain_logits(model, METHODS[method](), [*stepped(talk[:, :71], 60), talk[:, 71:]])[:, -1:]
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@every_method
+def test_batch_operations_move_the_whole_state(method):
+    model = own()
+    ids, mask = make_prompts(60, 41)
+
+    def after(rows, operation):
+        cache = KVCache(model.config, METHODS[method](), attention_mask=mask[rows])
+        positions = (mask[rows].cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            model(ids[rows], attention_mask=mask[rows], position_ids=positions, past_key_values=cache)
+        operation(cache)
+        return cache
+
+    for operation, rows in [
+        (lambda c: c.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+        (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1]),
+        (lambda c: c.batch_select_indices(torch.tensor([0])), [0]),
+    ]:
+        caches, ends = (after([0, 1], operation), after(rows, lambda c: None)), mask.sum(1)[rows]
+        with torch.no_grad():
+            for step in range(30):
+                token = torch.full((len(rows), 1), 3 + step)
+                a, b = (model(token, position_ids=ends[:, None] + step, past_key_values=x).logits for x in caches)
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_positions_of_ones_own():
+    """position_ids say where keys come rotated: the slots themselves, for instance, and nothing has to be turned."""
+    model = own()
+    ids, _ = make_prompts(120)
+    chunks = stepped(ids, 80)
+    expected = logits_of(model, KVCache(model.config, METHODS["lacache"]()), chunks)
+    cache, found = KVCache(model.config, METHODS["lacache"]()), []
+    with torch.no_grad():
+        for x in chunks:
+            held = len(cache.layers[0].method)
+            at = torch.arange(held, held + x.shape[1])[None]
+            found.append(model(x, position_ids=at, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_memory_does_not_grow():
+    model = own()
+    ids, _ = make_prompts(400)
+    cache, held = KVCache(model.config, METHODS["lacache"]()), []
+    with torch.no_grad():
+        for x in ids.split(1, 1):
+            model(x, past_key_values=cache)
+            held.append(sum(layer.bytes_kept for layer in cache.stats()))
+    assert max(held[30:]) <= 3 * 2 * 2 * 16 * 4 * 25 and cache.get_seq_length() == 400
+
+
+# ---- the model's rotary embedding ----
+
+
+@pytest.mark.parametrize(
+    "kind, interleaved, pairs",
+    [
+        ("llama", False, 64),
+        ("qwen2", False, 64),
+        ("mistral", False, 64),
+        ("gemma3_text", False, 128),
+        ("cohere", True, 64),
+        ("glm", True, 32),
+        ("phi", False, 16),
+        ("gpt_neox", False, 12),
+    ],
+)
+def test_rope_of_a_model(kind, interleaved, pairs):
+    rope = model_rope(CONFIG_MAPPING[kind]())
+    assert (rope.interleaved, len(rope.inv_freq), rope.scaling) == (interleaved, pairs, 1.0)
+    assert rope.inv_freq[0] == 1 and (rope.inv_freq.diff() < 0).all()
+
+
+def test_rope_of_a_scaled_model():
+    model = make_model(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4})
+    rope = model_rope(model.config)
+    assert torch.equal(rope.inv_freq, model.model.rotary_emb.inv_freq)
+    assert rope.scaling == model.model.rotary_emb.attention_scaling != 1.0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["cohere2", "smollm3", "exaone4", "deepseek_v3", "minicpm3", "hunyuan_v1_dense", "qwen2_vl", "gpt_oss", "gpt2"],
+)
+def test_models_that_rotate_otherwise_are_refused(kind):
+    """Layers without rotation, MLA, a norm after the rotation, positions of three dims, no rotate_half, no rotation."""
+    with pytest.raises(ValueError, match="cannot tell how the model of .* rotates its keys; give the method rope="):
+        model_rope(CONFIG_MAPPING[kind]())
+
+
+def test_frequencies_that_change_are_refused():
+    model = own(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
+    with pytest.raises(ValueError, match="'dynamic' change with the length"):
+        KVCache(model.config, kvops.LaCache(24))
+    KVCache(model.config, kvops.LaCache(24, positions="original"))
+    KVCache(model.config, kvops.LaCache(24, rope=kvops.Rope.of(16)))
+
+
+def test_a_rope_of_ones_own_is_used():
+    model = own()
+    ids, _ = make_prompts(100)
+    chunks = stepped(ids, 80)
+    mine = kvops.Rope.of(16, model.config.rope_parameters["rope_theta"])
+    method = kvops.LaCache(24, rope=mine)
+    found = logits_of(model, KVCache(model.config, method), chunks)
+    assert method.rope is mine
+    torch.testing.assert_close(found, logits_of(model, KVCache(model.config, kvops.LaCache(24)), chunks))
+
+
+def test_what_is_refused():
+    stock, model = make_model(), own()
+    for method in (kvops.LaCache(24), kvops.StreamingLLM(24)):
+        with pytest.raises(ValueError, match=r"positions='original'.*kvops.hf.use_attention\(model\)"):
+            KVCache(stock.config, method)
+    KVCache(stock.config, kvops.LaCache(24, positions="original"))  # all layers are equally long
+    with pytest.raises(ValueError, match="LaCache.*padded batch.*use_attention"):
+        KVCache(stock.config, kvops.LaCache(24, positions="original"), pads=[3, 0])
+    with pytest.raises(ValueError, match="LaCache: budget .* at least 8 with 4 sinks, got 7"):
+        KVCache(model.config, kvops.LaCache(7))
+    cache = KVCache(model.config, kvops.LaCache(24))
+    model.set_attn_implementation("sdpa")  # too late
+    ids, _ = make_prompts(40)
+    with pytest.raises(RuntimeError, match="attention of the last 40 tokens was never computed"):
+        generate(model, cache, ids)

@@ -1,0 +1,650 @@
+"""LaCache: the plan against a simulation that thins lists of tokens, coverage, one call, streams, slot positions."""
+
+import copy
+import re
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kit
+import kvops
+from kvops import ops, reference
+from kvops.ladder import MAX_PASSES, Ladder, LadderState, decode_plan
+
+pytestmark = kit.every_device
+examples = kit.examples(40, derandomize=True)
+
+SHAPE = dict(num_layers=8, span=3, overlap=1)  # A 4, B 2, R 2
+WIDE = dict(num_layers=9, span=2, overlap=1)  # A 8, B 2, R 6
+
+
+def valid_shapes(layers):
+    """Every (span, overlap) that frees slots: the paper's A, B and R, written out."""
+    for span in range(1, layers + 1):
+        for overlap in range(span):
+            length, kept = sizes(layers, span, overlap)
+            if length > kept:
+                yield span, overlap
+
+
+def sizes(layers, span, overlap):
+    step = span - overlap
+    length = 1
+    while (length - 1) * step + span < layers:  # ladders reach the last layer
+        length += 1
+    kept = 0
+    while kept * step < span:
+        kept += 1
+    return length, min(kept, length)
+
+
+def kept_of_ladder(layer, layers, span, overlap, pattern):
+    """The slots of a ladder that a layer keeps."""
+    length, kept = sizes(layers, span, overlap)
+    if pattern == "official":
+        first = layer % (length - kept + 1)
+    else:  # the last one is the slot that begins at this layer or above; never beyond the ladder's ends
+        first = min(max(layer // (span - overlap) - kept + 1, 0), length - kept)
+    return range(first, first + kept)
+
+
+class Simulation:
+    """Lists of tokens, one for each layer, thinned ladder by ladder."""
+
+    def __init__(self, budget, sinks, num_layers, span, overlap, pattern="paper"):
+        self.shape, self.pattern = (num_layers, span, overlap), pattern
+        self.length, self.kept = sizes(*self.shape)
+        self.budget, self.cap, self.sinks, self.cursor = budget, budget, sinks, sinks
+        self.layers, self.seen = [[] for _ in range(num_layers)], 0
+
+    def append(self, count):
+        tokens = range(self.seen, self.seen + count)
+        self.seen += count
+        for x in self.layers:
+            x.extend(tokens)
+        freed = self.length - self.kept
+        if len(self.layers[0]) > self.cap:
+            self.cap = self.budget + freed // 2
+        while len(self.layers[0]) > self.cap:
+            if self.cap - self.cursor - len(self.layers) < self.kept:  # the newest slots are protected
+                self.cursor = self.sinks
+                continue
+            for i, x in enumerate(self.layers):
+                ladder = x[self.cursor : self.cursor + self.length]
+                kept = kept_of_ladder(i, *self.shape, self.pattern)
+                x[self.cursor : self.cursor + self.length] = [ladder[j] for j in kept]
+            self.cursor += self.kept
+        return self
+
+
+@st.composite
+def settings(draw):
+    layers = draw(st.integers(2, 14))
+    span, overlap = draw(st.sampled_from([*valid_shapes(layers)]))
+    sinks = draw(st.integers(0, 6))
+    least = sinks + layers + sizes(layers, span, overlap)[1]
+    budget = least + draw(st.integers(0, 40))
+    pattern = draw(st.sampled_from(("paper", "official")))
+    return dict(num_layers=layers, span=span, overlap=overlap, sinks=sinks, budget=budget, pattern=pattern)
+
+
+chunks = st.lists(st.integers(1, 90), min_size=1, max_size=12)
+
+
+# The ladder
+
+
+def test_ladders_of_all_shapes():
+    """Every slot stays in consecutive layers, and wherever the paper's Fig. 2 has it: in `span` layers, as far as there
+    are layers."""
+    count = 0
+    for layers in range(2, 19):
+        shapes = [*valid_shapes(layers)]
+        count += len(shapes)
+        for span, overlap in shapes:
+            ladder = Ladder(layers, span, overlap)
+            assert (ladder.length, ladder.kept) == sizes(layers, span, overlap)
+            rows = [[*kept_of_ladder(x, layers, span, overlap, "paper")] for x in range(layers)]
+            assert [x[0] for x in rows] == [ladder.offset(x) for x in range(layers)]
+            for slot in range(ladder.length):
+                held = [x for x in range(layers) if slot in rows[x]]
+                assert held == [*range(held[0], held[-1] + 1)]
+                first = slot * (span - overlap)
+                assert {*range(first, min(first + span, layers))} <= {*held}
+    assert count == 389
+
+
+def test_a_ladder_of_figure_2():
+    """9 layers, span 3, overlap 0: three steps of three layers, and nothing else."""
+    held = kvops.lacache_coverage(16, num_layers=9, budget=14, span=3, overlap=0, sinks=4)
+    steps = ["".join(".#"[x] for x in row) for row in held[::3].int()]
+    assert (
+        steps == ["#####..#########", "####.#.#########", "####..##########"]
+        and (held == held[::3].repeat_interleave(3, 0)).all()
+    )
+
+
+# The plan
+
+
+@examples
+@given(settings=settings(), chunks=chunks)
+def test_plan_is_the_simulation(settings, chunks):
+    simulation, state, n = Simulation(**settings), None, 0
+    held = [list(range(0)) for _ in simulation.layers]
+    for size in chunks:
+        first = simulation.seen
+        simulation.append(size)
+        plan = kvops.lacache_plan(n + size, **settings, state=state)
+        for layer, tokens in enumerate(held):
+            tokens.extend(range(first, first + size))
+            source = plan.indices(layer, "cpu")
+            assert (source.diff() > 0).all() and (source >= torch.arange(len(plan), device="cpu")).all()
+            held[layer] = [tokens[i] for i in source.tolist()]
+        state, n = plan.state, len(plan)
+        assert held == simulation.layers and state == LadderState(simulation.cap, simulation.cursor)
+        assert settings["budget"] <= state.cap <= settings["budget"] + plan.ladder.freed // 2 >= n
+
+
+@examples
+@given(settings=settings(), times=st.integers(2, 80))
+def test_prompts_far_over_the_budget(settings, times):
+    """No token twice, the sinks and the newest stay, and the operators' form says the same."""
+    n = settings["budget"] * times
+    plan = kvops.lacache_plan(n, **settings)
+    budget, freed = settings["budget"], plan.ladder.freed
+    assert budget - freed <= len(plan) <= budget + freed // 2
+    assert decode_plan(plan.encoded).encoded == plan.encoded
+    for layer in range(settings["num_layers"]):
+        kept = plan.indices(layer, "cpu")
+        assert (kept.diff() > 0).all() and kept.numel() == len(plan)
+        assert torch.equal(kept[: settings["sinks"]], torch.arange(settings["sinks"], device="cpu"))
+        newest = torch.arange(n - max(0, settings["num_layers"] - freed + 1), n, device="cpu")
+        assert torch.equal(kept[len(kept) - len(newest) :], newest)
+        slots = torch.arange(n, device="cpu")
+        for part in plan.parts():
+            assert len(part.passes) <= MAX_PASSES and len(slots) == part.n
+            slots = slots[part.indices(layer, "cpu")]
+        assert torch.equal(slots, kept)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, WIDE, dict(num_layers=4, span=2, overlap=0)], ids=["R2", "R6", "R1"])
+def test_mean_length_is_the_budget(shape):
+    """Token by token; half a token more where a ladder frees an even number."""
+    budget, lengths, plan = 64, [], kvops.lacache_plan(64, budget=64, **shape)
+    for _ in range(6000):
+        plan = kvops.lacache_plan(len(plan) + 1, budget=budget, **shape, state=plan.state)
+        lengths.append(len(plan))
+    freed = plan.ladder.freed
+    cycles = lengths[-len(lengths) // (2 * freed) * freed :]
+    assert sum(cycles) / len(cycles) == budget + (0.5 if freed % 2 == 0 else 0)
+    assert max(lengths) - min(lengths[budget:]) == freed - 1
+
+
+def test_worked_by_hand():
+    """4 layers, span 2: layers 0 and 1 keep the first of two slots, 2 and 3 the second. Budget 8, 1 sink."""
+    settings = dict(num_layers=4, span=2, overlap=0, budget=8, sinks=1)
+    plan = kvops.lacache_plan(9, **settings)
+    assert plan.passes == ((1, 1),) and plan.state == LadderState(8, 2) and len(plan) == 8
+    assert plan.indices(0, "cpu").tolist() == plan.indices(1, "cpu").tolist() == [0, 1, 3, 4, 5, 6, 7, 8]
+    assert plan.indices(2, "cpu").tolist() == plan.indices(3, "cpu").tolist() == [0, 2, 3, 4, 5, 6, 7, 8]
+    cursors = []
+    for _ in range(8):  # 8 slots less 4 protected: ladders at 2 and 3, then it starts over
+        plan = kvops.lacache_plan(9, **settings, state=plan.state)
+        cursors.append(plan.passes)
+    assert cursors == [((2, 1),), ((3, 1),), ((1, 1),), ((2, 1),), ((3, 1),), ((1, 1),), ((2, 1),), ((3, 1),)]
+    long = kvops.lacache_plan(14, **settings)
+    assert long.passes == ((1, 3), (1, 3)) and long.state == LadderState(8, 4)
+    assert long.indices(0, "cpu").tolist() == [0, 1, 5, 8, 10, 11, 12, 13]
+
+
+def test_no_plan_below_the_cap():
+    for n in (0, 1, 64):
+        plan = kvops.lacache_plan(n, budget=64, **SHAPE)
+        assert plan.passes == () and len(plan) == n and plan.state == LadderState(64, 4)
+        assert torch.equal(plan.indices(3, "cpu"), torch.arange(n, device="cpu"))
+    assert [*plan.parts()] == [plan]
+
+
+def test_defaults_are_those_of_language_modelling():
+    for layers, span, overlap in ((32, 8, 4), (3, 1, 0), (8, 2, 1), (2, 1, 0)):
+        ladder = kvops.lacache_plan(0, num_layers=layers, budget=512).ladder
+        assert (ladder.span, ladder.overlap) == (span, overlap)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(span=9), r"expected one of \(1, 0\), \(2, 0\), \(2, 1\), .*; got \(9, 1\)"),
+        (dict(span=2, overlap=2), r"expected one of .*; got \(2, 2\)"),
+        (dict(span=8, overlap=0), r"expected one of .*; got \(8, 0\)"),
+        (dict(num_layers=1, span=1, overlap=0), "the model has too few layers"),
+        (dict(budget=13), "expected at least 14 with 4 sinks, got 13"),
+        (dict(sinks=60), "expected at least 70 with 60 sinks, got 64"),
+        (dict(pattern="ladder"), "pattern must be one of 'paper', 'official', got 'ladder'"),
+        (dict(n=-1), "n must be at least 0, got -1"),
+    ],
+)
+def test_errors_name_what_would_work(change, message):
+    arguments = {"n": 100, "budget": 64, **SHAPE, **change}
+    with pytest.raises(ValueError, match=message):
+        kvops.lacache_plan(arguments.pop("n"), **arguments)
+    if named := re.search(r"expected at least (\d+) with", message):
+        kvops.lacache_plan(100, **{**arguments, "budget": int(named[1])})
+
+
+@kit.only("cpu")
+def test_a_plan_takes_microseconds():
+    """About 3 in a quiet moment; a machine that is busy has one in so many."""
+    plan, best = kvops.lacache_plan(513, num_layers=32, budget=512), 1.0
+    for _ in range(200):
+        start = time.perf_counter()
+        for _ in range(10):
+            kvops.lacache_plan(513, num_layers=32, budget=512, state=plan.state)
+        best = min(best, (time.perf_counter() - start) / 10)
+    assert best < 20e-6
+
+
+# Coverage
+
+
+@examples
+@given(settings=settings(), chunks=chunks)
+def test_coverage_is_the_simulation(settings, chunks):
+    simulation = Simulation(**settings)
+    for size in chunks:
+        simulation.append(size)
+    n = sum(chunks)
+    expected = torch.zeros(settings["num_layers"], n, dtype=torch.bool, device="cpu")
+    for layer, tokens in enumerate(simulation.layers):
+        expected[layer, tokens] = True
+    assert torch.equal(kvops.lacache_coverage(n, **settings, chunk=chunks), expected)
+
+
+def test_coverage_token_by_token():
+    for pattern in ("paper", "official"):
+        simulation = Simulation(40, 4, 8, 3, 1, pattern)
+        for _ in range(500):
+            simulation.append(1)
+        held = kvops.lacache_coverage(500, budget=40, **SHAPE, pattern=pattern)
+        assert [row.nonzero()[:, 0].tolist() for row in held] == simulation.layers
+    assert kvops.lacache_coverage(0, budget=40, **SHAPE).shape == (8, 0)
+
+
+# One call
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("n", [30, 64, 65, 300])
+def test_compress_moves_what_the_plan_keeps(n, dtype):
+    k, v = kit.kv(2, 2, n, 40, dtype, dv=16)
+    plan = kvops.lacache_plan(n, budget=64, **SHAPE)
+    for layer in (0, 4, 7):
+        found = kvops.lacache_compress(k, v, layer=layer, budget=64, **SHAPE)
+        kept = plan.indices(layer, k.device)
+        assert torch.equal(found.indices, kept.expand(2, 2, -1)) and found.indices.dtype == torch.int64
+        assert kit.same(found[:2], (k[:, :, kept], v[:, :, kept]))
+        assert found.lengths.tolist() == [len(plan)] * 2
+        assert not found.k.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+
+
+def test_compress_into_out_and_in_place():
+    k, v = kit.kv(2, 2, 300, 32, dv=16)
+    settings = dict(layer=3, budget=64, **SHAPE)
+    want = kvops.lacache_compress(k, v, **settings)
+    m = want.k.shape[2]
+    out = kit.randn(2, 2, m, 32), kit.randn(2, 2, m, 16)
+    found = kvops.lacache_compress(k, v, **settings, out=out)
+    assert found.k is out[0] and kit.same(found, want)
+    k_own, v_own = k.clone(), v.clone()
+    found = kvops.lacache_compress_(k_own, v_own, **settings)
+    assert kit.same(found, want) and found.k.data_ptr() == k_own.data_ptr()
+    assert torch.equal(k_own[:, :, m:], k[:, :, m:]) and torch.equal(k_own[:, :, :4], k[:, :, :4])
+
+
+def test_compress_with_more_passes_than_a_call_takes():
+    settings = dict(num_layers=4, span=2, overlap=0, budget=6, sinks=1)
+    plan = kvops.lacache_plan(500, **settings)
+    assert len(plan.passes) > 2 * MAX_PASSES
+    k, v = kit.kv(1, 1, 500, 8)
+    for compress in (kvops.lacache_compress, kvops.lacache_compress_):
+        found = compress(k.clone(), v.clone(), layer=3, **settings)
+        kept = plan.indices(3, k.device)
+        assert kit.same(found, (k[:, :, kept], v[:, :, kept], kept.expand(1, 1, -1)))
+
+
+def test_compress_turns_keys_to_their_slots():
+    k, v = kit.kv(1, 2, 200, 32)
+    rope = kvops.Rope.of(24, device=k.device)
+    settings = dict(layer=5, budget=64, **SHAPE)
+    want = kvops.lacache_compress(k, v, **settings)
+    rotated = ops.rope_at_slots(k, *rope.tables(torch.arange(200)))
+    found = kvops.lacache_compress(rotated, v, **settings, rope=rope)
+    expected = ops.rope_at_slots(want.k, *rope.tables(torch.arange(want.k.shape[2])))
+    torch.testing.assert_close(found.k, expected, atol=5e-5, rtol=5e-5)  # fp32 angles of up to 200 radians
+    assert torch.equal(found.v, want.v)
+    in_place = kvops.lacache_compress_(rotated.clone(), v.clone(), **settings, rope=rope)
+    assert kit.same(in_place, found)
+
+
+def test_compress_for_understanding():
+    """The span is the budget's share of the layers."""
+    k, v = kit.kv(1, 1, 400, 8)
+    for budget in (100, 0.25):
+        found = [
+            kvops.lacache_compress(k, v, layer=x, num_layers=8, budget=budget, task="understanding").indices[0, 0]
+            for x in range(8)
+        ]
+        for layer, kept in enumerate(found):
+            plan = kvops.lacache_plan(400, num_layers=8, budget=100, span=2, overlap=0, sinks=25)
+            assert torch.equal(kept, plan.indices(layer, k.device))
+    whole = kvops.lacache_compress(k, v, layer=1, num_layers=8, budget=1.0, task="understanding")
+    assert kit.same(whole[:2], (k, v))
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(budget=13), ValueError, "lacache_compress: budget .* at least 14 with 4 sinks, got 13"),
+        (dict(budget=0.01), ValueError, "lacache_compress: budget .* at least 14 with 4 sinks, got 1"),
+        (dict(budget=True), TypeError, "lacache_compress: budget must be an int"),
+        (dict(span=8, overlap=0), ValueError, "expected one of"),
+        (
+            dict(layer=8),
+            ValueError,
+            r"lacache_compress: layer must lie in \[0, num_layers\), expected less than 8, got 8",
+        ),
+        (dict(layer=-1), ValueError, "lacache_compress: layer must be at least 0, got -1"),
+        (dict(sinks=-1), ValueError, "lacache_compress: sinks must be at least 0, got -1"),
+        (dict(task="chat"), ValueError, "task must be one of 'modeling', 'understanding', got 'chat'"),
+        (dict(out=3), TypeError, "lacache_compress: out must be a pair of tensors"),
+    ],
+)
+def test_compress_errors(change, error, message):
+    k, v = kit.kv(1, 2, 100, 8)
+    with pytest.raises(error, match=message):
+        kvops.lacache_compress(k, v, **{**SHAPE, "layer": 3, "budget": 64, **change})
+
+
+# Streams
+
+
+def feed(method, k, v, chunks):
+    for k_new, v_new in zip(k.split(chunks, 2), v.split(chunks, 2)):
+        method.append(k_new, v_new)
+    return method
+
+
+@examples
+@given(settings=settings(), chunks=chunks, layer=st.integers(0, 13))
+def test_a_stream_keeps_what_the_simulation_keeps(settings, chunks, layer):
+    layers = settings.pop("num_layers")
+    layer %= layers
+    k, v = kit.kv(1, 2, sum(chunks), 8)
+    method = feed(kvops.LaCache(**settings).fresh(layer, layers), k, v, chunks)
+    simulation = Simulation(**settings, num_layers=layers)
+    for size in chunks:
+        simulation.append(size)
+    kept = simulation.layers[layer]
+    assert method.positions[0].tolist() == [kept, kept]
+    assert kit.same((method.k, method.v), (k[:, :, kept], v[:, :, kept]))
+    assert method.seen == sum(chunks) and method.nbytes == (method.k.numel() + method.v.numel()) * 4
+
+
+def test_one_chunk_is_one_call():
+    k, v = kit.kv(1, 2, 300, 8)
+    for options in (dict(budget=64), dict(budget=0.3), dict(budget=0.3, task="understanding")):
+        want = kvops.lacache_compress(k, v, layer=2, num_layers=8, **options)
+        method = feed(kvops.LaCache(**options).fresh(2, 8), k, v, [300])
+        assert kit.same((method.k, method.v, method.positions), want)
+
+
+def test_a_fraction_is_one_of_the_tokens_seen():
+    k, v = kit.kv(1, 1, 400, 8)
+    method, lengths = kvops.LaCache(0.25, span=3, overlap=1).fresh(2, 8), []
+    for t in range(400):
+        method.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        lengths.append(len(method))
+    assert lengths[:15] == [*range(1, 15), 15]  # never less than the 14 that a ladder needs; it overflows at 15 + 1
+    assert all(abs(x - 0.25 * (t + 1)) <= 2 for t, x in enumerate(lengths) if t > 60)
+
+
+@pytest.mark.parametrize("budget, pads", [(24, (0, 7, 40)), (0.4, (3, 7, 0))])
+def test_rows_of_a_padded_batch_keep_what_they_keep_alone(budget, pads):
+    lengths = [90 - x for x in pads]
+    k, v = kit.kv(3, 2, 90, 8)
+    chunks = [25, 25, *[1] * 40]
+    method = kvops.LaCache(budget, span=3, overlap=1).fresh(5, 8)
+    together = copy.copy(method)
+    together.reset()
+    together.set_pads(torch.tensor(pads))
+    feed(together, k, v, chunks)
+    for row, (pad, n) in enumerate(zip(pads, lengths)):
+        alone = method.fresh(5, 8)
+        rest = pad
+        for size in chunks:  # the same tokens at a time
+            own = max(0, size - rest)
+            rest = max(0, rest - size)
+            if own:
+                at = slice(pad + alone.seen, pad + alone.seen + own)
+                alone.append(k[row : row + 1, :, at], v[row : row + 1, :, at])
+        assert alone.seen == n
+        first = int(together.pads[row])
+        assert len(together) - first == len(alone)
+        assert torch.equal(together.positions[row, :, first:] - pad, alone.positions[0])
+        assert kit.same((together.k[row, :, first:], together.v[row, :, first:]), (alone.k[0], alone.v[0]))
+        assert (together.k[row, :, :first] == 0).all()
+
+
+def test_batch_operations_take_the_rows_plans_along():
+    k, v = kit.kv(3, 2, 120, 8)
+    method = kvops.LaCache(24).fresh(5, 8)
+    method.set_pads(torch.tensor([0, 30, 60]))
+    feed(method, k[:, :, :90], v[:, :, :90], [90])
+    for change, rows in (
+        (lambda x: x.reorder(torch.tensor([2, 0, 1])), [2, 0, 1]),
+        (lambda x: x.select_rows(torch.tensor([1])), [1]),
+        (lambda x: x.repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    ):
+        changed, whole = copy.deepcopy(method), copy.deepcopy(method)
+        change(changed)
+        feed(changed, k[rows, :, 90:], v[rows, :, 90:], [1] * 30)
+        feed(whole, k[:, :, 90:], v[:, :, 90:], [1] * 30)
+        for i, row in enumerate(rows):
+            a, b = int(changed.pads[i]), int(whole.pads[row])
+            assert torch.equal(changed.positions[i, :, a:], whole.positions[row, :, b:])
+            assert torch.equal(changed.k[i, :, a:], whole.k[row, :, b:])
+
+
+def test_crop_back_to_the_last_eviction():
+    k, v = kit.kv(1, 2, 80, 8)
+    method = feed(kvops.LaCache(40, span=3, overlap=1).fresh(5, 8), k[:, :, :60], v[:, :, :60], [60])
+    want = copy.deepcopy(method)
+    method.append(k[:, :, 60:61], v[:, :, 60:61])
+    assert (len(method), method.seen) == (41, 61)  # a ladder frees two slots: nothing was evicted
+    method.crop(60)
+    for x in (method, want):
+        feed(x, k[:, :, 60:], v[:, :, 60:], [1] * 20)
+    assert kit.same((method.k, method.v, method.positions), (want.k, want.v, want.positions))
+    with pytest.raises(ValueError, match="cannot crop"):
+        method.crop(30)
+
+
+def test_objects_refuse():
+    k, v = kit.kv(1, 2, 80, 8)
+    with pytest.raises(ValueError, match=r"model of several layers, got 1; .* fresh\(layer, num_layers\)"):
+        kvops.LaCache(40).append(k, v)
+    with pytest.raises(ValueError, match="LaCache: budget .* at least 14 with 4 sinks, got 13"):
+        kvops.LaCache(13).fresh(0, 8)
+    with pytest.raises(ValueError, match="expected one of"):
+        kvops.LaCache(40, span=8, overlap=0).fresh(0, 8)
+    with pytest.raises(ValueError, match="task='understanding' needs span= .* as a stream's length is not known"):
+        kvops.LaCache(40, task="understanding").fresh(0, 8)
+    kvops.LaCache(40, task="understanding", span=2).fresh(0, 8)
+    kvops.LaCache(0.5, task="understanding").fresh(0, 8)
+    for settings, message in (
+        (dict(positions="absolute"), "positions must be 'slots' or 'original', got 'absolute'"),
+        (dict(storage="rope"), "storage must be 'pre_rope' or 'post_rope', got 'rope'"),
+        (dict(positions="original", rope=kvops.Rope.of(8)), "rope= needs positions='slots'"),
+        (dict(pattern="x"), "pattern must be one of"),
+        (dict(task="x"), "task must be one of"),
+    ):
+        with pytest.raises(ValueError, match="LaCache: " + message):
+            kvops.LaCache(40, **settings)
+    with pytest.raises(TypeError, match="rope must be a kvops.Rope, got Tensor"):
+        kvops.StreamingLLM(40, rope=torch.ones(4))
+    with pytest.raises(ValueError, match="attend_before_compress=True"):
+        kvops.StreamingLLM(40, rope=kvops.Rope.of(8), attend_before_compress=False)
+    with pytest.raises(ValueError, match="LAQ: stage1 .* expected no rope="):
+        kvops.LAQ(40, stage1=kvops.StreamingLLM(40, rope=kvops.Rope.of(8)))
+
+
+def test_repr_gives_the_settings_back():
+    method = kvops.LaCache(40, span=2, overlap=0, positions="original")
+    assert repr(method).startswith("LaCache(budget=40, span=2, overlap=0, sinks=None") and "'original'" in repr(method)
+    assert repr(eval(repr(method), vars(kvops))) == repr(method)
+
+
+# Slot positions
+
+
+def rotated(x, rope, positions):
+    """By the formula, in fp64."""
+    angles = positions.double().unsqueeze(-1) * rope.inv_freq.double()
+    tables = (f(angles) * rope.scaling for f in (torch.cos, torch.sin))
+    cos, sin = (x if x.dim() == 2 else x.unsqueeze(1) for x in tables)
+    return reference.rotate(x.double(), cos, sin, rope.interleaved)
+
+
+def plain_attention(q, k, v, hidden=None):
+    """Causal attention in fp64, KV heads repeated. hidden: int [b], slots of padding."""
+    t, n = q.shape[2], k.shape[2]
+    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    logits = q.double() @ k.mT / q.shape[-1] ** 0.5
+    visible = torch.ones(t, n, dtype=torch.bool).tril(n - t)[None, None]
+    if hidden is not None:
+        visible = visible & (torch.arange(n) >= hidden[:, None])[:, None, None]
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return weights @ v
+
+
+ROPES = {
+    "neox": lambda: kvops.Rope.of(16, device=torch.get_default_device()),
+    "interleaved": lambda: kvops.Rope.of(16, interleaved=True, device=torch.get_default_device()),
+    "partial, scaled": lambda: kvops.Rope(kvops.Rope.of(8, device=torch.get_default_device()).inv_freq, False, 1.3),
+}
+SLOTTED = {
+    "lacache": lambda **options: kvops.LaCache(24, span=3, overlap=1, **options),
+    "streaming": lambda **options: kvops.StreamingLLM(20, **options),
+    "fraction": lambda **options: kvops.StreamingLLM(0.4, **options),
+}
+CHUNKS = (50, 1, 1, 7, *[1] * 31)
+
+
+@pytest.mark.parametrize("storage", ["pre_rope", "post_rope"])
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("make", SLOTTED)
+@pytest.mark.parametrize("given", [False, True], ids=["unrotated", "rotated"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_a_step_attends_at_slot_positions(make, rope, storage, given, padded):
+    """Against keys that are rotated anew at their slots in every step. given: q and k come rotated where they were."""
+    rope, n = ROPES[rope](), sum(CHUNKS)
+    q, k, v = (kit.randn(2, heads, n, d, seed=heads + d) for heads, d in ((4, 16), (2, 16), (2, 8)))
+    pads = torch.tensor([0, 13]) if padded else None
+    method = SLOTTED[make](rope=rope, storage=storage).fresh(5, 8)
+    twin = SLOTTED[make]().fresh(5, 8)  # keys without rotation: only moved
+    if padded:
+        method.set_pads(pads)
+        twin.set_pads(pads)
+    logical = torch.arange(n) + 1000 if pads is None else (torch.arange(n) - pads[:, None]).clamp(min=0) + 1000
+    first = 0
+    for size in CHUNKS:
+        new, stored = slice(first, first + size), len(twin)
+        k_all, v_all = twin.append(k[:, :, new], v[:, :, new])
+        slots, hidden = torch.arange(stored + size), None
+        if padded:
+            hidden = twin._step_pads
+            slots = (slots - hidden[:, None]).clamp(min=0)
+        expected = plain_attention(
+            rotated(q[:, :, new], rope, slots[..., stored:]), rotated(k_all, rope, slots), v_all, hidden
+        )
+        if given:
+            at = logical[..., new]
+            q_in, k_in = (rotated(x[:, :, new], rope, at).float() for x in (q, k))
+            out = method.attend(q_in, k_in, v[:, :, new], positions=at)
+        else:
+            out = method.attend(q[:, :, new], k[:, :, new], v[:, :, new])
+        torch.testing.assert_close(out.double(), expected, atol=2e-4, rtol=2e-4)
+        assert torch.equal(method.positions, twin.positions) and method.seen == twin.seen
+        assert (method.pads is None) == (twin.pads is None)
+        first += size
+    assert len(method) < n
+    stored = (
+        twin.k.double()
+        if storage == "pre_rope"
+        else rotated(twin.k, rope, method._slots(len(twin), twin.pads, k.device))
+    )
+    if padded:
+        stored = torch.where((torch.arange(len(twin)) >= twin.pads[:, None])[:, None, :, None], stored, method.k)
+    torch.testing.assert_close(method.k.double(), stored, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("storage", ["pre_rope", "post_rope"])
+def test_a_first_prefill_is_exact(storage):
+    """Where slots are the positions, nothing is turned: the same bits as without slots, in half precision too."""
+    for dtype in kit.DTYPES:
+        rope = kvops.Rope(ROPES["neox"]().inv_freq, dtype=dtype)
+        q, k, v = (kit.randn(1, heads, 70, 16, seed=heads).to(dtype) for heads in (4, 2, 2))
+        out = kvops.LaCache(24, rope=rope, storage=storage).fresh(5, 8).attend(q, k, v, positions=torch.arange(70))
+        assert torch.equal(out, kvops.Full().attend(q, k, v))
+
+
+def test_rounded_cosines_are_divided_by():
+    """bf16 models round cosines and sines: what they turned is turned back to what it was, to its own rounding."""
+    rope = kvops.Rope(ROPES["neox"]().inv_freq, dtype=torch.bfloat16)
+    k, at = kit.randn(1, 2, 300, 16), torch.arange(300) * 7
+    cos, sin = (x.double() for x in rope.tables(at))
+    turned = reference.rotate(k.double(), cos, sin, False).float()
+    back = ops.rope_at_slots(turned, *rope.between(at, None))
+    torch.testing.assert_close(back, k, atol=3e-6, rtol=3e-6)
+    assert not torch.allclose(ops.rope_at_slots(turned, cos.float(), -sin.float()), k, atol=1e-4)
+    cos, sin = rope.between(at, at)
+    assert (cos == 1).all() and (sin == 0).all()
+
+
+def test_a_step_has_two_halves():
+    q, k, v = (kit.randn(1, heads, 60, 16, seed=heads) for heads in (4, 2, 2))
+    make = lambda: kvops.LaCache(24, rope=ROPES["neox"]()).fresh(5, 8)  # noqa: E731
+    whole, halves = make(), make()
+    for new in (slice(0, 50), slice(50, 51)):
+        q_new, k_new, v_new = (x[:, :, new] for x in (q, k, v))
+        step = halves.append(k_new, v_new)
+        with pytest.raises(RuntimeError, match="attention of the last .* tokens was never computed"):
+            halves.append(k_new, v_new)
+        with pytest.raises(ValueError, match=r"q must be \[b, Hq, t, d\]"):
+            halves.attention(q_new[..., :8], *step)
+        with pytest.raises(ValueError, match=r"positions must be int64 \[\d+\] or \[1, \d+\], got torch.float32"):
+            halves.attention(q_new, *step, positions=torch.zeros(3))
+        assert torch.equal(halves.attention(q_new, *step), whole.attend(q_new, k_new, v_new))
+    with pytest.raises(RuntimeError, match="attention.. must follow an append"):
+        halves.attention(q_new, *step)
+    state = copy.deepcopy(whole)
+    with pytest.raises(ValueError, match="scale must be positive"):
+        whole.attend(q_new, k_new, v_new, scale=-1.0)
+    assert kit.same((whole.k, whole.v, whole.positions), (state.k, state.v, state.positions)) and whole._due == 0
+    with pytest.raises(ValueError, match="positions are for an object with rope="):
+        kvops.StreamingLLM(24).attend(q, k, v, positions=torch.arange(60))
+
+
+def test_memory_of_the_caller_is_not_held():
+    rope = ROPES["neox"]()
+    for storage in ("pre_rope", "post_rope"):
+        q, k, v = (kit.randn(1, heads, 20, 16, seed=heads) for heads in (4, 2, 2))
+        method = kvops.LaCache(24, rope=rope, storage=storage).fresh(5, 8)
+        method.attend(q, k, v)
+        before = method.k.clone(), method.v.clone()
+        k.zero_(), v.zero_()
+        assert kit.same((method.k, method.v), before) and method.nbytes == 2 * 2 * 20 * 16 * 4
