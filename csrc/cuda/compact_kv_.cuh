@@ -19,7 +19,6 @@
 namespace kvops {
 namespace {
 
-constexpr int kSector = 32;    // bytes that memory fetches at once
 constexpr int64_t kSkip = -2;  // not an index
 
 template <class Unit>
@@ -87,11 +86,9 @@ inline void compact_kv__cuda(const CompactKVParams& p, cudaStream_t stream) {
   with_unit(bits, [&](auto unit) {
     using Unit = decltype(unit);
     const int64_t units = (p.k.row_bytes > p.v.row_bytes ? p.k.row_bytes : p.v.row_bytes) / sizeof(Unit);
-    int lanes_log2 = shared_lanes_log2(units);
-    const auto slices = [&] { return (units + (int64_t{1} << lanes_log2) - 1) >> lanes_log2; };
-    while (2 * rows * slices() < 2 * multiprocessors() && (sizeof(Unit) << lanes_log2) > kSector) --lanes_log2;
-    launch<compact_kv_kernel<Unit>>(grid_of(rows * slices(), 2), kMoveThreads, 0, stream, p, lanes_log2,
-                                    static_cast<unsigned>(slices()));
+    const Slices slices = column_slices(units, sizeof(Unit), 2 * rows);
+    launch<compact_kv_kernel<Unit>>(grid_of(rows * slices.count, 2), kMoveThreads, 0, stream, p, slices.lanes_log2,
+                                    static_cast<unsigned>(slices.count));
   });
 }
 

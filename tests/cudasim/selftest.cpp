@@ -90,6 +90,9 @@ __global__ void collectives(int* x) {
   ok &= __syncthreads_count(t < 10) == 10 && __syncthreads_or(t == 63) && !__syncthreads_and(t < 63);
   ok &= __bfloat162float(__shfl_sync(~0u, __float2bfloat16(float(lane)), 2)) == 2;
   ok &= max(3, 5u) == 5u && min(-1.0f, 2) == -1.0f && __clz(1) == 31 && __ffs(8) == 4 && __brev(1) == 0x80000000u;
+  float sine, cosine;
+  sincospif(-0.5f, &sine, &cosine);
+  ok &= sine == -1.0f && fabsf(cosine) < 1e-7f && __double2ll_rn(-2.5) == -2;
   if (t % 2 == int(blockIdx.x)) x[t] = ok;
 }
 __global__ void async_copies(int* x) {
