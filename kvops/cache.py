@@ -417,11 +417,11 @@ class SlotMethod(Method):
             raise TypeError(f"{who}: rope must be a kvops.Rope, got {type(rope).__name__}")
         if rope is not None and not (positions == "slots" and attend_before_compress):
             raise ValueError(f"{who}: rope= needs positions='slots' and attend_before_compress=True")
-        self.by_slot, self.storage, self.rope = positions == "slots", storage, rope
+        self.slot_positions, self.storage, self.rope = positions == "slots", storage, rope
         super().__init__(attend_before_compress)
 
     def _setting(self, name: str):
-        return ("slots" if self.by_slot else "original") if name == "positions" else super()._setting(name)
+        return ("slots" if self.slot_positions else "original") if name == "positions" else super()._setting(name)
 
     def reset(self) -> None:
         super().reset()
@@ -447,7 +447,7 @@ class SlotMethod(Method):
     def attention(
         self, q: Tensor, k_step: Tensor, v_step: Tensor, *, positions: Tensor | None = None, **options
     ) -> Tensor:
-        """The second half of `attend`."""
+        """As `Method.attention`; positions as in `attend`."""
         who, t = type(self).__name__, k_step.shape[2]
         if self.rope is None:
             if positions is not None:
@@ -467,9 +467,10 @@ class SlotMethod(Method):
                 if n:
                     read[:, :, :n] = self.k
             else:
-                k = k_step.clone(memory_format=torch.contiguous_format)
-                if positions is not None:
-                    rope_at_slots(k, *self.rope.between(positions, None), interleaved=interleaved, out=k)
+                if positions is None:
+                    k = k_step.clone(memory_format=torch.contiguous_format)
+                else:
+                    k = rope_at_slots(k_step, *self.rope.between(positions, None), interleaved=interleaved)
                 if n:
                     tables = self.rope.first(n, k.device) if pads is None else self.rope.tables(slots[..., :n])
                     rope_at_slots(self.k, *tables, interleaved=interleaved, out=read[:, :, :n])

@@ -73,7 +73,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-__all__ = ["KVCache", "LayerStats", "Stage", "generate", "lookahead", "use_attention"]
+__all__ = ["KVCache", "LayerStats", "Stage", "generate", "lookahead", "model_rope", "use_attention"]
 
 ATTENTION = "kvops"  # the name of the attention function in transformers
 
@@ -279,10 +279,10 @@ _ROTATES = re.compile(
 def model_rope(config: PreTrainedConfig) -> Rope:
     """The rotary embedding of a model's full-attention layers, from the code that transformers has for it.
 
-    Its rotary module has the frequencies, `rotate_half` shows which channels are a pair. Whether every layer rotates
-    its keys, and from their first channel on, can only be read off the source: as it does where this finds a model to
-    be like most. ValueError for others: layers without rotation, MLA, positions of several dims, code from elsewhere;
-    and for frequencies that change with the length (dynamic, longrope).
+    Its rotary module has the frequencies, and `rotate_half` shows which channels are a pair. That every layer rotates
+    its keys, from their first channel on, and does nothing to them afterwards, is read off the source, where most
+    models say so in the same words. ValueError for the others: layers without rotation, MLA, norms after it, positions
+    of several dims, code from elsewhere; and for frequencies that change with the length (dynamic, longrope).
     """
     config = config.get_text_config(decoder=True)
     unclear = (
@@ -299,18 +299,18 @@ def model_rope(config: PreTrainedConfig) -> Rope:
     if len(names) != 1 or not 0 < len(rotations) == len(_ROTATES.findall(source)) or not hasattr(code, "rotate_half"):
         raise ValueError(unclear)
     rotary = getattr(code, names[0])(config)
-    if hasattr(rotary, "mrope_section") or hasattr(config, "qk_rope_head_dim"):
-        raise ValueError(unclear)
     kind, prefix = rotary.rope_type, ""
     if isinstance(kind, dict):  # frequencies by the type of layer
-        kind, prefix = kind["full_attention"], "full_attention_"
+        kind, prefix = kind.get("full_attention"), "full_attention_"
+    half = tuple(code.rotate_half(torch.arange(1.0, 5.0, device="cpu")).tolist())
+    interleaved = {(-3, -4, 1, 2): False, (-2, 1, -4, 3): True}.get(half)
+    if None in (kind, interleaved) or hasattr(rotary, "mrope_section") or hasattr(config, "qk_rope_head_dim"):
+        raise ValueError(unclear)
     if kind in ("dynamic", "longrope"):
         raise ValueError(
             f"KVCache: rotary frequencies of type {kind!r} change with the length, so slots have no fixed rotation; "
             "give the method rope=kvops.Rope(inv_freq) of one length, or positions='original'"
         )
-    half = code.rotate_half(torch.arange(1.0, 5.0)).tolist()
-    interleaved = {(-3, -4, 1, 2): False, (-2, 1, -4, 3): True}[tuple(half)]
     inv_freq, scaling = getattr(rotary, prefix + "inv_freq"), getattr(rotary, prefix + "attention_scaling")
     return Rope(inv_freq.float(), interleaved, scaling)
 
@@ -349,7 +349,7 @@ class KVCache(DynamicCache):
         own = config.get_text_config(decoder=True)._attn_implementation == ATTENTION
         if not own:
             _check_stock_attention(method, pads is not None)
-        if isinstance(method, SlotMethod) and method.by_slot and method.rope is None:
+        if isinstance(method, SlotMethod) and method.slot_positions and method.rope is None:
             method = copy.copy(method)
             method.rope = model_rope(config)
         super().__init__(config=config)
@@ -542,7 +542,7 @@ def _check_stock_attention(method: Method, padded: bool) -> None:
     """Raises for what the attention of transformers and its masks cannot serve."""
     if method.uses_queries:
         why = "looks at queries, which the attention of transformers does not hand over"
-    elif isinstance(method, SlotMethod) and method.by_slot:
+    elif isinstance(method, SlotMethod) and method.slot_positions:
         why = "rotates keys and queries at their slots (unless positions='original'), before the attention"
     elif not method.uniform_layers:
         why = "leaves the layers with different lengths, but transformers makes one attention mask for all of them"

@@ -272,6 +272,8 @@ def test_coverage_token_by_token():
         held = kvops.lacache_coverage(500, budget=40, **SHAPE, pattern=pattern)
         assert [row.nonzero()[:, 0].tolist() for row in held] == simulation.layers
     assert kvops.lacache_coverage(0, budget=40, **SHAPE).shape == (8, 0)
+    with pytest.raises(ValueError, match="lacache_coverage: chunk must be at least 1, got 0"):
+        kvops.lacache_coverage(500, budget=40, **SHAPE, chunk=0)
 
 
 # One call

@@ -59,7 +59,7 @@ def lacache_compress(
     plan = lacache_plan(n, **settings)
     if layer >= num_layers:
         raise ValueError(f"{op}: layer must lie in [0, num_layers), expected less than {num_layers}, got {layer}")
-    k, v = _moved(op, k, v, plan, layer, rope, out)
+    k, v = _carry_out(op, k, v, plan, layer, rope, out)
     return Compressed(k, v, plan.indices(layer, k.device).expand(*k.shape[:2], -1))
 
 
@@ -85,13 +85,15 @@ def lacache_coverage(
     Source: LaCache, Fig. 2 and 4.
     """
     check_int("lacache_coverage", "n", n, 0)
+    for size in [chunk] if isinstance(chunk, int) else chunk:
+        check_int("lacache_coverage", "chunk", size, 1)
     sizes = [chunk] * -(-n // chunk) if isinstance(chunk, int) else [*chunk] + [1] * (n - sum(chunk))
+    settings = dict(num_layers=num_layers, budget=budget, span=span, overlap=overlap, sinks=sinks, pattern=pattern)
     held = torch.empty(num_layers, 0, dtype=torch.int64, device="cpu")
     state, seen, new = None, 0, 0  # `new` tokens since the last that were put into `held`
     for size in sizes:
         size = min(size, n - seen)
         seen, new = seen + size, new + size
-        settings = dict(num_layers=num_layers, budget=budget, span=span, overlap=overlap, sinks=sinks, pattern=pattern)
         plan = lacache_plan(held.shape[1] + new, **settings, state=state)
         state = plan.state
         if plan.passes or seen == n:
@@ -137,7 +139,7 @@ def _settings(
     return dict(budget=keep, sinks=sinks, **shape)
 
 
-def _moved(
+def _carry_out(
     op: str,
     k: Tensor,
     v: Tensor,
@@ -253,4 +255,5 @@ class LaCache(SlotMethod):
     ) -> tuple[Tensor, Tensor]:
         if pads is not None:
             return super()._moved(indices, k, v, pads, left)
-        return _moved("LaCache", k, v, self._plan, self.layer, self.rope if self.storage == "post_rope" else None, None)
+        rope = self.rope if self.storage == "post_rope" else None
+        return _carry_out("LaCache", k, v, self._plan, self.layer, rope, None)
