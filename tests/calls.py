@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kvops
-from kvops import ops
+from kvops import LadderPlan, ops
 from kvops.reference import kept_length, num_segments, window_logits, window_softmax
 
 SINK = 5
@@ -37,7 +37,11 @@ class Inputs:
     visible: Tensor  # int32 [b, 6]
     sink_logits: Tensor  # fp32 [4 Hk]
     lse: Tensor  # fp32 [b, 4 Hk, 6]
+    deep: tuple[Tensor, Tensor]  # K and V of another layer
+    inv_freq: Tensor  # fp32 [d // 2]
+    angles: tuple[Tensor, Tensor]  # cosines and sines, fp32 [b, n, d // 2]
     out: tuple[Tensor, Tensor]  # [b, Hk, n // 4, d] and [.., dv]
+    ladder_out: tuple[Tensor, Tensor]  # of the slots that the ladder keeps
     lagkv_out: tuple[Tensor, Tensor]  # of the slots that LagKV keeps
 
     @property
@@ -51,6 +55,10 @@ class Inputs:
     @property
     def lag(self) -> int:
         return self.n // 12
+
+    @property
+    def plan(self) -> LadderPlan:
+        return ladder_plan(self.n)
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Inputs:
         """The same with f of every tensor."""
@@ -66,6 +74,10 @@ class Inputs:
         found = []
         self.map(lambda x: found.append(x) or x)
         return found
+
+
+def ladder_plan(n: int) -> LadderPlan:
+    return kvops.lacache_plan(n, num_layers=8, budget=n // 2)
 
 
 def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) -> Inputs:
@@ -88,6 +100,7 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
     indices = randn(n).argsort(-1)[..., :keep].sort(-1).values
     indices[..., keep - 2 :] = -1
     starts = integers(0, n // 8, b)
+    rope = kvops.Rope.of(d, device="cpu")
     kept = kept_length(n, SINK, lag, int(RATIO * lag))
 
     def nan(tokens: int) -> tuple[Tensor, Tensor]:
@@ -110,9 +123,17 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
         visible=visible,
         sink_logits=randn(4)[0].flatten(),
         lse=lse.flatten(1, 2),
+        deep=(randn(n, d).to(dtype), randn(n, dv).to(dtype)),
+        inv_freq=rope.inv_freq,
+        angles=rope.tables(torch.arange(n, device="cpu") - starts.long().unsqueeze(1)),
         out=nan(keep),
+        ladder_out=nan(len(ladder_plan(n))),
         lagkv_out=nan(kept),
     )
+
+
+def flat(lists: tuple[list[Tensor], list[Tensor]]) -> tuple[Tensor, ...]:
+    return tuple(x for tensors in lists for x in tensors)
 
 
 CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
@@ -146,6 +167,19 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "gather_kv": lambda x: ops.gather_kv(x.k, x.v, x.indices),
     "gather_kv, out=": lambda x: ops.gather_kv(x.k, x.v, x.indices, out=x.out),
     "compact_kv_": lambda x: ops.compact_kv_(x.k, x.v, x.indices),
+    "ladder_gather": lambda x: ops.ladder_gather(x.k, x.v, x.plan, 3),
+    "ladder_gather, RoPE": lambda x: ops.ladder_gather(x.k, x.v, x.plan, 3, inv_freq=x.inv_freq),
+    "ladder_gather, out=": lambda x: ops.ladder_gather(x.k, x.v, x.plan, 3, out=x.ladder_out),
+    "ladder_gather, layers": lambda x: flat(
+        ops.ladder_gather([x.k, x.deep[0]], [x.v, x.deep[1]], x.plan, [1, 5], inv_freq=x.inv_freq, interleaved=True)
+    ),
+    "ladder_compact_": lambda x: ops.ladder_compact_(x.k, x.v, x.plan, 3),
+    "ladder_compact_, RoPE": lambda x: ops.ladder_compact_(x.k, x.v, x.plan, 3, inv_freq=x.inv_freq),
+    "ladder_compact_, layers": lambda x: flat(
+        ops.ladder_compact_([x.k, x.deep[0]], [x.v, x.deep[1]], x.plan, [1, 5], inv_freq=x.inv_freq, interleaved=True)
+    ),
+    "rope_at_slots": lambda x: (ops.rope_at_slots(x.k, *x.angles),),
+    "rope_at_slots, in place": lambda x: (ops.rope_at_slots(x.k, *x.angles, interleaved=True, out=x.k),),
     "keydiff_compress": lambda x: kvops.keydiff_compress(x.k, x.v, x.keep, sinks=2, recent=0.1),
     "keydiff_compress, padded": lambda x: kvops.keydiff_compress(
         x.k, x.v, 0.25, recent=0.1, starts=x.starts, lengths=x.lengths

@@ -40,8 +40,8 @@ void gather_run(const Strip in, const Strip out, const int64_t* index, int64_t i
 void gather_kv(const GatherKVParams& p, const Workers& workers) {
   const int64_t m = p.indices.m, runs = (m + kRun - 1) / kRun, units = p.b * p.heads * runs;
   const int64_t total = p.b * p.heads * m * (p.k.row_bytes + p.v.row_bytes);
-  const bool stream_k = total >= kStreamedOutput && streamable(p.k_out),
-             stream_v = total >= kStreamedOutput && streamable(p.v_out);
+  const bool large = total >= kStreamedOutput;
+  const bool stream_k = large && streamable(p.k_out), stream_v = large && streamable(p.v_out);
   parallel_for(workers, workers.count, [&](int64_t worker) {
     const Share mine = share(units, worker, workers.count);
     for (int64_t unit = mine.first; unit < mine.last; ++unit) {

@@ -6,7 +6,7 @@ is torch.topk, and a sort because the kept indices ascend; movement is torch.gat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -89,6 +89,25 @@ def gather_kv(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """[b, Hk, n, d] twice, [b, Hk, m] -> [b, Hk, m, d] twice."""
     rows = indices.unsqueeze(-1).expand(-1, -1, -1, k.shape[-1])
     return k.gather(2, rows), v.gather(2, rows)
+
+
+def ladder_gather(
+    keys: Sequence[Tensor], values: Sequence[Tensor], indices: Sequence[Tensor], inv_freq: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Layers of [b, Hk, n, d], the slots [m] that each keeps -> [b, Hk, m, d]; keys turned to the new slots."""
+    moved = [gather_kv(k, v, i.expand(*k.shape[:2], -1)) for k, v, i in zip(keys, values, indices)]
+    if inv_freq is None:
+        return [k for k, _ in moved], [v for _, v in moved]
+    slots = torch.arange(indices[0].shape[0], device=inv_freq.device)
+    angles = [(slots - i).unsqueeze(-1) * inv_freq for i in indices]
+    return [rotate_half(k, x.cos(), x.sin()) for (k, _), x in zip(moved, angles)], [v for _, v in moved]
+
+
+def rotate_half(k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[b, H, n, d], [n, d // 2] twice -> [b, H, n, d]: Hugging Face's apply_rotary_pos_emb, in k's dtype."""
+    cos, sin = (torch.cat((x, x), -1).to(k.dtype) for x in (cos, sin))
+    first, second = k.chunk(2, -1)
+    return k * cos + torch.cat((-second, first), -1) * sin
 
 
 def keydiff_compress(k: Tensor, v: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ from . import gpu
 from .rows import Case, Row, size
 
 SHORT = 1e-3  # seconds; what takes less is called several times per sample
+OUTPUTS = ("out", "lagkv_out", "ladder_out", "rope_out")  # of a Case, that calls write
 GOALS_FROM = 131072  # tokens; below, starting the kernels counts
 
 
@@ -136,7 +137,7 @@ def make_cases(row: Row, like: Case) -> list[Case]:
 
 def check_written(cases: list[Case], rival: gpu.Replayed) -> None:
     """What is timed writes all of its result: fill it with NaN, look again."""
-    results = [x for c in cases for name in ("out", "lagkv_out") for x in vars(c).get(name, ())]
+    results = [x for c in cases for name in OUTPUTS for x in vars(c).get(name, ())]
     for x in results:
         x.fill_(torch.nan)
     rival.sample()

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import kvops
 from kvops import ops
+from kvops.ladder import make_ladder
+from kvops.rope import Rope
 
 from . import eager
 
@@ -19,6 +21,7 @@ KEEP = 0.25  # of the tokens, in everything that selects or moves
 SINK = 16  # LagKV's static part
 GROUP = 4  # query heads per KV head
 WINDOW = 32  # rows that observe, SnapKV's default
+LAYERS = 8  # of the ladder's rows, which share the tokens
 NEAR_FLOOR = 1 / 1.3  # a whole call takes at most 1.3 times as long as a copy of its bytes
 
 
@@ -28,6 +31,25 @@ class Window(NamedTuple):
     q: Tensor  # [batch, GROUP * heads, w, d]
     visible: Tensor  # int32 [w]: causal
     lse: Tensor  # fp32 [batch, GROUP * heads, w]
+
+
+class Ladder:
+    """Layers of K and V that are slices of these tokens, and what LaCache makes of them when they overflow."""
+
+    def __init__(self, k: Tensor, v: Tensor, count: int):
+        n = k.shape[2] // count
+        self.keys, self.values = ([x[:, :, i * n : (i + 1) * n] for i in range(count)] for x in (k, v))
+        self.layers = [LAYERS - 1 - i for i in range(count)]
+        freed = make_ladder(LAYERS, None, None, "paper").freed
+        self.plan = kvops.lacache_plan(n, num_layers=LAYERS, budget=n - freed)
+        self.indices = [self.plan.indices(layer, k.device) for layer in self.layers]
+        slots = torch.arange(len(self.plan), device=k.device)
+        self.rows = sum(int((x != slots).sum()) for x in self.indices)  # that move, of a (batch, head)
+
+    def moved(self, x: Tensor) -> Tensor:
+        """As many elements of x, which is K or V, as move."""
+        b, heads, _, d = x.shape
+        return x.view(-1)[: b * heads * self.rows * d]
 
 
 class Case:
@@ -120,6 +142,36 @@ class Case:
     def out(self) -> tuple[Tensor, Tensor]:
         """Warm memory for what gather_kv and keydiff_compress keep."""
         return tuple(x[:, :, : self.budget].clone(memory_format=torch.contiguous_format) for x in self._source)
+
+    @cached_property
+    def ladder(self) -> Ladder:
+        """The tokens as those of `LAYERS` layers, in the step of a stream that thins one ladder of them."""
+        return Ladder(self.k, self.v, LAYERS)
+
+    @cached_property
+    def deep_ladder(self) -> Ladder:
+        """The tokens as those of one layer."""
+        return Ladder(self.k, self.v, 1)
+
+    @cached_property
+    def ladder_out(self) -> tuple[Tensor, Tensor]:
+        """Warm memory for what ladder_gather keeps, all layers in one."""
+        shape = (LAYERS, self.batch, self.heads, len(self.ladder.plan), self.d)
+        return tuple(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+
+    @cached_property
+    def inv_freq(self) -> Tensor:
+        return Rope.of(self.d, device=self.device).inv_freq
+
+    @cached_property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all slots."""
+        return Rope.of(self.d, device=self.device).tables(torch.arange(self.n, device=self.device))
+
+    @cached_property
+    def rope_out(self) -> tuple[Tensor]:
+        """Warm memory for the rotated keys."""
+        return (torch.zeros_like(self.k),)
 
     @cached_property
     def lagkv_out(self) -> tuple[Tensor, Tensor]:
@@ -240,6 +292,42 @@ def _compact(indices: Callable[[Case], Tensor], **row) -> Row:
     )
 
 
+def _ladder_compact(ladder: Callable[[Case], Ladder], turned: bool = False, **row) -> Row:
+    def call(c: Case) -> Any:
+        x, rope = ladder(c), {"inv_freq": c.inv_freq} if turned else {}
+        return ops.ladder_compact_(x.keys, x.values, x.plan, x.layers, **rope)
+
+    def args(c: Case) -> tuple:
+        x = ladder(c)
+        return x.keys, x.values, x.indices, *([c.inv_freq] if turned else [])
+
+    return Row(
+        forms={"in place": call},
+        eager=eager.ladder_gather,
+        args=args,
+        bytes=lambda c: 2 * size(ladder(c).moved(c.k), ladder(c).moved(c.v)),
+        against="shift",
+        touched=lambda c: (ladder(c).moved(c.k), ladder(c).moved(c.v)),
+        **row,
+    )
+
+
+def _stacked(c: Case) -> Any:
+    """The grouped ladder's work as that of one layer with a larger batch."""
+    k, v = (x.unflatten(2, (LAYERS, -1)).flatten(0, 1) for x in (c.k, c.v))
+    return ops.ladder_compact_(k, v, c.ladder.plan, 0)
+
+
+def _ladder_gather(c: Case, **out) -> Any:
+    return ops.ladder_gather(c.ladder.keys, c.ladder.values, c.ladder.plan, c.ladder.layers, **out)
+
+
+def _ladder_index_select(c: Case) -> None:
+    for layers, outputs in zip((c.ladder.keys, c.ladder.values), c.ladder_out):
+        for x, indices, out in zip(layers, c.ladder.indices, outputs.unbind()):
+            torch.index_select(x, 2, indices, out=out)
+
+
 def _window_scores(rows: int, with_lse: bool, **row) -> Row:
     def call(c: Case) -> Tensor:
         w = c.window(rows)
@@ -329,6 +417,41 @@ ROWS: dict[str, Row] = {
     "compact_kv_": _compact(lambda c: c.indices),
     "compact_kv_, one run": _compact(lambda c: c.run),
     "compact_kv_, batch 32": _compact(lambda c: c.indices, cuda_only=True, batch=32, most=131072, copy_goal=0.85),
+    "ladder_compact_": _ladder_compact(
+        lambda c: c.ladder,
+        peers=lambda c: {"one layer": lambda: _stacked(c)},
+        copy_goal=0.85,
+        eager_goal=2,
+        peer_goals={"one layer": 1 / 1.2},
+    ),
+    "ladder_compact_, RoPE": _ladder_compact(lambda c: c.ladder, turned=True),
+    "ladder_compact_, one layer": _ladder_compact(lambda c: c.deep_ladder),
+    "ladder_gather": Row(
+        forms={
+            "out=": lambda c: _ladder_gather(c, out=[x.unbind() for x in c.ladder_out]),
+            "fresh": lambda c: _ladder_gather(c),
+        },
+        eager=eager.ladder_gather,
+        args=lambda c: (c.ladder.keys, c.ladder.values, c.ladder.indices),
+        bytes=lambda c: 2 * size(*c.ladder_out),
+        against="copy",
+        touched=lambda c: c.ladder_out,
+        peers=lambda c: {"index_select": lambda: _ladder_index_select(c)},
+        copy_goal=0.85,
+        eager_goal=2,
+        peer_goals={"index_select": 1},
+    ),
+    "rope_at_slots": Row(
+        forms={
+            "out=": lambda c: ops.rope_at_slots(c.k, *c.angles, out=c.rope_out[0]),
+            "fresh": lambda c: ops.rope_at_slots(c.k, *c.angles),
+        },
+        eager=eager.rotate_half,
+        args=lambda c: (c.k, *c.angles),
+        bytes=lambda c: 2 * size(c.k) + size(*c.angles),
+        against="copy",
+        touched=lambda c: c.rope_out,
+    ),
     "keydiff_compress": _keydiff(),
     "lagkv_compress": Row(
         forms={
