@@ -123,9 +123,19 @@ def test_lists_of_layers(count, turned):
     assert same([x[:, :, len(plan) :] for x in keys + values], behind)
 
 
-@kit.only("cuda", "simulator")
+def test_more_layers_than_a_launch_takes():
+    """Layers that lie alike share launches, on a GPU, up to a number of them."""
+    stack = kit.randn(100, 2, 1, 1, 20, 8)
+    keys, values = (list(x) for x in stack.unbind(1))
+    plan, layers = ladder_plan(20, (2, 2)), [i % 8 for i in range(100)]
+    expected = [moved(*kv, plan, layer) for kv, layer in zip(stack, layers)]
+    assert all(map(same, zip(*ops.ladder_gather(keys, values, plan, layers)), expected))
+    assert all(map(same, zip(*ops.ladder_compact_(keys, values, plan, layers)), expected))
+
+
+@kit.only("cuda")
 def test_many_heads():
-    """More than a CUDA grid has room for in y."""
+    """More than a CUDA grid has room for in y. The simulator takes its time, and has ladder_gather's."""
     check(*kit.kv(7, 10_000, 8, 8, torch.float16), ladder_plan(8, (1, 1)), 1)
 
 
