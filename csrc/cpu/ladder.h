@@ -16,7 +16,8 @@ struct LadderWalk {
   const LadderMoves& moves;
   int32_t offset, slot, source = 0, run = 0;
 
-  LadderWalk(const LadderMoves& m, int32_t o, int64_t first) : moves(m), offset(o), slot(static_cast<int32_t>(first)) {
+  LadderWalk(const LadderMoves& m, int32_t o, int64_t first)
+      : moves(m), offset(o), slot(first < m.kept ? static_cast<int32_t>(first) : m.kept) {
     find();
   }
   void next() {
@@ -75,7 +76,7 @@ inline void move_rows(const LadderMoves& moves, int32_t offset, const Strip in, 
 
 constexpr int64_t kNeverStream = int64_t{1} << 62;
 
-// The same for K (turned, if there is RoPE) or V. `may_stream`: whether their addresses allow it. `tables`: the
+// The same for K (turned, if there is RoPE) or V, streamed only where the addresses in `to` allow it. `tables`: the
 // worker's scratch.
 inline void move_strip(const LadderParams& p, int32_t offset, const KVView& to, bool is_key, const Strip in,
                        const Strip out, Share slots, int64_t stream_from, float* tables) {
