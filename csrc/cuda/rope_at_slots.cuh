@@ -5,7 +5,7 @@
 // through the heads, kRopeHeads of them in flight. There are as many heads to a block as leave two blocks for each
 // multiprocessor. Each row is read before it is written by the same lane, so the result may be k itself.
 //
-// Grid: x runs over (batch, tile of slots), y over groups of heads. Not yet measured on a GPU.
+// Grid: x runs over (batch, tile of slots, group of heads). Not yet measured on a GPU.
 #pragma once
 #include "../ops/rope_at_slots.h"
 #include "move.cuh"
@@ -18,12 +18,13 @@ constexpr int kRopeHeads = kAhead / 2;  // two units each
 
 template <class T, class Unit>
 __global__ void __launch_bounds__(kMoveThreads)
-    rope_at_slots_kernel(RopeAtSlotsParams p, int lanes_log2, unsigned tiles, int64_t group) {
+    rope_at_slots_kernel(RopeAtSlotsParams p, int lanes_log2, unsigned tiles, unsigned groups, int64_t group) {
   const RowUnits row = {static_cast<int>(p.k.row_bytes / sizeof(Unit)),
                         static_cast<int>(p.pairs * sizeof(T) / sizeof(Unit)), p.interleaved};
   const int lanes = 1 << lanes_log2, step = kMoveThreads / lanes;
-  const int64_t b = blockIdx.x / tiles, slot = static_cast<int64_t>(blockIdx.x % tiles) * step + threadIdx.x / lanes;
-  const int64_t begin = blockIdx.y * group, end = begin + group < p.heads ? begin + group : p.heads;
+  const unsigned tile = blockIdx.x / groups;
+  const int64_t b = tile / tiles, slot = static_cast<int64_t>(tile % tiles) * step + threadIdx.x / lanes;
+  const int64_t begin = blockIdx.x % groups * group, end = begin + group < p.heads ? begin + group : p.heads;
   if (slot >= p.n) return;
 
   for (int lane = threadIdx.x % lanes; lane < row.lanes(); lane += lanes) {
@@ -67,9 +68,9 @@ inline void rope_at_slots_cuda(const RopeAtSlotsParams& p, cudaStream_t stream) 
       const int64_t step = kMoveThreads >> lanes_log2, tiles = (p.n + step - 1) / step;
       int64_t group = p.heads;
       const auto groups = [&] { return (p.heads + group - 1) / group; };
-      while (group > 1 && (p.b * tiles * groups() < 2 * multiprocessors() || groups() > 65535)) group = (group + 1) / 2;
-      launch<rope_at_slots_kernel<T, Unit>>(grid_of(p.b * tiles, static_cast<unsigned>(groups())), kMoveThreads, 0,
-                                            stream, p, lanes_log2, static_cast<unsigned>(tiles), group);
+      while (group > 1 && p.b * tiles * groups() < 2 * multiprocessors()) group = (group + 1) / 2;
+      launch<rope_at_slots_kernel<T, Unit>>(grid_of(p.b * tiles * groups()), kMoveThreads, 0, stream, p, lanes_log2,
+                                            static_cast<unsigned>(tiles), static_cast<unsigned>(groups()), group);
     });
   });
 }
