@@ -21,7 +21,7 @@ KEEP = 0.25  # of the tokens, in everything that selects or moves
 SINK = 16  # LagKV's static part
 GROUP = 4  # query heads per KV head
 WINDOW = 32  # rows that observe, SnapKV's default
-LAYERS = 8  # of the ladder's rows, which share the tokens
+LAYERS = 32  # of the ladder's rows, which share the tokens; fewer where each would have less than 64
 NEAR_FLOOR = 1 / 1.3  # a whole call takes at most 1.3 times as long as a copy of its bytes
 
 
@@ -34,14 +34,14 @@ class Window(NamedTuple):
 
 
 class Ladder:
-    """Layers of K and V that are slices of these tokens, and what LaCache makes of them when they overflow."""
+    """The last `count` layers of a model, K and V slices of these tokens, and what LaCache makes of an overflow."""
 
-    def __init__(self, k: Tensor, v: Tensor, count: int):
+    def __init__(self, k: Tensor, v: Tensor, count: int, num_layers: int):
         n = k.shape[2] // count
         self.keys, self.values = ([x[:, :, i * n : (i + 1) * n] for i in range(count)] for x in (k, v))
-        self.layers = [LAYERS - 1 - i for i in range(count)]
-        freed = make_ladder(LAYERS, None, None, "paper").freed
-        self.plan = kvops.lacache_plan(n, num_layers=LAYERS, budget=n - freed)
+        self.layers = [num_layers - 1 - i for i in range(count)]
+        freed = make_ladder(num_layers, None, None, "paper").freed
+        self.plan = kvops.lacache_plan(n, num_layers=num_layers, budget=n - freed)
         self.indices = [self.plan.indices(layer, k.device) for layer in self.layers]
         slots = torch.arange(len(self.plan), device=k.device)
         self.rows = sum(int((x != slots).sum()) for x in self.indices)  # that move, of a (batch, head)
@@ -143,20 +143,25 @@ class Case:
         """Warm memory for what gather_kv and keydiff_compress keep."""
         return tuple(x[:, :, : self.budget].clone(memory_format=torch.contiguous_format) for x in self._source)
 
+    @property
+    def layers(self) -> int:
+        """Of the grouped ladder."""
+        return min(LAYERS, self.n // 64)
+
     @cached_property
     def ladder(self) -> Ladder:
-        """The tokens as those of `LAYERS` layers, in the step of a stream that thins one ladder of them."""
-        return Ladder(self.k, self.v, LAYERS)
+        """The tokens as those of a model's layers, in the step of a stream that thins one ladder of them."""
+        return Ladder(self.k, self.v, self.layers, self.layers)
 
     @cached_property
     def deep_ladder(self) -> Ladder:
         """The tokens as those of one layer."""
-        return Ladder(self.k, self.v, 1)
+        return Ladder(self.k, self.v, 1, self.layers)
 
     @cached_property
     def ladder_out(self) -> tuple[Tensor, Tensor]:
         """Warm memory for what ladder_gather keeps, all layers in one."""
-        shape = (LAYERS, self.batch, self.heads, len(self.ladder.plan), self.d)
+        shape = (self.layers, self.batch, self.heads, len(self.ladder.plan), self.d)
         return tuple(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
 
     @cached_property
@@ -314,7 +319,8 @@ def _ladder_compact(ladder: Callable[[Case], Ladder], turned: bool = False, **ro
 
 def _stacked(c: Case) -> Any:
     """The grouped ladder's work as that of one layer with a larger batch."""
-    k, v = (x.unflatten(2, (LAYERS, -1)).flatten(0, 1) for x in (c.k, c.v))
+    tokens = c.layers * c.ladder.plan.n
+    k, v = (x[:, :, :tokens].unflatten(2, (c.layers, -1)).flatten(0, 1) for x in (c.k, c.v))
     return ops.ladder_compact_(k, v, c.ladder.plan, 0)
 
 
