@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 from tqdm import tqdm
 
@@ -66,29 +68,30 @@ def stream(model, method: kvops.Method, ids: Tensor, window: int, label: str) ->
     return Stream(torch.cat(losses, 1).numpy(), np.array(held), np.array(seconds), window)
 
 
-def load(model: Path, text: Path, device: str) -> tuple[transformers.PreTrainedModel, Tensor]:
+def load(model: Path, text: Path, device: str, dtype: str = "auto") -> tuple[transformers.PreTrainedModel, Tensor]:
     """The model, with the library's attention, and the whole text: [1, tokens]."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # the text is longer than the model's context, on purpose
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     ids = tokenizer(text.read_text(), return_tensors="pt").input_ids.to(device)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval().to(device)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
     return kvops.hf.use_attention(loaded), ids
 
 
-def methods(model, budget: int, ladders: list[tuple[int, int]]) -> dict[str, Callable[[], kvops.Method]]:
+def methods(
+    model, budget: int, ladders: list[tuple[int, int]], storages: list[str]
+) -> dict[str, Callable[[], kvops.Method]]:
     """The rows by name. Without ladders, the paper's default for the model's layers."""
-    rows = {
-        "full cache": kvops.Full,
-        "StreamingLLM": lambda: kvops.StreamingLLM(budget, positions="slots"),
-    }
+    rows = {"full cache": kvops.Full}
     if not ladders:
         shape = kvops.lacache_plan(0, num_layers=model.config.num_hidden_layers, budget=budget).ladder
         ladders = [(shape.span, shape.overlap)]
-    for span, overlap in ladders:
-        rows[f"LaCache, S {span}, O {overlap}"] = lambda span=span, overlap=overlap: kvops.LaCache(
-            budget, span=span, overlap=overlap
-        )
+    for storage in storages:
+        suffix = "" if storage == "pre_rope" else f", {storage}"
+        rows[f"StreamingLLM{suffix}"] = partial(kvops.StreamingLLM, budget, storage=storage)
+        for span, overlap in ladders:
+            shape = dict(span=span, overlap=overlap, storage=storage)
+            rows[f"LaCache, S {span}, O {overlap}{suffix}"] = partial(kvops.LaCache, budget, **shape)
     return rows
 
 
@@ -99,16 +102,17 @@ def perplexity(losses: np.ndarray) -> float:
 def table(streams: dict[str, Stream], tokens: int) -> str:
     """Perplexity of the first so many tokens, as the paper's Table 1."""
     lengths = [x for x in LENGTHS if x < tokens] + [tokens]
-    lines = [f"{'tokens':22}" + "".join(f"{x:>9,}" for x in lengths) + "   cache MB  ms/token"]
+    width = max(map(len, streams))
+    lines = [f"{'tokens':{width}}" + "".join(f"{x:>9,}" for x in lengths) + "   cache MB  ms/token"]
     for name, x in streams.items():
         values = "".join(f"{perplexity(x.losses[:, : n - 1]):9.3f}" for n in lengths)
-        lines.append(f"{name:22}{values}{x.bytes[-1] / 1e6:11.2f}{1e3 * x.seconds.sum() / tokens:10.2f}")
+        lines.append(f"{name:{width}}{values}{x.bytes[-1] / 1e6:11.2f}{1e3 * x.seconds.sum() / tokens:10.2f}")
     return "\n".join(lines)
 
 
 def differences(streams: dict[str, Stream]) -> dict[str, dict[str, float]]:
     """Mean loss minus StreamingLLM's on the same pieces, in nats per token, with half its 95 % interval."""
-    base = streams["StreamingLLM"].losses.mean(1)
+    base = next(x for name, x in streams.items() if name.startswith("StreamingLLM")).losses.mean(1)
     found = {}
     for name, x in streams.items():
         difference = x.losses.mean(1) - base
@@ -142,6 +146,9 @@ def picture(curves: dict[str, dict[str, list[float]]], budget: int, path: Path) 
             y = of(np.array(curve[key]))
             axis.plot(np.arange(len(y)) * BIN / 1000, y, color=color, label=name, lw=1.3)
         axis.set(xlabel="thousand tokens", ylabel=label, yscale="log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(NullLocator())
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False)
     figure.suptitle(f"One stream of text, budget {budget} tokens")
@@ -161,16 +168,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=8, help="shorter pieces, for the intervals")
     parser.add_argument("--stream-tokens", type=int, default=8192, help="tokens of each of them")
     parser.add_argument("--ladders", nargs="*", default=None, metavar="S,O", help="span and overlap of LaCache")
+    storages = ["pre_rope", "post_rope"]
+    parser.add_argument("--storage", nargs="+", choices=storages, default=storages[:1], help="of the bounded caches")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="the model's"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="file for all numbers")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for the picture, endless.png")
     a = parser.parse_args(argv)
     ours = a.model.resolve() == HERE / "models" / "passkey-llama"
     ladders = ["1,0", "2,0"] if a.ladders is None and ours else a.ladders or []  # all that its 3 layers have
-    model, text = load(a.model, a.text, a.device)
+    model, text = load(a.model, a.text, a.device, a.dtype)
     if text.shape[1] < max(a.tokens, a.streams * a.stream_tokens):
         parser.error(f"--text has {text.shape[1]:,} tokens, too few for --tokens, or --streams of --stream-tokens")
-    rows = methods(model, a.budget, [tuple(map(int, x.split(","))) for x in ladders])
+    rows = methods(model, a.budget, [tuple(map(int, x.split(","))) for x in ladders], a.storage)
 
     long = {name: stream(model, make(), text[:, : a.tokens], a.window, name) for name, make in rows.items()}
     print(f"perplexity of the first tokens, budget {a.budget}, windows of {a.window}")
@@ -194,11 +206,12 @@ def main(argv: list[str] | None = None) -> None:
         short = {name: stream(model, make(), pieces, a.window, name) for name, make in rows.items()}
         record["pieces"] = differences(short)
         print(f"\n{a.streams} pieces of {a.stream_tokens:,} tokens: loss minus StreamingLLM's, nats per token")
+        width = max(map(len, short))
         for name, x in record["pieces"].items():
-            print(f"{name:22} perplexity {x['perplexity']:.3f}   {x['difference']:+.4f} ± {x['interval']:.4f}")
+            print(f"{name:{width}} perplexity {x['perplexity']:.3f}   {x['difference']:+.4f} ± {x['interval']:.4f}")
     print(f"\nwrote {a.out / 'endless.png'}")
     if a.json:
-        settings = {x: getattr(a, x) for x in ("tokens", "budget", "window", "streams", "stream_tokens")}
+        settings = {x: getattr(a, x) for x in ("tokens", "budget", "window", "streams", "stream_tokens", "dtype")}
         write(a.json, {**origin("python", "bench/endless.py", *(argv or sys.argv[1:])), **settings, **record})
 
 

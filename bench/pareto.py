@@ -22,6 +22,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 from tqdm import tqdm
 
@@ -124,7 +125,9 @@ def picture(found: dict, path: Path) -> None:
         line = np.array([x[3:] for x in found["ladders"] if x[:3] == [span, overlap, pattern]])
         axis.plot(*line.T, marker=marker, ms=4, lw=1, label=f"LaCache, S {span}, O {overlap}, {pattern} pattern")
     axis.axhline(found["whole"][1], color="black", lw=0.8, ls=":", label="whole cache")
-    axis.set(xlabel="slots kept in all layers", ylabel="perplexity of the next tokens", xscale="log", yscale="log")
+    axis.set(xlabel="slots kept in all layers", ylabel="perplexity of the next tokens", xscale="log")
+    axis.set_xticks(sorted(set(slots)), [f"{x:.0f}" for x in sorted(set(slots))])
+    axis.xaxis.set_minor_locator(NullLocator())
     axis.legend(frameon=False, fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
