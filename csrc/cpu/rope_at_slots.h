@@ -3,9 +3,8 @@
 // Bytes that must move: K read once and written once, and the table once. A slot's cosines and sines, fp32, are as many
 // bytes as two heads' keys in 16 bits, and all heads need them: work is split over (batch, runs of slots), and a run's
 // part of the table stays in the cache while one head after the other goes by. The hardware's prefetch begins anew at
-// every head, so runs are long and rows ahead are asked for by hand: 66 % of the copy bandwidth (bf16, 8 heads of 65536
-// rows; 2 threads of an AMD EPYC with AVX-512), against 40 % with runs of 32 rows and no prefetch. Large outputs
-// elsewhere are streamed.
+// every head, so runs are long and rows ahead are asked for by hand: 45 % of the copy bandwidth (bf16, 8 heads of 65536
+// rows; fp32 59 %: bench/results/cpu-ladder.json). Large outputs elsewhere are streamed.
 #include "../dispatch.h"
 #include "../ops/rope_at_slots.h"
 #include "rope.h"
