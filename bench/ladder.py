@@ -46,7 +46,7 @@ def picture(layers: int, budget: int, sinks: int, path: Path) -> None:
                 span, overlap = setting
                 shape = dict(num_layers=layers, budget=budget, span=span, overlap=overlap, sinks=sinks)
                 held, label = kvops.lacache_coverage(n, **shape, chunk=chunk), f"LaCache\nS {span}, O {overlap}"
-            axis.imshow(held, cmap=COLORS, aspect="auto", interpolation="nearest", vmin=0, vmax=1)
+            axis.imshow(held.numpy(), cmap=COLORS, aspect="auto", interpolation="nearest", vmin=0, vmax=1)
             axis.set_yticks([0, layers - 1], ["0", str(layers - 1)])
             axis.set_title(
                 f"{held.sum(1)[0]} slots a layer, {int(held.any(0).sum())} tokens in some layer", fontsize=8, loc="left"
