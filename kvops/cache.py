@@ -164,17 +164,24 @@ class Method:
         t, seen = k.shape[2], self.seen + k.shape[2]
         k_step, v_step = (k, v) if self.k is None else (torch.cat((self.k, k), 2), torch.cat((self.v, v), 2))
         self._step_pads = pads = self._pads_with(t)
-        indices = self._evict(k_step, v_step, pads, seen)
-        if indices is None:
-            if self.k is None:  # do not hold on to the caller's memory
-                k_step, v_step = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
-            self.k, self.v, self.pads, self.seen = k_step, v_step, pads, seen
-            return k_step, v_step
-        self._keep(indices, k_step, v_step, pads, seen)
+        first = self.k is None
+        if not self._store(k_step, v_step, pads, seen):
+            if first:  # do not hold on to the caller's memory
+                self.k, self.v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
+            return self.k, self.v
         if self.attend_before_compress:
             return k_step, v_step
         self._step_pads = self.pads
         return self.k, self.v
+
+    def _store(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> bool:
+        """Stores what the rule leaves of k, v; whether it evicted any."""
+        indices = self._evict(k, v, pads, seen)
+        if indices is None:
+            self.k, self.v, self.pads, self.seen = k, v, pads, seen
+        else:
+            self._keep(indices, k, v, pads, seen)
+        return indices is not None
 
     def _pads_with(self, t: int) -> Tensor | None:
         """`pads` when t more columns of the batch are stored."""
@@ -477,12 +484,7 @@ class SlotMethod(Method):
                     k = torch.cat((self.k, k), 2)
             v = v_step.clone(memory_format=torch.contiguous_format) if n == 0 else torch.cat((self.v, v_step), 2)
             out = attention(q, read, v, starts=pads, **options).out
-            seen = self.seen + t
-            indices = self._evict(k, v, pads, seen)
-            if indices is None:
-                self.k, self.v, self.pads, self.seen = k, v, pads, seen
-            else:
-                self._keep(indices, k, v, pads, seen)
+            self._store(k, v, pads, self.seen + t)
             self._due = 0
         return out
 

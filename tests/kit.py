@@ -155,6 +155,19 @@ def same(actual, expected) -> bool:
     return all(torch.equal(bits(x), bits(y)) for x, y in zip(actual, expected, strict=True))
 
 
+def assert_in_place(call: Callable[[], tuple[Tensor, Tensor]], k: Tensor, v: Tensor, expected) -> None:
+    """The call writes `expected` to the front of k and v, says so to autograd, and leaves the rest as it was."""
+    m = expected[0].shape[2]
+    behind = k[:, :, m:].clone(), v[:, :, m:].clone()
+    versions = k._version, v._version
+    result = call()
+    assert same(result, expected) and same((k[:, :, m:], v[:, :, m:]), behind)
+    assert all(
+        x._base is not None and x.untyped_storage()._cdata == y.untyped_storage()._cdata for x, y in zip(result, (k, v))
+    )
+    assert k._version > versions[0] and v._version > versions[1]
+
+
 def assert_repeatable(call: Callable[[], tuple[Tensor, ...]]) -> None:
     """Fresh results, the same to the last bit, whatever was in the memory and in whichever order threads run."""
     expected = call()

@@ -78,6 +78,16 @@ def generate(model, cache, ids, mask=None, tokens=12, **kwargs):
     return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, 1)
 
 
+def assert_rows_as_alone(model, method, ids, mask, options) -> None:
+    """Tokens and logits of a padded batch are those of each row by itself."""
+    tokens, logits = generate(model, KVCache(model.config, method, attention_mask=mask), ids, mask, **options)
+    for row, n in enumerate(mask.sum(1).tolist()):
+        expected = generate(model, KVCache(model.config, method), ids[row : row + 1, -n:], **options)
+        assert torch.equal(tokens[row : row + 1], expected[0]), row
+        if not options.get("num_beams"):
+            torch.testing.assert_close(logits[row : row + 1], expected[1], atol=1e-4, rtol=1e-4)
+
+
 def same(a, b):
     """Same tokens and bit-identical logits."""
     return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])

@@ -14,7 +14,16 @@ from transformers import DynamicCache, Gemma2Config, GptOssConfig  # noqa: E402
 import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
 from kvops.hf import KVCache, use_attention  # noqa: E402
-from test_hf import MIXED, TINY, VOCAB, generate, make_model, make_prompts, one_thread  # noqa: E402, F401
+from test_hf import (  # noqa: E402
+    MIXED,
+    TINY,
+    VOCAB,
+    assert_rows_as_alone,
+    generate,
+    make_model,
+    make_prompts,
+    one_thread,  # noqa: F401
+)
 
 METHODS = {
     "snapkv": lambda budget=24: kvops.SnapKV(budget, window=8),
@@ -133,14 +142,7 @@ def test_rows_of_a_padded_batch_equal_the_rows_alone(method, options):
     if method == "pyramidkv":  # the prompt's length decides about its budgets
         lengths = (64, 64)
         ids, mask = make_prompts(*lengths)
-    cache = KVCache(model.config, METHODS[method](), attention_mask=mask)
-    tokens, logits = generate(model, cache, ids, mask, **options)
-    for row, n in enumerate(lengths):
-        alone = ids[row : row + 1, -n:]
-        expected = generate(model, KVCache(model.config, METHODS[method]()), alone, **options)
-        assert torch.equal(tokens[row : row + 1], expected[0]), row
-        if not options.get("num_beams"):
-            torch.testing.assert_close(logits[row : row + 1], expected[1], atol=1e-4, rtol=1e-4)
+    assert_rows_as_alone(model, METHODS[method](), ids, mask, options)
 
 
 @every_method

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, DynamicCache, GlmConfig  # noqa: E402
 import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
 from kvops.hf import KVCache, model_rope, use_attention  # noqa: E402
-from test_hf import TINY, generate, make_model, make_prompts, one_thread  # noqa: E402, F401
+from test_hf import TINY, assert_rows_as_alone, generate, make_model, make_prompts, one_thread  # noqa: E402, F401
 
 ROOT = Path(__file__).parents[1]
 METHODS = {
@@ -171,17 +171,7 @@ def test_keeping_everything_of_a_padded_batch(method, options):
 )
 def test_rows_of_a_padded_batch_equal_the_rows_alone(method, options):
     """Every row starts and ends a chunk where it would alone, so that chunks hold the same tokens."""
-    model, lengths = own(), (64, 48, 32, 16)
-    ids, mask = make_prompts(*lengths)
-    tokens, logits = generate(
-        model, KVCache(model.config, METHODS[method](), attention_mask=mask), ids, mask, **options
-    )
-    for row, n in enumerate(lengths):
-        alone = ids[row : row + 1, -n:]
-        expected = generate(model, KVCache(model.config, METHODS[method]()), alone, **options)
-        assert torch.equal(tokens[row : row + 1], expected[0]), row
-        if not options.get("num_beams"):
-            torch.testing.assert_close(logits[row : row + 1], expected[1], atol=1e-4, rtol=1e-4)
+    assert_rows_as_alone(own(), METHODS[method](), *make_prompts(64, 48, 32, 16), options)
 
 
 @every_method

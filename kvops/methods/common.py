@@ -186,14 +186,16 @@ IN_PLACE = object()
 _Compress = TypeVar("_Compress", bound=Callable[..., Compressed])
 
 
+def check_out(op: str, out: object) -> None:
+    """`out` is a pair, nothing, or the mark of the forms in place."""
+    if not (out is None or out is IN_PLACE or (isinstance(out, (tuple, list)) and len(out) == 2)):
+        raise TypeError(f"{op}: out must be a pair of tensors (k_out, v_out), got {type(out).__name__}")
+
+
 def moved(op: str, k: Tensor, v: Tensor, indices: Tensor, out: tuple[Tensor, Tensor] | None) -> Compressed:
     """The kept rows: in fresh memory, in the caller's `out`, or at the front of k and v themselves."""
-    if out is IN_PLACE:
-        k, v = compact_kv_(k, v, indices)
-    elif out is None or (isinstance(out, (tuple, list)) and len(out) == 2):
-        k, v = gather_kv(k, v, indices, out=out)
-    else:
-        raise TypeError(f"{op}: out must be a pair of tensors (k_out, v_out), got {type(out).__name__}")
+    check_out(op, out)
+    k, v = compact_kv_(k, v, indices) if out is IN_PLACE else gather_kv(k, v, indices, out=out)
     return Compressed(k, v, indices)
 
 

@@ -15,7 +15,7 @@ from ..cache import SlotMethod
 from ..ladder import PATTERNS, LadderPlan, LadderState, check_budget, lacache_plan, least_budget, make_ladder
 from ..ops import ladder_compact_, ladder_gather
 from ..rope import Rope
-from .common import IN_PLACE, Compressed, budget_tokens, check_choice, check_int, check_rank, in_place
+from .common import IN_PLACE, Compressed, budget_tokens, check_choice, check_int, check_out, check_rank, in_place
 
 TASKS = ("modeling", "understanding")
 
@@ -150,14 +150,14 @@ def _carry_out(
 ) -> tuple[Tensor, Tensor]:
     """What the plan keeps: in fresh memory, in the caller's `out`, or at the front of k and v themselves."""
     options = {} if rope is None else dict(inv_freq=rope.inv_freq.to(k.device), interleaved=rope.interleaved)
-    if not (out is None or out is IN_PLACE or (isinstance(out, (tuple, list)) and len(out) == 2)):
-        raise TypeError(f"{op}: out must be a pair of tensors (k_out, v_out), got {type(out).__name__}")
+    check_out(op, out)
+    if out is IN_PLACE:
+        for part in plan.parts():
+            k, v = ladder_compact_(k, v, part, layer, **options)
+        return k, v
     *parts, last = plan.parts()
     for part in parts:
-        move = ladder_compact_ if out is IN_PLACE else ladder_gather
-        k, v = move(k, v, part, layer, **options)
-    if out is IN_PLACE:
-        return ladder_compact_(k, v, last, layer, **options)
+        k, v = ladder_gather(k, v, part, layer, **options)
     return ladder_gather(k, v, last, layer, **options, out=out)
 
 
