@@ -240,6 +240,9 @@ Tensor empty(const Tensor& like, const std::array<int64_t, N>& sizes, ScalarType
     case ScalarType::Long:
       dtype = aoti_torch_dtype_int64();
       break;
+    case ScalarType::Int:
+      dtype = aoti_torch_dtype_int32();
+      break;
     case ScalarType::Half:
       dtype = aoti_torch_dtype_float16();
       break;

@@ -43,4 +43,22 @@ STABLE_TORCH_LIBRARY(kvops, m) {
   // Keys that are cached without positions, rotated at the slots they lie in.
   m.def("rope_at_slots(Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False) -> Tensor");
   m.def("rope_at_slots.out(Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False, Tensor(a!) out) -> ()");
+  // ProtoKV: how little a key looks like its neighbours, in standard deviations.
+  m.def(
+      "outlier_degree(Tensor k, int kappa=5, bool standardize=True, Tensor? starts=None, Tensor? lengths=None) "
+      "-> Tensor");
+  // The bucket of each chosen key: the signs of its random Fourier features.
+  m.def("lsh_bucket(Tensor k, Tensor indices, Tensor projection, Tensor phase) -> Tensor");
+  // The mean key of each chunk of tokens, and of each bucket of semantic anchors; how many each is of.
+  m.def(
+      "build_prototypes(Tensor k, Tensor? sat_indices, Tensor? buckets, int num_chunks, int num_buckets=4, "
+      "Tensor? starts=None, Tensor? lengths=None) -> (Tensor, Tensor)");
+  // The prototype of highest cosine for each key: a matrix product whose result is never written.
+  m.def("assign_prototypes(Tensor k, Tensor prototypes, Tensor? starts=None, Tensor? lengths=None) -> Tensor");
+  // The mean score of each cluster of tokens.
+  m.def("cluster_mean(Tensor scores, Tensor assignment, int num_clusters, str reduce='mean') -> Tensor");
+  // Scores by which select_topk keeps whole clusters, best first, and of the one that does not fit the best tokens.
+  m.def(
+      "cluster_priority(Tensor scores, Tensor assignment, Tensor cluster_scores, int k, Tensor? budgets=None, "
+      "bool whole=False) -> (Tensor, Tensor)");
 }

@@ -26,11 +26,17 @@ from .reference import kept_length, num_segments
 
 __all__ = [
     "anchor_cosine",
+    "assign_prototypes",
+    "build_prototypes",
+    "cluster_mean",
+    "cluster_priority",
     "compact_kv_",
     "gather_kv",
     "ladder_compact_",
     "ladder_gather",
     "lag_score",
+    "lsh_bucket",
+    "outlier_degree",
     "rope_at_slots",
     "select_topk",
     "window_attention",
@@ -53,6 +59,12 @@ _ladder_gather_out = _ops.ladder_gather.out
 _ladder_compact_ = _ops.ladder_compact_.default
 _rope_at_slots = _ops.rope_at_slots.default
 _rope_at_slots_out = _ops.rope_at_slots.out
+_outlier_degree = _ops.outlier_degree.default
+_lsh_bucket = _ops.lsh_bucket.default
+_build_prototypes = _ops.build_prototypes.default
+_assign_prototypes = _ops.assign_prototypes.default
+_cluster_mean = _ops.cluster_mean.default
+_cluster_priority = _ops.cluster_priority.default
 
 
 def inference_only(op: str, **tensors: Tensor) -> None:
@@ -388,6 +400,138 @@ def rope_at_slots(
     return out
 
 
+def outlier_degree(
+    k: Tensor,
+    kappa: int = 5,
+    standardize: bool = True,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """ProtoKV's outlier degree: how little a key looks like its neighbours; semantic anchors score high. ::
+
+        S(i)     = mean over the valid j with |i - j| <= kappa of cos(k_i, k_j)      j = i included
+        Theta(i) = (E[S] - S(i)) / sqrt(Var[S])        mean and variance over the valid tokens of a row and head
+
+    kappa: 1 to 1024; the time does not depend on it. `standardize=False` returns S itself.
+    Near the ends the mean is over the neighbours that are there. The sign is such that LOW similarity is HIGH (Eq. 5 as
+    printed finds the opposite of what the text says). A zero key has cosine 0 with all, itself too. A key that is not
+    finite is nobody's neighbour, stays out of mean and variance, and scores NaN; so do invalid slots. Similarities that
+    are all alike (sqrt(Var) <= 1e-6, what fp32 resolves) have Theta 0.
+
+    Returns fp32 [b, Hk, n].
+
+    Source: ProtoKV, Def. 2, Eq. 4, 5.
+    """
+    inference_only("outlier_degree", k=k)
+    return _outlier_degree(k, kappa, standardize, starts, lengths)
+
+
+def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) -> Tensor:
+    """The bucket of each chosen key: its random Fourier features' signs, read as a number of r bits. ::
+
+        bucket(j) = sum over q < r of 2^(r - 1 - q) * [cos(projection_q . k_j + phase_q) > 0]
+
+    indices: int64 [b, Hk, p], any strides (so arange(n) expanded hashes all keys), -1 gives bucket -1, as does a key
+    that is not finite. projection: fp32 [r, d] and phase: fp32 [r], 1 <= r <= 30, shared by all heads
+    (`kvops.lsh_projection` draws them). The products are summed in fp64, so that every device finds the same buckets.
+
+    Returns int32 [b, Hk, p], in [-1, 2^r).
+
+    Source: ProtoKV, Sec. 4.2, Eq. 7, 8.
+    """
+    inference_only("lsh_bucket", k=k, indices=indices, projection=projection, phase=phase)
+    return _lsh_bucket(k, indices, projection, phase)
+
+
+def build_prototypes(
+    k: Tensor,
+    sat_indices: Tensor | None,
+    buckets: Tensor | None,
+    num_chunks: int,
+    num_buckets: int = 4,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """ProtoKV's prototypes, in one read of K: the mean key of each chunk of tokens, then of each bucket of anchors.
+
+    A row's m valid tokens are cut into v' = min(num_chunks, m) chunks of consecutive tokens, chunk c = [c * m // v',
+    (c + 1) * m // v') of them. sat_indices: int64 [b, Hk, p], the semantic anchors, strictly ascending, -1 only at the
+    end, as `select_topk` gives them; buckets: int32 [b, Hk, p], in [-1, num_buckets). Both, or None. ::
+
+        prototype c              = mean of chunk c without the anchors
+        prototype num_chunks + s = mean of the anchors in bucket s
+
+    An anchor of bucket -1 is in no prototype, nor is a key that is not finite or a token outside of the valid slots. A
+    prototype of no token is zero.
+
+    Returns prototypes, fp32 [b, Hk, num_chunks + num_buckets, d], and counts, int32 [b, Hk, num_chunks + num_buckets].
+
+    Source: ProtoKV, Sec. 4.2, Algorithm 1, lines 4-16 (the scale of Eq. 9 changes no cosine).
+    """
+    inference_only("build_prototypes", k=k)
+    return _build_prototypes(k, sat_indices, buckets, num_chunks, num_buckets, starts, lengths)
+
+
+def assign_prototypes(
+    k: Tensor, prototypes: Tensor, starts: Tensor | None = None, lengths: Tensor | None = None
+) -> Tensor:
+    """The prototype of highest cosine for each key: argmax over c of cos(k_i, prototype_c), ties to the lower c.
+
+    prototypes: fp32 [b, Hk, C, d]. One that is zero (empty) or not finite never wins. The cosines are products of
+    16-bit numbers where the hardware multiplies those faster, summed in fp32: the winner's exact cosine is within 4e-3
+    of the best one's. They are never written: [n, C] does not exist. A zero key has cosine 0 with all.
+
+    Returns int32 [b, Hk, n]: -1 for a key that is not finite, for invalid slots, and if no prototype can win.
+
+    Source: ProtoKV, Sec. 4.3, Eq. 10.
+    """
+    inference_only("assign_prototypes", k=k, prototypes=prototypes)
+    return _assign_prototypes(k, prototypes, starts, lengths)
+
+
+def cluster_mean(scores: Tensor, assignment: Tensor, num_clusters: int, reduce: str = "mean") -> Tensor:
+    """The mean (or "sum") of the scores in each cluster.
+
+    scores: fp32 [b, Hk, n]; assignment: int32 [b, Hk, n], as `assign_prototypes` gives it: -1 is in no cluster. Scores
+    that are not finite are left out; a cluster without others is NaN. The scores are added as integers of the head's
+    largest |score| (2^-31 of it or finer for n up to 2^31), so no order of the sum matters and every device finds the
+    same.
+
+    Returns fp32 [b, Hk, num_clusters].
+
+    Source: ProtoKV, Algorithm 1, line 22 (mean), Eq. 11 (sum).
+    """
+    inference_only("cluster_mean", scores=scores, assignment=assignment)
+    return _cluster_mean(scores, assignment, num_clusters, reduce)
+
+
+def cluster_priority(
+    scores: Tensor,
+    assignment: Tensor,
+    cluster_scores: Tensor,
+    k: int,
+    budgets: Tensor | None = None,
+    whole: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """What `select_topk` keeps k tokens by, so that clusters stay or go whole.
+
+    Clusters come by descending score (ties: the lower one first; NaN last). Their tokens' priority is +inf as long as
+    all of them fit into k, the token's own score in the one cluster that straddles the budget (a score that is not
+    finite comes last in it), and -inf in all others. `whole`: -inf in the straddling one too. Tokens in no cluster
+    (assignment -1) are NaN.
+
+    scores, assignment: as in `cluster_mean`; cluster_scores: fp32 [b, Hk, C]; budgets: int32 [b, Hk], each head's own
+    k, at most k. The time grows with C squared, which shows from tens of thousands of clusters on.
+
+    Returns priority, fp32 [b, Hk, n], and int32 [b, Hk], how many tokens of clusters are to be kept: min(k, those there
+    are), or with `whole` those of the whole clusters.
+
+    Source: ProtoKV, Eq. 2 and Algorithm 1, line 24.
+    """
+    inference_only("cluster_priority", scores=scores, assignment=assignment, cluster_scores=cluster_scores)
+    return _cluster_priority(scores, assignment, cluster_scores, k, budgets, whole)
+
+
 # Fakes: output shapes without data. The operators check everything else; what they never get to see is a mix of real
 # and meta tensors, which comes here.
 
@@ -509,6 +653,45 @@ def _(k, cos, sin, *, interleaved=False):
 @register_fake("kvops::rope_at_slots.out")
 def _(k, cos, sin, *, interleaved=False, out):
     _one_device("rope_at_slots", k, cos=cos, sin=sin, out=out)
+
+
+@register_fake("kvops::outlier_degree")
+def _(k, kappa=5, standardize=True, starts=None, lengths=None):
+    _one_device("outlier_degree", k, starts=starts, lengths=lengths)
+    return k.new_empty(k.shape[:3], dtype=torch.float32)
+
+
+@register_fake("kvops::lsh_bucket")
+def _(k, indices, projection, phase):
+    _one_device("lsh_bucket", k, indices=indices, projection=projection, phase=phase)
+    return k.new_empty(indices.shape, dtype=torch.int32)
+
+
+@register_fake("kvops::build_prototypes")
+def _(k, sat_indices, buckets, num_chunks, num_buckets=4, starts=None, lengths=None):
+    others = dict(sat_indices=sat_indices, buckets=buckets, starts=starts, lengths=lengths)
+    _one_device("build_prototypes", k, **others)
+    b, heads, _, d = k.shape
+    count = num_chunks + num_buckets
+    return k.new_empty((b, heads, count, d), dtype=torch.float32), k.new_empty((b, heads, count), dtype=torch.int32)
+
+
+@register_fake("kvops::assign_prototypes")
+def _(k, prototypes, starts=None, lengths=None):
+    _one_device("assign_prototypes", k, prototypes=prototypes, starts=starts, lengths=lengths)
+    return k.new_empty(k.shape[:3], dtype=torch.int32)
+
+
+@register_fake("kvops::cluster_mean")
+def _(scores, assignment, num_clusters, reduce="mean"):
+    _one_device("cluster_mean", scores, assignment=assignment)
+    return scores.new_empty((*scores.shape[:2], num_clusters))
+
+
+@register_fake("kvops::cluster_priority")
+def _(scores, assignment, cluster_scores, k, budgets=None, whole=False):
+    _one_device("cluster_priority", scores, assignment=assignment, cluster_scores=cluster_scores, budgets=budgets)
+    return scores.new_empty(scores.shape), scores.new_empty(scores.shape[:2], dtype=torch.int32)
 
 
 def segment_width(n: int, prefix: int, lag: int, m: int, padded: bool) -> int:

@@ -64,25 +64,35 @@ def lag_score(
     return scores
 
 
+def unit_keys(k: Tensor) -> tuple[Tensor, Tensor]:
+    """k / |k| (0 for a zero key; junk where not finite), and bool [b, Hk, n]: which keys are finite."""
+    norm = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
+    return torch.where(norm > 0, k / norm, 0.0), k.isfinite().all(-1)
+
+
+def valid_slots(k: Tensor, starts: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """bool [b, 1, n]."""
+    b, n = k.shape[0], k.shape[2]
+    valid = torch.zeros(b, 1, n, dtype=torch.bool, device=k.device)
+    for row, (first, last) in enumerate(spans(b, n, starts, lengths)):
+        valid[row, :, first:last] = True
+    return valid
+
+
 def anchor_cosine(
     k, *, anchor=None, normalize_anchor=True, starts=None, lengths=None, return_anchor=False, dtype=torch.float64
 ):
     """KeyDiff Sec. 3.2, Eq. 8. k: [b, Hk, n, d] -> scores [b, Hk, n] (and the anchor [b, Hk, d])."""
-    b, heads, n, d = k.shape
     keys = k.to(dtype)
-    norm = torch.linalg.vector_norm(keys, dim=-1, keepdim=True)
-    unit = torch.where(norm > 0, keys / norm, 0.0)
-    valid = torch.zeros(b, 1, n, 1, dtype=torch.bool, device=k.device)
-    for row, (first, last) in enumerate(spans(b, n, starts, lengths)):
-        valid[row, :, first:last] = True
-    finite = keys.isfinite().all(-1, keepdim=True)
+    unit, finite = unit_keys(keys)
+    usable = (valid_slots(k, starts, lengths) & finite).unsqueeze(-1)
     if anchor is None:
-        anchor = torch.where(valid & finite, unit if normalize_anchor else keys, 0.0).sum(2)
+        anchor = torch.where(usable, unit if normalize_anchor else keys, 0.0).sum(2)
     anchor = anchor.to(dtype)
     length = torch.linalg.vector_norm(anchor, dim=-1, keepdim=True)
     direction = torch.where(length == 0, 0.0, anchor / length)
     scores = -(unit * direction.unsqueeze(2)).sum(-1)
-    scores = torch.where((valid & finite).squeeze(-1), scores, torch.nan)
+    scores = torch.where(usable.squeeze(-1), scores, torch.nan)
     return (scores, anchor) if return_anchor else scores
 
 
@@ -268,3 +278,120 @@ def rope_at_slots(k, cos, sin, *, interleaved=False, dtype=torch.float64) -> Ten
     """RoFormer Eq. 34. k: [b, H, n, d], cos, sin: [n, pairs] or [b, n, pairs] -> [b, H, n, d] in `dtype`."""
     cos, sin = (x.to(dtype) if x.dim() == 2 else x.to(dtype).unsqueeze(1) for x in (cos, sin))
     return rotate(k.to(dtype), cos, sin, interleaved)
+
+
+FLAT_SIMILARITY = 1e-6  # standard deviations that are fp32's rounding
+
+
+def outlier_degree(k, kappa=5, standardize=True, starts=None, lengths=None, *, dtype=torch.float64) -> Tensor:
+    """ProtoKV Eq. 4, 5. k: [b, Hk, n, d] -> [b, Hk, n]."""
+    unit, finite = unit_keys(k.to(dtype))
+    usable = valid_slots(k, starts, lengths) & finite
+    unit = torch.where(usable.unsqueeze(-1), unit, 0.0)
+    total, count = torch.zeros_like(unit[..., 0]), torch.zeros_like(unit[..., 0])
+    n = k.shape[2]
+    for step in range(-min(kappa, n), min(kappa, n) + 1):
+        here, there = slice(max(0, -step), n - max(0, step)), slice(max(0, step), n - max(0, -step))
+        total[:, :, here] += (unit[:, :, here] * unit[:, :, there]).sum(-1)
+        count[:, :, here] += usable[:, :, there]
+    similarity = torch.where(usable, total / count, torch.nan)
+    if not standardize:
+        return similarity
+    mean = similarity.nanmean(-1, keepdim=True)
+    std = (similarity - mean).square().nanmean(-1, keepdim=True).sqrt()
+    return torch.where(usable, torch.where(std > FLAT_SIMILARITY, (mean - similarity) / std, 0.0), torch.nan)
+
+
+def lsh_bucket(k, indices, projection, phase) -> Tensor:
+    """ProtoKV Eq. 7, 8. k: [b, Hk, n, d], indices: [b, Hk, p] -> int32 [b, Hk, p]."""
+    rows = indices.clamp(min=0).unsqueeze(-1).expand(*indices.shape, k.shape[-1])
+    keys = k.double().gather(2, rows)
+    r = len(phase)
+    bits = (keys @ projection.double().mT + phase.double()).cos() > 0
+    buckets = (bits * 2 ** torch.arange(r - 1, -1, -1, device=k.device)).sum(-1).int()
+    return buckets.masked_fill((indices < 0) | ~keys.isfinite().all(-1), -1)
+
+
+def build_prototypes(
+    k, sat_indices, buckets, num_chunks, num_buckets=4, starts=None, lengths=None, *, dtype=torch.float64
+) -> tuple[Tensor, Tensor]:
+    """ProtoKV Algorithm 1, lines 4-16. k: [b, Hk, n, d] -> [b, Hk, num_chunks + num_buckets, d], and the counts."""
+    b, heads, n, d = k.shape
+    cluster = torch.full((b, heads, n), -1, dtype=torch.int64, device=k.device)
+    for row, (first, last) in enumerate(spans(b, n, starts, lengths)):
+        m = last - first
+        for c in range(chunks := min(num_chunks, m)):
+            cluster[row, :, first + c * m // chunks : first + (c + 1) * m // chunks] = c
+    if sat_indices is not None:
+        for row in range(b):
+            for h in range(heads):
+                for i, bucket in zip(sat_indices[row, h].tolist(), buckets[row, h].tolist()):
+                    if i >= 0:
+                        cluster[row, h, i] = num_chunks + bucket if bucket >= 0 else -1
+    usable = valid_slots(k, starts, lengths) & k.isfinite().all(-1) & (cluster >= 0)
+    keys = torch.where(usable.unsqueeze(-1), k.to(dtype), 0.0)
+    cluster = cluster.clamp(min=0)
+    shape = b, heads, num_chunks + num_buckets
+    counts = torch.zeros(shape, dtype=torch.int32, device=k.device).scatter_add_(2, cluster, usable.int())
+    sums = torch.zeros(*shape, d, dtype=dtype, device=k.device)
+    sums.scatter_add_(2, cluster.unsqueeze(-1).expand_as(keys), keys)
+    return sums / counts.clamp(min=1).unsqueeze(-1), counts
+
+
+def prototype_cosines(k, prototypes, dtype=torch.float64) -> Tensor:
+    """Each key's cosine with each prototype, -inf where that cannot win: [b, Hk, n, C]."""
+    unit, _ = unit_keys(k.to(dtype))
+    directions, finite = unit_keys(prototypes.to(dtype))
+    usable = finite & (prototypes != 0).any(-1)
+    cosines = unit.nan_to_num(0, 0, 0) @ torch.where(usable.unsqueeze(-1), directions, 0.0).mT
+    return cosines.masked_fill(~usable.unsqueeze(2), -torch.inf)
+
+
+def assign_prototypes(k, prototypes, starts=None, lengths=None, *, dtype=torch.float64) -> Tensor:
+    """ProtoKV Eq. 10. k: [b, Hk, n, d], prototypes: [b, Hk, C, d] -> int32 [b, Hk, n]."""
+    cosines = prototype_cosines(k, prototypes, dtype)
+    best = cosines.amax(-1, keepdim=True)
+    first = (cosines == best).int().argmax(-1).int()
+    usable = valid_slots(k, starts, lengths) & k.isfinite().all(-1) & (best.squeeze(-1) > -torch.inf)
+    return first.masked_fill(~usable, -1)
+
+
+def cluster_counts(scores, assignment, num_clusters) -> tuple[Tensor, Tensor, Tensor]:
+    """Per cluster, [b, Hk, C]: the fp64 sum of its finite scores, how many those are, how many tokens it has."""
+    member = (assignment >= 0).long()
+    finite = scores.isfinite() & (assignment >= 0)
+    where = assignment.clamp(min=0).long()
+    zero = torch.zeros(*scores.shape[:2], num_clusters, dtype=torch.int64, device=scores.device)
+    sums = zero.double().scatter_add_(2, where, torch.where(finite, scores.double(), 0.0))
+    return sums, zero.scatter_add(2, where, finite.long()), zero.scatter_add(2, where, member)
+
+
+def cluster_mean(scores, assignment, num_clusters, reduce="mean") -> Tensor:
+    """ProtoKV Algorithm 1, line 22; "sum": Eq. 11. scores, assignment: [b, Hk, n] -> fp64 [b, Hk, C]."""
+    sums, finite, _ = cluster_counts(scores, assignment, num_clusters)
+    return torch.where(finite > 0, sums if reduce == "sum" else sums / finite, torch.nan)
+
+
+def cluster_priority(scores, assignment, cluster_scores, k, budgets=None, whole=False) -> tuple[Tensor, Tensor]:
+    """ProtoKV Eq. 2, Algorithm 1, line 24. -> fp32 [b, Hk, n], int32 [b, Hk]."""
+    priority = torch.full_like(scores, torch.nan)
+    kept = torch.zeros(scores.shape[:2], dtype=torch.int32, device=scores.device)
+    sizes = cluster_counts(scores, assignment, cluster_scores.shape[2])[2]
+    for row in range(scores.shape[0]):
+        for h in range(scores.shape[1]):
+            left = k if budgets is None else int(budgets[row, h])
+            values = cluster_scores[row, h].double().cpu().numpy()
+            nan = np.isnan(values)
+            for c in np.lexsort((np.arange(len(values)), -np.where(nan, 0.0, values), nan)):
+                members, size = assignment[row, h] == int(c), int(sizes[row, h, c])
+                own = scores[row, h, members]
+                if size <= left:
+                    own = torch.full_like(own, torch.inf)
+                elif left <= 0 or whole:
+                    own, size, left = torch.full_like(own, -torch.inf), 0, 0
+                else:
+                    own, size = torch.where(own.isfinite(), own, torch.finfo(own.dtype).min), left
+                priority[row, h, members] = own
+                kept[row, h] += size
+                left -= size
+    return priority, kept

@@ -39,6 +39,22 @@ inline int64_t select_topk_scratch(const SelectTopkParams& p, int64_t chunks) {
 }
 
 #ifdef KVOPS_CHECKS
+// Each row's own k, int32 [b, Hk]; at least what is always kept, at most k.
+inline const int32_t* check_budgets(const char* op, const Tensor& budgets, const Tensor& scores, int64_t least,
+                                    int64_t most) {
+  const int64_t b = scores.size(0), heads = scores.size(1);
+  check_same_device(op, "budgets", budgets, scores);
+  check_scalar_type(op, "budgets", budgets, ScalarType::Int);
+  KVOPS_CHECK(budgets.dim() == 2 && budgets.size(0) == b && budgets.size(1) == heads && budgets.is_contiguous(), op,
+              ": budgets must be a contiguous int32 [", b, ", ", heads, "], got ", shape(budgets));
+  const OptionalTensor values = readable(budgets);
+  const int32_t* value = values ? static_cast<const int32_t*>(values->const_data_ptr()) : nullptr;
+  for (int64_t i = 0; value && i < b * heads; ++i)
+    KVOPS_CHECK(value[i] >= least && value[i] <= most, op, ": budgets must lie in [", least, ", ", most, "], got ",
+                value[i], " for row ", i / heads, ", head ", i % heads);
+  return static_cast<const int32_t*>(budgets.const_data_ptr());
+}
+
 inline SelectTopkParams check_select_topk(const Tensor& scores, int64_t k, int64_t sinks, int64_t window,
                                           std::optional<int64_t> seq_len, const OptionalTensor& starts,
                                           const OptionalTensor& lengths, const OptionalTensor& budgets,
@@ -74,19 +90,7 @@ inline SelectTopkParams check_select_topk(const Tensor& scores, int64_t k, int64
                 sinks, " + ", window);
     width = k < n ? k : n;
   }
-  const int32_t* budget = nullptr;
-  if (budgets) {
-    check_same_device(op, "budgets", *budgets, scores);
-    check_scalar_type(op, "budgets", *budgets, ScalarType::Int);
-    KVOPS_CHECK(budgets->dim() == 2 && budgets->size(0) == b && budgets->size(1) == heads && budgets->is_contiguous(),
-                op, ": budgets must be a contiguous int32 [", b, ", ", heads, "], got ", shape(*budgets));
-    budget = static_cast<const int32_t*>(budgets->const_data_ptr());
-    const OptionalTensor values = readable(*budgets);
-    const int32_t* value = values ? static_cast<const int32_t*>(values->const_data_ptr()) : nullptr;
-    for (int64_t i = 0; value && i < b * heads; ++i)
-      KVOPS_CHECK(value[i] >= sinks + window && value[i] <= k, op, ": budgets must lie in [sinks + window, k] = [",
-                  sinks + window, ", ", k, "], got ", value[i], " for row ", i / heads, ", head ", i % heads);
-  }
+  const int32_t* const budget = budgets ? check_budgets(op, *budgets, scores, sinks + window, k) : nullptr;
   indices = empty(scores, std::array{b, heads, width}, ScalarType::Long);
   return {.scores = static_cast<const float*>(scores.const_data_ptr()),
           .stride_b = strides[0],
