@@ -493,9 +493,9 @@ def cluster_mean(scores: Tensor, assignment: Tensor, num_clusters: int, reduce: 
     """The mean (or "sum") of the scores in each cluster.
 
     scores: fp32 [b, Hk, n]; assignment: int32 [b, Hk, n], as `assign_prototypes` gives it: -1 is in no cluster. Scores
-    that are not finite are left out; a cluster without others is NaN. The scores are added as integers of the head's
-    largest |score| (2^-31 of it or finer for n up to 2^31), so no order of the sum matters and every device finds the
-    same.
+    that are not finite are left out; a cluster without others is NaN. The scores are added as integers, in
+    units of the largest |score| among them (2^-31 of it or finer for n up to 2^31), so no order of the sum matters and
+    every device finds the same.
 
     Returns fp32 [b, Hk, num_clusters].
 

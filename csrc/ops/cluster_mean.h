@@ -26,8 +26,8 @@ struct ClusterMeanParams {
   bool sum;      // instead of the mean
 };
 
-// Scores are added as integers, multiples of 2^-shift: exactly, so that no order of the sum matters. `largest`: of the
-// head's finite |scores|, whose exponent says which shift n of them cannot overflow with.
+// Scores are added as integers, multiples of 2^-shift, so that no order of the sum matters. `largest`: of the |scores|
+// that count (finite and of a cluster), whose exponent says which shift n of them cannot overflow with.
 KVOPS_HOST_DEVICE inline int fixed_point_shift(float largest, int64_t n) {
   int bits = 0;  // n < 2^bits
   while (n >> bits) ++bits;
@@ -37,6 +37,26 @@ KVOPS_HOST_DEVICE inline int fixed_point_shift(float largest, int64_t n) {
   } x{largest};
   const int exponent = static_cast<int>(x.word >> 23 & 0xff) - 126;  // |score| < 2^exponent
   return 62 - bits - exponent;
+}
+
+// 2^exponent, for exponents of normal numbers.
+KVOPS_HOST_DEVICE inline double power_of_two(int exponent) {
+  union {
+    uint64_t word;
+    double value;
+  } x{static_cast<uint64_t>(1023 + exponent) << 52};
+  return x.value;
+}
+
+// A score as such an integer, cut off towards zero.
+KVOPS_HOST_DEVICE inline int64_t to_fixed_point(float score, int shift) {
+  return static_cast<int64_t>(score * power_of_two(shift));
+}
+
+// What a cluster of `count` such scores gives; NaN without any.
+KVOPS_HOST_DEVICE inline float from_fixed_point(int64_t total, int shift, int64_t count, bool sum) {
+  const double exact = static_cast<double>(total) * power_of_two(-shift);
+  return static_cast<float>(sum && count ? exact : exact / static_cast<double>(count));
 }
 
 #ifdef KVOPS_CHECKS
