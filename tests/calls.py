@@ -37,6 +37,12 @@ class Inputs:
     visible: Tensor  # int32 [b, 6]
     sink_logits: Tensor  # fp32 [4 Hk]
     lse: Tensor  # fp32 [b, 4 Hk, 6]
+    buckets: Tensor  # int32 [b, Hk, n // 4] in [-1, 4)
+    projection: Tensor  # fp32 [2, d]
+    phase: Tensor  # fp32 [2]
+    prototypes: Tensor  # fp32 [b, Hk, 70, d], some of them zero
+    assignment: Tensor  # int32 [b, Hk, n] in [-1, 70)
+    means: Tensor  # fp32 [b, Hk, 70], as `scores`
     deep: tuple[Tensor, Tensor]  # K and V of another layer
     inv_freq: Tensor  # fp32 [d // 2]
     angles: tuple[Tensor, Tensor]  # cosines and sines, fp32 [b, n, d // 2]
@@ -106,6 +112,8 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
     def nan(tokens: int) -> tuple[Tensor, Tensor]:
         return tuple(torch.full((b, heads, tokens, x), torch.nan, dtype=dtype, device="cpu") for x in (d, dv))
 
+    prototypes = randn(70, d)
+    prototypes[:, :, ::9] = 0
     k, q = randn(n, d).to(dtype), randn(4, 6, d).flatten(1, 2).to(dtype)
     visible = integers(n // 2, n + 1, b, 6)
     _, lse = window_softmax(*window_logits(q, k, visible, None, None, SOFTCAP, torch.float32), None, None)
@@ -123,6 +131,12 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
         visible=visible,
         sink_logits=randn(4)[0].flatten(),
         lse=lse.flatten(1, 2),
+        buckets=integers(-1, 4, b, heads, keep),
+        projection=randn(2, d)[0, 0],
+        phase=randn(2)[0, 0],
+        prototypes=prototypes,
+        assignment=integers(-1, 70, b, heads, n),
+        means=scores(70),
         deep=(randn(n, d).to(dtype), randn(n, dv).to(dtype)),
         inv_freq=rope.inv_freq,
         angles=rope.tables(torch.arange(n, device="cpu") - starts.long().unsqueeze(1)),
@@ -180,6 +194,20 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     ),
     "rope_at_slots": lambda x: (ops.rope_at_slots(x.k, *x.angles),),
     "rope_at_slots, in place": lambda x: (ops.rope_at_slots(x.k, *x.angles, interleaved=True, out=x.k),),
+    "outlier_degree": lambda x: (ops.outlier_degree(x.k),),
+    "outlier_degree, padded": lambda x: (ops.outlier_degree(x.k, 70, True, x.starts, x.lengths),),
+    "outlier_degree, similarity": lambda x: (ops.outlier_degree(x.k, 5, False),),
+    "lsh_bucket": lambda x: (ops.lsh_bucket(x.k, x.indices, x.projection, x.phase),),
+    "build_prototypes": lambda x: ops.build_prototypes(x.k, x.indices, x.buckets, 66),
+    "build_prototypes, padded": lambda x: ops.build_prototypes(x.k, None, None, 70, 0, x.starts, x.lengths),
+    "assign_prototypes": lambda x: (ops.assign_prototypes(x.k, x.prototypes),),
+    "assign_prototypes, padded": lambda x: (ops.assign_prototypes(x.k, x.prototypes, x.starts, x.lengths),),
+    "cluster_mean": lambda x: (ops.cluster_mean(x.scores, x.assignment, 70),),
+    "cluster_mean, sum": lambda x: (ops.cluster_mean(x.scores, x.assignment, 70, "sum"),),
+    "cluster_priority": lambda x: ops.cluster_priority(x.scores, x.assignment, x.means, x.keep, x.budgets),
+    "cluster_priority, whole": lambda x: ops.cluster_priority(
+        x.scores, x.assignment, x.means, x.keep, x.budgets, whole=True
+    ),
     "keydiff_compress": lambda x: kvops.keydiff_compress(x.k, x.v, x.keep, sinks=2, recent=0.1),
     "keydiff_compress, padded": lambda x: kvops.keydiff_compress(
         x.k, x.v, 0.25, recent=0.1, starts=x.starts, lengths=x.lengths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -72,6 +73,36 @@ def window(b: int, heads: int, group: int, w: int, n: int, d: int, dtype=torch.f
     """Queries [b, heads * group, w, d] and K [b, heads, n, d], with the limits of the last w of n rows."""
     k, _ = kv(b, heads, n, d, dtype, seed=seed)
     return randn(b, heads * group, w, d, seed=seed + 1).to(dtype), k, causal(w, n)
+
+
+SCORES = ("normal", "ties", "skewed", "special", "equal", "huge", "tiny")
+
+
+def scores(kind: str, *shape: int, seed=0) -> Tensor:
+    """Scores of one of these kinds."""
+    x = randn(*shape, seed=seed)
+    if kind == "ties":
+        return (x * 2).round() / 2
+    if kind == "skewed":  # most in one step of any equal division
+        return x.exp().pow(8)
+    if kind == "special":
+        choice = (randn(*shape, seed=seed + 1).abs() * 4).long()  # 0 to 5 and more
+        for value, at in ((math.nan, 0), (math.inf, 1), (-math.inf, 2), (0.0, 3), (-0.0, 4)):
+            x = x.masked_fill(choice == at, value)
+        return x
+    if kind == "equal":
+        return torch.full(shape, -0.25)
+    if kind == "huge":
+        return x * 3e38
+    if kind == "tiny":
+        return x * 1e-42
+    return x
+
+
+def clusters(b: int, heads: int, n: int, count: int, *, seed=0) -> Tensor:
+    """A cluster for each token, int32 [b, heads, n] in [-1, count): of very different sizes, some without tokens."""
+    share = randn(b, heads, n, seed=seed + 100).abs().exp2() - 1  # half of the tokens are below 0.6
+    return (share * count / 2).int().clamp(max=count) - 1
 
 
 def causal(w: int, n: int) -> Tensor:

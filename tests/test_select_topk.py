@@ -23,31 +23,8 @@ def check(scores, *args, **kwargs):
     return actual
 
 
-def random_scores(kind: str, *shape: int, seed=0) -> torch.Tensor:
-    x = kit.randn(*shape, seed=seed)
-    if kind == "ties":
-        return (x * 2).round() / 2
-    if kind == "skewed":  # most in one step of any equal division
-        return x.exp().pow(8)
-    if kind == "special":
-        choice = (kit.randn(*shape, seed=seed + 1).abs() * 4).long()  # 0 to 5 and more
-        for value, at in ((NAN, 0), (INF, 1), (-INF, 2), (0.0, 3), (-0.0, 4)):
-            x = x.masked_fill(choice == at, value)
-        return x
-    if kind == "equal":
-        return torch.full(shape, -0.25)
-    if kind == "huge":
-        return x * 3e38
-    if kind == "tiny":
-        return x * 1e-42
-    return x
-
-
-KINDS = ("normal", "ties", "skewed", "special", "equal", "huge", "tiny")
-
-
 @given(
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(kit.SCORES),
     n=st.integers(1, 700),
     data=st.data(),
     seed=st.integers(0, 2**31),
@@ -57,14 +34,14 @@ def test_rows(kind, n, data, seed):
     k = data.draw(st.integers(0, n + 5))
     sinks = data.draw(st.integers(0, k))
     window = data.draw(st.integers(0, k - sinks))
-    check(random_scores(kind, 2, 2, n, seed=seed), k, sinks, window)
+    check(kit.scores(kind, 2, 2, n, seed=seed), k, sinks, window)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", kit.SCORES)
 @pytest.mark.parametrize("n", [16, 255, 256, 257, 4099, kit.size(60_000, 20_000)])
 def test_lengths_of_rows(kind, n):
     for rows in (1, 3):
-        scores = random_scores(kind, 1, rows, n)
+        scores = kit.scores(kind, 1, rows, n)
         for k in (1, n // 4, n - 1, n):
             check(scores, k)
 
@@ -72,7 +49,7 @@ def test_lengths_of_rows(kind, n):
 @pytest.mark.parametrize("n", [5, 1025, 4100])
 def test_rows_at_any_address(n):
     """Rows of scores that begin at any multiple of 4 bytes."""
-    scores = random_scores("normal", 2, 3, n)
+    scores = kit.scores("normal", 2, 3, n)
     for offset, gap in ((1, 0), (2, 0), (3, 1), (0, 2), (4, 4)):
         assert torch.equal(
             ops.select_topk(kit.unaligned(scores, offset, gap), n // 2, 1, 1), check(scores, n // 2, 1, 1)
@@ -82,27 +59,27 @@ def test_rows_at_any_address(n):
 @kit.only("cuda", "simulator")
 def test_many_heads():
     """More than a CUDA grid has room for in y."""
-    check(random_scores("ties", 7, kit.size(10_000, 300), 9), 4, 1, 1)
+    check(kit.scores("ties", 7, kit.size(10_000, 300), 9), 4, 1, 1)
 
 
 @pytest.mark.parametrize("rows, n", [(3, 300), (2, kit.size(100_000, 5_000)), (1, kit.size(1_000_000, 40_000))])
 def test_repeatable(rows, n):
     for kind in ("normal", "ties"):
-        scores = random_scores(kind, 1, rows, n)
+        scores = kit.scores(kind, 1, rows, n)
         kit.assert_repeatable(lambda: (ops.select_topk(scores, n // 3, 4, 9),))  # noqa: B023
 
 
 def test_repeatable_segments():
-    scores = random_scores("ties", 2, 3, reference.num_segments(1_000, 7, 40), 40)
+    scores = kit.scores("ties", 2, 3, reference.num_segments(1_000, 7, 40), 40)
     kit.assert_repeatable(lambda: (ops.select_topk(scores, 11, 7, 0, 1_000),))
 
 
 @kit.only("cpu", "cuda")
 def test_a_million():
-    scores = random_scores("normal", 1, 1, 1_000_000)
+    scores = kit.scores("normal", 1, 1, 1_000_000)
     kept = ops.select_topk(scores, 250_000)
     assert torch.equal(kept[0, 0], scores[0, 0].topk(250_000).indices.sort().values)
-    ties = random_scores("ties", 1, 1, 1_000_000)
+    ties = kit.scores("ties", 1, 1, 1_000_000)
     kept = ops.select_topk(ties, 250_000)[0, 0]
     threshold = ties[0, 0, kept].min()
     assert (ties[0, 0] > threshold).sum() == (ties[0, 0, kept] > threshold).sum()
@@ -111,10 +88,10 @@ def test_a_million():
 
 
 @kit.only("cpu")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", kit.SCORES)
 def test_threads_change_nothing(kind):
     """Enough for more than one thread: the row is cut into chunks."""
-    scores = random_scores(kind, 1, 1, 300_000)
+    scores = kit.scores(kind, 1, 1, 300_000)
     with kit.threads(1):
         one = ops.select_topk(scores, 9_000, 4, 32)
     for count in (2, 3, 7):
@@ -122,7 +99,7 @@ def test_threads_change_nothing(kind):
             assert torch.equal(ops.select_topk(scores, 9_000, 4, 32), one)
 
 
-@given(data=st.data(), n=st.integers(1, 60), kind=st.sampled_from(KINDS), fill=st.booleans(), own=st.booleans())
+@given(data=st.data(), n=st.integers(1, 60), kind=st.sampled_from(kit.SCORES), fill=st.booleans(), own=st.booleans())
 @kit.examples(120)
 def test_padded_rows_and_budgets(data, n, kind, fill, own):
     k = data.draw(st.integers(0, n))
@@ -134,7 +111,7 @@ def test_padded_rows_and_budgets(data, n, kind, fill, own):
     if own:
         budgets = torch.tensor([[data.draw(st.integers(sinks + window, k)) for _ in "ab"] for _ in "abc"]).int()
     kept = check(
-        random_scores(kind, 3, 2, n), k, sinks, window, None, kit.int32(*starts), kit.int32(*lengths), budgets, fill
+        kit.scores(kind, 3, 2, n), k, sinks, window, None, kit.int32(*starts), kit.int32(*lengths), budgets, fill
     )
     for row, (s, c) in enumerate(zip(starts, lengths)):
         inside = ((kept[row] >= s) & (kept[row] < s + c)).sum(-1)
@@ -149,14 +126,14 @@ def test_padded_rows_and_budgets(data, n, kind, fill, own):
     n=st.integers(0, 90),
     lag=st.integers(1, 12),
     sinks=st.integers(0, 9),
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(kit.SCORES),
     padded=st.booleans(),
     fill=st.booleans(),
 )
 @kit.examples(120)
 def test_segments(data, n, lag, sinks, kind, padded, fill):
     m = data.draw(st.integers(0, lag))
-    scores = random_scores(kind, 2, 2, reference.num_segments(n, sinks, lag), lag)
+    scores = kit.scores(kind, 2, 2, reference.num_segments(n, sinks, lag), lag)
     spans = {}
     if padded:
         starts = [data.draw(st.integers(0, n)) for _ in range(2)]
@@ -167,7 +144,7 @@ def test_segments(data, n, lag, sinks, kind, padded, fill):
 
 
 def test_strided_and_expanded_scores():
-    scores = random_scores("normal", 2, 6, 80)
+    scores = kit.scores("normal", 2, 6, 80)
     check(scores[:, ::2, 3:70], 20)
     assert torch.equal(ops.select_topk(scores[:, :1].expand(-1, 4, -1), 20)[:, 3], ops.select_topk(scores, 20)[:, 0])
 
@@ -203,14 +180,14 @@ def test_a_gpus_starts_lengths_and_budgets_are_not_looked_at():
     starts, lengths = kit.int32(-3, 60, 10, 10, 2**31 - 1, -(2**31)), kit.int32(30, 5, 2**31 - 1, -4, 20, -(2**31))
     budgets = torch.tensor([[2**31 - 1, -(2**31)], [21, 4], [2, 20], [-1, 5], [20, 20], [0, 7]], dtype=torch.int32)
     good_starts = kit.int32(0, 50, 10, 10, 50, 0)
-    segments = random_scores("ties", 6, 2, reference.num_segments(50, 3, 6), 6)
+    segments = kit.scores("ties", 6, 2, reference.num_segments(50, 3, 6), 6)
     for fill in (False, True):
         for bad, good in (
             ((starts, lengths), (good_starts, kit.int32(30, 0, 40, 0, 0, 0))),
             ((starts, None), (good_starts, None)),
             ((None, lengths), (None, kit.int32(30, 5, 50, 0, 20, 0))),
         ):
-            scores = random_scores("ties", 6, 2, 50)
+            scores = kit.scores("ties", 6, 2, 50)
             expected = check(scores, 20, 2, 3, None, *good, budgets.clamp(5, 20), fill)
             assert torch.equal(ops.select_topk(scores, 20, 2, 3, None, *bad, budgets, fill), expected)
             expected = check(segments, 2, 3, 0, 50, *good, None, fill)
@@ -218,7 +195,7 @@ def test_a_gpus_starts_lengths_and_budgets_are_not_looked_at():
 
 
 def test_opcheck_and_compile():
-    scores, segments = random_scores("normal", 2, 2, 40), random_scores("normal", 2, 2, 3, 8)
+    scores, segments = kit.scores("normal", 2, 2, 40), kit.scores("normal", 2, 2, 3, 8)
     budgets = torch.full((2, 2), 7, dtype=torch.int32)
     for arguments in (
         (scores, 10),

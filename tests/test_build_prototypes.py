@@ -1,0 +1,201 @@
+"""build_prototypes against its reference: ProtoKV Algorithm 1, lines 4-16."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kit
+import kvops
+from kvops import ops, reference
+
+pytestmark = kit.every_device
+
+
+def anchors(k, p: int, buckets=4, missing=0, seed=0):
+    """p ascending slots of each head of k, the last `missing` -1, and a bucket for each, some -1."""
+    order = kit.randn(*k.shape[:3], seed=seed).argsort(-1)[..., : max(0, p - missing)].sort(-1).values
+    indices = torch.cat([order, torch.full((*k.shape[:2], p - order.shape[2]), -1, dtype=torch.int64)], -1)
+    chosen = (kit.randn(*k.shape[:2], p, seed=seed + 1).abs() * 3).int().clamp(max=buckets) - 1
+    return indices, chosen
+
+
+def check(k, sats, buckets, num_chunks, num_buckets=4, **spans):
+    arguments = (k, sats, buckets, num_chunks, num_buckets)
+    prototypes, counts = ops.build_prototypes(*arguments, **spans)
+    eager, _ = reference.build_prototypes(*arguments, **spans, dtype=torch.float32)
+    exact, exact_counts = reference.build_prototypes(*arguments, **spans)
+    assert torch.equal(counts, exact_counts)
+    kit.assert_close(prototypes, eager, exact)
+    assert (prototypes[counts == 0] == 0).all()
+    return prototypes, counts
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("d", [8, 24, 64, 72, 128, 256, 1024])
+def test_dtypes_and_head_dims(dtype, d):
+    k, _ = kit.kv(2, 2, 131, d, dtype)
+    check(k, *anchors(k, 9), 20)
+
+
+@given(data=st.data(), n=st.integers(0, 60), chunks=st.integers(0, 40), seed=st.integers(0, 2**31))
+@kit.examples(60)
+def test_any_sizes(data, n, chunks, seed):
+    """Chunks of no token but anchors, fewer tokens than chunks, no tokens at all."""
+    k, _ = kit.kv(2, 2, n, 16, seed=seed)
+    p = data.draw(st.integers(0, n + 3))
+    check(k, *anchors(k, p, 4, max(data.draw(st.integers(0, p)), p - n), seed), chunks)
+
+
+@pytest.mark.parametrize("layout", kit.LAYOUTS)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_layouts_change_nothing(layout, dtype):
+    plain, _ = kit.kv(2, 2, 150, 72, dtype)
+    sats, buckets = anchors(plain, 9)
+    expected = ops.build_prototypes(plain, sats, buckets, 7)
+    wide = torch.stack([sats, sats], -1)[..., 0]
+    for k in (kit.kv(2, 2, 150, 72, dtype, layout)[0], kit.unaligned(plain, 3, 5)):
+        assert kit.same(ops.build_prototypes(k, wide, buckets, 7), expected)
+
+
+def test_offsets_beyond_31_bits():
+    k, _ = kit.kv(1, 2, 12, 8, torch.float16)
+    sats = anchors(k, 3)
+    assert kit.same(ops.build_prototypes(kit.far_apart(k), *sats, 3), ops.build_prototypes(k, *sats, 3))
+
+
+@pytest.mark.parametrize("chunks", [1, 5, 700])
+def test_every_key_is_in_one_mean(chunks):
+    """The means, each times its count, add up to the sum of the keys."""
+    k, _ = kit.kv(2, 3, 600, 32)
+    sats, buckets = anchors(k, 40)
+    prototypes, counts = check(k, sats, buckets.clamp(min=0), chunks)
+    assert (counts.sum(-1) == 600).all() and (counts[:, :, chunks:].sum(-1) == 40).all()
+    error = (prototypes.double() * counts.unsqueeze(-1)).sum(2) - k.double().sum(2)
+    assert error.abs().max() < 1e-6 * k.double().abs().sum(2).max()
+
+
+@pytest.mark.parametrize("num_chunks, num_buckets", [(0, 3), (30, 0), (30, 200)])
+def test_counts_of_prototypes(num_chunks, num_buckets):
+    k, _ = kit.kv(1, 2, 90, 16)
+    check(k, *anchors(k, 12, num_buckets), num_chunks, num_buckets)
+    prototypes, counts = check(k, None, None, num_chunks, num_buckets)
+    assert (counts[:, :, num_chunks:] == 0).all() and (prototypes[:, :, num_chunks:] == 0).all()
+    assert (counts[:, :, :num_chunks] == 3).all()
+
+
+@given(data=st.data(), n=st.integers(1, 60), chunks=st.integers(1, 20))
+@kit.examples(30)
+def test_padded_rows_build_as_if_alone(data, n, chunks):
+    k, _ = kit.kv(3, 2, n, 16)
+    starts = [data.draw(st.integers(0, n)) for _ in range(3)]
+    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
+    poisoned, sats = torch.full_like(k, float("nan")), torch.full((3, 2, 5), -1, dtype=torch.int64)
+    buckets = kit.randn(3, 2, 5).abs().int().clamp(max=3)
+    for row, (s, c) in enumerate(zip(starts, lengths)):
+        poisoned[row, :, s : s + c] = k[row, :, s : s + c]
+        chosen = min(5, c)
+        sats[row, :, :chosen] = s + kit.randn(2, c).argsort(-1)[:, :chosen].sort(-1).values
+    result = check(poisoned, sats, buckets, chunks, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
+    for row, (s, c) in enumerate(zip(starts, lengths)):
+        own = sats[row : row + 1]
+        own = torch.where(own >= 0, own - s, own)
+        alone = ops.build_prototypes(k[row : row + 1, :, s : s + c], own, buckets[row : row + 1], chunks)
+        assert kit.same([x[row] for x in result], [x[0] for x in alone])
+
+
+def test_anchors_outside_of_the_valid_slots_are_in_no_mean():
+    k, _ = kit.kv(1, 1, 30, 8)
+    sats = torch.tensor([[[0, 9, 10, 19, 20, 29]]])
+    _, counts = check(k, sats, torch.zeros_like(sats).int(), 4, starts=kit.int32(10), lengths=kit.int32(10))
+    assert counts[0, 0].tolist() == [1, 3, 2, 2, 2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_left_out(bad):
+    k, _ = kit.kv(2, 2, 90, 40)
+    sats, buckets = anchors(k, 10)
+    clean = ops.build_prototypes(k, sats, buckets, 6)
+    k[0, 1, 20, 3] = bad
+    k[0, 1, sats[0, 1, 4], 39] = bad
+    dirty = check(k, sats, buckets, 6)
+    for x, y in zip(clean, dirty):
+        assert torch.equal(x[1], y[1]) and torch.equal(x[0, 0], y[0, 0]) and not torch.equal(x[0, 1], y[0, 1])
+
+
+def test_a_batch_changes_nothing():
+    k, _ = kit.kv(3, 5, 300, 64)
+    sats, buckets = anchors(k, 20)
+    together = ops.build_prototypes(k, sats, buckets, 17)
+    for b, h in ((0, 0), (1, 4), (2, 2)):
+        own = (slice(b, b + 1), slice(h, h + 1))
+        alone = ops.build_prototypes(k[own], sats[own], buckets[own].contiguous(), 17)
+        assert kit.same(alone, [x[own].contiguous() for x in together])
+
+
+@pytest.mark.parametrize("chunks", [1, 40])
+def test_repeatable(chunks):
+    k, _ = kit.kv(1, 2, kit.size(20_000, 2_000), 64, torch.bfloat16)
+    sats = anchors(k, 32)
+    kit.assert_repeatable(lambda: ops.build_prototypes(k, *sats, chunks))
+
+
+@kit.only("cpu")
+@pytest.mark.parametrize("chunks", [1, 496])
+def test_threads_change_nothing(chunks):
+    k, _ = kit.kv(1, 3, 9000, 64)
+    sats = anchors(k, 32)
+    with kit.threads(1):
+        one = ops.build_prototypes(k, *sats, chunks)
+    for count in (2, 5):
+        with kit.threads(count):
+            assert kit.same(ops.build_prototypes(k, *sats, chunks), one)
+
+
+def test_one_long_chunk_keeps_its_accuracy():
+    k, _ = kit.kv(1, 1, kit.size(60_000, 6_000), 16)
+    check(k, None, None, 1)
+
+
+def test_bad_input():
+    k, _ = kit.kv(2, 2, 10, 16)
+    sats = torch.tensor([1, 4, -1]).expand(2, 2, 3)
+    buckets = torch.zeros(2, 2, 3, dtype=torch.int32)
+    good = dict(k=k, sat_indices=sats, buckets=buckets, num_chunks=3)
+    for change, parts in (
+        (dict(k=k.double()), ("build_prototypes", "k must be float32", "Double")),
+        (dict(num_chunks=-1), ("num_chunks must be in", "got -1")),
+        (dict(num_buckets=-1), ("num_buckets must be in", "got -1")),
+        (dict(num_chunks=0, num_buckets=0), (r"num_chunks \+ num_buckets must be at least 1, got 0",)),
+        (dict(buckets=None), ("sat_indices and buckets must be given together",)),
+        (dict(sat_indices=sats.int()), ("sat_indices must be Long", "Int")),
+        (dict(sat_indices=sats + 6), (r"sat_indices must lie in \[-1, 10\), got 10 at row 0, head 0, entry 1",)),
+        (dict(sat_indices=sats.flip(-1)), ("sat_indices must ascend strictly", "got 4 after -1|-1")),
+        (dict(buckets=buckets.long()), ("buckets must be Int", "Long")),
+        (dict(buckets=buckets[..., :2]), (r"buckets must be a contiguous int32 \[2, 2, 3\], got \[2, 2, 2\]",)),
+        (dict(buckets=buckets + 4), (r"buckets must lie in \[-1, 4\), got 4",)),
+        (dict(lengths=kit.int32(1, 11)), ("starts and lengths of row 1", "length 11")),
+    ):
+        with kvops.debug_checks(), kit.refuses(*parts):
+            ops.build_prototypes(**good | change)
+    with kit.refuses("k requires grad"):
+        ops.build_prototypes(k.requires_grad_(), None, None, 3)
+
+
+@kit.only("cuda", "simulator")
+def test_a_gpus_anchors_are_not_looked_at():
+    """Out of range they are none; buckets out of range are no bucket."""
+    k, _ = kit.kv(1, 1, 20, 8)
+    bad = torch.tensor([[[-5, 3, 7, 2**40, 20]]]), torch.tensor([[[0, 1, 9, 0, 0]]], dtype=torch.int32)
+    good = torch.tensor([[[3, 7, -1, -1, -1]]]), torch.tensor([[[1, -1, 0, 0, 0]]], dtype=torch.int32)
+    assert kit.same(ops.build_prototypes(k, *bad, 4), ops.build_prototypes(k, *good, 4))
+
+
+def test_opcheck_and_compile():
+    k, _ = kit.kv(2, 2, 40, 16)
+    sats, buckets = anchors(k, 6)
+    spans = kit.int32(0, 2), kit.int32(40, 30)
+    for arguments in ((k, sats, buckets, 5), (k.half(), None, None, 50, 2), (k, sats, buckets, 5, 4, *spans)):
+        torch.library.opcheck(torch.ops.kvops.build_prototypes.default, arguments)
+    compiled = torch.compile(lambda k: ops.build_prototypes(k, sats, buckets, 5)[0] + 1, fullgraph=True)
+    assert torch.equal(compiled(k), ops.build_prototypes(k, sats, buckets, 5)[0] + 1)
