@@ -43,6 +43,13 @@ class Pattern(kvops.Full):
         self._keep(slots.expand(*self.k.shape[:2], -1), self.k, self.v, None, self.seen)
 
 
+def branch(cache: kvops.hf.KVCache) -> tuple[kvops.hf.KVCache, list[kvops.Method]]:
+    """A cache of its own that shares the stored tensors (nothing writes to them), and the methods of its layers."""
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    return other, [layer.method for layer in other.layers if isinstance(layer, kvops.hf.EvictingLayer)]
+
+
 def random_pattern(n: int, total: int, layers: int, generator: np.random.Generator) -> list[Tensor]:
     """Ascending slots for each layer, `total` in all."""
     shares = generator.dirichlet(np.full(layers, 2.0)) * (total - 2 * SINKS * layers)
@@ -69,10 +76,9 @@ def random_slots(n: int, count: int, generator: np.random.Generator) -> np.ndarr
 @torch.inference_mode()
 def perplexity(model, cache: kvops.hf.KVCache, pattern: list[Tensor] | None, ids: Tensor) -> float:
     """Of the tokens ids[:, 1:], [b, t], after what the cache has read, cut to the pattern."""
-    cut = copy.copy(cache)
-    cut.layers = [layer.with_method(copy.copy(layer.method)) for layer in cache.layers]
-    for layer, slots in zip(cut.layers, pattern or ()):
-        layer.method.keep(slots)
+    cut, methods = branch(cache)
+    for method, slots in zip(methods, pattern or ()):
+        method.keep(slots)
     logits = model(ids[:, :-1], past_key_values=cut).logits
     return float(F.cross_entropy(logits.mT.float(), ids[:, 1:]).exp())
 

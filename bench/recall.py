@@ -40,7 +40,7 @@ class Records:
         self.queries = []
 
     def attention(self, q, *args, **kwargs):
-        self.queries.append(q[:, :, -TAIL:].clone())
+        self.queries = [*self.queries, q[:, :, -TAIL:].clone()]  # a new list: a copy of the object keeps its own
         return super().attention(q, *args, **kwargs)
 
 

@@ -1,0 +1,384 @@
+"""Semantic anchors: what ProtoKV's Sec. 3 says of keys, looked up in a model.
+
+    python bench/anchors.py [--model FOLDER] [--text FILE] [--prompts 11] [--context 2048] [--tokens 32]
+                            [--out .] [--json FILE]
+
+The model reads prompts and goes on greedily; keys and queries of its full-attention layers are looked at with
+`kvops.analysis`, and drawn as the paper's figures: anchors-outliers.png (Fig. 2 and 37), anchors-similarity.png (Fig.
+3), anchors-clusters.png (Fig. 4), anchors-attention.png (Fig. 5 and 30), anchors-dropped.png (Fig. 6: what is left of
+the answer when some of the prompt's keys and values are gone).
+
+The model is a folder with a transformers model and its tokenizer, the prompts are pieces of the text. By default the
+model is the demo's, and its prompts are those of the demo: each hides a key, and ends with the question for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from math import erf, sqrt
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.lines import Line2D
+from torch import Tensor
+from tqdm import tqdm
+
+import kvops.hf
+from demo import HERE, MODEL, QUESTION, encode, make_prompts
+from endless import load
+from kvops import analysis
+from kvops.bench.record import origin, write
+from kvops.ops import outlier_degree, select_topk
+from pareto import Pattern, branch
+from recall import Records
+
+EDGES = np.arange(-4, 8.01, 0.25)  # of the histogram
+BETAS = np.arange(0, 4.01, 0.25)
+THRESHOLDS = (1.5, 1.75, 2.0)  # Fig. 37
+SKIP = 10  # first tokens that Fig. 30 leaves out
+GROUPS = 10
+DROPS = (4, 8, 16, 32, 64, 128, 256, 512)  # tokens of each head
+RULES = {
+    "of highest outlier degree": "#bc6c25",
+    f"the same, none of the first {SKIP}": "#f2c14e",
+    "that the answer attends to most": "#2a6f97",
+    "random": "#9a9a9a",
+}
+
+
+class Recorded(Records, Pattern):
+    """Keeps everything until it is told what to keep; remembers the queries, and how the model attends."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.options = {}  # scale, softcap and sinks
+
+    def attention(self, q: Tensor, *args, **options) -> Tensor:
+        self.options = options
+        return super().attention(q, *args, **options)
+
+
+def keys_of_demo(prompts: int, context: int, digits: int) -> tuple[Tensor, list[slice]]:
+    """The demo's prompts with their question, [prompts, n], and where the digits of each key lie."""
+    asked = make_prompts(prompts, context, digits)
+    question = torch.from_numpy(encode(QUESTION)).expand(prompts, -1)
+    ids = torch.cat([torch.from_numpy(np.stack([p.ids for p in asked])), question], 1)
+    return ids, [slice(p.start, p.start + digits) for p in asked]
+
+
+def pieces(text: Tensor, prompts: int, context: int, bos: int | None) -> Tensor:
+    """Pieces of the text, evenly spread, [prompts, context], each with the first token that the model expects."""
+    starts = np.linspace(0, text.shape[1] - context, prompts).astype(int)
+    ids = torch.cat([text[:, i : i + context] for i in starts])
+    if text[0, 0] == bos:
+        ids[:, 0] = bos
+    return ids
+
+
+@torch.inference_mode()
+def look(model, ids: Tensor, tokens: int, secret: slice | None, seed: int) -> dict[str, np.ndarray]:
+    """All of one prompt, ids: [1, n]: arrays [layers, KV heads, ...]."""
+    prompt = kvops.hf.KVCache(model.config, Recorded())
+    model(ids[:, :-1], past_key_values=prompt, logits_to_keep=1)  # the last token makes the first of the answer
+    cache, methods = branch(prompt)
+    length = dict(max_new_tokens=tokens, min_new_tokens=tokens)
+    said = model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False, pad_token_id=0, **length
+    )
+    layers = [(m.k[:, :, : ids.shape[1]], torch.cat(m.queries[1:], 2), m.options) for m in methods]
+    seen = {
+        "similarity": [analysis.neighbourhood_similarity(k) for k, _, _ in layers],
+        "histogram": [analysis.outlier_histogram(k, EDGES) for k, _, _ in layers],
+        "anchors": [analysis.sat_counts(k, THRESHOLDS) for k, _, _ in layers],
+        "clustering": [analysis.clustering_degree(k, BETAS).degree for k, _, _ in layers],
+        "clustering, distinct": [analysis.clustering_degree(k, BETAS, distinct=True).degree for k, _, _ in layers],
+    }
+    for skip in (0, SKIP):
+        options = dict(groups=GROUPS, skip=skip)
+        seen[f"attention, skip {skip}"] = [
+            analysis.attention_by_outlier_group(k, q, **options, **model_options) for k, q, model_options in layers
+        ]
+    if secret is not None:
+        seen["outlier degree of the key"] = [outlier_degree(k)[:, :, secret] for k, _, _ in layers]
+    found = {name: torch.cat(x).cpu().numpy() for name, x in seen.items()}
+    found["dropped"] = dropped(model, prompt, said, layers, seed)
+    return found
+
+
+def dropped(model, prompt: kvops.hf.KVCache, said: Tensor, layers: list, seed: int) -> np.ndarray:
+    """Share of the answer's tokens that the model still says, each after the right ones before it: [rules, drops].
+
+    Every head of every layer loses as many of the prompt's tokens; its last token is not among them.
+    """
+    n = prompt.get_seq_length()
+    generator = torch.Generator().manual_seed(seed)
+    scores = {name: [] for name in RULES}
+    for k, q, options in layers:
+        theta = outlier_degree(k[:, :, :n])
+        attention = analysis.cumulative_attention(k, q, **options)[:, :, :n].contiguous()
+        random = torch.rand(theta.shape, generator=generator).to(k.device)
+        for name, x in zip(RULES, (theta, theta, attention, random)):
+            scores[name].append(x)
+    shares = []
+    for by_layer, sinks in zip(scores.values(), (0, SKIP, 0, 0)):
+        for drop in DROPS:
+            cut, methods = branch(prompt)
+            for method, x in zip(methods, by_layer):
+                method.keep(select_topk(-x, n - drop, sinks))
+            logits = model(said[:, n:-1], past_key_values=cut).logits
+            shares.append((logits.argmax(-1) == said[:, n + 1 :]).float().mean().item())
+    return np.array(shares).reshape(len(RULES), len(DROPS))
+
+
+def run(model, ids: Tensor, tokens: int, secrets: list[slice] | None) -> dict[str, np.ndarray]:
+    """All prompts: arrays [prompts, layers, KV heads, ...], and "dropped" [prompts, rules, drops]."""
+    found = [
+        look(model, ids[i : i + 1], tokens, secrets and secrets[i], i)
+        for i in tqdm(range(len(ids)), desc="prompts", leave=False)
+    ]
+    return {name: np.stack([x[name] for x in found]) for name in found[0]}
+
+
+# ---- the pictures ----
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most so many of 0 ... count - 1, evenly."""
+    return sorted({round(x) for x in np.linspace(0, count - 1, min(count, most))})
+
+
+def shades(count: int) -> np.ndarray:
+    """A color for each of so many layers or heads, the first ones light."""
+    return plt.get_cmap("viridis_r")(np.linspace(0.1, 1, count))
+
+
+def save(figure: plt.Figure, path: Path) -> None:
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_outliers(found: dict, path: Path) -> None:
+    """Fig. 2 and 37: the distribution of Theta, and how many anchors the heads have."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    counts = found["histogram"].sum((0, 2))  # [layers, bins]
+    density = counts / counts.sum(1, keepdims=True)
+    for layer, color in enumerate(shades(len(counts))):
+        left.stairs(100 * density[layer, 1:-1], EDGES, color=color, lw=1.5, label=f"layer {layer}")
+    normal = [100 * (erf(b / sqrt(2)) - erf(a / sqrt(2))) / 2 for a, b in zip(EDGES, EDGES[1:])]
+    left.plot((EDGES[1:] + EDGES[:-1]) / 2, normal, color="black", lw=1, ls="--", label="a normal distribution")
+    left.axvline(THRESHOLDS[0], color="black", lw=0.8, ls=":")
+    left.set(xlabel="outlier degree", ylabel=f"% of the tokens, by {EDGES[1] - EDGES[0]:g}", yscale="log")
+    left.set(title="how outlier degrees are distributed", ylim=(2e-3, 50))
+    if len(counts) <= 8:
+        left.legend(frameon=False, fontsize=8)
+
+    anchors = found["anchors"]  # [prompts, layers, heads, thresholds]
+    layers = anchors.shape[1]
+    for i, threshold in enumerate(THRESHOLDS):
+        boxes = right.boxplot(
+            list(anchors[..., i].swapaxes(0, 1).reshape(layers, -1)),
+            positions=np.arange(layers) + 0.25 * (i - 1),
+            widths=0.2,
+            patch_artist=True,
+            flierprops={"ms": 2},
+            medianprops={"color": "black"},
+        )
+        for box in boxes["boxes"]:
+            box.set_facecolor(["#a9c6d9", "#5f9cc0", "#2a6f97"][i])
+        boxes["boxes"][0].set_label(f"outlier degree > {threshold}")
+    right.set_xticks(spread(layers, 16), [str(x) for x in spread(layers, 16)])
+    tokens = found["similarity"].shape[-1]
+    right.set(xlabel="layer", ylabel=f"tokens of {tokens:,}", title="anchors of a KV head", ylim=0)
+    right.legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def draw_similarity(found: dict, secret: slice | None, path: Path) -> None:
+    """Fig. 3: S by position, of the first prompt."""
+    similarity = found["similarity"][0]
+    layers, heads = spread(similarity.shape[0], 6), spread(similarity.shape[1], 4)
+    figure, grid = plt.subplots(
+        *(len(layers), len(heads)),
+        figsize=(1 + 4.5 * len(heads), 0.8 + 1.7 * len(layers)),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for layer, row in zip(layers, grid):
+        for head, axes in zip(heads, row):
+            values = similarity[layer, head]
+            axes.plot(values, ".", ms=2, color="#2a6f97", rasterized=True)
+            if secret is not None:
+                at = np.arange(len(values))[secret]
+                axes.plot(at, values[secret], ".", ms=3, color="#d1495b", rasterized=True)
+            axes.set_title(f"layer {layer}, KV head {head}", fontsize=9)
+    figure.supxlabel("position" + ("" if secret is None else "; red: the digits of the hidden key"), fontsize=10)
+    figure.supylabel("similarity to the neighbours", fontsize=10)
+    save(figure, path)
+
+
+def draw_clusters(found: dict, path: Path) -> None:
+    """Fig. 4: Gamma by threshold, the mean of the prompts."""
+    degree, distinct = (mean(found[name]) for name in ("clustering", "clustering, distinct"))
+    layers = spread(len(degree), 6)
+    figure, (row,) = plt.subplots(
+        1, len(layers), figsize=(0.6 + 3.6 * len(layers), 3.6), sharex=True, squeeze=False, layout="constrained"
+    )
+    for layer, axes in zip(layers, row):
+        for head, color in zip(range(degree.shape[1]), shades(degree.shape[1])):
+            axes.plot(BETAS, degree[layer, head], color=color, label=f"KV head {head}")
+            axes.plot(BETAS, distinct[layer, head], color=color, ls="--", lw=1)
+        axes.axhline(1, color="black", lw=0.8, ls=":")
+        axes.set(xlabel="threshold of the outlier degree", title=f"layer {layer}")
+    row[0].set_ylabel("clustering degree")
+    marks, names = row[0].get_legend_handles_labels() if degree.shape[1] <= 8 else ([], [])
+    marks.append(Line2D([], [], color="black", ls="--", lw=1))
+    row[0].legend(marks, [*names, "without pairs of a token with itself"], frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def draw_attention(found: dict, path: Path) -> None:
+    """Fig. 5 and 30: the answer's attention by group of outlier degree."""
+    skips = (0, SKIP)
+    shares = [100 * mean(found[f"attention, skip {skip}"]) for skip in skips]  # [layers, heads, groups]
+    layers, heads = shares[0].shape[:2]
+    rows = layers * heads
+    figure, panels = plt.subplots(
+        1, 2, figsize=(12, 1.4 + min(0.3 * rows, 14)), sharey=True, layout="constrained", squeeze=False
+    )
+    for axes, skip, x in zip(panels[0], skips, shares):
+        image = axes.imshow(x.reshape(rows, GROUPS), aspect="auto", cmap="Blues", vmin=0, vmax=100)
+        if rows <= 40:
+            for (y, group), value in np.ndenumerate(x.reshape(rows, GROUPS)):
+                color = "white" if value > 55 else "black"
+                axes.text(group, y, f"{value:.0f}", ha="center", va="center", fontsize=7, color=color)
+        axes.set_xticks(range(GROUPS), [f"{100 * i // GROUPS}" for i in range(1, GROUPS + 1)])
+        axes.set_xlabel("tokens by outlier degree: up to the highest ... %")
+        axes.set_title(f"all but the first {skip} tokens" if skip else "all tokens", fontsize=10)
+    step = 1 if rows <= 40 else heads
+    panels[0, 0].set_yticks(
+        range(0, rows, step), [f"L{i // heads}" + (f" H{i % heads}" if step == 1 else "") for i in range(0, rows, step)]
+    )
+    figure.colorbar(image, ax=panels, label="% of the answer's attention", pad=0.01)
+    save(figure, path)
+
+
+def draw_dropped(found: dict, path: Path) -> None:
+    """Fig. 6: what is left of the answer."""
+    shares = 100 * found["dropped"]  # [prompts, rules, drops]
+    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    error = 1.96 * shares.std(0) / np.sqrt(len(shares))
+    for i, (name, color) in enumerate(RULES.items()):
+        axes.fill_between(DROPS, *(shares[:, i].mean(0) + sign * error[i] for sign in (-1, 1)), color=color, alpha=0.15)
+        axes.plot(DROPS, shares[:, i].mean(0), "o--" if i == 1 else "o-", ms=3, color=color, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(DROPS, [f"{x:,}" for x in DROPS])
+    tokens = found["similarity"].shape[-1]
+    axes.set(xlabel=f"tokens of {tokens:,} that each head loses", ylabel="% of the answer's tokens", ylim=(0, 103))
+    axes.legend(frameon=False, fontsize=9, title="tokens", loc="lower left")
+    save(figure, path)
+
+
+# ---- the numbers ----
+
+
+def mean(x: np.ndarray) -> np.ndarray:
+    """Over the prompts that have such a number; NaN where fewer than half of them do."""
+    has = np.isfinite(x)
+    count = has.sum(0)
+    return np.where(has, x, 0).sum(0) / np.where(2 * count >= len(x), count, np.nan)
+
+
+def numbers(found: dict) -> dict:
+    """What is drawn, by layer and KV head: means of the prompts."""
+    by_head = {
+        "similarity": mean(np.nanmean(found["similarity"], -1)),
+        "histogram": found["histogram"].sum(0),
+        "anchors": mean(found["anchors"]),
+        **{name: mean(x) for name, x in found.items() if name.startswith(("clustering", "attention"))},
+    }
+    if "outlier degree of the key" in found:
+        by_head["outlier degree of the key"] = mean(np.nanmean(found["outlier degree of the key"], -1))
+    return {
+        "edges": EDGES.tolist(),
+        "thresholds": BETAS.tolist(),
+        "thresholds of anchors": THRESHOLDS,
+        **{name: as_lists(x) for name, x in by_head.items()},
+        "tokens lost": DROPS,
+        "answer left": dict(zip(RULES, as_lists(found["dropped"].mean(0)))),
+    }
+
+
+def as_lists(x: np.ndarray) -> list:
+    """Numbers for JSON, which has no NaN."""
+    return [as_lists(y) if np.ndim(y) else None if np.isnan(y) else round(y.item(), 4) for y in x]
+
+
+def table(found: dict) -> str:
+    """The most of it as text, means over the heads: a column for each layer; then what is left of the answer."""
+    values = {"similarity to the neighbours": mean(np.nanmean(found["similarity"], -1))}
+    for i, threshold in enumerate(THRESHOLDS):
+        values[f"tokens of outlier degree > {threshold}"] = mean(found["anchors"])[..., i]
+    for name in ("clustering", "clustering, distinct"):
+        for i in range(0, len(BETAS), 6):
+            values[f"{name}, threshold {BETAS[i]:g}"] = mean(found[name])[..., i]
+    for skip in (0, SKIP):
+        values[f"attention to the first tenth, skip {skip}"] = mean(found[f"attention, skip {skip}"])[..., 0]
+    if "outlier degree of the key" in found:
+        values["outlier degree of the key"] = mean(np.nanmean(found["outlier degree of the key"], -1))
+    lines = [f"{'by layer':42}" + "".join(f"{layer:>8}" for layer in range(found["anchors"].shape[1]))]
+    lines += [f"{name:42}" + "".join(f"{x:8.3g}" for x in heads.mean(1)) for name, heads in values.items()]
+    lines += ["", f"{'% of the answer left, by tokens lost':42}" + "".join(f"{x:>8,}" for x in DROPS)]
+    shares = 100 * found["dropped"].mean(0)
+    return "\n".join([*lines, *(f"{name:42}" + "".join(f"{x:8.1f}" for x in row) for name, row in zip(RULES, shares))])
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of a transformers model and its tokenizer")
+    parser.add_argument("--text", type=Path, help="file to cut prompts from")
+    parser.add_argument("--prompts", type=int, default=11)
+    parser.add_argument("--context", type=int, default=2048, help="tokens of a prompt (before the demo's question)")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of the answer; the demo's keys have as many")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto", help="of the model, such as bfloat16")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures")
+    a = parser.parse_args(argv)
+    if a.context < DROPS[-1] + SKIP + 2:
+        parser.error(f"--context must be at least {DROPS[-1] + SKIP + 2}, got {a.context}")
+    text = a.text or HERE / "data" / "haystack.txt"
+    model, ids = load(a.model, text, a.device, a.dtype)
+    secrets = None
+    if a.text is None and a.model == MODEL:
+        ids, secrets = keys_of_demo(a.prompts, a.context, a.tokens)
+    elif ids.shape[1] < a.context:
+        parser.error(f"{text} has {ids.shape[1]:,} tokens, too few for --context {a.context}")
+    else:
+        ids = pieces(ids, a.prompts, a.context, model.config.bos_token_id)
+    found = run(model, ids.to(a.device), a.tokens, secrets)
+    print(table(found))
+    draw_outliers(found, a.out / "anchors-outliers.png")
+    draw_similarity(found, secrets and secrets[0], a.out / "anchors-similarity.png")
+    draw_clusters(found, a.out / "anchors-clusters.png")
+    draw_attention(found, a.out / "anchors-attention.png")
+    draw_dropped(found, a.out / "anchors-dropped.png")
+    print(f"wrote {a.out / 'anchors-*.png'}")
+    if a.json:
+        settings = {"prompts": a.prompts, "tokens of a prompt": ids.shape[1], "tokens of an answer": a.tokens}
+        record = origin("python", "bench/anchors.py", *(argv or sys.argv[1:]), device=torch.device(a.device).type)
+        write(a.json, {**record, **settings, **numbers(found)})
+
+
+if __name__ == "__main__":
+    main()

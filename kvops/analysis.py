@@ -1,0 +1,187 @@
+"""Semantic anchors in a model's keys: what ProtoKV says of them, as functions on one layer's tensors.
+
+Every function takes k: [b, Hk, n, d], the keys of a prompt as the cache holds them, and kappa, starts and lengths as
+`kvops.ops.outlier_degree` does, whose Theta tells anchors (SATs, high) from the tokens that look like their neighbours.
+Invalid slots, and keys that are not finite, count nowhere. `bench/anchors.py` applies them to a model and draws.
+
+Source: "ProtoKV: Long-context Knowledges Are Already Well-Organized Before Your Query", Sec. 3, App. B, C, E, F, N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from .cache import summed_scores
+from .methods.common import check_int
+from .methods.window import causal_limits, check_queries, span_ends
+from .ops import outlier_degree
+
+__all__ = [
+    "Clustering",
+    "attention_by_outlier_group",
+    "clustering_degree",
+    "cumulative_attention",
+    "neighbourhood_similarity",
+    "outlier_histogram",
+    "sat_counts",
+]
+
+
+def neighbourhood_similarity(
+    k: Tensor, kappa: int = 5, *, starts: Tensor | None = None, lengths: Tensor | None = None
+) -> Tensor:
+    """How much each key looks like the kappa before it, itself, and the kappa behind it (Def. 2, Eq. 4; Fig. 3).
+
+    Returns S, fp32 [b, Hk, n]: the mean cosine, NaN where nothing counts.
+    """
+    return outlier_degree(k, kappa, standardize=False, starts=starts, lengths=lengths)
+
+
+def outlier_histogram(
+    k: Tensor,
+    edges: Sequence[float] | Tensor,
+    kappa: int = 5,
+    *,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """How the outlier degrees of a head are distributed (Eq. 5; Fig. 2).
+
+    edges: ascending. Returns int64 [b, Hk, len(edges) + 1], the tokens with Theta below edges[0], then with edges[i] <=
+    Theta < edges[i + 1], last with edges[-1] <= Theta. Their sum is the number of tokens that count.
+    """
+    theta = outlier_degree(k, kappa, starts=starts, lengths=lengths)
+    edges = torch.as_tensor(edges, dtype=torch.float32, device=k.device)
+    bins = torch.bucketize(theta, edges, right=True)
+    counts = theta.new_zeros((*theta.shape[:2], len(edges) + 1), dtype=torch.int64)
+    return counts.scatter_add_(2, bins, theta.isfinite().long())
+
+
+def sat_counts(
+    k: Tensor,
+    thresholds: Sequence[float] | Tensor = (1.5, 1.75, 2.0),
+    kappa: int = 5,
+    *,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """The anchors of each head (App. N; Fig. 37): int64 [b, Hk, len(thresholds)], tokens with Theta > threshold."""
+    return _members(outlier_degree(k, kappa, starts=starts, lengths=lengths), thresholds).sum(-1)
+
+
+class Clustering(NamedTuple):
+    """How compact the tokens of high outlier degree are: each [b, Hk, thresholds]."""
+
+    degree: Tensor  # fp64, intra / inter
+    intra: Tensor  # fp64, mean cosine between anchors
+    inter: Tensor  # fp64, mean cosine between anchors and the other tokens
+    tokens: Tensor  # int64, how many anchors
+
+
+def clustering_degree(
+    k: Tensor,
+    thresholds: Sequence[float] | Tensor,
+    kappa: int = 5,
+    *,
+    distinct: bool = False,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Clustering:
+    """Whether anchors lie together: C, the tokens with Theta > threshold, among all N (Def. 3, Eq. 6; Fig. 4). ::
+
+        S_intra = mean over i, j in C of cos(k_i, k_j)              Gamma = S_intra / S_inter
+        S_inter = mean over i in C, j not in C of cos(k_i, k_j)
+
+    distinct: leaves the pairs i = j out of S_intra. They are in the definition, and lift it by up to 1 / |C|: a single
+        anchor has S_intra 1, so Gamma grows with the threshold where nothing lies together.
+
+    No pair is ever formed: the sum over pairs is a product of two sums of unit keys, O(n d) for each threshold. NaN
+    where there is no pair: S_intra of no anchor (distinct: of one), S_inter of none or of all tokens.
+    """
+    theta = outlier_degree(k, kappa, starts=starts, lengths=lengths)
+    counts = theta.isfinite()
+    unit = normalize(torch.where(counts.unsqueeze(-1), k, 0.0).double(), dim=-1, eps=torch.finfo(torch.float64).tiny)
+    members = _members(theta, thresholds).double()  # [b, Hk, thresholds, n]
+    anchors = members @ unit  # [b, Hk, thresholds, d]
+    others = unit.sum(2, keepdim=True) - anchors
+    size = members.sum(-1)
+    within, pairs = anchors.square().sum(-1), size * size
+    if distinct:
+        with_itself = (members @ unit.square().sum(-1, keepdim=True)).squeeze(-1)  # 1 each; 0 for a zero key
+        within, pairs = within - with_itself, pairs - size
+    between, mixed_pairs = (anchors * others).sum(-1), size * (counts.sum(-1, keepdim=True) - size)
+    intra = torch.where(pairs > 0, within / pairs, torch.nan)
+    inter = torch.where(mixed_pairs > 0, between / mixed_pairs, torch.nan)
+    return Clustering(intra / inter, intra, inter, size.long())
+
+
+def cumulative_attention(
+    k: Tensor,
+    q: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """What an answer attends to, of its prompt (Def. 1, Eq. 1), as a mean: the keys of a head sum to 1. ::
+
+        A_j = mean over the answer's queries and the group's query heads of softmax over the prompt of scale * q . k_j
+
+    q: [b, Hq, any, d], of k's dtype, the queries that made the answer; all see all of the prompt. scale, softcap,
+    sink_logits: those of the model's attention, as in `kvops.ops.window_scores` (a sink takes its part of the 1).
+
+    Returns fp32 [b, Hk, n].
+    """
+    check_queries("cumulative_attention", "q", q, k)
+    rows, end = q.shape[2], span_ends(k, starts, lengths)
+    visible = causal_limits(end, 1, k.device).repeat_interleave(rows, -1)
+    options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits, starts=starts)
+    return summed_scores(q, k, visible, None, **options) / rows
+
+
+def attention_by_outlier_group(
+    k: Tensor,
+    q: Tensor,
+    kappa: int = 5,
+    *,
+    groups: int = 10,
+    skip: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Whether answers attend to anchors: `cumulative_attention` by outlier degree (Fig. 5).
+
+    The tokens are ranked by Theta, ties by slot, and cut into groups of equal size (but for one token), the highest
+    first. skip: a row's first tokens, in no group, though attention to them is still part of the whole (Fig. 30 has 10:
+    without the attention sinks).
+
+    Returns fp32 [b, Hk, groups], which sums to 1 but for the skipped tokens (and a sink's part).
+    """
+    for name, value, low in (("groups", groups, 1), ("skip", skip, 0)):
+        check_int("attention_by_outlier_group", name, value, low)
+    options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
+    attention = cumulative_attention(k, q, **options, starts=starts, lengths=lengths)
+    theta = outlier_degree(k, kappa, starts=starts, lengths=lengths)
+    first = torch.zeros_like(theta[:, :1, 0], dtype=torch.int64) if starts is None else starts[:, None]
+    grouped = theta.isfinite() & (torch.arange(k.shape[2], device=k.device) >= (first + skip).unsqueeze(-1))
+    order = torch.where(grouped, theta, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    rank = order.argsort(-1)
+    group = rank * groups // grouped.sum(-1, keepdim=True).clamp(min=1)
+    shares = attention.new_zeros((*attention.shape[:2], groups))
+    return shares.scatter_add_(2, group.clamp(max=groups - 1), torch.where(grouped, attention, 0.0))
+
+
+def _members(theta: Tensor, thresholds: Sequence[float] | Tensor) -> Tensor:
+    """bool [b, Hk, thresholds, n]: the tokens above each threshold; what does not count (NaN) is above none."""
+    thresholds = torch.as_tensor(thresholds, dtype=torch.float32, device=theta.device)
+    return theta.unsqueeze(2) > thresholds[:, None]
