@@ -313,8 +313,16 @@ def check_step(who: str, q: Tensor, k: Tensor, due: int) -> None:
         )
 
 
-def summed_scores(q: Tensor, k: Tensor, visible: Tensor, lse: Tensor | None, **options) -> Tensor | None:
-    """`ops.window_scores` of any number of rows: blocks of 256, added up in order; None for no rows."""
+def summed_scores(
+    q: Tensor, k: Tensor, visible: Tensor, lse: Tensor | None, prefix: int | Tensor | None = None, **options
+) -> Tensor | None:
+    """`ops.window_scores` of any number of rows: blocks of 256, added up in order; None for no rows.
+
+    prefix: int, or int32 [b]. Given, every row that counts (visible > 0) sees all keys before it, and the scores of the
+    others do not matter.
+    """
+    if prefix is not None and q.shape[2] and lse is None and _linear(q, k, **options):
+        return _linear_scores(q, k, visible, prefix, **options)
     total = None
     for first in range(0, q.shape[2], MAX_WINDOW):
         rows = slice(first, first + MAX_WINDOW)
@@ -322,6 +330,46 @@ def summed_scores(q: Tensor, k: Tensor, visible: Tensor, lse: Tensor | None, **o
         block = window_scores(q[:, :, rows], k, visible[..., rows].contiguous(), block_lse, **options)
         total = block if total is None else total.add_(block)
     return total
+
+
+def _linear(q: Tensor, k: Tensor, score="softmax", reduce="sum", group_reduce="mean", **logit) -> bool:
+    """Whether the summed scores are those of the summed queries (and q fits k; if not, the operator says so)."""
+    plain = not logit.get("softcap") and logit.get("sink_logits") is None
+    fits = q.dtype == k.dtype and q.shape[1] >= k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+    return score == "dot" and reduce == "sum" and group_reduce in ("mean", "sum") and plain and fits
+
+
+def _linear_scores(
+    q: Tensor,
+    k: Tensor,
+    visible: Tensor,
+    prefix: int | Tensor,
+    *,
+    group_reduce="mean",
+    scale=None,
+    starts=None,
+    **_,
+) -> Tensor:
+    """The sum over rows and group of q_i . k_j is (the sum of q_i) . k_j: a row per KV head instead of G * w.
+
+    The sum, in fp64, becomes rows of k's dtype that add up to it: one of fp32, three of fp16 or bf16, scaled by a power
+    of two so that their range does not matter. That is as exact as fp32, more so than the sum of rounded scores.
+    """
+    counts = (visible > 0)[..., None, :, None]
+    total = torch.where(counts, q, 0).unflatten(1, (k.shape[1], -1)).sum((2, 3), dtype=torch.float64)  # [b, Hk, d]
+    if group_reduce == "mean":
+        total = total / (q.shape[1] // k.shape[1])
+    exponent = total.abs().amax(-1, keepdim=True).frexp().exponent.clamp(-100, 100)
+    left, rows = total.ldexp(-exponent), []
+    for _ in range(1 if k.dtype == torch.float32 else 3):
+        rows.append(left.to(k.dtype))
+        left = left - rows[-1].double()
+    if isinstance(prefix, int):
+        limits = torch.full((len(rows),), max(0, prefix), dtype=torch.int32, device=k.device)
+    else:
+        limits = prefix.clamp(min=0).unsqueeze(-1).repeat(1, len(rows))
+    rows = torch.stack(rows, 2)
+    return window_scores(rows, k, limits, scale=scale, score="dot", starts=starts).ldexp_(exponent)
 
 
 class AttentionMethod(Method):
@@ -334,6 +382,9 @@ class AttentionMethod(Method):
     uses_queries = True
     #: How the window's rows, and the query heads of a group, become one score: see `kvops.ops.window_scores`.
     score, reduce, group_reduce = "softmax", "sum", "mean"
+    #: The observing rows' own tokens stay in any case: `_evict_by` asks for no scores of theirs.
+    protects_window = False
+    _state = (*Method._state, "_queries")
 
     def __init__(self):
         super().__init__(attend_before_compress=True)
@@ -341,6 +392,17 @@ class AttentionMethod(Method):
     def reset(self) -> None:
         super().reset()
         self._due = 0  # rows whose queries have not been seen yet
+        self._queries: Tensor | None = None  # [b, Hq, at most _remembered(), d]: of the last tokens
+
+    def crop(self, seen: int) -> None:
+        before = self.seen
+        super().crop(seen)
+        if self._queries is not None and self.seen < before:
+            self._queries = self._queries[:, :, : max(0, self._queries.shape[2] - (before - self.seen))]
+
+    def _remembered(self) -> int:
+        """How many of the last queries are kept for later."""
+        return 0
 
     def _rows(self, t: int) -> int:
         """How many of the t new rows, the last ones, observe. 0: nothing is evicted now."""
@@ -377,6 +439,9 @@ class AttentionMethod(Method):
                 indices = self._evict_by(scores, k_step, v_step, self.pads, self.seen)
                 if indices is not None:
                     self._keep(indices, k_step, v_step, self.pads, self.seen)
+            if count := self._remembered():
+                last = q if self._queries is None else torch.cat((self._queries, q), 2)
+                self._queries = last[:, :, -count:].clone()
             self._due = 0
         return out
 
@@ -397,7 +462,8 @@ class AttentionMethod(Method):
             lse = reductions["sink_logits"] = None
         last = slice(t - w, t)
         lse = None if lse is None else lse[:, :, last]
-        return out, summed_scores(q[:, :, last], k, limits[last], lse, score=self.score, **reductions)
+        prefix = n - w if self.protects_window else None
+        return out, summed_scores(q[:, :, last], k, limits[last], lse, prefix, score=self.score, **reductions)
 
 
 class SlotMethod(Method):

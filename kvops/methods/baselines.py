@@ -19,6 +19,7 @@ from .common import (
     in_place,
     moved,
     negative_norms,
+    random_integers,
     recent_tokens,
     select_budget,
     shared_scores,
@@ -125,36 +126,8 @@ def _random(k, budget, seed, starts, lengths, fill_invalid) -> Tensor:
     position = torch.arange(n, dtype=torch.int32, device=k.device).expand(b, 1, n)
     if starts is not None:
         position = position - starts[:, None, None]
-    scores = _hash(position.expand(b, heads, n), seed, 0)
+    scores = random_integers(position.expand(b, heads, n), seed, 0)
     return select_budget(op, scores, heads, budget, 0, 0, starts, lengths, fill_invalid)
-
-
-def _mix(x: int | Tensor) -> int | Tensor:
-    """MurmurHash3's 32-bit finalizer of int32 values: each bit changes about half of the result's bits.
-
-    x: an int, or a tensor. One of int32 counts on products that wrap around, which compilers may break where they see
-    the values' range; one of int64 does not.
-    """
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        x = x ^ ((x >> shift) & (2 ** (32 - shift) - 1))  # a shift that brings in zeros, whatever the sign
-        wraps = isinstance(x, Tensor) and x.dtype == torch.int32
-        x = x * _signed(factor) if wraps else _signed(x * factor)
-    return x
-
-
-def _signed(x: int | Tensor) -> int | Tensor:
-    """The value that the low 32 bits of x have as an int32."""
-    return ((x + 2**31) & 0xFFFFFFFF) - 2**31
-
-
-def _hash(position: Tensor, seed: int, layer: int) -> Tensor:
-    """Pseudo-random fp32 integers in [0, 2^24) of (seed, layer, head, position). position: int32 [b, Hk, n]."""
-    key = 0
-    for word in (seed, seed >> 32, layer):
-        key = _mix(_signed(key + word + 0x9E3779B9))
-    heads = torch.arange(position.shape[1], device=position.device)[:, None]
-    keys = _mix(_signed(heads + (key + 0x9E3779B9))).int()
-    return (_mix(_mix(position) ^ keys) & 0xFFFFFF).float()
 
 
 def lowest_norms(op: str, k: Tensor, head_mode: str) -> Tensor:
@@ -261,7 +234,7 @@ class Random(Method):
         position = self._positions(k, seen)
         if pads is not None:
             position = position - self._padding[:, None, None]
-        scores = _hash(position.int(), self.seed, self.layer)
+        scores = random_integers(position.int(), self.seed, self.layer)
         return select_budget("Random", scores, k.shape[1], keep, 0, 0, pads, None, pads is not None)
 
 

@@ -58,9 +58,17 @@ def check_rank(op: str, k: Tensor) -> None:
 
 # Budgets.
 
+#: Tokens, or a fraction in (0, 1] of a row's valid ones; the one-shot calls also take each head's own tokens, int32
+#: [b, Hk] (`kvops.head_budgets`).
+Budget = int | float | Tensor
 
-def budget_tokens(op: str, budget: int | float, n: int) -> int:
-    """Tokens to keep of n: a count as it is, a fraction in (0, 1] as max(1, int(fraction * n))."""
+
+def budget_tokens(op: str, budget: Budget, n: int) -> int:
+    """Tokens to keep of n: a count as it is, a fraction in (0, 1] as max(1, int(fraction * n)); of many, the most."""
+    if isinstance(budget, Tensor):
+        if budget.dtype != torch.int32 or budget.dim() != 2:
+            raise ValueError(f"{op}: budget as a tensor must be int32 [b, Hk], got {budget.dtype} {list(budget.shape)}")
+        return int(budget.max()) if budget.numel() else 0
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError(
             f"{op}: budget must be an int (tokens) or a float (fraction), got {type(budget).__name__} {budget!r}"
@@ -97,6 +105,36 @@ def check_holds(op: str, keep: int, sinks: int, recent: int) -> None:
         )
 
 
+def row_budgets(
+    op: str, budget: Budget, shape: tuple[int, int], n: int, starts: Tensor | None, lengths: Tensor | None
+) -> tuple[int, Tensor | None]:
+    """The most tokens that any head keeps of n slots, and, where rows or heads differ, how many each: int32 [b, 1 or
+    Hk]. shape: (b, heads), those that have scores of their own.
+    """
+    keep = budget_tokens(op, budget, n)
+    if isinstance(budget, Tensor):
+        if budget.shape != shape:
+            raise ValueError(
+                f"{op}: budget must be of one head each, expected {list(shape)}, got {list(budget.shape)} (heads that "
+                "share one kept set have one budget)"
+            )
+        return keep, budget
+    if isinstance(budget, float) and not (starts is None and lengths is None):
+        valid = n - starts if lengths is None else lengths
+        return keep, (valid.double() * budget).int().clamp(min=1).unsqueeze(1)  # truncated fp64, as int() does
+    return keep, None
+
+
+def check_rows_hold(op: str, budgets: Tensor, sinks: int, newest: Tensor) -> None:
+    """Each row's and head's budget holds what is protected; what lies on a GPU is not read back. int32 [b, any]."""
+    if not budgets.is_cpu or torch.compiler.is_compiling():
+        return
+    for row, pairs in enumerate(zip(budgets.tolist(), newest.tolist())):
+        for head, (keep, recent) in enumerate(zip(*pairs)):
+            where = f"row {row}" if budgets.shape[1] == 1 else f"row {row}, head {head}"
+            check_holds(f"{op}, {where}", keep, sinks, recent)
+
+
 # Scores to indices.
 
 
@@ -124,11 +162,19 @@ def shared_scores(scores: Tensor) -> Tensor:
     return (total / count).unsqueeze(1)
 
 
+def places(*keys: Tensor) -> Tensor:
+    """Each entry's place along the last dim, best first: by the first key, then by the next, then in order. int64."""
+    slots = order = torch.arange(keys[0].shape[-1], device=keys[0].device).expand_as(keys[0])
+    for key in reversed(keys):
+        order = order.gather(-1, key.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices)
+    return torch.empty_like(order).scatter_(-1, order, slots)
+
+
 def select_budget(
     op: str,
     scores: Tensor,
     heads: int,
-    budget: int | float,
+    budget: Budget,
     sinks: int = 0,
     recent: int | float = 0,
     starts: Tensor | None = None,
@@ -139,36 +185,34 @@ def select_budget(
     """Kept slots by score within a budget, the first `sinks` and the newest `recent` always among them.
 
     scores: fp32 [b, Hk, n], or [b, 1, n] for all heads alike. Fractions are of a row's valid slots. share(budget,
-    valid): what this layer makes of a row's budget. Returns int64 [b, heads, m], m = min(tokens of the budget, n).
+    valid): what this layer makes of a row's budget. Returns int64 [b, heads, m], m = min(tokens of the budget, n), of
+    a budget per head the most; heads that keep fewer end in -1.
     """
     n = scores.shape[2]
-    keep = budget_tokens(op, budget, n)
+    keep, budgets = row_budgets(op, budget, scores.shape[:2], n, starts, lengths)
     window = recent_tokens(op, recent, keep)
     check_int(op, "sinks", sinks, 0)
     check_holds(op, keep, sinks, window)
-    budgets = None
     padded = not (starts is None and lengths is None)
+    valid = (n - starts if lengths is None else lengths).unsqueeze(1) if padded else n  # int32 [b, 1], or an int
     if share is not None:
+        if isinstance(budget, Tensor):
+            raise ValueError(f"{op}: budget must be one that layers can share, tokens or a fraction, got a tensor")
         keep = max(share(keep, n), keep if padded else 0)  # no row keeps more, whatever its length
-    if padded and (share is not None or isinstance(budget, float)):
-        valid = n - starts if lengths is None else lengths
-        if isinstance(budget, float):
-            budgets = (valid.double() * budget).int().clamp(min=1)  # [b]: the fp64 product, truncated, as int() does
-        else:
+        if padded and budgets is None:
             budgets = torch.full_like(valid, budget)
+    if budgets is not None:
         newest = (budgets.double() * recent).int() if isinstance(recent, float) else torch.full_like(budgets, window)
-        if budgets.is_cpu and not torch.compiler.is_compiling():  # what lies on a GPU is not read back
-            for row, (row_keep, row_newest) in enumerate(zip(budgets.tolist(), newest.tolist())):
-                check_holds(f"{op}, row {row}", row_keep, sinks, row_newest)
+        check_rows_hold(op, budgets, sinks, newest)
         if isinstance(recent, float):
             # The operator has one window for all rows: the newest slots of each get the highest score instead.
             window = 0
-            end = valid if starts is None else starts + valid
+            end = valid if starts is None else starts.unsqueeze(1) + valid
             slots = torch.arange(n, device=scores.device)
-            scores = scores.masked_fill((slots >= (end - newest)[:, None])[:, None], torch.inf)
+            scores = scores.masked_fill(slots >= (end - newest).unsqueeze(-1), torch.inf)
         if share is not None:
             budgets = share(budgets, valid).int()
-        budgets = budgets[:, None].expand(scores.shape[:2]).contiguous()
+        budgets = budgets.expand(scores.shape[:2]).contiguous()
     indices = select_topk(scores, keep, sinks, window, None, starts, lengths, budgets, fill_invalid)
     return indices if indices.shape[1] == heads else indices.expand(-1, heads, -1)
 
@@ -178,6 +222,37 @@ def all_slots(k: Tensor, starts: Tensor | None, lengths: Tensor | None, fill_inv
     b, heads, n, _ = k.shape
     scores = torch.zeros(b, 1, n, device=k.device)
     return select_topk(scores, max(n, 1), 0, 0, None, starts, lengths, None, fill_invalid).expand(-1, heads, -1)
+
+
+# Random numbers that are the same on every device.
+
+
+def _mix(x: int | Tensor) -> int | Tensor:
+    """MurmurHash3's 32-bit finalizer of int32 values: each bit changes about half of the result's bits.
+
+    x: an int, or a tensor. One of int32 counts on products that wrap around, which compilers may break where they see
+    the values' range; one of int64 does not.
+    """
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = x ^ ((x >> shift) & (2 ** (32 - shift) - 1))  # a shift that brings in zeros, whatever the sign
+        wraps = isinstance(x, Tensor) and x.dtype == torch.int32
+        x = x * _signed(factor) if wraps else _signed(x * factor)
+    return x
+
+
+def _signed(x: int | Tensor) -> int | Tensor:
+    """The value that the low 32 bits of x have as an int32."""
+    return ((x + 2**31) & 0xFFFFFFFF) - 2**31
+
+
+def random_integers(position: Tensor, seed: int, layer: int) -> Tensor:
+    """Pseudo-random fp32 integers in [0, 2^24) of (seed, layer, head, position). position: int32 [b, Hk, n]."""
+    key = 0
+    for word in (seed, seed >> 32, layer):
+        key = _mix(_signed(key + word + 0x9E3779B9))
+    heads = torch.arange(position.shape[1], device=position.device)[:, None]
+    keys = _mix(_signed(heads + (key + 0x9E3779B9))).int()
+    return (_mix(_mix(position) ^ keys) & 0xFFFFFF).float()
 
 
 # The last step. Everything has been checked but what the moving operators check themselves, before they write.

@@ -85,7 +85,9 @@ def laq_compress(
     q = q_lookahead if q_window is None else torch.cat((q_window, q_lookahead), 2)
     options = dict(score=score, scale=scale, softcap=softcap, sink_logits=sink_logits)
     spans = (starts, lengths, fill_invalid)
-    indices = window_indices(op, q, k, visible, budget, w, pool, head_mode, lse, *spans, **options)
+    indices = window_indices(
+        op, q, k, visible, budget, w, pool, head_mode, lse, *spans, whole_prefix=not compat_mask, **options
+    )
     return moved(op, k, v, indices, out)
 
 
@@ -190,8 +192,6 @@ class LAQ(AttentionMethod):
     All other settings as in `laq_compress`.
     """
 
-    _state = (*AttentionMethod._state, "_queries")
-
     def __init__(
         self,
         budget: int | float,
@@ -226,14 +226,7 @@ class LAQ(AttentionMethod):
 
     def reset(self) -> None:
         super().reset()
-        self._queries: Tensor | None = None  # [b, Hq, at most max(32, window), d]: of the last tokens
         self._options: dict = {}  # the model's scale, softcap and sinks
-
-    def crop(self, seen: int) -> None:
-        before = self.seen
-        super().crop(seen)
-        if self._queries is not None and self.seen < before:
-            self._queries = self._queries[:, :, : max(0, self._queries.shape[2] - (before - self.seen))]
 
     def _rows(self, t: int) -> int:
         return 0
@@ -245,8 +238,6 @@ class LAQ(AttentionMethod):
     def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options) -> Tensor:
         with self._undone_on_error():
             out = super().attention(q, k_step, v_step, **options)
-            last = q if self._queries is None else torch.cat((self._queries, q), 2)
-            self._queries = last[:, :, -self._remembered() :].clone()
             self._options = options
         return out
 
@@ -306,7 +297,8 @@ class LAQ(AttentionMethod):
                 )
             visible = _limits("LAQ", n, w, ahead.shape[2], self.compat_mask, lookahead_lengths, self.k)
             q = torch.cat((self._queries[:, :, self._queries.shape[2] - w :], ahead), 2)
-            spans, options = (self.pads, None, self.pads is not None), self._scoring(self.score)
+            spans = (self.pads, None, self.pads is not None)
+            options = dict(self._scoring(self.score), whole_prefix=not self.compat_mask)
             indices = window_indices(
                 "LAQ", q, self.k, visible, keep, w, self._pool, self.head_mode, None, *spans, **options
             )

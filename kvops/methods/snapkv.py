@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..cache import AttentionMethod, summed_scores
 from .common import (
+    Budget,
     Compressed,
     budget_tokens,
     check_choice,
@@ -22,16 +23,15 @@ from .common import (
     check_int,
     in_place,
     moved,
+    places,
     select_budget,
     shared_scores,
 )
 from .window import (
     Pooling,
-    causal_limits,
     check_budget,
-    check_in_prompt,
     check_lse,
-    check_queries,
+    observation_window,
     outside_prefix,
     span_ends,
     window_indices,
@@ -42,7 +42,7 @@ def snapkv_compress(
     k: Tensor,
     v: Tensor,
     q_window: Tensor,
-    budget: int | float,
+    budget: Budget,
     *,
     kernel_size: int = 7,
     pooling: str = "max",
@@ -82,7 +82,7 @@ def snapkv_compress(
     """
     op = "snapkv_compress"
     pool = Pooling(kernel_size, pooling, pool_first, group_reduce)
-    visible, w = _window(op, q_window, k, starts, lengths)
+    visible, w = observation_window(op, q_window, k, starts, lengths)
     options = dict(score=score, scale=scale, softcap=softcap, sink_logits=sink_logits)
     spans = (starts, lengths, fill_invalid)
     indices = window_indices(op, q_window, k, visible, budget, w, pool, head_mode, lse, *spans, **options)
@@ -96,7 +96,7 @@ def pyramidkv_compress(
     k: Tensor,
     v: Tensor,
     q_window: Tensor,
-    budget: int | float,
+    budget: Budget,
     *,
     layer: int,
     num_layers: int,
@@ -123,7 +123,7 @@ def pyramidkv_compress(
     op = "pyramidkv_compress"
     pool = Pooling(kernel_size, pooling, pool_first, group_reduce)
     _check_layer(op, layer, num_layers)
-    visible, w = _window(op, q_window, k, starts, lengths)
+    visible, w = observation_window(op, q_window, k, starts, lengths)
     options = dict(score=score, scale=scale, softcap=softcap, sink_logits=sink_logits)
     share = functools.partial(_layer_budget, window=w, layer=layer, num_layers=num_layers)
     spans = (starts, lengths, fill_invalid, share)
@@ -173,7 +173,7 @@ def chunkkv_compress(
     k: Tensor,
     v: Tensor,
     q_window: Tensor,
-    budget: int | float,
+    budget: Budget,
     *,
     chunk: int = 20,
     kernel_size: int = 1,
@@ -202,12 +202,13 @@ def chunkkv_compress(
     check_int(op, "chunk", chunk, 1)
     pool = Pooling(kernel_size, pooling, pool_first, group_reduce)
     pool.check(op)
-    visible, w = _window(op, q_window, k, starts, lengths)
+    visible, w = observation_window(op, q_window, k, starts, lengths)
     check_lse(op, lse, q_window)
     check_budget(op, budget, k.shape[2], w)
     options = dict(score=score, scale=scale, softcap=softcap, sink_logits=sink_logits)
-    scores = summed_scores(q_window, k, visible, lse, starts=starts, group_reduce=pool.operator_reduce, **options)
     end = span_ends(k, starts, lengths)
+    reductions = dict(starts=starts, group_reduce=pool.operator_reduce)
+    scores = summed_scores(q_window, k, visible, lse, end - w, **reductions, **options)
     scores = chunk_ranks(pool(scores, k.shape[1], outside_prefix(k, w, starts, end)), chunk, w, starts, end)
     return moved(op, k, v, select_budget(op, scores, k.shape[1], budget, 0, w, starts, lengths, fill_invalid), out)
 
@@ -236,25 +237,10 @@ def chunk_ranks(scores: Tensor, chunk: int, window: int, starts: Tensor | None, 
         total = total + torch.where(finite, tokens[:, :, i], 0.0)
         size = size + finite
     chunks = torch.where(size > 0, total / size, -torch.inf)
-    order = _places(chunks).unsqueeze(-1) * chunk + _places(tokens)
+    order = places(chunks).unsqueeze(-1) * chunk + places(tokens)
     ranks = torch.where(usable, (count * chunk - order).flatten(1).float(), torch.nan)
     back = (torch.arange(n, device=scores.device) - first).clamp(min=0)
     return ranks.gather(1, back).unsqueeze(1)
-
-
-def _places(scores: Tensor) -> Tensor:
-    """Each entry's place along the last dim, best first, ties in order: int64."""
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
-    places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
-
-
-def _window(op: str, q: Tensor, k: Tensor, starts: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, int]:
-    """What the last w rows see, and w."""
-    check_queries(op, "q_window", q, k)
-    check_in_prompt(op, "q_window", q, k)
-    w = q.shape[2]
-    return causal_limits(span_ends(k, starts, lengths), w, k.device), w
 
 
 def _check_layer(op: str, layer: int, num_layers: int) -> None:
@@ -271,6 +257,8 @@ class SnapKV(AttentionMethod):
     with what was kept before; decode keeps every new token. A fraction is one of the tokens seen, but never less than
     the window. Settings as in `snapkv_compress`.
     """
+
+    protects_window = True
 
     def __init__(
         self,

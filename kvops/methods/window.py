@@ -15,7 +15,16 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from ..cache import summed_scores
 from ..ops import inference_only
-from .common import budget_tokens, check_choice, check_head_mode, check_int, check_rank, select_budget, shared_scores
+from .common import (
+    Budget,
+    budget_tokens,
+    check_choice,
+    check_head_mode,
+    check_int,
+    check_rank,
+    select_budget,
+    shared_scores,
+)
 
 GROUP_REDUCES = ("mean", "max", "sum")
 
@@ -71,6 +80,24 @@ def span_ends(k: Tensor, starts: Tensor | None, lengths: Tensor | None) -> Tenso
     return (lengths if starts is None else starts + lengths).clamp(0, n)
 
 
+def observation_window(
+    op: str, q: Tensor, k: Tensor, starts: Tensor | None, lengths: Tensor | None
+) -> tuple[Tensor, int]:
+    """What the rows of q, the queries of a prompt's last w tokens, see; and w."""
+    check_queries(op, "q_window", q, k)
+    check_in_prompt(op, "q_window", q, k)
+    w = q.shape[2]
+    return causal_limits(span_ends(k, starts, lengths), w, k.device), w
+
+
+def prefix_lengths(k: Tensor, window: int, starts: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """Valid tokens of each row before its last `window`: int32 [b]. k: [b, Hk, n, ...], keys or scores."""
+    if lengths is None:
+        n = torch.full((k.shape[0],), k.shape[2], dtype=torch.int32, device=k.device)
+        lengths = n if starts is None else n - starts
+    return (lengths - window).clamp(min=0)
+
+
 def causal_limits(end: Tensor | int, w: int, device: torch.device) -> Tensor:
     """The `visible` of the last w rows before `end`: int32 [w], or [b, w]. Rows before slot 0 see nothing."""
     behind = torch.arange(w - 1, -1, -1, dtype=torch.int32, device=device)
@@ -107,8 +134,8 @@ def check_lse(op: str, lse: Tensor | None, rows: Tensor) -> None:
         )
 
 
-def check_budget(op: str, budget: int | float, n: int, window: int) -> int:
-    """Tokens to keep of n, of which the window's are a part."""
+def check_budget(op: str, budget: Budget, n: int, window: int) -> int:
+    """Tokens to keep of n (of a budget per head, the most), of which the window's are a part."""
     keep = budget_tokens(op, budget, n)
     if keep < window:
         raise ValueError(f"{op}: budget must hold the window, expected at least {window} tokens, got {keep}")
@@ -116,7 +143,7 @@ def check_budget(op: str, budget: int | float, n: int, window: int) -> int:
 
 
 def outside_prefix(k: Tensor, window: int, starts: Tensor | None, end: Tensor | int) -> Tensor:
-    """Which slots are not of the prefix, the valid slots before the window: bool [b or 1, 1, n]."""
+    """Which slots are not of the prefix, the valid slots before the window: bool [b or 1, 1, n]. k: as there."""
     slots = torch.arange(k.shape[2], device=k.device)
     outside = slots >= ((end if isinstance(end, int) else end[:, None, None]) - window)
     if starts is not None:
@@ -129,7 +156,7 @@ def window_indices(
     q: Tensor,
     k: Tensor,
     visible: Tensor,
-    budget: int | float,
+    budget: Budget,
     window: int,
     pool: Pooling,
     head_mode: str,
@@ -138,15 +165,20 @@ def window_indices(
     lengths: Tensor | None,
     fill_invalid: bool,
     share=None,
+    whole_prefix: bool = True,
     **options,
 ) -> Tensor:
-    """The kept slots: the last `window` and the best pooled scores of what is before. int64 [b, Hk, m]."""
+    """The kept slots: the last `window` and the best pooled scores of what is before. int64 [b, Hk, m].
+
+    whole_prefix: all rows that count see all of what is before.
+    """
     check_head_mode(op, head_mode)
     pool.check(op)
     check_lse(op, lse, q)
     check_budget(op, budget, k.shape[2], window)
     heads, end = k.shape[1], span_ends(k, starts, lengths)
-    scores = summed_scores(q, k, visible, lse, starts=starts, group_reduce=pool.operator_reduce, **options)
+    prefix = end - window if whole_prefix else None
+    scores = summed_scores(q, k, visible, lse, prefix, starts=starts, group_reduce=pool.operator_reduce, **options)
     scores = pool(scores, heads, outside_prefix(k, window, starts, end))
     if head_mode == "shared":
         scores = shared_scores(scores)

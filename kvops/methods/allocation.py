@@ -1,0 +1,69 @@
+"""How a layer's budget is shared among its heads. (Among layers: `pyramidkv_budgets`.)
+
+Source: "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", Feng et al.,
+2024, Algorithm 1; with ProtoKV: its Table 4.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops import inference_only, select_topk
+from .common import check_int, check_rows_hold, row_budgets
+from .window import check_budget, outside_prefix, prefix_lengths, span_ends
+
+
+def head_budgets(
+    scores: Tensor,
+    budget: int | float,
+    window: int = 0,
+    *,
+    floor: float = 0.2,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Each head's tokens when a layer keeps its highest scores, whichever head they are of: int32 [b, Hk]. ::
+
+        c    = budget - window
+        each head keeps its int(floor * c) best;  the rest of Hk * c are the highest of all other scores of the layer
+
+    and the window, which counts towards the budget; a row's budgets add up to Hk * budget exactly. For `budget` of any
+    method that takes one per head.
+
+    scores: fp32 [b, Hk, n], comparable between heads, such as `ops.window_scores`. Those of the last `window` valid
+        slots have no say, nor have scores that are NaN, as long as there are others.
+    budget: tokens (int), or a fraction in (0, 1] of the valid slots (float): the mean over the heads.
+    floor: in [0, 1]; 1 gives all heads alike. starts, lengths: int32 [b], the valid slots of each row.
+    """
+    op = "head_budgets"
+    inference_only(op, scores=scores)
+    if scores.dim() != 3:
+        raise ValueError(f"{op}: scores must be [b, Hk, n], got shape {list(scores.shape)}")
+    if isinstance(budget, Tensor):
+        raise TypeError(f"{op}: budget must be an int (tokens) or a float (fraction), got a tensor")
+    check_int(op, "window", window, 0)
+    if not 0.0 <= floor <= 1.0:
+        raise ValueError(f"{op}: floor must be in [0, 1], got {floor}")
+    b, heads, n = scores.shape
+    check_budget(op, budget, n, window)
+    keep, budgets = row_budgets(op, budget, (b, heads), n, starts, lengths)
+    if budgets is None:
+        budgets = torch.full((b, 1), keep, dtype=torch.int32, device=scores.device)
+    else:
+        check_rows_hold(op, budgets, 0, torch.full_like(budgets, window))
+    count = budgets - window  # int32 [b, 1]: of a head's prefix, on average
+    least = (count.double() * floor).int()
+    prefix = prefix_lengths(scores, window, starts, lengths)
+    best = select_topk(
+        scores, int(floor * (keep - window)), 0, 0, None, starts, prefix, least.expand(b, heads).contiguous()
+    )
+    # What a head keeps in any case comes first, and what is not of the prefix last, in one row for the whole layer.
+    ranked = scores.nan_to_num(-torch.inf, torch.finfo(scores.dtype).max, -torch.inf)
+    ranked.masked_fill_(outside_prefix(scores, window, starts, span_ends(scores, starts, lengths)), torch.nan)
+    ranked = torch.nn.functional.pad(ranked, (0, 1)).scatter_(2, torch.where(best < 0, n, best), torch.inf)[..., :n]
+    chosen = select_topk(ranked.reshape(b, 1, heads * n), heads * (keep - window), budgets=heads * count)
+    counts = budgets.repeat(1, heads)
+    for h in range(heads):
+        counts[:, h] = ((chosen >= h * n) & (chosen < (h + 1) * n)).sum((1, 2)) + window
+    return torch.where(count < prefix.unsqueeze(1), counts, budgets)
