@@ -29,6 +29,8 @@ METHODS = {
     "snapkv": lambda budget=24: kvops.SnapKV(budget, window=8),
     "pyramidkv": lambda budget=24: kvops.PyramidKV(budget, window=8),
     "chunkkv": lambda budget=24: kvops.ChunkKV(budget, window=8, chunk=4),
+    "protokv": lambda budget=24: kvops.ProtoKV(budget, window=8, num_sats=4, num_chunks=6),
+    "satkv": lambda budget=24: kvops.SATKV(budget, window=8),
     "h2o": lambda budget=24: kvops.H2O(budget),
     "tova": lambda budget=24: kvops.TOVA(budget),
     "keydiff": lambda budget=24: kvops.KeyDiff(budget),
@@ -115,6 +117,21 @@ def test_each_head_of_each_layer_attends_to_what_it_kept(method):
         expected = stock(step, past_key_values=full).logits
     assert any(x.shape[2] < 70 for x in kept)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_decode_is_brought_to_the_budget_whenever_the_buffer_is_full():
+    """Step by step, in all layers; a chunk is, too."""
+    model = own()
+    ids, _ = make_prompts(90)
+    for method in (kvops.ProtoKV(24, 8, num_chunks=6, buffer=5, alpha=4), kvops.SATKV(24, 8, buffer=5)):
+        cache = KVCache(model.config, method)
+        with torch.no_grad():
+            model(ids[:, :40], past_key_values=cache)
+            for i in range(40, 60):
+                model(ids[:, i : i + 1], past_key_values=cache)
+                assert {s.tokens_kept for s in cache.stats()} == {24 + (i - 39) % 5}
+            model(ids[:, 60:], past_key_values=cache)
+        assert {s.tokens_kept for s in cache.stats()} == {24} and cache.get_seq_length() == 90
 
 
 def test_layers_of_different_lengths():

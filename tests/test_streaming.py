@@ -31,6 +31,8 @@ METHODS = [
     kvops.Random(0.4, seed=5),
     kvops.L2(12),
     kvops.L2(0.4, sinks=2, recent=3, head_mode="shared"),
+    kvops.SATKV(12, 3, buffer=4),
+    kvops.SATKV(0.4, 3, head_mode="shared", buffer=None),
     kvops.Full(),
 ]
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -291,7 +293,11 @@ def test_random_differs_between_layers():
 # Budgets
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if isinstance(getattr(m, "budget", None), int)], ids=repr)
+@pytest.mark.parametrize(
+    "method",
+    [m for m in METHODS if isinstance(getattr(m, "budget", None), int) and not hasattr(m, "buffer")],
+    ids=repr,
+)
 def test_count_budgets_hold_after_every_step(method):
     k, v = make_kv()
     method = method.fresh(2, 4)

@@ -24,6 +24,8 @@ METHODS = [
     kvops.TOVA(12),
     kvops.TOVA(0.4),
     kvops.LAQ(12),
+    kvops.ProtoKV(12, 4, num_sats=4, num_chunks=6, buffer=5, alpha=2),
+    kvops.ProtoKV(0.4, 4, num_chunks=6, clusters="chunks", score="softmax", head_mode="shared", buffer=None),
 ]
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 
@@ -366,6 +368,7 @@ STAGE1 = [
     kvops.TOVA(9),
     kvops.SnapKV(60, 40),
     kvops.PyramidKV(12, 4),
+    kvops.ProtoKV(12, 4, num_chunks=9),
 ]
 
 

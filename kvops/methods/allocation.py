@@ -62,7 +62,7 @@ def head_budgets(
     ranked = scores.nan_to_num(-torch.inf, torch.finfo(scores.dtype).max, -torch.inf)
     ranked.masked_fill_(outside_prefix(scores, window, starts, span_ends(scores, starts, lengths)), torch.nan)
     ranked = torch.nn.functional.pad(ranked, (0, 1)).scatter_(2, torch.where(best < 0, n, best), torch.inf)[..., :n]
-    chosen = select_topk(ranked.reshape(b, 1, heads * n), heads * (keep - window), budgets=heads * count)
+    chosen = select_topk(ranked.contiguous().view(b, 1, heads * n), heads * (keep - window), budgets=heads * count)
     counts = budgets.repeat(1, heads)
     for h in range(heads):
         counts[:, h] = ((chosen >= h * n) & (chosen < (h + 1) * n)).sum((1, 2)) + window

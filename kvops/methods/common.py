@@ -63,12 +63,8 @@ def check_rank(op: str, k: Tensor) -> None:
 Budget = int | float | Tensor
 
 
-def budget_tokens(op: str, budget: Budget, n: int) -> int:
-    """Tokens to keep of n: a count as it is, a fraction in (0, 1] as max(1, int(fraction * n)); of many, the most."""
-    if isinstance(budget, Tensor):
-        if budget.dtype != torch.int32 or budget.dim() != 2:
-            raise ValueError(f"{op}: budget as a tensor must be int32 [b, Hk], got {budget.dtype} {list(budget.shape)}")
-        return int(budget.max()) if budget.numel() else 0
+def budget_tokens(op: str, budget: int | float, n: int) -> int:
+    """Tokens to keep of n: a count as it is, a fraction in (0, 1] as max(1, int(fraction * n))."""
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError(
             f"{op}: budget must be an int (tokens) or a float (fraction), got {type(budget).__name__} {budget!r}"
@@ -80,6 +76,15 @@ def budget_tokens(op: str, budget: Budget, n: int) -> int:
     if not 0.0 < budget <= 1.0:
         raise ValueError(f"{op}: budget as a fraction must be in (0, 1], got {budget}")
     return max(1, int(budget * n))
+
+
+def most_tokens(op: str, budget: Budget, n: int) -> int:
+    """`budget_tokens`; of a budget per head the most of any."""
+    if not isinstance(budget, Tensor):
+        return budget_tokens(op, budget, n)
+    if budget.dtype != torch.int32 or budget.dim() != 2:
+        raise ValueError(f"{op}: budget as a tensor must be int32 [b, Hk], got {budget.dtype} {list(budget.shape)}")
+    return int(budget.max()) if budget.numel() else 0
 
 
 def recent_tokens(op: str, recent: int | float, keep: int) -> int:
@@ -111,7 +116,7 @@ def row_budgets(
     """The most tokens that any head keeps of n slots, and, where rows or heads differ, how many each: int32 [b, 1 or
     Hk]. shape: (b, heads), those that have scores of their own.
     """
-    keep = budget_tokens(op, budget, n)
+    keep = most_tokens(op, budget, n)
     if isinstance(budget, Tensor):
         if budget.shape != shape:
             raise ValueError(

@@ -354,19 +354,19 @@ class _Buffered(Method):
     """When a cache is brought to its budget: by a step of at least `window` tokens, as a prompt is; and in decode when
     `buffer` tokens more than the budget are held (ProtoKV, App. O; None: never)."""
 
-    def _check_buffer(self, op: str) -> None:
+    alpha = 0  # decode's own observation window
+
+    def _check_budget(self, op: str) -> None:
+        check_int(op, "window", self.window, 1)
         if self.buffer is not None:
             check_int(op, "buffer", self.buffer, 1)
         if budget_tokens(op, self.budget, 1) and isinstance(self.budget, int):
-            check_budget(op, self.budget, 0, self._least)
-
-    @property
-    def _least(self) -> int:
-        """Tokens that are kept in any case."""
-        return self.window
+            check_budget(op, self.budget, 0, self.window)
+            if self.budget < self.alpha:
+                raise ValueError(f"{op}: budget must hold the last alpha, {self.alpha}, tokens, got {self.budget}")
 
     def _keep_of(self, seen: int) -> int:
-        return max(self._least, budget_tokens(type(self).__name__, self.budget, seen))
+        return max(self.window, self.alpha, budget_tokens(type(self).__name__, self.budget, seen))
 
     def _full(self, n: int, t: int, seen: int) -> bool:
         """Whether n slots, t of them new, are too many."""
@@ -416,17 +416,12 @@ class ProtoKV(_Buffered, AttentionMethod):
         _check("ProtoKV", self._clustering, score, cluster_reduce, group_reduce, head_mode)
         if window is None:
             window = 8 if isinstance(budget, int) and budget <= 128 else 32
-        check_int("ProtoKV", "window", window, 1)
         check_int("ProtoKV", "alpha", alpha, 1)
         self.budget, self.window, self.buffer, self.alpha = budget, window, buffer, alpha
         self.score, self.cluster_reduce, self.group_reduce = score, cluster_reduce, group_reduce
         self.head_mode = head_mode
-        self._check_buffer("ProtoKV")
+        self._check_budget("ProtoKV")
         super().__init__()
-
-    @property
-    def _least(self) -> int:
-        return self.window if self.buffer is None else max(self.window, self.alpha)
 
     def _remembered(self) -> int:
         return 0 if self.buffer is None else self.alpha
@@ -475,9 +470,8 @@ class SATKV(_Buffered):
         attend_before_compress: bool = True,
     ):
         _check_satkv("SATKV", window, kappa, head_mode)
-        check_int("SATKV", "window", window, 1)
         self.budget, self.window, self.kappa, self.head_mode, self.buffer = budget, window, kappa, head_mode, buffer
-        self._check_buffer("SATKV")
+        self._check_budget("SATKV")
         super().__init__(attend_before_compress)
 
     def _evict(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> Tensor | None:

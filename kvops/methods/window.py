@@ -17,11 +17,11 @@ from ..cache import summed_scores
 from ..ops import inference_only
 from .common import (
     Budget,
-    budget_tokens,
     check_choice,
     check_head_mode,
     check_int,
     check_rank,
+    most_tokens,
     select_budget,
     shared_scores,
 )
@@ -136,7 +136,7 @@ def check_lse(op: str, lse: Tensor | None, rows: Tensor) -> None:
 
 def check_budget(op: str, budget: Budget, n: int, window: int) -> int:
     """Tokens to keep of n (of a budget per head, the most), of which the window's are a part."""
-    keep = budget_tokens(op, budget, n)
+    keep = most_tokens(op, budget, n)
     if keep < window:
         raise ValueError(f"{op}: budget must hold the window, expected at least {window} tokens, got {keep}")
     return keep
