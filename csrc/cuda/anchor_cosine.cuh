@@ -17,7 +17,7 @@
 // and done again in double.
 #pragma once
 #include "../ops/anchor_cosine.h"
-#include "reduce.cuh"
+#include "rows.cuh"
 
 namespace kvops {
 namespace {
@@ -25,66 +25,32 @@ namespace {
 constexpr int kAnchorThreads = 256, kAnchorWarps = kAnchorThreads / 32;
 constexpr int kTokens = 256;  // for each block
 
-// Squared norms between these are safe in fp32.
-__device__ inline bool comfortable(float squares) {
-  return 0x1p-90f < squares && squares < 0x1p90f;
-}
-
 // kUnroll consecutive rows for each of a warp's lane groups, as they were loaded.
 template <class T, class Lanes>
 struct KeyRows {
-  static constexpr int kPieces = Lanes::kPieces, kValues = kPieces * kPiece<T>;
+  static constexpr int kPieces = Lanes::kPieces, kValues = RowPieces<T, Lanes>::kValues;
   static constexpr int kUnroll = 4 / kPieces > 1 ? 4 / kPieces : 1;
   static constexpr int kRows = kUnroll * Lanes::kRows;                     // of the warp
   static constexpr int kBlocks = kPieces == 1 ? 3 : kPieces == 2 ? 2 : 1;  // on a multiprocessor: caps the registers
-  uint4 raw[kUnroll][kPieces];
+  RowPieces<T, Lanes> raw[kUnroll];
 
   // Rows `first` + [0, kUnroll); those from `end` on are zero.
   __device__ KeyRows(const char* rows, int64_t stride, int pieces, int64_t first, int64_t end, bool wide) {
-    const char* const at = rows + first * stride + threadIdx.x % Lanes::kLanes * 16;
-    const int left = end - first < kUnroll ? static_cast<int>(end - first) : kUnroll;  // rows
-    const int own = pieces - static_cast<int>(threadIdx.x % Lanes::kLanes);            // piece j is there if below
     if (wide)
-      load<true>(at, stride, left, own);
+      load<true>(rows, stride, pieces, first, end);
     else
-      load<false>(at, stride, left, own);
+      load<false>(rows, stride, pieces, first, end);
   }
 
   template <bool kWide>
-  __device__ void load(const char* at, int64_t stride, int left, int own) {
+  __device__ void load(const char* rows, int64_t stride, int pieces, int64_t first, int64_t end) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
-#pragma unroll
-      for (int j = 0; j < kPieces; ++j)
-        raw[u][j] = u < left && j * Lanes::kLanes < own ? load_piece<T, kWide>(at + u * stride + 16 * j * Lanes::kLanes)
-                                                        : uint4{};
+      raw[u].template load<kWide>(rows + (first + u) * stride, first + u < end ? pieces : 0);
   }
 
-  __device__ void row(int u, float (&x)[kValues]) const {
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      float piece[kPiece<T>];
-      unpack<T>(raw[u][j], piece);
-#pragma unroll
-      for (int i = 0; i < kPiece<T>; ++i) x[j * kPiece<T> + i] = piece[i];
-    }
-  }
+  __device__ void row(int u, float (&x)[kValues]) const { raw[u].values(x); }
 };
-
-// Over the lanes of a row, in F.
-template <class F, class Lanes, int N>
-__device__ inline F dot(const float (&x)[N], const float (&y)[N]) {
-  F sum = 0;
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum += static_cast<F>(x[i]) * y[i];
-  return lanes_sum<Lanes::kLanes>(sum);
-}
-
-// The channel of a lane's i-th value.
-template <class T, class Lanes>
-__device__ inline int channel_of(int i) {
-  return (threadIdx.x % Lanes::kLanes + i / kPiece<T> * Lanes::kLanes) * kPiece<T> + i % kPiece<T>;
-}
 
 // The first row of this warp's lane group within a block, in step `step`: lane groups hold consecutive runs of rows.
 template <class Rows, class Lanes>

@@ -59,6 +59,10 @@ __device__ inline float to_float(BFloat16 x) {
   return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
 }
 
+__device__ inline bool is_finite(float x) {
+  return fabsf(x) < CUDART_INF_F;
+}
+
 // Rounded to nearest, ties to even.
 template <class T>
 __device__ inline T from_float(float x) {

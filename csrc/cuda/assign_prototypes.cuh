@@ -1,0 +1,285 @@
+// assign_prototypes: the prototype of highest cosine for each key.
+//
+//   assignment[i] = argmax over c of k_i . p_c / |p_c|        (no key needs its norm)
+//
+// Bytes that must move: K once; the [n, C] products are never written. With 8 heads of 131072 keys, d = 128 and 500
+// prototypes they are 134 GFLOP: 170 us of an H200 at the rate of wgmma, where K takes 62 us. mma.sync reaches about
+// 60 % of that rate.
+//
+// pack_prototypes makes unit vectors of 16-bit elements: fp16 for fp16 keys, bf16 for bf16 and fp32 keys, which are
+// rounded to bf16 as they come. A prototype that cannot win (zero, or not finite) becomes zero.
+//
+// assign_prototypes meets them as window_scores meets queries (window.cuh): a block has its head's prototypes in shared
+// memory, all of them if they fit (up to 700 of d = 128 on an H200) or chunk after chunk; its warps go over the block's
+// keys, 32 or 16 at a time in registers, each warp for itself, without a barrier. A lane has four keys and, of every 16
+// prototypes, four of each key's products: it keeps the largest and its number, three instructions for each product.
+// The four lanes that share a key compare theirs at the end. Ascending order and strict comparisons give ties to the
+// lower number; equal prototypes have equal products, whatever their norms.
+//
+// A key whose best product is no comfortable positive number is done again in double, by the whole warp: keys that are
+// zero, tiny, huge or not finite, and those opposed to all prototypes. So a zero vector never wins by its product.
+//
+// Grid: x runs over (batch, head, split); no result depends on the splits. Not yet measured on a GPU.
+#pragma once
+#include "../ops/assign_prototypes.h"
+#include "async.cuh"
+#include "reduce.cuh"
+#include "window.cuh"
+
+namespace kvops {
+namespace {
+
+constexpr int kAssignThreads = 384, kAssignWarps = kAssignThreads / 32;
+
+// What keys of T are multiplied as.
+template <class T>
+using Product = std::conditional_t<sizeof(T) == 4, BFloat16, T>;
+
+// A product between these has lost nothing to the range of fp32 or of 16-bit numbers.
+__device__ inline bool comfortable_product(float x) {
+  return 0x1p-100f < x && x < 0x1p120f;
+}
+
+// The prototypes of a head as 16-bit unit vectors, and how a block takes them.
+struct PackedPrototypes {
+  int64_t rows;    // of a head: C, padded to a multiple of 16
+  int row_bytes;   // a multiple of 64
+  int pitch;       // bytes between rows in shared memory: 64 more than a multiple of 128, see window.cuh
+  int chunk;       // rows that a block has at a time, a multiple of 16
+  int64_t bytes;   // of all heads
+  int64_t carry;   // bytes: the best product of each key between chunks
+
+  static PackedPrototypes of(const AssignPrototypesParams& p) {
+    PackedPrototypes x;
+    x.rows = (p.count + kTileRows - 1) / kTileRows * kTileRows;
+    x.row_bytes = static_cast<int>((2 * p.d + 63) / 64 * 64);
+    x.pitch = x.row_bytes % 128 ? x.row_bytes : x.row_bytes + 64;
+    const int64_t most = (shared_memory() - 1024) / x.pitch / kTileRows * kTileRows;
+    const int64_t chunks = (x.rows + most - 1) / most;  // of about the same size
+    x.chunk = static_cast<int>((x.rows / kTileRows + chunks - 1) / chunks * kTileRows);
+    x.bytes = p.b * p.heads * x.rows * x.row_bytes;
+    x.carry = chunks > 1 ? 4 * p.b * p.heads * p.n : 0;
+    return x;
+  }
+};
+
+// A warp for each prototype.
+template <class E>
+__global__ void __launch_bounds__(256)
+    pack_prototypes_kernel(AssignPrototypesParams p, PackedPrototypes packed, char* memory) {
+  const int64_t row = blockIdx.x * int64_t{8} + threadIdx.x / 32;
+  if (row >= p.b * p.heads * packed.rows) return;
+  const int64_t head = row / packed.rows, c = row % packed.rows;
+  const float* const prototype = p.prototypes + (head * p.count + c) * p.d;
+  const int lane = threadIdx.x % 32, d = c < p.count ? static_cast<int>(p.d) : 0;
+  double squares = 0;
+  for (int i = lane; i < d; i += 32) squares += static_cast<double>(prototype[i]) * prototype[i];
+  squares = lanes_sum<32>(squares);
+  const bool usable = 0 < squares && squares < CUDART_INF;
+  const double scale = usable ? 1 / sqrt(squares) : 0.0;
+  E* const unit = reinterpret_cast<E*>(memory + row * packed.row_bytes);
+  for (int i = lane; i < packed.row_bytes / 2; i += 32)
+    unit[i] = from_float<E>(usable && i < d ? static_cast<float>(prototype[i] * scale) : 0.0f);
+}
+
+// A warp's keys as they are multiplied. fp32 comes two pieces for one.
+template <class T, int kPieces>
+struct AssignKeys : KeyTile<Product<T>, kPieces> {
+  using Base = KeyTile<Product<T>, kPieces>;
+
+  __device__ void load(const char* rows, int64_t stride, int left, int pieces, int part, bool wide) {
+    if constexpr (sizeof(T) == 2) {
+      Base::load(rows, stride, left, pieces, part, wide);
+    } else if (wide) {
+      convert<true>(rows, stride, left, pieces, part);
+    } else {
+      convert<false>(rows, stride, left, pieces, part);
+    }
+  }
+
+  template <bool kWide>
+  __device__ void convert(const char* rows, int64_t stride, int left, int pieces, int part) {
+    const int key = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < Base::kOwn; ++i)
+#pragma unroll
+      for (int p = 0; p < kPieces; ++p) {
+        if (p % 4 == 0) __syncwarp();  // so many loads at a time: all of them would take all registers
+        const int piece = 2 * (part * 4 * kPieces + 4 * p + static_cast<int>(threadIdx.x % 4));
+        const char* const at = rows + (key + 8 * i) * stride + 16 * piece;
+        unsigned word[4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (key + 8 * i >= left || piece + half >= pieces) continue;
+          float x[4];
+          unpack<float>(load_piece<float, kWide>(at + 16 * half), x);
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            word[2 * half + e / 2] |= static_cast<unsigned>(from_float<BFloat16>(x[e]).bits) << e % 2 * 16;
+        }
+        this->raw[i][p] = make_uint4(word[0], word[1], word[2], word[3]);
+      }
+  }
+};
+
+// The best prototype so far, and its product.
+struct Best {
+  float product;
+  int prototype;
+
+  __device__ static Best none() { return {0.0f, -1}; }
+  // By numbers that ascend.
+  __device__ void meet(float x, int c) {
+    if (x > product) {
+      product = x;
+      prototype = c;
+    }
+  }
+  // By any.
+  __device__ void meet(const Best& x) {
+    if (x.product > product || (x.product == product && x.prototype < prototype)) *this = x;
+  }
+};
+
+// Exactly, by a warp: each lane compares every 32nd prototype.
+template <class T>
+__device__ inline int assign_exactly(const T* key, const float* prototypes, int count, int d) {
+  bool finite = true;
+  for (int i = threadIdx.x % 32; i < d; i += 32) finite = finite && is_finite(to_float(key[i]));
+  if (!__all_sync(kWarp, finite)) return -1;
+  double best = -CUDART_INF;
+  int prototype = count;  // none
+  for (int c = threadIdx.x % 32; c < count; c += 32) {
+    double product = 0, squares = 0;
+    for (int i = 0; i < d; ++i) {
+      const double x = prototypes[static_cast<int64_t>(c) * d + i];
+      product += x * to_float(key[i]);
+      squares += x * x;
+    }
+    const double cosine = product / sqrt(squares);
+    if (0 < squares && squares < CUDART_INF && cosine > best) {
+      best = cosine;
+      prototype = c;
+    }
+  }
+#pragma unroll
+  for (int step = 16; step; step /= 2) {
+    const double other = __shfl_xor_sync(kWarp, best, step);
+    const int its = __shfl_xor_sync(kWarp, prototype, step);
+    if (other > best || (other == best && its < prototype)) {
+      best = other;
+      prototype = its;
+    }
+  }
+  return prototype < count ? prototype : -1;
+}
+
+template <class T, int kPieces>
+__global__ void __launch_bounds__(kAssignThreads, 1)
+    assign_prototypes_kernel(AssignPrototypesParams p, PackedPrototypes packed, const char* memory, float* carry,
+                             Splits splits, bool wide) {
+  using Keys = AssignKeys<T, kPieces>;
+  constexpr int kOwn = Keys::kOwn, kBlocks = Keys::kBlocks;
+  DYNAMIC_SHARED(char, units);  // [chunk, pitch]
+  const int64_t head = blockIdx.x / splits.count, split = blockIdx.x % splits.count;
+  const int64_t b = head / p.heads, h = head % p.heads;
+  const int begin = static_cast<int>(split * splits.keys), end = static_cast<int>(min(begin + splits.keys, p.n));
+  const int first = static_cast<int>(p.slots.first(b)), last = first + static_cast<int>(p.slots.count(b));
+  const int lane = threadIdx.x % 32, pieces = static_cast<int>(p.k.row_bytes / 16);
+  const int parts = (packed.row_bytes / 64 + kPieces - 1) / kPieces;
+  const char* const rows = p.k.row(b, h, 0);
+  int* const assignment = p.assignment + head * p.n;
+  if (carry) carry += head * p.n;
+
+  for (int from = 0; from < packed.rows; from += packed.chunk) {
+    const int count = static_cast<int>(min(int64_t{packed.chunk}, packed.rows - from));
+    const int of_row = packed.row_bytes / 16;
+    __syncthreads();  // the chunk before is done
+    for (int i = threadIdx.x; i < count * of_row; i += kAssignThreads)
+      copy_async(reinterpret_cast<uint4*>(units + i / of_row * packed.pitch) + i % of_row,
+                 memory + (head * packed.rows + from) * packed.row_bytes + int64_t{16} * i);
+    end_copies();
+    wait_for_copies<0>();
+    __syncthreads();  // the prototypes are there
+
+    const bool is_first = from == 0, is_last = from + count >= packed.rows;
+#pragma unroll 1
+    for (int key = begin + threadIdx.x / 32 * Keys::kKeys; key < end; key += kAssignWarps * Keys::kKeys) {
+      const int left = min(end, last) - key;
+      const char* const own = rows + key * p.k.stride_n;
+      Keys keys;
+      if (parts == 1) keys.load(own, p.k.stride_n, left, pieces, 0, wide);
+      Best best[kOwn];
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) best[i] = Best::none();
+#pragma unroll 1
+      for (int tile = 0; tile < count; tile += kTileRows) {
+        Products<kBlocks> x = {};
+        for (int part = 0; part < parts; ++part) {
+          if (parts > 1) keys.load(own, p.k.stride_n, left, pieces, part, wide);
+          multiply<Product<T>, kPieces>(x, keys, units + tile * packed.pitch, packed.pitch, packed.row_bytes / 16, part);
+        }
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+          for (int t = 0; t < 2; ++t)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+              best[2 * m + e / 2].meet(x[m][t][e], from + tile + 8 * t + lane % 4 * 2 + e % 2);
+      }
+      // Lane c of the four that share keys goes on with key l / 4 + 8 c.
+      Best own_best = best[0];
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2)
+          best[i].meet({__shfl_xor_sync(kWarp, best[i].product, step), __shfl_xor_sync(kWarp, best[i].prototype, step)});
+        if (lane % 4 == i) own_best = best[i];
+      }
+      const int j = key + lane / 4 + lane % 4 * 8;
+      const bool mine = lane % 4 < kOwn && j < end, valid = mine && first <= j && j < last;
+      if (mine && !is_first) own_best.meet({carry[j], assignment[j]});
+      if (mine && !is_last) carry[j] = own_best.product;
+      if (mine) assignment[j] = valid ? own_best.prototype : -1;
+      unsigned strange = __ballot_sync(kWarp, is_last && valid && !comfortable_product(own_best.product));
+      while (strange) {
+        const int of = __ffs(static_cast<int>(strange)) - 1, slot = key + of / 4 + of % 4 * 8;
+        const T* const its_key = reinterpret_cast<const T*>(rows + slot * p.k.stride_n);
+        const int exact = assign_exactly(its_key, p.prototypes + head * p.count * p.d, static_cast<int>(p.count),
+                                         static_cast<int>(p.d));
+        if (lane == of) assignment[slot] = exact;
+        strange &= strange - 1;
+      }
+    }
+  }
+}
+
+// Bytes: the packed prototypes, and what waits between chunks.
+inline int64_t assign_prototypes_workspace(const AssignPrototypesParams& p) {
+  const PackedPrototypes packed = PackedPrototypes::of(p);
+  return packed.bytes + packed.carry;
+}
+
+inline void assign_prototypes_cuda(const AssignPrototypesParams& p, void* workspace, cudaStream_t stream) {
+  const int64_t heads = p.b * p.heads;
+  if (heads * p.n == 0) return;
+  const PackedPrototypes packed = PackedPrototypes::of(p);
+  const Splits splits = Splits::of(p.n, heads);
+  char* const memory = static_cast<char*>(workspace);
+  float* const carry = packed.carry ? reinterpret_cast<float*>(memory + packed.bytes) : nullptr;
+  const bool wide = aligned_rows(p.k, p.b, p.heads, p.n);
+  with_dtype(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    launch<pack_prototypes_kernel<Product<T>>>(grid_of((heads * packed.rows + 7) / 8), 256, 0, stream, p, packed,
+                                               memory);
+    const auto assign = [&](auto pieces) {
+      launch<assign_prototypes_kernel<T, decltype(pieces)::value>>(grid_of(heads * splits.count), kAssignThreads,
+                                                                   int64_t{packed.chunk} * packed.pitch, stream, p,
+                                                                   packed, memory, carry, splits, wide);
+    };
+    packed.row_bytes <= 256 ? assign(Constant<4>{}) : assign(Constant<8>{});
+  });
+}
+
+}  // namespace
+}  // namespace kvops

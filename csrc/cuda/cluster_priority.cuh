@@ -1,0 +1,113 @@
+// cluster_priority: by which priority select_topk keeps whole clusters, best first.
+//
+//   before(c) = sum of the sizes of the clusters that come before c: of higher score, or equal and lower
+//   c is whole if before(c) + size(c) <= k; it straddles the budget if before(c) < k otherwise
+//
+// Bytes that must move: the assignment twice, the scores once, the priority written: 16 for each token.
+//
+// cluster_sizes counts by atomics of integers, in the block's shared memory as long as the clusters fit there.
+// cluster_order compares each cluster with all: a thread has one, the block brings the others through shared memory, so
+// that 500 clusters are nothing and 16384 of 8 heads two billion comparisons. It leaves k - before(c), from which
+// token_priority knows what becomes of a token. Not yet measured on a GPU.
+#pragma once
+#include "../ops/cluster_priority.h"
+#include "clusters.cuh"
+#include "select.cuh"
+
+namespace kvops {
+namespace {
+
+constexpr int64_t kSharedSizes = 48 * 1024 / 4;  // clusters whose sizes a block's shared memory has room for
+
+__global__ void __launch_bounds__(kClusterThreads)
+    cluster_sizes_kernel(ClusteredTokens x, int* sizes, unsigned blocks, bool shared) {
+  DYNAMIC_SHARED(int, memory);
+  int* const of_head = sizes + blockIdx.x / blocks * x.clusters;
+  int* const own = shared ? memory : of_head;
+  if (shared) {
+    for (int c = threadIdx.x; c < x.clusters; c += kClusterThreads) own[c] = 0;
+    __syncthreads();  // all are zero
+  }
+  for_tokens(x, blocks, [&](int64_t, float, int cluster) {
+    if (cluster >= 0) atomicAdd(own + cluster, 1);
+  });
+  if (!shared) return;
+  __syncthreads();  // all have been counted
+  for (int c = threadIdx.x; c < x.clusters; c += kClusterThreads)
+    if (own[c]) atomicAdd(of_head + c, own[c]);
+}
+
+// left[c] = k - before(c), and what is kept of all clusters.
+__global__ void __launch_bounds__(kClusterThreads)
+    cluster_order_kernel(ClusterPriorityParams p, const int* sizes, int* left, unsigned blocks) {
+  __shared__ unsigned keys[kClusterThreads];
+  __shared__ int others[kClusterThreads];
+  const int64_t head = blockIdx.x / blocks, clusters = p.tokens.clusters;
+  const int64_t c = blockIdx.x % blocks * int64_t{kClusterThreads} + threadIdx.x;
+  const float* const scores = p.cluster_scores + head * clusters;
+  sizes += head * clusters;
+  const unsigned key = c < clusters ? order_key(scores[c]) : 0u;  // of NaN 1: below all others
+  int before = 0;
+  for (int64_t base = 0; base < clusters; base += kClusterThreads) {
+    const int64_t other = base + threadIdx.x;
+    __syncthreads();  // those before have been compared
+    keys[threadIdx.x] = other < clusters ? order_key(scores[other]) : 0u;
+    others[threadIdx.x] = other < clusters ? sizes[other] : 0;
+    __syncthreads();  // these are there
+    for (int i = 0; i < kClusterThreads; ++i)
+      before += keys[i] > key || (keys[i] == key && base + i < c) ? others[i] : 0;
+  }
+  if (c >= clusters) return;
+  const int most = static_cast<int>(min(p.k, p.tokens.n)), size = sizes[c];
+  const int rest = (p.budgets ? max(0, min(p.budgets[head], most)) : most) - before;
+  left[head * clusters + c] = rest;
+  const int kept = size <= rest ? size : p.whole || rest < 0 ? 0 : rest;
+  if (kept) atomicAdd(p.kept + head, kept);
+}
+
+__global__ void __launch_bounds__(kClusterThreads)
+    token_priority_kernel(ClusterPriorityParams p, const int* sizes, const int* left, unsigned blocks) {
+  const int64_t head = blockIdx.x / blocks, clusters = p.tokens.clusters;
+  float* const priority = p.priority + head * p.tokens.n;
+  sizes += head * clusters;
+  left += head * clusters;
+  for_tokens(p.tokens, blocks, [&](int64_t i, float score, int cluster) {
+    float x = CUDART_NAN_F;
+    if (cluster >= 0) {
+      const int rest = left[cluster];
+      if (sizes[cluster] <= rest)
+        x = CUDART_INF_F;
+      else if (rest <= 0 || p.whole)
+        x = -CUDART_INF_F;
+      else
+        x = is_finite(score) ? score : -CUDART_MAX_NORMAL_F;
+    }
+    priority[i] = x;
+  });
+}
+
+// Bytes: of each cluster, its size and what is left for it.
+inline int64_t cluster_priority_workspace(const ClusterPriorityParams& p) {
+  return 8 * p.tokens.b * p.tokens.heads * p.tokens.clusters;
+}
+
+inline void cluster_priority_cuda(const ClusterPriorityParams& p, void* workspace, cudaStream_t stream) {
+  const ClusteredTokens& x = p.tokens;
+  const int64_t heads = x.b * x.heads, clusters = heads * x.clusters;
+  if (heads == 0) return;
+  zero_async(p.kept, 4 * heads, stream);
+  const unsigned blocks = token_blocks(x);
+  if (blocks == 0) return;
+  int* const sizes = static_cast<int*>(workspace);
+  int* const left = sizes + clusters;
+  zero_async(sizes, 4 * clusters, stream);
+  const bool shared = x.clusters <= kSharedSizes;
+  const unsigned orders = static_cast<unsigned>((x.clusters + kClusterThreads - 1) / kClusterThreads);
+  launch<cluster_sizes_kernel>(grid_of(heads * blocks), kClusterThreads, shared ? 4 * x.clusters : 0, stream, x, sizes,
+                               blocks, shared);
+  launch<cluster_order_kernel>(grid_of(heads * orders), kClusterThreads, 0, stream, p, sizes, left, orders);
+  launch<token_priority_kernel>(grid_of(heads * blocks), kClusterThreads, 0, stream, p, sizes, left, blocks);
+}
+
+}  // namespace
+}  // namespace kvops
