@@ -9,117 +9,20 @@
 //
 // The sum over n goes in blocks of kBlock tokens, combined in order: accurate, and the same for any number of threads.
 //
-// A tile is VL rows: their VL dot products are reduced together into one vector (sum_lanes). Rows whose squared norm is
-// not a comfortable float (zero, NaN, infinite, subnormal) are found by one compare per tile and done in double.
+// Rows go in tiles; those whose squared norm is not a comfortable float are done in double (unit_keys.h).
 #include "../dispatch.h"
 #include "../ops/anchor_cosine.h"
-#include "simd.h"
+#include "unit_keys.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
 
 constexpr int64_t kBlock = kAnchorBlock;
-constexpr int64_t kAheadRows = 2 * VL;              // prefetched
-constexpr float kTiny = 0x1p-90f, kHuge = 0x1p90f;  // squared norms between are safe in fp32
-constexpr float kRedo = -1.0f;                      // instead of 1/|k|: do this row in double
-
-template <class T>
-struct Tile {
-  const T* row[VL];
-  int64_t count;
-
-  // Rows [i, i + VL) below `end`; the last is repeated to fill the tile.
-  Tile(const Rows<T>& rows, int64_t i, int64_t end) : count(end - i < VL ? end - i : VL) {
-    for (int r = 0; r < VL; ++r) row[r] = rows.row(i + (r < count ? r : count - 1));
-  }
-
-  F squared_norms(RowShape shape, int64_t ahead) const {
-    F sums[VL] = {};
-    for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
-#pragma GCC unroll 16
-      for (int r = 0; r < VL; ++r) {
-        F x[kVecs<T>];
-        prefetch(row[r], c, ahead);
-        load_row(row[r], x);
-        for (int j = 0; j < kVecs<T>; ++j) sums[r] += x[j] * x[j];
-      }
-    });
-    return sum_lanes(sums);
-  }
-
-  F dots(RowShape shape, const float* direction, int64_t ahead) const {
-    F sums[VL] = {};
-    for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
-      F y[kVecs<T>];
-      for (int j = 0; j < kVecs<T>; ++j) y[j] = load(direction + (c * kVecs<T> + j) * VL);
-#pragma GCC unroll 16
-      for (int r = 0; r < VL; ++r) {
-        F x[kVecs<T>];
-        prefetch(row[r], c, ahead);
-        load_row(row[r], x);
-        for (int j = 0; j < kVecs<T>; ++j) sums[r] += x[j] * y[j];
-      }
-    });
-    return sum_lanes(sums);
-  }
-
-  // total[channel] += sum over rows of weight[r] * row[r].
-  void accumulate(RowShape shape, const float* weight, float* total) const {
-    for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
-      F sums[kVecs<T>];
-      for (int j = 0; j < kVecs<T>; ++j) sums[j] = load(total + (c * kVecs<T> + j) * VL);
-#pragma GCC unroll 16
-      for (int r = 0; r < VL; ++r) {
-        F x[kVecs<T>];
-        load_row(row[r], x);
-        for (int j = 0; j < kVecs<T>; ++j) sums[j] += x[j] * weight[r];
-      }
-      for (int j = 0; j < kVecs<T>; ++j) store(total + (c * kVecs<T> + j) * VL, sums[j]);
-    });
-  }
-};
-
-template <class T>
-double careful_norm(const T* row, int64_t d) {  // NaN if the row is not finite
-  double squares = 0;
-  for (int64_t c = 0; c < d; ++c) {
-    const float x = to_float(row[c]);
-    squares += is_finite(x) ? double(x) * x : __builtin_nan("");
-  }
-  return __builtin_sqrt(squares);
-}
-
 template <class T>
 float careful_score(const T* row, int64_t d, const float* direction) {
   double dot = 0;
   for (int64_t c = 0; c < d; ++c) dot += double(to_float(row[c])) * direction[channel_slot<T>(c)];
   return static_cast<float>(0.0 - dot / careful_norm(row, d));
-}
-
-// The tile's 1/|k| (or its stand-in: NaN not finite, 0 zero key, kRedo), and if `total` its sum of (unit) keys.
-template <class T>
-inline void norms(const Rows<T>& rows, int64_t i, int64_t end, float* inverse_norms, float* total, bool normalize) {
-  const Tile<T> tile(rows, i, end);
-  const F squares = tile.squared_norms(rows.shape, rows.stride * kAheadRows);
-  const F inverse = 1.0f / sqrt(squares);
-  float weight[VL];
-  store(weight, normalize ? inverse : splat(1.0f));
-  for (int64_t r = tile.count; r < VL; ++r) weight[r] = 0.0f;
-  // Comfortable squares lie in (kTiny, kHuge); anything else, NaN too, becomes NaN here.
-  const I comfortable = (squares > kTiny) & (squares < kHuge);
-  if (__builtin_expect(!any_nan(comfortable ? squares : splat(__builtin_nanf(""))), 1)) {
-    store_first(inverse_norms, inverse, tile.count);
-    if (total) tile.accumulate(rows.shape, weight, total);
-    return;
-  }
-  for (int64_t r = 0; r < tile.count; ++r) {
-    const double norm = careful_norm(tile.row[r], rows.d);
-    inverse_norms[r] = norm != norm ? __builtin_nanf("") : norm == 0 ? 0.0f : kRedo;
-    if (!total || !(norm > 0)) continue;
-    const double factor = normalize ? 1.0 / norm : 1.0;
-    for (int64_t c = 0; c < rows.d; ++c)
-      total[channel_slot<T>(c)] += static_cast<float>(to_float(tile.row[r][c]) * factor);
-  }
 }
 
 // scores holds the tile's 1/|k|; becomes its -cos with the unit vector `direction`.

@@ -20,12 +20,6 @@ namespace {
 constexpr int kBins = kSelectBins;
 constexpr int64_t kShort = 256;  // rows as short as this go straight to the radix select
 
-inline U order_key(F x) {
-  const I bits = (I)(x + 0.0f);  // -0.0 becomes 0.0
-  const U key = (U)(bits ^ ((bits >> 31) | (int32_t)0x80000000));
-  return x == x ? key : U{};
-}
-
 inline uint32_t lane_bits(I mask) {
 #if defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)mask);

@@ -36,6 +36,18 @@ typedef uint32_t U __attribute__((vector_size(VB)));
 #define KVOPS_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (I){__VA_ARGS__})
 #endif
 
+// Half as many doubles.
+typedef double D __attribute__((vector_size(VB)));
+typedef float HalfF __attribute__((vector_size(VB / 2)));
+struct Doubles {
+  D low, high;
+};
+inline Doubles to_double(F x) {
+  HalfF half[2];
+  memcpy(half, &x, VB);
+  return {__builtin_convertvector(half[0], D), __builtin_convertvector(half[1], D)};
+}
+
 inline F splat(float x) {
   return x - F{};
 }
@@ -129,6 +141,13 @@ inline bool any_nan(F a) {
 
 inline bool is_finite(float x) {
   return x - x == 0.0f;
+}
+
+// Unsigned keys of the same order: -0.0 as 0.0, NaN lowest.
+inline U order_key(F x) {
+  const I bits = (I)(x + 0.0f);  // -0.0 becomes 0.0
+  const U key = (U)(bits ^ ((bits >> 31) | (int32_t)0x80000000));
+  return x == x ? key : U{};
 }
 
 // Lane i of the result is op (+, say) over the lanes of rows[i], for VL rows: a transposition by halves that reduces on

@@ -1,12 +1,9 @@
 // What window_scores and window_attention share on the CPU: the logits of a block of keys against all rows of a KV
 // head, the softmax's statistics, and the scores.
 //
-// The rows of a KV head (its group's query heads x w) are packed once, channel by channel, so that a vector holds one
-// channel of VL rows. K is then read where it lies: each element is broadcast against up to 4 vectors of rows, and a
-// register block of 6 keys x 4 vectors (AVX-512) adds 24 products for 10 loads. One operand is never transposed, the
-// other once, and the 128 rows of w 32, G 4 read K once. bf16: pairs of channels go through the CPU's bf16 dot products
-// where it has them (level v4_bf16: exact products, fp32 sums); other 2-byte rows are widened, a block of keys at a
-// time.
+// The rows of a KV head (its group's query heads x w) are packed once, and K is read where it lies (products.h): the
+// 128 rows of w 32, G 4 read K once. bf16: pairs of channels go through the CPU's bf16 dot products where it has them
+// (level v4_bf16: exact products, fp32 sums); other 2-byte rows are widened, a block of keys at a time.
 //
 // A block of 48 keys passes all steps while it and the logits (48 x 4 vectors) are in the cache; nothing of size rows x
 // n is written. Sums over rows (the scores) are sums of vectors, their lanes added for VL keys at a time
@@ -17,27 +14,11 @@
 // Limits are compared only in blocks that some row does not see whole.
 #pragma once
 #include "../dispatch.h"
-#include "simd.h"
+#include "products.h"
 #include "window_scratch.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
-
-// Products of 32-bit words of K with the same words of VL rows: one float, or two channels of bf16.
-struct FloatWords {
-  typedef float Word;
-  static F add(F sum, F rows, float key) { return sum + rows * key; }
-  static F add_all(F sum, F rows, F keys) { return sum + rows * keys; }
-};
-#if defined(__AVX512BF16__)
-struct Bf16Words {
-  typedef int32_t Word;
-  static F add(F sum, F rows, int32_t key) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)rows, (__m512bh)_mm512_set1_epi32(key));
-  }
-  static F add_all(F sum, F rows, F keys) { return _mm512_dpbf16_ps(sum, (__m512bh)rows, (__m512bh)keys); }
-};
-#endif
 
 template <class T>
 struct WordsOf {
@@ -54,14 +35,6 @@ constexpr bool kPairs = !__is_same(typename WordsOf<T>::Type, FloatWords);
 template <class T>
 constexpr bool kWidened = sizeof(T) == 2 && !kPairs<T>;  // to floats, in the order of registers (channel_slot)
 
-// The register block: its vectors of rows, and for so many the keys.
-constexpr int kVectors = VB == 64 ? 4 : 2;
-template <int N>
-constexpr int kKeysAtOnce = VB == 64 ? (N == 4   ? 6
-                                        : N == 3 ? 8
-                                                 : 12)
-                                     : (N == 2 ? 6 : 12);
-
 template <bool, class A, class B>
 struct Choose {
   typedef A Type;
@@ -69,31 +42,6 @@ struct Choose {
 template <class A, class B>
 struct Choose<false, A, B> {
   typedef B Type;
-};
-
-template <int N>
-struct Count {
-  static constexpr int value = N;
-};
-
-// fn(Count<n>) for 1 <= n <= kVectors.
-template <class Fn>
-inline void with_count(int64_t n, const Fn& fn) {
-  if (n == 1) fn(Count<1>{});
-  if (n == 2) fn(Count<2>{});
-  if constexpr (kVectors > 2) {
-    if (n == 3) fn(Count<3>{});
-    if (n == 4) fn(Count<4>{});
-  }
-}
-
-// Keys [first, first + count) of a head: rows of whole 16-byte pieces, `stride` bytes apart.
-struct Block {
-  int64_t first;
-  int count;
-  const char* data;
-  int64_t stride;
-  const char* row(int i) const { return data + (i < count ? i : count - 1) * stride; }
 };
 
 // A register block's vectors of rows, in the order of the packing.
@@ -106,26 +54,10 @@ struct Chunk {
 // tile[key][N vectors] = q . k, over `words` words. q: [words][N vectors].
 template <class Words, int N>
 void multiply(const Block& block, const float* q, int64_t words, float* tile) {
-  constexpr int K = kKeysAtOnce<N>;
-  for (int first = 0; first < block.count; first += K) {
-    const char* row[K];
-    for (int k = 0; k < K; ++k) row[k] = block.row(first + k);
-    F sums[K][N] = {};
-    for (int64_t word = 0; word < words; word += 4)
-#pragma GCC unroll 4
-      for (int64_t i = word; i < word + 4; ++i) {
-        F rows[N];
-        for (int v = 0; v < N; ++v) rows[v] = load(q + (i * N + v) * VL);
-#pragma GCC unroll 12
-        for (int k = 0; k < K; ++k) {
-          typename Words::Word key;
-          memcpy(&key, row[k] + 4 * i, 4);
-          for (int v = 0; v < N; ++v) sums[k][v] = Words::add(sums[k][v], rows[v], key);
-        }
-      }
-    for (int k = 0; k < K; ++k)
+  products<Words, N>(block, q, words, [&](int first, F(&sums)[kKeysAtOnce<N>][N]) {
+    for (int k = 0; k < kKeysAtOnce<N>; ++k)
       for (int v = 0; v < N; ++v) store(tile + ((first + k) * N + v) * VL, sums[k][v]);
-  }
+  });
 }
 
 // A vector of rows' softmax: the statistics of a head's splits, [splits][peaks, totals], combined in order.

@@ -13,6 +13,22 @@ struct AssignPrototypesParams {
   int64_t b, heads, n, d, count;
 };
 
+// What a worker of a CPU call has in hand, in floats; every array starts on a cache line. Vectors are counted as 16
+// floats.
+constexpr int64_t kAssignKeys = 48;  // that pass all prototypes while they are in the cache
+
+struct AssignScratch {
+  int64_t packed, keys, best, worker;
+
+  explicit AssignScratch(const AssignPrototypesParams& p) {
+    const int64_t width = (p.d + 31) / 32 * 32, rows = (p.count + 15) / 16 * 16;
+    packed = rows * width;
+    keys = kAssignKeys * width;
+    best = 2 * kAssignKeys * 16;
+    worker = (packed + keys + best + 3 * p.count + 2 * p.d + 15) / 16 * 16;
+  }
+};
+
 #ifdef KVOPS_CHECKS
 inline AssignPrototypesParams check_assign_prototypes(const Tensor& k, const Tensor& prototypes,
                                                       const OptionalTensor& starts, const OptionalTensor& lengths,

@@ -22,6 +22,11 @@ struct BuildPrototypesParams {
   KVOPS_HOST_DEVICE int64_t chunk_begin(int64_t valid, int64_t c) const { return c * valid / chunks(valid); }
 };
 
+// Floats of scratch of a worker of a CPU call: a sum in fp64 and one in fp32, padded to registers.
+inline int64_t build_prototypes_scratch(const BuildPrototypesParams& p) {
+  return 3 * ((p.d + 31) / 32 * 32);
+}
+
 #ifdef KVOPS_CHECKS
 inline BuildPrototypesParams check_build_prototypes(const Tensor& k, const OptionalTensor& sat_indices,
                                                     const OptionalTensor& buckets, int64_t num_chunks,

@@ -59,6 +59,11 @@ KVOPS_HOST_DEVICE inline float from_fixed_point(int64_t total, int shift, int64_
   return static_cast<float>(sum && count ? exact : exact / static_cast<double>(count));
 }
 
+// Floats of scratch of a worker of a CPU call: for each cluster an int64 sum and a count.
+inline int64_t cluster_mean_scratch(const ClusterMeanParams& p) {
+  return (3 * p.tokens.clusters + 15) / 16 * 16;
+}
+
 #ifdef KVOPS_CHECKS
 inline ClusteredTokens check_clustered_tokens(const char* op, const Tensor& scores, const Tensor& assignment,
                                               int64_t clusters) {

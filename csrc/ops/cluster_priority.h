@@ -15,6 +15,11 @@ struct ClusterPriorityParams {
   bool whole;
 };
 
+// Floats of scratch of a worker of a CPU call: for each cluster a key, a size and what its tokens get.
+inline int64_t cluster_priority_scratch(const ClusterPriorityParams& p) {
+  return 3 * ((p.tokens.clusters + 15) / 16 * 16);
+}
+
 #ifdef KVOPS_CHECKS
 inline ClusterPriorityParams check_cluster_priority(const Tensor& scores, const Tensor& assignment,
                                                     const Tensor& cluster_scores, int64_t k,

@@ -26,6 +26,11 @@ KVOPS_HOST_DEVICE inline bool cosine_is_positive(double x) {
   return distance < 0.25 || distance > 0.75;
 }
 
+// Floats of scratch of a CPU call: the projection and for each worker a key, in fp64, padded to registers.
+inline int64_t lsh_bucket_scratch(const LshBucketParams& p, int64_t workers) {
+  return 2 * (p.r + workers) * ((p.d + 31) / 32 * 32);
+}
+
 #ifdef KVOPS_CHECKS
 inline LshBucketParams check_lsh_bucket(const Tensor& k, const Tensor& indices, const Tensor& projection,
                                         const Tensor& phase, Tensor& buckets) {

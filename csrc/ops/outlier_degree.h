@@ -19,6 +19,21 @@ constexpr int64_t kMaxKappa = 1024;
 // Similarities that spread less than this are all alike: their differences are fp32's rounding.
 constexpr float kFlatSimilarity = 1e-6f;
 
+// How a CPU call cuts its work, and its scratch in floats: fp64 moments of each block (three), and for each worker two
+// rows and the inverse norms around a block.
+struct OutlierScratch {
+  int64_t tokens, blocks;  // in a block; of a head
+  int64_t moments, row, worker;
+
+  explicit OutlierScratch(const OutlierDegreeParams& p) {
+    tokens = 512 + 8 * p.kappa;
+    blocks = (p.n + tokens - 1) / tokens;
+    moments = (6 * p.b * p.heads * blocks + 15) / 16 * 16;
+    row = (p.d + 31) / 32 * 32;
+    worker = 2 * row + (tokens + 2 * p.kappa + 16 + 15) / 16 * 16;
+  }
+};
+
 #ifdef KVOPS_CHECKS
 inline OutlierDegreeParams check_outlier_degree(const Tensor& k, int64_t kappa, bool standardize,
                                                 const OptionalTensor& starts, const OptionalTensor& lengths,

@@ -1,0 +1,289 @@
+// The nearest prototype of each key on the CPU: a matrix product whose scores never leave the registers.
+//
+//   assignment_i = argmax_c cos(k_i, p_c) = argmax_c k_i . (p_c / |p_c| - m)      ties to the lower c
+//
+// The length of k_i does not matter, nor does what is subtracted from all prototypes: m is the mean of their
+// directions. So products of bf16 round the differences that decide and not what all prototypes have in common.
+//
+// Bytes that must move: K once; the work is n x C x d products. Prototypes that can win are packed per head, 16 to a
+// vector (products.h): 500 of 128 channels are 128 KiB of bf16, which stay in the second-level cache. A block of 48
+// keys stays in the first while all of them pass by; every lane keeps its best product and which one that was, and the
+// lanes are compared at the end. Level v4_bf16 multiplies pairs of bf16 (exact products, fp32 sums), whatever the keys
+// are stored as; the others multiply floats.
+//
+// Keys are multiplied as they lie, or converted a block at a time. Those whose largest element could leave the range of
+// a float in a product, or be flushed to zero as bf16's products do with subnormal numbers, are found by their bits and
+// divided by that element first. A key that is not finite becomes NaN: no product of it is larger than -inf.
+#include "../dispatch.h"
+#include "../ops/assign_prototypes.h"
+#include "products.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+constexpr int kKeys = kAssignKeys;
+static_assert(kKeys % VL == 0 && kKeys % kKeysAtOnce<kVectors> == 0);
+
+// What the products are of, and words of a row of them.
+#if defined(__AVX512BF16__)
+typedef Bf16Words Words;
+typedef BFloat16 Product;
+#else
+typedef FloatWords Words;
+typedef float Product;
+#endif
+constexpr int kPerWord = 4 / sizeof(Product);
+
+template <class T>
+constexpr bool kAsStored = __is_same(T, Product);
+
+// A register of stored elements as products take it, to `out`. Floats of 2-byte rows come in the order of channel_slot.
+#if defined(__AVX512BF16__)
+template <class T>
+inline void convert(const F* x, Product* out, const T*) {
+  if constexpr (kAsStored<T>) {  // evens and odds, as they came
+    const U raw = (U)x[0] >> 16 | ((U)x[1] & 0xffff0000u);
+    memcpy(out, &raw, VB);
+  } else if constexpr (sizeof(T) == 2) {
+    const __m512bh pairs = _mm512_cvtne2ps_pbh(x[1], x[0]);
+    memcpy(out, &pairs, VB);
+  } else {
+    const __m256bh half = _mm512_cvtneps_pbh(x[0]);
+    memcpy(out, &half, VB / 2);
+  }
+}
+template <class T>
+inline int64_t product_slot(int64_t c) {
+  return c;
+}
+#else
+template <class T>
+inline void convert(const F* x, Product* out, const T*) {
+  for (int j = 0; j < kVecs<T>; ++j) store(out + j * VL, x[j]);
+}
+template <class T>
+inline int64_t product_slot(int64_t c) {
+  return channel_slot<T>(c);
+}
+#endif
+
+// Magnitudes between these (the bits of a float in fp32, bf16 and fp16, in the upper half for 2 bytes) stay within the
+// range of normal floats, as products with directions and as their sums.
+template <class T>
+constexpr int32_t kLeast = 0x21800000;  // 2^-60
+template <class T>
+constexpr int32_t kMost = 0x71800000;  // 2^100
+template <>
+constexpr int32_t kLeast<Half> = 0x00010000;  // any but 0
+template <>
+constexpr int32_t kMost<Half> = 0x7c000000;  // infinity
+
+inline F larger_bits(F a, F b) {
+  return (F)((I)a > (I)b ? (I)a : (I)b);
+}
+
+// Are all elements of VL rows within those?
+template <class T>
+bool comfortable(const T* const* row, RowShape shape) {
+  F largest[VL] = {};
+  const auto see = [&](int r, U raw) {
+    if (sizeof(T) == 2) largest[r] = larger_bits(largest[r], (F)(raw << 16 & 0x7fffffffu));
+    largest[r] = larger_bits(largest[r], (F)(raw & (sizeof(T) == 2 ? 0x7fff0000u : 0x7fffffffu)));
+  };
+  for (int r = 0; r < VL; ++r) {
+    const char* const bytes = reinterpret_cast<const char*>(row[r]);
+    for (int c = 0; c < shape.full; ++c) {
+      U raw;
+      memcpy(&raw, bytes + c * VB, VB);
+      see(r, raw);
+    }
+    for (int i = 0; i < shape.part; i += 16) {
+      U raw = {};
+      memcpy(&raw, bytes + shape.full * VB + i, 16);
+      see(r, raw);
+    }
+  }
+  const I all = (I)reduce_lanes(largest, larger_bits);
+  const I outside = (all < kLeast<T>) | (all >= kMost<T>);
+  return !any_nan(outside ? splat(__builtin_nanf("")) : F{});
+}
+
+// What one worker has in hand: a head's prototypes, packed, and a block of keys on its way through.
+template <class T>
+struct Assigner {
+  const AssignPrototypesParams& p;
+  const RowShape shape;
+  const int64_t words;  // of a row of products
+  float* packed;        // chunk after chunk of kVectors vectors: [words][vectors]
+  double* inverse;      // [C]: 1/|p_c|, 0 if it cannot win
+  double* mean;         // [d]: of the directions
+  int32_t* ids;         // [C]: of the prototypes that are packed
+  float *keys, *best;   // [kKeys][words], [kKeys][VL]
+  int32_t* which;       // [kKeys][VL]: the vector of prototypes that the best is from
+  int64_t head = -1, usable = 0, vectors = 0;
+
+  Assigner(const AssignPrototypesParams& p_, float* memory)
+      : p(p_),
+        shape(row_shape<T>(p_.k.row_bytes)),
+        words(kAsStored<T> ? p_.k.row_bytes / 4 : shape.registers() * kStep<T> / kPerWord) {
+    const AssignScratch sizes(p);
+    packed = memory;
+    keys = packed + sizes.packed;
+    best = keys + sizes.keys;
+    which = reinterpret_cast<int32_t*>(best + kKeys * VL);
+    inverse = reinterpret_cast<double*>(best + sizes.best);
+    mean = inverse + p.count;
+    ids = reinterpret_cast<int32_t*>(mean + p.d);
+  }
+
+  // Packs the prototypes of a head, unless they are.
+  void take_head(int64_t index) {
+    if (index == head) return;
+    head = index;
+    const float* const prototypes = p.prototypes + index * p.count * p.d;  // [C, d]
+    usable = 0;
+    for (int64_t c = 0; c < p.d; ++c) mean[c] = 0;
+    for (int64_t i = 0; i < p.count; ++i) {
+      const float* const x = prototypes + i * p.d;
+      double squares = 0;
+      for (int64_t c = 0; c < p.d; ++c) squares += double(x[c]) * x[c];
+      if (!(squares > 0 && squares - squares == 0)) continue;
+      inverse[usable] = 1 / __builtin_sqrt(squares);
+      for (int64_t c = 0; c < p.d; ++c) mean[c] += x[c] * inverse[usable];
+      ids[usable++] = static_cast<int32_t>(i);
+    }
+    for (int64_t c = 0; c < p.d; ++c) mean[c] /= static_cast<double>(usable);
+    vectors = (usable + VL - 1) / VL;
+    memset(packed, 0, 4 * vectors * VL * words);
+    for (int64_t lane = 0; lane < vectors * VL; ++lane) {
+      const int64_t i = lane < usable ? lane : usable - 1;  // the last fills the vector: where equal, the first wins
+      const float* const x = prototypes + ids[i] * p.d;
+      const int64_t chunk = lane / VL / kVectors * kVectors;
+      const int64_t width = (vectors - chunk < kVectors ? vectors - chunk : kVectors) * VL;
+      float* const to = packed + chunk * VL * words + lane - chunk * VL;
+      for (int64_t c = 0; c < p.d; ++c) {
+        const int64_t slot = product_slot<T>(c);
+        from_float(static_cast<float>(x[c] * inverse[i] - mean[c]),
+                   reinterpret_cast<Product*>(to + slot / kPerWord * width) + slot % kPerWord);
+      }
+    }
+  }
+
+  // The block's rows as the products take them: where they lie, or converted.
+  void take_keys(Block& block) {
+    const T* row[kKeys];
+    for (int i = 0; i < kKeys; ++i) row[i] = reinterpret_cast<const T*>(block.row(i));
+    bool plain = true;
+    for (int i = 0; i < block.count; i += VL) plain &= comfortable(row + i, shape);
+    if (kAsStored<T> && plain) return;
+    Product* const products = reinterpret_cast<Product*>(keys);
+    for (int i = 0; i < block.count; ++i) {
+      Product* const to = products + i * words * kPerWord;
+      for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
+        F x[kVecs<T>];
+        load_row(row[i], x);
+        convert(x, to + c * kStep<T>, row[i]);
+      });
+      if (!plain) divide_by_largest(row[i], to);
+    }
+    block.data = reinterpret_cast<const char*>(keys);
+    block.stride = 4 * words;
+  }
+
+  void divide_by_largest(const T* row, Product* to) const {
+    float largest = 0;
+    bool finite = true;
+    for (int64_t c = 0; c < p.d; ++c) {
+      const float x = to_float(row[c]);
+      finite &= is_finite(x);
+      largest = x > largest ? x : -x > largest ? -x : largest;
+    }
+    const double factor = !finite ? __builtin_nan("") : largest > 0 ? 1 / double(largest) : 0.0;
+    for (int64_t c = 0; c < p.d; ++c)
+      from_float(static_cast<float>(to_float(row[c]) * factor), to + product_slot<T>(c));
+  }
+
+  // Keys [first, first + count) of the head, at most kKeys of them; `next`: bytes from here to what comes next.
+  void assign(const char* data, int count, int64_t next, int32_t* out) {
+    Block block{0, count, data, p.k.stride_n};
+    take_keys(block);
+    for (int i = 0; i < kKeys * VL; i += VL) store(best + i, splat(-__builtin_inff()));
+    memset(which, 0, 4 * kKeys * VL);
+    int asked = 0;
+    for (int64_t vector = 0; vector < vectors; vector += kVectors) {
+      const int64_t rest = vectors - vector;
+      with_count(rest < kVectors ? rest : kVectors, [&](auto n) {
+        constexpr int N = decltype(n)::value;
+        products<Words, N>(block, packed + vector * VL * words, words, [&](int key, F(&sums)[kKeysAtOnce<N>][N]) {
+          for (int k = 0; k < kKeysAtOnce<N>; ++k) {
+            F top = load(best + (key + k) * VL);
+            I at;
+            memcpy(&at, which + (key + k) * VL, VB);
+            for (int v = 0; v < N; ++v) {
+              const I better = sums[k][v] > top;
+              top = better ? sums[k][v] : top;
+              at = better ? I{} + static_cast<int32_t>(vector + v) : at;
+            }
+            store(best + (key + k) * VL, top);
+            memcpy(which + (key + k) * VL, &at, VB);
+          }
+        });
+      });
+      // What comes next arrives meanwhile.
+      for (const int upto = static_cast<int>(kKeys * (vector + kVectors) / vectors); asked < upto && asked < kKeys;
+           ++asked)
+        for (int64_t i = 0; i < p.k.row_bytes; i += 64) __builtin_prefetch(data + next + asked * p.k.stride_n + i);
+    }
+    for (int i = 0; i < count; i += VL) winners(i, count - i < VL ? count - i : VL, out + i);
+  }
+
+  // Of each key the best of its lanes; where equal, the one that comes first.
+  void winners(int first, int count, int32_t* out) const {
+    F rows[VL];
+    for (int j = 0; j < VL; ++j) rows[j] = load(best + (first + j) * VL);
+    float top[VL];
+    store(top, reduce_lanes(rows, [](F a, F b) { return max(a, b); }));
+    I lane;
+    for (int i = 0; i < VL; ++i) lane[i] = i;
+    for (int j = 0; j < VL; ++j) {
+      I at;
+      memcpy(&at, which + (first + j) * VL, VB);
+      rows[j] = (F)(load(best + (first + j) * VL) == top[j] ? at * VL + lane : I{} + INT32_MAX);
+    }
+    const I winner = (I)reduce_lanes(rows, [](F a, F b) { return (F)((I)a < (I)b ? (I)a : (I)b); });
+    for (int j = 0; j < count; ++j) out[j] = top[j] > -__builtin_inff() ? ids[winner[j]] : -1;
+  }
+};
+
+template <class T>
+void assign_heads(const AssignPrototypesParams& p, const Workers& workers) {
+  constexpr int64_t kSplit = 32 * kKeys;  // tokens of a head that a worker takes at a time
+  const int64_t splits = (p.n + kSplit - 1) / kSplit;
+  const int64_t size = AssignScratch(p).worker;
+  parallel_for(workers, workers.count, [&](int64_t worker) {
+    Assigner<T> mine(p, workers.workspace + worker * size);
+    const Share items = share(p.b * p.heads * splits, worker, workers.count);
+    for (int64_t item = items.first; item < items.last; ++item) {
+      const int64_t index = item / splits, split = item % splits, b = index / p.heads;
+      int32_t* const out = p.assignment + index * p.n;
+      const int64_t first = p.slots.first(b), last = first + p.slots.count(b);
+      if (split == 0) {
+        for (int64_t i = 0; i < first; ++i) out[i] = -1;
+        for (int64_t i = last; i < p.n; ++i) out[i] = -1;
+      }
+      mine.take_head(index);
+      const int64_t begin = first + split * kSplit, end = last - begin < kSplit ? last : begin + kSplit;
+      for (int64_t i = begin; i < end; i += kKeys)
+        mine.assign(p.k.row(b, index % p.heads, i), static_cast<int>(end - i < kKeys ? end - i : kKeys),
+                    kKeys * p.k.stride_n, out + i);
+    }
+  });
+}
+
+}  // namespace
+
+void assign_prototypes(const AssignPrototypesParams& p, const Workers& workers) {
+  with_dtype(p.dtype, [&](auto type) { assign_heads<decltype(type)>(p, workers); });
+}
+
+}  // namespace kvops::KVOPS_ISA

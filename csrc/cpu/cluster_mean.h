@@ -1,0 +1,44 @@
+// Means of the scores of each cluster on the CPU.
+//
+// Bytes that must move: scores and assignment, once from memory. A head is one item of work: a pass for the largest
+// score, which says the unit, and one that adds multiples of it as integers, exactly.
+#include "../ops/cluster_mean.h"
+#include "simd.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+void reduce_head(const ClusterMeanParams& p, int64_t index, int64_t* sums) {
+  const ClusteredTokens& tokens = p.tokens;
+  const int64_t b = index / tokens.heads, h = index % tokens.heads;
+  const float* const scores = tokens.scores_row(b, h);
+  const int32_t* const clusters = tokens.assignment_row(b, h);
+  int32_t* const counts = reinterpret_cast<int32_t*>(sums + tokens.clusters);
+  const auto counts_in = [&](int64_t i) { return clusters[i] >= 0 && is_finite(scores[i]); };
+  float largest = 0;
+  for (int64_t i = 0; i < tokens.n; ++i) {
+    const float size = counts_in(i) ? __builtin_fabsf(scores[i]) : 0.0f;
+    largest = size > largest ? size : largest;
+  }
+  const int shift = fixed_point_shift(largest, tokens.n);
+  for (int64_t c = 0; c < tokens.clusters; ++c) sums[c] = 0, counts[c] = 0;
+  for (int64_t i = 0; i < tokens.n; ++i) {
+    if (!counts_in(i)) continue;
+    sums[clusters[i]] += to_fixed_point(scores[i], shift);
+    ++counts[clusters[i]];
+  }
+  float* const means = p.means + index * tokens.clusters;
+  for (int64_t c = 0; c < tokens.clusters; ++c) means[c] = from_fixed_point(sums[c], shift, counts[c], p.sum);
+}
+
+}  // namespace
+
+void cluster_mean(const ClusterMeanParams& p, const Workers& workers) {
+  parallel_for(workers, workers.count, [&](int64_t worker) {
+    const Share heads = share(p.tokens.b * p.tokens.heads, worker, workers.count);
+    float* const scratch = workers.workspace + worker * cluster_mean_scratch(p);
+    for (int64_t i = heads.first; i < heads.last; ++i) reduce_head(p, i, reinterpret_cast<int64_t*>(scratch));
+  });
+}
+
+}  // namespace kvops::KVOPS_ISA

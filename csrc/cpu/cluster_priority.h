@@ -1,0 +1,74 @@
+// What to keep tokens by so that clusters stay whole, on the CPU.
+//
+// Bytes that must move: scores, assignment and the priority, once. A head is one item of work: the sizes of its
+// clusters, for each of them how many tokens the better ones have (every pair is compared, a vector at a time, which
+// costs less than to sort them until there are thousands), and a pass over the tokens.
+#include "../ops/cluster_priority.h"
+#include "simd.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+// The tokens of the clusters [first, last) whose key is `least` or larger.
+int64_t tokens_of(const uint32_t* keys, const int32_t* sizes, int64_t first, int64_t last, uint32_t least) {
+  int32_t total = 0;
+  for (int64_t c = first; c < last; ++c) total += keys[c] >= least ? sizes[c] : 0;
+  return total;
+}
+
+void rank_head(const ClusterPriorityParams& p, int64_t index, float* scratch) {
+  const ClusteredTokens& tokens = p.tokens;
+  const int64_t b = index / tokens.heads, h = index % tokens.heads, clusters = tokens.clusters;
+  const float* const scores = tokens.scores_row(b, h);
+  const int32_t* const cluster = tokens.assignment_row(b, h);
+  const float* const cluster_scores = p.cluster_scores + index * clusters;
+  const int64_t pitch = cluster_priority_scratch(p) / 3;
+  uint32_t* const keys = reinterpret_cast<uint32_t*>(scratch);
+  int32_t* const sizes = reinterpret_cast<int32_t*>(scratch + pitch);
+  float* const fate = scratch + 2 * pitch;  // of a cluster's tokens; NaN: each its own
+
+  for (int64_t c = 0; c < clusters; c += VL) {
+    const U key = order_key(load_first(cluster_scores + c, clusters - c < VL ? clusters - c : VL, 0.0f));
+    memcpy(keys + c, &key, VB);
+  }
+  memset(sizes, 0, 4 * clusters);
+  for (int64_t i = 0; i < tokens.n; ++i)
+    if (cluster[i] >= 0) ++sizes[cluster[i]];
+
+  const int64_t budget = p.budgets ? p.budgets[index] : p.k;
+  int64_t kept = 0;
+  for (int64_t c = 0; c < clusters; ++c) {
+    // Of equals the lower one comes first; no key is 2^32 - 1.
+    const int64_t before = tokens_of(keys, sizes, 0, c, keys[c]) + tokens_of(keys, sizes, c + 1, clusters, keys[c] + 1);
+    if (before + sizes[c] <= budget) {
+      fate[c] = __builtin_inff();
+      kept += sizes[c];
+    } else if (before >= budget || p.whole) {
+      fate[c] = -__builtin_inff();
+    } else {
+      fate[c] = __builtin_nanf("");
+      kept += budget - before;
+    }
+  }
+  p.kept[index] = static_cast<int32_t>(kept);
+
+  constexpr float kLowest = -0x1.fffffep127f;
+  float* const priority = p.priority + index * tokens.n;
+  for (int64_t i = 0; i < tokens.n; ++i) {
+    const float own = is_finite(scores[i]) ? scores[i] : kLowest;
+    const float given = cluster[i] >= 0 ? fate[cluster[i]] : __builtin_nanf("");
+    priority[i] = given == given || cluster[i] < 0 ? given : own;
+  }
+}
+
+}  // namespace
+
+void cluster_priority(const ClusterPriorityParams& p, const Workers& workers) {
+  parallel_for(workers, workers.count, [&](int64_t worker) {
+    const Share heads = share(p.tokens.b * p.tokens.heads, worker, workers.count);
+    float* const scratch = workers.workspace + worker * cluster_priority_scratch(p);
+    for (int64_t i = heads.first; i < heads.last; ++i) rank_head(p, i, scratch);
+  });
+}
+
+}  // namespace kvops::KVOPS_ISA

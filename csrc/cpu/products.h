@@ -1,0 +1,88 @@
+// A block of keys times packed rows (queries, prototypes): the product at the heart of the window and of the
+// prototypes.
+//
+// The rows are packed once, word by word, so that a vector holds one word of VL rows. K is then read where it lies:
+// each word is broadcast against up to 4 vectors of rows, and a register block of 6 keys x 4 vectors (AVX-512) adds 24
+// products for 10 loads. One operand is never transposed, the other once.
+#pragma once
+#include "simd.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+// Products of 32-bit words of K with the same words of VL rows: one float, or two channels of bf16.
+struct FloatWords {
+  typedef float Word;
+  static F add(F sum, F rows, float key) { return sum + rows * key; }
+  static F add_all(F sum, F rows, F keys) { return sum + rows * keys; }
+};
+#if defined(__AVX512BF16__)
+struct Bf16Words {
+  typedef int32_t Word;
+  static F add(F sum, F rows, int32_t key) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)rows, (__m512bh)_mm512_set1_epi32(key));
+  }
+  static F add_all(F sum, F rows, F keys) { return _mm512_dpbf16_ps(sum, (__m512bh)rows, (__m512bh)keys); }
+};
+#endif
+
+// The register block: its vectors of rows, and for so many the keys.
+constexpr int kVectors = VB == 64 ? 4 : 2;
+template <int N>
+constexpr int kKeysAtOnce = VB == 64 ? (N == 4   ? 6
+                                        : N == 3 ? 8
+                                                 : 12)
+                                     : (N == 2 ? 6 : 12);
+
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+// fn(Count<n>) for 1 <= n <= kVectors.
+template <class Fn>
+inline void with_count(int64_t n, const Fn& fn) {
+  if (n == 1) fn(Count<1>{});
+  if (n == 2) fn(Count<2>{});
+  if constexpr (kVectors > 2) {
+    if (n == 3) fn(Count<3>{});
+    if (n == 4) fn(Count<4>{});
+  }
+}
+
+// Keys [first, first + count) of a head: rows of whole 16-byte pieces, `stride` bytes apart.
+struct Block {
+  int64_t first;
+  int count;
+  const char* data;
+  int64_t stride;
+  const char* row(int i) const { return data + (i < count ? i : count - 1) * stride; }
+};
+
+// take(first, sums[keys][N]) with sums = q . k over `words` words (a multiple of 4), for kKeysAtOnce<N> keys from
+// `first` on at a time; those behind the block's last repeat it. q: [words][N vectors].
+template <class Words, int N, class Take>
+void products(const Block& block, const float* q, int64_t words, const Take& take) {
+  constexpr int K = kKeysAtOnce<N>;
+  for (int first = 0; first < block.count; first += K) {
+    const char* row[K];
+    for (int k = 0; k < K; ++k) row[k] = block.row(first + k);
+    F sums[K][N] = {};
+    for (int64_t word = 0; word < words; word += 4)
+#pragma GCC unroll 4
+      for (int64_t i = word; i < word + 4; ++i) {
+        F rows[N];
+        for (int v = 0; v < N; ++v) rows[v] = load(q + (i * N + v) * VL);
+#pragma GCC unroll 12
+        for (int k = 0; k < K; ++k) {
+          typename Words::Word key;
+          memcpy(&key, row[k] + 4 * i, 4);
+          for (int v = 0; v < N; ++v) sums[k][v] = Words::add(sums[k][v], rows[v], key);
+        }
+      }
+    take(first, sums);
+  }
+}
+
+}  // namespace
+}  // namespace kvops::KVOPS_ISA
