@@ -129,6 +129,21 @@ FAULTS = {
         ("anchor_cosine.cuh", "  __syncthreads();\n  float* const partial", "  float* const partial"),
         ("plain", "test_layouts_change_nothing", WRONG_RESULT),
     ),
+    "outlier_degree walks before all factors are there": (
+        "outlier_degree",
+        ("outlier_degree.cuh", f"{BARRIER}  // all factors are there\n", ""),
+        ("plain", "test_dtypes_and_head_dims", WRONG_RESULT),
+    ),
+    "assign_prototypes multiplies before all prototypes are there": (
+        "assign_prototypes",
+        ("assign_prototypes.cuh", f"{BARRIER}  // the prototypes are there\n", ""),
+        ("plain", "test_dtypes_and_head_dims", WRONG_RESULT),
+    ),
+    "cluster_mean adds without atomics": (
+        "cluster_mean",
+        ("cluster_mean.cuh", "    atomicAdd(sums + cluster, sum);", "    sums[cluster] += sum;"),
+        ("thread", "test_the_order", r"ThreadSanitizer: data race.* csrc/cuda/cluster_mean.cuh:\d+"),
+    ),
     "window_scores multiplies before all queries are there": (
         "window_scores",
         ("window_scores.cuh", f"{BARRIER}  // queries, totals and limits are there\n", ""),

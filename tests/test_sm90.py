@@ -243,9 +243,77 @@ def test_attention_is_repeatable():
     kit.assert_repeatable(lambda: ops.window_attention(q, k, k, visible))
 
 
+def check_assignment(k, prototypes, **spans):
+    """By the rule of test_assign_prototypes.py."""
+    chosen = ops.assign_prototypes(k, prototypes, **spans)
+    cosines = reference.prototype_cosines(k, prototypes)
+    expected = reference.assign_prototypes(k, prototypes, **spans)
+    missed = cosines.amax(-1) - cosines.gather(-1, chosen.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    assert torch.equal(chosen == -1, expected == -1) and not (missed[chosen >= 0] > 4e-3).any()
+    return chosen
+
+
+@pytest.mark.parametrize(
+    "dtype, d, count", [(torch.float16, 64, 300), (torch.bfloat16, 128, 129), (torch.float16, 256, 40)]
+)
+def test_assignment(dtype, d, count):
+    k, _ = kit.kv(2, 1, kit.size(3000, 150), d, dtype)
+    prototypes = kit.randn(2, 1, count, d)
+    prototypes[:, :, ::7] = 0
+    check_assignment(k, prototypes)
+    check_assignment(k, prototypes, starts=kit.int32(0, 77), lengths=kit.int32(100, 39))
+    again = torch.cat([prototypes[:, :, : count // 4]] * 4, 2)  # ties
+    assert (check_assignment(k, again) < count // 4).all()
+
+
+@pytest.mark.parametrize("n, heads", [(1, 3), (63, 1), (64, 1), (65, 5), (400, 1)])
+def test_assignment_of_lengths(n, heads):
+    k, _ = kit.kv(1, heads, n, 64, torch.bfloat16)
+    check_assignment(k, kit.randn(1, heads, 30, 64))
+
+
+def test_assignment_of_keys_to_do_again():
+    """Not finite, zero, tiny, huge, and opposed to all prototypes."""
+    k = kit.randn(1, 2, 90, 64).clamp(-3, 3).bfloat16()
+    k[0, 0, 3, 5] = k[0, 0, 89, 63] = float("nan")
+    k[0, 1, 64] = float("inf")
+    k[0, :, 10] = 0
+    k[0, :, 20:30] *= 1e-38
+    k[0, :, 30:40] *= 1e38
+    k[0, :, 40:50] = -k[0, :, 40:50].abs() - 0.1
+    check_assignment(k, kit.randn(1, 2, 20, 64, seed=1).abs())
+
+
+def test_assignment_that_is_left_to_the_portable_kernel():
+    """A key of equal channels has the same cosine with every order of a prototype: their last bits tell who did it."""
+    k = (torch.arange(1, 201) * 0.37).bfloat16().view(1, 1, 200, 1).expand(1, 1, 200, 128).contiguous()
+    values = kit.randn(128, seed=1).abs()
+    prototypes = torch.stack([values[kit.randn(128, seed=i).argsort()] for i in range(100)]).view(1, 1, 100, 128)
+    found, portable = with_portable(ops.assign_prototypes, k, prototypes)
+    assert not torch.equal(found, portable), "the wrong kernel"
+    many = prototypes.repeat(1, 1, 9, 1)  # more than shared memory holds
+    for served in ((kit.unaligned(k, 3, 1), prototypes), (k, many), (k.float(), prototypes)):
+        found, portable = with_portable(ops.assign_prototypes, *served)
+        assert torch.equal(found, portable)
+
+
+def test_assignment_is_repeatable():
+    k, _ = kit.kv(1, 2, 300, 64, torch.float16)
+    prototypes = kit.randn(1, 2, 60, 64)
+    kit.assert_repeatable(lambda: (ops.assign_prototypes(k, prototypes),))
+
+
+def test_assignment_of_a_batch():
+    k, _ = kit.kv(2, 2, 150, 64, torch.float16)
+    prototypes = kit.randn(2, 2, 20, 64)
+    one = ops.assign_prototypes(k[1:, :1], prototypes[1:, :1].contiguous())
+    assert torch.equal(ops.assign_prototypes(k, prototypes)[1:, :1], one)
+
+
 @kit.only("cuda")
 def test_at_size():
     """Several waves of blocks, splits of many keys, offsets beyond 31 bits."""
     q, k, visible = kit.window(1, 8, 4, 32, 131_072, 128, torch.bfloat16)
     check(q, k, visible)
     check_attention(q, k, k.flip(2), visible)
+    check_assignment(k, kit.randn(1, 8, 500, 128))

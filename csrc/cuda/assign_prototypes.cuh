@@ -23,7 +23,9 @@
 #pragma once
 #include "../ops/assign_prototypes.h"
 #include "async.cuh"
+#include "prototypes.cuh"
 #include "reduce.cuh"
+#include "sm90/hopper.h"
 #include "window.cuh"
 
 namespace kvops {
@@ -35,19 +37,14 @@ constexpr int kAssignThreads = 384, kAssignWarps = kAssignThreads / 32;
 template <class T>
 using Product = std::conditional_t<sizeof(T) == 4, BFloat16, T>;
 
-// A product between these has lost nothing to the range of fp32 or of 16-bit numbers.
-__device__ inline bool comfortable_product(float x) {
-  return 0x1p-100f < x && x < 0x1p120f;
-}
-
 // The prototypes of a head as 16-bit unit vectors, and how a block takes them.
 struct PackedPrototypes {
-  int64_t rows;    // of a head: C, padded to a multiple of 16
-  int row_bytes;   // a multiple of 64
-  int pitch;       // bytes between rows in shared memory: 64 more than a multiple of 128, see window.cuh
-  int chunk;       // rows that a block has at a time, a multiple of 16
-  int64_t bytes;   // of all heads
-  int64_t carry;   // bytes: the best product of each key between chunks
+  int64_t rows;   // of a head: C, padded to a multiple of 16
+  int row_bytes;  // a multiple of 64
+  int pitch;      // bytes between rows in shared memory: 64 more than a multiple of 128, see window.cuh
+  int chunk;      // rows that a block has at a time, a multiple of 16
+  int64_t bytes;  // of all heads
+  int64_t carry;  // bytes: the best product of each key between chunks
 
   static PackedPrototypes of(const AssignPrototypesParams& p) {
     PackedPrototypes x;
@@ -60,6 +57,10 @@ struct PackedPrototypes {
     x.bytes = p.b * p.heads * x.rows * x.row_bytes;
     x.carry = chunks > 1 ? 4 * p.b * p.heads * p.n : 0;
     return x;
+  }
+
+  KVView view(const AssignPrototypesParams& p, char* memory) const {
+    return {memory, p.heads * rows * row_bytes, rows * row_bytes, row_bytes, row_bytes};
   }
 };
 
@@ -122,58 +123,6 @@ struct AssignKeys : KeyTile<Product<T>, kPieces> {
   }
 };
 
-// The best prototype so far, and its product.
-struct Best {
-  float product;
-  int prototype;
-
-  __device__ static Best none() { return {0.0f, -1}; }
-  // By numbers that ascend.
-  __device__ void meet(float x, int c) {
-    if (x > product) {
-      product = x;
-      prototype = c;
-    }
-  }
-  // By any.
-  __device__ void meet(const Best& x) {
-    if (x.product > product || (x.product == product && x.prototype < prototype)) *this = x;
-  }
-};
-
-// Exactly, by a warp: each lane compares every 32nd prototype.
-template <class T>
-__device__ inline int assign_exactly(const T* key, const float* prototypes, int count, int d) {
-  bool finite = true;
-  for (int i = threadIdx.x % 32; i < d; i += 32) finite = finite && is_finite(to_float(key[i]));
-  if (!__all_sync(kWarp, finite)) return -1;
-  double best = -CUDART_INF;
-  int prototype = count;  // none
-  for (int c = threadIdx.x % 32; c < count; c += 32) {
-    double product = 0, squares = 0;
-    for (int i = 0; i < d; ++i) {
-      const double x = prototypes[static_cast<int64_t>(c) * d + i];
-      product += x * to_float(key[i]);
-      squares += x * x;
-    }
-    const double cosine = product / sqrt(squares);
-    if (0 < squares && squares < CUDART_INF && cosine > best) {
-      best = cosine;
-      prototype = c;
-    }
-  }
-#pragma unroll
-  for (int step = 16; step; step /= 2) {
-    const double other = __shfl_xor_sync(kWarp, best, step);
-    const int its = __shfl_xor_sync(kWarp, prototype, step);
-    if (other > best || (other == best && its < prototype)) {
-      best = other;
-      prototype = its;
-    }
-  }
-  return prototype < count ? prototype : -1;
-}
-
 template <class T, int kPieces>
 __global__ void __launch_bounds__(kAssignThreads, 1)
     assign_prototypes_kernel(AssignPrototypesParams p, PackedPrototypes packed, const char* memory, float* carry,
@@ -217,7 +166,8 @@ __global__ void __launch_bounds__(kAssignThreads, 1)
         Products<kBlocks> x = {};
         for (int part = 0; part < parts; ++part) {
           if (parts > 1) keys.load(own, p.k.stride_n, left, pieces, part, wide);
-          multiply<Product<T>, kPieces>(x, keys, units + tile * packed.pitch, packed.pitch, packed.row_bytes / 16, part);
+          multiply<Product<T>, kPieces>(x, keys, units + tile * packed.pitch, packed.pitch, packed.row_bytes / 16,
+                                        part);
         }
 #pragma unroll
         for (int m = 0; m < kBlocks; ++m)
@@ -233,22 +183,18 @@ __global__ void __launch_bounds__(kAssignThreads, 1)
       for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
         for (int step = 1; step < 4; step *= 2)
-          best[i].meet({__shfl_xor_sync(kWarp, best[i].product, step), __shfl_xor_sync(kWarp, best[i].prototype, step)});
+          best[i].meet(
+              {__shfl_xor_sync(kWarp, best[i].product, step), __shfl_xor_sync(kWarp, best[i].prototype, step)});
         if (lane % 4 == i) own_best = best[i];
       }
       const int j = key + lane / 4 + lane % 4 * 8;
-      const bool mine = lane % 4 < kOwn && j < end, valid = mine && first <= j && j < last;
+      const bool mine = lane % 4 < kOwn && j < end;
       if (mine && !is_first) own_best.meet({carry[j], assignment[j]});
-      if (mine && !is_last) carry[j] = own_best.product;
-      if (mine) assignment[j] = valid ? own_best.prototype : -1;
-      unsigned strange = __ballot_sync(kWarp, is_last && valid && !comfortable_product(own_best.product));
-      while (strange) {
-        const int of = __ffs(static_cast<int>(strange)) - 1, slot = key + of / 4 + of % 4 * 8;
-        const T* const its_key = reinterpret_cast<const T*>(rows + slot * p.k.stride_n);
-        const int exact = assign_exactly(its_key, p.prototypes + head * p.count * p.d, static_cast<int>(p.count),
-                                         static_cast<int>(p.d));
-        if (lane == of) assignment[slot] = exact;
-        strange &= strange - 1;
+      if (is_last) {
+        finish_assignment<T>(p, head, j, mine, first <= j && j < last, own_best);
+      } else if (mine) {
+        carry[j] = own_best.product;
+        assignment[j] = own_best.prototype;
       }
     }
   }
@@ -272,6 +218,7 @@ inline void assign_prototypes_cuda(const AssignPrototypesParams& p, void* worksp
     using T = decltype(type);
     launch<pack_prototypes_kernel<Product<T>>>(grid_of((heads * packed.rows + 7) / 8), 256, 0, stream, p, packed,
                                                memory);
+    if (sm90::assign_prototypes(p, packed.view(p, memory), packed.rows, stream)) return;
     const auto assign = [&](auto pieces) {
       launch<assign_prototypes_kernel<T, decltype(pieces)::value>>(grid_of(heads * splits.count), kAssignThreads,
                                                                    int64_t{packed.chunk} * packed.pitch, stream, p,

@@ -3,10 +3,10 @@
 // Bytes that must move: K once; the prototypes are n / num_chunks times less.
 //
 // A block makes one prototype: of 8 heads with 131072 tokens in 496 chunks there are 3968 blocks, of 264 keys each. It
-// goes in rounds of kListed keys: first the list of the round's keys in shared memory (a chunk's, from which each thread
-// strikes some of the anchors, be they few; or a bucket's), then their sum, lane groups taking turns. Keys are not
-// looked at one by one: a sum that is not finite has a key that is not, or has overflown, and only then is the round
-// done again in double, each key by itself.
+// goes in rounds of kListed keys: first the list of the round's keys in shared memory (a chunk's, from which each
+// thread strikes some of the anchors, be they few; or a bucket's), then their sum, lane groups taking turns. Keys are
+// not looked at one by one: a sum that is not finite has a key that is not, or has overflown, and only then is the
+// round done again in double, each key by itself.
 //
 // A round is summed in fp32, rounds in double. The order depends on a chunk's length and the head dim alone. Not yet
 // measured on a GPU.
@@ -60,8 +60,8 @@ struct Members {
     if (bucket >= 0) {
       for (int i = threadIdx.x; i < size; i += kMeanThreads) {
         const uint64_t at = sat(from + i, first_valid);
-        slots[i] = buckets[from + i] == bucket && at < static_cast<uint64_t>(valid) ? first_valid + static_cast<int>(at)
-                                                                                     : -1;
+        slots[i] =
+            buckets[from + i] == bucket && at < static_cast<uint64_t>(valid) ? first_valid + static_cast<int>(at) : -1;
       }
       return;
     }
@@ -118,7 +118,9 @@ __device__ inline void add_finite_keys(const char* rows, int64_t stride, int pie
 }
 
 template <class T, class Lanes>
-__global__ void __launch_bounds__(kMeanThreads, RowPieces<T, Lanes>::kValues > 16 ? 2 : 6)
+__global__ void __launch_bounds__(kMeanThreads, RowPieces<T, Lanes>::kValues > 16  ? 2
+                                                : RowPieces<T, Lanes>::kValues > 8 ? 3
+                                                                                   : 4)
     build_prototypes_kernel(BuildPrototypesParams p, bool wide) {
   constexpr int kValues = RowPieces<T, Lanes>::kValues;
   DYNAMIC_SHARED(double, totals);  // [warps, d]

@@ -17,7 +17,7 @@ struct ClusterSums {
   unsigned long long* sums;  // of two's complement
   unsigned* counts;
 
-  static constexpr int64_t kBytes = 12;  // of a cluster
+  static constexpr int64_t kBytes = 12;                   // of a cluster
   static constexpr int64_t kShared = 48 * 1024 / kBytes;  // clusters that a block's shared memory has room for
 
   KVOPS_HOST_DEVICE static ClusterSums at(void* memory, int64_t clusters) {
@@ -90,8 +90,8 @@ inline void cluster_mean_cuda(const ClusterMeanParams& p, void* workspace, cudaS
   if (blocks > 0) {
     const bool shared = x.clusters <= ClusterSums::kShared;
     launch<largest_score_kernel>(grid_of(heads * blocks), kClusterThreads, 0, stream, x, largest, blocks);
-    launch<cluster_sums_kernel>(grid_of(heads * blocks), kClusterThreads,
-                                shared ? ClusterSums::kBytes * x.clusters : 0, stream, x, largest, all, blocks, shared);
+    launch<cluster_sums_kernel>(grid_of(heads * blocks), kClusterThreads, shared ? ClusterSums::kBytes * x.clusters : 0,
+                                stream, x, largest, all, blocks, shared);
   }
   launch<cluster_means_kernel>(grid_of((clusters + kClusterThreads - 1) / kClusterThreads), kClusterThreads, 0, stream,
                                p, largest, all);

@@ -19,8 +19,7 @@ __global__ void __launch_bounds__(kBucketThreads) lsh_bucket_kernel(LshBucketPar
   const int64_t chosen = blockIdx.x * int64_t{kBucketWarps} + threadIdx.x / 32;
   if (chosen >= p.b * p.heads * p.indices.m) return;
   const int64_t head = chosen / p.indices.m, i = chosen % p.indices.m, b = head / p.heads, h = head % p.heads;
-  const int64_t index =
-      p.indices.data[b * p.indices.stride_b + h * p.indices.stride_h + i * p.indices.stride_m];
+  const int64_t index = p.indices.data[b * p.indices.stride_b + h * p.indices.stride_h + i * p.indices.stride_m];
   const int lane = threadIdx.x % 32, d = static_cast<int>(p.d);
   int bucket = -1;
   if (index >= 0 && index < p.n) {

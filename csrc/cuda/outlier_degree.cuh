@@ -6,13 +6,14 @@
 // Bytes that must move: K once. A key is needed four times: for its norm, when the window's head reaches it, when it is
 // in the middle, and when the tail leaves it. The last three times L1 has it, as a block's keys are few.
 //
-// similarity: kLanes lanes share a row, and each such group walks a run of tokens with the sum of the window's unit keys
-// in registers: plus the key that comes, minus the one that goes, dot the one in the middle. A run is as long as kappa
-// (16 at least), so that the keys before its first token are at most twice its own: the time per token does not grow
-// with kappa. Before that the block writes what makes its keys unit vectors to shared memory, for kappa keys on either
-// side too. It leaves the sum of its similarities and of their squares, in double: they lie in [-1, 1], so a variance of
-// 1e-12, below which they count as all alike, is still far above double's rounding. The last block of a head to finish
-// adds these up in their order. standardize, where it is wanted, turns the similarities to outlier degrees.
+// similarity: kLanes lanes share a row, and each such group walks a run of tokens with the sum of the window's unit
+// keys in registers: plus the key that comes, minus the one that goes, dot the one in the middle. A run is as long as
+// kappa (16 at least), so that the keys before its first token are at most twice its own: the time per token does not
+// grow with kappa. Before that the block writes what makes its keys unit vectors to shared memory, for kappa keys on
+// either side too. It leaves the sum of its similarities and of their squares, in double: they lie in [-1, 1], so a
+// variance of 1e-12, below which they count as all alike, is still far above double's rounding. The last block of a
+// head to finish adds these up in their order. standardize, where it is wanted, turns the similarities to outlier
+// degrees.
 //
 // Keys whose squared norm is not a comfortable float get it in double, and are made unit vectors in two steps.
 //
@@ -218,8 +219,8 @@ __global__ void __launch_bounds__(kDegreeThreads)
   if (threadIdx.x == 0) standards[row] = Standard::of(sums);
 }
 
-__global__ void __launch_bounds__(256) standardize_kernel(float* scores, const Standard* standards, int64_t n,
-                                                          unsigned blocks) {
+__global__ void __launch_bounds__(256)
+    standardize_kernel(float* scores, const Standard* standards, int64_t n, unsigned blocks) {
   const int64_t row = blockIdx.x / blocks, i = blockIdx.x % blocks * int64_t{256} + threadIdx.x;
   if (i >= n) return;
   const Standard of = standards[row];

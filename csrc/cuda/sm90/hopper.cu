@@ -1,3 +1,4 @@
+#include "assign_prototypes.cuh"
 #include "hopper.h"
 #include "window_attention.cuh"
 #include "window_scores.cuh"
@@ -11,6 +12,10 @@ bool window_scores(const Window& p, const LseView& lse, cudaStream_t stream) {
 bool window_pass(const Window& p, const KVView* v, int64_t splits, int64_t split_keys, float2* sums, float* out,
                  cudaStream_t stream) {
   return window_pass_hopper(p, v, splits, split_keys, sums, out, stream);
+}
+
+bool assign_prototypes(const AssignPrototypesParams& p, const KVView& units, int64_t rows, cudaStream_t stream) {
+  return assign_prototypes_hopper(p, units, rows, stream);
 }
 
 }  // namespace kvops::sm90

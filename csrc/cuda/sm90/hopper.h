@@ -1,7 +1,8 @@
-// What the launchers of window_scores and window_attention ask of the Hopper kernels. Each function does its pass and
-// returns true, or does nothing and returns false: not built, not wanted (KVOPS_SM90), another GPU, or a call that it
-// does not serve. Then the portable kernel does the pass; both read and write the same.
+// What the launchers of window_scores, window_attention and assign_prototypes ask of the Hopper kernels. Each function
+// does its pass and returns true, or does nothing and returns false: not built, not wanted (KVOPS_SM90), another GPU,
+// or a call that it does not serve. Then the portable kernel does the pass; both read and write the same.
 #pragma once
+#include "../../ops/assign_prototypes.h"
 #include "../../ops/window_scores.h"
 #include "../device.cuh"
 
@@ -16,11 +17,17 @@ bool window_scores(const Window& p, const LseView& lse, cudaStream_t stream);
 // dv], sums are [b * heads, rows, splits], and `out`, [.., dv], gets the sum of 2^(logit - it) v.
 bool window_pass(const Window& p, const KVView* v, int64_t splits, int64_t split_keys, float2* sums, float* out,
                  cudaStream_t stream);
+
+// The assignment. units: the prototypes as unit vectors of k's dtype, [b, heads, rows, d], 0 for those that cannot win.
+bool assign_prototypes(const AssignPrototypesParams& p, const KVView& units, int64_t rows, cudaStream_t stream);
 #else
 inline bool window_scores(const Window&, const LseView&, cudaStream_t) {
   return false;
 }
 inline bool window_pass(const Window&, const KVView*, int64_t, int64_t, float2*, float*, cudaStream_t) {
+  return false;
+}
+inline bool assign_prototypes(const AssignPrototypesParams&, const KVView&, int64_t, cudaStream_t) {
   return false;
 }
 #endif

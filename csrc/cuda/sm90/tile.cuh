@@ -1,4 +1,4 @@
-// What the two Hopper kernels share: who does what in a block of threads, and tiles of query rows.
+// What the Hopper kernels share: who does what in a block of threads, and, for two of them, tiles of query rows.
 //
 // A block of threads is two consumer warpgroups (128 threads each, as wgmma wants them) and one producer warp. The
 // producer's first thread has the copy engine fill a ring of stages in shared memory with keys; each stage has two
@@ -127,13 +127,16 @@ __device__ inline void copy_keys(const TensorMap& map, uint64_t* full, T* to, in
     copy_box(map, full, to + slab * kSlab * kKeys, slab * kSlab, key, head, batch);
 }
 
-// Is there a Hopper kernel for such queries and keys, and is it wanted? KVOPS_SM90=1 says so, until results of a GPU
-// say that it may be used always.
-inline bool serves(const Window& p) {
+// Are there Hopper kernels for such keys, and are they wanted? KVOPS_SM90=1 says so, until results of a GPU say that
+// they may be used always.
+inline bool serves(DType dtype, int64_t d, int64_t n) {
   const char* const wanted = std::getenv("KVOPS_SM90");
-  return wanted && std::string_view(wanted) == "1" && p.dtype != DType::f32 &&
-         (p.d == 64 || p.d == 128 || p.d == 256) && p.w > 1 && p.softcap == 0 && p.n > 0 && p.n < 1 << 30 &&
-         is_hopper();
+  return wanted && std::string_view(wanted) == "1" && dtype != DType::f32 && (d == 64 || d == 128 || d == 256) &&
+         n > 0 && n < 1 << 30 && is_hopper();
+}
+// And for such queries?
+inline bool serves(const Window& p) {
+  return p.w > 1 && p.softcap == 0 && serves(p.dtype, p.d, p.n);
 }
 
 // fn(T{}) of 16-bit elements.
