@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvops import reference
 from kvops.bench import ROWS, gpu, record
 from kvops.bench import __main__ as command
 from kvops.bench import measure as measuring
@@ -35,6 +36,17 @@ def test_baseline_computes_the_same(name):
         if name.startswith("snapkv"):  # pooled scores are equal among neighbours, and torch.topk takes any of them
             kept = [[set(x.tolist()) for x in result[2].flatten(0, 1)] for result in (ours, theirs)]
             assert all(len(a - b) < 7 for a, b in zip(*kept, strict=True)) and ours[0].shape == theirs[0].shape
+            continue
+        if name == "assign_prototypes":  # products of bf16 take almost the best
+            cosines = reference.prototype_cosines(case.k, case.clusters.prototypes)
+            chosen = (cosines.gather(-1, x.long().unsqueeze(-1)) for x in (ours, theirs))
+            assert torch.subtract(*chosen).abs().max() < 4e-3
+            continue
+        if name == "protokv_compress":  # and a token in another cluster may change what is kept of both
+            kept = [[set(x.tolist()) for x in result[2].flatten(0, 1)] for result in (ours, theirs)]
+            assert (
+                all(len(a & b) > 0.9 * len(a) for a, b in zip(*kept, strict=True)) and ours[0].shape == theirs[0].shape
+            )
             continue
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)  # exact for indices, as they are < 1e4
         case.restore()

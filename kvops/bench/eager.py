@@ -80,6 +80,63 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
     return {name: partial(run, backend) for name, backend in kernels.items()}
 
 
+def outlier_degree(k: Tensor, kappa: int = 5) -> Tensor:
+    """[b, Hk, n, d] -> [b, Hk, n]: the mean of the neighbours' directions by pooling, not one cosine per pair."""
+    unit = F.normalize(k, dim=-1).flatten(0, 1)
+    near = F.avg_pool1d(unit.mT, 2 * kappa + 1, 1, kappa, count_include_pad=False).mT
+    similarity = (unit * near).sum(-1).unflatten(0, k.shape[:2])
+    return (similarity.mean(-1, keepdim=True) - similarity) / similarity.std(-1, correction=0, keepdim=True)
+
+
+def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) -> Tensor:
+    """[b, Hk, n, d], [b, Hk, p], [r, d], [r] -> [b, Hk, p]."""
+    rows = indices.unsqueeze(-1).expand(-1, -1, -1, k.shape[-1])
+    bits = (k.gather(2, rows).float() @ projection.mT + phase).cos() > 0
+    return (bits * 2 ** torch.arange(len(phase) - 1, -1, -1, device=k.device)).sum(-1).int()
+
+
+def build_prototypes(k: Tensor, sats: Tensor, buckets: Tensor, num_chunks: int, num_buckets: int = 4):
+    """[b, Hk, n, d], [b, Hk, p] twice -> [b, Hk, num_chunks + num_buckets, d] and the counts."""
+    b, heads, n, d = k.shape
+    chunks = ((torch.arange(n, device=k.device) + 1) * num_chunks - 1) // n
+    cluster = chunks.expand(b, heads, n).scatter(2, sats, num_chunks + buckets.long())
+    return cluster_centers(k, cluster, num_chunks + num_buckets)
+
+
+def cluster_centers(k: Tensor, cluster: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """[b, Hk, n, d], [b, Hk, n] -> fp32 [b, Hk, count, d], int32 [b, Hk, count]."""
+    b, heads, _, d = k.shape
+    sums = k.new_zeros(b, heads, count, d, dtype=torch.float32)
+    sums.scatter_add_(2, cluster.unsqueeze(-1).expand(k.shape), k.float())
+    counts = sums.new_zeros(b, heads, count).scatter_add_(2, cluster, sums.new_ones(cluster.shape))
+    return sums / counts.clamp(min=1).unsqueeze(-1), counts.int()
+
+
+def assign_prototypes(k: Tensor, prototypes: Tensor) -> Tensor:
+    """[b, Hk, n, d], [b, Hk, C, d] -> [b, Hk, n]."""
+    return (F.normalize(k, dim=-1) @ F.normalize(prototypes, dim=-1).to(k.dtype).mT).argmax(-1).int()
+
+
+def cluster_sums(scores: Tensor, assignment: Tensor, count: int) -> Tensor:
+    """[b, Hk, n] twice -> [b, Hk, count]."""
+    return scores.new_zeros(*scores.shape[:2], count).scatter_add_(2, assignment.long(), scores)
+
+
+def cluster_mean(scores: Tensor, assignment: Tensor, count: int) -> Tensor:
+    """[b, Hk, n] twice -> [b, Hk, count]."""
+    return cluster_sums(scores, assignment, count) / cluster_sums(torch.ones_like(scores), assignment, count)
+
+
+def cluster_priority(scores: Tensor, assignment: Tensor, means: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """[b, Hk, n] twice, [b, Hk, C] -> [b, Hk, n], [b, Hk]."""
+    sizes = cluster_sums(torch.ones_like(scores), assignment, means.shape[2])
+    order = means.nan_to_num(-torch.inf).argsort(dim=-1, descending=True, stable=True)
+    upto = torch.empty_like(sizes).scatter_(2, order, sizes.gather(2, order).cumsum(-1))
+    upto, size = (x.gather(2, assignment.long()) for x in (upto, sizes))
+    priority = torch.where(upto <= k, torch.inf, torch.where(upto - size < k, scores, -torch.inf))
+    return priority, sizes.sum(-1).clamp(max=k).int()
+
+
 def select_topk(scores: Tensor, k: int) -> Tensor:
     """[b, Hk, n] -> [b, Hk, k], ascending."""
     return scores.topk(k, dim=-1).indices.sort(dim=-1).values
@@ -144,3 +201,29 @@ def _snapkv_select(k, v, scores, w, budget, kernel) -> tuple[Tensor, Tensor, Ten
     last = torch.arange(n - w, n, device=k.device).expand(b, heads, -1)
     indices = torch.cat([select_topk(prefix, budget - w), last], dim=-1)
     return *gather_kv(k, v, indices), indices
+
+
+def protokv_compress(k, v, q, budget: int, num_chunks: int, projection: Tensor, phase: Tensor) -> tuple[Tensor, ...]:
+    """ProtoKV with raw dot scores: [b, Hk, n, d] twice, [b, Hq, w, d] -> K, V, indices."""
+    b, heads, n, d = k.shape
+    w, group = q.shape[2], q.shape[1] // heads
+    prefix = k[:, :, : n - w]
+    sats = select_topk(outlier_degree(prefix), 32)
+    buckets = lsh_bucket(prefix, sats, projection, phase)
+    prototypes, counts = build_prototypes(prefix, sats, buckets, num_chunks)
+    assignment = assign_prototypes(prefix, prototypes)
+    scores = grouped_logits(q * d**-0.5, prefix).float().sum(2) / group
+    means = cluster_mean(scores, assignment, counts.shape[2])
+    priority, _ = cluster_priority(scores, assignment, means, budget - w)
+    last = torch.arange(n - w, n, device=k.device).expand(b, heads, -1)
+    indices = torch.cat([select_topk(priority, budget - w), last], dim=-1)
+    return *gather_kv(k, v, indices), indices
+
+
+def kmeans(k: Tensor, count: int, iterations: int = 10) -> Tensor:
+    """Lloyd's algorithm by cosine, from tokens at equal distances: [b, Hk, n, d] -> [b, Hk, n]."""
+    centers = k[:, :, :: k.shape[2] // count][:, :, :count].float()
+    for _ in range(iterations):
+        assignment = assign_prototypes(k, centers)
+        centers, _ = cluster_centers(k, assignment.long(), count)
+    return assignment

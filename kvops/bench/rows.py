@@ -21,6 +21,7 @@ KEEP = 0.25  # of the tokens, in everything that selects or moves
 SINK = 16  # LagKV's static part
 GROUP = 4  # query heads per KV head
 WINDOW = 32  # rows that observe, SnapKV's default
+PROTOTYPES = 500  # ProtoKV's default, with its four buckets
 LAYERS = 32  # of the ladder's rows, which share the tokens; fewer where each would have less than 64
 NEAR_FLOOR = 1 / 1.3  # a whole call takes at most 1.3 times as long as a copy of its bytes
 
@@ -31,6 +32,17 @@ class Window(NamedTuple):
     q: Tensor  # [batch, GROUP * heads, w, d]
     visible: Tensor  # int32 [w]: causal
     lse: Tensor  # fp32 [batch, GROUP * heads, w]
+
+
+class Clusters(NamedTuple):
+    """What ProtoKV makes on its way."""
+
+    hash: tuple[Tensor, Tensor]  # projection and phase
+    sats: Tensor
+    buckets: Tensor
+    prototypes: Tensor
+    assignment: Tensor
+    means: Tensor
 
 
 class Ladder:
@@ -104,6 +116,16 @@ class Case:
         q = torch.randn(shape, device=self.device, generator=generator).to(self.dtype)
         visible = torch.arange(self.n - rows + 1, self.n + 1, dtype=torch.int32, device=self.device)
         return Window(q, visible, ops.window_attention(q, self.k, self.v, visible)[1])
+
+    @cached_property
+    def clusters(self) -> Clusters:
+        hashing = kvops.lsh_projection(self.d, device=self.device)
+        sats = ops.select_topk(ops.outlier_degree(self.k), 32)
+        buckets = ops.lsh_bucket(self.k, sats, *hashing)
+        prototypes, _ = ops.build_prototypes(self.k, sats, buckets, PROTOTYPES - 4)
+        assignment = ops.assign_prototypes(self.k, prototypes)
+        means = ops.cluster_mean(self.scores, assignment, PROTOTYPES)
+        return Clusters(hashing, sats, buckets, prototypes, assignment, means)
 
     def restore(self) -> None:
         """Undoes in-place calls."""
@@ -381,6 +403,30 @@ def _snapkv(with_lse: bool, **row) -> Row:
     )
 
 
+def _prototype_product(c: Case) -> Callable[[], Tensor]:
+    """K times the prototypes in bf16, which has no argmax and writes [n, C]."""
+    k, prototypes = c.k.bfloat16(), c.clusters.prototypes.bfloat16().mT
+    out = k.new_empty(*k.shape[:3], PROTOTYPES)
+    return lambda: torch.matmul(k, prototypes, out=out)
+
+
+def _protokv(c: Case) -> Any:
+    return kvops.protokv_compress(c.k, c.v, c.window(WINDOW).q, c.budget, out=c.out)
+
+
+def _protokv_peers(c: Case) -> dict[str, Callable[[], Any]]:
+    q = c.window(WINDOW).q
+    peers = {
+        "bf16 product": _prototype_product(c),
+        "assign_prototypes": lambda: ops.assign_prototypes(c.k, c.clusters.prototypes),
+        "SnapKV": lambda: eager.snapkv_compress(c.k, c.v, q, c.budget),
+        "our SnapKV": lambda: kvops.snapkv_compress(c.k, c.v, q, c.budget, out=c.out),
+    }
+    if c.device != "cpu":  # there it takes ten seconds
+        peers["K-means"] = lambda: eager.kmeans(c.k, PROTOTYPES)
+    return peers
+
+
 # Moves are measured on rows scattered at random, where memory reads ahead in vain, and on one run of rows.
 ROWS: dict[str, Row] = {
     "lag_score": Row(
@@ -458,6 +504,60 @@ ROWS: dict[str, Row] = {
         against="copy",
         touched=lambda c: c.rope_out,
     ),
+    "outlier_degree": Row(
+        forms={"": lambda c: ops.outlier_degree(c.k)},
+        eager=eager.outlier_degree,
+        args=lambda c: (c.k,),
+        bytes=lambda c: size(c.k),
+        against="read",
+        touched=lambda c: (c.k,),
+        copy_goal=0.8,
+    ),
+    "lsh_bucket": Row(
+        forms={"": lambda c: ops.lsh_bucket(c.k, c.clusters.sats, *c.clusters.hash)},
+        eager=eager.lsh_bucket,
+        args=lambda c: (c.k, c.clusters.sats, *c.clusters.hash),
+        bytes=lambda c: size(c.k) // c.n * c.clusters.sats.shape[2],
+        against="",
+        touched=lambda c: (c.k,),
+    ),
+    "build_prototypes": Row(
+        forms={"": lambda c: ops.build_prototypes(c.k, c.clusters.sats, c.clusters.buckets, PROTOTYPES - 4)},
+        eager=eager.build_prototypes,
+        args=lambda c: (c.k, c.clusters.sats, c.clusters.buckets, PROTOTYPES - 4),
+        bytes=lambda c: size(c.k, c.clusters.prototypes),
+        against="read",
+        touched=lambda c: (c.k,),
+        copy_goal=0.8,
+    ),
+    "assign_prototypes": Row(
+        forms={"": lambda c: ops.assign_prototypes(c.k, c.clusters.prototypes)},
+        eager=eager.assign_prototypes,
+        args=lambda c: (c.k, c.clusters.prototypes),
+        bytes=lambda c: size(c.k, c.clusters.assignment),
+        against="read",
+        touched=lambda c: (c.k,),
+        peers=lambda c: {"bf16 product": _prototype_product(c)},
+        peer_goals={"bf16 product": 1},
+    ),
+    "cluster_mean": Row(
+        forms={"": lambda c: ops.cluster_mean(c.scores, c.clusters.assignment, PROTOTYPES)},
+        eager=eager.cluster_mean,
+        args=lambda c: (c.scores, c.clusters.assignment, PROTOTYPES),
+        bytes=lambda c: size(c.scores, c.clusters.assignment),
+        against="read",
+        touched=lambda c: (c.scores, c.clusters.assignment),
+        per_dtype=False,
+    ),
+    "cluster_priority": Row(
+        forms={"": lambda c: ops.cluster_priority(c.scores, c.clusters.assignment, c.clusters.means, c.budget)},
+        eager=eager.cluster_priority,
+        args=lambda c: (c.scores, c.clusters.assignment, c.clusters.means, c.budget),
+        bytes=lambda c: 2 * size(c.scores) + size(c.clusters.assignment),
+        against="read",
+        touched=lambda c: (c.scores, c.clusters.assignment),
+        per_dtype=False,
+    ),
     "keydiff_compress": _keydiff(),
     "lagkv_compress": Row(
         forms={
@@ -477,6 +577,16 @@ ROWS: dict[str, Row] = {
     ),
     "snapkv_compress": _snapkv(True, eager_goal=4, peer_goals={"repeat_kv": 7}),
     "snapkv_compress, no lse": _snapkv(False, eager_goal=2),
+    "protokv_compress": Row(
+        forms={"out=": _protokv},
+        eager=eager.protokv_compress,
+        args=lambda c: (c.k, c.v, c.window(WINDOW).q, c.budget, PROTOTYPES - 4, *c.clusters.hash),
+        bytes=lambda c: 4 * size(c.k) + 2 * size(*c.out),
+        against="read",
+        touched=lambda c: (c.k,),
+        peers=_protokv_peers,
+        peer_goals={"SnapKV": 1, "K-means": 5},
+    ),
     "keydiff_compress, 4096 tokens": _keydiff(shape=(8, 4096), forms=("out=", "fresh"), cuda_only=True),
     "keydiff_compress, 64 tokens": _keydiff(shape=(1, 64), forms=("fresh",)),  # what a call costs when there is no work
 }
