@@ -10,7 +10,7 @@ matplotlib for the picture, each of them only where it is there: what is missing
     tests      the operators', methods' and streaming tests on device cuda, and test_cuda.py (graphs, streams, repeats)
     memcheck   compute-sanitizer over a sample: each operator and method on a few shapes and dtypes (tests/calls.py)
     racecheck  the same
-    hopper     on a Hopper GPU, where CUTLASS is found: its kernels (KVOPS_SM90=1) in the benchmark's rows of windows
+    hopper     on a Hopper GPU, where CUTLASS is found: its kernels (KVOPS_SM90=1) in the benchmark's rows that use them
     laq        what LAQ adds to a prefill of 32,768 tokens in a stack of 8B shape (laq_cost.py; needs transformers)
     lacache    what LaCache's compactions add to a decode step in such a stack (lacache_cost.py; the same)
     bench      python -m kvops.bench --device cuda, with torch.compile at n = 131072
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu"
 SITE = WORK / "site"  # what a wheel would hold
 MODULES = ("pytest", "hypothesis", "expecttest", "numpy", "matplotlib", "transformers")
-WINDOW_ROWS = ("window_scores", "window_scores, no lse", "window_attention")  # of the benchmark
+HOPPER_ROWS = ("window_scores", "window_scores, no lse", "window_attention", "assign_prototypes")  # of the benchmark
 LEAST = 5  # seconds; with less left a step is not begun
 LOG_BYTES = 1 << 20
 
@@ -263,7 +263,8 @@ class Run:
     def tests(self, seconds: float) -> Result:
         log = self.log("tests")
         names = [file.stem for file in sorted((ROOT / "csrc" / "ops").glob("*.h"))]
-        names += ["methods", "baselines", "window_methods", "streaming", "streaming_windows", "flash", "cuda"]
+        names += ["methods", "baselines", "window_methods", "streaming", "streaming_windows", "protokv"]
+        names += ["flash", "cuda"]
         names += ["sm90"] if self.is_hopper() and self.facts["cutlass"] else []
         files = [file for name in names if (file := ROOT / "tests" / f"test_{name}.py").exists()]
         return run_tests(files, log, seconds, environment(self.wheels), SITE, self.facts["missing"])
@@ -287,7 +288,7 @@ class Run:
             return Result(NOT_RUN, "no CUTLASS" if self.is_hopper() else "not a Hopper GPU")
         log, record = self.log("hopper"), self.out / "bench-sm90.json"
         command = [sys.executable, "-m", "kvops.bench", "--device", "cuda", "--json", str(record), "--quick"]
-        command += ["--n", "131072", "--dtype", "bf16", "--ops", *WINDOW_ROWS]
+        command += ["--n", "131072", "--dtype", "bf16", "--ops", *HOPPER_ROWS]
         code = execute(command, log, seconds, environment(self.wheels, KVOPS_SM90="1"), SITE)
         if code != 0:
             return Result(FAILED, "time was up" if code is None else f"exit status {code}")

@@ -23,14 +23,15 @@ FAST = "not opcheck and not many_heads and not repeatable"  # many_heads takes l
 # What finds nothing that depends on the order of threads.
 SLOW = "dtypes_and_head_dims or every_16_bit or rows_at_any_address or partial_rotation"
 LONG = "(window or sm90) and not (layouts or batch or limits or splits)"  # every path of theirs is in those
-ALIKE = "(window or sm90) and (reductions or not_finite)"  # the same accesses with other arithmetic
+# The same accesses with other arithmetic.
+ALIKE = "(window or sm90) and (reductions or not_finite) or prototypes and (ties or tiny or opposed or much_alike)"
 
 # What runs where: build, order of threads, tests. Shapes and graphs (opcheck, compile) are the same on every device.
 RUNS = {
     "order 1": ("plain", 1, [*OPERATORS_TESTS, "-k", f"not opcheck and not ({SLOW} or {ALIKE})"]),
     "order 2": ("plain", 2, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW} or {ALIKE})"]),
     "address": ("address", 0, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({ALIKE})"]),  # and order 0
-    "thread": ("thread", 0, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW}) and not ({LONG})"]),
+    "thread": ("thread", 0, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW} or {ALIKE}) and not ({LONG})"]),
     "methods": ("plain", 0, ["tests/test_methods.py", "tests/test_streaming.py", "-k", "not compile and not trace"]),
     "windows": (
         "plain",

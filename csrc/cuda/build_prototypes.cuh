@@ -50,8 +50,8 @@ struct Members {
     }
   }
 
-  // Where anchor i lies among so many slots from `from` on, or something that is not below `size`.
-  __device__ uint64_t sat(int i, int from) const { return static_cast<uint64_t>(sats[i * stride] - from); }
+  // How far behind slot `from` anchor i lies; of one before it, or out of range, more than there are slots.
+  __device__ uint64_t sat(int i, int from) const { return static_cast<uint64_t>(sats[i * stride]) - from; }
 
   // The slots, or -1, of the round that begins at member `done`. By the whole block; a barrier follows, and one lies
   // between its reads and the next round.

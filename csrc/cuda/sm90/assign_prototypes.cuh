@@ -7,7 +7,7 @@
 // tile of 64 x 128 products at d = 128 a multiprocessor of an H200 has 512 cycles of wgmma to do and 384 of
 // comparisons, three instructions for each product at half rate; one warpgroup compares while the other multiplies.
 //
-// Prototypes that do not fit into shared memory beside two tiles of keys (768 fit with d = 128, 1536 with 64, 256 with
+// Prototypes that do not fit into shared memory beside two tiles of keys (768 fit with d = 128, 1664 with 64, 256 with
 // 256) are left to the portable kernel. Both do keys again whose best product is not comfortable.
 //
 // Not yet run on a GPU.
