@@ -13,6 +13,7 @@ kept, and says where. A second table is of the methods that look at queries, at 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import textwrap
 import time
@@ -36,6 +37,7 @@ from tqdm import tqdm
 import kvops
 import kvops.hf
 from kvops.bench.record import origin, write
+from kvops.cache import AttentionMethod
 from kvops.hf import KVCache
 
 HERE = Path(__file__).resolve().parent
@@ -48,6 +50,7 @@ SHARES = (0.5, 0.25)
 DEPTHS = 11  # keys at 0 %, 10 %, ... 100 % of the context
 BATCH = 11
 SINK = 16  # LagKV's
+WINDOW = 32  # the context's last tokens, which SnapKV, ProtoKV and SATKV keep; their queries observe for the first two
 LOOKUP = ((1, 1), (2, 1))  # (layer, KV head): where the answer looks the digits up; see heads.py in the model's folder
 ROUNDS = 21  # of the timing
 
@@ -99,6 +102,57 @@ def plain_lagkv(k: Tensor, v: Tensor, lag: int, m: int) -> tuple[Tensor, Tensor]
     return plain_gather(k, v, torch.cat([head.expand(shape), kept.flatten(2), tail.expand(shape)], 2))
 
 
+def plain_keep(k: Tensor, v: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
+    """These slots of the prefix, int64 [b, Hk, any], and the window."""
+    window = torch.arange(k.shape[2] - WINDOW, k.shape[2]).expand(*k.shape[:2], -1)
+    return plain_gather(k, v, torch.cat([prefix.sort(-1).values, window], 2))
+
+
+def plain_window(k: Tensor, q: Tensor, score: str) -> Tensor:
+    """What the last queries make of each token of the prefix: [b, Hk, n - w]."""
+    n, w, group = k.shape[2], q.shape[2], q.shape[1] // k.shape[1]
+    logits = q @ k.repeat_interleave(group, 1).mT * k.shape[3] ** -0.5
+    if score == "softmax":
+        logits = logits.masked_fill(torch.ones(w, n).triu(n - w + 1).bool(), -torch.inf).softmax(-1)
+    return logits.sum(2)[..., : n - w].unflatten(1, (-1, group)).mean(2)
+
+
+def plain_snapkv(k: Tensor, v: Tensor, q: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    scores = F.max_pool1d(plain_window(k, q, "softmax"), 7, 1, 3)
+    return plain_keep(k, v, scores.topk(budget - WINDOW, -1).indices)
+
+
+def plain_outlier_degree(k: Tensor, kappa: int = 5) -> Tensor:
+    unit, slots = F.normalize(k, dim=-1), torch.arange(k.shape[2])
+    first, last = (slots - kappa).clamp(min=0), (slots + kappa + 1).clamp(max=k.shape[2])
+    sums = F.pad(unit.cumsum(2), (0, 0, 1, 0))
+    similarity = (unit * (sums[:, :, last] - sums[:, :, first])).sum(-1) / (last - first)
+    return (similarity.mean(-1, keepdim=True) - similarity) / similarity.std(-1, keepdim=True)
+
+
+def plain_satkv(k: Tensor, v: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    return plain_keep(k, v, plain_outlier_degree(k[:, :, :-WINDOW]).topk(budget - WINDOW, -1).indices)
+
+
+def plain_protokv(k: Tensor, v: Tensor, q: Tensor, budget: int, score: str, chunks: int) -> tuple[Tensor, Tensor]:
+    prefix = k[:, :, :-WINDOW]
+    b, heads, m, d = prefix.shape
+    projection, phase = kvops.lsh_projection(d)
+    sats = plain_outlier_degree(prefix).topk(32, -1).indices
+    signs = (prefix.gather(2, sats.unsqueeze(-1).expand(-1, -1, -1, d)) @ projection.mT + phase).cos() > 0
+    ids = torch.bucketize(torch.arange(m), torch.arange(1, chunks) * m // chunks, right=True).repeat(b, heads, 1)
+    ids.scatter_(2, sats, chunks + (signs * torch.tensor([2, 1])).sum(-1))
+    sums = torch.zeros(b, heads, chunks + 4, d).scatter_add_(2, ids.unsqueeze(-1).expand(-1, -1, -1, d), prefix)
+    cosines = F.normalize(prefix, dim=-1) @ F.normalize(sums, dim=-1).mT
+    ids = cosines.masked_fill((sums == 0).all(-1).unsqueeze(2), -torch.inf).argmax(-1)
+    token, zero = plain_window(k, q, score), torch.zeros(b, heads, chunks + 4)
+    cluster = zero.scatter_add(2, ids, token) / zero.scatter_add(2, ids, torch.ones_like(token))
+    order = token.sort(dim=-1, descending=True, stable=True).indices  # clusters in order, in each its tokens in order
+    of_cluster = cluster.gather(2, ids).gather(2, order)
+    order = order.gather(2, of_cluster.sort(dim=-1, descending=True, stable=True).indices)
+    return plain_keep(k, v, order[..., : budget - WINDOW])
+
+
 # ---- the lines of the table ----
 
 
@@ -108,9 +162,10 @@ class Row:
 
     name: str
     share: float
-    compress: Callable | None = None  # (k, v, seed) -> kvops.Compressed; None: keeps everything, or cannot reach it
-    plain: Callable | None = None  # (k, v) -> (k, v): the same in plain PyTorch
+    compress: Callable | None = None  # (k, v, q, seed) -> kvops.Compressed; None: keeps everything, or cannot reach it
+    plain: Callable | None = None  # (k, v, q) -> (k, v): the same in plain PyTorch
     note: str = ""
+    drawn: bool = True
     tokens: int = 0
     bytes_full: int = 0  # of one context, all layers
     bytes_kept: int = 0
@@ -159,8 +214,8 @@ def lagkv_row(share: float, lag: int, n: int, budget: int) -> Row:
     return Row(
         name,
         share,
-        lambda k, v, seed: kvops.lagkv_compress(k, v, lag, r, sink=SINK),
-        lambda k, v: plain_lagkv(k, v, lag, m),
+        lambda k, v, q, seed: kvops.lagkv_compress(k, v, lag, r, sink=SINK),
+        lambda k, v, q: plain_lagkv(k, v, lag, m),
         "" if m else "no token per partition: sink, last partition and rest are the whole budget, nothing is chosen",
     )
 
@@ -172,7 +227,21 @@ def make_rows(n: int) -> list[Row]:
         budget = int(share * n)
 
         def row(name: str, compress: Callable, plain: Callable, share=share, budget=budget) -> Row:
-            return Row(name, share, lambda k, v, seed: compress(k, v, budget, seed), lambda k, v: plain(k, v, budget))
+            """Of a method that looks at keys alone: compress(k, v, budget, seed), plain(k, v, budget)."""
+            own = lambda k, v, q, seed: compress(k, v, budget, seed)  # noqa: E731
+            return Row(name, share, own, lambda k, v, q: plain(k, v, budget))
+
+        def asking(name: str, compress: Callable, plain: Callable, share=share, budget=budget, **options) -> Row:
+            """Of one that looks at the last queries too: compress(k, v, q, budget), plain(k, v, q, budget)."""
+            own = lambda k, v, q, seed: compress(k, v, q, budget, **options)  # noqa: E731
+            return Row(name, share, own, lambda k, v, q: plain(k, v, q, budget))
+
+        def protokv(score: str, chunks: int, asking=asking) -> Row:
+            plain = functools.partial(plain_protokv, score=score, chunks=chunks)
+            name = f"ProtoKV {score[:4]} {chunks}"
+            row = asking(name, kvops.protokv_compress, plain, score=score, num_chunks=chunks)
+            row.drawn = chunks == 496
+            return row
 
         rows += [
             row("StreamingLLM", lambda k, v, m, seed: kvops.streamingllm_compress(k, v, m), plain_streamingllm),
@@ -180,6 +249,9 @@ def make_rows(n: int) -> list[Row]:
             lagkv_row(share, 128, n, budget),
             lagkv_row(share, 256, n, budget),
             row("KeyDiff", lambda k, v, m, seed: kvops.keydiff_compress(k, v, m), plain_keydiff),
+            asking("SnapKV", kvops.snapkv_compress, plain_snapkv),
+            row("SATKV", lambda k, v, m, seed: kvops.satkv_compress(k, v, WINDOW, m), plain_satkv),
+            *(protokv(score, chunks) for score in ("dot", "softmax") for chunks in (496, 100)),
         ]
     return rows
 
@@ -190,12 +262,26 @@ def make_rows(n: int) -> list[Row]:
 class Once(kvops.Method):
     """Evicts after the first append, the context; the question and the answer are all kept."""
 
-    def __init__(self, compress: Callable, seed: int):
+    def __init__(self, compress: Callable, queries: list[Tensor], seed: int):
         super().__init__()
-        self.compress, self.seed = compress, seed
+        self.compress, self.queries, self.seed = compress, queries, seed
 
     def _evict(self, k, v, pads, seen):
-        return None if self.seen else self.compress(k, v, self.seed + self.layer).indices
+        return None if self.seen else self.compress(k, v, self.queries[self.layer], self.seed + self.layer).indices
+
+
+class Reading(AttentionMethod):
+    """Keeps everything, and the last queries."""
+
+    def _rows(self, t):
+        return 0
+
+    def _remembered(self):
+        return WINDOW
+
+    @property
+    def queries(self) -> Tensor:
+        return self._queries
 
 
 @dataclass
@@ -223,7 +309,7 @@ def make_prompts(count: int, context: int, digits: int) -> list[Prompt]:
 def run(context: int = 2048, digits: int = 32, prompts: int = 33, progress: bool = True) -> tuple[list[Row], Prompt]:
     """Runs everything; returns the lines of the table, and the prompt whose kept positions they hold."""
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL).eval()
+    model = kvops.hf.use_attention(transformers.AutoModelForCausalLM.from_pretrained(MODEL).eval())
     rows, asked = make_rows(context), make_prompts(prompts, context, digits)
     active = [row for row in rows if row.reachable]
     shown = min(range(prompts), key=lambda i: abs(asked[i].depth - 0.3))  # an early key, outside StreamingLLM's window
@@ -237,15 +323,17 @@ def run(context: int = 2048, digits: int = 32, prompts: int = 33, progress: bool
             where = f"prompts {first + 1}-{first + len(batch)} of {prompts}"
             bar.set_description(f"{where}: reading")
             ids = torch.from_numpy(np.stack([p.ids for p in batch]))
-            full = transformers.DynamicCache(config=model.config)
+            full = KVCache(model.config, Reading())
             model.model(ids, past_key_values=full)
+            read = [layer.method for layer in full.layers]
+            queries = [x.queries for x in read]
             ids = torch.cat([ids, question.expand(len(batch), -1)], 1)
             bar.update()
             for row in active:
                 bar.set_description(f"{where}: {row.name}")
-                cache = KVCache(model.config, Once(row.compress, first) if row.compress else kvops.Full())
-                for i, layer in enumerate(full.layers):  # what reading the context with this cache would hand to it
-                    cache.update(layer.keys, layer.values, i)
+                cache = KVCache(model.config, Once(row.compress, queries, first) if row.compress else kvops.Full())
+                for i, layer in enumerate(read):  # what reading the context with this cache would hand to it
+                    cache.update(layer.k, layer.v, i)
                 note_kept(row, cache, batch)
                 if first <= shown < first + len(batch):
                     row.kept = kept_slots(cache)[shown - first].numpy()
@@ -263,7 +351,7 @@ def run(context: int = 2048, digits: int = 32, prompts: int = 33, progress: bool
                 bar.update()
         bar.set_description("timing")
         with threads(1):  # so is one context of this model
-            measure(active, [(x.keys[:1].contiguous(), x.values[:1].contiguous()) for x in full.layers])
+            measure(active, [tuple(y[:1].contiguous() for y in (x.k, x.v, x.queries)) for x in read])
         bar.update()
     return rows, asked[shown]
 
@@ -327,16 +415,16 @@ def note_kept(row: Row, cache: KVCache, batch: list[Prompt]) -> None:
         row.key_kept.append(float(np.mean([key[at].mean() for at in LOOKUP])))
 
 
-def measure(rows: list[Row], layers: list[tuple[Tensor, Tensor]]) -> None:
+def measure(rows: list[Row], layers: list[tuple[Tensor, Tensor, Tensor]]) -> None:
     """Fills in `ms` and `plain_ms`: all layers of one context, kvops and plain PyTorch by turns; medians."""
     rows = [row for row in rows if row.compress]
     times = np.zeros((len(rows), 2, ROUNDS))
     for i in range(-2, ROUNDS):  # two rounds to warm up
         for j, row in enumerate(rows):
-            for side, call in enumerate((lambda k, v, row=row: row.compress(k, v, 0), row.plain)):
+            for side, call in enumerate((functools.partial(row.compress, seed=0), row.plain)):
                 begin = time.perf_counter()
-                for k, v in layers:
-                    call(k, v)
+                for k, v, q in layers:
+                    call(k, v, q)
                 times[j, side, max(i, 0)] = 1e3 * (time.perf_counter() - begin)
     for row, (ours, plain) in zip(rows, np.median(times, 2)):
         row.ms, row.plain_ms = float(ours), float(plain)
@@ -378,12 +466,13 @@ SHADES = LinearSegmentedColormap.from_list("kept", [DROPPED, KEPT])
 
 def picture(rows: list[Row], prompt: Prompt, path: Path) -> None:
     """Which positions each method kept, per layer and head; beside it the key's surroundings, token by token."""
-    names = list(dict.fromkeys(row.name for row in rows if row.share < 1))
+    names = list(dict.fromkeys(row.name for row in rows if row.share < 1 and row.drawn))
     cells = {(row.name, row.share): row for row in rows}
+    height = 1.2 + 1.62 * len(names)
     figure, axes = plt.subplots(
         len(names),
         2 * len(SHARES),
-        figsize=(19, 1.2 + 1.62 * len(names)),
+        figsize=(19, height),
         gridspec_kw={"width_ratios": [2.1, 1.25] * len(SHARES), "wspace": 0.1, "hspace": 0.45},
         squeeze=False,
     )
@@ -392,14 +481,14 @@ def picture(rows: list[Row], prompt: Prompt, path: Path) -> None:
             draw_row(cells[name, share], prompt, *axes[i, 2 * j : 2 * j + 2])
     figure.text(
         0.006,
-        0.985,
+        1 - 0.14 / height,
         f"Which of {len(prompt.ids):,} tokens each method kept, in one of the prompts behind the percentages. A line "
         f"is a KV head (H) of a layer (L), dark is kept.\nOrange: the key's {len(prompt.digits)} digits (on the right "
         "token by token), and the heads that look them up for the answer.",
         fontsize=11.5,
         va="top",
     )
-    figure.subplots_adjust(left=0.028, right=0.995, top=0.9, bottom=0.03)
+    figure.subplots_adjust(left=0.028, right=0.995, top=1 - 0.93 / height, bottom=0.28 / height)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -465,11 +554,17 @@ def findings(rows: list[Row], context: int, digits: int) -> str:
         f"or nothing, by where it stands. At the lower share LagKV keeps {max(m, 0)} tokens of a partition; the key "
         f"has {digits}."
     )
+    asking = (
+        "The question comes later, so methods that ask the text's own last queries keep what those look at, and those "
+        f"do not look at digits: the two heads hold {kept('SnapKV')} of them with SnapKV, {kept('ProtoKV dot 496')} "
+        f"with ProtoKV (raw dot, 496 chunks) and {kept('ProtoKV soft 496')} (softmax), fewer than a random choice. "
+        f"SATKV, which asks nobody, holds {kept('SATKV')}."
+    )
     why = (
         "Do not make too much of it: KeyDiff is flattered, since digits are rare in this text and rare keys are what "
         "it keeps; and this model has hardly any attention sink, so nothing here tells what sinks are worth."
     )
-    return "\n".join(map(wrapped, (seen, why)))
+    return "\n".join(map(wrapped, (seen, asking, why)))
 
 
 def wrapped(line: str) -> str:

@@ -1,8 +1,8 @@
 """Small budgets: does a cache of 32 to 256 of 2,048 tokens still hold the key, when queries choose what it keeps?
 
-The second table of the demo. SnapKV asks the last queries of the prompt, LAQ those of eight tokens that a cache cut by
-SnapKV drafts, LAQ++ these and the prompt's last eight. The cache is cut once: after the question, or before it, when no
-query knows yet what will be asked for.
+The second table of the demo. SnapKV and ProtoKV ask the last queries of the prompt, LAQ those of eight tokens that a
+cache cut by SnapKV drafts, LAQ++ these and the prompt's last eight. The cache is cut once: after the question, or
+before it, when no query knows yet what will be asked for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import kvops.hf
 BUDGETS = (32, 64, 128, 256)
 DIGITS = (8, 32)
 POINTS = ("after", "before")  # the question
-METHODS = {"SnapKV": None, "LAQ": 0, "LAQ++": 8}  # the prompt's last queries that observe beside the draft's
+METHODS = {"SnapKV": None, "ProtoKV": None, "LAQ": 0, "LAQ++": 8}  # the prompt's queries that observe beside a draft's
 
 
 @dataclass
@@ -93,7 +93,9 @@ def cut_cache(model: transformers.PreTrainedModel, cell: Cell, prompt: Read) -> 
     methods = [copy.copy(layer.method) for layer in cache.layers]
     for method in methods:  # as if the prompt had been read with these settings: until the cut they change nothing
         method.budget, method.window = cell.budget, window or 0
-    if window is None:  # the draft that LAQ begins with is SnapKV
+        if cell.method == "ProtoKV":
+            method.stage1 = kvops.ProtoKV(cell.budget)
+    if window is None:  # the cache that LAQ drafts with, which is SnapKV's unless another's is asked for
         methods = [method.draft() for method in methods]
     cache.layers = [layer.with_method(method) for layer, method in zip(cache.layers, methods)]
     if window is not None:

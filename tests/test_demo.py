@@ -42,6 +42,10 @@ def test_keydiff_and_lagkv_find_what_streaming_and_random_lose(shown):
         assert score["Random", share] <= random
     assert score["LagKV, lag 128", 0.5] >= 70 and score["LagKV, lag 256", 0.5] >= 85
     assert score["LagKV, lag 128", 0.25] <= 40  # 18 tokens per partition do not hold 32 digits
+    assert score["SATKV", 0.5] >= 60
+    for name in ("SnapKV", *(x for x, _ in score if x.startswith("ProtoKV"))):
+        assert score[name, 0.5] <= 45  # no query knows yet what will be asked for
+    assert len(score) == 23
 
 
 def test_tokens_and_bytes(shown):
@@ -72,13 +76,17 @@ def test_plain_pytorch_does_the_same(demo):
     """The timed opponents keep the same slots (Random: as many)."""
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, 2, 2048, 64).unbind(0)
+    q = torch.randn(1, 4, 32, 64)
     for row in demo.make_rows(2048):
         if row.compress:
-            ours, plain = row.compress(k, v, 0), row.plain(k, v)
+            ours, plain = row.compress(k, v, q, 0), row.plain(k, v, q)
             assert ours.k.shape == plain[0].shape and ours.v.shape == plain[1].shape
-            if row.name != "Random":
-                same = (ours.k == plain[0]).all(-1) & (ours.v == plain[1]).all(-1)
-                assert same.float().mean() > 0.99  # scores that are equal up to rounding may swap
+            # Scores that are equal up to rounding may swap. ProtoKV may take products of 16-bit numbers, and a token's
+            # second best prototype for its best (random keys are as far from one as from another).
+            least = 0.9 if row.name.startswith("ProtoKV") else 0.99
+            for h in range(2) if row.name != "Random" else ():
+                for x, y in zip((ours.k, ours.v), plain):
+                    assert torch.isin(x[0, h, :, 0], y[0, h, :, 0]).float().mean() > least
 
 
 def test_lagkv_budget_solves_equation_10(demo):
@@ -95,7 +103,7 @@ def test_lagkv_budget_solves_equation_10(demo):
                     assert fixed > budget or partitions == 1
                 else:
                     k = torch.randn(1, 1, n, 64)
-                    kept = row.compress(k, k, 0).k.shape[2]
+                    kept = row.compress(k, k, None, 0).k.shape[2]
                     assert kept == fixed + m * (partitions - 1)
                     assert kept <= budget < kept + partitions - 1
 
@@ -122,7 +130,7 @@ def test_lookahead_finds_at_small_budgets_what_snapkv_loses(demo, monkeypatch):
     monkeypatch.setattr(lookahead, "DIGITS", (8,))
     cells = demo.run_lookahead(1024, 11, progress=False)
     score = {(cell.method, cell.point): cell.score for cell in cells}
-    assert len(cells) == 6 and all(len(cell.right) == 11 for cell in cells)
+    assert len(cells) == 8 and all(len(cell.right) == 11 for cell in cells)
     assert score["LAQ", "after"] >= 95 and score["LAQ++", "after"] >= 95
     assert score["SnapKV", "after"] <= 85
     assert all(score[name, "before"] <= 40 for name in lookahead.METHODS)

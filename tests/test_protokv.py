@@ -573,15 +573,16 @@ def test_models_logits_are_scored_as_they_are():
 def test_compiles_without_graph_breaks():
     torch.compiler.reset()
     q, k, v = make(n=60, w=8)
-    for options in ({}, dict(head_mode="shared", clusters="lsh", num_chunks=9), dict(starts=kit.int32(0, 9))):
+    shared = dict(head_mode="shared", clusters="lsh", num_chunks=9, starts=kit.int32(0, 9))
 
-        @torch.compile(fullgraph=True, backend="aot_eager")
-        def call(k, v, q, options=options):
-            return kvops.protokv_compress(k, v, q, 20, **options), kvops.satkv_compress(k, v, 8, 20)
+    def call(k, v, q):
+        yield kvops.protokv_compress(k, v, q, 20)
+        yield kvops.protokv_compress(k, v, q, 20, **shared)
+        yield kvops.satkv_compress(k, v, 8, 20)
 
-        want = kvops.protokv_compress(k, v, q, 20, **options), kvops.satkv_compress(k, v, 8, 20)
-        for result, expected in zip(call(k, v, q), want):
-            assert torch.equal(result.indices, expected.indices) and torch.equal(result.k, expected.k)
+    compiled = torch.compile(lambda *args: list(call(*args)), fullgraph=True, backend="aot_eager")
+    for result, expected in zip(compiled(k, v, q), call(k, v, q), strict=True):
+        assert torch.equal(result.indices, expected.indices) and torch.equal(result.k, expected.k)
 
 
 WRONG = [
@@ -657,7 +658,7 @@ def test_wrong_arguments():
         (dict(projection=torch.zeros(2, 8), phase=torch.zeros(2)), r"projection must be a contiguous \[r, 16\]"),
         (dict(sink_logits=torch.zeros(6)), "lse and sink_logits belong to a softmax"),
         (dict(q_window=q[:, :5]), "query heads of q must be a multiple of the KV heads 2, got 5"),
-        (dict(q_window=q.half()), "q must"),
+        (dict(q_window=q.half()), "k must have q's dtype Half, got Float"),
         (dict(starts=kit.int32(0, 41)), "starts"),
         (dict(lengths=kit.int32(41, 40)), "lengths"),
     ]:
