@@ -32,7 +32,11 @@ RUNS = {
     "order 2": ("plain", 2, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW} or {ALIKE})"]),
     "address": ("address", 0, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({ALIKE})"]),  # and order 0
     "thread": ("thread", 0, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW} or {ALIKE}) and not ({LONG})"]),
-    "methods": ("plain", 0, ["tests/test_methods.py", "tests/test_streaming.py", "-k", "not compile and not trace"]),
+    "methods": (
+        "plain",
+        0,
+        [*(f"tests/test_{x}.py" for x in ("methods", "streaming", "protokv")), "-k", "not compile and not trace"],
+    ),
     "windows": (
         "plain",
         0,
