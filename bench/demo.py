@@ -228,13 +228,18 @@ def make_rows(n: int) -> list[Row]:
 
         def row(name: str, compress: Callable, plain: Callable, share=share, budget=budget) -> Row:
             """Of a method that looks at keys alone: compress(k, v, budget, seed), plain(k, v, budget)."""
-            own = lambda k, v, q, seed: compress(k, v, budget, seed)  # noqa: E731
-            return Row(name, share, own, lambda k, v, q: plain(k, v, budget))
+            return Row(
+                name, share, lambda k, v, q, seed: compress(k, v, budget, seed), lambda k, v, q: plain(k, v, budget)
+            )
 
         def asking(name: str, compress: Callable, plain: Callable, share=share, budget=budget, **options) -> Row:
             """Of one that looks at the last queries too: compress(k, v, q, budget), plain(k, v, q, budget)."""
-            own = lambda k, v, q, seed: compress(k, v, q, budget, **options)  # noqa: E731
-            return Row(name, share, own, lambda k, v, q: plain(k, v, q, budget))
+            return Row(
+                name,
+                share,
+                lambda k, v, q, seed: compress(k, v, q, budget, **options),
+                lambda k, v, q: plain(k, v, q, budget),
+            )
 
         def protokv(score: str, chunks: int, asking=asking) -> Row:
             plain = functools.partial(plain_protokv, score=score, chunks=chunks)

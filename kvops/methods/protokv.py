@@ -1,7 +1,7 @@
 """ProtoKV: clusters tokens around prototypes, those of semantic anchors and those of chunks of text, and keeps or drops
 whole clusters by what the prompt's last queries make of them. SATKV: keeps the semantic anchors, without any query.
 
-Source: "ProtoKV: Long-Context Knowledges Are Already Well-Organized Before Your Query", Yu et al., 2026: Sec. 4,
+Source: "ProtoKV: Long-Context Knowledges Are Already Well-Organized Before Your Query", Yu et al.: Sec. 4,
 Algorithm 1; ablations: Sec. 5.3; decode: App. O; SATKV: Sec. 4.1, App. H. There is no released code: docs/methods.md
 says what was chosen where the paper leaves a choice.
 """
