@@ -38,9 +38,7 @@ double dot(const double* x, const double* y, int64_t width) {
       memcpy(&b, y + i + j * kLanes, VB);
       sums[j] += a * b;
     }
-  double total = 0;
-  for (int i = 0; i < kLanes; ++i) total += sums[0][i] + sums[1][i];
-  return total;
+  return sum(sums[0] + sums[1]);
 }
 
 template <class T>

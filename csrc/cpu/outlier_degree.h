@@ -21,29 +21,48 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-// sum(lanes) += row[r] of `enter`, dots[r] = row[r] of `here` . sum, sum -= row[r] of `leave`, for r in turn.
+// VL steps of a sum of unit keys: row r of `leave` leaves, row r of `enter` enters, and dots[r] = row r of `here` .
+// sum.
 template <class T>
 struct Slide {
   const T *enter[VL], *here[VL], *leave[VL];
   float in[VL], out[VL];  // 1/|k| of the rows that enter and leave
 
-  F dots(RowShape shape, float* total) const {
-    F dots[VL] = {};
-    for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
-      F sums[kVecs<T>];
-      for (int j = 0; j < kVecs<T>; ++j) sums[j] = load(total + (c * kVecs<T> + j) * VL);
-#pragma GCC unroll 16
-      for (int r = 0; r < VL; ++r) {
-        F x[kVecs<T>];
-        load_row(enter[r], x);
-        for (int j = 0; j < kVecs<T>; ++j) sums[j] += x[j] * in[r];
-        load_row(here[r], x);
-        for (int j = 0; j < kVecs<T>; ++j) dots[r] += x[j] * sums[j];
-        load_row(leave[r], x);
-        for (int j = 0; j < kVecs<T>; ++j) sums[j] -= x[j] * out[r];
+  // G registers at a time: their sums stay in registers for all steps.
+  template <int G, class Load>
+  void step(float* total, F* dots, const Load& load_register) const {
+    constexpr int N = kVecs<T>;
+    F sums[G * N];
+    for (int j = 0; j < G * N; ++j) sums[j] = load(total + j * VL);
+    for (int r = 0; r < VL; ++r) {
+      F dot = dots[r];
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) {
+        F x[N], y[N], z[N];
+        load_register(enter[r], g, x);
+        load_register(leave[r], g, y);
+        load_register(here[r], g, z);
+        for (int j = 0; j < N; ++j) {
+          sums[g * N + j] += x[j] * in[r];
+          sums[g * N + j] -= y[j] * out[r];
+          dot += z[j] * sums[g * N + j];
+        }
       }
-      for (int j = 0; j < kVecs<T>; ++j) store(total + (c * kVecs<T> + j) * VL, sums[j]);
-    });
+      dots[r] = dot;
+    }
+    for (int j = 0; j < G * N; ++j) store(total + j * VL, sums[j]);
+  }
+
+  F dots(RowShape shape, float* total) const {
+    constexpr int G = 8 / kVecs<T>;
+    F dots[VL] = {};
+    int c = 0;
+    const auto whole = [&](const T* row, int g, F* out) { load(row + (c + g) * kStep<T>, out); };
+    for (; c + G <= shape.full; c += G) step<G>(total + c * kStep<T>, dots, whole);
+    for (; c < shape.full; ++c) step<1>(total + c * kStep<T>, dots, whole);
+    if (shape.part)
+      step<1>(total + c * kStep<T>, dots,
+              [&](const T* row, int, F* out) { load_part(row + c * kStep<T>, shape.part, out); });
     return sum_lanes(dots);
   }
 };
@@ -55,10 +74,10 @@ struct Neighbourhood {
   const int64_t count, kappa;
   float* total;    // the window's sum, in the order of registers
   T* zeros;        // a row
-  float* inverse;  // [kappa + block + kappa + VL]: 1/|k| from token `first - kappa` on; NaN: no neighbour
+  float* inverse;  // [1 + kappa + block + kappa + VL]: 1/|k| from token `first - kappa - 1` on; NaN: no neighbour
   int64_t first = 0;
 
-  float& inverse_of(int64_t i) const { return inverse[i - first + kappa]; }
+  float& inverse_of(int64_t i) const { return inverse[i - first + kappa + 1]; }
   const T* row(int64_t i) const { return inverse_of(i) == inverse_of(i) ? rows.row(i) : zeros; }
   float weight(int64_t i) const { return inverse_of(i) == inverse_of(i) ? inverse_of(i) : 0.0f; }
 
@@ -77,7 +96,7 @@ struct Neighbourhood {
     first = begin;
     const int64_t from = begin < kappa ? 0 : begin - kappa, to = end + kappa < count ? end + kappa : count;
     const int64_t warm = begin + kappa < count ? begin + kappa : count;  // rows below are in the first window, but one
-    for (int64_t i = begin - kappa; i < end + kappa + VL; ++i) inverse_of(i) = __builtin_nanf("");
+    for (int64_t i = begin - kappa - 1; i < end + kappa + VL; ++i) inverse_of(i) = __builtin_nanf("");
     for (int64_t c = 0; c < rows.shape.registers() * kStep<T>; ++c) total[c] = 0.0f;
     for (int64_t i = from; i < warm; i += VL) norms(rows, i, warm, &inverse_of(i), total, true);
     int64_t neighbours = 0;
@@ -90,15 +109,15 @@ struct Neighbourhood {
       bool redo = false;
       for (int64_t r = 0; r < VL; ++r) {
         const int64_t token = r < tokens ? i + r : i + tokens - 1;
-        neighbours += inverse_of(token + kappa) == inverse_of(token + kappa);
+        const int64_t next = token + kappa, last = token - kappa - 1;
+        neighbours += (inverse_of(next) == inverse_of(next)) - (inverse_of(last) == inverse_of(last));
         of[r] = static_cast<float>(neighbours);
         own[r] = inverse_of(token);
-        neighbours -= inverse_of(token - kappa) == inverse_of(token - kappa);
-        slide.enter[r] = row(token + kappa);
+        slide.enter[r] = row(next);
         slide.here[r] = row(token);
-        slide.leave[r] = row(token - kappa);
-        slide.in[r] = weight(token + kappa);
-        slide.out[r] = weight(token - kappa);
+        slide.leave[r] = row(last);
+        slide.in[r] = weight(next);
+        slide.out[r] = weight(last);
         redo |= slide.in[r] == kRedo || own[r] == kRedo || slide.out[r] == kRedo;
       }
       if (__builtin_expect(!redo, 1)) {
@@ -107,11 +126,11 @@ struct Neighbourhood {
       }
       for (int64_t r = 0; r < tokens; ++r) {
         add_carefully(i + r + kappa, 1);
+        add_carefully(i + r - kappa - 1, -1);
         double dot = 0;
         for (int64_t c = 0; c < rows.d; ++c) dot += double(to_float(slide.here[r][c])) * total[channel_slot<T>(c)];
         const double factor = own[r] == own[r] ? careful_inverse(i + r) : __builtin_nan("");
         similarity[i + r] = static_cast<float>(dot * factor / of[r]);
-        add_carefully(i + r - kappa, -1);
       }
     }
   }
@@ -122,13 +141,20 @@ struct Moments {
   double count, mean, squares;
 
   static Moments of(const float* x, int64_t n) {
-    Moments all{0, 0, 0};
-    for (int64_t i = 0; i < n; ++i)
-      if (x[i] == x[i]) all.count += 1, all.mean += x[i];
-    if (all.count > 0) all.mean /= all.count;
-    for (int64_t i = 0; i < n; ++i)
-      if (x[i] == x[i]) all.squares += (x[i] - all.mean) * (x[i] - all.mean);
-    return all;
+    D numbers{}, total{}, squares{};
+    const auto each = [&](const auto& fn) {
+      for (int64_t i = 0; i < n; i += VL) {
+        const Doubles wide = to_double(load_first(x + i, n - i < VL ? n - i : VL, __builtin_nanf("")));
+        fn(wide.low), fn(wide.high);
+      }
+    };
+    each([&](D x) {
+      numbers += x == x ? D{} + 1 : D{};
+      total += x == x ? x : D{};
+    });
+    const double count = sum(numbers), mean = sum(total) / count;
+    each([&](D x) { squares += x == x ? (x - mean) * (x - mean) : D{}; });
+    return {count, mean, sum(squares)};
   }
   void add(const Moments& x) {
     if (x.count == 0) return;

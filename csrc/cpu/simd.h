@@ -226,6 +226,12 @@ inline float sum(F x) {
   return total;
 }
 
+inline double sum(D x) {
+  double total = 0;
+  for (int i = 0; i < VL / 2; ++i) total += x[i];
+  return total;
+}
+
 // e^x to about 2 ulp; 0 below -87. (Cody-Waite reduction, then a polynomial on [-ln2/2, ln2/2].)
 inline F exp(F x) {
   const F clamped = max(min(x, splat(88.0f)), splat(-87.0f));

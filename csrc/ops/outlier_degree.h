@@ -26,11 +26,11 @@ struct OutlierScratch {
   int64_t moments, row, worker;
 
   explicit OutlierScratch(const OutlierDegreeParams& p) {
-    tokens = 512 + 8 * p.kappa;
+    tokens = 128 + 8 * p.kappa;
     blocks = (p.n + tokens - 1) / tokens;
     moments = (6 * p.b * p.heads * blocks + 15) / 16 * 16;
     row = (p.d + 31) / 32 * 32;
-    worker = 2 * row + (tokens + 2 * p.kappa + 16 + 15) / 16 * 16;
+    worker = 2 * row + (1 + tokens + 2 * p.kappa + 16 + 15) / 16 * 16;
   }
 };
 

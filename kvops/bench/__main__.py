@@ -26,7 +26,8 @@ eager, compile: how many times longer the same takes as people write it in PyTor
 measured in turns with the row. parts: how many times longer scores + select + a fresh clone of the result take.
 matmul: the product of the window and K alone; flash: torch's FlashAttention of the same rows, without scores;
 repeat_kv: eager PyTorch with K repeated for each query head; one layer: the layers' rows as one layer of a larger
-batch; index_select: into out=."""
+batch; index_select: into out=; bf16 product: K times the prototypes, without argmax; assign_prototypes: that
+part alone; SnapKV: eager; our SnapKV: snapkv_compress without log-sum-exp."""
 CUDA_LEGEND = """
 Times are those of CUDA graphs with several calls, between events, over inputs that the L2 cache does not hold.
 eager, compile: how many times longer the same takes as people write it in PyTorch, and that under torch.compile
@@ -34,7 +35,8 @@ eager, compile: how many times longer the same takes as people write it in PyTor
 of a copy_ that moves as many bytes as the row; both measured in turns with the row. select: select_topk's share.
 matmul: the product of the window and K alone; flash, cudnn: torch's attention of the same rows, without scores;
 repeat_kv: eager PyTorch with K repeated for each query head; one layer: the layers' rows as one layer of a larger
-batch; index_select: into out=."""
+batch; index_select: into out=; bf16 product: K times the prototypes, without argmax; assign_prototypes: that
+part alone; SnapKV: eager; our SnapKV: snapkv_compress without log-sum-exp; K-means: ten iterations in eager PyTorch."""
 CUDA_N = [131072, 16384, 1048576]  # what matters most comes first
 
 
