@@ -67,6 +67,11 @@ struct Slide {
   }
 };
 
+// Keys whose 1/|k| is what it says: neither a gap nor one to be done in double.
+inline bool all_plain(F inverse) {
+  return !any_nan(inverse >= 0.0f ? inverse : splat(__builtin_nanf("")));
+}
+
 // The tokens of one head, and what a worker needs for a block of them.
 template <class T>
 struct Neighbourhood {
@@ -106,19 +111,33 @@ struct Neighbourhood {
       const int64_t tokens = end - i < VL ? end - i : VL;
       float own[VL], of[VL];  // 1/|k|, neighbours
       Slide<T> slide;
+      const F in = load(&inverse_of(i + kappa)), here = load(&inverse_of(i)), out = load(&inverse_of(i - kappa - 1));
       bool redo = false;
-      for (int64_t r = 0; r < VL; ++r) {
-        const int64_t token = r < tokens ? i + r : i + tokens - 1;
-        const int64_t next = token + kappa, last = token - kappa - 1;
-        neighbours += (inverse_of(next) == inverse_of(next)) - (inverse_of(last) == inverse_of(last));
-        of[r] = static_cast<float>(neighbours);
-        own[r] = inverse_of(token);
-        slide.enter[r] = row(next);
-        slide.here[r] = row(token);
-        slide.leave[r] = row(last);
-        slide.in[r] = weight(next);
-        slide.out[r] = weight(last);
-        redo |= slide.in[r] == kRedo || own[r] == kRedo || slide.out[r] == kRedo;
+      if (neighbours == 2 * kappa + 1 && all_plain(in) && all_plain(here) && all_plain(out)) {  // the usual
+        store(slide.in, in);
+        store(slide.out, out);
+        store(own, here);
+        store(of, splat(static_cast<float>(neighbours)));
+        const char* const middle = reinterpret_cast<const char*>(rows.row(i));
+        for (int64_t r = 0; r < VL; ++r) {
+          slide.enter[r] = reinterpret_cast<const T*>(middle + (r + kappa) * rows.stride);
+          slide.here[r] = reinterpret_cast<const T*>(middle + r * rows.stride);
+          slide.leave[r] = reinterpret_cast<const T*>(middle + (r - kappa - 1) * rows.stride);
+        }
+      } else {
+        for (int64_t r = 0; r < VL; ++r) {
+          const int64_t token = r < tokens ? i + r : i + tokens - 1;
+          const int64_t next = token + kappa, last = token - kappa - 1;
+          neighbours += (inverse_of(next) == inverse_of(next)) - (inverse_of(last) == inverse_of(last));
+          of[r] = static_cast<float>(neighbours);
+          own[r] = inverse_of(token);
+          slide.enter[r] = row(next);
+          slide.here[r] = row(token);
+          slide.leave[r] = row(last);
+          slide.in[r] = weight(next);
+          slide.out[r] = weight(last);
+          redo |= slide.in[r] == kRedo || own[r] == kRedo || slide.out[r] == kRedo;
+        }
       }
       if (__builtin_expect(!redo, 1)) {
         store_first(similarity + i, slide.dots(rows.shape, total) * load(own) / load(of), tokens);

@@ -26,7 +26,7 @@ struct OutlierScratch {
   int64_t moments, row, worker;
 
   explicit OutlierScratch(const OutlierDegreeParams& p) {
-    tokens = 128 + 8 * p.kappa;
+    tokens = (128 + 8 * p.kappa + 15) / 16 * 16;
     blocks = (p.n + tokens - 1) / tokens;
     moments = (6 * p.b * p.heads * blocks + 15) / 16 * 16;
     row = (p.d + 31) / 32 * 32;
