@@ -27,10 +27,11 @@ template <class T>
 struct Slide {
   const T *enter[VL], *here[VL], *leave[VL];
   float in[VL], out[VL];  // 1/|k| of the rows that enter and leave
+  int64_t ahead;          // bytes to the rows that are asked for, so that memory is not idle meanwhile
 
   // G registers at a time: their sums stay in registers for all steps.
   template <int G, class Load>
-  void step(float* total, F* dots, const Load& load_register) const {
+  void step(int c, float* total, F* dots, const Load& load_register) const {
     constexpr int N = kVecs<T>;
     F sums[G * N];
     for (int j = 0; j < G * N; ++j) sums[j] = load(total + j * VL);
@@ -39,6 +40,7 @@ struct Slide {
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) {
         F x[N], y[N], z[N];
+        prefetch(enter[r], c + g, ahead);
         load_register(enter[r], g, x);
         load_register(leave[r], g, y);
         load_register(here[r], g, z);
@@ -58,10 +60,10 @@ struct Slide {
     F dots[VL] = {};
     int c = 0;
     const auto whole = [&](const T* row, int g, F* out) { load(row + (c + g) * kStep<T>, out); };
-    for (; c + G <= shape.full; c += G) step<G>(total + c * kStep<T>, dots, whole);
-    for (; c < shape.full; ++c) step<1>(total + c * kStep<T>, dots, whole);
+    for (; c + G <= shape.full; c += G) step<G>(c, total + c * kStep<T>, dots, whole);
+    for (; c < shape.full; ++c) step<1>(c, total + c * kStep<T>, dots, whole);
     if (shape.part)
-      step<1>(total + c * kStep<T>, dots,
+      step<1>(c, total + c * kStep<T>, dots,
               [&](const T* row, int, F* out) { load_part(row + c * kStep<T>, shape.part, out); });
     return sum_lanes(dots);
   }
@@ -111,6 +113,7 @@ struct Neighbourhood {
       const int64_t tokens = end - i < VL ? end - i : VL;
       float own[VL], of[VL];  // 1/|k|, neighbours
       Slide<T> slide;
+      slide.ahead = rows.stride * (kAheadRows + VL);  // before the next tile's norms do it
       const F in = load(&inverse_of(i + kappa)), here = load(&inverse_of(i)), out = load(&inverse_of(i - kappa - 1));
       bool redo = false;
       if (neighbours == 2 * kappa + 1 && all_plain(in) && all_plain(here) && all_plain(out)) {  // the usual
