@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -570,6 +572,26 @@ def test_models_logits_are_scored_as_they_are():
 
 
 @kit.only("cpu", "cuda")
+@kit.only("cpu")
+def test_nothing_of_the_products_size_is_allocated():
+    """A call needs its scores, prototypes and assignment, and its result's indices: 80 times less than the products."""
+    code = """
+import resource, torch, kvops
+peak = lambda: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+torch.set_num_threads(1)
+k, v = torch.randn(2, 1, 4, 65536, 64, dtype=torch.bfloat16)
+q = torch.randn(1, 8, 32, 64, dtype=torch.bfloat16)
+out = torch.zeros_like(k[:, :, :8192]), torch.zeros_like(k[:, :, :8192])
+kvops.protokv_compress(k[:, :, :1024], v[:, :, :1024], q, 256)
+before = peak()
+kvops.protokv_compress(k, v, q, 8192, out=out)
+print(peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    scores, prototypes, indices = 4 * 4 * 65536, 4 * 4 * 500 * 64, 8 * 4 * 8192
+    assert 0 < int(done.stdout) < 1.5 * (2 * scores + prototypes + indices)
+
+
 def test_compiles_without_graph_breaks():
     torch.compiler.reset()
     q, k, v = make(n=60, w=8)
