@@ -23,7 +23,8 @@ def fixed_point(scores: np.ndarray, assignment: np.ndarray, clusters: int, total
     exponent = max(-126, int(np.frexp(largest)[1])) if largest else -126
     unit = 2.0 ** (exponent + len(scores).bit_length() - 62)
     sums = [sum(int(x / unit) for x in own) * unit / (1 if total else max(1, len(own))) for own in members]
-    return [float(np.float32(x)) if own else float("nan") for x, own in zip(sums, members)]
+    with np.errstate(over="ignore"):  # a sum may be beyond fp32
+        return [float(np.float32(x)) if own else float("nan") for x, own in zip(sums, members)]
 
 
 def check(scores, assignment, clusters):

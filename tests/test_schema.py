@@ -66,7 +66,10 @@ def test_the_wrappers_take_the_schemas_arguments():
 @pytest.mark.parametrize("level", [x for x in ("v2", "v3", "v4") if x < kvops.build_info()["isa"]])
 def test_lower_levels_pass_the_operators_tests(level):
     """What this machine's best instruction set passes, the lower ones pass too."""
-    files = [str(ROOT / f"tests/test_{op}.py") for op in OPERATORS]
+    tested = OPERATORS
+    if level == "v4":  # next to v4_bf16, other products are all that differs
+        tested = [op for op in OPERATORS if op.startswith("window") or op == "assign_prototypes"]
+    files = [str(ROOT / f"tests/test_{op}.py") for op in tested]
     command = [sys.executable, "-m", "pytest", "-q", "-k", "not opcheck", "-p", "no:cacheprovider", *files]
     run = subprocess.run(command, env={**os.environ, "KVOPS_ISA": level}, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:]
