@@ -14,18 +14,23 @@ void reduce_head(const ClusterMeanParams& p, int64_t index, int64_t* sums) {
   const float* const scores = tokens.scores_row(b, h);
   const int32_t* const clusters = tokens.assignment_row(b, h);
   int32_t* const counts = reinterpret_cast<int32_t*>(sums + tokens.clusters);
-  const auto counts_in = [&](int64_t i) { return clusters[i] >= 0 && is_finite(scores[i]); };
-  float largest = 0;
-  for (int64_t i = 0; i < tokens.n; ++i) {
-    const float size = counts_in(i) ? __builtin_fabsf(scores[i]) : 0.0f;
-    largest = size > largest ? size : largest;
+  F most{};
+  for (int64_t i = 0; i < tokens.n; i += VL) {
+    const int64_t count = tokens.n - i < VL ? tokens.n - i : VL;
+    I cluster = I{} - 1;
+    memcpy(&cluster, clusters + i, 4 * count);
+    const F score = load_first(scores + i, count, 0.0f), size = score < 0.0f ? -score : score;
+    most = max(most, cluster >= 0 && size < __builtin_inff() ? size : F{});
   }
+  float largest = 0;
+  for (int i = 0; i < VL; ++i) largest = most[i] > largest ? most[i] : largest;
   const int shift = fixed_point_shift(largest, tokens.n);
   for (int64_t c = 0; c < tokens.clusters; ++c) sums[c] = 0, counts[c] = 0;
   for (int64_t i = 0; i < tokens.n; ++i) {
-    if (!counts_in(i)) continue;
-    sums[clusters[i]] += to_fixed_point(scores[i], shift);
-    ++counts[clusters[i]];
+    const int32_t cluster = clusters[i];
+    if (cluster < 0 || !is_finite(scores[i])) continue;
+    sums[cluster] += to_fixed_point(scores[i], shift);
+    ++counts[cluster];
   }
   float* const means = p.means + index * tokens.clusters;
   for (int64_t c = 0; c < tokens.clusters; ++c) means[c] = from_fixed_point(sums[c], shift, counts[c], p.sum);
