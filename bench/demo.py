@@ -588,6 +588,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, low, high in (("context", 512, 4000), ("digits", 5, 64), ("prompts", 1, 10_000)):
         if not low <= getattr(args, name) <= high:
             parser.error(f"--{name} must be between {low} and {high}, got {getattr(args, name)}")
+    record = origin("python", "bench/demo.py", *(argv or sys.argv[1:]))  # before anything is written
     args.out.mkdir(parents=True, exist_ok=True)
     print(
         f"A key of {args.digits} digits in {args.context:,} tokens of text, {args.prompts} times. The cache is cut "
@@ -596,7 +597,7 @@ def main(argv: list[str] | None = None) -> None:
     rows, prompt = run(args.context, args.digits, args.prompts)
     print(table(rows, args.context, args.digits, args.prompts))
     picture(rows, prompt, args.out / "demo.png")
-    record = {**origin("python", "bench/demo.py", *(argv or sys.argv[1:])), "rows": [r.numbers for r in rows]}
+    record["rows"] = [r.numbers for r in rows]
     print(f"\nBytes and times are of one context, all layers; times are medians of {ROUNDS}, by turns, on one thread.")
     print(f"Which positions each method kept, per layer and head: {(args.out / 'demo.png').resolve()}\n")
     print(findings(rows, args.context, args.digits))
