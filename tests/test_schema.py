@@ -39,6 +39,7 @@ def test_every_room(op):
     assert op in bench.ROWS, f"{op} has no row in the benchmark"
     table = (ROOT / "docs/operators.md").read_text()
     assert re.search(rf"^\| `{op}` \|", table, re.MULTILINE), f"{op} has no row in docs/operators.md"
+    assert re.search(rf"^\|.*`{op}`.*\|", (ROOT / "README.md").read_text(), re.MULTILINE), f"README.md lacks {op}"
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
