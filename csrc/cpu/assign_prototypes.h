@@ -9,7 +9,8 @@
 // vector (products.h): 500 of 128 channels are 128 KiB of bf16, which stay in the second-level cache. A block of 48
 // keys stays in the first while all of them pass by; every lane keeps its best product and which one that was, and the
 // lanes are compared at the end. Level v4_bf16 multiplies pairs of bf16 (exact products, fp32 sums), whatever the keys
-// are stored as; the others multiply floats.
+// are stored as; the others multiply floats. At n 65536, 8 heads, d 128 and 500 prototypes it takes as long as torch's
+// bf16 product alone, from fp32 and from bf16 (bench/results/cpu-protokv.json).
 //
 // Keys are multiplied as they lie, or converted a block at a time. Those whose largest element could leave the range of
 // a float in a product, or be flushed to zero as bf16's products do with subnormal numbers, are found by their bits and
