@@ -12,9 +12,9 @@
 // block shares with its neighbours not to matter. Each block leaves its count, mean and sum of squared deviations, in
 // fp64; they are combined in order, and a last pass over the scores standardizes them.
 //
-// 80 % of the read bandwidth in fp32, 87 % in bf16 (bench/results/cpu-protokv.json). Two things made the difference: rows
-// that come next are asked for while sums slide, not only by the pass for norms, so that memory never waits; and tiles
-// without gaps need no bookkeeping by row.
+// 80 % of the read bandwidth in fp32, 87 % in bf16 (bench/results/cpu-protokv.json). Two things made the difference:
+// rows that come next are asked for while sums slide, not only by the pass for norms, so that memory never waits; and
+// tiles without gaps need no bookkeeping by row.
 //
 // Rows go in tiles (unit_keys.h). A row that is no neighbour (outside, not finite) is a row of zeros in its place;
 // tiles with a key whose squared norm is not a comfortable float are done in double.
