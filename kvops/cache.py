@@ -34,6 +34,7 @@ class Method:
     k, v: [b, Hk, len, d] and [b, Hk, len, dv], what is stored (None while empty); heads and rows keep equally many.
     pads: int32 [b] or None, how many of a row's first stored slots are left padding.
     seen: logical tokens seen, padding included.
+    frozen: nothing is evicted any more (`freeze`).
     layer, num_layers: which layer of how many this is (`fresh` sets them).
     """
 
@@ -63,6 +64,7 @@ class Method:
         self._kept: Tensor | None = None  # int64 [b, Hk, <= len]: positions at the last eviction; the rest follow on
         self._evicted_at = 0  # tokens seen at the last eviction
         self._step_pads: Tensor | None = None  # int32 [b]: pads of what the last append returned
+        self.frozen = False
 
     def fresh(self, layer: int = 0, num_layers: int = 1) -> Method:
         """An empty object with the same settings, for `layer` of `num_layers`."""
@@ -92,6 +94,10 @@ class Method:
     def positions(self) -> Tensor | None:
         """int64 [b, Hk, len]: the logical position of each stored slot (columns of the padded batch)."""
         return None if self.k is None else self._positions(self.k, self.seen)
+
+    def freeze(self) -> None:
+        """From now on every token stays (until `reset`): a prompt that is compressed once, and a decode that grows."""
+        self.frozen = True
 
     def set_pads(self, pads: Tensor) -> None:
         """Row b of the sequence begins with pads[b] columns of padding. Call before the first append."""
@@ -176,7 +182,7 @@ class Method:
 
     def _store(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> bool:
         """Stores what the rule leaves of k, v; whether it evicted any."""
-        indices = self._evict(k, v, pads, seen)
+        indices = None if self.frozen else self._evict(k, v, pads, seen)
         if indices is None:
             self.k, self.v, self.pads, self.seen = k, v, pads, seen
         else:
@@ -433,7 +439,7 @@ class AttentionMethod(Method):
     def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options) -> Tensor:
         check_step(type(self).__name__, q, self.k, self._due)
         with self._undone_on_error():
-            w = self._rows(q.shape[2])
+            w = 0 if self.frozen else self._rows(q.shape[2])
             out, scores = self._observe(q, k_step, v_step, w, options)
             if w:
                 indices = self._evict_by(scores, k_step, v_step, self.pads, self.seen)

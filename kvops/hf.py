@@ -370,6 +370,12 @@ class KVCache(DynamicCache):
             self.layers = before
             raise
 
+    def freeze(self) -> None:
+        """From now on every token stays (until `reset`): a prompt that is compressed once, and a decode that grows."""
+        for layer in self.layers:
+            if isinstance(layer, EvictingLayer):
+                layer.method.freeze()
+
     def stats(self) -> list[LayerStats]:
         """Tokens and bytes per layer, full and kept; layers without keys and values (recurrent ones) are left out."""
         out = []

@@ -1,0 +1,184 @@
+"""python -m kvops.eval: every method at every budget on the same prompts: accuracy, memory and time, and a report."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+from .. import hf  # noqa: F401  (says which transformers it needs)
+from ..bench.record import origin
+from .methods import METHODS, Rule, Unreachable, rule
+from .results import Cell, Results, load
+from .specs import parse
+from .tasks import POINTS, TASKS, Filler, Task
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+MODEL = BENCH / "models" / "passkey-llama"
+TEXT = BENCH / "data" / "haystack.txt"
+SHARES = [0.5, 0.125, 0.03125]  # of the context
+
+
+def budget(said: str) -> int | float:
+    """Tokens per KV head, or a share of the context."""
+    value = float(said)
+    if value.is_integer() and value >= 1 and "." not in said:
+        return int(said)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"expected tokens (an integer) or a share in (0, 1), got {said}")
+    return value
+
+
+def make_parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m kvops.eval",
+        description=__doc__.split(": ", 1)[1],
+        epilog="Options of a method or a task follow its name: keydiff:recent=0.1,sinks=4 or passkey:digits=64; those "
+        "of a method are the arguments of its class. --list says what there is.",
+    )
+    p.add_argument("--model", default=str(MODEL), help="folder or hub name (default: the shipped passkey model)")
+    p.add_argument("--methods", nargs="+", default=list(METHODS), metavar="METHOD", help="default: all")
+    p.add_argument(
+        "--budgets", nargs="+", type=budget, default=SHARES, metavar="B",
+        help="tokens per KV head, or shares of the context (default 0.5 0.125 0.03125)",
+    )  # fmt: skip
+    p.add_argument("--tasks", nargs="+", default=["passkey"], metavar="TASK", help="default: passkey")
+    p.add_argument("--context", nargs="+", type=int, default=[2048], metavar="N", help="tokens (default 2048)")
+    p.add_argument("--points", nargs="+", choices=POINTS, default=list(POINTS), help="cut before, after the question")
+    p.add_argument("--prompts", type=int, default=22, help="per task and context (default 22)")
+    p.add_argument("--batch", type=int, default=11, help="prompts that are read together (default 11)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--text", type=Path, default=TEXT, help="what needles are hidden in (default: the shipped text)")
+    p.add_argument("--data", type=Path, help="folder with local copies of LongBench or RULER")
+    p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    p.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="the model's")
+    p.add_argument("--out", type=Path, default=Path("eval"), help="folder for results.jsonl and the report")
+    p.add_argument("--quick", action="store_true", help="5 prompts of 1,024 tokens: under 2 minutes")
+    p.add_argument(
+        "--from", type=Path, nargs="+", dest="files", metavar="FILE", help="measure nothing: report of these"
+    )
+    p.add_argument("--list", action="store_true", help="the methods and tasks, with their options")
+    return p
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    p = make_parser()
+    a = p.parse_args(argv)
+    if a.quick:
+        a.context, a.prompts = [1024], 5
+    for name in ("prompts", "batch", "context"):
+        if min([x := getattr(a, name)] if isinstance(getattr(a, name), int) else getattr(a, name)) < 1:
+            p.error(f"--{name}: expected at least 1, got {x}")
+    try:
+        a.rules = [rule(x) for x in dict.fromkeys(a.methods)]
+        a.kinds = {x: make_task(x, a.data) for x in dict.fromkeys(a.tasks)}
+    except ValueError as error:
+        p.error(str(error))
+    for name, default in (("model", MODEL), ("text", TEXT)):
+        if str(getattr(a, name)) == str(default) and not default.exists():
+            p.error(f"--{name}: the default, {default}, is part of the repository, not of the package; name another")
+    if a.device.startswith("cuda") and not torch.cuda.is_available():
+        p.error(f"--device {a.device}: torch {torch.__version__} sees no NVIDIA GPU")
+    return a
+
+
+def make_task(spec: str, data: Path | None) -> Task:
+    name, options = parse("task", spec, TASKS)
+    known = [x.name for x in fields(TASKS[name])]
+    for key in options:
+        if key not in known:
+            raise ValueError(f"task {spec!r}: {name} has no option {key!r}, expected some of {', '.join(known)}")
+    return TASKS[name](**options)
+
+
+def tokens(budgets: list[int | float], context: int) -> list[int]:
+    """Shares as tokens of the context."""
+    return [x if isinstance(x, int) else max(1, int(x * context)) for x in budgets]
+
+
+def cells(a: argparse.Namespace) -> Iterator[tuple[Cell, Rule]]:
+    """In the order of the run: what is compared is measured side by side."""
+    for spec, task in a.kinds.items():
+        for context in a.context:
+            for batch in range(-(-a.prompts // a.batch)):
+                for point in (x for x in task.points if x in a.points or x not in POINTS):
+                    for method in a.rules:
+                        for size in tokens(a.budgets, context) if method.cuts else [None]:
+                            yield Cell(spec, context, point, method.label, size, batch), method
+
+
+def describe() -> str:
+    lines = ["methods, and the arguments of their classes:"]
+    for name, kind in METHODS.items():
+        options = [x for x in inspect.signature(kind.method).parameters if x != "budget"]
+        lines.append(f"  {name:18}{', '.join(options)}")
+    lines.append("tasks:")
+    for name, task in TASKS.items():
+        lines.append(f"  {name:18}{', '.join(f'{x.name}={x.default}' for x in fields(task))}")
+    return "\n".join(lines)
+
+
+def measure(a: argparse.Namespace, command: str) -> list[Path]:
+    """Measures what is not there yet; the files of results."""
+    import transformers
+    from tqdm import tqdm
+
+    from .reader import Reader
+
+    transformers.utils.logging.disable_progress_bar()
+    settings = {
+        "model": Path(a.model).name,
+        "text": a.text.name,
+        "prompts": a.prompts,
+        "batch": a.batch,
+        "seed": a.seed,
+    }
+    settings["dtype"] = a.dtype
+    results = Results(a.out / "results.jsonl", settings, origin(*shlex.split(command), device=a.device.split(":")[0]))
+    todo = [x for x in cells(a) if x[0] not in results.done]
+    count = sum(1 for _ in cells(a))
+    if len(todo) < count:
+        print(f"{count - len(todo)} of {count} cells were measured before: {results.file}")
+    if todo:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(a.model)
+        model = transformers.AutoModelForCausalLM.from_pretrained(a.model, dtype=a.dtype).to(a.device)
+        reader, filler = Reader(model), Filler(tokenizer, a.text.read_text())
+    made: tuple = (None, [])  # the prompts of a task and context
+    with tqdm(total=count, initial=count - len(todo), disable=None, unit="cell") as bar:
+        for cell, method in todo:
+            bar.set_postfix_str(f"{cell.task} {cell.context} {cell.point} {cell.method} {cell.budget or ''}")
+            task = a.kinds[cell.task]
+            if made[0] != (cell.task, cell.context):
+                made = (cell.task, cell.context), task.prompts(filler, cell.context, a.prompts, a.seed)
+            prompts = made[1][cell.batch * a.batch : (cell.batch + 1) * a.batch]
+            try:
+                outcome = asdict(task.run(reader, filler, prompts, method, cell.budget, cell.point))
+                outcome["depths"] = [x.depth for x in prompts]
+            except Unreachable as error:
+                outcome = {"unreachable": str(error)}
+            results.add(cell, outcome)
+            bar.update()
+    results.close()
+    return [results.file]
+
+
+def main(argv: list[str] | None = None) -> int:
+    a = arguments(argv)
+    if a.list:
+        print(describe())
+        return 0
+    files = a.files or measure(a, shlex.join(["python", "-m", "kvops.eval", *(sys.argv[1:] if argv is None else argv)]))
+    from . import report
+
+    print(report.write(*load(files), a.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

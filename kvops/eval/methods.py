@@ -1,0 +1,140 @@
+"""The methods by name, each brought to a budget: tokens that every KV head keeps when the cache is cut.
+
+A rule builds a method for a prompt of n tokens and a budget. Where a method has no budget of its own (LagKV's ratio is
+per partition) its settings are solved for it; where the paper's default depends on the prompt or the model it is filled
+in. A budget that a method cannot reach is a ValueError that says why.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .. import methods as m
+from ..cache import Method
+from .specs import parse
+
+SINK = 16  # LagKV's
+
+
+class Unreachable(ValueError):
+    """A budget that a method cannot be brought to, or a model that it cannot serve."""
+
+
+def lagkv_tokens(n: int, budget: int, lag: int, sink: int = SINK) -> tuple[int, int]:
+    """Solves LagKV's Eq. 10 for the tokens kept per partition: the most within the budget (-1: none), and what 0 would
+    keep."""
+    scored = max(0, (n - sink) // lag - 1)
+    fixed = n - scored * lag  # sink, last partition, rest
+    return min((budget - fixed) // scored, lag) if scored and budget >= fixed else -1, fixed
+
+
+def _lagkv(budget: int, n: int, num_layers: int, streaming: bool, options: dict) -> dict:
+    """The largest lag (at most 1024, the paper's) that leaves half of the budget to be chosen; then the ratio."""
+    sink, lag = options.get("sink", SINK), options.get("lag")
+    if lag is None:
+        lags = [2**i for i in range(10, 3, -1)]
+        lag = next((x for x in lags if 0 <= 2 * lagkv_tokens(n, budget, x, sink)[1] <= budget), lags[-1])
+    kept, fixed = lagkv_tokens(n, budget, lag, sink)
+    if kept < 0:
+        raise ValueError(
+            f"LagKV: sink, last partition and rest of {n} tokens are {fixed} with lag {lag}, over {budget}"
+        )
+    return {
+        "sink": sink,
+        "lag": lag,
+        "ratio": min(1.0, (kept + 0.5) / lag),
+    }  # int(ratio * lag) is kept, in any rounding
+
+
+def _lacache(budget: int, n: int, num_layers: int, streaming: bool, options: dict) -> dict:
+    """A prompt and a short answer, or language modelling: the paper's settings for each."""
+    span = max(1, min(round(num_layers * budget / n), num_layers - 1))
+    return {"budget": budget} | ({} if streaming else {"task": "understanding", "span": span})
+
+
+def _window(budget: int, n: int, num_layers: int, streaming: bool, options: dict) -> dict:
+    """An observation window of 32 tokens, of half the budget where that is less."""
+    return {"budget": budget, "window": max(1, min(32, budget // 2))}
+
+
+def _budget(budget: int, n: int, num_layers: int, streaming: bool, options: dict) -> dict:
+    return {"budget": budget}
+
+
+def _nothing(budget: None, n: int, num_layers: int, streaming: bool, options: dict) -> dict:
+    return {}
+
+
+class Kind(NamedTuple):
+    """A line of the table of methods."""
+
+    label: str  # in tables
+    method: type[Method]
+    settings: Callable[..., dict] = _budget  # from the budget, the prompt and the model
+    defaults: dict = {}  # what makes it this variant
+
+
+#: By the name on the command line.
+METHODS = {
+    "full": Kind("Full", m.Full, _nothing),
+    "streamingllm": Kind("StreamingLLM", m.StreamingLLM),
+    "random": Kind("Random", m.Random),
+    "lagkv": Kind("LagKV", m.LagKV, _lagkv),
+    "localkv": Kind("LocalKV", m.LagKV, _lagkv, {"reference": "self"}),
+    "lagkv-l2": Kind("LagKV L2", m.LagKV, _lagkv, {"score": "l2"}),
+    "lacache": Kind("LaCache", m.LaCache, _lacache),
+    "lacache-official": Kind("LaCache official", m.LaCache, _lacache, {"pattern": "official"}),
+    "laq": Kind("LAQ", m.LAQ),
+    "laq++": Kind("LAQ++", m.LAQ, defaults={"window": 8}),
+    "keydiff": Kind("KeyDiff", m.KeyDiff),
+    "keydiff-window": Kind("KeyDiff window", m.KeyDiff, defaults={"recent": 0.2}),
+    "protokv": Kind("ProtoKV", m.ProtoKV),
+    "satkv": Kind("SATKV", m.SATKV, _window),
+    "snapkv": Kind("SnapKV", m.SnapKV, _window),
+    "pyramidkv": Kind("PyramidKV", m.PyramidKV, _window),
+    "chunkkv": Kind("ChunkKV", m.ChunkKV, _window),
+    "h2o": Kind("H2O", m.H2O),
+    "tova": Kind("TOVA", m.TOVA),
+    "l2": Kind("L2", m.L2),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A method by name, with the options that the command line gave."""
+
+    label: str  # in tables: "KeyDiff", "LagKV lag=128"
+    kind: Kind
+    options: dict
+
+    @property
+    def cuts(self) -> bool:
+        """False: keeps everything, so it has no budget."""
+        return self.kind.method is not m.Full
+
+    def method(self, budget: int | None, n: int, num_layers: int, streaming: bool = False) -> Method:
+        """For prompts of n tokens in a model of so many layers. streaming: text comes in windows, without an end.
+
+        Unreachable where the method cannot be brought to the budget.
+        """
+        options = {**self.kind.defaults, **self.options}
+        try:
+            return self.kind.method(**{**self.kind.settings(budget, n, num_layers, streaming, options), **options})
+        except ValueError as error:
+            raise Unreachable(str(error)) from error
+
+
+def rule(spec: str) -> Rule:
+    """Of "keydiff" or "keydiff:recent=0.1,sinks=4"; options are those of the method's class."""
+    name, options = parse("method", spec, METHODS)
+    kind = METHODS[name]
+    known = [x for x in inspect.signature(kind.method).parameters if x != "budget"]
+    for key in options:
+        if key not in known:
+            raise ValueError(
+                f"method {spec!r}: {kind.label} has no option {key!r}, expected some of {', '.join(known)}"
+            )
+    return Rule(kind.label + "".join(f" {key}={value}" for key, value in options.items()), kind, options)

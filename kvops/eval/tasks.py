@@ -1,0 +1,209 @@
+"""Prompts with their answers, and how answers are judged.
+
+A task makes prompts of an exact length in tokens (the same for every method: they hang on the seed alone), and measures
+what a method's cut of the cache leaves. This file needs neither transformers nor kvops' operators: a reader (reader.py)
+does what a model has to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+POINTS = ("before", "after")  # the cache is cut before the question is known, or after it
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question, and what the answer should say."""
+
+    question: np.ndarray  # int64 [any], tokens
+    answers: tuple[str, ...]
+    new_tokens: int  # of the answer, at most
+    stops: bool = True  # an end-of-sequence token ends it
+
+
+@dataclass(frozen=True)
+class Prompt:
+    context: np.ndarray  # int64 [context], tokens: the text that the questions are about
+    turns: tuple[Turn, ...]
+    depth: float | None = None  # where in the context the answer lies, 0 to 1
+
+
+@dataclass
+class Outcome:
+    """What one method did at one budget with a batch of prompts."""
+
+    scores: dict[str, list[float]]  # by metric, one number per prompt
+    tokens: int = 0  # kept per KV head, mean over the layers
+    bytes_held: int = 0  # by the cache after the cut, per prompt
+    bytes_full: int = 0  # by an uncut one
+    prefill_s: float = 0.0  # of the batch: reading the prompts and cutting the cache
+    decode_s: float = 0.0  # of the batch: the steps of one token
+    steps: int = 0
+    said: list[str] = field(default_factory=list)
+    more: dict = field(default_factory=dict)  # what only this task has, for the report
+
+
+class Filler:
+    """A long text in tokens, to hide things in, and the tokenizer that made them.
+
+    tokenizer: one of transformers' (any version).
+    """
+
+    def __init__(self, tokenizer, text: str):
+        self.tokenizer = tokenizer
+        self.ids = self.encode(text)
+        self.first = np.array(tokenizer("").input_ids, dtype=np.int64)  # <bos>, where the model expects one
+        words = tokenizer.convert_ids_to_tokens(sorted(set(self.ids.tolist())))
+        starts = {i for i, word in zip(sorted(set(self.ids.tolist())), words) if word[:1] in (" ", "\n", "Ġ", "Ċ", "▁")}
+        self.starts_word = np.isin(self.ids, list(starts))
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def context(
+        self, rng: np.random.Generator, length: int, needles: Sequence[str], depths: Sequence[float]
+    ) -> np.ndarray:
+        """Exactly `length` tokens: a random piece of the text with the needles at these depths (0 to 1), before the
+        next word that begins there."""
+        hidden = [self.encode(x) for x in needles]
+        room = length - len(self.first) - sum(map(len, hidden))
+        if room < 0:
+            raise ValueError(f"--context must hold {length - room} tokens of needles at least, got {length}")
+        if room >= len(self.ids):
+            raise ValueError(f"--text must have more than {room} tokens, got {len(self.ids)}")
+        begin = int(rng.integers(0, len(self.ids) - room))
+        text, starts = self.ids[begin : begin + room], self.starts_word[begin : begin + room]
+        places = []
+        for depth in depths:
+            place = round(depth * room)
+            if 0 < depth < 1:
+                place = next((i for i in range(place, min(place + 12, room)) if starts[i]), min(place + 12, room))
+            places.append(place)
+        pieces, last = [self.first], 0
+        for i in sorted(range(len(hidden)), key=lambda i: places[i]):
+            pieces += [text[last : places[i]], hidden[i]]
+            last = places[i]
+        return np.concatenate([*pieces, text[last:]])
+
+
+class Cut(Protocol):
+    """A batch of prompts whose cache was cut."""
+
+    tokens: int
+    bytes_held: int
+    bytes_full: int
+    seconds: float
+
+
+class Reader(Protocol):
+    """What a task asks of a model; `kvops.eval.reader.Reader` is one."""
+
+    def cut(self, prompts: np.ndarray, rule, budget: int | None) -> Cut:
+        """Reads prompts, int64 [b, n], and cuts their cache once, by a rule, to a budget."""
+
+    def answer(self, cut: Cut, feed: np.ndarray | None, steps: int, stops: bool) -> tuple[np.ndarray, float, int]:
+        """Feeds int64 [b, any] (None: nothing was said since the cut) and goes on greedily: int64 [b, steps] (padded
+        with -1 behind an end), seconds of the steps of one token, and how many these were. The cache grows."""
+
+
+class Task:
+    """A kind of prompts, and what is measured on them. A subclass has a dataclass field for each option."""
+
+    name: str
+    points: tuple[str, ...] = POINTS
+    metrics: tuple[str, ...]  # the first is the one of pictures
+    percent = True  # scores lie between 0 and 1
+
+    def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
+        raise NotImplementedError
+
+    def run(
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
+    ) -> Outcome:
+        raise NotImplementedError
+
+
+class AnswerTask(Task):
+    """Tasks whose questions are answered in words."""
+
+    metrics = ("exact", "partial")
+
+    def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
+        """By metric, from what was said in each turn."""
+        raise NotImplementedError
+
+    def run(
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
+    ) -> Outcome:
+        context = np.stack([x.context for x in prompts])
+        questions = [np.stack([x.turns[i].question for x in prompts]) for i in range(len(prompts[0].turns))]
+        if point == "after":
+            context, questions[0] = np.concatenate([context, questions[0]], 1), None
+        cut = reader.cut(context, rule, budget)
+        said, decode_s, steps = [[] for _ in prompts], 0.0, 0
+        for i, question in enumerate(questions):
+            turn = prompts[0].turns[i]
+            ids, seconds, count = reader.answer(cut, question, turn.new_tokens, turn.stops)
+            decode_s, steps = decode_s + seconds, steps + count
+            for words, row in zip(said, ids):
+                words.append(filler.decode(row[row >= 0]))
+        scores = [self.score(words, prompt) for words, prompt in zip(said, prompts)]
+        return Outcome(
+            {x: [s[x] for s in scores] for x in scores[0]},
+            cut.tokens,
+            cut.bytes_held // len(prompts),
+            cut.bytes_full // len(prompts),
+            cut.seconds,
+            decode_s,
+            steps,
+            [" | ".join(words) for words in said],
+        )
+
+
+DEPTHS = 11  # keys at 0 %, 10 %, ... 100 % of the context
+
+
+@dataclass
+class Passkey(AnswerTask):
+    """A key of `digits` digits in a text, asked for (LagKV, Sec. 3.3 and Fig. 8-11).
+
+    exact: the whole key is right; partial: the share of its digits that are, place by place.
+    """
+
+    digits: int = 32
+    depths: int = DEPTHS
+
+    name = "passkey"
+
+    def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
+        rng = np.random.default_rng([seed, context, self.digits])
+        question = filler.encode(" What is the pass key? The pass key is ")
+        depths = np.linspace(0, 1, min(self.depths, count)) if count > 1 else [0.3]
+        found = []
+        for i in range(count):
+            key, depth = random_digits(rng, self.digits), float(depths[i % len(depths)])
+            ids = filler.context(rng, context, [f" The pass key is {key}. Remember it. "], [depth])
+            turn = Turn(question, (key,), len(filler.encode(key)), stops=False)
+            found.append(Prompt(ids, (turn,), depth))
+        return found
+
+    def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
+        (answer,), (key,) = said, prompt.turns[0].answers
+        right = [a == b for a, b in zip(answer.strip().ljust(len(key)), key)]
+        return {"exact": float(all(right)), "partial": float(np.mean(right))}
+
+
+def random_digits(rng: np.random.Generator, count: int) -> str:
+    return "".join(map(str, rng.integers(0, 10, count)))
+
+
+#: The tasks by name.
+TASKS: dict[str, Callable[..., Task]] = {x.name: x for x in (Passkey,)}
