@@ -123,11 +123,13 @@ class Task:
     percent = True  # scores lie between 0 and 1
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
+        """So many prompts, with contexts of exactly so many tokens."""
         raise NotImplementedError
 
     def run(
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
     ) -> Outcome:
+        """What a rule at a budget makes of a batch of prompts; raises `methods.Unreachable` where it cannot."""
         raise NotImplementedError
 
 
