@@ -38,6 +38,7 @@ import kvops
 import kvops.hf
 from kvops.bench.record import origin, write
 from kvops.cache import AttentionMethod
+from kvops.eval.methods import SINK, lagkv_tokens
 from kvops.hf import KVCache
 
 HERE = Path(__file__).resolve().parent
@@ -49,7 +50,6 @@ from passkey_task import PAD, QUESTION, Corpus, context_with_needles, encode, ne
 SHARES = (0.5, 0.25)
 DEPTHS = 11  # keys at 0 %, 10 %, ... 100 % of the context
 BATCH = 11
-SINK = 16  # LagKV's
 WINDOW = 32  # the context's last tokens, which SnapKV, ProtoKV and SATKV keep; their queries observe for the first two
 LOOKUP = ((1, 1), (2, 1))  # (layer, KV head): where the answer looks the digits up; see heads.py in the model's folder
 ROUNDS = 21  # of the timing
@@ -194,13 +194,6 @@ class Row:
         if self.compress:
             numbers |= {"ms": self.ms, "plain_pytorch_ms": self.plain_ms}
         return numbers
-
-
-def lagkv_tokens(n: int, budget: int, lag: int) -> tuple[int, int]:
-    """Solves Eq. 10 for the tokens kept per partition: the most within the budget (-1: none), and what 0 would keep."""
-    scored = max(0, (n - SINK) // lag - 1)
-    fixed = n - scored * lag  # sink, last partition, rest
-    return min((budget - fixed) // scored, lag) if scored and budget >= fixed else -1, fixed
 
 
 def lagkv_row(share: float, lag: int, n: int, budget: int) -> Row:

@@ -72,13 +72,14 @@ def answer(
     """The tokens that are said: int64 [b, digits]. ids: [b, n], what has been read; more: the question, if it comes
     after the cut, else [b, 0]."""
     cut = cut_cache(model, cell, prompt)
+    cut.freeze()  # the question and the answer are not cut
     first = more if more.numel() else prompt[1].argmax(-1, keepdim=True)  # the first token is the whole cache's
     steps = cell.digits - (0 if more.numel() else 1)
     asked = torch.cat([ids, first], 1)
     said = model.generate(
         asked,
         attention_mask=torch.ones_like(asked),
-        past_key_values=keeping_all(model, cut),
+        past_key_values=cut,
         do_sample=False,
         pad_token_id=pad,
         min_new_tokens=steps,
@@ -100,15 +101,6 @@ def cut_cache(model: transformers.PreTrainedModel, cell: Cell, prompt: Read) -> 
     cache.layers = [layer.with_method(method) for layer, method in zip(cache.layers, methods)]
     if window is not None:
         kvops.hf.lookahead(model, cache, prompt[1])
-    return cache
-
-
-def keeping_all(model: transformers.PreTrainedModel, cut: kvops.hf.KVCache) -> kvops.hf.KVCache:
-    """What is left, in a cache that evicts no more: the question and the answer are not cut."""
-    cache = kvops.hf.KVCache(model.config, kvops.Full())
-    for i, layer in enumerate(cut.layers):
-        cache.update(layer.keys, layer.values, i)
-        cache.layers[i].method.seen = layer.method.seen
     return cache
 
 
