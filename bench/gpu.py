@@ -14,6 +14,7 @@ matplotlib for the picture, each of them only where it is there: what is missing
     laq        what LAQ adds to a prefill of 32,768 tokens in a stack of 8B shape (laq_cost.py; needs transformers)
     lacache    what LaCache's compactions add to a decode step in such a stack (lacache_cost.py; the same)
     bench      python -m kvops.bench --device cuda, with torch.compile at n = 131072
+    end_to_end time to the first token, time per token and memory in such a stack, up to 131,072 tokens (end_to_end.py)
 
 Each step has a time limit, one that fails does not stop the next. Logs, bench.json, bench.png and summary.txt appear in
 --out as they come. Ends with a table; the exit status is 1 if anything failed. KVOPS_COMMIT=... names the commit where
@@ -312,6 +313,22 @@ class Run:
 
         return run
 
+    def end_to_end(self, seconds: float) -> Result:
+        if "transformers" in self.facts["missing"]:
+            return Result(NOT_RUN, "no transformers")
+        log, record = self.log("end_to_end"), self.out / "end_to_end.json"
+        picture = [] if "matplotlib" in self.facts["missing"] else ["--out", str(self.out)]
+        command = [sys.executable, str(ROOT / "bench" / "end_to_end.py"), "--device", "cuda", "--json", str(record)]
+        command += [*picture, "--repeats", "1", "--ratios", "2", "8", "--contexts", "4096", "20480", "131072", "32768"]
+        command += ["--seconds", f"{max(1, seconds - 40):.0f}"]
+        record.unlink(missing_ok=True)
+        code = execute(command, log, seconds, environment(self.wheels), SITE)
+        text = log.read_text(errors="replace")
+        if code != 0:
+            return Result(FAILED, "time was up" if code is None else f"exit status {code}: {last_line(text)}")
+        left_out = re.findall(r"^not measured for lack of time: .*", text, re.MULTILINE)
+        return Result(PARTLY if left_out else PASSED, record.name, left_out)
+
     def bench(self, seconds: float) -> Result:
         log, record = self.log("bench"), self.out / "bench.json"
         picture = [] if "matplotlib" in self.facts["missing"] else ["--plot", str(self.out / "bench.png")]
@@ -343,6 +360,7 @@ class Run:
             Step("laq", 60, self.cost("laq"), needs="build"),
             Step("lacache", 40, self.cost("lacache"), needs="build"),
             Step("bench", 300, self.bench, needs="build"),
+            Step("end_to_end", 140, self.end_to_end, needs="build"),
         ]
 
 

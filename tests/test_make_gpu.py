@@ -168,6 +168,30 @@ def test_the_benchmark_of_a_run(run, tmp_path, monkeypatch):
     ]
 
 
+def test_the_end_to_end_times_of_a_run(run, tmp_path, monkeypatch):
+    seen = {}
+
+    def execute(command, log, seconds, env, cwd):
+        seen.update(command=command)
+        log.write_text("prefill  context\nnot measured for lack of time: LagKV 8x, 131,072 tokens, whole\nwrote x\n")
+        return seen.get("code", 0)
+
+    monkeypatch.setattr(run, "execute", execute)
+    of = run.Run(tmp_path, {"missing": ["matplotlib"]})
+    result = of.end_to_end(140)
+    assert result.status == "partly" and len(result.details) == 1 and "131,072 tokens" in result.details[0]
+    options = seen["command"][2:]
+    assert options[-2:] == ["--seconds", "100"] and "--out" not in options
+    sys.path.insert(0, str(ROOT / "bench"))
+    import end_to_end
+
+    monkeypatch.setattr(end_to_end.torch.cuda, "is_available", lambda: True)
+    assert end_to_end.arguments(options).contexts == [4096, 20480, 131072, 32768]  # what it says is understood
+    seen["code"] = 1
+    assert of.end_to_end(140).status == "failed"
+    assert run.Run(tmp_path, {"missing": ["transformers"]}).end_to_end(140).status == "not run"
+
+
 def test_wheels_are_unpacked(run, tmp_path):
     with zipfile.ZipFile(tmp_path / "some_module-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("some_module/__init__.py", "")

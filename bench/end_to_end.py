@@ -1,0 +1,413 @@
+"""Time to the first token, time per output token, and memory, of a model of Llama-3-8B's shape with random weights.
+
+    python bench/end_to_end.py [--device cuda] [--layers 32] [--contexts 4096 8192 ...] [--json FILE] [--out FOLDER]
+
+LagKV's measurement (its Sec. 3.5, Fig. 5-7): a prompt of so many tokens, in chunks (S + 2 L tokens, then L at a time;
+S = 16 sinks, L = 1024), for the full cache and for LagKV that keeps 1/2 ... 1/8 of each partition; then 30 new tokens,
+one by one. The same with the whole prompt at once, for the ratios of --whole. Memory is what the cache holds after the
+prompt, and the peak on the way beside the weights.
+
+KeyDiff's measurement (its Sec. 4.5, Fig. 7): the prompt in blocks of 64, 128 or 256 tokens under a budget.
+
+What is compared runs in turns, each repetition once through everything; times are medians, and what --seconds leaves
+no time for is named. With fewer than 32 layers the vocabulary shrinks alike, so that its share of the work stays. Draws
+end_to_end.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+
+import kvops
+import kvops.hf
+from kvops.bench.record import origin, write
+
+LAYERS, HEADS, VOCABULARY = 32, 32, 128256  # Llama-3-8B's, as all else in `make_model`
+GROUP, HEAD_DIM, MLP = 4, 128, 14336 // HEADS  # query heads per KV head; MLP: neurons per query head
+SINKS = 16
+OBSERVED = 32  # SnapKV's window
+FULL = "full cache"
+COLORS = ["#9a9a9a", "#bc6c25", "#2a6f97", "#52a675", "#8d5a97", "#d1495b", "#e9a03b", "#444444"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Something to measure."""
+
+    prefill: str  # "chunked", "whole", "blocks of 64"
+    context: int  # tokens of the prompt
+    name: str
+    method: kvops.Method
+    first: int  # tokens of the prompt that come at once,
+    then: int  # and so many in each call after that
+    new_tokens: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.context:,} tokens, {self.prefill}"
+
+
+def cells(
+    contexts: list[int],
+    ratios: list[int],
+    whole: list[int],
+    lag: int,
+    new_tokens: int,
+    blocks: list[int],
+    block_context: int,
+    budget: int,
+) -> list[Cell]:
+    """All cells, in the order in which they are measured."""
+    rivals = {
+        FULL: kvops.Full(),
+        "StreamingLLM": kvops.StreamingLLM(budget),
+        "KeyDiff": kvops.KeyDiff(budget),
+        "TOVA": kvops.TOVA(budget),
+        "SnapKV": kvops.SnapKV(budget, OBSERVED),
+    }
+    found = [
+        Cell(f"blocks of {size}", block_context, name, method, size, size)
+        for size in blocks
+        for name, method in rivals.items()
+    ]
+    lagkv = {FULL: kvops.Full(), **{f"LagKV {r}x": kvops.LagKV(lag, 1 / r, sink=SINKS) for r in ratios}}
+    at_once = {FULL, *(f"LagKV {r}x" for r in whole)}
+    for n in contexts:
+        found += [Cell("chunked", n, name, x, SINKS + 2 * lag, lag, new_tokens) for name, x in lagkv.items()]
+        found += [Cell("whole", n, name, x, n, n, new_tokens) for name, x in lagkv.items() if name in at_once]
+    return found
+
+
+def kept(n: int, lag: int, ratio: int) -> int:
+    """Tokens that LagKV keeps of n (Eq. 10)."""
+    partitions = (n - SINKS) // lag
+    return n if partitions < 2 else SINKS + int(lag / ratio) * (partitions - 1) + lag + (n - SINKS) % lag
+
+
+def make_model(layers: int, heads: int, tokens: int, device: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """So many layers of Llama-3-8B, random; of fewer query heads, all its widths shrink alike."""
+    config = transformers.LlamaConfig(
+        hidden_size=heads * HEAD_DIM,
+        intermediate_size=heads * MLP,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // GROUP,
+        num_hidden_layers=layers,
+        vocab_size=VOCABULARY * layers // LAYERS,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        max_position_embeddings=2 * tokens,
+    )
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return kvops.hf.use_attention(model.eval())
+
+
+def layers_that_fit(heads: int, tokens: int, dtype: torch.dtype) -> int:
+    """As many layers as the GPU has memory for, with a full cache of so many tokens and room for the prefill."""
+    width, size = heads * HEAD_DIM, dtype.itemsize
+    activations = tokens * (3 * heads * MLP + 8 * width) * size
+    weights = width * (2 * width + 2 * width // GROUP + 3 * heads * MLP + 2 * VOCABULARY // LAYERS) * size
+    cache = 2 * tokens * width // GROUP * size
+    free = torch.cuda.mem_get_info()[0]
+    return max(1, min(LAYERS, int((0.9 * free - activations) / (weights + 2 * cache))))  # twice: it is copied to grow
+
+
+def pieces(cell: Cell) -> Iterator[slice]:
+    """The parts of the prompt that come at once."""
+    yield slice(0, cell.first)
+    for begin in range(cell.first, cell.context, cell.then):
+        yield slice(begin, begin + cell.then)
+
+
+class Peak:
+    """The most memory that was in use since this was made, beside what was then: bytes, or None if nothing says so."""
+
+    def __init__(self, device: str):
+        self.cuda = device == "cuda"
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+            return
+        try:
+            ctypes.CDLL(None).malloc_trim(0)  # what earlier cells have left
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+            self.before = self._of_process("VmRSS")
+        except (OSError, AttributeError):  # no Linux, no glibc, or not allowed
+            self.before = None
+
+    @staticmethod
+    def _of_process(name: str) -> int:
+        return 1024 * int(re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
+
+    def bytes(self) -> int | None:
+        if self.before is None:
+            return None
+        return (torch.cuda.max_memory_allocated() if self.cuda else self._of_process("VmHWM")) - self.before
+
+
+@torch.inference_mode()
+def sample(model: transformers.PreTrainedModel, cell: Cell, ids: Tensor) -> dict:
+    """One run of a cell. ids: the prompt, [1, context]. Seconds, and bytes."""
+    device = ids.device.type
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    peak = Peak(device)
+    cache = kvops.hf.KVCache(model.config, cell.method)
+    wait()
+    begin = time.perf_counter()
+    for part in pieces(cell):
+        logits = model(ids[:, part], past_key_values=cache, logits_to_keep=1).logits
+    token = logits.argmax(-1)
+    wait()
+    stats = cache.stats()
+    found = {
+        "ttft_s": time.perf_counter() - begin,
+        "kept": max(x.tokens_kept for x in stats),
+        "bytes_kept": sum(x.bytes_kept for x in stats),
+        "bytes_full": sum(x.bytes_full for x in stats),
+        "peak_bytes": peak.bytes(),
+    }
+    if cell.new_tokens:
+        begin = time.perf_counter()
+        for _ in range(cell.new_tokens):
+            token = model(token, past_key_values=cache).logits.argmax(-1)
+        wait()
+        found["tpot_s"] = (time.perf_counter() - begin) / cell.new_tokens
+    return found
+
+
+def run(
+    model: transformers.PreTrainedModel,
+    todo: list[Cell],
+    repeats: int,
+    seconds: float | None,
+    save: Callable[[list[dict], list[str]], None],
+) -> tuple[list[dict], list[str]]:
+    """A row for each cell that there was time for, and the names of the others. `save` gets both after each sample."""
+    started = time.monotonic()
+    device = model.device
+    generator = torch.Generator("cpu").manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, max(x.context for x in todo)), generator=generator).to(device)
+    for cell in {x.name: x for x in todo}.values():  # whatever the first calls load and compile
+        sample(model, Cell("", 128, cell.name, cell.method, 64, 64, min(2, cell.new_tokens)), ids[:, :128])
+    rows: dict[Cell, dict] = {}
+    samples: dict[Cell, list[dict]] = {x: [] for x in todo}
+
+    def left_out() -> list[str]:
+        return [str(x) for x in todo if x not in rows]
+
+    with tqdm(total=len(todo) * repeats, leave=False, disable=None) as bar:
+        for _ in range(repeats):  # in turns, so that a machine that speeds up or slows down does so for all
+            for cell in todo:
+                bar.set_postfix_str(str(cell))
+                bar.update()
+                if (seconds and time.monotonic() - started > seconds) or "error" in rows.get(cell, {}):
+                    continue
+                try:
+                    samples[cell].append(sample(model, cell, ids[:, : cell.context]))
+                    rows[cell] = row(cell, samples[cell])
+                except torch.OutOfMemoryError as error:  # the other cells go on
+                    rows[cell] = {**named(cell), "error": str(error).splitlines()[0]}
+                save(list(rows.values()), left_out())
+    return [rows[x] for x in todo if x in rows], left_out()
+
+
+def named(cell: Cell) -> dict:
+    return {"prefill": cell.prefill, "context": cell.context, "method": cell.name}
+
+
+def row(cell: Cell, samples: list[dict]) -> dict:
+    """Medians of the samples of a cell."""
+    return {
+        **named(cell),
+        "samples": len(samples),
+        **{x: None if samples[0][x] is None else statistics.median(y[x] for y in samples) for x in samples[0]},
+    }
+
+
+def ratio(r: dict) -> int:
+    """The compression ratio of a row of LagKV, or of the full cache beside it."""
+    return 1 if r["method"] == FULL else int(r["method"].removeprefix("LagKV ").removesuffix("x"))
+
+
+def compare(rows: list[dict], lag: int) -> None:
+    """Adds to each row how many times faster it is than the full cache, and for LagKV the tokens of Eq. 10."""
+    base = {(r["prefill"], r["context"]): r for r in rows if r["method"] == FULL and "error" not in r}
+    for r in rows:
+        full = base.get((r["prefill"], r["context"]))
+        if "error" in r:
+            continue
+        if r["method"].startswith("LagKV"):
+            r["kept_eq_10"] = kept(r["context"], lag, ratio(r))
+        if full:
+            r["speedup"] = {x: full[f"{x}_s"] / r[f"{x}_s"] for x in ("ttft", "tpot") if f"{x}_s" in r}
+
+
+def table(rows: list[dict]) -> str:
+    lines = [("prefill", "context", "", "TTFT s", "", "TPOT ms", "", "cache MB", "of full", "peak MB")]
+    for r in rows:
+        head = (r["prefill"], f"{r['context']:,}", r["method"])
+        if "error" in r:
+            lines.append((*head, r["error"], *[""] * 6))
+            continue
+        faster = {x: f"{y:.2f}x" for x, y in r.get("speedup", {}).items()}
+        lines.append(
+            (
+                *head,
+                f"{r['ttft_s']:.3f}",
+                faster.get("ttft", ""),
+                f"{1e3 * r['tpot_s']:.2f}" if "tpot_s" in r else "",
+                faster.get("tpot", ""),
+                f"{r['bytes_kept'] / 1e6:.1f}",
+                f"{r['bytes_kept'] / r['bytes_full']:.1%}",
+                "" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e6:.0f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join(x.ljust(w) if i in (0, 2) else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths))).rstrip()
+        for line in lines
+    )
+
+
+def picture(rows: list[dict], title: str, path: Path) -> None:
+    """Fig. 5-7 of LagKV: a line for each context. Then Fig. 7 of KeyDiff: a line for each method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [r for r in rows if "error" not in r]
+    figure, axes = plt.subplots(1, 4, figsize=(16, 4), layout="constrained")
+    panels = (
+        ("ttft_s", 1.0, "time to the first token, s"),
+        ("tpot_s", 1e3, "time per output token, ms"),
+        ("bytes_kept", 1e-6, "MB that the cache holds after the prompt"),
+    )
+    contexts = sorted({r["context"] for r in rows if not r["prefill"].startswith("blocks")})
+    thin = dict(lw=1.3, ms=4)
+    for axis, (key, unit, label) in zip(axes, panels):
+        for context, color in zip(contexts, COLORS[1:]):
+            for prefill, style in (("chunked", "o-"), ("whole", "s--"))[: 2 if key == "ttft_s" else 1]:
+                of = [r for r in rows if (r["prefill"], r["context"]) == (prefill, context)]
+                name = (f"{context // 1024}K" if context % 1024 == 0 else f"{context:,}") + " tokens"
+                name = name if prefill == "chunked" else None
+                axis.plot([ratio(r) for r in of], [unit * r[key] for r in of], style, color=color, label=name, **thin)
+        axis.set(xlabel="compression ratio of LagKV (1: full cache)", ylabel=label, ylim=(0, None))
+    axes[0].plot([], [], "s--", color=COLORS[0], label="whole prompt at once", **thin)
+    blocks = [r for r in rows if r["prefill"].startswith("blocks")]
+    for name, color in zip(dict.fromkeys(r["method"] for r in blocks), COLORS):
+        of = [r for r in blocks if r["method"] == name]
+        sizes = [r["prefill"].removeprefix("blocks of ") for r in of]
+        axes[3].plot(sizes, [r["ttft_s"] for r in of], "o-", color=color, label=name, **thin)
+    axes[3].set(xlabel="tokens of a block", ylabel="time to the first token, s", ylim=(0, None))
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False)
+    if blocks:
+        axes[3].set_title(f"{blocks[0]['context']:,} tokens in blocks", fontsize=10)
+        axes[3].legend(frameon=False)
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, help="default: as many as fit, up to 32; 1 on a CPU")
+    parser.add_argument("--heads", type=int, default=HEADS, help="query heads; all widths are multiples of it")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[4096 * i for i in range(1, 6)], metavar="TOKENS")
+    parser.add_argument("--ratios", type=int, nargs="+", default=[2, 4, 6, 8], help="LagKV keeps 1/ratio")
+    parser.add_argument(
+        "--whole", type=int, nargs="*", help="of them, with the whole prompt at once too; default: last"
+    )
+    parser.add_argument("--lag", type=int, default=1024, help="L, tokens of LagKV's partitions")
+    parser.add_argument("--new-tokens", type=int, default=30)
+    parser.add_argument("--blocks", type=int, nargs="*", default=[64, 128, 256], help="tokens of a block of the prompt")
+    parser.add_argument("--block-context", type=int, default=4096, help="tokens of the prompt that comes in blocks")
+    parser.add_argument("--budget", type=int, default=1024, help="tokens that the methods keep of it")
+    parser.add_argument("--repeats", type=int, help="default: 3; 1 on a CPU")
+    parser.add_argument("--seconds", type=float, help="begin no cell after so many")
+    parser.add_argument("--json", type=Path, help="file for all numbers, written after each of them")
+    parser.add_argument("--out", type=Path, help="folder for the picture, end_to_end.png")
+    a = parser.parse_args(argv)
+    cuda = a.device == "cuda"
+    a.whole = a.ratios[-1:] if a.whole is None else a.whole
+    a.repeats = (3 if cuda else 1) if a.repeats is None else a.repeats
+    least = {"layers": 1, "contexts": 1, "lag": 1, "new_tokens": 1, "ratios": 2, "blocks": OBSERVED, "repeats": 1}
+    for name, low in least.items():
+        values = getattr(a, name)
+        for x in values if isinstance(values, list) else [] if values is None else [values]:
+            if x < low:
+                parser.error(f"--{name.replace('_', '-')} must be at least {low}, got {x}")
+    if a.heads < GROUP or a.heads % GROUP:
+        parser.error(f"--heads must be a multiple of {GROUP}, got {a.heads}")
+    if missing := [x for x in a.whole if x not in a.ratios]:
+        parser.error(f"--whole must be among --ratios {a.ratios}, got {missing[0]}")
+    if not OBSERVED < a.budget < a.block_context:
+        wanted = f"more than {OBSERVED} and less than --block-context {a.block_context}"
+        parser.error(f"--budget must be {wanted}, got {a.budget}")
+    if not a.contexts and not a.blocks:
+        parser.error("nothing to measure: --contexts and --blocks are empty")
+    if cuda and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    return a
+
+
+def main(argv: list[str] | None = None) -> None:
+    a = arguments(argv)
+    dtype, longest = getattr(torch, a.dtype), max([*a.contexts, a.block_context])
+    if a.layers is None:
+        a.layers = layers_that_fit(a.heads, longest, dtype) if a.device == "cuda" else 1
+    shape = "Llama-3-8B's shape, random weights"
+    if a.layers < LAYERS or a.heads < HEADS:
+        shape += f" (scaled: {a.layers} of {LAYERS} layers"
+        shape += f", {a.heads} of {HEADS} heads and widths alike)" if a.heads < HEADS else ")"
+    title = f"{shape}, {a.dtype}, {a.device}"
+    print(title)
+    model = make_model(a.layers, a.heads, longest + a.new_tokens, a.device, dtype)
+    todo = cells(a.contexts, a.ratios, a.whole, a.lag, a.new_tokens, a.blocks, a.block_context, a.budget)
+    settings = ("layers", "heads", "dtype", "lag", "ratios", "new_tokens", "block_context", "budget", "repeats")
+    record = {
+        **origin("python", "bench/end_to_end.py", *(sys.argv[1:] if argv is None else argv), device=a.device),
+        "shape": shape,
+        **{x: getattr(a, x) for x in settings},
+        "vocabulary": model.config.vocab_size,
+        "weight_bytes": sum(x.nbytes for x in model.parameters()),
+    }
+
+    def save(rows: list[dict], left_out: list[str]) -> None:
+        compare(rows, a.lag)
+        if a.json:
+            write(a.json, {**record, "rows": rows, "left_out": left_out})
+
+    rows, left_out = run(model, todo, a.repeats, a.seconds, save)
+    save(rows, left_out)
+    print(table(rows))
+    for x in left_out:
+        print(f"not measured for lack of time: {x}")
+    if a.json:
+        print(f"wrote {a.json}")
+    if a.out and rows:
+        picture(rows, title, a.out / "end_to_end.png")
+        print(f"wrote {a.out / 'end_to_end.png'}")
+
+
+if __name__ == "__main__":
+    main()
