@@ -1,4 +1,4 @@
-# make demo · make test · make bench · make lint · make sanitize · make gpu
+# make demo · make test · make bench · make eval · make lint · make sanitize · make gpu
 #
 # Each sets up what it needs in .venv first: minutes (downloads) the first time, seconds afterwards. It takes a
 # python3 >= 3.10, a C++20 compiler and a package index; with nvcc >= 12 the CUDA kernels are built too. A warning of
@@ -19,7 +19,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check
 QUIET := $(if $(CI),-qq)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo build test bench lint sanitize gpu FORCE
+.PHONY: demo build test bench eval lint sanitize gpu FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
@@ -32,6 +32,9 @@ test: $(STAMPS)/kvops
 
 bench: $(STAMPS)/kvops
 	@$(PY) -m kvops.bench $(ARGS)
+
+eval: $(STAMPS)/kvops
+	@$(PY) -m kvops.eval $(ARGS)
 
 lint: $(STAMPS)/dev
 	@$(PY) -m ruff check
