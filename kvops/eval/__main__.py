@@ -49,9 +49,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="tokens per KV head, or shares of the context (default 0.5 0.125 0.03125)",
     )  # fmt: skip
     p.add_argument("--tasks", nargs="+", default=["passkey"], metavar="TASK", help="default: passkey")
-    p.add_argument("--context", nargs="+", type=int, default=[2048], metavar="N", help="tokens (default 2048)")
+    p.add_argument("--context", nargs="+", type=int, metavar="N", help="tokens (default 2048; --quick: 1024)")
     p.add_argument("--points", nargs="+", choices=POINTS, default=list(POINTS), help="cut before, after the question")
-    p.add_argument("--prompts", type=int, default=22, help="per task and context (default 22)")
+    p.add_argument("--prompts", type=int, help="per task and context (default 22; --quick: 5)")
     p.add_argument("--batch", type=int, default=11, help="prompts that are read together (default 11)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--text", type=Path, default=TEXT, help="what needles are hidden in (default: the shipped text)")
@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     p.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="the model's")
     p.add_argument("--out", type=Path, default=Path("eval"), help="folder for results.jsonl and the report")
-    p.add_argument("--quick", action="store_true", help="5 prompts of 1,024 tokens: under 2 minutes")
+    p.add_argument("--quick", action="store_true", help="fewer and shorter prompts: under 2 minutes")
     p.add_argument(
         "--from", type=Path, nargs="+", dest="files", metavar="FILE", help="measure nothing: report of these"
     )
@@ -70,11 +70,11 @@ def make_parser() -> argparse.ArgumentParser:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = make_parser()
     a = p.parse_args(argv)
-    if a.quick:
-        a.context, a.prompts = [1024], 5
-    for name in ("prompts", "batch", "context"):
-        if min([x := getattr(a, name)] if isinstance(getattr(a, name), int) else getattr(a, name)) < 1:
-            p.error(f"--{name}: expected at least 1, got {x}")
+    a.context = a.context or [1024 if a.quick else 2048]
+    a.prompts = (5 if a.quick else 22) if a.prompts is None else a.prompts
+    for name, least in (("prompts", a.prompts), ("batch", a.batch), ("context", min(a.context))):
+        if least < 1:
+            p.error(f"--{name}: expected at least 1, got {least}")
     try:
         a.rules = [rule(x) for x in dict.fromkeys(a.methods)]
         a.kinds = {x: make_task(x, a.data) for x in dict.fromkeys(a.tasks)}
