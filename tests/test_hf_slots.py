@@ -32,8 +32,9 @@ def own(*args, **settings):
     return use_attention(make_model(*args, **settings))
 
 
-def plain_logits(model, method, chunks):
-    """The logits of ids in chunks, by the formulas in fp64; `method` only says which tokens each layer holds."""
+def plain_logits(model, method, chunks, frozen=False):
+    """The logits of ids in chunks, by the formulas in fp64; `method` only says which tokens each layer holds. frozen:
+    from the second chunk on."""
     model = copy.deepcopy(model).double()
     code = sys.modules[type(model).__module__]
     layers = model.model.layers
@@ -64,6 +65,8 @@ def plain_logits(model, method, chunks):
             x = x + layer.mlp(layer.post_attention_layernorm(x))
             kept = torch.zeros(*at.shape[:2], t, 8)
             held[i].append(kept, kept)
+            if frozen:
+                held[i].freeze()
         out.append(model.lm_head(model.model.norm(x)))
     return torch.cat(out, 1)
 
@@ -113,6 +116,26 @@ def test_a_model_with_keys_at_their_slots(method, model):
     torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=2e-4)
     assert (elsewhere - expected).abs().max() > 0.1  # slots matter
     assert cache.get_seq_length() == 140 and 20 < len(cache.layers[0].method) < 30
+
+
+@every_method
+def test_a_model_whose_cache_is_cut_once(method):
+    """A frozen cache keeps its slots and grows; reset() thaws it."""
+    model, (ids, _) = own(), make_prompts(140, 140)
+    chunks = stepped(ids, 100, 20)
+    cache = KVCache(model.config, METHODS[method]())
+    found = [logits_of(model, cache, chunks[:1])]
+    kept = len(cache.layers[0].method)
+    cache.freeze()
+    found.append(logits_of(model, cache, chunks[1:]))
+    with torch.no_grad():
+        expected = plain_logits(model, METHODS[method](), chunks, frozen=True)
+    torch.testing.assert_close(torch.cat(found, 1).double(), expected, atol=2e-4, rtol=2e-4)
+    assert kept < 30 and {len(layer.method) for layer in cache.layers} == {kept + 40}
+    cache.reset()
+    assert torch.equal(logits_of(model, cache, chunks[:1]), found[0])
+    logits_of(model, cache, chunks[1:])
+    assert len(cache.layers[0].method) < 30
 
 
 @pytest.mark.parametrize("method", ["lacache", "lacache-post", "streaming"])

@@ -595,6 +595,31 @@ def test_a_step_attends_at_slot_positions(make, rope, storage, given, padded):
 
 
 @pytest.mark.parametrize("storage", ["pre_rope", "post_rope"])
+@pytest.mark.parametrize("make", SLOTTED)
+def test_frozen_decode_attends_at_slot_positions(make, storage):
+    """What was kept of the prompt stays at its slots, and new tokens take the next ones, as many as come."""
+    rope = ROPES["neox"]()
+    q, k, v = (kit.randn(2, heads, 90, 16, seed=heads) for heads in (4, 2, 2))
+    method = SLOTTED[make](rope=rope, storage=storage).fresh(5, 8)
+    method.attend(*(x[:, :, :50] for x in (q, k, v)))
+    kept = method.positions
+    assert kept.shape[2] < 30
+    method.freeze()
+    for first, last in [(50, 60), *((i, i + 1) for i in range(60, 90))]:
+        new = torch.arange(50, last).expand(2, 2, -1)
+        at = torch.cat((kept, new), 2).unsqueeze(-1).expand(-1, -1, -1, 16)
+        slots = torch.arange(at.shape[2])
+        expected = plain_attention(
+            rotated(q[:, :, first:last], rope, slots[first - last :]),
+            rotated(k.gather(2, at), rope, slots),
+            v.gather(2, at),
+        )
+        out = method.attend(*(x[:, :, first:last] for x in (q, k, v)))
+        torch.testing.assert_close(out.double(), expected, atol=2e-4, rtol=2e-4)
+        assert torch.equal(method.positions, at[..., 0]) and method.seen == last
+
+
+@pytest.mark.parametrize("storage", ["pre_rope", "post_rope"])
 def test_a_first_prefill_is_exact(storage):
     """Where slots are the positions, nothing is turned: the same bits as without slots, in half precision too."""
     for dtype in kit.DTYPES:

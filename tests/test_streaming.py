@@ -493,6 +493,23 @@ def test_fresh_and_reset_are_empty_with_the_same_settings(method):
     assert_same_state(feed(used, k, v, [20]), want)
 
 
+@every_method
+def test_frozen_caches_only_grow(method):
+    """Nothing goes any more, positions go on from those of the prompt, a draft can be taken back; reset() thaws."""
+    k, v = make_kv()
+    method = feed(method.fresh(2, 4), k[:, :, :30], v[:, :, :30], [25])
+    kept = method.positions
+    method.freeze()
+    feed(method, k, v, [20], first=30)
+    positions = torch.cat((kept, torch.arange(30, 60).expand(2, 2, -1)), 2)
+    assert method.seen == 60 and torch.equal(method.positions, positions)
+    assert torch.equal(method.k, rows(k, positions)) and torch.equal(method.v, rows(v, positions))
+    method.crop(40)
+    assert torch.equal(method.positions, positions[:, :, :-20]) and torch.equal(method.k, rows(k, method.positions))
+    method.reset()
+    assert_same_state(feed(method, k, v, [25]), feed(method.fresh(2, 4), k, v, [25]))
+
+
 def test_repr_shows_the_settings():
     assert repr(kvops.StreamingLLM(8)) == (
         "StreamingLLM(budget=8, sinks=4, positions='slots', storage='pre_rope', rope=None, attend_before_compress=True)"

@@ -114,6 +114,24 @@ def test_fresh_and_reset_are_empty_with_the_same_settings(method):
 
 
 @every_method
+def test_frozen_caches_only_grow(method):
+    """Nothing goes any more, positions go on from those of the prompt, every step attends to all; reset() thaws."""
+    q, k, v = make()
+    method = feed(method.fresh(1, 4), *(x[:, :, :30] for x in (q, k, v)), [25])
+    kept = method.positions
+    method.freeze()
+    for first, last in [(30, 50), *((i, i + 1) for i in range(50, 60))]:
+        out = method.attend(*(x[:, :, first:last] for x in (q, k, v)))
+        positions = torch.cat((kept, torch.arange(30, last).expand(2, 2, -1)), 2)
+        assert method.seen == last and torch.equal(method.positions, positions)
+        assert torch.equal(method.k, rows(k, positions)) and torch.equal(method.v, rows(v, positions))
+        want = kvops.attention(q[:, :, first:last], rows(k, positions), rows(v, positions), backend="kvops").out
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+    method.reset()
+    assert_same_state(feed(method, q, k, v, [25]), feed(method.fresh(1, 4), q, k, v, [25]))
+
+
+@every_method
 def test_errors_change_nothing(method):
     q, k, v = make()
     method = feed(method.fresh(), *(x[:, :, :30] for x in (q, k, v)), [30])

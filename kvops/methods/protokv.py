@@ -440,7 +440,7 @@ class ProtoKV(_Buffered, AttentionMethod):
         with self._undone_on_error():
             out = super().attention(q, k_step, v_step, **options)
             n, t = len(self), q.shape[2]
-            if t < self.window and self._full(n, t, self.seen):
+            if t < self.window and not self.frozen and self._full(n, t, self.seen):
                 if self.score == "dot":
                     options.pop("sink_logits", None)
                 visible = causal_limits(n, self._queries.shape[2], q.device)
