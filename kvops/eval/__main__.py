@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import shlex
 import sys
 from collections.abc import Iterator
@@ -116,8 +115,7 @@ def cells(a: argparse.Namespace) -> Iterator[tuple[Cell, Rule]]:
 def describe() -> str:
     lines = ["methods, and the arguments of their classes:"]
     for name, kind in METHODS.items():
-        options = [x for x in inspect.signature(kind.method).parameters if x != "budget"]
-        lines.append(f"  {name:18}{', '.join(options)}")
+        lines.append(f"  {name:18}{', '.join(kind.options)}".rstrip())
     lines.append("tasks:")
     for name, task in TASKS.items():
         lines.append(f"  {name:18}{', '.join(f'{x.name}={x.default}' for x in fields(task))}")

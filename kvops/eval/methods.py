@@ -76,6 +76,13 @@ class Kind(NamedTuple):
     settings: Callable[..., dict] = _budget  # from the budget, the prompt and the model
     defaults: dict = {}  # what makes it this variant
 
+    @property
+    def options(self) -> list[str]:
+        """What the command line can say of it: the settings that are numbers or words."""
+        return [x for x in inspect.signature(self.method).parameters if x not in UNSAID]
+
+
+UNSAID = ("budget", "rope", "stage1", "projection", "phase", "attend_before_compress")
 
 #: By the name on the command line.
 METHODS = {
@@ -131,10 +138,9 @@ def rule(spec: str) -> Rule:
     """Of "keydiff" or "keydiff:recent=0.1,sinks=4"; options are those of the method's class."""
     name, options = parse("method", spec, METHODS)
     kind = METHODS[name]
-    known = [x for x in inspect.signature(kind.method).parameters if x != "budget"]
     for key in options:
-        if key not in known:
+        if key not in kind.options:
             raise ValueError(
-                f"method {spec!r}: {kind.label} has no option {key!r}, expected some of {', '.join(known)}"
+                f"method {spec!r}: {kind.label} has no option {key!r}, expected some of {', '.join(kind.options)}"
             )
     return Rule(kind.label + "".join(f" {key}={value}" for key, value in options.items()), kind, options)
