@@ -1,24 +1,223 @@
-"""Every Python example in the README and in docs/ runs, page by page; every relative link leads somewhere."""
+"""What the README and docs/ say works: every block of code is run or parsed, every link and anchor is there."""
 
+import argparse
+import importlib.util
+import json
+import os
 import re
+import runpy
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TAGS = ("python", "sh", "text")  # run; parsed, command by command; formulas and what programs print
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_examples_run(page, monkeypatch):
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(tag, code) of each fenced block, the indentation of its fence taken off."""
+    found = re.findall(r"^( {0,3})```(.*)\n((?:.*\n)*?)\1```$", page.read_text(), re.MULTILINE)
+    return [(tag, re.sub(f"^{indent}", "", code, flags=re.MULTILINE)) for indent, tag, code in found]
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^( {0,3})```.*\n(?:.*\n)*?\1```$", "", page.read_text(), flags=re.MULTILINE)
+
+
+@every_page
+def test_every_block_says_what_it_is(page):
+    assert {tag for tag, _ in blocks(page)} <= {*TAGS}, f"{page.name}: blocks are of {', '.join(TAGS)}"
+    assert "```" not in prose(page), f"{page.name}: a fence is not closed"
+    indented = re.findall(r"^(?: {4}|\t).*", prose(page), re.MULTILINE)
+    assert not indented, f"{page.name}: an indented block has no tag, fence it: {indented[0]}"
+
+
+@every_page
+def test_python_runs(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     names = {"__name__": "example"}
-    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-        exec(compile(block, page.name, "exec"), names)
+    for tag, code in blocks(page):
+        if tag == "python":
+            exec(compile(code, page.name, "exec"), names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@every_page
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+    for file, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", prose(page)):
+        if file.startswith("http"):
+            continue
+        target = (page.parent / file) if file else page
+        assert target.exists(), f"{page.name} links to {file}, which is not there"
+        if anchor:
+            anchors = [slug(x) for x in re.findall(r"^#+ (.*)", prose(target), re.MULTILINE)]
+            assert anchor in anchors, f"{page.name} links to {file}#{anchor}, which has {', '.join(anchors)}"
+
+
+# Commands. Each is taken as far as its own parser takes it, and not run.
+
+
+class Parsed(Exception):
+    """A program's arguments were what it expects."""
+
+
+def check_python(words: list[str], monkeypatch) -> None:
+    """python -c CODE runs; python -m MODULE and python FILE run until they have parsed their arguments."""
+    if words[0] == "-c":
+        return exec(words[1], {})
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser, args=None, namespace=None):
+        parse(parser, args, namespace)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.setattr(sys, "path", [str((ROOT / words[0]).parent), *sys.path])
+    module = words[0] == "-m"
+    monkeypatch.setattr(sys, "argv", words[1:] if module else words)
+    with pytest.raises(Parsed):
+        runpy.run_module(words[1], run_name="__main__") if module else runpy.run_path(words[0], run_name="__main__")
+
+
+def check_make(words: list[str], monkeypatch) -> None:
+    """There is such a target, and what it runs in the end takes ARGS."""
+    env = {"PATH": os.environ["PATH"]}  # without what a make that runs the tests hands down
+    run = subprocess.run(["make", "-n", *words], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    program, *last = shlex.split(run.stdout.splitlines()[-1])
+    if last[:2] == ["-m", "pytest"]:
+        assert all((ROOT / x).exists() for x in last if x.startswith("tests/")), f"{last}: which is not there"
+    elif Path(program).name.startswith("python"):
+        check_python(last, monkeypatch)
+
+
+def check_pip(words: list[str]) -> None:
+    from pip._internal.commands import create_command
+
+    _, what = create_command(words[0]).parse_args(words[1:])
+    known = (ROOT / "Makefile").read_text()  # packages that a build of ours installs
+    assert what and all((ROOT / x).exists() or f" {x}=" in known for x in what), f"pip {words[0]} {what}: no such thing"
+
+
+def check_cmake(words: list[str]) -> None:
+    help_text = subprocess.run(["cmake", "--help"], capture_output=True, text=True).stdout
+    options = [re.match(r"-D|-\w|--\w+", x) for x in words]
+    for option in filter(None, options):
+        assert option.group() in help_text, f"cmake has no {option.group()}"
+    for name in re.findall(r"-D(\w+)=", " ".join(words)):
+        assert name.startswith("CMAKE_") or name in (ROOT / "CMakeLists.txt").read_text(), f"{name} says nothing here"
+    if "-S" in words:
+        assert (ROOT / words[words.index("-S") + 1] / "CMakeLists.txt").is_file()
+
+
+def source_text() -> str:
+    files = [ROOT / "setup.py", ROOT / "CMakeLists.txt", *ROOT.glob("kvops/**/*.py"), *ROOT.glob("csrc/**/*.[ch]*")]
+    return "\n".join(x.read_text() for x in files)
+
+
+def check_command(line: str, monkeypatch) -> None:
+    if assigned := re.fullmatch(r"\w+=\$\((.*)\)", line):  # name=$(command)
+        return check_command(assigned.group(1), monkeypatch)
+    words = shlex.split(line, comments=True)
+    while re.match(r"\w+=", words[0]):  # NAME=value command
+        name = words.pop(0).split("=")[0]
+        assert name == "OMP_NUM_THREADS" or name in source_text(), f"nothing reads {name}"
+    program, *rest = words
+    if program in ("python", "make"):
+        {"python": check_python, "make": check_make}[program](rest, monkeypatch)
+    else:
+        {"pip": check_pip, "cmake": check_cmake}[program](rest)
+
+
+def commands() -> list[str]:
+    """Those of the sh blocks, a line each (or parts of one, joined by &&), and those named in the text."""
+    lines = []
+    for page in PAGES:
+        code = "".join(code for tag, code in blocks(page) if tag == "sh").replace("\\\n", " ")
+        lines += [part.split(" #")[0].strip() for line in code.splitlines() for part in line.split(" && ")]
+        text = re.sub(r"\s*\n", " ", prose(page))
+        lines += re.findall(r"`((?:python (?:-m kvops|bench/|tests/)|make |pip )[^`]*)`", text)
+    return list(dict.fromkeys(filter(None, lines)))
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_are_what_their_programs_take(line, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    check_command(line, monkeypatch)
+
+
+# bench/measured.py, which writes the tables of measured rows.
+
+
+@pytest.fixture
+def measured():
+    spec = importlib.util.spec_from_file_location("measured", ROOT / "bench/measured.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def made_up_row(method: str, budget: int | None, mean: float, point: str = "before", **more) -> dict:
+    score = {"mean": mean, "low": mean - 0.04, "high": mean + 0.02, "n": 22}
+    return {"task": "passkey", "context": 2048, "point": point, "method": method, "budget": budget, **more} | {
+        "scores": {"partial": score, "exact": score | {"mean": 0.0}}
+    }
+
+
+def test_measured_rows_are_written(measured, monkeypatch, tmp_path, capsys):
+    rows = [made_up_row("LAQ", 64, 0.5), made_up_row("LAQ", 1024, 0.755), made_up_row("LAQ++", 64, 0.25, "after")]
+    rows += [made_up_row("L2", 1024, 0.1), made_up_row("Full", None, 0.96)]
+    monkeypatch.setattr(measured, "RESULTS", tmp_path / "bench/results/eval.json")
+    monkeypatch.setattr(measured, "DOCS", tmp_path / "docs")
+    for folder in ("bench/results", "docs/methods"):
+        (tmp_path / folder).mkdir(parents=True)
+    measured.RESULTS.write_text(json.dumps({"rows": rows}))
+    page, every = tmp_path / "docs/methods/laq.md", tmp_path / "docs/choosing.md"
+    page.write_text("before\n<!-- measured: LAQ -->\n<!-- end -->\nafter\n")
+    every.write_text("<!-- measured: all -->\nold\n<!-- end -->\n")
+
+    with pytest.raises(SystemExit, match="choosing.md, laq.md; run python bench/measured.py"):
+        measured.main(["--check"])
+    measured.main([])
+    assert "(../../bench/results/eval.json)" in page.read_text() and "; 22 prompts" in page.read_text()
+    assert [x for x in page.read_text().splitlines() if not x.startswith(("Partial", "("))] == [
+        "before",
+        "<!-- measured: LAQ -->",
+        *("", ""),
+        "| method | cut | 64 | 1,024 |",
+        "| --- | --- | --- | --- |",
+        "| LAQ | before the question | 50 ± 3 | 76 ± 3 |",
+        "| LAQ++ | after the question | 25 ± 3 |  |",
+        "",
+        "<!-- end -->",
+        "after",
+    ]
+    assert "old" not in every.read_text() and "| Full | before the question |  |  | 96 ± 3 |" in every.read_text()
+    measured.main(["--check"])
+
+    page.write_text("<!-- measured: LAQ H2O -->\n<!-- end -->")
+    with pytest.raises(ValueError, match="one of the methods LAQ, LAQ\\+\\+, L2, Full, got H2O"):
+        measured.main([])
+    measured.RESULTS.write_text(json.dumps({"rows": rows + rows[:1]}))
+    with pytest.raises(ValueError, match="LAQ, before the question, budget 64: expected one row, got two"):
+        measured.main([])
+    rows.append(made_up_row("LAQ", 64, 0.5, context=4096))
+    assert "| LAQ | passkey, 4,096 tokens, before the question |" in measured.table(rows, "")
+
+
+def test_measured_rows_are_those_of_the_results(measured):
+    if not measured.RESULTS.exists():
+        pytest.skip("no evaluation is recorded")
+    measured.main(["--check"])

@@ -1,7 +1,7 @@
 """H2O: keeps the tokens that all queries so far attended to most, and the newest. TOVA: those that the last query does.
 
 Sources: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", Zhang et al., 2023;
-"Transformers are Multi-State RNNs", Oren et al., 2024 (TOVA). Decisions: docs/methods.md.
+"Transformers are Multi-State RNNs", Oren et al., 2024 (TOVA). Decisions: docs/methods/.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """KeyDiff: keeps the keys that look least like the mean key.
 
 Source: "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained
-Environments", Sec. 3 (Eq. 7, 8), sliding window: Sec. 3.2 and App. E, ablations: Sec. 4.4. Decisions: docs/methods.md.
+Environments", Sec. 3 (Eq. 7, 8), sliding window: Sec. 3.2 and App. E, ablations: Sec. 4.4. Decisions:
+docs/methods/keydiff.md.
 """
 
 from __future__ import annotations

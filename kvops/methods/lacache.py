@@ -1,7 +1,7 @@
 """LaCache: a ladder. Each layer keeps other tokens, early layers early ones, so that each token stays in some layers.
 
 Source: "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of Large Language Models", Shi et al.,
-2025. Decisions: docs/methods.md.
+2025. Decisions: docs/methods/lacache.md.
 """
 
 from __future__ import annotations

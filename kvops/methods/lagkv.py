@@ -1,7 +1,7 @@
 """LagKV: keeps, of each partition of `lag` tokens, those that stand out most when seen by the next partition.
 
 Source: "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important", Sec. 2.2 (Eq. 5-10); the
-variants LocalKV and L2 norm: App. A.2. Decisions where paper and released code differ: docs/methods.md.
+variants LocalKV and L2 norm: App. A.2. Decisions where paper and released code differ: docs/methods/lagkv.md.
 """
 
 from __future__ import annotations

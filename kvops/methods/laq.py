@@ -1,7 +1,7 @@
 """LAQ, the Lookahead Q-Cache: keeps what the first queries of the answer attend to, got from a cheap draft of it.
 
 Source: "Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query", Sec. 4 (Eq. 4; LAQ++: Eq. 5),
-recall: Sec. 3 (Eq. 1-3). Decisions where paper and released code differ: docs/methods.md.
+recall: Sec. 3 (Eq. 1-3). Decisions where paper and released code differ: docs/methods/laq.md.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 whole clusters by what the prompt's last queries make of them. SATKV: keeps the semantic anchors, without any query.
 
 Source: "ProtoKV: Long-Context Knowledges Are Already Well-Organized Before Your Query", Yu et al.: Sec. 4,
-Algorithm 1; ablations: Sec. 5.3; decode: App. O; SATKV: Sec. 4.1, App. H. There is no released code: docs/methods.md
-says what was chosen where the paper leaves a choice.
+Algorithm 1; ablations: Sec. 5.3; decode: App. O; SATKV: Sec. 4.1, App. H. There is no released code:
+docs/methods/protokv.md says what was chosen where the paper leaves a choice.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _drawn = functools.lru_cache(maxsize=64)(_draw)  # not to be written to
 
 
 class Clustering(NamedTuple):
-    """How the tokens before the window become clusters: steps 1 to 5 of docs/methods.md."""
+    """How the tokens before the window become clusters (docs/methods/protokv.md, up to the assignment)."""
 
     kappa: int = 5
     num_sats: int = 32

@@ -3,7 +3,7 @@ PyramidKV: the same with more of the budget in the early layers. ChunkKV: the sa
 
 Sources: "SnapKV: LLM Knows What You are Looking for Before Generation", Li et al., 2024; "PyramidKV: Dynamic KV Cache
 Compression based on Pyramidal Information Funneling", Cai et al., 2024; "ChunkKV: Semantic-Preserving KV Cache
-Compression for Efficient Long-Context LLM Inference", Liu et al., 2025. Decisions: docs/methods.md.
+Compression for Efficient Long-Context LLM Inference", Liu et al., 2025. Decisions: docs/methods/.
 """
 
 from __future__ import annotations
