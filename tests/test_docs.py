@@ -65,6 +65,13 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors, f"{page.name} links to {file}#{anchor}, which has {', '.join(anchors)}"
 
 
+def test_pages_that_the_code_names_are_there():
+    files = [x for folder in ("kvops", "csrc", "bench", "tests") for x in (ROOT / folder).rglob("*.*")]
+    for file in [x for x in files if x.suffix in (".py", ".h", ".cpp", ".cuh", ".cu", ".md")]:
+        for page in re.findall(r"\bdocs/[\w/]+\.md", file.read_text()):
+            assert (ROOT / page).exists(), f"{file.relative_to(ROOT)} names {page}"
+
+
 # Commands. Each is taken as far as its own parser takes it, and not run.
 
 
