@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
-from .. import hf  # noqa: F401  (says which transformers it needs)
 from ..bench.record import origin
 from .methods import METHODS, Rule, Unreachable, rule
 from .results import Cell, Results, load
 from .specs import parse
-from .tasks import POINTS, TASKS, Filler, Task
+from .tasks import POINTS, TASKS, Filler, Reader, Task
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 MODEL = BENCH / "models" / "passkey-llama"
@@ -66,8 +65,8 @@ def make_parser() -> argparse.ArgumentParser:
     return p
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    p = make_parser()
+def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable[[str], Rule]) -> argparse.Namespace:
+    """What was said, checked. rule: what a name of a method stands for."""
     a = p.parse_args(argv)
     a.context = a.context or [1024 if a.quick else 2048]
     a.prompts = (5 if a.quick else 22) if a.prompts is None else a.prompts
@@ -122,12 +121,10 @@ def describe() -> str:
     return "\n".join(lines)
 
 
-def measure(a: argparse.Namespace, command: str) -> list[Path]:
-    """Measures what is not there yet; the files of results."""
+def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader], **versions: str) -> list[Path]:
+    """Measures what is not there yet; the files of results. versions: beside torch's, of what the reader runs."""
     import transformers
     from tqdm import tqdm
-
-    from .reader import Reader
 
     transformers.utils.logging.disable_progress_bar()
     settings = {
@@ -138,7 +135,8 @@ def measure(a: argparse.Namespace, command: str) -> list[Path]:
         "seed": a.seed,
     }
     settings["dtype"] = a.dtype
-    results = Results(a.out / "results.jsonl", settings, origin(*shlex.split(command), device=a.device.split(":")[0]))
+    where = origin(*shlex.split(command), device=a.device.split(":")[0])
+    results = Results(a.out / "results.jsonl", settings, {**where, **versions})
     todo = [x for x in cells(a) if x[0] not in results.done]
     count = sum(1 for _ in cells(a))
     if len(todo) < count:
@@ -146,7 +144,7 @@ def measure(a: argparse.Namespace, command: str) -> list[Path]:
     if todo:
         tokenizer = transformers.AutoTokenizer.from_pretrained(a.model)
         model = transformers.AutoModelForCausalLM.from_pretrained(a.model, dtype=a.dtype).to(a.device)
-        reader, filler = Reader(model), Filler(tokenizer, a.text.read_text())
+        reader, filler = reader_of(model), Filler(tokenizer, a.text.read_text())
     made: tuple = (None, [])  # the prompts of a task and context
     with tqdm(total=count, initial=count - len(todo), disable=None, unit="cell") as bar:
         for cell, method in todo:
@@ -167,11 +165,16 @@ def measure(a: argparse.Namespace, command: str) -> list[Path]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    a = arguments(argv)
+    a = arguments(argv, make_parser(), rule)
     if a.list:
         print(describe())
         return 0
-    files = a.files or measure(a, shlex.join(["python", "-m", "kvops.eval", *(sys.argv[1:] if argv is None else argv)]))
+    files = a.files
+    if not files:
+        from . import reader  # needs transformers, which a report does not
+
+        said = sys.argv[1:] if argv is None else argv
+        files = measure(a, shlex.join(["python", "-m", "kvops.eval", *said]), reader.Reader)
     from . import report
 
     print(report.write(*load(files), a.out))

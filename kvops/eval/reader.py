@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from .. import hf
 from ..methods import LAQ
 from .methods import Rule, Unreachable
+
+if TYPE_CHECKING:  # bench/peers/ has a reader that runs with an older transformers
+    from transformers import PreTrainedModel
+
+    from .. import hf
 
 
 @dataclass
@@ -34,10 +38,15 @@ class Reader:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self.model = hf.use_attention(model.eval())
+        self.model = self.prepared(model.eval())
         self.num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         ends = model.generation_config.eos_token_id
         self.ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+    def prepared(self, model: PreTrainedModel) -> PreTrainedModel:
+        from .. import hf
+
+        return hf.use_attention(model)
 
     def clock(self) -> float:
         if self.model.device.type == "cuda":
@@ -55,6 +64,8 @@ class Reader:
     def cut(self, prompts: np.ndarray, rule: Rule, budget: int | None) -> Cut:
         """Reads prompts, int64 [b, n], with a cache of the rule's method, which cuts it to the budget; after that it
         grows. Unreachable where the method cannot be brought to the budget."""
+        from .. import hf
+
         method = rule.method(budget, prompts.shape[1], self.num_layers)
         try:
             cache = hf.KVCache(self.model.config, method)
