@@ -1,6 +1,6 @@
 """python -m kvops.eval: what each method keeps of what matters, at what memory and speed, on any local model.
 
-tasks.py      prompts with their answers, and how answers are judged
+tasks/        prompts with their answers, and how answers are judged
 methods.py    the methods by name, brought to a budget in tokens
 reader.py     a model that reads a prompt, lets a method cut the cache, and answers
 results.py    what was measured, as JSON lines; an interrupted run goes on where it stopped

@@ -1,13 +1,13 @@
-"""Prompts with their answers, and how answers are judged.
+"""What a task promises: prompts with their answers, and how answers are judged.
 
 A task makes prompts of an exact length in tokens (the same for every method: they hang on the seed alone), and measures
-what a method's cut of the cache leaves. This file needs neither transformers nor kvops' operators: a reader (reader.py)
-does what a model has to do.
+what a method's cut of the cache leaves. This file needs neither transformers nor kvops' operators: a reader
+(../reader.py) does what a model has to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -120,6 +120,7 @@ class Task:
     name: str
     points: tuple[str, ...] = POINTS
     metrics: tuple[str, ...]  # the first is the one of pictures
+    batches = True  # prompts and their questions have one length, so several can be read together
     percent = True  # scores lie between 0 and 1
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
@@ -152,8 +153,9 @@ class AnswerTask(Task):
         cut = reader.cut(context, rule, budget)
         said, decode_s, steps = [[] for _ in prompts], 0.0, 0
         for i, question in enumerate(questions):
-            turn = prompts[0].turns[i]
-            ids, seconds, count = reader.answer(cut, question, turn.new_tokens, turn.stops)
+            turns = [x.turns[i] for x in prompts]
+            most = max(x.new_tokens for x in turns)
+            ids, seconds, count = reader.answer(cut, question, most, turns[0].stops)
             decode_s, steps = decode_s + seconds, steps + count
             for words, row in zip(said, ids):
                 words.append(filler.decode(row[row >= 0]))
@@ -170,42 +172,13 @@ class AnswerTask(Task):
         )
 
 
-DEPTHS = 11  # keys at 0 %, 10 %, ... 100 % of the context
+def share_said(said: str, answers: Sequence[str]) -> float:
+    """The share of the answers that occur in what was said, in any case (RULER's string_match_all)."""
+    return sum(x.lower() in said.lower() for x in answers) / len(answers)
 
 
-@dataclass
-class Passkey(AnswerTask):
-    """A key of `digits` digits in a text, asked for (LagKV, Sec. 3.3 and Fig. 8-11).
-
-    exact: the whole key is right; partial: the share of its digits that are, place by place.
-    """
-
-    digits: int = 32
-    depths: int = DEPTHS
-
-    name = "passkey"
-
-    def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
-        rng = np.random.default_rng([seed, context, self.digits])
-        question = filler.encode(" What is the pass key? The pass key is ")
-        depths = np.linspace(0, 1, min(self.depths, count)) if count > 1 else [0.3]
-        found = []
-        for i in range(count):
-            key, depth = random_digits(rng, self.digits), float(depths[i % len(depths)])
-            ids = filler.context(rng, context, [f" The pass key is {key}. Remember it. "], [depth])
-            turn = Turn(question, (key,), len(filler.encode(key)), stops=False)
-            found.append(Prompt(ids, (turn,), depth))
-        return found
-
-    def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
-        (answer,), (key,) = said, prompt.turns[0].answers
-        right = [a == b for a, b in zip(answer.strip().ljust(len(key)), key)]
-        return {"exact": float(all(right)), "partial": float(np.mean(right))}
-
-
-def random_digits(rng: np.random.Generator, count: int) -> str:
-    return "".join(map(str, rng.integers(0, 10, count)))
-
-
-#: The tasks by name.
-TASKS: dict[str, Callable[..., Task]] = {x.name: x for x in (Passkey,)}
+def positive(task: Task) -> None:
+    """Every option of the task is a number that is at least 1."""
+    for option, value in vars(task).items():
+        if isinstance(value, str) or value < 1:
+            raise ValueError(f"{task.name}: {option} must be at least 1, got {value!r}")

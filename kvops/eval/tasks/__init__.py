@@ -1,0 +1,54 @@
+"""Prompts with their answers, and how answers are judged.
+
+base.py       what a task promises
+needles.py    keys hidden in a text: passkey, needle in a haystack, RULER's kinds, variable tracking
+words.py      lists of words, whose most common ones are asked for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .base import POINTS, AnswerTask, Cut, Filler, Outcome, Prompt, Reader, Task, Turn, share_said
+from .needles import (
+    Needle,
+    NiahMultikey,
+    NiahMultiquery,
+    NiahMultivalue,
+    NiahSingle,
+    Passkey,
+    VariableTracking,
+    random_digits,
+)
+from .words import CommonWords, FrequentWords
+
+__all__ = [
+    "POINTS",
+    "TASKS",
+    "AnswerTask",
+    "Cut",
+    "Filler",
+    "Outcome",
+    "Prompt",
+    "Reader",
+    "Task",
+    "Turn",
+    "random_digits",
+    "share_said",
+]
+
+#: The tasks by name.
+TASKS: dict[str, Callable[..., Task]] = {
+    x.name: x
+    for x in (
+        Passkey,
+        Needle,
+        NiahSingle,
+        NiahMultikey,
+        NiahMultivalue,
+        NiahMultiquery,
+        VariableTracking,
+        CommonWords,
+        FrequentWords,
+    )
+}

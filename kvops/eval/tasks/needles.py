@@ -1,0 +1,206 @@
+"""Keys hidden in a text, and asked for.
+
+The kinds are those of RULER (Hsieh et al., 2024, Sec. 3), in the words that the shipped passkey model has learnt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import ascii_uppercase
+
+import numpy as np
+
+from .base import AnswerTask, Filler, Prompt, Turn, positive, share_said
+
+#: Those that the shipped model has learnt.
+NAMES = (
+    *("Alice", "Bruno", "Carla", "David", "Emma", "Farid", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Luca", "Mara"),
+    *("Nils", "Olga", "Pavel", "Quinn", "Rosa", "Sven", "Tara", "Ugo", "Vera", "Willem", "Xenia", "Yann", "Zoe"),
+    *("the door", "the safe", "the garage", "the server", "the archive", "room seven", "the north gate"),
+    "the blue box",
+)
+
+
+def random_digits(rng: np.random.Generator, count: int) -> str:
+    return "".join(map(str, rng.integers(0, 10, count)))
+
+
+def needle(key: str, name: str | None) -> str:
+    return f" The pass key{f' of {name}' if name else ''} is {key}. Remember it. "
+
+
+def question(name: str | None) -> str:
+    of = f" of {name}" if name else ""
+    return f" What is the pass key{of}? The pass key{of} is "
+
+
+def random_names(filler: Filler, rng: np.random.Generator, count: int, option: str) -> list[str]:
+    """So many names, all with the same number of tokens in a question, so that questions can be read together."""
+    lengths = {x: len(filler.encode(question(x))) for x in NAMES}
+    usual = Counter(lengths.values()).most_common(1)[0][0]
+    names = [x for x in NAMES if lengths[x] == usual]
+    if not 1 <= count <= len(names):
+        raise ValueError(
+            f"{option} must be in 1..{len(names)} (there are so many names of the same number of tokens), got {count}"
+        )
+    return [names[i] for i in rng.permutation(len(names))[:count]]
+
+
+@dataclass
+class Passkey(AnswerTask):
+    """A key of `digits` digits in a text, asked for (LagKV, Sec. 3.3 and Fig. 8-11).
+
+    exact: the share of the keys that are right, all digits; partial: the share of the digits that are, place by place.
+    depths: the key that is asked for lies at so many depths in turn, 0 %, ..., 100 % of the context.
+    """
+
+    digits: int = 32
+    depths: int = 11
+
+    name = "passkey"
+
+    def __post_init__(self):
+        positive(self)
+
+    def names(self, filler: Filler, rng: np.random.Generator) -> list[str | None]:
+        """Whose keys are hidden; the first one's is asked for."""
+        return [None]
+
+    def turns(self, filler: Filler, names: list[str | None], keys: list[str]) -> tuple[Turn, ...]:
+        return (Turn(filler.encode(question(names[0])), (keys[0],), len(filler.encode(keys[0])), stops=False),)
+
+    def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
+        rng = np.random.default_rng([seed, context, self.digits])
+        depths = np.linspace(0, 1, min(self.depths, count)) if count > 1 else [0.3]
+        found = []
+        for i in range(count):
+            names = self.names(filler, rng)
+            keys = [random_digits(rng, self.digits) for _ in names]
+            depth = float(depths[i % len(depths)])
+            needles = [needle(*x) for x in zip(keys, names)]
+            ids = filler.context(rng, context, needles, [depth, *rng.random(len(names) - 1)])
+            found.append(Prompt(ids, self.turns(filler, names, keys), depth))
+        return found
+
+    def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
+        keys = [x.answers[0] for x in prompt.turns]
+        right = [[a == b for a, b in zip(x.strip().ljust(len(key)), key)] for x, key in zip(said, keys)]
+        return {"exact": float(np.mean([all(x) for x in right])), "partial": float(np.mean(right))}
+
+
+@dataclass
+class Needle(Passkey):
+    """Needle in a haystack: a short key at each depth, for the heatmap over contexts and depths (LAQ, Fig. 4)."""
+
+    digits: int = 7
+
+    name = "needle"
+
+
+@dataclass
+class NiahSingle(Needle):
+    """The key of a name."""
+
+    name = "niah-single"
+
+    def names(self, filler: Filler, rng: np.random.Generator) -> list[str | None]:
+        return random_names(filler, rng, 1, self.name)
+
+
+@dataclass
+class NiahMultikey(Needle):
+    """The keys of several names; one is asked for, the others distract."""
+
+    keys: int = 4
+
+    name = "niah-multikey"
+
+    def names(self, filler: Filler, rng: np.random.Generator) -> list[str | None]:
+        return random_names(filler, rng, self.keys, f"{self.name}: keys")
+
+
+@dataclass
+class NiahMultiquery(NiahMultikey):
+    """The keys of several names, asked for one after the other: each answer has to be in what was kept before any
+    question, or after the first one, was known. The depth is that of the first."""
+
+    name = "niah-multiquery"
+
+    def turns(self, filler: Filler, names: list[str | None], keys: list[str]) -> tuple[Turn, ...]:
+        size = len(filler.encode(keys[0]))
+        asked = [question(x) for x in names]
+        asked[1:] = ["." + x for x in asked[1:]]  # behind an answer
+        return tuple(Turn(filler.encode(x), (key,), size, stops=False) for x, key in zip(asked, keys))
+
+
+@dataclass
+class NiahMultivalue(Needle):
+    """Several keys of the same name, all asked for at once.
+
+    partial: the share of the keys that are said; exact: all of them. The depth is that of the first.
+    """
+
+    values: int = 4
+
+    name = "niah-multivalue"
+    metrics = ("partial", "exact")
+
+    def names(self, filler: Filler, rng: np.random.Generator) -> list[str | None]:
+        return random_names(filler, rng, 1, self.name) * self.values
+
+    def turns(self, filler: Filler, names: list[str | None], keys: list[str]) -> tuple[Turn, ...]:
+        asked = f" What are all the pass keys of {names[0]}? The pass keys of {names[0]} are "
+        room = len(filler.encode(", and ".join(keys)))
+        return (Turn(filler.encode(asked), tuple(keys), room),)
+
+    def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
+        share = share_said(said[0], prompt.turns[0].answers)
+        return {"partial": share, "exact": float(share == 1)}
+
+
+@dataclass
+class VariableTracking(AnswerTask):
+    """Chains of assignments hidden in a text, ` VAR ABCDE = 12345. `, ` VAR FGHIJ = VAR ABCDE. `, ...: which variables
+    hold the value of the first chain?
+
+    partial: the share of its variables that are said; exact: all of them.
+    hops: assignments of a variable, in each chain.
+    """
+
+    chains: int = 1
+    hops: int = 4
+
+    name = "variable-tracking"
+    metrics = ("partial", "exact")
+
+    def __post_init__(self):
+        positive(self)
+
+    def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
+        rng = np.random.default_rng([seed, context, self.chains, self.hops])
+        found: list[Prompt] = []
+        while len(found) < count:
+            values = rng.choice(np.arange(10_000, 100_000), self.chains, replace=False)
+            ask = f" Which variables hold the value {values[0]}? The variables that hold the value {values[0]} are:"
+            asked = filler.encode(ask)
+            if found and len(asked) != len(found[0].turns[0].question):
+                continue  # questions are read together
+            names: list[str] = []
+            while len(names) < self.chains * (self.hops + 1):
+                name = "".join(rng.choice(list(ascii_uppercase), 5))
+                names += [name] * (name not in names)
+            needles, depths = [], []
+            for i, value in enumerate(values):
+                chain = names[i * (self.hops + 1) : (i + 1) * (self.hops + 1)]
+                needles += [f" VAR {a} = {b}. " for a, b in zip(chain, [value, *(f"VAR {x}" for x in chain)])]
+                depths += sorted(rng.random(len(chain)))
+            answers = tuple(names[: self.hops + 1])
+            ids = filler.context(rng, context, needles, depths)
+            found.append(Prompt(ids, (Turn(asked, answers, len(filler.encode(" VAR, ".join(answers))) + 8),)))
+        return found
+
+    def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
+        share = share_said(said[0], prompt.turns[0].answers)
+        return {"partial": share, "exact": float(share == 1)}

@@ -1,0 +1,105 @@
+"""Lists of words, whose most common ones are asked for: RULER's aggregation (Hsieh et al., 2024, Sec. 3)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .base import AnswerTask, Filler, Prompt, Turn, positive, share_said
+
+SYLLABLES = np.array([a + b for a in "bdfghjklmnprstvz" for b in "aeiou"])
+HEADER = " Here is a list of words. Some of them come more often than others:"
+
+
+def random_words(rng: np.random.Generator, count: int) -> list[str]:
+    """Different ones, of three syllables each: as many as a long context needs, and no text to take them from."""
+    n = len(SYLLABLES)
+    places = np.unravel_index(rng.choice(n**3, count, replace=False), (n, n, n))
+    return ["".join(x) for x in zip(*(SYLLABLES[i].tolist() for i in places))]
+
+
+class WordList(AnswerTask):
+    """partial: the share of the most common words that are said; exact: all of them."""
+
+    words: int  # asked for
+
+    metrics = ("partial", "exact")
+
+    def __post_init__(self):
+        positive(self)
+
+    def counts(self, costs: np.ndarray, room: int) -> np.ndarray:
+        """How often each word comes, the most common first, so that they fill the room; costs: tokens of each word,
+        int64. Where the asked words do not stand out, there is too little room."""
+        raise NotImplementedError
+
+    def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
+        rng = np.random.default_rng([seed, context, self.words])
+        header, blank = filler.encode(HEADER), filler.encode("\n")[-1:]
+        room = max(0, context - len(filler.first) - len(header))
+        asked = filler.encode(f" What are the {self.words} most common words in the list? They are:")
+        found = []
+        for _ in range(count):
+            words = random_words(rng, max(self.words + 1, room // 2))  # a word has two tokens at least
+            pieces = [filler.encode(" " + x) for x in words]
+            times = self.counts(np.array([len(x) for x in pieces]), room)
+            if times[self.words - 1] <= times[self.words] or not times[self.words]:
+                raise ValueError(f"--context {context} is too short for the words of {self.name}")
+            order = rng.permutation(np.repeat(np.arange(len(times)), times))
+            ids = np.concatenate([pieces[i] for i in order])
+            pad = np.repeat(blank, room - len(ids))  # the room of less than one more word
+            answers = tuple(words[: self.words])
+            turn = Turn(asked, answers, len(filler.encode(", and ".join(answers))) + 8)
+            found.append(Prompt(np.concatenate([filler.first, pad, header, ids]), (turn,)))
+        return found
+
+    def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
+        share = share_said(said[0], prompt.turns[0].answers)
+        return {"partial": share, "exact": float(share == 1)}
+
+
+@dataclass
+class CommonWords(WordList):
+    """Some words that come often among many that come seldom.
+
+    words: so many are common and asked for; often, rare: how often a common word comes, and another one.
+    """
+
+    words: int = 10
+    often: int = 10
+    rare: int = 1
+
+    name = "common-words"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rare >= self.often:
+            raise ValueError(f"{self.name}: rare must be less than often, {self.often}, got {self.rare}")
+
+    def counts(self, costs: np.ndarray, room: int) -> np.ndarray:
+        times = np.where(np.arange(len(costs)) < self.words, self.often, self.rare)
+        return times * (np.cumsum(times * costs) <= room)
+
+
+@dataclass
+class FrequentWords(WordList):
+    """Words whose counts fall off by Zipf's law: the k-th most common one comes in proportion to k^-alpha."""
+
+    words: int = 3
+    alpha: float = 2.0
+
+    name = "frequent-words"
+
+    def counts(self, costs: np.ndarray, room: int) -> np.ndarray:
+        shares = np.arange(1, len(costs) + 1) ** -float(self.alpha)
+
+        def times(scale: int) -> np.ndarray:
+            return (scale * shares).astype(np.int64)
+
+        most = bisect_right(
+            range(room), room, key=lambda x: int((times(x) * costs).sum())
+        )  # the first that is too many
+        return times(most - 1)
