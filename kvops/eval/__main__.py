@@ -14,7 +14,7 @@ import torch
 from ..bench.record import origin
 from .methods import METHODS, Rule, Unreachable, rule
 from .results import Cell, Results, load
-from .specs import parse
+from .specs import Refused, parse
 from .tasks import POINTS, TASKS, Filler, Reader, Task
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -81,6 +81,9 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
     for name, default in (("model", MODEL), ("text", TEXT)):
         if str(getattr(a, name)) == str(default) and not default.exists():
             p.error(f"--{name}: the default, {default}, is part of the repository, not of the package; name another")
+    for file in a.files or ():
+        if not file.is_file():
+            p.error(f"--from: expected a file of results, got {file}")
     if a.device.startswith("cuda") and not torch.cuda.is_available():
         p.error(f"--device {a.device}: torch {torch.__version__} sees no NVIDIA GPU")
     return a
@@ -169,15 +172,19 @@ def main(argv: list[str] | None = None) -> int:
     if a.list:
         print(describe())
         return 0
-    files = a.files
-    if not files:
-        from . import reader  # needs transformers, which a report does not
+    from . import report  # before anything is measured: it needs matplotlib
 
-        said = sys.argv[1:] if argv is None else argv
-        files = measure(a, shlex.join(["python", "-m", "kvops.eval", *said]), reader.Reader)
-    from . import report
+    try:
+        files = a.files
+        if not files:
+            from . import reader  # needs transformers, which a report does not
 
-    print(report.write(*load(files), a.out))
+            said = sys.argv[1:] if argv is None else argv
+            files = measure(a, shlex.join(["python", "-m", "kvops.eval", *said]), reader.Reader)
+        print(report.write(*load(files), a.out))
+    except Refused as error:
+        print(f"python -m kvops.eval: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from .specs import Refused
+
 KEY = ("task", "context", "point", "method", "budget", "batch")
 
 
@@ -27,7 +29,7 @@ class Cell(NamedTuple):
 class Results:
     """Of one file.
 
-    settings: what all its cells have in common; a file with other settings is a ValueError that names them.
+    settings: what all its cells have in common; a file with other settings is an error that names them.
     """
 
     def __init__(self, file: Path, settings: dict, origin: dict):
@@ -37,7 +39,7 @@ class Results:
             wrong = [x for x in settings if head["settings"].get(x) != settings[x]]
             if wrong:
                 said = ", ".join(f"{x} was {head['settings'].get(x)!r} and is now {settings[x]!r}" for x in wrong)
-                raise ValueError(f"--out {file.parent} holds results of other settings: {said}")
+                raise Refused(f"--out {file.parent} holds results of other settings: {said}")
         self.done = {cell_of(x) for x in self.lines}
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():  # what a kill has left of a line
@@ -81,5 +83,5 @@ def load(files: Sequence[Path]) -> tuple[list[dict], list[dict]]:
                 found = json.loads(line)
                 (heads if "settings" in found else lines).append(found)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{file}, line {number}: expected a line of JSON, got {error}") from None
+                raise Refused(f"{file}, line {number}: expected a line of JSON, got {error}") from None
     return heads, lines

@@ -6,6 +6,10 @@ import ast
 from collections.abc import Collection
 
 
+class Refused(ValueError):
+    """What was asked for cannot be done; the message is for who asked."""
+
+
 def parse(kind: str, spec: str, names: Collection[str]) -> tuple[str, dict]:
     """The name and its options; values are Python literals, or else strings."""
     name, _, rest = spec.partition(":")

@@ -1,0 +1,270 @@
+"""Results as a report: report.md with tables, pictures beside it, and summary.json with the tables' numbers.
+
+A report made twice from the same results is the same, byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from . import plots
+from .summary import Estimate, Row, Summary, Traits, leaders, summarize
+
+READING = """\
+- Every method saw the same prompts. Its cache was cut once to the budget, in tokens per KV head, before or after the
+  question; after that it grows with the question and the answer.
+- Scores are means over prompts, in brackets the 95 % interval: {intervals}.
+- **Bold**: the best score of its column, where its interval overlaps no other's; nothing is bold where these prompts do
+  not tell. Full takes no part, nor do methods marked †.
+- † keeps over 5 % more than its budget.
+- Full keeps everything, whatever the budget; its numbers are repeated for comparison.
+- Kept are tokens per KV head, the mean over the layers. Held are the bytes of keys and values of one prompt after the
+  cut, and in brackets their share of the whole cache's.
+- Prefill is the time to read a prompt and to cut its cache: that of a batch, divided by its prompts. Decode is the
+  number of tokens that a batch says in a second. Both are medians over batches, and hold for this machine and this
+  batch.
+"""
+KINDS = {
+    True: "Wilson's for shares (that of right and wrong; for partial scores it is too wide)",
+    False: "Student's t for losses and divergences",
+}
+
+
+def write(heads: list[dict], lines: list[dict], folder: Path) -> str:
+    """Writes the report of some results (see `results.load`) to a folder, and says what to print."""
+    summary = summarize(heads, lines)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps(summary.record(), indent=1, allow_nan=False) + "\n")
+    (folder / "report.md").write_text(report(summary, folder))
+    return "\n".join([table(summary), "", f"report: {folder / 'report.md'}, with summary.json and pictures beside it"])
+
+
+def report(summary: Summary, folder: Path) -> str:
+    """The text of report.md; draws its pictures into the folder."""
+    intervals = "; ".join(
+        text for percent, text in KINDS.items() if percent in {x.percent for x in summary.traits.values()}
+    )
+    model = summary.settings.get("model", "a model")
+    parts = [
+        f"# Evaluation of {listed(model)}",
+        what_was_run(summary),
+        "## How to read it",
+        READING.format(intervals=intervals).rstrip(),
+    ]
+    groups = summary.groups()
+    for task in summary.traits:
+        for context in sorted({x[1] for x in groups if x[0] == task}):
+            parts.append(f"## {task}, context {context:,} tokens")
+            name = slug(task, context)
+            for draw, file, caption in (
+                (plots.accuracy, f"accuracy-{name}.png", "against the tokens kept"),
+                (plots.throughput, f"throughput-{name}.png", "against decode throughput"),
+            ):
+                if draw(summary, task, context, folder / file):
+                    parts.append(f"![{task}, context {context:,}: {summary.traits[task].metrics[0]} {caption}]({file})")
+            for (_, _, point), rows in ((x, y) for x, y in groups.items() if x[:2] == (task, context)):
+                parts.append(f"### {plots.point_title(point).capitalize()}")
+                parts += section(rows, summary.traits[task])
+        maps = []
+        for point in dict.fromkeys(x[2] for x in groups if x[0] == task):
+            file = f"depth-{slug(task, point)}.png"
+            if plots.heatmap(summary, task, point, folder / file):
+                maps.append(f"![{task}, {plots.point_title(point)}: by context and depth]({file})")
+        if maps:
+            parts += [f"## {task}, by context and depth", *maps]
+    return "\n\n".join(parts) + "\n"
+
+
+def slug(*names: str | int) -> str:
+    return re.sub(r"[^A-Za-z0-9.+]+", "-", "-".join(map(str, names))).strip("-")
+
+
+def listed(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def what_was_run(summary: Summary) -> str:
+    """Settings, what was compared, and where it ran."""
+    rows = summary.rows
+    lines = [f"- {name}: {listed(value)}" for name, value in summary.settings.items()]
+    differing = [name for name, value in summary.settings.items() if isinstance(value, list)]
+    if differing:
+        lines.append(f"- **the files do not agree in {', '.join(differing)}**: rows may not be of the same prompts")
+    lines += [
+        f"- tasks: {', '.join(summary.traits)}",
+        f"- context, tokens: {', '.join(f'{x:,}' for x in sorted({x.context for x in rows}))}",
+        f"- methods: {', '.join(dict.fromkeys(x.method for x in rows))}",
+        f"- prompts per task and context: {listed(sorted({x.n for x in rows if x.unreachable is None}))}",
+    ]
+    for origin in summary.origins:
+        machine = dict(origin.get("machine") or {})
+        gpu = machine.pop("gpu", None)
+        lines += [
+            "",
+            f"`{origin.get('command')}`",
+            "",
+            f"- machine: {', '.join(f'{name} {value}' for name, value in machine.items())}",
+            *([f"- GPU: {', '.join(f'{name} {value}' for name, value in gpu.items())}"] if gpu else []),
+            *(f"- {x}: {y}" for x, y in origin.items() if x not in ("machine", "command") and y is not None),
+        ]
+    return "\n".join(lines)
+
+
+def section(rows: list[Row], kind: Traits) -> list[str]:
+    """The tables of one task, context and point of the cut, with their notes."""
+    budgets = sorted({x.budget for x in rows if x.budget is not None}, reverse=True) or [None]
+    methods = list(dict.fromkeys(x.method for x in rows))
+    by_cell = {(x.method, x.budget): x for x in rows}
+    best = [row.cell for budget in budgets for row in leaders([x for x in rows if x.budget == budget], kind)]
+    reasons: dict[str, int] = {}
+
+    def cell(method: str, budget: int | None) -> Row | str:
+        row = by_cell.get((method, budget)) or by_cell.get((method, None))
+        if row is None:
+            return ""
+        if row.unreachable is not None:
+            return f"– ({reasons.setdefault(row.unreachable, len(reasons) + 1)})"
+        return row
+
+    columns: list[tuple[str, object]] = []
+    for budget in budgets:
+        over = "" if budget is None else f" at {budget:,}"
+        columns += [(f"{metric}{unit(kind)}{over}", (budget, metric)) for metric in kind.metrics]
+    scores = [["method", *(x for x, _ in columns)]]
+    for method in methods:
+        line = [escape(method)]
+        for _, (budget, metric) in columns:
+            row = cell(method, budget)
+            if isinstance(row, Row):
+                text = score(row.scores.get(metric), kind, interval=metric == kind.metrics[0])
+                if metric == kind.metrics[0]:
+                    text = f"**{text}**" if row.cell in best else text + " †" * row.over
+                row = text
+            line.append(row)
+        scores.append(line)
+
+    facts = {
+        "kept": lambda row: f"{row.tokens:,}" + " †" * row.over if row.tokens else "",
+        "held, MB": lambda row: held(row) if row.bytes_held else "",
+        "prefill, ms": lambda row: number(1e3 * row.prefill_s) if row.prefill_s else "",
+        "decode, tokens/s": lambda row: number(row.decode_tokens_per_s) if row.decode_tokens_per_s else "",
+    }
+    facts = {x: f for x, f in facts.items() if any(f(row) for row in rows if row.unreachable is None)}
+    costs = [["method", *(f"{x}{'' if b is None else f' at {b:,}'}" for b in budgets for x in facts)]]
+    for method in methods:
+        line = [escape(method)]
+        for budget in budgets:
+            row = cell(method, budget)
+            line += [f(row) if isinstance(row, Row) else row for f in facts.values()]
+        costs.append(line)
+
+    notes = [f"({i}) {reason}" for reason, i in reasons.items()]
+    most = max((x.n for x in rows), default=0)
+    fewer = [x for x in rows if x.unreachable is None and x.n < most]
+    if fewer:
+        said = ", ".join(f"{x.method}{'' if x.budget is None else f' at {x.budget:,}'} ({x.n})" for x in fewer)
+        notes.append(f"Not on all {most} prompts: {said}.")
+    if any(cell(x, b) == "" for x in methods for b in budgets):
+        notes.append("Empty: not measured.")
+    return [
+        markdown(scores),
+        *(["\n".join(f"- {x}" for x in notes)] if notes else []),
+        *([markdown(costs)] if facts else []),
+    ]
+
+
+def unit(kind: Traits) -> str:
+    return ", %" if kind.percent else ""
+
+
+def score(value: Estimate | None, kind: Traits, interval: bool) -> str:
+    """ "36 [20, 57]" percent, or "2.346 [2.331, 2.361]"."""
+    if value is None:
+        return ""
+    digits = 0 if value.n < 1000 else 1
+
+    def text(x: float) -> str:
+        return f"{100 * x:.{digits}f}" if kind.percent else f"{x:.4g}"
+
+    if not interval or value.low is None:
+        return text(value.mean)
+    return f"{text(value.mean)} [{text(value.low)}, {text(value.high)}]"
+
+
+def number(x: float) -> str:
+    """Three digits that count."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def held(row: Row) -> str:
+    share = f" ({100 * row.bytes_held / row.bytes_full:.3g} %)" if row.bytes_full else ""
+    return number(row.bytes_held / 1e6) + share
+
+
+def escape(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """The first column to the left, the others to the right."""
+    head, *body = rows
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(x) + " |" for x in (head, rule, *body))
+
+
+def table(summary: Summary) -> str:
+    """What the command prints: the main score of every method, a block for each task and context."""
+    blocks, groups = [], summary.groups()
+    for task, context in dict.fromkeys(x[:2] for x in groups):
+        kind = summary.traits[task]
+        rows = [row for x, found in groups.items() if x[:2] == (task, context) for row in found]
+        columns = [
+            (point, budget)
+            for point in dict.fromkeys(x.point for x in rows)
+            for budget in sorted({x.budget for x in rows if x.budget is not None and x.point == point}, reverse=True)
+            or [None]
+        ]
+        by_cell = {(x.point, x.method, x.budget): x for x in rows}
+        methods = list(dict.fromkeys(x.method for x in rows))
+        width = max(map(len, methods))
+        heads: dict[str, int] = {}
+        for point, _ in columns:
+            heads[point] = heads.get(point, 0) + 1
+        metric = kind.metrics[0] if kind.metrics else "nothing measured"
+        counts = sorted({x.n for x in rows if x.unreachable is None})
+        block = [f"{task}, context {context:,} tokens: {metric}{unit(kind)}, of {listed(counts)} prompts", ""]
+        cells = {point: max(9 * count, len(plots.point_title(point)) + 3) for point, count in heads.items()}
+        block.append(" " * width + "".join(f"{plots.point_title(x):>{n}}" for x, n in cells.items()))
+        line = f"{'budget':{width}}"
+        for point, n in cells.items():
+            line += "".join(f"{'' if b is None else f'{b:,}':>9}" for p, b in columns if p == point).rjust(n)
+        block += [line, "-" * len(line)]
+        for method in methods:
+            line = f"{method:{width}}"
+            for point, n in cells.items():
+                said = ""
+                for budget in (b for p, b in columns if p == point):
+                    row = by_cell.get((point, method, budget)) or by_cell.get((point, method, None))
+                    said += f"{'' if row is None else brief(row, kind):>9}"
+                line += said.rjust(n)
+            block.append(line.rstrip())
+        if any(x.over for x in rows):
+            block += ["", "* keeps over 5 % more than its budget"]
+        reasons: dict[str, list[str]] = {}
+        for row in rows:
+            if row.unreachable is not None:
+                where = f"{row.method} {row.budget or ''} {row.point}"
+                reasons.setdefault(row.unreachable, []).append(" ".join(where.split()))
+        if reasons:
+            block += ["", "- not reachable:"]
+            block += [f"  {', '.join(who)}: {why}" for why, who in reasons.items()]
+        blocks.append("\n".join(block))
+    return "\n\n".join(blocks)
+
+
+def brief(row: Row, kind: Traits) -> str:
+    if row.unreachable is not None:
+        return "-"
+    return score(row.scores.get(kind.metrics[0]), kind, interval=False) + "*" * row.over

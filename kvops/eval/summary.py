@@ -1,0 +1,289 @@
+"""Lines of results as rows: one for each task, context, point, method and budget, over all batches, with intervals.
+
+Everything is in the order of METHODS and TASKS, so the order of the lines does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import NormalDist, fmean, median, stdev
+from typing import NamedTuple
+
+from .methods import METHODS
+from .results import Cell, cell_of
+from .tasks import POINTS, TASKS
+
+LEVEL = 0.95  # of the intervals
+SLACK = 1.05  # times the budget; who holds more did not keep to it
+
+
+class Estimate(NamedTuple):
+    """A mean over n prompts, and its interval; None where one number says nothing of its spread."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+def wilson(mean: float, n: int) -> tuple[float, float]:
+    """Wilson's score interval of a share: of right answers, or, conservative then, the mean of n numbers in [0, 1]."""
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+    center, spread = mean + z * z / (2 * n), z * math.sqrt((mean * (1 - mean) + z * z / (4 * n)) / n)
+    low, high = (center - spread) / (1 + z * z / n), (center + spread) / (1 + z * z / n)
+    return min(max(0.0, low), mean), max(min(1.0, high), mean)  # 0 and 1 exactly, whatever the rounding
+
+
+def student_cdf(t: float, freedom: int) -> float:
+    """Student's t distribution for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan2(t, math.sqrt(freedom))
+    square, term, total = math.cos(angle) ** 2, 1.0, 0.0
+    if freedom % 2:
+        term = math.cos(angle)
+        for i in range(1, freedom, 2):
+            total += term
+            term *= square * (i + 1) / (i + 2)
+        inside = 2 / math.pi * (angle + math.sin(angle) * total)
+    else:
+        for i in range(0, freedom, 2):
+            total += term
+            term *= square * (i + 1) / (i + 2)
+        inside = math.sin(angle) * total
+    return (1 + inside) / 2
+
+
+def student_quantile(p: float, freedom: int) -> float:
+    """The t > 0 that a share p > 0.5 lies below, by bisection."""
+    low, high = 0.0, 1.0
+    while student_cdf(high, freedom) < p:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, freedom) < p else (low, middle)
+    return (low + high) / 2
+
+
+def estimate(values: Sequence[float], percent: bool) -> Estimate:
+    """percent: the values are shares in [0, 1]. Of others: mean +- t s / sqrt(n)."""
+    n, mean = len(values), fmean(values)
+    if not math.isfinite(mean):
+        return Estimate(mean, None, None, n)
+    if percent:
+        return Estimate(mean, *wilson(mean, n), n)
+    if n < 2:
+        return Estimate(mean, None, None, n)
+    spread = student_quantile(0.5 + LEVEL / 2, n - 1) * stdev(values) / math.sqrt(n)
+    return Estimate(mean, mean - spread, mean + spread, n)
+
+
+@dataclass
+class Row:
+    """What a method did at a budget, on all prompts of a task and context."""
+
+    task: str
+    context: int
+    point: str
+    method: str
+    budget: int | None
+    n: int = 0  # prompts
+    scores: dict[str, Estimate] = field(default_factory=dict)
+    tokens: int = 0  # kept per KV head: mean over layers and prompts
+    bytes_held: int = 0  # per prompt
+    bytes_full: int = 0
+    prefill_s: float | None = None  # per prompt, median over the batches
+    decode_tokens_per_s: float | None = None  # of all prompts of a batch together, median over the batches
+    depths: dict[float, float] = field(default_factory=dict)  # the main score by depth
+    more: list[dict] = field(default_factory=list)  # what only this task has, by batch
+    unreachable: str | None = None
+
+    @property
+    def cell(self) -> tuple:
+        return self.task, self.context, self.point, self.method, self.budget
+
+    @property
+    def over(self) -> bool:
+        """It holds more than its budget."""
+        return self.budget is not None and self.unreachable is None and self.tokens > SLACK * self.budget
+
+
+class Traits(NamedTuple):
+    """What a report has to know of a task; a guess from the scores where this version does not know the task."""
+
+    metrics: tuple[str, ...]
+    percent: bool
+    better: str  # "higher" or "lower"
+
+
+def traits(spec: str, lines: Iterable[dict]) -> Traits:
+    found = dict.fromkeys(x for line in lines for x in line.get("scores", ()))
+    kind = TASKS.get(spec.partition(":")[0])
+    if kind is None:
+        values = [x for line in lines for scores in line.get("scores", {}).values() for x in scores]
+        return Traits(tuple(found), all(0 <= x <= 1 for x in values), "higher")
+    known = [x for x in kind.metrics if x in found]
+    return Traits((*known, *(x for x in found if x not in known)), kind.percent, getattr(kind, "better", "higher"))
+
+
+class Name(NamedTuple):
+    """A method's name in tables, taken apart."""
+
+    base: str | None  # the label in METHODS; None: not ours
+    peer: str  # who else's: "kvpress" of "kvpress KeyDiff"
+    variant: str  # options: "lag=128" of "LagKV lag=128"
+
+
+def take_apart(label: str) -> Name:
+    who, _, rest = label.partition(" ")
+    for peer, name in (("", label), (who, rest)):
+        known = [x.label for x in METHODS.values() if name == x.label or name.startswith(x.label + " ")]
+        if known:
+            base = max(known, key=len)
+            return Name(base, peer, name[len(base) + 1 :])
+    return Name(None, "", "")
+
+
+def method_order(label: str) -> tuple:
+    """As in METHODS; variants behind their method, the same of others behind these, unknown ones last."""
+    name, labels = take_apart(label), [x.label for x in METHODS.values()]
+    return labels.index(name.base) if name.base else len(labels), name.peer, name.variant, label
+
+
+def order(cell: Cell) -> tuple:
+    """Of the tables: tasks as in TASKS, short contexts first, methods as in METHODS, large budgets first."""
+    name = cell.task.partition(":")[0]
+    points = [*getattr(TASKS.get(name), "points", ()), *POINTS]
+    return (
+        list(TASKS).index(name) if name in TASKS else len(TASKS),
+        cell.task,
+        cell.context,
+        points.index(cell.point) if cell.point in points else len(points),
+        cell.point,
+        method_order(cell.method),
+        -math.inf if cell.budget is None else -cell.budget,
+        cell.batch,
+    )
+
+
+def describe(cell: Cell) -> str:
+    budget = "everything" if cell.budget is None else f"budget {cell.budget}"
+    return f"{cell.task}, context {cell.context}, {cell.point}, {cell.method}, {budget}, batch {cell.batch}"
+
+
+@dataclass
+class Summary:
+    """Of one or more files of results."""
+
+    settings: dict  # by name; a list of values where the files differ
+    origins: list[dict]
+    rows: list[Row]
+    traits: dict[str, Traits]  # by task
+
+    def groups(self) -> dict[tuple[str, int, str], list[Row]]:
+        """By task, context and point."""
+        found: dict = {}
+        for row in self.rows:
+            found.setdefault(row.cell[:3], []).append(row)
+        return found
+
+    def record(self) -> dict:
+        """What summary.json holds."""
+        return {"settings": self.settings, "origins": self.origins, "rows": [_record(x) for x in self.rows]}
+
+
+def summarize(heads: list[dict], lines: list[dict]) -> Summary:
+    if not lines:
+        raise ValueError("nothing to report: the results hold no cell that was measured")
+    cells: dict[Cell, dict] = {}
+    twice: dict[Cell, None] = {}
+    for line in lines:
+        cell = cell_of(line)
+        if cell in cells:
+            twice[cell] = None
+        cells[cell] = line
+    if twice:
+        named = sorted(twice, key=order)
+        more = f"; and {len(named) - 5} more" if len(named) > 5 else ""
+        raise ValueError(f"measured twice: {'; '.join(map(describe, named[:5]))}{more}")
+    ordered = sorted(cells, key=order)
+    kinds = {
+        task: traits(task, [cells[x] for x in ordered if x.task == task])
+        for task in dict.fromkeys(x.task for x in ordered)
+    }
+    groups: dict[tuple, list[dict]] = {}
+    for cell in ordered:
+        groups.setdefault(cell[:-1], []).append(cells[cell])
+    rows = [_row(cell, group, kinds[cell[0]]) for cell, group in groups.items()]
+    return Summary(_settings(heads), _distinct(x["origin"] for x in heads), rows, kinds)
+
+
+def _row(cell: tuple, lines: list[dict], kind: Traits) -> Row:
+    row, fails = Row(*cell), [x["unreachable"] for x in lines if "unreachable" in x]
+    if fails:  # on some prompts: then a mean over the others would not be of the same prompts as other methods'
+        some = f" (so for {len(fails)} of {len(lines)} batches)" if len(fails) < len(lines) else ""
+        row.unreachable = fails[0] + some
+        return row
+    sizes = [len(next(iter(x["scores"].values()))) for x in lines]
+    row.n = sum(sizes)
+    for metric in kind.metrics:
+        values = [value for x in lines for value in x["scores"].get(metric, ())]
+        if values:
+            row.scores[metric] = estimate(values, kind.percent)
+    for name in ("tokens", "bytes_held", "bytes_full"):
+        setattr(row, name, round(sum(x[name] * size for x, size in zip(lines, sizes)) / row.n))
+    row.prefill_s = median(x["prefill_s"] / size for x, size in zip(lines, sizes))
+    rates = [x["steps"] * size / x["decode_s"] for x, size in zip(lines, sizes) if x["decode_s"] > 0 and x["steps"]]
+    row.decode_tokens_per_s = median(rates) if rates else None
+    by_depth: dict[float, list[float]] = {}
+    for x in lines:
+        for depth, score in zip(x.get("depths") or (), x["scores"].get(kind.metrics[0], ())):
+            if depth is not None:
+                by_depth.setdefault(round(depth, 6), []).append(score)
+    row.depths = {x: fmean(by_depth[x]) for x in sorted(by_depth)}
+    row.more = [x["more"] for x in lines if x.get("more")]
+    return row
+
+
+def _record(row: Row) -> dict:
+    of = dict(zip(("task", "context", "point", "method", "budget"), row.cell))
+    if row.unreachable is not None:
+        return {**of, "unreachable": row.unreachable}
+    values = asdict(row)
+    names = ("tokens", "bytes_held", "bytes_full", "prefill_s", "decode_tokens_per_s", "n")
+    scores = {
+        name: {x: y if y is not None and math.isfinite(y) else None for x, y in score._asdict().items()}
+        for name, score in row.scores.items()
+    }
+    return {**of, "scores": scores, **{x: values[x] for x in names}}
+
+
+def _distinct(values: Iterable[dict]) -> list[dict]:
+    """Each once, in an order that does not hang on the files'."""
+    found = {json.dumps(x, sort_keys=True): x for x in values}
+    return [found[x] for x in sorted(found)]
+
+
+def _settings(heads: list[dict]) -> dict:
+    """What the files have in common as a value; where they differ, the list of their values."""
+    found = _distinct(x["settings"] for x in heads)
+    names = dict.fromkeys(name for x in found for name in x)
+    values = {name: list({json.dumps(x.get(name)): x.get(name) for x in found}.values()) for name in names}
+    return {name: x[0] if len(x) == 1 else x for name, x in values.items()}
+
+
+def leaders(rows: list[Row], kind: Traits) -> list[Row]:
+    """The best of the rows of one budget (several, if they are equal), where its interval overlaps no other's.
+
+    Among methods that cut and keep to the budget.
+    """
+    metric, sign = kind.metrics[0], 1 if kind.better == "higher" else -1
+    rivals = [x for x in rows if x.budget is not None and not x.over and metric in x.scores]
+    rivals = [x for x in rivals if x.scores[metric].low is not None]
+    if not rivals:
+        return []
+    top = max((x.scores[metric] for x in rivals), key=lambda x: sign * x.mean)
+    others = [x.scores[metric] for x in rivals if x.scores[metric].mean != top.mean]
+    clear = others and all(x.high < top.low or top.high < x.low for x in others)
+    return [x for x in rivals if x.scores[metric].mean == top.mean] if clear else []
