@@ -183,7 +183,8 @@ def throughput(summary: Summary, task: str, context: int, path: Path) -> bool:
                 axis.set_title(f"budget {budget:,}, {point_title(point)}")
                 if wide:
                     axis.set_xscale("log")
-                    steps = [a * 10**b for b in range(-1, 8) for a in (1, 2, 5)]
+                    steps = (1, 2, 5) if max(rates) < 30 * min(rates) else (1,)
+                    steps = [a * 10**b for b in range(-1, 8) for a in steps]
                     low, high = min(rates) / MORE, max(rates) * MORE
                     axis.set_xlim(low, high)
                     axis.xaxis.set(major_locator=FixedLocator([x for x in steps if low <= x <= high]))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from .methods import METHODS
 from .results import Cell, cell_of
+from .specs import Refused
 from .tasks import POINTS, TASKS
 
 LEVEL = 0.95  # of the intervals
@@ -195,7 +196,7 @@ class Summary:
 
 def summarize(heads: list[dict], lines: list[dict]) -> Summary:
     if not lines:
-        raise ValueError("nothing to report: the results hold no cell that was measured")
+        raise Refused("nothing to report: the results hold no cell that was measured")
     cells: dict[Cell, dict] = {}
     twice: dict[Cell, None] = {}
     for line in lines:
@@ -206,7 +207,7 @@ def summarize(heads: list[dict], lines: list[dict]) -> Summary:
     if twice:
         named = sorted(twice, key=order)
         more = f"; and {len(named) - 5} more" if len(named) > 5 else ""
-        raise ValueError(f"measured twice: {'; '.join(map(describe, named[:5]))}{more}")
+        raise Refused(f"measured twice: {'; '.join(map(describe, named[:5]))}{more}")
     ordered = sorted(cells, key=order)
     kinds = {
         task: traits(task, [cells[x] for x in ordered if x.task == task])

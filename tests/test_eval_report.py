@@ -1,0 +1,376 @@
+"""Results of kvops.eval, from their lines to the report; and the command, end to end."""
+
+# ruff: noqa: E402  (after the check of what they need)
+
+import json
+import random
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+for name in ("transformers", "matplotlib", "tqdm"):
+    pytest.importorskip(name)
+
+from kvops.eval import __main__ as command
+from kvops.eval import plots, report, summary
+from kvops.eval.methods import METHODS
+from kvops.eval.reader import Reader
+from kvops.eval.results import Cell, Results, load
+from kvops.eval.specs import Refused
+
+ORIGIN = {
+    "machine": {"cpu": "A CPU", "cores": 2},
+    "torch": "2.13.0",
+    "commit": "abc",
+    "command": "python -m kvops.eval",
+}
+HEAD = {"settings": {"model": "m", "prompts": 4, "seed": 0}, "origin": ORIGIN}
+METRICS = ("exact", "partial")
+
+
+def line(method="KeyDiff", budget=64, exact=(1.0, 0.0), batch=0, context=256, point="before", task="passkey", **more):
+    """A cell of two prompts, or of as many as `exact` has."""
+    outcome = {
+        "scores": {"exact": list(exact), "partial": [x / 2 for x in exact]},
+        "tokens": context if budget is None else budget,
+        "bytes_held": 1000,
+        "bytes_full": 4000,
+        "prefill_s": 0.5,
+        "decode_s": 0.25,
+        "steps": 8,
+        "said": ["1"] * len(exact),
+        "more": {},
+        "depths": [0.0, 1.0][: len(exact)],
+    }
+    return {**Cell(task, context, point, method, budget, batch)._asdict(), **outcome, **more}
+
+
+def some_lines():
+    """Two contexts, both points, two batches; one budget that a method cannot reach, one method over its budget."""
+    lines = []
+    for context in (256, 512):
+        for point in ("before", "after"):
+            for batch in (0, 1):
+                where = {"context": context, "point": point, "batch": batch}
+                lines.append(line("Full", None, (1.0, 1.0), **where))
+                for budget in (128, 64):
+                    lines.append(line("KeyDiff", budget, (1.0, budget / 128), **where))
+                    lines.append(line("LagKV lag=32", budget, (0.0, 0.5), **where, tokens=100))
+                    lines.append(line("kvpress KeyDiff", budget, (1.0, 0.0), **where))
+                    lines.append(line("Another", budget, (0.0, 0.0), **where))
+                lines.append(line("LagKV", 128, **where))
+                lines.append({**Cell("passkey", context, point, "LagKV", 64, batch)._asdict(), "unreachable": "why"})
+    return lines
+
+
+def files(folder):
+    return {x.name: x.read_bytes() for x in sorted(folder.iterdir()) if x.name != "results.jsonl"}
+
+
+# ---- intervals ----
+
+
+def test_wilson():
+    """Newcombe 1998, Table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29."""
+    known = {(81, 263): (0.2553, 0.3662), (15, 148): (0.0624, 0.1605), (0, 20): (0, 0.1611), (1, 29): (0.0061, 0.1718)}
+    for (right, n), (low, high) in known.items():
+        assert summary.wilson(right / n, n) == pytest.approx((low, high), abs=5e-5)
+    assert summary.wilson(1.0, 7)[1] == 1.0 and summary.wilson(0.0, 7)[0] == 0.0
+
+
+def test_student():
+    """Printed tables of the t distribution."""
+    for freedom, t in {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 10: 2.228, 30: 2.042, 120: 1.980}.items():
+        assert summary.student_quantile(0.975, freedom) == pytest.approx(t, abs=5e-4)
+    assert summary.student_quantile(0.995, 7) == pytest.approx(3.499, abs=5e-4)
+    assert summary.student_cdf(0.0, 5) == 0.5
+    assert summary.student_cdf(-2.0, 5) == pytest.approx(1 - summary.student_cdf(2.0, 5))
+
+
+def test_means_of_losses():
+    found = summary.estimate([1.0, 2.0, 3.0, 6.0], percent=False)  # mean 3, s = sqrt(14/3), t = 3.182
+    half = 3.1824 * (14 / 3) ** 0.5 / 2
+    assert found == pytest.approx((3.0, 3 - half, 3 + half, 4), abs=1e-3)
+    assert summary.estimate([2.5], percent=False) == (2.5, None, None, 1)
+    assert summary.estimate([2.5, float("inf")], percent=False)[1:] == (None, None, 2)
+
+
+# ---- rows ----
+
+
+def test_a_row_by_hand():
+    """Two batches of unequal size."""
+    one = line(exact=(1.0, 0.0), tokens=60, prefill_s=0.5, decode_s=0.25, steps=8)
+    two = line(exact=(1.0,), batch=1, tokens=66, bytes_held=1300, prefill_s=0.75, decode_s=1.0, steps=8)
+    (row,) = summary.summarize([HEAD], [two, one]).rows
+    assert row.scores["exact"] == pytest.approx((2 / 3, *summary.wilson(2 / 3, 3), 3))
+    assert row.scores["partial"].mean == pytest.approx(1 / 3)
+    assert (row.n, row.tokens, row.bytes_held, row.bytes_full) == (3, 62, 1100, 4000)
+    assert row.prefill_s == (0.25 + 0.75) / 2  # per prompt
+    assert row.decode_tokens_per_s == (64 + 8) / 2
+    assert row.depths == {0.0: 1.0, 1.0: 0.0}
+    assert summary.summarize([HEAD], [one]).record() == {
+        "settings": HEAD["settings"],
+        "origins": [ORIGIN],
+        "rows": [
+            {
+                **{"task": "passkey", "context": 256, "point": "before", "method": "KeyDiff", "budget": 64},
+                "scores": {
+                    "exact": dict(zip(("mean", "low", "high", "n"), (0.5, *summary.wilson(0.5, 2), 2))),
+                    "partial": dict(zip(("mean", "low", "high", "n"), (0.25, *summary.wilson(0.25, 2), 2))),
+                },
+                **{"tokens": 60, "bytes_held": 1000, "bytes_full": 4000, "prefill_s": 0.25},
+                **{"decode_tokens_per_s": 64.0, "n": 2},
+            }
+        ],
+    }
+
+
+def test_rows_are_in_the_order_of_the_methods():
+    lines = some_lines()
+    random.Random(0).shuffle(lines)
+    rows = summary.summarize([HEAD], lines).rows
+    assert [(x.method, x.budget) for x in rows[:10]] == [
+        *[("Full", None), ("LagKV", 128), ("LagKV", 64), ("LagKV lag=32", 128), ("LagKV lag=32", 64)],
+        *[("KeyDiff", 128), ("KeyDiff", 64), ("kvpress KeyDiff", 128), ("kvpress KeyDiff", 64), ("Another", 128)],
+    ]
+    assert list(dict.fromkeys((x.context, x.point) for x in rows)) == [
+        *[(256, "before"), (256, "after"), (512, "before"), (512, "after")]
+    ]
+
+
+def test_unreachable_on_some_prompts_only():
+    lines = [line(), {**Cell("passkey", 256, "before", "KeyDiff", 64, 1)._asdict(), "unreachable": "too long"}]
+    (row,) = summary.summarize([HEAD], lines).rows
+    assert row.unreachable == "too long (so for 1 of 2 batches)" and not row.scores
+
+
+def test_measured_twice():
+    twice = [line(), line("TOVA", None, batch=1), line()]
+    with pytest.raises(Refused, match="measured twice: passkey, context 256, before, KeyDiff, budget 64, batch 0$"):
+        summary.summarize([HEAD], twice)
+    with pytest.raises(Refused, match=r"batch 4; and 2 more$"):
+        summary.summarize([HEAD], 2 * [line(batch=i) for i in range(7)])
+
+
+def test_nothing_measured(tmp_path):
+    with pytest.raises(Refused, match="nothing to report"):
+        report.write([HEAD], [], tmp_path)
+
+
+def test_the_best_is_named_where_the_prompts_tell():
+    def leading(right, over=()):
+        """Methods with so many of 20 right."""
+        lines = [
+            line(x, 64, [1.0] * n + [0.0] * (20 - n), tokens=80 if x in over else 64, depths=[None] * 20)
+            for x, n in right.items()
+        ]
+        lines.append(line("Full", None, [1.0] * 20, depths=[None] * 20))
+        made = summary.summarize([HEAD], lines)
+        rows = [x for x in made.rows if x.budget == 64]
+        return [x.method for x in summary.leaders(rows, made.traits["passkey"])]
+
+    assert leading({"KeyDiff": 20, "TOVA": 5}) == ["KeyDiff"]
+    assert leading({"KeyDiff": 20, "TOVA": 15}) == []  # intervals 84 to 100 and 53 to 89
+    assert leading({"KeyDiff": 20, "L2": 20, "TOVA": 5}) == ["KeyDiff", "L2"]
+    assert leading({"KeyDiff": 20, "H2O": 20}) == []
+    assert leading({"LagKV": 20, "KeyDiff": 19, "TOVA": 5}, over=["LagKV"]) == ["KeyDiff"]
+
+
+def test_less_is_better():
+    lines = [line(x, 64, task="new", scores={"kl": y}) for x, y in {"TOVA": [0.1, 0.12], "L2": [9.0, 9.1]}.items()]
+    made = summary.summarize([HEAD], lines)
+    kind = made.traits["new"]
+    assert kind == (("kl",), False, "higher")  # what is known of a task that this version does not know
+    assert [x.method for x in summary.leaders(made.rows, kind)] == ["L2"]
+    assert [x.method for x in summary.leaders(made.rows, kind._replace(better="lower"))] == ["TOVA"]
+
+
+# ---- the report ----
+
+
+def test_the_same_results_make_the_same_report(tmp_path):
+    """Whatever the order of the lines, and for a run that was resumed (with a second head)."""
+    lines, said = some_lines(), []
+    for i in range(2):
+        random.Random(i).shuffle(lines)
+        said.append(report.write([HEAD] * (i + 1), lines, tmp_path / str(i)).replace(f"/{i}/", "/"))
+    made = [files(tmp_path / str(i)) for i in range(2)]
+    assert made[0] == made[1] and said[0] == said[1]
+    pictures = [f"{x}-passkey-{n}.png" for x in ("accuracy", "throughput") for n in (256, 512)]
+    pictures += [f"depth-passkey-{x}.png" for x in ("after", "before")]
+    assert sorted(made[0]) == sorted([*pictures, "report.md", "summary.json"])
+    text = made[0]["report.md"].decode()
+    assert sorted(re.findall(r"\]\((.*?\.png)\)", text)) == sorted(pictures)
+    assert not any(b"matplotlib" in made[0][x].lower() for x in pictures)  # its version would be one more thing to vary
+    assert re.search(r"^\| Full \| 100 \[51, 100\] \| 50 \| 100", text, re.M)
+    assert re.search(r"^\| LagKV \| 50 \[15, 85\] \| 25 \| – \(1\) \| – \(1\) \|$", text, re.M) and "- (1) why" in text
+    assert re.search(r"^\| LagKV lag=32 \| 100 \| 0.001 \(25 %\) \| 250 \| 64 \| 100 † \|", text, re.M)
+    assert "LagKV 64 before, LagKV 64 after: why" in said[0]
+
+
+def test_rows_that_are_not_there(tmp_path):
+    """An interrupted run, or a task that this version does not know: said, not hidden."""
+    lines = [line(), line(batch=1), line("TOVA"), line("L2", 32), line(task="new", scores={"kl": [2.5, 3.5]})]
+    said = report.write([HEAD], lines, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "Not on all 4 prompts: TOVA at 64 (2), L2 at 32 (2)." in text and "- Empty: not measured." in text
+    assert "## new, context 256 tokens" in text and "new, context 256 tokens: kl, of 2 prompts" in said
+    assert re.search(r"^\| KeyDiff \| 3 \[-3.353, 9.353\] \|$", text, re.M)  # t = 12.706
+
+
+def test_several_files(tmp_path):
+    """Others' lines beside ours; what their heads do not agree in is named."""
+    for name, head, lines in (
+        ("a", HEAD, [line()]),
+        ("b", {"settings": {**HEAD["settings"], "seed": 7}, "origin": {**ORIGIN, "command": "other"}}, [line("TOVA")]),
+    ):
+        (tmp_path / name).write_text("".join(json.dumps(x) + "\n" for x in (head, *lines)))
+    out = []
+    for order in ("ab", "ba"):
+        assert command.main(["--from", *(str(tmp_path / x) for x in order), "--out", str(tmp_path / "out")]) == 0
+        out.append(files(tmp_path / "out"))
+    text = out[0]["report.md"].decode()
+    assert out[0] == out[1] and "- seed: 0, 7\n" in text and "**the files do not agree in seed**" in text
+    assert "`other`" in text and "`python -m kvops.eval`" in text and "| KeyDiff |" in text and "| TOVA |" in text
+    assert json.loads(out[0]["summary.json"])["settings"] == {"model": "m", "prompts": 4, "seed": [0, 7]}
+
+
+def test_every_method_has_its_own_look():
+    labels = [x.label for x in METHODS.values()]
+    looks = plots.styles([*labels, "kvpress KeyDiff", "LagKV lag=128", "LagKV lag=64"])
+    assert not any(looks[x]["family"] == plots.OTHERS[0] for x in labels)
+    keys = ("color", "marker", "linestyle", "markerfacecolor")
+    assert len({tuple(x["look"].get(key) for key in keys) for x in looks.values()}) == len(looks)
+    assert looks["kvpress KeyDiff"]["family"] == looks["KeyDiff"]["family"]
+
+
+def test_budgets_that_grow_with_the_context():
+    def titles(budgets):
+        rows = [summary.Row("passkey", n, "before", "L2", b) for n, found in budgets.items() for b in found]
+        return [(title, [x.budget for x in rows if chosen(x)]) for title, chosen in plots.sizes(rows)]
+
+    assert titles({256: [64, 32], 512: [64, 32]}) == [("budget 64", [64, 64]), ("budget 32", [32, 32])]
+    assert titles({256: [64, 32], 512: [128, 64]}) == [("25 % kept", [64, 128]), ("12.5 % kept", [32, 64])]
+    assert titles({256: [64], 512: [128, 64]}) == [("budget 128", [128]), ("budget 64", [64, 64])]
+
+
+# ---- the file of results ----
+
+
+def test_results_go_on(tmp_path):
+    file, first, second = tmp_path / "results.jsonl", *(Cell("passkey", 256, "before", "L2", x, 0) for x in (64, 32))
+    outcome = {"unreachable": "why"}
+    results = Results(file, {"seed": 0}, ORIGIN)
+    results.add(first, outcome)
+    results.add(second, outcome)
+    results.close()
+    whole = file.read_text()
+    file.write_text(whole[:-20])  # killed while it wrote
+    assert len(load([file])[1]) == 1
+    results = Results(file, {"seed": 0}, ORIGIN)
+    assert results.done == {first}
+    results.add(second, outcome)
+    results.close()
+    heads, lines = load([file])
+    assert len(heads) == 2 and [x["budget"] for x in lines] == [64, 32]
+    before = file.read_text()
+    Results(file, {"seed": 0}, ORIGIN).close()  # everything is there: the file stays as it is
+    assert file.read_text() == before
+    with pytest.raises(Refused, match="holds results of other settings: seed was 0 and is now 1"):
+        Results(file, {"seed": 1}, ORIGIN)
+    file.write_text(whole.replace('"unreachable"', "unreachable", 1))
+    with pytest.raises(Refused, match="line 2: expected a line of JSON"):
+        load([file])
+
+
+# ---- the command ----
+
+TINY = ["--context", "256", "--prompts", "2", "--methods", "full", "keydiff", "laq", "--budgets", "64", "128"]
+TINY += ["--tasks", "passkey:digits=4", "--out", "out"]
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def one_thread():
+    """Steps of one token are too small to share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_command(one_thread, tmp_path, monkeypatch, capsys):
+    """A run that is stopped in the middle and begun again reports what an undisturbed one does, byte by byte."""
+    ticks = iter(range(10**9))
+    monkeypatch.setattr(Reader, "clock", lambda self: float(next(ticks)))  # so that times are equal
+    made, shown, cut = {}, {}, Reader.cut
+    text = tmp_path / "text.txt"
+    text.write_text(command.TEXT.read_text()[:4000])
+    tiny = [*TINY, "--text", str(text)]
+    for name, stops in (("whole", None), ("resumed", 4)):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        if stops:
+            calls = Counter()
+
+            def stopping(self, *args, calls=calls, stops=stops):
+                calls["cut"] += 1
+                if calls["cut"] > stops:
+                    raise Stop
+                return cut(self, *args)
+
+            monkeypatch.setattr(Reader, "cut", stopping)
+            with pytest.raises(Stop):
+                command.main(tiny)
+            monkeypatch.setattr(Reader, "cut", cut)
+            with open("out/results.jsonl", "a") as file:
+                file.write('{"task": "passkey:dig')
+            capsys.readouterr()
+        assert command.main(tiny) == 0
+        made[name], shown[name] = files(tmp_path / name / "out"), capsys.readouterr().out
+    assert made["whole"] == made["resumed"]
+    assert shown["resumed"] == "4 of 10 cells were measured before: out/results.jsonl\n" + shown["whole"]
+    rows = json.loads(made["whole"]["summary.json"])["rows"]
+    assert [(x["point"], x["method"], x["budget"], x["n"]) for x in rows] == [
+        (point, method, budget, 2)
+        for point in ("before", "after")
+        for method, budget in [("Full", None), ("LAQ", 128), ("LAQ", 64), ("KeyDiff", 128), ("KeyDiff", 64)]
+    ]
+    assert all(x["scores"]["exact"]["mean"] == 1 for x in rows if x["method"] == "Full")
+    assert all(x["tokens"] == x["budget"] and 4 * x["budget"] >= x["bytes_held"] / 768 for x in rows if x["budget"])
+    capsys.readouterr()
+    assert command.main(tiny) == 0 and "10 of 10 cells were measured before" in capsys.readouterr().out
+    assert command.main([*tiny, "--seed", "1"]) == 2
+    assert "holds results of other settings: seed was 0 and is now 1" in capsys.readouterr().err
+
+
+def test_the_list(capsys):
+    assert command.main(["--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"^  {re.escape(x)}( |$)", shown, re.M) for x in (*METHODS, *command.TASKS))
+    assert re.search(r"^  keydiff .*\brecent\b", shown, re.M) and re.search(r"^  passkey .*digits=32", shown, re.M)
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        (["--methods", "keydif"], "method must be one of full, streamingllm, .*, got 'keydif'"),
+        (["--methods", "keydiff:rec=0.1"], "KeyDiff has no option 'rec', expected some of .*recent"),
+        (["--methods", "keydiff:recent"], "expected keydiff:option=value,option=value, got 'recent'"),
+        (["--tasks", "passkey:digit=4"], "passkey has no option 'digit', expected some of digits, depths"),
+        (["--budgets", "1.5"], "expected tokens .an integer. or a share in .0, 1., got 1.5"),
+        (["--prompts", "0"], "--prompts: expected at least 1, got 0"),
+        (["--context", "256", "-3"], "--context: expected at least 1, got -3"),
+        (["--from", "nowhere.jsonl"], "--from: expected a file of results, got nowhere.jsonl"),
+    ],
+)
+def test_what_the_command_refuses(said, expected, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(said)
+    assert re.search(expected, " ".join(capsys.readouterr().err.split()))
