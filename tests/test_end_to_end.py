@@ -88,6 +88,17 @@ def test_every_token_of_a_prompt_comes_once():
             assert [len(x) for x in parts[:2]] == [144, min(64, cell.context - 144)]
 
 
+@pytest.mark.parametrize("gigabytes, layers", [(140, 32), (16, 16), (8, 6), (1, 1)])
+def test_as_many_layers_as_fit(gigabytes, layers, monkeypatch):
+    """Each takes 436 MB, 66 MB of vocabulary and 2 x 84 MB of cache; 3.1 GB and a tenth of the memory stay free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gigabytes * 10**9, 0))
+    assert end_to_end.layers_that_fit(32, 20480, torch.bfloat16) == layers
+
+
+def test_without_ratios_no_prompt_comes_whole():
+    assert {x.prefill for x in end_to_end.cells([200], [2, 4], [], 64, 2, [], 300, 64)} == {"chunked"}
+
+
 def test_what_there_was_no_time_for_is_named(tmp_path, capsys):
     sizes = ["--layers", "1", "--contexts", "200", "--seconds", "1e-9"]
     end_to_end.main([*SMALL, *sizes, "--json", str(tmp_path / "x.json"), "--out", str(tmp_path)])
