@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,46 +24,19 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-import torch.nn.functional as F
 import transformers
 from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
-from tqdm import tqdm
 
 import kvops
 import kvops.hf
 from kvops.bench.record import origin, write
+from kvops.eval.stream import Stream, stream
 
 HERE = Path(__file__).resolve().parent
 LENGTHS = [1024 * 2**i for i in range(7)]  # of the table, as far as the stream goes
 BIN = 1024  # tokens that a point of the picture stands for
 COLORS = ["#9a9a9a", "#bc6c25", "#2a6f97", "#52a675", "#8d5a97", "#d1495b"]
-
-
-@dataclass
-class Stream:
-    """What was seen on the way: one entry of `losses` for each token but the first, the others for each window."""
-
-    losses: np.ndarray  # [b, tokens - 1], nats
-    bytes: np.ndarray  # held by the cache after each window
-    seconds: np.ndarray
-    window: int
-
-
-@torch.inference_mode()
-def stream(model, method: kvops.Method, ids: Tensor, window: int, label: str) -> Stream:
-    """Feeds ids, [b, tokens], and looks at how well each next token was foreseen."""
-    cache = kvops.hf.KVCache(model.config, method)
-    losses, held, seconds = [], [], []
-    for first in tqdm(range(0, ids.shape[1] - 1, window), desc=label, leave=False, mininterval=1):
-        begin = time.perf_counter()
-        following = ids[:, first + 1 : first + 1 + window]
-        chunk = ids[:, first : first + following.shape[1]]
-        logits = model(chunk, past_key_values=cache).logits
-        losses.append(F.cross_entropy(logits.mT.float(), following, reduction="none").cpu())
-        seconds.append(time.perf_counter() - begin)
-        held.append(sum(x.bytes_kept for x in cache.stats()))
-    return Stream(torch.cat(losses, 1).numpy(), np.array(held), np.array(seconds), window)
 
 
 def load(model: Path, text: Path, device: str, dtype: str = "auto") -> tuple[transformers.PreTrainedModel, Tensor]:
@@ -76,6 +47,10 @@ def load(model: Path, text: Path, device: str, dtype: str = "auto") -> tuple[tra
     ids = tokenizer(text.read_text(), return_tensors="pt").input_ids.to(device)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
     return kvops.hf.use_attention(loaded), ids
+
+
+def through(model, make: Callable[[], kvops.Method], ids: Tensor, window: int, label: str) -> Stream:
+    return stream(model, kvops.hf.KVCache(model.config, make()), ids, window, label)
 
 
 def methods(
@@ -184,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--text has {text.shape[1]:,} tokens, too few for --tokens, or --streams of --stream-tokens")
     rows = methods(model, a.budget, [tuple(map(int, x.split(","))) for x in ladders], a.storage)
 
-    long = {name: stream(model, make(), text[:, : a.tokens], a.window, name) for name, make in rows.items()}
+    long = {name: through(model, make, text[:, : a.tokens], a.window, name) for name, make in rows.items()}
     print(f"perplexity of the first tokens, budget {a.budget}, windows of {a.window}")
     print(table(long, a.tokens))
     record = {"long": {name: by_position(x) for name, x in long.items()}}
@@ -192,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     picture(record["long"], a.budget, a.out / "endless.png")
     if a.token_by_token:
         single = {
-            name: stream(model, make(), text[:, : a.tokens], 1, name)
+            name: through(model, make, text[:, : a.tokens], 1, name)
             for name, make in rows.items()
             if name != "full cache"
         }
@@ -203,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     if a.streams > 1:
         step = (text.shape[1] - a.stream_tokens) // (a.streams - 1)
         pieces = torch.cat([text[:, i * step : i * step + a.stream_tokens] for i in range(a.streams)])
-        short = {name: stream(model, make(), pieces, a.window, name) for name, make in rows.items()}
+        short = {name: through(model, make, pieces, a.window, name) for name, make in rows.items()}
         record["pieces"] = differences(short)
         print(f"\n{a.streams} pieces of {a.stream_tokens:,} tokens: loss minus StreamingLLM's, nats per token")
         width = max(map(len, short))

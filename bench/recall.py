@@ -26,31 +26,19 @@ import kvops
 import kvops.hf
 from demo import BATCH, MODEL, PAD, QUESTION, encode, make_prompts
 from kvops.bench.record import origin, write
-from kvops.cache import AttentionMethod
+from kvops.eval.reader import Watched
 
 TAIL = 64  # queries of the prompt that are looked at
 WINDOW = 8
 
 
-class Records:
-    """Remembers the last queries of the prompt and those of every step."""
+class Draft(kvops.SnapKV):
+    """SnapKV that remembers the queries of the last `rows` tokens."""
 
-    def reset(self) -> None:
-        super().reset()
-        self.queries = []
+    rows = 0
 
-    def attention(self, q, *args, **kwargs):
-        self.queries = [*self.queries, q[:, :, -TAIL:].clone()]  # a new list: a copy of the object keeps its own
-        return super().attention(q, *args, **kwargs)
-
-
-class Whole(Records, AttentionMethod):
-    def _rows(self, t: int) -> int:
-        return 0
-
-
-class Draft(Records, kvops.SnapKV):
-    pass
+    def _remembered(self) -> int:
+        return self.rows
 
 
 @torch.inference_mode()
@@ -64,8 +52,9 @@ def run(context: int, digits: int, budget: int, prompts: int) -> dict[str, np.nd
     for first in range(0, prompts, BATCH):
         ids = torch.from_numpy(np.stack([p.ids for p in asked[first : first + BATCH]]))
         ids = torch.cat([ids, question.expand(len(ids), -1)], 1)
-        whole = queries(model, Whole(), ids, digits)
-        draft = queries(model, Draft(budget, window=min(32, budget // 2)), ids, digits)
+        draft = Draft(budget, window=min(32, budget // 2))
+        draft.rows = TAIL + digits
+        whole, draft = (queries(model, x, ids, digits) for x in (Watched(TAIL + digits), draft))
         for name, rows in (("answer", whole), ("draft", draft)):
             found[name].append(by_position(rows, whole, ids.shape[1], budget))
     return {name: np.concatenate(x) for name, x in found.items()}
@@ -80,7 +69,7 @@ def queries(model, method: kvops.Method, ids: torch.Tensor, steps: int) -> list[
         ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False, pad_token_id=PAD, **length
     )
     methods = [layer.method for layer in cache.layers]
-    return [(x.k[:, :, : ids.shape[1]], torch.cat(x.queries, 2)) for x in methods]
+    return [(x.k[:, :, : ids.shape[1]], x.last_queries) for x in methods]
 
 
 def by_position(rows, whole, n: int, budget: int) -> np.ndarray:

@@ -400,6 +400,11 @@ class AttentionMethod(Method):
         self._due = 0  # rows whose queries have not been seen yet
         self._queries: Tensor | None = None  # [b, Hq, at most _remembered(), d]: of the last tokens
 
+    @property
+    def last_queries(self) -> Tensor | None:
+        """[b, Hq, any, d]: those of the last tokens, as many as the method remembers."""
+        return self._queries
+
     def crop(self, seen: int) -> None:
         before = self.seen
         super().crop(seen)

@@ -127,6 +127,10 @@ class Rule:
 
         Unreachable where the method cannot be brought to the budget.
         """
+        if streaming and self.kind.method is m.LAQ:
+            raise Unreachable(
+                f"{self.label}: evicts by a draft of the answer to a whole prompt, so not while a text is being read"
+            )
         options = {**self.kind.defaults, **self.options}
         try:
             return self.kind.method(**{**self.kind.settings(budget, n, num_layers, streaming, options), **options})

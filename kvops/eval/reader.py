@@ -10,8 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..methods import LAQ
+from ..cache import AttentionMethod, Method
+from ..methods import LAQ, LagKV
+from ..methods.laq import prompt_scores
+from ..methods.window import Pooling
 from .methods import Rule, Unreachable
+from .stream import Held, Stream, stream
 
 if TYPE_CHECKING:  # bench/peers/ has a reader that runs with an older transformers
     from transformers import PreTrainedModel
@@ -30,6 +34,52 @@ class Cut:
     bytes_held: int
     bytes_full: int
 
+    @property
+    def positions(self) -> list[Tensor]:
+        """What every layer that evicts holds, int64 [b, Hk, any]."""
+        return [x.positions for x in methods(self.cache)]
+
+
+@dataclass
+class Whole:
+    """What the full cache of a batch of prompts answers."""
+
+    said: np.ndarray  # int64 [b, steps]
+    logits: Tensor  # [b, steps, vocab], that each token was chosen by
+    scores: list[Tensor]  # fp32 [b, Hk, n] of every layer: see `kvops.recall`, how the answer attends to the prompt
+
+
+def methods(cache: hf.KVCache) -> list[Method]:
+    """Those of the layers that evict."""
+    return [x.method for x in cache.layers if hasattr(x, "method")]
+
+
+class Watched(AttentionMethod):
+    """Keeps everything, and the queries of the last `rows` tokens."""
+
+    def __init__(self, rows: int):
+        self.rows = rows
+        super().__init__()
+
+    def _rows(self, t: int) -> int:
+        return 0
+
+    def _remembered(self) -> int:
+        return self.rows
+
+    def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options) -> Tensor:
+        self.options = options  # the model's scale, softcap and sinks
+        return super().attention(q, k_step, v_step, **options)
+
+
+def chunks(method: Method, n: int, chunk: int) -> list[int]:
+    """The sizes of the pieces in which n tokens are read. 0: the paper's of LagKV, S + 2 L and then L, which compress
+    at every step (Sec. 3.4); 256 for the others."""
+    first = then = chunk or 256
+    if not chunk and isinstance(method, LagKV):
+        first, then = method.sink + 2 * method.lag, method.lag
+    return [min(n, first)] + [min(n - i, then) for i in range(first, n, then)]
+
 
 class Reader:
     """Greedy, and with the library's attention.
@@ -41,6 +91,7 @@ class Reader:
         self.model = self.prepared(model.eval())
         self.num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         ends = model.generation_config.eos_token_id
+        self._whole: tuple = (None, None)  # the last of `whole`, and what it was asked for
         self.ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
     def prepared(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -57,29 +108,37 @@ class Reader:
         """The logits of the last token, [b, vocab]."""
         return self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
+    def _cache(self, method: Method) -> hf.KVCache:
+        from .. import hf
+
+        try:
+            return hf.KVCache(self.model.config, method)
+        except ValueError as error:
+            raise Unreachable(str(error)) from error
+
     def tokens(self, ids: np.ndarray) -> Tensor:
         return torch.from_numpy(ids).to(self.model.device)
 
     @torch.inference_mode()
-    def cut(self, prompts: np.ndarray, rule: Rule, budget: int | None) -> Cut:
+    def cut(self, prompts: np.ndarray, rule: Rule, budget: int | None, chunk: int | None = None) -> Cut:
         """Reads prompts, int64 [b, n], with a cache of the rule's method, which cuts it to the budget; after that it
-        grows. Unreachable where the method cannot be brought to the budget."""
-        from .. import hf
+        grows. Unreachable where the method cannot be brought to the budget.
 
-        method = rule.method(budget, prompts.shape[1], self.num_layers)
-        try:
-            cache = hf.KVCache(self.model.config, method)
-        except ValueError as error:
-            raise Unreachable(str(error)) from error
+        chunk: the prompts come in pieces (see `chunks`), and the method may evict after each; None: they come whole.
+        """
+        n = prompts.shape[1]
+        method = rule.method(budget, n, self.num_layers, streaming=chunk is not None)
+        cache = self._cache(method)
         begin = self.clock()
-        logits = self.feed(cache, self.tokens(prompts))
+        for piece in self.tokens(prompts).split([n] if chunk is None else chunks(method, n, chunk), 1):
+            logits = self.feed(cache, piece)
         if isinstance(method, LAQ):
+            from .. import hf
+
             hf.lookahead(self.model, cache, logits, eos_token_id=self.ends)
         seconds = self.clock() - begin
         cache.freeze()
-        stats = cache.stats()
-        kept = round(sum(x.tokens_kept for x in stats) / len(stats))
-        return Cut(cache, logits, seconds, kept, sum(x.bytes_kept for x in stats), sum(x.bytes_full for x in stats))
+        return Cut(cache, logits, seconds, *Held.by(cache))
 
     @torch.inference_mode()
     def answer(self, cut: Cut, feed: np.ndarray | None, steps: int, stops: bool) -> tuple[np.ndarray, float, int]:
@@ -100,3 +159,36 @@ class Reader:
             cut.logits = self.feed(cut.cache, token[:, None])
             count += 1
         return said.numpy(), self.clock() - begin, count
+
+    @torch.inference_mode()
+    def follow(self, cut: Cut, feed: np.ndarray | None, said: np.ndarray) -> Tensor:
+        """As `answer`, but what is said is given, int64 [b, steps]: the logits before each of its tokens, [b, steps,
+        vocab]."""
+        first = cut.logits if feed is None else self.feed(cut.cache, self.tokens(feed))
+        rest = self.model(self.tokens(said), past_key_values=cut.cache).logits
+        return torch.cat((first[:, None], rest[:, :-1]), 1)
+
+    @torch.inference_mode()
+    def whole(self, prompts: np.ndarray, feed: np.ndarray | None, steps: int) -> Whole:
+        """What the full cache answers in so many tokens, whatever they are; of the last prompts it is remembered."""
+        key = (prompts.tobytes(), None if feed is None else feed.tobytes(), steps)
+        if self._whole[0] != key:
+            self._whole = (None, None)  # its memory is free for the next
+            cache = self._cache(Watched(steps))
+            logits = [self.feed(cache, self.tokens(prompts))]
+            if feed is not None:
+                logits = [self.feed(cache, self.tokens(feed))]
+            for _ in range(steps):
+                logits.append(self.feed(cache, logits[-1].argmax(-1, keepdim=True)))
+            logits = torch.stack(logits[:-1], 1)
+            n, scores = prompts.shape[1], []
+            for method in methods(cache):
+                asked = method.last_queries, method.k[:, :, :n], Pooling(1)
+                scores.append(prompt_scores("recall", "q_response", *asked, **method.options))
+            self._whole = key, Whole(logits.argmax(-1).cpu().numpy(), logits, scores)
+        return self._whole[1]
+
+    def stream(self, ids: np.ndarray, rule: Rule, budget: int | None, window: int) -> Stream:
+        """Feeds ids, int64 [b, tokens], in windows, through a cache that the rule's method bounds."""
+        method = rule.method(budget, ids.shape[1], self.num_layers, streaming=True)
+        return stream(self.model, self._cache(method), self.tokens(ids), window)

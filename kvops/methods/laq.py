@@ -152,26 +152,43 @@ def recall(
     pool = Pooling(kernel_size, pooling, pool_first, group_reduce)
     pool.check(op)
     check_rank(op, k)
-    heads, n = k.shape[1:3]
-    keep, end = budget_tokens(op, budget, n), span_ends(k, starts, lengths)
-    options = dict(
-        score=score, scale=scale, softcap=softcap, sink_logits=sink_logits, group_reduce=pool.operator_reduce
+    keep, spans = budget_tokens(op, budget, k.shape[2]), dict(starts=starts, lengths=lengths)
+    options = dict(score=score, scale=scale, softcap=softcap, sink_logits=sink_logits, **spans)
+    kept, gold = (
+        best_slots(prompt_scores(op, name, q, k, pool, limits, **options), keep, **spans)
+        for name, q, limits in (("q_observed", q_observed, visible), ("q_response", q_response, None))
     )
-
-    def best(name: str, q: Tensor, limits: Tensor | None) -> Tensor:
-        """bool [b, Hk, n + 1]: the slots that these queries keep."""
-        check_queries(op, name, q, k)
-        if limits is None:
-            limits = _limits(op, end, 0, q.shape[2], False, None, k)
-        scores = pool(
-            summed_scores(q, k, limits, None, starts=starts, **options), heads, outside_prefix(k, 0, starts, end)
-        )
-        indices = select_topk(scores, keep, starts=starts, lengths=lengths)
-        chosen = torch.zeros(*scores.shape[:2], n + 1, dtype=torch.bool, device=k.device)
-        return chosen.scatter_(2, torch.where(indices < 0, n, indices), True)[:, :, :n]
-
-    kept, gold = best("q_observed", q_observed, visible), best("q_response", q_response, None)
     return (kept & gold).sum(-1) / gold.sum(-1).clamp(min=1)
+
+
+def prompt_scores(
+    op: str,
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    pool: Pooling,
+    visible: Tensor | None = None,
+    *,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    **options,
+) -> Tensor:
+    """What queries say of a prompt's keys, as in `recall`: fp32 [b, Hk, n]. options: score, scale, softcap,
+    sink_logits."""
+    check_queries(op, name, q, k)
+    end = span_ends(k, starts, lengths)
+    if visible is None:
+        visible = _limits(op, end, 0, q.shape[2], False, None, k)
+    scores = summed_scores(q, k, visible, None, starts=starts, group_reduce=pool.operator_reduce, **options)
+    return pool(scores, k.shape[1], outside_prefix(k, 0, starts, end))
+
+
+def best_slots(scores: Tensor, keep: int, starts: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+    """Which slots have the `keep` highest scores, fp32 [b, Hk, n]: bool [b, Hk, n]."""
+    *outer, n = scores.shape
+    indices = select_topk(scores, keep, starts=starts, lengths=lengths)
+    best = torch.zeros(*outer, n + 1, dtype=torch.bool, device=scores.device)
+    return best.scatter_(2, torch.where(indices < 0, n, indices), True)[:, :, :n]
 
 
 class LAQ(AttentionMethod):

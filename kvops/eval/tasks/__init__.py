@@ -2,6 +2,7 @@
 
 base.py       what a task promises
 needles.py    keys hidden in a text: passkey, needle in a haystack, RULER's kinds, variable tracking
+probes.py     what the cache itself shows: agreement, recall, perplexity, chunked prefill
 words.py      lists of words, whose most common ones are asked for
 """
 
@@ -20,6 +21,7 @@ from .needles import (
     VariableTracking,
     random_digits,
 )
+from .probes import Agreement, Chunked, Perplexity, Recall
 from .words import CommonWords, FrequentWords
 
 __all__ = [
@@ -50,5 +52,9 @@ TASKS: dict[str, Callable[..., Task]] = {
         VariableTracking,
         CommonWords,
         FrequentWords,
+        Agreement,
+        Recall,
+        Perplexity,
+        Chunked,
     )
 }

@@ -122,6 +122,7 @@ class Task:
     metrics: tuple[str, ...]  # the first is the one of pictures
     batches = True  # prompts and their questions have one length, so several can be read together
     percent = True  # scores lie between 0 and 1
+    better = "higher"  # or "lower": the first metric
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
         """So many prompts, with contexts of exactly so many tokens."""
@@ -132,6 +133,16 @@ class Task:
     ) -> Outcome:
         """What a rule at a budget makes of a batch of prompts; raises `methods.Unreachable` where it cannot."""
         raise NotImplementedError
+
+
+def asked(prompts: list[Prompt], point: str) -> tuple[np.ndarray, list[np.ndarray | None]]:
+    """What is read before the cut, int64 [b, n], and what is fed after it for each turn, int64 [b, any] (None:
+    nothing)."""
+    context = np.stack([x.context for x in prompts])
+    questions = [np.stack([x.turns[i].question for x in prompts]) for i in range(len(prompts[0].turns))]
+    if point == "after":
+        context, questions[0] = np.concatenate([context, questions[0]], 1), None
+    return context, questions
 
 
 class AnswerTask(Task):
@@ -146,11 +157,13 @@ class AnswerTask(Task):
     def run(
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
     ) -> Outcome:
-        context = np.stack([x.context for x in prompts])
-        questions = [np.stack([x.turns[i].question for x in prompts]) for i in range(len(prompts[0].turns))]
-        if point == "after":
-            context, questions[0] = np.concatenate([context, questions[0]], 1), None
-        cut = reader.cut(context, rule, budget)
+        context, questions = asked(prompts, point)
+        return self.answers(reader, filler, prompts, reader.cut(context, rule, budget), questions)
+
+    def answers(
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], cut: Cut, questions: list[np.ndarray | None]
+    ) -> Outcome:
+        """What is said to the questions, and its scores."""
         said, decode_s, steps = [[] for _ in prompts], 0.0, 0
         for i, question in enumerate(questions):
             turns = [x.turns[i] for x in prompts]

@@ -1,0 +1,63 @@
+"""A text that streams through a model, in windows: how well each next token is foreseen, and what the cache holds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+if TYPE_CHECKING:  # see reader.py
+    from transformers import PreTrainedModel
+
+    from .. import hf
+
+
+class Held(NamedTuple):
+    """What a cache holds of a batch of rows."""
+
+    tokens: int  # per KV head, mean over the layers
+    bytes: int
+    bytes_full: int  # of an uncut one
+
+    @classmethod
+    def by(cls, cache: hf.KVCache) -> Held:
+        stats = cache.stats()
+        tokens = round(sum(x.tokens_kept for x in stats) / len(stats))
+        return cls(tokens, sum(x.bytes_kept for x in stats), sum(x.bytes_full for x in stats))
+
+
+@dataclass
+class Stream:
+    """What was seen on the way: one entry of `losses` for each token but the first, the others for each window."""
+
+    losses: np.ndarray  # [b, tokens - 1], nats
+    held: list[Held]  # by the cache after each window
+    seconds: np.ndarray
+    window: int
+
+    @property
+    def bytes(self) -> np.ndarray:
+        return np.array([x.bytes for x in self.held])
+
+
+@torch.inference_mode()
+def stream(model: PreTrainedModel, cache: hf.KVCache, ids: Tensor, window: int, label: str | None = None) -> Stream:
+    """Feeds ids, int64 [b, tokens], in windows that the cache may evict after, and looks at how well each next token
+    was foreseen. label: of a progress bar (None: no bar)."""
+    losses, held, seconds = [], [], []
+    firsts = range(0, ids.shape[1] - 1, window)
+    for first in tqdm(firsts, desc=label, leave=False, mininterval=1, disable=label is None):
+        begin = time.perf_counter()
+        following = ids[:, first + 1 : first + 1 + window]
+        chunk = ids[:, first : first + following.shape[1]]
+        logits = model(chunk, past_key_values=cache).logits
+        losses.append(F.cross_entropy(logits.mT.float(), following, reduction="none").cpu())
+        seconds.append(time.perf_counter() - begin)
+        held.append(Held.by(cache))
+    return Stream(torch.cat(losses, 1).numpy(), held, np.array(seconds), window)

@@ -1,0 +1,176 @@
+"""Tasks that are not judged by words: what of the full cache's answer, attention and predictions a method keeps.
+
+They look into the cache or cut it otherwise than once, so they need kvops' own reader (reader.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...methods.laq import best_slots
+from .base import Filler, Outcome, Prompt, Task, asked, positive
+from .needles import Passkey
+
+
+def measured(scores: dict[str, Sequence[float]], cut, prompts: list[Prompt]) -> Outcome:
+    """Of scores that nothing is said for."""
+    count = len(prompts)
+    found = {name: [float(x) for x in values] for name, values in scores.items()}
+    return Outcome(found, cut.tokens, cut.bytes_held // count, cut.bytes_full // count, cut.seconds)
+
+
+@dataclass
+class OfPasskeys(Task):
+    """A measure on the prompts of `passkey`."""
+
+    digits: int = Passkey.digits
+    depths: int = Passkey.depths
+
+    def __post_init__(self):
+        self.passkey = Passkey(self.digits, self.depths)
+
+    def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
+        return self.passkey.prompts(filler, context, count, seed)
+
+
+@dataclass
+class Agreement(OfPasskeys):
+    """Logit agreement with the full cache. Its greedy answer is fed to the cut cache, whatever that would have said.
+
+    kl: mean over the answer's tokens of KL(p || q) = sum over the vocabulary of p (log p - log q), in nats; p is what
+    the full cache foresees, q the cut one. top1: the share of the tokens that both think likeliest.
+    """
+
+    name = "agreement"
+    metrics = ("kl", "top1")
+    percent = False
+    better = "lower"
+
+    def run(self, reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str) -> Outcome:
+        context, (question,) = asked(prompts, point)
+        whole = reader.whole(context, question, prompts[0].turns[0].new_tokens)
+        cut = reader.cut(context, rule, budget)
+        logits = reader.follow(cut, question, whole.said)
+        kl = [divergence(*row).mean() for row in zip(whole.logits, logits)]
+        top1 = (logits.argmax(-1) == whole.logits.argmax(-1)).double().mean(-1)
+        return measured({"kl": kl, "top1": top1}, cut, prompts)
+
+
+def divergence(logits: Tensor, others: Tensor) -> Tensor:
+    """KL(softmax(logits) || softmax(others)) in nats, over the last dim, in fp64."""
+    p, q = (x.double().log_softmax(-1) for x in (logits, others))
+    return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+
+
+@dataclass
+class Recall(OfPasskeys):
+    """How much of what the answer looks at was kept (LAQ, Sec. 3).
+
+    The queries of the full cache's greedy answer attend to the prompt's keys alone; their softmax, summed over the
+    answer and averaged over a group's query heads, weighs each slot of each layer and KV head (`kvops.recall`).
+    recall: the share of the heaviest slots, as many as the method kept there, that it kept. mass: the share of all
+    weight on what it kept. Means over layers and heads. At a cut before the question the prompt is the context.
+    """
+
+    name = "recall"
+    metrics = ("recall", "mass")
+
+    def run(self, reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str) -> Outcome:
+        context, (question,) = asked(prompts, point)
+        weights = reader.whole(context, question, prompts[0].turns[0].new_tokens).scores
+        cut = reader.cut(context, rule, budget)
+        pairs = list(zip(weights, cut.positions, strict=True))
+        recall = [best_slots(x, kept.shape[2]).gather(2, kept).double().mean(-1) for x, kept in pairs]
+        mass = [x.gather(2, kept).sum(-1) / x.sum(-1) for x, kept in pairs]
+        scores = {"recall": recall, "mass": mass}
+        return measured({name: torch.stack(x).mean((0, 2)) for name, x in scores.items()}, cut, prompts)
+
+
+@dataclass
+class Perplexity(Task):
+    """Perplexity by position over a long text (LaCache, Table 1), in pieces of --context tokens.
+
+    The text comes in windows of `window` tokens; after each the method evicts as it does in a stream, so the cache of
+    most never grows beyond the budget and a window. loss: mean of -log p over all tokens but the first, in nats; its
+    exponential is the perplexity. Memory is that of the window after which the cache held most. Positions beyond those
+    that the model was trained for are measured like others.
+
+    more: "ends", the last token of each of `bins` stretches of the text; "loss" and "perplexity" there, of the batch.
+    """
+
+    window: int = 256
+    bins: int = 8
+
+    name = "perplexity"
+    points = ("stream",)
+    metrics = ("loss",)
+    percent = False
+    better = "lower"
+
+    def __post_init__(self):
+        positive(self)
+
+    def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
+        """Pieces of the text that do not overlap, where it is long enough for so many."""
+        room = context - len(filler.first)
+        if room < 2 or room > len(filler.ids):
+            most = len(filler.ids) + len(filler.first)
+            raise ValueError(f"--context must lie in {len(filler.first) + 2} to {most} (of --text), got {context}")
+        spare = len(filler.ids) - count * room
+        if spare >= 0:
+            gaps = np.sort(np.random.default_rng([seed, context]).integers(0, spare + 1, count))
+            begins = np.arange(count) * room + gaps
+        else:
+            begins = np.linspace(0, len(filler.ids) - room, count).astype(int)
+        return [Prompt(np.concatenate([filler.first, filler.ids[x : x + room]]), ()) for x in begins]
+
+    def run(self, reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str) -> Outcome:
+        count = len(prompts)
+        stream = reader.stream(np.stack([x.context for x in prompts]), rule, budget, self.window)
+        most = max(stream.held, key=lambda x: x.bytes)
+        stretches = np.array_split(stream.losses, min(self.bins, stream.losses.shape[1]), axis=1)
+        loss = [float(x.mean()) for x in stretches]
+        more = {
+            "ends": np.cumsum([x.shape[1] for x in stretches]).tolist(),
+            "loss": loss,
+            "perplexity": np.exp(loss).tolist(),
+        }
+        scores = {"loss": stream.losses.mean(1).tolist()}
+        full = stream.held[-1].bytes_full // count
+        return Outcome(scores, most.tokens, most.bytes // count, full, float(stream.seconds.sum()), more=more)
+
+
+@dataclass
+class Chunked(OfPasskeys):
+    """Chunked prefill (LagKV, Sec. 3.4): the passkey prompt with its question comes in chunks of `chunk` tokens.
+
+    After each the method evicts as it does in a stream; what comes later reads what is left of it. chunk=0: the paper's
+    for LagKV, S + 2 L tokens and then L; 256 for the others. fgt: the first generated token is that of the full cache's
+    prefill in one step. exact, partial: as in `passkey`; the answer is said by a cache that evicts no more.
+    """
+
+    chunk: int = 0
+
+    name = "chunked"
+    points = ("chunked",)
+    metrics = ("fgt", "exact", "partial")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.chunk, int) or self.chunk < 0:
+            raise ValueError(f"chunked: chunk must be an integer, at least 0, got {self.chunk!r}")
+
+    def run(self, reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str) -> Outcome:
+        ids, questions = asked(prompts, "after")
+        whole = reader.whole(ids, None, 1)
+        cut = reader.cut(ids, rule, budget, self.chunk)
+        first = cut.logits.argmax(-1).cpu().numpy()
+        outcome = self.passkey.answers(reader, filler, prompts, cut, questions)
+        outcome.scores = {"fgt": (first == whole.said[:, 0]).astype(float).tolist(), **outcome.scores}
+        return outcome
