@@ -163,13 +163,21 @@ def test_a_budget_that_holds_the_prompt_cuts_nothing(reader, peer):
     "options, message",
     [
         (["--methods", "protokv"], "method must be one of full, streamingllm, "),
-        (["--from", "x.jsonl"], "--from: python -m kvops.eval makes the report"),
+        (["--from", __file__], "--from: python -m kvops.eval makes the report"),
     ],
 )
 def test_wrong_arguments(peer, options, message, capsys):
     with pytest.raises(SystemExit):
         peer.main(options)
     assert message in capsys.readouterr().err
+
+
+def test_what_cannot_be_measured_is_said_in_one_line(peer, tmp_path):
+    run(peer, tmp_path, "--methods", "full")
+    with pytest.raises(
+        SystemExit, match="^kvpress_eval.py: .* holds results of other settings: seed was 0 and is now 1$"
+    ):
+        run(peer, tmp_path, "--methods", "full", "--seed", "1")
 
 
 def test_tasks_without_answers_are_refused(peer, monkeypatch, capsys):

@@ -39,6 +39,7 @@ except ImportError as error:
 from kvops.eval.__main__ import arguments, make_parser, measure
 from kvops.eval.methods import METHODS, Unreachable
 from kvops.eval.reader import Cut, Reader
+from kvops.eval.specs import Refused
 from kvops.eval.tasks import TASKS, AnswerTask
 
 
@@ -198,7 +199,11 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--tasks: presses cut once, so expected some of {', '.join(answered)}, got {other[0]}")
     said = shlex.join(["python", "bench/peers/kvpress_eval.py", *(sys.argv[1:] if argv is None else argv)])
     versions = {x: importlib.metadata.version(x) for x in ("kvpress", "transformers")}
-    for file in measure(a, said, KVPressReader, **versions):
+    try:
+        files = measure(a, said, KVPressReader, **versions)
+    except Refused as error:
+        sys.exit(f"kvpress_eval.py: {error}")
+    for file in files:
         print(f"wrote {file}; the report: python -m kvops.eval --from {file} --out {a.out}")
 
 
