@@ -183,8 +183,9 @@ def test_less_is_better():
     lines = [line(x, 64, task="new", scores={"kl": y}) for x, y in {"TOVA": [0.1, 0.12], "L2": [9.0, 9.1]}.items()]
     made = summary.summarize([HEAD], lines)
     kind = made.traits["new"]
-    assert kind == (("kl",), False, "higher")  # what is known of a task that this version does not know
-    assert [x.method for x in summary.leaders(made.rows, kind)] == ["L2"]
+    assert kind == (("kl",), False, "")  # of a task that this version does not know
+    assert summary.leaders(made.rows, kind) == []
+    assert [x.method for x in summary.leaders(made.rows, kind._replace(better="higher"))] == ["L2"]
     assert [x.method for x in summary.leaders(made.rows, kind._replace(better="lower"))] == ["TOVA"]
 
 
@@ -217,8 +218,31 @@ def test_rows_that_are_not_there(tmp_path):
     said = report.write([HEAD], lines, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "Not on all 4 prompts: TOVA at 64 (2), L2 at 32 (2)." in text and "- Empty: not measured." in text
-    assert "## new, context 256 tokens" in text and "new, context 256 tokens: kl, of 2 prompts" in said
+    assert (
+        "## new\n\nA task that this version does not know." in text
+        and "new, context 256 tokens: kl, of 2 prompts" in said
+    )
     assert re.search(r"^\| KeyDiff \| 3 \[-3.353, 9.353\] \|$", text, re.M)  # t = 12.706
+
+
+def test_perplexity_by_position(tmp_path):
+    """Batches of two prompts and of one; the task is not a question."""
+    texts = [([1.0, 2.0], [1.0, 2.0]), ([4.0], [4.0, 4.0])]
+    lines = [
+        line(
+            x, y, task="perplexity", point="stream", batch=i, scores={"loss": loss}, depths=[None] * len(loss), steps=0
+        )
+        | {"more": {"ends": [128, 256], "loss": by_position}}
+        for x, y in (("Full", None), ("L2", 64))
+        for i, (loss, by_position) in enumerate(texts)
+    ]
+    (row, _), found = summary.summarize([HEAD], lines).rows, {"ends": [128, 256], "loss": [2.0, pytest.approx(8 / 3)]}
+    assert row.positions == {128: 2.0, 256: pytest.approx(8 / 3)}
+    report.write([HEAD], lines, tmp_path)
+    assert [x["positions"] for x in json.loads((tmp_path / "summary.json").read_text())["rows"]] == [found, found]
+    text = (tmp_path / "report.md").read_text()
+    assert "| method | loss at 64 | perplexity at 64 |" in text and "| L2 | 2.333 [-1.461, 6.128] | 10.31 |" in text
+    assert "](positions-perplexity-256.png)" in text and "throughput" not in text  # nothing is said
 
 
 def test_several_files(tmp_path):
@@ -240,11 +264,13 @@ def test_several_files(tmp_path):
 
 def test_every_method_has_its_own_look():
     labels = [x.label for x in METHODS.values()]
-    looks = plots.styles([*labels, "kvpress KeyDiff", "LagKV lag=128", "LagKV lag=64"])
+    others = ["kvpress KeyDiff", "kvpress ObservedAttention", "kvpress StreamingLLM rerotated"]
+    looks = plots.styles([*labels, *others, "LagKV lag=128", "LagKV lag=64"])
     assert not any(looks[x]["family"] == plots.OTHERS[0] for x in labels)
     keys = ("color", "marker", "linestyle", "markerfacecolor")
     assert len({tuple(x["look"].get(key) for key in keys) for x in looks.values()}) == len(looks)
     assert looks["kvpress KeyDiff"]["family"] == looks["KeyDiff"]["family"]
+    assert looks["kvpress ObservedAttention"]["family"] == looks["H2O"]["family"]
 
 
 def test_budgets_that_grow_with_the_context():

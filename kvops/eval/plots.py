@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
 from .summary import Row, Summary, Traits, method_order, take_apart
 
@@ -25,6 +25,12 @@ FAMILIES = {
     "prototypes": ("#3d3d3d", ["ProtoKV", "SATKV"]),
     "window attention": ("#8d5a97", ["SnapKV", "PyramidKV", "ChunkKV"]),
     "accumulated attention": ("#d9a404", ["H2O", "TOVA"]),
+}
+POINTS = {
+    "before": "cut before the question",
+    "after": "cut after the question",
+    "stream": "evicting as the text streams by",
+    "chunked": "evicting after each chunk of the prompt",
 }
 OTHERS = "others", "#e377c2"
 MARKERS = "osD^vP"
@@ -62,11 +68,18 @@ def styles(labels: list[str]) -> dict[str, dict]:
 
 
 @contextmanager
-def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """A page that is written at the end, whatever the user's settings of matplotlib are."""
+def figure(
+    path: Path, title: str, width: float, height: float, looks: dict[str, dict] | None = None
+) -> Iterator[Figure]:
+    """A page that is written at the end, with a legend for looks, whatever the user's settings of matplotlib are."""
+    if looks:  # which is below the title
+        height = max(height, 0.8 + 0.172 * (len(looks) + len({x["family"] for x in looks.values()})))
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "Agg", **STYLE}):
-        page = Figure(figsize=(width, height), layout="constrained")
+        page = Figure(figsize=(width + (1.9 if looks else 0), height), layout="constrained")
+        page.suptitle(title, x=0.008, ha="left", fontsize=11)
         yield page
+        if looks:
+            legend(page, looks)
         page.savefig(path, dpi=120, format="png", metadata={"Software": None})
 
 
@@ -77,7 +90,7 @@ def legend(page: Figure, looks: dict[str, dict]) -> None:
         heads.append(len(entries))
         entries.append((Line2D([], [], linestyle=""), family))
         entries += [(Line2D([], [], **x["look"]), label) for label, x in looks.items() if x["family"] == family]
-    made = page.legend(*zip(*entries), loc="outside right upper", fontsize=8, handlelength=2.4, labelspacing=0.35)
+    made = page.legend(*zip(*entries), loc="outside right center", fontsize=8, handlelength=2.4, labelspacing=0.35)
     for i in heads:
         made.get_texts()[i].set(weight="bold", color="#555555", fontsize=7.5)
 
@@ -94,15 +107,20 @@ def bars(look: dict) -> dict:
     return {"ecolor": to_rgba(look["color"], 0.4), "elinewidth": 0.8}
 
 
-def scale(axis, kind: Traits) -> None:
+def scale(axis, rows: list[Row], kind: Traits) -> None:
     if kind.percent:
         axis.set(ylim=(-4, 104), yticks=range(0, 101, 20))
+    else:  # of a few prompts the interval may be far wider than what the means span
+        means = [x.scores[kind.metrics[0]].mean for x in rows]
+        room = 0.3 * (max(means) - min(means)) or 1.0
+        axis.set_ylim(min(means) - room, max(means) + room)
     axis.grid(axis="y", color="#ececec", linewidth=0.7)
     axis.set_axisbelow(True)
 
 
 def unit(kind: Traits) -> str:
-    return f"{kind.metrics[0]}, %" if kind.percent else f"{kind.metrics[0]} ({kind.better} is better)"
+    said = f" ({kind.better} is better)" if kind.better else ""
+    return f"{kind.metrics[0]}, %" if kind.percent else f"{kind.metrics[0]}{said}"
 
 
 def prompts(rows: list[Row]) -> str:
@@ -111,11 +129,13 @@ def prompts(rows: list[Row]) -> str:
 
 
 def point_title(point: str) -> str:
-    return f"cut {point} the question" if point in ("before", "after") else point
+    return POINTS.get(point, point)
 
 
 def measured(rows: list[Row], kind: Traits) -> list[Row]:
-    return [x for x in rows if kind.metrics and kind.metrics[0] in x.scores]
+    """Those that have the main score."""
+    found = [x for x in rows if kind.metrics and kind.metrics[0] in x.scores]
+    return [x for x in found if np.isfinite(x.scores[kind.metrics[0]].mean)]
 
 
 def accuracy(summary: Summary, task: str, context: int, path: Path) -> bool:
@@ -130,10 +150,11 @@ def accuracy(summary: Summary, task: str, context: int, path: Path) -> bool:
     budgets = sorted({x.budget for x in rows if x.budget is not None})
     octaves = np.diff(np.log2(budgets)).min() if len(budgets) > 1 else 2.0
     places = dict(zip(names, np.linspace(-0.14, 0.14, len(names)) if len(names) > 1 else [0.0]))
-    with figure(path, 1.9 + 4.6 * len(points), 5.0) as page:
+    title = f"{task}, context {context:,} tokens, {prompts(rows)}; bars: 95 % intervals"
+    with figure(path, title, 4.6 * len(points), 5.0, looks) as page:
         axes = page.subplots(1, len(points), sharey=True, squeeze=False)[0]
         for axis, point in zip(axes, points):
-            scale(axis, kind)
+            scale(axis, rows, kind)
             for label, look in looks.items():
                 found = sorted((x for x in rows if (x.point, x.method) == (point, label)), key=lambda x: x.tokens)
                 if not found:
@@ -150,11 +171,9 @@ def accuracy(summary: Summary, task: str, context: int, path: Path) -> bool:
             axis.set_xticks(budgets, [f"{x:,}" for x in budgets])
             axis.set(title=point_title(point), xlabel="tokens kept per KV head (ticks: the budgets)")
         axes[0].set_ylabel(unit(kind))
-        page.suptitle(f"{task}, context {context:,} tokens, {prompts(rows)}; bars: 95 % intervals", fontsize=11)
         for name in looks:  # what keeps everything has no marker here
             if name not in names:
                 looks[name]["look"] |= {"marker": "", "linestyle": "--"}
-        legend(page, looks)
     return True
 
 
@@ -169,18 +188,19 @@ def throughput(summary: Summary, task: str, context: int, path: Path) -> bool:
         return False
     looks, rates = styles([x.method for x in rows]), [x.decode_tokens_per_s for x in rows]
     wide = max(rates) > 5 * min(rates)
-    with figure(path, 1.9 + 3.3 * len(budgets), 0.9 + 3.1 * len(points)) as page:
+    title = f"{task}, context {context:,} tokens, {prompts(rows)}; bars: 95 % intervals; speed: median over batches"
+    with figure(path, title, 3.3 * len(budgets), 0.9 + 3.1 * len(points), looks) as page:
         axes = page.subplots(len(points), len(budgets), sharex=True, sharey=True, squeeze=False)
         for i, point in enumerate(points):
             for j, budget in enumerate(budgets):
                 axis = axes[i, j]
-                scale(axis, kind)
+                scale(axis, rows, kind)
                 for row in rows:
                     if row.point == point and row.budget in (None, budget):
                         y, low, high = values(row, kind)
                         look = looks[row.method]["look"] | {"linestyle": "", "markersize": 7}
                         axis.errorbar(row.decode_tokens_per_s, y, [[low], [high]], **look, **bars(look))
-                axis.set_title(f"budget {budget:,}, {point_title(point)}")
+                axis.set_title(f"budget {budget:,}")
                 if wide:
                     axis.set_xscale("log")
                     steps = (1, 2, 5) if max(rates) < 30 * min(rates) else (1,)
@@ -189,15 +209,14 @@ def throughput(summary: Summary, task: str, context: int, path: Path) -> bool:
                     axis.set_xlim(low, high)
                     axis.xaxis.set(major_locator=FixedLocator([x for x in steps if low <= x <= high]))
                     axis.xaxis.set(minor_locator=NullLocator(), minor_formatter=NullFormatter())
+                else:  # from 0, lest noise look like a difference
+                    axis.set_xlim(0, max(rates) * MORE)
                 axis.xaxis.set_major_formatter("{x:,g}")
-            axes[i, 0].set_ylabel(unit(kind))
+            axes[i, 0].set_ylabel(f"{point_title(point)}\n{unit(kind)}")
         for axis in axes[-1]:
             axis.set_xlabel("decode, tokens/s of a batch")
-        title = f"{task}, context {context:,} tokens, {prompts(rows)}; bars: 95 % intervals; speed: median over batches"
-        page.suptitle(title, fontsize=11)
         for x in looks.values():
             x["look"]["linestyle"] = ""
-        legend(page, looks)
     return True
 
 
@@ -225,19 +244,20 @@ def sizes(rows: list[Row]) -> list[tuple[str, Callable[[Row], bool]]]:
 def heatmap(summary: Summary, task: str, point: str, path: Path) -> bool:
     """The main score by context and depth (LagKV, Fig. 8-11; LAQ, Fig. 4): a panel per method and budget."""
     kind = summary.traits[task]
-    rows = [x for x in summary.rows if (x.task, x.point) == (task, point) and len(x.depths) > 1]
+    asked = [x for x in summary.rows if (x.task, x.point) == (task, point)]
+    rows = [x for x in asked if len(x.depths) > 1]
     contexts = sorted({x.context for x in rows})
     cut = [x for x in rows if x.budget is not None]
     if len(contexts) < 2 or not cut:
         return False
     depths = sorted({x for row in rows for x in row.depths})
-    methods, columns = list(dict.fromkeys(x.method for x in rows)), sizes(cut)
+    methods, columns = list(dict.fromkeys(x.method for x in asked)), sizes([x for x in asked if x.budget is not None])
     blocks = 1 if len(methods) <= 5 else 2
     height = -(-len(methods) // blocks)
     factor = 100 if kind.percent else 1
     top = factor * (1 if kind.percent else max(max(x.depths.values()) for x in rows))
     shape = (1.2 + blocks * (1.0 + 1.75 * len(columns)), 1.2 + 1.15 * height)
-    with figure(path, *shape) as page:
+    with figure(path, f"{task}, {point_title(point)}, {prompts(rows)} per context", *shape) as page:
         axes = page.subplots(height, blocks * len(columns), squeeze=False, sharex=True, sharey=True)
         for axis in axes.flat:
             axis.set_visible(False)
@@ -254,7 +274,9 @@ def heatmap(summary: Summary, task: str, point: str, path: Path) -> bool:
                 drawn = axis.imshow(image, aspect="auto", cmap=SHADES, vmin=0, vmax=top, interpolation="nearest")
                 axis.set_facecolor("#ffffff")
                 if np.isnan(image).all():
-                    axis.text(0.5, 0.5, "unreachable", transform=axis.transAxes, ha="center", va="center", size=7)
+                    tried = any(x.method == method and chosen(x) for x in asked if x.budget is not None)
+                    text = "unreachable" if tried else "not measured"
+                    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", size=7)
                 axis.spines[:].set_visible(False)
                 axis.tick_params(length=0, labelsize=7, labelleft=j == 0, labelbottom=i == height - 1)
                 shown = range(0, len(depths), max(1, (len(depths) - 1) // 2))
@@ -271,5 +293,31 @@ def heatmap(summary: Summary, task: str, point: str, path: Path) -> bool:
         bar = page.colorbar(drawn, ax=axes, shrink=min(1.0, 3 / height), aspect=30, pad=0.01)
         bar.set_label(unit(kind))
         bar.outline.set_visible(False)
-        page.suptitle(f"{task}, {point_title(point)}, {prompts(rows)} per context", fontsize=11)
+    return True
+
+
+def positions(summary: Summary, task: str, context: int, path: Path) -> bool:
+    """Perplexity by position in the text (LaCache, Table 1 and Fig. 5): a panel per budget."""
+    rows = [x for x in summary.rows if (x.task, x.context) == (task, context) and x.positions]
+    budgets = sorted({x.budget for x in rows if x.budget is not None}, reverse=True)
+    if not budgets:
+        return False
+    looks = styles([x.method for x in rows])
+    title = f"{task}, context {context:,} tokens, {prompts(rows)}: means over stretches of the text"
+    with figure(path, title, 3.8 * len(budgets), 4.6, looks) as page:
+        axes = page.subplots(1, len(budgets), sharey=True, squeeze=False)[0]
+        for axis, budget in zip(axes, budgets):
+            for row in (x for x in rows if x.budget in (None, budget)):
+                ends = np.array(list(row.positions))
+                middles = (ends + np.concatenate([[0], ends[:-1]])) / 2
+                look = looks[row.method]["look"] | {"markersize": 4.5}
+                axis.plot(middles, np.exp(list(row.positions.values())), **look)
+            axis.grid(axis="y", color="#ececec", linewidth=0.7)
+            axis.set(title=f"budget {budget:,}", xlabel="position in the text, tokens", yscale="log")
+            axis.set_xlim(0, context)
+            axis.xaxis.set_major_formatter("{x:,g}")
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7)))
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_locator(NullLocator())
+        axes[0].set_ylabel("perplexity")
     return True

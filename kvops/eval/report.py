@@ -5,16 +5,19 @@ A report made twice from the same results is the same, byte by byte.
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import re
 from pathlib import Path
 
 from . import plots
 from .summary import Estimate, Row, Summary, Traits, leaders, summarize
+from .tasks import TASKS
 
 READING = """\
-- Every method saw the same prompts. Its cache was cut once to the budget, in tokens per KV head, before or after the
-  question; after that it grows with the question and the answer.
+- Every method saw the same prompts. Budgets are tokens per KV head. Before or after the question the cache is cut once,
+  and grows after that with the question and the answer; in streams and chunks it is cut after each piece of text.
 - Scores are means over prompts, in brackets the 95 % interval: {intervals}.
 - **Bold**: the best score of its column, where its interval overlaps no other's; nothing is bold where these prompts do
   not tell. Full takes no part, nor do methods marked †.
@@ -55,17 +58,19 @@ def report(summary: Summary, folder: Path) -> str:
     ]
     groups = summary.groups()
     for task in summary.traits:
+        parts += about(task)
         for context in sorted({x[1] for x in groups if x[0] == task}):
-            parts.append(f"## {task}, context {context:,} tokens")
+            parts.append(f"### Context {context:,} tokens")
             name = slug(task, context)
             for draw, file, caption in (
                 (plots.accuracy, f"accuracy-{name}.png", "against the tokens kept"),
                 (plots.throughput, f"throughput-{name}.png", "against decode throughput"),
+                (plots.positions, f"positions-{name}.png", "by position"),
             ):
                 if draw(summary, task, context, folder / file):
                     parts.append(f"![{task}, context {context:,}: {summary.traits[task].metrics[0]} {caption}]({file})")
             for (_, _, point), rows in ((x, y) for x, y in groups.items() if x[:2] == (task, context)):
-                parts.append(f"### {plots.point_title(point).capitalize()}")
+                parts.append(f"#### {plots.point_title(point).capitalize()}")
                 parts += section(rows, summary.traits[task])
         maps = []
         for point in dict.fromkeys(x[2] for x in groups if x[0] == task):
@@ -73,8 +78,15 @@ def report(summary: Summary, folder: Path) -> str:
             if plots.heatmap(summary, task, point, folder / file):
                 maps.append(f"![{task}, {plots.point_title(point)}: by context and depth]({file})")
         if maps:
-            parts += [f"## {task}, by context and depth", *maps]
+            parts += ["### By context and depth", *maps]
     return "\n\n".join(parts) + "\n"
+
+
+def about(task: str) -> list[str]:
+    """Its heading, and what the task says of itself."""
+    name = task.partition(":")[0]
+    text = inspect.getdoc(TASKS[name]) if name in TASKS else "A task that this version does not know."
+    return [f"## {task}", text]
 
 
 def slug(*names: str | int) -> str:
@@ -132,12 +144,16 @@ def section(rows: list[Row], kind: Traits) -> list[str]:
     for budget in budgets:
         over = "" if budget is None else f" at {budget:,}"
         columns += [(f"{metric}{unit(kind)}{over}", (budget, metric)) for metric in kind.metrics]
+        if any(x.positions for x in rows):
+            columns.append((f"perplexity{over}", (budget, "perplexity")))
     scores = [["method", *(x for x, _ in columns)]]
     for method in methods:
         line = [escape(method)]
         for _, (budget, metric) in columns:
             row = cell(method, budget)
-            if isinstance(row, Row):
+            if isinstance(row, Row) and metric == "perplexity":
+                row = f"{math.exp(row.scores[kind.metrics[0]].mean):.4g}" if row.positions else ""
+            elif isinstance(row, Row):
                 text = score(row.scores.get(metric), kind, interval=metric == kind.metrics[0])
                 if metric == kind.metrics[0]:
                     text = f"**{text}**" if row.cell in best else text + " †" * row.over

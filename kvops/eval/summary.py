@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, median, stdev
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from .results import Cell, cell_of
 from .specs import Refused
 from .tasks import POINTS, TASKS
 
+#: What others call a method of ours.
+ALIASES = {"ObservedAttention": "H2O", "Knorm": "L2"}
 LEVEL = 0.95  # of the intervals
 SLACK = 1.05  # times the budget; who holds more did not keep to it
 
@@ -97,7 +99,7 @@ class Row:
     prefill_s: float | None = None  # per prompt, median over the batches
     decode_tokens_per_s: float | None = None  # of all prompts of a batch together, median over the batches
     depths: dict[float, float] = field(default_factory=dict)  # the main score by depth
-    more: list[dict] = field(default_factory=list)  # what only this task has, by batch
+    positions: dict[int, float] = field(default_factory=dict)  # the loss of a stretch of the text, by its last token
     unreachable: str | None = None
 
     @property
@@ -111,11 +113,11 @@ class Row:
 
 
 class Traits(NamedTuple):
-    """What a report has to know of a task; a guess from the scores where this version does not know the task."""
+    """What a report has to know of a task; of one that this version does not know, what its scores look like."""
 
     metrics: tuple[str, ...]
     percent: bool
-    better: str  # "higher" or "lower"
+    better: str  # "higher" or "lower"; "": not known
 
 
 def traits(spec: str, lines: Iterable[dict]) -> Traits:
@@ -123,9 +125,9 @@ def traits(spec: str, lines: Iterable[dict]) -> Traits:
     kind = TASKS.get(spec.partition(":")[0])
     if kind is None:
         values = [x for line in lines for scores in line.get("scores", {}).values() for x in scores]
-        return Traits(tuple(found), all(0 <= x <= 1 for x in values), "higher")
+        return Traits(tuple(found), all(0 <= x <= 1 for x in values), "")
     known = [x for x in kind.metrics if x in found]
-    return Traits((*known, *(x for x in found if x not in known)), kind.percent, getattr(kind, "better", "higher"))
+    return Traits((*known, *(x for x in found if x not in known)), kind.percent, kind.better)
 
 
 class Name(NamedTuple):
@@ -138,6 +140,7 @@ class Name(NamedTuple):
 
 def take_apart(label: str) -> Name:
     who, _, rest = label.partition(" ")
+    rest = ALIASES.get(rest, rest)
     for peer, name in (("", label), (who, rest)):
         known = [x.label for x in METHODS.values() if name == x.label or name.startswith(x.label + " ")]
         if known:
@@ -243,21 +246,34 @@ def _row(cell: tuple, lines: list[dict], kind: Traits) -> Row:
             if depth is not None:
                 by_depth.setdefault(round(depth, 6), []).append(score)
     row.depths = {x: fmean(by_depth[x]) for x in sorted(by_depth)}
-    row.more = [x["more"] for x in lines if x.get("more")]
+    row.positions = _positions(lines, sizes)
     return row
+
+
+def _positions(lines: list[dict], sizes: list[int]) -> dict[int, float]:
+    """Of the batches' means, the mean over all prompts."""
+    found: dict[int, list[tuple[float, int]]] = {}
+    for line, size in zip(lines, sizes):
+        more = line.get("more") or {}
+        for end, loss in zip(more.get("ends", ()), more.get("loss", ())):
+            found.setdefault(end, []).append((loss, size))
+    return {x: sum(loss * size for loss, size in y) / sum(size for _, size in y) for x, y in sorted(found.items())}
 
 
 def _record(row: Row) -> dict:
     of = dict(zip(("task", "context", "point", "method", "budget"), row.cell))
     if row.unreachable is not None:
         return {**of, "unreachable": row.unreachable}
-    values = asdict(row)
+    scores = {name: {x: _finite(y) for x, y in score._asdict().items()} for name, score in row.scores.items()}
     names = ("tokens", "bytes_held", "bytes_full", "prefill_s", "decode_tokens_per_s", "n")
-    scores = {
-        name: {x: y if y is not None and math.isfinite(y) else None for x, y in score._asdict().items()}
-        for name, score in row.scores.items()
-    }
-    return {**of, "scores": scores, **{x: values[x] for x in names}}
+    found = {**of, "scores": scores, **{x: getattr(row, x) for x in names}}
+    if row.positions:
+        found["positions"] = {"ends": list(row.positions), "loss": [_finite(x) for x in row.positions.values()]}
+    return found
+
+
+def _finite(x: float | None) -> float | None:
+    return None if x is None or not math.isfinite(x) else x
 
 
 def _distinct(values: Iterable[dict]) -> list[dict]:
@@ -282,7 +298,7 @@ def leaders(rows: list[Row], kind: Traits) -> list[Row]:
     metric, sign = kind.metrics[0], 1 if kind.better == "higher" else -1
     rivals = [x for x in rows if x.budget is not None and not x.over and metric in x.scores]
     rivals = [x for x in rivals if x.scores[metric].low is not None]
-    if not rivals:
+    if not (rivals and kind.better):
         return []
     top = max((x.scores[metric] for x in rivals), key=lambda x: sign * x.mean)
     others = [x.scores[metric] for x in rivals if x.scores[metric].mean != top.mean]
