@@ -106,7 +106,7 @@ def what_was_run(summary: Summary) -> str:
         lines.append(f"- **the files do not agree in {', '.join(differing)}**: rows may not be of the same prompts")
     lines += [
         f"- tasks: {', '.join(summary.traits)}",
-        f"- context, tokens: {', '.join(f'{x:,}' for x in sorted({x.context for x in rows}))}",
+        f"- context, tokens: {'; '.join(f'{x:,}' for x in sorted({x.context for x in rows}))}",
         f"- methods: {', '.join(dict.fromkeys(x.method for x in rows))}",
         f"- prompts per task and context: {listed(sorted({x.n for x in rows if x.unreachable is None}))}",
     ]
@@ -202,7 +202,7 @@ def score(value: Estimate | None, kind: Traits, interval: bool) -> str:
     digits = 0 if value.n < 1000 else 1
 
     def text(x: float) -> str:
-        return f"{100 * x:.{digits}f}" if kind.percent else f"{x:.4g}"
+        return f"{100 * x:.{digits}f}" if kind.percent else f"{x:.4g}" if abs(x) >= 1e-6 else "0"
 
     if not interval or value.low is None:
         return text(value.mean)
