@@ -314,7 +314,7 @@ def test_results_go_on(tmp_path):
 
 # ---- the command ----
 
-TINY = ["--context", "256", "--prompts", "2", "--methods", "full", "keydiff", "laq", "--budgets", "64", "128"]
+TINY = ["--context", "256", "--prompts", "2", "--methods", "full", "keydiff", "laq", "--budgets", "64", "128", "0.25"]
 TINY += ["--tasks", "passkey:digits=4", "--out", "out"]
 
 

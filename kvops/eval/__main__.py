@@ -130,6 +130,7 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
     from tqdm import tqdm
 
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # the text is longer than the model's context, on purpose
     settings = {
         "model": Path(a.model).name,
         "text": a.text.name,
@@ -140,8 +141,9 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
     settings["dtype"] = a.dtype
     where = origin(*shlex.split(command), device=a.device.split(":")[0])
     results = Results(a.out / "results.jsonl", settings, {**where, **versions})
-    todo = [x for x in cells(a) if x[0] not in results.done]
-    count = sum(1 for _ in cells(a))
+    every = dict(cells(a))  # each once: a share and a number may be the same budget
+    todo = [x for x in every.items() if x[0] not in results.done]
+    count = len(every)
     if len(todo) < count:
         print(f"{count - len(todo)} of {count} cells were measured before: {results.file}")
     if todo:
