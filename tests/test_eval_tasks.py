@@ -11,6 +11,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from kvops.eval.__main__ import MODEL, TEXT  # noqa: E402
+from kvops.eval.specs import Refused  # noqa: E402
 from kvops.eval.tasks import TASKS, Filler, Prompt, Turn  # noqa: E402
 
 HIDDEN = ["passkey", "needle", "niah-single", "niah-multikey", "niah-multiquery", "niah-multivalue"]
@@ -158,7 +159,7 @@ def test_score_of_several(name):
 
 @pytest.mark.parametrize("name", MADE)
 def test_too_short(filler, name):
-    with pytest.raises(ValueError, match="--context"):
+    with pytest.raises(Refused, match="--context"):
         TASKS[name]().prompts(filler, 32, 1, 0)
 
 
@@ -173,10 +174,10 @@ def test_too_short(filler, name):
     ],
 )
 def test_wrong_options(name, options, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(Refused, match=words):
         TASKS[name](**options)
 
 
 def test_too_many_names(filler):
-    with pytest.raises(ValueError, match=r"niah-multikey: keys must be in 1\.\.12 .*, got 40"):
+    with pytest.raises(Refused, match=r"niah-multikey: keys must be in 1\.\.12 .*, got 40"):
         TASKS["niah-multikey"](keys=40).prompts(filler, 4096, 1, 0)

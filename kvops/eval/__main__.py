@@ -95,7 +95,13 @@ def make_task(spec: str, data: Path | None) -> Task:
     for key in options:
         if key not in known:
             raise ValueError(f"task {spec!r}: {name} has no option {key!r}, expected some of {', '.join(known)}")
+    if "data" in known:
+        options.setdefault("data", data)
     return TASKS[name](**options)
+
+
+def batch_size(a: argparse.Namespace, task: Task) -> int:
+    return a.batch if task.batches else 1
 
 
 def tokens(budgets: list[int | float], context: int) -> list[int]:
@@ -107,7 +113,7 @@ def cells(a: argparse.Namespace) -> Iterator[tuple[Cell, Rule]]:
     """In the order of the run: what is compared is measured side by side."""
     for spec, task in a.kinds.items():
         for context in a.context:
-            for batch in range(-(-a.prompts // a.batch)):
+            for batch in range(-(-a.prompts // batch_size(a, task))):
                 for point in (x for x in task.points if x in a.points or x not in POINTS):
                     for method in a.rules:
                         for size in tokens(a.budgets, context) if method.cuts else [None]:
@@ -134,6 +140,7 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
     settings = {
         "model": Path(a.model).name,
         "text": a.text.name,
+        "data": a.data and a.data.name,
         "prompts": a.prompts,
         "batch": a.batch,
         "seed": a.seed,
@@ -157,7 +164,8 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
             task = a.kinds[cell.task]
             if made[0] != (cell.task, cell.context):
                 made = (cell.task, cell.context), task.prompts(filler, cell.context, a.prompts, a.seed)
-            prompts = made[1][cell.batch * a.batch : (cell.batch + 1) * a.batch]
+            size = batch_size(a, task)
+            prompts = made[1][cell.batch * size : (cell.batch + 1) * size]
             try:
                 outcome = asdict(task.run(reader, filler, prompts, method, cell.budget, cell.point))
                 outcome["depths"] = [x.depth for x in prompts]

@@ -2,8 +2,9 @@
 
 base.py       what a task promises
 needles.py    keys hidden in a text: passkey, needle in a haystack, RULER's kinds, variable tracking
-probes.py     what the cache itself shows: agreement, recall, perplexity, chunked prefill
 words.py      lists of words, whose most common ones are asked for
+probes.py     what the cache itself shows: agreement, recall, perplexity, chunked prefill
+copies.py     benchmarks that are read from a local copy of their data: ruler.py, longbench.py
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .base import POINTS, AnswerTask, Cut, Filler, Outcome, Prompt, Reader, Task, Turn, share_said
+from .longbench import LongBench
 from .needles import (
     Needle,
     NiahMultikey,
@@ -22,6 +24,7 @@ from .needles import (
     random_digits,
 )
 from .probes import Agreement, Chunked, Perplexity, Recall
+from .ruler import Ruler
 from .words import CommonWords, FrequentWords
 
 __all__ = [
@@ -56,5 +59,7 @@ TASKS: dict[str, Callable[..., Task]] = {
         Recall,
         Perplexity,
         Chunked,
+        Ruler,
+        LongBench,
     )
 }

@@ -13,6 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
+from ..specs import Refused
+
 POINTS = ("before", "after")  # the cache is cut before the question is known, or after it
 
 
@@ -24,6 +26,7 @@ class Turn:
     answers: tuple[str, ...]
     new_tokens: int  # of the answer, at most
     stops: bool = True  # an end-of-sequence token ends it
+    choices: tuple[str, ...] = ()  # what may be answered, where that is fixed
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,9 @@ class Filler:
         hidden = [self.encode(x) for x in needles]
         room = length - len(self.first) - sum(map(len, hidden))
         if room < 0:
-            raise ValueError(f"--context must hold {length - room} tokens of needles at least, got {length}")
+            raise Refused(f"--context must hold {length - room} tokens of needles at least, got {length}")
         if room >= len(self.ids):
-            raise ValueError(f"--text must have more than {room} tokens, got {len(self.ids)}")
+            raise Refused(f"--text must have more than {room} tokens, got {len(self.ids)}")
         begin = int(rng.integers(0, len(self.ids) - room))
         text, starts = self.ids[begin : begin + room], self.starts_word[begin : begin + room]
         places = []
@@ -125,7 +128,8 @@ class Task:
     better = "higher"  # or "lower": the first metric
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
-        """So many prompts, with contexts of exactly so many tokens."""
+        """So many prompts, with contexts of exactly so many tokens (at most so many, the question included, where
+        prompts are not read in batches)."""
         raise NotImplementedError
 
     def run(
@@ -194,4 +198,4 @@ def positive(task: Task) -> None:
     """Every option of the task is a number that is at least 1."""
     for option, value in vars(task).items():
         if isinstance(value, str) or value < 1:
-            raise ValueError(f"{task.name}: {option} must be at least 1, got {value!r}")
+            raise Refused(f"{task.name}: {option} must be at least 1, got {value!r}")

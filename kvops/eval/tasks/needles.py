@@ -12,6 +12,7 @@ from string import ascii_uppercase
 
 import numpy as np
 
+from ..specs import Refused
 from .base import AnswerTask, Filler, Prompt, Turn, positive, share_said
 
 #: Those that the shipped model has learnt.
@@ -42,7 +43,7 @@ def random_names(filler: Filler, rng: np.random.Generator, count: int, option: s
     usual = Counter(lengths.values()).most_common(1)[0][0]
     names = [x for x in NAMES if lengths[x] == usual]
     if not 1 <= count <= len(names):
-        raise ValueError(
+        raise Refused(
             f"{option} must be in 1..{len(names)} (there are so many names of the same number of tokens), got {count}"
         )
     return [names[i] for i in rng.permutation(len(names))[:count]]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..specs import Refused
 from .base import AnswerTask, Filler, Prompt, Turn, positive, share_said
 
 SYLLABLES = np.array([a + b for a in "bdfghjklmnprstvz" for b in "aeiou"])
@@ -47,7 +48,7 @@ class WordList(AnswerTask):
             pieces = [filler.encode(" " + x) for x in words]
             times = self.counts(np.array([len(x) for x in pieces]), room)
             if times[self.words - 1] <= times[self.words] or not times[self.words]:
-                raise ValueError(f"--context {context} is too short for the words of {self.name}")
+                raise Refused(f"--context {context} is too short for the words of {self.name}")
             order = rng.permutation(np.repeat(np.arange(len(times)), times))
             ids = np.concatenate([pieces[i] for i in order])
             pad = np.repeat(blank, room - len(ids))  # the room of less than one more word
@@ -77,7 +78,7 @@ class CommonWords(WordList):
     def __post_init__(self):
         super().__post_init__()
         if self.rare >= self.often:
-            raise ValueError(f"{self.name}: rare must be less than often, {self.often}, got {self.rare}")
+            raise Refused(f"{self.name}: rare must be less than often, {self.often}, got {self.rare}")
 
     def counts(self, costs: np.ndarray, room: int) -> np.ndarray:
         times = np.where(np.arange(len(costs)) < self.words, self.often, self.rare)

@@ -1,0 +1,86 @@
+"""Benchmarks that are read from a local copy of their data."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from ..specs import Refused
+from .base import AnswerTask
+
+
+def need(module: str):
+    """A package that only these benchmarks need."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise Refused(f"{name} is needed for these data, and is not installed: pip install 'kvops[eval]'") from error
+
+
+def read(source: Path) -> Iterator[dict]:
+    """The rows of a folder that `save_to_disk` has made, or of a .jsonl or .parquet file."""
+    if source.is_dir():
+        yield from need("datasets").load_from_disk(str(source))
+    elif source.suffix == ".parquet":
+        yield from need("pyarrow.parquet").read_table(source).to_pylist()
+    else:
+        with source.open(encoding="utf-8") as file:
+            yield from (json.loads(line) for line in file if line.strip())
+
+
+def read_task(folder: Path, task: str, column: str) -> list[dict]:
+    """The rows of a task: of what bears its name (a file, or a folder that it lies in), else of everything whose
+    `column` names it."""
+    sources = {x.parent for x in folder.rglob("state.json")}
+    sources |= {x for suffix in ("jsonl", "parquet") for x in folder.rglob(f"*.{suffix}")}
+    if not sources:
+        raise Refused(f"--data: expected folders of save_to_disk, .jsonl or .parquet files in {folder}, found none")
+
+    def named(source: Path) -> bool:
+        stem = re.sub(r"-\d+-of-\d+$", "", source.stem)  # shards
+        return task in (folder.name, *source.relative_to(folder).parts, stem)
+
+    own = sorted(filter(named, sources))
+    rows = [row for source in own or sorted(sources) for row in read(source)]
+    found = [row for row in rows if row.get(column, task if own else None) == task]
+    if not found:
+        there = ", ".join(sorted({str(row[column]) for row in rows if column in row})) or "none that are named"
+        raise Refused(f"--data: {folder} has no rows of {task!r}; it has {there}")
+    return found
+
+
+@dataclass
+class Copy(AnswerTask):
+    """task: the one of the benchmark's tasks; data: the folder (default: --data).
+
+    Prompts have lengths of their own, so they are read one at a time.
+    """
+
+    task: str
+    data: Path | str | None = None
+
+    metrics = ("score",)
+    batches = False
+    tasks: ClassVar[tuple[str, ...]]
+    column: ClassVar[str]  # that holds the task's name
+
+    def __post_init__(self):
+        if self.task not in self.tasks:
+            raise Refused(f"{self.name}: task must be one of {', '.join(self.tasks)}, got {self.task!r}")
+        if self.data is None or not Path(self.data).is_dir():
+            raise Refused(f"--data: {self.name} needs a folder with a local copy of its data, got {self.data}")
+
+    def rows(self, count: int, seed: int) -> list[dict]:
+        """So many of the task's, by chance; all of them in their order where there are no more."""
+        rows = read_task(Path(self.data), self.task, self.column)
+        if count > len(rows):
+            raise Refused(f"--prompts must be at most {len(rows)}, the rows of {self.name} {self.task}, got {count}")
+        return [rows[i] for i in sorted(np.random.default_rng(seed).permutation(len(rows))[:count])]

@@ -1,0 +1,155 @@
+"""LongBench (Bai et al., 2024) from a local copy of its data.
+
+Prompts, lengths of answers and metrics are the benchmark's (longbench.json, from THUDM/LongBench, MIT licence; the
+spelling too), so results can be compared. What differs: the context and what follows it are turned into tokens apart,
+since the cache may be cut between them; no chat template is put around them; a newline does not end an answer of samsum
+(only its first line counts).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+
+import numpy as np
+
+from ..specs import Refused
+from .base import Filler, Prompt, Turn
+from .copies import Copy, need
+
+SETS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")  # what comes behind it does not count
+PUNCTUATION_ZH = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～"
+    "｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
+
+
+def without(text: str, characters: str) -> str:
+    return text.translate(dict.fromkeys(map(ord, characters)))
+
+
+def f1_of(said: Sequence[str], answer: Sequence[str]) -> float:
+    same = sum((Counter(said) & Counter(answer)).values())
+    return 2 * same / (len(said) + len(answer)) if same else 0.0
+
+
+def f1(said: str, answer: str, classes: Sequence[str]) -> float:
+    """Of words, in lower case, without punctuation and articles."""
+
+    def words(text: str) -> list[str]:
+        return re.sub(r"\b(a|an|the)\b", " ", without(text.lower(), string.punctuation)).split()
+
+    return f1_of(words(said), words(answer))
+
+
+def cut_zh(text: str) -> list[str]:
+    jieba = need("jieba")
+    jieba.setLogLevel("WARNING")
+    return jieba.lcut(text)
+
+
+def f1_zh(said: str, answer: str, classes: Sequence[str]) -> float:
+    """Of jieba's words, without punctuation."""
+
+    def words(text: str) -> list[str]:
+        plain = ("".join(without(x.lower(), string.punctuation + PUNCTUATION_ZH).split()) for x in cut_zh(text))
+        return [x for x in plain if x]
+
+    return f1_of(words(said), words(answer))
+
+
+def rouge(said: str, answer: str, classes: Sequence[str]) -> float:
+    """ROUGE-L's F, by the package that the benchmark takes: of sets of words, and with the union of the longest common
+    subsequences of sentences. rouge-score, Google's, counts a word as often as it comes, and drops Chinese ones."""
+    try:
+        return need("rouge").Rouge(["rouge-l"]).get_scores(said, answer)[0]["rouge-l"]["f"]
+    except (ValueError, RecursionError):  # empty, or a sentence too long for it: 0 in the benchmark too
+        return 0.0
+
+
+def rouge_zh(said: str, answer: str, classes: Sequence[str]) -> float:
+    return rouge(" ".join(cut_zh(said)), " ".join(cut_zh(answer)), classes)
+
+
+def classification(said: str, answer: str, classes: Sequence[str]) -> float:
+    """One over the number of classes that are named, if the right one is; parts of its name do not count."""
+    named = [x for x in classes if x in said]
+    for x in named:  # as the benchmark does it: what follows a removed one is not looked at
+        if x in answer and x != answer:
+            named.remove(x)
+    return 1 / len(named) if answer in named else 0.0
+
+
+def numbers(said: str, answer: str) -> float:
+    """The share of the numbers that are the answer."""
+    found = re.findall(r"\d+", said)
+    return found.count(answer) / len(found) if found else 0.0
+
+
+def count(said: str, answer: str, classes: Sequence[str]) -> float:
+    return numbers(said, answer)
+
+
+def retrieval(said: str, answer: str, classes: Sequence[str]) -> float:
+    """The answer is "Paragraph 3" or "段落3"."""
+    return numbers(said, re.search(r"(?:Paragraph |段落)(\d+)", answer)[1])
+
+
+def code(said: str, answer: str, classes: Sequence[str]) -> float:
+    """The similarity of the first line that is neither a comment nor a fence to the answer, in whole percent: what
+    fuzzywuzzy's ratio is where no other package speeds it up."""
+    lines = (x for x in said.lstrip("\n").split("\n") if not any(mark in x for mark in ("`", "#", "//")))
+    return round(100 * SequenceMatcher(None, next(lines, ""), answer).ratio()) / 100
+
+
+#: By the names in longbench.json.
+METRICS = {x.__name__: x for x in (f1, f1_zh, rouge, rouge_zh, classification, count, retrieval, code)}
+PACKAGES = {"f1_zh": ("jieba",), "rouge": ("rouge",), "rouge_zh": ("rouge", "jieba")}
+
+
+@dataclass
+class LongBench(Copy):
+    """score: the best over a prompt's answers, by the metric of its data set.
+
+    A prompt that has more than the context's tokens, its question included, loses its middle, as in the benchmark.
+    """
+
+    task: str = "qasper"
+
+    name = "longbench"
+    column = "dataset"
+    tasks = tuple(SETS)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for package in PACKAGES.get(SETS[self.task]["metric"], ()):  # missed before anything is measured
+            need(package)
+
+    def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
+        known = SETS[self.task]
+        before, after = known["prompt"].split("{context}")
+        half, found = context // 2, []
+        for row in self.rows(count, seed):
+            ids = np.concatenate([filler.first, filler.encode(before + row["context"])])
+            asked = filler.encode(after.replace("{input}", row["input"]))
+            if len(ids) + len(asked) > context:
+                if len(asked) >= half:
+                    raise Refused(f"--context {context}: a question of {self.task} alone has {len(asked)} tokens")
+                ids = np.concatenate([ids[:half], ids[len(ids) - (half - len(asked)) :]])
+            turn = Turn(asked, tuple(row["answers"]), known["new_tokens"], choices=tuple(row["all_classes"] or ()))
+            found.append(Prompt(ids, (turn,)))
+        return found
+
+    def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
+        (text,), turn = said, prompt.turns[0]
+        if self.task in FIRST_LINE:
+            text = text.lstrip("\n").partition("\n")[0]
+        metric = METRICS[SETS[self.task]["metric"]]
+        return {"score": max((metric(text, x, turn.choices) for x in turn.answers), default=0.0)}

@@ -1,0 +1,264 @@
+"""RULER and LongBench from tiny local copies, in the formats that their data come in."""
+
+# ruff: noqa: E402  (after the check of what they need)
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+transformers = pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
+for package in ("tqdm", "rouge", "jieba"):
+    pytest.importorskip(package)
+
+from kvops.eval import __main__ as run
+from kvops.eval.methods import rule
+from kvops.eval.reader import Reader
+from kvops.eval.results import load
+from kvops.eval.specs import Refused
+from kvops.eval.tasks import TASKS, Filler, Prompt, Turn
+from kvops.eval.tasks import longbench as lb
+
+KEYS = ["4711328", "9021165", "5550123"]
+TEXT = run.TEXT.read_text()
+
+
+@pytest.fixture(scope="module")
+def filler() -> Filler:
+    return Filler(transformers.AutoTokenizer.from_pretrained(run.MODEL), TEXT)
+
+
+def hidden(key: str, length: int = 300) -> str:
+    """In the words that the shipped model has learnt."""
+    return TEXT[:length] + f" The pass key is {key}. Remember it. " + TEXT[length : 2 * length]
+
+
+def ruler_rows(task: str = "niah_single_1") -> list[dict]:
+    """The columns of the copies on the hub."""
+    return [
+        {
+            "context": hidden(key),
+            "question": " What is the pass key?",
+            "answer_prefix": " The pass key is ",
+            "answer": [key],
+            "task": task,
+            "max_new_tokens": 8,
+        }
+        for key in KEYS
+    ]
+
+
+def longbench_rows(task: str = "trec") -> list[dict]:
+    return [
+        {
+            "input": " What is the pass key? The pass key is ",
+            "context": hidden(key),
+            "answers": [key],
+            "length": 200,
+            "dataset": task,
+            "language": "en",
+            "all_classes": KEYS,
+            "_id": key,
+        }
+        for key in KEYS
+    ]
+
+
+def save(rows: list[dict], folder, form: str):
+    if form == "disk":
+        datasets.Dataset.from_list(rows).save_to_disk(folder / "copy")
+    elif form == "splits":
+        datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(folder / "copy")
+    elif form == "parquet":
+        (folder / "data").mkdir(parents=True)
+        datasets.Dataset.from_list(rows).to_parquet(folder / "data" / "test-00000-of-00001.parquet")
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "validation.jsonl").write_text("".join(json.dumps(x, ensure_ascii=False) + "\n" for x in rows))
+
+
+FORMS = ["disk", "splits", "parquet", "jsonl"]
+
+
+@pytest.mark.parametrize(
+    "name, rows, count", [("ruler:task=niah_single_1", ruler_rows, 2), ("longbench:task=trec", longbench_rows, 1)]
+)
+def test_a_run(tmp_path, name, rows, count):
+    """The model has what it has learnt to find, until a method drops it; prompts are read one at a time."""
+    save(rows(), tmp_path, "disk")
+    argv = f"--tasks {name} --data {tmp_path} --out {tmp_path}/out --context 900 --prompts {count} --points before"
+    argv = [*argv.split(), "--methods", "full", "streamingllm", "--budgets", "64"]
+    files = run.measure(run.arguments(argv, run.make_parser(), rule), "python -m kvops.eval", Reader)
+    lines = load(files)[1]
+    assert len(lines) == 2 * count
+    for line in lines:
+        assert line["scores"] == {"score": [1.0 if line["method"] == "Full" else 0.0]}, line
+        assert (line["tokens"] == 64) == (line["method"] == "StreamingLLM")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name, rows", [("ruler", ruler_rows), ("longbench", longbench_rows)])
+def test_formats(tmp_path, filler, name, rows, form):
+    """All say the same; rows of other tasks are left alone."""
+    other = rows("qa_1" if name == "ruler" else "qasper")
+    save(rows() + other, tmp_path, form)
+    task = TASKS[name](task=rows()[0]["task" if name == "ruler" else "dataset"], data=tmp_path)
+    prompts = task.prompts(filler, 1600, 3, 0)
+    assert [x.turns[0].answers for x in prompts] == [(x,) for x in KEYS]
+    for prompt, row in zip(prompts, rows()):
+        text = filler.decode(np.concatenate([prompt.context, prompt.turns[0].question]))
+        assert prompt.context[0] == filler.first[0]
+        if name == "ruler":
+            assert text == row["context"] + row["question"] + row["answer_prefix"]
+        else:
+            assert text == lb.SETS["trec"]["prompt"].format(**row)
+    some = task.prompts(filler, 1600, 2, 0)
+    assert [x.turns[0].answers for x in some] == [x.turns[0].answers for x in task.prompts(filler, 1600, 2, 0)]
+    with pytest.raises(Refused, match=f"--prompts must be at most 3, the rows of {name}"):
+        task.prompts(filler, 1600, 4, 0)
+
+
+@pytest.mark.parametrize(
+    "task, question, answers, tokens",
+    [
+        ("niah_single_1", "What is the special magic number for x?", ["123"], 128),
+        ("vt", "Question: Find all variables that are assigned the value 1.", ["ABCDE", "FGHIJ"], 30),
+        ("cwe", "Question: What are the 10 most common words in the above list?", ["a", "b"], 120),
+        ("fwe", "Question: Do not provide any explanation. Which?", ["a", "b", "c"], 50),
+        ("qa_2", "Answer the question based on the given documents. Who?", ["she", "her"], 32),
+    ],
+)
+def test_rulers_own_files(tmp_path, filler, task, question, answers, tokens):
+    """Whole prompts, in a folder that bears the task's name; the question is the last one, examples come before."""
+    row = {"index": 0, "input": f"Read. {question} An example.\n{question}", "outputs": answers, "length": 20}
+    save([row], tmp_path / "4096" / task, "jsonl")
+    save([{**row, "input": "other"}], tmp_path / "4096" / "niah_multivalue", "jsonl")
+    (prompt,) = TASKS["ruler"](task=task, data=tmp_path).prompts(filler, 500, 1, 0)
+    (turn,) = prompt.turns
+    assert filler.decode(prompt.context) == f"Read. {question} An example.\n"
+    assert (filler.decode(turn.question), turn.answers, turn.new_tokens) == (question, tuple(answers), tokens)
+    with pytest.raises(Refused, match=r"has no rows of 'niah_multikey_1'; it has none that are named"):
+        TASKS["ruler"](task="niah_multikey_1", data=tmp_path).prompts(filler, 500, 1, 0)
+    with pytest.raises(Refused, match="asks nothing like"):
+        TASKS["ruler"](task="niah_multivalue", data=tmp_path).prompts(filler, 500, 1, 0)
+
+
+def test_score_of_ruler(tmp_path):
+    prompt = Prompt(np.zeros(1, np.int64), (Turn(np.zeros(1, np.int64), ("Ab", "cd"), 9),))
+    score = {task: TASKS["ruler"](task=task, data=tmp_path).score for task in ("niah_multivalue", "qa_1")}
+    for said, all_of, any_of in (("AB and cd", 1, 1), ("cd", 0.5, 1), ("", 0, 0)):
+        assert score["niah_multivalue"]([said], prompt) == {"score": all_of}
+        assert score["qa_1"]([said], prompt) == {"score": any_of}
+
+
+def test_middle(tmp_path, filler):
+    """A long prompt loses its middle, as LongBench cuts it; its question is whole."""
+    save(longbench_rows(), tmp_path, "jsonl")
+    task = TASKS["longbench"](task="trec", data=tmp_path)
+    whole = lb.SETS["trec"]["prompt"].format(**longbench_rows()[0])
+    (cut, *_) = task.prompts(filler, 301, 3, 0)
+    ids = np.concatenate([cut.context, cut.turns[0].question])
+    full = np.concatenate([filler.first, filler.encode(whole)])
+    assert np.array_equal(ids, np.concatenate([full[:150], full[-150:]]))
+    assert filler.decode(cut.turns[0].question) == "\n" + longbench_rows()[0]["input"]
+    with pytest.raises(Refused, match="--context 60: a question of trec alone has 40 tokens"):
+        task.prompts(filler, 60, 1, 0)
+
+
+def test_templates():
+    """21 data sets; the context comes before the question in each."""
+    assert len(lb.SETS) == 21
+    for name, known in lb.SETS.items():
+        before, after = known["prompt"].split("{context}")
+        assert "{input}" not in before and after.count("{") == after.count("{input}") <= 1, name
+        assert known["metric"] in lb.METRICS and known["new_tokens"] in (32, 64, 128, 512)
+
+
+CLASSES = ("Individual", "Group", "Individual description")
+
+
+@pytest.mark.parametrize(
+    "metric, said, answer, expected",
+    [
+        ("f1", "The cat, sat.", "a cat sat down", 0.8),  # 2 of 2 words are right, of 3
+        ("f1", "", "cat", 0),
+        ("f1", "the", "a", 0),  # nothing but articles
+        ("f1", "cat cat", "cat", 2 / 3),
+        ("classification", "Individual description", "Individual description", 1),
+        ("classification", "Individual description", "Individual", 0.5),
+        ("classification", "Group", "Individual", 0),
+        ("classification", "", "Individual", 0),
+        ("count", "There are 3, or 4", "3", 0.5),
+        ("count", "none", "3", 0),
+        ("count", "13", "3", 0),
+        ("retrieval", "Paragraph 7", "Paragraph 7", 1),
+        ("retrieval", "段落7 段落8", "段落7", 0.5),
+        ("code", "# first\n```\nreturn x\nreturn y", "return y", 0.88),  # 2 x 7 characters of 16, in whole percent
+        ("code", "", "return y", 0),
+        ("code", "return y", "return y", 1),
+    ],
+)
+def test_metrics(metric, said, answer, expected):
+    assert lb.METRICS[metric](said, answer, CLASSES) == pytest.approx(expected)
+
+
+def test_rouge():
+    said, answer = "the cat sat on the mat", "the cat is on the mat"  # 4 of 5 different words, in order
+    assert lb.rouge(said, answer, ()) == pytest.approx(0.8)
+    assert lb.rouge("on the mat. the cat sat", answer, ()) == pytest.approx(0.8)  # the union over sentences
+    assert lb.rouge("", answer, ()) == 0
+    assert lb.rouge("dog", answer, ()) == 0
+
+
+def test_chinese():
+    assert lb.f1_zh("我爱北京。", "北京", ()) == pytest.approx(0.5)  # 我 / 爱 / 北京
+    assert lb.f1_zh("。", "北京", ()) == 0
+    assert lb.rouge_zh("我爱北京", "我爱 北京", ()) == pytest.approx(2 * 3 / 7, abs=0.2)
+
+
+def test_best_answer_and_first_line(tmp_path):
+    turn = Turn(np.zeros(1, np.int64), ("Paris", "the city of Paris"), 9)
+    prompt = Prompt(np.zeros(1, np.int64), (turn,))
+    score = {task: TASKS["longbench"](task=task, data=tmp_path).score for task in ("triviaqa", "hotpotqa")}
+    assert score["hotpotqa"](["City of Paris"], prompt) == {"score": 1}
+    assert score["triviaqa"](["\nParis\nPassage: London"], prompt) == {"score": 1}
+    assert score["hotpotqa"](["\nParis\nPassage: London"], prompt)["score"] < 1
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ("ruler", "--data: ruler needs a folder with a local copy of its data, got None"),
+        ("longbench:data=/nowhere", "--data: longbench needs a folder .*, got /nowhere"),
+        ("longbench:task=nq", "longbench: task must be one of narrativeqa, .*, got 'nq'"),
+    ],
+)
+def test_wrong_options(spec, words):
+    with pytest.raises(Refused, match=words):
+        run.make_task(spec, None)
+
+
+def test_wrong_data(tmp_path, filler):
+    task = TASKS["longbench"](task="trec", data=tmp_path)
+    with pytest.raises(Refused, match="--data: expected folders of save_to_disk, .* found none"):
+        task.prompts(filler, 1600, 1, 0)
+    save(longbench_rows("qasper"), tmp_path, "jsonl")
+    with pytest.raises(Refused, match="has no rows of 'trec'; it has qasper"):
+        task.prompts(filler, 1600, 1, 0)
+    rows = [{k: v for k, v in x.items() if k != "answer"} for x in ruler_rows()]
+    save(rows, tmp_path / "vt", "jsonl")
+    save([{**x, "task": "vt"} for x in rows], tmp_path / "vt", "jsonl")
+    with pytest.raises(Refused, match="a row of ruler vt has no column 'answer'; it has context"):
+        TASKS["ruler"](task="vt", data=tmp_path).prompts(filler, 1600, 1, 0)
+    save(ruler_rows(), tmp_path / "niah_single_1", "jsonl")
+    with pytest.raises(Refused, match=r"--context 600: a prompt of ruler niah_single_1 has \d+ tokens"):
+        TASKS["ruler"](data=tmp_path).prompts(filler, 600, 1, 0)
+
+
+def test_missing_package(tmp_path, monkeypatch):
+    """Said before anything is measured."""
+    monkeypatch.setitem(sys.modules, "rouge", None)
+    with pytest.raises(Refused, match=r"rouge is needed for these data, .*: pip install 'kvops\[eval\]'"):
+        TASKS["longbench"](task="samsum", data=tmp_path)
