@@ -74,7 +74,8 @@ def figure(
     """A page that is written at the end, with a legend for looks, whatever the user's settings of matplotlib are."""
     if looks:  # which is below the title
         height = max(height, 0.8 + 0.172 * (len(looks) + len({x["family"] for x in looks.values()})))
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "Agg", **STYLE}):
+    defaults = {x: y for x, y in matplotlib.rcParamsDefault.items() if x != "backend"}
+    with matplotlib.rc_context({**defaults, **STYLE}):
         page = Figure(figsize=(width + (1.9 if looks else 0), height), layout="constrained")
         page.suptitle(title, x=0.008, ha="left", fontsize=11)
         yield page
