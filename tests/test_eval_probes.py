@@ -14,6 +14,7 @@ import kvops  # noqa: E402
 from kvops.eval import __main__ as command  # noqa: E402
 from kvops.eval.methods import Unreachable, rule  # noqa: E402
 from kvops.eval.reader import Reader, chunks  # noqa: E402
+from kvops.eval.specs import Refused  # noqa: E402
 from kvops.eval.tasks import Filler  # noqa: E402
 from kvops.eval.tasks.base import asked  # noqa: E402
 from kvops.eval.tasks.needles import Passkey  # noqa: E402
@@ -199,7 +200,7 @@ def test_pieces_of_the_text():
     again, other = (Perplexity().prompts(numbered, 1000, 20, seed) for seed in (3, 4))
     assert not np.array_equal(again[0].context, other[0].context)
     for context in (2, 30_002):
-        with pytest.raises(ValueError, match=f"--context must lie in 3 to 30001 .*, got {context}"):
+        with pytest.raises(Refused, match=f"--context must lie in 3 to 30001 .*, got {context}"):
             Perplexity().prompts(numbered, context, 1, 0)
 
 

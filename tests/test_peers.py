@@ -180,11 +180,12 @@ def test_what_cannot_be_measured_is_said_in_one_line(peer, tmp_path):
         run(peer, tmp_path, "--methods", "full", "--seed", "1")
 
 
-def test_tasks_without_answers_are_refused(peer, monkeypatch, capsys):
-    monkeypatch.setitem(peer.TASKS, "other", type("Other", (), {"__dataclass_fields__": {}}))
+@pytest.mark.parametrize("task", ["agreement", "recall", "perplexity", "chunked"])
+def test_tasks_without_answers_are_refused(peer, task, capsys):
     with pytest.raises(SystemExit):
-        peer.main(["--tasks", "other"])
-    assert "--tasks: presses cut once, so expected some of passkey" in capsys.readouterr().err
+        peer.main(["--tasks", task])
+    error = capsys.readouterr().err
+    assert "--tasks: presses cut once, so expected some of passkey" in error and error.endswith(f"got {task}\n")
 
 
 def test_without_kvpress_the_set_up_is_said(monkeypatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,11 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...methods.laq import best_slots
+from ..specs import Refused
 from .base import Filler, Outcome, Prompt, Task, asked, positive
 from .needles import Passkey
 
+if TYPE_CHECKING:  # which needs transformers, where it is run
+    from ..reader import Cut, Reader
 
-def measured(scores: dict[str, Sequence[float]], cut, prompts: list[Prompt]) -> Outcome:
+
+def measured(scores: dict[str, Sequence[float]], cut: Cut, prompts: list[Prompt]) -> Outcome:
     """Of scores that nothing is said for."""
     count = len(prompts)
     found = {name: [float(x) for x in values] for name, values in scores.items()}
@@ -52,7 +57,9 @@ class Agreement(OfPasskeys):
     percent = False
     better = "lower"
 
-    def run(self, reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str) -> Outcome:
+    def run(
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
+    ) -> Outcome:
         context, (question,) = asked(prompts, point)
         whole = reader.whole(context, question, prompts[0].turns[0].new_tokens)
         cut = reader.cut(context, rule, budget)
@@ -81,7 +88,9 @@ class Recall(OfPasskeys):
     name = "recall"
     metrics = ("recall", "mass")
 
-    def run(self, reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str) -> Outcome:
+    def run(
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
+    ) -> Outcome:
         context, (question,) = asked(prompts, point)
         weights = reader.whole(context, question, prompts[0].turns[0].new_tokens).scores
         cut = reader.cut(context, rule, budget)
@@ -121,7 +130,7 @@ class Perplexity(Task):
         room = context - len(filler.first)
         if room < 2 or room > len(filler.ids):
             most = len(filler.ids) + len(filler.first)
-            raise ValueError(f"--context must lie in {len(filler.first) + 2} to {most} (of --text), got {context}")
+            raise Refused(f"--context must lie in {len(filler.first) + 2} to {most} (of --text), got {context}")
         spare = len(filler.ids) - count * room
         if spare >= 0:
             gaps = np.sort(np.random.default_rng([seed, context]).integers(0, spare + 1, count))
@@ -130,7 +139,9 @@ class Perplexity(Task):
             begins = np.linspace(0, len(filler.ids) - room, count).astype(int)
         return [Prompt(np.concatenate([filler.first, filler.ids[x : x + room]]), ()) for x in begins]
 
-    def run(self, reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str) -> Outcome:
+    def run(
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
+    ) -> Outcome:
         count = len(prompts)
         stream = reader.stream(np.stack([x.context for x in prompts]), rule, budget, self.window)
         most = max(stream.held, key=lambda x: x.bytes)
@@ -166,7 +177,9 @@ class Chunked(OfPasskeys):
         if not isinstance(self.chunk, int) or self.chunk < 0:
             raise ValueError(f"chunked: chunk must be an integer, at least 0, got {self.chunk!r}")
 
-    def run(self, reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str) -> Outcome:
+    def run(
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
+    ) -> Outcome:
         ids, questions = asked(prompts, "after")
         whole = reader.whole(ids, None, 1)
         cut = reader.cut(ids, rule, budget, self.chunk)
