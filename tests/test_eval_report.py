@@ -27,22 +27,22 @@ ORIGIN = {
     "command": "python -m kvops.eval",
 }
 HEAD = {"settings": {"model": "m", "prompts": 4, "seed": 0}, "origin": ORIGIN}
-METRICS = ("exact", "partial")
+METRICS = ("partial", "exact")
 
 
-def line(method="KeyDiff", budget=64, exact=(1.0, 0.0), batch=0, context=256, point="before", task="passkey", **more):
-    """A cell of two prompts, or of as many as `exact` has."""
+def line(method="KeyDiff", budget=64, partial=(1.0, 0.0), batch=0, context=256, point="before", task="passkey", **more):
+    """A cell of two prompts, or of as many as `partial` has."""
     outcome = {
-        "scores": {"exact": list(exact), "partial": [x / 2 for x in exact]},
+        "scores": {"partial": list(partial), "exact": [x / 2 for x in partial]},
         "tokens": context if budget is None else budget,
         "bytes_held": 1000,
         "bytes_full": 4000,
         "prefill_s": 0.5,
         "decode_s": 0.25,
         "steps": 8,
-        "said": ["1"] * len(exact),
+        "said": ["1"] * len(partial),
         "more": {},
-        "depths": [0.0, 1.0][: len(exact)],
+        "depths": [0.0, 1.0][: len(partial)],
     }
     return {**Cell(task, context, point, method, budget, batch)._asdict(), **outcome, **more}
 
@@ -102,11 +102,11 @@ def test_means_of_losses():
 
 def test_a_row_by_hand():
     """Two batches of unequal size."""
-    one = line(exact=(1.0, 0.0), tokens=60, prefill_s=0.5, decode_s=0.25, steps=8)
-    two = line(exact=(1.0,), batch=1, tokens=66, bytes_held=1300, prefill_s=0.75, decode_s=1.0, steps=8)
+    one = line(partial=(1.0, 0.0), tokens=60, prefill_s=0.5, decode_s=0.25, steps=8)
+    two = line(partial=(1.0,), batch=1, tokens=66, bytes_held=1300, prefill_s=0.75, decode_s=1.0, steps=8)
     (row,) = summary.summarize([HEAD], [two, one]).rows
-    assert row.scores["exact"] == pytest.approx((2 / 3, *summary.wilson(2 / 3, 3), 3))
-    assert row.scores["partial"].mean == pytest.approx(1 / 3)
+    assert row.scores["partial"] == pytest.approx((2 / 3, *summary.wilson(2 / 3, 3), 3))
+    assert row.scores["exact"].mean == pytest.approx(1 / 3)
     assert (row.n, row.tokens, row.bytes_held, row.bytes_full) == (3, 62, 1100, 4000)
     assert row.prefill_s == (0.25 + 0.75) / 2  # per prompt
     assert row.decode_tokens_per_s == (64 + 8) / 2
@@ -118,8 +118,8 @@ def test_a_row_by_hand():
             {
                 **{"task": "passkey", "context": 256, "point": "before", "method": "KeyDiff", "budget": 64},
                 "scores": {
-                    "exact": dict(zip(("mean", "low", "high", "n"), (0.5, *summary.wilson(0.5, 2), 2))),
-                    "partial": dict(zip(("mean", "low", "high", "n"), (0.25, *summary.wilson(0.25, 2), 2))),
+                    "partial": dict(zip(("mean", "low", "high", "n"), (0.5, *summary.wilson(0.5, 2), 2))),
+                    "exact": dict(zip(("mean", "low", "high", "n"), (0.25, *summary.wilson(0.25, 2), 2))),
                 },
                 **{"tokens": 60, "bytes_held": 1000, "bytes_full": 4000, "prefill_s": 0.25},
                 **{"decode_tokens_per_s": 64.0, "n": 2},
@@ -339,7 +339,7 @@ def test_the_command(one_thread, tmp_path, monkeypatch, capsys):
     text = tmp_path / "text.txt"
     text.write_text(command.TEXT.read_text()[:4000])
     tiny = [*TINY, "--text", str(text)]
-    for name, stops in (("whole", None), ("resumed", 4)):
+    for name, stops in (("whole", None), ("resumed", 5)):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         if stops:
@@ -368,7 +368,7 @@ def test_the_command(one_thread, tmp_path, monkeypatch, capsys):
         for point in ("before", "after")
         for method, budget in [("Full", None), ("LAQ", 128), ("LAQ", 64), ("KeyDiff", 128), ("KeyDiff", 64)]
     ]
-    assert all(x["scores"]["exact"]["mean"] == 1 for x in rows if x["method"] == "Full")
+    assert all(x["scores"]["partial"]["mean"] == 1 for x in rows if x["method"] == "Full")
     assert all(x["tokens"] == x["budget"] and 4 * x["budget"] >= x["bytes_held"] / 768 for x in rows if x["budget"])
     capsys.readouterr()
     assert command.main(tiny) == 0 and "10 of 10 cells were measured before" in capsys.readouterr().out

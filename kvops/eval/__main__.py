@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -144,8 +145,9 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
         "prompts": a.prompts,
         "batch": a.batch,
         "seed": a.seed,
+        "dtype": a.dtype,
+        "device": a.device,
     }
-    settings["dtype"] = a.dtype
     where = origin(*shlex.split(command), device=a.device.split(":")[0])
     results = Results(a.out / "results.jsonl", settings, {**where, **versions})
     every = dict(cells(a))  # each once: a share and a number may be the same budget
@@ -158,22 +160,29 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
         model = transformers.AutoModelForCausalLM.from_pretrained(a.model, dtype=a.dtype).to(a.device)
         reader, filler = reader_of(model), Filler(tokenizer, a.text.read_text())
     made: tuple = (None, [])  # the prompts of a task and context
+    failed = 0
     with tqdm(total=count, initial=count - len(todo), disable=None, unit="cell") as bar:
         for cell, method in todo:
             bar.set_postfix_str(f"{cell.task} {cell.context} {cell.point} {cell.method} {cell.budget or ''}")
-            task = a.kinds[cell.task]
-            if made[0] != (cell.task, cell.context):
+            task, size = a.kinds[cell.task], batch_size(a, a.kinds[cell.task])
+            new = made[0] != (cell.task, cell.context)
+            if new:
                 made = (cell.task, cell.context), task.prompts(filler, cell.context, a.prompts, a.seed)
-            size = batch_size(a, task)
             prompts = made[1][cell.batch * size : (cell.batch + 1) * size]
+            run = partial(task.run, reader, filler, prompts, method, cell.budget, cell.point)
             try:
-                outcome = asdict(task.run(reader, filler, prompts, method, cell.budget, cell.point))
-                outcome["depths"] = [x.depth for x in prompts]
+                if new:  # not timed: what the first call with these shapes has to load, compile or allocate
+                    run()
+                results.add(cell, {**asdict(run()), "depths": [x.depth for x in prompts]})
             except Unreachable as error:
-                outcome = {"unreachable": str(error)}
-            results.add(cell, outcome)
+                results.add(cell, {"unreachable": str(error)})
+            except torch.OutOfMemoryError as error:  # not written down: the next run tries again
+                failed += 1
+                bar.write(f"out of memory: {cell}: {str(error).splitlines()[0]}", file=sys.stderr)
             bar.update()
     results.close()
+    if failed:
+        print(f"{failed} of {count} cells ran out of memory; the same command tries them again", file=sys.stderr)
     return [results.file]
 
 

@@ -152,7 +152,7 @@ def asked(prompts: list[Prompt], point: str) -> tuple[np.ndarray, list[np.ndarra
 class AnswerTask(Task):
     """Tasks whose questions are answered in words."""
 
-    metrics = ("exact", "partial")
+    metrics = ("partial", "exact")
 
     def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
         """By metric, from what was said in each turn."""

@@ -53,7 +53,7 @@ def random_names(filler: Filler, rng: np.random.Generator, count: int, option: s
 class Passkey(AnswerTask):
     """A key of `digits` digits in a text, asked for (LagKV, Sec. 3.3 and Fig. 8-11).
 
-    exact: the share of the keys that are right, all digits; partial: the share of the digits that are, place by place.
+    partial: the share of the digits that are right, place by place; exact: of the keys that are, all digits.
     depths: the key that is asked for lies at so many depths in turn, 0 %, ..., 100 % of the context.
     """
 
@@ -146,7 +146,6 @@ class NiahMultivalue(Needle):
     values: int = 4
 
     name = "niah-multivalue"
-    metrics = ("partial", "exact")
 
     def names(self, filler: Filler, rng: np.random.Generator) -> list[str | None]:
         return random_names(filler, rng, 1, self.name) * self.values
@@ -174,7 +173,6 @@ class VariableTracking(AnswerTask):
     hops: int = 4
 
     name = "variable-tracking"
-    metrics = ("partial", "exact")
 
     def __post_init__(self):
         positive(self)

@@ -27,8 +27,6 @@ class WordList(AnswerTask):
 
     words: int  # asked for
 
-    metrics = ("partial", "exact")
-
     def __post_init__(self):
         positive(self)
 
