@@ -116,7 +116,9 @@ PACKAGES = {"f1_zh": ("jieba",), "rouge": ("rouge",), "rouge_zh": ("rouge", "jie
 
 @dataclass
 class LongBench(Copy):
-    """score: the best over a prompt's answers, by the metric of its data set.
+    """A data set of LongBench (Bai et al., 2024), from a local copy, with the benchmark's prompts and metrics.
+
+    score: the best over a prompt's answers, by the metric of its data set.
 
     A prompt that has more than the context's tokens, its question included, loses its middle, as in the benchmark.
     """

@@ -93,7 +93,7 @@ class Passkey(AnswerTask):
 
 @dataclass
 class Needle(Passkey):
-    """Needle in a haystack: a short key at each depth, for the heatmap over contexts and depths (LAQ, Fig. 4)."""
+    """Needle in a haystack: a short key at each depth (LAQ, Fig. 4). Scores as in passkey."""
 
     digits: int = 7
 
@@ -102,7 +102,7 @@ class Needle(Passkey):
 
 @dataclass
 class NiahSingle(Needle):
-    """The key of a name."""
+    """The key of a name (RULER, Sec. 3). Scores as in passkey."""
 
     name = "niah-single"
 
@@ -112,7 +112,7 @@ class NiahSingle(Needle):
 
 @dataclass
 class NiahMultikey(Needle):
-    """The keys of several names; one is asked for, the others distract."""
+    """The keys of several names; one is asked for, the others distract (RULER, Sec. 3). Scores as in passkey."""
 
     keys: int = 4
 
@@ -124,8 +124,8 @@ class NiahMultikey(Needle):
 
 @dataclass
 class NiahMultiquery(NiahMultikey):
-    """The keys of several names, asked for one after the other: each answer has to be in what was kept before any
-    question, or after the first one, was known. The depth is that of the first."""
+    """The keys of several names, asked for one after the other (RULER, Sec. 3): each has to be in what was kept when no
+    question was known, or only the first. Scores as in passkey; the depth is that of the first key."""
 
     name = "niah-multiquery"
 
@@ -138,7 +138,7 @@ class NiahMultiquery(NiahMultikey):
 
 @dataclass
 class NiahMultivalue(Needle):
-    """Several keys of the same name, all asked for at once.
+    """Several keys of the same name, all asked for at once (RULER, Sec. 3).
 
     partial: the share of the keys that are said; exact: all of them. The depth is that of the first.
     """
@@ -163,7 +163,7 @@ class NiahMultivalue(Needle):
 @dataclass
 class VariableTracking(AnswerTask):
     """Chains of assignments hidden in a text, ` VAR ABCDE = 12345. `, ` VAR FGHIJ = VAR ABCDE. `, ...: which variables
-    hold the value of the first chain?
+    hold the value of the first chain (RULER, Sec. 3)?
 
     partial: the share of its variables that are said; exact: all of them.
     hops: assignments of a variable, in each chain.

@@ -45,7 +45,10 @@ def parts(row: dict, task: str) -> tuple[str, str, Sequence[str], int]:
 
 @dataclass
 class Ruler(Copy):
-    """score: the share of the answers that are said (string_match_all); for qa whether any is (string_match_part)."""
+    """A task of RULER (Hsieh et al., 2024), from a local copy of its data.
+
+    score: the share of the answers that are said (string_match_all); for qa whether any is (string_match_part).
+    """
 
     task: str = "niah_single_1"
 

@@ -23,7 +23,7 @@ def random_words(rng: np.random.Generator, count: int) -> list[str]:
 
 
 class WordList(AnswerTask):
-    """partial: the share of the most common words that are said; exact: all of them."""
+    """A list of words, whose most common ones are asked for."""
 
     words: int  # asked for
 
@@ -62,8 +62,9 @@ class WordList(AnswerTask):
 
 @dataclass
 class CommonWords(WordList):
-    """Some words that come often among many that come seldom.
+    """Some words that come often among many that come seldom: which are the common ones (RULER, Sec. 3)?
 
+    partial: the share of them that are said; exact: all of them.
     words: so many are common and asked for; often, rare: how often a common word comes, and another one.
     """
 
@@ -85,7 +86,11 @@ class CommonWords(WordList):
 
 @dataclass
 class FrequentWords(WordList):
-    """Words whose counts fall off by Zipf's law: the k-th most common one comes in proportion to k^-alpha."""
+    """Words whose counts fall off by Zipf's law: the k-th most common one comes in proportion to
+    k^-alpha (RULER, Sec. 3). Which are the most common ones?
+
+    partial: the share of them that are said; exact: all of them.
+    """
 
     words: int = 3
     alpha: float = 2.0
