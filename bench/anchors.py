@@ -34,9 +34,9 @@ from demo import HERE, MODEL, QUESTION, encode, make_prompts
 from endless import load
 from kvops import analysis
 from kvops.bench.record import origin, write
+from kvops.eval.reader import Watched
 from kvops.ops import outlier_degree, select_topk
 from pareto import Pattern, branch
-from recall import Records
 
 EDGES = np.arange(-4, 8.01, 0.25)  # of the histogram
 BETAS = np.arange(0, 4.01, 0.25)
@@ -52,16 +52,8 @@ RULES = {
 }
 
 
-class Recorded(Records, Pattern):
-    """Keeps everything until it is told what to keep; remembers the queries, and how the model attends."""
-
-    def reset(self) -> None:
-        super().reset()
-        self.options = {}  # scale, softcap and sinks
-
-    def attention(self, q: Tensor, *args, **options) -> Tensor:
-        self.options = options
-        return super().attention(q, *args, **options)
+class Recorded(Pattern, Watched):
+    """Keeps everything until it is told what to keep; remembers the answer's queries, and how the model attends."""
 
 
 def keys_of_demo(prompts: int, context: int, digits: int) -> tuple[Tensor, list[slice]]:
@@ -84,14 +76,14 @@ def pieces(text: Tensor, prompts: int, context: int, bos: int | None) -> Tensor:
 @torch.inference_mode()
 def look(model, ids: Tensor, tokens: int, secret: slice | None, seed: int) -> dict[str, np.ndarray]:
     """All of one prompt, ids: [1, n]: arrays [layers, KV heads, ...]."""
-    prompt = kvops.hf.KVCache(model.config, Recorded())
+    prompt = kvops.hf.KVCache(model.config, Recorded(tokens))
     model(ids[:, :-1], past_key_values=prompt, logits_to_keep=1)  # the last token makes the first of the answer
     cache, methods = branch(prompt)
     length = dict(max_new_tokens=tokens, min_new_tokens=tokens)
     said = model.generate(
         ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False, pad_token_id=0, **length
     )
-    layers = [(m.k[:, :, : ids.shape[1]], torch.cat(m.queries[1:], 2), m.options) for m in methods]
+    layers = [(m.k[:, :, : ids.shape[1]], m.last_queries, m.options) for m in methods]
     seen = {
         "similarity": [analysis.neighbourhood_similarity(k) for k, _, _ in layers],
         "histogram": [analysis.outlier_histogram(k, EDGES) for k, _, _ in layers],
