@@ -1,9 +1,9 @@
 """LongBench (Bai et al., 2024) from a local copy of its data.
 
-Prompts, lengths of answers and metrics are the benchmark's (longbench.json, from THUDM/LongBench, MIT licence; the
-spelling too), so results can be compared. What differs: the context and what follows it are turned into tokens apart,
-since the cache may be cut between them; no chat template is put around them; a newline does not end an answer of samsum
-(only its first line counts).
+Prompts and lengths of answers are the benchmark's: its dataset2prompt.json and dataset2maxlen.json (LongBench/config in
+its repository) lie beside the data. So are the metrics, and results can be compared. What differs: the context and what
+follows it are turned into tokens apart, since the cache may be cut between them; no chat template is put around them; a
+newline does not end an answer of samsum (only its first line counts).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ..specs import Refused
 from .base import Filler, Prompt, Turn
 from .copies import Copy, need
 
-SETS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")  # what comes behind it does not count
 PUNCTUATION_ZH = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～"
@@ -109,9 +108,18 @@ def code(said: str, answer: str, classes: Sequence[str]) -> float:
     return round(100 * SequenceMatcher(None, next(lines, ""), answer).ratio()) / 100
 
 
-#: By the names in longbench.json.
-METRICS = {x.__name__: x for x in (f1, f1_zh, rouge, rouge_zh, classification, count, retrieval, code)}
-PACKAGES = {"f1_zh": ("jieba",), "rouge": ("rouge",), "rouge_zh": ("rouge", "jieba")}
+#: The metric of each data set.
+METRICS = {
+    **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"), f1),
+    "multifieldqa_zh": f1_zh,
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), rouge),
+    **dict.fromkeys(("dureader", "vcsum"), rouge_zh),
+    **dict.fromkeys(("trec", "lsht"), classification),
+    "passage_count": count,
+    **dict.fromkeys(("passage_retrieval_en", "passage_retrieval_zh"), retrieval),
+    **dict.fromkeys(("lcc", "repobench-p"), code),
+}
+PACKAGES = {f1_zh: ("jieba",), rouge: ("rouge",), rouge_zh: ("rouge", "jieba")}
 
 
 @dataclass
@@ -127,16 +135,26 @@ class LongBench(Copy):
 
     name = "longbench"
     column = "dataset"
-    tasks = tuple(SETS)
+    tasks = tuple(METRICS)
 
     def __post_init__(self):
         super().__post_init__()
-        for package in PACKAGES.get(SETS[self.task]["metric"], ()):  # missed before anything is measured
+        for package in PACKAGES.get(METRICS[self.task], ()):  # missed before anything is measured
             need(package)
 
+    def config(self, name: str) -> str | int:
+        """What one of the benchmark's own files says of the data set."""
+        file = next(iter(sorted(Path(self.data).rglob(name))), None)
+        if file is None:
+            raise Refused(f"--data: longbench needs {name}, of LongBench/config in its repository, in {self.data}")
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if self.task not in found:
+            raise Refused(f"--data: {file} says nothing of {self.task}, it has {', '.join(found)}")
+        return found[self.task]
+
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
-        known = SETS[self.task]
-        before, after = known["prompt"].split("{context}")
+        before, after = self.config("dataset2prompt.json").split("{context}")
+        new_tokens = self.config("dataset2maxlen.json")
         half, found = context // 2, []
         for row in self.rows(count, seed):
             ids = np.concatenate([filler.first, filler.encode(before + row["context"])])
@@ -145,7 +163,7 @@ class LongBench(Copy):
                 if len(asked) >= half:
                     raise Refused(f"--context {context}: a question of {self.task} alone has {len(asked)} tokens")
                 ids = np.concatenate([ids[:half], ids[len(ids) - (half - len(asked)) :]])
-            turn = Turn(asked, tuple(row["answers"]), known["new_tokens"], choices=tuple(row["all_classes"] or ()))
+            turn = Turn(asked, tuple(row["answers"]), new_tokens, choices=tuple(row["all_classes"] or ()))
             found.append(Prompt(ids, (turn,)))
         return found
 
@@ -153,5 +171,5 @@ class LongBench(Copy):
         (text,), turn = said, prompt.turns[0]
         if self.task in FIRST_LINE:
             text = text.lstrip("\n").partition("\n")[0]
-        metric = METRICS[SETS[self.task]["metric"]]
+        metric = METRICS[self.task]
         return {"score": max((metric(text, x, turn.choices) for x in turn.answers), default=0.0)}
