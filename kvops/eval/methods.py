@@ -32,21 +32,21 @@ def lagkv_tokens(n: int, budget: int, lag: int, sink: int = SINK) -> tuple[int, 
 
 
 def _lagkv(budget: int, n: int, num_layers: int, streaming: bool, options: dict) -> dict:
-    """The largest lag (at most 1024, the paper's) that leaves half of the budget to be chosen; then the ratio."""
+    """The largest lag (at most 1024, the paper's) that leaves half of the budget to be chosen, then the ratio; where
+    that is no token per partition, the lag that keeps most."""
     sink, lag = options.get("sink", SINK), options.get("lag")
     if lag is None:
-        lags = [2**i for i in range(10, 3, -1)]
-        lag = next((x for x in lags if 0 <= 2 * lagkv_tokens(n, budget, x, sink)[1] <= budget), lags[-1])
+        plans = [(x, *lagkv_tokens(n, budget, x, sink)) for x in (2**i for i in range(10, 3, -1))]
+        within = {x: fixed + kept * (n - fixed) // x for x, kept, fixed in plans if kept >= 0}  # what each keeps
+        chooses = [x for x, kept, fixed in plans if kept > 0 and 2 * fixed <= budget]
+        lag = chooses[0] if chooses else max(within, key=within.get, default=plans[-1][0])
     kept, fixed = lagkv_tokens(n, budget, lag, sink)
     if kept < 0:
         raise ValueError(
             f"LagKV: sink, last partition and rest of {n} tokens are {fixed} with lag {lag}, over {budget}"
         )
-    return {
-        "sink": sink,
-        "lag": lag,
-        "ratio": min(1.0, (kept + 0.5) / lag),
-    }  # int(ratio * lag) is kept, in any rounding
+    ratio = min(1.0, (kept + 0.5) / lag)  # int(ratio * lag) is kept, in any rounding
+    return {"sink": sink, "lag": lag, "ratio": ratio}
 
 
 def _lacache(budget: int, n: int, num_layers: int, streaming: bool, options: dict) -> dict:

@@ -100,7 +100,7 @@ def listed(value: object) -> str:
 def what_was_run(summary: Summary) -> str:
     """Settings, what was compared, and where it ran."""
     rows = summary.rows
-    lines = [f"- {name}: {listed(value)}" for name, value in summary.settings.items()]
+    lines = [f"- {name}: {listed(value)}" for name, value in summary.settings.items() if value is not None]
     differing = [name for name, value in summary.settings.items() if isinstance(value, list)]
     if differing:
         lines.append(f"- **the files do not agree in {', '.join(differing)}**: rows may not be of the same prompts")
