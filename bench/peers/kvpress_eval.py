@@ -138,6 +138,8 @@ class KVPressReader(Reader):
         begin = self.clock()
         try:
             read = [self.read(x, press) for x in (ids.split(1) if rule.single else [ids])]
+        except torch.OutOfMemoryError:  # `measure` tries again in the next run
+            raise
         except Exception as error:  # whatever a press does not do with this model
             raise Unreachable(failed(rule, error)) from error
         finally:
