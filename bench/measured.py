@@ -24,8 +24,9 @@ BLOCK = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def chosen(rows: list[dict], names: str) -> list[dict]:
-    """The rows with a partial match of the methods that a block asks for."""
-    rows = [row for row in rows if "partial" in row["scores"]]
+    """The rows of the methods that a block asks for, of tasks with a partial match and one cut."""
+    tasks = {row["task"] for row in rows if "partial" in row.get("scores", ())}
+    rows = [row for row in rows if row["task"] in tasks and row["point"] in ("before", "after")]
     if names == "all":
         return rows
     found = {x: [row for row in rows if re.match(rf"{re.escape(x)}(?!\w)", row["method"])] for x in names.split()}
@@ -48,22 +49,26 @@ def number(x: int | None) -> str:
 def table(rows: list[dict], results: str) -> str:
     """A line of text and a table, a row for each method, task and point, a column for each budget."""
     tasks = list(dict.fromkeys(f"{row['task']}, {row['context']:,} tokens" for row in rows))
-    prompts = " or ".join(map(str, sorted({row["scores"]["partial"]["n"] for row in rows})))
+    prompts = " or ".join(map(str, sorted({row["scores"]["partial"]["n"] for row in rows if "scores" in row})))
+    unreachable = "" if all("scores" in row for row in rows) else "; –: a budget that the method cannot keep to"
     cells: dict[tuple[str, ...], dict[int | None, str]] = {}
     for row in rows:
         point = f"{row['point']} the question"
         if len(tasks) > 1:
             point = f"{row['task']}, {row['context']:,} tokens, {point}"
-        line, score = cells.setdefault((row["method"], point), {}), row["scores"]["partial"]
+        line = cells.setdefault((row["method"], point), {})
         if budget(row) in line:
             raise ValueError(f"{results}: {row['method']}, {point}, budget {row['budget']}: expected one row, got two")
-        line[budget(row)] = f"{100 * score['mean']:.0f} ± {50 * (score['high'] - score['low']):.0f}"
+        line[budget(row)] = "–"
+        if "scores" in row:
+            score = row["scores"]["partial"]
+            line[budget(row)] = f"{100 * score['mean']:.0f} ± {50 * (score['high'] - score['low']):.0f}"
     budgets = sorted({budget(row) for row in rows}, key=lambda x: sys.maxsize if x is None else x)
     lines = [["method", "cut", *map(number, budgets)], ["---"] * (len(budgets) + 2)]
     lines += [[*label, *(line.get(x, "") for x in budgets)] for label, line in cells.items()]
     return (
         "Partial match in %, ± half the confidence interval, by tokens kept of each KV head; "
-        f"{'; '.join(tasks)}; {prompts} prompts\n"
+        f"{'; '.join(tasks)}; {prompts} prompts{unreachable}\n"
         f"([bench/results/{RESULTS.name}]({results}), `python -m kvops.eval`):\n\n"
         + "\n".join(f"| {' | '.join(line)} |" for line in lines)
     )

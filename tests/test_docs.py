@@ -214,6 +214,12 @@ def test_measured_rows_are_written(measured, monkeypatch, tmp_path, capsys):
     assert "old" not in every.read_text() and "| Full | before the question |  |  | 96 ± 3 |" in every.read_text()
     measured.main(["--check"])
 
+    where = {"task": "passkey", "context": 2048, "point": "before", "method": "LAQ", "budget": 16}
+    measured.RESULTS.write_text(json.dumps({"rows": [*rows, where | {"unreachable": "why"}]}))
+    measured.main([])
+    assert "| LAQ | before the question | – | 50 ± 3 | 76 ± 3 |" in page.read_text()
+    assert "; –: a budget that the method cannot keep to" in page.read_text()
+
     page.write_text("<!-- measured: LAQ H2O -->\n<!-- end -->")
     with pytest.raises(ValueError, match="one of the methods LAQ, LAQ\\+\\+, L2, Full, got H2O"):
         measured.main([])
