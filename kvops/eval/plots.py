@@ -170,7 +170,7 @@ def accuracy(summary: Summary, task: str, context: int, path: Path) -> bool:
             axis.set_xscale("log", base=2)
             axis.xaxis.set(major_locator=FixedLocator(budgets), minor_locator=NullLocator())
             axis.set_xticks(budgets, [f"{x:,}" for x in budgets])
-            axis.set(title=point_title(point), xlabel="tokens kept per KV head (ticks: the budgets)")
+            axis.set(title=point_title(point), xlabel="tokens kept per KV head (ticks: the budgets), side by side")
         axes[0].set_ylabel(unit(kind))
         for name in looks:  # what keeps everything has no marker here
             if name not in names:
