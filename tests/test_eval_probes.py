@@ -269,10 +269,10 @@ def test_every_task_by_the_command(tmp_path):
 
 def test_wrong_use(reader, filler, capsys):
     for spec, message in (
-        ("perplexity:window=0", "perplexity: window must be at least 1, got 0"),
-        ("perplexity:bins=x", "perplexity: bins must be at least 1, got 'x'"),
+        ("perplexity:window=0", "perplexity: window must be an integer, at least 1, got 0"),
+        ("perplexity:bins=x", "perplexity: bins must be an integer, at least 1, got 'x'"),
         ("chunked:chunk=-1", "chunked: chunk must be an integer, at least 0, got -1"),
-        ("recall:digits=0", "passkey: digits must be at least 1, got 0"),
+        ("recall:digits=0", "passkey: digits must be an integer, at least 1, got 0"),
     ):
         with pytest.raises(SystemExit):
             command.arguments(["--tasks", spec], command.make_parser(), rule)

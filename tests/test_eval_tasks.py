@@ -182,10 +182,12 @@ def test_too_short(filler, name):
 @pytest.mark.parametrize(
     "name, options, words",
     [
-        ("passkey", {"digits": 0}, "passkey: digits must be at least 1, got 0"),
-        ("needle", {"depths": 0}, "needle: depths must be at least 1"),
+        ("passkey", {"digits": 0}, "passkey: digits must be an integer, at least 1, got 0"),
+        ("passkey", {"digits": 3.5}, "passkey: digits must be an integer, at least 1, got 3.5"),
+        ("frequent-words", {"alpha": None}, "frequent-words: alpha must be a number, at least 1, got None"),
+        ("needle", {"depths": 0}, "needle: depths must be an integer, at least 1"),
         ("variable-tracking", {"hops": 0}, "variable-tracking: hops"),
-        ("common-words", {"words": "ten"}, "common-words: words must be at least 1, got 'ten'"),
+        ("common-words", {"words": "ten"}, "common-words: words must be an integer, at least 1, got 'ten'"),
         ("common-words", {"rare": 10}, "common-words: rare must be less than often, 10, got 10"),
     ],
 )

@@ -146,7 +146,7 @@ class Reader:
         if feed is not None:
             cut.logits = self.feed(cut.cache, self.tokens(feed))
         said = torch.full((len(cut.logits), steps), -1)
-        alive, end = torch.ones(len(said), dtype=torch.bool), torch.tensor(self.ends)
+        alive, end = torch.ones(len(said), dtype=torch.bool), torch.tensor(self.ends, dtype=torch.int64)
         begin, count = self.clock(), 0
         for step in range(steps):
             token = cut.logits.argmax(-1)

@@ -8,7 +8,7 @@ what a method's cut of the cache leaves. This file needs neither transformers no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import numpy as np
@@ -61,9 +61,10 @@ class Filler:
         self.tokenizer = tokenizer
         self.ids = self.encode(text)
         self.first = np.array(tokenizer("").input_ids, dtype=np.int64)  # <bos>, where the model expects one
-        words = tokenizer.convert_ids_to_tokens(sorted(set(self.ids.tolist())))
-        starts = {i for i, word in zip(sorted(set(self.ids.tolist())), words) if word[:1] in (" ", "\n", "Ġ", "Ċ", "▁")}
-        self.starts_word = np.isin(self.ids, list(starts))
+        known = np.unique(self.ids).tolist()
+        words = tokenizer.convert_ids_to_tokens(known)
+        starts = [i for i, word in zip(known, words) if word[:1] in (" ", "\n", "Ġ", "Ċ", "▁")]
+        self.starts_word = np.isin(self.ids, starts)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int64)
@@ -195,7 +196,9 @@ def share_said(said: str, answers: Sequence[str]) -> float:
 
 
 def positive(task: Task) -> None:
-    """Every option of the task is a number that is at least 1."""
-    for option, value in vars(task).items():
-        if isinstance(value, str) or value < 1:
-            raise Refused(f"{task.name}: {option} must be at least 1, got {value!r}")
+    """Every option of the task is at least 1, and an integer unless its default is none."""
+    for option in fields(task):
+        value, whole = getattr(task, option.name), isinstance(option.default, int)
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= 1:
+            what = "an integer" if whole else "a number"
+            raise Refused(f"{task.name}: {option.name} must be {what}, at least 1, got {value!r}")
