@@ -310,6 +310,9 @@ def test_results_go_on(tmp_path):
     file.write_text(whole.replace('"unreachable"', "unreachable", 1))
     with pytest.raises(Refused, match="line 2: expected a line of JSON"):
         load([file])
+    file.write_text('{"rows": []}\n')
+    with pytest.raises(Refused, match="line 1: expected what kvops.eval has measured, got"):
+        load([file])
 
 
 # ---- the command ----
@@ -376,6 +379,12 @@ def test_the_command(one_thread, tmp_path, monkeypatch, capsys):
     assert "holds results of other settings: seed was 0 and is now 1" in capsys.readouterr().err
 
 
+def test_a_model_that_is_not_there(tmp_path, capsys):
+    assert command.main([*TINY[:-1], str(tmp_path / "out"), "--model", str(tmp_path / "nowhere")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"python -m kvops.eval: --model {tmp_path}/nowhere: ")
+
+
 def test_the_list(capsys):
     assert command.main(["--list"]) == 0
     shown = capsys.readouterr().out
@@ -390,9 +399,16 @@ def test_the_list(capsys):
         (["--methods", "keydiff:rec=0.1"], "KeyDiff has no option 'rec', expected some of .*recent"),
         (["--methods", "keydiff:recent"], "expected keydiff:option=value,option=value, got 'recent'"),
         (["--tasks", "passkey:digit=4"], "passkey has no option 'digit', expected some of digits, depths"),
+        (["--methods", "keydiff:recent=x"], "'keydiff:recent=x': KeyDiff: recent must be an int .*, got str 'x'"),
+        (["--methods", "keydiff:recent=2.5"], "'keydiff:recent=2.5': KeyDiff: recent .* must be in .0, 1., got 2.5"),
         (["--budgets", "1.5"], "expected tokens .an integer. or a share in .0, 1., got 1.5"),
         (["--prompts", "0"], "--prompts: expected at least 1, got 0"),
         (["--context", "256", "-3"], "--context: expected at least 1, got -3"),
+        (["--seed", "-1"], "--seed: expected at least 0, got -1"),
+        (["--out", __file__], "--out: expected a folder, got the file .*test_eval_report.py"),
+        (["--text", "nowhere.txt"], "--text: expected a file, got nowhere.txt"),
+        (["--device", "gpu"], "--device: expected cpu, cuda or cuda:NUMBER, got gpu"),
+        (["--device", "cuda:99"], "--device cuda:99: torch .* sees [0-9]+ NVIDIA GPUs"),
         (["--from", "nowhere.jsonl"], "--from: expected a file of results, got nowhere.jsonl"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -74,19 +75,29 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
     for name, least in (("prompts", a.prompts), ("batch", a.batch), ("context", min(a.context))):
         if least < 1:
             p.error(f"--{name}: expected at least 1, got {least}")
+    if a.seed < 0:
+        p.error(f"--seed: expected at least 0, got {a.seed}")
+    if a.out.exists() and not a.out.is_dir():
+        p.error(f"--out: expected a folder, got the file {a.out}")
     try:
         a.rules = [rule(x) for x in dict.fromkeys(a.methods)]
         a.kinds = {x: make_task(x, a.data) for x in dict.fromkeys(a.tasks)}
     except ValueError as error:
         p.error(str(error))
-    for name, default in (("model", MODEL), ("text", TEXT)):
-        if str(getattr(a, name)) == str(default) and not default.exists():
-            p.error(f"--{name}: the default, {default}, is part of the repository, not of the package; name another")
     for file in a.files or ():
         if not file.is_file():
             p.error(f"--from: expected a file of results, got {file}")
-    if a.device.startswith("cuda") and not torch.cuda.is_available():
-        p.error(f"--device {a.device}: torch {torch.__version__} sees no NVIDIA GPU")
+    if a.list or a.files:  # nothing is measured
+        return a
+    for name, default in (("model", MODEL), ("text", TEXT)):
+        if str(getattr(a, name)) == str(default) and not default.exists():
+            p.error(f"--{name}: the default, {default}, is part of the repository, not of the package; name another")
+    if not a.text.is_file():
+        p.error(f"--text: expected a file, got {a.text}")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", a.device):
+        p.error(f"--device: expected cpu, cuda or cuda:NUMBER, got {a.device}")
+    if a.device != "cpu" and int(a.device.partition(":")[2] or 0) >= torch.cuda.device_count():
+        p.error(f"--device {a.device}: torch {torch.__version__} sees {torch.cuda.device_count()} NVIDIA GPUs")
     return a
 
 
@@ -156,8 +167,11 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
     if len(todo) < count:
         print(f"{count - len(todo)} of {count} cells were measured before: {results.file}")
     if todo:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(a.model)
-        model = transformers.AutoModelForCausalLM.from_pretrained(a.model, dtype=a.dtype).to(a.device)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(a.model)
+            model = transformers.AutoModelForCausalLM.from_pretrained(a.model, dtype=a.dtype).to(a.device)
+        except (OSError, ValueError) as error:  # no such folder or name, or not a language model
+            raise Refused(f"--model {a.model}: {str(error).strip().splitlines()[0]}") from error
         reader, filler = reader_of(model), Filler(tokenizer, a.text.read_text())
     made: tuple = (None, [])  # the prompts of a task and context
     failed = 0

@@ -17,6 +17,7 @@ from ..cache import Method
 from .specs import parse
 
 SINK = 16  # LagKV's
+MOST = 2**20  # tokens, more than any budget
 
 
 class Unreachable(ValueError):
@@ -32,8 +33,9 @@ def lagkv_tokens(n: int, budget: int, lag: int, sink: int = SINK) -> tuple[int, 
 
 
 def _lagkv(budget: int, n: int, num_layers: int, streaming: bool, options: dict) -> dict:
-    """The largest lag (at most 1024, the paper's) that leaves half of the budget to be chosen, then the ratio; where
-    that is no token per partition, the lag that keeps most."""
+    """The largest lag, at most 1024, the paper's, whose sink, last partition and rest take half of the budget or less;
+    then the ratio. What is left of a small budget may be less than a token for each partition: then none is chosen,
+    and the lag is the one that keeps most."""
     sink, lag = options.get("sink", SINK), options.get("lag")
     if lag is None:
         plans = [(x, *lagkv_tokens(n, budget, x, sink)) for x in (2**i for i in range(10, 3, -1))]
@@ -147,4 +149,9 @@ def rule(spec: str) -> Rule:
             raise ValueError(
                 f"method {spec!r}: {kind.label} has no option {key!r}, expected some of {', '.join(kind.options)}"
             )
-    return Rule(kind.label + "".join(f" {key}={value}" for key, value in options.items()), kind, options)
+    made = Rule(kind.label + "".join(f" {key}={value}" for key, value in options.items()), kind, options)
+    try:  # what is wrong at the largest budget is wrong at any
+        made.method(MOST, 2 * MOST, 32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"method {spec!r}: {error}") from None
+    return made

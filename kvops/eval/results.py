@@ -43,9 +43,7 @@ class Results:
         self.done = {cell_of(x) for x in self.lines}
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():  # what a kill has left of a line
-            text = file.read_bytes()
-            if not text.endswith(b"\n"):
-                file.write_bytes(text[: text.rfind(b"\n") + 1])
+            os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
         self._file = file.open("a")
         self._head: dict | None = {"settings": settings, "origin": origin}
 
@@ -81,7 +79,9 @@ def load(files: Sequence[Path]) -> tuple[list[dict], list[dict]]:
                 break  # being written, or cut off
             try:
                 found = json.loads(line)
-                (heads if "settings" in found else lines).append(found)
             except json.JSONDecodeError as error:
                 raise Refused(f"{file}, line {number}: expected a line of JSON, got {error}") from None
+            if not isinstance(found, dict) or not ("settings" in found or found.keys() >= {*KEY}):
+                raise Refused(f"{file}, line {number}: expected what kvops.eval has measured, got {line[:60].strip()}")
+            (heads if "settings" in found else lines).append(found)
     return heads, lines
