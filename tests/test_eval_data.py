@@ -266,6 +266,9 @@ def test_wrong_data(tmp_path, filler):
     save(longbench_rows("qasper"), tmp_path, "jsonl")
     with pytest.raises(Refused, match="has no rows of 'trec'; it has qasper"):
         task.prompts(filler, 1600, 1, 0)
+    save([{k: v for k, v in x.items() if k != "answers"} for x in longbench_rows()], tmp_path / "trec", "jsonl")
+    with pytest.raises(Refused, match="a row of longbench trec has no column 'answers'; it has input"):
+        task.prompts(filler, 1600, 1, 0)
     rows = [{k: v for k, v in x.items() if k != "answer"} for x in ruler_rows()]
     save(rows, tmp_path / "vt", "jsonl")
     save([{**x, "task": "vt"} for x in rows], tmp_path / "vt", "jsonl")

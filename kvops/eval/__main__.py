@@ -218,6 +218,9 @@ def main(argv: list[str] | None = None) -> int:
     except Refused as error:
         print(f"python -m kvops.eval: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\npython -m kvops.eval: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
     return 0
 
 

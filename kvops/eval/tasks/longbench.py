@@ -157,6 +157,10 @@ class LongBench(Copy):
         new_tokens = self.config("dataset2maxlen.json")
         half, found = context // 2, []
         for row in self.rows(count, seed):
+            if missing := [x for x in ("context", "input", "answers", "all_classes") if x not in row]:
+                raise Refused(
+                    f"--data: a row of longbench {self.task} has no column {missing[0]!r}; it has {', '.join(row)}"
+                )
             ids = np.concatenate([filler.first, filler.encode(before + row["context"])])
             asked = filler.encode(after.replace("{input}", row["input"]))
             if len(ids) + len(asked) > context:
