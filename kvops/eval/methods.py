@@ -53,8 +53,10 @@ def _lagkv(budget: int, n: int, num_layers: int, streaming: bool, options: dict)
 
 def _lacache(budget: int, n: int, num_layers: int, streaming: bool, options: dict) -> dict:
     """A prompt and a short answer, or language modelling: the paper's settings for each."""
+    if options.get("task", "modeling" if streaming else "understanding") == "modeling":
+        return {"budget": budget}
     span = max(1, min(round(num_layers * budget / n), num_layers - 1))
-    return {"budget": budget} | ({} if streaming else {"task": "understanding", "span": span})
+    return {"budget": budget, "task": "understanding", "span": span}
 
 
 def _window(budget: int, n: int, num_layers: int, streaming: bool, options: dict) -> dict:
