@@ -202,7 +202,8 @@ def run(
     generator = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, max(x.context for x in todo)), generator=generator).to(device)
     for cell in {x.name: x for x in todo}.values():  # whatever the first calls load and compile
-        sample(model, Cell("", 128, cell.name, cell.method, 64, 64, min(2, cell.new_tokens)), ids[:, :128])
+        size = min(cell.context, cell.first + cell.then) if device.type == "cuda" else 128
+        sample(model, Cell("", size, cell.name, cell.method, 64, 64, min(2, cell.new_tokens)), ids[:, :size])
     rows: dict[Cell, dict] = {}
     samples: dict[Cell, list[dict]] = {x: [] for x in todo}
 

@@ -62,12 +62,14 @@ def table(rows: list[dict], results: str) -> str:
         line[budget(row)] = "–"
         if "scores" in row:
             score = row["scores"]["partial"]
-            line[budget(row)] = f"{100 * score['mean']:.0f} ± {50 * (score['high'] - score['low']):.0f}"
+            line[budget(row)] = "{mean:.0f} [{low:.0f}, {high:.0f}]".format(
+                **{x: 100 * score[x] for x in ("mean", "low", "high")}
+            )
     budgets = sorted({budget(row) for row in rows}, key=lambda x: sys.maxsize if x is None else x)
     lines = [["method", "cut", *map(number, budgets)], ["---"] * (len(budgets) + 2)]
     lines += [[*label, *(line.get(x, "") for x in budgets)] for label, line in cells.items()]
     return (
-        "Partial match in %, ± half the confidence interval, by tokens kept of each KV head; "
+        "Partial match in %, in brackets the 95 % interval, by tokens kept of each KV head; "
         f"{'; '.join(tasks)}; {prompts} prompts{unreachable}\n"
         f"([bench/results/{RESULTS.name}]({results}), `python -m kvops.eval`):\n\n"
         + "\n".join(f"| {' | '.join(line)} |" for line in lines)

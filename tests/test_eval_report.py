@@ -379,6 +379,26 @@ def test_the_command(one_thread, tmp_path, monkeypatch, capsys):
     assert "holds results of other settings: seed was 0 and is now 1" in capsys.readouterr().err
 
 
+def test_out_of_memory(one_thread, tmp_path, monkeypatch, capsys):
+    """The cell is named and not written down, the others go on; the same command fills it in."""
+    cut, of = Reader.cut, METHODS["keydiff"].label
+
+    def full(self, prompts, rule, *args):
+        if rule.label == of:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return cut(self, prompts, rule, *args)
+
+    monkeypatch.setattr(Reader, "cut", full)
+    tiny = [*TINY[:-1], str(tmp_path / "out"), "--points", "before", "--budgets", "64"]
+    assert command.main(tiny) == 0
+    out, err = capsys.readouterr()
+    assert "1 of 3 cells ran out of memory" in err and of not in out
+    monkeypatch.setattr(Reader, "cut", cut)
+    assert command.main(tiny) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("2 of 3 cells were measured before") and of in out and not err
+
+
 def test_a_model_that_is_not_there(tmp_path, capsys):
     assert command.main([*TINY[:-1], str(tmp_path / "out"), "--model", str(tmp_path / "nowhere")]) == 2
     error = capsys.readouterr().err.splitlines()[-1]

@@ -174,18 +174,21 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
             raise Refused(f"--model {a.model}: {str(error).strip().splitlines()[0]}") from error
         reader, filler = reader_of(model), Filler(tokenizer, a.text.read_text())
     made: tuple = (None, [])  # the prompts of a task and context
+    warm: set[tuple] = set()
     failed = 0
     with tqdm(total=count, initial=count - len(todo), disable=None, unit="cell") as bar:
         for cell, method in todo:
             bar.set_postfix_str(f"{cell.task} {cell.context} {cell.point} {cell.method} {cell.budget or ''}")
             task, size = a.kinds[cell.task], batch_size(a, a.kinds[cell.task])
-            new = made[0] != (cell.task, cell.context)
-            if new:
+            if made[0] != (cell.task, cell.context):
                 made = (cell.task, cell.context), task.prompts(filler, cell.context, a.prompts, a.seed)
             prompts = made[1][cell.batch * size : (cell.batch + 1) * size]
             run = partial(task.run, reader, filler, prompts, method, cell.budget, cell.point)
+            # Not timed: what the first call with these shapes has to load, compile or allocate; on a GPU each method's.
+            shapes = (cell.task, cell.context) + (() if a.device == "cpu" else (cell.point, cell.method))
             try:
-                if new:  # not timed: what the first call with these shapes has to load, compile or allocate
+                if shapes not in warm:
+                    warm.add(shapes)
                     run()
                 results.add(cell, {**asdict(run()), "depths": [x.depth for x in prompts]})
             except Unreachable as error:

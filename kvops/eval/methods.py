@@ -86,7 +86,7 @@ class Kind(NamedTuple):
         return [x for x in inspect.signature(self.method).parameters if x not in UNSAID]
 
 
-UNSAID = ("budget", "rope", "stage1", "projection", "phase", "attend_before_compress")
+UNSAID = ("budget", "skip_layers", "rope", "stage1", "projection", "phase", "attend_before_compress")
 
 #: By the name on the command line.
 METHODS = {

@@ -26,7 +26,8 @@ READING = """\
 - Settings that hang on the budget: SnapKV, PyramidKV, ChunkKV and SATKV have a window of 32 tokens, of half the budget
   where that is less, ProtoKV of 8 up to a budget of 128, else of 32. LagKV (LocalKV, LagKV L2) has the largest lag, a
   power of two up to 1,024, whose sink, last partition and rest take half of the budget or less; where the other half is
-  less than a token for each partition it chooses none, and keeps less than its budget.
+  less than a token for each partition it chooses none, and has the lag that keeps most.
+- Random keeps the same places of every prompt, so its intervals are a little too narrow.
 - Kept are tokens per KV head, the mean over the layers. Held are the bytes of keys and values of one prompt after the
   cut, and in brackets their share of the whole cache's.
 - Prefill is the time to read a prompt and to cut its cache: that of a batch, divided by its prompts. Decode is the

@@ -267,6 +267,8 @@ def _record(row: Row) -> dict:
     scores = {name: {x: _finite(y) for x, y in score._asdict().items()} for name, score in row.scores.items()}
     names = ("tokens", "bytes_held", "bytes_full", "prefill_s", "decode_tokens_per_s", "n")
     found = {**of, "scores": scores, **{x: getattr(row, x) for x in names}}
+    if row.depths:
+        found["depths"] = {"depth": list(row.depths), "score": [_finite(x) for x in row.depths.values()]}
     if row.positions:
         found["positions"] = {"ends": list(row.positions), "loss": [_finite(x) for x in row.positions.values()]}
     return found

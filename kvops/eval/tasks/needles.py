@@ -74,7 +74,8 @@ class Passkey(AnswerTask):
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
         rng = np.random.default_rng([seed, context, self.digits])
-        depths = np.linspace(0, 1, min(self.depths, count)) if count > 1 else [0.3]
+        places = min(self.depths, count)
+        depths = np.linspace(0, 1, places) if places > 1 else [0.3]
         found = []
         for i in range(count):
             names = self.names(filler, rng)
