@@ -27,6 +27,13 @@ def device(request):
     torch.set_default_device(None)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Models as small as those of the tests only lose by sharing their steps, most of all on a busy machine."""
+    with kit.threads(1):
+        yield
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=in_simulator)  # last, as they have the longest to wait for
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import end_to_end
 from end_to_end import FULL, SINKS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--device", "cpu", "--heads", "4", "--dtype", "float32", "--lag", "64", "--new-tokens", "2", "--ratios"]
 SMALL += ["2", "6", "--blocks", "64", "--block-context", "256", "--budget", "64"]
 BLOCKS = [FULL, "StreamingLLM", "KeyDiff", "TOVA", "SnapKV"]

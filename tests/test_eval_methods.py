@@ -51,8 +51,9 @@ def test_options():
         "keydif": "method must be one of full, .*, got 'keydif'",
         "keydiff:budget=3": "KeyDiff has no option 'budget', expected some of sinks, recent",
         "keydiff:recent": "expected keydiff:option=value,option=value, got 'recent'",
+        "keydiff:head_mode=all": "method 'keydiff:head_mode=all': KeyDiff: head_mode must be one of",
     }.items():
         with pytest.raises(ValueError, match=words):
             rule(spec)
-    with pytest.raises(Unreachable, match="head_mode must be one of"):
-        rule("keydiff:head_mode=all").method(64, 600, LAYERS)
+    with pytest.raises(Unreachable, match="KeyDiff: budget .*64"):
+        rule("keydiff:sinks=100").method(64, 600, LAYERS)

@@ -20,17 +20,10 @@ from kvops.eval.tasks.base import asked  # noqa: E402
 from kvops.eval.tasks.needles import Passkey  # noqa: E402
 from kvops.eval.tasks.probes import Agreement, Chunked, Perplexity, Recall  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BENCH = Path(__file__).parents[1] / "bench"
 MODEL = BENCH / "models" / "passkey-llama"
 DIGITS = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

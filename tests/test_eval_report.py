@@ -20,6 +20,7 @@ from kvops.eval.reader import Reader
 from kvops.eval.results import Cell, Results, load
 from kvops.eval.specs import Refused
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ORIGIN = {
     "machine": {"cpu": "A CPU", "cores": 2},
     "torch": "2.13.0",
@@ -123,6 +124,7 @@ def test_a_row_by_hand():
                 },
                 **{"tokens": 60, "bytes_held": 1000, "bytes_full": 4000, "prefill_s": 0.25},
                 **{"decode_tokens_per_s": 64.0, "n": 2},
+                "depths": {"depth": [0.0, 1.0], "score": [1.0, 0.0]},
             }
         ],
     }
@@ -325,16 +327,7 @@ class Stop(Exception):
     pass
 
 
-@pytest.fixture
-def one_thread():
-    """Steps of one token are too small to share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_the_command(one_thread, tmp_path, monkeypatch, capsys):
+def test_the_command(tmp_path, monkeypatch, capsys):
     """A run that is stopped in the middle and begun again reports what an undisturbed one does, byte by byte."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(Reader, "clock", lambda self: float(next(ticks)))  # so that times are equal
@@ -379,7 +372,7 @@ def test_the_command(one_thread, tmp_path, monkeypatch, capsys):
     assert "holds results of other settings: seed was 0 and is now 1" in capsys.readouterr().err
 
 
-def test_out_of_memory(one_thread, tmp_path, monkeypatch, capsys):
+def test_out_of_memory(tmp_path, monkeypatch, capsys):
     """The cell is named and not written down, the others go on; the same command fills it in."""
     cut, of = Reader.cut, METHODS["keydiff"].label
 

@@ -15,6 +15,7 @@ from kvops.eval.__main__ import MODEL, TEXT  # noqa: E402
 from kvops.eval.specs import Refused  # noqa: E402
 from kvops.eval.tasks import TASKS, Filler, Prompt, Turn  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 HIDDEN = ["passkey", "needle", "niah-single", "niah-multikey", "niah-multiquery", "niah-multivalue"]
 MADE = [*HIDDEN, "variable-tracking", "common-words", "frequent-words"]
 CONTEXT = 1024

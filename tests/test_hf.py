@@ -17,6 +17,7 @@ from transformers import DynamicCache, LlamaConfig, MistralConfig, Qwen2Config  
 import kvops  # noqa: E402
 from kvops.hf import KVCache  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[1]
 VOCAB = 97
 TINY = {
@@ -33,15 +34,6 @@ TINY = {
     "pad_token_id": 0,
 }
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models this small only lose by sharing their work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_model(kind="llama", attn="sdpa", **settings):

@@ -22,9 +22,9 @@ from test_hf import (  # noqa: E402
     generate,
     make_model,
     make_prompts,
-    one_thread,  # noqa: F401
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 METHODS = {
     "snapkv": lambda budget=24: kvops.SnapKV(budget, window=8),
     "pyramidkv": lambda budget=24: kvops.PyramidKV(budget, window=8),

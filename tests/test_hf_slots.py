@@ -15,8 +15,9 @@ from transformers import CONFIG_MAPPING, DynamicCache, GlmConfig  # noqa: E402
 import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
 from kvops.hf import KVCache, model_rope, use_attention  # noqa: E402
-from test_hf import TINY, assert_rows_as_alone, generate, make_model, make_prompts, one_thread  # noqa: E402, F401
+from test_hf import TINY, assert_rows_as_alone, generate, make_model, make_prompts  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[1]
 METHODS = {
     "lacache": lambda budget=24: kvops.LaCache(budget),

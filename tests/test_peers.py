@@ -17,6 +17,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tqdm")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[1]
 TASK = "passkey:digits=8"
 PER_TOKEN = 3 * 2 * 2 * 64 * 4  # bytes: layers, KV heads, K and V, head_dim, fp32
