@@ -114,7 +114,12 @@ def check_pip(words: list[str]) -> None:
 
     _, what = create_command(words[0]).parse_args(words[1:])
     known = (ROOT / "Makefile").read_text()  # packages that a build of ours installs
-    assert what and all((ROOT / x).exists() or f" {x}=" in known for x in what), f"pip {words[0]} {what}: no such thing"
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    for x in what:
+        path, extra = re.fullmatch(r"([^\[]+)(?:\[(\w+)\])?", x).groups()
+        assert (ROOT / path).exists() or f" {path}=" in known, f"pip {words[0]} {x}: no such thing"
+        assert extra is None or extra in extras, f"pip {words[0]} {x}: no such extra"
+    assert what
 
 
 def check_cmake(words: list[str]) -> None:
@@ -205,7 +210,7 @@ def test_measured_rows_are_written(measured, monkeypatch, tmp_path, capsys):
         *("", ""),
         "| method | cut | 64 | 1,024 |",
         "| --- | --- | --- | --- |",
-        "| LAQ | before the question | 50 [46, 52] | 76 [71, 78] |",
+        "| LAQ | before the question | 50 [46, 52] | 76 [72, 78] |",
         "| LAQ++ | after the question | 25 [21, 27] |  |",
         "",
         "<!-- end -->",
@@ -217,7 +222,7 @@ def test_measured_rows_are_written(measured, monkeypatch, tmp_path, capsys):
     where = {"task": "passkey", "context": 2048, "point": "before", "method": "LAQ", "budget": 16}
     measured.RESULTS.write_text(json.dumps({"rows": [*rows, where | {"unreachable": "why"}]}))
     measured.main([])
-    assert "| LAQ | before the question | – | 50 [46, 52] | 76 [71, 78] |" in page.read_text()
+    assert "| LAQ | before the question | – | 50 [46, 52] | 76 [72, 78] |" in page.read_text()
     assert "; –: a budget that the method cannot keep to" in page.read_text()
 
     page.write_text("<!-- measured: LAQ H2O -->\n<!-- end -->")
