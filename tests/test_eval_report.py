@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from kvops.eval.results import Cell, Results, load
 from kvops.eval.specs import Refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+ROOT = Path(__file__).parents[1]
 ORIGIN = {
     "machine": {"cpu": "A CPU", "cores": 2},
     "torch": "2.13.0",
@@ -315,6 +317,15 @@ def test_results_go_on(tmp_path):
     file.write_text('{"rows": []}\n')
     with pytest.raises(Refused, match="line 1: expected what kvops.eval has measured, got"):
         load([file])
+
+
+def test_the_report_in_the_docs(tmp_path):
+    """It is what the recorded results make, and so is the summary that the other pages take their numbers from."""
+    report.write(*load([ROOT / "bench" / "results" / "eval.jsonl"]), tmp_path)
+    assert (tmp_path / "report.md").read_text() == (ROOT / "docs" / "evaluation" / "report.md").read_text()
+    assert (tmp_path / "summary.json").read_text() == (ROOT / "bench" / "results" / "eval.json").read_text()
+    for picture in tmp_path.glob("*.png"):
+        assert (ROOT / "docs" / "evaluation" / picture.name).exists()
 
 
 # ---- the command ----
