@@ -308,7 +308,8 @@ def picture(rows: list[dict], title: str, path: Path) -> None:
                 name = name if prefill == "chunked" else None
                 axis.plot([ratio(r) for r in of], [unit * r[key] for r in of], style, color=color, label=name, **thin)
         axis.set(xlabel="compression ratio of LagKV (1: full cache)", ylabel=label, ylim=(0, None))
-    axes[0].plot([], [], "s--", color=COLORS[0], label="whole prompt at once", **thin)
+    if any(r["prefill"] == "whole" for r in rows):
+        axes[0].plot([], [], "s--", color=COLORS[0], label="whole prompt at once", **thin)
     blocks = [r for r in rows if r["prefill"].startswith("blocks")]
     for name, color in zip(dict.fromkeys(r["method"] for r in blocks), COLORS):
         of = [r for r in blocks if r["method"] == name]

@@ -381,6 +381,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert command.main(tiny) == 0 and "10 of 10 cells were measured before" in capsys.readouterr().out
     assert command.main([*tiny, "--seed", "1"]) == 2
     assert "holds results of other settings: seed was 0 and is now 1" in capsys.readouterr().err
+    text.write_text(command.TEXT.read_text()[1:4001])  # another text of the same name
+    assert command.main(tiny) == 2 and re.search(r"text was 'text.txt \(\w{12}\)' and is", capsys.readouterr().err)
 
 
 def test_out_of_memory(tmp_path, monkeypatch, capsys):

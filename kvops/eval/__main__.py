@@ -15,7 +15,7 @@ import torch
 
 from ..bench.record import origin
 from .methods import METHODS, Rule, Unreachable, rule
-from .results import Cell, Results, load
+from .results import Cell, Results, fingerprint, load
 from .specs import Refused, parse
 from .tasks import POINTS, TASKS, Filler, Reader, Task
 
@@ -142,6 +142,12 @@ def describe() -> str:
     return "\n".join(lines)
 
 
+def described(path: Path | str) -> str:
+    """The name without the folders that it lies in, and what tells it from others of that name."""
+    mark = fingerprint(Path(path))
+    return f"{Path(path).resolve().name} ({mark})" if mark else str(path)
+
+
 def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader], **versions: str) -> list[Path]:
     """Measures what is not there yet; the files of results. versions: beside torch's, of what the reader runs."""
     import transformers
@@ -150,9 +156,7 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # the text is longer than the model's context, on purpose
     settings = {
-        "model": Path(a.model).name,
-        "text": a.text.name,
-        "data": a.data and a.data.name,
+        **{name: described(path) for name, path in (("model", a.model), ("text", a.text), ("data", a.data)) if path},
         "prompts": a.prompts,
         "batch": a.batch,
         "seed": a.seed,

@@ -54,9 +54,9 @@ def report(summary: Summary, folder: Path) -> str:
     intervals = "; ".join(
         text for percent, text in KINDS.items() if percent in {x.percent for x in summary.traits.values()}
     )
-    model = summary.settings.get("model", "a model")
+    model = re.sub(r" \([0-9a-f]{12}\)$", "", listed(summary.settings.get("model", "a model")))
     parts = [
-        f"# Evaluation of {listed(model)}",
+        f"# Evaluation of {model}",
         what_was_run(summary),
         "## How to read it",
         READING.format(intervals=intervals).rstrip(),

@@ -6,6 +6,7 @@ the next cell begins, so an interrupted run goes on where it stopped; what a kil
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -63,6 +64,21 @@ class Results:
 
     def close(self) -> None:
         self._file.close()
+
+
+#: What a model, or a copy of a benchmark, is made of.
+KINDS = (".json", ".jsonl", ".safetensors", ".bin", ".model", ".parquet", ".arrow")
+
+
+def fingerprint(path: Path) -> str | None:
+    """Of a file's bytes, or the names and sizes of a folder's files; None if there is no such path (a hub's name)."""
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    if not path.is_dir():
+        return None
+    files = sorted(x for x in path.rglob("*") if x.suffix in KINDS)
+    text = "\n".join(f"{x.relative_to(path)} {x.stat().st_size}" for x in files)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def cell_of(line: dict) -> Cell:
