@@ -304,7 +304,7 @@ def positions(summary: Summary, task: str, context: int, path: Path) -> bool:
     if not budgets:
         return False
     looks = styles([x.method for x in rows])
-    title = f"{task}, context {context:,} tokens, {prompts(rows)}: means over stretches of the text"
+    title = f"{task}, context {context:,} tokens, {prompts(rows)}"
     with figure(path, title, 3.8 * len(budgets), 4.6, looks) as page:
         axes = page.subplots(1, len(budgets), sharey=True, squeeze=False)[0]
         for axis, budget in zip(axes, budgets):
