@@ -17,6 +17,8 @@ import re
 import sys
 from pathlib import Path
 
+from kvops.eval.summary import SLACK
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "eval.json"
 DOCS = ROOT / "docs"
@@ -42,6 +44,11 @@ def budget(row: dict) -> int | None:
     return None if row["budget"] is None or row["budget"] >= row["context"] else row["budget"]
 
 
+def over(row: dict) -> bool:
+    """It holds more than its budget."""
+    return "scores" in row and row["budget"] is not None and row["tokens"] > SLACK * row["budget"]
+
+
 def number(x: int | None) -> str:
     return "all" if x is None else f"{x:,}"
 
@@ -50,7 +57,8 @@ def table(rows: list[dict], results: str) -> str:
     """A line of text and a table, a row for each method, task and point, a column for each budget."""
     tasks = list(dict.fromkeys(f"{row['task']}, {row['context']:,} tokens" for row in rows))
     prompts = " or ".join(map(str, sorted({row["scores"]["partial"]["n"] for row in rows if "scores" in row})))
-    unreachable = "" if all("scores" in row for row in rows) else "; –: a budget that the method cannot keep to"
+    legend = "" if all("scores" in row for row in rows) else "; –: a budget that the method cannot keep to"
+    legend += "; †: keeps over 5 % more than its budget" * any(map(over, rows))
     cells: dict[tuple[str, ...], dict[int | None, str]] = {}
     for row in rows:
         point = f"{row['point']} the question"
@@ -61,16 +69,14 @@ def table(rows: list[dict], results: str) -> str:
             raise ValueError(f"{results}: {row['method']}, {point}, budget {row['budget']}: expected one row, got two")
         line[budget(row)] = "–"
         if "scores" in row:
-            score = row["scores"]["partial"]
-            line[budget(row)] = "{mean:.0f} [{low:.0f}, {high:.0f}]".format(
-                **{x: 100 * score[x] for x in ("mean", "low", "high")}
-            )
+            mean, low, high = (100 * row["scores"]["partial"][x] for x in ("mean", "low", "high"))
+            line[budget(row)] = f"{mean:.0f} [{low:.0f}, {high:.0f}]" + " †" * over(row)
     budgets = sorted({budget(row) for row in rows}, key=lambda x: sys.maxsize if x is None else x)
     lines = [["method", "cut", *map(number, budgets)], ["---"] * (len(budgets) + 2)]
     lines += [[*label, *(line.get(x, "") for x in budgets)] for label, line in cells.items()]
     return (
         "Partial match in %, in brackets the 95 % interval, by tokens kept of each KV head; "
-        f"{'; '.join(tasks)}; {prompts} prompts{unreachable}\n"
+        f"{'; '.join(tasks)}; {prompts} prompts{legend}\n"
         f"([bench/results/{RESULTS.name}]({results}), `python -m kvops.eval`):\n\n"
         + "\n".join(f"| {' | '.join(line)} |" for line in lines)
     )

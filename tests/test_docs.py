@@ -183,8 +183,10 @@ def measured():
 
 def made_up_row(method: str, budget: int | None, mean: float, point: str = "before", **more) -> dict:
     score = {"mean": mean, "low": mean - 0.04, "high": mean + 0.02, "n": 22}
-    return {"task": "passkey", "context": 2048, "point": point, "method": method, "budget": budget, **more} | {
-        "scores": {"partial": score, "exact": score | {"mean": 0.0}}
+    return {"task": "passkey", "context": 2048, "point": point, "method": method, "budget": budget} | {
+        "tokens": budget,
+        **more,
+        "scores": {"partial": score, "exact": score | {"mean": 0.0}},
     }
 
 
@@ -223,7 +225,11 @@ def test_measured_rows_are_written(measured, monkeypatch, tmp_path, capsys):
     measured.RESULTS.write_text(json.dumps({"rows": [*rows, where | {"unreachable": "why"}]}))
     measured.main([])
     assert "| LAQ | before the question | – | 50 [46, 52] | 76 [72, 78] |" in page.read_text()
-    assert "; –: a budget that the method cannot keep to" in page.read_text()
+    assert "; –: a budget that the method cannot keep to" in page.read_text() and "†" not in page.read_text()
+
+    measured.RESULTS.write_text(json.dumps({"rows": [*rows, made_up_row("LAQ", 16, 0.5, tokens=17)]}))
+    measured.main([])
+    assert "50 [46, 52] † |" in page.read_text() and "; †: keeps over 5 %" in page.read_text()
 
     page.write_text("<!-- measured: LAQ H2O -->\n<!-- end -->")
     with pytest.raises(ValueError, match="one of the methods LAQ, LAQ\\+\\+, L2, Full, got H2O"):
