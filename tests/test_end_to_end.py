@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402  (after the check of what it needs, and with bench/ on the path)
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -20,6 +21,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--device", "cpu", "--heads", "4", "--dtype", "float32", "--lag", "64", "--new-tokens", "2", "--ratios"]
 SMALL += ["2", "6", "--blocks", "64", "--block-context", "256", "--budget", "64"]
 BLOCKS = [FULL, "StreamingLLM", "KeyDiff", "TOVA", "SnapKV"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect():
+    """Each sample begins with a collection of garbage, which has to look at all that earlier tests have left."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
