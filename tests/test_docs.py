@@ -163,6 +163,7 @@ def commands() -> list[str]:
     return list(dict.fromkeys(filter(None, lines)))
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package")  # other tests import them too
 @pytest.mark.parametrize("line", commands())
 def test_commands_are_what_their_programs_take(line, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

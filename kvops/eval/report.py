@@ -44,9 +44,16 @@ def write(heads: list[dict], lines: list[dict], folder: Path) -> str:
     """Writes the report of some results (see `results.load`) to a folder, and says what to print."""
     summary = summarize(heads, lines)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").write_text(json.dumps(summary.record(), indent=1, allow_nan=False) + "\n")
+    (folder / "summary.json").write_text(json_of(summary.record()))
     (folder / "report.md").write_text(report(summary, folder))
     return "\n".join([table(summary), "", f"report: {folder / 'report.md'}, with summary.json and pictures beside it"])
+
+
+def json_of(record: dict) -> str:
+    """JSON, with a line for each row."""
+    rows = ",\n".join("  " + json.dumps(x, allow_nan=False) for x in record["rows"])
+    head = json.dumps({x: y for x, y in record.items() if x != "rows"}, indent=1, allow_nan=False)
+    return f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 def report(summary: Summary, folder: Path) -> str:
