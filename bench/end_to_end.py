@@ -35,6 +35,7 @@ from tqdm import tqdm
 import kvops
 import kvops.hf
 from kvops.bench.record import origin, write
+from kvops.reference import kept_length
 
 LAYERS, HEADS, VOCABULARY = 32, 32, 128256  # Llama-3-8B's, as all else in `make_model`
 GROUP, HEAD_DIM, MLP = 4, 128, 14336 // HEADS  # query heads per KV head; MLP: neurons per query head
@@ -93,8 +94,7 @@ def cells(
 
 def kept(n: int, lag: int, ratio: int) -> int:
     """Tokens that LagKV keeps of n (Eq. 10)."""
-    partitions = (n - SINKS) // lag
-    return n if partitions < 2 else SINKS + int(lag / ratio) * (partitions - 1) + lag + (n - SINKS) % lag
+    return kept_length(n, SINKS, lag, int(lag / ratio))
 
 
 def make_model(layers: int, heads: int, tokens: int, device: str, dtype: torch.dtype) -> transformers.PreTrainedModel:

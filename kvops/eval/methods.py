@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from .. import methods as m
 from ..cache import Method
+from ..methods.lacache import understanding_span
+from ..reference import kept_length, num_segments
 from .specs import parse
 
 SINK = 16  # LagKV's
@@ -27,8 +29,7 @@ class Unreachable(ValueError):
 def lagkv_tokens(n: int, budget: int, lag: int, sink: int = SINK) -> tuple[int, int]:
     """Solves LagKV's Eq. 10 for the tokens kept per partition: the most within the budget (-1: none), and what 0 would
     keep."""
-    scored = max(0, (n - sink) // lag - 1)
-    fixed = n - scored * lag  # sink, last partition, rest
+    scored, fixed = num_segments(n, sink, lag), kept_length(n, sink, lag, 0)  # fixed: sink, last partition, rest
     return min((budget - fixed) // scored, lag) if scored and budget >= fixed else -1, fixed
 
 
@@ -39,7 +40,7 @@ def _lagkv(budget: int, n: int, num_layers: int, streaming: bool, options: dict)
     sink, lag = options.get("sink", SINK), options.get("lag")
     if lag is None:
         plans = [(x, *lagkv_tokens(n, budget, x, sink)) for x in (2**i for i in range(10, 3, -1))]
-        within = {x: fixed + kept * (n - fixed) // x for x, kept, fixed in plans if kept >= 0}  # what each keeps
+        within = {x: kept_length(n, sink, x, kept) for x, kept, _ in plans if kept >= 0}
         chooses = [x for x, kept, fixed in plans if kept > 0 and 2 * fixed <= budget]
         lag = chooses[0] if chooses else max(within, key=within.get, default=plans[-1][0])
     kept, fixed = lagkv_tokens(n, budget, lag, sink)
@@ -55,8 +56,7 @@ def _lacache(budget: int, n: int, num_layers: int, streaming: bool, options: dic
     """A prompt and a short answer, or language modelling: the paper's settings for each."""
     if options.get("task", "modeling" if streaming else "understanding") == "modeling":
         return {"budget": budget}
-    span = max(1, min(round(num_layers * budget / n), num_layers - 1))
-    return {"budget": budget, "task": "understanding", "span": span}
+    return {"budget": budget, "task": "understanding", "span": understanding_span(num_layers, budget / n)}
 
 
 def _window(budget: int, n: int, num_layers: int, streaming: bool, options: dict) -> dict:

@@ -103,6 +103,11 @@ def lacache_coverage(
     return torch.zeros(num_layers, n, dtype=torch.bool, device="cpu").scatter_(1, held, True)
 
 
+def understanding_span(num_layers: int, ratio: float) -> int:
+    """The paper's span for a prompt and a short answer, when this share of the prompt is kept."""
+    return max(1, min(round(num_layers * ratio), num_layers - 1))
+
+
 def _settings(
     op: str,
     num_layers: int,
@@ -126,7 +131,7 @@ def _settings(
                     f"{budget} tokens, as a stream's length is not known; or give the budget as a fraction"
                 )
             ratio = budget if isinstance(budget, float) else keep / max(n, 1)
-            span = max(1, min(round(num_layers * ratio), num_layers - 1))
+            span = understanding_span(num_layers, ratio)
         overlap = 0 if overlap is None else overlap
         sinks = min(128, keep // 4) if sinks is None else sinks
     sinks = 4 if sinks is None else sinks
