@@ -73,6 +73,16 @@ def test_kernels_spill_no_registers_and_have_no_stack():
 
 @needs_library
 @needs_report
+def test_every_gpu_from_the_a100_on_can_run_it():
+    """Machine code for the architectures, and PTX that any of them can compile, whatever nvcc knew."""
+    listed = resources.cuobjdump("--list-ptx", LIBRARY) + resources.cuobjdump("--list-elf", LIBRARY)
+    ptx = set(re.findall(r"(sm_\w+)\.ptx", listed))
+    assert "sm_80" in ptx and not any(x.endswith("a") for x in ptx), ptx
+    assert set(re.findall(r"(sm_\w+)\.cubin", listed)) == {f"sm_{x}" for x in CUDA["archs"]}
+
+
+@needs_library
+@needs_report
 @needs_source
 def test_table_in_the_docs_is_what_was_built():
     if CUDA["archs"] != ["80", "90a", "100"]:

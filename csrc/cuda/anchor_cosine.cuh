@@ -205,28 +205,34 @@ inline int64_t anchor_blocks(const AnchorCosineParams& p) {
   return p.n > kTokens ? (p.n + kTokens - 1) / kTokens : 1;
 }
 
-// Bytes: the partial sums, and a counter for each head.
-inline int64_t anchor_cosine_workspace(const AnchorCosineParams& p) {
-  return p.given_anchor ? 0 : 4 * p.b * p.heads * (anchor_blocks(p) * p.d + 1);
-}
+struct AnchorMemory {
+  float* partial_sums;  // [b, Hk, blocks, d]
+  unsigned* counters;   // [b, Hk]
+
+  AnchorMemory(const AnchorCosineParams& p, Sections& sections) {
+    const int64_t heads = p.given_anchor ? 0 : p.b * p.heads;
+    partial_sums = sections.add<float>(heads * anchor_blocks(p) * p.d);
+    counters = sections.add<unsigned>(heads);
+  }
+};
 
 inline void anchor_cosine_cuda(const AnchorCosineParams& p, void* workspace, cudaStream_t stream) {
   const int64_t heads = p.b * p.heads;
   const unsigned blocks = static_cast<unsigned>(anchor_blocks(p));
   if (heads == 0) return;
   const bool wide = aligned_rows(p.k, p.b, p.heads, p.n);
+  Sections sections{workspace};
+  const AnchorMemory memory(p, sections);
   with_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
     with_lanes<T>(p.d / kPiece<T>, [&](auto lanes) {
       using Lanes = decltype(lanes);
       if (!p.given_anchor) {
-        float* const partial_sums = static_cast<float*>(workspace);
-        unsigned* const counters = reinterpret_cast<unsigned*>(partial_sums + heads * blocks * p.d);
-        zero_async(counters, 4 * heads, stream);
+        zero_async(memory.counters, 4 * heads, stream);
         const int64_t floats = 4 * kAnchorWarps * p.d, doubles = 8 * kMaxHeadDim;  // groups * d is at most that
         const int64_t shared = floats > doubles ? floats : doubles;
-        launch<anchor_sum_kernel<T, Lanes>>(grid_of(heads * blocks), kAnchorThreads, shared, stream, p, partial_sums,
-                                            counters, blocks, wide);
+        launch<anchor_sum_kernel<T, Lanes>>(grid_of(heads * blocks), kAnchorThreads, shared, stream, p,
+                                            memory.partial_sums, memory.counters, blocks, wide);
       }
       launch<anchor_score_kernel<T, Lanes>>(grid_of(heads * blocks), kAnchorThreads, 0, stream, p, blocks, wide);
     });

@@ -44,7 +44,7 @@ struct PackedPrototypes {
   int pitch;      // bytes between rows in shared memory: 64 more than a multiple of 128, see window.cuh
   int chunk;      // rows that a block has at a time, a multiple of 16
   int64_t bytes;  // of all heads
-  int64_t carry;  // bytes: the best product of each key between chunks
+  bool carry;     // there are several chunks
 
   static PackedPrototypes of(const AssignPrototypesParams& p) {
     PackedPrototypes x;
@@ -55,7 +55,7 @@ struct PackedPrototypes {
     const int64_t chunks = (x.rows + most - 1) / most;  // of about the same size
     x.chunk = static_cast<int>((x.rows / kTileRows + chunks - 1) / chunks * kTileRows);
     x.bytes = p.b * p.heads * x.rows * x.row_bytes;
-    x.carry = chunks > 1 ? 4 * p.b * p.heads * p.n : 0;
+    x.carry = chunks > 1;
     return x;
   }
 
@@ -200,10 +200,15 @@ __global__ void __launch_bounds__(kAssignThreads, 1)
   }
 }
 
-// Bytes: the packed prototypes, and what waits between chunks.
+struct AssignMemory {
+  char* packed;  // the prototypes
+  float* carry;  // [b, Hk, n]: the best product of each key between chunks
+
+  AssignMemory(const AssignPrototypesParams& p, const PackedPrototypes& plan, Sections& sections)
+      : packed(sections.add<char>(plan.bytes)), carry(sections.add<float>(plan.carry ? p.b * p.heads * p.n : 0)) {}
+};
 inline int64_t assign_prototypes_workspace(const AssignPrototypesParams& p) {
-  const PackedPrototypes packed = PackedPrototypes::of(p);
-  return packed.bytes + packed.carry;
+  return bytes_of<AssignMemory>(p, PackedPrototypes::of(p));
 }
 
 inline void assign_prototypes_cuda(const AssignPrototypesParams& p, void* workspace, cudaStream_t stream) {
@@ -211,18 +216,19 @@ inline void assign_prototypes_cuda(const AssignPrototypesParams& p, void* worksp
   if (heads * p.n == 0) return;
   const PackedPrototypes packed = PackedPrototypes::of(p);
   const Splits splits = Splits::of(p.n, heads);
-  char* const memory = static_cast<char*>(workspace);
-  float* const carry = packed.carry ? reinterpret_cast<float*>(memory + packed.bytes) : nullptr;
+  Sections sections{workspace};
+  const AssignMemory memory(p, packed, sections);
+  float* const carry = packed.carry ? memory.carry : nullptr;
   const bool wide = aligned_rows(p.k, p.b, p.heads, p.n);
   with_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
     launch<pack_prototypes_kernel<Product<T>>>(grid_of((heads * packed.rows + 7) / 8), 256, 0, stream, p, packed,
-                                               memory);
-    if (sm90::assign_prototypes(p, packed.view(p, memory), packed.rows, stream)) return;
+                                               memory.packed);
+    if (sm90::assign_prototypes(p, packed.view(p, memory.packed), packed.rows, stream)) return;
     const auto assign = [&](auto pieces) {
       launch<assign_prototypes_kernel<T, decltype(pieces)::value>>(grid_of(heads * splits.count), kAssignThreads,
                                                                    int64_t{packed.chunk} * packed.pitch, stream, p,
-                                                                   packed, memory, carry, splits, wide);
+                                                                   packed, memory.packed, carry, splits, wide);
     };
     packed.row_bytes <= 256 ? assign(Constant<4>{}) : assign(Constant<8>{});
   });

@@ -9,7 +9,7 @@ Tensor cluster_mean(const Tensor& scores, const Tensor& assignment, int64_t num_
   Tensor means = scores;
   const ClusterMeanParams p = check_cluster_mean(scores, assignment, num_clusters, reduce, means);
   const OnDevice device(scores);
-  const Workspace workspace(scores, cluster_mean_workspace(p));
+  const Workspace workspace(scores, bytes_of<ClusterMeanMemory>(p));
   cluster_mean_cuda(p, workspace.data(), device.stream());
   return means;
 }

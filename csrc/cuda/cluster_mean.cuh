@@ -73,20 +73,25 @@ __global__ void __launch_bounds__(kClusterThreads)
   p.means[i] = from_fixed_point(static_cast<int64_t>(all.sums[i]), shift, all.counts[i], p.sum);
 }
 
-// Bytes: the sums and counts, and the heads' largest scores.
-inline int64_t cluster_mean_workspace(const ClusterMeanParams& p) {
-  const int64_t heads = p.tokens.b * p.tokens.heads;
-  return ClusterSums::kBytes * heads * p.tokens.clusters + 4 * heads;
-}
+struct ClusterMeanMemory {
+  ClusterSums all;    // [b, Hk, clusters]
+  unsigned* largest;  // [b, Hk]
+
+  ClusterMeanMemory(const ClusterMeanParams& p, Sections& sections) {
+    const int64_t heads = p.tokens.b * p.tokens.heads, clusters = heads * p.tokens.clusters;
+    all = {sections.add<unsigned long long>(clusters), sections.add<unsigned>(clusters)};
+    largest = sections.add<unsigned>(heads);
+  }
+};
 
 inline void cluster_mean_cuda(const ClusterMeanParams& p, void* workspace, cudaStream_t stream) {
   const ClusteredTokens& x = p.tokens;
   const int64_t heads = x.b * x.heads, clusters = heads * x.clusters;
   if (clusters == 0) return;
   const unsigned blocks = token_blocks(x);
-  const ClusterSums all = ClusterSums::at(workspace, clusters);
-  unsigned* const largest = all.counts + clusters;
-  zero_async(workspace, cluster_mean_workspace(p), stream);
+  Sections sections{workspace};
+  const auto [all, largest] = ClusterMeanMemory(p, sections);
+  zero_async(workspace, sections.bytes, stream);
   if (blocks > 0) {
     const bool shared = x.clusters <= ClusterSums::kShared;
     launch<largest_score_kernel>(grid_of(heads * blocks), kClusterThreads, 0, stream, x, largest, blocks);

@@ -86,10 +86,15 @@ __global__ void __launch_bounds__(kClusterThreads)
   });
 }
 
-// Bytes: of each cluster, its size and what is left for it.
-inline int64_t cluster_priority_workspace(const ClusterPriorityParams& p) {
-  return 8 * p.tokens.b * p.tokens.heads * p.tokens.clusters;
-}
+struct ClusterPriorityMemory {
+  int *sizes, *left;  // [b, Hk, clusters]: tokens, and what of k is left for them
+
+  ClusterPriorityMemory(const ClusterPriorityParams& p, Sections& sections) {
+    const int64_t clusters = p.tokens.b * p.tokens.heads * p.tokens.clusters;
+    sizes = sections.add<int>(clusters);
+    left = sections.add<int>(clusters);
+  }
+};
 
 inline void cluster_priority_cuda(const ClusterPriorityParams& p, void* workspace, cudaStream_t stream) {
   const ClusteredTokens& x = p.tokens;
@@ -98,8 +103,8 @@ inline void cluster_priority_cuda(const ClusterPriorityParams& p, void* workspac
   zero_async(p.kept, 4 * heads, stream);
   const unsigned blocks = token_blocks(x);
   if (blocks == 0) return;
-  int* const sizes = static_cast<int*>(workspace);
-  int* const left = sizes + clusters;
+  Sections sections{workspace};
+  const auto [sizes, left] = ClusterPriorityMemory(p, sections);
   zero_async(sizes, 4 * clusters, stream);
   const bool shared = x.clusters <= kSharedSizes;
   const unsigned orders = static_cast<unsigned>((x.clusters + kClusterThreads - 1) / kClusterThreads);

@@ -19,17 +19,52 @@ namespace kvops {
 namespace {
 
 inline void check_cuda(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("kvops: CUDA error: ") + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // a failed call leaves its error behind; the next good launch must not find it
+  throw std::runtime_error(std::string("kvops: CUDA error: ") + cudaGetErrorString(error));
+}
+
+// What the compiler noted of a kernel, in the code that the current device runs.
+template <auto Kernel>
+cudaFuncAttributes attributes_of() {
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, Kernel));
+  return attributes;
+}
+
+// Above 48 KB, of static and dynamic shared memory together, a kernel must ask for what a block is to have.
+template <auto Kernel>
+void allow_shared_memory(size_t dynamic_bytes) {
+  static const size_t static_bytes = attributes_of<Kernel>().sharedSizeBytes;
+  if (static_bytes + dynamic_bytes > 48 * 1024)
+    check_cuda(
+        cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(dynamic_bytes)));
 }
 
 // Kernel<<<grid, block, dynamic_bytes, stream>>>(args...), with errors as exceptions.
 template <auto Kernel, class... Args>
 void launch(dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, Args... args) {
-  if (dynamic_bytes > 48 * 1024)
-    check_cuda(
-        cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(dynamic_bytes)));
+  allow_shared_memory<Kernel>(dynamic_bytes);
   Kernel<<<grid, block, dynamic_bytes, stream>>>(args...);
   check_cuda(cudaGetLastError());
+}
+
+// The same in clusters of `cluster` consecutive blocks along x, which see each other's shared memory (cluster.cuh).
+template <auto Kernel, class... Args>
+void launch_clusters(unsigned cluster, dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, Args... args) {
+  allow_shared_memory<Kernel>(dynamic_bytes);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = dynamic_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, Kernel, args...));
 }
 
 // Zeroes memory in the stream's order.
@@ -38,19 +73,23 @@ inline void zero_async(void* memory, size_t bytes, cudaStream_t stream) {
 }
 
 // Of the current device.
-inline int multiprocessors() {
-  int device, count;
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device, value;
   check_cuda(cudaGetDevice(&device));
-  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
 }
-
-// Bytes that a block may have.
+inline int multiprocessors() {
+  return device_attribute(cudaDevAttrMultiProcessorCount);
+}
+// Bytes that a block may have, static and dynamic together.
 inline int shared_memory() {
-  int device, bytes;
-  check_cuda(cudaGetDevice(&device));
-  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  return bytes;
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+}
+// May the kernel be launched in clusters? Not where the driver has made it from the PTX of an older architecture.
+template <auto Kernel>
+bool has_clusters() {
+  return device_attribute(cudaDevAttrClusterLaunch) && attributes_of<Kernel>().ptxVersion >= 90;
 }
 
 }  // namespace
@@ -75,6 +114,11 @@ inline int shared_memory() {
   return 99 * 1024;  // the least of all GPUs that are supported
 }
 
+template <auto Kernel>
+bool has_clusters() {
+  return false;
+}
+
 }  // namespace
 }  // namespace kvops
 #endif
@@ -87,6 +131,28 @@ inline dim3 grid_of(int64_t blocks, unsigned y = 1) {
   if (blocks > 0x7fffffff)
     throw std::runtime_error("kvops: the call needs " + std::to_string(blocks) + " CUDA blocks, at most 2^31 - 1 fit");
   return dim3(static_cast<unsigned>(blocks), y);
+}
+
+// Sections of a workspace, one behind the other, each from a multiple of 16 bytes on. An operator's <Op>Memory takes
+// its sections in its constructor: without a workspace to learn the size, then with one.
+struct Sections {
+  void* workspace = nullptr;
+  int64_t bytes = 0;  // of all so far
+
+  template <class T>
+  T* add(int64_t count) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(workspace) + bytes;
+    bytes += (count * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 16;
+    return reinterpret_cast<T*>(at);
+  }
+};
+
+// The bytes that Memory(args..., sections) takes.
+template <class Memory, class... Args>
+inline int64_t bytes_of(const Args&... args) {
+  Sections sections;
+  Memory(args..., sections);
+  return sections.bytes;
 }
 
 }  // namespace

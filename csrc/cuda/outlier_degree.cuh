@@ -236,21 +236,26 @@ inline void with_degree_plan(const OutlierDegreeParams& p, const Fn& fn) {
   });
 }
 
-// Bytes: of each head, its blocks' sums, what they make, and a counter.
-inline int64_t outlier_degree_workspace(const OutlierDegreeParams& p) {
-  if (!p.standardize) return 0;
-  int64_t blocks = 0;
-  with_degree_plan(p, [&](auto, auto, const DegreePlan& plan) { blocks = plan.blocks; });
-  return p.b * p.heads * (blocks * int64_t{sizeof(SimilaritySums)} + int64_t{sizeof(Standard)} + 4);
-}
+struct OutlierDegreeMemory {
+  SimilaritySums* sums;  // [b, Hk, blocks]
+  Standard* standards;   // [b, Hk]
+  unsigned* counters;    // [b, Hk]
+
+  OutlierDegreeMemory(const OutlierDegreeParams& p, Sections& sections) {
+    int64_t heads = p.standardize ? p.b * p.heads : 0, blocks = 0;
+    with_degree_plan(p, [&](auto, auto, const DegreePlan& plan) { blocks = plan.blocks; });
+    sums = sections.add<SimilaritySums>(heads * blocks);
+    standards = sections.add<Standard>(heads);
+    counters = sections.add<unsigned>(heads);
+  }
+};
 
 inline void outlier_degree_cuda(const OutlierDegreeParams& p, void* workspace, cudaStream_t stream) {
   const int64_t heads = p.b * p.heads;
   if (heads * p.n == 0) return;
   with_degree_plan(p, [&](auto type, auto lanes, const DegreePlan& plan) {
-    SimilaritySums* const sums = static_cast<SimilaritySums*>(workspace);
-    Standard* const standards = reinterpret_cast<Standard*>(sums + heads * plan.blocks);
-    unsigned* const counters = reinterpret_cast<unsigned*>(standards + heads);
+    Sections sections{workspace};
+    const auto [sums, standards, counters] = OutlierDegreeMemory(p, sections);
     if (p.standardize) zero_async(counters, 4 * heads, stream);
     launch<similarity_kernel<decltype(type), decltype(lanes)>>(grid_of(heads * plan.blocks), kDegreeThreads,
                                                                plan.shared, stream, p, plan, sums, standards, counters,

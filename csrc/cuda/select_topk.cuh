@@ -184,6 +184,12 @@ struct Chunks {
   int* reach;       // [units, count, kReach]: the chunk's keys >= the i-th of the last kLastBins possible thresholds
   Search* found;    // [units, kDigits]: what was known before that digit
 
+  Chunks(int64_t units, int chunks, Sections& sections)
+      : count(static_cast<unsigned>(chunks)),
+        histograms(sections.add<int>(units * kDigits * kBins)),
+        reach(sections.add<int>(units * chunks * kReach)),
+        found(sections.add<Search>(units * kDigits)) {}
+
   static constexpr int kReach = kLastBins + 4;  // one more than needed is used: 16-byte accesses
 
   __device__ int4& bins(unsigned unit, int digit) const {
@@ -265,8 +271,7 @@ struct SelectPlan {
     // Two blocks for each multiprocessor run at once in every launch: registers allow that much.
     const int64_t chunks = (x.length + kLeastInChunk - 1) / kLeastInChunk, most = 2 * processors / x.units;
     x.chunks = static_cast<int>(chunks < most ? chunks : most);
-    x.workspace = x.units * (4 * kDigits * kBins + int64_t{4} * x.chunks * Chunks::kReach +
-                             kDigits * static_cast<int64_t>(sizeof(Search)));
+    x.workspace = bytes_of<Chunks>(x.units, x.chunks);
     return x;
   }
 };
@@ -282,11 +287,9 @@ inline void select_topk_cuda(const SelectTopkParams& p, const SelectPlan& plan, 
   }
   if (!plan.chunks) return launch<select_block_kernel>(grid_of(plan.units), kSelectThreads, 0, stream, p);
 
-  int* const memory = static_cast<int*>(workspace);
-  const int64_t histograms = plan.units * kDigits * kBins, reach = plan.units * plan.chunks * Chunks::kReach;
-  const Chunks chunks{static_cast<unsigned>(plan.chunks), memory, memory + histograms,
-                      reinterpret_cast<Search*>(memory + histograms + reach)};
-  zero_async(memory, 4 * histograms, stream);
+  Sections sections{workspace};
+  const Chunks chunks(plan.units, plan.chunks, sections);
+  zero_async(chunks.histograms, 4 * plan.units * kDigits * kBins, stream);
   const dim3 grid = grid_of(plan.units * plan.chunks);
   launch<count_digit_kernel<0>>(grid, kSelectThreads, 0, stream, p, chunks);
   launch<count_digit_kernel<1>>(grid, kSelectThreads, 0, stream, p, chunks);

@@ -6,17 +6,23 @@
 namespace kvops {
 namespace {
 
-// What a call keeps while it runs, in floats: the parts of out, the parts' sums, an lse and logits, and what is left is
-// for the passes.
-struct Memory {
-  int64_t out, sums, lse, logits, passes;
+// What a call keeps while it runs.
+struct WindowAttentionMemory {
+  float* parts;   // [b, Hq, w, parts, dv]
+  RowSum* sums;   // [b, Hq, w, parts]
+  float* lse;     // [b, Hq, w], of the plain kernel
+  float* logits;  // [b, Hq, n], of one row for each query head, or null
+  char* passes;   // of window_scores' passes, one after the other
 
-  static Memory of(const WindowAttentionParams& p, const AttentionPlan& plan) {
+  WindowAttentionMemory(const WindowAttentionParams& p, const AttentionPlan& plan, Sections& sections) {
     const Window& w = p.window;
     const int64_t rows = w.b * w.heads * w.group * w.w;
-    const int64_t lse = plan.tensor_cores ? 0 : window_lse_workspace(w), scores = window_scores_pass_workspace(w);
-    return {rows * plan.parts * p.dv, 2 * rows * plan.parts, plan.tensor_cores ? 0 : rows, w.w == 1 ? rows * w.n : 0,
-            ((lse > scores ? lse : scores) + 3) / 4};
+    const int64_t sums_pass = plan.tensor_cores ? 0 : window_lse_workspace(w), scores = window_scores_pass_workspace(w);
+    parts = sections.add<float>(rows * plan.parts * p.dv);
+    sums = sections.add<RowSum>(rows * plan.parts);
+    lse = sections.add<float>(plan.tensor_cores ? 0 : rows);
+    logits = w.w == 1 ? sections.add<float>(rows * w.n) : nullptr;
+    passes = sections.add<char>(sums_pass > scores ? sums_pass : scores);
   }
 };
 
@@ -34,13 +40,9 @@ std::tuple<Tensor, Tensor, Tensor> window_attention(const Tensor& q, const Tenso
   if (lse.numel() == 0) return {out, lse, scores};
   const OnDevice device(q);
   const AttentionPlan plan = AttentionPlan::of(p);
-  const Memory memory = Memory::of(p, plan);
-  const Workspace workspace(q, 4 * (memory.out + memory.sums + memory.lse + memory.logits + memory.passes));
-  float* const parts = static_cast<float*>(workspace.data());
-  RowSum* const sums = reinterpret_cast<RowSum*>(parts + memory.out);
-  float* const own_lse = parts + memory.out + memory.sums;
-  float* const logits = memory.logits ? own_lse + memory.lse : nullptr;
-  void* const passes = own_lse + memory.lse + memory.logits;
+  const Workspace workspace(q, bytes_of<WindowAttentionMemory>(p, plan));
+  Sections sections{workspace.data()};
+  const auto [parts, sums, own_lse, logits, passes] = WindowAttentionMemory(p, plan, sections);
   if (plan.tensor_cores) {
     attention_parts_cuda(p, plan, parts, sums, logits, device.stream());
   } else {

@@ -15,7 +15,7 @@ Tensor window_scores(const Tensor& q, const Tensor& k, const Tensor& visible, co
   check_head_dim("window_scores", "k", k);
   if (scores.numel() == 0) return scores;
   const OnDevice device(q);
-  const Workspace workspace(q, window_scores_workspace(p));
+  const Workspace workspace(q, bytes_of<WindowScoresMemory>(p));
   window_scores_cuda(p, workspace.data(), device.stream());
   if (lse && debug_checks()) check_lse_total(p, *lse, visible, starts, sink_logits, scores);
   return scores;
@@ -24,7 +24,7 @@ Tensor window_scores(const Tensor& q, const Tensor& k, const Tensor& visible, co
 }  // namespace
 
 int64_t window_lse_workspace(const Window& p) {
-  return 4 * SumsPlan::of(p).partial;
+  return bytes_of<SumsMemory>(SumsPlan::of(p));
 }
 
 void window_lse(const Window& p, float* lse, float* logits, void* workspace, cudaStream_t stream) {
@@ -35,7 +35,7 @@ void window_lse(const Window& p, float* lse, float* logits, void* workspace, cud
 }
 
 int64_t window_scores_pass_workspace(const Window& p) {
-  return 4 * ScoresPlan::of(p).carry;
+  return bytes_of<ScoresMemory>(p);
 }
 
 void window_scores_pass(const Window& p, const float* lse, void* workspace, cudaStream_t stream) {

@@ -388,19 +388,19 @@ __global__ void __launch_bounds__(kWindowThreads)
 // ---- The passes
 // ------------------------------------------------------------------------------------------------------
 
-// How a call without lse is cut, and what its workspace holds.
+// How a call without lse is cut.
 struct SumsPlan {
   Splits splits;
-  int64_t heads, rows;           // KV heads of the batch, rows of each
-  int64_t partial, lse, logits;  // floats: [heads, splits, rows, 2], [heads, rows], and with one row each [heads, G, n]
+  int64_t heads, rows;  // KV heads of the batch, rows of each
 
-  static SumsPlan of(const Window& p) {
-    SumsPlan x{Splits::of(p.n, kAnyHeads), p.b * p.heads, p.group * p.w, 0, 0, 0};
-    x.lse = x.heads * x.rows;
-    x.partial = 2 * x.lse * x.splits.count;
-    x.logits = p.w == 1 ? x.lse * p.n : 0;
-    return x;
-  }
+  static SumsPlan of(const Window& p) { return {Splits::of(p.n, kAnyHeads), p.b * p.heads, p.group * p.w}; }
+};
+
+struct SumsMemory {
+  RowSum* partial_sums;  // [heads, splits, rows]
+
+  SumsMemory(const SumsPlan& plan, Sections& sections)
+      : partial_sums(sections.add<RowSum>(plan.heads * plan.splits.count * plan.rows)) {}
 };
 
 // The first pass: each row's sum over each split, and, where `logits` is given, the logits.
@@ -429,15 +429,22 @@ inline void window_lse_cuda(const SumsPlan& plan, const RowSum* partial_sums, fl
 struct ScoresPlan {
   RowChunks chunks;
   Splits splits;
-  int64_t carry;  // floats of workspace: [b, Hk, n], where a query head's rows may not fit into one chunk
+  bool carry;  // a query head's rows may not fit into one chunk
 
   static ScoresPlan of(const Window& p) {
-    ScoresPlan x{RowChunks::of(p, score_layout(p), sizeof(int) + sizeof(float)), Splits::of(p.n, p.b * p.heads), 0};
+    ScoresPlan x{RowChunks::of(p, score_layout(p), sizeof(int) + sizeof(float)), Splits::of(p.n, p.b * p.heads), false};
     const RowLayout& layout = x.chunks.layout;
     const bool cut = layout.units > 1 && x.chunks.rows < layout.rows && x.chunks.rows % layout.padded;
-    x.carry = cut && p.group_reduce != Reduce::none ? p.b * p.heads * p.n : 0;
+    x.carry = cut && p.group_reduce != Reduce::none;
     return x;
   }
+};
+
+struct ScoresMemory {
+  float* carry;  // [b, Hk, n]
+
+  ScoresMemory(const Window& p, Sections& sections)
+      : carry(sections.add<float>(ScoresPlan::of(p).carry ? p.b * p.heads * p.n : 0)) {}
 };
 
 // The second pass, or the only one: p.lse is given, or p.softmax is false.
@@ -459,29 +466,37 @@ inline void window_row_scores_cuda(const Window& p, const float* logits, const f
                                    static_cast<unsigned>(blocks));
 }
 
-// Bytes of workspace, for a call that has any score.
-inline int64_t window_scores_workspace(const WindowScoresParams& params) {
-  if (!params.softmax || params.lse.data) return 4 * ScoresPlan::of(params.window).carry;
-  const SumsPlan plan = SumsPlan::of(params.window);
-  const int64_t scores = params.window.w == 1 ? 0 : ScoresPlan::of(params.window).carry;
-  return 4 * (plan.partial + plan.lse + plan.logits + scores);
-}
+// Of a call that has any score.
+struct WindowScoresMemory {
+  RowSum* partial_sums;  // [b, Hk, splits, rows]
+  float* lse;            // [b, Hq, w]
+  float* logits;         // [b, Hq, n], of one row for each query head
+  float* carry;          // [b, Hk, n]
+
+  WindowScoresMemory(const WindowScoresParams& params, Sections& sections) {
+    const Window& p = params.window;
+    const bool makes_lse = params.softmax && !params.lse.data, one_row = makes_lse && p.w == 1;
+    const int64_t rows = makes_lse ? p.b * p.heads * p.group * p.w : 0;
+    partial_sums = makes_lse ? SumsMemory(SumsPlan::of(p), sections).partial_sums : nullptr;
+    lse = sections.add<float>(rows);
+    logits = sections.add<float>(one_row ? rows * p.n : 0);
+    carry = one_row ? nullptr : ScoresMemory(p, sections).carry;
+  }
+};
 
 inline void window_scores_cuda(WindowScoresParams params, void* workspace, cudaStream_t stream) {
   const Window& p = params.window;
-  float* memory = static_cast<float*>(workspace);
+  Sections sections{workspace};
+  const WindowScoresMemory memory(params, sections);
   if (params.softmax && !params.lse.data) {
     const SumsPlan plan = SumsPlan::of(p);
-    RowSum* const partial_sums = reinterpret_cast<RowSum*>(memory);
-    float* const lse = memory + plan.partial;
-    float* const logits = plan.logits ? lse + plan.lse : nullptr;
-    window_sums_cuda(p, plan, partial_sums, logits, stream);
-    window_lse_cuda(plan, partial_sums, lse, stream);
-    if (logits) return window_row_scores_cuda(p, logits, lse, stream);
-    params.lse = {lse, p.heads * p.group * p.w, p.w, 1};
-    memory = lse + plan.lse;
+    float* const logits = p.w == 1 ? memory.logits : nullptr;
+    window_sums_cuda(p, plan, memory.partial_sums, logits, stream);
+    window_lse_cuda(plan, memory.partial_sums, memory.lse, stream);
+    if (logits) return window_row_scores_cuda(p, logits, memory.lse, stream);
+    params.lse = {memory.lse, p.heads * p.group * p.w, p.w, 1};
   }
-  window_scores_pass_cuda(params, ScoresPlan::of(p), memory, stream);
+  window_scores_pass_cuda(params, ScoresPlan::of(p), memory.carry, stream);
 }
 
 }  // namespace
