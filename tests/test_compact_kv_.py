@@ -77,9 +77,10 @@ def test_repeatable(d, heads):
 
 @pytest.mark.parametrize("shift", [1, 5, 300])
 def test_all_rows_move_a_little(shift):
-    """Each slot's row comes from close behind, so that tiles depend on one another."""
-    k, v = kit.kv(1, 2, 700, 64, torch.bfloat16)
-    check(k, v, torch.arange(shift, 700).expand(1, 2, -1))
+    """Each slot's row comes from close behind, so that chunks depend on one another; there are three, or over forty."""
+    for n, d in ((700, 64), (2700, 256)):
+        k, v = kit.kv(1, 2, n, d, torch.bfloat16)
+        check(k, v, torch.arange(shift, n).expand(1, 2, -1))
 
 
 @kit.only("cpu", "cuda")

@@ -147,10 +147,11 @@ def test_repeatable(d, heads):
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("cursor", [0, 3])
 def test_all_rows_move_a_little(layer, cursor):
-    """Each slot's row comes from close behind, so that tiles depend on one another."""
-    plan = ladder_plan(700, (cursor, 1), layers=2, span=1, overlap=0)
-    check(*kit.kv(1, 2, 700, 64, torch.bfloat16), plan, layer)
-    check(*kit.kv(1, 2, 700, 64, torch.bfloat16), plan, layer, inv_freq=frequencies(32))
+    """Each slot's row comes from close behind, so that chunks depend on one another; there are few, or over forty."""
+    for n, d in ((700, 64), (2700, 256)):
+        plan = ladder_plan(n, (cursor, 1), layers=2, span=1, overlap=0)
+        check(*kit.kv(1, 2, n, d, torch.bfloat16), plan, layer)
+        check(*kit.kv(1, 2, n, d, torch.bfloat16), plan, layer, inv_freq=frequencies(32))
 
 
 @kit.only("cpu", "cuda")

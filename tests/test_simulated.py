@@ -87,17 +87,17 @@ BARRIER = "    __syncthreads();"
 FAULTS = {
     "compact_kv_ writes before all have read": (
         "compact_kv_",
-        ("compact_kv_.cuh", f"{BARRIER}  // the whole tile has been read\n", ""),
-        ("plain", "test_all_rows_move_a_little", WRONG_RESULT),
+        ("in_place.cuh", f"{BARRIER}  // the whole chunk has been read\n", ""),
+        ("plain", "test_layouts", WRONG_RESULT),
     ),
     "ladder_compact_ writes before all have read": (
         "ladder_compact_",
-        ("ladder_compact_.cuh", f"{BARRIER}  // the whole tile has been read, and the next one's shifts\n", ""),
-        ("thread", "test_all_rows_move_a_little", r"ThreadSanitizer: data race.* csrc/cuda/ladder_compact_.cuh:\d+"),
+        ("in_place.cuh", f"{BARRIER}  // the whole chunk has been read\n", ""),
+        ("thread", "test_layouts", r"ThreadSanitizer: data race.* csrc/cuda/ladder_compact_.cuh:\d+"),
     ),
-    "ladder_compact_ plans before all have read the plan": (
+    "ladder_compact_ reads before all shifts are there": (
         "ladder_compact_",
-        ("ladder_compact_.cuh", "  __syncthreads();\n  plan(2, shifts[0]);\n", "  plan(2, shifts[0]);\n"),
+        ("ladder_compact_.cuh", "  __syncthreads();  // the shifts are there\n", ""),
         ("plain", "test_all_rows_move_a_little", WRONG_RESULT),
     ),
     "gather_kv writes a row too many": (

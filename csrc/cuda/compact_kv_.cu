@@ -8,7 +8,8 @@ namespace {
 void compact_kv_(const Tensor& k, const Tensor& v, const Tensor& indices) {
   const CompactKVParams p = check_compact_kv_(k, v, indices);
   const OnDevice device(k);
-  compact_kv__cuda(p, device.stream());
+  const Workspace workspace(k, compact_kv__workspace(p));
+  compact_kv__cuda(p, workspace.data(), device.stream());
 }
 
 }  // namespace

@@ -1,20 +1,17 @@
 // The kept rows of K and V moved to the front, in place.
 //
-// Bytes that must move: each kept row read once, written once; no extra memory. Kept slots ascend, so slot i receives a
-// row from index[i] >= i. A block owns a column slice of one head of K or V and walks its tiles of slots forward: all
-// rows of a tile are in registers before the first is written (the barrier), and what later tiles read lies behind
-// every slot that has been written (index[j] >= j). So while a tile is written, the next one's rows and the indices of
-// the one after that are already on their way.
+// Bytes that must move: each kept row read once, written once. Kept slots ascend, so slot i receives a row from
+// index[i] >= i, and in_place.cuh lets many blocks share a head: chunks of 32 KiB, read into registers, written when
+// all chunks before have been read. A single layer of 8 heads that keeps 32768 rows of 256 bytes is 4096 blocks; four
+// of them at least are on a multiprocessor, 128 KiB under way, where the memory of an H200 takes about 30. Rows of more
+// than 512 bytes are cut into column slices, each a chain of its own. Not yet measured on a GPU.
 //
-// Rows of a head are one chain, hence one block's; parallel are K and V, heads, batch, and column slices of a row.
-// Slices get narrower, down to a 32-byte sector, until there are two blocks for each multiprocessor. A single layer of
-// 8 heads of 256 bytes is 128 blocks. Not yet measured on a GPU.
-//
-// Grid: x runs over (batch, head, slice), y over K and V. Indices are not looked at on the host: -1 gives zeros; an
-// entry outside [-1, n), or not above the one before it, or below its own slot, is skipped and its slot left as it is.
+// Grid: x runs over (chunk, K or V, batch, head, slice), in the order of tickets. Indices are not looked at on the
+// host: -1 gives zeros; an entry outside [-1, n), or not above the one before it, or below its own slot, is skipped and
+// its slot left as it is.
 #pragma once
 #include "../ops/compact_kv_.h"
-#include "move.cuh"
+#include "in_place.cuh"
 
 namespace kvops {
 namespace {
@@ -22,73 +19,70 @@ namespace {
 constexpr int64_t kSkip = -2;  // not an index
 
 template <class Unit>
-__global__ void __launch_bounds__(kMoveThreads) compact_kv_kernel(CompactKVParams p, int lanes_log2, unsigned slices) {
-  const KVView x = blockIdx.y ? p.v : p.k;
-  const unsigned heads = static_cast<unsigned>(p.heads), b = blockIdx.x / slices / heads,
-                 h = blockIdx.x / slices % heads;
-  const int64_t m = p.indices.m;
+__global__ void __launch_bounds__(kMoveThreads, 4)
+    compact_kv_kernel(CompactKVParams p, InPlacePlan chunks, InPlaceMemory memory, int lanes_log2, unsigned slices) {
+  const InPlaceChunk block(chunks, memory);
+  const unsigned heads = static_cast<unsigned>(p.heads), slice = block.chain % slices, h = block.chain / slices % heads,
+                 tensor_row = block.chain / slices / heads, b = tensor_row >> 1;
+  const KVView x = tensor_row & 1 ? p.v : p.k;
   const int lanes = 1 << lanes_log2, step = kMoveThreads / lanes;
-  const int64_t begin = static_cast<int64_t>(blockIdx.x % slices) * lanes * sizeof(Unit);  // of the slice, in bytes
-  if (begin >= x.row_bytes) return;  // the other tensor's rows are wider
-  const int64_t column = begin + threadIdx.x % lanes * sizeof(Unit);
+  const int64_t begin = static_cast<int64_t>(slice) * lanes * sizeof(Unit);  // of the slice, in bytes
+  if (begin >= x.row_bytes) return;                                          // the other tensor's rows are wider
+  const int64_t column = begin + threadIdx.x % lanes * sizeof(Unit), m = p.indices.m;
   const bool inside = column < x.row_bytes;
   const int64_t* const index = p.indices.data + b * p.indices.stride_b + h * p.indices.stride_h;
   char* const data = x.row(b, h, 0) + column;
+  const int64_t first = static_cast<int64_t>(block.chunk) * chunks.rows + threadIdx.x / lanes;
 
-  // Tiles come in two steps, index and rows, neither with branches, so that no load waits for another.
-  struct Indices {
-    int64_t here[kAhead], before[kAhead];
-  };
-  const auto fetch_indices = [&](int64_t first) {
-    Indices indices;
+  // Indices, then rows, neither with branches, so that no load waits for another.
+  int64_t here[kInPlaceUnits], before[kInPlaceUnits];
 #pragma unroll
-    for (int u = 0; u < kAhead; ++u) {
-      const int64_t i = first + u * step;
-      indices.here[u] = inside && i < m ? index[i * p.indices.stride_m] : kSkip;
-      indices.before[u] = inside && 0 < i && i < m ? index[(i - 1) * p.indices.stride_m] : kSkip;
-    }
-    return indices;
-  };
-  struct Tile {
-    Unit rows[kAhead];
-    unsigned moves;  // bit u: rows[u] is to be written
-  };
-  const auto fetch_rows = [&](int64_t first, const Indices& indices) {
-    Tile tile = {};
-#pragma unroll
-    for (int u = 0; u < kAhead; ++u) {
-      const int64_t from = indices.here[u];
-      const bool moves = from > indices.before[u] && from > first + u * step && from < p.n;
-      tile.moves |= static_cast<unsigned>(moves || from == -1) << u;
-      tile.rows[u] = moves ? *reinterpret_cast<const Unit*>(data + from * x.stride_n) : Unit{};
-    }
-    return tile;
-  };
-
-  const int64_t stride = step * kAhead, mine = threadIdx.x / lanes;
-  Tile tile = fetch_rows(mine, fetch_indices(mine));
-  Indices indices = fetch_indices(mine + stride);
-  for (int64_t first = mine; first - mine < m; first += stride) {
-    const Tile next = fetch_rows(first + stride, indices);
-    indices = fetch_indices(first + 2 * stride);
-    __syncthreads();  // the whole tile has been read
-#pragma unroll
-    for (int u = 0; u < kAhead; ++u)
-      if (tile.moves >> u & 1) *reinterpret_cast<Unit*>(data + (first + u * step) * x.stride_n) = tile.rows[u];
-    tile = next;
+  for (int u = 0; u < kInPlaceUnits; ++u) {
+    const int64_t i = first + u * step;
+    here[u] = inside && i < m ? index[i * p.indices.stride_m] : kSkip;
+    before[u] = inside && 0 < i && i < m ? index[(i - 1) * p.indices.stride_m] : kSkip;
   }
+  Unit rows[kInPlaceUnits];
+  unsigned written = 0;  // bit u: rows[u] is to be
+#pragma unroll
+  for (int u = 0; u < kInPlaceUnits; ++u) {
+    const bool moves = here[u] > before[u] && here[u] > first + u * step && here[u] < p.n;
+    written |= static_cast<unsigned>(moves || here[u] == -1) << u;
+    rows[u] = moves ? *reinterpret_cast<const Unit*>(data + here[u] * x.stride_n) : Unit{};
+  }
+  block.wait_for_reads();
+#pragma unroll
+  for (int u = 0; u < kInPlaceUnits; ++u)
+    if (written >> u & 1) *reinterpret_cast<Unit*>(data + (first + u * step) * x.stride_n) = rows[u];
 }
 
-inline void compact_kv__cuda(const CompactKVParams& p, cudaStream_t stream) {
-  const int64_t rows = p.b * p.heads;
-  if (rows * p.indices.m == 0) return;
+// fn(Unit{}, chunks, lanes_log2, slices) for the call.
+template <class Fn>
+inline void with_compact_plan(const CompactKVParams& p, const Fn& fn) {
   const uint64_t bits = address_bits(p.k, p.b, p.heads, p.n) | address_bits(p.v, p.b, p.heads, p.n);
   with_unit(bits, [&](auto unit) {
-    using Unit = decltype(unit);
-    const int64_t units = (p.k.row_bytes > p.v.row_bytes ? p.k.row_bytes : p.v.row_bytes) / sizeof(Unit);
-    const Slices slices = column_slices(units, sizeof(Unit), 2 * rows);
-    launch<compact_kv_kernel<Unit>>(grid_of(rows * slices.count, 2), kMoveThreads, 0, stream, p, slices.lanes_log2,
-                                    static_cast<unsigned>(slices.count));
+    const int64_t units = (p.k.row_bytes > p.v.row_bytes ? p.k.row_bytes : p.v.row_bytes) / sizeof(unit);
+    const int lanes_log2 = shared_lanes_log2(units), rows = (kMoveThreads >> lanes_log2) * kInPlaceUnits;
+    const int64_t slices = ((units - 1) >> lanes_log2) + 1;
+    fn(unit, InPlacePlan::of(p.indices.m, 2 * p.b * p.heads * slices, rows), lanes_log2, static_cast<unsigned>(slices));
+  });
+}
+
+inline int64_t compact_kv__workspace(const CompactKVParams& p) {
+  int64_t bytes = 0;
+  with_compact_plan(p,
+                    [&](auto, const InPlacePlan& chunks, int, unsigned) { bytes = bytes_of<InPlaceMemory>(chunks); });
+  return bytes;
+}
+
+inline void compact_kv__cuda(const CompactKVParams& p, void* workspace, cudaStream_t stream) {
+  if (p.b * p.heads * p.indices.m == 0) return;
+  if (const int64_t bytes = compact_kv__workspace(p)) zero_async(workspace, bytes, stream);
+  with_compact_plan(p, [&](auto unit, const InPlacePlan& chunks, int lanes_log2, unsigned slices) {
+    Sections sections{workspace};
+    const InPlaceMemory memory(chunks, sections);
+    launch<compact_kv_kernel<decltype(unit)>>(grid_of(chunks.chains * chunks.count), kMoveThreads, 0, stream, p, chunks,
+                                              memory, lanes_log2, slices);
   });
 }
 

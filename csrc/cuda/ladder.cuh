@@ -29,7 +29,7 @@ struct LadderBatch {
   LadderMoves moves;
   Layer layers[kLadderLayers];
 };
-static_assert(sizeof(LadderBatch) + 16 <= 4096);
+static_assert(sizeof(LadderBatch) + 64 <= 4096);
 
 // One head of K or V of a layer, as `chain` counts them.
 struct LadderChain {
