@@ -103,7 +103,7 @@ namespace {
 using ::launch;
 
 inline void zero_async(void* memory, size_t bytes, cudaStream_t) {
-  memset(memory, 0, bytes);
+  cudasim::zero(memory, bytes);
 }
 
 inline int multiprocessors() {
