@@ -140,6 +140,82 @@ def test_sound_kernels(build, monkeypatch, seed, kind):
     assert not said and x[:8] == list(range(1, 9)) and x[9] == 36
 
 
+def test_shared_memory_is_limited(build, monkeypatch):
+    """Static and dynamic together: 48 KiB, more where it is allowed, and never more than the device has."""
+    library, static, free = build("plain"), 200, 48 << 10
+    assert run(library, "static_shared_memory")[0][:2] == [free, static]  # all that there may be; then what there is
+    assert not run(library, "shared_memory", free - static, 0)[1]
+    for dynamic, allowed in ((free - static + 1, 0), (free, free - 1), (60000, 50000)):
+        said = run(library, "shared_memory", dynamic, allowed)[1]
+        assert f"{dynamic + static} bytes of shared memory, {static} of them static: more than 48 KiB must be" in said
+    for name, most in {"small": 99 << 10, "a100": 163 << 10, "h200": 227 << 10}.items():
+        monkeypatch.setenv("CUDASIM_DEVICE", name)
+        assert not run(library, "shared_memory", most - static, most)[1]
+        said = run(library, "shared_memory", most - static + 1, most)[1]
+        assert f"more than a block may have on {name}" in said
+
+
+def test_static_shared_memory_counts_the_first_time(build, tmp_path):
+    """Of a kernel that has not run before, too: in a process of its own."""
+    said = under("plain", build("plain"), "shared_memory", (48 << 10) - 100, 0)
+    assert "49252 bytes of shared memory, 200 of them static: more than 48 KiB must be allowed" in said
+
+
+def test_devices(build, monkeypatch):
+    for name, facts in {
+        "small": [4, 99 << 10, 1 << 20, 1],
+        "a100": [108, 163 << 10, 40 << 20, 0],
+        "h200": [132, 227 << 10, 50 << 20, 1],
+        "b200": [148, 227 << 10, 126 << 20, 1],
+    }.items():
+        monkeypatch.setenv("CUDASIM_DEVICE", name)
+        assert run(build("plain"), "device")[0][:4] == facts
+    monkeypatch.setenv("CUDASIM_DEVICE", "a100")
+    assert "cannot launch clusters on this device" in run(build("plain"), "cluster", 0)[1]
+    monkeypatch.setenv("CUDASIM_DEVICE", "v100")
+    assert "CUDASIM_DEVICE is v100" in run(build("plain"), "device")[1]
+
+
+@pytest.mark.parametrize("kind", ["plain", "ucontext"])
+@pytest.mark.parametrize("seed", "012345")
+def test_clusters(build, monkeypatch, seed, kind):
+    monkeypatch.setenv("CUDASIM_SEED", seed)
+    x, said = run(build(kind), "cluster", 0)
+    assert not said and x[:9] == [1] * 8 + [-1]
+    for fault, says in enumerate(
+        [
+            r"deadlock: .*block \(\d,0,0\)\n  threads \(0,0,0\) to \(31,0,0\) wait in cluster_sync at ",
+            r"of_block before the first cluster_sync",
+            r"of_block of a block that has returned|returns while another may look into its shared memory",
+            r"of_block of rank \d, beyond the cluster",
+            r"of_block of what is not dynamic shared memory",
+            r"deadlock|divergence",
+            r"returns while another may look into its shared memory|of_block of a block that has returned",
+        ],
+        1,
+    ):
+        _, said = run(build(kind), "cluster", fault)
+        assert re.search(says, said, re.DOTALL), (fault, said)
+    assert "clusters that are not 1 to 8 blocks, a divisor of grid.x" in run(build(kind), "odd_cluster")[1]
+
+
+@pytest.mark.parametrize("seed", "012345")
+def test_flags_between_blocks(build, monkeypatch, seed):
+    monkeypatch.setenv("CUDASIM_SEED", seed)
+    for fault in (0, 2):  # 2: atomicExch in place of store_release(), a fault to the race detector only
+        x, said = run(build("plain"), "chain", fault)
+        assert not said and x[:8] == list(range(1, 9))
+    if seed == "0":  # the last block's number is in the first
+        assert "deadlock: a block waits for one that has not started" in run(build("plain"), "chain", 1)[1]
+    assert "deadlock" in run(build("plain"), "chain", 3)[1]
+
+
+def test_blocks_run_at_once(build, monkeypatch):
+    for seed in "012345":
+        monkeypatch.setenv("CUDASIM_SEED", seed)
+        assert run(build("plain"), "meets_others")[0][1] == (seed in "2345")
+
+
 def test_launches_of_several_threads_take_turns(build):
     results = []
     threads = [
@@ -187,17 +263,21 @@ def test_races_are_found(build):
         assert re.search(rf"data race.* {name} \S+selftest.cpp:\d+", said, re.DOTALL), said
     for name in ("broadcast", "warp_synchronous", "collectives", "half_warps", "last_block", "matrix_of_others"):
         assert "data race" not in under("thread", build("thread"), name)
+    assert "data race" in under("thread", build("thread"), "chain", 2)
+    for name in ("chain", "cluster"):
+        assert "data race" not in under("thread", build("thread"), name, 0)
     assert "deadlock" in under("thread", build("thread"), "barrier_in_branch")
 
 
 def test_accesses_out_of_bounds_are_found(build):
     library = build("address")
     for name, good, bad, says in (
-        ("static_overrun", 7, 8, "insufficient space|global-buffer-overflow"),
+        ("static_overrun", 7, 8, "insufficient space|heap-buffer-overflow"),
         ("dynamic_overrun", 7, 8, "heap-buffer-overflow"),
         ("misaligned", 4, 1, "misaligned address"),
     ):
         assert "said: None" in under("address", library, name, good)
         said = under("address", library, name, bad)
         assert re.search(says, said) and "selftest.cpp" in said, said
+    assert "said: None" in under("address", library, "cluster", 0)
     assert "deadlock" in under("address", library, "barrier_in_branch")

@@ -31,28 +31,19 @@ cudaFuncAttributes attributes_of() {
   check_cuda(cudaFuncGetAttributes(&attributes, Kernel));
   return attributes;
 }
-
-// Above 48 KB, of static and dynamic shared memory together, a kernel must ask for what a block is to have.
 template <auto Kernel>
-void allow_shared_memory(size_t dynamic_bytes) {
-  static const size_t static_bytes = attributes_of<Kernel>().sharedSizeBytes;
-  if (static_bytes + dynamic_bytes > 48 * 1024)
-    check_cuda(
-        cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(dynamic_bytes)));
+size_t static_shared_memory() {
+  static const size_t bytes = attributes_of<Kernel>().sharedSizeBytes;
+  return bytes;
 }
 
-// Kernel<<<grid, block, dynamic_bytes, stream>>>(args...), with errors as exceptions.
-template <auto Kernel, class... Args>
-void launch(dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, Args... args) {
-  allow_shared_memory<Kernel>(dynamic_bytes);
-  Kernel<<<grid, block, dynamic_bytes, stream>>>(args...);
-  check_cuda(cudaGetLastError());
+template <auto Kernel>
+void allow_dynamic_shared_memory(size_t bytes) {
+  check_cuda(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 }
 
-// The same in clusters of `cluster` consecutive blocks along x, which see each other's shared memory (cluster.cuh).
 template <auto Kernel, class... Args>
-void launch_clusters(unsigned cluster, dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, Args... args) {
-  allow_shared_memory<Kernel>(dynamic_bytes);
+void start_kernel(unsigned cluster, dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, Args... args) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = cluster;
@@ -63,7 +54,7 @@ void launch_clusters(unsigned cluster, dim3 grid, dim3 block, size_t dynamic_byt
   config.dynamicSmemBytes = dynamic_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = cluster > 1;
   check_cuda(cudaLaunchKernelEx(&config, Kernel, args...));
 }
 
@@ -100,23 +91,25 @@ bool has_clusters() {
 namespace kvops {
 namespace {
 
-using ::launch;
+using cudasim::allow_dynamic_shared_memory;
+using cudasim::start_kernel;
+using cudasim::static_shared_memory;
 
 inline void zero_async(void* memory, size_t bytes, cudaStream_t) {
   cudasim::zero(memory, bytes);
 }
 
 inline int multiprocessors() {
-  return 4;  // few, so that small tests fill more than one wave
+  return cudasim::device().multiprocessors;
 }
 
 inline int shared_memory() {
-  return 99 * 1024;  // the least of all GPUs that are supported
+  return static_cast<int>(cudasim::device().shared_memory);
 }
 
 template <auto Kernel>
 bool has_clusters() {
-  return false;
+  return cudasim::device().clusters;
 }
 
 }  // namespace
@@ -125,6 +118,26 @@ bool has_clusters() {
 
 namespace kvops {
 namespace {
+
+// Above 48 KB, of static and dynamic shared memory together, a kernel must ask for what a block is to have.
+template <auto Kernel>
+void allow_shared_memory(size_t dynamic_bytes) {
+  if (static_shared_memory<Kernel>() + dynamic_bytes > 48 * 1024) allow_dynamic_shared_memory<Kernel>(dynamic_bytes);
+}
+
+// Kernel<<<grid, block, dynamic_bytes, stream>>>(args...), with errors as exceptions.
+template <auto Kernel, class... Args>
+void launch(dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, Args... args) {
+  allow_shared_memory<Kernel>(dynamic_bytes);
+  start_kernel<Kernel>(1, grid, block, dynamic_bytes, stream, args...);
+}
+
+// The same in clusters of `cluster` consecutive blocks along x, which see each other's shared memory (cluster.cuh).
+template <auto Kernel, class... Args>
+void launch_clusters(unsigned cluster, dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, Args... args) {
+  allow_shared_memory<Kernel>(dynamic_bytes);
+  start_kernel<Kernel>(cluster, grid, block, dynamic_bytes, stream, args...);
+}
 
 // A grid whose x runs over `blocks`. What is more than CUDA allows is refused by name, not wrapped around.
 inline dim3 grid_of(int64_t blocks, unsigned y = 1) {

@@ -27,29 +27,35 @@ void multiply_keys(float (&x)[kKeys / 2], const T* q, const T* k) {
 
 template <class T, int kDim, int kKeys>
 void add_values(float (&o)[kDim / 2], const float (&weights)[kKeys / 2], const T* v) {
-  __shared__ float of_rows[2][kRows][128];
-  auto& rows = of_rows[threadIdx.x / 128];
+  struct {
+    const float* own;
+    const float* lanes[32];
+  } mine{weights, {}};
+  cudasim::sim.meet_warp({"wgmma"}, ~0u, mine, false, [](decltype(mine)* const* lanes) {
+    for (int i = 0; i < 32; ++i)
+      for (int j = 0; j < 32; ++j) lanes[i]->lanes[j] = lanes[j]->own;
+  });
   const int thread = threadIdx.x % 128;
-  for (int i = 0; i < kKeys / 2; ++i)
-    rows[Accumulator::row(thread, i)][Accumulator::column(thread, i)] = to_float(rounded<T>(weights[i]));
+  float rows[kRows / 4][kKeys];  // those of the warp
+  {
+    cudasim::Quiet quiet;
+    for (int l = 0; l < 32; ++l)
+      for (int i = 0; i < kKeys / 2; ++i)
+        rows[Accumulator::row(thread / 32 * 32 + l, i) % 16][Accumulator::column(l, i)] =
+            to_float(rounded<T>(mine.lanes[l][i]));
+  }
   __syncwarp();
   for (int i = 0; i < kDim / 2; ++i)
     for (int j = 0; j < kKeys; ++j)
-      o[i] += rows[Accumulator::row(thread, i)][j] * to_float(v[slab_at(j, Accumulator::column(thread, i), kKeys)]);
-  __syncwarp();
+      o[i] +=
+          rows[Accumulator::row(thread, i) % 16][j] * to_float(v[slab_at(j, Accumulator::column(thread, i), kKeys)]);
 }
 
 inline float exp2_fast(float x) { return exp2f(x); }
 
 inline void meet(int threads, int id, CUDASIM_AT) {
-  static cudasim::Meeting named[16];
-  static void* block;
   cudasim::Quiet quiet;
-  if (block != cudasim::sim.block.get()) {
-    for (auto& meeting : named) meeting.here.clear();
-    block = cudasim::sim.block.get();
-  }
-  cudasim::sim.meet(named[id], threads, {"bar.sync", at}, nullptr, true, [] {});
+  cudasim::sim.meet(cudasim::sim.block->named_barriers[id], threads, {"bar.sync", at}, nullptr, true, [] {});
 }
 inline void share_stores(int threads, int id, CUDASIM_AT) { meet(threads, id, at); }
 
@@ -60,7 +66,6 @@ struct MBarrier {  // in the 8 bytes of one
 
   static MBarrier& at(uint64_t* p) { return *reinterpret_cast<MBarrier*>(p); }
 };
-inline std::vector<std::pair<uint64_t*, cudasim::Fiber*>> mbarrier_waiters;
 
 inline void barrier_settle(uint64_t* p) {
   cudasim::happens_before(reinterpret_cast<char*>(p));
@@ -68,14 +73,13 @@ inline void barrier_settle(uint64_t* p) {
   if (barrier.pending || barrier.bytes) return;
   barrier.pending = barrier.expected;
   ++barrier.phase;
-  std::erase_if(mbarrier_waiters, [&](auto& waiter) {
+  std::erase_if(cudasim::sim.block->mbarrier_waiters, [&](auto& waiter) {
     if (waiter.first == p) cudasim::sim.make_ready(waiter.second);
     return waiter.first == p;
   });
 }
 inline void barrier_init(uint64_t* p, int arrivals) {
   cudasim::Quiet quiet;
-  mbarrier_waiters.clear();
   MBarrier::at(p) = {static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals), 0, 0};
 }
 inline void barriers_made() {}
@@ -95,7 +99,7 @@ inline void barrier_announce(uint64_t* p, int bytes) {
 inline void barrier_wait(uint64_t* p, unsigned phase, CUDASIM_AT) {
   cudasim::Quiet quiet;
   while (MBarrier::at(p).phase % 2 == phase) {
-    mbarrier_waiters.emplace_back(p, cudasim::sim.self);
+    cudasim::sim.block->mbarrier_waiters.emplace_back(p, cudasim::sim.self);
     cudasim::sim.self->site = {"mbarrier.try_wait", at};
     cudasim::sim.wait();
   }
@@ -129,7 +133,7 @@ void copy_box(const TensorMap& map, uint64_t* barrier, T* to, int column, int ke
 }
 
 inline unsigned char* aligned_shared() {
-  unsigned char* const bytes = cudasim::sim.dynamic_shared;
+  unsigned char* const bytes = cudasim::sim.block->dynamic_shared.get();
   return bytes + (-reinterpret_cast<uintptr_t>(bytes) & 1023);
 }
 

@@ -1,7 +1,7 @@
 // Kernels with one fault each, and sound ones, for test_cudasim.py. BROKEN leaves out what some of them need.
 #include "cudasim.h"
 
-using cudasim::guarded;
+using cudasim::guarded, cudasim::start_kernel;
 
 namespace {
 __global__ void barrier_in_branch(float* x) {
@@ -157,11 +157,63 @@ __global__ void matrix_of_others(int* x) {  // a row that another lane has writt
   cudasim::ldmatrix_x4(y, A[threadIdx.x], false);
   x[threadIdx.x] = y[0] == threadIdx.x / 4;
 }
+__global__ void shared_memory(int* x) {
+  __shared__ int v[50];
+  v[threadIdx.x] = int(threadIdx.x);
+  __syncthreads();
+  x[threadIdx.x] = v[49 - threadIdx.x];
+}
+__global__ void other_shared_memory(int* x) { shared_memory(x); }
+
+// Each block of a cluster has a number in dynamic shared memory and one in a __shared__ variable, and adds up what all
+// have in the first.
+template <int kFault>
+__global__ void cluster(int* x) {
+  DYNAMIC_SHARED(int, number);
+  __shared__ int own[32];
+  const unsigned t = threadIdx.x, rank = cudasim::cluster_rank();
+  own[t] = int(blockIdx.x);
+  if (t == 0) number[1] = int(blockIdx.x);
+  if (kFault == 1 && rank == 2) return;
+  if (kFault != 2) cudasim::cluster_sync();
+  if (kFault == 3 && rank == 0) return;
+  int sum = 0;
+  if (kFault == 4) sum = *static_cast<int*>(cudasim::of_block(number, rank + 3));
+  if (kFault == 5) sum = *static_cast<int*>(cudasim::of_block(own, 1));
+  for (unsigned r = 0; r < 4; ++r) sum += static_cast<int*>(cudasim::of_block(number, r))[1];
+  if (kFault == 6 && rank == 0) cudasim::cluster_sync();
+  if (kFault != 7) cudasim::cluster_sync();
+  if (t == 0) x[blockIdx.x] = sum == int(16 * (blockIdx.x / 4) + 6) && own[31] == int(blockIdx.x);
+}
+// Each block but the first adds to the number of the block before, when that is there.
+template <int kFault>
+__global__ void chain(unsigned* x) {  // x: a number of each block, then their flags, then the counter of tickets
+  __shared__ unsigned block;
+  unsigned* const flags = x + gridDim.x;
+  if (threadIdx.x == 0) block = kFault == 1 ? gridDim.x - 1 - blockIdx.x : atomicAdd(x + 2 * gridDim.x, 1u);
+  __syncthreads();
+  if (threadIdx.x == 5 && block) {
+    while (!cudasim::load_acquire(flags + block - 1));
+    x[block] = x[block - 1] + 1;
+  }
+  if (threadIdx.x == 5 && !block) x[0] = 1;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (kFault == 2)
+    atomicExch(flags + block, 1u);
+  else if (kFault != 3)
+    cudasim::store_release(flags + block, 1);
+}
+__global__ void meets_others(unsigned* x) {  // by seed: do other blocks run between two atomics of this one?
+  const unsigned ticket = atomicAdd(x, 1u);
+  for (int i = 0; i < 20; ++i) __threadfence();
+  if (atomicAdd(x, 1u) != ticket + 1) x[1] = 1;
+}
 }  // namespace
 
 extern "C" {
 #define RUN(name, grid, block, bytes, ...) \
-  return guarded([&] { launch<name>(grid, block, bytes, nullptr, __VA_ARGS__); })
+  return guarded([&] { start_kernel<name>(1, grid, block, bytes, nullptr, __VA_ARGS__); })
 const char* run_barrier_in_branch(float* x) { RUN(barrier_in_branch, 1, 64, 0, x); }
 const char* run_two_barriers(float* x) { RUN(two_barriers, 1, 64, 0, x); }
 const char* run_lane_outside_mask(int* x) { RUN(lane_outside_mask, 1, 32, 0, x); }
@@ -192,6 +244,51 @@ const char* run_tensor_cores(int* x, int type, int transposed) {
 const char* run_half_a_tensor_core(int* x) { RUN(half_a_tensor_core, 1, 16, 0, x); }
 const char* run_unaligned_matrix(int* x) { RUN(unaligned_matrix, 1, 16, 0, x); }
 const char* run_matrix_of_others(int* x) { RUN(matrix_of_others, 1, 32, 0, x); }
+const char* run_shared_memory(int* x, int dynamic_bytes, int allowed) {
+  cudasim::allow_dynamic_shared_memory<shared_memory>(allowed);
+  RUN(shared_memory, 1, 50, dynamic_bytes, x);
+}
+const char* run_static_shared_memory(int* x) {
+  x[0] = int(cudasim::static_shared_memory<other_shared_memory>());
+  return guarded([&] {
+    start_kernel<other_shared_memory>(1, 1, 50, 0, nullptr, x + 2);
+    x[1] = int(cudasim::static_shared_memory<other_shared_memory>());
+  });
+}
+const char* run_device(int* x) {
+  return guarded([&] {
+    const auto& device = cudasim::device();
+    x[0] = device.multiprocessors, x[1] = int(device.shared_memory), x[2] = int(device.l2), x[3] = device.clusters;
+  });
+}
+const char* run_cluster(int* x, int fault) {
+  const auto run = [&](auto kernel) {
+    return guarded([&] { start_kernel<cluster<kernel()>>(4, 8, 32, 8, nullptr, x); });
+  };
+  using std::integral_constant;
+  return fault == 0   ? run(integral_constant<int, 0>())
+         : fault == 1 ? run(integral_constant<int, 1>())
+         : fault == 2 ? run(integral_constant<int, 2>())
+         : fault == 3 ? run(integral_constant<int, 3>())
+         : fault == 4 ? run(integral_constant<int, 4>())
+         : fault == 5 ? run(integral_constant<int, 5>())
+         : fault == 6 ? run(integral_constant<int, 6>())
+                      : run(integral_constant<int, 7>());
+}
+const char* run_odd_cluster(int* x) {
+  return guarded([&] { start_kernel<cluster<0>>(4, 6, 32, 8, nullptr, x); });
+}
+const char* run_chain(unsigned* x, int fault) {
+  std::fill(x, x + 17, 0);
+  if (fault == 1) RUN(chain<1>, 8, 32, 0, x);
+  if (fault == 2) RUN(chain<2>, 8, 32, 0, x);
+  if (fault == 3) RUN(chain<3>, 8, 32, 0, x);
+  RUN(chain<0>, 8, 32, 0, x);
+}
+const char* run_meets_others(unsigned* x) {
+  x[0] = x[1] = 0;
+  RUN(meets_others, 8, 1, 0, x);
+}
 const char* run_empty_block(int* x) { RUN(collectives, 1, 0, 0, x); }
 const char* run_big_block(int* x) { RUN(collectives, 1, 1056, 0, x); }
 }

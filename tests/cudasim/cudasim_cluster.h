@@ -1,0 +1,41 @@
+// What blocks of a grid see of each other: shared memory in a cluster, flags in global memory.
+#pragma once
+
+namespace cudasim {
+inline unsigned cluster_rank() { return sim.block->rank; }
+
+inline void cluster_sync(Where at = Where::current()) {
+  Quiet quiet;
+  Cluster& cluster = *sim.block->cluster;
+  sim.meet(cluster.barrier, sim.threads * unsigned(cluster.blocks.size()), {"cluster_sync", at}, nullptr, true, [] {});
+}
+
+// p, in this block's dynamic shared memory, as block `rank` of the cluster has it. It is taken for the access itself.
+// Others may be looked into once all blocks have begun, which the first cluster_sync() tells, and until they end.
+inline void* of_block(const void* p, unsigned rank) {
+  Quiet quiet;
+  Cluster& cluster = *sim.block->cluster;
+  const unsigned char* const begin = sim.block->dynamic_shared.get();
+  const size_t offset = static_cast<const unsigned char*>(p) - begin;
+  if (rank >= cluster.blocks.size()) sim.fail("of_block of rank " + std::to_string(rank) + ", beyond the cluster");
+  if (p < begin || offset >= sim.block->dynamic_bytes) sim.fail("of_block of what is not dynamic shared memory");
+  Block& other = cluster.blocks[rank];
+  if (&other != sim.block) {
+    if (!cluster.barrier.generation) sim.fail("of_block before the first cluster_sync: the other may not have begun");
+    if (!other.live) sim.fail("of_block of a block that has returned");
+    other.seen_at = cluster.barrier.generation;
+  }
+  return other.dynamic_shared.get() + offset;
+}
+
+// Flags between blocks. A load that finds nothing new lets others run.
+inline void store_release(unsigned* flag, unsigned value) {
+  sim.preempt();
+  __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+  sim.progress();
+}
+inline unsigned load_acquire(const unsigned* flag) {
+  sim.poll();
+  return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+}
+}  // namespace cudasim

@@ -1,0 +1,68 @@
+// What the simulated GPU has, and what a launch may have of it.
+#pragma once
+
+namespace cudasim {
+
+struct Device {
+  const char* name;
+  int multiprocessors;
+  size_t shared_memory;  // that a block may have, static and dynamic together
+  size_t l2;
+  bool clusters;
+};
+
+// The device of CUDASIM_DEVICE, asked anew each time.
+inline const Device& device() {
+  static constexpr Device kDevices[] = {
+      {"small", 4, 99 << 10, 1 << 20, true},  // so that small tests fill more than one wave; the least shared memory
+      {"a100", 108, 163 << 10, 40 << 20, false},
+      {"h200", 132, 227 << 10, 50 << 20, true},
+      {"b200", 148, 227 << 10, 126 << 20, true},
+  };
+  const char* const wanted = std::getenv("CUDASIM_DEVICE");
+  if (!wanted) return kDevices[0];
+  for (const Device& device : kDevices)
+    if (!std::strcmp(device.name, wanted)) return device;
+  throw Error(std::string("cudasim: CUDASIM_DEVICE is ") + wanted + ", not small, a100, h200 or b200");
+}
+
+constexpr size_t kFreeShared = 48 << 10;  // what a launch may have, static and dynamic together, without asking
+
+struct Kernel {  // what is known of one
+  std::string_view name;
+  size_t allowed = 0;       // bytes of dynamic shared memory that it may have beyond 48 KiB in all
+  std::set<size_t> uses{};  // the __shared__ variables that its launches have come across
+  size_t static_bytes = 0;  // of those
+  bool known = false;       // it has run
+};
+
+template <auto K>
+std::string_view name() {
+  const std::string_view text = __PRETTY_FUNCTION__, before = "K = ";
+  const size_t from = text.find(before) + before.size();
+  return text.substr(from, text.find_first_of(";]", from) - from);
+}
+template <auto K>
+inline Kernel kernel{name<K>()};
+
+// As cudaFuncGetAttributes() has it. Only a launch shows what a kernel uses: before, it might be all that there is.
+template <auto K>
+size_t static_shared_memory() {
+  return kernel<K>.known ? kernel<K>.static_bytes : kFreeShared;
+}
+
+// As cudaFuncSetAttribute() of cudaFuncAttributeMaxDynamicSharedMemorySize.
+template <auto K>
+void allow_dynamic_shared_memory(size_t bytes) {
+  kernel<K>.allowed = bytes;
+}
+
+// Whether CUDA launches the kernel with so many bytes.
+inline void check_shared(const Kernel& kernel, size_t dynamic_bytes) {
+  const size_t all = kernel.static_bytes + dynamic_bytes;
+  const std::string what = "cudasim: " + std::string(kernel.name) + ": cannot launch with " + std::to_string(all) +
+                           " bytes of shared memory, " + std::to_string(kernel.static_bytes) + " of them static: ";
+  if (all > device().shared_memory) throw Error(what + "more than a block may have on " + device().name);
+  if (all > kFreeShared && dynamic_bytes > kernel.allowed) throw Error(what + "more than 48 KiB must be allowed");
+}
+}  // namespace cudasim
