@@ -124,14 +124,19 @@ FAULTS = {
         ("lag_score.cuh", f"{BARRIER}  // the reference is written; the ranges may be overwritten\n", ""),
         ("plain", "test_layouts_change_nothing", WRONG_RESULT),
     ),
-    "anchor_cosine's last block reads what may not have arrived": (
+    "anchor_cosine overwrites sums before all have been read": (
         "anchor_cosine",
-        ("anchor_cosine.cuh", "  __threadfence();\n  __syncthreads();\n", "  __syncthreads();\n"),
+        ("anchor_cosine.cuh", f"{BARRIER}  // and may be overwritten\n", ""),
         ("thread", "test_a_batch_changes_nothing", r"ThreadSanitizer: data race.* csrc/cuda/anchor_cosine.cuh:\d+"),
     ),
     "anchor_cosine adds up before all have written": (
         "anchor_cosine",
-        ("anchor_cosine.cuh", "  __syncthreads();\n  float* const partial", "  float* const partial"),
+        ("anchor_cosine.cuh", f"{BARRIER}  // the warps' sums are there\n", ""),
+        ("plain", "test_layouts_change_nothing", WRONG_RESULT),
+    ),
+    "anchor_cosine does not wait for its copies": (
+        "anchor_cosine",
+        ("anchor_cosine.cuh", "    wait_for_copies<kStages - 1>();\n", ""),
         ("plain", "test_layouts_change_nothing", WRONG_RESULT),
     ),
     "outlier_degree walks before all factors are there": (

@@ -4,237 +4,340 @@
 //
 // Bytes that must move: K twice, since no score is known before the whole sum is (once when the anchor is given).
 //
-// Two kernels. anchor_sum: a block sums kTokens keys into one partial sum; the last block of a head to finish (a
-// counter tells) adds the partial sums in their order, in double, and writes mu. So no block waits for another and no
-// float is added atomically: the sum is the same whatever the order in which blocks run. anchor_score: a block scores
-// kTokens slots; blocks go backward over the whole batch, to meet first what the sum read last and L2 still holds.
+// Three kernels. anchor_sum: a block sums the keys of a unit, kTokens of one head, to a partial sum. anchor_total adds
+// a head's partial sums in double, in an order that only their number decides, to mu. anchor_score scores the slots of
+// a unit. So nothing depends on how many blocks there are or in which order they run. Partial sums are 4 d bytes for
+// each kTokens keys, 0.8 % of a bf16 K, written and read once. Units of a padded row are counted from its first valid
+// slot, so that it sums as it would alone.
 //
-// In both, kLanes lanes share a row and a warp has kUnroll rows of each lane group in flight; mu is in registers.
-// Partial sums are 4 d bytes for each kTokens keys, 0.8 % of a bf16 K, written and read once. Blocks of a padded row
-// are counted from its first valid slot, so that it sums as it would alone. Not yet measured on a GPU.
+// The two that read K fill the GPU once; each block walks over units, and its keys come through a ring in shared memory
+// (KeyStream), across the ends of units: while a unit is finished, the keys of the next are on their way. A lane has 16
+// pieces of 16 bytes in flight, each lane's for itself alone, so that the ring needs no barrier: 128 KiB on each
+// multiprocessor, where the memory of an H200 takes about 30 to be busy. Both go over all units in order, the second
+// one backward, to meet first what L2 still holds.
 //
-// Rows whose squared norm is not a comfortable float (zero, NaN, infinite, subnormal) are found by one compare a row
-// and done again in double.
+// kLanes lanes share a row, and a lane group has kUnroll rows at a time, whose sums over lanes overlap. Rows whose
+// squared norm is not a comfortable float (zero, NaN, infinite, subnormal) are found by one compare a row and done
+// again in double. Not yet measured on a GPU.
 #pragma once
 #include "../ops/anchor_cosine.h"
+#include "async.cuh"
 #include "rows.cuh"
 
 namespace kvops {
 namespace {
 
 constexpr int kAnchorThreads = 256, kAnchorWarps = kAnchorThreads / 32;
-constexpr int kTokens = 256;  // for each block
-
-// kUnroll consecutive rows for each of a warp's lane groups, as they were loaded.
+constexpr int kTokens = 256;   // of a unit
+constexpr int kInFlight = 16;  // pieces of a lane
+// Blocks on a multiprocessor, as far as registers go.
 template <class T, class Lanes>
-struct KeyRows {
-  static constexpr int kPieces = Lanes::kPieces, kValues = RowPieces<T, Lanes>::kValues;
-  static constexpr int kUnroll = 4 / kPieces > 1 ? 4 / kPieces : 1;
-  static constexpr int kRows = kUnroll * Lanes::kRows;                     // of the warp
-  static constexpr int kBlocks = kPieces == 1 ? 3 : kPieces == 2 ? 2 : 1;  // on a multiprocessor: caps the registers
-  RowPieces<T, Lanes> raw[kUnroll];
+constexpr int kAnchorBlocks = RowPieces<T, Lanes>::kValues > 16 ? 1 : 2;
 
-  // Rows `first` + [0, kUnroll); those from `end` on are zero.
-  __device__ KeyRows(const char* rows, int64_t stride, int pieces, int64_t first, int64_t end, bool wide) {
-    if (wide)
-      load<true>(rows, stride, pieces, first, end);
-    else
-      load<false>(rows, stride, pieces, first, end);
-  }
-
-  template <bool kWide>
-  __device__ void load(const char* rows, int64_t stride, int pieces, int64_t first, int64_t end) {
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-      raw[u].template load<kWide>(rows + (first + u) * stride, first + u < end ? pieces : 0);
-  }
-
-  __device__ void row(int u, float (&x)[kValues]) const { raw[u].values(x); }
+// The keys of a unit.
+struct KeySpan {
+  const char* rows;  // key i is at rows + i * stride
+  int64_t begin, end;
 };
 
-// The first row of this warp's lane group within a block, in step `step`: lane groups hold consecutive runs of rows.
-template <class Rows, class Lanes>
-__device__ inline int first_row(int step) {
-  return threadIdx.x / 32 * (kTokens / kAnchorWarps) + step * Rows::kRows +
-         threadIdx.x % 32 / Lanes::kLanes * Rows::kUnroll;
+// A block's keys: those of the units blockIdx.x, blockIdx.x + gridDim.x, ... In each step a warp's lane groups get
+// kUnroll consecutive keys each. span_of(unit) tells where a unit lies.
+template <class T, class Lanes, class SpanOf>
+class KeyStream {
+ public:
+  static constexpr int kPieces = Lanes::kPieces, kUnroll = 4 / kPieces > 1 ? 4 / kPieces : 1;
+  static constexpr int kRows = kUnroll * Lanes::kRows;             // of the warp, in a step
+  static constexpr int kSteps = kTokens / kAnchorWarps / kRows;    // of a unit
+  static constexpr int kStages = kInFlight / (kUnroll * kPieces);  // steps on their way
+  static constexpr int kBytes = 16 * kInFlight * kAnchorThreads;   // of shared memory
+
+  __device__ KeyStream(uint4* ring, int64_t stride, int pieces, bool wide, unsigned units, const SpanOf& span_of)
+      : ring_(ring + threadIdx.x), stride_(stride), wide_(wide), units_(units), span_of_(span_of), unit_(blockIdx.x) {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) there_[j] = threadIdx.x % Lanes::kLanes + j * Lanes::kLanes < pieces;
+    begin_unit();
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) fetch();
+  }
+
+  // The lane group's first key in step `step` of a unit.
+  __device__ static int64_t first(const KeySpan& span, int step) {
+    return span.begin + threadIdx.x / 32 * (kTokens / kAnchorWarps) + step * kRows +
+           threadIdx.x % 32 / Lanes::kLanes * kUnroll;
+  }
+
+  // The keys of the next step; those that are none are 0. release() follows their last use.
+  __device__ void get(RowPieces<T, Lanes> (&keys)[kUnroll]) const {
+    wait_for_copies<kStages - 1>();
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) keys[u].raw[j] = *slot(u, j);
+  }
+  __device__ void release() { fetch(); }
+
+ private:
+  __device__ uint4* slot(int u, int j) const { return ring_ + ((stage_ * kUnroll + u) * kPieces + j) * kAnchorThreads; }
+
+  __device__ void begin_unit() {
+    step_ = 0;
+    left_ = 0;
+    if (unit_ >= units_) return;
+    const KeySpan span = span_of_(unit_);
+    const int64_t from = first(span, 0);
+    next_ = span.rows + from * stride_ + threadIdx.x % Lanes::kLanes * 16;
+    left_ = static_cast<int>(span.end - from);
+  }
+
+  __device__ void fetch() {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) {
+        const bool there = there_[j] && u < left_;
+        const char* const from = next_ + u * stride_ + j * Lanes::kLanes * 16;
+        if (wide_)
+          copy_async(slot(u, j), from, there);
+        else
+          *slot(u, j) = there ? load_piece<T, false>(from) : uint4{};
+      }
+    end_copies();
+    if (++stage_ == kStages) stage_ = 0;
+    next_ += kRows * stride_;
+    left_ -= kRows;
+    if (++step_ < kSteps) return;
+    unit_ += gridDim.x;
+    begin_unit();
+  }
+
+  uint4* ring_;  // [kStages, kUnroll, kPieces, threads]
+  int64_t stride_;
+  bool wide_, there_[kPieces];  // there_: of a row's pieces, those that this lane has
+  unsigned units_;
+  SpanOf span_of_;
+  // Of the step that is fetched next, into the stage that get() read last.
+  unsigned unit_;
+  int step_, stage_ = 0, left_;  // left_: keys from the lane group's first one on
+  const char* next_;             // that key, the lane's first piece
+};
+
+template <class T, class Lanes>
+__global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
+    anchor_sum_kernel(AnchorCosineParams p, float* partial_sums, unsigned blocks, bool wide) {
+  DYNAMIC_SHARED(uint4, ring);
+  const unsigned heads = static_cast<unsigned>(p.heads), units = static_cast<unsigned>(p.b) * heads * blocks;
+  const int d = static_cast<int>(p.d);
+  const auto span_of = [&](unsigned unit) {
+    const unsigned b = unit / blocks / heads, h = unit / blocks % heads;
+    const int64_t begin = static_cast<int64_t>(unit % blocks) * kTokens;
+    return KeySpan{p.k.row(b, h, p.slots.first(b)), begin, min(begin + kTokens, p.slots.count(b))};
+  };
+  using Stream = KeyStream<T, Lanes, decltype(span_of)>;
+  constexpr int kValues = RowPieces<T, Lanes>::kValues;
+  constexpr int kUnroll = Stream::kUnroll;
+  float* const of_warps = reinterpret_cast<float*>(reinterpret_cast<char*>(ring) + Stream::kBytes);  // [warps, d]
+  Stream stream(ring, p.k.stride_n, d / kPiece<T>, wide, units, span_of);
+
+  for (unsigned unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const KeySpan span = span_of(unit);
+    float sum[kValues] = {};
+#pragma unroll 1
+    for (int step = 0; step < Stream::kSteps; ++step) {
+      RowPieces<T, Lanes> keys[kUnroll];
+      stream.get(keys);
+      float squares[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        float x[kValues];
+        keys[u].values(x);
+        squares[u] = lane_dot<float>(x, x);
+      }
+      const float own = rows_sum<Lanes::kLanes>(squares);  // of the lane's own key
+      const bool strange = __any_sync(kWarp, !comfortable(own));
+      const float own_weight = p.normalize_anchor ? rsqrtf(own) : 1.0f;
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int its_lane = u * (Lanes::kLanes / kUnroll);
+        float x[kValues], weight = __shfl_sync(kWarp, own_weight, its_lane, Lanes::kLanes);
+        keys[u].values(x);
+        if (strange) {
+          const float its = __shfl_sync(kWarp, own, its_lane, Lanes::kLanes);
+          const double exact = lanes_sum<Lanes::kLanes>(lane_dot<double>(x, x));
+          const bool usable = 0 < exact && exact < CUDART_INF;  // not zero, and finite
+          const double scale = p.normalize_anchor ? 1 / sqrt(exact) : 1.0;
+          if (!comfortable(its)) {  // the warp's other rows stay as they are: no row depends on its neighbours
+            weight = 1.0f;
+#pragma unroll
+            for (int i = 0; i < kValues; ++i) x[i] = usable ? static_cast<float>(x[i] * scale) : 0.0f;
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) sum[i] += x[i] * weight;
+      }
+      stream.release();
+    }
+
+    // Lane groups, then warps.
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+#pragma unroll
+      for (int step = Lanes::kLanes; step < 32; step *= 2) sum[i] += __shfl_xor_sync(kWarp, sum[i], step);
+      if (threadIdx.x % 32 < Lanes::kLanes && channel_of<T, Lanes>(i) < d)
+        of_warps[threadIdx.x / 32 * d + channel_of<T, Lanes>(i)] = sum[i];
+    }
+    __syncthreads();  // the warps' sums are there
+    for (int c = threadIdx.x; c < d; c += kAnchorThreads) {
+      float total = 0;
+      for (int warp = 0; warp < kAnchorWarps; ++warp) total += of_warps[warp * d + c];
+      partial_sums[static_cast<int64_t>(unit) * d + c] = total;
+    }
+    __syncthreads();  // and may be overwritten
+  }
+  wait_for_copies<0>();
+}
+
+// A head's anchor: kTotalColumns times four channels for each block, whose threads share the partial sums.
+constexpr int kTotalColumns = 8, kTotalGroups = kAnchorThreads / kTotalColumns;
+
+__global__ void __launch_bounds__(kAnchorThreads)
+    anchor_total_kernel(AnchorCosineParams p, const float* partial_sums, unsigned blocks, unsigned column_blocks) {
+  __shared__ double totals[kTotalGroups][kTotalColumns][4];
+  const int64_t row = blockIdx.x / column_blocks, count = p.slots.count(row / p.heads);
+  const int column = static_cast<int>(blockIdx.x % column_blocks) * kTotalColumns + threadIdx.x % kTotalColumns;
+  const int group = threadIdx.x / kTotalColumns, columns = static_cast<int>(p.d) / 4;
+  const int needed = static_cast<int>((count + kTokens - 1) / kTokens);
+  const float4* const partial = reinterpret_cast<const float4*>(partial_sums + row * blocks * p.d) + column;
+  double total[4] = {};
+  if (column < columns) {
+#pragma unroll 8
+    for (int i = group; i < needed; i += kTotalGroups) {
+      const float4 x = __ldg(partial + static_cast<int64_t>(i) * columns);
+      total[0] += x.x;
+      total[1] += x.y;
+      total[2] += x.z;
+      total[3] += x.w;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) totals[group][threadIdx.x % kTotalColumns][i] = total[i];
+  __syncthreads();  // the groups' totals are there
+
+  // A thread for each channel.
+  const int its = threadIdx.x, channel = static_cast<int>(blockIdx.x % column_blocks) * 4 * kTotalColumns + its;
+  if (its >= 4 * kTotalColumns || channel >= p.d) return;
+  double sum = 0;
+  for (int g = 0; g < kTotalGroups; ++g) sum += totals[g][its / 4][its % 4];
+  p.anchor[row * p.d + channel] = static_cast<float>(sum);
 }
 
 template <class T, class Lanes>
-__global__ void __launch_bounds__(kAnchorThreads, KeyRows<T, Lanes>::kBlocks)
-    anchor_sum_kernel(AnchorCosineParams p, float* partial_sums, unsigned* counters, unsigned blocks, bool wide) {
-  using Rows = KeyRows<T, Lanes>;
-  DYNAMIC_SHARED(float, shared);  // [warps, d], then [groups, d] doubles
-  __shared__ bool is_last;
-  const unsigned heads = static_cast<unsigned>(p.heads), b = blockIdx.x / blocks / heads,
-                 h = blockIdx.x / blocks % heads;
-  const int64_t row = blockIdx.x / blocks, block = blockIdx.x % blocks;
-  const int64_t count = p.slots.count(b), needed = count > kTokens ? (count + kTokens - 1) / kTokens : 1;
-  if (block >= needed) return;  // a shorter row of a padded batch
-  const int64_t begin = block * kTokens, end = begin + kTokens < count ? begin + kTokens : count;
-  const char* const rows = p.k.row(b, h, p.slots.first(b));
-  const int d = static_cast<int>(p.d), pieces = d / kPiece<T>;
+__global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
+    anchor_score_kernel(AnchorCosineParams p, unsigned blocks, bool wide) {
+  DYNAMIC_SHARED(uint4, ring);
+  const unsigned heads = static_cast<unsigned>(p.heads), units = static_cast<unsigned>(p.b) * heads * blocks;
+  const int d = static_cast<int>(p.d), lane = threadIdx.x % Lanes::kLanes;
+  const auto span_of = [&](unsigned index) {
+    const unsigned unit = units - 1 - index, b = unit / blocks / heads, h = unit / blocks % heads;  // backward
+    const int64_t begin = static_cast<int64_t>(unit % blocks) * kTokens;
+    return KeySpan{p.k.row(b, h, 0), begin, min(begin + kTokens, p.n)};
+  };
+  using Stream = KeyStream<T, Lanes, decltype(span_of)>;
+  constexpr int kValues = RowPieces<T, Lanes>::kValues;
+  constexpr int kUnroll = Stream::kUnroll, kSame = Lanes::kLanes / kUnroll;  // kSame lanes get the same key's sum
+  Stream stream(ring, p.k.stride_n, d / kPiece<T>, wide, units, span_of);
 
-  float sum[Rows::kValues] = {};
-  for (int step = 0; step < kTokens / kAnchorWarps / Rows::kRows; ++step) {
-    const Rows keys(rows, p.k.stride_n, pieces, begin + first_row<Rows, Lanes>(step), end, wide);
+  float direction[kValues];  // of the anchor of `row`
+  unsigned row = ~0u;
+  for (unsigned index = blockIdx.x; index < units; index += gridDim.x) {
+    const KeySpan span = span_of(index);
+    if (const unsigned its_row = (units - 1 - index) / blocks; its_row != row) {
+      row = its_row;
+      const float* const anchor = (p.given_anchor ? p.given_anchor : p.anchor) + static_cast<int64_t>(row) * d;
+      double squares = 0;
 #pragma unroll
-    for (int u = 0; u < Rows::kUnroll; ++u) {
-      float x[Rows::kValues];
-      keys.row(u, x);
-      const float squares = dot<float, Lanes>(x, x);
-      float weight = p.normalize_anchor ? rsqrtf(squares) : 1.0f;
-      if (__any_sync(kWarp, !comfortable(squares))) {
-        const double exact = dot<double, Lanes>(x, x);
-        const bool usable = 0 < exact && exact < CUDART_INF;  // not zero, and finite
-        const double scale = p.normalize_anchor ? 1 / sqrt(exact) : 1.0;
-        if (!comfortable(squares)) {  // the warp's other rows stay as they are: no row depends on its neighbours
-          weight = 1.0f;
+      for (int i = 0; i < kValues; ++i) {
+        direction[i] = channel_of<T, Lanes>(i) < d ? anchor[channel_of<T, Lanes>(i)] : 0.0f;
+        squares += static_cast<double>(direction[i]) * direction[i];
+      }
+      squares = lanes_sum<Lanes::kLanes>(squares);
+      const double scale = squares == 0 ? 0.0 : 1 / sqrt(squares);
 #pragma unroll
-          for (int i = 0; i < Rows::kValues; ++i) x[i] = usable ? static_cast<float>(x[i] * scale) : 0.0f;
+      for (int i = 0; i < kValues; ++i) direction[i] = static_cast<float>(direction[i] * scale);
+    }
+    if (p.given_anchor && span.begin == 0)
+      for (int c = threadIdx.x; c < d; c += kAnchorThreads)
+        p.anchor[static_cast<int64_t>(row) * d + c] = p.given_anchor[static_cast<int64_t>(row) * d + c];
+
+    const int64_t first = p.slots.first(row / heads), last = first + p.slots.count(row / heads);
+#pragma unroll 1
+    for (int step = 0; step < Stream::kSteps; ++step) {
+      RowPieces<T, Lanes> keys[kUnroll];
+      stream.get(keys);
+      float squares[kUnroll], products[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        float x[kValues];
+        keys[u].values(x);
+        squares[u] = lane_dot<float>(x, x);
+        products[u] = lane_dot<float>(x, direction);
+      }
+      const float own = rows_sum<Lanes::kLanes>(squares);  // of the lane's own key
+      float cosine = rows_sum<Lanes::kLanes>(products) * rsqrtf(own);
+      if (__any_sync(kWarp, !comfortable(own))) {
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          float x[kValues];
+          keys[u].values(x);
+          const double exact = lanes_sum<Lanes::kLanes>(lane_dot<double>(x, x));
+          const double product = lanes_sum<Lanes::kLanes>(lane_dot<double>(x, direction));
+          if (lane / kSame == u && !comfortable(own))
+            cosine = exact == 0 ? 0.0f : exact < CUDART_INF ? static_cast<float>(product / sqrt(exact)) : CUDART_NAN_F;
         }
       }
-#pragma unroll
-      for (int i = 0; i < Rows::kValues; ++i) sum[i] += x[i] * weight;
+      stream.release();
+      const int64_t slot = Stream::first(span, step) + lane / kSame;
+      if (lane % kSame == 0 && slot < span.end)
+        p.scores[row * p.n + slot] = first <= slot && slot < last ? -cosine : CUDART_NAN_F;
     }
   }
-
-  // Lane groups, then warps.
-#pragma unroll
-  for (int i = 0; i < Rows::kValues; ++i) {
-#pragma unroll
-    for (int step = Lanes::kLanes; step < 32; step *= 2) sum[i] += __shfl_xor_sync(kWarp, sum[i], step);
-    if (threadIdx.x % 32 < Lanes::kLanes && channel_of<T, Lanes>(i) < d)
-      shared[threadIdx.x / 32 * d + channel_of<T, Lanes>(i)] = sum[i];
-  }
-  __syncthreads();
-  float* const partial = partial_sums + row * blocks * d;
-  for (int c = threadIdx.x; c < d; c += kAnchorThreads) {
-    float total = 0;
-    for (int warp = 0; warp < kAnchorWarps; ++warp) total += shared[warp * d + c];
-    partial[block * d + c] = total;
-  }
-
-  // The last block of this head to come here sees the partial sums of all others.
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(counters + row, 1u) == needed - 1;
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  const int columns = d / 4, groups = kAnchorThreads / columns, column = threadIdx.x % columns;
-  const int group = threadIdx.x / columns;
-  double* const totals = reinterpret_cast<double*>(shared);  // [groups, d]
-  if (group < groups) {
-    double total[4] = {};
-    constexpr int kLoads = 4;  // in flight
-    for (int64_t i = group; i < needed; i += kLoads * groups) {
-      float4 x[kLoads];
-#pragma unroll
-      for (int u = 0; u < kLoads; ++u)
-        x[u] = i + u * groups < needed
-                   ? __ldcg(reinterpret_cast<const float4*>(partial + (i + u * groups) * d) + column)
-                   : float4{};
-#pragma unroll
-      for (int u = 0; u < kLoads; ++u) {
-        total[0] += x[u].x;
-        total[1] += x[u].y;
-        total[2] += x[u].z;
-        total[3] += x[u].w;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) totals[group * d + 4 * column + i] = total[i];
-  }
-  __syncthreads();
-  for (int c = threadIdx.x; c < d; c += kAnchorThreads) {
-    double total = 0;
-    for (int g = 0; g < groups; ++g) total += totals[g * d + c];
-    p.anchor[row * d + c] = static_cast<float>(total);
-  }
+  wait_for_copies<0>();
 }
 
-template <class T, class Lanes>
-__global__ void __launch_bounds__(kAnchorThreads, KeyRows<T, Lanes>::kBlocks + 1)
-    anchor_score_kernel(AnchorCosineParams p, unsigned blocks, bool wide) {
-  using Rows = KeyRows<T, Lanes>;
-  const unsigned unit = gridDim.x - 1 - blockIdx.x;  // backward
-  const unsigned heads = static_cast<unsigned>(p.heads), b = unit / blocks / heads, h = unit / blocks % heads;
-  const int64_t row = unit / blocks, begin = static_cast<int64_t>(unit % blocks) * kTokens;
-  const int64_t first = p.slots.first(b), last = first + p.slots.count(b);
-  const char* const rows = p.k.row(b, h, 0);
-  const int d = static_cast<int>(p.d), pieces = d / kPiece<T>, lane = threadIdx.x % Lanes::kLanes;
-
-  const float* const anchor = (p.given_anchor ? p.given_anchor : p.anchor) + row * d;
-  if (p.given_anchor && begin == 0)
-    for (int c = threadIdx.x; c < d; c += kAnchorThreads) p.anchor[row * d + c] = anchor[c];
-  float direction[Rows::kValues];
-  double squares = 0;
-#pragma unroll
-  for (int i = 0; i < Rows::kValues; ++i) {
-    direction[i] = channel_of<T, Lanes>(i) < d ? anchor[channel_of<T, Lanes>(i)] : 0.0f;
-    squares += static_cast<double>(direction[i]) * direction[i];
-  }
-  squares = lanes_sum<Lanes::kLanes>(squares);
-  const double scale = squares == 0 ? 0.0 : 1 / sqrt(squares);
-#pragma unroll
-  for (int i = 0; i < Rows::kValues; ++i) direction[i] = static_cast<float>(direction[i] * scale);
-
-  for (int step = 0; step < kTokens / kAnchorWarps / Rows::kRows; ++step) {
-    const int64_t slot = begin + first_row<Rows, Lanes>(step);
-    const Rows keys(rows, p.k.stride_n, pieces, slot, p.n, wide);
-    float score = 0;  // lane u of the group has that of its row u
-#pragma unroll
-    for (int u = 0; u < Rows::kUnroll; ++u) {
-      float x[Rows::kValues];
-      keys.row(u, x);
-      const float squares = dot<float, Lanes>(x, x);
-      float cosine = dot<float, Lanes>(x, direction) * rsqrtf(squares);
-      if (__any_sync(kWarp, !comfortable(squares))) {
-        const double exact = dot<double, Lanes>(x, x), product = dot<double, Lanes>(x, direction);
-        if (!comfortable(squares))
-          cosine = exact == 0 ? 0.0f : exact < CUDART_INF ? static_cast<float>(product / sqrt(exact)) : CUDART_NAN_F;
-      }
-      if (lane == u) score = -cosine;
-    }
-    if (lane < Rows::kUnroll && slot + lane < p.n)
-      p.scores[row * p.n + slot + lane] = first <= slot + lane && slot + lane < last ? score : CUDART_NAN_F;
-  }
-}
-
+// Units of a head; one at least, for its anchor.
 inline int64_t anchor_blocks(const AnchorCosineParams& p) {
   return p.n > kTokens ? (p.n + kTokens - 1) / kTokens : 1;
 }
 
 struct AnchorMemory {
   float* partial_sums;  // [b, Hk, blocks, d]
-  unsigned* counters;   // [b, Hk]
 
-  AnchorMemory(const AnchorCosineParams& p, Sections& sections) {
-    const int64_t heads = p.given_anchor ? 0 : p.b * p.heads;
-    partial_sums = sections.add<float>(heads * anchor_blocks(p) * p.d);
-    counters = sections.add<unsigned>(heads);
-  }
+  AnchorMemory(const AnchorCosineParams& p, Sections& sections)
+      : partial_sums(sections.add<float>(p.given_anchor ? 0 : p.b * p.heads * anchor_blocks(p) * p.d)) {}
 };
 
 inline void anchor_cosine_cuda(const AnchorCosineParams& p, void* workspace, cudaStream_t stream) {
   const int64_t heads = p.b * p.heads;
-  const unsigned blocks = static_cast<unsigned>(anchor_blocks(p));
   if (heads == 0) return;
+  const unsigned blocks = static_cast<unsigned>(anchor_blocks(p));
+  const int64_t units = grid_of(heads * blocks).x;
   const bool wide = aligned_rows(p.k, p.b, p.heads, p.n);
   Sections sections{workspace};
-  const AnchorMemory memory(p, sections);
+  float* const partial_sums = AnchorMemory(p, sections).partial_sums;
   with_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
     with_lanes<T>(p.d / kPiece<T>, [&](auto lanes) {
       using Lanes = decltype(lanes);
+      constexpr int64_t kRing = 16 * kInFlight * kAnchorThreads;
+      const int64_t resident = int64_t{multiprocessors()} * kAnchorBlocks<T, Lanes>;
+      const dim3 grid = grid_of(units < resident ? units : resident);
       if (!p.given_anchor) {
-        zero_async(memory.counters, 4 * heads, stream);
-        const int64_t floats = 4 * kAnchorWarps * p.d, doubles = 8 * kMaxHeadDim;  // groups * d is at most that
-        const int64_t shared = floats > doubles ? floats : doubles;
-        launch<anchor_sum_kernel<T, Lanes>>(grid_of(heads * blocks), kAnchorThreads, shared, stream, p,
-                                            memory.partial_sums, memory.counters, blocks, wide);
+        launch<anchor_sum_kernel<T, Lanes>>(grid, kAnchorThreads, kRing + 4 * kAnchorWarps * p.d, stream, p,
+                                            partial_sums, blocks, wide);
+        const unsigned columns = static_cast<unsigned>(p.d / 4 + kTotalColumns - 1) / kTotalColumns;
+        launch<anchor_total_kernel>(grid_of(heads * columns), kAnchorThreads, 0, stream, p, partial_sums, blocks,
+                                    columns);
       }
-      launch<anchor_score_kernel<T, Lanes>>(grid_of(heads * blocks), kAnchorThreads, 0, stream, p, blocks, wide);
+      launch<anchor_score_kernel<T, Lanes>>(grid, kAnchorThreads, kRing, stream, p, blocks, wide);
     });
   });
 }

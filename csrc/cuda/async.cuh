@@ -17,6 +17,20 @@ __device__ inline void copy_async(uint4* to, const void* from) {
 #endif
 }
 
+// The same where `there`, else 16 bytes of zeros; `from` is not read then.
+__device__ inline void copy_async(uint4* to, const void* from, bool there) {
+#ifdef __CUDACC__
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+#else
+  if (there)
+    cudasim::copy_async(to, from, 16);
+  else
+    *to = uint4{};
+#endif
+}
+
 // Ends a group of copies.
 __device__ inline void end_copies() {
 #ifdef __CUDACC__

@@ -118,23 +118,6 @@ __device__ inline uint4 shuffle_xor(uint4 x, int lanes) {
                     __shfl_xor_sync(kWarp, x.z, lanes), __shfl_xor_sync(kWarp, x.w, lanes));
 }
 
-// The sums of N rows over the kLanes lanes that share them, all at once: half of the rows go to each half of the lanes
-// until a lane has one row left. Lane l of the group gets, in x[0], the sum of row l / (kLanes / N).
-template <int kLanes, int N>
-__device__ inline float rows_sum(float (&x)[N]) {
-#pragma unroll
-  for (int left = N / 2; left; left /= 2) {
-    const int step = kLanes / N * left;
-    const bool upper = threadIdx.x & step;
-#pragma unroll
-    for (int i = 0; i < left; ++i) {
-      const float mine = upper ? x[left + i] : x[i], other = upper ? x[i] : x[left + i];
-      x[i] = mine + __shfl_xor_sync(kWarp, other, step);
-    }
-  }
-  return lanes_sum<kLanes / N>(x[0]);
-}
-
 // The marked ones of this warp's rows in a partition: their variances in double, about the mean. A channel that has no
 // usable range contributes 0, whatever the row holds there.
 template <class T, class Lanes>

@@ -13,6 +13,23 @@ __device__ inline T lanes_sum(T x) {
   return x;
 }
 
+// The sums of N rows over the kLanes lanes that share them, all at once: half of the rows go to each half of the lanes
+// until a lane has one row left. Lane l of the group gets, in x[0], the sum of row l / (kLanes / N).
+template <int kLanes, int N>
+__device__ inline float rows_sum(float (&x)[N]) {
+#pragma unroll
+  for (int left = N / 2; left; left /= 2) {
+    const int step = kLanes / N * left;
+    const bool upper = threadIdx.x & step;
+#pragma unroll
+    for (int i = 0; i < left; ++i) {
+      const float mine = upper ? x[left + i] : x[i], other = upper ? x[i] : x[left + i];
+      x[i] = mine + __shfl_xor_sync(kWarp, other, step);
+    }
+  }
+  return lanes_sum<kLanes / N>(x[0]);
+}
+
 // NaN, if there is one, wins: what is not finite must not slip out of a range.
 __device__ inline float min_nan(float a, float b) {
 #ifdef __CUDACC__

@@ -38,13 +38,19 @@ __device__ inline int channel_of(int i) {
   return (threadIdx.x % Lanes::kLanes + i / kPiece<T> * Lanes::kLanes) * kPiece<T> + i % kPiece<T>;
 }
 
-// Over the lanes of a row, in F.
-template <class F, class Lanes, int N>
-__device__ inline F dot(const float (&x)[N], const float (&y)[N]) {
+// Of a lane's values, in F.
+template <class F, int N>
+__device__ inline F lane_dot(const float (&x)[N], const float (&y)[N]) {
   F sum = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i) sum += static_cast<F>(x[i]) * y[i];
-  return lanes_sum<Lanes::kLanes>(sum);
+  return sum;
+}
+
+// Over the lanes of a row.
+template <class F, class Lanes, int N>
+__device__ inline F dot(const float (&x)[N], const float (&y)[N]) {
+  return lanes_sum<Lanes::kLanes>(lane_dot<F>(x, y));
 }
 
 // Squared norms between these are safe in fp32.
