@@ -1,4 +1,4 @@
-# make demo · make test · make bench · make eval · make lint · make sanitize · make gpu
+# make demo · make test · make bench · make eval · make lint · make sanitize · make gpu · make gpu-more
 #
 # Each sets up what it needs in .venv first: minutes (downloads) the first time, seconds afterwards. It takes a
 # python3 >= 3.10, a C++20 compiler and a package index; with nvcc >= 12 the CUDA kernels are built too. A warning of
@@ -19,7 +19,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check
 QUIET := $(if $(CI),-qq)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo build test bench eval lint sanitize gpu FORCE
+.PHONY: demo build test bench eval lint sanitize gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
@@ -48,10 +48,11 @@ sanitize: $(STAMPS)/sanitize
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  ../../$(PY) -m pytest --capture=sys -p no:cacheprovider $(addprefix ../../,$(or $(ARGS),$(OP_TESTS)))
 
-# All that needs a GPU, within ten minutes: build, tests, compute-sanitizer, benchmark; results in OUT. It sets nothing up
-# and needs no network: PYTHON has torch already, and WHEELS=DIR, a folder of wheels, brings what else it lacks.
-gpu:
-	@$(PYTHON) bench/gpu.py $(if $(OUT),--out "$(OUT)") $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
+# All that needs a GPU, in two commands of under ten minutes: build, benchmark and what only a GPU can test; the other
+# tests, compute-sanitizer, whole models, torch.compile. Results in OUT. They set nothing up and need no network: PYTHON
+# has torch already, and WHEELS=DIR, a folder of wheels, brings what else it lacks.
+gpu gpu-more:
+	@$(PYTHON) bench/gpu.py $(if $(filter gpu-more,$@),--more) $(if $(OUT),--out "$(OUT)") $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
 OP_TESTS = $(wildcard $(patsubst csrc/ops/%.h,tests/test_%.py,$(wildcard csrc/ops/*.h)))
 

@@ -1,29 +1,35 @@
-"""make gpu: everything that needs a GPU, in one command of under ten minutes, on a bare machine without a network.
+"""make gpu, make gpu-more: everything that needs a GPU, in two commands of under ten minutes each, without a network.
 
-    python bench/gpu.py [--out build/gpu/results] [--wheels DIR] [--only build tests ...] [--minutes 9.5]
+    python bench/gpu.py [--more] [--out build/gpu/results] [--wheels DIR] [--only STEP ...] [--minutes 9.5]
 
-Needs a Python with torch (CUDA), nvcc, cmake and ninja; pytest and hypothesis for the tests, compute-sanitizer, and
-matplotlib for the picture, each of them only where it is there: what is missing is said, and what it is for is not run.
---wheels names a folder of wheels (hypothesis, sortedcontainers, expecttest, say) that are unpacked and used.
+Needs a Python with torch (CUDA), nvcc, cmake and ninja. What else is missing is said first, with what is not run for it
+(LOST_WITHOUT); --wheels names a folder of wheels that are unpacked and used.
 
-    build      both libraries, for this GPU alone, into build/gpu: nothing is installed
-    tests      the operators', methods' and streaming tests on device cuda, and test_cuda.py (graphs, streams, repeats)
-    memcheck   compute-sanitizer over a sample: each operator and method on a few shapes and dtypes (tests/calls.py)
-    racecheck  the same
-    hopper     on a Hopper GPU, where CUTLASS is found: its kernels (KVOPS_SM90=1) in the benchmark's rows that use them
-    laq        what LAQ adds to a prefill of 32,768 tokens in a stack of 8B shape (laq_cost.py; needs transformers)
-    lacache    what LaCache's compactions add to a decode step in such a stack (lacache_cost.py; the same)
-    bench      python -m kvops.bench --device cuda, with torch.compile at n = 131072
-    end_to_end time to the first token, time per token and memory in such a stack, up to 131,072 tokens (end_to_end.py)
+make gpu, the figures, and what only a GPU can test:
+    build       both libraries, for this GPU alone, into build/gpu: nothing is installed
+    bench       python -m kvops.bench --device cuda, what is wanted most first; bench.json, bench.md, bench.png
+    gpu_tests   test_cuda.py (graphs, streams, repeats), test_sm90.py
+    hopper      the benchmark's rows that Hopper's kernels serve, with these (KVOPS_SM90=1); bench-sm90.json
 
-Each step has a time limit, one that fails does not stop the next. Logs, bench.json, bench.png and summary.txt appear in
---out as they come. Ends with a table; the exit status is 1 if anything failed. KVOPS_COMMIT=... names the commit where
-there is no repository.
+make gpu-more, the rest:
+    build       if `make gpu` has not left it here, of the same sources
+    tests       the operators', methods' and streaming tests on device cuda
+    sanitizer   compute-sanitizer's memcheck, racecheck and synccheck of our kernels, Hopper's too (tests/calls.py)
+    end_to_end  time to the first token, time per token and memory in a stack of 8B shape, up to 131,072 tokens
+    compile     the benchmark at n = 131072 beside torch.compile; compile.json
+    laq         what LAQ adds to a prefill of 32,768 tokens in such a stack (laq_cost.py)
+    lacache     what LaCache's compactions add to a decode step in such a stack (lacache_cost.py)
+
+Each step is sure of its share of the time, and has what the ones before left over; one that fails does not stop the
+next. One whose time is up keeps what it has and names what it left. Logs, JSON files and a summary appear in --out as
+they come. Ends with the tables; the exit status is 1 if anything failed. KVOPS_COMMIT=... names the commit where there
+is no repository.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -34,7 +40,7 @@ import sys
 import sysconfig
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,9 +48,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu"
 SITE = WORK / "site"  # what a wheel would hold
-MODULES = ("pytest", "hypothesis", "expecttest", "numpy", "matplotlib", "transformers")
-HOPPER_ROWS = ("window_scores", "window_scores, no lse", "window_attention", "assign_prototypes")  # of the benchmark
+LOST_WITHOUT = {
+    "pytest": "no tests",
+    "hypothesis": "no tests",
+    "expecttest": "no opcheck tests",
+    "transformers": "no end_to_end, laq, lacache",
+    "matplotlib": "no pictures",
+    "compute-sanitizer": "no sanitizer",
+    "nvidia-cutlass": "Hopper's kernels are neither built nor tested nor timed",
+}
+HOPPER_OPERATORS = ("window_scores", "window_attention", "assign_prototypes")
+HOPPER_ROWS = (*HOPPER_OPERATORS[:1], "window_scores, no lse", *HOPPER_OPERATORS[1:], "window_attention, decode")
+OURS = "kns=5kvops"  # compute-sanitizer's filter: kernels with this in their mangled names
+GPU_LOST = 3  # exit status of kvops.bench: another process can go on
+NO_GPU_LEFT = "this process has lost the GPU"  # says tests/conftest.py
+AT_ONCE = max(1, min(8, (os.cpu_count() or 2) // 2))  # test processes
+MINUTES = 9.5  # the steps of each command add up to that
 LEAST = 5  # seconds; with less left a step is not begun
+SHOW = 20  # seconds that kvops.bench has to write table and picture of a record
+LAST = 10  # seconds that the row begun last may take
 LOG_BYTES = 1 << 20
 
 PASSED, PARTLY, FAILED, NOT_RUN = "passed", "partly", "failed", "not run"
@@ -58,14 +80,15 @@ class Result:
     status: str
     note: str = ""
     details: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)  # what there was no time for
 
 
 @dataclass
 class Step:
-    """run(seconds) does it within so many seconds."""
+    """run(seconds) does it within so many seconds, `sure` at least."""
 
     name: str
-    limit: float
+    sure: float
     run: Callable[[float], Result]
     needs: str = ""  # a step that must have passed
 
@@ -81,14 +104,15 @@ def run_steps(steps: Sequence[Step], seconds: float, report: Callable[[list[Done
     """All steps in turn within so many seconds; `report` gets the list after each. Nothing that a step does ends it."""
     done: list[Done] = []
     end = time.monotonic() + seconds
-    for step in steps:
+    scale = min(1, seconds / sum(step.sure for step in steps))
+    for i, step in enumerate(steps):
         began = time.monotonic()
-        allowed = min(step.limit, end - began)
+        allowed = end - began - scale * sum(later.sure for later in steps[i + 1 :])
         missing = step.needs and not any(d.step == step.needs and d.result.status == PASSED for d in done)
         if missing:
             result = Result(NOT_RUN, f"needs {step.needs}")
         elif allowed < LEAST:
-            result = Result(NOT_RUN, "out of time")
+            result = Result(NOT_RUN, "out of time", left=[step.name])
         else:
             print(f"== {step.name} (at most {allowed:.0f} s)", flush=True)
             try:
@@ -105,6 +129,8 @@ def table(done: list[Done]) -> str:
     for d in done:
         rows.append((d.step, d.result.status, f"{d.seconds:.0f}", d.result.note))
         rows += [("", "", "", x) for x in d.result.details]
+        if d.result.left:
+            rows.append(("", "", "", f"left for lack of time ({len(d.result.left)}): {'; '.join(d.result.left)}"))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join(
         f"{name.ljust(widths[0])}  {status.ljust(widths[1])}  {seconds.rjust(widths[2])}  {note}".rstrip()
@@ -172,17 +198,23 @@ if importlib.util.find_spec("torch"):
     if torch.cuda.is_available():
         of = torch.cuda.get_device_properties(0)
         found.update(gpu=of.name, capability=[of.major, of.minor], cuda=torch.version.cuda)
+        found["gpus"] = torch.cuda.device_count()
 print(json.dumps(found))
 """
 
 
 def look(env: dict[str, str]) -> dict:
-    """What this Python has: torch, a GPU, which of MODULES are missing. In a process of its own, as it takes memory."""
-    command = [sys.executable, "-c", LOOK, *MODULES]
+    """What is here: torch, a GPU, which of LOST_WITHOUT are missing. In a process of its own, as it takes memory."""
+    command = [sys.executable, "-c", LOOK, *(x for x in LOST_WITHOUT if x.isidentifier())]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=WORK)
     if done.returncode:
         sys.exit(f"make gpu: {sys.executable} cannot import torch: {last_line(done.stderr)}")
-    return json.loads(last_line(done.stdout, most=None))
+    facts = json.loads(last_line(done.stdout, most=None))
+    if not find_tool("compute-sanitizer"):
+        facts["missing"].append("compute-sanitizer")
+    if facts.get("capability") == [9, 0] and not facts["cutlass"]:
+        facts["missing"].append("nvidia-cutlass")
+    return facts
 
 
 def unpack_wheels(folder: Path) -> Path:
@@ -210,12 +242,21 @@ class Run:
         file.unlink(missing_ok=True)
         return file
 
+    def missing(self, *names: str) -> str:
+        """Which of these are missing, in words."""
+        return " and ".join(f"no {x}" for x in names if x in self.facts["missing"])
+
+    def is_hopper(self) -> bool:
+        return tuple(self.facts["capability"]) == (9, 0)
+
+    def has_hopper_kernels(self) -> bool:
+        return self.is_hopper() and not self.missing("nvidia-cutlass")
+
     def build(self, seconds: float) -> Result:
         log, end = self.log("build"), time.monotonic() + seconds
         cmake, ninja = find_tool("cmake"), find_tool("ninja")
         if not cmake:
             return Result(FAILED, "no cmake")
-        shutil.rmtree(SITE, ignore_errors=True)
         major, minor = self.facts["capability"]
         settings = {
             "CMAKE_BUILD_TYPE": "Release",
@@ -227,22 +268,22 @@ class Run:
             **({"CMAKE_MAKE_PROGRAM": ninja} if ninja else {}),
         }
         tree = WORK / ("ninja" if ninja else "make")
+        env = environment(self.wheels, CUDAFLAGS="-lineinfo")  # lines in compute-sanitizer's reports
+        if not shutil.which(env.get("CUDACXX", "nvcc")) and (nvcc := find_tool("nvcc")):
+            env["CUDACXX"] = nvcc
         commands = [
             [cmake, "-S", ROOT, "-B", tree, "-G", "Ninja" if ninja else "Unix Makefiles"]
             + [f"-D{name}={value}" for name, value in settings.items()],
             [cmake, "--build", tree, "--parallel", str(os.cpu_count())],
             [cmake, "--install", tree],
-            [
-                sys.executable,
-                "-c",
-                "import kvops; cuda = kvops.build_info()['cuda']; print(cuda.get('why') or 'loaded')",
-            ],
         ]
-        env = environment(self.wheels, CUDAFLAGS="-lineinfo")  # lines in compute-sanitizer's reports
-        if not shutil.which(env.get("CUDACXX", "nvcc")) and (nvcc := find_tool("nvcc")):
-            env["CUDACXX"] = nvcc
-        for command in commands:
-            if command is commands[-1]:
+        is_loaded = "import kvops; cuda = kvops.build_info()['cuda']; print(cuda.get('why') or 'loaded')"
+        stamp, wanted = SITE / "built", digest(settings | {"torch": self.facts["torch"]})
+        reused = stamp.exists() and stamp.read_text() == wanted
+        if not reused:
+            shutil.rmtree(SITE, ignore_errors=True)
+        for command in [*([] if reused else commands), [sys.executable, "-c", is_loaded]]:
+            if command[0] == sys.executable:
                 ignored = shutil.ignore_patterns("*.so", "__pycache__")
                 shutil.copytree(ROOT / "kvops", SITE / "kvops", ignore=ignored, dirs_exist_ok=True)
             code = execute(list(map(str, command)), log, end - time.monotonic(), env, WORK)
@@ -252,181 +293,254 @@ class Run:
         outcome = last_line(log.read_text(errors="replace"))
         if outcome != "loaded":
             return Result(FAILED, outcome)
-        details = ["without the Hopper kernels: no nvidia-cutlass, no CUTLASS_DIR"] if self.hopper_missing() else []
-        return Result(PASSED, f"sm_{settings['KVOPS_CUDA_ARCHS']}", details)
+        stamp.write_text(wanted)
+        return Result(PASSED, f"sm_{settings['KVOPS_CUDA_ARCHS']}" + ", as it was built before" * reused)
 
-    def is_hopper(self) -> bool:
-        return tuple(self.facts["capability"]) == (9, 0)
+    def benchmark(self, name: str, seconds: float, *options: str, **more: str) -> Result:
+        """Rows into NAME.json, one by one; then NAME.md and, if it can be drawn, NAME.png."""
+        log, record = self.log(name), self.out / f"{name}.json"
+        env, end = environment(self.wheels, **more), time.monotonic() + seconds
+        bench = [sys.executable, "-m", "kvops.bench"]
+        record.unlink(missing_ok=True)
+        code = GPU_LOST
+        while code == GPU_LOST and (allowed := end - SHOW - time.monotonic()) > LEAST:
+            measure = ["--device", "cuda", "--json", str(record), "--resume", "--seconds", f"{allowed - LAST:.0f}"]
+            code = execute([*bench, *measure, *options], log, allowed, env, SITE)
+        text = log.read_text(errors="replace")
+        if not record.exists():
+            return Result(FAILED, f"exit status {code}: {last_line(text)}")
+        files = ["--markdown", str(record.with_suffix(".md"))]
+        files += [] if self.missing("matplotlib") else ["--plot", str(record.with_suffix(".png"))]
+        execute([*bench, "--from", str(record), *files], log, end - time.monotonic(), env, SITE)
+        text = log.read_text(errors="replace")
+        found = json.loads(record.read_text())
+        reached = re.findall(r"^Goals: .*", text, re.MULTILINE)
+        note = f"{len(found['rows'])} results" + "".join(f"; {x.removesuffix('.')}" for x in reached[-1:])
+        failures = list(dict.fromkeys(re.findall(r"^failed: .*", text, re.MULTILINE)))
+        status = FAILED if failures or code not in (0, None) else PARTLY if found["left_out"] else PASSED
+        return Result(status, note, failures, found["left_out"])
 
-    def hopper_missing(self) -> bool:
-        return self.is_hopper() and not self.facts["cutlass"]
-
-    def tests(self, seconds: float) -> Result:
-        log = self.log("tests")
-        names = [file.stem for file in sorted((ROOT / "csrc" / "ops").glob("*.h"))]
-        names += ["methods", "baselines", "window_methods", "streaming", "streaming_windows", "protokv"]
-        names += ["flash", "cuda"]
-        names += ["sm90"] if self.is_hopper() and self.facts["cutlass"] else []
-        files = [file for name in names if (file := ROOT / "tests" / f"test_{name}.py").exists()]
-        return run_tests(files, log, seconds, environment(self.wheels), SITE, self.facts["missing"])
-
-    def sanitizer(self, tool: str) -> Callable[[float], Result]:
-        def run(seconds: float) -> Result:
-            sanitizer = find_tool("compute-sanitizer")
-            if not sanitizer:
-                return Result(NOT_RUN, "no compute-sanitizer")
-            log = self.log(tool)
-            # Without torch's cache of memory every tensor has bounds that memcheck knows.
-            env = environment(self.wheels, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-            options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
-            command = [sanitizer, *options, sys.executable, str(ROOT / "tests" / "calls.py")]
-            return judge_sanitizer(execute(command, log, seconds, env, SITE), log.read_text(errors="replace"))
-
-        return run
+    def bench(self, seconds: float) -> Result:
+        return self.benchmark("bench", seconds, "--compile")
 
     def hopper(self, seconds: float) -> Result:
-        if not self.is_hopper() or self.hopper_missing():
-            return Result(NOT_RUN, "no CUTLASS" if self.is_hopper() else "not a Hopper GPU")
-        log, record = self.log("hopper"), self.out / "bench-sm90.json"
-        command = [sys.executable, "-m", "kvops.bench", "--device", "cuda", "--json", str(record), "--quick"]
-        command += ["--n", "131072", "--dtype", "bf16", "--ops", *HOPPER_ROWS]
-        code = execute(command, log, seconds, environment(self.wheels, KVOPS_SM90="1"), SITE)
-        if code != 0:
-            return Result(FAILED, "time was up" if code is None else f"exit status {code}")
-        return Result(PASSED, f"{record.name}; the same rows of the portable kernels are in bench.json")
+        if not self.has_hopper_kernels():
+            return Result(NOT_RUN, self.missing("nvidia-cutlass") or "not a Hopper GPU")
+        options = ["--n", "131072", "16384", "--dtype", "bf16", "--ops", *HOPPER_ROWS, "--compile"]
+        result = self.benchmark("bench-sm90", seconds, *options, KVOPS_SM90="1")
+        result.details += against(self.out / "bench-sm90.json", self.out / "bench.json")
+        return result
+
+    def compile(self, seconds: float) -> Result:
+        return self.benchmark("compile", seconds, "--n", "131072")
+
+    def gpu_tests(self, seconds: float) -> Result:
+        cuda = ROOT / "tests" / "test_cuda.py"  # alone it takes minutes: a process for each of its functions
+        functions = re.findall(r"^def (test_\w+)", cuda.read_text(), re.MULTILINE)
+        if self.facts["gpus"] < 2:
+            functions = [x for x in functions if "another_device" not in x]  # it needs two
+        hopper = [str(ROOT / "tests" / "test_sm90.py")] if self.has_hopper_kernels() else []
+        return self.run_tests("gpu_tests", [*hopper, *(f"{cuda}::{x}" for x in functions)], seconds)
+
+    def tests(self, seconds: float) -> Result:
+        files = [x for x in sorted((ROOT / "tests").glob("test_*.py")) if "kit.every_device" in x.read_text()]
+        return self.run_tests("tests", [str(x) for x in files if x.stem != "test_sm90"], seconds)
+
+    def run_tests(self, name: str, parts: list[str], seconds: float) -> Result:
+        if without := self.missing("pytest", "hypothesis"):
+            return Result(NOT_RUN, without)
+        env = environment(self.wheels, OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // AT_ONCE)))
+        return run_tests(parts, self.log(name), seconds, env, SITE, opcheck=not self.missing("expecttest"))
+
+    def sanitizer(self, seconds: float) -> Result:
+        """All tools at once, as most of what they do is the host's work."""
+        sanitizer = find_tool("compute-sanitizer")
+        if not sanitizer:
+            return Result(NOT_RUN, self.missing("compute-sanitizer"))
+
+        def one(run: tuple[str, bool]) -> Result:
+            tool, hopper = run
+            log = self.log(f"{tool}-sm90" if hopper else tool)
+            options = ["--tool", tool, "--kernel-name", OURS, "--error-exitcode", "9", "--print-limit", "20"]
+            more = {"KVOPS_SM90": "1"} if hopper else {}
+            if tool == "memcheck":
+                options += ["--report-api-errors", "no"]  # torch makes such calls on purpose; ours raise
+                more["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that it knows every tensor's bounds
+            command = [sanitizer, *options, sys.executable, str(ROOT / "tests" / "calls.py")]
+            command += [*(HOPPER_OPERATORS if hopper else []), "--seconds", f"{seconds - 3 * LAST:.0f}"]
+            code = execute(command, log, seconds, environment(self.wheels, **more), SITE)
+            return judge_sanitizer(code, log.read_text(errors="replace"))
+
+        runs = [(tool, hopper) for hopper in (False, True) for tool in ("memcheck", "racecheck", "synccheck")]
+        runs = [x for x in runs if not x[1] or self.has_hopper_kernels()]
+        with ThreadPoolExecutor(len(runs)) as pool:
+            return together([f"{tool}, Hopper" if hopper else tool for tool, hopper in runs], pool.map(one, runs))
 
     def cost(self, name: str) -> Callable[[float], Result]:
         """A script of bench/ that says which goals it reached."""
 
         def run(seconds: float) -> Result:
-            if "transformers" in self.facts["missing"]:
-                return Result(NOT_RUN, "no transformers")
+            if without := self.missing("transformers"):
+                return Result(NOT_RUN, without)
             log, record = self.log(name), self.out / f"{name}.json"
             script = str(ROOT / "bench" / f"{name}_cost.py")
             command = [sys.executable, script, "--device", "cuda", "--json", str(record)]
             code = execute(command, log, seconds, environment(self.wheels), SITE)
             text = log.read_text(errors="replace")
+            if code is None:
+                return Result(PARTLY, "stopped, as the time was up", left=[name])
             if code != 0:
-                return Result(FAILED, "time was up" if code is None else f"exit status {code}: {last_line(text)}")
+                return Result(FAILED, f"exit status {code}: {last_line(text)}")
             goals = re.findall(r"^(?:reached|MISSED).*", text, re.MULTILINE)
-            return Result(PASSED, goals[-1] if goals else last_line(text), goals)
+            return Result(PASSED, "" if goals else last_line(text), goals)
 
         return run
 
     def end_to_end(self, seconds: float) -> Result:
-        if "transformers" in self.facts["missing"]:
-            return Result(NOT_RUN, "no transformers")
+        if without := self.missing("transformers"):
+            return Result(NOT_RUN, without)
         log, record = self.log("end_to_end"), self.out / "end_to_end.json"
-        picture = [] if "matplotlib" in self.facts["missing"] else ["--out", str(self.out)]
+        picture = [] if self.missing("matplotlib") else ["--out", str(self.out)]
         command = [sys.executable, str(ROOT / "bench" / "end_to_end.py"), "--device", "cuda", "--json", str(record)]
         command += [*picture, "--repeats", "1", "--ratios", "2", "8", "--contexts", "4096", "20480", "131072", "32768"]
         command += ["--seconds", f"{max(1, seconds - 40):.0f}"]
         record.unlink(missing_ok=True)
         code = execute(command, log, seconds, environment(self.wheels), SITE)
-        text = log.read_text(errors="replace")
-        if code != 0:
-            return Result(FAILED, "time was up" if code is None else f"exit status {code}: {last_line(text)}")
-        left_out = re.findall(r"^not measured for lack of time: .*", text, re.MULTILINE)
-        return Result(PARTLY if left_out else PASSED, record.name, left_out)
+        if code is None and not record.exists():
+            return Result(PARTLY, "stopped, as the time was up, before the first cell", left=["end_to_end"])
+        if code:
+            return Result(FAILED, f"exit status {code}: {last_line(log.read_text(errors='replace'))}")
+        found = json.loads(record.read_text())
+        return Result(PARTLY if found["left_out"] else PASSED, f"{len(found['rows'])} cells", left=found["left_out"])
 
-    def bench(self, seconds: float) -> Result:
-        log, record = self.log("bench"), self.out / "bench.json"
-        picture = [] if "matplotlib" in self.facts["missing"] else ["--plot", str(self.out / "bench.png")]
-        command = [sys.executable, "-m", "kvops.bench", "--device", "cuda", "--json", str(record), *picture]
-        command += ["--compile", "131072", "--seconds", f"{max(1, seconds - 40):.0f}"]
-        record.unlink(missing_ok=True)
-        code = execute(command, log, seconds, environment(self.wheels), SITE)
-        text = log.read_text(errors="replace")
-        details = (
-            [] if picture else ["no picture: matplotlib is missing; python -m kvops.bench --from bench.json --plot ..."]
-        )
-        if code is None:
-            return Result(FAILED, f"stopped after {seconds:.0f} s; bench.json has what was measured", details)
-        reached = re.search(r"^Goals: .*", text, re.MULTILINE)
-        failures = re.findall(r"^failed: .*", text, re.MULTILINE)
-        left_out = len(re.findall(r"^not measured for lack of time: ", text, re.MULTILINE))
-        note = reached.group().removesuffix(".") if reached else last_line(text)
-        if left_out:
-            details.append(f"{left_out} rows not measured for lack of time")
-        return Result(FAILED if code else PARTLY if left_out else PASSED, note, failures[:10] + details)
-
-    def steps(self) -> list[Step]:
+    def parts(self) -> tuple[list[Step], list[Step]]:
+        """The steps of `make gpu` and of `make gpu-more`."""
+        build = Step("build", 120, self.build)
         return [
-            Step("build", 180, self.build),
-            Step("tests", 160, self.tests, needs="build"),
-            Step("memcheck", 80, self.sanitizer("memcheck"), needs="build"),
-            Step("racecheck", 80, self.sanitizer("racecheck"), needs="build"),
+            build,
+            Step("bench", 220, self.bench, needs="build"),
+            Step("gpu_tests", 170, self.gpu_tests, needs="build"),
             Step("hopper", 60, self.hopper, needs="build"),
-            Step("laq", 60, self.cost("laq"), needs="build"),
-            Step("lacache", 40, self.cost("lacache"), needs="build"),
-            Step("bench", 300, self.bench, needs="build"),
-            Step("end_to_end", 140, self.end_to_end, needs="build"),
+        ], [
+            build,
+            Step("tests", 90, self.tests, needs="build"),
+            Step("sanitizer", 100, self.sanitizer, needs="build"),
+            Step("end_to_end", 100, self.end_to_end, needs="build"),
+            Step("compile", 90, self.compile, needs="build"),
+            Step("laq", 40, self.cost("laq"), needs="build"),
+            Step("lacache", 30, self.cost("lacache"), needs="build"),
         ]
 
 
-def run_tests(
-    files: list[Path], log: Path, seconds: float, env: dict[str, str], cwd: Path, missing: Sequence[str]
-) -> Result:
-    """Each file in a process of its own, as an illegal access ends all CUDA work of its process; four at a time."""
-    if needed := [x for x in ("pytest", "hypothesis") if x in missing]:
-        return Result(NOT_RUN, f"{' and '.join(needed)} missing; WHEELS=DIR brings what is not installed")
-    chosen, details = "cuda", []
-    if "expecttest" in missing:
-        chosen += " and not opcheck"
-        details.append("not run: opcheck tests (expecttest is missing)")
-    end = time.monotonic() + seconds
+def digest(settings: dict) -> str:
+    """Of all that the build depends on."""
+    files = [ROOT / "CMakeLists.txt", ROOT / "kvops" / "version.py", *sorted((ROOT / "csrc").rglob("*.*"))]
+    found = hashlib.sha256(json.dumps(settings, default=str, sort_keys=True).encode())
+    for file in files:
+        found.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return found.hexdigest()
 
-    def one(file: Path) -> tuple[str, str]:
-        part = log.with_name(f"{file.stem}.part")
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
-        command += ["--tb=short", "--maxfail=20", "-rfE", "-k", chosen, str(file)]
+
+def against(record: Path, other: Path) -> list[str]:
+    """How many times as long the same rows take in the other record."""
+
+    def seconds(file: Path) -> dict[str, float]:
+        rows = json.loads(file.read_text())["rows"] if file.exists() else []
+        rows = [r for r in rows if "seconds" in r]
+        return {f"{r['operator']} {r['shape'][2]} {r['dtype']}": r["seconds"]["median"] for r in rows}
+
+    mine, its = seconds(record), seconds(other)
+    return [f"{x}: {1e6 * mine[x]:.1f} us, {other.stem} {its[x] / mine[x]:.2f}x as long" for x in mine if x in its]
+
+
+def together(names: list[str], results: Iterable[Result]) -> Result:
+    """One result of several."""
+    found = dict(zip(names, results))
+    statuses = {x.status for x in found.values()}
+    status = next((x for x in (FAILED, PARTLY) if x in statuses), None)
+    if status is None:  # nothing but passed and not run
+        status = statuses.pop() if len(statuses) == 1 else PARTLY
+    details = [f"{name}: {x.status}: {x.note}" for name, x in found.items()]
+    return Result(status, "", details, [f"{name}: {y}" for name, x in found.items() for y in x.left])
+
+
+def run_tests(parts: list[str], log: Path, seconds: float, env: dict[str, str], cwd: Path, opcheck: bool) -> Result:
+    """Each part, a file or a function of it, in a process of its own, as an illegal access ends all CUDA work of its
+    process; AT_ONCE at a time."""
+    end = time.monotonic() + seconds
+    names = [f"{Path(x.partition('::')[0]).stem}{''.join(x.partition('::')[1:])}" for x in parts]
+
+    def one(name: str, part: str) -> Result:
+        part_log = log.with_name(f"{name.replace('::', '-')}.part")
+        part_log.write_text("")
+        command = [sys.executable, "-m", "pytest", part, f"--rootdir={Path(part.partition('::')[0]).parent}"]
+        command += ["-o", "addopts=", "-v", "-rfE", "--tb=short", "--maxfail=20", "-p", "no:cacheprovider"]
+        command += ["-o", "faulthandler_timeout=60", "-k", "cuda" if opcheck else "cuda and not opcheck"]
+        code, text, ended = None, "", []
         try:
-            code = execute(command, part, max(1, end - time.monotonic()), env, cwd)
-            return judge_pytest(code, part.read_text(errors="replace"))
+            while (allowed := end - time.monotonic()) > LEAST:
+                deselected = [f"--deselect={test}" for test, _ in ended]
+                code = execute([*command, *deselected], part_log, allowed, env, cwd)
+                before, text = len(text), part_log.read_text(errors="replace")
+                ended = re.findall(r"^\S*?(\w+\.py::.+?) (PASSED|FAILED|ERROR)\b", text, re.MULTILINE)
+                if code is None or NO_GPU_LEFT not in text[before:]:
+                    break  # else another process goes on with the tests that have not ended
+            return judge_pytest(code, text)
         finally:
             with log.open("ab") as out:
-                out.write(part.read_bytes() + b"\n")
-            part.unlink()
+                out.write(part_log.read_bytes() + b"\n")
+            part_log.unlink()
 
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(one, files))
-    statuses = {status for status, _ in results}
-    details = [f"{file.stem}: {status}: {note}" for file, (status, note) in zip(files, results)] + details
-    if FAILED in statuses or not files:
-        return Result(FAILED, "", details)
-    return Result(PARTLY if NOT_RUN in statuses or "expecttest" in missing else PASSED, "", details)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        result = together(names, pool.map(one, names, parts))
+    if not opcheck:
+        result.details.append("not run: opcheck tests (no expecttest)")
+        result.status = PARTLY if result.status == PASSED else result.status
+    return result
 
 
-def judge_pytest(code: int | None, text: str) -> tuple[str, str]:
+def judge_pytest(code: int | None, text: str) -> Result:
+    """Of pytest -v, one run or, if tests took the GPU down, several; the last one's code, None if the time was up."""
     summary = last_line(text).strip("= ")
+    outcomes = re.findall(r"^\S*\w+\.py::.+? (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
+    failed = sum(x in ("FAILED", "ERROR") for x in outcomes)
     if code is None:
-        return FAILED, "stopped, as the time was up; the log has the stack if a test took over a minute"
+        wanted = [int(b or a) for a, b in re.findall(r"collected (\d+) items?(?:.* (\d+) selected)?", text)]
+        begun = re.findall(r"^\S*\w+\.py::(\S+)", text, re.MULTILINE)
+        left = f"{max(wanted) - len(outcomes)} tests, from {begun[-1]} on" if begun and wanted else "all tests"
+        note = f"out of time after {len(outcomes)} tests, {failed} failed"
+        return Result(FAILED if failed else PARTLY, note, left=[left])
+    if lost := text.count(NO_GPU_LEFT):
+        return Result(FAILED, f"{failed} of {len(outcomes)} tests failed, {lost} took the GPU from their process")
     if code == 5:
-        return NOT_RUN, "it has no test for device cuda"
+        return Result(NOT_RUN, "it has no test for device cuda")
     if code == 0 and re.search(r"\b\d+ passed", summary):
-        return PASSED, summary
-    return FAILED, summary or f"exit status {code}"
+        return Result(PASSED, summary)
+    return Result(FAILED, summary or f"exit status {code}")
 
 
 def judge_sanitizer(code: int | None, text: str) -> Result:
     if "Device not supported" in text:
         return Result(NOT_RUN, "compute-sanitizer does not support this machine")
+    made = set(re.findall(r"^made: (.*)", text, re.MULTILINE))
+    left = [x for x in re.findall(r"^planned: (.*)", text, re.MULTILINE) if x not in made]
+    errors = re.search(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard).*", text)
+    note = f"{len(made)} calls; {errors.group() if errors else 'no summary'}"
     if code is None:
-        return Result(FAILED, f"stopped, as the time was up, after: {last_line(text)}")
-    found = re.search(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard).*", text)
-    if not found:
-        return Result(FAILED, f"exit status {code}: {last_line(text)}")
-    sound = code == 0 and int(found[1] or found[2]) == 0 and re.search(r"^\d+ calls done", text, re.MULTILINE)
-    return Result(PASSED if sound else FAILED, found.group())
+        return Result(PARTLY, f"{note}; stopped, as the time was up", left=left)
+    if code != 0 or not errors or int(errors[1] or errors[2]) or not made:
+        return Result(FAILED, note if errors else f"exit status {code}: {last_line(text)}", left=left)
+    return Result(PARTLY if left else PASSED, note, left=left)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--more", action="store_true", help="the steps of make gpu-more")
     parser.add_argument("--out", type=Path, default=WORK / "results", help="folder for the results")
     parser.add_argument("--wheels", type=Path, help="folder of wheels that this Python lacks")
-    parser.add_argument("--minutes", type=float, default=9.5, help="for all steps together (default 9.5)")
-    names = [step.name for step in Run(Path(), {}).steps()]
-    parser.add_argument("--only", nargs="+", choices=names, help="these steps, and the build")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all steps together (default {MINUTES})")
+    names = dict.fromkeys(step.name for steps in Run(Path(), {}).parts() for step in steps)
+    parser.add_argument("--only", nargs="+", choices=names, help="these steps of both commands, and the build")
     a = parser.parse_args(argv)
     started = time.monotonic()
     WORK.mkdir(parents=True, exist_ok=True)
@@ -437,30 +551,26 @@ def main(argv: list[str] | None = None) -> int:
     if not facts["gpu"]:
         sys.exit(f"make gpu: needs an NVIDIA GPU; torch {facts['torch']} of {sys.executable} sees none")
     a.out.mkdir(parents=True, exist_ok=True)
-    head = f"{facts['gpu']} · torch {facts['torch']}, CUDA {facts['cuda']}"
-    if facts["missing"]:
-        head += f" · missing: {', '.join(facts['missing'])}"
+    lines = [f"{facts['gpu']} · torch {facts['torch']}, CUDA {facts['cuda']}"]
+    lines += [f"missing: {x}: {LOST_WITHOUT[x]}" for x in facts["missing"]]
+    head = "\n".join(lines)
     print(head, flush=True)
+    summary = a.out / ("summary-more.txt" if a.more else "summary.txt")
 
     def report(done: list[Done]) -> None:
-        (a.out / "summary.txt").write_text(f"{head}\n\n{table(done)}\n")
+        summary.write_text(f"{head}\n\n{table(done)}\n")
         print(table(done[-1:]).split("\n", 1)[1], flush=True)
 
-    run = Run(a.out.resolve(), facts, wheels)
-    steps = [step for step in run.steps() if not a.only or step.name in ("build", *a.only)]
-    done = run_steps(steps, 60 * a.minutes - (time.monotonic() - started), report)
-    log = a.out / "bench.log"
-    if log.exists() and any(d.step == "bench" for d in done):
-        print(key_rows(log.read_text(errors="replace")))
-    print(f"\n{table(done)}\n\nResults: {a.out.resolve()}")
+    first, more = Run(a.out.resolve(), facts, wheels).parts()
+    steps = {step.name: step for step in (more if a.more else first)}
+    if a.only:
+        steps = {step.name: step for step in (*first, *more) if step.name in ("build", *a.only)}
+    done = run_steps(list(steps.values()), 60 * a.minutes - (time.monotonic() - started), report)
+    for step, page in {"bench": "bench.md", "hopper": "bench-sm90.md", "compile": "compile.md"}.items():
+        if step in steps and (a.out / page).exists():
+            print(f"\n{(a.out / page).read_text()}")
+    print(f"\n{summary.read_text()}\nResults: {a.out.resolve()}")
     return int(any(d.result.status == FAILED for d in done))
-
-
-def key_rows(text: str) -> str:
-    """Of the benchmark's output: the table at n = 131072, and the goals."""
-    rows = [line for line in text.splitlines() if re.match(r"operator  +n ", line) or re.search(r"  131072  ", line)]
-    goals = text[text.index("\nGoals: ") :] if "\nGoals: " in text else ""
-    return "\n".join(["", *rows, goals.rstrip()])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
 """One call of everything that has a CUDA kernel, and its inputs: what test_cuda.py captures, repeats and races.
 
-python tests/calls.py      # each of them on the GPU, a few shapes and dtypes: what compute-sanitizer looks at
+python tests/calls.py [OPERATOR ...] [--seconds N]
+
+makes each of them, or those of some operators, on the GPU, in a few shapes and dtypes: for compute-sanitizer.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -235,14 +241,31 @@ SAMPLE = [
 ]
 
 
+def label(name: str, shape: dict) -> str:
+    return f"{name}: {', '.join(f'{x}={y}' for x, y in shape.items())}"
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further call after so long")
+    a = parser.parse_args()
+    hopper = kvops.build_info()["cuda"]["sm90"]
+    if os.environ.get("KVOPS_SM90") == "1" and not hopper["used"]:
+        sys.exit(f"the Hopper kernels are not in use: {hopper['why'] or 'the CUDA library is not loaded'}")
+    began = time.monotonic()
+    names = [name for name in CALLS if not a.operators or name.split(",")[0] in a.operators]
+    for shape in SAMPLE:
+        for name in names:
+            print(f"planned: {label(name, shape)}")
     for shape in SAMPLE:
         on_cpu = inputs(0, **shape)
-        for name, call in CALLS.items():
-            call(on_cpu.map(lambda x: x.cuda()))
+        for name in names:
+            if time.monotonic() - began > a.seconds:
+                return
+            CALLS[name](on_cpu.map(lambda x: x.cuda()))
             torch.cuda.synchronize()
-            print(name, ", ".join(f"{x}={y}" for x, y in shape.items()), flush=True)
-    print(f"{len(SAMPLE) * len(CALLS)} calls done")
+            print(f"made: {label(name, shape)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 
 import kit
 import kvops
+from kvops.bench import gpu
 
 if kit.SIMULATED:
     kvops._lib.load(kit.SIMULATED)  # its kernels take the place of the CPU's
@@ -48,6 +49,13 @@ def pytest_collection_finish(session):
 
 def in_simulator(item) -> bool:
     return item.path.name == "test_simulated.py"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report):
+    """A kernel's illegal access ends all that its process does on the GPU: what comes after would only seem to fail."""
+    if report.failed and kit.HAS_CUDA and not gpu.usable():
+        pytest.exit("this process has lost the GPU", returncode=2)
 
 
 def pytest_unconfigure(config):

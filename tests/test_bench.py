@@ -318,12 +318,17 @@ def test_a_record_is_shown_and_drawn(gpu_record, tmp_path, monkeypatch, capsys):
 
 def test_jobs_of_a_gpu(monkeypatch):
     """What matters most comes first, and what does not fit is not tried."""
-    a = SimpleNamespace(ops=list(ROWS), n=command.CUDA_N, dtype=["fp32", "bf16"], heads=8, device="cuda")
+    a = SimpleNamespace(ops=list(ROWS), n=command.CUDA_N, dtype=["bf16", "fp32"], heads=8, device="cuda")
     found = command.jobs(a)
-    sizes = [n for name, _, _, n in found if not ROWS[name].shape]
+    sizes = [job.n for job in found if not ROWS[job.name].shape]
     assert sizes == sorted(sizes, key=command.CUDA_N.index) and set(sizes) == set(command.CUDA_N)
-    assert {n for name, _, _, n in found if name == "compact_kv_, batch 32"} == {16384, 131072}
-    assert {(heads, n) for name, _, heads, n in found if name.endswith("4096 tokens")} == {(8, 4096)}
+    assert {job.n for job in found if job.name == "compact_kv_, batch 32"} == {16384, 131072}
+    assert {(job.heads, job.n) for job in found if job.name.endswith("4096 tokens")} == {(8, 4096)}
+    place = {str(job): i for i, job in enumerate(found)}
+    wanted = ["lag_score 131072 bf16", "window_attention, decode 131072 bf16", "lag_score 131072 fp32"]
+    wanted += ["keydiff_compress 131072 bf16", "protokv_compress 131072 fp32", "rope_at_slots 131072 bf16"]
+    wanted += ["lag_score 16384 bf16", "rope_at_slots 16384 fp32", "lag_score 1048576 bf16"]
+    assert [place[x] for x in wanted] == sorted(place[x] for x in wanted)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
@@ -339,6 +344,7 @@ def test_a_run_in_which_all_fails_still_leaves_a_record(seconds, tmp_path, monke
     a.device, a.seconds = "cuda", seconds
     monkeypatch.setattr(command, "arguments", lambda: a)
     monkeypatch.setattr(record, "gpu", lambda: {"name": "None", "driver": "0", "cuda": "0"})
+    monkeypatch.setattr(command, "usable", lambda: True)
     assert command.main() == (0 if seconds else 1)
     found = json.loads(file.read_text())
     assert found["statistic"] == "median" and found["machine"]["gpu"]["name"] == "None"

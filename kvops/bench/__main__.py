@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from .. import build_info
-from .goals import goals
-from .gpu import first_line
+from .. import build_info, ops
+from .goals import goals, goals_of
+from .gpu import at_most, first_line, usable
 from .measure import measure
 from .record import origin, write
 from .rows import ROWS, Case
@@ -38,6 +42,8 @@ repeat_kv: eager PyTorch with K repeated for each query head; one layer: the lay
 batch; index_select: into out=; bf16 product: K times the prototypes, without argmax; assign_prototypes: that
 part alone; SnapKV: eager; our SnapKV: snapkv_compress without log-sum-exp; K-means: ten iterations in eager PyTorch."""
 CUDA_N = [131072, 16384, 1048576]  # what matters most comes first
+STUCK = 90  # seconds; on a GPU a row takes a few, with torch.compile up to a minute
+LOST = 3  # exit status: this process lost the GPU (an illegal access, a kernel that hangs), another can --resume
 
 
 def arguments() -> argparse.Namespace:
@@ -49,22 +55,27 @@ def arguments() -> argparse.Namespace:
         type=int,
         help="cached tokens (default 4096 16384 65536; --quick: 16384; on cuda 16384 131072 1048576)",
     )
-    p.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
+    p.add_argument("--dtype", nargs="+", choices=DTYPES, help="default fp32 bf16; on cuda bf16 comes first")
     p.add_argument("--heads", type=int, default=8, help="KV heads (default 8)")
     p.add_argument("--head-dim", type=int, default=128, help="default 128")
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     p.add_argument("--repeats", type=int, help="interleaved repetitions (default 30; on cuda 20; --quick: 5)")
     p.add_argument("--quick", action="store_true", help="less of everything and no torch.compile: under 30 s")
-    p.add_argument("--compile", nargs="+", type=int, metavar="N", help="torch.compile at these n only (default: all)")
+    p.add_argument("--compile", nargs="*", type=int, metavar="N", help="torch.compile at these n only (default: all)")
     p.add_argument("--seconds", type=float, help="begin no further row after so long; what is missing is named")
     p.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured, row by row")
+    p.add_argument("--resume", action="store_true", help="go on with what the file of --json says was left out")
+    p.add_argument("--markdown", type=Path, metavar="FILE", help="write a table with the goals, to be pasted")
     p.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (of a CPU: the largest n)")
     p.add_argument("--from", type=Path, metavar="FILE", dest="file", help="measure nothing: show what --json wrote")
     a = p.parse_args()
     cuda = a.device == "cuda"
     a.ops = a.ops or [name for name, row in ROWS.items() if cuda or not row.cuda_only]
+    a.dtype = a.dtype or (["bf16", "fp32"] if cuda else ["fp32", "bf16"])
     a.n = a.n or ([16384] if a.quick else CUDA_N if cuda else [4096, 16384, 65536])
     a.repeats = a.repeats or (5 if a.quick else 20 if cuda else 30)
+    if a.resume and not a.json:
+        p.error("--resume: needs --json FILE")
     if min(a.n) < 512:
         p.error(f"--n: expected at least 512 (64 partitions for lag_score), got {min(a.n)}")
     if a.device not in ("cpu", "cuda"):
@@ -92,9 +103,8 @@ def table(record: dict) -> str:
     cells = [[entry(r, show) for r in results] for show in more.values()]
     shown = {name: column for name, column in zip(more, cells) if any(column)}
     lines = [("operator", "n", "dtype", "time", "GB/s", "of bandwidth", *shown, *ratios)]
-    short = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
     for i, r in enumerate(results):
-        name = (f"{r['operator']} {r['form']}".strip(), str(r["shape"][2]), short[r["dtype"]])
+        name = names(r)
         if "error" in r:
             lines.append((*name, "failed", *[""] * (len(lines[0]) - 4)))
             continue
@@ -113,6 +123,29 @@ def table(record: dict) -> str:
         "  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths))).rstrip()
         for line in lines
     )
+
+
+def names(result: dict) -> tuple[str, str, str]:
+    """Operator and form, n, dtype."""
+    short = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+    return f"{result['operator']} {result['form']}".strip(), str(result["shape"][2]), short[result["dtype"]]
+
+
+def markdown(record: dict) -> str:
+    """A table to paste into a page: a line per result, with what it reached of its goals."""
+    typical = record.get("statistic", "best")
+    lines = [("operator", "n", "dtype", "time", "of bandwidth", "goals"), ("---",) * 6]
+    for r in record["rows"]:
+        if "error" in r:
+            lines.append((*names(r), "failed", "", r["error"]))
+            continue
+        share = "{share:.0%} of {of}".format(**r["bandwidth"]) if "bandwidth" in r else ""
+        reached = (f"{g.wanted}: {'reached' if g.reached else f'**missed**, {g.found}'}" for g in goals_of(r))
+        lines.append((*names(r), duration(r["seconds"][typical]), share, "; ".join(reached)))
+    page = [f"{head(record)}, commit {record['commit']}", "", *(f"| {' | '.join(x)} |" for x in lines)]
+    if left := record.get("left_out"):
+        page += ["", f"Not measured for lack of time: {'; '.join(left)}."]
+    return "\n".join(page) + "\n"
 
 
 def entry(result: dict, show) -> str:
@@ -145,8 +178,8 @@ def head(record: dict) -> str:
     return f"kvops {record['kvops']} · {where}"
 
 
-def show(record: dict, plot: Path | None) -> None:
-    """Table, legend, remarks, goals, picture."""
+def show(record: dict, plot: Path | None, page: Path | None) -> None:
+    """Table, legend, remarks, goals, and the files that are asked for."""
     print("\n" + table(record))
     print(CUDA_LEGEND if "gpu" in record["machine"] else LEGEND)
     for line in remarks(record):
@@ -157,6 +190,10 @@ def show(record: dict, plot: Path | None) -> None:
         width = max(len(g.what) for g in reached)
         for g in reached:
             print(f"{'reached' if g.reached else 'MISSED '}  {g.what.ljust(width)}  {g.wanted}: {g.found}")
+    if page:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(markdown(record))
+        print(f"wrote {page}")
     if plot and not any("bandwidth" in r for r in record["rows"]):
         print(f"nothing to draw, {plot} is not written")
     elif plot:
@@ -175,26 +212,83 @@ def progress(total: int):
     return tqdm(total=total, delay=3, leave=False, disable=None, unit="rep")
 
 
-def jobs(a: argparse.Namespace) -> list[tuple[str, str, int, int]]:
-    """What is measured: (row, dtype, heads, n)."""
+class Job(NamedTuple):
+    """A row to measure, in one shape and dtype."""
+
+    name: str
+    dtype: str
+    heads: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.n} {self.dtype}"
+
+
+def jobs(a: argparse.Namespace) -> list[Job]:
+    """What is measured."""
     found = []
     for name in a.ops:
         row = ROWS[name]
         shapes = [row.shape] if row.shape else [(a.heads, n) for n in a.n if n <= (row.most or n)]
         dtypes = a.dtype if row.per_dtype else ["fp32"]
-        found += [(name, dtype, heads, n) for heads, n in shapes for dtype in dtypes]
-    if a.device == "cuda":  # in the order of --n, and the rows of fixed shape first
-        found.sort(key=lambda job: a.n.index(job[3]) if ROWS[job[0]].shape is None else -1)
+        found += [Job(name, dtype, heads, n) for heads, n in shapes for dtype in dtypes]
+    if a.device == "cuda":
+        found.sort(key=lambda job: urgency(a, job))
     return found
 
 
-def failure(case: Case, name: str, error: Exception) -> list[dict]:
+def urgency(a: argparse.Namespace, job: Job) -> tuple[int, int, int]:
+    """Sorts the jobs on a GPU, so that a run that is cut short has what is wanted most: the first of --n and the rows
+    of fixed shape; of these operators with a goal, then whole methods, then the other operators; each by --dtype."""
+    row = ROWS[job.name]
+    method = job.name.split(",")[0] not in ops.__all__
+    goal = bool(row.copy_goal or row.eager_goal or row.peer_goals)
+    size = 0 if row.shape else a.n.index(job.n)
+    return size, 1 if method else 0 if goal else 2, a.dtype.index(job.dtype) if row.per_dtype else 0
+
+
+def attempt(a: argparse.Namespace, job: Job, tick: Callable[[], Any]) -> list[dict]:
+    """The results of a job. On a GPU an error is a result: the other rows go on."""
+    cuda, compiled = a.device == "cuda", not a.quick and (a.compile is None or job.n in a.compile)
+    try:
+        if cuda:  # what the row before has left
+            gc.collect()
+            torch.cuda.empty_cache()
+        case = Case(job.n, DTYPES[job.dtype], job.heads, a.head_dim, a.device, ROWS[job.name].batch)
+        return measure(job.name, ROWS[job.name], case, a.repeats, compiled, tick)
+    except Exception as error:
+        if not cuda:
+            raise
+        return failure(a, job, error)
+
+
+def failure(a: argparse.Namespace, job: Job, error: Exception) -> list[dict]:
     """The results of a row that could not be measured at all."""
-    shape, dtype = [case.batch, case.heads, case.n, case.d], str(case.dtype).removeprefix("torch.")
+    shape, dtype = [ROWS[job.name].batch, job.heads, job.n, a.head_dim], str(DTYPES[job.dtype]).removeprefix("torch.")
     return [
-        {"operator": name, "form": form, "dtype": dtype, "shape": shape, "error": first_line(error)}
-        for form in ROWS[name].forms
+        {"operator": job.name, "form": form, "dtype": dtype, "shape": shape, "error": first_line(error)}
+        for form in ROWS[job.name].forms
     ]
+
+
+def begin(a: argparse.Namespace) -> tuple[dict, list[Job]]:
+    """The record, and what is to be measured: all of it, or what the record of --resume has left out."""
+    found = {
+        **origin("python", "-m", "kvops.bench", *sys.argv[1:], device=a.device),
+        "repeats": a.repeats,
+        "statistic": "median" if a.device == "cuda" else "best",
+        "rows": [],
+        "left_out": [],
+    }
+    todo = jobs(a)
+    if a.resume and a.json.exists():
+        before = json.loads(a.json.read_text())
+        for x in ("machine", "torch", "kvops", "commit", "repeats"):
+            if before[x] != found[x]:
+                sys.exit(f"--resume: {a.json} was measured with {x} {before[x]}, this is {found[x]}")
+        found, todo = before, [job for job in todo if str(job) in before["left_out"]]
+    found["left_out"] = list(map(str, todo))
+    return found, todo
 
 
 def main() -> int:
@@ -202,49 +296,43 @@ def main() -> int:
     if a.file:
         record = json.loads(a.file.read_text())
         print(f"{head(record)}\n{record['command']}, commit {record['commit']}")
-        show(record, a.plot)
+        show(record, a.plot, a.markdown)
         return 0
     started, cuda = time.monotonic(), a.device == "cuda"
-    record = {
-        **origin("python", "-m", "kvops.bench", *sys.argv[1:], device=a.device),
-        "repeats": a.repeats,
-        "statistic": "median" if cuda else "best",
-        "rows": [],
-        "left_out": [],
-    }
+    record, todo = begin(a)
     print(
         f"{head(record)}\n"
         f"[1, {a.heads}, n, {a.head_dim}] · {record['statistic']} of {a.repeats} interleaved repetitions"
         + (" · --quick leaves torch.compile out" if a.quick else "")
     )
-    todo = jobs(a)
-    with progress(len(todo) * a.repeats) as bar:
-        for name, dtype, heads, n in todo:
-            if a.seconds and time.monotonic() - started > a.seconds:
-                record["left_out"].append(f"{name} {n} {dtype}")
-                continue
-            if bar is not None:
-                bar.set_postfix_str(f"{name} {dtype} {n}")
-            case = Case(n, DTYPES[dtype], heads, a.head_dim, a.device, ROWS[name].batch)
-            compiled = not a.quick and (a.compile is None or n in a.compile)
-            try:
-                if cuda:  # what the row before has left
-                    gc.collect()
-                    torch.cuda.empty_cache()
-                record["rows"] += measure(
-                    name, ROWS[name], case, a.repeats, compiled, bar.update if bar is not None else int
-                )
-            except Exception as error:  # out of memory, say: the other rows go on
-                if not cuda:
-                    raise
-                record["rows"] += failure(case, name, error)
-            if a.json:
-                write(a.json, record)
     order = list(ROWS)
-    record["rows"].sort(key=lambda r: (order.index(r["operator"]), r["shape"][2]))
+
+    def keep(job: Job, results: list[dict]) -> None:
+        """In the record and its file; what is not measured yet is named there as left out."""
+        record["rows"] = sorted(record["rows"] + results, key=lambda r: (order.index(r["operator"]), r["shape"][2]))
+        record["left_out"].remove(str(job))
+        if a.json:
+            write(a.json, record)
+
+    def give_up(job: Job) -> None:
+        keep(job, failure(a, job, TimeoutError(f"no result within {STUCK} s")))
+        os._exit(LOST)  # the thread that waits for the GPU cannot be stopped
+
     if a.json:
         write(a.json, record)
-    show(record, a.plot)
+    with progress(len(todo) * a.repeats) as bar:
+        for job in todo:
+            if a.seconds and time.monotonic() - started > a.seconds:
+                break
+            if bar is not None:
+                bar.set_postfix_str(str(job))
+            with at_most(STUCK, partial(give_up, job)) if cuda else nullcontext():
+                results = attempt(a, job, bar.update if bar is not None else int)
+            keep(job, results)
+            if cuda and any("error" in r for r in results) and not usable():
+                print(f"failed: {job}: {results[0]['error']}; this process has lost the GPU")
+                return LOST
+    show(record, a.plot, a.markdown)
     if a.json:
         print(f"wrote {a.json}")
     return int(any("error" in r for r in record["rows"]))

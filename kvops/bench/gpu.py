@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +70,27 @@ class Replayed:
 def first_line(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200]
+
+
+def usable() -> bool:
+    """False after an illegal access, say, which ends all work of this process on the GPU."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextmanager
+def at_most(seconds: float, give_up: Callable[[], None]) -> Iterator[None]:
+    """Calls `give_up` in another thread if the block takes longer: a kernel that hangs has its process wait forever."""
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def l2_bytes() -> int:

@@ -159,9 +159,10 @@ def measure(name: str, row: Row, case: Case, repeats: int, compiled: bool, tick:
         except Exception as error:
             if not cuda:
                 raise
-            torch.cuda.synchronize()  # raises again if the GPU itself is in an error state: then there is no going on
             failed[key] = gpu.first_line(error)
             del rivals[key]
+            if not gpu.usable():
+                raise RuntimeError(f"{key}: {failed[key]}") from error
     seconds: dict[str, list[float]] = {key: [] for key in rivals}
     for _ in range(repeats):  # in turns, so that a machine that speeds up or slows down does so for all
         for key, rival in rivals.items():

@@ -78,5 +78,8 @@ def origin(*command: str, device: str = "cpu") -> dict:
 
 
 def write(file: Path, record: dict) -> None:
+    """Replaces the file in one step, so that it is whole whenever the process is stopped."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(record, indent=1) + "\n")
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(file)
