@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -355,6 +356,95 @@ def test_a_run_in_which_all_fails_still_leaves_a_record(seconds, tmp_path, monke
     else:
         assert [r["form"] for r in found["rows"]] == ["out=", "fresh"] * 2 and all("error" in r for r in found["rows"])
         assert "failed: gather_kv 512 float32: kvops out=: " in shown
+
+
+@pytest.fixture
+def on_cuda(monkeypatch, tmp_path):
+    """Runs the command as if for a GPU, with these arguments and in place of measure() this."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(command, "build_info", lambda: {"cuda": {"why": ""}})
+    monkeypatch.setattr(command, "show", lambda *_: None)
+    monkeypatch.setattr(record, "gpu", lambda: {"name": "None", "driver": "0", "cuda": "0"})
+
+    def run(measured, *arguments: str) -> tuple[int, dict]:
+        file = tmp_path / "gpu.json"
+        monkeypatch.setattr(command, "measure", measured)
+        monkeypatch.setattr(sys, "argv", ["bench", "--device", "cuda", "--json", str(file), *arguments])
+        return command.main(), json.loads(file.read_text())
+
+    return run
+
+
+def result(name: str, case: Case) -> dict:
+    return {"operator": name, "form": "", "dtype": str(case.dtype), "shape": [1, 1, case.n, 1]}
+
+
+def test_another_process_goes_on_when_one_has_lost_the_gpu(on_cuda, tmp_path, monkeypatch):
+    """Each row is in the file when the next begins, and what is missing is named there."""
+    seen, ops = [], ["--resume", "--n", "1024", "512", "--dtype", "bf16", "--ops", "lag_score", "gather_kv"]
+
+    def measured(name, row, case, *_):
+        if seen:
+            found = json.loads((tmp_path / "gpu.json").read_text())
+            assert len(found["rows"]) + len(found["left_out"]) >= 4 and f"{name} {case.n} bf16" in found["left_out"]
+        seen.append((name, case.n))
+        if (name, case.n) == ("gather_kv", 1024):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nSearch for ...")
+        return [result(name, case)]
+
+    monkeypatch.setattr(command, "usable", lambda: seen[-1] != ("gather_kv", 1024))
+    code, found = on_cuda(measured, *ops)
+    assert code == command.LOST and found["left_out"] == ["lag_score 512 bf16", "gather_kv 512 bf16"]
+    code, found = on_cuda(measured, *ops)
+    assert code == 1 and found["left_out"] == [] and len(found["rows"]) == 5
+    assert seen == [("lag_score", 1024), ("gather_kv", 1024), ("lag_score", 512), ("gather_kv", 512)]
+    assert {r.get("error") for r in found["rows"]} == {None, "CUDA error: an illegal memory access was encountered"}
+    with pytest.raises(SystemExit, match="was measured with repeats 20, this is 3"):
+        on_cuda(measured, *ops, "--repeats", "3")
+
+
+def test_a_kernel_that_hangs_is_given_up(on_cuda, tmp_path, monkeypatch):
+    code, ended = [], threading.Event()
+
+    def measured(name, row, case, *_):
+        assert ended.wait(30)
+        return []
+
+    monkeypatch.setattr(command, "STUCK", 0.01)
+    monkeypatch.setattr(command.os, "_exit", lambda x: (code.append(x), ended.set()))
+    with pytest.raises(ValueError):  # the record has it: here the process is still there
+        on_cuda(measured, "--n", "512", "--dtype", "bf16", "--ops", "lag_score")
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert code == [command.LOST] and found["left_out"] == []
+    assert found["rows"][0]["error"] == "no result within 0.01 s"
+
+
+@pytest.mark.parametrize("option, compiled", [([], [512, 1024]), (["--compile", "512"], [512]), (["--compile"], [])])
+def test_what_is_compiled(on_cuda, option, compiled):
+    seen = []
+
+    def measured(name, row, case, repeats, compiled, tick):
+        seen.extend([case.n] if compiled else [])
+        return [result(name, case)]
+
+    on_cuda(measured, "--n", "512", "1024", "--dtype", "bf16", "--ops", "lag_score", *option)
+    assert seen == compiled
+
+
+def test_a_table_to_paste(gpu_record, tmp_path, monkeypatch, capsys):
+    file, page = tmp_path / "gpu.json", tmp_path / "gpu.md"
+    file.write_text(json.dumps(gpu_record))
+    monkeypatch.setattr(sys, "argv", ["bench", "--from", str(file), "--markdown", str(page)])
+    assert command.main() == 0 and f"wrote {page}" in capsys.readouterr().out
+    lines = page.read_text().splitlines()
+    assert lines[0] == "kvops 0 · Made-up GPU, driver 1.2, CUDA 13.0 · torch 2, commit abc"
+    assert lines[-1] == "Not measured for lack of time: lag_score 1048576 fp32."
+    rows = [x for x in lines if x.startswith("| ")]
+    assert len(rows) == 2 + len(gpu_record["rows"]) and {x.count("|") for x in rows} == {7}
+    assert f"| anchor_cosine | {N} | fp32 | 20 us | 83% of copy | >= 85% of copy: **missed**, 83% |" in rows
+    assert f"| lag_score | {N} | fp32 | 20 us | 83% of copy | >= 80% of copy: reached |" in rows
+    assert any("| failed |  | CUDA out of memory |" in x for x in rows)
 
 
 def test_what_laq_costs(tmp_path, capsys):

@@ -1,16 +1,22 @@
 """bench/gpu.py, what `make gpu` runs, as far as it goes without a GPU: steps, limits, and what it makes of outputs."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+
+from kvops.bench import __main__ as bench_command
+from kvops.bench import record as bench_record
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,13 +26,23 @@ FACTS |= {"missing": [], "cutlass": "cutlass"}
 
 
 class Clock:
-    """A hundred seconds of it are one."""
+    """Stands still but for wait(). Each thread has its time, which begins with the main thread's, who is the last to go
+    on; a little real time passes too, so that who waits less gets the next work."""
+
+    def __init__(self):
+        self.now: dict[int, float] = {threading.main_thread().ident: 0.0}
 
     def monotonic(self) -> float:
-        return 100 * time.monotonic()
+        if threading.current_thread() is threading.main_thread():
+            found = max(self.now.values())
+        else:
+            found = max(self.now.get(threading.get_ident(), 0), self.now[threading.main_thread().ident])
+        self.now[threading.get_ident()] = found
+        return found
 
     def wait(self, seconds: float) -> None:
-        time.sleep(max(0, seconds) / 100)
+        self.now[threading.get_ident()] = self.monotonic() + max(0, seconds)
+        time.sleep(max(0, seconds) / 2000)
 
 
 @pytest.fixture
@@ -166,16 +182,14 @@ def test_tests_go_on_in_another_process_when_one_has_lost_the_gpu(run, tmp_path)
     )
     test = tmp_path / "test_it.py"
     test.write_text(
-        "import pytest\n@pytest.mark.parametrize('name', ['a', 'b, c', 'b, d', 'e'])\n"
-        "def test_cuda(name): assert name not in ('b, c', 'e')\ndef test_cuda_other(): pass\n"
+        "import pytest\n@pytest.mark.parametrize('name', ['a', 'b, c', 'b, d'])\n"
+        "def test_cuda(name): assert name != 'b, c'\n"
     )
     log = tmp_path / "tests.log"
-    result = run.run_tests([f"{test}::test_cuda", str(test)], log, 60, dict(os.environ), tmp_path, True)
-    assert [x.split(": ", 1)[1] for x in result.details] == [
-        "failed: 2 of 4 tests failed, 2 took the GPU from their process",
-        "failed: 2 of 5 tests failed, 2 took the GPU from their process",
-    ]
-    assert log.read_text().count("::test_cuda[a] PASSED") == 2  # each ran once
+    result = run.run_tests([f"{test}::test_cuda"], log, 60, dict(os.environ), tmp_path, True)
+    wanted = "test_it::test_cuda: failed: 1 of 3 tests failed, 1 took the GPU from their process"
+    assert (result.status, result.details) == ("failed", [wanted])
+    assert [log.read_text().count(f"test_cuda[{x}] ") for x in ("a", "b, d")] == [1, 1]
     assert f'pytest.exit("{run.NO_GPU_LEFT}"' in (ROOT / "tests" / "conftest.py").read_text()
 
 
@@ -248,6 +262,212 @@ def test_wheels_are_unpacked(run, tmp_path):
     )
     with pytest.raises(SystemExit, match="no wheels in"):
         run.unpack_wheels(found)
+
+
+# A rehearsal of both commands with stand-ins for everything they start, in the time of a Clock.
+
+
+class Stage:
+    """Stand-ins for the commands, and the seconds that they take."""
+
+    BUILD, ROW, COMPILED_ROW, CALL, CELL, COST = 60, 1.5, 12, 1, 15, 25
+    TEST_CUDA = 200  # in one process; half of it the compiler's
+    TEST_SM90, TEST_FILE = 60, 15
+
+    def __init__(self, clock: Clock, monkeypatch):
+        self.clock, self.patch = clock, monkeypatch
+        self.order: list[str] = []  # of the benchmark's rows, with what they were measured
+        self.builds = 0
+
+    def execute(self, command, log, seconds, env, cwd):
+        for word, stand_in in (
+            ("cmake", self.build), ("kvops.bench", self.bench), ("calls.py", self.calls), ("pytest", self.pytest),
+            ("end_to_end.py", self.end_to_end), ("_cost.py", self.cost), ("import kvops", self.load),
+        ):  # fmt: skip
+            if any(word in Path(x).name for x in command):
+                with log.open("a") as out:
+                    return stand_in(command, out, seconds, env)
+        raise AssertionError(command)
+
+    def steps(self, out, lines: list[str], each: float, seconds: float) -> bool:
+        """Whether there is time for all the lines."""
+        for i, line in enumerate(lines):
+            self.clock.wait(min(each, seconds - i * each))
+            if (i + 1) * each > seconds:
+                return False
+            out.write(line + "\n")
+            out.flush()
+        return True
+
+    def build(self, command, out, seconds, env):
+        self.builds += "--build" in command
+        return 0 if self.steps(out, ["ok"], self.BUILD if "--build" in command else 1, seconds) else None
+
+    def load(self, command, out, seconds, env):
+        out.write("loaded\n")
+        return 0
+
+    def pytest(self, command, out, seconds, env):
+        file, _, function = command[3].rpartition("/")[2].partition("::")
+        whole = {"test_cuda.py": self.TEST_CUDA, "test_sm90.py": self.TEST_SM90}.get(file, self.TEST_FILE)
+        if function:
+            whole *= 0.5 if "compile" in function else 0.05
+        out.write("collected 10 items\n")
+        if not self.steps(out, [f"{file}::test[{i}] PASSED [{i}0%]" for i in range(10)], whole / 10, seconds):
+            return None
+        out.write("=== 10 passed ===\n")
+        return 0
+
+    def calls(self, command, out, seconds, env):
+        names = [f"{i}{'; Hopper' * ('KVOPS_SM90' in env)}" for i in range(100)]
+        out.writelines(f"planned: {x}\n" for x in names)
+        limit = float(command[command.index("--seconds") + 1])
+        self.steps(out, [f"made: {x}" for x in names], self.CALL, limit)
+        out.write("= RACECHECK SUMMARY: 0 hazards\n" if "racecheck" in command else "= ERROR SUMMARY: 0 errors\n")
+        return 0
+
+    def end_to_end(self, command, out, seconds, env):
+        limit, cells = float(command[command.index("--seconds") + 1]), list(range(20))
+        for i in cells:
+            if i * self.CELL > limit:
+                break
+            self.clock.wait(self.CELL)
+            record = {"rows": cells[: i + 1], "left_out": [f"cell {x}" for x in cells[i + 1 :]]}
+            Path(command[command.index("--json") + 1]).write_text(json.dumps(record))
+        return 0
+
+    def cost(self, command, out, seconds, env):
+        return 0 if self.steps(out, ["reached  own part: 0.5%"], self.COST, seconds) else None
+
+    def bench(self, command, out, seconds, env):
+        """The real one, but for the measuring itself."""
+
+        def measure(name, row, case, repeats, compiled, tick):
+            dtype = str(case.dtype).removeprefix("torch.")
+            self.order.append(f"{name} {case.n} {dtype}" + ", compiled" * compiled + ", Hopper" * ("KVOPS_SM90" in env))
+            self.clock.wait((self.COMPILED_ROW if compiled else self.ROW) * max(1, case.n / 262_144))
+            return [
+                {
+                    "operator": name, "form": form, "dtype": dtype, "shape": [case.batch, case.heads, case.n, case.d],
+                    "seconds": {"best": 1e-4, "median": 1e-4}, "bytes": 1, "gb_per_s": 1.0, "ratio": {}, "stages": {},
+                    "bandwidth": {"of": "copy", "by": "copy", "gb_per_s": 4000, "share": 0.9},
+                    "clock": {}, "failed": {}, "goals": {"copy": 0.85},
+                }
+                for form in row.forms
+            ]  # fmt: skip
+
+        with self.patch.context() as patch, contextlib.redirect_stdout(out):
+            patch.setattr(sys, "argv", command[2:])
+            patch.setattr(bench_command, "time", self.clock)
+            patch.setattr(bench_command.gc, "collect", int)
+            patch.setattr(bench_command, "measure", measure)
+            patch.setattr(bench_command, "build_info", lambda: {"cuda": {"why": ""}})
+            patch.setattr(bench_record, "gpu", lambda: {"name": "Some GPU", "driver": "1", "cuda": "13.0"})
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "empty_cache", lambda: None)
+            return bench_command.main()
+
+
+@pytest.fixture
+def stage(run, clock, monkeypatch, tmp_path):
+    found = Stage(clock, monkeypatch)
+    monkeypatch.setattr(run, "execute", found.execute)
+    monkeypatch.setattr(run, "look", lambda env: FACTS)
+    monkeypatch.setattr(run, "find_tool", lambda name: f"/tools/{name}")
+    monkeypatch.setattr(run, "SITE", tmp_path / "site")
+    monkeypatch.setattr(run, "AT_ONCE", 8)
+    return found
+
+
+def statuses(file: Path) -> dict[str, str]:
+    """Of the steps, by the summary."""
+    lines = [x for x in file.read_text().splitlines() if re.match(r"\w+ +(passed|partly|failed|not run)", x)]
+    return {x.split()[0]: x.split()[1] for x in lines}
+
+
+def test_both_commands_fit_in_their_time(run):
+    for steps in run.Run(Path(), {}).parts():
+        assert sum(step.sure for step in steps) <= 60 * run.MINUTES < 575
+
+
+def test_rehearsal_of_make_gpu(run, stage, clock, tmp_path, capsys):
+    out, began = tmp_path / "out", clock.monotonic()
+    assert run.main(["--out", str(out)]) == 0
+    assert clock.monotonic() - began < 600
+    found = statuses(out / "summary.txt")
+    assert found == {"build": "passed", "bench": "partly", "gpu_tests": "passed", "hopper": "passed"}
+    record = json.loads((out / "bench.json").read_text())
+    measured = [x for x in stage.order if not x.endswith("Hopper")]
+    assert not any("compiled" in x for x in stage.order)
+    large = [x for x in measured if " 131072 " in x or "tokens" in x]
+    assert measured[: len(large)] == large and len(large) > 50  # all of the size that has goals, and first
+    assert measured[0] == "lag_score 131072 bfloat16" and measured[len(large)] == "lag_score 16384 bfloat16"
+    assert record["left_out"] and all("1048576" in x for x in record["left_out"])
+    left = re.search(r"left for lack of time \((\d+)\): (.*)", (out / "summary.txt").read_text())
+    assert left[2].split("; ") == record["left_out"] and int(left[1]) == len(record["left_out"])
+    assert stage.order[-1].endswith("Hopper") and (out / "bench-sm90.json").exists()
+    shown = capsys.readouterr().out
+    assert "| lag_score | 131072 | bf16 | 100 us | 90% of copy | >= 85% of copy: reached |" in shown
+    assert "window_scores 131072 bfloat16: 100.0 us, bench 1.00x as long" in shown
+
+
+def test_rehearsal_of_make_gpu_more(run, stage, clock, tmp_path):
+    out, began = tmp_path / "out", clock.monotonic()
+    run.main(["--out", str(out), "--only", "build"])
+    assert run.main(["--out", str(out), "--more"]) == 0
+    assert clock.monotonic() - began < 600 + 80 and stage.builds == 1  # the build of before is taken
+    summary = (out / "summary-more.txt").read_text()
+    assert "as it was built before" in summary
+    assert statuses(out / "summary-more.txt") == {
+        **dict.fromkeys(("build", "tests", "sanitizer"), "passed"),
+        **dict.fromkeys(("end_to_end", "compile"), "partly"),
+        **dict.fromkeys(("laq", "lacache"), "passed"),
+    }
+    assert "racecheck, Hopper: passed: 100 calls; RACECHECK SUMMARY: 0 hazards" in summary and "cell 19" in summary
+    record = json.loads((out / "compile.json").read_text())
+    jobs = len(stage.order) + len(record["left_out"])
+    assert stage.order[0] == "lag_score 131072 bfloat16, compiled" and 50 < jobs < 70
+    assert len(stage.order) > 5 and all(x in summary for x in record["left_out"])
+
+
+def test_what_takes_longer_than_thought_is_named(run, stage, clock, tmp_path):
+    """The benchmark's time is sure whatever the build takes, and so is that of the steps after it."""
+    stage.BUILD, stage.ROW, stage.TEST_CUDA, out = 115, 8, 2000, tmp_path / "out"
+    began = clock.monotonic()
+    assert run.main(["--out", str(out)]) == 0
+    assert clock.monotonic() - began < 600
+    found = statuses(out / "summary.txt")
+    assert found == {"build": "passed", "bench": "partly", "gpu_tests": "partly", "hopper": "partly"}
+    summary = (out / "summary.txt").read_text()
+    assert "test_cuda::test_fullgraph_compile: " in summary and "tests, from test[" in summary
+    measured = [x for x in stage.order if not x.endswith("Hopper")]  # bf16 where there are goals, and a little more
+    assert "assign_prototypes 131072 bfloat16" in measured and "lag_score 131072 float32" in measured
+    assert 20 < len(measured) < 30 and "lag_score 131072" not in summary and "lag_score 16384" in summary
+
+
+def test_what_is_missing_is_said_first(run, stage, tmp_path, monkeypatch, capsys):
+    missing = ["hypothesis", "expecttest", "nvidia-cutlass"]
+    monkeypatch.setattr(run, "look", lambda env: FACTS | {"missing": missing, "cutlass": ""})
+    stage.ROW = 20
+    out = tmp_path / "out"
+    assert run.main(["--out", str(out)]) == 0
+    lines = [
+        "Some GPU · torch 2.11, CUDA 13.0",
+        "missing: hypothesis: no tests",
+        "missing: expecttest: no opcheck tests",
+        "missing: nvidia-cutlass: Hopper's kernels are neither built nor tested nor timed",
+    ]
+    assert capsys.readouterr().out.splitlines()[:4] == lines
+    assert (out / "summary.txt").read_text().splitlines()[:4] == lines
+    assert re.search(r"^gpu_tests +not run +\d+ +no hypothesis$", (out / "summary.txt").read_text(), re.MULTILINE)
+    assert re.search(r"^hopper +not run +\d+ +no nvidia-cutlass$", (out / "summary.txt").read_text(), re.MULTILINE)
+
+
+def test_a_build_that_fails(run, stage, tmp_path, monkeypatch):
+    monkeypatch.setattr(stage, "build", lambda command, out, seconds, env: 2 * (out.write("error: no\n") > 0))
+    assert run.main(["--out", str(tmp_path / "out")]) == 1
+    assert set(statuses(tmp_path / "out" / "summary.txt").values()) == {"failed", "not"}
+    assert "exit status 2: error: no" in (tmp_path / "out" / "summary.txt").read_text()
 
 
 def test_without_a_gpu_one_line_says_so():

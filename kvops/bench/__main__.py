@@ -330,7 +330,7 @@ def main() -> int:
                 results = attempt(a, job, bar.update if bar is not None else int)
             keep(job, results)
             if cuda and any("error" in r for r in results) and not usable():
-                print(f"failed: {job}: {results[0]['error']}; this process has lost the GPU")
+                print(f"This process lost the GPU in {job}; --resume goes on with the others.")
                 return LOST
     show(record, a.plot, a.markdown)
     if a.json:
