@@ -414,7 +414,7 @@ def test_a_kernel_that_hangs_is_given_up(on_cuda, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "STUCK", 0.01)
     monkeypatch.setattr(command.os, "_exit", lambda x: (code.append(x), ended.set()))
     with pytest.raises(ValueError):  # the record has it: here the process is still there
-        on_cuda(measured, "--n", "512", "--dtype", "bf16", "--ops", "lag_score")
+        on_cuda(measured, "--n", "512", "--dtype", "bf16", "--ops", "lag_score", "--compile")
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert code == [command.LOST] and found["left_out"] == []
     assert found["rows"][0]["error"] == "no result within 0.01 s"

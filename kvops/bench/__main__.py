@@ -42,7 +42,7 @@ repeat_kv: eager PyTorch with K repeated for each query head; one layer: the lay
 batch; index_select: into out=; bf16 product: K times the prototypes, without argmax; assign_prototypes: that
 part alone; SnapKV: eager; our SnapKV: snapkv_compress without log-sum-exp; K-means: ten iterations in eager PyTorch."""
 CUDA_N = [131072, 16384, 1048576]  # what matters most comes first
-STUCK = 90  # seconds; on a GPU a row takes a few, with torch.compile up to a minute
+STUCK = 45  # seconds; a row takes a few on a GPU, four times as many with torch.compile
 LOST = 3  # exit status: this process lost the GPU (an illegal access, a kernel that hangs), another can --resume
 
 
@@ -247,15 +247,19 @@ def urgency(a: argparse.Namespace, job: Job) -> tuple[int, int, int]:
     return size, 1 if method else 0 if goal else 2, a.dtype.index(job.dtype) if row.per_dtype else 0
 
 
+def compiled(a: argparse.Namespace, job: Job) -> bool:
+    return not a.quick and (a.compile is None or job.n in a.compile)
+
+
 def attempt(a: argparse.Namespace, job: Job, tick: Callable[[], Any]) -> list[dict]:
     """The results of a job. On a GPU an error is a result: the other rows go on."""
-    cuda, compiled = a.device == "cuda", not a.quick and (a.compile is None or job.n in a.compile)
+    cuda = a.device == "cuda"
     try:
         if cuda:  # what the row before has left
             gc.collect()
             torch.cuda.empty_cache()
         case = Case(job.n, DTYPES[job.dtype], job.heads, a.head_dim, a.device, ROWS[job.name].batch)
-        return measure(job.name, ROWS[job.name], case, a.repeats, compiled, tick)
+        return measure(job.name, ROWS[job.name], case, a.repeats, compiled(a, job), tick)
     except Exception as error:
         if not cuda:
             raise
@@ -314,8 +318,8 @@ def main() -> int:
         if a.json:
             write(a.json, record)
 
-    def give_up(job: Job) -> None:
-        keep(job, failure(a, job, TimeoutError(f"no result within {STUCK} s")))
+    def give_up(job: Job, limit: float) -> None:
+        keep(job, failure(a, job, TimeoutError(f"no result within {limit} s")))
         os._exit(LOST)  # the thread that waits for the GPU cannot be stopped
 
     if a.json:
@@ -326,7 +330,8 @@ def main() -> int:
                 break
             if bar is not None:
                 bar.set_postfix_str(str(job))
-            with at_most(STUCK, partial(give_up, job)) if cuda else nullcontext():
+            limit = 4 * STUCK if compiled(a, job) else STUCK
+            with at_most(limit, partial(give_up, job, limit)) if cuda else nullcontext():
                 results = attempt(a, job, bar.update if bar is not None else int)
             keep(job, results)
             if cuda and any("error" in r for r in results) and not usable():
