@@ -189,7 +189,7 @@ def test_tests_go_on_in_another_process_when_one_has_lost_the_gpu(run, tmp_path)
     result = run.run_tests([f"{test}::test_cuda"], log, 60, dict(os.environ), tmp_path, True)
     wanted = "test_it::test_cuda: failed: 1 of 3 tests failed, 1 took the GPU from their process"
     assert (result.status, result.details) == ("failed", [wanted])
-    assert [log.read_text().count(f"test_cuda[{x}] ") for x in ("a", "b, d")] == [1, 1]
+    assert [log.read_text().count(f"test_cuda[{x}] PASSED") for x in ("a", "b, d")] == [1, 1]
     assert f'pytest.exit("{run.NO_GPU_LEFT}"' in (ROOT / "tests" / "conftest.py").read_text()
 
 
