@@ -46,6 +46,16 @@ def test_lengths_of_rows(kind, n):
             check(scores, k)
 
 
+@kit.only("simulator")
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_long_rows_on_several_gpus(rows, monkeypatch):
+    """With clusters of eight blocks, four and two, and without clusters the same slots are selected."""
+    scores = kit.scores("ties", 1, rows, 17_000)
+    for device in ("small", "h200", "a100"):
+        monkeypatch.setenv("CUDASIM_DEVICE", device)
+        check(scores, 4000, 5, 9)
+
+
 @pytest.mark.parametrize("n", [5, 1025, 4100])
 def test_rows_at_any_address(n):
     """Rows of scores that begin at any multiple of 4 bytes."""

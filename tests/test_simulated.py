@@ -119,6 +119,16 @@ FAULTS = {
         ),
         ("plain", "test_lengths_of_rows and 4099", WRONG_RESULT),
     ),
+    "select_topk reads other blocks' histograms before they have counted": (
+        "select_topk",
+        ("select_topk.cuh", "    cluster_sync();  // all blocks have counted\n", ""),
+        ("plain", "test_long_rows_on_several_gpus and 1", "of_block before the first cluster_sync"),
+    ),
+    "select_topk's blocks end while others look into them": (
+        "select_topk",
+        ("select_topk.cuh", "  cluster_sync();  // no other block looks into this one's shared memory any more\n", ""),
+        ("plain", "test_long_rows_on_several_gpus and 1", "its block returns while another may look into its shared"),
+    ),
     "lag_score reads the reference before all have written": (
         "lag_score",
         ("lag_score.cuh", f"{BARRIER}  // the reference is written; the ranges may be overwritten\n", ""),

@@ -12,8 +12,10 @@ namespace {
 // This block's place among those of its cluster.
 __device__ inline unsigned cluster_rank() {
 #ifdef __CUDACC__
-  unsigned rank;
+  unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
   return rank;
 #else
   return cudasim::cluster_rank();

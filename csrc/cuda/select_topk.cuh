@@ -3,19 +3,24 @@
 // Scores become unsigned keys of the same order (select.cuh). The k-th largest key of a unit (a row, or a segment of
 // one) is the threshold; kept are the keys above it and the first of those equal to it. Bytes that must move: each
 // score read once, 8 bytes written for each kept slot. The radix search reads the scores four times (three digits, then
-// the compaction), but only the first time from DRAM: a unit's scores stay in L1 or L2. Three regimes; the choice is
+// the compaction), but only the first time from DRAM: a unit's scores stay in L1 or L2. Four regimes; the choice is
 // one of speed alone, the result is the same:
 //
 //   short units (<= 1024 scores; LagKV's segments, by the thousand): a warp each. The keys stay in registers, the
 //     threshold is found bit by bit, at one compare a key and one sum over the warp for each bit, until exactly k keys
 //     are left. No shared memory, no barrier.
-//   long units, at most one for each multiprocessor (KeyDiff: 8 rows of 131072): cut into chunks over the whole card.
-//     Four launches, each reading the scores once: a histogram for each digit, then the compaction. The histograms of a
-//     unit's chunks are summed in global memory by integer atomics. A launch starts by looking up, in every block, the
-//     bin of the digit before: what a last finished block would do, without its counter and its fences, and no block
-//     waits for another. So that chunks know where to write, each leaves with its last digit how many of its keys are
-//     at least as large as each of the 1024 keys that are still possible: whichever becomes the threshold, an entry and
-//     its neighbour tell what the chunk keeps.
+//   long units, at most one for each multiprocessor (KeyDiff: 8 rows of 131072): a cluster of up to eight blocks each,
+//     where the GPU has clusters. All three digits and the compaction are one launch; the blocks read each other's
+//     histograms out of shared memory, so nothing goes through global memory and nothing has to be zeroed before. A
+//     block's share of 131072 scores is 64 KiB, which L1 holds from the first reading on. 24 KiB of histograms are read
+//     eight times over the cluster, and five cluster barriers passed.
+//   the same without clusters, or longer than a cluster can share: cut into chunks over the whole card. Four launches,
+//     each reading the scores once: a histogram for each digit, then the compaction. The histograms of a unit's chunks
+//     are summed in global memory by integer atomics. A launch starts by looking up, in every block, the bin of the
+//     digit before: what a last finished block would do, without its counter and its fences, and no block waits for
+//     another. So that chunks know where to write, each leaves with its last digit how many of its keys are at least as
+//     large as each of the 1024 keys that are still possible: whichever becomes the threshold, an entry and its
+//     neighbour tell what the chunk keeps.
 //   anything between: a block each, which does the same with its histogram in shared memory.
 //
 // Scores that crowd into few bins (KeyDiff's are all in (-1, 1)) cost no more than others if the shared atomics on one
@@ -27,6 +32,7 @@
 // here, never read on the host. Not yet measured on a GPU.
 #pragma once
 #include "../ops/select_topk.h"
+#include "cluster.cuh"
 #include "select.cuh"
 
 namespace kvops {
@@ -35,6 +41,7 @@ namespace {
 constexpr int64_t kMostInWarp = 1024;    // scores of a unit whose keys fit the registers of a warp
 constexpr int64_t kMostInBlock = 16384;  // beyond, a unit is split if there are few
 constexpr int64_t kLeastInChunk = 4096;
+constexpr int64_t kMostInCluster = int64_t{1} << 19;  // beyond, the whole card is faster than eight multiprocessors
 constexpr int kShortThreads = 256;
 
 // Units of a row: its segments; one if it has none, for what is kept without them.
@@ -177,6 +184,60 @@ __global__ void __launch_bounds__(kSelectThreads) select_block_kernel(SelectTopk
   write_kept(scores, search.prefix, search.rank, 0, 0, unit.base, unit.out);
 }
 
+// A cluster for each unit.
+__global__ void __launch_bounds__(kSelectThreads) select_cluster_kernel(SelectTopkParams p, unsigned size) {
+  DYNAMIC_SHARED(int, histograms);                                           // [kDigits, kBins]
+  int2* const kept = reinterpret_cast<int2*>(histograms + kDigits * kBins);  // keys above the threshold, equal to it
+  __shared__ int totals[kSelectWarps];
+  const unsigned rank = cluster_rank();
+  const Unit unit = start_unit(p, blockIdx.x / size, rank * kSelectThreads + threadIdx.x, size * kSelectThreads, true);
+  if (unit.k == 0) return;  // and so do the cluster's other blocks
+  const Pieces scores = Pieces::of(unit.scores, unit.n).part(rank, size);
+#pragma unroll
+  for (int d = 0; d < kDigits; ++d) own_bins(histograms + d * kBins) = {};
+  Search search{0, unit.k};
+  int above = 0;  // of this block's keys, those above all that are still possible; each thread's share
+#pragma unroll 1
+  for (int d = 0; d < kDigits; ++d) {
+    int* const histogram = histograms + d * kBins;
+    __syncthreads();  // it is zero
+    above = count_digit(scores, search.prefix, Digit(d), histogram);
+    cluster_sync();  // all blocks have counted
+    int4 counts{};
+    for (unsigned r = 0; r < size; ++r) {
+      const int4 x = own_bins(of_block(histogram, r));
+      counts.x += x.x;
+      counts.y += x.y;
+      counts.z += x.z;
+      counts.w += x.w;
+    }
+    search = narrow(search, counts, Digit(d));
+  }
+  // Of the last digit's bins, those above the threshold's.
+  const int4 last = own_bins(histograms + (kDigits - 1) * kBins);
+  const int bin = static_cast<int>(search.prefix % kLastBins), first = 4 * threadIdx.x;
+  above += (first > bin ? last.x : 0) + (first + 1 > bin ? last.y : 0) + (first + 2 > bin ? last.z : 0) +
+           (first + 3 > bin ? last.w : 0);
+  above = __reduce_add_sync(kWarp, above);
+  if (threadIdx.x % 32 == 0) totals[threadIdx.x / 32] = above;
+  __syncthreads();  // the warps' totals are there
+  if (threadIdx.x == 0) {
+    above = 0;
+    for (int w = 0; w < kSelectWarps; ++w) above += totals[w];
+    *kept = make_int2(above, histograms[(kDigits - 1) * kBins + bin]);
+  }
+  cluster_sync();  // all blocks know what they keep
+  above = 0;       // of the blocks before
+  int equal = 0;
+  for (unsigned r = 0; r < rank; ++r) {
+    const int2 x = *of_block(kept, r);
+    above += x.x;
+    equal += x.y;
+  }
+  write_kept(scores, search.prefix, search.rank, above, equal, unit.base, unit.out);
+  cluster_sync();  // no other block looks into this one's shared memory any more
+}
+
 // Units cut into chunks: what the launches leave for each other in global memory.
 struct Chunks {
   unsigned count;   // of each unit
@@ -261,13 +322,19 @@ __global__ void __launch_bounds__(kSelectThreads) write_chunks_kernel(SelectTopk
 // How a call is cut. It needs `workspace` bytes.
 struct SelectPlan {
   int64_t units, length;
-  int chunks;  // of each unit, or 0
+  unsigned cluster;  // blocks for each unit, or 0
+  int chunks;        // of each unit, or 0
   int64_t workspace;
 
   static SelectPlan of(const SelectTopkParams& p) {
-    SelectPlan x{p.b * p.heads * units_per_row(p), p.segments < 0 ? p.n : p.segments > 0 ? p.lag : 0, 0, 0};
+    SelectPlan x{p.b * p.heads * units_per_row(p), p.segments < 0 ? p.n : p.segments > 0 ? p.lag : 0, 0, 0, 0};
     const int64_t processors = multiprocessors();
     if (x.length <= kMostInBlock || x.units == 0 || x.units > processors) return x;
+    if (x.length <= kMostInCluster && has_clusters<select_cluster_kernel>()) {
+      x.cluster = 8;
+      while (x.cluster > 2 && x.units * x.cluster > 2 * processors) x.cluster /= 2;
+      return x;
+    }
     // Two blocks for each multiprocessor run at once in every launch: registers allow that much.
     const int64_t chunks = (x.length + kLeastInChunk - 1) / kLeastInChunk, most = 2 * processors / x.units;
     x.chunks = static_cast<int>(chunks < most ? chunks : most);
@@ -284,6 +351,11 @@ inline void select_topk_cuda(const SelectTopkParams& p, const SelectPlan& plan, 
     if (plan.length <= 128) return launch<select_short_kernel<4>>(blocks, kShortThreads, 0, stream, p, units);
     if (plan.length <= 512) return launch<select_short_kernel<16>>(blocks, kShortThreads, 0, stream, p, units);
     return launch<select_short_kernel<32>>(blocks, kShortThreads, 0, stream, p, units);
+  }
+  if (plan.cluster) {
+    constexpr int64_t kShared = 4 * kDigits * kBins + sizeof(int2);
+    return launch_clusters<select_cluster_kernel>(plan.cluster, grid_of(plan.units * plan.cluster), kSelectThreads,
+                                                  kShared, stream, p, plan.cluster);
   }
   if (!plan.chunks) return launch<select_block_kernel>(grid_of(plan.units), kSelectThreads, 0, stream, p);
 
