@@ -64,9 +64,7 @@ def kernels(library: Path = LIBRARY) -> list[Kernel]:
         if m := re.match(r"arch = (\w+)", line):
             arch = m[1]
         elif m := re.match(r" Function (.+):$", line):
-            name = re.sub(r"kvops::|sm90::|\(anonymous namespace\)::", "", m[1]).replace("> >", ">>")
-            m = re.match(r"(?:void )?(\w+)(?:<(.*?)>)?\(", name)
-            name, instance = m[1], m[2] or ""
+            name, instance = kernel_name(m[1])
         elif "REG:" in line:
             registers, shared, stack, local = (
                 int(re.search(rf"\b{x}:(\d+)", line)[1]) for x in ("REG", "SHARED", "STACK", "LOCAL")
@@ -75,6 +73,20 @@ def kernels(library: Path = LIBRARY) -> list[Kernel]:
                 shared -= RESERVED
             found.append(Kernel(arch, name, instance, registers, shared, stack, local))
     return sorted(found, key=lambda x: (x.name, x.instance, number(x.arch)))
+
+
+def kernel_name(function: str) -> tuple[str, str]:
+    """Name and instance of a function as c++filt writes it."""
+    text = re.sub(r"kvops::|sm90::|\(anonymous namespace\)::", "", function).replace("> >", ">>")
+    m = re.match(r"(?:void )?(\w+)(?:<(.*?)>)?\(", text)
+    return m[1], m[2] or ""
+
+
+def usual(found: list, instance) -> list:
+    """Of a kernel's instances, those for bf16 and head_dim 128; instance(x) is the name of one."""
+    for mark in COMMON:
+        found = [x for x in found if mark in instance(x)] or found
+    return found
 
 
 def disassembly(library: Path, arch: str) -> str:
@@ -118,14 +130,11 @@ def table(found: list[Kernel], compiler: str) -> str:
     ]
     for name in sorted({x.name for x in found}):
         instances = [x for x in found if x.name == name]
-        usual = instances
-        for mark in COMMON:
-            usual = [x for x in usual if mark in x.instance] or usual
         columns = [
             len({x.instance for x in instances}),
             *(
                 ", ".join(most([x.registers for x in chosen if x.arch == arch]) for arch in archs)
-                for chosen in (usual, instances)
+                for chosen in (usual(instances, lambda x: x.instance), instances)
             ),
             max(x.shared for x in instances),
         ]
