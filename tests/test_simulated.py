@@ -189,11 +189,30 @@ FAULTS = {
         ("window_attention.cuh", f"{BARRIER}  // the tile is there\n", ""),
         ("plain", "test_limits", WRONG_RESULT),
     ),
+    "window_attention copies over a tile before all have read it": (
+        "window_attention",
+        ("window_attention.cuh", f"{BARRIER}  // the tile may be overwritten\n", ""),
+        ("plain", "test_window_sizes and 256", WRONG_RESULT),
+    ),
+    "a Hopper kernel releases keys before it has read them": (
+        "sm90",
+        (
+            "sm90/window_scores.cuh",
+            "    for (int tile = 0; tile < tiles; ++tile) {\n      float x[kKeys / 2];\n",
+            "    ring.release();\n    for (int tile = 0; tile < tiles; ++tile) {\n      float x[kKeys / 2];\n",
+        ),
+        ("plain", "test_lengths and 1000", WRONG_RESULT),
+    ),
+}
+ORDERS = {  # of threads, where 0 does not show a fault
+    "window_attention copies over a tile before all have read it": 2,
 }
 
-
-# What an operator's kernels are compiled together with.
-WITH = {"window_attention": ["window_scores"]}
+# What is compiled, where it is more than an operator's own kernels.
+SOURCES = {
+    "window_attention": ["window_attention", "window_scores"],
+    "sm90": ["sm90/hopper", "window_attention", "window_scores"],
+}
 
 
 def run_fault(name: str, folder: Path) -> subprocess.CompletedProcess:
@@ -204,17 +223,18 @@ def run_fault(name: str, folder: Path) -> subprocess.CompletedProcess:
     assert text.count(right) == 1, f"{file} has changed: {right!r} is there {text.count(right)} times"
     path.write_text(text.replace(right, wrong))
     library = folder / "libfault.so"
-    sources = [folder / f"csrc/cuda/{x}.cu" for x in [op, *WITH.get(op, [])]]
+    sources = [folder / f"csrc/cuda/{x}.cu" for x in SOURCES.get(op, [op])]
     sanitize = [f"-fsanitize={SANITIZERS[kind]}"] if kind in SANITIZERS else []
     done = run(
         *[*CXX, "-std=c++20", "-O1", "-g1", "-w", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-strict-aliasing"],
         *sanitize,
         *[f"-ffile-prefix-map={folder}/=", "-DKVOPS_CUDASIM", "-DTORCH_TARGET_VERSION=0x020a000000000000"],
+        *["-DKVOPS_SM90"] * (op == "sm90"),
         *[f"-I{HERE / 'cudasim'}", "-isystem", cuda_include(), "-isystem", TORCH / "include"],
         *["-x", "c++", *sources, "-x", "none", TORCH / "lib/libtorch_cpu.so", "-o", library],
     )
     assert done.returncode == 0, done.stdout[-5000:]
-    return run_tests(kind, library, 0, f"tests/test_{op}.py", "-x", "-k", tests)
+    return run_tests(kind, library, ORDERS.get(name, 0), f"tests/test_{op}.py", "-x", "-k", tests)
 
 
 class Outcomes:

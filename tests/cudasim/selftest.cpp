@@ -98,6 +98,7 @@ __global__ void collectives(int* x) {
 __global__ void async_copies(int* x) {
   __shared__ __align__(16) int v[2][4];
   for (int i = 0; i < 2; ++i) {
+    v[i][3] = 5;
     cudasim::copy_async(v[i], x + 4 * i, 16);
     cudasim::copy_async_commit();
   }
