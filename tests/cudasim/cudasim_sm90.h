@@ -1,10 +1,66 @@
-// The twins of csrc/cuda/sm90/engine.cuh: wgmma, TMA and mbarriers, as the CUDA simulator has them. A copy is there at
-// once and a product is made where it is asked for, so what is not simulated is that both take their time: a consumer
-// that forgets to wait for its own product, or a store that needs a proxy fence.
+// The twins of csrc/cuda/sm90/engine.cuh: wgmma, TMA and mbarriers, as the CUDA simulator has them. What must be waited
+// for is wrong until then. Each copy and each product is done at once or late, as cudasim::late() says.
+//
+// Copies: what was in the target is poison (0xff, NaN) as soon as copy_box() begins. A late copy lands when a thread
+// waits for its mbarrier.
+//
+// Products: begin_keys() and begin_values() leave NaN in the accumulators. wait_products<n>() ends the oldest ones, in
+// their order, until n are under way. A late product reads its operands in shared memory then, so a stage that is
+// released too early shows. Products may follow one another into the same accumulators.
+//
+// Stores: what threads store in shared memory, wgmma and TMA see only after fence_stores(). An operand, or the target
+// of a copy, that has changed since is an error. A fence is taken to be of all threads of the block.
 #pragma once
 
 namespace kvops::sm90 {
 namespace {
+
+// What a block has of Hopper.
+struct Engine {
+  struct Copy {
+    uint64_t* barrier;
+    std::function<void()> land;
+  };
+  struct Product {
+    float* to;
+    std::shared_ptr<std::vector<float>> sums;  // what `to` gets; products into the same accumulators share it
+    std::function<void()> add;                 // or null, if it has been done
+  };
+
+  cudasim::Meeting barriers[16];
+  std::vector<std::pair<uint64_t*, cudasim::Fiber*>> waiters;  // for mbarriers
+  std::deque<Copy> copies;                                     // under way
+  std::vector<std::deque<Product>> products;                   // under way, of each thread
+  unsigned char* shared;                                       // the block's dynamic shared memory
+  std::vector<unsigned char> seen;                             // the same as wgmma and TMA see it
+
+  Engine()
+      : products(cudasim::sim.threads),
+        shared(cudasim::sim.block->dynamic_shared.get()),
+        seen(cudasim::sim.block->dynamic_bytes, 0xff) {}
+
+  static Engine& get() {
+    cudasim::Quiet quiet;
+    auto& engine = cudasim::sim.block->engine;
+    if (!engine) engine = std::make_shared<Engine>();
+    return *static_cast<Engine*>(engine.get());
+  }
+
+  void see(const void* from, size_t bytes) {
+    cudasim::Quiet quiet;
+    std::memcpy(seen.data() + (static_cast<const unsigned char*>(from) - shared), from, bytes);
+  }
+
+  // Of an operand, or the target of a copy.
+  void check(const void* operand, size_t bytes, const cudasim::Site& site) const {
+    cudasim::Quiet quiet;
+    const unsigned char* const begin = static_cast<const unsigned char*>(operand);
+    if (begin < shared || begin + bytes > shared + seen.size())
+      cudasim::sim.fail(site.str() + ": not in dynamic shared memory");
+    if (std::memcmp(begin, seen.data() + (begin - shared), bytes))
+      cudasim::sim.fail(site.str() + ": threads have stored there, and no fence_stores() since");
+  }
+};
 
 template <class T>
 T rounded(float x) {
@@ -14,50 +70,129 @@ T rounded(float x) {
     return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
 }
 
-template <class T, int kDim, int kKeys>
-void multiply_keys(float (&x)[kKeys / 2], const T* q, const T* k) {
-  const int thread = threadIdx.x % 128;
-  for (int i = 0; i < kKeys / 2; ++i) {
-    x[i] = 0;
-    for (int c = 0; c < kDim; ++c)
-      x[i] += to_float(q[slab_at(Accumulator::row(thread, i), c, kRows)]) *
-              to_float(k[slab_at(Accumulator::column(thread, i), c, kKeys)]);
+template <class T>
+void check_operand(const T* operand, int elements, cudasim::Where at) {
+  if (threadIdx.x % 32 == 0) Engine::get().check(operand, elements * sizeof(T), {"wgmma", at});
+}
+
+// Begins x (+)= what add(sums) adds to its second argument.
+template <bool kAdd, int n, class Add>
+void begin_product(float (&x)[n], Add add) {
+  auto& products = Engine::get().products[cudasim::sim.self->rank];
+  std::shared_ptr<std::vector<float>> sums;
+  bool late = cudasim::late();
+  {
+    cudasim::Quiet quiet;
+    for (const auto& other : products)
+      if (other.to == x) sums = other.sums, late |= other.add != nullptr;  // in their order
+    if (!sums) sums = std::make_shared<std::vector<float>>(x, x + n);
+    products.push_back({x, sums, [sums, add] {
+                          if (!kAdd) std::fill(sums->begin(), sums->end(), 0.0f);
+                          add(sums->data());
+                        }});
+  }
+  if (!late) std::exchange(products.back().add, nullptr)();
+  std::fill(x, x + n, CUDART_NAN_F);
+}
+
+template <int kUnderWay, class... Sums>
+void wait_products(Sums&...) {
+  cudasim::sim.preempt();
+  auto& products = Engine::get().products[cudasim::sim.self->rank];
+  while (products.size() > kUnderWay) {
+    const Engine::Product product = std::move(products.front());
+    {
+      cudasim::Quiet quiet;
+      products.pop_front();
+    }
+    if (product.add) product.add();
+    const auto more = std::find_if(products.begin(), products.end(), [&](auto& x) { return x.to == product.to; });
+    if (more == products.end()) std::copy(product.sums->begin(), product.sums->end(), product.to);
   }
 }
 
 template <class T, int kDim, int kKeys>
-void add_values(float (&o)[kDim / 2], const float (&weights)[kKeys / 2], const T* v) {
-  struct {
-    const float* own;
-    const float* lanes[32];
-  } mine{weights, {}};
-  cudasim::sim.meet_warp({"wgmma"}, ~0u, mine, false, [](decltype(mine)* const* lanes) {
-    for (int i = 0; i < 32; ++i)
-      for (int j = 0; j < 32; ++j) lanes[i]->lanes[j] = lanes[j]->own;
+void begin_keys(float (&x)[kKeys / 2], const T* q, const T* k, CUDASIM_AT) {
+  check_operand(q, kRows * kDim, at);
+  check_operand(k, kKeys * kDim, at);
+  begin_product<false>(x, [q, k, thread = threadIdx.x % 128](float* x) {
+    for (int i = 0; i < kKeys / 2; ++i)
+      for (int c = 0; c < kDim; ++c)
+        x[i] += to_float(q[slab_at(Accumulator::row(thread, i), c, kRows)]) *
+                to_float(k[slab_at(Accumulator::column(thread, i), c, kKeys)]);
   });
-  const int thread = threadIdx.x % 128;
-  float rows[kRows / 4][kKeys];  // those of the warp
-  {
-    cudasim::Quiet quiet;
-    for (int l = 0; l < 32; ++l)
-      for (int i = 0; i < kKeys / 2; ++i)
-        rows[Accumulator::row(thread / 32 * 32 + l, i) % 16][Accumulator::column(l, i)] =
-            to_float(rounded<T>(mine.lanes[l][i]));
+}
+
+template <class T, int kKeys>
+struct Weights {
+  float own[kKeys / 2];
+
+  void round(const float (&x)[kKeys / 2]) {
+    for (int i = 0; i < kKeys / 2; ++i) own[i] = to_float(rounded<T>(x[i]));
   }
-  __syncwarp();
-  for (int i = 0; i < kDim / 2; ++i)
-    for (int j = 0; j < kKeys; ++j)
-      o[i] +=
-          rows[Accumulator::row(thread, i) % 16][j] * to_float(v[slab_at(j, Accumulator::column(thread, i), kKeys)]);
+};
+
+template <class T, int kDim, int kKeys>
+void begin_values(float (&o)[kDim / 2], const Weights<T, kKeys>& weights, const T* v, CUDASIM_AT) {
+  check_operand(v, kKeys * kDim, at);
+  struct Rows {
+    float of[2][kKeys];  // a thread's two rows, which are in four lanes' registers
+  };
+  struct {
+    const float* weights;
+    std::shared_ptr<Rows> rows = std::make_shared<Rows>();
+  } mine{weights.own};
+  cudasim::sim.meet_warp({"wgmma", at}, ~0u, mine, false, [&](decltype(mine)* const* lanes) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int from = lane / 4 * 4; from < lane / 4 * 4 + 4; ++from)
+        for (int i = 0; i < kKeys / 2; ++i)
+          lanes[lane]->rows->of[i / 2 % 2][Accumulator::column(from, i)] = lanes[from]->weights[i];
+  });
+  begin_product<true>(o, [v, rows = mine.rows, thread = threadIdx.x % 128](float* o) {
+    for (int i = 0; i < kDim / 2; ++i)
+      for (int j = 0; j < kKeys; ++j)
+        o[i] += rows->of[i / 2 % 2][j] * to_float(v[slab_at(j, Accumulator::column(thread, i), kKeys)]);
+  });
+}
+
+template <class T, int kDim, int kKeys>
+void multiply_keys(float (&x)[kKeys / 2], const T* q, const T* k, CUDASIM_AT) {
+  begin_keys<T, kDim, kKeys>(x, q, k, at);
+  wait_products<0>(x);
+}
+template <class T, int kDim, int kKeys>
+void add_values(float (&o)[kDim / 2], const float (&x)[kKeys / 2], const T* v, CUDASIM_AT) {
+  Weights<T, kKeys> weights;
+  weights.round(x);
+  begin_values<T, kDim, kKeys>(o, weights, v, at);
+  wait_products<0>(o);
 }
 
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float max_or_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? CUDART_NAN_F : fmaxf(a, b); }
 
+template <int>
+void give_registers() {}
+template <int>
+void take_registers() {}
+
+inline cudasim::Meeting& named_barrier(int id) { return Engine::get().barriers[id]; }
 inline void meet(int threads, int id, CUDASIM_AT) {
   cudasim::Quiet quiet;
-  cudasim::sim.meet(cudasim::sim.block->named_barriers[id], threads, {"bar.sync", at}, nullptr, true, [] {});
+  cudasim::sim.meet(named_barrier(id), threads, {"bar.sync", at}, nullptr, true, [] {});
 }
-inline void share_stores(int threads, int id, CUDASIM_AT) { meet(threads, id, at); }
+inline void come_by(int threads, int id) {
+  cudasim::Quiet quiet;
+  cudasim::sim.come_by(named_barrier(id), threads);
+}
+inline void fence_stores() {
+  Engine& engine = Engine::get();
+  engine.see(engine.shared, engine.seen.size());
+}
+inline void share_stores(int threads, int id, CUDASIM_AT) {
+  fence_stores();
+  meet(threads, id, at);
+}
 
 struct MBarrier {  // in the 8 bytes of one
   uint8_t expected, pending;
@@ -73,7 +208,7 @@ inline void barrier_settle(uint64_t* p) {
   if (barrier.pending || barrier.bytes) return;
   barrier.pending = barrier.expected;
   ++barrier.phase;
-  std::erase_if(cudasim::sim.block->mbarrier_waiters, [&](auto& waiter) {
+  std::erase_if(Engine::get().waiters, [&](auto& waiter) {
     if (waiter.first == p) cudasim::sim.make_ready(waiter.second);
     return waiter.first == p;
   });
@@ -96,10 +231,30 @@ inline void barrier_announce(uint64_t* p, int bytes) {
   }
   barrier_arrive(p);
 }
+
+// Lands the copies that an mbarrier waits for.
+inline void land_copies(uint64_t* p) {
+  auto& copies = Engine::get().copies;
+  std::vector<std::function<void()>> own;
+  {
+    cudasim::Quiet quiet;
+    for (const auto& copy : copies)
+      if (copy.barrier == p) own.push_back(copy.land);
+    std::erase_if(copies, [&](auto& copy) { return copy.barrier == p; });
+    cudasim::happens_after(reinterpret_cast<char*>(p));
+  }
+  for (const auto& land : own) land();
+}
 inline void barrier_wait(uint64_t* p, unsigned phase, CUDASIM_AT) {
-  cudasim::Quiet quiet;
-  while (MBarrier::at(p).phase % 2 == phase) {
-    cudasim::sim.block->mbarrier_waiters.emplace_back(p, cudasim::sim.self);
+  const auto over = [&] {
+    cudasim::Quiet quiet;
+    return MBarrier::at(p).phase % 2 != phase;
+  };
+  while (!over()) {
+    land_copies(p);
+    if (over()) break;
+    cudasim::Quiet quiet;
+    Engine::get().waiters.emplace_back(p, cudasim::sim.self);
     cudasim::sim.self->site = {"mbarrier.try_wait", at};
     cudasim::sim.wait();
   }
@@ -120,16 +275,33 @@ bool tensor_map(TensorMap& map, const KVView& x, int64_t b, int64_t heads, int64
 }
 
 template <class T>
-void copy_box(const TensorMap& map, uint64_t* barrier, T* to, int column, int key, int head, int batch) {
-  const char* const from = map.data + batch * map.strides[2] + head * map.strides[1] + column * sizeof(T);
-  for (int j = 0; j < map.keys; ++j)
-    for (int c = 0; c < kSlab; ++c)
-      to[slab_at(j, c, map.keys)] =
-          key + j < map.n ? reinterpret_cast<const T*>(from + (key + j) * map.strides[0])[c] : T{};
+void copy_box(const TensorMap& map, uint64_t* barrier, T* to, int column, int key, int head, int batch, CUDASIM_AT) {
+  Engine& engine = Engine::get();
+  const size_t bytes = map.keys * kSlab * sizeof(T);
+  engine.check(to, bytes, {"TMA copy", at});
+  std::memset(to, 0xff, bytes);
+  engine.see(to, bytes);
+  const auto land = [=, &engine] {
+    const char* const from = map.data + batch * map.strides[2] + head * map.strides[1] + column * sizeof(T);
+    for (int j = 0; j < map.keys; ++j)
+      for (int c = 0; c < kSlab; ++c)
+        to[slab_at(j, c, map.keys)] =
+            key + j < map.n ? reinterpret_cast<const T*>(from + (key + j) * map.strides[0])[c] : T{};
+    engine.see(to, bytes);
+    cudasim::Quiet quiet;
+    MBarrier::at(barrier).bytes -= static_cast<int>(bytes);
+    if (MBarrier::at(barrier).bytes < 0) cudasim::sim.fail("more bytes arrive at an mbarrier than were announced");
+    barrier_settle(barrier);
+  };
+  if (!cudasim::late()) return land();
   cudasim::Quiet quiet;
-  MBarrier::at(barrier).bytes -= map.keys * kSlab * static_cast<int>(sizeof(T));
-  if (MBarrier::at(barrier).bytes < 0) cudasim::sim.fail("more bytes arrive at an mbarrier than were announced");
-  barrier_settle(barrier);
+  cudasim::happens_before(reinterpret_cast<char*>(barrier));
+  engine.copies.push_back({barrier, land});
+  const auto waiter =
+      std::find_if(engine.waiters.begin(), engine.waiters.end(), [&](auto& x) { return x.first == barrier; });
+  if (waiter == engine.waiters.end()) return;
+  cudasim::sim.make_ready(waiter->second);  // who waits already lands it
+  engine.waiters.erase(waiter);
 }
 
 inline unsigned char* aligned_shared() {
