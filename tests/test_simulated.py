@@ -203,6 +203,19 @@ FAULTS = {
         ),
         ("plain", "test_lengths and 1000", WRONG_RESULT),
     ),
+    "a Hopper kernel zeroes values without a fence": (
+        "sm90",
+        (
+            "sm90/window_attention.cuh",
+            "          share_stores(128, kOwnGroup + group);",
+            "          meet(128, kOwnGroup + group);",
+        ),
+        (
+            "plain",
+            "test_attention and 128 and 4-8",
+            r"window_pass_sm90_kernel.*wgmma at \S+window_attention.cuh:\d+: .* no fence_stores",
+        ),
+    ),
 }
 ORDERS = {  # of threads, where 0 does not show a fault
     "window_attention copies over a tile before all have read it": 2,
