@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every instance")
     parser.add_argument("--text", action="store_true", help="the instructions of each loop")
     args = parser.parse_args()
-    if why := resources.missing() or missing():
+    if why := missing():
         sys.exit(f"sass: {why}")
     found = functions(resources.disassembly(args.file, args.arch))
     names = sorted({name for name, _ in found if args.kernel in name})
@@ -226,7 +226,10 @@ def main() -> None:
 
 
 def missing() -> str:
-    return "" if resources.find_nvdisasm() else "no nvdisasm (pip install nvidia-cuda-nvdisasm)"
+    """What the code cannot be read without, or nothing."""
+    return resources.missing() or (
+        "" if resources.find_nvdisasm() else "no nvdisasm (pip install nvidia-cuda-nvdisasm)"
+    )
 
 
 if __name__ == "__main__":
