@@ -32,6 +32,7 @@ HALVES = (torch.float16, torch.bfloat16)
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     monkeypatch.setenv("KVOPS_SM90", "1")
+    monkeypatch.setenv("CUDASIM_DEVICE", "hopper")
 
 
 def with_portable(op, *args, **options):

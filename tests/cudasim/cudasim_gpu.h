@@ -14,16 +14,16 @@ struct Device {
 // The device of CUDASIM_DEVICE, asked anew each time.
 inline const Device& device() {
   static constexpr Device kDevices[] = {
-      {"small", 4, 99 << 10, 1 << 20, true},  // so that small tests fill more than one wave; the least shared memory
-      {"a100", 108, 163 << 10, 40 << 20, false},
-      {"h200", 132, 227 << 10, 50 << 20, true},
+      {"small", 4, 99 << 10, 1 << 20, true},    // so that small tests fill more than one wave; the least shared memory
+      {"hopper", 4, 227 << 10, 1 << 20, true},  // as small, for the kernels of sm90
+      {"a100", 108, 163 << 10, 40 << 20, false}, {"h200", 132, 227 << 10, 50 << 20, true},
       {"b200", 148, 227 << 10, 126 << 20, true},
   };
   const char* const wanted = std::getenv("CUDASIM_DEVICE");
   if (!wanted) return kDevices[0];
   for (const Device& device : kDevices)
     if (!std::strcmp(device.name, wanted)) return device;
-  throw Error(std::string("cudasim: CUDASIM_DEVICE is ") + wanted + ", not small, a100, h200 or b200");
+  throw Error(std::string("cudasim: CUDASIM_DEVICE is ") + wanted + ", not small, hopper, a100, h200 or b200");
 }
 
 constexpr size_t kFreeShared = 48 << 10;  // what a launch may have, static and dynamic together, without asking

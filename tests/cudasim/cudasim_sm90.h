@@ -309,7 +309,10 @@ inline unsigned char* aligned_shared() {
   return bytes + (-reinterpret_cast<uintptr_t>(bytes) & 1023);
 }
 
-inline bool is_hopper() { return true; }
+inline bool is_hopper() {
+  const std::string_view name = cudasim::device().name;
+  return name == "hopper" || name == "h200";
+}
 
 }  // namespace
 }  // namespace kvops::sm90
