@@ -3,30 +3,18 @@
 //   S(i)     = mean over the valid j with |i - j| <= kappa of cos(k_i, k_j)
 //   Theta(i) = (E[S] - S(i)) / sqrt(Var[S])
 //
-// Bytes that must move: K once. A key is needed four times: for its norm, when the window's head reaches it, when it is
-// in the middle, and when the tail leaves it. The last three times L1 has it, as a block's keys are few.
-//
-// similarity: kLanes lanes share a row, and each such group walks a run of tokens with the sum of the window's unit
-// keys in registers: plus the key that comes, minus the one that goes, dot the one in the middle. A run is as long as
-// kappa (16 at least), so that the keys before its first token are at most twice its own: the time per token does not
-// grow with kappa. Before that the block writes what makes its keys unit vectors to shared memory, for kappa keys on
-// either side too. It leaves the sum of its similarities and of their squares, in double: they lie in [-1, 1], so a
-// variance of 1e-12, below which they count as all alike, is still far above double's rounding. The last block of a
-// head to finish adds these up in their order. standardize, where it is wanted, turns the similarities to outlier
-// degrees.
-//
-// Keys whose squared norm is not a comfortable float get it in double, and are made unit vectors in two steps.
-//
-// Blocks of a padded row are counted from its first valid slot, and the slots before that come last, as if the cache
-// were a ring. No result depends on the grid, but on kappa and the head dim. Not yet measured on a GPU.
 #pragma once
 #include "../ops/outlier_degree.h"
+#include "mma.cuh"
 #include "rows.cuh"
 
 namespace kvops {
 namespace {
 
 constexpr int kDegreeThreads = 128, kDegreeWarps = kDegreeThreads / 32;
+
+// ---- Similarities to degrees
+// -----------------------------------------------------------------------------------------
 
 // What similarities add up to.
 struct SimilaritySums {
@@ -39,12 +27,13 @@ struct SimilaritySums {
   }
 };
 
-// The sums of all threads, in an order that depends on nothing. The first thread gets them; all have passed a barrier.
-template <int kLanes>
+// The sums of all threads, in an order that depends on nothing, of which groups of kCopies have the same. All threads
+// get them and have passed a barrier.
+template <int kCopies>
 __device__ inline SimilaritySums block_sums(SimilaritySums x) {
   __shared__ SimilaritySums of_warps[kDegreeWarps];
 #pragma unroll
-  for (int step = kLanes; step < 32; step *= 2)
+  for (int step = kCopies; step < 32; step *= 2)
     x.add(__shfl_xor_sync(kWarp, x.count, step), __shfl_xor_sync(kWarp, x.sum, step),
           __shfl_xor_sync(kWarp, x.squares, step));
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
@@ -67,16 +56,215 @@ struct Standard {
 
 // How a call is cut.
 struct DegreePlan {
-  int run, tokens;  // tokens of a lane group, and of a block
-  int64_t blocks;   // of a head
+  int run, tokens;  // tokens of a warp or a lane group, and of a block
+  unsigned blocks;  // of a head
   int64_t shared;   // bytes
 
-  template <class Lanes>
-  static DegreePlan of(const OutlierDegreeParams& p, Lanes) {
-    const int run = p.kappa > 16 ? static_cast<int>(p.kappa) : 16, tokens = run * (kDegreeThreads / Lanes::kLanes);
-    return {run, tokens, (p.n + tokens - 1) / tokens, 4 * (tokens + 2 * p.kappa)};
+  static DegreePlan of(const OutlierDegreeParams& p, int run, int runs, int64_t shared) {
+    const int tokens = run * runs;
+    return {run, tokens, static_cast<unsigned>((p.n + tokens - 1) / tokens), shared};
   }
 };
+
+// A head's keys, by tokens from the first valid slot.
+struct HeadKeys {
+  const char* rows;
+  int64_t stride;
+  int pieces, count, kappa;
+  bool wide;
+};
+
+// ---- Small kappa: products of tensor cores
+// ---------------------------------------------------------------------------
+
+constexpr int kBandKeys = 8;  // that meet at a time, so the most kappa
+
+// The keys that a warp holds, 8 of them: lane l has of key l / 4 the pieces l % 4 + 4 i. Two words of it, whatever their
+// channels, go to a tensor core as two or four elements of that key's row or column. fp32 goes in three parts of bf16
+// each, which make its 24 bits.
+template <class T, int kPieces>
+struct BandKeys {
+  using Product = std::conditional_t<sizeof(T) == 4, BFloat16, T>;
+  static constexpr int kParts = sizeof(T) == 4 ? 3 : 1;
+  static constexpr int kSteps = sizeof(T) == 4 ? 1 : 2;  // products of a piece
+  unsigned words[kParts][kPieces * kSteps][2];
+
+  __device__ void take(const uint4 (&raw)[kPieces]) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if constexpr (sizeof(T) == 2) {
+        words[0][2 * i][0] = raw[i].x;
+        words[0][2 * i][1] = raw[i].y;
+        words[0][2 * i + 1][0] = raw[i].z;
+        words[0][2 * i + 1][1] = raw[i].w;
+      } else {
+        float x[4];
+        unpack<T>(raw[i], x);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const BFloat16 low = from_float<BFloat16>(x[2 * half]), high = from_float<BFloat16>(x[2 * half + 1]);
+            words[part][i][half] = low.bits | static_cast<unsigned>(high.bits) << 16;
+            x[2 * half] -= to_float(low);
+            x[2 * half + 1] -= to_float(high);
+          }
+      }
+    }
+  }
+};
+
+// The products of keys with those behind them. x[0], x[1]: of key l / 4 of `before` with keys 2 (l % 4), 2 (l % 4) + 1;
+// x[2], x[3]: of key l / 4 of `keys` with the same.
+template <class T, int kPieces>
+__device__ inline void multiply_band(float (&x)[4], const BandKeys<T, kPieces>& before,
+                                     const BandKeys<T, kPieces>& keys, int pieces) {
+  using Keys = BandKeys<T, kPieces>;
+  float sums[Keys::kParts][4] = {};  // by the size of the terms
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    if (4 * i >= pieces) break;
+#pragma unroll
+    for (int s = i * Keys::kSteps; s < (i + 1) * Keys::kSteps; ++s)
+#pragma unroll
+      for (int a = 0; a < Keys::kParts; ++a)
+#pragma unroll
+        for (int b = 0; a + b < Keys::kParts; ++b)
+          mma<typename Keys::Product>(sums[a + b], before.words[a][s][0], keys.words[a][s][0], before.words[a][s][1],
+                                      keys.words[a][s][1], keys.words[b][s][0], keys.words[b][s][1]);
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    x[e] = sums[Keys::kParts - 1][e];
+#pragma unroll
+    for (int size = Keys::kParts - 2; size >= 0; --size) x[e] += sums[size][e];
+  }
+}
+
+// Makes a rare row one like others, its lanes together: zeros if it is not finite, and if its squared norm might not be
+// comfortable, times a power of two, which changes no cosine. Was it finite?
+template <class T, int kPieces>
+__device__ inline bool mend_row(uint4 (&raw)[kPieces]) {
+  constexpr int kValues = kPiece<T>;
+  float x[kValues], most = 0;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    unpack<T>(raw[i], x);
+#pragma unroll
+    for (int e = 0; e < kValues; ++e) most = fmaxf(most, is_finite(x[e]) ? fabsf(x[e]) : CUDART_INF_F);
+  }
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(kWarp, most, step));
+  const bool finite = is_finite(most);
+  if (finite && 0x1p-39f <= most && most < 0x1p39f) return true;
+  const unsigned exponent = max(__float_as_uint(most) >> 23, 1u);  // the scaled row's largest is in [2, 4)
+  const float scale = __uint_as_float((255 - exponent) << 23);
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    unpack<T>(raw[i], x);
+#pragma unroll
+    for (int e = 0; e < kValues; ++e) x[e] = finite ? x[e] * scale : 0.0f;
+    raw[i] = pack<T>(x);
+  }
+  return finite;
+}
+
+// Each warp for itself, without shared memory or barriers: 8 keys after 8 keys meet themselves and the 8 before.
+template <class T, int kPieces>
+struct Band {
+  static constexpr int kCopies = 1, kBlocks = sizeof(T) == 4 ? 3 : kPieces == 4 ? 5 : 4;
+  static constexpr int kRun = 64;
+
+  static DegreePlan plan(const OutlierDegreeParams& p) { return DegreePlan::of(p, kRun, kDegreeWarps, 0); }
+
+  // What a warp has of 8 keys from `at` on, of those in [begin, end); 0 for the others.
+  __device__ static void load(uint4 (&raw)[kPieces], const HeadKeys& keys, int at, int begin, int end) {
+    const int key = at + static_cast<int>(threadIdx.x % 32 / 4), lane = threadIdx.x % 4;
+    const int own = begin <= key && key < end ? keys.pieces - lane : 0;
+    const char* const from = keys.rows + key * keys.stride + 16 * lane;
+    if (keys.wide) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) raw[i] = 4 * i < own ? load_piece<T, true>(from + 64 * i) : uint4{};
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) raw[i] = 4 * i < own ? load_piece<T, false>(from + 64 * i) : uint4{};
+    }
+  }
+
+  // fn(token, its similarity) for the block's tokens from `first` on, by one thread for each.
+  template <class Fn>
+  __device__ static void similarities(const HeadKeys& keys, const DegreePlan&, int first, const Fn& fn) {
+    first += threadIdx.x / 32 * kRun;
+    if (first >= keys.count) return;
+    const int kappa = keys.kappa, begin = max(first - kappa, 0), end = min(first + kRun + kappa, keys.count);
+    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+    const int diagonal = lane / 8;  // of a row's four lanes, the one that has the product with itself
+    const auto near = [&](int distance) { return -kappa <= distance && distance <= kappa; };
+
+    BandKeys<T, kPieces> before = {}, own;
+    uint4 raw[kPieces];
+    float sum_before = 0, factor_before = 0;  // of key `row` of those before: what its similarities add up to
+    unsigned usable = 0;                      // bits: of the 8 keys, the 8 before, and the 8 before them
+    float total = 0;                          // what the lane's token has in the end
+    int neighbours = 0;
+    load(raw, keys, first - kBandKeys, begin, end);
+#pragma unroll 1
+    for (int at = first - kBandKeys; at <= first + kRun; at += kBandKeys) {
+      const int low = max(begin - at, 0), high = min(end - at, kBandKeys);
+      unsigned there = low < high ? (1u << high) - (1u << low) : 0;
+      float x[4], squares;
+      for (bool rare = false;; rare = true) {
+        if (rare) {
+          load(raw, keys, at, begin, end);
+          there &= ~__reduce_or_sync(kWarp, mend_row<T>(raw) ? 0u : 1u << row);
+        }
+        own.take(raw);
+        load(raw, keys, at + kBandKeys, begin, end);
+        multiply_band(x, before, own, keys.pieces);
+        squares = row % 2 ? x[3] : x[2];
+        const bool strange = lane % 4 == diagonal && there >> row & 1 && !comfortable(squares);
+        if (rare || !__any_sync(kWarp, strange)) break;
+      }
+      const float factor = squares > 0 ? rsqrtf(squares) : 0.0f;  // of key `row`, on the diagonal
+      const float of_row = __shfl_sync(kWarp, factor, 4 * row + diagonal);
+      const float of_column[2] = {__shfl_sync(kWarp, factor, 9 * (lane % 4)),
+                                  __shfl_sync(kWarp, factor, 9 * (lane % 4) + 4)};
+      float sum = 0, of_keys[2];  // of key `row`; of keys `column` and the next with those before
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float back = near(kBandKeys + column + e - row) ? x[e] : 0.0f;
+        const float here = near(column + e - row) ? x[2 + e] : 0.0f;
+        sum_before = fmaf(back, of_column[e], sum_before);
+        sum = fmaf(here, of_column[e], sum);
+        of_keys[e] = back * factor_before;
+      }
+      // Over the rows: odd ones add up those of the second column, so that a key's sum comes to its diagonal.
+      const float other = row % 2 ? of_keys[0] : of_keys[1];
+      float of_key = (row % 2 ? of_keys[1] : of_keys[0]) + __shfl_xor_sync(kWarp, other, 4);
+      of_key += __shfl_xor_sync(kWarp, of_key, 8);
+      of_key += __shfl_xor_sync(kWarp, of_key, 16);
+      if (lane % 4 == diagonal) sum += of_key;
+      // The keys before are done. Four times 8 of them make one for each lane.
+      sum_before = lanes_sum<4>(sum_before) * factor_before;
+      usable = usable >> kBandKeys | there << 2 * kBandKeys;
+      const int done = at / kBandKeys - first / kBandKeys - 1;
+      if (done >= 0 && done % 4 == lane % 4) {
+        total = sum_before;
+        neighbours = usable >> (kBandKeys + row) & 1
+                         ? __popc(usable >> (kBandKeys + row - kappa) & ((2u << 2 * kappa) - 1)) : 0;
+      }
+      if (done >= 0 && done % 4 == 3)
+        fn(at - 4 * kBandKeys + lane % 4 * kBandKeys + row,
+           neighbours ? total / static_cast<float>(neighbours) : CUDART_NAN_F);
+      before = own;
+      sum_before = sum;
+      factor_before = of_row;
+    }
+  }
+};
+
+// ---- Any kappa: sums of unit keys
+// ------------------------------------------------------------------------------------
 
 // What makes a key a unit vector: a factor. 0 for a zero key, NaN for one that is not finite. Negative: 2^44 or 2^-44
 // comes first, then this without its sign, for keys where both at once would be no float.
@@ -140,129 +328,146 @@ struct Neighbours {
   }
 };
 
-// fn(token, its similarity) for the run from `first` on; NaN where there is none.
-template <class Keys, class Lanes, class Fn>
-__device__ inline void walk(const Keys& keys, Lanes, int first, int run, int kappa, const Fn& fn) {
-  constexpr int kValues = Keys::kValues;
-  float sum[kValues] = {}, x[kValues], factor;  // sum: of the window's unit keys
-  int neighbours = 0;                           // in it
-  const auto add = [&](float weight) {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) sum[i] = fmaf(x[i], weight, sum[i]);
-  };
-  for (int comes = first - kappa; comes < first + run + kappa; ++comes) {
-    neighbours += keys.get(comes, x, factor);
-    add(factor);
-    const int token = comes - kappa;
-    if (token < first) continue;
-    if (token > first) {
-      neighbours -= keys.get(token - kappa - 1, x, factor);
-      add(-factor);
-    }
-    const bool usable = keys.get(token, x, factor);
-    const float total = dot<float, Lanes>(x, sum) * factor;
-    fn(token, usable ? total / static_cast<float>(neighbours) : CUDART_NAN_F);
-  }
-}
-
 template <class T, class Lanes>
-__global__ void __launch_bounds__(kDegreeThreads)
-    similarity_kernel(OutlierDegreeParams p, DegreePlan plan, SimilaritySums* partial_sums, Standard* standards,
-                      unsigned* counters, bool wide) {
-  DYNAMIC_SHARED(float, factors);  // [tokens + 2 kappa]
-  __shared__ bool is_last;
-  const int64_t row = blockIdx.x / plan.blocks, block = blockIdx.x % plan.blocks, b = row / p.heads, h = row % p.heads;
+struct Walk {
+  static constexpr int kCopies = Lanes::kLanes, kBlocks = 1;
+
+  static DegreePlan plan(const OutlierDegreeParams& p) {
+    const int kappa = static_cast<int>(p.kappa), run = kappa > 16 ? kappa : 16, runs = kDegreeThreads / Lanes::kLanes;
+    return DegreePlan::of(p, run, runs, int64_t{4} * (run * runs + 2 * kappa));
+  }
+
+  // fn(token, its similarity) for the block's tokens from `first` on, by all lanes of a group.
+  template <class Fn>
+  __device__ static void similarities(const HeadKeys& keys, const DegreePlan& plan, int first, const Fn& fn) {
+    DYNAMIC_SHARED(float, factors);  // [tokens + 2 kappa]
+    const auto all = [&](auto rows_are_wide) {
+      const Neighbours<T, Lanes, decltype(rows_are_wide)::value> around{keys.rows,
+                                                                        keys.stride,
+                                                                        keys.pieces,
+                                                                        max(first - keys.kappa, 0),
+                                                                        min(first + plan.tokens + keys.kappa, keys.count),
+                                                                        factors};
+      around.make_factors();
+      __syncthreads();  // all factors are there
+      walk(around, first + static_cast<int>(threadIdx.x) / Lanes::kLanes * plan.run, plan.run, keys.kappa, fn);
+    };
+    keys.wide ? all(std::true_type{}) : all(std::false_type{});
+  }
+
+  template <class Keys, class Fn>
+  __device__ static void walk(const Keys& keys, int first, int run, int kappa, const Fn& fn) {
+    constexpr int kValues = Keys::kValues;
+    float sum[kValues] = {}, x[kValues], factor;  // sum: of the window's unit keys
+    int neighbours = 0;                           // in it
+    const auto add = [&](float weight) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) sum[i] = fmaf(x[i], weight, sum[i]);
+    };
+    for (int comes = first - kappa; comes < first + run + kappa; ++comes) {
+      neighbours += keys.get(comes, x, factor);
+      add(factor);
+      const int token = comes - kappa;
+      if (token < first) continue;
+      if (token > first) {
+        neighbours -= keys.get(token - kappa - 1, x, factor);
+        add(-factor);
+      }
+      const bool usable = keys.get(token, x, factor);
+      const float total = dot<float, Lanes>(x, sum) * factor;
+      fn(token, usable ? total / static_cast<float>(neighbours) : CUDART_NAN_F);
+    }
+  }
+};
+
+// ---- Kernels
+// ---------------------------------------------------------------------------------------------------------
+
+template <class Way>
+__global__ void __launch_bounds__(kDegreeThreads, Way::kBlocks)
+    similarity_kernel(OutlierDegreeParams p, DegreePlan plan, SimilaritySums* partial_sums, bool wide) {
+  const unsigned row = blockIdx.x / plan.blocks, heads = static_cast<unsigned>(p.heads), b = row / heads;
   const int start = static_cast<int>(p.slots.first(b)), count = static_cast<int>(p.slots.count(b));
-  const int n = static_cast<int>(p.n), kappa = static_cast<int>(p.kappa);
-  const int first = static_cast<int>(block) * plan.tokens;
+  const int n = static_cast<int>(p.n), first = static_cast<int>(blockIdx.x % plan.blocks) * plan.tokens;
   float* const scores = p.scores + row * p.n;
   const auto slot_of = [&](int token) { return token < n - start ? start + token : start + token - n; };
-  if (first >= count)
-    for (int token = first + threadIdx.x; token < min(first + plan.tokens, n); token += kDegreeThreads)
-      scores[slot_of(token)] = CUDART_NAN_F;
-  const int needed = count > plan.tokens ? (count + plan.tokens - 1) / plan.tokens : 1;
-  if (block >= needed) return;
+  for (int token = max(first, count) + threadIdx.x; token < min(first + plan.tokens, n); token += kDegreeThreads)
+    scores[slot_of(token)] = CUDART_NAN_F;
+  if (first >= count) return;
 
   SimilaritySums sums{};
-  const auto all = [&](auto rows_are_wide) {
-    const Neighbours<T, Lanes, decltype(rows_are_wide)::value> keys{p.k.row(b, h, start),
-                                                                    p.k.stride_n,
-                                                                    static_cast<int>(p.d) / kPiece<T>,
-                                                                    max(first - kappa, 0),
-                                                                    min(first + plan.tokens + kappa, count),
-                                                                    factors};
-    keys.make_factors();
-    __syncthreads();  // all factors are there
-    walk(keys, Lanes{}, first + threadIdx.x / Lanes::kLanes * plan.run, plan.run, kappa, [&](int token, float x) {
-      if (x == x) sums.add(1, x, static_cast<double>(x) * x);
-      if (threadIdx.x % Lanes::kLanes == 0 && token < n) scores[slot_of(token)] = x;
-    });
-  };
-  wide ? all(std::true_type{}) : all(std::false_type{});
+  const HeadKeys keys{p.k.row(b, row % heads, start),    p.k.stride_n, static_cast<int>(p.k.row_bytes / 16), count,
+                      static_cast<int>(p.kappa), wide};
+  Way::similarities(keys, plan, first, [&](int token, float x) {
+    if (x == x) sums.add(1, x, static_cast<double>(x) * x);
+    if (threadIdx.x % Way::kCopies == 0 && token < count) scores[slot_of(token)] = x;
+  });
   if (!p.standardize) return;
-
-  sums = block_sums<Lanes::kLanes>(sums);
-  if (threadIdx.x == 0) {
-    partial_sums[row * plan.blocks + block] = sums;
-    __threadfence();
-    is_last = atomicAdd(counters + row, 1u) == static_cast<unsigned>(needed) - 1;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  sums = {};
-  for (int i = threadIdx.x; i < needed; i += kDegreeThreads) {
-    const double* const x = reinterpret_cast<const double*>(partial_sums + row * plan.blocks + i);
-    sums.add(__ldcg(x), __ldcg(x + 1), __ldcg(x + 2));
-  }
-  sums = block_sums<1>(sums);
-  if (threadIdx.x == 0) standards[row] = Standard::of(sums);
+  sums = block_sums<Way::kCopies>(sums);
+  if (threadIdx.x == 0) partial_sums[blockIdx.x] = sums;
 }
 
-__global__ void __launch_bounds__(256)
-    standardize_kernel(float* scores, const Standard* standards, int64_t n, unsigned blocks) {
-  const int64_t row = blockIdx.x / blocks, i = blockIdx.x % blocks * int64_t{256} + threadIdx.x;
-  if (i >= n) return;
-  const Standard of = standards[row];
-  scores[row * n + i] = static_cast<float>((of.mean - scores[row * n + i]) * of.scale);
+constexpr int kStandardTokens = 16;  // of a thread
+
+// Every block adds up the sums of its head, in their order.
+__global__ void __launch_bounds__(kDegreeThreads)
+    standardize_kernel(OutlierDegreeParams p, DegreePlan plan, const SimilaritySums* partial_sums, unsigned blocks) {
+  const unsigned row = blockIdx.x / blocks;
+  const int64_t first = int64_t{blockIdx.x % blocks} * kDegreeThreads * kStandardTokens + threadIdx.x;
+  float* const scores = p.scores + row * p.n;
+  float x[kStandardTokens];
+#pragma unroll
+  for (int i = 0; i < kStandardTokens; ++i)
+    x[i] = first + i * kDegreeThreads < p.n ? scores[first + i * kDegreeThreads] : 0.0f;
+  const int64_t needed = (p.slots.count(row / p.heads) + plan.tokens - 1) / plan.tokens;
+  SimilaritySums sums{};
+  for (int64_t i = threadIdx.x; i < needed; i += kDegreeThreads) {
+    const SimilaritySums& of_block = partial_sums[int64_t{row} * plan.blocks + i];
+    sums.add(of_block.count, of_block.sum, of_block.squares);
+  }
+  const Standard of = Standard::of(block_sums<1>(sums));
+#pragma unroll
+  for (int i = 0; i < kStandardTokens; ++i)
+    if (first + i * kDegreeThreads < p.n)
+      scores[first + i * kDegreeThreads] = static_cast<float>((of.mean - x[i]) * of.scale);
 }
 
-// fn(T{}, Lanes{}, plan) for the call.
+// fn(Band or Walk) for the call.
 template <class Fn>
-inline void with_degree_plan(const OutlierDegreeParams& p, const Fn& fn) {
+inline void with_way(const OutlierDegreeParams& p, const Fn& fn) {
   with_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
-    with_lanes<T>(p.d / kPiece<T>, [&](auto lanes) { fn(type, lanes, DegreePlan::of(p, lanes)); });
+    if (p.kappa <= kBandKeys) {
+      if (p.k.row_bytes <= 256) return fn(Band<T, 4>{});
+      if (p.k.row_bytes <= 512) return fn(Band<T, 8>{});
+    }
+    with_lanes<T>(p.d / kPiece<T>, [&](auto lanes) { fn(Walk<T, decltype(lanes)>{}); });
   });
 }
 
 struct OutlierDegreeMemory {
   SimilaritySums* sums;  // [b, Hk, blocks]
-  Standard* standards;   // [b, Hk]
-  unsigned* counters;    // [b, Hk]
 
   OutlierDegreeMemory(const OutlierDegreeParams& p, Sections& sections) {
-    int64_t heads = p.standardize ? p.b * p.heads : 0, blocks = 0;
-    with_degree_plan(p, [&](auto, auto, const DegreePlan& plan) { blocks = plan.blocks; });
-    sums = sections.add<SimilaritySums>(heads * blocks);
-    standards = sections.add<Standard>(heads);
-    counters = sections.add<unsigned>(heads);
+    with_way(p, [&](auto way) {
+      sums = sections.add<SimilaritySums>(p.standardize ? p.b * p.heads * way.plan(p).blocks : 0);
+    });
   }
 };
 
 inline void outlier_degree_cuda(const OutlierDegreeParams& p, void* workspace, cudaStream_t stream) {
   const int64_t heads = p.b * p.heads;
   if (heads * p.n == 0) return;
-  with_degree_plan(p, [&](auto type, auto lanes, const DegreePlan& plan) {
-    Sections sections{workspace};
-    const auto [sums, standards, counters] = OutlierDegreeMemory(p, sections);
-    if (p.standardize) zero_async(counters, 4 * heads, stream);
-    launch<similarity_kernel<decltype(type), decltype(lanes)>>(grid_of(heads * plan.blocks), kDegreeThreads,
-                                                               plan.shared, stream, p, plan, sums, standards, counters,
-                                                               aligned_rows(p.k, p.b, p.heads, p.n));
+  Sections sections{workspace};
+  SimilaritySums* const sums = OutlierDegreeMemory(p, sections).sums;
+  with_way(p, [&](auto way) {
+    const DegreePlan plan = way.plan(p);
+    launch<similarity_kernel<decltype(way)>>(grid_of(heads * plan.blocks), kDegreeThreads, plan.shared, stream, p, plan,
+                                             sums, aligned_rows(p.k, p.b, p.heads, p.n));
     if (!p.standardize) return;
-    const int64_t blocks = (p.n + 255) / 256;
-    launch<standardize_kernel>(grid_of(heads * blocks), 256, 0, stream, p.scores, standards, p.n,
+    constexpr int64_t tokens = kDegreeThreads * kStandardTokens;
+    const int64_t blocks = (p.n + tokens - 1) / tokens;
+    launch<standardize_kernel>(grid_of(heads * blocks), kDegreeThreads, 0, stream, p, plan, sums,
                                static_cast<unsigned>(blocks));
   });
 }

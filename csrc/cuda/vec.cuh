@@ -111,5 +111,19 @@ __device__ inline void unpack(uint4 piece, float (&x)[kPiece<T>]) {
   }
 }
 
+// A piece of these elements, rounded.
+template <class T>
+__device__ inline uint4 pack(const float (&x)[kPiece<T>]) {
+  unsigned word[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4)
+      word[i] = __float_as_uint(x[i]);
+    else
+      word[i] = from_float<T>(x[2 * i]).bits | static_cast<unsigned>(from_float<T>(x[2 * i + 1]).bits) << 16;
+  }
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
 }  // namespace
 }  // namespace kvops
