@@ -27,13 +27,11 @@ struct SimilaritySums {
   }
 };
 
-// The sums of all threads, in an order that depends on nothing, of which groups of kCopies have the same. All threads
-// get them and have passed a barrier.
-template <int kCopies>
+// The sums of all threads, in an order that depends on nothing. All get them, and have passed a barrier.
 __device__ inline SimilaritySums block_sums(SimilaritySums x) {
   __shared__ SimilaritySums of_warps[kDegreeWarps];
 #pragma unroll
-  for (int step = kCopies; step < 32; step *= 2)
+  for (int step = 1; step < 32; step *= 2)
     x.add(__shfl_xor_sync(kWarp, x.count, step), __shfl_xor_sync(kWarp, x.sum, step),
           __shfl_xor_sync(kWarp, x.squares, step));
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
@@ -79,24 +77,29 @@ struct HeadKeys {
 
 constexpr int kBandKeys = 8;  // that meet at a time, so the most kappa
 
-// The keys that a warp holds, 8 of them: lane l has of key l / 4 the pieces l % 4 + 4 i. Two words of it, whatever their
-// channels, go to a tensor core as two or four elements of that key's row or column. fp32 goes in three parts of bf16
-// each, which make its 24 bits.
+template <int kTurn>
+using Turn = std::integral_constant<int, kTurn>;
+
+// What a warp multiplies: 8 keys and the 8 before them, which are the rows 0-7 and 8-15 of a tensor core's A by turns;
+// the columns of its B are those 8 keys. A lane loads whole pieces, of key l / 4 the pieces l % 4 + 4 i, and hands their
+// words on as they are, as the order of a product's terms is free. fp32 goes in three parts of bf16, which make up its
+// 24 bits.
 template <class T, int kPieces>
 struct BandKeys {
   using Product = std::conditional_t<sizeof(T) == 4, BFloat16, T>;
-  static constexpr int kParts = sizeof(T) == 4 ? 3 : 1;
-  static constexpr int kSteps = sizeof(T) == 4 ? 1 : 2;  // products of a piece
-  unsigned words[kParts][kPieces * kSteps][2];
+  static constexpr int kParts = sizeof(T) == 4 ? 3 : 1, kSteps = sizeof(T) == 4 ? 1 : 2;  // kSteps: products of a piece
+  unsigned rows[kParts][kPieces * kSteps][4];
 
+  // The keys that come take the place of the older ones.
+  template <int kTurn>
   __device__ void take(const uint4 (&raw)[kPieces]) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       if constexpr (sizeof(T) == 2) {
-        words[0][2 * i][0] = raw[i].x;
-        words[0][2 * i][1] = raw[i].y;
-        words[0][2 * i + 1][0] = raw[i].z;
-        words[0][2 * i + 1][1] = raw[i].w;
+        rows[0][2 * i][kTurn] = raw[i].x;
+        rows[0][2 * i][kTurn + 2] = raw[i].y;
+        rows[0][2 * i + 1][kTurn] = raw[i].z;
+        rows[0][2 * i + 1][kTurn + 2] = raw[i].w;
       } else {
         float x[4];
         unpack<T>(raw[i], x);
@@ -105,41 +108,41 @@ struct BandKeys {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const BFloat16 low = from_float<BFloat16>(x[2 * half]), high = from_float<BFloat16>(x[2 * half + 1]);
-            words[part][i][half] = low.bits | static_cast<unsigned>(high.bits) << 16;
+            rows[part][i][kTurn + 2 * half] = low.bits | static_cast<unsigned>(high.bits) << 16;
             x[2 * half] -= to_float(low);
             x[2 * half + 1] -= to_float(high);
           }
       }
     }
   }
-};
 
-// The products of keys with those behind them. x[0], x[1]: of key l / 4 of `before` with keys 2 (l % 4), 2 (l % 4) + 1;
-// x[2], x[3]: of key l / 4 of `keys` with the same.
-template <class T, int kPieces>
-__device__ inline void multiply_band(float (&x)[4], const BandKeys<T, kPieces>& before,
-                                     const BandKeys<T, kPieces>& keys, int pieces) {
-  using Keys = BandKeys<T, kPieces>;
-  float sums[Keys::kParts][4] = {};  // by the size of the terms
+  // before[e]: the product of key l / 4 of those before with key 2 (l % 4) + e; own[e]: of key l / 4 with the same.
+  template <int kTurn>
+  __device__ void multiply(int pieces, float (&before)[2], float (&own)[2]) const {
+    float sums[kParts][4] = {};  // by the size of the terms
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    if (4 * i >= pieces) break;
+    for (int i = 0; i < kPieces; ++i) {
+      if (4 * i >= pieces) break;
 #pragma unroll
-    for (int s = i * Keys::kSteps; s < (i + 1) * Keys::kSteps; ++s)
+      for (int s = i * kSteps; s < (i + 1) * kSteps; ++s)
 #pragma unroll
-      for (int a = 0; a < Keys::kParts; ++a)
+        for (int a = 0; a < kParts; ++a)
 #pragma unroll
-        for (int b = 0; a + b < Keys::kParts; ++b)
-          mma<typename Keys::Product>(sums[a + b], before.words[a][s][0], keys.words[a][s][0], before.words[a][s][1],
-                                      keys.words[a][s][1], keys.words[b][s][0], keys.words[b][s][1]);
+          for (int b = 0; a + b < kParts; ++b)
+            mma<Product>(sums[a + b], rows[a][s][0], rows[a][s][1], rows[a][s][2], rows[a][s][3], rows[b][s][kTurn],
+                         rows[b][s][kTurn + 2]);
+    }
+#pragma unroll
+    for (int part = kParts - 1; part > 0; --part)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[part - 1][e] += sums[part][e];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      before[e] = sums[0][2 - 2 * kTurn + e];
+      own[e] = sums[0][2 * kTurn + e];
+    }
   }
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    x[e] = sums[Keys::kParts - 1][e];
-#pragma unroll
-    for (int size = Keys::kParts - 2; size >= 0; --size) x[e] += sums[size][e];
-  }
-}
+};
 
 // Makes a rare row one like others, its lanes together: zeros if it is not finite, and if its squared norm might not be
 // comfortable, times a power of two, which changes no cosine. Was it finite?
@@ -172,24 +175,10 @@ __device__ inline bool mend_row(uint4 (&raw)[kPieces]) {
 // Each warp for itself, without shared memory or barriers: 8 keys after 8 keys meet themselves and the 8 before.
 template <class T, int kPieces>
 struct Band {
-  static constexpr int kCopies = 1, kBlocks = sizeof(T) == 4 ? 3 : kPieces == 4 ? 5 : 4;
+  static constexpr int kBlocks = 1;
   static constexpr int kRun = 64;
 
   static DegreePlan plan(const OutlierDegreeParams& p) { return DegreePlan::of(p, kRun, kDegreeWarps, 0); }
-
-  // What a warp has of 8 keys from `at` on, of those in [begin, end); 0 for the others.
-  __device__ static void load(uint4 (&raw)[kPieces], const HeadKeys& keys, int at, int begin, int end) {
-    const int key = at + static_cast<int>(threadIdx.x % 32 / 4), lane = threadIdx.x % 4;
-    const int own = begin <= key && key < end ? keys.pieces - lane : 0;
-    const char* const from = keys.rows + key * keys.stride + 16 * lane;
-    if (keys.wide) {
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) raw[i] = 4 * i < own ? load_piece<T, true>(from + 64 * i) : uint4{};
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) raw[i] = 4 * i < own ? load_piece<T, false>(from + 64 * i) : uint4{};
-    }
-  }
 
   // fn(token, its similarity) for the block's tokens from `first` on, by one thread for each.
   template <class Fn>
@@ -198,67 +187,76 @@ struct Band {
     if (first >= keys.count) return;
     const int kappa = keys.kappa, begin = max(first - kappa, 0), end = min(first + kRun + kappa, keys.count);
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
-    const int diagonal = lane / 8;  // of a row's four lanes, the one that has the product with itself
+    const bool diagonal = lane % 4 == lane / 8;  // of a row's four lanes, the one that has the product with itself
     const auto near = [&](int distance) { return -kappa <= distance && distance <= kappa; };
+    const bool near_before[2] = {near(kBandKeys + column - row), near(kBandKeys + column + 1 - row)};
+    const bool near_own[2] = {near(column - row), near(column + 1 - row)};
 
-    BandKeys<T, kPieces> before = {}, own;
+    BandKeys<T, kPieces> both = {};
     uint4 raw[kPieces];
+    const auto load = [&](int at) {  // 8 keys, of those in [begin, end); 0 for the others
+      const int key = at + row, own = begin <= key && key < end ? keys.pieces - lane % 4 : 0;
+      const char* const from = keys.rows + key * keys.stride + lane % 4 * 16;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i)
+        raw[i] = 4 * i >= own   ? uint4{}
+                 : keys.wide ? load_piece<T, true>(from + 64 * i)
+                             : load_piece<T, false>(from + 64 * i);
+    };
     float sum_before = 0, factor_before = 0;  // of key `row` of those before: what its similarities add up to
     unsigned usable = 0;                      // bits: of the 8 keys, the 8 before, and the 8 before them
-    float total = 0;                          // what the lane's token has in the end
-    int neighbours = 0;
-    load(raw, keys, first - kBandKeys, begin, end);
-#pragma unroll 1
-    for (int at = first - kBandKeys; at <= first + kRun; at += kBandKeys) {
+    float similarity;                         // of the token that the lane writes
+    const auto meet = [&](auto turn, int at) {
+      constexpr int kTurn = decltype(turn)::value;
       const int low = max(begin - at, 0), high = min(end - at, kBandKeys);
       unsigned there = low < high ? (1u << high) - (1u << low) : 0;
-      float x[4], squares;
+      float back[2], here[2], squares;
       for (bool rare = false;; rare = true) {
         if (rare) {
-          load(raw, keys, at, begin, end);
+          load(at);
           there &= ~__reduce_or_sync(kWarp, mend_row<T>(raw) ? 0u : 1u << row);
         }
-        own.take(raw);
-        load(raw, keys, at + kBandKeys, begin, end);
-        multiply_band(x, before, own, keys.pieces);
-        squares = row % 2 ? x[3] : x[2];
-        const bool strange = lane % 4 == diagonal && there >> row & 1 && !comfortable(squares);
-        if (rare || !__any_sync(kWarp, strange)) break;
+        both.template take<kTurn>(raw);
+        load(at + kBandKeys);
+        both.template multiply<kTurn>(keys.pieces, back, here);
+        squares = row % 2 ? here[1] : here[0];
+        if (rare || !__any_sync(kWarp, diagonal && there >> row & 1 && !comfortable(squares))) break;
       }
       const float factor = squares > 0 ? rsqrtf(squares) : 0.0f;  // of key `row`, on the diagonal
-      const float of_row = __shfl_sync(kWarp, factor, 4 * row + diagonal);
-      const float of_column[2] = {__shfl_sync(kWarp, factor, 9 * (lane % 4)),
-                                  __shfl_sync(kWarp, factor, 9 * (lane % 4) + 4)};
+      const float of_row = __shfl_sync(kWarp, factor, 4 * row + lane / 8);
       float sum = 0, of_keys[2];  // of key `row`; of keys `column` and the next with those before
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float back = near(kBandKeys + column + e - row) ? x[e] : 0.0f;
-        const float here = near(column + e - row) ? x[2 + e] : 0.0f;
-        sum_before = fmaf(back, of_column[e], sum_before);
-        sum = fmaf(here, of_column[e], sum);
-        of_keys[e] = back * factor_before;
+        const float of_column = __shfl_sync(kWarp, factor, 9 * (lane % 4) + 4 * e);
+        if (!near_before[e]) back[e] = 0;
+        if (!near_own[e]) here[e] = 0;
+        sum_before = fmaf(back[e], of_column, sum_before);
+        sum = fmaf(here[e], of_column, sum);
+        of_keys[e] = back[e] * factor_before;
       }
       // Over the rows: odd ones add up those of the second column, so that a key's sum comes to its diagonal.
-      const float other = row % 2 ? of_keys[0] : of_keys[1];
-      float of_key = (row % 2 ? of_keys[1] : of_keys[0]) + __shfl_xor_sync(kWarp, other, 4);
+      float of_key = (row % 2 ? of_keys[1] : of_keys[0]) +
+                     __shfl_xor_sync(kWarp, row % 2 ? of_keys[0] : of_keys[1], 4);
       of_key += __shfl_xor_sync(kWarp, of_key, 8);
       of_key += __shfl_xor_sync(kWarp, of_key, 16);
-      if (lane % 4 == diagonal) sum += of_key;
+      if (diagonal) sum += of_key;
       // The keys before are done. Four times 8 of them make one for each lane.
-      sum_before = lanes_sum<4>(sum_before) * factor_before;
+      const float total = lanes_sum<4>(sum_before) * factor_before;
       usable = usable >> kBandKeys | there << 2 * kBandKeys;
-      const int done = at / kBandKeys - first / kBandKeys - 1;
-      if (done >= 0 && done % 4 == lane % 4) {
-        total = sum_before;
-        neighbours = usable >> (kBandKeys + row) & 1
-                         ? __popc(usable >> (kBandKeys + row - kappa) & ((2u << 2 * kappa) - 1)) : 0;
+      const int done = at - first - kBandKeys;
+      if (done / kBandKeys % 4 == lane % 4) {
+        const unsigned its = usable >> (kBandKeys + row - kappa);
+        similarity = its >> kappa & 1 ? total / static_cast<float>(__popc(its & ((2u << 2 * kappa) - 1))) : CUDART_NAN_F;
       }
-      if (done >= 0 && done % 4 == 3)
-        fn(at - 4 * kBandKeys + lane % 4 * kBandKeys + row,
-           neighbours ? total / static_cast<float>(neighbours) : CUDART_NAN_F);
-      before = own;
+      if (done > 0 && done % 32 == 24) fn(first + done - 24 + lane % 4 * kBandKeys + row, similarity);
       sum_before = sum;
       factor_before = of_row;
+    };
+    load(first - kBandKeys);
+#pragma unroll 1
+    for (int at = first - kBandKeys; at <= first + kRun; at += 2 * kBandKeys) {
+      meet(Turn<0>{}, at);
+      meet(Turn<1>{}, at + kBandKeys);
     }
   }
 };
@@ -330,14 +328,14 @@ struct Neighbours {
 
 template <class T, class Lanes>
 struct Walk {
-  static constexpr int kCopies = Lanes::kLanes, kBlocks = 1;
+  static constexpr int kBlocks = 1;
 
   static DegreePlan plan(const OutlierDegreeParams& p) {
     const int kappa = static_cast<int>(p.kappa), run = kappa > 16 ? kappa : 16, runs = kDegreeThreads / Lanes::kLanes;
     return DegreePlan::of(p, run, runs, int64_t{4} * (run * runs + 2 * kappa));
   }
 
-  // fn(token, its similarity) for the block's tokens from `first` on, by all lanes of a group.
+  // fn(token, its similarity) for the block's tokens from `first` on, by one thread for each.
   template <class Fn>
   __device__ static void similarities(const HeadKeys& keys, const DegreePlan& plan, int first, const Fn& fn) {
     DYNAMIC_SHARED(float, factors);  // [tokens + 2 kappa]
@@ -375,7 +373,8 @@ struct Walk {
       }
       const bool usable = keys.get(token, x, factor);
       const float total = dot<float, Lanes>(x, sum) * factor;
-      fn(token, usable ? total / static_cast<float>(neighbours) : CUDART_NAN_F);
+      if (threadIdx.x % Lanes::kLanes == 0)
+        fn(token, usable ? total / static_cast<float>(neighbours) : CUDART_NAN_F);
     }
   }
 };
@@ -395,15 +394,19 @@ __global__ void __launch_bounds__(kDegreeThreads, Way::kBlocks)
     scores[slot_of(token)] = CUDART_NAN_F;
   if (first >= count) return;
 
-  SimilaritySums sums{};
   const HeadKeys keys{p.k.row(b, row % heads, start),    p.k.stride_n, static_cast<int>(p.k.row_bytes / 16), count,
                       static_cast<int>(p.kappa), wide};
   Way::similarities(keys, plan, first, [&](int token, float x) {
-    if (x == x) sums.add(1, x, static_cast<double>(x) * x);
-    if (threadIdx.x % Way::kCopies == 0 && token < count) scores[slot_of(token)] = x;
+    if (token < count) scores[slot_of(token)] = x;
   });
   if (!p.standardize) return;
-  sums = block_sums<Way::kCopies>(sums);
+  __syncthreads();  // the block's similarities are there
+  SimilaritySums sums{};
+  for (int token = first + threadIdx.x; token < min(first + plan.tokens, count); token += kDegreeThreads) {
+    const float x = scores[slot_of(token)];
+    if (x == x) sums.add(1, x, static_cast<double>(x) * x);
+  }
+  sums = block_sums(sums);
   if (threadIdx.x == 0) partial_sums[blockIdx.x] = sums;
 }
 
@@ -425,7 +428,7 @@ __global__ void __launch_bounds__(kDegreeThreads)
     const SimilaritySums& of_block = partial_sums[int64_t{row} * plan.blocks + i];
     sums.add(of_block.count, of_block.sum, of_block.squares);
   }
-  const Standard of = Standard::of(block_sums<1>(sums));
+  const Standard of = Standard::of(block_sums(sums));
 #pragma unroll
   for (int i = 0; i < kStandardTokens; ++i)
     if (first + i * kDegreeThreads < p.n)
