@@ -172,89 +172,113 @@ __device__ inline bool mend_row(uint4 (&raw)[kPieces]) {
   return finite;
 }
 
+// For comfortable numbers; infinity of 0.
+__device__ inline float rsqrt_fast(float x) {
+#ifdef __CUDACC__
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return 1.0f / sqrtf(x);
+#endif
+}
+
 // Each warp for itself, without shared memory or barriers: 8 keys after 8 keys meet themselves and the 8 before.
 template <class T, int kPieces>
 struct Band {
-  static constexpr int kBlocks = 1;
-  static constexpr int kRun = 64;
+  static constexpr int kBlocks = kPieces == 4 ? (sizeof(T) == 2 ? 4 : 3) : (sizeof(T) == 2 ? 3 : 2);
+  static constexpr int kRun = 64;  // keys of a warp, a multiple of 32
 
   static DegreePlan plan(const OutlierDegreeParams& p) { return DegreePlan::of(p, kRun, kDegreeWarps, 0); }
 
-  // fn(token, its similarity) for the block's tokens from `first` on, by one thread for each.
+  // fn(token, its similarity) for the block's tokens from `block` on, by one thread for each.
   template <class Fn>
-  __device__ static void similarities(const HeadKeys& keys, const DegreePlan&, int first, const Fn& fn) {
-    first += threadIdx.x / 32 * kRun;
+  __device__ static void similarities(const HeadKeys& keys, const DegreePlan&, int block, const Fn& fn) {
+    // Of lane 0, so that the compiler sees that the warp's lanes agree.
+    const int first = block + __shfl_sync(kWarp, static_cast<int>(threadIdx.x) / 32, 0) * kRun;
     if (first >= keys.count) return;
-    const int kappa = keys.kappa, begin = max(first - kappa, 0), end = min(first + kRun + kappa, keys.count);
+    // From here on keys count from `first`. Those in [begin, end) are there.
+    const int kappa = keys.kappa, begin = max(-kappa, -first), end = min(kRun + kappa, keys.count - first);
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
     const bool diagonal = lane % 4 == lane / 8;  // of a row's four lanes, the one that has the product with itself
-    const auto near = [&](int distance) { return -kappa <= distance && distance <= kappa; };
-    const bool near_before[2] = {near(kBandKeys + column - row), near(kBandKeys + column + 1 - row)};
-    const bool near_own[2] = {near(column - row), near(column + 1 - row)};
+    const auto near = [&](int distance) { return -kappa <= distance && distance <= kappa ? 1.0f : 0.0f; };
+    const float near_before[2] = {near(kBandKeys + column - row), near(kBandKeys + column + 1 - row)};
+    const float near_own[2] = {near(column - row), near(column + 1 - row)};
+
+    const char* const pieces = keys.rows + first * keys.stride + lane % 4 * 16;
+    const int count = keys.pieces - lane % 4;  // of a key, the lane has every fourth
+    uint4 raw[kPieces] = {};
+    const auto at_key = [&](int at) {  // that of 8 from `at` on; for one that is not there, the nearest
+      return pieces + min(max(at + row, begin), end - 1) * keys.stride;
+    };
+    const auto load = [&](const char* from) {
+      if (keys.wide) {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+          if (4 * i < count) raw[i] = load_piece<T, true>(from + 64 * i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+          if (4 * i < count) raw[i] = load_piece<T, false>(from + 64 * i);
+      }
+    };
 
     BandKeys<T, kPieces> both = {};
-    uint4 raw[kPieces];
-    const auto load = [&](int at) {  // 8 keys, of those in [begin, end); 0 for the others
-      const int key = at + row, own = begin <= key && key < end ? keys.pieces - lane % 4 : 0;
-      const char* const from = keys.rows + key * keys.stride + lane % 4 * 16;
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i)
-        raw[i] = 4 * i >= own   ? uint4{}
-                 : keys.wide ? load_piece<T, true>(from + 64 * i)
-                             : load_piece<T, false>(from + 64 * i);
-    };
+    const char* key = at_key(-kBandKeys);
     float sum_before = 0, factor_before = 0;  // of key `row` of those before: what its similarities add up to
-    unsigned usable = 0;                      // bits: of the 8 keys, the 8 before, and the 8 before them
-    float similarity;                         // of the token that the lane writes
+    unsigned usable = 0;                      // bits: of the 8 keys before those before, of those, and of these
+    float total = 0;                          // of the token that the lane writes, and its neighbours from bit 0 on
+    unsigned neighbours = 0;
     const auto meet = [&](auto turn, int at) {
       constexpr int kTurn = decltype(turn)::value;
-      const int low = max(begin - at, 0), high = min(end - at, kBandKeys);
-      unsigned there = low < high ? (1u << high) - (1u << low) : 0;
+      unsigned there = 0xffu << max(begin - at, 0) & 0xffu >> min(max(at + kBandKeys - end, 0), 8);
+      const char* const next = at_key(at + kBandKeys);
       float back[2], here[2], squares;
       for (bool rare = false;; rare = true) {
         if (rare) {
-          load(at);
+          load(key);
           there &= ~__reduce_or_sync(kWarp, mend_row<T>(raw) ? 0u : 1u << row);
         }
         both.template take<kTurn>(raw);
-        load(at + kBandKeys);
+        load(next);
         both.template multiply<kTurn>(keys.pieces, back, here);
         squares = row % 2 ? here[1] : here[0];
-        if (rare || !__any_sync(kWarp, diagonal && there >> row & 1 && !comfortable(squares))) break;
+        if (rare || !__any_sync(kWarp, diagonal && !comfortable(squares))) break;
       }
-      const float factor = squares > 0 ? rsqrtf(squares) : 0.0f;  // of key `row`, on the diagonal
+      const float factor = there >> row & 1 && squares > 0 ? rsqrt_fast(squares) : 0.0f;  // of key `row`, if diagonal
       const float of_row = __shfl_sync(kWarp, factor, 4 * row + lane / 8);
       float sum = 0, of_keys[2];  // of key `row`; of keys `column` and the next with those before
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float of_column = __shfl_sync(kWarp, factor, 9 * (lane % 4) + 4 * e);
-        if (!near_before[e]) back[e] = 0;
-        if (!near_own[e]) here[e] = 0;
+        back[e] *= near_before[e];
         sum_before = fmaf(back[e], of_column, sum_before);
-        sum = fmaf(here[e], of_column, sum);
+        sum = fmaf(here[e] * near_own[e], of_column, sum);
         of_keys[e] = back[e] * factor_before;
       }
       // Over the rows: odd ones add up those of the second column, so that a key's sum comes to its diagonal.
-      float of_key = (row % 2 ? of_keys[1] : of_keys[0]) +
-                     __shfl_xor_sync(kWarp, row % 2 ? of_keys[0] : of_keys[1], 4);
+      float of_key =
+          (row % 2 ? of_keys[1] : of_keys[0]) + __shfl_xor_sync(kWarp, row % 2 ? of_keys[0] : of_keys[1], 4);
       of_key += __shfl_xor_sync(kWarp, of_key, 8);
       of_key += __shfl_xor_sync(kWarp, of_key, 16);
       if (diagonal) sum += of_key;
-      // The keys before are done. Four times 8 of them make one for each lane.
-      const float total = lanes_sum<4>(sum_before) * factor_before;
+      // The keys before are done. Four times 8 of them are one for each lane.
       usable = usable >> kBandKeys | there << 2 * kBandKeys;
-      const int done = at - first - kBandKeys;
-      if (done / kBandKeys % 4 == lane % 4) {
-        const unsigned its = usable >> (kBandKeys + row - kappa);
-        similarity = its >> kappa & 1 ? total / static_cast<float>(__popc(its & ((2u << 2 * kappa) - 1))) : CUDART_NAN_F;
+      sum_before = lanes_sum<4>(sum_before);
+      if (((at - kBandKeys) & 24) == lane % 4 * kBandKeys) {
+        total = sum_before * factor_before;
+        neighbours = usable >> (kBandKeys + row - kappa) & ((2u << 2 * kappa) - 1);
       }
-      if (done > 0 && done % 32 == 24) fn(first + done - 24 + lane % 4 * kBandKeys + row, similarity);
+      if (at > 0 && at % 32 == 0)
+        fn(first + at - 32 + lane % 4 * kBandKeys + row,
+           neighbours >> kappa & 1 ? total / static_cast<float>(__popc(neighbours)) : CUDART_NAN_F);
       sum_before = sum;
       factor_before = of_row;
+      key = next;
     };
-    load(first - kBandKeys);
+    load(key);
 #pragma unroll 1
-    for (int at = first - kBandKeys; at <= first + kRun; at += 2 * kBandKeys) {
+    for (int at = -kBandKeys; at <= kRun; at += 2 * kBandKeys) {
       meet(Turn<0>{}, at);
       meet(Turn<1>{}, at + kBandKeys);
     }
