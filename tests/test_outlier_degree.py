@@ -44,23 +44,34 @@ def test_narrow_and_wide_rows(dtype, d):
     check(kit.kv(1, 2, 40, d, dtype)[0], 7)
 
 
-@pytest.mark.parametrize("n, kappa", [(1, 1), (2, 1024), (300, 1), (300, 64), (300, 299), (300, 1024), (1200, 1024)])
+@pytest.mark.parametrize(
+    "n, kappa",
+    [(1, 1), (2, 1024), (300, 1), (300, 7), (300, 8), (300, 9), (300, 64), (300, 299), (300, 1024), (1200, 1024)],
+)
 def test_neighbourhoods_of_every_size(n, kappa):
     check(kit.kv(1, 1, n, 16)[0], kappa)
 
 
+@pytest.mark.parametrize("kappa", [680, 681, 682])
+def test_about_48_kb_of_shared_memory(kappa):
+    """A kernel that needs more must ask for it."""
+    check(kit.kv(1, 1, 30, 64, torch.bfloat16)[0], kappa)
+
+
+@pytest.mark.parametrize("kappa", [5, 12])
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-def test_layouts_change_nothing(layout, dtype):
-    plain = ops.outlier_degree(kit.kv(2, 2, 150, 72, dtype)[0])
-    assert torch.equal(plain, ops.outlier_degree(kit.kv(2, 2, 150, 72, dtype, layout)[0]))
+def test_layouts_change_nothing(layout, dtype, kappa):
+    plain = ops.outlier_degree(kit.kv(2, 2, 150, 72, dtype)[0], kappa)
+    assert torch.equal(plain, ops.outlier_degree(kit.kv(2, 2, 150, 72, dtype, layout)[0], kappa))
 
 
+@pytest.mark.parametrize("kappa", [5, 12])
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("offset, gap", [(1, 0), (4, 0), (8, 8), (0, 1), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap):
+def test_rows_at_any_address(dtype, offset, gap, kappa):
     k, _ = kit.kv(2, 2, 70, 40, dtype)
-    assert torch.equal(ops.outlier_degree(kit.unaligned(k, offset, gap)), ops.outlier_degree(k))
+    assert torch.equal(ops.outlier_degree(kit.unaligned(k, offset, gap), kappa), ops.outlier_degree(k, kappa))
 
 
 def test_offsets_beyond_31_bits():
@@ -130,45 +141,50 @@ def test_planted_outliers_score_highest():
     assert (ops.select_topk(ops.outlier_degree(k), len(planted)) == torch.tensor(planted)).all()
 
 
-def test_zero_keys_are_like_nothing():
+@pytest.mark.parametrize("kappa", [5, 12])
+def test_zero_keys_are_like_nothing(kappa):
     k, _ = kit.kv(1, 2, 40, 32)
     k[0, 0, 7] = 0
     k[0, 1, 39] = -0.0
-    similarity, degree = check(k)
+    similarity, degree = check(k, kappa)
     assert similarity[0, 0, 7] == 0 and similarity[0, 1, 39] == 0 and degree.isfinite().all()
-    similarity, degree = check(torch.zeros(1, 2, 50, 32))
+    similarity, degree = check(torch.zeros(1, 2, 50, 32), kappa)
     assert (similarity == 0).all() and (degree == 0).all()
 
 
+@pytest.mark.parametrize("kappa", [5, 12])
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-def test_keys_that_are_all_alike_are_no_outliers(dtype):
+def test_keys_that_are_all_alike_are_no_outliers(dtype, kappa):
     """Equal, equal but for their length, and a lone one: their similarities differ by rounding at most."""
     k = kit.randn(1, 2, 1, 64).to(dtype).expand(1, 2, 300, 64).contiguous()
     for x in (k, k * (2 ** torch.arange(300).remainder(5)).unsqueeze(-1).to(dtype), k[:, :, :1]):
-        assert (ops.outlier_degree(x) == 0).all()
-        assert (ops.outlier_degree(x, standardize=False) - 1).abs().max() < 1e-6
+        assert (ops.outlier_degree(x, kappa) == 0).all()
+        assert (ops.outlier_degree(x, kappa, standardize=False) - 1).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("kappa", [5, 12])
+@pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_nobodys_neighbour(bad):
-    k, _ = kit.kv(2, 2, 150, 40)
-    clean = ops.outlier_degree(k)
+def test_what_is_not_finite_is_nobodys_neighbour(bad, dtype, kappa):
+    k, _ = kit.kv(2, 2, 150, 40, dtype)
+    clean = ops.outlier_degree(k, kappa)
     k[0, 1, 20, 3] = bad
     k[0, 1, 149, 39] = bad
-    similarity, degree = check(k)
+    similarity, degree = check(k, kappa)
     assert similarity.isnan().sum() == 2 and degree[0, 1, [20, 149]].isnan().all()
     assert torch.equal(degree[1], clean[1]) and torch.equal(degree[0, 0], clean[0, 0])
-    assert ops.outlier_degree(torch.full((1, 1, 9, 8), bad)).isnan().all()
+    assert ops.outlier_degree(torch.full((1, 1, 9, 8), bad, dtype=dtype), kappa).isnan().all()
 
 
+@pytest.mark.parametrize("kappa", [5, 12])
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e18, 1e25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tiny_and_huge_keys_have_a_direction(scale, dtype):
+def test_tiny_and_huge_keys_have_a_direction(scale, dtype, kappa):
     """Their squared norms leave fp32's range, where the plain fp32 formula fails: the bound is absolute."""
     k = kit.kv(1, 2, 80, 32)[0].double()
     k[:, :, 20:60] *= scale  # beside others that do not
     k = k.to(dtype)
-    actual, exact = ops.outlier_degree(k, standardize=False), reference.outlier_degree(k, standardize=False)
+    actual, exact = (x.outlier_degree(k, kappa, standardize=False) for x in (ops, reference))
     assert (actual - exact).abs().max() < 1e-6
 
 

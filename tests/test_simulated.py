@@ -160,6 +160,16 @@ FAULTS = {
         ("outlier_degree.cuh", f"{BARRIER}  // all factors are there\n", ""),
         ("plain", "test_dtypes_and_head_dims", WRONG_RESULT),
     ),
+    "outlier_degree multiplies with a neighbour too many": (
+        "outlier_degree",
+        ("outlier_degree.cuh", "distance <= kappa ?", "distance <= kappa + 1 ?"),
+        ("plain", "test_narrow_and_wide_rows", WRONG_RESULT),
+    ),
+    "outlier_degree adds up similarities before all have written": (
+        "outlier_degree",
+        ("outlier_degree.cuh", f"{BARRIER[2:]}  // the block's similarities are there\n", ""),
+        ("thread", "test_a_batch_changes_nothing", r"ThreadSanitizer: data race.* csrc/cuda/outlier_degree.cuh:\d+"),
+    ),
     "assign_prototypes multiplies before all prototypes are there": (
         "assign_prototypes",
         ("assign_prototypes.cuh", f"{BARRIER}  // the prototypes are there\n", ""),

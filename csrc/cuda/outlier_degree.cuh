@@ -3,6 +3,39 @@
 //   S(i)     = mean over the valid j with |i - j| <= kappa of cos(k_i, k_j)
 //   Theta(i) = (E[S] - S(i)) / sqrt(Var[S])
 //
+// Bytes that must move: K once; the scores are small. With 8 heads of 131072 keys, d = 128, bf16 they are 268 MB: 56 us
+// of an H200. In that time one of its 528 schedulers issues 53 instructions for each of its tokens, at 1.8 GHz.
+//
+// Band, for kappa up to 8, so for the default of 5: the similarities are a band of K K^T, which tensor cores multiply.
+// A warp goes over a run of keys, 8 at a time. These are the columns of a product whose rows are the 8 before and they
+// themselves: every pair of a band of 8 is in it, and no pair twice. So a key is read once, straight to registers, in
+// whole pieces; its neighbours' words are still there. One mma.sync for each 16 channels of 8 keys: 1 for a token of
+// d = 128. Norms are the diagonal of the product, so keys go in as they are, and the products are scaled: each counts
+// for both of its keys. fp32 goes as three parts of bf16, 6 mma.sync instead of 1: all products of parts but those
+// below 2^-21 of theirs, which shorten a cosine's numerator as much as its denominator. No shared memory, no barrier;
+// the next keys are on their way while these meet. A run of 64 keys meets 80, of which 2 kappa come from L2.
+//
+// Walk, for larger kappa and for rows of more than 512 bytes: the time per token does not grow with kappa. kLanes lanes
+// share a row, and each such group walks a run of tokens with the sum of the window's unit keys in registers: plus the
+// key that comes, minus the one that goes, dot the one in the middle. A run is as long as kappa (16 at least), so that
+// the keys before its first token are at most twice its own. Before that the block writes what makes its keys unit
+// vectors to shared memory, for kappa keys on either side too. It reads a key four times, three of them out of L1 or
+// L2.
+//
+// Instructions of a warp per token, bf16 and d = 128, counted in the code for sm_90a: 26 of Band, 149 of Walk. Band is
+// predicted at 80 % of the time that K takes; a kappa of 16 would double its products, and Walk is the smaller program.
+//
+// The keys whose squared norm is not a comfortable float are rare. Band finds them on the diagonal and does their 8
+// keys again, with their rows times powers of two. Walk gets their norms in double, and makes them unit vectors in two
+// steps.
+//
+// standardize, where it is wanted: a block leaves the sum of its similarities and of their squares, in double: they lie
+// in [-1, 1], so a variance of 1e-12, below which they count as all alike, is still far above double's rounding. A
+// second kernel adds these up, each of its blocks for itself and all in the same order, and turns the similarities to
+// outlier degrees.
+//
+// Blocks of a padded row are counted from its first valid slot, and the slots before that come last, as if the cache
+// were a ring. No result depends on the grid, but on kappa and the head dim. Not yet measured on a GPU.
 #pragma once
 #include "../ops/outlier_degree.h"
 #include "mma.cuh"
@@ -81,13 +114,14 @@ template <int kTurn>
 using Turn = std::integral_constant<int, kTurn>;
 
 // What a warp multiplies: 8 keys and the 8 before them, which are the rows 0-7 and 8-15 of a tensor core's A by turns;
-// the columns of its B are those 8 keys. A lane loads whole pieces, of key l / 4 the pieces l % 4 + 4 i, and hands their
-// words on as they are, as the order of a product's terms is free. fp32 goes in three parts of bf16, which make up its
-// 24 bits.
+// the columns of its B are those 8 keys. A lane loads whole pieces, of key l / 4 the pieces l % 4 + 4 i, and hands
+// their words on as they are, as the order of a product's terms is free. fp32 goes in three parts of bf16, which make
+// up its 24 bits.
 template <class T, int kPieces>
 struct BandKeys {
   using Product = std::conditional_t<sizeof(T) == 4, BFloat16, T>;
   static constexpr int kParts = sizeof(T) == 4 ? 3 : 1, kSteps = sizeof(T) == 4 ? 1 : 2;  // kSteps: products of a piece
+  static constexpr unsigned kHigh = 0xffff0000u;  // of a float: the bf16 next to it towards zero
   unsigned rows[kParts][kPieces * kSteps][4];
 
   // The keys that come take the place of the older ones.
@@ -101,17 +135,14 @@ struct BandKeys {
         rows[0][2 * i + 1][kTurn] = raw[i].z;
         rows[0][2 * i + 1][kTurn + 2] = raw[i].w;
       } else {
-        float x[4];
-        unpack<T>(raw[i], x);
+        unsigned x[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
 #pragma unroll
-        for (int part = 0; part < kParts; ++part)
+        for (int part = 0; part < kParts; ++part) {
+          rows[part][i][kTurn] = x[0] >> 16 | (x[1] & kHigh);
+          rows[part][i][kTurn + 2] = x[2] >> 16 | (x[3] & kHigh);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const BFloat16 low = from_float<BFloat16>(x[2 * half]), high = from_float<BFloat16>(x[2 * half + 1]);
-            rows[part][i][kTurn + 2 * half] = low.bits | static_cast<unsigned>(high.bits) << 16;
-            x[2 * half] -= to_float(low);
-            x[2 * half + 1] -= to_float(high);
-          }
+          for (int e = 0; e < 4; ++e) x[e] = __float_as_uint(__uint_as_float(x[e]) - __uint_as_float(x[e] & kHigh));
+        }
       }
     }
   }
@@ -257,8 +288,7 @@ struct Band {
         of_keys[e] = back[e] * factor_before;
       }
       // Over the rows: odd ones add up those of the second column, so that a key's sum comes to its diagonal.
-      float of_key =
-          (row % 2 ? of_keys[1] : of_keys[0]) + __shfl_xor_sync(kWarp, row % 2 ? of_keys[0] : of_keys[1], 4);
+      float of_key = (row % 2 ? of_keys[1] : of_keys[0]) + __shfl_xor_sync(kWarp, row % 2 ? of_keys[0] : of_keys[1], 4);
       of_key += __shfl_xor_sync(kWarp, of_key, 8);
       of_key += __shfl_xor_sync(kWarp, of_key, 16);
       if (diagonal) sum += of_key;
@@ -364,12 +394,13 @@ struct Walk {
   __device__ static void similarities(const HeadKeys& keys, const DegreePlan& plan, int first, const Fn& fn) {
     DYNAMIC_SHARED(float, factors);  // [tokens + 2 kappa]
     const auto all = [&](auto rows_are_wide) {
-      const Neighbours<T, Lanes, decltype(rows_are_wide)::value> around{keys.rows,
-                                                                        keys.stride,
-                                                                        keys.pieces,
-                                                                        max(first - keys.kappa, 0),
-                                                                        min(first + plan.tokens + keys.kappa, keys.count),
-                                                                        factors};
+      const Neighbours<T, Lanes, decltype(rows_are_wide)::value> around{
+          keys.rows,
+          keys.stride,
+          keys.pieces,
+          max(first - keys.kappa, 0),
+          min(first + plan.tokens + keys.kappa, keys.count),
+          factors};
       around.make_factors();
       __syncthreads();  // all factors are there
       walk(around, first + static_cast<int>(threadIdx.x) / Lanes::kLanes * plan.run, plan.run, keys.kappa, fn);
@@ -397,8 +428,7 @@ struct Walk {
       }
       const bool usable = keys.get(token, x, factor);
       const float total = dot<float, Lanes>(x, sum) * factor;
-      if (threadIdx.x % Lanes::kLanes == 0)
-        fn(token, usable ? total / static_cast<float>(neighbours) : CUDART_NAN_F);
+      if (threadIdx.x % Lanes::kLanes == 0) fn(token, usable ? total / static_cast<float>(neighbours) : CUDART_NAN_F);
     }
   }
 };
@@ -418,8 +448,8 @@ __global__ void __launch_bounds__(kDegreeThreads, Way::kBlocks)
     scores[slot_of(token)] = CUDART_NAN_F;
   if (first >= count) return;
 
-  const HeadKeys keys{p.k.row(b, row % heads, start),    p.k.stride_n, static_cast<int>(p.k.row_bytes / 16), count,
-                      static_cast<int>(p.kappa), wide};
+  const HeadKeys keys{p.k.row(b, row % heads, start), p.k.stride_n, static_cast<int>(p.k.row_bytes / 16), count,
+                      static_cast<int>(p.kappa),      wide};
   Way::similarities(keys, plan, first, [&](int token, float x) {
     if (token < count) scores[slot_of(token)] = x;
   });
