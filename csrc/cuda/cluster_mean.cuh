@@ -5,27 +5,45 @@
 // largest_score finds the head's largest |score|, which says how scores become integers (fixed_point_shift). Integers
 // are added by atomics in any order, so the same bits come out of every run, and of the CPU. cluster_sums does it: in
 // the block's shared memory as long as all clusters fit there, so that the neighbouring tokens of one cluster do not
-// meet in L2; what a block has added then goes to the sums of all. cluster_means divides. Not yet measured on a GPU.
+// meet in L2; what a block has added then goes to the sums of all. cluster_means divides.
+//
+// Shared memory adds 32 bits in one instruction, but 64 bits in a loop of compare and swap, which takes as many rounds
+// as lanes meet at one cluster. So a sum lies there in two halves: the lower one's old value says whether it carries.
+// If all tokens of a warp are of one cluster, as neighbours often are, shuffles add them up first. Not yet measured on
+// a GPU.
 #pragma once
 #include "clusters.cuh"
+#include "reduce.cuh"
 
 namespace kvops {
 namespace {
 
-// Sums and counts of clusters, in shared or global memory.
+// Sums, in two's complement, and counts of clusters.
 struct ClusterSums {
-  unsigned long long* sums;  // of two's complement
+  unsigned long long* sums;
   unsigned* counts;
 
-  static constexpr int64_t kBytes = 12;                   // of a cluster
-  static constexpr int64_t kShared = 48 * 1024 / kBytes;  // clusters that a block's shared memory has room for
-
-  KVOPS_HOST_DEVICE static ClusterSums at(void* memory, int64_t clusters) {
-    unsigned long long* const sums = static_cast<unsigned long long*>(memory);
-    return {sums, reinterpret_cast<unsigned*>(sums + clusters)};
-  }
   __device__ void add(int64_t cluster, unsigned long long sum, unsigned count) const {
     atomicAdd(sums + cluster, sum);
+    atomicAdd(counts + cluster, count);
+  }
+};
+
+// A block's, in shared memory.
+struct BlockSums {
+  static constexpr int64_t kBytes = 12;                 // of a cluster
+  static constexpr int64_t kMost = 48 * 1024 / kBytes;  // clusters that there is room for
+  unsigned *low, *high, *counts;
+
+  __device__ BlockSums(unsigned* memory, int64_t clusters)
+      : low(memory), high(memory + clusters), counts(memory + 2 * clusters) {}
+
+  __device__ unsigned long long sum(int64_t cluster) const {
+    return static_cast<unsigned long long>(high[cluster]) << 32 | low[cluster];
+  }
+  __device__ void add(int64_t cluster, unsigned long long sum, unsigned count) const {
+    const unsigned half = static_cast<unsigned>(sum), carry = atomicAdd(low + cluster, half) > ~half;
+    atomicAdd(high + cluster, static_cast<unsigned>(sum >> 32) + carry);
     atomicAdd(counts + cluster, count);
   }
 };
@@ -45,24 +63,37 @@ __global__ void __launch_bounds__(kClusterThreads)
   if (threadIdx.x % 32 == 0) atomicMax(largest + blockIdx.x / blocks, most);
 }
 
+// The block's scores to `sums`.
+template <class Sums>
+__device__ inline void add_scores(const ClusteredTokens& x, int shift, unsigned blocks, const Sums& sums) {
+  for_tokens(x, blocks, [&](int64_t, float score, int cluster) {
+    if (!counts(score, cluster)) cluster = -1;
+    const unsigned long long value = cluster < 0 ? 0 : static_cast<unsigned long long>(to_fixed_point(score, shift));
+    const int first = __shfl_sync(kWarp, cluster, 0);
+    if (!__all_sync(kWarp, cluster == first)) {
+      if (cluster >= 0) sums.add(cluster, value, 1);
+    } else if (first >= 0) {
+      const unsigned long long sum = lanes_sum<32>(value);
+      if (threadIdx.x % 32 == 0) sums.add(first, sum, 32);
+    }
+  });
+}
+
 __global__ void __launch_bounds__(kClusterThreads)
     cluster_sums_kernel(ClusteredTokens x, const unsigned* largest, ClusterSums all, unsigned blocks, bool shared) {
-  DYNAMIC_SHARED(unsigned long long, memory);
+  DYNAMIC_SHARED(unsigned, memory);
   const int64_t head = blockIdx.x / blocks;
   const int shift = fixed_point_shift(__uint_as_float(largest[head]), x.n);
   const ClusterSums of_head{all.sums + head * x.clusters, all.counts + head * x.clusters};
-  const ClusterSums own = shared ? ClusterSums::at(memory, x.clusters) : of_head;
-  if (shared) {
-    for (int c = threadIdx.x; c < x.clusters; c += kClusterThreads) own.sums[c] = own.counts[c] = 0;
-    __syncthreads();  // all are zero
-  }
-  for_tokens(x, blocks, [&](int64_t, float score, int cluster) {
-    if (counts(score, cluster)) own.add(cluster, static_cast<unsigned long long>(to_fixed_point(score, shift)), 1u);
-  });
-  if (!shared) return;
+  if (!shared) return add_scores(x, shift, blocks, of_head);
+
+  const BlockSums own(memory, x.clusters);
+  for (int c = threadIdx.x; c < x.clusters; c += kClusterThreads) own.low[c] = own.high[c] = own.counts[c] = 0;
+  __syncthreads();  // all are zero
+  add_scores(x, shift, blocks, own);
   __syncthreads();  // all have been added
   for (int c = threadIdx.x; c < x.clusters; c += kClusterThreads)
-    if (own.counts[c]) of_head.add(c, own.sums[c], own.counts[c]);
+    if (own.counts[c]) of_head.add(c, own.sum(c), own.counts[c]);
 }
 
 __global__ void __launch_bounds__(kClusterThreads)
@@ -93,9 +124,9 @@ inline void cluster_mean_cuda(const ClusterMeanParams& p, void* workspace, cudaS
   const auto [all, largest] = ClusterMeanMemory(p, sections);
   zero_async(workspace, sections.bytes, stream);
   if (blocks > 0) {
-    const bool shared = x.clusters <= ClusterSums::kShared;
+    const bool shared = x.clusters <= BlockSums::kMost;
     launch<largest_score_kernel>(grid_of(heads * blocks), kClusterThreads, 0, stream, x, largest, blocks);
-    launch<cluster_sums_kernel>(grid_of(heads * blocks), kClusterThreads, shared ? ClusterSums::kBytes * x.clusters : 0,
+    launch<cluster_sums_kernel>(grid_of(heads * blocks), kClusterThreads, shared ? BlockSums::kBytes * x.clusters : 0,
                                 stream, x, largest, all, blocks, shared);
   }
   launch<cluster_means_kernel>(grid_of((clusters + kClusterThreads - 1) / kClusterThreads), kClusterThreads, 0, stream,

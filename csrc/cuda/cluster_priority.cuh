@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kClusterThreads)
       else
         x = is_finite(score) ? score : -CUDART_MAX_NORMAL_F;
     }
-    priority[i] = x;
+    if (i < p.tokens.n) priority[i] = x;
   });
 }
 

@@ -13,8 +13,8 @@ inline unsigned token_blocks(const ClusteredTokens& x) {
   return static_cast<unsigned>((x.n + kClusterTokens - 1) / kClusterTokens);
 }
 
-// fn(token, its score, its cluster) for the block's tokens, cluster -1 for those of none. Blocks of a head follow each
-// other.
+// fn(token, its score, its cluster) for the block's tokens, cluster -1 for those of none and behind the last, so that
+// all lanes of a warp call it together. Blocks of a head follow each other.
 template <class Fn>
 __device__ inline void for_tokens(const ClusteredTokens& x, unsigned blocks, const Fn& fn) {
   const int64_t head = blockIdx.x / blocks, begin = static_cast<int64_t>(blockIdx.x % blocks) * kClusterTokens;
@@ -34,7 +34,7 @@ __device__ inline void for_tokens(const ClusteredTokens& x, unsigned blocks, con
     for (int u = 0; u < kAhead; ++u) {
       const int64_t i = begin + step + u * kClusterThreads + threadIdx.x;
       const bool known = cluster[u] >= 0 && cluster[u] < x.clusters;
-      if (i < x.n) fn(i, score[u], known ? cluster[u] : -1);
+      fn(i, score[u], known ? cluster[u] : -1);
     }
   }
 }
