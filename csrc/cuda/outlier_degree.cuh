@@ -4,7 +4,7 @@
 //   Theta(i) = (E[S] - S(i)) / sqrt(Var[S])
 //
 // Bytes that must move: K once; the scores are small. With 8 heads of 131072 keys, d = 128, bf16 they are 268 MB: 56 us
-// of an H200. In that time one of its 528 schedulers issues 53 instructions for each of its tokens, at 1.8 GHz.
+// of an H200. In that time each of its 528 schedulers can issue 50 instructions for each of its tokens, at 1.8 GHz.
 //
 // Band, for kappa up to 8, so for the default of 5: the similarities are a band of K K^T, which tensor cores multiply.
 // A warp goes over a run of keys, 8 at a time. These are the columns of a product whose rows are the 8 before and they
@@ -22,8 +22,10 @@
 // vectors to shared memory, for kappa keys on either side too. It reads a key four times, three of them out of L1 or
 // L2.
 //
-// Instructions of a warp per token, bf16 and d = 128, counted in the code for sm_90a: 26 of Band, 149 of Walk. Band is
-// predicted at 80 % of the time that K takes; a kappa of 16 would double its products, and Walk is the smaller program.
+// Counted in the code for sm_90a, d = 128: Band takes 180 instructions of a warp for 8 bf16 keys, so with the 80 that a
+// run of 64 meets 28 for a token; in fp32, which has twice the time, 77. Walk takes 149 in bf16. Predicted for Band in
+// bf16 are 80 % of the bytes' floor: DRAM at 90 % of its rate, 4 us of the first and last runs, 4 us of standardize. A
+// kappa of 9 to 16 would need twice the products and the registers of 8 more keys.
 //
 // The keys whose squared norm is not a comfortable float are rare. Band finds them on the diagonal and does their 8
 // keys again, with their rows times powers of two. Walk gets their norms in double, and makes them unit vectors in two
