@@ -152,7 +152,8 @@ struct BandKeys {
   // before[e]: the product of key l / 4 of those before with key 2 (l % 4) + e; own[e]: of key l / 4 with the same.
   template <int kTurn>
   __device__ void multiply(int pieces, float (&before)[2], float (&own)[2]) const {
-    float sums[kParts][4] = {};  // by the size of the terms
+    constexpr int kSums = kParts == 1 ? 2 : kParts;  // by the size of the terms; of even and of odd steps
+    float sums[kSums][4] = {};
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       if (4 * i >= pieces) break;
@@ -162,11 +163,11 @@ struct BandKeys {
         for (int a = 0; a < kParts; ++a)
 #pragma unroll
           for (int b = 0; a + b < kParts; ++b)
-            mma<Product>(sums[a + b], rows[a][s][0], rows[a][s][1], rows[a][s][2], rows[a][s][3], rows[b][s][kTurn],
-                         rows[b][s][kTurn + 2]);
+            mma<Product>(sums[kParts == 1 ? s % 2 : a + b], rows[a][s][0], rows[a][s][1], rows[a][s][2], rows[a][s][3],
+                         rows[b][s][kTurn], rows[b][s][kTurn + 2]);
     }
 #pragma unroll
-    for (int part = kParts - 1; part > 0; --part)
+    for (int part = kSums - 1; part > 0; --part)
 #pragma unroll
       for (int e = 0; e < 4; ++e) sums[part - 1][e] += sums[part][e];
 #pragma unroll
