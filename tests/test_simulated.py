@@ -202,7 +202,12 @@ FAULTS = {
     ),
     "window_attention reads keys before all have copied": (
         "window_attention",
-        ("window_attention.cuh", f"{BARRIER}  // the tile is there\n", ""),
+        ("window_attention.cuh", "    meet();  // the tile is there\n", ""),
+        ("plain", "test_limits", WRONG_RESULT),
+    ),
+    "window_attention adds up before all warps have written": (
+        "window_attention",
+        ("window_attention.cuh", "  __syncthreads();  // all warps' sums are there\n", ""),
         ("plain", "test_limits", WRONG_RESULT),
     ),
     "window_attention copies over a tile before all have read it": (

@@ -204,35 +204,41 @@ inline bool aligned_queries(const Window& p) {
                                    0;
 }
 
-// What the limits of a tile's rows are, and of all rows.
-struct Limits {
-  int least, most;
-};
+// A piece of row g * w + i of a KV head's queries, 0 behind its end.
+template <class T>
+__device__ inline uint4 query_piece(const Window& p, int64_t b, int64_t h, int row, int piece, bool wide) {
+  const int w = static_cast<int>(p.w), at = piece * kPiece<T>;
+  if (at >= p.d) return uint4{};
+  const char* const from = p.q.row(b, h * p.group + row / w, row % w) + at * p.q.stride_d;
+  if (wide) return __ldg(reinterpret_cast<const uint4*>(from));
+  uint4 x;
+#pragma unroll
+  for (int e = 0; e < kPiece<T>; ++e)
+    reinterpret_cast<T*>(&x)[e] = *reinterpret_cast<const T*>(from + e * p.q.stride_d);
+  return x;
+}
 
 // Rows first + [0, count) of `layout` to shared memory: the queries (0 where there is no row, and behind the end of
 // each), and the rows' limits (0 where there is none). By the whole block; a barrier follows.
 template <class T>
 __device__ inline void load_queries(const Window& p, const RowLayout& layout, int64_t b, int64_t h, int first,
                                     int count, char* queries, int pitch, int* limits, bool wide) {
-  const int w = static_cast<int>(p.w), pieces = (static_cast<int>(p.k.row_bytes) + 63) / 64 * 4;
+  const int pieces = (static_cast<int>(p.k.row_bytes) + 63) / 64 * 4;
   for (int i = threadIdx.x; i < count * pieces; i += blockDim.x) {
-    const int row = layout.at(first + i / pieces), at = i % pieces * kPiece<T>;
-    const char* const from = row < 0 ? nullptr : p.q.row(b, h * p.group + row / w, row % w) + at * p.q.stride_d;
-    uint4* const to = reinterpret_cast<uint4*>(queries + i / pieces * pitch) + i % pieces;
-    if (!from || at >= p.d) {
-      *to = uint4{};
-    } else if (wide) {
-      *to = __ldg(reinterpret_cast<const uint4*>(from));
-    } else {
-      T* const elements = reinterpret_cast<T*>(to);
-      for (int e = 0; e < kPiece<T>; ++e) elements[e] = *reinterpret_cast<const T*>(from + e * p.q.stride_d);
-    }
+    const int row = layout.at(first + i / pieces), piece = i % pieces;
+    reinterpret_cast<uint4*>(queries + i / pieces * pitch)[piece] =
+        row < 0 ? uint4{} : query_piece<T>(p, b, h, row, piece, wide);
   }
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
     const int row = layout.at(first + i);
-    limits[i] = row < 0 ? 0 : static_cast<int>(p.limit(b, row % w));
+    limits[i] = row < 0 ? 0 : static_cast<int>(p.limit(b, row % static_cast<int>(p.w)));
   }
 }
+
+// What the limits of a tile's rows are, and of all rows.
+struct Limits {
+  int least, most;
+};
 
 // The limits of each tile of 16 of `count` rows. A warp does it; a barrier lies before and behind.
 __device__ inline void limits_of_tiles(const int* limits, int count, Limits* tiles) {
@@ -273,23 +279,29 @@ static_assert(kWindowThreads >= kMaxWindow);
 // ---- Keys, cut into splits
 // -------------------------------------------------------------------------------------------
 
-// Where sums over keys depend on the splits, these are made for so many heads, whatever there are: neither the batch
-// nor the number of heads changes a result.
-constexpr int64_t kAnyHeads = 4;
-
 // A block takes the `split`-th run of `keys` keys of one head.
 struct Splits {
   int64_t keys;
   unsigned count;
 
-  // So many that those of `heads` heads fill the GPU about twice, of at least 64 keys for each warp.
-  static Splits of(int64_t n, int64_t heads) {
-    constexpr int64_t step = 32 * kWindowWarps;
-    const int64_t blocks = int64_t{multiprocessors()} * 2 / (heads > 0 ? heads : 1);
-    int64_t keys = blocks > 1 ? (n + blocks - 1) / blocks : n;
-    keys = (keys + step - 1) / step * step;
-    if (keys < 2 * step) keys = 2 * step;
+  // About `wanted` splits of a multiple of `step` keys, of two steps at least.
+  static Splits of(int64_t n, int64_t wanted, int64_t step) {
+    const int64_t even = wanted > 1 ? (n + wanted - 1) / wanted : n, steps = (even + step - 1) / step;
+    const int64_t keys = (steps > 2 ? steps : 2) * step;
     return {keys, static_cast<unsigned>(n > keys ? (n + keys - 1) / keys : 1)};
+  }
+
+  // Where results depend on no split: so many that `heads` heads fill the GPU about twice.
+  static Splits of(int64_t n, int64_t heads) {
+    return of(n, int64_t{multiprocessors()} * 2 / (heads > 0 ? heads : 1), 32 * kWindowWarps);
+  }
+
+  // Where sums over keys do: the same for every GPU, batch and number of heads. With 8 heads 148 splits are 1184
+  // blocks: 10.96 for each multiprocessor of an A100 (108), 8.97 of an H200 (132), 8 of a B200 (148), so the last round
+  // is nearly full on all of them. Of rows that take several blocks there are fewer splits.
+  static Splits fixed(int64_t n, int64_t row_blocks, int64_t step) {
+    const int64_t wanted = 148 / row_blocks;
+    return of(n, wanted > 1 ? wanted : 1, step);
   }
 };
 

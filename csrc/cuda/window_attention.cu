@@ -21,7 +21,7 @@ struct WindowAttentionMemory {
     parts = sections.add<float>(rows * plan.parts * p.dv);
     sums = sections.add<RowSum>(rows * plan.parts);
     lse = sections.add<float>(plan.tensor_cores ? 0 : rows);
-    logits = w.w == 1 ? sections.add<float>(rows * w.n) : nullptr;
+    logits = w.w == 1 && w.n > 0 ? sections.add<float>(rows * w.n) : nullptr;
     passes = sections.add<char>(sums_pass > scores ? sums_pass : scores);
   }
 };

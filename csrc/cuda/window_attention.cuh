@@ -6,14 +6,23 @@
 // Bytes that must move: K and V once, and K once more for the scores (w > 1), or the logits of one row for each query
 // head, written and read: 8 G bytes for each key.
 //
-// attention_parts (16-bit numbers, head dims up to 256): FlashAttention-2, split over the keys. K and V come by
-// cp.async into a ring of stages in shared memory. A block's warps share the rows, 16 each; with fewer rows than warps
-// they share the keys of each stage too, so that decoding keeps all warps busy. Each warp is by itself: its rows'
-// maximum, sum and out are in its registers, and what it has at the end is one part of `parts` of each row. So nothing
-// is merged within a block, and no result depends on the order in which warps run. Scores of 16 or 32 keys at a time
-// are turned to weights in the registers in which the tensor cores left them, and go back as the left side of the
-// product with V, which ldmatrix transposes. Queries and keys are read from shared memory as in window.cuh, 16 bytes a
-// lane.
+// attention_parts (16-bit numbers, head dims up to 256): FlashAttention-2, split over the keys. A block has 4 or 8
+// warps. They share the rows, 16 each; with fewer rows than warps they share the keys too, so that decoding keeps all
+// warps busy. K and V come by cp.async into a ring of stages in shared memory, each warp copying 16 keys of a stage: a
+// lane has one 16-byte column of every second row, so the loop only adds to two addresses, and only the last tile of a
+// split looks for the end. Warps that share rows take the keys that they copied themselves and wait for nobody; warps
+// that share keys meet at a barrier. Each has its rows' maximum, sum and out in registers; at the end the warps that
+// share rows add theirs up in shared memory, always in the same order, so a block leaves one part of each of its rows.
+// Scores of 16 or 32 keys at a time are turned to weights in the registers in which the tensor cores left them, and go
+// back as the left side of the product with V, which ldmatrix transposes.
+//
+// Decode (w = 1, G = 4, bf16, d = 128, 8 heads, n = 131072), predicted for an H200, not measured: 537 MB of K and V
+// and 34 MB of logits, written and read: 119 us at 4.8 TB/s. A multiprocessor then gets a key (512 bytes) every 25
+// cycles, in which its schedulers issue 100 instructions; of them a key takes 36, counted in the machine code of
+// sm_90a: 10 to copy 512 bytes, 26 for the products with 16 padded rows, the softmax and the logits. Two blocks of 4
+// warps with 3 stages of 32 KB have 128 to 192 KB on their way, where 4.8 TB/s for 800 ns need 29 KB. So the memory
+// should be the only bound: 85 to 90 % of its peak for K and V (126 to 132 us), 8 us for the logits, and some 5 us for
+// three launches and the combination, whose 147 parts of 32 rows are 2.4 MB: about 82 % of the floor.
 //
 // attention_combine: a block for each row adds its parts in their order.
 //
@@ -21,8 +30,9 @@
 // and need no running maximum. 8 warps make the weights of 128 keys for 16 rows, then every thread adds up four
 // channels of some of the keys. CUDA cores, K three times, K and V anew for every 16 rows (from L2): right, not fast.
 //
-// Grid: x runs over (batch, KV head, split), y over runs of rows. Splits depend on the number of keys and rows and on
-// the GPU, not on the heads or the batch. Not yet measured on a GPU.
+// Grid: x runs over (batch, KV head, split, run of rows), the last fastest: blocks with the same keys run at the same
+// time, so DRAM is read once and the others find K and V in L2. Splits depend on the number of keys and rows, not on
+// the heads, the batch or the GPU (window.cuh). Not yet measured on a GPU.
 #pragma once
 #include "../ops/window_attention.h"
 #include "async.cuh"
@@ -33,68 +43,125 @@ namespace kvops {
 namespace {
 
 constexpr int64_t kTensorCoreDim = 256;
+constexpr int kGroupKeys = 16;                 // that a warp copies at a time
 constexpr int kPlainKeys = 16 * kWindowWarps;  // of a step of the plain kernel
 
-// How a call is cut.
+// How a call is cut. All but the number of stages, and so all that a result depends on, follows from the shapes alone.
 struct AttentionPlan {
   bool tensor_cores;
-  int warps, row_warps, key_warps;  // of a block: row_warps of 16 rows each, times key_warps that share the keys
-  int tile_keys, stages;
-  int pitch, value_pitch;                // bytes from row to row in shared memory, of queries and keys, and of values
-  bool wide, wide_values, wide_queries;  // 16-byte aligned rows
+  bool wide, wide_queries;  // 16-byte aligned rows of keys and values, and of queries
+  int warps, row_warps;     // of a block: row_warps of 16 rows each, and warps / row_warps of them share the keys
+  int stages;
+  int pitch;  // bytes from one row of queries to the next, of the plain kernel
   int row_blocks;
   Splits splits;
   int parts;  // of each row
   int64_t shared_bytes;
 
-  static AttentionPlan of(const WindowAttentionParams& p) {
+  // memory: bytes that a block may have.
+  static AttentionPlan of(const WindowAttentionParams& p, int64_t memory = shared_memory()) {
     const Window& w = p.window;
     AttentionPlan x = {};
     x.tensor_cores = w.dtype != DType::f32 && w.d <= kTensorCoreDim && p.dv <= kTensorCoreDim;
-    x.pitch = query_pitch(w);
-    x.value_pitch = static_cast<int>(((p.v.row_bytes + 31) / 32 * 2 | 1) * 16);
-    x.wide = aligned_rows(w.k, w.b, w.heads, w.n);
-    x.wide_values = aligned_rows(p.v, w.b, w.heads, w.n);
+    x.wide = aligned_rows(w.k, w.b, w.heads, w.n) && aligned_rows(p.v, w.b, w.heads, w.n);
     x.wide_queries = aligned_queries(w);
-    const int rows = static_cast<int>(w.group * w.w), tiles = (rows + kTileRows - 1) / kTileRows;
+    const int tiles = static_cast<int>((w.group * w.w + kTileRows - 1) / kTileRows);
     if (!x.tensor_cores) {
+      x.pitch = query_pitch(w);
       x.row_blocks = tiles;
-      x.splits = Splits::of(w.n, kAnyHeads * tiles);
+      x.splits = Splits::fixed(w.n, tiles, kPlainKeys);
       x.parts = static_cast<int>(x.splits.count) * plain_groups(p.dv);
       x.shared_bytes = kTileRows * (x.pitch + 4 * kPlainKeys);
       return x;
     }
-    // Three stages if they fit, and of the ways that have them the one with most warps and the longest tile. One stage
-    // of 32 keys for 4 warps always fits.
-    for (x.stages = 3;; --x.stages)
-      for (x.warps = kWindowWarps; x.warps >= 4; x.warps /= 2) {
-        x.row_warps = 1;
-        while (x.row_warps < x.warps && x.row_warps < tiles) x.row_warps *= 2;
-        x.key_warps = x.warps / x.row_warps;
-        for (int least = 64; least >= 32; least /= 2) {
-          x.tile_keys = 16 * x.key_warps > least ? 16 * x.key_warps : least;
-          x.shared_bytes = int64_t{kTileRows} * x.row_warps * (x.pitch + 4) +
-                           int64_t{x.stages} * x.tile_keys * (x.pitch + x.value_pitch);
-          if (x.shared_bytes > shared_memory()) continue;
-          x.row_blocks = (tiles + x.row_warps - 1) / x.row_warps;
-          x.splits = Splits::of(w.n, kAnyHeads * x.row_blocks);
-          x.parts = static_cast<int>(x.splits.count) * x.key_warps;
-          return x;
-        }
-      }
+    const int width = tile_width(p);
+    x.warps = width == 128 && tiles > 4 ? 8 : 4;
+    x.row_warps = 1;
+    while (x.row_warps < x.warps && x.row_warps < tiles) x.row_warps *= 2;
+    x.row_blocks = (tiles + x.row_warps - 1) / x.row_warps;
+    x.splits = Splits::fixed(w.n, x.row_blocks, kGroupKeys * kWindowWarps);
+    x.parts = static_cast<int>(x.splits.count);
+    // Two blocks to a multiprocessor, so that one copies while the other begins or ends, where each can have two
+    // stages.
+    constexpr int64_t reserved = 1024, own = sizeof(RowSum) * kTileRows * kWindowWarps;  // of a block
+    const int64_t queries = width == 128 ? 0 : kTileRows * x.row_warps * 2 * width,
+                  stage = x.warps * group_bytes(width);
+    for (int blocks = 2; x.stages < 2 && blocks > 0; --blocks)
+      x.stages = static_cast<int>(((memory + reserved) / blocks - reserved - own - queries) / stage);
+    if (x.stages > 3) x.stages = 3;
+    x.shared_bytes = x.stages * stage + queries;
+    return x;
   }
 
+  // Elements of a row in shared memory.
+  static int tile_width(const WindowAttentionParams& p) { return p.window.d <= 128 && p.dv <= 128 ? 128 : 256; }
+  // Of a warp's keys and their values there.
+  KVOPS_HOST_DEVICE static constexpr int group_bytes(int width) { return kGroupKeys * 2 * 2 * width; }
   // Threads of the plain kernel that share the keys: a thread has four channels.
   KVOPS_HOST_DEVICE static int plain_groups(int64_t dv) { return kWindowThreads / static_cast<int>(dv / 4); }
 };
 
 template <int kStages>
 __device__ inline void wait_for_stage(int stages) {
-  if (stages == kStages)
+  if (stages >= kStages)
     wait_for_copies<kStages - 1>();
   else if constexpr (kStages > 1)
     wait_for_stage<kStages - 1>(stages);
 }
+
+// ---- Rows in shared memory
+// -------------------------------------------------------------------------------------------
+
+// Where a 16-byte piece lies. A row's pieces are permuted, so that neither eight lanes that read four pieces of two
+// rows (queries, keys) nor eight that read one piece of eight rows (values) meet a bank twice.
+template <int kWidth>
+__device__ inline int place_of(int row, int piece) {
+  const int permutation = (row & 1) << 2 | (row & 2) | (row >> 2 & 1);
+  return row * 2 * kWidth + (piece ^ permutation) * 16;
+}
+
+// What a lane copies of a group: one column of 16 bytes, of every kStep-th row.
+template <int kWidth>
+struct Column {
+  static constexpr int kColumns = kWidth / 8, kStep = 32 / kColumns;
+  int row = threadIdx.x % 32 / kColumns, column = threadIdx.x % kColumns;
+
+  // Begins to copy the warp's rows; what is behind the first `count` becomes 0.
+  template <class T>
+  __device__ void copy(char* to, const char* rows, int64_t stride, int pieces, int count, bool wide) const {
+    if (column >= pieces) return;
+    const char* from = rows + row * stride + column * 16;
+    if (wide && count >= kGroupKeys) {
+#pragma unroll
+      for (int i = 0; i < kGroupKeys; i += kStep, from += kStep * stride) copy_async(at(to, i), from);
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kGroupKeys; i += kStep, from += kStep * stride) {
+      if (row + i >= count)
+        *at(to, i) = uint4{};
+      else if (wide)
+        copy_async(at(to, i), from);
+      else
+        *at(to, i) = load_piece<T, false>(from);
+    }
+  }
+
+  // The column of all rows becomes 0, if it is one of [begin, end).
+  __device__ void clear(char* to, int begin, int end) const {
+    if (column < begin || column >= end) return;
+#pragma unroll 1
+    for (int i = 0; i < kGroupKeys; i += kStep) *at(to, i) = uint4{};
+  }
+
+ private:
+  __device__ uint4* at(char* to, int i) const {
+    return reinterpret_cast<uint4*>(to + place_of<kWidth>(row + i, column));
+  }
+};
+
+// ---- A warp's rows
+// ---------------------------------------------------------------------------------------------------
 
 // Two numbers to one register, the first below.
 template <class T>
@@ -113,62 +180,67 @@ template <class T, int kWidth>
 struct RowState {
   static constexpr int kBlocks = kWidth / 32;  // 64 bytes of a row of queries or keys
   static constexpr bool kHeld = kWidth == 128;
+  static constexpr int kValues = kGroupKeys * 2 * kWidth, kGroupBytes = AttentionPlan::group_bytes(kWidth);
   uint4 held[kHeld ? kBlocks : 1][2];
-  const char* queries;            // the lane's 16 bytes of its first row
+  const char* queries;            // or of the 16 rows in shared memory
   float out[kWidth / 8][4] = {};  // as of tensor cores
-  float most[2];
-  float sum[2] = {};          // of the lane's own keys
-  int limit[2], least, last;  // the two rows', and over all 16
+  float most[2] = {-CUDART_INF_F, -CUDART_INF_F};
+  float sum[2] = {};    // of the lane's own keys
+  int limit[2], least;  // the two rows', and the least of all 16
+  float* logits[2];     // where the two rows have theirs, or null
 
-  __device__ uint4 query(const AttentionPlan& plan, int block, int half) const {
+  __device__ uint4 query(int block, int half) const {
     if constexpr (kHeld) return held[block][half];
-    return *reinterpret_cast<const uint4*>(queries + 8 * half * plan.pitch + 64 * block);
+    const int lane = threadIdx.x % 32;
+    return *reinterpret_cast<const uint4*>(queries + place_of<kWidth>(lane / 4 + 8 * half, 4 * block + lane % 4));
   }
 
-  // 16 kGroups keys, from `key` on, with their rows and those of their values in shared memory. logits: null, or where
-  // the two rows have theirs.
+  // kGroups groups of 16 keys, the first of them `key`, one behind the other in shared memory.
   template <int kGroups>
-  __device__ void step(const WindowAttentionParams& p, const AttentionPlan& plan, int key, int first, const char* keys,
-                       const char* values, float* const (&logits)[2]) {
+  __device__ void step(const WindowAttentionParams& p, int key, int first, const char* group) {
     const Window& w = p.window;
     const int lane = threadIdx.x % 32, pieces = static_cast<int>(w.k.row_bytes / 16);
     float x[2 * kGroups][4] = {};
-    keys += lane / 4 * plan.pitch + lane % 4 * 16;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       if (4 * block >= pieces) break;
-      const uint4 a = query(plan, block, 0), b = query(plan, block, 1);
+      const uint4 a = query(block, 0), b = query(block, 1);
 #pragma unroll
       for (int t = 0; t < 2 * kGroups; ++t) {
-        const uint4 k = *reinterpret_cast<const uint4*>(keys + 8 * t * plan.pitch + 64 * block);
+        const uint4 k = *reinterpret_cast<const uint4*>(group + t / 2 * kGroupBytes +
+                                                        place_of<kWidth>(t % 2 * 8 + lane / 4, 4 * block + lane % 4));
         mma<T>(x[t], a.x, b.x, a.y, b.y, k.x, k.y);
         mma<T>(x[t], a.z, b.z, a.w, b.w, k.z, k.w);
       }
     }
-    const bool plain = first <= key && key <= least - 16 * kGroups && w.softcap == 0.0f && !logits[0];
+
     float finite = 0;  // NaN if a logit is not
 #pragma unroll
     for (int t = 0; t < 2 * kGroups; ++t)
 #pragma unroll
       for (int e = 0; e < 4; ++e) finite = fmaf(x[t][e], 0.0f, finite);
-    if (plain && finite == 0.0f) {
+    const auto for_logits = [&](const auto& fn) {
+#pragma unroll
+      for (int t = 0; t < 2 * kGroups; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) fn(x[t][e], key + 8 * t + lane % 4 * 2 + e % 2, e / 2);
+    };
+    if (w.softcap == 0.0f) {
       const float scale = w.scale * kLog2e;
-#pragma unroll
-      for (int t = 0; t < 2 * kGroups; ++t)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[t][e] *= scale;
+      for_logits([&](float& logit, int, int) { logit *= scale; });
     } else {
-#pragma unroll
-      for (int t = 0; t < 2 * kGroups; ++t)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int j = key + 8 * t + lane % 4 * 2 + e % 2, row = e / 2;
-          const bool seen = first <= j && j < limit[row];
-          const float logit = logit_of(w, x[t][e], kLog2e);
-          if (seen && logits[row]) logits[row][j] = logit;
-          x[t][e] = seen && fabsf(logit) < CUDART_INF_F ? logit : -CUDART_INF_F;
-        }
+      for_logits([&](float& logit, int, int) { logit = logit_of(w, logit, kLog2e); });
     }
+    const bool all_seen = first <= key && key <= least - kGroupKeys * kGroups;
+    const auto seen = [&](int j, int row) { return all_seen || (first <= j && j < limit[row]); };
+    if (logits[0])  // then row 1 has some or does not count
+      for_logits([&](float& logit, int j, int row) {
+        if (logits[row] && seen(j, row)) logits[row][j] = logit;
+      });
+    if (!all_seen || finite != 0.0f)
+      for_logits([&](float& logit, int j, int row) {
+        if (!seen(j, row) || !is_finite(logit)) logit = -CUDART_INF_F;
+      });
 
     float less[2];  // what is subtracted: the new maximum, or 0 where there is none
     float factor[2];
@@ -200,7 +272,6 @@ struct RowState {
         sum[row] += low + high;
         weights[t][row] = pack<T>(low, high);
       }
-    values += (lane % 16) * plan.value_pitch + lane / 16 * 16;
     const int dv = static_cast<int>(p.dv);
 #pragma unroll
     for (int c = 0; c < kWidth / 16; ++c) {
@@ -208,7 +279,7 @@ struct RowState {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         unsigned v[4];
-        load_matrices<true>(v, values + 16 * g * plan.value_pitch + 32 * c);
+        load_matrices<true>(v, group + g * kGroupBytes + kValues + place_of<kWidth>(lane % 16, 2 * c + lane / 16));
         const auto& a = weights[2 * g];
         const auto& b = weights[2 * g + 1];
         mma<T>(out[2 * c], a[0], a[1], b[0], b[1], v[0], v[1]);
@@ -218,116 +289,137 @@ struct RowState {
   }
 };
 
+__device__ inline void add_scaled(float4& x, const float4& y, float weight) {
+  x.x = fmaf(y.x, weight, x.x);
+  x.y = fmaf(y.y, weight, x.y);
+  x.z = fmaf(y.z, weight, x.z);
+  x.w = fmaf(y.w, weight, x.w);
+}
+
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     attention_parts_kernel(WindowAttentionParams p, AttentionPlan plan, float* parts, RowSum* sums, float* logits) {
+  using State = RowState<T, kWidth>;
   const Window& w = p.window;
-  const int rows = kTileRows * plan.row_warps, stage_bytes = plan.tile_keys * (plan.pitch + plan.value_pitch);
-  DYNAMIC_SHARED(char, queries);                                                 // [rows, pitch]
-  char* const ring = queries + rows * plan.pitch;                                // [stages]: keys, then values
-  int* const limits = reinterpret_cast<int*>(ring + plan.stages * stage_bytes);  // [rows]
+  const int warps = blockDim.x / 32, row_warps = plan.row_warps, rows = kTileRows * row_warps;
+  DYNAMIC_SHARED(char, ring);  // [stages, warps]: a group of keys, then their values
+  char* const queries = ring + plan.stages * warps * State::kGroupBytes;  // [rows], if registers do not hold them
+  __shared__ RowSum warp_sums[kWindowWarps][kTileRows];
 
-  const int64_t head = blockIdx.x / plan.splits.count, split = blockIdx.x % plan.splits.count;
+  const int64_t unit = blockIdx.x / plan.row_blocks, head = unit / plan.splits.count, split = unit % plan.splits.count;
   const int64_t b = head / w.heads, h = head % w.heads;
-  const int all = static_cast<int>(w.group * w.w), first_row = blockIdx.y * rows;
-  const RowLayout layout{1, all, all, all};
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int row_warp = warp % plan.row_warps, key_warp = warp / plan.row_warps;
-  load_queries<T>(w, layout, b, h, first_row, rows, queries, plan.pitch, limits, plan.wide_queries);
-  __syncthreads();  // queries and limits are there
+  const int all = static_cast<int>(w.group * w.w), first_row = blockIdx.x % plan.row_blocks * rows;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % row_warps;
+  const auto limit_of = [&](int row) { return static_cast<int>(w.limit(b, row % static_cast<int>(w.w))); };
 
-  RowState<T, kWidth> state;
+  // The rows. What the padding of the last 16 sees does not matter.
+  State state;
   const int row = first_row + row_warp * kTileRows + lane / 4;  // and 8 more
-  state.queries = queries + (row - first_row) * plan.pitch + lane % 4 * 16;
-  if constexpr (state.kHeld) {
-#pragma unroll
-    for (int block = 0; block < state.kBlocks; ++block)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (64 * block < w.k.row_bytes)
-          state.held[block][half] = *reinterpret_cast<const uint4*>(state.queries + 8 * half * plan.pitch + 64 * block);
-  }
-  float* row_logits[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    state.most[i] = -CUDART_INF_F;
-    state.limit[i] = limits[row - first_row + 8 * i];
-    row_logits[i] = logits && row + 8 * i < all ? logits + (head * all + row + 8 * i) * w.n : nullptr;
+    const bool counts = row + 8 * i < all;
+    state.limit[i] = counts ? limit_of(row + 8 * i) : static_cast<int>(w.n);
+    state.logits[i] = logits && counts ? logits + (head * all + row + 8 * i) * w.n : nullptr;
   }
-  state.least = __reduce_min_sync(kWarp, min(state.limit[0], state.limit[1]));
-  state.last = __reduce_max_sync(kWarp, max(state.limit[0], state.limit[1]));
-  if (logits) state.least = 0;  // every step is careful
-
-  // This split's keys, from the first valid slot on, so that a padded row sums as it would alone.
   int most = 0;  // one past the last key that any row of the block sees
-  for (int i = 0; i < rows; ++i) most = max(most, limits[i]);
+  for (int r = first_row + lane; r < min(first_row + rows, all); r += 32) most = max(most, limit_of(r));
+  most = __reduce_max_sync(kWarp, most);
+  state.least = __reduce_min_sync(kWarp, min(state.limit[0], state.limit[1]));
+  if constexpr (State::kHeld) {
+#pragma unroll
+    for (int block = 0; block < State::kBlocks; ++block)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        state.held[block][i] =
+            row + 8 * i < all ? query_piece<T>(w, b, h, row + 8 * i, 4 * block + lane % 4, plan.wide_queries) : uint4{};
+  } else {
+    constexpr int kPieces = kWidth / 8;
+    for (int i = threadIdx.x; i < rows * kPieces; i += blockDim.x) {
+      const int r = i / kPieces, piece = i % kPieces;
+      *reinterpret_cast<uint4*>(queries + place_of<kWidth>(r, piece)) =
+          first_row + r < all ? query_piece<T>(w, b, h, first_row + r, piece, plan.wide_queries) : uint4{};
+    }
+    state.queries = queries + place_of<kWidth>(row_warp * kTileRows, 0);
+    __syncthreads();  // the queries are there
+  }
+
+  // This split's keys, from the first valid slot on, so that a padded row sums as it would alone. Each warp copies one
+  // group of a tile. Warps that share rows take groups of their own, warps that share keys each other's.
   const int first = static_cast<int>(w.first(b));
   const int begin = static_cast<int>(min(first + split * plan.splits.keys, w.n));
   const int end = static_cast<int>(min(begin + plan.splits.keys, int64_t{most}));
-  const int tiles = end > begin ? (end - begin - 1) / plan.tile_keys + 1 : 0;
-  const auto fetch = [&](int tile) {
-    const int key = begin + tile * plan.tile_keys;
-    char* const keys = ring + tile % plan.stages * stage_bytes;
-    const auto copy = [&](const KVView& x, char* to, int pitch, int padded, bool wide) {
-      const int pieces = static_cast<int>(x.row_bytes / 16);
-      const char* const from = x.row(b, h, key);
-      for (int i = threadIdx.x; i < plan.tile_keys * padded; i += blockDim.x) {
-        const int j = i / padded, piece = i % padded;
-        uint4* const at = reinterpret_cast<uint4*>(to + j * pitch) + piece;
-        const char* const source = from + j * x.stride_n + piece * 16;
-        if (key + j >= end || piece >= pieces)
-          *at = uint4{};
-        else if (wide)
-          copy_async(at, source);
-        else
-          *at = load_piece<T, false>(source);
-      }
-    };
-    if (tile < tiles) {
-      copy(w.k, keys, plan.pitch, static_cast<int>(w.k.row_bytes + 63) / 64 * 4, plan.wide);
-      copy(p.v, keys + plan.tile_keys * plan.pitch, plan.value_pitch, static_cast<int>(p.v.row_bytes + 31) / 32 * 2,
-           plan.wide_values);
-    }
-    end_copies();
+  const int tile_keys = kGroupKeys * warps, tiles = end > begin ? (end - begin - 1) / tile_keys + 1 : 0;
+  const int k_pieces = static_cast<int>(w.k.row_bytes / 16), v_pieces = static_cast<int>(p.v.row_bytes / 16);
+  const Column<kWidth> column;
+  const auto group_at = [&](int stage, int group) { return ring + (stage * warps + group) * State::kGroupBytes; };
+  for (int stage = 0; stage < plan.stages; ++stage)
+    column.clear(group_at(stage, warp), k_pieces, (k_pieces + 3) / 4 * 4);
+  const auto fetch = [&](int tile, int stage) {
+    const int key = begin + tile * tile_keys + warp * kGroupKeys;
+    char* const keys = group_at(stage, warp);
+    column.template copy<T>(keys, w.k.row(b, h, key), w.k.stride_n, k_pieces, end - key, plan.wide);
+    column.template copy<T>(keys + State::kValues, p.v.row(b, h, key), p.v.stride_n, v_pieces, end - key, plan.wide);
   };
-  for (int tile = 0; tile < plan.stages - 1; ++tile) fetch(tile);
-  const int own_keys = plan.tile_keys / plan.key_warps;
+  const auto meet = [&] {
+    if (row_warps > 1)
+      __syncthreads();
+    else
+      __syncwarp();
+  };
+  const int own = warp / row_warps * row_warps;  // the first group of a tile for this warp's rows
+  int from = 0, to = 0;                          // stages
 #pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile) {
-    fetch(tile + plan.stages - 1);
+  for (int tile = 1 - plan.stages; tile < tiles; ++tile) {
+    if (tile + plan.stages - 1 < tiles) fetch(tile + plan.stages - 1, to);
+    end_copies();
+    to = to + 1 == plan.stages ? 0 : to + 1;
+    if (tile < 0) continue;
     wait_for_stage<3>(plan.stages);
-    __syncthreads();  // the tile is there
-    const char* const keys = ring + tile % plan.stages * stage_bytes;
-    const char* const values = keys + plan.tile_keys * plan.pitch;
-    for (int j = key_warp * own_keys; j < (key_warp + 1) * own_keys;) {
-      const int key = begin + tile * plan.tile_keys + j;
-      const bool pair = own_keys >= 32;
-      if (key < state.last) {
-        if (pair)
-          state.template step<2>(p, plan, key, first, keys + j * plan.pitch, values + j * plan.value_pitch, row_logits);
-        else
-          state.template step<1>(p, plan, key, first, keys + j * plan.pitch, values + j * plan.value_pitch, row_logits);
-      }
-      j += pair ? 32 : 16;
+    meet();  // the tile is there
+    const int key = begin + tile * tile_keys + own * kGroupKeys;
+    const char* const group = group_at(from, own);
+    if (row_warps == 1) {
+      if (key < most) state.template step<1>(p, key, first, group);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < row_warps && key + i * kGroupKeys < most; i += 2)
+        state.template step<2>(p, key + i * kGroupKeys, first, group + i * State::kGroupBytes);
     }
-    __syncthreads();  // the tile may be overwritten
+    meet();  // the tile may be overwritten
+    from = from + 1 == plan.stages ? 0 : from + 1;
   }
   wait_for_copies<0>();
 
-  const int64_t part = split * plan.key_warps + key_warp;
+  // The parts of warps that share rows become one, in the order of the warps.
+  __syncthreads();  // the ring may be overwritten
+  const auto out_at = [&](int of, int r, int channel) {
+    return reinterpret_cast<float*>(group_at(0, of)) + r * kWidth + (channel ^ (r & 3) << 3);  // no bank twice
+  };
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float sum = state.sum[i];
     sum += __shfl_xor_sync(kWarp, sum, 1);
     sum += __shfl_xor_sync(kWarp, sum, 2);
-    if (row + 8 * i >= all) continue;
-    const int64_t at = (head * all + row + 8 * i) * plan.parts + part;
-    if (lane % 4 == 0) sums[at] = {state.most[i], sum};
+    if (lane % 4 == 0) warp_sums[warp][lane / 4 + 8 * i] = {state.most[i], sum};
 #pragma unroll
     for (int c = 0; c < kWidth / 8; ++c)
-      if (8 * c < p.dv)
-        *reinterpret_cast<float2*>(parts + at * p.dv + 8 * c + lane % 4 * 2) =
-            make_float2(state.out[c][2 * i], state.out[c][2 * i + 1]);
+      *reinterpret_cast<float2*>(out_at(warp, lane / 4 + 8 * i, 8 * c + lane % 4 * 2)) =
+          make_float2(state.out[c][2 * i], state.out[c][2 * i + 1]);
+  }
+  __syncthreads();  // all warps' sums are there
+  const int columns = static_cast<int>(p.dv) / 4;
+  for (int i = threadIdx.x; i < min(rows, all - first_row) * columns; i += blockDim.x) {
+    const int r = i / columns, c = i % columns;
+    RowSum total = RowSum::none();
+    for (int of = r / kTileRows; of < warps; of += row_warps) total.add(warp_sums[of][r % kTileRows]);
+    const float less = total.most == -CUDART_INF_F ? 0.0f : total.most;
+    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int of = r / kTileRows; of < warps; of += row_warps)
+      add_scaled(out, *reinterpret_cast<const float4*>(out_at(of, r % kTileRows, 4 * c)),
+                 exp2_fast(warp_sums[of][r % kTileRows].most - less));
+    const int64_t at = (head * all + first_row + r) * plan.parts + split;
+    if (c == 0) sums[at] = total;
+    *reinterpret_cast<float4*>(parts + at * p.dv + 4 * c) = out;
   }
 }
 
@@ -350,9 +442,9 @@ __global__ void __launch_bounds__(kWindowThreads)
   __shared__ int limits[kTileRows];
   __shared__ float less[kTileRows];
 
-  const int64_t head = blockIdx.x / plan.splits.count, split = blockIdx.x % plan.splits.count;
+  const int64_t unit = blockIdx.x / plan.row_blocks, head = unit / plan.splits.count, split = unit % plan.splits.count;
   const int64_t b = head / w.heads, h = head % w.heads;
-  const int all = static_cast<int>(w.group * w.w), first_row = blockIdx.y * kTileRows;
+  const int all = static_cast<int>(w.group * w.w), first_row = blockIdx.x % plan.row_blocks * kTileRows;
   const RowLayout layout{1, all, all, all};
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   load_queries<T>(w, layout, b, h, first_row, kTileRows, queries, plan.pitch, limits, plan.wide_queries);
@@ -394,7 +486,7 @@ __global__ void __launch_bounds__(kWindowThreads)
       const int count = min(kPlainKeys, end - key);
 #pragma unroll 1
       for (int j = group; j < count; j += groups) {
-        const float4 v = load_four<T>(p.v.row(b, h, key + j) + column * 4 * sizeof(T), plan.wide_values);
+        const float4 v = load_four<T>(p.v.row(b, h, key + j) + column * 4 * sizeof(T), plan.wide);
         const float* const weight = weights + j * kTileRows;
 #pragma unroll
         for (int row = 0; row < kTileRows; ++row) {
@@ -444,22 +536,17 @@ __global__ void __launch_bounds__(kWindowThreads)
   __shared__ float4 shares[kWindowThreads];
   const int columns = static_cast<int>(p.dv) / 4, groups = kWindowThreads / columns;
   const int column = threadIdx.x % columns, group = threadIdx.x / columns;
-  const auto add = [](float4& x, const float4& y, float weight) {
-    x.x = fmaf(y.x, weight, x.x);
-    x.y = fmaf(y.y, weight, x.y);
-    x.z = fmaf(y.z, weight, x.z);
-    x.w = fmaf(y.w, weight, x.w);
-  };
   float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (group < groups) {
     const float4* const outs = reinterpret_cast<const float4*>(part_outs + row * parts * p.dv) + column;
 #pragma unroll 8
-    for (int i = group; i < parts; i += groups) add(out, outs[i * int64_t{columns}], exp2_fast(sums[i].most - less));
+    for (int i = group; i < parts; i += groups)
+      add_scaled(out, outs[i * int64_t{columns}], exp2_fast(sums[i].most - less));
   }
   shares[threadIdx.x] = out;
   __syncthreads();
   if (group > 0) return;
-  for (int i = 1; i < groups; ++i) add(out, shares[i * columns + column], 1.0f);
+  for (int i = 1; i < groups; ++i) add_scaled(out, shares[i * columns + column], 1.0f);
   T* const to = reinterpret_cast<T*>(p.out) + row * p.dv + 4 * column;
   to[0] = from_float<T>(out.x * factor);
   to[1] = from_float<T>(out.y * factor);
@@ -474,18 +561,17 @@ __global__ void __launch_bounds__(kWindowThreads)
 // plan.parts]. logits: [b, Hq, n], of one row for each query head, or null.
 inline void attention_parts_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, float* parts, RowSum* sums,
                                  float* logits, cudaStream_t stream) {
-  const int64_t split_keys = ((p.window.n - 1) / plan.parts + 128) / 128 * 128;
-  if (!logits &&
-      sm90::window_pass(p.window, &p.v, plan.parts, split_keys, reinterpret_cast<float2*>(sums), parts, stream))
+  if (!logits && sm90::window_pass(p.window, &p.v, plan.splits.count, plan.splits.keys, reinterpret_cast<float2*>(sums),
+                                   parts, stream))
     return;
-  const dim3 grid = grid_of(p.window.b * p.window.heads * plan.splits.count, plan.row_blocks);
+  const dim3 grid = grid_of(p.window.b * p.window.heads * plan.splits.count * plan.row_blocks);
   const auto run = [&](auto type, auto width) {
     launch<attention_parts_kernel<decltype(type), decltype(width)::value>>(grid, 32 * plan.warps, plan.shared_bytes,
                                                                            stream, p, plan, parts, sums, logits);
   };
   with_dtype(p.window.dtype, [&](auto type) {
     if constexpr (sizeof(type) == 2) {
-      if (p.window.d <= 128 && p.dv <= 128)
+      if (AttentionPlan::tile_width(p) == 128)
         run(type, Constant<128>{});
       else
         run(type, Constant<256>{});
@@ -498,7 +584,7 @@ inline void plain_attention_parts_cuda(const WindowAttentionParams& p, const Att
                                        float* parts, RowSum* sums, cudaStream_t stream) {
   with_dtype(p.window.dtype, [&](auto type) {
     launch<plain_attention_parts_kernel<decltype(type)>>(
-        grid_of(p.window.b * p.window.heads * plan.splits.count, plan.row_blocks), kWindowThreads, plan.shared_bytes,
+        grid_of(p.window.b * p.window.heads * plan.splits.count * plan.row_blocks), kWindowThreads, plan.shared_bytes,
         stream, p, plan, lse, parts, sums);
   });
 }

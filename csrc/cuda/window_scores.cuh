@@ -24,10 +24,10 @@
 // lane keeps its own maximum and sum for each of its rows in shared memory, 16 bytes for two rows: no lane waits for
 // another until the split ends, and a sum is scaled anew only when its maximum rises.
 //
-// Grid: x runs over (batch, KV head, split). A score depends on no split. Sums of rows do, so their splits are cut by
-// the number of keys and the GPU alone. Rows that do not fit into shared memory go in
-// chunks; what is left of a chunk waits in `scores` (or, half a query head's sum, in `carry`) for the same thread. Not
-// yet measured on a GPU.
+// Grid: x runs over (batch, KV head, split). A score depends on no split, so these fill the GPU that there is. Sums of
+// rows do, so theirs are cut by the number of keys alone. Rows that do not fit into shared memory go in chunks; what is
+// left of a chunk waits in `scores` (or, half a query head's sum, in `carry`) for the same thread. Not yet measured on
+// a GPU.
 #pragma once
 #include "reduce.cuh"
 #include "sm90/hopper.h"
@@ -393,7 +393,9 @@ struct SumsPlan {
   Splits splits;
   int64_t heads, rows;  // KV heads of the batch, rows of each
 
-  static SumsPlan of(const Window& p) { return {Splits::of(p.n, kAnyHeads), p.b * p.heads, p.group * p.w}; }
+  static SumsPlan of(const Window& p) {
+    return {Splits::fixed(p.n, 1, 32 * kWindowWarps), p.b * p.heads, p.group * p.w};
+  }
 };
 
 struct SumsMemory {
