@@ -27,6 +27,7 @@ only = pytest.mark.only
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (40, 64, 80, 96, 128, 192, 256)
 LAYOUTS = ("bhnd", "bnhd", "slice")
+GPUS = ("small", "a100", "h200", "b200")  # that the simulator can be, by CUDASIM_DEVICE
 
 
 def simulated_operators() -> list[str]:

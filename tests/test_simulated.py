@@ -195,6 +195,11 @@ FAULTS = {
         ("window_scores.cuh", "first <= j && j < limits[r]", "first <= j && j <= limits[r]"),
         ("plain", "test_limits", WRONG_RESULT),
     ),
+    "window_attention cuts sums by the GPU": (
+        "window_attention",
+        ("window.cuh", "148 / row_blocks", "multiprocessors() / 2 / row_blocks"),
+        ("plain", "test_the_gpu_changes_nothing", WRONG_RESULT),
+    ),
     "window_attention does not wait for its copies": (
         "window_attention",
         ("window_attention.cuh", "    wait_for_stage<3>(plan.stages);\n", ""),

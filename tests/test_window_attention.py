@@ -232,6 +232,19 @@ def test_a_batch_changes_nothing(dtype, w):
         assert kit.same(alone, [x.contiguous() for x in expected])
 
 
+@kit.only("simulator")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group, w", [(4, 1), (2, 12), (5, 24)])
+def test_the_gpu_changes_nothing(monkeypatch, group, w, dtype):
+    """Other numbers of multiprocessors, other shared memory, the same bits."""
+    inputs = window(1, 1, group, w, 1100, 16, dtype)
+    results = []
+    for gpu in kit.GPUS:
+        monkeypatch.setenv("CUDASIM_DEVICE", gpu)
+        results.append(ops.window_attention(*inputs))
+    assert all(kit.same(x, results[0]) for x in results[1:])
+
+
 @kit.only("cpu")
 @pytest.mark.parametrize("heads, w, n", [(1, 1, 9000), (1, 6, 20000), (3, 4, 3100), (9, 2, 1100)])
 def test_threads_change_nothing(heads, w, n):

@@ -245,6 +245,18 @@ def test_a_batch_changes_nothing(dtype):
         assert torch.equal(alone, together[b : b + 1, h : h + 1])
 
 
+@kit.only("simulator")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("w", [1, 6])
+def test_the_gpu_changes_nothing(monkeypatch, w, dtype):
+    q, k, visible = kit.window(1, 1, 2, w, 1300, 16, dtype)
+    results = []
+    for gpu in kit.GPUS:
+        monkeypatch.setenv("CUDASIM_DEVICE", gpu)
+        results.append(ops.window_scores(q, k, visible))
+    assert all(x.equal(results[0]) for x in results[1:])
+
+
 @kit.only("cpu")
 @pytest.mark.parametrize("heads, w, n", [(1, 1, 9000), (1, 6, 20000), (3, 4, 3100), (9, 2, 1100)])
 def test_threads_change_nothing(heads, w, n):

@@ -284,24 +284,25 @@ struct Splits {
   int64_t keys;
   unsigned count;
 
-  // About `wanted` splits of a multiple of `step` keys, of two steps at least.
-  static Splits of(int64_t n, int64_t wanted, int64_t step) {
-    const int64_t even = wanted > 1 ? (n + wanted - 1) / wanted : n, steps = (even + step - 1) / step;
-    const int64_t keys = (steps > 2 ? steps : 2) * step;
-    return {keys, static_cast<unsigned>(n > keys ? (n + keys - 1) / keys : 1)};
-  }
-
-  // Where results depend on no split: so many that `heads` heads fill the GPU about twice.
+  // Where results depend on no split: so many that those of `heads` heads fill the GPU about twice.
   static Splits of(int64_t n, int64_t heads) {
-    return of(n, int64_t{multiprocessors()} * 2 / (heads > 0 ? heads : 1), 32 * kWindowWarps);
+    return about(n, int64_t{multiprocessors()} * 2 / (heads > 0 ? heads : 1));
   }
 
   // Where sums over keys do: the same for every GPU, batch and number of heads. With 8 heads 148 splits are 1184
   // blocks: 10.96 for each multiprocessor of an A100 (108), 8.97 of an H200 (132), 8 of a B200 (148), so the last round
-  // is nearly full on all of them. Of rows that take several blocks there are fewer splits.
-  static Splits fixed(int64_t n, int64_t row_blocks, int64_t step) {
-    const int64_t wanted = 148 / row_blocks;
-    return of(n, wanted > 1 ? wanted : 1, step);
+  // is nearly full on all of them. Rows that take several blocks get fewer splits. tests/test_window_plans.py says what
+  // it costs.
+  static Splits fixed(int64_t n, int64_t row_blocks) { return about(n, 148 / row_blocks); }
+
+ private:
+  // So many splits or a few less, of at least 64 keys for each of 8 warps.
+  static Splits about(int64_t n, int64_t wanted) {
+    constexpr int64_t step = 32 * kWindowWarps;
+    int64_t keys = wanted > 1 ? (n + wanted - 1) / wanted : n;
+    keys = (keys + step - 1) / step * step;
+    if (keys < 2 * step) keys = 2 * step;
+    return {keys, static_cast<unsigned>(n > keys ? (n + keys - 1) / keys : 1)};
   }
 };
 

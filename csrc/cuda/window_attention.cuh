@@ -22,7 +22,7 @@
 // sm_90a: 10 to copy 512 bytes, 26 for the products with 16 padded rows, the softmax and the logits. Two blocks of 4
 // warps with 3 stages of 32 KB have 128 to 192 KB on their way, where 4.8 TB/s for 800 ns need 29 KB. So the memory
 // should be the only bound: 85 to 90 % of its peak for K and V (126 to 132 us), 8 us for the logits, and some 5 us for
-// three launches and the combination, whose 147 parts of 32 rows are 2.4 MB: about 82 % of the floor.
+// three launches and the combination, whose 128 parts of 32 rows are 2.1 MB: about 82 % of the floor.
 //
 // attention_combine: a block for each row adds its parts in their order.
 //
@@ -69,7 +69,7 @@ struct AttentionPlan {
     if (!x.tensor_cores) {
       x.pitch = query_pitch(w);
       x.row_blocks = tiles;
-      x.splits = Splits::fixed(w.n, tiles, kPlainKeys);
+      x.splits = Splits::fixed(w.n, tiles);
       x.parts = static_cast<int>(x.splits.count) * plain_groups(p.dv);
       x.shared_bytes = kTileRows * (x.pitch + 4 * kPlainKeys);
       return x;
@@ -79,7 +79,7 @@ struct AttentionPlan {
     x.row_warps = 1;
     while (x.row_warps < x.warps && x.row_warps < tiles) x.row_warps *= 2;
     x.row_blocks = (tiles + x.row_warps - 1) / x.row_warps;
-    x.splits = Splits::fixed(w.n, x.row_blocks, kGroupKeys * kWindowWarps);
+    x.splits = Splits::fixed(w.n, x.row_blocks);
     x.parts = static_cast<int>(x.splits.count);
     // Two blocks to a multiprocessor, so that one copies while the other begins or ends, where each can have two
     // stages.

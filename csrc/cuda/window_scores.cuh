@@ -393,9 +393,7 @@ struct SumsPlan {
   Splits splits;
   int64_t heads, rows;  // KV heads of the batch, rows of each
 
-  static SumsPlan of(const Window& p) {
-    return {Splits::fixed(p.n, 1, 32 * kWindowWarps), p.b * p.heads, p.group * p.w};
-  }
+  static SumsPlan of(const Window& p) { return {Splits::fixed(p.n, 1), p.b * p.heads, p.group * p.w}; }
 };
 
 struct SumsMemory {
