@@ -287,15 +287,15 @@ def gpu_record(pretend_gpu, monkeypatch):
 
 def test_goals(gpu_record):
     found = {(g.what, g.wanted): g for g in goals(gpu_record)}
-    assert found[f"anchor_cosine, n {N}, float32", ">= 85% of copy"][2:] == ("83%", False)
-    assert found[f"lag_score, n {N}, float32", ">= 80% of copy"].reached
+    assert found[f"anchor_cosine, n {N}, float32", ">= 88% of copy"][2:] == ("83%", False)
+    assert found[f"lag_score, n {N}, float32", ">= 82% of copy"].reached
     assert found[f"keydiff_compress fresh, n {N}, bfloat16", ">= 77% of copy"].reached
     assert found[f"lagkv_compress out=, n {N}, float32", ">= 20x eager"][2:] == ("19x", False)
     assert found[f"select_topk, n {N}, float32", ">= 5x eager"].reached
     assert found[f"keydiff_compress out=, n {N}, float32", "select_topk < 10 % of it"][2:] == ("5.0%", True)
     assert found["keydiff_compress, 4096 tokens fresh, n 4096, float32", "< 25 us"][2:] == ("20.0 us", True)
-    assert (f"compact_kv_, batch 32 in place, n {N}, float32", ">= 85% of copy") in found
-    assert not any(what.startswith("compact_kv_ in place") or "compress in place" in what for what, _ in found)
+    assert (f"compact_kv_, batch 32 in place, n {N}, float32", ">= 88% of copy") in found
+    assert not any("compress in place" in what for what, _ in found)
 
 
 def test_a_record_is_shown_and_drawn(gpu_record, tmp_path, monkeypatch, capsys):
