@@ -64,12 +64,28 @@ def test_repeatable(heads, n, lag):
     kit.assert_repeatable(lambda: (ops.lag_score(k, v, lag, 7),))
 
 
-def test_a_batch_changes_nothing():
-    k, v = kit.kv(3, 5, 400, 64)
-    together = ops.lag_score(k, v, 64)
-    for b, h in ((0, 0), (1, 4), (2, 2)):
+@pytest.mark.parametrize("heads, n, d, lag", [(5, 400, 64, 64), (3, 560, 1024, 270)])
+def test_a_batch_changes_nothing(heads, n, d, lag):
+    k, v = kit.kv(3, heads, n, d, torch.bfloat16)
+    together = ops.lag_score(k, v, lag)
+    for b, h in ((0, 0), (1, heads - 1), (2, 2)):
         one = (slice(b, b + 1), slice(h, h + 1))
-        assert torch.equal(ops.lag_score(k[one], v[one], 64), together[one])
+        assert torch.equal(ops.lag_score(k[one], v[one], lag), together[one])
+
+
+@kit.only("simulator")
+@pytest.mark.parametrize("self_reference", [False, True])
+@pytest.mark.parametrize("lag", [70, 270])  # clusters of 2 blocks; of 4 (on the small GPU) and 8
+def test_clusters_change_nothing(monkeypatch, lag, self_reference):
+    """GPUs with clusters and without, with more shared memory and less: the same bits."""
+    k, v = kit.kv(1, 1, 3 * lag + 9, 1024, torch.bfloat16, dv=512)
+    k[:, :, lag : lag + 4] += 1e4  # far outside of the reference
+    v[:, :, 40, 7] = float("nan")
+    monkeypatch.setenv("CUDASIM_DEVICE", "a100")
+    expected = check(k, v, lag, 5, 0.5, self_reference)
+    for device in ("small", "h200", "b200"):
+        monkeypatch.setenv("CUDASIM_DEVICE", device)
+        assert kit.same([ops.lag_score(k, v, lag, 5, 0.5, self_reference)], [expected]), device
 
 
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
@@ -172,9 +188,9 @@ def test_a_subject_far_outside_of_the_reference(offset):
     check(k, v, 32)
 
 
-def test_long_partitions():
-    n, lag = kit.size(20_000, 5_000), kit.size(9_000, 2_400)
-    check(*kit.kv(1, 1, n, 8), lag, 16)
+@pytest.mark.parametrize("lag", [kit.size(9_000, 2_400), kit.size(55_000, 10_900)])  # beyond shared memory
+def test_long_partitions(lag):
+    check(*kit.kv(1, 1, 2 * lag + 99, 8), lag, 16)
 
 
 def test_offsets_beyond_31_bits():

@@ -140,6 +140,15 @@ FAULTS = {
         ("lag_score.cuh", f"{BARRIER}  // the reference is written; the ranges may be overwritten\n", ""),
         ("plain", "test_layouts_change_nothing", WRONG_RESULT),
     ),
+    "lag_score looks at the other blocks of its cluster before they have told": (
+        "lag_score",
+        (
+            "lag_score.cuh",
+            "      cluster_sync();  // all blocks have told; what they tell in the next step goes to another place\n",
+            "",
+        ),
+        ("plain", "test_clusters_change_nothing", "of_block before the first cluster_sync"),
+    ),
     "anchor_cosine overwrites sums before all have been read": (
         "anchor_cosine",
         ("anchor_cosine.cuh", f"{BARRIER}  // and may be overwritten\n", ""),

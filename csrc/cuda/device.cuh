@@ -42,8 +42,9 @@ void allow_dynamic_shared_memory(size_t bytes) {
   check_cuda(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 }
 
-template <auto Kernel, class... Args>
-void start_kernel(unsigned cluster, dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, Args... args) {
+// fn(config) of a launch.
+template <class Fn>
+void with_config(unsigned cluster, dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, const Fn& fn) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = cluster;
@@ -55,7 +56,13 @@ void start_kernel(unsigned cluster, dim3 grid, dim3 block, size_t dynamic_bytes,
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = cluster > 1;
-  check_cuda(cudaLaunchKernelEx(&config, Kernel, args...));
+  check_cuda(fn(config));
+}
+
+template <auto Kernel, class... Args>
+void start_kernel(unsigned cluster, dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, Args... args) {
+  with_config(cluster, grid, block, dynamic_bytes, stream,
+              [&](const auto& config) { return cudaLaunchKernelEx(&config, Kernel, args...); });
 }
 
 // Zeroes memory in the stream's order.
@@ -81,6 +88,13 @@ inline int shared_memory() {
 template <auto Kernel>
 bool has_clusters() {
   return device_attribute(cudaDevAttrClusterLaunch) && attributes_of<Kernel>().ptxVersion >= 90;
+}
+template <auto Kernel>
+int clusters_at_once(unsigned cluster, dim3 block, size_t dynamic_bytes) {
+  int count = 0;
+  with_config(cluster, dim3(cluster), block, dynamic_bytes, nullptr,
+              [&](const auto& config) { return cudaOccupancyMaxActiveClusters(&count, Kernel, &config); });
+  return count;
 }
 
 }  // namespace
@@ -112,6 +126,12 @@ bool has_clusters() {
   return cudasim::device().clusters;
 }
 
+// As far as the threads of a multiprocessor go: the simulator knows no registers.
+template <auto Kernel>
+int clusters_at_once(unsigned cluster, dim3 block, size_t) {
+  return multiprocessors() * static_cast<int>(2048 / block.x) / static_cast<int>(cluster);
+}
+
 }  // namespace
 }  // namespace kvops
 #endif
@@ -137,6 +157,14 @@ template <auto Kernel, class... Args>
 void launch_clusters(unsigned cluster, dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, Args... args) {
   allow_shared_memory<Kernel>(dynamic_bytes);
   start_kernel<Kernel>(cluster, grid, block, dynamic_bytes, stream, args...);
+}
+
+// Clusters that the current device runs at the same time. Each lies within a part of the GPU, whose multiprocessors
+// need not be a multiple of the cluster's blocks.
+template <auto Kernel>
+int resident_clusters(unsigned cluster, dim3 block, size_t dynamic_bytes) {
+  allow_shared_memory<Kernel>(dynamic_bytes);
+  return clusters_at_once<Kernel>(cluster, block, dynamic_bytes);
 }
 
 // A grid whose x runs over `blocks`. What is more than CUDA allows is refused by name, not wrapped around.

@@ -4,36 +4,53 @@
 //   score   = softmax_t(std_c N_K) + v_weight * softmax_t(std_c N_V)
 //
 // Bytes that must move: K and V once. A partition is needed twice, as the subject X and as the reference Y of the one
-// before it. So a block owns a run of partitions of one head and walks it BACKWARD: when X passes through its
-// registers, the range of Y is already known, and the same loaded values give X's statistics against Y and X's own
-// range for the partition before. What is read twice is one partition for each run.
+// before it. So partitions of one head are walked BACKWARD, a run of them: when X passes through the registers, the
+// range of Y is already known, and the same loaded values give X's statistics against Y and X's own range for the
+// partition before. What is read twice is one partition for each run.
 //
-// So runs should be long, and few: blocks are as large as the partitions allow, at most a whole multiprocessor, and the
-// grid fills the GPU about once (lag_score_plan). With 8 heads of 131072 tokens on 132 multiprocessors the partitions
-// read twice are 3 % of all at a lag of 128, 13 % at 1024. What keeps the memory busy is not the number of blocks but
-// the ring: 64 KiB on each multiprocessor, asynchronous copies of the rows to come, each lane's for itself alone, so
-// that no barrier is needed. A row that has passed is replaced by the one kRowsAhead further on, across the end of the
-// partition too: while the block finishes one partition, the first rows of the next are on their way.
+// So runs should be long, and few. Blocks are as large as the partitions allow, at most a whole multiprocessor, and the
+// grid fills the GPU about once. Where partitions are long, few runs would not fill it: from sm_90 on, a cluster of 2,
+// 4 or 8 blocks walks a run together, each block a share of every partition's rows, and the blocks tell each other
+// their ranges through distributed shared memory. lag_score_plan() chooses; of the bytes of 8 heads of 131072 tokens it
+// reads
+//
+//   lag                        64     128     512    1024    2048    8192
+//   A100, no clusters        1.03    1.02    1.05    1.09    1.19    1.44
+//   H200, blocks             1.03    1.03    1.03    1.02    1.02    1.06
+//     of a cluster              1       1       2       4       8       8
+//   B200, blocks             1.04    1.04    1.03    1.06    1.02    1.06
+//     of a cluster              1       1       2       2       8       8
+//
+// What keeps the memory busy is not the number of blocks but the ring: 64 KiB on each multiprocessor, asynchronous
+// copies of the rows to come, each lane's for itself alone, so that no barrier is needed. A row that has passed is
+// replaced by the one kRowsAhead further on, across the end of the partition too: while the block finishes one
+// partition, the first rows of the next are on their way. On an H200 64 KiB are 1.8 us of a multiprocessor's share of
+// the bandwidth, which is what hides the barriers.
 //
 // Half of the block's warps read K, half V. A row is shared by kLanes lanes. Each keeps lo and 1/range of its channels
 // as floats, the new min and max as they are stored, two 16-bit numbers to a register; a channel costs a conversion,
 // four fp32 instructions and one for min and max. z = N - 1/2 makes the one-pass variance accurate: about zero it loses
-// nothing. All in all a warp issues 572 instructions for 4 KiB of bf16, 382 for 4 KiB of fp32 (nvcc 13.0, sm_90a, head
+// nothing. All in all a warp issues 547 instructions for 4 KiB of bf16, 359 for 4 KiB of fp32 (nvcc 13.0, sm_90a, head
 // dim 128), where a multiprocessor of an H200 could issue about 880 in the time that the memory takes.
 //
-// After a partition come two barriers: all warps' ranges and variances are written (first), the ranges have become the
-// next reference (second). Then one warp, each time another, turns the variances to scores while the others go on;
-// there are two buffers of variances for that.
+// A partition ends with one exchange: ranges first within the block, then, if there is a cluster, among its blocks. The
+// softmax rides on the same exchange, so it costs no barrier of its own: with a partition's ranges goes its largest
+// variance. Then all warps turn variances to exponentials; their sum goes with the next exchange, and behind that one
+// the scores are written. There are three buffers of variances for that.
 //
 // What is rare costs one comparison for each row: a value that is not finite makes the variance of its own row so; a
 // row far outside of the reference's range has a mean that dwarfs its variance. Such rows are marked, and done again in
 // double when the partition has passed (careful_rows).
 //
-// Grid: x runs over (batch, head, run). The result depends neither on the runs nor on the size of blocks: a row's sums
-// are added within its lanes, a range has no order, and one warp does the softmax. Not yet measured on a GPU.
+// Grid: x runs over (batch, head, run, block of the cluster). The result depends neither on the plan nor on the GPU: a
+// row's sums are added within its lanes, ranges and maxima have no order, and the exponentials are added in fixed
+// point, which has none either. Not yet measured on a GPU.
 #pragma once
+#include <algorithm>
+
 #include "../ops/lag_score.h"
 #include "async.cuh"
+#include "cluster.cuh"
 #include "reduce.cuh"
 
 namespace kvops {
@@ -47,8 +64,7 @@ template <class T, class Lanes>
 constexpr int kAhead = 128 / kMostWarps<T, Lanes>;
 template <class T, class Lanes>
 constexpr int kRowsAhead = kAhead<T, Lanes> / Lanes::kPieces;
-constexpr int64_t kSharedLag = 1024;  // the variances of longer partitions lie in global memory
-constexpr float kMarked = -1.0f;      // in the place of a variance: the row has to be done with care
+constexpr int kMostBlocks = 8;  // of a cluster, on any GPU that has clusters
 
 // Rows of a partition that the warps of one tensor have in flight together.
 template <class T, class Lanes>
@@ -118,22 +134,30 @@ __device__ inline uint4 shuffle_xor(uint4 x, int lanes) {
                     __shfl_xor_sync(kWarp, x.z, lanes), __shfl_xor_sync(kWarp, x.w, lanes));
 }
 
-// The marked ones of this warp's rows in a partition: their variances in double, about the mean. A channel that has no
-// usable range contributes 0, whatever the row holds there.
+__device__ inline float lanes_max(float x) {
+#pragma unroll
+  for (int step = 16; step; step /= 2) x = fmaxf(x, __shfl_xor_sync(kWarp, x, step));
+  return x;
+}
+
+// The marked ones of this warp's rows, those with an infinite variance: their variances in double, about the mean. A
+// channel that has no usable range contributes 0, whatever the row holds there. Returns this lane's share of the warp's
+// largest finite variance.
 template <class T, class Lanes>
-__device__ inline void careful_rows(const char* partition, int64_t stride, int lag, int d, int warp, int warps,
-                                    const float* lo, const float* inverse, float* variances) {
+__device__ inline float careful_rows(const char* first_row, int64_t stride, int rows, int d, int warp, int warps,
+                                     const float* lo, const float* inverse, float* variances) {
+  float most = 0.0f;
   const int lane = threadIdx.x % 32;
   const auto row_of = [&](int i) { return (i / Lanes::kRows * warps + warp) * Lanes::kRows + i % Lanes::kRows; };
   __syncwarp();  // all marks are written
 #pragma unroll 1
-  for (int first = 0; row_of(first) < lag; first += 32) {
+  for (int first = 0; row_of(first) < rows; first += 32) {
     const int mine = row_of(first + lane);
-    unsigned marks = __ballot_sync(kWarp, mine < lag && variances[mine] == kMarked);
+    unsigned marks = __ballot_sync(kWarp, mine < rows && variances[mine] == CUDART_INF_F);
 #pragma unroll 1
     for (; marks; marks &= marks - 1) {
       const int i = __ffs(marks) - 1;
-      const T* const row = reinterpret_cast<const T*>(partition + row_of(first + i) * stride);
+      const T* const row = reinterpret_cast<const T*>(first_row + row_of(first + i) * stride);
       const auto normalized = [&](int c) {
         return inverse[c] == 0.0f ? 0.0 : (static_cast<double>(to_float(row[c])) - lo[c]) * inverse[c];
       };
@@ -146,52 +170,77 @@ __device__ inline void careful_rows(const char* partition, int64_t stride, int l
         const double deviation = normalized(c) - mean;
         squares += deviation * deviation;
       }
-      const double variance = lanes_sum<32>(squares) / (d - 1);
-      if (lane == i) variances[mine] = static_cast<float>(variance);
+      const float variance = static_cast<float>(lanes_sum<32>(squares) / (d - 1));
+      if (lane == i) variances[mine] = variance;
     }
+    if (mine < rows && variances[mine] < CUDART_INF_F) most = fmaxf(most, variances[mine]);  // NaN compares false
   }
+  return most;
 }
 
-// By one warp: variances [lag] -> exp(std - the largest), in place, NaN where the std is not finite. Returns the factor
-// that makes them a softmax times weight. Each lane sees only its own elements, and adds in double: accurate however
-// long the partition.
-__device__ inline float exponentials(float* x, int lag, float weight) {
-  const int lane = threadIdx.x % 32;
-  float most = 0.0f;
-  for (int t = lane; t < lag; t += 32) most = fmaxf(most, x[t] < CUDART_INF_F ? x[t] : 0.0f);  // NaN compares false
-  for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(kWarp, most, step));
-  const float top = sqrtf(most);
-  double total = 0;
-  for (int t = lane; t < lag; t += 32) {
-    const float std = sqrtf(x[t]);
-    const bool finite = std < CUDART_INF_F;
-    const float e = expf(std - top);
-    x[t] = finite ? e : CUDART_NAN_F;
-    if (finite) total += e;
+// A channel's range in some rows. NaN, if there is one, makes it NaN.
+struct Range {
+  float least = CUDART_INF_F, most = -CUDART_INF_F;
+  __device__ void add(float low, float high) {
+    least = min_nan(least, low);
+    most = max_nan(most, high);
   }
-  return static_cast<float>(weight / lanes_sum<32>(total));
+};
+
+// What some rows contribute to the softmax: the largest variance of the step's partition, and the sum of the
+// exponentials of the partition before, in fixed point: the sum of integers does not depend on who adds what.
+struct Part {
+  unsigned long long sum;
+  float most;
+};
+// Every lane gets the whole of its group of `lanes` neighbouring ones.
+__device__ inline Part lanes_whole(Part x, int lanes) {
+  for (int step = lanes / 2; step; step /= 2) {
+    x.sum += __shfl_xor_sync(kWarp, x.sum, step);
+    x.most = fmaxf(x.most, __shfl_xor_sync(kWarp, x.most, step));
+  }
+  return x;
 }
 
 template <class T, class Lanes, bool kWide>
 __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
-    lag_score_kernel(LagScoreParams p, int runs, float* long_variances) {
+    lag_score_kernel(LagScoreParams p, int cluster, int runs, float* long_variances) {
   constexpr int kLanes = Lanes::kLanes, kPieces = Lanes::kPieces, kRows = Lanes::kRows, kU = kRowsAhead<T, Lanes>;
   constexpr int kElements = kPiece<T>, kRowPieces = kLanes * kPieces, kChannels = kRowPieces * kElements;
   const int lag = static_cast<int>(p.lag), lane = threadIdx.x % 32;
   const int warps = blockDim.x / 64, z = threadIdx.x / 32 / warps, warp = threadIdx.x / 32 % warps;  // z: of K or of V
 
-  // In shared memory: pieces on their way [rows ahead][kPieces][threads], ranges [2][warps][min, max][kRowPieces],
-  // references [2][lo, 1/range][kChannels], and, unless they are long, variances [2 buffers][2][lag].
+  // This block's rows of each partition: from `begin` on.
+  const int rank = blockIdx.x % cluster;
+  const int begin = static_cast<int>(p.lag * rank / cluster), most_rows = (lag - 1) / cluster + 1;
+  const int rows = static_cast<int>(p.lag * (rank + 1) / cluster) - begin;
+
+  // In shared memory: pieces on their way [rows ahead][kPieces][threads], the warps' ranges [2][warps][min, max]
+  // [kRowPieces], references [2][lo, 1/range][kChannels], the warps' parts [2][warps], of the whole partition [2] the
+  // largest std and the factor that makes exponentials a softmax times weight; if there is a cluster, what its blocks
+  // tell each other, ranges [2 steps][2][kChannels] and parts [2 steps][2]; variances [3 steps][2][most_rows], unless
+  // they are long.
   DYNAMIC_SHARED(uint4, ring);
   uint4* const ranges = ring + kAhead<T, Lanes> * blockDim.x;
   float* const references = reinterpret_cast<float*>(ranges + 4 * warps * kRowPieces);
-  float* const variances = long_variances ? long_variances + int64_t{4} * lag * blockIdx.x : references + 4 * kChannels;
+  Part* const parts = reinterpret_cast<Part*>(references + 4 * kChannels);
+  float2* const wholes = reinterpret_cast<float2*>(parts + 2 * warps);
+  Part* const told_parts = reinterpret_cast<Part*>(wholes + 2);
+  Range* const told_ranges = reinterpret_cast<Range*>(told_parts + 4);
+  float* const variances = long_variances ? long_variances + int64_t{6} * most_rows * blockIdx.x
+                           : cluster > 1  ? reinterpret_cast<float*>(told_ranges + 4 * kChannels)
+                                          : reinterpret_cast<float*>(told_parts);
+  const auto one = [&] { return __int_as_float((127 + 30 + __clz(lag)) << 23); };  // a partition adds up to < 2^62
+  const auto variances_of = [&](unsigned step, int of) { return variances + int64_t{step % 3 * 2 + of} * most_rows; };
 
-  // This block's run [first, last) of the row's segments, and its share of the segments that the row lacks.
-  const int64_t head = blockIdx.x / runs, run = blockIdx.x % runs, b = head / p.heads, h = head % p.heads;
+  // This cluster's run [first, last) of the row's segments, and its share of the segments that the row lacks.
+  const unsigned place = blockIdx.x / cluster;
+  const int64_t head = place / runs, run = place % runs;
+  const int64_t b = head / p.heads, h = head % p.heads;
   const int64_t segments = num_segments(p.slots.count(b), p.prefix, p.lag), missing = p.segments - segments;
   float* const scores = p.scores + head * p.segments * lag;
-  for (int64_t i = missing * run / runs * lag + threadIdx.x; i < missing * (run + 1) / runs * lag; i += blockDim.x)
+  const int64_t first_missing = missing * run / runs * lag, last_missing = missing * (run + 1) / runs * lag;
+  for (int64_t i = first_missing + rank * blockDim.x + threadIdx.x; i < last_missing; i += cluster * blockDim.x)
     scores[segments * lag + i] = CUDART_NAN_F;
   const int64_t first = segments * run / runs, last = segments * (run + 1) / runs;
   if (first == last) return;
@@ -199,22 +248,21 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
 
   // Each step is one partition. With self_reference every partition comes twice: for its range, for its scores.
   const unsigned steps = static_cast<unsigned>(p.self_reference ? 2 * (last - first) : last - first + 1);
-  const auto partition_of = [&](unsigned step) { return p.self_reference ? last - 1 - step / 2 : last - step; };
+  const auto from_last = [&](unsigned step) { return p.self_reference ? step / 2 + 1 : step; };  // partitions
+  const auto scored = [&](unsigned step) { return step < steps && (p.self_reference ? step % 2 : step > 0); };
 
   // The stream of this lane's rows, through all steps. Where a partition has no more rows for the lane, the last one
   // comes again: it changes no range. So does a row's first piece for the pieces it lacks: their 1/range is 0.
   const KVView x = z ? p.v : p.k;
   const int d = static_cast<int>(z ? p.dv : p.d), pieces = static_cast<int>(x.row_bytes / 16), in_row = lane % kLanes;
-  const char* const grid = x.row(b, h, p.slots.first(b) + p.prefix);
   const int row_step = warps * kRows, first_row = warp * kRows + lane / kLanes;
-  const int passes = (lag - 1) / (row_step * kU) + 1;
+  const int passes = (rows - 1) / (row_step * kU) + 1;
   const int64_t row_stride = kept(row_step * x.stride_n);
-  const int start_row = first_row < lag ? first_row : lag - 1, more_rows = (lag - 1 - start_row) / row_step;
+  const int start_row = first_row < rows ? first_row : rows - 1, more_rows = (rows - 1 - start_row) / row_step;
   const int column = in_row < pieces ? in_row * 16 : 0;
-  const auto start_of = [&](unsigned step) {
-    return grid + (partition_of(step) * lag + start_row) * x.stride_n + column;
-  };
-  const char* next = start_of(0);
+  const char* start =
+      x.row(b, h, p.slots.first(b) + p.prefix + (last - from_last(0)) * lag + begin + start_row) + column;
+  const char* next = start;
   int left = more_rows;                               // rows of the partition behind the next
   constexpr int kTogether = kU / 4 > 1 ? kU / 4 : 1;  // rows that are fetched and waited for together
   const auto fetch = [&](int first_u) {
@@ -234,13 +282,16 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
 #pragma unroll
   for (int u = 0; u < kU; u += kTogether) fetch(u);
 
+  float* const scores_of_last = scores + last * lag + begin;
   const float per_d = 1.0f / d, per_freedom = 1.0f / (d - 1);
   float lo[kPieces][kElements] = {}, inverse[kPieces][kElements] = {};
-  for (unsigned step = 0; step < steps; ++step) {
-    const bool scored = p.self_reference ? step % 2 : step > 0;
-    const char* const start = start_of(step + 1 < steps ? step + 1 : step);  // behind the end nothing new is needed
-    float* const out = variances + (step % 2 * 2 + z) * static_cast<int64_t>(lag);
-    int marked = 0;
+  // One turn more than steps, without rows: the last partition's softmax.
+  for (unsigned step = 0; step <= steps; ++step) {
+    const bool moves = step + 1 < steps && from_last(step + 1) > from_last(step);
+    if (moves) start -= p.lag * x.stride_n;  // to the next step's rows
+    float* const out = variances_of(step, z);
+    const bool written = scored(step);
+    float most = 0.0f;  // of the variances; infinite where a row is marked
     uint4 low[kPieces], high[kPieces];
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
@@ -249,10 +300,10 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
       high[j] = make_uint4(minus_inf, minus_inf, minus_inf, minus_inf);
     }
 #pragma unroll 1
-    for (int pass = 0; pass < passes; ++pass) {
+    for (int pass = step < steps ? 0 : passes; pass < passes; ++pass) {
       if (pass + 1 == passes) {
         next = start;
-        left = more_rows;
+        left = step + 1 < steps ? more_rows : 0;  // behind the end nothing is needed: one row again and again
       }
       float sums[kU] = {}, squares[kU] = {};
 #pragma unroll
@@ -281,9 +332,10 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
       const bool sound = deviation * 8.0f > square;  // false for NaN and infinities too
       constexpr int kSame = kLanes / kU;             // lanes that got the same row
       const int t = (pass * kU + in_row / kSame) * row_step + first_row;
-      if (scored && t < lag && in_row % kSame == 0) {
-        out[t] = sound ? deviation * per_freedom : kMarked;
-        marked |= !sound;
+      if (written && t < rows && in_row % kSame == 0) {
+        const float variance = sound ? deviation * per_freedom : CUDART_INF_F;
+        out[t] = variance;
+        most = fmaxf(most, variance);
       }
     }
 
@@ -300,27 +352,74 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
         range[kRowPieces] = high[j];
       }
     }
-    if (__any_sync(kWarp, marked)) {
+    most = lanes_max(most);
+    if (most == CUDART_INF_F) {
       const float* const reference = references + z * 2 * kChannels;
-      careful_rows<T, Lanes>(grid + partition_of(step) * lag * x.stride_n, x.stride_n, lag, d, warp, warps, reference,
-                             reference + kChannels, out);
+      const char* const first_row = start + (moves ? p.lag * x.stride_n : 0) - start_row * x.stride_n - column;
+      most = lanes_max(
+          careful_rows<T, Lanes>(first_row, x.stride_n, rows, d, warp, warps, reference, reference + kChannels, out));
     }
-    __syncthreads();  // all ranges and variances of the step are written
+    if (lane == 0) parts[z * warps + warp].most = most;
+    __syncthreads();  // all ranges, parts and variances of the step are written
 
     // The range becomes the reference. A channel whose range is zero or not finite contributes N = 0.
-    for (int64_t i = threadIdx.x; i < p.d + p.dv; i += blockDim.x) {
-      const int of = i < p.d ? 0 : 1, c = static_cast<int>(of ? i - p.d : i);
-      const T* const range = reinterpret_cast<const T*>(ranges + of * warps * 2 * kRowPieces) + c;
-      float least = CUDART_INF_F, most = -CUDART_INF_F;
-      for (int w = 0; w < warps; ++w) {
-        least = min_nan(least, to_float(range[2 * w * kChannels]));
-        most = max_nan(most, to_float(range[(2 * w + 1) * kChannels]));
-      }
-      const float size = most - least, inv = 1.0f / size;
+    const auto refer = [&](int of, int c, const Range& range) {
+      const float size = range.most - range.least, inv = 1.0f / size;
       const bool usable = size > 0.0f && inv > 0.0f && inv < CUDART_INF_F;
       float* const reference = references + of * 2 * kChannels + c;
-      reference[0] = usable ? least : 0.0f;
+      reference[0] = usable ? range.least : 0.0f;
       reference[kChannels] = usable ? inv : 0.0f;
+    };
+    const auto conclude = [&](int of, const Part& whole) {
+      const double sum = static_cast<double>(whole.sum);
+      wholes[of] = make_float2(sqrtf(whole.most), static_cast<float>((of ? p.v_weight : 1.0) * one() / sum));
+    };
+    const auto each_channel = [&](const auto& fn) {
+      const int k_channels = static_cast<int>(p.d), channels = k_channels + static_cast<int>(p.dv);
+      for (int i = threadIdx.x; i < channels; i += blockDim.x) {
+        const int of = i < k_channels ? 0 : 1;
+        fn(of, of ? i - k_channels : i);
+      }
+    };
+    const bool last_warp = threadIdx.x / 32 == 2 * warps - 1;
+    Range* const own_ranges = told_ranges + step % 2 * 2 * kChannels;
+    Part* const own_parts = told_parts + step % 2 * 2;
+    each_channel([&](int of, int c) {
+      const T* const range = reinterpret_cast<const T*>(ranges + of * warps * 2 * kRowPieces) + c;
+      Range whole;
+#pragma unroll 4
+      for (int w = 0; w < warps; ++w)
+        whole.add(to_float(range[2 * w * kChannels]), to_float(range[(2 * w + 1) * kChannels]));
+      if (cluster > 1)
+        own_ranges[of * kChannels + c] = whole;
+      else
+        refer(of, c, whole);
+    });
+    if (last_warp) {
+      const Part whole = lanes_whole(parts[lane < 2 * warps ? lane : 0], warps);
+      if (lane == 0 || lane == warps) {
+        if (cluster > 1)
+          own_parts[lane ? 1 : 0] = whole;
+        else
+          conclude(lane ? 1 : 0, whole);
+      }
+    }
+    if (cluster > 1) {
+      cluster_sync();  // all blocks have told; what they tell in the next step goes to another place
+      each_channel([&](int of, int c) {
+        Range whole;
+#pragma unroll 4
+        for (int block = 0; block < cluster; ++block) {
+          const Range range = *of_block(own_ranges + of * kChannels + c, block);
+          whole.add(range.least, range.most);
+        }
+        refer(of, c, whole);
+      });
+      if (last_warp) {
+        const Part part = *of_block(own_parts + (lane / cluster % 2), lane % cluster);
+        const Part whole = lanes_whole(part, cluster);
+        if (lane == 0 || lane == cluster) conclude(lane ? 1 : 0, whole);
+      }
     }
     __syncthreads();  // the reference is written; the ranges may be overwritten
 
@@ -334,80 +433,131 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
         lo[j][e] = a.x, lo[j][e + 1] = a.y, lo[j][e + 2] = a.z, lo[j][e + 3] = a.w;
         inverse[j][e] = i.x, inverse[j][e + 1] = i.y, inverse[j][e + 2] = i.z, inverse[j][e + 3] = i.w;
       }
-    // This buffer of variances is written again two steps on, when this warp has been to the next step's barriers.
-    if (scored && threadIdx.x / 32 == step / (p.self_reference ? 2 : 1) % (2 * warps)) {
-      float* const k = variances + step % 2 * 2 * static_cast<int64_t>(lag);
-      const float k_scale = exponentials(k, lag, 1.0f), v_scale = exponentials(k + lag, lag, p.v_weight);
-      for (int t = lane; t < lag; t += 32)
-        scores[partition_of(step) * lag + t] = fmaf(k[t], k_scale, k[lag + t] * v_scale);
+    // Of this partition the exponentials, NaN where the std is not finite; of the one before, whose sums have been
+    // told now, the scores. That one's buffer is written again in two steps.
+    if (written) {
+      const float top = wholes[z].x;
+      unsigned long long sum = 0;
+#pragma unroll 1
+      for (int t = warp * 32 + lane; t < rows; t += 32 * warps) {
+        const float std = sqrtf(out[t]), e = expf(std - top);
+        const bool finite = std < CUDART_INF_F;
+        out[t] = finite ? e : CUDART_NAN_F;
+        if (finite) sum += static_cast<unsigned long long>(e * one());
+      }
+      sum = lanes_sum<32>(sum);
+      if (lane == 0) parts[z * warps + warp].sum = sum;
+    }
+    if (scored(step - 1)) {
+      const float *const k = variances_of(step - 1, 0), *const v = variances_of(step - 1, 1);
+      const float k_factor = wholes[0].y, v_factor = wholes[1].y;
+      float* const to = scores_of_last - p.lag * from_last(step - 1);
+#pragma unroll 1
+      for (int t = threadIdx.x; t < rows; t += blockDim.x) to[t] = fmaf(k[t], k_factor, v[t] * v_factor);
     }
   }
+  if (cluster > 1) cluster_sync();  // none looks into this block's shared memory any more
   wait_for_copies<0>();
 }
 
-// fn(T{}, RowLanes<...>{}) for the wider rows of the two.
+// fn(T{}, RowLanes<...>{}, std::bool_constant<kWide>{}), lanes for the wider rows of the two.
 template <class Fn>
 inline void with_rows(const LagScoreParams& p, const Fn& fn) {
   const int64_t row_bytes = p.k.row_bytes > p.v.row_bytes ? p.k.row_bytes : p.v.row_bytes;
-  with_dtype(p.dtype,
-             [&](auto type) { with_lanes<decltype(type)>(row_bytes / 16, [&](auto lanes) { fn(type, lanes); }); });
+  const bool wide = aligned_rows(p.k, p.b, p.heads, p.slots.n) && aligned_rows(p.v, p.b, p.heads, p.slots.n);
+  with_dtype(p.dtype, [&](auto type) {
+    with_lanes<decltype(type)>(row_bytes / 16, [&](auto lanes) {
+      if (wide)
+        fn(type, lanes, std::true_type{});
+      else
+        fn(type, lanes, std::false_type{});
+    });
+  });
 }
 
 // How a call is cut into blocks, and what they need.
 struct LagScorePlan {
-  int warps;  // of K and of V, each
-  int runs;   // of each head
+  int cluster;  // blocks that walk a run together
+  int warps;    // of K and of V, each
+  int runs;     // of each head
   int64_t blocks, shared_bytes, workspace_bytes;
+  int64_t time;  // the rows of the multiprocessor that reads most, and of the mean one: the truth is between them
 };
 
+// The plan with clusters of so many blocks, no more than `at_once` of them resident.
+template <class T, class Lanes>
+inline LagScorePlan lag_score_plan(const LagScoreParams& p, int cluster, int at_once = 0x7fffffff) {
+  constexpr int64_t kRowPieces = Lanes::kLanes * Lanes::kPieces, kChannels = kRowPieces * kPiece<T>;
+  constexpr int kMost = kMostWarps<T, Lanes> / 2;
+  LagScorePlan plan = {.cluster = cluster};
+  const int64_t rows = (p.lag - 1) / cluster + 1, variances = 6 * rows * static_cast<int64_t>(sizeof(float));
+  const auto shared = [&] {
+    const int64_t of_warp = 2 * 32 * 16 * kAhead<T, Lanes> + 4 * 16 * kRowPieces + 2 * sizeof(Part);
+    const int64_t told = cluster > 1 ? 4 * (kChannels * sizeof(Range) + sizeof(Part)) : 0;
+    return plan.warps * of_warp + 4 * kChannels * sizeof(float) + 2 * sizeof(float2) + told;
+  };
+  // The most warps that find two passes of rows in the block's share of a partition.
+  plan.warps = kMost;
+  while (plan.warps > 1 && (rows < 2 * rows_per_pass<T, Lanes>(plan.warps) || shared() > shared_memory()))
+    plan.warps /= 2;
+  const bool fit = shared() + variances <= shared_memory();
+  plan.shared_bytes = shared() + (fit ? variances : 0);
+  // As many runs as fit into so many waves of clusters, for the number of waves that ends first; no more than that many
+  // partitions a run need, as a run reads one partition more than it scores.
+  const int64_t heads = p.b * p.heads;
+  const int by_shared = static_cast<int>(shared_memory() / plan.shared_bytes);
+  const int64_t resident = std::min(at_once, multiprocessors() * std::min(kMost / plan.warps, by_shared) / cluster);
+  if (resident == 0) return plan;
+  for (int64_t waves = 1; waves <= 16 || !plan.time; ++waves) {
+    int64_t runs = waves * resident / heads;
+    if (runs > p.segments) runs = p.segments;
+    if (runs == 0) continue;
+    const int64_t partitions = (p.segments - 1) / runs + 1;
+    runs = (p.segments - 1) / partitions + 1;
+    const int64_t steps = ((heads * runs - 1) / resident + 1) * (partitions + 1);
+    const int64_t longest = steps * rows * (kMost / plan.warps), all = heads * (p.segments + runs) * p.lag;
+    const int64_t time = longest + all / multiprocessors();
+    if (plan.time && time >= plan.time) continue;
+    plan.time = time;
+    plan.runs = static_cast<int>(runs);
+  }
+  plan.blocks = heads * plan.runs * cluster;
+  plan.workspace_bytes = fit ? 0 : plan.blocks * variances;
+  return plan;
+}
+
+// The best of all: clusters cost barriers, so a larger one has to gain a 64th.
 inline LagScorePlan lag_score_plan(const LagScoreParams& p) {
-  LagScorePlan plan = {};
-  with_rows(p, [&](auto type, auto lanes) {
+  LagScorePlan best = {};
+  with_rows(p, [&](auto type, auto lanes, auto wide) {
     using T = decltype(type);
     using Lanes = decltype(lanes);
-    constexpr int64_t kRowPieces = Lanes::kLanes * Lanes::kPieces;
-    const int64_t variances = 4 * p.lag * sizeof(float);
-    const auto shared = [&] {
-      const int64_t own = 64 * kAhead<T, Lanes> + 4 * kRowPieces, all = kRowPieces * kPiece<T>;
-      return 16 * (plan.warps * own + all) + (p.lag <= kSharedLag ? variances : 0);
-    };
-    // The most warps that find two passes of rows in a partition.
-    plan.warps = kMostWarps<T, Lanes> / 2;
-    while (plan.warps > 1 && (p.lag < 2 * rows_per_pass<T, Lanes>(plan.warps) || shared() > shared_memory()))
-      plan.warps /= 2;
-    plan.shared_bytes = shared();
-    // As many runs as fit into so many waves of blocks, for the number of waves that ends first. A run reads one
-    // partition more than it scores.
-    const int64_t heads = p.b * p.heads;
-    const int64_t resident = int64_t{multiprocessors()} * (kMostWarps<T, Lanes> / 2 / plan.warps);
-    int64_t shortest = 0;
-    for (int64_t waves = 1; waves <= 16 || shortest == 0; ++waves) {
-      int64_t runs = waves * resident / heads;
-      if (runs > p.segments) runs = p.segments;
-      if (runs == 0) continue;
-      const int64_t time = ((heads * runs - 1) / resident + 1) * ((p.segments - 1) / runs + 2);
-      if (shortest && time >= shortest) continue;
-      shortest = time;
-      plan.runs = static_cast<int>(runs);
+    constexpr auto kernel = lag_score_kernel<T, Lanes, wide>;
+    best = lag_score_plan<T, Lanes>(p, 1);
+    const auto better = [&](const LagScorePlan& plan) { return plan.time && plan.time <= best.time - best.time / 64; };
+    for (int cluster = 2; cluster <= kMostBlocks; cluster *= 2) {
+      if (p.lag < cluster * 2 * rows_per_pass<T, Lanes>(1)) break;
+      LagScorePlan plan = lag_score_plan<T, Lanes>(p, cluster);
+      if (!better(plan) || !has_clusters<kernel>()) continue;
+      const int at_once = resident_clusters<kernel>(cluster, dim3(64 * plan.warps), plan.shared_bytes);
+      plan = lag_score_plan<T, Lanes>(p, cluster, at_once);
+      if (better(plan)) best = plan;
     }
-    plan.blocks = heads * plan.runs;
-    plan.workspace_bytes = p.lag <= kSharedLag ? 0 : plan.blocks * variances;
   });
-  return plan;
+  return best;
 }
 
 // workspace: plan.workspace_bytes.
 inline void lag_score_cuda(const LagScoreParams& p, const LagScorePlan& plan, void* workspace, cudaStream_t stream) {
-  const bool wide = aligned_rows(p.k, p.b, p.heads, p.slots.n) && aligned_rows(p.v, p.b, p.heads, p.slots.n);
   float* const long_variances = plan.workspace_bytes ? static_cast<float*>(workspace) : nullptr;
   const dim3 grid = grid_of(plan.blocks), block(64 * plan.warps);
-  with_rows(p, [&](auto type, auto lanes) {
-    using T = decltype(type);
-    using Lanes = decltype(lanes);
-    if (wide)
-      launch<lag_score_kernel<T, Lanes, true>>(grid, block, plan.shared_bytes, stream, p, plan.runs, long_variances);
+  with_rows(p, [&](auto type, auto lanes, auto wide) {
+    constexpr auto kernel = lag_score_kernel<decltype(type), decltype(lanes), wide>;
+    if (plan.cluster > 1)
+      launch_clusters<kernel>(plan.cluster, grid, block, plan.shared_bytes, stream, p, plan.cluster, plan.runs,
+                              long_variances);
     else
-      launch<lag_score_kernel<T, Lanes, false>>(grid, block, plan.shared_bytes, stream, p, plan.runs, long_variances);
+      launch<kernel>(grid, block, plan.shared_bytes, stream, p, plan.cluster, plan.runs, long_variances);
   });
 }
 
