@@ -25,7 +25,9 @@ struct Watcher {
   virtual void filled(const void* /*p*/, size_t /*bytes*/) {}  // by a memset
 
   // `block` names a block while it runs. Several may run at once.
-  virtual void block_begins(const void* /*block*/, uint64_t /*index*/, const void* /*dynamic_shared*/) {}
+  virtual void block_begins(const void* /*block*/, uint64_t /*index*/) {}
+  virtual void has_shared(const void* /*block*/, const void* /*p*/, size_t /*bytes*/) {
+  }  // its shared memory, or a part
   virtual void block_ends(const void* /*block*/) {}
   // `fiber` is what __tsan_create_fiber() gave for the thread, and what __tsan_switch_to_fiber() gets.
   virtual void thread_begins(void* /*fiber*/, const void* /*block*/, unsigned /*rank*/, const void* /*stack*/,
