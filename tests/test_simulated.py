@@ -1,11 +1,13 @@
 """The CUDA kernels, run on the CPU by the simulator (cudasim/): the operators' tests in three orders of threads, under
 AddressSanitizer and UndefinedBehaviorSanitizer, and under ThreadSanitizer; the methods' tests; planted faults."""
 
+import collections
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,6 +48,7 @@ RUNS = {
 
 
 processes: set[subprocess.Popen] = set()  # that are running
+building = collections.defaultdict(threading.Lock)  # by folder
 
 
 def run(*command, env=None) -> subprocess.CompletedProcess:
@@ -60,20 +63,26 @@ def run(*command, env=None) -> subprocess.CompletedProcess:
 
 
 def build(kind: str) -> Path:
-    """libkvops_cudasim.so; what has not changed since the last time is not compiled again."""
+    """libkvops_cudasim.so; what has not changed since the last time is not compiled again.
+
+    "traffic": the objects of "thread", linked with the runtime that counts.
+    """
+    target = "kvops_cudasim" + "_traffic" * (kind == "traffic")
+    kind = "thread" if kind == "traffic" else kind
     scripts = Path(sys.executable).parent
     env = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"}
     cmake = shutil.which("cmake", path=env["PATH"])
     folder = ROOT / "build" / ("cudasim" if kind == "plain" else f"cudasim-{kind}")
     options = [f"-DKVOPS_TORCH_DIR={TORCH}", "-DKVOPS_CUDASIM=ON", f"-DKVOPS_CUDA_INCLUDE={cuda_include()}"]
     options += [f"-DKVOPS_SANITIZE={SANITIZERS.get(kind, '').replace(',', ';')}"]
-    for command in (
-        ["-S", ROOT, "-B", folder, "-G", "Ninja", *options],
-        ["--build", folder, "--target", "kvops_cudasim"],
-    ):
-        done = run(cmake, *command, env=env)
-        assert done.returncode == 0, done.stdout[-5000:]
-    return folder / "libkvops_cudasim.so"
+    with building[folder]:
+        for command in (
+            ["-S", ROOT, "-B", folder, "-G", "Ninja", *options],
+            ["--build", folder, "--target", target],
+        ):
+            done = run(cmake, *command, env=env)
+            assert done.returncode == 0, done.stdout[-5000:]
+    return folder / f"lib{target}.so"
 
 
 def run_tests(kind: str, library: Path, order: int, *tests: str) -> subprocess.CompletedProcess:

@@ -6,7 +6,7 @@
 // diverge in a loop that is an approximation.
 //
 // - Global memory: a request touches 32-byte sectors. A block has an L1: an LRU of what the multiprocessor's 256 KiB
-//   leave beside shared memory, divided by the resident blocks (by shared memory and threads; registers are not known).
+//   leave beside shared memory, divided by the resident blocks.
 //   Loads that hit go no further. Stores, atomics, cp.async.cg and __ldcg go to L2.
 // - L2 is one LRU of sectors. Blocks run here one after another; what they ask of L2 is noted and replayed as if all
 //   resident blocks ran at once, 16 sectors of each in turn, the next block in the place of one that ends. Read misses
@@ -41,11 +41,10 @@ constexpr uint64_t kTurn = 16;  // sectors that a block asks for before the next
 struct Device {  // of cudasim_traffic_begin()
   uint64_t multiprocessors = 132, l2_bytes = 50 << 20;
   uint64_t l1_bytes = 256 << 10, shared_bytes = 228 << 10, threads = 2048;  // of a multiprocessor
+};
 
-  uint64_t resident(uint64_t block_threads, uint64_t block_shared) const {
-    const uint64_t least = std::min({uint64_t{32}, threads / block_threads, shared_bytes / (block_shared + 1024)});
-    return std::max<uint64_t>(least, 1);
-  }
+struct Needs {  // of a kernel, beside what its launch says
+  uint64_t registers = 0, static_bytes = 0;
 };
 
 struct Range {
@@ -157,7 +156,7 @@ using PlaceKey = std::pair<unsigned, unsigned>;  // place, kind and space
 struct Launch {
   std::string kernel;
   dim3 grid, block;
-  uint64_t dynamic_bytes, resident;
+  uint64_t dynamic_bytes = 0, shared_bytes = 0, resident = 1;
   std::vector<std::vector<uint64_t>> traces;  // by block
   std::map<PlaceKey, Count> places;
   uint64_t l2_read = 0, l2_written = 0, dram_read = 0, dram_written = 0;  // bytes
@@ -166,6 +165,7 @@ struct Launch {
 struct Traffic final : Watcher {
   bool counting = false;
   Device device;
+  std::map<std::string, Needs, std::less<>> needs;  // by the kernel's name, as far as it is known
   Cache l2;
   std::deque<Launch> launches;
   std::vector<std::vector<uintptr_t>> places;  // return addresses, the innermost first
@@ -185,16 +185,29 @@ struct Traffic final : Watcher {
   // ---- What the simulator tells ------------------------------------------------------------------------------------
   void keep(const void* p, size_t bytes) override { ours.push_back({reinterpret_cast<uintptr_t>(p), bytes}); }
 
-  void launch_begins(std::string_view kernel, dim3 grid, dim3 block, size_t dynamic_bytes) override {
+  void launch_begins(std::string_view kernel_name, dim3 grid, dim3 block, size_t dynamic_bytes) override {
     if (!counting) return;
     if (!library.bytes) find_library();
     const char here = 0;
     parameters = {reinterpret_cast<uintptr_t>(&here), 64 << 10};  // launch() has the arguments, not far up the stack
     const uint64_t threads = uint64_t(block.x) * block.y * block.z, count = uint64_t(grid.x) * grid.y * grid.z;
     Launch& launch = launches.emplace_back();
-    launch.kernel = kernel, launch.grid = grid, launch.block = block, launch.dynamic_bytes = dynamic_bytes;
-    launch.resident = device.resident(threads, dynamic_bytes);
+    launch.kernel = plain_name(kernel_name), launch.grid = grid, launch.block = block,
+    launch.dynamic_bytes = dynamic_bytes;
+    const Needs& kernel = needs[plain_name(kernel_name)];
+    const uint64_t warps = (threads + 31) / 32, registers = (kernel.registers + 7) / 8 * 8 * 32 * warps;
+    launch.shared_bytes = dynamic_bytes + kernel.static_bytes + 1024;  // which CUDA takes
+    launch.resident = std::min({uint64_t{32}, device.threads / threads, device.shared_bytes / launch.shared_bytes,
+                                registers ? (64 << 10) / registers : 32,
+                                (count + device.multiprocessors - 1) / device.multiprocessors});
+    launch.resident = std::max<uint64_t>(launch.resident, 1);
     launch.traces.resize(count);
+  }
+
+  // kvops::(anonymous namespace)::gather_kv_kernel<uint4>: gather_kv_kernel
+  static std::string plain_name(std::string_view name) {
+    name = name.substr(0, name.find('<'));
+    return std::string(name.substr(name.rfind(':') + 1));
   }
 
   void launch_ends() override {
@@ -206,7 +219,7 @@ struct Traffic final : Watcher {
   void filled(const void* p, size_t bytes) override {
     if (!counting) return;
     Launch& launch = launches.emplace_back();
-    launch.kernel = "memset", launch.grid = launch.block = dim3(1), launch.dynamic_bytes = 0, launch.resident = 1;
+    launch.kernel = "memset", launch.grid = launch.block = dim3(1);
     launch.traces.resize(1);
     const uintptr_t begin = reinterpret_cast<uintptr_t>(p);
     for (uint64_t s = begin / kSector; s * kSector < begin + bytes; ++s) launch.traces[0].push_back(2 * s + 1);
@@ -216,9 +229,10 @@ struct Traffic final : Watcher {
   void block_begins(const void* name, uint64_t index) override {
     if (!counting) return;
     Launch& launch = launches.back();
-    const uint64_t shared = launch.dynamic_bytes + 1024, threads = launch.block.x * launch.block.y * launch.block.z;
+    const uint64_t shared = launch.shared_bytes * launch.resident;
+    const uint64_t threads = launch.block.x * launch.block.y * launch.block.z;
     auto block = std::make_unique<Block>();
-    block->l1 = Cache((device.l1_bytes - std::min(device.l1_bytes, shared * launch.resident)) / launch.resident);
+    block->l1 = Cache((device.l1_bytes - std::min(device.l1_bytes, shared)) / launch.resident);
     block->warps.assign((threads + 31) / 32, std::vector<Lane*>(32));
     block->trace = &launch.traces[index];
     blocks[name] = std::move(block);
@@ -603,6 +617,11 @@ ATOMIC(64, uint64_t)
 __attribute__((visibility("default"))) void cudasim_traffic_begin(uint64_t multiprocessors, uint64_t l2_bytes,
                                                                   uint64_t l1_bytes, uint64_t shared_bytes) {
   traffic.begin({multiprocessors, l2_bytes, l1_bytes, shared_bytes});
+}
+// What is known of a kernel: registers of a thread, bytes of static shared memory.
+__attribute__((visibility("default"))) void cudasim_traffic_kernel(const char* name, uint64_t registers,
+                                                                   uint64_t static_bytes) {
+  traffic.needs[name] = {registers, static_bytes};
 }
 // What has been counted since. It is valid until the next call.
 __attribute__((visibility("default"))) const char* cudasim_traffic_report() {

@@ -1,0 +1,417 @@
+"""What the CUDA kernels ask of memory, as the simulator counts it (cudasim/cudasim_traffic.cpp): modelled, not measured.
+
+python tests/traffic.py              # every call of the table, and the places of its worst accesses
+python tests/traffic.py -k lag       # those whose name has this
+python tests/traffic.py --write      # the table in docs/cuda.md, made anew
+python tests/traffic.py --plans h200 # grids and waves at 131,072 tokens; runs no kernel
+
+The library is build/cudasim-thread/libkvops_cudasim_traffic.so, which tests/test_traffic.py builds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ROOT / "build/cudasim-thread/libkvops_cudasim_traffic.so"
+PAGE = ROOT / "docs/cuda.md"
+BEGIN, END = "<!-- traffic -->\n", "<!-- end of traffic -->\n"
+
+
+class Card(NamedTuple):
+    """What a multiprocessor has is the same for all of its kind; `column` is the card's in the table of registers."""
+
+    multiprocessors: int
+    l2: int  # bytes
+    l1: int  # of a multiprocessor, with its shared memory
+    shared: int
+    column: int
+
+
+CARDS = {
+    "a100": Card(108, 40 << 20, 192 << 10, 164 << 10, 0),
+    "h200": Card(132, 50 << 20, 256 << 10, 228 << 10, 1),
+    "b200": Card(148, 126 << 20, 256 << 10, 228 << 10, 2),
+}
+TOKENS = 131072  # with 8 heads: what the scaled cards stand for
+HEADS = 8
+
+
+class Call(NamedTuple):
+    """A row of the benchmark with so many tokens, on an H200 scaled down in proportion, and what it may ask for.
+
+    dram, l2: times the bytes that must move (`Row.bytes`). sectors: of all requests, times the fewest that their bytes
+    fit into. conflicts: wavefronts of shared memory beyond the fewest, for each KiB that must move.
+    why: what is read or written beyond 1.05 times the bytes.
+    """
+
+    row: str
+    dtype: torch.dtype = torch.bfloat16
+    tokens: int = 8192
+    dram: float = 1.05
+    l2: float = 1.1
+    sectors: float = 1.05
+    conflicts: float = 0.0
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.row + ", fp32" * (self.dtype is torch.float32)
+
+    @property
+    def scale(self) -> int:
+        return TOKENS // self.tokens
+
+
+FP32 = torch.float32
+CALLS = [
+    Call("lag_score"),
+    Call("lag_score", FP32),
+    Call("anchor_cosine"),
+    Call("anchor_cosine", FP32),
+    Call("select_topk"),
+    Call("window_scores", tokens=4096),
+    Call("window_scores, no lse", tokens=4096),
+    Call("window_scores, 8 rows", tokens=4096),
+    Call("window_attention", tokens=4096),
+    Call("window_attention, decode"),
+    Call("gather_kv"),
+    Call("compact_kv_"),
+    Call("ladder_compact_"),
+    Call("ladder_compact_, RoPE"),
+    Call("ladder_gather"),
+    Call("rope_at_slots"),
+    Call("outlier_degree"),
+    Call("outlier_degree", FP32),
+    Call("lsh_bucket"),
+    Call("build_prototypes"),
+    Call("assign_prototypes", tokens=4096),
+    Call("cluster_mean"),
+    Call("cluster_priority"),
+]
+
+
+# ---- Running them ----------------------------------------------------------------------------------------------------
+
+
+def kernels_of(card: Card) -> dict[str, tuple[int, int]]:
+    """Registers of a thread (bf16, head dim 128) and static shared memory of each kernel, by the table in docs/cuda.md."""
+    table = PAGE.read_text().split("<!-- resources -->")[1].split("<!-- end of resources -->")[0]
+    found = {}
+    for name, registers, static in re.findall(
+        r"^\| `(\w+)` \| \d+ \| ([^|]+) \|[^|]+\| (\d+) \|$", table, re.MULTILINE
+    ):
+        count = registers.split(", ")[card.column]
+        if count != "-":
+            found[f"{name}_kernel"] = int(count), int(static)
+    return found
+
+
+class Counters:
+    """The library's counters, for one call after another."""
+
+    def __init__(self, library: Path):
+        self.library = ctypes.CDLL(str(library))
+        self.library.cudasim_traffic_report.restype = ctypes.c_char_p
+
+    def know(self, kernels: dict[str, tuple[int, int]]) -> None:
+        for name, needs in kernels.items():
+            self.library.cudasim_traffic_kernel(name.encode(), *map(ctypes.c_uint64, needs))
+
+    def count(self, call: Callable[[], Any], card: Card) -> dict:
+        sizes = card.multiprocessors, card.l2, card.l1, card.shared
+        self.library.cudasim_traffic_begin(*map(ctypes.c_uint64, sizes))
+        call()
+        return json.loads(self.library.cudasim_traffic_report())
+
+
+def measure(library: Path, calls: Iterable[Call]) -> Iterator[dict]:
+    """What each call asks of memory. Inputs are made by the CPU's kernels, so all of them come first."""
+    import kvops
+    from kvops.bench.rows import ROWS, Case
+
+    made = []
+    for call in calls:
+        row, case = ROWS[call.row], Case(call.tokens, call.dtype, HEADS)
+        row.args(case), row.bytes(case), [form(case) for form in row.forms.values()]
+        case.restore()
+        made.append((call, row, case))
+    kvops._lib.load(library)
+    counters = Counters(library)
+    card = CARDS["h200"]
+    counters.know(kernels_of(card))
+    for call, row, case in made:
+        os.environ["CUDASIM_DEVICE"] = f"h200/{call.scale}"
+        form = next(iter(row.forms.values()))
+        scaled = card._replace(multiprocessors=card.multiprocessors // call.scale, l2=card.l2 // call.scale)
+        yield {"name": call.name, "bytes": row.bytes(case)} | counters.count(lambda: form(case), scaled)
+
+
+def measured(library: Path, calls: list[Call]) -> list[Counted]:
+    """The same in a process of its own, as the simulator takes the place of the CPU's kernels."""
+    command = [sys.executable, "-W", "ignore", __file__, "--json", str(library), *(x.name for x in calls)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-5000:])
+    lines = [json.loads(x) for x in done.stdout.splitlines()]
+    return [Counted(call, x, library) for call, x in zip(calls, lines, strict=True)]
+
+
+# ---- What is said of them --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Counted:
+    """What a call asked of memory."""
+
+    call: Call
+    counts: dict
+    library: Path
+
+    def total(self, key: str) -> int:
+        return sum(x[key] for x in self.counts["launches"])
+
+    def accesses(self, shared: bool) -> list[dict]:
+        return [
+            a | {"kernel": x["kernel"]} for x in self.counts["launches"] for a in x["accesses"] if a["shared"] == shared
+        ]
+
+    @property
+    def bytes(self) -> int:
+        return self.counts["bytes"]
+
+    @property
+    def dram(self) -> float:
+        return (self.total("dram_read") + self.total("dram_written")) / self.bytes
+
+    @property
+    def l2(self) -> float:
+        return (self.total("l2_read") + self.total("l2_written")) / self.bytes
+
+    @property
+    def sectors(self) -> float:
+        found = self.accesses(shared=False)
+        return sum(x["sectors"] for x in found) / sum(x["least"] for x in found)
+
+    @property
+    def conflicts(self) -> float:
+        return 1024 * sum(x["wavefronts"] - x["least"] for x in self.accesses(shared=True)) / self.bytes
+
+    def worst(self, shared: bool, count: int = 3) -> list[str]:
+        """The places that lose most, a line for each."""
+        key = "wavefronts" if shared else "sectors"
+        found: dict[tuple, dict] = {}
+        for x in self.accesses(shared):
+            at = x["kernel"], x["kind"], self.places[x["place"]]
+            sums = found.setdefault(at, {"requests": 0, key: 0, "least": 0})
+            for name in sums:
+                sums[name] += x[name]
+        found = {at: x for at, x in found.items() if x[key] > x["least"]}
+        order = sorted(found.items(), key=lambda x: x[1]["least"] - x[1][key])
+        return [
+            f"{kernel}: {kind} at {place}: {x[key] / x['requests']:.1f} {key} per request,"
+            f" at best {x['least'] / x['requests']:.1f}; {x['requests']} requests"
+            for (kernel, kind, place), x in order[:count]
+        ]
+
+    @cached_property
+    def places(self) -> list[str]:
+        """file:line of each place, from the operator's kernel inward."""
+        return symbols(self.library, self.counts["places"])
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.call.name}: {self.bytes / 1e6:.2f} MB must move; DRAM {self.dram:.3f}, L2 {self.l2:.3f}, sectors"
+            f" {self.sectors:.3f} times the least, {self.conflicts:.2f} bank conflicts per KiB"
+        ]
+        for x in self.counts["launches"]:
+            lines.append(
+                f"    {x['kernel']}: {x['blocks']} blocks of {x['threads']}, {x['resident']} resident;"
+                f" DRAM {x['dram_read'] / 1e6:.2f} + {x['dram_written'] / 1e6:.2f} MB,"
+                f" L2 {x['l2_read'] / 1e6:.2f} + {x['l2_written'] / 1e6:.2f} MB"
+            )
+        return "\n".join(lines + [f"      {x}" for shared in (False, True) for x in self.worst(shared)])
+
+
+def symbols(library: Path, places: list[list[int]]) -> list[str]:
+    """For each list of return addresses, the lines of csrc that they belong to, the innermost first."""
+    addresses = sorted({x for place in places for x in place})
+    text = "\n".join(hex(x - 1) for x in addresses)
+    command = ["addr2line", "-a", "-i", "-e", str(library)]
+    output = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    lines: dict[int, list[str]] = {}
+    for line in output.splitlines():
+        if line.startswith("0x"):
+            here = lines.setdefault(int(line, 16) + 1, [])
+        else:
+            here.append(re.sub(r" \(discriminator \d+\)$", "", line))
+    found = []
+    for place in places:
+        frames = [line for address in place for line in lines[address]]
+        own = [m[1] for x in frames if (m := re.search(r"(?:csrc/cuda|tests/cudasim)/([\w./]+:\d+)$", x))]
+        kernels = [x for x in own if not x.startswith("cudasim")]
+        found.append(" < ".join(dict.fromkeys(kernels or own)) or "?")
+    return found
+
+
+def table(found: list[Counted]) -> str:
+    lines = [
+        "| call | tokens | MB that must move | DRAM | L2 | sectors | bank conflicts per KiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for x in found:
+        numbers = f"{x.dram:.2f} | {x.l2:.2f} | {x.sectors:.2f} | {x.conflicts:.1f}"
+        lines.append(f"| {x.call.name} | {x.call.tokens} | {x.bytes / 1e6:.1f} | {numbers} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(found: list[Counted]) -> None:
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(before + BEGIN + table(found) + END + rest.split(END)[1])
+
+
+# ---- Plans -----------------------------------------------------------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    """As CUDASIM_DRY notes it."""
+
+    kernel: str
+    blocks: int
+    threads: int
+    dynamic_bytes: int
+    static_bytes: int
+    resident: int  # blocks on a multiprocessor, by threads, registers and shared memory
+    waves: float
+
+    @property
+    def tail(self) -> float:
+        """The share of the multiprocessors' time that blocks of equal length leave busy."""
+        return self.waves / math.ceil(self.waves)
+
+
+def plans(library: Path, card_name: str, tokens: int = TOKENS) -> dict[str, list[Launch]]:
+    """The launches of each row of the benchmark at so many tokens, bf16. In a process of its own; no kernel runs."""
+    command = [sys.executable, "-W", "ignore", __file__, "--dry", str(library), str(tokens)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"CUDASIM_DEVICE": card_name}, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-5000:])
+    card = CARDS[card_name]
+    kernels = kernels_of(card)
+    found: dict[str, list[Launch]] = {}
+    for line in done.stdout.splitlines():
+        row, name, grid, block, dynamic = line.split("\t")
+        kernel = re.search(r"(\w+)(<.*)?$", name)[1]
+        registers, static = kernels.get(kernel, (0, 0))
+        blocks, threads = (math.prod(map(int, x.split(","))) for x in (grid, block))
+        of_block = 32 * -(-threads // 32) * (-(-registers // 8) * 8)
+        resident = min(
+            32,
+            2048 // threads,
+            65536 // of_block if of_block else 32,
+            card.shared // (int(dynamic) + static + 1024),
+        )
+        waves = blocks / (card.multiprocessors * resident)
+        found.setdefault(row, []).append(Launch(kernel, blocks, threads, int(dynamic), static, resident, waves))
+    return found
+
+
+def dry(library: Path, tokens: int) -> None:
+    import kvops
+    from kvops.bench.rows import GROUP, ROWS, Case, Window
+
+    class Empty(Case):
+        """Inputs of which no byte is looked at, as no kernel runs."""
+
+        k = cached_property(lambda self: torch.empty(self.batch, self.heads, self.n, self.d, dtype=self.dtype))
+        v = cached_property(lambda self: torch.empty(self.batch, self.heads, self.n, self.d, dtype=self.dtype))
+        _source = property(lambda self: [self.k, self.v])
+
+        def _randn(self, *shape: int, stream: int) -> Tensor:
+            return torch.empty(self.batch, self.heads, *shape)
+
+        def _window(self, rows: int) -> Window:
+            heads = self.batch, GROUP * self.heads
+            visible = torch.empty(rows, dtype=torch.int32)
+            return Window(torch.empty(*heads, rows, self.d, dtype=self.dtype), visible, torch.empty(*heads, rows))
+
+        @cached_property
+        def indices(self) -> Tensor:
+            return torch.empty(self.batch, self.heads, self.budget, dtype=torch.int64)
+
+        def copies(self, count: int) -> tuple[Tensor, Tensor]:
+            shape = self.batch, self.heads, count, self.d
+            return torch.empty(shape, dtype=self.dtype), torch.empty(shape, dtype=self.dtype)
+
+        out = cached_property(lambda self: self.copies(self.budget))
+
+    kvops._lib.load(library)
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder) / "launches"
+        os.environ["CUDASIM_DRY"] = str(notes)
+        for name, row in ROWS.items():
+            if row.parts or "compress" in name:  # whole calls: of these operators
+                continue
+            case = Empty(tokens, torch.bfloat16, HEADS, batch=row.batch)
+            form = next(iter(row.forms.values()))
+            row.args(case)
+            notes.write_text("")
+            form(case)
+            for line in notes.read_text().splitlines():
+                print(name, line, sep="\t")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-k", default="", metavar="TEXT", help="only calls whose name has it")
+    parser.add_argument("--write", action="store_true", help=f"replace the table in {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--plans", choices=CARDS, help="the launches on this card instead")
+    parser.add_argument("--library", type=Path, default=LIBRARY)
+    parser.add_argument("--json", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--dry", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.json:
+        library, *names = args.json
+        for x in measure(Path(library), [x for x in CALLS if x.name in names]):
+            print(json.dumps(x), flush=True)
+    elif args.dry:
+        dry(Path(args.dry[0]), int(args.dry[1]))
+    elif args.plans:
+        for row, launches in plans(args.library, args.plans).items():
+            print(row)
+            for x in launches:
+                print(
+                    f"    {x.kernel}: {x.blocks} blocks of {x.threads}, {x.dynamic_bytes} + {x.static_bytes} bytes,"
+                    f" {x.resident} resident, {x.waves:.2f} waves, {x.tail:.0%}"
+                )
+    else:
+        calls = CALLS if args.write else [x for x in CALLS if args.k in x.name]
+        found = measured(args.library, calls)
+        if args.write:
+            write(found)
+        else:
+            print("\n".join(map(str, found)))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
