@@ -1,4 +1,4 @@
-"""What the CUDA kernels ask of memory, as the simulator counts it (cudasim/cudasim_traffic.cpp): modelled, not measured.
+"""What the CUDA kernels ask of memory, as the simulator (cudasim/cudasim_traffic.cpp) counts it. Not measured.
 
 python tests/traffic.py              # every call of the table, and the places of its worst accesses
 python tests/traffic.py -k lag       # those whose name has this
@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +111,7 @@ CALLS = [
 
 
 def kernels_of(card: Card) -> dict[str, tuple[int, int]]:
-    """Registers of a thread (bf16, head dim 128) and static shared memory of each kernel, by the table in docs/cuda.md."""
+    """Registers of a thread (bf16, head dim 128) and static shared memory, by the table in docs/cuda.md."""
     table = PAGE.read_text().split("<!-- resources -->")[1].split("<!-- end of resources -->")[0]
     found = {}
     for name, registers, static in re.findall(
@@ -160,13 +160,13 @@ def measure(library: Path, calls: Iterable[Call]) -> Iterator[dict]:
         os.environ["CUDASIM_DEVICE"] = f"h200/{call.scale}"
         form = next(iter(row.forms.values()))
         scaled = card._replace(multiprocessors=card.multiprocessors // call.scale, l2=card.l2 // call.scale)
-        yield {"name": call.name, "bytes": row.bytes(case)} | counters.count(lambda: form(case), scaled)
+        yield {"name": call.name, "bytes": row.bytes(case)} | counters.count(partial(form, case), scaled)
 
 
 def measured(library: Path, calls: list[Call]) -> list[Counted]:
     """The same in a process of its own, as the simulator takes the place of the CPU's kernels."""
     command = [sys.executable, "-W", "ignore", __file__, "--json", str(library), *(x.name for x in calls)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-5000:])
     lines = [json.loads(x) for x in done.stdout.splitlines()]
@@ -296,6 +296,7 @@ class Launch(NamedTuple):
     kernel: str
     blocks: int
     threads: int
+    cluster: int  # blocks in one
     dynamic_bytes: int
     static_bytes: int
     resident: int  # blocks on a multiprocessor, by threads, registers and shared memory
@@ -319,7 +320,7 @@ def plans(library: Path, card_name: str, tokens: int = TOKENS) -> dict[str, list
     kernels = kernels_of(card)
     found: dict[str, list[Launch]] = {}
     for line in done.stdout.splitlines():
-        row, name, grid, block, dynamic = line.split("\t")
+        row, name, grid, block, dynamic, cluster = line.split("\t")
         kernel = re.search(r"(\w+)(<.*)?$", name)[1]
         registers, static = kernels.get(kernel, (0, 0))
         blocks, threads = (math.prod(map(int, x.split(","))) for x in (grid, block))
@@ -331,7 +332,8 @@ def plans(library: Path, card_name: str, tokens: int = TOKENS) -> dict[str, list
             card.shared // (int(dynamic) + static + 1024),
         )
         waves = blocks / (card.multiprocessors * resident)
-        found.setdefault(row, []).append(Launch(kernel, blocks, threads, int(dynamic), static, resident, waves))
+        launch = Launch(kernel, blocks, threads, int(cluster), int(dynamic), static, resident, waves)
+        found.setdefault(row, []).append(launch)
     return found
 
 

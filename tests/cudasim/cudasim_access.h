@@ -19,7 +19,6 @@ namespace cudasim {
 enum class Access { Read, Write, Atomic, CopyRead, CopyWrite };
 
 struct Watcher {
-  virtual void keep(const void* /*p*/, size_t /*bytes*/) {}  // a static variable of the simulator, not of a kernel
   virtual void launch_begins(std::string_view /*kernel*/, dim3 /*grid*/, dim3 /*block*/, size_t /*dynamic_bytes*/) {}
   virtual void launch_ends() {}
   virtual void filled(const void* /*p*/, size_t /*bytes*/) {}  // by a memset

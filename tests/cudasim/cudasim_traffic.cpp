@@ -171,8 +171,7 @@ struct Traffic final : Watcher {
   std::vector<std::vector<uintptr_t>> places;  // return addresses, the innermost first
   std::unordered_map<uint64_t, unsigned> place_index;
   std::unordered_map<const void*, std::unique_ptr<Block>> blocks;  // that run
-  Range library, statics, parameters;
-  std::vector<Range> ours;
+  Range library, parameters;
 
   Traffic() { watcher = this; }
 
@@ -183,8 +182,6 @@ struct Traffic final : Watcher {
   }
 
   // ---- What the simulator tells ------------------------------------------------------------------------------------
-  void keep(const void* p, size_t bytes) override { ours.push_back({reinterpret_cast<uintptr_t>(p), bytes}); }
-
   void launch_begins(std::string_view kernel_name, dim3 grid, dim3 block, size_t dynamic_bytes) override {
     if (!counting) return;
     if (!library.bytes) find_library();
@@ -284,18 +281,11 @@ struct Traffic final : Watcher {
     Lane& lane = *current;
     if (!lane.block || lane.depth < 0) return;
     uintptr_t at = reinterpret_cast<uintptr_t>(p);
-    if (lane.stack.has(at) || parameters.has(at)) return;
+    if (lane.stack.has(at) || parameters.has(at) || library.has(at)) return;
     Space space = Space::Global;
-    if (library.has(at)) {
-      if (!statics.has(at)) return;
-      for (const Range& range : ours)
-        if (range.has(at)) return;
-      space = Space::Shared;
-    } else {
-      for (const auto& [_, block] : blocks)  // all of a cluster
-        for (const Range& range : block->shared)
-          if (range.has(at)) space = Space::Shared;
-    }
+    for (const auto& [_, block] : blocks)  // all of a cluster
+      for (const Range& range : block->shared)
+        if (range.has(at)) space = Space::Shared;
     const bool past_l1 = lane.past_l1 || kind != Access::Read;
     lane.past_l1 = false;
     const unsigned place = place_of(lane, from);
@@ -581,12 +571,10 @@ void AnnotateIgnoreReadsBegin(const char*, int) { ++current->muted; }
 void AnnotateIgnoreReadsEnd(const char*, int) { --current->muted; }
 void AnnotateIgnoreWritesBegin(const char*, int) {}
 void AnnotateIgnoreWritesEnd(const char*, int) {}
-void __tsan_java_init(uintptr_t p, uintptr_t bytes) { traffic.statics = {p, bytes}; }  // the __shared__ variables
 
 void __tsan_init() {}
 void __tsan_acquire(void*) {}
 void __tsan_release(void*) {}
-void __tsan_java_alloc(uintptr_t, uintptr_t) {}
 void __tsan_vptr_read(void**) {}
 void __tsan_vptr_update(void**, void*) {}
 
