@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -160,7 +161,10 @@ def measure(library: Path, calls: Iterable[Call]) -> Iterator[dict]:
         os.environ["CUDASIM_DEVICE"] = f"h200/{call.scale}"
         form = next(iter(row.forms.values()))
         scaled = card._replace(multiprocessors=card.multiprocessors // call.scale, l2=card.l2 // call.scale)
-        yield {"name": call.name, "bytes": row.bytes(case)} | counters.count(partial(form, case), scaled)
+        begin = time.perf_counter()
+        counts = counters.count(partial(form, case), scaled)
+        print(f"{call.name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
+        yield {"name": call.name, "bytes": row.bytes(case)} | counts
 
 
 def measured(library: Path, calls: list[Call]) -> list[Counted]:
@@ -169,6 +173,7 @@ def measured(library: Path, calls: list[Call]) -> list[Counted]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-5000:])
+    print(done.stderr, file=sys.stderr)
     lines = [json.loads(x) for x in done.stdout.splitlines()]
     return [Counted(call, x, library) for call, x in zip(calls, lines, strict=True)]
 
@@ -302,10 +307,13 @@ class Launch(NamedTuple):
     resident: int  # blocks on a multiprocessor, by threads, registers and shared memory
     waves: float
 
+    multiprocessors: int
+
     @property
-    def tail(self) -> float:
-        """The share of the multiprocessors' time that blocks of equal length leave busy."""
-        return self.waves / math.ceil(self.waves)
+    def busy(self) -> float:
+        """The share of the multiprocessors' time that blocks of equal length fill."""
+        turns = self.waves if self.waves > 1 else self.blocks / self.multiprocessors
+        return turns / math.ceil(turns)
 
 
 def plans(library: Path, card_name: str, tokens: int = TOKENS) -> dict[str, list[Launch]]:
@@ -332,7 +340,9 @@ def plans(library: Path, card_name: str, tokens: int = TOKENS) -> dict[str, list
             card.shared // (int(dynamic) + static + 1024),
         )
         waves = blocks / (card.multiprocessors * resident)
-        launch = Launch(kernel, blocks, threads, int(cluster), int(dynamic), static, resident, waves)
+        launch = Launch(
+            kernel, blocks, threads, int(cluster), int(dynamic), static, resident, waves, card.multiprocessors
+        )
         found.setdefault(row, []).append(launch)
     return found
 
@@ -403,7 +413,7 @@ def main() -> None:
             for x in launches:
                 print(
                     f"    {x.kernel}: {x.blocks} blocks of {x.threads}, {x.dynamic_bytes} + {x.static_bytes} bytes,"
-                    f" {x.resident} resident, {x.waves:.2f} waves, {x.tail:.0%}"
+                    f" {x.resident} resident, {x.waves:.2f} waves, {x.busy:.0%}"
                 )
     else:
         calls = CALLS if args.write else [x for x in CALLS if args.k in x.name]

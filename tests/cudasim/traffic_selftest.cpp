@@ -1,7 +1,7 @@
 // Kernels whose traffic is known, for test_traffic.py: what cudasim_traffic.cpp counts of them.
 #include "cudasim.h"
 
-using cudasim::guarded;
+using cudasim::guarded, cudasim::start_kernel;
 
 namespace {
 __global__ void copy(const float* from, float* to) {  // coalesced
@@ -74,7 +74,7 @@ __global__ void local(float* to) {  // an array of a thread is no traffic
 
 extern "C" {
 #define RUN(name, grid, block, bytes, ...) \
-  return guarded([&] { launch<name>(grid, block, bytes, nullptr, __VA_ARGS__); })
+  return guarded([&] { start_kernel<name>(1, grid, block, bytes, nullptr, __VA_ARGS__); })
 const char* run_copy(float* x, float* y) { RUN(copy, 8, 128, 0, x, y); }
 const char* run_copy_pieces(uint4* x, uint4* y) { RUN(copy_pieces, 8, 128, 0, x, y); }
 const char* run_strided(float* x, float* y, int step) { RUN(strided, 2, 64, 0, x, y, step); }
