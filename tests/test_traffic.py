@@ -141,7 +141,7 @@ def test_places_are_in_kernels(counted):
     """What the simulator does for itself is not counted as a kernel's."""
     for x in counted.values():
         places = {x.places[a["place"]] for shared in (False, True) for a in x.accesses(shared)}
-        assert all(re.match(r"[\w./]+\.cuh:\d+", place) for place in places), places
+        assert all(re.match(r"(cuda|ops)/[\w/]+\.\w+:\d+", place) for place in places), places
 
 
 def test_the_table_in_the_docs(counted):
@@ -156,8 +156,8 @@ def test_the_table_in_the_docs(counted):
 
 # ---- Grids -----------------------------------------------------------------------------------------------------------
 
-# Launches that leave more than an eighth of the multiprocessors idle, at 131,072 tokens of 8 heads: why they may.
-SHORT = {
+LEAST_BUSY = 0.75  # share of the multiprocessors' time that a launch fills, at 131,072 tokens of 8 heads
+SHORT = {  # those that need not, and why
     "lsh_bucket": "32 keys of a head",
     "window_lse": "a row each",
     "attention_combine": "a row each",
@@ -175,17 +175,9 @@ def plans(card):
 @pytest.mark.parametrize("card", CARDS)
 def test_plans(card):
     """Every launch is legal, and fills the card or is short."""
-    found = plans(card)
-    idle = []
-    for row, launches in found.items():
+    for row, launches in plans(card).items():
         assert launches, f"{row} launches nothing"
         for x in launches:
             assert x.dynamic_bytes + x.static_bytes <= CARDS[card].shared - 1024, f"{row}: {x}"
             assert x.resident >= 1, f"{row}: {x}"
-            if x.busy < 0.875 and x.kernel.removesuffix("_kernel") not in SHORT:
-                idle.append(f"{row}: {x}")
-    assert sorted({x.split(":")[0] for x in idle}) == sorted(IDLE[card]), "\n".join(idle)
-
-
-# Rows whose launches do so without such a reason, by card.
-IDLE = {"a100": [], "h200": [], "b200": []}
+            assert x.busy >= LEAST_BUSY or x.kernel.removesuffix("_kernel") in SHORT, f"{row}: {x}"

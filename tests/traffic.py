@@ -81,30 +81,41 @@ class Call(NamedTuple):
 
 
 FP32 = torch.float32
+PARTS = "the parts of each row, one for each split of the keys, written and read"
+LOGITS = "the logits of one row, 8 G bytes for each key, written and read; the second time partly from L2"
 CALLS = [
-    Call("lag_score"),
-    Call("lag_score", FP32),
-    Call("anchor_cosine"),
-    Call("anchor_cosine", FP32),
-    Call("select_topk"),
-    Call("window_scores", tokens=4096),
-    Call("window_scores, no lse", tokens=4096),
+    Call("lag_score", l2=1.05, conflicts=2.4),
+    Call("lag_score", FP32, l2=1.05, conflicts=0.3),
+    Call("anchor_cosine", l2=1.05, sectors=1.25, conflicts=1.6),
+    Call("anchor_cosine", FP32, l2=1.05, conflicts=0.5),
+    Call("select_topk", l2=1.4, sectors=1.15, conflicts=16),
+    Call("window_scores", tokens=4096, conflicts=0.1),
+    Call("window_scores, no lse", tokens=4096, conflicts=12.5),
     Call("window_scores, 8 rows", tokens=4096),
-    Call("window_attention", tokens=4096),
-    Call("window_attention, decode"),
+    Call("window_attention", tokens=4096, dram=1.13, l2=1.2, sectors=1.15, conflicts=3.7, why=PARTS),
+    Call("window_attention, decode", dram=1.1, l2=1.15, sectors=1.06, conflicts=0.1, why=LOGITS),
     Call("gather_kv"),
     Call("compact_kv_"),
     Call("ladder_compact_"),
-    Call("ladder_compact_, RoPE"),
+    Call("ladder_compact_, RoPE", sectors=1.15),
     Call("ladder_gather"),
-    Call("rope_at_slots"),
-    Call("outlier_degree"),
-    Call("outlier_degree", FP32),
-    Call("lsh_bucket"),
-    Call("build_prototypes"),
-    Call("assign_prototypes", tokens=4096),
-    Call("cluster_mean"),
-    Call("cluster_priority"),
+    Call("rope_at_slots", sectors=1.8),
+    Call("outlier_degree", l2=4.3),
+    Call("outlier_degree", FP32, l2=4.3),
+    Call("lsh_bucket", dram=1.1, l2=1.7, why="the indices and the projection: 32 keys of a head are few"),
+    Call("build_prototypes", conflicts=49),
+    Call("assign_prototypes", tokens=4096, dram=1.55, l2=1.55, why="the prototypes, as many as for 131,072 tokens"),
+    Call(
+        "cluster_mean", dram=1.15, l2=2.7, conflicts=68, why="the sums of the clusters, as many as for 131,072 tokens"
+    ),
+    Call(
+        "cluster_priority",
+        dram=1.1,
+        l2=1.7,
+        sectors=2.2,
+        conflicts=86,
+        why="the clusters, as many as for 131,072 tokens",
+    ),
 ]
 
 
@@ -269,8 +280,8 @@ def symbols(library: Path, places: list[list[int]]) -> list[str]:
     found = []
     for place in places:
         frames = [line for address in place for line in lines[address]]
-        own = [m[1] for x in frames if (m := re.search(r"(?:csrc/cuda|tests/cudasim)/([\w./]+:\d+)$", x))]
-        kernels = [x for x in own if not x.startswith("cudasim")]
+        own = [m[0] for x in frames if (m := re.search(r"(csrc|tests/cudasim)/[\w./]+:\d+$", x))]
+        kernels = [os.path.relpath(x, "csrc") for x in own if x.startswith("csrc")]
         found.append(" < ".join(dict.fromkeys(kernels or own)) or "?")
     return found
 
