@@ -205,8 +205,8 @@ def check_attention(q, k, v, visible, *, served=True, **options):
         assert torch.equal(actual.isnan(), right.isnan()) and torch.equal(actual.isinf(), right.isinf())
         error, allowed = ((x.double() - right).nan_to_num(0, 0, 0).abs().max().item() for x in (actual, other))
         assert error <= 2 * allowed + 1e-6 * right.nan_to_num(0, 0, 0).abs().max().item(), (error, allowed)
-    if served is not None:  # the sums of the weights differ in their last bits
-        assert torch.equal(kit.bits(found[1]), kit.bits(portable[1])) != served, "the wrong kernel"
+    if served is not None:  # weights and their sums differ in their last bits
+        assert kit.same(found[:2], portable[:2]) != served, "the wrong kernel"
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -218,6 +218,42 @@ def test_attention(dtype, d, group, w):
     v = kit.kv(2, 2, n, d, dtype, seed=7)[1]
     check_attention(q, k, v, visible)
     check_attention(q, k, v, visible, starts=kit.int32(0, 77), sink_logits=kit.randn(2 * group), reduce="mean")
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("d, group, n", [(64, 1, 129), (128, 4, 2100), (128, 70, 300)])
+def test_attention_of_one_row(dtype, d, group, n):
+    """Decoding, which wants the logits too: tiles of one row, of four and of more than one tile."""
+    q, k, visible = kit.window(2, 2, group, 1, n, d, dtype)
+    v = kit.kv(2, 2, n, d, dtype, seed=7)[1]
+    check_attention(q, k, v, visible)
+    check_attention(q, k, v, visible - 3, starts=kit.int32(0, 77), sink_logits=kit.randn(2 * group), reduce="mean")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_attention_of_one_row_of_what_is_not_finite(bad):
+    q, k, visible = kit.window(2, 2, 3, 1, 500, 64, torch.bfloat16)
+    k[0, 0, 100, 3] = k[1, 1, 0] = k[1, 0, 499, 0] = bad
+    check_attention(q, k, k.flip(1).nan_to_num(0, 0, 0), visible)
+    q[0, 0, 0, 5] = bad  # all of its logits
+    check_attention(q, k, k.flip(1).nan_to_num(0, 0, 0), visible, served=None)
+
+
+@pytest.mark.parametrize("group, w, n", [(1, 1, 1500), (2, 8, 1500), (3, 64, 700)])
+def test_attention_of_a_batch(group, w, n):
+    """Which block does an item, and what it has done before, changes nothing."""
+    q, k, _ = kit.window(3, 3, group, w, n, 64, torch.float16)
+    visible = torch.stack([kit.causal(w, n), kit.causal(w, n) // 2, kit.int32(*[0] * w)])
+    together = ops.window_attention(q, k, k, visible)
+    for b in range(3):
+        for h in range(3):
+            heads = slice(h * group, (h + 1) * group)
+            one = ops.window_attention(
+                q[b : b + 1, heads], k[b : b + 1, h : h + 1], k[b : b + 1, h : h + 1], visible[b : b + 1]
+            )
+            for alone, found in zip(one, together):
+                found = found[b : b + 1, heads] if found.shape[1] > 3 else found[b : b + 1, h : h + 1]
+                assert torch.equal(kit.bits(alone), kit.bits(found))
 
 
 def test_attention_of_limits_and_of_what_is_not_finite():

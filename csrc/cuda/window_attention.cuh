@@ -561,8 +561,8 @@ __global__ void __launch_bounds__(kWindowThreads)
 // plan.parts]. logits: [b, Hq, n], of one row for each query head, or null.
 inline void attention_parts_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, float* parts, RowSum* sums,
                                  float* logits, cudaStream_t stream) {
-  if (!logits && sm90::window_pass(p.window, &p.v, plan.splits.count, plan.splits.keys, reinterpret_cast<float2*>(sums),
-                                   parts, stream))
+  if (sm90::window_pass(p.window, &p.v, plan.splits.count, plan.splits.keys, reinterpret_cast<float2*>(sums), parts,
+                        logits, stream))
     return;
   const dim3 grid = grid_of(p.window.b * p.window.heads * plan.splits.count * plan.row_blocks);
   const auto run = [&](auto type, auto width) {

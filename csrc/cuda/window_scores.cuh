@@ -407,7 +407,7 @@ struct SumsMemory {
 inline void window_sums_cuda(const Window& p, const SumsPlan& plan, RowSum* partial_sums, float* logits,
                              cudaStream_t stream) {
   if (!logits && sm90::window_pass(p, nullptr, plan.splits.count, plan.splits.keys,
-                                   reinterpret_cast<float2*>(partial_sums), nullptr, stream))
+                                   reinterpret_cast<float2*>(partial_sums), nullptr, nullptr, stream))
     return;
   const int state = static_cast<int>(sizeof(float4)) * kWindowThreads / 8;  // of a row
   const RowChunks chunks = RowChunks::of(p, RowLayout::of(1, plan.rows), state + static_cast<int>(sizeof(int)));

@@ -160,13 +160,6 @@ void multiply_keys(float (&x)[kKeys / 2], const T* q, const T* k, CUDASIM_AT) {
   begin_keys<T, kDim, kKeys>(x, q, k, at);
   wait_products<0>(x);
 }
-template <class T, int kDim, int kKeys>
-void add_values(float (&o)[kDim / 2], const float (&x)[kKeys / 2], const T* v, CUDASIM_AT) {
-  Weights<T, kKeys> weights;
-  weights.round(x);
-  begin_values<T, kDim, kKeys>(o, weights, v, at);
-  wait_products<0>(o);
-}
 
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float max_or_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? CUDART_NAN_F : fmaxf(a, b); }

@@ -9,6 +9,7 @@
 #include <cute/tensor.hpp>
 // CuTe's first header comes first.
 #include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
 
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/atom/mma_atom.hpp>
@@ -119,9 +120,9 @@ constexpr bool lies_as_expected() {
 }
 static_assert(lies_as_expected<BFloat16, 128, 64>() && lies_as_expected<Half, 64, 128>());
 
-// c (+)= a b, by the 128 threads of a warpgroup; complete on return.
+// Begins c (+)= a b, by the 128 threads of a warpgroup.
 template <bool kAdd, class Mma, class A, class B, class C>
-__device__ inline void multiply(Mma& mma, const A& a, const B& b, C& c) {
+__device__ inline void begin_product(Mma& mma, const A& a, const B& b, C& c) {
   cute::warpgroup_fence_operand(c);
   cute::warpgroup_arrive();
   mma.accumulate_ = kAdd ? cute::GMMA::ScaleOut::One : cute::GMMA::ScaleOut::Zero;
@@ -131,8 +132,18 @@ __device__ inline void multiply(Mma& mma, const A& a, const B& b, C& c) {
     mma.accumulate_ = cute::GMMA::ScaleOut::One;
   }
   cute::warpgroup_commit_batch();
-  cute::warpgroup_wait<0>();
-  cute::warpgroup_fence_operand(c);
+}
+
+// Waits until at most kUnderWay products are, those that began last. sums: the accumulators of the others, which may be
+// touched from here on; what the products have read may be overwritten.
+template <int kUnderWay, class... Sums>
+__device__ inline void wait_products(Sums&... sums) {
+  cute::warpgroup_wait<kUnderWay>();
+  const auto settle = [](auto& x) {
+    CUTE_UNROLL
+    for (auto& sum : x) cute::warpgroup_fence_operand(sum);
+  };
+  (settle(sums), ...);
 }
 
 template <class Layout, class T>
@@ -140,40 +151,56 @@ __device__ inline auto in_shared(const T* data) {
   return cute::make_tensor(cute::make_smem_ptr(reinterpret_cast<const Element<T>*>(data)), Layout{});
 }
 
-// x = q k^T, of [kRows, kDim] and [kKeys, kDim].
+// Begins x = q k^T, of [kRows, kDim] and [kKeys, kDim].
 template <class T, int kDim, int kKeys>
-__device__ inline void multiply_keys(float (&x)[kKeys / 2], const T* q, const T* k) {
+__device__ inline void begin_keys(float (&x)[kKeys / 2], const T* q, const T* k) {
   using Of = Logits<T, kDim, kKeys>;
   typename Of::Mma mma;
   const auto slice = mma.get_slice(threadIdx.x % 128);
   cute::Tensor c = cute::make_tensor(cute::make_rmem_ptr(x),
                                      cute::partition_fragment_C(mma, Shape<Int<kRows>, Int<kKeys>>{}).layout());
-  multiply<false>(mma, slice.partition_fragment_A(in_shared<typename Of::Q>(q)),
-                  slice.partition_fragment_B(in_shared<typename Of::K>(k)), c);
+  begin_product<false>(mma, slice.partition_fragment_A(in_shared<typename Of::Q>(q)),
+                       slice.partition_fragment_B(in_shared<typename Of::K>(k)), c);
 }
 
-// o += weights v, of [kRows, kKeys], rounded to T, and [kKeys, kDim].
+// Weights [kRows, kKeys] as the tensor cores take them: the thread's own, rounded to T.
+template <class T, int kKeys>
+struct Weights {
+  uint32_t pairs[kKeys / 4];
+
+  __device__ void round(const float (&x)[kKeys / 2]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kKeys / 4; ++i) {
+      if constexpr (std::is_same_v<T, Half>) {
+        const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+        pairs[i] = reinterpret_cast<const uint32_t&>(pair);
+      } else {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+        pairs[i] = reinterpret_cast<const uint32_t&>(pair);
+      }
+    }
+  }
+};
+
+// Begins o += weights v, of [kRows, kKeys] and [kKeys, kDim].
 template <class T, int kDim, int kKeys>
-__device__ inline void add_values(float (&o)[kDim / 2], const float (&weights)[kKeys / 2], const T* v) {
+__device__ inline void begin_values(float (&o)[kDim / 2], Weights<T, kKeys>& weights, const T* v) {
   using Of = Values<T, kDim, kKeys>;
   typename Of::Mma mma;
   const auto slice = mma.get_slice(threadIdx.x % 128);
-  cute::Tensor a = cute::make_tensor<Element<T>>(typename Of::Weights{});
-  cute::Tensor pairs = cute::recast<uint32_t>(a);
-  CUTE_UNROLL
-  for (int i = 0; i < cute::size(pairs); ++i) {
-    if constexpr (std::is_same_v<T, Half>) {
-      const __half2 pair = __floats2half2_rn(weights[2 * i], weights[2 * i + 1]);
-      pairs(i) = reinterpret_cast<const uint32_t&>(pair);
-    } else {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(weights[2 * i], weights[2 * i + 1]);
-      pairs(i) = reinterpret_cast<const uint32_t&>(pair);
-    }
-  }
+  cute::Tensor a =
+      cute::make_tensor(cute::make_rmem_ptr(reinterpret_cast<Element<T>*>(weights.pairs)), typename Of::Weights{});
   cute::Tensor c = cute::make_tensor(cute::make_rmem_ptr(o),
                                      cute::partition_fragment_C(mma, Shape<Int<kRows>, Int<kDim>>{}).layout());
   cute::warpgroup_fence_operand(a);
-  multiply<true>(mma, a, slice.partition_fragment_B(in_shared<typename Of::V>(v)), c);
+  begin_product<true>(mma, a, slice.partition_fragment_B(in_shared<typename Of::V>(v)), c);
+}
+
+// A product that is waited for at once.
+template <class T, int kDim, int kKeys>
+__device__ inline void multiply_keys(float (&x)[kKeys / 2], const T* q, const T* k) {
+  begin_keys<T, kDim, kKeys>(x, q, k);
+  wait_products<0>(x);
 }
 
 // 2^x, 0 for what would be subnormal.
@@ -183,14 +210,37 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
-// Barrier `id` of `threads` threads.
+// The larger of two, NaN if one is.
+__device__ inline float max_or_nan(float a, float b) {
+  float x;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+}
+
+// Registers per thread, of a warpgroup, from here on: fewer, or more once others have given theirs.
+template <int kRegisters>
+__device__ inline void give_registers() {
+  cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
+}
+template <int kRegisters>
+__device__ inline void take_registers() {
+  cutlass::arch::warpgroup_reg_alloc<kRegisters>();
+}
+
+// Barrier `id` of `threads` threads; and to come to it without waiting there.
 __device__ inline void meet(int threads, int id) {
   cutlass::arch::NamedBarrier::sync(threads, id);
 }
+__device__ inline void come_by(int threads, int id) {
+  cutlass::arch::NamedBarrier::arrive(threads, id);
+}
 
-// The same, and what they have stored in shared memory is there for wgmma and TMA too.
-__device__ inline void share_stores(int threads, int id) {
+// What this thread has stored in shared memory is there for wgmma and TMA too, for those that a barrier tells of it.
+__device__ inline void fence_stores() {
   cutlass::arch::fence_view_async_shared();
+}
+__device__ inline void share_stores(int threads, int id) {
+  fence_stores();
   meet(threads, id);
 }
 

@@ -10,8 +10,8 @@ bool window_scores(const Window& p, const LseView& lse, cudaStream_t stream) {
 }
 
 bool window_pass(const Window& p, const KVView* v, int64_t splits, int64_t split_keys, float2* sums, float* out,
-                 cudaStream_t stream) {
-  return window_pass_hopper(p, v, splits, split_keys, sums, out, stream);
+                 float* logits, cudaStream_t stream) {
+  return window_pass_hopper(p, v, splits, split_keys, sums, out, logits, stream);
 }
 
 bool assign_prototypes(const AssignPrototypesParams& p, const KVView& units, int64_t rows, cudaStream_t stream) {

@@ -14,9 +14,10 @@ bool window_scores(const Window& p, const LseView& lse, cudaStream_t stream);
 
 // Of each row and each split, split_keys keys from the first valid slot + split * split_keys on, the largest logit,
 // times log2(e), and the sum of 2^(logit - it). v null: sums are [b * heads, splits, rows]. Else v is [b, heads, n,
-// dv], sums are [b * heads, rows, splits], and `out`, [.., dv], gets the sum of 2^(logit - it) v.
+// dv], sums are [b * heads, rows, splits], and `out`, [.., dv], gets the sum of 2^(logit - it) v. logits: null, or with
+// v [b * heads, rows, n], to get the logits, times log2(e), of the keys that a row sees.
 bool window_pass(const Window& p, const KVView* v, int64_t splits, int64_t split_keys, float2* sums, float* out,
-                 cudaStream_t stream);
+                 float* logits, cudaStream_t stream);
 
 // The assignment. units: the prototypes as unit vectors of k's dtype, [b, heads, rows, d], 0 for those that cannot win.
 bool assign_prototypes(const AssignPrototypesParams& p, const KVView& units, int64_t rows, cudaStream_t stream);
@@ -24,7 +25,7 @@ bool assign_prototypes(const AssignPrototypesParams& p, const KVView& units, int
 inline bool window_scores(const Window&, const LseView&, cudaStream_t) {
   return false;
 }
-inline bool window_pass(const Window&, const KVView*, int64_t, int64_t, float2*, float*, cudaStream_t) {
+inline bool window_pass(const Window&, const KVView*, int64_t, int64_t, float2*, float*, float*, cudaStream_t) {
   return false;
 }
 inline bool assign_prototypes(const AssignPrototypesParams&, const KVView&, int64_t, cudaStream_t) {

@@ -3,7 +3,8 @@
 // A block of threads is two consumer warpgroups (128 threads each, as wgmma wants them) and one producer warp. The
 // producer's first thread has the copy engine fill a ring of stages in shared memory with keys; each stage has two
 // mbarriers, `full` and `empty`. Nothing else synchronises the three, so that one warpgroup multiplies while the other
-// does exponentials, and the copies run ahead of both.
+// does exponentials, and the copies run ahead of both. (window_attention.cuh has a producer warpgroup, and more to
+// tell.)
 //
 // The rows of one KV head, G * w of them, lie in tiles of 64. A row of a tile that is none, or that counts nothing, is
 // zero: its logits are finite wherever the key is, and what comes of them is weighted with 0 or not stored.
@@ -53,26 +54,36 @@ struct Seen {
   }
 };
 
-// Tile `tile` into shared memory, by all consumers.
-template <class T>
-__device__ inline void load_queries(const Window& p, const QueryRows& rows, int tile, T* to, bool wide) {
-  const int64_t first = p.first(rows.batch);
-  const int pieces = static_cast<int>(p.d) / kPiece<T>;
-  for (int i = threadIdx.x; i < kRows * pieces; i += kConsumers) {
-    const int row = i / pieces, column = i % pieces * kPiece<T>, index = tile * kRows + row;
-    uint4 piece{};
-    if (index < rows.count(p) && p.limit(rows.batch, index % p.w) > first) {
-      const char* const from = p.q.row(rows.batch, rows.head + index / p.w, index % p.w) + column * p.q.stride_d;
-      if (wide) {
-        piece = __ldg(reinterpret_cast<const uint4*>(from));
-      } else {
-        unsigned x[8];
+// Rows [first, first + count) of tile `tile` into shared memory, by a warp.
+template <class T, int kDim>
+__device__ inline void load_queries(const Window& p, const QueryRows& rows, int tile, int first, int count, T* to,
+                                    bool wide) {
+  constexpr int kPieces = kDim / kPiece<T>, kAtOnce = 32 / kPieces;  // of a row; rows
+  const int lane = threadIdx.x % 32, column = lane % kPieces * kPiece<T>, w = static_cast<int>(p.w);
+  const int64_t start = p.first(rows.batch);
+  for (const int end = first + count; first < end; first += 32) {
+    const int index = tile * kRows + first + lane;  // each lane looks for a row
+    uint64_t own = 0;
+    if (first + lane < end && index < rows.count(p) && p.limit(rows.batch, index % w) > start)
+      own = reinterpret_cast<uintptr_t>(p.q.row(rows.batch, rows.head + index / w, index % w));
+#pragma unroll 4
+    for (int i = 0; i < min(32, end - first); i += kAtOnce) {
+      const int row = i + lane / kPieces;
+      const char* from = reinterpret_cast<const char*>(__shfl_sync(kWarp, own, row));
+      uint4 piece{};
+      if (from) {
+        from += column * p.q.stride_d;
+        if (wide) {
+          piece = __ldg(reinterpret_cast<const uint4*>(from));
+        } else {
+          unsigned x[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] = __ldg(reinterpret_cast<const unsigned short*>(from + j * p.q.stride_d));
-        piece = make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
+          for (int j = 0; j < 8; ++j) x[j] = __ldg(reinterpret_cast<const unsigned short*>(from + j * p.q.stride_d));
+          piece = make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
+        }
       }
+      *reinterpret_cast<uint4*>(to + slab_at(first + row, column, kRows)) = piece;
     }
-    *reinterpret_cast<uint4*>(to + slab_at(row, column, kRows)) = piece;
   }
 }
 
@@ -105,9 +116,10 @@ struct Ring {
     stage -= stages;
     phase ^= 1;
   }
-  // The producer, before it copies so many bytes into the stage.
+  // The producer, before it writes into the stage; and before it copies so many bytes there.
+  __device__ void wait_empty() const { barrier_wait(empty + stage, phase ^ 1); }
   __device__ uint64_t* fill(int bytes) const {
-    barrier_wait(empty + stage, phase ^ 1);
+    wait_empty();
     barrier_announce(full + stage, bytes);
     return full + stage;
   }
@@ -136,7 +148,7 @@ inline bool serves(DType dtype, int64_t d, int64_t n) {
 }
 // And for such queries?
 inline bool serves(const Window& p) {
-  return p.w > 1 && p.softcap == 0 && serves(p.dtype, p.d, p.n);
+  return p.softcap == 0 && serves(p.dtype, p.d, p.n);
 }
 
 // fn(T{}) of 16-bit elements.

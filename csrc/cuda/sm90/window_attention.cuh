@@ -1,18 +1,37 @@
-// The first half of window_scores and window_attention for Hopper: of each row and each split of the keys,
+// Attention's partial sums for Hopper: what window_attention, and with K alone the first half of window_scores, make of
+// each row and each split of the keys,
 //
 //   m = max of its logits,  l = sum of exp(logit - m),  o = sum of exp(logit - m) v_j     (o with V only)
 //
 // which the combine kernel of the portable version adds up, in the order of the splits.
 //
-// Bytes that must move: K once, and V once; m, l, o are 4 (dv + 2) bytes for each row and split. A block of threads has
-// 128 rows (two tiles, one for each consumer warpgroup, which share the keys in the ring) and one split; of at most 64
-// rows it has one tile and two splits (a warpgroup and half of the ring for each). Blocks for more rows of the same
-// split follow one another, so that they find its keys in L2.
+// Bytes that must move: K once, and V once; m, l, o are 4 (dv + 2) bytes for each row and split. An item of work is two
+// tiles of 64 rows with one split of the keys, a tile for each of the two consumer warpgroups, which share the stages
+// of one ring; where there is only one tile, it is one tile with two splits, and a warpgroup and half of the stages for
+// each. The grid is as many blocks as there are multiprocessors; block x takes the items x, x + grid, ... Runs of rows
+// are the fastest index of an item: those of one split run at the same time, and find its keys in L2.
 //
-// As in FlashAttention-3 the weights stay in registers: a wgmma's accumulators lie as another takes its left operand.
-// One warpgroup multiplies while the other has its exponentials. A logit that is not finite is found as x * 0 is NaN
-// then; the thread that finds it, and every thread in a block of keys that some row does not see whole, goes over its
-// logits once more and takes out what does not belong.
+// A block, in the manner of FlashAttention-3:
+//
+//   warp 8        K0 V0 K1 V1 K2 V2 ...  by the copy engine into the ring, on into the next item
+//   warps 9, 10   the next item's queries, as soon as the last product with these is made; one warp per warpgroup
+//   warpgroup 0   K0 | weights 0 | K1 V0 ........... | K2 V1 ............. |       products that are begun
+//                                  |      weights 1 |       weights 2      |       what goes on meanwhile
+//   warpgroup 1        K0 | weights 0 | K1 V0 ............ | ...                   the same, half a step later
+//
+// So the tensor cores have the product with the next keys before the one with the last values is done, and a
+// warpgroup's exponentials go on beside its own product with V and beside the other's products. The two take turns to
+// begin products, lest they do the same at the same time. A stage is released when the product that reads it is done.
+// The accumulators of the logits lie as wgmma takes its left operand, so that weights stay in registers.
+//
+// Of an H200 (arithmetic, not yet measured on a GPU), for a tile of 64 rows and 128 keys, d = 128: 1024 cycles of the
+// tensor cores, 512 of the exponential units, and 444 instructions of each warp, a warp on each of four schedulers. One
+// row per query head (decoding) is padded to a tile of 64: a multiprocessor's share of the memory's bandwidth brings a
+// block of 128 keys and values in about 3300 cycles, so the tensor cores are idle two thirds of the time all the same.
+//
+// The maximum of a row tells of a logit that is NaN or +inf (-inf has the weight 0 anyway). A warp that finds one, and
+// every warp in a block of keys that some row does not see whole, goes over its logits and takes out what does not
+// belong.
 //
 // Not yet run on a GPU.
 #pragma once
@@ -22,18 +41,26 @@
 namespace kvops::sm90 {
 namespace {
 
-template <int kDim, bool kValues>
-constexpr int kPassKeys = kValues || kDim > 128 ? 64 : 128;  // of a block
+constexpr int kPassThreads = kConsumers + 128;         // registers are given by whole warpgroups
+constexpr int kPassRegisters = 216, kHelpersGet = 72;  // of a consumer, of the others: 256 a + 128 b <= 65536
+constexpr int kCopyWarp = 0, kQueryWarp = 1;           // behind the consumers'; a query warp for each warpgroup
+constexpr int kTurns = 1;                              // barriers, this and the next
 
-// Offsets in shared memory.
+template <int kDim>
+constexpr int kPassKeys = kDim > 128 ? 64 : 128;  // of a block; a stage has them or their values
+
+// Offsets in shared memory. The queries, [kGroups, kRows, d], come first.
 struct PassShared {
-  int stages, full, empty, bytes;  // Q, [tiles, kRows, d], comes first
+  int stages, full, empty, loaded, free, landed, bytes;
 
-  KVOPS_HOST_DEVICE PassShared(int tiles, int count, int stage_bytes, int d)
-      : stages(tiles * kRows * d * 2),
-        full(stages + count * stage_bytes),
+  KVOPS_HOST_DEVICE PassShared(int count, int keys, int d)
+      : stages(kGroups * kRows * d * 2),
+        full(stages + count * keys * d * 2),
         empty(full + count * 8),
-        bytes(empty + count * 8) {}
+        loaded(empty + count * 8),  // queries
+        free(loaded + kGroups * 8),
+        landed(free + kGroups * 8),
+        bytes(landed + 8) {}
 };
 
 // How the rows and the keys of each head are cut, and what comes of them.
@@ -41,138 +68,101 @@ struct PassPlan {
   int tiles;   // of kRows rows
   int splits;  // of the keys: split s begins at the first valid slot + s * split_keys
   int64_t split_keys;
-  float2* sums;  // [b * heads, splits, rows]: the largest logit, times log2(e), and the sum of 2^(logit - it)
-  float* out;    // with V sums are [b * heads, rows, splits], and this is too, [.., dv]: the sum of 2^(logit - it) v
+  int stages;
+  bool wide;      // queries in whole pieces
+  float2* sums;   // [b * heads, splits, rows]: the largest logit, times log2(e), and the sum of 2^(logit - it)
+  float* out;     // with V sums are [b * heads, rows, splits], and this is too, [.., dv]: the sum of 2^(logit - it) v
+  float* logits;  // [b * heads, rows, n], or null: times log2(e), of the keys that a row sees
 
   // By two tiles or by two splits.
   KVOPS_HOST_DEVICE bool shared() const { return tiles > 1; }
   KVOPS_HOST_DEVICE int row_blocks() const { return (tiles + 1) / 2; }
   KVOPS_HOST_DEVICE int split_blocks() const { return shared() ? splits : (splits + 1) / 2; }
+  KVOPS_HOST_DEVICE int64_t items(const Window& p) const { return p.b * p.heads * split_blocks() * row_blocks(); }
 };
 
-template <class T, int kDim, bool kValues>
-__global__ void __launch_bounds__(kThreads, 1)
-    window_pass_sm90_kernel(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values,
-                            const Window p, const PassPlan plan, int stages, bool wide) {
-  constexpr int kKeys = kPassKeys<kDim, kValues>, kStage = kKeys * kDim * (kValues ? 2 : 1);  // elements
-  unsigned char* const shared = aligned_shared();
-  const int tiles = plan.shared() ? 2 : 1;  // here
-  const PassShared at(tiles, stages, kStage * 2, kDim);
-  T* const q = reinterpret_cast<T*>(shared);
-  T* const stage = reinterpret_cast<T*>(shared + at.stages);
-  uint64_t* const full = reinterpret_cast<uint64_t*>(shared + at.full);
-  uint64_t* const empty = reinterpret_cast<uint64_t*>(shared + at.empty);
+// A block's way through its items, for each warp by itself.
+struct Walk {
+  const Window& p;
+  const PassPlan& plan;
+  int item, unit, batch, head, row_block, split_block;  // unit: a KV head of a batch row
+  Seen seen;
 
-  const int row_block = blockIdx.x % plan.row_blocks();
-  const int split_block = static_cast<int>(blockIdx.x / plan.row_blocks() % plan.split_blocks());
-  const int64_t unit = blockIdx.x / plan.row_blocks() / plan.split_blocks();  // a KV head
-  const QueryRows rows{unit / p.heads, unit % p.heads * p.group, p.group};
-  const int head = static_cast<int>(unit % p.heads), batch = static_cast<int>(rows.batch);
-  const Seen seen(p, rows.batch);
+  __device__ Walk(const Window& p, const PassPlan& plan) : p(p), plan(plan), item(blockIdx.x), seen(p, place()) {}
 
-  // Each group's ring and split. Of a split, what some row sees: count keys from `first` on.
-  const int own = plan.shared() ? stages : stages / kGroups;
-  const auto ring_of = [&](int group) {
-    const int before = plan.shared() ? 0 : group * own;
-    return Ring{full + before, empty + before, own};
-  };
-  const auto split_of = [&](int group) { return plan.shared() ? split_block : split_block * kGroups + group; };
-  const auto first_of = [&](int split) { return static_cast<int>(min(seen.first + split * plan.split_keys, p.n)); };
-  const auto count_of = [&](int split) {
-    const int64_t last = min(first_of(split) + plan.split_keys, static_cast<int64_t>(seen.last));
-    return split < plan.splits ? static_cast<int>(max(last - first_of(split), static_cast<int64_t>(0))) : 0;
-  };
-
-  if (threadIdx.x == 0) {
-    for (int group = 0; group < (plan.shared() ? 1 : kGroups); ++group) ring_of(group).init(plan.shared() ? 8 : 4);
-    barriers_made();
+  // Goes on. False behind the last.
+  __device__ bool next() {
+    item += gridDim.x;
+    if (item >= plan.items(p)) return false;
+    const int before = batch;
+    if (place() != before) seen = Seen(p, batch);
+    return true;
   }
-  __syncthreads();
 
-  if (threadIdx.x >= kConsumers) {  // the producer
-    if (threadIdx.x == kConsumers) {
-      Ring rings[kGroups] = {ring_of(0), ring_of(1)};
-      const int first[kGroups] = {first_of(split_of(0)), first_of(split_of(1))};
-      const int count[kGroups] = {count_of(split_of(0)), plan.shared() ? 0 : count_of(split_of(1))};
-      for (int key = 0; key < max(count[0], count[1]); key += kKeys) {
+  // What a consumer warpgroup has to do: a tile of rows and those keys of a split that some row sees, from `first` on.
+  struct Share {
+    int tile, split, first, count;
+  };
+  __device__ Share share(int group) const {
+    Share x;
+    x.tile = row_block * 2 + (plan.shared() ? group : 0);
+    x.split = plan.shared() ? split_block : split_block * kGroups + group;
+    x.first = static_cast<int>(min(seen.first + x.split * plan.split_keys, p.n));
+    const int64_t last = min(x.first + plan.split_keys, static_cast<int64_t>(seen.last));
+    x.count = x.split < plan.splits ? static_cast<int>(max(last - x.first, static_cast<int64_t>(0))) : 0;
+    return x;
+  }
+  __device__ QueryRows rows() const { return {batch, head * p.group, p.group}; }
+
+ private:
+  __device__ int place() {
+    const int heads = static_cast<int>(p.heads), rest = item / plan.row_blocks();
+    row_block = item % plan.row_blocks();
+    split_block = rest % plan.split_blocks();
+    unit = rest / plan.split_blocks();
+    head = unit % heads;
+    return batch = unit / heads;
+  }
+};
+
+// What a thread knows of its two rows.
+struct RowPair {
+  int limit[2];  // from the split's first key on
+  float most[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
+
+  // Makes the products with the keys from `key` on weights: 2^(scale x - scale most). What was added up before is to be
+  // multiplied by `rescale`.
+  template <int kKeys>
+  __device__ void weigh(float (&x)[kKeys / 2], float (&rescale)[2], float scale, int key, bool all_seen) {
+    const int thread = threadIdx.x % 128;
+    float top[2];
+    for (bool careful = !all_seen;; careful = true) {
+      if (careful) {
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          if (key >= count[group]) continue;
-          Ring& ring = rings[group];
-          T* const to = stage + (ring.full - full + ring.stage) * kStage;
-          uint64_t* const barrier = ring.fill(kStage * 2);
-          copy_keys<T, kDim, kKeys>(keys, barrier, to, first[group] + key, head, batch);
-          if constexpr (kValues)
-            copy_keys<T, kDim, kKeys>(values, barrier, to + kKeys * kDim, first[group] + key, head, batch);
-          ring.advance(1);
+        for (int j = 0; j < kKeys / 2; ++j) {
+          const bool seen = key + Accumulator::column(thread, j) < limit[j / 2 % 2],
+                     finite = fabsf(x[j]) < CUDART_INF_F;
+          x[j] = seen & finite ? x[j] : -CUDART_INF_F;
         }
       }
-    }
-    return;
-  }
-
-  const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
-  for (int tile = 0; tile < tiles; ++tile) load_queries(p, rows, row_block * 2 + tile, q + tile * kRows * kDim, wide);
-  share_stores(kConsumers, kAllConsumers);
-
-  Ring ring = ring_of(group);
-  T* const own_stages = stage + (ring.full - full) * kStage;
-  const int split = split_of(group), first = first_of(split), count = count_of(split);
-  const int tile = plan.shared() ? group : 0;
-  const int row = (row_block * 2 + tile) * kRows + Accumulator::row(thread, 0);  // and 8 below
-  int limit[2];                                                                  // from `first` on
 #pragma unroll
-  for (int r = 0; r < 2; ++r)
-    limit[r] = row + 8 * r < rows.count(p)
-                   ? min(static_cast<int>(p.limit(rows.batch, (row + 8 * r) % p.w)) - first, count)
-                   : 0;
-  const int all_seen = min(seen.all - first, count);
-
-  float o[kValues ? kDim / 2 : 1] = {};
-  float most[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
-  const float scale = p.scale * kLog2e;
-
-  for (int key = 0; key < count; key += kKeys, ring.advance(1)) {
-    T* const k = own_stages + ring.stage * kStage;
-    ring.wait();
-    if constexpr (kValues) {
-      if (key + kKeys > count) {           // values of other splits, or that no row sees: 0 * NaN would be NaN
-        constexpr int kPieces = kDim / 8;  // of a row
-        const int writer = plan.shared() ? threadIdx.x : thread, writers = plan.shared() ? kConsumers : 128;
-        for (int j = (count - key) * kPieces + writer; j < kKeys * kPieces; j += writers)
-          *reinterpret_cast<uint4*>(k + kKeys * kDim + slab_at(j / kPieces, j % kPieces * 8, kKeys)) = uint4{};
-        if (plan.shared())
-          share_stores(kConsumers, kAllConsumers);
-        else
-          share_stores(128, kOwnGroup + group);
+      for (int r = 0; r < 2; ++r) {
+        float chains[2] = {most[r], -CUDART_INF_F};
+#pragma unroll
+        for (int j = 0; j < kKeys / 2; ++j)
+          if (j / 2 % 2 == r) chains[j % 2] = max_or_nan(chains[j % 2], x[j]);
+        top[r] = max_or_nan(chains[0], chains[1]);
+        top[r] = max_or_nan(top[r], __shfl_xor_sync(kWarp, top[r], 1));
+        top[r] = max_or_nan(top[r], __shfl_xor_sync(kWarp, top[r], 2));
       }
+      if (!__any_sync(kWarp, !(max_or_nan(top[0], top[1]) < CUDART_INF_F))) break;
     }
-    float x[kKeys / 2];
-    multiply_keys<T, kDim, kKeys>(x, q + tile * kRows * kDim, k);
-    if constexpr (!kValues) ring.release();
-
-    float poison = 0;
-#pragma unroll
-    for (int j = 0; j < kKeys / 2; ++j) poison = fmaf(x[j], 0.0f, poison);
-    if (key + kKeys > all_seen || poison != 0.0f) {
-#pragma unroll
-      for (int j = 0; j < kKeys / 2; ++j) {
-        const bool usable = key + Accumulator::column(thread, j) < limit[j / 2 % 2] && fabsf(x[j]) < CUDART_INF_F;
-        x[j] = usable ? x[j] : -CUDART_INF_F;
-      }
-    }
-    float base[2], rescale[2];
+    float base[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float next = most[r];
-#pragma unroll
-      for (int j = 0; j < kKeys / 2; ++j)
-        if (j / 2 % 2 == r) next = fmaxf(next, x[j]);
-      next = fmaxf(next, __shfl_xor_sync(kWarp, next, 1));
-      next = fmaxf(next, __shfl_xor_sync(kWarp, next, 2));
-      base[r] = next == -CUDART_INF_F ? 0.0f : next * scale;
+      base[r] = top[r] == -CUDART_INF_F ? 0.0f : top[r] * scale;
       rescale[r] = exp2_fast(fmaf(most[r], scale, -base[r]));
-      most[r] = next;
+      most[r] = top[r];
       sum[r] *= rescale[r];
     }
 #pragma unroll
@@ -180,55 +170,296 @@ __global__ void __launch_bounds__(kThreads, 1)
       x[j] = exp2_fast(fmaf(x[j], scale, -base[j / 2 % 2]));
       sum[j / 2 % 2] += x[j];
     }
-    if constexpr (kValues) {
-#pragma unroll
-      for (int j = 0; j < kDim / 2; ++j) o[j] *= rescale[j / 2 % 2];
-      add_values<T, kDim, kKeys>(o, x, k + kKeys * kDim);
-      ring.release();
-    }
+  }
+};
+
+// The consumer warpgroups' turns to begin products: group 0 is first, and neither goes twice. Without effect where each
+// has a split of its own, of as many keys as it may be.
+struct Turns {
+  bool taken;
+  int group;
+
+  __device__ Turns(bool taken, int group) : taken(taken), group(group) {
+    if (group == 1) pass();
+  }
+  __device__ void take() const {
+    if (taken) meet(kConsumers, kTurns + group);
+  }
+  __device__ void pass() const {
+    if (taken) come_by(kConsumers, kTurns + 1 - group);
+  }
+};
+
+// A block of threads, as each of its threads knows it.
+template <class T, int kDim, bool kValues>
+struct PassBlock {
+  static constexpr int kKeys = kPassKeys<kDim>, kStage = kKeys * kDim, kTile = kRows * kDim;  // elements
+  const Window& p;
+  const PassPlan& plan;
+  T *queries, *stages;
+  Ring ring;  // of all stages
+  Ring rows;  // of the queries: a stage for each warpgroup
+  uint64_t* landed;
+
+  __device__ PassBlock(const Window& p, const PassPlan& plan, unsigned char* shared) : p(p), plan(plan) {
+    const PassShared at(plan.stages, kKeys, kDim);
+    const auto barriers = [&](int offset) { return reinterpret_cast<uint64_t*>(shared + offset); };
+    queries = reinterpret_cast<T*>(shared);
+    stages = reinterpret_cast<T*>(shared + at.stages);
+    ring = {barriers(at.full), barriers(at.empty), plan.stages};
+    rows = {barriers(at.loaded), barriers(at.free), kGroups};
+    landed = barriers(at.landed);
   }
 
+  // By one thread.
+  __device__ void init() const {
+    ring.init(plan.shared() ? 8 : 4);
+    rows.init(4);
+    barrier_init(landed, 1);
+    barriers_made();
+  }
+
+  // A warpgroup's share of the stages: all, or its half.
+  __device__ Ring ring_of(int group) const {
+    if (plan.shared()) return ring;
+    const int own = plan.stages / kGroups;
+    return {ring.full + group * own, ring.empty + group * own, own};
+  }
+  __device__ Ring rows_of(int group) const { return {rows.full + group, rows.empty + group, 1}; }
+  __device__ T* stage_of(const Ring& x) const { return stages + (x.full - ring.full + x.stage) * kStage; }
+
+  // The producer: K and V of all items, by a warp whose first lane begins the copies.
+  __device__ void copy_items(const TensorMap& keys, const TensorMap& values) const {
+    const int lane = threadIdx.x % 32;
+    Ring rings[kGroups] = {ring_of(0), ring_of(1)};
+    unsigned phase = 0;  // of `landed`
+    Walk walk(p, plan);
+    do {
+      const Walk::Share shares[kGroups] = {walk.share(0), walk.share(1)};
+      const int others = plan.shared() ? 0 : shares[1].count;
+      for (int key = 0; key < max(shares[0].count, others); key += kKeys) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    sum[r] += __shfl_xor_sync(kWarp, sum[r], 1);
-    sum[r] += __shfl_xor_sync(kWarp, sum[r], 2);
-    if (row + 8 * r >= rows.count(p) || split >= plan.splits) continue;
-    const bool counts = limit[r] > 0;  // others have added up weights of a zero query
-    const int64_t count = rows.count(p), its = row + 8 * r;
-    const int64_t to =
-        kValues ? (unit * count + its) * plan.splits + split : (unit * plan.splits + split) * count + its;
-    if (thread % 4 == 0) plan.sums[to] = counts ? make_float2(most[r] * scale, sum[r]) : make_float2(-CUDART_INF_F, 0);
-    if constexpr (kValues) {
-      float* const out = plan.out + to * kDim;
+        for (int group = 0; group < kGroups; ++group) {
+          Ring& to = rings[group];
+          const int at = shares[group].first + key, left = (group == 0 ? shares[0].count : others) - key;
+          if (left <= 0) continue;
+          if (lane == 0) copy_keys<T, kDim, kKeys>(keys, to.fill(kStage * 2), stage_of(to), at, walk.head, walk.batch);
+          to.advance(1);
+          if constexpr (kValues) {
+            T* const v = stage_of(to);
+            if (left >= kKeys) {
+              if (lane == 0) copy_keys<T, kDim, kKeys>(values, to.fill(kStage * 2), v, at, walk.head, walk.batch);
+            } else {
+              // Behind them are values of other splits, or that no row sees: 0 * NaN would be NaN. So the consumers get
+              // the stage when these are 0.
+              if (lane == 0) {
+                to.wait_empty();
+                barrier_announce(landed, kStage * 2);
+                copy_keys<T, kDim, kKeys>(values, landed, v, at, walk.head, walk.batch);
+              }
+              barrier_wait(landed, phase);
+              phase ^= 1;
+              constexpr int kPieces = kDim / 8;  // of a row
+              for (int j = left * kPieces + lane; j < kKeys * kPieces; j += 32)
+                *reinterpret_cast<uint4*>(v + slab_at(j / kPieces, j % kPieces * 8, kKeys)) = uint4{};
+              fence_stores();
+              __syncwarp();
+              if (lane == 0) barrier_arrive(to.full + to.stage);
+            }
+            to.advance(1);
+          }
+        }
+      }
+    } while (walk.next());
+  }
+
+  // A warp that loads the queries of a warpgroup.
+  __device__ void load_items(int group) const {
+    Ring to = rows_of(group);
+    Walk walk(p, plan);
+    do {
+      const Walk::Share share = walk.share(group);
+      if (share.count == 0) continue;
+      to.wait_empty();
+      load_queries<T, kDim>(p, walk.rows(), share.tile, 0, kRows, queries + group * kTile, plan.wide);
+      fence_stores();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(to.full);
+      to.advance(1);
+    } while (walk.next());
+  }
+
+  // A consumer warpgroup.
+  __device__ void attend_items(int group) const {
+    const int thread = threadIdx.x % 128;
+    const float scale = p.scale * kLog2e;
+    const T* const q = queries + group * kTile;
+    const Turns turns(plan.shared(), group);
+    Ring from = ring_of(group), own_rows = rows_of(group);
+    Walk walk(p, plan);
+    do {
+      const auto [tile, split, first, count] = walk.share(group);
+      const int row = tile * kRows + Accumulator::row(thread, 0), rows = walk.rows().count(p);  // and 8 below
+      RowPair pair;
 #pragma unroll
-      for (int j = 0; j < kDim / 2; j += 4)
-        *reinterpret_cast<float2*>(out + Accumulator::column(thread, j)) =
-            counts ? make_float2(o[j + 2 * r], o[j + 2 * r + 1]) : float2{};
+      for (int r = 0; r < 2; ++r)
+        pair.limit[r] =
+            row + 8 * r < rows
+                ? min(static_cast<int>(p.limit(walk.batch, (row + 8 * r) % static_cast<int>(p.w))) - first, count)
+                : 0;
+      const int all_seen = min(walk.seen.all - first, count);
+      const auto weigh = [&](float (&x)[kKeys / 2], float (&rescale)[2], int key) {
+        if constexpr (kValues) {
+          if (plan.logits) write_logits(x, walk.unit * rows + row, first + key, pair, key);
+        }
+        pair.template weigh<kKeys>(x, rescale, scale, key, key + kKeys <= all_seen);
+      };
+
+      float o[kValues ? kDim / 2 : 1] = {};
+      if (count > 0) {
+        float x[kKeys / 2], rescale[2];
+        own_rows.wait();
+        if constexpr (kValues) {
+          Weights<T, kKeys> weights;
+          const auto begin_next_keys = [&](const Ring& at) {
+            at.wait();
+            turns.take();
+            begin_keys<T, kDim, kKeys>(x, q, stage_of(at));
+          };
+          begin_next_keys(from);
+          turns.pass();
+          wait_products<0>(x);
+          from.release();
+          from.advance(1);
+          weigh(x, rescale, 0);
+          for (int key = kKeys;; key += kKeys) {  // from: the values of the weights in x
+            // Here and not behind weigh(): within a basic block the compiler moves the wait before the exponentials.
+            wait_products<0>(o);
+            if (key > kKeys) {
+              from.release();
+              from.advance(2);
+            }
+            if (__any_sync(kWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+              for (int j = 0; j < kDim / 2; ++j) o[j] *= rescale[j / 2 % 2];
+            }
+            weights.round(x);
+            if (key >= count) break;
+            Ring next = from;
+            next.advance(1);
+            begin_next_keys(next);
+            from.wait();
+            begin_values<T, kDim, kKeys>(o, weights, stage_of(from));
+            turns.pass();
+            wait_products<1>(x);
+            next.release();
+            weigh(x, rescale, key);
+          }
+          own_rows.release();
+          from.wait();
+          begin_values<T, kDim, kKeys>(o, weights, stage_of(from));
+          wait_products<0>(o);
+          from.release();
+          from.advance(1);
+        } else {
+          for (int key = 0; key < count; key += kKeys, from.advance(1)) {
+            from.wait();
+            turns.take();
+            begin_keys<T, kDim, kKeys>(x, q, stage_of(from));
+            turns.pass();
+            wait_products<0>(x);
+            from.release();
+            weigh(x, rescale, key);
+          }
+          own_rows.release();
+        }
+        own_rows.advance(1);
+      }
+
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float sum = pair.sum[r];
+        sum += __shfl_xor_sync(kWarp, sum, 1);
+        sum += __shfl_xor_sync(kWarp, sum, 2);
+        if (row + 8 * r >= rows || split >= plan.splits) continue;
+        const bool counts = pair.limit[r] > 0;  // others have added up weights of a zero query
+        const int64_t unit = walk.unit, its = row + 8 * r;
+        const int64_t to =
+            kValues ? (unit * rows + its) * plan.splits + split : (unit * plan.splits + split) * rows + its;
+        if (thread % 4 == 0)
+          plan.sums[to] = counts ? make_float2(pair.most[r] * scale, sum) : make_float2(-CUDART_INF_F, 0);
+        if constexpr (kValues) {
+          float* const out = plan.out + to * kDim;
+#pragma unroll
+          for (int j = 0; j < kDim / 2; j += 4)
+            *reinterpret_cast<float2*>(out + Accumulator::column(thread, j)) =
+                counts ? make_float2(o[j + 2 * r], o[j + 2 * r + 1]) : float2{};
+        }
+      }
+    } while (walk.next());
+  }
+
+  // The logits of the thread's two rows, the first of which is `row` of all, with the keys from slot `slot` on.
+  __device__ void write_logits(const float (&x)[kKeys / 2], int64_t row, int slot, const RowPair& pair, int key) const {
+    const int thread = threadIdx.x % 128;
+    const float scale = p.scale * kLog2e;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int seen = pair.limit[r] - key;
+      if (seen <= 0) continue;
+      float* const to = plan.logits + (row + 8 * r) * p.n + slot;
+#pragma unroll
+      for (int j = 0; j < kKeys / 2; ++j)
+        if (j / 2 % 2 == r && Accumulator::column(thread, j) < seen) to[Accumulator::column(thread, j)] = x[j] * scale;
     }
+  }
+};
+
+template <class T, int kDim, bool kValues>
+__global__ void __launch_bounds__(kPassThreads, 1)
+    window_pass_sm90_kernel(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values,
+                            const __grid_constant__ Window p, const __grid_constant__ PassPlan plan) {
+  const PassBlock<T, kDim, kValues> block(p, plan, aligned_shared());
+  if (threadIdx.x == 0) block.init();
+  __syncthreads();
+  if (threadIdx.x >= kConsumers) {
+    give_registers<kHelpersGet>();
+    const int warp = (threadIdx.x - kConsumers) / 32;
+    if (warp == kCopyWarp)
+      block.copy_items(keys, values);
+    else if (warp < kQueryWarp + kGroups)
+      block.load_items(warp - kQueryWarp);
+  } else {
+    take_registers<kPassRegisters>();
+    block.attend_items(__shfl_sync(kWarp, threadIdx.x / 128, 0));  // the compiler sees: the same in all lanes
   }
 }
 
 // False if it does not serve these. v: [b, heads, n, dv], or null for the sums alone.
 inline bool window_pass_hopper(const Window& p, const KVView* v, int64_t splits, int64_t split_keys, float2* sums,
-                               float* out, cudaStream_t stream) {
-  if (!serves(p) || (v && (v->row_bytes != p.k.row_bytes || p.d > 128))) return false;
-  PassPlan plan{static_cast<int>((p.group * p.w + kRows - 1) / kRows), static_cast<int>(splits), split_keys, sums, out};
-  const int64_t grid = p.b * p.heads * plan.split_blocks() * plan.row_blocks();
+                               float* out, float* logits, cudaStream_t stream) {
+  if (!serves(p) || (v ? v->row_bytes != p.k.row_bytes || p.d > 128 : p.w == 1)) return false;
+  PassPlan plan{.tiles = static_cast<int>((p.group * p.w + kRows - 1) / kRows),
+                .splits = static_cast<int>(splits),
+                .split_keys = split_keys,
+                .stages = 12,  // even, for two rings
+                .wide = wide_queries(p),
+                .sums = sums,
+                .out = out,
+                .logits = logits};
+  const int64_t items = plan.items(p), blocks = multiprocessors();
+  if (items > 0x3fffffff) return false;
   bool served = false;
   const auto run = [&](auto element, auto dim, auto with_values) {
     using T = decltype(element);
-    constexpr bool kValues = decltype(with_values)::value;
-    constexpr int kDim = decltype(dim)::value, kKeys = kPassKeys<kDim, kValues>;
-    const auto shared = [&](int stages) {
-      return PassShared(plan.shared() ? 2 : 1, stages, kKeys * kDim * (kValues ? 4 : 2), kDim).bytes;
-    };
-    int stages = 6;  // even, for two rings
-    while (shared(stages) > kSharedBytes) stages -= 2;
+    constexpr int kDim = decltype(dim)::value, kKeys = kPassKeys<kDim>;
+    while (PassShared(plan.stages, kKeys, kDim).bytes > kSharedBytes) plan.stages -= 2;
     TensorMap keys, values;
     if (!tensor_map<T>(keys, p.k, p.b, p.heads, p.n, kKeys)) return;
     if (!tensor_map<T>(values, v ? *v : p.k, p.b, p.heads, p.n, kKeys)) return;
-    launch<window_pass_sm90_kernel<T, kDim, kValues>>(grid_of(grid), kThreads, shared(stages) + 1024, stream, keys,
-                                                      values, p, plan, stages, wide_queries(p));
+    launch<window_pass_sm90_kernel<T, kDim, decltype(with_values)::value>>(
+        grid_of(items < blocks ? items : blocks), kPassThreads, PassShared(plan.stages, kKeys, kDim).bytes + 1024,
+        stream, keys, values, p, plan);
     served = true;
   };
   with_element(p.dtype, [&](auto element) {

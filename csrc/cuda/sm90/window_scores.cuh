@@ -104,7 +104,9 @@ __global__ void __launch_bounds__(kThreads, 1)
        j += kConsumers)
     if (j < static_cast<int64_t>(from) * kKeys || j >= static_cast<int64_t>(to) * kKeys) scores[j] = 0;
 
-  for (int tile = 0; tile < tiles; ++tile) load_queries(p, rows, tile, q + tile * kRows * kDim, wide);
+  constexpr int kOwnRows = kRows / (kConsumers / 32);  // of a warp
+  for (int tile = 0; tile < tiles; ++tile)
+    load_queries<T, kDim>(p, rows, tile, threadIdx.x / 32 * kOwnRows, kOwnRows, q + tile * kRows * kDim, wide);
   for (int r = threadIdx.x; r < tiles * kRows; r += kConsumers) {
     float of_row = -CUDART_INF_F;
     int its_limit = 0;
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // False if it does not serve these. The lse is given.
 inline bool window_scores_hopper(const Window& p, const LseView& lse, cudaStream_t stream) {
-  if (!serves(p) || p.reduce == Reduce::max || p.group_reduce == Reduce::max) return false;
+  if (!serves(p) || p.w == 1 || p.reduce == Reduce::max || p.group_reduce == Reduce::max) return false;
   const int64_t group = p.group_reduce == Reduce::none ? 1 : p.group, units = p.b * p.heads * p.group / group;
   const int tiles = static_cast<int>((group * p.w + kRows - 1) / kRows);
   bool served = false;
