@@ -37,6 +37,9 @@ struct Watcher {
   virtual void warp_meets(unsigned /*mask*/) {}  // the last of these lanes has come
   virtual void block_meets() {}
   virtual void access(Access, const void* /*p*/, size_t /*bytes*/) {}
+  virtual void publishes() {}       // what its block has stored is there for all
+  virtual void refreshes() {}       // what others have published is there for its block
+  virtual void fences() {}          // both, in __threadfence()
   virtual void past_l1() {}         // its next load asks L2
   virtual void hush(int /*by*/) {}  // 1: from here on its loads and stores are the simulator's; -1: no longer
 };

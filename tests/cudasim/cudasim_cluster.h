@@ -7,7 +7,9 @@ inline unsigned cluster_rank() { return sim.block->rank; }
 inline void cluster_sync(Where at = Where::current()) {
   Quiet quiet;
   Cluster& cluster = *sim.block->cluster;
+  if (watcher) watcher->publishes();
   sim.meet(cluster.barrier, sim.threads * unsigned(cluster.blocks.size()), {"cluster_sync", at}, nullptr, true, [] {});
+  if (watcher) watcher->refreshes();
 }
 
 // p, in this block's dynamic shared memory, as block `rank` of the cluster has it. It is taken for the access itself.
@@ -31,11 +33,14 @@ inline void* of_block(const void* p, unsigned rank) {
 // Flags between blocks. A load that finds nothing new lets others run.
 inline void store_release(unsigned* flag, unsigned value) {
   sim.preempt();
+  if (watcher) watcher->publishes();
+  told(Access::Atomic, flag, sizeof *flag);
   __atomic_store_n(flag, value, __ATOMIC_RELEASE);
   sim.progress();
 }
 inline unsigned load_acquire(const unsigned* flag) {
   sim.poll();
+  if (watcher) watcher->refreshes();
   return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
 }
 }  // namespace cudasim

@@ -513,43 +513,18 @@ struct Traffic final : Watcher {
 };
 Traffic traffic;
 
+void on_access(Access kind, const void* p, size_t bytes, uintptr_t from) { traffic.note(kind, p, bytes, from); }
+void on_switch(Lane&) {}
+
 }  // namespace
 }  // namespace cudasim
 
-// ---- In the place of ThreadSanitizer's runtime
-// -----------------------------------------------------------------------
-using cudasim::current, cudasim::Lane, cudasim::traffic, cudasim::Access;
+// ---- In the place of ThreadSanitizer's runtime -------------------------------------------------------------------
+using cudasim::current, cudasim::Lane, cudasim::traffic, cudasim::on_access, cudasim::on_switch;
+
+#include "cudasim_tsan.h"
 
 extern "C" {
-#define CALLER reinterpret_cast<uintptr_t>(__builtin_return_address(0))
-#define PLAIN(name, kind, bytes)                                       \
-  void __tsan_##name(void* p) {                                        \
-    if (!current->muted) traffic.note(Access::kind, p, bytes, CALLER); \
-  }
-#define BOTH(prefix, bytes)               \
-  PLAIN(prefix##read##bytes, Read, bytes) \
-  PLAIN(prefix##write##bytes, Write, bytes)
-BOTH(, 1)
-BOTH(, 2)
-BOTH(, 4)
-BOTH(, 8)
-BOTH(, 16)
-BOTH(unaligned_, 2)
-BOTH(unaligned_, 4)
-BOTH(unaligned_, 8)
-BOTH(unaligned_, 16)
-BOTH(volatile_, 1)
-BOTH(volatile_, 2)
-BOTH(volatile_, 4)
-BOTH(volatile_, 8)
-BOTH(volatile_, 16)
-void __tsan_read_range(void* p, size_t bytes) {
-  if (!current->muted) traffic.note(Access::Read, p, bytes, CALLER);
-}
-void __tsan_write_range(void* p, size_t bytes) {
-  if (!current->muted) traffic.note(Access::Write, p, bytes, CALLER);
-}
-
 void __tsan_func_entry(void* from) {
   Lane& lane = *current;
   if (!lane.block || lane.depth < 0) return;
@@ -563,45 +538,8 @@ void __tsan_func_exit() {
   if (current->depth > 0) --current->depth;
 }
 
-// The threads are the simulator's fibers. One that Quiet::begin() has muted does its work for it.
-void* __tsan_get_current_fiber() { return current; }
-void* __tsan_create_fiber(unsigned) { return new Lane; }
-void __tsan_switch_to_fiber(void* fiber, unsigned) { current = static_cast<Lane*>(fiber); }
-void AnnotateIgnoreReadsBegin(const char*, int) { ++current->muted; }
-void AnnotateIgnoreReadsEnd(const char*, int) { --current->muted; }
-void AnnotateIgnoreWritesBegin(const char*, int) {}
-void AnnotateIgnoreWritesEnd(const char*, int) {}
-
-void __tsan_init() {}
-void __tsan_acquire(void*) {}
-void __tsan_release(void*) {}
-void __tsan_vptr_read(void**) {}
-void __tsan_vptr_update(void**, void*) {}
-
-// Atomics are the simulator's, who tells of them itself, and the host's.
-#define ATOMIC(bits, T)                                                                                             \
-  T __tsan_atomic##bits##_load(const volatile T* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }           \
-  void __tsan_atomic##bits##_store(volatile T* p, T v, int) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }           \
-  T __tsan_atomic##bits##_exchange(volatile T* p, T v, int) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); } \
-  T __tsan_atomic##bits##_fetch_add(volatile T* p, T v, int) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); } \
-  T __tsan_atomic##bits##_fetch_sub(volatile T* p, T v, int) { return __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST); } \
-  T __tsan_atomic##bits##_fetch_and(volatile T* p, T v, int) { return __atomic_fetch_and(p, v, __ATOMIC_SEQ_CST); } \
-  T __tsan_atomic##bits##_fetch_or(volatile T* p, T v, int) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }   \
-  T __tsan_atomic##bits##_fetch_xor(volatile T* p, T v, int) { return __atomic_fetch_xor(p, v, __ATOMIC_SEQ_CST); } \
-  bool __tsan_atomic##bits##_compare_exchange_strong(volatile T* p, T* old, T v, int, int) {                        \
-    return __atomic_compare_exchange_n(p, old, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                       \
-  }                                                                                                                 \
-  bool __tsan_atomic##bits##_compare_exchange_weak(volatile T* p, T* old, T v, int, int) {                          \
-    return __atomic_compare_exchange_n(p, old, v, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                        \
-  }
-ATOMIC(8, uint8_t)
-ATOMIC(16, uint16_t)
-ATOMIC(32, uint32_t)
-ATOMIC(64, uint64_t)
-
-// ---- For tests
-// ------------------------------------------------------------------------------------------------------- Counts from
-// now on, with cold caches, on a GPU of so many multiprocessors and bytes of L2.
+// ---- For tests ---------------------------------------------------------------------------------------------------
+// Counts from now on, with cold caches, on a GPU of so many multiprocessors and bytes of L2.
 __attribute__((visibility("default"))) void cudasim_traffic_begin(uint64_t multiprocessors, uint64_t l2_bytes,
                                                                   uint64_t l1_bytes, uint64_t shared_bytes) {
   traffic.begin({multiprocessors, l2_bytes, l1_bytes, shared_bytes});

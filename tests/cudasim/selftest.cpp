@@ -194,7 +194,11 @@ __global__ void chain(unsigned* x) {  // x: a number of each block, then their f
   if (threadIdx.x == 0) block = kFault == 1 ? gridDim.x - 1 - blockIdx.x : atomicAdd(x + 2 * gridDim.x, 1u);
   __syncthreads();
   if (threadIdx.x == 5 && block) {
-    while (!cudasim::load_acquire(flags + block - 1));
+    if (kFault == 4) {
+      while (!atomicAdd(flags + block - 1, 0u));
+    } else {
+      while (!cudasim::load_acquire(flags + block - 1));
+    }
     x[block] = x[block - 1] + 1;
   }
   if (threadIdx.x == 5 && !block) x[0] = 1;
@@ -204,6 +208,30 @@ __global__ void chain(unsigned* x) {  // x: a number of each block, then their f
     atomicExch(flags + block, 1u);
   else if (kFault != 3)
     cudasim::store_release(flags + block, 1);
+}
+// The last block adds up what all have stored: 0 and 1 are sound.
+template <int kFault>
+__global__ void sum_of_blocks(int* x) {  // x: a number of each block, the counter, the sum
+  __shared__ bool last;
+  for (int i = 0; i < 4; ++i) __syncthreads();  // work that takes its time
+  if (threadIdx.x == 0) {
+    x[blockIdx.x] = int(blockIdx.x) + 1;
+    if (kFault != 2) __threadfence();
+    last = atomicAdd(x + gridDim.x, 1) == int(gridDim.x) - 1;
+  }
+  for (int i = 0; i < 4; ++i) __syncthreads();
+  if (!last || threadIdx.x != 32) return;
+  if (kFault != 3) __threadfence();
+  int sum = 0;
+  for (unsigned i = 0; i < gridDim.x; ++i) sum += kFault == 1 || kFault == 3 ? x[i] : __ldcg(x + i);
+  x[gridDim.x + 1] = sum;
+}
+__global__ void own_stores(int* x) {  // a block sees what it has stored, and so does whoever comes after
+  x[blockIdx.x * 32 + threadIdx.x] = int(threadIdx.x);
+  __syncthreads();
+  const int other = x[blockIdx.x * 32 + (threadIdx.x ^ 1)];
+  __syncthreads();
+  x[blockIdx.x * 32 + threadIdx.x] = other;
 }
 __global__ void meets_others(unsigned* x) {  // by seed: do other blocks run between two atomics of this one?
   const unsigned ticket = atomicAdd(x, 1u);
@@ -283,9 +311,18 @@ const char* run_chain(unsigned* x, int fault) {
   std::fill(x, x + 17, 0);
   if (fault == 1) RUN(chain<1>, 8, 32, 0, x);
   if (fault == 2) RUN(chain<2>, 8, 32, 0, x);
+  if (fault == 4) RUN(chain<4>, 8, 32, 0, x);
   if (fault == 3) RUN(chain<3>, 8, 32, 0, x);
   RUN(chain<0>, 8, 32, 0, x);
 }
+const char* run_sum_of_blocks(int* x, int fault) {
+  std::fill(x, x + 10, 0);
+  if (fault == 1) RUN(sum_of_blocks<1>, 8, 64, 0, x);
+  if (fault == 2) RUN(sum_of_blocks<2>, 8, 64, 0, x);
+  if (fault == 3) RUN(sum_of_blocks<3>, 8, 64, 0, x);
+  RUN(sum_of_blocks<0>, 8, 64, 0, x);
+}
+const char* run_own_stores(int* x) { RUN(own_stores, 2, 32, 0, x); }
 const char* run_meets_others(unsigned* x) {
   x[0] = x[1] = 0;
   RUN(meets_others, 8, 1, 0, x);
