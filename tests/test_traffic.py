@@ -161,6 +161,8 @@ SHORT = {  # those that need not, and why
     "lsh_bucket": "32 keys of a head",
     "window_lse": "a row each",
     "attention_combine": "a row each",
+    "anchor_total": "a sum for each head",
+    "select_cluster": "a cluster for each head",
     "pack_prototypes": "500 rows of a head",
     "cluster_means": "a cluster each",
     "cluster_order": "a cluster each",

@@ -81,32 +81,33 @@ class Call(NamedTuple):
 
 
 FP32 = torch.float32
-PARTS = "the parts of each row, one for each split of the keys, written and read"
+NEIGHBOURS = "the keys on either side of a block's own, which L2 no longer has where all blocks keep step"
+PARTS = "the parts of each row, one for each split of the keys, written and read; the same splits for 131,072 keys weigh less"
 LOGITS = "the logits of one row, 8 G bytes for each key, written and read; the second time partly from L2"
 CALLS = [
     Call("lag_score", l2=1.05, conflicts=2.4),
     Call("lag_score", FP32, l2=1.05, conflicts=0.3),
-    Call("anchor_cosine", l2=1.05, sectors=1.25, conflicts=1.6),
+    Call("anchor_cosine", l2=1.05, sectors=1.15, conflicts=1.8),
     Call("anchor_cosine", FP32, l2=1.05, conflicts=0.5),
     Call("select_topk", l2=1.4, sectors=1.15, conflicts=16),
     Call("window_scores", tokens=4096, conflicts=0.1),
-    Call("window_scores, no lse", tokens=4096, conflicts=12.5),
+    Call("window_scores, no lse", tokens=4096, l2=1.2, conflicts=12.5),
     Call("window_scores, 8 rows", tokens=4096),
-    Call("window_attention", tokens=4096, dram=1.13, l2=1.2, sectors=1.15, conflicts=3.7, why=PARTS),
-    Call("window_attention, decode", dram=1.1, l2=1.15, sectors=1.06, conflicts=0.1, why=LOGITS),
+    Call("window_attention", tokens=4096, dram=1.4, l2=1.52, sectors=1.4, conflicts=7.7, why=PARTS),
+    Call("window_attention, decode", dram=1.1, l2=1.15, sectors=1.06, conflicts=0.9, why=LOGITS),
     Call("gather_kv"),
     Call("compact_kv_"),
     Call("ladder_compact_"),
     Call("ladder_compact_, RoPE", sectors=1.15),
     Call("ladder_gather"),
     Call("rope_at_slots", sectors=1.8),
-    Call("outlier_degree", l2=4.3),
-    Call("outlier_degree", FP32, l2=4.3),
+    Call("outlier_degree", dram=1.2, l2=1.25, why=NEIGHBOURS),
+    Call("outlier_degree", FP32, dram=1.2, l2=1.25, why=NEIGHBOURS),
     Call("lsh_bucket", dram=1.1, l2=1.7, why="the indices and the projection: 32 keys of a head are few"),
     Call("build_prototypes", conflicts=49),
     Call("assign_prototypes", tokens=4096, dram=1.55, l2=1.55, why="the prototypes, as many as for 131,072 tokens"),
     Call(
-        "cluster_mean", dram=1.15, l2=2.7, conflicts=68, why="the sums of the clusters, as many as for 131,072 tokens"
+        "cluster_mean", dram=1.15, l2=2.7, conflicts=85, why="the sums of the clusters, as many as for 131,072 tokens"
     ),
     Call(
         "cluster_priority",
