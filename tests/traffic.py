@@ -59,7 +59,7 @@ class Call(NamedTuple):
 
     dram, l2: times the bytes that must move (`Row.bytes`). sectors: of all requests, times the fewest that their bytes
     fit into. conflicts: wavefronts of shared memory beyond the fewest, for each KiB that must move.
-    why: what is read or written beyond 1.05 times the bytes.
+    why: what is read or written beyond 1.05 times the bytes. lag: another than the benchmark's.
     """
 
     row: str
@@ -70,10 +70,11 @@ class Call(NamedTuple):
     sectors: float = 1.05
     conflicts: float = 0.0
     why: str = ""
+    lag: int | None = None
 
     @property
     def name(self) -> str:
-        return self.row + ", fp32" * (self.dtype is torch.float32)
+        return self.row + f", lag {self.lag}" * bool(self.lag) + ", fp32" * (self.dtype is torch.float32)
 
     @property
     def scale(self) -> int:
@@ -82,11 +83,14 @@ class Call(NamedTuple):
 
 FP32 = torch.float32
 NEIGHBOURS = "the keys on either side of a block's own, which L2 no longer has where all blocks keep step"
-PARTS = "the parts of each row, one for each split of the keys, written and read; the same splits for 131,072 keys weigh less"
+PARTS = (
+    "the parts of each row, one for each split of the keys, written and read; fewer for each key where keys are more"
+)
 LOGITS = "the logits of one row, 8 G bytes for each key, written and read; the second time partly from L2"
 CALLS = [
     Call("lag_score", l2=1.05, conflicts=2.4),
     Call("lag_score", FP32, l2=1.05, conflicts=0.3),
+    Call("lag_score", tokens=16384, l2=1.05, conflicts=2.0, lag=1024),
     Call("anchor_cosine", l2=1.05, sectors=1.15, conflicts=1.8),
     Call("anchor_cosine", FP32, l2=1.05, conflicts=0.5),
     Call("select_topk", l2=1.4, sectors=1.15, conflicts=16),
@@ -159,9 +163,13 @@ def measure(library: Path, calls: Iterable[Call]) -> Iterator[dict]:
     import kvops
     from kvops.bench.rows import ROWS, Case
 
+    class Made(Case):
+        lag = None
+
     made = []
     for call in calls:
-        row, case = ROWS[call.row], Case(call.tokens, call.dtype, HEADS)
+        row, case = ROWS[call.row], Made(call.tokens, call.dtype, HEADS)
+        case.lag = call.lag or Case.lag.fget(case)
         row.args(case), row.bytes(case), [form(case) for form in row.forms.values()]
         case.restore()
         made.append((call, row, case))
