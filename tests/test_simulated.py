@@ -37,7 +37,7 @@ SLOW = "dtypes_and_head_dims or every_16_bit or rows_at_any_address or partial_r
 LONG = "(window or sm90) and not (layouts or batch or limits or splits)"  # every path of theirs is in those
 # The same accesses with other arithmetic.
 ALIKE = "(window or sm90) and (reductions or not_finite) or prototypes and (ties or tiny or opposed or much_alike)"
-TALK = "compact or select_topk or cluster or outlier_degree and any_sizes"
+TALK = "compact or select_topk or cluster"
 
 # What runs where: build, order of threads, tests. Shapes and graphs (opcheck, compile) are the same on every device.
 RUNS = {
