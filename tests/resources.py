@@ -23,7 +23,7 @@ PAGE = ROOT / "docs/cuda.md"
 BEGIN, END = "<!-- resources -->\n", "<!-- end of resources -->\n"
 
 # How an instance for bf16 and head_dim 128 is known, where a kernel has such instances.
-COMMON = ("BFloat16", "128", "BFloat16, 4", "RowLanes<16, 1>", "uint4")
+COMMON = ("BFloat16", "128", "Band<BFloat16, 4>", "BFloat16, 4", "RowLanes<16, 1>", "uint4")
 
 
 RESERVED = 1024  # bytes that CUDA itself takes of a block's shared memory from sm_90 on, and that the report counts

@@ -1,6 +1,7 @@
 // The one door to CUDA for kernel files: nvcc's own headers, or the simulator's where a host compiler runs the kernels
 // in the tests. Kernel files (.cuh) include this and other .cuh files, nothing else.
 #pragma once
+#include <algorithm>
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -139,10 +140,13 @@ int clusters_at_once(unsigned cluster, dim3 block, size_t) {
 namespace kvops {
 namespace {
 
-// Above 48 KB, of static and dynamic shared memory together, a kernel must ask for what a block is to have.
+// Above 48 KB, of static and dynamic shared memory together, a kernel must ask for what a block may have. It asks for
+// all there is: threads that launch it with different sizes do not take it from each other.
 template <auto Kernel>
 void allow_shared_memory(size_t dynamic_bytes) {
-  if (static_shared_memory<Kernel>() + dynamic_bytes > 48 * 1024) allow_dynamic_shared_memory<Kernel>(dynamic_bytes);
+  const size_t fixed = static_shared_memory<Kernel>();
+  if (fixed + dynamic_bytes > 48 * 1024)
+    allow_dynamic_shared_memory<Kernel>(std::max(dynamic_bytes, shared_memory() - fixed));
 }
 
 // Kernel<<<grid, block, dynamic_bytes, stream>>>(args...), with errors as exceptions.

@@ -180,7 +180,9 @@ __device__ inline float careful_rows(const char* first_row, int64_t stride, int 
 
 // A channel's range in some rows. NaN, if there is one, makes it NaN.
 struct Range {
-  float least = CUDART_INF_F, most = -CUDART_INF_F;
+  float least, most;
+
+  __device__ static Range none() { return {CUDART_INF_F, -CUDART_INF_F}; }
   __device__ void add(float low, float high) {
     least = min_nan(least, low);
     most = max_nan(most, high);
@@ -386,7 +388,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
     Part* const own_parts = told_parts + step % 2 * 2;
     each_channel([&](int of, int c) {
       const T* const range = reinterpret_cast<const T*>(ranges + of * warps * 2 * kRowPieces) + c;
-      Range whole;
+      Range whole = Range::none();
 #pragma unroll 4
       for (int w = 0; w < warps; ++w)
         whole.add(to_float(range[2 * w * kChannels]), to_float(range[(2 * w + 1) * kChannels]));
@@ -407,7 +409,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
     if (cluster > 1) {
       cluster_sync();  // all blocks have told; what they tell in the next step goes to another place
       each_channel([&](int of, int c) {
-        Range whole;
+        Range whole = Range::none();
 #pragma unroll 4
         for (int block = 0; block < cluster; ++block) {
           const Range range = *of_block(own_ranges + of * kChannels + c, block);
@@ -489,9 +491,10 @@ template <class T, class Lanes>
 inline LagScorePlan lag_score_plan(const LagScoreParams& p, int cluster, int at_once = 0x7fffffff) {
   constexpr int64_t kRowPieces = Lanes::kLanes * Lanes::kPieces, kChannels = kRowPieces * kPiece<T>;
   constexpr int kMost = kMostWarps<T, Lanes> / 2;
-  LagScorePlan plan = {.cluster = cluster};
+  LagScorePlan plan = {};
+  plan.cluster = cluster;
   const int64_t rows = (p.lag - 1) / cluster + 1, variances = 6 * rows * static_cast<int64_t>(sizeof(float));
-  const auto shared = [&] {
+  const auto shared = [&]() -> int64_t {
     const int64_t of_warp = 2 * 32 * 16 * kAhead<T, Lanes> + 4 * 16 * kRowPieces + 2 * sizeof(Part);
     const int64_t told = cluster > 1 ? 4 * (kChannels * sizeof(Range) + sizeof(Part)) : 0;
     return plan.warps * of_warp + 4 * kChannels * sizeof(float) + 2 * sizeof(float2) + told;

@@ -184,7 +184,7 @@ struct RowState {
   uint4 held[kHeld ? kBlocks : 1][2];
   const char* queries;            // or of the 16 rows in shared memory
   float out[kWidth / 8][4] = {};  // as of tensor cores
-  float most[2] = {-CUDART_INF_F, -CUDART_INF_F};
+  float most[2] = {-HUGE_VALF, -HUGE_VALF};
   float sum[2] = {};    // of the lane's own keys
   int limit[2], least;  // the two rows', and the least of all 16
   float* logits[2];     // where the two rows have theirs, or null

@@ -128,7 +128,7 @@ struct Walk {
 // What a thread knows of its two rows.
 struct RowPair {
   int limit[2];  // from the split's first key on
-  float most[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
+  float most[2] = {-HUGE_VALF, -HUGE_VALF}, sum[2] = {};
 
   // Makes the products with the keys from `key` on weights: 2^(scale x - scale most). What was added up before is to be
   // multiplied by `rescale`.
