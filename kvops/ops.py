@@ -284,7 +284,9 @@ def gather_kv(
 
 
 def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """`gather_kv` in place: moves row indices[b, h, i] of k and v to slot i, without extra memory.
+    """`gather_kv` in place: moves row indices[b, h, i] of k and v to slot i.
+
+    It takes no extra memory; on a GPU 4 bytes for each 32 KiB that moves.
 
     indices: int64 [b, Hk, m], strictly ascending in each row, -1 only at the end (those slots become zeros). All of
     them are checked before the first write. k and v must not share memory, nor overlap themselves. Slots >= m are
@@ -361,7 +363,9 @@ def ladder_compact_(
     inv_freq: Tensor | None = None,
     interleaved: bool = False,
 ) -> tuple[Layers, Layers]:
-    """`ladder_gather` in place, without extra memory.
+    """`ladder_gather` in place.
+
+    It takes no extra memory; on a GPU 4 bytes for each 32 KiB that moves.
 
     Slots before the plan's first ladder are not touched, slots from len(plan) on are left with what they held. No two
     of the tensors may share memory. Returns the views k[:, :, :len(plan)] and v[:, :, :len(plan)], lists if k is one.
