@@ -46,8 +46,6 @@
 // row's sums are added within its lanes, ranges and maxima have no order, and the exponentials are added in fixed
 // point, which has none either. Not yet measured on a GPU.
 #pragma once
-#include <algorithm>
-
 #include "../ops/lag_score.h"
 #include "async.cuh"
 #include "cluster.cuh"

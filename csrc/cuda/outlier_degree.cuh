@@ -23,9 +23,9 @@
 // L2.
 //
 // Counted in the code for sm_90a, d = 128: Band takes 180 instructions of a warp for 8 bf16 keys, so with the 80 that a
-// run of 64 meets 28 for a token; in fp32, which has twice the time, 77. Walk takes 149 in bf16. Predicted for Band in
-// bf16 are 80 % of the bytes' floor: DRAM at 90 % of its rate, 4 us of the first and last runs, 4 us of standardize. A
-// kappa of 9 to 16 would need twice the products and the registers of 8 more keys.
+// run of 64 meets 28 for a token; in fp32, which has twice the time, 77. Walk took 149 in bf16 at kappa 5. Predicted
+// for Band in bf16 are 80 % of the bytes' floor: DRAM at 90 % of its rate, 4 us of the first and last runs, 4 us of
+// standardize. A kappa of 9 to 16 would need twice the products and the registers of 8 more keys.
 //
 // The keys whose squared norm is not a comfortable float are rare. Band finds them on the diagonal and does their 8
 // keys again, with their rows times powers of two. Walk gets their norms in double, and makes them unit vectors in two
