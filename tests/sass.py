@@ -16,6 +16,7 @@ import argparse
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -183,9 +184,13 @@ def loops(code: list[Instruction]) -> list[Loop]:
 
 
 def hot_loops(code: list[Instruction], pattern: str | re.Pattern = WIDE) -> list[Loop]:
-    """The loops that have such instructions, each in its innermost loop only; the one with most of them first."""
+    """The loops that have such instructions, the one with most first; none that is around one with half of them."""
     having = [x for x in loops(code) if x.count(pattern)]
-    own = [x for x in having if not any(y.head != x.head and y.head in x.blocks for y in having)]
+
+    def within(x: Loop) -> Iterator[Loop]:
+        return (y for y in having if y.head != x.head and y.head in x.blocks)
+
+    own = [x for x in having if not any(2 * y.count(pattern) >= x.count(pattern) for y in within(x))]
     return sorted(own, key=lambda x: (-x.count(pattern), len(x.code)))
 
 
