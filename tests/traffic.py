@@ -105,7 +105,7 @@ CALLS = [
     Call("ladder_compact_, RoPE", sectors=1.15),
     Call("ladder_gather"),
     Call("rope_at_slots", sectors=1.8),
-    Call("outlier_degree", dram=1.2, l2=1.25, why=NEIGHBOURS),
+    Call("outlier_degree", l2=1.15),
     Call("outlier_degree", FP32, dram=1.2, l2=1.25, why=NEIGHBOURS),
     Call("lsh_bucket", dram=1.1, l2=1.7, why="the indices and the projection: 32 keys of a head are few"),
     Call("build_prototypes", conflicts=49),
