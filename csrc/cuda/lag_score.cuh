@@ -49,6 +49,7 @@
 #include "../ops/lag_score.h"
 #include "async.cuh"
 #include "cluster.cuh"
+#include "math.cuh"
 #include "reduce.cuh"
 
 namespace kvops {

@@ -40,6 +40,7 @@
 // were a ring. No result depends on the grid, but on kappa and the head dim. Not yet measured on a GPU.
 #pragma once
 #include "../ops/outlier_degree.h"
+#include "math.cuh"
 #include "mma.cuh"
 #include "rows.cuh"
 
@@ -204,17 +205,6 @@ __device__ inline bool mend_row(uint4 (&raw)[kPieces]) {
     raw[i] = pack<T>(x);
   }
   return finite;
-}
-
-// For comfortable numbers; infinity of 0.
-__device__ inline float rsqrt_fast(float x) {
-#ifdef __CUDACC__
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return 1.0f / sqrtf(x);
-#endif
 }
 
 // Each warp for itself, without shared memory or barriers: 8 keys after 8 keys meet themselves and the 8 before.

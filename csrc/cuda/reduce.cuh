@@ -1,4 +1,4 @@
-// Sums over the lanes that share a row, all lanes of the warp taking part, and extremes that NaN wins.
+// Sums over the lanes that share a row, all lanes of the warp taking part.
 #pragma once
 #include "vec.cuh"
 
@@ -28,26 +28,6 @@ __device__ inline float rows_sum(float (&x)[N]) {
     }
   }
   return lanes_sum<kLanes / N>(x[0]);
-}
-
-// NaN, if there is one, wins: what is not finite must not slip out of a range.
-__device__ inline float min_nan(float a, float b) {
-#ifdef __CUDACC__
-  float r;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-#else
-  return a != a || b != b ? CUDART_NAN_F : a < b ? a : b;
-#endif
-}
-__device__ inline float max_nan(float a, float b) {
-#ifdef __CUDACC__
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-#else
-  return a != a || b != b ? CUDART_NAN_F : a < b ? b : a;
-#endif
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 // the four lanes exchange sums until each has the four that it would have of a tensor core.
 #pragma once
 #include "../ops/window_scores.h"
+#include "math.cuh"
 #include "mma.cuh"
 #include "vec.cuh"
 
@@ -23,17 +24,6 @@ namespace {
 
 constexpr int kWindowThreads = 256, kWindowWarps = kWindowThreads / 32;
 constexpr int kTileRows = 16;  // rows that a warp multiplies at a time
-constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
-
-__device__ inline float exp2_fast(float x) {
-#ifdef __CUDACC__
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return exp2f(x);
-#endif
-}
 
 // ---- Keys, in registers
 // ----------------------------------------------------------------------------------------------

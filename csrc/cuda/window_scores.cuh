@@ -29,7 +29,6 @@
 // left of a chunk waits in `scores` (or, half a query head's sum, in `carry`) for the same thread. Not yet measured on
 // a GPU.
 #pragma once
-#include "reduce.cuh"
 #include "sm90/hopper.h"
 #include "window.cuh"
 

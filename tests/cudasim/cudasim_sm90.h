@@ -161,9 +161,6 @@ void multiply_keys(float (&x)[kKeys / 2], const T* q, const T* k, CUDASIM_AT) {
   wait_products<0>(x);
 }
 
-inline float exp2_fast(float x) { return exp2f(x); }
-inline float max_or_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? CUDART_NAN_F : fmaxf(a, b); }
-
 template <int>
 void give_registers() {}
 template <int>

@@ -203,20 +203,6 @@ __device__ inline void multiply_keys(float (&x)[kKeys / 2], const T* q, const T*
   wait_products<0>(x);
 }
 
-// 2^x, 0 for what would be subnormal.
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// The larger of two, NaN if one is.
-__device__ inline float max_or_nan(float a, float b) {
-  float x;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
-  return x;
-}
-
 // Registers per thread, of a warpgroup, from here on: fewer, or more once others have given theirs.
 template <int kRegisters>
 __device__ inline void give_registers() {

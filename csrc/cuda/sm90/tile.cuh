@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "../../ops/window.h"
+#include "../math.cuh"
 #include "engine.cuh"
 
 namespace kvops::sm90 {
@@ -24,7 +25,6 @@ constexpr int kConsumers = 128 * kGroups;        // threads
 constexpr int kThreads = kConsumers + 32;        // and the producer warp
 constexpr int kAllConsumers = 1, kOwnGroup = 2;  // barriers; the latter and the next are the groups' own
 constexpr int kSharedBytes = 226 * 1024;         // of the 227 KiB that a block may have; the rest is for alignment
-constexpr float kLog2e = 1.44269504088896340736f;
 
 // The query rows of a block of threads: `group` query heads from `head` on, w rows each.
 struct QueryRows {

@@ -150,12 +150,12 @@ struct RowPair {
         float chains[2] = {most[r], -CUDART_INF_F};
 #pragma unroll
         for (int j = 0; j < kKeys / 2; ++j)
-          if (j / 2 % 2 == r) chains[j % 2] = max_or_nan(chains[j % 2], x[j]);
-        top[r] = max_or_nan(chains[0], chains[1]);
-        top[r] = max_or_nan(top[r], __shfl_xor_sync(kWarp, top[r], 1));
-        top[r] = max_or_nan(top[r], __shfl_xor_sync(kWarp, top[r], 2));
+          if (j / 2 % 2 == r) chains[j % 2] = max_nan(chains[j % 2], x[j]);
+        top[r] = max_nan(chains[0], chains[1]);
+        top[r] = max_nan(top[r], __shfl_xor_sync(kWarp, top[r], 1));
+        top[r] = max_nan(top[r], __shfl_xor_sync(kWarp, top[r], 2));
       }
-      if (!__any_sync(kWarp, !(max_or_nan(top[0], top[1]) < CUDART_INF_F))) break;
+      if (!__any_sync(kWarp, !(max_nan(top[0], top[1]) < CUDART_INF_F))) break;
     }
     float base[2];
 #pragma unroll
