@@ -145,6 +145,7 @@ class Method:
         """
         with self._undone_on_error():
             k_step, v_step = self.append(k, v)
+            check_step(type(self).__name__, q, k, k.shape[2])
             return self.attention(q, k_step, v_step, scale=scale, softcap=softcap, sink_logits=sink_logits)
 
     def attention(
@@ -525,6 +526,7 @@ class SlotMethod(Method):
         """As `Method.attend`. positions: int64 [t] or [b, t], where q and k are rotated; None: they are not (yet)."""
         with self._undone_on_error():
             k_step, v_step = self.append(k, v)
+            check_step(type(self).__name__, q, k, k.shape[2])
             options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
             return self.attention(q, k_step, v_step, positions=positions, **options)
 

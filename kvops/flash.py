@@ -53,8 +53,8 @@ def attention(
     q: [b, Hq, t, d]; k: [b, Hk, n, d]; v: [b, Hk, n, dv], of one dtype; query head h reads KV head h // (Hq / Hk).
     causal: the t queries are the last of the n keys: query i sees keys up to n - t + i. False: each sees all.
     scale: 1 / sqrt(d) unless given.
-    starts: int32 [b], left padding: row b's first keys [0, starts[b]) are seen by none. A query that sees nothing,
-        one of the padding itself, gives out 0 and lse -inf.
+    starts: int32 [b] in [0, n], left padding: row b's first keys [0, starts[b]) are seen by none. A query that sees
+        nothing, one of the padding itself, gives out 0 and lse -inf.
     softcap: logits become softcap * tanh(logit / softcap), if not 0.
     sink_logits: fp32 [Hq], one more logit in each row's softmax, without a key. The lse is without it.
     backend: a name from `attention_backends()`, which must serve this call; None takes the best that does.
@@ -107,10 +107,12 @@ def _check(q, k, v, causal, scale, starts, sink_logits, softcap) -> None:
         raise ValueError(f"attention: the heads of q must be a multiple of k's {heads}, got {query_heads}")
     if causal and t > n:
         raise ValueError(f"attention: causal queries are the last of the keys, expected at most {n}, got {t}")
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"attention: scale must be positive and finite, got {scale}")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"attention: softcap must be 0 (none) or positive, got {softcap}")
+    if scale is not None and not _is_normal(scale):
+        raise ValueError(f"attention: scale must be positive and a normal number in fp32, got {scale}")
+    if softcap != 0 and not _is_normal(softcap):
+        raise ValueError(f"attention: softcap must be 0 (none) or positive and a normal number in fp32, got {softcap}")
+    if softcap != 0 and not _is_normal((d**-0.5 if scale is None else scale) / softcap):
+        raise ValueError(f"attention: scale / softcap must be a normal number in fp32, got {scale} / {softcap}")
     for name, x, dtype, size in (
         ("starts", starts, torch.int32, b),
         ("sink_logits", sink_logits, torch.float32, query_heads),
@@ -123,6 +125,22 @@ def _check(q, k, v, causal, scale, starts, sink_logits, softcap) -> None:
             raise ValueError(
                 f"attention: {name} must be {dtype} [{size}] on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}"
             )
+
+
+    if starts is not None and starts.is_cpu and not torch.compiler.is_compiling():
+        _check_starts(starts.tolist(), n)
+
+
+def _check_starts(starts: list[int], n: int) -> None:
+    for row, start in enumerate(starts):
+        if not 0 <= start <= n:
+            raise ValueError(f"attention: starts must lie in [0, {n}], got {start} for row {row}")
+
+
+def _is_normal(x: float) -> bool:
+    """Whether x, which is computed with in fp32, is positive and neither 0 nor infinite nor subnormal there."""
+    fp32 = torch.finfo(torch.float32)
+    return fp32.tiny <= x <= fp32.max
 
 
 def _choice(call: _Call, forced: str | None) -> str:
@@ -229,9 +247,9 @@ class _Torch(_Flash):
             return self.rectangle(q, k, v, causal, scale)
         t, n = q.shape[2], k.shape[2]
         out, lse = q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        for row, start in enumerate(starts.tolist()):
-            if not 0 <= start <= n:
-                raise ValueError(f"attention: starts must lie in [0, {n}], got {start}")
+        rows = starts.tolist()
+        _check_starts(rows, n)
+        for row, start in enumerate(rows):
             hidden = max(0, start - (n - t)) if causal else 0  # queries of the padding
             if hidden < t and start < n:
                 at = (slice(row, row + 1), slice(None), slice(hidden, None))

@@ -33,7 +33,7 @@ std::tuple<Tensor, Tensor> gather_kv(const Tensor& k, const Tensor& v, const Ten
 
 void gather_kv_out(const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& k_out, const Tensor& v_out) {
   GatherKVParams p = check_gather_kv(k, v, indices);
-  check_gather_kv_targets(k, v, k_out, v_out, p);
+  check_gather_kv_targets(k, v, indices, k_out, v_out, p);
   run(indices, p);
 }
 

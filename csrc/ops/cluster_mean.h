@@ -79,7 +79,7 @@ inline ClusteredTokens check_clustered_tokens(const char* op, const Tensor& scor
               op, ": assignment must be ", shape(scores), " with a contiguous last dim, got ", shape(assignment));
   KVOPS_CHECK(n <= std::numeric_limits<int32_t>::max(), op, ": the number of tokens must fit int32, got ", n);
   const OptionalTensor values = readable(assignment);
-  for (int64_t i = 0; values && i < b * heads; ++i) {
+  for (int64_t i = 0; values && n > 0 && i < b * heads; ++i) {
     const int64_t row = i / heads, h = i % heads;
     const int32_t* const value =
         static_cast<const int32_t*>(values->const_data_ptr()) + row * values->stride(0) + h * values->stride(1);

@@ -53,6 +53,11 @@ inline Reduce check_reduce(const char* op, const char* name, const std::string& 
   fail(op, ": ", name, " must be 'sum', 'mean' or 'max'", may_be_none ? " or 'none'" : "", ", got '", value, "'");
 }
 
+// Is x, which is computed with as fp32, positive and neither rounded to 0 or infinity nor to fewer digits?
+inline bool is_normal(double x) {
+  return x >= std::numeric_limits<float>::min() && x <= std::numeric_limits<float>::max();
+}
+
 // Everything but the values of tensors, and `scores`, which is made here.
 inline Window check_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& visible,
                            std::optional<double> scale, const std::string& reduce, const std::string& group_reduce,
@@ -91,9 +96,11 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
                 ": sink_logits must be a contiguous float32 [", query_heads, "], got ", shape(*sink_logits));
   }
   const double used_scale = scale ? *scale : 1.0 / std::sqrt(static_cast<double>(d));
-  KVOPS_CHECK(std::isfinite(used_scale) && used_scale > 0, op, ": scale must be positive and finite, got ", used_scale);
-  KVOPS_CHECK(std::isfinite(softcap) && softcap >= 0, op, ": softcap must be 0 (none) or positive and finite, got ",
-              softcap);
+  KVOPS_CHECK(is_normal(used_scale), op, ": scale must be positive and a normal number in fp32, got ", used_scale);
+  KVOPS_CHECK(softcap == 0 || is_normal(softcap), op,
+              ": softcap must be 0 (none) or positive and a normal number in fp32, got ", softcap);
+  KVOPS_CHECK(softcap == 0 || is_normal(used_scale / softcap), op,
+              ": scale / softcap must be a normal number in fp32, got ", used_scale, " / ", softcap);
   const Reduce over_rows = check_reduce(op, "reduce", reduce, false);
   const Reduce over_group = check_reduce(op, "group_reduce", group_reduce, true);
   const auto check_range = [&](const char* name, const Tensor& x) {

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..checks import check_int as check_int  # every method's
 from ..ops import compact_kv_, gather_kv, select_topk
 
 
@@ -27,14 +28,6 @@ class Compressed(NamedTuple):
 
 
 # Checks. All of them name the method, the argument, what was expected and what came.
-
-
-def check_int(op: str, name: str, value: int, low: int) -> None:
-    """`value` is an int (a bool is not) of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__} {value!r}")
-    if value < low:
-        raise ValueError(f"{op}: {name} must be at least {low}, got {value}")
 
 
 def check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> None:
