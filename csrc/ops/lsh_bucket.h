@@ -51,7 +51,7 @@ inline LshBucketParams check_lsh_bucket(const Tensor& k, const Tensor& indices, 
   KVOPS_CHECK(phase.dim() == 1 && phase.size(0) == r && phase.is_contiguous(), op, ": phase must be a contiguous [", r,
               "], one for each row of projection, got ", shape(phase));
   check_index_values(op, indices, n);
-  buckets = empty(k, std::array{b, heads, rows.m}, ScalarType::Int);
+  buckets = empty(op, k, std::array{b, heads, rows.m}, ScalarType::Int);
   return {.k = view,
           .indices = rows,
           .projection = static_cast<const float*>(projection.const_data_ptr()),
