@@ -25,7 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .ops import MAX_WINDOW, inference_only, window_attention
+from .dispatch import inference_only
+from .ops import MAX_WINDOW, window_attention
 
 
 class Attention(NamedTuple):
