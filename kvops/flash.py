@@ -27,6 +27,10 @@ from torch import Tensor
 
 from .ops import MAX_WINDOW, inference_only, window_attention
 
+#: On the CPU, up to so many query rows `kvops` runs, though `torch_flash` could: where it was faster as measured,
+#: whatever the number of keys (bench/results/cpu-attention.json; python -m kvops.bench.attention makes and checks it).
+KVOPS_ROWS = {torch.float32: 16, torch.float16: math.inf, torch.bfloat16: math.inf}
+
 
 class Attention(NamedTuple):
     """What `attention` returns; unpacks as (out, lse, backend)."""
