@@ -10,9 +10,10 @@ import json
 import re
 from pathlib import Path
 
+from ..bench.markdown import code, escape
 from ..bench.record import replace
 from . import plots
-from .summary import Estimate, Row, Summary, Traits, leaders, one_line, summarize
+from .summary import Estimate, Row, Summary, Traits, leaders, summarize
 from .tasks import TASKS
 
 READING = """\
@@ -236,21 +237,6 @@ def number(x: float) -> str:
 def held(row: Row) -> str:
     share = f" ({100 * row.bytes_held / row.bytes_full:.3g} %)" if row.bytes_full else ""
     return number(row.bytes_held / 1e6) + share
-
-
-def escape(text: str) -> str:
-    """In Markdown, as it is: results may be others', so no name is a link, a tag or a new line of a table."""
-    special = r"[\\`*\[\]<>|&~$@]|(?<![^\W_])_|_(?![^\W_])"
-    return re.sub(rf"{special}|:(?=//)|(?<=www)\.", r"\\\g<0>", one_line(text))
-
-
-def code(text: str) -> str:
-    """In Markdown, as code."""
-    text, fence = one_line(text), "`"
-    while fence in text:
-        fence += "`"
-    pad = " " * (len(fence) > 1)
-    return f"{fence}{pad}{text}{pad}{fence}"
 
 
 def markdown(rows: list[list[str]]) -> str:
