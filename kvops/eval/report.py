@@ -105,7 +105,7 @@ def about(task: str) -> list[str]:
 
 
 def slug(*names: str | int) -> str:
-    return re.sub(r"[^A-Za-z0-9.+]+", "-", "-".join(map(str, names))).strip("-")[:100]
+    return re.sub(r"[^A-Za-z0-9.+]+", "-", "-".join(str(x)[:80] for x in names)).strip("-")
 
 
 def listed(value: object) -> str:
@@ -172,7 +172,8 @@ def section(rows: list[Row], kind: Traits) -> list[str]:
         for _, (budget, metric) in columns:
             row = cell(method, budget)
             if isinstance(row, Row) and metric == "perplexity":
-                row = f"{plots.perplexity(row.scores[kind.metrics[0]].mean):.4g}" if row.positions else ""
+                known = row.positions and kind.metrics[0] in row.scores
+                row = f"{plots.perplexity(row.scores[kind.metrics[0]].mean):.4g}" if known else ""
             elif isinstance(row, Row):
                 text = score(row.scores.get(metric), kind, interval=metric == kind.metrics[0])
                 if metric == kind.metrics[0]:
