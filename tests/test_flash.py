@@ -188,6 +188,14 @@ def test_the_table_is_checked(tmp_path, monkeypatch, capsys):
 
 
 @kit.only("cpu")
+@pytest.mark.parametrize("said", [["--json", "."], ["--seconds", "nan"], ["--heads", "0"], ["--rows", "3"]])
+def test_what_the_benchmark_refuses(said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        measuring.main(said)
+    assert f"{said[0]}: " in capsys.readouterr().err
+
+
+@kit.only("cpu")
 def test_a_cell_is_measured():
     found = measuring.cell("fp32", 1, 64, 64, 2, 2, 0.0)
     assert found["pairs"] == measuring.LEAST and all(x > 0 for x in found["seconds"].values()) and found["ratio"] > 0

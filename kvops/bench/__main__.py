@@ -21,7 +21,7 @@ from .goals import goals, goals_of
 from .gpu import at_most, first_line, usable
 from .markdown import escape
 from .measure import measure
-from .record import Refused, load, origin, part_of, replace, write
+from .record import Refused, check_target, load, origin, replace, write
 from .rows import ROWS, Case
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -103,7 +103,10 @@ def arguments() -> argparse.Namespace:
         p.error(f"--from: expected a file that --json has written, got {a.file}")
     try:  # before anything is measured
         for option in ("json", "plot", "markdown"):
-            check_target(option, getattr(a, option))
+            if file := getattr(a, option):
+                check_target(option, file)
+        if a.plot:
+            check_picture(a.plot)
     except Refused as error:
         p.error(str(error))
     if a.device not in ("cpu", "cuda"):
@@ -115,26 +118,14 @@ def arguments() -> argparse.Namespace:
     return a
 
 
-def check_target(option: str, file: Path | None) -> None:
-    """Refused unless the file can be written, and a picture drawn in its format."""
-    if file is None:
-        return
+def check_picture(file: Path) -> None:
+    """Refused unless a picture can be drawn in the file's format."""
     try:
-        if file.is_dir():
-            raise Refused(f"--{option}: expected a file, got the folder {file}")
-        part = part_of(file)
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.touch()
-        part.unlink()
-    except OSError as error:
-        raise Refused(f"--{option}: {file} cannot be written: {error.strerror}") from None
-    if option == "plot":
-        try:
-            from .plot import formats
-        except ImportError as error:
-            raise Refused(f"--plot: needs matplotlib, pip install 'kvops[bench]': {error}") from None
-        if file.suffix[1:].lower() not in formats():
-            raise Refused(f"--plot: expected a name that ends in .{', .'.join(formats())}, got {file}")
+        from .plot import formats
+    except ImportError as error:
+        raise Refused(f"--plot: needs matplotlib, pip install 'kvops[bench]': {error}") from None
+    if file.suffix[1:].lower() not in formats():
+        raise Refused(f"--plot: expected a name that ends in .{', .'.join(formats())}, got {file}")
 
 
 def duration(seconds: float) -> str:

@@ -108,6 +108,19 @@ def part_of(file: Path) -> Path:
     return file.with_name(f"{file.name}.{os.getpid()}.part")
 
 
+def check_target(option: str, file: Path) -> None:
+    """Refused unless `replace` can write the file that an option names."""
+    try:
+        if file.is_dir():
+            raise Refused(f"--{option}: expected a file, got the folder {file}")
+        part = part_of(file)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise Refused(f"--{option}: {file} cannot be written: {error.strerror}") from None
+
+
 def load(file: Path) -> dict:
     """A record that python -m kvops.bench has written."""
     try:
