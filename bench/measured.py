@@ -1,7 +1,11 @@
-"""The tables of measured rows in docs/, from bench/results/eval.json.
+"""The tables of measured rows in README.md and docs/, from bench/results/.
 
     python bench/measured.py            # writes them anew
     python bench/measured.py --check    # fails if a page is not what it would write
+
+Between `<!-- speed -->` and `<!-- end -->` stands what the benchmark found at 65,536 tokens: the form that a plain call
+takes first, others behind it, each named. Between `<!-- attention -->` and `<!-- end -->` stands what
+python -m kvops.bench.attention found.
 
 Between `<!-- measured: LagKV LocalKV -->` and `<!-- end -->` stand the rows of the methods of these names and of their
 variants (LAQ: also LAQ++), or of `all`: the partial match of each budget, by whether the prompt was cut before the
@@ -17,12 +21,46 @@ import re
 import sys
 from pathlib import Path
 
+from kvops.bench import attention
 from kvops.eval.summary import SLACK
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "eval.json"
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+ATTENTION_BLOCK = re.compile(r"(<!-- attention -->\n).*?(<!-- end -->)", re.DOTALL)
+SPEED_BLOCK = re.compile(r"(<!-- speed -->\n).*?(<!-- end -->)", re.DOTALL)
+TOKENS = 65536
+#: What is called, and where it was measured: file, operator and form.
+SPEED = {
+    "`keydiff_compress`": ("cpu-v4", "keydiff_compress", "fresh"),
+    "`keydiff_compress` into `out=`": ("cpu-v4", "keydiff_compress", "out="),
+    "`keydiff_compress_`, in place": ("cpu-v4", "keydiff_compress", "in place"),
+    "`lagkv_compress`": ("cpu-v4", "lagkv_compress", "fresh"),
+    "`lagkv_compress` into `out=`": ("cpu-v4", "lagkv_compress", "out="),
+    "`lagkv_compress_`, in place": ("cpu-v4", "lagkv_compress", "in place"),
+    "`snapkv_compress` into `out=`": ("cpu-windows", "snapkv_compress, no lse", "out="),
+    "`snapkv_compress` into `out=`, log-sum-exp given": ("cpu-windows", "snapkv_compress", "out="),
+    "`protokv_compress` into `out=`": ("cpu-protokv", "protokv_compress", "out="),
+    "`lag_score`": ("cpu-v4", "lag_score", ""),
+    "`anchor_cosine`": ("cpu-v4", "anchor_cosine", ""),
+    "`outlier_degree`": ("cpu-protokv", "outlier_degree", ""),
+    "`window_scores`, 32 rows": ("cpu-windows", "window_scores, no lse", ""),
+    "`window_scores`, 32 rows, log-sum-exp given": ("cpu-windows", "window_scores", ""),
+    "`window_attention`, 32 rows, with the scores": ("cpu-windows", "window_attention", ""),
+    "`window_attention`, decode": ("cpu-windows", "window_attention, decode", ""),
+    "`assign_prototypes`, 500 prototypes": ("cpu-protokv", "assign_prototypes", ""),
+    "`select_topk` (fp32 scores)": ("cpu-v4", "select_topk", ""),
+    "`gather_kv`, rows scattered": ("cpu-v4", "gather_kv", "fresh"),
+    "`gather_kv`, rows scattered, into `out=`": ("cpu-v4", "gather_kv", "out="),
+    "`gather_kv`, one run of rows": ("cpu-v4", "gather_kv, one run", "fresh"),
+    "`gather_kv`, one run of rows, into `out=`": ("cpu-v4", "gather_kv, one run", "out="),
+    "`compact_kv_`, rows scattered": ("cpu-v4", "compact_kv_", "in place"),
+    "`compact_kv_`, one run of rows": ("cpu-v4", "compact_kv_, one run", "in place"),
+    "`ladder_gather`, 32 layers in one call": ("cpu-ladder", "ladder_gather", "fresh"),
+    "`ladder_compact_`, 32 layers in one call": ("cpu-ladder", "ladder_compact_", "in place"),
+}
 
 
 def chosen(rows: list[dict], names: str) -> list[dict]:
@@ -82,10 +120,55 @@ def table(rows: list[dict], results: str) -> str:
     )
 
 
+def speeds(file: str, operator: str, form: str) -> list[dict]:
+    """The rows of bf16 and fp32; of one dtype where that does not matter."""
+    record = json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text())
+    rows = {
+        row["dtype"]: row
+        for row in record["rows"]
+        if (row["operator"], row["form"], row["shape"][2]) == (operator, form, TOKENS) and "seconds" in row
+    }
+    found = [rows[x] for x in ("bfloat16", "float32") if x in rows]
+    if not found:
+        raise ValueError(f"measured: {file}.json has no row of {operator}, {form or 'its only form'}, n {TOKENS}")
+    return found
+
+
+def short(x: float) -> str:
+    """Two or three digits."""
+    return f"{x:.2f}" if x < 1 else f"{x:.1f}" if x < 20 else f"{x:.0f}"
+
+
+def speed_table() -> str:
+    lines = [["bf16 / fp32", "time, ms", "% of bandwidth", "eager PyTorch takes", "torch.compile takes"], ["---"] * 5]
+    for label, where in SPEED.items():
+        rows = speeds(*where)
+        times = " / ".join(short(1e3 * row["seconds"]["best"]) for row in rows)
+        shares = " / ".join(f"{row['bandwidth']['share']:.0%}".rstrip("%") for row in rows)
+        ratios = [[row["ratio"][x]["best"] for row in rows if x in row["ratio"]] for x in ("eager", "compile")]
+        said = [f"{' / '.join(map(short, x))} x" if x else "" for x in ratios]
+        lines.append([label, times, f"{shares} of {rows[0]['bandwidth']['of']}", *said])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def attention_table() -> str:
+    found = attention.means(json.loads(attention.RESULTS.read_text())["cells"])
+    every = sorted({rows for x in found.values() for rows in x})
+    lines = [
+        ["dtype", "query heads", *(f"{x:,} rows" if x > 1 else "1 row" for x in every)],
+        ["---"] * (len(every) + 2),
+    ]
+    for (dtype, grouped), x in found.items():
+        lines.append([dtype, "shared" if grouped else "alone", *(f"{x[rows]:.2f}" for rows in every)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def filled(page: Path, rows: list[dict]) -> str:
     """The page's text with every block as it should be."""
     results = Path(os.path.relpath(RESULTS, page.parent)).as_posix()
-    return BLOCK.sub(lambda x: f"{x[1]}\n{table(chosen(rows, x[2]), results)}\n\n{x[3]}", page.read_text())
+    text = BLOCK.sub(lambda x: f"{x[1]}\n{table(chosen(rows, x[2]), results)}\n\n{x[3]}", page.read_text())
+    text = SPEED_BLOCK.sub(lambda x: f"{x[1]}\n{speed_table()}\n\n{x[2]}", text)
+    return ATTENTION_BLOCK.sub(lambda x: f"{x[1]}\n{attention_table()}\n\n{x[2]}", text)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -93,9 +176,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing, fail if a page would change")
     check = parser.parse_args(argv).check
     rows = json.loads(RESULTS.read_text())["rows"]
-    stale = {page: text for page in sorted(DOCS.rglob("*.md")) if (text := filled(page, rows)) != page.read_text()}
+    pages = [README, *sorted(DOCS.rglob("*.md"))]
+    stale = {page: text for page in pages if (text := filled(page, rows)) != page.read_text()}
     if check and stale:
-        sys.exit(f"not what {RESULTS.name} says: {', '.join(x.name for x in stale)}; run python bench/measured.py")
+        sys.exit(f"not what bench/results says: {', '.join(x.name for x in stale)}; run python bench/measured.py")
     for page, text in stale.items():
         page.write_text(text)
         print(page)

@@ -9,8 +9,8 @@ first (`attention_backends` says which are there, and why the others are not)::
     torch_flash     aten::_scaled_dot_product_flash_attention, on the CPU ..._flash_attention_for_cpu
     kvops           ops.window_attention in blocks of 256 rows: whatever the others do not do, or do more slowly
 
-On the CPU `kvops` runs every call in half precision, and in fp32 up to 128 rows where query heads share KV heads and a
-single row where they do not; `torch_flash` the others that it can: the faster one, by KVOPS_ROWS.
+On the CPU `kvops` runs every call in half precision, and in fp32 up to 128 rows where query heads share KV heads;
+`torch_flash` the others that it can: the faster one, by KVOPS_ROWS.
 
 Two things that torch's operators lack are made here. Their causal mask is aligned to the top left, so t < n queries are
 two calls, the old keys without a mask and the new square, merged by their lse: exact, and no mask is built. And rows
@@ -34,7 +34,7 @@ from .ops import MAX_WINDOW, window_attention
 #: On the CPU, up to how many query rows `kvops` runs before `torch_flash`: where each query head has a KV head of its
 #: own, and where several share one. python -m kvops.bench.attention measures it: bench/results/cpu-attention.json.
 KVOPS_ROWS: dict[torch.dtype, tuple[float, float]] = {
-    torch.float32: (1, 128),
+    torch.float32: (0, 128),
     torch.float16: (math.inf, math.inf),
     torch.bfloat16: (math.inf, math.inf),
 }

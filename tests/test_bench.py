@@ -1,6 +1,7 @@
 """The benchmark: its baselines compute what kvops computes, and its command writes what it measured."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from kvops.bench.measure import Contender, measure
 from kvops.bench.rows import SINK, Case
 
 N = 1024
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -89,7 +91,8 @@ def test_restore_precedes_every_in_place_call():
 def test_command(tmp_path):
     record, picture = tmp_path / "out" / "bench.json", tmp_path / "out" / "bench.png"
     command = ["--quick", "--n", "512", "--repeats", "2", "--heads", "2", "--json", str(record), "--plot", str(picture)]
-    done = subprocess.run([sys.executable, "-m", "kvops.bench", *command], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "kvops.bench", *command], capture_output=True, text=True)
+    assert done.returncode == int("failed: " in done.stdout), done.stderr  # a probe, where the machine is very busy
     assert "leaves torch.compile out" in done.stdout and str(picture) in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -116,14 +119,208 @@ def test_command(tmp_path):
         (["--ops", "sort"], "invalid choice: 'sort'"),
         (["--device", "tpu"], "--device tpu: expected cpu or cuda"),
         (["--device", "cuda"], "--device cuda: torch .* sees no NVIDIA GPU"),
+        (["--n", str(2**31)], "--n: expected at most 2147483647"),
+        (["--heads", "0"], "--heads: expected 1 to 4096, got 0"),
+        (["--head-dim", "12"], "--head-dim: expected a multiple of 8 .16 bytes., got 12"),
+        (["--repeats", "0"], "--repeats: expected 1 to 1000000, got 0"),
+        (["--compile", "-1"], "--compile: expected 0 to 2147483647, got -1"),
+        (["--seconds", "nan"], "--seconds: expected a positive number, got nan"),
+        (["--resume"], "--resume: needs --json FILE"),
+        (["--json", "."], "--json: expected a file, got the folder ."),
+        (["--json", "x" * 300], "--json: x+ cannot be written: File name too long"),
+        (["--markdown", "/proc/none/a"], "--markdown: /proc/none/a cannot be written: No such file"),
+        (["--plot", "a.xyz"], "--plot: expected a name that ends in .*.png.*, got a.xyz"),
+        (["--plot", ""], "--plot: expected a file, got nothing"),
+        (["--from", "nowhere"], "--from: expected a file that --json has written, got nowhere"),
     ],
 )
-def test_wrong_arguments(arguments, message, monkeypatch, capsys):
+def test_wrong_arguments(arguments, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["kvops.bench", *arguments])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as done:
         command.arguments()
     assert done.value.code == 2 and re.search(message, capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Runs the command; its status, what it printed, and its record."""
+
+    def run(*arguments: str) -> tuple[int, str, dict]:
+        file = tmp_path / "bench.json"
+        monkeypatch.setattr(sys, "argv", ["bench", "--quick", "--json", str(file), *arguments])
+        code = command.main()
+        return code, "".join(capsys.readouterr()), json.loads(file.read_text())
+
+    return run
+
+
+SMALL = ["--n", "512", "--heads", "1", "--head-dim", "64", "--dtype", "fp32", "--repeats", "2", "--ops"]
+
+
+def test_what_fails_leaves_the_others(run, monkeypatch):
+    """A baseline, and a whole row: named with the reason, in the table, below it and in the record."""
+
+    def fail(*_):
+        raise RuntimeError("no\tcompiler\nand so on")
+
+    monkeypatch.setattr(measuring, "MOST_SHARE", math.inf)
+    monkeypatch.setitem(ROWS, "gather_kv", replace(ROWS["gather_kv"], eager=fail))
+    monkeypatch.setitem(ROWS, "lsh_bucket", replace(ROWS["lsh_bucket"], args=fail))
+    code, shown, found = run(*SMALL, "gather_kv", "lsh_bucket")
+    whole = {(r["operator"], "error" in r, *r.get("failed", {}).items()) for r in found["rows"]}
+    assert code == 1 and whole == {("gather_kv", False, ("eager", "no compiler")), ("lsh_bucket", True)}
+    assert re.search(r"^gather_kv fresh +512 +fp32 .* failed$", shown, re.M)
+    assert re.search(r"^lsh_bucket +512 +fp32 +failed$", shown, re.M)
+    assert "failed: gather_kv 512 float32: eager: no compiler\n" in shown
+    assert "failed: lsh_bucket 512 float32: kvops : no compiler\n" in shown
+
+
+def test_compile_without_a_compiler(monkeypatch):
+    """The row says so, and has its other ratios."""
+
+    def called(*_):
+        raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found in (None, 'g++')\n\nSet TORCHDYNAMO...")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: called)
+    row, case = ROWS["cluster_mean"], Case(512, torch.float32, 1, 64)
+    (result,) = measure("cluster_mean", replace(row, against=""), case, 1, compiled=True, tick=int)
+    assert result["failed"] == {"compile": "InvalidCxxCompiler: No working C++ compiler found in (None, 'g++')"}
+    assert set(result["ratio"]) == {"eager"}
+
+
+@pytest.mark.parametrize("held_up", [3, 10**6])
+def test_a_probe_that_cannot_be_is_repeated_then_refused(run, monkeypatch, held_up):
+    calls = []
+
+    def probe():
+        calls.append(1)
+        if len(calls) <= held_up:
+            time.sleep(0.03)
+
+    monkeypatch.setattr(measuring, "probes", lambda row, case: {"probe": Contender(probe)} if row.against else {})
+    code, shown, found = run(*SMALL, "gather_kv")
+    if held_up == 3:  # in the warm-up and the two repetitions
+        assert code == 0 and all(0 < r["bandwidth"]["share"] < measuring.MOST_SHARE for r in found["rows"])
+        return
+    assert code == 1 and len(calls) == 3 + 2 * measuring.TRIES
+    for r in found["rows"]:
+        assert "bandwidth" not in r and r["seconds"]["best"] > 0
+        why = r["failed"]["probe probe"]
+        assert re.fullmatch(r"implausible: a copy of \S+ GB/s beside a row of \S+ GB/s; is the machine busy\?", why)
+        assert f"failed: gather_kv 512 float32: probe probe: {why}" in shown
+
+
+def test_stopped(run, monkeypatch):
+    """Ctrl-C shows what there is; --resume goes on."""
+    real, seen = command.measure, []
+
+    def measured(name, *more):
+        seen.append(name)
+        if seen == ["gather_kv", "lsh_bucket"]:
+            raise KeyboardInterrupt
+        return real(name, *more)
+
+    monkeypatch.setattr(command, "measure", measured)
+    monkeypatch.setattr(measuring, "MOST_SHARE", math.inf)
+    code, shown, found = run(*SMALL, "gather_kv", "lsh_bucket")
+    assert code == 130 and found["left_out"] == ["lsh_bucket 512 fp32"] and len(found["rows"]) == 2
+    assert re.search(r"^gather_kv out= +512", shown, re.M) and "not measured: lsh_bucket 512 fp32" in shown
+    assert "stopped; --resume --json" in shown
+    code, shown, found = run("--resume", *SMALL, "gather_kv", "lsh_bucket")
+    assert code == 0 and found["left_out"] == [] and seen == ["gather_kv", "lsh_bucket", "lsh_bucket"]
+    assert [r["operator"] for r in found["rows"]] == ["gather_kv", "gather_kv", "lsh_bucket"]
+
+
+def changed(found: dict, path: tuple, value) -> dict:
+    """A copy with another value there; ...: without it."""
+    made = json.loads(json.dumps(found))
+    *way, last = path
+    inner = made
+    for x in way:
+        inner = inner[x]
+    if value is ...:
+        del inner[last]
+    else:
+        inner[last] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        (("rows",), ..., "machine and rows are missing"),
+        (("machine",), [], "machine and rows are missing"),
+        (("command",), "a\nb", "command must be a line of text"),
+        (("machine", "gpu"), 3, "name must be a line of text"),
+        (("repeats",), 0, "threads and repeats must be integers"),
+        (("statistic",), "worst", "statistic must be best or median"),
+        (("left_out",), [3], "left_out must be a list of lines"),
+        (("rows", 0), 3, "row 0 must be an object"),
+        (("rows", 0, "operator"), "", "row 0: operator, form and dtype must be names"),
+        (("rows", 0, "dtype"), "int8", "row 0: operator, form and dtype must be names"),
+        (("rows", 0, "shape"), [1, 8, 0, 64], "row 0: shape must be .batch, heads, n, head_dim."),
+        (("rows", 0, "error"), None, "row 0: error must be a line of text"),
+        (("rows", 0, "seconds", "best"), math.nan, "row 0: seconds must have best and median"),
+        (("rows", 0, "ratio"), ..., "row 0: gb_per_s and ratio are missing"),
+        (("rows", 0, "ratio", "eager"), {}, "row 0: ratio is not what it must be"),
+        (("rows", 0, "bandwidth"), None, "row 0: bandwidth must have share and gb_per_s"),
+        (("rows", 0, "bandwidth", "of"), 3, "row 0: bandwidth must be of something"),
+        (("rows", 0, "clock"), {}, "row 0: stages are missing"),
+    ],
+)
+def test_records_of_others(path, value, message, tmp_path):
+    recorded = json.loads((RESULTS / "cpu-windows.json").read_text())
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps(changed(recorded, path, value)))
+    with pytest.raises(record.Refused, match=f"record.json: expected a record of python -m kvops.bench: {message}$"):
+        record.load(file)
+
+
+def test_what_is_no_record(tmp_path, monkeypatch, capsys):
+    for content in (b"{", b"\xff", b"[" * 10**5, b"3"):
+        (tmp_path / "file").write_bytes(content)
+        monkeypatch.setattr(sys, "argv", ["bench", "--from", str(tmp_path / "file")])
+        assert command.main() == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"python -m kvops.bench: error: {tmp_path}/file: expected ")
+
+
+def test_all_recorded_results_are_records():
+    for file in RESULTS.glob("cpu-*.json"):
+        assert file.stem == "cpu-attention" or record.load(file)["rows"]
+
+
+def test_the_commit_is_this_project_s(tmp_path, monkeypatch):
+    """An installed copy in someone else's repository, even one that is committed there, takes no commit of it."""
+
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+
+    def lies_at(path):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text("")
+        monkeypatch.setattr(record, "__file__", str(tmp_path / path))
+
+    monkeypatch.delenv("KVOPS_COMMIT", raising=False)
+    git("init")
+    git("commit", "--allow-empty", "-m", "theirs")
+    lies_at("env/kvops/bench/record.py")
+    assert record.commit() is None
+    git("add", ".")
+    git("commit", "-m", "with a copy")
+    assert record.commit() is None
+    monkeypatch.setenv("KVOPS_COMMIT", "abc")
+    assert record.commit() == "abc"
+    lies_at("kvops/bench/record.py")  # as in its own repository
+    git("add", ".")
+    git("commit", "-m", "ours")
+    assert re.fullmatch("[0-9a-f]{40}", record.commit())
+    Path(record.__file__).write_text("changed")
+    assert record.commit().endswith("-dirty")
 
 
 # The GPU's side of it, on the CPU: events that read the clock, graphs that call again what was called in their capture.
@@ -172,6 +369,7 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(gpu, "MOST_CALLS", 16)
     monkeypatch.setattr(gpu, "SHORT", 1e-4)
     monkeypatch.setattr(measuring, "on_gpu", lambda case: True)
+    monkeypatch.setattr(measuring, "MOST_SHARE", math.inf)
     yield
     gpu._buffers.cache_clear()
 
@@ -306,13 +504,14 @@ def test_a_record_is_shown_and_drawn(gpu_record, tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "Made-up GPU, driver 1.2, CUDA 13.0" in shown and "made up, commit abc" in shown
     head = next(line for line in shown.splitlines() if line.startswith("operator")).split()
-    assert {"same", "bytes", "select", "eager"} < set(head) and "compile" not in head and "parts" not in head
+    assert {"same", "bytes", "select", "eager", "compile"} < set(head) and "parts" not in head
+    assert re.search(r"^lag_score .* failed( .*)?$", shown, re.M)  # under torch.compile
     last = gpu_record["rows"][-1]
     assert re.search(rf"^{re.escape(last['operator'])}.* failed$", shown, re.MULTILINE)
     assert f"failed: {last['operator']} 64 bfloat16: kvops fresh: CUDA out of memory" in shown
     assert f"failed: lag_score {N // 2} float32: compile: no Triton" in shown
     assert f"lag_score {N // 2} bfloat16: eager timed by events, as it cannot be captured (because)" in shown
-    assert "not measured for lack of time: lag_score 1048576 fp32" in shown
+    assert "not measured: lag_score 1048576 fp32" in shown
     assert re.search(r"Goals: \d+ of \d+ reached", shown) and "MISSED   anchor_cosine" in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -352,7 +551,7 @@ def test_a_run_in_which_all_fails_still_leaves_a_record(seconds, tmp_path, monke
     shown = capsys.readouterr().out
     if seconds:
         assert found["left_out"] == ["gather_kv 512 fp32", "gather_kv 512 bf16"] and found["rows"] == []
-        assert "not measured for lack of time: gather_kv 512 bf16" in shown
+        assert "not measured: gather_kv 512 bf16" in shown
     else:
         assert [r["form"] for r in found["rows"]] == ["out=", "fresh"] * 2 and all("error" in r for r in found["rows"])
         assert "failed: gather_kv 512 float32: kvops out=: " in shown
@@ -377,10 +576,11 @@ def on_cuda(monkeypatch, tmp_path):
 
 
 def result(name: str, case: Case) -> dict:
-    return {"operator": name, "form": "", "dtype": str(case.dtype), "shape": [1, 1, case.n, 1]}
+    label = {"operator": name, "form": "", "dtype": str(case.dtype).removeprefix("torch."), "shape": [1, 1, case.n, 1]}
+    return {**label, "seconds": {"best": 1.0, "median": 1.0}, "gb_per_s": 1.0, "ratio": {}}
 
 
-def test_another_process_goes_on_when_one_has_lost_the_gpu(on_cuda, tmp_path, monkeypatch):
+def test_another_process_goes_on_when_one_has_lost_the_gpu(on_cuda, tmp_path, monkeypatch, capsys):
     """Each row is in the file when the next begins, and what is missing is named there."""
     seen, ops = [], ["--resume", "--n", "1024", "512", "--dtype", "bf16", "--ops", "lag_score", "gather_kv"]
 
@@ -400,8 +600,8 @@ def test_another_process_goes_on_when_one_has_lost_the_gpu(on_cuda, tmp_path, mo
     assert code == 1 and found["left_out"] == [] and len(found["rows"]) == 5
     assert seen == [("lag_score", 1024), ("gather_kv", 1024), ("lag_score", 512), ("gather_kv", 512)]
     assert {r.get("error") for r in found["rows"]} == {None, "CUDA error: an illegal memory access was encountered"}
-    with pytest.raises(SystemExit, match="was measured with repeats 20, this is 3"):
-        on_cuda(measured, *ops, "--repeats", "3")
+    assert on_cuda(measured, *ops, "--repeats", "3")[0] == 2
+    assert "was measured with repeats 20, this is 3" in capsys.readouterr().err
 
 
 def test_a_kernel_that_hangs_is_given_up(on_cuda, tmp_path, monkeypatch):
@@ -439,7 +639,7 @@ def test_a_table_to_paste(gpu_record, tmp_path, monkeypatch, capsys):
     assert command.main() == 0 and f"wrote {page}" in capsys.readouterr().out
     lines = page.read_text().splitlines()
     assert lines[0] == "kvops 0 · Made-up GPU, driver 1.2, CUDA 13.0 · torch 2, commit abc"
-    assert lines[-1] == "Not measured for lack of time: lag_score 1048576 fp32."
+    assert lines[-1] == "Not measured: lag_score 1048576 fp32."
     rows = [x for x in lines if x.startswith("| ")]
     assert len(rows) == 2 + len(gpu_record["rows"]) and {x.count("|") for x in rows} == {7}
     assert f"| anchor_cosine | {N} | fp32 | 20 us | 83% of copy | >= 88% of copy: **missed**, 83% |" in rows

@@ -174,9 +174,10 @@ def test_isa_can_be_forced(level):
         )
 
 
-def test_unknown_isa_is_one_line():
-    error = run(sys.executable, "-c", "import kvops", env={"KVOPS_ISA": "avx9"}, expect=1)
-    assert last_line(error) == f"ImportError: kvops: KVOPS_ISA must be one of {','.join(LEVELS)}, got avx9"
+@pytest.mark.parametrize("level", ["avx9", '"', "\\"])
+def test_unknown_isa_is_one_line(level):
+    error = run(sys.executable, "-c", "import kvops", env={"KVOPS_ISA": level}, expect=1)
+    assert last_line(error) == f"ImportError: kvops: KVOPS_ISA must be one of {','.join(LEVELS)}, got {level}"
 
 
 # One line for what is missing

@@ -196,6 +196,8 @@ def test_measured_rows_are_written(measured, monkeypatch, tmp_path, capsys):
     rows += [made_up_row("L2", 1024, 0.1), made_up_row("Full", None, 0.96)]
     monkeypatch.setattr(measured, "RESULTS", tmp_path / "bench/results/eval.json")
     monkeypatch.setattr(measured, "DOCS", tmp_path / "docs")
+    monkeypatch.setattr(measured, "README", tmp_path / "README.md")
+    measured.README.write_text("<!-- speed -->\n<!-- end -->\n")
     for folder in ("bench/results", "docs/methods"):
         (tmp_path / folder).mkdir(parents=True)
     measured.RESULTS.write_text(json.dumps({"rows": rows}))
@@ -203,9 +205,17 @@ def test_measured_rows_are_written(measured, monkeypatch, tmp_path, capsys):
     page.write_text("before\n<!-- measured: LAQ -->\n<!-- end -->\nafter\n")
     every.write_text("<!-- measured: all -->\nold\n<!-- end -->\n")
 
-    with pytest.raises(SystemExit, match="choosing.md, laq.md; run python bench/measured.py"):
+    with pytest.raises(SystemExit, match="README.md, choosing.md, laq.md; run python bench/measured.py"):
         measured.main(["--check"])
     measured.main([])
+    found = json.loads((ROOT / "bench/results/cpu-v4.json").read_text())["rows"]
+    times = {
+        row["dtype"]: 1e3 * row["seconds"]["best"]
+        for row in found
+        if (row["operator"], row["form"], row["shape"][2]) == ("keydiff_compress", "fresh", 65536)
+    }
+    first = measured.README.read_text().splitlines()[4]  # what a plain call takes, before its other forms
+    assert first.startswith(f"| `keydiff_compress` | {times['bfloat16']:.1f} / {times['float32']:.1f} |")
     assert "(../../bench/results/eval.json)" in page.read_text() and "; 22 prompts" in page.read_text()
     assert [x for x in page.read_text().splitlines() if not x.startswith(("Partial", "("))] == [
         "before",

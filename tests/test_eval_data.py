@@ -280,6 +280,45 @@ def test_wrong_data(tmp_path, filler):
         TASKS["ruler"](data=tmp_path).prompts(filler, 600, 1, 0)
 
 
+@pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("ruler", {"context": None}, "'context' of a row of ruler niah_single_1 must be text, got 'None'"),
+        ("ruler", {"answer": []}, "a row of ruler niah_single_1 has no answer"),
+        ("ruler", {"answer": [3]}, "'answer' of a row of ruler niah_single_1 must be texts, got '.3.'"),
+        ("ruler", {"max_new_tokens": -3}, "an answer of ruler niah_single_1 must have 1 to 1048576 tokens, got -3"),
+        (
+            "ruler",
+            {"question": "", "answer_prefix": ""},
+            "a prompt of ruler niah_single_1 has an empty context or question",
+        ),
+        ("longbench", {"input": None}, "'input' of a row of longbench trec must be text, got 'None'"),
+        ("longbench", {"answers": "y"}, "'answers' of a row of longbench trec must be texts, got 'y'"),
+        ("longbench", {"all_classes": 3}, "'all_classes' of a row of longbench trec must be texts, got '3'"),
+    ],
+)
+def test_damaged_rows(tmp_path, filler, name, change, words):
+    task = {"ruler": "niah_single_1", "longbench": "trec"}[name]
+    save_config(tmp_path)
+    made = {"ruler": ruler_rows, "longbench": longbench_rows}[name]()
+    save([{**x, **change} for x in made], tmp_path / task, "jsonl")
+    with pytest.raises(Refused, match=f"--data: {words}"):
+        TASKS[name](task=task, data=tmp_path).prompts(filler, 10**5, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "file", ["trec.jsonl", "trec.parquet", "config/dataset2prompt.json", "config/dataset2maxlen.json"]
+)
+@pytest.mark.parametrize("content", ["{", "[1]\n"])
+def test_damaged_files(tmp_path, filler, file, content):
+    save_config(tmp_path)
+    if file.startswith("config"):
+        save(longbench_rows(), tmp_path / "trec", "jsonl")
+    (tmp_path / file).write_text(content)
+    with pytest.raises(Refused, match=f"--data: .*{file}.*(cannot be read|expected)"):
+        TASKS["longbench"](task="trec", data=tmp_path).prompts(filler, 10**5, 1, 0)
+
+
 def test_missing_package(tmp_path, monkeypatch):
     """Said before anything is measured."""
     monkeypatch.setitem(sys.modules, "rouge", None)

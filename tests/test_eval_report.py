@@ -3,8 +3,11 @@
 # ruff: noqa: E402  (after the check of what they need)
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import torch
 for name in ("transformers", "matplotlib", "tqdm"):
     pytest.importorskip(name)
 
+from kvops.bench import markdown
 from kvops.eval import __main__ as command
 from kvops.eval import plots, report, summary
 from kvops.eval.methods import METHODS
@@ -328,6 +332,139 @@ def test_the_report_in_the_docs(tmp_path):
         assert (ROOT / "docs" / "evaluation" / picture.name).exists()
 
 
+# ---- results of others, and damaged ones ----
+
+CELL = line()
+STREAM = line(task="perplexity", point="stream", scores={"loss": [1.0, 2.0]}, depths=[None, None]) | {
+    "more": {"ends": [128, 256], "loss": [1.0, 2.0]}
+}
+
+
+def from_file(tmp_path, *lines) -> int:
+    content = "".join(json.dumps(x) + "\n" for x in lines)
+    (tmp_path / "results.jsonl").write_text(content)
+    return command.main(["--from", str(tmp_path / "results.jsonl"), "--out", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    "where, key, value, message",
+    [
+        (0, "settings", 3, "line 1: expected an object as 'settings', got 3"),
+        (0, "settings", {"seed": float("nan")}, "line 1: expected settings and an origin of finite numbers"),
+        (0, "origin", None, "line 1: expected an object as 'origin', got null"),
+        (0, "origin", {"machine": []}, "line 1: expected an object as 'machine', got .."),
+        (0, "origin", {"machine": {"gpu": "x"}}, "line 1: expected an object as 'gpu', got .x."),
+        (1, "task", "a\n| b", "line 2: expected a name as 'task', got .a.n. b."),
+        (1, "method", "\x1b[31m", "line 2: expected a name as 'method'"),
+        (1, "context", 256.0, "line 2: expected tokens, at least 1 as 'context', got 256.0"),
+        (1, "budget", 0, "line 2: expected tokens, at least 1, or null as 'budget', got 0"),
+        (1, "batch", True, "line 2: expected an integer, at least 0 as 'batch', got true"),
+        (1, "scores", {}, "line 2: expected lists of as many numbers, by metric as 'scores', got {}"),
+        (1, "scores", {"partial": [1.0], "exact": []}, "line 2: expected lists of as many numbers"),
+        (1, "scores", {"partial": [1e300]}, "line 2: expected lists of as many numbers"),
+        (1, "scores", {"partial": [-5.0, 2.0]}, "passkey: expected scores in .0, 1., which those of this task are"),
+        (1, "tokens", 1.5, "line 2: expected an integer, at least 0 as 'tokens', got 1.5"),
+        (1, "decode_s", None, "line 2: expected seconds as 'decode_s', got null"),
+        (1, "depths", [2.0], "line 2: expected a list of numbers in .0, 1., or null as 'depths'"),
+        (1, "unreachable", 3, "line 2: expected why as 'unreachable', got 3"),
+        (
+            2,
+            "more",
+            {"ends": [256, 128], "loss": [1, 2]},
+            "line 3: expected the tokens where stretches of",
+        ),
+    ],
+)
+def test_results_that_are_not_ours(where, key, value, message, tmp_path, capsys):
+    lines = [HEAD, CELL, STREAM]
+    lines[where] = {**lines[where], key: value}
+    assert from_file(tmp_path, *lines) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, said) and said.startswith("python -m kvops.eval: ") and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", [b"\xff\n", b"[" * 10**5 + b"\n", b"9" * 5000 + b"\n", b"null\n", b"", b"{}\n"])
+def test_files_that_are_no_results(content, tmp_path, capsys):
+    (tmp_path / "file").write_bytes(content)
+    assert command.main(["--from", str(tmp_path / "file"), "--out", str(tmp_path / "out")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("python -m kvops.eval: ") and len(said) < 400
+
+
+def test_a_group_of_which_nothing_is_reachable(tmp_path, capsys):
+    """All of a task, known or not, and all at one point only."""
+    why = {"unreachable": "too | small\x1b"}
+    lines = [{**Cell(x, 256, "before", "LagKV", 64, 0)._asdict(), **why} for x in ("passkey", "needle", "new")]
+    lines[0]["point"] = "after"
+    assert from_file(tmp_path, HEAD, CELL, *lines) == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert text.count(r"- (1) too \| small?") == 3 and text.count("| LagKV | – (1) |") >= 3
+    assert "| method | partial, % at 64 |" in text and "| method | score, % at 64 |" in text
+    assert "needle, context 256 tokens: partial, %, of no prompts" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())["rows"]
+    assert [x.get("unreachable") for x in rows].count("too | small?") == 3
+
+
+def test_names_of_others_are_escaped(tmp_path):
+    """Nothing in them is a link, a tag, a new line or a formula."""
+    bad = "<b>|`x`*y*[a](b)$z$_w_ http://a.b www.c.d"
+    origin = {"machine": {bad: bad}, bad: bad, "command": "a `` b\n# c", "torch": "\ud800"}
+    lines = [line(bad, task=bad, point=bad, scores={bad: [0.5, 1.0]}), line(bad, 64, task=bad, context=512)]
+    lines[1]["scores"] = {bad: [0.5, 0.5]}
+    assert from_file(tmp_path, {"settings": {"model": bad, bad: bad + "\n# c"}, "origin": origin}, *lines) == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    whole = r"\<b>\|\`x\`\*y\*\[a\](b)\$z\$\_w\_ http\://a.b www\.c.d"
+    assert f"# Evaluation of {whole}\n" in text and f"\n## {whole}\n" in text and f"\n- {whole}: {whole} # c\n" in text
+    assert f"| {whole} | 75 " in text and "\n``` a `` b # c ```\n" in text and "- torch: ?\n" in text
+    assert text.replace(whole, "").count("<b>") == 0 and not re.search(r"^# c", text, re.M)
+    assert markdown.escape(r"kvpress_eval.py compact_kv_ a\b x & y") == r"kvpress_eval.py compact_kv\_ a\\b x \& y"
+
+
+def test_losses_beyond_all_numbers(tmp_path):
+    huge = {**STREAM, "scores": {"loss": [1e4, float("inf")]}, "more": {"ends": [128, 256], "loss": [1e4, 1.0]}}
+    assert from_file(tmp_path, HEAD, huge) == 0
+    assert "| KeyDiff | inf | inf |" in (tmp_path / "out" / "report.md").read_text()
+
+
+# ---- one run at a time ----
+
+
+def test_a_folder_has_one_run(tmp_path, capsys):
+    file, settings = tmp_path / "out" / "results.jsonl", {"seed": 0}
+    with Results(file, settings, ORIGIN):
+        said = f"--out {file.parent} is being written to by another run, process {os.getpid()};"
+        with pytest.raises(Refused, match=re.escape(said)):
+            Results(file, settings, ORIGIN)
+        assert command.main([*TINY[:-1], str(file.parent)]) == 2 and said in capsys.readouterr().err
+    assert [x.name for x in file.parent.iterdir()] == ["results.jsonl"]
+    for _ in range(2):  # what is refused leaves no lock
+        file.write_text('{"rows": []}\n')
+        with pytest.raises(Refused, match="expected what kvops.eval has measured"):
+            Results(file, settings, ORIGIN)
+
+
+def test_a_process_that_died_holds_nothing(tmp_path):
+    code = "import os, sys, pathlib; from kvops.eval.results import Lock; Lock(pathlib.Path(sys.argv[1])); os._exit(9)"
+    died = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    assert died.returncode == 9 and (tmp_path / "lock").read_text().strip().isdigit()
+    Results(tmp_path / "results.jsonl", {}, ORIGIN).close()
+    assert not (tmp_path / "lock").exists()
+
+
+def test_reports_are_written_whole(tmp_path, monkeypatch):
+    """One that cannot be made leaves the last one as it was."""
+    report.write([HEAD], [line()], tmp_path)
+    before = files(tmp_path)
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        report.write([HEAD], [line("TOVA")], tmp_path)
+    assert files(tmp_path) == before
+
+
 # ---- the command ----
 
 TINY = ["--context", "256", "--prompts", "2", "--methods", "full", "keydiff", "laq", "--budgets", "64", "128", "0.25"]
@@ -405,6 +542,23 @@ def test_out_of_memory(tmp_path, monkeypatch, capsys):
     assert out.startswith("2 of 3 cells were measured before") and of in out and not err
 
 
+def test_a_text_that_is_not_text(tmp_path, capsys):
+    (tmp_path / "text").write_bytes(b"\xff" * 100)
+    assert command.main([*TINY[:-1], str(tmp_path / "out"), "--text", str(tmp_path / "text")]) == 2
+    assert "--text: expected UTF-8, got " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, content", [("config.json", "[1]"), ("model.safetensors", "x"), ("tokenizer.json", "{")])
+def test_a_model_that_is_damaged(name, content, tmp_path, capsys):
+    for file in command.MODEL.glob("*.*"):
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / name).unlink()
+    (tmp_path / name).write_text(content)
+    assert command.main([*TINY[:-1], str(tmp_path / "out"), "--model", str(tmp_path)]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"python -m kvops.eval: --model {tmp_path}: ") and len(said) < 600
+
+
 def test_a_model_that_is_not_there(tmp_path, capsys):
     assert command.main([*TINY[:-1], str(tmp_path / "out"), "--model", str(tmp_path / "nowhere")]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
@@ -426,6 +580,16 @@ def test_the_list(capsys):
         (["--methods", "keydiff:recent"], "expected keydiff:option=value,option=value, got 'recent'"),
         (["--tasks", "passkey:digit=4"], "passkey has no option 'digit', expected some of digits, depths"),
         (["--methods", "keydiff:recent=x"], "'keydiff:recent=x': KeyDiff: recent must be an int .*, got str 'x'"),
+        (["--methods", "keydiff:recent=0.1,recent=0.2"], "keydiff:recent=0.1,recent=0.2': recent is given twice"),
+        (["--methods", "keydiff:recent=" + "-" * 10**5 + "1"], "KeyDiff: recent must be an int or a float, got str"),
+        (["--methods", "lagkv:lag=0"], "LagKV: lag must be at least 1, got 0"),
+        (["--methods", "lagkv:v_weight=1e400"], "LagKV: v_weight must be at most 2147483647, got inf"),
+        (["--methods", "lacache:span=[]"], "LaCache: span must be an int or None, got list"),
+        (["--tasks", "passkey:digits=9999999"], "passkey: digits must be at most 1048576, got 9999999"),
+        (["--budgets", "9" * 30], "expected tokens .an integer. or a share in .0, 1., got 9+"),
+        (["--context", "9" * 30], "--context: expected at most 2147483647, got 9+"),
+        (["--out", ""], "--out: expected a path, got nothing"),
+        (["--text", "x" * 300], "--text: expected a file, got x+"),
         (["--methods", "keydiff:recent=2.5"], "'keydiff:recent=2.5': KeyDiff: recent .* must be in .0, 1., got 2.5"),
         (["--budgets", "1.5"], "expected tokens .an integer. or a share in .0, 1., got 1.5"),
         (["--prompts", "0"], "--prompts: expected at least 1, got 0"),

@@ -1,6 +1,8 @@
 """`kvops.attention` against fp64: the backends that are here, and the calling conventions of those that are not."""
 
+import json
 import math
+import re
 import sys
 import types
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kvops import flash
+from kvops.bench import attention as measuring
 
 pytestmark = kit.every_device
 
@@ -136,13 +139,67 @@ def test_padded_rows_are_as_alone():
 
 @kit.only("cpu")
 def test_the_choice():
-    q, k, v = make()
+    def backend(group, t, dtype=torch.float32):
+        return kvops.attention(*make(b=1, group=group, t=t, n=max(t, 40), dtype=dtype)).backend
+
+    for (alone, shared), dtype in ((flash.KVOPS_ROWS[x], x) for x in flash.KVOPS_ROWS):
+        for group, most in ((1, alone), (3, shared)):
+            tried = {t: backend(group, t, dtype) for t in (1, 2, 128, 129, 300)}
+            assert tried == {t: "kvops" if t <= most else "torch_flash" for t in tried}
+    q, k, v = make(t=130, n=130)
     assert kvops.attention(q, k, v).backend == "torch_flash"
     assert kvops.attention(q, k, v, softcap=1.0).backend == "kvops"
     assert kvops.attention(q, k, v[..., :32]).backend == "kvops"
     assert kvops.attention(q, k, v, starts=kit.int32(0, 1)).backend == "kvops"
     long = make(t=257, n=257)
     assert kvops.attention(*long, starts=kit.int32(0, 1)).backend == "torch_flash"
+
+
+def test_the_table_is_what_was_measured():
+    found = measuring.means(json.loads(measuring.RESULTS.read_text())["cells"])
+    assert {(measuring.DTYPES[dtype], grouped) for dtype, grouped in found} == {
+        (dtype, grouped) for dtype in flash.KVOPS_ROWS for grouped in (False, True)
+    }
+    assert {kind: measuring.kvops_rows(x) for kind, x in found.items()} == {x: measuring.chosen(*x) for x in found}
+    assert measuring.wrong(found) == []
+
+
+@kit.only("cpu")
+def test_the_table_is_checked(tmp_path, monkeypatch, capsys):
+    """What is measured decides: made-up times, by rows."""
+    times = {1: 4.0, 4: 2.0, 16: 1.5, 64: 0.5, 128: 0.9, 256: 0.25}
+    monkeypatch.setattr(
+        measuring, "cell", lambda dtype, rows, n, d, group, *_: {
+            **{"dtype": dtype, "rows": rows, "n": n, "head_dim": d, "group": group},
+            **{"seconds": {"torch_flash": times[rows], "kvops": 1.0}, "ratio": times[rows]},
+        },
+    )  # fmt: skip
+    file, said = tmp_path / "cells.json", ["--dtype", "fp32", "--rows", *map(str, times), "--json"]
+    assert measuring.main([*said, str(file)]) == 1
+    shown = capsys.readouterr().out
+    assert "fp32, alone: KVOPS_ROWS 0 loses 1.51x on what 16 takes" in shown
+    assert re.search(r"fp32 +shared +4.00x +2.00x +1.50x +0.50x +0.90x +0.25x +128 +16$", shown, re.M)
+    record = json.loads(file.read_text())
+    assert len(record["cells"]) == 6 * 3 * 4 and record["command"].startswith("python -m kvops.bench.attention --dtype")
+    monkeypatch.setitem(flash.KVOPS_ROWS, torch.float32, (16, 16))
+    assert measuring.main([*said, str(file)]) == 0 and "holds" in capsys.readouterr().out
+    assert measuring.kvops_rows({1: 0.5, 4: 0.5}) == 0 and measuring.kvops_rows({1: 2.0, 4: 2.0}) == math.inf
+    assert measuring.lost({1: 2.0, 4: 0.5}, 4) == pytest.approx(2**0.5)
+
+
+@kit.only("cpu")
+@pytest.mark.parametrize("said", [["--json", "."], ["--seconds", "nan"], ["--heads", "0"], ["--rows", "3"]])
+def test_what_the_benchmark_refuses(said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        measuring.main(said)
+    assert f"{said[0]}: " in capsys.readouterr().err
+
+
+@kit.only("cpu")
+def test_a_cell_is_measured():
+    found = measuring.cell("fp32", 1, 64, 64, 2, 2, 0.0)
+    assert found["pairs"] == measuring.LEAST and all(x > 0 for x in found["seconds"].values()) and found["ratio"] > 0
+    assert measuring.lengths(1) == [1024, 8192, 32768] and measuring.lengths(4096) == [4096]
 
 
 def test_empty():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
+import math
 import os
 import sys
 import time
@@ -19,8 +19,9 @@ import torch
 from .. import build_info, ops
 from .goals import goals, goals_of
 from .gpu import at_most, first_line, usable
+from .markdown import escape
 from .measure import measure
-from .record import origin, write
+from .record import Refused, check_target, load, origin, replace, write
 from .rows import ROWS, Case
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -43,7 +44,14 @@ batch; index_select: into out=; bf16 product: K times the prototypes, without ar
 part alone; SnapKV: eager; our SnapKV: snapkv_compress without log-sum-exp; K-means: ten iterations in eager PyTorch."""
 CUDA_N = [131072, 16384, 1048576]  # what matters most comes first
 STUCK = 45  # seconds; a row takes a few on a GPU, four times as many with torch.compile
+MOST = 2**31 - 1  # tokens
 LOST = 3  # exit status: this process lost the GPU (an illegal access, a kernel that hangs), another can --resume
+
+
+def path(said: str) -> Path:
+    if not said:
+        raise argparse.ArgumentTypeError("expected a file, got nothing")
+    return Path(said)
 
 
 def arguments() -> argparse.Namespace:
@@ -63,21 +71,44 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--quick", action="store_true", help="less of everything and no torch.compile: under 30 s")
     p.add_argument("--compile", nargs="*", type=int, metavar="N", help="torch.compile at these n only (default: all)")
     p.add_argument("--seconds", type=float, help="begin no further row after so long; what is missing is named")
-    p.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured, row by row")
+    p.add_argument("--json", type=path, metavar="FILE", help="write everything that was measured, row by row")
     p.add_argument("--resume", action="store_true", help="go on with what the file of --json says was left out")
-    p.add_argument("--markdown", type=Path, metavar="FILE", help="write a table with the goals, to be pasted")
-    p.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (of a CPU: the largest n)")
-    p.add_argument("--from", type=Path, metavar="FILE", dest="file", help="measure nothing: show what --json wrote")
+    p.add_argument("--markdown", type=path, metavar="FILE", help="write a table with the goals, to be pasted")
+    p.add_argument("--plot", type=path, metavar="FILE.png", help="draw it (of a CPU: the largest n)")
+    p.add_argument("--from", type=path, metavar="FILE", dest="file", help="measure nothing: show what --json wrote")
     a = p.parse_args()
     cuda = a.device == "cuda"
-    a.ops = a.ops or [name for name, row in ROWS.items() if cuda or not row.cuda_only]
-    a.dtype = a.dtype or (["bf16", "fp32"] if cuda else ["fp32", "bf16"])
-    a.n = a.n or ([16384] if a.quick else CUDA_N if cuda else [4096, 16384, 65536])
-    a.repeats = a.repeats or (5 if a.quick else 20 if cuda else 30)
+    a.ops = list(dict.fromkeys(a.ops or (name for name, row in ROWS.items() if cuda or not row.cuda_only)))
+    a.dtype = list(dict.fromkeys(a.dtype or (["bf16", "fp32"] if cuda else ["fp32", "bf16"])))
+    a.n = list(dict.fromkeys(a.n or ([16384] if a.quick else CUDA_N if cuda else [4096, 16384, 65536])))
+    if a.repeats is None:
+        a.repeats = 5 if a.quick else 20 if cuda else 30
     if a.resume and not a.json:
         p.error("--resume: needs --json FILE")
     if min(a.n) < 512:
         p.error(f"--n: expected at least 512 (64 partitions for lag_score), got {min(a.n)}")
+    if max(a.n) > MOST:
+        p.error(f"--n: expected at most {MOST}, got {max(a.n)}")
+    for option, value, least, most in (
+        *(("heads", a.heads, 1, 4096), ("head-dim", a.head_dim, 8, 256), ("repeats", a.repeats, 1, 10**6)),
+        *(("compile", n, 0, MOST) for n in a.compile or ()),
+    ):
+        if not least <= value <= most:
+            p.error(f"--{option}: expected {least} to {most}, got {value}")
+    if a.head_dim % 8:
+        p.error(f"--head-dim: expected a multiple of 8 (16 bytes), got {a.head_dim}")
+    if a.seconds is not None and not 0 < a.seconds < math.inf:
+        p.error(f"--seconds: expected a positive number, got {a.seconds}")
+    if a.file and not os.path.isfile(a.file):
+        p.error(f"--from: expected a file that --json has written, got {a.file}")
+    try:  # before anything is measured
+        for option in ("json", "plot", "markdown"):
+            if file := getattr(a, option):
+                check_target(option, file)
+        if a.plot:
+            check_picture(a.plot)
+    except Refused as error:
+        p.error(str(error))
     if a.device not in ("cpu", "cuda"):
         p.error(f"--device {a.device}: expected cpu or cuda")
     if cuda and not torch.cuda.is_available():
@@ -87,6 +118,16 @@ def arguments() -> argparse.Namespace:
     return a
 
 
+def check_picture(file: Path) -> None:
+    """Refused unless a picture can be drawn in the file's format."""
+    try:
+        from .plot import formats
+    except ImportError as error:
+        raise Refused(f"--plot: needs matplotlib, pip install 'kvops[bench]': {error}") from None
+    if file.suffix[1:].lower() not in formats():
+        raise Refused(f"--plot: expected a name that ends in .{', .'.join(formats())}, got {file}")
+
+
 def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
@@ -94,7 +135,7 @@ def duration(seconds: float) -> str:
 def table(record: dict) -> str:
     """One line per result, columns aligned; what was not measured has no column."""
     results, typical = record["rows"], record.get("statistic", "best")
-    ratios = list(dict.fromkeys(x for r in results for x in r.get("ratio", {})))
+    ratios = list(dict.fromkeys(x for r in results for x in (*r.get("ratio", {}), *lost(r))))
     ratios.sort(key=lambda x: ("eager", "compile", "parts").index(x) if x in ("eager", "compile", "parts") else 3)
     more = {
         "same bytes": lambda r: "{share:.0%} of {gb_per_s:.0f}".format(**r["bandwidth"]["same_bytes"]),
@@ -115,7 +156,10 @@ def table(record: dict) -> str:
                 f"{r['gb_per_s']:.1f}",
                 "{share:.0%} of {of} {gb_per_s:.0f}".format(**r["bandwidth"]) if "bandwidth" in r else "",
                 *(column[i] for column in shown.values()),
-                *(f"{r['ratio'][x][typical]:.3g}x" if x in r["ratio"] else "" for x in ratios),
+                *(
+                    f"{r['ratio'][x][typical]:.3g}x" if x in r["ratio"] else "failed" if x in lost(r) else ""
+                    for x in ratios
+                ),
             )
         )
     widths = [max(map(len, column)) for column in zip(*lines)]
@@ -123,6 +167,11 @@ def table(record: dict) -> str:
         "  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths))).rstrip()
         for line in lines
     )
+
+
+def lost(result: dict) -> list[str]:
+    """The others that failed beside a row that did not."""
+    return [x for x in result.get("failed", {}) if not x.startswith(("probe ", "stage "))]
 
 
 def names(result: dict) -> tuple[str, str, str]:
@@ -136,15 +185,16 @@ def markdown(record: dict) -> str:
     typical = record.get("statistic", "best")
     lines = [("operator", "n", "dtype", "time", "of bandwidth", "goals"), ("---",) * 6]
     for r in record["rows"]:
+        label = map(escape, names(r))
         if "error" in r:
-            lines.append((*names(r), "failed", "", r["error"]))
+            lines.append((*label, "failed", "", escape(r["error"])))
             continue
         share = "{share:.0%} of {of}".format(**r["bandwidth"]) if "bandwidth" in r else ""
-        reached = (f"{g.wanted}: {'reached' if g.reached else f'**missed**, {g.found}'}" for g in goals_of(r))
-        lines.append((*names(r), duration(r["seconds"][typical]), share, "; ".join(reached)))
-    page = [f"{head(record)}, commit {record['commit']}", "", *(f"| {' | '.join(x)} |" for x in lines)]
+        reached = (f"{escape(g.wanted)}: {'reached' if g.reached else f'**missed**, {g.found}'}" for g in goals_of(r))
+        lines.append((*label, duration(r["seconds"][typical]), escape(share), "; ".join(reached)))
+    page = [f"{escape(head(record))}, commit {record.get('commit')}", "", *(f"| {' | '.join(x)} |" for x in lines)]
     if left := record.get("left_out"):
-        page += ["", f"Not measured for lack of time: {'; '.join(left)}."]
+        page += ["", f"Not measured: {escape('; '.join(left))}."]
     return "\n".join(page) + "\n"
 
 
@@ -164,7 +214,7 @@ def remarks(record: dict) -> list[str]:
             found.append(f"failed: {label}: kvops {r['form']}: {r['error']}")
         found += [f"failed: {label}: {x}: {why}" for x, why in r.get("failed", {}).items()]
         found += [f"{label}: {x} timed by {clock}" for x, clock in r.get("clock", {}).items() if clock != "graph"]
-    return list(dict.fromkeys(found)) + [f"not measured for lack of time: {x}" for x in record.get("left_out", [])]
+    return list(dict.fromkeys(found)) + [f"not measured: {x}" for x in record.get("left_out", [])]
 
 
 def head(record: dict) -> str:
@@ -191,8 +241,7 @@ def show(record: dict, plot: Path | None, page: Path | None) -> None:
         for g in reached:
             print(f"{'reached' if g.reached else 'MISSED '}  {g.what.ljust(width)}  {g.wanted}: {g.found}")
     if page:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(markdown(record))
+        replace(page, markdown(record))
         print(f"wrote {page}")
     if plot and not any("bandwidth" in r for r in record["rows"]):
         print(f"nothing to draw, {plot} is not written")
@@ -252,7 +301,7 @@ def compiled(a: argparse.Namespace, job: Job) -> bool:
 
 
 def attempt(a: argparse.Namespace, job: Job, tick: Callable[[], Any]) -> list[dict]:
-    """The results of a job. On a GPU an error is a result: the other rows go on."""
+    """The results of a job. An error is a result too: the other rows go on."""
     cuda = a.device == "cuda"
     try:
         if cuda:  # what the row before has left
@@ -261,8 +310,6 @@ def attempt(a: argparse.Namespace, job: Job, tick: Callable[[], Any]) -> list[di
         case = Case(job.n, DTYPES[job.dtype], job.heads, a.head_dim, a.device, ROWS[job.name].batch)
         return measure(job.name, ROWS[job.name], case, a.repeats, compiled(a, job), tick)
     except Exception as error:
-        if not cuda:
-            raise
         return failure(a, job, error)
 
 
@@ -286,20 +333,28 @@ def begin(a: argparse.Namespace) -> tuple[dict, list[Job]]:
     }
     todo = jobs(a)
     if a.resume and a.json.exists():
-        before = json.loads(a.json.read_text())
+        before = load(a.json)
         for x in ("machine", "torch", "kvops", "commit", "repeats"):
-            if before[x] != found[x]:
-                sys.exit(f"--resume: {a.json} was measured with {x} {before[x]}, this is {found[x]}")
-        found, todo = before, [job for job in todo if str(job) in before["left_out"]]
+            if before.get(x) != found[x]:
+                raise Refused(f"--resume: {a.json} was measured with {x} {before.get(x)}, this is {found[x]}")
+        found, todo = before, [job for job in todo if str(job) in before.get("left_out", [])]
     found["left_out"] = list(map(str, todo))
     return found, todo
 
 
 def main() -> int:
     a = arguments()
+    try:
+        return run(a)
+    except (Refused, OSError) as error:  # the latter: of files, and what they lie on
+        print(f"python -m kvops.bench: error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(a: argparse.Namespace) -> int:
     if a.file:
-        record = json.loads(a.file.read_text())
-        print(f"{head(record)}\n{record['command']}, commit {record['commit']}")
+        record = load(a.file)
+        print(f"{head(record)}\n{record['command']}, commit {record.get('commit')}")
         show(record, a.plot, a.markdown)
         return 0
     started, cuda = time.monotonic(), a.device == "cuda"
@@ -324,23 +379,35 @@ def main() -> int:
 
     if a.json:
         write(a.json, record)
-    with progress(len(todo) * a.repeats) as bar:
-        for job in todo:
-            if a.seconds and time.monotonic() - started > a.seconds:
-                break
-            if bar is not None:
-                bar.set_postfix_str(str(job))
-            limit = 4 * STUCK if compiled(a, job) else STUCK
-            with at_most(limit, partial(give_up, job, limit)) if cuda else nullcontext():
-                results = attempt(a, job, bar.update if bar is not None else int)
-            keep(job, results)
-            if cuda and any("error" in r for r in results) and not usable():
-                print(f"This process lost the GPU in {job}; --resume goes on with the others.")
-                return LOST
+    stopped = False
+    try:
+        with progress(len(todo) * a.repeats) as bar:
+            for job in todo:
+                if a.seconds and time.monotonic() - started > a.seconds:
+                    break
+                if bar is not None:
+                    bar.set_postfix_str(str(job))
+                limit = 4 * STUCK if compiled(a, job) else STUCK
+                with at_most(limit, partial(give_up, job, limit)) if cuda else nullcontext():
+                    results = attempt(a, job, bar.update if bar is not None else int)
+                keep(job, results)
+                if cuda and any("error" in r for r in results) and not usable():
+                    print(f"This process lost the GPU in {job}; --resume goes on with the others.")
+                    return LOST
+    except KeyboardInterrupt:
+        stopped = True
     show(record, a.plot, a.markdown)
     if a.json:
         print(f"wrote {a.json}")
-    return int(any("error" in r for r in record["rows"]))
+    if stopped:
+        print("stopped" + (f"; --resume --json {a.json} goes on with the others" if a.json else ""), file=sys.stderr)
+        return 130
+    return int(any("error" in r or refused(r) for r in record["rows"]))
+
+
+def refused(result: dict) -> bool:
+    """Its bandwidth could not be told."""
+    return any(x.startswith("probe ") for x in result.get("failed", {}))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 
 from .. import flash
 from .measure import Contender
-from .record import origin, write
+from .record import Refused, check_target, origin, write
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 BACKENDS = ("torch_flash", "kvops")
@@ -121,6 +121,13 @@ def main(argv: list[str] | None = None) -> int:
     a = p.parse_args(argv)
     if a.heads < 1:
         p.error(f"--heads: expected at least 1, got {a.heads}")
+    if not 0 <= a.seconds < math.inf:
+        p.error(f"--seconds: expected a number, at least 0, got {a.seconds}")
+    try:
+        if a.json:
+            check_target("json", a.json)
+    except Refused as error:
+        p.error(str(error))
     said = sys.argv[1:] if argv is None else argv
     record = {**origin("python", "-m", "kvops.bench.attention", *said), "heads": a.heads, "cells": []}
     for dtype, rows, d, group in product(a.dtype, a.rows, HEAD_DIMS, GROUPS):

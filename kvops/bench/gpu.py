@@ -69,7 +69,7 @@ class Replayed:
 
 def first_line(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:200]
+    return " ".join("".join(x if x.isprintable() else " " for x in text.splitlines()[0]).split())[:200]
 
 
 def usable() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import matplotlib
@@ -10,17 +11,26 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from .record import replace
+
+plt.rcParams["text.parse_math"] = False  # names may be others'
 COLORS = {"kvops": "#2a6f97", "eager": "#bc6c25", "compile": "#dda15e"}
 COLORS |= {"float32": "#2a6f97", "bfloat16": "#468faf", "float16": "#89a8b8"}
 OPAQUE = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}  # where a label crosses the line of 100 %
 
 
+def formats() -> list[str]:
+    """Of pictures that can be drawn."""
+    return sorted(plt.Figure().canvas.get_supported_filetypes())
+
+
 def draw(record: dict, path: Path) -> None:
     """The picture of a record, of a CPU or of a GPU."""
     figure = draw_gpu(record) if "gpu" in record["machine"] else draw_cpu(record)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format=path.suffix[1:].lower())
     plt.close(figure)
+    replace(path, picture.getvalue())
 
 
 def draw_cpu(record: dict) -> plt.Figure:

@@ -15,6 +15,10 @@ import torch
 from .. import build_info
 
 
+class Refused(ValueError):
+    """What was asked for cannot be done; the message is for who asked."""
+
+
 def gpu() -> dict:
     """Of the GPU that torch uses."""
     of = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -91,9 +95,126 @@ def write(file: Path, record: dict) -> None:
 def replace(file: Path, content: str | bytes) -> None:
     """Replaces the file in one step, so that it is whole whenever the process is stopped, and of whoever was last."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    part = part_of(file)
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
+
+
+def part_of(file: Path) -> Path:
+    """Where the new content of a file lies until it is whole."""
+    return file.with_name(f"{file.name}.{os.getpid()}.part")
+
+
+def check_target(option: str, file: Path) -> None:
+    """Refused unless `replace` can write the file that an option names."""
+    try:
+        if file.is_dir():
+            raise Refused(f"--{option}: expected a file, got the folder {file}")
+        part = part_of(file)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise Refused(f"--{option}: {file} cannot be written: {error.strerror}") from None
+
+
+def load(file: Path) -> dict:
+    """A record that python -m kvops.bench has written."""
+    try:
+        found = json.loads(file.read_bytes().decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise Refused(f"{file}: expected JSON, got {str(error)[:200]}") from None
+    if wrong := wrong_record(found):
+        raise Refused(f"{file}: expected a record of python -m kvops.bench: {wrong}")
+    return found
+
+
+def whole(x: object, least: int = 0) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and least <= x < 2**62
+
+
+def number(x: object) -> bool:
+    """At least 0, and finite."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < 2**62
+
+
+def positive(x: object) -> bool:
+    return number(x) and x > 1e-300
+
+
+def name(x: object) -> bool:
+    """Of one line, that can be printed."""
+    return isinstance(x, str) and 0 < len(x) <= 200 and x.isprintable()
+
+
+def text(x: object) -> bool:
+    return isinstance(x, str) and x.isprintable()
+
+
+def wrong_record(x: object) -> str | None:
+    """What is not as it must be; None if nothing."""
+    if not isinstance(x, dict) or not isinstance(x.get("machine"), dict) or not isinstance(x.get("rows"), list):
+        return "machine and rows are missing"
+    machine, gpu = x["machine"], x["machine"].get("gpu")
+    said = {"kvops": x, "torch": x, "isa": x, "command": x, "cpu": machine}
+    said |= dict.fromkeys(("name", "driver", "cuda"), gpu) if gpu is not None else {}
+    for key, where in said.items():
+        if not isinstance(where, dict) or not text(where.get(key)):
+            return f"{key} must be a line of text"
+    if not (x.get("commit") is None or text(x["commit"])):
+        return "commit must be a line of text or null"
+    if not whole(machine.get("threads")) or not whole(x.get("repeats", 1), 1):
+        return "threads and repeats must be integers"
+    if x.get("statistic", "best") not in ("best", "median"):
+        return "statistic must be best or median"
+    if not isinstance(x.get("left_out", []), list) or not all(map(text, x.get("left_out", []))):
+        return "left_out must be a list of lines"
+    for i, row in enumerate(x["rows"]):
+        if not isinstance(row, dict):
+            return f"row {i} must be an object"
+        if wrong := wrong_row(row):
+            return f"row {i}: {wrong}"
+    return None
+
+
+DTYPES = ("float32", "float16", "bfloat16")
+#: What else than its label a row may hold: an object whose keys are names, and of whose values this must be true.
+PARTS = {
+    "ratio": lambda y: isinstance(y, dict) and all(positive(y.get(z)) for z in ("best", "median", "seconds")),
+    "failed": text,
+    "clock": text,
+    "stages": number,
+    "goals": positive,
+}
+
+
+def wrong_row(row: dict) -> str | None:
+    """The same of one of the rows."""
+    shape = row.get("shape")
+    if not name(row.get("operator")) or not text(row.get("form")) or row.get("dtype") not in DTYPES:
+        return "operator, form and dtype must be names"
+    if not isinstance(shape, list) or len(shape) != 4 or not all(whole(n, 1) for n in shape):
+        return "shape must be [batch, heads, n, head_dim]"
+    if "error" in row:
+        return None if text(row["error"]) else "error must be a line of text"
+    seconds, band = row.get("seconds"), row.get("bandwidth")
+    if not isinstance(seconds, dict) or not all(positive(seconds.get(key)) for key in ("best", "median")):
+        return "seconds must have best and median"
+    if not number(row.get("gb_per_s")) or "ratio" not in row:
+        return "gb_per_s and ratio are missing"
+    if "bandwidth" in row:
+        bands = [band, band.get("same_bytes", band)] if isinstance(band, dict) else [None]
+        if not all(isinstance(y, dict) and number(y.get("share")) and number(y.get("gb_per_s")) for y in bands):
+            return "bandwidth must have share and gb_per_s"
+        if not name(band.get("of")):
+            return "bandwidth must be of something"
+    for key, holds in PARTS.items():
+        found = row.get(key, {})
+        if not isinstance(found, dict) or not all(name(y) and holds(z) for y, z in found.items()):
+            return f"{key} is not what it must be"
+    if "clock" in row and "stages" not in row:
+        return "stages are missing"
+    return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args, get_type_hints
 
 from .. import methods as m
 from ..cache import Method
@@ -38,6 +38,8 @@ def _lagkv(budget: int, n: int, num_layers: int, streaming: bool, options: dict)
     then the ratio. What is left of a small budget may be less than a token for each partition: then none is chosen,
     and the lag is the one that keeps most."""
     sink, lag = options.get("sink", SINK), options.get("lag")
+    if lag is not None and lag < 1:
+        raise ValueError(f"LagKV: lag must be at least 1, got {lag}")
     if lag is None:
         plans = [(x, *lagkv_tokens(n, budget, x, sink)) for x in (2**i for i in range(10, 3, -1))]
         within = {x: kept_length(n, sink, x, kept) for x, kept, _ in plans if kept >= 0}
@@ -86,6 +88,21 @@ class Kind(NamedTuple):
         return [x for x in inspect.signature(self.method).parameters if x not in UNSAID]
 
 
+def check_option(label: str, key: str, value: object, kind: object) -> None:
+    """The command line's words are any Python literal; kind: the setting's annotation."""
+    kinds = get_args(kind) or (kind,)
+    fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+    if bool not in kinds and isinstance(value, bool):
+        fits = False
+    if not fits:
+        names = " or ".join(NAMES[x] for x in kinds)
+        raise ValueError(f"{label}: {key} must be {names}, got {type(value).__name__} {value!r}")
+    if isinstance(value, (int, float)) and not abs(value) <= MOST_SAID:
+        raise ValueError(f"{label}: {key} must be at most {MOST_SAID}, got {value!r}")
+
+
+NAMES = {int: "an int", float: "a float", str: "a str", bool: "a bool", type(None): "None"}
+MOST_SAID = 2**31 - 1
 UNSAID = ("budget", "skip_layers", "rope", "stage1", "projection", "phase", "attend_before_compress")
 
 #: By the name on the command line.
@@ -151,6 +168,10 @@ def rule(spec: str) -> Rule:
             raise ValueError(
                 f"method {spec!r}: {kind.label} has no option {key!r}, expected some of {', '.join(kind.options)}"
             )
+        try:
+            check_option(kind.label, key, options[key], get_type_hints(kind.method.__init__)[key])
+        except ValueError as error:
+            raise ValueError(f"method {spec!r}: {error}") from None
     made = Rule(kind.label + "".join(f" {key}={value}" for key, value in options.items()), kind, options)
     try:  # what is wrong at the largest budget is wrong at any
         made.method(MOST, 2 * MOST, 32)

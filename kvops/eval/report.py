@@ -10,9 +10,10 @@ import json
 import re
 from pathlib import Path
 
+from ..bench.markdown import code, escape
 from ..bench.record import replace
 from . import plots
-from .summary import Estimate, Row, Summary, Traits, leaders, one_line, summarize
+from .summary import Estimate, Row, Summary, Traits, leaders, summarize
 from .tasks import TASKS
 
 READING = """\
@@ -104,7 +105,7 @@ def about(task: str) -> list[str]:
 
 
 def slug(*names: str | int) -> str:
-    return re.sub(r"[^A-Za-z0-9.+]+", "-", "-".join(map(str, names))).strip("-")[:100]
+    return re.sub(r"[^A-Za-z0-9.+]+", "-", "-".join(str(x)[:80] for x in names)).strip("-")
 
 
 def listed(value: object) -> str:
@@ -171,7 +172,8 @@ def section(rows: list[Row], kind: Traits) -> list[str]:
         for _, (budget, metric) in columns:
             row = cell(method, budget)
             if isinstance(row, Row) and metric == "perplexity":
-                row = f"{plots.perplexity(row.scores[kind.metrics[0]].mean):.4g}" if row.positions else ""
+                known = row.positions and kind.metrics[0] in row.scores
+                row = f"{plots.perplexity(row.scores[kind.metrics[0]].mean):.4g}" if known else ""
             elif isinstance(row, Row):
                 text = score(row.scores.get(metric), kind, interval=metric == kind.metrics[0])
                 if metric == kind.metrics[0]:
@@ -236,21 +238,6 @@ def number(x: float) -> str:
 def held(row: Row) -> str:
     share = f" ({100 * row.bytes_held / row.bytes_full:.3g} %)" if row.bytes_full else ""
     return number(row.bytes_held / 1e6) + share
-
-
-def escape(text: str) -> str:
-    """In Markdown, as it is: results may be others', so no name is a link, a tag or a new line of a table."""
-    special = r"[\\`*\[\]<>|&~$@]|(?<![^\W_])_|_(?![^\W_])"
-    return re.sub(rf"{special}|:(?=//)|(?<=www)\.", r"\\\g<0>", one_line(text))
-
-
-def code(text: str) -> str:
-    """In Markdown, as code."""
-    text, fence = one_line(text), "`"
-    while fence in text:
-        fence += "`"
-    pad = " " * (len(fence) > 1)
-    return f"{fence}{pad}{text}{pad}{fence}"
 
 
 def markdown(rows: list[list[str]]) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ..bench.record import name, number, whole
 from .specs import Refused
 
 KEY = ("task", "context", "point", "method", "budget", "batch")
@@ -135,8 +136,8 @@ def load(files: Sequence[Path]) -> tuple[list[dict], list[dict]]:
     """Heads and cells of one or more files."""
     heads, lines = [], []
     for file in files:
-        for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):  # what follows the last is cut off
-            where = f"{file}, line {number}"
+        for i, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):  # what follows the last is cut off
+            where = f"{file}, line {i}"
             try:
                 found = json.loads(line.decode())
             except (ValueError, RecursionError) as error:
@@ -152,25 +153,10 @@ def load(files: Sequence[Path]) -> tuple[list[dict], list[dict]]:
 
 # What a file of results may hold. It may be of another version, another program, or damaged.
 
-MOST = 2**62
-
-
-def whole(x: object, least: int = 0) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and least <= x < MOST
-
-
-def number(x: object) -> bool:
-    """At least 0."""
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < MOST
-
-
-def name(x: object) -> bool:
-    return isinstance(x, str) and 0 < len(x) <= 200 and x.isprintable()
-
 
 def score(x: object) -> bool:
     """Infinity: a loss."""
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and (abs(x) < MOST or x != x or x == math.inf)
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and (abs(x) < 2**62 or x != x or x == math.inf)
 
 
 def list_of(x: object, kind: Callable[[object], bool]) -> bool:

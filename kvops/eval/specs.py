@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection
 
-
-class Refused(ValueError):
-    """What was asked for cannot be done; the message is for who asked."""
+from ..bench.record import Refused as Refused
 
 
 def parse(kind: str, spec: str, names: Collection[str]) -> tuple[str, dict]:

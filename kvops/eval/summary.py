@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, median, stdev
 from typing import NamedTuple
 
+from ..bench.markdown import one_line
 from .methods import METHODS
 from .results import Cell, cell_of
 from .specs import Refused
@@ -172,11 +173,6 @@ def order(cell: Cell) -> tuple:
         -math.inf if cell.budget is None else -cell.budget,
         cell.batch,
     )
-
-
-def one_line(text: str) -> str:
-    """What a file of results says, fit to be printed."""
-    return "".join(x if x.isprintable() else "?" for x in " ".join(text.split()))
 
 
 def describe(cell: Cell) -> str:
