@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import math
 from typing import NamedTuple
 
 import torch
@@ -125,7 +124,6 @@ def _check(q, k, v, causal, scale, starts, sink_logits, softcap) -> None:
             raise ValueError(
                 f"attention: {name} must be {dtype} [{size}] on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}"
             )
-
 
     if starts is not None and starts.is_cpu and not torch.compiler.is_compiling():
         _check_starts(starts.tolist(), n)
