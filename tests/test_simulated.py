@@ -215,7 +215,7 @@ FAULTS = {
     ),
     "window_scores multiplies before all queries are there": (
         "window_scores",
-        ("window_scores.cuh", f"{BARRIER}  // queries, totals and limits are there\n", ""),
+        ("window_scores.cuh", f"{BARRIER}  // queries, weights and limits are there\n", ""),
         ("plain", "test_dtypes_and_head_dims", WRONG_RESULT),
     ),
     "window_scores adds up rows before all warps have": (
