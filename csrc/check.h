@@ -11,6 +11,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <new>
 #include <numeric>
 #include <optional>
 #include <sstream>
@@ -314,38 +315,58 @@ inline void check_written(const char* op, const std::vector<Named>& written, con
   }
 }
 
-// A fresh contiguous tensor on like's device.
+// Memory that was not to be had. Python sees MemoryError, of a GPU's memory torch.OutOfMemoryError (kvops/dispatch.py).
+class OutOfMemory : public std::bad_alloc {
+ public:
+  OutOfMemory(const char* op, int64_t bytes, const Tensor* on) {
+    std::ostringstream text;
+    const bool cuda = on && on->is_cuda();
+    text << op << (cuda ? ": CUDA out of memory" : ": out of memory") << ", could not allocate " << bytes << " bytes";
+    if (cuda) text << " on " << device(*on);
+    text_ = text.str();
+  }
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  std::string text_;
+};
+
+// A fresh contiguous tensor on like's device: outputs, and on a GPU workspaces.
 template <size_t N>
-Tensor empty(const Tensor& like, const std::array<int64_t, N>& sizes, ScalarType type) {
+Tensor empty(const char* op, const Tensor& like, const std::array<int64_t, N>& sizes, ScalarType type) {
   std::array<int64_t, N> strides;
   int64_t size = 1;
   for (size_t i = N; i-- > 0;) {
     strides[i] = size;
-    KVOPS_CHECK(sizes[i] == 0 || size <= std::numeric_limits<int64_t>::max() / 8 / sizes[i],
-                "kvops: the result has more elements than fit int64");
+    KVOPS_CHECK(sizes[i] == 0 || size <= std::numeric_limits<int64_t>::max() / 8 / sizes[i], op,
+                ": the result has more elements than fit int64");
     size *= std::max<int64_t>(sizes[i], 1);
   }
   int32_t device, dtype;
+  int64_t item = 4;  // bytes
   aoti_torch_get_device_type(like.get(), &device);
   switch (type) {
     case ScalarType::Float:
       dtype = aoti_torch_dtype_float32();
       break;
-    case ScalarType::Long:
-      dtype = aoti_torch_dtype_int64();
-      break;
     case ScalarType::Int:
       dtype = aoti_torch_dtype_int32();
       break;
+    case ScalarType::Long:
+      dtype = aoti_torch_dtype_int64();
+      item = 8;
+      break;
     case ScalarType::Half:
       dtype = aoti_torch_dtype_float16();
+      item = 2;
       break;
     default:
       dtype = aoti_torch_dtype_bfloat16();
+      item = 2;
   }
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(N, sizes.data(), strides.data(), dtype, device, like.get_device_index(), &handle));
+  if (aoti_torch_empty_strided(N, sizes.data(), strides.data(), dtype, device, like.get_device_index(), &handle))
+    throw OutOfMemory(op, size * item, &like);
   return Tensor(handle);
 }
 

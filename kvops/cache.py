@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from .dispatch import inference_only
 from .flash import attention
-from .ops import MAX_WINDOW, gather_kv, inference_only, rope_at_slots, window_attention, window_scores
+from .ops import MAX_WINDOW, gather_kv, rope_at_slots, window_attention, window_scores
 from .rope import Rope
 
 
@@ -288,6 +289,8 @@ class Method:
             inference_only(who, **{name: x})
             if x.dim() != 4:
                 raise ValueError(f"{who}: {name} must be [b, Hk, t, d], got shape {list(x.shape)}")
+            if x.shape[2] == 0:
+                raise ValueError(f"{who}: {name} must hold at least one token, got shape {list(x.shape)}")
             if x.shape[:3] != k.shape[:3] or x.dtype != k.dtype or x.device != k.device:
                 raise ValueError(
                     f"{who}: v must match k in [b, Hk, t], dtype and device, expected {list(k.shape[:3])} {k.dtype} "

@@ -7,7 +7,10 @@ first (`attention_backends` says which are there, and why the others are not)::
     cudnn           aten::_scaled_dot_product_cudnn_attention, on Hopper and later, for 256 rows and more
     flash_attn_2    the package `flash_attn`, 2.7 or later
     torch_flash     aten::_scaled_dot_product_flash_attention, on the CPU ..._flash_attention_for_cpu
-    kvops           ops.window_attention in blocks of 256 rows: whatever the others do not do
+    kvops           ops.window_attention in blocks of 256 rows: whatever the others do not do, or do more slowly
+
+On the CPU `kvops` runs every call in half precision, and in fp32 up to 128 rows where query heads share KV heads and a
+single row where they do not; `torch_flash` the others that it can: the faster one, by KVOPS_ROWS.
 
 Two things that torch's operators lack are made here. Their causal mask is aligned to the top left, so t < n queries are
 two calls, the old keys without a mask and the new square, merged by their lse: exact, and no mask is built. And rows
@@ -19,12 +22,22 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .ops import MAX_WINDOW, inference_only, window_attention
+from .dispatch import inference_only
+from .ops import MAX_WINDOW, window_attention
+
+#: On the CPU, up to how many query rows `kvops` runs before `torch_flash`: where each query head has a KV head of its
+#: own, and where several share one. python -m kvops.bench.attention measures it: bench/results/cpu-attention.json.
+KVOPS_ROWS: dict[torch.dtype, tuple[float, float]] = {
+    torch.float32: (1, 128),
+    torch.float16: (math.inf, math.inf),
+    torch.bfloat16: (math.inf, math.inf),
+}
 
 
 class Attention(NamedTuple):
@@ -281,6 +294,11 @@ class _TorchFlash(_Torch):
         if call.q.is_cuda and not torch.backends.cuda.can_use_flash_attention(_params(call)):
             return "torch.backends.cuda.can_use_flash_attention says so"
         return None
+
+    def suits(self, call: _Call) -> bool:
+        grouped = call.q.shape[1] > call.k.shape[1]
+        slower = not call.q.is_cuda and call.q.shape[2] <= KVOPS_ROWS[call.q.dtype][grouped]
+        return not slower and super().suits(call)
 
     def square(self, q, k, v, causal, scale):
         if q.is_cuda:

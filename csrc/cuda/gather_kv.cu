@@ -13,7 +13,7 @@ void run(const Tensor& like, const Tensor& indices, const GatherKVParams& p) {
 
 // A fresh contiguous [b, Hk, m, d] like `like`, and its rows.
 Tensor fresh(const GatherKVParams& p, const Tensor& like, KVView& rows) {
-  const Tensor out = empty(like, std::array{p.b, p.heads, p.indices.m, like.size(3)}, like.scalar_type());
+  const Tensor out = empty("gather_kv", like, std::array{p.b, p.heads, p.indices.m, like.size(3)}, like.scalar_type());
   rows = check_kv("gather_kv", "out", out, true);
   return out;
 }

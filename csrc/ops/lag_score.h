@@ -51,7 +51,7 @@ inline LagScoreParams check_lag_score(const Tensor& k, const Tensor& v, int64_t 
   KVOPS_CHECK(prefix >= 0, op, ": prefix must be >= 0, got ", prefix);
   const ValidSlots slots = check_valid_slots(op, k, kv.b, kv.n, starts, lengths);
   const int64_t segments = num_segments(kv.n, prefix, lag);
-  scores = empty(k, std::array{kv.b, kv.heads, segments, lag}, ScalarType::Float);
+  scores = empty(op, k, std::array{kv.b, kv.heads, segments, lag}, ScalarType::Float);
   return {.k = kv.k,
           .v = kv.v,
           .scores = static_cast<float*>(scores.mutable_data_ptr()),

@@ -57,7 +57,7 @@ inline LshBucketParams check_lsh_bucket(const Tensor& k, const Tensor& indices, 
       KVOPS_CHECK(std::isfinite(value[i]), op, ": ", name, " must be finite, got ", value[i], " at entry ", i);
   }
   check_index_values(op, indices, n);
-  buckets = empty(k, std::array{b, heads, rows.m}, ScalarType::Int);
+  buckets = empty(op, k, std::array{b, heads, rows.m}, ScalarType::Int);
   return {.k = view,
           .indices = rows,
           .projection = static_cast<const float*>(projection.const_data_ptr()),

@@ -93,7 +93,7 @@ inline SelectTopkParams check_select_topk(const Tensor& scores, int64_t k, int64
     width = k < n ? k : n;
   }
   const int32_t* const budget = budgets ? check_budgets(op, *budgets, scores, sinks + window, k) : nullptr;
-  indices = empty(scores, std::array{b, heads, width}, ScalarType::Long);
+  indices = empty(op, scores, std::array{b, heads, width}, ScalarType::Long);
   return {.scores = static_cast<const float*>(scores.const_data_ptr()),
           .stride_b = strides[0],
           .stride_h = strides[1],

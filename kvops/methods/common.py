@@ -218,7 +218,7 @@ def select_budget(
 def all_slots(k: Tensor, starts: Tensor | None, lengths: Tensor | None, fill_invalid: bool) -> Tensor:
     """The indices that keep every valid slot: int64 [b, Hk, n]."""
     b, heads, n, _ = k.shape
-    scores = torch.zeros(b, 1, n, device=k.device)
+    scores = torch.zeros(b, 1, n, dtype=torch.float32, device=k.device)
     return select_topk(scores, max(n, 1), 0, 0, None, starts, lengths, None, fill_invalid).expand(-1, heads, -1)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from ..cache import summed_scores
-from ..ops import inference_only
+from ..dispatch import inference_only
 from .common import (
     Budget,
     check_choice,
