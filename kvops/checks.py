@@ -1,4 +1,4 @@
-"""Checks of arguments that are no tensors. All of them name the function, the argument, what was expected and what came."""
+"""Checks of arguments that are no tensors. They name the function, the argument, what was expected and what came."""
 
 
 def check_int(op: str, name: str, value: int, low: int) -> None:

@@ -138,7 +138,6 @@ def _check(q, k, v, causal, scale, starts, sink_logits, softcap) -> None:
                 f"attention: {name} must be {dtype} [{size}] on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}"
             )
 
-
     if starts is not None and starts.is_cpu and not torch.compiler.is_compiling():
         _check_starts(starts.tolist(), n)
 

@@ -270,7 +270,7 @@ def gather_kv(
 
     indices: int64 [b, Hk, m], any strides (so [b, 1, m] expanded serves all heads). Returns fresh contiguous
     [b, Hk, m, d] and [b, Hk, m, dv]; `out=(k_out, v_out)` of those shapes and any row-contiguous strides, which share
-    no memory with the inputs, are written and returned instead.
+    no memory with the inputs, indices included, are written and returned instead.
     """
     if out is None:
         return _gather_kv(k, v, indices)
@@ -286,8 +286,8 @@ def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     It takes no extra memory; on a GPU 4 bytes for each 32 KiB that moves.
 
     indices: int64 [b, Hk, m], strictly ascending in each row, -1 only at the end (those slots become zeros). All of
-    them are checked before the first write. k and v must not share memory, nor overlap themselves. Slots >= m are
-    left as they are. Returns the views k[:, :, :m] and v[:, :, :m].
+    them are checked before the first write. k, v and indices must not share memory, nor k and v overlap themselves.
+    Slots >= m are left as they are. Returns the views k[:, :, :m] and v[:, :, :m].
     """
     _compact_kv_(k, v, indices)
     _written(k, v)

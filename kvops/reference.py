@@ -119,10 +119,13 @@ def window_softmax(logits, seen, lse, sink_logits) -> tuple[Tensor, Tensor]:
     """Weights of the seen finite logits, 0 elsewhere: [b, Hk, G, w, n]; and the log-sum-exp over these, without the
     sink: [b, Hk, G, w]."""
     usable = seen & logits.isfinite()
-    if lse is None:
-        lse = logits.masked_fill(~usable, -torch.inf).logsumexp(-1)
-    total = lse if sink_logits is None else lse.logaddexp(sink_logits.to(lse.dtype).view(*lse.shape[1:3], 1))
-    return torch.where(usable, (logits - total.unsqueeze(-1)).exp(), 0.0), lse
+    sinks = logits.new_full(logits.shape[1:3], -torch.inf) if sink_logits is None else sink_logits.to(logits.dtype)
+    sinks = sinks.view(*logits.shape[1:3], 1)
+    if lse is None:  # not by the lse: where logits are large, it is rounded to one of them
+        masked = logits.masked_fill(~usable, -torch.inf)
+        weights = torch.cat((masked, sinks.unsqueeze(-1).expand(*logits.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
+        return torch.where(usable, weights, 0.0), masked.logsumexp(-1)
+    return torch.where(usable, (logits - lse.logaddexp(sinks).unsqueeze(-1)).exp(), 0.0), lse
 
 
 def window_reduce(rows, seen, finite, reduce, group_reduce) -> Tensor:

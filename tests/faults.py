@@ -172,7 +172,7 @@ FAULTS = {
     "window_scores multiplies before all queries are there": Fault(
         "window_scores",
         "window_scores.cuh",
-        "__syncthreads();  // queries, totals and limits are there",
+        "__syncthreads();  // queries, weights and limits are there",
         "",
         "test_dtypes_and_head_dims",
     ),

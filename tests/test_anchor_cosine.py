@@ -218,3 +218,30 @@ def test_opcheck_and_compile():
     for layout in ("bhnd", "bnhd"):
         k, _ = kit.kv(2, 2, 70, 16, layout=layout)
         assert torch.equal(compiled(k), ops.anchor_cosine(k) + 1)
+
+
+@kit.only("cpu")
+@pytest.mark.parametrize("heads, n", [(1, 3000), (4, 700)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_beyond_fp32_still_have_a_direction(dtype, heads, n):
+    """Keys near the end of fp32's range, not normalized: mu is infinite, and no score is."""
+    k = (kit.randn(1, heads, n, 16).clamp(-1, 1) * 1e38 + 1e38).to(dtype)
+    k[:, :, 7] = 1e-30
+    k[:, :, 9, 3] = torch.nan
+    with kit.threads(2):
+        scores, mu = ops.anchor_cosine(k, normalize_anchor=False, return_anchor=True)
+    exact, exact_mu = reference.anchor_cosine(k, normalize_anchor=False, return_anchor=True)
+    eager = reference.anchor_cosine(k * 2.0**-60, normalize_anchor=False, dtype=torch.float32)
+    kit.assert_close(scores, eager, exact)
+    assert torch.equal(mu, exact_mu.float()) and mu.isinf().all()
+
+
+@pytest.mark.parametrize("n", [500, 512, 513, 1025, kit.size(70_000, 2_000)])
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_many_keys_that_are_alike(dtype, n):
+    """Whose sum is rounded the same way each time."""
+    k = kit.randn(1, 1, 1, 40).to(dtype).expand(1, 1, n, 40).contiguous()
+    for normalize in (True, False):
+        _, mu = ops.anchor_cosine(k, normalize_anchor=normalize, return_anchor=True)
+        _, exact = reference.anchor_cosine(k, normalize_anchor=normalize, return_anchor=True)
+        assert ((mu - exact).abs() <= 2e-6 * exact.abs()).all()

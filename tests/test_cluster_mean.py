@@ -124,6 +124,9 @@ def test_bad_input():
     ):
         with kvops.debug_checks(), kit.refuses(*parts):
             ops.cluster_mean(*arguments)
+    many = torch.empty(2**31, 2**31, 0)
+    with kit.refuses("more elements than fit int64"):  # and not after 2^62 heads
+        ops.cluster_mean(many, many.int(), 3)
     with kit.refuses("assignment must be a torch.Tensor", kind=TypeError):
         ops.cluster_mean(scores, None, 3)
 

@@ -266,7 +266,11 @@ def test_wrong_arguments():
         (dict(q=q[:, :5]), "the heads of q must be a multiple of k's 2, got 5"),
         (dict(k=k[:, :, 1:], v=v[:, :, 1:]), "causal queries are the last of the keys, expected at most 39, got 40"),
         (dict(softcap=-1.0), "softcap must be 0"),
-        (dict(scale=0.0), "scale must be positive and finite, got 0.0"),
+        (dict(scale=0.0), "scale must be positive and a normal number in fp32, got 0.0"),
+        (dict(scale=1e-300), "scale must be positive and a normal number in fp32, got 1e-300"),
+        (dict(scale=1e300), "scale must be positive and a normal number in fp32, got 1e[+]300"),
+        (dict(softcap=1e300), "softcap must be 0 .none. or positive and a normal number in fp32, got 1e[+]300"),
+        (dict(scale=1e30, softcap=1e-30), "scale / softcap must be a normal number in fp32, got 1e[+]30 / 1e-30"),
         (dict(starts=torch.zeros(2)), r"starts must be torch.int32 \[2\] on .*, got torch.float32 \[2\]"),
         (dict(starts=kit.int32(0)), r"starts must be torch.int32 \[2\] on .*, got torch.int32 \[1\]"),
         (dict(sink_logits=torch.zeros(2)), r"sink_logits must be torch.float32 \[6\] on .*, got torch.float32 \[2\]"),
@@ -274,6 +278,13 @@ def test_wrong_arguments():
     ]:
         with kit.refuses(f"attention: {message}"):
             kvops.attention(**{**dict(q=q, k=k, v=v), **change})
+    for backend in ("torch_flash", "kvops") if not q.is_cuda else ():
+        for row, start in enumerate((41, -1)):
+            starts = torch.zeros(2, dtype=torch.int32)
+            starts[row] = start
+            with kit.refuses(f"attention: starts must lie in \\[0, 40\\], got {start} for row {row}"):
+                kvops.attention(q, k, v, starts=starts, backend=backend)
+        assert not kvops.attention(q, k, v, starts=kit.int32(0, 40), backend=backend).out[1].any()  # all is padding
     with kit.refuses("starts must be a torch.Tensor, got list", kind=TypeError):
         kvops.attention(q, k, v, starts=[0, 0])
     with kit.refuses("k must be a torch.Tensor, got NoneType", kind=TypeError):

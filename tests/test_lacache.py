@@ -236,6 +236,14 @@ def test_errors_name_what_would_work(change, message):
         kvops.lacache_plan(100, **{**arguments, "budget": int(named[1])})
 
 
+@pytest.mark.parametrize("name", ["n", "num_layers", "budget", "sinks", "span", "overlap"])
+@pytest.mark.parametrize("value", [100.5, float("nan"), 8.0, True])
+def test_a_plan_is_of_integers(name, value):
+    arguments = {"n": 100, "budget": 64, "sinks": 4, **SHAPE, name: value}
+    with pytest.raises(TypeError, match=f"lacache_plan: {name} must be an int, got {type(value).__name__} {value}"):
+        kvops.lacache_plan(arguments.pop("n"), **arguments)
+
+
 @kit.only("cpu")
 def test_a_plan_takes_microseconds():
     """About 3 in a quiet moment; a machine that is busy has one in so many."""

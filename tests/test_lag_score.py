@@ -214,6 +214,8 @@ def test_bad_input():
         "lengths": ((k, v, 8, 0, 1.0, False, kit.int32(1), kit.int32(64)), ("row 0", "length 64")),
         "starts shape": ((k, v, 8, 0, 1.0, False, kit.int32(0, 0)), ("starts must be a contiguous int32", r"\[2\]")),
         "starts dtype": ((k, v, 8, 0, 1.0, False, torch.zeros(1)), ("starts must be Int", "Float")),
+        "weight": ((k, v, 8, 0, float("nan")), ("v_weight must be finite in fp32, got nan",)),
+        "large weight": ((k, v, 8, 0, 1e300), ("v_weight must be finite in fp32, got 1e\\+300",)),
         "device": ((k, v.to("meta"), 8), ("v must be on the first tensor's device", "got meta")),
     }.values():
         with kvops.debug_checks(), kit.refuses(*parts):
@@ -252,3 +254,17 @@ def test_opcheck_and_compile():
     for layout in ("bhnd", "bnhd"):
         k, v = kit.kv(2, 2, 70, 16, layout=layout)
         assert torch.equal(compiled(k, v), ops.lag_score(k, v, 16, 4) * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("range_of_one", [3e-38, 2e-39, 5e-40])
+def test_a_channel_of_a_very_small_range_counts(dtype, range_of_one):
+    """1 / range is no float below 2.9e-39; some rows are far from the range, and in both tensors or in one."""
+    k, v = kit.kv(1, 2, 70, 16, dtype)
+    for x in (k, v):
+        x[..., 3] = (torch.rand(1, 2, 70) * range_of_one).to(dtype)
+        x[..., 5] = 0.25
+    scores = check(k, v, 10)
+    assert not torch.equal(scores, ops.lag_score(k.index_fill(3, torch.tensor([3]), 0.0), v, 10))
+    for self_reference in (False, True):
+        check(k, kit.kv(1, 2, 70, 16, dtype, seed=1)[1], 10, 5, 1.0, self_reference)

@@ -115,6 +115,8 @@ def test_bad_input():
         (dict(projection=torch.zeros(2, 8)), (r"projection must be a contiguous \[r, 16\]", r"\[2, 8\]")),
         (dict(projection=torch.zeros(31, 16), phase=torch.zeros(31)), (r"r in \[1, 30\], got \[31, 16\]",)),
         (dict(projection=torch.zeros(2, 16).double()), ("projection must be Float", "Double")),
+        (dict(projection=torch.full((2, 16), torch.nan)), ("projection must be finite, got nan at entry 0",)),
+        (dict(phase=torch.tensor([0.0, torch.inf])), ("phase must be finite, got inf at entry 1",)),
         (dict(phase=torch.zeros(3)), (r"phase must be a contiguous \[2\]", r"\[3\]")),
     ):
         with kvops.debug_checks(), kit.refuses(*parts):

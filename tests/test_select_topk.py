@@ -109,6 +109,20 @@ def test_threads_change_nothing(kind):
             assert torch.equal(ops.select_topk(scores, 9_000, 4, 32), one)
 
 
+@kit.only("cpu")
+@pytest.mark.parametrize("n", [50, 300_000])
+def test_threads_that_flush_subnormal_numbers(n):
+    """torch.set_flush_denormal is of the thread that calls it, not of those that share its work."""
+    scores = kit.scores("tiny", 1, 1, n)
+    expected = ops.select_topk(scores, n // 3)
+    assert torch.set_flush_denormal(True)
+    try:
+        kept = ops.select_topk(scores, n // 3)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(kept, expected)
+
+
 @given(data=st.data(), n=st.integers(1, 60), kind=st.sampled_from(kit.SCORES), fill=st.booleans(), own=st.booleans())
 @kit.examples(120)
 def test_padded_rows_and_budgets(data, n, kind, fill, own):
@@ -172,6 +186,8 @@ def test_bad_input():
         ((scores, 3, 0, 0, 10), ("seq_len",)),
         ((scores[None], 3), ("seq_len must be given",)),
         ((torch.zeros(2, 2, 3, 4), 3, 0, 0, 12), ("must have 2 segments", r"\[2, 2, 3, 4\]")),
+        ((torch.zeros(2, 2, 0, 0), 0, 0, 0, 12), ("segments of at least 1 token", r"\[2, 2, 0, 0\]")),
+        ((torch.zeros(2, 2, 0, 4), 0, 0, 0, -1), ("seq_len must be >= 0, got -1",)),
         ((torch.zeros(2, 2, 2, 4), 5, 0, 0, 12), ("segment length 4", "got 5")),
         ((torch.zeros(2, 2, 2, 4), 3, 0, 1, 12), ("window must be 0",)),
         ((scores, 3, 0, 0, None, None, None, torch.full((2, 2), 4, dtype=torch.int32)), ("budgets must lie", "got 4")),

@@ -636,6 +636,14 @@ def test_queries_must_follow_their_tokens():
     with pytest.raises(RuntimeError, match="must follow an append.*once"):
         method.attention(q, k_step, v_step)
     state = copy.deepcopy(method)
+    for t in (1, 19, 21):
+        rows = q[:, :, :1].expand(-1, -1, t, -1)
+        with pytest.raises(ValueError, match=rf"q must be .* expected .*, 20, 16\], got \[2, 4, {t}, 16\]"):
+            method.attend(rows, k, v)
+        one = kvops.KeyDiff(12)
+        with pytest.raises(ValueError, match=rf"KeyDiff: q must be .*, 20, 16\], got \[2, 4, {t}, 16\]"):
+            one.attend(rows, k, v)
+        assert one.seen == 0
     with pytest.raises(ValueError, match="scale must be positive"):
         method.attend(q, k, v, scale=-1.0)
     assert_same_state(method, state)  # the append has been taken back

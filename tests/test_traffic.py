@@ -159,7 +159,7 @@ def test_the_table_in_the_docs(counted):
 LEAST_BUSY = 0.75  # share of the multiprocessors' time that a launch fills, at 131,072 tokens of 8 heads
 SHORT = {  # those that need not, and why
     "lsh_bucket": "32 keys of a head",
-    "window_lse": "a row each",
+    "window_totals": "a row each",
     "attention_combine": "a row each",
     "anchor_total": "a sum for each head",
     "select_cluster": "a cluster for each head",

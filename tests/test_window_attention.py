@@ -332,3 +332,56 @@ def test_opcheck_and_compile():
         q, k, v, visible = window(2, 2, 2, w, 70, 16)
         expected = [y + 1 for y in ops.window_attention(q, k, v, visible, reduce="mean")]
         assert kit.same(compiled(q, k, v, visible), expected)
+
+
+EXTREMES = {
+    torch.float16: (7e3, 65504.0),
+    torch.bfloat16: (7e4, 1e9, 1e18),
+    torch.float32: (7e4, 1e9, 1e18),
+}
+
+
+@pytest.mark.parametrize("w", [1, 5, 20])
+@pytest.mark.parametrize("dtype, size", [(dtype, size) for dtype in EXTREMES for size in EXTREMES[dtype]])
+def test_the_largest_logits(dtype, size, w):
+    """Differences between such logits are far beyond exp's range: a row's best keys share it, and all is finite."""
+    n, d, group = 70, 64, 3
+    signs = torch.where(kit.randn(1, 2, n, d) < 0, -1.0, 1.0)
+    signs[:, :, 5] = 1
+    signs[:, :, 13] = signs[:, :, 50] = signs[:, :, 31]  # three alike, and their opposite
+    signs[:, :, 40] = -signs[:, :, 31]
+    negative = torch.ones(1, 2, n, d)
+    negative[:, :, 9] = 0.5
+    _, v = kit.kv(1, 2, n, d, dtype)
+    visible = kit.causal(w, n)
+    for pattern, like in ((signs, 31), (negative, 9)):
+        k = (pattern * size).to(dtype)
+        q = k[:, :, like : like + 1].repeat_interleave(group, 1).expand(-1, -1, w, -1).clone()
+        q[:, 1] = k[:, 0, 5]  # one best key
+        q[:, :1] *= -1
+        q = -q if like == 9 else q  # and logits all of which are that much below 0
+        for options in (
+            {},
+            dict(sink_logits=torch.tensor([1e9, -3.0, 1.0, 0.0, 1e38, 1e5])),
+            dict(group_reduce="none", reduce="max"),
+            dict(starts=kit.int32(3)),
+        ):
+            exact = reference.window_attention(q, k, v, visible, **options)
+            out, lse, scores = ops.window_attention(q, k, v, visible, **options)
+            assert torch.allclose(lse.double(), exact[1], rtol=1e-6)
+            atol = 2 * torch.finfo(dtype).eps * v.abs().max().item()
+            assert torch.allclose(out.double(), exact[0], rtol=1e-5, atol=atol)
+            assert torch.allclose(scores.double(), exact[2], rtol=1e-5, atol=1e-5)
+            again = ops.window_scores(q, k, visible, **options)
+            assert torch.allclose(again.double(), exact[2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("w", [1, 9])
+def test_a_logit_that_the_scale_makes_infinite_is_left_out(w):
+    """Products that are finite, and times the scale are not."""
+    q, k, v, visible = window(1, 1, 2, w, 60, 16)
+    k[:, :, 7] = q[:, :1, 0] * 1e30
+    k[:, :, 9] = -q[:, :1, 0] * 1e30
+    out, lse, scores = ops.window_attention(q, k, v, visible, scale=1e10)
+    assert scores[..., 7].isnan().all() and not scores[..., 8].isnan().any()
+    assert lse.isfinite().all() and out.isfinite().all()

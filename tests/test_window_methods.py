@@ -146,6 +146,16 @@ def test_snapkv_as_kvpress_computes_it():
     assert torch.equal(got.indices, want)
 
 
+@pytest.mark.parametrize("pooling", ["max", "avg"])
+def test_a_kernel_that_is_wider_than_the_keys(pooling):
+    """Beyond 2 n - 1 it holds no more of them: and takes no longer."""
+    q, k, v = make(n=40, w=5)
+    wide, wider, widest = (
+        kvops.snapkv_compress(k, v, q, 12, kernel_size=x, pooling=pooling).indices for x in (79, 81, 2**40 + 1)
+    )
+    assert torch.equal(wide, wider) and torch.equal(wide, widest)
+
+
 def test_snapkv_as_it_was_released():
     """Queries against expanded keys, sum over rows, max-pooling, per query head: with one query head per KV head."""
     n, w, budget = 300, 32, 70
@@ -331,7 +341,7 @@ def test_pyramidkv_is_snapkv_with_the_layers_budget():
 @given(
     n=st.integers(0, 50).map(lambda x: 60 - x),
     w=st.integers(1, 10),
-    chunk=st.sampled_from([20, 7, 1, 4]),
+    chunk=st.sampled_from([20, 7, 1, 4, 10**12]),
     budget=st.integers(10, 70),
     pool=st.fixed_dictionaries(pool_options),
     seed=st.integers(0, 99),
@@ -534,7 +544,7 @@ def test_wrong_arguments(compress):
         (dict(score="cosine"), "score must be 'softmax' or 'dot', got 'cosine'"),
         ({rows: q[:, :5]}, "query heads of q must be a multiple of the KV heads 2, got 5"),
         ({rows: q[..., :8]}, "q must have k's batch and head_dim"),
-        (dict(scale=0.0), "scale must be positive and finite, got 0"),
+        (dict(scale=0.0), "scale must be positive and a normal number in fp32, got 0"),
         (dict(starts=kit.int32(0, 41)), "starts"),
         (dict(lengths=kit.int32(41, 40)), "lengths"),
     ]:

@@ -7,7 +7,9 @@
 // meets what the first pass read last, which is still in the cache. Heads that fit the shared cache go one to a thread;
 // larger ones are split over n, one head after the other, so that all threads share that head's second pass.
 //
-// The sum over n goes in blocks of kBlock tokens, combined in order: accurate, and the same for any number of threads.
+// The sum over n goes in blocks of kBlock tokens, combined in order in fp64, and within a block in runs that begin at
+// 0: accurate, however alike the keys, and the same for any number of threads. Keys that are not normalized may have a
+// sum beyond fp32; then it is made again of keys scaled down, since scores need its direction only.
 //
 // Rows go in tiles; those whose squared norm is not a comfortable float are done in double (unit_keys.h).
 #include "../dispatch.h"
@@ -17,7 +19,9 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-constexpr int64_t kBlock = kAnchorBlock;
+constexpr int64_t kBlock = kAnchorBlock, kRun = 64;
+constexpr float kScaledDown = 0x1p-40f;
+
 template <class T>
 float careful_score(const T* row, int64_t d, const float* direction) {
   double dot = 0;
@@ -42,12 +46,18 @@ inline void cosines(const Rows<T>& rows, int64_t i, int64_t end, const float* di
   }
 }
 
-// Tokens [first, last) of a head, one block of the sum: norms into scores, the block's own sum into `total`.
+// Tokens [first, last) of a head, one block of the sum: norms into scores, the block's own sum into `total`. `run` is
+// room for as much.
 template <class T>
-void first_pass(const Rows<T>& rows, int64_t first, int64_t last, float* scores, float* total, int64_t size,
-                bool normalize) {
+void first_pass(const Rows<T>& rows, int64_t first, int64_t last, float* scores, float* total, float* run, int64_t size,
+                bool normalize, float unit) {
   for (int64_t c = 0; c < size; ++c) total[c] = 0.0f;
-  for (int64_t i = first; i < last; i += VL) norms(rows, i, last, scores + i, total, normalize);
+  for (int64_t begin = first; begin < last; begin += kRun) {
+    const int64_t end = last - begin < kRun ? last : begin + kRun;
+    for (int64_t c = 0; c < size; ++c) run[c] = 0.0f;
+    for (int64_t i = begin; i < end; i += VL) norms(rows, i, end, scores + i, run, normalize, unit);
+    for (int64_t c = 0; c < size; ++c) total[c] += run[c];
+  }
 }
 
 template <class T>
@@ -97,9 +107,21 @@ Head<T> prepare_head(const AnchorCosineParams& p, int64_t index) {
   return {{p.k.row(b, h, first), p.k.stride_n, p.d, row_shape<T>(p.k.row_bytes)}, count, scores + first, anchor, given};
 }
 
-template <class T>
-void add_block(const float* block, int64_t d, float* anchor) {
-  for (int64_t c = 0; c < d; ++c) anchor[c] += block[channel_slot<T>(c)];
+inline bool all_finite(const float* x, int64_t count) {
+  bool finite = true;
+  for (int64_t i = 0; i < count; ++i) finite &= is_finite(x[i]);
+  return finite;
+}
+
+// The unit vector of a head's sum of keys times `unit`, which sum_of(unit) makes in head.anchor.
+template <class T, class SumOf>
+void sum_and_direction(const Head<T>& head, float* direction, int64_t size, const SumOf& sum_of) {
+  const int64_t d = head.rows.d;
+  if (!head.given) sum_of(1.0f);
+  const bool again = !head.given && !all_finite(head.anchor, d);
+  if (again) sum_of(kScaledDown);
+  unit_direction<T>(head.anchor, d, direction, size);
+  for (int64_t c = 0; again && c < d; ++c) head.anchor[c] /= kScaledDown;  // infinite, or not
 }
 
 template <class T>
@@ -109,17 +131,22 @@ void score_heads(const AnchorCosineParams& p, const Workers& workers) {
   constexpr int64_t kSharedCache = 8 << 20;
   if (heads >= workers.count && p.n * p.k.row_bytes * workers.count <= kSharedCache) {
     parallel_for(workers, workers.count, [&](int64_t worker) {
-      float* scratch = workers.workspace + worker * size;
+      float* const scratch = workers.workspace + worker * 4 * size;
+      float *const block = scratch, *const run = scratch + size;
+      double* const sum = reinterpret_cast<double*>(scratch + 2 * size);
       const Share mine = share(heads, worker, workers.count);
       for (int64_t index = mine.first; index < mine.last; ++index) {
         const Head<T> head = prepare_head<T>(p, index);
-        for (int64_t i = 0; !head.given && i < head.count; i += kBlock) {
-          const int64_t end = head.count - i < kBlock ? head.count : i + kBlock;
-          first_pass(head.rows, i, end, head.scores, scratch, size, p.normalize_anchor);
-          add_block<T>(scratch, p.d, head.anchor);
-        }
-        unit_direction<T>(head.anchor, p.d, scratch, size);
-        (head.given ? only_pass<T> : second_pass<T>)(head.rows, 0, head.count, head.scores, scratch);
+        sum_and_direction<T>(head, block, size, [&](float unit) {
+          for (int64_t c = 0; c < size; ++c) sum[c] = 0;
+          for (int64_t i = 0; i < head.count; i += kBlock) {
+            const int64_t end = head.count - i < kBlock ? head.count : i + kBlock;
+            first_pass(head.rows, i, end, head.scores, block, run, size, p.normalize_anchor, unit);
+            for (int64_t c = 0; c < size; ++c) sum[c] += block[c];
+          }
+          for (int64_t c = 0; c < p.d; ++c) head.anchor[c] = static_cast<float>(sum[channel_slot<T>(c)]);
+        });
+        (head.given ? only_pass<T> : second_pass<T>)(head.rows, 0, head.count, head.scores, block);
       }
     });
     return;
@@ -132,18 +159,22 @@ void score_heads(const AnchorCosineParams& p, const Workers& workers) {
       const Share mine = share(blocks, worker, workers.count);
       return Share{mine.first * kBlock, mine.last * kBlock < head.count ? mine.last * kBlock : head.count};
     };
-    if (!head.given) {
+    float *const sums = workers.workspace, *const direction = sums;
+    sum_and_direction<T>(head, direction, size, [&](float unit) {
       parallel_for(workers, workers.count, [&](int64_t worker) {
         const Share mine = tokens(worker);
+        float* const run = sums + (blocks + worker) * size;
         for (int64_t i = mine.first; i < mine.last; i += kBlock) {
           const int64_t end = mine.last - i < kBlock ? mine.last : i + kBlock;
-          first_pass(head.rows, i, end, head.scores, workers.workspace + i / kBlock * size, size, p.normalize_anchor);
+          first_pass(head.rows, i, end, head.scores, sums + i / kBlock * size, run, size, p.normalize_anchor, unit);
         }
       });
-      for (int64_t block = 0; block < blocks; ++block) add_block<T>(workers.workspace + block * size, p.d, head.anchor);
-    }
-    float* direction = workers.workspace;
-    unit_direction<T>(head.anchor, p.d, direction, size);
+      for (int64_t c = 0; c < p.d; ++c) {
+        double sum = 0;
+        for (int64_t block = 0; block < blocks; ++block) sum += sums[block * size + channel_slot<T>(c)];
+        head.anchor[c] = static_cast<float>(sum);
+      }
+    });
     parallel_for(workers, workers.count, [&](int64_t worker) {
       const Share mine = tokens(worker);
       if (mine.first < mine.last)

@@ -30,7 +30,8 @@ namespace {
 constexpr int R = VL / 2;  // rows in a tile: their R sums and R sums of squares fill one vector
 constexpr int64_t kAheadRows = 4 * R;
 
-// Per channel, in the order of registers. `half` is 1/2, or 0 where the last register has no channel.
+// Per channel, in the order of registers. `half` is 1/2, or 0 where the last register has no channel. `inverse` is
+// 1/range (kNarrow), 0 for a channel that has none.
 struct Channels {
   float *lo, *inverse, *half, *min, *max, *poison;
   int64_t size;  // floats in each: a multiple of VL
@@ -60,9 +61,10 @@ struct Channels {
   void use_range() {
     for (int64_t i = 0; i < size; i += VL) {
       const F low = load(min + i), range = load(max + i) - low, inv = 1.0f / range;
-      const I usable = (range > 0.0f) & (inv > 0.0f) & (inv < __builtin_inff()) & (load(poison + i) == 0.0f);
+      const I usable = (range > 0.0f) & (inv > 0.0f) & (load(poison + i) == 0.0f);
+      const F finite = inv < __builtin_inff() ? inv : (F)((U)range | kNarrow);
       store(lo + i, usable ? low : F{});
-      store(inverse + i, usable ? inv : F{});
+      store(inverse + i, usable ? finite : F{});
     }
     reset_range();
   }
@@ -95,7 +97,8 @@ __attribute__((noinline)) void careful_tile(const Rows<T>& rows, int64_t first, 
       const float x = to_float(row[c]);
       if (Range && !is_finite(x)) channels.poison[slot] = __builtin_nanf("");
       double z = -0.5;
-      if (channels.inverse[slot] != 0.0f) z = (double(x) - channels.lo[slot]) * channels.inverse[slot] - 0.5;
+      const float inverse = channels.inverse[slot];
+      if (inverse != 0.0f) z = (double(x) - channels.lo[slot]) * inverse_range(inverse) - 0.5;
       s += z;
       q += z * z;
     }

@@ -143,9 +143,10 @@ inline bool is_finite(float x) {
   return x - x == 0.0f;
 }
 
-// Unsigned keys of the same order: -0.0 as 0.0, NaN lowest.
+// Unsigned keys of the same order: -0.0 as 0.0, NaN lowest. By their bits, as no arithmetic is exact on subnormal
+// numbers in a thread that flushes them.
 inline U order_key(F x) {
-  const I bits = (I)(x + 0.0f);  // -0.0 becomes 0.0
+  const I all = (I)x, bits = all == INT32_MIN ? I{} : all;  // -0.0 becomes 0.0
   const U key = (U)(bits ^ ((bits >> 31) | (int32_t)0x80000000));
   return x == x ? key : U{};
 }

@@ -78,14 +78,16 @@ double careful_norm(const T* row, int64_t d) {  // NaN if the row is not finite
   return __builtin_sqrt(squares);
 }
 
-// The tile's 1/|k| (or its stand-in: NaN not finite, 0 zero key, kRedo), and if `total` its sum of (unit) keys.
+// The tile's 1/|k| (or its stand-in: NaN not finite, 0 zero key, kRedo), and if `total` its sum of unit keys, or of
+// keys times `unit`.
 template <class T>
-inline void norms(const Rows<T>& rows, int64_t i, int64_t end, float* inverse_norms, float* total, bool normalize) {
+inline void norms(const Rows<T>& rows, int64_t i, int64_t end, float* inverse_norms, float* total, bool normalize,
+                  float unit = 1.0f) {
   const Tile<T> tile(rows, i, end);
   const F squares = tile.squared_norms(rows.shape, rows.stride * kAheadRows);
   const F inverse = 1.0f / sqrt(squares);
   float weight[VL];
-  store(weight, normalize ? inverse : splat(1.0f));
+  store(weight, normalize ? inverse : splat(unit));
   for (int64_t r = tile.count; r < VL; ++r) weight[r] = 0.0f;
   // Comfortable squares lie in (kTiny, kHuge); anything else, NaN too, becomes NaN here.
   const I comfortable = (squares > kTiny) & (squares < kHuge);
@@ -99,7 +101,7 @@ inline void norms(const Rows<T>& rows, int64_t i, int64_t end, float* inverse_no
     const double norm = careful_norm(tile.row[r], rows.d);
     if (inverse_norms[r] == kRedo && !(norm > 0)) inverse_norms[r] = norm == 0 ? 0.0f : __builtin_nanf("");
     if (!total || !(norm > 0)) continue;
-    const double factor = normalize ? 1.0 / norm : 1.0;
+    const double factor = normalize ? 1.0 / norm : unit;
     for (int64_t c = 0; c < rows.d; ++c)
       total[channel_slot<T>(c)] += static_cast<float>(to_float(tile.row[r][c]) * factor);
   }

@@ -10,8 +10,10 @@
 // (reduce_lanes). Sums over keys (the softmax) are kept by lane, for each split of the keys by itself, and combined in
 // order.
 //
-// A logit that is not finite costs nothing on the way: x * 0 is added beside x, which is 0, or NaN just then.
-// Limits are compared only in blocks that some row does not see whole.
+// A logit that is not finite costs nothing on the way: x * 0 is added beside x, which is 0, or NaN just then. Logits
+// are rounded, scale and all, before they meet a maximum or a log-sum-exp: fused to one multiply-add with either, which
+// is rounded itself, a large one's difference from its own maximum would be that rounding, not 0. Limits are compared
+// only in blocks that some row does not see whole.
 #pragma once
 #include "../dispatch.h"
 #include "products.h"
@@ -51,12 +53,12 @@ struct Chunk {
   int64_t segment, in_segment;
 };
 
-// tile[key][N vectors] = q . k, over `words` words. q: [words][N vectors].
+// tile[key][N vectors] = scale * q . k, over `words` words. q: [words][N vectors].
 template <class Words, int N>
-void multiply(const Block& block, const float* q, int64_t words, float* tile) {
+void multiply(const Block& block, const float* q, int64_t words, float scale, float* tile) {
   products<Words, N>(block, q, words, [&](int first, F(&sums)[kKeysAtOnce<N>][N]) {
     for (int k = 0; k < kKeysAtOnce<N>; ++k)
-      for (int v = 0; v < N; ++v) store(tile + ((first + k) * N + v) * VL, sums[k][v]);
+      for (int v = 0; v < N; ++v) store(tile + ((first + k) * N + v) * VL, sums[k][v] * scale);
   });
 }
 
@@ -128,9 +130,6 @@ struct WindowWorker {
 
   int64_t batch() const { return head / p.heads; }
   int64_t query_heads() const { return p.heads * p.group; }
-  // Softcapped logits are scaled already.
-  float scale() const { return p.softcap != 0 ? 1.0f : p.scale; }
-
   // fn(lane, query head, row of the window) for every row.
   template <class Fn>
   void for_rows(const Fn& fn) const {
@@ -221,13 +220,13 @@ struct WindowWorker {
   }
   void keys_of(Block& block) const { rows_of(p.k, block, keys, kWidened<T>); }
 
-  // The tile: logits of a chunk's rows, [key][N vectors], times scale() to be.
+  // The tile: logits of a chunk's rows, [key][N vectors].
   template <int N>
   void logits(const Block& block, const Chunk& chunk) const {
-    multiply<typename WordsOf<T>::Type, N>(block, q + chunk.vector * VL * words, words, tile);
+    const float scale = p.softcap == 0 ? p.scale : p.scale / p.softcap;
+    multiply<typename WordsOf<T>::Type, N>(block, q + chunk.vector * VL * words, words, scale, tile);
     if (p.softcap == 0) return;
-    for (int64_t i = 0; i < block.count * N * VL; i += VL)
-      store(tile + i, tanh(load(tile + i) * (p.scale / p.softcap)) * p.softcap);
+    for (int64_t i = 0; i < block.count * N * VL; i += VL) store(tile + i, tanh(load(tile + i)) * p.softcap);
   }
 
   // Does every lane see the whole block?
@@ -262,14 +261,14 @@ struct WindowWorker {
     }
     F base[N], sums[N] = {};
     for (int v = 0; v < N; ++v) {
-      const F before = load(peak + v * VL), now = max(before, top[v] * scale());
+      const F before = load(peak + v * VL), now = max(before, top[v]);
       base[v] = now == -__builtin_inff() ? F{} : now;
       shrink[v] = exp(before - base[v]);
       store(peak + v * VL, now);
     }
     for (int i = 0; i < block.count; ++i)
       for (int v = 0; v < N; ++v) {
-        const F x = exp(load(tile + (i * N + v) * VL) * scale() - base[v]);
+        const F x = exp(load(tile + (i * N + v) * VL) - base[v]);
         if (keep) store(tile + (i * N + v) * VL, x);
         sums[v] += x;
       }
@@ -292,7 +291,7 @@ struct WindowWorker {
     for (int i = 0; i < block.count; ++i) {
       F sum = load(partial + i * VL), nan = Max ? load(poison + i * VL) : F{};
       for (int v = 0; v < N; ++v) {
-        const F x = load(tile + (i * N + v) * VL) * scale() - load(offset + row + v * VL);
+        const F x = load(tile + (i * N + v) * VL) - load(offset + row + v * VL);
         F a = (Dot ? x : exp(x)) * load(factor + row + v * VL);
         F not_finite = x * 0.0f;
         if (Masked) {

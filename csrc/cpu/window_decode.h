@@ -78,7 +78,7 @@ struct DecodeWorker {
     return {begin, static_cast<int>(count), view.row(head / p.heads, head % p.heads, begin), view.stride_n};
   }
 
-  // out: [keys in whole units][R], times scale() to be. Asks for the same keys' rows of `then`, if there are any.
+  // out: [keys in whole units][R]. Asks for the same keys' rows of `then`, if there are any.
   void logits(const Block& block, const KVView* then, float* out) const {
     for (int i = 0; i < block.count; i += kUnit) {
       const In* row[kUnit];
@@ -103,11 +103,10 @@ struct DecodeWorker {
       });
       for (int j = 0; j < kUnitVectors; ++j) {
         const F x = sum_lanes(sums + j * VL);
-        store(out + i * R + j * VL, p.softcap == 0 ? x : tanh(x * (p.scale / p.softcap)) * p.softcap);
+        store(out + i * R + j * VL, p.softcap == 0 ? x * p.scale : tanh(x * (p.scale / p.softcap)) * p.softcap);
       }
     }
   }
-  float scale() const { return p.softcap != 0 ? 1.0f : p.scale; }
 
   // op over the lanes of the same query, in every one of them.
   template <class Op>
@@ -148,11 +147,11 @@ struct DecodeWorker {
     }
     for (int j = 0; j < kUnitVectors; ++j) {
       const F before = load(peak + j * VL);
-      const F now = max(before, over_keys(top[j], [](F a, F b) { return max(a, b); }) * scale());
+      const F now = max(before, over_keys(top[j], [](F a, F b) { return max(a, b); }));
       const F base = Totals::finite_or_zero(now), smaller = exp(before - base);
       F sum = {};
       for (int i = j * VL; i < end; i += kLanes) {
-        const F x = exp(load(tile + i) * scale() - base);
+        const F x = exp(load(tile + i) - base);
         store(tile + i, x);
         sum += x;
       }
@@ -238,7 +237,7 @@ struct DecodeWorker {
       const int count = block.count - i < VL ? block.count - i : VL;
       F weights[R], not_finite[R];
       for (int j = 0; j < R; ++j) {
-        const F x = load(logits + i * R + j * VL) * scale() - offset[j % kUnitVectors];
+        const F x = load(logits + i * R + j * VL) - offset[j % kUnitVectors];
         weights[j] = (dot ? x : exp(x)) * factor[j % kUnitVectors];
         not_finite[j] = x * 0.0f;
       }

@@ -158,7 +158,7 @@ __device__ inline float careful_rows(const char* first_row, int64_t stride, int 
       const int i = __ffs(marks) - 1;
       const T* const row = reinterpret_cast<const T*>(first_row + row_of(first + i) * stride);
       const auto normalized = [&](int c) {
-        return inverse[c] == 0.0f ? 0.0 : (static_cast<double>(to_float(row[c])) - lo[c]) * inverse[c];
+        return inverse[c] == 0.0f ? 0.0 : (static_cast<double>(to_float(row[c])) - lo[c]) * inverse_range(inverse[c]);
       };
       double sum = 0, squares = 0;
 #pragma unroll 1
@@ -366,10 +366,11 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
     // The range becomes the reference. A channel whose range is zero or not finite contributes N = 0.
     const auto refer = [&](int of, int c, const Range& range) {
       const float size = range.most - range.least, inv = 1.0f / size;
-      const bool usable = size > 0.0f && inv > 0.0f && inv < CUDART_INF_F;
+      const bool usable = size > 0.0f && inv > 0.0f;
       float* const reference = references + of * 2 * kChannels + c;
       reference[0] = usable ? range.least : 0.0f;
-      reference[kChannels] = usable ? inv : 0.0f;
+      const float told = inv < CUDART_INF_F ? inv : __uint_as_float(__float_as_uint(size) | kNarrow);
+      reference[kChannels] = usable ? told : 0.0f;
     };
     const auto conclude = [&](int of, const Part& whole) {
       const double sum = static_cast<double>(whole.sum);

@@ -17,6 +17,7 @@
 #include "../ops/window_scores.h"
 #include "math.cuh"
 #include "mma.cuh"
+#include "row_sum.cuh"
 #include "vec.cuh"
 
 namespace kvops {
@@ -130,29 +131,10 @@ __device__ inline void multiply(Products<KeyTile<T, kPieces>::kBlocks>& x, const
 // ---- Logits and their sums
 // -------------------------------------------------------------------------------------------
 
-// sum over keys of 2^(logit), as sum * 2^most; logits times log2(e).
-struct RowSum {
-  float most, sum;
-
-  __device__ static RowSum none() { return {-CUDART_INF_F, 0.0f}; }
-  __device__ void add(const RowSum& x) {
-    const float top = fmaxf(most, x.most), at = top == -CUDART_INF_F ? 0.0f : top;
-    sum = sum * exp2_fast(most - at) + x.sum * exp2_fast(x.most - at);
-    most = top;
-  }
-};
-
-// A logit times `unit` (1 or log2(e)), of a product.
+// A logit times `unit` (1 or log2(e)), of a product; rounded (kLargeLogit).
 __device__ inline float logit_of(const Window& p, float product, float unit) {
-  if (p.softcap == 0.0f) return product * (p.scale * unit);
+  if (p.softcap == 0.0f) return __fmul_rn(product, p.scale * unit);
   return p.softcap * unit * tanhf(product * p.scale / p.softcap);
-}
-
-// What is subtracted from a row's logits times log2(e): its lse, with the sink where there is one.
-__device__ inline float total_log2(const Window& p, float lse, int64_t query_head) {
-  if (!p.sink_logits) return lse * kLog2e;
-  const float sink = p.sink_logits[query_head], top = fmaxf(lse, sink);
-  return (top == -CUDART_INF_F ? top : top + log1pf(expf(fminf(lse, sink) - top))) * kLog2e;
 }
 
 // ---- Queries, in shared memory
@@ -230,14 +212,17 @@ struct Limits {
   int least, most;
 };
 
-// The limits of each tile of 16 of `count` rows. A warp does it; a barrier lies before and behind.
-__device__ inline void limits_of_tiles(const int* limits, int count, Limits* tiles) {
+// The limits of each tile of 16 of `count` rows. If one of its factors, where given, is
+// negative, the least is 0: such rows take the careful way. A warp does it; a barrier lies before and behind.
+__device__ inline void limits_of_tiles(const int* limits, int count, Limits* tiles, const float* factors = nullptr) {
   for (int tile = threadIdx.x; tile < count / kTileRows; tile += blockDim.x) {
     Limits x{limits[tile * kTileRows], limits[tile * kTileRows]};
     for (int i = 1; i < kTileRows; ++i) {
       x.least = min(x.least, limits[tile * kTileRows + i]);
       x.most = max(x.most, limits[tile * kTileRows + i]);
     }
+    for (int i = 0; factors && i < kTileRows; ++i)
+      if (factors[tile * kTileRows + i] < 0.0f) x.least = 0;
     tiles[tile] = x;
   }
 }

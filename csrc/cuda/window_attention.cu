@@ -8,19 +8,20 @@ namespace {
 
 // What a call keeps while it runs.
 struct WindowAttentionMemory {
-  float* parts;   // [b, Hq, w, parts, dv]
-  RowSum* sums;   // [b, Hq, w, parts]
-  float* lse;     // [b, Hq, w], of the plain kernel
-  float* logits;  // [b, Hq, n], of one row for each query head, or null
-  char* passes;   // of window_scores' passes, one after the other
+  float* parts;    // [b, Hq, w, parts, dv]
+  RowSum* sums;    // [b, Hq, w, parts]
+  float2* totals;  // [b, Hq, w], each a RowSum
+  float* logits;   // [b, Hq, n], of one row for each query head, or null
+  char* passes;    // of window_scores' passes, one after the other
 
   WindowAttentionMemory(const WindowAttentionParams& p, const AttentionPlan& plan, Sections& sections) {
     const Window& w = p.window;
     const int64_t rows = w.b * w.heads * w.group * w.w;
-    const int64_t sums_pass = plan.tensor_cores ? 0 : window_lse_workspace(w), scores = window_scores_pass_workspace(w);
+    const int64_t sums_pass = plan.tensor_cores ? 0 : window_totals_workspace(w),
+                  scores = window_scores_pass_workspace(w);
     parts = sections.add<float>(rows * plan.parts * p.dv);
     sums = sections.add<RowSum>(rows * plan.parts);
-    lse = sections.add<float>(plan.tensor_cores ? 0 : rows);
+    totals = sections.add<float2>(rows);
     logits = w.w == 1 && w.n > 0 ? sections.add<float>(rows * w.n) : nullptr;
     passes = sections.add<char>(sums_pass > scores ? sums_pass : scores);
   }
@@ -41,18 +42,18 @@ std::tuple<Tensor, Tensor, Tensor> window_attention(const Tensor& q, const Tenso
   const AttentionPlan plan = AttentionPlan::of(p);
   const Workspace workspace("window_attention", q, bytes_of<WindowAttentionMemory>(p, plan));
   Sections sections{workspace.data()};
-  const auto [parts, sums, own_lse, logits, passes] = WindowAttentionMemory(p, plan, sections);
+  const auto [parts, sums, totals, logits, passes] = WindowAttentionMemory(p, plan, sections);
   if (plan.tensor_cores) {
     attention_parts_cuda(p, plan, parts, sums, logits, device.stream());
   } else {
-    window_lse(w, own_lse, logits, passes, device.stream());
-    plain_attention_parts_cuda(p, plan, own_lse, parts, sums, device.stream());
+    window_totals(w, totals, logits, passes, device.stream());
+    plain_attention_parts_cuda(p, plan, reinterpret_cast<const RowSum*>(totals), parts, sums, device.stream());
   }
-  attention_combine_cuda(p, plan, parts, sums, device.stream());
+  attention_combine_cuda(p, plan, parts, sums, reinterpret_cast<RowSum*>(totals), device.stream());
   if (logits)
-    window_row_scores(w, logits, p.lse, device.stream());
+    window_row_scores(w, logits, totals, device.stream());
   else if (w.n > 0)
-    window_scores_pass(w, p.lse, passes, device.stream());
+    window_scores_pass(w, totals, passes, device.stream());
   return {out, lse, scores};
 }
 

@@ -26,8 +26,8 @@
 //
 // attention_combine: a block for each row adds its parts in their order.
 //
-// plain_attention_parts (fp32, wider heads): with the lse of window_scores' first pass the weights are final at once,
-// and need no running maximum. 8 warps make the weights of 128 keys for 16 rows, then every thread adds up four
+// plain_attention_parts (fp32, wider heads): with the maxima of window_scores' first pass the weights need no running
+// maximum. 8 warps make the weights of 128 keys for 16 rows, then every thread adds up four
 // channels of some of the keys. CUDA cores, K three times, K and V anew for every 16 rows (from L2): right, not fast.
 //
 // Grid: x runs over (batch, KV head, split, run of rows), the last fastest: blocks with the same keys run at the same
@@ -214,11 +214,6 @@ struct RowState {
       }
     }
 
-    float finite = 0;  // NaN if a logit is not
-#pragma unroll
-    for (int t = 0; t < 2 * kGroups; ++t)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) finite = fmaf(x[t][e], 0.0f, finite);
     const auto for_logits = [&](const auto& fn) {
 #pragma unroll
       for (int t = 0; t < 2 * kGroups; ++t)
@@ -227,10 +222,12 @@ struct RowState {
     };
     if (w.softcap == 0.0f) {
       const float scale = w.scale * kLog2e;
-      for_logits([&](float& logit, int, int) { logit *= scale; });
+      for_logits([&](float& logit, int, int) { logit = __fmul_rn(logit, scale); });
     } else {
       for_logits([&](float& logit, int, int) { logit = logit_of(w, logit, kLog2e); });
     }
+    float finite = 0;  // NaN if a logit is not
+    for_logits([&](float& logit, int, int) { finite = fmaf(logit, 0.0f, finite); });
     const bool all_seen = first <= key && key <= least - kGroupKeys * kGroups;
     const auto seen = [&](int j, int row) { return all_seen || (first <= j && j < limit[row]); };
     if (logits[0])  // then row 1 has some or does not count
@@ -433,7 +430,7 @@ __device__ inline float4 load_four(const char* p, bool wide) {
 
 template <class T>
 __global__ void __launch_bounds__(kWindowThreads)
-    plain_attention_parts_kernel(WindowAttentionParams p, AttentionPlan plan, const float* lse, float* parts,
+    plain_attention_parts_kernel(WindowAttentionParams p, AttentionPlan plan, const RowSum* totals, float* parts,
                                  RowSum* sums) {
   const Window& w = p.window;
   using Keys = KeyTile<T, 8>;
@@ -448,9 +445,11 @@ __global__ void __launch_bounds__(kWindowThreads)
   const RowLayout layout{1, all, all, all};
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   load_queries<T>(w, layout, b, h, first_row, kTileRows, queries, plan.pitch, limits, plan.wide_queries);
-  for (int i = threadIdx.x; i < kTileRows; i += kWindowThreads)
-    less[i] = first_row + i < all ? lse[head * all + first_row + i] * kLog2e : 0.0f;
-  __syncthreads();  // queries, limits and lse are there
+  for (int i = threadIdx.x; i < kTileRows; i += kWindowThreads) {
+    const float most = first_row + i < all ? totals[head * all + first_row + i].most : 0.0f;
+    less[i] = most == -CUDART_INF_F ? 0.0f : most;
+  }
+  __syncthreads();  // queries, limits and what is subtracted are there
 
   int most = 0;
   for (int i = 0; i < kTileRows; ++i) most = max(most, limits[i]);
@@ -478,7 +477,7 @@ __global__ void __launch_bounds__(kWindowThreads)
           const int j = own + lane / 4 + e / 2 * 8, row = 8 * t + lane % 4 * 2 + e % 2;
           const float logit = logit_of(w, x[0][t][e], kLog2e);
           const bool counts = first <= j && j < limits[row] && fabsf(logit) < CUDART_INF_F;
-          weights[(j - key) * kTileRows + row] = counts ? exp2_fast(logit - less[row]) : 0.0f;
+          weights[(j - key) * kTileRows + row] = counts ? exp2_fast(fminf(logit - less[row], 0.0f)) : 0.0f;
         }
     }
     __syncthreads();  // the weights are there
@@ -514,7 +513,8 @@ __global__ void __launch_bounds__(kWindowThreads)
 // A block for each row.
 template <class T>
 __global__ void __launch_bounds__(kWindowThreads)
-    attention_combine_kernel(WindowAttentionParams p, int parts, const float* part_outs, const RowSum* part_sums) {
+    attention_combine_kernel(WindowAttentionParams p, int parts, const float* part_outs, const RowSum* part_sums,
+                             RowSum* totals) {
   const Window& w = p.window;
   const int64_t row = blockIdx.x, query_head = row / w.w % (w.heads * w.group);
   __shared__ RowSum warp_sums[kWindowWarps];
@@ -529,9 +529,12 @@ __global__ void __launch_bounds__(kWindowThreads)
   total = RowSum::none();
   for (int i = 0; i < kWindowWarps; ++i) total.add(warp_sums[i]);
   const float lse = total.sum == 0.0f ? -CUDART_INF_F : (total.most + log2f(total.sum)) * kLn2;
-  if (threadIdx.x == 0) p.lse[row] = lse;
+  if (threadIdx.x == 0) {
+    p.lse[row] = lse;
+    totals[row] = total;
+  }
   const float less = total.sum == 0.0f ? 0.0f : total.most;
-  const float factor = total.sum == 0.0f ? 0.0f : exp2_fast(less - total_log2(w, lse, query_head));
+  const float factor = total.sum == 0.0f ? 0.0f : row_weight(w, total, query_head).of(less);
   // Four channels a thread, and a share of the parts.
   __shared__ float4 shares[kWindowThreads];
   const int columns = static_cast<int>(p.dv) / 4, groups = kWindowThreads / columns;
@@ -579,22 +582,22 @@ inline void attention_parts_cuda(const WindowAttentionParams& p, const Attention
   });
 }
 
-// The same for every dtype and width. lse: [b, Hq, w].
-inline void plain_attention_parts_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, const float* lse,
+// The same for every dtype and width. totals: [b, Hq, w].
+inline void plain_attention_parts_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, const RowSum* totals,
                                        float* parts, RowSum* sums, cudaStream_t stream) {
   with_dtype(p.window.dtype, [&](auto type) {
     launch<plain_attention_parts_kernel<decltype(type)>>(
         grid_of(p.window.b * p.window.heads * plan.splits.count * plan.row_blocks), kWindowThreads, plan.shared_bytes,
-        stream, p, plan, lse, parts, sums);
+        stream, p, plan, totals, parts, sums);
   });
 }
 
-// out and lse of all parts.
+// out and lse of all parts, and the rows' totals, [b, Hq, w].
 inline void attention_combine_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, const float* parts,
-                                   const RowSum* sums, cudaStream_t stream) {
+                                   const RowSum* sums, RowSum* totals, cudaStream_t stream) {
   with_dtype(p.window.dtype, [&](auto type) {
     launch<attention_combine_kernel<decltype(type)>>(grid_of(p.window.b * p.window.heads * p.window.group * p.window.w),
-                                                     kWindowThreads, 0, stream, p, plan.parts, parts, sums);
+                                                     kWindowThreads, 0, stream, p, plan.parts, parts, sums, totals);
   });
 }
 

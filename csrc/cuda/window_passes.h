@@ -6,16 +6,16 @@
 
 namespace kvops {
 
-// The natural lse of each row, [b, Hq, w]; with one row for each query head also the logits times log2(e), [b, Hq, n],
-// unless that is null.
-int64_t window_lse_workspace(const Window& p);
-void window_lse(const Window& p, float* lse, float* logits, void* workspace, cudaStream_t stream);
+// The totals of each row (RowSum), [b, Hq, w]; with one row for each query head also the logits times log2(e), [b, Hq,
+// n], unless that is null.
+int64_t window_totals_workspace(const Window& p);
+void window_totals(const Window& p, float2* totals, float* logits, void* workspace, cudaStream_t stream);
 
-// The scores, from such an lse: one read of K.
+// The scores, from such totals: one read of K.
 int64_t window_scores_pass_workspace(const Window& p);
-void window_scores_pass(const Window& p, const float* lse, void* workspace, cudaStream_t stream);
+void window_scores_pass(const Window& p, const float2* totals, void* workspace, cudaStream_t stream);
 
 // The scores of one row for each query head, from such logits.
-void window_row_scores(const Window& p, const float* logits, const float* lse, cudaStream_t stream);
+void window_row_scores(const Window& p, const float* logits, const float2* totals, cudaStream_t stream);
 
 }  // namespace kvops

@@ -6,7 +6,7 @@
 // Bytes that must move: K once when the lse is given, else twice; the scores are 4 bytes for each 2 d of a bf16 K.
 //
 // window_sums makes the lse where it is not given: each block the largest logit and the sum of exponentials of each row
-// over one split of the keys, window_lse combines them in the order of the splits. window_scores multiplies again,
+// over one split of the keys, window_totals combines them in the order of the splits. window_scores multiplies again,
 // takes exponentials and adds them up over the rows. It goes backward over the keys, to meet first what L2 still holds.
 // With one row per query head (decode) the logits are few: window_sums writes them, [b, Hq, n], 4 G bytes for each key,
 // and window_row_scores takes them from there, so that K is read once.
@@ -149,20 +149,18 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
 #pragma unroll
             for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
-              for (int e = 0; e < 4; ++e) finite = fmaf(x[m][t][e], 0.0f, finite);
+              for (int e = 0; e < 4; ++e) {
+                x[m][t][e] = __fmul_rn(x[m][t][e], scale);
+                finite = fmaf(x[m][t][e], 0.0f, finite);
+              }
           }
-          if (plain && finite == 0.0f) {
-#pragma unroll
-            for (int m = 0; m < kBlocks; ++m)
-#pragma unroll
-              for (int e = 0; e < 4; ++e) x[m][t][e] *= scale;
-          } else {
+          if (!plain || finite != 0.0f) {
 #pragma unroll
             for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
                 const int j = key + 16 * m + lane / 4 + e / 2 * 8;
-                const float logit = logit_of(p, x[m][t][e], kLog2e);
+                const float logit = plain ? x[m][t][e] : logit_of(p, x[m][t][e], kLog2e);
                 const int r = at + e % 2;
                 if (logits && row + r < all && j < end) logits[(head * all + row + r) * p.n + j] = logit;
                 const bool counts = first <= j && j < limits[r] && fabsf(logit) < CUDART_INF_F;
@@ -201,9 +199,9 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   }
 }
 
-// A warp for each row: the splits' sums, in order, to its natural lse. partial_sums: [b * Hk, splits, rows].
+// A warp for each row: the splits' sums, in order, to the row's. partial_sums: [b * Hk, splits, rows].
 __global__ void __launch_bounds__(kWindowThreads)
-    window_lse_kernel(const RowSum* partial_sums, int64_t all, int64_t rows, unsigned splits, float* lse) {
+    window_totals_kernel(const RowSum* partial_sums, int64_t all, int64_t rows, unsigned splits, RowSum* totals) {
   const int64_t row = blockIdx.x * int64_t{kWindowWarps} + threadIdx.x / 32;
   if (row >= all) return;
   RowSum total = RowSum::none();
@@ -212,7 +210,7 @@ __global__ void __launch_bounds__(kWindowThreads)
 #pragma unroll
   for (int step = 16; step; step /= 2)
     total.add({__shfl_xor_sync(kWarp, total.most, step), __shfl_xor_sync(kWarp, total.sum, step)});
-  if (threadIdx.x % 32 == 0) lse[row] = total.sum == 0.0f ? -CUDART_INF_F : (total.most + log2f(total.sum)) * kLn2;
+  if (threadIdx.x % 32 == 0) totals[row] = total;
 }
 
 // ---- Scores
@@ -227,15 +225,17 @@ inline RowLayout score_layout(const Window& p) {
 
 template <class T, int kPieces>
 __global__ void __launch_bounds__(kWindowThreads, 1)
-    window_scores_kernel(WindowScoresParams params, RowChunks chunks, Splits splits, float* carry) {
+    window_scores_kernel(WindowScoresParams params, RowChunks chunks, Splits splits, const RowSum* totals,
+                         float* carry) {
   using Keys = KeyTile<T, kPieces>;
   constexpr int kBlocks = Keys::kBlocks, kOwn = Keys::kOwn;
   const Window& p = params.window;
   const RowLayout layout = chunks.layout;
-  DYNAMIC_SHARED(char, queries);                                                         // [rows, pitch]
-  float* const totals = reinterpret_cast<float*>(queries + chunks.rows * chunks.pitch);  // [rows]
-  int* const limits = reinterpret_cast<int*>(totals + chunks.rows);                      // [rows]
-  Limits* const tiles = reinterpret_cast<Limits*>(limits + chunks.rows);                 // [rows / 16]
+  DYNAMIC_SHARED(char, queries);                                                       // [rows, pitch]
+  float* const less = reinterpret_cast<float*>(queries + chunks.rows * chunks.pitch);  // [rows], of RowWeight
+  float* const factors = less + chunks.rows;                                           // [rows]
+  int* const limits = reinterpret_cast<int*>(factors + chunks.rows);                   // [rows]
+  Limits* const tiles = reinterpret_cast<Limits*>(limits + chunks.rows);               // [rows / 16]
 
   const unsigned unit_of_grid = gridDim.x - 1 - blockIdx.x;  // backward
   const int64_t head = unit_of_grid / splits.count, split = unit_of_grid % splits.count;
@@ -258,10 +258,15 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
     for (int i = threadIdx.x; i < count; i += kWindowThreads) {
       const int at = layout.at(row + i), g = at / static_cast<int>(p.w), w = at % static_cast<int>(p.w);
       const int64_t query_head = h * p.group + g;
-      totals[i] = at < 0 || !params.softmax ? 0.0f : total_log2(p, params.lse.at(b, query_head, w), query_head);
+      RowWeight weight{0.0f, 1.0f};
+      if (at >= 0 && params.softmax)
+        weight = row_weight(
+            p, totals ? totals[head * p.group * p.w + at] : total_of_lse(params.lse.at(b, query_head, w)), query_head);
+      less[i] = weight.less;
+      factors[i] = weight.factor;
     }
-    __syncthreads();  // queries, totals and limits are there
-    limits_of_tiles(limits, count, tiles);
+    __syncthreads();  // queries, weights and limits are there
+    limits_of_tiles(limits, count, tiles, factors);
     __syncthreads();  // limits of tiles too
 
     // The lane's own sums over the unit's rows so far (total) meet those of the three others that share its keys; lane
@@ -319,7 +324,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         for (int t = 0; t < 2; ++t) {
           const int at = tile * kTileRows + 8 * t + lane % 4 * 2;  // the first of this lane's two rows
           if (seen && plain) {
-            const float2 less = *reinterpret_cast<const float2*>(totals + at);
+            const float2 of_rows = *reinterpret_cast<const float2*>(less + at);
 #pragma unroll
             for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
@@ -327,7 +332,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
                 const float product = x[m][t][e];
                 float& sum = total[2 * m + e / 2];
                 sum = fmaf(product, 0.0f, sum);  // NaN where the logit is not finite
-                sum += exp2_fast(fmaf(product, scale, e % 2 ? -less.y : -less.x));
+                sum += exp2_fast(fmaf(product, scale, e % 2 ? -of_rows.y : -of_rows.x));
               }
           } else if (seen) {
 #pragma unroll
@@ -335,9 +340,9 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
                 const int k = key + 16 * m + lane / 4 + e / 2 * 8;
-                const float product = x[m][t][e], less = totals[at + e % 2];
-                const float logit = logit_of(p, product, params.softmax ? kLog2e : 1.0f);
-                const float value = fmaf(logit, 0.0f, params.softmax ? exp2_fast(logit - less) : logit);
+                const RowWeight weight{less[at + e % 2], factors[at + e % 2]};
+                const float logit = logit_of(p, x[m][t][e], params.softmax ? kLog2e : 1.0f);
+                const float value = fmaf(logit, 0.0f, params.softmax ? weight.of(logit) : logit);
                 float& sum = total[2 * m + e / 2];
                 if (first <= k && k < limits[at + e % 2]) sum = maximum ? max_nan(sum, value) : sum + value;
               }
@@ -363,7 +368,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
 
 // Scores of one row for each query head, from the logits times log2(e), [b, Hq, n]: a thread for each key.
 __global__ void __launch_bounds__(kWindowThreads)
-    window_row_scores_kernel(Window p, const float* logits, const float* lse, unsigned blocks) {
+    window_row_scores_kernel(Window p, const float* logits, const RowSum* totals, unsigned blocks) {
   const int64_t head = blockIdx.x / blocks, b = head / p.heads;
   const int64_t j = blockIdx.x % blocks * int64_t{kWindowThreads} + threadIdx.x;
   if (j >= p.n) return;
@@ -374,7 +379,8 @@ __global__ void __launch_bounds__(kWindowThreads)
     float score = 0;
     if (seen) {
       const float logit = logits[query_head * p.n + j];
-      score = fmaf(logit, 0.0f, exp2_fast(logit - total_log2(p, lse[query_head], query_head % (p.heads * p.group))));
+      const RowWeight weight = row_weight(p, totals[query_head], query_head % (p.heads * p.group));
+      score = fmaf(logit, 0.0f, weight.of(logit));
     }
     if (each)
       p.scores[query_head * p.n + j] = score;
@@ -417,11 +423,11 @@ inline void window_sums_cuda(const Window& p, const SumsPlan& plan, RowSum* part
   });
 }
 
-// The splits' sums to the natural lse, [b, Hq, w].
-inline void window_lse_cuda(const SumsPlan& plan, const RowSum* partial_sums, float* lse, cudaStream_t stream) {
+// The splits' sums to the rows', [b, Hq, w].
+inline void window_totals_cuda(const SumsPlan& plan, const RowSum* partial_sums, RowSum* totals, cudaStream_t stream) {
   const int64_t all = plan.heads * plan.rows;
-  launch<window_lse_kernel>(grid_of((all + kWindowWarps - 1) / kWindowWarps), kWindowThreads, 0, stream, partial_sums,
-                            all, plan.rows, plan.splits.count, lse);
+  launch<window_totals_kernel>(grid_of((all + kWindowWarps - 1) / kWindowWarps), kWindowThreads, 0, stream,
+                               partial_sums, all, plan.rows, plan.splits.count, totals);
 }
 
 // How the pass over scores is cut.
@@ -431,7 +437,8 @@ struct ScoresPlan {
   bool carry;  // a query head's rows may not fit into one chunk
 
   static ScoresPlan of(const Window& p) {
-    ScoresPlan x{RowChunks::of(p, score_layout(p), sizeof(int) + sizeof(float)), Splits::of(p.n, p.b * p.heads), false};
+    ScoresPlan x{RowChunks::of(p, score_layout(p), sizeof(int) + 2 * sizeof(float)), Splits::of(p.n, p.b * p.heads),
+                 false};
     const RowLayout& layout = x.chunks.layout;
     const bool cut = layout.units > 1 && x.chunks.rows < layout.rows && x.chunks.rows % layout.padded;
     x.carry = cut && p.group_reduce != Reduce::none;
@@ -446,29 +453,30 @@ struct ScoresMemory {
       : carry(sections.add<float>(ScoresPlan::of(p).carry ? p.b * p.heads * p.n : 0)) {}
 };
 
-// The second pass, or the only one: p.lse is given, or p.softmax is false.
-inline void window_scores_pass_cuda(const WindowScoresParams& params, const ScoresPlan& plan, float* carry,
-                                    cudaStream_t stream) {
+// The second pass, with the rows' totals, [b, Hq, w]; or the only one: they are null, and the lse is given or p.softmax
+// is false.
+inline void window_scores_pass_cuda(const WindowScoresParams& params, const ScoresPlan& plan, const RowSum* totals,
+                                    float* carry, cudaStream_t stream) {
   const Window& p = params.window;
-  if (params.softmax && sm90::window_scores(p, params.lse, stream)) return;
+  if (params.softmax && sm90::window_scores(p, params.lse, reinterpret_cast<const float2*>(totals), stream)) return;
   with_key_tile(p, [&](auto type, auto pieces) {
     launch<window_scores_kernel<decltype(type), decltype(pieces)::value>>(
         grid_of(p.b * p.heads * plan.splits.count), kWindowThreads, plan.chunks.shared_bytes, stream, params,
-        plan.chunks, plan.splits, carry);
+        plan.chunks, plan.splits, totals, carry);
   });
 }
 
-// The same from logits, of one row for each query head. lse: [b, Hq].
-inline void window_row_scores_cuda(const Window& p, const float* logits, const float* lse, cudaStream_t stream) {
+// The same from logits, of one row for each query head. totals: [b, Hq].
+inline void window_row_scores_cuda(const Window& p, const float* logits, const RowSum* totals, cudaStream_t stream) {
   const int64_t blocks = (p.n + kWindowThreads - 1) / kWindowThreads;
-  launch<window_row_scores_kernel>(grid_of(p.b * p.heads * blocks), kWindowThreads, 0, stream, p, logits, lse,
+  launch<window_row_scores_kernel>(grid_of(p.b * p.heads * blocks), kWindowThreads, 0, stream, p, logits, totals,
                                    static_cast<unsigned>(blocks));
 }
 
 // Of a call that has any score.
 struct WindowScoresMemory {
   RowSum* partial_sums;  // [b, Hk, splits, rows]
-  float* lse;            // [b, Hq, w]
+  RowSum* totals;        // [b, Hq, w]
   float* logits;         // [b, Hq, n], of one row for each query head
   float* carry;          // [b, Hk, n]
 
@@ -477,13 +485,13 @@ struct WindowScoresMemory {
     const bool makes_lse = params.softmax && !params.lse.data, one_row = makes_lse && p.w == 1;
     const int64_t rows = makes_lse ? p.b * p.heads * p.group * p.w : 0;
     partial_sums = makes_lse ? SumsMemory(SumsPlan::of(p), sections).partial_sums : nullptr;
-    lse = sections.add<float>(rows);
+    totals = sections.add<RowSum>(rows);
     logits = sections.add<float>(one_row ? rows * p.n : 0);
     carry = one_row ? nullptr : ScoresMemory(p, sections).carry;
   }
 };
 
-inline void window_scores_cuda(WindowScoresParams params, void* workspace, cudaStream_t stream) {
+inline void window_scores_cuda(const WindowScoresParams& params, void* workspace, cudaStream_t stream) {
   const Window& p = params.window;
   Sections sections{workspace};
   const WindowScoresMemory memory(params, sections);
@@ -491,11 +499,11 @@ inline void window_scores_cuda(WindowScoresParams params, void* workspace, cudaS
     const SumsPlan plan = SumsPlan::of(p);
     float* const logits = p.w == 1 ? memory.logits : nullptr;
     window_sums_cuda(p, plan, memory.partial_sums, logits, stream);
-    window_lse_cuda(plan, memory.partial_sums, memory.lse, stream);
-    if (logits) return window_row_scores_cuda(p, logits, memory.lse, stream);
-    params.lse = {memory.lse, p.heads * p.group * p.w, p.w, 1};
+    window_totals_cuda(plan, memory.partial_sums, memory.totals, stream);
+    if (logits) return window_row_scores_cuda(p, logits, memory.totals, stream);
   }
-  window_scores_pass_cuda(params, ScoresPlan::of(p), memory.carry, stream);
+  const RowSum* const totals = params.softmax && !params.lse.data ? memory.totals : nullptr;
+  window_scores_pass_cuda(params, ScoresPlan::of(p), totals, memory.carry, stream);
 }
 
 }  // namespace

@@ -19,10 +19,10 @@ struct AnchorCosineParams {
 constexpr int64_t kAnchorBlock = 512;
 
 // Floats of scratch of a CPU call: per channel (rows rounded up to a 64-byte register, of elements of 2 bytes at least)
-// one sum for each worker or for each block of a head.
+// a sum for each block of a head, and for each worker a block's, a run's, and a head's in fp64.
 inline int64_t anchor_cosine_scratch(const AnchorCosineParams& p, int64_t workers) {
   const int64_t blocks = (p.n + kAnchorBlock - 1) / kAnchorBlock;
-  return (p.k.row_bytes + 63) / 64 * (p.dtype == DType::f32 ? 16 : 32) * (blocks > workers ? blocks : workers);
+  return (p.k.row_bytes + 63) / 64 * (p.dtype == DType::f32 ? 16 : 32) * (blocks + 4 * workers);
 }
 
 #ifdef KVOPS_CHECKS

@@ -14,6 +14,19 @@ struct LagScoreParams {
   bool self_reference;
 };
 
+// A channel's 1/range is a float, but for ranges below 2^-128. For these it is a NaN that carries the range: so it
+// makes the variance of every row NaN, which is then done again with care.
+constexpr uint32_t kNarrow = 0x7fc00000;
+__attribute__((always_inline)) KVOPS_HOST_DEVICE inline double inverse_range(float inverse) {
+  if (inverse == inverse) return inverse;
+  union {
+    float value;
+    uint32_t word;
+  } range{inverse};
+  range.word &= ~kNarrow;
+  return 1.0 / range.value;
+}
+
 // Scored partitions of count slots: all complete ones behind the prefix but the last, which is only a reference.
 KVOPS_HOST_DEVICE inline int64_t num_segments(int64_t count, int64_t prefix, int64_t lag) {
   const int64_t complete = count > prefix ? (count - prefix) / lag : 0;

@@ -5,8 +5,8 @@
 
 namespace kvops::sm90 {
 
-bool window_scores(const Window& p, const LseView& lse, cudaStream_t stream) {
-  return window_scores_hopper(p, lse, stream);
+bool window_scores(const Window& p, const LseView& lse, const float2* totals, cudaStream_t stream) {
+  return window_scores_hopper(p, lse, reinterpret_cast<const RowSum*>(totals), stream);
 }
 
 bool window_pass(const Window& p, const KVView* v, int64_t splits, int64_t split_keys, float2* sums, float* out,

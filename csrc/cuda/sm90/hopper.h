@@ -9,8 +9,9 @@
 namespace kvops::sm90 {
 
 #ifdef KVOPS_SM90
-// The scores, of rows whose lse is known.
-bool window_scores(const Window& p, const LseView& lse, cudaStream_t stream);
+// The scores, of rows whose totals, [b, Hq, w], are known: the largest logit, times log2(e), and the sum of 2^(logit -
+// it); or if these are null, whose lse is.
+bool window_scores(const Window& p, const LseView& lse, const float2* totals, cudaStream_t stream);
 
 // Of each row and each split, split_keys keys from the first valid slot + split * split_keys on, the largest logit,
 // times log2(e), and the sum of 2^(logit - it). v null: sums are [b * heads, splits, rows]. Else v is [b, heads, n,
@@ -22,7 +23,7 @@ bool window_pass(const Window& p, const KVView* v, int64_t splits, int64_t split
 // The assignment. units: the prototypes as unit vectors of k's dtype, [b, heads, rows, d], 0 for those that cannot win.
 bool assign_prototypes(const AssignPrototypesParams& p, const KVView& units, int64_t rows, cudaStream_t stream);
 #else
-inline bool window_scores(const Window&, const LseView&, cudaStream_t) {
+inline bool window_scores(const Window&, const LseView&, const float2*, cudaStream_t) {
   return false;
 }
 inline bool window_pass(const Window&, const KVView*, int64_t, int64_t, float2*, float*, float*, cudaStream_t) {

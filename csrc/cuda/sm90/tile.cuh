@@ -14,7 +14,7 @@
 #include <type_traits>
 
 #include "../../ops/window.h"
-#include "../math.cuh"
+#include "../row_sum.cuh"
 #include "engine.cuh"
 
 namespace kvops::sm90 {

@@ -162,6 +162,21 @@ struct RowPair {
     for (int r = 0; r < 2; ++r) {
       base[r] = top[r] == -CUDART_INF_F ? 0.0f : top[r] * scale;
       rescale[r] = exp2_fast(fmaf(most[r], scale, -base[r]));
+    }
+    // Large logits (kLargeLogit) meet their maximum before the scale.
+    if (__any_sync(kWarp, fmaxf(fabsf(base[0]), fabsf(base[1])) >= kLargeLogit)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (fabsf(base[r]) < kLargeLogit) continue;
+#pragma unroll
+        for (int j = 0; j < kKeys / 2; ++j)
+          if (j / 2 % 2 == r) x[j] -= top[r];
+        rescale[r] = exp2_fast((most[r] - top[r]) * scale);
+        base[r] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
       most[r] = top[r];
       sum[r] *= rescale[r];
     }

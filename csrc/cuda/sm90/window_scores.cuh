@@ -26,13 +26,14 @@ constexpr int kScoreKeys = kDim > 128 ? 64 : 128;  // of a block
 
 // Offsets in shared memory.
 struct ScoreShared {
-  int k, sums, bias, limit, full, empty, bytes;  // Q, [tiles, kRows, d], comes first
+  int k, sums, bias, factor, limit, full, empty, bytes;  // Q, [tiles, kRows, d], comes first
 
   KVOPS_HOST_DEVICE ScoreShared(int tiles, int stages, int d, int keys)
       : k(tiles * kRows * d * 2),
         sums(k + stages * keys * d * 2),          // [groups, 2, warps, keys]
-        bias(sums + kGroups * 2 * 4 * keys * 4),  // [rows]: -log2(e) lse
-        limit(bias + tiles * kRows * 4),          // [rows]
+        bias(sums + kGroups * 2 * 4 * keys * 4),  // [rows]: RowWeight's -less
+        factor(bias + tiles * kRows * 4),         // [rows]
+        limit(factor + tiles * kRows * 4),        // [rows]
         full(limit + tiles * kRows * 4),
         empty(full + stages * 8),
         bytes(empty + stages * 8) {}
@@ -59,14 +60,15 @@ KVOPS_HOST_DEVICE constexpr int column_run(int lane) {
 
 template <class T, int kDim>
 __global__ void __launch_bounds__(kThreads, 1)
-    window_scores_sm90_kernel(const __grid_constant__ TensorMap keys, const Window p, const LseView lse, int tiles,
-                              int stages, int runs, bool wide) {
+    window_scores_sm90_kernel(const __grid_constant__ TensorMap keys, const Window p, const LseView lse,
+                              const RowSum* totals, int tiles, int stages, int runs, bool wide) {
   constexpr int kKeys = kScoreKeys<kDim>, kColumns = kKeys / 4;  // that a thread sums: two of every eight
   unsigned char* const shared = aligned_shared();
   const ScoreShared at(tiles, stages, kDim, kKeys);
   T* const q = reinterpret_cast<T*>(shared);
   T* const k = reinterpret_cast<T*>(shared + at.k);
   float* const bias = reinterpret_cast<float*>(shared + at.bias);
+  float* const factors = reinterpret_cast<float*>(shared + at.factor);
   int* const limit = reinterpret_cast<int*>(shared + at.limit);
   Ring ring{reinterpret_cast<uint64_t*>(shared + at.full), reinterpret_cast<uint64_t*>(shared + at.empty), stages};
 
@@ -108,21 +110,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int tile = 0; tile < tiles; ++tile)
     load_queries<T, kDim>(p, rows, tile, threadIdx.x / 32 * kOwnRows, kOwnRows, q + tile * kRows * kDim, wide);
   for (int r = threadIdx.x; r < tiles * kRows; r += kConsumers) {
-    float of_row = -CUDART_INF_F;
+    RowWeight weight{CUDART_INF_F, 1.0f};
     int its_limit = 0;
     if (r < rows.count(p)) {
       const int64_t h = rows.head + r / p.w, i = r % p.w;
       its_limit = static_cast<int>(p.limit(rows.batch, i));
       if (its_limit > seen.first) {
-        float total = lse.at(rows.batch, h, i);
-        if (p.sink_logits) {  // log(exp(total) + exp(sink))
-          const float sink = p.sink_logits[h], most = fmaxf(total, sink);
-          total = most == -CUDART_INF_F ? most : most + log1pf(expf(fminf(total, sink) - most));
-        }
-        of_row = -kLog2e * total;
+        const int64_t row = (rows.batch * p.heads * p.group + h) * p.w + i;
+        weight = row_weight(p, totals ? totals[row] : total_of_lse(lse.at(rows.batch, h, i)), h);
       }
     }
-    bias[r] = of_row;
+    bias[r] = -weight.less;
+    factors[r] = weight.factor;
     limit[r] = its_limit;
   }
   share_stores(kConsumers, kAllConsumers);
@@ -143,8 +142,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       multiply_keys<T, kDim, kKeys>(x, q + tile * kRows * kDim, k + ring.stage * kKeys * kDim);
       if (tile == tiles - 1) ring.release();
       const int row = tile * kRows + Accumulator::row(thread, 0);
-      const float bias0 = bias[row], bias1 = bias[row + 8];
-      if (all_seen) {
+      const float bias0 = bias[row], bias1 = bias[row + 8], factor0 = factors[row], factor1 = factors[row + 8];
+      if (all_seen && factor0 > 0.0f && factor1 > 0.0f) {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
           const float x0 = x[c / 2 * 4 + c % 2], x1 = x[c / 2 * 4 + c % 2 + 2];
@@ -157,8 +156,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int c = 0; c < kColumns; ++c) {
           const int column = Accumulator::column(thread, c / 2 * 4 + c % 2);
           const float x0 = x[c / 2 * 4 + c % 2], x1 = x[c / 2 * 4 + c % 2 + 2];
-          const float p0 = fmaf(x0, 0.0f, exp2_fast(fmaf(x0, scale, bias0))),
-                      p1 = fmaf(x1, 0.0f, exp2_fast(fmaf(x1, scale, bias1)));
+          const float p0 = fmaf(x0, 0.0f, RowWeight{-bias0, factor0}.of(__fmul_rn(x0, scale))),
+                      p1 = fmaf(x1, 0.0f, RowWeight{-bias1, factor1}.of(__fmul_rn(x1, scale)));
           sums[c] +=
               (first <= column && column < limit0 ? p0 : 0.0f) + (first <= column && column < limit1 ? p1 : 0.0f);
         }
@@ -183,8 +182,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// False if it does not serve these. The lse is given.
-inline bool window_scores_hopper(const Window& p, const LseView& lse, cudaStream_t stream) {
+// False if it does not serve these. The totals are given, or the lse.
+inline bool window_scores_hopper(const Window& p, const LseView& lse, const RowSum* totals, cudaStream_t stream) {
   if (!serves(p) || p.w == 1 || p.reduce == Reduce::max || p.group_reduce == Reduce::max) return false;
   const int64_t group = p.group_reduce == Reduce::none ? 1 : p.group, units = p.b * p.heads * p.group / group;
   const int tiles = static_cast<int>((group * p.w + kRows - 1) / kRows);
@@ -201,7 +200,7 @@ inline bool window_scores_hopper(const Window& p, const LseView& lse, cudaStream
       const int64_t runs = fill < 1 ? 1 : fill < blocks ? fill : blocks;
       launch<window_scores_sm90_kernel<T, kDim>>(grid_of(units * runs), kThreads,
                                                  ScoreShared(tiles, stages, kDim, kKeys).bytes + 1024, stream, keys, p,
-                                                 lse, tiles, stages, static_cast<int>(runs), wide_queries(p));
+                                                 lse, totals, tiles, stages, static_cast<int>(runs), wide_queries(p));
       served = true;
     });
   });
