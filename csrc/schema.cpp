@@ -13,12 +13,12 @@ STABLE_TORCH_LIBRARY(kvops, m) {
   // Observation window: how much the last queries attend to each key, reduced over rows and query groups.
   m.def(
       "window_scores(Tensor q, Tensor k, Tensor visible, Tensor? lse=None, *, float? scale=None, "
-      "str score='softmax', str reduce='sum', str group_reduce='mean', Tensor? starts=None, float softcap=0.0, "
+      "int score=0, int reduce=0, int group_reduce=1, Tensor? starts=None, float softcap=0.0, "
       "Tensor? sink_logits=None) -> Tensor");
   // The attention of the last queries, its log-sum-exp, and the window's scores.
   m.def(
-      "window_attention(Tensor q, Tensor k, Tensor v, Tensor visible, *, float? scale=None, str reduce='sum', "
-      "str group_reduce='mean', Tensor? starts=None, float softcap=0.0, Tensor? sink_logits=None) "
+      "window_attention(Tensor q, Tensor k, Tensor v, Tensor visible, *, float? scale=None, int reduce=0, "
+      "int group_reduce=1, Tensor? starts=None, float softcap=0.0, Tensor? sink_logits=None) "
       "-> (Tensor, Tensor, Tensor)");
   // The slots to keep, ascending, by (score, lower slot), with sinks and window, per row or per segment.
   m.def(
@@ -56,7 +56,7 @@ STABLE_TORCH_LIBRARY(kvops, m) {
   // The prototype of highest cosine for each key: a matrix product whose result is never written.
   m.def("assign_prototypes(Tensor k, Tensor prototypes, Tensor? starts=None, Tensor? lengths=None) -> Tensor");
   // The mean score of each cluster of tokens.
-  m.def("cluster_mean(Tensor scores, Tensor assignment, int num_clusters, str reduce='mean') -> Tensor");
+  m.def("cluster_mean(Tensor scores, Tensor assignment, int num_clusters, int reduce=1) -> Tensor");
   // Scores by which select_topk keeps whole clusters, best first, and of the one that does not fit the best tokens.
   m.def(
       "cluster_priority(Tensor scores, Tensor assignment, Tensor cluster_scores, int k, Tensor? budgets=None, "

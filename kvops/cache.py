@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from .dispatch import inference_only
 from .flash import attention
-from .ops import MAX_WINDOW, gather_kv, inference_only, rope_at_slots, window_attention, window_scores
+from .ops import MAX_WINDOW, gather_kv, rope_at_slots, window_attention, window_scores
 from .rope import Rope
 
 
@@ -145,6 +146,7 @@ class Method:
         """
         with self._undone_on_error():
             k_step, v_step = self.append(k, v)
+            check_step(type(self).__name__, q, k, k.shape[2])
             return self.attention(q, k_step, v_step, scale=scale, softcap=softcap, sink_logits=sink_logits)
 
     def attention(
@@ -287,6 +289,8 @@ class Method:
             inference_only(who, **{name: x})
             if x.dim() != 4:
                 raise ValueError(f"{who}: {name} must be [b, Hk, t, d], got shape {list(x.shape)}")
+            if x.shape[2] == 0:
+                raise ValueError(f"{who}: {name} must hold at least one token, got shape {list(x.shape)}")
             if x.shape[:3] != k.shape[:3] or x.dtype != k.dtype or x.device != k.device:
                 raise ValueError(
                     f"{who}: v must match k in [b, Hk, t], dtype and device, expected {list(k.shape[:3])} {k.dtype} "
@@ -525,6 +529,7 @@ class SlotMethod(Method):
         """As `Method.attend`. positions: int64 [t] or [b, t], where q and k are rotated; None: they are not (yet)."""
         with self._undone_on_error():
             k_step, v_step = self.append(k, v)
+            check_step(type(self).__name__, q, k, k.shape[2])
             options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
             return self.attention(q, k_step, v_step, positions=positions, **options)
 

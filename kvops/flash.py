@@ -7,7 +7,10 @@ first (`attention_backends` says which are there, and why the others are not)::
     cudnn           aten::_scaled_dot_product_cudnn_attention, on Hopper and later, for 256 rows and more
     flash_attn_2    the package `flash_attn`, 2.7 or later
     torch_flash     aten::_scaled_dot_product_flash_attention, on the CPU ..._flash_attention_for_cpu
-    kvops           ops.window_attention in blocks of 256 rows: whatever the others do not do
+    kvops           ops.window_attention in blocks of 256 rows: whatever the others do not do, or do more slowly
+
+On the CPU `kvops` runs every call in half precision, and in fp32 up to 128 rows where query heads share KV heads and a
+single row where they do not; `torch_flash` the others that it can: the faster one, by KVOPS_ROWS.
 
 Two things that torch's operators lack are made here. Their causal mask is aligned to the top left, so t < n queries are
 two calls, the old keys without a mask and the new square, merged by their lse: exact, and no mask is built. And rows
@@ -25,7 +28,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .ops import MAX_WINDOW, inference_only, window_attention
+from .dispatch import inference_only
+from .ops import MAX_WINDOW, window_attention
+
+#: On the CPU, up to how many query rows `kvops` runs before `torch_flash`: where each query head has a KV head of its
+#: own, and where several share one. python -m kvops.bench.attention measures it: bench/results/cpu-attention.json.
+KVOPS_ROWS: dict[torch.dtype, tuple[float, float]] = {
+    torch.float32: (1, 128),
+    torch.float16: (math.inf, math.inf),
+    torch.bfloat16: (math.inf, math.inf),
+}
 
 
 class Attention(NamedTuple):
@@ -53,8 +65,8 @@ def attention(
     q: [b, Hq, t, d]; k: [b, Hk, n, d]; v: [b, Hk, n, dv], of one dtype; query head h reads KV head h // (Hq / Hk).
     causal: the t queries are the last of the n keys: query i sees keys up to n - t + i. False: each sees all.
     scale: 1 / sqrt(d) unless given.
-    starts: int32 [b], left padding: row b's first keys [0, starts[b]) are seen by none. A query that sees nothing,
-        one of the padding itself, gives out 0 and lse -inf.
+    starts: int32 [b] in [0, n], left padding: row b's first keys [0, starts[b]) are seen by none. A query that sees
+        nothing, one of the padding itself, gives out 0 and lse -inf.
     softcap: logits become softcap * tanh(logit / softcap), if not 0.
     sink_logits: fp32 [Hq], one more logit in each row's softmax, without a key. The lse is without it.
     backend: a name from `attention_backends()`, which must serve this call; None takes the best that does.
@@ -107,10 +119,12 @@ def _check(q, k, v, causal, scale, starts, sink_logits, softcap) -> None:
         raise ValueError(f"attention: the heads of q must be a multiple of k's {heads}, got {query_heads}")
     if causal and t > n:
         raise ValueError(f"attention: causal queries are the last of the keys, expected at most {n}, got {t}")
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"attention: scale must be positive and finite, got {scale}")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"attention: softcap must be 0 (none) or positive, got {softcap}")
+    if scale is not None and not _is_normal(scale):
+        raise ValueError(f"attention: scale must be positive and a normal number in fp32, got {scale}")
+    if softcap != 0 and not _is_normal(softcap):
+        raise ValueError(f"attention: softcap must be 0 (none) or positive and a normal number in fp32, got {softcap}")
+    if softcap != 0 and not _is_normal((d**-0.5 if scale is None else scale) / softcap):
+        raise ValueError(f"attention: scale / softcap must be a normal number in fp32, got {scale} / {softcap}")
     for name, x, dtype, size in (
         ("starts", starts, torch.int32, b),
         ("sink_logits", sink_logits, torch.float32, query_heads),
@@ -123,6 +137,22 @@ def _check(q, k, v, causal, scale, starts, sink_logits, softcap) -> None:
             raise ValueError(
                 f"attention: {name} must be {dtype} [{size}] on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}"
             )
+
+
+    if starts is not None and starts.is_cpu and not torch.compiler.is_compiling():
+        _check_starts(starts.tolist(), n)
+
+
+def _check_starts(starts: list[int], n: int) -> None:
+    for row, start in enumerate(starts):
+        if not 0 <= start <= n:
+            raise ValueError(f"attention: starts must lie in [0, {n}], got {start} for row {row}")
+
+
+def _is_normal(x: float) -> bool:
+    """Whether x, which is computed with in fp32, is positive and neither 0 nor infinite nor subnormal there."""
+    fp32 = torch.finfo(torch.float32)
+    return fp32.tiny <= x <= fp32.max
 
 
 def _choice(call: _Call, forced: str | None) -> str:
@@ -229,9 +259,9 @@ class _Torch(_Flash):
             return self.rectangle(q, k, v, causal, scale)
         t, n = q.shape[2], k.shape[2]
         out, lse = q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        for row, start in enumerate(starts.tolist()):
-            if not 0 <= start <= n:
-                raise ValueError(f"attention: starts must lie in [0, {n}], got {start}")
+        rows = starts.tolist()
+        _check_starts(rows, n)
+        for row, start in enumerate(rows):
             hidden = max(0, start - (n - t)) if causal else 0  # queries of the padding
             if hidden < t and start < n:
                 at = (slice(row, row + 1), slice(None), slice(hidden, None))
@@ -265,6 +295,11 @@ class _TorchFlash(_Torch):
         if call.q.is_cuda and not torch.backends.cuda.can_use_flash_attention(_params(call)):
             return "torch.backends.cuda.can_use_flash_attention says so"
         return None
+
+    def suits(self, call: _Call) -> bool:
+        grouped = call.q.shape[1] > call.k.shape[1]
+        slower = not call.q.is_cuda and call.q.shape[2] <= KVOPS_ROWS[call.q.dtype][grouped]
+        return not slower and super().suits(call)
 
     def square(self, q, k, v, causal, scale):
         if q.is_cuda:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .checks import check_int
+
 PATTERNS = ("paper", "official")
 MAX_PASSES = 192  # of one call of the operators
 
@@ -143,10 +145,13 @@ def lacache_plan(
 
     Source: LaCache, Sec. 3.2, 3.3, 4.1; the closed form is this library's.
     """
+    for name, value in (("n", n), ("num_layers", num_layers), ("budget", budget), ("sinks", sinks)):
+        check_int("lacache_plan", name, value, 0)
+    for name, value in (("span", span), ("overlap", overlap)):
+        if value is not None:
+            check_int("lacache_plan", name, value, 0)
     ladder = make_ladder(num_layers, span, overlap, pattern)
     check_budget("lacache_plan", budget, sinks, ladder)
-    if n < 0:
-        raise ValueError(f"lacache_plan: n must be at least 0, got {n}")
     cap, cursor = (budget, sinks) if state is None else (state.cap, state.cursor)
     passes: list[tuple[int, int]] = []
     left, kept, freed = n, ladder.kept, ladder.freed

@@ -14,13 +14,14 @@ Head dims up to 1024.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.library import register_fake
 
 from . import _lib  # registers torch.ops.kvops.*
+from .dispatch import operator, register
 from .ladder import LadderPlan, decode_plan
 from .reference import kept_length, num_segments
 
@@ -45,36 +46,39 @@ __all__ = [
 
 MAX_WINDOW = 256  # rows that one call of the window operators takes
 
+#: The integers that the schemas of torch.ops.kvops.* have for the names that these functions take.
+SCORES = {"softmax": 0, "dot": 1}
+REDUCTIONS = {"sum": 0, "mean": 1, "max": 2, "none": 3}
+
 _ops = torch.ops.kvops
-_lag_score = _ops.lag_score.default
-_anchor_cosine = _ops.anchor_cosine.default
-_window_scores = _ops.window_scores.default
-_window_attention = _ops.window_attention.default
-_select_topk = _ops.select_topk.default
-_gather_kv = _ops.gather_kv.default
-_gather_kv_out = _ops.gather_kv.out
-_compact_kv_ = _ops.compact_kv_.default
-_ladder_gather = _ops.ladder_gather.default
-_ladder_gather_out = _ops.ladder_gather.out
-_ladder_compact_ = _ops.ladder_compact_.default
-_rope_at_slots = _ops.rope_at_slots.default
-_rope_at_slots_out = _ops.rope_at_slots.out
-_outlier_degree = _ops.outlier_degree.default
-_lsh_bucket = _ops.lsh_bucket.default
-_build_prototypes = _ops.build_prototypes.default
-_assign_prototypes = _ops.assign_prototypes.default
-_cluster_mean = _ops.cluster_mean.default
-_cluster_priority = _ops.cluster_priority.default
+_lag_score = operator(_ops.lag_score.default)
+_anchor_cosine = operator(_ops.anchor_cosine.default)
+_window_scores = operator(_ops.window_scores.default)
+_window_attention = operator(_ops.window_attention.default)
+_select_topk = operator(_ops.select_topk.default)
+_gather_kv = operator(_ops.gather_kv.default)
+_gather_kv_out = operator(_ops.gather_kv.out, k_out="out[0]", v_out="out[1]")
+_compact_kv_ = operator(_ops.compact_kv_.default)
+_ladder_gather = operator(_ops.ladder_gather.default)
+_ladder_gather_out = operator(_ops.ladder_gather.out, k_out="out[0]", v_out="out[1]")
+_ladder_compact_ = operator(_ops.ladder_compact_.default)
+_rope_at_slots = operator(_ops.rope_at_slots.default)
+_rope_at_slots_out = operator(_ops.rope_at_slots.out)
+_outlier_degree = operator(_ops.outlier_degree.default)
+_lsh_bucket = operator(_ops.lsh_bucket.default)
+_build_prototypes = operator(_ops.build_prototypes.default)
+_assign_prototypes = operator(_ops.assign_prototypes.default)
+_cluster_mean = operator(_ops.cluster_mean.default)
+_cluster_priority = operator(_ops.cluster_priority.default)
 
 
-def inference_only(op: str, **tensors: Tensor) -> None:
-    """Raises unless every argument is a tensor that autograd does not track."""
-    grad = torch.is_grad_enabled()
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
-        if grad and x.requires_grad:
-            raise ValueError(f"{op}: {name} requires grad, but kvops is inference-only; call it under torch.no_grad()")
+def _code(op: str, name: str, value: str, codes: dict[str, int], last: str) -> int:
+    """The integer of a name, one of `codes` up to `last`."""
+    code = codes.get(value) if isinstance(value, str) else None
+    if code is None or code > codes[last]:
+        *names, final = list(codes)[: codes[last] + 1]
+        raise ValueError(f"{op}: {name} must be {', '.join(map(repr, names))} or {final!r}, got {value!r}")
+    return code
 
 
 def _written(*tensors: Tensor) -> None:
@@ -107,7 +111,6 @@ def lag_score(
 
     Source: LagKV, Sec. 2.2, Eq. 5-9; LocalKV: App. A.2.
     """
-    inference_only("lag_score", k=k, v=v)
     return _lag_score(k, v, lag, prefix, v_weight, self_reference, starts, lengths)
 
 
@@ -132,7 +135,6 @@ def anchor_cosine(
 
     Source: KeyDiff, Sec. 3.2, Eq. 8.
     """
-    inference_only("anchor_cosine", k=k)
     scores, mu = _anchor_cosine(k, anchor, normalize_anchor, starts, lengths)
     return (scores, mu) if return_anchor else scores
 
@@ -176,16 +178,15 @@ def window_scores(
 
     Source: LAQ, Sec. 4.3, Eq. 4; SnapKV's observation window.
     """
-    inference_only("window_scores", q=q, k=k, visible=visible)
     return _window_scores(
         q,
         k,
         visible,
         lse,
         scale=scale,
-        score=score,
-        reduce=reduce,
-        group_reduce=group_reduce,
+        score=_code("window_scores", "score", score, SCORES, "dot"),
+        reduce=_code("window_scores", "reduce", reduce, REDUCTIONS, "max"),
+        group_reduce=_code("window_scores", "group_reduce", group_reduce, REDUCTIONS, "none"),
         starts=starts,
         softcap=softcap,
         sink_logits=sink_logits,
@@ -220,15 +221,14 @@ def window_attention(
 
     Source: FlashAttention-2 and flash-decoding (Dao et al., 2023); LAQ, Sec. 4.3.
     """
-    inference_only("window_attention", q=q, k=k, v=v, visible=visible)
     return _window_attention(
         q,
         k,
         v,
         visible,
         scale=scale,
-        reduce=reduce,
-        group_reduce=group_reduce,
+        reduce=_code("window_attention", "reduce", reduce, REDUCTIONS, "max"),
+        group_reduce=_code("window_attention", "group_reduce", group_reduce, REDUCTIONS, "none"),
         starts=starts,
         softcap=softcap,
         sink_logits=sink_logits,
@@ -260,7 +260,6 @@ def select_topk(
 
     Source: LagKV Sec. 2.2 (top-k per partition, Eq. 10), KeyDiff Sec. 3.2 (top N).
     """
-    inference_only("select_topk", scores=scores)
     return _select_topk(scores, k, sinks, window, seq_len, starts, lengths, budgets, fill_invalid)
 
 
@@ -273,11 +272,9 @@ def gather_kv(
     [b, Hk, m, d] and [b, Hk, m, dv]; `out=(k_out, v_out)` of those shapes and any row-contiguous strides, which share
     no memory with the inputs, are written and returned instead.
     """
-    inference_only("gather_kv", k=k, v=v, indices=indices)
     if out is None:
         return _gather_kv(k, v, indices)
-    k_out, v_out = out
-    inference_only("gather_kv", **{"out[0]": k_out, "out[1]": v_out})
+    k_out, v_out = _pair("gather_kv", out)
     _gather_kv_out(k, v, indices, k_out=k_out, v_out=v_out)
     _written(k_out, v_out)
     return k_out, v_out
@@ -292,11 +289,16 @@ def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     them are checked before the first write. k and v must not share memory, nor overlap themselves. Slots >= m are
     left as they are. Returns the views k[:, :, :m] and v[:, :, :m].
     """
-    inference_only("compact_kv_", k=k, v=v, indices=indices)
     _compact_kv_(k, v, indices)
     _written(k, v)
     m = indices.shape[2]
     return k[:, :, :m], v[:, :, :m]
+
+
+def _pair(op: str, out: tuple) -> tuple:
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(f"{op}: out must be a pair (k_out, v_out), got {type(out).__name__}")
+    return out
 
 
 Layers = Tensor | Sequence[Tensor]
@@ -304,12 +306,13 @@ Layers = Tensor | Sequence[Tensor]
 
 def _layers(op: str, **groups: Layers | None) -> tuple[list[Tensor], ...]:
     """Each group as a list; a tensor is one layer."""
+    for name, x in groups.items():
+        if not isinstance(x, (Tensor, Iterable)):
+            raise TypeError(f"{op}: {name} must be a torch.Tensor or a list of them, got {type(x).__name__}")
     lists = tuple([x] if isinstance(x, Tensor) else list(x) for x in groups.values())
     for name, tensors in zip(groups, lists):
         if not tensors:
             raise ValueError(f"{op}: {name} must hold at least one layer, got none")
-        for i, x in enumerate(tensors):
-            inference_only(op, **{f"{name}[{i}]" if len(tensors) > 1 else name: x})
     return lists
 
 
@@ -347,7 +350,7 @@ def ladder_gather(
     if out is None:
         k_out, v_out = _ladder_gather(keys, values, plan, layer, inv_freq=inv_freq, interleaved=interleaved)
     else:
-        k_out, v_out = _layers("ladder_gather", **{"out[0]": out[0], "out[1]": out[1]})
+        k_out, v_out = _layers("ladder_gather", **dict(zip(("out[0]", "out[1]"), _pair("ladder_gather", out))))
         options = dict(inv_freq=inv_freq, interleaved=interleaved, k_out=k_out, v_out=v_out)
         _ladder_gather_out(keys, values, plan, layer, **options)
         _written(*k_out, *v_out)
@@ -395,10 +398,8 @@ def rope_at_slots(
 
     Source: RoFormer, Su et al., 2021, Eq. 34; slot positions: StreamingLLM, Sec. 3.2; LaCache, Sec. 4.1.
     """
-    inference_only("rope_at_slots", k=k, cos=cos, sin=sin)
     if out is None:
         return _rope_at_slots(k, cos, sin, interleaved=interleaved)
-    inference_only("rope_at_slots", out=out)
     _rope_at_slots_out(k, cos, sin, interleaved=interleaved, out=out)
     _written(out)
     return out
@@ -426,7 +427,6 @@ def outlier_degree(
 
     Source: ProtoKV, Def. 2, Eq. 4, 5.
     """
-    inference_only("outlier_degree", k=k)
     return _outlier_degree(k, kappa, standardize, starts, lengths)
 
 
@@ -443,7 +443,6 @@ def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) ->
 
     Source: ProtoKV, Sec. 4.2, Eq. 7, 8.
     """
-    inference_only("lsh_bucket", k=k, indices=indices, projection=projection, phase=phase)
     return _lsh_bucket(k, indices, projection, phase)
 
 
@@ -472,7 +471,6 @@ def build_prototypes(
 
     Source: ProtoKV, Sec. 4.2, Algorithm 1, lines 4-16 (the scale of Eq. 9 changes no cosine).
     """
-    inference_only("build_prototypes", k=k)
     return _build_prototypes(k, sat_indices, buckets, num_chunks, num_buckets, starts, lengths)
 
 
@@ -489,7 +487,6 @@ def assign_prototypes(
 
     Source: ProtoKV, Sec. 4.3, Eq. 10.
     """
-    inference_only("assign_prototypes", k=k, prototypes=prototypes)
     return _assign_prototypes(k, prototypes, starts, lengths)
 
 
@@ -505,8 +502,7 @@ def cluster_mean(scores: Tensor, assignment: Tensor, num_clusters: int, reduce: 
 
     Source: ProtoKV, Algorithm 1, line 22 (mean), Eq. 11 (sum).
     """
-    inference_only("cluster_mean", scores=scores, assignment=assignment)
-    return _cluster_mean(scores, assignment, num_clusters, reduce)
+    return _cluster_mean(scores, assignment, num_clusters, _code("cluster_mean", "reduce", reduce, REDUCTIONS, "mean"))
 
 
 def cluster_priority(
@@ -532,12 +528,26 @@ def cluster_priority(
 
     Source: ProtoKV, Eq. 2 and Algorithm 1, line 24.
     """
-    inference_only("cluster_priority", scores=scores, assignment=assignment, cluster_scores=cluster_scores)
     return _cluster_priority(scores, assignment, cluster_scores, k, budgets, whole)
 
 
-# Fakes: output shapes without data. The operators check everything else; what they never get to see is a mix of real
-# and meta tensors, which comes here.
+# Fakes: output shapes without data. They check what they compute with, in the operators' words, and that no real tensor
+# is mixed with meta tensors, which no operator gets to see; the operators check everything else.
+
+_KV = "[batch, heads, tokens, head_dim]"
+_SCORES = "[batch, heads, tokens]"
+_INDICES = "[batch, heads, kept]"
+
+
+def _rank(op: str, layout: str, **tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.dim() != layout.count(",") + 1:
+            raise ValueError(f"{op}: {name} must be {layout}, got {list(x.shape)}")
+
+
+def _at_least(op: str, name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ValueError(f"{op}: {name} must be at least {low}, got {value}")
 
 
 def _one_device(op: str, first: Tensor, **others: Tensor | None) -> None:
@@ -549,6 +559,9 @@ def _one_device(op: str, first: Tensor, **others: Tensor | None) -> None:
 @register_fake("kvops::lag_score")
 def _(k, v, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, lengths=None):
     _one_device("lag_score", k, v=v, starts=starts, lengths=lengths)
+    _rank("lag_score", _KV, k=k, v=v)
+    _at_least("lag_score", "lag", lag, 1)
+    _at_least("lag_score", "prefix", prefix, 0)
     b, heads, n, _ = k.shape
     return k.new_empty((b, heads, num_segments(n, prefix, lag), lag), dtype=torch.float32)
 
@@ -556,13 +569,16 @@ def _(k, v, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, leng
 @register_fake("kvops::anchor_cosine")
 def _(k, anchor=None, normalize_anchor=True, starts=None, lengths=None):
     _one_device("anchor_cosine", k, anchor=anchor, starts=starts, lengths=lengths)
+    _rank("anchor_cosine", _KV, k=k)
     b, heads, n, d = k.shape
     return k.new_empty((b, heads, n), dtype=torch.float32), k.new_empty((b, heads, d), dtype=torch.float32)
 
 
 def _window(op, q, k, group_reduce, **others) -> Tensor:
     _one_device(op, q, k=k, **others)
-    heads = q.shape[1] if group_reduce == "none" else k.shape[1]
+    _rank(op, "[batch, query heads, rows, head_dim]", q=q)
+    _rank(op, _KV, k=k)
+    heads = q.shape[1] if group_reduce == REDUCTIONS["none"] else k.shape[1]
     return q.new_empty((q.shape[0], heads, k.shape[2]), dtype=torch.float32)
 
 
@@ -574,9 +590,9 @@ def _(
     lse=None,
     *,
     scale=None,
-    score="softmax",
-    reduce="sum",
-    group_reduce="mean",
+    score=0,
+    reduce=0,
+    group_reduce=1,
     starts=None,
     softcap=0.0,
     sink_logits=None,
@@ -593,24 +609,33 @@ def _(
     visible,
     *,
     scale=None,
-    reduce="sum",
-    group_reduce="mean",
+    reduce=0,
+    group_reduce=1,
     starts=None,
     softcap=0.0,
     sink_logits=None,
 ):
     others = dict(v=v, visible=visible, starts=starts, sink_logits=sink_logits)
     scores = _window("window_attention", q, k, group_reduce, **others)
+    _rank("window_attention", _KV, v=v)
     b, heads, w, _ = q.shape
     return q.new_empty((b, heads, w, v.shape[3])), q.new_empty((b, heads, w), dtype=torch.float32), scores
 
 
 @register_fake("kvops::select_topk")
 def _(scores, k, sinks=0, window=0, seq_len=None, starts=None, lengths=None, budgets=None, fill_invalid=False):
+    op = "select_topk"
+    if scores.dim() not in (3, 4):
+        raise ValueError(f"{op}: scores must be {_SCORES} or [batch, heads, segments, lag], got {list(scores.shape)}")
+    for name, value in (("k", k), ("sinks", sinks), ("window", window)):
+        _at_least(op, name, value, 0)
+    if (scores.dim() == 4) != (seq_len is not None):
+        raise ValueError(f"{op}: seq_len must be given with scores of 4 dims and only then, got {list(scores.shape)}")
     b, heads = scores.shape[:2]
     if scores.dim() == 3:
         width = min(k, scores.shape[2])
     else:
+        _at_least(op, "the lag of scores", scores.shape[3], 1)
         width = segment_width(seq_len, sinks, scores.shape[3], k, starts is not None or lengths is not None)
     return scores.new_empty((b, heads, width), dtype=torch.int64)
 
@@ -618,6 +643,8 @@ def _(scores, k, sinks=0, window=0, seq_len=None, starts=None, lengths=None, bud
 @register_fake("kvops::gather_kv")
 def _(k, v, indices):
     _one_device("gather_kv", k, v=v, indices=indices)
+    _rank("gather_kv", _KV, k=k, v=v)
+    _rank("gather_kv", _INDICES, indices=indices)
     return k.new_empty((*indices.shape, k.shape[3])), v.new_empty((*indices.shape, v.shape[3]))
 
 
@@ -629,23 +656,38 @@ def _(k, v, indices, *, k_out, v_out):
 @register_fake("kvops::compact_kv_")
 def _(k, v, indices):
     _one_device("compact_kv_", k, v=v, indices=indices)
+    _rank("compact_kv_", _KV, k=k, v=v)
+    _rank("compact_kv_", _INDICES, indices=indices)
+
+
+def _kept(op: str, plan: Sequence[int]) -> int:
+    """The slots that stay, of a plan that describes a ladder."""
+    if len(plan) < 5 or len(plan) % 2 == 0 or not 0 <= plan[3] < plan[2] <= plan[1] or plan[4] not in (0, 1):
+        raise ValueError(
+            f"{op}: plan must be a kvops.LadderPlan, or its `encoded`: (n, num_layers, span, overlap, pattern) with "
+            f"0 <= overlap < span <= num_layers and 2 integers for each pass, got {list(plan)}"
+        )
+    return len(decode_plan(plan))
 
 
 @register_fake("kvops::ladder_gather")
 def _(k, v, plan, layer, *, inv_freq=None, interleaved=False):
-    m = len(decode_plan(plan))
+    m = _kept("ladder_gather", plan)
+    for name, tensors in (("k", k), ("v", v)):
+        for x in tensors:
+            _rank("ladder_gather", _KV, **{name: x})
     new = [[x.new_empty((*x.shape[:2], m, x.shape[3])) for x in tensors] for tensors in (k, v)]
     return new[0], new[1]
 
 
 @register_fake("kvops::ladder_gather.out")
 def _(k, v, plan, layer, *, inv_freq=None, interleaved=False, k_out, v_out):
-    pass
+    _kept("ladder_gather", plan)
 
 
 @register_fake("kvops::ladder_compact_")
 def _(k, v, plan, layer, *, inv_freq=None, interleaved=False):
-    pass
+    _kept("ladder_compact_", plan)
 
 
 @register_fake("kvops::rope_at_slots")
@@ -662,12 +704,14 @@ def _(k, cos, sin, *, interleaved=False, out):
 @register_fake("kvops::outlier_degree")
 def _(k, kappa=5, standardize=True, starts=None, lengths=None):
     _one_device("outlier_degree", k, starts=starts, lengths=lengths)
+    _rank("outlier_degree", _KV, k=k)
     return k.new_empty(k.shape[:3], dtype=torch.float32)
 
 
 @register_fake("kvops::lsh_bucket")
 def _(k, indices, projection, phase):
     _one_device("lsh_bucket", k, indices=indices, projection=projection, phase=phase)
+    _rank("lsh_bucket", _INDICES, indices=indices)
     return k.new_empty(indices.shape, dtype=torch.int32)
 
 
@@ -675,6 +719,9 @@ def _(k, indices, projection, phase):
 def _(k, sat_indices, buckets, num_chunks, num_buckets=4, starts=None, lengths=None):
     others = dict(sat_indices=sat_indices, buckets=buckets, starts=starts, lengths=lengths)
     _one_device("build_prototypes", k, **others)
+    _rank("build_prototypes", _KV, k=k)
+    _at_least("build_prototypes", "num_chunks", num_chunks, 0)
+    _at_least("build_prototypes", "num_buckets", num_buckets, 0)
     b, heads, _, d = k.shape
     count = num_chunks + num_buckets
     return k.new_empty((b, heads, count, d), dtype=torch.float32), k.new_empty((b, heads, count), dtype=torch.int32)
@@ -683,18 +730,22 @@ def _(k, sat_indices, buckets, num_chunks, num_buckets=4, starts=None, lengths=N
 @register_fake("kvops::assign_prototypes")
 def _(k, prototypes, starts=None, lengths=None):
     _one_device("assign_prototypes", k, prototypes=prototypes, starts=starts, lengths=lengths)
+    _rank("assign_prototypes", _KV, k=k)
     return k.new_empty(k.shape[:3], dtype=torch.int32)
 
 
 @register_fake("kvops::cluster_mean")
-def _(scores, assignment, num_clusters, reduce="mean"):
+def _(scores, assignment, num_clusters, reduce=1):
     _one_device("cluster_mean", scores, assignment=assignment)
+    _rank("cluster_mean", _SCORES, scores=scores)
+    _at_least("cluster_mean", "num_clusters", num_clusters, 1)
     return scores.new_empty((*scores.shape[:2], num_clusters))
 
 
 @register_fake("kvops::cluster_priority")
 def _(scores, assignment, cluster_scores, k, budgets=None, whole=False):
     _one_device("cluster_priority", scores, assignment=assignment, cluster_scores=cluster_scores, budgets=budgets)
+    _rank("cluster_priority", _SCORES, scores=scores)
     return scores.new_empty(scores.shape), scores.new_empty(scores.shape[:2], dtype=torch.int32)
 
 
@@ -708,6 +759,10 @@ def segment_width(n: int, prefix: int, lag: int, m: int, padded: bool) -> int:
     return max(
         kept_length(n, prefix, lag, m), kept_length(min(n, last_drop - 1), prefix, lag, m) if last_drop > 0 else 0
     )
+
+
+_overloads = [getattr(getattr(_ops, op), x) for op in __all__ for x in getattr(_ops, op).overloads()]
+_inference_only = register(_overloads)  # while it lives
 
 
 # A torch with CUDA, but no CUDA kernels: say why, where torch would list every backend that it knows.

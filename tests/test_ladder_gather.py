@@ -361,11 +361,11 @@ def test_bad_input_changes_nothing():
         ((k, v), (out[0].half(), out[1]), ("k_out must have k's dtype",)),
         ((k, v), ([], []), (r"out\[0\] must hold at least one layer, got none",)),
         ((k, v), ([out[0]] * 2, [out[1]]), ("one tensor for each of the 1 layers, got 2 and 1",)),
-        ((k, v), (out[0], out[0]), ("what is written must share no memory",)),
-        ((k, v), (k[:, :, :m], out[1]), ("what is written must share no memory",)),
-        ((k, v), (out[0], k[:, :, m - 10 : 2 * m - 10]), ("what is written must share no memory",)),
+        ((k, v), (out[0], out[0]), ("_out is written and must share no memory with",)),
+        ((k, v), (k[:, :, :m], out[1]), ("_out is written and must share no memory with",)),
+        ((k, v), (out[0], k[:, :, m - 10 : 2 * m - 10]), ("_out is written and must share no memory with",)),
         ((k, v), (out[0][:, :1].expand(-1, 2, -1, -1), out[1]), ("must not overlap itself",)),
-        ((wide[:, :, :40], v), (wide[:, :, 39 : 39 + m], out[1]), ("what is written must share no memory",)),
+        ((wide[:, :, :40], v), (wide[:, :, 39 : 39 + m], out[1]), ("_out is written and must share no memory with",)),
     ):
         with kit.refuses("ladder_gather", *parts):
             ops.ladder_gather(keys, values, plan, 3, out=target)

@@ -15,7 +15,7 @@ std::tuple<Tensor, Tensor> anchor_cosine(const Tensor& k, const OptionalTensor& 
   Tensor scores = k, anchor_out = k;
   const AnchorCosineParams p = check_anchor_cosine(k, anchor, normalize_anchor, starts, lengths, scores, anchor_out);
   const int64_t threads = threads_for(p.b * p.heads * p.n * p.k.row_bytes);
-  const Scratch scratch(anchor_cosine_scratch(p, threads));
+  const Scratch scratch("anchor_cosine", anchor_cosine_scratch(p, threads));
   anchor_cosine_cpu(p, scratch.workers(threads));
   return {scores, anchor_out};
 }

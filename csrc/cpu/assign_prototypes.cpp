@@ -16,7 +16,7 @@ Tensor assign_prototypes(const Tensor& k, const Tensor& prototypes, const Option
   const AssignPrototypesParams p = check_assign_prototypes(k, prototypes, starts, lengths, assignment);
   // 32 products take about as long as reading a byte.
   const int64_t threads = threads_for(p.b * p.heads * p.n * p.d * (p.count / 32 + 1));
-  const Scratch scratch(threads * AssignScratch(p).worker);
+  const Scratch scratch("assign_prototypes", threads * AssignScratch(p).worker);
   assign_prototypes_cpu(p, scratch.workers(threads));
   return assignment;
 }

@@ -17,7 +17,7 @@ std::tuple<Tensor, Tensor> build_prototypes(const Tensor& k, const OptionalTenso
   const BuildPrototypesParams p =
       check_build_prototypes(k, sat_indices, buckets, num_chunks, num_buckets, starts, lengths, prototypes, counts);
   const int64_t threads = threads_for(p.b * p.heads * p.n * p.k.row_bytes);
-  const Scratch scratch(threads * build_prototypes_scratch(p));
+  const Scratch scratch("build_prototypes", threads * build_prototypes_scratch(p));
   build_prototypes_cpu(p, scratch.workers(threads));
   return {prototypes, counts};
 }

@@ -10,11 +10,11 @@ KVOPS_LEVELS(cluster_mean, ClusterMeanParams)
 
 namespace {
 
-Tensor cluster_mean(const Tensor& scores, const Tensor& assignment, int64_t num_clusters, const std::string& reduce) {
+Tensor cluster_mean(const Tensor& scores, const Tensor& assignment, int64_t num_clusters, int64_t reduce) {
   Tensor means = scores;
   const ClusterMeanParams p = check_cluster_mean(scores, assignment, num_clusters, reduce, means);
   const int64_t threads = threads_for(16 * p.tokens.b * p.tokens.heads * p.tokens.n);
-  const Scratch scratch(threads * cluster_mean_scratch(p));
+  const Scratch scratch("cluster_mean", threads * cluster_mean_scratch(p));
   cluster_mean_cpu(p, scratch.workers(threads));
   return means;
 }

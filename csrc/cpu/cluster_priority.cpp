@@ -18,7 +18,7 @@ std::tuple<Tensor, Tensor> cluster_priority(const Tensor& scores, const Tensor& 
       check_cluster_priority(scores, assignment, cluster_scores, k, budgets, whole, priority, kept);
   const int64_t threads =
       threads_for(p.tokens.b * p.tokens.heads * (16 * p.tokens.n + p.tokens.clusters * p.tokens.clusters));
-  const Scratch scratch(threads * cluster_priority_scratch(p));
+  const Scratch scratch("cluster_priority", threads * cluster_priority_scratch(p));
   cluster_priority_cpu(p, scratch.workers(threads));
   return {priority, kept};
 }

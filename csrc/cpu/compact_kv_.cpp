@@ -13,7 +13,7 @@ namespace {
 void compact_kv_(const Tensor& k, const Tensor& v, const Tensor& indices) {
   const CompactKVParams p = check_compact_kv_(k, v, indices);
   if (indices.numel() == 0) return;
-  const Scratch none(0);
+  const Scratch none;
   compact_kv__cpu(p, none.workers(threads_for(p.b * p.heads * p.indices.m * (p.k.row_bytes + p.v.row_bytes))));
 }
 

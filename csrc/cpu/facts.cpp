@@ -1,4 +1,5 @@
 // The instruction-set level in use, and kvops_facts(): what this library is, as JSON for kvops.build_info().
+#include <cstdio>
 #include <cstdlib>
 #include <sstream>
 #include <stdexcept>
@@ -52,6 +53,21 @@ std::string json_list(const std::string& text) {
   return '[' + list + ']';
 }
 
+// What the user said, fit for a JSON string.
+std::string escaped(const std::string& text) {
+  std::string found;
+  for (const unsigned char c : text) {
+    if (c >= 0x20 && c < 0x7f && c != '"' && c != '\\') {
+      found += static_cast<char>(c);
+      continue;
+    }
+    char code[7];
+    std::snprintf(code, sizeof code, "\\u%04x", c);
+    found += code;
+  }
+  return found;
+}
+
 }  // namespace
 
 Isa isa() {
@@ -79,7 +95,7 @@ extern "C" __attribute__((visibility("default"))) const char* kvops_facts() {
          << "\", \"isa\": \"" << level << "\", \"isa_built\": " << kvops::json_list(KVOPS_LEVEL_LIST)
          << ", \"cuda\": {\"built\": " KVOPS_CUDA_BUILT ", \"archs\": " << kvops::json_list(KVOPS_CUDA_ARCHS)
          << ", \"why\": \"" KVOPS_CUDA_WHY "\", \"sm90\": {\"built\": " KVOPS_SM90_BUILT
-         << ", \"why\": \"" KVOPS_SM90_WHY "\"}}, \"error\": \"" << error << "\"}";
+         << ", \"why\": \"" KVOPS_SM90_WHY "\"}}, \"error\": \"" << kvops::escaped(error) << "\"}";
     return json.str();
   }();
   return facts.c_str();

@@ -13,13 +13,13 @@ namespace {
 void run(const Tensor& indices, const GatherKVParams& p) {
   if (indices.numel() == 0) return;
   check_index_values("gather_kv", indices, p.n);
-  const Scratch none(0);
+  const Scratch none;
   gather_kv_cpu(p, none.workers(threads_for(p.b * p.heads * p.indices.m * (p.k.row_bytes + p.v.row_bytes))));
 }
 
 // A fresh contiguous [b, Hk, m, d] like `like`, and its rows.
 Tensor fresh(const GatherKVParams& p, const Tensor& like, KVView& rows) {
-  const Tensor out = empty_huge(like, {p.b, p.heads, p.indices.m, like.size(3)});
+  const Tensor out = empty_huge("gather_kv", like, {p.b, p.heads, p.indices.m, like.size(3)});
   rows = check_kv("gather_kv", "out", out, true);
   return out;
 }
@@ -33,7 +33,7 @@ std::tuple<Tensor, Tensor> gather_kv(const Tensor& k, const Tensor& v, const Ten
 
 void gather_kv_out(const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& k_out, const Tensor& v_out) {
   GatherKVParams p = check_gather_kv(k, v, indices);
-  check_gather_kv_targets(k, v, k_out, v_out, p);
+  check_gather_kv_targets(k, v, indices, k_out, v_out, p);
   run(indices, p);
 }
 

@@ -17,7 +17,7 @@ void ladder_compact_(const std::vector<Tensor>& k, const std::vector<Tensor>& v,
   const int64_t rows = p.num_layers * p.b * p.heads * (p.moves.kept - p.moves.first);
   if (rows == 0) return;
   const int64_t threads = threads_for(rows * (p.layers[0].k.row_bytes + p.layers[0].v.row_bytes));
-  const Scratch scratch(threads * ladder_scratch(p.rope));
+  const Scratch scratch("ladder_compact_", threads * ladder_scratch(p.rope));
   ladder_compact__cpu(p, scratch.workers(threads));
 }
 

@@ -17,7 +17,7 @@ void run(const LadderParams& p) {
   const int64_t rows = p.num_layers * p.b * p.heads * p.moves.kept;
   if (rows == 0) return;
   const int64_t threads = threads_for(rows * (p.layers[0].k.row_bytes + p.layers[0].v.row_bytes));
-  const Scratch scratch(threads * ladder_scratch(p.rope));
+  const Scratch scratch("ladder_gather", threads * ladder_scratch(p.rope));
   ladder_gather_cpu(p, scratch.workers(threads));
 }
 
@@ -27,8 +27,8 @@ std::tuple<Tensors, Tensors> ladder_gather(const Tensors& k, const Tensors& v, c
   const LadderParams& p = call.params;
   std::tuple<Tensors, Tensors> out;
   for (size_t i = 0; i < k.size(); ++i) {
-    std::get<0>(out).push_back(empty_huge(k[i], {p.b, p.heads, p.moves.kept, k[i].size(3)}));
-    std::get<1>(out).push_back(empty_huge(v[i], {p.b, p.heads, p.moves.kept, v[i].size(3)}));
+    std::get<0>(out).push_back(empty_huge("ladder_gather", k[i], {p.b, p.heads, p.moves.kept, k[i].size(3)}));
+    std::get<1>(out).push_back(empty_huge("ladder_gather", v[i], {p.b, p.heads, p.moves.kept, v[i].size(3)}));
   }
   set_ladder_gather_targets(k, v, std::get<0>(out), std::get<1>(out), call);
   run(p);

@@ -16,7 +16,7 @@ Tensor lag_score(const Tensor& k, const Tensor& v, int64_t lag, int64_t prefix, 
   const LagScoreParams p = check_lag_score(k, v, lag, prefix, v_weight, self_reference, starts, lengths, scores);
   if (scores.numel() == 0) return scores;
   const int64_t threads = threads_for(p.b * p.heads * p.segments * p.lag * (p.k.row_bytes + p.v.row_bytes));
-  const Scratch scratch(threads * lag_score_scratch(p));
+  const Scratch scratch("lag_score", threads * lag_score_scratch(p));
   lag_score_cpu(p, scratch.workers(threads));
   return scores;
 }

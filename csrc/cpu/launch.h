@@ -15,8 +15,11 @@ inline int64_t threads_for(int64_t bytes) {
 // `floats` of uninitialized scratch, aligned to a vector register; freed on return.
 class Scratch {
  public:
-  explicit Scratch(int64_t floats)
-      : data_(floats ? static_cast<float*>(operator new(floats * sizeof(float), std::align_val_t{64})) : nullptr) {}
+  Scratch(const char* op, int64_t floats)
+      : data_(static_cast<float*>(operator new(floats * sizeof(float), std::align_val_t{64}, std::nothrow))) {
+    if (!data_) throw OutOfMemory(op, floats * static_cast<int64_t>(sizeof(float)), nullptr);
+  }
+  Scratch() = default;
   ~Scratch() { operator delete(data_, std::align_val_t{64}); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -24,13 +27,13 @@ class Scratch {
   Workers workers(int64_t threads) const { return {torch_parallel_for, threads, data_}; }
 
  private:
-  float* data_;
+  float* data_ = nullptr;
 };
 
 // A fresh contiguous tensor of like's dtype. The first touch of fresh memory costs a page fault a page, more than
 // writing the rows: it asks for huge pages.
-inline Tensor empty_huge(const Tensor& like, const std::array<int64_t, 4>& sizes) {
-  const Tensor out = empty(like, sizes, like.scalar_type());
+inline Tensor empty_huge(const char* op, const Tensor& like, const std::array<int64_t, 4>& sizes) {
+  const Tensor out = empty(op, like, sizes, like.scalar_type());
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kHuge = uintptr_t{2} << 20;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(out.mutable_data_ptr());

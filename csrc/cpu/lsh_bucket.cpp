@@ -14,7 +14,7 @@ Tensor lsh_bucket(const Tensor& k, const Tensor& indices, const Tensor& projecti
   Tensor buckets = k;
   const LshBucketParams p = check_lsh_bucket(k, indices, projection, phase, buckets);
   const int64_t threads = threads_for(p.b * p.heads * p.indices.m * p.k.row_bytes * p.r);
-  const Scratch scratch(lsh_bucket_scratch(p, threads));
+  const Scratch scratch("lsh_bucket", lsh_bucket_scratch(p, threads));
   lsh_bucket_cpu(p, scratch.workers(threads));
   return buckets;
 }

@@ -15,7 +15,7 @@ Tensor outlier_degree(const Tensor& k, int64_t kappa, bool standardize, const Op
   Tensor scores = k;
   const OutlierDegreeParams p = check_outlier_degree(k, kappa, standardize, starts, lengths, scores);
   const int64_t threads = threads_for(p.b * p.heads * p.n * p.k.row_bytes);
-  const Scratch scratch(OutlierScratch(p).moments + threads * OutlierScratch(p).worker);
+  const Scratch scratch("outlier_degree", OutlierScratch(p).moments + threads * OutlierScratch(p).worker);
   outlier_degree_cpu(p, scratch.workers(threads));
   return scores;
 }

@@ -13,7 +13,7 @@ namespace {
 double seconds(ProbeParams p, int threads) {
   std::vector<float> sums(threads);
   p.sums = sums.data();
-  const Scratch none(0);
+  const Scratch none;
   const auto start = std::chrono::steady_clock::now();
   probe_cpu(p, none.workers(threads));
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

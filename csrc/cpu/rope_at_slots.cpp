@@ -13,13 +13,13 @@ namespace {
 void run(const RopeAtSlotsParams& p) {
   const int64_t rows = p.b * p.heads * p.n;
   if (rows == 0) return;
-  const Scratch none(0);
+  const Scratch none;
   rope_at_slots_cpu(p, none.workers(threads_for(rows * p.k.row_bytes)));
 }
 
 Tensor rope_at_slots(const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved) {
   RopeAtSlotsParams p = check_rope_at_slots(k, cos, sin, interleaved);
-  const Tensor out = empty_huge(k, {p.b, p.heads, p.n, k.size(3)});
+  const Tensor out = empty_huge("rope_at_slots", k, {p.b, p.heads, p.n, k.size(3)});
   p.out = check_kv("rope_at_slots", "out", out, true);
   run(p);
   return out;

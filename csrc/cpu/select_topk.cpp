@@ -19,7 +19,7 @@ Tensor select_topk(const Tensor& scores, int64_t k, int64_t sinks, int64_t windo
   if (indices.numel() == 0) return indices;
   const int64_t threads = threads_for(32 * p.b * p.heads * p.n);  // a score costs what reading 32 bytes does
   const int64_t one = select_topk_scratch(p, 1) * threads, split = select_topk_scratch(p, threads);
-  const Scratch scratch(one > split ? one : split);
+  const Scratch scratch("select_topk", one > split ? one : split);
   select_topk_cpu(p, scratch.workers(threads));
   return indices;
 }

@@ -11,7 +11,7 @@ std::tuple<Tensor, Tensor> anchor_cosine(const Tensor& k, const OptionalTensor& 
   const AnchorCosineParams p = check_anchor_cosine(k, anchor, normalize_anchor, starts, lengths, scores, anchor_out);
   check_head_dim("anchor_cosine", "k", k);
   const OnDevice device(k);
-  const Workspace workspace(k, bytes_of<AnchorMemory>(p));
+  const Workspace workspace("anchor_cosine", k, bytes_of<AnchorMemory>(p));
   anchor_cosine_cuda(p, workspace.data(), device.stream());
   return {scores, anchor_out};
 }

@@ -11,7 +11,7 @@ Tensor assign_prototypes(const Tensor& k, const Tensor& prototypes, const Option
   const AssignPrototypesParams p = check_assign_prototypes(k, prototypes, starts, lengths, assignment);
   check_head_dim("assign_prototypes", "k", k);
   const OnDevice device(k);
-  const Workspace workspace(k, assign_prototypes_workspace(p));
+  const Workspace workspace("assign_prototypes", k, assign_prototypes_workspace(p));
   assign_prototypes_cuda(p, workspace.data(), device.stream());
   return assignment;
 }

@@ -5,11 +5,11 @@
 namespace kvops {
 namespace {
 
-Tensor cluster_mean(const Tensor& scores, const Tensor& assignment, int64_t num_clusters, std::string reduce) {
+Tensor cluster_mean(const Tensor& scores, const Tensor& assignment, int64_t num_clusters, int64_t reduce) {
   Tensor means = scores;
   const ClusterMeanParams p = check_cluster_mean(scores, assignment, num_clusters, reduce, means);
   const OnDevice device(scores);
-  const Workspace workspace(scores, bytes_of<ClusterMeanMemory>(p));
+  const Workspace workspace("cluster_mean", scores, bytes_of<ClusterMeanMemory>(p));
   cluster_mean_cuda(p, workspace.data(), device.stream());
   return means;
 }

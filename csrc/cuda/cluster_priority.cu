@@ -12,7 +12,7 @@ std::tuple<Tensor, Tensor> cluster_priority(const Tensor& scores, const Tensor& 
   const ClusterPriorityParams p =
       check_cluster_priority(scores, assignment, cluster_scores, k, budgets, whole, priority, kept);
   const OnDevice device(scores);
-  const Workspace workspace(scores, bytes_of<ClusterPriorityMemory>(p));
+  const Workspace workspace("cluster_priority", scores, bytes_of<ClusterPriorityMemory>(p));
   cluster_priority_cuda(p, workspace.data(), device.stream());
   return {priority, kept};
 }

@@ -8,7 +8,7 @@ namespace {
 void compact_kv_(const Tensor& k, const Tensor& v, const Tensor& indices) {
   const CompactKVParams p = check_compact_kv_(k, v, indices);
   const OnDevice device(k);
-  const Workspace workspace(k, compact_kv__workspace(p));
+  const Workspace workspace("compact_kv_", k, compact_kv__workspace(p));
   compact_kv__cuda(p, workspace.data(), device.stream());
 }
 

@@ -13,7 +13,7 @@ void run(const Tensor& like, const Tensor& indices, const GatherKVParams& p) {
 
 // A fresh contiguous [b, Hk, m, d] like `like`, and its rows.
 Tensor fresh(const GatherKVParams& p, const Tensor& like, KVView& rows) {
-  const Tensor out = empty(like, std::array{p.b, p.heads, p.indices.m, like.size(3)}, like.scalar_type());
+  const Tensor out = empty("gather_kv", like, std::array{p.b, p.heads, p.indices.m, like.size(3)}, like.scalar_type());
   rows = check_kv("gather_kv", "out", out, true);
   return out;
 }
@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor> gather_kv(const Tensor& k, const Tensor& v, const Ten
 
 void gather_kv_out(const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& k_out, const Tensor& v_out) {
   GatherKVParams p = check_gather_kv(k, v, indices);
-  check_gather_kv_targets(k, v, k_out, v_out, p);
+  check_gather_kv_targets(k, v, indices, k_out, v_out, p);
   run(k, indices, p);
 }
 

@@ -20,7 +20,8 @@ std::tuple<Tensors, Tensors> ladder_gather(const Tensors& k, const Tensors& v, c
   const auto fresh = [&](const Tensors& like) {
     Tensors out;
     for (const Tensor& x : like)
-      out.push_back(empty(x, std::array<int64_t, 4>{p.b, p.heads, p.moves.kept, x.size(3)}, x.scalar_type()));
+      out.push_back(
+          empty("ladder_gather", x, std::array<int64_t, 4>{p.b, p.heads, p.moves.kept, x.size(3)}, x.scalar_type()));
     return out;
   };
   std::tuple out{fresh(k), fresh(v)};

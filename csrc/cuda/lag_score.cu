@@ -14,7 +14,7 @@ Tensor lag_score(const Tensor& k, const Tensor& v, int64_t lag, int64_t prefix, 
   if (scores.numel() == 0) return scores;
   const OnDevice device(k);
   const LagScorePlan plan = lag_score_plan(p);
-  const Workspace workspace(k, plan.workspace_bytes);
+  const Workspace workspace("lag_score", k, plan.workspace_bytes);
   lag_score_cuda(p, plan, workspace.data(), device.stream());
   return scores;
 }

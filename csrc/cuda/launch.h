@@ -39,8 +39,8 @@ class OnDevice {
 // Memory for one call, from torch's caching allocator: what runs later in the stream may have it again.
 class Workspace {
  public:
-  Workspace(const Tensor& like, int64_t bytes)
-      : memory_(empty(like, std::array<int64_t, 1>{(bytes + 3) / 4}, ScalarType::Float)) {}
+  Workspace(const char* op, const Tensor& like, int64_t bytes)
+      : memory_(empty(op, like, std::array<int64_t, 1>{(bytes + 3) / 4}, ScalarType::Float)) {}
   void* data() const { return memory_.mutable_data_ptr(); }
 
  private:

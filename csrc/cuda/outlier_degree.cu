@@ -11,7 +11,7 @@ Tensor outlier_degree(const Tensor& k, int64_t kappa, bool standardize, const Op
   const OutlierDegreeParams p = check_outlier_degree(k, kappa, standardize, starts, lengths, scores);
   check_head_dim("outlier_degree", "k", k);
   const OnDevice device(k);
-  const Workspace workspace(k, bytes_of<OutlierDegreeMemory>(p));
+  const Workspace workspace("outlier_degree", k, bytes_of<OutlierDegreeMemory>(p));
   outlier_degree_cuda(p, workspace.data(), device.stream());
   return scores;
 }

@@ -12,7 +12,7 @@ void run(const Tensor& k, const RopeAtSlotsParams& p) {
 
 Tensor rope_at_slots(const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved) {
   RopeAtSlotsParams p = check_rope_at_slots(k, cos, sin, interleaved);
-  const Tensor out = empty(k, std::array{p.b, p.heads, p.n, k.size(3)}, k.scalar_type());
+  const Tensor out = empty("rope_at_slots", k, std::array{p.b, p.heads, p.n, k.size(3)}, k.scalar_type());
   p.out = check_kv("rope_at_slots", "out", out, true);
   run(k, p);
   return out;

@@ -13,7 +13,7 @@ Tensor select_topk(const Tensor& scores, int64_t k, int64_t sinks, int64_t windo
       check_select_topk(scores, k, sinks, window, seq_len, starts, lengths, budgets, fill_invalid, indices);
   const OnDevice device(scores);
   const SelectPlan plan = SelectPlan::of(p);
-  const Workspace workspace(scores, plan.workspace);
+  const Workspace workspace("select_topk", scores, plan.workspace);
   select_topk_cuda(p, plan, workspace.data(), device.stream());
   return indices;
 }

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_block_kernel(SelectTopk
   for (int d = 0; d < kDigits; ++d) {
     __syncthreads();
     count_digit(scores, search.prefix, Digit(d), histogram);
-    __syncthreads();
+    __syncthreads();  // all threads have counted
     const int4 counts = own_bins(histogram);
     own_bins(histogram) = {};
     search = narrow(search, counts, Digit(d));

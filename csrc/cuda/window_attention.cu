@@ -27,9 +27,8 @@ struct WindowAttentionMemory {
 };
 
 std::tuple<Tensor, Tensor, Tensor> window_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                    const Tensor& visible, std::optional<double> scale,
-                                                    std::string reduce, std::string group_reduce,
-                                                    const OptionalTensor& starts, double softcap,
+                                                    const Tensor& visible, std::optional<double> scale, int64_t reduce,
+                                                    int64_t group_reduce, const OptionalTensor& starts, double softcap,
                                                     const OptionalTensor& sink_logits) {
   Tensor out = q, lse = q, scores = q;
   const WindowAttentionParams p = check_window_attention(q, k, v, visible, scale, reduce, group_reduce, starts, softcap,
@@ -40,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor> window_attention(const Tensor& q, const Tenso
   if (lse.numel() == 0) return {out, lse, scores};
   const OnDevice device(q);
   const AttentionPlan plan = AttentionPlan::of(p);
-  const Workspace workspace(q, bytes_of<WindowAttentionMemory>(p, plan));
+  const Workspace workspace("window_attention", q, bytes_of<WindowAttentionMemory>(p, plan));
   Sections sections{workspace.data()};
   const auto [parts, sums, own_lse, logits, passes] = WindowAttentionMemory(p, plan, sections);
   if (plan.tensor_cores) {

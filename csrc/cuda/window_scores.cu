@@ -7,7 +7,7 @@ namespace kvops {
 namespace {
 
 Tensor window_scores(const Tensor& q, const Tensor& k, const Tensor& visible, const OptionalTensor& lse,
-                     std::optional<double> scale, std::string score, std::string reduce, std::string group_reduce,
+                     std::optional<double> scale, int64_t score, int64_t reduce, int64_t group_reduce,
                      const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits) {
   Tensor scores = q;
   const WindowScoresParams p =
@@ -15,7 +15,7 @@ Tensor window_scores(const Tensor& q, const Tensor& k, const Tensor& visible, co
   check_head_dim("window_scores", "k", k);
   if (scores.numel() == 0) return scores;
   const OnDevice device(q);
-  const Workspace workspace(q, bytes_of<WindowScoresMemory>(p));
+  const Workspace workspace("window_scores", q, bytes_of<WindowScoresMemory>(p));
   window_scores_cuda(p, workspace.data(), device.stream());
   if (lse && debug_checks()) check_lse_total(p, *lse, visible, starts, sink_logits, scores);
   return scores;

@@ -41,8 +41,8 @@ inline AnchorCosineParams check_anchor_cosine(const Tensor& k, const OptionalTen
                 op, ": anchor must be a contiguous [", b, ", ", heads, ", ", d, "], got ", shape(*anchor));
   }
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
-  scores = empty(k, std::array{b, heads, n}, ScalarType::Float);
-  anchor_out = empty(k, std::array{b, heads, d}, ScalarType::Float);
+  scores = empty(op, k, std::array{b, heads, n}, ScalarType::Float);
+  anchor_out = empty(op, k, std::array{b, heads, d}, ScalarType::Float);
   return {.k = view,
           .given_anchor = anchor ? static_cast<const float*>(anchor->const_data_ptr()) : nullptr,
           .anchor = static_cast<float*>(anchor_out.mutable_data_ptr()),

@@ -44,7 +44,7 @@ inline AssignPrototypesParams check_assign_prototypes(const Tensor& k, const Ten
           prototypes.size(2) <= int64_t{1} << 25 && prototypes.size(3) == d && prototypes.is_contiguous(),
       op, ": prototypes must be a contiguous [", b, ", ", heads, ", at least 1, ", d, "], got ", shape(prototypes));
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
-  assignment = empty(k, std::array{b, heads, n}, ScalarType::Int);
+  assignment = empty(op, k, std::array{b, heads, n}, ScalarType::Int);
   return {.k = view,
           .prototypes = static_cast<const float*>(prototypes.const_data_ptr()),
           .assignment = static_cast<int32_t*>(assignment.mutable_data_ptr()),

@@ -59,8 +59,8 @@ inline BuildPrototypesParams check_build_prototypes(const Tensor& k, const Optio
       KVOPS_CHECK(value[i] >= -1 && value[i] < num_buckets, op, ": buckets must lie in [-1, ", num_buckets, "), got ",
                   value[i]);
   }
-  prototypes = empty(k, std::array{b, heads, num_chunks + num_buckets, d}, ScalarType::Float);
-  counts = empty(k, std::array{b, heads, num_chunks + num_buckets}, ScalarType::Int);
+  prototypes = empty(op, k, std::array{b, heads, num_chunks + num_buckets, d}, ScalarType::Float);
+  counts = empty(op, k, std::array{b, heads, num_chunks + num_buckets}, ScalarType::Int);
   return {.k = view,
           .sats = sats,
           .buckets = buckets ? static_cast<const int32_t*>(buckets->const_data_ptr()) : nullptr,

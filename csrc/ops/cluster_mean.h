@@ -1,6 +1,6 @@
 // cluster_mean: parameters, checks, output shape.
 #pragma once
-#include "../kv_view.h"
+#include "reduce.h"
 
 namespace kvops {
 
@@ -79,7 +79,7 @@ inline ClusteredTokens check_clustered_tokens(const char* op, const Tensor& scor
               op, ": assignment must be ", shape(scores), " with a contiguous last dim, got ", shape(assignment));
   KVOPS_CHECK(n <= std::numeric_limits<int32_t>::max(), op, ": the number of tokens must fit int32, got ", n);
   const OptionalTensor values = readable(assignment);
-  for (int64_t i = 0; values && i < b * heads; ++i) {
+  for (int64_t i = 0; values && n > 0 && i < b * heads; ++i) {
     const int64_t row = i / heads, h = i % heads;
     const int32_t* const value =
         static_cast<const int32_t*>(values->const_data_ptr()) + row * values->stride(0) + h * values->stride(1);
@@ -102,15 +102,15 @@ inline ClusteredTokens check_clustered_tokens(const char* op, const Tensor& scor
 }
 
 inline ClusterMeanParams check_cluster_mean(const Tensor& scores, const Tensor& assignment, int64_t num_clusters,
-                                            const std::string& reduce, Tensor& means) {
+                                            int64_t reduce, Tensor& means) {
   const char* op = "cluster_mean";
   constexpr int64_t kMost = int64_t{1} << 25;
   KVOPS_CHECK(num_clusters >= 1 && num_clusters <= kMost, op, ": num_clusters must be in [1, ", kMost, "], got ",
               num_clusters);
-  KVOPS_CHECK(reduce == "mean" || reduce == "sum", op, ": reduce must be 'mean' or 'sum', got '", reduce, "'");
+  const bool sum = check_reduce(op, "reduce", reduce, Reduce::mean) == Reduce::sum;
   const ClusteredTokens tokens = check_clustered_tokens(op, scores, assignment, num_clusters);
-  means = empty(scores, std::array{tokens.b, tokens.heads, num_clusters}, ScalarType::Float);
-  return {.tokens = tokens, .means = static_cast<float*>(means.mutable_data_ptr()), .sum = reduce == "sum"};
+  means = empty(op, scores, std::array{tokens.b, tokens.heads, num_clusters}, ScalarType::Float);
+  return {.tokens = tokens, .means = static_cast<float*>(means.mutable_data_ptr()), .sum = sum};
 }
 #endif
 

@@ -37,8 +37,8 @@ inline ClusterPriorityParams check_cluster_priority(const Tensor& scores, const 
   KVOPS_CHECK(k >= 0, op, ": k must be >= 0, got ", k);
   const ClusteredTokens tokens = check_clustered_tokens(op, scores, assignment, cluster_scores.size(2));
   const int32_t* budget = budgets ? check_budgets(op, *budgets, scores, 0, k) : nullptr;
-  priority = empty(scores, std::array{b, heads, tokens.n}, ScalarType::Float);
-  kept = empty(scores, std::array{b, heads}, ScalarType::Int);
+  priority = empty(op, scores, std::array{b, heads, tokens.n}, ScalarType::Float);
+  kept = empty(op, scores, std::array{b, heads}, ScalarType::Int);
   return {.tokens = tokens,
           .cluster_scores = static_cast<const float*>(cluster_scores.const_data_ptr()),
           .budgets = budget,

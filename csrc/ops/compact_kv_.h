@@ -17,8 +17,7 @@ inline CompactKVParams check_compact_kv_(const Tensor& k, const Tensor& v, const
   const KVPair kv = check_kv_pair(op, k, v, true);
   const IndexView view = check_indices(op, indices, k);
   KVOPS_CHECK(view.m <= kv.n, op, ": indices must keep at most the ", kv.n, " slots there are, got ", view.m);
-  check_target(op, "k", k, "v", v);
-  check_target(op, "v", v, "k", k);
+  check_written(op, {{"k", k}, {"v", v}}, {{"indices", indices}});
   check_ascending_values(op, indices, kv.n);
   return {.k = kv.k, .v = kv.v, .indices = view, .b = kv.b, .heads = kv.heads, .n = kv.n};
 }

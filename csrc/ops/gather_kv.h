@@ -20,10 +20,10 @@ inline GatherKVParams check_gather_kv(const Tensor& k, const Tensor& v, const Te
   return {.k = kv.k, .v = kv.v, .k_out = {}, .v_out = {}, .indices = view, .b = kv.b, .heads = kv.heads, .n = kv.n};
 }
 
-inline void check_gather_kv_targets(const Tensor& k, const Tensor& v, const Tensor& k_out, const Tensor& v_out,
-                                    GatherKVParams& p) {
+inline void check_gather_kv_targets(const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& k_out,
+                                    const Tensor& v_out, GatherKVParams& p) {
   const char* op = "gather_kv";
-  const auto target = [&](const char* name, const Tensor& out, const char* like_name, const Tensor& like) {
+  const auto target = [&](const char* name, const Tensor& out, const Tensor& like) {
     check_same_device(op, name, out, k);
     KVOPS_CHECK(out.scalar_type() == k.scalar_type(), op, ": ", name, " must have k's dtype ",
                 torch::headeronly::toString(k.scalar_type()), ", got ", torch::headeronly::toString(out.scalar_type()));
@@ -31,14 +31,11 @@ inline void check_gather_kv_targets(const Tensor& k, const Tensor& v, const Tens
     KVOPS_CHECK(
         out.size(0) == p.b && out.size(1) == p.heads && out.size(2) == p.indices.m && out.size(3) == like.size(3), op,
         ": ", name, " must be [", p.b, ", ", p.heads, ", ", p.indices.m, ", ", like.size(3), "], got ", shape(out));
-    check_target(op, name, out, like_name, like);
     return view;
   };
-  p.k_out = target("k_out", k_out, "k", k);
-  p.v_out = target("v_out", v_out, "v", v);
-  check_target(op, "k_out", k_out, "v", v);
-  check_target(op, "v_out", v_out, "k", k);
-  check_target(op, "k_out", k_out, "v_out", v_out);
+  p.k_out = target("k_out", k_out, k);
+  p.v_out = target("v_out", v_out, v);
+  check_written(op, {{"k_out", k_out}, {"v_out", v_out}}, {{"k", k}, {"v", v}, {"indices", indices}});
 }
 #endif
 

@@ -131,31 +131,13 @@ inline LadderRope check_ladder_rope(const char* op, const OptionalTensor& inv_fr
   return {static_cast<const float*>(inv_freq->const_data_ptr()), inv_freq->size(0), interleaved};
 }
 
-// No written tensor overlaps itself, or any other of all. Sorted by address, so that only neighbours are compared.
-inline void check_ladder_targets(const char* op, const std::vector<const Tensor*>& written,
-                                 const std::vector<const Tensor*>& read) {
-  struct Extent {
-    const char *begin, *end;
-    const Tensor* x;
-    bool written;
-  };
-  std::vector<Extent> extents;
-  const auto add = [&](const Tensor& x, bool is_written) {
-    KVOPS_CHECK(!is_written || !overlaps_itself(x), op,
-                ": what is written must not overlap itself, got strides that do (an expanded tensor?)");
-    const char* const begin = static_cast<const char*>(x.const_data_ptr());
-    if (extent(x)) extents.push_back({begin, begin + extent(x), &x, is_written});
-  };
-  for (const Tensor* x : written) add(*x, true);
-  for (const Tensor* x : read) add(*x, false);
-  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
-  for (size_t i = 0; i < extents.size(); ++i)
-    for (size_t j = i + 1; j < extents.size() && extents[j].begin < extents[i].end; ++j) {
-      if (!extents[i].written && !extents[j].written) continue;
-      const bool other_overlaps_itself = overlaps_itself(*extents[i].x) || overlaps_itself(*extents[j].x);
-      KVOPS_CHECK(!other_overlaps_itself && !overlaps(*extents[i].x, *extents[j].x), op,
-                  ": what is written must share no memory with any other tensor of the call, got tensors that do");
-    }
+// `tensors` by name, numbered where there are several.
+inline void add_named(std::vector<Named>& to, const char* name, const std::vector<Tensor>& tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    std::string numbered = name;
+    if (tensors.size() > 1) numbered.append("[").append(std::to_string(i)).append("]");
+    to.push_back({numbered, tensors[i]});
+  }
 }
 
 // All but the targets' overlaps. Empty outputs: in place.

@@ -11,11 +11,11 @@ inline LadderCall check_ladder_compact_(const std::vector<Tensor>& k, const std:
                                         const OptionalTensor& inv_freq, bool interleaved) {
   const char* op = "ladder_compact_";
   LadderCall call = check_ladder(op, k, v, plan, layer, inv_freq, interleaved, true);
-  std::vector<const Tensor*> written, read;
-  for (const Tensor& x : k) written.push_back(&x);
-  for (const Tensor& x : v) written.push_back(&x);
-  if (inv_freq) read.push_back(&*inv_freq);
-  check_ladder_targets(op, written, read);
+  std::vector<Named> written, read;
+  add_named(written, "k", k);
+  add_named(written, "v", v);
+  if (inv_freq) read.push_back({"inv_freq", *inv_freq});
+  check_written(op, written, read);
   return call;
 }
 

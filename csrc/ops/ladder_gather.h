@@ -40,13 +40,13 @@ inline void set_ladder_gather_targets(const std::vector<Tensor>& k, const std::v
 inline void check_ladder_gather_memory(const std::vector<Tensor>& k, const std::vector<Tensor>& v,
                                        const std::vector<Tensor>& k_out, const std::vector<Tensor>& v_out,
                                        const OptionalTensor& inv_freq) {
-  std::vector<const Tensor*> written, read;
-  for (size_t i = 0; i < k.size(); ++i) {
-    written.insert(written.end(), {&k_out[i], &v_out[i]});
-    read.insert(read.end(), {&k[i], &v[i]});
-  }
-  if (inv_freq) read.push_back(&*inv_freq);
-  check_ladder_targets("ladder_gather", written, read);
+  std::vector<Named> written, read;
+  add_named(written, "k_out", k_out);
+  add_named(written, "v_out", v_out);
+  add_named(read, "k", k);
+  add_named(read, "v", v);
+  if (inv_freq) read.push_back({"inv_freq", *inv_freq});
+  check_written("ladder_gather", written, read);
 }
 
 }  // namespace kvops

@@ -34,10 +34,11 @@ inline LagScoreParams check_lag_score(const Tensor& k, const Tensor& v, int64_t 
   const KVPair kv = check_kv_pair(op, k, v);
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
   KVOPS_CHECK(lag >= 1 && lag <= kLargest, op, ": lag must be in [1, ", kLargest, "], got ", lag);
+  KVOPS_CHECK(std::isfinite(static_cast<float>(v_weight)), op, ": v_weight must be finite in fp32, got ", v_weight);
   KVOPS_CHECK(prefix >= 0, op, ": prefix must be >= 0, got ", prefix);
   const ValidSlots slots = check_valid_slots(op, k, kv.b, kv.n, starts, lengths);
   const int64_t segments = num_segments(kv.n, prefix, lag);
-  scores = empty(k, std::array{kv.b, kv.heads, segments, lag}, ScalarType::Float);
+  scores = empty(op, k, std::array{kv.b, kv.heads, segments, lag}, ScalarType::Float);
   return {.k = kv.k,
           .v = kv.v,
           .scores = static_cast<float*>(scores.mutable_data_ptr()),

@@ -50,8 +50,14 @@ inline LshBucketParams check_lsh_bucket(const Tensor& k, const Tensor& indices, 
   const int64_t r = projection.size(0);
   KVOPS_CHECK(phase.dim() == 1 && phase.size(0) == r && phase.is_contiguous(), op, ": phase must be a contiguous [", r,
               "], one for each row of projection, got ", shape(phase));
+  for (const auto& [name, x] : {std::pair{"projection", &projection}, std::pair{"phase", &phase}}) {
+    const OptionalTensor values = readable(*x);
+    const float* const value = values ? static_cast<const float*>(values->const_data_ptr()) : nullptr;
+    for (int64_t i = 0; value && i < values->numel(); ++i)
+      KVOPS_CHECK(std::isfinite(value[i]), op, ": ", name, " must be finite, got ", value[i], " at entry ", i);
+  }
   check_index_values(op, indices, n);
-  buckets = empty(k, std::array{b, heads, rows.m}, ScalarType::Int);
+  buckets = empty(op, k, std::array{b, heads, rows.m}, ScalarType::Int);
   return {.k = view,
           .indices = rows,
           .projection = static_cast<const float*>(projection.const_data_ptr()),

@@ -44,7 +44,7 @@ inline OutlierDegreeParams check_outlier_degree(const Tensor& k, int64_t kappa, 
   const int64_t b = k.size(0), heads = k.size(1), n = k.size(2);
   KVOPS_CHECK(kappa >= 1 && kappa <= kMaxKappa, op, ": kappa must be in [1, ", kMaxKappa, "], got ", kappa);
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
-  scores = empty(k, std::array{b, heads, n}, ScalarType::Float);
+  scores = empty(op, k, std::array{b, heads, n}, ScalarType::Float);
   return {.k = view,
           .scores = static_cast<float*>(scores.mutable_data_ptr()),
           .dtype = dtype,

@@ -71,11 +71,9 @@ inline void check_rope_at_slots_target(const Tensor& k, const Tensor& cos, const
     KVOPS_CHECK(out.size(i) == k.size(i), op, ": out must have k's shape ", shape(k), ", got ", shape(out));
     same = same && (out.stride(i) == k.stride(i) || out.size(i) <= 1);
   }
-  KVOPS_CHECK(!same || !overlaps_itself(out), op,
-              ": out is written and must not overlap itself, got strides that do (an expanded tensor?)");
-  if (!same) check_target(op, "out", out, "k", k);
-  check_target(op, "out", out, "cos", cos);
-  check_target(op, "out", out, "sin", sin);
+  std::vector<Named> read{{"cos", cos}, {"sin", sin}};
+  if (!same) read.push_back({"k", k});
+  check_written(op, {{"out", out}}, read);
 }
 #endif
 

@@ -78,9 +78,11 @@ inline SelectTopkParams check_select_topk(const Tensor& scores, int64_t k, int64
   const ValidSlots slots = check_valid_slots(op, scores, b, n, starts, lengths);
   int64_t segments = -1, width;
   if (by_segment) {
+    KVOPS_CHECK(lag >= 1, op, ": scores must have segments of at least 1 token, got ", shape(scores));
+    KVOPS_CHECK(n >= 0, op, ": seq_len must be >= 0, got ", n);
     segments = num_segments(n, sinks, lag);
-    KVOPS_CHECK(lag >= 1 && n >= 0 && sizes[2] == segments, op, ": scores of seq_len ", n, ", sinks ", sinks,
-                " and lag ", lag, " must have ", segments, " segments, got ", shape(scores));
+    KVOPS_CHECK(sizes[2] == segments, op, ": scores of seq_len ", n, ", sinks ", sinks, " and lag ", lag, " must have ",
+                segments, " segments, got ", shape(scores));
     KVOPS_CHECK(k <= lag, op, ": k must be at most the segment length ", lag, ", got ", k);
     KVOPS_CHECK(window == 0, op, ": window must be 0 with segments (all behind the last one is kept), got ", window);
     KVOPS_CHECK(!budgets, op, ": budgets must be None with segments, got a tensor");
@@ -91,7 +93,7 @@ inline SelectTopkParams check_select_topk(const Tensor& scores, int64_t k, int64
     width = k < n ? k : n;
   }
   const int32_t* const budget = budgets ? check_budgets(op, *budgets, scores, sinks + window, k) : nullptr;
-  indices = empty(scores, std::array{b, heads, width}, ScalarType::Long);
+  indices = empty(op, scores, std::array{b, heads, width}, ScalarType::Long);
   return {.scores = static_cast<const float*>(scores.const_data_ptr()),
           .stride_b = strides[0],
           .stride_h = strides[1],

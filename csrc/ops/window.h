@@ -1,12 +1,9 @@
 // The last queries of a sequence (the observation window) over its keys: parameters and checks that window_scores and
 // window_attention share.
 #pragma once
-#include "../kv_view.h"
+#include "reduce.h"
 
 namespace kvops {
-
-// Over a window's rows, and over the query heads of a group.
-enum class Reduce : int32_t { sum, mean, max, none };
 
 // Queries, [b, Hq, w, d], of any strides (bytes). Query head h serves KV head h / group.
 struct QueryView {
@@ -29,9 +26,9 @@ struct Window {
   const float* sink_logits;  // [heads * group] or null: one more logit of the softmax, without a key
   float* scores;             // [b, heads, n], or [b, heads * group, n] if group_reduce is none
   DType dtype;
-  Reduce reduce, group_reduce;
-  float scale;    // logits are scale * q.k,
-  float softcap;  // and if this is not 0, softcap * tanh(logit / softcap)
+  Reduce reduce, group_reduce;  // over the rows, and over the query heads of a group
+  float scale;                  // logits are scale * q.k,
+  float softcap;                // and if this is not 0, softcap * tanh(logit / softcap)
   int64_t b, heads, group, w, n, d;
 
   // Row i of batch sees [first(batch), limit(batch, i)). It counts if that is not empty.
@@ -45,17 +42,14 @@ struct Window {
 };
 
 #ifdef KVOPS_CHECKS
-inline Reduce check_reduce(const char* op, const char* name, const std::string& value, bool may_be_none) {
-  if (value == "sum") return Reduce::sum;
-  if (value == "mean") return Reduce::mean;
-  if (value == "max") return Reduce::max;
-  if (value == "none" && may_be_none) return Reduce::none;
-  fail(op, ": ", name, " must be 'sum', 'mean' or 'max'", may_be_none ? " or 'none'" : "", ", got '", value, "'");
+// Is x, which is computed with as fp32, positive and neither rounded to 0 or infinity nor to fewer digits?
+inline bool is_normal(double x) {
+  return x >= std::numeric_limits<float>::min() && x <= std::numeric_limits<float>::max();
 }
 
 // Everything but the values of tensors, and `scores`, which is made here.
 inline Window check_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& visible,
-                           std::optional<double> scale, const std::string& reduce, const std::string& group_reduce,
+                           std::optional<double> scale, int64_t reduce, int64_t group_reduce,
                            const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits,
                            Tensor& scores) {
   check_same_device(op, "k", k, q);
@@ -91,11 +85,13 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
                 ": sink_logits must be a contiguous float32 [", query_heads, "], got ", shape(*sink_logits));
   }
   const double used_scale = scale ? *scale : 1.0 / std::sqrt(static_cast<double>(d));
-  KVOPS_CHECK(std::isfinite(used_scale) && used_scale > 0, op, ": scale must be positive and finite, got ", used_scale);
-  KVOPS_CHECK(std::isfinite(softcap) && softcap >= 0, op, ": softcap must be 0 (none) or positive and finite, got ",
-              softcap);
-  const Reduce over_rows = check_reduce(op, "reduce", reduce, false);
-  const Reduce over_group = check_reduce(op, "group_reduce", group_reduce, true);
+  KVOPS_CHECK(is_normal(used_scale), op, ": scale must be positive and a normal number in fp32, got ", used_scale);
+  KVOPS_CHECK(softcap == 0 || is_normal(softcap), op,
+              ": softcap must be 0 (none) or positive and a normal number in fp32, got ", softcap);
+  KVOPS_CHECK(softcap == 0 || is_normal(used_scale / softcap), op,
+              ": scale / softcap must be a normal number in fp32, got ", used_scale, " / ", softcap);
+  const Reduce over_rows = check_reduce(op, "reduce", reduce, Reduce::max);
+  const Reduce over_group = check_reduce(op, "group_reduce", group_reduce, Reduce::none);
   const auto check_range = [&](const char* name, const Tensor& x) {
     const OptionalTensor values = readable(x);
     if (!values) return;
@@ -105,7 +101,7 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
   };
   check_range("visible", visible);
   if (starts) check_range("starts", *starts);
-  scores = empty(q, std::array{b, over_group == Reduce::none ? query_heads : heads, n}, ScalarType::Float);
+  scores = empty(op, q, std::array{b, over_group == Reduce::none ? query_heads : heads, n}, ScalarType::Float);
   const auto strides = q.strides();
   const int64_t item = static_cast<int64_t>(q.element_size());
   return {.q = {static_cast<const char*>(q.const_data_ptr()), strides[0] * item, strides[1] * item, strides[2] * item,

@@ -14,9 +14,8 @@ struct WindowAttentionParams {
 
 #ifdef KVOPS_CHECKS
 inline WindowAttentionParams check_window_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                    const Tensor& visible, std::optional<double> scale,
-                                                    const std::string& reduce, const std::string& group_reduce,
-                                                    const OptionalTensor& starts, double softcap,
+                                                    const Tensor& visible, std::optional<double> scale, int64_t reduce,
+                                                    int64_t group_reduce, const OptionalTensor& starts, double softcap,
                                                     const OptionalTensor& sink_logits, Tensor& out, Tensor& lse,
                                                     Tensor& scores) {
   const char* op = "window_attention";
@@ -24,8 +23,8 @@ inline WindowAttentionParams check_window_attention(const Tensor& q, const Tenso
   const Window window =
       check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits, scores);
   const int64_t query_heads = window.heads * window.group;
-  out = empty(q, std::array{window.b, query_heads, window.w, kv.dv}, q.scalar_type());
-  lse = empty(q, std::array{window.b, query_heads, window.w}, ScalarType::Float);
+  out = empty(op, q, std::array{window.b, query_heads, window.w, kv.dv}, q.scalar_type());
+  lse = empty(op, q, std::array{window.b, query_heads, window.w}, ScalarType::Float);
   return {.window = window,
           .v = kv.v,
           .out = static_cast<char*>(out.mutable_data_ptr()),

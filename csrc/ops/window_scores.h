@@ -22,13 +22,12 @@ struct WindowScoresParams {
 
 #ifdef KVOPS_CHECKS
 inline WindowScoresParams check_window_scores(const Tensor& q, const Tensor& k, const Tensor& visible,
-                                              const OptionalTensor& lse, std::optional<double> scale,
-                                              const std::string& score, const std::string& reduce,
-                                              const std::string& group_reduce, const OptionalTensor& starts,
+                                              const OptionalTensor& lse, std::optional<double> scale, int64_t score,
+                                              int64_t reduce, int64_t group_reduce, const OptionalTensor& starts,
                                               double softcap, const OptionalTensor& sink_logits, Tensor& scores) {
   const char* op = "window_scores";
-  KVOPS_CHECK(score == "softmax" || score == "dot", op, ": score must be 'softmax' or 'dot', got '", score, "'");
-  const bool softmax = score == "softmax";
+  KVOPS_CHECK(score == 0 || score == 1, op, ": score must be 0 (softmax) or 1 (dot), got ", score);
+  const bool softmax = score == 0;
   KVOPS_CHECK(softmax || (!lse && !sink_logits), op,
               ": lse and sink_logits belong to a softmax, expected none of them with score='dot', got ",
               lse ? "lse" : "sink_logits");

@@ -50,15 +50,21 @@ def machine() -> dict:
 def commit() -> str | None:
     """The commit that this kvops was run from, with -dirty if its files were changed.
 
-    Outside a repository KVOPS_COMMIT, else None.
+    Outside its own repository KVOPS_COMMIT, else None.
     """
+
+    here = Path(__file__).resolve()
 
     def git(*command: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True, check=True
+            ["git", "-C", str(here.parent), *command], capture_output=True, text=True, check=True
         ).stdout.strip()
 
     try:
+        # An installed kvops may lie in a repository of someone else, who may even have committed it there.
+        git("ls-files", "--error-unmatch", here.name)
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != here.parents[2]:
+            return os.environ.get("KVOPS_COMMIT")
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("KVOPS_COMMIT")
@@ -78,8 +84,16 @@ def origin(*command: str, device: str = "cpu") -> dict:
 
 
 def write(file: Path, record: dict) -> None:
-    """Replaces the file in one step, so that it is whole whenever the process is stopped."""
+    """A record as JSON, replaced as `replace` does."""
+    replace(file, json.dumps(record, indent=1) + "\n")
+
+
+def replace(file: Path, content: str | bytes) -> None:
+    """Replaces the file in one step, so that it is whole whenever the process is stopped, and of whoever was last."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(file)
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)

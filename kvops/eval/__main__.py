@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import re
 import shlex
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ..bench.gpu import first_line
 from ..bench.record import origin
 from .methods import METHODS, Rule, Unreachable, rule
 from .results import Cell, Results, fingerprint, load
@@ -23,16 +26,24 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 MODEL = BENCH / "models" / "passkey-llama"
 TEXT = BENCH / "data" / "haystack.txt"
 SHARES = [0.5, 0.125, 0.03125]  # of the context
+MOST = 2**31 - 1  # tokens
 
 
 def budget(said: str) -> int | float:
     """Tokens per KV head, or a share of the context."""
-    value = float(said)
-    if value.is_integer() and value >= 1 and "." not in said:
-        return int(said)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"expected tokens (an integer) or a share in (0, 1), got {said}")
+    try:
+        value = int(said) if said.isdecimal() else float(said)
+    except ValueError:
+        value = math.nan
+    if not (1 <= value <= MOST if isinstance(value, int) else 0 < value < 1):
+        raise argparse.ArgumentTypeError(f"expected tokens (an integer) or a share in (0, 1), got {said[:60]}")
     return value
+
+
+def path(said: str) -> Path:
+    if not said:
+        raise argparse.ArgumentTypeError("expected a path, got nothing")
+    return Path(said)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -54,14 +65,14 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--prompts", type=int, help="per task and context (default 22; --quick: 5)")
     p.add_argument("--batch", type=int, default=11, help="prompts that are read together (default 11)")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--text", type=Path, default=TEXT, help="what needles are hidden in (default: the shipped text)")
-    p.add_argument("--data", type=Path, help="folder with local copies of LongBench or RULER")
+    p.add_argument("--text", type=path, default=TEXT, help="what needles are hidden in (default: the shipped text)")
+    p.add_argument("--data", type=path, help="folder with local copies of LongBench or RULER")
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     p.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="the model's")
-    p.add_argument("--out", type=Path, default=Path("eval"), help="folder for results.jsonl and the report")
+    p.add_argument("--out", type=path, default=Path("eval"), help="folder for results.jsonl and the report")
     p.add_argument("--quick", action="store_true", help="fewer and shorter prompts: under 2 minutes")
     p.add_argument(
-        "--from", type=Path, nargs="+", dest="files", metavar="FILE", help="measure nothing: report of these"
+        "--from", type=path, nargs="+", dest="files", metavar="FILE", help="measure nothing: report of these"
     )
     p.add_argument("--list", action="store_true", help="the methods and tasks, with their options")
     return p
@@ -75,9 +86,11 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
     for name, least in (("prompts", a.prompts), ("batch", a.batch), ("context", min(a.context))):
         if least < 1:
             p.error(f"--{name}: expected at least 1, got {least}")
+    if max(a.context) > MOST:
+        p.error(f"--context: expected at most {MOST}, got {max(a.context)}")
     if a.seed < 0:
         p.error(f"--seed: expected at least 0, got {a.seed}")
-    if a.out.exists() and not a.out.is_dir():
+    if os.path.lexists(a.out) and not a.out.is_dir():
         p.error(f"--out: expected a folder, got the file {a.out}")
     try:
         a.rules = [rule(x) for x in dict.fromkeys(a.methods)]
@@ -85,16 +98,16 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
     except ValueError as error:
         p.error(str(error))
     for file in a.files or ():
-        if not file.is_file():
+        if not os.path.isfile(file):
             p.error(f"--from: expected a file of results, got {file}")
     if a.list or a.files:  # nothing is measured
         return a
     for name, default in (("model", MODEL), ("text", TEXT)):
         if str(getattr(a, name)) == str(default) and not default.exists():
             p.error(f"--{name}: the default, {default}, is part of the repository, not of the package; name another")
-    if not a.text.is_file():
+    if not os.path.isfile(a.text):
         p.error(f"--text: expected a file, got {a.text}")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", a.device):
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", a.device):
         p.error(f"--device: expected cpu, cuda or cuda:NUMBER, got {a.device}")
     if a.device != "cpu" and int(a.device.partition(":")[2] or 0) >= torch.cuda.device_count():
         p.error(f"--device {a.device}: torch {torch.__version__} sees {torch.cuda.device_count()} NVIDIA GPUs")
@@ -151,7 +164,6 @@ def described(path: Path | str) -> str:
 def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader], **versions: str) -> list[Path]:
     """Measures what is not there yet; the files of results. versions: beside torch's, of what the reader runs."""
     import transformers
-    from tqdm import tqdm
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # the text is longer than the model's context, on purpose
@@ -164,7 +176,16 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
         "device": a.device,
     }
     where = origin(*shlex.split(command), device=a.device.split(":")[0])
-    results = Results(a.out / "results.jsonl", settings, {**where, **versions})
+    with Results(a.out / "results.jsonl", settings, {**where, **versions}) as results:
+        fill(a, results, reader_of)
+    return [results.file]
+
+
+def fill(a: argparse.Namespace, results: Results, reader_of: Callable[..., Reader]) -> None:
+    """Measures what the results have not yet."""
+    import transformers
+    from tqdm import tqdm
+
     every = dict(cells(a))  # each once: a share and a number may be the same budget
     todo = [x for x in every.items() if x[0] not in results.done]
     count = len(every)
@@ -172,11 +193,18 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
         print(f"{count - len(todo)} of {count} cells were measured before: {results.file}")
     if todo:
         try:
+            text = a.text.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise Refused(f"--text: expected UTF-8, got {a.text}: {error}") from None
+        try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(a.model)
             model = transformers.AutoModelForCausalLM.from_pretrained(a.model, dtype=a.dtype).to(a.device)
-        except (OSError, ValueError) as error:  # no such folder or name, or not a language model
-            raise Refused(f"--model {a.model}: {str(error).strip().splitlines()[0]}") from error
-        reader, filler = reader_of(model), Filler(tokenizer, a.text.read_text())
+            reader = reader_of(model)
+        except torch.OutOfMemoryError as error:
+            raise Refused(f"--model {a.model}: out of memory: {first_line(error)}") from error
+        except Exception as error:  # no such folder or name, not a language model, or what damaged files make of it
+            raise Refused(f"--model {a.model}: {first_line(error)}") from error
+        filler = Filler(tokenizer, text)
     made: tuple = (None, [])  # the prompts of a task and context
     warm: set[tuple] = set()
     failed = 0
@@ -201,20 +229,18 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
                 failed += 1
                 bar.write(f"out of memory: {cell}: {str(error).splitlines()[0]}", file=sys.stderr)
             bar.update()
-    results.close()
     if failed:
         print(f"{failed} of {count} cells ran out of memory; the same command tries them again", file=sys.stderr)
-    return [results.file]
 
 
 def main(argv: list[str] | None = None) -> int:
-    a = arguments(argv, make_parser(), rule)
-    if a.list:
-        print(describe())
-        return 0
-    from . import report  # before anything is measured: it needs matplotlib
-
     try:
+        a = arguments(argv, make_parser(), rule)
+        if a.list:
+            print(describe())
+            return 0
+        from . import report  # before anything is measured: it needs matplotlib
+
         files = a.files
         if not files:
             from . import reader  # needs transformers, which a report does not
@@ -222,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
             said = sys.argv[1:] if argv is None else argv
             files = measure(a, shlex.join(["python", "-m", "kvops.eval", *said]), reader.Reader)
         print(report.write(*load(files), a.out))
-    except Refused as error:
+    except (Refused, OSError) as error:  # the latter: of files, and what they lie on
         print(f"python -m kvops.eval: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
+from ..bench.record import replace
 from .summary import Row, Summary, Traits, method_order, take_apart
 
 #: What a method goes by: a colour; within it a method is a marker.
@@ -43,6 +46,7 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
+    "text.parse_math": False,
 }
 MORE = 1.06  # room beside the first and last value of a logarithmic axis
 
@@ -81,7 +85,9 @@ def figure(
         yield page
         if looks:
             legend(page, looks)
-        page.savefig(path, dpi=120, format="png", metadata={"Software": None})
+        picture = io.BytesIO()
+        page.savefig(picture, dpi=120, format="png", metadata={"Software": None})
+    replace(path, picture.getvalue())
 
 
 def legend(page: Figure, looks: dict[str, dict]) -> None:
@@ -127,6 +133,11 @@ def unit(kind: Traits) -> str:
 def prompts(rows: list[Row]) -> str:
     low, high = min(x.n for x in rows), max(x.n for x in rows)
     return f"{high} prompts" if low == high else f"{low} to {high} prompts"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), of any loss."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def point_title(point: str) -> str:
@@ -312,7 +323,7 @@ def positions(summary: Summary, task: str, context: int, path: Path) -> bool:
                 ends = np.array(list(row.positions))
                 middles = (ends + np.concatenate([[0], ends[:-1]])) / 2
                 look = looks[row.method]["look"] | {"markersize": 4.5}
-                axis.plot(middles, np.exp(list(row.positions.values())), **look)
+                axis.plot(middles, [perplexity(x) for x in row.positions.values()], **look)
             axis.grid(axis="y", color="#ececec", linewidth=0.7)
             axis.set(title=f"budget {budget:,}", xlabel="position in the text, tokens", yscale="log")
             axis.set_xlim(0, context)

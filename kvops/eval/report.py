@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import re
 from pathlib import Path
 
+from ..bench.record import replace
 from . import plots
-from .summary import Estimate, Row, Summary, Traits, leaders, summarize
+from .summary import Estimate, Row, Summary, Traits, leaders, one_line, summarize
 from .tasks import TASKS
 
 READING = """\
@@ -44,8 +44,9 @@ def write(heads: list[dict], lines: list[dict], folder: Path) -> str:
     """Writes the report of some results (see `results.load`) to a folder, and says what to print."""
     summary = summarize(heads, lines)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").write_text(json_of(summary.record()))
-    (folder / "report.md").write_text(report(summary, folder))
+    text = report(summary, folder)
+    replace(folder / "summary.json", json_of(summary.record()))
+    replace(folder / "report.md", text)
     return "\n".join([table(summary), "", f"report: {folder / 'report.md'}, with summary.json and pictures beside it"])
 
 
@@ -63,7 +64,7 @@ def report(summary: Summary, folder: Path) -> str:
     )
     model = re.sub(r" \([0-9a-f]{12}\)$", "", listed(summary.settings.get("model", "a model")))
     parts = [
-        f"# Evaluation of {model}",
+        f"# Evaluation of {escape(model)}",
         what_was_run(summary),
         "## How to read it",
         READING.format(intervals=intervals).rstrip(),
@@ -80,15 +81,16 @@ def report(summary: Summary, folder: Path) -> str:
                 (plots.positions, f"positions-{name}.png", "by position"),
             ):
                 if draw(summary, task, context, folder / file):
-                    parts.append(f"![{task}, context {context:,}: {summary.traits[task].metrics[0]} {caption}]({file})")
+                    what = f"{task}, context {context:,}: {summary.traits[task].metrics[0]} {caption}"
+                    parts.append(f"![{escape(what)}]({file})")
             for (_, _, point), rows in ((x, y) for x, y in groups.items() if x[:2] == (task, context)):
-                parts.append(f"#### {plots.point_title(point).capitalize()}")
+                parts.append(f"#### {escape(plots.point_title(point).capitalize())}")
                 parts += section(rows, summary.traits[task])
         maps = []
         for point in dict.fromkeys(x[2] for x in groups if x[0] == task):
             file = f"depth-{slug(task, point)}.png"
             if plots.heatmap(summary, task, point, folder / file):
-                maps.append(f"![{task}, {plots.point_title(point)}: by context and depth]({file})")
+                maps.append(f"![{escape(f'{task}, {plots.point_title(point)}')}: by context and depth]({file})")
         if maps:
             parts += ["### By context and depth", *maps]
     return "\n\n".join(parts) + "\n"
@@ -98,11 +100,11 @@ def about(task: str) -> list[str]:
     """Its heading, and what the task says of itself."""
     name = task.partition(":")[0]
     text = inspect.getdoc(TASKS[name]) if name in TASKS else "A task that this version does not know."
-    return [f"## {task}", text]
+    return [f"## {escape(task)}", text]
 
 
 def slug(*names: str | int) -> str:
-    return re.sub(r"[^A-Za-z0-9.+]+", "-", "-".join(map(str, names))).strip("-")
+    return re.sub(r"[^A-Za-z0-9.+]+", "-", "-".join(map(str, names))).strip("-")[:100]
 
 
 def listed(value: object) -> str:
@@ -112,28 +114,33 @@ def listed(value: object) -> str:
 def what_was_run(summary: Summary) -> str:
     """Settings, what was compared, and where it ran."""
     rows = summary.rows
-    lines = [f"- {name}: {listed(value)}" for name, value in summary.settings.items() if value is not None]
-    differing = [name for name, value in summary.settings.items() if isinstance(value, list)]
+    lines = [f"- {entry(name, listed(value))}" for name, value in summary.settings.items() if value is not None]
+    differing = [escape(name) for name, value in summary.settings.items() if isinstance(value, list)]
     if differing:
         lines.append(f"- **the files do not agree in {', '.join(differing)}**: rows may not be of the same prompts")
+    counts = sorted({x.n for x in rows if x.unreachable is None})
     lines += [
-        f"- tasks: {', '.join(summary.traits)}",
+        f"- tasks: {escape(', '.join(summary.traits))}",
         f"- context, tokens: {'; '.join(f'{x:,}' for x in sorted({x.context for x in rows}))}",
-        f"- methods: {', '.join(dict.fromkeys(x.method for x in rows))}",
-        f"- prompts per task and context: {listed(sorted({x.n for x in rows if x.unreachable is None}))}",
+        f"- methods: {escape(', '.join(dict.fromkeys(x.method for x in rows)))}",
+        f"- prompts per task and context: {listed(counts) or 'none, no budget was reachable'}",
     ]
     for origin in summary.origins:
         machine = dict(origin.get("machine") or {})
         gpu = machine.pop("gpu", None)
         lines += [
             "",
-            f"`{origin.get('command')}`",
+            code(str(origin.get("command"))),
             "",
-            f"- machine: {', '.join(f'{name} {value}' for name, value in machine.items())}",
-            *([f"- GPU: {', '.join(f'{name} {value}' for name, value in gpu.items())}"] if gpu else []),
-            *(f"- {x}: {y}" for x, y in origin.items() if x not in ("machine", "command") and y is not None),
+            f"- {entry('machine', ', '.join(f'{name} {value}' for name, value in machine.items()))}",
+            *([f"- {entry('GPU', ', '.join(f'{name} {value}' for name, value in gpu.items()))}"] if gpu else []),
+            *(f"- {entry(x, y)}" for x, y in origin.items() if x not in ("machine", "command") and y is not None),
         ]
     return "\n".join(lines)
+
+
+def entry(name: str, value: object) -> str:
+    return f"{escape(name)}: {escape(str(value))}"
 
 
 def section(rows: list[Row], kind: Traits) -> list[str]:
@@ -155,7 +162,7 @@ def section(rows: list[Row], kind: Traits) -> list[str]:
     columns: list[tuple[str, object]] = []
     for budget in budgets:
         over = "" if budget is None else f" at {budget:,}"
-        columns += [(f"{metric}{unit(kind)}{over}", (budget, metric)) for metric in kind.metrics]
+        columns += [(f"{escape(metric)}{unit(kind)}{over}", (budget, metric)) for metric in kind.metrics]
         if any(x.positions for x in rows):
             columns.append((f"perplexity{over}", (budget, "perplexity")))
     scores = [["method", *(x for x, _ in columns)]]
@@ -164,7 +171,7 @@ def section(rows: list[Row], kind: Traits) -> list[str]:
         for _, (budget, metric) in columns:
             row = cell(method, budget)
             if isinstance(row, Row) and metric == "perplexity":
-                row = f"{math.exp(row.scores[kind.metrics[0]].mean):.4g}" if row.positions else ""
+                row = f"{plots.perplexity(row.scores[kind.metrics[0]].mean):.4g}" if row.positions else ""
             elif isinstance(row, Row):
                 text = score(row.scores.get(metric), kind, interval=metric == kind.metrics[0])
                 if metric == kind.metrics[0]:
@@ -188,11 +195,11 @@ def section(rows: list[Row], kind: Traits) -> list[str]:
             line += [f(row) if isinstance(row, Row) else row for f in facts.values()]
         costs.append(line)
 
-    notes = [f"({i}) {reason}" for reason, i in reasons.items()]
+    notes = [f"({i}) {escape(reason)}" for reason, i in reasons.items()]
     most = max((x.n for x in rows), default=0)
     fewer = [x for x in rows if x.unreachable is None and x.n < most]
     if fewer:
-        said = ", ".join(f"{x.method}{'' if x.budget is None else f' at {x.budget:,}'} ({x.n})" for x in fewer)
+        said = ", ".join(f"{escape(x.method)}{'' if x.budget is None else f' at {x.budget:,}'} ({x.n})" for x in fewer)
         notes.append(f"Not on all {most} prompts: {said}.")
     if any(cell(x, b) == "" for x in methods for b in budgets):
         notes.append("Empty: not measured.")
@@ -232,7 +239,18 @@ def held(row: Row) -> str:
 
 
 def escape(text: str) -> str:
-    return text.replace("|", r"\|")
+    """In Markdown, as it is: results may be others', so no name is a link, a tag or a new line of a table."""
+    special = r"[\\`*\[\]<>|&~$@]|(?<![^\W_])_|_(?![^\W_])"
+    return re.sub(rf"{special}|:(?=//)|(?<=www)\.", r"\\\g<0>", one_line(text))
+
+
+def code(text: str) -> str:
+    """In Markdown, as code."""
+    text, fence = one_line(text), "`"
+    while fence in text:
+        fence += "`"
+    pad = " " * (len(fence) > 1)
+    return f"{fence}{pad}{text}{pad}{fence}"
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -260,9 +278,9 @@ def table(summary: Summary) -> str:
         heads: dict[str, int] = {}
         for point, _ in columns:
             heads[point] = heads.get(point, 0) + 1
-        metric = kind.metrics[0] if kind.metrics else "nothing measured"
         counts = sorted({x.n for x in rows if x.unreachable is None})
-        block = [f"{task}, context {context:,} tokens: {metric}{unit(kind)}, of {listed(counts)} prompts", ""]
+        metric = f"{kind.metrics[0]}{unit(kind)}, of {listed(counts) or 'no'} prompts"
+        block = [f"{task}, context {context:,} tokens: {metric}", ""]
         cells = {point: max(9 * count, len(plots.point_title(point)) + 3) for point, count in heads.items()}
         block.append(" " * width + "".join(f"{plots.point_title(x):>{n}}" for x, n in cells.items()))
         line = f"{'budget':{width}}"

@@ -1,15 +1,18 @@
 """What was measured, as JSON lines: one head for each run, then one line for each cell that is done.
 
 A cell is a task, a context, a point of the cut, a method, a budget and a batch of prompts. Lines are on the disk before
-the next cell begins, so an interrupted run goes on where it stopped; what a kill has left of a line is dropped.
+the next cell begins, so an interrupted run goes on where it stopped; what a kill has left of a line is dropped. One run
+at a time writes to a folder.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,23 +33,34 @@ class Cell(NamedTuple):
 class Results:
     """Of one file.
 
-    settings: what all its cells have in common; a file with other settings is an error that names them.
+    settings: what all its cells have in common; a file with other settings is an error that names them. So is a folder
+    that another process writes to.
     """
 
     def __init__(self, file: Path, settings: dict, origin: dict):
         self.file = file
-        heads, self.lines = load([file]) if file.exists() else ([], [])
-        for head in heads:
-            wrong = [x for x in settings if head["settings"].get(x) != settings[x]]
-            if wrong:
-                said = ", ".join(f"{x} was {head['settings'].get(x)!r} and is now {settings[x]!r}" for x in wrong)
-                raise Refused(f"--out {file.parent} holds results of other settings: {said}")
-        self.done = {cell_of(x) for x in self.lines}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists():  # what a kill has left of a line
-            os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
-        self._file = file.open("a")
+        self._lock = Lock(file.parent)
+        try:
+            heads, self.lines = load([file]) if file.exists() else ([], [])
+            for head in heads:
+                wrong = [x for x in settings if head["settings"].get(x) != settings[x]]
+                if wrong:
+                    said = ", ".join(f"{x} was {head['settings'].get(x)!r} and is now {settings[x]!r}" for x in wrong)
+                    raise Refused(f"--out {file.parent} holds results of other settings: {said}")
+            self.done = {cell_of(x) for x in self.lines}
+            if file.exists():  # what a kill has left of a line
+                os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
+            self._file = file.open("a")
+        except BaseException:
+            self._lock.release()
+            raise
         self._head: dict | None = {"settings": settings, "origin": origin}
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def add(self, cell: Cell, outcome: dict) -> None:
         if self._head:  # a run that finds everything done leaves the file as it is
@@ -64,6 +78,38 @@ class Results:
 
     def close(self) -> None:
         self._file.close()
+        self._lock.release()
+
+
+class Lock:
+    """Of a folder, for this process, whose number lies in the file `lock`. The system drops the lock of a process that
+    has died, so the next one takes the file over."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "lock"
+        while True:
+            self._file = self._path.open("a+")
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._file.seek(0)
+                holder = self._file.read().strip() or "that is about to begin"
+                self._file.close()
+                raise Refused(
+                    f"--out {folder} is being written to by another run, process {holder}; name another folder, or wait"
+                ) from None
+            if self._path.exists() and os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
+                break
+            self._file.close()  # who held it has just removed it
+        self._file.truncate(0)
+        self._file.write(f"{os.getpid()}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        if not self._file.closed:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
 
 
 #: What a model, or a copy of a benchmark, is made of.
@@ -89,15 +135,107 @@ def load(files: Sequence[Path]) -> tuple[list[dict], list[dict]]:
     """Heads and cells of one or more files."""
     heads, lines = [], []
     for file in files:
-        text = file.read_text()
-        for number, line in enumerate(text.splitlines(keepends=True), 1):
-            if not line.endswith("\n"):
-                break  # being written, or cut off
+        for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):  # what follows the last is cut off
+            where = f"{file}, line {number}"
             try:
-                found = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise Refused(f"{file}, line {number}: expected a line of JSON, got {error}") from None
-            if not isinstance(found, dict) or not ("settings" in found or found.keys() >= {*KEY}):
-                raise Refused(f"{file}, line {number}: expected what kvops.eval has measured, got {line[:60].strip()}")
-            (heads if "settings" in found else lines).append(found)
+                found = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:
+                raise Refused(f"{where}: expected a line of JSON, got {str(error)[:200]}") from None
+            is_head = isinstance(found, dict) and "settings" in found
+            if not is_head and not (isinstance(found, dict) and found.keys() >= {*KEY}):
+                raise Refused(f"{where}: expected what kvops.eval has measured, got {json.dumps(found)[:60]}")
+            if wrong := wrong_head(found) if is_head else wrong_cell(found):
+                raise Refused(f"{where}: {wrong}")
+            (heads if is_head else lines).append(found)
     return heads, lines
+
+
+# What a file of results may hold. It may be of another version, another program, or damaged.
+
+MOST = 2**62
+
+
+def whole(x: object, least: int = 0) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and least <= x < MOST
+
+
+def number(x: object) -> bool:
+    """At least 0."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < MOST
+
+
+def name(x: object) -> bool:
+    return isinstance(x, str) and 0 < len(x) <= 200 and x.isprintable()
+
+
+def score(x: object) -> bool:
+    """Infinity: a loss."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and (abs(x) < MOST or x != x or x == math.inf)
+
+
+def list_of(x: object, kind: Callable[[object], bool]) -> bool:
+    return isinstance(x, list) and all(map(kind, x))
+
+
+#: By key: what is expected there, and whether that is so.
+CELL: dict[str, tuple[str, Callable[[object], bool]]] = {
+    **dict.fromkeys(("task", "point", "method"), ("a name", name)),
+    "context": ("tokens, at least 1", lambda x: whole(x, 1)),
+    "budget": ("tokens, at least 1, or null", lambda x: x is None or whole(x, 1)),
+    "batch": ("an integer, at least 0", whole),
+}
+OUTCOME: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "scores": (
+        "lists of as many numbers, by metric",
+        lambda x: (
+            isinstance(x, dict)
+            and all(name(key) and y and list_of(y, score) for key, y in x.items())
+            and len({len(y) for y in x.values()}) == 1
+        ),
+    ),
+    **dict.fromkeys(("tokens", "bytes_held", "bytes_full", "steps"), ("an integer, at least 0", whole)),
+    **dict.fromkeys(("prefill_s", "decode_s"), ("seconds", number)),
+}
+MORE: dict[str, tuple[str, Callable[[object], bool]]] = {  # need not be there
+    "depths": (
+        "a list of numbers in [0, 1], or null",
+        lambda x: list_of(x, lambda y: y is None or (number(y) and y <= 1)),
+    ),
+    "more": (
+        "the tokens where stretches of the text end, ascending, and as many losses",
+        lambda x: (
+            isinstance(x, dict)
+            and ("ends" in x) == ("loss" in x)
+            and list_of(x.get("ends", []), lambda y: whole(y, 1))
+            and list_of(x.get("loss", []), score)
+            and len(x.get("ends", [])) == len(x.get("loss", []))
+            and x.get("ends", []) == sorted(set(x.get("ends", [])))
+        ),
+    ),
+}
+
+
+def wrong_cell(line: dict) -> str | None:
+    """What is not as it must be in the line of a cell."""
+    rules = {**CELL, **({"unreachable": ("why", lambda x: isinstance(x, str))} if "unreachable" in line else OUTCOME)}
+    rules |= {x: rule for x, rule in MORE.items() if line.get(x) is not None}
+    for key, (expected, holds) in rules.items():
+        if not holds(line.get(key)):
+            got = json.dumps(line[key])[:60] if key in line else "nothing"
+            return f"expected {expected} as {key!r}, got {got}"
+    return None
+
+
+def wrong_head(head: dict) -> str | None:
+    """The same of a head."""
+    origin = head.get("origin")
+    machine = origin.get("machine") if isinstance(origin, dict) else None
+    gpu = machine.get("gpu") if isinstance(machine, dict) else None
+    for key, x in (("settings", head["settings"]), ("origin", origin), ("machine", machine), ("gpu", gpu)):
+        if not isinstance(x, dict) and not (key in ("machine", "gpu") and x is None):
+            return f"expected an object as {key!r}, got {json.dumps(x)[:60]}"
+    try:
+        json.dumps(head, allow_nan=False)
+    except ValueError:
+        return "expected settings and an origin of finite numbers"
+    return None

@@ -20,8 +20,10 @@ def parse(kind: str, spec: str, names: Collection[str]) -> tuple[str, dict]:
         key, equals, value = item.partition("=")
         if not (equals and key.isidentifier()):
             raise ValueError(f"{kind} {spec!r}: expected {name}:option=value,option=value, got {item!r}")
+        if key in options:
+            raise ValueError(f"{kind} {spec!r}: {key} is given twice")
         try:
             options[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: nested too deeply
             options[key] = value
     return name, options

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from .specs import Refused
+
 if TYPE_CHECKING:  # see reader.py
     from transformers import PreTrainedModel
 
@@ -28,6 +30,8 @@ class Held(NamedTuple):
     @classmethod
     def by(cls, cache: hf.KVCache) -> Held:
         stats = cache.stats()
+        if not stats:
+            raise Refused("--model: no layer of it keeps keys and values")
         tokens = round(sum(x.tokens_kept for x in stats) / len(stats))
         return cls(tokens, sum(x.bytes_kept for x in stats), sum(x.bytes_full for x in stats))
 

@@ -115,18 +115,21 @@ class Row:
 class Traits(NamedTuple):
     """What a report has to know of a task; of one that this version does not know, what its scores look like."""
 
-    metrics: tuple[str, ...]
+    metrics: tuple[str, ...]  # at least one
     percent: bool
     better: str  # "higher" or "lower"; "": not known
 
 
 def traits(spec: str, lines: Iterable[dict]) -> Traits:
+    lines = list(lines)
     found = dict.fromkeys(x for line in lines for x in line.get("scores", ()))
+    shares = all(0 <= x <= 1 for line in lines for scores in line.get("scores", {}).values() for x in scores)
     kind = TASKS.get(spec.partition(":")[0])
     if kind is None:
-        values = [x for line in lines for scores in line.get("scores", {}).values() for x in scores]
-        return Traits(tuple(found), all(0 <= x <= 1 for x in values), "")
-    known = [x for x in kind.metrics if x in found]
+        return Traits(tuple(found) or ("score",), shares, "")
+    if kind.percent and not shares:
+        raise Refused(f"{spec}: expected scores in [0, 1], which those of this task are")
+    known = [x for x in kind.metrics if x in found] or kind.metrics[: not found]  # no budget was reachable
     return Traits((*known, *(x for x in found if x not in known)), kind.percent, kind.better)
 
 
@@ -169,6 +172,11 @@ def order(cell: Cell) -> tuple:
         -math.inf if cell.budget is None else -cell.budget,
         cell.batch,
     )
+
+
+def one_line(text: str) -> str:
+    """What a file of results says, fit to be printed."""
+    return "".join(x if x.isprintable() else "?" for x in " ".join(text.split()))
 
 
 def describe(cell: Cell) -> str:
@@ -227,7 +235,7 @@ def _row(cell: tuple, lines: list[dict], kind: Traits) -> Row:
     row, fails = Row(*cell), [x["unreachable"] for x in lines if "unreachable" in x]
     if fails:  # on some prompts: then a mean over the others would not be of the same prompts as other methods'
         some = f" (so for {len(fails)} of {len(lines)} batches)" if len(fails) < len(lines) else ""
-        row.unreachable = fails[0] + some
+        row.unreachable = one_line(fails[0]) + some
         return row
     sizes = [len(next(iter(x["scores"].values()))) for x in lines]
     row.n = sum(sizes)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops import inference_only, select_topk
+from ..dispatch import inference_only
+from ..ops import select_topk
 from .common import check_int, check_rows_hold, row_budgets
 from .window import check_budget, outside_prefix, prefix_lengths, span_ends
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Method, SlotMethod
-from ..ops import inference_only
+from ..dispatch import inference_only
 from ..rope import Rope
 from .common import (
     Compressed,

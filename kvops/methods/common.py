@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..checks import check_int as check_int  # every method's
 from ..ops import compact_kv_, gather_kv, select_topk
 
 
@@ -27,14 +28,6 @@ class Compressed(NamedTuple):
 
 
 # Checks. All of them name the method, the argument, what was expected and what came.
-
-
-def check_int(op: str, name: str, value: int, low: int) -> None:
-    """`value` is an int (a bool is not) of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__} {value!r}")
-    if value < low:
-        raise ValueError(f"{op}: {name} must be at least {low}, got {value}")
 
 
 def check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -225,7 +218,7 @@ def select_budget(
 def all_slots(k: Tensor, starts: Tensor | None, lengths: Tensor | None, fill_invalid: bool) -> Tensor:
     """The indices that keep every valid slot: int64 [b, Hk, n]."""
     b, heads, n, _ = k.shape
-    scores = torch.zeros(b, 1, n, device=k.device)
+    scores = torch.zeros(b, 1, n, dtype=torch.float32, device=k.device)
     return select_topk(scores, max(n, 1), 0, 0, None, starts, lengths, None, fill_invalid).expand(-1, heads, -1)
 
 

@@ -66,7 +66,7 @@ def h2o_compress(
     check_lse(op, lse, q)
     b, heads, n, _ = k.shape
     t, end = q.shape[2], span_ends(k, starts, lengths)
-    scores = torch.zeros(b, heads, n, device=k.device)
+    scores = torch.zeros(b, heads, n, dtype=torch.float32, device=k.device)
     options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits, group_reduce=group_reduce)
     for first in range(0, t, MAX_WINDOW):
         rows = slice(first, min(first + MAX_WINDOW, t))

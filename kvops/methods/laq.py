@@ -158,7 +158,7 @@ def recall(
         best_slots(prompt_scores(op, name, q, k, pool, limits, **options), keep, **spans)
         for name, q, limits in (("q_observed", q_observed, visible), ("q_response", q_response, None))
     )
-    return (kept & gold).sum(-1) / gold.sum(-1).clamp(min=1)
+    return (kept & gold).sum(-1).float() / gold.sum(-1).clamp(min=1)
 
 
 def prompt_scores(

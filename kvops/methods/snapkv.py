@@ -219,9 +219,10 @@ chunkkv_compress_ = in_place(chunkkv_compress)
 def chunk_ranks(scores: Tensor, chunk: int, window: int, starts: Tensor | None, end: Tensor | int) -> Tensor:
     """fp32 [b, 1, n]: whole numbers that order the prefix by (its chunk's mean, its own score), ties by lower slot.
 
-    scores: [b, Hk, n]. Numbers up to n + chunk are exact in fp32 for n < 2^24.
+    scores: [b, Hk, n]. Numbers below 2 n are exact in fp32 for n <= 2^23.
     """
     b, _, n = scores.shape
+    chunk = min(chunk, max(n, 1))
     count = -(-n // chunk)
     # Row by row, chunks count from the first valid slot: slot j of the grid is slot starts + j of the cache.
     grid = torch.arange(count * chunk, device=scores.device).expand(b, -1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from ..cache import summed_scores
-from ..ops import inference_only
+from ..dispatch import inference_only
 from .common import (
     Budget,
     check_choice,
@@ -57,11 +57,14 @@ class Pooling(NamedTuple):
         """
         if self.kernel_size > 1 and scores.numel():
             lost = scores.isnan()
-            sides = self.kernel_size // 2
+            sides = min(self.kernel_size // 2, scores.shape[2] - 1)  # there are no others
+            size = 2 * sides + 1
             if self.pooling == "max":
-                pooled = max_pool1d(scores.masked_fill(lost | outside, -torch.inf), self.kernel_size, 1, sides)
+                pooled = max_pool1d(scores.masked_fill(lost | outside, -torch.inf), size, 1, sides)
             else:
-                pooled = avg_pool1d(scores.masked_fill(lost | outside, 0.0), self.kernel_size, 1, sides)
+                pooled = avg_pool1d(scores.masked_fill(lost | outside, 0.0), size, 1, sides)
+                if size < self.kernel_size:
+                    pooled *= size / self.kernel_size
             scores = pooled.masked_fill_(lost, torch.nan)
         if not self.pool_first:
             return scores

@@ -195,10 +195,15 @@ def share_said(said: str, answers: Sequence[str]) -> float:
     return sum(x.lower() in said.lower() for x in answers) / len(answers)
 
 
+MOST = 1 << 20  # of an option
+
+
 def positive(task: Task) -> None:
-    """Every option of the task is at least 1, and an integer unless its default is none."""
+    """Every option of the task is at least 1 and at most MOST, and an integer unless its default is none."""
     for option in fields(task):
         value, whole = getattr(task, option.name), isinstance(option.default, int)
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= 1:
             what = "an integer" if whole else "a number"
             raise Refused(f"{task.name}: {option.name} must be {what}, at least 1, got {value!r}")
+        if value > MOST:
+            raise Refused(f"{task.name}: {option.name} must be at most {MOST}, got {value!r}")

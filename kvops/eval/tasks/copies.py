@@ -12,8 +12,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from ...bench.gpu import first_line
 from ..specs import Refused
-from .base import AnswerTask
+from .base import AnswerTask, Prompt, Turn
+
+MOST_SAID = 1 << 20  # tokens
 
 
 def need(module: str):
@@ -27,6 +30,18 @@ def need(module: str):
 
 def read(source: Path) -> Iterator[dict]:
     """The rows of a folder that `save_to_disk` has made, or of a .jsonl or .parquet file."""
+    try:
+        for row in rows_of(source):
+            if not isinstance(row, dict):
+                raise Refused(f"--data: {source}: expected objects as rows, got {str(row)[:60]!r}")
+            yield row
+    except Refused:
+        raise
+    except Exception as error:  # whatever these packages make of a damaged file
+        raise Refused(f"--data: {source} cannot be read: {first_line(error)}") from error
+
+
+def rows_of(source: Path) -> Iterator[object]:
     if source.is_dir():
         yield from need("datasets").load_from_disk(str(source))
     elif source.suffix == ".parquet":
@@ -77,6 +92,34 @@ class Copy(AnswerTask):
             raise Refused(f"{self.name}: task must be one of {', '.join(self.tasks)}, got {self.task!r}")
         if self.data is None or not Path(self.data).is_dir():
             raise Refused(f"--data: {self.name} needs a folder with a local copy of its data, got {self.data}")
+
+    def column_of(self, row: dict, key: str) -> object:
+        """What lies in a column that must be there."""
+        if key not in row:
+            raise Refused(f"--data: a row of {self.name} {self.task} has no column {key!r}; it has {', '.join(row)}")
+        return row[key]
+
+    def text(self, row: dict, key: str) -> str:
+        value = self.column_of(row, key)
+        if not isinstance(value, str):
+            raise Refused(f"--data: {key!r} of a row of {self.name} {self.task} must be text, got {str(value)[:60]!r}")
+        return value
+
+    def texts(self, row: dict, key: str) -> tuple[str, ...]:
+        value = self.column_of(row, key)
+        if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+            raise Refused(f"--data: {key!r} of a row of {self.name} {self.task} must be texts, got {str(value)[:60]!r}")
+        return tuple(value)
+
+    def prompt(self, ids: np.ndarray, asked: np.ndarray, answers: tuple[str, ...], tokens: object, **turn) -> Prompt:
+        """tokens: of an answer, at most."""
+        if not isinstance(tokens, int) or not 1 <= tokens <= MOST_SAID:
+            raise Refused(
+                f"--data: an answer of {self.name} {self.task} must have 1 to {MOST_SAID} tokens, got {tokens!r}"
+            )
+        if not (len(ids) and len(asked)):
+            raise Refused(f"--data: a prompt of {self.name} {self.task} has an empty context or question")
+        return Prompt(ids, (Turn(asked, answers, tokens, **turn),))
 
     def rows(self, count: int, seed: int) -> list[dict]:
         """So many of the task's, by chance; all of them in their order where there are no more."""

@@ -20,9 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from ..specs import Refused
-from .base import Filler, Prompt, Turn
+from .base import Filler, Prompt
 from .copies import Copy, need
 
+PARAGRAPH = re.compile(r"(?:Paragraph |段落)(\d+)")  # an answer of a retrieval
 FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")  # what comes behind it does not count
 PUNCTUATION_ZH = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～"
@@ -98,7 +99,7 @@ def count(said: str, answer: str, classes: Sequence[str]) -> float:
 
 def retrieval(said: str, answer: str, classes: Sequence[str]) -> float:
     """The answer is "Paragraph 3" or "段落3"."""
-    return numbers(said, re.search(r"(?:Paragraph |段落)(\d+)", answer)[1])
+    return numbers(said, PARAGRAPH.search(answer)[1])
 
 
 def code(said: str, answer: str, classes: Sequence[str]) -> float:
@@ -142,33 +143,40 @@ class LongBench(Copy):
         for package in PACKAGES.get(METRICS[self.task], ()):  # missed before anything is measured
             need(package)
 
-    def config(self, name: str) -> str | int:
+    def config(self, name: str) -> object:
         """What one of the benchmark's own files says of the data set."""
         file = next(iter(sorted(Path(self.data).rglob(name))), None)
         if file is None:
             raise Refused(f"--data: longbench needs {name}, of LongBench/config in its repository, in {self.data}")
-        found = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise Refused(f"--data: {file}: expected JSON, got {error}") from None
+        if not isinstance(found, dict):
+            raise Refused(f"--data: {file}: expected an object, got {str(found)[:60]!r}")
         if self.task not in found:
             raise Refused(f"--data: {file} says nothing of {self.task}, it has {', '.join(found)}")
         return found[self.task]
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
-        before, after = self.config("dataset2prompt.json").split("{context}")
+        template = self.config("dataset2prompt.json")
+        if not isinstance(template, str) or template.count("{context}") != 1:
+            raise Refused(f"--data: the prompt of longbench {self.task} must have one {{context}}, got {template!r}")
+        before, after = template.split("{context}")
         new_tokens = self.config("dataset2maxlen.json")
         half, found = context // 2, []
         for row in self.rows(count, seed):
-            if missing := [x for x in ("context", "input", "answers", "all_classes") if x not in row]:
-                raise Refused(
-                    f"--data: a row of longbench {self.task} has no column {missing[0]!r}; it has {', '.join(row)}"
-                )
-            ids = np.concatenate([filler.first, filler.encode(before + row["context"])])
-            asked = filler.encode(after.replace("{input}", row["input"]))
+            answers = self.texts(row, "answers")
+            if METRICS[self.task] is retrieval and any(PARAGRAPH.search(x) is None for x in answers):
+                raise Refused(f"--data: an answer of longbench {self.task} names no paragraph: {answers!r}")
+            classes = self.texts(row, "all_classes") if self.column_of(row, "all_classes") is not None else ()
+            ids = np.concatenate([filler.first, filler.encode(before + self.text(row, "context"))])
+            asked = filler.encode(after.replace("{input}", self.text(row, "input")))
             if len(ids) + len(asked) > context:
                 if len(asked) >= half:
                     raise Refused(f"--context {context}: a question of {self.task} alone has {len(asked)} tokens")
                 ids = np.concatenate([ids[:half], ids[len(ids) - (half - len(asked)) :]])
-            turn = Turn(asked, tuple(row["answers"]), new_tokens, choices=tuple(row["all_classes"] or ()))
-            found.append(Prompt(ids, (turn,)))
+            found.append(self.prompt(ids, asked, answers, new_tokens, choices=classes))
         return found
 
     def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:

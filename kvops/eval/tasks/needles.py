@@ -13,7 +13,7 @@ from string import ascii_uppercase
 import numpy as np
 
 from ..specs import Refused
-from .base import AnswerTask, Filler, Prompt, Turn, positive, share_said
+from .base import MOST, AnswerTask, Filler, Prompt, Turn, positive, share_said
 
 #: Those that the shipped model has learnt.
 NAMES = (
@@ -73,6 +73,8 @@ class Passkey(AnswerTask):
         return (Turn(filler.encode(question(names[0])), (keys[0],), len(filler.encode(keys[0])), stops=False),)
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
+        if self.digits > context:
+            raise Refused(f"--context {context} is too short for a key of {self.digits} digits")
         rng = np.random.default_rng([seed, context, self.digits])
         places = min(self.depths, count)
         depths = np.linspace(0, 1, places) if places > 1 else [0.3]
@@ -149,6 +151,8 @@ class NiahMultivalue(Needle):
     name = "niah-multivalue"
 
     def names(self, filler: Filler, rng: np.random.Generator) -> list[str | None]:
+        if self.values * self.digits > MOST:
+            raise Refused(f"{self.name}: values and digits are too many: {self.values} keys of {self.digits} digits")
         return random_names(filler, rng, 1, self.name) * self.values
 
     def turns(self, filler: Filler, names: list[str | None], keys: list[str]) -> tuple[Turn, ...]:
@@ -179,6 +183,8 @@ class VariableTracking(AnswerTask):
         positive(self)
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
+        if self.chains * (self.hops + 1) > context:  # each is several tokens
+            raise Refused(f"--context {context} is too short for {self.chains} chains of {self.hops} hops")
         rng = np.random.default_rng([seed, context, self.chains, self.hops])
         found: list[Prompt] = []
         while len(found) < count:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..specs import Refused
-from .base import Filler, Prompt, Turn, share_said
+from .base import Filler, Prompt, share_said
 from .copies import Copy
 
 #: By the kind of a task, as RULER has them: where the question begins in a prompt, and the tokens of an answer.
@@ -24,23 +24,6 @@ KINDS = {
     "fwe": (r"Question: Do not provide any explanation\.", 50),
     "qa": (r"Answer the question based on the given documents\.", 32),
 }
-
-
-def parts(row: dict, task: str) -> tuple[str, str, Sequence[str], int]:
-    """Context, question with the beginning of the answer, answers, and tokens of an answer."""
-    begins, tokens = KINDS[task.partition("_")[0]]
-    try:
-        if "context" in row:
-            context, question, answers = row["context"], row["question"], row["answer"]
-        else:
-            places = [x.start() for x in re.finditer(begins, row["input"])]  # the last: examples may come before
-            if not places:
-                raise Refused(f"--data: a prompt of ruler {task} asks nothing like {begins!r}")
-            context, question, answers = row["input"][: places[-1]], row["input"][places[-1] :], row["outputs"]
-    except KeyError as error:
-        raise Refused(f"--data: a row of ruler {task} has no column {error}; it has {', '.join(row)}") from None
-    answers = [answers] if isinstance(answers, str) else answers
-    return context, question + (row.get("answer_prefix") or ""), answers, row.get("max_new_tokens") or tokens
 
 
 @dataclass
@@ -59,17 +42,35 @@ class Ruler(Copy):
         *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
     )
 
+    def parts(self, row: dict) -> tuple[str, str, tuple[str, ...], int]:
+        """Context, question with the beginning of the answer, answers, and tokens of an answer."""
+        begins, tokens = KINDS[self.task.partition("_")[0]]
+        if "context" in row:
+            context, question, said = self.text(row, "context"), self.text(row, "question"), "answer"
+        else:
+            text, said = self.text(row, "input"), "outputs"
+            places = [x.start() for x in re.finditer(begins, text)]  # the last: examples may come before
+            if not places:
+                raise Refused(f"--data: a prompt of ruler {self.task} asks nothing like {begins!r}")
+            context, question = text[: places[-1]], text[places[-1] :]
+        answers = (row[said],) if isinstance(row.get(said), str) else self.texts(row, said)
+        if not answers:
+            raise Refused(f"--data: a row of ruler {self.task} has no answer")
+        if row.get("answer_prefix"):
+            question += self.text(row, "answer_prefix")
+        return context, question, answers, row.get("max_new_tokens") or tokens
+
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
         found = []
         for row in self.rows(count, seed):
-            text, question, answers, tokens = parts(row, self.task)
+            text, question, answers, tokens = self.parts(row)
             ids, asked = np.concatenate([filler.first, filler.encode(text)]), filler.encode(question)
             if (length := len(ids) + len(asked)) > context:
                 raise Refused(
                     f"--context {context}: a prompt of ruler {self.task} has {length} tokens, and RULER's are never "
                     "shortened; raise --context, or let --data name shorter ones"
                 )
-            found.append(Prompt(ids, (Turn(asked, tuple(answers), tokens),)))
+            found.append(self.prompt(ids, asked, answers, tokens))
         return found
 
     def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:

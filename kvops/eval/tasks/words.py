@@ -18,6 +18,8 @@ HEADER = " Here is a list of words. Some of them come more often than others:"
 def random_words(rng: np.random.Generator, count: int) -> list[str]:
     """Different ones, of three syllables each: as many as a long context needs, and no text to take them from."""
     n = len(SYLLABLES)
+    if count > n**3:
+        raise Refused(f"a list has at most {n**3} different words, got {count}: ask for fewer, or lower --context")
     places = np.unravel_index(rng.choice(n**3, count, replace=False), (n, n, n))
     return ["".join(x) for x in zip(*(SYLLABLES[i].tolist() for i in places))]
 

@@ -1,0 +1,31 @@
+// Operators that write to their arguments refuse views that torch negates when they are read, such as x.conj().imag:
+// torch's fallback would hand them copies, and fail when it writes these back, with one of two tensors changed.
+#include "../check.h"
+
+namespace kvops {
+namespace {
+
+struct Name {
+  char text[32];
+  constexpr Name(const char* name) : text{} {
+    for (int i = 0; name[i]; ++i) text[i] = name[i];
+  }
+};
+
+template <Name op>
+void refuse_negated(StableIValue*, uint64_t, uint64_t) {
+  fail(op.text,
+       ": tensors must not be negated views where the call writes to its arguments, got one; resolve_neg() it");
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(kvops, Negative, m) {
+  m.impl("gather_kv.out", &refuse_negated<"gather_kv">);
+  m.impl("compact_kv_", &refuse_negated<"compact_kv_">);
+  m.impl("ladder_gather.out", &refuse_negated<"ladder_gather">);
+  m.impl("ladder_compact_", &refuse_negated<"ladder_compact_">);
+  m.impl("rope_at_slots.out", &refuse_negated<"rope_at_slots">);
+}
+
+}  // namespace kvops

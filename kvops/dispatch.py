@@ -1,0 +1,160 @@
+"""Between the public functions and torch's dispatcher: what autograd tracks is refused, and failures say what failed.
+
+`operator` is how `kvops.ops` calls an overload: the check costs nothing while gradients are off, and the dispatcher's
+keys for autograd are skipped. For those who call `torch.ops.kvops.*` themselves `register` puts the same check on
+these keys, so that no transform of torch (backward, `torch.func.grad`, `torch.func.jvp`) passes an operator by, and
+counts up the versions of what an operator writes, so that a backward pass that has saved it raises.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
+
+_BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
+_ADVICE = "but kvops is inference-only; call it under torch.no_grad()"
+_TYPES = {  # of a schema: what Python has for them
+    "Tensor": (Tensor, "a torch.Tensor"),
+    "int": (int, "an int"),
+    "float": ((int, float), "a float"),
+    "bool": (bool, "a bool"),
+}
+
+
+def _tracking() -> bool:
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
+
+
+def _tracked(x: Tensor) -> str | None:
+    """In which way autograd tracks x, if it does."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return "requires grad"
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        return "has a tangent"
+    return None
+
+
+def inference_only(op: str, **tensors: Tensor) -> None:
+    """Raises unless every argument is a tensor that autograd does not track."""
+    tracking = _tracking()
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+        if tracking and (how := _tracked(x)):
+            raise ValueError(f"{op}: {name} {how}, {_ADVICE}")
+
+
+class _Call(NamedTuple):
+    """What an overload is called with."""
+
+    overload: OpOverload
+    args: tuple
+    options: dict
+    public: dict[str, str]  # the public function's names of arguments, where they differ
+
+    def arguments(self) -> Iterator[tuple[torch.Argument, object]]:
+        """What was given, in any order."""
+        by_name = {x.name: x for x in self.overload._schema.arguments}
+        yield from zip(by_name.values(), self.args)
+        yield from ((by_name[name], x) for name, x in self.options.items())
+
+    def elements(self, argument: torch.Argument, value: object) -> Iterator[tuple[str, object]]:
+        """(name, value); of a list, of each element."""
+        name = self.public.get(argument.name, argument.name)
+        if "List[" in str(argument.type) and isinstance(value, (list, tuple)):
+            yield from ((f"{name}[{i}]" if len(value) > 1 else name, x) for i, x in enumerate(value))
+        else:
+            yield name, value
+
+    def refuse_tracked(self, kind: type[Exception]) -> None:
+        if forward_ad._current_level < 0 and not torch._C._any_requires_grad(*self.args, **self.options):
+            return
+        for argument, value in self.arguments():
+            for name, x in self.elements(argument, value):
+                if isinstance(x, Tensor) and (how := _tracked(x)):
+                    raise kind(f"{self.overload._opname}: {name} {how}, {_ADVICE}")
+
+    def clearer(self, error: Exception) -> Exception:
+        """An exception that says better what `error` means, or `error`."""
+        op, text = self.overload._opname, str(error)
+        if isinstance(error, MemoryError) and f"{op}: CUDA out of memory" in text:
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize()  # once a kernel has failed so does every allocation: raise that failure
+            return torch.OutOfMemoryError(text)
+        # torch's parser of arguments raises RuntimeError, and takes None for a tensor, which fails later.
+        for argument, value in self.arguments():
+            declared = str(argument.type)
+            optional, kind = "Optional[" in declared, re.search(r"(\w+)\]*$", declared)[1]
+            for name, x in self.elements(argument, value):
+                if kind == "int" and isinstance(x, int) and not -(2**63) <= x < 2**63:
+                    return ValueError(f"{op}: {name} must fit int64, got {x}")
+                if not (isinstance(x, _TYPES[kind][0]) or (optional and x is None)):
+                    expected = _TYPES[kind][1] + " or None" * optional
+                    return TypeError(f"{op}: {name} must be {expected}, got {type(x).__name__}")
+        return error
+
+
+def operator(overload: OpOverload, **public: str) -> Callable:
+    """`overload` as a function that raises ValueError for what autograd tracks, TypeError for what is of a wrong type,
+    and MemoryError, or torch.OutOfMemoryError, for a lack of memory. `public`: other names that arguments go by."""
+
+    def call(*args, **options):
+        if torch.compiler.is_compiling():
+            return overload(*args, **options)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            _Call(overload, args, options, public).refuse_tracked(ValueError)
+        try:
+            with _BelowAutograd():
+                return overload(*args, **options)
+        except (RuntimeError, MemoryError) as error:
+            clearer = _Call(overload, args, options, public).clearer(error)
+            if clearer is error:
+                raise
+            raise clearer from None
+
+    return call
+
+
+def register(overloads: list[OpOverload]) -> torch.library.Library:
+    """Refuses, at the dispatcher, what autograd tracks. Registered while the library lives."""
+    library = torch.library.Library("kvops", "IMPL")
+    for overload in overloads:
+        library.impl(overload._name, _autograd(overload), "Autograd", with_keyset=True)
+        if overload._schema.is_mutable:
+            library.impl(overload._name, _in_place(overload), "ADInplaceOrView", with_keyset=True)
+    return library
+
+
+def _autograd(overload: OpOverload) -> Callable:
+    after = torch._C._after_autograd_keyset
+
+    def kernel(keyset, *args, **options):
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            _Call(overload, args, options, {}).refuse_tracked(NotImplementedError)
+        try:
+            return overload.redispatch(keyset & after, *args, **options)
+        except MemoryError as error:
+            raise _Call(overload, args, options, {}).clearer(error) from None
+
+    return kernel
+
+
+def _in_place(overload: OpOverload) -> Callable:
+    after = torch._C._after_ADInplaceOrView_keyset
+    names = [x.name for x in overload._schema.arguments]
+    written = {x.name for x in overload._schema.arguments if x.alias_info and x.alias_info.is_write}
+
+    def kernel(keyset, *args, **options):
+        result = overload.redispatch(keyset & after, *args, **options)
+        for name, x in (*zip(names, args), *options.items()):
+            if name in written:
+                torch.autograd.graph.increment_version(x)
+        return result
+
+    return kernel

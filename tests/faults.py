@@ -1,0 +1,259 @@
+"""Faults that the simulated runs must find: changes of the kernels' text, each behind a switch that is off unless
+CUDASIM_FAULT names it, so that one build has them all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+WRONG_RESULT = "^E +(AssertionError|assert )"
+HOPPER_PRODUCT = "multiply_keys<T, kDim, kKeys>(x, q + tile * kRows * kDim, k + ring.stage * kKeys * kDim);"
+HOPPER_RELEASE = "if (tile == tiles - 1) ring.release();"
+
+
+class Fault(NamedTuple):
+    op: str  # whose tests find it
+    file: str  # of csrc/cuda
+    right: str  # a statement or an expression that is there once
+    wrong: str  # what takes its place; empty: it is left out
+    tests: str
+    says: str = WRONG_RESULT
+    build: str = "plain"
+    order: int = 0  # of threads
+
+
+def race(file: str) -> dict[str, str]:
+    return {"build": "thread", "says": rf"ThreadSanitizer: data race.* csrc/cuda/{file}:\d+"}
+
+
+FAULTS = {
+    "compact_kv_ writes before all have read": Fault(
+        "compact_kv_", "in_place.cuh", "__syncthreads();  // the whole chunk has been read", "", "test_layouts"
+    ),
+    "compact_kv_ writes before the chunks before have been read": Fault(
+        "compact_kv_", "in_place.cuh", "static_cast<int>(chunk) - 1", "-1", "test_all_rows_move_a_little", order=2
+    ),
+    "ladder_compact_ writes before all have read": Fault(
+        "ladder_compact_",
+        "in_place.cuh",
+        "__syncthreads();  // the whole chunk has been read",
+        "",
+        "test_layouts",
+        **race("ladder_compact_.cuh"),
+    ),
+    "ladder_compact_ reads before all shifts are there": Fault(
+        "ladder_compact_",
+        "ladder_compact_.cuh",
+        "__syncthreads();  // the shifts are there",
+        "",
+        "test_all_rows_move_a_little",
+    ),
+    "gather_kv writes a row too many": Fault(
+        "gather_kv",
+        "gather_kv.cuh",
+        "first + u * step < m",
+        "first + u * step <= m",
+        "test_dtypes_and_head_dims",
+        says=r"heap-buffer-overflow.* csrc/cuda/gather_kv.cuh:\d+",
+        build="address",
+    ),
+    "select_topk counts without atomics": Fault(
+        "select_topk",
+        "select.cuh",
+        "atomicAdd(&histogram[bin], 1);",
+        "++histogram[bin];",
+        "test_lengths_of_rows and 4099",
+        **race("select.cuh"),
+    ),
+    "select_topk reads before all have counted": Fault(
+        "select_topk",
+        "select_topk.cuh",
+        "__syncthreads();  // all threads have counted",
+        "",
+        "test_lengths_of_rows and 4099",
+    ),
+    "select_topk reads other blocks' histograms before they have counted": Fault(
+        "select_topk",
+        "select_topk.cuh",
+        "cluster_sync();  // all blocks have counted",
+        "",
+        "test_long_rows_on_several_gpus and 1",
+        says="of_block before the first cluster_sync",
+    ),
+    "select_topk's blocks end while others look into them": Fault(
+        "select_topk",
+        "select_topk.cuh",
+        "cluster_sync();  // no other block looks into this one's shared memory any more",
+        "",
+        "test_long_rows_on_several_gpus and 1",
+        says="its block returns while another may look into its shared",
+    ),
+    "lag_score reads the reference before all have written": Fault(
+        "lag_score",
+        "lag_score.cuh",
+        "__syncthreads();  // the reference is written; the ranges may be overwritten",
+        "",
+        "test_layouts_change_nothing",
+    ),
+    "lag_score looks at the other blocks of its cluster before they have told": Fault(
+        "lag_score",
+        "lag_score.cuh",
+        "cluster_sync();  // all blocks have told; what they tell in the next step goes to another place",
+        "",
+        "test_clusters_change_nothing",
+        says="of_block before the first cluster_sync",
+    ),
+    "anchor_cosine overwrites sums before all have been read": Fault(
+        "anchor_cosine",
+        "anchor_cosine.cuh",
+        "__syncthreads();  // and may be overwritten",
+        "",
+        "test_a_batch_changes_nothing",
+        **race("anchor_cosine.cuh"),
+    ),
+    "anchor_cosine adds up before all have written": Fault(
+        "anchor_cosine",
+        "anchor_cosine.cuh",
+        "__syncthreads();  // the warps' sums are there",
+        "",
+        "test_layouts_change_nothing",
+    ),
+    "anchor_cosine does not wait for its copies": Fault(
+        "anchor_cosine", "anchor_cosine.cuh", "wait_for_copies<kStages - 1>();", "", "test_layouts_change_nothing"
+    ),
+    "outlier_degree walks before all factors are there": Fault(
+        "outlier_degree",
+        "outlier_degree.cuh",
+        "__syncthreads();  // all factors are there",
+        "",
+        "test_dtypes_and_head_dims",
+    ),
+    "outlier_degree multiplies with a neighbour too many": Fault(
+        "outlier_degree",
+        "outlier_degree.cuh",
+        "distance <= kappa",
+        "distance <= kappa + 1",
+        "test_narrow_and_wide_rows",
+    ),
+    "outlier_degree adds up similarities before all have written": Fault(
+        "outlier_degree",
+        "outlier_degree.cuh",
+        "__syncthreads();  // the block's similarities are there",
+        "",
+        "test_a_batch_changes_nothing",
+        **race("outlier_degree.cuh"),
+    ),
+    "assign_prototypes multiplies before all prototypes are there": Fault(
+        "assign_prototypes",
+        "assign_prototypes.cuh",
+        "__syncthreads();  // the prototypes are there",
+        "",
+        "test_dtypes_and_head_dims",
+    ),
+    "cluster_mean adds without atomics": Fault(
+        "cluster_mean",
+        "cluster_mean.cuh",
+        "atomicAdd(high + cluster, static_cast<unsigned>(sum >> 32) + carry);",
+        "high[cluster] += static_cast<unsigned>(sum >> 32) + carry;",
+        "test_the_order",
+        **race("cluster_mean.cuh"),
+    ),
+    "cluster_mean adds to what other blocks do not see yet": Fault(
+        "cluster_mean",
+        "cluster_mean.cuh",
+        "atomicAdd(sums + cluster, sum);",
+        "sums[cluster] += sum;",
+        "test_many_tokens",
+        build="memory",
+        order=2,
+    ),
+    "window_scores multiplies before all queries are there": Fault(
+        "window_scores",
+        "window_scores.cuh",
+        "__syncthreads();  // queries, totals and limits are there",
+        "",
+        "test_dtypes_and_head_dims",
+    ),
+    "window_scores adds up rows before all warps have": Fault(
+        "window_scores",
+        "window_scores.cuh",
+        "__syncthreads();  // all states are final",
+        "",
+        "test_limits",
+        **race("window_scores.cuh"),
+    ),
+    "window_scores lets rows see one key too many": Fault(
+        "window_scores", "window_scores.cuh", "j < limits[r]", "j <= limits[r]", "test_limits"
+    ),
+    "window_attention cuts sums by the GPU": Fault(
+        "window_attention",
+        "window.cuh",
+        "148 / row_blocks",
+        "multiprocessors() / 2 / row_blocks",
+        "test_the_gpu_changes_nothing",
+    ),
+    "window_attention does not wait for its copies": Fault(
+        "window_attention", "window_attention.cuh", "wait_for_stage<3>(plan.stages);", "", "test_limits"
+    ),
+    "window_attention reads keys before all have copied": Fault(
+        "window_attention", "window_attention.cuh", "meet();  // the tile is there", "", "test_limits"
+    ),
+    "window_attention adds up before all warps have written": Fault(
+        "window_attention", "window_attention.cuh", "__syncthreads();  // all warps' sums are there", "", "test_limits"
+    ),
+    "window_attention copies over a tile before all have read it": Fault(
+        "window_attention",
+        "window_attention.cuh",
+        "meet();  // the tile may be overwritten",
+        "",
+        "test_window_sizes and 256",
+        order=2,
+    ),
+    "a Hopper kernel releases keys before it has read them": Fault(
+        "sm90",
+        "sm90/window_scores.cuh",
+        f"{HOPPER_PRODUCT}\n      {HOPPER_RELEASE}",
+        f"{HOPPER_RELEASE} {HOPPER_PRODUCT}",
+        "test_lengths and 1000",
+        order=2,
+    ),
+    "a Hopper kernel multiplies queries that it has not fenced": Fault(
+        "sm90",
+        "sm90/window_scores.cuh",
+        "share_stores(kConsumers, kAllConsumers);",
+        "meet(kConsumers, kAllConsumers);",
+        "test_lengths and 64",
+        says=r"window_scores_sm90_kernel.* wgmma at \S+window_scores.cuh:\d+: .* no fence",
+    ),
+}
+
+
+def switch_of(fault: Fault) -> int:
+    """What CUDASIM_FAULT calls it; the same change has one switch, whatever the tests."""
+    changes = [(x.file, x.right, x.wrong) for x in FAULTS.values()]
+    return 1 + changes.index((fault.file, fault.right, fault.wrong))
+
+
+def plant(to: Path) -> None:
+    """Copies csrc, the faults behind their switches and each line where it was. Files that stay as they are are not
+    written again."""
+    changes = {switch_of(x): x for x in FAULTS.values()}
+    for path in filter(Path.is_file, CSRC.rglob("*")):
+        text = path.read_text()
+        for switch, (_, file, right, wrong, *_) in changes.items():
+            if path == CSRC / "cuda" / file:
+                assert text.count(right) == 1, f"{file} has changed: {right!r} is there {text.count(right)} times"
+                text = text.replace(right, switched(right, wrong, switch))
+        target = to / path.relative_to(CSRC)
+        if not target.exists() or target.read_text() != text:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
+
+
+def switched(right: str, wrong: str, switch: int) -> str:
+    code = re.sub("//.*", "", right)
+    if code.rstrip().endswith(";"):
+        return f"if (cudasim::fault({switch})) {{ {wrong} }} else {{ {code} }}"
+    return f"(cudasim::fault({switch}) ? ({wrong}) : ({code}))"
