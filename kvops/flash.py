@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import check_vector
 from .dispatch import inference_only
 from .ops import MAX_WINDOW, window_attention
 
@@ -125,19 +126,8 @@ def _check(q, k, v, causal, scale, starts, sink_logits, softcap) -> None:
         raise ValueError(f"attention: softcap must be 0 (none) or positive and a normal number in fp32, got {softcap}")
     if softcap != 0 and not _is_normal((d**-0.5 if scale is None else scale) / softcap):
         raise ValueError(f"attention: scale / softcap must be a normal number in fp32, got {scale} / {softcap}")
-    for name, x, dtype, size in (
-        ("starts", starts, torch.int32, b),
-        ("sink_logits", sink_logits, torch.float32, query_heads),
-    ):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"attention: {name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype != dtype or x.shape != (size,) or x.device != q.device:
-            raise ValueError(
-                f"attention: {name} must be {dtype} [{size}] on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}"
-            )
-
+    check_vector("attention", "starts", starts, b, q)
+    check_vector("attention", "sink_logits", sink_logits, query_heads, q, torch.float32)
     if starts is not None and starts.is_cpu and not torch.compiler.is_compiling():
         _check_starts(starts.tolist(), n)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Method, SlotMethod
+from ..checks import check_vector
 from ..dispatch import inference_only
 from ..rope import Rope
 from .common import (
@@ -124,6 +125,7 @@ def _random(k, budget, seed, starts, lengths, fill_invalid) -> Tensor:
     check_int(op, "seed", seed, 0)
     b, heads, n, _ = k.shape
     position = torch.arange(n, dtype=torch.int32, device=k.device).expand(b, 1, n)
+    check_vector(op, "starts", starts, b, k)
     if starts is not None:
         position = position - starts[:, None, None]
     scores = random_integers(position.expand(b, heads, n), seed, 0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_int as check_int  # every method's
+from ..checks import check_vector
 from ..ops import compact_kv_, gather_kv, select_topk
 
 
@@ -187,6 +188,8 @@ def select_budget(
     a budget per head the most; heads that keep fewer end in -1.
     """
     n = scores.shape[2]
+    check_vector(op, "starts", starts, len(scores), scores)
+    check_vector(op, "lengths", lengths, len(scores), scores)
     keep, budgets = row_budgets(op, budget, scores.shape[:2], n, starts, lengths)
     window = recent_tokens(op, recent, keep)
     check_int(op, "sinks", sinks, 0)

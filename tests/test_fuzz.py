@@ -1,0 +1,63 @@
+"""Hostile calls of every operator (fuzz.py), in processes of their own: a fixed budget in each run of the tests."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kit
+import kvops
+from fuzz import between_guards
+from kvops import ops
+
+ROOT = Path(__file__).resolve().parents[1]
+CALLS = 800  # of each process
+
+
+@pytest.mark.parametrize("isa", ["best", "v2"])
+def test_hostile_calls(isa):
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    if isa != "best":
+        if isa not in kvops.build_info()["isa_built"]:
+            pytest.skip("another architecture")
+        env["KVOPS_ISA"] = isa
+    command = [sys.executable, "tests/fuzz.py", f"--calls={CALLS}", "--seconds=600", f"--seed={isa == 'best':d}"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    wrong = [f"{x}\n{y}" for x, y in zip(lines, lines[1:]) if y.startswith("WRONG")]
+    assert done.returncode == 0 and not wrong, "\n".join([*wrong, *lines[-1:], done.stderr[-2000:]])
+    assert lines[-1].startswith("outcomes:") and len(lines) == CALLS + 1
+
+
+def test_the_guard_pages_guard():
+    """An access past the end kills the process, or the calls would prove nothing."""
+    script = "import ctypes, fuzz; x = fuzz.between_guards(16, True); ctypes.string_at(x.data_ptr(), 17)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT / "tests", capture_output=True)
+    assert done.returncode < 0
+    assert between_guards(16, True).sum() == 0
+
+
+# Calls that were once accepted.
+
+
+def test_targets_that_share_memory_with_indices():
+    k, v = kit.kv(1, 2, 64, 16)
+    memory = torch.zeros(1 << 16, dtype=torch.uint8)
+    indices = memory[:512].view(torch.int64).view(1, 2, 32)
+    indices.copy_(torch.arange(32))
+    before = indices.clone()
+    out = memory[: 2 * 32 * 16 * 4].view(torch.float32).view(1, 2, 32, 16)
+    with pytest.raises(ValueError, match="gather_kv: k_out is written and must share no memory with indices"):
+        ops.gather_kv(k, v, indices, out=(out, torch.empty(1, 2, 32, 16)))
+    in_place = memory[: 2 * 64 * 16 * 4].view(torch.float32).view(1, 2, 64, 16)
+    with pytest.raises(ValueError, match="compact_kv_: k is written and must share no memory with indices"):
+        ops.compact_kv_(in_place, v, indices)
+    assert kit.same([indices], [before])
+
+
+def test_segments_of_no_slots():
+    with pytest.raises(ValueError, match="select_topk: scores must have segments of at least 1"):
+        ops.select_topk(torch.zeros(1, 1, 2, 0), 1, 0, 0, 100)
