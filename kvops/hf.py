@@ -43,6 +43,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .architectures import ARCHITECTURES, Architecture, name_of
 from .cache import AttentionMethod, Method, SlotMethod
 from .methods import LAQ
 from .rope import Rope
@@ -438,10 +439,11 @@ def use_attention(model: PreTrainedModel) -> PreTrainedModel:
     calls without a KVCache, go to sdpa. The same as `from_pretrained(..., attn_implementation="kvops")`. Make the
     KVCache afterwards.
 
-    ValueError, and the model stays as it was: one that computes its attention itself (GPT-J, BLOOM, Falcon, MPT, ...).
+    ValueError, and the model stays as it was: one whose attention it cannot compute (docs/architectures.md names them).
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"use_attention: model must be a transformers model, got {type(model).__name__}")
+    _check_attention("use_attention", model.config)
     before = _implementations(model)
     model.set_attn_implementation(ATTENTION)
     if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION:
@@ -552,7 +554,9 @@ class KVCache(DynamicCache):
         _check(config, method)
         pads = _pads(attention_mask, pads)
         own = config.get_text_config(decoder=True)._attn_implementation == ATTENTION
-        if not own:
+        if own:
+            _check_attention("KVCache", config)
+        else:
             _check_stock_attention(method, pads is not None and bool(pads.any()))
         if isinstance(method, SlotMethod) and method.slot_positions and method.rope is None:
             method = copy.copy(method)
@@ -826,10 +830,42 @@ def _check(config: PreTrainedConfig, method: Method) -> None:
         raise TypeError(f"KVCache: method must be a kvops method object such as kvops.KeyDiff(1024), got {got}")
     if config.is_encoder_decoder:
         raise NotImplementedError("KVCache: encoder-decoder models need two caches and are not supported")
+    text = config.get_text_config(decoder=True)
+    if why := _architecture(text).cache:
+        raise NotImplementedError(
+            f"KVCache: models of type {text.model_type!r} are not served: {why}; use a cache of transformers"
+        )
     if not method.attend_before_compress:
         raise NotImplementedError(
             "KVCache: attend_before_compress=False is not supported: transformers makes the mask of a step before the "
             "layers know what they keep of it"
+        )
+
+
+_warned: set[type] = set()
+
+
+def _architecture(text: PreTrainedConfig) -> Architecture:
+    """What is known of a text model. Warns where nothing is, once for each class."""
+    known = ARCHITECTURES.get(name_of(text))
+    if known is not None and type(text).__module__.startswith("transformers."):
+        return known
+    if type(text) not in _warned:
+        _warned.add(type(text))
+        warnings.warn(
+            f"kvops.hf has never been tried with the model of {type(text).__name__} (type {text.model_type!r}): compare "
+            "what it writes with kvops.Full() and with a cache of transformers first",
+            stacklevel=4,
+        )
+    return Architecture()
+
+
+def _check_attention(who: str, config: PreTrainedConfig) -> None:
+    """Raises where the library's attention cannot take the place of the model's."""
+    text = config.get_text_config(decoder=True)
+    if why := _architecture(text).attention:
+        raise ValueError(
+            f"{who}: the attention of models of type {text.model_type!r} cannot be the library's: {why}; {_STOCK}"
         )
 
 
