@@ -853,8 +853,8 @@ def _architecture(text: PreTrainedConfig) -> Architecture:
     if type(text) not in _warned:
         _warned.add(type(text))
         warnings.warn(
-            f"kvops.hf has never been tried with the model of {type(text).__name__} (type {text.model_type!r}): compare "
-            "what it writes with kvops.Full() and with a cache of transformers first",
+            f"kvops.hf has never been tried with the model of {type(text).__name__} (type {text.model_type!r}): first "
+            "compare what it writes with kvops.Full() and with a cache of transformers",
             stacklevel=4,
         )
     return Architecture()

@@ -55,8 +55,10 @@ def cache_of(model, method):
 def attention(model, name):
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
-    yield
-    model.set_attn_implementation(before)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def assert_replayed(model, method, replay=Replay, *, told=True) -> None:
