@@ -81,6 +81,9 @@ __all__ = ["KVCache", "LayerStats", "Stage", "generate", "lookahead", "model_rop
 
 ATTENTION = "kvops"  # the name of the attention function in transformers
 
+# A cache whose tensors change shape and owner in every step is no graph; torch.compile goes on around it.
+_eager = torch.compiler.disable(reason="the caches of kvops.hf run outside of compiled graphs (so no fullgraph=True)")
+
 
 class LayerStats(NamedTuple):
     """What one layer holds. Tokens are slots per head (padding included), bytes are those of the whole batch."""
@@ -141,6 +144,7 @@ class EvictingLayer(DynamicLayer):
         # generate() repeats each prompt for its beams and return sequences, in this order
         return self.pads.repeat_interleave(rows // self.pads.numel())
 
+    @_eager
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         key_states, value_states = autocast(key_states), autocast(value_states)
         if not self.is_initialized:
@@ -266,6 +270,8 @@ class _CausalMask:
     Only `_attention` reads it, and only for keys that it knows. Whatever else a model does with its mask raises.
     """
 
+    ndim = 4  # a mask that is made already, as models that hold another one tell it (PaliGemma)
+
     def __init__(self, model: str, rows: int, tokens: int, causal: bool):
         self.model, self.rows, self.tokens = model, rows, tokens  # as many queries, the last ones
         self.causal = causal  # False: what was asked for is not, which matters if it is used
@@ -304,6 +310,7 @@ for _name in "eq ne lt le gt ge add radd sub rsub mul rmul truediv rtruediv and 
 _CausalMask.__hash__ = object.__hash__
 
 
+@_eager
 def _mask(
     batch_size: int,
     q_length: int,
@@ -323,6 +330,8 @@ def _mask(
             kwargs["allow_is_causal_skip"] = False
         return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
     causal = mask_function is causal_mask_function
+    if isinstance(attention_mask, _CausalMask) and causal:
+        return attention_mask
     if not causal:  # a mask of images in a prompt without any, say, is causal none the less
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         mask = sdpa_mask(batch_size, q_length, q_offset + q_length, q_offset, 0, mask_function, None, **kwargs)
@@ -331,6 +340,7 @@ def _mask(
     return _CausalMask(getattr(config, "model_type", "unknown"), batch_size, q_length, causal)
 
 
+@_eager
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -593,6 +603,7 @@ class KVCache(DynamicCache):
                 )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    @_eager
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         slots, offset = super().get_mask_sizes(query_length, layer_idx)
         if isinstance(slots, _Slots):
