@@ -167,8 +167,8 @@ class EvictingLayer(DynamicLayer):
             out = self.method.read(query, key, value, **options)
         else:
             raise NotImplementedError(
-                f"kvops.hf: {type(module).__name__} is one layer more than the config's kv_sharing_modes name that "
-                f"attends to the keys of an evicting layer, expected {self.readers}; {_STOCK}"
+                f"kvops.hf: {type(module).__name__} attends to the keys of an evicting layer, and is one more than the "
+                f"config says (num_kv_shared_layers), expected {self.readers}; {_STOCK}"
             )
         self._mirror()
         return out
@@ -231,7 +231,7 @@ _STOCK = (
 _HARMLESS = frozenset(
     "position_ids position_embeddings cache_position token_type_ids use_cache return_dict logits_to_keep labels "
     "num_items_in_batch output_attentions output_hidden_states output_router_logits hidden_states deterministic "
-    "sliding_window cu_seqlens cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k".split()
+    "sliding_window seq_idx cu_seqlens cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k".split()
 )
 _OF_SDPA = frozenset(inspect.signature(sdpa_attention_forward).parameters) - {"kwargs"}
 
@@ -264,6 +264,10 @@ class _Slots(int):
     cache: KVCache
 
 
+class _Misuse(NotImplementedError, AttributeError):
+    """AttributeError, so that `hasattr` may ask."""
+
+
 class _CausalMask:
     """In the place of the mask of evicting layers: each row sees the valid slots, and the new tokens up to its own.
 
@@ -277,13 +281,13 @@ class _CausalMask:
         self.causal = causal  # False: what was asked for is not, which matters if it is used
 
     def _refuse(self, *args, **kwargs):
-        raise NotImplementedError(
+        raise _Misuse(
             f"kvops.hf: the model {self.model!r} makes something of its attention mask that is not the library's "
             f"attention, so what was evicted would not be hidden; {_STOCK}"
         )
 
     def __getattr__(self, name: str):
-        if name.startswith("__"):
+        if name.startswith("__"):  # of Python's protocols
             raise AttributeError(name)
         self._refuse()
 
@@ -575,6 +579,8 @@ class KVCache(DynamicCache):
         self.method = method
         self.stages: list[Stage] = []  # filled by `lookahead`
         self._staged = False  # `generate` will see to the lookahead
+        self._asked = False  # for the size of a mask, which the library has yet to make,
+        self._masked = 0  # and of how many tokens, all in all, its last one was
         config = config.get_text_config(decoder=True)
         cross = getattr(config, "cross_attention_layers", None) or ()  # an image's keys, which no step adds to
         evicting = [i for i, x in enumerate(self.layers) if type(x) is DynamicLayer and i not in cross]
@@ -595,30 +601,37 @@ class KVCache(DynamicCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         layer = self.layers[layer_idx]
-        if isinstance(layer, EvictingLayer) and isinstance(layer.method, LAQ) and not (self.stages or self._staged):
-            if layer.method.seen and key_states.shape[-2] == 1:
-                raise RuntimeError(
-                    "KVCache: kvops.LAQ evicts in its lookahead only, and a step of one token came before it, so the "
-                    "whole prompt would stay; call kvops.hf.generate, or kvops.hf.lookahead between prompt and decode"
-                )
+        method = layer.method if isinstance(layer, EvictingLayer) else None
+        if method is not None and self._asked and self._masked != method.seen + key_states.shape[-2]:
+            raise RuntimeError(
+                "KVCache: made for the library's attention, but the model has another now; set the model's attention "
+                "(kvops.hf.use_attention, set_attn_implementation) before making the cache"
+            )
+        decode = method is not None and method.seen and key_states.shape[-2] == 1
+        if decode and isinstance(method, LAQ) and not (self.stages or self._staged):
+            raise RuntimeError(
+                "KVCache: kvops.LAQ evicts in its lookahead only, and a step of one token came before it, so the "
+                "whole prompt would stay; call kvops.hf.generate, or kvops.hf.lookahead between prompt and decode"
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @_eager
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         slots, offset = super().get_mask_sizes(query_length, layer_idx)
         if isinstance(slots, _Slots):
-            slots.cache = self
+            slots.cache, self._asked = self, True
         return slots, offset
 
     def reset(self) -> None:
         super().reset()
-        self.stages, self._staged = [], False
+        self.stages, self._staged, self._asked, self._masked = [], False, False, 0
 
     def _see_padding(self, mask: Tensor | None, rows: int, tokens: int) -> None:
         """Takes the padding from the mask of a step of `tokens` tokens, bool [rows, seen + tokens] or None, or checks
         that it is what it was."""
         layers = self.evicting_layers
         seen = layers[0].method.seen
+        self._asked, self._masked = False, seen + tokens
         if seen == 0:
             for layer in layers:
                 layer.seen_pads = None
@@ -881,11 +894,13 @@ def _check_attention(who: str, config: PreTrainedConfig) -> None:
 
 
 def _readers(config: PreTrainedConfig, layer: int) -> int:
-    """How many layers without keys of their own attend to those of `layer` (Gemma 3n, Gemma 4)."""
-    modes = getattr(config, "kv_sharing_modes", None) or []
-    if not modes or modes[layer] != "store":
+    """How many layers without keys of their own attend to those of `layer` (Gemma 3n, Gemma 4): the last layers of its
+    kind, if it is the last of that kind before them."""
+    shared = getattr(config, "num_kv_shared_layers", None)
+    if not shared:
         return 0
-    return sum(mode == "reuse" and kind == config.layer_types[layer] for mode, kind in zip(modes, config.layer_types))
+    kinds, first = config.layer_types, len(config.layer_types) - shared
+    return 0 if kinds[layer] in kinds[layer + 1 : first] else kinds[first:].count(kinds[layer])
 
 
 def _check_stock_attention(method: Method, padded: bool) -> None:

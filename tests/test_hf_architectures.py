@@ -13,6 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from packaging.version import Version  # noqa: E402
 from transformers import CONFIG_MAPPING, LlamaConfig  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
@@ -101,6 +102,9 @@ def config_of(name):
     """Skips what this transformers does not have."""
     if tiny.model_type(name) not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    since = tiny.SINCE.get(tiny.model_type(name), "0")
+    if Version(transformers.__version__) < Version(since):
+        pytest.skip(f"{name} is tried with transformers >= {since}")
     return tiny.tiny_config(name)
 
 
