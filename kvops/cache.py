@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 
@@ -36,7 +37,7 @@ class Method:
     pads: int32 [b] or None, how many of a row's first stored slots are left padding.
     seen: logical tokens seen, padding included.
     frozen: nothing is evicted any more (`freeze`).
-    layer, num_layers: which layer of how many this is (`fresh` sets them).
+    layer, num_layers: which layer of how many that evict this is (`fresh` sets them).
     """
 
     #: Every row of a padded batch keeps the same number of slots (padding goes first).
@@ -68,7 +69,7 @@ class Method:
         self.frozen = False
 
     def fresh(self, layer: int = 0, num_layers: int = 1) -> Method:
-        """An empty object with the same settings, for `layer` of `num_layers`."""
+        """An empty object with the same settings, for `layer` of the `num_layers` that evict."""
         other = copy.copy(self)
         other.layer, other.num_layers = layer, num_layers
         other.reset()
@@ -95,6 +96,11 @@ class Method:
     def positions(self) -> Tensor | None:
         """int64 [b, Hk, len]: the logical position of each stored slot (columns of the padded batch)."""
         return None if self.k is None else self._positions(self.k, self.seen)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """int32 [b]: columns of padding that each row of the sequence begins with; None: there is none."""
+        return self._padding
 
     def freeze(self) -> None:
         """From now on every token stays (until `reset`): a prompt that is compressed once, and a decode that grows."""
@@ -166,6 +172,13 @@ class Method:
                 f"compressed cache (which kept slots are older than a row differs by head), got {q.shape[2]}"
             )
         options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
+        return attention(q, k_step, v_step, starts=self._step_pads, **options).out
+
+    def read(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options) -> Tensor:
+        """The attention of another layer's queries over the step that `attention` was for (layers that share keys).
+
+        q: [b, Hq, t or fewer, d], of the last of the rows just appended -> [b, Hq, as many, dv]. options: as there.
+        """
         return attention(q, k_step, v_step, starts=self._step_pads, **options).out
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -387,6 +400,10 @@ class AttentionMethod(Method):
 
     `append` only stores. `attention` computes the step's attention, with the scores of its last rows as a by-product,
     and then evicts. A method says in `_rows` which rows observe, and in `_evict_by` which slots stay.
+
+    Where several layers share these keys (`readers` more), `attention` is for the first and `read` for each of the
+    others: their query heads count like further heads of the group, as far as their rows observe, and the last of them
+    evicts. The queries that are remembered are the first's.
     """
 
     uses_queries = True
@@ -403,6 +420,8 @@ class AttentionMethod(Method):
         super().reset()
         self._due = 0  # rows whose queries have not been seen yet
         self._queries: Tensor | None = None  # [b, Hq, at most _remembered(), d]: of the last tokens
+        self._waiting = 0  # layers that have yet to read this step
+        self._observed: list[Tensor] = []  # the scores of those that have, each as `_evict_by` gets them
 
     @property
     def last_queries(self) -> Tensor | None:
@@ -445,20 +464,57 @@ class AttentionMethod(Method):
         self._due = k.shape[2]
         return super()._append(k, v)
 
-    def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options) -> Tensor:
-        check_step(type(self).__name__, q, self.k, self._due)
+    def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, *, readers: int = 0, **options) -> Tensor:
+        due = 0 if self._waiting else self._due
+        check_step(type(self).__name__, q, self.k, due)
         with self._undone_on_error():
-            w = 0 if self.frozen else self._rows(q.shape[2])
-            out, scores = self._observe(q, k_step, v_step, w, options)
-            if w:
-                indices = self._evict_by(scores, k_step, v_step, self.pads, self.seen)
-                if indices is not None:
-                    self._keep(indices, k_step, v_step, self.pads, self.seen)
+            self._waiting, self._observed = readers + 1, []
+            out = self._read(q, k_step, v_step, options)
             if count := self._remembered():
                 last = q if self._queries is None else torch.cat((self._queries, q), 2)
                 self._queries = last[:, :, -count:].clone()
-            self._due = 0
+            if not self._waiting:
+                self._settle(k_step, v_step, options)
         return out
+
+    def read(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options) -> Tensor:
+        due = min(q.shape[2], self._due) if self._waiting else 0
+        check_step(type(self).__name__, q, self.k, due)
+        with self._undone_on_error():
+            self._observed = list(self._observed)
+            out = self._read(q, k_step, v_step, options)
+            if not self._waiting:
+                self._settle(k_step, v_step, options)
+        return out
+
+    def _read(self, q: Tensor, k_step: Tensor, v_step: Tensor, options: dict) -> Tensor:
+        """One layer's attention; its scores join the step's."""
+        w = 0 if self.frozen else min(self._rows(self._due), q.shape[2])
+        out, scores = self._observe(q, k_step, v_step, w, options)
+        if w:
+            self._observed.append(scores)
+        self._waiting -= 1
+        return out
+
+    def _settle(self, k_step: Tensor, v_step: Tensor, options: dict) -> None:
+        """Evicts, once every layer has attended. options: of the attention."""
+        if self._observed:
+            scores = self._of_group(self._observed, k_step.shape[1])
+            indices = self._evict_by(scores, k_step, v_step, self.pads, self.seen)
+            if indices is not None:
+                self._keep(indices, k_step, v_step, self.pads, self.seen)
+        self._due, self._observed = 0, []
+
+    def _of_group(self, parts: list[Tensor], heads: int) -> Tensor:
+        """The scores of all layers, as those of one layer with all their query heads."""
+        if len(parts) == 1:
+            return parts[0]
+        if self._operator_reduce == "none":
+            return torch.cat([x.unflatten(1, (heads, -1)) for x in parts], 2).flatten(1, 2)
+        if self._operator_reduce == "max":
+            return functools.reduce(torch.maximum, parts)
+        total = functools.reduce(torch.add, parts)
+        return total / len(parts) if self._operator_reduce == "mean" else total
 
     def _observe(self, q, k, v, w, options) -> tuple[Tensor, Tensor | None]:
         """The attention of all rows, and the scores of the last w."""

@@ -284,11 +284,13 @@ def test_queries_need_our_attention():
             KVCache(stock.config, METHODS[method]())
     with pytest.raises(ValueError, match="LagKV.*padded batch.*use_attention"):
         KVCache(stock.config, METHODS["lagkv"](), attention_mask=mask)
-    cache = KVCache(model.config, METHODS["snapkv"]())
     model.set_attn_implementation("sdpa")  # too late
     ids, _ = make_prompts(40)
-    with pytest.raises(RuntimeError, match="queries of the last 40 tokens were never seen"):
-        generate(model, cache, ids)
+    for made in (METHODS["snapkv"], METHODS["keydiff"]):
+        cache = KVCache(own().config, made())
+        with pytest.raises(RuntimeError, match="made for the library's attention, but the model has another now"):
+            generate(model, cache, ids)
+        assert cache.get_seq_length() == 0
     with pytest.raises(TypeError, match="use_attention: model must be a transformers model, got LlamaConfig"):
         use_attention(model.config)
 

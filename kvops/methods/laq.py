@@ -252,9 +252,9 @@ class LAQ(AttentionMethod):
         """The last queries that are kept: what the window, and the draft's own, may ask for."""
         return max(32, self.window, getattr(self.stage1, "window", 0))
 
-    def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options) -> Tensor:
+    def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, *, readers: int = 0, **options) -> Tensor:
         with self._undone_on_error():
-            out = super().attention(q, k_step, v_step, **options)
+            out = super().attention(q, k_step, v_step, readers=readers, **options)
             self._options = options
         return out
 

@@ -436,19 +436,18 @@ class ProtoKV(_Buffered, AttentionMethod):
         rules = (self._keep_of(seen), window, self._clustering, self.cluster_reduce, self.head_mode)
         return _indices("ProtoKV", k, scores, *rules, pads, None, pads is not None)
 
-    def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options) -> Tensor:
-        with self._undone_on_error():
-            out = super().attention(q, k_step, v_step, **options)
-            n, t = len(self), q.shape[2]
-            if t < self.window and not self.frozen and self._full(n, t, self.seen):
-                if self.score == "dot":
-                    options.pop("sink_logits", None)
-                visible = causal_limits(n, self._queries.shape[2], q.device)
-                options.update(score=self.score, group_reduce=self.group_reduce, starts=self.pads)
-                scores = summed_scores(self._queries, self.k, visible, None, n - self.alpha, **options)
-                indices = self._choose(scores, self.k, self.pads, self.seen, self.alpha)
-                self._keep(indices, self.k, self.v, self.pads, self.seen)
-        return out
+    def _settle(self, k_step: Tensor, v_step: Tensor, options: dict) -> None:
+        t = self._due
+        super()._settle(k_step, v_step, options)
+        n = len(self)
+        if t < self.window and not self.frozen and self._full(n, t, self.seen):
+            options = dict(options, score=self.score, group_reduce=self.group_reduce, starts=self.pads)
+            if self.score == "dot":
+                options.pop("sink_logits", None)
+            visible = causal_limits(n, self._queries.shape[2], self.k.device)
+            scores = summed_scores(self._queries, self.k, visible, None, n - self.alpha, **options)
+            indices = self._choose(scores, self.k, self.pads, self.seen, self.alpha)
+            self._keep(indices, self.k, self.v, self.pads, self.seen)
 
 
 class SATKV(_Buffered):
