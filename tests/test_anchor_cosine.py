@@ -220,7 +220,6 @@ def test_opcheck_and_compile():
         assert torch.equal(compiled(k), ops.anchor_cosine(k) + 1)
 
 
-@kit.only("cpu")
 @pytest.mark.parametrize("heads, n", [(1, 3000), (4, 700)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_beyond_fp32_still_have_a_direction(dtype, heads, n):

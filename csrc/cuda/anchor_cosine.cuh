@@ -16,6 +16,10 @@
 // multiprocessor, where the memory of an H200 takes about 30 to be busy. Both go over all units in order, the second
 // one backward, to meet first what L2 still holds.
 //
+// Keys that are not normalized may be so large that their sum is beyond fp32. A warp that meets one scales its sums
+// down from there on; the unit's partial sums tell of it, and the total, in double, is the direction that keys are
+// compared with, while mu itself is infinite.
+//
 // kLanes lanes share a row, and a lane group has kUnroll rows at a time, whose sums over lanes overlap. Rows whose
 // squared norm is not a comfortable float (zero, NaN, infinite, subnormal) are found by one compare a row and done
 // again in double. Not yet measured on a GPU.
@@ -33,6 +37,8 @@ constexpr int kInFlight = 16;  // pieces of a lane
 // Blocks on a multiprocessor, as far as registers go.
 template <class T, class Lanes>
 constexpr int kAnchorBlocks = RowPieces<T, Lanes>::kValues > 16 ? 1 : 2;
+
+constexpr float kScaledDown = 0x1p-64f;
 
 // The keys of a unit.
 struct KeySpan {
@@ -123,8 +129,9 @@ class KeyStream {
 
 template <class T, class Lanes>
 __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
-    anchor_sum_kernel(AnchorCosineParams p, float* partial_sums, unsigned blocks, bool wide) {
+    anchor_sum_kernel(AnchorCosineParams p, float* partial_sums, float* partial_units, unsigned blocks, bool wide) {
   DYNAMIC_SHARED(uint4, ring);
+  __shared__ float units_of_warps[kAnchorWarps];
   const unsigned heads = static_cast<unsigned>(p.heads), units = static_cast<unsigned>(p.b) * heads * blocks;
   const int d = static_cast<int>(p.d);
   const auto span_of = [&](unsigned unit) {
@@ -140,7 +147,7 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
 
   for (unsigned unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const KeySpan span = span_of(unit);
-    float sum[kValues] = {};
+    float sum[kValues] = {}, own_unit = 1.0f;  // the warp's sums are of keys times this
 #pragma unroll 1
     for (int step = 0; step < Stream::kSteps; ++step) {
       RowPieces<T, Lanes> keys[kUnroll];
@@ -154,7 +161,7 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
       }
       const float own = rows_sum<Lanes::kLanes>(squares);  // of the lane's own key
       const bool strange = __any_sync(kWarp, !comfortable(own));
-      const float own_weight = p.normalize_anchor ? rsqrtf(own) : 1.0f;
+      const float own_weight = p.normalize_anchor ? rsqrtf(own) : own_unit;
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int its_lane = u * (Lanes::kLanes / kUnroll);
@@ -165,8 +172,16 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
           const double exact = lanes_sum<Lanes::kLanes>(lane_dot<double>(x, x));
           const bool usable = 0 < exact && exact < CUDART_INF;  // not zero, and finite
           const double scale = p.normalize_anchor ? 1 / sqrt(exact) : 1.0;
+          if (!p.normalize_anchor) {
+            if (own_unit == 1.0f && __any_sync(kWarp, usable && exact >= 0x1p128)) {
+              own_unit = kScaledDown;
+#pragma unroll
+              for (int i = 0; i < kValues; ++i) sum[i] *= kScaledDown;
+            }
+            weight = own_unit;
+          }
           if (!comfortable(its)) {  // the warp's other rows stay as they are: no row depends on its neighbours
-            weight = 1.0f;
+            if (p.normalize_anchor) weight = 1.0f;
 #pragma unroll
             for (int i = 0; i < kValues; ++i) x[i] = usable ? static_cast<float>(x[i] * scale) : 0.0f;
           }
@@ -185,10 +200,15 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
       if (threadIdx.x % 32 < Lanes::kLanes && channel_of<T, Lanes>(i) < d)
         of_warps[threadIdx.x / 32 * d + channel_of<T, Lanes>(i)] = sum[i];
     }
+    if (threadIdx.x % 32 == 0) units_of_warps[threadIdx.x / 32] = own_unit;
     __syncthreads();  // the warps' sums are there
+    float least = 1.0f;
+    for (int warp = 0; warp < kAnchorWarps; ++warp) least = fminf(least, units_of_warps[warp]);
+    if (threadIdx.x == 0) partial_units[unit] = least;
     for (int c = threadIdx.x; c < d; c += kAnchorThreads) {
       float total = 0;
-      for (int warp = 0; warp < kAnchorWarps; ++warp) total += of_warps[warp * d + c];
+      for (int warp = 0; warp < kAnchorWarps; ++warp)
+        total += of_warps[warp * d + c] * (units_of_warps[warp] == least ? 1.0f : least);
       partial_sums[static_cast<int64_t>(unit) * d + c] = total;
     }
     __syncthreads();  // and may be overwritten
@@ -196,11 +216,13 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
   wait_for_copies<0>();
 }
 
-// A head's anchor: kTotalColumns times four channels for each block, whose threads share the partial sums.
+// A head's anchor, and in double its direction: kTotalColumns times four channels for each block, whose threads share
+// the partial sums.
 constexpr int kTotalColumns = 8, kTotalGroups = kAnchorThreads / kTotalColumns;
 
 __global__ void __launch_bounds__(kAnchorThreads)
-    anchor_total_kernel(AnchorCosineParams p, const float* partial_sums, unsigned blocks, unsigned column_blocks) {
+    anchor_total_kernel(AnchorCosineParams p, const float* partial_sums, const float* partial_units, double* directions,
+                        unsigned blocks, unsigned column_blocks) {
   __shared__ double totals[kTotalGroups][kTotalColumns][4];
   const int64_t row = blockIdx.x / column_blocks, count = p.slots.count(row / p.heads);
   const int column = static_cast<int>(blockIdx.x % column_blocks) * kTotalColumns + threadIdx.x % kTotalColumns;
@@ -212,10 +234,11 @@ __global__ void __launch_bounds__(kAnchorThreads)
 #pragma unroll 8
     for (int i = group; i < needed; i += kTotalGroups) {
       const float4 x = __ldg(partial + static_cast<int64_t>(i) * columns);
-      total[0] += x.x;
-      total[1] += x.y;
-      total[2] += x.z;
-      total[3] += x.w;
+      const double unit = partial_units[row * blocks + i] == 1.0f ? 1.0 : 1.0 / kScaledDown;
+      total[0] += x.x * unit;
+      total[1] += x.y * unit;
+      total[2] += x.z * unit;
+      total[3] += x.w * unit;
     }
   }
 #pragma unroll
@@ -227,12 +250,14 @@ __global__ void __launch_bounds__(kAnchorThreads)
   if (its >= 4 * kTotalColumns || channel >= p.d) return;
   double sum = 0;
   for (int g = 0; g < kTotalGroups; ++g) sum += totals[g][its / 4][its % 4];
-  p.anchor[row * p.d + channel] = static_cast<float>(sum);
+  const float rounded = static_cast<float>(sum);
+  p.anchor[row * p.d + channel] = rounded;
+  directions[row * p.d + channel] = fabsf(rounded) < CUDART_INF_F ? rounded : sum;
 }
 
 template <class T, class Lanes>
 __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
-    anchor_score_kernel(AnchorCosineParams p, unsigned blocks, bool wide) {
+    anchor_score_kernel(AnchorCosineParams p, const double* directions, unsigned blocks, bool wide) {
   DYNAMIC_SHARED(uint4, ring);
   const unsigned heads = static_cast<unsigned>(p.heads), units = static_cast<unsigned>(p.b) * heads * blocks;
   const int d = static_cast<int>(p.d), lane = threadIdx.x % Lanes::kLanes;
@@ -252,17 +277,18 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
     const KeySpan span = span_of(index);
     if (const unsigned its_row = (units - 1 - index) / blocks; its_row != row) {
       row = its_row;
-      const float* const anchor = (p.given_anchor ? p.given_anchor : p.anchor) + static_cast<int64_t>(row) * d;
+      const auto anchor = [&](int i) {
+        const int c = channel_of<T, Lanes>(i);
+        const int64_t at = static_cast<int64_t>(row) * d + c;
+        return c >= d ? 0.0 : p.given_anchor ? static_cast<double>(p.given_anchor[at]) : directions[at];
+      };
       double squares = 0;
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        direction[i] = channel_of<T, Lanes>(i) < d ? anchor[channel_of<T, Lanes>(i)] : 0.0f;
-        squares += static_cast<double>(direction[i]) * direction[i];
-      }
+      for (int i = 0; i < kValues; ++i) squares += anchor(i) * anchor(i);
       squares = lanes_sum<Lanes::kLanes>(squares);
       const double scale = squares == 0 ? 0.0 : 1 / sqrt(squares);
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) direction[i] = static_cast<float>(direction[i] * scale);
+      for (int i = 0; i < kValues; ++i) direction[i] = static_cast<float>(anchor(i) * scale);
     }
     if (p.given_anchor && span.begin == 0)
       for (int c = threadIdx.x; c < d; c += kAnchorThreads)
@@ -309,10 +335,16 @@ inline int64_t anchor_blocks(const AnchorCosineParams& p) {
 }
 
 struct AnchorMemory {
-  float* partial_sums;  // [b, Hk, blocks, d]
+  float* partial_sums;   // [b, Hk, blocks, d], of keys times
+  float* partial_units;  // [b, Hk, blocks]
+  double* directions;    // [b, Hk, d]
 
-  AnchorMemory(const AnchorCosineParams& p, Sections& sections)
-      : partial_sums(sections.add<float>(p.given_anchor ? 0 : p.b * p.heads * anchor_blocks(p) * p.d)) {}
+  AnchorMemory(const AnchorCosineParams& p, Sections& sections) {
+    const int64_t heads = p.given_anchor ? 0 : p.b * p.heads;
+    partial_sums = sections.add<float>(heads * anchor_blocks(p) * p.d);
+    partial_units = sections.add<float>(heads * anchor_blocks(p));
+    directions = sections.add<double>(heads * p.d);
+  }
 };
 
 inline void anchor_cosine_cuda(const AnchorCosineParams& p, void* workspace, cudaStream_t stream) {
@@ -322,7 +354,7 @@ inline void anchor_cosine_cuda(const AnchorCosineParams& p, void* workspace, cud
   const int64_t units = grid_of(heads * blocks).x;
   const bool wide = aligned_rows(p.k, p.b, p.heads, p.n);
   Sections sections{workspace};
-  float* const partial_sums = AnchorMemory(p, sections).partial_sums;
+  const AnchorMemory memory(p, sections);
   with_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
     with_lanes<T>(p.d / kPiece<T>, [&](auto lanes) {
@@ -332,12 +364,12 @@ inline void anchor_cosine_cuda(const AnchorCosineParams& p, void* workspace, cud
       const dim3 grid = grid_of(units < resident ? units : resident);
       if (!p.given_anchor) {
         launch<anchor_sum_kernel<T, Lanes>>(grid, kAnchorThreads, kRing + 4 * kAnchorWarps * p.d, stream, p,
-                                            partial_sums, blocks, wide);
+                                            memory.partial_sums, memory.partial_units, blocks, wide);
         const unsigned columns = static_cast<unsigned>(p.d / 4 + kTotalColumns - 1) / kTotalColumns;
-        launch<anchor_total_kernel>(grid_of(heads * columns), kAnchorThreads, 0, stream, p, partial_sums, blocks,
-                                    columns);
+        launch<anchor_total_kernel>(grid_of(heads * columns), kAnchorThreads, 0, stream, p, memory.partial_sums,
+                                    memory.partial_units, memory.directions, blocks, columns);
       }
-      launch<anchor_score_kernel<T, Lanes>>(grid, kAnchorThreads, kRing, stream, p, blocks, wide);
+      launch<anchor_score_kernel<T, Lanes>>(grid, kAnchorThreads, kRing, stream, p, memory.directions, blocks, wide);
     });
   });
 }
