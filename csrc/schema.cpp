@@ -42,7 +42,7 @@ STABLE_TORCH_LIBRARY(kvops, m) {
       "bool interleaved=False) -> ()");
   // Keys that are cached without positions, rotated at the slots they lie in.
   m.def("rope_at_slots(Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False) -> Tensor");
-  m.def("rope_at_slots.out(Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False, Tensor(a!) out) -> ()");
+  m.def("rope_at_slots.out(Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False, Tensor(a!) k_out) -> ()");
   // ProtoKV: how little a key looks like its neighbours, in standard deviations.
   m.def(
       "outlier_degree(Tensor k, int kappa=5, bool standardize=True, Tensor? starts=None, Tensor? lengths=None) "

@@ -387,10 +387,10 @@ def _linear_scores(
     for _ in range(1 if k.dtype == torch.float32 else 3):
         rows.append(left.to(k.dtype))
         left = left - rows[-1].double()
-    if isinstance(prefix, int):
-        limits = torch.full((len(rows),), max(0, prefix), dtype=torch.int32, device=k.device)
-    else:
+    if isinstance(prefix, Tensor):
         limits = prefix.clamp(min=0).unsqueeze(-1).repeat(1, len(rows))
+    else:
+        limits = torch.full((len(rows),), max(0, prefix), dtype=torch.int32, device=k.device)
     rows = torch.stack(rows, 2)
     return window_scores(rows, k, limits, scale=scale, score="dot", starts=starts).ldexp_(exponent)
 

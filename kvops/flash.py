@@ -128,6 +128,8 @@ def _check(q, k, v, causal, scale, starts, sink_logits, softcap) -> None:
         raise ValueError(f"attention: scale / softcap must be a normal number in fp32, got {scale} / {softcap}")
     check_vector("attention", "starts", starts, b, q)
     check_vector("attention", "sink_logits", sink_logits, query_heads, q, torch.float32)
+    if sink_logits is not None:
+        inference_only("attention", sink_logits=sink_logits)
     if starts is not None and starts.is_cpu and not torch.compiler.is_compiling():
         _check_starts(starts.tolist(), n)
 

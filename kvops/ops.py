@@ -63,7 +63,7 @@ _ladder_gather = operator(_ops.ladder_gather.default)
 _ladder_gather_out = operator(_ops.ladder_gather.out, k_out="out[0]", v_out="out[1]")
 _ladder_compact_ = operator(_ops.ladder_compact_.default)
 _rope_at_slots = operator(_ops.rope_at_slots.default)
-_rope_at_slots_out = operator(_ops.rope_at_slots.out)
+_rope_at_slots_out = operator(_ops.rope_at_slots.out, k_out="out")
 _outlier_degree = operator(_ops.outlier_degree.default)
 _lsh_bucket = operator(_ops.lsh_bucket.default)
 _build_prototypes = operator(_ops.build_prototypes.default)
@@ -400,7 +400,7 @@ def rope_at_slots(
     """
     if out is None:
         return _rope_at_slots(k, cos, sin, interleaved=interleaved)
-    _rope_at_slots_out(k, cos, sin, interleaved=interleaved, out=out)
+    _rope_at_slots_out(k, cos, sin, interleaved=interleaved, k_out=out)
     _written(out)
     return out
 
@@ -697,8 +697,8 @@ def _(k, cos, sin, *, interleaved=False):
 
 
 @register_fake("kvops::rope_at_slots.out")
-def _(k, cos, sin, *, interleaved=False, out):
-    _one_device("rope_at_slots", k, cos=cos, sin=sin, out=out)
+def _(k, cos, sin, *, interleaved=False, k_out):  # not `out`: torch.compile takes that for contiguous tensors only
+    _one_device("rope_at_slots", k, cos=cos, sin=sin, out=k_out)
 
 
 @register_fake("kvops::outlier_degree")

@@ -118,7 +118,7 @@ def test_bad_input():
         ((scores, assignment[..., :9], 3), (r"assignment must be \[2, 2, 10\]", r"got \[2, 2, 9\]")),
         ((torch.zeros(2, 10, 2).mT, assignment, 3), ("scores must have a contiguous last dim",)),
         ((scores, assignment, 0), ("num_clusters must be in", "got 0")),
-        ((scores, assignment, 3, "max"), ("reduce must be 'mean' or 'sum', got 'max'",)),
+        ((scores, assignment, 3, "max"), ("reduce must be 'sum' or 'mean', got 'max'",)),
         ((scores, assignment + 3, 3), (r"assignment must lie in \[-1, 3\), got 3 at row 0, head 0, token 0",)),
         ((scores, assignment - 2, 3), (r"assignment must lie in \[-1, 3\), got -2",)),
     ):
@@ -141,7 +141,7 @@ def test_a_gpus_assignment_is_not_looked_at():
 
 def test_opcheck_and_compile():
     scores, assignment = kit.randn(2, 2, 40), torch.arange(40, dtype=torch.int32).remainder(5).expand(2, 2, 40)
-    for arguments in ((scores, assignment, 5), (scores, assignment, 5, "sum")):
+    for arguments in ((scores, assignment, 5), (scores, assignment, 5, ops.REDUCTIONS["sum"])):
         torch.library.opcheck(torch.ops.kvops.cluster_mean.default, arguments)
     compiled = torch.compile(lambda s: ops.cluster_mean(s * 2, assignment, 5), fullgraph=True)
     assert kit.same([compiled(scores)], [ops.cluster_mean(scores * 2, assignment, 5)])

@@ -134,7 +134,8 @@ def check_cmake(words: list[str]) -> None:
 
 
 def source_text() -> str:
-    files = [ROOT / "setup.py", ROOT / "CMakeLists.txt", *ROOT.glob("kvops/**/*.py"), *ROOT.glob("csrc/**/*.[ch]*")]
+    files = [ROOT / "setup.py", ROOT / "CMakeLists.txt"]
+    files += [x for pattern in ("kvops/**/*.py", "csrc/**/*.[ch]*", "tests/*.py") for x in ROOT.glob(pattern)]
     return "\n".join(x.read_text() for x in files)
 
 

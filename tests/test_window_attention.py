@@ -321,9 +321,10 @@ def test_bad_input():
 
 def test_opcheck_and_compile():
     q, k, v, visible = window(2, 2, 2, 3, 40, 16, dv=24)
+    none = dict(reduce=ops.REDUCTIONS["max"], group_reduce=ops.REDUCTIONS["none"])
     for args, kwargs in (
         ((q, k, v, visible), {}),
-        ((q.half(), k.half(), v.half(), visible), dict(reduce="max", group_reduce="none", softcap=5.0)),
+        ((q.half(), k.half(), v.half(), visible), dict(**none, softcap=5.0)),
         ((q, k, v, visible.repeat(2, 1)), dict(scale=0.2, starts=kit.int32(0, 0), sink_logits=torch.zeros(4))),
     ):
         torch.library.opcheck(torch.ops.kvops.window_attention.default, args, kwargs)

@@ -317,7 +317,7 @@ def test_bad_input():
         (dict(softcap=1e-30, scale=1e30), ("scale / softcap must be a normal number in fp32, got 1e\\+30 / 1e-30",)),
         (dict(score="cosine"), ("score must be 'softmax' or 'dot'", "cosine")),
         (dict(reduce="none"), ("reduce must be 'sum', 'mean' or 'max'", "none")),
-        (dict(group_reduce="min"), ("group_reduce must be 'sum', 'mean' or 'max' or 'none'", "min")),
+        (dict(group_reduce="min"), ("group_reduce must be 'sum', 'mean', 'max' or 'none'", "min")),
         (dict(score="dot", lse=lse), ("belong to a softmax", "got lse")),
         (dict(score="dot", sink_logits=torch.zeros(4)), ("belong to a softmax", "got sink_logits")),
         (dict(lse=lse[:, :, :2]), ("lse must be float32", r"\[1, 4, 3\]", r"\[1, 4, 2\]")),
@@ -371,10 +371,10 @@ def test_a_gpus_limits_are_not_looked_at():
 
 def test_opcheck_and_compile():
     q, k, visible = kit.window(2, 2, 2, 3, 40, 16)
-    lse = true_lse(q, k, visible)
+    lse, none = true_lse(q, k, visible), dict(reduce=ops.REDUCTIONS["max"], group_reduce=ops.REDUCTIONS["none"])
     for args, kwargs in (
         ((q, k, visible), {}),
-        ((q.half(), k.half(), visible), dict(score="dot", reduce="max", group_reduce="none")),
+        ((q.half(), k.half(), visible), dict(score=ops.SCORES["dot"], **none)),
         ((q, k, visible.repeat(2, 1), lse), dict(scale=16**-0.5, starts=kit.int32(0, 0), sink_logits=torch.zeros(4))),
     ):
         torch.library.opcheck(torch.ops.kvops.window_scores.default, args, kwargs)

@@ -72,7 +72,7 @@ def h2o_compress(
         rows = slice(first, min(first + MAX_WINDOW, t))
         seen = n - t + rows.stop  # no row of the block sees more
         visible = causal_limits(seen, rows.stop - rows.start, k.device)
-        if not isinstance(end, int):  # rows behind the end are padding
+        if isinstance(end, Tensor):  # rows behind the end are padding
             visible = torch.where(visible <= end[:, None], visible, 0)
         block_starts = None if starts is None else starts.clamp(max=seen)
         block_lse = None if lse is None else lse[:, :, rows]

@@ -99,7 +99,7 @@ def _limits(op, end, w: int, steps: int, compat_mask: bool, lookahead_lengths: T
     if compat_mask:
         visible = causal_limits(end, w + steps, k.device)
     else:
-        all_keys = causal_limits(end, 1, k.device).expand(*([-1] * (not isinstance(end, int))), steps)
+        all_keys = causal_limits(end, 1, k.device).expand(*([-1] * (isinstance(end, Tensor))), steps)
         visible = torch.cat((causal_limits(end, w, k.device), all_keys), -1)
     if lookahead_lengths is not None:
         b = k.shape[0]

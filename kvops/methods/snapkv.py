@@ -227,7 +227,7 @@ def chunk_ranks(scores: Tensor, chunk: int, window: int, starts: Tensor | None, 
     # Row by row, chunks count from the first valid slot: slot j of the grid is slot starts + j of the cache.
     grid = torch.arange(count * chunk, device=scores.device).expand(b, -1)
     first = torch.zeros(b, 1, dtype=torch.int64, device=scores.device) if starts is None else starts[:, None].long()
-    last = (end if isinstance(end, int) else end[:, None]) - window
+    last = (end[:, None] if isinstance(end, Tensor) else end) - window
     inside = grid + first < last
     means = shared_scores(scores).squeeze(1).gather(1, (grid + first).clamp(max=n - 1))
     usable = inside & means.isfinite()

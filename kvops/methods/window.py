@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d
+from torch.nn.functional import avg_pool1d, pad
 
 from ..cache import summed_scores
 from ..dispatch import inference_only
@@ -60,7 +60,7 @@ class Pooling(NamedTuple):
             sides = min(self.kernel_size // 2, scores.shape[2] - 1)  # there are no others
             size = 2 * sides + 1
             if self.pooling == "max":
-                pooled = max_pool1d(scores.masked_fill(lost | outside, -torch.inf), size, 1, sides)
+                pooled = neighbours_max(scores.masked_fill(lost | outside, -torch.inf), sides)
             else:
                 pooled = avg_pool1d(scores.masked_fill(lost | outside, 0.0), size, 1, sides)
                 if size < self.kernel_size:
@@ -73,6 +73,19 @@ class Pooling(NamedTuple):
         for x in members[1:]:
             total = torch.maximum(total, x) if self.group_reduce == "max" else total + x
         return total / len(members) if self.group_reduce == "mean" else total
+
+
+def neighbours_max(x: Tensor, sides: int) -> Tensor:
+    """The maximum over each entry of the last dim and `sides` neighbours to either side; no NaN.
+
+    `max_pool1d` would be that, but torch.export takes it for one size only. The reach of the maxima doubles each time.
+    """
+    x, reach = pad(x, (sides, sides), value=-torch.inf), 1
+    while reach <= 2 * sides:
+        step = min(reach, 2 * sides + 1 - reach)
+        x = torch.maximum(x[..., :-step], x[..., step:])
+        reach += step
+    return x
 
 
 def span_ends(k: Tensor, starts: Tensor | None, lengths: Tensor | None) -> Tensor | int:
@@ -104,7 +117,7 @@ def prefix_lengths(k: Tensor, window: int, starts: Tensor | None, lengths: Tenso
 def causal_limits(end: Tensor | int, w: int, device: torch.device) -> Tensor:
     """The `visible` of the last w rows before `end`: int32 [w], or [b, w]. Rows before slot 0 see nothing."""
     behind = torch.arange(w - 1, -1, -1, dtype=torch.int32, device=device)
-    return ((end if isinstance(end, int) else end[:, None]) - behind).clamp(min=0)
+    return ((end[:, None] if isinstance(end, Tensor) else end) - behind).clamp(min=0)
 
 
 def check_queries(op: str, name: str, q: Tensor, k: Tensor, rows: int | None = None) -> None:
@@ -148,7 +161,7 @@ def check_budget(op: str, budget: Budget, n: int, window: int) -> int:
 def outside_prefix(k: Tensor, window: int, starts: Tensor | None, end: Tensor | int) -> Tensor:
     """Which slots are not of the prefix, the valid slots before the window: bool [b or 1, 1, n]. k: as there."""
     slots = torch.arange(k.shape[2], device=k.device)
-    outside = slots >= ((end if isinstance(end, int) else end[:, None, None]) - window)
+    outside = slots >= ((end[:, None, None] if isinstance(end, Tensor) else end) - window)
     if starts is not None:
         outside = outside | (slots < starts[:, None, None])
     return outside.view(-1, 1, k.shape[2])
