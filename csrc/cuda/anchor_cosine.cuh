@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kAnchorThreads)
   const float4* const partial = reinterpret_cast<const float4*>(partial_sums + row * blocks * p.d) + column;
   double total[4] = {};
   if (column < columns) {
-#pragma unroll 8
+#pragma unroll 4
     for (int i = group; i < needed; i += kTotalGroups) {
       const float4 x = __ldg(partial + static_cast<int64_t>(i) * columns);
       const double unit = partial_units[row * blocks + i] == 1.0f ? 1.0 : 1.0 / kScaledDown;
