@@ -150,6 +150,7 @@ class Method:
         sink_logits: fp32 [Hq], one more logit for each softmax. Rows that are padding give 0. A failed call leaves the
         object as it was.
         """
+        check_tokens(type(self).__name__, k)
         with self._undone_on_error():
             k_step, v_step = self.append(k, v)
             check_step(type(self).__name__, q, k, k.shape[2])
@@ -302,8 +303,6 @@ class Method:
             inference_only(who, **{name: x})
             if x.dim() != 4:
                 raise ValueError(f"{who}: {name} must be [b, Hk, t, d], got shape {list(x.shape)}")
-            if x.shape[2] == 0:
-                raise ValueError(f"{who}: {name} must hold at least one token, got shape {list(x.shape)}")
             if x.shape[:3] != k.shape[:3] or x.dtype != k.dtype or x.device != k.device:
                 raise ValueError(
                     f"{who}: v must match k in [b, Hk, t], dtype and device, expected {list(k.shape[:3])} {k.dtype} "
@@ -321,6 +320,13 @@ class Method:
             raise ValueError(
                 f"{who}: k must have the rows that set_pads named, expected {len(self._padding)}, got {k.shape[0]}"
             )
+
+
+def check_tokens(who: str, k: Tensor) -> None:
+    """k: [b, Hk, t, d] has tokens whose attention can be asked for."""
+    inference_only(who, k=k)
+    if k.dim() == 4 and k.shape[2] == 0:
+        raise ValueError(f"{who}: k must hold at least one token, got shape {list(k.shape)}")
 
 
 def check_step(who: str, q: Tensor, k: Tensor, due: int) -> None:
@@ -583,6 +589,7 @@ class SlotMethod(Method):
         sink_logits: Tensor | None = None,
     ) -> Tensor:
         """As `Method.attend`. positions: int64 [t] or [b, t], where q and k are rotated; None: they are not (yet)."""
+        check_tokens(type(self).__name__, k)
         with self._undone_on_error():
             k_step, v_step = self.append(k, v)
             check_step(type(self).__name__, q, k, k.shape[2])
