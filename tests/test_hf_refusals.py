@@ -287,39 +287,41 @@ def test_what_a_model_may_do_with_the_mask():
     assert copy.copy(mask).tokens == 5 and not hasattr(mask, "to")  # so that no one moves it between devices
 
 
+VISION = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+VISION.update(num_attention_heads=2, image_size=8, patch_size=4, projection_dim=64)
+
+
 def tiny_paligemma(attn="sdpa"):
     torch.manual_seed(0)
+    text = {**TINY, "model_type": "gemma", "head_dim": 16}
     config = transformers.PaliGemmaConfig(
-        text_config={**TINY, "model_type": "gemma", "head_dim": 16},
-        vision_config=dict(
-            model_type="siglip_vision_model",
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            image_size=8,
-            patch_size=4,
-            projection_dim=64,
-        ),
-        image_token_index=VOCAB - 1,
-        projection_dim=64,
+        text_config=text, vision_config=VISION, image_token_index=VOCAB - 1, projection_dim=64
     )
-    model = transformers.PaliGemmaForConditionalGeneration._from_config(config, attn_implementation=attn)
-    return model.eval()
+    return transformers.PaliGemmaForConditionalGeneration._from_config(config, attn_implementation=attn).eval()
 
 
-def test_prompts_that_are_not_causal():
-    """PaliGemma's prefix sees all of itself; a prompt without one is served."""
-    model, stock = use_attention(tiny_paligemma()), tiny_paligemma()
-    ids, mask = make_prompts(20)
+def tiny_gemma3(attn="sdpa"):
+    torch.manual_seed(0)
+    text = {**TINY, **FOUR, **SLIDING, "model_type": "gemma3_text", "query_pre_attn_scalar": 16}
+    config = transformers.Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4)
+    return transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation=attn).eval()
+
+
+@pytest.mark.parametrize("make, text, kind", [(tiny_paligemma, 1, 0), (tiny_gemma3, 0, 1)], ids=["paligemma", "gemma3"])
+def test_prompts_that_are_not_causal(make, text, kind):
+    """PaliGemma's prefix sees all of itself, and so does an image in Gemma 3; a prompt without one is served."""
+    model, stock = use_attention(make()), make()
+    ids, mask = make_prompts(20, 14)
+    types = torch.full_like(ids, text)
     cache = KVCache(model.config, kvops.SnapKV(12, window=4))
-    with pytest.raises(NotImplementedError, match="GemmaAttention .*asks for attention that is not causal"):
-        forward(model, ids, cache, mask, token_type_ids=torch.zeros_like(ids))
+    found = forward(model, ids, cache, mask, token_type_ids=types)
+    expected = forward(stock, ids, None, mask, token_type_ids=types)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
+    assert {s.tokens_kept for s in cache.stats() if s.evicts} == {12}
+    types[:, 8:12] = kind
     cache = KVCache(model.config, kvops.SnapKV(12, window=4))
-    found = forward(model, ids, cache, mask, token_type_ids=torch.ones_like(ids))
-    expected = forward(stock, ids, None, mask, token_type_ids=torch.ones_like(ids))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert {s.tokens_kept for s in cache.stats()} == {12}
+    with pytest.raises(NotImplementedError, match=r"Gemma3?Attention .*asks for attention that is not causal"):
+        forward(model, ids, cache, mask, token_type_ids=types)
 
 
 def test_the_real_error_when_a_part_names_no_attention():
