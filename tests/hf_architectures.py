@@ -274,8 +274,8 @@ def tiny_model(name: str, attention: str | None = None) -> PreTrainedModel:
 # Those whose attention is not told the positions, which a rotation to the slots needs.
 NO_POSITIONS = ("persimmon",)
 
-# Types whose code in older versions of transformers does not allow what the table says: in 5.15 configs do not tell which
-# layers share keys, and Ministral 3's attention gets no positions (kvops.hf raises); Moshi's sdpa differs from its eager.
+# Types whose code in older versions of transformers does not allow what the table says: in 5.15 configs do not tell
+# which layers share keys, Ministral 3's attention gets no positions (kvops.hf raises), Moshi's sdpa differs from eager.
 SINCE = dict.fromkeys(("gemma3n_text", "gemma4_text", "ministral3", "moshi"), "5.23")
 
 # Types of which there is no tiny model here, and why. Nothing is known of them but what their text model's row says.
