@@ -3,6 +3,7 @@ windows, shared keys, latent attention, sinks, ALiBi, recurrent layers. And the 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import warnings
 from pathlib import Path
@@ -388,4 +389,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="Writes docs/architectures.md, from the repository's root.").parse_args()
     Path("docs/architectures.md").write_text(page())
