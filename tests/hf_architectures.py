@@ -3,6 +3,7 @@ windows, shared keys, latent attention, sinks, ALiBi, recurrent layers. And the 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import warnings
 from pathlib import Path
@@ -275,8 +276,7 @@ def tiny_model(name: str, attention: str | None = None) -> PreTrainedModel:
 NO_POSITIONS = ("persimmon",)
 
 # Types whose code in older versions of transformers does not allow what the table says: in 5.15 configs do not tell
-# which layers share keys, Ministral 3's attention gets no positions (kvops.hf raises), and Moshi's sdpa differs from
-# its eager attention.
+# which layers share keys, Ministral 3's attention gets no positions (kvops.hf raises), Moshi's sdpa differs from eager.
 SINCE = dict.fromkeys(("gemma3n_text", "gemma4_text", "ministral3", "moshi"), "5.23")
 
 # Types of which there is no tiny model here, and why. Nothing is known of them but what their text model's row says.
@@ -389,4 +389,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="Writes docs/architectures.md, from the repository's root.").parse_args()
     Path("docs/architectures.md").write_text(page())

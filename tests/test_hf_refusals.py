@@ -14,10 +14,11 @@ from transformers.masking_utils import create_causal_mask, sdpa_mask  # noqa: E4
 
 import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
+from kvops.architectures import Architecture  # noqa: E402
 from kvops.hf import KVCache, use_attention  # noqa: E402
 from test_hf import TINY, VOCAB, generate, make_model, make_prompts  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_table")
 FOUR = {"num_hidden_layers": 4, "head_dim": 16}
 SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
 SHARED = {**FOUR, **SLIDING, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB}
@@ -55,6 +56,12 @@ CONFIGS = {
     "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "vocab_size": VOCAB},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
 }
+
+
+@pytest.fixture
+def no_table(monkeypatch):
+    """As if no model had ever been tried: what the table of architectures refuses raises before anything else can."""
+    monkeypatch.setattr(kvops.hf, "_architecture", lambda text: Architecture())
 
 
 def build(kind, attn=None):
