@@ -112,7 +112,7 @@ def code():
 NVCC = "13.0"
 MOST = {
     "anchor_score_kernel": (212, 57),
-    "anchor_sum_kernel": (229, 57.5),
+    "anchor_sum_kernel": (251, 57.5),
     "assign_prototypes_kernel": (44, 12),
     "attention_combine_kernel": (16, 16),
     "attention_parts_kernel": (167, 10.3),
@@ -130,8 +130,8 @@ MOST = {
 }
 MOST_OF_HOPPER = {
     "assign_prototypes_sm90_kernel": (44, 44),
-    "window_pass_sm90_kernel": (86, 45),
-    "window_scores_sm90_kernel": (108, 48),
+    "window_pass_sm90_kernel": (96.5, 45),
+    "window_scores_sm90_kernel": (146, 48),
 }
 
 
