@@ -91,6 +91,8 @@ class _Call(NamedTuple):
                 if not (isinstance(x, _TYPES[kind][0]) or (optional and x is None)):
                     expected = _TYPES[kind][1] + " or None" * optional
                     return TypeError(f"{op}: {name} must be {expected}, got {type(x).__name__}")
+            if "List[" in declared and not isinstance(value, (list, tuple)):
+                return TypeError(f"{op}: {argument.name} must be a list, got {type(value).__name__}")
         return error
 
 

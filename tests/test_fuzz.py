@@ -61,3 +61,10 @@ def test_targets_that_share_memory_with_indices():
 def test_segments_of_no_slots():
     with pytest.raises(ValueError, match="select_topk: scores must have segments of at least 1"):
         ops.select_topk(torch.zeros(1, 1, 2, 0), 1, 0, 0, 100)
+
+
+def test_a_plan_that_is_a_number():
+    k, v = kit.kv(1, 2, 64, 16)
+    for call in (ops.ladder_gather, ops.ladder_compact_):
+        with pytest.raises(TypeError, match="plan must be a list, got int"):
+            call(k, v, 7, 0)
