@@ -277,18 +277,30 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
     const KeySpan span = span_of(index);
     if (const unsigned its_row = (units - 1 - index) / blocks; its_row != row) {
       row = its_row;
-      const auto anchor = [&](int i) {
-        const int c = channel_of<T, Lanes>(i);
-        const int64_t at = static_cast<int64_t>(row) * d + c;
-        return c >= d ? 0.0 : p.given_anchor ? static_cast<double>(p.given_anchor[at]) : directions[at];
-      };
+      const int64_t at = static_cast<int64_t>(row) * d;
+      const float* const anchor = (p.given_anchor ? p.given_anchor : p.anchor) + at;
       double squares = 0;
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) squares += anchor(i) * anchor(i);
+      for (int i = 0; i < kValues; ++i) {
+        direction[i] = channel_of<T, Lanes>(i) < d ? anchor[channel_of<T, Lanes>(i)] : 0.0f;
+        squares += static_cast<double>(direction[i]) * direction[i];
+      }
       squares = lanes_sum<Lanes::kLanes>(squares);
-      const double scale = squares == 0 ? 0.0 : 1 / sqrt(squares);
+      if (p.given_anchor || squares < CUDART_INF) {
+        const double scale = squares == 0 ? 0.0 : 1 / sqrt(squares);
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) direction[i] = static_cast<float>(anchor(i) * scale);
+        for (int i = 0; i < kValues; ++i) direction[i] = static_cast<float>(direction[i] * scale);
+      } else {  // mu is beyond fp32, its direction is not
+        const auto exact = [&](int i) {
+          return channel_of<T, Lanes>(i) < d ? directions[at + channel_of<T, Lanes>(i)] : 0.0;
+        };
+        squares = 0;
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) squares += exact(i) * exact(i);
+        const double scale = 1 / sqrt(lanes_sum<Lanes::kLanes>(squares));
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) direction[i] = static_cast<float>(exact(i) * scale);
+      }
     }
     if (p.given_anchor && span.begin == 0)
       for (int c = threadIdx.x; c < d; c += kAnchorThreads)

@@ -342,7 +342,10 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
                 const int k = key + 16 * m + lane / 4 + e / 2 * 8;
                 const RowWeight weight{less[at + e % 2], factors[at + e % 2]};
                 const float logit = logit_of(p, x[m][t][e], params.softmax ? kLog2e : 1.0f);
-                const float value = fmaf(logit, 0.0f, params.softmax ? weight.of(logit) : logit);
+                const float its = !params.softmax     ? logit
+                                  : p.softcap == 0.0f ? weight.of(x[m][t][e], scale)
+                                                      : weight.of(logit);
+                const float value = fmaf(logit, 0.0f, its);
                 float& sum = total[2 * m + e / 2];
                 if (first <= k && k < limits[at + e % 2]) sum = maximum ? max_nan(sum, value) : sum + value;
               }

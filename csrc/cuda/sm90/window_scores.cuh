@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int c = 0; c < kColumns; ++c) {
           const int column = Accumulator::column(thread, c / 2 * 4 + c % 2);
           const float x0 = x[c / 2 * 4 + c % 2], x1 = x[c / 2 * 4 + c % 2 + 2];
-          const float p0 = fmaf(x0, 0.0f, RowWeight{-bias0, factor0}.of(__fmul_rn(x0, scale))),
-                      p1 = fmaf(x1, 0.0f, RowWeight{-bias1, factor1}.of(__fmul_rn(x1, scale)));
+          const float p0 = fmaf(x0, 0.0f, RowWeight{-bias0, factor0}.of(x0, scale)),
+                      p1 = fmaf(x1, 0.0f, RowWeight{-bias1, factor1}.of(x1, scale));
           sums[c] +=
               (first <= column && column < limit0 ? p0 : 0.0f) + (first <= column && column < limit1 ? p1 : 0.0f);
         }
