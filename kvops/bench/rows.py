@@ -386,12 +386,12 @@ def _window_attention(rows: int, floor: Callable[[Case], int], **row) -> Row:
 
 
 def _snapkv(with_lse: bool, **row) -> Row:
-    def call(c: Case) -> Any:
+    def call(c: Case, **out) -> Any:
         w = c.window(WINDOW)
-        return kvops.snapkv_compress(c.k, c.v, w.q, c.budget, lse=w.lse if with_lse else None, out=c.out)
+        return kvops.snapkv_compress(c.k, c.v, w.q, c.budget, lse=w.lse if with_lse else None, **out)
 
     return Row(
-        forms={"out=": call},
+        forms={"out=": lambda c: call(c, out=c.out), "fresh": call},
         eager=eager.snapkv_compress,
         args=lambda c: (c.k, c.v, c.window(WINDOW).q, c.budget),
         bytes=lambda c: size(c.k) * (1 if with_lse else 2) + 2 * size(*c.out),
@@ -409,8 +409,8 @@ def _prototype_product(c: Case) -> Callable[[], Tensor]:
     return lambda: torch.matmul(k, prototypes, out=out)
 
 
-def _protokv(c: Case) -> Any:
-    return kvops.protokv_compress(c.k, c.v, c.window(WINDOW).q, c.budget, out=c.out)
+def _protokv(c: Case, **out) -> Any:
+    return kvops.protokv_compress(c.k, c.v, c.window(WINDOW).q, c.budget, **out)
 
 
 def _protokv_peers(c: Case) -> dict[str, Callable[[], Any]]:
@@ -577,7 +577,7 @@ ROWS: dict[str, Row] = {
     "snapkv_compress": _snapkv(True, eager_goal=4, peer_goals={"repeat_kv": 7}),
     "snapkv_compress, no lse": _snapkv(False, eager_goal=2),
     "protokv_compress": Row(
-        forms={"out=": _protokv},
+        forms={"out=": lambda c: _protokv(c, out=c.out), "fresh": _protokv},
         eager=eager.protokv_compress,
         args=lambda c: (c.k, c.v, c.window(WINDOW).q, c.budget, PROTOTYPES - 4, *c.clusters.hash),
         bytes=lambda c: 4 * size(c.k) + 2 * size(*c.out),
