@@ -1,10 +1,12 @@
-# make demo · make test · make bench · make eval · make lint · make sanitize · make gpu · make gpu-more
+# make demo · make test · make test-all · make bench · make eval · make lint · make sanitize · make gpu · make gpu-more
 #
 # Each sets up what it needs in .venv first: minutes (downloads) the first time, seconds afterwards. It takes a
-# python3 >= 3.10, a C++20 compiler and a package index; with nvcc >= 12 the CUDA kernels are built too. A warning of
-# a compiler is an error; CMAKE_ARGS=-DCMAKE_COMPILE_WARNING_AS_ERROR=OFF lets it pass.
+# python3 >= 3.10, a C++20 compiler and a package index. A warning of a compiler is an error;
+# CMAKE_ARGS=-DCMAKE_COMPILE_WARNING_AS_ERROR=OFF lets it pass.
 # ARGS="..." goes to what is run: make test ARGS="-x -k gather".
 #
+#   KVOPS_CUDA=1     build the CUDA kernels too; they are where there are nvcc >= 12 and a GPU, for that GPU, and, for
+#                    all architectures, where nvcc is and test-all looks at them
 #   PYTHON=...       the Python to start from; if it has torch >= 2.10, that torch is used and none is installed
 #   TORCH_INDEX=...  another package index, for torch alone; https://download.pytorch.org/whl/cpu has it without CUDA
 
@@ -17,18 +19,24 @@ PY := $(VENV)/bin/python
 STAMPS := $(VENV)/stamps
 PIP := $(PY) -m pip install --disable-pip-version-check
 QUIET := $(if $(CI),-qq)
+# They take minutes, and without a GPU nothing but their tests uses them.
+export KVOPS_CUDA ?= $(if $(filter test-all,$(MAKECMDGOALS)),auto,gpu)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo build test bench eval lint sanitize gpu gpu-more FORCE
+.PHONY: demo build test test-all bench eval lint sanitize gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
-	@$(PY) bench/demo.py $(ARGS)
+	@$(PY) experiments/demo.py $(ARGS)
 
 build: $(STAMPS)/kvops
 
+# Without those marked `full`: sanitizers, other orders of simulated threads, other instruction sets, long budgets.
 test: $(STAMPS)/kvops
 	@$(PY) -m pytest $(ARGS)
+
+test-all: $(STAMPS)/kvops
+	@$(PY) -m pytest -m "" $(ARGS)
 
 bench: $(STAMPS)/kvops
 	@$(PY) -m kvops.bench $(ARGS)
@@ -39,6 +47,7 @@ eval: $(STAMPS)/kvops
 lint: $(STAMPS)/dev
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
+	@$(PY) -m mypy
 	@find csrc tests/cudasim -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(PY) -c 'from clang_format import clang_format as main; main()' --dry-run -Werror
 
 # The operators' tests once more, in a copy of the package whose kernels are instrumented. Python is not, so the
@@ -46,7 +55,7 @@ lint: $(STAMPS)/dev
 sanitize: $(STAMPS)/sanitize
 	@cd build/sanitize && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-	  ../../$(PY) -m pytest --capture=sys -p no:cacheprovider $(addprefix ../../,$(or $(ARGS),$(OP_TESTS)))
+	  ../../$(PY) -m pytest -m "" --capture=sys -p no:cacheprovider $(addprefix ../../,$(or $(ARGS),$(OP_TESTS)))
 
 # All that needs a GPU, in two commands of under ten minutes: build, benchmark and what only a GPU can test; the other
 # tests, compute-sanitizer, whole models, torch.compile. Results in OUT. They set nothing up and need no network: PYTHON
@@ -94,11 +103,15 @@ $(STAMPS)/cutlass-$(CUTLASS): $(STAMPS)/dev
 	@$(PIP) -qq --no-deps nvidia-cutlass==$(CUTLASS)
 	@touch $@
 
-$(STAMPS)/kvops: $(STAMPS)/dev $(STAMPS)/cutlass-$(CUTLASS) $(SOURCES) $(if $(wildcard kvops/libkvops.so),,FORCE)
+$(STAMPS)/kvops: $(STAMPS)/dev $(STAMPS)/cutlass-$(CUTLASS) $(SOURCES) $(if $(wildcard kvops/libkvops.so),,FORCE) \
+    $(if $(filter $(KVOPS_CUDA),$(file <$(STAMPS)/kvops)),,FORCE)
 	@echo "== kvops"
-	@CMAKE_ARGS="-DCMAKE_COMPILE_WARNING_AS_ERROR=ON $$CMAKE_ARGS" $(PIP) -qq --no-build-isolation --no-deps -e .
+	@$(STRICT) $(PY) setup.py -q build_ext --inplace  # it says how far it is, which pip would not show
+	@$(STRICT) $(PIP) -qq --no-build-isolation --no-deps -e .
 	@$(PY) -c $(SAY_SKIPPED)
-	@touch $@
+	@echo "$(KVOPS_CUDA)" > $@
+
+STRICT = CMAKE_ARGS="-DCMAKE_COMPILE_WARNING_AS_ERROR=ON $$CMAKE_ARGS"
 
 SAY_SKIPPED := 'import kvops; cuda = kvops.build_info()["cuda"]; \
   cuda["built"] or print("== kvops: the CUDA library is skipped:", cuda["why"])'

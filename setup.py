@@ -1,7 +1,7 @@
 """Drives CMake and puts libkvops.so and, if there is nvcc, libkvops_cuda.so into the package. The metadata is in
 pyproject.toml, the build in CMakeLists.txt.
 
-Environment: KVOPS_CUDA=auto|0|1, KVOPS_CUDA_ARCHS="80;90a;100", CUTLASS_DIR, KVOPS_SANITIZE="address;undefined",
+Environment: KVOPS_CUDA=auto|gpu|0|1, KVOPS_CUDA_ARCHS="80;90a;100", CUTLASS_DIR, KVOPS_SANITIZE="address;undefined",
 MAX_JOBS, CXX, CUDACXX, CMAKE_ARGS. See docs/building.md.
 """
 
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import setuptools
@@ -109,17 +110,31 @@ def cuda_archs() -> str:
 
 def run(command: list[str], failure: str, **env: str) -> None:
     """Runs the command. If it fails, the last line says why: CMakeLists.txt's own "kvops: ..." if there is one, else
-    the first error in the output."""
-    result = subprocess.run(
+    the first error in the output. Until then it says what was compiled, n of m: in a terminal in one line that changes,
+    elsewhere in a line every ten seconds."""
+    terminal, said, output = sys.stdout.isatty(), time.monotonic(), ""
+    with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env}
-    )
-    if result.returncode:
-        own = re.search(r"^  (kvops: .+(?:\n  \S.*)*)", result.stdout, re.MULTILINE)  # CMake indents and wraps messages
+    ) as process:
+        for line in process.stdout:
+            output += line
+            compiled = re.match(r"\[ *(\S+)\] Building \w+ object (?:CMakeFiles/\w+\.dir/)?(.+)\.o$", line)
+            if compiled and (terminal or (now := time.monotonic()) >= said + 10):
+                text = f"== kvops: compiled {compiled.group(1).replace('/', ' of ')}, {compiled.group(2)}"
+                if terminal:
+                    print(f"\r{text}\x1b[K", end="", flush=True)
+                else:
+                    print(text, flush=True)
+                    said = now
+    if terminal:
+        print("\r\x1b[K", end="", flush=True)
+    if process.returncode:
+        own = re.search(r"^  (kvops: .+(?:\n  \S.*)*)", output, re.MULTILINE)  # CMake indents and wraps messages
         if own:
             sys.exit(" ".join(own.group(1).split()))
-        error = re.search(r"^.*\b(?:error|fatal)\b[^:\n]*:.*$", result.stdout, re.MULTILINE)
+        error = re.search(r"^.*\b(?:error|fatal)\b[^:\n]*:.*$", output, re.MULTILINE)
         why = f": {error.group().strip()}" if error else ""
-        sys.exit(f"{result.stdout}\nkvops: {failure}; its output is above{why}")
+        sys.exit(f"{output}\nkvops: {failure}; its output is above{why}")
 
 
 class CMakeBuild(build_ext):
@@ -137,8 +152,8 @@ class CMakeBuild(build_ext):
         ninja = find_tool("ninja")
         sanitize = os.environ.get("KVOPS_SANITIZE", "")
         cuda = os.environ.get("KVOPS_CUDA", "auto")
-        nvcc = None if cuda == "0" or sanitize else find_nvcc()
-        # A folder for all that CMake would not notice if it changed in the same one.
+        nvcc = None if sanitize else find_nvcc()
+        # A folder for all that CMake would not notice if it changed in the same one. KVOPS_CUDA may.
         compiler = Path(os.environ.get("CXX", "").split(" ")[0]).name
         tag = ["torch", torch_version.split("+")[0], "ninja" if ninja else "make", compiler, *sanitize.split(";")]
         tag += [f"nvcc{nvcc[1]}"] if nvcc else []

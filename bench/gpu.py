@@ -17,8 +17,8 @@ make gpu-more, the rest:
     sanitizer   compute-sanitizer's memcheck, racecheck and synccheck of our kernels, Hopper's too (tests/calls.py)
     end_to_end  time to the first token, time per token and memory in a stack of 8B shape, up to 131,072 tokens
     compile     the benchmark at n = 131072 beside torch.compile; compile.json
-    laq         what LAQ adds to a prefill of 32,768 tokens in such a stack (laq_cost.py)
-    lacache     what LaCache's compactions add to a decode step in such a stack (lacache_cost.py)
+    laq         what LAQ adds to a prefill of 32,768 tokens in such a stack (experiments/laq_cost.py)
+    lacache     what LaCache's compactions add to a decode step in such a stack (experiments/lacache_cost.py)
 
 Each step is sure of its share of the time, and has what the ones before left over; one that fails does not stop the
 next. One whose time is up keeps what it has and names what it left. Logs, JSON files and a summary appear in --out as
@@ -377,13 +377,13 @@ class Run:
             return together([f"{tool}, Hopper" if hopper else tool for tool, hopper in runs], pool.map(one, runs))
 
     def cost(self, name: str) -> Callable[[float], Result]:
-        """A script of bench/ that says which goals it reached."""
+        """A script of experiments/ that says which goals it reached."""
 
         def run(seconds: float) -> Result:
             if without := self.missing("transformers"):
                 return Result(NOT_RUN, without)
             log, record = self.log(name), self.out / f"{name}.json"
-            script = str(ROOT / "bench" / f"{name}_cost.py")
+            script = str(ROOT / "experiments" / f"{name}_cost.py")
             command = [sys.executable, script, "--device", "cuda", "--json", str(record)]
             code = execute(command, log, seconds, environment(self.wheels), SITE)
             text = log.read_text(errors="replace")
@@ -401,8 +401,9 @@ class Run:
             return Result(NOT_RUN, without)
         log, record = self.log("end_to_end"), self.out / "end_to_end.json"
         picture = [] if self.missing("matplotlib") else ["--out", str(self.out)]
-        command = [sys.executable, str(ROOT / "bench" / "end_to_end.py"), "--device", "cuda", "--json", str(record)]
-        command += [*picture, "--repeats", "1", "--ratios", "2", "8", "--contexts", "4096", "20480", "131072", "32768"]
+        script = str(ROOT / "experiments" / "end_to_end.py")
+        command = [sys.executable, script, "--device", "cuda", "--json", str(record), *picture]
+        command += ["--repeats", "1", "--ratios", "2", "8", "--contexts", "4096", "20480", "131072", "32768"]
         command += ["--seconds", f"{max(1, seconds - 40):.0f}"]
         record.unlink(missing_ok=True)
         code = execute(command, log, seconds, environment(self.wheels), SITE)

@@ -2,8 +2,8 @@
 
 from . import _lib, ops  # noqa: F401  (loads the operators first)
 from ._lib import build_info, debug_checks
-from .cache import Method
-from .flash import attention, attention_backends
+from .cache import Cache
+from .flash_attention import attention, attention_backends
 from .ladder import LadderPlan, LadderState, lacache_plan
 from .methods import *  # noqa: F403
 from .methods import __all__ as _methods
@@ -11,9 +11,9 @@ from .rope import Rope
 from .version import __version__
 
 __all__ = [
+    "Cache",
     "LadderPlan",
     "LadderState",
-    "Method",
     "Rope",
     "__version__",
     "attention",

@@ -10,6 +10,7 @@ import os
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 try:
     import torch
@@ -23,7 +24,7 @@ LIBRARY = Path(__file__).with_name("libkvops.so")
 CUDA_LIBRARY = Path(__file__).with_name("libkvops_cuda.so")
 
 _debug = False
-_switches = []  # kvops_debug_checks() of each library that has CUDA kernels
+_switches: list[Any] = []  # kvops_debug_checks() of each library that has CUDA kernels
 
 
 def load(path: Path | str) -> ctypes.CDLL:
@@ -82,7 +83,7 @@ _facts.pop("error")
 _facts["cuda"]["loaded"] = not _facts["cuda"]["why"]
 
 
-def build_info() -> dict:
+def build_info() -> dict[str, Any]:
     """What this kvops is: versions, the CPU instruction set in use, what was built, what was not and why.
 
     Returns a dict: kvops, torch (running), torch_build (compiled against), torch_target (oldest that can load it),
@@ -120,7 +121,7 @@ class debug_checks:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         _switch(self._before)
 
 

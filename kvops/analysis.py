@@ -2,7 +2,7 @@
 
 Every function takes k: [b, Hk, n, d], the keys of a prompt as the cache holds them, and kappa, starts and lengths as
 `kvops.ops.outlier_degree` does, whose Theta tells anchors (SATs, high) from the tokens that look like their neighbours.
-Invalid slots, and keys that are not finite, count nowhere. `bench/anchors.py` applies them to a model and draws.
+Invalid slots, and keys that are not finite, count nowhere. `experiments/anchors.py` applies them to a model and draws.
 
 Source: "ProtoKV: Long-context Knowledges Are Already Well-Organized Before Your Query", Sec. 3, App. B, C, E, F, N.
 """
@@ -10,16 +10,15 @@ Source: "ProtoKV: Long-context Knowledges Are Already Well-Organized Before Your
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from .cache import summed_scores
-from .methods.common import check_int
-from .methods.window import causal_limits, check_queries, span_ends
+from .checks import check_int, check_queries
 from .ops import outlier_degree
+from .window import causal_limits, span_ends, summed_scores
 
 __all__ = [
     "Clustering",
@@ -39,7 +38,7 @@ def neighbourhood_similarity(
 
     Returns S, fp32 [b, Hk, n]: the mean cosine, NaN where nothing counts.
     """
-    return outlier_degree(k, kappa, standardize=False, starts=starts, lengths=lengths)
+    return outlier_degree(k, kappa=kappa, standardize=False, starts=starts, lengths=lengths)
 
 
 def outlier_histogram(
@@ -55,7 +54,7 @@ def outlier_histogram(
     edges: ascending. Returns int64 [b, Hk, len(edges) + 1], the tokens with Theta below edges[0], then with edges[i] <=
     Theta < edges[i + 1], last with edges[-1] <= Theta. Their sum is the number of tokens that count.
     """
-    theta = outlier_degree(k, kappa, starts=starts, lengths=lengths)
+    theta = outlier_degree(k, kappa=kappa, starts=starts, lengths=lengths)
     edges = torch.as_tensor(edges, dtype=torch.float32, device=k.device)
     bins = torch.bucketize(theta, edges, right=True)
     counts = theta.new_zeros((*theta.shape[:2], len(edges) + 1), dtype=torch.int64)
@@ -71,7 +70,7 @@ def sat_counts(
     lengths: Tensor | None = None,
 ) -> Tensor:
     """The anchors of each head (App. N; Fig. 37): int64 [b, Hk, len(thresholds)], tokens with Theta > threshold."""
-    return _members(outlier_degree(k, kappa, starts=starts, lengths=lengths), thresholds).sum(-1)
+    return _members(outlier_degree(k, kappa=kappa, starts=starts, lengths=lengths), thresholds).sum(-1)
 
 
 class Clustering(NamedTuple):
@@ -103,7 +102,7 @@ def clustering_degree(
     No pair is ever formed: the sum over pairs is a product of two sums of unit keys, O(n d) for each threshold. NaN
     where there is no pair: S_intra of no anchor (distinct: of one), S_inter of none or of all tokens.
     """
-    theta = outlier_degree(k, kappa, starts=starts, lengths=lengths)
+    theta = outlier_degree(k, kappa=kappa, starts=starts, lengths=lengths)
     counts = theta.isfinite()
     unit = normalize(torch.where(counts.unsqueeze(-1), k, 0.0).double(), dim=-1, eps=torch.finfo(torch.float64).tiny)
     members = _members(theta, thresholds).double()  # [b, Hk, thresholds, n]
@@ -142,8 +141,10 @@ def cumulative_attention(
     check_queries("cumulative_attention", "q", q, k)
     rows, end = q.shape[2], span_ends(k, starts, lengths)
     visible = causal_limits(end, 1, k.device).repeat_interleave(rows, -1)
-    options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits, starts=starts)
-    return summed_scores(q, k, visible, None, **options) / rows
+    options: dict[str, Any] = dict(scale=scale, softcap=softcap, sink_logits=sink_logits, starts=starts)
+    total = summed_scores(q, k, visible, None, **options)
+    assert total is not None  # q has rows
+    return total / rows
 
 
 def attention_by_outlier_group(
@@ -169,9 +170,9 @@ def attention_by_outlier_group(
     """
     for name, value, low in (("groups", groups, 1), ("skip", skip, 0)):
         check_int("attention_by_outlier_group", name, value, low)
-    options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
+    options: dict[str, Any] = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
     attention = cumulative_attention(k, q, **options, starts=starts, lengths=lengths)
-    theta = outlier_degree(k, kappa, starts=starts, lengths=lengths)
+    theta = outlier_degree(k, kappa=kappa, starts=starts, lengths=lengths)
     first = torch.zeros_like(theta[:, :1, 0], dtype=torch.int64) if starts is None else starts[:, None]
     grouped = theta.isfinite() & (torch.arange(k.shape[2], device=k.device) >= (first + skip).unsqueeze(-1))
     order = torch.where(grouped, theta, -torch.inf).argsort(dim=-1, descending=True, stable=True)

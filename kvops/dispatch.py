@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
+from .checks import tracked
+
 _BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
 _any_requires_grad = torch._C._any_requires_grad
-_TYPES = {  # of a schema: what Python has for them
+_TYPES: dict[str, tuple[Any, str]] = {  # of a schema: what Python has for them
     "Tensor": (Tensor, "a torch.Tensor"),
     "int": (int, "an int"),
     "float": ((int, float), "a float"),
@@ -27,31 +29,12 @@ _TYPES = {  # of a schema: what Python has for them
 }
 
 
-def _tracked(x: Tensor) -> str | None:
-    """In which way autograd tracks x, if it does, and what to do."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return "requires grad, but kvops is inference-only; call it under torch.no_grad()"
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        return "has a tangent, but kvops is inference-only and has no derivatives"
-    return None
-
-
-def inference_only(op: str, **tensors: Tensor) -> None:
-    """Raises unless every argument is a tensor that autograd does not track."""
-    tracking = torch.is_grad_enabled() or forward_ad._current_level >= 0
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
-        if tracking and (how := _tracked(x)):
-            raise ValueError(f"{op}: {name} {how}")
-
-
 class _Call(NamedTuple):
     """What an overload is called with."""
 
     overload: OpOverload
-    args: tuple
-    options: dict
+    args: tuple[Any, ...]
+    options: dict[str, Any]
     public: dict[str, str]  # the public function's names of arguments, where they differ
 
     def arguments(self) -> Iterator[tuple[torch.Argument, object]]:
@@ -71,7 +54,7 @@ class _Call(NamedTuple):
     def refuse_tracked(self, kind: type[Exception]) -> None:
         for argument, value in self.arguments():
             for name, x in self.elements(argument, value):
-                if isinstance(x, Tensor) and (how := _tracked(x)):
+                if isinstance(x, Tensor) and (how := tracked(x)):
                     raise kind(f"{self.overload._opname}: {name} {how}")
 
     def clearer(self, error: Exception) -> Exception:
@@ -84,7 +67,7 @@ class _Call(NamedTuple):
         # torch's parser of arguments raises RuntimeError, and takes None for a tensor, which fails later on.
         for argument, value in self.arguments():
             declared = str(argument.type)
-            optional, kind = "Optional[" in declared, re.search(r"(\w+)\]*$", declared)[1]
+            optional, kind = "Optional[" in declared, re.findall(r"(\w+)\]*$", declared)[0]
             for name, x in self.elements(argument, value):
                 if kind == "int" and isinstance(x, int) and not -(2**63) <= x < 2**63:
                     return ValueError(f"{op}: {name} must fit int64, got {x}")
@@ -96,12 +79,12 @@ class _Call(NamedTuple):
         return error
 
 
-def operator(overload: OpOverload, **public: str) -> Callable:
+def operator(overload: OpOverload, **public: str) -> Callable[..., Any]:
     """`overload` as a function that raises ValueError for what autograd tracks, TypeError for what is of a wrong type,
     and MemoryError, or torch.OutOfMemoryError, for a lack of memory. `public`: other names that arguments go by."""
     run = overload._op  # what it calls, without one more Python frame
 
-    def call(*args, **options):
+    def call(*args: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
             return overload(*args, **options)
         if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _any_requires_grad(*args, **options)):
@@ -128,10 +111,10 @@ def register(overloads: list[OpOverload]) -> torch.library.Library:
     return library
 
 
-def _autograd(overload: OpOverload) -> Callable:
+def _autograd(overload: OpOverload) -> Callable[..., Any]:
     after = torch._C._after_autograd_keyset
 
-    def kernel(keyset, *args, **options):
+    def kernel(keyset: Any, *args: Any, **options: Any) -> Any:
         if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _any_requires_grad(*args, **options)):
             _Call(overload, args, options, {}).refuse_tracked(NotImplementedError)
         try:
@@ -142,12 +125,12 @@ def _autograd(overload: OpOverload) -> Callable:
     return kernel
 
 
-def _in_place(overload: OpOverload) -> Callable:
+def _in_place(overload: OpOverload) -> Callable[..., Any]:
     after = torch._C._after_ADInplaceOrView_keyset
     names = [x.name for x in overload._schema.arguments]
     written = {x.name for x in overload._schema.arguments if x.alias_info and x.alias_info.is_write}
 
-    def kernel(keyset, *args, **options):
+    def kernel(keyset: Any, *args: Any, **options: Any) -> Any:
         result = overload.redispatch(keyset & after, *args, **options)
         for name, x in (*zip(names, args), *options.items()):
             if name in written:

@@ -1,7 +1,7 @@
 """LaCache's ladder: which slots stay is arithmetic on (layer, slot), made here on the host in plain integers. ::
 
     plan = kvops.lacache_plan(n, num_layers=32, budget=512)            # what a cache of n slots needs
-    ops.ladder_compact_(k, v, plan, layer)                             # one layer, or lists of all of them
+    ops.ladder_compact_(k, v, plan=plan, layer=layer)                  # one layer, or lists of all of them
     plan = kvops.lacache_plan(n, num_layers=32, budget=512, state=plan.state)      # the next time
 
 A ladder is `length` consecutive slots. Every layer keeps `kept` consecutive ones of it, from its `offset` on, and frees
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .checks import check_int
+from .checks import check_choice, check_holds_ladder, check_int
 
 PATTERNS = ("paper", "official")
 MAX_PASSES = 192  # of one call of the operators
@@ -147,11 +147,11 @@ def lacache_plan(
     """
     for name, value in (("n", n), ("num_layers", num_layers), ("budget", budget), ("sinks", sinks)):
         check_int("lacache_plan", name, value, 0)
-    for name, value in (("span", span), ("overlap", overlap)):
-        if value is not None:
-            check_int("lacache_plan", name, value, 0)
+    for name, given in (("span", span), ("overlap", overlap)):
+        if given is not None:
+            check_int("lacache_plan", name, given, 0)
     ladder = make_ladder(num_layers, span, overlap, pattern)
-    check_budget("lacache_plan", budget, sinks, ladder)
+    check_holds_ladder("lacache_plan", budget, sinks, least=least_budget(sinks, ladder), kept=ladder.kept)
     cap, cursor = (budget, sinks) if state is None else (state.cap, state.cursor)
     passes: list[tuple[int, int]] = []
     left, kept, freed = n, ladder.kept, ladder.freed
@@ -183,8 +183,7 @@ def make_ladder(num_layers: int, span: int | None, overlap: int | None, pattern:
         span = max(1, round(num_layers / 4))
     if overlap is None:
         overlap = span // 2
-    if pattern not in PATTERNS:
-        raise ValueError(f"lacache: pattern must be one of {', '.join(map(repr, PATTERNS))}, got {pattern!r}")
+    check_choice("lacache", "pattern", pattern, PATTERNS)
     if num_layers >= 1 and 1 <= span <= num_layers and 0 <= overlap < span:
         ladder = Ladder(num_layers, span, overlap, pattern)
         if ladder.freed:
@@ -200,13 +199,3 @@ def make_ladder(num_layers: int, span: int | None, overlap: int | None, pattern:
 def least_budget(sinks: int, ladder: Ladder) -> int:
     """What a budget has to hold: the sinks, a ladder's kept slots, and the newest `num_layers` slots."""
     return sinks + ladder.num_layers + ladder.kept
-
-
-def check_budget(op: str, budget: int, sinks: int, ladder: Ladder) -> None:
-    """The budget is at least the least."""
-    least = least_budget(sinks, ladder)
-    if sinks < 0 or budget < least:
-        raise ValueError(
-            f"{op}: budget must hold sinks + num_layers + the {ladder.kept} kept slots of a ladder, expected at least "
-            f"{least} with {sinks} sinks, got {budget}"
-        )

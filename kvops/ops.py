@@ -1,4 +1,4 @@
-"""The operators: one public function each, with its contract; the fakes (shapes for torch.compile) beside them.
+"""The operators: one public function each, with its contract; beneath it the fake (shapes for torch.compile).
 
 Conventions: b batch, Hk KV heads, n cached tokens, d and dv head dims. k: [b, Hk, n, d] and v: [b, Hk, n, dv] are fp32,
 fp16 or bf16, with any strides whose last dim is contiguous and rows of a multiple of 16 bytes; they are read where
@@ -14,16 +14,27 @@ Head dims up to 1024.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 from torch.library import register_fake
 
 from . import _lib  # registers torch.ops.kvops.*
+from .checks import (
+    check_at_least,
+    check_code,
+    check_dims,
+    check_layers,
+    check_one_device,
+    check_pair,
+    check_plan,
+    check_scores,
+)
 from .dispatch import operator, register
 from .ladder import LadderPlan, decode_plan
-from .reference import kept_length, num_segments
+from .lag import kept_length, longest_kept, num_segments
 
 __all__ = [
     "anchor_cosine",
@@ -72,24 +83,25 @@ _cluster_mean = operator(_ops.cluster_mean.default)
 _cluster_priority = operator(_ops.cluster_priority.default)
 
 
-def _code(op: str, name: str, value: str, codes: dict[str, int], last: str) -> int:
-    """The integer of a name, one of `codes` up to `last`."""
-    code = codes.get(value) if isinstance(value, str) else None
-    if code is None or code > codes[last]:
-        *names, final = list(codes)[: codes[last] + 1]
-        raise ValueError(f"{op}: {name} must be {', '.join(map(repr, names))} or {final!r}, got {value!r}")
-    return code
-
-
 def _written(*tensors: Tensor) -> None:
     """Tells autograd that the tensors changed (the stable ABI's mutating operators do not)."""
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(tensors)
 
 
+# Beneath each function its fake: the shapes of its results, without data. It checks what it computes with, in the
+# operator's words, and that no real tensor is mixed with meta tensors, which no operator gets to see; the operator
+# checks everything else.
+
+_KV = "[batch, heads, tokens, head_dim]"
+_SCORES = "[batch, heads, tokens]"
+_INDICES = "[batch, heads, kept]"
+
+
 def lag_score(
     k: Tensor,
     v: Tensor,
+    *,
     lag: int,
     prefix: int = 0,
     v_weight: float = 1.0,
@@ -99,7 +111,8 @@ def lag_score(
 ) -> Tensor:
     """LagKV's scores: how far each token stands out of its partition, seen by the next partition.
 
-    Slots [prefix, n) are cut into partitions of `lag` tokens. With X partition p and Y partition p + 1 (X itself if
+    Slots [prefix, n), those behind the sinks (in a stream also behind what was kept of older partitions), are cut into
+    partitions of `lag` tokens. With X partition p and Y partition p + 1 (X itself if
     `self_reference`, the paper's LocalKV), per channel c and for Z in {K, V}::
 
         N[t, c] = (X[t, c] - min_t Y[t, c]) / (max_t Y[t, c] - min_t Y[t, c])    0 where the range is 0 or not finite
@@ -114,6 +127,36 @@ def lag_score(
     return _lag_score(k, v, lag, prefix, v_weight, self_reference, starts, lengths)
 
 
+@register_fake("kvops::lag_score")
+def _(k, v, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, lengths=None):
+    check_one_device("lag_score", k, v=v, starts=starts, lengths=lengths)
+    check_dims("lag_score", _KV, k=k, v=v)
+    check_at_least("lag_score", "lag", lag, 1)
+    check_at_least("lag_score", "prefix", prefix, 0)
+    b, heads, n, _ = k.shape
+    return k.new_empty((b, heads, num_segments(n, prefix, lag), lag), dtype=torch.float32)
+
+
+@overload
+def anchor_cosine(
+    k: Tensor,
+    *,
+    anchor: Tensor | None = None,
+    normalize_anchor: bool = True,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    return_anchor: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def anchor_cosine(
+    k: Tensor,
+    *,
+    anchor: Tensor | None = None,
+    normalize_anchor: bool = True,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    return_anchor: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def anchor_cosine(
     k: Tensor,
     *,
@@ -139,12 +182,28 @@ def anchor_cosine(
     return (scores, mu) if return_anchor else scores
 
 
+@register_fake("kvops::anchor_cosine")
+def _(k, anchor=None, normalize_anchor=True, starts=None, lengths=None):
+    check_one_device("anchor_cosine", k, anchor=anchor, starts=starts, lengths=lengths)
+    check_dims("anchor_cosine", _KV, k=k)
+    b, heads, n, d = k.shape
+    return k.new_empty((b, heads, n), dtype=torch.float32), k.new_empty((b, heads, d), dtype=torch.float32)
+
+
+def _window(op, q, k, group_reduce, **others) -> Tensor:
+    check_one_device(op, q, k=k, **others)
+    check_dims(op, "[batch, query heads, rows, head_dim]", q=q)
+    check_dims(op, _KV, k=k)
+    heads = q.shape[1] if group_reduce == REDUCTIONS["none"] else k.shape[1]
+    return q.new_empty((q.shape[0], heads, k.shape[2]), dtype=torch.float32)
+
+
 def window_scores(
     q: Tensor,
     k: Tensor,
     visible: Tensor,
-    lse: Tensor | None = None,
     *,
+    lse: Tensor | None = None,
     scale: float | None = None,
     score: str = "softmax",
     reduce: str = "sum",
@@ -184,13 +243,32 @@ def window_scores(
         visible,
         lse,
         scale=scale,
-        score=_code("window_scores", "score", score, SCORES, "dot"),
-        reduce=_code("window_scores", "reduce", reduce, REDUCTIONS, "max"),
-        group_reduce=_code("window_scores", "group_reduce", group_reduce, REDUCTIONS, "none"),
+        score=check_code("window_scores", "score", score, SCORES, "dot"),
+        reduce=check_code("window_scores", "reduce", reduce, REDUCTIONS, "max"),
+        group_reduce=check_code("window_scores", "group_reduce", group_reduce, REDUCTIONS, "none"),
         starts=starts,
         softcap=softcap,
         sink_logits=sink_logits,
     )
+
+
+@register_fake("kvops::window_scores")
+def _(
+    q,
+    k,
+    visible,
+    lse=None,
+    *,
+    scale=None,
+    score=0,
+    reduce=0,
+    group_reduce=1,
+    starts=None,
+    softcap=0.0,
+    sink_logits=None,
+):
+    others = dict(visible=visible, lse=lse, starts=starts, sink_logits=sink_logits)
+    return _window("window_scores", q, k, group_reduce, **others)
 
 
 def window_attention(
@@ -227,16 +305,38 @@ def window_attention(
         v,
         visible,
         scale=scale,
-        reduce=_code("window_attention", "reduce", reduce, REDUCTIONS, "max"),
-        group_reduce=_code("window_attention", "group_reduce", group_reduce, REDUCTIONS, "none"),
+        reduce=check_code("window_attention", "reduce", reduce, REDUCTIONS, "max"),
+        group_reduce=check_code("window_attention", "group_reduce", group_reduce, REDUCTIONS, "none"),
         starts=starts,
         softcap=softcap,
         sink_logits=sink_logits,
     )
 
 
+@register_fake("kvops::window_attention")
+def _(
+    q,
+    k,
+    v,
+    visible,
+    *,
+    scale=None,
+    reduce=0,
+    group_reduce=1,
+    starts=None,
+    softcap=0.0,
+    sink_logits=None,
+):
+    others = dict(v=v, visible=visible, starts=starts, sink_logits=sink_logits)
+    scores = _window("window_attention", q, k, group_reduce, **others)
+    check_dims("window_attention", _KV, v=v)
+    b, heads, w, _ = q.shape
+    return q.new_empty((b, heads, w, v.shape[3])), q.new_empty((b, heads, w), dtype=torch.float32), scores
+
+
 def select_topk(
     scores: Tensor,
+    *,
     k: int,
     sinks: int = 0,
     window: int = 0,
@@ -263,6 +363,22 @@ def select_topk(
     return _select_topk(scores, k, sinks, window, seq_len, starts, lengths, budgets, fill_invalid)
 
 
+@register_fake("kvops::select_topk")
+def _(scores, k, sinks=0, window=0, seq_len=None, starts=None, lengths=None, budgets=None, fill_invalid=False):
+    op = "select_topk"
+    check_scores(op, scores, seq_len)
+    for name, value in (("k", k), ("sinks", sinks), ("window", window)):
+        check_at_least(op, name, value, 0)
+    b, heads = scores.shape[:2]
+    if scores.dim() == 3:
+        width = min(k, scores.shape[2])
+    else:
+        check_at_least(op, "the lag of scores", scores.shape[3], 1)
+        width_of = kept_length if starts is None and lengths is None else longest_kept
+        width = width_of(seq_len, sinks, scores.shape[3], k)
+    return scores.new_empty((b, heads, width), dtype=torch.int64)
+
+
 def gather_kv(
     k: Tensor, v: Tensor, indices: Tensor, *, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -274,10 +390,23 @@ def gather_kv(
     """
     if out is None:
         return _gather_kv(k, v, indices)
-    k_out, v_out = _pair("gather_kv", out)
+    k_out, v_out = check_pair("gather_kv", out)
     _gather_kv_out(k, v, indices, k_out=k_out, v_out=v_out)
     _written(k_out, v_out)
     return k_out, v_out
+
+
+@register_fake("kvops::gather_kv")
+def _(k, v, indices):
+    check_one_device("gather_kv", k, v=v, indices=indices)
+    check_dims("gather_kv", _KV, k=k, v=v)
+    check_dims("gather_kv", _INDICES, indices=indices)
+    return k.new_empty((*indices.shape, k.shape[3])), v.new_empty((*indices.shape, v.shape[3]))
+
+
+@register_fake("kvops::gather_kv.out")
+def _(k, v, indices, *, k_out, v_out):
+    check_one_device("gather_kv", k, v=v, indices=indices, k_out=k_out, v_out=v_out)
 
 
 def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,37 +424,32 @@ def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return k[:, :, :m], v[:, :, :m]
 
 
-def _pair(op: str, out: tuple) -> tuple:
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise TypeError(f"{op}: out must be a pair (k_out, v_out), got {type(out).__name__}")
-    return out
+@register_fake("kvops::compact_kv_")
+def _(k, v, indices):
+    check_one_device("compact_kv_", k, v=v, indices=indices)
+    check_dims("compact_kv_", _KV, k=k, v=v)
+    check_dims("compact_kv_", _INDICES, indices=indices)
 
 
 Layers = Tensor | Sequence[Tensor]
-
-
-def _layers(op: str, **groups: Layers | None) -> tuple[list[Tensor], ...]:
-    """Each group as a list; a tensor is one layer."""
-    for name, x in groups.items():
-        if not isinstance(x, (Tensor, Iterable)):
-            raise TypeError(f"{op}: {name} must be a torch.Tensor or a list of them, got {type(x).__name__}")
-    lists = tuple([x] if isinstance(x, Tensor) else list(x) for x in groups.values())
-    for name, tensors in zip(groups, lists):
-        if not tensors:
-            raise ValueError(f"{op}: {name} must hold at least one layer, got none")
-    return lists
 
 
 def _encoded(plan: LadderPlan | Sequence[int]) -> Sequence[int]:
     return plan.encoded if isinstance(plan, LadderPlan) else plan
 
 
+def _plan_length(op: str, plan: Sequence[int]) -> int:
+    """The slots that stay."""
+    check_plan(op, plan)
+    return len(decode_plan(plan))
+
+
 def ladder_gather(
     k: Layers,
     v: Layers,
+    *,
     plan: LadderPlan | Sequence[int],
     layer: int | Sequence[int],
-    *,
     inv_freq: Tensor | None = None,
     interleaved: bool = False,
     out: tuple[Layers, Layers] | None = None,
@@ -345,24 +469,40 @@ def ladder_gather(
 
     Source: LaCache, Sec. 3.2, 3.3.
     """
-    keys, values = _layers("ladder_gather", k=k, v=v)
+    keys, values = check_layers("ladder_gather", k=k, v=v)
     one, layer, plan = isinstance(k, Tensor), [layer] if isinstance(layer, int) else layer, _encoded(plan)
     if out is None:
         k_out, v_out = _ladder_gather(keys, values, plan, layer, inv_freq=inv_freq, interleaved=interleaved)
     else:
-        k_out, v_out = _layers("ladder_gather", **dict(zip(("out[0]", "out[1]"), _pair("ladder_gather", out))))
+        pair = check_pair("ladder_gather", out)
+        k_out, v_out = check_layers("ladder_gather", **{"out[0]": pair[0], "out[1]": pair[1]})
         options = dict(inv_freq=inv_freq, interleaved=interleaved, k_out=k_out, v_out=v_out)
         _ladder_gather_out(keys, values, plan, layer, **options)
         _written(*k_out, *v_out)
     return (k_out[0], v_out[0]) if one else (k_out, v_out)
 
 
+@register_fake("kvops::ladder_gather")
+def _(k, v, plan, layer, *, inv_freq=None, interleaved=False):
+    m = _plan_length("ladder_gather", plan)
+    for name, tensors in (("k", k), ("v", v)):
+        for x in tensors:
+            check_dims("ladder_gather", _KV, **{name: x})
+    new = [[x.new_empty((*x.shape[:2], m, x.shape[3])) for x in tensors] for tensors in (k, v)]
+    return new[0], new[1]
+
+
+@register_fake("kvops::ladder_gather.out")
+def _(k, v, plan, layer, *, inv_freq=None, interleaved=False, k_out, v_out):
+    _plan_length("ladder_gather", plan)
+
+
 def ladder_compact_(
     k: Layers,
     v: Layers,
+    *,
     plan: LadderPlan | Sequence[int],
     layer: int | Sequence[int],
-    *,
     inv_freq: Tensor | None = None,
     interleaved: bool = False,
 ) -> tuple[Layers, Layers]:
@@ -373,13 +513,18 @@ def ladder_compact_(
     Slots before the plan's first ladder are not touched, slots from len(plan) on are left with what they held. No two
     of the tensors may share memory. Returns the views k[:, :, :len(plan)] and v[:, :, :len(plan)], lists if k is one.
     """
-    keys, values = _layers("ladder_compact_", k=k, v=v)
+    keys, values = check_layers("ladder_compact_", k=k, v=v)
     one, layer, plan = isinstance(k, Tensor), [layer] if isinstance(layer, int) else layer, _encoded(plan)
     _ladder_compact_(keys, values, plan, layer, inv_freq=inv_freq, interleaved=interleaved)
     _written(*keys, *values)
     m = len(decode_plan(plan))
     k_out, v_out = [x[:, :, :m] for x in keys], [x[:, :, :m] for x in values]
     return (k_out[0], v_out[0]) if one else (k_out, v_out)
+
+
+@register_fake("kvops::ladder_compact_")
+def _(k, v, plan, layer, *, inv_freq=None, interleaved=False):
+    _plan_length("ladder_compact_", plan)
 
 
 def rope_at_slots(
@@ -405,8 +550,20 @@ def rope_at_slots(
     return out
 
 
+@register_fake("kvops::rope_at_slots")
+def _(k, cos, sin, *, interleaved=False):
+    check_one_device("rope_at_slots", k, cos=cos, sin=sin)
+    return k.new_empty(k.shape)
+
+
+@register_fake("kvops::rope_at_slots.out")
+def _(k, cos, sin, *, interleaved=False, k_out):  # not `out`: torch.compile takes that for contiguous tensors only
+    check_one_device("rope_at_slots", k, cos=cos, sin=sin, out=k_out)
+
+
 def outlier_degree(
     k: Tensor,
+    *,
     kappa: int = 5,
     standardize: bool = True,
     starts: Tensor | None = None,
@@ -430,6 +587,13 @@ def outlier_degree(
     return _outlier_degree(k, kappa, standardize, starts, lengths)
 
 
+@register_fake("kvops::outlier_degree")
+def _(k, kappa=5, standardize=True, starts=None, lengths=None):
+    check_one_device("outlier_degree", k, starts=starts, lengths=lengths)
+    check_dims("outlier_degree", _KV, k=k)
+    return k.new_empty(k.shape[:3], dtype=torch.float32)
+
+
 def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) -> Tensor:
     """The bucket of each chosen key: its random Fourier features' signs, read as a number of r bits. ::
 
@@ -446,10 +610,18 @@ def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) ->
     return _lsh_bucket(k, indices, projection, phase)
 
 
+@register_fake("kvops::lsh_bucket")
+def _(k, indices, projection, phase):
+    check_one_device("lsh_bucket", k, indices=indices, projection=projection, phase=phase)
+    check_dims("lsh_bucket", _INDICES, indices=indices)
+    return k.new_empty(indices.shape, dtype=torch.int32)
+
+
 def build_prototypes(
     k: Tensor,
-    sat_indices: Tensor | None,
-    buckets: Tensor | None,
+    *,
+    sat_indices: Tensor | None = None,
+    buckets: Tensor | None = None,
     num_chunks: int,
     num_buckets: int = 4,
     starts: Tensor | None = None,
@@ -474,8 +646,20 @@ def build_prototypes(
     return _build_prototypes(k, sat_indices, buckets, num_chunks, num_buckets, starts, lengths)
 
 
+@register_fake("kvops::build_prototypes")
+def _(k, sat_indices, buckets, num_chunks, num_buckets=4, starts=None, lengths=None):
+    others = dict(sat_indices=sat_indices, buckets=buckets, starts=starts, lengths=lengths)
+    check_one_device("build_prototypes", k, **others)
+    check_dims("build_prototypes", _KV, k=k)
+    check_at_least("build_prototypes", "num_chunks", num_chunks, 0)
+    check_at_least("build_prototypes", "num_buckets", num_buckets, 0)
+    b, heads, _, d = k.shape
+    count = num_chunks + num_buckets
+    return k.new_empty((b, heads, count, d), dtype=torch.float32), k.new_empty((b, heads, count), dtype=torch.int32)
+
+
 def assign_prototypes(
-    k: Tensor, prototypes: Tensor, starts: Tensor | None = None, lengths: Tensor | None = None
+    k: Tensor, prototypes: Tensor, *, starts: Tensor | None = None, lengths: Tensor | None = None
 ) -> Tensor:
     """The prototype of highest cosine for each key: argmax over c of cos(k_i, prototype_c), ties to the lower c.
 
@@ -490,7 +674,14 @@ def assign_prototypes(
     return _assign_prototypes(k, prototypes, starts, lengths)
 
 
-def cluster_mean(scores: Tensor, assignment: Tensor, num_clusters: int, reduce: str = "mean") -> Tensor:
+@register_fake("kvops::assign_prototypes")
+def _(k, prototypes, starts=None, lengths=None):
+    check_one_device("assign_prototypes", k, prototypes=prototypes, starts=starts, lengths=lengths)
+    check_dims("assign_prototypes", _KV, k=k)
+    return k.new_empty(k.shape[:3], dtype=torch.int32)
+
+
+def cluster_mean(scores: Tensor, assignment: Tensor, *, num_clusters: int, reduce: str = "mean") -> Tensor:
     """The mean (or "sum") of the scores in each cluster.
 
     scores: fp32 [b, Hk, n]; assignment: int32 [b, Hk, n], as `assign_prototypes` gives it: -1 is in no cluster. Scores
@@ -502,13 +693,23 @@ def cluster_mean(scores: Tensor, assignment: Tensor, num_clusters: int, reduce: 
 
     Source: ProtoKV, Algorithm 1, line 22 (mean), Eq. 11 (sum).
     """
-    return _cluster_mean(scores, assignment, num_clusters, _code("cluster_mean", "reduce", reduce, REDUCTIONS, "mean"))
+    code = check_code("cluster_mean", "reduce", reduce, REDUCTIONS, "mean")
+    return _cluster_mean(scores, assignment, num_clusters, code)
+
+
+@register_fake("kvops::cluster_mean")
+def _(scores, assignment, num_clusters, reduce=1):
+    check_one_device("cluster_mean", scores, assignment=assignment)
+    check_dims("cluster_mean", _SCORES, scores=scores)
+    check_at_least("cluster_mean", "num_clusters", num_clusters, 1)
+    return scores.new_empty((*scores.shape[:2], num_clusters))
 
 
 def cluster_priority(
     scores: Tensor,
     assignment: Tensor,
     cluster_scores: Tensor,
+    *,
     k: int,
     budgets: Tensor | None = None,
     whole: bool = False,
@@ -531,234 +732,11 @@ def cluster_priority(
     return _cluster_priority(scores, assignment, cluster_scores, k, budgets, whole)
 
 
-# Fakes: output shapes without data. They check what they compute with, in the operators' words, and that no real tensor
-# is mixed with meta tensors, which no operator gets to see; the operators check everything else.
-
-_KV = "[batch, heads, tokens, head_dim]"
-_SCORES = "[batch, heads, tokens]"
-_INDICES = "[batch, heads, kept]"
-
-
-def _rank(op: str, layout: str, **tensors: Tensor) -> None:
-    for name, x in tensors.items():
-        if x.dim() != layout.count(",") + 1:
-            raise ValueError(f"{op}: {name} must be {layout}, got {list(x.shape)}")
-
-
-def _at_least(op: str, name: str, value: int, low: int) -> None:
-    if value < low:
-        raise ValueError(f"{op}: {name} must be at least {low}, got {value}")
-
-
-def _one_device(op: str, first: Tensor, **others: Tensor | None) -> None:
-    for name, x in others.items():
-        if x is not None and x.device != first.device:
-            raise ValueError(f"{op}: {name} must be on the first tensor's device {first.device}, got {x.device}")
-
-
-@register_fake("kvops::lag_score")
-def _(k, v, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, lengths=None):
-    _one_device("lag_score", k, v=v, starts=starts, lengths=lengths)
-    _rank("lag_score", _KV, k=k, v=v)
-    _at_least("lag_score", "lag", lag, 1)
-    _at_least("lag_score", "prefix", prefix, 0)
-    b, heads, n, _ = k.shape
-    return k.new_empty((b, heads, num_segments(n, prefix, lag), lag), dtype=torch.float32)
-
-
-@register_fake("kvops::anchor_cosine")
-def _(k, anchor=None, normalize_anchor=True, starts=None, lengths=None):
-    _one_device("anchor_cosine", k, anchor=anchor, starts=starts, lengths=lengths)
-    _rank("anchor_cosine", _KV, k=k)
-    b, heads, n, d = k.shape
-    return k.new_empty((b, heads, n), dtype=torch.float32), k.new_empty((b, heads, d), dtype=torch.float32)
-
-
-def _window(op, q, k, group_reduce, **others) -> Tensor:
-    _one_device(op, q, k=k, **others)
-    _rank(op, "[batch, query heads, rows, head_dim]", q=q)
-    _rank(op, _KV, k=k)
-    heads = q.shape[1] if group_reduce == REDUCTIONS["none"] else k.shape[1]
-    return q.new_empty((q.shape[0], heads, k.shape[2]), dtype=torch.float32)
-
-
-@register_fake("kvops::window_scores")
-def _(
-    q,
-    k,
-    visible,
-    lse=None,
-    *,
-    scale=None,
-    score=0,
-    reduce=0,
-    group_reduce=1,
-    starts=None,
-    softcap=0.0,
-    sink_logits=None,
-):
-    others = dict(visible=visible, lse=lse, starts=starts, sink_logits=sink_logits)
-    return _window("window_scores", q, k, group_reduce, **others)
-
-
-@register_fake("kvops::window_attention")
-def _(
-    q,
-    k,
-    v,
-    visible,
-    *,
-    scale=None,
-    reduce=0,
-    group_reduce=1,
-    starts=None,
-    softcap=0.0,
-    sink_logits=None,
-):
-    others = dict(v=v, visible=visible, starts=starts, sink_logits=sink_logits)
-    scores = _window("window_attention", q, k, group_reduce, **others)
-    _rank("window_attention", _KV, v=v)
-    b, heads, w, _ = q.shape
-    return q.new_empty((b, heads, w, v.shape[3])), q.new_empty((b, heads, w), dtype=torch.float32), scores
-
-
-@register_fake("kvops::select_topk")
-def _(scores, k, sinks=0, window=0, seq_len=None, starts=None, lengths=None, budgets=None, fill_invalid=False):
-    op = "select_topk"
-    if scores.dim() not in (3, 4):
-        raise ValueError(f"{op}: scores must be {_SCORES} or [batch, heads, segments, lag], got {list(scores.shape)}")
-    for name, value in (("k", k), ("sinks", sinks), ("window", window)):
-        _at_least(op, name, value, 0)
-    if (scores.dim() == 4) != (seq_len is not None):
-        raise ValueError(f"{op}: seq_len must be given with scores of 4 dims and only then, got {list(scores.shape)}")
-    b, heads = scores.shape[:2]
-    if scores.dim() == 3:
-        width = min(k, scores.shape[2])
-    else:
-        _at_least(op, "the lag of scores", scores.shape[3], 1)
-        width = segment_width(seq_len, sinks, scores.shape[3], k, starts is not None or lengths is not None)
-    return scores.new_empty((b, heads, width), dtype=torch.int64)
-
-
-@register_fake("kvops::gather_kv")
-def _(k, v, indices):
-    _one_device("gather_kv", k, v=v, indices=indices)
-    _rank("gather_kv", _KV, k=k, v=v)
-    _rank("gather_kv", _INDICES, indices=indices)
-    return k.new_empty((*indices.shape, k.shape[3])), v.new_empty((*indices.shape, v.shape[3]))
-
-
-@register_fake("kvops::gather_kv.out")
-def _(k, v, indices, *, k_out, v_out):
-    _one_device("gather_kv", k, v=v, indices=indices, k_out=k_out, v_out=v_out)
-
-
-@register_fake("kvops::compact_kv_")
-def _(k, v, indices):
-    _one_device("compact_kv_", k, v=v, indices=indices)
-    _rank("compact_kv_", _KV, k=k, v=v)
-    _rank("compact_kv_", _INDICES, indices=indices)
-
-
-def _kept(op: str, plan: Sequence[int]) -> int:
-    """The slots that stay, of a plan that describes a ladder."""
-    if len(plan) < 5 or len(plan) % 2 == 0 or not 0 <= plan[3] < plan[2] <= plan[1] or plan[4] not in (0, 1):
-        raise ValueError(
-            f"{op}: plan must be a kvops.LadderPlan, or its `encoded`: (n, num_layers, span, overlap, pattern) with "
-            f"0 <= overlap < span <= num_layers and 2 integers for each pass, got {list(plan)}"
-        )
-    return len(decode_plan(plan))
-
-
-@register_fake("kvops::ladder_gather")
-def _(k, v, plan, layer, *, inv_freq=None, interleaved=False):
-    m = _kept("ladder_gather", plan)
-    for name, tensors in (("k", k), ("v", v)):
-        for x in tensors:
-            _rank("ladder_gather", _KV, **{name: x})
-    new = [[x.new_empty((*x.shape[:2], m, x.shape[3])) for x in tensors] for tensors in (k, v)]
-    return new[0], new[1]
-
-
-@register_fake("kvops::ladder_gather.out")
-def _(k, v, plan, layer, *, inv_freq=None, interleaved=False, k_out, v_out):
-    _kept("ladder_gather", plan)
-
-
-@register_fake("kvops::ladder_compact_")
-def _(k, v, plan, layer, *, inv_freq=None, interleaved=False):
-    _kept("ladder_compact_", plan)
-
-
-@register_fake("kvops::rope_at_slots")
-def _(k, cos, sin, *, interleaved=False):
-    _one_device("rope_at_slots", k, cos=cos, sin=sin)
-    return k.new_empty(k.shape)
-
-
-@register_fake("kvops::rope_at_slots.out")
-def _(k, cos, sin, *, interleaved=False, k_out):  # not `out`: torch.compile takes that for contiguous tensors only
-    _one_device("rope_at_slots", k, cos=cos, sin=sin, out=k_out)
-
-
-@register_fake("kvops::outlier_degree")
-def _(k, kappa=5, standardize=True, starts=None, lengths=None):
-    _one_device("outlier_degree", k, starts=starts, lengths=lengths)
-    _rank("outlier_degree", _KV, k=k)
-    return k.new_empty(k.shape[:3], dtype=torch.float32)
-
-
-@register_fake("kvops::lsh_bucket")
-def _(k, indices, projection, phase):
-    _one_device("lsh_bucket", k, indices=indices, projection=projection, phase=phase)
-    _rank("lsh_bucket", _INDICES, indices=indices)
-    return k.new_empty(indices.shape, dtype=torch.int32)
-
-
-@register_fake("kvops::build_prototypes")
-def _(k, sat_indices, buckets, num_chunks, num_buckets=4, starts=None, lengths=None):
-    others = dict(sat_indices=sat_indices, buckets=buckets, starts=starts, lengths=lengths)
-    _one_device("build_prototypes", k, **others)
-    _rank("build_prototypes", _KV, k=k)
-    _at_least("build_prototypes", "num_chunks", num_chunks, 0)
-    _at_least("build_prototypes", "num_buckets", num_buckets, 0)
-    b, heads, _, d = k.shape
-    count = num_chunks + num_buckets
-    return k.new_empty((b, heads, count, d), dtype=torch.float32), k.new_empty((b, heads, count), dtype=torch.int32)
-
-
-@register_fake("kvops::assign_prototypes")
-def _(k, prototypes, starts=None, lengths=None):
-    _one_device("assign_prototypes", k, prototypes=prototypes, starts=starts, lengths=lengths)
-    _rank("assign_prototypes", _KV, k=k)
-    return k.new_empty(k.shape[:3], dtype=torch.int32)
-
-
-@register_fake("kvops::cluster_mean")
-def _(scores, assignment, num_clusters, reduce=1):
-    _one_device("cluster_mean", scores, assignment=assignment)
-    _rank("cluster_mean", _SCORES, scores=scores)
-    _at_least("cluster_mean", "num_clusters", num_clusters, 1)
-    return scores.new_empty((*scores.shape[:2], num_clusters))
-
-
 @register_fake("kvops::cluster_priority")
 def _(scores, assignment, cluster_scores, k, budgets=None, whole=False):
-    _one_device("cluster_priority", scores, assignment=assignment, cluster_scores=cluster_scores, budgets=budgets)
-    _rank("cluster_priority", _SCORES, scores=scores)
+    check_one_device("cluster_priority", scores, assignment=assignment, cluster_scores=cluster_scores, budgets=budgets)
+    check_dims("cluster_priority", _SCORES, scores=scores)
     return scores.new_empty(scores.shape), scores.new_empty(scores.shape[:2], dtype=torch.int32)
-
-
-def segment_width(n: int, prefix: int, lag: int, m: int, padded: bool) -> int:
-    """Slots that LagKV keeps of n; of a padded batch, the most it keeps of any n' <= n (not monotone in n')."""
-    if not padded:
-        return kept_length(n, prefix, lag, m)
-    # The kept length grows one by one and drops by lag - m whenever a partition completes; so the maximum lies at n
-    # or just before the last drop.
-    last_drop = prefix + (max(0, n - prefix) // lag) * lag
-    return max(
-        kept_length(n, prefix, lag, m), kept_length(min(n, last_drop - 1), prefix, lag, m) if last_drop > 0 else 0
-    )
 
 
 _overloads = [getattr(getattr(_ops, op), x) for op in __all__ for x in getattr(_ops, op).overloads()]
@@ -775,8 +753,8 @@ def _refuse_cuda(why: str) -> torch.library.Library:
         def refuse(*args, op=op, **kwargs):
             raise NotImplementedError(f"{op}: got CUDA tensors, but kvops has no CUDA kernels here: {why}")
 
-        for overload in getattr(_ops, op).overloads():
-            library.impl(op if overload == "default" else f"{op}.{overload}", refuse, "CUDA")
+        for name in getattr(_ops, op).overloads():
+            library.impl(op if name == "default" else f"{op}.{name}", refuse, "CUDA")
     return library
 
 

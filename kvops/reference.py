@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .ladder import LadderPlan, decode_plan
+from .lag import kept_length, num_segments, segment_start
 
 
 def spans(b: int, n: int, starts: Tensor | None, lengths: Tensor | None) -> list[tuple[int, int]]:
@@ -18,16 +19,6 @@ def spans(b: int, n: int, starts: Tensor | None, lengths: Tensor | None) -> list
     first = [0] * b if starts is None else starts.tolist()
     count = [n - s for s in first] if lengths is None else lengths.tolist()
     return [(s, s + c) for s, c in zip(first, count)]
-
-
-def num_segments(n: int, prefix: int, lag: int) -> int:
-    """LagKV's scored partitions: all complete ones of [prefix, n) but the last."""
-    return max(0, (n - prefix) // lag - 1)
-
-
-def kept_length(n: int, prefix: int, lag: int, m: int) -> int:
-    """LagKV Eq. 10: slots kept of n, with m per scored partition."""
-    return n - num_segments(n, prefix, lag) * (lag - m)
 
 
 def softmax_of_finite(x: Tensor) -> Tensor:
@@ -47,7 +38,7 @@ def lag_std(z: Tensor, lag: int, self_reference: bool = False) -> Tensor:
 
 
 def lag_score(
-    k, v, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, lengths=None, *, dtype=torch.float64
+    k, v, *, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, lengths=None, dtype=torch.float64
 ) -> Tensor:
     """LagKV Eq. 5-9. k: [b, Hk, n, d], v: [b, Hk, n, dv] -> [b, Hk, S, lag]."""
     b, heads, n, _ = k.shape
@@ -56,7 +47,7 @@ def lag_score(
     for row, (first, last) in enumerate(spans(b, n, starts, lengths)):
         count = num_segments(last - first, prefix, lag)
         if count:
-            grid = slice(first + prefix, first + prefix + (count + 1) * lag)
+            grid = slice(first + prefix, first + segment_start(count + 1, prefix, lag))
             k_score, v_score = (
                 softmax_of_finite(lag_std(z[row, :, grid].to(dtype), lag, self_reference)) for z in (k, v)
             )
@@ -146,8 +137,8 @@ def window_scores(
     q,
     k,
     visible,
-    lse=None,
     *,
+    lse=None,
     scale=None,
     score="softmax",
     reduce="sum",
@@ -189,7 +180,7 @@ def window_attention(
 
 
 def select_topk(
-    scores, k, sinks=0, window=0, seq_len=None, starts=None, lengths=None, budgets=None, fill_invalid=False
+    scores, *, k, sinks=0, window=0, seq_len=None, starts=None, lengths=None, budgets=None, fill_invalid=False
 ) -> Tensor:
     """Kept slots by (higher score, lower slot): numbers, then -inf, then NaN. -> int64 [b, Hk, width], ascending."""
     segments = scores.dim() == 4
@@ -215,7 +206,7 @@ def select_topk(
             valid = last - first
             if segments:
                 count = num_segments(valid, sinks, lag)
-                chosen = [best(values[i, h, s], k) + sinks + s * lag for s in range(count)]
+                chosen = [best(values[i, h, s], k) + segment_start(s, sinks, lag) for s in range(count)]
                 head, tail = min(sinks, valid), min(sinks, valid) + count * lag
                 kept = np.concatenate([np.arange(head), *chosen, np.arange(tail, valid)])
             else:
@@ -257,12 +248,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((torch.stack(turned, -1 if interleaved else -2).flatten(-2), rest), -1)
 
 
-def ladder_gather(k, v, plan, layer, *, inv_freq=None, interleaved=False, dtype=torch.float64):
+def ladder_gather(k, v, *, plan, layer, inv_freq=None, interleaved=False, dtype=torch.float64):
     """LaCache Sec. 3.2, 3.3: the plan's slots of a layer (or lists of layers); with inv_freq the keys in `dtype`."""
     if not isinstance(k, Tensor):
         pairs = [
-            ladder_gather(*x, inv_freq=inv_freq, interleaved=interleaved, dtype=dtype)
-            for x in zip(k, v, [plan] * len(k), layer)
+            ladder_gather(*kv, plan=plan, layer=i, inv_freq=inv_freq, interleaved=interleaved, dtype=dtype)
+            for *kv, i in zip(k, v, layer)
         ]
         return [x for x, _ in pairs], [x for _, x in pairs]
     plan = plan if isinstance(plan, LadderPlan) else decode_plan(plan)
@@ -286,7 +277,7 @@ def rope_at_slots(k, cos, sin, *, interleaved=False, dtype=torch.float64) -> Ten
 FLAT_SIMILARITY = 1e-6  # standard deviations that are fp32's rounding
 
 
-def outlier_degree(k, kappa=5, standardize=True, starts=None, lengths=None, *, dtype=torch.float64) -> Tensor:
+def outlier_degree(k, *, kappa=5, standardize=True, starts=None, lengths=None, dtype=torch.float64) -> Tensor:
     """ProtoKV Eq. 4, 5. k: [b, Hk, n, d] -> [b, Hk, n]."""
     unit, finite = unit_keys(k.to(dtype))
     usable = valid_slots(k, starts, lengths) & finite
@@ -316,7 +307,7 @@ def lsh_bucket(k, indices, projection, phase) -> Tensor:
 
 
 def build_prototypes(
-    k, sat_indices, buckets, num_chunks, num_buckets=4, starts=None, lengths=None, *, dtype=torch.float64
+    k, *, sat_indices=None, buckets=None, num_chunks, num_buckets=4, starts=None, lengths=None, dtype=torch.float64
 ) -> tuple[Tensor, Tensor]:
     """ProtoKV Algorithm 1, lines 4-16. k: [b, Hk, n, d] -> [b, Hk, num_chunks + num_buckets, d], and the counts."""
     b, heads, n, d = k.shape
@@ -350,7 +341,7 @@ def prototype_cosines(k, prototypes, dtype=torch.float64) -> Tensor:
     return cosines.masked_fill(~usable.unsqueeze(2), -torch.inf)
 
 
-def assign_prototypes(k, prototypes, starts=None, lengths=None, *, dtype=torch.float64) -> Tensor:
+def assign_prototypes(k, prototypes, *, starts=None, lengths=None, dtype=torch.float64) -> Tensor:
     """ProtoKV Eq. 10. k: [b, Hk, n, d], prototypes: [b, Hk, C, d] -> int32 [b, Hk, n]."""
     cosines = prototype_cosines(k, prototypes, dtype)
     best = cosines.amax(-1, keepdim=True)
@@ -369,13 +360,13 @@ def cluster_counts(scores, assignment, num_clusters) -> tuple[Tensor, Tensor, Te
     return sums, zero.scatter_add(2, where, finite.long()), zero.scatter_add(2, where, member)
 
 
-def cluster_mean(scores, assignment, num_clusters, reduce="mean") -> Tensor:
+def cluster_mean(scores, assignment, *, num_clusters, reduce="mean") -> Tensor:
     """ProtoKV Algorithm 1, line 22; "sum": Eq. 11. scores, assignment: [b, Hk, n] -> fp64 [b, Hk, C]."""
     sums, finite, _ = cluster_counts(scores, assignment, num_clusters)
     return torch.where(finite > 0, sums if reduce == "sum" else sums / finite, torch.nan)
 
 
-def cluster_priority(scores, assignment, cluster_scores, k, budgets=None, whole=False) -> tuple[Tensor, Tensor]:
+def cluster_priority(scores, assignment, cluster_scores, *, k, budgets=None, whole=False) -> tuple[Tensor, Tensor]:
     """ProtoKV Eq. 2, Algorithm 1, line 24. -> fp32 [b, Hk, n], int32 [b, Hk]."""
     priority = torch.full_like(scores, torch.nan)
     kept = torch.zeros(scores.shape[:2], dtype=torch.int32, device=scores.device)

@@ -8,6 +8,7 @@ or one of positions that a model has interpolated are all a cosine and a sine pe
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +29,12 @@ class Rope:
     interleaved: bool = False
     scaling: float = 1.0
     dtype: torch.dtype | None = None
-    _made: dict = field(default_factory=dict, init=False, repr=False)  # what `to` and `first` make once
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what `to` and `first` make once
 
     @staticmethod
-    def of(dim: int, theta: float = 10000.0, *, interleaved: bool = False, device=None) -> Rope:
+    def of(
+        dim: int, theta: float = 10000.0, *, interleaved: bool = False, device: torch.device | str | None = None
+    ) -> Rope:
         """The plain frequencies theta^(-2 i / dim) of `dim` rotated channels."""
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
         return Rope(1.0 / theta**exponent, interleaved)
@@ -47,8 +50,10 @@ class Rope:
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at these positions, as the model computes them: int [...] -> fp32 [..., pairs] each."""
         angles = positions.unsqueeze(-1).float() * self.inv_freq.to(positions.device)
-        tables = (angles.cos() * self.scaling, angles.sin() * self.scaling)
-        return tables if self.dtype is None else tuple(x.to(self.dtype).float() for x in tables)
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        if self.dtype is not None:
+            cos, sin = cos.to(self.dtype).float(), sin.to(self.dtype).float()
+        return cos, sin
 
     def first(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """`tables` of the positions 0 .. n - 1, made once: fp32 [n, pairs] each."""
@@ -64,6 +69,7 @@ class Rope:
         old and new agree this is 1 and 0 to the last bit.
         """
         if old is None:
+            assert new is not None  # one of the two is given
             return self.tables(new)
         cos, sin = (x.double() for x in self.tables(old))
         size = cos * cos + sin * sin

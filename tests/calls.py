@@ -19,7 +19,8 @@ from torch import Tensor
 
 import kvops
 from kvops import LadderPlan, ops
-from kvops.reference import kept_length, num_segments, window_logits, window_softmax
+from kvops.lag import kept_length, num_segments
+from kvops.reference import window_logits, window_softmax
 
 SINK = 5
 RATIO = 0.3
@@ -157,8 +158,12 @@ def flat(lists: tuple[list[Tensor], list[Tensor]]) -> tuple[Tensor, ...]:
 
 
 CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
-    "lag_score": lambda x: (ops.lag_score(x.k, x.v, x.lag, SINK),),
-    "lag_score, padded, self": lambda x: (ops.lag_score(x.k, x.v, x.lag, SINK, 0.5, True, x.starts, x.lengths),),
+    "lag_score": lambda x: (ops.lag_score(x.k, x.v, lag=x.lag, prefix=SINK),),
+    "lag_score, padded, self": lambda x: (
+        ops.lag_score(
+            x.k, x.v, lag=x.lag, prefix=SINK, v_weight=0.5, self_reference=True, starts=x.starts, lengths=x.lengths
+        ),
+    ),
     "anchor_cosine": lambda x: ops.anchor_cosine(x.k, return_anchor=True),
     "anchor_cosine, padded": lambda x: ops.anchor_cosine(
         x.k, normalize_anchor=False, starts=x.starts, lengths=x.lengths, return_anchor=True
@@ -170,49 +175,66 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
             x.q, x.k, x.visible, starts=x.starts, reduce="mean", group_reduce="max", sink_logits=x.sink_logits
         ),
     ),
-    "window_scores, lse": lambda x: (ops.window_scores(x.q, x.k, x.visible, x.lse, softcap=SOFTCAP),),
+    "window_scores, lse": lambda x: (ops.window_scores(x.q, x.k, x.visible, lse=x.lse, softcap=SOFTCAP),),
     "window_scores, one row": lambda x: (ops.window_scores(x.q[:, :, :1], x.k, x.visible[:, :1].contiguous()),),
     "window_attention": lambda x: ops.window_attention(x.q, x.k, x.v, x.visible, starts=x.starts),
     "window_attention, one row": lambda x: ops.window_attention(
         x.q[:, :, :1], x.k, x.v, x.visible[:, :1].contiguous(), sink_logits=x.sink_logits, softcap=SOFTCAP
     ),
-    "select_topk": lambda x: (ops.select_topk(x.scores, x.keep, 4, 8),),
+    "select_topk": lambda x: (ops.select_topk(x.scores, k=x.keep, sinks=4, window=8),),
     "select_topk, padded": lambda x: (
-        ops.select_topk(x.scores, x.keep, 4, 8, None, x.starts, x.lengths, x.budgets, False),
+        ops.select_topk(x.scores, k=x.keep, sinks=4, window=8, starts=x.starts, lengths=x.lengths, budgets=x.budgets),
     ),
     "select_topk, filled": lambda x: (
-        ops.select_topk(x.scores, x.keep, 4, 8, None, x.starts, x.lengths, x.budgets, True),
+        ops.select_topk(
+            x.scores,
+            k=x.keep,
+            sinks=4,
+            window=8,
+            starts=x.starts,
+            lengths=x.lengths,
+            budgets=x.budgets,
+            fill_invalid=True,
+        ),
     ),
-    "select_topk, segments": lambda x: (ops.select_topk(x.segments, int(RATIO * x.lag), SINK, 0, x.n),),
+    "select_topk, segments": lambda x: (ops.select_topk(x.segments, k=int(RATIO * x.lag), sinks=SINK, seq_len=x.n),),
     "gather_kv": lambda x: ops.gather_kv(x.k, x.v, x.indices),
     "gather_kv, out=": lambda x: ops.gather_kv(x.k, x.v, x.indices, out=x.out),
     "compact_kv_": lambda x: ops.compact_kv_(x.k, x.v, x.indices),
-    "ladder_gather": lambda x: ops.ladder_gather(x.k, x.v, x.plan, 3),
-    "ladder_gather, RoPE": lambda x: ops.ladder_gather(x.k, x.v, x.plan, 3, inv_freq=x.inv_freq),
-    "ladder_gather, out=": lambda x: ops.ladder_gather(x.k, x.v, x.plan, 3, out=x.ladder_out),
+    "ladder_gather": lambda x: ops.ladder_gather(x.k, x.v, plan=x.plan, layer=3),
+    "ladder_gather, RoPE": lambda x: ops.ladder_gather(x.k, x.v, plan=x.plan, layer=3, inv_freq=x.inv_freq),
+    "ladder_gather, out=": lambda x: ops.ladder_gather(x.k, x.v, plan=x.plan, layer=3, out=x.ladder_out),
     "ladder_gather, layers": lambda x: flat(
-        ops.ladder_gather([x.k, x.deep[0]], [x.v, x.deep[1]], x.plan, [1, 5], inv_freq=x.inv_freq, interleaved=True)
+        ops.ladder_gather(
+            [x.k, x.deep[0]], [x.v, x.deep[1]], plan=x.plan, layer=[1, 5], inv_freq=x.inv_freq, interleaved=True
+        )
     ),
-    "ladder_compact_": lambda x: ops.ladder_compact_(x.k, x.v, x.plan, 3),
-    "ladder_compact_, RoPE": lambda x: ops.ladder_compact_(x.k, x.v, x.plan, 3, inv_freq=x.inv_freq),
+    "ladder_compact_": lambda x: ops.ladder_compact_(x.k, x.v, plan=x.plan, layer=3),
+    "ladder_compact_, RoPE": lambda x: ops.ladder_compact_(x.k, x.v, plan=x.plan, layer=3, inv_freq=x.inv_freq),
     "ladder_compact_, layers": lambda x: flat(
-        ops.ladder_compact_([x.k, x.deep[0]], [x.v, x.deep[1]], x.plan, [1, 5], inv_freq=x.inv_freq, interleaved=True)
+        ops.ladder_compact_(
+            [x.k, x.deep[0]], [x.v, x.deep[1]], plan=x.plan, layer=[1, 5], inv_freq=x.inv_freq, interleaved=True
+        )
     ),
     "rope_at_slots": lambda x: (ops.rope_at_slots(x.k, *x.angles),),
     "rope_at_slots, in place": lambda x: (ops.rope_at_slots(x.k, *x.angles, interleaved=True, out=x.k),),
     "outlier_degree": lambda x: (ops.outlier_degree(x.k),),
-    "outlier_degree, padded": lambda x: (ops.outlier_degree(x.k, 70, True, x.starts, x.lengths),),
-    "outlier_degree, similarity": lambda x: (ops.outlier_degree(x.k, 5, False),),
+    "outlier_degree, padded": lambda x: (ops.outlier_degree(x.k, kappa=70, starts=x.starts, lengths=x.lengths),),
+    "outlier_degree, similarity": lambda x: (ops.outlier_degree(x.k, standardize=False),),
     "lsh_bucket": lambda x: (ops.lsh_bucket(x.k, x.indices, x.projection, x.phase),),
-    "build_prototypes": lambda x: ops.build_prototypes(x.k, x.indices, x.buckets, 66),
-    "build_prototypes, padded": lambda x: ops.build_prototypes(x.k, None, None, 70, 0, x.starts, x.lengths),
+    "build_prototypes": lambda x: ops.build_prototypes(x.k, sat_indices=x.indices, buckets=x.buckets, num_chunks=66),
+    "build_prototypes, padded": lambda x: ops.build_prototypes(
+        x.k, num_chunks=70, num_buckets=0, starts=x.starts, lengths=x.lengths
+    ),
     "assign_prototypes": lambda x: (ops.assign_prototypes(x.k, x.prototypes),),
-    "assign_prototypes, padded": lambda x: (ops.assign_prototypes(x.k, x.prototypes, x.starts, x.lengths),),
-    "cluster_mean": lambda x: (ops.cluster_mean(x.scores, x.assignment, 70),),
-    "cluster_mean, sum": lambda x: (ops.cluster_mean(x.scores, x.assignment, 70, "sum"),),
-    "cluster_priority": lambda x: ops.cluster_priority(x.scores, x.assignment, x.means, x.keep, x.budgets),
+    "assign_prototypes, padded": lambda x: (
+        ops.assign_prototypes(x.k, x.prototypes, starts=x.starts, lengths=x.lengths),
+    ),
+    "cluster_mean": lambda x: (ops.cluster_mean(x.scores, x.assignment, num_clusters=70),),
+    "cluster_mean, sum": lambda x: (ops.cluster_mean(x.scores, x.assignment, num_clusters=70, reduce="sum"),),
+    "cluster_priority": lambda x: ops.cluster_priority(x.scores, x.assignment, x.means, k=x.keep, budgets=x.budgets),
     "cluster_priority, whole": lambda x: ops.cluster_priority(
-        x.scores, x.assignment, x.means, x.keep, x.budgets, whole=True
+        x.scores, x.assignment, x.means, k=x.keep, budgets=x.budgets, whole=True
     ),
     "keydiff_compress": lambda x: kvops.keydiff_compress(x.k, x.v, x.keep, sinks=2, recent=0.1),
     "keydiff_compress, padded": lambda x: kvops.keydiff_compress(
@@ -221,13 +243,13 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "keydiff_compress, shared": lambda x: kvops.keydiff_compress(x.k, x.v, x.keep, head_mode="shared"),
     "keydiff_compress, out=": lambda x: kvops.keydiff_compress(x.k, x.v, x.keep, out=x.out),
     "keydiff_compress_": lambda x: kvops.keydiff_compress_(x.k, x.v, x.keep),
-    "lagkv_compress": lambda x: kvops.lagkv_compress(x.k, x.v, x.lag, RATIO, sink=SINK),
+    "lagkv_compress": lambda x: kvops.lagkv_compress(x.k, x.v, x.lag, RATIO, sinks=SINK),
     "lagkv_compress, padded": lambda x: kvops.lagkv_compress(
-        x.k, x.v, x.lag, RATIO, sink=SINK, starts=x.starts, lengths=x.lengths, fill_invalid=True
+        x.k, x.v, x.lag, RATIO, sinks=SINK, starts=x.starts, lengths=x.lengths, fill_invalid=True
     ),
-    "lagkv_compress, shared": lambda x: kvops.lagkv_compress(x.k, x.v, x.lag, RATIO, sink=SINK, head_mode="shared"),
-    "lagkv_compress, out=": lambda x: kvops.lagkv_compress(x.k, x.v, x.lag, RATIO, sink=SINK, out=x.lagkv_out),
-    "lagkv_compress_": lambda x: kvops.lagkv_compress_(x.k, x.v, x.lag, RATIO, sink=SINK),
+    "lagkv_compress, shared": lambda x: kvops.lagkv_compress(x.k, x.v, x.lag, RATIO, sinks=SINK, head_mode="shared"),
+    "lagkv_compress, out=": lambda x: kvops.lagkv_compress(x.k, x.v, x.lag, RATIO, sinks=SINK, out=x.lagkv_out),
+    "lagkv_compress_": lambda x: kvops.lagkv_compress_(x.k, x.v, x.lag, RATIO, sinks=SINK),
     "streamingllm_compress": lambda x: kvops.streamingllm_compress(x.k, x.v, x.keep, starts=x.starts),
     "random_compress": lambda x: kvops.random_compress(x.k, x.v, x.keep, starts=x.starts),
 }

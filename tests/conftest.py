@@ -35,12 +35,16 @@ def pytest_collection_modifyitems(items):
     items.sort(key=in_simulator)  # last, as they have the longest to wait for
 
 
-def pytest_collection_finish(session):
-    """Simulated runs take minutes: they begin at once, beside the other tests, most of which use one core."""
-    simulated = [x for x in session.items if in_simulator(x)]
-    if simulated and not session.config.option.collectonly and simulated[0].module.cuda_include() is not None:
-        names = [x.callspec.params["name"] for x in simulated]
-        session.config.outcomes = simulated[0].module.Outcomes(names)
+@pytest.fixture(scope="session", autouse=True)
+def outcomes(request):
+    """Simulated runs take minutes: they begin with the first test, beside the others, most of which use one core."""
+    simulated = [x for x in request.session.items if in_simulator(x)]
+    if not simulated or simulated[0].module.cuda_include() is None:
+        yield None
+        return
+    begun = simulated[0].module.Outcomes([x.callspec.params["name"] for x in simulated])
+    yield begun
+    begun.close()
 
 
 def in_simulator(item) -> bool:
@@ -54,13 +58,9 @@ def pytest_runtest_logreport(report):
         pytest.exit("this process has lost the GPU", returncode=2)
 
 
-def pytest_unconfigure(config):
-    if hasattr(config, "outcomes"):
-        config.outcomes.close()
-
-
 def pytest_configure(config):
     config.addinivalue_line("markers", 'only(*devices): only on these: "cpu", "cuda", "simulator"')
+    config.addinivalue_line("markers", 'full: only in `make test-all`, as it takes minutes; pytest -m "" runs all')
 
 
 def pytest_terminal_summary(terminalreporter):

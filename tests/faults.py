@@ -244,12 +244,31 @@ def plant(to: Path) -> None:
         text = path.read_text()
         for switch, (_, file, right, wrong, *_) in changes.items():
             if path == CSRC / "cuda" / file:
-                assert text.count(right) == 1, f"{file} has changed: {right!r} is there {text.count(right)} times"
-                text = text.replace(right, switched(right, wrong, switch))
+                text = planted(text, file, right, switched(right, wrong, switch))
         target = to / path.relative_to(CSRC)
         if not target.exists() or target.read_text() != text:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text)
+
+
+def planted(text: str, file: str, right: str, switch: str) -> str:
+    """The text with the switch in the place of `right`, which is there once, as code. A comment behind a statement may
+    tell it from others like it."""
+    assert text.count(right) == 1, f"{file} has changed: {right!r} is there {text.count(right)} times"
+    begin = text.index(right)
+    end = begin + len(right)
+    assert code_of(text)[begin:end] == code_of(right), f"{file} has changed: {right!r} is in a comment"
+    return text[:begin] + switch + text[end:]
+
+
+def code_of(text: str) -> str:
+    """The text with blanks in the place of comments."""
+    return re.sub(
+        r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/',
+        lambda found: found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0]),
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def switched(right: str, wrong: str, switch: int) -> str:

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 import kvops
-from kvops.architectures import ARCHITECTURES
 from kvops.hf import EvictingLayer, KVCache, model_rope
+from kvops.hf.architectures import ARCHITECTURES
 
 VOCAB = 101
 LAYERS = 4
@@ -152,7 +152,7 @@ SETTINGS = {
         "hidden_size_per_layer_input": 8,
         "global_head_dim": 16,
     },
-    "gemma4_unified_text": {**MIXED, "global_head_dim": 16},
+    "gemma4_unified_text": {**MIXED, "global_head_dim": 32},
     "glm4_moe_lite": LATENT,
     "glm_moe_dsa": LATENT,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "num_heads": 4, "window_size": 16},
@@ -362,11 +362,12 @@ def evicting(config: PreTrainedConfig) -> str:
 
 def turns(name: str) -> bool:
     """Slot positions are served."""
+    config = tiny_config(name)
     try:
-        model_rope(tiny_config(name))
+        model_rope(config)
     except ValueError:
         return False
-    return model_type(name) not in NO_POSITIONS
+    return model_type(name) not in NO_POSITIONS and not getattr(config, "num_kv_shared_layers", 0)
 
 
 def page() -> str:

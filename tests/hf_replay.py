@@ -119,9 +119,12 @@ class SlotReplay(Replay):
         attention = [x for x in self.model.modules() if hasattr(x, "layer_idx")]
         self.code = sys.modules[type(attention[0]).__module__]
         self.rotate = self.code.apply_rotary_pos_emb
+        self.together = "q" in inspect.signature(self.rotate).parameters  # else queries, then keys (Gemma 4)
+        # channels that an angle of the rotary module's output turns: GPT-OSS names each pair once
+        self.per_angle = 1 if hasattr(self.code, "rotate_half") else 2
         self.rotary = next(x for x in self.model.modules() if type(x).__name__.endswith("RotaryEmbedding"))
         hooks = [x.register_forward_pre_hook(self.enter) for x in attention]
-        self.code.apply_rotary_pos_emb = self.rotate_queries
+        self.code.apply_rotary_pos_emb = self.rotate_queries if self.together else self.rotate_first
         try:
             with super().hooked():
                 yield
@@ -131,7 +134,7 @@ class SlotReplay(Replay):
                 hook.remove()
 
     def enter(self, module: torch.nn.Module, _) -> None:
-        self.at = module.layer_idx
+        self.at, self.first = module.layer_idx, True
 
     def angles(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         kinds = ("full_attention",) if "layer_type" in inspect.signature(self.rotary.forward).parameters else ()
@@ -144,6 +147,15 @@ class SlotReplay(Replay):
         cos, sin = self.angles(q, torch.arange(held, held + q.shape[2])[None])
         return self.rotate(q, k, cos, sin, *args, **kwargs)[0], k
 
+    def rotate_first(self, x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+        """The same where queries, [b, t, heads, d], and keys come one after the other."""
+        if self.at not in self.kept:
+            return self.rotate(x, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        first, self.first = self.first, False
+        held = self.kept[self.at].shape[2]
+        angles = self.angles(x, torch.arange(held, held + x.shape[1])[None])
+        return self.rotate(x, *angles, unsqueeze_dim=unsqueeze_dim) if first else x
+
     def returned(self, layer: int, keys: Tensor, values: Tensor, new: int) -> tuple[Tensor, Tensor]:
         keys, values = super().returned(layer, keys, values, new)
         if self.layer is None:
@@ -153,5 +165,6 @@ class SlotReplay(Replay):
 
     def turned(self, k: Tensor, slots: Tensor) -> Tensor:
         cos, sin = self.angles(k, slots)
-        k, rest = k.tensor_split((cos.shape[-1],), -1)
-        return torch.cat((self.rotate(k, k, cos, sin)[1], rest), -1)
+        k, rest = k.tensor_split((cos.shape[-1] * self.per_angle,), -1)
+        k = self.rotate(k, k, cos, sin)[1] if self.together else self.rotate(k, cos, sin)
+        return torch.cat((k, rest), -1)

@@ -31,7 +31,7 @@ def keys(n: int = 73, d: int = 16, dtype=torch.float32):
 
 def counted(k, given: dict):
     """The rows of each head that count: ((row, head), slots, unit keys in fp64, Theta in fp64)."""
-    theta = reference.outlier_degree(k, 5, **given)
+    theta = reference.outlier_degree(k, **given)
     for row in range(k.shape[0]):
         for head in range(k.shape[1]):
             slots = theta[row, head].isfinite().nonzero()[:, 0]
@@ -169,14 +169,13 @@ def test_bad_input():
         analysis.attention_by_outlier_group(k, q, groups=True)
 
 
-# ---- bench/anchors.py ----
+# ---- experiments/anchors.py ----
 
 
 @pytest.fixture
 def anchors(monkeypatch):
     for name in ("transformers", "matplotlib", "tqdm"):
         pytest.importorskip(name)
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import anchors
 
     monkeypatch.setattr(anchors, "DROPS", (0, 64))
@@ -202,7 +201,7 @@ def test_anchors_of_the_demo(anchors, tmp_path, capsys):
     attention = torch.tensor(found["attention, skip 0"])
     torch.testing.assert_close(attention.sum(-1), torch.ones(3, 2), atol=1e-3, rtol=0)
     assert attention[2, 1, 0] > 0.3  # of the head that looks digits up: they are outliers there
-    assert found["tokens of a prompt"] == 700 + len(anchors.QUESTION)
+    assert found["tokens of a prompt"] == 700 + len(anchors.common.QUESTION)
 
 
 @kit.only("cpu")

@@ -28,7 +28,7 @@ def check(k, prototypes, **spans):
 
 def means(k, count: int):
     """Prototypes as ProtoKV has them: means of consecutive keys."""
-    return reference.build_prototypes(k.float(), None, None, count, 0, dtype=torch.float32)[0]
+    return reference.build_prototypes(k.float(), num_chunks=count, num_buckets=0, dtype=torch.float32)[0]
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
@@ -265,7 +265,8 @@ def test_a_gpus_starts_and_lengths_are_not_looked_at():
     k, _ = kit.kv(6, 2, 50, 16)
     prototypes = kit.randn(6, 2, 9, 16)
     for bad, good in kit.spans_beyond_50():
-        assert torch.equal(ops.assign_prototypes(k, prototypes, *bad), ops.assign_prototypes(k, prototypes, *good))
+        found, expected = (ops.assign_prototypes(k, prototypes, starts=s, lengths=c) for s, c in (bad, good))
+        assert torch.equal(found, expected)
 
 
 def test_opcheck_and_compile():

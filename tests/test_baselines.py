@@ -251,7 +251,7 @@ def test_compiles_without_graph_breaks(name):
 def test_wrong_arguments():
     q, k, v = make(n=40, w=8)
     for name, change, message in [
-        ("tova_compress", dict(q_last=q), r"q_last must have 1 row\(s\), got 8"),
+        ("tova_compress", dict(q_last=q), "q_last must have at most window, 1, rows, got 8"),
         ("tova_compress", dict(q_last=q[:, :, :1], lse=torch.zeros(2, 6)), r"lse must be float32 \[2, 6, 1\]"),
         ("tova_compress", dict(q_last=q[:, :, :1], budget=0), "budget must be at least 1 token, got 0"),
         (
@@ -270,5 +270,6 @@ def test_wrong_arguments():
         ("l2_compress", dict(sinks=21), r"budget must hold sinks \+ recent, expected at least 21 \+ 0 tokens, got 20"),
         ("l2_compress", dict(k=k[0]), r"k must be \[b, Hk, n, d\]"),
     ]:
-        with kit.refuses(f"{name}: {message}"):
+        policy = {"tova_compress": "TOVA", "h2o_compress": "H2O", "l2_compress": "L2"}[name]
+        with kit.refuses(f"{policy}: {message}"):
             getattr(kvops, name)(**{**dict(k=k, v=v, budget=20), **change})

@@ -650,7 +650,6 @@ def test_a_table_to_paste(gpu_record, tmp_path, monkeypatch, capsys):
 
 def test_what_laq_costs(tmp_path, capsys):
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
     import laq_cost
 
     laq_cost.main(

@@ -12,6 +12,7 @@ import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,9 +77,8 @@ def test_one_wheel_for_every_python(wheel):
 @needs_source
 def test_installed_wheel_works(wheel, tmp_path):
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path, wheel)
-    code = (
-        "import kvops, torch; print(kvops.__file__, kvops.ops.select_topk(torch.arange(4.0).view(1, 1, 4), 2).tolist())"
-    )
+    code = "import kvops, torch; scores = torch.arange(4.0).view(1, 1, 4);"
+    code += "print(kvops.__file__, kvops.ops.select_topk(scores, k=2).tolist())"
     assert run(sys.executable, "-c", code, cwd=tmp_path).strip() == f"{tmp_path / 'kvops/__init__.py'} [[[2, 3]]]"
 
 
@@ -269,6 +269,20 @@ def test_other_failures_are_shown_whole(setup_py, tmp_path):
     with pytest.raises(SystemExit, match=r"\nkvops: it failed; its output is above: x.cu\(3\): error: no such thing$"):
         text = "one\nx.cu(3): error: no such thing\n  int x;\nx.cu(4): error: nor this"
         setup_py.run([script(tmp_path / "fails", f"echo '{text}'; exit 3\n")], "it failed")
+
+
+@needs_source
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_told(terminal, setup_py, monkeypatch, tmp_path, capsys):
+    """Of every object in a terminal, where the line changes; else every ten seconds."""
+    clock = iter([0, 9, 11, 20]).__next__
+    monkeypatch.setattr(setup_py, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    objects = [f"[{i}/9] Building CXX object CMakeFiles/level_v3.dir/levels/x{i}.cpp.o" for i in (1, 2, 3)]
+    setup_py.run([script(tmp_path / "build", "\n".join(f"echo '{x}'" for x in [*objects, "[9/9] Linking"]))], "no")
+    told = capsys.readouterr().out.replace("\r\x1b[K", "").split("\r" if terminal else "\n")
+    told = [x.removesuffix("\x1b[K") for x in told if x]
+    assert told == [f"== kvops: compiled {i} of 9, levels/x{i}.cpp" for i in ((1, 2, 3) if terminal else (2,))]
 
 
 def make(goal: str, tmp_path: Path, python: Path | str, expect: int = 0) -> str:

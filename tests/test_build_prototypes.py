@@ -20,11 +20,15 @@ def anchors(k, p: int, buckets=4, missing=0, seed=0):
     return indices, chosen
 
 
+def build(k, sats, buckets, num_chunks):
+    return ops.build_prototypes(k, sat_indices=sats, buckets=buckets, num_chunks=num_chunks)
+
+
 def check(k, sats, buckets, num_chunks, num_buckets=4, **spans):
-    arguments = (k, sats, buckets, num_chunks, num_buckets)
-    prototypes, counts = ops.build_prototypes(*arguments, **spans)
-    eager, _ = reference.build_prototypes(*arguments, **spans, dtype=torch.float32)
-    exact, exact_counts = reference.build_prototypes(*arguments, **spans)
+    options = dict(sat_indices=sats, buckets=buckets, num_chunks=num_chunks, num_buckets=num_buckets, **spans)
+    prototypes, counts = ops.build_prototypes(k, **options)
+    eager, _ = reference.build_prototypes(k, **options, dtype=torch.float32)
+    exact, exact_counts = reference.build_prototypes(k, **options)
     assert torch.equal(counts, exact_counts)
     kit.assert_close(prototypes, eager, exact)
     assert (prototypes[counts == 0] == 0).all()
@@ -52,16 +56,16 @@ def test_any_sizes(data, n, chunks, seed):
 def test_layouts_change_nothing(layout, dtype):
     plain, _ = kit.kv(2, 2, 150, 72, dtype)
     sats, buckets = anchors(plain, 9)
-    expected = ops.build_prototypes(plain, sats, buckets, 7)
+    expected = build(plain, sats, buckets, 7)
     wide = torch.stack([sats, sats], -1)[..., 0]
     for k in (kit.kv(2, 2, 150, 72, dtype, layout)[0], kit.unaligned(plain, 3, 5)):
-        assert kit.same(ops.build_prototypes(k, wide, buckets, 7), expected)
+        assert kit.same(build(k, wide, buckets, 7), expected)
 
 
 def test_offsets_beyond_31_bits():
     k, _ = kit.kv(1, 2, 12, 8, torch.float16)
     sats = anchors(k, 3)
-    assert kit.same(ops.build_prototypes(kit.far_apart(k), *sats, 3), ops.build_prototypes(k, *sats, 3))
+    assert kit.same(build(kit.far_apart(k), *sats, 3), build(k, *sats, 3))
 
 
 @pytest.mark.parametrize("chunks", [1, 5, 700])
@@ -100,7 +104,7 @@ def test_padded_rows_build_as_if_alone(data, n, chunks):
     for row, (s, c) in enumerate(zip(starts, lengths)):
         own = sats[row : row + 1]
         own = torch.where(own >= 0, own - s, own)
-        alone = ops.build_prototypes(k[row : row + 1, :, s : s + c], own, buckets[row : row + 1], chunks)
+        alone = build(k[row : row + 1, :, s : s + c], own, buckets[row : row + 1], chunks)
         assert kit.same([x[row] for x in result], [x[0] for x in alone])
 
 
@@ -115,7 +119,7 @@ def test_anchors_outside_of_the_valid_slots_are_in_no_mean():
 def test_what_is_not_finite_is_left_out(bad):
     k, _ = kit.kv(2, 2, 90, 40)
     sats, buckets = anchors(k, 10)
-    clean = ops.build_prototypes(k, sats, buckets, 6)
+    clean = build(k, sats, buckets, 6)
     k[0, 1, 20, 3] = bad
     k[0, 1, sats[0, 1, 4], 39] = bad
     dirty = check(k, sats, buckets, 6)
@@ -126,10 +130,10 @@ def test_what_is_not_finite_is_left_out(bad):
 def test_a_batch_changes_nothing():
     k, _ = kit.kv(3, 5, 300, 64)
     sats, buckets = anchors(k, 20)
-    together = ops.build_prototypes(k, sats, buckets, 17)
+    together = build(k, sats, buckets, 17)
     for b, h in ((0, 0), (1, 4), (2, 2)):
         own = (slice(b, b + 1), slice(h, h + 1))
-        alone = ops.build_prototypes(k[own], sats[own], buckets[own].contiguous(), 17)
+        alone = build(k[own], sats[own], buckets[own].contiguous(), 17)
         assert kit.same(alone, [x[own].contiguous() for x in together])
 
 
@@ -137,7 +141,7 @@ def test_a_batch_changes_nothing():
 def test_repeatable(chunks):
     k, _ = kit.kv(1, 2, kit.size(20_000, 2_000), 64, torch.bfloat16)
     sats = anchors(k, 32)
-    kit.assert_repeatable(lambda: ops.build_prototypes(k, *sats, chunks))
+    kit.assert_repeatable(lambda: build(k, *sats, chunks))
 
 
 @kit.only("cpu")
@@ -146,10 +150,10 @@ def test_threads_change_nothing(chunks):
     k, _ = kit.kv(1, 3, 9000, 64)
     sats = anchors(k, 32)
     with kit.threads(1):
-        one = ops.build_prototypes(k, *sats, chunks)
+        one = build(k, *sats, chunks)
     for count in (2, 5):
         with kit.threads(count):
-            assert kit.same(ops.build_prototypes(k, *sats, chunks), one)
+            assert kit.same(build(k, *sats, chunks), one)
 
 
 def test_one_long_chunk_keeps_its_accuracy():
@@ -179,7 +183,7 @@ def test_bad_input():
         with kvops.debug_checks(), kit.refuses(*parts):
             ops.build_prototypes(**good | change)
     with kit.refuses("k requires grad"):
-        ops.build_prototypes(k.requires_grad_(), None, None, 3)
+        ops.build_prototypes(k.requires_grad_(), num_chunks=3)
 
 
 @kit.only("cuda", "simulator")
@@ -188,7 +192,7 @@ def test_a_gpus_anchors_are_not_looked_at():
     k, _ = kit.kv(1, 1, 20, 8)
     bad = torch.tensor([[[-5, 3, 7, 2**40, 20]]]), torch.tensor([[[0, 1, 9, 0, 0]]], dtype=torch.int32)
     good = torch.tensor([[[3, 7, -1, -1, -1]]]), torch.tensor([[[1, -1, 0, 0, 0]]], dtype=torch.int32)
-    assert kit.same(ops.build_prototypes(k, *bad, 4), ops.build_prototypes(k, *good, 4))
+    assert kit.same(build(k, *bad, 4), build(k, *good, 4))
 
 
 def test_opcheck_and_compile():
@@ -197,5 +201,5 @@ def test_opcheck_and_compile():
     spans = kit.int32(0, 2), kit.int32(40, 30)
     for arguments in ((k, sats, buckets, 5), (k.half(), None, None, 50, 2), (k, sats, buckets, 5, 4, *spans)):
         torch.library.opcheck(torch.ops.kvops.build_prototypes.default, arguments)
-    compiled = torch.compile(lambda k: ops.build_prototypes(k, sats, buckets, 5)[0] + 1, fullgraph=True)
-    assert torch.equal(compiled(k), ops.build_prototypes(k, sats, buckets, 5)[0] + 1)
+    compiled = torch.compile(lambda k: build(k, sats, buckets, 5)[0] + 1, fullgraph=True)
+    assert torch.equal(compiled(k), build(k, sats, buckets, 5)[0] + 1)

@@ -30,8 +30,8 @@ def fixed_point(scores: np.ndarray, assignment: np.ndarray, clusters: int, total
 def check(scores, assignment, clusters):
     results = []
     for reduce in ("mean", "sum"):
-        actual = ops.cluster_mean(scores, assignment, clusters, reduce)
-        exact = reference.cluster_mean(scores, assignment, clusters, reduce)
+        actual = ops.cluster_mean(scores, assignment, num_clusters=clusters, reduce=reduce)
+        exact = reference.cluster_mean(scores, assignment, num_clusters=clusters, reduce=reduce)
         size = scores.nan_to_num(0, 0, 0).abs().double().max().item() if scores.numel() else 0.0
         size *= scores.shape[2] if reduce == "sum" else 1
         assert actual.dtype == torch.float32 and torch.equal(actual.isnan(), exact.isnan())
@@ -73,8 +73,10 @@ def test_the_order_of_the_tokens_does_not_matter():
     assignment = kit.clusters(1, 1, 2000, 7)
     order = kit.randn(2000, seed=2).argsort()
     for reduce in ("mean", "sum"):
-        shuffled = ops.cluster_mean(scores[..., order].contiguous(), assignment[..., order].contiguous(), 7, reduce)
-        assert torch.equal(shuffled, ops.cluster_mean(scores, assignment, 7, reduce))
+        shuffled = ops.cluster_mean(
+            scores[..., order].contiguous(), assignment[..., order].contiguous(), num_clusters=7, reduce=reduce
+        )
+        assert torch.equal(shuffled, ops.cluster_mean(scores, assignment, num_clusters=7, reduce=reduce))
 
 
 def test_tokens_of_no_cluster_change_nothing():
@@ -83,52 +85,55 @@ def test_tokens_of_no_cluster_change_nothing():
     free = assignment == -1
     assert free.any()
     for outside in (1e30, float("nan"), float("inf")):
-        changed, plain = (ops.cluster_mean(scores.masked_fill(free, x), assignment, 9) for x in (outside, 0))
+        changed, plain = (
+            ops.cluster_mean(scores.masked_fill(free, x), assignment, num_clusters=9) for x in (outside, 0)
+        )
         assert kit.same([changed], [plain])
 
 
 def test_empty_clusters_are_nan():
-    means = ops.cluster_mean(torch.ones(1, 1, 4), torch.tensor([[[0, 3, 3, -1]]], dtype=torch.int32), 5)
+    means = ops.cluster_mean(torch.ones(1, 1, 4), torch.tensor([[[0, 3, 3, -1]]], dtype=torch.int32), num_clusters=5)
     assert means[0, 0, [0, 3]].tolist() == [1, 1] and means[0, 0, [1, 2, 4]].isnan().all()
     scores = torch.tensor([[[1.0, float("inf"), float("nan")]]])
-    sums = ops.cluster_mean(scores, torch.tensor([[[0, 0, 1]]], dtype=torch.int32), 2, "sum")
+    sums = ops.cluster_mean(scores, torch.tensor([[[0, 0, 1]]], dtype=torch.int32), num_clusters=2, reduce="sum")
     assert sums[0, 0, 0] == 1 and sums[0, 0, 1].isnan()
 
 
 def test_strided_and_expanded_inputs():
     scores, assignment = kit.randn(2, 6, 80), kit.clusters(2, 6, 80, 5)
-    plain = ops.cluster_mean(scores[:, ::2, 3:70].contiguous(), assignment[:, 1::2, 3:70].contiguous(), 5)
-    assert torch.equal(ops.cluster_mean(scores[:, ::2, 3:70], assignment[:, 1::2, 3:70], 5), plain)
-    expanded = ops.cluster_mean(scores, assignment[:, :1].expand(-1, 6, -1), 5)
-    assert torch.equal(expanded, ops.cluster_mean(scores, assignment[:, :1].repeat(1, 6, 1), 5))
+    plain = ops.cluster_mean(scores[:, ::2, 3:70].contiguous(), assignment[:, 1::2, 3:70].contiguous(), num_clusters=5)
+    assert torch.equal(ops.cluster_mean(scores[:, ::2, 3:70], assignment[:, 1::2, 3:70], num_clusters=5), plain)
+    expanded = ops.cluster_mean(scores, assignment[:, :1].expand(-1, 6, -1), num_clusters=5)
+    assert torch.equal(expanded, ops.cluster_mean(scores, assignment[:, :1].repeat(1, 6, 1), num_clusters=5))
 
 
 def test_repeatable():
     n = kit.size(20_000, 3_000)
     scores, assignment = kit.randn(1, 2, n), kit.clusters(1, 2, n, 30)
-    kit.assert_repeatable(lambda: (ops.cluster_mean(scores, assignment, 30),))
+    kit.assert_repeatable(lambda: (ops.cluster_mean(scores, assignment, num_clusters=30),))
 
 
 def test_bad_input():
     scores, assignment = torch.zeros(2, 2, 10), torch.zeros(2, 2, 10, dtype=torch.int32)
-    for arguments, parts in (
-        ((scores[0], assignment, 3), ("cluster_mean", "scores must be", r"\[2, 10\]")),
-        ((scores.half(), assignment, 3), ("scores must be Float", "Half")),
-        ((scores, assignment.long(), 3), ("assignment must be Int", "Long")),
-        ((scores, assignment[..., :9], 3), (r"assignment must be \[2, 2, 10\]", r"got \[2, 2, 9\]")),
-        ((torch.zeros(2, 10, 2).mT, assignment, 3), ("scores must have a contiguous last dim",)),
-        ((scores, assignment, 0), ("num_clusters must be in", "got 0")),
-        ((scores, assignment, 3, "max"), ("reduce must be 'sum' or 'mean', got 'max'",)),
-        ((scores, assignment + 3, 3), (r"assignment must lie in \[-1, 3\), got 3 at row 0, head 0, token 0",)),
-        ((scores, assignment - 2, 3), (r"assignment must lie in \[-1, 3\), got -2",)),
+    good = dict(scores=scores, assignment=assignment, num_clusters=3)
+    for change, parts in (
+        (dict(scores=scores[0]), ("cluster_mean", "scores must be", r"\[2, 10\]")),
+        (dict(scores=scores.half()), ("scores must be Float", "Half")),
+        (dict(assignment=assignment.long()), ("assignment must be Int", "Long")),
+        (dict(assignment=assignment[..., :9]), (r"assignment must be \[2, 2, 10\]", r"got \[2, 2, 9\]")),
+        (dict(scores=torch.zeros(2, 10, 2).mT), ("scores must have a contiguous last dim",)),
+        (dict(num_clusters=0), ("num_clusters must be in", "got 0")),
+        (dict(reduce="max"), ("reduce must be 'sum' or 'mean', got 'max'",)),
+        (dict(assignment=assignment + 3), (r"assignment must lie in \[-1, 3\), got 3 at row 0, head 0, token 0",)),
+        (dict(assignment=assignment - 2), (r"assignment must lie in \[-1, 3\), got -2",)),
     ):
         with kvops.debug_checks(), kit.refuses(*parts):
-            ops.cluster_mean(*arguments)
+            ops.cluster_mean(**good | change)
     many = torch.empty(2**31, 2**31, 0)
     with kit.refuses("more elements than fit int64"):  # and not after 2^62 heads
-        ops.cluster_mean(many, many.int(), 3)
+        ops.cluster_mean(many, many.int(), num_clusters=3)
     with kit.refuses("assignment must be a torch.Tensor", kind=TypeError):
-        ops.cluster_mean(scores, None, 3)
+        ops.cluster_mean(scores, None, num_clusters=3)
 
 
 @kit.only("cuda", "simulator")
@@ -136,12 +141,12 @@ def test_a_gpus_assignment_is_not_looked_at():
     """What is out of range is in no cluster."""
     scores, bad = kit.randn(1, 1, 6), torch.tensor([[[0, 3, -2, 2**31 - 1, -(2**31), 2]]], dtype=torch.int32)
     good = bad.masked_fill((bad < 0) | (bad >= 3), -1)
-    assert kit.same([ops.cluster_mean(scores, bad, 3)], [ops.cluster_mean(scores, good, 3)])
+    assert kit.same([ops.cluster_mean(scores, bad, num_clusters=3)], [ops.cluster_mean(scores, good, num_clusters=3)])
 
 
 def test_opcheck_and_compile():
     scores, assignment = kit.randn(2, 2, 40), torch.arange(40, dtype=torch.int32).remainder(5).expand(2, 2, 40)
     for arguments in ((scores, assignment, 5), (scores, assignment, 5, ops.REDUCTIONS["sum"])):
         torch.library.opcheck(torch.ops.kvops.cluster_mean.default, arguments)
-    compiled = torch.compile(lambda s: ops.cluster_mean(s * 2, assignment, 5), fullgraph=True)
-    assert kit.same([compiled(scores)], [ops.cluster_mean(scores * 2, assignment, 5)])
+    compiled = torch.compile(lambda s: ops.cluster_mean(s * 2, assignment, num_clusters=5), fullgraph=True)
+    assert kit.same([compiled(scores)], [ops.cluster_mean(scores * 2, assignment, num_clusters=5)])

@@ -15,8 +15,8 @@ INF = float("inf")
 
 
 def check(scores, assignment, means, k, budgets=None, whole=False):
-    priority, kept = ops.cluster_priority(scores, assignment, means, k, budgets, whole)
-    expected, expected_kept = reference.cluster_priority(scores, assignment, means, k, budgets, whole)
+    priority, kept = ops.cluster_priority(scores, assignment, means, k=k, budgets=budgets, whole=whole)
+    expected, expected_kept = reference.cluster_priority(scores, assignment, means, k=k, budgets=budgets, whole=whole)
     assert torch.equal(kept, expected_kept) and torch.equal(priority.isnan(), expected.isnan())
     assert torch.equal(priority.nan_to_num(0, INF, -INF), expected.nan_to_num(0, INF, -INF))
     return priority, kept
@@ -40,7 +40,7 @@ def test_any_clusters(kind, n, clusters, data, whole, seed):
     if data.draw(st.booleans()):
         budgets = kit.int32(*(data.draw(st.integers(0, k)) for _ in range(4))).view(2, 2)
     priority, kept = check(scores, assignment, means, k, budgets, whole)
-    best = ops.select_topk(priority, n + 5, budgets=kept)  # what it is for
+    best = ops.select_topk(priority, k=n + 5, budgets=kept)  # what it is for
     assert torch.equal((best >= 0).sum(-1).int(), kept)
     chosen = assignment.gather(-1, best.clamp(min=0)).masked_fill(best < 0, 0)
     assert (chosen >= 0).all()
@@ -56,9 +56,9 @@ def test_clusters_stay_whole():
     priority, kept = check(scores, assignment, means, 4)
     assert priority[0, 0, 8].isnan()
     assert priority[0, 0, :8].tolist() + priority[0, 0, 9:].tolist() == [-INF, 1, INF, 3, -INF, -INF, INF, 2, -INF]
-    assert ops.select_topk(priority, 4).tolist() == [[[2, 3, 6, 7]]] and kept.item() == 4
+    assert ops.select_topk(priority, k=4).tolist() == [[[2, 3, 6, 7]]] and kept.item() == 4
     priority, kept = check(scores, assignment, means, 4, whole=True)
-    assert kept.item() == 2 and ops.select_topk(priority, 4, budgets=kept).tolist() == [[[2, 6, -1, -1]]]
+    assert kept.item() == 2 and ops.select_topk(priority, k=4, budgets=kept).tolist() == [[[2, 6, -1, -1]]]
     _, kept = check(scores, assignment, means, 5, whole=True)
     assert kept.item() == 5  # exactly two clusters
     _, kept = check(scores, assignment, means, 100)
@@ -89,28 +89,29 @@ def test_strided_and_expanded_inputs():
 def test_repeatable():
     n = kit.size(20_000, 3_000)
     scores, assignment, means = kit.randn(1, 2, n), kit.clusters(1, 2, n, 300), kit.randn(1, 2, 300)
-    kit.assert_repeatable(lambda: ops.cluster_priority(scores, assignment, means, n // 2))
+    kit.assert_repeatable(lambda: ops.cluster_priority(scores, assignment, means, k=n // 2))
 
 
 def test_bad_input():
     scores, assignment = torch.zeros(2, 2, 10), torch.zeros(2, 2, 10, dtype=torch.int32)
     means, budgets = torch.zeros(2, 2, 3), torch.full((2, 2), 4, dtype=torch.int32)
-    for arguments, parts in (
-        ((scores[0], assignment, means, 4), ("cluster_priority", "scores must be", r"\[2, 10\]")),
-        ((scores.half(), assignment, means, 4), ("scores must be Float", "Half")),
-        ((scores, assignment, means.half(), 4), ("cluster_scores must be Float", "Half")),
-        ((scores, assignment, means[:1], 4), ("cluster_scores must be a contiguous", r"got \[1, 2, 3\]")),
-        ((scores, assignment, means[..., :0], 4), ("at least 1", r"got \[2, 2, 0\]")),
-        ((scores, assignment.long(), means, 4), ("assignment must be Int", "Long")),
-        ((scores, assignment + 3, means, 4), (r"assignment must lie in \[-1, 3\), got 3",)),
-        ((scores, assignment, means, -1), ("k must be >= 0, got -1",)),
-        ((scores, assignment, means, 3, budgets), ("budgets must lie", "got 4")),
-        ((scores, assignment, means, 4, budgets.long()), ("budgets must be Int", "Long")),
+    good = dict(scores=scores, assignment=assignment, cluster_scores=means, k=4)
+    for change, parts in (
+        (dict(scores=scores[0]), ("cluster_priority", "scores must be", r"\[2, 10\]")),
+        (dict(scores=scores.half()), ("scores must be Float", "Half")),
+        (dict(cluster_scores=means.half()), ("cluster_scores must be Float", "Half")),
+        (dict(cluster_scores=means[:1]), ("cluster_scores must be a contiguous", r"got \[1, 2, 3\]")),
+        (dict(cluster_scores=means[..., :0]), ("at least 1", r"got \[2, 2, 0\]")),
+        (dict(assignment=assignment.long()), ("assignment must be Int", "Long")),
+        (dict(assignment=assignment + 3), (r"assignment must lie in \[-1, 3\), got 3",)),
+        (dict(k=-1), ("k must be >= 0, got -1",)),
+        (dict(k=3, budgets=budgets), ("budgets must lie", "got 4")),
+        (dict(budgets=budgets.long()), ("budgets must be Int", "Long")),
     ):
         with kvops.debug_checks(), kit.refuses(*parts):
-            ops.cluster_priority(*arguments)
+            ops.cluster_priority(**good | change)
     with kit.refuses("cluster_scores must be a torch.Tensor", kind=TypeError):
-        ops.cluster_priority(scores, assignment, None, 3)
+        ops.cluster_priority(scores, assignment, None, k=3)
 
 
 @kit.only("cuda", "simulator")
@@ -120,8 +121,8 @@ def test_a_gpus_assignment_and_budgets_are_not_looked_at():
     bad = torch.tensor([0, 3, -2, 2**31 - 1, -(2**31), 2], dtype=torch.int32).expand(1, 2, 6)
     good = bad.masked_fill((bad < 0) | (bad >= 3), -1)
     budgets = torch.tensor([[2**31 - 1, -(2**31)]], dtype=torch.int32)
-    result = ops.cluster_priority(scores, bad, means, 1, budgets)
-    assert kit.same(result, ops.cluster_priority(scores, good, means, 1, budgets.clamp(0, 1)))
+    result = ops.cluster_priority(scores, bad, means, k=1, budgets=budgets)
+    assert kit.same(result, ops.cluster_priority(scores, good, means, k=1, budgets=budgets.clamp(0, 1)))
 
 
 def test_opcheck_and_compile():
@@ -131,5 +132,5 @@ def test_opcheck_and_compile():
         (scores, assignment, means, 9, torch.full((2, 2), 7, dtype=torch.int32), True),
     ):
         torch.library.opcheck(torch.ops.kvops.cluster_priority.default, arguments)
-    compiled = torch.compile(lambda s: ops.cluster_priority(s * 2, assignment, means, 9), fullgraph=True)
-    assert kit.same(compiled(scores), ops.cluster_priority(scores * 2, assignment, means, 9))
+    compiled = torch.compile(lambda s: ops.cluster_priority(s * 2, assignment, means, k=9), fullgraph=True)
+    assert kit.same(compiled(scores), ops.cluster_priority(scores * 2, assignment, means, k=9))

@@ -196,8 +196,12 @@ def test_select_topk_is_that_of_the_cpu(n, decimals):
     on_device = scores.cuda()
     for k in {1, n // 100, n // 4, n - 1, n} - {0}:
         for sinks, window in {(0, 0), (min(4, k // 4), min(9, k // 2))}:
-            found = ops.select_topk(on_device, k, sinks, window)
-            assert torch.equal(found.cpu(), ops.select_topk(scores, k, sinks, window)), (k, sinks, window)
+            found = ops.select_topk(on_device, k=k, sinks=sinks, window=window)
+            assert torch.equal(found.cpu(), ops.select_topk(scores, k=k, sinks=sinks, window=window)), (
+                k,
+                sinks,
+                window,
+            )
 
 
 @needs_gpu
@@ -207,9 +211,11 @@ def test_select_topk_of_padded_rows_is_that_of_the_cpu(fill_invalid):
     starts, lengths = kit.int32(0, 7, 30_000), kit.int32(50_000, 0, 12_345)
     budgets = torch.randint(20, 9000, (3, 4), dtype=torch.int32)
     for padding in ((None, None), (starts, None), (None, lengths), (starts, lengths)):
-        arguments = (scores, 9000, 3, 5, None, *padding, budgets, fill_invalid)
-        on_device = [x.cuda() if isinstance(x, torch.Tensor) else x for x in arguments]
-        assert torch.equal(ops.select_topk(*on_device).cpu(), ops.select_topk(*arguments))
+        options = dict(k=9000, sinks=3, window=5, budgets=budgets, fill_invalid=fill_invalid)
+        options.update(zip(("starts", "lengths"), padding))
+        on_device = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        found = ops.select_topk(scores.cuda(), **on_device)
+        assert torch.equal(found.cpu(), ops.select_topk(scores, **options))
 
 
 @needs_gpu
@@ -218,8 +224,8 @@ def test_select_topk_of_segments_is_that_of_the_cpu(lag, segments):
     scores = ties(1, 3, segments, lag, decimals=2, seed=lag)
     n = 10 + (segments + 1) * lag + lag // 2
     for m in {0, 1, lag // 3, lag - 1, lag}:
-        found = ops.select_topk(scores.cuda(), m, 10, 0, n)
-        assert torch.equal(found.cpu(), ops.select_topk(scores, m, 10, 0, n))
+        found = ops.select_topk(scores.cuda(), k=m, sinks=10, seq_len=n)
+        assert torch.equal(found.cpu(), ops.select_topk(scores, k=m, sinks=10, seq_len=n))
 
 
 # Values that lie on the GPU are not read back, so wrong ones change nothing they should not, and are found on request.
@@ -240,8 +246,8 @@ def test_wrong_values_are_skipped_or_found_by_debug_checks():
     y, z = fresh(0), fresh(0)
     for found, usual in zip(ops.compact_kv_(y.k, y.v, wrong), ops.compact_kv_(z.k, z.v, x.indices)):
         assert kit.same((found[0, 1], found[1, 0]), (usual[0, 1], usual[1, 0]))  # the heads without wrong indices
-    ops.lag_score(x.k, x.v, x.lag, 0, starts=kit.int32(n + 5, -3).cuda())
-    ops.select_topk(x.scores, 5, lengths=kit.int32(-1, n + 1).cuda())
+    ops.lag_score(x.k, x.v, lag=x.lag, starts=kit.int32(n + 5, -3).cuda())
+    ops.select_topk(x.scores, k=5, lengths=kit.int32(-1, n + 1).cuda())
     beyond, all_seen = (torch.full_like(x.visible, y) for y in (n + 7, n))
     assert kit.same(ops.window_attention(x.q, x.k, x.v, beyond), ops.window_attention(x.q, x.k, x.v, all_seen))
     torch.cuda.synchronize()
@@ -253,9 +259,9 @@ def test_wrong_values_are_skipped_or_found_by_debug_checks():
         with kit.refuses("visible must lie", f"got {n + 7}"):
             ops.window_scores(x.q, x.k, beyond)
         with kit.refuses("starts and lengths of row 0"):
-            ops.lag_score(x.k, x.v, x.lag, 0, starts=kit.int32(n + 5, -3).cuda())
+            ops.lag_score(x.k, x.v, lag=x.lag, starts=kit.int32(n + 5, -3).cuda())
         with kit.refuses("starts and lengths of row 0"):
-            ops.select_topk(x.scores, 5, lengths=kit.int32(-1, n + 1).cuda())
+            ops.select_topk(x.scores, k=5, lengths=kit.int32(-1, n + 1).cuda())
     ops.gather_kv(x.k, x.v, wrong)
 
 
@@ -266,7 +272,7 @@ def test_tensors_on_two_devices_are_refused():
         lambda: ops.gather_kv(x.k, x.v, y.indices),
         lambda: ops.gather_kv(x.k, y.v, x.indices),
         lambda: ops.anchor_cosine(x.k, starts=y.starts),
-        lambda: ops.select_topk(x.scores, 5, starts=y.starts),
+        lambda: ops.select_topk(x.scores, k=5, starts=y.starts),
     ):
         with kit.refuses("cuda:0", "cpu"):
             call()

@@ -290,7 +290,7 @@ def test_not_loaded_under_a_torch_without_cuda():
 def test_a_library_that_cannot_be_loaded_is_a_warning():
     """This torch lacks libtorch_cuda.so, so saying that it has CUDA is enough."""
     why = "libkvops_cuda.so could not be loaded: libtorch_cuda.so: cannot open shared object file"
-    done = load_as("13.0", SAY + "print(kvops.ops.select_topk(torch.arange(4.0).view(1, 1, 4), 2).tolist())")
+    done = load_as("13.0", SAY + "print(kvops.ops.select_topk(torch.arange(4.0).view(1, 1, 4), k=2).tolist())")
     said, result = done.stdout.splitlines()
     assert json.loads(said)["why"].startswith(why) and not json.loads(said)["loaded"]
     assert f"RuntimeWarning: kvops works on the CPU only: {why}" in done.stderr
@@ -393,6 +393,14 @@ def built_facts(folder: Path) -> dict:
     return json.loads(run(sys.executable, "-c", code, library))["cuda"]
 
 
+NO_GPU = "no NVIDIA GPU of compute capability >= 8.0 was found when it was built, with KVOPS_CUDA=gpu"
+
+
+def path_with_nvidia_smi(folder: Path, text: str) -> str:
+    script(folder / "nvidia-smi", text)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
 def path_without_nvcc() -> str:
     folders = [x for x in os.environ["PATH"].split(os.pathsep) if not shutil.which("nvcc", path=x)]
     path = os.pathsep.join(folders)
@@ -401,6 +409,7 @@ def path_without_nvcc() -> str:
     return path
 
 
+@pytest.mark.full
 @needs_source
 @pytest.mark.parametrize(
     "options, env, why",
@@ -408,14 +417,18 @@ def path_without_nvcc() -> str:
         (["-DKVOPS_CUDA=0"], {}, "switched off by KVOPS_CUDA=0"),
         (["-DKVOPS_CUDA=auto"], {"PATH": None}, "no nvcc was found when it was built"),
         (["-DKVOPS_CUDA=auto"], {"CUDACXX": "no-such-nvcc"}, "no-such-nvcc does not work as nvcc"),
+        (["-DKVOPS_CUDA=gpu"], {"NVIDIA_SMI": "exit 9"}, NO_GPU),
+        (["-DKVOPS_CUDA=gpu"], {"NVIDIA_SMI": "echo 7.5"}, NO_GPU),
         (["-DKVOPS_SANITIZE=thread"], {}, "left out of a build for the tests"),
     ],
-    ids=["off", "no nvcc", "wrong nvcc", "sanitized"],
+    ids=["off", "no nvcc", "wrong nvcc", "no gpu", "old gpu", "sanitized"],
 )
 def test_a_build_without_cuda_says_why(options, env, why, tmp_path):
     env = {"CUDACXX": "", **env}
     if env.get("PATH", "") is None:
         env["PATH"] = path_without_nvcc()
+    if "NVIDIA_SMI" in env:
+        env["PATH"] = path_with_nvidia_smi(tmp_path, env.pop("NVIDIA_SMI"))
     if not env["CUDACXX"]:
         del env["CUDACXX"]
     configure(tmp_path, *options, **env)
@@ -429,6 +442,19 @@ def test_cuda_can_be_demanded(tmp_path):
     assert message in " ".join(out.split())
 
 
+@pytest.mark.full
+@needs_source
+@needs_library
+@pytest.mark.parametrize("given, built", [("", ["90a", "86"]), ("80", ["80"])])
+def test_architectures_of_the_gpus(given, built, tmp_path, setup_py):
+    path = path_with_nvidia_smi(tmp_path, "echo 9.0; echo 8.6; echo 9.0; echo 7.5")
+    options = ("-DKVOPS_CUDA=gpu", f"-DKVOPS_CUDA_ARCHS={given}")
+    configure(tmp_path, *options, CUDACXX=setup_py.find_nvcc()[0], PATH=path)
+    facts = built_facts(tmp_path)
+    assert (facts["built"], facts["archs"], facts["why"]) == (True, built, "")
+
+
+@pytest.mark.full
 @needs_source
 @needs_library
 @pytest.mark.parametrize("archs, built", [("", ["80", "90a", "100"]), ("90a", ["90a"]), ("80;90", ["80", "90"])])
@@ -448,7 +474,7 @@ def test_architectures(archs, built, tmp_path, setup_py):
 @pytest.mark.parametrize(
     "variable, value, message",
     [
-        ("KVOPS_CUDA", "yes", "kvops: KVOPS_CUDA must be auto, 0 or 1, got 'yes'"),
+        ("KVOPS_CUDA", "yes", "kvops: KVOPS_CUDA must be auto, gpu, 0 or 1, got 'yes'"),
         (
             "KVOPS_CUDA_ARCHS",
             "90a;hopper",

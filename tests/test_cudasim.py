@@ -141,7 +141,7 @@ def test_lanes_that_have_returned(build):
     assert not said and x[:32] == [i ^ 1 for i in range(32)]
 
 
-@pytest.mark.parametrize("kind", ["plain", "ucontext"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("ucontext", marks=pytest.mark.full)])
 @pytest.mark.parametrize("seed", "0123")
 def test_sound_kernels(build, monkeypatch, seed, kind):
     monkeypatch.setenv("CUDASIM_SEED", seed)
@@ -188,7 +188,7 @@ def test_devices(build, monkeypatch):
     assert "CUDASIM_DEVICE is v100" in run(build("plain"), "device")[1]
 
 
-@pytest.mark.parametrize("kind", ["plain", "ucontext"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("ucontext", marks=pytest.mark.full)])
 @pytest.mark.parametrize("seed", "012345")
 def test_clusters(build, monkeypatch, seed, kind):
     monkeypatch.setenv("CUDASIM_SEED", seed)
@@ -228,6 +228,7 @@ def test_blocks_run_at_once(build, monkeypatch):
         assert run(build("plain"), "meets_others")[0][1] == (seed in "2345")
 
 
+@pytest.mark.full
 def test_weak_memory_between_blocks(build, monkeypatch):
     """What a block has stored and not published, and what it has seen and not refreshed, shows in some order."""
     library, sums, chains = build("memory"), set(), set()
@@ -297,6 +298,7 @@ def test_tensor_cores(build, bf16, transposed):
     assert run(build("plain"), "matrix_of_others")[0][:32] == [1] * 32
 
 
+@pytest.mark.full
 def test_races_are_found(build):
     for name in ("broadcast", "warp_synchronous", "last_block", "matrix_of_others"):
         said = under("thread", build("thread", broken=True), name)
@@ -309,6 +311,7 @@ def test_races_are_found(build):
     assert "deadlock" in under("thread", build("thread"), "barrier_in_branch")
 
 
+@pytest.mark.full
 def test_accesses_out_of_bounds_are_found(build):
     library = build("address")
     for name, good, bad, says in (

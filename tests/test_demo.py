@@ -1,10 +1,7 @@
 """The demo on a few prompts: who finds the key and who does not, and that the table prints what was measured."""
 
-import importlib.util
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,16 +9,13 @@ import torch
 for name in ("transformers", "matplotlib", "tqdm"):
     pytest.importorskip(name)
 
-ROOT = Path(__file__).parents[1]
-
 
 @pytest.fixture(scope="module")
 def demo():
-    spec = importlib.util.spec_from_file_location("demo", ROOT / "bench" / "demo.py")
-    module = sys.modules["demo"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.ROUNDS = 3
-    return module
+    import demo
+
+    demo.ROUNDS = 3
+    return demo
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +88,7 @@ def test_lagkv_budget_solves_equation_10(demo):
         for lag in (128, 256):
             for share in (0.5, 0.25):
                 budget = int(share * n)
-                m, fixed = demo.lagkv_tokens(n, budget, lag)
+                m, fixed = demo.kept_within(n, demo.SINK, lag, budget)
                 row = demo.lagkv_row(share, lag, n, budget)
                 partitions = max(1, (n - 16) // lag)
                 assert fixed == n - (partitions - 1) * lag
@@ -115,7 +109,7 @@ def test_a_cell_out_of_reach_says_so(demo, capsys, tmp_path):
     assert "LagKV, lag 256     no r reaches 256 tokens: sink, last partition and rest alone are 512" in out
     assert str(tmp_path / "new" / "demo.png") in out and (tmp_path / "new" / "demo.png").exists()
     found = json.loads(record.read_text())
-    assert found["command"].startswith("python bench/demo.py --context 1024")
+    assert found["command"].startswith("python experiments/demo.py --context 1024")
     assert [row["tokens"] for row in found["rows"] if row["method"] == "KeyDiff"] == [512, 256]
     assert "lookahead" not in found and "LAQ" not in out
     with pytest.raises(SystemExit):
@@ -125,27 +119,26 @@ def test_a_cell_out_of_reach_says_so(demo, capsys, tmp_path):
 
 def test_lookahead_finds_at_small_budgets_what_snapkv_loses(demo, monkeypatch):
     """The second table: the paper's claim on this model, and that nobody knows the question before it comes."""
-    lookahead = sys.modules["lookahead"]
-    monkeypatch.setattr(lookahead, "BUDGETS", (64,))
-    monkeypatch.setattr(lookahead, "DIGITS", (8,))
-    cells = demo.run_lookahead(1024, 11, progress=False)
+    monkeypatch.setattr(demo, "BUDGETS", (64,))
+    monkeypatch.setattr(demo, "DIGITS", (8,))
+    cells = demo.run_small(1024, 11, progress=False)
     score = {(cell.method, cell.point): cell.score for cell in cells}
     assert len(cells) == 8 and all(len(cell.right) == 11 for cell in cells)
     assert score["LAQ", "after"] >= 95 and score["LAQ++", "after"] >= 95
     assert score["SnapKV", "after"] <= 85
-    assert all(score[name, "before"] <= 40 for name in lookahead.METHODS)
-    table, found = lookahead.table(cells, 1024), lookahead.findings(cells)
-    for name in lookahead.METHODS:
+    assert all(score[name, "before"] <= 40 for name in demo.ASKING)
+    table, found = demo.small_table(cells, 1024), demo.small_findings(cells)
+    for name in demo.ASKING:
         (line,) = [x for x in table.splitlines() if x.startswith(f"{name} ")]
-        assert line.split()[1:] == [f"{score[name, point]:.0f}" for point in lookahead.POINTS]
+        assert line.split()[1:] == [f"{score[name, point]:.0f}" for point in demo.POINTS]
     assert max(map(len, table.splitlines())) <= 120
     assert f"8 digits at 64 tokens: SnapKV {score['SnapKV', 'after']:.0f} %" in found
     assert cells[0].numbers["digits_right_percent"] == cells[0].score
 
 
-def test_recall_jumps_when_the_answer_comes_into_the_window(demo, tmp_path, capsys):
+def test_recall_jumps_when_the_answer_comes_into_the_window(tmp_path, capsys):
     """LAQ Fig. 2, small: windows of the answer choose better than the last ones of the prompt; so do a draft's."""
-    import recall  # beside the demo, which has put its folder on the path
+    import recall
 
     recall.main(
         f"--context 700 --digits 16 --budget 48 --prompts 3 --out {tmp_path} --json {tmp_path / 'r.json'}".split()

@@ -119,11 +119,11 @@ def test_out_of_memory_for_scratch():
         from kvops import ops
         torch.set_num_threads(1)
         scores, assignment = torch.zeros(1, 1, 8), torch.zeros(1, 1, 8, dtype=torch.int32)
-        ops.cluster_mean(scores, assignment, 3)
+        ops.cluster_mean(scores, assignment, num_clusters=3)
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), -1))
         try:
-            ops.cluster_mean(scores, assignment, 2**25)
+            ops.cluster_mean(scores, assignment, num_clusters=2**25)
         except MemoryError as error:
             print(error)
     """
@@ -237,10 +237,10 @@ def test_the_public_functions_refuse_optional_arguments_too():
     x = inputs()
     for call in (
         lambda: ops.anchor_cosine(x.k, anchor=x.anchor.requires_grad_()),
-        lambda: ops.window_scores(x.q, x.k, x.visible, x.lse.requires_grad_()),
+        lambda: ops.window_scores(x.q, x.k, x.visible, lse=x.lse.requires_grad_()),
         lambda: ops.window_attention(x.q, x.k, x.v, x.visible, sink_logits=x.sink_logits.requires_grad_()),
-        lambda: ops.ladder_gather(x.k, x.v, x.plan, 3, inv_freq=x.inv_freq.requires_grad_()),
-        lambda: ops.ladder_compact_(x.k, x.v, x.plan, 3, inv_freq=x.inv_freq.requires_grad_()),
+        lambda: ops.ladder_gather(x.k, x.v, plan=x.plan, layer=3, inv_freq=x.inv_freq.requires_grad_()),
+        lambda: ops.ladder_compact_(x.k, x.v, plan=x.plan, layer=3, inv_freq=x.inv_freq.requires_grad_()),
         lambda: kvops.attention(x.q, x.k[:, :, :6], x.v[:, :, :6], sink_logits=x.sink_logits.requires_grad_()),
     ):
         with kit.refuses("(anchor|lse|sink_logits|inv_freq) requires grad"):
@@ -294,22 +294,28 @@ def test_wrong_types_are_type_errors():
     for call, message in (
         (lambda: ops.anchor_cosine(x.k, starts=[0]), "anchor_cosine: starts must be a torch.Tensor or None, got list"),
         (lambda: ops.anchor_cosine(x.k, anchor=3), "anchor_cosine: anchor must be a torch.Tensor or None, got int"),
-        (lambda: ops.lag_score(x.k, x.v, 2.5), "lag_score: lag must be an int, got float"),
-        (lambda: ops.lag_score(x.k, x.v, 4, v_weight="1"), "lag_score: v_weight must be a float, got str"),
+        (lambda: ops.lag_score(x.k, x.v, lag=2.5), "lag_score: lag must be an int, got float"),
+        (lambda: ops.lag_score(x.k, x.v, lag=4, v_weight="1"), "lag_score: v_weight must be a float, got str"),
         (lambda: ops.window_scores(x.q, x.k, x.visible, scale="1"), "scale must be a float or None, got str"),
-        (lambda: ops.select_topk(x.scores, 4, budgets=3), "select_topk: budgets must be a torch.Tensor or None"),
-        (lambda: ops.ladder_gather(3, x.v, x.plan, 3), "ladder_gather: k must be a torch.Tensor or a list of them"),
-        (lambda: ops.ladder_gather([x.k, 3], [x.v, x.v], x.plan, [3, 4]), r"k\[1\] must be a torch.Tensor, got int"),
-        (lambda: ops.ladder_gather(x.k, x.v, x.plan, "3"), "layer must be an int, got str"),
+        (lambda: ops.select_topk(x.scores, k=4, budgets=3), "select_topk: budgets must be a torch.Tensor or None"),
+        (
+            lambda: ops.ladder_gather(3, x.v, plan=x.plan, layer=3),
+            "ladder_gather: k must be a torch.Tensor or a list of them",
+        ),
+        (
+            lambda: ops.ladder_gather([x.k, 3], [x.v, x.v], plan=x.plan, layer=[3, 4]),
+            r"k\[1\] must be a torch.Tensor, got int",
+        ),
+        (lambda: ops.ladder_gather(x.k, x.v, plan=x.plan, layer="3"), "layer must be an int, got str"),
         (lambda: ops.gather_kv(x.k, x.v, x.indices, out=x.k), r"gather_kv: out must be a pair \(k_out, v_out\)"),
-        (lambda: ops.ladder_gather(x.k, x.v, x.plan, 3, out=x.k), r"ladder_gather: out must be a pair"),
+        (lambda: ops.ladder_gather(x.k, x.v, plan=x.plan, layer=3, out=x.k), r"ladder_gather: out must be a pair"),
         (lambda: ops.gather_kv(x.k, x.v, x.indices, out=(x.k, 3)), r"gather_kv: out\[1\] must be a torch.Tensor"),
         (lambda: ops.gather_kv(x.k, x.v, x.indices, out=(x.k, None)), r"gather_kv: out\[1\] must be a torch.Tensor"),
     ):
         with kit.refuses(message, kind=TypeError):
             call()
     with kit.refuses(f"lag_score: lag must fit int64, got {2**70}"):
-        ops.lag_score(x.k, x.v, 2**70)
+        ops.lag_score(x.k, x.v, lag=2**70)
 
 
 @pytest.mark.parametrize("op", ops.__all__)
@@ -361,34 +367,37 @@ def test_numbers_of_reductions_are_those_of_the_names():
         assert kit.same(found, ops.window_attention(x.q, x.k, x.v, x.visible, **public))
     for reduce in ("sum", "mean"):
         found = torch.ops.kvops.cluster_mean(x.scores, x.assignment, 70, ops.REDUCTIONS[reduce])
-        assert kit.same([found], [ops.cluster_mean(x.scores, x.assignment, 70, reduce)])
+        assert kit.same([found], [ops.cluster_mean(x.scores, x.assignment, num_clusters=70, reduce=reduce)])
 
 
 META = [
-    (lambda k, s, i: ops.lag_score(k, k, 0), "lag_score: lag must be at least 1, got 0"),
+    (lambda k, s, i: ops.lag_score(k, k, lag=0), "lag_score: lag must be at least 1, got 0"),
     (
-        lambda k, s, i: ops.lag_score(k[0], k, 4),
+        lambda k, s, i: ops.lag_score(k[0], k, lag=4),
         r"lag_score: k must be \[batch, heads, tokens, head_dim\], got \[2, 80",
     ),
     (lambda k, s, i: ops.anchor_cosine(k[0]), "anchor_cosine: k must be"),
     (lambda k, s, i: ops.window_scores(k[0], k, i), r"window_scores: q must be \[batch, query heads, rows"),
     (lambda k, s, i: ops.window_attention(k, k, k[0], i), "window_attention: v must be"),
-    (lambda k, s, i: ops.select_topk(s[0], 4), r"select_topk: scores must be \[batch, heads, tokens\] or"),
-    (lambda k, s, i: ops.select_topk(s, -4), "select_topk: k must be at least 0, got -4"),
-    (lambda k, s, i: ops.select_topk(k, 4), "select_topk: seq_len must be given with scores of 4 dims"),
-    (lambda k, s, i: ops.select_topk(k[..., :0], 4, 0, 0, 80), "select_topk: the lag of scores must be at least 1"),
+    (lambda k, s, i: ops.select_topk(s[0], k=4), r"select_topk: scores must be \[batch, heads, tokens\] or"),
+    (lambda k, s, i: ops.select_topk(s, k=-4), "select_topk: k must be at least 0, got -4"),
+    (lambda k, s, i: ops.select_topk(k, k=4), "select_topk: seq_len must be given with scores of 4 dims"),
+    (lambda k, s, i: ops.select_topk(k[..., :0], k=4, seq_len=80), "select_topk: the lag of scores must be at least 1"),
     (lambda k, s, i: ops.gather_kv(k[0], k, i), "gather_kv: k must be"),
     (lambda k, s, i: ops.gather_kv(k, k, i[0]), r"gather_kv: indices must be \[batch, heads, kept\]"),
     (lambda k, s, i: ops.compact_kv_(k, k, i[0]), r"compact_kv_: indices must be"),
-    (lambda k, s, i: ops.ladder_gather(k, k, [80, 8], 1), "ladder_gather: plan must be"),
-    (lambda k, s, i: ops.ladder_gather(k, k, [80, 8, 2, 2, 0], 1), "ladder_gather: plan must be"),
-    (lambda k, s, i: ops.ladder_compact_(k, k, [80, 8, 2, 2, 0], 1), "ladder_compact_: plan must be"),
+    (lambda k, s, i: ops.ladder_gather(k, k, plan=[80, 8], layer=1), "ladder_gather: plan must be"),
+    (lambda k, s, i: ops.ladder_gather(k, k, plan=[80, 8, 2, 2, 0], layer=1), "ladder_gather: plan must be"),
+    (lambda k, s, i: ops.ladder_compact_(k, k, plan=[80, 8, 2, 2, 0], layer=1), "ladder_compact_: plan must be"),
     (lambda k, s, i: ops.outlier_degree(k[0]), "outlier_degree: k must be"),
     (lambda k, s, i: ops.lsh_bucket(k, i[0], s, s), "lsh_bucket: indices must be"),
-    (lambda k, s, i: ops.build_prototypes(k, None, None, -3, 1), "num_chunks must be at least 0, got -3"),
+    (lambda k, s, i: ops.build_prototypes(k, num_chunks=-3, num_buckets=1), "num_chunks must be at least 0, got -3"),
     (lambda k, s, i: ops.assign_prototypes(k[0], k), "assign_prototypes: k must be"),
-    (lambda k, s, i: ops.cluster_mean(s, i, 0), "cluster_mean: num_clusters must be at least 1, got 0"),
-    (lambda k, s, i: ops.cluster_priority(s[0], i, s, 4), r"cluster_priority: scores must be \[batch, heads, tokens\]"),
+    (lambda k, s, i: ops.cluster_mean(s, i, num_clusters=0), "cluster_mean: num_clusters must be at least 1, got 0"),
+    (
+        lambda k, s, i: ops.cluster_priority(s[0], i, s, k=4),
+        r"cluster_priority: scores must be \[batch, heads, tokens\]",
+    ),
 ]
 
 
@@ -400,14 +409,14 @@ def test_fakes_refuse_by_name(case):
         call(k, k[..., 0], torch.empty(1, 2, 4, dtype=torch.int64, device="meta"))
 
 
-@pytest.mark.parametrize("method", [kvops.SnapKV(12, 4), kvops.KeyDiff(12), kvops.LaCache(12)], ids=repr)
-def test_attend_of_no_tokens(method):
+@pytest.mark.parametrize("policy", [kvops.SnapKV(12, 4), kvops.KeyDiff(12), kvops.LaCache(12)], ids=repr)
+def test_attend_of_no_tokens(policy):
     x = inputs()
-    method = method.fresh(1, 4)
-    for _ in range(2):  # of an empty object, and of one that stores tokens
-        with kit.refuses(f"{type(method).__name__}: k must hold at least one token, got shape"):
-            method.attend(x.q[:, :, :0], x.k[:, :, :0], x.v[:, :, :0])
-        method.attend(x.q, x.k[:, :, :6], x.v[:, :, :6])
+    cache = kvops.Cache(policy, layer=1, num_layers=4)
+    for _ in range(2):  # of an empty cache, and of one that stores tokens
+        with kit.refuses(f"{type(policy).__name__}: k must hold at least one token, got shape"):
+            cache.attend(x.q[:, :, :0], x.k[:, :, :0], x.v[:, :, :0])
+        cache.attend(x.q, x.k[:, :, :6], x.v[:, :, :6])
 
 
 # torch's own switches
@@ -430,7 +439,7 @@ def test_the_default_dtype_has_no_say(default_dtype):
         "tova": lambda: kvops.tova_compress(x.k, x.v, rows[:, :, -1:], limit),
         "l2": lambda: kvops.l2_compress(x.k, x.v, limit, starts=x.starts, recent=0.2, head_mode="shared"),
         "l2, whole": lambda: kvops.l2_compress(x.k, x.v, limit, layer=0),
-        "lagkv, l2, whole": lambda: kvops.lagkv_compress(x.k, x.v, 8, 0.5, sink=2, score="l2", layer=0),
+        "lagkv, l2, whole": lambda: kvops.lagkv_compress(x.k, x.v, 8, 0.5, sinks=2, score="l2", layer=0),
         "keydiff, median": lambda: kvops.keydiff_compress(x.k, x.v, limit, anchor="median", metric="dot"),
         "snapkv": lambda: kvops.snapkv_compress(x.k, x.v, rows, limit, pooling="avg", starts=x.starts),
         "snapkv, dot": lambda: kvops.snapkv_compress(x.k * 1e4, x.v, rows * 1e4, limit, score="dot"),
@@ -439,7 +448,7 @@ def test_the_default_dtype_has_no_say(default_dtype):
         "laq": lambda: kvops.laq_compress(x.k, x.v, rows, limit),
         "protokv": lambda: kvops.protokv_compress(x.k, x.v, rows, limit),
         "protokv, lsh": lambda: kvops.protokv_compress(x.k, x.v, rows, limit, clusters="lsh"),
-        "satkv": lambda: kvops.satkv_compress(x.k, x.v, 4, limit),
+        "satkv": lambda: kvops.satkv_compress(x.k, x.v, limit, 4),
         "recall": lambda: [kvops.recall(x.k, rows, rows[:, :, :2], limit)],
         "head_budgets": lambda: [kvops.head_budgets(ones, limit)],
         "attention": lambda: kvops.attention(rows, x.k, x.v, starts=x.starts)[:2],

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "experiments" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TAGS = ("python", "sh", "text")  # run; parsed, command by command; formulas and what programs print
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -48,6 +48,22 @@ def test_python_runs(page, monkeypatch):
             exec(compile(code, page.name, "exec"), names)
 
 
+def test_the_example_of_a_method_is_evaluated_beside_others(tmp_path):
+    from kvops.eval.__main__ import main
+
+    code = next(code for tag, code in blocks(ROOT / "docs/adding_a_method.md") if tag == "python")
+    assert len(code.splitlines()) < 40
+    file, out = tmp_path / "value_norm.py", tmp_path / "out"
+    file.write_text(code)
+    methods = ["keydiff", f"{file}:ValueNorm", f"{file}:ValueNorm:power=1,recent=0.25"]
+    small = ["--budgets", "64", "--context", "256", "--prompts", "1", "--points", "before"]
+    assert main(["--methods", *methods, *small, "--out", str(out)]) == 0
+    rows = json.loads((out / "summary.json").read_text())["rows"]
+    assert {row["method"]: row["tokens"] for row in rows} == dict.fromkeys(
+        ("KeyDiff", "ValueNorm", "ValueNorm power=1 recent=0.25"), 64
+    )
+
+
 def slug(heading: str) -> str:
     """The anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -65,8 +81,13 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors, f"{page.name} links to {file}#{anchor}, which has {', '.join(anchors)}"
 
 
+def test_every_experiment_is_listed():
+    listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (ROOT / "experiments" / "README.md").read_text(), re.MULTILINE)
+    assert listed == sorted({x.name for x in (ROOT / "experiments").glob("*.py")} - {"common.py"})
+
+
 def test_pages_that_the_code_names_are_there():
-    files = [x for folder in ("kvops", "csrc", "bench", "tests") for x in (ROOT / folder).rglob("*.*")]
+    files = [x for folder in ("kvops", "csrc", "bench", "experiments", "tests") for x in (ROOT / folder).rglob("*.*")]
     for file in [x for x in files if x.suffix in (".py", ".h", ".cpp", ".cuh", ".cu", ".md")]:
         for page in re.findall(r"\bdocs/[\w/]+\.md", file.read_text()):
             assert (ROOT / page).exists(), f"{file.relative_to(ROOT)} names {page}"
@@ -160,7 +181,7 @@ def commands() -> list[str]:
         code = "".join(code for tag, code in blocks(page) if tag == "sh").replace("\\\n", " ")
         lines += [part.split(" #")[0].strip() for line in code.splitlines() for part in line.split(" && ")]
         text = re.sub(r"\s*\n", " ", prose(page))
-        lines += re.findall(r"`((?:python (?:-m kvops|bench/|tests/)|make |pip )[^`]*)`", text)
+        lines += re.findall(r"`((?:python (?:-m kvops|bench/|experiments/|tests/)|make |pip )[^`]*)`", text)
     return list(dict.fromkeys(filter(None, lines)))
 
 

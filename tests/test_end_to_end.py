@@ -1,11 +1,9 @@
-"""bench/end_to_end.py in small: what it measures, compares, leaves out and says."""
+"""experiments/end_to_end.py in small: what it measures, compares, leaves out and says."""
 
-# ruff: noqa: E402  (after the check of what it needs, and with bench/ on the path)
+# ruff: noqa: E402  (after the check of what it needs)
 
 import gc
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ import torch
 for name in ("transformers", "matplotlib", "tqdm"):
     pytest.importorskip(name)
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import end_to_end
 from end_to_end import FULL, SINKS
 

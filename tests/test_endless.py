@@ -1,10 +1,8 @@
 """The experiments around LaCache, in small: what they print, draw and record."""
 
-# ruff: noqa: E402  (after the check of what they need, and with bench/ on the path)
+# ruff: noqa: E402  (after the check of what they need)
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +11,13 @@ import torch
 for name in ("transformers", "matplotlib", "tqdm"):
     pytest.importorskip(name)
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+import common
 import endless
 import lacache_cost
 import ladder
 import pareto
 import rope_drift
+from kvops.eval.reader import Reader
 
 
 def test_a_stream_without_end(tmp_path, capsys):
@@ -63,12 +62,12 @@ def test_pareto(tmp_path, capsys):
 
 @torch.inference_mode()
 def test_a_pattern_of_all_slots_is_the_whole_cache():
-    model, text = endless.load(pareto.HERE / "models/passkey-llama", pareto.HERE / "data/haystack.txt", "cpu")
-    cache = pareto.kvops.hf.KVCache(model.config, pareto.Pattern())
-    model(text[:, :100], past_key_values=cache)
+    reader, text = Reader(common.load_model()), common.load_text()
+    read = common.read(reader, text[:, :100].numpy())
     patterns = (None, [torch.arange(100)] * 3, [torch.arange(100), torch.arange(100), torch.arange(50, 100)])
-    whole, same, other = (pareto.perplexity(model, cache, x, text[:, 100:150]) for x in patterns)
-    assert whole == same != other and cache.get_seq_length() == 100  # the cache itself is as it was
+    whole, same, other = (pareto.perplexity(reader, read, x, text[:, 100:150]) for x in patterns)
+    assert whole == same != other
+    assert read.cache.get_seq_length() == read.positions[0].shape[2] == 100  # what was read is as it was
 
 
 def test_keys_drift_only_if_they_are_turned():

@@ -1,10 +1,14 @@
 """The methods that the evaluation knows by name, brought to a budget."""
 
+import json
+import re
+
 import pytest
 import torch
 
 import kvops
-from kvops.eval.methods import METHODS, Unreachable, lagkv_tokens, rule
+from kvops.eval.methods import METHODS, Unreachable, rule
+from kvops.lag import kept_within
 
 LAYERS = 3
 
@@ -14,46 +18,146 @@ LAYERS = 3
 def test_what_is_kept_of_a_prompt(name, budget):
     """The budget, or, where a method cannot keep just so many, fewer; LaCache half a ladder more."""
     of = rule(name)
-    method = of.method(budget if of.cuts else None, 600, LAYERS).fresh(LAYERS - 1, LAYERS)
+    policy = of.policy(budget if of.cuts else None, 600, LAYERS)
+    cache = kvops.Cache(policy, layer=LAYERS - 1, num_layers=LAYERS)
     k, v = torch.randn(2, 1, 2, 600, 16)
-    method.attend(torch.randn(1, 4, 600, 16), k, v)
-    if name == "full" or isinstance(method, kvops.LAQ):
-        assert len(method) == 600  # LAQ is cut by its draft
+    cache.attend(torch.randn(1, 4, 600, 16), k, v)
+    if name == "full" or isinstance(policy, kvops.LAQ):
+        assert len(cache) == 600  # LAQ is cut by its draft
     elif name.startswith("lacache"):
-        assert budget <= len(method) <= budget + 1
-    elif isinstance(method, kvops.LagKV) and name != "lagkv-l2":
-        kept, fixed = lagkv_tokens(600, budget, method.lag)
-        assert len(method) == fixed + kept * (600 - fixed) // method.lag <= budget
-        assert len(method) > 0.75 * budget
+        assert budget <= len(cache) <= budget + 1
+    elif isinstance(policy, kvops.LagKV) and name != "lagkv-l2":
+        kept, fixed = kept_within(600, 16, policy.lag, budget)
+        assert len(cache) == fixed + kept * (600 - fixed) // policy.lag <= budget
+        assert len(cache) > 0.75 * budget
     elif name == "pyramidkv":
-        assert len(method) < budget  # its last layer
+        assert len(cache) < budget  # its last layer
     elif name != "lagkv-l2":
-        assert len(method) == budget
+        assert len(cache) == budget
 
 
 def test_the_lag_that_is_chosen():
     """Half of the budget to be chosen, by the largest lag; where nothing could be chosen, most of it kept."""
     for n, budget, lag, m in ((2048, 1024, 256, 85), (2048, 256, 64, 4), (2048, 64, 32, 0), (4000, 128, 64, 0)):
-        method = rule("lagkv").method(budget, n, LAYERS)
-        assert (method.lag, int(method.ratio * method.lag)) == (lag, m)
-    assert rule("lagkv:lag=128").method(1024, 2048, LAYERS).lag == 128
+        policy = rule("lagkv").policy(budget, n, LAYERS)
+        assert (policy.lag, int(policy.ratio * policy.lag)) == (lag, m)
+    assert rule("lagkv:lag=128").policy(1024, 2048, LAYERS).lag == 128
     with pytest.raises(Unreachable, match="of 1063 tokens are 39 with lag 16, over 32"):
-        rule("lagkv").method(32, 1063, LAYERS)
+        rule("lagkv").policy(32, 1063, LAYERS)
 
 
 def test_options():
-    assert rule("keydiff:recent=0.1,sinks=4").method(64, 600, LAYERS).recent == 0.1
+    assert rule("keydiff:recent=0.1,sinks=4").policy(64, 600, LAYERS).recent == 0.1
     assert rule("keydiff:recent=0.1,sinks=4").label == "KeyDiff recent=0.1 sinks=4"
-    assert rule("protokv:score=softmax").method(64, 600, LAYERS).score == "softmax"
-    assert rule("lacache").method(150, 600, LAYERS).span == 1
-    assert rule("lacache").method(150, 600, LAYERS, streaming=True).task == "modeling"
+    assert rule("protokv:score=softmax").policy(64, 600, LAYERS).score == "softmax"
+    assert rule("lacache").policy(150, 600, LAYERS).span == 1
+    assert rule("lacache").policy(150, 600, LAYERS, streaming=True).task == "modeling"
     for spec, words in {
         "keydif": "method must be one of full, .*, got 'keydif'",
-        "keydiff:budget=3": "KeyDiff has no option 'budget', expected some of sinks, recent",
+        "keydiff:budget=3": "KeyDiff has no option 'budget', expected some of sinks, head_mode, recent",
         "keydiff:recent": "expected keydiff:option=value,option=value, got 'recent'",
         "keydiff:head_mode=all": "method 'keydiff:head_mode=all': KeyDiff: head_mode must be one of",
     }.items():
         with pytest.raises(ValueError, match=words):
             rule(spec)
     with pytest.raises(Unreachable, match="KeyDiff: budget .*64"):
-        rule("keydiff:sinks=100").method(64, 600, LAYERS)
+        rule("keydiff:sinks=100").policy(64, 600, LAYERS)
+
+
+# ---- a policy of one's own ----
+
+VALUE_NORM = """\
+from dataclasses import dataclass
+
+from torch import Tensor
+
+import kvops
+
+
+@dataclass(frozen=True, eq=False)
+class ValueNorm(kvops.KeyPolicy):
+    \"\"\"Keeps the tokens with the largest values.
+
+    order: of the norm.
+    \"\"\"
+
+    order: float = 2.0
+
+    def scores(self, view: kvops.View) -> Tensor:
+        return view.v.float().norm(self.order, dim=-1)
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(VALUE_NORM)
+    return path
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_policy_of_ones_own_keeps_what_it_says(file, order):
+    made = rule(f"{file}:ValueNorm:order={order},sinks=4")
+    policy = made.policy(64, 600, LAYERS)
+    assert made.label == f"ValueNorm order={order} sinks=4" and policy.budget == 64
+    k, v = torch.randn(2, 1, 2, 600, 16)
+    best = v[:, :, 4:].norm(order, dim=-1).topk(60).indices + 4
+    kept = torch.cat((torch.arange(4).expand(1, 2, -1), best.sort().values), 2)
+    assert torch.equal(policy.compress(k, v).indices, kept)
+    cache = kvops.Cache(policy)
+    cache.append(k, v)
+    assert torch.equal(cache.positions, kept)
+
+
+def tiny(out, *methods):
+    return [
+        *("--quick", "--methods", *methods, "--budgets", "64", "--context", "256", "--prompts", "1"),
+        *("--tasks", "passkey:digits=4", "--points", "before", "--out", str(out)),
+    ]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_policy_of_ones_own_is_evaluated(file, tmp_path, capsys):
+    """Beside others: it is in every table, and in the pictures; nothing goes on with results of its former code."""
+    for name in ("transformers", "matplotlib", "tqdm"):
+        pytest.importorskip(name)
+    from kvops.eval.__main__ import main
+
+    out, labels = tmp_path / "out", ["KeyDiff", "ValueNorm", "ValueNorm order=1"]
+    said = tiny(out, f"{file}:ValueNorm:order=1", "keydiff", f"{file}:ValueNorm")
+    assert main(said) == 0
+    assert re.findall(r"^(KeyDiff|ValueNorm(?: order=1)?) +\d+\*?$", capsys.readouterr().out, re.M) == labels
+    text = (out / "report.md").read_text()
+    assert re.findall(r"^\| (KeyDiff|Val[^|]*) \|", text, re.M) == [*labels, *labels]  # scores, and costs
+    assert re.search(r"^- method ValueNorm: mine.py \([0-9a-f]{12}\)$", text, re.M)
+    assert len(list(out.glob("accuracy-*.png"))) == 1
+    rows = json.loads((out / "summary.json").read_text())["rows"]
+    assert [(x["method"], x["tokens"]) for x in rows] == [(x, 64) for x in labels]
+    assert main(said) == 0 and "3 of 3 cells were measured before" in capsys.readouterr().out
+    file.write_text(VALUE_NORM.replace("2.0", "3.0"))
+    assert main(said) == 2
+    assert re.search(r"method ValueNorm was 'mine.py \(\w+\)' and is now 'mine.py", capsys.readouterr().err)
+    assert main(tiny(out, "keydiff")) == 0  # which is as it was
+
+
+def test_policies_that_are_refused(file, tmp_path, capsys):
+    from kvops.eval.__main__ import arguments, make_parser
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.py").write_text(VALUE_NORM)
+    file.write_text(VALUE_NORM + "\n\nclass KeyDiff(ValueNorm):\n    pass\n\n\nNUMBER = 3\n")
+    for spec, words in {
+        f"{file}:ValueNorms": "mine.py:ValueNorms': expected a class in a file or module that can be imported, got A",
+        f"{tmp_path}/nowhere.py:ValueNorm": "nowhere.py:ValueNorm': expected a class .* got FileNotFoundError",
+        f"{file}:NUMBER": "expected a subclass of kvops.Policy, got 3",
+        f"{file}:ValueNorm:power=2": "ValueNorm has no option 'power', expected some of order, sinks",
+        f"{file}:ValueNorm:order=x": "ValueNorm: order must be a float, got str 'x'",
+        f"{file}:KeyDiff": "in tables KeyDiff is a method of kvops, so expected a class of another name",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            rule(spec)
+    same = rule("kvops:KeyDiff")
+    assert same.entry.policy is kvops.KeyDiff and same.source is None and rule(f"{file}:ValueNorm").source == file
+    with pytest.raises(SystemExit):
+        arguments(tiny(tmp_path, f"{file}:ValueNorm", f"{tmp_path}/other/mine.py:ValueNorm"), make_parser(), rule)
+    assert "other/mine.py:ValueNorm are both ValueNorm in tables, expected one of each" in capsys.readouterr().err

@@ -201,7 +201,7 @@ def test_pieces_of_the_text():
 
 
 def test_chunks_of_a_prompt():
-    lagkv = kvops.LagKV(32, 0.5, sink=16)
+    lagkv = kvops.LagKV(32, 0.5, sinks=16)
     assert chunks(lagkv, 200, 0) == [80, 32, 32, 32, 24] and chunks(lagkv, 60, 0) == [60]
     assert chunks(lagkv, 200, 128) == [128, 72] and chunks(kvops.KeyDiff(8), 600, 0) == [256, 256, 88]
 
@@ -221,9 +221,9 @@ def test_lagkv_in_the_papers_chunks(reader, filler):
     whole, chunked = reader.cut(ids, method, 160), reader.cut(ids, method, 160, 0)
     assert whole.tokens == chunked.tokens <= 160 and whole.bytes_held == chunked.bytes_held
     first, *others = zip(whole.cache.layers, chunked.cache.layers)
-    assert torch.equal(first[0].method.positions, first[1].method.positions)  # of the embeddings alone
+    assert torch.equal(first[0].cache.positions, first[1].cache.positions)  # of the embeddings alone
     torch.testing.assert_close(first[0].keys, first[1].keys)
-    assert all(not torch.equal(a.method.positions, b.method.positions) for a, b in others)
+    assert all(not torch.equal(a.cache.positions, b.cache.positions) for a, b in others)
 
 
 def test_a_window_of_chunks_forgets_the_key(reader, filler):
@@ -271,4 +271,4 @@ def test_wrong_use(reader, filler, capsys):
             command.arguments(["--tasks", spec], command.make_parser(), rule)
         assert message in capsys.readouterr().err
     with pytest.raises(Unreachable, match="LAQ: evicts by a draft"):
-        rule("laq").method(64, 256, 3, streaming=True)
+        rule("laq").policy(64, 256, 3, streaming=True)

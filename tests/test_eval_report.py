@@ -281,6 +281,19 @@ def test_every_method_has_its_own_look():
     assert looks["kvpress ObservedAttention"]["family"] == looks["H2O"]["family"]
 
 
+def test_policies_of_others_have_looks_of_their_own():
+    """They come last, by name, each with its variants; there are looks for two dozen."""
+    ours = [x.label for x in METHODS.values()]
+    others = [*(f"Policy{i:02}" for i in range(22)), "ValueNorm", "ValueNorm sinks=4"]
+    shuffled = sorted([*ours, "KeyDiff sinks=4", "kvpress KeyDiff", *others], key=lambda x: x[::-1])
+    assert sorted(shuffled, key=summary.method_order)[-len(others) :] == others
+    looks = plots.styles(shuffled)
+    assert all(looks[x]["family"] == plots.OTHERS[0] for x in others)
+    keys = ("color", "marker", "linestyle", "markerfacecolor")
+    assert len({tuple(x["look"].get(key) for key in keys) for x in looks.values()}) == len(shuffled)
+    assert {x: looks[x] for x in ours} == plots.styles(ours)  # whoever else is there
+
+
 def test_budgets_that_grow_with_the_context():
     def titles(budgets):
         rows = [summary.Row("passkey", n, "before", "L2", b) for n, found in budgets.items() for b in found]

@@ -183,6 +183,6 @@ def test_lazy_clones_are_read_without_a_copy():
     indices = random_indices(1, 2, 20, 5)
     lazy = [torch._lazy_clone(x) for x in (k, v, indices)]
     ops.gather_kv(*lazy)
-    ops.select_topk(ops.anchor_cosine(lazy[0]), 3)
-    ops.lag_score(*lazy[:2], 5)
+    ops.select_topk(ops.anchor_cosine(lazy[0]), k=3)
+    ops.lag_score(*lazy[:2], lag=5)
     assert all(torch._C._is_cow_tensor(x) for x in lazy)

@@ -2,6 +2,7 @@
 lengths, softcap and sinks, and the stages of LAQ."""
 
 import copy
+import functools
 import weakref
 
 import pytest
@@ -34,8 +35,8 @@ METHODS = {
     "h2o": lambda budget=24: kvops.H2O(budget),
     "tova": lambda budget=24: kvops.TOVA(budget),
     "keydiff": lambda budget=24: kvops.KeyDiff(budget),
-    "lagkv": lambda budget=24: kvops.LagKV(lag=budget // 3, ratio=0.25, sink=2),
-    "lagkv-l2": lambda budget=24: kvops.LagKV(lag=budget // 3, ratio=0.25, sink=2, score="l2"),
+    "lagkv": lambda budget=24: kvops.LagKV(lag=budget // 3, ratio=0.25, sinks=2),
+    "lagkv-l2": lambda budget=24: kvops.LagKV(lag=budget // 3, ratio=0.25, sinks=2, score="l2"),
     "streaming": lambda budget=24: kvops.StreamingLLM(budget, positions="original"),
     "lacache": lambda budget=24: kvops.LaCache(budget, positions="original"),
 }
@@ -103,7 +104,7 @@ def test_each_head_of_each_layer_attends_to_what_it_kept(method):
     cache, full = KVCache(model.config, METHODS[method]()), DynamicCache(config=stock.config)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        kept = [layer.method.positions.clone() for layer in cache.layers]
+        kept = [layer.cache.positions.clone() for layer in cache.layers]
         got = model(step, past_key_values=cache).logits
         stock(ids, past_key_values=full)
         for layer, positions in zip(stock.model.layers, kept):
@@ -159,7 +160,7 @@ def test_rows_of_a_padded_batch_equal_the_rows_alone(method, options):
     if method == "pyramidkv":  # the prompt's length decides about its budgets
         lengths = (64, 64)
         ids, mask = make_prompts(*lengths)
-    assert_rows_as_alone(model, METHODS[method](), ids, mask, options)
+    assert_rows_as_alone(model, functools.partial(KVCache, policy=METHODS[method]()), ids, mask, options)
 
 
 @every_method
@@ -257,7 +258,7 @@ def test_no_mask_is_made_and_no_step_is_held(monkeypatch):
     model = own()
     ids, mask = make_prompts(40, 23)
     made = []
-    monkeypatch.setattr(kvops.hf, "sdpa_mask", lambda *a, **k: made.append(a))
+    monkeypatch.setattr(kvops.hf.attention, "sdpa_mask", lambda *a, **k: made.append(a))
     cache = KVCache(model.config, kvops.SnapKV(24, window=8), attention_mask=mask)
     seen = []
     update = KVCache.update
@@ -313,10 +314,10 @@ def laq_by_hand(model, ids, method, tokens):
     n, layers = ids.shape[1], range(model.config.num_hidden_layers)
     with torch.no_grad():
         logits = model(ids, past_key_values=full).logits[:, -1]
-        drafts = [layer.method.draft() for layer in full.layers]
+        drafts = [layer.cache.draft() for layer in full.layers]
         queries = [[] for _ in layers]
         draft = copy.copy(full)
-        draft.layers = [layer.with_method(x) for layer, x in zip(full.layers, drafts)]
+        draft.layers = [layer.with_cache(x) for layer, x in zip(full.layers, drafts)]
         for i in layers:
             attend = drafts[i].attention
 
@@ -332,10 +333,10 @@ def laq_by_hand(model, ids, method, tokens):
         kept = KVCache(model.config, kvops.Full())
         for i in layers:
             q = torch.cat(queries[i], 2)
-            stored = full.layers[i].method
+            stored = full.layers[i].cache
             k, v, indices = kvops.laq_compress(stored.k, stored.v, q, method.budget)
             kept.update(k, v, i)
-            kept.layers[i].method.seen = n
+            kept.layers[i].cache.seen = n
             kept.layers[i].positions = indices
         out, token = [first], first
         for step in range(tokens - 1):
@@ -354,7 +355,7 @@ def test_laq_runs_the_stages_of_the_paper():
     assert torch.equal(out.sequences[:, 60:], expected)
     cache = out.past_key_values
     for layer, indices in zip(cache.layers, positions):
-        assert torch.equal(layer.method.positions[:, :, :20], indices)
+        assert torch.equal(layer.cache.positions[:, :, :20], indices)
     assert [s.tokens_kept for s in cache.stats()] == [20 + 9] * 3
 
 
@@ -395,7 +396,7 @@ def test_laq_rows_that_end_early_in_the_lookahead():
         new = alone.sequences[0, 60:]
         assert torch.equal(out.sequences[row, 60 : 60 + len(new)], new)
         for a, b in zip(out.past_key_values.layers, alone.past_key_values.layers):
-            assert torch.equal(a.method.positions[row, :, :24], b.method.positions[0, :, :24])
+            assert torch.equal(a.cache.positions[row, :, :24], b.cache.positions[0, :, :24])
 
 
 def test_laq_reports_the_memory_of_its_stages():
@@ -437,7 +438,7 @@ def test_generate_leaves_the_model_as_it_was():
         assert out.shape == (2, 45) and model.config._attn_implementation == "sdpa"
     with pytest.raises(ValueError, match="past_key_values"):
         kvops.hf.generate(model, kvops.LAQ(20), ids, past_key_values=DynamicCache(config=model.config))
-    with pytest.raises(TypeError, match="method must be a kvops method object"):
+    with pytest.raises(TypeError, match="policy must be a kvops policy"):
         kvops.hf.generate(model, "LAQ", ids)
     assert model.config._attn_implementation == "sdpa"
     assert 2 <= VOCAB

@@ -14,8 +14,8 @@ from transformers.masking_utils import create_causal_mask, sdpa_mask  # noqa: E4
 
 import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
-from kvops.architectures import Architecture  # noqa: E402
 from kvops.hf import KVCache, use_attention  # noqa: E402
+from kvops.hf.architectures import Architecture  # noqa: E402
 from test_hf import TINY, VOCAB, generate, make_model, make_prompts  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_table")
@@ -61,7 +61,7 @@ CONFIGS = {
 @pytest.fixture
 def no_table(monkeypatch):
     """As if no model had ever been tried: what the table of architectures refuses raises before anything else can."""
-    monkeypatch.setattr(kvops.hf, "_architecture", lambda text: Architecture())
+    monkeypatch.setattr(kvops.hf.architectures, "lookup", lambda text: Architecture())
 
 
 def build(kind, attn=None):
@@ -128,7 +128,7 @@ def assert_replayed(kind, method, chunks=(30, 9, 1, 1, 1), **options):
         HELD.clear()
         HELD["shared"] = shared
         HELD.update(
-            (i, (layer.method.positions, first))
+            (i, (layer.cache.positions, first))
             for i, layer in enumerate(cache.layers)
             if layer in cache.evicting_layers
         )
@@ -138,7 +138,7 @@ def assert_replayed(kind, method, chunks=(30, 9, 1, 1, 1), **options):
         live = mask[:, now][:, -expected.shape[1] :].bool()
         torch.testing.assert_close(found[live], expected[live], atol=1e-4, rtol=1e-4)
         first += t
-    assert any(len(layer.method) < n for layer in cache.evicting_layers)
+    assert any(len(layer.cache) < n for layer in cache.evicting_layers)
     return cache
 
 
@@ -174,7 +174,7 @@ def test_the_queries_of_all_layers_that_share_keys_count(method, reduce):
     k, v = torch.randn(2, 2, 2, 40, 16, generator=g)
     for pool_first in [False, True] if method is kvops.SnapKV else [None]:
         options = {} if pool_first is None else dict(window=4, pool_first=pool_first)
-        both, one = (method(12, group_reduce=reduce, **options) for _ in range(2))
+        both, one = (kvops.Cache(method(12, group_reduce=reduce, **options)) for _ in range(2))
         expected = one.attend(torch.cat((q[0], q[1]), 2).flatten(1, 2), k, v).unflatten(1, (2, 2, 2))
         step = both.append(k, v)
         found = both.attention(q[0].flatten(1, 2), *step, readers=1)
@@ -194,7 +194,7 @@ def test_slots_of_shared_keys():
     config = own("gemma3n_text").config
     rope = kvops.Rope(torch.ones(8))
     with pytest.raises(NotImplementedError, match="Gemma3nTextConfig share keys.*positions='original'"):
-        KVCache(config, kvops.StreamingLLM(12, rope=rope))
+        KVCache(config, kvops.StreamingLLM(12), rope=rope)
 
 
 # ---- models that the library's attention does not understand ----
@@ -233,24 +233,26 @@ def test_arguments_that_change_the_attention():
     module = make_model().model.layers[0].self_attn
     for name in ("position_bias", "sinks", "block_indices", "anything"):
         with pytest.raises(NotImplementedError, match=f"LlamaAttention hands {name} to its attention"):
-            kvops.hf._attention(module, q, k, k, None, softcap=2.0, **{name: torch.ones(1)})
-    expected = kvops.hf.sdpa_attention_forward(module, q, k, k, None, is_causal=False)[0]
-    assert torch.equal(kvops.hf._attention(module, q, k, k, None, is_causal=False, use_cache=True)[0], expected)
+            kvops.hf.attention._attention(module, q, k, k, None, softcap=2.0, **{name: torch.ones(1)})
+    expected = kvops.hf.attention.sdpa_attention_forward(module, q, k, k, None, is_causal=False)[0]
+    assert torch.equal(
+        kvops.hf.attention._attention(module, q, k, k, None, is_causal=False, use_cache=True)[0], expected
+    )
 
 
 def test_softcap_in_layers_that_are_not_causal():
     module = make_model().model.layers[0].self_attn
     q, k, v = torch.randn(1, 4, 5, 16), *torch.randn(2, 1, 4, 7, 16)
     weights = (2.0 * (q @ k.mT / 8.0).tanh()).softmax(-1)
-    found = kvops.hf._attention(module, q, k, v, None, softcap=2.0, is_causal=False)[0]
+    found = kvops.hf.attention._attention(module, q, k, v, None, softcap=2.0, is_causal=False)[0]
     torch.testing.assert_close(found, (weights @ v).transpose(1, 2))
     hidden = torch.rand(1, 1, 5, 7) < 0.4
     hidden[..., 0] = False
     masks = (~hidden, torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min))
-    a, b = (kvops.hf._attention(module, q, k, v, mask, softcap=2.0)[0] for mask in masks)
+    a, b = (kvops.hf.attention._attention(module, q, k, v, mask, softcap=2.0)[0] for mask in masks)
     torch.testing.assert_close(a, b)
     with pytest.raises(ValueError, match="expected no dropout, got 0.5"):
-        kvops.hf._attention(module, q, k, v, None, softcap=2.0, dropout=0.5)
+        kvops.hf.attention._attention(module, q, k, v, None, softcap=2.0, dropout=0.5)
 
 
 @pytest.mark.parametrize("kind", ["gptj", "codegen", "bloom", "mpt", "falcon"])
@@ -270,7 +272,7 @@ def test_masks_that_no_evicting_layer_uses():
 
 
 def test_what_a_model_may_do_with_the_mask():
-    mask = kvops.hf._CausalMask("some", 2, 5, True)
+    mask = kvops.hf.attention._CausalMask("some", 2, 5, True)
     x, every = torch.ones(2, 1, 5, 5), slice(None)
     for use in (
         lambda: x + mask,
@@ -416,7 +418,7 @@ def test_padding_is_taken_from_the_mask(options):
     """As if the cache had been told."""
     model = use_attention(make_model())
     ids, mask = make_prompts(60, 41, 24)
-    for method in (kvops.KeyDiff(24), kvops.SnapKV(24, window=8), kvops.LagKV(lag=8, ratio=0.25, sink=2)):
+    for method in (kvops.KeyDiff(24), kvops.SnapKV(24, window=8), kvops.LagKV(lag=8, ratio=0.25, sinks=2)):
         told = generate(model, KVCache(model.config, method, attention_mask=mask), ids, mask, **options)
         cache = KVCache(model.config, method)
         seen = generate(model, cache, ids, mask, **options)
@@ -465,7 +467,7 @@ def test_only_layers_that_evict_count():
     forward(model, ids, cache)
     kept = [s.tokens_kept for s in cache.stats() if s.evicts]
     assert kept == kvops.pyramidkv_budgets(24, 2, 90, window=8) and sum(kept) == 2 * 24
-    assert [(x.method.layer, x.method.num_layers) for x in cache.evicting_layers] == [(0, 2), (1, 2)]
+    assert [(x.cache.layer, x.cache.num_layers) for x in cache.evicting_layers] == [(0, 2), (1, 2)]
 
 
 def test_laq_of_a_hybrid_model():
@@ -533,7 +535,7 @@ def test_threads_generate_with_one_model():
         x.start()
     for x in threads:
         x.join()
-    assert wrong == [] and model.config._attn_implementation == "sdpa" and model not in kvops.hf._generating
+    assert wrong == [] and model.config._attn_implementation == "sdpa" and model not in kvops.hf.attention._generating
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager", "kvops"])
@@ -561,7 +563,7 @@ def test_compiled_models_run_the_cache_as_it_is():
     def layer(x, cache):
         mask = create_causal_mask(model.config, x, None, cache)
         q, k = (x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in (x, x[..., :32]))
-        return kvops.hf._attention(module, q, *cache.update(k, k, 0), mask, scaling=module.scaling)[0]
+        return kvops.hf.attention._attention(module, q, *cache.update(k, k, 0), mask, scaling=module.scaling)[0]
 
     compiled = torch.compile(layer, backend="eager", dynamic=True)
     x = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(4))

@@ -1,7 +1,10 @@
 """kvops.hf with slot positions (LaCache, StreamingLLM): against a plain model in fp64 that rotates keys at their slots
 in every step, and the ways that transformers uses a cache."""
 
+import contextlib
 import copy
+import functools
+import math
 import sys
 from pathlib import Path
 
@@ -21,25 +24,30 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[1]
 METHODS = {
     "lacache": lambda budget=24: kvops.LaCache(budget),
-    "lacache-post": lambda budget=24: kvops.LaCache(budget, storage="post_rope"),
+    "lacache-post": lambda budget=24: kvops.LaCache(budget),
     "lacache-wide": lambda budget=24: kvops.LaCache(budget, span=2, overlap=0, sinks=2),
     "streaming": lambda budget=24: kvops.StreamingLLM(budget),
-    "streaming-post": lambda budget=24: kvops.StreamingLLM(budget, storage="post_rope"),
+    "streaming-post": lambda budget=24: kvops.StreamingLLM(budget),
 }
 every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def cache_of(config, method, budget=24, **options):
+    storage = "post_rope" if method.endswith("-post") else "pre_rope"
+    return KVCache(config, METHODS[method](budget), storage=storage, **options)
 
 
 def own(*args, **settings):
     return use_attention(make_model(*args, **settings))
 
 
-def plain_logits(model, method, chunks, frozen=False):
-    """The logits of ids in chunks, by the formulas in fp64; `method` only says which tokens each layer holds. frozen:
+def plain_logits(model, policy, chunks, frozen=False):
+    """The logits of ids in chunks, by the formulas in fp64; `policy` only says which tokens each layer holds. frozen:
     from the second chunk on."""
     model = copy.deepcopy(model).double()
     code = sys.modules[type(model).__module__]
     layers = model.model.layers
-    held = [method.fresh(i, len(layers)) for i in range(len(layers))]
+    held = [kvops.Cache(policy, layer=i, num_layers=len(layers)) for i in range(len(layers))]
     keys, values, out = [None] * len(layers), [None] * len(layers), []
     for ids in chunks:
         x, t = model.model.embed_tokens(ids), ids.shape[1]
@@ -109,14 +117,14 @@ def test_a_model_with_keys_at_their_slots(method, model):
         model = own(kind, **settings)
     ids, _ = make_prompts(140, 140)
     chunks = stepped(ids, 90, 20, 7)
-    cache = KVCache(model.config, METHODS[method]())
+    cache = cache_of(model.config, method)
     found = logits_of(model, cache, chunks)
     with torch.no_grad():
         expected = plain_logits(model, METHODS[method](), chunks)
         elsewhere = logits_of(model, KVCache(model.config, kvops.StreamingLLM(24, positions="original")), chunks)
     torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=2e-4)
     assert (elsewhere - expected).abs().max() > 0.1  # slots matter
-    assert cache.get_seq_length() == 140 and 20 < len(cache.layers[0].method) < 30
+    assert cache.get_seq_length() == 140 and 20 < len(cache.layers[0].cache) < 30
 
 
 @every_method
@@ -124,19 +132,19 @@ def test_a_model_whose_cache_is_cut_once(method):
     """A frozen cache keeps its slots and grows; reset() thaws it."""
     model, (ids, _) = own(), make_prompts(140, 140)
     chunks = stepped(ids, 100, 20)
-    cache = KVCache(model.config, METHODS[method]())
+    cache = cache_of(model.config, method)
     found = [logits_of(model, cache, chunks[:1])]
-    kept = len(cache.layers[0].method)
+    kept = len(cache.layers[0].cache)
     cache.freeze()
     found.append(logits_of(model, cache, chunks[1:]))
     with torch.no_grad():
         expected = plain_logits(model, METHODS[method](), chunks, frozen=True)
     torch.testing.assert_close(torch.cat(found, 1).double(), expected, atol=2e-4, rtol=2e-4)
-    assert kept < 30 and {len(layer.method) for layer in cache.layers} == {kept + 40}
+    assert kept < 30 and {len(layer.cache) for layer in cache.layers} == {kept + 40}
     cache.reset()
     assert torch.equal(logits_of(model, cache, chunks[:1]), found[0])
     logits_of(model, cache, chunks[1:])
-    assert len(cache.layers[0].method) < 30
+    assert len(cache.layers[0].cache) < 30
 
 
 @pytest.mark.parametrize("method", ["lacache", "lacache-post", "streaming"])
@@ -150,10 +158,10 @@ def test_half_precision(method):
         whole = plain_logits(exact, kvops.Full(), chunks)
         expected = plain_logits(exact, METHODS[method](), chunks)
     usual = (logits_of(model, KVCache(model.config, kvops.Full()), chunks) - whole).abs().mean()
-    cache = KVCache(model.config, METHODS[method]())
+    cache = cache_of(model.config, method)
     error = (logits_of(model, cache, chunks) - expected).abs().mean()
     assert cache.layers[0].keys.dtype == torch.bfloat16 and error < 2 * usual
-    first = logits_of(model, KVCache(model.config, METHODS[method]()), chunks[:1])
+    first = logits_of(model, cache_of(model.config, method), chunks[:1])
     assert torch.equal(first, logits_of(model, KVCache(model.config, kvops.Full()), chunks[:1]))  # nothing is turned
 
 
@@ -164,7 +172,7 @@ def test_the_demo_model(method):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(text[:1200], return_tensors="pt")["input_ids"][:, :700]
     chunks = ids.split([400, 200, *[10] * 10], 1)
-    found = logits_of(model, KVCache(model.config, METHODS[method](128)), chunks)
+    found = logits_of(model, cache_of(model.config, method, 128), chunks)
     with torch.no_grad():
         expected = plain_logits(model, METHODS[method](128), chunks)
     torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=1e-3)
@@ -183,7 +191,7 @@ def test_keeping_everything_of_a_padded_batch(method, options):
     stock, model = make_model(), own()
     ids, mask = make_prompts(40, 23, 9)
     expected = generate(stock, DynamicCache(config=stock.config), ids, mask, **options)
-    found = generate(model, KVCache(model.config, METHODS[method](400), attention_mask=mask), ids, mask, **options)
+    found = generate(model, cache_of(model.config, method, 400, attention_mask=mask), ids, mask, **options)
     assert torch.equal(found[0], expected[0])
     if not options.get("num_beams"):
         torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-4)
@@ -195,7 +203,7 @@ def test_keeping_everything_of_a_padded_batch(method, options):
 )
 def test_rows_of_a_padded_batch_equal_the_rows_alone(method, options):
     """Every row starts and ends a chunk where it would alone, so that chunks hold the same tokens."""
-    assert_rows_as_alone(own(), METHODS[method](), *make_prompts(64, 48, 32, 16), options)
+    assert_rows_as_alone(own(), functools.partial(cache_of, method=method), *make_prompts(64, 48, 32, 16), options)
 
 
 @every_method
@@ -204,7 +212,7 @@ def test_second_turn(method):
     model = own()
     ids, _ = make_prompts(60)
     more, _ = make_prompts(9, seed=2)
-    cache = KVCache(model.config, METHODS[method]())
+    cache = cache_of(model.config, method)
     first, _ = generate(model, cache, ids)
     talk = torch.cat([ids, first, more], 1)
     assert cache.get_seq_length() == 71
@@ -220,7 +228,7 @@ def test_batch_operations_move_the_whole_state(method):
     ids, mask = make_prompts(60, 41)
 
     def after(rows, operation):
-        cache = KVCache(model.config, METHODS[method](), attention_mask=mask[rows])
+        cache = cache_of(model.config, method, attention_mask=mask[rows])
         positions = (mask[rows].cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
             model(ids[rows], attention_mask=mask[rows], position_ids=positions, past_key_values=cache)
@@ -249,7 +257,7 @@ def test_positions_of_ones_own():
     cache, found = KVCache(model.config, METHODS["lacache"]()), []
     with torch.no_grad():
         for x in chunks:
-            held = len(cache.layers[0].method)
+            held = len(cache.layers[0].cache)
             at = torch.arange(held, held + x.shape[1])[None]
             found.append(model(x, position_ids=at, past_key_values=cache).logits)
     torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-4, rtol=1e-4)
@@ -280,11 +288,16 @@ def test_memory_does_not_grow():
         ("glm", True, 32),
         ("phi", False, 16),
         ("gpt_neox", False, 12),
+        ("mixtral", False, 64),
+        ("qwen3_next", False, 32),
+        ("granite_swa", False, 64),
+        ("gpt_oss", False, 32),
     ],
 )
 def test_rope_of_a_model(kind, interleaved, pairs):
     rope = model_rope(CONFIG_MAPPING[kind]())
-    assert (rope.interleaved, len(rope.inv_freq), rope.scaling) == (interleaved, pairs, 1.0)
+    scaling = 1.0 + 0.1 * math.log(32) if kind == "gpt_oss" else 1.0  # YaRN's
+    assert (rope.interleaved, len(rope.inv_freq), rope.scaling) == (interleaved, pairs, pytest.approx(scaling))
     assert rope.inv_freq[0] == 1 and (rope.inv_freq.diff() < 0).all()
 
 
@@ -297,12 +310,146 @@ def test_rope_of_a_scaled_model():
 
 @pytest.mark.parametrize(
     "kind",
-    ["cohere2", "smollm3", "exaone4", "deepseek_v3", "minicpm3", "hunyuan_v1_dense", "qwen2_vl", "gpt_oss", "gpt2"],
+    ["cohere2", "smollm3", "exaone4", "deepseek_v3", "minicpm3", "hunyuan_v1_dense", "qwen2_vl", "gpt2"],
 )
 def test_models_that_rotate_otherwise_are_refused(kind):
-    """Layers without rotation, MLA, a norm after the rotation, positions of three dims, no rotate_half, no rotation."""
-    with pytest.raises(ValueError, match="cannot tell how the model of .* rotates its keys; give the method rope="):
-        model_rope(CONFIG_MAPPING[kind]())
+    """Layers without rotation, MLA, a norm after the rotation, positions of three dims, no rotation."""
+    settings = {"head_dim": 16} if kind == "hunyuan_v1_dense" else {}
+    with unclear():
+        model_rope(CONFIG_MAPPING[kind](**settings))
+
+
+def unclear():
+    return pytest.raises(ValueError, match="cannot tell how the model of .* rotates its keys; give the cache rope=")
+
+
+@pytest.fixture
+def unasked(monkeypatch):
+    """As if no model had been asked yet."""
+    monkeypatch.setattr(kvops.hf.rope, "_known", {})
+
+
+def rotated(q, k, cos, sin, unsqueeze_dim=1):
+    """Llama's."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    half = transformers.models.llama.modeling_llama.rotate_half
+    return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+
+def scaled(x):
+    return x * torch.linspace(1.0, 1.001, x.shape[-1])
+
+
+ROTATIONS = {  # of a model, and whether it is one
+    "as it is": (True, rotated),
+    "backwards": (False, lambda q, k, cos, sin: rotated(q, k, cos, -sin)),
+    "queries stay": (False, lambda q, k, cos, sin: (q, rotated(q, k, cos, sin)[1])),
+    "keys stay": (False, lambda q, k, cos, sin: (rotated(q, k, cos, sin)[0], k)),
+    "one head stays": (
+        False,
+        lambda q, k, cos, sin: (
+            torch.cat((q[:, :1], rotated(q, k, cos, sin)[0][:, 1:]), 1),
+            rotated(q, k, cos, sin)[1],
+        ),
+    ),
+    "twice": (False, lambda q, k, cos, sin: rotated(*rotated(q, k, cos, sin), cos, sin)),
+    "scaled before": (True, lambda q, k, cos, sin: rotated(scaled(q), scaled(k), cos, sin)),
+    "scaled after": (False, lambda q, k, cos, sin: tuple(map(scaled, rotated(q, k, cos, sin)))),
+    "larger": (True, lambda q, k, cos, sin: rotated(q, k, 1.001 * cos, 1.001 * sin)),
+    "shifted": (False, lambda q, k, cos, sin: tuple(x + 0.01 for x in rotated(q, k, cos, sin))),
+    "last channels": (
+        False,
+        lambda q, k, cos, sin: tuple(x.flip(-1) for x in rotated(q.flip(-1), k.flip(-1), cos, sin)),
+    ),
+    "fails": (False, lambda q, k, cos, sin: q @ k),
+}
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_what_a_model_does_with_its_keys_is_seen(rotation, unasked, monkeypatch):
+    """Whatever its rotary module says."""
+    is_one, function = ROTATIONS[rotation]
+    monkeypatch.setattr(transformers.models.llama.modeling_llama, "apply_rotary_pos_emb", function)
+    config = transformers.LlamaConfig(**TINY)
+    if is_one:
+        assert len(model_rope(config).inv_freq) == 8
+    else:
+        with unclear():
+            model_rope(config)
+
+
+@pytest.mark.parametrize("error", ["scaling", "frequencies", "positions"])
+def test_what_a_rotary_module_does_is_seen(error, unasked, monkeypatch):
+    """Whatever it says."""
+    kind = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+    forward = kind.forward
+
+    def wrong(self, x, position_ids):
+        if error == "frequencies":
+            self.inv_freq = 1.001 * self.original_inv_freq
+        cos, sin = forward(self, x, position_ids + (error == "positions"))
+        return (1.001 * cos, 1.001 * sin) if error == "scaling" else (cos, sin)
+
+    model_rope(transformers.LlamaConfig(**TINY))
+    kvops.hf.rope._known.clear()
+    monkeypatch.setattr(kind, "forward", wrong)
+    with unclear():
+        model_rope(transformers.LlamaConfig(**TINY))
+
+
+def test_one_layer_in_many_is_seen():
+    """Every fourth layer of SmolLM3 has no rotation, unless its config says otherwise."""
+    layers = 12
+    config = CONFIG_MAPPING["smollm3"](num_hidden_layers=layers, no_rope_layers=[1] * layers)
+    assert len(model_rope(config).inv_freq) == 64
+    config.no_rope_layers = [*config.no_rope_layers[:-1], 0]
+    with unclear():
+        model_rope(config)
+
+
+def test_a_config_is_asked_once(unasked, monkeypatch):
+    asked, ask = [], kvops.hf.rope._ask
+    monkeypatch.setattr(kvops.hf.rope, "_ask", lambda config: asked.append(config) or ask(config))
+    ropes = [model_rope(transformers.LlamaConfig(**TINY)) for _ in range(2)]
+    assert ropes[0] is ropes[1] and len(asked) == 1
+    other = model_rope(transformers.LlamaConfig(**TINY, rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
+    assert len(asked) == 2 and not torch.equal(other.inv_freq, ropes[0].inv_freq)
+
+
+@pytest.mark.parametrize("where", ["bfloat16", "float64", "meta", "with meta", "autocast", "inference"])
+def test_it_is_asked_anywhere(where, unasked):
+    """The caller's defaults and random numbers have no part in it, and stay as they are."""
+    expected = model_rope(transformers.LlamaConfig(**TINY))
+    kvops.hf.rope._known.clear()
+    state, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    around = {
+        "with meta": torch.device("meta"),
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+        "inference": torch.inference_mode(),
+    }
+    try:
+        if where == "meta":
+            torch.set_default_device("meta")
+        elif where not in around:
+            torch.set_default_dtype(getattr(torch, where))
+        inside = torch.get_default_dtype(), torch.get_default_device()
+        with around.get(where, contextlib.nullcontext()):
+            rope = model_rope(transformers.LlamaConfig(**TINY))
+        assert inside == (torch.get_default_dtype(), torch.get_default_device())
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(dtype)
+    assert torch.equal(rope.inv_freq, expected.inv_freq) and rope.inv_freq.dtype == torch.float32
+    assert rope.inv_freq.device.type == "cpu" and not rope.inv_freq.is_inference()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_that_stays_large_is_refused(unasked, monkeypatch):
+    model_rope(CONFIG_MAPPING["llama"](num_hidden_layers=2))
+    monkeypatch.setattr(kvops.hf.rope, "_SIZES", {})
+    kvops.hf.rope._known.clear()
+    with unclear():
+        model_rope(CONFIG_MAPPING["llama"](num_hidden_layers=2, intermediate_size=10**7))
 
 
 def test_frequencies_that_change_are_refused():
@@ -310,7 +457,7 @@ def test_frequencies_that_change_are_refused():
     with pytest.raises(ValueError, match="'dynamic' change with the length"):
         KVCache(model.config, kvops.LaCache(24))
     KVCache(model.config, kvops.LaCache(24, positions="original"))
-    KVCache(model.config, kvops.LaCache(24, rope=kvops.Rope.of(16)))
+    KVCache(model.config, kvops.LaCache(24), rope=kvops.Rope.of(16))
 
 
 def test_a_rope_of_ones_own_is_used():
@@ -318,9 +465,9 @@ def test_a_rope_of_ones_own_is_used():
     ids, _ = make_prompts(100)
     chunks = stepped(ids, 80)
     mine = kvops.Rope.of(16, model.config.rope_parameters["rope_theta"])
-    method = kvops.LaCache(24, rope=mine)
-    found = logits_of(model, KVCache(model.config, method), chunks)
-    assert method.rope is mine
+    cache = KVCache(model.config, kvops.LaCache(24), rope=mine)
+    found = logits_of(model, cache, chunks)
+    assert all(layer.cache.rope.inv_freq is mine.inv_freq for layer in cache.layers)
     torch.testing.assert_close(found, logits_of(model, KVCache(model.config, kvops.LaCache(24)), chunks))
 
 

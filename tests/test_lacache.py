@@ -358,19 +358,19 @@ def test_compress_for_understanding():
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (dict(budget=13), ValueError, "lacache_compress: budget .* at least 14 with 4 sinks, got 13"),
-        (dict(budget=0.01), ValueError, "lacache_compress: budget .* at least 14 with 4 sinks, got 1"),
-        (dict(budget=True), TypeError, "lacache_compress: budget must be an int"),
+        (dict(budget=13), ValueError, "LaCache: budget .* at least 14 with 4 sinks, got 13"),
+        (dict(budget=0.01), ValueError, "LaCache: budget .* at least 14 with 4 sinks, got 1"),
+        (dict(budget=True), TypeError, "LaCache: budget must be an int"),
         (dict(span=8, overlap=0), ValueError, "expected one of"),
         (
             dict(layer=8),
             ValueError,
-            r"lacache_compress: layer must lie in \[0, num_layers\), expected less than 8, got 8",
+            r"LaCache: layer must lie in \[0, num_layers\), expected less than 8, got 8",
         ),
-        (dict(layer=-1), ValueError, "lacache_compress: layer must be at least 0, got -1"),
-        (dict(sinks=-1), ValueError, "lacache_compress: sinks must be at least 0, got -1"),
+        (dict(layer=-1), ValueError, "LaCache: layer must be at least 0, got -1"),
+        (dict(sinks=-1), ValueError, "LaCache: sinks must be at least 0, got -1"),
         (dict(task="chat"), ValueError, "task must be one of 'modeling', 'understanding', got 'chat'"),
-        (dict(out=3), TypeError, "lacache_compress: out must be a pair of tensors"),
+        (dict(out=3), TypeError, "LaCache: out must be a pair of tensors"),
     ],
 )
 def test_compress_errors(change, error, message):
@@ -382,10 +382,10 @@ def test_compress_errors(change, error, message):
 # Streams
 
 
-def feed(method, k, v, chunks):
+def feed(cache, k, v, chunks):
     for k_new, v_new in zip(k.split(chunks, 2), v.split(chunks, 2)):
-        method.append(k_new, v_new)
-    return method
+        cache.append(k_new, v_new)
+    return cache
 
 
 @examples
@@ -394,30 +394,30 @@ def test_a_stream_keeps_what_the_simulation_keeps(settings, chunks, layer):
     layers = settings.pop("num_layers")
     layer %= layers
     k, v = kit.kv(1, 2, sum(chunks), 8)
-    method = feed(kvops.LaCache(**settings).fresh(layer, layers), k, v, chunks)
+    cache = feed(kvops.Cache(kvops.LaCache(**settings), layer=layer, num_layers=layers), k, v, chunks)
     simulation = Simulation(**settings, num_layers=layers)
     for size in chunks:
         simulation.append(size)
     kept = simulation.layers[layer]
-    assert method.positions[0].tolist() == [kept, kept]
-    assert kit.same((method.k, method.v), (k[:, :, kept], v[:, :, kept]))
-    assert method.seen == sum(chunks) and method.nbytes == (method.k.numel() + method.v.numel()) * 4
+    assert cache.positions[0].tolist() == [kept, kept]
+    assert kit.same((cache.k, cache.v), (k[:, :, kept], v[:, :, kept]))
+    assert cache.seen == sum(chunks) and cache.nbytes == (cache.k.numel() + cache.v.numel()) * 4
 
 
 def test_one_chunk_is_one_call():
     k, v = kit.kv(1, 2, 300, 8)
     for options in (dict(budget=64), dict(budget=0.3), dict(budget=0.3, task="understanding")):
         want = kvops.lacache_compress(k, v, layer=2, num_layers=8, **options)
-        method = feed(kvops.LaCache(**options).fresh(2, 8), k, v, [300])
-        assert kit.same((method.k, method.v, method.positions), want)
+        cache = feed(kvops.Cache(kvops.LaCache(**options), layer=2, num_layers=8), k, v, [300])
+        assert kit.same((cache.k, cache.v, cache.positions), want)
 
 
 def test_a_fraction_is_one_of_the_tokens_seen():
     k, v = kit.kv(1, 1, 400, 8)
-    method, lengths = kvops.LaCache(0.25, span=3, overlap=1).fresh(2, 8), []
+    cache, lengths = kvops.Cache(kvops.LaCache(0.25, span=3, overlap=1), layer=2, num_layers=8), []
     for t in range(400):
-        method.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
-        lengths.append(len(method))
+        cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        lengths.append(len(cache))
     assert lengths[:15] == [*range(1, 15), 15]  # never less than the 14 that a ladder needs; it overflows at 15 + 1
     assert all(abs(x - 0.25 * (t + 1)) <= 2 for t, x in enumerate(lengths) if t > 60)
 
@@ -427,13 +427,12 @@ def test_rows_of_a_padded_batch_keep_what_they_keep_alone(budget, pads):
     lengths = [90 - x for x in pads]
     k, v = kit.kv(3, 2, 90, 8)
     chunks = [25, 25, *[1] * 40]
-    method = kvops.LaCache(budget, span=3, overlap=1).fresh(5, 8)
-    together = copy.copy(method)
-    together.reset()
+    policy = kvops.LaCache(budget, span=3, overlap=1)
+    together = kvops.Cache(policy, layer=5, num_layers=8)
     together.set_pads(torch.tensor(pads))
     feed(together, k, v, chunks)
     for row, (pad, n) in enumerate(zip(pads, lengths)):
-        alone = method.fresh(5, 8)
+        alone = kvops.Cache(policy, layer=5, num_layers=8)
         rest = pad
         for size in chunks:  # the same tokens at a time
             own = max(0, size - rest)
@@ -451,15 +450,15 @@ def test_rows_of_a_padded_batch_keep_what_they_keep_alone(budget, pads):
 
 def test_batch_operations_take_the_rows_plans_along():
     k, v = kit.kv(3, 2, 120, 8)
-    method = kvops.LaCache(24).fresh(5, 8)
-    method.set_pads(torch.tensor([0, 30, 60]))
-    feed(method, k[:, :, :90], v[:, :, :90], [90])
+    cache = kvops.Cache(kvops.LaCache(24), layer=5, num_layers=8)
+    cache.set_pads(torch.tensor([0, 30, 60]))
+    feed(cache, k[:, :, :90], v[:, :, :90], [90])
     for change, rows in (
         (lambda x: x.reorder(torch.tensor([2, 0, 1])), [2, 0, 1]),
         (lambda x: x.select_rows(torch.tensor([1])), [1]),
         (lambda x: x.repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
     ):
-        changed, whole = copy.deepcopy(method), copy.deepcopy(method)
+        changed, whole = copy.deepcopy(cache), copy.deepcopy(cache)
         change(changed)
         feed(changed, k[rows, :, 90:], v[rows, :, 90:], [1] * 30)
         feed(whole, k[:, :, 90:], v[:, :, 90:], [1] * 30)
@@ -471,51 +470,58 @@ def test_batch_operations_take_the_rows_plans_along():
 
 def test_crop_back_to_the_last_eviction():
     k, v = kit.kv(1, 2, 80, 8)
-    method = feed(kvops.LaCache(40, span=3, overlap=1).fresh(5, 8), k[:, :, :60], v[:, :, :60], [60])
-    want = copy.deepcopy(method)
-    method.append(k[:, :, 60:61], v[:, :, 60:61])
-    assert (len(method), method.seen) == (41, 61)  # a ladder frees two slots: nothing was evicted
-    method.crop(60)
-    for x in (method, want):
+    cache = feed(
+        kvops.Cache(kvops.LaCache(40, span=3, overlap=1), layer=5, num_layers=8), k[:, :, :60], v[:, :, :60], [60]
+    )
+    want = copy.deepcopy(cache)
+    cache.append(k[:, :, 60:61], v[:, :, 60:61])
+    assert (len(cache), cache.seen) == (41, 61)  # a ladder frees two slots: nothing was evicted
+    cache.crop(60)
+    for x in (cache, want):
         feed(x, k[:, :, 60:], v[:, :, 60:], [1] * 20)
-    assert kit.same((method.k, method.v, method.positions), (want.k, want.v, want.positions))
+    assert kit.same((cache.k, cache.v, cache.positions), (want.k, want.v, want.positions))
     with pytest.raises(ValueError, match="cannot crop"):
-        method.crop(30)
+        cache.crop(30)
 
 
 def test_objects_refuse():
-    k, v = kit.kv(1, 2, 80, 8)
-    with pytest.raises(ValueError, match=r"model of several layers, got 1; .* fresh\(layer, num_layers\)"):
-        kvops.LaCache(40).append(k, v)
+    with pytest.raises(
+        ValueError, match=r"model of several layers, got 1; .* Cache\(policy, layer=..., num_layers=...\)"
+    ):
+        kvops.Cache(kvops.LaCache(40))
     with pytest.raises(ValueError, match="LaCache: budget .* at least 14 with 4 sinks, got 13"):
-        kvops.LaCache(13).fresh(0, 8)
+        kvops.Cache(kvops.LaCache(13), layer=0, num_layers=8)
     with pytest.raises(ValueError, match="expected one of"):
-        kvops.LaCache(40, span=8, overlap=0).fresh(0, 8)
+        kvops.Cache(kvops.LaCache(40, span=8, overlap=0), layer=0, num_layers=8)
     with pytest.raises(ValueError, match="task='understanding' needs span= .* as a stream's length is not known"):
-        kvops.LaCache(40, task="understanding").fresh(0, 8)
-    kvops.LaCache(40, task="understanding", span=2).fresh(0, 8)
-    kvops.LaCache(0.5, task="understanding").fresh(0, 8)
+        kvops.Cache(kvops.LaCache(40, task="understanding"), layer=0, num_layers=8)
+    kvops.Cache(kvops.LaCache(40, task="understanding", span=2), layer=0, num_layers=8)
+    kvops.Cache(kvops.LaCache(0.5, task="understanding"), layer=0, num_layers=8)
     for settings, message in (
-        (dict(positions="absolute"), "positions must be 'slots' or 'original', got 'absolute'"),
-        (dict(storage="rope"), "storage must be 'pre_rope' or 'post_rope', got 'rope'"),
-        (dict(positions="original", rope=kvops.Rope.of(8)), "rope= needs positions='slots'"),
+        (dict(positions="absolute"), "positions must be one of 'slots', 'original', got 'absolute'"),
         (dict(pattern="x"), "pattern must be one of"),
         (dict(task="x"), "task must be one of"),
     ):
         with pytest.raises(ValueError, match="LaCache: " + message):
             kvops.LaCache(40, **settings)
-    with pytest.raises(TypeError, match="rope must be a kvops.Rope, got Tensor"):
-        kvops.StreamingLLM(40, rope=torch.ones(4))
-    with pytest.raises(ValueError, match="attend_before_compress=True"):
-        kvops.StreamingLLM(40, rope=kvops.Rope.of(8), attend_before_compress=False)
-    with pytest.raises(ValueError, match="LAQ: stage1 .* expected no rope="):
-        kvops.LAQ(40, stage1=kvops.StreamingLLM(40, rope=kvops.Rope.of(8)))
+    rope, streaming = kvops.Rope.of(8), kvops.StreamingLLM(40)
+    for policy, options, error, message in (
+        (streaming, dict(storage="rope"), ValueError, "storage must be one of 'pre_rope', 'post_rope', got 'rope'"),
+        (streaming, dict(rope=torch.ones(4)), TypeError, "rope must be a kvops.Rope, got Tensor"),
+        (streaming, dict(rope=rope, attend_before_compress=False), ValueError, "attend_before_compress=True"),
+        (kvops.LaCache(40, positions="original"), dict(rope=rope), ValueError, "rope= needs .* positions='slots'"),
+        (kvops.LAQ(40, stage1=streaming), dict(rope=rope), ValueError, "rope= needs .* positions='slots'"),
+    ):
+        with pytest.raises(error, match="Cache: .*" + message):
+            kvops.Cache(policy, layer=0, num_layers=8, **options)
 
 
 def test_repr_gives_the_settings_back():
-    method = kvops.LaCache(40, span=2, overlap=0, positions="original")
-    assert repr(method).startswith("LaCache(budget=40, span=2, overlap=0, sinks=None") and "'original'" in repr(method)
-    assert repr(eval(repr(method), vars(kvops))) == repr(method)
+    policy = kvops.LaCache(40, span=2, overlap=0, positions="original")
+    assert repr(policy).startswith("LaCache(") and "positions='original'" in repr(policy)
+    for setting in ("budget=40", "span=2", "overlap=0", "sinks=None"):
+        assert setting in repr(policy)
+    assert eval(repr(policy), vars(kvops)) == policy
 
 
 # Slot positions
@@ -547,27 +553,27 @@ ROPES = {
     "partial, scaled": lambda: kvops.Rope(kvops.Rope.of(8, device=torch.get_default_device()).inv_freq, False, 1.3),
 }
 SLOTTED = {
-    "lacache": lambda **options: kvops.LaCache(24, span=3, overlap=1, **options),
-    "streaming": lambda **options: kvops.StreamingLLM(20, **options),
-    "fraction": lambda **options: kvops.StreamingLLM(0.4, **options),
+    "lacache": kvops.LaCache(24, span=3, overlap=1),
+    "streaming": kvops.StreamingLLM(20),
+    "fraction": kvops.StreamingLLM(0.4),
 }
 CHUNKS = (50, 1, 1, 7, *[1] * 31)
 
 
 @pytest.mark.parametrize("storage", ["pre_rope", "post_rope"])
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("make", SLOTTED)
+@pytest.mark.parametrize("name", SLOTTED)
 @pytest.mark.parametrize("given", [False, True], ids=["unrotated", "rotated"])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_a_step_attends_at_slot_positions(make, rope, storage, given, padded):
+def test_a_step_attends_at_slot_positions(name, rope, storage, given, padded):
     """Against keys that are rotated anew at their slots in every step. given: q and k come rotated where they were."""
     rope, n = ROPES[rope](), sum(CHUNKS)
     q, k, v = (kit.randn(2, heads, n, d, seed=heads + d) for heads, d in ((4, 16), (2, 16), (2, 8)))
     pads = torch.tensor([0, 13]) if padded else None
-    method = SLOTTED[make](rope=rope, storage=storage).fresh(5, 8)
-    twin = SLOTTED[make]().fresh(5, 8)  # keys without rotation: only moved
+    cache = kvops.Cache(SLOTTED[name], layer=5, num_layers=8, rope=rope, storage=storage)
+    twin = kvops.Cache(SLOTTED[name], layer=5, num_layers=8)  # keys without rotation: only moved
     if padded:
-        method.set_pads(pads)
+        cache.set_pads(pads)
         twin.set_pads(pads)
     logical = torch.arange(n) + 1000 if pads is None else (torch.arange(n) - pads[:, None]).clamp(min=0) + 1000
     first = 0
@@ -584,35 +590,35 @@ def test_a_step_attends_at_slot_positions(make, rope, storage, given, padded):
         if given:
             at = logical[..., new]
             q_in, k_in = (rotated(x[:, :, new], rope, at).float() for x in (q, k))
-            out = method.attend(q_in, k_in, v[:, :, new], positions=at)
+            out = cache.attend(q_in, k_in, v[:, :, new], positions=at)
         else:
-            out = method.attend(q[:, :, new], k[:, :, new], v[:, :, new])
+            out = cache.attend(q[:, :, new], k[:, :, new], v[:, :, new])
         torch.testing.assert_close(out.double(), expected, atol=2e-4, rtol=2e-4)
-        assert torch.equal(method.positions, twin.positions) and method.seen == twin.seen
-        assert (method.pads is None) == (twin.pads is None)
+        assert torch.equal(cache.positions, twin.positions) and cache.seen == twin.seen
+        assert (cache.pads is None) == (twin.pads is None)
         first += size
-    assert len(method) < n
+    assert len(cache) < n
     stored = (
         twin.k.double()
         if storage == "pre_rope"
-        else rotated(twin.k, rope, method._slots(len(twin), twin.pads, k.device))
+        else rotated(twin.k, rope, cache._slots(len(twin), twin.pads, k.device))
     )
     if padded:
-        stored = torch.where((torch.arange(len(twin)) >= twin.pads[:, None])[:, None, :, None], stored, method.k)
-    torch.testing.assert_close(method.k.double(), stored, atol=2e-4, rtol=2e-4)
+        stored = torch.where((torch.arange(len(twin)) >= twin.pads[:, None])[:, None, :, None], stored, cache.k)
+    torch.testing.assert_close(cache.k.double(), stored, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("storage", ["pre_rope", "post_rope"])
-@pytest.mark.parametrize("make", SLOTTED)
-def test_frozen_decode_attends_at_slot_positions(make, storage):
+@pytest.mark.parametrize("name", SLOTTED)
+def test_frozen_decode_attends_at_slot_positions(name, storage):
     """What was kept of the prompt stays at its slots, and new tokens take the next ones, as many as come."""
     rope = ROPES["neox"]()
     q, k, v = (kit.randn(2, heads, 90, 16, seed=heads) for heads in (4, 2, 2))
-    method = SLOTTED[make](rope=rope, storage=storage).fresh(5, 8)
-    method.attend(*(x[:, :, :50] for x in (q, k, v)))
-    kept = method.positions
+    cache = kvops.Cache(SLOTTED[name], layer=5, num_layers=8, rope=rope, storage=storage)
+    cache.attend(*(x[:, :, :50] for x in (q, k, v)))
+    kept = cache.positions
     assert kept.shape[2] < 30
-    method.freeze()
+    cache.freeze()
     for first, last in [(50, 60), *((i, i + 1) for i in range(60, 90))]:
         new = torch.arange(50, last).expand(2, 2, -1)
         at = torch.cat((kept, new), 2).unsqueeze(-1).expand(-1, -1, -1, 16)
@@ -622,9 +628,9 @@ def test_frozen_decode_attends_at_slot_positions(make, storage):
             rotated(k.gather(2, at), rope, slots),
             v.gather(2, at),
         )
-        out = method.attend(*(x[:, :, first:last] for x in (q, k, v)))
+        out = cache.attend(*(x[:, :, first:last] for x in (q, k, v)))
         torch.testing.assert_close(out.double(), expected, atol=2e-4, rtol=2e-4)
-        assert torch.equal(method.positions, at[..., 0]) and method.seen == last
+        assert torch.equal(cache.positions, at[..., 0]) and cache.seen == last
 
 
 @pytest.mark.parametrize("storage", ["pre_rope", "post_rope"])
@@ -633,8 +639,9 @@ def test_a_first_prefill_is_exact(storage):
     for dtype in kit.DTYPES:
         rope = kvops.Rope(ROPES["neox"]().inv_freq, dtype=dtype)
         q, k, v = (kit.randn(1, heads, 70, 16, seed=heads).to(dtype) for heads in (4, 2, 2))
-        out = kvops.LaCache(24, rope=rope, storage=storage).fresh(5, 8).attend(q, k, v, positions=torch.arange(70))
-        assert torch.equal(out, kvops.Full().attend(q, k, v))
+        cache = kvops.Cache(kvops.LaCache(24), layer=5, num_layers=8, rope=rope, storage=storage)
+        out = cache.attend(q, k, v, positions=torch.arange(70))
+        assert torch.equal(out, kvops.Cache(kvops.Full()).attend(q, k, v))
 
 
 def test_rounded_cosines_are_divided_by():
@@ -652,8 +659,8 @@ def test_rounded_cosines_are_divided_by():
 
 def test_a_step_has_two_halves():
     q, k, v = (kit.randn(1, heads, 60, 16, seed=heads) for heads in (4, 2, 2))
-    make = lambda: kvops.LaCache(24, rope=ROPES["neox"]()).fresh(5, 8)  # noqa: E731
-    whole, halves = make(), make()
+    rope = ROPES["neox"]()
+    whole, halves = (kvops.Cache(kvops.LaCache(24), layer=5, num_layers=8, rope=rope) for _ in range(2))
     for new in (slice(0, 50), slice(50, 51)):
         q_new, k_new, v_new = (x[:, :, new] for x in (q, k, v))
         step = halves.append(k_new, v_new)
@@ -670,16 +677,16 @@ def test_a_step_has_two_halves():
     with pytest.raises(ValueError, match="scale must be positive"):
         whole.attend(q_new, k_new, v_new, scale=-1.0)
     assert kit.same((whole.k, whole.v, whole.positions), (state.k, state.v, state.positions)) and whole._due == 0
-    with pytest.raises(ValueError, match="positions are for an object with rope="):
-        kvops.StreamingLLM(24).attend(q, k, v, positions=torch.arange(60))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'positions'"):
+        kvops.Cache(kvops.StreamingLLM(24)).attend(q, k, v, positions=torch.arange(60))
 
 
 def test_memory_of_the_caller_is_not_held():
     rope = ROPES["neox"]()
     for storage in ("pre_rope", "post_rope"):
         q, k, v = (kit.randn(1, heads, 20, 16, seed=heads) for heads in (4, 2, 2))
-        method = kvops.LaCache(24, rope=rope, storage=storage).fresh(5, 8)
-        method.attend(q, k, v)
-        before = method.k.clone(), method.v.clone()
+        cache = kvops.Cache(kvops.LaCache(24), layer=5, num_layers=8, rope=rope, storage=storage)
+        cache.attend(q, k, v)
+        before = cache.k.clone(), cache.v.clone()
         k.zero_(), v.zero_()
-        assert kit.same((method.k, method.v), before) and method.nbytes == 2 * 2 * 20 * 16 * 4
+        assert kit.same((cache.k, cache.v), before) and cache.nbytes == 2 * 2 * 20 * 16 * 4

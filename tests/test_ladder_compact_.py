@@ -18,9 +18,9 @@ def check(k, v, plan, layer, **rope):
     """In place equals out of place to the bit, in views of the same storage; what lies behind is left as it was."""
     expected = moved(k, v, plan, layer)
     if rope:
-        expected = ops.ladder_gather(k, v, plan, layer, **rope)
+        expected = ops.ladder_gather(k, v, plan=plan, layer=layer, **rope)
         assert_turned(expected, k, v, plan, layer, **rope)
-    kit.assert_in_place(lambda: ops.ladder_compact_(k, v, plan, layer, **rope), k, v, expected)
+    kit.assert_in_place(lambda: ops.ladder_compact_(k, v, plan=plan, layer=layer, **rope), k, v, expected)
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
@@ -67,7 +67,7 @@ def test_one_call_after_the_other():
         plan = lacache_plan(caches[0].shape[2], num_layers=8, budget=60, state=state)
         state = plan.state
         expected = moved(*(torch.cat(x, 2) for x in zip(expected, new)), plan, 6)
-        caches = [x.clone() for x in ops.ladder_compact_(*caches, plan, 6)]
+        caches = [x.clone() for x in ops.ladder_compact_(*caches, plan=plan, layer=6)]
         assert same(caches, expected) and len(plan) <= state.cap
 
 
@@ -109,8 +109,8 @@ def test_lists_of_layers(count, turned):
     plan = ladder_plan(40, (2, 3))
     inv_freq = frequencies(8) if turned else None
     behind = [x[:, :, len(plan) :].clone() for x in keys + values]
-    expected = [ops.ladder_gather(*kv, plan, layer, inv_freq=inv_freq) for kv, layer in zip(inputs, layers)]
-    k_out, v_out = ops.ladder_compact_(keys, values, plan, layers, inv_freq=inv_freq)
+    expected = [ops.ladder_gather(*kv, plan=plan, layer=layer, inv_freq=inv_freq) for kv, layer in zip(inputs, layers)]
+    k_out, v_out = ops.ladder_compact_(keys, values, plan=plan, layer=layers, inv_freq=inv_freq)
     assert len(k_out) == len(v_out) == count and all(map(same, zip(k_out, v_out), expected))
     assert same([x[:, :, len(plan) :] for x in keys + values], behind)
 
@@ -121,8 +121,8 @@ def test_more_layers_than_a_launch_takes():
     keys, values = (list(x) for x in stack.unbind(1))
     plan, layers = ladder_plan(20, (2, 2)), [i % 8 for i in range(100)]
     expected = [moved(*kv, plan, layer) for kv, layer in zip(stack, layers)]
-    assert all(map(same, zip(*ops.ladder_gather(keys, values, plan, layers)), expected))
-    assert all(map(same, zip(*ops.ladder_compact_(keys, values, plan, layers)), expected))
+    assert all(map(same, zip(*ops.ladder_gather(keys, values, plan=plan, layer=layers)), expected))
+    assert all(map(same, zip(*ops.ladder_compact_(keys, values, plan=plan, layer=layers)), expected))
 
 
 @kit.only("cuda")
@@ -139,9 +139,9 @@ def test_repeatable(d, heads):
     k, v = kit.kv(1, heads, n, d, torch.bfloat16)
     for budget in (n // 3, n - 3):
         plan = lacache_plan(n, num_layers=8, budget=budget)
-        kit.assert_repeatable(lambda: ops.ladder_compact_(k.clone(), v.clone(), plan, 5))  # noqa: B023
+        kit.assert_repeatable(lambda: ops.ladder_compact_(k.clone(), v.clone(), plan=plan, layer=5))  # noqa: B023
         rope = dict(inv_freq=frequencies(d // 2))
-        kit.assert_repeatable(lambda: ops.ladder_compact_(k.clone(), v.clone(), plan, 5, **rope))  # noqa: B023
+        kit.assert_repeatable(lambda: ops.ladder_compact_(k.clone(), v.clone(), plan=plan, layer=5, **rope))  # noqa: B023
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -183,7 +183,7 @@ def test_k_and_v_may_be_slices_of_one_buffer():
         check(*both, plan, 4, inv_freq=frequencies(8))
     stack = kit.randn(4, 2, 1, 3, 50, 16)  # all layers in one
     expected = [moved(*kv, plan, 2 * i) for i, kv in enumerate(stack)]
-    results = ops.ladder_compact_(*(list(x) for x in stack.unbind(1)), plan, [0, 2, 4, 6])
+    results = ops.ladder_compact_(*(list(x) for x in stack.unbind(1)), plan=plan, layer=[0, 2, 4, 6])
     assert all(map(same, zip(*results), expected))
 
 
@@ -198,10 +198,10 @@ def test_bad_input_changes_nothing():
     before = [x.clone() for x in (k, v, *other)]
     for encoded, parts in bad_plans():
         with kit.refuses("ladder_compact_", *parts):
-            ops.ladder_compact_(k, v, encoded, 3)
+            ops.ladder_compact_(k, v, plan=encoded, layer=3)
     for (keys, values, layer, options), parts in bad_layers(k, v):
         with kit.refuses("ladder_compact_", *parts):
-            ops.ladder_compact_(keys, values, plan, layer, **options)
+            ops.ladder_compact_(keys, values, plan=plan, layer=layer, **options)
     buffer = torch.randn(1, 2, 45, 16)
     shared = "is written and must share no memory with"
     for keys, values, layer, parts in (
@@ -215,12 +215,12 @@ def test_bad_input_changes_nothing():
         (k, v[:, :, :1].expand(-1, -1, 40, -1), 3, ("must not overlap itself",)),
     ):
         with kit.refuses("ladder_compact_", *parts):
-            ops.ladder_compact_(keys, values, plan, layer)
+            ops.ladder_compact_(keys, values, plan=plan, layer=layer)
     with kit.refuses(shared):
-        ops.ladder_compact_(k, v, plan, 3, inv_freq=k[0, 0, 0, :8])
+        ops.ladder_compact_(k, v, plan=plan, layer=3, inv_freq=k[0, 0, 0, :8])
     assert same((k, v, *other), before)
     with kit.refuses(r"k\[1\] requires grad"):
-        ops.ladder_compact_([k, other[0].clone().requires_grad_()], [v, other[1]], plan, [3, 4])
+        ops.ladder_compact_([k, other[0].clone().requires_grad_()], [v, other[1]], plan=plan, layer=[3, 4])
     assert same((k, v, *other), before)
 
 
@@ -233,11 +233,11 @@ def test_opcheck_and_compile():
 
     @torch.compile(fullgraph=True)
     def compiled(keys, values, inv_freq):
-        keys, values = ops.ladder_compact_(keys, values, plan, [3, 6], inv_freq=inv_freq)
+        keys, values = ops.ladder_compact_(keys, values, plan=plan, layer=[3, 6], inv_freq=inv_freq)
         return [x + 0 for x in keys + values]
 
     for layout in ("bhnd", "bnhd"):
         keys, values = (list(x) for x in zip(*(kit.kv(2, 2, 40, 16, layout=layout, seed=seed) for seed in range(2))))
-        expected = sum(ops.ladder_gather(keys, values, plan, [3, 6], inv_freq=inv_freq), [])
+        expected = sum(ops.ladder_gather(keys, values, plan=plan, layer=[3, 6], inv_freq=inv_freq), [])
         assert same(compiled(keys, values, inv_freq), expected)
         assert same([x[:, :, : len(plan)] for x in keys + values], expected)

@@ -61,7 +61,7 @@ def pair_size(x, pairs, interleaved):
 def assert_turned(result, k, v, plan, layer, inv_freq, interleaved=False):
     """Values and what is not turned are equal to the bit, rotated keys right to one rounding."""
     kept, values = moved(k, v, plan, layer)
-    exact, _ = reference.ladder_gather(k, v, plan, layer, inv_freq=inv_freq, interleaved=interleaved)
+    exact, _ = reference.ladder_gather(k, v, plan=plan, layer=layer, inv_freq=inv_freq, interleaved=interleaved)
     rotated = 2 * len(inv_freq)
     still = torch.tensor(sources(plan, layer), dtype=torch.int64) == torch.arange(len(plan))
     assert same((result[1],), (values,))
@@ -80,12 +80,12 @@ PLAN = ladder_plan(90, (4, 5), (14, 3))  # 50 slots stay; some move twice
 @pytest.mark.parametrize("d", kit.HEAD_DIMS)
 def test_dtypes_and_head_dims(dtype, d):
     k, v = kit.kv(2, 3, 90, d, dtype, dv=64)
-    k_out, v_out = ops.ladder_gather(k, v, PLAN, 3)
+    k_out, v_out = ops.ladder_gather(k, v, plan=PLAN, layer=3)
     assert k_out.is_contiguous() and v_out.is_contiguous()
     assert same((k_out, v_out), moved(k, v, PLAN, 3))
     for interleaved in (False, True):
         inv_freq = frequencies(d // 2)
-        result = ops.ladder_gather(k, v, PLAN, 3, inv_freq=inv_freq, interleaved=interleaved)
+        result = ops.ladder_gather(k, v, plan=PLAN, layer=3, inv_freq=inv_freq, interleaved=interleaved)
         assert_turned(result, k, v, PLAN, 3, inv_freq, interleaved)
 
 
@@ -98,11 +98,11 @@ def test_layouts_and_out(layout, out_layout, dtype):
     expected = moved(k, v, PLAN, 7)
     out = tuple(kit.laid_out(torch.full_like(x, 7.0), out_layout) for x in expected)
     versions = [x._version for x in out]
-    result = ops.ladder_gather(k, v, PLAN, 7, out=out)
+    result = ops.ladder_gather(k, v, plan=PLAN, layer=7, out=out)
     assert result[0] is out[0] and result[1] is out[1] and same(out, expected)
     assert all(x._version > before for x, before in zip(out, versions))
     k[0, 0, :, 3] = 1.0
-    ops.ladder_gather(k, v, PLAN, 7, inv_freq=frequencies(24), out=out)
+    ops.ladder_gather(k, v, plan=PLAN, layer=7, inv_freq=frequencies(24), out=out)
     assert_turned(out, k, v, PLAN, 7, frequencies(24))
 
 
@@ -113,7 +113,7 @@ def test_any_plan(plan, data, pairs, interleaved):
     inputs = [kit.kv(1, 2, plan.n, 16, torch.bfloat16, seed=seed) for seed in range(len(layers))]
     keys, values = zip(*inputs)
     inv_freq = frequencies(pairs) if pairs else None
-    results = zip(*ops.ladder_gather(keys, values, plan, layers, inv_freq=inv_freq, interleaved=interleaved))
+    results = zip(*ops.ladder_gather(keys, values, plan=plan, layer=layers, inv_freq=inv_freq, interleaved=interleaved))
     for layer, kv, result in zip(layers, inputs, results, strict=True):
         assert torch.equal(plan.indices(layer).cpu(), torch.tensor(sources(plan, layer), device="cpu").long())
         if pairs:
@@ -129,8 +129,8 @@ def test_prompts_far_over_the_budget(pattern):
     assert len(plan.passes) > 20 and len(plan) <= 20
     k, v = kit.kv(1, 2, 1600, 16, torch.float16)
     for layer in range(4):
-        assert same(ops.ladder_gather(k, v, plan, layer), moved(k, v, plan, layer))
-        result = ops.ladder_gather(k, v, plan.encoded, layer, inv_freq=frequencies(8))
+        assert same(ops.ladder_gather(k, v, plan=plan, layer=layer), moved(k, v, plan, layer))
+        result = ops.ladder_gather(k, v, plan=plan.encoded, layer=layer, inv_freq=frequencies(8))
         assert_turned(result, k, v, plan, layer, frequencies(8))
 
 
@@ -138,13 +138,13 @@ def test_most_passes():
     """192 of them, and no more."""
     plan = ladder_plan(1200, *[(3, 1)] * 192)
     k, v = kit.kv(1, 1, 1200, 8)
-    assert same(ops.ladder_gather(k, v, plan, 5), moved(k, v, plan, 5))
+    assert same(ops.ladder_gather(k, v, plan=plan, layer=5), moved(k, v, plan, 5))
     more = ladder_plan(1200, *[(3, 1)] * 193)
     with kit.refuses("at most 192 passes, got 193"):
-        ops.ladder_gather(k, v, more, 5)
+        ops.ladder_gather(k, v, plan=more, layer=5)
     first, second = more.parts()
-    halfway = ops.ladder_gather(k, v, first, 5)
-    assert same(ops.ladder_gather(*halfway, second, 5), moved(k, v, more, 5))
+    halfway = ops.ladder_gather(k, v, plan=first, layer=5)
+    assert same(ops.ladder_gather(*halfway, plan=second, layer=5), moved(k, v, more, 5))
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
@@ -154,7 +154,7 @@ def test_partial_rotation(dtype, interleaved, d, pairs):
     """Halves of whole registers, and of any other number of channels."""
     k, v = kit.kv(1, 2, 40, d, dtype, dv=8)
     plan = ladder_plan(40, (2, 3))
-    result = ops.ladder_gather(k, v, plan, 2, inv_freq=frequencies(pairs), interleaved=interleaved)
+    result = ops.ladder_gather(k, v, plan=plan, layer=2, inv_freq=frequencies(pairs), interleaved=interleaved)
     assert_turned(result, k, v, plan, 2, frequencies(pairs), interleaved)
 
 
@@ -167,7 +167,7 @@ def test_turns_of_any_size(dtype, interleaved):
     k, v = kit.kv(1, 1, 1, 16, dtype, dv=8)
     k, v = (x.expand(-1, -1, plan.n, -1) for x in (k, v))
     inv_freq = torch.tensor([1.0, 0.8, 0.1, 1 / 7, 1e-2, 1e-3, 1e-5, 1e-9])
-    k_out, _ = ops.ladder_gather(k, v, plan, 5, inv_freq=inv_freq, interleaved=interleaved)
+    k_out, _ = ops.ladder_gather(k, v, plan=plan, layer=5, inv_freq=inv_freq, interleaved=interleaved)
     slots = torch.arange(len(plan))
     source = torch.where(slots < 2047, (slots << 20) + 5, slots + 2047 * ladder.freed)
     assert source[-1] - slots[-1] > 2**31 - 2**21
@@ -186,8 +186,8 @@ def test_values_that_are_not_finite(dtype):
     k[0, 0, :, 10], k[0, 0, :, 3], k[0, 0, :, 11] = largest, 1e-6, -1e-7
     kept, values = moved(k, v, plan, 4)
     for interleaved in (False, True):
-        result = ops.ladder_gather(k, v, plan, 4, inv_freq=frequencies(8), interleaved=interleaved)
-        exact, _ = reference.ladder_gather(k, v, plan, 4, inv_freq=frequencies(8), interleaved=interleaved)
+        result = ops.ladder_gather(k, v, plan=plan, layer=4, inv_freq=frequencies(8), interleaved=interleaved)
+        exact, _ = reference.ladder_gather(k, v, plan=plan, layer=4, inv_freq=frequencies(8), interleaved=interleaved)
         assert same((result[0][:, :, :2], result[1]), (k[:, :, :2], values))
         turned, exact = result[0][:, :, 2:], exact[:, :, 2:]
         assert torch.equal(turned.isnan(), exact.isnan())
@@ -202,8 +202,8 @@ def test_values_that_are_not_finite(dtype):
 def test_narrow_and_wide_rows(dtype, d, dv):
     k, v = kit.kv(1, 2, 50, d, dtype, dv=dv)
     plan = ladder_plan(50, (1, 6))
-    assert same(ops.ladder_gather(k, v, plan, 0), moved(k, v, plan, 0))
-    result = ops.ladder_gather(k, v, plan, 0, inv_freq=frequencies(d // 2))
+    assert same(ops.ladder_gather(k, v, plan=plan, layer=0), moved(k, v, plan, 0))
+    result = ops.ladder_gather(k, v, plan=plan, layer=0, inv_freq=frequencies(d // 2))
     assert_turned(result, k, v, plan, 0, frequencies(d // 2))
 
 
@@ -215,12 +215,12 @@ def test_rows_at_any_address(dtype, offset, gap):
     plan = ladder_plan(40, (2, 3))
     expected = moved(k, v, plan, 6)
     far_k, far_v = (kit.unaligned(x, offset, gap) for x in (k, v))
-    assert same(ops.ladder_gather(far_k, v, plan, 6), expected)
-    assert same(ops.ladder_gather(k, far_v, plan, 6), expected)
+    assert same(ops.ladder_gather(far_k, v, plan=plan, layer=6), expected)
+    assert same(ops.ladder_gather(k, far_v, plan=plan, layer=6), expected)
     out = tuple(kit.unaligned(torch.zeros_like(x), offset, gap) for x in expected)
-    assert same(ops.ladder_gather(k, v, plan, 6, out=out), expected)
+    assert same(ops.ladder_gather(k, v, plan=plan, layer=6, out=out), expected)
     for interleaved in (False, True):
-        ops.ladder_gather(far_k, v, plan, 6, inv_freq=frequencies(10), interleaved=interleaved, out=out)
+        ops.ladder_gather(far_k, v, plan=plan, layer=6, inv_freq=frequencies(10), interleaved=interleaved, out=out)
         assert_turned(out, k, v, plan, 6, frequencies(10), interleaved)
 
 
@@ -232,13 +232,15 @@ def test_lists_of_layers(count):
     layers = [(5 * i) % 8 for i in range(count)]
     plan = ladder_plan(40, (2, 3))
     expected = [moved(*kv, plan, layer) for kv, layer in zip(inputs, layers)]
-    k_out, v_out = ops.ladder_gather(keys, values, plan, layers)
+    k_out, v_out = ops.ladder_gather(keys, values, plan=plan, layer=layers)
     assert len(k_out) == len(v_out) == count and all(map(same, zip(k_out, v_out), expected))
-    alone = [ops.ladder_gather(*kv, plan, layer, inv_freq=frequencies(8)) for kv, layer in zip(inputs, layers)]
-    turned = ops.ladder_gather(keys, values, plan, layers, inv_freq=frequencies(8))
+    alone = [
+        ops.ladder_gather(*kv, plan=plan, layer=layer, inv_freq=frequencies(8)) for kv, layer in zip(inputs, layers)
+    ]
+    turned = ops.ladder_gather(keys, values, plan=plan, layer=layers, inv_freq=frequencies(8))
     assert all(map(same, zip(*turned), alone))
     out = [kit.laid_out(torch.full_like(x, 7.0), "slice") for x in k_out], [torch.full_like(x, 7.0) for x in v_out]
-    result = ops.ladder_gather(keys, values, plan, layers, out=out)
+    result = ops.ladder_gather(keys, values, plan=plan, layer=layers, out=out)
     assert all(map(same, zip(*out), expected)) and result[0][0] is out[0][0]
 
 
@@ -247,15 +249,15 @@ def test_many_heads():
     """More than a CUDA grid has room for in y."""
     k, v = kit.kv(7, 10_000, 8, 8, torch.float16)
     plan = ladder_plan(8, (1, 1))
-    assert same(ops.ladder_gather(k, v, plan, 1), moved(k, v, plan, 1))
+    assert same(ops.ladder_gather(k, v, plan=plan, layer=1), moved(k, v, plan, 1))
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_repeatable(dtype):
     k, v = kit.kv(2, 3, 300, 64, dtype)
     plan = lacache_plan(300, num_layers=8, budget=150)
-    kit.assert_repeatable(lambda: ops.ladder_gather(k, v, plan, 2))
-    kit.assert_repeatable(lambda: ops.ladder_gather(k, v, plan, 2, inv_freq=frequencies(32)))
+    kit.assert_repeatable(lambda: ops.ladder_gather(k, v, plan=plan, layer=2))
+    kit.assert_repeatable(lambda: ops.ladder_gather(k, v, plan=plan, layer=2, inv_freq=frequencies(32)))
 
 
 @kit.only("cpu", "cuda")
@@ -268,10 +270,10 @@ def test_large_outputs_are_streamed(dtype, layout):
     expected, inv_freq, turned = moved(k, v, plan, 20), frequencies(64), None
     for count in (1, 2, 5):
         with kit.threads(count):
-            assert same(ops.ladder_gather(k, v, plan, 20), expected)
+            assert same(ops.ladder_gather(k, v, plan=plan, layer=20), expected)
             out = tuple(kit.laid_out(torch.zeros_like(x), layout) for x in expected)
-            assert same(ops.ladder_gather(k, v, plan, 20, out=out), expected)
-            ops.ladder_gather(k, v, plan, 20, inv_freq=inv_freq, out=out)
+            assert same(ops.ladder_gather(k, v, plan=plan, layer=20, out=out), expected)
+            ops.ladder_gather(k, v, plan=plan, layer=20, inv_freq=inv_freq, out=out)
             turned = turned or [x.clone() for x in out]
             assert same(out, turned)
     assert_turned(turned, k, v, plan, 20, inv_freq)
@@ -282,16 +284,16 @@ def test_empty_and_one_row(b, heads, n):
     k, v = kit.kv(b, heads, n, 16)
     plan = ladder_plan(n, *[(2, 2)] * (n == 20))
     for inv_freq in (None, frequencies(8)):
-        assert same(ops.ladder_gather(k, v, plan, 0, inv_freq=inv_freq), moved(k, v, plan, 0))
+        assert same(ops.ladder_gather(k, v, plan=plan, layer=0, inv_freq=inv_freq), moved(k, v, plan, 0))
 
 
 def test_offsets_beyond_31_bits():
     k, v = kit.kv(1, 2, 12, 8, torch.float16)
     plan = ladder_plan(12, (1, 1))
     far = kit.far_apart(k)
-    assert same(ops.ladder_gather(far, far, plan, 7), moved(k, k, plan, 7))
+    assert same(ops.ladder_gather(far, far, plan=plan, layer=7), moved(k, k, plan, 7))
     out = far[:, :, :7], torch.empty(1, 2, 7, 8, dtype=torch.float16)
-    ops.ladder_gather(k, v, plan, 7, inv_freq=frequencies(4), out=out)
+    ops.ladder_gather(k, v, plan=plan, layer=7, inv_freq=frequencies(4), out=out)
     assert_turned(out, k, v, plan, 7, frequencies(4))
 
 
@@ -350,11 +352,11 @@ def test_bad_input_changes_nothing():
     for encoded, parts in bad_plans():
         for target in (None, out):
             with kit.refuses("ladder_gather", *parts):
-                ops.ladder_gather(k, v, encoded, 3, out=target)
+                ops.ladder_gather(k, v, plan=encoded, layer=3, out=target)
             assert all(map(torch.equal, (k, v, *out), before))
     for (keys, values, layer, options), parts in bad_layers(k, v):
         with kit.refuses("ladder_gather", *parts):
-            ops.ladder_gather(keys, values, plan, layer, **options)
+            ops.ladder_gather(keys, values, plan=plan, layer=layer, **options)
     for (keys, values), target, parts in (
         ((k, v), (out[0][:, :, :9], out[1]), ("k_out must be", r"\[1, 2, 25, 16\], got \[1, 2, 9, 16\]")),
         ((k, v), (out[0], out[1][..., :8]), ("v_out must be", r"\[1, 2, 25, 16\], got \[1, 2, 25, 8\]")),
@@ -368,13 +370,15 @@ def test_bad_input_changes_nothing():
         ((wide[:, :, :40], v), (wide[:, :, 39 : 39 + m], out[1]), ("_out is written and must share no memory with",)),
     ):
         with kit.refuses("ladder_gather", *parts):
-            ops.ladder_gather(keys, values, plan, 3, out=target)
+            ops.ladder_gather(keys, values, plan=plan, layer=3, out=target)
         assert all(map(torch.equal, (k, v, *out), before))
-    ops.ladder_gather(wide[:, :, :40], v, plan, 3, out=(wide[:, :, 40 : 40 + m], out[1]))  # side by side is fine
+    ops.ladder_gather(
+        wide[:, :, :40], v, plan=plan, layer=3, out=(wide[:, :, 40 : 40 + m], out[1])
+    )  # side by side is fine
     with kit.refuses("k must be a torch.Tensor", kind=TypeError):
-        ops.ladder_gather([3], [v], plan, [3])
+        ops.ladder_gather([3], [v], plan=plan, layer=[3])
     with kit.refuses("requires grad"):
-        ops.ladder_gather(k, v, plan, 3, out=(out[0].requires_grad_(), out[1]))
+        ops.ladder_gather(k, v, plan=plan, layer=3, out=(out[0].requires_grad_(), out[1]))
 
 
 def test_opcheck_and_compile():
@@ -388,10 +392,10 @@ def test_opcheck_and_compile():
         v_out=[torch.empty(2, 2, 25, 8) for _ in inputs],
     )
     torch.library.opcheck(torch.ops.kvops.ladder_gather.out, arguments, out)
-    compiled = torch.compile(lambda k, v, f: ops.ladder_gather(k, v, plan, 3, inv_freq=f), fullgraph=True)
+    compiled = torch.compile(lambda k, v, f: ops.ladder_gather(k, v, plan=plan, layer=3, inv_freq=f), fullgraph=True)
     for layout in ("bhnd", "bnhd"):
         k, v = kit.kv(2, 2, 40, 16, layout=layout)
-        assert same(compiled(k, v, inv_freq), ops.ladder_gather(k, v, plan, 3, inv_freq=inv_freq))
+        assert same(compiled(k, v, inv_freq), ops.ladder_gather(k, v, plan=plan, layer=3, inv_freq=inv_freq))
 
 
 @kit.only("cpu", "simulator")
@@ -399,5 +403,5 @@ def test_lazy_clones_are_read_without_a_copy():
     """A copy-on-write clone shares its memory until it is written to; reading it must not end that."""
     k, v = kit.kv(1, 2, 40, 16)
     lazy = [torch._lazy_clone(x) for x in (k, v, frequencies(8))]
-    ops.ladder_gather(*lazy[:2], ladder_plan(40, (2, 3)), 3, inv_freq=lazy[2])
+    ops.ladder_gather(*lazy[:2], plan=ladder_plan(40, (2, 3)), layer=3, inv_freq=lazy[2])
     assert all(torch._C._is_cow_tensor(x) for x in lazy)

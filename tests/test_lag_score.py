@@ -8,22 +8,24 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kvops import ops, reference
+from kvops.lag import num_segments, segment_start
 
 pytestmark = kit.every_device
 
 
-def check(k, v, *args, condition=1.0, **kwargs):
+def check(k, v, lag, prefix=0, v_weight=1.0, self_reference=False, *, condition=1.0, **spans):
     """The operator against fp64, and against the plain fp32 formula."""
-    actual = ops.lag_score(k, v, *args, **kwargs)
-    eager = reference.lag_score(k, v, *args, **kwargs, dtype=torch.float32)
-    kit.assert_close(actual, eager, reference.lag_score(k, v, *args, **kwargs), condition)
+    options = dict(lag=lag, prefix=prefix, v_weight=v_weight, self_reference=self_reference, **spans)
+    actual = ops.lag_score(k, v, **options)
+    eager = reference.lag_score(k, v, **options, dtype=torch.float32)
+    kit.assert_close(actual, eager, reference.lag_score(k, v, **options), condition)
     return actual
 
 
 def condition_of(k, v, lag, prefix, self_reference=False) -> float:
     """The softmax multiplies the relative error of a std by that std: much in partitions of a few tokens."""
-    count = reference.num_segments(k.shape[2], prefix, lag)
-    grid = slice(prefix, prefix + (count + 1) * lag)
+    count = num_segments(k.shape[2], prefix, lag)
+    grid = slice(prefix, segment_start(count + 1, prefix, lag))
     stds = [reference.lag_std(z[:, :, grid].double(), lag, self_reference) for z in (k, v) if count]
     return max([1.0, *(x.max().item() for x in stds)])
 
@@ -45,9 +47,9 @@ def test_narrow_and_wide_rows(dtype, d, dv):
 @pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
 def test_rows_at_any_address(dtype, offset, gap):
     k, v = kit.kv(2, 2, 70, 40, dtype, dv=24)
-    expected = ops.lag_score(k, v, 16, 3)
-    assert torch.equal(ops.lag_score(kit.unaligned(k, offset, gap), v, 16, 3), expected)
-    assert torch.equal(ops.lag_score(k, kit.unaligned(v, offset, gap), 16, 3), expected)
+    expected = ops.lag_score(k, v, lag=16, prefix=3)
+    assert torch.equal(ops.lag_score(kit.unaligned(k, offset, gap), v, lag=16, prefix=3), expected)
+    assert torch.equal(ops.lag_score(k, kit.unaligned(v, offset, gap), lag=16, prefix=3), expected)
 
 
 @kit.only("cuda", "simulator")
@@ -55,22 +57,22 @@ def test_many_heads():
     """More than a CUDA grid has room for in y; what a head scores does not depend on it."""
     k, v = kit.kv(7, kit.size(10_000, 300), 4, 8)
     scores = check(k, v, 2)
-    assert torch.equal(scores[3:4, :2], ops.lag_score(k[3:4, :2], v[3:4, :2], 2))
+    assert torch.equal(scores[3:4, :2], ops.lag_score(k[3:4, :2], v[3:4, :2], lag=2))
 
 
 @pytest.mark.parametrize("heads, n, lag", [(2, 200, 32), (1, kit.size(20_000, 3_000), 1_000), (1, 300, 1)])
 def test_repeatable(heads, n, lag):
     k, v = kit.kv(1, heads, n, 64, torch.bfloat16)
-    kit.assert_repeatable(lambda: (ops.lag_score(k, v, lag, 7),))
+    kit.assert_repeatable(lambda: (ops.lag_score(k, v, lag=lag, prefix=7),))
 
 
 @pytest.mark.parametrize("heads, n, d, lag", [(5, 400, 64, 64), (3, 560, 1024, 270)])
 def test_a_batch_changes_nothing(heads, n, d, lag):
     k, v = kit.kv(3, heads, n, d, torch.bfloat16)
-    together = ops.lag_score(k, v, lag)
+    together = ops.lag_score(k, v, lag=lag)
     for b, h in ((0, 0), (1, heads - 1), (2, 2)):
         one = (slice(b, b + 1), slice(h, h + 1))
-        assert torch.equal(ops.lag_score(k[one], v[one], lag), together[one])
+        assert torch.equal(ops.lag_score(k[one], v[one], lag=lag), together[one])
 
 
 @kit.only("simulator")
@@ -85,14 +87,18 @@ def test_clusters_change_nothing(monkeypatch, lag, self_reference):
     expected = check(k, v, lag, 5, 0.5, self_reference)
     for device in ("small", "h200", "b200"):
         monkeypatch.setenv("CUDASIM_DEVICE", device)
-        assert kit.same([ops.lag_score(k, v, lag, 5, 0.5, self_reference)], [expected]), device
+        assert kit.same(
+            [ops.lag_score(k, v, lag=lag, prefix=5, v_weight=0.5, self_reference=self_reference)], [expected]
+        ), device
 
 
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_layouts_change_nothing(layout, dtype):
     plain = check(*kit.kv(2, 2, 150, 72 if dtype != torch.float32 else 36, dtype, dv=128), 32, 5)
-    other = ops.lag_score(*kit.kv(2, 2, 150, 72 if dtype != torch.float32 else 36, dtype, layout, dv=128), 32, 5)
+    other = ops.lag_score(
+        *kit.kv(2, 2, 150, 72 if dtype != torch.float32 else 36, dtype, layout, dv=128), lag=32, prefix=5
+    )
     assert torch.equal(plain, other)
 
 
@@ -128,7 +134,7 @@ def test_padded_rows_score_as_if_alone(data, n, lag, prefix):
     condition = max(condition_of(*row, lag, prefix) for row in rows)
     scores = check(poisoned_k, poisoned_v, lag, prefix, condition=condition, **spans)
     for found, row in zip(scores, rows):
-        alone = ops.lag_score(*row, lag, prefix)
+        alone = ops.lag_score(*row, lag=lag, prefix=prefix)
         assert torch.equal(found[:, : alone.shape[2]], alone[0])
         assert found[:, alone.shape[2] :].isnan().all()
 
@@ -138,10 +144,10 @@ def test_padded_rows_score_as_if_alone(data, n, lag, prefix):
 def test_threads_change_nothing(heads, n):
     k, v = kit.kv(1, heads, n, 64)
     with kit.threads(1):
-        one = ops.lag_score(k, v, 64, 16)
+        one = ops.lag_score(k, v, lag=64, prefix=16)
     for count in (2, 3, 5):
         with kit.threads(count):
-            assert torch.equal(ops.lag_score(k, v, 64, 16), one)
+            assert torch.equal(ops.lag_score(k, v, lag=64, prefix=16), one)
 
 
 def test_a_constant_channel_contributes_zero():
@@ -160,7 +166,7 @@ def test_a_constant_channel_contributes_zero():
 @pytest.mark.parametrize("self_reference", [False, True])
 def test_what_is_not_finite_stays_where_it_is(bad, where, token, self_reference):
     k, v = kit.kv(2, 2, 96, 40)
-    clean = ops.lag_score(k, v, 32, 0, 1.0, self_reference)
+    clean = ops.lag_score(k, v, lag=32, self_reference=self_reference)
     (k if where == "k" else v)[0, 1, token, 7] = bad
     scores = check(k, v, 32, 0, 1.0, self_reference)
     assert torch.equal(scores[1], clean[1]) and torch.equal(scores[0, 0], clean[0, 0])
@@ -195,37 +201,38 @@ def test_long_partitions(lag):
 
 def test_offsets_beyond_31_bits():
     k, v = kit.kv(1, 2, 12, 8, torch.float16)
-    assert torch.equal(ops.lag_score(kit.far_apart(k), v, 4), ops.lag_score(k, v, 4))
+    assert torch.equal(ops.lag_score(kit.far_apart(k), v, lag=4), ops.lag_score(k, v, lag=4))
 
 
 def test_bad_input():
     k, v = kit.kv(1, 2, 64, 16)
-    for arguments, parts in {
-        "rank": ((k[0], v, 8), ("lag_score", "k must be", r"\[2, 64, 16\]")),
-        "dtype": ((k.double(), v.double(), 8), ("k must be float32", "Double")),
-        "v dtype": ((k, v.half(), 8), ("v must have k's dtype", "Half")),
-        "tokens": ((k, v[:, :, 1:], 8), ("v must have k's batch", r"\[1, 2, 63, 16\]")),
-        "last dim": ((k.mT.contiguous().mT, v, 8), ("k must have a contiguous last dim", "64")),
-        "head_dim": ((k[..., :6], v, 8), ("head_dim of k", "multiple of 4", "got 6")),
-        "lag": ((k, v, 0), ("lag must be in", "got 0")),
-        "huge lag": ((k, v, 2**62), ("lag must be in", str(2**62))),
-        "prefix": ((k, v, 8, -1), ("prefix must be >= 0", "got -1")),
-        "starts": ((k, v, 8, 0, 1.0, False, kit.int32(65)), ("starts and lengths of row 0", "64", "start 65")),
-        "lengths": ((k, v, 8, 0, 1.0, False, kit.int32(1), kit.int32(64)), ("row 0", "length 64")),
-        "starts shape": ((k, v, 8, 0, 1.0, False, kit.int32(0, 0)), ("starts must be a contiguous int32", r"\[2\]")),
-        "starts dtype": ((k, v, 8, 0, 1.0, False, torch.zeros(1)), ("starts must be Int", "Float")),
-        "weight": ((k, v, 8, 0, float("nan")), ("v_weight must be finite in fp32, got nan",)),
-        "large weight": ((k, v, 8, 0, 1e300), ("v_weight must be finite in fp32, got 1e\\+300",)),
-        "device": ((k, v.to("meta"), 8), ("v must be on the first tensor's device", "got meta")),
+    good = dict(k=k, v=v, lag=8)
+    for change, parts in {
+        "rank": (dict(k=k[0]), ("lag_score", "k must be", r"\[2, 64, 16\]")),
+        "dtype": (dict(k=k.double(), v=v.double()), ("k must be float32", "Double")),
+        "v dtype": (dict(v=v.half()), ("v must have k's dtype", "Half")),
+        "tokens": (dict(v=v[:, :, 1:]), ("v must have k's batch", r"\[1, 2, 63, 16\]")),
+        "last dim": (dict(k=k.mT.contiguous().mT), ("k must have a contiguous last dim", "64")),
+        "head_dim": (dict(k=k[..., :6]), ("head_dim of k", "multiple of 4", "got 6")),
+        "lag": (dict(lag=0), ("lag must be in", "got 0")),
+        "huge lag": (dict(lag=2**62), ("lag must be in", str(2**62))),
+        "prefix": (dict(prefix=-1), ("prefix must be >= 0", "got -1")),
+        "starts": (dict(starts=kit.int32(65)), ("starts and lengths of row 0", "64", "start 65")),
+        "lengths": (dict(starts=kit.int32(1), lengths=kit.int32(64)), ("row 0", "length 64")),
+        "starts shape": (dict(starts=kit.int32(0, 0)), ("starts must be a contiguous int32", r"\[2\]")),
+        "starts dtype": (dict(starts=torch.zeros(1)), ("starts must be Int", "Float")),
+        "weight": (dict(v_weight=float("nan")), ("v_weight must be finite in fp32, got nan",)),
+        "large weight": (dict(v_weight=1e300), ("v_weight must be finite in fp32, got 1e\\+300",)),
+        "device": (dict(v=v.to("meta")), ("v must be on the first tensor's device", "got meta")),
     }.values():
         with kvops.debug_checks(), kit.refuses(*parts):
-            ops.lag_score(*arguments)
+            ops.lag_score(**good | change)
     with kit.refuses("lag_score: k must be a torch.Tensor, got list", kind=TypeError):
-        ops.lag_score([1.0], v, 8)
+        ops.lag_score([1.0], v, lag=8)
     with kit.refuses("v requires grad", "no_grad"):
-        ops.lag_score(k, v.requires_grad_(), 8)
+        ops.lag_score(k, v.requires_grad_(), lag=8)
     with torch.no_grad():
-        ops.lag_score(k, v, 8)
+        ops.lag_score(k, v, lag=8)
 
 
 @kit.only("cuda", "simulator")
@@ -233,7 +240,7 @@ def test_what_a_gpu_refuses():
     wide, narrow = torch.zeros(1, 1, 8, 1032), torch.zeros(1, 1, 8, 16)
     for k, v, name in ((wide, narrow, "k"), (narrow, wide, "v")):
         with kit.refuses(f"lag_score: head_dim of {name} must be at most 1024 on a GPU, got 1032"):
-            ops.lag_score(k, v, 2)
+            ops.lag_score(k, v, lag=2)
 
 
 @kit.only("cuda", "simulator")
@@ -241,7 +248,7 @@ def test_a_gpus_starts_and_lengths_are_not_looked_at():
     """What lies outside of [0, n] counts as the end that it is beyond."""
     k, v = kit.kv(6, 2, 50, 16)
     for bad, good in kit.spans_beyond_50():
-        scores = [ops.lag_score(k, v, 8, 2, 1.0, False, *spans) for spans in (bad, good)]
+        scores = [ops.lag_score(k, v, lag=8, prefix=2, starts=s, lengths=c) for s, c in (bad, good)]
         assert kit.same(scores[:1], scores[1:])
 
 
@@ -250,10 +257,10 @@ def test_opcheck_and_compile():
     starts = kit.int32(0, 0)
     for arguments in ((k, v, 16), (k.to(torch.bfloat16), v.to(torch.bfloat16), 16, 4), (k, v, 8, 0, 1.0, True, starts)):
         torch.library.opcheck(torch.ops.kvops.lag_score.default, arguments)
-    compiled = torch.compile(lambda k, v: ops.lag_score(k, v, 16, 4) * 2, fullgraph=True)
+    compiled = torch.compile(lambda k, v: ops.lag_score(k, v, lag=16, prefix=4) * 2, fullgraph=True)
     for layout in ("bhnd", "bnhd"):
         k, v = kit.kv(2, 2, 70, 16, layout=layout)
-        assert torch.equal(compiled(k, v), ops.lag_score(k, v, 16, 4) * 2)
+        assert torch.equal(compiled(k, v), ops.lag_score(k, v, lag=16, prefix=4) * 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -265,6 +272,6 @@ def test_a_channel_of_a_very_small_range_counts(dtype, range_of_one):
         x[..., 3] = (torch.rand(1, 2, 70) * range_of_one).to(dtype)
         x[..., 5] = 0.25
     scores = check(k, v, 10)
-    assert not torch.equal(scores, ops.lag_score(k.index_fill(3, torch.tensor([3]), 0.0), v, 10))
+    assert not torch.equal(scores, ops.lag_score(k.index_fill(3, torch.tensor([3]), 0.0), v, lag=10))
     for self_reference in (False, True):
         check(k, kit.kv(1, 2, 70, 16, dtype, seed=1)[1], 10, 5, 1.0, self_reference)

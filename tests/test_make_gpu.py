@@ -239,7 +239,6 @@ def test_the_end_to_end_times_of_a_run(run, tmp_path, monkeypatch):
         assert (result.status, result.note, result.left) == ("partly", "2 cells", ["LagKV 8x, whole"])
     options = seen["command"][2:]
     assert options[-2:] == ["--seconds", "100"] and "--out" not in options
-    sys.path.insert(0, str(ROOT / "bench"))
     import end_to_end
 
     monkeypatch.setattr(end_to_end.torch.cuda, "is_available", lambda: True)

@@ -60,18 +60,18 @@ def assert_best(kept, scores, count, tolerance=2e-6):
 # fp64 versions of the formulas
 
 
-def lagkv_scores(k, v, lag, sink, v_weight=1.0, reference="lag", score="std"):
+def lagkv_scores(k, v, lag, sinks, v_weight=1.0, reference="lag", score="std"):
     """Scores of one head, [S, lag]. k: [n, d], v: [n, dv]."""
     result = []
-    for p in range((len(k) - sink) // lag - 1):
+    for p in range((len(k) - sinks) // lag - 1):
         total = 0.0
         for z, weight in ((k, 1.0), (v, v_weight)):
-            x = z[sink + p * lag : sink + (p + 1) * lag]
-            y = x if reference == "self" else z[sink + (p + 1) * lag : sink + (p + 2) * lag]
+            x = z[sinks + p * lag : sinks + (p + 1) * lag]
+            y = x if reference == "self" else z[sinks + (p + 1) * lag : sinks + (p + 2) * lag]
             normalized = (x - y.min(0)) / np.where(y.max(0) > y.min(0), y.max(0) - y.min(0), np.inf)
             spread = np.exp(normalized.std(1, ddof=1))
             total = total + weight * spread / spread.sum()
-        result.append(-np.linalg.norm(k[sink + p * lag : sink + (p + 1) * lag], axis=1) if score == "l2" else total)
+        result.append(-np.linalg.norm(k[sinks + p * lag : sinks + (p + 1) * lag], axis=1) if score == "l2" else total)
     return np.array(result).reshape(-1, lag)
 
 
@@ -87,9 +87,9 @@ def keydiff_scores(k, metric="cosine", anchor="mean", normalize=True):
     return -k @ mu if metric == "dot" else np.linalg.norm(k - mu, axis=1)
 
 
-def lagkv_length(n, lag, m, sink):
+def lagkv_length(n, lag, m, sinks):
     """Eq. 10."""
-    return sink + m * ((n - sink) // lag - 1) + lag + (n - sink) % lag if n >= sink + 2 * lag else n
+    return sinks + m * ((n - sinks) // lag - 1) + lag + (n - sinks) % lag if n >= sinks + 2 * lag else n
 
 
 # LagKV
@@ -103,37 +103,37 @@ def lagkv_length(n, lag, m, sink):
     rest=st.integers(0, 11),
     lag=st.integers(0, 8).map(lambda x: 12 - x),
     r=st.sampled_from([0.5, 0.334, 0.9]),
-    sink=st.integers(0, 10),
+    sinks=st.integers(0, 10),
     v_weight=st.sampled_from([0.5, 1.0, 0.0]),
     dtype=st.sampled_from(DTYPES),
     layout=st.sampled_from(["BHND", "BNHD"]),
     seed=st.integers(0, 99),
 )
 def test_lagkv_is_its_formula(
-    partitions, rest, lag, r, sink, v_weight, reference, score, head_mode, dtype, layout, seed
+    partitions, rest, lag, r, sinks, v_weight, reference, score, head_mode, dtype, layout, seed
 ):
-    n = sink + partitions * lag + rest
+    n = sinks + partitions * lag + rest
     k, v = make_kv(seed, n=n, dtype=dtype, layout=layout)
     options = dict(v_weight=v_weight, reference=reference, score=score)
-    result = kvops.lagkv_compress(k, v, lag, r, sink=sink, head_mode=head_mode, **options)
+    result = kvops.lagkv_compress(k, v, lag, r, sinks=sinks, head_mode=head_mode, **options)
     assert_moved(result, k, v)
     m = int(r * lag)
     assert (
-        result.indices.shape[2] == lagkv_length(n, lag, m, sink)
+        result.indices.shape[2] == lagkv_length(n, lag, m, sinks)
         and result.lengths.tolist() == [result.indices.shape[2]] * 2
     )
     for b in range(2):
-        scores = [lagkv_scores(fp64(k[b, h]), fp64(v[b, h]), lag, sink, **options) for h in (0, 1)]
+        scores = [lagkv_scores(fp64(k[b, h]), fp64(v[b, h]), lag, sinks, **options) for h in (0, 1)]
         if head_mode == "shared":
             scores = [np.mean(scores, 0)] * 2
             assert torch.equal(result.indices[b, 0], result.indices[b, 1])
         for h in range(2):
             kept = result.indices[b, h].cpu().numpy()
-            assert np.isin(np.arange(min(sink, n)), kept).all()
+            assert np.isin(np.arange(min(sinks, n)), kept).all()
             for p, part in enumerate(scores[h]):
-                first = sink + p * lag
+                first = sinks + p * lag
                 assert_best(kept[(kept >= first) & (kept < first + lag)] - first, part, m)
-            assert np.isin(np.arange(sink + len(scores[h]) * lag, n), kept).all()
+            assert np.isin(np.arange(sinks + len(scores[h]) * lag, n), kept).all()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_lagkv_is_its_formula(
 )
 def test_lagkv_share_of_nothing_and_of_all(lag, r, m):
     k, v = make_kv(n=39)
-    result = kvops.lagkv_compress(k, v, lag, r, sink=4)
+    result = kvops.lagkv_compress(k, v, lag, r, sinks=4)
     assert_moved(result, k, v)
     last = 4 + ((39 - 4) // lag - 1) * lag
     want = range(39) if m else [*range(4), *range(last, 39)]
@@ -151,7 +151,7 @@ def test_lagkv_share_of_nothing_and_of_all(lag, r, m):
 def test_lagkv_defaults_are_the_papers():
     k, v = make_kv(b=1, heads=1, n=16 + 2 * 1024 + 5)
     assert torch.equal(
-        kvops.lagkv_compress(k, v).indices, kvops.lagkv_compress(k, v, 1024, 0.5, sink=16, v_weight=1.0).indices
+        kvops.lagkv_compress(k, v).indices, kvops.lagkv_compress(k, v, 1024, 0.5, sinks=16, v_weight=1.0).indices
     )
     assert kvops.lagkv_compress(k, v).indices.shape[2] == 16 + 512 + 1024 + 5
     assert kvops.lagkv_compress(k, v, 1024, 0.167).indices.shape[2] == 16 + 171 + 1024 + 5
@@ -164,10 +164,10 @@ def test_lagkv_defaults_are_the_papers():
     starts=st.lists(st.integers(0, 12), min_size=3, max_size=3),
     lengths=st.lists(st.integers(0, 28).map(lambda x: 28 - x), min_size=3, max_size=3),
     lag=st.sampled_from([5, 4, 7, 2, 1]),
-    sink=st.integers(0, 4),
+    sinks=st.integers(0, 4),
     seed=st.integers(0, 99),
 )
-def test_lagkv_padded_rows_are_as_alone(starts, lengths, lag, sink, seed, score, head_mode):
+def test_lagkv_padded_rows_are_as_alone(starts, lengths, lag, sinks, seed, score, head_mode):
     n, r = 40, 0.5
     k, v = make_kv(seed, b=3, n=n)
     for row, (start, length) in enumerate(zip(starts, lengths)):  # what is invalid must have no say
@@ -175,11 +175,11 @@ def test_lagkv_padded_rows_are_as_alone(starts, lengths, lag, sink, seed, score,
             x[row, :, :start] = torch.nan
             x[row, :, start + length :] = torch.nan
     slots = dict(starts=torch.tensor(starts, dtype=torch.int32), lengths=torch.tensor(lengths, dtype=torch.int32))
-    options = dict(sink=sink, score=score, head_mode=head_mode)
+    options = dict(sinks=sinks, score=score, head_mode=head_mode)
     result = kvops.lagkv_compress(k, v, lag, r, **slots, **options)
     filled = kvops.lagkv_compress(k, v, lag, r, **slots, **options, fill_invalid=True)
     assert_moved(result, k.nan_to_num(), v.nan_to_num())
-    width = max(lagkv_length(i, lag, int(r * lag), sink) for i in range(n + 1))
+    width = max(lagkv_length(i, lag, int(r * lag), sinks) for i in range(n + 1))
     assert result.indices.shape[2] == filled.indices.shape[2] == width
     for row, (start, length) in enumerate(zip(starts, lengths)):
         alone = (x[row : row + 1, :, start : start + length] for x in (k, v))
@@ -196,37 +196,37 @@ def test_lagkv_l2_leaves_the_first_two_layers():
     k, v = make_kv()
     lengths = torch.tensor([40, 30], dtype=torch.int32)
     for layer in (0, 1):
-        whole = kvops.lagkv_compress(k, v, 4, 0.5, sink=2, score="l2", layer=layer)
+        whole = kvops.lagkv_compress(k, v, 4, 0.5, sinks=2, score="l2", layer=layer)
         assert torch.equal(whole.k, k) and torch.equal(whole.v, v) and whole.k.data_ptr() != k.data_ptr()
-        padded = kvops.lagkv_compress(k, v, 4, 0.5, sink=2, score="l2", layer=layer, lengths=lengths)
+        padded = kvops.lagkv_compress(k, v, 4, 0.5, sinks=2, score="l2", layer=layer, lengths=lengths)
         assert padded.lengths.tolist() == [40, 30] and padded.k.shape == k.shape
-        assert kvops.lagkv_compress(k, v, 4, 0.5, sink=2, score="std", layer=layer).k.shape[2] < 40
-    assert kvops.lagkv_compress(k, v, 4, 0.5, sink=2, score="l2", layer=2).k.shape[2] < 40
+        assert kvops.lagkv_compress(k, v, 4, 0.5, sinks=2, score="std", layer=layer).k.shape[2] < 40
+    assert kvops.lagkv_compress(k, v, 4, 0.5, sinks=2, score="l2", layer=2).k.shape[2] < 40
 
 
 def test_lagkv_constant_channels_have_no_say():
     k, v = make_kv(n=36)
     k[..., 3], v[..., 5] = 7.0, -1.0
-    result = kvops.lagkv_compress(k, v, 8, 0.5, sink=4)
+    result = kvops.lagkv_compress(k, v, 8, 0.5, sinks=4)
     for h in range(2):
         for p, part in enumerate(lagkv_scores(fp64(k[0, h]), fp64(v[0, h]), 8, 4)):
             kept = result.indices[0, h].cpu().numpy() - 4 - p * 8
             assert_best(kept[(kept >= 0) & (kept < 8)], part, 4)
-    same = kvops.lagkv_compress(torch.ones(1, 1, 36, 16), torch.ones(1, 1, 36, 16), 8, 0.5, sink=4)
+    same = kvops.lagkv_compress(torch.ones(1, 1, 36, 16), torch.ones(1, 1, 36, 16), 8, 0.5, sinks=4)
     first = [4 + 8 * p + i for p in range(3) for i in range(4)]  # all tie: the lower slots stay
     assert same.indices[0, 0].tolist() == [*range(4), *first, *range(28, 36)]
 
 
 def test_lagkv_nan_goes_first_and_stays_in_its_head():
     k, v = make_kv(n=36)
-    clean = kvops.lagkv_compress(k, v, 8, 0.5, sink=4)
+    clean = kvops.lagkv_compress(k, v, 8, 0.5, sinks=4)
     k[0, 0, 6] = torch.nan  # in partition 0
-    result = kvops.lagkv_compress(k, v, 8, 0.5, sink=4)
+    result = kvops.lagkv_compress(k, v, 8, 0.5, sinks=4)
     assert 6 not in result.indices[0, 0] and torch.equal(result.indices[0, 0, 8:], clean.indices[0, 0, 8:])
     assert torch.equal(result.indices[0, 1], clean.indices[0, 1]) and torch.equal(result.indices[1], clean.indices[1])
-    shared = kvops.lagkv_compress(k, v, 8, 0.5, sink=4, head_mode="shared")
+    shared = kvops.lagkv_compress(k, v, 8, 0.5, sinks=4, head_mode="shared")
     k[0, 0, 6] = k[0, 1, 6] = torch.nan
-    assert 6 not in kvops.lagkv_compress(k, v, 8, 0.5, sink=4, head_mode="shared").indices[0]
+    assert 6 not in kvops.lagkv_compress(k, v, 8, 0.5, sinks=4, head_mode="shared").indices[0]
     assert shared.indices.shape == clean.indices.shape
 
 
@@ -574,7 +574,7 @@ def test_wrong_tensors(compress, args):
         ((8, float("nan")), {}, ValueError, r"r must be in \[0, 1\], got nan"),
         ((8, True), {}, TypeError, "r must be a float, got bool"),
         ((8, "0.5"), {}, TypeError, "r must be a float, got str"),
-        ((8, 0.5), dict(sink=-1), ValueError, "sink must be at least 0, got -1"),
+        ((8, 0.5), dict(sinks=-1), ValueError, "sinks must be at least 0, got -1"),
         ((8, 0.5), dict(reference="next"), ValueError, "reference must be one of 'lag', 'self', got 'next'"),
         ((8, 0.5), dict(score="l1"), ValueError, "score must be one of 'std', 'l2', got 'l1'"),
         ((8, 0.5), dict(head_mode="all"), ValueError, "head_mode must be one of 'per_head', 'shared', got 'all'"),
@@ -583,7 +583,7 @@ def test_wrong_tensors(compress, args):
 def test_lagkv_wrong_arguments(args, options, error, message):
     k, v = make_kv()
     for call in (kvops.lagkv_compress, kvops.lagkv_compress_):
-        with pytest.raises(error, match="lagkv_compress: " + message):
+        with pytest.raises(error, match="LagKV: " + message):
             call(k, v, *args, **options)
     with pytest.raises(error, match=message.replace("L must", "lag must").replace("r must", "ratio must", 1)):
         kvops.LagKV(*args, **options)
@@ -615,13 +615,13 @@ BUDGETS = [
         (8, dict(metric="l2"), ValueError, "metric must be one of 'cosine', 'dot', 'euclidean', got 'l2'"),
         (8, dict(anchor="mode"), ValueError, "anchor must be one of 'mean', 'median', 'pairwise', got 'mode'"),
         (8, dict(anchor="pairwise", metric="dot"), ValueError, "anchor='pairwise' .* got metric='dot'"),
-        (8, dict(head_mode=1), ValueError, "head_mode must be one of 'per_head', 'shared', got 1"),
+        (8, dict(head_mode=1), ValueError, "head_mode must be one of 'per_head', 'shared', 'adaptive', got 1"),
     ],
 )
 def test_keydiff_wrong_arguments(budget, options, error, message):
     k, v = make_kv()
     for call in (kvops.keydiff_compress, kvops.keydiff_compress_):
-        with pytest.raises(error, match="keydiff_compress: " + message):
+        with pytest.raises(error, match="KeyDiff: " + message):
             call(k, v, budget, **options)
     with pytest.raises(error, match="KeyDiff: " + message):
         kvops.KeyDiff(budget, **options)
@@ -631,9 +631,9 @@ def test_keydiff_wrong_arguments(budget, options, error, message):
 @pytest.mark.parametrize("budget, options, error, message", BUDGETS)
 def test_baselines_wrong_budgets(name, budget, options, error, message):
     k, v = make_kv()
-    with pytest.raises(error, match=f"{name}: {message}"):
-        getattr(kvops, name)(k, v, budget)
     make = kvops.StreamingLLM if name.startswith("streaming") else kvops.Random
+    with pytest.raises(error, match=f"{make.__name__}: {message}"):
+        getattr(kvops, name)(k, v, budget)
     with pytest.raises(error, match=f"{make.__name__}: {message}"):
         make(budget)
 
@@ -641,12 +641,12 @@ def test_baselines_wrong_budgets(name, budget, options, error, message):
 def test_baselines_wrong_arguments():
     k, v = make_kv()
     for seed, error in ((-1, ValueError), (0.5, TypeError), (True, TypeError)):
-        with pytest.raises(error, match="random_compress: seed must be"):
+        with pytest.raises(error, match="Random: seed must be"):
             kvops.random_compress(k, v, 8, seed=seed)
         with pytest.raises(error, match="Random: seed must be"):
             kvops.Random(8, seed=seed)
     message = r"budget must hold sinks \+ recent, expected at least 4 \+ 0 tokens, got 3"
-    with pytest.raises(ValueError, match="streamingllm_compress: " + message):
+    with pytest.raises(ValueError, match="StreamingLLM: " + message):
         kvops.streamingllm_compress(k, v, 3)
     with pytest.raises(ValueError, match="StreamingLLM: " + message):
         kvops.StreamingLLM(3)
@@ -687,7 +687,7 @@ def test_compiles_without_graph_breaks(compress, args, layout):
 @names(
     "compress, args, options",
     [
-        (kvops.lagkv_compress, (6, 0.5), dict(sink=3, head_mode="shared", starts=(0, 7))),
+        (kvops.lagkv_compress, (6, 0.5), dict(sinks=3, head_mode="shared", starts=(0, 7))),
         (kvops.keydiff_compress, (0.25,), dict(recent=0.5, head_mode="shared", starts=(0, 7))),
         (kvops.keydiff_compress, (9,), dict(anchor="median", sinks=2, starts=(0, 7))),
         (kvops.keydiff_compress, (9,), dict(anchor="pairwise")),

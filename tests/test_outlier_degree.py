@@ -14,12 +14,14 @@ pytestmark = kit.every_device
 
 def check(k, kappa=5, **spans):
     """Both forms; returns (the similarities, the outlier degrees)."""
-    exact = reference.outlier_degree(k, kappa, False, **spans)
-    similarity = ops.outlier_degree(k, kappa, False, **spans)
-    kit.assert_close(similarity, reference.outlier_degree(k, kappa, False, **spans, dtype=torch.float32), exact)
-    degree = ops.outlier_degree(k, kappa, **spans)
-    exact_degree = reference.outlier_degree(k, kappa, **spans)
-    eager = reference.outlier_degree(k, kappa, **spans, dtype=torch.float32)
+    exact = reference.outlier_degree(k, kappa=kappa, standardize=False, **spans)
+    similarity = ops.outlier_degree(k, kappa=kappa, standardize=False, **spans)
+    kit.assert_close(
+        similarity, reference.outlier_degree(k, kappa=kappa, standardize=False, **spans, dtype=torch.float32), exact
+    )
+    degree = ops.outlier_degree(k, kappa=kappa, **spans)
+    exact_degree = reference.outlier_degree(k, kappa=kappa, **spans)
+    eager = reference.outlier_degree(k, kappa=kappa, **spans, dtype=torch.float32)
     assert torch.equal(degree.isnan(), exact_degree.isnan())
     # A difference of similarities over their spread: relative errors grow as their size does against that spread.
     for row in range(k.shape[0]):
@@ -62,8 +64,8 @@ def test_about_48_kb_of_shared_memory(kappa):
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_layouts_change_nothing(layout, dtype, kappa):
-    plain = ops.outlier_degree(kit.kv(2, 2, 150, 72, dtype)[0], kappa)
-    assert torch.equal(plain, ops.outlier_degree(kit.kv(2, 2, 150, 72, dtype, layout)[0], kappa))
+    plain = ops.outlier_degree(kit.kv(2, 2, 150, 72, dtype)[0], kappa=kappa)
+    assert torch.equal(plain, ops.outlier_degree(kit.kv(2, 2, 150, 72, dtype, layout)[0], kappa=kappa))
 
 
 @pytest.mark.parametrize("kappa", [5, 12])
@@ -71,7 +73,9 @@ def test_layouts_change_nothing(layout, dtype, kappa):
 @pytest.mark.parametrize("offset, gap", [(1, 0), (4, 0), (8, 8), (0, 1), (3, 5)])
 def test_rows_at_any_address(dtype, offset, gap, kappa):
     k, _ = kit.kv(2, 2, 70, 40, dtype)
-    assert torch.equal(ops.outlier_degree(kit.unaligned(k, offset, gap), kappa), ops.outlier_degree(k, kappa))
+    assert torch.equal(
+        ops.outlier_degree(kit.unaligned(k, offset, gap), kappa=kappa), ops.outlier_degree(k, kappa=kappa)
+    )
 
 
 def test_offsets_beyond_31_bits():
@@ -82,7 +86,7 @@ def test_offsets_beyond_31_bits():
 @pytest.mark.parametrize("heads, n, kappa", [(2, 300, 5), (1, kit.size(20_000, 3_000), 70)])
 def test_repeatable(heads, n, kappa):
     k, _ = kit.kv(1, heads, n, 64, torch.bfloat16)
-    kit.assert_repeatable(lambda: (ops.outlier_degree(k, kappa),))
+    kit.assert_repeatable(lambda: (ops.outlier_degree(k, kappa=kappa),))
 
 
 def test_a_batch_changes_nothing():
@@ -108,9 +112,11 @@ def test_padded_rows_score_as_if_alone(data, n, kappa):
     for row, (s, c) in enumerate(zip(starts, lengths)):
         poisoned[row, :, s : s + c] = k[row, :, s : s + c]
     for standardize in (False, True):
-        scores = ops.outlier_degree(poisoned, kappa, standardize, kit.int32(*starts), kit.int32(*lengths))
+        scores = ops.outlier_degree(
+            poisoned, kappa=kappa, standardize=standardize, starts=kit.int32(*starts), lengths=kit.int32(*lengths)
+        )
         for row, (s, c) in enumerate(zip(starts, lengths)):
-            alone = ops.outlier_degree(k[row : row + 1, :, s : s + c], kappa, standardize)
+            alone = ops.outlier_degree(k[row : row + 1, :, s : s + c], kappa=kappa, standardize=standardize)
             assert torch.equal(scores[row, :, s : s + c], alone[0])
             assert scores[row, :, :s].isnan().all() and scores[row, :, s + c :].isnan().all()
     check(poisoned, kappa, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
@@ -121,10 +127,10 @@ def test_padded_rows_score_as_if_alone(data, n, kappa):
 def test_threads_change_nothing(heads, n, kappa):
     k, _ = kit.kv(1, heads, n, 64)
     with kit.threads(1):
-        one = ops.outlier_degree(k, kappa)
+        one = ops.outlier_degree(k, kappa=kappa)
     for count in (2, 3, 5):
         with kit.threads(count):
-            assert torch.equal(ops.outlier_degree(k, kappa), one)
+            assert torch.equal(ops.outlier_degree(k, kappa=kappa), one)
 
 
 @pytest.mark.parametrize("kappa", [5, 100])
@@ -138,7 +144,7 @@ def test_planted_outliers_score_highest():
     k = kit.randn(1, 2, 1, 32) + 0.1 * kit.randn(1, 2, 400, 32, seed=1)
     planted = list(range(30, 400, 37))
     k[:, :, planted] = kit.randn(1, 2, 1, 32, seed=2) + 0.1 * kit.randn(1, 2, len(planted), 32, seed=3)
-    assert (ops.select_topk(ops.outlier_degree(k), len(planted)) == torch.tensor(planted)).all()
+    assert (ops.select_topk(ops.outlier_degree(k), k=len(planted)) == torch.tensor(planted)).all()
 
 
 @pytest.mark.parametrize("kappa", [5, 12])
@@ -158,8 +164,8 @@ def test_keys_that_are_all_alike_are_no_outliers(dtype, kappa):
     """Equal, equal but for their length, and a lone one: their similarities differ by rounding at most."""
     k = kit.randn(1, 2, 1, 64).to(dtype).expand(1, 2, 300, 64).contiguous()
     for x in (k, k * (2 ** torch.arange(300).remainder(5)).unsqueeze(-1).to(dtype), k[:, :, :1]):
-        assert (ops.outlier_degree(x, kappa) == 0).all()
-        assert (ops.outlier_degree(x, kappa, standardize=False) - 1).abs().max() < 1e-6
+        assert (ops.outlier_degree(x, kappa=kappa) == 0).all()
+        assert (ops.outlier_degree(x, kappa=kappa, standardize=False) - 1).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("kappa", [5, 12])
@@ -167,13 +173,13 @@ def test_keys_that_are_all_alike_are_no_outliers(dtype, kappa):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_nobodys_neighbour(bad, dtype, kappa):
     k, _ = kit.kv(2, 2, 150, 40, dtype)
-    clean = ops.outlier_degree(k, kappa)
+    clean = ops.outlier_degree(k, kappa=kappa)
     k[0, 1, 20, 3] = bad
     k[0, 1, 149, 39] = bad
     similarity, degree = check(k, kappa)
     assert similarity.isnan().sum() == 2 and degree[0, 1, [20, 149]].isnan().all()
     assert torch.equal(degree[1], clean[1]) and torch.equal(degree[0, 0], clean[0, 0])
-    assert ops.outlier_degree(torch.full((1, 1, 9, 8), bad, dtype=dtype), kappa).isnan().all()
+    assert ops.outlier_degree(torch.full((1, 1, 9, 8), bad, dtype=dtype), kappa=kappa).isnan().all()
 
 
 @pytest.mark.parametrize("kappa", [5, 12])
@@ -184,7 +190,7 @@ def test_tiny_and_huge_keys_have_a_direction(scale, dtype, kappa):
     k = kit.kv(1, 2, 80, 32)[0].double()
     k[:, :, 20:60] *= scale  # beside others that do not
     k = k.to(dtype)
-    actual, exact = (x.outlier_degree(k, kappa, standardize=False) for x in (ops, reference))
+    actual, exact = (x.outlier_degree(k, kappa=kappa, standardize=False) for x in (ops, reference))
     assert (actual - exact).abs().max() < 1e-6
 
 
@@ -213,7 +219,7 @@ def test_a_gpus_starts_and_lengths_are_not_looked_at():
     """What lies outside of [0, n] counts as the end that it is beyond."""
     k, _ = kit.kv(6, 2, 50, 16)
     for bad, good in kit.spans_beyond_50():
-        scores, expected = (ops.outlier_degree(k, 5, True, *spans) for spans in (bad, good))
+        scores, expected = (ops.outlier_degree(k, starts=s, lengths=c) for s, c in (bad, good))
         assert kit.same([scores], [expected])
 
 

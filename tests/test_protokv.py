@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops.cache import summed_scores
-from kvops.methods.protokv import Clustering
+from kvops.window import summed_scores
 from test_methods import assert_best, assert_moved, fp64
 from test_streaming import assert_same_state, rows
 from test_window_methods import causal, heads_of, make, weights
@@ -22,6 +21,11 @@ from test_window_methods import causal, heads_of, make, weights
 pytestmark = kit.every_device
 examples = kit.examples(30, derandomize=True)
 SMALL = dict(num_sats=6, num_chunks=9)  # for sequences of tens of tokens
+
+
+def clusters_of(k, prefix, **settings):
+    """Each token's cluster, of the first `prefix` tokens of each row."""
+    return kvops.ProtoKV(32, **settings).assign(kvops.View(k, k), None, prefix)
 
 
 # Algorithm 1 of one KV head, in fp64: keys [m, d] of the prefix
@@ -117,21 +121,21 @@ def test_protokv_is_algorithm_1(
     result = kvops.protokv_compress(k, v, q, budget, **setting, whole_clusters=whole, seed=seed, **options)
     assert_moved(result, k, v)
     assert result.indices.shape[2] == min(budget, n)
-    clustering, m = Clustering(**setting, seed=seed), n - w
-    assignments = clustering(k, None, torch.full((2,), m, dtype=torch.int32))
+    policy, m = kvops.ProtoKV(budget, w, **setting, seed=seed), n - w
+    assignments = policy.assign(kvops.View(k, v), None, torch.full((2,), m, dtype=torch.int32))
     assert (assignments[:, :, m:] == -1).all()
-    bits = clustering.bits
+    bits = policy.bits
     projection, phase = (fp64(x) for x in kvops.lsh_projection(16, bits, seed))
     for b in range(2):
         for h, (qs, ks) in enumerate(heads_of(q, k, b)):
             assignment, keys = assignments[b, h, :m].cpu().numpy(), ks[:m]
             if m and setting["clusters"] == "lsh":
-                assert (assignment == bits_of(keys, projection, phase) % clustering.count).all()
+                assert (assignment == bits_of(keys, projection, phase) % policy.num_clusters).all()
             elif m and setting["clusters"] == "chunks":
-                assert_nearest(assignment, keys, prototypes_of(keys, [], np.empty(0), clustering.count, 0))
+                assert_nearest(assignment, keys, prototypes_of(keys, [], np.empty(0), policy.num_clusters, 0))
             elif m:
-                degrees = kvops.ops.outlier_degree(k[b : b + 1, h : h + 1, :m], setting["kappa"])
-                sats = kvops.ops.select_topk(degrees, setting["num_sats"])[0, 0].cpu().numpy()
+                degrees = kvops.ops.outlier_degree(k[b : b + 1, h : h + 1, :m], kappa=setting["kappa"])
+                sats = kvops.ops.select_topk(degrees, k=setting["num_sats"])[0, 0].cpu().numpy()
                 if m > 2:
                     assert_best(sats, outlier_degrees(keys, setting["kappa"]), min(setting["num_sats"], m), 2e-4)
                 buckets = bits_of(keys[sats], projection, phase)
@@ -150,7 +154,7 @@ def test_the_closeness_of_decisions_excuses_few():
     gaps = []
     for seed in range(20):
         q, k, _ = make(seed, n=70, w=8)
-        assignment = Clustering(**SMALL)(k, None, kit.int32(62, 62))[0, 0, :62].cpu().numpy()
+        assignment = clusters_of(k, kit.int32(62, 62), **SMALL)[0, 0, :62].cpu().numpy()
         token = weights(*heads_of(q, k, 0)[0], causal(70, 8), "dot").sum(1).mean(0)[:62]
         gaps.append(best_clusters(token, assignment, 20)[1])
     assert np.mean(np.array(gaps) > 1e-5) >= 0.9
@@ -170,9 +174,9 @@ def test_planted_anchors_are_found_and_share_clusters():
     planted = np.sort(rng.choice(np.arange(20, n - 20), count, replace=False))
     keys[planted] = rng.standard_normal(64) / 8 + 0.3 * rng.standard_normal((count, 64)) / 8
     k = kit.on_device(torch.from_numpy(keys).float()).view(1, 1, n, 64)
-    kept = kvops.satkv_compress(k, k, 8, 8 + count).indices[0, 0].tolist()
+    kept = kvops.satkv_compress(k, k, 8 + count, 8).indices[0, 0].tolist()
     assert np.isin(planted, kept).sum() >= 42 and kept[-8:] == list(range(n - 8, n))
-    assignment = Clustering(num_sats=count, num_chunks=60)(k, None, kit.int32(n))[0, 0].cpu().numpy()
+    assignment = clusters_of(k, kit.int32(n), num_sats=count, num_chunks=60)[0, 0].cpu().numpy()
     assert (assignment[planted] >= 60).sum() >= 42  # an anchor belongs to a bucket of anchors,
     rest = np.setdiff1d(np.arange(n), planted)
     assert (assignment[rest] < 60).mean() > 0.95  # and the text to its chunks: its own, or the next
@@ -225,7 +229,7 @@ def test_equal_keys_and_zero_keys():
     for keys in (k[:, :, :1].expand_as(k).contiguous(), torch.zeros_like(k)):
         for compress in (
             lambda x: kvops.protokv_compress(x, v, q, 14, **SMALL),
-            lambda x: kvops.satkv_compress(x, v, 4, 14),
+            lambda x: kvops.satkv_compress(x, v, 14, 4),
         ):
             assert compress(keys).indices[0, 0].tolist() == [*range(10), *range(36, 40)]
 
@@ -239,7 +243,7 @@ def test_nan_and_infinity_stay_where_they_are(options):
     bad[0, 1, 30], bad[0, 1, 31, 3] = torch.nan, torch.inf
     for call in (
         lambda x: kvops.protokv_compress(x, v, q, 40, **SMALL, **options).indices,
-        lambda x: kvops.satkv_compress(x, v, 4, 40).indices,
+        lambda x: kvops.satkv_compress(x, v, 40, 4).indices,
     ):
         clean, got = call(k), call(bad)
         assert torch.equal(got[1], clean[1]) and torch.equal(got[0, 0], clean[0, 0])
@@ -254,7 +258,7 @@ def test_shared_heads():
     for reduce in ("mean", "sum"):
         result = kvops.protokv_compress(k, v, q, 30, head_mode="shared", cluster_reduce=reduce, **SMALL)
         assert_moved(result, k, v)
-        assignment = Clustering(**SMALL)(k, None, kit.int32(52, 52)).cpu().numpy()
+        assignment = clusters_of(k, kit.int32(52, 52), **SMALL).cpu().numpy()
         for b in range(2):
             of_cluster, of_token = np.zeros(52), np.zeros(52)
             for h, (qs, ks) in enumerate(heads_of(q, k, b)):
@@ -360,7 +364,7 @@ def test_padded_rows_are_as_alone(name, starts, lengths, budget, shared, options
     def call(k, v, q, **spans):
         options["head_mode"] = "shared" if shared else "per_head"
         if name == "satkv":
-            return kvops.satkv_compress(k, v, w, budget, **options, **spans)
+            return kvops.satkv_compress(k, v, budget, w, **options, **spans)
         return kvops.protokv_compress(k, v, q, budget, **options, **spans)
 
     spans = dict(starts=kit.int32(*starts), lengths=kit.int32(*lengths))
@@ -427,10 +431,11 @@ def test_head_budgets_of_fractions_and_of_scores_that_are_not_finite():
     assert kvops.head_budgets(scores[:, :0], 20).shape == (2, 0)
 
 
+POLICIES = {"protokv": "ProtoKV", "satkv": "SATKV", "snapkv": "SnapKV", "keydiff": "KeyDiff"}
 CALLS = {
     "protokv": lambda k, v, q, budget, **o: kvops.protokv_compress(k, v, q, budget, **SMALL, **o),
     "protokv whole": lambda k, v, q, budget, **o: kvops.protokv_compress(k, v, q, budget, whole_clusters=True, **o),
-    "satkv": lambda k, v, q, budget, **o: kvops.satkv_compress(k, v, 8, budget, **o),
+    "satkv": lambda k, v, q, budget, **o: kvops.satkv_compress(k, v, budget, 8, **o),
     "snapkv": lambda k, v, q, budget, **o: kvops.snapkv_compress(k, v, q, budget, **o),
     "keydiff": lambda k, v, q, budget, **o: kvops.keydiff_compress(k, v, budget, recent=0.25, sinks=2, **o),
     "laq": lambda k, v, q, budget, **o: kvops.laq_compress(k, v, q, budget, **o),
@@ -471,101 +476,101 @@ def test_decode_fills_a_buffer_and_is_observed_by_its_end(score, pads):
     """App. O, step by step: n = budget + buffer tokens, of which the last alpha observe; budget of them stay."""
     q, k, v = make_all()
     own = dict(score=score, seed=4, **SMALL)
-    method = kvops.ProtoKV(24, 8, buffer=10, alpha=3, **own)
+    cache = kvops.Cache(kvops.ProtoKV(24, 8, buffer=10, alpha=3, **own))
     if pads:
-        method.set_pads(torch.tensor(pads))
-    spans = (lambda: dict(starts=method.pads, fill_invalid=True)) if pads else dict
-    method.attend(*(x[:, :, :60] for x in (q, k, v)))
+        cache.set_pads(torch.tensor(pads))
+    spans = (lambda: dict(starts=cache.pads, fill_invalid=True)) if pads else dict
+    cache.attend(*(x[:, :, :60] for x in (q, k, v)))
     starts = dict(starts=kit.int32(*pads), fill_invalid=True) if pads else {}
     want = kvops.protokv_compress(k[:, :, :60], v[:, :, :60], q[:, :, 52:60], 24, **own, **starts)
-    assert torch.equal(method.positions, want.indices)
+    assert torch.equal(cache.positions, want.indices)
     evictions = 0
     for i in range(60, 100):
-        before, left = method.positions, spans()
-        method.attend(*(x[:, :, i : i + 1] for x in (q, k, v)))
+        before, left = cache.positions, spans()
+        cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v)))
         positions = torch.cat((before, torch.full((2, 2, 1), i)), 2)
         if positions.shape[2] == 24 + 10:
             stored = rows(k, positions), rows(v, positions)
             kept = kvops.protokv_compress(*stored, q[:, :, i - 2 : i + 1], 24, **own, **left).indices
             positions = positions.gather(2, kept)
             evictions += 1
-        assert torch.equal(method.positions, positions) and torch.equal(method.k, rows(k, positions))
-    assert evictions == 4 and len(method) == 24 and method.seen == 100
+        assert torch.equal(cache.positions, positions) and torch.equal(cache.k, rows(k, positions))
+    assert evictions == 4 and len(cache) == 24 and cache.seen == 100
 
 
 def test_satkv_decode():
     q, k, v = make_all()
-    method = kvops.SATKV(24, 8, buffer=10)
-    method.append(k[:, :, :60], v[:, :, :60])
-    positions = kvops.satkv_compress(k[:, :, :60], v[:, :, :60], 8, 24).indices
+    cache = kvops.Cache(kvops.SATKV(24, 8, buffer=10))
+    cache.append(k[:, :, :60], v[:, :, :60])
+    positions = kvops.satkv_compress(k[:, :, :60], v[:, :, :60], 24, 8).indices
     for i in range(60, 100):
-        method.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+        cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
         positions = torch.cat((positions, torch.full((2, 2, 1), i)), 2)
         if positions.shape[2] == 34:
-            kept = kvops.satkv_compress(rows(k, positions), rows(v, positions), 8, 24).indices
+            kept = kvops.satkv_compress(rows(k, positions), rows(v, positions), 24, 8).indices
             positions = positions.gather(2, kept)
-        assert torch.equal(method.positions, positions)
-    assert len(method) == 24
+        assert torch.equal(cache.positions, positions)
+    assert len(cache) == 24
 
 
-@pytest.mark.parametrize("make_method", [kvops.ProtoKV, kvops.SATKV])
-def test_without_a_buffer_decode_keeps_everything(make_method):
+@pytest.mark.parametrize("make_policy", [kvops.ProtoKV, kvops.SATKV])
+def test_without_a_buffer_decode_keeps_everything(make_policy):
     q, k, v = make_all()
-    method = make_method(24, 8, buffer=None)
-    method.attend(*(x[:, :, :60] for x in (q, k, v)))
+    cache = kvops.Cache(make_policy(24, 8, buffer=None))
+    cache.attend(*(x[:, :, :60] for x in (q, k, v)))
     for first, last in ((60, 67), (67, 74)):
-        method.attend(*(x[:, :, first:last] for x in (q, k, v)))
-    assert len(method) == 24 + 14
-    method.attend(*(x[:, :, 74:82] for x in (q, k, v)))  # a further turn, or chunk
-    assert len(method) == 24
+        cache.attend(*(x[:, :, first:last] for x in (q, k, v)))
+    assert len(cache) == 24 + 14
+    cache.attend(*(x[:, :, 74:82] for x in (q, k, v)))  # a further turn, or chunk
+    assert len(cache) == 24
 
 
 def test_a_cropped_cache_observes_with_the_queries_that_are_left():
     q, k, v = make_all()
-    method = kvops.ProtoKV(24, 8, buffer=10, alpha=4, **SMALL)
-    method.attend(*(x[:, :, :60] for x in (q, k, v)))
+    cache = kvops.Cache(kvops.ProtoKV(24, 8, buffer=10, alpha=4, **SMALL))
+    cache.attend(*(x[:, :, :60] for x in (q, k, v)))
     for i in range(60, 69):
-        method.attend(*(x[:, :, i : i + 1] for x in (q, k, v)))
-    method.crop(66)  # of the queries of tokens 65 to 68, the first is left
-    positions = method.positions
+        cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v)))
+    cache.crop(66)  # of the queries of tokens 65 to 68, the first is left
+    positions = cache.positions
     for i in range(3):
-        method.attend(*(x[:, :, 100 + i : 101 + i] for x in (q, k, v)))
-    assert len(method) == 33
-    state = copy.deepcopy(method)
+        cache.attend(*(x[:, :, 100 + i : 101 + i] for x in (q, k, v)))
+    assert len(cache) == 33
+    state = copy.deepcopy(cache)
     for wrong in (q[:, :3, 103:104], q[..., 103:104, :8]):
         with kit.refuses("ProtoKV: q must be"):
-            method.attend(wrong, k[:, :, 103:104], v[:, :, 103:104])
-        assert_same_state(method, state) and torch.equal(method._queries, state._queries)
-    method.attend(*(x[:, :, 103:104] for x in (q, k, v)))
+            cache.attend(wrong, k[:, :, 103:104], v[:, :, 103:104])
+        assert_same_state(cache, state) and torch.equal(cache._queries, state._queries)
+    cache.attend(*(x[:, :, 103:104] for x in (q, k, v)))
     stored = [torch.cat((rows(x, positions), x[:, :, 100:104]), 2) for x in (k, v)]
     want = kvops.protokv_compress(*stored, q[:, :, 100:104], 24, **SMALL)
-    assert len(method) == 24 and torch.equal(method.k, want.k)
-    method = kvops.ProtoKV(24, 8, buffer=10, alpha=4, **SMALL)
-    method.attend(*(x[:, :, :60] for x in (q, k, v)))
+    assert len(cache) == 24 and torch.equal(cache.k, want.k)
+    cache = kvops.Cache(kvops.ProtoKV(24, 8, buffer=10, alpha=4, **SMALL))
+    cache.attend(*(x[:, :, :60] for x in (q, k, v)))
     for i in range(60, 69):
-        method.attend(*(x[:, :, i : i + 1] for x in (q, k, v)))
-    method.crop(60)  # none is left but what comes
-    stored = [torch.cat((x, y[:, :, 100:107]), 2) for x, y in ((method.k, k), (method.v, v))]
-    method.attend(*(x[:, :, 100:107] for x in (q, k, v)))
-    assert len(method) == 31 and method._queries.shape[2] == 4
+        cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v)))
+    cache.crop(60)  # none is left but what comes
+    stored = [torch.cat((x, y[:, :, 100:107]), 2) for x, y in ((cache.k, k), (cache.v, v))]
+    cache.attend(*(x[:, :, 100:107] for x in (q, k, v)))
+    assert len(cache) == 31 and cache._queries.shape[2] == 4
 
 
 def test_the_observation_window_has_the_papers_sizes():
     assert kvops.ProtoKV(128).window == 8 and kvops.ProtoKV(129).window == kvops.ProtoKV(0.5).window == 32
     assert (kvops.ProtoKV(512).buffer, kvops.ProtoKV(512).alpha) == (128, 8)
-    assert Clustering().count == 500 and Clustering(clusters="lsh").bits == 9
-    assert [Clustering(num_chunks=x, clusters="lsh").bits for x in (0, 4, 5, 12, 13)] == [2, 3, 4, 4, 5]
+    assert kvops.ProtoKV(512).num_clusters == 500 and kvops.ProtoKV(512, clusters="lsh").bits == 9
+    assert [kvops.ProtoKV(512, num_chunks=x, clusters="lsh").bits for x in (0, 4, 5, 12, 13)] == [2, 3, 4, 4, 5]
 
 
 def test_models_logits_are_scored_as_they_are():
     q, k, v = make_all(60)
     options = dict(scale=0.7, softcap=3.0, sink_logits=kit.randn(6))
     for score in ("softmax", "dot"):
-        method = kvops.ProtoKV(20, 4, score=score, **SMALL)
-        method.attend(q, k, v, **options)
+        cache = kvops.Cache(kvops.ProtoKV(20, 4, score=score, **SMALL))
+        cache.attend(q, k, v, **options)
         own = dict(options) if score == "softmax" else dict(scale=0.7, softcap=3.0)
         want = kvops.protokv_compress(k, v, q[:, :, -4:], 20, score=score, **SMALL, **own)
-        assert torch.equal(method.positions, want.indices)
+        assert torch.equal(cache.positions, want.indices)
 
 
 @kit.only("cpu")
@@ -600,7 +605,7 @@ def test_compiles_without_graph_breaks():
     def call(k, v, q):
         yield kvops.protokv_compress(k, v, q, 20)
         yield kvops.protokv_compress(k, v, q, 20, **shared)
-        yield kvops.satkv_compress(k, v, 8, 20)
+        yield kvops.satkv_compress(k, v, 20, 8)
 
     compiled = torch.compile(lambda *args: list(call(*args)), fullgraph=True, backend="aot_eager")
     for result, expected in zip(compiled(k, v, q), call(k, v, q), strict=True):
@@ -618,7 +623,7 @@ WRONG = [
     (dict(hash_bits=17), ValueError, "hash_bits must be at most 16, got 17"),
     (dict(seed=-1), ValueError, "seed must be at least 0, got -1"),
     (dict(clusters="kmeans"), ValueError, "clusters must be one of 'prototypes', 'chunks', 'lsh', got 'kmeans'"),
-    (dict(score="cosine"), ValueError, "score must be one of 'dot', 'softmax', got 'cosine'"),
+    (dict(score="cosine"), ValueError, "score must be one of 'softmax', 'dot', got 'cosine'"),
     (dict(cluster_reduce="max"), ValueError, "cluster_reduce must be one of 'mean', 'sum', got 'max'"),
     (dict(group_reduce="none"), ValueError, "group_reduce must be one of"),
     (dict(head_mode="all"), ValueError, "head_mode must be one of"),
@@ -652,7 +657,7 @@ WRONG = [
 def test_wrong_settings(change, error, message):
     q, k, v = make(n=40, w=8)
     for call in (kvops.protokv_compress, kvops.protokv_compress_):
-        with kit.refuses("protokv_compress: " + message, kind=error):
+        with kit.refuses("ProtoKV: " + message, kind=error):
             call(k, v, q, 20, **change)
     with kit.refuses("ProtoKV: " + message, kind=error):
         kvops.ProtoKV(20, 8, **change)
@@ -674,7 +679,7 @@ def test_wrong_arguments():
             "whole_clusters needs head_mode='per_head'",
         ),
     ]:
-        with kit.refuses(f"{call.__name__}: {message}", kind=error):
+        with kit.refuses(f"ProtoKV: {message}", kind=error):
             call(**{**good, **change})
     for change, message in [
         (dict(projection=torch.zeros(2, 8), phase=torch.zeros(2)), r"projection must be a contiguous \[r, 16\]"),
@@ -687,27 +692,27 @@ def test_wrong_arguments():
         with kvops.debug_checks(), kit.refuses(message):
             kvops.protokv_compress(**{**good, **change})
     for args, error, message in [
-        ((-1, 20), ValueError, "window must be at least 0, got -1"),
-        ((8.0, 20), TypeError, "window must be an int"),
-        ((21, 20), ValueError, "budget must hold the window, expected at least 21 tokens, got 20"),
+        ((20, -1), ValueError, "window must be at least 0, got -1"),
+        ((20, 8.0), TypeError, "window must be an int"),
+        ((20, 21), ValueError, "budget must hold the window, expected at least 21 tokens, got 20"),
     ]:
-        with kit.refuses(f"satkv_compress: {message}", kind=error):
+        with kit.refuses(f"SATKV: {message}", kind=error):
             kvops.satkv_compress(k, v, *args)
     for change, message in [
         (dict(kappa=0), "kappa must be at least 1"),
         (dict(head_mode="x"), "head_mode must be one"),
     ]:
-        with kit.refuses(f"satkv_compress: {message}"):
-            kvops.satkv_compress(k, v, 8, 20, **change)
+        with kit.refuses(f"SATKV: {message}"):
+            kvops.satkv_compress(k, v, 20, 8, **change)
         with kit.refuses(f"SATKV: {message}"):
             kvops.SATKV(20, 8, **change)
-    for make_method, error, message in [
+    for make_policy, error, message in [
         (lambda: kvops.ProtoKV(7, 8), ValueError, "ProtoKV: budget must hold the window, expected at least 8 tokens"),
         (lambda: kvops.ProtoKV(20, 0), ValueError, "ProtoKV: window must be at least 1"),
         (lambda: kvops.ProtoKV(20, 8, buffer=0), ValueError, "ProtoKV: buffer must be at least 1, got 0"),
         (lambda: kvops.ProtoKV(20, 8, alpha=0), ValueError, "ProtoKV: alpha must be at least 1, got 0"),
         (
-            lambda: kvops.ProtoKV(20, 8, alpha=21),
+            lambda: kvops.Cache(kvops.ProtoKV(20, 8, alpha=21)),
             ValueError,
             "ProtoKV: budget must hold the last alpha, 21, tokens, got 20",
         ),
@@ -717,7 +722,7 @@ def test_wrong_arguments():
         (lambda: kvops.lsh_projection(8, 0), ValueError, "lsh_projection: bits must be at least 1, got 0"),
     ]:
         with kit.refuses(message, kind=error):
-            make_method()
+            make_policy()
 
 
 def test_wrong_budgets_per_head():
@@ -729,15 +734,15 @@ def test_wrong_budgets_per_head():
             (torch.full((2, 2), 20), r"budget as a tensor must be int32 \[b, Hk\], got torch.int64"),
             (kit.int32(20, 20).view(2, 1), r"budget must be of one head each, expected \[2, 2\], got \[2, 1\]"),
         ]:
-            with kit.refuses(f"{name}_compress: {message}"):
+            with kit.refuses(f"{POLICIES[name]}: {message}"):
                 call(k, v, q, budget)
-        with kit.refuses(f"{name}_compress: budget must be of one head each", "heads that share one kept set"):
+        with kit.refuses(f"{POLICIES[name]}: a budget per head needs head_mode='per_head', got head_mode='shared'"):
             call(k, v, q, torch.full((2, 2), 20, dtype=torch.int32), head_mode="shared")
-    with kit.refuses("pyramidkv_compress: budget must be one that layers can share"):
+    with kit.refuses("PyramidKV: budget must be one that layers can share"):
         kvops.pyramidkv_compress(k, v, q, torch.full((2, 2), 20, dtype=torch.int32), layer=0, num_layers=2)
-    for make_method in (kvops.SnapKV, kvops.ProtoKV, kvops.KeyDiff, kvops.SATKV):
-        with kit.refuses("budget must be an int", kind=TypeError):
-            make_method(torch.full((2, 2), 40, dtype=torch.int32))
+    for make_policy in (kvops.SnapKV, kvops.ProtoKV, kvops.KeyDiff, kvops.SATKV):
+        with kit.refuses("the heads of a cache keep equally many tokens, expected budget as an int or a float"):
+            kvops.Cache(make_policy(torch.full((2, 2), 40, dtype=torch.int32)))
     scores = kit.randn(2, 2, 40)
     for args, options, error, message in [
         ((scores[0], 20), {}, ValueError, r"scores must be \[b, Hk, n\], got shape \[2, 40\]"),
@@ -756,6 +761,6 @@ def test_budgets_per_head_must_hold_what_is_protected():
     budgets = kit.int32(20, 20, 7, 20).view(2, 2)
     for name in ("snapkv", "protokv", "satkv"):
         with kit.refuses(
-            rf"{name}_compress, row 1, head 0: budget must hold sinks \+ recent, expected at least 0 \+ 8"
+            rf"{POLICIES[name]}, row 1, head 0: budget must hold sinks \+ recent, expected at least 0 \+ 8"
         ):
             CALLS[name](k, v, q, budgets)

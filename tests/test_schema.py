@@ -1,5 +1,7 @@
 """One operator is one row of the house: every room of each operator in the schema must be there."""
 
+import ast
+import importlib.util
 import inspect
 import os
 import re
@@ -65,6 +67,66 @@ def test_the_wrappers_take_the_schemas_arguments():
                     assert NUMBERS.get(default, default) == argument.default_value
 
 
+@pytest.mark.parametrize("op", OPERATORS)
+def test_only_the_tensors_that_an_operator_needs_go_by_position(op):
+    schema = next(x for x in SCHEMAS if x.name == f"kvops::{op}" and not x.overload_name)
+    needed = []
+    for argument in schema.arguments:
+        if str(argument.type) not in ("Tensor", "List[Tensor]"):
+            break
+        needed.append(argument.name)
+    for function in (getattr(ops, op), getattr(reference, op)):
+        parameters = inspect.signature(function).parameters.values()
+        by_position = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+        by_name = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
+        assert by_position == needed and len(by_position) + len(by_name) == len(parameters)
+
+
+def test_each_fake_is_beneath_its_function():
+    found: dict[str, list[str]] = {}
+    for node in ast.parse((ROOT / "kvops/ops.py").read_text()).body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        if node.name != "_":
+            last = node.name
+        else:
+            found.setdefault(last, []).append(node.decorator_list[0].args[0].value)
+    expected: dict[str, list[str]] = {}
+    for schema in SCHEMAS:
+        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+        expected.setdefault(schema.name.removeprefix("kvops::"), []).append(name)
+    assert found == expected
+
+
+def imported(path: Path) -> set[str]:
+    """The full names of the modules that a file imports, anywhere in it, and of what it takes from them."""
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {x.name for x in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names |= {source, *(f"{source}.{x.name}" for x in node.names)}
+    return names
+
+
+def test_the_library_does_without_its_specification():
+    """Tests and the benchmark import the reference; the library that they compare with it does not."""
+    library = [x for x in (ROOT / "kvops").rglob("*.py") if x.parent.name != "bench" and x.stem != "reference"]
+    names = {path.relative_to(ROOT).as_posix(): imported(path) for path in library}
+    assert "kvops.lag" in names["kvops/ops.py"] and "kvops.methods.table" in names["kvops/eval/methods.py"]
+    assert "kvops.reference" in imported(ROOT / "tests/test_lag_score.py")
+    assert not [path for path, found in names.items() if "kvops.reference" in found]
+
+
+def test_the_library_does_without_numpy():
+    code = "import sys; sys.modules['numpy'] = None; import kvops, torch; print(kvops.ops.select_topk.__name__)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout == "select_topk\n", run.stderr
+
+
+@pytest.mark.full
 @pytest.mark.skipif(kvops.build_info()["isa"] not in ("v3", "v4", "v4_bf16"), reason="this CPU has one level only")
 @pytest.mark.parametrize("level", [x for x in ("v2", "v3", "v4") if x < kvops.build_info()["isa"]])
 def test_lower_levels_pass_the_operators_tests(level):
@@ -83,9 +145,9 @@ def test_two_threads_with_different_inputs():
 
     def everything(k, v):
         scores = ops.anchor_cosine(k)
-        lag_scores = ops.lag_score(k, v, 64, 16)
-        indices = ops.select_topk(scores, 200, 4, 8)
-        segments = ops.select_topk(lag_scores, 20, 16, 0, k.shape[2])
+        lag_scores = ops.lag_score(k, v, lag=64, prefix=16)
+        indices = ops.select_topk(scores, k=200, sinks=4, window=8)
+        segments = ops.select_topk(lag_scores, k=20, sinks=16, seq_len=k.shape[2])
         return scores, lag_scores, *ops.gather_kv(k, v, indices), *ops.compact_kv_(k.clone(), v.clone(), segments)
 
     expected = [everything(*pair) for pair in inputs]

@@ -8,15 +8,17 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kvops import ops, reference
+from kvops.lag import kept_length, num_segments
 
 pytestmark = kit.every_device
 
 NAN, INF = float("nan"), float("inf")
 
 
-def check(scores, *args, **kwargs):
-    actual = ops.select_topk(scores, *args, **kwargs)
-    assert torch.equal(actual, reference.select_topk(scores, *args, **kwargs))
+def check(scores, k, sinks=0, window=0, seq_len=None, **options):
+    options.update(k=k, sinks=sinks, window=window, seq_len=seq_len)
+    actual = ops.select_topk(scores, **options)
+    assert torch.equal(actual, reference.select_topk(scores, **options))
     for row in actual.flatten(0, 1):
         kept = row[row >= 0]
         assert (kept.diff() > 0).all() and (row[len(kept) :] == -1).all()
@@ -62,7 +64,8 @@ def test_rows_at_any_address(n):
     scores = kit.scores("normal", 2, 3, n)
     for offset, gap in ((1, 0), (2, 0), (3, 1), (0, 2), (4, 4)):
         assert torch.equal(
-            ops.select_topk(kit.unaligned(scores, offset, gap), n // 2, 1, 1), check(scores, n // 2, 1, 1)
+            ops.select_topk(kit.unaligned(scores, offset, gap), k=n // 2, sinks=1, window=1),
+            check(scores, n // 2, 1, 1),
         )
 
 
@@ -76,21 +79,21 @@ def test_many_heads():
 def test_repeatable(rows, n):
     for kind in ("normal", "ties"):
         scores = kit.scores(kind, 1, rows, n)
-        kit.assert_repeatable(lambda: (ops.select_topk(scores, n // 3, 4, 9),))  # noqa: B023
+        kit.assert_repeatable(lambda: (ops.select_topk(scores, k=n // 3, sinks=4, window=9),))  # noqa: B023
 
 
 def test_repeatable_segments():
-    scores = kit.scores("ties", 2, 3, reference.num_segments(1_000, 7, 40), 40)
-    kit.assert_repeatable(lambda: (ops.select_topk(scores, 11, 7, 0, 1_000),))
+    scores = kit.scores("ties", 2, 3, num_segments(1_000, 7, 40), 40)
+    kit.assert_repeatable(lambda: (ops.select_topk(scores, k=11, sinks=7, seq_len=1_000),))
 
 
 @kit.only("cpu", "cuda")
 def test_a_million():
     scores = kit.scores("normal", 1, 1, 1_000_000)
-    kept = ops.select_topk(scores, 250_000)
+    kept = ops.select_topk(scores, k=250_000)
     assert torch.equal(kept[0, 0], scores[0, 0].topk(250_000).indices.sort().values)
     ties = kit.scores("ties", 1, 1, 1_000_000)
-    kept = ops.select_topk(ties, 250_000)[0, 0]
+    kept = ops.select_topk(ties, k=250_000)[0, 0]
     threshold = ties[0, 0, kept].min()
     assert (ties[0, 0] > threshold).sum() == (ties[0, 0, kept] > threshold).sum()
     at_threshold = (ties[0, 0] == threshold).nonzero().flatten()
@@ -103,10 +106,10 @@ def test_threads_change_nothing(kind):
     """Enough for more than one thread: the row is cut into chunks."""
     scores = kit.scores(kind, 1, 1, 300_000)
     with kit.threads(1):
-        one = ops.select_topk(scores, 9_000, 4, 32)
+        one = ops.select_topk(scores, k=9_000, sinks=4, window=32)
     for count in (2, 3, 7):
         with kit.threads(count):
-            assert torch.equal(ops.select_topk(scores, 9_000, 4, 32), one)
+            assert torch.equal(ops.select_topk(scores, k=9_000, sinks=4, window=32), one)
 
 
 @kit.only("cpu")
@@ -114,10 +117,10 @@ def test_threads_change_nothing(kind):
 def test_threads_that_flush_subnormal_numbers(n):
     """torch.set_flush_denormal is of the thread that calls it, not of those that share its work."""
     scores = kit.scores("tiny", 1, 1, n)
-    expected = ops.select_topk(scores, n // 3)
+    expected = ops.select_topk(scores, k=n // 3)
     assert torch.set_flush_denormal(True)
     try:
-        kept = ops.select_topk(scores, n // 3)
+        kept = ops.select_topk(scores, k=n // 3)
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(kept, expected)
@@ -134,9 +137,8 @@ def test_padded_rows_and_budgets(data, n, kind, fill, own):
     budgets = None
     if own:
         budgets = torch.tensor([[data.draw(st.integers(sinks + window, k)) for _ in "ab"] for _ in "abc"]).int()
-    kept = check(
-        kit.scores(kind, 3, 2, n), k, sinks, window, None, kit.int32(*starts), kit.int32(*lengths), budgets, fill
-    )
+    spans = dict(starts=kit.int32(*starts), lengths=kit.int32(*lengths))
+    kept = check(kit.scores(kind, 3, 2, n), k, sinks, window, **spans, budgets=budgets, fill_invalid=fill)
     for row, (s, c) in enumerate(zip(starts, lengths)):
         inside = ((kept[row] >= s) & (kept[row] < s + c)).sum(-1)
         expected = budgets[row] if own else torch.full((2,), k)
@@ -157,47 +159,49 @@ def test_padded_rows_and_budgets(data, n, kind, fill, own):
 @kit.examples(120)
 def test_segments(data, n, lag, sinks, kind, padded, fill):
     m = data.draw(st.integers(0, lag))
-    scores = kit.scores(kind, 2, 2, reference.num_segments(n, sinks, lag), lag)
+    scores = kit.scores(kind, 2, 2, num_segments(n, sinks, lag), lag)
     spans = {}
     if padded:
         starts = [data.draw(st.integers(0, n)) for _ in range(2)]
         spans = dict(starts=kit.int32(*starts), lengths=kit.int32(*(data.draw(st.integers(0, n - s)) for s in starts)))
     kept = check(scores, m, sinks, 0, n, fill_invalid=fill, **spans)
     if not padded:
-        assert kept.shape[2] == reference.kept_length(n, sinks, lag, m) and (kept >= 0).all()
+        assert kept.shape[2] == kept_length(n, sinks, lag, m) and (kept >= 0).all()
 
 
 def test_strided_and_expanded_scores():
     scores = kit.scores("normal", 2, 6, 80)
     check(scores[:, ::2, 3:70], 20)
-    assert torch.equal(ops.select_topk(scores[:, :1].expand(-1, 4, -1), 20)[:, 3], ops.select_topk(scores, 20)[:, 0])
+    assert torch.equal(
+        ops.select_topk(scores[:, :1].expand(-1, 4, -1), k=20)[:, 3], ops.select_topk(scores, k=20)[:, 0]
+    )
 
 
 def test_bad_input():
     scores = torch.zeros(2, 2, 10)
     for arguments, parts in (
-        ((scores[0], 3), ("select_topk", "scores must be", r"\[2, 10\]")),
-        ((scores.half(), 3), ("scores must be Float", "Half")),
-        ((scores.mT, 3), ("contiguous last dim",)),
-        ((scores, -1), ("k must be >= 0", "-1")),
-        ((scores, 8, 4, 6), (r"sinks \+ window must be <= k", "at most 8", r"4 \+ 6")),
-        ((scores, 8, -1, 0), ("sinks and window must be >= 0", "-1")),
-        ((scores, 3, 2**62, 2**62), (r"sinks \+ window must be <= k",)),
-        ((scores, 3, 0, 0, 10), ("seq_len",)),
-        ((scores[None], 3), ("seq_len must be given",)),
-        ((torch.zeros(2, 2, 3, 4), 3, 0, 0, 12), ("must have 2 segments", r"\[2, 2, 3, 4\]")),
-        ((torch.zeros(2, 2, 0, 0), 0, 0, 0, 12), ("segments of at least 1 token", r"\[2, 2, 0, 0\]")),
-        ((torch.zeros(2, 2, 0, 4), 0, 0, 0, -1), ("seq_len must be >= 0, got -1",)),
-        ((torch.zeros(2, 2, 2, 4), 5, 0, 0, 12), ("segment length 4", "got 5")),
-        ((torch.zeros(2, 2, 2, 4), 3, 0, 1, 12), ("window must be 0",)),
-        ((scores, 3, 0, 0, None, None, None, torch.full((2, 2), 4, dtype=torch.int32)), ("budgets must lie", "got 4")),
-        ((scores, 3, 0, 0, None, None, None, torch.ones(2, 2)), ("budgets must be Int", "Float")),
-        ((scores, 3, 0, 0, None, kit.int32(0, 11)), ("starts and lengths of row 1",)),
+        (dict(scores=scores[0], k=3), ("select_topk", "scores must be", r"\[2, 10\]")),
+        (dict(scores=scores.half(), k=3), ("scores must be Float", "Half")),
+        (dict(scores=scores.mT, k=3), ("contiguous last dim",)),
+        (dict(scores=scores, k=-1), ("k must be >= 0", "-1")),
+        (dict(scores=scores, k=8, sinks=4, window=6), (r"sinks \+ window must be <= k", "at most 8", r"4 \+ 6")),
+        (dict(scores=scores, k=8, sinks=-1), ("sinks and window must be >= 0", "-1")),
+        (dict(scores=scores, k=3, sinks=2**62, window=2**62), (r"sinks \+ window must be <= k",)),
+        (dict(scores=scores, k=3, seq_len=10), ("seq_len",)),
+        (dict(scores=scores[None], k=3), ("seq_len must be given",)),
+        (dict(scores=torch.zeros(2, 2, 3, 4), k=3, seq_len=12), ("must have 2 segments", r"\[2, 2, 3, 4\]")),
+        (dict(scores=torch.zeros(2, 2, 0, 0), k=0, seq_len=12), ("segments of at least 1 token", r"\[2, 2, 0, 0\]")),
+        (dict(scores=torch.zeros(2, 2, 0, 4), k=0, seq_len=-1), ("seq_len must be >= 0, got -1",)),
+        (dict(scores=torch.zeros(2, 2, 2, 4), k=5, seq_len=12), ("segment length 4", "got 5")),
+        (dict(scores=torch.zeros(2, 2, 2, 4), k=3, window=1, seq_len=12), ("window must be 0",)),
+        (dict(scores=scores, k=3, budgets=torch.full((2, 2), 4, dtype=torch.int32)), ("budgets must lie", "got 4")),
+        (dict(scores=scores, k=3, budgets=torch.ones(2, 2)), ("budgets must be Int", "Float")),
+        (dict(scores=scores, k=3, starts=kit.int32(0, 11)), ("starts and lengths of row 1",)),
     ):
         with kvops.debug_checks(), kit.refuses(*parts):
-            ops.select_topk(*arguments)
+            ops.select_topk(**arguments)
     with kit.refuses("scores must be a torch.Tensor", kind=TypeError):
-        ops.select_topk(3, 3)
+        ops.select_topk(3, k=3)
 
 
 @kit.only("cuda", "simulator")
@@ -206,18 +210,20 @@ def test_a_gpus_starts_lengths_and_budgets_are_not_looked_at():
     starts, lengths = kit.int32(-3, 60, 10, 10, 2**31 - 1, -(2**31)), kit.int32(30, 5, 2**31 - 1, -4, 20, -(2**31))
     budgets = torch.tensor([[2**31 - 1, -(2**31)], [21, 4], [2, 20], [-1, 5], [20, 20], [0, 7]], dtype=torch.int32)
     good_starts = kit.int32(0, 50, 10, 10, 50, 0)
-    segments = kit.scores("ties", 6, 2, reference.num_segments(50, 3, 6), 6)
+    segments = kit.scores("ties", 6, 2, num_segments(50, 3, 6), 6)
     for fill in (False, True):
         for bad, good in (
             ((starts, lengths), (good_starts, kit.int32(30, 0, 40, 0, 0, 0))),
             ((starts, None), (good_starts, None)),
             ((None, lengths), (None, kit.int32(30, 5, 50, 0, 20, 0))),
         ):
+            good, bad = (dict(starts=s, lengths=c, fill_invalid=fill) for s, c in (good, bad))
             scores = kit.scores("ties", 6, 2, 50)
-            expected = check(scores, 20, 2, 3, None, *good, budgets.clamp(5, 20), fill)
-            assert torch.equal(ops.select_topk(scores, 20, 2, 3, None, *bad, budgets, fill), expected)
-            expected = check(segments, 2, 3, 0, 50, *good, None, fill)
-            assert torch.equal(ops.select_topk(segments, 2, 3, 0, 50, *bad, None, fill), expected)
+            expected = check(scores, 20, 2, 3, **good, budgets=budgets.clamp(5, 20))
+            found = ops.select_topk(scores, k=20, sinks=2, window=3, **bad, budgets=budgets)
+            assert torch.equal(found, expected)
+            expected = check(segments, 2, 3, 0, 50, **good)
+            assert torch.equal(ops.select_topk(segments, k=2, sinks=3, seq_len=50, **bad), expected)
 
 
 def test_opcheck_and_compile():
@@ -230,6 +236,8 @@ def test_opcheck_and_compile():
         (segments, 4, 5, 0, 40, kit.int32(0, 3)),
     ):
         torch.library.opcheck(torch.ops.kvops.select_topk.default, arguments)
-    compiled = torch.compile(lambda s: ops.select_topk(s * 2, 10, 1, 1), fullgraph=True)
-    assert torch.equal(compiled(scores), ops.select_topk(scores, 10, 1, 1))
-    assert torch.equal(compiled(scores.transpose(0, 1)), ops.select_topk(scores.transpose(0, 1), 10, 1, 1))
+    compiled = torch.compile(lambda s: ops.select_topk(s * 2, k=10, sinks=1, window=1), fullgraph=True)
+    assert torch.equal(compiled(scores), ops.select_topk(scores, k=10, sinks=1, window=1))
+    assert torch.equal(
+        compiled(scores.transpose(0, 1)), ops.select_topk(scores.transpose(0, 1), k=10, sinks=1, window=1)
+    )

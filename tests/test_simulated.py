@@ -123,12 +123,10 @@ class Outcomes:
             process.terminate()
 
 
-@pytest.fixture
-def outcomes(request) -> Outcomes:
-    return request.config.outcomes  # conftest.py begins them
+QUICK = "order 1"  # what `make test` runs
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [x if x == QUICK else pytest.param(x, marks=pytest.mark.full) for x in RUNS])
 def test_simulated_kernels_pass(outcomes, name):
     done = outcomes[name]
     assert done.returncode == 0, done.stdout[-5000:]
@@ -137,6 +135,7 @@ def test_simulated_kernels_pass(outcomes, name):
     assert re.search(r"^[1-9]\d+ passed", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(outcomes, name):
     done, says = outcomes[name], FAULTS[name].says

@@ -56,7 +56,7 @@ def check(q, k, visible, *, served=True, **options):
     condition = kit.softmax_condition(q, k, **options)
     others = []
     for given_lse in (None, lse):
-        actual, portable = with_portable(ops.window_scores, q, k, visible, given_lse, **options)
+        actual, portable = with_portable(ops.window_scores, q, k, visible, lse=given_lse, **options)
         kit.assert_close(actual, eager, exact, condition)
         others.append(not torch.equal(kit.bits(actual), kit.bits(portable)))
     if served is not None:
@@ -103,7 +103,7 @@ def test_what_is_left_to_the_portable_kernels():
         q, k, visible = kit.window(1, 2, 4, shape.get("w", 8), 300, shape.get("d", 64), dtype)
         options = dict(options)
         given_lse = None if options.get("softcap") else true_lse(q, k, visible)
-        found, portable = with_portable(ops.window_scores, q, k, visible, given_lse, **options)
+        found, portable = with_portable(ops.window_scores, q, k, visible, lse=given_lse, **options)
         assert torch.equal(found, portable)
     q, k, visible = kit.window(1, 2, 4, 8, 300, 64, torch.bfloat16)
     check(q, kit.unaligned(k, 3, 1), visible, served=False)  # addresses that TMA cannot take
@@ -187,7 +187,7 @@ def test_padded_rows_score_as_if_alone():
 def test_repeatable(group, w, n):
     q, k, visible = kit.window(2, 2, group, w, n, 128, torch.bfloat16)
     lse = true_lse(q, k, visible)
-    kit.assert_repeatable(lambda: [ops.window_scores(q, k, visible), ops.window_scores(q, k, visible, lse)])
+    kit.assert_repeatable(lambda: [ops.window_scores(q, k, visible), ops.window_scores(q, k, visible, lse=lse)])
 
 
 def test_a_batch_changes_nothing():

@@ -1,4 +1,4 @@
-"""Objects of the methods that look at queries: chunks, decode steps, padding, drafts; and LagKV's padded batches."""
+"""Caches under policies that look at queries: chunks, decode steps, padding, drafts; and LagKV's padded batches."""
 
 import copy
 
@@ -27,7 +27,7 @@ METHODS = [
     kvops.ProtoKV(12, 4, num_sats=4, num_chunks=6, buffer=5, alpha=2),
     kvops.ProtoKV(0.4, 4, num_chunks=6, clusters="chunks", score="softmax", head_mode="shared", buffer=None),
 ]
-every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
+every_method = pytest.mark.parametrize("policy", METHODS, ids=repr)
 
 
 def make(seed=0, b=2, heads=2, group=2, n=60, d=16, dv=8):
@@ -35,14 +35,15 @@ def make(seed=0, b=2, heads=2, group=2, n=60, d=16, dv=8):
     return kit.randn(b, heads * group, n, d, seed=seed + 1), k, v
 
 
-def feed(method, q, k, v, pieces, first=0):
-    """Attends to q, k, v in pieces of the given lengths, then token by token; returns the method."""
+def feed(cache, q, k, v, pieces, first=0):
+    """Attends to q, k, v in pieces of the given lengths, then token by token; returns the cache. cache: or a policy."""
+    cache = kvops.Cache(cache) if isinstance(cache, kvops.Policy) else cache
     sizes = [*pieces]
     while first < k.shape[2]:
         last = min(k.shape[2], first + (max(1, sizes.pop(0)) if sizes else 1))
-        method.attend(*(x[:, :, first:last] for x in (q, k, v)))
+        cache.attend(*(x[:, :, first:last] for x in (q, k, v)))
         first = last
-    return method
+    return cache
 
 
 # All of them
@@ -51,36 +52,36 @@ def feed(method, q, k, v, pieces, first=0):
 @every_method
 @examples
 @given(pieces=chunks, pads=st.none() | st.integers(0, 30))
-def test_attend_is_attention_over_what_is_stored(method, pieces, pads):
+def test_attend_is_attention_over_what_is_stored(policy, pieces, pads):
     q, k, v = make()
-    method, first = method.fresh(1, 4), 0
+    cache, first = kvops.Cache(policy, layer=1, num_layers=4), 0
     if pads is not None:
-        method.set_pads(torch.tensor([0, pads]))
+        cache.set_pads(torch.tensor([0, pads]))
         k[1, :, :pads], v[1, :, :pads] = 7e3, 7e3
     for t in [*pieces, 9, 1, 1, 14, 1]:
         last = min(60, first + t)
-        stored = (k[:, :, :0], v[:, :, :0]) if method.k is None else (method.k, method.v)
+        stored = (k[:, :, :0], v[:, :, :0]) if cache.k is None else (cache.k, cache.v)
         seen = [torch.cat((x, y[:, :, first:last]), 2) for x, y in zip(stored, (k, v))]
         starts = None
         if pads is not None:
-            starts = (method.pads + (torch.tensor([0, pads]) - first).clamp(0, last - first)).int()
+            starts = (cache.pads + (torch.tensor([0, pads]) - first).clamp(0, last - first)).int()
         if last > first:
-            out = method.attend(*(x[:, :, first:last] for x in (q, k, v)))
+            out = cache.attend(*(x[:, :, first:last] for x in (q, k, v)))
             want = kvops.attention(q[:, :, first:last], *seen, starts=starts, backend="kvops").out
             torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
         first = last
-        positions = method.positions
-        assert (positions.diff(dim=-1) > 0).all() and method.seen == first
-        assert torch.equal(method.k, rows(k, positions)) and torch.equal(method.v, rows(v, positions))
-        assert method.nbytes == 2 * 2 * len(method) * (16 + 8) * 4
+        positions = cache.positions
+        assert (positions.diff(dim=-1) > 0).all() and cache.seen == first
+        assert torch.equal(cache.k, rows(k, positions)) and torch.equal(cache.v, rows(v, positions))
+        assert cache.nbytes == 2 * 2 * len(cache) * (16 + 8) * 4
         if pads is not None:
-            left = max(0, len(method) - max(0, first - pads))
-            assert method.pads.tolist() == [0, left]
-            assert torch.equal(positions[1, 0] < pads, torch.arange(len(method)) < left)
+            left = max(0, len(cache) - max(0, first - pads))
+            assert cache.pads.tolist() == [0, left]
+            assert torch.equal(positions[1, 0] < pads, torch.arange(len(cache)) < left)
 
 
 @every_method
-def test_batch_operations_are_those_of_a_batch_fed_so(method):
+def test_batch_operations_are_those_of_a_batch_fed_so(policy):
     q, k, v = make(b=3)
     pads = torch.tensor([0, 4, 9])
     for change, as_rows in (
@@ -88,7 +89,7 @@ def test_batch_operations_are_those_of_a_batch_fed_so(method):
         (lambda m: m.select_rows(torch.tensor([1])), [1]),
         (lambda m: m.repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
     ):
-        changed, want = method.fresh(2, 4), method.fresh(2, 4)
+        changed, want = kvops.Cache(policy, layer=2, num_layers=4), kvops.Cache(policy, layer=2, num_layers=4)
         changed.set_pads(pads)
         want.set_pads(pads[as_rows])
         feed(changed, *(x[:, :, :30] for x in (q, k, v)), [25])
@@ -99,51 +100,51 @@ def test_batch_operations_are_those_of_a_batch_fed_so(method):
 
 
 @every_method
-def test_fresh_and_reset_are_empty_with_the_same_settings(method):
+def test_fresh_and_reset_are_empty_with_the_same_settings(policy):
     q, k, v = make()
-    used = feed(method.fresh(3, 7), q, k, v, [20, 30])
-    twin = used.fresh(3, 7)
+    used = feed(kvops.Cache(policy, layer=3, num_layers=7), q, k, v, [20, 30])
+    twin = kvops.Cache(policy, layer=3, num_layers=7)
     assert (twin.layer, twin.num_layers) == (3, 7) and len(twin) == twin.seen == 0 and twin.k is None
-    assert repr(twin) == repr(used) == repr(method) and method.k is None
+    assert repr(twin) == repr(used) and twin.policy is used.policy is policy
     feed(twin, q, k, v, [20, 30])
     assert_same_state(used, twin)
     used.reset()
     assert len(used) == used.seen == used.nbytes == 0 and used.positions is None
     assert_same_state(feed(used, q, k, v, [20, 30]), twin)
-    assert eval(repr(method), vars(kvops)).__dict__.keys() == method.__dict__.keys()
+    assert eval(repr(policy), vars(kvops)).__dict__ == policy.__dict__
 
 
 @every_method
-def test_frozen_caches_only_grow(method):
+def test_frozen_caches_only_grow(policy):
     """Nothing goes any more, positions go on from those of the prompt, every step attends to all; reset() thaws."""
     q, k, v = make()
-    method = feed(method.fresh(1, 4), *(x[:, :, :30] for x in (q, k, v)), [25])
-    kept = method.positions
-    method.freeze()
+    cache = feed(kvops.Cache(policy, layer=1, num_layers=4), *(x[:, :, :30] for x in (q, k, v)), [25])
+    kept = cache.positions
+    cache.freeze()
     for first, last in [(30, 50), *((i, i + 1) for i in range(50, 60))]:
-        out = method.attend(*(x[:, :, first:last] for x in (q, k, v)))
+        out = cache.attend(*(x[:, :, first:last] for x in (q, k, v)))
         positions = torch.cat((kept, torch.arange(30, last).expand(2, 2, -1)), 2)
-        assert method.seen == last and torch.equal(method.positions, positions)
-        assert torch.equal(method.k, rows(k, positions)) and torch.equal(method.v, rows(v, positions))
+        assert cache.seen == last and torch.equal(cache.positions, positions)
+        assert torch.equal(cache.k, rows(k, positions)) and torch.equal(cache.v, rows(v, positions))
         want = kvops.attention(q[:, :, first:last], rows(k, positions), rows(v, positions), backend="kvops").out
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
-    method.reset()
-    assert_same_state(feed(method, q, k, v, [25]), feed(method.fresh(1, 4), q, k, v, [25]))
+    cache.reset()
+    assert_same_state(feed(cache, q, k, v, [25]), feed(kvops.Cache(policy, layer=1, num_layers=4), q, k, v, [25]))
 
 
 @every_method
-def test_errors_change_nothing(method):
+def test_errors_change_nothing(policy):
     q, k, v = make()
-    method = feed(method.fresh(), *(x[:, :, :30] for x in (q, k, v)), [30])
-    state = copy.deepcopy(method)
+    cache = feed(kvops.Cache(policy), *(x[:, :, :30] for x in (q, k, v)), [30])
+    state = copy.deepcopy(cache)
     more = [x[:, :, 30:36] for x in (q, k, v)]
     for wrong in (more[0][:, :3], more[0][:, :, :5], more[0][..., :8], more[0].clone().requires_grad_()):
-        with pytest.raises(ValueError, match=f"{type(method).__name__}: q "):
-            method.attend(wrong, *more[1:])
-        assert_same_state(method, state)
+        with pytest.raises(ValueError, match=f"{type(policy).__name__}: q "):
+            cache.attend(wrong, *more[1:])
+        assert_same_state(cache, state)
     with pytest.raises(ValueError, match="scale must be positive"):
-        method.attend(*more, scale=-1.0)
-    assert_same_state(feed(method, q, k, v, [], first=30), feed(state, q, k, v, [], first=30))
+        cache.attend(*more, scale=-1.0)
+    assert_same_state(feed(cache, q, k, v, [], first=30), feed(state, q, k, v, [], first=30))
 
 
 # SnapKV, PyramidKV, ChunkKV
@@ -153,24 +154,25 @@ WINDOWS = {
     "SnapKV": (kvops.SnapKV(12, 4), kvops.snapkv_compress, {}),
     "SnapKV shared": (kvops.SnapKV(0.4, 4, **SHARED), kvops.snapkv_compress, SHARED),
     "ChunkKV": (kvops.ChunkKV(12, 4, chunk=5), kvops.chunkkv_compress, dict(chunk=5)),
-    "PyramidKV": (kvops.PyramidKV(12, 4).fresh(1, 3), kvops.pyramidkv_compress, dict(layer=1, num_layers=3)),
+    "PyramidKV": (kvops.PyramidKV(12, 4), kvops.pyramidkv_compress, dict(layer=1, num_layers=3)),
 }
-every_window = pytest.mark.parametrize("method, compress, options", WINDOWS.values(), ids=WINDOWS)
+every_window = pytest.mark.parametrize("policy, compress, options", WINDOWS.values(), ids=WINDOWS)
 
 
 @every_window
 @examples
 @given(pieces=st.lists(st.integers(1, 25), max_size=4), seed=st.integers(0, 99))
-def test_steps_of_a_window_compress_what_is_stored(method, compress, options, pieces, seed):
+def test_steps_of_a_window_compress_what_is_stored(policy, compress, options, pieces, seed):
     q, k, v = make(seed)
-    method, positions, first = method.fresh(method.layer, method.num_layers), torch.empty(2, 2, 0, dtype=torch.int64), 0
+    cache = kvops.Cache(policy, layer=1, num_layers=3)
+    positions, first = torch.empty(2, 2, 0, dtype=torch.int64), 0
     for t in [*pieces, 15, 1, 1, 6]:
         last = min(60, first + t)
         if last == first:
             break
-        method.attend(*(x[:, :, first:last] for x in (q, k, v)))
+        cache.attend(*(x[:, :, first:last] for x in (q, k, v)))
         positions = torch.cat((positions, torch.arange(first, last).expand(2, 2, -1)), 2)
-        budget = method.budget if isinstance(method.budget, int) else max(4, int(method.budget * last))
+        budget = policy.budget if isinstance(policy.budget, int) else max(4, int(policy.budget * last))
         if last - first >= 4:  # else it grows
             if compress is kvops.pyramidkv_compress:
                 budget = kvops.pyramidkv_budgets(budget, 3, last, 4)[1]  # of what was seen
@@ -178,58 +180,58 @@ def test_steps_of_a_window_compress_what_is_stored(method, compress, options, pi
             else:
                 kept = compress(rows(k, positions), rows(v, positions), q[:, :, last - 4 : last], budget, **options)
             positions = positions.gather(2, kept.indices)
-        assert torch.equal(method.positions, positions)
+        assert torch.equal(cache.positions, positions)
         first = last
 
 
 @every_window
-def test_one_step_is_one_call(method, compress, options):
+def test_one_step_is_one_call(policy, compress, options):
     q, k, v = make()
-    method = feed(method.fresh(method.layer, method.num_layers), q, k, v, [60])
-    want = compress(k, v, q[:, :, -4:], method.budget, **options)
-    assert torch.equal(method.positions, want.indices) and torch.equal(method.k, want.k)
+    cache = feed(kvops.Cache(policy, layer=1, num_layers=3), q, k, v, [60])
+    want = compress(k, v, q[:, :, -4:], policy.budget, **options)
+    assert torch.equal(cache.positions, want.indices) and torch.equal(cache.k, want.k)
 
 
-@pytest.mark.parametrize("make_method", [lambda: kvops.SnapKV(12, 4), lambda: kvops.ChunkKV(12, 4, chunk=5)])
-def test_padded_rows_keep_what_they_keep_alone(make_method):
+@pytest.mark.parametrize("make_policy", [lambda: kvops.SnapKV(12, 4), lambda: kvops.ChunkKV(12, 4, chunk=5)])
+def test_padded_rows_keep_what_they_keep_alone(make_policy):
     q, k, v = make()
     k[1, :, :17], v[1, :, :17], q[1, :, :17] = 9e3, 9e3, 9e3
-    method = make_method()
-    method.set_pads(torch.tensor([0, 17]))
-    feed(method, *(x[:, :, :50] for x in (q, k, v)), [10, 40])
-    alone = feed(make_method(), *(x[1:, :, 17:50] for x in (q, k, v)), [33])
-    assert torch.equal(method.positions[1:] - 17, alone.positions) and torch.equal(method.k[1:], alone.k)
+    cache = kvops.Cache(make_policy())
+    cache.set_pads(torch.tensor([0, 17]))
+    feed(cache, *(x[:, :, :50] for x in (q, k, v)), [10, 40])
+    alone = feed(make_policy(), *(x[1:, :, 17:50] for x in (q, k, v)), [33])
+    assert torch.equal(cache.positions[1:] - 17, alone.positions) and torch.equal(cache.k[1:], alone.k)
 
 
 def test_pyramid_layers_add_up():
     q, k, v = make(n=200)
-    method = kvops.PyramidKV(20, 8)
-    assert not method.uniform_layers
-    lengths = [len(feed(method.fresh(layer, 5), q, k, v, [200])) for layer in range(5)]
+    policy = kvops.PyramidKV(20, 8)
+    assert not policy.uniform_layers
+    lengths = [len(feed(kvops.Cache(policy, layer=layer, num_layers=5), q, k, v, [200])) for layer in range(5)]
     assert lengths == kvops.pyramidkv_budgets(20, 5, 200, 8) and sum(lengths) == 100 and lengths[0] > lengths[-1]
-    chunked = [len(feed(method.fresh(layer, 5), q, k, v, [50] * 4)) for layer in range(5)]
+    chunked = [len(feed(kvops.Cache(policy, layer=layer, num_layers=5), q, k, v, [50] * 4)) for layer in range(5)]
     assert chunked == lengths
 
 
 def test_snapkv_crop():
     q, k, v = make()
-    method = feed(kvops.SnapKV(12, 4), q, k, v, [50])
-    assert len(method) == 22
+    cache = feed(kvops.SnapKV(12, 4), q, k, v, [50])
+    assert len(cache) == 22
     with pytest.raises(ValueError, match="cannot crop to 49 tokens"):
-        method.crop(49)
-    method.crop(53)
-    assert len(method) == 15 and torch.equal(method.positions[..., 12:], torch.arange(50, 53).expand(2, 2, -1))
-    assert_same_state(feed(method, q, k, v, [], first=53), feed(kvops.SnapKV(12, 4), q, k, v, [50]))
+        cache.crop(49)
+    cache.crop(53)
+    assert len(cache) == 15 and torch.equal(cache.positions[..., 12:], torch.arange(50, 53).expand(2, 2, -1))
+    assert_same_state(feed(cache, q, k, v, [], first=53), feed(kvops.SnapKV(12, 4), q, k, v, [50]))
 
 
 def test_models_logits_are_scored_as_they_are():
     """scale, softcap and sinks of the attention are those of the scores."""
     q, k, v = make()
     options = dict(scale=0.7, softcap=3.0, sink_logits=kit.randn(4))
-    method = kvops.SnapKV(20, 4)
-    method.attend(q, k, v, **options)
-    assert torch.equal(method.positions, kvops.snapkv_compress(k, v, q[:, :, -4:], 20, **options).indices)
-    assert not torch.equal(method.positions, kvops.snapkv_compress(k, v, q[:, :, -4:], 20).indices)
+    cache = kvops.Cache(kvops.SnapKV(20, 4))
+    cache.attend(q, k, v, **options)
+    assert torch.equal(cache.positions, kvops.snapkv_compress(k, v, q[:, :, -4:], 20, **options).indices)
+    assert not torch.equal(cache.positions, kvops.snapkv_compress(k, v, q[:, :, -4:], 20).indices)
 
 
 # H2O and TOVA
@@ -259,11 +261,11 @@ def h2o_simulated(q, k, budget, recent, steps):
 @pytest.mark.parametrize("steps", [[60], [25, 20, 15], [8] + [1] * 52, [1] * 60, [30] + [1] * 10 + [10] + [1] * 10])
 def test_h2o_accumulates_over_steps(steps):
     q, k, v = make()
-    method, first, kept = kvops.H2O(12), 0, []
+    cache, first, kept = kvops.Cache(kvops.H2O(12)), 0, []
     for t in steps:
-        method.attend(*(x[:, :, first : first + t] for x in (q, k, v)))
-        kept.append(method.positions.clone())
-        assert method._scores.shape == (2, 2, len(method))
+        cache.attend(*(x[:, :, first : first + t] for x in (q, k, v)))
+        kept.append(cache.positions.clone())
+        assert cache.state["scores"].shape == (2, 2, len(cache))
         first += t
     for b in range(2):
         for h in range(2):
@@ -274,35 +276,35 @@ def test_h2o_accumulates_over_steps(steps):
 def test_h2o_one_step_is_one_call():
     q, k, v = make(n=kit.size(300, 60))
     for options in ({}, dict(recent=3, head_mode="shared", group_reduce="max")):
-        method = feed(kvops.H2O(20, **options), q, k, v, [k.shape[2]])
+        cache = feed(kvops.H2O(20, **options), q, k, v, [k.shape[2]])
         want = kvops.h2o_compress(k, v, q, 20, **options)
-        assert torch.equal(method.positions, want.indices) and torch.equal(method.k, want.k)
+        assert torch.equal(cache.positions, want.indices) and torch.equal(cache.k, want.k)
 
 
 def test_h2o_cannot_forget():
     q, k, v = make(n=10)
-    method = feed(kvops.H2O(12), q, k, v, [10])
+    cache = feed(kvops.H2O(12), q, k, v, [10])
     with pytest.raises(ValueError, match="H2O: cannot crop to 9 of 10 tokens: what the later ones attended to is in"):
-        method.crop(9)
-    method.crop(10)
-    assert len(method) == 10
+        cache.crop(9)
+    cache.crop(10)
+    assert len(cache) == 10
     with pytest.raises(TypeError, match="crop needs an int"):
-        method.crop(None)
+        cache.crop(None)
 
 
 @pytest.mark.parametrize("budget", [12, 0.3])
 @pytest.mark.parametrize("steps", [[60], [25, 20, 15], [8] + [1] * 52])
 def test_tova_steps_are_calls(budget, steps):
     q, k, v = make()
-    method, positions, first = kvops.TOVA(budget), torch.empty(2, 2, 0, dtype=torch.int64), 0
+    cache, positions, first = kvops.Cache(kvops.TOVA(budget)), torch.empty(2, 2, 0, dtype=torch.int64), 0
     for t in steps:
         last = first + t
-        method.attend(*(x[:, :, first:last] for x in (q, k, v)))
+        cache.attend(*(x[:, :, first:last] for x in (q, k, v)))
         positions = torch.cat((positions, torch.arange(first, last).expand(2, 2, -1)), 2)
         keep = budget if isinstance(budget, int) else max(1, int(budget * last))
         kept = kvops.tova_compress(rows(k, positions), rows(v, positions), q[:, :, last - 1 : last], keep).indices
         positions = positions.gather(2, kept)
-        assert torch.equal(method.positions, positions)
+        assert torch.equal(cache.positions, positions)
         first = last
 
 
@@ -314,10 +316,10 @@ def test_tova_steps_are_calls(budget, steps):
 @given(pieces=chunks)
 def test_l2_steps_are_calls(options, pieces):
     _, k, v = make()
-    method, positions, first = kvops.L2(**options), torch.empty(2, 2, 0, dtype=torch.int64), 0
+    cache, positions, first = kvops.Cache(kvops.L2(**options)), torch.empty(2, 2, 0, dtype=torch.int64), 0
     for t in [*pieces, 15, 1, 1]:
         last = min(60, first + t)
-        method.append(k[:, :, first:last], v[:, :, first:last])
+        cache.append(k[:, :, first:last], v[:, :, first:last])
         positions = torch.cat((positions, torch.arange(first, last).expand(2, 2, -1)), 2)
         budget = options["budget"]
         if isinstance(budget, float):
@@ -326,16 +328,16 @@ def test_l2_steps_are_calls(options, pieces):
         recent = int(0.25 * max(1, int(0.3 * last))) if "recent" in options else 0
         call = dict(options, budget=budget, recent=recent)
         positions = positions.gather(2, kvops.l2_compress(rows(k, positions), rows(v, positions), **call).indices)
-        assert torch.equal(method.positions, positions)
+        assert torch.equal(cache.positions, positions)
         first = last
 
 
 def test_l2_leaves_the_first_layers_of_deep_models():
     _, k, v = make()
     for layer, layers, length in [(0, 9, 60), (1, 9, 60), (2, 9, 12), (0, 8, 12)]:
-        method = kvops.L2(12).fresh(layer, layers)
-        method.append(k, v)
-        assert len(method) == length
+        cache = kvops.Cache(kvops.L2(12), layer=layer, num_layers=layers)
+        cache.append(k, v)
+        assert len(cache) == length
     assert not kvops.L2(12).uniform_layers and kvops.L2(12, skip_layers=()).uniform_layers
 
 
@@ -393,15 +395,15 @@ STAGE1 = [
 @pytest.mark.parametrize("stage1", STAGE1, ids=repr)
 def test_laq_with_another_first_stage(stage1):
     (q, k, v), ahead = prompt_and_draft(n=100)
-    cache = feed(kvops.LAQ(12, stage1=stage1).fresh(1, 3), q, k, v, [100])
-    draft, alone = cache.draft(), feed(stage1.fresh(1, 3), q, k, v, [100])
+    cache = feed(kvops.Cache(kvops.LAQ(12, stage1=stage1), layer=1, num_layers=3), q, k, v, [100])
+    draft, alone = cache.draft(), feed(kvops.Cache(stage1, layer=1, num_layers=3), q, k, v, [100])
     assert_same_state(draft, alone)
     for i in range(5):
         step = [x[:, :, i : i + 1] for x in ahead]
         torch.testing.assert_close(draft.attend(*step), alone.attend(*step))
     assert_same_state(draft, alone)
-    assert type(draft).__name__ == type(stage1).__name__ and isinstance(draft, type(stage1)) and draft.uses_queries
-    assert torch.equal(draft.queries, ahead[0]) and repr(draft) == repr(stage1)
+    assert draft.policy is stage1 and draft.drafts and (draft.layer, draft.num_layers) == (1, 3)
+    assert torch.equal(draft.queries, ahead[0]) and repr(draft) == repr(alone)
     before = cache.k
     cache.evict(draft)
     assert torch.equal(cache.positions, kvops.laq_compress(k, v, ahead[0], 12).indices) and torch.equal(before, k)
@@ -410,7 +412,7 @@ def test_laq_with_another_first_stage(stage1):
 def test_laq_in_padded_batches():
     (q, k, v), ahead = prompt_and_draft(n=50)
     k[1, :, :17], v[1, :, :17], q[1, :, :17] = 9e3, 9e3, 9e3
-    cache = kvops.LAQ(12, 4)
+    cache = kvops.Cache(kvops.LAQ(12, 4))
     cache.set_pads(torch.tensor([0, 17]))
     feed(cache, q, k, v, [20])
     draft = cache.draft()
@@ -458,12 +460,12 @@ def test_laq_forgets_the_queries_of_cropped_tokens():
 
 def test_laq_wrong_use():
     (q, k, v), ahead = prompt_and_draft(n=50)
-    cache = kvops.LAQ(12, 4)
+    cache = kvops.Cache(kvops.LAQ(12, 4))
     with pytest.raises(RuntimeError, match=r"LAQ: draft\(\) must follow the attention of a prompt"):
         cache.draft()
     feed(cache, q, k, v, [50])
     draft = cache.draft()
-    for wrong in (draft, kvops.Full(), None):
+    for wrong in (draft, kvops.Cache(kvops.Full()), None):
         with pytest.raises(RuntimeError, match=r"LAQ: evict\(\) needs a draft\(\) that has taken at least one step"):
             cache.evict(wrong)
     feed(draft, *ahead, [])
@@ -479,7 +481,7 @@ def test_laq_wrong_use():
 
 
 def test_wrong_settings():
-    for make_method, error, message in [
+    for make_policy, error, message in [
         (
             lambda: kvops.SnapKV(31),
             ValueError,
@@ -505,10 +507,10 @@ def test_wrong_settings():
         (lambda: kvops.L2(3, sinks=4), ValueError, r"L2: budget must hold sinks \+ recent, expected at least 4 \+ 0"),
         (lambda: kvops.LAQ(12, -1), ValueError, "LAQ: window must be at least 0, got -1"),
         (lambda: kvops.LAQ(12, steps=0), ValueError, "LAQ: steps must be at least 1, got 0"),
-        (lambda: kvops.LAQ(12, stage1="full"), TypeError, "LAQ: stage1 must be a kvops method .* got str"),
+        (lambda: kvops.LAQ(12, stage1="full"), TypeError, "LAQ: stage1 must be a kvops policy .* got str"),
     ]:
         with pytest.raises(error, match=message):
-            make_method()
+            make_policy()
 
 
 # LagKV in padded batches
@@ -526,49 +528,50 @@ def test_lagkv_rows_of_a_padded_batch_are_as_alone(options, pieces, pads, ratio,
     _, k, v = make(seed, b=3)
     for row, pad in enumerate(pads):
         k[row, :, :pad], v[row, :, :pad] = torch.nan, torch.nan
-    method = kvops.LagKV(6, ratio, sink=3, **options).fresh(2, 4)
-    alone = [method.fresh(2, 4) for _ in pads]
-    method.set_pads(torch.tensor(pads))
+    policy = kvops.LagKV(6, ratio, sinks=3, **options)
+    cache = kvops.Cache(policy, layer=2, num_layers=4)
+    alone = [kvops.Cache(policy, layer=2, num_layers=4) for _ in pads]
+    cache.set_pads(torch.tensor(pads))
     first = 0
     for t in [*pieces, *[1] * 60]:
         last = min(60, first + t)
-        method.append(k[:, :, first:last], v[:, :, first:last])
+        cache.append(k[:, :, first:last], v[:, :, first:last])
         for row, (one, pad) in enumerate(zip(alone, pads)):
             span = slice(max(first, pad), max(last, pad))
             one.append(k[row : row + 1, :, span], v[row : row + 1, :, span])
-            left = len(method) - len(one)
+            left = len(cache) - len(one)
             if any(pads):
-                assert method.pads[row] == left
-            assert torch.equal(method.k[row, :, left:], one.k[0]) and torch.equal(method.v[row, :, left:], one.v[0])
-            assert torch.equal(method.positions[row, :, left:] - pad, one.positions[0])
+                assert cache.pads[row] == left
+            assert torch.equal(cache.k[row, :, left:], one.k[0]) and torch.equal(cache.v[row, :, left:], one.v[0])
+            assert torch.equal(cache.positions[row, :, left:] - pad, one.positions[0])
         first = last
 
 
 def test_lagkv_padded_batches_change_rows():
     _, k, v = make(b=3)
-    method, want = kvops.LagKV(6, 0.5, sink=3), kvops.LagKV(6, 0.5, sink=3)
-    method.set_pads(torch.tensor([0, 8, 20]))
+    cache, want = kvops.Cache(kvops.LagKV(6, 0.5, sinks=3)), kvops.Cache(kvops.LagKV(6, 0.5, sinks=3))
+    cache.set_pads(torch.tensor([0, 8, 20]))
     want.set_pads(torch.tensor([20, 0, 0]))
-    for m, r in ((method, [0, 1, 2]), (want, [2, 0, 0])):
+    for m, r in ((cache, [0, 1, 2]), (want, [2, 0, 0])):
         m.append(k[r, :, :40], v[r, :, :40])
-    method.reorder(torch.tensor([2, 0, 0]))
-    for m in (method, want):
+    cache.reorder(torch.tensor([2, 0, 0]))
+    for m in (cache, want):
         for i in range(40, 60):
             m.append(k[[2, 0, 0], :, i : i + 1], v[[2, 0, 0], :, i : i + 1])
     left = want.pads.tolist()
-    assert method.pads.tolist()[0] - left[0] == len(method) - len(want)
+    assert cache.pads.tolist()[0] - left[0] == len(cache) - len(want)
     for row in range(3):
         width = len(want) - left[row]
-        assert torch.equal(method.k[row, :, len(method) - width :], want.k[row, :, left[row] :])
+        assert torch.equal(cache.k[row, :, len(cache) - width :], want.k[row, :, left[row] :])
 
 
 def test_lagkv_attends_in_padded_batches():
     q, k, v = make(b=2)
     k[1, :, :17], v[1, :, :17] = 9e3, 9e3
-    method, alone = kvops.LagKV(6, 0.5, sink=3), kvops.LagKV(6, 0.5, sink=3)
-    method.set_pads(torch.tensor([0, 17]))
+    cache, alone = kvops.Cache(kvops.LagKV(6, 0.5, sinks=3)), kvops.Cache(kvops.LagKV(6, 0.5, sinks=3))
+    cache.set_pads(torch.tensor([0, 17]))
     for first, last in ((0, 30), (30, 31), (31, 50), (50, 51), (51, 60)):
-        out = method.attend(*(x[:, :, first:last] for x in (q, k, v)))
+        out = cache.attend(*(x[:, :, first:last] for x in (q, k, v)))
         start = max(first, 17)
         want = alone.attend(*(x[1:, :, start:last] for x in (q, k, v)))
         torch.testing.assert_close(out[1:, :, start - first :], want, rtol=1e-4, atol=1e-4)

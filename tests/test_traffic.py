@@ -12,7 +12,7 @@ from test_cudasim import CXX, HERE, cuda_include, needs_headers
 from test_simulated import build
 from traffic import CALLS, CARDS, Counters
 
-pytestmark = needs_headers
+pytestmark = [needs_headers, pytest.mark.full]
 
 
 # ---- The counters, on kernels whose traffic is known -----------------------------------------------------------------

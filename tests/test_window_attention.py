@@ -79,7 +79,7 @@ def test_agrees_with_window_scores(dtype, w):
     q, k, v, visible = window(2, 2, 3, w, kit.size(4000, 500), 64, dtype)
     _, lse, scores = ops.window_attention(q, k, v, visible)
     with kvops.debug_checks():
-        again = ops.window_scores(q, k, visible, lse)
+        again = ops.window_scores(q, k, visible, lse=lse)
     torch.testing.assert_close(scores, again, rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(scores, ops.window_scores(q, k, visible), rtol=1e-5, atol=1e-9)
 

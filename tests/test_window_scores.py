@@ -23,9 +23,9 @@ def true_lse(q, k, visible, **kwargs):
 
 
 def check(q, k, visible, lse=None, **kwargs):
-    actual = ops.window_scores(q, k, visible, lse, **kwargs)
-    eager = reference.window_scores(q, k, visible, lse, **kwargs, dtype=torch.float32)
-    exact = reference.window_scores(q, k, visible, lse, **kwargs)
+    actual = ops.window_scores(q, k, visible, lse=lse, **kwargs)
+    eager = reference.window_scores(q, k, visible, lse=lse, **kwargs, dtype=torch.float32)
+    exact = reference.window_scores(q, k, visible, lse=lse, **kwargs)
     kit.assert_close(actual, eager, exact, kit.softmax_condition(q, k, **kwargs))
     assert actual.is_contiguous()
     return actual
@@ -88,7 +88,9 @@ def test_layouts_change_nothing(layout, dtype):
         torch.cat([q, q], 2)[:, :, :5],
     ):
         assert torch.equal(ops.window_scores(q_other, other, visible), ops.window_scores(q, k, visible))
-        assert torch.equal(ops.window_scores(q_other, other, visible, lse), ops.window_scores(q, k, visible, lse))
+        assert torch.equal(
+            ops.window_scores(q_other, other, visible, lse=lse), ops.window_scores(q, k, visible, lse=lse)
+        )
     one = q[:1, :1].expand_as(q)
     assert torch.equal(ops.window_scores(one, other, visible), ops.window_scores(one.contiguous(), k, visible))
 
@@ -106,11 +108,11 @@ def test_lse_of_any_strides():
     whole = torch.full((2, 20, 6), 1e9)  # of a longer prompt, [b, n, Hq]
     lse = true_lse(q, k, visible)
     whole[:, 14:] = lse.mT
-    expected = ops.window_scores(q, k, visible, lse)
+    expected = ops.window_scores(q, k, visible, lse=lse)
     for other in (whole[:, 14:].mT, lse.mT.contiguous().mT, torch.stack([lse, lse], -1)[..., 0]):
-        assert torch.equal(ops.window_scores(q, k, visible, other), expected)
+        assert torch.equal(ops.window_scores(q, k, visible, lse=other), expected)
     with kvops.debug_checks(), kit.refuses("lse must be"):
-        ops.window_scores(q, k, visible, whole[:, :6].mT)
+        ops.window_scores(q, k, visible, lse=whole[:, :6].mT)
 
 
 @pytest.mark.parametrize("w", [1, 8])
@@ -263,10 +265,10 @@ def test_threads_change_nothing(heads, w, n):
     q, k, visible = kit.window(1, heads, 2, w, n, 64)
     lse = true_lse(q, k, visible)
     with kit.threads(1):
-        one = ops.window_scores(q, k, visible), ops.window_scores(q, k, visible, lse)
+        one = ops.window_scores(q, k, visible), ops.window_scores(q, k, visible, lse=lse)
     for count in (2, 3, 5):
         with kit.threads(count):
-            assert kit.same((ops.window_scores(q, k, visible), ops.window_scores(q, k, visible, lse)), one)
+            assert kit.same((ops.window_scores(q, k, visible), ops.window_scores(q, k, visible, lse=lse)), one)
 
 
 def test_offsets_beyond_31_bits():
@@ -280,7 +282,7 @@ def test_empty():
         q, k = torch.zeros(b, 2 * heads, 3, 8), torch.zeros(b, heads, n, 8)
         visible = kit.int32(0, n, n)
         assert ops.window_scores(q, k, visible).shape == (b, heads, n)
-        assert ops.window_scores(q, k, visible, torch.full((b, 2 * heads, 3), -torch.inf)).shape == (b, heads, n)
+        assert ops.window_scores(q, k, visible, lse=torch.full((b, 2 * heads, 3), -torch.inf)).shape == (b, heads, n)
         assert ops.window_scores(q, k, visible, group_reduce="none").shape == (b, 2 * heads, n)
 
 
@@ -349,15 +351,15 @@ def test_a_wrong_lse_is_told_from_a_right_one():
     for options in (dict(), dict(reduce="mean"), dict(group_reduce="sum"), dict(group_reduce="none")):
         for more in (dict(), dict(sink_logits=sinks)):
             with kvops.debug_checks():
-                ops.window_scores(q, k, visible, lse, **options, **more)
+                ops.window_scores(q, k, visible, lse=lse, **options, **more)
                 wrong = lse.clone()
                 wrong[1, 3] += 0.3
                 with kit.refuses("head 3" if options.get("group_reduce") == "none" else "head 1", "batch row 1"):
-                    ops.window_scores(q, k, visible, wrong, **options, **more)
-                ops.window_scores(q, k, visible, wrong, reduce="max", **more)
+                    ops.window_scores(q, k, visible, lse=wrong, **options, **more)
+                ops.window_scores(q, k, visible, lse=wrong, reduce="max", **more)
     k[1, 1, 7] = torch.nan
     with kvops.debug_checks():
-        ops.window_scores(q, k, visible, wrong)
+        ops.window_scores(q, k, visible, lse=wrong)
 
 
 @kit.only("cuda", "simulator")

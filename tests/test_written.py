@@ -163,8 +163,8 @@ def test_negated_views_are_read_but_not_written_to():
         "compact_kv_": lambda k, v: ops.compact_kv_(k, v, indices),
         "gather_kv": lambda k, v: ops.gather_kv(torch.zeros_like(k), v, indices, out=(k[:, :, :5], out[1])),
         "gather_kv.out": lambda k, v: torch.ops.kvops.gather_kv.out(k, v, indices, k_out=out[0], v_out=out[1]),
-        "ladder_compact_": lambda k, v: ops.ladder_compact_([k, v], [v + 0, k + 0], plan, [0, 1]),
-        "ladder_gather": lambda k, v: ops.ladder_gather(k, v, plan, 0, out=ladder_out),
+        "ladder_compact_": lambda k, v: ops.ladder_compact_([k, v], [v + 0, k + 0], plan=plan, layer=[0, 1]),
+        "ladder_gather": lambda k, v: ops.ladder_gather(k, v, plan=plan, layer=0, out=ladder_out),
         "rope_at_slots": lambda k, v: ops.rope_at_slots(k, *angles, out=k),
         "rope_at_slots.out": lambda k, v: ops.rope_at_slots(v + 0, *angles, out=k),
     }.items():

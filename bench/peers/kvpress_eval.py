@@ -78,7 +78,7 @@ PRESSES = {
     ),
     "random": Press("Random", lambda ratio, x: kvpress.RandomPress(ratio)),
     "lagkv": Press(
-        "LagKV", lambda ratio, x: kvpress.LagKVPress(ratio, n_sink=x["sink"], lag_size=x["lag"]), settings="lagkv"
+        "LagKV", lambda ratio, x: kvpress.LagKVPress(ratio, n_sink=x["sinks"], lag_size=x["lag"]), settings="lagkv"
     ),
     "keydiff": Press("KeyDiff", lambda ratio, x: kvpress.KeyDiffPress(ratio)),
     "snapkv": Press("SnapKV", _snapkv, settings="snapkv"),
@@ -126,7 +126,7 @@ class KVPressReader(Reader):
         press = None
         if rule.cuts and budget < n:
             try:
-                settings = METHODS[rule.settings].settings(budget, n, self.num_layers, False, {})
+                settings = METHODS[rule.settings].policy.at_budget(budget, n, self.num_layers, False, {})
                 # kvpress keeps int(n (1 - ratio)), for a pyramid the nearest integer
                 press = rule.make(1 - (budget + 0.25) / n, settings)
             except (ValueError, AssertionError) as error:

@@ -60,9 +60,9 @@ template <class T, class Lanes>
 constexpr int kMostWarps = Lanes::kPieces * kPiece<T> <= 8 ? 16 : 8;
 // Pieces that a lane has in flight, and rows: 64 KiB on each multiprocessor.
 template <class T, class Lanes>
-constexpr int kAhead = 128 / kMostWarps<T, Lanes>;
+constexpr int kPiecesAhead = 128 / kMostWarps<T, Lanes>;
 template <class T, class Lanes>
-constexpr int kRowsAhead = kAhead<T, Lanes> / Lanes::kPieces;
+constexpr int kRowsAhead = kPiecesAhead<T, Lanes> / Lanes::kPieces;
 constexpr int kMostBlocks = 8;  // of a cluster, on any GPU that has clusters
 
 // Rows of a partition that the warps of one tensor have in flight together.
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
   // tell each other, ranges [2 steps][2][kChannels] and parts [2 steps][2]; variances [3 steps][2][most_rows], unless
   // they are long.
   DYNAMIC_SHARED(uint4, ring);
-  uint4* const ranges = ring + kAhead<T, Lanes> * blockDim.x;
+  uint4* const ranges = ring + kPiecesAhead<T, Lanes> * blockDim.x;
   float* const references = reinterpret_cast<float*>(ranges + 4 * warps * kRowPieces);
   Part* const parts = reinterpret_cast<Part*>(references + 4 * kChannels);
   float2* const wholes = reinterpret_cast<float2*>(parts + 2 * warps);
@@ -495,7 +495,7 @@ inline LagScorePlan lag_score_plan(const LagScoreParams& p, int cluster, int at_
   plan.cluster = cluster;
   const int64_t rows = (p.lag - 1) / cluster + 1, variances = 6 * rows * static_cast<int64_t>(sizeof(float));
   const auto shared = [&]() -> int64_t {
-    const int64_t of_warp = 2 * 32 * 16 * kAhead<T, Lanes> + 4 * 16 * kRowPieces + 2 * sizeof(Part);
+    const int64_t of_warp = 2 * 32 * 16 * kPiecesAhead<T, Lanes> + 4 * 16 * kRowPieces + 2 * sizeof(Part);
     const int64_t told = cluster > 1 ? 4 * (kChannels * sizeof(Range) + sizeof(Part)) : 0;
     return plan.warps * of_warp + 4 * kChannels * sizeof(float) + 2 * sizeof(float2) + told;
   };

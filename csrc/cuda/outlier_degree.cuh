@@ -114,7 +114,7 @@ struct HeadKeys {
 constexpr int kBandKeys = 8;  // that meet at a time, so the most kappa
 
 template <int kTurn>
-using Turn = std::integral_constant<int, kTurn>;
+using TurnOf = std::integral_constant<int, kTurn>;
 
 // What a warp multiplies: 8 keys and the 8 before them, which are the rows 0-7 and 8-15 of a tensor core's A by turns;
 // the columns of its B are those 8 keys. A lane loads whole pieces, of key l / 4 the pieces l % 4 + 4 i, and hands
@@ -302,8 +302,8 @@ struct Band {
     load(key);
 #pragma unroll 1
     for (int at = -kBandKeys; at <= kRun; at += 2 * kBandKeys) {
-      meet(Turn<0>{}, at);
-      meet(Turn<1>{}, at + kBandKeys);
+      meet(TurnOf<0>{}, at);
+      meet(TurnOf<1>{}, at + kBandKeys);
     }
   }
 };

@@ -51,14 +51,14 @@ KVOPS_HOST_DEVICE inline int64_t units_per_row(const SelectTopkParams& p) {
 
 // A row of the output, [below | head | chosen | tail | beyond | -1]: `kept` slots from [first, end), of which `chosen`
 // depend on the scores, between the invalid slots that fill it up. All of it fits int32, as slots do.
-struct RowLayout {
+struct OutputRow {
   int first, end;
   int below, head, chosen, kept, beyond;
 
-  __device__ static RowLayout of(const SelectTopkParams& p, unsigned row) {
+  __device__ static OutputRow of(const SelectTopkParams& p, unsigned row) {
     const unsigned b = row / static_cast<unsigned>(p.heads);
     const int count = static_cast<int>(p.slots.count(b)), width = static_cast<int>(p.width);
-    RowLayout x;
+    OutputRow x;
     x.first = static_cast<int>(p.slots.first(b));
     x.end = x.first + count;
     if (p.segments >= 0) {
@@ -100,7 +100,7 @@ struct Unit {
 // score decides: they are spread over all threads of all units of the row.
 __device__ inline Unit start_unit(const SelectTopkParams& p, unsigned index, int part, int parts, bool write) {
   const unsigned per_row = static_cast<unsigned>(units_per_row(p)), row = index / per_row, s = index % per_row;
-  const RowLayout x = RowLayout::of(p, row);
+  const OutputRow x = OutputRow::of(p, row);
   int64_t* const out = p.indices + row * p.width;
   const int front = x.below + x.head;
   if (write)

@@ -3,7 +3,8 @@
 torch's FlashAttention and kvops' own run in turns, causal, for each dtype and number of query rows, over key lengths,
 head dims and query heads per KV head. For each dtype, number of rows, and whether query heads share KV heads, that
 gives one number, the geometric mean of time of torch_flash / time of kvops: above 1 kvops is faster.
-`kvops.flash.KVOPS_ROWS` is made from these: the number of rows up to which kvops runs, so that the least is lost.
+`kvops.flash_attention.KVOPS_ROWS` is made from these: the number of rows up to which kvops runs, so that the least is
+lost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from .. import flash
+from ..flash_attention import KVOPS_ROWS, attention
 from .measure import Contender
 from .record import Refused, check_target, origin, write
 
@@ -46,7 +47,7 @@ def cell(dtype: str, rows: int, n: int, d: int, group: int, heads: int, seconds:
     generator = torch.Generator().manual_seed(0)
     shapes = (heads * group, rows), (heads, n), (heads, n)
     q, k, v = (torch.randn(1, *x, d, generator=generator).to(DTYPES[dtype]) for x in shapes)
-    rivals = {x: Contender(lambda x=x: flash.attention(q, k, v, backend=x)) for x in BACKENDS}
+    rivals = {x: Contender(lambda x=x: attention(q, k, v, backend=x)) for x in BACKENDS}
     for rival in rivals.values():
         rival.warm_up()
     end, pairs = time.monotonic() + seconds, []
@@ -83,7 +84,7 @@ def kvops_rows(ratios: dict[int, float]) -> float:
 
 def chosen(dtype: str, grouped: bool) -> float:
     """The same, as `kvops.attention` has it."""
-    return flash.KVOPS_ROWS[DTYPES[dtype]][grouped]
+    return KVOPS_ROWS[DTYPES[dtype]][grouped]
 
 
 def table(found: Means) -> str:
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     found = means(record["cells"])
     print(f"\ntime of torch_flash / time of kvops, geometric mean:\n{table(found)}")
     lines = wrong(found)
-    print("\n".join(lines) or "The table in kvops/flash.py holds.")
+    print("\n".join(lines) or "The table in kvops/flash_attention.py holds.")
     return int(bool(lines))
 
 

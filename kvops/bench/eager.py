@@ -196,27 +196,52 @@ def snapkv_compress_expanded(k: Tensor, v: Tensor, q: Tensor, budget: int, kerne
 
 
 def _snapkv_select(k, v, scores, w, budget, kernel) -> tuple[Tensor, Tensor, Tensor]:
+    n = k.shape[2]
+    return _prefix_and_window(k, v, F.max_pool1d(scores[..., : n - w], kernel, 1, kernel // 2), budget)
+
+
+def _prefix_and_window(k: Tensor, v: Tensor, prefix: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The highest scores of the prefix, [b, Hk, n - w], and the w tokens after it."""
     b, heads, n, _ = k.shape
-    prefix = F.max_pool1d(scores[..., : n - w], kernel, 1, kernel // 2)
+    w = n - prefix.shape[2]
     last = torch.arange(n - w, n, device=k.device).expand(b, heads, -1)
     indices = torch.cat([select_topk(prefix, budget - w), last], dim=-1)
     return *gather_kv(k, v, indices), indices
 
 
-def protokv_compress(k, v, q, budget: int, num_chunks: int, projection: Tensor, phase: Tensor) -> tuple[Tensor, ...]:
-    """ProtoKV with raw dot scores: [b, Hk, n, d] twice, [b, Hq, w, d] -> K, V, indices."""
-    b, heads, n, d = k.shape
-    w, group = q.shape[2], q.shape[1] // heads
-    prefix = k[:, :, : n - w]
+def satkv_compress(k: Tensor, v: Tensor, window: int, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _prefix_and_window(k, v, outlier_degree(k[:, :, : k.shape[2] - window]), budget)
+
+
+def protokv_compress(
+    k, v, q, budget: int, num_chunks: int, projection: Tensor, phase: Tensor, score: str = "dot"
+) -> tuple[Tensor, ...]:
+    """ProtoKV with raw dot scores, or score="softmax": [b, Hk, n, d] twice, [b, Hq, w, d] -> K, V, indices."""
+    d = k.shape[3]
+    w, group = q.shape[2], q.shape[1] // k.shape[1]
+    prefix = k[:, :, : k.shape[2] - w]
     sats = select_topk(outlier_degree(prefix), 32)
     buckets = lsh_bucket(prefix, sats, projection, phase)
     prototypes, counts = build_prototypes(prefix, sats, buckets, num_chunks)
     assignment = assign_prototypes(prefix, prototypes)
-    scores = grouped_logits(q * d**-0.5, prefix).float().sum(2) / group
+    if score == "dot":
+        scores = grouped_logits(q * d**-0.5, prefix).float().sum(2) / group
+    else:
+        scores = window_scores(q, k)[..., : prefix.shape[2]]
     means = cluster_mean(scores, assignment, counts.shape[2])
     priority, _ = cluster_priority(scores, assignment, means, budget - w)
-    last = torch.arange(n - w, n, device=k.device).expand(b, heads, -1)
-    indices = torch.cat([select_topk(priority, budget - w), last], dim=-1)
+    return _prefix_and_window(k, v, priority, budget)
+
+
+def streamingllm_compress(k: Tensor, v: Tensor, budget: int, sinks: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    n = k.shape[2]
+    indices = torch.cat([torch.arange(sinks, device=k.device), torch.arange(n - budget + sinks, n, device=k.device)])
+    indices = indices.expand(*k.shape[:2], -1)
+    return *gather_kv(k, v, indices), indices
+
+
+def random_compress(k: Tensor, v: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+    indices = select_topk(torch.rand(k.shape[:3], device=k.device), budget)
     return *gather_kv(k, v, indices), indices
 
 

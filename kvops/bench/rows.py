@@ -13,6 +13,7 @@ from torch import Tensor
 import kvops
 from kvops import ops
 from kvops.ladder import make_ladder
+from kvops.lag import kept_length
 from kvops.rope import Rope
 
 from . import eager
@@ -120,11 +121,11 @@ class Case:
     @cached_property
     def clusters(self) -> Clusters:
         hashing = kvops.lsh_projection(self.d, device=self.device)
-        sats = ops.select_topk(ops.outlier_degree(self.k), 32)
+        sats = ops.select_topk(ops.outlier_degree(self.k), k=32)
         buckets = ops.lsh_bucket(self.k, sats, *hashing)
-        prototypes, _ = ops.build_prototypes(self.k, sats, buckets, PROTOTYPES - 4)
+        prototypes, _ = ops.build_prototypes(self.k, sat_indices=sats, buckets=buckets, num_chunks=PROTOTYPES - 4)
         assignment = ops.assign_prototypes(self.k, prototypes)
-        means = ops.cluster_mean(self.scores, assignment, PROTOTYPES)
+        means = ops.cluster_mean(self.scores, assignment, num_clusters=PROTOTYPES)
         return Clusters(hashing, sats, buckets, prototypes, assignment, means)
 
     def restore(self) -> None:
@@ -202,7 +203,7 @@ class Case:
 
     @cached_property
     def lagkv_out(self) -> tuple[Tensor, Tensor]:
-        kept = ops.segment_width(self.n, SINK, self.lag, int(self.ratio * self.lag), padded=False)
+        kept = kept_length(self.n, SINK, self.lag, int(self.ratio * self.lag))
         return tuple(x[:, :, :kept].clone(memory_format=torch.contiguous_format) for x in self._source)
 
 
@@ -256,14 +257,14 @@ def size(*tensors: Tensor) -> int:
 
 
 def _lagkv_parts(c: Case) -> None:
-    scores = ops.lag_score(c.k, c.v, c.lag, SINK)
-    ops.select_topk(scores, int(c.ratio * c.lag), sinks=SINK, seq_len=c.n)
+    scores = ops.lag_score(c.k, c.v, lag=c.lag, prefix=SINK)
+    ops.select_topk(scores, k=int(c.ratio * c.lag), sinks=SINK, seq_len=c.n)
     for x in c.lagkv_out:
         x.clone()
 
 
 def _keydiff_parts(c: Case) -> None:
-    ops.select_topk(ops.anchor_cosine(c.k), c.budget)
+    ops.select_topk(ops.anchor_cosine(c.k), k=c.budget)
     for x in c.out:
         x.clone()
 
@@ -284,7 +285,7 @@ def _keydiff(shape: tuple[int, int] | None = None, forms: tuple = ("out=", "in p
         parts=_keydiff_parts,
         restore=True,
         shape=shape,
-        stages={"select_topk": lambda c: ops.select_topk(c.scores, c.budget)},
+        stages={"select_topk": lambda c: ops.select_topk(c.scores, k=c.budget)},
         copy_goal=NEAR_FLOOR,
         eager_goal=20,
         **row,
@@ -321,7 +322,7 @@ def _compact(indices: Callable[[Case], Tensor], **row) -> Row:
 def _ladder_compact(ladder: Callable[[Case], Ladder], turned: bool = False, **row) -> Row:
     def call(c: Case) -> Any:
         x, rope = ladder(c), {"inv_freq": c.inv_freq} if turned else {}
-        return ops.ladder_compact_(x.keys, x.values, x.plan, x.layers, **rope)
+        return ops.ladder_compact_(x.keys, x.values, plan=x.plan, layer=x.layers, **rope)
 
     def args(c: Case) -> tuple:
         x = ladder(c)
@@ -342,11 +343,11 @@ def _stacked(c: Case) -> Any:
     """The grouped ladder's work as that of one layer with a larger batch."""
     tokens = c.layers * c.ladder.plan.n
     k, v = (x[:, :, :tokens].unflatten(2, (c.layers, -1)).flatten(0, 1) for x in (c.k, c.v))
-    return ops.ladder_compact_(k, v, c.ladder.plan, 0)
+    return ops.ladder_compact_(k, v, plan=c.ladder.plan, layer=0)
 
 
 def _ladder_gather(c: Case, **out) -> Any:
-    return ops.ladder_gather(c.ladder.keys, c.ladder.values, c.ladder.plan, c.ladder.layers, **out)
+    return ops.ladder_gather(c.ladder.keys, c.ladder.values, plan=c.ladder.plan, layer=c.ladder.layers, **out)
 
 
 def _ladder_index_select(c: Case) -> None:
@@ -358,7 +359,7 @@ def _ladder_index_select(c: Case) -> None:
 def _window_scores(rows: int, with_lse: bool, **row) -> Row:
     def call(c: Case) -> Tensor:
         w = c.window(rows)
-        return ops.window_scores(w.q, c.k, w.visible, w.lse if with_lse else None)
+        return ops.window_scores(w.q, c.k, w.visible, lse=w.lse if with_lse else None)
 
     return Row(
         forms={"": call},
@@ -429,7 +430,7 @@ def _protokv_peers(c: Case) -> dict[str, Callable[[], Any]]:
 # Moves are measured on rows scattered at random, where memory reads ahead in vain, and on one run of rows.
 ROWS: dict[str, Row] = {
     "lag_score": Row(
-        forms={"": lambda c: ops.lag_score(c.k, c.v, c.lag, SINK)},
+        forms={"": lambda c: ops.lag_score(c.k, c.v, lag=c.lag, prefix=SINK)},
         eager=eager.lag_score,
         args=lambda c: (c.k, c.v, c.lag, SINK),
         bytes=lambda c: size(c.k, c.v) * c.partitions * c.lag // c.n,
@@ -447,7 +448,7 @@ ROWS: dict[str, Row] = {
         copy_goal=0.88,
     ),
     "select_topk": Row(
-        forms={"": lambda c: ops.select_topk(c.scores, c.budget)},
+        forms={"": lambda c: ops.select_topk(c.scores, k=c.budget)},
         eager=eager.select_topk,
         args=lambda c: (c.scores, c.budget),
         bytes=lambda c: size(c.scores, c.indices),
@@ -521,7 +522,11 @@ ROWS: dict[str, Row] = {
         touched=lambda c: (c.k,),
     ),
     "build_prototypes": Row(
-        forms={"": lambda c: ops.build_prototypes(c.k, c.clusters.sats, c.clusters.buckets, PROTOTYPES - 4)},
+        forms={
+            "": lambda c: ops.build_prototypes(
+                c.k, sat_indices=c.clusters.sats, buckets=c.clusters.buckets, num_chunks=PROTOTYPES - 4
+            )
+        },
         eager=eager.build_prototypes,
         args=lambda c: (c.k, c.clusters.sats, c.clusters.buckets, PROTOTYPES - 4),
         bytes=lambda c: size(c.k, c.clusters.prototypes),
@@ -540,7 +545,7 @@ ROWS: dict[str, Row] = {
         peer_goals={"bf16 product": 1},
     ),
     "cluster_mean": Row(
-        forms={"": lambda c: ops.cluster_mean(c.scores, c.clusters.assignment, PROTOTYPES)},
+        forms={"": lambda c: ops.cluster_mean(c.scores, c.clusters.assignment, num_clusters=PROTOTYPES)},
         eager=eager.cluster_mean,
         args=lambda c: (c.scores, c.clusters.assignment, PROTOTYPES),
         bytes=lambda c: size(c.scores, c.clusters.assignment),
@@ -549,7 +554,7 @@ ROWS: dict[str, Row] = {
         per_dtype=False,
     ),
     "cluster_priority": Row(
-        forms={"": lambda c: ops.cluster_priority(c.scores, c.clusters.assignment, c.clusters.means, c.budget)},
+        forms={"": lambda c: ops.cluster_priority(c.scores, c.clusters.assignment, c.clusters.means, k=c.budget)},
         eager=eager.cluster_priority,
         args=lambda c: (c.scores, c.clusters.assignment, c.clusters.means, c.budget),
         bytes=lambda c: 2 * size(c.scores) + size(c.clusters.assignment),
@@ -560,9 +565,9 @@ ROWS: dict[str, Row] = {
     "keydiff_compress": _keydiff(),
     "lagkv_compress": Row(
         forms={
-            "out=": lambda c: kvops.lagkv_compress(c.k, c.v, c.lag, c.ratio, sink=SINK, out=c.lagkv_out),
-            "in place": lambda c: kvops.lagkv_compress_(c.k, c.v, c.lag, c.ratio, sink=SINK),
-            "fresh": lambda c: kvops.lagkv_compress(c.k, c.v, c.lag, c.ratio, sink=SINK),
+            "out=": lambda c: kvops.lagkv_compress(c.k, c.v, c.lag, c.ratio, sinks=SINK, out=c.lagkv_out),
+            "in place": lambda c: kvops.lagkv_compress_(c.k, c.v, c.lag, c.ratio, sinks=SINK),
+            "fresh": lambda c: kvops.lagkv_compress(c.k, c.v, c.lag, c.ratio, sinks=SINK),
         },
         eager=eager.lagkv_compress,
         args=lambda c: (c.k, c.v, c.lag, c.ratio, SINK),

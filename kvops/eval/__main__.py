@@ -17,8 +17,8 @@ import torch
 
 from ..bench.gpu import first_line
 from ..bench.record import origin
-from .methods import METHODS, Rule, Unreachable, rule
-from .results import Cell, Results, fingerprint, load
+from .methods import METHODS, Rule, Unreachable, options_of, rule
+from .results import CODE, Cell, Results, fingerprint, load
 from .specs import Refused, parse
 from .tasks import POINTS, TASKS, Filler, Reader, Task
 
@@ -93,10 +93,16 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
     if os.path.lexists(a.out) and not a.out.is_dir():
         p.error(f"--out: expected a folder, got the file {a.out}")
     try:
-        a.rules = [rule(x) for x in dict.fromkeys(a.methods)]
+        rules = {x: rule(x) for x in dict.fromkeys(a.methods)}
         a.kinds = {x: make_task(x, a.data) for x in dict.fromkeys(a.tasks)}
     except ValueError as error:
         p.error(str(error))
+    named: dict = {}
+    for said, method in rules.items():
+        other, found = named.setdefault(method.label, (said, method))
+        if found != method:
+            p.error(f"--methods: {other} and {said} are both {method.label} in tables, expected one of each name")
+    a.rules = list(rules.values())
     for file in a.files or ():
         if not os.path.isfile(file):
             p.error(f"--from: expected a file of results, got {file}")
@@ -147,8 +153,9 @@ def cells(a: argparse.Namespace) -> Iterator[tuple[Cell, Rule]]:
 
 def describe() -> str:
     lines = ["methods, and the arguments of their classes:"]
-    for name, kind in METHODS.items():
-        lines.append(f"  {name:18}{', '.join(kind.options)}".rstrip())
+    for name, entry in METHODS.items():
+        lines.append(f"  {name:18}{', '.join(options_of(entry.policy))}".rstrip())
+    lines.append("  path/to/file.py:Class, module:Class, or an installed package's name (docs/adding_a_method.md)")
     lines.append("tasks:")
     for name, task in TASKS.items():
         lines.append(f"  {name:18}{', '.join(f'{x.name}={x.default}' for x in fields(task))}")
@@ -162,7 +169,7 @@ def described(path: Path | str) -> str:
 
 
 def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader], **versions: str) -> list[Path]:
-    """Measures what is not there yet; the files of results. versions: beside torch's, of what the reader runs."""
+    """Measures what is not there yet; the files of results. versions: beside torch's, of what runs."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -246,7 +253,8 @@ def main(argv: list[str] | None = None) -> int:
             from . import reader  # needs transformers, which a report does not
 
             said = sys.argv[1:] if argv is None else argv
-            files = measure(a, shlex.join(["python", "-m", "kvops.eval", *said]), reader.Reader)
+            code = {f"{CODE}{x.entry.label}": described(x.source) for x in a.rules if x.source}
+            files = measure(a, shlex.join(["python", "-m", "kvops.eval", *said]), reader.Reader, **code)
         print(report.write(*load(files), a.out))
     except (Refused, OSError) as error:  # the latter: of files, and what they lie on
         print(f"python -m kvops.eval: {error}", file=sys.stderr)

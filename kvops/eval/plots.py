@@ -38,6 +38,7 @@ POINTS = {
 OTHERS = "others", "#e377c2"
 MARKERS = "osD^vP"
 VARIANTS = "X<>p*hd8"
+LINES = ("-", "--", "-.")
 SHADES = LinearSegmentedColormap.from_list("score", ["#f4f1ea", "#9dbfd6", "#2a6f97", "#12324a"])
 STYLE = {
     "font.family": "DejaVu Sans",
@@ -53,8 +54,8 @@ MORE = 1.06  # room beside the first and last value of a logarithmic axis
 
 def styles(labels: list[str]) -> dict[str, dict]:
     """Of lines, by method: family, colour, marker; variants have a marker of their own and are dashed, others'
-    implementations are hollow and dotted."""
-    found, variants = {}, 0
+    implementations are hollow and dotted. Methods of others share a colour; each has a marker and a line of its own."""
+    found, variants, others = {}, 0, 0
     for label in sorted(set(labels), key=method_order):
         name = take_apart(label)
         family, color, marker = *OTHERS, "o"
@@ -62,7 +63,10 @@ def styles(labels: list[str]) -> dict[str, dict]:
             if name.base in members:
                 family, color, marker = key, shade, MARKERS[members.index(name.base)]
         line = "--" if name.variant else "-"
-        if name.variant or family == OTHERS[0]:
+        if family == OTHERS[0]:
+            marker, line = VARIANTS[others % len(VARIANTS)], LINES[others // len(VARIANTS) % len(LINES)]
+            others += 1
+        elif name.variant:
             marker, variants = VARIANTS[variants % len(VARIANTS)], variants + 1
         hollow = {"markerfacecolor": "white", "linestyle": ":"} if name.peer else {}
         look = {"color": color, "marker": marker, "linestyle": line, "markersize": 5.5, "linewidth": 1.2}

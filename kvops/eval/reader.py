@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import AttentionMethod, Method
-from ..methods import LAQ, LagKV
+from ..cache import Cache
+from ..methods import LAQ, LagKV, Policy, QueryPolicy, View
+from ..methods.budgets import Budget
 from ..methods.laq import prompt_scores
-from ..methods.window import Pooling
+from ..window import Pooling
 from .methods import Rule, Unreachable
 from .stream import Held, Stream, stream
 
@@ -37,7 +38,7 @@ class Cut:
     @property
     def positions(self) -> list[Tensor]:
         """What every layer that evicts holds, int64 [b, Hk, any]."""
-        return [x.positions for x in methods(self.cache)]
+        return [x.positions for x in caches(self.cache)]
 
 
 @dataclass
@@ -49,35 +50,32 @@ class Whole:
     scores: list[Tensor]  # fp32 [b, Hk, n] of every layer: see `kvops.recall`, how the answer attends to the prompt
 
 
-def methods(cache: hf.KVCache) -> list[Method]:
-    """Those of the layers that evict."""
-    return [x.method for x in cache.layers if hasattr(x, "method")]
+def caches(cache: hf.KVCache) -> list[Cache]:
+    """The caches of the layers that evict."""
+    return [x.cache for x in cache.layers if hasattr(x, "cache")]
 
 
-class Watched(AttentionMethod):
-    """Keeps everything, and the queries of the last `rows` tokens."""
+@dataclass(frozen=True, eq=False)
+class Watched(QueryPolicy):
+    """Keeps everything, and the queries of the `last` tokens."""
 
-    def __init__(self, rows: int):
-        self.rows = rows
-        super().__init__()
+    budget: Budget = 1.0
+    last: int = 1
 
-    def _rows(self, t: int) -> int:
+    @property
+    def remembers(self) -> int:
+        return self.last
+
+    def rows(self, view: View) -> int:
         return 0
 
-    def _remembered(self) -> int:
-        return self.rows
 
-    def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options) -> Tensor:
-        self.options = options  # the model's scale, softcap and sinks
-        return super().attention(q, k_step, v_step, **options)
-
-
-def chunks(method: Method, n: int, chunk: int) -> list[int]:
+def chunks(policy: Policy, n: int, chunk: int) -> list[int]:
     """The sizes of the pieces in which n tokens are read. 0: the paper's of LagKV, S + 2 L and then L, which compress
     at every step (Sec. 3.4); 256 for the others."""
     first = then = chunk or 256
-    if not chunk and isinstance(method, LagKV):
-        first, then = method.sink + 2 * method.lag, method.lag
+    if not chunk and isinstance(policy, LagKV):
+        first, then = policy.sinks + 2 * policy.lag, policy.lag
     return [min(n, first)] + [min(n - i, then) for i in range(first, n, then)]
 
 
@@ -108,11 +106,11 @@ class Reader:
         """The logits of the last token, [b, vocab]."""
         return self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
-    def _cache(self, method: Method) -> hf.KVCache:
+    def _cache(self, policy: Policy) -> hf.KVCache:
         from .. import hf
 
         try:
-            return hf.KVCache(self.model.config, method)
+            return hf.KVCache(self.model.config, policy)
         except ValueError as error:
             raise Unreachable(str(error)) from error
 
@@ -127,12 +125,12 @@ class Reader:
         chunk: the prompts come in pieces (see `chunks`), and the method may evict after each; None: they come whole.
         """
         n = prompts.shape[1]
-        method = rule.method(budget, n, self.num_layers, streaming=chunk is not None)
-        cache = self._cache(method)
+        policy = rule.policy(budget, n, self.num_layers, streaming=chunk is not None)
+        cache = self._cache(policy)
         begin = self.clock()
-        for piece in self.tokens(prompts).split([n] if chunk is None else chunks(method, n, chunk), 1):
+        for piece in self.tokens(prompts).split([n] if chunk is None else chunks(policy, n, chunk), 1):
             logits = self.feed(cache, piece)
-        if isinstance(method, LAQ):
+        if isinstance(policy, LAQ):
             from .. import hf
 
             hf.lookahead(self.model, cache, logits, eos_token_id=self.ends)
@@ -174,7 +172,7 @@ class Reader:
         key = (prompts.tobytes(), None if feed is None else feed.tobytes(), steps)
         if self._whole[0] != key:
             self._whole = (None, None)  # its memory is free for the next
-            cache = self._cache(Watched(steps))
+            cache = self._cache(Watched(last=steps))
             logits = [self.feed(cache, self.tokens(prompts))]
             if feed is not None:
                 logits = [self.feed(cache, self.tokens(feed))]
@@ -182,13 +180,13 @@ class Reader:
                 logits.append(self.feed(cache, logits[-1].argmax(-1, keepdim=True)))
             logits = torch.stack(logits[:-1], 1)
             n, scores = prompts.shape[1], []
-            for method in methods(cache):
-                asked = method.last_queries, method.k[:, :, :n], Pooling(1)
-                scores.append(prompt_scores("recall", "q_response", *asked, **method.options))
+            for layer in caches(cache):
+                asked = layer.last_queries, layer.k[:, :, :n], Pooling(1)
+                scores.append(prompt_scores("recall", "q_response", *asked, **layer.logits))
             self._whole = key, Whole(logits.argmax(-1).cpu().numpy(), logits, scores)
         return self._whole[1]
 
     def stream(self, ids: np.ndarray, rule: Rule, budget: int | None, window: int) -> Stream:
         """Feeds ids, int64 [b, tokens], in windows, through a cache that the rule's method bounds."""
-        method = rule.method(budget, ids.shape[1], self.num_layers, streaming=True)
-        return stream(self.model, self._cache(method), self.tokens(ids), window)
+        policy = rule.policy(budget, ids.shape[1], self.num_layers, streaming=True)
+        return stream(self.model, self._cache(policy), self.tokens(ids), window)

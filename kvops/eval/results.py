@@ -19,6 +19,8 @@ from typing import NamedTuple
 from ..bench.record import name, number, whole
 from .specs import Refused
 
+#: What names of origins begin with that say which file a method's code is in, if it is not of kvops.
+CODE = "method "
 KEY = ("task", "context", "point", "method", "budget", "batch")
 
 
@@ -34,8 +36,8 @@ class Cell(NamedTuple):
 class Results:
     """Of one file.
 
-    settings: what all its cells have in common; a file with other settings is an error that names them. So is a folder
-    that another process writes to.
+    settings: what all its cells have in common; a file with other settings is an error that names them, and so is one
+    with a method whose code was another. So is a folder that another process writes to.
     """
 
     def __init__(self, file: Path, settings: dict, origin: dict):
@@ -44,9 +46,13 @@ class Results:
         try:
             heads, self.lines = load([file]) if file.exists() else ([], [])
             for head in heads:
-                wrong = [x for x in settings if head["settings"].get(x) != settings[x]]
+                pairs = {x: (head["settings"].get(x), y) for x, y in settings.items()}
+                pairs |= {x: (head["origin"].get(x, y), y) for x, y in origin.items() if x.startswith(CODE)}
+                wrong = [
+                    f"{x} was {before!r} and is now {now!r}" for x, (before, now) in pairs.items() if before != now
+                ]
                 if wrong:
-                    said = ", ".join(f"{x} was {head['settings'].get(x)!r} and is now {settings[x]!r}" for x in wrong)
+                    said = ", ".join(wrong)
                     raise Refused(f"--out {file.parent} holds results of other settings: {said}")
             self.done = {cell_of(x) for x in self.lines}
             if file.exists():  # what a kill has left of a line

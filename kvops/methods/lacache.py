@@ -7,63 +7,188 @@ Source: "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..cache import SlotMethod
-from ..ladder import PATTERNS, LadderPlan, LadderState, check_budget, lacache_plan, least_budget, make_ladder
+from ..checks import check_budget, check_choice, check_holds_ladder, check_int
+from ..ladder import PATTERNS, LadderState, lacache_plan, least_budget, make_ladder
 from ..ops import ladder_compact_, ladder_gather
 from ..rope import Rope
-from .common import IN_PLACE, Compressed, budget_tokens, check_choice, check_int, check_out, check_rank, in_place
+from .base import IN_PLACE, Compressed, Out, View
+from .budgets import budget_tokens
+from .slots import SlotPolicy
 
 TASKS = ("modeling", "understanding")
 
 
-def lacache_compress(
-    k: Tensor,
-    v: Tensor,
-    *,
-    layer: int,
-    num_layers: int,
-    budget: int | float,
-    span: int | None = None,
-    overlap: int | None = None,
-    sinks: int | None = None,
-    pattern: str = "paper",
-    task: str = "modeling",
-    rope: Rope | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> Compressed:
-    """LaCache in one call, of one layer of a model. k: [b, Hk, n, d], v: [b, Hk, n, dv] -> (k, v, indices).
+@dataclass(frozen=True, eq=False)
+class LaCache(SlotPolicy):
+    """LaCache: as many slots stay as `lacache_plan` says, alike in all heads: at most budget + R // 2, where a ladder
+    frees R slots of a layer. All layers keep equally many, and which they are is arithmetic on (layer, slot).
 
-    As many slots stay as `lacache_plan` says, alike in all heads: at most budget + R // 2, where a ladder frees R slots
-    of a layer; all layers keep equally many, and which they are is arithmetic on (layer, slot).
+    A cache is thinned when it is longer than the budget, so its length oscillates around the budget by what a ladder
+    frees. Rows of a padded batch keep what they keep alone: different numbers of tokens, which begin after `pads` empty
+    slots.
 
-    layer, num_layers: which layer of how many this is.
-    budget: tokens, or a fraction of n; it holds the sinks, the newest num_layers slots and a ladder's kept ones.
-    span, overlap, sinks, pattern: see `lacache_plan`. Not given: by the task. "modeling": span max(1, round(num_layers
-        / 4)), overlap span // 2, 4 sinks; "understanding" (a prompt, then a short answer): span round(num_layers *
-        budget / n), overlap 0, min(128, budget // 4) sinks.
-    rope: keys that are rotated at their slots are turned to their new ones. None: keys are only moved (they are not
-        rotated yet, or stay at their original positions).
-    out: as in `keydiff_compress`.
+    Attributes:
+        budget: tokens, or a fraction; it holds the sinks, the newest num_layers slots and a ladder's kept ones. In a
+            cache a fraction is one of the tokens seen, but never less than that.
+        span, overlap, sinks, pattern: see `lacache_plan`. None: by the task. "modeling": span max(1, round(num_layers
+            / 4)), overlap span // 2, 4 sinks; "understanding" (a prompt, then a short answer): span round(num_layers *
+            budget / n), overlap 0, min(128, budget // 4) sinks. A cache needs the span for a budget in tokens.
+        task: "modeling" or "understanding".
+        positions: see `SlotPolicy`.
 
     Source: LaCache, Sec. 3.2, 3.3, 4.1.
     """
-    op = "lacache_compress"
-    check_rank(op, k)
-    check_int(op, "layer", layer, 0)
-    n = k.shape[2]
-    settings = _settings(op, num_layers, budget, n, span, overlap, sinks, pattern, task)
-    plan = lacache_plan(n, **settings)
-    if layer >= num_layers:
-        raise ValueError(f"{op}: layer must lie in [0, num_layers), expected less than {num_layers}, got {layer}")
-    k, v = _carry_out(op, k, v, plan, layer, rope, out)
-    return Compressed(k, v, plan.indices(layer, k.device).expand(*k.shape[:2], -1))
 
+    fixed_budget: ClassVar[bool] = False
 
-lacache_compress_ = in_place(lacache_compress)
+    budget: int | float
+    _: KW_ONLY
+    span: int | None = None
+    overlap: int | None = None
+    sinks: int | None = None
+    pattern: str = "paper"
+    task: str = "modeling"
+
+    def check(self) -> None:
+        check_budget(self.name, self.budget)
+        check_choice(self.name, "task", self.task, TASKS)
+        check_choice(self.name, "pattern", self.pattern, PATTERNS)
+        for name, low in (("span", 1), ("overlap", 0), ("sinks", 0)):
+            if (value := getattr(self, name)) is not None:
+                check_int(self.name, name, value, low)
+        super().check()
+
+    def check_cache(self, layer: int, num_layers: int) -> None:
+        if num_layers == 1:
+            raise ValueError(
+                f"{self.name}: expected a model of several layers, got 1; make each layer's cache with "
+                "Cache(policy, layer=..., num_layers=...)"
+            )
+        self.plan_settings(num_layers, 1, streaming=True)
+
+    def compress(  # type: ignore[override]  # no padding, and the layer is no option
+        self, k: Tensor, v: Tensor, *, layer: int, num_layers: int, rope: Rope | None = None, out: Out = None
+    ) -> Compressed:
+        """The rule in one call, of one layer of a model.
+
+        Args:
+            k: [b, Hk, n, d].
+            v: [b, Hk, n, dv].
+            layer, num_layers: which layer of how many this is.
+            rope: keys that are rotated at their slots are turned to their new ones. None: keys are only moved (they
+                are not rotated yet, or stay at their original positions).
+            out: (k_out, v_out) of the result's shapes to write to.
+
+        Returns:
+            (k, v, indices) with the slots that stay.
+
+        Raises:
+            TypeError, ValueError: wrong arguments; nothing has been written.
+        """
+        check_int(self.name, "layer", layer, 0)
+        view, out = self._view(k, v, layer=layer, num_layers=num_layers, out=out)
+        view.rope = rope
+        return self._compress(view, out)
+
+    def select(self, view: View) -> Tensor:
+        layer, num_layers = view.place(self.name)
+        view.state["plan"] = plan = lacache_plan(view.n, **self.plan_settings(num_layers, view.n))
+        return plan.indices(layer, view.k.device).expand(*view.k.shape[:2], -1)
+
+    def evict(self, view: View) -> Tensor | None:
+        layer, num_layers = view.place(self.name)
+        if view.starts is not None:
+            return self._evict_rows(view, layer, num_layers)
+        settings = self.plan_settings(num_layers, view.seen, streaming=True)
+        plan = lacache_plan(view.n, **settings, state=view.state.get("ladder"))
+        if not plan.passes:
+            return None
+        view.state.update(ladder=plan.state, plan=plan)
+        return plan.indices(layer, view.k.device).expand(*view.k.shape[:2], -1)
+
+    def _evict_rows(self, view: View, layer: int, num_layers: int) -> Tensor | None:
+        """Each row of a padded batch by a plan of its own, made from what the host knows."""
+        # padding; slots kept at the last eviction, columns seen then; cap, cursor: int64 [b, 5], on the CPU
+        before = view.state.get("rows")
+        if before is None:
+            assert view.padding is not None  # as rows begin with some
+            rows = [(padding, 0, 0, 0, 0) for padding in view.padding.tolist()]
+        else:
+            rows = before.tolist()
+        plans = []
+        for padding, kept, then, *state in rows:
+            length = kept + max(0, view.seen - max(padding, then))
+            settings = self.plan_settings(num_layers, max(0, view.seen - padding), streaming=True)
+            plans.append(lacache_plan(length, **settings, state=LadderState(*state) if then else None))
+        if not any(plan.passes for plan in plans):
+            return None
+        width = max(map(len, plans))
+        indices = torch.full((len(plans), width), -1, device=view.k.device)
+        for row, plan in enumerate(plans):
+            indices[row, width - len(plan) :] = plan.indices(layer, view.k.device) + (view.n - plan.n)
+        ends = [(row[0], len(plan), view.seen, plan.state.cap, plan.state.cursor) for row, plan in zip(rows, plans)]
+        view.state["rows"] = torch.tensor(ends, device="cpu")
+        return indices[:, None].expand(-1, view.heads, -1)
+
+    def move(self, view: View, indices: Tensor, out: Out = None) -> tuple[Tensor, Tensor]:
+        """By closed form, without the indices, and with the keys turned to their new slots; rows that differ by
+        them."""
+        if view.starts is not None:
+            return super().move(view, indices, out)
+        rope, (layer, _) = view.rope, view.place(self.name)
+        k: Any = view.k
+        v: Any = view.v
+        options: dict[str, Any] = {}
+        if rope is not None:
+            options = {"inv_freq": rope.inv_freq.to(k.device), "interleaved": rope.interleaved}
+        view.rope = None
+        *parts, last = view.state["plan"].parts()
+        if out is IN_PLACE:
+            for part in (*parts, last):
+                k, v = ladder_compact_(k, v, plan=part, layer=layer, **options)
+            return k, v
+        for part in parts:
+            k, v = ladder_gather(k, v, plan=part, layer=layer, **options)
+        k, v = ladder_gather(k, v, plan=last, layer=layer, **options, out=out)
+        return k, v
+
+    def plan_settings(self, num_layers: int, n: int, streaming: bool = False) -> dict[str, Any]:
+        """The arguments of `lacache_plan`, with the task's defaults. n: tokens, those seen so far if streaming."""
+        op, budget, span, overlap, sinks = self.name, self.budget, self.span, self.overlap, self.sinks
+        keep = budget_tokens(op, budget, n)
+        if self.task == "understanding":
+            if span is None:
+                if streaming and isinstance(budget, int):
+                    raise ValueError(
+                        f"{op}: task='understanding' needs span= (about num_layers * budget / length) when the budget "
+                        f"is {budget} tokens, as a stream's length is not known; or give the budget as a fraction"
+                    )
+                ratio = budget if isinstance(budget, float) else keep / max(n, 1)
+                span = understanding_span(num_layers, ratio)
+            overlap = 0 if overlap is None else overlap
+            sinks = min(128, keep // 4) if sinks is None else sinks
+        sinks = 4 if sinks is None else sinks
+        ladder = make_ladder(num_layers, span, overlap, self.pattern)
+        if streaming and isinstance(budget, float):
+            keep = max(keep, least_budget(sinks, ladder))
+        check_holds_ladder(op, keep, sinks, least=least_budget(sinks, ladder), kept=ladder.kept)
+        shape = {"num_layers": num_layers, "span": ladder.span, "overlap": ladder.overlap, "pattern": self.pattern}
+        return {"budget": keep, "sinks": sinks, **shape}
+
+    @classmethod
+    def at_budget(
+        cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A prompt and a short answer, or language modelling: the paper's settings for each."""
+        if options.get("task", "modeling" if streaming else "understanding") == "modeling":
+            return {"budget": budget}
+        return {"budget": budget, "task": "understanding", "span": understanding_span(num_layers, budget / n)}
 
 
 def lacache_coverage(
@@ -88,7 +213,8 @@ def lacache_coverage(
     for size in [chunk] if isinstance(chunk, int) else chunk:
         check_int("lacache_coverage", "chunk", size, 1)
     sizes = [chunk] * -(-n // chunk) if isinstance(chunk, int) else [*chunk] + [1] * (n - sum(chunk))
-    settings = dict(num_layers=num_layers, budget=budget, span=span, overlap=overlap, sinks=sinks, pattern=pattern)
+    settings: dict[str, Any] = dict(num_layers=num_layers, budget=budget, span=span, overlap=overlap)
+    settings |= dict(sinks=sinks, pattern=pattern)
     held = torch.empty(num_layers, 0, dtype=torch.int64, device="cpu")
     state, seen, new = None, 0, 0  # `new` tokens since the last that were put into `held`
     for size in sizes:
@@ -106,159 +232,3 @@ def lacache_coverage(
 def understanding_span(num_layers: int, ratio: float) -> int:
     """The paper's span for a prompt and a short answer, when this share of the prompt is kept."""
     return max(1, min(round(num_layers * ratio), num_layers - 1))
-
-
-def _settings(
-    op: str,
-    num_layers: int,
-    budget: int | float,
-    n: int,
-    span: int | None,
-    overlap: int | None,
-    sinks: int | None,
-    pattern: str,
-    task: str,
-    streaming: bool = False,
-) -> dict:
-    """The arguments of `lacache_plan`, checked, with the task's defaults. n: tokens, those seen so far if streaming."""
-    check_choice(op, "task", task, TASKS)
-    keep = budget_tokens(op, budget, n)
-    if task == "understanding":
-        if span is None:
-            if streaming and isinstance(budget, int):
-                raise ValueError(
-                    f"{op}: task='understanding' needs span= (about num_layers * budget / length) when the budget is "
-                    f"{budget} tokens, as a stream's length is not known; or give the budget as a fraction"
-                )
-            ratio = budget if isinstance(budget, float) else keep / max(n, 1)
-            span = understanding_span(num_layers, ratio)
-        overlap = 0 if overlap is None else overlap
-        sinks = min(128, keep // 4) if sinks is None else sinks
-    sinks = 4 if sinks is None else sinks
-    check_int(op, "sinks", sinks, 0)
-    ladder = make_ladder(num_layers, span, overlap, pattern)
-    if streaming and isinstance(budget, float):
-        keep = max(keep, least_budget(sinks, ladder))
-    check_budget(op, keep, sinks, ladder)
-    shape = dict(num_layers=num_layers, span=ladder.span, overlap=ladder.overlap, pattern=pattern)
-    return dict(budget=keep, sinks=sinks, **shape)
-
-
-def _carry_out(
-    op: str,
-    k: Tensor,
-    v: Tensor,
-    plan: LadderPlan,
-    layer: int,
-    rope: Rope | None,
-    out: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:
-    """What the plan keeps: in fresh memory, in the caller's `out`, or at the front of k and v themselves."""
-    options = {} if rope is None else dict(inv_freq=rope.inv_freq.to(k.device), interleaved=rope.interleaved)
-    check_out(op, out)
-    if out is IN_PLACE:
-        for part in plan.parts():
-            k, v = ladder_compact_(k, v, part, layer, **options)
-        return k, v
-    *parts, last = plan.parts()
-    for part in parts:
-        k, v = ladder_gather(k, v, part, layer, **options)
-    return ladder_gather(k, v, last, layer, **options, out=out)
-
-
-class LaCache(SlotMethod):
-    """LaCache's cache of one layer: when it is longer than the budget, ladders are thinned, in every layer other slots.
-
-    Make each layer's object with `fresh(layer, num_layers)`. All layers are equally long: the length oscillates around
-    the budget by what a ladder frees. Rows of a padded batch keep what they keep alone: different numbers of tokens,
-    which begin after `pads` empty slots.
-
-    budget: tokens; or a fraction of the tokens seen, but never less than a ladder needs.
-    span, overlap, sinks, pattern, task: as in `lacache_compress`; with task="understanding" and a budget in tokens span
-        must be given.
-    positions, storage, rope: see `SlotMethod`.
-    """
-
-    fixed_budget = False
-    _state = (*SlotMethod._state, "_rows")
-
-    def __init__(
-        self,
-        budget: int | float,
-        *,
-        span: int | None = None,
-        overlap: int | None = None,
-        sinks: int | None = None,
-        pattern: str = "paper",
-        task: str = "modeling",
-        positions: str = "slots",
-        storage: str = "pre_rope",
-        rope: Rope | None = None,
-    ):
-        budget_tokens("LaCache", budget, 1)
-        check_choice("LaCache", "task", task, TASKS)
-        check_choice("LaCache", "pattern", pattern, PATTERNS)
-        self.budget, self.span, self.overlap, self.sinks = budget, span, overlap, sinks
-        self.pattern, self.task = pattern, task
-        super().__init__(positions, storage, rope)
-
-    def reset(self) -> None:
-        super().reset()
-        self._ladder: LadderState | None = None
-        self._plan: LadderPlan | None = None  # of the eviction under way
-        # Of the rows of a padded batch: padding; slots kept at the last eviction, columns seen then; cap, cursor.
-        self._rows: Tensor | None = None  # int64 [b, 5], on the CPU
-
-    def fresh(self, layer: int = 0, num_layers: int = 1) -> LaCache:
-        other = super().fresh(layer, num_layers)
-        other._settings(1)
-        return other
-
-    def _settings(self, seen: int) -> dict:
-        if self.num_layers == 1:
-            raise ValueError(
-                "LaCache: expected a model of several layers, got 1; make each layer's object with "
-                "fresh(layer, num_layers)"
-            )
-        shape = self.span, self.overlap, self.sinks, self.pattern, self.task
-        return _settings("LaCache", self.num_layers, self.budget, seen, *shape, streaming=True)
-
-    def _evict(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> Tensor | None:
-        if pads is not None:
-            return self._evict_rows(k, seen)
-        plan = lacache_plan(k.shape[2], **self._settings(seen), state=self._ladder)
-        if not plan.passes:
-            return None
-        self._ladder, self._plan = plan.state, plan
-        return plan.indices(self.layer, k.device).expand(*k.shape[:2], -1)
-
-    def _evict_rows(self, k: Tensor, seen: int) -> Tensor | None:
-        """Each row of a padded batch by a plan of its own, made from what the host knows."""
-        if self._rows is None:
-            rows = [(padding, 0, 0, 0, 0) for padding in self._padding.tolist()]
-        else:
-            rows = self._rows.tolist()
-        plans = []
-        for padding, kept, then, *state in rows:
-            length = kept + max(0, seen - max(padding, then))
-            settings = self._settings(max(0, seen - padding))
-            plans.append(lacache_plan(length, **settings, state=LadderState(*state) if then else None))
-        if not any(plan.passes for plan in plans):
-            return None
-        n, width = k.shape[2], max(map(len, plans))
-        indices = torch.full((len(plans), width), -1, device=k.device)
-        for row, plan in enumerate(plans):
-            indices[row, width - len(plan) :] = plan.indices(self.layer, k.device) + (n - plan.n)
-        self._rows = torch.tensor(
-            [(row[0], len(plan), seen, plan.state.cap, plan.state.cursor) for row, plan in zip(rows, plans)],
-            device="cpu",
-        )
-        return indices[:, None].expand(-1, k.shape[1], -1)
-
-    def _moved(
-        self, indices: Tensor, k: Tensor, v: Tensor, pads: Tensor | None, left: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if pads is not None:
-            return super()._moved(indices, k, v, pads, left)
-        rope = self.rope if self.storage == "post_rope" else None
-        return _carry_out("LaCache", k, v, self._plan, self.layer, rope, None)

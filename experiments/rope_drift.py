@@ -1,6 +1,6 @@
 """How far do keys drift that are turned again and again? Re-rotated storage against storage without positions.
 
-    python bench/rope_drift.py [--compactions 10000] [--budget 512] [--json FILE]
+    python experiments/rope_drift.py [--compactions 10000] [--budget 512] [--json FILE]
 
 LaCache's cache of one layer of a 32-layer model, token by token, random keys of 128 channels. Stored with RoPE, a key
 is turned at every compaction that moves it, and rounded to the storage's dtype each time. Stored without, it is only
@@ -10,20 +10,17 @@ rotation of the key that came, relative to the key's length.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
-
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import common
 import kvops
+from common import HEAD_DIM, LAYERS
 from kvops import ops, reference
-from kvops.bench.record import origin, write
+from kvops.bench.record import write
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LAYERS, HEAD_DIM = 32, 128
 
 
 class Storage:
@@ -47,7 +44,8 @@ class Storage:
     def compact(self, plan: kvops.LadderPlan, layer: int) -> None:
         slots = plan.indices(layer)
         k, v = self.turned[:, :, : self.n], self.plain[:, :, : self.n]
-        ops.ladder_compact_(k, v, plan, layer, inv_freq=self.rope.inv_freq)  # the keys are turned, the values are not
+        # The keys are turned, the values are not.
+        ops.ladder_compact_(k, v, plan=plan, layer=layer, inv_freq=self.rope.inv_freq)
         self.n = len(plan)
         self.exact[:, :, : self.n] = self.exact[:, :, slots]
         self.times[: self.n] = self.times[slots] + (slots != torch.arange(self.n))
@@ -92,12 +90,11 @@ def run(dtype: torch.dtype, compactions: int, budget: int, layer: int, theta: fl
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--compactions", type=int, default=10_000)
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--layer", type=int, default=16)
     parser.add_argument("--theta", type=float, default=500_000.0, help="Llama 3's")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
     a = parser.parse_args(argv)
     found = {}
     print("error of a key, relative to its length; in brackets the largest of all slots")
@@ -112,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
             )
     if a.json:
         settings = {x: getattr(a, x) for x in ("compactions", "budget", "layer", "theta")}
-        write(a.json, {**origin("python", "bench/rope_drift.py", *(argv or sys.argv[1:])), **settings, "errors": found})
+        write(a.json, {**common.origin(__file__, argv), **settings, "errors": found})
 
 
 if __name__ == "__main__":

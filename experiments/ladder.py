@@ -1,23 +1,20 @@
 """Draws the ladder: which tokens each layer of a small model holds, after one compaction and after many.
 
-    python bench/ladder.py [--layers 8] [--budget 48] [--out .]
+    python experiments/ladder.py [--layers 8] [--budget 48] [--out .]
 
 LaCache's Fig. 2 and 4, from `kvops.lacache_coverage`: ladder.png.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
 from torch import Tensor
 
+import common
 import kvops
 
 SETTINGS = ((2, 1), (4, 2), (4, 0))  # span, overlap
@@ -34,10 +31,8 @@ def streaming(n: int, layers: int, budget: int, sinks: int) -> Tensor:
 def picture(layers: int, budget: int, sinks: int, path: Path) -> None:
     lengths = (budget + budget // 2, 4 * budget)
     titles = (f"{lengths[0]} tokens came at once", f"{lengths[1]} tokens came one by one")
-    figure, axes = plt.subplots(
-        len(SETTINGS) + 1, 2, figsize=(13, 1.6 * len(SETTINGS) + 2.4), layout="constrained",
-        gridspec_kw=dict(width_ratios=lengths),
-    )  # fmt: skip
+    figure = Figure(figsize=(13, 1.6 * len(SETTINGS) + 2.4), layout="constrained")
+    axes = figure.subplots(len(SETTINGS) + 1, 2, width_ratios=lengths)
     for row, setting in zip(axes, (*SETTINGS, None)):
         for axis, n, chunk in zip(row, lengths, (lengths[0], 1)):
             if setting is None:
@@ -56,17 +51,14 @@ def picture(layers: int, budget: int, sinks: int, path: Path) -> None:
     for axis, title in zip(axes[-1], titles):
         axis.set_xlabel(f"token ({title})")
     figure.suptitle(f"What {layers} layers hold with a budget of {budget} slots each, {sinks} sinks")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    common.save(figure, path, dpi=110)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, json=False, picture="ladder.png")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--budget", type=int, default=48)
     parser.add_argument("--sinks", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the picture")
     a = parser.parse_args(argv)
     picture(a.layers, a.budget, a.sinks, a.out / "ladder.png")
     print(f"wrote {a.out / 'ladder.png'}")

@@ -1,6 +1,6 @@
 """Time to the first token, time per output token, and memory, of a model of Llama-3-8B's shape with random weights.
 
-    python bench/end_to_end.py [--device cuda] [--layers 32] [--contexts 4096 8192 ...] [--json FILE] [--out FOLDER]
+    python experiments/end_to_end.py [--device cuda] [--layers 32] [--contexts 4096 8192 ...] [--out FOLDER]
 
 LagKV's measurement (its Sec. 3.5, Fig. 5-7): a prompt of so many tokens, in chunks (S + 2 L tokens, then L at a time;
 S = 16 sinks, L = 1024), for the full cache and for LagKV that keeps 1/2 ... 1/8 of each partition; then 30 new tokens,
@@ -21,7 +21,6 @@ import ctypes
 import gc
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,13 +31,13 @@ import transformers
 from torch import Tensor
 from tqdm import tqdm
 
+import common
 import kvops
 import kvops.hf
-from kvops.bench.record import origin, write
-from kvops.reference import kept_length
+from common import GROUP, HEAD_DIM, HEADS, LAYERS, MLP, VOCABULARY, wait_for
+from kvops.bench.record import write
+from kvops.lag import kept_length
 
-LAYERS, HEADS, VOCABULARY = 32, 32, 128256  # Llama-3-8B's, as all else in `make_model`
-GROUP, HEAD_DIM, MLP = 4, 128, 14336 // HEADS  # query heads per KV head; MLP: neurons per query head
 SINKS = 16
 OBSERVED = 32  # SnapKV's window
 FULL = "full cache"
@@ -52,7 +51,7 @@ class Cell:
     prefill: str  # "chunked", "whole", "blocks of 64"
     context: int  # tokens of the prompt
     name: str
-    method: kvops.Method
+    policy: kvops.Policy
     first: int  # tokens of the prompt that come at once,
     then: int  # and so many in each call after that
     new_tokens: int = 0
@@ -84,7 +83,7 @@ def cells(
         for size in blocks
         for name, method in rivals.items()
     ]
-    lagkv = {FULL: kvops.Full(), **{f"LagKV {r}x": kvops.LagKV(lag, 1 / r, sink=SINKS) for r in ratios}}
+    lagkv = {FULL: kvops.Full(), **{f"LagKV {r}x": kvops.LagKV(lag, 1 / r, sinks=SINKS) for r in ratios}}
     at_once = {FULL, *(f"LagKV {r}x" for r in whole)} if whole else set()
     for n in contexts:
         found += [Cell("chunked", n, name, x, SINKS + 2 * lag, lag, new_tokens) for name, x in lagkv.items()]
@@ -97,28 +96,12 @@ def kept(n: int, lag: int, ratio: int) -> int:
     return kept_length(n, SINKS, lag, int(lag / ratio))
 
 
-def make_model(layers: int, heads: int, tokens: int, device: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """So many layers of Llama-3-8B, random; of fewer query heads, all its widths shrink alike."""
-    config = transformers.LlamaConfig(
-        hidden_size=heads * HEAD_DIM,
-        intermediate_size=heads * MLP,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // GROUP,
-        num_hidden_layers=layers,
-        vocab_size=VOCABULARY * layers // LAYERS,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        max_position_embeddings=2 * tokens,
-    )
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return kvops.hf.use_attention(model.eval())
-
-
 def layers_that_fit(heads: int, tokens: int, dtype: torch.dtype) -> int:
     """As many layers as the GPU has memory for, with a full cache of so many tokens and room for the prefill."""
     width, size = heads * HEAD_DIM, dtype.itemsize
-    activations = tokens * (3 * heads * MLP + 8 * width) * size
-    weights = width * (2 * width + 2 * width // GROUP + 3 * heads * MLP + 2 * VOCABULARY // LAYERS) * size
+    mlp = heads * MLP // HEADS
+    activations = tokens * (3 * mlp + 8 * width) * size
+    weights = width * (2 * width + 2 * width // GROUP + 3 * mlp + 2 * VOCABULARY // LAYERS) * size
     cache = 2 * tokens * width // GROUP * size
     free = torch.cuda.mem_get_info()[0]
     return max(1, min(LAYERS, int((0.9 * free - activations) / (weights + 2 * cache))))  # twice: it is copied to grow
@@ -163,15 +146,14 @@ class Peak:
 def sample(model: transformers.PreTrainedModel, cell: Cell, ids: Tensor) -> dict:
     """One run of a cell. ids: the prompt, [1, context]. Seconds, and bytes."""
     device = ids.device.type
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     peak = Peak(device)
-    cache = kvops.hf.KVCache(model.config, cell.method)
-    wait()
+    cache = kvops.hf.KVCache(model.config, cell.policy)
+    wait_for(device)
     begin = time.perf_counter()
     for part in pieces(cell):
         logits = model(ids[:, part], past_key_values=cache, logits_to_keep=1).logits
     token = logits.argmax(-1)
-    wait()
+    wait_for(device)
     seconds, stats = time.perf_counter() - begin, cache.stats()
     found = {
         "ttft_s": seconds,
@@ -184,7 +166,7 @@ def sample(model: transformers.PreTrainedModel, cell: Cell, ids: Tensor) -> dict
         begin = time.perf_counter()
         for _ in range(cell.new_tokens):
             token = model(token, past_key_values=cache).logits.argmax(-1)
-        wait()
+        wait_for(device)
         found["tpot_s"] = (time.perf_counter() - begin) / cell.new_tokens
     return found
 
@@ -203,7 +185,7 @@ def run(
     ids = torch.randint(model.config.vocab_size, (1, max(x.context for x in todo)), generator=generator).to(device)
     for cell in {x.name: x for x in todo}.values():  # whatever the first calls load and compile
         size = min(cell.context, cell.first + cell.then) if device.type == "cuda" else 128
-        sample(model, Cell("", size, cell.name, cell.method, 64, 64, min(2, cell.new_tokens)), ids[:, :size])
+        sample(model, Cell("", size, cell.name, cell.policy, 64, 64, min(2, cell.new_tokens)), ids[:, :size])
     rows: dict[Cell, dict] = {}
     samples: dict[Cell, list[dict]] = {x: [] for x in todo}
 
@@ -286,13 +268,11 @@ def table(rows: list[dict]) -> str:
 
 def picture(rows: list[dict], title: str, path: Path) -> None:
     """Fig. 5-7 of LagKV: a line for each context. Then Fig. 7 of KeyDiff: a line for each method."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     rows = [r for r in rows if "error" not in r]
-    figure, axes = plt.subplots(1, 4, figsize=(16, 4), layout="constrained")
+    figure = Figure(figsize=(16, 4), layout="constrained")
+    axes = figure.subplots(1, 4)
     panels = (
         ("ttft_s", 1.0, "time to the first token, s"),
         ("tpot_s", 1e3, "time per output token, ms"),
@@ -316,20 +296,17 @@ def picture(rows: list[dict], title: str, path: Path) -> None:
         sizes = [r["prefill"].removeprefix("blocks of ") for r in of]
         axes[3].plot(sizes, [r["ttft_s"] for r in of], "o-", color=color, label=name, **thin)
     axes[3].set(xlabel="tokens of a block", ylabel="time to the first token, s", ylim=(0, None))
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False)
     if blocks:
         axes[3].set_title(f"{blocks[0]['context']:,} tokens in blocks", fontsize=10)
         axes[3].legend(frameon=False)
     figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    common.save(figure, path)
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, picture="end_to_end.png")
+    parser.set_defaults(out=None)  # measures alone, unless told where to draw
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, help="default: as many as fit, up to 32; 1 on a CPU")
     parser.add_argument("--heads", type=int, default=HEADS, help="query heads; all widths are multiples of it")
@@ -346,8 +323,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=1024, help="tokens that the methods keep of it")
     parser.add_argument("--repeats", type=int, help="default: 3; 1 on a CPU")
     parser.add_argument("--seconds", type=float, help="begin no cell after so many")
-    parser.add_argument("--json", type=Path, help="file for all numbers, written after each of them")
-    parser.add_argument("--out", type=Path, help="folder for the picture, end_to_end.png")
     a = parser.parse_args(argv)
     cuda = a.device == "cuda"
     a.whole = a.ratios[-1:] if a.whole is None else a.whole
@@ -383,14 +358,15 @@ def main(argv: list[str] | None = None) -> None:
         shape += f", {a.heads} of {HEADS} heads and widths alike)" if a.heads < HEADS else ")"
     title = f"{shape}, {a.dtype}, {a.device}"
     print(title)
-    model = make_model(a.layers, a.heads, longest + a.new_tokens, a.device, dtype)
+    vocabulary = VOCABULARY * a.layers // LAYERS
+    model = common.random_llama(a.layers, a.heads, vocabulary, longest + a.new_tokens, a.device, dtype)
     todo = cells(a.contexts, a.ratios, a.whole, a.lag, a.new_tokens, a.blocks, a.block_context, a.budget)
     settings = ("layers", "heads", "dtype", "lag", "ratios", "new_tokens", "block_context", "budget", "repeats")
     record = {
-        **origin("python", "bench/end_to_end.py", *(sys.argv[1:] if argv is None else argv), device=a.device),
+        **common.origin(__file__, argv, a.device),
         "shape": shape,
         **{x: getattr(a, x) for x in settings},
-        "vocabulary": model.config.vocab_size,
+        "vocabulary": vocabulary,
         "weight_bytes": sum(x.nbytes for x in model.parameters()),
     }
 

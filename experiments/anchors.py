@@ -1,7 +1,7 @@
 """Semantic anchors: what ProtoKV's Sec. 3 says of keys, looked up in a model.
 
-    python bench/anchors.py [--model FOLDER] [--text FILE] [--prompts 11] [--context 2048] [--tokens 32]
-                            [--out .] [--json FILE]
+    python experiments/anchors.py [--model FOLDER] [--text FILE] [--prompts 11] [--context 2048] [--tokens 32]
+                                  [--out .] [--json FILE]
 
 The model reads prompts and goes on greedily; keys and queries of its full-attention layers are looked at with
 `kvops.analysis`, and drawn as the paper's figures: anchors-outliers.png (Fig. 2 and 37), anchors-similarity.png (Fig.
@@ -14,29 +14,23 @@ model is the demo's, and its prompts are those of the demo: each hides a key, an
 
 from __future__ import annotations
 
-import argparse
-import sys
 from math import erf, sqrt
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor
 from tqdm import tqdm
 
-import kvops.hf
-from demo import HERE, MODEL, QUESTION, encode, make_prompts
-from endless import load
+import common
+from common import save
 from kvops import analysis
-from kvops.bench.record import origin, write
-from kvops.eval.reader import Watched
+from kvops.bench.record import write
+from kvops.eval.reader import Cut, Reader, caches
 from kvops.ops import outlier_degree, select_topk
-from pareto import Pattern, branch
 
 EDGES = np.arange(-4, 8.01, 0.25)  # of the histogram
 BETAS = np.arange(0, 4.01, 0.25)
@@ -52,16 +46,10 @@ RULES = {
 }
 
 
-class Recorded(Pattern, Watched):
-    """Keeps everything until it is told what to keep; remembers the answer's queries, and how the model attends."""
-
-
 def keys_of_demo(prompts: int, context: int, digits: int) -> tuple[Tensor, list[slice]]:
     """The demo's prompts with their question, [prompts, n], and where the digits of each key lie."""
-    asked = make_prompts(prompts, context, digits)
-    question = torch.from_numpy(encode(QUESTION)).expand(prompts, -1)
-    ids = torch.cat([torch.from_numpy(np.stack([p.ids for p in asked])), question], 1)
-    return ids, [slice(p.start, p.start + digits) for p in asked]
+    asked = common.make_prompts(prompts, context, digits)
+    return torch.from_numpy(common.asked(asked)), [slice(p.start, p.start + digits) for p in asked]
 
 
 def pieces(text: Tensor, prompts: int, context: int, bos: int | None) -> Tensor:
@@ -74,16 +62,15 @@ def pieces(text: Tensor, prompts: int, context: int, bos: int | None) -> Tensor:
 
 
 @torch.inference_mode()
-def look(model, ids: Tensor, tokens: int, secret: slice | None, seed: int) -> dict[str, np.ndarray]:
+def look(reader: Reader, ids: Tensor, tokens: int, secret: slice | None, seed: int) -> dict[str, np.ndarray]:
     """All of one prompt, ids: [1, n]: arrays [layers, KV heads, ...]."""
-    prompt = kvops.hf.KVCache(model.config, Recorded(tokens))
-    model(ids[:, :-1], past_key_values=prompt, logits_to_keep=1)  # the last token makes the first of the answer
-    cache, methods = branch(prompt)
+    prompt = common.read(reader, ids[:, :-1].numpy(), tokens)  # the last token makes the first of the answer
+    cache, ids = common.keep(prompt).cache, ids.to(reader.model.device)
     length = dict(max_new_tokens=tokens, min_new_tokens=tokens)
-    said = model.generate(
+    said = reader.model.generate(
         ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False, pad_token_id=0, **length
     )
-    layers = [(m.k[:, :, : ids.shape[1]], m.last_queries, m.options) for m in methods]
+    layers = [(x.k[:, :, : ids.shape[1]], x.last_queries, x.logits) for x in caches(cache)]
     seen = {
         "similarity": [analysis.neighbourhood_similarity(k) for k, _, _ in layers],
         "histogram": [analysis.outlier_histogram(k, EDGES) for k, _, _ in layers],
@@ -99,16 +86,16 @@ def look(model, ids: Tensor, tokens: int, secret: slice | None, seed: int) -> di
     if secret is not None:
         seen["outlier degree of the key"] = [outlier_degree(k)[:, :, secret] for k, _, _ in layers]
     found = {name: torch.cat(x).cpu().numpy() for name, x in seen.items()}
-    found["dropped"] = dropped(model, prompt, said, layers, seed)
+    found["dropped"] = dropped(reader, prompt, said, layers, seed)
     return found
 
 
-def dropped(model, prompt: kvops.hf.KVCache, said: Tensor, layers: list, seed: int) -> np.ndarray:
+def dropped(reader: Reader, prompt: Cut, said: Tensor, layers: list, seed: int) -> np.ndarray:
     """Share of the answer's tokens that the model still says, each after the right ones before it: [rules, drops].
 
     Every head of every layer loses as many of the prompt's tokens; its last token is not among them.
     """
-    n = prompt.get_seq_length()
+    n = prompt.cache.get_seq_length()
     generator = torch.Generator().manual_seed(seed)
     scores = {name: [] for name in RULES}
     for k, q, options in layers:
@@ -120,18 +107,16 @@ def dropped(model, prompt: kvops.hf.KVCache, said: Tensor, layers: list, seed: i
     shares = []
     for by_layer, sinks in zip(scores.values(), (0, SKIP, 0, 0)):
         for drop in DROPS:
-            cut, methods = branch(prompt)
-            for method, x in zip(methods, by_layer):
-                method.keep(select_topk(-x, n - drop, sinks))
-            logits = model(said[:, n:-1], past_key_values=cut).logits
+            cut = common.keep(prompt, [select_topk(-x, k=n - drop, sinks=sinks) for x in by_layer])
+            logits = reader.model(said[:, n:-1], past_key_values=cut.cache).logits
             shares.append((logits.argmax(-1) == said[:, n + 1 :]).float().mean().item())
     return np.array(shares).reshape(len(RULES), len(DROPS))
 
 
-def run(model, ids: Tensor, tokens: int, secrets: list[slice] | None) -> dict[str, np.ndarray]:
+def run(reader: Reader, ids: Tensor, tokens: int, secrets: list[slice] | None) -> dict[str, np.ndarray]:
     """All prompts: arrays [prompts, layers, KV heads, ...], and "dropped" [prompts, rules, drops]."""
     found = [
-        look(model, ids[i : i + 1], tokens, secrets and secrets[i], i)
+        look(reader, ids[i : i + 1], tokens, secrets and secrets[i], i)
         for i in tqdm(range(len(ids)), desc="prompts", leave=False)
     ]
     return {name: np.stack([x[name] for x in found]) for name in found[0]}
@@ -147,20 +132,13 @@ def spread(count: int, most: int) -> list[int]:
 
 def shades(count: int) -> np.ndarray:
     """A color for each of so many layers or heads, the first ones light."""
-    return plt.get_cmap("viridis_r")(np.linspace(0.1, 1, count))
-
-
-def save(figure: plt.Figure, path: Path) -> None:
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return matplotlib.colormaps["viridis_r"](np.linspace(0.1, 1, count))
 
 
 def draw_outliers(found: dict, path: Path) -> None:
     """Fig. 2 and 37: the distribution of Theta, and how many anchors the heads have."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     counts = found["histogram"].sum((0, 2))  # [layers, bins]
     density = counts / counts.sum(1, keepdims=True)
     for layer, color in enumerate(shades(len(counts))):
@@ -198,14 +176,8 @@ def draw_similarity(found: dict, secret: slice | None, path: Path) -> None:
     """Fig. 3: S by position, of the first prompt."""
     similarity = found["similarity"][0]
     layers, heads = spread(similarity.shape[0], 6), spread(similarity.shape[1], 4)
-    figure, grid = plt.subplots(
-        *(len(layers), len(heads)),
-        figsize=(1 + 4.5 * len(heads), 0.8 + 1.7 * len(layers)),
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
+    figure = Figure(figsize=(1 + 4.5 * len(heads), 0.8 + 1.7 * len(layers)), layout="constrained")
+    grid = figure.subplots(len(layers), len(heads), sharex=True, sharey=True, squeeze=False)
     for layer, row in zip(layers, grid):
         for head, axes in zip(heads, row):
             values = similarity[layer, head]
@@ -223,9 +195,8 @@ def draw_clusters(found: dict, path: Path) -> None:
     """Fig. 4: Gamma by threshold, the mean of the prompts."""
     degree, distinct = (mean(found[name]) for name in ("clustering", "clustering, distinct"))
     layers = spread(len(degree), 6)
-    figure, (row,) = plt.subplots(
-        1, len(layers), figsize=(0.6 + 3.6 * len(layers), 3.6), sharex=True, squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(0.6 + 3.6 * len(layers), 3.6), layout="constrained")
+    (row,) = figure.subplots(1, len(layers), sharex=True, squeeze=False)
     for layer, axes in zip(layers, row):
         for head, color in zip(range(degree.shape[1]), shades(degree.shape[1])):
             axes.plot(BETAS, degree[layer, head], color=color, label=f"KV head {head}")
@@ -245,10 +216,9 @@ def draw_attention(found: dict, path: Path) -> None:
     shares = [100 * mean(found[f"attention, skip {skip}"]) for skip in skips]  # [layers, heads, groups]
     layers, heads = shares[0].shape[:2]
     rows = layers * heads
-    figure, panels = plt.subplots(
-        1, 2, figsize=(12, 1.4 + min(0.3 * rows, 14)), sharey=True, layout="constrained", squeeze=False
-    )
-    for axes, skip, x in zip(panels[0], skips, shares):
+    figure = Figure(figsize=(12, 1.4 + min(0.3 * rows, 14)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, skip, x in zip(panels, skips, shares):
         image = axes.imshow(x.reshape(rows, GROUPS), aspect="auto", cmap="Blues", vmin=0, vmax=100)
         if rows <= 40:
             for (y, group), value in np.ndenumerate(x.reshape(rows, GROUPS)):
@@ -258,7 +228,7 @@ def draw_attention(found: dict, path: Path) -> None:
         axes.set_xlabel("tokens by outlier degree: up to the highest ... %")
         axes.set_title(f"all but the first {skip} tokens" if skip else "all tokens", fontsize=10)
     step = 1 if rows <= 40 else heads
-    panels[0, 0].set_yticks(
+    panels[0].set_yticks(
         range(0, rows, step), [f"L{i // heads}" + (f" H{i % heads}" if step == 1 else "") for i in range(0, rows, step)]
     )
     figure.colorbar(image, ax=panels, label="% of the answer's attention", pad=0.01)
@@ -268,7 +238,8 @@ def draw_attention(found: dict, path: Path) -> None:
 def draw_dropped(found: dict, path: Path) -> None:
     """Fig. 6: what is left of the answer."""
     shares = 100 * found["dropped"]  # [prompts, rules, drops]
-    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.subplots()
     error = 1.96 * shares.std(0) / np.sqrt(len(shares))
     for i, (name, color) in enumerate(RULES.items()):
         axes.fill_between(DROPS, *(shares[:, i].mean(0) + sign * error[i] for sign in (-1, 1)), color=color, alpha=0.15)
@@ -336,29 +307,24 @@ def table(found: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=MODEL, help="folder of a transformers model and its tokenizer")
-    parser.add_argument("--text", type=Path, help="file to cut prompts from")
+    parser = common.parser(__doc__, picture="the pictures")
+    common.add_model(parser, None)
     parser.add_argument("--prompts", type=int, default=11)
     parser.add_argument("--context", type=int, default=2048, help="tokens of a prompt (before the demo's question)")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of the answer; the demo's keys have as many")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="auto", help="of the model, such as bfloat16")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures")
     a = parser.parse_args(argv)
     if a.context < DROPS[-1] + SKIP + 2:
         parser.error(f"--context must be at least {DROPS[-1] + SKIP + 2}, got {a.context}")
-    text = a.text or HERE / "data" / "haystack.txt"
-    model, ids = load(a.model, text, a.device, a.dtype)
-    secrets = None
-    if a.text is None and a.model == MODEL:
+    reader, secrets = Reader(common.load_model(a.model, a.device, a.dtype)), None
+    if a.text is None and a.model == common.MODEL:
         ids, secrets = keys_of_demo(a.prompts, a.context, a.tokens)
-    elif ids.shape[1] < a.context:
-        parser.error(f"{text} has {ids.shape[1]:,} tokens, too few for --context {a.context}")
     else:
-        ids = pieces(ids, a.prompts, a.context, model.config.bos_token_id)
-    found = run(model, ids.to(a.device), a.tokens, secrets)
+        text = a.text or common.TEXT
+        ids = common.load_text(a.model, text)
+        if ids.shape[1] < a.context:
+            parser.error(f"{text} has {ids.shape[1]:,} tokens, too few for --context {a.context}")
+        ids = pieces(ids, a.prompts, a.context, reader.model.config.bos_token_id)
+    found = run(reader, ids, a.tokens, secrets)
     print(table(found))
     draw_outliers(found, a.out / "anchors-outliers.png")
     draw_similarity(found, secrets and secrets[0], a.out / "anchors-similarity.png")
@@ -368,7 +334,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"wrote {a.out / 'anchors-*.png'}")
     if a.json:
         settings = {"prompts": a.prompts, "tokens of a prompt": ids.shape[1], "tokens of an answer": a.tokens}
-        record = origin("python", "bench/anchors.py", *(argv or sys.argv[1:]), device=torch.device(a.device).type)
+        record = common.origin(__file__, argv, torch.device(a.device).type)
         write(a.json, {**record, **settings, **numbers(found)})
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops import flash
+from kvops import flash_attention
 from kvops.bench import attention as measuring
 
 pytestmark = kit.every_device
@@ -71,7 +71,7 @@ def assert_attention(result, q, k, v, sink=None, **options):
 @pytest.mark.parametrize("t, n", [(40, 40), (1, 40), (7, 40), (1, 1), (300, 317)])
 def test_every_backend_is_the_formula(t, n, causal, dtype):
     q, k, v = make(t=t, n=n, dtype=dtype)
-    fit = [name for name in available() if not flash.BACKENDS[name].why_not(call(q, k, v))]
+    fit = [name for name in available() if not flash_attention.BACKENDS[name].why_not(call(q, k, v))]
     assert "kvops" in fit and (q.is_cuda or "torch_flash" in fit)
     for backend in (None, *fit):
         result = kvops.attention(q, k, v, causal=causal, backend=backend)
@@ -80,7 +80,7 @@ def test_every_backend_is_the_formula(t, n, causal, dtype):
 
 
 def call(q, k, v, causal=True, starts=None, softcap=0.0):
-    return flash._Call(q, k, v, causal, 1.0, starts, softcap)
+    return flash_attention._Call(q, k, v, causal, 1.0, starts, softcap)
 
 
 @kit.examples(50, derandomize=True)
@@ -104,7 +104,7 @@ def test_any_options(t, old, causal, scale, softcap, sink, padding, group, dv, b
         options["starts"] = kit.int32(*(min(x, t + old) for x in padding))
         for row, start in enumerate(options["starts"].tolist()):
             k[row, :, :start], v[row, :, :start] = 3e4, 3e4
-    if backend and flash.BACKENDS[backend].why_not(call(q, k, v, causal, options.get("starts"), softcap)):
+    if backend and flash_attention.BACKENDS[backend].why_not(call(q, k, v, causal, options.get("starts"), softcap)):
         backend = None
     logits = kit.randn(q.shape[1], seed=seed) if sink else None
     result = kvops.attention(q, k, v, sink_logits=logits, backend=backend, **options)
@@ -115,7 +115,7 @@ def test_any_options(t, old, causal, scale, softcap, sink, padding, group, dv, b
 @pytest.mark.parametrize("backend", ["kvops", "torch_flash"])
 def test_any_strides(layout, backend):
     q, k, v = make(t=20, n=33, dtype=torch.float16)
-    if flash.BACKENDS[backend].why_not(call(q, k, v)):
+    if flash_attention.BACKENDS[backend].why_not(call(q, k, v)):
         pytest.skip(f"{backend} does not run here")
     want = kvops.attention(q, k, v, backend=backend)
     for queries in (kit.laid_out(q, layout), q.mT.contiguous().mT):
@@ -142,7 +142,7 @@ def test_the_choice():
     def backend(group, t, dtype=torch.float32):
         return kvops.attention(*make(b=1, group=group, t=t, n=max(t, 40), dtype=dtype)).backend
 
-    for (alone, shared), dtype in ((flash.KVOPS_ROWS[x], x) for x in flash.KVOPS_ROWS):
+    for (alone, shared), dtype in ((flash_attention.KVOPS_ROWS[x], x) for x in flash_attention.KVOPS_ROWS):
         for group, most in ((1, alone), (3, shared)):
             tried = {t: backend(group, t, dtype) for t in (1, 2, 128, 129, 300)}
             assert tried == {t: "kvops" if t <= most else "torch_flash" for t in tried}
@@ -158,7 +158,7 @@ def test_the_choice():
 def test_the_table_is_what_was_measured():
     found = measuring.means(json.loads(measuring.RESULTS.read_text())["cells"])
     assert {(measuring.DTYPES[dtype], grouped) for dtype, grouped in found} == {
-        (dtype, grouped) for dtype in flash.KVOPS_ROWS for grouped in (False, True)
+        (dtype, grouped) for dtype in flash_attention.KVOPS_ROWS for grouped in (False, True)
     }
     assert {kind: measuring.kvops_rows(x) for kind, x in found.items()} == {x: measuring.chosen(*x) for x in found}
     assert measuring.wrong(found) == []
@@ -181,7 +181,7 @@ def test_the_table_is_checked(tmp_path, monkeypatch, capsys):
     assert re.search(r"fp32 +shared +4.00x +2.00x +1.50x +0.50x +0.90x +0.25x +128 +16$", shown, re.M)
     record = json.loads(file.read_text())
     assert len(record["cells"]) == 6 * 3 * 4 and record["command"].startswith("python -m kvops.bench.attention --dtype")
-    monkeypatch.setitem(flash.KVOPS_ROWS, torch.float32, (16, 16))
+    monkeypatch.setitem(flash_attention.KVOPS_ROWS, torch.float32, (16, 16))
     assert measuring.main([*said, str(file)]) == 0 and "holds" in capsys.readouterr().out
     assert measuring.kvops_rows({1: 0.5, 4: 0.5}) == 0 and measuring.kvops_rows({1: 2.0, 4: 2.0}) == math.inf
     assert measuring.lost({1: 2.0, 4: 0.5}, 4) == pytest.approx(2**0.5)
@@ -295,7 +295,7 @@ def test_wrong_arguments():
 def test_a_backend_that_cannot_says_why():
     q, k, v = make(t=257, n=257)
     states = kvops.attention_backends("cpu")
-    assert list(states) == list(flash.BACKENDS) and states["torch_flash"] == states["kvops"] == "available"
+    assert list(states) == list(flash_attention.BACKENDS) and states["torch_flash"] == states["kvops"] == "available"
     assert states["flash_attn_2"] == "it runs on CUDA devices, not on cpu"
     assert states["cudnn"] != "available"
     with kit.refuses(
@@ -399,8 +399,8 @@ def package(request, monkeypatch):
     module = flash_attn_2() if request.param == "flash_attn_2" else flash_attn_3("early" in request.param)
     name = request.param.split()[-1]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(flash.BACKENDS, name, flash._Package(module.__name__, 0))
-    monkeypatch.setattr(flash, "_not_cuda", lambda *args: None)
+    monkeypatch.setitem(flash_attention.BACKENDS, name, flash_attention._Package(module.__name__, 0))
+    monkeypatch.setattr(flash_attention, "_not_cuda", lambda *args: None)
     return name
 
 
@@ -426,9 +426,9 @@ def test_package_runs_padded_batches_in_one_call(package, causal, t, n):
 
 @kit.only("cpu")
 def test_packages_that_do_not_fit(monkeypatch):
-    monkeypatch.setattr(flash, "_not_cuda", lambda *args: None)
+    monkeypatch.setattr(flash_attention, "_not_cuda", lambda *args: None)
     old = flash_attn_2()
     old.__version__ = "2.5.9"
     monkeypatch.setitem(sys.modules, "flash_attn", old)
-    assert flash._Package("flash_attn", 8).missing("cuda") == "flash_attn must be 2.7 or later, found 2.5.9"
-    assert "cannot be imported: No module named" in flash._Package("flash_attn_of_nobody", 8).missing("cuda")
+    assert flash_attention._Package("flash_attn", 8).missing("cuda") == "flash_attn must be 2.7 or later, found 2.5.9"
+    assert "cannot be imported: No module named" in flash_attention._Package("flash_attn_of_nobody", 8).missing("cuda")

@@ -15,6 +15,9 @@ On the CPU `kvops` runs every call in half precision, and in fp32 up to 128 rows
 Two things that torch's operators lack are made here. Their causal mask is aligned to the top left, so t < n queries are
 two calls, the old keys without a mask and the new square, merged by their lse: exact, and no mask is built. And rows
 of a batch with left padding are run one by one. K and V are never expanded to the query heads.
+
+Not called `attention.py`: `kvops.attention` is the function, and would hide a module of that name from
+`from kvops import attention` and `import kvops.attention as x`, which both take the package's attribute.
 """
 
 from __future__ import annotations
@@ -23,13 +26,12 @@ import functools
 import importlib
 import inspect
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import check_vector
-from .dispatch import inference_only
+from .checks import check_attention, check_starts
 from .ops import MAX_WINDOW, window_attention
 
 #: On the CPU, up to how many query rows `kvops` runs before `torch_flash`: where each query head has a KV head of its
@@ -74,8 +76,7 @@ def attention(
 
     ValueError for wrong arguments; for a backend that cannot run this call it says why, and which ones can.
     """
-    inference_only("attention", q=q, k=k, v=v)
-    _check(q, k, v, causal, scale, starts, sink_logits, softcap)
+    check_attention("attention", q, k, v, causal, scale, starts, sink_logits, softcap)
     call = _Call(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale, starts, softcap)
     name = _choice(call, backend)
     out, lse = BACKENDS[name].run(call)
@@ -98,52 +99,6 @@ class _Call(NamedTuple):
     scale: float
     starts: Tensor | None
     softcap: float
-
-
-def _check(q, k, v, causal, scale, starts, sink_logits, softcap) -> None:
-    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"attention: q must be float32, float16 or bfloat16, got {q.dtype}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"attention: {name} must be [b, heads, tokens, head_dim], got shape {list(x.shape)}")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"attention: {name} must have q's dtype and device, {q.dtype} {q.device}, got {x.dtype} {x.device}"
-            )
-    b, query_heads, t, d = q.shape
-    heads, n = k.shape[1:3]
-    if k.shape[0] != b or k.shape[3] != d:
-        raise ValueError(f"attention: k must be [{b}, Hk, n, {d}] as q is, got {list(k.shape)}")
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"attention: v must be [{b}, {heads}, {n}, dv] as k is, got {list(v.shape)}")
-    if query_heads % heads if heads else query_heads:
-        raise ValueError(f"attention: the heads of q must be a multiple of k's {heads}, got {query_heads}")
-    if causal and t > n:
-        raise ValueError(f"attention: causal queries are the last of the keys, expected at most {n}, got {t}")
-    if scale is not None and not _is_normal(scale):
-        raise ValueError(f"attention: scale must be positive and a normal number in fp32, got {scale}")
-    if softcap != 0 and not _is_normal(softcap):
-        raise ValueError(f"attention: softcap must be 0 (none) or positive and a normal number in fp32, got {softcap}")
-    if softcap != 0 and not _is_normal((d**-0.5 if scale is None else scale) / softcap):
-        raise ValueError(f"attention: scale / softcap must be a normal number in fp32, got {scale} / {softcap}")
-    check_vector("attention", "starts", starts, b, q)
-    check_vector("attention", "sink_logits", sink_logits, query_heads, q, torch.float32)
-    if sink_logits is not None:
-        inference_only("attention", sink_logits=sink_logits)
-    if starts is not None and starts.is_cpu and not torch.compiler.is_compiling():
-        _check_starts(starts.tolist(), n)
-
-
-def _check_starts(starts: list[int], n: int) -> None:
-    for row, start in enumerate(starts):
-        if not 0 <= start <= n:
-            raise ValueError(f"attention: starts must lie in [0, {n}], got {start} for row {row}")
-
-
-def _is_normal(x: float) -> bool:
-    """Whether x, which is computed with in fp32, is positive and neither 0 nor infinite nor subnormal there."""
-    fp32 = torch.finfo(torch.float32)
-    return fp32.tiny <= x <= fp32.max
 
 
 def _choice(call: _Call, forced: str | None) -> str:
@@ -251,7 +206,7 @@ class _Torch(_Flash):
         t, n = q.shape[2], k.shape[2]
         out, lse = q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
         rows = starts.tolist()
-        _check_starts(rows, n)
+        check_starts("attention", rows, n)
         for row, start in enumerate(rows):
             hidden = max(0, start - (n - t)) if causal else 0  # queries of the padding
             if hidden < t and start < n:
@@ -292,7 +247,7 @@ class _TorchFlash(_Torch):
         slower = not call.q.is_cuda and call.q.shape[2] <= KVOPS_ROWS[call.q.dtype][grouped]
         return not slower and super().suits(call)
 
-    def square(self, q, k, v, causal, scale):
+    def square(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         if q.is_cuda:
             out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
             return out, lse
@@ -320,7 +275,7 @@ class _Cudnn(_Torch):
         wide = call.q.shape[2] >= MAX_WINDOW and torch.cuda.get_device_capability(call.q.device)[0] >= 9
         return wide and super().suits(call)
 
-    def square(self, q, k, v, causal, scale):
+    def square(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )
@@ -340,7 +295,7 @@ class _Package(_Flash):
         self.module, self.capabilities = module, capabilities
 
     @functools.cached_property
-    def functions(self):
+    def functions(self) -> Any:
         """The module's (flash_attn_func, flash_attn_varlen_func), or why there are none."""
         try:
             module = importlib.import_module(self.module)

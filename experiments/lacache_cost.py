@@ -1,6 +1,6 @@
 """What LaCache's compaction adds to a decode step of a stack of Llama-3-8B's shape.
 
-    python bench/lacache_cost.py [--device cuda] [--budget 512] [--json FILE]
+    python experiments/lacache_cost.py [--device cuda] [--budget 512] [--json FILE]
 
 A step is the matrix products of 32 layers, and attention over their caches, bf16, one sequence. A compaction moves all
 layers in one call of `ladder_compact_`, in place; its time is shared by the tokens until the next. On the CPU, one
@@ -12,23 +12,21 @@ reads.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+import common
 import kvops
+from common import GROUP, HEAD_DIM, HEADS, LAYERS, MLP, median_seconds
 from kvops import ops
-from kvops.bench.record import origin, write
-from laq_cost import median_seconds
+from kvops.bench.record import write
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, MLP = 32, 32, 8, 128, 4096, 14336  # Llama-3-8B's
+HIDDEN, KV_HEADS = HEADS * HEAD_DIM, HEADS // GROUP
 GOAL = 0.03  # share of a decode step
 # Llama-2-7B and Llama-3-8B, 32 layers: Tables 1 and 2 of the paper, S a quarter of the layers, O half of S.
 PAPER = {"Table 1, budget 512": 512, "Table 1, budget 256": 256, "Table 2, budget 80": 80}
@@ -101,7 +99,7 @@ def measure(device: str, budget: int, repeats: int) -> dict[str, float]:
     def compactions() -> None:
         for plan in plans:
             kept = [[x[:, :, : plan.n] for x in group] for group in (k, v)]
-            ops.ladder_compact_(*kept, plan, range(LAYERS))
+            ops.ladder_compact_(*kept, plan=plan, layer=range(LAYERS))
 
     scale = LAYERS / measured
     tokens = plans[0].ladder.freed * statistics.mean(sum(count for _, count in x.passes) for x in plans)
@@ -127,11 +125,10 @@ def report(found: dict[str, float]) -> tuple[float, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="file for the numbers")
     a = parser.parse_args(argv)
     found = measure(a.device, a.budget, a.repeats)
     share, text = report(found)
@@ -140,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, x in traffic.items():
         print(f"{name}: compactions move {x:.1%} of the bytes that attention reads")
     if a.json:
-        record = origin("python", "bench/lacache_cost.py", *(argv or sys.argv[1:]), device=a.device)
+        record = common.origin(__file__, argv, a.device)
         write(a.json, {**record, "budget": a.budget, "seconds": found, "share": share, "moved over read": traffic})
 
 

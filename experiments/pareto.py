@@ -1,6 +1,6 @@
 """Is the ladder a good shape? Perplexity against cache size, for LaCache's ladders and for random patterns.
 
-    python bench/pareto.py [--patterns 60] [--context 1024] [--pieces 8] [--json FILE] [--out .]
+    python experiments/pareto.py [--patterns 60] [--context 1024] [--pieces 8] [--json FILE] [--out .]
 
 LaCache's Fig. 3 in small, on the demo's model: pieces of text are read whole, then each layer keeps some slots, the
 same number on average whatever the pattern, and the perplexity of the text that follows is taken. All slots stay at
@@ -10,44 +10,24 @@ ones, and how many runs the others come in; the first four slots always stay. Dr
 
 from __future__ import annotations
 
-import argparse
-import copy
-import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 from tqdm import tqdm
 
+import common
 import kvops
-import kvops.hf
-from endless import HERE, load
-from kvops.bench.record import origin, write
+from kvops.bench.record import write
+from kvops.eval.reader import Cut, Reader
 
 SINKS = 4
 SIZES = (64, 96, 128, 192, 256, 384, 512, 768)  # slots per layer
 LADDERS = {(1, 0, "paper"): "o", (2, 0, "paper"): "s", (2, 0, "official"): "D"}  # with (1, 0) both patterns are one
-
-
-class Pattern(kvops.Full):
-    """Keeps what it is told to, once."""
-
-    def keep(self, slots: Tensor) -> None:
-        self._keep(slots.expand(*self.k.shape[:2], -1), self.k, self.v, None, self.seen)
-
-
-def branch(cache: kvops.hf.KVCache) -> tuple[kvops.hf.KVCache, list[kvops.Method]]:
-    """A cache of its own that shares the stored tensors (nothing writes to them), and the methods of its layers."""
-    other = copy.copy(cache)
-    other.layers = [copy.copy(layer) for layer in cache.layers]
-    return other, [layer.method for layer in other.layers if isinstance(layer, kvops.hf.EvictingLayer)]
 
 
 def random_pattern(n: int, total: int, layers: int, generator: np.random.Generator) -> list[Tensor]:
@@ -74,26 +54,21 @@ def random_slots(n: int, count: int, generator: np.random.Generator) -> np.ndarr
 
 
 @torch.inference_mode()
-def perplexity(model, cache: kvops.hf.KVCache, pattern: list[Tensor] | None, ids: Tensor) -> float:
-    """Of the tokens ids[:, 1:], [b, t], after what the cache has read, cut to the pattern."""
-    cut, methods = branch(cache)
-    for method, slots in zip(methods, pattern or ()):
-        method.keep(slots)
-    logits = model(ids[:, :-1], past_key_values=cut).logits
+def perplexity(reader: Reader, whole: Cut, pattern: list[Tensor] | None, ids: Tensor) -> float:
+    """Of the tokens ids[:, 1:], [b, t], after what was read, cut to the pattern."""
+    logits = reader.model(ids[:, :-1], past_key_values=common.keep(whole, pattern).cache).logits
     return float(F.cross_entropy(logits.mT.float(), ids[:, 1:]).exp())
 
 
 @torch.inference_mode()
 def run(patterns: int, context: int, pieces: int, following: int, seed: int) -> dict:
     """Perplexity of the whole cache, of the ladders and of random patterns: [slots in all layers, perplexity] each."""
-    model, text = load(HERE / "models" / "passkey-llama", HERE / "data" / "haystack.txt", "cpu")
-    layers = model.config.num_hidden_layers
+    reader, text = Reader(common.load_model()), common.load_text()
+    layers = reader.num_layers
     step = (text.shape[1] - context - following) // max(1, pieces - 1)
     ids = torch.cat([text[:, i * step : i * step + context + following] for i in range(pieces)])
-    cache = kvops.hf.KVCache(model.config, Pattern())
-    model(ids[:, :context], past_key_values=cache)
-    rest = ids[:, context:]
-    found = {"whole": [context * layers, perplexity(model, cache, None, rest)], "ladders": [], "random": []}
+    whole, rest = common.read(reader, ids[:, :context].numpy()), ids[:, context:]
+    found = {"whole": [context * layers, perplexity(reader, whole, None, rest)], "ladders": [], "random": []}
     generator = np.random.default_rng(seed)
     for size in tqdm([x for x in SIZES if x < context], leave=False):
         ladders = []
@@ -102,12 +77,12 @@ def run(patterns: int, context: int, pieces: int, following: int, seed: int) -> 
             plan = kvops.lacache_plan(context, **shape)
             slots = [plan.indices(layer) for layer in range(layers)]
             total = len(plan) * layers
-            ladders.append([span, overlap, pattern, total, perplexity(model, cache, slots, rest)])
+            ladders.append([span, overlap, pattern, total, perplexity(reader, whole, slots, rest)])
         found["ladders"] += ladders
         total = min(x[3] for x in ladders)  # the others have a slot or two more
         for _ in range(patterns):
             slots = random_pattern(context, total, layers, generator)
-            found["random"].append([total, perplexity(model, cache, slots, rest)])
+            found["random"].append([total, perplexity(reader, whole, slots, rest)])
     return found
 
 
@@ -124,7 +99,8 @@ def shares_beaten(found: dict) -> list[dict]:
 
 
 def picture(found: dict, path: Path) -> None:
-    figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+    axis = figure.subplots()
     slots, values = np.array(found["random"]).T
     axis.scatter(slots, values, s=7, color="#9a9a9a", lw=0, label="random patterns")
     for (span, overlap, pattern), marker in LADDERS.items():
@@ -135,21 +111,16 @@ def picture(found: dict, path: Path) -> None:
     axis.set_xticks(sorted(set(slots)), [f"{x:.0f}" for x in sorted(set(slots))])
     axis.xaxis.set_minor_locator(NullLocator())
     axis.legend(frameon=False, fontsize=9)
-    axis.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    common.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, picture="pareto.png")
     parser.add_argument("--patterns", type=int, default=60, help="random ones for each size")
     parser.add_argument("--context", type=int, default=1024, help="tokens that are read before the cut")
     parser.add_argument("--following", type=int, default=256, help="tokens whose perplexity is taken")
     parser.add_argument("--pieces", type=int, default=8, help="pieces of text")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="file for all points")
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the picture, pareto.png")
     a = parser.parse_args(argv)
     found = run(a.patterns, a.context, a.pieces, a.following, a.seed)
     picture(found, a.out / "pareto.png")
@@ -162,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"wrote {a.out / 'pareto.png'}")
     if a.json:
         settings = {x: getattr(a, x) for x in ("patterns", "context", "following", "pieces", "seed")}
-        record = {**origin("python", "bench/pareto.py", *(argv or sys.argv[1:])), **settings, **found}
+        record = {**common.origin(__file__, argv), **settings, **found}
         write(a.json, {**record, "shares_beaten": shares_beaten(found)})
 
 

@@ -1,6 +1,6 @@
 """What LAQ adds to a prefill: kvops' own part, and the lookahead steps, eager and as one CUDA graph.
 
-    python bench/laq_cost.py [--device cuda] [--tokens 32768] [--layers 32] [--budget 1024] [--json FILE]
+    python experiments/laq_cost.py [--device cuda] [--tokens 32768] [--layers 32] [--budget 1024] [--json FILE]
 
 The stack has the shape of Llama-3-8B and random weights; on the CPU (a check that it runs) a small one. LAQ's own part
 is all that kvops does for it: the observation of stage 1, two selections and gathers, the scores of the lookahead
@@ -9,50 +9,21 @@ queries.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
 
+import common
 import kvops
 import kvops.hf
-from kvops.bench.record import origin, write
+from common import median_seconds
+from kvops.bench.record import write
 
-SHAPES = {
-    "cuda": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
-    "cpu": dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2),
-}
+HEADS = {"cuda": common.HEADS, "cpu": 4}
+VOCABULARY = 1024  # the time is the layers'
 GOALS = {"own part": 0.01, "own part and lookahead, one CUDA graph": 0.10}  # shares of the prefill
-
-
-def make_model(device: str, layers: int, tokens: int) -> transformers.PreTrainedModel:
-    config = transformers.LlamaConfig(
-        **SHAPES[device], num_hidden_layers=layers, vocab_size=1024, max_position_embeddings=2 * tokens
-    )
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="kvops")
-    return model.eval()
-
-
-def median_seconds(call: Callable[[], object], device: str, repeats: int) -> float:
-    """Of a call, after one to warm up; the device is waited for."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    found = []
-    for _ in range(repeats + 1):
-        wait()
-        begin = time.perf_counter()
-        call()
-        wait()
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found[1:])
 
 
 def captured(call: Callable[[], object]) -> Callable[[], None]:
@@ -72,37 +43,37 @@ def captured(call: Callable[[], object]) -> Callable[[], None]:
 @torch.inference_mode()
 def measure(device: str, tokens: int, layers: int, budget: int, repeats: int) -> dict[str, float]:
     """Seconds of each part."""
-    model = make_model(device, layers, tokens)
-    ids = torch.randint(1024, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(0))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = common.random_llama(layers, HEADS[device], VOCABULARY, tokens, device, dtype)
+    ids = torch.randint(VOCABULARY, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(0))
 
-    def prefill(method: kvops.Method) -> tuple[kvops.hf.KVCache, Tensor]:
-        cache = kvops.hf.KVCache(model.config, method)
+    def prefill(policy: kvops.Policy) -> tuple[kvops.hf.KVCache, Tensor]:
+        cache = kvops.hf.KVCache(model.config, policy)
         return cache, model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
-    def like(cache: kvops.hf.KVCache, methods: list[kvops.Method]) -> kvops.hf.KVCache:
+    def copied(cache: kvops.hf.KVCache, copy_of: Callable[[kvops.Cache], kvops.Cache]) -> kvops.hf.KVCache:
         other = copy.copy(cache)
-        other.layers = [layer.with_method(x) for layer, x in zip(cache.layers, methods)]
+        other.layers = [layer.with_cache(copy_of(layer.cache)) for layer in cache.layers]
         return other
 
     cache, logits = prefill(kvops.LAQ(budget))
-    whole = [layer.method for layer in cache.layers]
     mask = torch.ones_like(ids)
 
     def draft() -> kvops.hf.KVCache:
-        return like(cache, [method.draft() for method in whole])
+        return copied(cache, lambda x: x.draft())
 
     def look(drafted: kvops.hf.KVCache) -> kvops.hf.KVCache:
-        """The steps, on a copy: the methods' tensors are replaced, never written to."""
-        steps = like(drafted, [copy.copy(layer.method) for layer in drafted.layers])
-        kvops.hf.decode_greedily(model, steps, logits, mask, [], whole[0].steps)
+        """The steps, on a copy: the caches' tensors are replaced, never written to."""
+        steps = copied(drafted, copy.copy)
+        kvops.hf.decode_greedily(model, steps, logits, mask, [], cache.policy.steps)
         return steps
 
     drafted = draft()
     looked = look(drafted)
 
     def evict() -> None:
-        for method, layer in zip(whole, looked.layers):
-            copy.copy(method).evict(copy.copy(layer.method))
+        for layer, ahead in zip(cache.layers, looked.layers):
+            copy.copy(layer.cache).evict(copy.copy(ahead.cache))
 
     found = {
         "prefill": median_seconds(lambda: prefill(kvops.Full()), device, 3),
@@ -128,13 +99,12 @@ def report(seconds: dict[str, float]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=SHAPES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = common.parser(__doc__)
+    parser.add_argument("--device", choices=HEADS, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, help="of the prompt (default 32768; on the CPU 2048)")
     parser.add_argument("--layers", type=int, help="default 32; on the CPU 2")
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="file for the times")
     a = parser.parse_args(argv)
     cuda = a.device == "cuda"
     tokens, layers = a.tokens or (32768 if cuda else 2048), a.layers or (32 if cuda else 2)
@@ -142,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{layers} layers, {tokens:,} tokens, budget {a.budget:,}, on {a.device}")
     print(report(seconds))
     if a.json:
-        record = origin("python", "bench/laq_cost.py", *(argv or sys.argv[1:]), device=a.device)
+        record = common.origin(__file__, argv, a.device)
         write(a.json, {**record, "tokens": tokens, "layers": layers, "budget": a.budget, "seconds": seconds})
 
 

@@ -1,6 +1,6 @@
 """Recall by window position: how much of what the answer's queries need does an observation window choose?
 
-    python bench/recall.py [--context 2048] [--digits 32] [--budget 64] [--prompts 11] [--out .] [--json FILE]
+    python experiments/recall.py [--context 2048] [--digits 32] [--budget 64] [--prompts 11] [--out .] [--json FILE]
 
 Fig. 2 of the LAQ paper (Sec. 3) on the demo's model: a window of eight queries slides from the end of the prompt into
 the answer; at each place, what it would keep is compared with what all queries of the answer would keep
@@ -10,84 +10,61 @@ draft, wrong as it may be.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-import transformers
+from matplotlib.figure import Figure
+from torch import Tensor
 
+import common
 import kvops
-import kvops.hf
-from demo import BATCH, MODEL, PAD, QUESTION, encode, make_prompts
-from kvops.bench.record import origin, write
-from kvops.eval.reader import Watched
+from kvops.bench.record import write
+from kvops.eval.reader import Reader, caches
 
 TAIL = 64  # queries of the prompt that are looked at
 WINDOW = 8
 
 
-class Draft(kvops.SnapKV):
-    """SnapKV that remembers the queries of the last `rows` tokens."""
-
-    rows = 0
-
-    def _remembered(self) -> int:
-        return self.rows
-
-
 @torch.inference_mode()
 def run(context: int, digits: int, budget: int, prompts: int) -> dict[str, np.ndarray]:
     """Recall by position of the window's first query: "answer" and "draft", each [prompts, positions]."""
-    transformers.utils.logging.disable_progress_bar()
-    model = kvops.hf.use_attention(transformers.AutoModelForCausalLM.from_pretrained(MODEL).eval())
-    asked = make_prompts(prompts, context, digits)
-    question = torch.from_numpy(encode(QUESTION))
+    reader, asked = Reader(common.load_model()), common.make_prompts(prompts, context, digits)
     found = {"answer": [], "draft": []}
-    for first in range(0, prompts, BATCH):
-        ids = torch.from_numpy(np.stack([p.ids for p in asked[first : first + BATCH]]))
-        ids = torch.cat([ids, question.expand(len(ids), -1)], 1)
-        draft = Draft(budget, window=min(32, budget // 2))
-        draft.rows = TAIL + digits
-        whole, draft = (queries(model, x, ids, digits) for x in (Watched(TAIL + digits), draft))
-        for name, rows in (("answer", whole), ("draft", draft)):
-            found[name].append(by_position(rows, whole, ids.shape[1], budget))
+    for first in range(0, prompts, common.BATCH):
+        whole = common.read(reader, common.asked(asked[first : first + common.BATCH]), TAIL + digits)
+        held, w = caches(whole.cache), min(32, budget // 2)
+        snapkv = [kvops.snapkv_compress(x.k, x.v, x.last_queries[:, :, -w:], budget).indices for x in held]
+        seen = {}
+        for name, cut in (("answer", common.keep(whole)), ("draft", common.keep(whole, snapkv))):
+            reader.answer(cut, None, digits, stops=False)
+            seen[name] = [x.last_queries for x in caches(cut.cache)]
+        for name, queries in seen.items():
+            found[name].append(by_position(queries, seen["answer"], [x.k for x in held], budget))
     return {name: np.concatenate(x) for name, x in found.items()}
 
 
-def queries(model, method: kvops.Method, ids: torch.Tensor, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer the prompt's keys, [b, Hk, n, d], and the queries of its end and of the answer, [b, Hq, TAIL + steps,
-    d]."""
-    cache = kvops.hf.KVCache(model.config, method)
-    length = dict(max_new_tokens=steps + 1, min_new_tokens=steps + 1)  # the last token is not fed
-    model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False, pad_token_id=PAD, **length
-    )
-    methods = [layer.method for layer in cache.layers]
-    return [(x.k[:, :, : ids.shape[1]], x.last_queries) for x in methods]
+def by_position(queries: list[Tensor], answers: list[Tensor], keys: list[Tensor], budget: int) -> np.ndarray:
+    """Mean recall over layers and heads, [b, positions]: windows that begin TAIL before the answer, and later.
 
-
-def by_position(rows, whole, n: int, budget: int) -> np.ndarray:
-    """Mean recall over layers and heads, [b, positions]: windows that begin TAIL before the answer, and later."""
-    visible = (n + 1 + torch.arange(-TAIL, rows[0][1].shape[2] - TAIL)).clamp(max=n).int()
+    By layer: queries and the whole cache's, [b, Hq, TAIL + digits, d]; the prompt's keys, [b, Hk, n, d].
+    """
+    rows, n = queries[0].shape[2], keys[0].shape[2]
+    visible = (n + 1 + torch.arange(-TAIL, rows - TAIL)).clamp(max=n).int()
     curves = []
-    for first in range(rows[0][1].shape[2] - WINDOW + 1):
+    for first in range(rows - WINDOW + 1):
         window = slice(first, first + WINDOW)
         recalls = [
-            kvops.recall(keys, q[:, :, window], answer[:, :, TAIL:], budget, visible=visible[window])
-            for (_, q), (keys, answer) in zip(rows, whole)
+            kvops.recall(k, q[:, :, window], answer[:, :, TAIL:], budget, visible=visible[window])
+            for q, answer, k in zip(queries, answers, keys)
         ]
         curves.append(torch.stack(recalls, 1).mean((1, 2)))
     return torch.stack(curves, 1).numpy()
 
 
 def picture(found: dict[str, np.ndarray], budget: int, path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots()
     x = np.arange(found["answer"].shape[1]) - TAIL
     for name, style, color, label in (
         ("draft", "--", "#bc6c25", f"queries of a draft, from a cache that SnapKV cut to {budget} tokens"),
@@ -108,10 +85,7 @@ def picture(found: dict[str, np.ndarray], budget: int, path: Path) -> None:
         title=f"What a window keeps of the {budget} keys that the whole answer would choose",
     )
     axes.legend(loc="upper left", bbox_to_anchor=(0, 0.93), frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    common.save(figure, path)
 
 
 def numbers(found: dict[str, np.ndarray]) -> dict:
@@ -121,13 +95,11 @@ def numbers(found: dict[str, np.ndarray]) -> dict:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, picture="recall.png")
     parser.add_argument("--context", type=int, default=2048, help="tokens before the question")
     parser.add_argument("--digits", type=int, default=32, help="length of the key")
     parser.add_argument("--budget", type=int, default=64, help="tokens to keep")
     parser.add_argument("--prompts", type=int, default=11)
-    parser.add_argument("--json", type=Path, help="file for the curves")
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the picture, recall.png")
     a = parser.parse_args(argv)
     found = run(a.context, a.digits, a.budget, a.prompts)
     picture(found, a.budget, a.out / "recall.png")
@@ -136,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"wrote {a.out / 'recall.png'}")
     if a.json:
         curves = {name: np.round(x.mean(0), 4).tolist() for name, x in found.items()}
-        record = {**origin("python", "bench/recall.py", *(argv or sys.argv[1:])), "first": -TAIL, "window": WINDOW}
+        record = {**common.origin(__file__, argv), "first": -TAIL, "window": WINDOW}
         write(a.json, {**record, "budget": a.budget, "numbers": numbers(found), "recall": curves})
 
 

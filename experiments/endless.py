@@ -1,6 +1,6 @@
 """Generation without end: a long text streams through a model whose cache has a fixed budget.
 
-    python bench/endless.py [--model FOLDER] [--text FILE] [--tokens 100000] [--budget 512] [--json FILE] [--out .]
+    python experiments/endless.py [--model FOLDER] [--text FILE] [--tokens 100000] [--budget 512] [--out .]
 
 As in LaCache's Table 1, Fig. 5 and 6: perplexity by position, bytes of the cache, and time, for the full cache,
 StreamingLLM and LaCache. The text comes in windows of `--window` tokens (the paper's protocol for PG19), and with
@@ -12,61 +12,46 @@ The model is a folder with a transformers model and its tokenizer; by default th
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-import transformers
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 
+import common
 import kvops
 import kvops.hf
-from kvops.bench.record import origin, write
+from kvops.bench.record import write
 from kvops.eval.stream import Stream, stream
 
-HERE = Path(__file__).resolve().parent
 LENGTHS = [1024 * 2**i for i in range(7)]  # of the table, as far as the stream goes
 BIN = 1024  # tokens that a point of the picture stands for
 COLORS = ["#9a9a9a", "#bc6c25", "#2a6f97", "#52a675", "#8d5a97", "#d1495b"]
 
 
-def load(model: Path, text: Path, device: str, dtype: str = "auto") -> tuple[transformers.PreTrainedModel, Tensor]:
-    """The model, with the library's attention, and the whole text: [1, tokens]."""
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # the text is longer than the model's context, on purpose
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    ids = tokenizer(text.read_text(), return_tensors="pt").input_ids.to(device)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
-    return kvops.hf.use_attention(loaded), ids
-
-
-def through(model, make: Callable[[], kvops.Method], ids: Tensor, window: int, label: str) -> Stream:
-    return stream(model, kvops.hf.KVCache(model.config, make()), ids, window, label)
+def through(model, make: Callable[[], kvops.hf.KVCache], ids: Tensor, window: int, label: str) -> Stream:
+    return stream(model, make(), ids, window, label)
 
 
 def methods(
     model, budget: int, ladders: list[tuple[int, int]], storages: list[str]
-) -> dict[str, Callable[[], kvops.Method]]:
-    """The rows by name. Without ladders, the paper's default for the model's layers."""
-    rows = {"full cache": kvops.Full}
+) -> dict[str, Callable[[], kvops.hf.KVCache]]:
+    """The rows by name, each makes a cache. Without ladders, the paper's default for the model's layers."""
+    cache = partial(kvops.hf.KVCache, model.config)
+    rows = {"full cache": partial(cache, kvops.Full())}
     if not ladders:
         shape = kvops.lacache_plan(0, num_layers=model.config.num_hidden_layers, budget=budget).ladder
         ladders = [(shape.span, shape.overlap)]
     for storage in storages:
         suffix = "" if storage == "pre_rope" else f", {storage}"
-        rows[f"StreamingLLM{suffix}"] = partial(kvops.StreamingLLM, budget, storage=storage)
+        rows[f"StreamingLLM{suffix}"] = partial(cache, kvops.StreamingLLM(budget), storage=storage)
         for span, overlap in ladders:
-            shape = dict(span=span, overlap=overlap, storage=storage)
-            rows[f"LaCache, S {span}, O {overlap}{suffix}"] = partial(kvops.LaCache, budget, **shape)
+            policy = kvops.LaCache(budget, span=span, overlap=overlap)
+            rows[f"LaCache, S {span}, O {overlap}{suffix}"] = partial(cache, policy, storage=storage)
     return rows
 
 
@@ -110,7 +95,8 @@ def by_position(x: Stream) -> dict[str, list[float]]:
 
 
 def picture(curves: dict[str, dict[str, list[float]]], budget: int, path: Path) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    axes = figure.subplots(1, 3)
     panels = (
         ("loss", np.exp, "perplexity"),
         ("bytes", lambda x: x / 1e6, "MB that the cache holds"),
@@ -124,18 +110,14 @@ def picture(curves: dict[str, dict[str, list[float]]], budget: int, path: Path) 
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_locator(NullLocator())
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False)
     figure.suptitle(f"One stream of text, budget {budget} tokens")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    common.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=HERE / "models" / "passkey-llama", help="folder of a model")
-    parser.add_argument("--text", type=Path, default=HERE / "data" / "haystack.txt")
+    parser = common.parser(__doc__, picture="endless.png")
+    common.add_model(parser, common.TEXT)
     parser.add_argument("--tokens", type=int, default=100_000, help="of the long stream")
     parser.add_argument("--budget", type=int, default=512, help="tokens that the bounded caches keep")
     parser.add_argument("--window", type=int, default=256, help="tokens that come at once")
@@ -145,16 +127,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ladders", nargs="*", default=None, metavar="S,O", help="span and overlap of LaCache")
     storages = ["pre_rope", "post_rope"]
     parser.add_argument("--storage", nargs="+", choices=storages, default=storages[:1], help="of the bounded caches")
-    parser.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="the model's"
-    )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, help="file for all numbers")
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the picture, endless.png")
     a = parser.parse_args(argv)
-    ours = a.model.resolve() == HERE / "models" / "passkey-llama"
-    ladders = ["1,0", "2,0"] if a.ladders is None and ours else a.ladders or []  # all that its 3 layers have
-    model, text = load(a.model, a.text, a.device, a.dtype)
+    ladders = (
+        ["1,0", "2,0"] if a.ladders is None and a.model.resolve() == common.MODEL else a.ladders or []
+    )  # all that its 3 layers have
+    model, text = common.load_model(a.model, a.device, a.dtype), common.load_text(a.model, a.text, a.device)
     if text.shape[1] < max(a.tokens, a.streams * a.stream_tokens):
         parser.error(f"--text has {text.shape[1]:,} tokens, too few for --tokens, or --streams of --stream-tokens")
     rows = methods(model, a.budget, [tuple(map(int, x.split(","))) for x in ladders], a.storage)
@@ -187,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"\nwrote {a.out / 'endless.png'}")
     if a.json:
         settings = {x: getattr(a, x) for x in ("tokens", "budget", "window", "streams", "stream_tokens", "dtype")}
-        write(a.json, {**origin("python", "bench/endless.py", *(argv or sys.argv[1:])), **settings, **record})
+        write(a.json, {**common.origin(__file__, argv), **settings, **record})
 
 
 if __name__ == "__main__":

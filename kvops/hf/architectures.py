@@ -7,7 +7,10 @@ docs/architectures.md is made from this table.
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
+
+from transformers import PreTrainedConfig
 
 
 class Architecture(NamedTuple):
@@ -69,6 +72,24 @@ _TABLE: dict[Architecture, str] = {
 ARCHITECTURES = {name: served for served, names in _TABLE.items() for name in names.split()}
 
 
-def name_of(config) -> str:
+def name_of(config: PreTrainedConfig) -> str:
     """The name of a text model's row: its type, or "falcon:alibi"."""
     return config.model_type + (":alibi" if config.model_type == "falcon" and config.alibi else "")
+
+
+_warned: set[type] = set()
+
+
+def lookup(text: PreTrainedConfig) -> Architecture:
+    """What is known of a text model. Warns where nothing is, once for each class."""
+    known = ARCHITECTURES.get(name_of(text))
+    if known is not None and type(text).__module__.startswith("transformers."):
+        return known
+    if type(text) not in _warned:
+        _warned.add(type(text))
+        warnings.warn(
+            f"kvops.hf has never been tried with the model of {type(text).__name__} (type {text.model_type!r}): first "
+            "compare what it writes with kvops.Full() and with a cache of transformers",
+            stacklevel=4,
+        )
+    return Architecture()

@@ -1,0 +1,232 @@
+"""Caches under policies that look at queries, and LAQ's two stages."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..flash_attention import attention
+from ..methods.base import Policy, View
+from ..methods.laq import LAQ
+from ..methods.queries import QueryPolicy
+from ..ops import MAX_WINDOW, window_attention
+from ..rope import Rope
+from ..window import causal_limits, summed_scores
+from .base import Cache, check_step
+
+
+class AttendingCache(Cache):
+    """A cache under a policy that asks how much queries attend to each key.
+
+    `append` only stores. `attention` computes the step's attention, with the scores of its last rows as a by-product,
+    and then evicts.
+
+    Where several layers share these keys (`readers` more), `attention` is for the first and `read` for each of the
+    others: their query heads count like further heads of the group, as far as their rows observe, and the last of them
+    evicts. The queries that are remembered are the first's.
+    """
+
+    policy: QueryPolicy
+    _tensors = (*Cache._tensors, "_queries")
+
+    @classmethod
+    def serves(cls, policy: Policy | None, rope: Rope | None) -> bool:
+        return isinstance(policy, QueryPolicy)
+
+    def reset(self) -> None:
+        super().reset()
+        #: What the model's attention made of q . k in the last step: scale, softcap and sink_logits.
+        self.logits: dict[str, Any] = {}
+        self._due = 0  # rows whose queries have not been seen yet
+        self._queries: Tensor | None = None  # [b, Hq, at most policy.remembers, d]: of the last tokens
+        self._waiting = 0  # layers that have yet to read this step
+        self._observed: list[Tensor] = []  # the scores of those that have, each as `View.observed`
+
+    @property
+    def last_queries(self) -> Tensor | None:
+        """[b, Hq, any, d]: those of the last tokens, as many as the policy remembers."""
+        return self._queries
+
+    def crop(self, seen: int) -> None:
+        before = self.seen
+        super().crop(seen)
+        if self._queries is not None and self.seen < before:
+            self._queries = self._queries[:, :, : max(0, self._queries.shape[2] - (before - self.seen))]
+
+    def _evict(self, view: View) -> Tensor | None:
+        return None  # not before the attention
+
+    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self._due:
+            raise RuntimeError(
+                f"{self.name}: the queries of the last {self._due} tokens were never seen, and this policy "
+                "evicts by queries; call attend(), or attention() after append() (with transformers: "
+                "kvops.hf.use_attention(model))"
+            )
+        self._due = k.shape[2]
+        return super()._append(k, v)
+
+    def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, *, readers: int = 0, **options: Any) -> Tensor:
+        due = 0 if self._waiting else self._due
+        check_step(self.name, q, k_step, due)
+        with self._undone_on_error():
+            self._waiting, self._observed, self.logits = readers + 1, [], options
+            out = self._read(q, k_step, v_step, options)
+            if count := self.policy.remembers:
+                last = q if self._queries is None else torch.cat((self._queries, q), 2)
+                self._queries = last[:, :, -count:].clone()
+            if not self._waiting:
+                self._settle(k_step, v_step, options)
+            return self._record(q, out)
+
+    def read(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options: Any) -> Tensor:
+        due = min(q.shape[2], self._due) if self._waiting else 0
+        check_step(self.name, q, k_step, due)
+        with self._undone_on_error():
+            self._observed = list(self._observed)
+            out = self._read(q, k_step, v_step, options)
+            if not self._waiting:
+                self._settle(k_step, v_step, options)
+        return out
+
+    def _read(self, q: Tensor, k_step: Tensor, v_step: Tensor, options: dict[str, Any]) -> Tensor:
+        """One layer's attention; its scores join the step's."""
+        rows = self.policy.rows(self._step(k_step, v_step))
+        w = 0 if self.frozen else min(rows, q.shape[2])
+        out, scores = self._observe(q, k_step, v_step, w, options)
+        if scores is not None:
+            self._observed.append(scores)
+        self._waiting -= 1
+        return out
+
+    def _step(self, k_step: Tensor, v_step: Tensor) -> View:
+        """What the policy sees once the step has been stored."""
+        return self._view(k_step, v_step, self.pads, self.seen, new=self._due)
+
+    def _settle(self, k_step: Tensor, v_step: Tensor, options: dict[str, Any]) -> None:
+        """Evicts, once every layer has attended. options: of the attention."""
+        view = self._step(k_step, v_step)
+        if self._observed:
+            view.observed = self._of_group(self._observed, k_step.shape[1])
+            view.window = self.policy.window
+        elif not self.frozen and (w := self.policy.rows_remembered(view)):
+            # The rows of several steps observe at once.
+            view = self._stored(new=self._due)
+            self._remember(view, self._queries, w, options, view.n - w if self.policy.protects_window else None)
+        if view.observed is not None:
+            indices = self.policy.evict(view)
+            if indices is None:
+                self.state = view.state
+            else:
+                self._keep(indices, view)
+        self._due, self._observed = 0, []
+
+    def _remember(
+        self, view: View, queries: Tensor | None, w: int, options: dict[str, Any], prefix: int | None = None
+    ) -> None:
+        """Sets what the last w of these queries observe. prefix: see `summed_scores`."""
+        if self.policy.score == "dot":
+            options = {name: x for name, x in options.items() if name != "sink_logits"}
+        assert queries is not None
+        queries = queries[:, :, -w:]
+        visible = causal_limits(view.n, queries.shape[2], view.k.device)
+        view.window = w
+        view.observed = self.policy.summed(queries, view, visible, None, prefix, options)
+
+    def _of_group(self, parts: list[Tensor], heads: int) -> Tensor:
+        """The scores of all layers, as those of one layer with all their query heads."""
+        if len(parts) == 1:
+            return parts[0]
+        if self.policy.operator_reduce == "none":
+            return torch.cat([x.unflatten(1, (heads, -1)) for x in parts], 2).flatten(1, 2)
+        if self.policy.operator_reduce == "max":
+            return functools.reduce(torch.maximum, parts)
+        total = functools.reduce(torch.add, parts)
+        return total / len(parts) if self.policy.operator_reduce == "mean" else total
+
+    def _observe(
+        self, q: Tensor, k: Tensor, v: Tensor, w: int, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention of all rows, and the scores of the last w."""
+        pads, (t, n) = self._step_pads, (q.shape[2], k.shape[2])
+        reductions = dict(reduce=self.policy.reduce, group_reduce=self.policy.operator_reduce, starts=pads, **options)
+        limits = torch.arange(n - t + 1, n + 1, dtype=torch.int32, device=q.device)
+        if 0 < w <= MAX_WINDOW and self.policy.score == "softmax":
+            out, _, scores = window_attention(q[:, :, t - w :], k, v, limits[t - w :], **reductions)
+            if w < t:  # the rows before need no scores: any FlashAttention will do
+                starts = None if pads is None else pads.clamp(max=n - w)
+                rest = attention(q[:, :, : t - w], k[:, :, : n - w], v[:, :, : n - w], starts=starts, **options).out
+                out = torch.cat((rest, out), 2)
+            return out, scores
+        out, lse, _ = attention(q, k, v, starts=pads, **options)
+        if self.policy.score == "dot":
+            reductions["sink_logits"] = None
+        last = slice(t - w, t)
+        known = lse[:, :, last] if self.policy.score == "softmax" else None
+        prefix = n - w if self.policy.protects_window else None
+        return out, summed_scores(q[:, :, last], k, limits[last], known, prefix, score=self.policy.score, **reductions)
+
+
+class LookaheadCache(AttendingCache):
+    """LAQ's cache: keeps all of the prompt until `evict`, by the queries of a `draft`; see `kvops.LAQ`."""
+
+    policy: LAQ
+
+    @classmethod
+    def serves(cls, policy: Policy | None, rope: Rope | None) -> bool:
+        return isinstance(policy, LAQ)
+
+    def draft(self) -> Cache:
+        """Stage 1: a cache with what `stage1` keeps of the prompt, which remembers the queries of its further steps."""
+        if self._queries is None:
+            raise RuntimeError("LAQ: draft() must follow the attention of a prompt, got none yet")
+        policy = self.policy.draft_policy(self.seen)
+        draft = Cache(policy, layer=self.layer, num_layers=self.num_layers)
+        draft.drafts = True
+        for name in ("k", "v", "pads", "_padding", "seen", "_kept", "_evicted_at"):  # shared: never written to
+            setattr(draft, name, getattr(self, name))
+        view = draft._stored(new=self.seen)
+        indices = None
+        if not isinstance(policy, QueryPolicy):
+            indices = policy.evict(view)
+        elif w := policy.rows(view):
+            if w > self._queries.shape[2]:
+                raise ValueError(
+                    f"LAQ: stage1 must look at the last queries only, expected at most {self._queries.shape[2]} rows, "
+                    f"got {w} of {policy!r}"
+                )
+            assert isinstance(draft, AttendingCache)
+            draft._remember(view, self._queries, w, self.logits)
+            indices = policy.evict(view)
+        if indices is None:
+            draft.state = view.state
+        else:
+            draft._keep(indices, view)
+        return draft
+
+    def evict(self, draft: Cache, lookahead_lengths: Tensor | None = None) -> None:
+        """Stage 2: keeps what the draft's queries, and the window's, attend to; the draft is emptied.
+
+        lookahead_lengths: int32 [b], how many of the draft's steps count in each row (it ended sooner).
+        """
+        ahead = draft.queries
+        if ahead is None:
+            raise RuntimeError("LAQ: evict() needs a draft() that has taken at least one step, got none")
+        view, w = self._stored(), self.policy.window
+        if view.n > self.policy.room(view):
+            held = 0 if self._queries is None else self._queries.shape[2]
+            if self._queries is None or held < w:
+                raise RuntimeError(f"LAQ: evict() needs the queries of the last {w} tokens, got {held}")
+            logits = self.logits
+            if self.policy.score == "dot":
+                logits = {name: x for name, x in logits.items() if name != "sink_logits"}
+            local = self._queries[:, :, held - w :]
+            self.policy.observe_draft(view, local, ahead, lookahead_lengths, None, logits)
+            indices = self.policy.evict(view)
+            assert indices is not None  # there are more slots than the budget
+            with self._undone_on_error():
+                self._keep(indices, view)
+        draft.reset()

@@ -1,0 +1,124 @@
+"""Caches that give tokens the positions of their slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..flash_attention import attention
+from ..methods.base import Policy, View
+from ..ops import rope_at_slots
+from ..rope import Rope
+from .base import Cache, check_step, check_tokens
+
+
+class SlotCache(Cache):
+    """A cache whose tokens have the positions of their slots: 0, 1, ..., without the gaps of evicted ones; see `Cache`.
+
+    The second half of a step has to follow the first: `append` hands on the new tokens, and `attention` rotates, stores
+    and evicts.
+    """
+
+    rope: Rope
+
+    @classmethod
+    def serves(cls, policy: Policy | None, rope: Rope | None) -> bool:
+        return isinstance(rope, Rope)
+
+    def reset(self) -> None:
+        super().reset()
+        self._due = 0  # tokens appended whose attention has not been computed yet
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        positions: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """As `Cache.attend`. positions: int64 [t] or [b, t], where q and k are rotated; None: they are not (yet)."""
+        check_tokens(self.name, k)
+        with self._undone_on_error():
+            k_step, v_step = self.append(k, v)
+            check_step(self.name, q, k, k.shape[2])
+            options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
+            return self.attention(q, k_step, v_step, positions=positions, **options)
+
+    def attention(
+        self, q: Tensor, k_step: Tensor, v_step: Tensor, *, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """As `Cache.attention`; positions as in `attend`."""
+        who, t = self.name, k_step.shape[2]
+        check_step(who, q, k_step, self._due)
+        positions = self._check_positions(positions, k_step)
+        with self._undone_on_error():
+            n, pads = len(self), self._pads_with(t)
+            stored = self._stored() if n else None
+            slots = self._slots(n + t, pads, k_step.device)
+            interleaved, turn = self.rope.interleaved, self.rope.between(positions, slots[..., n:])
+            q = rope_at_slots(q, *turn, interleaved=interleaved)
+            read = k_step.new_empty(*k_step.shape[:2], n + t, k_step.shape[3])
+            rope_at_slots(k_step, *turn, interleaved=interleaved, out=read[:, :, n:])
+            if self.storage == "post_rope":
+                k = read
+                if stored is not None:
+                    read[:, :, :n] = stored.k
+            else:
+                if positions is None:
+                    k = k_step.clone(memory_format=torch.contiguous_format)
+                else:
+                    k = rope_at_slots(k_step, *self.rope.between(positions, None), interleaved=interleaved)
+                if stored is not None:
+                    tables = self.rope.first(n, k.device) if pads is None else self.rope.tables(slots[..., :n])
+                    rope_at_slots(stored.k, *tables, interleaved=interleaved, out=read[:, :, :n])
+                    k = torch.cat((stored.k, k), 2)
+            if stored is None:
+                v = v_step.clone(memory_format=torch.contiguous_format)
+            else:
+                v = torch.cat((stored.v, v_step), 2)
+            out = attention(q, read, v, starts=pads, **options).out
+            self._store(k, v, pads, self.seen + t)
+            self._due = 0
+        return out
+
+    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self._due:
+            raise RuntimeError(
+                f"{self.name}: the attention of the last {self._due} tokens was never computed, and with "
+                "rope= that is what stores them; call attend(), or attention() after append() (with transformers: "
+                "kvops.hf.use_attention(model))"
+            )
+        self._due = k.shape[2]
+        return k, v
+
+    def _moved(self, indices: Tensor, view: View, left: Tensor | None) -> tuple[Tensor, Tensor]:
+        pads = view.starts
+        view.rope = self.rope if self.storage == "post_rope" else None
+        k, v = super()._moved(indices, view, left)
+        if view.rope is not None:  # all heads keep the same slots
+            old = indices[0, 0] if pads is None else (indices[:, 0] - pads[:, None]).clamp(min=0)
+            new = self._slots(indices.shape[2], left, k.device)
+            rope_at_slots(k, *self.rope.between(old, new), interleaved=self.rope.interleaved, out=k)
+        return k, v
+
+    @staticmethod
+    def _slots(n: int, pads: Tensor | None, device: torch.device) -> Tensor:
+        """The positions of n slots: int64 [n]; of rows that begin with padding [b, n], 0 there."""
+        slots = torch.arange(n, device=device)
+        return slots if pads is None else (slots - pads[:, None]).clamp(min=0)
+
+    def _check_positions(self, positions: Tensor | None, k: Tensor) -> Tensor | None:
+        if positions is None:
+            return None
+        b, t = k.shape[0], k.shape[2]
+        integers = isinstance(positions, Tensor) and positions.dtype in (torch.int32, torch.int64)
+        if not integers or positions.shape not in ((t,), (1, t), (b, t)):
+            got = f"{positions.dtype} {list(positions.shape)}" if isinstance(positions, Tensor) else repr(positions)
+            raise ValueError(f"{self.name}: positions must be int64 [{t}] or [{b}, {t}], got {got}")
+        return positions[0] if positions.dim() == 2 and positions.shape[0] == 1 else positions

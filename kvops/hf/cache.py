@@ -1,0 +1,394 @@
+"""The cache for `past_key_values=`: a layer that evicts by a method, and all layers of a model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from ..cache import AttendingCache, Cache
+from ..methods import LAQ, Policy
+from ..rope import Rope
+from . import architectures
+from .attention import ATTENTION, STOCK, Slots, autocast, check_attention, eager, steps
+from .rope import model_rope
+
+
+class LayerStats(NamedTuple):
+    """What one layer holds. Tokens are slots per head (padding included), bytes are those of the whole batch."""
+
+    layer: int
+    evicts: bool  # False: a layer of another kind (sliding window, ...), which keeps the class of transformers
+    tokens_full: int  # tokens seen: what an uncompressed cache would hold
+    tokens_kept: int
+    bytes_full: int
+    bytes_kept: int  # of the storage really allocated, not of the view
+
+
+class Stage(NamedTuple):
+    """What the caches of all layers hold after a stage of `generate`, of the whole batch."""
+
+    name: str
+    bytes: int
+
+
+class EvictingLayer(DynamicLayer):
+    """One layer's keys and values, [b, Hk, n, d], in a `kvops.Cache`."""
+
+    is_croppable = False  # what was evicted cannot come back, so a rollback may fail
+
+    def __init__(self, cache: Cache, pads: Tensor | None, own_attention: bool, readers: int = 0):
+        super().__init__()
+        self.cache = cache
+        self.own_attention = own_attention  # the model's attention is the library's
+        self.pads = pads  # int32 [b] as the user gave them, before beam search repeats the rows
+        self.seen_pads: Tensor | None = None  # int32 [b] as the first step's mask has them
+        self.readers = readers  # layers without keys of their own, which attend to this one's too
+        self.reads = 0  # of the last step, so far
+
+    def mirror(self) -> None:
+        """`keys` and `values` are what transformers reads; the cache owns the tensors."""
+        self.keys, self.values = self.cache.k, self.cache.v
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+        if self.cache.rope is not None:
+            # transformers rounds cosines and sines to the model's dtype
+            self.cache.rope = self.cache.rope.to(self.device, self.dtype)
+        pads = self.padding(key_states.shape[0])
+        if pads is not None and pads.any():
+            self.cache.set_pads(pads.to(self.device))
+
+    def padding(self, rows: int) -> Tensor | None:
+        """How many pads each of the rows begins with, int32 [rows]; None where nobody has said so."""
+        if self.cache.seen:
+            return self.cache.padding
+        if self.pads is None:
+            return self.seen_pads
+        if rows % self.pads.numel():
+            raise ValueError(
+                f"KVCache: pads must have one entry per row of the batch ({rows}), got {self.pads.numel()}"
+            )
+        # generate() repeats each prompt for its beams and return sequences, in this order
+        return self.pads.repeat_interleave(rows // self.pads.numel())
+
+    @eager
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        key_states, value_states = autocast(key_states), autocast(value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        step = self.cache.append(key_states, value_states)
+        self.mirror()
+        if self.own_attention:
+            self.reads = 0
+            steps.add(self, *step)
+        return step
+
+    def attention(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
+        """The attention of the step that `update` returned, for this layer or one that shares its keys."""
+        first, self.reads = self.reads == 0, self.reads + 1
+        if first:
+            if self.readers and isinstance(self.cache, AttendingCache):
+                options["readers"] = self.readers
+            out = self.cache.attention(query, key, value, **options)
+        elif self.reads <= 1 + self.readers:
+            out = self.cache.read(query, key, value, **options)
+        else:
+            raise NotImplementedError(
+                f"kvops.hf: {type(module).__name__} attends to the keys of an evicting layer, and is one more than the "
+                f"config says (num_kv_shared_layers), expected {self.readers}; {STOCK}"
+            )
+        self.mirror()
+        return out
+
+    def get_seq_length(self) -> int:
+        return self.cache.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        slots = len(self.cache) + query_length
+        return Slots(slots) if self.own_attention else slots, self.cache.seen - len(self.cache)
+
+    def reset(self) -> None:
+        self.cache.reset()
+        self.mirror()
+        self.is_initialized, self.seen_pads, self.reads = False, None, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.is_initialized:
+            self.cache.reorder(beam_idx)
+            self.mirror()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.cache.repeat_interleave(repeats)
+            self.mirror()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.is_initialized:
+            self.cache.select_rows(indices)
+            self.mirror()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"KVCache.crop: tokens_to_remove must be 0 or negative (-2 removes 2 tokens), got {tokens_to_remove}"
+            )
+        if tokens_to_remove and self.is_initialized:
+            self.cache.crop(self.cache.seen + tokens_to_remove)
+            self.mirror()
+
+    def with_cache(self, cache: Cache) -> EvictingLayer:
+        """Such a layer with another cache."""
+        twin = EvictingLayer.__new__(EvictingLayer)
+        twin.__dict__.update(self.__dict__, cache=cache)
+        twin.mirror()
+        return twin
+
+    def __copy__(self) -> EvictingLayer:
+        """A layer of its own that shares the tensors (crop makes views, it never writes)."""
+        return self.with_cache(copy.copy(self.cache))
+
+
+class KVCache(DynamicCache):
+    """A cache for `past_key_values=` whose full-attention layers evict by `method`.
+
+    Args:
+        config: the model's config (`model.config`). It says which layers are "full_attention"; layers of other kinds
+            (sliding window, ...) keep the class that transformers gives them; and whether the attention is the
+            library's (`use_attention`).
+        policy: the rule and its settings, such as `kvops.LagKV(lag=128)` or `kvops.KeyDiff(1024)`; each layer has a
+            `kvops.Cache` of its own under it.
+        rope, storage: for policies that give tokens the positions of their slots, see `kvops.Cache`; rope None: the
+            model's own (`model_rope`).
+        attention_mask: int or bool [b, n], the mask of the first prompt, when its rows are padded on the left.
+        pads: the same said shorter: how many pads each row starts with (b integers). With the library's attention
+            neither is needed, as the model's attention mask says it (unless a prompt is read in chunks, and the first
+            holds nothing of some row); if given, they have to agree with it. The attention of transformers does not
+            show its mask: there a padded batch without one of the two gives wrong text, because pads are scored and
+            kept as tokens.
+
+    Raises:
+        TypeError: config is no transformers config, policy no kvops policy.
+        ValueError: a policy that needs the library's attention, without it; padding that is not on the left, or not
+            what was said of it; `crop` of what was evicted (the cache stays as it was).
+        NotImplementedError: what masks cannot express (see the text of `kvops.hf`), and, while the model runs, what the
+            library's attention does not understand of it: keys that change after the cache, attention that is not
+            causal, masks of four dims.
+        RuntimeError: decode with `kvops.LAQ` before `lookahead`.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        policy: Policy,
+        *,
+        rope: Rope | None = None,
+        storage: str = "pre_rope",
+        attention_mask: Tensor | None = None,
+        pads: Tensor | Sequence[int] | None = None,
+    ):
+        _check(config, policy)
+        pads = _pads(attention_mask, pads)
+        own = config.get_text_config(decoder=True)._attn_implementation == ATTENTION
+        if own:
+            check_attention("KVCache", config)
+        else:
+            _check_stock_attention(policy, pads is not None and bool(pads.any()))
+        super().__init__(config=config)
+        self.policy = policy
+        self.stages: list[Stage] = []  # filled by `lookahead`
+        self._staged = False  # `generate` will see to the lookahead
+        self._asked = False  # for the size of a mask, which the library has yet to make,
+        self._masked = 0  # and of how many tokens, all in all, its last one was
+        config = config.get_text_config(decoder=True)
+        cross = getattr(config, "cross_attention_layers", None) or ()  # an image's keys, which no step adds to
+        evicting = [i for i, x in enumerate(self.layers) if type(x) is DynamicLayer and i not in cross]
+        slots = policy.positions == "slots"
+        if evicting and slots and rope is None:
+            rope = model_rope(config)
+        for layer, i in enumerate(evicting):
+            readers = _readers(config, i)
+            if readers and slots:
+                raise NotImplementedError(
+                    f"KVCache: layers of {type(config).__name__} share keys, which cannot be turned to the slots of "
+                    f"{policy!r} for all of them; use positions='original'"
+                )
+            cache = Cache(policy, layer=layer, num_layers=len(evicting), rope=rope, storage=storage)
+            self.layers[i] = EvictingLayer(cache, pads, own, readers)
+        if not evicting:
+            warnings.warn("KVCache: this model has no full-attention layer, so nothing is evicted", stacklevel=2)
+
+    @property
+    def evicting_layers(self) -> list[EvictingLayer]:
+        return [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        layer = self.layers[layer_idx]
+        cache = layer.cache if isinstance(layer, EvictingLayer) else None
+        if cache is not None and self._asked and self._masked != cache.seen + key_states.shape[-2]:
+            raise RuntimeError(
+                "KVCache: made for the library's attention, but the model has another now; set the model's attention "
+                "(kvops.hf.use_attention, set_attn_implementation) before making the cache"
+            )
+        decode = cache is not None and cache.seen and key_states.shape[-2] == 1
+        if decode and isinstance(cache.policy, LAQ) and not (self.stages or self._staged):
+            raise RuntimeError(
+                "KVCache: kvops.LAQ evicts in its lookahead only, and a step of one token came before it, so the "
+                "whole prompt would stay; call kvops.hf.generate, or kvops.hf.lookahead between prompt and decode"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @eager
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        slots, offset = super().get_mask_sizes(query_length, layer_idx)
+        if isinstance(slots, Slots):
+            slots.cache, self._asked = self, True
+        return slots, offset
+
+    def reset(self) -> None:
+        super().reset()
+        self.stages, self._staged, self._asked, self._masked = [], False, False, 0
+
+    def _see_padding(self, mask: Tensor | None, rows: int, tokens: int) -> None:
+        """Takes the padding from the mask of a step of `tokens` tokens, bool [rows, seen + tokens] or None, or checks
+        that it is what it was."""
+        layers = self.evicting_layers
+        seen = layers[0].cache.seen
+        self._asked, self._masked = False, seen + tokens
+        if seen == 0:
+            for layer in layers:
+                layer.seen_pads = None
+        if mask is None:
+            return
+        if mask.shape != (rows, seen + tokens):
+            raise ValueError(
+                f"KVCache: attention_mask must be [batch, tokens seen and new], expected [{rows}, {seen} + {tokens}], "
+                f"got {list(mask.shape)}; a cache is for one conversation, and goes on where it ended"
+            )
+        pads = (mask.cumsum(1) == 0).sum(1, dtype=torch.int32)
+        if ((~mask).sum(1) != pads).any():
+            raise ValueError(
+                "KVCache: attention_mask must be padded on the left (0s, then 1s): padding_side='left'; pads on the "
+                "right, or between the turns of a conversation, are not supported with an evicting cache"
+            )
+        known = layers[0].padding(rows)
+        if seen or known is not None:
+            known = torch.zeros_like(pads) if known is None else known.to(pads.device)
+            if not torch.equal(pads, known.clamp(max=seen + tokens)):
+                raise ValueError(
+                    "KVCache: attention_mask must begin with the pads that the cache was told of, or saw in the first "
+                    f"step, expected {known.tolist()}, got {pads.tolist()}"
+                )
+            return
+        if (pads == tokens).any():
+            raise ValueError(
+                "KVCache: a row of attention_mask has begun with pads only, and more may follow in the next chunk: "
+                "give the KVCache the whole attention_mask, or pads"
+            )
+        for layer in layers:
+            layer.seen_pads = pads
+
+    def crop(self, tokens_to_remove: int) -> None:
+        before = [copy.copy(layer) for layer in self.layers]
+        try:
+            super().crop(tokens_to_remove)
+        except Exception:
+            self.layers = before
+            raise
+
+    def freeze(self) -> None:
+        """From now on every token stays (until `reset`): a prompt that is compressed once, and a decode that grows."""
+        for layer in self.layers:
+            if isinstance(layer, EvictingLayer):
+                layer.cache.freeze()
+
+    def stats(self) -> list[LayerStats]:
+        """Tokens and bytes per layer, full and kept; layers without keys and values (recurrent ones) are left out."""
+        out = []
+        for i, layer in enumerate(self.layers):
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            if keys is None or keys.numel() == 0:
+                continue
+            seen, kept = layer.get_seq_length(), keys.shape[-2]
+            per_token = (keys.nbytes + values.nbytes) // kept
+            evicts = isinstance(layer, EvictingLayer)
+            out.append(LayerStats(i, evicts, seen, kept, seen * per_token, storage_bytes(keys, values)))
+        return out
+
+
+def storage_bytes(*tensors: Tensor) -> int:
+    """Of the storages that the tensors lie in, each counted once."""
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def _check(config: PreTrainedConfig, policy: Policy) -> None:
+    """Raises for what cannot work, whatever the batch."""
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"KVCache: config must be a transformers config (model.config), got {type(config).__name__}")
+    if not isinstance(policy, Policy):
+        got = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
+        raise TypeError(f"KVCache: policy must be a kvops policy such as kvops.KeyDiff(1024), got {got}")
+    if config.is_encoder_decoder:
+        raise NotImplementedError("KVCache: encoder-decoder models need two caches and are not supported")
+    text = config.get_text_config(decoder=True)
+    if why := architectures.lookup(text).cache:
+        raise NotImplementedError(
+            f"KVCache: models of type {text.model_type!r} are not served: {why}; use a cache of transformers"
+        )
+
+
+def _readers(config: PreTrainedConfig, layer: int) -> int:
+    """How many layers without keys of their own attend to those of `layer` (Gemma 3n, Gemma 4): the last layers of its
+    kind, if it is the last of that kind before them."""
+    shared = getattr(config, "num_kv_shared_layers", None)
+    if not shared:
+        return 0
+    kinds, first = config.layer_types, len(config.layer_types) - shared
+    return 0 if kinds[layer] in kinds[layer + 1 : first] else kinds[first:].count(kinds[layer])
+
+
+def _check_stock_attention(policy: Policy, padded: bool) -> None:
+    """Raises for what the attention of transformers and its masks cannot serve."""
+    if policy.uses_queries:
+        why = "looks at queries, which the attention of transformers does not hand over"
+    elif policy.positions == "slots":
+        why = "rotates keys and queries at their slots (unless positions='original'), before the attention"
+    elif not policy.uniform_layers:
+        why = "leaves the layers with different lengths, but transformers makes one attention mask for all of them"
+    elif padded and not policy.fixed_budget:
+        why = "keeps more of a longer row than of a shorter one, so the rows of a padded batch need masks of their own"
+    else:
+        return
+    raise ValueError(f"KVCache: {policy!r} {why}; call kvops.hf.use_attention(model) before making the cache")
+
+
+def _pads(attention_mask: Tensor | None, pads: Tensor | Sequence[int] | None) -> Tensor | None:
+    """The pad counts, int32 [b] on the CPU, or None where nobody has said so."""
+    if attention_mask is not None:
+        if pads is not None:
+            raise ValueError("KVCache: give attention_mask or pads, not both")
+        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+            raise ValueError("KVCache: attention_mask must be a tensor [batch, tokens] of 0 and 1")
+        mask = attention_mask.cpu() != 0
+        if not (mask.cummax(1).values == mask).all() or not mask.any(1).all():
+            raise ValueError("KVCache: attention_mask must be padded on the left (0s, then 1s): padding_side='left'")
+        pads = (~mask).sum(1)
+    if pads is None:
+        return None
+    try:
+        counts = torch.as_tensor(pads, device="cpu")
+        integers = counts.dim() == 1 and counts.numel() and not (counts.is_floating_point() or counts.is_complex())
+        fits = integers and counts.dtype != torch.bool and ((counts >= 0) & (counts < 2**31)).all()
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # no numbers, ragged, beyond 64 bits
+        fits = False
+    if not fits:
+        got = pads.tolist() if isinstance(pads, Tensor) else pads
+        raise ValueError(f"KVCache: pads must be one count >= 0 and < 2^31 per row of the batch, got {got}")
+    return counts.to(torch.int32)

@@ -1,0 +1,131 @@
+"""Budgets: how many tokens stay, and how a layer's budget is shared among its heads.
+
+Source of `head_budgets`: "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
+Inference", Feng et al., 2024, Algorithm 1; with ProtoKV: its Table 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..checks import (
+    check_budget,
+    check_head_budgets,
+    check_holds_window,
+    check_int,
+    check_recent,
+    check_rows_hold,
+    inference_only,
+)
+from ..ops import select_topk
+from ..window import outside_prefix, prefix_lengths, span_ends
+
+#: Tokens, or a fraction in (0, 1] of a row's valid ones; the one-shot calls also take each head's own tokens, int32
+#: [b, Hk] (`kvops.head_budgets`).
+Budget = int | float | Tensor
+
+
+def budget_tokens(op: str, budget: Budget, n: int) -> int:
+    """Tokens to keep of n: a count as it is, a fraction in (0, 1] as max(1, int(fraction * n))."""
+    check_budget(op, budget)
+    return budget if isinstance(budget, int) else max(1, int(float(budget) * n))
+
+
+def most_tokens(op: str, budget: Budget, n: int) -> int:
+    """`budget_tokens`; of a budget per head the most of any."""
+    if not isinstance(budget, Tensor):
+        return budget_tokens(op, budget, n)
+    check_head_budgets(op, budget)
+    return int(budget.max()) if budget.numel() else 0
+
+
+def recent_tokens(op: str, recent: int | float, keep: int) -> int:
+    """Newest tokens to protect among the `keep`: a count as it is, a share in [0, 1) as int(share * keep)."""
+    check_recent(op, recent)
+    return recent if isinstance(recent, int) else int(recent * keep)
+
+
+def valid_slots(n: int, starts: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """How many slots of each row are valid, int32 [b]; one of the two is given."""
+    if lengths is not None:
+        return lengths
+    assert starts is not None
+    return n - starts
+
+
+def row_budgets(
+    op: str, budget: Budget, shape: Sequence[int], n: int, starts: Tensor | None, lengths: Tensor | None
+) -> tuple[int, Tensor | None]:
+    """The most tokens that any head keeps of n slots, and, where rows or heads differ, how many each: int32 [b, 1 or
+    Hk]. shape: (b, heads), those that have scores of their own.
+    """
+    keep = most_tokens(op, budget, n)
+    if isinstance(budget, Tensor):
+        check_head_budgets(op, budget, shape)
+        return keep, budget
+    if isinstance(budget, float) and not (starts is None and lengths is None):
+        valid = valid_slots(n, starts, lengths)
+        return keep, (valid.double() * budget).int().clamp(min=1).unsqueeze(1)  # truncated fp64, as int() does
+    return keep, None
+
+
+def head_budgets(
+    scores: Tensor,
+    budget: int | float,
+    window: int = 0,
+    *,
+    floor: float = 0.2,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Each head's tokens when a layer keeps its highest scores, whichever head they are of: int32 [b, Hk]. ::
+
+        c    = budget - window
+        each head keeps its int(floor * c) best;  the rest of Hk * c are the highest of all other scores of the layer
+
+    and the window, which counts towards the budget; a row's budgets add up to Hk * budget exactly. For `budget` of any
+    method that takes one per head.
+
+    scores: fp32 [b, Hk, n], comparable between heads, such as `ops.window_scores`. Those of the last `window` valid
+        slots have no say, nor have scores that are NaN, as long as there are others.
+    budget: tokens (int), or a fraction in (0, 1] of the valid slots (float): the mean over the heads.
+    floor: in [0, 1]; 1 gives all heads alike. starts, lengths: int32 [b], the valid slots of each row.
+    """
+    op = "head_budgets"
+    inference_only(op, scores=scores)
+    if scores.dim() != 3:
+        raise ValueError(f"{op}: scores must be [b, Hk, n], got shape {list(scores.shape)}")
+    if isinstance(budget, Tensor):
+        raise TypeError(f"{op}: budget must be an int (tokens) or a float (fraction), got a tensor")
+    check_int(op, "window", window, 0)
+    if not 0.0 <= floor <= 1.0:
+        raise ValueError(f"{op}: floor must be in [0, 1], got {floor}")
+    b, heads, n = scores.shape
+    keep, budgets = row_budgets(op, budget, (b, heads), n, starts, lengths)
+    check_holds_window(op, keep, window)
+    if budgets is None:
+        budgets = torch.full((b, 1), keep, dtype=torch.int32, device=scores.device)
+    else:
+        check_rows_hold(op, budgets, 0, torch.full_like(budgets, window))
+    count = budgets - window  # int32 [b, 1]: of a head's prefix, on average
+    least = (count.double() * floor).int()
+    prefix = prefix_lengths(scores, window, starts, lengths)
+    best = select_topk(
+        scores,
+        k=int(floor * (keep - window)),
+        starts=starts,
+        lengths=prefix,
+        budgets=least.expand(b, heads).contiguous(),
+    )
+    # What a head keeps in any case comes first, and what is not of the prefix last, in one row for the whole layer.
+    ranked = scores.nan_to_num(-torch.inf, torch.finfo(scores.dtype).max, -torch.inf)
+    ranked.masked_fill_(outside_prefix(scores, window, starts, span_ends(scores, starts, lengths)), torch.nan)
+    ranked = torch.nn.functional.pad(ranked, (0, 1)).scatter_(2, torch.where(best < 0, n, best), torch.inf)[..., :n]
+    chosen = select_topk(ranked.contiguous().view(b, 1, heads * n), k=heads * (keep - window), budgets=heads * count)
+    counts = budgets.repeat(1, heads)
+    for h in range(heads):
+        counts[:, h] = ((chosen >= h * n) & (chosen < (h + 1) * n)).sum((1, 2)) + window
+    return torch.where(count < prefix.unsqueeze(1), counts, budgets)

@@ -1,0 +1,37 @@
+"""Random numbers that are the same on every device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _mix(x: Any) -> Any:
+    """MurmurHash3's 32-bit finalizer of int32 values: each bit changes about half of the result's bits.
+
+    x: an int, or a tensor. One of int32 counts on products that wrap around, which compilers may break where they see
+    the values' range; one of int64 does not.
+    """
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = x ^ ((x >> shift) & (2 ** (32 - shift) - 1))  # a shift that brings in zeros, whatever the sign
+        wraps = isinstance(x, Tensor) and x.dtype == torch.int32
+        x = x * _signed(factor) if wraps else _signed(x * factor)
+    return x
+
+
+def _signed(x: Any) -> Any:
+    """The value that the low 32 bits of x have as an int32."""
+    return ((x + 2**31) & 0xFFFFFFFF) - 2**31
+
+
+def random_integers(position: Tensor, seed: int, layer: int) -> Tensor:
+    """Pseudo-random fp32 integers in [0, 2^24) of (seed, layer, head, position). position: int32 [b, Hk, n]."""
+    key = 0
+    for word in (seed, seed >> 32, layer):
+        key = _mix(_signed(key + word + 0x9E3779B9))
+    heads = torch.arange(position.shape[1], device=position.device)[:, None]
+    keys = _mix(_signed(heads + (key + 0x9E3779B9))).int()
+    mixed: Tensor = _mix(_mix(position) ^ keys)
+    return (mixed & 0xFFFFFF).float()

@@ -1,0 +1,112 @@
+"""From scores to the slots that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..checks import check_holds, check_int, check_rows_hold, check_vector
+from ..ops import select_topk
+from .budgets import Budget, recent_tokens, row_budgets, valid_slots
+
+if TYPE_CHECKING:
+    from .base import View
+
+
+def negative_norms(k: Tensor) -> Tensor:
+    """Minus each key's L2 norm, fp32 [b, Hk, n]."""
+    return torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).neg_()
+
+
+def shared_scores(scores: Tensor) -> Tensor:
+    """Mean over the heads that are finite; NaN where none is. [b, Hk, ...] -> [b, 1, ...].
+
+    Head by head: the order of the sum is fixed whatever n is (so chunks score as the whole does), and no temporary is
+    larger than one head.
+    """
+    if scores.shape[1] == 0:
+        return scores.new_full((scores.shape[0], 1, *scores.shape[2:]), torch.nan)
+    first, *others = scores.unbind(1)
+    count = first.isfinite()
+    total = torch.where(count, first, 0.0)
+    count = count.to(total.dtype)
+    for head in others:
+        finite = head.isfinite()
+        total += torch.where(finite, head, 0.0)
+        count += finite
+    return (total / count).unsqueeze(1)
+
+
+def places(*keys: Tensor) -> Tensor:
+    """Each entry's place along the last dim, best first: by the first key, then by the next, then in order. int64."""
+    slots = order = torch.arange(keys[0].shape[-1], device=keys[0].device).expand_as(keys[0])
+    for key in reversed(keys):
+        order = order.gather(-1, key.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices)
+    return torch.empty_like(order).scatter_(-1, order, slots)
+
+
+def select_budget(
+    op: str,
+    scores: Tensor,
+    heads: int,
+    budget: Budget,
+    sinks: int = 0,
+    recent: int | float = 0,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    fill_invalid: bool = False,
+    share: Callable[[Any, Any], Any] | None = None,
+) -> Tensor:
+    """Kept slots by score within a budget, the first `sinks` and the newest `recent` always among them.
+
+    scores: fp32 [b, Hk, n], or [b, 1, n] for all heads alike. Fractions are of a row's valid slots. share(budget,
+    valid): what this layer makes of a row's budget. Returns int64 [b, heads, m], m = min(tokens of the budget, n), of
+    a budget per head the most; heads that keep fewer end in -1.
+    """
+    n = scores.shape[2]
+    check_vector(op, "starts", starts, len(scores), scores)
+    check_vector(op, "lengths", lengths, len(scores), scores)
+    keep, budgets = row_budgets(op, budget, scores.shape[:2], n, starts, lengths)
+    window = recent_tokens(op, recent, keep)
+    check_int(op, "sinks", sinks, 0)
+    check_holds(op, keep, sinks, window)
+    padded = not (starts is None and lengths is None)
+    valid: Any = valid_slots(n, starts, lengths).unsqueeze(1) if padded else n  # int32 [b, 1], or an int
+    if share is not None:
+        if isinstance(budget, Tensor):
+            raise ValueError(f"{op}: budget must be one that layers can share, tokens or a fraction, got a tensor")
+        keep = max(share(keep, n), keep if padded else 0)  # no row keeps more, whatever its length
+        if padded and budgets is None:
+            budgets = torch.full_like(valid, budget)
+    if budgets is not None:
+        newest = (budgets.double() * recent).int() if isinstance(recent, float) else torch.full_like(budgets, window)
+        check_rows_hold(op, budgets, sinks, newest)
+        if isinstance(recent, float):
+            # The operator has one window for all rows: the newest slots of each get the highest score instead.
+            window = 0
+            end = valid if starts is None else starts.unsqueeze(1) + valid
+            slots = torch.arange(n, device=scores.device)
+            scores = scores.masked_fill(slots >= (end - newest).unsqueeze(-1), torch.inf)
+        if share is not None:
+            budgets = share(budgets, valid).int()
+        budgets = budgets.expand(scores.shape[:2]).contiguous()
+    indices = select_topk(
+        scores,
+        k=keep,
+        sinks=sinks,
+        window=window,
+        starts=starts,
+        lengths=lengths,
+        budgets=budgets,
+        fill_invalid=fill_invalid,
+    )
+    return indices if indices.shape[1] == heads else indices.expand(-1, heads, -1)
+
+
+def all_slots(view: View) -> Tensor:
+    """The indices that keep every valid slot: int64 [b, Hk, n]."""
+    scores = torch.zeros(view.k.shape[0], 1, view.n, dtype=torch.float32, device=view.k.device)
+    return select_topk(scores, k=max(view.n, 1), **view.spans).expand(-1, view.heads, -1)

@@ -1,0 +1,135 @@
+"""The methods by name: one table for evaluation, plots, docs, demo and tests.
+
+`kvops.policy("keydiff", budget=1024)` makes one. A name of anyone else's is `path/to/file.py:Class`, `module:Class`, or
+what a package installs in the entry point group "kvops.methods".
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+from ..specs import parse_options
+from .base import Policy
+from .baselines import L2, Full, Random, StreamingLLM
+from .h2o import H2O, TOVA
+from .keydiff import KeyDiff
+from .lacache import LaCache
+from .lagkv import LagKV
+from .laq import LAQ
+from .protokv import SATKV, ProtoKV
+from .snapkv import ChunkKV, PyramidKV, SnapKV
+
+ENTRY_POINTS = "kvops.methods"
+FAMILIES = ("keys", "queries", "positions", "nothing")
+
+
+class Entry(NamedTuple):
+    """A line of the table of methods.
+
+    label: in tables and plots. policy: its class. family: what its rule looks at. source: the paper. defaults: settings
+    that make it this variant.
+    """
+
+    label: str
+    policy: type[Policy]
+    family: str
+    source: str
+    defaults: Mapping[str, Any] = MappingProxyType({})
+
+
+_LAGKV = "LagKV, Liang et al., 2025"
+_LACACHE = "LaCache, Shi et al., 2025"
+_LAQ = "Lookahead Q-Cache, Wang et al., 2025"
+_KEYDIFF = "KeyDiff, Park et al., 2025"
+_PROTOKV = "ProtoKV, Yu et al."
+
+#: By name.
+METHODS: dict[str, Entry] = {
+    "full": Entry("Full", Full, "nothing", ""),
+    "streamingllm": Entry("StreamingLLM", StreamingLLM, "positions", "StreamingLLM, Xiao et al., 2023"),
+    "random": Entry("Random", Random, "nothing", ""),
+    "lagkv": Entry("LagKV", LagKV, "keys", _LAGKV),
+    "localkv": Entry("LocalKV", LagKV, "keys", _LAGKV, {"reference": "self"}),
+    "lagkv-l2": Entry("LagKV L2", LagKV, "keys", _LAGKV, {"score": "l2"}),
+    "lacache": Entry("LaCache", LaCache, "positions", _LACACHE),
+    "lacache-official": Entry("LaCache official", LaCache, "positions", _LACACHE, {"pattern": "official"}),
+    "laq": Entry("LAQ", LAQ, "queries", _LAQ),
+    "laq++": Entry("LAQ++", LAQ, "queries", _LAQ, {"window": 8}),
+    "keydiff": Entry("KeyDiff", KeyDiff, "keys", _KEYDIFF),
+    "keydiff-window": Entry("KeyDiff window", KeyDiff, "keys", _KEYDIFF, {"recent": 0.2}),
+    "protokv": Entry("ProtoKV", ProtoKV, "queries", _PROTOKV),
+    "satkv": Entry("SATKV", SATKV, "keys", _PROTOKV),
+    "snapkv": Entry("SnapKV", SnapKV, "queries", "SnapKV, Li et al., 2024"),
+    "pyramidkv": Entry("PyramidKV", PyramidKV, "queries", "PyramidKV, Cai et al., 2024"),
+    "chunkkv": Entry("ChunkKV", ChunkKV, "queries", "ChunkKV, Liu et al., 2025"),
+    "h2o": Entry("H2O", H2O, "queries", "H2O, Zhang et al., 2023"),
+    "tova": Entry("TOVA", TOVA, "queries", "TOVA, Oren et al., 2024"),
+    "l2": Entry("L2", L2, "keys", "L2 norm, Devoto et al., 2024"),
+}
+
+
+def find(spec: str) -> tuple[Entry, str, dict[str, Any]]:
+    """The entry of a name: of the table, of an installed package, or of a class in a file or module. Its own name, and
+    the options that may follow: "keydiff:recent=0.1,sinks=4".
+
+    ValueError: there is none.
+    """
+    installed = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    name, _, rest = spec.partition(":")
+    if name in METHODS:
+        return METHODS[name], name, parse_options("method", spec, name, rest)
+    if name in installed.names:
+        found = installed[name].load()
+    else:
+        place, (cls, _, rest) = name, rest.partition(":")
+        if not cls:
+            known = ", ".join([*METHODS, *sorted(installed.names)])
+            raise ValueError(f"method must be one of {known}, path/to/file.py:Class, or module:Class, got {spec!r}")
+        found, name = _class(place, cls), f"{place}:{cls}"
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise ValueError(f"method {name!r}: expected a subclass of kvops.Policy, got {found!r}")
+    return Entry(found.__name__, found, "others", ""), name, parse_options("method", spec, name, rest)
+
+
+def policy(spec: str, **settings: Any) -> Policy:
+    """The policy of a method by name: `kvops.policy("keydiff", budget=1024)`, or `kvops.policy("keydiff:budget=1024")`.
+
+    Args:
+        spec: a name as in `METHODS`, path/to/file.py:Class, module:Class, or what a package installs in the entry
+            point group "kvops.methods"; settings may follow.
+        settings: of the policy's class.
+
+    Raises:
+        ValueError, TypeError: there is no such method, or it has no such setting.
+    """
+    entry, _, options = find(spec)
+    return entry.policy(**{**entry.defaults, **options, **settings})
+
+
+def _class(place: str, name: str) -> object:
+    """A class in a file or a module."""
+    where = f"method '{place}:{name}'"
+    try:
+        module = _load(place) if place.endswith(".py") else importlib.import_module(place)
+        return getattr(module, name)
+    except Exception as error:  # the code may be anyone's
+        raise ValueError(
+            f"{where}: expected a class in a file or module that can be imported, got {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load(path: str) -> ModuleType:
+    name = f"kvops_method_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {path}")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

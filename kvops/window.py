@@ -1,0 +1,172 @@
+"""Observation windows: what each query row sees, its scores summed over any number of rows, and pooling.
+
+A window is w queries, the last of the prompt or some that came later. Each row sees the keys before its own limit; the
+scores of all rows are summed per key (`ops.window_scores`), and pooling over the neighbours keeps the words around a
+key that was attended to.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, pad
+
+from .checks import check_choice, check_int
+from .ops import MAX_WINDOW, window_scores
+
+GROUP_REDUCES = ("mean", "max", "sum")
+
+
+def span_ends(k: Tensor, starts: Tensor | None, lengths: Tensor | None) -> Tensor | int:
+    """One past each row's last valid slot: n for all rows, or int32 [b]."""
+    n = k.shape[2]
+    if lengths is None:
+        return n
+    return (lengths if starts is None else starts + lengths).clamp(0, n)
+
+
+def prefix_lengths(k: Tensor, window: int, starts: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """Valid tokens of each row before its last `window`: int32 [b]. k: [b, Hk, n, ...], keys or scores."""
+    if lengths is None:
+        n = torch.full((k.shape[0],), k.shape[2], dtype=torch.int32, device=k.device)
+        lengths = n if starts is None else n - starts
+    return (lengths - window).clamp(min=0)
+
+
+def causal_limits(end: Tensor | int, w: int, device: torch.device) -> Tensor:
+    """The `visible` of the last w rows before `end`: int32 [w], or [b, w]. Rows before slot 0 see nothing."""
+    behind = torch.arange(w - 1, -1, -1, dtype=torch.int32, device=device)
+    return ((end[:, None] if isinstance(end, Tensor) else end) - behind).clamp(min=0)
+
+
+def outside_prefix(k: Tensor, window: int, starts: Tensor | None, end: Tensor | int) -> Tensor:
+    """Which slots are not of the prefix, the valid slots before the window: bool [b or 1, 1, n]. k: as there."""
+    slots = torch.arange(k.shape[2], device=k.device)
+    outside = slots >= ((end[:, None, None] if isinstance(end, Tensor) else end) - window)
+    if starts is not None:
+        outside = outside | (slots < starts[:, None, None])
+    return outside.view(-1, 1, k.shape[2])
+
+
+def summed_scores(
+    q: Tensor, k: Tensor, visible: Tensor, lse: Tensor | None, prefix: int | Tensor | None = None, **options: Any
+) -> Tensor | None:
+    """`ops.window_scores` of any number of rows: blocks of 256, added up in order; None for no rows.
+
+    prefix: int, or int32 [b]. Given, every row that counts (visible > 0) sees all keys before it, and the scores of the
+    others do not matter.
+    """
+    if prefix is not None and q.shape[2] and lse is None and _linear(q, k, **options):
+        return _linear_scores(q, k, visible, prefix, **options)
+    total = None
+    for first in range(0, q.shape[2], MAX_WINDOW):
+        rows = slice(first, first + MAX_WINDOW)
+        block_lse = None if lse is None else lse[:, :, rows]
+        block = window_scores(q[:, :, rows], k, visible[..., rows].contiguous(), lse=block_lse, **options)
+        total = block if total is None else total.add_(block)
+    return total
+
+
+def _linear(
+    q: Tensor, k: Tensor, score: str = "softmax", reduce: str = "sum", group_reduce: str = "mean", **logit: Any
+) -> bool:
+    """Whether the summed scores are those of the summed queries (and q fits k; if not, the operator says so)."""
+    plain = not logit.get("softcap") and logit.get("sink_logits") is None
+    fits = q.dtype == k.dtype and q.shape[1] >= k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+    return score == "dot" and reduce == "sum" and group_reduce in ("mean", "sum") and plain and fits
+
+
+def _linear_scores(
+    q: Tensor,
+    k: Tensor,
+    visible: Tensor,
+    prefix: int | Tensor,
+    *,
+    group_reduce: str = "mean",
+    scale: float | None = None,
+    starts: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """The sum over rows and group of q_i . k_j is (the sum of q_i) . k_j: a row per KV head instead of G * w.
+
+    The sum, in fp64, becomes rows of k's dtype that add up to it: one of fp32, three of fp16 or bf16, scaled by a power
+    of two so that their range does not matter. That is as exact as fp32, more so than the sum of rounded scores.
+    """
+    counts = (visible > 0)[..., None, :, None]
+    total = torch.where(counts, q, 0).unflatten(1, (k.shape[1], -1)).sum((2, 3), dtype=torch.float64)  # [b, Hk, d]
+    if group_reduce == "mean":
+        total = total / (q.shape[1] // k.shape[1])
+    exponent = total.abs().amax(-1, keepdim=True).frexp().exponent.clamp(-100, 100)
+    left, parts = total.ldexp(-exponent), []
+    for _part in range(1 if k.dtype == torch.float32 else 3):
+        parts.append(left.to(k.dtype))
+        left = left - parts[-1].double()
+    if isinstance(prefix, Tensor):
+        limits = prefix.clamp(min=0).unsqueeze(-1).repeat(1, len(parts))
+    else:
+        limits = torch.full((len(parts),), max(0, prefix), dtype=torch.int32, device=k.device)
+    rows = torch.stack(parts, 2)
+    return window_scores(rows, k, limits, scale=scale, score="dot", starts=starts).ldexp_(exponent)
+
+
+class Pooling(NamedTuple):
+    """How scores of neighbours become one, and those of a group's query heads."""
+
+    kernel_size: int = 7
+    pooling: str = "max"
+    pool_first: bool = False
+    group_reduce: str = "mean"
+
+    def check(self, op: str) -> None:
+        check_int(op, "kernel_size", self.kernel_size, 1)
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"{op}: kernel_size must be odd (1 does not pool), got {self.kernel_size}")
+        check_choice(op, "pooling", self.pooling, ("max", "avg"))
+        check_choice(op, "group_reduce", self.group_reduce, GROUP_REDUCES)
+
+    @property
+    def operator_reduce(self) -> str:
+        """What the operator does with the query heads of a group."""
+        return "none" if self.pool_first else self.group_reduce
+
+    def __call__(self, scores: Tensor, heads: int, outside: Tensor) -> Tensor:
+        """fp32 [b, Hk, n], from the operator's scores.
+
+        outside: bool [b or 1, 1, n], slots that do not count in their neighbours' scores: the window, and what is
+        invalid. Nor does a key whose score is NaN, which stays NaN itself.
+        """
+        if self.kernel_size > 1 and scores.numel():
+            lost = scores.isnan()
+            sides = min(self.kernel_size // 2, scores.shape[2] - 1)  # there are no others
+            size = 2 * sides + 1
+            if self.pooling == "max":
+                pooled = neighbours_max(scores.masked_fill(lost | outside, -torch.inf), sides)
+            else:
+                pooled = avg_pool1d(scores.masked_fill(lost | outside, 0.0), size, 1, sides)
+                if size < self.kernel_size:
+                    pooled *= size / self.kernel_size
+            scores = pooled.masked_fill_(lost, torch.nan)
+        if not self.pool_first:
+            return scores
+        members: tuple[Tensor, ...] = scores.unflatten(1, (heads, -1)).unbind(
+            2
+        )  # one by one: the order of the sum is fixed
+        total = members[0]
+        for x in members[1:]:
+            total = torch.maximum(total, x) if self.group_reduce == "max" else total + x
+        return total / len(members) if self.group_reduce == "mean" else total
+
+
+def neighbours_max(x: Tensor, sides: int) -> Tensor:
+    """The maximum over each entry of the last dim and `sides` neighbours to either side; no NaN.
+
+    `max_pool1d` would be that, but torch.export takes it for one size only. The reach of the maxima doubles each time.
+    """
+    x, reach = pad(x, (sides, sides), value=-torch.inf), 1
+    while reach <= 2 * sides:
+        step = min(reach, 2 * sides + 1 - reach)
+        x = torch.maximum(x[..., :-step], x[..., step:])
+        reach += step
+    return x

@@ -1,0 +1,693 @@
+"""A method is one policy: the table is walked as the schema is, and what policies share is tested once."""
+
+import ast
+import dataclasses
+import importlib.metadata
+import inspect
+import re
+import textwrap
+import threading
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import kit
+import kvops
+from kvops.methods.base import LayerSpans
+from kvops.methods.queries import QueryCall
+from kvops.methods.table import ENTRY_POINTS, FAMILIES
+from test_protokv import best_clusters
+
+pytestmark = kit.every_device
+
+ROOT = Path(__file__).parent.parent
+N, SINKS = 60, 3
+#: Settings of each policy for 60 tokens.
+SETTINGS = {
+    kvops.Full: {},
+    kvops.StreamingLLM: dict(budget=20, sinks=2),
+    kvops.Random: dict(budget=20, seed=3),
+    kvops.LagKV: dict(lag=8, ratio=0.5, sinks=3),
+    kvops.LaCache: dict(budget=24, span=2, overlap=0, sinks=2),
+    kvops.LAQ: dict(budget=20, steps=5),
+    kvops.KeyDiff: dict(budget=20, sinks=2, refresh=30),
+    kvops.ProtoKV: dict(budget=20, window=4, num_sats=4, num_chunks=6, buffer=5, alpha=2),
+    kvops.SATKV: dict(budget=20, window=4, buffer=3),
+    kvops.SnapKV: dict(budget=20, window=4, kernel_size=3),
+    kvops.PyramidKV: dict(budget=20, window=4, group_reduce="max"),
+    kvops.ChunkKV: dict(budget=20, window=4, chunk=5),
+    kvops.H2O: dict(budget=20, recent=3),
+    kvops.TOVA: dict(budget=20),
+    kvops.L2: dict(budget=20, recent=0.25, skip_layers=()),
+}
+#: By name.
+POLICIES = {name: x.policy(**{**SETTINGS[x.policy], **x.defaults}) for name, x in kvops.METHODS.items()}
+BASES = (kvops.BudgetPolicy, kvops.KeyPolicy, kvops.QueryPolicy, kvops.WindowPolicy, kvops.SlotPolicy)
+every_class = pytest.mark.parametrize("cls", SETTINGS, ids=lambda x: x.__name__)
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+
+
+def own_fields(cls):
+    return [name for name in vars(cls).get("__annotations__", {}) if name in {x.name for x in fields(cls)}]
+
+
+def shorthand(cls):
+    return getattr(kvops, f"{cls.__name__.lower()}_compress", None)
+
+
+def inputs(seed=0, n=N):
+    q, (k, v) = kit.randn(2, 4, n, 16, seed=seed + 1), kit.kv(2, 2, n, 16, dv=8, seed=seed)
+    return q, k, v
+
+
+def call_of(policy, q):
+    """What `compress` takes beside K and V: the queries, and which layer it is."""
+    if isinstance(policy, kvops.LAQ):
+        return (q[:, :, :5] + 1,), dict(q_window=q[:, :, -policy.window :]) if policy.window else {}
+    layer = dict(layer=1, num_layers=4) if isinstance(policy, (kvops.LaCache, kvops.PyramidKV)) else {}
+    if isinstance(policy, kvops.H2O):
+        return (q,), layer
+    return ((q[:, :, -policy.window :],) if policy.uses_queries else ()), layer
+
+
+# The table
+
+
+def test_the_table_names_every_policy_that_is_exported():
+    exported = {x for x in vars(kvops).values() if isinstance(x, type) and issubclass(x, kvops.Policy)}
+    assert {x.policy for x in kvops.METHODS.values()} == exported - {kvops.Policy, *BASES} == set(SETTINGS)
+    labels = [x.label for x in kvops.METHODS.values()]
+    assert len(set(labels)) == len(labels)
+    assert all(re.fullmatch(r"[a-z0-9+-]+", name) for name in kvops.METHODS)
+
+
+@pytest.mark.parametrize("name", kvops.METHODS)
+def test_every_room(name):
+    entry = kvops.METHODS[name]
+    cls = entry.policy
+    assert cls.__name__ in kvops.__all__ and getattr(kvops, cls.__name__) is cls
+    assert entry.family in FAMILIES and (entry.source or entry.family == "nothing" or cls is kvops.L2)
+    assert set(entry.defaults) <= {x.name for x in fields(cls)}
+    if cls is kvops.Full:  # the cache as it is
+        return
+    page = ROOT / f"docs/methods/{cls.__name__.lower()}.md"
+    assert page.is_file(), f"{cls.__name__} has no {page}"
+    assert f"kvops.{cls.__name__}" in page.read_text(), f"{page} does not name the policy"
+    assert f"(docs/methods/{page.name})" in (ROOT / "README.md").read_text(), f"README.md lacks {cls.__name__}"
+    assert shorthand(cls) is not None, f"{cls.__name__} has no shorthand"
+
+
+def code_lines(cls) -> int:
+    """Lines of a class that are neither blank nor of a docstring."""
+    source = textwrap.dedent(inspect.getsource(cls))
+    texts = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            texts |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return sum(bool(line.strip()) and i not in texts for i, line in enumerate(source.splitlines(), 1))
+
+
+@pytest.mark.parametrize("cls", [*SETTINGS, *BASES], ids=lambda x: x.__name__)
+def test_a_policy_is_a_small_frozen_dataclass_that_says_what_its_settings_are(cls):
+    assert dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
+    assert 0 < code_lines(cls) <= 150
+    attributes = inspect.getdoc(cls).partition("Attributes:")[2]
+    missing = [name for name in own_fields(cls) if not re.search(rf"\b{name}\b", attributes)]
+    assert not missing, f"the docstring of {cls.__name__} says nothing of {missing}"
+
+
+# Shorthands
+
+RENAMED = {"L": "lag", "r": "ratio"}
+#: A shorthand's window is as long as the queries have rows; these are of caches alone, or the same for every method.
+NOT_IN_SHORTHANDS = {
+    "window", "refresh", "buffer", "alpha", "steps", "stage1", "positions", "head_mode", "sinks", "recent"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", [x for x in SETTINGS if shorthand(x)], ids=lambda x: x.__name__)
+def test_a_shorthands_settings_are_the_policys(cls):
+    settings = {x.name: x.default for x in fields(cls)}
+    of_call = {*inspect.signature(cls.compress).parameters, *QueryCall.__annotations__, *LayerSpans.__annotations__}
+    of_call |= {"starts", "lengths", "fill_invalid", "out", getattr(cls, "argument", "k")}
+    found = {}
+    for name, x in inspect.signature(shorthand(cls)).parameters.items():
+        name = RENAMED.get(name, name)
+        if name in settings:
+            found[name] = dataclasses.MISSING if x.default is x.empty else x.default
+        else:
+            assert name in of_call, f"{name} is neither a setting of {cls.__name__} nor an argument of compress"
+    assert found == {name: settings[name] for name in found}
+    one_way = {"group_reduce"} if cls is kvops.TOVA else {*()}  # the mean over all query heads
+    assert not {*settings} - {*found} - NOT_IN_SHORTHANDS - one_way
+    twin = getattr(kvops, f"{shorthand(cls).__name__}_")
+    expected = [x for x in inspect.signature(shorthand(cls)).parameters.values() if x.name != "out"]
+    assert list(inspect.signature(twin).parameters.values()) == expected
+
+
+@every_policy
+def test_one_call_is_the_shorthand_and_the_same_in_place(policy):
+    q, k, v = inputs()
+    queries, options = call_of(policy, q)
+    want = policy.compress(k, v, *queries, **options)
+    assert want.k.shape[2] < N or isinstance(policy, kvops.Full)
+    slots = want.indices.unsqueeze(-1)
+    assert kit.same((want.k, want.v), [x.gather(2, slots.expand(*slots.shape[:3], x.shape[3])) for x in (k, v)])
+    calls = [policy.compress_]
+    if function := shorthand(type(policy)):
+        names = [x for x in inspect.signature(function).parameters if hasattr(policy, RENAMED.get(x, x))]
+        settings = {x: getattr(policy, RENAMED.get(x, x)) for x in names}
+        assert kit.same(function(k, v, *queries, **settings, **options), want)
+        in_place = getattr(kvops, function.__name__ + "_")
+        calls.append(lambda *args, **rest: in_place(*args, **settings, **rest))
+    for call in calls:
+        kk, vv = k.clone(), v.clone()
+        kit.assert_in_place(lambda: call(kk, vv, *queries, **options)[:2], kk, vv, want[:2])  # noqa: B023
+        assert torch.equal(call(k.clone(), v.clone(), *queries, **options).indices, want.indices)
+        with pytest.raises(TypeError, match=r"_\(\) got an unexpected keyword argument 'out'"):
+            call(kk, vv, *queries, **options, out=(kk, vv))
+    out = torch.empty_like(want.k), torch.empty_like(want.v)
+    assert policy.compress(k, v, *queries, **options, out=out).k is out[0] and kit.same(out, want[:2])
+
+
+# Settings
+
+
+@every_policy
+def test_settings_come_back_from_repr(policy):
+    assert eval(repr(policy), vars(kvops)) == policy and f"{type(policy).__name__}(" in repr(policy)
+    assert eval(repr(kvops.LAQ(20, stage1=policy)), vars(kvops)) == kvops.LAQ(20, stage1=policy)
+
+
+OTHER = {
+    "head_mode": "shared",
+    "metric": "dot",
+    "anchor": "median",
+    "reference": "self",
+    "score": "softmax",
+    "pooling": "avg",
+    "group_reduce": "sum",
+    "positions": "original",
+    "pattern": "official",
+    "task": "understanding",
+    "clusters": "lsh",
+    "cluster_reduce": "sum",
+    "stage1": kvops.Full(),
+    "kernel_size": 5,
+    "skip_layers": (0,),
+    "budget": 0.5,
+    "ratio": 0.25,
+}
+
+
+def changed(policy, name):
+    """The policy with another value of one setting."""
+    value = getattr(policy, name)
+    if name in ("projection", "phase"):
+        return replace(policy, projection=torch.ones(2, 16), phase=torch.ones(2))
+    if name in OTHER:
+        other = OTHER[name]
+    elif isinstance(value, bool):
+        other = not value
+    else:
+        other = value / 2 if isinstance(value, float) else (value or 0) + 1
+    if name == "score":
+        other = {"std": "l2", "softmax": "dot"}.get(value, "softmax" if value == "dot" else "std")
+    elif other == value:
+        other = {"shared": "per_head", "self": "lag", "official": "paper"}[value]
+    return replace(policy, **{name: other})
+
+
+@every_policy
+def test_equal_settings_are_equal(policy):
+    cls = type(policy)
+    twin = cls(**{x.name: getattr(policy, x.name) for x in fields(cls)})
+    assert twin == policy and hash(twin) == hash(policy) and twin is not policy and len({twin, policy}) == 1
+    others = {x.name: changed(policy, x.name) for x in fields(cls)}
+    for name, other in others.items():
+        assert other != policy and repr(other) != repr(policy), name
+        again = changed(policy, name)
+        assert other == again and hash(other) == hash(again), name
+    assert policy != "policy" and policy != object()
+
+
+def test_policies_of_different_classes_differ():
+    assert kvops.SnapKV(64) != kvops.PyramidKV(64) and len({kvops.SnapKV(64), kvops.PyramidKV(64)}) == 2
+    budget = kit.int32(1, 2, 3, 4).view(2, 2)
+    one, same, other = (kvops.KeyDiff(x) for x in (budget, budget.clone(), budget + 1))
+    assert one == same and hash(one) == hash(same) and one != other and one != kvops.KeyDiff(1) != one
+
+
+@every_policy
+def test_fields_cannot_be_assigned(policy):
+    before = dict(vars(policy))
+    for name in [*(x.name for x in fields(policy)), "scores", "anything"]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(policy, name, 1)
+    assert vars(policy) == before
+
+
+FLAG = "no value of a flag is wrong"
+WRONG = {
+    "budget": [(0, ValueError), (1.5, ValueError), (-0.5, ValueError), (True, TypeError), ("20", TypeError)],
+    "sinks": [(-1, ValueError), (1.0, TypeError), (True, TypeError)],
+    "recent": [(-1, ValueError), (1.0, ValueError), ("3", TypeError)],
+    "window": [(-1, ValueError), (2.0, TypeError)],
+    "lag": [(0, ValueError), (8.0, TypeError)],
+    "ratio": [(-0.1, ValueError), (1.1, ValueError), ("half", TypeError)],
+    "seed": [(-1, ValueError), (0.5, TypeError)],
+    "kappa": [(0, ValueError), (1025, ValueError)],
+    "kernel_size": [(0, ValueError), (2, ValueError), (3.0, TypeError)],
+    "refresh": [(0, ValueError), (1.5, TypeError)],
+    "steps": [(0, ValueError)],
+    "stage1": [("full", TypeError), (kvops.Full, TypeError)],
+    "chunk": [(0, ValueError)],
+    "num_sats": [(-1, ValueError)],
+    "num_chunks": [(-1, ValueError)],
+    "hash_bits": [(0, ValueError), (17, ValueError)],
+    "buffer": [(0, ValueError), (1.5, TypeError)],
+    "alpha": [(0, ValueError)],
+    "projection": [(torch.zeros(2, 16), ValueError)],
+    "phase": [(torch.zeros(2), ValueError)],
+    "skip_layers": [(0, TypeError), ([0, 1], TypeError)],
+    "span": [("wide", TypeError)],
+    "overlap": [("none", TypeError)],
+    **{name: [("unheard of", ValueError), (None, ValueError)] for name, x in OTHER.items() if isinstance(x, str)},
+    "normalize_anchor": FLAG,
+    "pool_first": FLAG,
+    "compat_mask": FLAG,
+    "whole_clusters": FLAG,
+    "v_weight": FLAG,  # nor of a weight
+}
+
+
+@every_class
+def test_wrong_settings_are_refused_on_construction(cls):
+    for x in fields(cls):
+        for wrong, error in () if WRONG[x.name] is FLAG else WRONG[x.name]:
+            with pytest.raises(error, match=rf"{cls.__name__}: .*\b{x.name}\b"):
+                cls(**{**SETTINGS[cls], x.name: wrong})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bugdet'"):
+        cls(**SETTINGS[cls], bugdet=3)
+
+
+def test_a_budget_has_to_hold_what_always_stays():
+    for cls, settings in SETTINGS.items():
+        if not issubclass(cls, kvops.BudgetPolicy):
+            continue
+        with pytest.raises(ValueError, match=rf"{cls.__name__}: budget must hold .* got 20"):
+            cls(**{**settings, "budget": 20, "sinks": 21})
+    with pytest.raises(ValueError, match=r"SnapKV: budget must hold sinks \+ recent, expected at least 17 \+ 4 .* 20"):
+        kvops.SnapKV(20, 4, sinks=17)
+    kvops.SnapKV(20, 4, sinks=16)
+
+
+# What every policy that scores has: sinks, and budgets per head
+
+#: Policies with scores of each head.
+SCORING = [
+    kvops.KeyDiff(20),
+    kvops.KeyDiff(20, recent=0.25, metric="dot"),
+    kvops.L2(20, recent=2),
+    kvops.Random(20, seed=2),
+    kvops.SATKV(20, 4),
+    kvops.SnapKV(20, 4),
+    kvops.SnapKV(20, 4, pooling="avg", kernel_size=3, score="dot"),
+    kvops.LAQ(20),
+    kvops.LAQ(20, 4),
+    kvops.H2O(20, recent=4),
+    kvops.H2O(20),
+    kvops.TOVA(20, head_mode="per_head"),
+]
+SPANS = [{}, dict(starts=(0, 9)), dict(starts=(6, 0), lengths=(50, 47))]
+every_scoring = pytest.mark.parametrize("policy", SCORING, ids=repr)
+with_spans = pytest.mark.parametrize("spans", SPANS, ids=["whole", "starts", "spans"])
+
+
+def observed(policy, q, k, v, spans):
+    """What the policy sees in one call."""
+    view, (queries, options) = kvops.View(k, v, **spans), call_of(policy, q)
+    if isinstance(policy, kvops.LAQ):
+        policy.observe_draft(view, options.get("q_window"), *queries, None, None, {})
+    elif policy.uses_queries:
+        policy.observe(view, *queries, None, {})
+    return view
+
+
+def bounds(spans, row):
+    """A row's first valid slot, and one past its last."""
+    first = int(spans["starts"][row]) if "starts" in spans else 0
+    return first, first + int(spans["lengths"][row]) if "lengths" in spans else N
+
+
+def best(scores, first, end, budget, sinks, newest):
+    """One head's kept slots, by the definition."""
+    slots = list(range(first, end))
+    if len(slots) <= budget:
+        return slots
+    always = {*slots[:sinks], *slots[len(slots) - newest :]}
+    others = sorted(set(slots) - always, key=lambda j: (-scores[j], j))
+    return sorted([*always, *others[: budget - len(always)]])
+
+
+def protected(policy, view, budget):
+    """Newest tokens that stay among a head's budget."""
+    return view.window if policy.uses_queries and not isinstance(policy, kvops.H2O) else policy.newest(budget)
+
+
+def kept(result):
+    return [[[i for i in head if i >= 0] for head in row] for row in result.indices.tolist()]
+
+
+@every_scoring
+@with_spans
+@pytest.mark.parametrize("sinks", [0, SINKS])
+@pytest.mark.parametrize("budgets", [(20, 20, 20, 20), (20, 12, 17, 45)], ids=str)
+def test_sinks_and_budgets_per_head(policy, spans, sinks, budgets):
+    q, k, v = inputs(5)
+    spans = {name: kit.int32(*x) for name, x in spans.items()}
+    if isinstance(policy, kvops.H2O):  # all rows see the first tokens: without sinks, they stay anyway
+        q += 1
+        for b in range(2):
+            k[b, :, bounds(spans, b)[0] :][:, :SINKS] = -3.0
+    tensor = kit.int32(*budgets).view(2, 2)
+    queries, options = call_of(policy, q)
+    result = replace(policy, budget=tensor, sinks=sinks).compress(k, v, *queries, **options, **spans)
+    view = observed(policy, q, k, v, spans)
+    scores = policy.scores(view).tolist()
+    want = [
+        [
+            best(scores[b][h], *bounds(spans, b), keep, sinks, protected(policy, view, keep))
+            for h, keep in enumerate(tensor[b].tolist())
+        ]
+        for b in range(2)
+    ]
+    assert kept(result) == want and result.indices.shape == (2, 2, max(budgets))
+    ends = (result.indices < 0).int()
+    assert torch.equal(ends, ends.cummax(-1).values)  # what a head lacks is last
+    assert (result.k[ends.bool()] == 0).all() and (result.v[ends.bool()] == 0).all()
+    if len({*budgets}) == 1:
+        plain = replace(policy, sinks=sinks).compress(k, v, *queries, **options, **spans)
+        assert kit.same(result, plain)
+    if sinks:
+        none = replace(policy, budget=tensor).compress(k, v, *queries, **options, **spans)
+        assert not torch.equal(none.indices, result.indices)
+
+
+@with_spans
+@pytest.mark.parametrize("budgets", [(20, 20, 20, 20), (20, 12, 17, 45)], ids=str)
+def test_sinks_are_in_no_cluster(spans, budgets):
+    q, k, v = inputs(5)
+    spans = {name: kit.int32(*x) for name, x in spans.items()}
+    policy = kvops.ProtoKV(kit.int32(*budgets).view(2, 2), 4, num_sats=4, num_chunks=6, sinks=SINKS)
+    result = policy.compress(k, v, q[:, :, -4:], **spans)
+    view, clear = observed(policy, q, k, v, spans), 0
+    firsts = [bounds(spans, b)[0] + SINKS for b in range(2)]
+    widths = [bounds(spans, b)[1] - 4 - firsts[b] for b in range(2)]
+    assignment = policy.assign(view, kit.int32(*firsts), kit.int32(*widths)).cpu().numpy()
+    for b in range(2):
+        slots = slice(firsts[b], firsts[b] + widths[b])
+        for h in range(2):
+            token = view.observed[b, h, slots].double().cpu().numpy()
+            chosen, gap = best_clusters(token, assignment[b, h, slots], budgets[2 * b + h] - 4 - SINKS)
+            if gap > 1e-5:
+                clear += 1
+                want = [*range(firsts[b] - SINKS, firsts[b]), *(int(i) + firsts[b] for i in chosen)]
+                assert kept(result)[b][h] == [*want, *range(slots.stop, slots.stop + 4)]
+    assert clear >= 3
+
+
+@pytest.mark.parametrize("policy", [POLICIES[x] for x in ("streamingllm", "pyramidkv", "chunkkv", "tova")], ids=repr)
+@with_spans
+def test_sinks_of_policies_with_one_score_or_layers_that_share(policy, spans):
+    q, k, v = inputs(5)
+    spans = {name: kit.int32(*x) for name, x in spans.items()}
+    queries, options = call_of(policy, q)
+    result = replace(policy, sinks=7).compress(k, v, *queries, **options, **spans)
+    none = replace(policy, sinks=0).compress(k, v, *queries, **options, **spans)
+    assert result.indices.shape == none.indices.shape and torch.equal(result.lengths, none.lengths)
+    assert kept(none) != kept(result)
+    for b in range(2):
+        first, end = bounds(spans, b)
+        for h in range(2):
+            slots = kept(result)[b][h]
+            assert slots[:7] == list(range(first, first + 7)) and slots[-1] == end - 1
+            # of the others as many of the best stay as there is room for: all of them are among the best without sinks
+            assert {*slots[7:]} <= {*kept(none)[b][h]}
+
+
+def test_heads_with_one_score_have_one_budget():
+    q, k, v = inputs()
+    budget = torch.full((2, 2), 20, dtype=torch.int32)
+    for policy in (kvops.StreamingLLM(budget), kvops.ChunkKV(budget, 4)):
+        queries, options = call_of(policy, q)
+        with kit.refuses(f"{policy.name}: budget must be of one head each", r"expected \[2, 1\], got \[2, 2\]"):
+            policy.compress(k, v, *queries, **options)
+    with kit.refuses("PyramidKV: budget must be one that layers can share, tokens or a fraction, got a tensor"):
+        kvops.PyramidKV(budget, 4).compress(k, v, q[:, :, -4:], layer=1, num_layers=4)
+    with kit.refuses("KeyDiff: a budget per head needs head_mode='per_head', got head_mode='shared'"):
+        kvops.KeyDiff(budget, head_mode="shared")
+
+
+def budgets_by_hand(policy, scores, spans, sinks, newest):
+    """The layer's budget shared by the scores of what does not stay anyway, each row alone: int32 [b, Hk]."""
+    rows = []
+    for b in range(2):
+        first, end = bounds(spans, b)
+        alone = scores[b : b + 1, :, first + sinks : end].contiguous()
+        rows.append(kvops.head_budgets(alone, policy.budget - sinks, newest) + sinks)
+    return torch.cat(rows)
+
+
+@every_scoring
+@with_spans
+@pytest.mark.parametrize("sinks", [0, SINKS])
+def test_adaptive_heads_share_the_layers_budget(policy, spans, sinks):
+    """Twice the budget of a head is what two heads keep, and `head_budgets` by hand says which of them how much."""
+    q, k, v = inputs(4)
+    k[:, 0] *= 1.5
+    spans = {name: kit.int32(*x) for name, x in spans.items()}
+    queries, options = call_of(policy, q)
+    view = observed(policy, q, k, v, spans)
+    scores = policy.scores(view)
+    budgets = budgets_by_hand(policy, scores, spans, sinks, protected(policy, view, policy.budget))
+    assert (budgets.sum(1) == 2 * 20).all() and (budgets != 20).any()
+    got = replace(policy, head_mode="adaptive", sinks=sinks).compress(k, v, *queries, **options, **spans)
+    want = replace(policy, budget=budgets, sinks=sinks).compress(k, v, *queries, **options, **spans)
+    assert kit.same(got, want)
+    assert torch.equal((got.indices >= 0).sum(2, dtype=torch.int32), budgets)
+    assert ((got.indices >= 0).sum((1, 2)) == 2 * 20).all()
+    assert torch.equal(got.lengths, budgets.max(1).values)
+
+
+def test_adaptive_heads_of_a_fraction():
+    q, k, v = inputs(5)
+    for policy in (kvops.SnapKV(0.4, 4), kvops.TOVA(0.4)):
+        queries, _ = call_of(policy, q)
+        view = observed(policy, q, k, v, {})
+        if isinstance(policy, kvops.SnapKV):
+            with kit.refuses(r"SnapKV: head_mode='adaptive' with sinks or recent needs a budget in tokens, got 0.4"):
+                replace(policy, head_mode="adaptive").compress(k, v, *queries)
+            continue
+        with kit.refuses("TOVA: head_mode='adaptive' with sinks or recent needs a budget in tokens, got 0.4"):
+            replace(policy, head_mode="adaptive").compress(k, v, *queries)
+    view = kvops.View(k, v)
+    policy = kvops.KeyDiff(0.4)
+    budgets = kvops.head_budgets(policy.scores(view), 0.4)
+    got = replace(policy, head_mode="adaptive").compress(k, v)
+    assert kit.same(got, replace(policy, budget=budgets).compress(k, v))
+    assert ((got.indices >= 0).sum((1, 2)) == 2 * 24).all()
+
+
+def test_adaptive_heads_need_scores_of_their_own():
+    q, k, v = inputs()
+    for policy in (kvops.StreamingLLM(20, head_mode="adaptive"), kvops.ChunkKV(20, 4, head_mode="adaptive")):
+        queries, options = call_of(policy, q)
+        with kit.refuses(f"{policy.name}: head_mode='adaptive' needs scores of each head, got one for all heads"):
+            policy.compress(k, v, *queries, **options)
+    with kit.refuses("ProtoKV: give a budget per head", "in place of head_mode='adaptive'"):
+        kvops.ProtoKV(20, 4, head_mode="adaptive")
+    with kit.refuses("PyramidKV: budget must be one that layers can share"):
+        kvops.PyramidKV(20, 4, head_mode="adaptive").compress(k, v, q[:, :, -4:], layer=1, num_layers=4)
+    with kit.refuses("LagKV: head_mode must be one of 'per_head', 'shared', got 'adaptive'"):
+        kvops.LagKV(head_mode="adaptive")
+
+
+@every_scoring
+def test_caches_refuse_budgets_per_head(policy):
+    message = f"{policy.name}: the heads of a cache keep equally many tokens, expected budget as an int or a float"
+    kvops.Cache(policy)
+    for wrong in (replace(policy, budget=kit.int32(20, 20).view(1, 2)), replace(policy, head_mode="adaptive")):
+        with kit.refuses(message, "got a budget per head"):
+            kvops.Cache(wrong)
+
+
+# By name
+
+
+@pytest.mark.parametrize("name", kvops.METHODS)
+def test_policies_by_name(name):
+    entry = kvops.METHODS[name]
+    settings = {x: y for x, y in SETTINGS[entry.policy].items() if x not in entry.defaults}
+    assert kvops.policy(name, **settings) == POLICIES[name]
+    text = ",".join(f"{x}={y}" for x, y in settings.items() if "," not in str(y) and y != ())
+    rest = {x: y for x, y in settings.items() if "," in str(y) or y == ()}
+    assert kvops.policy(f"{name}:{text}", **rest) == POLICIES[name]
+
+
+def test_options_in_text_are_settings():
+    assert kvops.policy("keydiff:recent=0.1,metric=dot", budget=64) == kvops.KeyDiff(64, recent=0.1, metric="dot")
+    assert kvops.policy("keydiff-window:recent=3", budget=64) == kvops.KeyDiff(64, recent=3)
+    assert kvops.policy("keydiff-window", budget=64, recent=4) == kvops.KeyDiff(64, recent=4)
+    assert kvops.policy("keydiff:budget=64", budget=32) == kvops.KeyDiff(32)
+    assert kvops.policy("snapkv:pool_first=True", budget=64).pool_first is True
+    assert kvops.policy("protokv:buffer=None", budget=64).buffer is None
+
+
+MINE = """
+from dataclasses import KW_ONLY, dataclass
+
+import kvops
+
+number = 3
+
+
+@dataclass(frozen=True, eq=False)
+class ValueNorm(kvops.KeyPolicy):
+    _: KW_ONLY
+    power: float = 1.0
+
+    def scores(self, view):
+        return view.v.float().norm(dim=-1) ** self.power
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Holds value_norm.py, and modules are imported from it."""
+    (tmp_path / "value_norm.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Sets what packages install in the entry point group."""
+
+    def install(**values):
+        points = [importlib.metadata.EntryPoint(name, value, ENTRY_POINTS) for name, value in values.items()]
+
+        def entry_points(**select):
+            return importlib.metadata.EntryPoints(points).select(**select)
+
+        monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+
+    return install
+
+
+def test_anyones_policy_by_name(folder, installed):
+    installed(**{"value-norm": "value_norm:ValueNorm", "keydiff": "value_norm:ValueNorm"})
+    _, k, v = inputs()
+    want = v.norm(dim=-1).topk(20).indices.sort().values
+    for name in (f"{folder}/value_norm.py:ValueNorm", "value_norm:ValueNorm", "value-norm"):
+        policy = kvops.policy(name, budget=20)
+        assert type(policy).__name__ == "ValueNorm" and (policy.budget, policy.power) == (20, 1.0)
+        assert torch.equal(policy.compress(k, v).indices, want)
+        cache = kvops.Cache(policy)
+        cache.append(k, v)
+        assert torch.equal(cache.positions, want)
+        power = kvops.policy(f"{name}:power=2.0,sinks=3", budget=20)
+        assert (power.power, power.sinks) == (2.0, 3) and power.compress(k, v).indices[..., :3].unique().tolist() == [
+            0,
+            1,
+            2,
+        ]
+    assert isinstance(kvops.policy("keydiff", budget=20), kvops.KeyDiff)  # ours first
+    assert type(kvops.policy("kvops.methods.keydiff:KeyDiff", budget=20)) is kvops.KeyDiff
+
+
+def test_names_that_are_none(folder, installed):
+    installed(**{"value-norm": "value_norm:ValueNorm", "number": "value_norm:number"})
+    (folder / "broken.py").write_text("1 / 0")
+    path = f"{folder}/value_norm.py"
+    for spec, message in {
+        "keydif": "method must be one of full, .*, l2, number, value-norm, path/to/file.py:Class, or module:Class, "
+        "got 'keydif'",
+        "": "method must be one of full, .*, got ''",
+        "number": "method 'number': expected a subclass of kvops.Policy, got 3",
+        f"{path}:number": "method '.*value_norm.py:number': expected a subclass of kvops.Policy, got 3",
+        "kvops:Cache": "method 'kvops:Cache': expected a subclass of kvops.Policy, got <class 'kvops.cache",
+        "builtins:print": "method 'builtins:print': expected a subclass of kvops.Policy, got <built-in",
+        f"{path}:Missing": "method '.*value_norm.py:Missing': expected a class .* got AttributeError: .*Missing",
+        f"{folder}/nowhere.py:ValueNorm": r"method '.*nowhere.py:ValueNorm': expected .* got FileNotFoundError: ",
+        f"{folder}/broken.py:ValueNorm": "method '.*broken.py:ValueNorm': expected .* got ZeroDivisionError: ",
+        "nowhere_at_all:ValueNorm": "method 'nowhere_at_all:ValueNorm': expected .* got ModuleNotFoundError: ",
+        "keydiff:recent": "method 'keydiff:recent': expected keydiff:option=value,option=value, got 'recent'",
+        "keydiff:recent=1,recent=2": "method 'keydiff:recent=1,recent=2': recent is given twice",
+        "keydiff:recent=-1": "KeyDiff: recent must be at least 0 tokens, got -1",
+        f"{path}:ValueNorm:power": r"method '.*:ValueNorm:power': expected .*:option=value,option=value, got 'power'",
+    }.items():
+        with kit.refuses(message):
+            kvops.policy(spec, budget=20)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lag'"):
+        kvops.policy("keydiff", budget=20, lag=3)
+    with pytest.raises(TypeError, match="budget"):
+        kvops.policy("keydiff")
+
+
+# No state
+
+
+def answer(policy, seed):
+    """The slots of a cache after a prompt and 30 tokens, and of one call."""
+    q, k, v = inputs(seed, 90)
+    cache = kvops.Cache(policy, layer=2, num_layers=4)
+    out = [cache.attend(*(x[:, :, :N] for x in (q, k, v)))]
+    if isinstance(policy, kvops.LAQ):
+        draft = cache.draft()
+        out += [draft.attend(*(x[:, :, i : i + 1] for x in (q, k, v))) for i in range(N, N + 5)]
+        cache.evict(draft)
+    out += [cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v))) for i in range(N, 90)]
+    queries, options = call_of(policy, q)
+    return [cache.positions, cache.k, cache.v, *out, *policy.compress(k, v, *queries, **options)]
+
+
+@every_policy
+def test_one_policy_serves_caches_in_several_threads(policy):
+    """It has no state: caches that take turns and threads get what each gets alone."""
+    settings = dict(vars(policy))
+    fresh = [replace(policy) for _ in range(4)]
+    alone = [answer(x, seed) for seed, x in enumerate(fresh)]
+    assert not torch.equal(alone[0][1], alone[1][1])
+    found, device = {}, torch.get_default_device()
+
+    def work(seed):
+        with torch.device(device):  # a thread's own
+            found[seed] = [answer(policy, seed) for _ in range(2)]
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for x in workers:
+        x.start()
+    for x in workers:
+        x.join()
+    assert len(found) == 4
+    for seed, results in found.items():
+        assert all(kit.same(result, alone[seed]) for result in results)
+    assert vars(policy) == settings and all(vars(policy)[name] is x for name, x in settings.items())
+
+
+@every_policy
+def test_caches_of_one_policy_take_turns(policy):
+    """Step by step, two caches of one policy."""
+    both = [inputs(seed, 90) for seed in range(2)]
+    caches, twins = ([kvops.Cache(p, layer=2, num_layers=4) for p in (policy, x)] for x in (policy, replace(policy)))
+    for first, last in ((0, N), *((i, i + 1) for i in range(N, 90))):
+        for cache, x in zip(caches, both):
+            cache.attend(*(y[:, :, first:last] for y in x))
+    for twin, x in zip(twins, both):
+        for first, last in ((0, N), *((i, i + 1) for i in range(N, 90))):
+            twin.attend(*(y[:, :, first:last] for y in x))
+    for cache, twin in zip(caches, twins):
+        assert kit.same((cache.k, cache.v, cache.positions), (twin.k, twin.v, twin.positions))
