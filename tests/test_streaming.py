@@ -610,7 +610,7 @@ def test_methods_that_look_at_queries(pads, window, score, group_reduce):
     )
     if group_reduce == "none":
         scores = scores.unflatten(1, (2, -1)).sum(2)
-    wanted = ops.select_topk(scores.float(), 12, starts=starts)
+    wanted = ops.select_topk(scores.float(), k=12, starts=starts)
     assert torch.equal(cache.positions, wanted) and len(cache) == 12 and cache.seen == n
     torch.testing.assert_close(cache.state["sums"], scores.gather(2, wanted).float(), atol=1e-4, rtol=1e-4)
 
