@@ -113,8 +113,8 @@ AttentionMaskInterface.register("replayed", sdpa_mask)
 
 
 def assert_replayed(kind, method, chunks=(30, 9, 1, 1, 1), **options):
-    """Every step's logits, in a padded batch of whose padding nobody told the cache."""
-    model, truth = own(kind), build(kind, "replayed")
+    """Every step's logits against those in fp64, in a padded batch of whose padding nobody told the cache."""
+    model, truth = own(kind), build(kind, "replayed").double()
     n = sum(chunks)
     ids, mask = make_prompts(n, n - 7)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -136,7 +136,7 @@ def assert_replayed(kind, method, chunks=(30, 9, 1, 1, 1), **options):
         found = forward(model, ids[:, now], cache, mask[:, : now.stop], **step)
         expected = forward(truth, ids[:, now], full, mask[:, : now.stop], **step)
         live = mask[:, now][:, -expected.shape[1] :].bool()
-        torch.testing.assert_close(found[live], expected[live], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found[live].double(), expected[live], atol=1e-4, rtol=1e-4)
         first += t
     assert any(len(layer.cache) < n for layer in cache.evicting_layers)
     return cache
