@@ -172,6 +172,13 @@ def test_one_call_is_the_shorthand_and_the_same_in_place(policy):
     assert policy.compress(k, v, *queries, **options, out=out).k is out[0] and kit.same(out, want[:2])
 
 
+def test_an_unknown_argument_of_a_call_is_named():
+    k = torch.randn(1, 1, 8, 4)
+    for call in (kvops.KeyDiff(4).compress, lambda *args, **options: kvops.keydiff_compress(*args, 4, **options)):
+        with pytest.raises(TypeError, match=r"KeyDiff\.compress\(\) got an unexpected keyword argument 'start'"):
+            call(k, k, start=0)
+
+
 # Settings
 
 

@@ -242,8 +242,11 @@ class Policy:
         layer: int | None = None,
         num_layers: int | None = None,
         out: Out = None,
+        **unknown: object,
     ) -> tuple[View, Out]:
         """The arguments of one call, checked as far as no operator does."""
+        for argument in unknown:
+            raise TypeError(f"{self.name}.compress() got an unexpected keyword argument {argument!r}")
         check_rank(self.name, k)
         if not (out is None or out is IN_PLACE or (isinstance(out, (tuple, list)) and len(out) == 2)):
             raise TypeError(f"{self.name}: out must be a pair of tensors (k_out, v_out), got {type(out).__name__}")
