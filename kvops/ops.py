@@ -111,16 +111,25 @@ def lag_score(
 ) -> Tensor:
     """LagKV's scores: how far each token stands out of its partition, seen by the next partition.
 
-    Slots [prefix, n), those behind the sinks (in a stream also behind what was kept of older partitions), are cut into
-    partitions of `lag` tokens. With X partition p and Y partition p + 1 (X itself if
-    `self_reference`, the paper's LocalKV), per channel c and for Z in {K, V}::
+    Slots [prefix, n) are cut into partitions of `lag` tokens. With X partition p and Y partition p + 1, per channel c
+    and for Z in {K, V}::
 
         N[t, c] = (X[t, c] - min_t Y[t, c]) / (max_t Y[t, c] - min_t Y[t, c])    0 where the range is 0 or not finite
         s_Z[t]  = softmax over t of std over c of N[t, c]                         unbiased std
         score   = s_K + v_weight * s_V
 
-    Returns fp32 [b, Hk, S, lag], S = max(0, (n - prefix) // lag - 1): all complete partitions but the last, which is
-    only a reference. With starts/lengths row b's grid begins at starts[b] + prefix; partitions it lacks are NaN.
+    Args:
+        k: [b, Hk, n, d].
+        v: [b, Hk, n, dv].
+        lag: tokens of a partition.
+        prefix: slots before the first partition: the sinks, and in a stream what was kept of older partitions.
+        v_weight: the weight of V's scores.
+        self_reference: Y is X itself (the paper's LocalKV).
+        starts, lengths: int32 [b], the valid slots of each row. Row b's partitions begin at starts[b] + prefix.
+
+    Returns:
+        fp32 [b, Hk, S, lag], S = max(0, (n - prefix) // lag - 1): all complete partitions but the last, which is only a
+        reference. Partitions that a row lacks are NaN.
 
     Source: LagKV, Sec. 2.2, Eq. 5-9; LocalKV: App. A.2.
     """
@@ -168,13 +177,20 @@ def anchor_cosine(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """KeyDiff's scores: how little a key looks like the mean key. ::
 
-        mu    = sum_j k_j / ||k_j||     over the valid finite keys (k_j itself if not `normalize_anchor`)
+        mu    = sum_j k_j / ||k_j||     over the valid finite keys
         score = -cos(k_i, mu)
 
-    `anchor`: fp32 [b, Hk, d], used as mu if given (any positive multiple scores alike); K is then read once, not twice.
-    A zero key or a zero anchor scores 0; a key that is not finite stays out of mu and scores NaN; so do invalid slots.
+    A zero key or a zero anchor scores 0. A key that is not finite stays out of mu and scores NaN; so do invalid slots.
 
-    Returns fp32 [b, Hk, n], and with `return_anchor` also mu, fp32 [b, Hk, d] (a copy of a given anchor).
+    Args:
+        k: [b, Hk, n, d].
+        anchor: fp32 [b, Hk, d], used as mu (any positive multiple scores alike): K is then read once, not twice.
+        normalize_anchor: False: mu is the sum of the keys as they are.
+        starts, lengths: int32 [b], the valid slots of each row.
+        return_anchor: returns mu too.
+
+    Returns:
+        fp32 [b, Hk, n], and with `return_anchor` also mu, fp32 [b, Hk, d] (a copy of a given anchor).
 
     Source: KeyDiff, Sec. 3.2, Eq. 8.
     """
@@ -212,28 +228,35 @@ def window_scores(
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """How much the last queries attend to each key: the observation window of SnapKV, LAQ and all that follow them.
+    """How much the last queries attend to each key: the observation window of SnapKV, LAQ and all that follow them. ::
 
-    q: [b, Hq, w, d], the queries of 1 to 256 rows, of k's dtype and any strides; query head h serves KV head
-    h // (Hq / Hk), and K is never expanded. visible: int32 [w] or [b, w]; row i sees the keys starts[b] <= j <
-    visible[i], and with visible 0 counts nothing (a sequence that has ended, padding). ::
-
-        logit[i, j] = scale * q_i . k_j              scale 1 / sqrt(d) unless given
+        logit[i, j] = scale * q_i . k_j
                       then softcap * tanh(logit / softcap), if softcap is not 0
         a[i, j]     = exp(logit[i, j] - lse[i])      lse[i] = log(sum of exp(logit[i, j]) over the keys that i sees)
         score[j]    = reduce over the rows that see j, then group_reduce over the query heads of j's KV head
 
-    lse: fp32 [b, Hq, w], natural logarithm, over exactly those keys, as every FlashAttention returns it: K is then read
-        once, else twice. On the CPU (on a GPU under `debug_checks()`) one that cannot be of these logits is refused.
-    score: "softmax", or "dot": the logits are reduced as they are (no lse).
-    reduce: "sum", "mean" (over the rows that see any key) or "max". group_reduce: these, or "none" for a score per
-        query head. A key that no row sees scores 0.
-    sink_logits: fp32 [Hq], one more logit in each row's softmax, without a key (lse is given without it).
+    A logit that is not finite stays out of its row's softmax, and its key scores NaN. A key that no row sees scores 0.
+    Nothing of size rows x n is written (for w = 1 one workspace [b, Hq, n]).
 
-    A logit that is not finite stays out of its row's softmax, and its key scores NaN. Nothing of size rows x n is
-    written (for w = 1 one workspace [b, Hq, n]).
+    Args:
+        q: [b, Hq, w, d], the queries of 1 to 256 rows, of k's dtype and any strides. Query head h serves KV head h //
+            (Hq / Hk), and K is never expanded.
+        k: [b, Hk, n, d].
+        visible: int32 [w] or [b, w]. Row i sees the keys starts[b] <= j < visible[i]; with 0 it does not count (a
+            sequence that has ended, padding).
+        lse: fp32 [b, Hq, w], natural logarithm, over exactly those keys, as every FlashAttention returns it: K is then
+            read once, else twice. On the CPU (on a GPU under `debug_checks()`) one that cannot be of these logits is
+            refused.
+        scale: 1 / sqrt(d) if None.
+        score: "softmax", or "dot": the logits are reduced as they are (no lse).
+        reduce: "sum", "mean" (over the rows that see any key) or "max".
+        group_reduce: the same, or "none" for a score per query head.
+        starts: int32 [b], the first valid slot of each row.
+        softcap: 0 for none.
+        sink_logits: fp32 [Hq], one more logit in each row's softmax, without a key (lse is given without it).
 
-    Returns fp32 [b, Hk, n], with group_reduce="none" [b, Hq, n].
+    Returns:
+        fp32 [b, Hk, n], with group_reduce="none" [b, Hq, n].
 
     Source: LAQ, Sec. 4.3, Eq. 4; SnapKV's observation window.
     """
@@ -284,18 +307,22 @@ def window_attention(
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The attention of the last queries, or of one decode step, with `window_scores` as a by-product.
-
-    A prefill runs any FlashAttention on all rows but the last w, and this on those: no row is computed twice, and the
-    scores cost no attention of their own. Arguments as in `window_scores`; v: [b, Hk, n, dv]. ::
+    """The attention of the last queries, or of one decode step, with `window_scores` as a by-product. ::
 
         out[i] = sum over j of a[i, j] * v_j         a row that sees no key gives 0 and lse -inf
 
-    A key whose logit is not finite is left out of the row. Slots that no row sees are not read (they may hold NaN); a V
-    row that is not finite and that some row sees may reach all rows of its batch row and KV head.
+    A prefill runs any FlashAttention on all rows but the last w, and this on those: no row is computed twice, and the
+    scores cost no attention of their own. A key whose logit is not finite is left out of the row. Slots that no row
+    sees are not read (they may hold NaN). A V row that is not finite and that some row sees may reach all rows of its
+    batch row and KV head.
 
-    Returns out [b, Hq, w, dv] of q's dtype, lse fp32 [b, Hq, w] (without the sink), scores fp32 [b, Hk, n] (or [b, Hq,
-    n]).
+    Args:
+        v: [b, Hk, n, dv].
+
+    All other arguments as in `window_scores`.
+
+    Returns:
+        out [b, Hq, w, dv] of q's dtype, lse fp32 [b, Hq, w] (without the sink), scores fp32 [b, Hk, n] (or [b, Hq, n]).
 
     Source: FlashAttention-2 and flash-decoding (Dao et al., 2023); LAQ, Sec. 4.3.
     """
@@ -349,16 +376,24 @@ def select_topk(
     """The slots to keep, ascending: the first `sinks`, the last `window`, and the best between, k in all.
 
     The order is total, hence the same on every device: numbers by value (-0.0 equals 0.0), then -inf, then NaN; equal
-    scores keep the LOWER slot. Invalid slots are never kept; what a row lacks is -1, last, or with `fill_invalid` the
-    row's lowest invalid slots, in ascending place (what a left-padded cache needs).
+    scores keep the LOWER slot. Invalid slots are never kept.
 
-    scores: fp32 [b, Hk, n]; `budgets`: int32 [b, Hk], each row's own k, at most k. Returns int64 [b, Hk, min(k, n)].
+    Args:
+        scores: fp32 [b, Hk, n]. Or segments, fp32 [b, Hk, S, L] of `seq_len` slots, as `lag_score` gives them: then the
+            first `sinks` slots stay, the best k of each segment, and all slots behind the last segment, in one pass.
+        k: slots to keep, of a segment if there are some.
+        sinks, window: first and last slots that always stay; part of k.
+        seq_len: slots in all, with segments.
+        starts, lengths: int32 [b], the valid slots of each row.
+        budgets: int32 [b, Hk], each row's own k, at most k.
+        fill_invalid: rows that lack slots end in their lowest invalid ones, in ascending place (what a left-padded
+            cache needs), instead of -1, last.
 
-    Segments (LagKV): scores fp32 [b, Hk, S, L] of `seq_len` slots, as `lag_score` gives them. Kept are the first
-    `sinks` slots, the best k of each segment, and all slots behind the last segment, in one pass. Returns int64
-    [b, Hk, sinks + S * k + tail]; with starts/lengths the width is the longest that any length <= seq_len gives.
+    Returns:
+        int64 [b, Hk, min(k, n)]. With segments [b, Hk, sinks + S * k + tail]; with starts or lengths as wide as the
+        longest that any length <= seq_len gives.
 
-    Source: LagKV Sec. 2.2 (top-k per partition, Eq. 10), KeyDiff Sec. 3.2 (top N).
+    Source: LagKV, Sec. 2.2 (top-k per partition, Eq. 10); KeyDiff, Sec. 3.2 (top N).
     """
     return _select_topk(scores, k, sinks, window, seq_len, starts, lengths, budgets, fill_invalid)
 
@@ -384,9 +419,15 @@ def gather_kv(
 ) -> tuple[Tensor, Tensor]:
     """The kept rows, k[b, h, indices[b, h, i]] and the same of v. An index of -1 gives a row of zeros.
 
-    indices: int64 [b, Hk, m], any strides (so [b, 1, m] expanded serves all heads). Returns fresh contiguous
-    [b, Hk, m, d] and [b, Hk, m, dv]; `out=(k_out, v_out)` of those shapes and any row-contiguous strides, which share
-    no memory with the inputs, indices included, are written and returned instead.
+    Args:
+        k: [b, Hk, n, d].
+        v: [b, Hk, n, dv].
+        indices: int64 [b, Hk, m], any strides (so [b, 1, m] expanded serves all heads).
+        out: (k_out, v_out) of the result's shapes and any row-contiguous strides, which share no memory with the
+            inputs, indices included. They are written and returned.
+
+    Returns:
+        Fresh contiguous [b, Hk, m, d] and [b, Hk, m, dv], or `out`.
     """
     if out is None:
         return _gather_kv(k, v, indices)
@@ -410,13 +451,18 @@ def _(k, v, indices, *, k_out, v_out):
 
 
 def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """`gather_kv` in place: moves row indices[b, h, i] of k and v to slot i.
+    """`gather_kv` in place: moves row indices[b, h, i] of k and v to slot i. Slots >= m are left as they are.
 
     It takes no extra memory; on a GPU 4 bytes for each 32 KiB that moves.
 
-    indices: int64 [b, Hk, m], strictly ascending in each row, -1 only at the end (those slots become zeros). All of
-    them are checked before the first write. k, v and indices must not share memory, nor k and v overlap themselves.
-    Slots >= m are left as they are. Returns the views k[:, :, :m] and v[:, :, :m].
+    Args:
+        k: [b, Hk, n, d].
+        v: [b, Hk, n, dv]. k, v and indices must not share memory, nor k and v overlap themselves.
+        indices: int64 [b, Hk, m], strictly ascending in each row, -1 only at the end (those slots become zeros). All of
+            them are checked before the first write.
+
+    Returns:
+        The views k[:, :, :m] and v[:, :, :m].
     """
     _compact_kv_(k, v, indices)
     _written(k, v)
@@ -456,16 +502,22 @@ def ladder_gather(
 ) -> tuple[Layers, Layers]:
     """LaCache's move: what `plan` keeps of a layer's slots, or of the slots of all layers of a model at once.
 
-    k: [b, Hk, n, d] and v: [b, Hk, n, dv] with the plan's n, and `layer`, which of its layers that is; or lists of
-    these, all of one shape and dtype (one launch on a GPU). plan: from `kvops.lacache_plan`. Slot p of the result comes
-    from plan.indices(layer)[p] by a closed form; there is no index tensor.
+    Slot p of the result comes from plan.indices(layer)[p] by a closed form; there is no index tensor.
 
-    inv_freq: fp32 [pairs], radians per position. Given, the keys are ones that were rotated at their slots, and turned
-        to the new ones while they move: pair i by (p - source) * inv_freq[i], in fp32, rounded once. Pair i is channels
-        i and i + pairs (NeoX), or if `interleaved` 2 i and 2 i + 1 (GPT-J); channels from 2 * pairs on are moved.
+    Args:
+        k: [b, Hk, n, d] with the plan's n; or a list, one per layer, all of one shape and dtype (one launch on a GPU).
+        v: [b, Hk, n, dv], or a list.
+        plan: from `kvops.lacache_plan`.
+        layer: which of the plan's layers this is, or a list.
+        inv_freq: fp32 [pairs], radians per position. Given, the keys are ones that were rotated at their slots, and
+            turned to the new ones while they move: pair i by (p - source) * inv_freq[i], in fp32, rounded once.
+        interleaved: pair i is channels 2 i and 2 i + 1 (GPT-J), else i and i + pairs (NeoX). Channels from 2 * pairs on
+            are moved.
+        out: (k_out, v_out) of the result's shapes, which share no memory with the inputs. They are written and
+            returned.
 
-    Returns fresh contiguous [b, Hk, len(plan), d] and [b, Hk, len(plan), dv], lists if k is one. `out=(k_out, v_out)`
-    of those shapes, which share no memory with the inputs, are written and returned instead.
+    Returns:
+        Fresh contiguous [b, Hk, len(plan), d] and [b, Hk, len(plan), dv], lists if k is one; or `out`.
 
     Source: LaCache, Sec. 3.2, 3.3.
     """
@@ -508,10 +560,13 @@ def ladder_compact_(
 ) -> tuple[Layers, Layers]:
     """`ladder_gather` in place.
 
-    It takes no extra memory; on a GPU 4 bytes for each 32 KiB that moves.
+    It takes no extra memory; on a GPU 4 bytes for each 32 KiB that moves. Slots before the plan's first ladder are not
+    touched, slots from len(plan) on are left with what they held.
 
-    Slots before the plan's first ladder are not touched, slots from len(plan) on are left with what they held. No two
-    of the tensors may share memory. Returns the views k[:, :, :len(plan)] and v[:, :, :len(plan)], lists if k is one.
+    Args: as in `ladder_gather`. No two of the tensors may share memory.
+
+    Returns:
+        The views k[:, :, :len(plan)] and v[:, :, :len(plan)], lists if k is one.
     """
     keys, values = check_layers("ladder_compact_", k=k, v=v)
     one, layer, plan = isinstance(k, Tensor), [layer] if isinstance(layer, int) else layer, _encoded(plan)
@@ -534,12 +589,18 @@ def rope_at_slots(
 
         x', y' = x cos[j, i] - y sin[j, i], y cos[j, i] + x sin[j, i]
 
-    k: [b, H, n, d]; cos, sin: fp32 [n, pairs], or [b, n, pairs] if rows of the batch differ; 2 * pairs <= d. x and y
-    are channels i and i + pairs (NeoX), or if `interleaved` 2 i and 2 i + 1 (GPT-J); channels from 2 * pairs on are
-    copied. `kvops.Rope` makes the tables: of positions, from one position to another, and back to none.
+    Computed in fp32, rounded once. `kvops.Rope` makes the tables: of positions, from one position to another, and back
+    to none.
 
-    Computed in fp32, rounded once. Returns a fresh contiguous [b, H, n, d]; `out` of that shape and k's dtype, k itself
-    or memory that the inputs do not share, is written and returned instead.
+    Args:
+        k: [b, H, n, d].
+        cos, sin: fp32 [n, pairs], or [b, n, pairs] if rows of the batch differ; 2 * pairs <= d.
+        interleaved: x and y are channels 2 i and 2 i + 1 (GPT-J), else i and i + pairs (NeoX). Channels from 2 * pairs
+            on are copied.
+        out: [b, H, n, d] of k's dtype, k itself or memory that the inputs do not share. It is written and returned.
+
+    Returns:
+        A fresh contiguous [b, H, n, d], or `out`.
 
     Source: RoFormer, Su et al., 2021, Eq. 34; slot positions: StreamingLLM, Sec. 3.2; LaCache, Sec. 4.1.
     """
@@ -574,13 +635,19 @@ def outlier_degree(
         S(i)     = mean over the valid j with |i - j| <= kappa of cos(k_i, k_j)      j = i included
         Theta(i) = (E[S] - S(i)) / sqrt(Var[S])        mean and variance over the valid tokens of a row and head
 
-    kappa: 1 to 1024; the time does not depend on it. `standardize=False` returns S itself.
     Near the ends the mean is over the neighbours that are there. The sign is such that LOW similarity is HIGH (Eq. 5 as
     printed finds the opposite of what the text says). A zero key has cosine 0 with all, itself too. A key that is not
     finite is nobody's neighbour, stays out of mean and variance, and scores NaN; so do invalid slots. Similarities that
     are all alike (sqrt(Var) <= 1e-6, what fp32 resolves) have Theta 0.
 
-    Returns fp32 [b, Hk, n].
+    Args:
+        k: [b, Hk, n, d].
+        kappa: neighbours on either side, 1 to 1024; the time does not depend on it.
+        standardize: False returns S itself.
+        starts, lengths: int32 [b], the valid slots of each row.
+
+    Returns:
+        fp32 [b, Hk, n].
 
     Source: ProtoKV, Def. 2, Eq. 4, 5.
     """
@@ -599,11 +666,17 @@ def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) ->
 
         bucket(j) = sum over q < r of 2^(r - 1 - q) * [cos(projection_q . k_j + phase_q) > 0]
 
-    indices: int64 [b, Hk, p], any strides (so arange(n) expanded hashes all keys), -1 gives bucket -1, as does a key
-    that is not finite. projection: fp32 [r, d] and phase: fp32 [r], 1 <= r <= 30, shared by all heads
-    (`kvops.lsh_projection` draws them). The products are summed in fp64, so that every device finds the same buckets.
+    The products are summed in fp64, so that every device finds the same buckets.
 
-    Returns int32 [b, Hk, p], in [-1, 2^r).
+    Args:
+        k: [b, Hk, n, d].
+        indices: int64 [b, Hk, p], any strides (so arange(n) expanded hashes all keys). -1 gives bucket -1, as does a
+            key that is not finite.
+        projection: fp32 [r, d], 1 <= r <= 30, shared by all heads (`kvops.lsh_projection` draws both).
+        phase: fp32 [r].
+
+    Returns:
+        int32 [b, Hk, p], in [-1, 2^r).
 
     Source: ProtoKV, Sec. 4.2, Eq. 7, 8.
     """
@@ -627,19 +700,25 @@ def build_prototypes(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """ProtoKV's prototypes, in one read of K: the mean key of each chunk of tokens, then of each bucket of anchors.
-
-    A row's m valid tokens are cut into v' = min(num_chunks, m) chunks of consecutive tokens, chunk c = [c * m // v',
-    (c + 1) * m // v') of them. sat_indices: int64 [b, Hk, p], the semantic anchors, strictly ascending, -1 only at the
-    end, as `select_topk` gives them; buckets: int32 [b, Hk, p], in [-1, num_buckets). Both, or None. ::
+    """ProtoKV's prototypes, in one read of K: the mean key of each chunk of tokens, then of each bucket of anchors. ::
 
         prototype c              = mean of chunk c without the anchors
         prototype num_chunks + s = mean of the anchors in bucket s
 
-    An anchor of bucket -1 is in no prototype, nor is a key that is not finite or a token outside of the valid slots. A
-    prototype of no token is zero.
+    A row's m valid tokens are cut into v' = min(num_chunks, m) chunks of consecutive tokens, chunk c = [c * m // v', (c
+    + 1) * m // v') of them. An anchor of bucket -1 is in no prototype, nor is a key that is not finite or a token
+    outside of the valid slots. A prototype of no token is zero.
 
-    Returns prototypes, fp32 [b, Hk, num_chunks + num_buckets, d], and counts, int32 [b, Hk, num_chunks + num_buckets].
+    Args:
+        k: [b, Hk, n, d].
+        sat_indices: int64 [b, Hk, p], the semantic anchors, strictly ascending, -1 only at the end, as `select_topk`
+            gives them. None, as buckets then is: there are none.
+        buckets: int32 [b, Hk, p], in [-1, num_buckets).
+        num_chunks, num_buckets: prototypes of either kind.
+        starts, lengths: int32 [b], the valid slots of each row.
+
+    Returns:
+        prototypes, fp32 [b, Hk, num_chunks + num_buckets, d], and counts, int32 [b, Hk, num_chunks + num_buckets].
 
     Source: ProtoKV, Sec. 4.2, Algorithm 1, lines 4-16 (the scale of Eq. 9 changes no cosine).
     """
@@ -663,11 +742,17 @@ def assign_prototypes(
 ) -> Tensor:
     """The prototype of highest cosine for each key: argmax over c of cos(k_i, prototype_c), ties to the lower c.
 
-    prototypes: fp32 [b, Hk, C, d]. One that is zero (empty) or not finite never wins. The cosines are products of
-    16-bit numbers where the hardware multiplies those faster, summed in fp32: the winner's exact cosine is within 4e-3
-    of the best one's. They are never written: [n, C] does not exist. A zero key has cosine 0 with all.
+    The cosines are products of 16-bit numbers where the hardware multiplies those faster, summed in fp32: the winner's
+    exact cosine is within 4e-3 of the best one's. They are never written: [n, C] does not exist. A zero key has cosine
+    0 with all.
 
-    Returns int32 [b, Hk, n]: -1 for a key that is not finite, for invalid slots, and if no prototype can win.
+    Args:
+        k: [b, Hk, n, d].
+        prototypes: fp32 [b, Hk, C, d]. One that is zero (empty) or not finite never wins.
+        starts, lengths: int32 [b], the valid slots of each row.
+
+    Returns:
+        int32 [b, Hk, n]: -1 for a key that is not finite, for invalid slots, and if no prototype can win.
 
     Source: ProtoKV, Sec. 4.3, Eq. 10.
     """
@@ -684,12 +769,18 @@ def _(k, prototypes, starts=None, lengths=None):
 def cluster_mean(scores: Tensor, assignment: Tensor, *, num_clusters: int, reduce: str = "mean") -> Tensor:
     """The mean (or "sum") of the scores in each cluster.
 
-    scores: fp32 [b, Hk, n]; assignment: int32 [b, Hk, n], as `assign_prototypes` gives it: -1 is in no cluster. Scores
-    that are not finite are left out; a cluster without others is NaN. The scores are added as integers, in
-    units of the largest |score| among them (2^-31 of it or finer for n up to 2^31), so no order of the sum matters and
-    every device finds the same.
+    Scores that are not finite are left out; a cluster without others is NaN. The scores are added as integers, in units
+    of the largest |score| among them (2^-31 of it or finer for n up to 2^31), so no order of the sum matters and every
+    device finds the same.
 
-    Returns fp32 [b, Hk, num_clusters].
+    Args:
+        scores: fp32 [b, Hk, n].
+        assignment: int32 [b, Hk, n], as `assign_prototypes` gives it: -1 is in no cluster.
+        num_clusters: C.
+        reduce: "mean" or "sum".
+
+    Returns:
+        fp32 [b, Hk, C].
 
     Source: ProtoKV, Algorithm 1, line 22 (mean), Eq. 11 (sum).
     """
@@ -718,14 +809,20 @@ def cluster_priority(
 
     Clusters come by descending score (ties: the lower one first; NaN last). Their tokens' priority is +inf as long as
     all of them fit into k, the token's own score in the one cluster that straddles the budget (a score that is not
-    finite comes last in it), and -inf in all others. `whole`: -inf in the straddling one too. Tokens in no cluster
-    (assignment -1) are NaN.
+    finite comes last in it), and -inf in all others. Tokens in no cluster (assignment -1) are NaN. The time grows with
+    C squared, which shows from tens of thousands of clusters on.
 
-    scores, assignment: as in `cluster_mean`; cluster_scores: fp32 [b, Hk, C]; budgets: int32 [b, Hk], each head's own
-    k, at most k. The time grows with C squared, which shows from tens of thousands of clusters on.
+    Args:
+        scores: fp32 [b, Hk, n].
+        assignment: int32 [b, Hk, n], as in `cluster_mean`.
+        cluster_scores: fp32 [b, Hk, C].
+        k: tokens to keep.
+        budgets: int32 [b, Hk], each head's own k, at most k.
+        whole: -inf in the straddling cluster too.
 
-    Returns priority, fp32 [b, Hk, n], and int32 [b, Hk], how many tokens of clusters are to be kept: min(k, those there
-    are), or with `whole` those of the whole clusters.
+    Returns:
+        priority, fp32 [b, Hk, n], and int32 [b, Hk], how many tokens of clusters are to be kept: min(k, those there
+        are), or with `whole` those of the whole clusters.
 
     Source: ProtoKV, Eq. 2 and Algorithm 1, line 24.
     """
