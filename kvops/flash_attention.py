@@ -63,18 +63,25 @@ def attention(
     sink_logits: Tensor | None = None,
     backend: str | None = None,
 ) -> Attention:
-    """softmax(scale * q k^T) v and its log-sum-exp, by the best FlashAttention there is. -> (out, lse, backend)
+    """softmax(scale * q k^T) v and its log-sum-exp, by the best FlashAttention there is.
 
-    q: [b, Hq, t, d]; k: [b, Hk, n, d]; v: [b, Hk, n, dv], of one dtype; query head h reads KV head h // (Hq / Hk).
-    causal: the t queries are the last of the n keys: query i sees keys up to n - t + i. False: each sees all.
-    scale: 1 / sqrt(d) unless given.
-    starts: int32 [b] in [0, n], left padding: row b's first keys [0, starts[b]) are seen by none. A query that sees
-        nothing, one of the padding itself, gives out 0 and lse -inf.
-    softcap: logits become softcap * tanh(logit / softcap), if not 0.
-    sink_logits: fp32 [Hq], one more logit in each row's softmax, without a key. The lse is without it.
-    backend: a name from `attention_backends()`, which must serve this call; None takes the best that does.
+    Args:
+        q: [b, Hq, t, d]. Query head h reads KV head h // (Hq / Hk).
+        k: [b, Hk, n, d].
+        v: [b, Hk, n, dv]; all of one dtype.
+        causal: the t queries are the last of the n keys: query i sees keys up to n - t + i. False: each sees all.
+        scale: 1 / sqrt(d) if None.
+        starts: int32 [b] in [0, n], left padding: row b's first keys [0, starts[b]) are seen by none. A query that sees
+            nothing, one of the padding itself, gives out 0 and lse -inf.
+        softcap: logits become softcap * tanh(logit / softcap), if not 0.
+        sink_logits: fp32 [Hq], one more logit in each row's softmax, without a key. The lse is without it.
+        backend: a name from `attention_backends()`, which must serve this call; None takes the best that does.
 
-    ValueError for wrong arguments; for a backend that cannot run this call it says why, and which ones can.
+    Returns:
+        out [b, Hq, t, dv], lse fp32 [b, Hq, t], and the name of the backend.
+
+    Raises:
+        ValueError: wrong arguments; a backend that cannot run this call (with the reason, and those that can).
     """
     check_attention("attention", q, k, v, causal, scale, starts, sink_logits, softcap)
     call = _Call(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale, starts, softcap)

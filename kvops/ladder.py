@@ -126,18 +126,24 @@ def lacache_plan(
 ) -> LadderPlan:
     """What LaCache makes of a cache of n slots, the same number in every layer: which ladders are thinned.
 
-    num_layers, span, overlap: layers of the model, layers that keep a token, and how many of those its next neighbour
-        shares. Not given: span max(1, round(num_layers / 4)), overlap span // 2, the paper's for language modelling.
-        A ladder is then A = 1 + ceil((num_layers - span) / (span - overlap)) slots, of which each layer keeps
-        B = min(ceil(span / (span - overlap)), A) and frees R = A - B.
-    budget, sinks: slots to stay within, and first slots that always stay. The length oscillates by R: the cache is
-        thinned when it is longer than the budget, from the first time on when it is longer than budget + R // 2, to
-        more than R less; so the mean length, token by token, is the budget (budget + 1/2 for even R).
-    pattern: "paper": layer l keeps B slots of a ladder from clamp(l // (span - overlap) - (B - 1), 0, R) on, so that
-        early tokens stay in early layers; "official": from l mod (R + 1) on, as the released code does.
-    state: the last plan's `state`, of the same sequence and settings; None for a sequence that never overflowed.
+    A ladder is A = 1 + ceil((num_layers - span) / (span - overlap)) slots, of which each layer keeps B = min(ceil(span
+    / (span - overlap)), A) and frees R = A - B. The length oscillates by R: the cache is thinned when it is longer than
+    the budget, from the first time on when it is longer than budget + R // 2, to more than R less; so the mean length,
+    token by token, is the budget (budget + 1/2 for even R).
 
-    Returns the plan; with n within the cap it has no passes. Takes microseconds and no tensors.
+    Args:
+        n: slots of the cache.
+        num_layers: layers of the model.
+        budget: slots to stay within.
+        span: layers that keep a token; None: max(1, round(num_layers / 4)), the paper's for language modelling.
+        overlap: how many of those its next neighbour shares; None: span // 2.
+        sinks: first slots that always stay.
+        pattern: "paper": layer l keeps B slots of a ladder from clamp(l // (span - overlap) - (B - 1), 0, R) on, so
+            that early tokens stay in early layers; "official": from l mod (R + 1) on, as the released code does.
+        state: the last plan's `state`, of the same sequence and settings; None for a sequence that never overflowed.
+
+    Returns:
+        The plan; with n within the budget it has no passes. Takes microseconds and no tensors.
 
     Raises:
         ValueError: no slot is freed, or the budget holds no ladder between the sinks and the newest num_layers slots;

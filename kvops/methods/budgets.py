@@ -81,18 +81,23 @@ def head_budgets(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Each head's tokens when a layer keeps its highest scores, whichever head they are of: int32 [b, Hk]. ::
+    """Each head's tokens when a layer keeps its highest scores, whichever head they are of. ::
 
         c    = budget - window
         each head keeps its int(floor * c) best;  the rest of Hk * c are the highest of all other scores of the layer
 
-    and the window, which counts towards the budget; a row's budgets add up to Hk * budget exactly. For `budget` of any
-    method that takes one per head.
+    and the window, which counts towards the budget. A row's budgets add up to Hk * budget exactly.
 
-    scores: fp32 [b, Hk, n], comparable between heads, such as `ops.window_scores`. Those of the last `window` valid
-        slots have no say, nor have scores that are NaN, as long as there are others.
-    budget: tokens (int), or a fraction in (0, 1] of the valid slots (float): the mean over the heads.
-    floor: in [0, 1]; 1 gives all heads alike. starts, lengths: int32 [b], the valid slots of each row.
+    Args:
+        scores: fp32 [b, Hk, n], comparable between heads, such as `ops.window_scores`. Those of the last `window` valid
+            slots do not count, nor do scores that are NaN, as long as there are others.
+        budget: tokens (int), or a fraction in (0, 1] of the valid slots (float): the mean over the heads.
+        window: newest tokens that every head keeps.
+        floor: in [0, 1]; 1 gives all heads alike.
+        starts, lengths: int32 [b], the valid slots of each row.
+
+    Returns:
+        int32 [b, Hk], for the budget of any policy that takes one per head.
     """
     op = "head_budgets"
     inference_only(op, scores=scores)

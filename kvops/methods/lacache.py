@@ -202,10 +202,15 @@ def lacache_coverage(
     pattern: str = "paper",
     chunk: int | Sequence[int] = 1,
 ) -> Tensor:
-    """Which tokens each layer holds when n have been streamed: bool [num_layers, n].
+    """Which tokens each layer holds when n have been streamed.
 
-    chunk: how many tokens come at a time, or the size of each chunk (what is left comes one by one). All other
-    arguments as in `lacache_plan`.
+    Args:
+        chunk: how many tokens come at a time, or the size of each chunk (what is left comes one by one).
+
+    All other arguments as in `lacache_plan`.
+
+    Returns:
+        bool [num_layers, n].
 
     Source: LaCache, Fig. 2 and 4.
     """

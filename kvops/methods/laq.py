@@ -211,16 +211,26 @@ def recall(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """How much of what the answer's queries would keep an observation window keeps (LAQ's Recall_W): fp32 [b, Hk]. ::
+    """How much of what the answer's queries would keep an observation window keeps (LAQ's Recall_W). ::
 
         gold   = the budget's best keys by the sum over the response's rows      (Eq. 1)
         kept   = the same by the window's rows                                   (Eq. 2)
         recall = |kept and gold| / |gold|                                        (Eq. 3)
 
-    k: [b, Hk, n, d], the prompt's keys. q_observed: [b, Hq, w, d], q_response: [b, Hq, any, d], which see all of k.
-    visible: int32 [w] or [b, w], how many keys each observed row sees (a window inside the prompt); all by default.
-    score: "softmax", or "dot" as the equations are printed. Pooling is off unless kernel_size says otherwise. All other
-        arguments as in `snapkv_compress`.
+    Args:
+        k: [b, Hk, n, d], the prompt's keys.
+        q_observed: [b, Hq, w, d].
+        q_response: [b, Hq, any, d], which see all of k.
+        budget: tokens (int), or a fraction in (0, 1] of n (float).
+        visible: int32 [w] or [b, w], how many keys each observed row sees (a window inside the prompt); None: all.
+        score: "softmax", or "dot" as the equations are printed.
+
+    All other arguments as in `snapkv_compress`; pooling is off unless kernel_size says otherwise.
+
+    Returns:
+        fp32 [b, Hk].
+
+    Source: LAQ, Sec. 3.
     """
     op = "recall"
     pool = Pooling(kernel_size, pooling, pool_first, group_reduce)

@@ -311,8 +311,16 @@ def check_buffer(op: str, buffer: int | None) -> None:
 def lsh_projection(
     head_dim: int, bits: int = 2, seed: int = 0, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The random Fourier features of `ops.lsh_bucket`: projection, fp32 [bits, d] ~ N(0, 1 / d), and phase, fp32 [bits]
-    ~ U(0, 2 pi). The same (head_dim, bits, seed) gives the same numbers on every device.
+    """The random Fourier features of `ops.lsh_bucket`. The same arguments give the same numbers on every device.
+
+    Args:
+        head_dim: d.
+        bits: of the hash.
+        seed: at least 0.
+        device: None: torch's default.
+
+    Returns:
+        projection, fp32 [bits, d] ~ N(0, 1 / d), and phase, fp32 [bits] ~ U(0, 2 pi).
 
     Source: ProtoKV, Sec. 4.2, Eq. 7, with gamma = 1 / sqrt(d).
     """

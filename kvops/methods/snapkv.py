@@ -89,12 +89,18 @@ class ChunkKV(WindowPolicy):
 
 
 def pyramidkv_budgets(budget: int | float, num_layers: int, n: int, window: int = 32) -> list[int]:
-    """The tokens that each layer keeps of n, first layer first; `budget` is their mean, exactly. ::
+    """The tokens that each layer keeps of n, first layer first. ::
 
         c = budget - window;   hi = min(2 c - c // 20, n - window);   lo = 2 c - hi
         window + a line from hi (layer 0) to lo (the last)
 
     All layers alike if n < 2 c, if n <= budget, or if there is one layer.
+
+    Args:
+        budget: tokens (int), or a fraction in (0, 1] of n (float): the mean over the layers, exactly.
+        num_layers: layers of the model.
+        n: tokens of the prompt.
+        window: rows that observe.
     """
     op = "pyramidkv_budgets"
     for name, value, low in (("num_layers", num_layers, 1), ("n", n, 0), ("window", window, 0)):
