@@ -16,19 +16,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
 from ..bench.record import replace
+from ..methods.table import FAMILIES, METHODS
 from .summary import Row, Summary, Traits, method_order, take_apart
 
-#: What a method goes by: a colour; within it a method is a marker.
-FAMILIES = {
-    "everything": ("#9a9a9a", ["Full"]),
-    "position or chance": ("#bc6c25", ["StreamingLLM", "Random", "LaCache", "LaCache official"]),
-    "lag-relative": ("#2a6f97", ["LagKV", "LocalKV", "LagKV L2"]),
-    "lookahead": ("#d1495b", ["LAQ", "LAQ++"]),
-    "keys alone": ("#52a675", ["KeyDiff", "KeyDiff window", "L2"]),
-    "prototypes": ("#3d3d3d", ["ProtoKV", "SATKV"]),
-    "window attention": ("#8d5a97", ["SnapKV", "PyramidKV", "ChunkKV"]),
-    "accumulated attention": ("#d9a404", ["H2O", "TOVA"]),
-}
+#: Of the families of methods; within one a method is a marker.
+COLORS = dict(
+    zip(FAMILIES, ("#9a9a9a", "#bc6c25", "#2a6f97", "#d1495b", "#52a675", "#3d3d3d", "#8d5a97", "#d9a404"), strict=True)
+)
 POINTS = {
     "before": "cut before the question",
     "after": "cut after the question",
@@ -59,9 +53,10 @@ def styles(labels: list[str]) -> dict[str, dict]:
     for label in sorted(set(labels), key=method_order):
         name = take_apart(label)
         family, color, marker = *OTHERS, "o"
-        for key, (shade, members) in FAMILIES.items():
-            if name.base in members:
-                family, color, marker = key, shade, MARKERS[members.index(name.base)]
+        entry = next((x for x in METHODS.values() if x.label == name.base), None)
+        if entry is not None:
+            members = [x.label for x in METHODS.values() if x.family == entry.family]
+            family, color, marker = entry.family, COLORS[entry.family], MARKERS[members.index(name.base)]
         line = "--" if name.variant else "-"
         if family == OTHERS[0]:
             marker, line = VARIANTS[others % len(VARIANTS)], LINES[others // len(VARIANTS) % len(LINES)]

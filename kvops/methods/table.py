@@ -27,13 +27,23 @@ from .protokv import SATKV, ProtoKV
 from .snapkv import ChunkKV, PyramidKV, SnapKV
 
 ENTRY_POINTS = "kvops.methods"
-FAMILIES = ("keys", "queries", "positions", "nothing")
+#: What a method's rule goes by.
+FAMILIES = (
+    "everything",
+    "position or chance",
+    "lag-relative",
+    "lookahead",
+    "keys alone",
+    "prototypes",
+    "window attention",
+    "accumulated attention",
+)
 
 
 class Entry(NamedTuple):
     """A line of the table of methods.
 
-    label: in tables and plots. policy: its class. family: what its rule looks at. source: the paper. defaults: settings
+    label: in tables and plots. policy: its class. family: one of `FAMILIES`. source: the paper. defaults: settings
     that make it this variant.
     """
 
@@ -52,26 +62,26 @@ _PROTOKV = "ProtoKV, Yu et al."
 
 #: By name.
 METHODS: dict[str, Entry] = {
-    "full": Entry("Full", Full, "nothing", ""),
-    "streamingllm": Entry("StreamingLLM", StreamingLLM, "positions", "StreamingLLM, Xiao et al., 2023"),
-    "random": Entry("Random", Random, "nothing", ""),
-    "lagkv": Entry("LagKV", LagKV, "keys", _LAGKV),
-    "localkv": Entry("LocalKV", LagKV, "keys", _LAGKV, {"reference": "self"}),
-    "lagkv-l2": Entry("LagKV L2", LagKV, "keys", _LAGKV, {"score": "l2"}),
-    "lacache": Entry("LaCache", LaCache, "positions", _LACACHE),
-    "lacache-official": Entry("LaCache official", LaCache, "positions", _LACACHE, {"pattern": "official"}),
-    "laq": Entry("LAQ", LAQ, "queries", _LAQ),
-    "laq++": Entry("LAQ++", LAQ, "queries", _LAQ, {"window": 8}),
-    "keydiff": Entry("KeyDiff", KeyDiff, "keys", _KEYDIFF),
-    "keydiff-window": Entry("KeyDiff window", KeyDiff, "keys", _KEYDIFF, {"recent": 0.2}),
-    "protokv": Entry("ProtoKV", ProtoKV, "queries", _PROTOKV),
-    "satkv": Entry("SATKV", SATKV, "keys", _PROTOKV),
-    "snapkv": Entry("SnapKV", SnapKV, "queries", "SnapKV, Li et al., 2024"),
-    "pyramidkv": Entry("PyramidKV", PyramidKV, "queries", "PyramidKV, Cai et al., 2024"),
-    "chunkkv": Entry("ChunkKV", ChunkKV, "queries", "ChunkKV, Liu et al., 2025"),
-    "h2o": Entry("H2O", H2O, "queries", "H2O, Zhang et al., 2023"),
-    "tova": Entry("TOVA", TOVA, "queries", "TOVA, Oren et al., 2024"),
-    "l2": Entry("L2", L2, "keys", "L2 norm, Devoto et al., 2024"),
+    "full": Entry("Full", Full, "everything", ""),
+    "streamingllm": Entry("StreamingLLM", StreamingLLM, "position or chance", "StreamingLLM, Xiao et al., 2023"),
+    "random": Entry("Random", Random, "position or chance", ""),
+    "lagkv": Entry("LagKV", LagKV, "lag-relative", _LAGKV),
+    "localkv": Entry("LocalKV", LagKV, "lag-relative", _LAGKV, {"reference": "self"}),
+    "lagkv-l2": Entry("LagKV L2", LagKV, "lag-relative", _LAGKV, {"score": "l2"}),
+    "lacache": Entry("LaCache", LaCache, "position or chance", _LACACHE),
+    "lacache-official": Entry("LaCache official", LaCache, "position or chance", _LACACHE, {"pattern": "official"}),
+    "laq": Entry("LAQ", LAQ, "lookahead", _LAQ),
+    "laq++": Entry("LAQ++", LAQ, "lookahead", _LAQ, {"window": 8}),
+    "keydiff": Entry("KeyDiff", KeyDiff, "keys alone", _KEYDIFF),
+    "keydiff-window": Entry("KeyDiff window", KeyDiff, "keys alone", _KEYDIFF, {"recent": 0.2}),
+    "protokv": Entry("ProtoKV", ProtoKV, "prototypes", _PROTOKV),
+    "satkv": Entry("SATKV", SATKV, "prototypes", _PROTOKV),
+    "snapkv": Entry("SnapKV", SnapKV, "window attention", "SnapKV, Li et al., 2024"),
+    "pyramidkv": Entry("PyramidKV", PyramidKV, "window attention", "PyramidKV, Cai et al., 2024"),
+    "chunkkv": Entry("ChunkKV", ChunkKV, "window attention", "ChunkKV, Liu et al., 2025"),
+    "h2o": Entry("H2O", H2O, "accumulated attention", "H2O, Zhang et al., 2023"),
+    "tova": Entry("TOVA", TOVA, "accumulated attention", "TOVA, Oren et al., 2024"),
+    "l2": Entry("L2", L2, "keys alone", "L2 norm, Devoto et al., 2024"),
 }
 
 
