@@ -88,7 +88,7 @@ def test_lagkv_budget_solves_equation_10(demo):
         for lag in (128, 256):
             for share in (0.5, 0.25):
                 budget = int(share * n)
-                m, fixed = demo.kept_within(n, demo.SINK, lag, budget)
+                m, fixed = demo.kept_within(n, demo.SINKS, lag, budget)
                 row = demo.lagkv_row(share, lag, n, budget)
                 partitions = max(1, (n - 16) // lag)
                 assert fixed == n - (partitions - 1) * lag
