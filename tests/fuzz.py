@@ -24,7 +24,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -124,7 +124,8 @@ def recorded(name: str, seed: int) -> tuple[Callable, Arguments]:
     function = getattr(owner, function_name)
 
     def record(*args, **kwargs):
-        found.append((function, dict(inspect.signature(function).bind(*args, **kwargs).arguments)))
+        arguments = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+        found.append((function, {**arguments, **arguments.pop("call", {})}))
         return function(*args, **kwargs)
 
     setattr(owner, function_name, record)
@@ -241,7 +242,22 @@ def check(rng: random.Random, function: Callable, arguments: Arguments, shared: 
     return "returned" if error is None else type(error).__name__
 
 
-ERROR_NAMES = {*ops.__all__, *(name.split(",")[0] for name in CALLS)}
+#: Operators, and the policies that functions of one call make.
+ERROR_NAMES = {
+    *ops.__all__,
+    *(name.split(",")[0] for name in CALLS),
+    *(x.policy.__name__ for x in kvops.METHODS.values()),
+}
+
+
+@functools.cache
+def names_of(function: Callable) -> list[str]:
+    """Its arguments, those of `**call: Unpack[...]` too."""
+    names = list(inspect.signature(function).parameters)
+    if "call" in names:
+        (call,) = get_args(get_type_hints(function, include_extras=True)["call"])
+        names[names.index("call") :] = get_type_hints(call)
+    return names
 
 
 def described(value: Any) -> str:
@@ -257,7 +273,7 @@ def make(call: int, seed: int, names: list[str]) -> str:
     name = rng.choice(names)
     function, arguments = recorded(name, rng.randrange(4))
     arguments = mapped(arguments, torch.Tensor.clone)
-    every = [x for x in inspect.signature(function).parameters if x in arguments or rng.random() < 0.3]
+    every = [x for x in names_of(function) if x in arguments or rng.random() < 0.3]
     for argument in rng.sample(every, min(rng.choice((0, 1, 1, 1, 2, 3)), len(every))):
         arguments[argument] = spoil(rng, arguments.get(argument))
     shared = rng.random() < 0.3 and share_memory(rng, arguments, written(function, arguments))
