@@ -212,7 +212,7 @@ class LookaheadCache(AttendingCache):
 
         lookahead_lengths: int32 [b], how many of the draft's steps count in each row (it ended sooner).
         """
-        ahead = draft.queries
+        ahead = getattr(draft, "queries", None)
         if ahead is None:
             raise RuntimeError("LAQ: evict() needs a draft() that has taken at least one step, got none")
         view, w = self._stored(), self.policy.window
