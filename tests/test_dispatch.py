@@ -74,7 +74,7 @@ class Heap:
 def test_the_heap_is_measured():
     heap, kept, tries = Heap(), [], range(5)  # what other threads free meanwhile hides a leak now and then
     assert any(heap.growth(lambda: heap.libc.malloc(38)) >= 38 for _ in tries)
-    assert any(heap.growth(lambda: kept.append(object())) >= 16 for _ in tries)
+    assert any(heap.growth(lambda: kept.append([object()])) >= 16 for _ in tries)
     assert heap.growth(lambda: None) < 4
 
 

@@ -578,7 +578,7 @@ def test_wrong_arguments_of_one_method():
         with kit.refuses(f"LAQ: {message}"):
             kvops.laq_compress(**{**dict(k=k, v=v, q_lookahead=q, budget=20), **change})
     for layer, layers, message in [
-        (4, 4, "layer must be below num_layers, 4, got 4"),
+        (4, 4, r"layer must lie in \[0, num_layers\), expected less than 4, got 4"),
         (-1, 4, "layer must be at least 0"),
     ]:
         with kit.refuses(f"PyramidKV: {message}"):
