@@ -131,7 +131,7 @@ NOT_IN_SHORTHANDS = {
 def test_a_shorthands_settings_are_the_policys(cls):
     settings = {x.name: x.default for x in fields(cls)}
     of_call = {*inspect.signature(cls.compress).parameters, *QueryCall.__annotations__, *LayerSpans.__annotations__}
-    of_call |= {"starts", "lengths", "fill_invalid", "out", getattr(cls, "argument", "k")}
+    of_call |= {"starts", "lengths", "fill_invalid", "out"}
     found = {}
     for name, x in inspect.signature(shorthand(cls)).parameters.items():
         name = RENAMED.get(name, name)
@@ -142,6 +142,10 @@ def test_a_shorthands_settings_are_the_policys(cls):
     assert found == {name: settings[name] for name in found}
     one_way = {"group_reduce"} if cls is kvops.TOVA else {*()}  # the mean over all query heads
     assert not {*settings} - {*found} - NOT_IN_SHORTHANDS - one_way
+    if issubclass(cls, kvops.QueryPolicy):  # the queries have one name
+        queries = list(inspect.signature(cls.compress).parameters)[3]
+        assert list(inspect.signature(shorthand(cls)).parameters)[2] == queries
+        assert queries == ("q_lookahead" if cls is kvops.LAQ else cls.argument)
     twin = getattr(kvops, f"{shorthand(cls).__name__}_")
     expected = [x for x in inspect.signature(shorthand(cls)).parameters.values() if x.name != "out"]
     assert list(inspect.signature(twin).parameters.values()) == expected

@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import Unpack
 
 from ..checks import check_in_prompt, check_lse, check_queries, check_recent
 from ..ops import MAX_WINDOW, window_scores
 from ..window import causal_limits
-from .base import BudgetPolicy, View
+from .base import BudgetPolicy, Compressed, View
 from .budgets import budget_tokens, recent_tokens
-from .queries import QueryPolicy
+from .queries import QueryCall, QueryPolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,26 @@ class H2O(QueryPolicy):
 
     def check_holds(self, keep: int, newest: int) -> None:
         BudgetPolicy.check_holds(self, keep, newest)
+
+    def compress(  # type: ignore[override]  # the queries are no option
+        self, k: Tensor, v: Tensor, q: Tensor, **call: Unpack[QueryCall]
+    ) -> Compressed:
+        """The rule in one call.
+
+        Args:
+            k: [b, Hk, n, d].
+            v: [b, Hk, n, dv].
+            q: [b, Hq, t, d], the queries of the last t slots; t = n, the whole prompt, is H2O. Query head h serves KV
+                head h // (Hq / Hk).
+            call: see `QueryCall`; lse: fp32 [b, Hq, t].
+
+        Returns:
+            (k, v, indices) with the slots that stay.
+
+        Raises:
+            TypeError, ValueError: wrong arguments; nothing has been written.
+        """
+        return super().compress(k, v, q, **call)
 
     def newest(self, keep: int) -> int:
         return recent_tokens(self.name, self.recent, keep)
@@ -113,6 +134,26 @@ class TOVA(QueryPolicy):
 
     _: KW_ONLY
     head_mode: str = "shared"
+
+    def compress(  # type: ignore[override]  # the queries are no option
+        self, k: Tensor, v: Tensor, q_last: Tensor, **call: Unpack[QueryCall]
+    ) -> Compressed:
+        """The rule in one call.
+
+        Args:
+            k: [b, Hk, n, d].
+            v: [b, Hk, n, dv].
+            q_last: [b, Hq, 1, d], the query of each row's last (valid) token. Query head h serves KV head h // (Hq /
+                Hk).
+            call: see `QueryCall`; lse: fp32 [b, Hq, 1].
+
+        Returns:
+            (k, v, indices) with the slots that stay.
+
+        Raises:
+            TypeError, ValueError: wrong arguments; nothing has been written.
+        """
+        return super().compress(k, v, q_last, **call)
 
     def rows(self, view: View) -> int:
         return int(view.n > self.room(view))

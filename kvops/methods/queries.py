@@ -1,7 +1,7 @@
 """Policies whose rule asks how much queries attend to each key.
 
-One call takes the queries that observe (`compress(k, v, q_window)`); in a cache the last rows of a step observe, and
-their scores are a by-product of the step's attention. Either way the rule sees `View.observed`.
+One call takes the queries that observe (`SnapKV.compress(k, v, q_window)`); in a cache the last rows of a step observe,
+and their scores are a by-product of the step's attention. Either way the rule sees `View.observed`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class QueryPolicy(BudgetPolicy):
     """
 
     uses_queries: ClassVar[bool] = True
-    #: What the queries are called in errors.
+    #: What `compress` and errors call the queries.
     argument: ClassVar[str] = "q_window"
     #: The observing rows' own tokens stay in any case: the rule asks for no scores of theirs.
     protects_window: ClassVar[bool] = False
