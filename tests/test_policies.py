@@ -456,8 +456,8 @@ def test_heads_with_one_score_have_one_budget():
         queries, options = call_of(policy, q)
         with kit.refuses(f"{policy.name}: budget must be of one head each", r"expected \[2, 1\], got \[2, 2\]"):
             policy.compress(k, v, *queries, **options)
-    with kit.refuses("PyramidKV: budget must be one that layers can share, tokens or a fraction, got a tensor"):
-        kvops.PyramidKV(budget, 4).compress(k, v, q[:, :, -4:], layer=1, num_layers=4)
+    with kit.refuses("PyramidKV: the budget is shared among layers", "as an int or a float .* got a budget per head"):
+        kvops.PyramidKV(budget, 4)
     with kit.refuses("KeyDiff: a budget per head needs head_mode='per_head', got head_mode='shared'"):
         kvops.KeyDiff(budget, head_mode="shared")
 
@@ -520,8 +520,8 @@ def test_adaptive_heads_need_scores_of_their_own():
             policy.compress(k, v, *queries, **options)
     with kit.refuses("ProtoKV: give a budget per head", "in place of head_mode='adaptive'"):
         kvops.ProtoKV(20, 4, head_mode="adaptive")
-    with kit.refuses("PyramidKV: budget must be one that layers can share"):
-        kvops.PyramidKV(20, 4, head_mode="adaptive").compress(k, v, q[:, :, -4:], layer=1, num_layers=4)
+    with kit.refuses("PyramidKV: the budget is shared among layers", "or 'shared', got head_mode='adaptive'"):
+        kvops.PyramidKV(20, 4, head_mode="adaptive")
     with kit.refuses("LagKV: head_mode must be one of 'per_head', 'shared', got 'adaptive'"):
         kvops.LagKV(head_mode="adaptive")
 

@@ -76,8 +76,7 @@ def select_budget(
     padded = not (starts is None and lengths is None)
     valid: Any = valid_slots(n, starts, lengths).unsqueeze(1) if padded else n  # int32 [b, 1], or an int
     if share is not None:
-        if isinstance(budget, Tensor):
-            raise ValueError(f"{op}: budget must be one that layers can share, tokens or a fraction, got a tensor")
+        assert not isinstance(budget, Tensor)  # which a policy that shares refuses
         keep = max(share(keep, n), keep if padded else 0)  # no row keeps more, whatever its length
         if padded and budgets is None:
             budgets = torch.full_like(valid, budget)

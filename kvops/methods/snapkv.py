@@ -47,8 +47,18 @@ class PyramidKV(WindowPolicy):
     Layers differ in length; `layer` and `num_layers` say which one it is. In one call shorter rows of a padded batch
     have shares of their own and end in -1; in a cache the shares are of the padded length.
 
-    Attributes: see `WindowPolicy`; budget is the mean over the layers.
+    Attributes: see `WindowPolicy`; budget is the mean over the layers, an int or a float. head_mode is "per_head" or
+        "shared".
     """
+
+    def check(self) -> None:
+        if isinstance(self.budget, Tensor) or self.head_mode == "adaptive":
+            got = "a budget per head" if isinstance(self.budget, Tensor) else "head_mode='adaptive'"
+            raise ValueError(
+                f"{self.name}: the budget is shared among layers, and the heads of a layer keep equally many tokens; "
+                f"expected budget as an int or a float and head_mode 'per_head' or 'shared', got {got}"
+            )
+        super().check()
 
     @property
     def uniform_layers(self) -> bool:
