@@ -399,6 +399,8 @@ class KeyPolicy(BudgetPolicy):
     Attributes:
         budget, sinks, head_mode: see `BudgetPolicy`.
         recent: newest tokens that always stay (int), or a share in [0, 1) of the budget (float); part of the budget.
+            With head_mode="adaptive" each head protects this share of its own budget; the budgets themselves are found
+            with the share of the mean budget protected in every head.
     """
 
     _: KW_ONLY

@@ -37,7 +37,8 @@ class H2O(QueryPolicy):
 
     Attributes:
         budget, sinks, head_mode, group_reduce: see `QueryPolicy`.
-        recent: newest tokens that stay: an int, or a share in [0, 1) of the budget.
+        recent: newest tokens that stay: an int, or a share in [0, 1) of the budget; with head_mode="adaptive" as in
+            `KeyPolicy`.
     """
 
     argument: ClassVar[str] = "q"
