@@ -28,6 +28,20 @@ def check_int(op: str, name: str, value: int, low: int) -> None:
     check_at_least(op, name, value, low)
 
 
+def check_bool(op: str, name: str, value: bool) -> None:
+    """`value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__} {value!r}")
+
+
+def check_finite(op: str, name: str, value: float) -> None:
+    """`value` is a number (a bool is not) that fp32 holds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} must be a float, got {type(value).__name__} {value!r}")
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{op}: {name} must be finite in fp32, got {value}")
+
+
 def check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> None:
     """`value` is one of `choices`."""
     if value not in choices:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from .checks import check_choice, check_int
+from .checks import check_bool, check_choice, check_int
 from .ops import MAX_WINDOW, window_scores
 
 GROUP_REDUCES = ("mean", "max", "sum")
@@ -124,6 +124,7 @@ class Pooling(NamedTuple):
         if self.kernel_size % 2 == 0:
             raise ValueError(f"{op}: kernel_size must be odd (1 does not pool), got {self.kernel_size}")
         check_choice(op, "pooling", self.pooling, ("max", "avg"))
+        check_bool(op, "pool_first", self.pool_first)
         check_choice(op, "group_reduce", self.group_reduce, GROUP_REDUCES)
 
     @property

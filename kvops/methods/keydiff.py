@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..checks import check_choice, check_int
+from ..checks import check_bool, check_choice, check_int
 from ..ops import anchor_cosine
 from .base import KeyPolicy, View
 
@@ -49,6 +49,7 @@ class KeyDiff(KeyPolicy):
     refresh: int = 1024
 
     def check(self) -> None:
+        check_bool(self.name, "normalize_anchor", self.normalize_anchor)
         check_choice(self.name, "metric", self.metric, METRICS)
         check_choice(self.name, "anchor", self.anchor, ANCHORS)
         if self.anchor == "pairwise" and self.metric != "cosine":

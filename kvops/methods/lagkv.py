@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_choice, check_int
+from ..checks import check_choice, check_finite, check_int
 from ..lag import kept_length, kept_within, num_segments
 from ..ops import lag_score, select_topk
 from .base import Policy, View
@@ -64,6 +64,7 @@ class LagKV(Policy):
     def check(self) -> None:
         check_lag_ratio(self.name, self.lag, self.ratio)
         check_int(self.name, "sinks", self.sinks, 0)
+        check_finite(self.name, "v_weight", self.v_weight)
         check_choice(self.name, "reference", self.reference, ("lag", "self"))
         check_choice(self.name, "score", self.score, ("std", "l2"))
         check_choice(self.name, "head_mode", self.head_mode, ("per_head", "shared"))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..checks import check_in_prompt, check_int, check_lse, check_queries, check_rank
+from ..checks import check_bool, check_in_prompt, check_int, check_lse, check_queries, check_rank
 from ..ops import select_topk
 from ..window import Pooling, causal_limits, outside_prefix, span_ends, summed_scores
 from .base import Compressed, Policy, View
@@ -59,6 +59,7 @@ class LAQ(WindowPolicy):
 
     def check(self) -> None:
         check_int(self.name, "steps", self.steps, 1)
+        check_bool(self.name, "compat_mask", self.compat_mask)
         if self.stage1 is not None and not isinstance(self.stage1, Policy):
             raise TypeError(
                 f"{self.name}: stage1 must be a kvops policy such as kvops.Full(), got {type(self.stage1).__name__}"

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_choice, check_holds_window, check_int, check_rows_hold
+from ..checks import check_bool, check_choice, check_holds_window, check_int, check_rows_hold
 from ..ops import (
     assign_prototypes,
     build_prototypes,
@@ -100,6 +100,7 @@ class ProtoKV(QueryPolicy):
         check_int(self.name, "window", self.window, 1)
         self._check_clusters()
         check_choice(self.name, "cluster_reduce", self.cluster_reduce, ("mean", "sum"))
+        check_bool(self.name, "whole_clusters", self.whole_clusters)
         check_int(self.name, "alpha", self.alpha, 1)
         check_buffer(self.name, self.buffer)
         if self.head_mode == "adaptive":
