@@ -1,12 +1,12 @@
 """kvops: which KV-cache entries a language model keeps, and moving the kept ones. See `ops`, `methods`, `hf`."""
 
-from . import _lib, ops  # noqa: F401  (loads the operators first)
+from . import _lib, methods, ops  # noqa: F401  (loads the operators first)
 from ._lib import build_info, debug_checks
 from .cache import Cache
 from .flash_attention import attention, attention_backends
 from .ladder import LadderPlan, LadderState, lacache_plan
 from .methods import *  # noqa: F403
-from .methods import __all__ as _methods
+from .methods.shorthands import *  # noqa: F403  (mypy does not see them in methods.__all__)
 from .rope import Rope
 from .version import __version__
 
@@ -22,5 +22,5 @@ __all__ = [
     "debug_checks",
     "lacache_plan",
     "ops",
-    *_methods,
 ]
+__all__ += methods.__all__

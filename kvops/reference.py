@@ -6,12 +6,15 @@ straight from the formulas; speed and memory are no concern here. Compare with `
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from .ladder import LadderPlan, decode_plan
 from .lag import kept_length, num_segments, segment_start
+from .ops import Layers
 
 
 def spans(b: int, n: int, starts: Tensor | None, lengths: Tensor | None) -> list[tuple[int, int]]:
@@ -38,7 +41,16 @@ def lag_std(z: Tensor, lag: int, self_reference: bool = False) -> Tensor:
 
 
 def lag_score(
-    k, v, *, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, lengths=None, dtype=torch.float64
+    k: Tensor,
+    v: Tensor,
+    *,
+    lag: int,
+    prefix: int = 0,
+    v_weight: float = 1.0,
+    self_reference: bool = False,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """LagKV Eq. 5-9. k: [b, Hk, n, d], v: [b, Hk, n, dv] -> [b, Hk, S, lag]."""
     b, heads, n, _ = k.shape
@@ -71,8 +83,15 @@ def valid_slots(k: Tensor, starts: Tensor | None, lengths: Tensor | None) -> Ten
 
 
 def anchor_cosine(
-    k, *, anchor=None, normalize_anchor=True, starts=None, lengths=None, return_anchor=False, dtype=torch.float64
-):
+    k: Tensor,
+    *,
+    anchor: Tensor | None = None,
+    normalize_anchor: bool = True,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    return_anchor: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor | tuple[Tensor, Tensor]:
     """KeyDiff Sec. 3.2, Eq. 8. k: [b, Hk, n, d] -> scores [b, Hk, n] (and the anchor [b, Hk, d])."""
     keys = k.to(dtype)
     unit, finite = unit_keys(keys)
@@ -87,12 +106,20 @@ def anchor_cosine(
     return (scores, anchor) if return_anchor else scores
 
 
-def group_size(q, k) -> int:
+def group_size(q: Tensor, k: Tensor) -> int:
     """Query heads per KV head."""
     return q.shape[1] // k.shape[1] if k.shape[1] else 1
 
 
-def window_logits(q, k, visible, scale, starts, softcap, dtype) -> tuple[Tensor, Tensor]:
+def window_logits(
+    q: Tensor,
+    k: Tensor,
+    visible: Tensor,
+    scale: float | None,
+    starts: Tensor | None,
+    softcap: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     """The logits of a window's rows, [b, Hk, G, w, n], and bool [b, 1, 1, w, n]: which of them are seen."""
     b, heads, n, d = k.shape
     scale = d**-0.5 if scale is None else scale
@@ -106,7 +133,9 @@ def window_logits(q, k, visible, scale, starts, softcap, dtype) -> tuple[Tensor,
     return logits, seen[:, None, None]
 
 
-def window_softmax(logits, seen, lse, sink_logits) -> tuple[Tensor, Tensor]:
+def window_softmax(
+    logits: Tensor, seen: Tensor, lse: Tensor | None, sink_logits: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Weights of the seen finite logits, 0 elsewhere: [b, Hk, G, w, n]; and the log-sum-exp over these, without the
     sink: [b, Hk, G, w]."""
     usable = seen & logits.isfinite()
@@ -119,7 +148,7 @@ def window_softmax(logits, seen, lse, sink_logits) -> tuple[Tensor, Tensor]:
     return torch.where(usable, (logits - lse.logaddexp(sinks).unsqueeze(-1)).exp(), 0.0), lse
 
 
-def window_reduce(rows, seen, finite, reduce, group_reduce) -> Tensor:
+def window_reduce(rows: Tensor, seen: Tensor, finite: Tensor, reduce: str, group_reduce: str) -> Tensor:
     """Over the rows that see a key (none: 0), then over the group. [b, Hk, G, w, n] -> [b, Hk, n] or [b, Hq, n]."""
     rows = torch.where(finite, rows, torch.nan)
     if reduce == "max":
@@ -130,23 +159,24 @@ def window_reduce(rows, seen, finite, reduce, group_reduce) -> Tensor:
             scores = scores / seen.any(-1).sum(-1).clamp(min=1).unsqueeze(-1)
     if group_reduce == "none":
         return scores.flatten(1, 2)
-    return {"sum": scores.sum, "mean": scores.mean, "max": scores.amax}[group_reduce](2)
+    reduced: dict[str, Callable[[int], Tensor]] = {"sum": scores.sum, "mean": scores.mean, "max": scores.amax}
+    return reduced[group_reduce](2)
 
 
 def window_scores(
-    q,
-    k,
-    visible,
+    q: Tensor,
+    k: Tensor,
+    visible: Tensor,
     *,
-    lse=None,
-    scale=None,
-    score="softmax",
-    reduce="sum",
-    group_reduce="mean",
-    starts=None,
-    softcap=0.0,
-    sink_logits=None,
-    dtype=torch.float64,
+    lse: Tensor | None = None,
+    scale: float | None = None,
+    score: str = "softmax",
+    reduce: str = "sum",
+    group_reduce: str = "mean",
+    starts: Tensor | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """LAQ Sec. 4.3 (Eq. 4), SnapKV's observation window. q: [b, Hq, w, d], k: [b, Hk, n, d] -> [b, Hk, n]."""
     logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
@@ -158,18 +188,18 @@ def window_scores(
 
 
 def window_attention(
-    q,
-    k,
-    v,
-    visible,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
     *,
-    scale=None,
-    reduce="sum",
-    group_reduce="mean",
-    starts=None,
-    softcap=0.0,
-    sink_logits=None,
-    dtype=torch.float64,
+    scale: float | None = None,
+    reduce: str = "sum",
+    group_reduce: str = "mean",
+    starts: Tensor | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """softmax(q k) v, its log-sum-exp and `window_scores`. -> [b, Hq, w, dv], [b, Hq, w], [b, Hk, n]."""
     logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
@@ -180,12 +210,21 @@ def window_attention(
 
 
 def select_topk(
-    scores, *, k, sinks=0, window=0, seq_len=None, starts=None, lengths=None, budgets=None, fill_invalid=False
+    scores: Tensor,
+    *,
+    k: int,
+    sinks: int = 0,
+    window: int = 0,
+    seq_len: int | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    budgets: Tensor | None = None,
+    fill_invalid: bool = False,
 ) -> Tensor:
     """Kept slots by (higher score, lower slot): numbers, then -inf, then NaN. -> int64 [b, Hk, width], ascending."""
     segments = scores.dim() == 4
     b, heads = scores.shape[:2]
-    n = seq_len if segments else scores.shape[2]
+    n = scores.shape[2] if seq_len is None else seq_len
     lag = scores.shape[3] if segments else 0
     if not segments:
         width = min(k, n)
@@ -224,7 +263,7 @@ def select_topk(
     return torch.from_numpy(out).to(scores.device)
 
 
-def gather_kv(k, v, indices) -> tuple[Tensor, Tensor]:
+def gather_kv(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Rows k[b, h, indices[b, h, i]] and the same of v; -1 gives zeros. -> [b, Hk, m, d], [b, Hk, m, dv]."""
 
     def rows(x: Tensor) -> Tensor:
@@ -234,7 +273,7 @@ def gather_kv(k, v, indices) -> tuple[Tensor, Tensor]:
     return rows(k), rows(v)
 
 
-def compact_kv_(k, v, indices) -> tuple[Tensor, Tensor]:
+def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """What slots [0, m) of k and v hold after the in-place move: the same as `gather_kv`."""
     return gather_kv(k, v, indices)
 
@@ -248,27 +287,39 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((torch.stack(turned, -1 if interleaved else -2).flatten(-2), rest), -1)
 
 
-def ladder_gather(k, v, *, plan, layer, inv_freq=None, interleaved=False, dtype=torch.float64):
+def ladder_gather(
+    k: Layers,
+    v: Layers,
+    *,
+    plan: LadderPlan | Sequence[int],
+    layer: int | Sequence[int],
+    inv_freq: Tensor | None = None,
+    interleaved: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Layers, Layers]:
     """LaCache Sec. 3.2, 3.3: the plan's slots of a layer (or lists of layers); with inv_freq the keys in `dtype`."""
-    if not isinstance(k, Tensor):
-        pairs = [
-            ladder_gather(*kv, plan=plan, layer=i, inv_freq=inv_freq, interleaved=interleaved, dtype=dtype)
-            for *kv, i in zip(k, v, layer)
-        ]
-        return [x for x, _ in pairs], [x for _, x in pairs]
-    plan = plan if isinstance(plan, LadderPlan) else decode_plan(plan)
-    indices = plan.indices(layer, k.device)
-    kept = k[:, :, indices]
-    if inv_freq is not None:
-        angles = (torch.arange(len(indices), device=k.device) - indices).unsqueeze(-1) * inv_freq.to(dtype)
-        kept = rotate(kept.to(dtype), angles.cos(), angles.sin(), interleaved)
-    return kept, v[:, :, indices]
+    decoded = plan if isinstance(plan, LadderPlan) else decode_plan(plan)
+
+    def moved(x: Tensor, i: int, frequencies: Tensor | None) -> Tensor:
+        indices = decoded.indices(i, x.device)
+        kept = x[:, :, indices]
+        if frequencies is None:
+            return kept
+        angles = (torch.arange(len(indices), device=x.device) - indices).unsqueeze(-1) * frequencies.to(dtype)
+        return rotate(kept.to(dtype), angles.cos(), angles.sin(), interleaved)
+
+    layers = [layer] if isinstance(layer, int) else layer
+    keys = [moved(x, i, inv_freq) for x, i in zip([k] if isinstance(k, Tensor) else k, layers)]
+    values = [moved(x, i, None) for x, i in zip([v] if isinstance(v, Tensor) else v, layers)]
+    return (keys[0], values[0]) if isinstance(k, Tensor) else (keys, values)
 
 
 ladder_compact_ = ladder_gather  # the same values; in place is the operator's
 
 
-def rope_at_slots(k, cos, sin, *, interleaved=False, dtype=torch.float64) -> Tensor:
+def rope_at_slots(
+    k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, dtype: torch.dtype = torch.float64
+) -> Tensor:
     """RoFormer Eq. 34. k: [b, H, n, d], cos, sin: [n, pairs] or [b, n, pairs] -> [b, H, n, d] in `dtype`."""
     cos, sin = (x.to(dtype) if x.dim() == 2 else x.to(dtype).unsqueeze(1) for x in (cos, sin))
     return rotate(k.to(dtype), cos, sin, interleaved)
@@ -277,7 +328,15 @@ def rope_at_slots(k, cos, sin, *, interleaved=False, dtype=torch.float64) -> Ten
 FLAT_SIMILARITY = 1e-6  # standard deviations that are fp32's rounding
 
 
-def outlier_degree(k, *, kappa=5, standardize=True, starts=None, lengths=None, dtype=torch.float64) -> Tensor:
+def outlier_degree(
+    k: Tensor,
+    *,
+    kappa: int = 5,
+    standardize: bool = True,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
     """ProtoKV Eq. 4, 5. k: [b, Hk, n, d] -> [b, Hk, n]."""
     unit, finite = unit_keys(k.to(dtype))
     usable = valid_slots(k, starts, lengths) & finite
@@ -296,7 +355,7 @@ def outlier_degree(k, *, kappa=5, standardize=True, starts=None, lengths=None, d
     return torch.where(usable, torch.where(std > FLAT_SIMILARITY, (mean - similarity) / std, 0.0), torch.nan)
 
 
-def lsh_bucket(k, indices, projection, phase) -> Tensor:
+def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) -> Tensor:
     """ProtoKV Eq. 7, 8. k: [b, Hk, n, d], indices: [b, Hk, p] -> int32 [b, Hk, p]."""
     rows = indices.clamp(min=0).unsqueeze(-1).expand(*indices.shape, k.shape[-1])
     keys = k.double().gather(2, rows)
@@ -307,7 +366,15 @@ def lsh_bucket(k, indices, projection, phase) -> Tensor:
 
 
 def build_prototypes(
-    k, *, sat_indices=None, buckets=None, num_chunks, num_buckets=4, starts=None, lengths=None, dtype=torch.float64
+    k: Tensor,
+    *,
+    sat_indices: Tensor | None = None,
+    buckets: Tensor | None = None,
+    num_chunks: int,
+    num_buckets: int = 4,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """ProtoKV Algorithm 1, lines 4-16. k: [b, Hk, n, d] -> [b, Hk, num_chunks + num_buckets, d], and the counts."""
     b, heads, n, d = k.shape
@@ -316,7 +383,7 @@ def build_prototypes(
         m = last - first
         for c in range(chunks := min(num_chunks, m)):
             cluster[row, :, first + c * m // chunks : first + (c + 1) * m // chunks] = c
-    if sat_indices is not None:
+    if sat_indices is not None and buckets is not None:
         for row in range(b):
             for h in range(heads):
                 for i, bucket in zip(sat_indices[row, h].tolist(), buckets[row, h].tolist()):
@@ -332,7 +399,7 @@ def build_prototypes(
     return sums / counts.clamp(min=1).unsqueeze(-1), counts
 
 
-def prototype_cosines(k, prototypes, dtype=torch.float64) -> Tensor:
+def prototype_cosines(k: Tensor, prototypes: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Each key's cosine with each prototype, -inf where that cannot win: [b, Hk, n, C]."""
     unit, _ = unit_keys(k.to(dtype))
     directions, finite = unit_keys(prototypes.to(dtype))
@@ -341,7 +408,14 @@ def prototype_cosines(k, prototypes, dtype=torch.float64) -> Tensor:
     return cosines.masked_fill(~usable.unsqueeze(2), -torch.inf)
 
 
-def assign_prototypes(k, prototypes, *, starts=None, lengths=None, dtype=torch.float64) -> Tensor:
+def assign_prototypes(
+    k: Tensor,
+    prototypes: Tensor,
+    *,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
     """ProtoKV Eq. 10. k: [b, Hk, n, d], prototypes: [b, Hk, C, d] -> int32 [b, Hk, n]."""
     cosines = prototype_cosines(k, prototypes, dtype)
     best = cosines.amax(-1, keepdim=True)
@@ -350,7 +424,7 @@ def assign_prototypes(k, prototypes, *, starts=None, lengths=None, dtype=torch.f
     return first.masked_fill(~usable, -1)
 
 
-def cluster_counts(scores, assignment, num_clusters) -> tuple[Tensor, Tensor, Tensor]:
+def cluster_counts(scores: Tensor, assignment: Tensor, num_clusters: int) -> tuple[Tensor, Tensor, Tensor]:
     """Per cluster, [b, Hk, C]: the fp64 sum of its finite scores, how many those are, how many tokens it has."""
     member = (assignment >= 0).long()
     finite = scores.isfinite() & (assignment >= 0)
@@ -360,13 +434,21 @@ def cluster_counts(scores, assignment, num_clusters) -> tuple[Tensor, Tensor, Te
     return sums, zero.scatter_add(2, where, finite.long()), zero.scatter_add(2, where, member)
 
 
-def cluster_mean(scores, assignment, *, num_clusters, reduce="mean") -> Tensor:
+def cluster_mean(scores: Tensor, assignment: Tensor, *, num_clusters: int, reduce: str = "mean") -> Tensor:
     """ProtoKV Algorithm 1, line 22; "sum": Eq. 11. scores, assignment: [b, Hk, n] -> fp64 [b, Hk, C]."""
     sums, finite, _ = cluster_counts(scores, assignment, num_clusters)
     return torch.where(finite > 0, sums if reduce == "sum" else sums / finite, torch.nan)
 
 
-def cluster_priority(scores, assignment, cluster_scores, *, k, budgets=None, whole=False) -> tuple[Tensor, Tensor]:
+def cluster_priority(
+    scores: Tensor,
+    assignment: Tensor,
+    cluster_scores: Tensor,
+    *,
+    k: int,
+    budgets: Tensor | None = None,
+    whole: bool = False,
+) -> tuple[Tensor, Tensor]:
     """ProtoKV Eq. 2, Algorithm 1, line 24. -> fp32 [b, Hk, n], int32 [b, Hk]."""
     priority = torch.full_like(scores, torch.nan)
     kept = torch.zeros(scores.shape[:2], dtype=torch.int32, device=scores.device)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .cache import EvictingLayer, KVCache
 
 ATTENTION = "kvops"  # the name of the attention function in transformers
-# A cache whose tensors change shape and owner in every step is no graph; torch.compile goes on around it.
-eager = torch.compiler.disable(reason="the caches of kvops.hf run outside of compiled graphs (so no fullgraph=True)")
+_F = TypeVar("_F", bound=Callable[..., Any])
+_Configs = list[tuple[PreTrainedConfig, str | None]]  # each with the attention that it names
 
 STOCK = (
     "use model.set_attn_implementation('sdpa') and a policy that needs no queries (such as kvops.KeyDiff), or a cache "
@@ -41,17 +41,25 @@ _HARMLESS = frozenset(
 _OF_SDPA = frozenset(inspect.signature(sdpa_attention_forward).parameters) - {"kwargs"}
 
 
+def eager(function: _F) -> _F:
+    """Leaves a function out of compiled graphs: a cache whose tensors change shape and owner in every step is none."""
+    reason = "the caches of kvops.hf run outside of compiled graphs (so no fullgraph=True)"
+    return torch.compiler.disable(function, reason=reason)
+
+
 class _Steps(threading.local):
     """What `update()` of evicting layers returned in this thread, as long as it lives."""
 
-    def __init__(self):
-        self._layers: dict[int, tuple[weakref.ref, ...]] = {}  # id of the keys: keys, values, layer
-        self.unread: weakref.ref | None = None  # the last updated layer, until its attention is computed
+    def __init__(self) -> None:
+        #: By the id of the keys: keys, values, layer.
+        self._layers: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], weakref.ref[EvictingLayer]]] = {}
+        #: The last updated layer, until its attention is computed.
+        self.unread: weakref.ref[EvictingLayer] | None = None
 
     def add(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> None:
         layers, at = self._layers, id(keys)
-        keys = weakref.ref(keys, lambda _: layers.pop(at, None))
-        layers[at] = (keys, weakref.ref(values), weakref.ref(layer))
+        forget = weakref.ref(keys, lambda _: layers.pop(at, None))
+        layers[at] = forget, weakref.ref(values), weakref.ref(layer)
         self.unread = layers[at][2]
 
     def layer(self, keys: Tensor, values: Tensor) -> EvictingLayer | None:
@@ -85,18 +93,18 @@ class _CausalMask:
         self.model, self.rows, self.tokens = model, rows, tokens  # as many queries, the last ones
         self.causal = causal  # False: what was asked for is not, which matters if it is used
 
-    def _refuse(self, *args, **kwargs):
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise _Misuse(
             f"kvops.hf: the model {self.model!r} makes something of its attention mask that is not the library's "
             f"attention, so what was evicted would not be hidden; {STOCK}"
         )
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # of Python's protocols
             raise AttributeError(name)
         self._refuse()
 
-    def __getitem__(self, index) -> _CausalMask:
+    def __getitem__(self, index: object) -> _CausalMask:
         """Gemma 4 goes on with the last rows only."""
         every = slice(None)
         if isinstance(index, tuple) and len(index) == 4 and index[:2] == (every, every) and index[3] == every:
@@ -106,7 +114,9 @@ class _CausalMask:
         self._refuse()
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, function: object, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         for x in [*args, *(kwargs or {}).values()]:
             for mask in x if isinstance(x, (tuple, list)) else (x,):
                 if isinstance(mask, cls):
@@ -116,7 +126,6 @@ class _CausalMask:
 
 for _name in "eq ne lt le gt ge add radd sub rsub mul rmul truediv rtruediv and rand or ror invert neg len".split():
     setattr(_CausalMask, f"__{_name}__", _CausalMask._refuse)
-_CausalMask.__hash__ = object.__hash__
 
 
 @eager
@@ -126,9 +135,9 @@ def _mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
+    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> Tensor | _CausalMask | None:
     """What transformers calls for a mask; layers that do not evict are served by sdpa."""
     steps.unread = None  # a forward begins
@@ -144,7 +153,8 @@ def _mask(
     if not causal:  # a mask of images in a prompt without any, say, is causal none the less
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         mask = sdpa_mask(batch_size, q_length, q_offset + q_length, q_offset, 0, mask_function, None, **kwargs)
-        causal = bool((mask == torch.ones_like(mask[0, 0]).tril(q_offset)).all())
+        assert mask is not None  # no mask is skipped
+        causal = torch.equal(mask, torch.ones_like(mask).tril(q_offset))
     kv_length.cache._see_padding(attention_mask, batch_size, q_length)
     return _CausalMask(getattr(config, "model_type", "unknown"), batch_size, q_length, causal)
 
@@ -160,13 +170,15 @@ def _attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: query: [b, Hq, t, d], key, value: what update() returned -> [b, t, Hq, dv]."""
     who, layer = type(module).__name__, steps.layer(key, value)
     unread, steps.unread = steps.unread and steps.unread(), None
-    own = isinstance(attention_mask, _CausalMask)
-    if layer is None and (own or unread is not None):
+    own = None
+    if isinstance(attention_mask, _CausalMask):
+        own, attention_mask = attention_mask, None
+    if layer is None and (own is not None or unread is not None):
         raise NotImplementedError(
             f"kvops.hf: {who} attends to keys and values that are not those that the KVCache returned (it changes them "
             f"on the way, as latent attention does), so what was evicted would not be hidden; {STOCK}"
@@ -187,27 +199,27 @@ def _attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if not own:
+    if own is None:
         got = "none" if attention_mask is None else f"one of shape {list(getattr(attention_mask, 'shape', []))}"
         raise NotImplementedError(
             f"kvops.hf: {who} brings an attention mask of its own for keys of an evicting layer, expected the causal "
             f"one that transformers asks the library for, got {got}; give the model a mask [batch, tokens], or none"
         )
-    if not attention_mask.causal:
+    if not own.causal:
         raise NotImplementedError(
-            f"kvops.hf: {who} (model {attention_mask.model!r}) asks for attention that is not causal (a prefix or an "
+            f"kvops.hf: {who} (model {own.model!r}) asks for attention that is not causal (a prefix or an "
             "image that sees all of itself, a local window, ...), and evicting layers serve causal attention only; "
             "use a cache of transformers"
         )
     if dropout:
         raise ValueError(f"kvops.hf: the library's attention is inference-only, expected no dropout, got {dropout}")
-    if (query.shape[0], query.shape[2]) != (attention_mask.rows, attention_mask.tokens):
+    if (query.shape[0], query.shape[2]) != (own.rows, own.tokens):
         raise NotImplementedError(
             f"kvops.hf: {who} attends with queries that the mask was not made for, expected "
-            f"[{attention_mask.rows}, any, {attention_mask.tokens}, any], got {list(query.shape)}; {STOCK}"
+            f"[{own.rows}, any, {own.tokens}, any], got {list(query.shape)}; {STOCK}"
         )
     sinks = None if s_aux is None else s_aux.float().contiguous()
-    options = dict(scale=scaling, softcap=softcap or 0.0, sink_logits=sinks)
+    options: dict[str, Any] = dict(scale=scaling, softcap=softcap or 0.0, sink_logits=sinks)
     if layer.cache.rope is not None:
         options["positions"] = kwargs.get("position_ids")
         if options["positions"] is None:
@@ -226,7 +238,16 @@ def autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def _plain_attention(query, key, value, mask, scaling, softcap, s_aux, causal) -> Tensor:
+def _plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    causal: bool,
+) -> Tensor:
     """Attention with a softcap or a sink in layers that do not evict, by the formula: sdpa has neither."""
     b, heads, t, _ = query.shape
     groups = key.shape[1]
@@ -275,15 +296,15 @@ def use_attention(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
-    """The configs of a model and its parts, each with the attention that it names."""
+def _implementations(model: PreTrainedModel) -> _Configs:
+    """Those of a model and its parts."""
     configs = [x.config for x in model.modules() if isinstance(x, PreTrainedModel)]
     for config in configs:  # grows
         configs += [x for x in (getattr(config, name, None) for name in config.sub_configs) if x is not None]
     return [(config, config._attn_implementation) for config in configs]
 
 
-def _restore(before: list[tuple[PreTrainedConfig, str | None]]) -> None:
+def _restore(before: _Configs) -> None:
     for config, name in before:
         config._attn_implementation_internal = name  # the public one would set the parts' too
 
@@ -298,7 +319,7 @@ def check_attention(who: str, config: PreTrainedConfig) -> None:
 
 
 # Models that `generate` runs: how many calls at a time, and what their attention was before.
-_generating: weakref.WeakKeyDictionary[PreTrainedModel, list] = weakref.WeakKeyDictionary()
+_generating: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, _Configs]] = weakref.WeakKeyDictionary()
 _switching = threading.Lock()
 
 
@@ -309,12 +330,15 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
         if model not in _generating:
             before = _implementations(model) if isinstance(model, PreTrainedModel) else []
             use_attention(model)
-            _generating[model] = [0, before]
-        _generating[model][0] += 1
+            _generating[model] = 0, before
+        calls, before = _generating[model]
+        _generating[model] = calls + 1, before
     try:
         yield
     finally:
         with _switching:
-            _generating[model][0] -= 1
-            if not _generating[model][0]:
-                _restore(_generating.pop(model)[1])
+            calls, before = _generating.pop(model)
+            if calls > 1:
+                _generating[model] = calls - 1, before
+            else:
+                _restore(before)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ..cache import AttendingCache, Cache
 from ..methods import LAQ, Policy
@@ -80,7 +80,7 @@ class EvictingLayer(DynamicLayer):
         return self.pads.repeat_interleave(rows // self.pads.numel())
 
     @eager
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         key_states, value_states = autocast(key_states), autocast(value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -91,7 +91,7 @@ class EvictingLayer(DynamicLayer):
             steps.add(self, *step)
         return step
 
-    def attention(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
+    def attention(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """The attention of the step that `update` returned, for this layer or one that shares its keys."""
         first, self.reads = self.reads == 0, self.reads + 1
         if first:
@@ -229,21 +229,26 @@ class KVCache(DynamicCache):
     def evicting_layers(self) -> list[EvictingLayer]:
         return [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         layer = self.layers[layer_idx]
-        cache = layer.cache if isinstance(layer, EvictingLayer) else None
-        if cache is not None and self._asked and self._masked != cache.seen + key_states.shape[-2]:
+        if isinstance(layer, EvictingLayer):
+            self._check_step(layer.cache, key_states.shape[-2])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_step(self, cache: Cache, tokens: int) -> None:
+        """Raises for a step that was not prepared as it has to be."""
+        if self._asked and self._masked != cache.seen + tokens:
             raise RuntimeError(
                 "KVCache: made for the library's attention, but the model has another now; set the model's attention "
                 "(kvops.hf.use_attention, set_attn_implementation) before making the cache"
             )
-        decode = cache is not None and cache.seen and key_states.shape[-2] == 1
-        if decode and isinstance(cache.policy, LAQ) and not (self.stages or self._staged):
+        if cache.seen and tokens == 1 and isinstance(cache.policy, LAQ) and not (self.stages or self._staged):
             raise RuntimeError(
                 "KVCache: kvops.LAQ evicts in its lookahead only, and a step of one token came before it, so the "
                 "whole prompt would stay; call kvops.hf.generate, or kvops.hf.lookahead between prompt and decode"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @eager
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -313,8 +318,10 @@ class KVCache(DynamicCache):
         """Tokens and bytes per layer, full and kept; layers without keys and values (recurrent ones) are left out."""
         out = []
         for i, layer in enumerate(self.layers):
-            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-            if keys is None or keys.numel() == 0:
+            if not isinstance(layer, CacheLayerMixin):
+                continue
+            keys, values = layer.keys, layer.values
+            if keys is None or values is None or keys.numel() == 0:
                 continue
             seen, kept = layer.get_seq_length(), keys.shape[-2]
             per_token = (keys.nbytes + values.nbytes) // kept

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation.utils import GenerateOutput
 
+from ..cache import LookaheadCache
 from ..methods import LAQ, Policy
 from .attention import own_attention
 from .cache import EvictingLayer, KVCache, Stage, storage_bytes
@@ -24,8 +27,8 @@ def generate(
     *,
     attention_mask: Tensor | None = None,
     logits_processor: Sequence[LogitsProcessor] = (),
-    **kwargs,
-):
+    **kwargs: Any,
+) -> GenerateOutput | Tensor:
     """`model.generate` with a `KVCache` of `policy` and the library's attention.
 
     With `kvops.LAQ` it runs the stages of the paper: the prefill with its whole cache, which gives the first token; a
@@ -52,7 +55,7 @@ def generate(
         if isinstance(policy, LAQ):
             cache._staged = True
             processors.append(_Lookahead(model, cache, attention_mask, kwargs))
-        return model.generate(
+        return cast(Any, model).generate(
             input_ids, attention_mask=attention_mask, past_key_values=cache, logits_processor=processors, **kwargs
         )
 
@@ -80,7 +83,7 @@ def lookahead(
         return  # of which KVCache has warned
     draft = copy.copy(cache)
     draft.layers = [
-        layer.with_cache(layer.cache.draft()) if isinstance(layer, EvictingLayer) else copy.deepcopy(layer)
+        layer.with_cache(_stages(layer).draft()) if isinstance(layer, EvictingLayer) else copy.deepcopy(layer)
         for layer in cache.layers
     ]
     if attention_mask is None:
@@ -89,10 +92,15 @@ def lookahead(
     lengths = decode_greedily(model, draft, logits, attention_mask, ends, cache.policy.steps)
     cache.stages.append(Stage("lookahead", _held(cache, draft)))
     for layer, drafted in zip(cache.layers, draft.layers):
-        if isinstance(layer, EvictingLayer):
-            layer.cache.evict(drafted.cache, lengths)
+        if isinstance(layer, EvictingLayer) and isinstance(drafted, EvictingLayer):
+            _stages(layer).evict(drafted.cache, lengths)
             layer.mirror()
     cache.stages.append(Stage("decode", _held(cache)))
+
+
+def _stages(layer: EvictingLayer) -> LookaheadCache:
+    assert isinstance(layer.cache, LookaheadCache)  # as the policy is LAQ
+    return layer.cache
 
 
 def decode_greedily(
@@ -121,7 +129,7 @@ class _Lookahead(LogitsProcessor):
     """Runs LAQ's stages when transformers first asks what to make of the logits, which is after the prefill. It leaves
     them as they are."""
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, attention_mask: Tensor, settings: dict):
+    def __init__(self, model: PreTrainedModel, cache: KVCache, attention_mask: Tensor, settings: dict[str, Any]):
         self.model, self.cache, self.mask = model, cache, attention_mask
         config = settings.get("generation_config") or model.generation_config
         self.ends = settings.get("eos_token_id", config.eos_token_id)

@@ -9,8 +9,9 @@ replaced by 1 and 0. Then the other rows' queries and keys must be those of the 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,12 +125,14 @@ def _tiny_model(kind: type[PreTrainedModel], config: PreTrainedConfig, generator
 class _Sandbox(TorchDispatchMode):
     """Random numbers come from a generator of its own, and a model that turns out not to be tiny ends."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.generator = torch.Generator("cpu").manual_seed(0)
         self.work = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, function: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in function.tags and kwargs.get("generator") is None:
             if all(x.name != "generator" for x in function._schema.arguments):
@@ -162,8 +165,8 @@ def _named(model: PreTrainedModel, config: PreTrainedConfig) -> list[_Named]:
     """Of each class of rotary modules in the tiny model, made for the config itself."""
     found = []
     for rotary in {type(x): x for x in model.modules() if hasattr(x, "rope_type")}:
-        module, prefix = rotary(config), ""
-        kind = module.rope_type
+        module: Any = rotary(config)
+        kind, prefix = module.rope_type, ""
         if isinstance(kind, dict):  # frequencies by the type of layer
             kind, prefix = kind.get("full_attention"), "full_attention_"
         if kind is not None:
@@ -183,7 +186,9 @@ class _Recorder(DynamicCache):
         self.rows: dict[int, list[Tensor]] = {}  # keys and queries, [rows, heads, 1, d]
         self.layer: int | None = None  # whose attention comes next
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self.rows.setdefault(layer_idx, []).append(key_states)
         self.layer = layer_idx
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -192,7 +197,9 @@ class _Recorder(DynamicCache):
 _recorder: ContextVar[_Recorder] = ContextVar("kvops.hf.rope")
 
 
-def _attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs) -> tuple[Tensor, None]:
+def _attend(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, **kwargs: object
+) -> tuple[Tensor, None]:
     """The attention of one token to itself."""
     recorder = _recorder.get()
     if recorder.layer is not None:
@@ -209,7 +216,9 @@ def _rows(model: PreTrainedModel) -> Tensor:
     """Keys and queries of all full-attention layers (of all layers, if none is one), [positions, heads, d]."""
     positions = torch.tensor(_POSITIONS)[:, None]
 
-    def leave_the_first(module, args, kwargs, out):
+    def leave_the_first(
+        module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any], out: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         if not any(isinstance(x, Tensor) and torch.equal(x, positions) for x in (*args, *kwargs.values())):
             raise ValueError("a rotary module gets other positions than the model")
         cos, sin = (x.clone() for x in out)

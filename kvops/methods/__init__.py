@@ -47,5 +47,5 @@ __all__ = [
     "policy",
     "pyramidkv_budgets",
     "recall",
-    *shorthands.__all__,
 ]
+__all__ += shorthands.__all__
