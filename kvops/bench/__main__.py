@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,7 +132,7 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
-def table(record: dict) -> str:
+def table(record: dict[str, Any]) -> str:
     """One line per result, columns aligned; what was not measured has no column."""
     results, typical = record["rows"], record.get("statistic", "best")
     ratios = list(dict.fromkeys(x for r in results for x in (*r.get("ratio", {}), *lost(r))))
@@ -143,7 +143,7 @@ def table(record: dict) -> str:
     }
     cells = [[entry(r, show) for r in results] for show in more.values()]
     shown = {name: column for name, column in zip(more, cells) if any(column)}
-    lines = [("operator", "n", "dtype", "time", "GB/s", "of bandwidth", *shown, *ratios)]
+    lines: list[tuple[str, ...]] = [("operator", "n", "dtype", "time", "GB/s", "of bandwidth", *shown, *ratios)]
     for i, r in enumerate(results):
         name = names(r)
         if "error" in r:
@@ -169,21 +169,21 @@ def table(record: dict) -> str:
     )
 
 
-def lost(result: dict) -> list[str]:
+def lost(result: dict[str, Any]) -> list[str]:
     """The others that failed beside a row that did not."""
     return [x for x in result.get("failed", {}) if not x.startswith(("probe ", "stage "))]
 
 
-def names(result: dict) -> tuple[str, str, str]:
+def names(result: dict[str, Any]) -> tuple[str, str, str]:
     """Operator and form, n, dtype."""
     short = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
     return f"{result['operator']} {result['form']}".strip(), str(result["shape"][2]), short[result["dtype"]]
 
 
-def markdown(record: dict) -> str:
+def markdown(record: dict[str, Any]) -> str:
     """A table to paste into a page: a line per result, with what it reached of its goals."""
     typical = record.get("statistic", "best")
-    lines = [("operator", "n", "dtype", "time", "of bandwidth", "goals"), ("---",) * 6]
+    lines: list[tuple[str, ...]] = [("operator", "n", "dtype", "time", "of bandwidth", "goals"), ("---",) * 6]
     for r in record["rows"]:
         label = map(escape, names(r))
         if "error" in r:
@@ -198,14 +198,14 @@ def markdown(record: dict) -> str:
     return "\n".join(page) + "\n"
 
 
-def entry(result: dict, show) -> str:
+def entry(result: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> str:
     try:
         return show(result)
     except KeyError:  # not measured
         return ""
 
 
-def remarks(record: dict) -> list[str]:
+def remarks(record: dict[str, Any]) -> list[str]:
     """What a reader of the table must know: what failed, what was timed in another way, what was left out."""
     found = []
     for r in record["rows"]:
@@ -217,7 +217,7 @@ def remarks(record: dict) -> list[str]:
     return list(dict.fromkeys(found)) + [f"not measured: {x}" for x in record.get("left_out", [])]
 
 
-def head(record: dict) -> str:
+def head(record: dict[str, Any]) -> str:
     machine = record["machine"]
     gpu = machine.get("gpu")
     where = (
@@ -228,7 +228,7 @@ def head(record: dict) -> str:
     return f"kvops {record['kvops']} · {where}"
 
 
-def show(record: dict, plot: Path | None, page: Path | None) -> None:
+def show(record: dict[str, Any], plot: Path | None, page: Path | None) -> None:
     """Table, legend, remarks, goals, and the files that are asked for."""
     print("\n" + table(record))
     print(CUDA_LEGEND if "gpu" in record["machine"] else LEGEND)
@@ -252,7 +252,7 @@ def show(record: dict, plot: Path | None, page: Path | None) -> None:
         print(f"wrote {plot}")
 
 
-def progress(total: int):
+def progress(total: int) -> AbstractContextManager[Any]:
     """A bar that shows itself after three seconds, if tqdm is there and someone is watching."""
     try:
         from tqdm import tqdm
@@ -300,7 +300,7 @@ def compiled(a: argparse.Namespace, job: Job) -> bool:
     return not a.quick and (a.compile is None or job.n in a.compile)
 
 
-def attempt(a: argparse.Namespace, job: Job, tick: Callable[[], Any]) -> list[dict]:
+def attempt(a: argparse.Namespace, job: Job, tick: Callable[[], Any]) -> list[dict[str, Any]]:
     """The results of a job. An error is a result too: the other rows go on."""
     cuda = a.device == "cuda"
     try:
@@ -313,7 +313,7 @@ def attempt(a: argparse.Namespace, job: Job, tick: Callable[[], Any]) -> list[di
         return failure(a, job, error)
 
 
-def failure(a: argparse.Namespace, job: Job, error: Exception) -> list[dict]:
+def failure(a: argparse.Namespace, job: Job, error: Exception) -> list[dict[str, Any]]:
     """The results of a row that could not be measured at all."""
     shape, dtype = [ROWS[job.name].batch, job.heads, job.n, a.head_dim], str(DTYPES[job.dtype]).removeprefix("torch.")
     return [
@@ -322,7 +322,7 @@ def failure(a: argparse.Namespace, job: Job, error: Exception) -> list[dict]:
     ]
 
 
-def begin(a: argparse.Namespace) -> tuple[dict, list[Job]]:
+def begin(a: argparse.Namespace) -> tuple[dict[str, Any], list[Job]]:
     """The record, and what is to be measured: all of it, or what the record of --resume has left out."""
     found = {
         **origin("python", "-m", "kvops.bench", *sys.argv[1:], device=a.device),
@@ -366,7 +366,7 @@ def run(a: argparse.Namespace) -> int:
     )
     order = list(ROWS)
 
-    def keep(job: Job, results: list[dict]) -> None:
+    def keep(job: Job, results: list[dict[str, Any]]) -> None:
         """In the record and its file; what is not measured yet is named there as left out."""
         record["rows"] = sorted(record["rows"] + results, key=lambda r: (order.index(r["operator"]), r["shape"][2]))
         record["left_out"].remove(str(job))
@@ -405,7 +405,7 @@ def run(a: argparse.Namespace) -> int:
     return int(any("error" in r or refused(r) for r in record["rows"]))
 
 
-def refused(result: dict) -> bool:
+def refused(result: dict[str, Any]) -> bool:
     """Its bandwidth could not be told."""
     return any(x.startswith("probe ") for x in result.get("failed", {}))
 

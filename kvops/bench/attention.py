@@ -15,8 +15,10 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,15 +44,16 @@ def lengths(rows: int) -> list[int]:
     return [n for n in found if n >= rows and rows * (2 * n - rows + 1) // 2 <= MOST_LOGITS]
 
 
-def cell(dtype: str, rows: int, n: int, d: int, group: int, heads: int, seconds: float) -> dict:
+def cell(dtype: str, rows: int, n: int, d: int, group: int, heads: int, seconds: float) -> dict[str, Any]:
     """The medians of both backends, and of the ratio of each pair."""
     generator = torch.Generator().manual_seed(0)
     shapes = (heads * group, rows), (heads, n), (heads, n)
     q, k, v = (torch.randn(1, *x, d, generator=generator).to(DTYPES[dtype]) for x in shapes)
-    rivals = {x: Contender(lambda x=x: attention(q, k, v, backend=x)) for x in BACKENDS}
+    rivals = {x: Contender(partial(attention, q, k, v, backend=x)) for x in BACKENDS}
     for rival in rivals.values():
         rival.warm_up()
-    end, pairs = time.monotonic() + seconds, []
+    end = time.monotonic() + seconds
+    pairs: list[list[float]] = []
     while len(pairs) < LEAST or time.monotonic() < end:
         pairs.append([rival.sample() for rival in rivals.values()])
     return {
@@ -63,7 +66,7 @@ def cell(dtype: str, rows: int, n: int, d: int, group: int, heads: int, seconds:
 Means = dict[tuple[str, bool], dict[int, float]]
 
 
-def means(cells: Iterable[dict]) -> Means:
+def means(cells: Iterable[dict[str, Any]]) -> Means:
     """By dtype and whether query heads share KV heads, by rows: the geometric mean of the ratios."""
     found: dict[tuple[str, bool], dict[int, list[float]]] = {}
     for x in cells:

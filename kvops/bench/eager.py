@@ -95,7 +95,9 @@ def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) ->
     return (bits * 2 ** torch.arange(len(phase) - 1, -1, -1, device=k.device)).sum(-1).int()
 
 
-def build_prototypes(k: Tensor, sats: Tensor, buckets: Tensor, num_chunks: int, num_buckets: int = 4):
+def build_prototypes(
+    k: Tensor, sats: Tensor, buckets: Tensor, num_chunks: int, num_buckets: int = 4
+) -> tuple[Tensor, Tensor]:
     """[b, Hk, n, d], [b, Hk, p] twice -> [b, Hk, num_chunks + num_buckets, d] and the counts."""
     b, heads, n, d = k.shape
     chunks = ((torch.arange(n, device=k.device) + 1) * num_chunks - 1) // n
@@ -195,7 +197,9 @@ def snapkv_compress_expanded(k: Tensor, v: Tensor, q: Tensor, budget: int, kerne
     return _snapkv_select(k, v, scores.unflatten(1, (-1, group)).mean(2), w, budget, kernel)
 
 
-def _snapkv_select(k, v, scores, w, budget, kernel) -> tuple[Tensor, Tensor, Tensor]:
+def _snapkv_select(
+    k: Tensor, v: Tensor, scores: Tensor, w: int, budget: int, kernel: int
+) -> tuple[Tensor, Tensor, Tensor]:
     n = k.shape[2]
     return _prefix_and_window(k, v, F.max_pool1d(scores[..., : n - w], kernel, 1, kernel // 2), budget)
 
@@ -214,7 +218,14 @@ def satkv_compress(k: Tensor, v: Tensor, window: int, budget: int) -> tuple[Tens
 
 
 def protokv_compress(
-    k, v, q, budget: int, num_chunks: int, projection: Tensor, phase: Tensor, score: str = "dot"
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    budget: int,
+    num_chunks: int,
+    projection: Tensor,
+    phase: Tensor,
+    score: str = "dot",
 ) -> tuple[Tensor, ...]:
     """ProtoKV with raw dot scores, or score="softmax": [b, Hk, n, d] twice, [b, Hq, w, d] -> K, V, indices."""
     d = k.shape[3]

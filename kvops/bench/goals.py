@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Goal(NamedTuple):
@@ -16,12 +16,12 @@ class Goal(NamedTuple):
 MOST_SECONDS = {("keydiff_compress, 4096 tokens", 4096): 25e-6, ("select_topk", 131072): 8e-6}
 
 
-def goals(record: dict) -> list[Goal]:
+def goals(record: dict[str, Any]) -> list[Goal]:
     """The goals that the record can tell about, in the order of its rows."""
     return [goal for r in record["rows"] for goal in goals_of(r)]
 
 
-def goals_of(r: dict) -> list[Goal]:
+def goals_of(r: dict[str, Any]) -> list[Goal]:
     """Those of one row."""
     if "clock" not in r:  # of a CPU, or failed
         return []

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,8 +117,12 @@ def copy_probes(moved: int, device: str) -> dict[str, Replayed]:
     part = moved // 8  # floats that are read, and as many written
     if 0 < part < source.numel():
         places = [slice(i * part, (i + 1) * part) for i in range(min(source.numel() // part, MOST_CALLS))]
-        found["same"] = Replayed([lambda p=p: target[p].copy_(source[p]) for p in places])
+        found["same"] = Replayed([partial(_copy, target[p], source[p]) for p in places])
     return found
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return target.copy_(source)
 
 
 def copied(probe: str, moved: int) -> int:

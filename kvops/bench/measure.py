@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import _lib
 from . import gpu
@@ -52,10 +53,7 @@ def probes(row: Row, case: Case) -> dict[str, Contender]:
     touched = row.touched(case)
     if row.against == "read":
         kinds = {"simd sum": 0, "four accumulators": 1}
-        return {
-            name: Contender(lambda kind=kind: [_lib.probe_read(x, kind) for x in touched])
-            for name, kind in kinds.items()
-        }
+        return {name: Contender(partial(_read, touched, kind)) for name, kind in kinds.items()}
     flat = [x.view(-1) for x in (case.k, case.v)]
     if row.against == "copy":
         pairs = [(x, source[: x.numel()]) for x, source in zip(touched, flat)]
@@ -70,6 +68,11 @@ def probes(row: Row, case: Case) -> dict[str, Contender]:
     return {"shift": Contender(lambda: [_lib.probe_copy(x, source, 2) for x, source in pairs])}
 
 
+def _read(tensors: Iterable[Tensor], kind: int) -> None:
+    for x in tensors:
+        _lib.probe_read(x, kind)
+
+
 def on_gpu(case: Case) -> bool:
     return case.device != "cpu"
 
@@ -81,7 +84,9 @@ def contenders(row: Row, cases: list[Case], compiled: bool) -> dict[str, Contend
 
     def timed(calls: list[Callable[[], Any]], restore: bool = False) -> Contender | gpu.Replayed:
         before = [c.restore for c in cases] if restore else []
-        return gpu.Replayed(calls, before) if cuda else Contender(*calls, *before)
+        if cuda:
+            return gpu.Replayed(calls, before)
+        return Contender(calls[0], before[0] if before else None)
 
     args = [row.args(c) for c in cases]
     found = {
@@ -106,9 +111,9 @@ def contenders(row: Row, cases: list[Case], compiled: bool) -> dict[str, Contend
     return found
 
 
-def bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float) -> dict:
+def bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float) -> dict[str, Any]:
     """What the fastest probe reached, and the share of it that `rate` (bytes per second) is."""
-    probe = min((key for key in seconds if key.startswith("probe")), key=seconds.get, default=None)
+    probe = min((key for key in seconds if key.startswith("probe")), key=lambda key: seconds[key], default=None)
     if probe is None:
         return {}
     reached = size(*row.touched(case)) * (1 if row.against == "read" else 2) / seconds[probe]
@@ -116,7 +121,7 @@ def bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float) -> d
     return {"bandwidth": found}
 
 
-def copy_bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float) -> dict:
+def copy_bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float) -> dict[str, Any]:
     """The same on a GPU: of a large copy_, and of one that moves as many bytes as the row."""
     moved = row.bytes(case)
     reached = {x: gpu.copied(x, moved) / seconds[f"probe {x}"] for x in ("large", "same") if f"probe {x}" in seconds}
@@ -127,7 +132,7 @@ def copy_bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float)
     return {"bandwidth": found | {"same_bytes": {"gb_per_s": same / 1e9, "share": rate / same}}}
 
 
-def plausible(found: dict) -> bool:
+def plausible(found: dict[str, Any]) -> bool:
     """What `bandwidth` or `copy_bandwidth` says is not the work of a probe that was held up."""
     band = found.get("bandwidth")
     return band is None or max(band["share"], band.get("same_bytes", band)["share"]) <= MOST_SHARE
@@ -154,7 +159,9 @@ def check_written(cases: list[Case], rival: gpu.Replayed) -> None:
 
 
 @torch.no_grad()
-def measure(name: str, row: Row, case: Case, repeats: int, compiled: bool, tick: Callable[[], Any]) -> list[dict]:
+def measure(
+    name: str, row: Row, case: Case, repeats: int, compiled: bool, tick: Callable[[], Any]
+) -> list[dict[str, Any]]:
     """One result per form of the row. `tick` is called after each repetition."""
     cases, cuda = make_cases(row, case), on_gpu(case)
     rivals = contenders(row, cases, compiled)
@@ -162,7 +169,7 @@ def measure(name: str, row: Row, case: Case, repeats: int, compiled: bool, tick:
     for key, rival in list(rivals.items()):
         try:
             rival.warm_up()
-            if cuda and key == "kvops out=":
+            if isinstance(rival, gpu.Replayed) and key == "kvops out=":
                 check_written(cases, rival)
         except Exception as error:  # torch.compile without a compiler, or no memory for the eager one: others go on
             failed[key] = gpu.first_line(error)
@@ -175,7 +182,7 @@ def measure(name: str, row: Row, case: Case, repeats: int, compiled: bool, tick:
             seconds[key].append(rival.sample())
         tick()
 
-    def compared(form: str) -> dict:
+    def compared(form: str) -> dict[str, Any]:
         """The bandwidth, and what a form reaches of it."""
         typical = {key: (statistics.median if cuda else min)(x) for key, x in seconds.items()}
         rate = row.bytes(case) / typical[f"kvops {form}"]
@@ -196,7 +203,7 @@ def measure(name: str, row: Row, case: Case, repeats: int, compiled: bool, tick:
     results = []
     for form in row.forms:
         key, failures = f"kvops {form}", {x: why for x, why in failed.items() if not x.startswith("kvops")}
-        result = {
+        result: dict[str, Any] = {
             "operator": name,
             "form": form,
             "dtype": str(case.dtype).removeprefix("torch."),
@@ -207,8 +214,8 @@ def measure(name: str, row: Row, case: Case, repeats: int, compiled: bool, tick:
             result["error"] = failed[key]
             continue
         rate = row.bytes(case) / typical[key]
-        others = ("eager", "compile", *row.peers(case), "parts")
-        others = [x for x in others if x in best and (x != "parts" or form == "fresh")]
+        named = ("eager", "compile", *row.peers(case), "parts")
+        others = [x for x in named if x in best and (x != "parts" or form == "fresh")]
         found = compared(form)
         if not plausible(found):
             of, reached = found["bandwidth"]["of"], found["bandwidth"]["gb_per_s"]
@@ -229,7 +236,7 @@ def measure(name: str, row: Row, case: Case, repeats: int, compiled: bool, tick:
         if cuda:
             result |= {
                 "copies": len(cases),  # of the inputs, taken in turn
-                "clock": {x: rivals[x].clock for x in (key, *others)},
+                "clock": {x: rival.clock for x in (key, *others) if isinstance(rival := rivals[x], gpu.Replayed)},
                 "stages": {x: median[f"stage {x}"] / median[key] for x in row.stages if f"stage {x}" in median},
                 "failed": failures,
             }

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
 from .record import replace
 
@@ -21,10 +26,10 @@ OPAQUE = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}  # wh
 
 def formats() -> list[str]:
     """Of pictures that can be drawn."""
-    return sorted(plt.Figure().canvas.get_supported_filetypes())
+    return sorted(Figure().canvas.get_supported_filetypes())
 
 
-def draw(record: dict, path: Path) -> None:
+def draw(record: dict[str, Any], path: Path) -> None:
     """The picture of a record, of a CPU or of a GPU."""
     figure = draw_gpu(record) if "gpu" in record["machine"] else draw_cpu(record)
     picture = io.BytesIO()
@@ -33,7 +38,7 @@ def draw(record: dict, path: Path) -> None:
     replace(path, picture.getvalue())
 
 
-def draw_cpu(record: dict) -> plt.Figure:
+def draw_cpu(record: dict[str, Any]) -> Figure:
     """Bars for the largest n that was measured, one group per operator, form and dtype."""
     largest = max(r["shape"][2] for r in record["rows"])
     rows = [r for r in record["rows"] if r["shape"][2] == largest and "bandwidth" in r]
@@ -80,7 +85,7 @@ def draw_cpu(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_gpu(record: dict) -> plt.Figure:
+def draw_gpu(record: dict[str, Any]) -> Figure:
     """Share of the copy bandwidth: a panel per n, a line per operator and form, a bar per dtype, a mark per goal."""
     rows = [r for r in record["rows"] if "bandwidth" in r]
     names = list(dict.fromkeys((r["operator"], r["form"]) for r in rows))
@@ -110,8 +115,8 @@ def draw_gpu(record: dict) -> plt.Figure:
         axes.margins(x=0.12)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks([-i for i in range(len(names))], [" ".join(x).strip() for x in names], fontsize=8)
-    marks = [plt.Rectangle((0, 0), 1, 1, color=COLORS[x], label=x) for x in dtypes]
-    marks.append(plt.Line2D([], [], color="black", lw=2, label="goal"))
+    marks: list[Artist] = [Rectangle((0, 0), 1, 1, color=COLORS[x], label=x) for x in dtypes]
+    marks.append(Line2D([], [], color="black", lw=2, label="goal"))
     figure.legend(handles=marks, loc="outside lower right", ncols=4, fontsize=8, frameon=False)
     gpu = record["machine"]["gpu"]
     copy = max(r["bandwidth"]["gb_per_s"] for r in rows)

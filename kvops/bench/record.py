@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import torch
 
@@ -19,7 +20,7 @@ class Refused(ValueError):
     """What was asked for cannot be done; the message is for who asked."""
 
 
-def gpu() -> dict:
+def gpu() -> dict[str, Any]:
     """Of the GPU that torch uses."""
     of = torch.cuda.get_device_properties(torch.cuda.current_device())
     try:
@@ -39,7 +40,7 @@ def gpu() -> dict:
     }
 
 
-def machine() -> dict:
+def machine() -> dict[str, Any]:
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = re.search(r"model name\s*: (.+)", text)
     return {
@@ -74,7 +75,7 @@ def commit() -> str | None:
         return os.environ.get("KVOPS_COMMIT")
 
 
-def origin(*command: str, device: str = "cpu") -> dict:
+def origin(*command: str, device: str = "cpu") -> dict[str, Any]:
     """Machine, instruction set, versions, commit, and the command that made it."""
     info = build_info()
     return {
@@ -87,7 +88,7 @@ def origin(*command: str, device: str = "cpu") -> dict:
     }
 
 
-def write(file: Path, record: dict) -> None:
+def write(file: Path, record: dict[str, Any]) -> None:
     """A record as JSON, replaced as `replace` does."""
     replace(file, json.dumps(record, indent=1) + "\n")
 
@@ -121,7 +122,7 @@ def check_target(option: str, file: Path) -> None:
         raise Refused(f"--{option}: {file} cannot be written: {error.strerror}") from None
 
 
-def load(file: Path) -> dict:
+def load(file: Path) -> dict[str, Any]:
     """A record that python -m kvops.bench has written."""
     try:
         found = json.loads(file.read_bytes().decode())
@@ -136,7 +137,7 @@ def whole(x: object, least: int = 0) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and least <= x < 2**62
 
 
-def number(x: object) -> bool:
+def number(x: object) -> TypeGuard[float]:
     """At least 0, and finite."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < 2**62
 
@@ -191,7 +192,7 @@ PARTS = {
 }
 
 
-def wrong_row(row: dict) -> str | None:
+def wrong_row(row: dict[str, Any]) -> str | None:
     """The same of one of the rows."""
     shape = row.get("shape")
     if not name(row.get("operator")) or not text(row.get("form")) or row.get("dtype") not in DTYPES:
@@ -209,7 +210,7 @@ def wrong_row(row: dict) -> str | None:
         bands = [band, band.get("same_bytes", band)] if isinstance(band, dict) else [None]
         if not all(isinstance(y, dict) and number(y.get("share")) and number(y.get("gb_per_s")) for y in bands):
             return "bandwidth must have share and gb_per_s"
-        if not name(band.get("of")):
+        if not name(row["bandwidth"].get("of")):
             return "bandwidth must be of something"
     for key, holds in PARTS.items():
         found = row.get(key, {})

@@ -164,7 +164,8 @@ class Case:
     @cached_property
     def out(self) -> tuple[Tensor, Tensor]:
         """Warm memory for what gather_kv and keydiff_compress keep."""
-        return tuple(x[:, :, : self.budget].clone(memory_format=torch.contiguous_format) for x in self._source)
+        k, v = (x[:, :, : self.budget].clone(memory_format=torch.contiguous_format) for x in self._source)
+        return k, v
 
     @property
     def layers(self) -> int:
@@ -185,7 +186,8 @@ class Case:
     def ladder_out(self) -> tuple[Tensor, Tensor]:
         """Warm memory for what ladder_gather keeps, all layers in one."""
         shape = (self.layers, self.batch, self.heads, len(self.ladder.plan), self.d)
-        return tuple(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        k, v = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        return k, v
 
     @cached_property
     def inv_freq(self) -> Tensor:
@@ -204,7 +206,8 @@ class Case:
     @cached_property
     def lagkv_out(self) -> tuple[Tensor, Tensor]:
         kept = kept_length(self.n, SINK, self.lag, int(self.ratio * self.lag))
-        return tuple(x[:, :, :kept].clone(memory_format=torch.contiguous_format) for x in self._source)
+        k, v = (x[:, :, :kept].clone(memory_format=torch.contiguous_format) for x in self._source)
+        return k, v
 
 
 @dataclass(frozen=True)
@@ -233,8 +236,8 @@ class Row:
     """
 
     forms: dict[str, Callable[[Case], Any]]
-    eager: Callable
-    args: Callable[[Case], tuple]
+    eager: Callable[..., Any]
+    args: Callable[[Case], tuple[Any, ...]]
     bytes: Callable[[Case], int]
     against: str
     touched: Callable[[Case], tuple[Tensor, ...]]
@@ -269,7 +272,9 @@ def _keydiff_parts(c: Case) -> None:
         x.clone()
 
 
-def _keydiff(shape: tuple[int, int] | None = None, forms: tuple = ("out=", "in place", "fresh"), **row) -> Row:
+def _keydiff(
+    shape: tuple[int, int] | None = None, forms: tuple[str, ...] = ("out=", "in place", "fresh"), **row: Any
+) -> Row:
     calls = {
         "out=": lambda c: kvops.keydiff_compress(c.k, c.v, c.budget, out=c.out),
         "in place": lambda c: kvops.keydiff_compress_(c.k, c.v, c.budget),
@@ -307,7 +312,7 @@ def _gather(indices: Callable[[Case], Tensor]) -> Row:
     )
 
 
-def _compact(indices: Callable[[Case], Tensor], **row) -> Row:
+def _compact(indices: Callable[[Case], Tensor], **row: Any) -> Row:
     return Row(
         forms={"in place": lambda c: ops.compact_kv_(c.k, c.v, indices(c))},
         eager=eager.gather_kv,
@@ -319,12 +324,14 @@ def _compact(indices: Callable[[Case], Tensor], **row) -> Row:
     )
 
 
-def _ladder_compact(ladder: Callable[[Case], Ladder], turned: bool = False, **row) -> Row:
+def _ladder_compact(ladder: Callable[[Case], Ladder], turned: bool = False, **row: Any) -> Row:
     def call(c: Case) -> Any:
-        x, rope = ladder(c), {"inv_freq": c.inv_freq} if turned else {}
-        return ops.ladder_compact_(x.keys, x.values, plan=x.plan, layer=x.layers, **rope)
+        x = ladder(c)
+        return ops.ladder_compact_(
+            x.keys, x.values, plan=x.plan, layer=x.layers, inv_freq=c.inv_freq if turned else None
+        )
 
-    def args(c: Case) -> tuple:
+    def args(c: Case) -> tuple[Any, ...]:
         x = ladder(c)
         return x.keys, x.values, x.indices, *([c.inv_freq] if turned else [])
 
@@ -346,7 +353,7 @@ def _stacked(c: Case) -> Any:
     return ops.ladder_compact_(k, v, plan=c.ladder.plan, layer=0)
 
 
-def _ladder_gather(c: Case, **out) -> Any:
+def _ladder_gather(c: Case, **out: Any) -> Any:
     return ops.ladder_gather(c.ladder.keys, c.ladder.values, plan=c.ladder.plan, layer=c.ladder.layers, **out)
 
 
@@ -356,7 +363,7 @@ def _ladder_index_select(c: Case) -> None:
             torch.index_select(x, 2, indices, out=out)
 
 
-def _window_scores(rows: int, with_lse: bool, **row) -> Row:
+def _window_scores(rows: int, with_lse: bool, **row: Any) -> Row:
     def call(c: Case) -> Tensor:
         w = c.window(rows)
         return ops.window_scores(w.q, c.k, w.visible, lse=w.lse if with_lse else None)
@@ -373,7 +380,7 @@ def _window_scores(rows: int, with_lse: bool, **row) -> Row:
     )
 
 
-def _window_attention(rows: int, floor: Callable[[Case], int], **row) -> Row:
+def _window_attention(rows: int, floor: Callable[[Case], int], **row: Any) -> Row:
     return Row(
         forms={"": lambda c: ops.window_attention(c.window(rows).q, c.k, c.v, c.window(rows).visible)},
         eager=eager.window_attention,
@@ -386,8 +393,8 @@ def _window_attention(rows: int, floor: Callable[[Case], int], **row) -> Row:
     )
 
 
-def _snapkv(with_lse: bool, **row) -> Row:
-    def call(c: Case, **out) -> Any:
+def _snapkv(with_lse: bool, **row: Any) -> Row:
+    def call(c: Case, **out: Any) -> Any:
         w = c.window(WINDOW)
         return kvops.snapkv_compress(c.k, c.v, w.q, c.budget, lse=w.lse if with_lse else None, **out)
 
@@ -410,7 +417,7 @@ def _prototype_product(c: Case) -> Callable[[], Tensor]:
     return lambda: torch.matmul(k, prototypes, out=out)
 
 
-def _protokv(c: Case, **out) -> Any:
+def _protokv(c: Case, **out: Any) -> Any:
     return kvops.protokv_compress(c.k, c.v, c.window(WINDOW).q, c.budget, **out)
 
 
