@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from ..bench.record import origin
 from .methods import METHODS, Rule, Unreachable, options_of, rule
 from .results import CODE, Cell, Results, fingerprint, load
 from .specs import Refused, parse
-from .tasks import POINTS, TASKS, Filler, Reader, Task
+from .tasks import POINTS, TASKS, Filler, Prompt, Reader, Task
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 MODEL = BENCH / "models" / "passkey-llama"
@@ -97,7 +98,7 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
         a.kinds = {x: make_task(x, a.data) for x in dict.fromkeys(a.tasks)}
     except ValueError as error:
         p.error(str(error))
-    named: dict = {}
+    named: dict[str, tuple[str, Rule]] = {}
     for said, method in rules.items():
         other, found = named.setdefault(method.label, (said, method))
         if found != method:
@@ -212,8 +213,8 @@ def fill(a: argparse.Namespace, results: Results, reader_of: Callable[..., Reade
         except Exception as error:  # no such folder or name, not a language model, or what damaged files make of it
             raise Refused(f"--model {a.model}: {first_line(error)}") from error
         filler = Filler(tokenizer, text)
-    made: tuple = (None, [])  # the prompts of a task and context
-    warm: set[tuple] = set()
+    made: tuple[tuple[str, int] | None, list[Prompt]] = (None, [])  # the prompts of a task and context
+    warm: set[tuple[Any, ...]] = set()
     failed = 0
     with tqdm(total=count, initial=count - len(todo), disable=None, unit="cell") as bar:
         for cell, method in todo:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from ..methods import Full, Policy
 from ..methods.table import METHODS as METHODS
@@ -50,7 +50,7 @@ class Rule:
 
     label: str  # in tables: "KeyDiff", "LagKV lag=128"
     entry: Entry
-    options: dict
+    options: dict[str, Any]
 
     @property
     def cuts(self) -> bool:

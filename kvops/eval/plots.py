@@ -6,10 +6,13 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -46,7 +49,7 @@ STYLE = {
 MORE = 1.06  # room beside the first and last value of a logarithmic axis
 
 
-def styles(labels: list[str]) -> dict[str, dict]:
+def styles(labels: list[str]) -> dict[str, dict[str, Any]]:
     """Of lines, by method: family, colour, marker; variants have a marker of their own and are dashed, others'
     implementations are hollow and dotted. Methods of others share a colour; each has a marker and a line of its own."""
     found, variants, others = {}, 0, 0
@@ -56,7 +59,7 @@ def styles(labels: list[str]) -> dict[str, dict]:
         entry = next((x for x in METHODS.values() if x.label == name.base), None)
         if entry is not None:
             members = [x.label for x in METHODS.values() if x.family == entry.family]
-            family, color, marker = entry.family, COLORS[entry.family], MARKERS[members.index(name.base)]
+            family, color, marker = entry.family, COLORS[entry.family], MARKERS[members.index(entry.label)]
         line = "--" if name.variant else "-"
         if family == OTHERS[0]:
             marker, line = VARIANTS[others % len(VARIANTS)], LINES[others // len(VARIANTS) % len(LINES)]
@@ -72,13 +75,14 @@ def styles(labels: list[str]) -> dict[str, dict]:
 
 @contextmanager
 def figure(
-    path: Path, title: str, width: float, height: float, looks: dict[str, dict] | None = None
+    path: Path, title: str, width: float, height: float, looks: dict[str, dict[str, Any]] | None = None
 ) -> Iterator[Figure]:
     """A page that is written at the end, with a legend for looks, whatever the user's settings of matplotlib are."""
     if looks:  # which is below the title
         height = max(height, 0.8 + 0.172 * (len(looks) + len({x["family"] for x in looks.values()})))
     defaults = {x: y for x, y in matplotlib.rcParamsDefault.items() if x != "backend"}
-    with matplotlib.rc_context({**defaults, **STYLE}):
+    settings: dict[Any, Any] = {**defaults, **STYLE}
+    with matplotlib.rc_context(settings):
         page = Figure(figsize=(width + (1.9 if looks else 0), height), layout="constrained")
         page.suptitle(title, x=0.008, ha="left", fontsize=11)
         yield page
@@ -89,9 +93,10 @@ def figure(
     replace(path, picture.getvalue())
 
 
-def legend(page: Figure, looks: dict[str, dict]) -> None:
+def legend(page: Figure, looks: dict[str, dict[str, Any]]) -> None:
     """At the side, by family."""
-    entries, heads = [], []
+    entries: list[tuple[Line2D, str]] = []
+    heads = []
     for family in dict.fromkeys(x["family"] for x in looks.values()):
         heads.append(len(entries))
         entries.append((Line2D([], [], linestyle=""), family))
@@ -108,12 +113,12 @@ def values(row: Row, kind: Traits) -> tuple[float, float, float]:
     return factor * score.mean, factor * (score.mean - low), factor * (high - score.mean)
 
 
-def bars(look: dict) -> dict:
+def bars(look: dict[str, Any]) -> dict[str, Any]:
     """Of intervals: paler than what they belong to, since most of them overlap."""
     return {"ecolor": to_rgba(look["color"], 0.4), "elinewidth": 0.8}
 
 
-def scale(axis, rows: list[Row], kind: Traits) -> None:
+def scale(axis: Axes, rows: list[Row], kind: Traits) -> None:
     if kind.percent:
         axis.set(ylim=(-4, 104), yticks=range(0, 101, 20))
     else:  # of a few prompts the interval may be far wider than what the means span
@@ -197,7 +202,7 @@ def throughput(summary: Summary, task: str, context: int, path: Path) -> bool:
     budgets = sorted({x.budget for x in rows if x.budget is not None}, reverse=True)
     if not points:
         return False
-    looks, rates = styles([x.method for x in rows]), [x.decode_tokens_per_s for x in rows]
+    looks, rates = styles([x.method for x in rows]), [x.decode_tokens_per_s for x in rows if x.decode_tokens_per_s]
     wide = max(rates) > 5 * min(rates)
     title = f"{task}, context {context:,} tokens, {prompts(rows)}; bars: 95 % intervals; speed: median over batches"
     with figure(path, title, 3.3 * len(budgets), 0.9 + 3.1 * len(points), looks) as page:
@@ -214,8 +219,8 @@ def throughput(summary: Summary, task: str, context: int, path: Path) -> bool:
                 axis.set_title(f"budget {budget:,}")
                 if wide:
                     axis.set_xscale("log")
-                    steps = (1, 2, 5) if max(rates) < 30 * min(rates) else (1,)
-                    steps = [a * 10**b for b in range(-1, 8) for a in steps]
+                    digits = (1, 2, 5) if max(rates) < 30 * min(rates) else (1,)
+                    steps = [a * 10**b for b in range(-1, 8) for a in digits]
                     low, high = min(rates) / MORE, max(rates) * MORE
                     axis.set_xlim(low, high)
                     axis.xaxis.set(major_locator=FixedLocator([x for x in steps if low <= x <= high]))
@@ -244,12 +249,17 @@ def sizes(rows: list[Row]) -> list[tuple[str, Callable[[Row], bool]]]:
     ) else []  # fmt: skip
     slack = 1 / min(ranked)
     if any(x != one for x in ranked.values()) and shares and all(max(x) - min(x) <= slack for x in shares):
-        return [
-            (f"{100 * max(x):.3g} % kept", lambda row, i=i: row.budget == ranked[row.context][i])
-            for i, x in enumerate(shares)
-        ]
+        return [(f"{100 * max(x):.3g} % kept", partial(_has_rank, ranked, i)) for i, x in enumerate(shares)]
     every = sorted({x for found in ranked.values() for x in found}, reverse=True)
-    return [(f"budget {x:,}", lambda row, x=x: row.budget == x) for x in every]
+    return [(f"budget {x:,}", partial(_has_budget, x)) for x in every]
+
+
+def _has_rank(ranked: dict[int, list[int]], i: int, row: Row) -> bool:
+    return row.budget == ranked[row.context][i]
+
+
+def _has_budget(budget: int, row: Row) -> bool:
+    return row.budget == budget
 
 
 def heatmap(summary: Summary, task: str, point: str, path: Path) -> bool:

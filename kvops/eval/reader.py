@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import Cache
+from ..cache import AttendingCache, Cache
 from ..methods import LAQ, LagKV, Policy, QueryPolicy, View
 from ..methods.budgets import Budget
 from ..methods.laq import prompt_scores
@@ -38,7 +38,7 @@ class Cut:
     @property
     def positions(self) -> list[Tensor]:
         """What every layer that evicts holds, int64 [b, Hk, any]."""
-        return [x.positions for x in caches(self.cache)]
+        return [kept for x in caches(self.cache) if (kept := x.positions) is not None]
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Reader:
         self.model = self.prepared(model.eval())
         self.num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         ends = model.generation_config.eos_token_id
-        self._whole: tuple = (None, None)  # the last of `whole`, and what it was asked for
+        self._whole: tuple[tuple[Any, ...], Whole] | None = None  # the last of `whole`, behind what it was asked for
         self.ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
     def prepared(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -170,17 +170,18 @@ class Reader:
     def whole(self, prompts: np.ndarray, feed: np.ndarray | None, steps: int) -> Whole:
         """What the full cache answers in so many tokens, whatever they are; of the last prompts it is remembered."""
         key = (prompts.tobytes(), None if feed is None else feed.tobytes(), steps)
-        if self._whole[0] != key:
-            self._whole = (None, None)  # its memory is free for the next
+        if self._whole is None or self._whole[0] != key:
+            self._whole = None  # its memory is free for the next
             cache = self._cache(Watched(last=steps))
-            logits = [self.feed(cache, self.tokens(prompts))]
+            steps_logits = [self.feed(cache, self.tokens(prompts))]
             if feed is not None:
-                logits = [self.feed(cache, self.tokens(feed))]
+                steps_logits = [self.feed(cache, self.tokens(feed))]
             for _ in range(steps):
-                logits.append(self.feed(cache, logits[-1].argmax(-1, keepdim=True)))
-            logits = torch.stack(logits[:-1], 1)
+                steps_logits.append(self.feed(cache, steps_logits[-1].argmax(-1, keepdim=True)))
+            logits = torch.stack(steps_logits[:-1], 1)
             n, scores = prompts.shape[1], []
             for layer in caches(cache):
+                assert isinstance(layer, AttendingCache) and layer.last_queries is not None and layer.k is not None
                 asked = layer.last_queries, layer.k[:, :, :n], Pooling(1)
                 scores.append(prompt_scores("recall", "q_response", *asked, **layer.logits))
             self._whole = key, Whole(logits.argmax(-1).cpu().numpy(), logits, scores)

@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from ..bench.markdown import code, escape
 from ..bench.record import replace
@@ -41,7 +42,7 @@ KINDS = {
 }
 
 
-def write(heads: list[dict], lines: list[dict], folder: Path) -> str:
+def write(heads: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path) -> str:
     """Writes the report of some results (see `results.load`) to a folder, and says what to print."""
     summary = summarize(heads, lines)
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,7 @@ def write(heads: list[dict], lines: list[dict], folder: Path) -> str:
     return "\n".join([table(summary), "", f"report: {folder / 'report.md'}, with summary.json and pictures beside it"])
 
 
-def json_of(record: dict) -> str:
+def json_of(record: dict[str, Any]) -> str:
     """JSON, with a line for each row."""
     rows = ",\n".join("  " + json.dumps(x, allow_nan=False) for x in record["rows"])
     head = json.dumps({x: y for x, y in record.items() if x != "rows"}, indent=1, allow_nan=False)
@@ -101,7 +102,7 @@ def about(task: str) -> list[str]:
     """Its heading, and what the task says of itself."""
     name = task.partition(":")[0]
     text = inspect.getdoc(TASKS[name]) if name in TASKS else "A task that this version does not know."
-    return [f"## {escape(task)}", text]
+    return [f"## {escape(task)}", text or ""]
 
 
 def slug(*names: str | int) -> str:
@@ -144,9 +145,14 @@ def entry(name: str, value: object) -> str:
     return f"{escape(name)}: {escape(str(value))}"
 
 
+def budgets_of(rows: list[Row]) -> list[int | None]:
+    """The largest first; None alone where nothing has one."""
+    return [*sorted({x.budget for x in rows if x.budget is not None}, reverse=True)] or [None]
+
+
 def section(rows: list[Row], kind: Traits) -> list[str]:
     """The tables of one task, context and point of the cut, with their notes."""
-    budgets = sorted({x.budget for x in rows if x.budget is not None}, reverse=True) or [None]
+    budgets = budgets_of(rows)
     methods = list(dict.fromkeys(x.method for x in rows))
     by_cell = {(x.method, x.budget): x for x in rows}
     best = [row.cell for budget in budgets for row in leaders([x for x in rows if x.budget == budget], kind)]
@@ -160,7 +166,7 @@ def section(rows: list[Row], kind: Traits) -> list[str]:
             return f"– ({reasons.setdefault(row.unreachable, len(reasons) + 1)})"
         return row
 
-    columns: list[tuple[str, object]] = []
+    columns: list[tuple[str, tuple[int | None, str]]] = []
     for budget in budgets:
         over = "" if budget is None else f" at {budget:,}"
         columns += [(f"{escape(metric)}{unit(kind)}{over}", (budget, metric)) for metric in kind.metrics]
@@ -225,7 +231,7 @@ def score(value: Estimate | None, kind: Traits, interval: bool) -> str:
     def text(x: float) -> str:
         return f"{100 * x:.{digits}f}" if kind.percent else f"{x:.4g}" if abs(x) >= 1e-6 else "0"
 
-    if not interval or value.low is None:
+    if not interval or value.low is None or value.high is None:
         return text(value.mean)
     return f"{text(value.mean)} [{text(value.low)}, {text(value.high)}]"
 
@@ -256,8 +262,7 @@ def table(summary: Summary) -> str:
         columns = [
             (point, budget)
             for point in dict.fromkeys(x.point for x in rows)
-            for budget in sorted({x.budget for x in rows if x.budget is not None and x.point == point}, reverse=True)
-            or [None]
+            for budget in budgets_of([x for x in rows if x.point == point])
         ]
         by_cell = {(x.point, x.method, x.budget): x for x in rows}
         methods = list(dict.fromkeys(x.method for x in rows))

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..bench.record import name, number, whole
 from .specs import Refused
@@ -40,7 +40,7 @@ class Results:
     with a method whose code was another. So is a folder that another process writes to.
     """
 
-    def __init__(self, file: Path, settings: dict, origin: dict):
+    def __init__(self, file: Path, settings: dict[str, Any], origin: dict[str, Any]):
         self.file = file
         self._lock = Lock(file.parent)
         try:
@@ -61,15 +61,15 @@ class Results:
         except BaseException:
             self._lock.release()
             raise
-        self._head: dict | None = {"settings": settings, "origin": origin}
+        self._head: dict[str, Any] | None = {"settings": settings, "origin": origin}
 
     def __enter__(self) -> Results:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add(self, cell: Cell, outcome: dict) -> None:
+    def add(self, cell: Cell, outcome: dict[str, Any]) -> None:
         if self._head:  # a run that finds everything done leaves the file as it is
             self._write(self._head)
             self._head = None
@@ -78,7 +78,7 @@ class Results:
         self.lines.append(line)
         self.done.add(cell)
 
-    def _write(self, line: dict) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -134,13 +134,14 @@ def fingerprint(path: Path) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def cell_of(line: dict) -> Cell:
+def cell_of(line: dict[str, Any]) -> Cell:
     return Cell(*(line[x] for x in KEY))
 
 
-def load(files: Sequence[Path]) -> tuple[list[dict], list[dict]]:
+def load(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Heads and cells of one or more files."""
-    heads, lines = [], []
+    heads: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     for file in files:
         for i, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):  # what follows the last is cut off
             where = f"{file}, line {i}"
@@ -207,7 +208,7 @@ MORE: dict[str, tuple[str, Callable[[object], bool]]] = {  # need not be there
 }
 
 
-def wrong_cell(line: dict) -> str | None:
+def wrong_cell(line: dict[str, Any]) -> str | None:
     """What is not as it must be in the line of a cell."""
     rules = {**CELL, **({"unreachable": ("why", lambda x: isinstance(x, str))} if "unreachable" in line else OUTCOME)}
     rules |= {x: rule for x, rule in MORE.items() if line.get(x) is not None}
@@ -218,7 +219,7 @@ def wrong_cell(line: dict) -> str | None:
     return None
 
 
-def wrong_head(head: dict) -> str | None:
+def wrong_head(head: dict[str, Any]) -> str | None:
     """The same of a head."""
     origin = head.get("origin")
     machine = origin.get("machine") if isinstance(origin, dict) else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from ..bench.record import Refused as Refused
 from ..specs import parse_options
 
 
-def parse(kind: str, spec: str, names: Collection[str]) -> tuple[str, dict]:
+def parse(kind: str, spec: str, names: Collection[str]) -> tuple[str, dict[str, Any]]:
     """The name and its options."""
     name, _, rest = spec.partition(":")
     if name not in names:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, median, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..bench.markdown import one_line
 from .methods import METHODS
@@ -21,6 +21,7 @@ from .tasks import POINTS, TASKS
 #: What others call a method of ours.
 ALIASES = {"ObservedAttention": "H2O", "Knorm": "L2"}
 LEVEL = 0.95  # of the intervals
+Key = tuple[str, int, str, str, int | None]  # task, context, point, method, budget
 SLACK = 1.05  # times the budget; who holds more did not keep to it
 
 
@@ -104,7 +105,7 @@ class Row:
     unreachable: str | None = None
 
     @property
-    def cell(self) -> tuple:
+    def cell(self) -> Key:
         return self.task, self.context, self.point, self.method, self.budget
 
     @property
@@ -121,7 +122,7 @@ class Traits(NamedTuple):
     better: str  # "higher" or "lower"; "": not known
 
 
-def traits(spec: str, lines: Iterable[dict]) -> Traits:
+def traits(spec: str, lines: Iterable[dict[str, Any]]) -> Traits:
     lines = list(lines)
     found = dict.fromkeys(x for line in lines for x in line.get("scores", ()))
     shares = all(0 <= x <= 1 for line in lines for scores in line.get("scores", {}).values() for x in scores)
@@ -153,13 +154,13 @@ def take_apart(label: str) -> Name:
     return Name(None, "", "")
 
 
-def method_order(label: str) -> tuple:
+def method_order(label: str) -> tuple[int, str, str, str]:
     """As in METHODS; variants behind their method, the same of others behind these, unknown ones last."""
     name, labels = take_apart(label), [x.label for x in METHODS.values()]
     return labels.index(name.base) if name.base else len(labels), name.peer, name.variant, label
 
 
-def order(cell: Cell) -> tuple:
+def order(cell: Cell) -> tuple[Any, ...]:
     """Of the tables: tasks as in TASKS, short contexts first, methods as in METHODS, large budgets first."""
     name = cell.task.partition(":")[0]
     points = [*getattr(TASKS.get(name), "points", ()), *POINTS]
@@ -184,27 +185,27 @@ def describe(cell: Cell) -> str:
 class Summary:
     """Of one or more files of results."""
 
-    settings: dict  # by name; a list of values where the files differ
-    origins: list[dict]
+    settings: dict[str, Any]  # by name; a list of values where the files differ
+    origins: list[dict[str, Any]]
     rows: list[Row]
     traits: dict[str, Traits]  # by task
 
     def groups(self) -> dict[tuple[str, int, str], list[Row]]:
         """By task, context and point."""
-        found: dict = {}
+        found: dict[tuple[str, int, str], list[Row]] = {}
         for row in self.rows:
             found.setdefault(row.cell[:3], []).append(row)
         return found
 
-    def record(self) -> dict:
+    def record(self) -> dict[str, Any]:
         """What summary.json holds."""
         return {"settings": self.settings, "origins": self.origins, "rows": [_record(x) for x in self.rows]}
 
 
-def summarize(heads: list[dict], lines: list[dict]) -> Summary:
+def summarize(heads: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Summary:
     if not lines:
         raise Refused("nothing to report: the results hold no cell that was measured")
-    cells: dict[Cell, dict] = {}
+    cells: dict[Cell, dict[str, Any]] = {}
     twice: dict[Cell, None] = {}
     for line in lines:
         cell = cell_of(line)
@@ -220,14 +221,14 @@ def summarize(heads: list[dict], lines: list[dict]) -> Summary:
         task: traits(task, [cells[x] for x in ordered if x.task == task])
         for task in dict.fromkeys(x.task for x in ordered)
     }
-    groups: dict[tuple, list[dict]] = {}
+    groups: dict[Key, list[dict[str, Any]]] = {}
     for cell in ordered:
         groups.setdefault(cell[:-1], []).append(cells[cell])
     rows = [_row(cell, group, kinds[cell[0]]) for cell, group in groups.items()]
     return Summary(_settings(heads), _distinct(x["origin"] for x in heads), rows, kinds)
 
 
-def _row(cell: tuple, lines: list[dict], kind: Traits) -> Row:
+def _row(cell: Key, lines: list[dict[str, Any]], kind: Traits) -> Row:
     row, fails = Row(*cell), [x["unreachable"] for x in lines if "unreachable" in x]
     if fails:  # on some prompts: then a mean over the others would not be of the same prompts as other methods'
         some = f" (so for {len(fails)} of {len(lines)} batches)" if len(fails) < len(lines) else ""
@@ -254,7 +255,7 @@ def _row(cell: tuple, lines: list[dict], kind: Traits) -> Row:
     return row
 
 
-def _positions(lines: list[dict], sizes: list[int]) -> dict[int, float]:
+def _positions(lines: list[dict[str, Any]], sizes: list[int]) -> dict[int, float]:
     """Of the batches' means, the mean over all prompts."""
     found: dict[int, list[tuple[float, int]]] = {}
     for line, size in zip(lines, sizes):
@@ -264,7 +265,7 @@ def _positions(lines: list[dict], sizes: list[int]) -> dict[int, float]:
     return {x: sum(loss * size for loss, size in y) / sum(size for _, size in y) for x, y in sorted(found.items())}
 
 
-def _record(row: Row) -> dict:
+def _record(row: Row) -> dict[str, Any]:
     of = dict(zip(("task", "context", "point", "method", "budget"), row.cell))
     if row.unreachable is not None:
         return {**of, "unreachable": row.unreachable}
@@ -282,18 +283,25 @@ def _finite(x: float | None) -> float | None:
     return None if x is None or not math.isfinite(x) else x
 
 
-def _distinct(values: Iterable[dict]) -> list[dict]:
+def _distinct(values: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each once, in an order that does not hang on the files'."""
     found = {json.dumps(x, sort_keys=True): x for x in values}
     return [found[x] for x in sorted(found)]
 
 
-def _settings(heads: list[dict]) -> dict:
+def _settings(heads: list[dict[str, Any]]) -> dict[str, Any]:
     """What the files have in common as a value; where they differ, the list of their values."""
     found = _distinct(x["settings"] for x in heads)
     names = dict.fromkeys(name for x in found for name in x)
     values = {name: list({json.dumps(x.get(name)): x.get(name) for x in found}.values()) for name in names}
     return {name: x[0] if len(x) == 1 else x for name, x in values.items()}
+
+
+def _overlap(a: Estimate, b: Estimate) -> bool:
+    """Whether their intervals do; True where one has none."""
+    if a.low is None or a.high is None or b.low is None or b.high is None:
+        return True
+    return a.low <= b.high and b.low <= a.high
 
 
 def leaders(rows: list[Row], kind: Traits) -> list[Row]:
@@ -308,5 +316,5 @@ def leaders(rows: list[Row], kind: Traits) -> list[Row]:
         return []
     top = max((x.scores[metric] for x in rivals), key=lambda x: sign * x.mean)
     others = [x.scores[metric] for x in rivals if x.scores[metric].mean != top.mean]
-    clear = others and all(x.high < top.low or top.high < x.low for x in others)
+    clear = others and not any(_overlap(x, top) for x in others)
     return [x for x in rivals if x.scores[metric].mean == top.mean] if clear else []

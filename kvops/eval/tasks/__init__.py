@@ -9,8 +9,6 @@ copies.py     benchmarks that are read from a local copy of their data: ruler.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from .base import POINTS, AnswerTask, Cut, Filler, Outcome, Prompt, Reader, Task, Turn, share_said
 from .longbench import LongBench
 from .needles import (
@@ -43,7 +41,7 @@ __all__ = [
 ]
 
 #: The tasks by name.
-TASKS: dict[str, Callable[..., Task]] = {
+TASKS: dict[str, type[Task]] = {
     x.name: x
     for x in (
         Passkey,

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from ..specs import Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..methods import Rule
 
 POINTS = ("before", "after")  # the cache is cut before the question is known, or after it
 
@@ -48,7 +53,7 @@ class Outcome:
     decode_s: float = 0.0  # of the batch: the steps of one token
     steps: int = 0
     said: list[str] = field(default_factory=list)
-    more: dict = field(default_factory=dict)  # what only this task has, for the report
+    more: dict[str, Any] = field(default_factory=dict)  # what only this task has, for the report
 
 
 class Filler:
@@ -57,7 +62,7 @@ class Filler:
     tokenizer: one of transformers' (any version).
     """
 
-    def __init__(self, tokenizer, text: str):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str):
         self.tokenizer = tokenizer
         self.ids = self.encode(text)
         self.first = np.array(tokenizer("").input_ids, dtype=np.int64)  # <bos>, where the model expects one
@@ -69,8 +74,10 @@ class Filler:
     def encode(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int64)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: np.ndarray) -> str:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        assert isinstance(text, str)  # of one row of ids
+        return text
 
     def context(
         self, rng: np.random.Generator, length: int, needles: Sequence[str], depths: Sequence[float]
@@ -110,23 +117,27 @@ class Cut(Protocol):
 class Reader(Protocol):
     """What a task asks of a model; `kvops.eval.reader.Reader` is one."""
 
-    def cut(self, prompts: np.ndarray, rule, budget: int | None) -> Cut:
+    def cut(self, prompts: np.ndarray, rule: Rule, budget: int | None) -> Cut:
         """Reads prompts, int64 [b, n], and cuts their cache once, by a rule, to a budget."""
 
-    def answer(self, cut: Cut, feed: np.ndarray | None, steps: int, stops: bool) -> tuple[np.ndarray, float, int]:
-        """Feeds int64 [b, any] (None: nothing was said since the cut) and goes on greedily: int64 [b, steps] (padded
-        with -1 behind an end), seconds of the steps of one token, and how many these were. The cache grows."""
+    def answer(self, cut: Any, feed: np.ndarray | None, steps: int, stops: bool) -> tuple[np.ndarray, float, int]:
+        """Goes on after `cut`, which this reader has made.
+
+        Feeds int64 [b, any] (None: nothing was said since the cut) and goes on greedily: int64 [b, steps] (padded with
+        -1 behind an end), seconds of the steps of one token, and how many these were. The cache grows.
+        """
 
 
+@dataclass
 class Task:
     """A kind of prompts, and what is measured on them. A subclass has a dataclass field for each option."""
 
-    name: str
-    points: tuple[str, ...] = POINTS
-    metrics: tuple[str, ...]  # the first is the one of pictures
-    batches = True  # prompts and their questions have one length, so several can be read together
-    percent = True  # scores lie between 0 and 1
-    better = "higher"  # or "lower": the first metric
+    name: ClassVar[str]
+    points: ClassVar[tuple[str, ...]] = POINTS
+    metrics: ClassVar[tuple[str, ...]]  # the first is the one of pictures
+    batches: ClassVar[bool] = True  # prompts and their questions have one length, so several can be read together
+    percent: ClassVar[bool] = True  # scores lie between 0 and 1
+    better: ClassVar[str] = "higher"  # or "lower": the first metric
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
         """So many prompts, with contexts of exactly so many tokens (at most so many, the question included, where
@@ -134,7 +145,7 @@ class Task:
         raise NotImplementedError
 
     def run(
-        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
     ) -> Outcome:
         """What a rule at a budget makes of a batch of prompts; raises `methods.Unreachable` where it cannot."""
         raise NotImplementedError
@@ -144,23 +155,25 @@ def asked(prompts: list[Prompt], point: str) -> tuple[np.ndarray, list[np.ndarra
     """What is read before the cut, int64 [b, n], and what is fed after it for each turn, int64 [b, any] (None:
     nothing)."""
     context = np.stack([x.context for x in prompts])
-    questions = [np.stack([x.turns[i].question for x in prompts]) for i in range(len(prompts[0].turns))]
+    turns = range(len(prompts[0].turns))
+    questions: list[np.ndarray | None] = [np.stack([x.turns[i].question for x in prompts]) for i in turns]
     if point == "after":
-        context, questions[0] = np.concatenate([context, questions[0]], 1), None
+        context = np.concatenate([context, np.stack([x.turns[0].question for x in prompts])], 1)
+        questions[0] = None
     return context, questions
 
 
 class AnswerTask(Task):
     """Tasks whose questions are answered in words."""
 
-    metrics = ("partial", "exact")
+    metrics: ClassVar[tuple[str, ...]] = ("partial", "exact")
 
     def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
         """By metric, from what was said in each turn."""
         raise NotImplementedError
 
     def run(
-        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
     ) -> Outcome:
         context, questions = asked(prompts, point)
         return self.answers(reader, filler, prompts, reader.cut(context, rule, budget), questions)
@@ -169,7 +182,8 @@ class AnswerTask(Task):
         self, reader: Reader, filler: Filler, prompts: list[Prompt], cut: Cut, questions: list[np.ndarray | None]
     ) -> Outcome:
         """What is said to the questions, and its scores."""
-        said, decode_s, steps = [[] for _ in prompts], 0.0, 0
+        said: list[list[str]] = [[] for _ in prompts]
+        decode_s, steps = 0.0, 0
         for i, question in enumerate(questions):
             turns = [x.turns[i] for x in prompts]
             most = max(x.new_tokens for x in turns)

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from types import ModuleType
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from .base import AnswerTask, Prompt, Turn
 MOST_SAID = 1 << 20  # tokens
 
 
-def need(module: str):
+def need(module: str) -> ModuleType:
     """A package that only these benchmarks need."""
     try:
         return importlib.import_module(module)
@@ -28,7 +29,7 @@ def need(module: str):
         raise Refused(f"{name} is needed for these data, and is not installed: pip install 'kvops[eval]'") from error
 
 
-def read(source: Path) -> Iterator[dict]:
+def read(source: Path) -> Iterator[dict[str, Any]]:
     """The rows of a folder that `save_to_disk` has made, or of a .jsonl or .parquet file."""
     try:
         for row in rows_of(source):
@@ -51,7 +52,7 @@ def rows_of(source: Path) -> Iterator[object]:
             yield from (json.loads(line) for line in file if line.strip())
 
 
-def read_task(folder: Path, task: str, column: str) -> list[dict]:
+def read_task(folder: Path, task: str, column: str) -> list[dict[str, Any]]:
     """The rows of a task: of what bears its name (a file, or a folder that it lies in), else of everything whose
     `column` names it."""
     sources = {x.parent for x in folder.rglob("state.json")}
@@ -87,31 +88,38 @@ class Copy(AnswerTask):
     tasks: ClassVar[tuple[str, ...]]
     column: ClassVar[str]  # that holds the task's name
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.task not in self.tasks:
             raise Refused(f"{self.name}: task must be one of {', '.join(self.tasks)}, got {self.task!r}")
         if self.data is None or not Path(self.data).is_dir():
             raise Refused(f"--data: {self.name} needs a folder with a local copy of its data, got {self.data}")
 
-    def column_of(self, row: dict, key: str) -> object:
+    @property
+    def folder(self) -> Path:
+        assert self.data is not None  # as it has been made
+        return Path(self.data)
+
+    def column_of(self, row: dict[str, Any], key: str) -> object:
         """What lies in a column that must be there."""
         if key not in row:
             raise Refused(f"--data: a row of {self.name} {self.task} has no column {key!r}; it has {', '.join(row)}")
         return row[key]
 
-    def text(self, row: dict, key: str) -> str:
+    def text(self, row: dict[str, Any], key: str) -> str:
         value = self.column_of(row, key)
         if not isinstance(value, str):
             raise Refused(f"--data: {key!r} of a row of {self.name} {self.task} must be text, got {str(value)[:60]!r}")
         return value
 
-    def texts(self, row: dict, key: str) -> tuple[str, ...]:
+    def texts(self, row: dict[str, Any], key: str) -> tuple[str, ...]:
         value = self.column_of(row, key)
         if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
             raise Refused(f"--data: {key!r} of a row of {self.name} {self.task} must be texts, got {str(value)[:60]!r}")
         return tuple(value)
 
-    def prompt(self, ids: np.ndarray, asked: np.ndarray, answers: tuple[str, ...], tokens: object, **turn) -> Prompt:
+    def prompt(
+        self, ids: np.ndarray, asked: np.ndarray, answers: tuple[str, ...], tokens: object, **turn: Any
+    ) -> Prompt:
         """tokens: of an answer, at most."""
         if not isinstance(tokens, int) or not 1 <= tokens <= MOST_SAID:
             raise Refused(
@@ -121,9 +129,9 @@ class Copy(AnswerTask):
             raise Refused(f"--data: a prompt of {self.name} {self.task} has an empty context or question")
         return Prompt(ids, (Turn(asked, answers, tokens, **turn),))
 
-    def rows(self, count: int, seed: int) -> list[dict]:
+    def rows(self, count: int, seed: int) -> list[dict[str, Any]]:
         """So many of the task's, by chance; all of them in their order where there are no more."""
-        rows = read_task(Path(self.data), self.task, self.column)
+        rows = read_task(self.folder, self.task, self.column)
         if count > len(rows):
             raise Refused(f"--prompts must be at most {len(rows)}, the rows of {self.name} {self.task}, got {count}")
         return [rows[i] for i in sorted(np.random.default_rng(seed).permutation(len(rows))[:count])]

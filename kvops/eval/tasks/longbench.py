@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from pathlib import Path
 
 import numpy as np
 
@@ -99,7 +98,9 @@ def count(said: str, answer: str, classes: Sequence[str]) -> float:
 
 def retrieval(said: str, answer: str, classes: Sequence[str]) -> float:
     """The answer is "Paragraph 3" or "段落3"."""
-    return numbers(said, PARAGRAPH.search(answer)[1])
+    found = PARAGRAPH.search(answer)
+    assert found is not None  # which `LongBench.prompts` sees to
+    return numbers(said, found[1])
 
 
 def code(said: str, answer: str, classes: Sequence[str]) -> float:
@@ -138,14 +139,14 @@ class LongBench(Copy):
     column = "dataset"
     tasks = tuple(METRICS)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for package in PACKAGES.get(METRICS[self.task], ()):  # missed before anything is measured
             need(package)
 
     def config(self, name: str) -> object:
         """What one of the benchmark's own files says of the data set."""
-        file = next(iter(sorted(Path(self.data).rglob(name))), None)
+        file = next(iter(sorted(self.folder.rglob(name))), None)
         if file is None:
             raise Refused(f"--data: longbench needs {name}, of LongBench/config in its repository, in {self.data}")
         try:

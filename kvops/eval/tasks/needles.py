@@ -62,14 +62,14 @@ class Passkey(AnswerTask):
 
     name = "passkey"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         positive(self)
 
-    def names(self, filler: Filler, rng: np.random.Generator) -> list[str | None]:
+    def names(self, filler: Filler, rng: np.random.Generator) -> Sequence[str | None]:
         """Whose keys are hidden; the first one's is asked for."""
         return [None]
 
-    def turns(self, filler: Filler, names: list[str | None], keys: list[str]) -> tuple[Turn, ...]:
+    def turns(self, filler: Filler, names: Sequence[str | None], keys: list[str]) -> tuple[Turn, ...]:
         return (Turn(filler.encode(question(names[0])), (keys[0],), len(filler.encode(keys[0])), stops=False),)
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
@@ -109,7 +109,7 @@ class NiahSingle(Needle):
 
     name = "niah-single"
 
-    def names(self, filler: Filler, rng: np.random.Generator) -> list[str | None]:
+    def names(self, filler: Filler, rng: np.random.Generator) -> Sequence[str | None]:
         return random_names(filler, rng, 1, self.name)
 
 
@@ -121,7 +121,7 @@ class NiahMultikey(Needle):
 
     name = "niah-multikey"
 
-    def names(self, filler: Filler, rng: np.random.Generator) -> list[str | None]:
+    def names(self, filler: Filler, rng: np.random.Generator) -> Sequence[str | None]:
         return random_names(filler, rng, self.keys, f"{self.name}: keys")
 
 
@@ -132,7 +132,7 @@ class NiahMultiquery(NiahMultikey):
 
     name = "niah-multiquery"
 
-    def turns(self, filler: Filler, names: list[str | None], keys: list[str]) -> tuple[Turn, ...]:
+    def turns(self, filler: Filler, names: Sequence[str | None], keys: list[str]) -> tuple[Turn, ...]:
         size = len(filler.encode(keys[0]))
         asked = [question(x) for x in names]
         asked[1:] = ["." + x for x in asked[1:]]  # behind an answer
@@ -150,12 +150,12 @@ class NiahMultivalue(Needle):
 
     name = "niah-multivalue"
 
-    def names(self, filler: Filler, rng: np.random.Generator) -> list[str | None]:
+    def names(self, filler: Filler, rng: np.random.Generator) -> Sequence[str | None]:
         if self.values * self.digits > MOST:
             raise Refused(f"{self.name}: values and digits are too many: {self.values} keys of {self.digits} digits")
         return random_names(filler, rng, 1, self.name) * self.values
 
-    def turns(self, filler: Filler, names: list[str | None], keys: list[str]) -> tuple[Turn, ...]:
+    def turns(self, filler: Filler, names: Sequence[str | None], keys: list[str]) -> tuple[Turn, ...]:
         asked = f" What are all the pass keys of {names[0]}? The pass keys of {names[0]} are "
         room = len(filler.encode(", and ".join(keys)))
         return (Turn(filler.encode(asked), tuple(keys), room),)
@@ -179,7 +179,7 @@ class VariableTracking(AnswerTask):
 
     name = "variable-tracking"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         positive(self)
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:

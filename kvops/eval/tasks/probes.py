@@ -5,7 +5,7 @@ They look into the cache or cut it otherwise than once, so they need kvops' own 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,10 +20,11 @@ from .base import Filler, Outcome, Prompt, Task, asked, positive
 from .needles import Passkey
 
 if TYPE_CHECKING:  # which needs transformers, where it is run
+    from ..methods import Rule
     from ..reader import Cut, Reader
 
 
-def measured(scores: dict[str, Sequence[float]], cut: Cut, prompts: list[Prompt]) -> Outcome:
+def measured(scores: Mapping[str, Iterable[float | Tensor]], cut: Cut, prompts: list[Prompt]) -> Outcome:
     """Of scores that nothing is said for."""
     count = len(prompts)
     found = {name: [float(x) for x in values] for name, values in scores.items()}
@@ -37,7 +38,7 @@ class OfPasskeys(Task):
     digits: int = Passkey.digits
     depths: int = Passkey.depths
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.passkey = Passkey(self.digits, self.depths)
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
@@ -57,8 +58,8 @@ class Agreement(OfPasskeys):
     percent = False
     better = "lower"
 
-    def run(
-        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
+    def run(  # type: ignore[override]  # only kvops' own reader looks into the cache
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
     ) -> Outcome:
         context, (question,) = asked(prompts, point)
         whole = reader.whole(context, question, prompts[0].turns[0].new_tokens)
@@ -88,8 +89,8 @@ class Recall(OfPasskeys):
     name = "recall"
     metrics = ("recall", "mass")
 
-    def run(
-        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
+    def run(  # type: ignore[override]  # only kvops' own reader looks into the cache
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
     ) -> Outcome:
         context, (question,) = asked(prompts, point)
         weights = reader.whole(context, question, prompts[0].turns[0].new_tokens).scores
@@ -122,7 +123,7 @@ class Perplexity(Task):
     percent = False
     better = "lower"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         positive(self)
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
@@ -139,8 +140,8 @@ class Perplexity(Task):
             begins = np.linspace(0, len(filler.ids) - room, count).astype(int)
         return [Prompt(np.concatenate([filler.first, filler.ids[x : x + room]]), ()) for x in begins]
 
-    def run(
-        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
+    def run(  # type: ignore[override]  # only kvops' own reader looks into the cache
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
     ) -> Outcome:
         count = len(prompts)
         stream = reader.stream(np.stack([x.context for x in prompts]), rule, budget, self.window)
@@ -172,13 +173,13 @@ class Chunked(OfPasskeys):
     points = ("chunked",)
     metrics = ("fgt", "exact", "partial")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.chunk, int) or self.chunk < 0:
             raise ValueError(f"chunked: chunk must be an integer, at least 0, got {self.chunk!r}")
 
-    def run(
-        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule, budget: int | None, point: str
+    def run(  # type: ignore[override]  # only kvops' own reader looks into the cache
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
     ) -> Outcome:
         ids, questions = asked(prompts, "after")
         whole = reader.whole(ids, None, 1)

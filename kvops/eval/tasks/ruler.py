@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class Ruler(Copy):
         *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
     )
 
-    def parts(self, row: dict) -> tuple[str, str, tuple[str, ...], int]:
+    def parts(self, row: dict[str, Any]) -> tuple[str, str, tuple[str, ...], int]:
         """Context, question with the beginning of the answer, answers, and tokens of an answer."""
         begins, tokens = KINDS[self.task.partition("_")[0]]
         if "context" in row:

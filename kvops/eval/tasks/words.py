@@ -29,7 +29,7 @@ class WordList(AnswerTask):
 
     words: int  # asked for
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         positive(self)
 
     def counts(self, costs: np.ndarray, room: int) -> np.ndarray:
@@ -76,7 +76,7 @@ class CommonWords(WordList):
 
     name = "common-words"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.rare >= self.often:
             raise Refused(f"{self.name}: rare must be less than often, {self.often}, got {self.rare}")
