@@ -34,9 +34,17 @@ __all__ = [
 def neighbourhood_similarity(
     k: Tensor, kappa: int = 5, *, starts: Tensor | None = None, lengths: Tensor | None = None
 ) -> Tensor:
-    """How much each key looks like the kappa before it, itself, and the kappa behind it (Def. 2, Eq. 4; Fig. 3).
+    """How similar each key is to its neighbours: S, the mean cosine with the kappa keys on either side and itself.
 
-    Returns S, fp32 [b, Hk, n]: the mean cosine, NaN where nothing counts.
+    Args:
+        k: [b, Hk, n, d].
+        kappa: neighbours on either side, as in `ops.outlier_degree`.
+        starts, lengths: int32 [b], the valid slots of each row.
+
+    Returns:
+        fp32 [b, Hk, n]; NaN for keys that do not count.
+
+    Source: ProtoKV, Def. 2, Eq. 4; Fig. 3.
     """
     return outlier_degree(k, kappa=kappa, standardize=False, starts=starts, lengths=lengths)
 
@@ -49,10 +57,19 @@ def outlier_histogram(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """How the outlier degrees of a head are distributed (Eq. 5; Fig. 2).
+    """The histogram of each head's outlier degrees Theta.
 
-    edges: ascending. Returns int64 [b, Hk, len(edges) + 1], the tokens with Theta below edges[0], then with edges[i] <=
-    Theta < edges[i + 1], last with edges[-1] <= Theta. Their sum is the number of tokens that count.
+    Args:
+        k: [b, Hk, n, d].
+        edges: bin edges, ascending.
+        kappa: neighbours on either side, as in `ops.outlier_degree`.
+        starts, lengths: int32 [b], the valid slots of each row.
+
+    Returns:
+        int64 [b, Hk, len(edges) + 1]: the number of tokens with Theta < edges[0], then with edges[i] <= Theta <
+        edges[i + 1], last with edges[-1] <= Theta. They add up to the tokens that count.
+
+    Source: ProtoKV, Eq. 5; Fig. 2.
     """
     theta = outlier_degree(k, kappa=kappa, starts=starts, lengths=lengths)
     edges = torch.as_tensor(edges, dtype=torch.float32, device=k.device)
@@ -69,17 +86,29 @@ def sat_counts(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """The anchors of each head (App. N; Fig. 37): int64 [b, Hk, len(thresholds)], tokens with Theta > threshold."""
+    """The number of anchors of each head: tokens with Theta > threshold.
+
+    Args:
+        k: [b, Hk, n, d].
+        thresholds: of Theta, in standard deviations.
+        kappa: neighbours on either side, as in `ops.outlier_degree`.
+        starts, lengths: int32 [b], the valid slots of each row.
+
+    Returns:
+        int64 [b, Hk, len(thresholds)].
+
+    Source: ProtoKV, App. N; Fig. 37.
+    """
     return _members(outlier_degree(k, kappa=kappa, starts=starts, lengths=lengths), thresholds).sum(-1)
 
 
 class Clustering(NamedTuple):
-    """How compact the tokens of high outlier degree are: each [b, Hk, thresholds]."""
+    """What `clustering_degree` returns: each [b, Hk, thresholds]."""
 
-    degree: Tensor  # fp64, intra / inter
+    degree: Tensor  # fp64, Gamma = intra / inter
     intra: Tensor  # fp64, mean cosine between anchors
     inter: Tensor  # fp64, mean cosine between anchors and the other tokens
-    tokens: Tensor  # int64, how many anchors
+    tokens: Tensor  # int64, number of anchors
 
 
 def clustering_degree(
@@ -91,16 +120,26 @@ def clustering_degree(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Clustering:
-    """Whether anchors lie together: C, the tokens with Theta > threshold, among all N (Def. 3, Eq. 6; Fig. 4). ::
+    """Whether anchors cluster: C are the tokens with Theta > threshold. ::
 
         S_intra = mean over i, j in C of cos(k_i, k_j)              Gamma = S_intra / S_inter
         S_inter = mean over i in C, j not in C of cos(k_i, k_j)
 
-    distinct: leaves the pairs i = j out of S_intra. They are in the definition, and lift it by up to 1 / |C|: a single
-        anchor has S_intra 1, so Gamma grows with the threshold where nothing lies together.
+    No pair is ever formed: the sum over pairs is a product of two sums of unit keys, O(n d) for each threshold.
 
-    No pair is ever formed: the sum over pairs is a product of two sums of unit keys, O(n d) for each threshold. NaN
-    where there is no pair: S_intra of no anchor (distinct: of one), S_inter of none or of all tokens.
+    Args:
+        k: [b, Hk, n, d].
+        thresholds: of Theta, in standard deviations.
+        kappa: neighbours on either side, as in `ops.outlier_degree`.
+        distinct: leaves the pairs i = j out of S_intra. They are in the definition, and raise it by up to 1 / |C|: a
+            single anchor has S_intra 1, so Gamma grows with the threshold where nothing clusters.
+        starts, lengths: int32 [b], the valid slots of each row.
+
+    Returns:
+        Gamma, S_intra, S_inter and |C|, each [b, Hk, len(thresholds)]. NaN where there is no pair: S_intra of no anchor
+        (distinct: of one), S_inter of none or of all tokens.
+
+    Source: ProtoKV, Def. 3, Eq. 6; Fig. 4.
     """
     theta = outlier_degree(k, kappa=kappa, starts=starts, lengths=lengths)
     counts = theta.isfinite()
@@ -129,14 +168,23 @@ def cumulative_attention(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """What an answer attends to, of its prompt (Def. 1, Eq. 1), as a mean: the keys of a head sum to 1. ::
+    """How much an answer attends to each token of its prompt. ::
 
         A_j = mean over the answer's queries and the group's query heads of softmax over the prompt of scale * q . k_j
 
-    q: [b, Hq, any, d], of k's dtype, the queries that made the answer; all see all of the prompt. scale, softcap,
-    sink_logits: those of the model's attention, as in `kvops.ops.window_scores` (a sink takes its part of the 1).
+    Args:
+        k: [b, Hk, n, d].
+        q: [b, Hq, any, d], of k's dtype, the queries of the answer; all of them see the whole prompt.
+        scale, softcap, sink_logits: those of the model's attention, as in `ops.window_scores`.
+        starts, lengths: int32 [b], the valid slots of each row.
 
-    Returns fp32 [b, Hk, n].
+    Returns:
+        fp32 [b, Hk, n]; each head sums to 1, less what a sink takes.
+
+    Raises:
+        TypeError, ValueError: q does not fit k, or has no rows.
+
+    Source: ProtoKV, Def. 1, Eq. 1, as a mean.
     """
     check_queries("cumulative_attention", "q", q, k)
     rows, end = q.shape[2], span_ends(k, starts, lengths)
@@ -160,13 +208,28 @@ def attention_by_outlier_group(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Whether answers attend to anchors: `cumulative_attention` by outlier degree (Fig. 5).
+    """Whether answers attend to anchors: the `cumulative_attention` of groups of tokens by outlier degree.
 
-    The tokens are ranked by Theta, ties by slot, and cut into groups of equal size (but for one token), the highest
-    first. skip: a row's first tokens, in no group, though attention to them is still part of the whole (Fig. 30 has 10:
-    without the attention sinks).
+    The tokens are ranked by Theta, the highest first, ties by slot, and cut into groups whose sizes differ by one at
+    most.
 
-    Returns fp32 [b, Hk, groups], which sums to 1 but for the skipped tokens (and a sink's part).
+    Args:
+        k: [b, Hk, n, d].
+        q: [b, Hq, any, d], of k's dtype, the queries of the answer.
+        kappa: neighbours on either side, as in `ops.outlier_degree`.
+        groups: number of groups.
+        skip: first tokens of each row that are in no group, such as attention sinks (10 in Fig. 30). The attention to
+            them still counts in the softmax.
+        scale, softcap, sink_logits: those of the model's attention, as in `ops.window_scores`.
+        starts, lengths: int32 [b], the valid slots of each row.
+
+    Returns:
+        fp32 [b, Hk, groups]; each head sums to 1, less the skipped tokens and what a sink takes.
+
+    Raises:
+        TypeError, ValueError: wrong groups or skip, or q does not fit k.
+
+    Source: ProtoKV, Fig. 5.
     """
     for name, value, low in (("groups", groups, 1), ("skip", skip, 0)):
         check_int("attention_by_outlier_group", name, value, low)

@@ -272,14 +272,21 @@ AttentionMaskInterface.register(ATTENTION, _mask)
 
 
 def use_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes the library's attention the model's; returns the model.
+    """Sets the library's attention as the model's, as `from_pretrained(..., attn_implementation="kvops")` does.
 
     It serves a `KVCache` of every policy: those that look at queries, those that leave layers or rows with different
     lengths, left padding, second turns and chunked prefill, softcap and attention sinks. Layers that do not evict, and
-    calls without a KVCache, go to sdpa. The same as `from_pretrained(..., attn_implementation="kvops")`. Make the
-    KVCache afterwards.
+    calls without a KVCache, go to sdpa. Make the KVCache afterwards.
 
-    ValueError, and the model stays as it was: one whose attention it cannot compute (docs/architectures.md names them).
+    Args:
+        model: of transformers.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: model is no transformers model.
+        ValueError: the library cannot compute its attention (docs/architectures.md); the model stays as it was.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"use_attention: model must be a transformers model, got {type(model).__name__}")

@@ -39,17 +39,24 @@ class Stage(NamedTuple):
 
 
 class EvictingLayer(DynamicLayer):
-    """One layer's keys and values, [b, Hk, n, d], in a `kvops.Cache`."""
+    """One layer's keys and values, [b, Hk, n, d], in a `kvops.Cache`; `KVCache` makes them.
+
+    Args:
+        cache: holds the layer's tokens and evicts by its policy.
+        pads: int32 [b], how many pads each row begins with, before beam search repeats the rows; None: not said.
+        own_attention: the model's attention is the library's.
+        readers: further layers, without keys of their own, that attend to this one's.
+    """
 
     is_croppable = False  # what was evicted cannot come back, so a rollback may fail
 
     def __init__(self, cache: Cache, pads: Tensor | None, own_attention: bool, readers: int = 0):
         super().__init__()
         self.cache = cache
-        self.own_attention = own_attention  # the model's attention is the library's
-        self.pads = pads  # int32 [b] as the user gave them, before beam search repeats the rows
+        self.own_attention = own_attention
+        self.pads = pads
         self.seen_pads: Tensor | None = None  # int32 [b] as the first step's mask has them
-        self.readers = readers  # layers without keys of their own, which attend to this one's too
+        self.readers = readers
         self.reads = 0  # of the last step, so far
 
     def mirror(self) -> None:
@@ -67,7 +74,7 @@ class EvictingLayer(DynamicLayer):
             self.cache.set_pads(pads.to(self.device))
 
     def padding(self, rows: int) -> Tensor | None:
-        """How many pads each of the rows begins with, int32 [rows]; None where nobody has said so."""
+        """How many pads each of the rows begins with, int32 [rows]; None: not known."""
         if self.cache.seen:
             return self.cache.padding
         if self.pads is None:
@@ -157,7 +164,7 @@ class EvictingLayer(DynamicLayer):
 
 
 class KVCache(DynamicCache):
-    """A cache for `past_key_values=` whose full-attention layers evict by `method`.
+    """A cache for `past_key_values=` whose full-attention layers evict by a policy.
 
     Args:
         config: the model's config (`model.config`). It says which layers are "full_attention"; layers of other kinds
@@ -173,6 +180,10 @@ class KVCache(DynamicCache):
             holds nothing of some row); if given, they have to agree with it. The attention of transformers does not
             show its mask: there a padded batch without one of the two gives wrong text, because pads are scored and
             kept as tokens.
+
+    Attributes:
+        policy: as given.
+        stages: what all caches held after each stage of LAQ; empty before `lookahead` and for other policies.
 
     Raises:
         TypeError: config is no transformers config, policy no kvops policy.
@@ -227,6 +238,7 @@ class KVCache(DynamicCache):
 
     @property
     def evicting_layers(self) -> list[EvictingLayer]:
+        """The layers that evict, in order."""
         return [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
 
     def update(
@@ -301,6 +313,14 @@ class KVCache(DynamicCache):
             layer.seen_pads = pads
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens, as transformers does for the rejected tokens of a draft.
+
+        Args:
+            tokens_to_remove: 0 or negative: -2 removes two tokens.
+
+        Raises:
+            ValueError: the policy or an eviction does not allow it; the cache stays as it was.
+        """
         before = [copy.copy(layer) for layer in self.layers]
         try:
             super().crop(tokens_to_remove)
@@ -315,7 +335,10 @@ class KVCache(DynamicCache):
                 layer.cache.freeze()
 
     def stats(self) -> list[LayerStats]:
-        """Tokens and bytes per layer, full and kept; layers without keys and values (recurrent ones) are left out."""
+        """What each layer holds, in tokens and bytes, beside what an uncompressed cache would.
+
+        Layers without keys and values (recurrent ones), and those that are empty yet, are left out.
+        """
         out = []
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, CacheLayerMixin):

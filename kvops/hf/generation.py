@@ -35,13 +35,23 @@ def generate(
     draft cache of stage 1, over which `steps` lookahead tokens are decoded greedily, keeping their queries (a row that
     comes to its end stops early); the eviction of the whole cache by these queries; then the decode.
 
-    input_ids, attention_mask: int [b, n], the prompts, padded on the left (no mask: no padding). logits_processor and
-    all other arguments go to `model.generate`, and its result comes back. With `return_dict_in_generate=True` the
-    cache is its `past_key_values`, whose `stages` say how many bytes all caches held after each stage of LAQ: the
-    largest is the peak.
-
     Any number of threads may generate with one model. Its attention is the library's until the last of them is done,
     which other calls of the model must not meet halfway: if there are any, call `use_attention` before, once.
+
+    Args:
+        model: a causal language model of transformers.
+        policy: the rule of the cache, such as kvops.SnapKV(1024).
+        input_ids: int64 [b, n], the prompts, padded on the left.
+        attention_mask: int [b, n]; None: no padding.
+        logits_processor: of transformers.
+        kwargs: further arguments of `model.generate`, but for past_key_values.
+
+    Returns:
+        What `model.generate` returns. With `return_dict_in_generate=True` the cache is its `past_key_values`; after LAQ
+        the cache's `stages` say how many bytes all caches held after each stage, the largest of which is the peak.
+
+    Raises:
+        ValueError: past_key_values is given; or what `KVCache` and `use_attention` refuse.
 
     Source: LAQ, Sec. 4.
     """
@@ -68,12 +78,20 @@ def lookahead(
     attention_mask: Tensor | None = None,
     eos_token_id: int | Sequence[int] | None = None,
 ) -> None:
-    """LAQ's stages between the prefill and the decode, for loops of one's own: `cache` is cut by a draft's queries.
+    """LAQ's stages between the prefill and the decode, for generation loops of your own.
 
-    cache: a KVCache of `kvops.LAQ` that has read the prompts, with the library's attention (`use_attention`). logits:
-    [b, vocab], of the prompts' last tokens; their largest are the first tokens of the draft. attention_mask: int [b,
-    n], the prompts' (no mask: no padding; b may repeat its rows for beams). eos_token_id: what ends a row's draft.
-    Decode goes on from the prompts' ends. `cache.stages` says how many bytes were held after each stage.
+    Decodes the draft and evicts by its queries. The decode then goes on from the prompts' ends. `cache.stages` says how
+    many bytes were held after each stage.
+
+    Args:
+        model: the one that has read the prompts, with the library's attention (`use_attention`).
+        cache: a KVCache of `kvops.LAQ` that holds the prompts.
+        logits: [b, vocab], of the prompts' last tokens; their argmax begins the draft.
+        attention_mask: int [b, n], of the prompts; b may repeat its rows for beams. None: no padding.
+        eos_token_id: ends a row's draft.
+
+    Raises:
+        TypeError: cache is no KVCache of `kvops.LAQ`.
     """
     if not isinstance(cache, KVCache) or not isinstance(cache.policy, LAQ):
         got = f"one of {cache.policy!r}" if isinstance(cache, KVCache) else type(cache).__name__
@@ -106,7 +124,19 @@ def _stages(layer: EvictingLayer) -> LookaheadCache:
 def decode_greedily(
     model: PreTrainedModel, draft: KVCache, logits: Tensor, mask: Tensor, ends: Sequence[int], steps: int
 ) -> Tensor:
-    """The steps over the draft's cache; how many of them count in each row, int32 [b]."""
+    """Decodes greedily over a draft's cache, which keeps the queries.
+
+    Args:
+        model: of transformers.
+        draft: the cache to decode over; it grows by a token per step.
+        logits: [b, vocab], before the first step.
+        mask: int [b or fewer, n], of the prompts; rows are repeated for beams.
+        ends: token ids that end a row.
+        steps: at most; fewer when all rows have ended.
+
+    Returns:
+        int32 [b]: how many of the steps count in each row, at least 1.
+    """
     rows = logits.shape[0]  # beams repeat the prompts
     mask = mask.repeat_interleave(rows // mask.shape[0], 0)
     end = torch.tensor(ends, dtype=torch.int64, device=logits.device)

@@ -28,9 +28,18 @@ def model_rope(config: PreTrainedConfig) -> Rope:
 
     The model's rotary module has the frequencies. A tiny model of the config shows in one forward pass that every
     full-attention layer turns its queries and keys by them, from their first channel on, which channels are a pair, and
-    that nothing is done to them afterwards; once for each config. ValueError for what it does not confirm: layers
-    without rotation, MLA, norms after it, positions of several dims, code from elsewhere; and for frequencies that
-    change with the length (dynamic, longrope).
+    that nothing is done to them afterwards. This runs once for each config.
+
+    Args:
+        config: of the model (`model.config`).
+
+    Returns:
+        For the `rope` of `kvops.Cache`.
+
+    Raises:
+        ValueError: what the tiny model does not confirm: layers without rotation, MLA, norms after the rotation,
+            positions of several dims, code from elsewhere; and frequencies that change with the length (dynamic,
+            longrope).
     """
     config = config.get_text_config(decoder=True)
     key = type(config), config.to_json_string(use_diff=False)
