@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 
 class Goal(NamedTuple):
+    """A goal of a row: what was wanted and found, as text."""
+
     what: str
     wanted: str
     found: str

@@ -25,11 +25,17 @@ GOALS_FROM = 131072  # tokens; below, starting the kernels counts
 
 @dataclass
 class Contender:
-    """Something to time. `before` runs ahead of every call, outside the clock."""
+    """Something to time on the CPU.
+
+    Attributes:
+        call: what is timed.
+        before: runs ahead of every sample, outside the clock.
+        calls: per sample; `warm_up` sets it so that a sample is not too short for the clock.
+    """
 
     call: Callable[[], Any]
     before: Callable[[], None] | None = None
-    calls: int = 1  # per sample
+    calls: int = 1
 
     def sample(self) -> float:
         """Seconds per call."""
@@ -47,7 +53,7 @@ class Contender:
 
 
 def probes(row: Row, case: Case) -> dict[str, Contender]:
-    """The ways to move as many bytes as the row does; the fastest of them is the bandwidth to compare with."""
+    """The ways to move as many bytes as the row does on the CPU; the fastest is the bandwidth to compare with."""
     if not row.against:
         return {}
     touched = row.touched(case)
@@ -78,8 +84,16 @@ def on_gpu(case: Case) -> bool:
 
 
 def contenders(row: Row, cases: list[Case], compiled: bool) -> dict[str, Contender | gpu.Replayed]:
-    """kvops' forms (keys "kvops ..."), the baselines, the stages, and the bandwidth probes (keys "probe ..."). Several
-    cases, alike but for their values, are taken in turn (on a GPU)."""
+    """Everything of a row that is timed.
+
+    Args:
+        row: of `ROWS`.
+        cases: alike but for their values; on a GPU they are taken in turn.
+        compiled: the baseline is timed under torch.compile too.
+
+    Returns:
+        kvops' forms ("kvops ..."), the baselines, the stages ("stage ...") and the bandwidth probes ("probe ...").
+    """
     case, cuda = cases[0], on_gpu(cases[0])
 
     def timed(calls: list[Callable[[], Any]], restore: bool = False) -> Contender | gpu.Replayed:
@@ -112,7 +126,16 @@ def contenders(row: Row, cases: list[Case], compiled: bool) -> dict[str, Contend
 
 
 def bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float) -> dict[str, Any]:
-    """What the fastest probe reached, and the share of it that `rate` (bytes per second) is."""
+    """The bandwidth that the fastest probe reached on the CPU, and the row's share of it.
+
+    Args:
+        row, case: what was measured.
+        seconds: per call, by contender.
+        rate: of the row, in bytes per second.
+
+    Returns:
+        {"bandwidth": ...}, in GB/s; {} if the row is compared with none.
+    """
     probe = min((key for key in seconds if key.startswith("probe")), key=lambda key: seconds[key], default=None)
     if probe is None:
         return {}
@@ -162,7 +185,22 @@ def check_written(cases: list[Case], rival: gpu.Replayed) -> None:
 def measure(
     name: str, row: Row, case: Case, repeats: int, compiled: bool, tick: Callable[[], Any]
 ) -> list[dict[str, Any]]:
-    """One result per form of the row. `tick` is called after each repetition."""
+    """Times a row in one shape and dtype, everything in turns.
+
+    Args:
+        name: of the row.
+        row: of `ROWS`.
+        case: its inputs.
+        repeats: samples of each contender.
+        compiled: the baseline is timed under torch.compile too.
+        tick: called after each repetition.
+
+    Returns:
+        One result per form of the row, as it goes into a record.
+
+    Raises:
+        RuntimeError: the GPU is lost.
+    """
     cases, cuda = make_cases(row, case), on_gpu(case)
     rivals = contenders(row, cases, compiled)
     failed: dict[str, str] = {}

@@ -76,7 +76,12 @@ def commit() -> str | None:
 
 
 def origin(*command: str, device: str = "cpu") -> dict[str, Any]:
-    """Machine, instruction set, versions, commit, and the command that made it."""
+    """Machine, instruction set, versions, commit, and the command that made a record.
+
+    Args:
+        command: its words.
+        device: "cuda" adds the GPU.
+    """
     info = build_info()
     return {
         "machine": machine() | ({"gpu": gpu()} if device == "cuda" else {}),
@@ -123,7 +128,11 @@ def check_target(option: str, file: Path) -> None:
 
 
 def load(file: Path) -> dict[str, Any]:
-    """A record that python -m kvops.bench has written."""
+    """Reads a record that python -m kvops.bench has written.
+
+    Raises:
+        Refused: the file cannot be read, or holds something else.
+    """
     try:
         found = json.loads(file.read_bytes().decode())
     except (OSError, ValueError, RecursionError) as error:

@@ -26,14 +26,31 @@ class Unreachable(ValueError):
 
 
 def options_of(policy: type[Policy]) -> dict[str, tuple[type, ...]]:
-    """The settings that the command line can name, those that are numbers or words, and what they may be."""
+    """The settings of a policy that the command line can name: those that are numbers, words, booleans or None.
+
+    Args:
+        policy: a class.
+
+    Returns:
+        By name: the types that the setting may have. The budget is left out.
+    """
     hints = get_type_hints(policy)
     kinds = {name: get_args(hints[name]) or (hints[name],) for name in inspect.signature(policy).parameters}
     return {name: kind for name, kind in kinds.items() if name != "budget" and set(kind) <= KINDS.keys()}
 
 
 def check_option(label: str, key: str, value: object, kinds: tuple[type, ...]) -> None:
-    """The command line's words are any Python literal."""
+    """Checks the value of an option, which the command line takes from any Python literal.
+
+    Args:
+        label: of the method, for the error.
+        key: name of the option.
+        value: of the option.
+        kinds: the types that it may have; an int serves as a float.
+
+    Raises:
+        ValueError: another type, or a number beyond 2^31 - 1.
+    """
     fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
     if bool not in kinds and isinstance(value, bool):
         fits = False
@@ -46,9 +63,15 @@ def check_option(label: str, key: str, value: object, kinds: tuple[type, ...]) -
 
 @dataclass(frozen=True)
 class Rule:
-    """A method by name, with the options that the command line gave."""
+    """A method by name, with the options that the command line gave.
 
-    label: str  # in tables: "KeyDiff", "LagKV lag=128"
+    Attributes:
+        label: in tables: "KeyDiff", "LagKV lag=128".
+        entry: its line in the table of methods.
+        options: settings of its policy, by name.
+    """
+
+    label: str
     entry: Entry
     options: dict[str, Any]
 
@@ -64,9 +87,16 @@ class Rule:
         return None if self.entry.policy in ours else Path(inspect.getfile(self.entry.policy))
 
     def policy(self, budget: int | None, n: int, num_layers: int, streaming: bool = False) -> Policy:
-        """For prompts of n tokens in a model of so many layers. streaming: text comes in windows, without an end.
+        """The policy that keeps a budget.
 
-        Unreachable where the method cannot be brought to the budget.
+        Args:
+            budget: tokens per KV head; None: the method's own settings, of a method without one.
+            n: tokens of a prompt.
+            num_layers: of the model.
+            streaming: text comes in windows, without an end.
+
+        Raises:
+            Unreachable: the method cannot be brought to the budget.
         """
         options = {**self.entry.defaults, **self.options}
         try:
@@ -79,7 +109,14 @@ class Rule:
 
 
 def rule(spec: str) -> Rule:
-    """Of "keydiff", "keydiff:recent=0.1,sinks=4", or "path/to/file.py:Class"; options are the policy's settings."""
+    """The method that the command line names.
+
+    Args:
+        spec: "keydiff", "keydiff:recent=0.1,sinks=4", or "path/to/file.py:Class"; options are the policy's settings.
+
+    Raises:
+        ValueError: there is no such method, or it has no such setting or value.
+    """
     entry, _, options = find(spec)
     if any(entry.label == x.label and entry.policy is not x.policy for x in METHODS.values()):
         raise ValueError(

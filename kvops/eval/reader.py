@@ -26,12 +26,21 @@ if TYPE_CHECKING:  # bench/peers/ has a reader that runs with an older transform
 
 @dataclass
 class Cut:
-    """A batch of prompts whose cache was cut; it grows with what is fed and said."""
+    """A batch of prompts whose cache was cut; it grows with what is fed and said.
+
+    Attributes:
+        cache: of all layers.
+        logits: [b, vocab], of the last token that was fed.
+        seconds: of reading and cutting.
+        tokens: kept per KV head, mean over the layers.
+        bytes_held: of the cache after the cut.
+        bytes_full: of an uncut cache.
+    """
 
     cache: hf.KVCache
-    logits: Tensor  # [b, vocab], of the last token that was fed
-    seconds: float  # of reading and cutting
-    tokens: int  # kept per KV head, mean over the layers
+    logits: Tensor
+    seconds: float
+    tokens: int
     bytes_held: int
     bytes_full: int
 
@@ -43,11 +52,17 @@ class Cut:
 
 @dataclass
 class Whole:
-    """What the full cache of a batch of prompts answers."""
+    """What the full cache of a batch of prompts answers.
 
-    said: np.ndarray  # int64 [b, steps]
-    logits: Tensor  # [b, steps, vocab], that each token was chosen by
-    scores: list[Tensor]  # fp32 [b, Hk, n] of every layer: see `kvops.recall`, how the answer attends to the prompt
+    Attributes:
+        said: int64 [b, steps].
+        logits: [b, steps, vocab], that each token was chosen by.
+        scores: fp32 [b, Hk, n] of every layer, how much the answer attends to the prompt's keys, as in `kvops.recall`.
+    """
+
+    said: np.ndarray
+    logits: Tensor
+    scores: list[Tensor]
 
 
 def caches(cache: hf.KVCache) -> list[Cache]:
@@ -71,8 +86,14 @@ class Watched(QueryPolicy):
 
 
 def chunks(policy: Policy, n: int, chunk: int) -> list[int]:
-    """The sizes of the pieces in which n tokens are read. 0: the paper's of LagKV, S + 2 L and then L, which compress
-    at every step (Sec. 3.4); 256 for the others."""
+    """The sizes of the pieces in which a prompt is read.
+
+    Args:
+        policy: of the cache.
+        n: tokens of the prompt.
+        chunk: tokens of a piece; 0: 256, but for LagKV S + 2 L and then L, which compress at every step (LagKV, Sec.
+            3.4).
+    """
     first = then = chunk or 256
     if not chunk and isinstance(policy, LagKV):
         first, then = policy.sinks + 2 * policy.lag, policy.lag
@@ -80,9 +101,10 @@ def chunks(policy: Policy, n: int, chunk: int) -> list[int]:
 
 
 class Reader:
-    """Greedy, and with the library's attention.
+    """Reads prompts and answers, greedily and with the library's attention.
 
-    model: one of transformers'.
+    Args:
+        model: a causal language model of transformers.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -119,10 +141,17 @@ class Reader:
 
     @torch.inference_mode()
     def cut(self, prompts: np.ndarray, rule: Rule, budget: int | None, chunk: int | None = None) -> Cut:
-        """Reads prompts, int64 [b, n], with a cache of the rule's method, which cuts it to the budget; after that it
-        grows. Unreachable where the method cannot be brought to the budget.
+        """Reads prompts with a cache of the rule's method, which cuts it to the budget; after that it grows.
 
-        chunk: the prompts come in pieces (see `chunks`), and the method may evict after each; None: they come whole.
+        Args:
+            prompts: int64 [b, n], tokens.
+            rule: the method.
+            budget: tokens per KV head; None: of a method that keeps everything.
+            chunk: the prompts come in pieces (see `chunks`), and the method may evict after each; None: they come
+                whole.
+
+        Raises:
+            Unreachable: the method cannot be brought to the budget, or cannot serve the model.
         """
         n = prompts.shape[1]
         policy = rule.policy(budget, n, self.num_layers, streaming=chunk is not None)
@@ -140,7 +169,18 @@ class Reader:
 
     @torch.inference_mode()
     def answer(self, cut: Cut, feed: np.ndarray | None, steps: int, stops: bool) -> tuple[np.ndarray, float, int]:
-        """See `tasks.Reader`."""
+        """Goes on greedily after a cut. The cache grows.
+
+        Args:
+            cut: what `cut` returned.
+            feed: int64 [b, any], tokens to read first; None: nothing was said since the cut.
+            steps: tokens to say, at most.
+            stops: an end-of-sequence token ends a row.
+
+        Returns:
+            What is said, int64 [b, steps], -1 behind an end; the seconds of the steps of one token; the number of
+            these steps.
+        """
         if feed is not None:
             cut.logits = self.feed(cut.cache, self.tokens(feed))
         said = torch.full((len(cut.logits), steps), -1)
@@ -160,15 +200,29 @@ class Reader:
 
     @torch.inference_mode()
     def follow(self, cut: Cut, feed: np.ndarray | None, said: np.ndarray) -> Tensor:
-        """As `answer`, but what is said is given, int64 [b, steps]: the logits before each of its tokens, [b, steps,
-        vocab]."""
+        """As `answer`, but what is said is given.
+
+        Args:
+            cut: what `cut` returned.
+            feed: as in `answer`.
+            said: int64 [b, steps].
+
+        Returns:
+            [b, steps, vocab], the logits before each token of `said`.
+        """
         first = cut.logits if feed is None else self.feed(cut.cache, self.tokens(feed))
         rest = self.model(self.tokens(said), past_key_values=cut.cache).logits
         return torch.cat((first[:, None], rest[:, :-1]), 1)
 
     @torch.inference_mode()
     def whole(self, prompts: np.ndarray, feed: np.ndarray | None, steps: int) -> Whole:
-        """What the full cache answers in so many tokens, whatever they are; of the last prompts it is remembered."""
+        """What the full cache answers, beyond an end of sequence too; the last result is remembered.
+
+        Args:
+            prompts: int64 [b, n], tokens.
+            feed: int64 [b, any], tokens to read after them, or None.
+            steps: tokens to say.
+        """
         key = (prompts.tobytes(), None if feed is None else feed.tobytes(), steps)
         if self._whole is None or self._whole[0] != key:
             self._whole = None  # its memory is free for the next
@@ -188,6 +242,16 @@ class Reader:
         return self._whole[1]
 
     def stream(self, ids: np.ndarray, rule: Rule, budget: int | None, window: int) -> Stream:
-        """Feeds ids, int64 [b, tokens], in windows, through a cache that the rule's method bounds."""
+        """Streams a text through a cache that the rule's method bounds; see `stream.stream`.
+
+        Args:
+            ids: int64 [b, tokens].
+            rule: the method.
+            budget: tokens per KV head; None: of a method that keeps everything.
+            window: tokens that come at a time.
+
+        Raises:
+            Unreachable: the method cannot be brought to the budget, or cannot serve the model.
+        """
         policy = rule.policy(budget, ids.shape[1], self.num_layers, streaming=True)
         return stream(self.model, self._cache(policy), self.tokens(ids), window)

@@ -43,7 +43,18 @@ KINDS = {
 
 
 def write(heads: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path) -> str:
-    """Writes the report of some results (see `results.load`) to a folder, and says what to print."""
+    """Writes report.md, summary.json and pictures.
+
+    Args:
+        heads, lines: what `results.load` returned.
+        folder: created if need be.
+
+    Returns:
+        What the command prints.
+
+    Raises:
+        Refused: there is nothing to report, or a cell was measured twice.
+    """
     summary = summarize(heads, lines)
     folder.mkdir(parents=True, exist_ok=True)
     text = report(summary, folder)

@@ -34,10 +34,20 @@ class Cell(NamedTuple):
 
 
 class Results:
-    """Of one file.
+    """A file of results that grows; a run that was stopped goes on with it.
 
-    settings: what all its cells have in common; a file with other settings is an error that names them, and so is one
-    with a method whose code was another. So is a folder that another process writes to.
+    Args:
+        file: created if need be; its folder is locked.
+        settings: what all its cells have in common.
+        origin: where they are measured; see `bench.record.origin`.
+
+    Attributes:
+        done: the cells that the file holds.
+        lines: their lines.
+
+    Raises:
+        Refused: the file has other settings or was measured with other code of a method, it is damaged, or another
+            process writes to its folder.
     """
 
     def __init__(self, file: Path, settings: dict[str, Any], origin: dict[str, Any]):
@@ -70,6 +80,12 @@ class Results:
         self.close()
 
     def add(self, cell: Cell, outcome: dict[str, Any]) -> None:
+        """Writes a cell to the disk.
+
+        Args:
+            cell: not among `done`.
+            outcome: the fields of a `tasks.Outcome`, or why the budget is unreachable.
+        """
         if self._head:  # a run that finds everything done leaves the file as it is
             self._write(self._head)
             self._head = None
@@ -139,7 +155,14 @@ def cell_of(line: dict[str, Any]) -> Cell:
 
 
 def load(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Heads and cells of one or more files."""
+    """Reads files of results. What follows a file's last line break is left out.
+
+    Returns:
+        The heads and the cells of all files, as JSON has them.
+
+    Raises:
+        Refused: a line is not what `Results` writes.
+    """
     heads: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
     for file in files:

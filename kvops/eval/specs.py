@@ -10,7 +10,19 @@ from ..specs import parse_options
 
 
 def parse(kind: str, spec: str, names: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """The name and its options."""
+    """Takes "name:option=value,option=value" apart.
+
+    Args:
+        kind: "method" or "task", for errors.
+        spec: what was said.
+        names: those there are.
+
+    Returns:
+        The name and its options.
+
+    Raises:
+        ValueError: another name, or options that cannot be read.
+    """
     name, _, rest = spec.partition(":")
     if name not in names:
         raise ValueError(f"{kind} must be one of {', '.join(names)}, got {name!r}")

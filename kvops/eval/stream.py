@@ -21,11 +21,17 @@ if TYPE_CHECKING:  # see reader.py
 
 
 class Held(NamedTuple):
-    """What a cache holds of a batch of rows."""
+    """What a cache holds of a batch of rows.
 
-    tokens: int  # per KV head, mean over the layers
+    Attributes:
+        tokens: per KV head, mean over the layers.
+        bytes: of keys and values.
+        bytes_full: of an uncut cache.
+    """
+
+    tokens: int
     bytes: int
-    bytes_full: int  # of an uncut one
+    bytes_full: int
 
     @classmethod
     def by(cls, cache: hf.KVCache) -> Held:
@@ -38,10 +44,17 @@ class Held(NamedTuple):
 
 @dataclass
 class Stream:
-    """What was seen on the way: one entry of `losses` for each token but the first, the others for each window."""
+    """What `stream` measured.
 
-    losses: np.ndarray  # [b, tokens - 1], nats
-    held: list[Held]  # by the cache after each window
+    Attributes:
+        losses: [b, tokens - 1], nats; -log p of each token but the first.
+        held: by the cache after each window.
+        seconds: [windows].
+        window: tokens of a window.
+    """
+
+    losses: np.ndarray
+    held: list[Held]
     seconds: np.ndarray
     window: int
 
@@ -52,8 +65,15 @@ class Stream:
 
 @torch.inference_mode()
 def stream(model: PreTrainedModel, cache: hf.KVCache, ids: Tensor, window: int, label: str | None = None) -> Stream:
-    """Feeds ids, int64 [b, tokens], in windows that the cache may evict after, and looks at how well each next token
-    was foreseen. label: of a progress bar (None: no bar)."""
+    """Feeds a text in windows, after each of which the cache may evict, and measures the loss of each next token.
+
+    Args:
+        model: a causal language model of transformers.
+        cache: an empty one.
+        ids: int64 [b, tokens].
+        window: tokens that come at a time.
+        label: of a progress bar; None: no bar.
+    """
     losses, held, seconds = [], [], []
     firsts = range(0, ids.shape[1] - 1, window)
     for first in tqdm(firsts, desc=label, leave=False, mininterval=1, disable=label is None):

@@ -26,7 +26,7 @@ SLACK = 1.05  # times the budget; who holds more did not keep to it
 
 
 class Estimate(NamedTuple):
-    """A mean over n prompts, and its interval; None where one number says nothing of its spread."""
+    """A mean over n prompts, and its 95 % interval; None where one number says nothing of its spread."""
 
     mean: float
     low: float | None
@@ -35,7 +35,15 @@ class Estimate(NamedTuple):
 
 
 def wilson(mean: float, n: int) -> tuple[float, float]:
-    """Wilson's score interval of a share: of right answers, or, conservative then, the mean of n numbers in [0, 1]."""
+    """Wilson's score interval of a share: of right answers, or, conservative then, the mean of n numbers in [0, 1].
+
+    Args:
+        mean: in [0, 1].
+        n: at least 1.
+
+    Returns:
+        Its lower and its upper end.
+    """
     z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     center, spread = mean + z * z / (2 * n), z * math.sqrt((mean * (1 - mean) + z * z / (4 * n)) / n)
     low, high = (center - spread) / (1 + z * z / n), (center + spread) / (1 + z * z / n)
@@ -72,7 +80,12 @@ def student_quantile(p: float, freedom: int) -> float:
 
 
 def estimate(values: Sequence[float], percent: bool) -> Estimate:
-    """percent: the values are shares in [0, 1]. Of others: mean +- t s / sqrt(n)."""
+    """The mean of values and its interval: Wilson's for shares, mean +- t s / sqrt(n) (Student's t) for others.
+
+    Args:
+        values: one or more.
+        percent: they are shares in [0, 1].
+    """
     n, mean = len(values), fmean(values)
     if not math.isfinite(mean):
         return Estimate(mean, None, None, n)
@@ -123,6 +136,15 @@ class Traits(NamedTuple):
 
 
 def traits(spec: str, lines: Iterable[dict[str, Any]]) -> Traits:
+    """What a report has to know of a task.
+
+    Args:
+        spec: its name, and options.
+        lines: its cells.
+
+    Raises:
+        Refused: scores of a task of shares lie outside of [0, 1].
+    """
     lines = list(lines)
     found = dict.fromkeys(x for line in lines for x in line.get("scores", ()))
     shares = all(0 <= x <= 1 for line in lines for scores in line.get("scores", {}).values() for x in scores)
@@ -144,6 +166,7 @@ class Name(NamedTuple):
 
 
 def take_apart(label: str) -> Name:
+    """The parts of a method's name in tables."""
     who, _, rest = label.partition(" ")
     rest = ALIASES.get(rest, rest)
     for peer, name in (("", label), (who, rest)):
@@ -183,12 +206,19 @@ def describe(cell: Cell) -> str:
 
 @dataclass
 class Summary:
-    """Of one or more files of results."""
+    """One or more files of results, as rows.
 
-    settings: dict[str, Any]  # by name; a list of values where the files differ
+    Attributes:
+        settings: by name; a list of values where the files differ.
+        origins: where they were measured.
+        rows: in the order of tables.
+        traits: by task.
+    """
+
+    settings: dict[str, Any]
     origins: list[dict[str, Any]]
     rows: list[Row]
-    traits: dict[str, Traits]  # by task
+    traits: dict[str, Traits]
 
     def groups(self) -> dict[tuple[str, int, str], list[Row]]:
         """By task, context and point."""
@@ -203,6 +233,14 @@ class Summary:
 
 
 def summarize(heads: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Summary:
+    """Rows of results.
+
+    Args:
+        heads, lines: what `results.load` returned.
+
+    Raises:
+        Refused: there is no cell, or one was measured twice.
+    """
     if not lines:
         raise Refused("nothing to report: the results hold no cell that was measured")
     cells: dict[Cell, dict[str, Any]] = {}
@@ -305,9 +343,14 @@ def _overlap(a: Estimate, b: Estimate) -> bool:
 
 
 def leaders(rows: list[Row], kind: Traits) -> list[Row]:
-    """The best of the rows of one budget (several, if they are equal), where its interval overlaps no other's.
+    """The best of the methods that cut and keep to the budget, where its interval overlaps no other's.
 
-    Among methods that cut and keep to the budget.
+    Args:
+        rows: of one task, context, point and budget.
+        kind: the task's.
+
+    Returns:
+        None or one row, or several of equal scores.
     """
     metric, sign = kind.metrics[0], 1 if kind.better == "higher" else -1
     rivals = [x for x in rows if x.budget is not None and not x.over and metric in x.scores]

@@ -25,41 +25,71 @@ POINTS = ("before", "after")  # the cache is cut before the question is known, o
 
 @dataclass(frozen=True)
 class Turn:
-    """A question, and what the answer should say."""
+    """A question, and what the answer should say.
 
-    question: np.ndarray  # int64 [any], tokens
+    Attributes:
+        question: int64 [any], tokens.
+        answers: what the answer should say.
+        new_tokens: of the answer, at most.
+        stops: an end-of-sequence token ends the answer.
+        choices: what may be answered, where that is fixed.
+    """
+
+    question: np.ndarray
     answers: tuple[str, ...]
-    new_tokens: int  # of the answer, at most
-    stops: bool = True  # an end-of-sequence token ends it
-    choices: tuple[str, ...] = ()  # what may be answered, where that is fixed
+    new_tokens: int
+    stops: bool = True
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Prompt:
-    context: np.ndarray  # int64 [context], tokens: the text that the questions are about
+    """A text, and the questions about it.
+
+    Attributes:
+        context: int64 [context], the tokens of the text.
+        turns: the questions, in order.
+        depth: where in the context the answer lies, 0 to 1; None: not known.
+    """
+
+    context: np.ndarray
     turns: tuple[Turn, ...]
-    depth: float | None = None  # where in the context the answer lies, 0 to 1
+    depth: float | None = None
 
 
 @dataclass
 class Outcome:
-    """What one method did at one budget with a batch of prompts."""
+    """What one method did at one budget with a batch of prompts.
 
-    scores: dict[str, list[float]]  # by metric, one number per prompt
-    tokens: int = 0  # kept per KV head, mean over the layers
-    bytes_held: int = 0  # by the cache after the cut, per prompt
-    bytes_full: int = 0  # by an uncut one
-    prefill_s: float = 0.0  # of the batch: reading the prompts and cutting the cache
-    decode_s: float = 0.0  # of the batch: the steps of one token
+    Attributes:
+        scores: by metric, one number per prompt.
+        tokens: kept per KV head, mean over the layers.
+        bytes_held: by the cache after the cut, per prompt.
+        bytes_full: by an uncut cache, per prompt.
+        prefill_s: seconds of the batch for reading the prompts and cutting the cache.
+        decode_s: seconds of the batch for the steps of one token.
+        steps: number of these steps.
+        said: the answers, one per prompt.
+        more: what only this task has, for the report.
+    """
+
+    scores: dict[str, list[float]]
+    tokens: int = 0
+    bytes_held: int = 0
+    bytes_full: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
     steps: int = 0
     said: list[str] = field(default_factory=list)
-    more: dict[str, Any] = field(default_factory=dict)  # what only this task has, for the report
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 class Filler:
     """A long text in tokens, to hide things in, and the tokenizer that made them.
 
-    tokenizer: one of transformers' (any version).
+    Args:
+        tokenizer: of transformers, any version.
+        text: the longest context has to fit in.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str):
@@ -72,9 +102,11 @@ class Filler:
         self.starts_word = np.isin(self.ids, starts)
 
     def encode(self, text: str) -> np.ndarray:
+        """The tokens of a text, int64 [any], without special ones."""
         return np.array(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int64)
 
     def decode(self, ids: np.ndarray) -> str:
+        """The text of tokens, int64 [any], without special ones."""
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         assert isinstance(text, str)  # of one row of ids
         return text
@@ -82,8 +114,20 @@ class Filler:
     def context(
         self, rng: np.random.Generator, length: int, needles: Sequence[str], depths: Sequence[float]
     ) -> np.ndarray:
-        """Exactly `length` tokens: a random piece of the text with the needles at these depths (0 to 1), before the
-        next word that begins there."""
+        """A random piece of the text with needles in it.
+
+        Args:
+            rng: chooses the piece.
+            length: tokens, the needles included.
+            needles: what to hide.
+            depths: where, 0 to 1; each needle is put before the next word that begins there.
+
+        Returns:
+            int64 [length].
+
+        Raises:
+            Refused: the needles do not fit, or the text is too short.
+        """
         hidden = [self.encode(x) for x in needles]
         room = length - len(self.first) - sum(map(len, hidden))
         if room < 0:
@@ -118,7 +162,7 @@ class Reader(Protocol):
     """What a task asks of a model; `kvops.eval.reader.Reader` is one."""
 
     def cut(self, prompts: np.ndarray, rule: Rule, budget: int | None) -> Cut:
-        """Reads prompts, int64 [b, n], and cuts their cache once, by a rule, to a budget."""
+        """Reads prompts, int64 [b, n], and cuts their cache once, by a rule, to a budget in tokens per KV head."""
 
     def answer(self, cut: Any, feed: np.ndarray | None, steps: int, stops: bool) -> tuple[np.ndarray, float, int]:
         """Goes on after `cut`, which this reader has made.
@@ -130,30 +174,69 @@ class Reader(Protocol):
 
 @dataclass
 class Task:
-    """A kind of prompts, and what is measured on them. A subclass has a dataclass field for each option."""
+    """A kind of prompts, and what is measured on them. A subclass has a dataclass field for each option.
+
+    Attributes:
+        name: on the command line.
+        points: when the cache is cut.
+        metrics: of the scores; pictures show the first.
+        batches: prompts and their questions have one length, so several can be read together.
+        percent: scores lie between 0 and 1.
+        better: "higher" or "lower", of the first metric.
+    """
 
     name: ClassVar[str]
     points: ClassVar[tuple[str, ...]] = POINTS
-    metrics: ClassVar[tuple[str, ...]]  # the first is the one of pictures
-    batches: ClassVar[bool] = True  # prompts and their questions have one length, so several can be read together
-    percent: ClassVar[bool] = True  # scores lie between 0 and 1
-    better: ClassVar[str] = "higher"  # or "lower": the first metric
+    metrics: ClassVar[tuple[str, ...]]
+    batches: ClassVar[bool] = True
+    percent: ClassVar[bool] = True
+    better: ClassVar[str] = "higher"
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
-        """So many prompts, with contexts of exactly so many tokens (at most so many, the question included, where
-        prompts are not read in batches)."""
+        """Makes prompts; the same arguments make the same.
+
+        Args:
+            filler: the text to hide things in, and the tokenizer.
+            context: tokens of each context, exactly; where prompts are not read in batches, at most, the question
+                included.
+            count: number of prompts.
+            seed: of their random numbers.
+
+        Raises:
+            Refused: the options, the context or the text do not allow it.
+        """
         raise NotImplementedError
 
     def run(
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
     ) -> Outcome:
-        """What a rule at a budget makes of a batch of prompts; raises `methods.Unreachable` where it cannot."""
+        """Measures a rule at a budget on a batch of prompts.
+
+        Args:
+            reader: the model.
+            filler: as in `prompts`.
+            prompts: the batch.
+            rule: the method.
+            budget: tokens per KV head; None: of a method that keeps everything.
+            point: when the cache is cut, one of `points`.
+
+        Raises:
+            Unreachable: the method cannot be brought to the budget.
+        """
         raise NotImplementedError
 
 
 def asked(prompts: list[Prompt], point: str) -> tuple[np.ndarray, list[np.ndarray | None]]:
-    """What is read before the cut, int64 [b, n], and what is fed after it for each turn, int64 [b, any] (None:
-    nothing)."""
+    """The tokens before and after the cut.
+
+    Args:
+        prompts: a batch.
+        point: "before" or "after" the first question.
+
+    Returns:
+        What is read before the cut, int64 [b, n], and what is fed after it for each turn, int64 [b, any] (None:
+        nothing).
+    """
     context = np.stack([x.context for x in prompts])
     turns = range(len(prompts[0].turns))
     questions: list[np.ndarray | None] = [np.stack([x.turns[i].question for x in prompts]) for i in turns]
