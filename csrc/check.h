@@ -1,7 +1,6 @@
 // Checks that say what was expected and what came. They throw std::invalid_argument, which Python sees as ValueError.
-// Order in every operator: device, dtype, layout, sizes, values. Include this before ops/<op>.h to get their checks.
+// Order in every operator: device, dtype, layout, sizes, values.
 #pragma once
-#define KVOPS_CHECKS
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -19,7 +18,8 @@
 #include <string>
 #include <vector>
 
-#include "kv_view.h"
+#include "ops/indices.h"
+#include "ops/reduce.h"
 
 namespace kvops {
 
@@ -92,6 +92,19 @@ inline KVView check_kv(const char* op, const char* name, const Tensor& x, bool w
   return {data, strides[0] * item, strides[1] * item, strides[2] * item, sizes[3] * item};
 }
 
+// A tensor that rows of `like` are written to: m of them, on its device, of its dtype.
+inline KVView check_target(const char* op, const char* name, const Tensor& out, const Tensor& like, int64_t m) {
+  check_same_device(op, name, out, like);
+  KVOPS_CHECK(out.scalar_type() == like.scalar_type(), op, ": ", name, " must have k's dtype ",
+              torch::headeronly::toString(like.scalar_type()), ", got ",
+              torch::headeronly::toString(out.scalar_type()));
+  const KVView view = check_kv(op, name, out, true);
+  KVOPS_CHECK(
+      out.size(0) == like.size(0) && out.size(1) == like.size(1) && out.size(2) == m && out.size(3) == like.size(3), op,
+      ": ", name, " must be [", like.size(0), ", ", like.size(1), ", ", m, ", ", like.size(3), "], got ", shape(out));
+  return view;
+}
+
 struct KVPair {
   KVView k, v;
   DType dtype;
@@ -118,7 +131,7 @@ inline bool& debug_checks() {
 
 // x where its values can be checked: itself on the CPU; a GPU's, copied here, or nothing, as debug_checks() says.
 inline OptionalTensor readable(const Tensor& x) {
-#if defined(USE_CUDA) || defined(KVOPS_CUDASIM)
+#ifdef KVOPS_GPU
   if (!debug_checks()) return std::nullopt;
   return torch::stable::to(x, torch::stable::Device(torch::headeronly::DeviceType::CPU));
 #else
@@ -156,218 +169,84 @@ inline ValidSlots check_valid_slots(const char* op, const Tensor& like, int64_t 
   return slots;
 }
 
-// The bytes of a tensor: runs of `length` bytes from `begin` + sum of t * stride, 0 <= t < size for each of `dims`.
-struct Runs {
-  struct Dim {
-    int64_t stride, size;  // bytes; steps
-  };
-  const char* begin;
-  int64_t length;         // 0: no element
-  std::vector<Dim> dims;  // sorted by stride, those that follow each other merged
-  bool repeated = false;  // expanded: a stride is 0
-
-  explicit Runs(const Tensor& x)
-      : begin(static_cast<const char*>(x.const_data_ptr())), length(static_cast<int64_t>(x.element_size())) {
-    std::vector<Dim> sorted;
-    for (int64_t i = 0; i < x.dim(); ++i) {
-      if (x.size(i) == 0) {
-        length = 0;
-        return;
-      }
-      repeated |= x.size(i) > 1 && x.stride(i) == 0;
-      if (x.size(i) > 1 && x.stride(i) != 0)
-        sorted.push_back({x.stride(i) * static_cast<int64_t>(x.element_size()), x.size(i)});
-    }
-    std::sort(sorted.begin(), sorted.end(), [](const Dim& a, const Dim& b) { return a.stride < b.stride; });
-    for (const Dim& dim : sorted) {
-      if (dims.empty() && dim.stride == length) {
-        length *= dim.size;
-      } else if (!dims.empty() && dim.stride == dims.back().stride * dims.back().size) {
-        dims.back().size *= dim.size;
-      } else {
-        dims.push_back(dim);
-      }
-    }
-  }
-
-  // From the first byte to behind the last.
-  int64_t extent() const {
-    int64_t bytes = length;
-    for (const Dim& dim : dims) bytes += dim.stride * (dim.size - 1);
-    return bytes;
-  }
-};
-
-// Is there a sum of t * stride, first <= t <= last for each stride, in [low, high]? Outer strides first: what the inner
-// ones span leaves one or two candidates where strides are nested, as those of slices are, and what no multiple of
-// their greatest common divisor can be is left out. Where they are not, the search stops after kSteps and says yes.
-class StrideSum {
- public:
-  void add(int64_t stride, int64_t first, int64_t last) {
-    for (Term& term : terms_)
-      if (term.stride == stride) {
-        term.first += first;
-        term.last += last;
-        return;
-      }
-    terms_.push_back({stride, first, last});
-  }
-
-  bool reaches(int64_t low, int64_t high) {
-    std::sort(terms_.begin(), terms_.end(), [](const Term& a, const Term& b) { return a.stride < b.stride; });
-    Term all{0, 0, 0};
-    for (Term& term : terms_) {
-      all = {std::gcd(all.stride, term.stride), all.first + term.first * term.stride,
-             all.last + term.last * term.stride};
-      term.divisor = all.stride;
-      term.least = all.first;
-      term.most = all.last;
-    }
-    steps_ = 0;
-    return reaches(terms_.size(), low, high);
-  }
-
- private:
-  static constexpr int kSteps = 1 << 14;
-  struct Term {
-    int64_t stride, first, last;
-    int64_t divisor = 0, least = 0, most = 0;  // of this and the inner ones together
-  };
-  static int64_t floor_of(int64_t x, int64_t y) { return x / y - (x % y < 0); }
-
-  // With the inner `count` terms.
-  bool reaches(size_t count, int64_t low, int64_t high) {
-    if (count == 0) return low <= 0 && 0 <= high;
-    const Term& term = terms_[count - 1];
-    low = std::max(low, term.least);
-    high = std::min(high, term.most);
-    if (low > high || floor_of(high, term.divisor) * term.divisor < low) return false;
-    const int64_t least = count > 1 ? terms_[count - 2].least : 0, most = count > 1 ? terms_[count - 2].most : 0;
-    const int64_t first = std::max(term.first, -floor_of(most - low, term.stride));
-    const int64_t last = std::min(term.last, floor_of(high - least, term.stride));
-    if (count == 1) return first <= last;
-    for (int64_t t = first; t <= last; ++t)
-      if (++steps_ > kSteps || reaches(count - 1, low - t * term.stride, high - t * term.stride)) return true;
-    return false;
-  }
-
-  std::vector<Term> terms_;
-  int steps_ = 0;
-};
-
-// Do two elements lie on each other? So in expanded and in sliding-window views.
-inline bool overlaps_itself(const Runs& runs) {
-  if (runs.length == 0 || runs.repeated) return runs.length != 0;
-  // Two places differ by t steps of one dim, t >= 1, and by any number of steps of the dims inside of it.
-  for (size_t i = 0; i < runs.dims.size(); ++i) {
-    StrideSum difference;
-    for (size_t j = 0; j < i; ++j) difference.add(runs.dims[j].stride, 1 - runs.dims[j].size, runs.dims[j].size - 1);
-    // Its own t, less one.
-    difference.add(runs.dims[i].stride, 0, runs.dims[i].size - 2);
-    if (difference.reaches(1 - runs.length - runs.dims[i].stride, runs.length - 1 - runs.dims[i].stride)) return true;
-  }
-  return false;
+inline IndexView check_indices(const char* op, const Tensor& indices, const Tensor& k, const char* name = "indices") {
+  check_same_device(op, name, indices, k);
+  check_scalar_type(op, name, indices, ScalarType::Long);
+  KVOPS_CHECK(indices.dim() == 3 && indices.size(0) == k.size(0) && indices.size(1) == k.size(1), op, ": ", name,
+              " must be [batch, heads, kept] = [", k.size(0), ", ", k.size(1), ", m], got ", shape(indices));
+  return {static_cast<const int64_t*>(indices.const_data_ptr()), indices.stride(0), indices.stride(1),
+          indices.stride(2), indices.size(2)};
 }
 
-inline bool overlaps(const Runs& x, const Runs& y) {
-  const int64_t offset = y.begin - x.begin;
-  if (x.length == 0 || y.length == 0 || offset >= x.extent() || -offset >= y.extent()) return false;
-  StrideSum difference;  // of a run of y from one of x, less the offset
-  for (const auto& dim : x.dims) difference.add(dim.stride, 1 - dim.size, 0);
-  for (const auto& dim : y.dims) difference.add(dim.stride, 0, dim.size - 1);
-  return difference.reaches(1 - y.length - offset, x.length - 1 - offset);
+// check(row, stride, m, b, h) for each row of indices whose values can be checked.
+template <class Check>
+void for_index_rows(const Tensor& indices, const Check& check) {
+  const OptionalTensor values = readable(indices);
+  if (!values || values->numel() == 0) return;
+  const int64_t* const data = static_cast<const int64_t*>(values->const_data_ptr());
+  for (int64_t b = 0; b < values->size(0); ++b)
+    for (int64_t h = 0; h < values->size(1); ++h)
+      check(data + b * values->stride(0) + h * values->stride(1), values->stride(2), values->size(2), b, h);
 }
 
-struct Named {
-  std::string name;
-  const Tensor& tensor;
-};
-
-// Every operator that writes to its arguments: what is `written` overlaps neither itself nor any other tensor of the
-// call, written or `read`. By address, so that only those are compared whose extents meet.
-inline void check_written(const char* op, const std::vector<Named>& written, const std::vector<Named>& read) {
-  struct Place {
-    const Named& named;
-    Runs runs;
-    bool written;
-  };
-  std::vector<Place> places;
-  for (const Named& x : written) {
-    places.push_back({x, Runs(x.tensor), true});
-    KVOPS_CHECK(!overlaps_itself(places.back().runs), op, ": ", x.name,
-                " is written and must not overlap itself, got strides that do (an expanded tensor?)");
-  }
-  for (const Named& x : read) places.push_back({x, Runs(x.tensor), false});
-  std::vector<const Place*> by_address;
-  for (const Place& x : places)
-    if (x.runs.length) by_address.push_back(&x);
-  std::sort(by_address.begin(), by_address.end(),
-            [](const Place* a, const Place* b) { return a->runs.begin < b->runs.begin; });
-  for (size_t i = 0; i < by_address.size(); ++i) {
-    const char* const end = by_address[i]->runs.begin + by_address[i]->runs.extent();
-    for (size_t j = i + 1; j < by_address.size() && by_address[j]->runs.begin < end; ++j) {
-      const Place *x = by_address[i], *y = by_address[j];
-      // The written one is named first; of two, the one that comes first in the call.
-      if (!x->written || (y->written && y < x)) std::swap(x, y);
-      KVOPS_CHECK(!x->written || !overlaps(x->runs, y->runs), op, ": ", x->named.name,
-                  " is written and must share no memory with ", y->named.name, ", got tensors that do");
+// Indices in [-1, n). Signs are collected and looked at once a row, so that the loop is a few vector instructions.
+inline void check_index_values(const char* op, const Tensor& indices, int64_t n, const char* name = "indices") {
+  for_index_rows(indices, [&](const int64_t* row, int64_t stride, int64_t m, int64_t b, int64_t h) {
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < m; ++i) {
+      const int64_t index = row[i * stride];
+      wrong |= index < 0 ? index + 1 : n - 1 - index;
     }
-  }
+    for (int64_t i = 0; wrong < 0 && i < m; ++i)
+      KVOPS_CHECK(row[i * stride] >= -1 && row[i * stride] < n, op, ": ", name, " must lie in [-1, ", n, "), got ",
+                  row[i * stride], " at row ", b, ", head ", h, ", entry ", i);
+  });
 }
 
-// Memory that was not to be had. Python sees MemoryError, of a GPU's memory torch.OutOfMemoryError (kvops/dispatch.py).
-class OutOfMemory : public std::bad_alloc {
- public:
-  OutOfMemory(const char* op, int64_t bytes, const Tensor* on) {
-    std::ostringstream text;
-    const bool cuda = on && on->is_cuda();
-    text << op << (cuda ? ": CUDA out of memory" : ": out of memory") << ", could not allocate " << bytes << " bytes";
-    if (cuda) text << " on " << device(*on);
-    text_ = text.str();
-  }
-  const char* what() const noexcept override { return text_.c_str(); }
+// Indices in [-1, n), strictly ascending, -1 only at the end. Collected like check_index_values.
+inline void check_ascending_values(const char* op, const Tensor& indices, int64_t n, const char* name = "indices") {
+  for_index_rows(indices, [&](const int64_t* row, int64_t stride, int64_t m, int64_t b, int64_t h) {
+    int64_t kept = m;
+    while (kept > 0 && row[(kept - 1) * stride] == -1) --kept;
+    int64_t wrong = 0;
+    for (int64_t i = 1; i < kept; ++i) wrong |= row[i * stride] <= row[(i - 1) * stride] ? -1 : row[(i - 1) * stride];
+    if (kept) wrong |= row[0] | (n - 1 - row[(kept - 1) * stride]);
+    int64_t last = -1;
+    for (int64_t i = 0; wrong < 0 && i < kept; ++i) {
+      const int64_t index = row[i * stride];
+      KVOPS_CHECK(index >= -1 && index < n, op, ": ", name, " must lie in [-1, ", n, "), got ", index, " at row ", b,
+                  ", head ", h, ", entry ", i);
+      KVOPS_CHECK(index > last, op, ": ", name, " must ascend strictly with -1 only at the end, got ", index, " after ",
+                  last, " at row ", b, ", head ", h, ", entry ", i);
+      last = index;
+    }
+  });
+}
 
- private:
-  std::string text_;
-};
+// Each row's own k, int32 [b, Hk]; at least what is always kept, at most k.
+inline const int32_t* check_budgets(const char* op, const Tensor& budgets, const Tensor& scores, int64_t least,
+                                    int64_t most) {
+  const int64_t b = scores.size(0), heads = scores.size(1);
+  check_same_device(op, "budgets", budgets, scores);
+  check_scalar_type(op, "budgets", budgets, ScalarType::Int);
+  KVOPS_CHECK(budgets.dim() == 2 && budgets.size(0) == b && budgets.size(1) == heads && budgets.is_contiguous(), op,
+              ": budgets must be a contiguous int32 [", b, ", ", heads, "], got ", shape(budgets));
+  const OptionalTensor values = readable(budgets);
+  const int32_t* value = values ? static_cast<const int32_t*>(values->const_data_ptr()) : nullptr;
+  for (int64_t i = 0; value && i < b * heads; ++i)
+    KVOPS_CHECK(value[i] >= least && value[i] <= most, op, ": budgets must lie in [", least, ", ", most, "], got ",
+                value[i], " for row ", i / heads, ", head ", i % heads);
+  return static_cast<const int32_t*>(budgets.const_data_ptr());
+}
 
-// A fresh contiguous tensor on like's device: outputs, and on a GPU workspaces.
-template <size_t N>
-Tensor empty(const char* op, const Tensor& like, const std::array<int64_t, N>& sizes, ScalarType type) {
-  std::array<int64_t, N> strides;
-  int64_t size = 1;
-  for (size_t i = N; i-- > 0;) {
-    strides[i] = size;
-    KVOPS_CHECK(sizes[i] == 0 || size <= std::numeric_limits<int64_t>::max() / 8 / sizes[i], op,
-                ": the result has more elements than fit int64");
-    size *= std::max<int64_t>(sizes[i], 1);
-  }
-  int32_t device, dtype;
-  int64_t item = 4;  // bytes
-  aoti_torch_get_device_type(like.get(), &device);
-  switch (type) {
-    case ScalarType::Float:
-      dtype = aoti_torch_dtype_float32();
-      break;
-    case ScalarType::Int:
-      dtype = aoti_torch_dtype_int32();
-      break;
-    case ScalarType::Long:
-      dtype = aoti_torch_dtype_int64();
-      item = 8;
-      break;
-    case ScalarType::Half:
-      dtype = aoti_torch_dtype_float16();
-      item = 2;
-      break;
-    default:
-      dtype = aoti_torch_dtype_bfloat16();
-      item = 2;
-  }
-  AtenTensorHandle handle;
-  if (aoti_torch_empty_strided(N, sizes.data(), strides.data(), dtype, device, like.get_device_index(), &handle))
-    throw OutOfMemory(op, size * item, &like);
-  return Tensor(handle);
+// One of the reductions up to `last`.
+inline Reduce check_reduce(const char* op, const char* name, int64_t value, Reduce last) {
+  constexpr const char* kNames[] = {"0 (sum)", "1 (mean)", "2 (max)", "3 (none)"};
+  const int64_t most = static_cast<int64_t>(last);
+  if (value >= 0 && value <= most) return static_cast<Reduce>(value);
+  std::string allowed;
+  for (int64_t i = 0; i <= most; ++i) allowed += (i == 0 ? "" : i < most ? ", " : " or ") + std::string(kNames[i]);
+  fail(op, ": ", name, " must be ", allowed, ", got ", value);
 }
 
 }  // namespace kvops

@@ -11,6 +11,10 @@
 
 namespace kvops {
 
+struct Call;  // call.h
+
+constexpr int64_t kMaxHeadDim = 1024;  // of the CUDA kernels: one warp holds a row in registers
+
 enum class DType : int32_t { f32, f16, bf16 };
 
 // fp16 and bf16 as stored: 2 bytes, converted to float wherever they are computed with.

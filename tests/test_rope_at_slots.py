@@ -200,7 +200,7 @@ def test_bad_input_changes_nothing():
         ((k, cos, sin[:, :4]), None, (r"sin must have the shape of cos \[20, 8\], got \[20, 4\]",)),
         ((k, wide[:, ::2], sin), None, ("cos must have a contiguous last dim, got stride 2",)),
         ((k, cos, sin), out.half(), ("out must have k's dtype Float, got Half",)),
-        ((k, cos, sin), out[:, :, :19], (r"out must have k's shape \[2, 2, 20, 16\], got \[2, 2, 19, 16\]",)),
+        ((k, cos, sin), out[:, :, :19], (r"out must be \[2, 2, 20, 16\], got \[2, 2, 19, 16\]",)),
         ((k, cos, sin), out[:, :1].expand(-1, 2, -1, -1), ("out is written", "overlap itself")),
         ((buffer[:, :, :20], cos, sin), buffer[:, :, 5:25], ("out is written", "no memory with k")),
         ((k, buffer[0, 0, :20, :8], sin), buffer[:, :, :20], ("out is written", "no memory with cos")),

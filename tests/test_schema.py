@@ -33,7 +33,7 @@ def test_the_schema_is_what_is_registered():
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_every_room(op):
-    for file in ("ops/{}.h", "cpu/{}.h", "cpu/{}.cpp", "cuda/{}.cuh", "cuda/{}.cu"):
+    for file in ("ops/{}.h", "ops/{}.cpp", "cpu/{}.h", "cpu/{}.cpp", "cuda/{}.cuh", "cuda/{}.cu"):
         assert (ROOT / "csrc" / file.format(op)).is_file(), f"{op} has no csrc/{file.format(op)}"
     assert (ROOT / f"tests/test_{op}.py").is_file(), f"{op} has no tests/test_{op}.py"
     assert op in ops.__all__, f"{op} is not in kvops.ops"

@@ -19,7 +19,7 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-constexpr int64_t kBlock = kAnchorBlock, kRun = 64;
+constexpr int64_t kBlock = 512, kRun = 64;
 constexpr float kScaledDown = 0x1p-40f;
 
 template <class T>
@@ -125,9 +125,11 @@ void sum_and_direction(const Head<T>& head, float* direction, int64_t size, cons
 }
 
 template <class T>
-void score_heads(const AnchorCosineParams& p, const Workers& workers) {
+void score_heads(const AnchorCosineParams& p, Call& call) {
   const int64_t size = row_shape<T>(p.k.row_bytes).registers() * kStep<T>;
   const int64_t heads = p.b * p.heads;
+  // Sums, a row each: of the blocks of a head; of a worker a block's, a run's, and a head's in fp64.
+  const Workers workers = workers_for(call, heads * p.n * p.k.row_bytes, 4 * size, (p.n + kBlock - 1) / kBlock * size);
   constexpr int64_t kSharedCache = 8 << 20;
   if (heads >= workers.count && p.n * p.k.row_bytes * workers.count <= kSharedCache) {
     parallel_for(workers, workers.count, [&](int64_t worker) {
@@ -185,8 +187,8 @@ void score_heads(const AnchorCosineParams& p, const Workers& workers) {
 
 }  // namespace
 
-void anchor_cosine(const AnchorCosineParams& p, const Workers& workers) {
-  with_dtype(p.dtype, [&](auto type) { score_heads<decltype(type)>(p, workers); });
+void anchor_cosine(const AnchorCosineParams& p, Call& call) {
+  with_dtype(p.dtype, [&](auto type) { score_heads<decltype(type)>(p, call); });
 }
 
 }  // namespace kvops::KVOPS_ISA

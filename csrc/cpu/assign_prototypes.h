@@ -22,8 +22,21 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-constexpr int kKeys = kAssignKeys;
+constexpr int kKeys = 48;  // that pass all prototypes while they are in the cache
 static_assert(kKeys % VL == 0 && kKeys % kKeysAtOnce<kVectors> == 0);
+
+// A worker's scratch, in floats; every array starts on a cache line.
+struct Scratch {
+  int64_t packed, keys, best, worker;
+
+  explicit Scratch(const AssignPrototypesParams& p) {
+    const int64_t width = (p.d + 31) / 32 * 32, rows = (p.count + 15) / 16 * 16;
+    packed = rows * width;
+    keys = kKeys * width;
+    best = 2 * kKeys * 16;
+    worker = (packed + keys + best + 3 * p.count + 2 * p.d + 15) / 16 * 16;
+  }
+};
 
 // What the products are of, and words of a row of them.
 #if defined(__AVX512BF16__)
@@ -127,7 +140,7 @@ struct Assigner {
       : p(p_),
         shape(row_shape<T>(p_.k.row_bytes)),
         words(kAsStored<T> ? p_.k.row_bytes / 4 : shape.registers() * kStep<T> / kPerWord) {
-    const AssignScratch sizes(p);
+    const Scratch sizes(p);
     packed = memory;
     keys = packed + sizes.packed;
     best = keys + sizes.keys;
@@ -260,7 +273,7 @@ template <class T>
 void assign_heads(const AssignPrototypesParams& p, const Workers& workers) {
   constexpr int64_t kSplit = 32 * kKeys;  // tokens of a head that a worker takes at a time
   const int64_t splits = (p.n + kSplit - 1) / kSplit;
-  const int64_t size = AssignScratch(p).worker;
+  const int64_t size = Scratch(p).worker;
   parallel_for(workers, workers.count, [&](int64_t worker) {
     Assigner<T> mine(p, workers.workspace + worker * size);
     const Share items = share(p.b * p.heads * splits, worker, workers.count);
@@ -283,7 +296,9 @@ void assign_heads(const AssignPrototypesParams& p, const Workers& workers) {
 
 }  // namespace
 
-void assign_prototypes(const AssignPrototypesParams& p, const Workers& workers) {
+void assign_prototypes(const AssignPrototypesParams& p, Call& call) {
+  // 32 products take about as long as reading a byte.
+  const Workers workers = workers_for(call, p.b * p.heads * p.n * p.d * (p.count / 32 + 1), Scratch(p).worker);
   with_dtype(p.dtype, [&](auto type) { assign_heads<decltype(type)>(p, workers); });
 }
 

@@ -97,10 +97,15 @@ struct Anchors {
   }
 };
 
+// Floats of scratch of a worker: a sum in fp64 and one in fp32, padded to registers.
+inline int64_t scratch_of(const BuildPrototypesParams& p) {
+  return 3 * ((p.d + 31) / 32 * 32);
+}
+
 template <class T>
 void build_heads(const BuildPrototypesParams& p, const Workers& workers) {
   parallel_for(workers, workers.count, [&](int64_t worker) {
-    Mean<T> mean(p, workers.workspace + worker * build_prototypes_scratch(p));
+    Mean<T> mean(p, workers.workspace + worker * scratch_of(p));
     mean.start();
     const Share items = share(p.b * p.heads * p.count(), worker, workers.count);
     for (int64_t item = items.first; item < items.last; ++item) {
@@ -132,7 +137,8 @@ void build_heads(const BuildPrototypesParams& p, const Workers& workers) {
 
 }  // namespace
 
-void build_prototypes(const BuildPrototypesParams& p, const Workers& workers) {
+void build_prototypes(const BuildPrototypesParams& p, Call& call) {
+  const Workers workers = workers_for(call, p.b * p.heads * p.n * p.k.row_bytes, scratch_of(p));
   with_dtype(p.dtype, [&](auto type) { build_heads<decltype(type)>(p, workers); });
 }
 

@@ -36,12 +36,18 @@ void reduce_head(const ClusterMeanParams& p, int64_t index, int64_t* sums) {
   for (int64_t c = 0; c < tokens.clusters; ++c) means[c] = from_fixed_point(sums[c], shift, counts[c], p.sum);
 }
 
+// Floats of scratch of a worker: for each cluster an int64 sum and a count.
+inline int64_t scratch_of(const ClusterMeanParams& p) {
+  return (3 * p.tokens.clusters + 15) / 16 * 16;
+}
+
 }  // namespace
 
-void cluster_mean(const ClusterMeanParams& p, const Workers& workers) {
+void cluster_mean(const ClusterMeanParams& p, Call& call) {
+  const Workers workers = workers_for(call, 16 * p.tokens.b * p.tokens.heads * p.tokens.n, scratch_of(p));
   parallel_for(workers, workers.count, [&](int64_t worker) {
     const Share heads = share(p.tokens.b * p.tokens.heads, worker, workers.count);
-    float* const scratch = workers.workspace + worker * cluster_mean_scratch(p);
+    float* const scratch = workers.workspace + worker * scratch_of(p);
     for (int64_t i = heads.first; i < heads.last; ++i) reduce_head(p, i, reinterpret_cast<int64_t*>(scratch));
   });
 }

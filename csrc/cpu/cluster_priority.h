@@ -9,6 +9,11 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
+// Floats of scratch of a worker: for each cluster a key, a size and what its tokens get.
+inline int64_t scratch_of(const ClusterPriorityParams& p) {
+  return 3 * ((p.tokens.clusters + 15) / 16 * 16);
+}
+
 // The tokens of the clusters [first, last) whose key is `least` or larger.
 int64_t tokens_of(const uint32_t* keys, const int32_t* sizes, int64_t first, int64_t last, uint32_t least) {
   int32_t total = 0;
@@ -22,7 +27,7 @@ void rank_head(const ClusterPriorityParams& p, int64_t index, float* scratch) {
   const float* const scores = tokens.scores_row(b, h);
   const int32_t* const cluster = tokens.assignment_row(b, h);
   const float* const cluster_scores = p.cluster_scores + index * clusters;
-  const int64_t pitch = cluster_priority_scratch(p) / 3;
+  const int64_t pitch = scratch_of(p) / 3;
   uint32_t* const keys = reinterpret_cast<uint32_t*>(scratch);
   int32_t* const sizes = reinterpret_cast<int32_t*>(scratch + pitch);
   float* const fate = scratch + 2 * pitch;  // of a cluster's tokens; NaN: each its own
@@ -63,10 +68,12 @@ void rank_head(const ClusterPriorityParams& p, int64_t index, float* scratch) {
 
 }  // namespace
 
-void cluster_priority(const ClusterPriorityParams& p, const Workers& workers) {
+void cluster_priority(const ClusterPriorityParams& p, Call& call) {
+  const int64_t bytes = p.tokens.b * p.tokens.heads * (16 * p.tokens.n + p.tokens.clusters * p.tokens.clusters);
+  const Workers workers = workers_for(call, bytes, scratch_of(p));
   parallel_for(workers, workers.count, [&](int64_t worker) {
     const Share heads = share(p.tokens.b * p.tokens.heads, worker, workers.count);
-    float* const scratch = workers.workspace + worker * cluster_priority_scratch(p);
+    float* const scratch = workers.workspace + worker * scratch_of(p);
     for (int64_t i = heads.first; i < heads.last; ++i) rank_head(p, i, scratch);
   });
 }

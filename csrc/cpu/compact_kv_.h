@@ -34,7 +34,8 @@ void compact_strip(const Strip x, const int64_t* index, int64_t index_stride, in
 
 }  // namespace
 
-void compact_kv_(const CompactKVParams& p, const Workers& workers) {
+void compact_kv_(const CompactKVParams& p, Call& call) {
+  const Workers workers = workers_for(call, p.b * p.heads * p.indices.m * (p.k.row_bytes + p.v.row_bytes));
   const int64_t rows = 2 * p.b * p.heads;
   const int64_t wanted = rows >= workers.count ? 1 : (workers.count + rows - 1) / rows;
   parallel_for(workers, workers.count, [&](int64_t worker) {

@@ -37,7 +37,8 @@ void gather_run(const Strip in, const Strip out, const int64_t* index, int64_t i
 
 }  // namespace
 
-void gather_kv(const GatherKVParams& p, const Workers& workers) {
+void gather_kv(const GatherKVParams& p, Call& call) {
+  const Workers workers = workers_for(call, p.b * p.heads * p.indices.m * (p.k.row_bytes + p.v.row_bytes));
   const int64_t m = p.indices.m, runs = (m + kRun - 1) / kRun, units = p.b * p.heads * runs;
   const int64_t total = p.b * p.heads * m * (p.k.row_bytes + p.v.row_bytes);
   const bool large = total >= kStreamedOutput;

@@ -74,6 +74,11 @@ inline void move_rows(const LadderMoves& moves, int32_t offset, const Strip in, 
   }
 }
 
+// Floats of scratch that a worker needs: cosines and sines, each rounded up to a 64-byte register.
+inline int64_t ladder_scratch(const LadderRope& rope) {
+  return rope.inv_freq ? 2 * ((rope.pairs + 15) / 16 * 16) : 0;
+}
+
 constexpr int64_t kNeverStream = int64_t{1} << 62;
 
 // The same for K (turned, if there is RoPE) or V, streamed only where the addresses in `to` allow it. `tables`: the

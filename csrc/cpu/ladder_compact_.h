@@ -13,7 +13,10 @@
 
 namespace kvops::KVOPS_ISA {
 
-void ladder_compact_(const LadderParams& p, const Workers& workers) {
+void ladder_compact_(const LadderParams& p, Call& call) {
+  const int64_t row_bytes = p.layers[0].k.row_bytes + p.layers[0].v.row_bytes;
+  const Workers workers = workers_for(call, p.num_layers * p.b * p.heads * (p.moves.kept - p.moves.first) * row_bytes,
+                                      ladder_scratch(p.rope));
   const int64_t heads = p.b * p.heads, chains = 2 * p.num_layers * heads;
   const int64_t wanted = chains >= workers.count ? 1 : (workers.count + chains - 1) / chains;
   parallel_for(workers, workers.count, [&](int64_t worker) {

@@ -12,9 +12,11 @@ constexpr int64_t kRun = 256;  // slots in a unit of work
 
 }  // namespace
 
-void ladder_gather(const LadderParams& p, const Workers& workers) {
-  const int64_t kept = p.moves.kept, runs = (kept + kRun - 1) / kRun, heads = p.b * p.heads;
+void ladder_gather(const LadderParams& p, Call& call) {
   const int64_t row_bytes = p.layers[0].k.row_bytes + p.layers[0].v.row_bytes;
+  const Workers workers =
+      workers_for(call, p.num_layers * p.b * p.heads * p.moves.kept * row_bytes, ladder_scratch(p.rope));
+  const int64_t kept = p.moves.kept, runs = (kept + kRun - 1) / kRun, heads = p.b * p.heads;
   const int64_t stream_from = p.num_layers * heads * kept * row_bytes >= kStreamedOutput ? 0 : kNeverStream;
   parallel_for(workers, workers.count, [&](int64_t worker) {
     float* const tables = workers.workspace + worker * ladder_scratch(p.rope);

@@ -218,12 +218,18 @@ void score_run(const LagScoreParams& p, const Rows<T>* kv, float* scores, int64_
   }
 }
 
+// Floats of scratch that a worker needs: 6 per channel of K and of V (rows rounded up to a 64-byte register, of
+// elements of 2 bytes at least), and one partition of V's scores.
+inline int64_t scratch_of(const LagScoreParams& p) {
+  return 6 * ((p.k.row_bytes + 63) / 64 + (p.v.row_bytes + 63) / 64) * 32 + (p.lag + 15) / 16 * 16;
+}
+
 template <class T>
 void score_heads(const LagScoreParams& p, const Workers& workers) {
   const int64_t heads = p.b * p.heads;
   const int64_t runs = heads >= workers.count ? 1 : (4 * workers.count + heads - 1) / heads;  // per head, at most
   parallel_for(workers, workers.count, [&](int64_t worker) {
-    float* memory = workers.workspace + worker * lag_score_scratch(p);
+    float* memory = workers.workspace + worker * scratch_of(p);
     const Rows<T> shapes[2] = {{nullptr, p.k.stride_n, p.d, row_shape<T>(p.k.row_bytes)},
                                {nullptr, p.v.stride_n, p.dv, row_shape<T>(p.v.row_bytes)}};
     Channels channels[2] = {
@@ -250,7 +256,9 @@ void score_heads(const LagScoreParams& p, const Workers& workers) {
 
 }  // namespace
 
-void lag_score(const LagScoreParams& p, const Workers& workers) {
+void lag_score(const LagScoreParams& p, Call& call) {
+  const int64_t bytes = p.b * p.heads * p.segments * p.lag * (p.k.row_bytes + p.v.row_bytes);
+  const Workers workers = workers_for(call, bytes, scratch_of(p));
   with_dtype(p.dtype, [&](auto type) { score_heads<decltype(type)>(p, workers); });
 }
 

@@ -42,9 +42,12 @@ double dot(const double* x, const double* y, int64_t width) {
 }
 
 template <class T>
-void hash_keys(const LshBucketParams& p, const Workers& workers) {
+void hash_keys(const LshBucketParams& p, Call& call) {
   const RowShape shape = row_shape<T>(p.k.row_bytes);
   const int64_t width = shape.registers() * kStep<T>;
+  // In fp64: the projection, and a key of each worker.
+  const int64_t bytes = p.b * p.heads * p.indices.m * p.k.row_bytes * p.r;
+  const Workers workers = workers_for(call, bytes, 2 * width, 2 * p.r * width);
   double* const projection = reinterpret_cast<double*>(workers.workspace);  // [r, width]
   for (int64_t i = 0; i < p.r * width; ++i) projection[i] = 0;
   for (int64_t q = 0; q < p.r; ++q)
@@ -68,8 +71,8 @@ void hash_keys(const LshBucketParams& p, const Workers& workers) {
 
 }  // namespace
 
-void lsh_bucket(const LshBucketParams& p, const Workers& workers) {
-  with_dtype(p.dtype, [&](auto type) { hash_keys<decltype(type)>(p, workers); });
+void lsh_bucket(const LshBucketParams& p, Call& call) {
+  with_dtype(p.dtype, [&](auto type) { hash_keys<decltype(type)>(p, call); });
 }
 
 }  // namespace kvops::KVOPS_ISA

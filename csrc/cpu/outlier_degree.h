@@ -191,9 +191,23 @@ struct Moments {
   }
 };
 
+// How a call cuts its work, and its scratch in floats: fp64 moments of each block (three), and for each worker two rows
+// and the inverse norms around a block.
+struct Scratch {
+  int64_t tokens, blocks;  // in a block; of a head
+  int64_t moments, row, worker;
+
+  explicit Scratch(const OutlierDegreeParams& p) {
+    tokens = (128 + 8 * p.kappa + 15) / 16 * 16;
+    blocks = (p.n + tokens - 1) / tokens;
+    moments = (6 * p.b * p.heads * blocks + 15) / 16 * 16;
+    row = (p.d + 31) / 32 * 32;
+    worker = 2 * row + (1 + tokens + 2 * p.kappa + 16 + 15) / 16 * 16;
+  }
+};
+
 template <class T>
-void score_heads(const OutlierDegreeParams& p, const Workers& workers) {
-  const OutlierScratch sizes(p);
+void score_heads(const OutlierDegreeParams& p, const Scratch& sizes, const Workers& workers) {
   const int64_t heads = p.b * p.heads, tokens = sizes.tokens;
   Moments* const moments = reinterpret_cast<Moments*>(workers.workspace);
   float* const own = workers.workspace + sizes.moments;
@@ -232,8 +246,10 @@ void score_heads(const OutlierDegreeParams& p, const Workers& workers) {
 
 }  // namespace
 
-void outlier_degree(const OutlierDegreeParams& p, const Workers& workers) {
-  with_dtype(p.dtype, [&](auto type) { score_heads<decltype(type)>(p, workers); });
+void outlier_degree(const OutlierDegreeParams& p, Call& call) {
+  const Scratch sizes(p);
+  const Workers workers = workers_for(call, p.b * p.heads * p.n * p.k.row_bytes, sizes.worker, sizes.moments);
+  with_dtype(p.dtype, [&](auto type) { score_heads<decltype(type)>(p, sizes, workers); });
 }
 
 }  // namespace kvops::KVOPS_ISA

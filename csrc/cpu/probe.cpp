@@ -1,21 +1,30 @@
+#include <torch/csrc/stable/c/shim.h>
+
 #include <chrono>
 #include <vector>
 
-#include "launch.h"
+#include "isa.h"
 #include "probe_params.h"
-
-namespace kvops {
 
 KVOPS_LEVELS(probe, ProbeParams)
 
+namespace kvops {
 namespace {
+
+struct ProbeCall final : Call {
+  explicit ProbeCall(int threads_) : Call("probe") {
+    threads = threads_;
+    run = torch_parallel_for;
+  }
+  void* workspace(int64_t) override { return nullptr; }
+};
 
 double seconds(ProbeParams p, int threads) {
   std::vector<float> sums(threads);
   p.sums = sums.data();
-  const Scratch none;
+  ProbeCall call(threads);
   const auto start = std::chrono::steady_clock::now();
-  probe_cpu(p, none.workers(threads));
+  launch_probe(p, call);
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 

@@ -26,7 +26,8 @@ inline float four_accumulators(const float* x, int64_t n) {
 
 }  // namespace
 
-void probe(const ProbeParams& p, const Workers& workers) {
+void probe(const ProbeParams& p, Call& call) {
+  const Workers workers{call.run, call.threads, nullptr};
   constexpr int64_t kUnit = 64;  // a cache line
   const int64_t lines = p.bytes / kUnit;
   parallel_for(workers, workers.count, [&](int64_t worker) {

@@ -28,8 +28,9 @@ void rotate_run(const RopeAtSlotsParams& p, int64_t b, int64_t first, int64_t la
 
 }  // namespace
 
-void rope_at_slots(const RopeAtSlotsParams& p, const Workers& workers) {
+void rope_at_slots(const RopeAtSlotsParams& p, Call& call) {
   const int64_t runs = (p.n + kRun - 1) / kRun, bytes = p.b * p.heads * p.n * p.k.row_bytes;
+  const Workers workers = workers_for(call, bytes);
   with_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
     const bool stream = bytes >= kStreamedOutput && p.out.data != p.k.data && streamable_turned<T>(p.out, p.pairs);

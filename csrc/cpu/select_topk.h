@@ -17,8 +17,9 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-constexpr int kBins = kSelectBins;
-constexpr int64_t kShort = 256;  // rows as short as this go straight to the radix select
+constexpr int kBins = 2048;
+constexpr int64_t kChunkFloats = kBins + 32;  // of scratch: a histogram and its bookkeeping
+constexpr int64_t kShort = 256;               // rows as short as this go straight to the radix select
 
 inline uint32_t lane_bits(I mask) {
 #if defined(__AVX512F__)
@@ -184,8 +185,8 @@ inline void write_range(int64_t* out, int64_t first, int64_t count) {
   for (int64_t i = 0; i < count; ++i) out[i] = first + i;
 }
 
-// base + the k best of n scores to `out`, ascending, in `chunks` parts. scratch: kSelectChunk floats for each chunk,
-// then n. run(fn) calls fn(chunk index) for all of them.
+// base + the k best of n scores to `out`, ascending, in `chunks` parts. scratch: kChunkFloats for each chunk, then n.
+// run(fn) calls fn(chunk index) for all of them.
 template <class Run>
 void select_best(const float* scores, int64_t n, int64_t k, int64_t base, int64_t* out, int64_t chunks, float* scratch,
                  const Run& run) {
@@ -252,7 +253,7 @@ inline void finish_row(const SelectTopkParams& p, int64_t b, int64_t* row, int64
 
 }  // namespace
 
-void select_topk(const SelectTopkParams& p, const Workers& workers) {
+void select_topk(const SelectTopkParams& p, Call& call) {
   const int64_t rows = p.b * p.heads;
   const bool by_segment = p.segments >= 0;
   // One unit is a row, or a segment; the first unit of a row also writes what is kept whatever the scores.
@@ -282,10 +283,15 @@ void select_topk(const SelectTopkParams& p, const Workers& workers) {
                 out + p.sinks, chunks, scratch, run);
     write_range(out + budget - p.window, first + count - p.window, p.window);
   };
-  const int64_t units = rows * per_row;
-  if (units >= workers.count) {
+  const int64_t units = rows * per_row, keys = ((by_segment ? p.lag : p.n) + 15) / 16 * 16;
+  const int64_t bytes = 32 * rows * p.n;  // a score costs what reading 32 bytes does
+  // Each worker has units of its own, or all share one after the other.
+  const bool own = units >= threads_for(call, bytes);
+  const int64_t each = kChunkFloats + (own ? keys : 0);
+  const Workers workers = workers_for(call, bytes, each, own ? 0 : keys);
+  if (own) {
     parallel_for(workers, workers.count, [&](int64_t worker) {
-      float* scratch = workers.workspace + worker * select_topk_scratch(p, 1);
+      float* scratch = workers.workspace + worker * each;
       const Share mine = share(units, worker, workers.count);
       for (int64_t i = mine.first; i < mine.last; ++i) unit(i, 1, scratch, [](const auto& fn) { fn(0); });
     });

@@ -11,8 +11,8 @@
 #include <arm_neon.h>
 #endif
 
+#include "../call.h"
 #include "../kv_view.h"
-#include "isa.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
@@ -481,6 +481,24 @@ inline int64_t channel_slot(int64_t c) {
   if (kInOrder<T>) return c;
   const int64_t in = c % kStep<T>;
   return c - in + (in % 2) * VL + in / 2;
+}
+
+// What a call works with: torch's threads, and scratch memory, uninitialized.
+struct Workers {
+  decltype(Call::run) run;
+  int64_t count;
+  float* workspace;
+};
+
+// Workers for a call that touches `bytes`: one where starting the others costs more than the work.
+inline int64_t threads_for(const Call& call, int64_t bytes) {
+  return bytes < (int64_t{1} << 20) ? 1 : call.threads;
+}
+
+// With scratch of `each` floats for every worker and `shared` for all together.
+inline Workers workers_for(Call& call, int64_t bytes, int64_t each = 0, int64_t shared = 0) {
+  const int64_t count = threads_for(call, bytes);
+  return {call.run, count, static_cast<float*>(call.workspace(4 * (count * each + shared)))};
 }
 
 // fn(i) for i in [0, n) on torch's threads. Nothing may throw inside.

@@ -441,6 +441,11 @@ struct NoValues {
   void add(const Chunk&, const F*) {}
 };
 
+// How much work a call is, as bytes that are touched.
+inline int64_t window_bytes(const Window& p) {
+  return p.b * p.heads * p.n * p.k.row_bytes * p.w;
+}
+
 // fn(worker, item) for every split of every head. Workers take runs of them, so that a head is packed once or twice.
 template <class Worker, class Fn>
 void for_splits(const Window& p, int64_t dv, const Workers& workers, const Fn& fn) {

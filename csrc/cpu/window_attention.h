@@ -175,8 +175,11 @@ void attend_nothing(const WindowAttentionParams& p) {
 
 }  // namespace
 
-void window_attention(const WindowAttentionParams& p, const Workers& workers) {
+void window_attention(const WindowAttentionParams& p, Call& call) {
   if (p.window.n == 0) return attend_nothing(p);
+  const WindowScratch sizes(p.window, p.dv);
+  const Workers workers =
+      workers_for(call, window_bytes(p.window), sizes.worker, sizes.items * (sizes.stats + sizes.out + sizes.logits));
   with_dtype(p.window.dtype, [&](auto type) {
     typedef decltype(type) T;
     if (!is_decode(p.window)) return attend<T>(p, workers);

@@ -86,7 +86,11 @@ void score_decode(const WindowScoresParams& p, const Workers& workers) {
 
 }  // namespace
 
-void window_scores(const WindowScoresParams& p, const Workers& workers) {
+void window_scores(const WindowScoresParams& p, Call& call) {
+  const WindowScratch sizes(p.window, 0);
+  const bool make_lse = p.softmax && !p.lse.data;
+  const Workers workers = workers_for(call, window_bytes(p.window), sizes.worker,
+                                      make_lse ? sizes.items * (sizes.stats + sizes.logits) : 0);
   with_dtype(p.window.dtype, [&](auto type) {
     typedef decltype(type) T;
     if (!is_decode(p.window)) return score<T>(p, workers);

@@ -1,5 +1,5 @@
-// How window_scores and window_attention cut their work, and the scratch memory that it takes. Shared by the kernels of
-// every level and by the baseline code that allocates, so sizes are those of the widest level.
+// How window_scores and window_attention cut their work, and the scratch memory that it takes. Sizes are those of the
+// widest level.
 #pragma once
 #include "../ops/window.h"
 

@@ -2,6 +2,8 @@
 // in the tests. Kernel files (.cuh) include this and other .cuh files, nothing else.
 #pragma once
 #include <algorithm>
+
+#include "../call.h"
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -139,6 +141,10 @@ int clusters_at_once(unsigned cluster, dim3 block, size_t) {
 
 namespace kvops {
 namespace {
+
+inline cudaStream_t stream_of(const Call& call) {
+  return static_cast<cudaStream_t>(call.stream);
+}
 
 // Above 48 KB, of static and dynamic shared memory together, a kernel must ask for what a block may have. It asks for
 // all there is: threads that launch it with different sizes do not take it from each other.

@@ -13,7 +13,6 @@ namespace kvops {
 namespace {
 
 constexpr unsigned kWarp = 0xffffffffu;  // the mask of all lanes
-constexpr int64_t kMaxHeadDim = 1024;    // elements of a row, which one warp holds in registers
 
 template <int Lanes, int Pieces>
 struct RowLanes {

@@ -1,5 +1,3 @@
-#include "launch.h"
-// launch.h first: it makes the checks in ops/ visible.
 #include "window_attention.cuh"
 #include "window_passes.h"
 
@@ -27,40 +25,25 @@ struct WindowAttentionMemory {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> window_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                    const Tensor& visible, std::optional<double> scale, int64_t reduce,
-                                                    int64_t group_reduce, const OptionalTensor& starts, double softcap,
-                                                    const OptionalTensor& sink_logits) {
-  Tensor out = q, lse = q, scores = q;
-  const WindowAttentionParams p = check_window_attention(q, k, v, visible, scale, reduce, group_reduce, starts, softcap,
-                                                         sink_logits, out, lse, scores);
-  check_head_dim("window_attention", "k", k);
-  check_head_dim("window_attention", "v", v);
-  const Window& w = p.window;
-  if (lse.numel() == 0) return {out, lse, scores};
-  const OnDevice device(q);
-  const AttentionPlan plan = AttentionPlan::of(p);
-  const Workspace workspace("window_attention", q, bytes_of<WindowAttentionMemory>(p, plan));
-  Sections sections{workspace.data()};
-  const auto [parts, sums, totals, logits, passes] = WindowAttentionMemory(p, plan, sections);
-  if (plan.tensor_cores) {
-    attention_parts_cuda(p, plan, parts, sums, logits, device.stream());
-  } else {
-    window_totals(w, totals, logits, passes, device.stream());
-    plain_attention_parts_cuda(p, plan, reinterpret_cast<const RowSum*>(totals), parts, sums, device.stream());
-  }
-  attention_combine_cuda(p, plan, parts, sums, reinterpret_cast<RowSum*>(totals), device.stream());
-  if (logits)
-    window_row_scores(w, logits, totals, device.stream());
-  else if (w.n > 0)
-    window_scores_pass(w, totals, passes, device.stream());
-  return {out, lse, scores};
-}
-
 }  // namespace
 
-KVOPS_CUDA_IMPL(m) {
-  m.impl("window_attention", TORCH_BOX(&window_attention));
+void launch_window_attention(const WindowAttentionParams& p, Call& call) {
+  const Window& w = p.window;
+  const cudaStream_t stream = stream_of(call);
+  const AttentionPlan plan = AttentionPlan::of(p);
+  Sections sections{call.workspace(bytes_of<WindowAttentionMemory>(p, plan))};
+  const auto [parts, sums, totals, logits, passes] = WindowAttentionMemory(p, plan, sections);
+  if (plan.tensor_cores) {
+    attention_parts_cuda(p, plan, parts, sums, logits, stream);
+  } else {
+    window_totals(w, totals, logits, passes, stream);
+    plain_attention_parts_cuda(p, plan, reinterpret_cast<const RowSum*>(totals), parts, sums, stream);
+  }
+  attention_combine_cuda(p, plan, parts, sums, reinterpret_cast<RowSum*>(totals), stream);
+  if (logits)
+    window_row_scores(w, logits, totals, stream);
+  else if (w.n > 0)
+    window_scores_pass(w, totals, passes, stream);
 }
 
 }  // namespace kvops

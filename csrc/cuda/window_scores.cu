@@ -1,27 +1,11 @@
-#include "launch.h"
-// launch.h first: it makes the checks in ops/ visible.
 #include "window_passes.h"
 #include "window_scores.cuh"
 
 namespace kvops {
-namespace {
 
-Tensor window_scores(const Tensor& q, const Tensor& k, const Tensor& visible, const OptionalTensor& lse,
-                     std::optional<double> scale, int64_t score, int64_t reduce, int64_t group_reduce,
-                     const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits) {
-  Tensor scores = q;
-  const WindowScoresParams p =
-      check_window_scores(q, k, visible, lse, scale, score, reduce, group_reduce, starts, softcap, sink_logits, scores);
-  check_head_dim("window_scores", "k", k);
-  if (scores.numel() == 0) return scores;
-  const OnDevice device(q);
-  const Workspace workspace("window_scores", q, bytes_of<WindowScoresMemory>(p));
-  window_scores_cuda(p, workspace.data(), device.stream());
-  if (lse && debug_checks()) check_lse_total(p, *lse, visible, starts, sink_logits, scores);
-  return scores;
+void launch_window_scores(const WindowScoresParams& p, Call& call) {
+  window_scores_cuda(p, call.workspace(bytes_of<WindowScoresMemory>(p)), stream_of(call));
 }
-
-}  // namespace
 
 int64_t window_totals_workspace(const Window& p) {
   return bytes_of<SumsMemory>(SumsPlan::of(p));
@@ -46,10 +30,6 @@ void window_scores_pass(const Window& p, const float2* totals, void* workspace, 
 
 void window_row_scores(const Window& p, const float* logits, const float2* totals, cudaStream_t stream) {
   window_row_scores_cuda(p, logits, reinterpret_cast<const RowSum*>(totals), stream);
-}
-
-KVOPS_CUDA_IMPL(m) {
-  m.impl("window_scores", TORCH_BOX(&window_scores));
 }
 
 }  // namespace kvops

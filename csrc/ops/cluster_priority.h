@@ -1,4 +1,4 @@
-// cluster_priority: parameters, checks, output shapes.
+// cluster_priority: parameters, launcher.
 #pragma once
 #include "cluster_mean.h"
 #include "select_topk.h"
@@ -15,38 +15,6 @@ struct ClusterPriorityParams {
   bool whole;
 };
 
-// Floats of scratch of a worker of a CPU call: for each cluster a key, a size and what its tokens get.
-inline int64_t cluster_priority_scratch(const ClusterPriorityParams& p) {
-  return 3 * ((p.tokens.clusters + 15) / 16 * 16);
-}
-
-#ifdef KVOPS_CHECKS
-inline ClusterPriorityParams check_cluster_priority(const Tensor& scores, const Tensor& assignment,
-                                                    const Tensor& cluster_scores, int64_t k,
-                                                    const OptionalTensor& budgets, bool whole, Tensor& priority,
-                                                    Tensor& kept) {
-  const char* op = "cluster_priority";
-  check_same_device(op, "cluster_scores", cluster_scores, scores);
-  check_scalar_type(op, "cluster_scores", cluster_scores, ScalarType::Float);
-  KVOPS_CHECK(scores.dim() == 3, op, ": scores must be [batch, heads, tokens], got ", shape(scores));
-  const int64_t b = scores.size(0), heads = scores.size(1);
-  KVOPS_CHECK(cluster_scores.dim() == 3 && cluster_scores.size(0) == b && cluster_scores.size(1) == heads &&
-                  cluster_scores.size(2) >= 1 && cluster_scores.is_contiguous(),
-              op, ": cluster_scores must be a contiguous [", b, ", ", heads, ", at least 1], got ",
-              shape(cluster_scores));
-  KVOPS_CHECK(k >= 0, op, ": k must be >= 0, got ", k);
-  const ClusteredTokens tokens = check_clustered_tokens(op, scores, assignment, cluster_scores.size(2));
-  const int32_t* budget = budgets ? check_budgets(op, *budgets, scores, 0, k) : nullptr;
-  priority = empty(op, scores, std::array{b, heads, tokens.n}, ScalarType::Float);
-  kept = empty(op, scores, std::array{b, heads}, ScalarType::Int);
-  return {.tokens = tokens,
-          .cluster_scores = static_cast<const float*>(cluster_scores.const_data_ptr()),
-          .budgets = budget,
-          .priority = static_cast<float*>(priority.mutable_data_ptr()),
-          .kept = static_cast<int32_t*>(kept.mutable_data_ptr()),
-          .k = k,
-          .whole = whole};
-}
-#endif
+void launch_cluster_priority(const ClusterPriorityParams& p, Call& call);
 
 }  // namespace kvops

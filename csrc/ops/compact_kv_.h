@@ -1,4 +1,4 @@
-// compact_kv_: parameters and checks.
+// compact_kv_: parameters, launcher.
 #pragma once
 #include "gather_kv.h"
 
@@ -10,17 +10,6 @@ struct CompactKVParams {
   int64_t b, heads, n;
 };
 
-#ifdef KVOPS_CHECKS
-// Every index is checked, so that a refused call changes nothing.
-inline CompactKVParams check_compact_kv_(const Tensor& k, const Tensor& v, const Tensor& indices) {
-  const char* op = "compact_kv_";
-  const KVPair kv = check_kv_pair(op, k, v, true);
-  const IndexView view = check_indices(op, indices, k);
-  KVOPS_CHECK(view.m <= kv.n, op, ": indices must keep at most the ", kv.n, " slots there are, got ", view.m);
-  check_written(op, {{"k", k}, {"v", v}}, {{"indices", indices}});
-  check_ascending_values(op, indices, kv.n);
-  return {.k = kv.k, .v = kv.v, .indices = view, .b = kv.b, .heads = kv.heads, .n = kv.n};
-}
-#endif
+void launch_compact_kv_(const CompactKVParams& p, Call& call);
 
 }  // namespace kvops

@@ -1,6 +1,6 @@
 // Operators that write to their arguments refuse views that torch negates when they are read, such as x.conj().imag:
 // torch's fallback would hand them copies, and fail when it writes these back, with one of two tensors changed.
-#include "../check.h"
+#include "check.h"
 
 namespace kvops {
 namespace {

@@ -1,0 +1,51 @@
+// gather_kv: checks, outputs, call.
+#include "gather_kv.h"
+
+#include "../host.h"
+#include "../overlap.h"
+
+namespace kvops {
+namespace {
+
+constexpr const char* kGatherKV = "gather_kv";
+
+// What is read, before the targets are known.
+GatherKVParams check_sources(const Tensor& k, const Tensor& v, const Tensor& indices) {
+  const KVPair kv = check_kv_pair(kGatherKV, k, v);
+  const IndexView view = check_indices(kGatherKV, indices, k);
+  return {.k = kv.k, .v = kv.v, .k_out = {}, .v_out = {}, .indices = view, .b = kv.b, .heads = kv.heads, .n = kv.n};
+}
+
+void gather(const Tensor& k, const Tensor& indices, const GatherKVParams& p) {
+  if (indices.numel() == 0) return;
+  check_index_values(kGatherKV, indices, p.n);
+  HostCall call(kGatherKV, k);
+  launch_gather_kv(p, call);
+}
+
+std::tuple<Tensor, Tensor> gather_kv(const Tensor& k, const Tensor& v, const Tensor& indices) {
+  GatherKVParams p = check_sources(k, v, indices);
+  const Tensor k_out = empty_rows(kGatherKV, k, p.b, p.heads, p.indices.m);
+  const Tensor v_out = empty_rows(kGatherKV, v, p.b, p.heads, p.indices.m);
+  p.k_out = check_kv(kGatherKV, "k_out", k_out, true);
+  p.v_out = check_kv(kGatherKV, "v_out", v_out, true);
+  gather(k, indices, p);
+  return {k_out, v_out};
+}
+
+void gather_kv_out(const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& k_out, const Tensor& v_out) {
+  GatherKVParams p = check_sources(k, v, indices);
+  p.k_out = check_target(kGatherKV, "k_out", k_out, k, p.indices.m);
+  p.v_out = check_target(kGatherKV, "v_out", v_out, v, p.indices.m);
+  check_written(kGatherKV, {{"k_out", k_out}, {"v_out", v_out}}, {{"k", k}, {"v", v}, {"indices", indices}});
+  gather(k, indices, p);
+}
+
+}  // namespace
+
+KVOPS_IMPL(m) {
+  m.impl("gather_kv", TORCH_BOX(&gather_kv));
+  m.impl("gather_kv.out", TORCH_BOX(&gather_kv_out));
+}
+
+}  // namespace kvops

@@ -1,0 +1,48 @@
+// lag_score: checks, outputs, call.
+#include "lag_score.h"
+
+#include "../host.h"
+
+namespace kvops {
+namespace {
+
+Tensor lag_score(const Tensor& k, const Tensor& v, int64_t lag, int64_t prefix, double v_weight, bool self_reference,
+                 const OptionalTensor& starts, const OptionalTensor& lengths) {
+  const char* op = "lag_score";
+  const KVPair kv = check_kv_pair(op, k, v);
+  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
+  KVOPS_CHECK(lag >= 1 && lag <= kLargest, op, ": lag must be in [1, ", kLargest, "], got ", lag);
+  KVOPS_CHECK(std::isfinite(static_cast<float>(v_weight)), op, ": v_weight must be finite in fp32, got ", v_weight);
+  KVOPS_CHECK(prefix >= 0, op, ": prefix must be >= 0, got ", prefix);
+  const ValidSlots slots = check_valid_slots(op, k, kv.b, kv.n, starts, lengths);
+  const int64_t segments = num_segments(kv.n, prefix, lag);
+  check_head_dim(op, "k", k);
+  check_head_dim(op, "v", v);
+  const Tensor scores = empty(op, k, std::array{kv.b, kv.heads, segments, lag}, ScalarType::Float);
+  if (scores.numel() == 0) return scores;
+  const LagScoreParams p{.k = kv.k,
+                         .v = kv.v,
+                         .scores = static_cast<float*>(scores.mutable_data_ptr()),
+                         .dtype = kv.dtype,
+                         .slots = slots,
+                         .b = kv.b,
+                         .heads = kv.heads,
+                         .d = kv.d,
+                         .dv = kv.dv,
+                         .segments = segments,
+                         .lag = lag,
+                         .prefix = prefix,
+                         .v_weight = static_cast<float>(v_weight),
+                         .self_reference = self_reference};
+  HostCall call(op, k);
+  launch_lag_score(p, call);
+  return scores;
+}
+
+}  // namespace
+
+KVOPS_IMPL(m) {
+  m.impl("lag_score", TORCH_BOX(&lag_score));
+}
+
+}  // namespace kvops

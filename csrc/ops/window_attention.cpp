@@ -1,0 +1,40 @@
+// window_attention: checks, outputs, call.
+#include "window_attention.h"
+
+#include "../host.h"
+#include "window_checks.h"
+
+namespace kvops {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> window_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                    const Tensor& visible, std::optional<double> scale, int64_t reduce,
+                                                    int64_t group_reduce, const OptionalTensor& starts, double softcap,
+                                                    const OptionalTensor& sink_logits) {
+  const char* op = "window_attention";
+  const KVPair kv = check_kv_pair(op, k, v);
+  Window window = check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits);
+  check_head_dim(op, "k", k);
+  check_head_dim(op, "v", v);
+  const int64_t query_heads = window.heads * window.group;
+  const Tensor out = empty(op, q, std::array{window.b, query_heads, window.w, kv.dv}, q.scalar_type());
+  const Tensor lse = empty(op, q, std::array{window.b, query_heads, window.w}, ScalarType::Float);
+  const Tensor scores = empty_scores(op, q, window);
+  if (lse.numel() == 0) return {out, lse, scores};
+  const WindowAttentionParams p{.window = window,
+                                .v = kv.v,
+                                .out = static_cast<char*>(out.mutable_data_ptr()),
+                                .lse = static_cast<float*>(lse.mutable_data_ptr()),
+                                .dv = kv.dv};
+  HostCall call(op, q);
+  launch_window_attention(p, call);
+  return {out, lse, scores};
+}
+
+}  // namespace
+
+KVOPS_IMPL(m) {
+  m.impl("window_attention", TORCH_BOX(&window_attention));
+}
+
+}  // namespace kvops

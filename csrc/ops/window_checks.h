@@ -1,0 +1,97 @@
+// The checks of window_scores and window_attention.
+#pragma once
+#include "../host.h"
+#include "window.h"
+
+namespace kvops {
+
+// Is x, which is computed with as fp32, positive and neither rounded to 0 or infinity nor to fewer digits?
+inline bool is_normal(double x) {
+  return x >= std::numeric_limits<float>::min() && x <= std::numeric_limits<float>::max();
+}
+
+// Everything but window_scores' lse. `scores` is null, until empty_scores().
+inline Window check_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& visible,
+                           std::optional<double> scale, int64_t reduce, int64_t group_reduce,
+                           const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits) {
+  check_same_device(op, "k", k, q);
+  const DType dtype = check_dtype(op, "q", q);
+  KVOPS_CHECK(check_dtype(op, "k", k) == dtype, op, ": k must have q's dtype ",
+              torch::headeronly::toString(q.scalar_type()), ", got ", torch::headeronly::toString(k.scalar_type()));
+  KVOPS_CHECK(q.dim() == 4, op, ": q must be [batch, query heads, rows, head_dim], got ", shape(q));
+  const KVView k_view = check_kv(op, "k", k);
+  const int64_t b = k.size(0), heads = k.size(1), n = k.size(2), d = k.size(3);
+  const int64_t query_heads = q.size(1), w = q.size(2);
+  KVOPS_CHECK(q.size(0) == b && q.size(3) == d, op, ": q must have k's batch and head_dim ", shape(k), ", got ",
+              shape(q));
+  KVOPS_CHECK(heads > 0 ? query_heads > 0 && query_heads % heads == 0 : query_heads == 0, op,
+              ": the query heads of q must be a multiple of the KV heads ", heads, ", got ", query_heads);
+  KVOPS_CHECK(w >= 1 && w <= kMaxWindow, op, ": q must have 1 to ", kMaxWindow, " rows, got ", w);
+  KVOPS_CHECK(n <= std::numeric_limits<int32_t>::max(), op, ": the number of tokens must fit int32, got ", n);
+  check_same_device(op, "visible", visible, q);
+  check_scalar_type(op, "visible", visible, ScalarType::Int);
+  const bool per_batch = visible.dim() == 2;
+  KVOPS_CHECK((per_batch ? visible.size(0) == b && visible.size(1) == w : visible.dim() == 1 && visible.size(0) == w) &&
+                  visible.is_contiguous(),
+              op, ": visible must be a contiguous int32 [", w, "] or [", b, ", ", w, "], got ", shape(visible));
+  if (starts) {
+    check_same_device(op, "starts", *starts, q);
+    check_scalar_type(op, "starts", *starts, ScalarType::Int);
+    KVOPS_CHECK(starts->dim() == 1 && starts->size(0) == b && starts->is_contiguous(), op,
+                ": starts must be a contiguous int32 [", b, "], got ", shape(*starts));
+  }
+  if (sink_logits) {
+    check_same_device(op, "sink_logits", *sink_logits, q);
+    check_scalar_type(op, "sink_logits", *sink_logits, ScalarType::Float);
+    KVOPS_CHECK(sink_logits->dim() == 1 && sink_logits->size(0) == query_heads && sink_logits->is_contiguous(), op,
+                ": sink_logits must be a contiguous float32 [", query_heads, "], got ", shape(*sink_logits));
+  }
+  const double used_scale = scale ? *scale : 1.0 / std::sqrt(static_cast<double>(d));
+  KVOPS_CHECK(is_normal(used_scale), op, ": scale must be positive and a normal number in fp32, got ", used_scale);
+  KVOPS_CHECK(softcap == 0 || is_normal(softcap), op,
+              ": softcap must be 0 (none) or positive and a normal number in fp32, got ", softcap);
+  KVOPS_CHECK(softcap == 0 || is_normal(used_scale / softcap), op,
+              ": scale / softcap must be a normal number in fp32, got ", used_scale, " / ", softcap);
+  const Reduce over_rows = check_reduce(op, "reduce", reduce, Reduce::max);
+  const Reduce over_group = check_reduce(op, "group_reduce", group_reduce, Reduce::none);
+  const auto check_range = [&](const char* name, const Tensor& x) {
+    const OptionalTensor values = readable(x);
+    if (!values) return;
+    const int32_t* value = static_cast<const int32_t*>(values->const_data_ptr());
+    for (int64_t i = 0; i < values->numel(); ++i)
+      KVOPS_CHECK(value[i] >= 0 && value[i] <= n, op, ": ", name, " must lie in [0, ", n, "], got ", value[i]);
+  };
+  check_range("visible", visible);
+  if (starts) check_range("starts", *starts);
+  const auto strides = q.strides();
+  const int64_t item = static_cast<int64_t>(q.element_size());
+  return {.q = {static_cast<const char*>(q.const_data_ptr()), strides[0] * item, strides[1] * item, strides[2] * item,
+                strides[3] * item},
+          .k = k_view,
+          .visible = static_cast<const int32_t*>(visible.const_data_ptr()),
+          .visible_stride = per_batch ? w : 0,
+          .starts = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) : nullptr,
+          .sink_logits = sink_logits ? static_cast<const float*>(sink_logits->const_data_ptr()) : nullptr,
+          .scores = nullptr,
+          .dtype = dtype,
+          .reduce = over_rows,
+          .group_reduce = over_group,
+          .scale = static_cast<float>(used_scale),
+          .softcap = static_cast<float>(softcap),
+          .b = b,
+          .heads = heads,
+          .group = heads ? query_heads / heads : 1,
+          .w = w,
+          .n = n,
+          .d = d};
+}
+
+// The fresh scores of a window, which knows them from then on.
+inline Tensor empty_scores(const char* op, const Tensor& q, Window& w) {
+  const int64_t rows = w.group_reduce == Reduce::none ? w.heads * w.group : w.heads;
+  const Tensor scores = empty(op, q, std::array{w.b, rows, w.n}, ScalarType::Float);
+  w.scores = static_cast<float*>(scores.mutable_data_ptr());
+  return scores;
+}
+
+}  // namespace kvops
