@@ -34,7 +34,9 @@ def simulated_operators() -> list[str]:
     """The operators whose kernel for CPU tensors is a simulated CUDA kernel."""
     names = sorted(x for x in kvops.ops.__all__)
     dump = torch._C._dispatch_dump
-    return [x for x in names if re.search(rf"^CPU: registered at cudasim/ops/{x}\.cpp", dump(f"kvops::{x}"), re.MULTILINE)]
+    return [
+        x for x in names if re.search(rf"^CPU: registered at cudasim/ops/{x}\.cpp", dump(f"kvops::{x}"), re.MULTILINE)
+    ]
 
 
 def size(real: int, simulated: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cache import AttendingCache, Cache
 from ..methods import LAQ, LagKV, Policy, QueryPolicy, View
 from ..methods.budgets import Budget
-from ..methods.laq import prompt_scores
+from ..methods.recall_metric import prompt_scores
 from ..window import Pooling
 from .methods import Rule, Unreachable
 from .stream import Held, Stream, stream

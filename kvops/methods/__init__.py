@@ -8,9 +8,10 @@ from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
 from .lacache import LaCache, lacache_coverage
 from .lagkv import LagKV
-from .laq import LAQ, recall
+from .laq import LAQ
 from .protokv import SATKV, ProtoKV, lsh_projection
 from .queries import QueryPolicy, WindowPolicy
+from .recall_metric import recall
 from .shorthands import *  # noqa: F403
 from .slots import SlotPolicy
 from .snapkv import ChunkKV, PyramidKV, SnapKV, pyramidkv_budgets

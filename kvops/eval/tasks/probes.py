@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...methods.laq import best_slots
+from ...methods.recall_metric import best_slots
 from ..specs import Refused
 from .base import Filler, Outcome, Prompt, Task, asked, positive
 from .needles import Passkey

@@ -1,0 +1,108 @@
+"""LAQ's recall: how much of what the answer will look at an observation window keeps.
+
+Source: "Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query", Sec. 3 (Eq. 1-3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..checks import check_queries, check_rank
+from ..ops import select_topk
+from ..window import Pooling, outside_prefix, span_ends, summed_scores
+from .budgets import budget_tokens
+from .laq import lookahead_limits
+from .queries import Logits
+
+
+class RecallCall(Logits, total=False):
+    """What `recall` takes of attention and of padding.
+
+    starts, lengths: int32 [b], the valid slots of each row.
+    """
+
+    starts: Tensor | None
+    lengths: Tensor | None
+
+
+def recall(
+    k: Tensor,
+    q_observed: Tensor,
+    q_response: Tensor,
+    budget: int | float,
+    *,
+    visible: Tensor | None = None,
+    kernel_size: int = 1,
+    pooling: str = "max",
+    pool_first: bool = False,
+    score: str = "softmax",
+    group_reduce: str = "mean",
+    **call: Unpack[RecallCall],
+) -> Tensor:
+    """How much of what the answer's queries would keep an observation window keeps (LAQ's Recall_W). ::
+
+        gold   = the budget's best keys by the sum over the response's rows      (Eq. 1)
+        kept   = the same by the window's rows                                   (Eq. 2)
+        recall = |kept and gold| / |gold|                                        (Eq. 3)
+
+    Args:
+        k: [b, Hk, n, d], the prompt's keys.
+        q_observed: [b, Hq, w, d].
+        q_response: [b, Hq, any, d], which see all of k.
+        budget: tokens (int), or a fraction in (0, 1] of n (float).
+        visible: int32 [w] or [b, w], how many keys each observed row sees (a window inside the prompt); None: all.
+        score: "softmax", or "dot" as the equations are printed.
+        kernel_size, pooling, pool_first, group_reduce: as in `kvops.SnapKV`, but that pooling is off by default.
+        call: scale, softcap, sink_logits, starts, lengths; see `RecallCall`.
+
+    Returns:
+        fp32 [b, Hk].
+
+    Source: LAQ, Sec. 3.
+    """
+    op = "recall"
+    pool = Pooling(kernel_size, pooling, pool_first, group_reduce)
+    pool.check(op)
+    check_rank(op, k)
+    keep = budget_tokens(op, budget, k.shape[2])
+    spans = call.get("starts"), call.get("lengths")
+    kept, gold = (
+        best_slots(prompt_scores(op, name, q, k, pool, limits, score=score, **call), keep, *spans)
+        for name, q, limits in (("q_observed", q_observed, visible), ("q_response", q_response, None))
+    )
+    return (kept & gold).sum(-1).float() / gold.sum(-1).clamp(min=1)
+
+
+def prompt_scores(
+    op: str,
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    pool: Pooling,
+    visible: Tensor | None = None,
+    *,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """What queries say of a prompt's keys, as in `recall`: fp32 [b, Hk, n]. options: score, scale, softcap,
+    sink_logits."""
+    check_queries(op, name, q, k)
+    end = span_ends(k, starts, lengths)
+    if visible is None:
+        visible = lookahead_limits(op, end, 0, q.shape[2], False, None, k)
+    scores = summed_scores(q, k, visible, None, starts=starts, group_reduce=pool.operator_reduce, **options)
+    assert scores is not None  # q has rows
+    return pool(scores, k.shape[1], outside_prefix(k, 0, starts, end))
+
+
+def best_slots(scores: Tensor, keep: int, starts: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+    """Which slots have the `keep` highest scores, fp32 [b, Hk, n]: bool [b, Hk, n]."""
+    *outer, n = scores.shape
+    indices = select_topk(scores, k=keep, starts=starts, lengths=lengths)
+    best = torch.zeros(*outer, n + 1, dtype=torch.bool, device=scores.device)
+    return best.scatter_(2, torch.where(indices < 0, n, indices), True)[:, :, :n]
