@@ -209,17 +209,6 @@ def test_a_gpus_starts_and_lengths_are_not_looked_at():
         assert kit.same(*results)
 
 
-def test_opcheck_and_compile():
-    k, _ = kit.kv(2, 2, 40, 16)
-    anchor = kit.randn(2, 2, 16)
-    for arguments in ((k,), (k.half(), None, False), (k, anchor), (k, None, True, kit.int32(0, 0), kit.int32(40, 40))):
-        torch.library.opcheck(torch.ops.kvops.anchor_cosine.default, arguments)
-    compiled = torch.compile(lambda k: ops.anchor_cosine(k) + 1, fullgraph=True)
-    for layout in ("bhnd", "bnhd"):
-        k, _ = kit.kv(2, 2, 70, 16, layout=layout)
-        assert torch.equal(compiled(k), ops.anchor_cosine(k) + 1)
-
-
 @pytest.mark.parametrize("heads, n", [(1, 3000), (4, 700)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_beyond_fp32_still_have_a_direction(dtype, heads, n):

@@ -267,12 +267,3 @@ def test_a_gpus_starts_and_lengths_are_not_looked_at():
     for bad, good in kit.spans_beyond_50():
         found, expected = (ops.assign_prototypes(k, prototypes, starts=s, lengths=c) for s, c in (bad, good))
         assert torch.equal(found, expected)
-
-
-def test_opcheck_and_compile():
-    k, _ = kit.kv(2, 2, 40, 16)
-    prototypes = kit.randn(2, 2, 9, 16)
-    for arguments in ((k, prototypes), (k.half(), prototypes, kit.int32(0, 2), kit.int32(40, 30))):
-        torch.library.opcheck(torch.ops.kvops.assign_prototypes.default, arguments)
-    compiled = torch.compile(lambda k: ops.assign_prototypes(k, prototypes) + 1, fullgraph=True)
-    assert torch.equal(compiled(k), ops.assign_prototypes(k, prototypes) + 1)

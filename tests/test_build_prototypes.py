@@ -193,13 +193,3 @@ def test_a_gpus_anchors_are_not_looked_at():
     bad = torch.tensor([[[-5, 3, 7, 2**40, 20]]]), torch.tensor([[[0, 1, 9, 0, 0]]], dtype=torch.int32)
     good = torch.tensor([[[3, 7, -1, -1, -1]]]), torch.tensor([[[1, -1, 0, 0, 0]]], dtype=torch.int32)
     assert kit.same(build(k, *bad, 4), build(k, *good, 4))
-
-
-def test_opcheck_and_compile():
-    k, _ = kit.kv(2, 2, 40, 16)
-    sats, buckets = anchors(k, 6)
-    spans = kit.int32(0, 2), kit.int32(40, 30)
-    for arguments in ((k, sats, buckets, 5), (k.half(), None, None, 50, 2), (k, sats, buckets, 5, 4, *spans)):
-        torch.library.opcheck(torch.ops.kvops.build_prototypes.default, arguments)
-    compiled = torch.compile(lambda k: build(k, sats, buckets, 5)[0] + 1, fullgraph=True)
-    assert torch.equal(compiled(k), build(k, sats, buckets, 5)[0] + 1)

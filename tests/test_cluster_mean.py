@@ -142,11 +142,3 @@ def test_a_gpus_assignment_is_not_looked_at():
     scores, bad = kit.randn(1, 1, 6), torch.tensor([[[0, 3, -2, 2**31 - 1, -(2**31), 2]]], dtype=torch.int32)
     good = bad.masked_fill((bad < 0) | (bad >= 3), -1)
     assert kit.same([ops.cluster_mean(scores, bad, num_clusters=3)], [ops.cluster_mean(scores, good, num_clusters=3)])
-
-
-def test_opcheck_and_compile():
-    scores, assignment = kit.randn(2, 2, 40), torch.arange(40, dtype=torch.int32).remainder(5).expand(2, 2, 40)
-    for arguments in ((scores, assignment, 5), (scores, assignment, 5, ops.REDUCTIONS["sum"])):
-        torch.library.opcheck(torch.ops.kvops.cluster_mean.default, arguments)
-    compiled = torch.compile(lambda s: ops.cluster_mean(s * 2, assignment, num_clusters=5), fullgraph=True)
-    assert kit.same([compiled(scores)], [ops.cluster_mean(scores * 2, assignment, num_clusters=5)])

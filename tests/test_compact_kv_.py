@@ -165,19 +165,3 @@ def test_a_gpus_indices_are_not_looked_at():
         for x, y in zip(expected, (k, v)):
             x[0, 1, skipped] = y[0, 1, skipped]
         assert same(ops.compact_kv_(k.clone(), v.clone(), bad), expected)
-
-
-def test_opcheck_and_compile():
-    k, v = kit.kv(2, 2, 40, 16)
-    indices = random_indices(2, 2, 40, 10)
-    torch.library.opcheck(torch.ops.kvops.compact_kv_.default, (k, v, indices))
-
-    @torch.compile(fullgraph=True)
-    def compiled(k, v, i):
-        k, v = ops.compact_kv_(k, v, i)
-        return k + 0, v + 0
-
-    for layout in ("bhnd", "bnhd"):
-        k, v = kit.kv(2, 2, 40, 16, layout=layout)
-        expected = ops.gather_kv(k, v, indices)
-        assert same(compiled(k, v, indices), expected) and same((k[:, :, :10], v[:, :, :10]), expected)

@@ -164,18 +164,6 @@ def test_a_gpus_indices_are_not_looked_at():
     assert same(ops.gather_kv(k, v, bad), moved(k, v, torch.where(bad == indices, indices, -1)))
 
 
-def test_opcheck_and_compile():
-    k, v = kit.kv(2, 2, 40, 16, dv=8)
-    indices = random_indices(2, 2, 40, 10)
-    torch.library.opcheck(torch.ops.kvops.gather_kv.default, (k, v, indices))
-    out = dict(k_out=torch.empty(2, 2, 10, 16), v_out=torch.empty(2, 2, 10, 8))
-    torch.library.opcheck(torch.ops.kvops.gather_kv.out, (k, v, indices), out)
-    compiled = torch.compile(lambda k, v, i: ops.gather_kv(k, v, i), fullgraph=True)
-    for layout in ("bhnd", "bnhd"):
-        k, v = kit.kv(2, 2, 40, 16, layout=layout)
-        assert same(compiled(k, v, indices), ops.gather_kv(k, v, indices))
-
-
 @kit.only("cpu", "simulator")
 def test_lazy_clones_are_read_without_a_copy():
     """A copy-on-write clone shares its memory until it is written to; reading K, V and indices must not end that."""

@@ -222,22 +222,3 @@ def test_bad_input_changes_nothing():
     with kit.refuses(r"k\[1\] requires grad"):
         ops.ladder_compact_([k, other[0].clone().requires_grad_()], [v, other[1]], plan=plan, layer=[3, 4])
     assert same((k, v, *other), before)
-
-
-def test_opcheck_and_compile():
-    inputs = [kit.kv(2, 2, 40, 16, dv=8, seed=seed) for seed in range(2)]
-    keys, values = (list(x) for x in zip(*inputs))
-    plan, inv_freq = ladder_plan(40, (2, 3)), frequencies(8)
-    arguments = (keys, values, plan.encoded, [3, 6])
-    torch.library.opcheck(torch.ops.kvops.ladder_compact_.default, arguments, dict(inv_freq=inv_freq))
-
-    @torch.compile(fullgraph=True)
-    def compiled(keys, values, inv_freq):
-        keys, values = ops.ladder_compact_(keys, values, plan=plan, layer=[3, 6], inv_freq=inv_freq)
-        return [x + 0 for x in keys + values]
-
-    for layout in ("bhnd", "bnhd"):
-        keys, values = (list(x) for x in zip(*(kit.kv(2, 2, 40, 16, layout=layout, seed=seed) for seed in range(2))))
-        expected = sum(ops.ladder_gather(keys, values, plan=plan, layer=[3, 6], inv_freq=inv_freq), [])
-        assert same(compiled(keys, values, inv_freq), expected)
-        assert same([x[:, :, : len(plan)] for x in keys + values], expected)

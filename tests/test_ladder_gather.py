@@ -381,23 +381,6 @@ def test_bad_input_changes_nothing():
         ops.ladder_gather(k, v, plan=plan, layer=3, out=(out[0].requires_grad_(), out[1]))
 
 
-def test_opcheck_and_compile():
-    inputs = [kit.kv(2, 2, 40, 16, dv=8, seed=seed) for seed in range(2)]
-    keys, values = (list(x) for x in zip(*inputs))
-    plan, inv_freq = ladder_plan(40, (2, 3)), frequencies(8)
-    arguments = (keys, values, plan.encoded, [3, 6])
-    torch.library.opcheck(torch.ops.kvops.ladder_gather.default, arguments, dict(inv_freq=inv_freq))
-    out = dict(
-        k_out=[torch.empty(2, 2, 25, 16) for _ in inputs],
-        v_out=[torch.empty(2, 2, 25, 8) for _ in inputs],
-    )
-    torch.library.opcheck(torch.ops.kvops.ladder_gather.out, arguments, out)
-    compiled = torch.compile(lambda k, v, f: ops.ladder_gather(k, v, plan=plan, layer=3, inv_freq=f), fullgraph=True)
-    for layout in ("bhnd", "bnhd"):
-        k, v = kit.kv(2, 2, 40, 16, layout=layout)
-        assert same(compiled(k, v, inv_freq), ops.ladder_gather(k, v, plan=plan, layer=3, inv_freq=inv_freq))
-
-
 @kit.only("cpu", "simulator")
 def test_lazy_clones_are_read_without_a_copy():
     """A copy-on-write clone shares its memory until it is written to; reading it must not end that."""

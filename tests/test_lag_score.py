@@ -252,17 +252,6 @@ def test_a_gpus_starts_and_lengths_are_not_looked_at():
         assert kit.same(scores[:1], scores[1:])
 
 
-def test_opcheck_and_compile():
-    k, v = kit.kv(2, 2, 70, 16)
-    starts = kit.int32(0, 0)
-    for arguments in ((k, v, 16), (k.to(torch.bfloat16), v.to(torch.bfloat16), 16, 4), (k, v, 8, 0, 1.0, True, starts)):
-        torch.library.opcheck(torch.ops.kvops.lag_score.default, arguments)
-    compiled = torch.compile(lambda k, v: ops.lag_score(k, v, lag=16, prefix=4) * 2, fullgraph=True)
-    for layout in ("bhnd", "bnhd"):
-        k, v = kit.kv(2, 2, 70, 16, layout=layout)
-        assert torch.equal(compiled(k, v), ops.lag_score(k, v, lag=16, prefix=4) * 2)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("range_of_one", [3e-38, 2e-39, 5e-40])
 def test_a_channel_of_a_very_small_range_counts(dtype, range_of_one):

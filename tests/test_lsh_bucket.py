@@ -133,11 +133,3 @@ def test_a_gpus_indices_are_not_looked_at():
     indices = torch.tensor([[[3, 10, -2, 2**40, 4]]])
     expected = ops.lsh_bucket(k, torch.tensor([[[3, -1, -1, -1, 4]]]), *drawn(4, 8))
     assert torch.equal(ops.lsh_bucket(k, indices, *drawn(4, 8)), expected)
-
-
-def test_opcheck_and_compile():
-    k, _ = kit.kv(2, 2, 30, 16)
-    chosen, drawing = every(k)[:, :, :5].contiguous(), drawn(2, 16)
-    torch.library.opcheck(torch.ops.kvops.lsh_bucket.default, (k, chosen, *drawing))
-    compiled = torch.compile(lambda k: ops.lsh_bucket(k, chosen, *drawing) + 1, fullgraph=True)
-    assert torch.equal(compiled(k), ops.lsh_bucket(k, chosen, *drawing) + 1)

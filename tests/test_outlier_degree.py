@@ -221,13 +221,3 @@ def test_a_gpus_starts_and_lengths_are_not_looked_at():
     for bad, good in kit.spans_beyond_50():
         scores, expected = (ops.outlier_degree(k, starts=s, lengths=c) for s, c in (bad, good))
         assert kit.same([scores], [expected])
-
-
-def test_opcheck_and_compile():
-    k, _ = kit.kv(2, 2, 40, 16)
-    for arguments in ((k,), (k.half(), 9, False), (k, 5, True, kit.int32(0, 0), kit.int32(40, 40))):
-        torch.library.opcheck(torch.ops.kvops.outlier_degree.default, arguments)
-    compiled = torch.compile(lambda k: ops.outlier_degree(k) + 1, fullgraph=True)
-    for layout in ("bhnd", "bnhd"):
-        k, _ = kit.kv(2, 2, 70, 16, layout=layout)
-        assert torch.equal(compiled(k), ops.outlier_degree(k) + 1)

@@ -220,16 +220,6 @@ def test_bad_input_changes_nothing():
         ops.rope_at_slots(k, cos, sin, out=out.requires_grad_())
 
 
-def test_opcheck_and_compile():
-    k, (cos, sin) = keys(2, 2, 20, 16), tables(20, 8)
-    torch.library.opcheck(torch.ops.kvops.rope_at_slots.default, (k, cos, sin), dict(interleaved=True))
-    torch.library.opcheck(torch.ops.kvops.rope_at_slots.out, (k, cos, sin), dict(k_out=torch.empty_like(k)))
-    compiled = torch.compile(lambda k, cos, sin: ops.rope_at_slots(k, cos, sin), fullgraph=True)
-    for layout in ("bhnd", "bnhd"):
-        k = keys(2, 2, 20, 16, layout=layout)
-        assert same((compiled(k, cos, sin),), (ops.rope_at_slots(k, cos, sin),))
-
-
 @kit.only("cpu", "simulator")
 def test_lazy_clones_are_read_without_a_copy():
     """A copy-on-write clone shares its memory until it is written to; reading it must not end that."""

@@ -369,19 +369,3 @@ def test_a_gpus_limits_are_not_looked_at():
     bad = ops.window_scores(q, k, kit.int32(-5, 60, 2**31 - 1), starts=kit.int32(-7, 70))
     good = ops.window_scores(q, k, kit.int32(0, 50, 50), starts=kit.int32(0, 50))
     assert torch.equal(bad, good)
-
-
-def test_opcheck_and_compile():
-    q, k, visible = kit.window(2, 2, 2, 3, 40, 16)
-    lse, none = true_lse(q, k, visible), dict(reduce=ops.REDUCTIONS["max"], group_reduce=ops.REDUCTIONS["none"])
-    for args, kwargs in (
-        ((q, k, visible), {}),
-        ((q.half(), k.half(), visible), dict(score=ops.SCORES["dot"], **none)),
-        ((q, k, visible.repeat(2, 1), lse), dict(scale=16**-0.5, starts=kit.int32(0, 0), sink_logits=torch.zeros(4))),
-    ):
-        torch.library.opcheck(torch.ops.kvops.window_scores.default, args, kwargs)
-    compiled = torch.compile(lambda q, k, v: ops.window_scores(q, k, v, reduce="mean") + 1, fullgraph=True)
-    for layout in ("bhnd", "bnhd"):
-        q, k, visible = kit.window(2, 2, 2, 3, 70, 16)
-        k = kit.laid_out(k, layout)
-        assert torch.equal(compiled(q, k, visible), ops.window_scores(q, k, visible, reduce="mean") + 1)
