@@ -181,13 +181,13 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
         ),
     ),
     "window_scores, lse": lambda x: (ops.window_scores(x.q, x.k, x.visible, lse=x.lse, softcap=SOFTCAP),),
-    "window_scores, one row": lambda x: (ops.window_scores(x.q[:, :, :1], x.k, x.visible[:, :1].contiguous()),),
+    "window_scores, one row": lambda x: (ops.window_scores(x.q[:, :, -1:], x.k, x.visible[:, -1:].contiguous()),),
     "window_scores, dot": lambda x: (
         ops.window_scores(x.q, x.k, x.visible[0], scale=0.2, score="dot", reduce="max", group_reduce="none"),
     ),
     "window_attention": lambda x: ops.window_attention(x.q, x.k, x.v, x.visible, starts=x.starts),
     "window_attention, one row": lambda x: ops.window_attention(
-        x.q[:, :, :1], x.k, x.v, x.visible[:, :1].contiguous(), sink_logits=x.sink_logits, softcap=SOFTCAP
+        x.q[:, :, -1:], x.k, x.v, x.visible[:, -1:].contiguous(), sink_logits=x.sink_logits, softcap=SOFTCAP
     ),
     "window_attention, heads": lambda x: ops.window_attention(
         x.q, x.k, x.v, x.visible[0], scale=0.2, reduce="max", group_reduce="none"
@@ -217,6 +217,9 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "compact_kv_": lambda x: ops.compact_kv_(x.k, x.v, x.indices),
     "ladder_gather": lambda x: ops.ladder_gather(x.k, x.v, plan=x.plan, layer=3),
     "ladder_gather, RoPE": lambda x: ops.ladder_gather(x.k, x.v, plan=x.plan, layer=3, inv_freq=x.inv_freq),
+    "ladder_gather, some channels": lambda x: ops.ladder_gather(
+        x.k, x.v, plan=x.plan, layer=3, inv_freq=x.inv_freq[:3]
+    ),
     "ladder_gather, out=": lambda x: ops.ladder_gather(x.k, x.v, plan=x.plan, layer=3, out=x.ladder_out),
     "ladder_gather, layers": lambda x: flat(
         ops.ladder_gather(
@@ -229,13 +232,16 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
             [x.v, x.deep[1]],
             plan=x.plan,
             layer=[1, 5],
-            inv_freq=x.inv_freq[:5],
+            inv_freq=x.inv_freq[:3],
             interleaved=True,
             out=tuple([y, torch.empty_like(y)] for y in x.ladder_out),
         )
     ),
     "ladder_compact_": lambda x: ops.ladder_compact_(x.k, x.v, plan=x.plan, layer=3),
     "ladder_compact_, RoPE": lambda x: ops.ladder_compact_(x.k, x.v, plan=x.plan, layer=3, inv_freq=x.inv_freq),
+    "ladder_compact_, some channels": lambda x: ops.ladder_compact_(
+        x.k, x.v, plan=x.plan, layer=3, inv_freq=x.inv_freq[:3], interleaved=True
+    ),
     "ladder_compact_, layers": lambda x: flat(
         ops.ladder_compact_(
             [x.k, x.deep[0]], [x.v, x.deep[1]], plan=x.plan, layer=[1, 5], inv_freq=x.inv_freq, interleaved=True
@@ -243,12 +249,15 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     ),
     "rope_at_slots": lambda x: (ops.rope_at_slots(x.k, *x.angles),),
     "rope_at_slots, interleaved": lambda x: (
-        ops.rope_at_slots(x.k, *(y[..., :5] for y in x.angles), interleaved=True),
+        ops.rope_at_slots(x.k, *(y[..., :3] for y in x.angles), interleaved=True),
     ),
     "rope_at_slots, out=": lambda x: (
-        ops.rope_at_slots(x.k, *(y[..., :5] for y in x.angles), out=torch.empty_like(x.k)),
+        ops.rope_at_slots(x.k, *(y[..., :3] for y in x.angles), out=torch.empty_like(x.k)),
     ),
     "rope_at_slots, in place": lambda x: (ops.rope_at_slots(x.k, *x.angles, interleaved=True, out=x.k),),
+    "rope_at_slots, in place, some channels": lambda x: (
+        ops.rope_at_slots(x.k, *(y[..., :3] for y in x.angles), out=x.k),
+    ),
     "outlier_degree": lambda x: (ops.outlier_degree(x.k),),
     "outlier_degree, padded": lambda x: (ops.outlier_degree(x.k, kappa=70, starts=x.starts, lengths=x.lengths),),
     "outlier_degree, similarity": lambda x: (ops.outlier_degree(x.k, standardize=False),),

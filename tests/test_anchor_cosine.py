@@ -44,13 +44,6 @@ def test_layouts_change_nothing(layout, dtype):
     assert torch.equal(plain, ops.anchor_cosine(kit.kv(2, 2, 150, 72, dtype, layout)[0]))
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap):
-    k, _ = kit.kv(2, 2, 70, 40, dtype)
-    assert torch.equal(ops.anchor_cosine(kit.unaligned(k, offset, gap)), ops.anchor_cosine(k))
-
-
 @kit.only("cuda", "simulator")
 def test_many_heads():
     """More than a CUDA grid has room for in y; what a head scores does not depend on it."""
@@ -161,11 +154,6 @@ def test_every_16_bit_value_is_read_right(dtype):
     assert torch.equal(actual.isnan(), exact.isnan()) and exact.isnan().any()
     tiny = torch.finfo(torch.float32).tiny
     assert ((actual - exact).abs() <= 1e-6 * exact.abs() + tiny)[~exact.isnan()].all()
-
-
-def test_offsets_beyond_31_bits():
-    k, _ = kit.kv(1, 2, 12, 8, torch.float16)
-    assert torch.equal(ops.anchor_cosine(kit.far_apart(k)), ops.anchor_cosine(k))
 
 
 def test_any_positive_multiple_of_the_anchor_scores_alike():

@@ -88,20 +88,6 @@ def test_layouts_change_nothing(layout, dtype):
     assert torch.equal(plain, ops.assign_prototypes(kit.kv(2, 2, 150, 72, dtype, layout)[0], prototypes))
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("offset, gap", [(1, 0), (4, 0), (8, 8), (0, 1), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap):
-    k, _ = kit.kv(2, 2, 70, 40, dtype)
-    prototypes = kit.randn(2, 2, 40, 40)
-    assert torch.equal(ops.assign_prototypes(kit.unaligned(k, offset, gap), prototypes), check(k, prototypes))
-
-
-def test_offsets_beyond_31_bits():
-    k, _ = kit.kv(1, 2, 12, 8, torch.float16)
-    prototypes = kit.randn(1, 2, 9, 8)
-    assert torch.equal(ops.assign_prototypes(kit.far_apart(k), prototypes), ops.assign_prototypes(k, prototypes))
-
-
 def test_a_batch_changes_nothing():
     k, _ = kit.kv(3, 5, 300, 64, torch.bfloat16)
     prototypes = kit.randn(3, 5, 50, 64)

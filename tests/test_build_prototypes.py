@@ -62,12 +62,6 @@ def test_layouts_change_nothing(layout, dtype):
         assert kit.same(build(k, wide, buckets, 7), expected)
 
 
-def test_offsets_beyond_31_bits():
-    k, _ = kit.kv(1, 2, 12, 8, torch.float16)
-    sats = anchors(k, 3)
-    assert kit.same(build(kit.far_apart(k), *sats, 3), build(k, *sats, 3))
-
-
 @pytest.mark.parametrize("chunks", [1, 5, 700])
 def test_every_key_is_in_one_mean(chunks):
     """The means, each times its count, add up to the sum of the keys."""

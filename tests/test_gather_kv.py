@@ -57,19 +57,6 @@ def test_narrow_and_wide_rows(dtype, d, dv):
     assert same(ops.gather_kv(k, v, indices), moved(k, v, indices))
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap):
-    """The width of an access is what all of the addresses allow."""
-    k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
-    indices = random_indices(2, 3, 40, 17, missing=1)
-    expected = moved(k, v, indices)
-    assert same(ops.gather_kv(kit.unaligned(k, offset, gap), v, indices), expected)
-    assert same(ops.gather_kv(k, kit.unaligned(v, offset, gap), indices), expected)
-    out = tuple(kit.unaligned(torch.zeros_like(x), offset, gap) for x in expected)
-    assert same(ops.gather_kv(k, v, indices, out=out), expected)
-
-
 @kit.only("cuda", "simulator")
 def test_many_heads():
     """More than a CUDA grid has room for in y."""
@@ -111,15 +98,6 @@ def test_empty(b, heads, n, m):
     k, v = kit.kv(b, heads, n, 16)
     indices = torch.full((b, heads, m), -1)
     assert same(ops.gather_kv(k, v, indices), (torch.zeros(b, heads, m, 16),) * 2)
-
-
-def test_offsets_beyond_31_bits():
-    k, v = kit.kv(1, 2, 12, 8, torch.float16)
-    indices = torch.tensor([[[0, 5, 11], [1, 10, 11]]])
-    far = kit.far_apart(k)
-    assert same(ops.gather_kv(far, far, indices), moved(k, k, indices))
-    ops.gather_kv(k, v, indices, out=(far[:, :, 9:], torch.empty(1, 2, 3, 8, dtype=torch.float16)))
-    assert same((far[:, :, 9:],), moved(k, v, indices)[:1])
 
 
 def test_bad_input_changes_nothing():

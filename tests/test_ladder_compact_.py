@@ -87,18 +87,6 @@ def test_narrow_and_wide_rows(dtype, d, dv):
     check(*kit.kv(1, 2, 50, d, dtype, dv=dv), plan, 0, inv_freq=frequencies(d // 2))
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap):
-    """The width of an access is what all of the addresses allow."""
-    plan = ladder_plan(40, (2, 3))
-    for rope in ({}, dict(inv_freq=frequencies(12)), dict(inv_freq=frequencies(10), interleaved=True)):
-        k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
-        check(kit.unaligned(k, offset, gap), v, plan, 6, **rope)
-        k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
-        check(k, kit.unaligned(v, offset, gap), plan, 6, **rope)
-
-
 @pytest.mark.parametrize("count", [1, 2, 9, 40])
 @pytest.mark.parametrize("turned", [False, True])
 def test_lists_of_layers(count, turned):
@@ -185,11 +173,6 @@ def test_k_and_v_may_be_slices_of_one_buffer():
     expected = [moved(*kv, plan, 2 * i) for i, kv in enumerate(stack)]
     results = ops.ladder_compact_(*(list(x) for x in stack.unbind(1)), plan=plan, layer=[0, 2, 4, 6])
     assert all(map(same, zip(*results), expected))
-
-
-def test_offsets_beyond_31_bits():
-    k, v = kit.kv(1, 2, 12, 8, torch.float16)
-    check(kit.far_apart(k), v, ladder_plan(12, (1, 1)), 7, inv_freq=frequencies(4))
 
 
 def test_bad_input_changes_nothing():

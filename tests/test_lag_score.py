@@ -43,15 +43,6 @@ def test_narrow_and_wide_rows(dtype, d, dv):
     check(*kit.kv(1, 2, 40, d, dtype, dv=dv), 10)
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap):
-    k, v = kit.kv(2, 2, 70, 40, dtype, dv=24)
-    expected = ops.lag_score(k, v, lag=16, prefix=3)
-    assert torch.equal(ops.lag_score(kit.unaligned(k, offset, gap), v, lag=16, prefix=3), expected)
-    assert torch.equal(ops.lag_score(k, kit.unaligned(v, offset, gap), lag=16, prefix=3), expected)
-
-
 @kit.only("cuda", "simulator")
 def test_many_heads():
     """More than a CUDA grid has room for in y; what a head scores does not depend on it."""
@@ -197,11 +188,6 @@ def test_a_subject_far_outside_of_the_reference(offset):
 @pytest.mark.parametrize("lag", [kit.size(9_000, 2_400), kit.size(55_000, 10_900)])  # beyond shared memory
 def test_long_partitions(lag):
     check(*kit.kv(1, 1, 2 * lag + 99, 8), lag, 16)
-
-
-def test_offsets_beyond_31_bits():
-    k, v = kit.kv(1, 2, 12, 8, torch.float16)
-    assert torch.equal(ops.lag_score(kit.far_apart(k), v, lag=4), ops.lag_score(k, v, lag=4))
 
 
 def test_bad_input():

@@ -1,10 +1,12 @@
 """What holds for every operator of the schema, by its calls in calls.py: graphs, repeats, rows at any address."""
 
+import copy
 import dataclasses
 import functools
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import kit
 from calls import CALLS, OPERATORS_CALLS, Inputs, direct, inputs
@@ -77,3 +79,63 @@ def test_compile(op):
         with torch.no_grad():
             expected = [z + 1 for call in calls for z in call(x)]
             assert kit.same(compiled(y), expected) and kit.same(y.tensors(), x.tensors())
+
+
+# Rows at any address. Other tensors must be contiguous.
+
+CONTIGUOUS = {
+    *("anchor", "starts", "lengths", "visible", "sink_logits", "budgets"),
+    *("inv_freq", "projection", "phase", "buckets", "prototypes", "cluster_scores"),
+}
+
+
+def rows_of(arguments: dict) -> dict[str, list[torch.Tensor]]:
+    """The arguments that may lie anywhere, one tensor or a list of them."""
+    found = {name: x if isinstance(x, list) else [x] for name, x in arguments.items() if name not in CONTIGUOUS}
+    return {name: x for name, x in found.items() if isinstance(x[0], torch.Tensor)}
+
+
+def moved(arguments: dict, name: str, f) -> dict:
+    """Copies of the arguments, with f of one of them. What was the same tensor still is."""
+    copies = {id(x): x.clone() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)}
+    copies |= {id(x): f(x) for x in tree_leaves(arguments[name])}
+    return tree_map_only(torch.Tensor, lambda x: copies[id(x)], arguments)
+
+
+def outcome(overload, arguments: dict) -> list[torch.Tensor]:
+    """What a call returns, and what it writes."""
+    written = [arguments[x.name] for x in overload._schema.arguments if x.alias_info]
+    return [x for x in tree_leaves((overload(**arguments), written)) if x is not None]
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@every_call
+def test_rows_at_any_address(name, dtype):
+    """The width of an access is what all of the addresses allow."""
+    overload, arguments = direct(name, fresh(heads=2, n=72, d=40, dv=24, dtype=dtype))
+    expected = outcome(overload, copy.deepcopy(arguments))
+    for offset, gap in ((1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)):
+        for x in rows_of(arguments):
+            elsewhere = moved(arguments, x, lambda rows: kit.unaligned(rows, offset, gap))  # noqa: B023
+            assert kit.same(outcome(overload, elsewhere), expected), (x, offset, gap)
+
+
+@every_operator
+def test_offsets_beyond_31_bits(op):
+    """In each tensor of rows; the last row, which lies there, has a say in a call."""
+    needed, found = set(), set()
+    for name in calls_of(op):
+        # 5 sinks and 12 partitions of 6 tokens: LagKV's last one reaches to the end.
+        overload, arguments = direct(name, fresh(b=1, heads=2, n=77, d=8, dv=8, dtype=torch.float16))
+        expected = outcome(overload, copy.deepcopy(arguments))
+        for x, (rows, *_) in rows_of(arguments).items():
+            if rows.dtype != torch.float16 or rows.shape[2] < 3:
+                continue
+            needed.add(x)
+            assert kit.same(outcome(overload, moved(arguments, x, kit.far_apart)), expected), (name, x)
+            if x.endswith("out"):
+                found.add(x)
+            elif arguments.get("lse") is None:  # which other keys contradict
+                others = moved(arguments, x, lambda y: torch.cat([y[:, :, :-1], y[:, :, :1]], 2))
+                found |= {x} if not kit.same(outcome(overload, others), expected) else set()
+    assert found == needed

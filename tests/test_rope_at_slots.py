@@ -94,24 +94,6 @@ def test_tables_of_any_strides_and_values(dtype, interleaved):
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
-def test_rows_at_any_address(dtype, interleaved, offset, gap):
-    """The width of an access is what all of the addresses allow."""
-    k = keys(2, 3, 20, 24, dtype)
-    for pairs in (12, 5):
-        cos, sin = tables(20, pairs)
-        expected = ops.rope_at_slots(k, cos, sin, interleaved=interleaved)
-        check(expected, k, cos, sin, interleaved)
-        far = kit.unaligned(k, offset, gap)
-        assert same((ops.rope_at_slots(far, cos, sin, interleaved=interleaved),), (expected,))
-        far_tables = [kit.unaligned(x, offset, gap) for x in (cos, sin)]
-        assert same((ops.rope_at_slots(k, *far_tables, interleaved=interleaved),), (expected,))
-        ops.rope_at_slots(far, cos, sin, interleaved=interleaved, out=far)
-        assert same((far,), (expected,))
-
-
-@pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("d", [1024, 2048])
 def test_wide_rows(dtype, d):
     k, (cos, sin) = keys(1, 2, 5, d, dtype), tables(5, d // 2)
@@ -172,14 +154,6 @@ def test_empty(b, heads, n):
     k = keys(b, heads, n, 16)
     assert ops.rope_at_slots(k, *tables(n, 8)).shape == k.shape
     assert ops.rope_at_slots(k, *tables(n, 8, b)).shape == k.shape
-
-
-def test_offsets_beyond_31_bits():
-    k, (cos, sin) = keys(1, 2, 12, 8, torch.float16), tables(12, 4)
-    far, expected = kit.far_apart(k), ops.rope_at_slots(k, cos, sin)
-    assert same((ops.rope_at_slots(far, cos, sin),), (expected,))
-    ops.rope_at_slots(k, cos, sin, out=far)
-    assert same((far,), (expected,))
 
 
 def test_bad_input_changes_nothing():
