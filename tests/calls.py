@@ -264,7 +264,7 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "lsh_bucket": lambda x: (ops.lsh_bucket(x.k, x.indices, x.projection, x.phase),),
     "build_prototypes": lambda x: ops.build_prototypes(x.k, sat_indices=x.indices, buckets=x.buckets, num_chunks=66),
     "build_prototypes, padded": lambda x: ops.build_prototypes(
-        x.k, sat_indices=x.indices, buckets=x.buckets, num_chunks=66, starts=x.starts, lengths=x.lengths
+        x.k, sat_indices=x.indices, buckets=x.buckets, num_chunks=1, starts=x.starts, lengths=x.lengths
     ),
     "build_prototypes, chunks": lambda x: ops.build_prototypes(
         x.k, num_chunks=70, num_buckets=0, starts=x.starts, lengths=x.lengths

@@ -97,12 +97,6 @@ def test_a_batch_changes_nothing():
         assert torch.equal(ops.assign_prototypes(k[own], prototypes[own].contiguous()), together[own])
 
 
-def test_repeatable():
-    k, _ = kit.kv(1, 2, kit.size(5_000, 600), 64, torch.bfloat16)
-    prototypes = means(k, 100)
-    kit.assert_repeatable(lambda: (ops.assign_prototypes(k, prototypes),))
-
-
 @kit.only("cpu")
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("heads, n", [(1, 9000), (3, 3000), (9, 1100)])

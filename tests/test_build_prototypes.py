@@ -131,13 +131,6 @@ def test_a_batch_changes_nothing():
         assert kit.same(alone, [x[own].contiguous() for x in together])
 
 
-@pytest.mark.parametrize("chunks", [1, 40])
-def test_repeatable(chunks):
-    k, _ = kit.kv(1, 2, kit.size(20_000, 2_000), 64, torch.bfloat16)
-    sats = anchors(k, 32)
-    kit.assert_repeatable(lambda: build(k, *sats, chunks))
-
-
 @kit.only("cpu")
 @pytest.mark.parametrize("chunks", [1, 496])
 def test_threads_change_nothing(chunks):

@@ -107,12 +107,6 @@ def test_strided_and_expanded_inputs():
     assert torch.equal(expanded, ops.cluster_mean(scores, assignment[:, :1].repeat(1, 6, 1), num_clusters=5))
 
 
-def test_repeatable():
-    n = kit.size(20_000, 3_000)
-    scores, assignment = kit.randn(1, 2, n), kit.clusters(1, 2, n, 30)
-    kit.assert_repeatable(lambda: (ops.cluster_mean(scores, assignment, num_clusters=30),))
-
-
 def test_bad_input():
     scores, assignment = torch.zeros(2, 2, 10), torch.zeros(2, 2, 10, dtype=torch.int32)
     good = dict(scores=scores, assignment=assignment, num_clusters=3)

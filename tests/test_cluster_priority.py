@@ -87,6 +87,7 @@ def test_strided_and_expanded_inputs():
 
 
 def test_repeatable():
+    """More clusters than a block has threads."""
     n = kit.size(20_000, 3_000)
     scores, assignment, means = kit.randn(1, 2, n), kit.clusters(1, 2, n, 300), kit.randn(1, 2, 300)
     kit.assert_repeatable(lambda: ops.cluster_priority(scores, assignment, means, k=n // 2))

@@ -59,9 +59,8 @@ def test_repeatable(d, heads):
     """Rows that are overtaken while they are still to be read would not be."""
     k, v = kit.kv(1, heads, kit.size(3_000, 700), d, torch.bfloat16)
     n = k.shape[2]
-    for m in (n // 3, n - 3):
-        indices = random_indices(1, heads, n, m)
-        kit.assert_repeatable(lambda: ops.compact_kv_(k.clone(), v.clone(), indices))  # noqa: B023
+    indices = random_indices(1, heads, n, n - 3)
+    kit.assert_repeatable(lambda: ops.compact_kv_(k.clone(), v.clone(), indices))
 
 
 @pytest.mark.parametrize("shift", [1, 5, 300])

@@ -235,14 +235,6 @@ def test_many_heads():
     assert same(ops.ladder_gather(k, v, plan=plan, layer=1), moved(k, v, plan, 1))
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-def test_repeatable(dtype):
-    k, v = kit.kv(2, 3, 300, 64, dtype)
-    plan = lacache_plan(300, num_layers=8, budget=150)
-    kit.assert_repeatable(lambda: ops.ladder_gather(k, v, plan=plan, layer=2))
-    kit.assert_repeatable(lambda: ops.ladder_gather(k, v, plan=plan, layer=2, inv_freq=frequencies(32)))
-
-
 @kit.only("cpu", "cuda")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])

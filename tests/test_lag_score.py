@@ -51,8 +51,9 @@ def test_many_heads():
     assert torch.equal(scores[3:4, :2], ops.lag_score(k[3:4, :2], v[3:4, :2], lag=2))
 
 
-@pytest.mark.parametrize("heads, n, lag", [(2, 200, 32), (1, kit.size(20_000, 3_000), 1_000), (1, 300, 1)])
+@pytest.mark.parametrize("heads, n, lag", [(1, kit.size(20_000, 3_000), 1_000), (1, 300, 1)])
 def test_repeatable(heads, n, lag):
+    """Partitions that are long, and of one token."""
     k, v = kit.kv(1, heads, n, 64, torch.bfloat16)
     kit.assert_repeatable(lambda: (ops.lag_score(k, v, lag=lag, prefix=7),))
 

@@ -43,6 +43,12 @@ def test_every_argument_is_given(op):
     assert given == {(name, x.name) for name, schema in schemas.items() for x in schema.arguments}
 
 
+def outcome(overload, arguments: dict) -> list[torch.Tensor]:
+    """What a call returns, and what it writes."""
+    written = [arguments[x.name] for x in overload._schema.arguments if x.alias_info]
+    return [x for x in tree_leaves((overload(**arguments), written)) if x is not None]
+
+
 # Graphs. Of simulated kernels they are those of the CPU.
 
 
@@ -81,6 +87,24 @@ def test_compile(op):
             assert kit.same(compiled(y), expected) and kit.same(y.tensors(), x.tensors())
 
 
+# The same bits each time.
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(b=1, heads=2, n=100, dtype=torch.float32),
+        dict(b=1, heads=2, n=100, dtype=torch.float16),
+        dict(b=1, heads=1, n=kit.size(9_000, 2_000), dtype=torch.bfloat16),
+    ],
+    ids=lambda x: f"{x['n']}-{x['dtype']}",
+)
+@every_call
+def test_repeatable(name, shape):
+    overload, arguments = direct(name, fresh(**shape))
+    kit.assert_repeatable(lambda: outcome(overload, copy.deepcopy(arguments)))
+
+
 # Rows at any address. Other tensors must be contiguous.
 
 CONTIGUOUS = {
@@ -100,12 +124,6 @@ def moved(arguments: dict, name: str, f) -> dict:
     copies = {id(x): x.clone() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)}
     copies |= {id(x): f(x) for x in tree_leaves(arguments[name])}
     return tree_map_only(torch.Tensor, lambda x: copies[id(x)], arguments)
-
-
-def outcome(overload, arguments: dict) -> list[torch.Tensor]:
-    """What a call returns, and what it writes."""
-    written = [arguments[x.name] for x in overload._schema.arguments if x.alias_info]
-    return [x for x in tree_leaves((overload(**arguments), written)) if x is not None]
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)

@@ -82,11 +82,6 @@ def test_repeatable(rows, n):
         kit.assert_repeatable(lambda: (ops.select_topk(scores, k=n // 3, sinks=4, window=9),))  # noqa: B023
 
 
-def test_repeatable_segments():
-    scores = kit.scores("ties", 2, 3, num_segments(1_000, 7, 40), 40)
-    kit.assert_repeatable(lambda: (ops.select_topk(scores, k=11, sinks=7, seq_len=1_000),))
-
-
 @kit.only("cpu", "cuda")
 def test_a_million():
     scores = kit.scores("normal", 1, 1, 1_000_000)

@@ -205,12 +205,6 @@ def test_many_heads():
     assert kit.same(alone, [x[3:4, :2].contiguous() for x in (out, lse, scores)])
 
 
-@pytest.mark.parametrize("group, w, n", [(2, 8, 100), (4, 1, kit.size(20_000, 2_000)), (2, 4, kit.size(20_000, 2_000))])
-def test_repeatable(group, w, n):
-    q, k, v, visible = window(1, 2, group, w, n, 64, torch.bfloat16)
-    kit.assert_repeatable(lambda: ops.window_attention(q, k, v, visible))
-
-
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("w", [1, 4])
 def test_a_batch_changes_nothing(dtype, w):

@@ -224,12 +224,6 @@ def test_many_heads():
     assert torch.equal(scores[3:4, :2], ops.window_scores(q[3:4, :2], k[3:4, :2], visible))
 
 
-@pytest.mark.parametrize("group, w, n", [(2, 8, 100), (4, 1, kit.size(20_000, 2_000)), (2, 4, kit.size(20_000, 2_000))])
-def test_repeatable(group, w, n):
-    q, k, visible = kit.window(1, 2, group, w, n, 64, torch.bfloat16)
-    kit.assert_repeatable(lambda: [ops.window_scores(q, k, visible)])
-
-
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_a_batch_changes_nothing(dtype):
     q, k, visible = kit.window(3, 3, 2, 4, kit.size(7000, 700), 32, dtype)
