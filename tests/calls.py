@@ -1,4 +1,5 @@
-"""One call of everything that has a CUDA kernel, and its inputs: what test_cuda.py captures, repeats and races.
+"""Calls of everything that has a CUDA kernel, and their inputs: what test_operators.py makes of each operator on every
+device, and what test_cuda.py captures, repeats and races.
 
 python tests/calls.py [OPERATOR ...] [--seconds N]
 
@@ -8,14 +9,18 @@ makes each of them, or those of some operators, on the GPU, in a few shapes and 
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvops
 from kvops import LadderPlan, ops
@@ -36,12 +41,12 @@ class Inputs:
     anchor: Tensor  # fp32 [b, Hk, d]
     scores: Tensor  # fp32 [b, Hk, n], with ties, infinities and NaN
     segments: Tensor  # fp32 [b, Hk, S, lag], the same
-    indices: Tensor  # int64 [b, Hk, n // 4], ascending, some -1 at the end
+    indices: Tensor  # int64 [b, Hk, n // 4], ascending, n - 1 among them, some -1 at the end
     starts: Tensor  # int32 [b]
     lengths: Tensor  # int32 [b]
     budgets: Tensor  # int32 [b, Hk]
     q: Tensor  # [b, 4 Hk, 6, d]
-    visible: Tensor  # int32 [b, 6]
+    visible: Tensor  # int32 [b, 6]; the last row sees all
     sink_logits: Tensor  # fp32 [4 Hk]
     lse: Tensor  # fp32 [b, 4 Hk, 6]
     buckets: Tensor  # int32 [b, Hk, n // 4] in [-1, 4)
@@ -57,6 +62,9 @@ class Inputs:
     ladder_out: tuple[Tensor, Tensor]  # of the slots that the ladder keeps
     lagkv_out: tuple[Tensor, Tensor]  # of the slots that LagKV keeps
 
+    def __post_init__(self):
+        self.plan = ladder_plan(self.n)
+
     @property
     def n(self) -> int:
         return self.k.shape[2]
@@ -68,10 +76,6 @@ class Inputs:
     @property
     def lag(self) -> int:
         return self.n // 12
-
-    @property
-    def plan(self) -> LadderPlan:
-        return ladder_plan(self.n)
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Inputs:
         """The same with f of every tensor."""
@@ -111,7 +115,7 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
 
     keep, lag = n // 4, n // 12
     indices = randn(n).argsort(-1)[..., :keep].sort(-1).values
-    indices[..., keep - 2 :] = -1
+    indices[..., keep - 3 :] = torch.tensor([n - 1, -1, -1], device="cpu")
     starts = integers(0, n // 8, b)
     rope = kvops.Rope.of(d, device="cpu")
     kept = kept_length(n, SINK, lag, int(RATIO * lag))
@@ -123,6 +127,7 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
     prototypes[:, :, ::9] = 0
     k, q = randn(n, d).to(dtype), randn(4, 6, d).flatten(1, 2).to(dtype)
     visible = integers(n // 2, n + 1, b, 6)
+    visible[:, -1] = n
     _, lse = window_softmax(*window_logits(q, k, visible, None, None, SOFTCAP, torch.float32), None, None)
     return Inputs(
         k=k,
@@ -176,10 +181,16 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
         ),
     ),
     "window_scores, lse": lambda x: (ops.window_scores(x.q, x.k, x.visible, lse=x.lse, softcap=SOFTCAP),),
-    "window_scores, one row": lambda x: (ops.window_scores(x.q[:, :, :1], x.k, x.visible[:, :1].contiguous()),),
+    "window_scores, one row": lambda x: (ops.window_scores(x.q[:, :, -1:], x.k, x.visible[:, -1:].contiguous()),),
+    "window_scores, dot": lambda x: (
+        ops.window_scores(x.q, x.k, x.visible[0], scale=0.2, score="dot", reduce="max", group_reduce="none"),
+    ),
     "window_attention": lambda x: ops.window_attention(x.q, x.k, x.v, x.visible, starts=x.starts),
     "window_attention, one row": lambda x: ops.window_attention(
-        x.q[:, :, :1], x.k, x.v, x.visible[:, :1].contiguous(), sink_logits=x.sink_logits, softcap=SOFTCAP
+        x.q[:, :, -1:], x.k, x.v, x.visible[:, -1:].contiguous(), sink_logits=x.sink_logits, softcap=SOFTCAP
+    ),
+    "window_attention, heads": lambda x: ops.window_attention(
+        x.q, x.k, x.v, x.visible[0], scale=0.2, reduce="max", group_reduce="none"
     ),
     "select_topk": lambda x: (ops.select_topk(x.scores, k=x.keep, sinks=4, window=8),),
     "select_topk, padded": lambda x: (
@@ -198,32 +209,64 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
         ),
     ),
     "select_topk, segments": lambda x: (ops.select_topk(x.segments, k=int(RATIO * x.lag), sinks=SINK, seq_len=x.n),),
+    "select_topk, segments, padded": lambda x: (
+        ops.select_topk(x.segments, k=int(RATIO * x.lag), sinks=SINK, seq_len=x.n, starts=x.starts, lengths=x.lengths),
+    ),
     "gather_kv": lambda x: ops.gather_kv(x.k, x.v, x.indices),
     "gather_kv, out=": lambda x: ops.gather_kv(x.k, x.v, x.indices, out=x.out),
     "compact_kv_": lambda x: ops.compact_kv_(x.k, x.v, x.indices),
     "ladder_gather": lambda x: ops.ladder_gather(x.k, x.v, plan=x.plan, layer=3),
     "ladder_gather, RoPE": lambda x: ops.ladder_gather(x.k, x.v, plan=x.plan, layer=3, inv_freq=x.inv_freq),
+    "ladder_gather, some channels": lambda x: ops.ladder_gather(
+        x.k, x.v, plan=x.plan, layer=3, inv_freq=x.inv_freq[:3]
+    ),
     "ladder_gather, out=": lambda x: ops.ladder_gather(x.k, x.v, plan=x.plan, layer=3, out=x.ladder_out),
     "ladder_gather, layers": lambda x: flat(
         ops.ladder_gather(
             [x.k, x.deep[0]], [x.v, x.deep[1]], plan=x.plan, layer=[1, 5], inv_freq=x.inv_freq, interleaved=True
         )
     ),
+    "ladder_gather, layers, out=": lambda x: flat(
+        ops.ladder_gather(
+            [x.k, x.deep[0]],
+            [x.v, x.deep[1]],
+            plan=x.plan,
+            layer=[1, 5],
+            inv_freq=x.inv_freq[:3],
+            interleaved=True,
+            out=tuple([y, torch.empty_like(y)] for y in x.ladder_out),
+        )
+    ),
     "ladder_compact_": lambda x: ops.ladder_compact_(x.k, x.v, plan=x.plan, layer=3),
     "ladder_compact_, RoPE": lambda x: ops.ladder_compact_(x.k, x.v, plan=x.plan, layer=3, inv_freq=x.inv_freq),
+    "ladder_compact_, some channels": lambda x: ops.ladder_compact_(
+        x.k, x.v, plan=x.plan, layer=3, inv_freq=x.inv_freq[:3], interleaved=True
+    ),
     "ladder_compact_, layers": lambda x: flat(
         ops.ladder_compact_(
             [x.k, x.deep[0]], [x.v, x.deep[1]], plan=x.plan, layer=[1, 5], inv_freq=x.inv_freq, interleaved=True
         )
     ),
     "rope_at_slots": lambda x: (ops.rope_at_slots(x.k, *x.angles),),
+    "rope_at_slots, interleaved": lambda x: (
+        ops.rope_at_slots(x.k, *(y[..., :3] for y in x.angles), interleaved=True),
+    ),
+    "rope_at_slots, out=": lambda x: (
+        ops.rope_at_slots(x.k, *(y[..., :3] for y in x.angles), out=torch.empty_like(x.k)),
+    ),
     "rope_at_slots, in place": lambda x: (ops.rope_at_slots(x.k, *x.angles, interleaved=True, out=x.k),),
+    "rope_at_slots, in place, some channels": lambda x: (
+        ops.rope_at_slots(x.k, *(y[..., :3] for y in x.angles), out=x.k),
+    ),
     "outlier_degree": lambda x: (ops.outlier_degree(x.k),),
     "outlier_degree, padded": lambda x: (ops.outlier_degree(x.k, kappa=70, starts=x.starts, lengths=x.lengths),),
     "outlier_degree, similarity": lambda x: (ops.outlier_degree(x.k, standardize=False),),
     "lsh_bucket": lambda x: (ops.lsh_bucket(x.k, x.indices, x.projection, x.phase),),
     "build_prototypes": lambda x: ops.build_prototypes(x.k, sat_indices=x.indices, buckets=x.buckets, num_chunks=66),
     "build_prototypes, padded": lambda x: ops.build_prototypes(
+        x.k, sat_indices=x.indices, buckets=x.buckets, num_chunks=1, starts=x.starts, lengths=x.lengths
+    ),
+    "build_prototypes, chunks": lambda x: ops.build_prototypes(
         x.k, num_chunks=70, num_buckets=0, starts=x.starts, lengths=x.lengths
     ),
     "assign_prototypes": lambda x: (ops.assign_prototypes(x.k, x.prototypes),),
@@ -232,7 +275,10 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     ),
     "cluster_mean": lambda x: (ops.cluster_mean(x.scores, x.assignment, num_clusters=70),),
     "cluster_mean, sum": lambda x: (ops.cluster_mean(x.scores, x.assignment, num_clusters=70, reduce="sum"),),
-    "cluster_priority": lambda x: ops.cluster_priority(x.scores, x.assignment, x.means, k=x.keep, budgets=x.budgets),
+    "cluster_priority": lambda x: ops.cluster_priority(x.scores, x.assignment, x.means, k=x.keep),
+    "cluster_priority, budgets": lambda x: ops.cluster_priority(
+        x.scores, x.assignment, x.means, k=x.keep, budgets=x.budgets
+    ),
     "cluster_priority, whole": lambda x: ops.cluster_priority(
         x.scores, x.assignment, x.means, k=x.keep, budgets=x.budgets, whole=True
     ),
@@ -253,6 +299,32 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "streamingllm_compress": lambda x: kvops.streamingllm_compress(x.k, x.v, x.keep, starts=x.starts),
     "random_compress": lambda x: kvops.random_compress(x.k, x.v, x.keep, starts=x.starts),
 }
+
+# Calls of one operator, which is in the schema.
+OPERATORS_CALLS = [name for name in CALLS if name.split(",")[0] in ops.__all__]
+
+
+class Recorder(TorchDispatchMode):
+    """Copies what kvops' overloads are called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[tuple[OpOverload, dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, overload, types, args=(), kwargs=None):
+        if overload.namespace == "kvops":
+            by_name = dict(zip((x.name for x in overload._schema.arguments), args)) | (kwargs or {})
+            self.found.append((overload, copy.deepcopy(by_name)))  # before it writes
+        return overload(*args, **(kwargs or {}))
+
+
+def direct(name: str, x: Inputs) -> tuple[OpOverload, dict[str, Any]]:
+    """The overload that one of OPERATORS_CALLS comes to, and its arguments. What is the same tensor is so there too."""
+    with Recorder() as recorder:
+        CALLS[name](x)
+    (found,) = recorder.found
+    return found
+
 
 # Few, as a sanitizer takes its time: every dtype, rows of 16 bytes and of many, long and short, one token.
 SAMPLE = [

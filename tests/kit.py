@@ -136,7 +136,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 def unaligned(x: Tensor, offset: int, gap: int = 0) -> Tensor:
     """The same values, `offset` elements behind an aligned address, with `gap` elements between the rows."""
     *outer, n, d = x.shape
-    wide = torch.full((offset + x.numel() // d * (d + gap),), float("nan"), dtype=x.dtype)
+    between = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).min
+    wide = torch.full((offset + x.numel() // d * (d + gap),), between, dtype=x.dtype)
     view = wide[offset:].view(*outer, n, d + gap)[..., :d]
     view.copy_(x)
     return view

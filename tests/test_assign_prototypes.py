@@ -88,20 +88,6 @@ def test_layouts_change_nothing(layout, dtype):
     assert torch.equal(plain, ops.assign_prototypes(kit.kv(2, 2, 150, 72, dtype, layout)[0], prototypes))
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("offset, gap", [(1, 0), (4, 0), (8, 8), (0, 1), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap):
-    k, _ = kit.kv(2, 2, 70, 40, dtype)
-    prototypes = kit.randn(2, 2, 40, 40)
-    assert torch.equal(ops.assign_prototypes(kit.unaligned(k, offset, gap), prototypes), check(k, prototypes))
-
-
-def test_offsets_beyond_31_bits():
-    k, _ = kit.kv(1, 2, 12, 8, torch.float16)
-    prototypes = kit.randn(1, 2, 9, 8)
-    assert torch.equal(ops.assign_prototypes(kit.far_apart(k), prototypes), ops.assign_prototypes(k, prototypes))
-
-
 def test_a_batch_changes_nothing():
     k, _ = kit.kv(3, 5, 300, 64, torch.bfloat16)
     prototypes = kit.randn(3, 5, 50, 64)
@@ -109,12 +95,6 @@ def test_a_batch_changes_nothing():
     for b, h in ((0, 0), (1, 4), (2, 2)):
         own = (slice(b, b + 1), slice(h, h + 1))
         assert torch.equal(ops.assign_prototypes(k[own], prototypes[own].contiguous()), together[own])
-
-
-def test_repeatable():
-    k, _ = kit.kv(1, 2, kit.size(5_000, 600), 64, torch.bfloat16)
-    prototypes = means(k, 100)
-    kit.assert_repeatable(lambda: (ops.assign_prototypes(k, prototypes),))
 
 
 @kit.only("cpu")
@@ -267,12 +247,3 @@ def test_a_gpus_starts_and_lengths_are_not_looked_at():
     for bad, good in kit.spans_beyond_50():
         found, expected = (ops.assign_prototypes(k, prototypes, starts=s, lengths=c) for s, c in (bad, good))
         assert torch.equal(found, expected)
-
-
-def test_opcheck_and_compile():
-    k, _ = kit.kv(2, 2, 40, 16)
-    prototypes = kit.randn(2, 2, 9, 16)
-    for arguments in ((k, prototypes), (k.half(), prototypes, kit.int32(0, 2), kit.int32(40, 30))):
-        torch.library.opcheck(torch.ops.kvops.assign_prototypes.default, arguments)
-    compiled = torch.compile(lambda k: ops.assign_prototypes(k, prototypes) + 1, fullgraph=True)
-    assert torch.equal(compiled(k), ops.assign_prototypes(k, prototypes) + 1)

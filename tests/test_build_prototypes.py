@@ -62,12 +62,6 @@ def test_layouts_change_nothing(layout, dtype):
         assert kit.same(build(k, wide, buckets, 7), expected)
 
 
-def test_offsets_beyond_31_bits():
-    k, _ = kit.kv(1, 2, 12, 8, torch.float16)
-    sats = anchors(k, 3)
-    assert kit.same(build(kit.far_apart(k), *sats, 3), build(k, *sats, 3))
-
-
 @pytest.mark.parametrize("chunks", [1, 5, 700])
 def test_every_key_is_in_one_mean(chunks):
     """The means, each times its count, add up to the sum of the keys."""
@@ -137,13 +131,6 @@ def test_a_batch_changes_nothing():
         assert kit.same(alone, [x[own].contiguous() for x in together])
 
 
-@pytest.mark.parametrize("chunks", [1, 40])
-def test_repeatable(chunks):
-    k, _ = kit.kv(1, 2, kit.size(20_000, 2_000), 64, torch.bfloat16)
-    sats = anchors(k, 32)
-    kit.assert_repeatable(lambda: build(k, *sats, chunks))
-
-
 @kit.only("cpu")
 @pytest.mark.parametrize("chunks", [1, 496])
 def test_threads_change_nothing(chunks):
@@ -193,13 +180,3 @@ def test_a_gpus_anchors_are_not_looked_at():
     bad = torch.tensor([[[-5, 3, 7, 2**40, 20]]]), torch.tensor([[[0, 1, 9, 0, 0]]], dtype=torch.int32)
     good = torch.tensor([[[3, 7, -1, -1, -1]]]), torch.tensor([[[1, -1, 0, 0, 0]]], dtype=torch.int32)
     assert kit.same(build(k, *bad, 4), build(k, *good, 4))
-
-
-def test_opcheck_and_compile():
-    k, _ = kit.kv(2, 2, 40, 16)
-    sats, buckets = anchors(k, 6)
-    spans = kit.int32(0, 2), kit.int32(40, 30)
-    for arguments in ((k, sats, buckets, 5), (k.half(), None, None, 50, 2), (k, sats, buckets, 5, 4, *spans)):
-        torch.library.opcheck(torch.ops.kvops.build_prototypes.default, arguments)
-    compiled = torch.compile(lambda k: build(k, sats, buckets, 5)[0] + 1, fullgraph=True)
-    assert torch.equal(compiled(k), build(k, sats, buckets, 5)[0] + 1)

@@ -107,12 +107,6 @@ def test_strided_and_expanded_inputs():
     assert torch.equal(expanded, ops.cluster_mean(scores, assignment[:, :1].repeat(1, 6, 1), num_clusters=5))
 
 
-def test_repeatable():
-    n = kit.size(20_000, 3_000)
-    scores, assignment = kit.randn(1, 2, n), kit.clusters(1, 2, n, 30)
-    kit.assert_repeatable(lambda: (ops.cluster_mean(scores, assignment, num_clusters=30),))
-
-
 def test_bad_input():
     scores, assignment = torch.zeros(2, 2, 10), torch.zeros(2, 2, 10, dtype=torch.int32)
     good = dict(scores=scores, assignment=assignment, num_clusters=3)
@@ -142,11 +136,3 @@ def test_a_gpus_assignment_is_not_looked_at():
     scores, bad = kit.randn(1, 1, 6), torch.tensor([[[0, 3, -2, 2**31 - 1, -(2**31), 2]]], dtype=torch.int32)
     good = bad.masked_fill((bad < 0) | (bad >= 3), -1)
     assert kit.same([ops.cluster_mean(scores, bad, num_clusters=3)], [ops.cluster_mean(scores, good, num_clusters=3)])
-
-
-def test_opcheck_and_compile():
-    scores, assignment = kit.randn(2, 2, 40), torch.arange(40, dtype=torch.int32).remainder(5).expand(2, 2, 40)
-    for arguments in ((scores, assignment, 5), (scores, assignment, 5, ops.REDUCTIONS["sum"])):
-        torch.library.opcheck(torch.ops.kvops.cluster_mean.default, arguments)
-    compiled = torch.compile(lambda s: ops.cluster_mean(s * 2, assignment, num_clusters=5), fullgraph=True)
-    assert kit.same([compiled(scores)], [ops.cluster_mean(scores * 2, assignment, num_clusters=5)])

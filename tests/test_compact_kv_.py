@@ -46,17 +46,6 @@ def test_narrow_and_wide_rows(dtype, d, dv):
     check(*kit.kv(1, 2, 50, d, dtype, dv=dv), random_indices(1, 2, 50, 21, missing=1))
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap):
-    """The width of an access is what all of the addresses allow."""
-    indices = random_indices(2, 3, 40, 17, missing=1)
-    k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
-    check(kit.unaligned(k, offset, gap), v, indices)
-    k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
-    check(k, kit.unaligned(v, offset, gap), indices)
-
-
 @kit.only("cuda", "simulator")
 def test_many_heads():
     """More than a CUDA grid has room for in y."""
@@ -70,9 +59,8 @@ def test_repeatable(d, heads):
     """Rows that are overtaken while they are still to be read would not be."""
     k, v = kit.kv(1, heads, kit.size(3_000, 700), d, torch.bfloat16)
     n = k.shape[2]
-    for m in (n // 3, n - 3):
-        indices = random_indices(1, heads, n, m)
-        kit.assert_repeatable(lambda: ops.compact_kv_(k.clone(), v.clone(), indices))  # noqa: B023
+    indices = random_indices(1, heads, n, n - 3)
+    kit.assert_repeatable(lambda: ops.compact_kv_(k.clone(), v.clone(), indices))
 
 
 @pytest.mark.parametrize("shift", [1, 5, 300])
@@ -107,11 +95,6 @@ def test_k_and_v_may_be_slices_of_one_buffer():
         k, v = both
         b, heads, n, _ = k.shape
         check(k, v, random_indices(b, heads, n, 20))
-
-
-def test_offsets_beyond_31_bits():
-    k, v = kit.kv(1, 2, 12, 8, torch.float16)
-    check(kit.far_apart(k), v, random_indices(1, 2, 12, 7))
 
 
 def test_bad_input_changes_nothing():
@@ -165,19 +148,3 @@ def test_a_gpus_indices_are_not_looked_at():
         for x, y in zip(expected, (k, v)):
             x[0, 1, skipped] = y[0, 1, skipped]
         assert same(ops.compact_kv_(k.clone(), v.clone(), bad), expected)
-
-
-def test_opcheck_and_compile():
-    k, v = kit.kv(2, 2, 40, 16)
-    indices = random_indices(2, 2, 40, 10)
-    torch.library.opcheck(torch.ops.kvops.compact_kv_.default, (k, v, indices))
-
-    @torch.compile(fullgraph=True)
-    def compiled(k, v, i):
-        k, v = ops.compact_kv_(k, v, i)
-        return k + 0, v + 0
-
-    for layout in ("bhnd", "bnhd"):
-        k, v = kit.kv(2, 2, 40, 16, layout=layout)
-        expected = ops.gather_kv(k, v, indices)
-        assert same(compiled(k, v, indices), expected) and same((k[:, :, :10], v[:, :, :10]), expected)

@@ -17,7 +17,6 @@ import kvops
 from kvops import ops
 
 SMALL = dict(b=1, heads=1, n=80, d=8, dv=8)
-OPERATORS = [name for name in calls.CALLS if name.split(",")[0] in ops.__all__]
 OVERLOADS = [
     getattr(getattr(torch.ops.kvops, op), x) for op in ops.__all__ for x in getattr(torch.ops.kvops, op).overloads()
 ]
@@ -78,7 +77,7 @@ def test_the_heap_is_measured():
     assert heap.growth(lambda: None) < 4
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", calls.OPERATORS_CALLS)
 def test_no_call_leaves_memory_behind(name):
     """A leak of one small string per call is 32 bytes; SOAK calls of malloc's own caches are some hundred in all."""
     heap, x, call = Heap(), inputs(), calls.CALLS[name]

@@ -57,32 +57,12 @@ def test_narrow_and_wide_rows(dtype, d, dv):
     assert same(ops.gather_kv(k, v, indices), moved(k, v, indices))
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap):
-    """The width of an access is what all of the addresses allow."""
-    k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
-    indices = random_indices(2, 3, 40, 17, missing=1)
-    expected = moved(k, v, indices)
-    assert same(ops.gather_kv(kit.unaligned(k, offset, gap), v, indices), expected)
-    assert same(ops.gather_kv(k, kit.unaligned(v, offset, gap), indices), expected)
-    out = tuple(kit.unaligned(torch.zeros_like(x), offset, gap) for x in expected)
-    assert same(ops.gather_kv(k, v, indices, out=out), expected)
-
-
 @kit.only("cuda", "simulator")
 def test_many_heads():
     """More than a CUDA grid has room for in y."""
     k, v = kit.kv(7, 10_000, 3, 8, torch.float16)
     indices = random_indices(*k.shape[:3], 2)
     assert same(ops.gather_kv(k, v, indices), moved(k, v, indices))
-
-
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-def test_repeatable(dtype):
-    k, v = kit.kv(2, 3, 300, 64, dtype)
-    indices = random_indices(2, 3, 300, 201, missing=5)
-    kit.assert_repeatable(lambda: ops.gather_kv(k, v, indices))
 
 
 @kit.only("cpu", "cuda")
@@ -111,15 +91,6 @@ def test_empty(b, heads, n, m):
     k, v = kit.kv(b, heads, n, 16)
     indices = torch.full((b, heads, m), -1)
     assert same(ops.gather_kv(k, v, indices), (torch.zeros(b, heads, m, 16),) * 2)
-
-
-def test_offsets_beyond_31_bits():
-    k, v = kit.kv(1, 2, 12, 8, torch.float16)
-    indices = torch.tensor([[[0, 5, 11], [1, 10, 11]]])
-    far = kit.far_apart(k)
-    assert same(ops.gather_kv(far, far, indices), moved(k, k, indices))
-    ops.gather_kv(k, v, indices, out=(far[:, :, 9:], torch.empty(1, 2, 3, 8, dtype=torch.float16)))
-    assert same((far[:, :, 9:],), moved(k, v, indices)[:1])
 
 
 def test_bad_input_changes_nothing():
@@ -162,18 +133,6 @@ def test_a_gpus_indices_are_not_looked_at():
     bad = indices.clone()
     bad[0, 1, 3], bad[1, 0, 0], bad[1, 1, 9], bad[1, 1, 5] = 20, -2, 2**62, -(2**63)
     assert same(ops.gather_kv(k, v, bad), moved(k, v, torch.where(bad == indices, indices, -1)))
-
-
-def test_opcheck_and_compile():
-    k, v = kit.kv(2, 2, 40, 16, dv=8)
-    indices = random_indices(2, 2, 40, 10)
-    torch.library.opcheck(torch.ops.kvops.gather_kv.default, (k, v, indices))
-    out = dict(k_out=torch.empty(2, 2, 10, 16), v_out=torch.empty(2, 2, 10, 8))
-    torch.library.opcheck(torch.ops.kvops.gather_kv.out, (k, v, indices), out)
-    compiled = torch.compile(lambda k, v, i: ops.gather_kv(k, v, i), fullgraph=True)
-    for layout in ("bhnd", "bnhd"):
-        k, v = kit.kv(2, 2, 40, 16, layout=layout)
-        assert same(compiled(k, v, indices), ops.gather_kv(k, v, indices))
 
 
 @kit.only("cpu", "simulator")

@@ -87,18 +87,6 @@ def test_narrow_and_wide_rows(dtype, d, dv):
     check(*kit.kv(1, 2, 50, d, dtype, dv=dv), plan, 0, inv_freq=frequencies(d // 2))
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap):
-    """The width of an access is what all of the addresses allow."""
-    plan = ladder_plan(40, (2, 3))
-    for rope in ({}, dict(inv_freq=frequencies(12)), dict(inv_freq=frequencies(10), interleaved=True)):
-        k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
-        check(kit.unaligned(k, offset, gap), v, plan, 6, **rope)
-        k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
-        check(k, kit.unaligned(v, offset, gap), plan, 6, **rope)
-
-
 @pytest.mark.parametrize("count", [1, 2, 9, 40])
 @pytest.mark.parametrize("turned", [False, True])
 def test_lists_of_layers(count, turned):
@@ -137,10 +125,8 @@ def test_repeatable(d, heads):
     """Rows that are overtaken while they are still to be read would not be."""
     n = kit.size(1_500, 700)
     k, v = kit.kv(1, heads, n, d, torch.bfloat16)
-    for budget in (n // 3, n - 3):
-        plan = lacache_plan(n, num_layers=8, budget=budget)
-        kit.assert_repeatable(lambda: ops.ladder_compact_(k.clone(), v.clone(), plan=plan, layer=5))  # noqa: B023
-        rope = dict(inv_freq=frequencies(d // 2))
+    plan = lacache_plan(n, num_layers=8, budget=n - 3)
+    for rope in ({}, dict(inv_freq=frequencies(d // 2))):
         kit.assert_repeatable(lambda: ops.ladder_compact_(k.clone(), v.clone(), plan=plan, layer=5, **rope))  # noqa: B023
 
 
@@ -187,11 +173,6 @@ def test_k_and_v_may_be_slices_of_one_buffer():
     assert all(map(same, zip(*results), expected))
 
 
-def test_offsets_beyond_31_bits():
-    k, v = kit.kv(1, 2, 12, 8, torch.float16)
-    check(kit.far_apart(k), v, ladder_plan(12, (1, 1)), 7, inv_freq=frequencies(4))
-
-
 def test_bad_input_changes_nothing():
     k, v = kit.kv(1, 2, 40, 16)
     plan, other = ladder_plan(40, (2, 3)), kit.kv(1, 2, 40, 16, seed=1)
@@ -222,22 +203,3 @@ def test_bad_input_changes_nothing():
     with kit.refuses(r"k\[1\] requires grad"):
         ops.ladder_compact_([k, other[0].clone().requires_grad_()], [v, other[1]], plan=plan, layer=[3, 4])
     assert same((k, v, *other), before)
-
-
-def test_opcheck_and_compile():
-    inputs = [kit.kv(2, 2, 40, 16, dv=8, seed=seed) for seed in range(2)]
-    keys, values = (list(x) for x in zip(*inputs))
-    plan, inv_freq = ladder_plan(40, (2, 3)), frequencies(8)
-    arguments = (keys, values, plan.encoded, [3, 6])
-    torch.library.opcheck(torch.ops.kvops.ladder_compact_.default, arguments, dict(inv_freq=inv_freq))
-
-    @torch.compile(fullgraph=True)
-    def compiled(keys, values, inv_freq):
-        keys, values = ops.ladder_compact_(keys, values, plan=plan, layer=[3, 6], inv_freq=inv_freq)
-        return [x + 0 for x in keys + values]
-
-    for layout in ("bhnd", "bnhd"):
-        keys, values = (list(x) for x in zip(*(kit.kv(2, 2, 40, 16, layout=layout, seed=seed) for seed in range(2))))
-        expected = sum(ops.ladder_gather(keys, values, plan=plan, layer=[3, 6], inv_freq=inv_freq), [])
-        assert same(compiled(keys, values, inv_freq), expected)
-        assert same([x[:, :, : len(plan)] for x in keys + values], expected)

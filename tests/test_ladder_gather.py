@@ -207,23 +207,6 @@ def test_narrow_and_wide_rows(dtype, d, dv):
     assert_turned(result, k, v, plan, 0, frequencies(d // 2))
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap):
-    """The width of an access is what all of the addresses allow."""
-    k, v = kit.kv(2, 3, 40, 24, dtype, dv=40)
-    plan = ladder_plan(40, (2, 3))
-    expected = moved(k, v, plan, 6)
-    far_k, far_v = (kit.unaligned(x, offset, gap) for x in (k, v))
-    assert same(ops.ladder_gather(far_k, v, plan=plan, layer=6), expected)
-    assert same(ops.ladder_gather(k, far_v, plan=plan, layer=6), expected)
-    out = tuple(kit.unaligned(torch.zeros_like(x), offset, gap) for x in expected)
-    assert same(ops.ladder_gather(k, v, plan=plan, layer=6, out=out), expected)
-    for interleaved in (False, True):
-        ops.ladder_gather(far_k, v, plan=plan, layer=6, inv_freq=frequencies(10), interleaved=interleaved, out=out)
-        assert_turned(out, k, v, plan, 6, frequencies(10), interleaved)
-
-
 @pytest.mark.parametrize("count", [1, 2, 9, 40])
 def test_lists_of_layers(count):
     """Each with its own address, layout and offset."""
@@ -252,14 +235,6 @@ def test_many_heads():
     assert same(ops.ladder_gather(k, v, plan=plan, layer=1), moved(k, v, plan, 1))
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-def test_repeatable(dtype):
-    k, v = kit.kv(2, 3, 300, 64, dtype)
-    plan = lacache_plan(300, num_layers=8, budget=150)
-    kit.assert_repeatable(lambda: ops.ladder_gather(k, v, plan=plan, layer=2))
-    kit.assert_repeatable(lambda: ops.ladder_gather(k, v, plan=plan, layer=2, inv_freq=frequencies(32)))
-
-
 @kit.only("cpu", "cuda")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
@@ -285,16 +260,6 @@ def test_empty_and_one_row(b, heads, n):
     plan = ladder_plan(n, *[(2, 2)] * (n == 20))
     for inv_freq in (None, frequencies(8)):
         assert same(ops.ladder_gather(k, v, plan=plan, layer=0, inv_freq=inv_freq), moved(k, v, plan, 0))
-
-
-def test_offsets_beyond_31_bits():
-    k, v = kit.kv(1, 2, 12, 8, torch.float16)
-    plan = ladder_plan(12, (1, 1))
-    far = kit.far_apart(k)
-    assert same(ops.ladder_gather(far, far, plan=plan, layer=7), moved(k, k, plan, 7))
-    out = far[:, :, :7], torch.empty(1, 2, 7, 8, dtype=torch.float16)
-    ops.ladder_gather(k, v, plan=plan, layer=7, inv_freq=frequencies(4), out=out)
-    assert_turned(out, k, v, plan, 7, frequencies(4))
 
 
 def bad_plans():
@@ -379,23 +344,6 @@ def test_bad_input_changes_nothing():
         ops.ladder_gather([3], [v], plan=plan, layer=[3])
     with kit.refuses("requires grad"):
         ops.ladder_gather(k, v, plan=plan, layer=3, out=(out[0].requires_grad_(), out[1]))
-
-
-def test_opcheck_and_compile():
-    inputs = [kit.kv(2, 2, 40, 16, dv=8, seed=seed) for seed in range(2)]
-    keys, values = (list(x) for x in zip(*inputs))
-    plan, inv_freq = ladder_plan(40, (2, 3)), frequencies(8)
-    arguments = (keys, values, plan.encoded, [3, 6])
-    torch.library.opcheck(torch.ops.kvops.ladder_gather.default, arguments, dict(inv_freq=inv_freq))
-    out = dict(
-        k_out=[torch.empty(2, 2, 25, 16) for _ in inputs],
-        v_out=[torch.empty(2, 2, 25, 8) for _ in inputs],
-    )
-    torch.library.opcheck(torch.ops.kvops.ladder_gather.out, arguments, out)
-    compiled = torch.compile(lambda k, v, f: ops.ladder_gather(k, v, plan=plan, layer=3, inv_freq=f), fullgraph=True)
-    for layout in ("bhnd", "bnhd"):
-        k, v = kit.kv(2, 2, 40, 16, layout=layout)
-        assert same(compiled(k, v, inv_freq), ops.ladder_gather(k, v, plan=plan, layer=3, inv_freq=inv_freq))
 
 
 @kit.only("cpu", "simulator")

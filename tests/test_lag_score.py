@@ -43,15 +43,6 @@ def test_narrow_and_wide_rows(dtype, d, dv):
     check(*kit.kv(1, 2, 40, d, dtype, dv=dv), 10)
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap):
-    k, v = kit.kv(2, 2, 70, 40, dtype, dv=24)
-    expected = ops.lag_score(k, v, lag=16, prefix=3)
-    assert torch.equal(ops.lag_score(kit.unaligned(k, offset, gap), v, lag=16, prefix=3), expected)
-    assert torch.equal(ops.lag_score(k, kit.unaligned(v, offset, gap), lag=16, prefix=3), expected)
-
-
 @kit.only("cuda", "simulator")
 def test_many_heads():
     """More than a CUDA grid has room for in y; what a head scores does not depend on it."""
@@ -60,8 +51,9 @@ def test_many_heads():
     assert torch.equal(scores[3:4, :2], ops.lag_score(k[3:4, :2], v[3:4, :2], lag=2))
 
 
-@pytest.mark.parametrize("heads, n, lag", [(2, 200, 32), (1, kit.size(20_000, 3_000), 1_000), (1, 300, 1)])
+@pytest.mark.parametrize("heads, n, lag", [(1, kit.size(20_000, 3_000), 1_000), (1, 300, 1)])
 def test_repeatable(heads, n, lag):
+    """Partitions that are long, and of one token."""
     k, v = kit.kv(1, heads, n, 64, torch.bfloat16)
     kit.assert_repeatable(lambda: (ops.lag_score(k, v, lag=lag, prefix=7),))
 
@@ -199,11 +191,6 @@ def test_long_partitions(lag):
     check(*kit.kv(1, 1, 2 * lag + 99, 8), lag, 16)
 
 
-def test_offsets_beyond_31_bits():
-    k, v = kit.kv(1, 2, 12, 8, torch.float16)
-    assert torch.equal(ops.lag_score(kit.far_apart(k), v, lag=4), ops.lag_score(k, v, lag=4))
-
-
 def test_bad_input():
     k, v = kit.kv(1, 2, 64, 16)
     good = dict(k=k, v=v, lag=8)
@@ -250,17 +237,6 @@ def test_a_gpus_starts_and_lengths_are_not_looked_at():
     for bad, good in kit.spans_beyond_50():
         scores = [ops.lag_score(k, v, lag=8, prefix=2, starts=s, lengths=c) for s, c in (bad, good)]
         assert kit.same(scores[:1], scores[1:])
-
-
-def test_opcheck_and_compile():
-    k, v = kit.kv(2, 2, 70, 16)
-    starts = kit.int32(0, 0)
-    for arguments in ((k, v, 16), (k.to(torch.bfloat16), v.to(torch.bfloat16), 16, 4), (k, v, 8, 0, 1.0, True, starts)):
-        torch.library.opcheck(torch.ops.kvops.lag_score.default, arguments)
-    compiled = torch.compile(lambda k, v: ops.lag_score(k, v, lag=16, prefix=4) * 2, fullgraph=True)
-    for layout in ("bhnd", "bnhd"):
-        k, v = kit.kv(2, 2, 70, 16, layout=layout)
-        assert torch.equal(compiled(k, v), ops.lag_score(k, v, lag=16, prefix=4) * 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

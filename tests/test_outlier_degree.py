@@ -68,27 +68,6 @@ def test_layouts_change_nothing(layout, dtype, kappa):
     assert torch.equal(plain, ops.outlier_degree(kit.kv(2, 2, 150, 72, dtype, layout)[0], kappa=kappa))
 
 
-@pytest.mark.parametrize("kappa", [5, 12])
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("offset, gap", [(1, 0), (4, 0), (8, 8), (0, 1), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap, kappa):
-    k, _ = kit.kv(2, 2, 70, 40, dtype)
-    assert torch.equal(
-        ops.outlier_degree(kit.unaligned(k, offset, gap), kappa=kappa), ops.outlier_degree(k, kappa=kappa)
-    )
-
-
-def test_offsets_beyond_31_bits():
-    k, _ = kit.kv(1, 2, 12, 8, torch.float16)
-    assert torch.equal(ops.outlier_degree(kit.far_apart(k)), ops.outlier_degree(k))
-
-
-@pytest.mark.parametrize("heads, n, kappa", [(2, 300, 5), (1, kit.size(20_000, 3_000), 70)])
-def test_repeatable(heads, n, kappa):
-    k, _ = kit.kv(1, heads, n, 64, torch.bfloat16)
-    kit.assert_repeatable(lambda: (ops.outlier_degree(k, kappa=kappa),))
-
-
 def test_a_batch_changes_nothing():
     k, _ = kit.kv(3, 5, 700, 64)
     together = ops.outlier_degree(k)
@@ -221,13 +200,3 @@ def test_a_gpus_starts_and_lengths_are_not_looked_at():
     for bad, good in kit.spans_beyond_50():
         scores, expected = (ops.outlier_degree(k, starts=s, lengths=c) for s, c in (bad, good))
         assert kit.same([scores], [expected])
-
-
-def test_opcheck_and_compile():
-    k, _ = kit.kv(2, 2, 40, 16)
-    for arguments in ((k,), (k.half(), 9, False), (k, 5, True, kit.int32(0, 0), kit.int32(40, 40))):
-        torch.library.opcheck(torch.ops.kvops.outlier_degree.default, arguments)
-    compiled = torch.compile(lambda k: ops.outlier_degree(k) + 1, fullgraph=True)
-    for layout in ("bhnd", "bnhd"):
-        k, _ = kit.kv(2, 2, 70, 16, layout=layout)
-        assert torch.equal(compiled(k), ops.outlier_degree(k) + 1)

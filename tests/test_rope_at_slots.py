@@ -94,24 +94,6 @@ def test_tables_of_any_strides_and_values(dtype, interleaved):
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
-def test_rows_at_any_address(dtype, interleaved, offset, gap):
-    """The width of an access is what all of the addresses allow."""
-    k = keys(2, 3, 20, 24, dtype)
-    for pairs in (12, 5):
-        cos, sin = tables(20, pairs)
-        expected = ops.rope_at_slots(k, cos, sin, interleaved=interleaved)
-        check(expected, k, cos, sin, interleaved)
-        far = kit.unaligned(k, offset, gap)
-        assert same((ops.rope_at_slots(far, cos, sin, interleaved=interleaved),), (expected,))
-        far_tables = [kit.unaligned(x, offset, gap) for x in (cos, sin)]
-        assert same((ops.rope_at_slots(k, *far_tables, interleaved=interleaved),), (expected,))
-        ops.rope_at_slots(far, cos, sin, interleaved=interleaved, out=far)
-        assert same((far,), (expected,))
-
-
-@pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("d", [1024, 2048])
 def test_wide_rows(dtype, d):
     k, (cos, sin) = keys(1, 2, 5, d, dtype), tables(5, d // 2)
@@ -144,13 +126,6 @@ def test_many_heads():
     check(ops.rope_at_slots(k, cos, sin), k, cos, sin)
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-def test_repeatable(dtype):
-    k, (cos, sin) = keys(2, 3, 300, 64, dtype), tables(300, 32)
-    kit.assert_repeatable(lambda: (ops.rope_at_slots(k, cos, sin),))
-    kit.assert_repeatable(lambda: (ops.rope_at_slots(y := k.clone(), cos, sin, out=y),))
-
-
 @kit.only("cpu", "cuda")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -172,14 +147,6 @@ def test_empty(b, heads, n):
     k = keys(b, heads, n, 16)
     assert ops.rope_at_slots(k, *tables(n, 8)).shape == k.shape
     assert ops.rope_at_slots(k, *tables(n, 8, b)).shape == k.shape
-
-
-def test_offsets_beyond_31_bits():
-    k, (cos, sin) = keys(1, 2, 12, 8, torch.float16), tables(12, 4)
-    far, expected = kit.far_apart(k), ops.rope_at_slots(k, cos, sin)
-    assert same((ops.rope_at_slots(far, cos, sin),), (expected,))
-    ops.rope_at_slots(k, cos, sin, out=far)
-    assert same((far,), (expected,))
 
 
 def test_bad_input_changes_nothing():
@@ -218,16 +185,6 @@ def test_bad_input_changes_nothing():
         ops.rope_at_slots(k, [1.0], sin)
     with kit.refuses("out requires grad"):
         ops.rope_at_slots(k, cos, sin, out=out.requires_grad_())
-
-
-def test_opcheck_and_compile():
-    k, (cos, sin) = keys(2, 2, 20, 16), tables(20, 8)
-    torch.library.opcheck(torch.ops.kvops.rope_at_slots.default, (k, cos, sin), dict(interleaved=True))
-    torch.library.opcheck(torch.ops.kvops.rope_at_slots.out, (k, cos, sin), dict(k_out=torch.empty_like(k)))
-    compiled = torch.compile(lambda k, cos, sin: ops.rope_at_slots(k, cos, sin), fullgraph=True)
-    for layout in ("bhnd", "bnhd"):
-        k = keys(2, 2, 20, 16, layout=layout)
-        assert same((compiled(k, cos, sin),), (ops.rope_at_slots(k, cos, sin),))
 
 
 @kit.only("cpu", "simulator")

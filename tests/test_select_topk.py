@@ -82,11 +82,6 @@ def test_repeatable(rows, n):
         kit.assert_repeatable(lambda: (ops.select_topk(scores, k=n // 3, sinks=4, window=9),))  # noqa: B023
 
 
-def test_repeatable_segments():
-    scores = kit.scores("ties", 2, 3, num_segments(1_000, 7, 40), 40)
-    kit.assert_repeatable(lambda: (ops.select_topk(scores, k=11, sinks=7, seq_len=1_000),))
-
-
 @kit.only("cpu", "cuda")
 def test_a_million():
     scores = kit.scores("normal", 1, 1, 1_000_000)
@@ -224,20 +219,3 @@ def test_a_gpus_starts_lengths_and_budgets_are_not_looked_at():
             assert torch.equal(found, expected)
             expected = check(segments, 2, 3, 0, 50, **good)
             assert torch.equal(ops.select_topk(segments, k=2, sinks=3, seq_len=50, **bad), expected)
-
-
-def test_opcheck_and_compile():
-    scores, segments = kit.scores("normal", 2, 2, 40), kit.scores("normal", 2, 2, 3, 8)
-    budgets = torch.full((2, 2), 7, dtype=torch.int32)
-    for arguments in (
-        (scores, 10),
-        (scores, 10, 2, 3, None, kit.int32(0, 3), kit.int32(5, 30), budgets, True),
-        (segments, 4, 5, 0, 40),
-        (segments, 4, 5, 0, 40, kit.int32(0, 3)),
-    ):
-        torch.library.opcheck(torch.ops.kvops.select_topk.default, arguments)
-    compiled = torch.compile(lambda s: ops.select_topk(s * 2, k=10, sinks=1, window=1), fullgraph=True)
-    assert torch.equal(compiled(scores), ops.select_topk(scores, k=10, sinks=1, window=1))
-    assert torch.equal(
-        compiled(scores.transpose(0, 1)), ops.select_topk(scores.transpose(0, 1), k=10, sinks=1, window=1)
-    )

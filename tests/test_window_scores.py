@@ -95,14 +95,6 @@ def test_layouts_change_nothing(layout, dtype):
     assert torch.equal(ops.window_scores(one, other, visible), ops.window_scores(one.contiguous(), k, visible))
 
 
-@pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("offset, gap", [(1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)])
-def test_rows_at_any_address(dtype, offset, gap):
-    q, k, visible = kit.window(2, 2, 2, 3, 70, 40, dtype)
-    moved = ops.window_scores(kit.unaligned(q, offset, gap), kit.unaligned(k, offset, gap), visible)
-    assert torch.equal(moved, ops.window_scores(q, k, visible))
-
-
 def test_lse_of_any_strides():
     q, k, visible = kit.window(2, 2, 3, 6, 50, 32)
     whole = torch.full((2, 20, 6), 1e9)  # of a longer prompt, [b, n, Hq]
@@ -232,12 +224,6 @@ def test_many_heads():
     assert torch.equal(scores[3:4, :2], ops.window_scores(q[3:4, :2], k[3:4, :2], visible))
 
 
-@pytest.mark.parametrize("group, w, n", [(2, 8, 100), (4, 1, kit.size(20_000, 2_000)), (2, 4, kit.size(20_000, 2_000))])
-def test_repeatable(group, w, n):
-    q, k, visible = kit.window(1, 2, group, w, n, 64, torch.bfloat16)
-    kit.assert_repeatable(lambda: [ops.window_scores(q, k, visible)])
-
-
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_a_batch_changes_nothing(dtype):
     q, k, visible = kit.window(3, 3, 2, 4, kit.size(7000, 700), 32, dtype)
@@ -269,12 +255,6 @@ def test_threads_change_nothing(heads, w, n):
     for count in (2, 3, 5):
         with kit.threads(count):
             assert kit.same((ops.window_scores(q, k, visible), ops.window_scores(q, k, visible, lse=lse)), one)
-
-
-def test_offsets_beyond_31_bits():
-    q, k, visible = kit.window(1, 2, 2, 2, 12, 8, torch.float16)
-    expected = ops.window_scores(q, k, visible)
-    assert torch.equal(ops.window_scores(q, kit.far_apart(k), visible), expected)
 
 
 def test_empty():
@@ -369,19 +349,3 @@ def test_a_gpus_limits_are_not_looked_at():
     bad = ops.window_scores(q, k, kit.int32(-5, 60, 2**31 - 1), starts=kit.int32(-7, 70))
     good = ops.window_scores(q, k, kit.int32(0, 50, 50), starts=kit.int32(0, 50))
     assert torch.equal(bad, good)
-
-
-def test_opcheck_and_compile():
-    q, k, visible = kit.window(2, 2, 2, 3, 40, 16)
-    lse, none = true_lse(q, k, visible), dict(reduce=ops.REDUCTIONS["max"], group_reduce=ops.REDUCTIONS["none"])
-    for args, kwargs in (
-        ((q, k, visible), {}),
-        ((q.half(), k.half(), visible), dict(score=ops.SCORES["dot"], **none)),
-        ((q, k, visible.repeat(2, 1), lse), dict(scale=16**-0.5, starts=kit.int32(0, 0), sink_logits=torch.zeros(4))),
-    ):
-        torch.library.opcheck(torch.ops.kvops.window_scores.default, args, kwargs)
-    compiled = torch.compile(lambda q, k, v: ops.window_scores(q, k, v, reduce="mean") + 1, fullgraph=True)
-    for layout in ("bhnd", "bnhd"):
-        q, k, visible = kit.window(2, 2, 2, 3, 70, 16)
-        k = kit.laid_out(k, layout)
-        assert torch.equal(compiled(q, k, visible), ops.window_scores(q, k, visible, reduce="mean") + 1)
