@@ -140,7 +140,7 @@ def test_rows_at_any_address(name, dtype):
 
 @every_operator
 def test_offsets_beyond_31_bits(op):
-    """In each tensor of rows; the last row, which lies there, has a say in a call."""
+    """In each tensor of rows. Its last row lies there, and some call depends on it."""
     needed, found = set(), set()
     for name in calls_of(op):
         # 5 sinks and 12 partitions of 6 tokens: LagKV's last one reaches to the end.
