@@ -6,12 +6,9 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
-#include <new>
-#include <numeric>
 #include <optional>
 #include <sstream>
 #include <stdexcept>

@@ -3,6 +3,9 @@
 // cuda/<op>.cu's.
 #pragma once
 
+#include <algorithm>
+#include <new>
+
 #include "call.h"
 #include "check.h"
 #if defined(KVOPS_GPU) && !defined(KVOPS_CUDASIM)

@@ -1,6 +1,9 @@
 // Which tensors of a call share memory: every operator that writes to its arguments refuses those that do.
 #pragma once
 
+#include <algorithm>
+#include <numeric>
+
 #include "check.h"
 
 namespace kvops {
