@@ -51,11 +51,11 @@ lint: $(STAMPS)/dev
 	@find csrc tests/cudasim -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(PY) -c 'from clang_format import clang_format as main; main()' --dry-run -Werror
 
 # The operators' tests once more, in a copy of the package whose kernels are instrumented. Python is not, so the
-# sanitizers' runtimes are loaded before it; what Python and torch never free is not looked at.
+# sanitizers' runtimes are loaded before it; what Python and torch never free is not looked at, nor are graphs.
 sanitize: $(STAMPS)/sanitize
 	@cd build/sanitize && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-	  ../../$(PY) -m pytest -m "" --capture=sys -p no:cacheprovider $(addprefix ../../,$(or $(ARGS),$(OP_TESTS)))
+	  ../../$(PY) -m pytest -m "" -k 'not opcheck and not compile' --capture=sys -p no:cacheprovider $(addprefix ../../,$(or $(ARGS),$(OP_TESTS)))
 
 # All that needs a GPU, in two commands of under ten minutes: build, benchmark and what only a GPU can test; the other
 # tests, compute-sanitizer, whole models, torch.compile. Results in OUT. They set nothing up and need no network: PYTHON

@@ -30,14 +30,15 @@ SLOW = "dtypes_and_head_dims or every_16_bit or rows_at_any_address or partial_r
 LONG = "(window or sm90) and not (layouts or batch or limits or splits)"  # every path of theirs is in those
 # The same accesses with other arithmetic.
 ALIKE = "(window or sm90) and (reductions or not_finite) or prototypes and (ties or tiny or opposed or much_alike)"
+# The same kernels and accesses as in a smaller test, minutes long with a function called for each access.
+LARGE = "several_gpus and 40 or a_batch and 64 or lengths_of_rows and 20000 and not (normal or equal)"
 TALK = "compact or select_topk or cluster"
 
 # What runs where: build, order of threads, tests. Shapes and graphs (opcheck, compile) are the same on every device.
 RUNS = {
     "order 1": ("plain", 1, [*OPERATORS_TESTS, "-k", f"not opcheck and not ({SLOW} or {ALIKE})"]),
-    "order 2": ("plain", 2, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW} or {ALIKE})"]),
-    "address": ("address", 0, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({ALIKE})"]),  # and order 0
-    "thread": ("thread", 0, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW} or {ALIKE}) and not ({LONG})"]),
+    "address": ("address", 2, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({ALIKE})"]),  # and order 2
+    "thread": ("thread", 0, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW} or {ALIKE} or {LARGE} or {LONG})"]),
     # Kernels whose blocks tell each other something, in memory as weak as CUDA's.
     "memory": ("memory", 2, [*OPERATORS_TESTS, "-k", f"({TALK}) and {FAST} and not ({SLOW})"]),
     "methods": (
