@@ -439,6 +439,6 @@ def test_generate_leaves_the_model_as_it_was():
     with pytest.raises(ValueError, match="past_key_values"):
         kvops.hf.generate(model, kvops.LAQ(20), ids, past_key_values=DynamicCache(config=model.config))
     with pytest.raises(TypeError, match="policy must be a kvops policy"):
-        kvops.hf.generate(model, "LAQ", ids)
+        kvops.hf.generate(model, kvops.LAQ, ids)
     assert model.config._attn_implementation == "sdpa"
     assert 2 <= VOCAB

@@ -2,6 +2,11 @@
 
     import kvops.hf
 
+    with kvops.hf.compress(model, kvops.SnapKV(1024)):
+        model.generate(**inputs)  # a fresh cache for each call
+
+Or with a cache of one's own: ::
+
     model = kvops.hf.use_attention(model)  # for the policies that look at queries
     cache = kvops.hf.KVCache(model.config, kvops.SnapKV(1024))
     model.generate(**inputs, past_key_values=cache)
@@ -25,8 +30,8 @@ Keys and queries come rotated at their logical positions. Policies that give tok
 step's position_ids and the model's rotary embedding (`model_rope`), and turn both to where they want them.
 
 Modules: `cache` (the cache and its layers), `attention` (the library's attention and its masks), `rope` (`model_rope`),
-`generation` (`generate`, `lookahead`), `architectures` (which models are served). Nothing else in kvops imports
-transformers.
+`compression` (`compress`, `generate`), `generation` (`lookahead`), `architectures` (which models are served). Nothing
+else in kvops imports transformers.
 """
 
 MIN_TRANSFORMERS = "5.15.0"  # the oldest that the tests have run with; before, get_mask_sizes() and crop() differ
@@ -47,14 +52,17 @@ if Version(transformers.__version__) < Version(MIN_TRANSFORMERS):
 # ruff: noqa: E402  (after the check of the version)
 from .attention import use_attention
 from .cache import EvictingLayer, KVCache, LayerStats, Stage
-from .generation import decode_greedily, generate, lookahead
+from .compression import Compression, compress, generate
+from .generation import decode_greedily, lookahead
 from .rope import model_rope
 
 __all__ = [
+    "Compression",
     "EvictingLayer",
     "KVCache",
     "LayerStats",
     "Stage",
+    "compress",
     "decode_greedily",
     "generate",
     "lookahead",

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -271,7 +271,26 @@ AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, _mask)
 
 
-def use_attention(model: PreTrainedModel) -> PreTrainedModel:
+_Model = TypeVar("_Model", bound=torch.nn.Module)
+
+
+def unwrap(who: str, model: object) -> PreTrainedModel:
+    """The transformers model in the wrappers of `torch.compile` and PEFT, which is in none of the library's imports.
+
+    TypeError: there is none, in the name of `who`.
+    """
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        if isinstance(compiled := getattr(inner, "_orig_mod", None), torch.nn.Module):
+            inner = compiled
+        elif isinstance(inner, torch.nn.Module) and hasattr(inner, "get_base_model"):
+            inner = cast(Any, inner).get_base_model()
+        else:
+            raise TypeError(f"{who}: model must be a transformers model, got {type(model).__name__}")
+    return inner
+
+
+def use_attention(model: _Model) -> _Model:
     """Sets the library's attention as the model's, as `from_pretrained(..., attn_implementation="kvops")` does.
 
     It serves a `KVCache` of every policy: those that look at queries, those that leave layers or rows with different
@@ -279,24 +298,23 @@ def use_attention(model: PreTrainedModel) -> PreTrainedModel:
     calls without a KVCache, go to sdpa. Make the KVCache afterwards.
 
     Args:
-        model: of transformers.
+        model: of transformers, which PEFT or `torch.compile` may have wrapped.
 
     Returns:
-        The same model.
+        The same model, in its wrapper.
 
     Raises:
         TypeError: model is no transformers model.
         ValueError: the library cannot compute its attention (docs/architectures.md); the model stays as it was.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"use_attention: model must be a transformers model, got {type(model).__name__}")
-    check_attention("use_attention", model.config)
-    before = _implementations(model)
-    model.set_attn_implementation(ATTENTION)
-    if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION:
+    inner = unwrap("use_attention", model)
+    check_attention("use_attention", inner.config)
+    before = _implementations(inner)
+    inner.set_attn_implementation(ATTENTION)
+    if inner.config.get_text_config(decoder=True)._attn_implementation != ATTENTION:
         _restore(before)
         raise ValueError(
-            f"use_attention: {type(model).__name__} computes its attention itself, without the AttentionInterface of "
+            f"use_attention: {type(inner).__name__} computes its attention itself, without the AttentionInterface of "
             "transformers, so the library's cannot take its place; a KVCache of a policy that needs no queries (such "
             "as kvops.KeyDiff) may serve it as it is"
         )
@@ -325,17 +343,17 @@ def check_attention(who: str, config: PreTrainedConfig) -> None:
         )
 
 
-# Models that `generate` runs: how many calls at a time, and what their attention was before.
+# Models that `compress` has: how many blocks and calls at a time, and what their attention was before.
 _generating: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, _Configs]] = weakref.WeakKeyDictionary()
 _switching = threading.Lock()
 
 
 @contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The library's attention for a while: until the last of the calls that run at a time."""
+    """The library's attention for a while: until the last of the blocks and calls that hold it at a time."""
     with _switching:
         if model not in _generating:
-            before = _implementations(model) if isinstance(model, PreTrainedModel) else []
+            before = _implementations(model)
             use_attention(model)
             _generating[model] = 0, before
         calls, before = _generating[model]

@@ -205,7 +205,7 @@ class KVCache(DynamicCache):
         attention_mask: Tensor | None = None,
         pads: Tensor | Sequence[int] | None = None,
     ):
-        _check(config, policy)
+        check(config, policy)
         pads = _pads(attention_mask, pads)
         own = config.get_text_config(decoder=True)._attn_implementation == ATTENTION
         if own:
@@ -358,7 +358,7 @@ def storage_bytes(*tensors: Tensor) -> int:
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def _check(config: PreTrainedConfig, policy: Policy) -> None:
+def check(config: PreTrainedConfig, policy: Policy) -> None:
     """Raises for what cannot work, whatever the batch."""
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"KVCache: config must be a transformers config (model.config), got {type(config).__name__}")

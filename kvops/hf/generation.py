@@ -1,73 +1,21 @@
-"""`model.generate` with a cache that evicts, and the stages of Lookahead Q-Cache.
+"""What generation with Lookahead Q-Cache needs more than a cache: its stages.
 
-Not called `generate.py`: `kvops.hf.generate` is the function, which a module of that name would hide, or be hidden by.
+Not called `lookahead.py`: `kvops.hf.lookahead` is the function, which a module of that name would hide.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
-from transformers.generation.utils import GenerateOutput
+from transformers import LogitsProcessor, PreTrainedModel
 
 from ..cache import LookaheadCache
-from ..methods import LAQ, Policy
-from .attention import own_attention
+from ..methods import LAQ
 from .cache import EvictingLayer, KVCache, Stage, storage_bytes
-
-
-def generate(
-    model: PreTrainedModel,
-    policy: Policy,
-    input_ids: Tensor,
-    *,
-    attention_mask: Tensor | None = None,
-    logits_processor: Sequence[LogitsProcessor] = (),
-    **kwargs: Any,
-) -> GenerateOutput | Tensor:
-    """`model.generate` with a `KVCache` of `policy` and the library's attention.
-
-    With `kvops.LAQ` it runs the stages of the paper: the prefill with its whole cache, which gives the first token; a
-    draft cache of stage 1, over which `steps` lookahead tokens are decoded greedily, keeping their queries (a row that
-    comes to its end stops early); the eviction of the whole cache by these queries; then the decode.
-
-    Any number of threads may generate with one model. Its attention is the library's until the last of them is done,
-    which other calls of the model must not meet halfway: if there are any, call `use_attention` before, once.
-
-    Args:
-        model: a causal language model of transformers.
-        policy: the rule of the cache, such as kvops.SnapKV(1024).
-        input_ids: int64 [b, n], the prompts, padded on the left.
-        attention_mask: int [b, n]; None: no padding.
-        logits_processor: of transformers.
-        kwargs: further arguments of `model.generate`, but for past_key_values.
-
-    Returns:
-        What `model.generate` returns. With `return_dict_in_generate=True` the cache is its `past_key_values`; after LAQ
-        the cache's `stages` say how many bytes all caches held after each stage, the largest of which is the peak.
-
-    Raises:
-        ValueError: past_key_values is given; or what `KVCache` and `use_attention` refuse.
-
-    Source: LAQ, Sec. 4.
-    """
-    if "past_key_values" in kwargs:
-        raise ValueError("generate: expected no past_key_values (the cache is made from `policy`), got one")
-    if attention_mask is None:
-        attention_mask = torch.ones_like(input_ids)
-    processors = LogitsProcessorList(logits_processor)
-    with own_attention(model):
-        cache = KVCache(model.config, policy, attention_mask=attention_mask)
-        if isinstance(policy, LAQ):
-            cache._staged = True
-            processors.append(_Lookahead(model, cache, attention_mask, kwargs))
-        return cast(Any, model).generate(
-            input_ids, attention_mask=attention_mask, past_key_values=cache, logits_processor=processors, **kwargs
-        )
 
 
 def lookahead(
@@ -87,7 +35,8 @@ def lookahead(
         model: the one that has read the prompts, with the library's attention (`use_attention`).
         cache: a KVCache of `kvops.LAQ` that holds the prompts.
         logits: [b, vocab], of the prompts' last tokens; their argmax begins the draft.
-        attention_mask: int [b, n], of the prompts; b may repeat its rows for beams. None: no padding.
+        attention_mask: int [b, n], of the prompts; b may repeat its rows for beams. None: padded
+            as the cache has seen it.
         eos_token_id: ends a row's draft.
 
     Raises:
@@ -105,7 +54,10 @@ def lookahead(
         for layer in cache.layers
     ]
     if attention_mask is None:
-        attention_mask = logits.new_ones(len(logits), cache.get_seq_length(), dtype=torch.int64)
+        first = cache.evicting_layers[0].cache
+        attention_mask = logits.new_ones(len(logits), first.seen, dtype=torch.int64)
+        if first.padding is not None:  # as the library's attention saw it in the prefill
+            attention_mask = (torch.arange(first.seen, device=logits.device) >= first.padding[:, None]).long()
     ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     lengths = decode_greedily(model, draft, logits, attention_mask, ends, cache.policy.steps)
     cache.stages.append(Stage("lookahead", _held(cache, draft)))
@@ -155,19 +107,31 @@ def decode_greedily(
     return lengths
 
 
-class _Lookahead(LogitsProcessor):
+class Lookahead(LogitsProcessor):
     """Runs LAQ's stages when transformers first asks what to make of the logits, which is after the prefill. It leaves
-    them as they are."""
+    them as they are.
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, attention_mask: Tensor, settings: dict[str, Any]):
+    Args:
+        model, cache, attention_mask: as in `lookahead`.
+        call: the arguments of `model.generate`.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: KVCache, attention_mask: Tensor | None, call: Mapping[str, Any]):
         self.model, self.cache, self.mask = model, cache, attention_mask
-        config = settings.get("generation_config") or model.generation_config
-        self.ends = settings.get("eos_token_id", config.eos_token_id)
+        self.ends = setting(model, call, "eos_token_id")
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not self.cache.stages:
             lookahead(self.model, self.cache, scores, attention_mask=self.mask, eos_token_id=self.ends)
         return scores
+
+
+def setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
+    """A setting of generation, as a call of `model.generate` with these arguments will have it."""
+    if name in call:
+        return call[name]
+    value = getattr(call.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if value is None else value
 
 
 def _held(*caches: KVCache) -> int:
