@@ -1,7 +1,7 @@
 """Every operator in a few lines of plain PyTorch: the specification that the tests compare with.
 
 Same names and arguments as in `kvops.ops`. Everything is computed in `dtype` (fp64 unless told otherwise) and read
-straight from the formulas; speed and memory are no concern here. Compare with `kvops.ops` for the contracts.
+straight from the formulas; speed and memory are no concern here. The contracts are those of `kvops.ops`.
 """
 
 from __future__ import annotations
@@ -52,20 +52,7 @@ def lag_score(
     lengths: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """LagKV's scores.
-
-    Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
-        dtype: to compute in.
-
-    All other arguments as in `kvops.ops.lag_score`.
-
-    Returns:
-        `dtype` [b, Hk, S, lag]; NaN for partitions that a row lacks.
-
-    Source: LagKV, Sec. 2.2, Eq. 5-9.
-    """
+    """LagKV Eq. 5-9. k: [b, Hk, n, d], v: [b, Hk, n, dv] -> [b, Hk, S, lag]."""
     b, heads, n, _ = k.shape
     scores = torch.full((b, heads, num_segments(n, prefix, lag), lag), torch.nan, dtype=dtype, device=k.device)
 
@@ -105,19 +92,7 @@ def anchor_cosine(
     return_anchor: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """KeyDiff's scores.
-
-    Args:
-        k: [b, Hk, n, d].
-        dtype: to compute in.
-
-    All other arguments as in `kvops.ops.anchor_cosine`.
-
-    Returns:
-        `dtype` [b, Hk, n], and with `return_anchor` also the anchor, `dtype` [b, Hk, d].
-
-    Source: KeyDiff, Sec. 3.2, Eq. 8.
-    """
+    """KeyDiff Sec. 3.2, Eq. 8. k: [b, Hk, n, d] -> scores [b, Hk, n] (and the anchor [b, Hk, d])."""
     keys = k.to(dtype)
     unit, finite = unit_keys(keys)
     usable = (valid_slots(k, starts, lengths) & finite).unsqueeze(-1)
@@ -203,21 +178,7 @@ def window_scores(
     sink_logits: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The scores of keys by an observation window.
-
-    Args:
-        q: [b, Hq, w, d].
-        k: [b, Hk, n, d].
-        visible: int32 [w] or [b, w], how many keys each row sees.
-        dtype: to compute in.
-
-    All other arguments as in `kvops.ops.window_scores`.
-
-    Returns:
-        `dtype` [b, Hk, n], or [b, Hq, n] with group_reduce="none".
-
-    Source: LAQ, Sec. 4.3, Eq. 4; SnapKV's observation window.
-    """
+    """LAQ Sec. 4.3 (Eq. 4), SnapKV's observation window. q: [b, Hq, w, d], k: [b, Hk, n, d] -> [b, Hk, n]."""
     logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
     rows = logits
     if score == "softmax":
@@ -240,20 +201,7 @@ def window_attention(
     sink_logits: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(q k) v, its log-sum-exp and `window_scores`.
-
-    Args:
-        q: [b, Hq, w, d].
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
-        visible: int32 [w] or [b, w], how many keys each row sees.
-        dtype: to compute in.
-
-    All other arguments as in `kvops.ops.window_attention`.
-
-    Returns:
-        `dtype` [b, Hq, w, dv], [b, Hq, w] and [b, Hk, n] (or [b, Hq, n]).
-    """
+    """softmax(q k) v, its log-sum-exp and `window_scores`. -> [b, Hq, w, dv], [b, Hq, w], [b, Hk, n]."""
     logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
     weights, lse = window_softmax(logits, seen, None, sink_logits)
     values = torch.where(seen.any(-2).unsqueeze(-1), v.to(dtype).unsqueeze(2), 0.0)  # what no row sees is not read
@@ -273,16 +221,7 @@ def select_topk(
     budgets: Tensor | None = None,
     fill_invalid: bool = False,
 ) -> Tensor:
-    """The kept slots: higher score first, then lower slot; numbers, then -inf, then NaN.
-
-    Args:
-        scores: [b, Hk, n], or [b, Hk, S, lag] with seq_len.
-
-    All other arguments as in `kvops.ops.select_topk`.
-
-    Returns:
-        int64 [b, Hk, width], ascending; -1, last, where a row keeps fewer.
-    """
+    """Kept slots by (higher score, lower slot): numbers, then -inf, then NaN. -> int64 [b, Hk, width], ascending."""
     segments = scores.dim() == 4
     b, heads = scores.shape[:2]
     n = scores.shape[2] if seq_len is None else seq_len
@@ -325,16 +264,7 @@ def select_topk(
 
 
 def gather_kv(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows k[b, h, indices[b, h, i]] and the same of v.
-
-    Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
-        indices: int64 [b, Hk, m]; -1 gives zeros.
-
-    Returns:
-        [b, Hk, m, d] and [b, Hk, m, dv].
-    """
+    """Rows k[b, h, indices[b, h, i]] and the same of v; -1 gives zeros. -> [b, Hk, m, d], [b, Hk, m, dv]."""
 
     def rows(x: Tensor) -> Tensor:
         picked = x.gather(2, indices.clamp(min=0).unsqueeze(-1).expand(*indices.shape, x.shape[-1]))
@@ -344,16 +274,7 @@ def gather_kv(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """What slots [0, m) of k and v hold after the in-place move: the same as `gather_kv`.
-
-    Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
-        indices: int64 [b, Hk, m].
-
-    Returns:
-        [b, Hk, m, d] and [b, Hk, m, dv]; k and v stay as they are.
-    """
+    """What slots [0, m) of k and v hold after the in-place move: the same as `gather_kv`."""
     return gather_kv(k, v, indices)
 
 
@@ -376,20 +297,7 @@ def ladder_gather(
     interleaved: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Layers, Layers]:
-    """LaCache's move: the slots that a plan keeps of a layer, or of several.
-
-    Args:
-        k: [b, Hk, n, d], or a list, one per layer.
-        v: [b, Hk, n, dv], or a list.
-        dtype: of the keys where inv_freq is given.
-
-    All other arguments as in `kvops.ops.ladder_gather`.
-
-    Returns:
-        [b, Hk, len(plan), d] and [b, Hk, len(plan), dv], lists if k is one.
-
-    Source: LaCache, Sec. 3.2, 3.3.
-    """
+    """LaCache Sec. 3.2, 3.3: the plan's slots of a layer (or lists of layers); with inv_freq the keys in `dtype`."""
     decoded = plan if isinstance(plan, LadderPlan) else decode_plan(plan)
 
     def moved(x: Tensor, i: int, frequencies: Tensor | None) -> Tensor:
@@ -412,20 +320,7 @@ ladder_compact_ = ladder_gather  # the same values; in place is the operator's
 def rope_at_slots(
     k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """Keys rotated by the angles of their slots.
-
-    Args:
-        k: [b, H, n, d].
-        cos, sin: [n, pairs] or [b, n, pairs].
-        dtype: to compute in.
-
-    All other arguments as in `kvops.ops.rope_at_slots`.
-
-    Returns:
-        `dtype` [b, H, n, d].
-
-    Source: RoFormer, Eq. 34.
-    """
+    """RoFormer Eq. 34. k: [b, H, n, d], cos, sin: [n, pairs] or [b, n, pairs] -> [b, H, n, d] in `dtype`."""
     cos, sin = (x.to(dtype) if x.dim() == 2 else x.to(dtype).unsqueeze(1) for x in (cos, sin))
     return rotate(k.to(dtype), cos, sin, interleaved)
 
@@ -442,19 +337,7 @@ def outlier_degree(
     lengths: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """ProtoKV's outlier degree of each key, or its similarity to its neighbours.
-
-    Args:
-        k: [b, Hk, n, d].
-        dtype: to compute in.
-
-    All other arguments as in `kvops.ops.outlier_degree`.
-
-    Returns:
-        `dtype` [b, Hk, n]; NaN for keys that are invalid or not finite.
-
-    Source: ProtoKV, Eq. 4, 5.
-    """
+    """ProtoKV Eq. 4, 5. k: [b, Hk, n, d] -> [b, Hk, n]."""
     unit, finite = unit_keys(k.to(dtype))
     usable = valid_slots(k, starts, lengths) & finite
     unit = torch.where(usable.unsqueeze(-1), unit, 0.0)
@@ -473,19 +356,7 @@ def outlier_degree(
 
 
 def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) -> Tensor:
-    """ProtoKV's hash of some keys, in fp64.
-
-    Args:
-        k: [b, Hk, n, d].
-        indices: int64 [b, Hk, p], the slots to hash; -1 for none.
-        projection: [r, d].
-        phase: [r].
-
-    Returns:
-        int32 [b, Hk, p] in [0, 2^r); -1 for index -1 and keys that are not finite.
-
-    Source: ProtoKV, Eq. 7, 8.
-    """
+    """ProtoKV Eq. 7, 8. k: [b, Hk, n, d], indices: [b, Hk, p] -> int32 [b, Hk, p]."""
     rows = indices.clamp(min=0).unsqueeze(-1).expand(*indices.shape, k.shape[-1])
     keys = k.double().gather(2, rows)
     r = len(phase)
@@ -505,20 +376,7 @@ def build_prototypes(
     lengths: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """ProtoKV's prototypes: the mean key of each chunk and of each bucket of anchors.
-
-    Args:
-        k: [b, Hk, n, d].
-        dtype: to compute in.
-
-    All other arguments as in `kvops.ops.build_prototypes`.
-
-    Returns:
-        `dtype` [b, Hk, num_chunks + num_buckets, d], and int32 [b, Hk, num_chunks + num_buckets], the number of keys
-        of each.
-
-    Source: ProtoKV, Algorithm 1, l. 4-16.
-    """
+    """ProtoKV Algorithm 1, lines 4-16. k: [b, Hk, n, d] -> [b, Hk, num_chunks + num_buckets, d], and the counts."""
     b, heads, n, d = k.shape
     cluster = torch.full((b, heads, n), -1, dtype=torch.int64, device=k.device)
     for row, (first, last) in enumerate(spans(b, n, starts, lengths)):
@@ -558,20 +416,7 @@ def assign_prototypes(
     lengths: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The prototype of highest cosine of each key; ties to the lower id.
-
-    Args:
-        k: [b, Hk, n, d].
-        prototypes: [b, Hk, C, d].
-        dtype: to compute in.
-
-    All other arguments as in `kvops.ops.assign_prototypes`.
-
-    Returns:
-        int32 [b, Hk, n]; -1 for keys that are invalid or not finite, or where no prototype is usable.
-
-    Source: ProtoKV, Eq. 10.
-    """
+    """ProtoKV Eq. 10. k: [b, Hk, n, d], prototypes: [b, Hk, C, d] -> int32 [b, Hk, n]."""
     cosines = prototype_cosines(k, prototypes, dtype)
     best = cosines.amax(-1, keepdim=True)
     first = (cosines == best).int().argmax(-1).int()
@@ -590,19 +435,7 @@ def cluster_counts(scores: Tensor, assignment: Tensor, num_clusters: int) -> tup
 
 
 def cluster_mean(scores: Tensor, assignment: Tensor, *, num_clusters: int, reduce: str = "mean") -> Tensor:
-    """Each cluster's score: the mean of its tokens' finite scores, or their sum.
-
-    Args:
-        scores: [b, Hk, n].
-        assignment: int32 [b, Hk, n], each token's cluster, -1 for none.
-
-    All other arguments as in `kvops.ops.cluster_mean`.
-
-    Returns:
-        fp64 [b, Hk, num_clusters]; NaN where no score is finite.
-
-    Source: ProtoKV, Algorithm 1, l. 22; reduce="sum": Eq. 11.
-    """
+    """ProtoKV Algorithm 1, line 22; "sum": Eq. 11. scores, assignment: [b, Hk, n] -> fp64 [b, Hk, C]."""
     sums, finite, _ = cluster_counts(scores, assignment, num_clusters)
     return torch.where(finite > 0, sums if reduce == "sum" else sums / finite, torch.nan)
 
@@ -616,20 +449,7 @@ def cluster_priority(
     budgets: Tensor | None = None,
     whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The priority of each token, by which `select_topk` keeps and drops whole clusters.
-
-    Args:
-        scores: [b, Hk, n].
-        assignment: int32 [b, Hk, n], each token's cluster, -1 for none.
-        cluster_scores: [b, Hk, C].
-
-    All other arguments as in `kvops.ops.cluster_priority`.
-
-    Returns:
-        [b, Hk, n], for `select_topk`, and int32 [b, Hk], how many tokens stay.
-
-    Source: ProtoKV, Eq. 2; Algorithm 1, l. 24.
-    """
+    """ProtoKV Eq. 2, Algorithm 1, line 24. -> fp32 [b, Hk, n], int32 [b, Hk]."""
     priority = torch.full_like(scores, torch.nan)
     kept = torch.zeros(scores.shape[:2], dtype=torch.int32, device=scores.device)
     sizes = cluster_counts(scores, assignment, cluster_scores.shape[2])[2]
