@@ -15,6 +15,10 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
+inline bool makes_lse(const WindowScoresParams& p) {
+  return p.softmax && !p.lse.data;
+}
+
 // Scores are NaN where the logit or the lse is, not where an infinite lse is wrong (check_lse_total).
 float finite_unless_nan(float x) {
   return x > 1e30f ? 1e30f : x < -1e30f ? -1e30f : x;
@@ -34,7 +38,7 @@ void score(const WindowScoresParams& p, const Workers& workers) {
   const WindowScratch sizes(p.window, 0);
   float* const stats = workers.workspace + workers.count * sizes.worker;  // [items][2][lanes]
   float* const kept = stats + sizes.items * sizes.stats;                  // w = 1: [items] of logits
-  const bool make_lse = p.softmax && !p.lse.data;
+  const bool make_lse = makes_lse(p);
   if (make_lse)
     for_splits<WindowWorker<T>>(p.window, 0, workers, [&](WindowWorker<T>& worker, int64_t item) {
       NoValues none;
@@ -59,7 +63,7 @@ void score_decode(const WindowScoresParams& p, const Workers& workers) {
   const WindowScratch sizes(p.window, 0);
   float* const stats = workers.workspace + workers.count * sizes.worker;
   float* const kept = stats + sizes.items * sizes.stats;
-  const bool make_lse = p.softmax && !p.lse.data;
+  const bool make_lse = makes_lse(p);
   if (make_lse)
     for_splits<Worker>(p.window, 0, workers, [&](Worker& worker, int64_t item) {
       worker.first_pass(item % sizes.splits, nullptr, stats + item * sizes.stats, kept + item * sizes.logits, nullptr);
@@ -88,9 +92,8 @@ void score_decode(const WindowScoresParams& p, const Workers& workers) {
 
 void window_scores(const WindowScoresParams& p, Call& call) {
   const WindowScratch sizes(p.window, 0);
-  const bool make_lse = p.softmax && !p.lse.data;
   const Workers workers = workers_for(call, window_bytes(p.window), sizes.worker,
-                                      make_lse ? sizes.items * (sizes.stats + sizes.logits) : 0);
+                                      makes_lse(p) ? sizes.items * (sizes.stats + sizes.logits) : 0);
   with_dtype(p.window.dtype, [&](auto type) {
     typedef decltype(type) T;
     if (!is_decode(p.window)) return score<T>(p, workers);
