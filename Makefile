@@ -11,6 +11,7 @@
 #   TORCH_INDEX=...  another package index, for torch alone; https://download.pytorch.org/whl/cpu has it without CUDA
 
 TORCH := 2.13.0# for development, pinned here and nowhere else; the build itself targets 2.10
+FLOOR := $(shell sed -n 's/^MIN_TRANSFORMERS = "\(.*\)".*/\1/p' kvops/hf/__init__.py)# the oldest transformers, for its tests
 CUTLASS := 4.2.0.0# headers for the Hopper kernels, without the packages that its Python side asks for
 
 PYTHON ?= python3
@@ -35,7 +36,7 @@ build: $(STAMPS)/kvops
 test: $(STAMPS)/kvops
 	@$(PY) -m pytest $(ARGS)
 
-test-all: $(STAMPS)/kvops
+test-all: $(STAMPS)/kvops $(STAMPS)/transformers-$(FLOOR)
 	@$(PY) -m pytest -m "" $(ARGS)
 
 bench: $(STAMPS)/kvops
@@ -97,6 +98,13 @@ $(STAMPS)/torch-$(TORCH): $(STAMPS)/venv
 $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/torch-$(TORCH)
 	@echo "== packages"
 	@$(PIP) -qq -r requirements-dev.txt
+	@touch $@
+
+# Beside the packages, not among them: a test puts the folder on PYTHONPATH.
+$(STAMPS)/transformers-$(FLOOR): $(STAMPS)/dev
+	@echo "== transformers $(FLOOR)"
+	@rm -rf $(VENV)/transformers-$(FLOOR)
+	@$(PIP) -qq --no-warn-conflicts --target $(VENV)/transformers-$(FLOOR) transformers==$(FLOOR)
 	@touch $@
 
 $(STAMPS)/cutlass-$(CUTLASS): $(STAMPS)/dev

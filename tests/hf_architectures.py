@@ -275,9 +275,15 @@ def tiny_model(name: str, attention: str | None = None) -> PreTrainedModel:
 # Those whose attention is not told the positions, which a rotation to the slots needs.
 NO_POSITIONS = ("persimmon",)
 
-# Types whose code in older versions of transformers does not allow what the table says: in 5.15 configs do not tell
-# which layers share keys, Ministral 3's attention gets no positions (kvops.hf raises), Moshi's sdpa differs from eager.
-SINCE = dict.fromkeys(("gemma3n_text", "gemma4_text", "ministral3", "moshi"), "5.23")
+# Types whose code in older versions of transformers does not allow what the table says, and the first of the versions
+# 5.5, 5.8, 5.12, 5.15 and 5.23 that does. With those before it their models raise, of themselves or in kvops.hf: they
+# compute their attention themselves, hand it no positions, bring caches or masks of their own, or cannot read a chunk.
+SINCE = {
+    **dict.fromkeys("big_bird glm_moe_dsa megatron-bert rembert roformer".split(), "5.12"),
+    **dict.fromkeys("ctrl dbrx lfm2 lfm2_moe nemotron olmo_hybrid phimoe recurrent_gemma zamba".split(), "5.15"),
+    "gemma4_unified_text": "5.15",
+    **dict.fromkeys(("ministral3", "moshi"), "5.23"),  # Moshi: sdpa and eager differ
+}
 
 # Types of which there is no tiny model here, and why. Nothing is known of them but what their text model's row says.
 _WRAPPER = "a model of several kinds of input; its text model has a type of its own"
@@ -327,8 +333,19 @@ gives them.
 - **methods without queries**: a `KVCache` with the attention of transformers serves; `use_attention` raises, so
   [the methods that need it](huggingface.md#what-is-refused-and-why) cannot be had.
 
+The page is of the newest transformers that the tests run with. With older ones, [these types](#since) may raise.
+
 | type | layers that evict | served |
 |---|---|---|
+"""
+NEWER = """
+## Since
+
+What the table says of a type holds with transformers 5.5 or newer, but for these. With older versions their models
+raise, of themselves or in `kvops.hf`.
+
+| type | transformers |
+|---|---|
 """
 UNTRIED = """
 ## Not tried
@@ -386,7 +403,8 @@ def page() -> str:
             )
         rows.append(f"| {name} | {layers} | {what} |\n")
     untried = [f"| {name} | {why} |\n" for name, why in sorted(UNMADE.items())]
-    return HEAD + "".join(rows) + UNTRIED + "".join(untried)
+    newer = [f"| {name} | {since} |\n" for name, since in sorted(SINCE.items())]
+    return HEAD + "".join(rows) + NEWER + "".join(newer) + UNTRIED + "".join(untried)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache  # noqa: E402
 from transformers.masking_utils import create_causal_mask, sdpa_mask  # noqa: E402
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig  # noqa: E402
 
 import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
 from kvops.hf import KVCache, use_attention  # noqa: E402
 from kvops.hf.architectures import Architecture  # noqa: E402
-from test_hf import TINY, VOCAB, generate, make_model, make_prompts  # noqa: E402
+from test_hf import TINY, VOCAB, generate, make_model, make_prompts, needs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_table")
 FOUR = {"num_hidden_layers": 4, "head_dim": 16}
@@ -215,6 +216,7 @@ def test_slots_of_shared_keys():
 )
 def test_keys_that_change_after_the_cache(kind, name):
     """With no cache of ours they go through; with one they say so, rather than forget which keys are hidden."""
+    needs(kind, "0" if kind in ("jetmoe", "doge") else "5.15")
     model, stock = own(kind), build(kind)
     ids, mask = make_prompts(20)
     for method in (kvops.KeyDiff(12), kvops.SnapKV(12, window=4)):
@@ -224,12 +226,16 @@ def test_keys_that_change_after_the_cache(kind, name):
     forward(stock, ids, KVCache(stock.config, kvops.KeyDiff(12)))  # as the error says
 
 
-def test_arguments_that_change_the_attention():
+def test_deepseek_hands_its_attention_indices():
     """DeepSeek V3.2 masks by itself for sdpa, and leaves it to any other attention."""
+    needs("deepseek_v32")
     model = own("deepseek_v32")
     ids, _ = make_prompts(20)
     with pytest.raises(NotImplementedError, match=r"DeepseekV32Attention hands indices to its attention"):
         forward(model, ids, None)
+
+
+def test_arguments_that_change_the_attention():
     q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
     module = make_model().model.layers[0].self_attn
     for name in ("position_bias", "sinks", "block_indices", "anything"):
@@ -345,9 +351,7 @@ def test_the_real_error_when_a_part_names_no_attention():
 
 def test_cross_attention_keeps_its_cache():
     """Mllama's cross-attention layers hold an image's keys in the same cache."""
-    config = transformers.AutoConfig.for_model(
-        "mllama_text_model", **{**TINY, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]}
-    )
+    config = MllamaTextConfig(**{**TINY, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]})
     models = []
     for attn in ("sdpa", "kvops"):
         torch.manual_seed(0)
@@ -562,7 +566,7 @@ def test_compiled_models_run_the_cache_as_it_is():
     module = model.model.layers[0].self_attn
 
     def layer(x, cache):
-        mask = create_causal_mask(model.config, x, None, cache)
+        mask = create_causal_mask(model.config, x, None, past_key_values=cache)
         q, k = (x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in (x, x[..., :32]))
         return kvops.hf.attention._attention(module, q, *cache.update(k, k, 0), mask, scaling=module.scaling)[0]
 

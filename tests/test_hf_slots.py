@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, DynamicCache, GlmConfig  # noqa: E402
 import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
 from kvops.hf import KVCache, model_rope, use_attention  # noqa: E402
-from test_hf import TINY, assert_rows_as_alone, generate, make_model, make_prompts  # noqa: E402
+from test_hf import TINY, assert_rows_as_alone, generate, make_model, make_prompts, needs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[1]
@@ -295,6 +295,7 @@ def test_memory_does_not_grow():
     ],
 )
 def test_rope_of_a_model(kind, interleaved, pairs):
+    needs(kind)
     rope = model_rope(CONFIG_MAPPING[kind]())
     scaling = 1.0 + 0.1 * math.log(32) if kind == "gpt_oss" else 1.0  # YaRN's
     assert (rope.interleaved, len(rope.inv_freq), rope.scaling) == (interleaved, pairs, pytest.approx(scaling))
@@ -314,6 +315,7 @@ def test_rope_of_a_scaled_model():
 )
 def test_models_that_rotate_otherwise_are_refused(kind):
     """Layers without rotation, MLA, a norm after the rotation, positions of three dims, no rotation."""
+    needs(kind)
     settings = {"head_dim": 16} if kind == "hunyuan_v1_dense" else {}
     with unclear():
         model_rope(CONFIG_MAPPING[kind](**settings))

@@ -33,9 +33,10 @@ STOCK = (
     "of transformers"
 )
 # What models hand to any attention function and sdpa has no use for either. Whatever else comes may change the result.
+# user_cache: Nemotron-H's slip of the pen, before transformers 5.12.
 _HARMLESS = frozenset(
-    "position_ids position_embeddings cache_position token_type_ids use_cache return_dict logits_to_keep labels "
-    "num_items_in_batch output_attentions output_hidden_states output_router_logits hidden_states deterministic "
+    "position_ids position_embeddings cache_position token_type_ids use_cache user_cache return_dict logits_to_keep "
+    "labels num_items_in_batch output_attentions output_hidden_states output_router_logits hidden_states deterministic "
     "sliding_window seq_idx cu_seqlens cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k".split()
 )
 _OF_SDPA = frozenset(inspect.signature(sdpa_attention_forward).parameters) - {"kwargs"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from ..rope import Rope
 from . import architectures
 from .attention import ATTENTION, STOCK, Slots, autocast, check_attention, eager, steps
 from .rope import model_rope
+
+_CROPS_TO_LENGTHS = "max_length" in inspect.signature(DynamicLayer.crop).parameters  # transformers before 5.15
 
 
 class LayerStats(NamedTuple):
@@ -316,11 +319,17 @@ class KVCache(DynamicCache):
         """Forgets the last tokens, as transformers does for the rejected tokens of a draft.
 
         Args:
-            tokens_to_remove: 0 or negative: -2 removes two tokens.
+            tokens_to_remove: 0 or negative: -2 removes two tokens. With transformers before 5.15, as in its own caches,
+                a positive number is how many tokens stay.
 
         Raises:
             ValueError: the policy or an eviction does not allow it; the cache stays as it was.
         """
+        if _CROPS_TO_LENGTHS:
+            if tokens_to_remove > 0:
+                tokens_to_remove = min(0, tokens_to_remove - self.get_seq_length())
+            if tokens_to_remove == 0:  # which its layers would take for a length too
+                return
         before = [copy.copy(layer) for layer in self.layers]
         try:
             super().crop(tokens_to_remove)
