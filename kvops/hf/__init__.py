@@ -30,8 +30,8 @@ Keys and queries come rotated at their logical positions. Policies that give tok
 step's position_ids and the model's rotary embedding (`model_rope`), and turn both to where they want them.
 
 Modules: `cache` (the cache and its layers), `attention` (the library's attention and its masks), `rope` (`model_rope`),
-`compression` (`compress`, `generate`), `generation` (`lookahead`), `architectures` (which models are served). Nothing
-else in kvops imports transformers.
+`compression` (`compress`, `generate`), `generation` (`lookahead`), `drafts` (prompt lookup and assisted decoding),
+`architectures` (which models are served). Nothing else in kvops imports transformers.
 """
 
 MIN_TRANSFORMERS = "5.5.0"  # the oldest that the tests run with; the Makefile reads it here
@@ -50,6 +50,7 @@ if Version(transformers.__version__) < Version(MIN_TRANSFORMERS):
     )
 
 # ruff: noqa: E402  (after the check of the version)
+from . import drafts as drafts
 from .attention import use_attention
 from .cache import EvictingLayer, KVCache, LayerStats, Stage
 from .compression import Compression, compress, generate

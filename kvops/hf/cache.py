@@ -325,6 +325,7 @@ class KVCache(DynamicCache):
         Raises:
             ValueError: the policy or an eviction does not allow it; the cache stays as it was.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.15 counts rejected tokens in a tensor
         if _CROPS_TO_LENGTHS:
             if tokens_to_remove > 0:
                 tokens_to_remove = min(0, tokens_to_remove - self.get_seq_length())

@@ -1,0 +1,172 @@
+"""Prompt lookup and assisted decoding with a cache that evicts: the text of greedy decoding with the same method, and
+what is refused before anything is generated."""
+
+import contextlib
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import kvops  # noqa: E402
+import kvops.hf  # noqa: E402
+from kvops.hf import KVCache, use_attention  # noqa: E402
+from test_hf import make_model, make_prompts  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+EOS = {"eos_token_id": 96, "pad_token_id": 0}  # transformers 5.5 looks for one in every draft
+PROMPT_ONLY = {
+    "full": kvops.Full(),
+    "snapkv": kvops.SnapKV(16, window=4),
+    "snapkv-short": kvops.SnapKV(16, window=2, kernel_size=1),
+    "pyramidkv": kvops.PyramidKV(16, window=4),
+    "chunkkv": kvops.ChunkKV(16, window=4, chunk=4),
+    "protokv": kvops.ProtoKV(16, window=4, num_sats=4, num_chunks=6, buffer=None),
+    "satkv": kvops.SATKV(16, window=4, buffer=None),
+    "laq": kvops.LAQ(16, steps=3),
+}
+IN_DECODE = {
+    "keydiff": kvops.KeyDiff(16),
+    "lagkv": kvops.LagKV(lag=8, ratio=0.25),
+    "h2o": kvops.H2O(16),
+    "tova": kvops.TOVA(16),
+    "streaming": kvops.StreamingLLM(16),
+    "protokv": kvops.ProtoKV(16, window=4, num_sats=4, num_chunks=6, buffer=4, alpha=2),
+    "satkv": kvops.SATKV(16, window=4, buffer=4),
+    "snapkv of one row": kvops.SnapKV(16, window=1),
+}
+
+
+def repetitive(n=60, seed=1):
+    """A prompt that says things twice, so that a lookup finds something."""
+    ids, _ = make_prompts(n // 3, seed=seed)
+    return torch.cat([ids, ids, ids], 1)
+
+
+def drafts(kind, seed=0):
+    """The arguments of generate. The assistant is the model with noise: some of what it drafts is accepted."""
+    if kind == "lookup":
+        return {"prompt_lookup_num_tokens": 4}
+    assistant = make_model()
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for x in assistant.parameters():
+            x.add_(0.005 * torch.randn(x.shape, generator=g))
+    assistant.generation_config.num_assistant_tokens = 4
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    return {"assistant_model": assistant}
+
+
+class Steps:
+    """How many tokens the model has read in each of its steps."""
+
+    def __init__(self, model):
+        self.tokens = []
+        model.register_forward_pre_hook(self.see, with_kwargs=True)
+
+    def see(self, module, args, kwargs):
+        self.tokens.append(kwargs.get("input_ids", *args).shape[1])
+
+
+def how(name, model, policy):
+    """model.generate as a function of its arguments: with a cache of one's own, by `generate`, or in a block."""
+    if name == "generate":
+        return lambda ids, **call: kvops.hf.generate(model, policy, ids, **call)
+    if name == "cache":
+        use_attention(model)
+
+    def call(ids, **call):
+        with kvops.hf.compress(model, policy) if name == "compress" else contextlib.nullcontext():
+            cache = {} if name == "compress" else {"past_key_values": KVCache(model.config, policy)}
+            return model.generate(ids, attention_mask=torch.ones_like(ids), **cache, **call)
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["cache", "generate", "compress"])
+@pytest.mark.parametrize("kind", ["lookup", "assistant"])
+@pytest.mark.parametrize("method", PROMPT_ONLY)
+def test_the_text_of_greedy_decoding(method, kind, name):
+    if method == "laq" and name == "cache":
+        pytest.skip("LAQ evicts in kvops.hf.generate and in a block")
+    model, ids, policy = make_model(**EOS), repetitive(), PROMPT_ONLY[method]
+    options = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True)
+    run = how(name, model, policy)
+    expected = run(ids, **options)
+    steps = Steps(model)
+    found = run(ids, **options, **drafts(kind))
+    assert torch.equal(found.sequences, expected.sequences)
+    read = [x for x in steps.tokens if x > 1]
+    assert read[0] == ids.shape[1] and len(read) > 1  # the prompt by itself, then drafts
+    assert sum(steps.tokens) > ids.shape[1] + 23  # some of which are rejected,
+    assert len(read) < 24 or kind == "lookup"  # and some are not
+    caches = found.past_key_values, expected.past_key_values
+    for layer, truth in zip(*(x.evicting_layers for x in caches)):
+        assert torch.equal(layer.cache.positions, truth.cache.positions) and not layer.cache.frozen
+        torch.testing.assert_close(layer.keys, truth.keys, atol=1e-4, rtol=1e-4)
+
+
+def test_drafts_that_are_as_long_as_a_window_evict_nothing():
+    """Outside of a draft, SnapKV takes a step of a window's length for a chunk of the prompt."""
+    model, ids, policy = make_model(**EOS), repetitive(), kvops.SnapKV(16, window=2)
+    out = kvops.hf.generate(
+        model, policy, ids, max_new_tokens=24, return_dict_in_generate=True, do_sample=False, **drafts("lookup")
+    )
+    new = out.sequences.shape[1] - ids.shape[1]
+    assert [x.tokens_kept for x in out.past_key_values.stats()] == [16 + new - 1] * 3
+
+
+@pytest.mark.parametrize("name", ["cache", "generate", "compress"])
+@pytest.mark.parametrize("kind", ["lookup", "assistant"])
+@pytest.mark.parametrize("method", IN_DECODE)
+def test_methods_that_evict_in_decode_are_refused_at_the_start(method, kind, name):
+    model = make_model(**EOS)
+    run, steps = how(name, model, IN_DECODE[method]), Steps(model)
+    with pytest.raises(NotImplementedError, match=r"expected a policy that evicts of the prompt only .*buffer=None"):
+        run(repetitive(), max_new_tokens=8, do_sample=False, **drafts(kind))
+    assert steps.tokens == []
+
+
+def test_a_cache_that_holds_something_is_refused():
+    """transformers would read what it holds once more."""
+    model = use_attention(make_model(**EOS))
+    ids, cache = repetitive(), KVCache(model.config, kvops.SnapKV(16, window=4))
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="expected an empty cache, got one that has seen 40 tokens"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=8, **drafts("lookup"))
+    assert cache.get_seq_length() == 40
+
+
+def test_laq_needs_its_stages():
+    model = use_attention(make_model(**EOS))
+    cache = KVCache(model.config, kvops.LAQ(16))
+    with pytest.raises(NotImplementedError, match="expected kvops.hf.generate or a block"):
+        model.generate(repetitive(), past_key_values=cache, max_new_tokens=8, **drafts("lookup"))
+
+
+def test_drafts_by_the_models_own_layers_are_refused():
+    with pytest.raises(NotImplementedError, match="an assistant_model.*, got EarlyExitCandidateGenerator"):
+        kvops.hf.generate(make_model(**EOS), PROMPT_ONLY["snapkv"], repetitive(), assistant_early_exit=1)
+
+
+@pytest.mark.parametrize("kind", ["lookup", "assistant"])
+def test_without_a_cache_of_ours_nothing_changes(kind):
+    model, ids = make_model(**EOS), repetitive()
+    expected = model.generate(ids, max_new_tokens=24, do_sample=False)
+    steps = Steps(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False, **drafts(kind)), expected)
+    assert steps.tokens[0] > ids.shape[1]  # the prompt and a draft
+
+
+def test_crop_takes_back_what_was_drafted_of_a_padded_row():
+    model = make_model(**EOS)
+    ids, pads = repetitive(), torch.zeros(1, 7, dtype=torch.long)
+    mask = torch.cat([pads, torch.ones_like(ids)], 1)
+    options = dict(max_new_tokens=24, do_sample=False)
+    alone = kvops.hf.generate(model, PROMPT_ONLY["snapkv"], ids, **options)
+    padded = kvops.hf.generate(
+        model, PROMPT_ONLY["snapkv"], torch.cat([pads, ids], 1), attention_mask=mask, **options, **drafts("lookup")
+    )
+    assert torch.equal(padded[:, 7:], alone)
