@@ -560,6 +560,51 @@ def test_autocast(attn):
     assert error <= (0.0 if attn != "kvops" else 0.2 * scale)
 
 
+IN_AUTOCAST = {
+    "keydiff": lambda budget: kvops.KeyDiff(budget),
+    "lagkv": lambda budget: kvops.LagKV(lag=budget // 2, ratio=0.25, sinks=2),
+    "snapkv": lambda budget: kvops.SnapKV(budget, window=4),
+    "h2o": lambda budget: kvops.H2O(budget),
+    "laq": lambda budget: kvops.LAQ(budget, steps=2),
+    "lacache": lambda budget: kvops.LaCache(budget),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("method", IN_AUTOCAST)
+def test_generation_under_autocast(method, dtype):
+    """Of a model in fp32 and in bf16: what keeps everything gives the logits of a stock cache, whichever way the cache
+    comes, and what evicts holds bf16."""
+    model = make_model().to(dtype)
+    ids, mask = make_prompts(60, 41)
+    call = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    call.update(return_dict_in_generate=True, output_logits=True)
+
+    def block(policy):
+        with kvops.hf.compress(model, policy):
+            return model.generate(ids, **call)
+
+    def one_call(policy):
+        return kvops.hf.generate(model, policy, ids, **call)
+
+    def own_cache(policy):
+        return model.generate(ids, past_key_values=KVCache(model.config, policy), **call)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model.generate(ids, **call).logits[0].float()
+        ways = [block, one_call] + [own_cache] * (method != "laq")
+        for way in ways:
+            if way is own_cache:
+                use_attention(model)
+            found = way(IN_AUTOCAST[method](400)).logits[0].float()
+            assert (found - expected).abs().max() <= 0.2 * expected.std()
+            out = way(IN_AUTOCAST[method](16))
+            assert torch.stack(out.logits).isfinite().all()
+            for layer in out.past_key_values.layers:
+                assert layer.keys.dtype == layer.values.dtype == torch.bfloat16
+                assert layer.keys.shape[2] < 60
+
+
 def test_compiled_models_run_the_cache_as_it_is():
     """What a compiled model does in each layer, over a cache that grows."""
     model = use_attention(make_model(num_hidden_layers=1))
