@@ -103,12 +103,12 @@ template <class T, class Put>
 inline void rotate_row(char* to, const char* from, int64_t bytes, const float* cos, const float* sin, int64_t pairs,
                        bool interleaved, const Put put) {
   constexpr int64_t item = sizeof(T), step = kStep<T>;
-  float c[step] = {}, s[step] = {};
   int64_t i = 0;
   if (interleaved) {
     for (; i + VL <= pairs; i += VL) turn_neighbours<T>(to + 2 * i * item, from + 2 * i * item, cos + i, sin + i, put);
     if (const int64_t left = pairs % VL) {
       char x[2 * VL * item] = {};
+      float c[VL] = {}, s[VL] = {};
       copy_bytes(x, from + 2 * i * item, 2 * left * item);
       copy_bytes(c, cos + i, 4 * left);
       copy_bytes(s, sin + i, 4 * left);
@@ -122,6 +122,7 @@ inline void rotate_row(char* to, const char* from, int64_t bytes, const float* c
                      put);
     if (const int64_t left = pairs % step) {
       char x[VB] = {}, y[VB] = {};
+      float c[step] = {}, s[step] = {};
       copy_bytes(x, from + i * item, left * item);
       copy_bytes(y, from + half + i * item, left * item);
       copy_bytes(c, cos + i, 4 * left);
