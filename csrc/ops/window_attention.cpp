@@ -18,9 +18,6 @@ std::tuple<Tensor, Tensor, Tensor> window_attention(const Tensor& q, const Tenso
   Window window = check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits);
   KVOPS_CHECK(cos.has_value() == sin.has_value(), op, ": cos and sin must be given together, got ", cos ? "cos" : "sin",
               " alone");
-#ifdef KVOPS_GPU
-  KVOPS_CHECK(!cos, op, ": keys do not turn on a GPU yet, expected cos and sin None, got tables ", shape(*cos));
-#endif
   if (cos) window.rope = check_rope(op, k, *cos, *sin, interleaved);
   check_head_dim(op, "k", k);
   check_head_dim(op, "v", v);
