@@ -4,6 +4,9 @@
 // G keys times G queries makes VL dot products, which are reduced together (reduce_lanes) into one vector: logits lie
 // [key][G], and the softmax's exponentials fill their vectors too. Lanes VL / G keys apart hold the same query's
 // statistics. All queries see the same keys, so there are no masks.
+//
+// Where keys turn at their slots, a unit's are turned into scratch that stays in L1, just before their products: 48
+// vector instructions for a key of 64 pairs in bf16 (AVX512-BF16). The tables come from L2 (for_parts).
 #pragma once
 #include "window.h"
 

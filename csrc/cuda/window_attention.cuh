@@ -25,8 +25,9 @@
 // three launches and the combination, whose 128 parts of 32 rows are 2.1 MB: about 82 % of the floor.
 //
 // Where keys turn at their slots, a decode step's (w = 1) do so in shared memory: each warp turns the 16 keys that it
-// has copied, and reads their cosines and sines on the way (8 bytes for each of their pairs, which L2 has for all heads
-// but the first). Other calls read K more than once; there rope_at_slots turns it into the workspace, once.
+// has copied, and reads their cosines and sines on the way, 8 bytes for each pair. All heads need these, so their
+// blocks of the same split run at the same time, and all but the first find them in L2. Other calls read K more than
+// once; there rope_at_slots turns it into the workspace, once.
 //
 // attention_combine: a block for each row adds its parts in their order.
 //
@@ -342,7 +343,9 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   char* const queries = ring + plan.stages * warps * State::kGroupBytes;  // [rows], if registers do not hold them
   __shared__ RowSum warp_sums[kWindowWarps][kTileRows];
 
-  const int64_t unit = blockIdx.x / plan.row_blocks, head = unit / plan.splits.count, split = unit % plan.splits.count;
+  const int64_t unit = blockIdx.x / plan.row_blocks, heads = w.b * w.heads;
+  const int64_t head = kTurns ? unit % heads : unit / plan.splits.count;
+  const int64_t split = kTurns ? unit / heads : unit % plan.splits.count;
   const int64_t b = head / w.heads, h = head % w.heads;
   const int all = static_cast<int>(w.group * w.w), first_row = blockIdx.x % plan.row_blocks * rows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % row_warps;
