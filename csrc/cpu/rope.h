@@ -41,9 +41,23 @@ inline void angles(const float* inv_freq, int64_t pairs, double delta, float* co
   }
 }
 
+// x * y + z, rounded once where the CPU can. Of two products and their sum the compiler would fuse one or none, as it
+// sees fit in each kernel; all kernels are to agree to the bit.
+inline F fused(F x, F y, F z) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(x, y, z);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(x, y, z);
+#elif defined(__aarch64__)
+  return (F)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
+#else
+  return x * y + z;
+#endif
+}
+
 inline void turn(F& x, F& y, F cos, F sin) {
-  const F turned = x * cos - y * sin;
-  y = y * cos + x * sin;
+  const F turned = fused(x, cos, -(y * sin));
+  y = fused(y, cos, x * sin);
   x = turned;
 }
 
