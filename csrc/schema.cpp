@@ -15,11 +15,11 @@ STABLE_TORCH_LIBRARY(kvops, m) {
       "window_scores(Tensor q, Tensor k, Tensor visible, Tensor? lse=None, *, float? scale=None, "
       "int score=0, int reduce=0, int group_reduce=1, Tensor? starts=None, float softcap=0.0, "
       "Tensor? sink_logits=None) -> Tensor");
-  // The attention of the last queries, its log-sum-exp, and the window's scores.
+  // The attention of the last queries, its log-sum-exp, and the window's scores; of keys that are rotated on the way.
   m.def(
       "window_attention(Tensor q, Tensor k, Tensor v, Tensor visible, *, float? scale=None, int reduce=0, "
-      "int group_reduce=1, Tensor? starts=None, float softcap=0.0, Tensor? sink_logits=None) "
-      "-> (Tensor, Tensor, Tensor)");
+      "int group_reduce=1, Tensor? starts=None, float softcap=0.0, Tensor? sink_logits=None, Tensor? cos=None, "
+      "Tensor? sin=None, bool interleaved=False) -> (Tensor, Tensor, Tensor)");
   // The slots to keep, ascending, by (score, lower slot), with sinks and window, per row or per segment.
   m.def(
       "select_topk(Tensor scores, int k, int sinks=0, int window=0, int? seq_len=None, Tensor? starts=None, "

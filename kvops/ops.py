@@ -306,6 +306,9 @@ def window_attention(
     starts: Tensor | None = None,
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The attention of the last queries, or of one decode step, with `window_scores` as a by-product. ::
 
@@ -316,8 +319,13 @@ def window_attention(
     sees are not read (they may hold NaN). A V row that is not finite and that some row sees may reach all rows of its
     batch row and KV head.
 
+    A cache of keys without rotation is read as it lies: with cos and sin each key is turned on its way, and all results
+    have the bits that `rope_at_slots` of K and this would give, without the write and the second read of K.
+
     Args:
         v: [b, Hk, n, dv].
+        cos, sin, interleaved: how keys turn at their slots, as in `rope_at_slots`; cos and sin both or none. q is
+            rotated already.
 
     All other arguments as in `window_scores`.
 
@@ -337,6 +345,9 @@ def window_attention(
         starts=starts,
         softcap=softcap,
         sink_logits=sink_logits,
+        cos=cos,
+        sin=sin,
+        interleaved=interleaved,
     )
 
 
@@ -353,8 +364,11 @@ def _(
     starts=None,
     softcap=0.0,
     sink_logits=None,
+    cos=None,
+    sin=None,
+    interleaved=False,
 ):
-    others = dict(v=v, visible=visible, starts=starts, sink_logits=sink_logits)
+    others = dict(v=v, visible=visible, starts=starts, sink_logits=sink_logits, cos=cos, sin=sin)
     scores = _window("window_attention", q, k, group_reduce, **others)
     check_dims("window_attention", _KV, v=v)
     b, heads, w, _ = q.shape

@@ -199,9 +199,14 @@ def window_attention(
     starts: Tensor | None = None,
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """softmax(q k) v, its log-sum-exp and `window_scores`. -> [b, Hq, w, dv], [b, Hq, w], [b, Hk, n]."""
+    if cos is not None and sin is not None:  # in fp32, and rounded as a cache would hold it
+        k = rope_at_slots(k, cos, sin, interleaved=interleaved, dtype=torch.float32).to(k.dtype)
     logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
     weights, lse = window_softmax(logits, seen, None, sink_logits)
     values = torch.where(seen.any(-2).unsqueeze(-1), v.to(dtype).unsqueeze(2), 0.0)  # what no row sees is not read

@@ -192,6 +192,33 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "window_attention, heads": lambda x: ops.window_attention(
         x.q, x.k, x.v, x.visible[0], scale=0.2, reduce="max", group_reduce="none"
     ),
+    "window_attention, RoPE": lambda x: ops.window_attention(
+        x.q, x.k, x.v, x.visible, cos=x.angles[0], sin=x.angles[1], interleaved=True, starts=x.starts
+    ),
+    "window_attention, RoPE, one row": lambda x: ops.window_attention(
+        x.q[:, :, -1:],
+        x.k,
+        x.v,
+        x.visible[:, -1:].contiguous(),
+        scale=0.2,
+        reduce="mean",
+        group_reduce="sum",
+        starts=x.starts,
+        softcap=SOFTCAP,
+        sink_logits=x.sink_logits,
+        cos=x.angles[0],
+        sin=x.angles[1],
+        interleaved=False,
+    ),
+    "window_attention, RoPE, some channels": lambda x: ops.window_attention(
+        x.q[:, :, -1:],
+        x.k,
+        x.v,
+        x.visible[:, -1:].contiguous(),
+        cos=x.angles[0][0, :, :3],
+        sin=x.angles[1][0, :, :3],
+        interleaved=True,
+    ),
     "select_topk": lambda x: (ops.select_topk(x.scores, k=x.keep, sinks=4, window=8),),
     "select_topk, padded": lambda x: (
         ops.select_topk(x.scores, k=x.keep, sinks=4, window=8, starts=x.starts, lengths=x.lengths, budgets=x.budgets),

@@ -201,6 +201,20 @@ FAULTS = {
     "window_attention reads keys before all have copied": Fault(
         "window_attention", "window_attention.cuh", "meet();  // the tile is there", "", "test_limits"
     ),
+    "window_attention turns keys before all lanes have copied theirs": Fault(
+        "window_attention",
+        "window_attention.cuh",
+        "__syncwarp();  // the warp's own keys are there",
+        "",
+        "test_keys_turn and 128",
+    ),
+    "window_attention turns keys by the angle of the warp's first": Fault(
+        "window_attention",
+        "window_attention.cuh",
+        "rope.sin.row(b, slot + key)",
+        "rope.sin.row(b, slot)",
+        "test_keys_turn and 128",
+    ),
     "window_attention adds up before all warps have written": Fault(
         "window_attention", "window_attention.cuh", "__syncthreads();  // all warps' sums are there", "", "test_limits"
     ),

@@ -110,12 +110,14 @@ def code():
 # all, and on the quickest way round. The limits are some 5 % above what nvcc 13.0 makes of the kernels;
 # `python tests/sass.py KERNEL` shows the loops.
 NVCC = "13.0"
+TURNING = ", keys turn"  # the instances of a kernel that turn keys on their way
 MOST = {
     "anchor_score_kernel": (212, 57),
     "anchor_sum_kernel": (251, 57.5),
     "assign_prototypes_kernel": (44, 12),
     "attention_combine_kernel": (16, 16),
     "attention_parts_kernel": (167, 10.3),
+    "attention_parts_kernel" + TURNING: (156, 20),
     "build_prototypes_kernel": (42, 42),
     "gather_kv_kernel": (15, 15),
     "ladder_gather_kernel": (284, 25),
@@ -144,7 +146,11 @@ def test_hot_loops_are_short(kernel, code):
     if kernel in MOST_OF_HOPPER and not CUDA["sm90"]["built"]:
         pytest.skip(f"no Hopper kernels: {CUDA['sm90']['why']}")
     counted = "HGMMA" if kernel in MOST_OF_HOPPER else sass.WIDE
-    hot = [x for instance in sass.usual(code, kernel) for x in sass.hot_loops(code[kernel, instance], counted)[:1]]
+    name = kernel.removesuffix(TURNING)
+    instances = sass.usual(code, name)
+    if name == "attention_parts_kernel":
+        instances = [x for x in instances if x.endswith("true") == (kernel != name)]
+    hot = [x for instance in instances for x in sass.hot_loops(code[name, instance], counted)[:1]]
     assert hot, "no loop has such instructions"
     found = [
         max(x) for x in zip(*((len(x.code) / x.count(counted), x.quickest(counted) / x.count(counted)) for x in hot))

@@ -176,7 +176,7 @@ def direct(x: calls.Inputs) -> dict:
         "lag_score": dict(k=x.k, v=x.v, lag=x.lag, **span),
         "anchor_cosine": dict(k=x.k, anchor=x.anchor, **span),
         "window_scores": dict(window, lse=ops.window_attention(v=x.v, **window)[1]),
-        "window_attention": dict(window, v=x.v),
+        "window_attention": dict(window, v=x.v, **tables),
         "select_topk": dict(scores=x.scores, k=x.keep, sinks=4, window=8, budgets=x.budgets, **span),
         "gather_kv": dict(k=x.k, v=x.v, indices=x.indices),
         "gather_kv.out": dict(k=x.k, v=x.v, indices=x.indices, k_out=k_out, v_out=v_out),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kvops import ops, reference
+from kvops.rope import Rope
 
 pytestmark = kit.every_device
 
@@ -294,6 +295,117 @@ def test_bad_input():
         ops.window_attention(q, k, None, visible)
     with kit.refuses("v requires grad"):
         ops.window_attention(q, k, v.clone().requires_grad_(), visible)
+
+
+def tables(n, pairs, rows=None):
+    """Cosines and sines of n slots; of other positions in each row of the batch, if there are rows."""
+    positions = torch.arange(n) + (0 if rows is None else 100 * torch.arange(rows).unsqueeze(1))
+    return dict(zip(("cos", "sin"), Rope.of(2 * pairs).tables(positions)))
+
+
+def check_turned(q, k, v, visible, *, cos, sin, interleaved=False, **options):
+    """Against the reference, and the bits of a call with keys that are rotated already."""
+    turned = ops.rope_at_slots(k, cos, sin, interleaved=interleaved)
+    result = ops.window_attention(q, k, v, visible, cos=cos, sin=sin, interleaved=interleaved, **options)
+    assert kit.same(result, ops.window_attention(q, turned, v, visible, **options))
+    check(q, turned, v, visible, **options)
+    exact = reference.window_attention(q, k, v, visible, cos=cos, sin=sin, interleaved=interleaved, **options)
+    for x, y in zip(result, exact):  # whose keys may be rounded otherwise
+        size = y.nan_to_num(0, 0, 0).abs().max().item() if y.numel() else 0
+        torch.testing.assert_close(x.double(), y, rtol=0.02, atol=0.02 * size, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("w", [1, 9])
+@pytest.mark.parametrize("d", kit.HEAD_DIMS)
+def test_keys_turn_on_their_way(d, w, interleaved, dtype):
+    inputs = window(2, 2, 2, w, kit.size(131, 70), d, dtype)
+    check_turned(*inputs, **tables(inputs[1].shape[2], d // 2), interleaved=interleaved)
+
+
+@given(
+    data=st.data(),
+    d=st.sampled_from((8, 16, 24, 64, 136, 264)),
+    pairs=st.integers(1, 132),
+    n=st.integers(0, 130),
+    w=st.sampled_from((1, 1, 2, 20)),
+    group=st.integers(1, 9),
+    dtype=st.sampled_from(kit.DTYPES),
+    layout=st.sampled_from(kit.LAYOUTS),
+    interleaved=st.booleans(),
+    rows=st.sampled_from((None, 2)),
+)
+@kit.examples(150)
+def test_any_keys_turn_on_their_way(data, d, pairs, n, w, group, dtype, layout, interleaved, rows):
+    """Some channels, tables for each row of the batch, and whatever else a call may have."""
+    q, k, v, _ = window(2, 2, group, w, n, d, dtype, dv=16, seed=data.draw(st.integers(0, 2**31)))
+    limits = data.draw(st.lists(st.integers(0, n), min_size=2 * w, max_size=2 * w))
+    options = dict(
+        reduce=data.draw(st.sampled_from(REDUCES)),
+        group_reduce=data.draw(st.sampled_from(GROUP_REDUCES)),
+        starts=data.draw(st.none() | st.builds(kit.int32, st.integers(0, n), st.integers(0, n))),
+        softcap=data.draw(st.sampled_from([0.0, 4.0])),
+        sink_logits=data.draw(st.none() | st.just(kit.randn(2 * group))),
+        scale=data.draw(st.sampled_from([None, 0.1])),
+    )
+    angles = tables(n, min(pairs, d // 2), rows)
+    k = kit.laid_out(k, layout)
+    check_turned(q, k, v, kit.int32(*limits).view(2, w), **angles, interleaved=interleaved, **options)
+
+
+@pytest.mark.parametrize("w", [1, 3])
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_many_keys_turn_on_their_way(w, dtype):
+    """More than a split has, and than a worker turns at a time; with tables of any strides."""
+    n = kit.size(7000, 700)
+    q, k, v, visible = window(2, 3, 4, w, n, 64, dtype)
+    wide = tables(n, 40)
+    angles = {name: x[:, 3:35] for name, x in wide.items()}
+    turned = ops.rope_at_slots(k, **angles)
+    for more in ({}, dict(starts=kit.int32(0, n // 3))):
+        expected = ops.window_attention(q, turned, v, visible, **more)
+        for count in (1, 2, 5):
+            with kit.threads(count):
+                assert kit.same(ops.window_attention(q, k, v, visible, **angles, **more), expected)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("w", [1, 8])
+def test_slots_that_no_row_sees_do_not_turn(w, dtype, interleaved):
+    """They may hold NaN, and their cosines too. What is seen and not finite is left out."""
+    q, k, v, _ = window(1, 2, 2, w, 120, 128, dtype)
+    angles = tables(120, 64)
+    visible = kit.int32(*[100] * w)
+    clean = ops.window_attention(q, k, v, visible, **angles, interleaved=interleaved, starts=kit.int32(7))
+    for x in (k[0].transpose(0, 1), v[0].transpose(0, 1), *angles.values()):
+        x[:7] = x[100:] = torch.nan
+    dirty = ops.window_attention(q, k, v, visible, **angles, interleaved=interleaved, starts=kit.int32(7))
+    assert kit.same(dirty, clean)
+    k[0, 1, 50, 3] = torch.inf
+    check_turned(q, k, v, visible, **angles, interleaved=interleaved, starts=kit.int32(7))
+
+
+def test_bad_tables():
+    q, k, v, visible = window(2, 2, 2, 3, 20, 16)
+    angles = tables(20, 8)
+    cos, sin = angles.values()
+    for arguments, parts in (
+        (dict(cos=cos), ("window_attention", "cos and sin must be given together, got cos alone")),
+        (dict(sin=sin), ("cos and sin must be given together, got sin alone",)),
+        (dict(cos=cos.half(), sin=sin), ("cos must be Float, got Half",)),
+        (dict(cos=cos[:19], sin=sin), (r"cos must be fp32 \[20, pairs\] or \[2, 20, pairs\]", r"got \[19, 8\]")),
+        (tables(20, 9), ("2 \\* pairs at most the head_dim 16", r"got \[20, 9\]")),
+        (dict(cos=cos, sin=sin[:, :4]), (r"sin must have the shape of cos \[20, 8\], got \[20, 4\]",)),
+        (dict(cos=cos.mT.contiguous().mT, sin=sin), ("cos must have a contiguous last dim, got stride 20",)),
+    ):
+        with kit.refuses(*parts):
+            ops.window_attention(q, k, v, visible, **arguments)
+    with kit.refuses("cos must be a torch.Tensor or None", kind=TypeError):
+        ops.window_attention(q, k, v, visible, cos=[1.0], sin=sin)
+    with kit.refuses("sin requires grad"):
+        ops.window_attention(q, k, v, visible, cos=cos, sin=sin.clone().requires_grad_())
 
 
 EXTREMES = {

@@ -87,6 +87,7 @@ PARTS = (
     "the parts of each row, one for each split of the keys, written and read; fewer for each key where keys are more"
 )
 LOGITS = "the logits of one row, 8 G bytes for each key, written and read; the second time partly from L2"
+TABLES = "cosines and sines once for each head, from L2 but for the first; and " + LOGITS
 CALLS = [
     Call("lag_score", l2=1.05, conflicts=2.4),
     Call("lag_score", FP32, l2=1.05, conflicts=0.3),
@@ -99,6 +100,7 @@ CALLS = [
     Call("window_scores, 8 rows", tokens=4096),
     Call("window_attention", tokens=4096, dram=1.4, l2=1.52, sectors=1.4, conflicts=7.7, why=PARTS),
     Call("window_attention, decode", dram=1.1, l2=1.15, sectors=1.06, conflicts=0.9, why=LOGITS),
+    Call("window_attention, decode, RoPE", dram=1.1, l2=1.95, sectors=1.55, conflicts=0.9, why=TABLES),
     Call("gather_kv"),
     Call("compact_kv_"),
     Call("ladder_compact_"),

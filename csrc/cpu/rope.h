@@ -41,9 +41,23 @@ inline void angles(const float* inv_freq, int64_t pairs, double delta, float* co
   }
 }
 
+// x * y + z, rounded once where the CPU can. Of two products and their sum the compiler would fuse one or none, as it
+// sees fit in each kernel; all kernels are to agree to the bit.
+inline F fused(F x, F y, F z) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(x, y, z);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(x, y, z);
+#elif defined(__aarch64__)
+  return (F)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
+#else
+  return x * y + z;
+#endif
+}
+
 inline void turn(F& x, F& y, F cos, F sin) {
-  const F turned = x * cos - y * sin;
-  y = y * cos + x * sin;
+  const F turned = fused(x, cos, -(y * sin));
+  y = fused(y, cos, x * sin);
   x = turned;
 }
 
@@ -103,12 +117,12 @@ template <class T, class Put>
 inline void rotate_row(char* to, const char* from, int64_t bytes, const float* cos, const float* sin, int64_t pairs,
                        bool interleaved, const Put put) {
   constexpr int64_t item = sizeof(T), step = kStep<T>;
-  float c[step] = {}, s[step] = {};
   int64_t i = 0;
   if (interleaved) {
     for (; i + VL <= pairs; i += VL) turn_neighbours<T>(to + 2 * i * item, from + 2 * i * item, cos + i, sin + i, put);
     if (const int64_t left = pairs % VL) {
       char x[2 * VL * item] = {};
+      float c[VL] = {}, s[VL] = {};
       copy_bytes(x, from + 2 * i * item, 2 * left * item);
       copy_bytes(c, cos + i, 4 * left);
       copy_bytes(s, sin + i, 4 * left);
@@ -122,6 +136,7 @@ inline void rotate_row(char* to, const char* from, int64_t bytes, const float* c
                      put);
     if (const int64_t left = pairs % step) {
       char x[VB] = {}, y[VB] = {};
+      float c[step] = {}, s[step] = {};
       copy_bytes(x, from + i * item, left * item);
       copy_bytes(y, from + half + i * item, left * item);
       copy_bytes(c, cos + i, 4 * left);

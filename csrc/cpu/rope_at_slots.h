@@ -21,7 +21,8 @@ void rotate_run(const RopeAtSlotsParams& p, int64_t b, int64_t first, int64_t la
     const int64_t far = rows_ahead(in.bytes);
     for (int64_t i = first; i < last; ++i) {
       if (i + far < p.n) prefetch_row(in.row(i + far), in.bytes);
-      rotate_row<T>(out.row(i), in.row(i), in.bytes, p.cos.row(b, i), p.sin.row(b, i), p.pairs, p.interleaved, put);
+      rotate_row<T>(out.row(i), in.row(i), in.bytes, p.rope.cos.row(b, i), p.rope.sin.row(b, i), p.rope.pairs,
+                    p.rope.interleaved, put);
     }
   }
 }
@@ -33,7 +34,7 @@ void rope_at_slots(const RopeAtSlotsParams& p, Call& call) {
   const Workers workers = workers_for(call, bytes);
   with_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
-    const bool stream = bytes >= kStreamedOutput && p.out.data != p.k.data && streamable_turned<T>(p.out, p.pairs);
+    const bool stream = bytes >= kStreamedOutput && p.out.data != p.k.data && streamable_turned<T>(p.out, p.rope.pairs);
     parallel_for(workers, workers.count, [&](int64_t worker) {
       const Share mine = share(p.b * runs, worker, workers.count);
       for (int64_t unit = mine.first; unit < mine.last; ++unit) {

@@ -17,6 +17,7 @@
 #pragma once
 #include "../dispatch.h"
 #include "products.h"
+#include "rope.h"
 #include "window_scratch.h"
 
 namespace kvops::KVOPS_ISA {
@@ -62,6 +63,21 @@ void multiply(const Block& block, const float* q, int64_t words, float scale, fl
   });
 }
 
+// A block of keys rotated, at `to`.
+template <class T>
+Block turned(const Window& p, int64_t b, const Block& block, float* to) {
+  const Block result{block.first, block.count, reinterpret_cast<char*>(to), round_up(p.k.row_bytes, 4 * kMaxLanes)};
+  const SlotRope& rope = p.rope;
+  const int64_t far = rows_ahead(p.k.row_bytes) * block.stride;
+  for (int i = 0; i < block.count; ++i) {
+    prefetch_row(block.row(i) + far, p.k.row_bytes);
+    rotate_row<T>(reinterpret_cast<char*>(to) + i * result.stride, block.row(i), p.k.row_bytes,
+                  rope.cos.row(b, block.first + i), rope.sin.row(b, block.first + i), rope.pairs, rope.interleaved,
+                  PutRegister{});
+  }
+  return result;
+}
+
 // A vector of rows' softmax: the statistics of a head's splits, [splits][peaks, totals], combined in order.
 struct Totals {
   F peak, own;    // the largest logit, and the sum of exp(logit - peak)
@@ -95,7 +111,7 @@ struct WindowWorker {
   const Segments segments;
   const WindowScratch sizes;
   const int64_t vectors, lanes, words;  // of a segment; of all rows; of a packed row
-  float *q, *keys, *values, *tile, *partial, *poison, *block_scores, *group_scores;
+  float *q, *keys, *values, *tile, *partial, *poison, *block_scores, *group_scores, *turns;
   float *offset, *factor, *sink;           // [lanes]: a row's weight is exp(logit - offset) * factor
   int32_t* limit;                          // [lanes]: 0 where no row is
   int64_t head = -1;                       // which batch * heads + head it is
@@ -126,6 +142,7 @@ struct WindowWorker {
     factor = take(sizes.row);
     sink = take(sizes.row);
     limit = reinterpret_cast<int32_t*>(take(sizes.row));
+    turns = take(sizes.turned);
   }
 
   int64_t batch() const { return head / p.heads; }
@@ -206,8 +223,10 @@ struct WindowWorker {
   void rows_of(const KVView& view, Block& block, float* wide, bool as_floats) const {
     block.data = view.row(batch(), head % p.heads, block.first);
     block.stride = view.stride_n;
-    if (!as_floats) return;
-    const RowShape shape = row_shape<T>(view.row_bytes);
+    if (as_floats) widen_rows(view.row_bytes, block, wide);
+  }
+  static void widen_rows(int64_t row_bytes, Block& block, float* wide) {
+    const RowShape shape = row_shape<T>(row_bytes);
     const int64_t width = shape.registers() * kStep<T>;
     for (int i = 0; i < block.count; ++i)
       for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
@@ -218,7 +237,11 @@ struct WindowWorker {
     block.data = reinterpret_cast<const char*>(wide);
     block.stride = 4 * width;
   }
-  void keys_of(Block& block) const { rows_of(p.k, block, keys, kWidened<T>); }
+  void keys_of(Block& block) const {
+    rows_of(p.k, block, keys, false);
+    if (p.rope.pairs) block = turned<T>(p, batch(), block, turns);
+    if (kWidened<T>) widen_rows(p.k.row_bytes, block, keys);
+  }
 
   // The tile: logits of a chunk's rows, [key][N vectors].
   template <int N>
@@ -457,6 +480,29 @@ void for_splits(const Window& p, int64_t dv, const Workers& workers, const Fn& f
       worker.take_head(item / sizes.splits);
       fn(worker, item);
     }
+  });
+}
+
+// fn(worker, item, part) for every part, some keys in order, of every split of every head. Without RoPE a part is the
+// split. With it all of a worker's heads take a run of keys before the next: a slot's cosines and sines are as many
+// bytes as two heads' keys in 16 bits, and so they stay in the cache.
+template <class Worker, class Fn>
+void for_parts(const Window& p, int64_t dv, const Workers& workers, const Fn& fn) {
+  const WindowScratch sizes(p, dv);
+  const int64_t size = split_keys(p.n);
+  if (!p.rope.pairs)
+    return for_splits<Worker>(p, dv, workers, [&](Worker& worker, int64_t item) { fn(worker, item, Share{0, size}); });
+  parallel_for(workers, workers.count, [&](int64_t w) {
+    Worker worker(p, dv, workers.workspace + w * sizes.worker);
+    const Share mine = share(sizes.items, w, workers.count);
+    for (int64_t split = 0; split < sizes.splits; ++split)
+      for (int64_t i = 0; i < size; i += kTurnedRun)
+        for (int64_t head = mine.first / sizes.splits; head * sizes.splits < mine.last; ++head) {
+          const int64_t item = head * sizes.splits + split;
+          if (item < mine.first || item >= mine.last) continue;
+          worker.take_head(head);
+          fn(worker, item, Share{i, i + kTurnedRun < size ? i + kTurnedRun : size});
+        }
   });
 }
 

@@ -136,8 +136,8 @@ void attend_decode(const WindowAttentionParams& p, const Workers& workers) {
   float* const outs = stats + sizes.items * sizes.stats;
   float* const kept = outs + sizes.items * sizes.out;
   const int64_t width = row_shape<T>(p.v.row_bytes).registers() * kStep<T>;
-  for_splits<Worker>(p.window, p.dv, workers, [&](Worker& worker, int64_t item) {
-    worker.first_pass(item % sizes.splits, &p.v, stats + item * sizes.stats, kept + item * sizes.logits,
+  for_parts<Worker>(p.window, p.dv, workers, [&](Worker& worker, int64_t item, Share part) {
+    worker.first_pass(item % sizes.splits, part, &p.v, stats + item * sizes.stats, kept + item * sizes.logits,
                       outs + item * sizes.out);
   });
   for_splits<Worker>(p.window, p.dv, workers, [&](Worker& worker, int64_t item) {

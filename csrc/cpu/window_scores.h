@@ -65,8 +65,9 @@ void score_decode(const WindowScoresParams& p, const Workers& workers) {
   float* const kept = stats + sizes.items * sizes.stats;
   const bool make_lse = makes_lse(p);
   if (make_lse)
-    for_splits<Worker>(p.window, 0, workers, [&](Worker& worker, int64_t item) {
-      worker.first_pass(item % sizes.splits, nullptr, stats + item * sizes.stats, kept + item * sizes.logits, nullptr);
+    for_parts<Worker>(p.window, 0, workers, [&](Worker& worker, int64_t item, Share part) {
+      worker.first_pass(item % sizes.splits, part, nullptr, stats + item * sizes.stats, kept + item * sizes.logits,
+                        nullptr);
     });
   for_splits<Worker>(p.window, 0, workers, [&](Worker& worker, int64_t item) {
     const int64_t split = item % sizes.splits;

@@ -15,6 +15,8 @@ constexpr int64_t round_up(int64_t x, int64_t multiple) {
   return (x + multiple - 1) / multiple * multiple;
 }
 
+constexpr int64_t kTurnedRun = 16 * kBlock;  // keys whose cosines and sines stay in the cache: 384 KiB for 64 pairs
+
 constexpr int64_t kDecodeRows = 8;  // a decode step of so many query heads in a group goes by window_decode.h
 inline bool is_decode(const Window& p) {
   return p.w == 1 && p.group <= kDecodeRows;
@@ -47,6 +49,7 @@ struct WindowScratch {
   int64_t splits, items;                              // items: splits of all heads
   int64_t lanes;                                      // padded rows of a head
   int64_t queries, keys, values, tile, partial, row;  // of a worker
+  int64_t turned;                                     // of a worker: a block's keys, rotated
   int64_t worker;                                     // all of them
   int64_t stats;                                      // of an item: running maximum and sum
   int64_t out;                                        // of an item: sums of weighted V rows
@@ -65,7 +68,8 @@ struct WindowScratch {
     tile = kBlock * kMaxVectors * kMaxLanes;
     partial = kBlock * kMaxLanes;
     row = lanes;
-    worker = queries + keys + values + tile + 2 * partial + 2 * kBlock + 4 * row;
+    turned = p.rope.pairs ? kBlock * round_up(p.k.row_bytes / 4, kMaxLanes) : 0;
+    worker = queries + keys + values + tile + 2 * partial + 2 * kBlock + 4 * row + turned;
     stats = 2 * lanes;
     out = lanes * round_up(dv, 2 * kMaxLanes);
     logits = p.w == 1 ? round_up(segments.count * segment_logits(p), kMaxLanes) : 0;

@@ -20,7 +20,7 @@ template <class T, class Unit>
 __global__ void __launch_bounds__(kMoveThreads)
     rope_at_slots_kernel(RopeAtSlotsParams p, int lanes_log2, unsigned tiles, unsigned groups, int64_t group) {
   const RowUnits row = {static_cast<int>(p.k.row_bytes / sizeof(Unit)),
-                        static_cast<int>(p.pairs * sizeof(T) / sizeof(Unit)), p.interleaved};
+                        static_cast<int>(p.rope.pairs * sizeof(T) / sizeof(Unit)), p.rope.interleaved};
   const int lanes = 1 << lanes_log2, step = kMoveThreads / lanes;
   const unsigned tile = blockIdx.x / groups;
   const int64_t b = tile / tiles, slot = static_cast<int64_t>(tile % tiles) * step + threadIdx.x / lanes;
@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(kMoveThreads)
 #pragma unroll
     for (int i = 0; i < turn.kPairs; ++i) {
       const int pair = lane * turn.kPairs + i;
-      turn.cos[i] = turns ? p.cos.row(b, slot)[pair] : 1.0f;
-      turn.sin[i] = turns ? p.sin.row(b, slot)[pair] : 0.0f;
+      turn.cos[i] = turns ? p.rope.cos.row(b, slot)[pair] : 1.0f;
+      turn.sin[i] = turns ? p.rope.sin.row(b, slot)[pair] : 0.0f;
     }
     for (int64_t h = begin; h < end; h += kRopeHeads) {
       Unit first[kRopeHeads], second[kRopeHeads];
@@ -62,7 +62,7 @@ inline void rope_at_slots_cuda(const RopeAtSlotsParams& p, cudaStream_t stream) 
   const uint64_t bits = address_bits(p.k, p.b, p.heads, p.n) | address_bits(p.out, p.b, p.heads, p.n);
   with_dtype(p.dtype, [&](auto zero) {
     using T = decltype(zero);
-    with_turning_unit<T>(bits | static_cast<uint64_t>(p.pairs) * sizeof(T), [&](auto unit) {
+    with_turning_unit<T>(bits | static_cast<uint64_t>(p.rope.pairs) * sizeof(T), [&](auto unit) {
       using Unit = decltype(unit);
       const int lanes_log2 = shared_lanes_log2((p.k.row_bytes / sizeof(Unit) + 1) / 2);
       const int64_t step = kMoveThreads >> lanes_log2, tiles = (p.n + step - 1) / step;

@@ -1,3 +1,4 @@
+#include "../ops/rope_at_slots.h"
 #include "window_attention.cuh"
 #include "window_passes.h"
 
@@ -11,6 +12,7 @@ struct WindowAttentionMemory {
   float2* totals;  // [b, Hq, w], each a RowSum
   float* logits;   // [b, Hq, n], of one row for each query head, or null
   char* passes;    // of window_scores' passes, one after the other
+  char* turned;    // [b, Hk, n, d], keys that turn before all else
 
   WindowAttentionMemory(const WindowAttentionParams& p, const AttentionPlan& plan, Sections& sections) {
     const Window& w = p.window;
@@ -22,17 +24,27 @@ struct WindowAttentionMemory {
     totals = sections.add<float2>(rows);
     logits = w.w == 1 && w.n > 0 ? sections.add<float>(rows * w.n) : nullptr;
     passes = sections.add<char>(sums_pass > scores ? sums_pass : scores);
+    turned = sections.add<char>(w.rope.pairs && !plan.turns ? w.b * w.heads * w.n * w.k.row_bytes : 0);
   }
 };
 
 }  // namespace
 
-void launch_window_attention(const WindowAttentionParams& p, Call& call) {
-  const Window& w = p.window;
+void launch_window_attention(const WindowAttentionParams& given, Call& call) {
+  WindowAttentionParams p = given;
+  Window& w = p.window;
   const cudaStream_t stream = stream_of(call);
-  const AttentionPlan plan = AttentionPlan::of(p);
+  AttentionPlan plan = AttentionPlan::of(p);
   Sections sections{call.workspace(bytes_of<WindowAttentionMemory>(p, plan))};
-  const auto [parts, sums, totals, logits, passes] = WindowAttentionMemory(p, plan, sections);
+  const auto [parts, sums, totals, logits, passes, turned] = WindowAttentionMemory(p, plan, sections);
+  if (w.rope.pairs && !plan.turns) {
+    const int64_t row = w.k.row_bytes, head = w.n * row;
+    const KVView out{turned, w.heads * head, head, row, row};
+    launch_rope_at_slots({w.k, out, w.rope, w.dtype, w.b, w.heads, w.n}, call);
+    w.k = out;
+    w.rope = {};
+    plan = AttentionPlan::of(p);
+  }
   if (plan.tensor_cores) {
     attention_parts_cuda(p, plan, parts, sums, logits, stream);
   } else {

@@ -24,6 +24,11 @@
 // should be the only bound: 85 to 90 % of its peak for K and V (126 to 132 us), 8 us for the logits, and some 5 us for
 // three launches and the combination, whose 128 parts of 32 rows are 2.1 MB: about 82 % of the floor.
 //
+// Where keys turn at their slots, a decode step's (w = 1) do so in shared memory: each warp turns the 16 keys that it
+// has copied, and reads their cosines and sines on the way, 8 bytes for each pair. All heads need these, so their
+// blocks of the same split run at the same time, and all but the first find them in L2. Other calls read K more than
+// once; there rope_at_slots turns it into the workspace, once.
+//
 // attention_combine: a block for each row adds its parts in their order.
 //
 // plain_attention_parts (fp32, wider heads): with the maxima of window_scores' first pass the weights need no running
@@ -36,6 +41,7 @@
 #pragma once
 #include "../ops/window_attention.h"
 #include "async.cuh"
+#include "rope.cuh"
 #include "sm90/hopper.h"
 #include "window.cuh"
 
@@ -49,6 +55,7 @@ constexpr int kPlainKeys = 16 * kWindowWarps;  // of a step of the plain kernel
 // How a call is cut. All but the number of stages, and so all that a result depends on, follows from the shapes alone.
 struct AttentionPlan {
   bool tensor_cores;
+  bool turns;               // keys in shared memory; else those that turn have been before
   bool wide, wide_queries;  // 16-byte aligned rows of keys and values, and of queries
   int warps, row_warps;     // of a block: row_warps of 16 rows each, and warps / row_warps of them share the keys
   int stages;
@@ -63,6 +70,7 @@ struct AttentionPlan {
     const Window& w = p.window;
     AttentionPlan x = {};
     x.tensor_cores = w.dtype != DType::f32 && w.d <= kTensorCoreDim && p.dv <= kTensorCoreDim;
+    x.turns = w.rope.pairs && x.tensor_cores && w.w == 1;
     x.wide = aligned_rows(w.k, w.b, w.heads, w.n) && aligned_rows(p.v, w.b, w.heads, w.n);
     x.wide_queries = aligned_queries(w);
     const int tiles = static_cast<int>((w.group * w.w + kTileRows - 1) / kTileRows);
@@ -159,6 +167,38 @@ struct Column {
     return reinterpret_cast<uint4*>(to + place_of<kWidth>(row + i, column));
   }
 };
+
+// Turns the warp's keys, those of the slots slot + [0, count). A lane takes two units that turn with each other.
+template <class T, int kWidth, class Unit>
+__device__ inline void turn_keys(const SlotRope& rope, int64_t b, int64_t slot, int count, char* keys) {
+  using Pairs = Turn<T, Unit>;
+  constexpr int kUnits = 16 / sizeof(Unit);  // of a piece
+  const RowUnits row = {0, static_cast<int>(rope.pairs) / Pairs::kPairs, rope.interleaved};
+  const auto at = [&](int key, int unit) -> Unit& {
+    return reinterpret_cast<Unit*>(keys + place_of<kWidth>(key, unit / kUnits))[unit % kUnits];
+  };
+  const auto read = [](float (&to)[Pairs::kPairs], const float* from) {
+    if (Pairs::kPairs % 4 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i < Pairs::kPairs / 4; ++i) {
+        const float4 x = __ldg(reinterpret_cast<const float4*>(from) + i);
+        to[4 * i] = x.x, to[4 * i + 1] = x.y, to[4 * i + 2] = x.z, to[4 * i + 3] = x.w;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < Pairs::kPairs; ++i) to[i] = __ldg(from + i);
+    }
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < min(count, kGroupKeys) * row.turning; i += 32) {
+    const int key = i / row.turning, lane = i % row.turning;
+    const RowUnits::Two own = row.owned(lane);
+    Pairs turn;
+    read(turn.cos, rope.cos.row(b, slot + key) + lane * Pairs::kPairs);
+    read(turn.sin, rope.sin.row(b, slot + key) + lane * Pairs::kPairs);
+    turn.apply(at(key, own.first), at(key, own.second), rope.interleaved);
+  }
+}
 
 // ---- A warp's rows
 // ---------------------------------------------------------------------------------------------------
@@ -293,7 +333,7 @@ __device__ inline void add_scaled(float4& x, const float4& y, float weight) {
   x.w = fmaf(y.w, weight, x.w);
 }
 
-template <class T, int kWidth>
+template <class T, int kWidth, bool kTurns>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     attention_parts_kernel(WindowAttentionParams p, AttentionPlan plan, float* parts, RowSum* sums, float* logits) {
   using State = RowState<T, kWidth>;
@@ -303,7 +343,9 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   char* const queries = ring + plan.stages * warps * State::kGroupBytes;  // [rows], if registers do not hold them
   __shared__ RowSum warp_sums[kWindowWarps][kTileRows];
 
-  const int64_t unit = blockIdx.x / plan.row_blocks, head = unit / plan.splits.count, split = unit % plan.splits.count;
+  const int64_t unit = blockIdx.x / plan.row_blocks, heads = w.b * w.heads;
+  const int64_t head = kTurns ? unit % heads : unit / plan.splits.count;
+  const int64_t split = kTurns ? unit / heads : unit % plan.splits.count;
   const int64_t b = head / w.heads, h = head % w.heads;
   const int all = static_cast<int>(w.group * w.w), first_row = blockIdx.x % plan.row_blocks * rows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % row_warps;
@@ -372,6 +414,14 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
     to = to + 1 == plan.stages ? 0 : to + 1;
     if (tile < 0) continue;
     wait_for_stage<3>(plan.stages);
+    if constexpr (kTurns) {
+      const int mine = begin + tile * tile_keys + warp * kGroupKeys;
+      __syncwarp();  // the warp's own keys are there
+      if (w.rope.pairs % 8 == 0)
+        turn_keys<T, kWidth, uint4>(w.rope, b, mine, end - mine, group_at(from, warp));
+      else
+        turn_keys<T, kWidth, unsigned short>(w.rope, b, mine, end - mine, group_at(from, warp));
+    }
     meet();  // the tile is there
     const int key = begin + tile * tile_keys + own * kGroupKeys;
     const char* const group = group_at(from, own);
@@ -569,8 +619,13 @@ inline void attention_parts_cuda(const WindowAttentionParams& p, const Attention
     return;
   const dim3 grid = grid_of(p.window.b * p.window.heads * plan.splits.count * plan.row_blocks);
   const auto run = [&](auto type, auto width) {
-    launch<attention_parts_kernel<decltype(type), decltype(width)::value>>(grid, 32 * plan.warps, plan.shared_bytes,
-                                                                           stream, p, plan, parts, sums, logits);
+    using T = decltype(type);
+    constexpr int kWidth = decltype(width)::value;
+    const auto start = [&](auto turns) {
+      launch<attention_parts_kernel<T, kWidth, decltype(turns)::value>>(grid, 32 * plan.warps, plan.shared_bytes,
+                                                                        stream, p, plan, parts, sums, logits);
+    };
+    plan.turns ? start(std::true_type{}) : start(std::false_type{});
   };
   with_dtype(p.window.dtype, [&](auto type) {
     if constexpr (sizeof(type) == 2) {

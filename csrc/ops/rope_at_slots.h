@@ -1,22 +1,12 @@
 // rope_at_slots: parameters, launcher.
 #pragma once
-#include "../kv_view.h"
+#include "rope.h"
 
 namespace kvops {
 
-// A row's cosines or sines, fp32 [b, n, pairs] of any strides but the last.
-struct AngleTable {
-  const float* data;
-  int64_t stride_b, stride_n;  // elements
-
-  KVOPS_HOST_DEVICE const float* row(int64_t b, int64_t i) const { return data + b * stride_b + i * stride_n; }
-};
-
 struct RopeAtSlotsParams {
   KVView k, out;  // [b, Hk, n, d]; out may be k
-  AngleTable cos, sin;
-  int64_t pairs;     // channels 2 * pairs and above stay
-  bool interleaved;  // pair i is channels 2 i, 2 i + 1 (GPT-J), else i, i + pairs (NeoX)
+  SlotRope rope;
   DType dtype;
   int64_t b, heads, n;
 };

@@ -2,6 +2,7 @@
 // window_attention share.
 #pragma once
 #include "reduce.h"
+#include "rope.h"
 
 namespace kvops {
 
@@ -20,6 +21,7 @@ constexpr int64_t kMaxWindow = 256;  // rows
 struct Window {
   QueryView q;               // [b, heads * group, w, d]
   KVView k;                  // [b, heads, n, d]
+  SlotRope rope;             // by which keys turn when they are read
   const int32_t* visible;    // [b or 1, w]: one past the last key that a row sees
   int64_t visible_stride;    // w, or 0 where all of the batch share it
   const int32_t* starts;     // [b] or null: the first key that a row sees

@@ -2,6 +2,7 @@
 #include "window_attention.h"
 
 #include "../host.h"
+#include "rope_checks.h"
 #include "window_checks.h"
 
 namespace kvops {
@@ -10,10 +11,14 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor> window_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                                     const Tensor& visible, std::optional<double> scale, int64_t reduce,
                                                     int64_t group_reduce, const OptionalTensor& starts, double softcap,
-                                                    const OptionalTensor& sink_logits) {
+                                                    const OptionalTensor& sink_logits, const OptionalTensor& cos,
+                                                    const OptionalTensor& sin, bool interleaved) {
   const char* op = "window_attention";
   const KVPair kv = check_kv_pair(op, k, v);
   Window window = check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits);
+  KVOPS_CHECK(cos.has_value() == sin.has_value(), op, ": cos and sin must be given together, got ", cos ? "cos" : "sin",
+              " alone");
+  if (cos) window.rope = check_rope(op, k, *cos, *sin, interleaved);
   check_head_dim(op, "k", k);
   check_head_dim(op, "v", v);
   const int64_t query_heads = window.heads * window.group;

@@ -10,7 +10,7 @@ inline bool is_normal(double x) {
   return x >= std::numeric_limits<float>::min() && x <= std::numeric_limits<float>::max();
 }
 
-// Everything but window_scores' lse. `scores` is null, until empty_scores().
+// Everything but window_scores' lse and window_attention's rope. `scores` is null, until empty_scores().
 inline Window check_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& visible,
                            std::optional<double> scale, int64_t reduce, int64_t group_reduce,
                            const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits) {
@@ -68,6 +68,7 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
   return {.q = {static_cast<const char*>(q.const_data_ptr()), strides[0] * item, strides[1] * item, strides[2] * item,
                 strides[3] * item},
           .k = k_view,
+          .rope = {},
           .visible = static_cast<const int32_t*>(visible.const_data_ptr()),
           .visible_stride = per_batch ? w : 0,
           .starts = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) : nullptr,

@@ -67,6 +67,11 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return out.flatten(1, 2), lse.flatten(1, 2), weights.sum(3).mean(2)
 
 
+def turned_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`window_attention` of keys that are cached without rotation; cos, sin: [n, d // 2]."""
+    return window_attention(q, rotate_half(k, cos, sin), v)
+
+
 def flash(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
     """FlashAttention of the last rows (without their causal corner) in torch, by the names of the kernels."""
     if q.is_cpu:

@@ -393,6 +393,11 @@ def _window_attention(rows: int, floor: Callable[[Case], int], **row: Any) -> Ro
     )
 
 
+def _turned_decode(c: Case, tables: dict[str, Any], k: Tensor | None = None) -> Any:
+    w = c.window(1)
+    return ops.window_attention(w.q, c.k if k is None else k, c.v, w.visible, **tables)
+
+
 def _snapkv(with_lse: bool, **row: Any) -> Row:
     def call(c: Case, **out: Any) -> Any:
         w = c.window(WINDOW)
@@ -470,6 +475,18 @@ ROWS: dict[str, Row] = {
     "window_attention": _window_attention(WINDOW, lambda c: 2 * size(c.k) + size(c.v), copy_goal=0.5),
     "window_attention, decode": _window_attention(
         1, lambda c: size(c.k, c.v), copy_goal=0.8, peer_goals={"flash": 1 / 1.1, "cudnn": 1 / 1.1}
+    ),
+    "window_attention, decode, RoPE": Row(
+        forms={"": lambda c: _turned_decode(c, dict(zip(("cos", "sin"), c.angles)))},
+        eager=eager.turned_attention,
+        args=lambda c: (c.window(1).q, c.k, c.v, *c.angles),
+        bytes=lambda c: size(c.k, c.v, *c.angles),
+        against="read",
+        touched=lambda c: (c.k, c.v),
+        peers=lambda c: {
+            "rotated before": lambda: _turned_decode(c, {}),
+            "rope_at_slots first": lambda: _turned_decode(c, {}, ops.rope_at_slots(c.k, *c.angles, out=c.rope_out[0])),
+        },
     ),
     "gather_kv": _gather(lambda c: c.indices),
     "gather_kv, one run": _gather(lambda c: c.run),

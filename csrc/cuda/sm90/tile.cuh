@@ -148,7 +148,7 @@ inline bool serves(DType dtype, int64_t d, int64_t n) {
 }
 // And for such queries?
 inline bool serves(const Window& p) {
-  return p.softcap == 0 && serves(p.dtype, p.d, p.n);
+  return p.softcap == 0 && !p.rope.pairs && serves(p.dtype, p.d, p.n);
 }
 
 // fn(T{}) of 16-bit elements.
