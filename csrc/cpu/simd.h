@@ -478,10 +478,10 @@ inline void for_registers(RowShape shape, const Fn& fn) {
 }
 
 // Asks for what register c of the row at p holds `distance` bytes further on. Tiles go through memory in steps that the
-// hardware's prefetch does not follow well.
-template <class T>
+// hardware's prefetch does not follow well. Level: of the cache, 1 or 2.
+template <int Level = 1, class T>
 inline void prefetch(const T* p, int64_t c, int64_t distance) {
-  __builtin_prefetch(reinterpret_cast<const char*>(p) + c * VB + distance);
+  __builtin_prefetch(reinterpret_cast<const char*>(p) + c * VB + distance, 0, 4 - Level);
 }
 
 // Index of channel c in an array of floats filled register by register.
