@@ -4,8 +4,12 @@
 //
 // Bytes that must move: K twice, since no score is known before the whole sum is (once when the anchor is given). The
 // first pass leaves 1/|k_i| in the output, so the second needs only a dot product. It walks backward, so that it
-// meets what the first pass read last, which is still in the cache. Heads that fit the shared cache go one to a thread;
-// larger ones are split over n, one head after the other, so that all threads share that head's second pass.
+// meets what the first pass read last, which is still in the cache.
+//
+// Where heads come out even, each goes to one thread, which then waits for no other: on a busy machine, where one is
+// always off its core, heads that all threads share take two or three times as long. They are split over n, one head
+// after the other, where they are too few; and where the cache that the threads share holds one head but not one for
+// each, so that the second pass need not go to memory.
 //
 // The sum over n goes in blocks of kBlock tokens, combined in order in fp64, and within a block in runs that begin at
 // 0: accurate, however alike the keys, and the same for any number of threads. Keys that are not normalized may have a
@@ -124,14 +128,21 @@ void sum_and_direction(const Head<T>& head, float* direction, int64_t size, cons
   for (int64_t c = 0; again && c < d; ++c) head.anchor[c] /= kScaledDown;  // infinite, or not
 }
 
+// One head to a thread, or each head to all of them?
+inline bool whole_heads(int64_t heads, int64_t bytes, int64_t workers) {
+  constexpr int64_t kSharedCache = 32 << 20;  // a usual last level
+  const bool balanced = heads % workers == 0 || heads >= 4 * workers;
+  const bool only_one_fits = bytes < kSharedCache && bytes * workers > kSharedCache;
+  return balanced && !only_one_fits;
+}
+
 template <class T>
 void score_heads(const AnchorCosineParams& p, Call& call) {
   const int64_t size = row_shape<T>(p.k.row_bytes).registers() * kStep<T>;
   const int64_t heads = p.b * p.heads;
   // Sums, a row each: of the blocks of a head; of a worker a block's, a run's, and a head's in fp64.
   const Workers workers = workers_for(call, heads * p.n * p.k.row_bytes, 4 * size, (p.n + kBlock - 1) / kBlock * size);
-  constexpr int64_t kSharedCache = 8 << 20;
-  if (heads >= workers.count && p.n * p.k.row_bytes * workers.count <= kSharedCache) {
+  if (whole_heads(heads, p.n * p.k.row_bytes, workers.count)) {
     parallel_for(workers, workers.count, [&](int64_t worker) {
       float* const scratch = workers.workspace + worker * 4 * size;
       float *const block = scratch, *const run = scratch + size;
