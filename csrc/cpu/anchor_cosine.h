@@ -4,7 +4,7 @@
 //
 // Bytes that must move: K twice, since no score is known before the whole sum is (once when the anchor is given). The
 // first pass leaves 1/|k_i| in the output, so the second needs only a dot product. It walks backward, so that it
-// meets what the first pass read last, which is still in the cache.
+// meets what the first pass read last, which is still in the cache; but within a block forward, as prefetch likes it.
 //
 // Where heads come out even, each goes to one thread, which then waits for no other: on a busy machine, where one is
 // always off its core, heads that all threads share take two or three times as long. They are split over n, one head
@@ -38,7 +38,7 @@ template <class T>
 inline void cosines(const Rows<T>& rows, int64_t i, int64_t end, const float* direction, float* scores) {
   const Tile<T> tile(rows, i, end);
   const F inverse = load_first(scores, tile.count, 1.0f);
-  const F cosine = 0.0f - tile.dots(rows.shape, direction, -rows.stride * kAheadRows) * inverse;
+  const F cosine = 0.0f - tile.dots(rows.shape, direction, rows.stride * kAheadRows) * inverse;
   if (__builtin_expect(!any_nan(inverse > 0.0f ? cosine : splat(__builtin_nanf(""))), 1)) {
     store_first(scores, cosine, tile.count);
     return;
@@ -66,9 +66,11 @@ void first_pass(const Rows<T>& rows, int64_t first, int64_t last, float* scores,
 
 template <class T>
 void second_pass(const Rows<T>& rows, int64_t first, int64_t last, float* scores, const float* direction) {
-  if (first == last) return;
-  for (int64_t i = first + (last - first - 1) / VL * VL; i >= first; i -= VL)
-    cosines(rows, i, last, direction, scores + i);
+  for (int64_t end = last; end > first;) {
+    const int64_t begin = first + (end - first - 1) / kBlock * kBlock;
+    for (int64_t i = begin; i < end; i += VL) cosines(rows, i, end, direction, scores + i);
+    end = begin;
+  }
 }
 
 template <class T>

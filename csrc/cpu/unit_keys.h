@@ -23,33 +23,11 @@ struct Tile {
   }
 
   F squared_norms(RowShape shape, int64_t ahead) const {
-    F sums[VL] = {};
-    for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
-#pragma GCC unroll 16
-      for (int r = 0; r < VL; ++r) {
-        F x[kVecs<T>];
-        prefetch(row[r], c, ahead);
-        load_row(row[r], x);
-        for (int j = 0; j < kVecs<T>; ++j) sums[r] += x[j] * x[j];
-      }
-    });
-    return sum_lanes(sums);
+    return sums(shape, ahead, [](F x, int64_t) { return x; });
   }
 
   F dots(RowShape shape, const float* direction, int64_t ahead) const {
-    F sums[VL] = {};
-    for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
-      F y[kVecs<T>];
-      for (int j = 0; j < kVecs<T>; ++j) y[j] = load(direction + (c * kVecs<T> + j) * VL);
-#pragma GCC unroll 16
-      for (int r = 0; r < VL; ++r) {
-        F x[kVecs<T>];
-        prefetch(row[r], c, ahead);
-        load_row(row[r], x);
-        for (int j = 0; j < kVecs<T>; ++j) sums[r] += x[j] * y[j];
-      }
-    });
-    return sum_lanes(sums);
+    return sums(shape, ahead, [&](F, int64_t at) { return load(direction + at); });
   }
 
   // total[channel] += sum over rows of weight[r] * row[r].
@@ -65,6 +43,26 @@ struct Tile {
       }
       for (int j = 0; j < kVecs<T>; ++j) store(total + (c * kVecs<T> + j) * VL, sums[j]);
     });
+  }
+
+ private:
+  // Of each row, x times factor(x, its place in the order of registers). One row after the other, as they lie in
+  // memory: the hardware's prefetch follows that, and not sixteen rows at once.
+  template <class Factor>
+  F sums(RowShape shape, int64_t ahead, const Factor& factor) const {
+    F sums[VL];
+#pragma GCC unroll 16
+    for (int r = 0; r < VL; ++r) {
+      F sum = {};
+      for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
+        F x[kVecs<T>];
+        prefetch(row[r], c, ahead);
+        load_row(row[r], x);
+        for (int j = 0; j < kVecs<T>; ++j) sum += x[j] * factor(x[j], (c * kVecs<T> + j) * VL);
+      });
+      sums[r] = sum;
+    }
+    return sum_lanes(sums);
   }
 };
 
