@@ -48,7 +48,7 @@ def methods(
         ladders = [(shape.span, shape.overlap)]
     for storage in storages:
         suffix = "" if storage == "pre_rope" else f", {storage}"
-        rows[f"StreamingLLM{suffix}"] = partial(cache, kvops.StreamingLLM(budget), storage=storage)
+        rows[f"StreamingLLM{suffix}"] = partial(cache, kvops.StreamingLLM(budget, buffer=1), storage=storage)
         for span, overlap in ladders:
             policy = kvops.LaCache(budget, span=span, overlap=overlap)
             rows[f"LaCache, S {span}, O {overlap}{suffix}"] = partial(cache, policy, storage=storage)

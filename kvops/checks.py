@@ -209,6 +209,20 @@ def check_recent(op: str, recent: int | float) -> None:
         raise ValueError(f"{op}: recent as a share of the budget must be in [0, 1), got {recent}")
 
 
+def check_buffer(op: str, buffer: int | float | None) -> None:
+    """Tokens (an int of at least 1), a share in (0, 1) of the budget, or None for any number."""
+    if buffer is None:
+        return
+    if isinstance(buffer, bool) or not isinstance(buffer, (int, float)):
+        raise TypeError(
+            f"{op}: buffer must be an int (tokens), a float (share) or None, got {type(buffer).__name__} {buffer!r}"
+        )
+    if isinstance(buffer, int):
+        check_at_least(op, "buffer", buffer, 1)
+    elif not 0.0 < buffer < 1.0:
+        raise ValueError(f"{op}: buffer as a share of the budget must be in (0, 1), got {buffer}")
+
+
 def check_holds(op: str, keep: int, sinks: int, recent: int) -> None:
     """A budget of `keep` tokens holds what is protected."""
     if sinks + recent > keep:

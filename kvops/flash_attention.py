@@ -120,13 +120,20 @@ def _choice(call: _Call, forced: str | None) -> str:
             others = [name for name, backend in BACKENDS.items() if not backend.why_not(call)]
             raise ValueError(f"attention: backend={forced!r} cannot run this call: {why}; expected one of {others}")
         return forced
-    return next(name for name, backend in BACKENDS.items() if not backend.why_not(call) and backend.suits(call))
+    cuda = call.q.is_cuda
+    return next(
+        name
+        for name, backend in BACKENDS.items()
+        if (cuda or not backend.cuda_only) and backend.suits(call) and not backend.why_not(call)
+    )
 
 
 # Backends. `missing` and `why_not` give the reason why it cannot run at all, or not this call; None if it can.
 
 
 class _Backend:
+    cuda_only = False  # `missing` says so too; spares a decode step the question
+
     def missing(self, device: torch.device) -> str | None:
         return None
 
@@ -145,10 +152,12 @@ class _Kvops(_Backend):
     def run(self, call: _Call) -> tuple[Tensor, Tensor]:
         q, k, v, causal, scale, starts, softcap = call
         t, n = q.shape[2], k.shape[2]
-        out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
         visible = torch.arange(n - t + 1, n + 1, dtype=torch.int32, device=q.device)
         if not causal:
             visible = torch.full_like(visible, n)
+        if 0 < t <= MAX_WINDOW:
+            return window_attention(q, k, v, visible, scale=scale, softcap=softcap, starts=starts)[:2]
+        out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
         for first in range(0, t, MAX_WINDOW):
             rows = slice(first, min(t, first + MAX_WINDOW))
             end = n - t + rows.stop if causal else n  # keys that the block's last row sees
@@ -262,7 +271,7 @@ class _TorchFlash(_Torch):
 
 
 class _Cudnn(_Torch):
-    own_dv = True
+    cuda_only = own_dv = True
 
     def missing(self, device: torch.device) -> str | None:
         why = _not_cuda(device, 8)
@@ -296,7 +305,7 @@ class _Package(_Flash):
     follows it, so nothing is packed and the host reads nothing; what the padding's queries gave is overwritten.
     """
 
-    softcap = packed = True
+    cuda_only = softcap = packed = True
 
     def __init__(self, module: str, *capabilities: int):
         self.module, self.capabilities = module, capabilities

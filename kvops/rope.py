@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Tables = tuple[Tensor, Tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class Rope:
@@ -62,6 +64,22 @@ class Rope:
             tables = self._made[device] = self.tables(torch.arange(n + n // 2, device=device))
         return tables[0][:n], tables[1][:n]
 
+    def new_slots(self, old: Tensor | None, first: int, t: int, device: torch.device) -> tuple[Tables, Tables | None]:
+        """What turns t new tokens, rotated at `old` or not at all, to the slots from `first` on, and to no rotation.
+
+        None: they need no turn. The layers of a model ask for the same in each step, and it is made once.
+        """
+        if old is None:
+            cos, sin = self.first(first + t, device)
+            return (cos[first:], sin[first:]), None
+        key, made = (first, t, device), self._made.get("step")
+        if made is None or made[0] != key or not _unchanged(old, *made[1:3]):
+            slots = torch.arange(first, first + t, device=device)
+            version = None if old.is_inference() else old._version
+            made = key, old, version, self.between(old, slots), self.between(old, None)
+            self._made["step"] = made
+        return made[3], made[4]
+
     def between(self, old: Tensor | None, new: Tensor | None) -> tuple[Tensor, Tensor]:
         """Cosines and sines that turn what is rotated at the old positions to the new ones; None: not rotated.
 
@@ -77,3 +95,8 @@ class Rope:
             return (cos / size).float(), (-sin / size).float()
         new_cos, new_sin = (x.double() for x in self.tables(new))
         return ((new_cos * cos + new_sin * sin) / size).float(), ((new_sin * cos - new_cos * sin) / size).float()
+
+
+def _unchanged(x: Tensor, before: Tensor, version: int | None) -> bool:
+    """Whether this is the tensor of before, and nobody has written to it; tensors of inference mode do not tell."""
+    return x is before and version is not None and not x.is_inference() and x._version == version

@@ -203,6 +203,12 @@ def assert_in_place(call: Callable[[], tuple[Tensor, Tensor]], k: Tensor, v: Ten
     assert k._version > versions[0] and v._version > versions[1]
 
 
+def assert_holds_little(cache, floats: int) -> None:
+    """A cache of 2 rows and 2 heads holds its slots, of so many fp32 values, and no more room than it may."""
+    n = len(cache)
+    assert 16 * floats * n <= cache.nbytes <= 16 * floats * (n + max(32, n // 4))
+
+
 def assert_repeatable(call: Callable[[], tuple[Tensor, ...]]) -> None:
     """Fresh results, the same to the last bit, whatever was in the memory and in whichever order threads run."""
     expected = call()

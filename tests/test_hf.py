@@ -377,7 +377,7 @@ def test_a_trained_model_finds_the_key_in_a_padded_batch(options):
         cache = KVCache(model.config, method, attention_mask=inputs["attention_mask"])
         out = model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False, **options)
         found[type(method)] = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :])
-        assert all(s.tokens_kept == 640 for s in cache.stats())
+        assert all(640 <= s.tokens_kept <= 640 + 40 for s in cache.stats())  # and a buffer
     assert found[kvops.KeyDiff] == keys
     assert found[kvops.StreamingLLM] != keys  # the keys lie before its window
 

@@ -28,7 +28,7 @@ N, SINKS = 60, 3
 #: Settings of each policy for 60 tokens.
 SETTINGS = {
     kvops.Full: {},
-    kvops.StreamingLLM: dict(budget=20, sinks=2),
+    kvops.StreamingLLM: dict(budget=20, sinks=2, buffer=0.2),
     kvops.Random: dict(budget=20, seed=3),
     kvops.LagKV: dict(lag=8, ratio=0.5, sinks=3),
     kvops.LaCache: dict(budget=24, span=2, overlap=0, sinks=2),
@@ -40,12 +40,19 @@ SETTINGS = {
     kvops.PyramidKV: dict(budget=20, window=4, group_reduce="max"),
     kvops.ChunkKV: dict(budget=20, window=4, chunk=5),
     kvops.H2O: dict(budget=20, recent=3),
-    kvops.TOVA: dict(budget=20),
+    kvops.TOVA: dict(budget=20, buffer=3),
     kvops.L2: dict(budget=20, recent=0.25, skip_layers=()),
 }
 #: By name.
 POLICIES = {name: x.policy(**{**SETTINGS[x.policy], **x.defaults}) for name, x in kvops.METHODS.items()}
-BASES = (kvops.BudgetPolicy, kvops.KeyPolicy, kvops.QueryPolicy, kvops.WindowPolicy, kvops.SlotPolicy)
+BASES = (
+    kvops.BudgetPolicy,
+    kvops.DecodePolicy,
+    kvops.KeyPolicy,
+    kvops.QueryPolicy,
+    kvops.WindowPolicy,
+    kvops.SlotPolicy,
+)
 every_class = pytest.mark.parametrize("cls", SETTINGS, ids=lambda x: x.__name__)
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
@@ -279,7 +286,7 @@ WRONG = {
     "num_sats": [(-1, ValueError)],
     "num_chunks": [(-1, ValueError)],
     "hash_bits": [(0, ValueError), (17, ValueError)],
-    "buffer": [(0, ValueError), (1.5, TypeError)],
+    "buffer": [(0, ValueError), (1.5, ValueError), (True, TypeError), ("3", TypeError)],
     "alpha": [(0, ValueError)],
     "projection": [(torch.zeros(2, 16), ValueError)],
     "phase": [(torch.zeros(2), ValueError)],

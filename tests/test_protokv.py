@@ -716,7 +716,12 @@ def test_wrong_arguments():
             ValueError,
             "ProtoKV: budget must hold the last alpha, 21, tokens, got 20",
         ),
-        (lambda: kvops.SATKV(20, 8, buffer=1.0), TypeError, "SATKV: buffer must be an int"),
+        (lambda: kvops.SATKV(20, 8, buffer="1"), TypeError, "SATKV: buffer must be an int"),
+        (
+            lambda: kvops.SATKV(20, 8, buffer=1.0),
+            ValueError,
+            r"SATKV: buffer as a share of the budget must be in \(0, 1",
+        ),
         (lambda: kvops.SATKV(20), ValueError, "SATKV: budget must hold the window, expected at least 32"),
         (lambda: kvops.lsh_projection(0), ValueError, "lsh_projection: head_dim must be at least 1, got 0"),
         (lambda: kvops.lsh_projection(8, 0), ValueError, "lsh_projection: bits must be at least 1, got 0"),

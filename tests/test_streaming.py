@@ -21,15 +21,18 @@ METHODS = [
     kvops.LagKV(6, 0.5, sinks=3, score="l2"),
     kvops.KeyDiff(12),
     kvops.KeyDiff(12, sinks=2, recent=3, head_mode="shared"),
+    kvops.KeyDiff(12, sinks=2, buffer=5),
     kvops.KeyDiff(12, metric="dot", anchor="median", recent=0.25),
     kvops.KeyDiff(0.4, sinks=2, recent=0.5, normalize_anchor=False),
     kvops.StreamingLLM(12),
     kvops.StreamingLLM(0.4),
+    kvops.StreamingLLM(12, buffer=0.5),
     kvops.LaCache(12, span=2, overlap=0, sinks=2),
     kvops.LaCache(0.4, sinks=2),
     kvops.Random(12),
     kvops.Random(0.4, seed=5),
     kvops.L2(12),
+    kvops.L2(12, buffer=None),
     kvops.L2(0.4, sinks=2, recent=3, head_mode="shared"),
     kvops.SATKV(12, 3, buffer=4),
     kvops.SATKV(0.4, 3, head_mode="shared", buffer=None),
@@ -83,7 +86,7 @@ def test_stored_slots_are_the_tokens_at_their_positions(policy, chunks):
     assert cache.seen == 60 and positions.shape == (2, 2, len(cache)) and positions.dtype == torch.int64
     assert (positions.diff(dim=-1) > 0).all() and (positions >= 0).all() and (positions < 60).all()
     assert torch.equal(cache.k, rows(k, positions)) and torch.equal(cache.v, rows(v, positions))
-    assert cache.nbytes == 2 * 2 * len(cache) * (16 + 8) * 4  # nothing else is held
+    kit.assert_holds_little(cache, 16 + 8)
 
 
 @every_method
@@ -121,7 +124,7 @@ def test_memory_of_the_caller_is_not_held(policy):
     k, v = fused[:, :2, :, :16], fused[:, 2:, :, :8]
     cache = kvops.Cache(policy, layer=2, num_layers=4)
     cache.append(k, v)
-    assert cache.nbytes == 2 * 2 * len(cache) * (16 + 8) * 4
+    kit.assert_holds_little(cache, 16 + 8)
     stored = cache.k.clone()
     fused.zero_()
     assert torch.equal(cache.k, stored)
@@ -224,7 +227,7 @@ def test_keydiff_running_anchor_agrees_with_the_recomputed_one(normalize_anchor,
     """Over hundreds of evictions, of one and of several tokens, with keys of very different norms."""
     k, v = make_kv(n=700)
     k = k * torch.logspace(-2, 2, 700)[kit.randn(700, seed=1).argsort()][:, None]
-    options = dict(budget=64, recent=8, normalize_anchor=normalize_anchor, head_mode=head_mode)
+    options = dict(budget=64, recent=8, buffer=1, normalize_anchor=normalize_anchor, head_mode=head_mode)
     running, recomputed = (kvops.Cache(kvops.KeyDiff(**options, refresh=x)) for x in (10**9, 1))
     if pads is not None:
         running.set_pads(torch.tensor(pads))
@@ -250,7 +253,7 @@ def test_keydiff_running_anchor_agrees_with_the_recomputed_one(normalize_anchor,
 
 def test_keydiff_running_anchor_is_recomputed_in_time():
     k, v = make_kv(n=200, b=1)
-    cache = feed(kvops.KeyDiff(32, refresh=50), k, v, [32])
+    cache = feed(kvops.KeyDiff(32, buffer=1, refresh=50), k, v, [32])
     drifts = []
     for i in range(120):
         cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
@@ -455,7 +458,7 @@ def test_crop_is_never_having_seen(policy, length, chunks):
     assert cache.seen == length and torch.equal(cache.positions, state.positions[:, :, : len(cache)])
     assert (cache.positions < length).all() and len(state) - len(cache) == first - length
     assert torch.equal(cache.k, rows(k, cache.positions))
-    assert cache.nbytes == 2 * 2 * len(cache) * (16 + 8) * 4
+    kit.assert_holds_little(cache, 16 + 8)
     # and then it goes on as if the rest had never come
     cache.append(k[:, :, length:first], v[:, :, length:first])
     for i in range(first, 60):
@@ -516,7 +519,7 @@ def test_frozen_caches_only_grow(policy):
 
 def test_repr_shows_the_settings():
     policy = kvops.StreamingLLM(8)
-    assert repr(policy) == "StreamingLLM(budget=8, sinks=4, head_mode='per_head', positions='slots')"
+    assert repr(policy) == "StreamingLLM(budget=8, sinks=4, head_mode='per_head', buffer=0.0625, positions='slots')"
     assert repr(kvops.Cache(policy, layer=1, num_layers=2)) == f"Cache({policy!r}, layer=1, num_layers=2)"
     assert eval(repr(METHODS[0]), vars(kvops)).sinks == 3
 

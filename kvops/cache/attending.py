@@ -72,49 +72,45 @@ class AttendingCache(Cache):
     def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, *, readers: int = 0, **options: Any) -> Tensor:
         due = 0 if self._waiting else self._due
         check_step(self.name, q, k_step, due)
-        with self._undone_on_error():
+        with self.undone_on_error():
             self._waiting, self._observed, self.logits = readers + 1, [], options
-            out = self._read(q, k_step, v_step, options)
+            view = self._stored(new=due)
+            out = self._read(q, k_step, v_step, view, options)
             if count := self.policy.remembers:
                 last = q if self._queries is None else torch.cat((self._queries, q), 2)
                 self._queries = last[:, :, -count:].clone()
             if not self._waiting:
-                self._settle(k_step, v_step, options)
+                self._evict_by_queries(view, options)
             return self._record(q, out)
 
     def read(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options: Any) -> Tensor:
         due = min(q.shape[2], self._due) if self._waiting else 0
         check_step(self.name, q, k_step, due)
-        with self._undone_on_error():
+        with self.undone_on_error():
             self._observed = list(self._observed)
-            out = self._read(q, k_step, v_step, options)
+            view = self._stored(new=self._due)
+            out = self._read(q, k_step, v_step, view, options)
             if not self._waiting:
-                self._settle(k_step, v_step, options)
+                self._evict_by_queries(view, options)
         return out
 
-    def _read(self, q: Tensor, k_step: Tensor, v_step: Tensor, options: dict[str, Any]) -> Tensor:
-        """One layer's attention; its scores join the step's."""
-        rows = self.policy.rows(self._step(k_step, v_step))
-        w = 0 if self.frozen else min(rows, q.shape[2])
+    def _read(self, q: Tensor, k_step: Tensor, v_step: Tensor, view: View, options: dict[str, Any]) -> Tensor:
+        """One layer's attention; its scores join the step's. view: of what is stored, with the step."""
+        rows = 0 if self.frozen else self.policy.rows(view)
+        w = min(rows, q.shape[2])
         out, scores = self._observe(q, k_step, v_step, w, options)
         if scores is not None:
             self._observed.append(scores)
         self._waiting -= 1
         return out
 
-    def _step(self, k_step: Tensor, v_step: Tensor) -> View:
-        """What the policy sees once the step has been stored."""
-        return self._view(k_step, v_step, self.pads, self.seen, new=self._due)
-
-    def _settle(self, k_step: Tensor, v_step: Tensor, options: dict[str, Any]) -> None:
+    def _evict_by_queries(self, view: View, options: dict[str, Any]) -> None:
         """Evicts, once every layer has attended. options: of the attention."""
-        view = self._step(k_step, v_step)
         if self._observed:
-            view.observed = self._of_group(self._observed, k_step.shape[1])
+            view.observed = self._of_group(self._observed, view.heads)
             view.window = self.policy.window
         elif not self.frozen and (w := self.policy.rows_remembered(view)):
             # The rows of several steps observe at once.
-            view = self._stored(new=self._due)
             self._remember(view, self._queries, w, options, view.n - w if self.policy.protects_window else None)
         if view.observed is not None:
             indices = self.policy.evict(view)
@@ -186,7 +182,10 @@ class LookaheadCache(AttendingCache):
         policy = self.policy.draft_policy(self.seen)
         draft = Cache(policy, layer=self.layer, num_layers=self.num_layers)
         draft.drafts = True
-        for name in ("k", "v", "pads", "_padding", "seen", "_kept", "_evicted_at"):  # shared: never written to
+        self._k_and_v()
+        assert self._memory is not None  # as there are queries
+        self._memory.shared = True
+        for name in ("_memory", "_length", "pads", "_padding", "seen", "_kept", "_evicted_at"):
             setattr(draft, name, getattr(self, name))
         view = draft._stored(new=self.seen)
         indices = None
@@ -227,6 +226,6 @@ class LookaheadCache(AttendingCache):
             self.policy.observe_draft(view, local, ahead, lookahead_lengths, None, logits)
             indices = self.policy.evict(view)
             assert indices is not None  # there are more slots than the budget
-            with self._undone_on_error():
+            with self.undone_on_error():
                 self._keep(indices, view)
         draft.reset()

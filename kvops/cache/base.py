@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checks import check_choice, check_int, inference_only
 from ..flash_attention import attention
-from ..methods.base import Policy, View
+from ..methods.base import IN_PLACE, Out, Policy, View
 from ..rope import Rope
+from .memory import Memory
 
 STORAGES = ("pre_rope", "post_rope")
+
+
+class Eviction(NamedTuple):
+    """What stays of the stored slots, until they move."""
+
+    indices: Tensor  # int64 [b, Hk, m]
+    view: View  # as the policy saw it
+    pads: Tensor | None  # int32 [b]: padding that is left
 
 
 class Cache:
@@ -27,6 +36,10 @@ class Cache:
     policy's rule. With an attention of one's own it is two steps: `append` returns the K and V that this step's
     attention reads, [b, Hk, len + t, d]. Most policies have then evicted already. Those that look at queries do it in
     `attention`, which has to follow, and so does a cache that rotates keys at their slots (`rope`).
+
+    In decode nothing is copied: memory has room for tokens to come, `append` returns views of it, and what an eviction
+    keeps moves to the front at the next `append`. So use what `append` returned before the next call that changes the
+    cache. Reading `k` or `v` in between is safe: it moves them to fresh memory.
 
     Logical positions live outside of the stored slots: the next token's position is `seen`, not `len`.
 
@@ -49,7 +62,7 @@ class Cache:
     """
 
     #: Tensors whose first dim is the batch, beside those of `state`.
-    _tensors: ClassVar[tuple[str, ...]] = ("k", "v", "pads", "queries", "_padding", "_kept")
+    _tensors: ClassVar[tuple[str, ...]] = ("pads", "queries", "_padding", "_kept")
     #: The subclasses; `Cache(policy)` makes the last that serves the policy.
     _kinds: ClassVar[list[type[Cache]]] = []
 
@@ -100,12 +113,13 @@ class Cache:
 
     def reset(self) -> None:
         """Forgets every token and the padding."""
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
         self.pads: Tensor | None = None
         self.seen = 0
         self.frozen = False
         self.state: dict[str, Any] = {}
+        self._memory: Memory | None = None
+        self._length = 0  # slots that stay,
+        self._eviction: Eviction | None = None  # if they have yet to move
         #: Of a draft: the queries of its steps, [b, Hq, steps, d].
         self.queries: Tensor | None = None
         self._padding: Tensor | None = None  # int32 [b]: padding columns of the whole sequence
@@ -123,17 +137,35 @@ class Cache:
 
     def __len__(self) -> int:
         """Stored slots per head."""
-        return 0 if self.k is None else self.k.shape[2]
+        return self._length
+
+    @property
+    def k(self) -> Tensor | None:
+        """[b, Hk, len, d], None while empty."""
+        return None if self._memory is None else self._k_and_v()[0]
+
+    @property
+    def v(self) -> Tensor | None:
+        """[b, Hk, len, dv], None while empty."""
+        return None if self._memory is None else self._k_and_v()[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the stored K and V hold."""
-        return sum(x.untyped_storage().nbytes() for x in (self.k, self.v) if x is not None)
+        """Bytes of memory that the stored K and V hold, with the room for tokens to come."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def nbytes_with(self, *step: Tensor) -> int:
+        """`nbytes` while the tensors that `append` returned are still there, which may be other memory."""
+        held = () if self._memory is None else (self._memory.k, self._memory.v)
+        storages = {x.data_ptr(): x.nbytes() for x in (y.untyped_storage() for y in (*held, *step))}
+        return sum(storages.values())
 
     @property
     def positions(self) -> Tensor | None:
         """int64 [b, Hk, len]: the logical position of each stored slot (columns of the padded batch)."""
-        return None if self.k is None else self._stored().positions()
+        if self._memory is None:
+            return None
+        return self._stored().positions() if self._eviction is None else self._kept
 
     @property
     def padding(self) -> Tensor | None:
@@ -146,13 +178,13 @@ class Cache:
 
     def keep(self, slots: Tensor) -> None:
         """Evicts all stored slots but these: int64 [any] or [b, Hk, any], ascending."""
-        with self._undone_on_error():
+        with self.undone_on_error():
             view = self._stored()
             self._keep(slots.expand(*view.k.shape[:2], -1), view)
 
     def set_pads(self, pads: Tensor) -> None:
         """Row b of the sequence begins with pads[b] columns of padding. Call before the first append."""
-        if self.k is not None:
+        if self._memory is not None:
             raise ValueError(f"{self.name}: set_pads must come before the first append, got {self.seen} tokens")
         if not isinstance(pads, Tensor):
             raise TypeError(f"{self.name}: pads must be a torch.Tensor, got {type(pads).__name__}")
@@ -169,11 +201,11 @@ class Cache:
         """Takes t new tokens, k: [b, Hk, t, d], v: [b, Hk, t, dv]; returns what this step's attention reads.
 
         That is [b, Hk, len + t, ...], the stored slots and the new ones (with `attend_before_compress=False` what is
-        kept of them). Then evicts: the kept slots move to fresh memory, so that the rest is freed with the returned
-        tensors. A failed call leaves the object as it was.
+        kept of them). Then evicts. The returned tensors are valid until the next call that changes the cache. A failed
+        call leaves the object as it was.
         """
         self._check(k, v)
-        with self._undone_on_error():
+        with self.undone_on_error():
             return self._append(k, v)
 
     def attend(
@@ -192,9 +224,10 @@ class Cache:
         sink_logits: fp32 [Hq], one more logit for each softmax. Rows that are padding give 0. A failed call leaves the
         object as it was.
         """
+        self._check(k, v)
         check_tokens(self.name, k)
-        with self._undone_on_error():
-            k_step, v_step = self.append(k, v)
+        with self.undone_on_error():
+            k_step, v_step = self._append(k, v)
             check_step(self.name, q, k, k.shape[2])
             return self.attention(q, k_step, v_step, scale=scale, softcap=softcap, sink_logits=sink_logits)
 
@@ -231,37 +264,59 @@ class Cache:
         return attention(q, k_step, v_step, starts=self._step_pads, **options).out
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        seen = self.seen + k.shape[2]
-        k_step, v_step = k, v
-        if self.k is not None and self.v is not None:
-            k_step, v_step = torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)
-        self._step_pads = pads = self._pads_with(k.shape[2])
-        first = self.k is None
-        evicted = self._store(k_step, v_step, pads, seen)
-        if evicted and self.attend_before_compress:
-            return k_step, v_step
-        if evicted:
+        t, first = k.shape[2], self._memory is None
+        self._step_pads = pads = self._pads_with(t)
+        k_step, v_step = (k, v) if first else self._extend(k, v)
+        evicted = self._store(k_step, v_step, pads, self.seen + t)
+        if evicted and not self.attend_before_compress:
             self._step_pads = self.pads
-        elif first:  # do not hold on to the caller's memory
-            self.k, self.v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
-        stored = self._stored()
-        return stored.k, stored.v
+            return self._k_and_v()
+        if not evicted and first:  # do not hold on to the caller's memory
+            self._memory = Memory.of(k, v)
+            return self._k_and_v()
+        return k_step, v_step
+
+    def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes tokens behind the stored slots; the views of all of them."""
+        if self._memory is None:
+            self._memory = Memory.of(k, v)
+        else:
+            self._memory = self._memory.extended(self._length, k, v)
+        return self._memory.first(self._length + k.shape[2])
 
     def _store(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> bool:
-        """Stores what the rule leaves of k, v; whether it evicted any."""
+        """Evicts by the rule from k, v, the stored slots and the new ones; whether it evicted any."""
         view = self._view(k, v, pads, seen)
         indices = None if self.frozen else self._evict(view)
         if indices is None:
-            self.k, self.v, self.pads, self.seen, self.state = k, v, pads, seen, view.state
+            self._length, self.pads, self.seen, self.state = k.shape[2], pads, seen, view.state
         else:
             self._keep(indices, view)
         return indices is not None
 
     def _stored(self, new: int | None = None) -> View:
         """What the policy sees of what is stored; `new`: how many of the tokens are the step's."""
-        if self.k is None or self.v is None:
+        if self._memory is None:
             raise RuntimeError(f"{self.name}: the cache is empty, expected an append() before")
-        return self._view(self.k, self.v, self.pads, self.seen, new=new)
+        self._settle()
+        return self._view(*self._memory.first(self._length), self.pads, self.seen, new=new)
+
+    def _k_and_v(self) -> tuple[Tensor, Tensor]:
+        """K and V of the stored slots, without a change of what `append` returned."""
+        self._settle(in_place=False)
+        assert self._memory is not None  # as the caller knows
+        return self._memory.first(self._length)
+
+    def _settle(self, in_place: bool = True) -> None:
+        """Moves what the last eviction kept to the front of the memory, or to fresh memory."""
+        if self._eviction is None:
+            return
+        assert self._memory is not None  # what an eviction is of
+        if in_place and self._memory.writable:
+            self._moved(self._eviction, IN_PLACE)
+        else:
+            self._memory = Memory(*self._moved(self._eviction))
+        self._eviction = None
 
     def _evict(self, view: View) -> Tensor | None:
         """The slots that stay once a step has been stored; None if all do."""
@@ -299,22 +354,51 @@ class Cache:
         left = pads
         if pads is not None:  # what is kept of a row's padding, alike in all heads, stays first
             left = (indices[:, 0] < pads[:, None]).sum(-1, dtype=torch.int32)
-        self.k, self.v = self._moved(indices, view, left)
-        self.pads, self.seen, self._evicted_at, self.state = left, view.seen, view.seen, view.state
+        self._length, self.pads, self.seen, self._evicted_at = indices.shape[2], left, view.seen, view.seen
+        self.state = view.state
+        self._eviction = Eviction(indices, view, left)
+        if not self._moves_in_place(view):
+            self._memory = Memory(*self._moved(self._eviction))
+            self._eviction = None
 
-    def _moved(self, indices: Tensor, view: View, left: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The slots that stay, in fresh memory. left: int32 [b] or None, padding that is left."""
-        return self.policy.move(view, indices)
+    def _moves_in_place(self, view: View) -> bool:
+        """Whether what stays may wait in the memory, and then move within it."""
+        memory = self._memory
+        return (
+            memory is not None  # else the view is of the caller's tensors
+            and self.attend_before_compress  # this step's attention reads what is there
+            and (view.starts is None or self.policy.fixed_budget)  # rows that begin with -1 are no compaction
+            and not memory.wasteful(self._length)
+            and memory.writable
+        )
 
-    @contextlib.contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        before = dict(vars(self))  # the state's tensors are replaced, never written to
-        try:
-            yield
-        except BaseException:
-            vars(self).clear()
-            vars(self).update(before)
-            raise
+    def _moved(self, eviction: Eviction, out: Out = None) -> tuple[Tensor, Tensor]:
+        """The slots that stay: in fresh memory, or `IN_PLACE`."""
+        return self.policy.move(eviction.view, eviction.indices, out)
+
+    def undone_on_error(self) -> _Undone:
+        """A block after which, if it fails, the cache is what it was."""
+        self._settle()
+        return _Undone(self)
+
+    def __copy__(self) -> Cache:
+        """A cache that goes on from here by itself; the first of the two that is written to takes memory of its own."""
+        twin: Cache = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        if self._memory is not None:
+            self._memory.shared = True
+        return twin
+
+    def catch_up(self) -> None:
+        """Evicts what a frozen cache has not, as after a step of decode: when drafted tokens are accepted, say.
+
+        Policies that look at queries evict in `attention` alone.
+        """
+        with self.undone_on_error():
+            view = self._stored(new=1)
+            indices = None if self.frozen else self._evict(view)
+            if indices is not None:
+                self._keep(indices, view)
 
     def crop(self, seen: int) -> None:
         """Forgets all tokens from logical position `seen` on (those of a rejected draft, say).
@@ -337,9 +421,11 @@ class Cache:
                 f"{self.name}: cannot crop to {seen} tokens, since some were evicted when "
                 f"{self._evicted_at} had been seen; expected {self._evicted_at} or more"
             )
-        length = len(self) - (self.seen - seen)
-        stored = self._stored()
-        self.k, self.v = (x[:, :, :length].clone() for x in (stored.k, stored.v))
+        self._settle()
+        memory, length = self._memory, self._length - (self.seen - seen)
+        if memory is not None and memory.wasteful(length):
+            self._memory = Memory(*(x.clone() for x in memory.first(length)))
+        self._length = length
         self.seen = seen
         if self.pads is not None:
             self.pads = self.pads.clamp(max=length)
@@ -357,6 +443,9 @@ class Cache:
         self._map(lambda x: x.repeat_interleave(r, 0))
 
     def _map(self, f: Callable[[Tensor], Tensor]) -> None:
+        self._settle()
+        if self._memory is not None:
+            self._memory = Memory(f(self._memory.k), f(self._memory.v))
         for name in self._tensors:
             x = getattr(self, name)
             if x is not None:
@@ -366,7 +455,9 @@ class Cache:
     def _check(self, k: Tensor, v: Tensor) -> None:
         """New tokens have four dims, agree with each other and with what is stored, and need no gradient."""
         who = self.name
-        for name, x, stored in (("k", k, self.k), ("v", v, self.v)):
+        memory = self._memory
+        k_stored, v_stored = (None, None) if memory is None else (memory.k, memory.v)
+        for name, x, stored in (("k", k, k_stored), ("v", v, v_stored)):
             inference_only(who, **{name: x})
             if x.dim() != 4:
                 raise ValueError(f"{who}: {name} must be [b, Hk, t, d], got shape {list(x.shape)}")
@@ -407,3 +498,24 @@ def check_step(who: str, q: Tensor, k: Tensor, due: int) -> None:
             f"{who}: q must be [b, Hq, t, d] for the tokens just appended, expected [{b}, a multiple of {heads}, "
             f"{due}, {d}], got {list(q.shape)}"
         )
+
+
+class _Undone:
+    """What `Cache.undone_on_error` returns.
+
+    What a cache remembers is replaced, never written to. Only its memory is, and a block writes behind the slots that
+    are used; what has to move within them (`Cache._settle`) has done so before.
+    """
+
+    __slots__ = ("cache", "before")
+
+    def __init__(self, cache: Cache):
+        self.cache, self.before = cache, vars(cache).copy()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        if kind is not None:
+            vars(self.cache).clear()
+            vars(self.cache).update(self.before)

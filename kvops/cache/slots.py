@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from ..flash_attention import attention
-from ..methods.base import Policy, View
-from ..ops import rope_at_slots
-from ..rope import Rope
-from .base import Cache, check_step, check_tokens
+from ..methods.base import Out, Policy
+from ..ops import rope_at_slots, window_attention
+from ..rope import Rope, Tables
+from .base import Cache, Eviction, check_step, check_tokens
+
+#: Rows of a step, with a draft's, whose attention rotates keys as it reads them. More are a chunk of a prompt, for
+#: which K is rotated once.
+DECODE_ROWS = 16
 
 
 class SlotCache(Cache):
@@ -43,9 +47,10 @@ class SlotCache(Cache):
         sink_logits: Tensor | None = None,
     ) -> Tensor:
         """As `Cache.attend`. positions: int64 [t] or [b, t], where q and k are rotated; None: they are not (yet)."""
+        self._check(k, v)
         check_tokens(self.name, k)
-        with self._undone_on_error():
-            k_step, v_step = self.append(k, v)
+        with self.undone_on_error():
+            k_step, v_step = self._append(k, v)
             check_step(self.name, q, k, k.shape[2])
             options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
             return self.attention(q, k_step, v_step, positions=positions, **options)
@@ -57,35 +62,44 @@ class SlotCache(Cache):
         who, t = self.name, k_step.shape[2]
         check_step(who, q, k_step, self._due)
         positions = self._check_positions(positions, k_step)
-        with self._undone_on_error():
+        with self.undone_on_error():
             n, pads = len(self), self._pads_with(t)
-            stored = self._stored() if n else None
-            slots = self._slots(n + t, pads, k_step.device)
-            interleaved, turn = self.rope.interleaved, self.rope.between(positions, slots[..., n:])
+            interleaved = self.rope.interleaved
+            turn, back, tables = self._tables(positions, n, t, pads, k_step.device)
             q = rope_at_slots(q, *turn, interleaved=interleaved)
-            read = k_step.new_empty(*k_step.shape[:2], n + t, k_step.shape[3])
-            rope_at_slots(k_step, *turn, interleaved=interleaved, out=read[:, :, n:])
             if self.storage == "post_rope":
-                k = read
-                if stored is not None:
-                    read[:, :, :n] = stored.k
+                k, v = self._extend(rope_at_slots(k_step, *turn, interleaved=interleaved), v_step)
+                out = attention(q, k, v, starts=pads, **options).out
             else:
-                if positions is None:
-                    k = k_step.clone(memory_format=torch.contiguous_format)
+                plain = k_step if back is None else rope_at_slots(k_step, *back, interleaved=interleaved)
+                k, v = self._extend(plain, v_step)
+                cos, sin = tables
+                if t <= DECODE_ROWS:
+                    visible = torch.arange(n + 1, n + t + 1, dtype=torch.int32, device=q.device)
+                    out, _, _ = window_attention(
+                        q, k, v, visible, starts=pads, cos=cos, sin=sin, interleaved=interleaved, **options
+                    )
                 else:
-                    k = rope_at_slots(k_step, *self.rope.between(positions, None), interleaved=interleaved)
-                if stored is not None:
-                    tables = self.rope.first(n, k.device) if pads is None else self.rope.tables(slots[..., :n])
-                    rope_at_slots(stored.k, *tables, interleaved=interleaved, out=read[:, :, :n])
-                    k = torch.cat((stored.k, k), 2)
-            if stored is None:
-                v = v_step.clone(memory_format=torch.contiguous_format)
-            else:
-                v = torch.cat((stored.v, v_step), 2)
-            out = attention(q, read, v, starts=pads, **options).out
+                    read = torch.empty_like(k, memory_format=torch.contiguous_format)
+                    rope_at_slots(k_step, *turn, interleaved=interleaved, out=read[:, :, n:])
+                    old = cos[..., :n, :], sin[..., :n, :]
+                    rope_at_slots(k[:, :, :n], *old, interleaved=interleaved, out=read[:, :, :n])
+                    out = attention(q, read, v, starts=pads, **options).out
             self._store(k, v, pads, self.seen + t)
             self._due = 0
         return out
+
+    def _tables(
+        self, positions: Tensor | None, n: int, t: int, pads: Tensor | None, device: torch.device
+    ) -> tuple[Tables, Tables | None, Tables]:
+        """What turns the t new tokens to their slots, and to no rotation (None: they have none), and all n + t from
+        none to theirs."""
+        rope = self.rope
+        if pads is None:
+            return *rope.new_slots(positions, n, t, device), rope.first(n + t, device)
+        slots = self._slots(n + t, pads, device)
+        back = None if positions is None else rope.between(positions, None)
+        return rope.between(positions, slots[:, n:]), back, rope.tables(slots)
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self._due:
@@ -97,11 +111,12 @@ class SlotCache(Cache):
         self._due = k.shape[2]
         return k, v
 
-    def _moved(self, indices: Tensor, view: View, left: Tensor | None) -> tuple[Tensor, Tensor]:
-        pads = view.starts
+    def _moved(self, eviction: Eviction, out: Out = None) -> tuple[Tensor, Tensor]:
+        indices, view, left = eviction
         view.rope = self.rope if self.storage == "post_rope" else None
-        k, v = super()._moved(indices, view, left)
+        k, v = super()._moved(eviction, out)
         if view.rope is not None:  # all heads keep the same slots
+            pads = view.starts
             old = indices[0, 0] if pads is None else (indices[:, 0] - pads[:, None]).clamp(min=0)
             new = self._slots(indices.shape[2], left, k.device)
             rope_at_slots(k, *self.rope.between(old, new), interleaved=self.rope.interleaved, out=k)

@@ -64,7 +64,6 @@ def lookahead(
     for layer, drafted in zip(cache.layers, draft.layers):
         if isinstance(layer, EvictingLayer) and isinstance(drafted, EvictingLayer):
             _stages(layer).evict(drafted.cache, lengths)
-            layer.mirror()
     cache.stages.append(Stage("decode", _held(cache)))
 
 

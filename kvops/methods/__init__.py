@@ -1,7 +1,7 @@
 """The methods: policies, their one-shot functions, and the table of them all."""
 
 from . import shorthands
-from .base import BudgetPolicy, Compressed, KeyPolicy, Policy, View
+from .base import BudgetPolicy, Compressed, DecodePolicy, KeyPolicy, Policy, View
 from .baselines import L2, Full, Random, StreamingLLM
 from .budgets import head_budgets
 from .h2o import H2O, TOVA
@@ -22,6 +22,7 @@ __all__ = [
     "BudgetPolicy",
     "ChunkKV",
     "Compressed",
+    "DecodePolicy",
     "Full",
     "H2O",
     "KeyDiff",

@@ -22,13 +22,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..checks import check_choice, check_head_budgets, check_holds, check_int, check_rank, check_recent
+from ..checks import check_buffer, check_choice, check_head_budgets, check_holds, check_int, check_rank, check_recent
 from ..ops import compact_kv_, gather_kv
 from ..rope import Rope
 from .budgets import Budget, budget_tokens, head_budgets, recent_tokens, valid_slots
 from .select import all_slots, select_budget, shared_scores
 
 HEAD_MODES = ("per_head", "shared", "adaptive")
+#: Tokens over the budget in decode, as a share of it: an eviction then costs little next to the attention of so many
+#: tokens (docs/methods.md).
+BUFFER = 1 / 16
 Out = tuple[Tensor, Tensor] | None
 IN_PLACE: Any = object()  # stands for `out` in the forms in place
 
@@ -348,9 +351,13 @@ class BudgetPolicy(Policy):
     def select(self, view: View) -> Tensor:
         return self.choose(self.scores(view), view, self.budget)
 
+    def full(self, view: View, keep: int) -> bool:
+        """Whether a cache evicts after this step. keep: the slots that then stay."""
+        return view.n > keep
+
     def evict(self, view: View) -> Tensor | None:
         keep = self.room(view)
-        if view.n <= keep or self.whole(view):
+        if not self.full(view, keep) or self.whole(view):
             return None
         return self.choose(self.scores(view), view, keep)
 
@@ -393,11 +400,49 @@ class BudgetPolicy(Policy):
 
 
 @dataclass(frozen=True, eq=False)
-class KeyPolicy(BudgetPolicy):
-    """A policy that scores tokens by their keys and values: state `scores`.
+class DecodePolicy(BudgetPolicy):
+    """A budget policy whose cache evicts in decode too.
 
     Attributes:
         budget, sinks, head_mode: see `BudgetPolicy`.
+        buffer: decode evicts, down to the budget, when so many tokens more are held: an int, or a share in (0, 1) of
+            the budget (float), rounded down, at least 1. 1 evicts after every token. None keeps every new token. A step
+            of several tokens is part of a prompt, and evicts by itself.
+    """
+
+    _: KW_ONLY
+    buffer: int | float | None = BUFFER
+
+    def check(self) -> None:
+        check_buffer(self.name, self.buffer)
+        super().check()
+
+    def of_prompt(self, view: View) -> bool:
+        """Whether the step is part of a prompt."""
+        return view.new > 1
+
+    def full(self, view: View, keep: int) -> bool:
+        if view.n <= keep or self.of_prompt(view):
+            return view.n > keep
+        buffer = self.buffer
+        if buffer is None:
+            return False
+        return view.n >= keep + (buffer if isinstance(buffer, int) else max(1, int(buffer * keep)))
+
+    @classmethod
+    def at_budget(
+        cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """No more than the budget in decode either, as in the papers."""
+        return {"budget": budget, "buffer": 1}
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPolicy(DecodePolicy):
+    """A policy that scores tokens by their keys and values: state `scores`.
+
+    Attributes:
+        budget, sinks, head_mode, buffer: see `DecodePolicy`.
         recent: newest tokens that always stay (int), or a share in [0, 1) of the budget (float); part of the budget.
             With head_mode="adaptive" each head protects this share of its own budget; the budgets themselves are found
             with the share of the mean budget protected in every head.
@@ -418,7 +463,7 @@ class KeyPolicy(BudgetPolicy):
 
     def evict(self, view: View) -> Tensor | None:
         keep = self.room(view)
-        if view.n <= keep or self.whole(view):
+        if not self.full(view, keep) or self.whole(view):
             return None
         return self.choose(self.scores(view), view, keep, recent=self.protected(view))
 

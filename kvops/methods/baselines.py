@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from ..checks import check_int, check_vector, inference_only
-from .base import BudgetPolicy, KeyPolicy, Policy, View
+from .base import DecodePolicy, KeyPolicy, Policy, View
 from .random_numbers import random_integers
 from .select import all_slots, negative_norms
 from .slots import SlotPolicy
 
 
 @dataclass(frozen=True, eq=False)
-class StreamingLLM(SlotPolicy, BudgetPolicy):
+class StreamingLLM(SlotPolicy, DecodePolicy):
     """The first `sinks` tokens and the newest, `budget` in all.
 
     Attributes:
-        budget: see `BudgetPolicy`; in a cache a fraction is never less than sinks + 1 tokens.
+        budget, buffer: see `DecodePolicy`; in a cache a fraction is never less than sinks + 1 tokens.
         sinks: first tokens that always stay.
         positions: see `SlotPolicy`.
 
@@ -42,7 +42,7 @@ class L2(KeyPolicy):
     """The keys of the lowest L2 norm: they draw the most attention.
 
     Attributes:
-        budget, sinks, recent, head_mode: see `KeyPolicy`. The budget is that of the layers that are not skipped.
+        budget, sinks, recent, head_mode, buffer: see `KeyPolicy`. The budget is that of layers that are not skipped.
         skip_layers: layers that stay whole in models of more than 8, so layers differ in length.
 
     Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", Devoto et al., 2024.
@@ -76,7 +76,7 @@ class Random(KeyPolicy):
     batch, and in one call, chunks and single tokens. Positions count from a row's first valid token.
 
     Attributes:
-        budget, sinks, recent, head_mode: see `KeyPolicy`.
+        budget, sinks, recent, head_mode, buffer: see `KeyPolicy`.
         seed: at least 0.
     """
 

@@ -12,19 +12,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from typing_extensions import Unpack
 
 from ..checks import check_in_prompt, check_lse, check_queries, check_recent
 from ..ops import MAX_WINDOW, window_scores
 from ..window import causal_limits
-from .base import BudgetPolicy, Compressed, View
+from .base import BudgetPolicy, Compressed, DecodePolicy, View
 from .budgets import budget_tokens, recent_tokens
 from .queries import QueryCall, QueryPolicy
 
 
 @dataclass(frozen=True, eq=False)
-class H2O(QueryPolicy):
+class H2O(DecodePolicy, QueryPolicy):
     """H2O: the newest tokens stay (half of the budget), and of those before the highest scores, per head. ::
 
         score[j] = mean over the group's query heads of sum over all queries i of softmax(q_i k)_j       causal
@@ -32,11 +31,11 @@ class H2O(QueryPolicy):
     One call takes the queries of the last t slots; t = n, the whole prompt, is H2O. The n x n weights are never
     written: blocks of 256 rows are scored and added up.
 
-    A cache evicts after every step. The scores are sums over all queries seen since a token came, and travel with the
-    tokens. They cannot be taken back, so `crop` refuses.
+    In a cache the scores are sums over all queries seen since a token came, and travel with the tokens. They cannot be
+    taken back, so `crop` refuses.
 
     Attributes:
-        budget, sinks, head_mode, group_reduce: see `QueryPolicy`.
+        budget, sinks, head_mode, group_reduce: see `QueryPolicy`. buffer: see `DecodePolicy`; 1 is the paper's.
         recent: newest tokens that stay: an int, or a share in [0, 1) of the budget; with head_mode="adaptive" as in
             `KeyPolicy`.
     """
@@ -110,24 +109,25 @@ class H2O(QueryPolicy):
     def evict(self, view: View) -> Tensor | None:
         scores, before = view.seen_by_queries, view.state.get("scores")
         if before is not None:
-            scores = scores + pad(before, (0, view.n - before.shape[2]))
+            scores[:, :, : before.shape[2]] += before  # the step's own scores are nobody else's
         view.state["scores"] = scores
         keep = self.room(view)
-        if view.n <= keep:
+        if not self.full(view, keep):
             return None
         return self.choose(scores, view, keep, recent=self.newest(budget_tokens(self.name, self.budget, view.seen)))
 
 
 @dataclass(frozen=True, eq=False)
-class TOVA(QueryPolicy):
+class TOVA(DecodePolicy, QueryPolicy):
     """TOVA: the tokens that the last query attends to most, and its own; one set for all heads. ::
 
         score[j] = mean over all query heads of softmax(q_last k)_j
 
-    One call takes the query of each row's last (valid) token. A cache evicts after every step.
+    One call takes the query of each row's last (valid) token; in a cache that of the step that evicts observes.
 
     Attributes:
         budget, sinks, head_mode, group_reduce: see `QueryPolicy`; head_mode="per_head" is not the paper's.
+        buffer: see `DecodePolicy`; 1 is the paper's.
     """
 
     argument: ClassVar[str] = "q_last"
@@ -157,4 +157,4 @@ class TOVA(QueryPolicy):
         return super().compress(k, v, q_last, **call)
 
     def rows(self, view: View) -> int:
-        return int(view.n > self.room(view))
+        return int(self.full(view, self.room(view)))

@@ -27,13 +27,14 @@ class KeyDiff(KeyPolicy):
 
         mu = mean_j k_j / ||k_j||;   score_i = -cos(k_i, mu);   the budget's highest scores stay, per head
 
-    A cache evicts after each append. Append blocks of the prompt (128 in the paper) and it never holds more than
-    budget + block; one whole prompt is `keydiff_compress`. There the anchor is a running sum: new keys are added,
+    Append blocks of the prompt (128 in the paper) and a cache never holds more than budget + block; one whole prompt is
+    `keydiff_compress`. In decode it evicts as `buffer` says. There the anchor is a running sum: new keys are added,
     evicted ones subtracted, and it is computed anew after `refresh` evictions (fp32 sums drift) or when that is less
     work.
 
     Attributes:
-        budget, sinks, recent, head_mode: see `KeyPolicy`. The paper protects no sinks.
+        budget, sinks, recent, head_mode, buffer: see `KeyPolicy`. The paper protects no sinks, and evicts after every
+            token: buffer=1.
         normalize_anchor: False takes the mean of the keys as they are.
         metric: "cosine"; ablations "dot" (-k_i . mu) and "euclidean" (||k_i - mu||).
         anchor: "mean"; ablations "median" (per channel) and "pairwise" (Eq. 7: minus the mean cosine with every key).
@@ -73,7 +74,7 @@ class KeyDiff(KeyPolicy):
             return super().evict(view)
         keep, k, pads = self.room(view), view.k, view.starts
         evicted = view.n - keep
-        if evicted <= 0:
+        if not self.full(view, keep):
             return None
         # anchor: fp32 [b, Hk, d], the sum of the (normalized) keys of the first `summed` slots; drift: evictions since
         # it was computed anew.

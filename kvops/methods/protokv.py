@@ -27,7 +27,7 @@ from ..ops import (
     select_topk,
 )
 from ..window import outside_prefix, prefix_lengths
-from .base import BudgetPolicy, View
+from .base import DecodePolicy, View
 from .budgets import Budget, row_budgets
 from .queries import QueryPolicy
 from .random_numbers import random_integers
@@ -39,7 +39,7 @@ MAX_HASH_BITS = 16
 
 
 @dataclass(frozen=True, eq=False)
-class ProtoKV(QueryPolicy):
+class ProtoKV(DecodePolicy, QueryPolicy):
     """ProtoKV. ::
 
         anchors    = the num_sats highest outlier degrees                         (`ops.outlier_degree`)
@@ -90,7 +90,7 @@ class ProtoKV(QueryPolicy):
     score: str = "dot"
     cluster_reduce: str = "mean"
     whole_clusters: bool = False
-    buffer: int | None = 128
+    buffer: int | float | None = 128
     alpha: int = 8
 
     def check(self) -> None:
@@ -102,7 +102,6 @@ class ProtoKV(QueryPolicy):
         check_choice(self.name, "cluster_reduce", self.cluster_reduce, ("mean", "sum"))
         check_bool(self.name, "whole_clusters", self.whole_clusters)
         check_int(self.name, "alpha", self.alpha, 1)
-        check_buffer(self.name, self.buffer)
         if self.head_mode == "adaptive":
             raise ValueError(f"{self.name}: give a budget per head (head_budgets) in place of head_mode='adaptive'")
         if self.whole_clusters and self.head_mode == "shared":
@@ -171,12 +170,14 @@ class ProtoKV(QueryPolicy):
     def room(self, view: View) -> int:
         return max(super().room(view), self.alpha)
 
+    def of_prompt(self, view: View) -> bool:
+        return view.new >= self.window
+
     def rows(self, view: View) -> int:
-        return self.window if view.new >= self.window and view.n > self.room(view) else 0
+        return self.window if self.of_prompt(view) and self.full(view, self.room(view)) else 0
 
     def rows_remembered(self, view: View) -> int:
-        full = view.new < self.window and self.buffer is not None and view.n >= self.room(view) + self.buffer
-        return self.alpha if full else 0
+        return 0 if self.of_prompt(view) or not self.full(view, self.room(view)) else self.alpha
 
     def assign(self, view: View, starts: Tensor | None, prefix: Tensor) -> Tensor:
         """Each token's cluster, int32 [b, Hk, n]; -1 for keys that are not finite and outside of the prefix.
@@ -242,7 +243,7 @@ def shared_ranks(scores: Tensor, assignment: Tensor, cluster_scores: Tensor) -> 
 
 
 @dataclass(frozen=True, eq=False)
-class SATKV(BudgetPolicy):
+class SATKV(DecodePolicy):
     """SATKV: the last `window` tokens, and before them the highest outlier degrees (`ops.outlier_degree`), without any
     query. The degrees are of the tokens before the window alone.
 
@@ -259,14 +260,13 @@ class SATKV(BudgetPolicy):
     window: int = 32
     _: KW_ONLY
     kappa: int = 5
-    buffer: int | None = 128
+    buffer: int | float | None = 128
 
     def check(self) -> None:
         check_int(self.name, "window", self.window, 0)
         check_int(self.name, "kappa", self.kappa, 1)
         if self.kappa > MAX_KAPPA:
             raise ValueError(f"{self.name}: kappa must be at most {MAX_KAPPA}, got {self.kappa}")
-        check_buffer(self.name, self.buffer)
         super().check()
 
     def check_holds(self, keep: int, newest: int) -> None:
@@ -288,10 +288,12 @@ class SATKV(BudgetPolicy):
     def select(self, view: View) -> Tensor:
         return self.choose(self.scores(view), view, self.budget, recent=self.window)
 
+    def of_prompt(self, view: View) -> bool:
+        return view.new >= self.window
+
     def evict(self, view: View) -> Tensor | None:
         keep = self.room(view)
-        spare = 1 if view.new >= self.window else self.buffer
-        if spare is None or view.n < keep + spare:
+        if not self.full(view, keep):
             return None
         return self.choose(self.scores(view), view, keep, recent=self.window)
 
@@ -301,12 +303,6 @@ class SATKV(BudgetPolicy):
     ) -> dict[str, Any]:
         """A window of 32 tokens, of half the budget where that is less."""
         return {"budget": budget, "window": max(1, min(32, budget // 2))}
-
-
-def check_buffer(op: str, buffer: int | None) -> None:
-    """Tokens more than the budget that decode may hold; None: any number."""
-    if buffer is not None:
-        check_int(op, "buffer", buffer, 1)
 
 
 def lsh_projection(
