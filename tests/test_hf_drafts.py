@@ -25,14 +25,19 @@ PROMPT_ONLY = {
     "satkv": kvops.SATKV(16, window=4, buffer=None),
     "laq": kvops.LAQ(16, steps=3),
 }
-IN_DECODE = {
-    "keydiff": kvops.KeyDiff(16),
-    "lagkv": kvops.LagKV(lag=8, ratio=0.25),
+BY_KEYS = {
+    "keydiff": kvops.KeyDiff(16, buffer=3),
+    "keydiff, at once": kvops.KeyDiff(16, buffer=1),
+    "lagkv": kvops.LagKV(lag=8, ratio=0.25, sinks=2),
+    "streaming": kvops.StreamingLLM(16),
+    "lacache": kvops.LaCache(24),
+    "random": kvops.Random(16, buffer=4, seed=2),
+    "satkv": kvops.SATKV(16, window=4, buffer=4),
+}
+BY_QUERIES = {
     "h2o": kvops.H2O(16),
     "tova": kvops.TOVA(16),
-    "streaming": kvops.StreamingLLM(16),
     "protokv": kvops.ProtoKV(16, window=4, num_sats=4, num_chunks=6, buffer=4, alpha=2),
-    "satkv": kvops.SATKV(16, window=4, buffer=4),
     "snapkv of one row": kvops.SnapKV(16, window=1),
 }
 
@@ -119,11 +124,55 @@ def test_drafts_that_are_as_long_as_a_window_evict_nothing():
 
 @pytest.mark.parametrize("name", ["cache", "generate", "compress"])
 @pytest.mark.parametrize("kind", ["lookup", "assistant"])
-@pytest.mark.parametrize("method", IN_DECODE)
-def test_methods_that_evict_in_decode_are_refused_at_the_start(method, kind, name):
+@pytest.mark.parametrize("method", BY_KEYS)
+def test_methods_that_evict_in_decode_wait_for_what_is_accepted(method, kind, name, monkeypatch):
+    """Every eviction is of accepted tokens alone: a cache that reads the text up to these ends has the same."""
+    model, ids, policy = make_model(**EOS), repetitive(), BY_KEYS[method]
+    ends, catch_up = [], kvops.Cache.catch_up
+
+    def watched(cache):
+        catch_up(cache)
+        if cache.layer == 0:
+            ends.append((cache.seen, len(cache)))
+
+    monkeypatch.setattr(kvops.Cache, "catch_up", watched)
+    out = how(name, model, policy)(
+        ids, max_new_tokens=24, do_sample=False, return_dict_in_generate=True, **drafts(kind)
+    )
+    found, text = out.past_key_values, out.sequences
+    assert len(ends) > 2
+    if kind == "assistant" and method in ("lagkv", "streaming", "lacache"):  # elsewhere all drafts are wrong
+        assert any(b - a > 1 for (a, _), (b, _) in zip(ends, ends[1:]))
+    use_attention(model)
+    alone = KVCache(model.config, policy)
+    with torch.no_grad():
+        first = 0
+        for end in (ids.shape[1], *(x for x, _ in ends if x > ids.shape[1])):
+            for layer in alone.evicting_layers:
+                layer.cache.frozen = first > 0
+            model(text[:, first:end], past_key_values=alone)
+            for layer in alone.evicting_layers if first else ():
+                layer.cache.frozen = False
+                catch_up(layer.cache)
+            first = end
+    for layer, truth in zip(found.evicting_layers, alone.evicting_layers):
+        assert layer.cache.seen >= truth.cache.seen and not layer.cache.frozen
+        if layer.cache.seen == truth.cache.seen:
+            assert torch.equal(layer.cache.positions, truth.cache.positions)
+            torch.testing.assert_close(layer.keys, truth.keys, atol=1e-3, rtol=1e-3)
+    most = {"lagkv": 40, "lacache": 28}.get(method, 16 + 4)
+    assert max(x for _, x in ends) <= most
+
+
+@pytest.mark.parametrize("name", ["cache", "generate", "compress"])
+@pytest.mark.parametrize("kind", ["lookup", "assistant"])
+@pytest.mark.parametrize("method", BY_QUERIES)
+def test_methods_that_look_at_queries_in_decode_are_refused_at_the_start(method, kind, name):
     model = make_model(**EOS)
-    run, steps = how(name, model, IN_DECODE[method]), Steps(model)
-    with pytest.raises(NotImplementedError, match=r"expected a policy that evicts of the prompt only .*buffer=None"):
+    run, steps = how(name, model, BY_QUERIES[method]), Steps(model)
+    with pytest.raises(
+        NotImplementedError, match=r"expected a policy that looks at the prompt's queries only .*buffer"
+    ):
         run(repetitive(), max_new_tokens=8, do_sample=False, **drafts(kind))
     assert steps.tokens == []
 

@@ -5,7 +5,8 @@ Its first step is the prompt and a draft, so a method would observe with drafted
 back. And the steps that check a draft are as long as chunks of a prompt, which methods compress. So with a `KVCache`
 the first draft is empty, which leaves the prompt's step as it is without drafts, and no layer evicts from a draft on
 until what was rejected of it has been taken back. Then the cache is that of decode without drafts, if the method evicts
-nothing in decode. Other methods are refused.
+nothing in decode. Methods that evict in decode by K, V or positions do so then, by the tokens that were accepted. Those
+that would ask the queries of a draft, some of which are rejected, are refused.
 
 transformers has no place to say so. This module wraps the method of its models that makes the generators of candidates,
 for calls with a `KVCache`; all others get what they would get without.
@@ -27,7 +28,7 @@ from transformers.generation.candidate_generator import (
 )
 
 from ..cache import Cache
-from ..methods import LAQ, SATKV, Full, Policy, ProtoKV
+from ..methods import LAQ, Policy, ProtoKV
 from ..methods.queries import WindowPolicy
 from .cache import KVCache
 
@@ -60,18 +61,19 @@ class DraftsAfterPrompt(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: LongTensor, scores: Any, num_matches: int) -> None:
         for cache in self.frozen:
             cache.frozen = False
+            cache.catch_up()
         self.frozen = []
         if self.generator is not None:
             self.generator.update_candidate_strategy(input_ids, scores, num_matches)
 
 
-def evicts_in_decode(policy: Policy) -> bool:
-    """Whether a cache may evict after the prompt, as far as is known of the policy."""
-    if isinstance(policy, (ProtoKV, SATKV)):
+def observes_in_decode(policy: Policy) -> bool:
+    """Whether queries after the prompt's may decide what stays, as far as is known of the policy."""
+    if isinstance(policy, ProtoKV):
         return policy.buffer is not None or policy.window < 2
     if isinstance(policy, WindowPolicy):
         return policy.window < 2 and not isinstance(policy, LAQ)  # a step of one token has a window's rows
-    return not isinstance(policy, Full)
+    return policy.uses_queries or not policy.croppable
 
 
 _make = GenerationMixin._get_candidate_generator
@@ -90,11 +92,11 @@ def _get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> CandidateG
 def _check(made: CandidateGenerator, cache: KVCache) -> None:
     """Raises for what would not give the text of greedy decoding."""
     policy = cache.policy
-    if evicts_in_decode(policy):
+    if observes_in_decode(policy):
         raise NotImplementedError(
-            f"KVCache: prompt lookup and assisted decoding take tokens back, expected a policy that evicts of the "
-            f"prompt only (SnapKV, PyramidKV, ChunkKV, LAQ, ProtoKV or SATKV with buffer=None, Full), got {policy!r}, "
-            "which evicts in decode"
+            "KVCache: prompt lookup and assisted decoding take tokens back, but not what their queries have observed; "
+            "expected a policy that looks at the prompt's queries only (SnapKV, PyramidKV, ChunkKV, LAQ, ProtoKV with "
+            f"buffer=None), or at none (KeyDiff, LagKV, StreamingLLM, SATKV, ...), got {policy!r}"
         )
     if isinstance(policy, LAQ) and not cache._staged:
         raise NotImplementedError(
