@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import warnings
@@ -54,17 +55,31 @@ class EvictingLayer(DynamicLayer):
     is_croppable = False  # what was evicted cannot come back, so a rollback may fail
 
     def __init__(self, cache: Cache, pads: Tensor | None, own_attention: bool, readers: int = 0):
-        super().__init__()
         self.cache = cache
+        super().__init__()
         self.own_attention = own_attention
         self.pads = pads
         self.seen_pads: Tensor | None = None  # int32 [b] as the first step's mask has them
         self.readers = readers
         self.reads = 0  # of the last step, so far
 
-    def mirror(self) -> None:
-        """`keys` and `values` are what transformers reads; the cache owns the tensors."""
-        self.keys, self.values = self.cache.k, self.cache.v
+    # What transformers reads; the cache owns the tensors.
+
+    @property
+    def keys(self) -> Tensor | None:
+        return self.cache.k
+
+    @keys.setter
+    def keys(self, none: Tensor | None) -> None:
+        """The base class begins without."""
+
+    @property
+    def values(self) -> Tensor | None:
+        return self.cache.v
+
+    @values.setter
+    def values(self, none: Tensor | None) -> None:
+        """As `keys`."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -95,7 +110,6 @@ class EvictingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         step = self.cache.append(key_states, value_states)
-        self.mirror()
         if self.own_attention:
             self.reads = 0
             steps.add(self, *step)
@@ -115,7 +129,6 @@ class EvictingLayer(DynamicLayer):
                 f"kvops.hf: {type(module).__name__} attends to the keys of an evicting layer, and is one more than the "
                 f"config says (num_kv_shared_layers), expected {self.readers}; {STOCK}"
             )
-        self.mirror()
         return out
 
     def get_seq_length(self) -> int:
@@ -127,23 +140,19 @@ class EvictingLayer(DynamicLayer):
 
     def reset(self) -> None:
         self.cache.reset()
-        self.mirror()
         self.is_initialized, self.seen_pads, self.reads = False, None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.is_initialized:
             self.cache.reorder(beam_idx)
-            self.mirror()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
             self.cache.repeat_interleave(repeats)
-            self.mirror()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.is_initialized:
             self.cache.select_rows(indices)
-            self.mirror()
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
@@ -152,17 +161,15 @@ class EvictingLayer(DynamicLayer):
             )
         if tokens_to_remove and self.is_initialized:
             self.cache.crop(self.cache.seen + tokens_to_remove)
-            self.mirror()
 
     def with_cache(self, cache: Cache) -> EvictingLayer:
         """Such a layer with another cache."""
         twin = EvictingLayer.__new__(EvictingLayer)
         twin.__dict__.update(self.__dict__, cache=cache)
-        twin.mirror()
         return twin
 
     def __copy__(self) -> EvictingLayer:
-        """A layer of its own that shares the tensors (crop makes views, it never writes)."""
+        """A layer of its own; its cache shares the memory until one of the two writes."""
         return self.with_cache(copy.copy(self.cache))
 
 
@@ -187,6 +194,7 @@ class KVCache(DynamicCache):
     Attributes:
         policy: as given.
         stages: what all caches held after each stage of LAQ; empty before `lookahead` and for other policies.
+        peak_bytes: the most bytes that the evicting layers held at a time.
 
     Raises:
         TypeError: config is no transformers config, policy no kvops policy.
@@ -221,6 +229,7 @@ class KVCache(DynamicCache):
         self._staged = False  # `generate` will see to the lookahead
         self._asked = False  # for the size of a mask, which the library has yet to make,
         self._masked = 0  # and of how many tokens, all in all, its last one was
+        self._peak = 0  # bytes
         config = config.get_text_config(decoder=True)
         cross = getattr(config, "cross_attention_layers", None) or ()  # an image's keys, which no step adds to
         evicting = [i for i, x in enumerate(self.layers) if type(x) is DynamicLayer and i not in cross]
@@ -248,9 +257,24 @@ class KVCache(DynamicCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         layer = self.layers[layer_idx]
-        if isinstance(layer, EvictingLayer):
-            self._check_step(layer.cache, key_states.shape[-2])
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not isinstance(layer, EvictingLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._check_step(layer.cache, key_states.shape[-2])
+        step = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if key_states.shape[-2] > 1:  # decode adds a token at a time, which `peak_bytes` sees at the end
+            self._peak = max(self._peak, self._held(layer, step))
+        return step
+
+    def _held(self, layer: EvictingLayer | None = None, step: tuple[Tensor, ...] = ()) -> int:
+        """Bytes of the evicting layers, while one of them attends to what `update` returned of it."""
+        others = sum(x.cache.nbytes for x in self.evicting_layers if x is not layer)
+        return others + (0 if layer is None else layer.cache.nbytes_with(*step))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that the layers that evict have held at a time, the one that reads a prompt whole with all of
+        it. Not what the model makes on its way (its projections, the logits)."""
+        return max(self._peak, self._held())
 
     def _check_step(self, cache: Cache, tokens: int) -> None:
         """Raises for a step that was not prepared as it has to be."""
@@ -274,7 +298,7 @@ class KVCache(DynamicCache):
 
     def reset(self) -> None:
         super().reset()
-        self.stages, self._staged, self._asked, self._masked = [], False, False, 0
+        self.stages, self._staged, self._asked, self._masked, self._peak = [], False, False, 0, 0
 
     def _see_padding(self, mask: Tensor | None, rows: int, tokens: int) -> None:
         """Takes the padding from the mask of a step of `tokens` tokens, bool [rows, seen + tokens] or None, or checks
@@ -331,12 +355,15 @@ class KVCache(DynamicCache):
                 tokens_to_remove = min(0, tokens_to_remove - self.get_seq_length())
             if tokens_to_remove == 0:  # which its layers would take for a length too
                 return
-        before = [copy.copy(layer) for layer in self.layers]
-        try:
-            super().crop(tokens_to_remove)
-        except Exception:
-            self.layers = before
-            raise
+        before = [layer if isinstance(layer, EvictingLayer) else copy.copy(layer) for layer in self.layers]
+        with contextlib.ExitStack() as undone:
+            for layer in self.evicting_layers:
+                undone.enter_context(layer.cache.undone_on_error())
+            try:
+                super().crop(tokens_to_remove)
+            except Exception:
+                self.layers = before
+                raise
 
     def freeze(self) -> None:
         """From now on every token stays (until `reset`): a prompt that is compressed once, and a decode that grows."""

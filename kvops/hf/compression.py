@@ -46,16 +46,20 @@ class Compression:
         return getattr(self._here, "cache", None) or self._last
 
     def stats(self) -> str:
-        """A line about `cache`: the tokens kept and seen, the bytes held and those of a full cache, of the layers that
-        evict. `cache.stats()` has the numbers of each layer."""
-        layers = [x for x in self.cache.stats() if x.evicts] if self.cache is not None else []
-        if not layers:
+        """A line about `cache`: the tokens kept and seen, the bytes held, those of a full cache, and the most that were
+        held at a time, of the layers that evict. `cache.stats()` has the numbers of each layer."""
+        cache = self.cache
+        layers = [x for x in cache.stats() if x.evicts] if cache is not None else []
+        if cache is None or not layers:
             return "no tokens yet"
         fewest, most = (f(x.tokens_kept for x in layers) for f in (min, max))
         kept = f"{fewest}" if fewest == most else f"{fewest} to {most}"
         seen = max(x.tokens_full for x in layers)
         held, full = sum(x.bytes_kept for x in layers), sum(x.bytes_full for x in layers)
-        return f"{kept} of {seen} tokens kept in {len(layers)} layers, {_size(held)} held of {_size(full)}"
+        return (
+            f"{kept} of {seen} tokens kept in {len(layers)} layers, {_size(held)} held of {_size(full)}, at most "
+            f"{_size(cache.peak_bytes)} at a time"
+        )
 
     def _new_cache(self, attention_mask: Tensor | None = None) -> KVCache:
         self._here.cache = self._last = None  # the memory of the last call is free for this one
