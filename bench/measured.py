@@ -5,7 +5,8 @@
 
 Between `<!-- speed -->` and `<!-- end -->` stands what the benchmark found at 65,536 tokens: the form that a plain call
 takes first, others behind it, each named. Between `<!-- attention -->` and `<!-- end -->` stands what
-python -m kvops.bench.attention found.
+python -m kvops.bench.attention found, between `<!-- decode -->` and `<!-- end -->` what python -m kvops.bench.decode
+found.
 
 Between `<!-- measured: LagKV LocalKV -->` and `<!-- end -->` stand the rows of the methods of these names and of their
 variants (LAQ: also LAQ++), or of `all`: the partial match of each budget, by whether the prompt was cut before the
@@ -21,7 +22,7 @@ import re
 import sys
 from pathlib import Path
 
-from kvops.bench import attention
+from kvops.bench import attention, decode
 from kvops.eval.summary import SLACK
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +32,7 @@ README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 ATTENTION_BLOCK = re.compile(r"(<!-- attention -->\n).*?(<!-- end -->)", re.DOTALL)
 SPEED_BLOCK = re.compile(r"(<!-- speed -->\n).*?(<!-- end -->)", re.DOTALL)
+DECODE_BLOCK = re.compile(r"(<!-- decode -->\n).*?(<!-- end -->)", re.DOTALL)
 TOKENS = 65536
 #: What is called, and where it was measured: file, operator and form.
 SPEED = {
@@ -163,12 +165,24 @@ def attention_table() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def decode_table() -> str:
+    rows = json.loads(decode.RESULTS.read_text())["rows"]
+    cells = {(row["method"], row["dtype"], row["budget"]): row for row in rows}
+    kinds = list(dict.fromkeys((row["dtype"], row["budget"]) for row in rows))
+    lines = [["", *(f"{dtype}, {number(tokens)} tokens" for dtype, tokens in kinds)], ["---"] * (1 + len(kinds))]
+    for name in dict.fromkeys(row["method"] for row in rows):
+        found = [cells[(name, *kind)] for kind in kinds]
+        lines.append([name, *(f"{1e3 * row['seconds']['mean']:.3g} ms ({row['of_attention']:.2f})" for row in found)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def filled(page: Path, rows: list[dict]) -> str:
     """The page's text with every block as it should be."""
     results = Path(os.path.relpath(RESULTS, page.parent)).as_posix()
     text = BLOCK.sub(lambda x: f"{x[1]}\n{table(chosen(rows, x[2]), results)}\n\n{x[3]}", page.read_text())
     text = SPEED_BLOCK.sub(lambda x: f"{x[1]}\n{speed_table()}\n\n{x[2]}", text)
-    return ATTENTION_BLOCK.sub(lambda x: f"{x[1]}\n{attention_table()}\n\n{x[2]}", text)
+    text = ATTENTION_BLOCK.sub(lambda x: f"{x[1]}\n{attention_table()}\n\n{x[2]}", text)
+    return DECODE_BLOCK.sub(lambda x: f"{x[1]}\n{decode_table()}\n\n{x[2]}", text)
 
 
 def main(argv: list[str] | None = None) -> None:

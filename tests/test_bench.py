@@ -291,7 +291,7 @@ def test_what_is_no_record(tmp_path, monkeypatch, capsys):
 
 def test_all_recorded_results_are_records():
     for file in RESULTS.glob("cpu-*.json"):
-        assert file.stem == "cpu-attention" or record.load(file)["rows"]
+        assert file.stem in ("cpu-attention", "cpu-decode") or record.load(file)["rows"]
 
 
 def test_the_commit_is_this_project_s(tmp_path, monkeypatch):
@@ -663,3 +663,26 @@ def test_what_laq_costs(tmp_path, capsys):
     )
     assert "reached  own part: < 1% of the prefill: 0.90%" in text
     assert "MISSED   own part and lookahead, one CUDA graph: < 10% of the prefill: 10.10%" in text
+
+
+def test_decode_in_small(tmp_path, capsys):
+    """A row for each method and both ends of the scale; ratios are of the attention over as many tokens."""
+    pytest.importorskip("transformers")
+    from kvops.bench import decode
+
+    file = tmp_path / "decode.json"
+    options = ["--budget", "128", "--heads", "1", "--steps", "10", "--json", str(file)]
+    assert decode.main(["--dtype", "fp32", *options]) == 0
+    shown, rows = capsys.readouterr().out, json.loads(file.read_text())["rows"]
+    by_name = {x["method"]: x for x in rows}
+    assert list(by_name) == [*decode.policies(128), decode.FLOOR, decode.BASELINE] and all(x in shown for x in by_name)
+    floor = by_name[decode.FLOOR]["seconds"]["median"] / 128
+    for x in rows:
+        assert x["dtype"] == "fp32" and x["budget"] == 128 and x["seconds"]["mean"] > 0
+        assert x["of_attention"] == pytest.approx(x["seconds"]["mean"] / (floor * x["mean_tokens"]))
+        assert x["faster"] == pytest.approx(by_name[decode.BASELINE]["seconds"]["median"] / x["seconds"]["mean"])
+    assert by_name["KeyDiff, buffer=1"]["mean_tokens"] == 128 < by_name["KeyDiff"]["mean_tokens"] <= 128 + 7
+    assert by_name["full cache"]["mean_tokens"] > 128
+    with pytest.raises(SystemExit):
+        decode.main(["--budget", "64"])
+    assert "--budget: expected at least 128, got 64" in capsys.readouterr().err

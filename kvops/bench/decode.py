@@ -1,0 +1,189 @@
+"""python -m kvops.bench.decode: a decode step of one layer under each method, beside DynamicCache with sdpa.
+
+A step appends a token, attends and, when the method says so, evicts; its time is the mean over --steps of them, so
+evictions count with their share. Beside it, in turns with it, over as many tokens as the budget: `window_attention`
+alone, which is the floor of a step, and transformers' DynamicCache (which is cropped back after each step, outside the
+clock) with its sdpa attention. All caches together are larger than the processor's, as those of a model's layers are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import Cache, Rope, ops
+from ..methods import H2O, L2, SATKV, TOVA, Full, KeyDiff, LaCache, LagKV, Policy, ProtoKV, SnapKV, StreamingLLM
+from .record import Refused, check_target, origin, write
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FLOOR, BASELINE = "window_attention", "DynamicCache + sdpa"
+GROUP, HEAD_DIM, LAYERS = 4, 128, 32
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "cpu-decode.json"
+EVERY = 8  # the baseline takes one step in so many, as each of its steps takes as long as ten of ours
+
+
+def policies(m: int) -> dict[str, tuple[Policy, Rope | None, str]]:
+    """Methods that hold about m tokens in decode, with rope and storage for positions of slots."""
+    rope = Rope.of(HEAD_DIM)
+    return {
+        "full cache": (Full(), None, "pre_rope"),
+        "KeyDiff": (KeyDiff(m), None, "pre_rope"),
+        "KeyDiff, buffer=1": (KeyDiff(m, buffer=1), None, "pre_rope"),
+        "TOVA": (TOVA(m), None, "pre_rope"),
+        "H2O": (H2O(m), None, "pre_rope"),
+        "L2": (L2(m), None, "pre_rope"),
+        "StreamingLLM": (StreamingLLM(m, positions="original"), None, "pre_rope"),
+        "StreamingLLM, slots": (StreamingLLM(m), rope, "pre_rope"),
+        "StreamingLLM, slots, post-RoPE": (StreamingLLM(m), rope, "post_rope"),
+        "LaCache, slots": (LaCache(m), rope, "pre_rope"),
+        "LagKV": (LagKV(m // 8, 0.5), None, "pre_rope"),
+        "SnapKV": (SnapKV(m), None, "pre_rope"),
+        "ProtoKV": (ProtoKV(m), None, "pre_rope"),
+        "SATKV": (SATKV(m), None, "pre_rope"),
+    }
+
+
+def filled(name: str, policy: Policy, rope: Rope | None, storage: str, m: int, token: Callable[..., Tensor]) -> Cache:
+    """A cache that has read a prompt and holds about m tokens."""
+    cache = Cache(policy, layer=LAYERS // 2, num_layers=LAYERS, rope=rope, storage=storage)
+    tokens = 2 * m if name == "LagKV" else m  # which keeps a share of what it reads
+    k, v = token(1, tokens), token(1, tokens)
+    if policy.uses_queries or rope is not None:
+        cache.attend(token(GROUP, tokens), k, v)
+    else:  # the prompt's attention changes nothing
+        cache.append(k, v)
+    return cache
+
+
+class Baseline:
+    """transformers' cache and attention, at a length that does not change."""
+
+    def __init__(self, m: int, token: Callable[..., Tensor]):
+        from transformers import DynamicCache
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        self.cache, self.attention = DynamicCache(), sdpa_attention_forward
+        self.module = torch.nn.Module()
+        vars(self.module).update(num_key_value_groups=GROUP, is_causal=True)
+        self.cache.update(token(1, m), token(1, m), 0)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor) -> float:
+        start = time.perf_counter()
+        keys, values = self.cache.update(k, v, 0)
+        self.attention(self.module, q, keys, values, None, scaling=HEAD_DIM**-0.5)
+        seconds = time.perf_counter() - start
+        self.cache.crop(-1)
+        return seconds
+
+
+@torch.inference_mode()
+def measure(dtype: str, m: int, heads: int, steps: int, methods: list[str] | None) -> list[dict[str, Any]]:
+    """A row for each method at a budget of m tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def token(group: int, t: int = 1) -> Tensor:
+        return torch.randn(1, heads * group, t, HEAD_DIM, generator=generator).to(DTYPES[dtype])
+
+    chosen = {x: y for x, y in policies(m).items() if methods is None or x in methods}
+    caches = {name: filled(name, *x, m, token) for name, x in chosen.items()}
+    baseline = Baseline(m, token)
+    k_floor, v_floor, visible = token(1, m), token(1, m), torch.tensor([m], dtype=torch.int32)
+    inputs = [(token(GROUP), token(1), token(1)) for _ in range(16)]
+    seconds: dict[str, list[float]] = {name: [] for name in (*caches, FLOOR, BASELINE)}
+    lengths: dict[str, list[int]] = {name: [] for name in caches}
+    for step in range(-EVERY, steps):  # the first ones warm up
+        q, k, v = inputs[step % len(inputs)]
+        for name, cache in caches.items():
+            start = time.perf_counter()
+            cache.attend(q, k, v)
+            seconds[name].append(time.perf_counter() - start)
+            lengths[name].append(len(cache))
+        start = time.perf_counter()
+        ops.window_attention(q, k_floor, v_floor, visible)
+        seconds[FLOOR].append(time.perf_counter() - start)
+        if step % EVERY == 0:
+            seconds[BASELINE].append(baseline.step(q, k, v))
+    mean = {name: statistics.mean(x[EVERY if name != BASELINE else 1 :]) for name, x in seconds.items()}
+    median = {name: statistics.median(x[EVERY if name != BASELINE else 1 :]) for name, x in seconds.items()}
+    floor = median[FLOOR] / m  # per token; of the median, since it has no evictions to share
+    return [
+        {
+            "method": name,
+            "dtype": dtype,
+            "budget": m,
+            "mean_tokens": tokens,
+            "seconds": {"mean": mean[name], "median": median[name]},
+            "of_attention": mean[name] / (floor * tokens),
+            "faster": median[BASELINE] / mean[name],
+        }
+        for name in seconds
+        for tokens in [statistics.mean(lengths[name][EVERY:]) if name in lengths else m]
+    ]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each method, two columns for each dtype and budget."""
+    cells = {(x["method"], x["dtype"], x["budget"]): x for x in rows}
+    kinds = list(dict.fromkeys((x["dtype"], x["budget"]) for x in rows))
+    lines = [["", *(f"{dtype}, {m:,}" for dtype, m in kinds)]]
+    for name in dict.fromkeys(x["method"] for x in rows):
+        found = [cells.get((name, *kind)) for kind in kinds]
+        lines.append([name, *("" if x is None else cell(x) for x in found)])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join(x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths))) for line in lines
+    )
+
+
+def cell(x: dict[str, Any]) -> str:
+    return f"{1e3 * x['seconds']['mean']:.2f} ms  {x['of_attention']:.2f}  {x['faster']:.1f}x"
+
+
+def main(argv: list[str] | None = None) -> int:
+    names = list(policies(1024))
+    p = argparse.ArgumentParser(
+        prog="python -m kvops.bench.decode",
+        description="Times a decode step of one layer under each method on the CPU, in turns with DynamicCache + sdpa.",
+    )
+    p.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    p.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    p.add_argument("--budget", nargs="+", type=int, default=[1024, 8192], help="tokens (default 1024 8192)")
+    p.add_argument("--heads", type=int, default=8, help="KV heads (default 8)")
+    p.add_argument("--steps", type=int, default=256, help="of decode (default 256)")
+    p.add_argument("--methods", nargs="+", choices=names, metavar="METHOD", help=f"of: {', '.join(names)}")
+    a = p.parse_args(argv)
+    for option, value, least in (("--heads", a.heads, 1), ("--steps", a.steps, 1), ("--budget", min(a.budget), 128)):
+        if value < least:
+            p.error(f"{option}: expected at least {least}, got {value}")
+    try:
+        if a.json:
+            check_target("json", a.json)
+    except Refused as error:
+        p.error(str(error))
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        p.error("the baseline is transformers' DynamicCache; pip install transformers")
+    said = sys.argv[1:] if argv is None else argv
+    record = {**origin("python", "-m", "kvops.bench.decode", *said), "heads": a.heads, "steps": a.steps, "rows": []}
+    for dtype, m in product(a.dtype, a.budget):
+        record["rows"] += measure(dtype, m, a.heads, a.steps, a.methods)
+        if a.json:
+            write(a.json, record)
+    print("mean time of a step; times that of the attention operator over as many tokens; and how many times longer")
+    print("DynamicCache + sdpa takes")
+    print(table(record["rows"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
