@@ -9,6 +9,9 @@ prompt, and the peak on the way beside the weights.
 
 KeyDiff's measurement (its Sec. 4.5, Fig. 7): the prompt in blocks of 64, 128 or 256 tokens under a budget.
 
+Decode: a prompt at once under that budget, or read by transformers' DynamicCache with sdpa attention; then as many new
+tokens, more than any buffer, so that evictions count with their share.
+
 What is compared runs in turns, each repetition once through everything; times are medians, and what --seconds leaves
 no time for is named. With fewer than 32 layers the vocabulary shrinks alike, so that its share of the work stays. Draws
 end_to_end.png.
@@ -30,6 +33,7 @@ import torch
 import transformers
 from torch import Tensor
 from tqdm import tqdm
+from transformers import DynamicCache
 
 import common
 import kvops
@@ -41,6 +45,8 @@ from kvops.lag import kept_length
 SINKS = 16
 OBSERVED = 32  # SnapKV's window
 FULL = "full cache"
+DYNAMIC = "DynamicCache, sdpa"
+DECODED = 96  # new tokens at least, of the cells that measure decode
 COLORS = ["#9a9a9a", "#bc6c25", "#2a6f97", "#52a675", "#8d5a97", "#d1495b", "#e9a03b", "#444444"]
 
 
@@ -51,7 +57,7 @@ class Cell:
     prefill: str  # "chunked", "whole", "blocks of 64"
     context: int  # tokens of the prompt
     name: str
-    policy: kvops.Policy
+    policy: kvops.Policy | None  # None: DynamicCache and sdpa
     first: int  # tokens of the prompt that come at once,
     then: int  # and so many in each call after that
     new_tokens: int = 0
@@ -83,6 +89,17 @@ def cells(
         for size in blocks
         for name, method in rivals.items()
     ]
+    decoders = {
+        DYNAMIC: None,
+        **rivals,
+        "StreamingLLM, original positions": kvops.StreamingLLM(budget, positions="original"),
+        "H2O": kvops.H2O(budget),
+        "LagKV": kvops.LagKV(budget // 8, budget / block_context),
+        "ProtoKV": kvops.ProtoKV(budget),
+    }
+    if blocks:
+        n, new = block_context, max(DECODED, new_tokens)
+        found += [Cell("decode", n, name, method, n, n, new) for name, method in decoders.items()]
     lagkv = {FULL: kvops.Full(), **{f"LagKV {r}x": kvops.LagKV(lag, 1 / r, sinks=SINKS) for r in ratios}}
     at_once = {FULL, *(f"LagKV {r}x" for r in whole)} if whole else set()
     for n in contexts:
@@ -147,21 +164,15 @@ def sample(model: transformers.PreTrainedModel, cell: Cell, ids: Tensor) -> dict
     """One run of a cell. ids: the prompt, [1, context]. Seconds, and bytes."""
     device = ids.device.type
     peak = Peak(device)
-    cache = kvops.hf.KVCache(model.config, cell.policy)
+    model.set_attn_implementation("sdpa" if cell.policy is None else "kvops")
+    cache = DynamicCache() if cell.policy is None else kvops.hf.KVCache(model.config, cell.policy)
     wait_for(device)
     begin = time.perf_counter()
     for part in pieces(cell):
         logits = model(ids[:, part], past_key_values=cache, logits_to_keep=1).logits
     token = logits.argmax(-1)
     wait_for(device)
-    seconds, stats = time.perf_counter() - begin, cache.stats()
-    found = {
-        "ttft_s": seconds,
-        "kept": max(x.tokens_kept for x in stats),
-        "bytes_kept": sum(x.bytes_kept for x in stats),
-        "bytes_full": sum(x.bytes_full for x in stats),
-        "peak_bytes": peak.bytes(),
-    }
+    found = {"ttft_s": time.perf_counter() - begin, **held(cache), "peak_bytes": peak.bytes()}
     if cell.new_tokens:
         begin = time.perf_counter()
         for _ in range(cell.new_tokens):
@@ -169,6 +180,19 @@ def sample(model: transformers.PreTrainedModel, cell: Cell, ids: Tensor) -> dict
         wait_for(device)
         found["tpot_s"] = (time.perf_counter() - begin) / cell.new_tokens
     return found
+
+
+def held(cache: DynamicCache) -> dict:
+    """Tokens and bytes that a cache holds."""
+    if isinstance(cache, kvops.hf.KVCache):
+        stats = cache.stats()
+        return {
+            "kept": max(x.tokens_kept for x in stats),
+            "bytes_kept": sum(x.bytes_kept for x in stats),
+            "bytes_full": sum(x.bytes_full for x in stats),
+        }
+    size = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    return {"kept": cache.get_seq_length(), "bytes_kept": size, "bytes_full": size}
 
 
 def run(
@@ -228,12 +252,16 @@ def ratio(r: dict) -> int:
 
 def compare(rows: list[dict], lag: int) -> None:
     """Adds to each row how many times faster it is than the full cache, and for LagKV the tokens of Eq. 10."""
-    base = {(r["prefill"], r["context"]): r for r in rows if r["method"] == FULL and "error" not in r}
+    base = {
+        (r["prefill"], r["context"]): r
+        for r in rows
+        if r["method"] == (DYNAMIC if r["prefill"] == "decode" else FULL) and "error" not in r
+    }
     for r in rows:
         full = base.get((r["prefill"], r["context"]))
         if "error" in r:
             continue
-        if r["method"].startswith("LagKV"):
+        if r["method"].startswith("LagKV "):
             r["kept_eq_10"] = kept(r["context"], lag, ratio(r))
         if full:
             r["speedup"] = {x: full[f"{x}_s"] / r[f"{x}_s"] for x in ("ttft", "tpot") if f"{x}_s" in r}
@@ -278,7 +306,7 @@ def picture(rows: list[dict], title: str, path: Path) -> None:
         ("tpot_s", 1e3, "time per output token, ms"),
         ("bytes_kept", 1e-6, "MB that the cache holds after the prompt"),
     )
-    contexts = sorted({r["context"] for r in rows if not r["prefill"].startswith("blocks")})
+    contexts = sorted({r["context"] for r in rows if r["prefill"] in ("chunked", "whole")})
     thin = dict(lw=1.3, ms=4)
     for axis, (key, unit, label) in zip(axes, panels):
         for context, color in zip(contexts, COLORS[1:]):
