@@ -120,20 +120,13 @@ def _choice(call: _Call, forced: str | None) -> str:
             others = [name for name, backend in BACKENDS.items() if not backend.why_not(call)]
             raise ValueError(f"attention: backend={forced!r} cannot run this call: {why}; expected one of {others}")
         return forced
-    cuda = call.q.is_cuda
-    return next(
-        name
-        for name, backend in BACKENDS.items()
-        if (cuda or not backend.cuda_only) and backend.suits(call) and not backend.why_not(call)
-    )
+    return next(name for name, backend in BACKENDS.items() if not backend.why_not(call) and backend.suits(call))
 
 
 # Backends. `missing` and `why_not` give the reason why it cannot run at all, or not this call; None if it can.
 
 
 class _Backend:
-    cuda_only = False  # `missing` says so too; spares a decode step the question
-
     def missing(self, device: torch.device) -> str | None:
         return None
 
@@ -271,7 +264,7 @@ class _TorchFlash(_Torch):
 
 
 class _Cudnn(_Torch):
-    cuda_only = own_dv = True
+    own_dv = True
 
     def missing(self, device: torch.device) -> str | None:
         why = _not_cuda(device, 8)
@@ -305,7 +298,7 @@ class _Package(_Flash):
     follows it, so nothing is packed and the host reads nothing; what the padding's queries gave is overwritten.
     """
 
-    cuda_only = softcap = packed = True
+    softcap = packed = True
 
     def __init__(self, module: str, *capabilities: int):
         self.module, self.capabilities = module, capabilities

