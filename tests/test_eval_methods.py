@@ -46,6 +46,14 @@ def test_the_lag_that_is_chosen():
         rule("lagkv").policy(32, 1063, LAYERS)
 
 
+def test_buffers_are_the_papers():
+    """After every token, but for the methods whose papers have a buffer."""
+    assert [rule(x).policy(64, 600, LAYERS).buffer for x in ("keydiff", "h2o", "tova", "streamingllm")] == [1] * 4
+    assert rule("protokv").policy(64, 600, LAYERS).buffer == kvops.ProtoKV(64).buffer == 128
+    assert rule("satkv").policy(64, 600, LAYERS).buffer == kvops.SATKV(64).buffer == 128
+    assert rule("keydiff:buffer=5").policy(64, 600, LAYERS).buffer == 5
+
+
 def test_options():
     assert rule("keydiff:recent=0.1,sinks=4").policy(64, 600, LAYERS).recent == 0.1
     assert rule("keydiff:recent=0.1,sinks=4").label == "KeyDiff recent=0.1 sinks=4"

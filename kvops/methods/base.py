@@ -30,7 +30,7 @@ from .select import all_slots, select_budget, shared_scores
 
 HEAD_MODES = ("per_head", "shared", "adaptive")
 #: Tokens over the budget in decode, as a share of it: an eviction then costs little next to the attention of so many
-#: tokens (docs/methods.md).
+#: tokens (docs/decode.md).
 BUFFER = 1 / 16
 Out = tuple[Tensor, Tensor] | None
 IN_PLACE: Any = object()  # stands for `out` in the forms in place

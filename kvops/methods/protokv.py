@@ -170,6 +170,13 @@ class ProtoKV(DecodePolicy, QueryPolicy):
     def room(self, view: View) -> int:
         return max(super().room(view), self.alpha)
 
+    @classmethod
+    def at_budget(
+        cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """With the buffer of the paper's decode, App. O."""
+        return {"budget": budget}
+
     def of_prompt(self, view: View) -> bool:
         return view.new >= self.window
 
