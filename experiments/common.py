@@ -140,7 +140,6 @@ def keep(whole: Cut, slots: Iterable[Tensor] | None = None) -> Cut:
     cache.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in cache.evicting_layers if left else ():
         layer.cache.keep(next(left))
-
     return Cut(cache, whole.logits, 0.0, *Held.by(cache))
 
 

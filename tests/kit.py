@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import kvops
@@ -27,6 +28,7 @@ only = pytest.mark.only
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (40, 64, 80, 96, 128, 192, 256)
 LAYOUTS = ("bhnd", "bnhd", "slice")
+REDUCES, GROUP_REDUCES = ("sum", "mean", "max"), ("sum", "mean", "max", "none")  # of the window operators
 GPUS = ("small", "a100", "h200", "b200")  # that the simulator can be, by CUDASIM_DEVICE
 
 
@@ -79,6 +81,19 @@ def window(b: int, heads: int, group: int, w: int, n: int, d: int, dtype=torch.f
 
 
 SCORES = ("normal", "ties", "skewed", "special", "equal", "huge", "tiny")
+
+
+def any_window(data, w: int, n: int, query_heads: int) -> tuple[Tensor, dict]:
+    """What 2 rows of w queries see of n keys, int32 [2, w], and options of a call of the window operators, drawn."""
+    limits = data.draw(st.lists(st.integers(0, n), min_size=2 * w, max_size=2 * w))
+    options = dict(
+        reduce=data.draw(st.sampled_from(REDUCES)),
+        group_reduce=data.draw(st.sampled_from(GROUP_REDUCES)),
+        starts=data.draw(st.none() | st.builds(int32, st.integers(0, n), st.integers(0, n))),
+        softcap=data.draw(st.sampled_from([0.0, 4.0])),
+        sink_logits=data.draw(st.none() | st.just(randn(query_heads))),
+    )
+    return int32(*limits).view(2, w), options
 
 
 def scores(kind: str, *shape: int, seed=0) -> Tensor:

@@ -12,8 +12,6 @@ from kvops.rope import Rope
 
 pytestmark = kit.every_device
 
-REDUCES, GROUP_REDUCES = ("sum", "mean", "max"), ("sum", "mean", "max", "none")
-
 
 def window(b, heads, group, w, n, d, dtype=torch.float32, *, dv=None, seed=0):
     q, k, visible = kit.window(b, heads, group, w, n, d, dtype, seed=seed)
@@ -62,8 +60,8 @@ def test_window_sizes(w, dtype):
     check(*window(1, 1, 3, w, max(w, 60) + 7, 32, dtype))
 
 
-@pytest.mark.parametrize("reduce", REDUCES)
-@pytest.mark.parametrize("group_reduce", GROUP_REDUCES)
+@pytest.mark.parametrize("reduce", kit.REDUCES)
+@pytest.mark.parametrize("group_reduce", kit.GROUP_REDUCES)
 @pytest.mark.parametrize("group, w", [(4, 1), (3, 5), (2, 20), (20, 1)])
 def test_reductions(reduce, group_reduce, group, w):
     q, k, v, _ = window(2, 2, group, w, 75, 40)
@@ -129,15 +127,8 @@ def test_limits(w, dtype):
 @kit.examples(80)
 def test_any_limits(data, n, w, group, dtype):
     q, k, v, _ = window(2, 1, group, w, n, 16, dtype, seed=data.draw(st.integers(0, 2**31)))
-    limits = data.draw(st.lists(st.integers(0, n), min_size=2 * w, max_size=2 * w))
-    options = dict(
-        reduce=data.draw(st.sampled_from(REDUCES)),
-        group_reduce=data.draw(st.sampled_from(GROUP_REDUCES)),
-        starts=data.draw(st.none() | st.builds(kit.int32, st.integers(0, n), st.integers(0, n))),
-        softcap=data.draw(st.sampled_from([0.0, 4.0])),
-        sink_logits=data.draw(st.none() | st.just(kit.randn(group))),
-    )
-    check(q, k, v, kit.int32(*limits).view(2, w), **options)
+    visible, options = kit.any_window(data, w, n, group)
+    check(q, k, v, visible, **options)
 
 
 @pytest.mark.parametrize("w", [1, 4])
@@ -340,18 +331,11 @@ def test_keys_turn_on_their_way(d, w, interleaved, dtype):
 def test_any_keys_turn_on_their_way(data, d, pairs, n, w, group, dtype, layout, interleaved, rows):
     """Some channels, tables for each row of the batch, and whatever else a call may have."""
     q, k, v, _ = window(2, 2, group, w, n, d, dtype, dv=16, seed=data.draw(st.integers(0, 2**31)))
-    limits = data.draw(st.lists(st.integers(0, n), min_size=2 * w, max_size=2 * w))
-    options = dict(
-        reduce=data.draw(st.sampled_from(REDUCES)),
-        group_reduce=data.draw(st.sampled_from(GROUP_REDUCES)),
-        starts=data.draw(st.none() | st.builds(kit.int32, st.integers(0, n), st.integers(0, n))),
-        softcap=data.draw(st.sampled_from([0.0, 4.0])),
-        sink_logits=data.draw(st.none() | st.just(kit.randn(2 * group))),
-        scale=data.draw(st.sampled_from([None, 0.1])),
-    )
+    visible, options = kit.any_window(data, w, n, 2 * group)
+    options["scale"] = data.draw(st.sampled_from([None, 0.1]))
     angles = tables(n, min(pairs, d // 2), rows)
     k = kit.laid_out(k, layout)
-    check_turned(q, k, v, kit.int32(*limits).view(2, w), **angles, interleaved=interleaved, **options)
+    check_turned(q, k, v, visible, **angles, interleaved=interleaved, **options)
 
 
 @pytest.mark.parametrize("w", [1, 3])

@@ -13,8 +13,6 @@ from kvops import ops, reference
 
 pytestmark = kit.every_device
 
-REDUCES, GROUP_REDUCES = ("sum", "mean", "max"), ("sum", "mean", "max", "none")
-
 
 def true_lse(q, k, visible, **kwargs):
     """fp32, as a FlashAttention gives it."""
@@ -61,8 +59,8 @@ def test_window_sizes(w, dtype):
     check_both(*kit.window(1, 1, 3, w, max(w, 60) + 7, 32, dtype))
 
 
-@pytest.mark.parametrize("reduce", REDUCES)
-@pytest.mark.parametrize("group_reduce", GROUP_REDUCES)
+@pytest.mark.parametrize("reduce", kit.REDUCES)
+@pytest.mark.parametrize("group_reduce", kit.GROUP_REDUCES)
 @pytest.mark.parametrize("group, w", [(4, 1), (3, 5), (2, 20)])
 def test_reductions(reduce, group_reduce, group, w):
     q, k, _ = kit.window(2, 2, group, w, 75, 40)
@@ -133,15 +131,7 @@ def test_limits(w):
 @kit.examples(80)
 def test_any_limits(data, n, w, group, dtype):
     q, k, _ = kit.window(2, 1, group, w, n, 16, dtype, seed=data.draw(st.integers(0, 2**31)))
-    limits = data.draw(st.lists(st.integers(0, n), min_size=2 * w, max_size=2 * w))
-    options = dict(
-        reduce=data.draw(st.sampled_from(REDUCES)),
-        group_reduce=data.draw(st.sampled_from(GROUP_REDUCES)),
-        starts=data.draw(st.none() | st.builds(kit.int32, st.integers(0, n), st.integers(0, n))),
-        softcap=data.draw(st.sampled_from([0.0, 4.0])),
-        sink_logits=data.draw(st.none() | st.just(kit.randn(group))),
-    )
-    visible = kit.int32(*limits).view(2, w)
+    visible, options = kit.any_window(data, w, n, group)
     check_both(q, k, visible, **options)
     options.pop("sink_logits")
     check(q, k, visible, score="dot", **options)

@@ -112,8 +112,8 @@ def measure(dtype: str, m: int, heads: int, steps: int, methods: list[str] | Non
         seconds[FLOOR].append(time.perf_counter() - start)
         if step % EVERY == 0:
             seconds[BASELINE].append(baseline.step(q, k, v))
-    mean = {name: statistics.mean(x[EVERY if name != BASELINE else 1 :]) for name, x in seconds.items()}
-    median = {name: statistics.median(x[EVERY if name != BASELINE else 1 :]) for name, x in seconds.items()}
+    warm = {name: x[1 if name == BASELINE else EVERY :] for name, x in seconds.items()}
+    mean, median = ({name: f(x) for name, x in warm.items()} for f in (statistics.mean, statistics.median))
     floor = median[FLOOR] / m  # per token; of the median, since it has no evictions to share
     return [
         {

@@ -13,7 +13,7 @@ from ..checks import check_choice, check_int, inference_only
 from ..flash_attention import attention
 from ..methods.base import IN_PLACE, Out, Policy, View
 from ..rope import Rope
-from .memory import Memory
+from .memory import Memory, storage_bytes
 
 STORAGES = ("pre_rope", "post_rope")
 
@@ -152,13 +152,12 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the stored K and V hold, with the room for tokens to come."""
-        return 0 if self._memory is None else self._memory.nbytes
+        return self.nbytes_with()
 
     def nbytes_with(self, *step: Tensor) -> int:
         """`nbytes` while the tensors that `append` returned are still there, which may be other memory."""
-        held = () if self._memory is None else (self._memory.k, self._memory.v)
-        storages = {x.data_ptr(): x.nbytes() for x in (y.untyped_storage() for y in (*held, *step))}
-        return sum(storages.values())
+        memory = self._memory
+        return storage_bytes(*step) if memory is None else storage_bytes(memory.k, memory.v, *step)
 
     @property
     def positions(self) -> Tensor | None:

@@ -33,11 +33,6 @@ class Memory:
         return self.k.shape[2]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes, with those of slots that are not used."""
-        return self.k.untyped_storage().nbytes() + self.v.untyped_storage().nbytes()
-
-    @property
     def writable(self) -> bool:
         """Whether it may be written to: not while it is shared, nor outside of inference mode if it is from there."""
         return not self.shared and (torch.is_inference_mode_enabled() or not self.k.is_inference())
@@ -67,3 +62,8 @@ class Memory:
 def spare_slots(n: int) -> int:
     """The room that memory for n tokens is given: a sixteenth, so a token's share of the copies is 16 tokens."""
     return max(16, n // 16)
+
+
+def storage_bytes(*tensors: Tensor) -> int:
+    """Of the storages that the tensors lie in, each counted once."""
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ..cache import AttendingCache, Cache
+from ..cache.memory import storage_bytes
 from ..methods import LAQ, Policy
 from ..rope import Rope
 from . import architectures
@@ -388,11 +389,6 @@ class KVCache(DynamicCache):
             evicts = isinstance(layer, EvictingLayer)
             out.append(LayerStats(i, evicts, seen, kept, seen * per_token, storage_bytes(keys, values)))
         return out
-
-
-def storage_bytes(*tensors: Tensor) -> int:
-    """Of the storages that the tensors lie in, each counted once."""
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def check(config: PreTrainedConfig, policy: Policy) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from ..cache import LookaheadCache
+from ..cache.memory import storage_bytes
 from ..methods import LAQ
-from .cache import EvictingLayer, KVCache, Stage, storage_bytes
+from .cache import EvictingLayer, KVCache, Stage
 
 
 def lookahead(
