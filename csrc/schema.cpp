@@ -19,7 +19,7 @@ STABLE_TORCH_LIBRARY(kvops, m) {
   m.def(
       "window_attention(Tensor q, Tensor k, Tensor v, Tensor visible, *, float? scale=None, int reduce=0, "
       "int group_reduce=1, Tensor? starts=None, float softcap=0.0, Tensor? sink_logits=None, Tensor? cos=None, "
-      "Tensor? sin=None, bool interleaved=False) -> (Tensor, Tensor, Tensor)");
+      "Tensor? sin=None, bool interleaved=False, bool scores=True) -> (Tensor, Tensor, Tensor)");
   // The slots to keep, ascending, by (score, lower slot), with sinks and window, per row or per segment.
   m.def(
       "select_topk(Tensor scores, int k, int sinks=0, int window=0, int? seq_len=None, Tensor? starts=None, "

@@ -149,7 +149,7 @@ class _Kvops(_Backend):
         if not causal:
             visible = torch.full_like(visible, n)
         if 0 < t <= MAX_WINDOW:
-            return window_attention(q, k, v, visible, scale=scale, softcap=softcap, starts=starts)[:2]
+            return window_attention(q, k, v, visible, scale=scale, softcap=softcap, starts=starts, scores=False)[:2]
         out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
         for first in range(0, t, MAX_WINDOW):
             rows = slice(first, min(t, first + MAX_WINDOW))
@@ -162,6 +162,7 @@ class _Kvops(_Backend):
                 scale=scale,
                 softcap=softcap,
                 starts=None if starts is None else starts.clamp(max=end),
+                scores=False,
             )
             out[:, :, rows], lse[:, :, rows] = part, part_lse
         return out, lse

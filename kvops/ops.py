@@ -309,6 +309,7 @@ def window_attention(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
+    scores: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The attention of the last queries, or of one decode step, with `window_scores` as a by-product. ::
 
@@ -326,11 +327,13 @@ def window_attention(
         v: [b, Hk, n, dv].
         cos, sin, interleaved: how keys turn at their slots, as in `rope_at_slots`; cos and sin both or none. q is
             rotated already.
+        scores: False for the attention alone, which saves the second read of K (w > 1) or the logits (w = 1).
 
     All other arguments as in `window_scores`.
 
     Returns:
-        out [b, Hq, w, dv] of q's dtype, lse fp32 [b, Hq, w] (without the sink), scores fp32 [b, Hk, n] (or [b, Hq, n]).
+        out [b, Hq, w, dv] of q's dtype, lse fp32 [b, Hq, w] (without the sink), scores fp32 [b, Hk, n] (or [b, Hq, n];
+        without scores n is 0).
 
     Source: FlashAttention-2 and flash-decoding (Dao et al., 2023); LAQ, Sec. 4.3.
     """
@@ -348,6 +351,7 @@ def window_attention(
         cos=cos,
         sin=sin,
         interleaved=interleaved,
+        scores=scores,
     )
 
 
@@ -367,12 +371,15 @@ def _(
     cos=None,
     sin=None,
     interleaved=False,
+    scores=True,
 ):
     others = dict(v=v, visible=visible, starts=starts, sink_logits=sink_logits, cos=cos, sin=sin)
-    scores = _window("window_attention", q, k, group_reduce, **others)
+    observed = _window("window_attention", q, k, group_reduce, **others)
     check_dims("window_attention", _KV, v=v)
     b, heads, w, _ = q.shape
-    return q.new_empty((b, heads, w, v.shape[3])), q.new_empty((b, heads, w), dtype=torch.float32), scores
+    if not scores:
+        observed = observed.new_empty((*observed.shape[:2], 0))
+    return q.new_empty((b, heads, w, v.shape[3])), q.new_empty((b, heads, w), dtype=torch.float32), observed
 
 
 def select_topk(

@@ -202,16 +202,17 @@ def window_attention(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
+    scores: bool = True,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(q k) v, its log-sum-exp and `window_scores`. -> [b, Hq, w, dv], [b, Hq, w], [b, Hk, n]."""
+    """softmax(q k) v, its log-sum-exp and `window_scores`. -> [b, Hq, w, dv], [b, Hq, w], [b, Hk, n or 0]."""
     if cos is not None and sin is not None:  # in fp32, and rounded as a cache would hold it
         k = rope_at_slots(k, cos, sin, interleaved=interleaved, dtype=torch.float32).to(k.dtype)
     logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
     weights, lse = window_softmax(logits, seen, None, sink_logits)
     values = torch.where(seen.any(-2).unsqueeze(-1), v.to(dtype).unsqueeze(2), 0.0)  # what no row sees is not read
-    scores = window_reduce(weights, seen, logits.isfinite(), reduce, group_reduce)
-    return (weights @ values).flatten(1, 2), lse.flatten(1, 2), scores
+    observed = window_reduce(weights, seen, logits.isfinite(), reduce, group_reduce)
+    return (weights @ values).flatten(1, 2), lse.flatten(1, 2), observed if scores else observed[..., :0]
 
 
 def select_topk(

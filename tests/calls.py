@@ -192,6 +192,12 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "window_attention, heads": lambda x: ops.window_attention(
         x.q, x.k, x.v, x.visible[0], scale=0.2, reduce="max", group_reduce="none"
     ),
+    "window_attention, no scores": lambda x: ops.window_attention(
+        x.q, x.k, x.v, x.visible, starts=x.starts, scores=False
+    ),
+    "window_attention, no scores, one row": lambda x: ops.window_attention(
+        x.q[:, :, -1:], x.k, x.v, x.visible[:, -1:].contiguous(), group_reduce="none", scores=False
+    ),
     "window_attention, RoPE": lambda x: ops.window_attention(
         x.q, x.k, x.v, x.visible, cos=x.angles[0], sin=x.angles[1], interleaved=True, starts=x.starts
     ),

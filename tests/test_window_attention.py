@@ -83,6 +83,25 @@ def test_agrees_with_window_scores(dtype, w):
     torch.testing.assert_close(scores, ops.window_scores(q, k, visible), rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("group_reduce, rows", [("mean", 2), ("none", 6)])
+@pytest.mark.parametrize("w, n", [(1, 4000), (6, 4000), (20, 90), (1, 0)])
+def test_without_scores(dtype, group_reduce, rows, w, n):
+    """The attention is the same; no scores come back."""
+    q, k, v, _ = window(2, 2, 3, w, n if n < 4000 else kit.size(4000, 500), 64, dtype)
+    n = k.shape[2]
+    visible = torch.stack((kit.causal(w, n), kit.int32(*[n // 2] * w))) if n else kit.int32(*[0] * w)
+    k[1, :, n // 2 :] = v[1, :, n // 2 :] = float("nan")
+    starts, tables = kit.int32(0, n // 9), Rope.of(64).tables(torch.arange(n))
+    for more in ({}, dict(starts=starts, softcap=3.0), dict(zip(("cos", "sin"), tables), sink_logits=kit.randn(6))):
+        options = dict(group_reduce=group_reduce, **more)
+        out, lse, scores = check(q, k, v, visible, **options, scores=False)
+        assert scores.shape == (2, rows, 0) and scores.dtype == torch.float32
+        expected = ops.window_attention(q, k, v, visible, **options)
+        if not (kit.SIMULATED or q.is_cuda):  # on a GPU the pass that makes logits may round sums otherwise
+            assert kit.same((out, lse), expected[:2])
+
+
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("w", [1, 5])

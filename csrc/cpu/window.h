@@ -436,7 +436,7 @@ struct WindowWorker {
           constexpr int N = decltype(n)::value;
           F shrink[N];
           logits<N>(block, chunk);
-          if (p.w == 1) for_logits<N>(block, chunk, kept, [](float* from, float* to) { store(to, load(from)); });
+          if (sizes.logits) for_logits<N>(block, chunk, kept, [](float* from, float* to) { store(to, load(from)); });
           softmax<N>(block, chunk, peak + chunk.vector * VL, total + chunk.vector * VL, shrink, Values::kUsed);
           values.template add<N>(chunk, shrink);
         });

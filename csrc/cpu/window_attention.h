@@ -110,14 +110,14 @@ void attend(const WindowAttentionParams& p, const Workers& workers) {
   const WindowScratch sizes(p.window, p.dv);
   float* const stats = workers.workspace + workers.count * sizes.worker;  // [items][2][lanes]
   float* const outs = stats + sizes.items * sizes.stats;                  // [items][lanes * width]
-  float* const kept = outs + sizes.items * sizes.out;                     // w = 1: [items] of logits
+  float* const kept = outs + sizes.items * sizes.out;                     // w = 1: [items] of logits, for the scores
   for_splits<WindowWorker<T>>(p.window, p.dv, workers, [&](WindowWorker<T>& worker, int64_t item) {
     WeightedValues<T> values(worker, p.v, outs + item * sizes.out);
     worker.first_pass(item % sizes.splits, stats + item * sizes.stats, kept + item * sizes.logits, values);
   });
   for_splits<WindowWorker<T>>(p.window, p.dv, workers, [&](WindowWorker<T>& worker, int64_t item) {
     const int64_t split = item % sizes.splits, head = item - split;
-    worker.second_pass(split, stats + head * sizes.stats, kept + item * sizes.logits);
+    if (p.window.scores) worker.second_pass(split, stats + head * sizes.stats, kept + item * sizes.logits);
     // The head's splits share its rows.
     int64_t index = 0;
     worker.for_chunks([&](const Chunk& chunk) {
@@ -127,7 +127,7 @@ void attend(const WindowAttentionParams& p, const Workers& workers) {
   });
 }
 
-// One row: its logits are kept for the scores.
+// One row: its logits are kept for the scores, if these are asked for.
 template <class T, int R>
 void attend_decode(const WindowAttentionParams& p, const Workers& workers) {
   typedef DecodeWorker<T, R> Worker;
@@ -137,13 +137,15 @@ void attend_decode(const WindowAttentionParams& p, const Workers& workers) {
   float* const kept = outs + sizes.items * sizes.out;
   const int64_t width = row_shape<T>(p.v.row_bytes).registers() * kStep<T>;
   for_parts<Worker>(p.window, p.dv, workers, [&](Worker& worker, int64_t item, Share part) {
-    worker.first_pass(item % sizes.splits, part, &p.v, stats + item * sizes.stats, kept + item * sizes.logits,
-                      outs + item * sizes.out);
+    worker.first_pass(item % sizes.splits, part, &p.v, stats + item * sizes.stats,
+                      sizes.logits ? kept + item * sizes.logits : nullptr, outs + item * sizes.out);
   });
   for_splits<Worker>(p.window, p.dv, workers, [&](Worker& worker, int64_t item) {
     const int64_t split = item % sizes.splits, head = item - split;
-    worker.rows_from_stats(stats + head * sizes.stats);
-    worker.second_pass(split, kept + item * sizes.logits, false);
+    if (p.window.scores) {
+      worker.rows_from_stats(stats + head * sizes.stats);
+      worker.second_pass(split, kept + item * sizes.logits, false);
+    }
     if (split > 0) return;
     for (int64_t g = 0; g < p.window.group; ++g) {
       const int64_t lane = g / VL * VL, i = g % VL, row = worker.head * p.window.group + g;

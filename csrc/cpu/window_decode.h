@@ -239,20 +239,20 @@ struct DecodeWorker {
       for (int j = 0; j < N; ++j) store(out + r * v_width + j * VL, sums[r][j]);
   }
 
-  // A split's logits, statistics and, with V, weighted sum; part by part, in order.
+  // A split's statistics and, with V, weighted sum, part by part, in order. kept: for its logits, or null.
   void first_pass(int64_t split, Share part, const KVView* v, float* stats, float* kept, float* out) {
     float *const peak = stats, *const total = stats + kLanes;
     if (part.first == 0) {
       for (int i = 0; i < kLanes; ++i) peak[i] = -__builtin_inff(), total[i] = 0.0f;
       if (v) memset(out, 0, R * row_shape<T>(v->row_bytes).registers() * kStep<T> * 4);
     }
-    kept += part.first * R;
+    float* at = kept ? kept + part.first * R : tile;
     for_blocks(split, part, [&](const Block& block) {
       float shrink[kLanes];
-      logits(block, v, kept);
-      softmax(block.count, kept, peak, total, shrink);
+      logits(block, v, at);
+      softmax(block.count, at, peak, total, shrink);
       if (v) add_values(*v, block, shrink, out);
-      kept += kBlock * R;
+      if (kept) at += kBlock * R;
     });
     if (part.last < split_keys(p.n)) return;
     for (int j = 0; j < kLanes; j += VL) store(total + j, over_keys(load(total + j), [](F a, F b) { return a + b; }));

@@ -53,7 +53,7 @@ struct WindowScratch {
   int64_t worker;                                     // all of them
   int64_t stats;                                      // of an item: running maximum and sum
   int64_t out;                                        // of an item: sums of weighted V rows
-  int64_t logits;                                     // of an item, for w = 1
+  int64_t logits;                                     // of an item: kept for the scores of one row
 
   // dv: 0 without V.
   WindowScratch(const Window& p, int64_t dv) {
@@ -72,7 +72,7 @@ struct WindowScratch {
     worker = queries + keys + values + tile + 2 * partial + 2 * kBlock + 4 * row + turned;
     stats = 2 * lanes;
     out = lanes * round_up(dv, 2 * kMaxLanes);
-    logits = p.w == 1 ? round_up(segments.count * segment_logits(p), kMaxLanes) : 0;
+    logits = p.w == 1 && p.scores ? round_up(segments.count * segment_logits(p), kMaxLanes) : 0;
   }
 
   // A segment's logits of an item, and room behind for the last vector.

@@ -10,7 +10,7 @@ struct WindowAttentionMemory {
   float* parts;    // [b, Hq, w, parts, dv]
   RowSum* sums;    // [b, Hq, w, parts]
   float2* totals;  // [b, Hq, w], each a RowSum
-  float* logits;   // [b, Hq, n], of one row for each query head, or null
+  float* logits;   // [b, Hq, n], of one row for each query head, for its scores, or null
   char* passes;    // of window_scores' passes, one after the other
   char* turned;    // [b, Hk, n, d], keys that turn before all else
 
@@ -18,11 +18,11 @@ struct WindowAttentionMemory {
     const Window& w = p.window;
     const int64_t rows = w.b * w.heads * w.group * w.w;
     const int64_t sums_pass = plan.tensor_cores ? 0 : window_totals_workspace(w),
-                  scores = window_scores_pass_workspace(w);
+                  scores = w.scores ? window_scores_pass_workspace(w) : 0;
     parts = sections.add<float>(rows * plan.parts * p.dv);
     sums = sections.add<RowSum>(rows * plan.parts);
     totals = sections.add<float2>(rows);
-    logits = w.w == 1 && w.n > 0 ? sections.add<float>(rows * w.n) : nullptr;
+    logits = w.w == 1 && w.scores ? sections.add<float>(rows * w.n) : nullptr;
     passes = sections.add<char>(sums_pass > scores ? sums_pass : scores);
     turned = sections.add<char>(w.rope.pairs && !plan.turns ? w.b * w.heads * w.n * w.k.row_bytes : 0);
   }
@@ -52,9 +52,10 @@ void launch_window_attention(const WindowAttentionParams& given, Call& call) {
     plain_attention_parts_cuda(p, plan, reinterpret_cast<const RowSum*>(totals), parts, sums, stream);
   }
   attention_combine_cuda(p, plan, parts, sums, reinterpret_cast<RowSum*>(totals), stream);
+  if (!w.scores) return;
   if (logits)
     window_row_scores(w, logits, totals, stream);
-  else if (w.n > 0)
+  else
     window_scores_pass(w, totals, passes, stream);
 }
 

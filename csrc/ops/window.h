@@ -26,7 +26,7 @@ struct Window {
   int64_t visible_stride;    // w, or 0 where all of the batch share it
   const int32_t* starts;     // [b] or null: the first key that a row sees
   const float* sink_logits;  // [heads * group] or null: one more logit of the softmax, without a key
-  float* scores;             // [b, heads, n], or [b, heads * group, n] if group_reduce is none
+  float* scores;             // [b, heads, n], or [b, heads * group, n] if group_reduce is none; null: not asked for
   DType dtype;
   Reduce reduce, group_reduce;  // over the rows, and over the query heads of a group
   float scale;                  // logits are scale * q.k,

@@ -12,7 +12,8 @@ std::tuple<Tensor, Tensor, Tensor> window_attention(const Tensor& q, const Tenso
                                                     const Tensor& visible, std::optional<double> scale, int64_t reduce,
                                                     int64_t group_reduce, const OptionalTensor& starts, double softcap,
                                                     const OptionalTensor& sink_logits, const OptionalTensor& cos,
-                                                    const OptionalTensor& sin, bool interleaved) {
+                                                    const OptionalTensor& sin, bool interleaved,
+                                                    bool with_scores) {
   const char* op = "window_attention";
   const KVPair kv = check_kv_pair(op, k, v);
   Window window = check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits);
@@ -24,7 +25,7 @@ std::tuple<Tensor, Tensor, Tensor> window_attention(const Tensor& q, const Tenso
   const int64_t query_heads = window.heads * window.group;
   const Tensor out = empty(op, q, std::array{window.b, query_heads, window.w, kv.dv}, q.scalar_type());
   const Tensor lse = empty(op, q, std::array{window.b, query_heads, window.w}, ScalarType::Float);
-  const Tensor scores = empty_scores(op, q, window);
+  const Tensor scores = empty_scores(op, q, window, with_scores);
   if (lse.numel() == 0) return {out, lse, scores};
   const WindowAttentionParams p{.window = window,
                                 .v = kv.v,

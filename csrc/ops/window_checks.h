@@ -87,11 +87,11 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
           .d = d};
 }
 
-// The fresh scores of a window, which knows them from then on.
-inline Tensor empty_scores(const char* op, const Tensor& q, Window& w) {
+// The fresh scores of a window, which knows them from then on. Those of no keys if they are not wanted.
+inline Tensor empty_scores(const char* op, const Tensor& q, Window& w, bool wanted = true) {
   const int64_t rows = w.group_reduce == Reduce::none ? w.heads * w.group : w.heads;
-  const Tensor scores = empty(op, q, std::array{w.b, rows, w.n}, ScalarType::Float);
-  w.scores = static_cast<float*>(scores.mutable_data_ptr());
+  const Tensor scores = empty(op, q, std::array{w.b, rows, wanted ? w.n : 0}, ScalarType::Float);
+  if (wanted) w.scores = static_cast<float*>(scores.mutable_data_ptr());
   return scores;
 }
 

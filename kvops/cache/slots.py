@@ -75,10 +75,9 @@ class SlotCache(Cache):
                 k, v = self._extend(plain, v_step)
                 cos, sin = tables
                 if t <= DECODE_ROWS:
+                    turned = dict(cos=cos, sin=sin, interleaved=interleaved)
                     visible = torch.arange(n + 1, n + t + 1, dtype=torch.int32, device=q.device)
-                    out, _, _ = window_attention(
-                        q, k, v, visible, starts=pads, cos=cos, sin=sin, interleaved=interleaved, **options
-                    )
+                    out, _, _ = window_attention(q, k, v, visible, starts=pads, scores=False, **turned, **options)
                 else:
                     read = torch.empty_like(k, memory_format=torch.contiguous_format)
                     rope_at_slots(k_step, *turn, interleaved=interleaved, out=read[:, :, n:])
