@@ -154,14 +154,16 @@ def speed_table() -> str:
 
 
 def attention_table() -> str:
-    found = attention.means(json.loads(attention.RESULTS.read_text())["cells"])
-    every = sorted({rows for x in found.values() for rows in x})
+    found = {amx: attention.means(json.loads(x.read_text())["cells"]) for amx, x in attention.RESULTS.items()}
+    every = sorted({rows for means in found.values() for x in means.values() for rows in x})
     lines = [
-        ["dtype", "query heads", *(f"{x:,} rows" if x > 1 else "1 row" for x in every)],
-        ["---"] * (len(every) + 2),
+        ["AMX", "dtype", "query heads", *(f"{x:,} rows" if x > 1 else "1 row" for x in every)],
+        ["---"] * (len(every) + 3),
     ]
-    for (dtype, grouped), x in found.items():
-        lines.append([dtype, "shared" if grouped else "alone", *(f"{x[rows]:.2f}" for rows in every)])
+    for amx, means in found.items():
+        for (dtype, grouped), x in means.items():
+            heads = "shared" if grouped else "alone"
+            lines.append(["yes" if amx else "no", dtype, heads, *(f"{x[rows]:.2f}" for rows in every)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -39,6 +39,7 @@ import common
 import kvops
 import kvops.hf
 from common import GROUP, HEAD_DIM, HEADS, LAYERS, MLP, VOCABULARY, wait_for
+from kvops.bench.columns import aligned
 from kvops.bench.record import write
 from kvops.lag import kept_length
 
@@ -287,11 +288,7 @@ def table(rows: list[dict]) -> str:
                 "" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e6:.0f}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join(x.ljust(w) if i in (0, 2) else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths))).rstrip()
-        for line in lines
-    )
+    return aligned(lines, left=(0, 2))
 
 
 def picture(rows: list[dict], title: str, path: Path) -> None:

@@ -9,8 +9,8 @@ first (`attention_backends` says which are there, and why the others are not)::
     torch_flash     aten::_scaled_dot_product_flash_attention, on the CPU ..._flash_attention_for_cpu
     kvops           ops.window_attention in blocks of 256 rows: whatever the others do not do, or do more slowly
 
-On the CPU `kvops` runs every call in half precision, and in fp32 up to 128 rows where query heads share KV heads;
-`torch_flash` the others that it can: the faster one, by KVOPS_ROWS.
+On the CPU `kvops` runs every call of so few rows that it is the faster one, by KVOPS_ROWS, and `torch_flash` the others
+that it can.
 
 Two things that torch's operators lack are made here. Their causal mask is aligned to the top left, so t < n queries are
 two calls, the old keys without a mask and the new square, merged by their lse: exact, and no mask is built. And rows
@@ -34,12 +34,21 @@ from torch import Tensor
 from .checks import check_attention, check_starts
 from .ops import MAX_WINDOW, window_attention
 
-#: On the CPU, up to how many query rows `kvops` runs before `torch_flash`: where each query head has a KV head of its
-#: own, and where several share one. python -m kvops.bench.attention measures it: bench/results/cpu-attention.json.
-KVOPS_ROWS: dict[torch.dtype, tuple[float, float]] = {
-    torch.float32: (0, 128),
-    torch.float16: (math.inf, math.inf),
-    torch.bfloat16: (math.inf, math.inf),
+#: Whether this CPU has AMX, by which torch multiplies bf16 matrices.
+AMX: bool = torch.cpu._is_amx_tile_supported()
+#: On the CPU, up to how many query rows `kvops` runs before `torch_flash`, by AMX: where each query head has a KV head
+#: of its own, and where several share one. From python -m kvops.bench.attention: bench/results/cpu-attention*.json.
+KVOPS_ROWS: dict[bool, dict[torch.dtype, tuple[float, float]]] = {
+    False: {
+        torch.float32: (0, 128),
+        torch.float16: (math.inf, math.inf),
+        torch.bfloat16: (math.inf, math.inf),
+    },
+    True: {
+        torch.float32: (math.inf, math.inf),
+        torch.float16: (math.inf, math.inf),
+        torch.bfloat16: (0, 4),
+    },
 }
 
 
@@ -254,7 +263,7 @@ class _TorchFlash(_Torch):
 
     def suits(self, call: _Call) -> bool:
         grouped = call.q.shape[1] > call.k.shape[1]
-        slower = not call.q.is_cuda and call.q.shape[2] <= KVOPS_ROWS[call.q.dtype][grouped]
+        slower = not call.q.is_cuda and call.q.shape[2] <= KVOPS_ROWS[AMX][call.q.dtype][grouped]
         return not slower and super().suits(call)
 
     def square(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

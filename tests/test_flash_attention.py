@@ -138,14 +138,18 @@ def test_padded_rows_are_as_alone():
 
 
 @kit.only("cpu")
-def test_the_choice():
+@pytest.mark.parametrize("amx", [False, True])
+def test_the_choice(amx, monkeypatch):
+    monkeypatch.setattr(flash_attention, "AMX", amx)
+
     def backend(group, t, dtype=torch.float32):
         return kvops.attention(*make(b=1, group=group, t=t, n=max(t, 40), dtype=dtype)).backend
 
-    for (alone, shared), dtype in ((flash_attention.KVOPS_ROWS[x], x) for x in flash_attention.KVOPS_ROWS):
+    for dtype, (alone, shared) in flash_attention.KVOPS_ROWS[amx].items():
         for group, most in ((1, alone), (3, shared)):
-            tried = {t: backend(group, t, dtype) for t in (1, 2, 128, 129, 300)}
+            tried = {t: backend(group, t, dtype) for t in (1, 2, 4, 5, 128, 129, 300)}
             assert tried == {t: "kvops" if t <= most else "torch_flash" for t in tried}
+    monkeypatch.setitem(flash_attention.KVOPS_ROWS[amx], torch.float32, (0, 0))
     q, k, v = make(t=130, n=130)
     assert kvops.attention(q, k, v).backend == "torch_flash"
     assert kvops.attention(q, k, v, softcap=1.0).backend == "kvops"
@@ -155,13 +159,16 @@ def test_the_choice():
     assert kvops.attention(*long, starts=kit.int32(0, 1)).backend == "torch_flash"
 
 
-def test_the_table_is_what_was_measured():
-    found = measuring.means(json.loads(measuring.RESULTS.read_text())["cells"])
+@pytest.mark.parametrize("amx", [False, True])
+def test_the_table_is_what_was_measured(amx):
+    record = json.loads(measuring.RESULTS[amx].read_text())
+    assert record.get("amx", False) == amx
+    found = measuring.means(record["cells"])
     assert {(measuring.DTYPES[dtype], grouped) for dtype, grouped in found} == {
-        (dtype, grouped) for dtype in flash_attention.KVOPS_ROWS for grouped in (False, True)
+        (dtype, grouped) for dtype in flash_attention.KVOPS_ROWS[amx] for grouped in (False, True)
     }
-    assert {kind: measuring.kvops_rows(x) for kind, x in found.items()} == {x: measuring.chosen(*x) for x in found}
-    assert measuring.wrong(found) == []
+    assert {kind: measuring.kvops_rows(x) for kind, x in found.items()} == {x: measuring.chosen(*x, amx) for x in found}
+    assert measuring.wrong(found, amx) == []
 
 
 @kit.only("cpu")
@@ -174,6 +181,7 @@ def test_the_table_is_checked(tmp_path, monkeypatch, capsys):
             **{"seconds": {"torch_flash": times[rows], "kvops": 1.0}, "ratio": times[rows]},
         },
     )  # fmt: skip
+    monkeypatch.setitem(flash_attention.KVOPS_ROWS[flash_attention.AMX], torch.float32, (0, 128))
     file, said = tmp_path / "cells.json", ["--dtype", "fp32", "--rows", *map(str, times), "--json"]
     assert measuring.main([*said, str(file)]) == 1
     shown = capsys.readouterr().out
@@ -181,7 +189,7 @@ def test_the_table_is_checked(tmp_path, monkeypatch, capsys):
     assert re.search(r"fp32 +shared +4.00x +2.00x +1.50x +0.50x +0.90x +0.25x +128 +16$", shown, re.M)
     record = json.loads(file.read_text())
     assert len(record["cells"]) == 6 * 3 * 4 and record["command"].startswith("python -m kvops.bench.attention --dtype")
-    monkeypatch.setitem(flash_attention.KVOPS_ROWS, torch.float32, (16, 16))
+    monkeypatch.setitem(flash_attention.KVOPS_ROWS[flash_attention.AMX], torch.float32, (16, 16))
     assert measuring.main([*said, str(file)]) == 0 and "holds" in capsys.readouterr().out
     assert measuring.kvops_rows({1: 0.5, 4: 0.5}) == 0 and measuring.kvops_rows({1: 2.0, 4: 2.0}) == math.inf
     assert measuring.lost({1: 2.0, 4: 0.5}, 4) == pytest.approx(2**0.5)

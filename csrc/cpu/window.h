@@ -219,11 +219,10 @@ struct WindowWorker {
       fn(Block{i, static_cast<int>(end - i < kBlock ? end - i : kBlock), nullptr, 0});
   }
 
-  // A block's rows of K (or V), as they lie or widened to `wide`.
-  void rows_of(const KVView& view, Block& block, float* wide, bool as_floats) const {
+  // A block's rows of K or V, as they lie.
+  void rows_of(const KVView& view, Block& block) const {
     block.data = view.row(batch(), head % p.heads, block.first);
     block.stride = view.stride_n;
-    if (as_floats) widen_rows(view.row_bytes, block, wide);
   }
   static void widen_rows(int64_t row_bytes, Block& block, float* wide) {
     const RowShape shape = row_shape<T>(row_bytes);
@@ -238,7 +237,7 @@ struct WindowWorker {
     block.stride = 4 * width;
   }
   void keys_of(Block& block) const {
-    rows_of(p.k, block, keys, false);
+    rows_of(p.k, block);
     if (p.rope.pairs) block = turned<T>(p, batch(), block, turns);
     if (kWidened<T>) widen_rows(p.k.row_bytes, block, keys);
   }

@@ -40,7 +40,8 @@ struct WeightedValues {
 
   void start(const Block& keys) {
     block = keys;
-    worker.rows_of(v, block, worker.values, sizeof(T) == 2);
+    worker.rows_of(v, block);
+    if (sizeof(T) == 2) worker.widen_rows(v.row_bytes, block, worker.values);
   }
 
   template <int N>

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import build_info, ops
+from .columns import aligned
 from .goals import goals, goals_of
 from .gpu import at_most, first_line, usable
 from .markdown import escape
@@ -162,11 +163,7 @@ def table(record: dict[str, Any]) -> str:
                 ),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths))).rstrip()
-        for line in lines
-    )
+    return aligned(lines)
 
 
 def lost(result: dict[str, Any]) -> list[str]:

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from ..flash_attention import KVOPS_ROWS, attention
+from ..flash_attention import AMX, KVOPS_ROWS, attention
+from .columns import aligned
 from .measure import Contender
 from .record import Refused, check_target, origin, write
 
@@ -35,7 +36,8 @@ GROUPS = (1, 4)  # query heads per KV head
 MOST_LOGITS = 9_000_000  # of one query head; what is more takes minutes and tells nothing new
 LEAST = 3  # pairs of a cell
 SLACK = 1.1  # the table holds while the best one is less than so many times faster
-RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "cpu-attention.json"
+_RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+RESULTS = {False: _RESULTS / "cpu-attention.json", True: _RESULTS / "cpu-attention-amx.json"}  # by AMX
 
 
 def lengths(rows: int) -> list[int]:
@@ -85,9 +87,9 @@ def kvops_rows(ratios: dict[int, float]) -> float:
     return min((0, *list(ratios)[:-1], math.inf), key=lambda most: lost(ratios, most))
 
 
-def chosen(dtype: str, grouped: bool) -> float:
+def chosen(dtype: str, grouped: bool, amx: bool = AMX) -> float:
     """The same, as `kvops.attention` has it."""
-    return KVOPS_ROWS[DTYPES[dtype]][grouped]
+    return KVOPS_ROWS[amx][DTYPES[dtype]][grouped]
 
 
 def table(found: Means) -> str:
@@ -98,17 +100,17 @@ def table(found: Means) -> str:
         ratios = [f"{x[rows]:.2f}x" if rows in x else "" for rows in every]
         limits = ["any" if most == math.inf else f"{most:g}" for most in (chosen(dtype, grouped), kvops_rows(x))]
         lines.append([dtype, "shared" if grouped else "alone", *ratios, *limits])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(x.rjust(w) for x, w in zip(line, widths)) for line in lines)
+    return aligned(lines, left=())
 
 
-def wrong(found: Means) -> list[str]:
+def wrong(found: Means, amx: bool = AMX) -> list[str]:
     """Where what `kvops.attention` takes is clearly not the best that it could."""
     return [
-        f"{dtype}, {'shared' if grouped else 'alone'}: KVOPS_ROWS {chosen(dtype, grouped):g} loses {loss:.2f}x on what "
+        f"{dtype}, {'shared' if grouped else 'alone'}: KVOPS_ROWS {most:g} loses {loss:.2f}x on what "
         f"{kvops_rows(x):g} takes"
         for (dtype, grouped), x in found.items()
-        if (loss := lost(x, chosen(dtype, grouped)) / lost(x, kvops_rows(x))) > SLACK
+        for most in [chosen(dtype, grouped, amx)]
+        if (loss := lost(x, most) / lost(x, kvops_rows(x))) > SLACK
     ]
 
 
@@ -117,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m kvops.bench.attention",
         description="Times torch_flash and kvops in turns on the CPU; says whether kvops.attention takes the faster.",
     )
-    p.add_argument("--json", type=Path, metavar="FILE", help=f"write what was measured (the docs': {RESULTS.name})")
+    p.add_argument("--json", type=Path, metavar="FILE", help=f"write what was measured (the docs': {RESULTS[AMX].name})")
     p.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     p.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS), metavar="ROWS", help=f"of {ROWS}")
     p.add_argument("--heads", type=int, default=8, help="KV heads (default 8)")
@@ -133,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     except Refused as error:
         p.error(str(error))
     said = sys.argv[1:] if argv is None else argv
-    record = {**origin("python", "-m", "kvops.bench.attention", *said), "heads": a.heads, "cells": []}
+    record = {**origin("python", "-m", "kvops.bench.attention", *said), "amx": AMX, "heads": a.heads, "cells": []}
     for dtype, rows, d, group in product(a.dtype, a.rows, HEAD_DIMS, GROUPS):
         for n in lengths(rows):
             x = cell(dtype, rows, n, d, group, a.heads, a.seconds)

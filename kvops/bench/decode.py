@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .. import Cache, Rope, ops
 from ..methods import H2O, L2, SATKV, TOVA, Full, KeyDiff, LaCache, LagKV, Policy, ProtoKV, SnapKV, StreamingLLM
+from .columns import aligned
 from .record import Refused, check_target, origin, write
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -138,10 +139,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for name in dict.fromkeys(x["method"] for x in rows):
         found = [cells.get((name, *kind)) for kind in kinds]
         lines.append([name, *("" if x is None else cell(x) for x in found)])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join(x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths))) for line in lines
-    )
+    return aligned(lines)
 
 
 def cell(x: dict[str, Any]) -> str:
