@@ -89,34 +89,99 @@ inline KVView check_kv(const char* op, const char* name, const Tensor& x, bool w
   return {data, strides[0] * item, strides[1] * item, strides[2] * item, sizes[3] * item};
 }
 
-// A tensor that rows of `like` are written to: m of them, on its device, of its dtype.
-inline KVView check_target(const char* op, const char* name, const Tensor& out, const Tensor& like, int64_t m) {
+// K or V as an operator sees it: [b, heads, n, d], dense or in pages.
+struct KV {
+  KVView view;
+  int64_t b, heads, n, d;
+};
+
+// x: [b, heads, n, d]; with a block table [b, max_pages] the pages [num_pages, heads, page_size, d] that it is of, and
+// n = max_pages * page_size. Which pages it names is check_pages' to say.
+inline KV check_cache(const char* op, const char* name, const Tensor& x, const OptionalTensor& block_table,
+                      bool written = false) {
+  KV kv{check_kv(op, name, x, written), x.size(0), x.size(1), x.size(2), x.size(3)};
+  if (!block_table) return kv;
+#ifdef KVOPS_GPU
+  fail(op, ": block_table is served on the CPU only so far, expected a dense ", name, ", got pages on ", device(x));
+#endif
+  check_same_device(op, "block_table", *block_table, x);
+  check_scalar_type(op, "block_table", *block_table, ScalarType::Int);
+  KVOPS_CHECK(block_table->dim() == 2 && (block_table->stride(1) == 1 || block_table->size(1) <= 1), op,
+              ": block_table must be [batch, max_pages] with a contiguous last dim, got ", shape(*block_table));
+  KVOPS_CHECK(kv.n >= 1, op, ": ", name, " must have pages of at least 1 slot with a block_table, got ", shape(x));
+  KVOPS_CHECK(block_table->size(1) <= std::numeric_limits<int32_t>::max() / kv.n, op,
+              ": the slots of block_table's pages must fit int32, got ", block_table->size(1), " pages of ", kv.n);
+  kv.view.table = static_cast<const int32_t*>(block_table->const_data_ptr());
+  kv.view.table_stride = block_table->stride(0);
+  kv.view.page_size = static_cast<int32_t>(kv.n);
+  kv.view.reciprocal = KVView::reciprocal_of(kv.n);
+  kv.b = block_table->size(0);
+  kv.n *= block_table->size(1);
+  return kv;
+}
+
+// What a request uses of its slots.
+struct SlotRange {
+  int64_t first, last;
+};
+
+// The block table names pages of k for all slots that are used, range(b) of request b; where they are written, each
+// page once, as else two requests would write to the same.
+template <class Range>
+void check_pages(const char* op, const KVView& view, int64_t requests, const Tensor& k, const Range& range,
+                 bool written = false) {
+  if (!view.table) return;
+  const int64_t pages = k.size(0), size = view.page_size;
+  std::vector<bool> taken(written ? pages : 0);
+  for (int64_t b = 0; b < requests; ++b) {
+    const SlotRange used = range(b);
+    if (used.first >= used.last) continue;
+    const int32_t* const row = view.table + b * view.table_stride;
+    for (int64_t i = used.first / size; i <= (used.last - 1) / size; ++i) {
+      KVOPS_CHECK(row[i] >= 0 && row[i] < pages, op, ": block_table must name pages in [0, ", pages,
+                  ") for the slots that are used, got ", row[i], " at request ", b, ", page ", i);
+      if (!written) continue;
+      KVOPS_CHECK(!taken[row[i]], op, ": block_table must name a page that is written once, got page ", row[i],
+                  " again at request ", b, ", page ", i);
+      taken[row[i]] = true;
+    }
+  }
+}
+
+inline void check_pages(const char* op, const KV& kv, const Tensor& k, const ValidSlots& slots) {
+  check_pages(op, kv.view, kv.b, k,
+              [&](int64_t b) { return SlotRange{slots.first(b), slots.first(b) + slots.count(b)}; });
+}
+
+// A tensor that rows of `like` are written to: [b, heads, m, head_dim of like], on its device, of its dtype.
+inline KVView check_target(const char* op, const char* name, const Tensor& out, const Tensor& like, int64_t b,
+                           int64_t m) {
   check_same_device(op, name, out, like);
   KVOPS_CHECK(out.scalar_type() == like.scalar_type(), op, ": ", name, " must have k's dtype ",
               torch::headeronly::toString(like.scalar_type()), ", got ",
               torch::headeronly::toString(out.scalar_type()));
   const KVView view = check_kv(op, name, out, true);
-  KVOPS_CHECK(
-      out.size(0) == like.size(0) && out.size(1) == like.size(1) && out.size(2) == m && out.size(3) == like.size(3), op,
-      ": ", name, " must be [", like.size(0), ", ", like.size(1), ", ", m, ", ", like.size(3), "], got ", shape(out));
+  KVOPS_CHECK(out.size(0) == b && out.size(1) == like.size(1) && out.size(2) == m && out.size(3) == like.size(3), op,
+              ": ", name, " must be [", b, ", ", like.size(1), ", ", m, ", ", like.size(3), "], got ", shape(out));
   return view;
 }
 
 struct KVPair {
-  KVView k, v;
+  KV k, v;
   DType dtype;
-  int64_t b, heads, n, d, dv;
 };
 
-inline KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, bool written = false) {
+inline KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, const OptionalTensor& block_table,
+                            bool written = false) {
   check_same_device(op, "v", v, k);
   const DType dtype = check_dtype(op, "k", k);
   KVOPS_CHECK(check_dtype(op, "v", v) == dtype, op, ": v must have k's dtype ",
               torch::headeronly::toString(k.scalar_type()), ", got ", torch::headeronly::toString(v.scalar_type()));
-  const KVView k_view = check_kv(op, "k", k, written), v_view = check_kv(op, "v", v, written);
+  const KVPair kv{check_cache(op, "k", k, block_table, written), check_cache(op, "v", v, block_table, written), dtype};
   for (int i = 0; i < 3; ++i)
-    KVOPS_CHECK(k.size(i) == v.size(i), op, ": v must have k's batch, heads and tokens ", shape(k), ", got ", shape(v));
-  return {k_view, v_view, dtype, k.size(0), k.size(1), k.size(2), k.size(3), v.size(3)};
+    KVOPS_CHECK(k.size(i) == v.size(i), op, ": v must have k's ",
+                block_table ? "pages, heads and page size " : "batch, heads and tokens ", shape(k), ", got ", shape(v));
+  return kv;
 }
 
 // Are values that lie on a GPU (indices, starts, lengths, budgets) read back and checked? kvops.debug_checks() says so;
@@ -166,11 +231,12 @@ inline ValidSlots check_valid_slots(const char* op, const Tensor& like, int64_t 
   return slots;
 }
 
-inline IndexView check_indices(const char* op, const Tensor& indices, const Tensor& k, const char* name = "indices") {
+inline IndexView check_indices(const char* op, const Tensor& indices, const Tensor& k, const KV& kv,
+                               const char* name = "indices") {
   check_same_device(op, name, indices, k);
   check_scalar_type(op, name, indices, ScalarType::Long);
-  KVOPS_CHECK(indices.dim() == 3 && indices.size(0) == k.size(0) && indices.size(1) == k.size(1), op, ": ", name,
-              " must be [batch, heads, kept] = [", k.size(0), ", ", k.size(1), ", m], got ", shape(indices));
+  KVOPS_CHECK(indices.dim() == 3 && indices.size(0) == kv.b && indices.size(1) == kv.heads, op, ": ", name,
+              " must be [batch, heads, kept] = [", kv.b, ", ", kv.heads, ", m], got ", shape(indices));
   return {static_cast<const int64_t*>(indices.const_data_ptr()), indices.stride(0), indices.stride(1),
           indices.stride(2), indices.size(2)};
 }
@@ -218,6 +284,20 @@ inline void check_ascending_values(const char* op, const Tensor& indices, int64_
       last = index;
     }
   });
+}
+
+// The slots from a request's lowest to its highest index, whose pages check_pages asks for.
+inline SlotRange index_range(const IndexView& indices, int64_t b, int64_t heads) {
+  SlotRange range{std::numeric_limits<int64_t>::max(), 0};
+  for (int64_t h = 0; h < heads; ++h) {
+    const int64_t* const row = indices.data + b * indices.stride_b + h * indices.stride_h;
+    for (int64_t i = 0; i < indices.m; ++i) {
+      const int64_t slot = row[i * indices.stride_m];
+      if (slot >= 0 && slot < range.first) range.first = slot;
+      if (slot >= range.last) range.last = slot + 1;
+    }
+  }
+  return range;
 }
 
 // Each row's own k, int32 [b, Hk]; at least what is always kept, at most k.

@@ -6,7 +6,8 @@
 #ifdef __CUDACC__
 #define KVOPS_HOST_DEVICE __host__ __device__
 #else
-#define KVOPS_HOST_DEVICE
+// Never a weak symbol: of one that several instruction-set levels had, the linker would choose any.
+#define KVOPS_HOST_DEVICE __attribute__((always_inline))
 #endif
 
 namespace kvops {
@@ -25,14 +26,91 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// K or V, [b, Hk, n, d], the last dim contiguous: BHND, BNHD and slices of wider tensors are all strides.
+// The rows of one head of one request. In dense memory they are equally far apart, in pages only within a page.
+struct HeadRows {
+  char* data;                 // slot 0; with pages, this head in page 0
+  int64_t stride_n;           // bytes from slot to slot (of a page)
+  const int32_t* pages;       // of the request, in order; null: dense memory
+  int64_t stride_page;        // bytes
+  uint64_t reciprocal;        // KVView::reciprocal_of(page_size)
+  uint32_t page_size, first;  // slots; with pages, the slot that row(0) is
+
+  KVOPS_HOST_DEVICE char* row(int64_t i) const {
+    if (!pages) return data + i * stride_n;
+    const uint32_t slot = first + static_cast<uint32_t>(i), page = page_of(slot);
+    return data + pages[page] * stride_page + (slot - page * page_size) * stride_n;
+  }
+  // Whether rows [i, i + count) are equally far apart.
+  KVOPS_HOST_DEVICE bool strided(int64_t i, int64_t count) const {
+    if (!pages) return true;
+    const uint32_t slot = first + static_cast<uint32_t>(i);
+    return slot - page_of(slot) * page_size + count <= page_size;
+  }
+  // From slot i on.
+  KVOPS_HOST_DEVICE HeadRows from(int64_t i) const {
+    HeadRows x = *this;
+    if (pages)
+      x.first += static_cast<uint32_t>(i);
+    else
+      x.data += i * stride_n;
+    return x;
+  }
+  // slot / page_size, for slots below 2^31: a product instead of a division.
+  KVOPS_HOST_DEVICE uint32_t page_of(uint32_t slot) const {
+    return static_cast<uint32_t>(static_cast<unsigned __int128>(uint64_t{slot} << 1) * reciprocal >> 64);
+  }
+};
+
+// One row after the other, from row i on. A page is looked up when its first row is asked for.
+struct RowWalk {
+  const HeadRows rows;
+  uint32_t page, skip, left;  // the next page, its rows to be left out, and what is left of the one in hand
+  char* at;
+
+  KVOPS_HOST_DEVICE RowWalk(const HeadRows& rows_, int64_t i) : rows(rows_), page(0), skip(0), left(0), at(nullptr) {
+    if (!rows.pages) {
+      at = rows.row(i);
+      return;
+    }
+    const uint32_t slot = rows.first + static_cast<uint32_t>(i);
+    page = rows.page_of(slot);
+    skip = slot - page * rows.page_size;
+  }
+  KVOPS_HOST_DEVICE char* next() {
+    if (rows.pages && left == 0) {
+      at = rows.data + rows.pages[page++] * rows.stride_page + skip * rows.stride_n;
+      left = rows.page_size - skip;
+      skip = 0;
+    }
+    char* const row = at;
+    at += rows.stride_n;
+    --left;
+    return row;
+  }
+};
+
+// K or V, [b, Hk, n, d], the last dim contiguous: BHND, BNHD and slices of wider tensors are all strides. With a block
+// table the memory is pages [num_pages, Hk, page_size, d], and slot i of request b is slot i % page_size of page
+// table[b][i / page_size].
 struct KVView {
   char* data;
-  int64_t stride_b, stride_h, stride_n;  // bytes
+  int64_t stride_b, stride_h, stride_n;  // bytes; stride_b from page to page if there are pages
   int64_t row_bytes;                     // d * itemsize, a multiple of 16
+  const int32_t* table = nullptr;        // [b, any], or null: dense memory
+  int64_t table_stride = 0;              // elements
+  int32_t page_size = 0;                 // slots
+  uint64_t reciprocal = 0;               // reciprocal_of(page_size)
 
+  static uint64_t reciprocal_of(int64_t page_size) { return (uint64_t{1} << 63) / page_size + 1; }
+
+  // Of dense memory.
   KVOPS_HOST_DEVICE char* row(int64_t b, int64_t h, int64_t i) const {
     return data + b * stride_b + h * stride_h + i * stride_n;
+  }
+  KVOPS_HOST_DEVICE HeadRows head(int64_t b, int64_t h) const {
+    if (!table) return {row(b, h, 0), stride_n, nullptr, 0, 0, 0, 0};
+    const uint32_t size = static_cast<uint32_t>(page_size);
+    return {row(0, h, 0), stride_n, table + b * table_stride, stride_b, reciprocal, size, 0};
   }
 };
 

@@ -7,6 +7,11 @@ starts[b] <= i < starts[b] + lengths[b] (defaults 0 and n - starts). Wrong input
 is no tensor) that names the argument, what was expected and what came, before anything is written. The operators are
 inference-only: an input that requires grad raises outside `torch.no_grad()`.
 
+Pages: with `block_table`, int32 [b, max_pages], k and v are pages, [num_pages, Hk, page_size, d], and b and n are the
+table's: slot i of request b is slot i % page_size of page block_table[b, i // page_size], n = max_pages * page_size.
+Only the pages of valid slots are looked up (of the indices, or of what `visible` lets be seen); the others may be -1.
+Results have the bits that each request has alone in dense memory. On the CPU so far; a GPU refuses it.
+
 CUDA tensors: work goes to the current stream and nothing waits for the GPU, so the values of indices, starts, lengths
 and budgets are checked under `kvops.debug_checks()` only; otherwise wrong ones are skipped or clamped (docs/cuda.md).
 Head dims up to 1024.
@@ -98,6 +103,16 @@ _SCORES = "[batch, heads, tokens]"
 _INDICES = "[batch, heads, kept]"
 
 
+def _cache_shape(op: str, k: Tensor, block_table: Tensor | None) -> tuple[int, int, int, int]:
+    """(b, Hk, n, d) of a dense cache, or of pages and their block table."""
+    check_dims(op, _KV, k=k)
+    b, heads, n, d = k.shape
+    if block_table is None:
+        return b, heads, n, d
+    check_dims(op, "[batch, max_pages]", block_table=block_table)
+    return block_table.shape[0], heads, block_table.shape[1] * n, d
+
+
 def lag_score(
     k: Tensor,
     v: Tensor,
@@ -108,6 +123,7 @@ def lag_score(
     self_reference: bool = False,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> Tensor:
     """LagKV's scores: how far each token stands out of its partition, seen by the next partition.
 
@@ -133,16 +149,16 @@ def lag_score(
 
     Source: LagKV, Sec. 2.2, Eq. 5-9; LocalKV: App. A.2.
     """
-    return _lag_score(k, v, lag, prefix, v_weight, self_reference, starts, lengths)
+    return _lag_score(k, v, lag, prefix, v_weight, self_reference, starts, lengths, block_table)
 
 
 @register_fake("kvops::lag_score")
-def _(k, v, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, lengths=None):
-    check_one_device("lag_score", k, v=v, starts=starts, lengths=lengths)
-    check_dims("lag_score", _KV, k=k, v=v)
+def _(k, v, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, lengths=None, block_table=None):
+    check_one_device("lag_score", k, v=v, starts=starts, lengths=lengths, block_table=block_table)
+    check_dims("lag_score", _KV, v=v)
+    b, heads, n, _ = _cache_shape("lag_score", k, block_table)
     check_at_least("lag_score", "lag", lag, 1)
     check_at_least("lag_score", "prefix", prefix, 0)
-    b, heads, n, _ = k.shape
     return k.new_empty((b, heads, num_segments(n, prefix, lag), lag), dtype=torch.float32)
 
 
@@ -154,6 +170,7 @@ def anchor_cosine(
     normalize_anchor: bool = True,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
     return_anchor: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -164,6 +181,7 @@ def anchor_cosine(
     normalize_anchor: bool = True,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
     return_anchor: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def anchor_cosine(
@@ -173,6 +191,7 @@ def anchor_cosine(
     normalize_anchor: bool = True,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
     return_anchor: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """KeyDiff's scores: how little a key looks like the mean key. ::
@@ -194,24 +213,23 @@ def anchor_cosine(
 
     Source: KeyDiff, Sec. 3.2, Eq. 8.
     """
-    scores, mu = _anchor_cosine(k, anchor, normalize_anchor, starts, lengths)
+    scores, mu = _anchor_cosine(k, anchor, normalize_anchor, starts, lengths, block_table)
     return (scores, mu) if return_anchor else scores
 
 
 @register_fake("kvops::anchor_cosine")
-def _(k, anchor=None, normalize_anchor=True, starts=None, lengths=None):
-    check_one_device("anchor_cosine", k, anchor=anchor, starts=starts, lengths=lengths)
-    check_dims("anchor_cosine", _KV, k=k)
-    b, heads, n, d = k.shape
+def _(k, anchor=None, normalize_anchor=True, starts=None, lengths=None, block_table=None):
+    check_one_device("anchor_cosine", k, anchor=anchor, starts=starts, lengths=lengths, block_table=block_table)
+    b, heads, n, d = _cache_shape("anchor_cosine", k, block_table)
     return k.new_empty((b, heads, n), dtype=torch.float32), k.new_empty((b, heads, d), dtype=torch.float32)
 
 
-def _window(op, q, k, group_reduce, **others) -> Tensor:
-    check_one_device(op, q, k=k, **others)
+def _window(op, q, k, group_reduce, block_table, **others) -> Tensor:
+    check_one_device(op, q, k=k, block_table=block_table, **others)
     check_dims(op, "[batch, query heads, rows, head_dim]", q=q)
-    check_dims(op, _KV, k=k)
-    heads = q.shape[1] if group_reduce == REDUCTIONS["none"] else k.shape[1]
-    return q.new_empty((q.shape[0], heads, k.shape[2]), dtype=torch.float32)
+    _, kv_heads, n, _ = _cache_shape(op, k, block_table)
+    heads = q.shape[1] if group_reduce == REDUCTIONS["none"] else kv_heads
+    return q.new_empty((q.shape[0], heads, n), dtype=torch.float32)
 
 
 def window_scores(
@@ -227,6 +245,7 @@ def window_scores(
     starts: Tensor | None = None,
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> Tensor:
     """How much the last queries attend to each key: the observation window of SnapKV, LAQ and all that follow them. ::
 
@@ -272,6 +291,7 @@ def window_scores(
         starts=starts,
         softcap=softcap,
         sink_logits=sink_logits,
+        block_table=block_table,
     )
 
 
@@ -289,9 +309,10 @@ def _(
     starts=None,
     softcap=0.0,
     sink_logits=None,
+    block_table=None,
 ):
     others = dict(visible=visible, lse=lse, starts=starts, sink_logits=sink_logits)
-    return _window("window_scores", q, k, group_reduce, **others)
+    return _window("window_scores", q, k, group_reduce, block_table, **others)
 
 
 def window_attention(
@@ -310,6 +331,7 @@ def window_attention(
     sin: Tensor | None = None,
     interleaved: bool = False,
     scores: bool = True,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The attention of the last queries, or of one decode step, with `window_scores` as a by-product. ::
 
@@ -352,6 +374,7 @@ def window_attention(
         sin=sin,
         interleaved=interleaved,
         scores=scores,
+        block_table=block_table,
     )
 
 
@@ -372,9 +395,10 @@ def _(
     sin=None,
     interleaved=False,
     scores=True,
+    block_table=None,
 ):
     others = dict(v=v, visible=visible, starts=starts, sink_logits=sink_logits, cos=cos, sin=sin)
-    observed = _window("window_attention", q, k, group_reduce, **others)
+    observed = _window("window_attention", q, k, group_reduce, block_table, **others)
     check_dims("window_attention", _KV, v=v)
     b, heads, w, _ = q.shape
     if not scores:
@@ -436,7 +460,12 @@ def _(scores, k, sinks=0, window=0, seq_len=None, starts=None, lengths=None, bud
 
 
 def gather_kv(
-    k: Tensor, v: Tensor, indices: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The kept rows, k[b, h, indices[b, h, i]] and the same of v. An index of -1 gives a row of zeros.
 
@@ -451,27 +480,27 @@ def gather_kv(
         Fresh contiguous [b, Hk, m, d] and [b, Hk, m, dv], or `out`.
     """
     if out is None:
-        return _gather_kv(k, v, indices)
+        return _gather_kv(k, v, indices, block_table)
     k_out, v_out = check_pair("gather_kv", out)
-    _gather_kv_out(k, v, indices, k_out=k_out, v_out=v_out)
+    _gather_kv_out(k, v, indices, block_table, k_out=k_out, v_out=v_out)
     _written(k_out, v_out)
     return k_out, v_out
 
 
 @register_fake("kvops::gather_kv")
-def _(k, v, indices):
-    check_one_device("gather_kv", k, v=v, indices=indices)
+def _(k, v, indices, block_table=None):
+    check_one_device("gather_kv", k, v=v, indices=indices, block_table=block_table)
     check_dims("gather_kv", _KV, k=k, v=v)
     check_dims("gather_kv", _INDICES, indices=indices)
     return k.new_empty((*indices.shape, k.shape[3])), v.new_empty((*indices.shape, v.shape[3]))
 
 
 @register_fake("kvops::gather_kv.out")
-def _(k, v, indices, *, k_out, v_out):
-    check_one_device("gather_kv", k, v=v, indices=indices, k_out=k_out, v_out=v_out)
+def _(k, v, indices, block_table=None, *, k_out, v_out):
+    check_one_device("gather_kv", k, v=v, indices=indices, block_table=block_table, k_out=k_out, v_out=v_out)
 
 
-def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+def compact_kv_(k: Tensor, v: Tensor, indices: Tensor, *, block_table: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`gather_kv` in place: moves row indices[b, h, i] of k and v to slot i. Slots >= m are left as they are.
 
     It takes no extra memory; on a GPU 4 bytes for each 32 KiB that moves.
@@ -481,19 +510,23 @@ def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         v: [b, Hk, n, dv]. k, v and indices must not share memory, nor k and v overlap themselves.
         indices: int64 [b, Hk, m], strictly ascending in each row, -1 only at the end (those slots become zeros). All of
             them are checked before the first write.
+        block_table: k and v are pages, and what a request keeps moves to the front of its own pages. Slots behind it
+            are left as they are, where indices are -1 too. Each page that is written belongs to one request.
 
     Returns:
-        The views k[:, :, :m] and v[:, :, :m].
+        The views k[:, :, :m] and v[:, :, :m]; of pages k and v.
     """
-    _compact_kv_(k, v, indices)
+    _compact_kv_(k, v, indices, block_table)
     _written(k, v)
+    if block_table is not None:
+        return k, v
     m = indices.shape[2]
     return k[:, :, :m], v[:, :, :m]
 
 
 @register_fake("kvops::compact_kv_")
-def _(k, v, indices):
-    check_one_device("compact_kv_", k, v=v, indices=indices)
+def _(k, v, indices, block_table=None):
+    check_one_device("compact_kv_", k, v=v, indices=indices, block_table=block_table)
     check_dims("compact_kv_", _KV, k=k, v=v)
     check_dims("compact_kv_", _INDICES, indices=indices)
 
@@ -650,6 +683,7 @@ def outlier_degree(
     standardize: bool = True,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> Tensor:
     """ProtoKV's outlier degree: how little a key looks like its neighbours; semantic anchors score high. ::
 
@@ -672,17 +706,18 @@ def outlier_degree(
 
     Source: ProtoKV, Def. 2, Eq. 4, 5.
     """
-    return _outlier_degree(k, kappa, standardize, starts, lengths)
+    return _outlier_degree(k, kappa, standardize, starts, lengths, block_table)
 
 
 @register_fake("kvops::outlier_degree")
-def _(k, kappa=5, standardize=True, starts=None, lengths=None):
-    check_one_device("outlier_degree", k, starts=starts, lengths=lengths)
-    check_dims("outlier_degree", _KV, k=k)
-    return k.new_empty(k.shape[:3], dtype=torch.float32)
+def _(k, kappa=5, standardize=True, starts=None, lengths=None, block_table=None):
+    check_one_device("outlier_degree", k, starts=starts, lengths=lengths, block_table=block_table)
+    return k.new_empty(_cache_shape("outlier_degree", k, block_table)[:3], dtype=torch.float32)
 
 
-def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) -> Tensor:
+def lsh_bucket(
+    k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor, *, block_table: Tensor | None = None
+) -> Tensor:
     """The bucket of each chosen key: its random Fourier features' signs, read as a number of r bits. ::
 
         bucket(j) = sum over q < r of 2^(r - 1 - q) * [cos(projection_q . k_j + phase_q) > 0]
@@ -701,12 +736,12 @@ def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) ->
 
     Source: ProtoKV, Sec. 4.2, Eq. 7, 8.
     """
-    return _lsh_bucket(k, indices, projection, phase)
+    return _lsh_bucket(k, indices, projection, phase, block_table)
 
 
 @register_fake("kvops::lsh_bucket")
-def _(k, indices, projection, phase):
-    check_one_device("lsh_bucket", k, indices=indices, projection=projection, phase=phase)
+def _(k, indices, projection, phase, block_table=None):
+    check_one_device("lsh_bucket", k, indices=indices, projection=projection, phase=phase, block_table=block_table)
     check_dims("lsh_bucket", _INDICES, indices=indices)
     return k.new_empty(indices.shape, dtype=torch.int32)
 
@@ -720,6 +755,7 @@ def build_prototypes(
     num_buckets: int = 4,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """ProtoKV's prototypes, in one read of K: the mean key of each chunk of tokens, then of each bucket of anchors. ::
 
@@ -743,23 +779,27 @@ def build_prototypes(
 
     Source: ProtoKV, Sec. 4.2, Algorithm 1, lines 4-16 (the scale of Eq. 9 changes no cosine).
     """
-    return _build_prototypes(k, sat_indices, buckets, num_chunks, num_buckets, starts, lengths)
+    return _build_prototypes(k, sat_indices, buckets, num_chunks, num_buckets, starts, lengths, block_table)
 
 
 @register_fake("kvops::build_prototypes")
-def _(k, sat_indices, buckets, num_chunks, num_buckets=4, starts=None, lengths=None):
-    others = dict(sat_indices=sat_indices, buckets=buckets, starts=starts, lengths=lengths)
+def _(k, sat_indices, buckets, num_chunks, num_buckets=4, starts=None, lengths=None, block_table=None):
+    others = dict(sat_indices=sat_indices, buckets=buckets, starts=starts, lengths=lengths, block_table=block_table)
     check_one_device("build_prototypes", k, **others)
-    check_dims("build_prototypes", _KV, k=k)
     check_at_least("build_prototypes", "num_chunks", num_chunks, 0)
     check_at_least("build_prototypes", "num_buckets", num_buckets, 0)
-    b, heads, _, d = k.shape
+    b, heads, _, d = _cache_shape("build_prototypes", k, block_table)
     count = num_chunks + num_buckets
     return k.new_empty((b, heads, count, d), dtype=torch.float32), k.new_empty((b, heads, count), dtype=torch.int32)
 
 
 def assign_prototypes(
-    k: Tensor, prototypes: Tensor, *, starts: Tensor | None = None, lengths: Tensor | None = None
+    k: Tensor,
+    prototypes: Tensor,
+    *,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> Tensor:
     """The prototype of highest cosine for each key: argmax over c of cos(k_i, prototype_c), ties to the lower c.
 
@@ -777,14 +817,14 @@ def assign_prototypes(
 
     Source: ProtoKV, Sec. 4.3, Eq. 10.
     """
-    return _assign_prototypes(k, prototypes, starts, lengths)
+    return _assign_prototypes(k, prototypes, starts, lengths, block_table)
 
 
 @register_fake("kvops::assign_prototypes")
-def _(k, prototypes, starts=None, lengths=None):
-    check_one_device("assign_prototypes", k, prototypes=prototypes, starts=starts, lengths=lengths)
-    check_dims("assign_prototypes", _KV, k=k)
-    return k.new_empty(k.shape[:3], dtype=torch.int32)
+def _(k, prototypes, starts=None, lengths=None, block_table=None):
+    others = dict(prototypes=prototypes, starts=starts, lengths=lengths, block_table=block_table)
+    check_one_device("assign_prototypes", k, **others)
+    return k.new_empty(_cache_shape("assign_prototypes", k, block_table)[:3], dtype=torch.int32)
 
 
 def cluster_mean(scores: Tensor, assignment: Tensor, *, num_clusters: int, reduce: str = "mean") -> Tensor:

@@ -6,7 +6,10 @@ straight from the formulas; speed and memory are no concern here. The contracts 
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +18,32 @@ from torch import Tensor
 from .ladder import LadderPlan, decode_plan
 from .lag import kept_length, num_segments, segment_start
 from .ops import Layers
+
+
+def pages_to_dense(x: Tensor, block_table: Tensor) -> Tensor:
+    """Pages [num_pages, Hk, page_size, d] and block table [b, max_pages] -> [b, Hk, max_pages * page_size, d].
+
+    Entries of -1 give zeros.
+    """
+    rows = x[block_table.long().clamp(min=0)]  # [b, max_pages, Hk, page_size, d]
+    rows = rows.masked_fill((block_table < 0)[..., None, None, None], 0)
+    return rows.transpose(1, 2).flatten(2, 3)
+
+
+def also_of_pages(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with a `block_table`: k, and v, are then pages."""
+    signature = inspect.signature(f)
+
+    @functools.wraps(f)
+    def call(*args: Any, block_table: Tensor | None = None, **options: Any) -> Any:
+        given = signature.bind(*args, **options).arguments
+        if block_table is not None:
+            given |= {name: pages_to_dense(given[name], block_table) for name in ("k", "v") if name in given}
+        return f(**given)
+
+    table = inspect.Parameter("block_table", inspect.Parameter.KEYWORD_ONLY, default=None)
+    call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), table])  # type: ignore[attr-defined]
+    return call
 
 
 def spans(b: int, n: int, starts: Tensor | None, lengths: Tensor | None) -> list[tuple[int, int]]:
@@ -40,6 +69,7 @@ def lag_std(z: Tensor, lag: int, self_reference: bool = False) -> Tensor:
     return torch.where(usable, (subject - lo) / (hi - lo), 0.0).std(-1)
 
 
+@also_of_pages
 def lag_score(
     k: Tensor,
     v: Tensor,
@@ -82,6 +112,7 @@ def valid_slots(k: Tensor, starts: Tensor | None, lengths: Tensor | None) -> Ten
     return valid
 
 
+@also_of_pages
 def anchor_cosine(
     k: Tensor,
     *,
@@ -163,6 +194,7 @@ def window_reduce(rows: Tensor, seen: Tensor, finite: Tensor, reduce: str, group
     return reduced[group_reduce](2)
 
 
+@also_of_pages
 def window_scores(
     q: Tensor,
     k: Tensor,
@@ -187,6 +219,7 @@ def window_scores(
     return window_reduce(rows, seen, logits.isfinite(), reduce, group_reduce)
 
 
+@also_of_pages
 def window_attention(
     q: Tensor,
     k: Tensor,
@@ -269,6 +302,7 @@ def select_topk(
     return torch.from_numpy(out).to(scores.device)
 
 
+@also_of_pages
 def gather_kv(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Rows k[b, h, indices[b, h, i]] and the same of v; -1 gives zeros. -> [b, Hk, m, d], [b, Hk, m, dv]."""
 
@@ -279,6 +313,7 @@ def gather_kv(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return rows(k), rows(v)
 
 
+@also_of_pages
 def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """What slots [0, m) of k and v hold after the in-place move: the same as `gather_kv`."""
     return gather_kv(k, v, indices)
@@ -334,6 +369,7 @@ def rope_at_slots(
 FLAT_SIMILARITY = 1e-6  # standard deviations that are fp32's rounding
 
 
+@also_of_pages
 def outlier_degree(
     k: Tensor,
     *,
@@ -361,6 +397,7 @@ def outlier_degree(
     return torch.where(usable, torch.where(std > FLAT_SIMILARITY, (mean - similarity) / std, 0.0), torch.nan)
 
 
+@also_of_pages
 def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) -> Tensor:
     """ProtoKV Eq. 7, 8. k: [b, Hk, n, d], indices: [b, Hk, p] -> int32 [b, Hk, p]."""
     rows = indices.clamp(min=0).unsqueeze(-1).expand(*indices.shape, k.shape[-1])
@@ -371,6 +408,7 @@ def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) ->
     return buckets.masked_fill((indices < 0) | ~keys.isfinite().all(-1), -1)
 
 
+@also_of_pages
 def build_prototypes(
     k: Tensor,
     *,
@@ -414,6 +452,7 @@ def prototype_cosines(k: Tensor, prototypes: Tensor, dtype: torch.dtype = torch.
     return cosines.masked_fill(~usable.unsqueeze(2), -torch.inf)
 
 
+@also_of_pages
 def assign_prototypes(
     k: Tensor,
     prototypes: Tensor,

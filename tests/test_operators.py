@@ -33,14 +33,18 @@ def calls_of(op: str) -> list[str]:
 
 @every_operator
 def test_every_argument_is_given(op):
-    """Each overload has calls, and each of its arguments is given in one of them, as another than its default."""
+    """Each overload has calls, and each of its arguments is given in one of them, as another than its default.
+
+    But for block_table: test_pages.py gives it to every call.
+    """
     given = set()
     for name in calls_of(op):
         overload, arguments = direct(name, fresh(**SMALL))
         defaults = {x.name: x.default_value for x in overload._schema.arguments if x.has_default_value()}
         given |= {(overload._name, x) for x, value in arguments.items() if value != defaults.get(x, ...)}
     schemas = {f"{x.name}.{x.overload_name}".rstrip("."): x for x in SCHEMAS if x.name == f"kvops::{op}"}
-    assert given == {(name, x.name) for name, schema in schemas.items() for x in schema.arguments}
+    arguments = {(name, x.name) for name, schema in schemas.items() for x in schema.arguments}
+    assert given == {x for x in arguments if x[1] != "block_table"}
 
 
 def outcome(overload, arguments: dict) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ pytestmark = needs_headers
 ROOT = HERE.parent
 TORCH = Path(torch.__file__).parent
 PLANTED = ROOT / "build/planted"  # csrc with its faults
-OPERATORS_TESTS = [*(f"tests/test_{op}.py" for op in (*OPERATORS, "operators")), "tests/test_sm90.py"]
+OPERATORS_TESTS = [*(f"tests/test_{op}.py" for op in (*OPERATORS, "operators", "pages")), "tests/test_sm90.py"]
 FAST = "not opcheck and not many_heads and not repeatable"  # many_heads takes long, repeatable is four orders by itself
 # What finds nothing that depends on the order of threads.
 SLOW = "dtypes_and_head_dims or every_16_bit or rows_at_any_address or partial_rotation"

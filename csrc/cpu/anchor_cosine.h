@@ -38,7 +38,7 @@ template <class T>
 inline void cosines(const Rows<T>& rows, int64_t i, int64_t end, const float* direction, float* scores) {
   const Tile<T> tile(rows, i, end);
   const F inverse = load_first(scores, tile.count, 1.0f);
-  const F cosine = 0.0f - tile.dots(rows.shape, direction, rows.stride * kAheadRows) * inverse;
+  const F cosine = 0.0f - tile.dots(rows.shape, direction) * inverse;
   if (__builtin_expect(!any_nan(inverse > 0.0f ? cosine : splat(__builtin_nanf(""))), 1)) {
     store_first(scores, cosine, tile.count);
     return;
@@ -93,8 +93,7 @@ void unit_direction(const float* anchor, int64_t d, float* direction, int64_t si
 
 template <class T>
 struct Head {
-  Rows<T> rows;        // from the first valid slot
-  int64_t count;       // valid slots
+  Rows<T> rows;        // the valid slots
   float* scores;       // of the valid slots
   float* anchor;       // [d], channels in order
   const float* given;  // [d] or null
@@ -110,7 +109,8 @@ Head<T> prepare_head(const AnchorCosineParams& p, int64_t index) {
   float* anchor = p.anchor + index * p.d;
   const float* given = p.given_anchor ? p.given_anchor + index * p.d : nullptr;
   for (int64_t c = 0; c < p.d; ++c) anchor[c] = given ? given[c] : 0.0f;
-  return {{p.k.row(b, h, first), p.k.stride_n, p.d, row_shape<T>(p.k.row_bytes)}, count, scores + first, anchor, given};
+  const Rows<T> rows{p.k.head(b, h).from(first), count, p.d, row_shape<T>(p.k.row_bytes)};
+  return {rows, scores + first, anchor, given};
 }
 
 inline bool all_finite(const float* x, int64_t count) {
@@ -154,25 +154,25 @@ void score_heads(const AnchorCosineParams& p, Call& call) {
         const Head<T> head = prepare_head<T>(p, index);
         sum_and_direction<T>(head, block, size, [&](float unit) {
           for (int64_t c = 0; c < size; ++c) sum[c] = 0;
-          for (int64_t i = 0; i < head.count; i += kBlock) {
-            const int64_t end = head.count - i < kBlock ? head.count : i + kBlock;
+          for (int64_t i = 0; i < head.rows.count; i += kBlock) {
+            const int64_t end = head.rows.count - i < kBlock ? head.rows.count : i + kBlock;
             first_pass(head.rows, i, end, head.scores, block, run, size, p.normalize_anchor, unit);
             for (int64_t c = 0; c < size; ++c) sum[c] += block[c];
           }
           for (int64_t c = 0; c < p.d; ++c) head.anchor[c] = static_cast<float>(sum[channel_slot<T>(c)]);
         });
-        (head.given ? only_pass<T> : second_pass<T>)(head.rows, 0, head.count, head.scores, block);
+        (head.given ? only_pass<T> : second_pass<T>)(head.rows, 0, head.rows.count, head.scores, block);
       }
     });
     return;
   }
   for (int64_t index = 0; index < heads; ++index) {
     const Head<T> head = prepare_head<T>(p, index);
-    const int64_t blocks = (head.count + kBlock - 1) / kBlock;
+    const int64_t blocks = (head.rows.count + kBlock - 1) / kBlock;
     // Workers take runs of whole blocks, the same in both passes.
     const auto tokens = [&](int64_t worker) {
       const Share mine = share(blocks, worker, workers.count);
-      return Share{mine.first * kBlock, mine.last * kBlock < head.count ? mine.last * kBlock : head.count};
+      return Share{mine.first * kBlock, mine.last * kBlock < head.rows.count ? mine.last * kBlock : head.rows.count};
     };
     float *const sums = workers.workspace, *const direction = sums;
     sum_and_direction<T>(head, direction, size, [&](float unit) {

@@ -200,8 +200,7 @@ struct Assigner {
       });
       if (!plain) divide_by_largest(row[i], to);
     }
-    block.data = reinterpret_cast<const char*>(keys);
-    block.stride = 4 * words;
+    block = made_block(block, keys, 4 * words);
   }
 
   void divide_by_largest(const T* row, Product* to) const {
@@ -217,13 +216,15 @@ struct Assigner {
       from_float(static_cast<float>(to_float(row[c]) * factor), to + product_slot<T>(c));
   }
 
-  // Keys [first, first + count) of the head, at most kKeys of them; `next`: bytes from here to what comes next.
-  void assign(const char* data, int count, int64_t next, int32_t* out) {
-    Block block{0, count, data, p.k.stride_n};
+  // Keys [first, first + count) of the head, at most kKeys of them, and `left` behind them.
+  void assign(const HeadRows& rows, int64_t first, int count, int64_t left, int32_t* out) {
+    const char* lie[kKeys];
+    Block block = block_of(rows, first, count, lie);
     take_keys(block);
     for (int i = 0; i < kKeys * VL; i += VL) store(best + i, splat(-__builtin_inff()));
     memset(which, 0, 4 * kKeys * VL);
     int asked = 0;
+    RowWalk next(rows, first + count);
     for (int64_t vector = 0; vector < vectors; vector += kVectors) {
       const int64_t rest = vectors - vector;
       with_count(rest < kVectors ? rest : kVectors, [&](auto n) {
@@ -246,7 +247,7 @@ struct Assigner {
       // What comes next arrives meanwhile.
       for (const int upto = static_cast<int>(kKeys * (vector + kVectors) / vectors); asked < upto && asked < kKeys;
            ++asked)
-        for (int64_t i = 0; i < p.k.row_bytes; i += 64) __builtin_prefetch(data + next + asked * p.k.stride_n + i);
+        if (asked < left) prefetch_row(next.next(), p.k.row_bytes);
     }
     for (int i = 0; i < count; i += VL) winners(i, count - i < VL ? count - i : VL, out + i);
   }
@@ -286,10 +287,10 @@ void assign_heads(const AssignPrototypesParams& p, const Workers& workers) {
         for (int64_t i = last; i < p.n; ++i) out[i] = -1;
       }
       mine.take_head(index);
+      const HeadRows rows = p.k.head(b, index % p.heads);
       const int64_t begin = first + split * kSplit, end = last - begin < kSplit ? last : begin + kSplit;
       for (int64_t i = begin; i < end; i += kKeys)
-        mine.assign(p.k.row(b, index % p.heads, i), static_cast<int>(end - i < kKeys ? end - i : kKeys),
-                    kKeys * p.k.stride_n, out + i);
+        mine.assign(rows, i, static_cast<int>(end - i < kKeys ? end - i : kKeys), last - i - kKeys, out + i);
     }
   });
 }

@@ -10,10 +10,12 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
+constexpr int64_t kAhead = 2 * VL;  // rows
+
 template <class T>
 struct Mean {
   const RowShape shape;
-  const int64_t d, ahead;  // bytes to what is prefetched
+  const int64_t d, ahead;  // bytes to what is prefetched; of pages build_heads does that
   double* const total;     // both in the order of registers
   float* const tile;
   const T* row[VL] = {};
@@ -23,7 +25,7 @@ struct Mean {
   Mean(const BuildPrototypesParams& p, float* memory)
       : shape(row_shape<T>(p.k.row_bytes)),
         d(p.d),
-        ahead(2 * VL * p.k.stride_n),
+        ahead(p.k.table ? 0 : kAhead * p.k.stride_n),
         total(reinterpret_cast<double*>(memory)),
         tile(memory + 2 * width()) {}
 
@@ -111,23 +113,26 @@ void build_heads(const BuildPrototypesParams& p, const Workers& workers) {
     for (int64_t item = items.first; item < items.last; ++item) {
       const int64_t index = item / p.count(), prototype = item % p.count(), b = index / p.heads, h = index % p.heads;
       const Anchors anchors{p.sats.data + b * p.sats.stride_b + h * p.sats.stride_h, p.sats.stride_m, p.sats.m};
+      const HeadRows rows = p.k.head(b, h);
       const int64_t first = p.slots.first(b), valid = p.slots.count(b);
       if (prototype < p.chunks(valid)) {
         const int64_t end = first + p.chunk_begin(valid, prototype + 1);
         int64_t i = first + p.chunk_begin(valid, prototype), next = anchors.lower_bound(i);
+        RowWalk walk(rows, i), ahead(rows, i + kAhead);
         for (; i < end; ++i) {
+          if (rows.pages && i + kAhead < end) prefetch_row(ahead.next(), p.k.row_bytes);
+          const char* const row = walk.next();
           if (next < anchors.count && anchors.slot(next) == i) {
             ++next;
           } else {
-            mean.add(p.k.row(b, h, i));
+            mean.add(row);
           }
         }
       } else if (prototype >= p.num_chunks) {
         const int32_t* const buckets = p.buckets + index * p.sats.m;
         for (int64_t i = 0; i < anchors.count; ++i) {
           const int64_t slot = anchors.slot(i);
-          if (buckets[i] == prototype - p.num_chunks && slot >= first && slot < first + valid)
-            mean.add(p.k.row(b, h, slot));
+          if (buckets[i] == prototype - p.num_chunks && slot >= first && slot < first + valid) mean.add(rows.row(slot));
         }
       }
       mean.finish(p.prototypes + item * p.d, p.counts + item);

@@ -16,18 +16,21 @@ void compact_strip(const Strip x, const int64_t* index, int64_t index_stride, in
   const int64_t far = rows_ahead(x.bytes);
   int64_t i = 0;
   while (i < m && index[i * index_stride] == i) ++i;
+  RowWalk to(x.rows, i);
   for (; i < m; ++i) {
     if (i + far < m) {
       const int64_t ahead = index[(i + far) * index_stride];
       if (ahead >= 0) prefetch_row(x.row(ahead), x.bytes);
     }
     const int64_t source = index[i * index_stride];
-    if (source < 0)
-      memset(x.row(i), 0, x.bytes);
-    else if (may_stream && (source - i) * x.stride >= kStreamedMove)
-      StreamRow{}(x.row(i), x.row(source), x.bytes);
+    if (source < 0 && x.rows.pages)
+      break;  // the slots behind the kept ones may have no page
+    else if (source < 0)
+      memset(to.next(), 0, x.bytes);
+    else if (may_stream && (source - i) * x.rows.stride_n >= kStreamedMove)
+      StreamRow{}(to.next(), x.row(source), x.bytes);
     else
-      CopyRow{}(x.row(i), x.row(source), x.bytes);
+      CopyRow{}(to.next(), x.row(source), x.bytes);
   }
   if (may_stream) stream_fence();
 }

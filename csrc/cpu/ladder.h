@@ -61,7 +61,7 @@ struct TurnRow {
 template <class Row>
 inline void move_rows(const LadderMoves& moves, int32_t offset, const Strip in, const Strip out, Share slots,
                       int64_t stream_from, Row row) {
-  const bool in_place = in.data == out.data;
+  const bool in_place = in.rows.data == out.rows.data;
   LadderWalk ahead(moves, offset, slots.first + rows_ahead(in.bytes));
   for (LadderWalk at(moves, offset, slots.first); at.slot < slots.last; at.next()) {
     if (ahead.slot < moves.kept) {

@@ -30,7 +30,7 @@ void ladder_compact_(const LadderParams& p, Call& call) {
       const KVView& x = is_key ? layer.k : layer.v;
       const Strip strip = column_strip(x, head / p.heads, head % p.heads, part, whole ? 1 : wanted);
       if (strip.bytes == 0) continue;
-      const int64_t stream_from = kStreamedMove / (strip.stride > 0 ? strip.stride : 1) + 1;
+      const int64_t stream_from = kStreamedMove / (strip.rows.stride_n > 0 ? strip.rows.stride_n : 1) + 1;
       move_strip(p, layer.offset, x, is_key, strip, strip, {p.moves.first, p.moves.kept}, stream_from, tables);
     }
     stream_fence();

@@ -115,10 +115,11 @@ inline void sweep(const Rows<T>& rows, int64_t first, int64_t count, Channels& c
   for (int64_t i = 0; i < count; i += R) {
     const int64_t live = count - i < R ? count - i : R;
     const T* row[R];
-    for (int r = 0; r < R; ++r) row[r] = rows.row(first + i + (r < live ? r : live - 1));
+    rows.template take<R>(first + i, first + count, row);
     // Behind this partition comes the one before it, the other tensor's between them: time enough to need no more than
     // the second level of the cache.
-    const int64_t ahead = (i + kAheadRows < count ? kAheadRows : kAheadRows - 2 * count) * rows.stride;
+    int64_t far[R];
+    rows.template ahead<R>(first + i, i + kAheadRows < count ? kAheadRows : kAheadRows - 2 * count, row, far);
     F sums[VL] = {};
     for_registers<T>(rows.shape, [&](int64_t c, auto&& load_row) {
       F lo[W], inverse[W], half[W], low[W], high[W], poison[W];
@@ -134,7 +135,7 @@ inline void sweep(const Rows<T>& rows, int64_t first, int64_t count, Channels& c
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         F x[W];
-        prefetch<2>(row[r], c, ahead);
+        prefetch<2>(row[r], c, far[r]);
         load_row(row[r], x);
         for (int j = 0; j < W; ++j) {
           if constexpr (Score) {
@@ -234,11 +235,10 @@ void score_heads(const LagScoreParams& p, const Workers& workers) {
   const int64_t runs = heads >= workers.count ? 1 : (4 * workers.count + heads - 1) / heads;  // per head, at most
   parallel_for(workers, workers.count, [&](int64_t worker) {
     float* memory = workers.workspace + worker * scratch_of(p);
-    const Rows<T> shapes[2] = {{nullptr, p.k.stride_n, p.d, row_shape<T>(p.k.row_bytes)},
-                               {nullptr, p.v.stride_n, p.dv, row_shape<T>(p.v.row_bytes)}};
+    const RowShape shapes[2] = {row_shape<T>(p.k.row_bytes), row_shape<T>(p.v.row_bytes)};
     Channels channels[2] = {
-        {memory, shapes[0].shape.registers() * kStep<T>},
-        {memory + Channels::floats(shapes[0].shape.registers() * kStep<T>), shapes[1].shape.registers() * kStep<T>}};
+        {memory, shapes[0].registers() * kStep<T>},
+        {memory + Channels::floats(shapes[0].registers() * kStep<T>), shapes[1].registers() * kStep<T>}};
     float* v_scores = memory + Channels::floats(channels[0].size + channels[1].size);
     const Share units = share(heads * runs, worker, workers.count);
     for (int64_t unit = units.first; unit < units.last; ++unit) {
@@ -249,10 +249,9 @@ void score_heads(const LagScoreParams& p, const Workers& workers) {
         for (int64_t i = segments * p.lag; i < p.segments * p.lag; ++i) scores[i] = __builtin_nanf("");
       const Share run = share(segments, unit % runs, runs);
       if (run.first == run.last) continue;
-      const int64_t grid = p.slots.first(b) + p.prefix;
-      Rows<T> kv[2] = {shapes[0], shapes[1]};
-      kv[0].data = p.k.row(b, h, grid);
-      kv[1].data = p.v.row(b, h, grid);
+      const int64_t grid = p.slots.first(b) + p.prefix, tokens = p.slots.count(b) - p.prefix;
+      const Rows<T> kv[2] = {{p.k.head(b, h).from(grid), tokens, p.d, shapes[0]},
+                             {p.v.head(b, h).from(grid), tokens, p.dv, shapes[1]}};
       score_run(p, kv, scores, run.first, run.last, channels, v_scores);
     }
   });

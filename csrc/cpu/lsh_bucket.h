@@ -60,7 +60,7 @@ void hash_keys(const LshBucketParams& p, Call& call) {
       const int64_t b = item / m / p.heads, h = item / m % p.heads;
       const int64_t i = p.indices.data[b * p.indices.stride_b + h * p.indices.stride_h + item % m * p.indices.stride_m];
       p.buckets[item] = -1;
-      if (i < 0 || !widen_key(reinterpret_cast<const T*>(p.k.row(b, h, i)), shape, key)) continue;
+      if (i < 0 || !widen_key(reinterpret_cast<const T*>(p.k.head(b, h).row(i)), shape, key)) continue;
       int32_t bucket = 0;
       for (int64_t q = 0; q < p.r; ++q)
         bucket = 2 * bucket + cosine_is_positive(dot(projection + q * width, key, width) + p.phase[q]);

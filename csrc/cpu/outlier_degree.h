@@ -31,7 +31,7 @@ template <class T>
 struct Slide {
   const T *enter[VL], *here[VL], *leave[VL];
   float in[VL], out[VL];  // 1/|k| of the rows that enter and leave
-  int64_t ahead;          // bytes to the rows that are asked for, so that memory is not idle meanwhile
+  int64_t far[VL];        // from `enter` to the rows that are asked for, so that memory is not idle meanwhile
 
   // G registers at a time: their sums stay in registers for all steps.
   template <int G, class Load>
@@ -44,7 +44,7 @@ struct Slide {
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) {
         F x[N], y[N], z[N];
-        prefetch(enter[r], c + g, ahead);
+        prefetch(enter[r], c + g, far[r]);
         load_register(enter[r], g, x);
         load_register(leave[r], g, y);
         load_register(here[r], g, z);
@@ -81,8 +81,8 @@ inline bool all_plain(F inverse) {
 // The tokens of one head, and what a worker needs for a block of them.
 template <class T>
 struct Neighbourhood {
-  const Rows<T> rows;  // from the first valid slot
-  const int64_t count, kappa;
+  const Rows<T> rows;  // the valid slots
+  const int64_t kappa;
   float* total;    // the window's sum, in the order of registers
   T* zeros;        // a row
   float* inverse;  // [1 + kappa + block + kappa + VL]: 1/|k| from token `first - kappa - 1` on; NaN: no neighbour
@@ -105,8 +105,9 @@ struct Neighbourhood {
   // The similarities of tokens [begin, end).
   void block(int64_t begin, int64_t end, float* similarity) {
     first = begin;
-    const int64_t from = begin < kappa ? 0 : begin - kappa, to = end + kappa < count ? end + kappa : count;
-    const int64_t warm = begin + kappa < count ? begin + kappa : count;  // rows below are in the first window, but one
+    const int64_t from = begin < kappa ? 0 : begin - kappa, to = end + kappa < rows.count ? end + kappa : rows.count;
+    const int64_t warm =
+        begin + kappa < rows.count ? begin + kappa : rows.count;  // rows below are in the first window, but one
     for (int64_t i = begin - kappa - 1; i < end + kappa + VL; ++i) inverse_of(i) = __builtin_nanf("");
     for (int64_t c = 0; c < rows.shape.registers() * kStep<T>; ++c) total[c] = 0.0f;
     for (int64_t i = from; i < warm; i += VL) norms(rows, i, warm, &inverse_of(i), total, true);
@@ -117,7 +118,6 @@ struct Neighbourhood {
       const int64_t tokens = end - i < VL ? end - i : VL;
       float own[VL], of[VL];  // 1/|k|, neighbours
       Slide<T> slide;
-      slide.ahead = rows.stride * (kAheadRows + VL);  // before the next tile's norms do it
       const F in = load(&inverse_of(i + kappa)), here = load(&inverse_of(i)), out = load(&inverse_of(i - kappa - 1));
       bool redo = false;
       if (neighbours == 2 * kappa + 1 && all_plain(in) && all_plain(here) && all_plain(out)) {  // the usual
@@ -125,12 +125,9 @@ struct Neighbourhood {
         store(slide.out, out);
         store(own, here);
         store(of, splat(static_cast<float>(neighbours)));
-        const char* const middle = reinterpret_cast<const char*>(rows.row(i));
-        for (int64_t r = 0; r < VL; ++r) {
-          slide.enter[r] = reinterpret_cast<const T*>(middle + (r + kappa) * rows.stride);
-          slide.here[r] = reinterpret_cast<const T*>(middle + r * rows.stride);
-          slide.leave[r] = reinterpret_cast<const T*>(middle + (r - kappa - 1) * rows.stride);
-        }
+        rows.template take<VL>(i + kappa, i + kappa + VL, slide.enter);
+        rows.template take<VL>(i, i + VL, slide.here);
+        rows.template take<VL>(i - kappa - 1, i - kappa - 1 + VL, slide.leave);
       } else {
         for (int64_t r = 0; r < VL; ++r) {
           const int64_t token = r < tokens ? i + r : i + tokens - 1;
@@ -146,6 +143,8 @@ struct Neighbourhood {
           redo |= slide.in[r] == kRedo || own[r] == kRedo || slide.out[r] == kRedo;
         }
       }
+      // Before the next tile's norms do it.
+      rows.template ahead<VL>(i + kappa, kAheadRows + VL, slide.enter, slide.far);
       if (__builtin_expect(!redo, 1)) {
         store_first(similarity + i, slide.dots(rows.shape, total) * load(own) / load(of), tokens);
         continue;
@@ -227,8 +226,8 @@ void score_heads(const OutlierDegreeParams& p, const Scratch& sizes, const Worke
       const int64_t begin = block * tokens, end = count - begin < tokens ? count : begin + tokens;
       moments[item] = {0, 0, 0};
       if (begin >= end) continue;
-      const Rows<T> rows{p.k.row(b, index % p.heads, first), p.k.stride_n, p.d, row_shape<T>(p.k.row_bytes)};
-      Neighbourhood<T> here{rows, count, p.kappa, total, zeros, total + 2 * sizes.row};
+      const Rows<T> rows{p.k.head(b, index % p.heads).from(first), count, p.d, row_shape<T>(p.k.row_bytes)};
+      Neighbourhood<T> here{rows, p.kappa, total, zeros, total + 2 * sizes.row};
       here.block(begin, end, scores + first);
       if (p.standardize) moments[item] = Moments::of(scores + first + begin, end - begin);
     }

@@ -50,14 +50,42 @@ inline void with_count(int64_t n, const Fn& fn) {
   }
 }
 
-// Keys [first, first + count) of a head: rows of whole 16-byte pieces, `stride` bytes apart.
+// Keys [first, first + count) of a head: rows of whole 16-byte pieces, `stride` bytes apart, or wherever `rows` says.
 struct Block {
   int64_t first;
   int count;
   const char* data;
   int64_t stride;
-  const char* row(int i) const { return data + (i < count ? i : count - 1) * stride; }
+  const char* const* rows = nullptr;
+
+  const char* row(int i) const {
+    const int own = i < count ? i : count - 1;
+    return rows ? rows[own] : data + own * stride;
+  }
+  // Bytes from row i to the one `distance` on, to be prefetched. Of pages, within the block.
+  int64_t ahead(int i, int64_t distance) const {
+    if (!rows) return distance * stride;
+    return rows[i + distance < count ? i + distance : count - 1] - row(i);
+  }
 };
+
+// Keys as they lie. Those of pages are looked up once, into `rows`.
+inline Block block_of(const HeadRows& head, int64_t first, int64_t count, const char** rows) {
+  Block block{first, static_cast<int>(count), nullptr, head.stride_n};
+  if (!head.pages) {
+    block.data = head.row(first);
+    return block;
+  }
+  RowWalk walk(head, first);
+  for (int i = 0; i < block.count; ++i) rows[i] = walk.next();
+  block.rows = rows;
+  return block;
+}
+
+// Keys that were made, one behind the other.
+inline Block made_block(const Block& of, const void* data, int64_t stride) {
+  return {of.first, of.count, reinterpret_cast<const char*>(data), stride};
+}
 
 // take(first, sums[keys][N]) with sums = q . k over `words` words (a multiple of 4), for kKeysAtOnce<N> keys from
 // `first` on at a time; those behind the block's last repeat it. q: [words][N vectors].

@@ -8,18 +8,20 @@ namespace {
 // The rows of one (batch, head) of K or V, or some columns of them. Copied out of a KVView, so that the compiler need
 // not read its fields again after every store.
 struct Strip {
-  char* data;
-  int64_t stride, bytes;
-  Strip(const KVView& x, int64_t b, int64_t h) : data(x.row(b, h, 0)), stride(x.stride_n), bytes(x.row_bytes) {}
-  Strip(char* data_, int64_t stride_, int64_t bytes_) : data(data_), stride(stride_), bytes(bytes_) {}
-  char* row(int64_t i) const { return data + i * stride; }
+  HeadRows rows;
+  int64_t bytes;
+  Strip(const KVView& x, int64_t b, int64_t h) : rows(x.head(b, h)), bytes(x.row_bytes) {}
+  char* row(int64_t i) const { return rows.row(i); }
 };
 
 // Part `part` of the columns of x's rows, in whole cache lines; of no bytes if there are fewer lines than parts.
 inline Strip column_strip(const KVView& x, int64_t b, int64_t h, int64_t part, int64_t parts) {
   const Share lines = share((x.row_bytes + 63) / 64, part, parts);
   const int64_t first = lines.first * 64, last = lines.last * 64 < x.row_bytes ? lines.last * 64 : x.row_bytes;
-  return {x.row(b, h, 0) + first, x.stride_n, first < last ? last - first : 0};
+  Strip strip(x, b, h);
+  strip.rows.data += first;
+  strip.bytes = first < last ? last - first : 0;
+  return strip;
 }
 
 // Destinations of an in-place move this far (bytes) behind their source have left the cache and are written by
@@ -29,10 +31,6 @@ constexpr int64_t kStreamedMove = 4 << 20, kStreamedOutput = 16 << 20;
 // Kept rows jump, which the hardware's prefetch does not follow: those about 8 KiB ahead are asked for by hand.
 inline int64_t rows_ahead(int64_t bytes) {
   return bytes < 2048 ? 8192 / bytes : 4;
-}
-
-inline void prefetch_row(const char* row, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
 }
 
 struct CopyRow {

@@ -459,14 +459,46 @@ inline RowShape row_shape(int64_t row_bytes) {
   return {static_cast<int>(row_bytes / VB), static_cast<int>(row_bytes % VB)};
 }
 
+inline void prefetch_row(const char* row, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
+}
+
 // Rows of one head of K or V.
 template <class T>
 struct Rows {
-  const char* data;
-  int64_t stride;  // bytes
-  int64_t d;
+  HeadRows head;
+  int64_t count, d;
   RowShape shape;
-  const T* row(int64_t i) const { return reinterpret_cast<const T*>(data + i * stride); }
+  const T* row(int64_t i) const { return reinterpret_cast<const T*>(head.row(i)); }
+  // Rows [i, i + N) below `end`, the last repeated.
+  template <int N>
+  void take(int64_t i, int64_t end, const T** to) const {
+    const int live = end - i < N ? static_cast<int>(end - i) : N;
+    if (__builtin_expect(head.strided(i, live), 1)) {
+      const char* const data = head.row(i);
+      for (int r = 0; r < N; ++r) to[r] = reinterpret_cast<const T*>(data + (r < live ? r : live - 1) * head.stride_n);
+      return;
+    }
+    RowWalk walk(head, i);
+    for (int r = 0; r < live; ++r) to[r] = reinterpret_cast<const T*>(walk.next());
+    for (int r = live; r < N; ++r) to[r] = to[live - 1];
+  }
+  // far[r]: bytes from `from[r]`, row i + r, to the one `distance` on, to be prefetched.
+  template <int N>
+  void ahead(int64_t i, int64_t distance, const T* const* from, int64_t* far) const {
+    if (!head.pages) {
+      for (int r = 0; r < N; ++r) far[r] = distance * head.stride_n;
+      return;
+    }
+    int64_t at = i + distance < 0 ? 0 : i + distance;
+    if (at + N <= count && head.strided(at, N)) {
+      const char* const data = head.row(at);
+      for (int r = 0; r < N; ++r) far[r] = data + r * head.stride_n - reinterpret_cast<const char*>(from[r]);
+      return;
+    }
+    RowWalk walk(head, at);
+    for (int r = 0; r < N; ++r, ++at) far[r] = at < count ? walk.next() - reinterpret_cast<const char*>(from[r]) : 0;
+  }
 };
 
 // fn(register index, loader) over a row's registers; loader(p, F* out) reads that register of the row at p.

@@ -15,19 +15,21 @@ constexpr float kRedo = -1.0f;                      // instead of 1/|k|: do this
 template <class T>
 struct Tile {
   const T* row[VL];
+  int64_t far[VL];  // from there to what is prefetched
   int64_t count;
 
   // Rows [i, i + VL) below `end`; the last is repeated to fill the tile.
   Tile(const Rows<T>& rows, int64_t i, int64_t end) : count(end - i < VL ? end - i : VL) {
-    for (int r = 0; r < VL; ++r) row[r] = rows.row(i + (r < count ? r : count - 1));
+    rows.template take<VL>(i, end, row);
+    rows.template ahead<VL>(i, kAheadRows, row, far);
   }
 
-  F squared_norms(RowShape shape, int64_t ahead) const {
-    return sums(shape, ahead, [](F x, int64_t) { return x; });
+  F squared_norms(RowShape shape) const {
+    return sums(shape, [](F x, int64_t) { return x; });
   }
 
-  F dots(RowShape shape, const float* direction, int64_t ahead) const {
-    return sums(shape, ahead, [&](F, int64_t at) { return load(direction + at); });
+  F dots(RowShape shape, const float* direction) const {
+    return sums(shape, [&](F, int64_t at) { return load(direction + at); });
   }
 
   // total[channel] += sum over rows of weight[r] * row[r].
@@ -49,14 +51,14 @@ struct Tile {
   // Of each row, x times factor(x, its place in the order of registers). One row after the other, as they lie in
   // memory: the hardware's prefetch follows that, and not sixteen rows at once.
   template <class Factor>
-  F sums(RowShape shape, int64_t ahead, const Factor& factor) const {
+  F sums(RowShape shape, const Factor& factor) const {
     F sums[VL];
 #pragma GCC unroll 16
     for (int r = 0; r < VL; ++r) {
       F sum = {};
       for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
         F x[kVecs<T>];
-        prefetch(row[r], c, ahead);
+        prefetch(row[r], c, far[r]);
         load_row(row[r], x);
         for (int j = 0; j < kVecs<T>; ++j) sum += x[j] * factor(x[j], (c * kVecs<T> + j) * VL);
       });
@@ -82,7 +84,7 @@ template <class T>
 inline void norms(const Rows<T>& rows, int64_t i, int64_t end, float* inverse_norms, float* total, bool normalize,
                   float unit = 1.0f) {
   const Tile<T> tile(rows, i, end);
-  const F squares = tile.squared_norms(rows.shape, rows.stride * kAheadRows);
+  const F squares = tile.squared_norms(rows.shape);
   const F inverse = 1.0f / sqrt(squares);
   float weight[VL];
   store(weight, normalize ? inverse : splat(unit));

@@ -66,11 +66,11 @@ void multiply(const Block& block, const float* q, int64_t words, float scale, fl
 // A block of keys rotated, at `to`.
 template <class T>
 Block turned(const Window& p, int64_t b, const Block& block, float* to) {
-  const Block result{block.first, block.count, reinterpret_cast<char*>(to), round_up(p.k.row_bytes, 4 * kMaxLanes)};
+  const Block result = made_block(block, to, round_up(p.k.row_bytes, 4 * kMaxLanes));
   const SlotRope& rope = p.rope;
-  const int64_t far = rows_ahead(p.k.row_bytes) * block.stride;
+  const int64_t far = rows_ahead(p.k.row_bytes);
   for (int i = 0; i < block.count; ++i) {
-    prefetch_row(block.row(i) + far, p.k.row_bytes);
+    prefetch_row(block.row(i) + block.ahead(i, far), p.k.row_bytes);
     rotate_row<T>(reinterpret_cast<char*>(to) + i * result.stride, block.row(i), p.k.row_bytes,
                   rope.cos.row(b, block.first + i), rope.sin.row(b, block.first + i), rope.pairs, rope.interleaved,
                   PutRegister{});
@@ -114,6 +114,7 @@ struct WindowWorker {
   float *q, *keys, *values, *tile, *partial, *poison, *block_scores, *group_scores, *turns;
   float *offset, *factor, *sink;           // [lanes]: a row's weight is exp(logit - offset) * factor
   int32_t* limit;                          // [lanes]: 0 where no row is
+  const char* key_rows[kBlock];            // of the block in hand, if it lies in pages
   int64_t head = -1;                       // which batch * heads + head it is
   int64_t first = 0, last = 0, whole = 0;  // some row sees [first, last); all lanes see what is below `whole`
   float weight = 0;                        // a row's, by the means
@@ -219,10 +220,9 @@ struct WindowWorker {
       fn(Block{i, static_cast<int>(end - i < kBlock ? end - i : kBlock), nullptr, 0});
   }
 
-  // A block's rows of K or V, as they lie.
-  void rows_of(const KVView& view, Block& block) const {
-    block.data = view.row(batch(), head % p.heads, block.first);
-    block.stride = view.stride_n;
+  // A block's rows of K or V, as they lie. `rows`: room for kBlock of them.
+  void rows_of(const KVView& view, Block& block, const char** rows) const {
+    block = block_of(view.head(batch(), head % p.heads), block.first, block.count, rows);
   }
   static void widen_rows(int64_t row_bytes, Block& block, float* wide) {
     const RowShape shape = row_shape<T>(row_bytes);
@@ -233,11 +233,10 @@ struct WindowWorker {
         load_row(reinterpret_cast<const T*>(block.row(i)), x);
         for (int j = 0; j < kVecs<T>; ++j) store(wide + i * width + (c * kVecs<T> + j) * VL, x[j]);
       });
-    block.data = reinterpret_cast<const char*>(wide);
-    block.stride = 4 * width;
+    block = made_block(block, wide, 4 * width);
   }
-  void keys_of(Block& block) const {
-    rows_of(p.k, block);
+  void keys_of(Block& block) {
+    rows_of(p.k, block, key_rows);
     if (p.rope.pairs) block = turned<T>(p, batch(), block, turns);
     if (kWidened<T>) widen_rows(p.k.row_bytes, block, keys);
   }

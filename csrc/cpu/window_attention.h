@@ -28,6 +28,7 @@ struct WeightedValues {
   const int64_t width;  // of a row of V, with what the last register has beyond it
   float* const out;
   Block block{};
+  const char* rows[kBlock];
 
   static int64_t row_width(int64_t row_bytes) {
     return sizeof(T) == 2 ? row_shape<T>(row_bytes).registers() * kStep<T> : row_bytes / 4;
@@ -40,7 +41,7 @@ struct WeightedValues {
 
   void start(const Block& keys) {
     block = keys;
-    worker.rows_of(v, block);
+    worker.rows_of(v, block, rows);
     if (sizeof(T) == 2) worker.widen_rows(v.row_bytes, block, worker.values);
   }
 

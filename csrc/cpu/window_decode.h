@@ -104,25 +104,29 @@ struct DecodeWorker {
   // part: of the split's keys.
   template <class Fn>
   void for_blocks(int64_t split, Share part, const Fn& fn) const {
+    const char* rows[kBlock];
     const int64_t begin = first + split * split_keys(p.n);
     const int64_t end = last - begin < part.last ? last : begin + part.last;
-    for (int64_t i = begin + part.first; i < end; i += kBlock) fn(rows_of(p.k, i, end - i < kBlock ? end - i : kBlock));
+    for (int64_t i = begin + part.first; i < end; i += kBlock)
+      fn(rows_of(p.k, i, end - i < kBlock ? end - i : kBlock, rows));
   }
-  Block rows_of(const KVView& view, int64_t begin, int64_t count) const {
-    return {begin, static_cast<int>(count), view.row(head / p.heads, head % p.heads, begin), view.stride_n};
+  // `rows`: room for kBlock of them.
+  Block rows_of(const KVView& view, int64_t begin, int64_t count, const char** rows) const {
+    return block_of(view.head(head / p.heads, head % p.heads), begin, count, rows);
   }
 
-  // out: [keys in whole units][R]. Asks for the same keys' rows of `then`, if there are any.
-  void logits(const Block& block, const KVView* then, float* out) const {
+  // out: [keys in whole units][R]. Asks for the rows of `then`, of the same keys, if there are any.
+  void logits(const Block& block, const Block* then, int64_t then_bytes, float* out) const {
     const SlotRope rope = p.rope;  // copies, as what is stored might be these
     const int64_t bytes = p.k.row_bytes, b = head / p.heads;
     for (int i = 0; i < block.count; i += kUnit) {
       const In *row[kUnit], *from[kUnit];
+      int64_t far[kUnit];
       for (int k = 0; k < kUnit; ++k) {
         row[k] = from[k] = reinterpret_cast<const In*>(block.row(i + k));
+        far[k] = block.ahead(i + k, 2 * kUnit);
         if (then && i + k < block.count) {
-          const char* const next = then->row(head / p.heads, head % p.heads, block.first + i + k);
-          for (int64_t at = 0; at < then->row_bytes; at += 64) __builtin_prefetch(next + at);
+          prefetch_row(then->row(i + k), then_bytes);
         }
         if (rope.pairs) {
           const int64_t slot = block.first + (i + k < block.count ? i + k : block.count - 1);
@@ -136,7 +140,7 @@ struct DecodeWorker {
 #pragma GCC unroll 16
         for (int k = 0; k < kUnit; ++k) {
           F x[kVecs<In>];
-          prefetch(from[k], c, block.stride * 2 * kUnit);
+          prefetch(from[k], c, far[k]);
           load_row(row[k], x);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r)
@@ -205,10 +209,9 @@ struct DecodeWorker {
     }
   }
 
-  // Adds the weighted rows of V to out, [R][registers of V].
-  void add_values(const KVView& v, const Block& keys, const float* shrink, float* out) const {
-    const Block block = rows_of(v, keys.first, keys.count);
-    const RowShape of_v = row_shape<T>(v.row_bytes);
+  // Adds the block's weighted rows of V to out, [R][registers of V].
+  void add_values(const Block& block, int64_t row_bytes, const float* shrink, float* out) const {
+    const RowShape of_v = row_shape<T>(row_bytes);
     constexpr int C = R * kVecs<T> >= 8 ? 1 : 8 / (R * kVecs<T>);
     int c = 0;
     for (; c + C <= of_v.full; c += C) add_registers<C>(block, of_v, c, shrink, out);
@@ -249,9 +252,12 @@ struct DecodeWorker {
     float* at = kept ? kept + part.first * R : tile;
     for_blocks(split, part, [&](const Block& block) {
       float shrink[kLanes];
-      logits(block, v, at);
+      const char* rows[kBlock];
+      Block values{};
+      if (v) values = rows_of(*v, block.first, block.count, rows);
+      logits(block, v ? &values : nullptr, v ? v->row_bytes : 0, at);
       softmax(block.count, at, peak, total, shrink);
-      if (v) add_values(*v, block, shrink, out);
+      if (v) add_values(values, v->row_bytes, shrink, out);
       if (kept) at += kBlock * R;
     });
     if (part.last < split_keys(p.n)) return;
@@ -315,7 +321,7 @@ struct DecodeWorker {
   // kept: the split's logits, or null: to be made.
   void second_pass(int64_t split, const float* kept, bool dot) const {
     for_blocks(split, {0, split_keys(p.n)}, [&](const Block& block) {
-      if (!kept) logits(block, nullptr, tile);
+      if (!kept) logits(block, nullptr, 0, tile);
       score_block(block, kept ? kept : tile, dot);
       if (kept) kept += kBlock * R;
     });

@@ -7,11 +7,12 @@ namespace kvops {
 namespace {
 
 std::tuple<Tensor, Tensor> anchor_cosine(const Tensor& k, const OptionalTensor& anchor, bool normalize_anchor,
-                                         const OptionalTensor& starts, const OptionalTensor& lengths) {
+                                         const OptionalTensor& starts, const OptionalTensor& lengths,
+                                         const OptionalTensor& block_table) {
   const char* op = "anchor_cosine";
   const DType dtype = check_dtype(op, "k", k);
-  const KVView view = check_kv(op, "k", k);
-  const int64_t b = k.size(0), heads = k.size(1), n = k.size(2), d = k.size(3);
+  const KV kv = check_cache(op, "k", k, block_table);
+  const auto& [view, b, heads, n, d] = kv;
   if (anchor) {
     check_same_device(op, "anchor", *anchor, k);
     check_scalar_type(op, "anchor", *anchor, ScalarType::Float);
@@ -20,6 +21,7 @@ std::tuple<Tensor, Tensor> anchor_cosine(const Tensor& k, const OptionalTensor& 
                 op, ": anchor must be a contiguous [", b, ", ", heads, ", ", d, "], got ", shape(*anchor));
   }
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
+  check_pages(op, kv, k, slots);
   check_head_dim(op, "k", k);
   const Tensor scores = empty(op, k, std::array{b, heads, n}, ScalarType::Float);
   const Tensor anchor_out = empty(op, k, std::array{b, heads, d}, ScalarType::Float);

@@ -7,18 +7,19 @@ namespace kvops {
 namespace {
 
 Tensor assign_prototypes(const Tensor& k, const Tensor& prototypes, const OptionalTensor& starts,
-                         const OptionalTensor& lengths) {
+                         const OptionalTensor& lengths, const OptionalTensor& block_table) {
   const char* op = "assign_prototypes";
   check_same_device(op, "prototypes", prototypes, k);
   const DType dtype = check_dtype(op, "k", k);
   check_scalar_type(op, "prototypes", prototypes, ScalarType::Float);
-  const KVView view = check_kv(op, "k", k);
-  const int64_t b = k.size(0), heads = k.size(1), n = k.size(2), d = k.size(3);
+  const KV kv = check_cache(op, "k", k, block_table);
+  const auto& [view, b, heads, n, d] = kv;
   KVOPS_CHECK(
       prototypes.dim() == 4 && prototypes.size(0) == b && prototypes.size(1) == heads && prototypes.size(2) >= 1 &&
           prototypes.size(2) <= int64_t{1} << 25 && prototypes.size(3) == d && prototypes.is_contiguous(),
       op, ": prototypes must be a contiguous [", b, ", ", heads, ", at least 1, ", d, "], got ", shape(prototypes));
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
+  check_pages(op, kv, k, slots);
   check_head_dim(op, "k", k);
   const Tensor assignment = empty(op, k, std::array{b, heads, n}, ScalarType::Int);
   const AssignPrototypesParams p{.k = view,

@@ -8,22 +8,24 @@ namespace {
 
 std::tuple<Tensor, Tensor> build_prototypes(const Tensor& k, const OptionalTensor& sat_indices,
                                             const OptionalTensor& buckets, int64_t num_chunks, int64_t num_buckets,
-                                            const OptionalTensor& starts, const OptionalTensor& lengths) {
+                                            const OptionalTensor& starts, const OptionalTensor& lengths,
+                                            const OptionalTensor& block_table) {
   const char* op = "build_prototypes";
   const DType dtype = check_dtype(op, "k", k);
-  const KVView view = check_kv(op, "k", k);
-  const int64_t b = k.size(0), heads = k.size(1), n = k.size(2), d = k.size(3);
+  const KV kv = check_cache(op, "k", k, block_table);
+  const auto& [view, b, heads, n, d] = kv;
   constexpr int64_t kMost = int64_t{1} << 24;
   KVOPS_CHECK(num_chunks >= 0 && num_chunks <= kMost, op, ": num_chunks must be in [0, ", kMost, "], got ", num_chunks);
   KVOPS_CHECK(num_buckets >= 0 && num_buckets <= kMost, op, ": num_buckets must be in [0, ", kMost, "], got ",
               num_buckets);
   KVOPS_CHECK(num_chunks + num_buckets >= 1, op, ": num_chunks + num_buckets must be at least 1, got 0");
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
+  check_pages(op, kv, k, slots);
   KVOPS_CHECK(sat_indices.has_value() == buckets.has_value(), op,
               ": sat_indices and buckets must be given together, got one of them");
   IndexView sats{};
   if (sat_indices) {
-    sats = check_indices(op, *sat_indices, k, "sat_indices");
+    sats = check_indices(op, *sat_indices, k, kv, "sat_indices");
     check_same_device(op, "buckets", *buckets, k);
     check_scalar_type(op, "buckets", *buckets, ScalarType::Int);
     KVOPS_CHECK(buckets->dim() == 3 && buckets->size(0) == b && buckets->size(1) == heads &&

@@ -10,21 +10,31 @@ namespace {
 constexpr const char* kGatherKV = "gather_kv";
 
 // What is read, before the targets are known.
-GatherKVParams check_sources(const Tensor& k, const Tensor& v, const Tensor& indices) {
-  const KVPair kv = check_kv_pair(kGatherKV, k, v);
-  const IndexView view = check_indices(kGatherKV, indices, k);
-  return {.k = kv.k, .v = kv.v, .k_out = {}, .v_out = {}, .indices = view, .b = kv.b, .heads = kv.heads, .n = kv.n};
+GatherKVParams check_sources(const Tensor& k, const Tensor& v, const Tensor& indices,
+                             const OptionalTensor& block_table) {
+  const KVPair kv = check_kv_pair(kGatherKV, k, v, block_table);
+  const IndexView view = check_indices(kGatherKV, indices, k, kv.k);
+  return {.k = kv.k.view,
+          .v = kv.v.view,
+          .k_out = {},
+          .v_out = {},
+          .indices = view,
+          .b = kv.k.b,
+          .heads = kv.k.heads,
+          .n = kv.k.n};
 }
 
 void gather(const Tensor& k, const Tensor& indices, const GatherKVParams& p) {
   if (indices.numel() == 0) return;
   check_index_values(kGatherKV, indices, p.n);
+  check_pages(kGatherKV, p.k, p.b, k, [&](int64_t b) { return index_range(p.indices, b, p.heads); });
   HostCall call(kGatherKV, k);
   launch_gather_kv(p, call);
 }
 
-std::tuple<Tensor, Tensor> gather_kv(const Tensor& k, const Tensor& v, const Tensor& indices) {
-  GatherKVParams p = check_sources(k, v, indices);
+std::tuple<Tensor, Tensor> gather_kv(const Tensor& k, const Tensor& v, const Tensor& indices,
+                                     const OptionalTensor& block_table) {
+  GatherKVParams p = check_sources(k, v, indices, block_table);
   const Tensor k_out = empty_rows(kGatherKV, k, p.b, p.heads, p.indices.m);
   const Tensor v_out = empty_rows(kGatherKV, v, p.b, p.heads, p.indices.m);
   p.k_out = check_kv(kGatherKV, "k_out", k_out, true);
@@ -33,11 +43,14 @@ std::tuple<Tensor, Tensor> gather_kv(const Tensor& k, const Tensor& v, const Ten
   return {k_out, v_out};
 }
 
-void gather_kv_out(const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& k_out, const Tensor& v_out) {
-  GatherKVParams p = check_sources(k, v, indices);
-  p.k_out = check_target(kGatherKV, "k_out", k_out, k, p.indices.m);
-  p.v_out = check_target(kGatherKV, "v_out", v_out, v, p.indices.m);
-  check_written(kGatherKV, {{"k_out", k_out}, {"v_out", v_out}}, {{"k", k}, {"v", v}, {"indices", indices}});
+void gather_kv_out(const Tensor& k, const Tensor& v, const Tensor& indices, const OptionalTensor& block_table,
+                   const Tensor& k_out, const Tensor& v_out) {
+  GatherKVParams p = check_sources(k, v, indices, block_table);
+  p.k_out = check_target(kGatherKV, "k_out", k_out, k, p.b, p.indices.m);
+  p.v_out = check_target(kGatherKV, "v_out", v_out, v, p.b, p.indices.m);
+  std::vector<Named> read{{"k", k}, {"v", v}, {"indices", indices}};
+  if (block_table) read.push_back({"block_table", *block_table});
+  check_written(kGatherKV, {{"k_out", k_out}, {"v_out", v_out}}, read);
   gather(k, indices, p);
 }
 

@@ -24,7 +24,7 @@ struct LadderMoves {
   // The slot that the row of slot p < kept comes from: strictly increasing in p, and never below p. `run`: so many
   // slots from p on come from consecutive ones. Always inlined: a copy of its own, compiled for one instruction set,
   // could be linked in for every CPU.
-  __attribute__((always_inline)) KVOPS_HOST_DEVICE int32_t source(int32_t p, int32_t offset, int32_t& run) const {
+  KVOPS_HOST_DEVICE int32_t source(int32_t p, int32_t offset, int32_t& run) const {
     run = kept - p;
     for (int32_t i = num_passes - 1; i >= 0; --i) {
       const int32_t in = p - passes[i].cursor;

@@ -87,13 +87,13 @@ inline CheckedLadder check_ladder(const char* op, const Tensors& k, const Tensor
   LadderParams& p = ladder.params;
   for (size_t i = 0; i < k.size(); ++i) {
     check_same_device(op, "k", k[i], k[0]);
-    const KVPair kv = check_kv_pair(op, k[i], v[i], in_place);
+    const KVPair kv = check_kv_pair(op, k[i], v[i], std::nullopt, in_place);
     if (i == 0) {
       p.moves = check_ladder_plan(op, plan);
       p.dtype = kv.dtype;
-      p.b = kv.b;
-      p.heads = kv.heads;
-      KVOPS_CHECK(kv.n == p.moves.n, op, ": k must have the plan's ", p.moves.n, " slots, got ", shape(k[0]));
+      p.b = kv.k.b;
+      p.heads = kv.k.heads;
+      KVOPS_CHECK(kv.k.n == p.moves.n, op, ": k must have the plan's ", p.moves.n, " slots, got ", shape(k[0]));
     }
     KVOPS_CHECK(kv.dtype == p.dtype, op, ": all layers must have one dtype, expected ",
                 torch::headeronly::toString(k[0].scalar_type()), ", got ",
@@ -103,7 +103,7 @@ inline CheckedLadder check_ladder(const char* op, const Tensors& k, const Tensor
                   ": all layers must have one shape, expected k ", shape(k[0]), " and v ", shape(v[0]), ", got ",
                   shape(k[i]), " and ", shape(v[i]), " in layer ", layer[i]);
     KVOPS_CHECK(0 <= layer[i] && layer[i] < plan[1], op, ": layer must lie in [0, ", plan[1], "), got ", layer[i]);
-    ladder.layers.push_back({kv.k, kv.v, kv.k, kv.v, ladder_offset(plan, p.moves, layer[i])});
+    ladder.layers.push_back({kv.k.view, kv.v.view, kv.k.view, kv.v.view, ladder_offset(plan, p.moves, layer[i])});
   }
   p.rope = check_ladder_rope(op, inv_freq, interleaved, k[0]);
   p.layers = ladder.layers.data();

@@ -37,8 +37,10 @@ void ladder_gather_out(const Tensors& k, const Tensors& v, const Integers& plan,
               ": k_out and v_out must hold one tensor for each of the ", k.size(), " layers, got ", k_out.size(),
               " and ", v_out.size());
   for (size_t i = 0; i < k.size(); ++i) {
-    ladder.layers[i].k_out = check_target(kLadderGather, "k_out", k_out[i], k[i], ladder.params.moves.kept);
-    ladder.layers[i].v_out = check_target(kLadderGather, "v_out", v_out[i], v[i], ladder.params.moves.kept);
+    ladder.layers[i].k_out =
+        check_target(kLadderGather, "k_out", k_out[i], k[i], k[i].size(0), ladder.params.moves.kept);
+    ladder.layers[i].v_out =
+        check_target(kLadderGather, "v_out", v_out[i], v[i], v[i].size(0), ladder.params.moves.kept);
   }
   std::vector<Named> written, read;
   add_named(written, "k_out", k_out);

@@ -7,28 +7,30 @@ namespace kvops {
 namespace {
 
 Tensor lag_score(const Tensor& k, const Tensor& v, int64_t lag, int64_t prefix, double v_weight, bool self_reference,
-                 const OptionalTensor& starts, const OptionalTensor& lengths) {
+                 const OptionalTensor& starts, const OptionalTensor& lengths, const OptionalTensor& block_table) {
   const char* op = "lag_score";
-  const KVPair kv = check_kv_pair(op, k, v);
+  const KVPair kv = check_kv_pair(op, k, v, block_table);
+  const auto& [view, b, heads, n, d] = kv.k;
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
   KVOPS_CHECK(lag >= 1 && lag <= kLargest, op, ": lag must be in [1, ", kLargest, "], got ", lag);
   KVOPS_CHECK(std::isfinite(static_cast<float>(v_weight)), op, ": v_weight must be finite in fp32, got ", v_weight);
   KVOPS_CHECK(prefix >= 0, op, ": prefix must be >= 0, got ", prefix);
-  const ValidSlots slots = check_valid_slots(op, k, kv.b, kv.n, starts, lengths);
-  const int64_t segments = num_segments(kv.n, prefix, lag);
+  const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
+  check_pages(op, kv.k, k, slots);
+  const int64_t segments = num_segments(n, prefix, lag);
   check_head_dim(op, "k", k);
   check_head_dim(op, "v", v);
-  const Tensor scores = empty(op, k, std::array{kv.b, kv.heads, segments, lag}, ScalarType::Float);
+  const Tensor scores = empty(op, k, std::array{b, heads, segments, lag}, ScalarType::Float);
   if (scores.numel() == 0) return scores;
-  const LagScoreParams p{.k = kv.k,
-                         .v = kv.v,
+  const LagScoreParams p{.k = view,
+                         .v = kv.v.view,
                          .scores = static_cast<float*>(scores.mutable_data_ptr()),
                          .dtype = kv.dtype,
                          .slots = slots,
-                         .b = kv.b,
-                         .heads = kv.heads,
-                         .d = kv.d,
-                         .dv = kv.dv,
+                         .b = b,
+                         .heads = heads,
+                         .d = d,
+                         .dv = kv.v.d,
                          .segments = segments,
                          .lag = lag,
                          .prefix = prefix,

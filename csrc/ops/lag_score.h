@@ -17,7 +17,7 @@ struct LagScoreParams {
 // A channel's 1/range is a float, but for ranges below 2^-128. For these it is a NaN that carries the range: so it
 // makes the variance of every row NaN, which is then done again with care.
 constexpr uint32_t kNarrow = 0x7fc00000;
-__attribute__((always_inline)) KVOPS_HOST_DEVICE inline double inverse_range(float inverse) {
+KVOPS_HOST_DEVICE inline double inverse_range(float inverse) {
   if (inverse == inverse) return inverse;
   union {
     float value;

@@ -6,16 +6,17 @@
 namespace kvops {
 namespace {
 
-Tensor lsh_bucket(const Tensor& k, const Tensor& indices, const Tensor& projection, const Tensor& phase) {
+Tensor lsh_bucket(const Tensor& k, const Tensor& indices, const Tensor& projection, const Tensor& phase,
+                  const OptionalTensor& block_table) {
   const char* op = "lsh_bucket";
   check_same_device(op, "projection", projection, k);
   check_same_device(op, "phase", phase, k);
   const DType dtype = check_dtype(op, "k", k);
   check_scalar_type(op, "projection", projection, ScalarType::Float);
   check_scalar_type(op, "phase", phase, ScalarType::Float);
-  const KVView view = check_kv(op, "k", k);
-  const IndexView rows = check_indices(op, indices, k);
-  const int64_t b = k.size(0), heads = k.size(1), n = k.size(2), d = k.size(3);
+  const KV kv = check_cache(op, "k", k, block_table);
+  const auto& [view, b, heads, n, d] = kv;
+  const IndexView rows = check_indices(op, indices, k, kv);
   KVOPS_CHECK(projection.dim() == 2 && projection.size(0) >= 1 && projection.size(0) <= kMaxHashBits &&
                   projection.size(1) == d && projection.is_contiguous(),
               op, ": projection must be a contiguous [r, ", d, "] with r in [1, ", kMaxHashBits, "], got ",
@@ -30,6 +31,7 @@ Tensor lsh_bucket(const Tensor& k, const Tensor& indices, const Tensor& projecti
       KVOPS_CHECK(std::isfinite(value[i]), op, ": ", name, " must be finite, got ", value[i], " at entry ", i);
   }
   check_index_values(op, indices, n);
+  check_pages(op, view, b, k, [&](int64_t i) { return index_range(rows, i, heads); });
   const Tensor buckets = empty(op, k, std::array{b, heads, rows.m}, ScalarType::Int);
   const LshBucketParams p{.k = view,
                           .indices = rows,

@@ -7,13 +7,14 @@ namespace kvops {
 namespace {
 
 Tensor outlier_degree(const Tensor& k, int64_t kappa, bool standardize, const OptionalTensor& starts,
-                      const OptionalTensor& lengths) {
+                      const OptionalTensor& lengths, const OptionalTensor& block_table) {
   const char* op = "outlier_degree";
   const DType dtype = check_dtype(op, "k", k);
-  const KVView view = check_kv(op, "k", k);
-  const int64_t b = k.size(0), heads = k.size(1), n = k.size(2);
+  const KV kv = check_cache(op, "k", k, block_table);
+  const auto& [view, b, heads, n, d] = kv;
   KVOPS_CHECK(kappa >= 1 && kappa <= kMaxKappa, op, ": kappa must be in [1, ", kMaxKappa, "], got ", kappa);
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
+  check_pages(op, kv, k, slots);
   check_head_dim(op, "k", k);
   const Tensor scores = empty(op, k, std::array{b, heads, n}, ScalarType::Float);
   const OutlierDegreeParams p{.k = view,
@@ -23,7 +24,7 @@ Tensor outlier_degree(const Tensor& k, int64_t kappa, bool standardize, const Op
                               .b = b,
                               .heads = heads,
                               .n = n,
-                              .d = k.size(3),
+                              .d = d,
                               .kappa = kappa,
                               .standardize = standardize};
   HostCall call(op, k);

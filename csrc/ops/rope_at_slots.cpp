@@ -13,14 +13,14 @@ constexpr const char* kRopeAtSlots = "rope_at_slots";
 // What is read, before the target is known.
 RopeAtSlotsParams check_read(const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved) {
   const DType dtype = check_dtype(kRopeAtSlots, "k", k);
-  const KVView view = check_kv(kRopeAtSlots, "k", k);
-  return {.k = view,
+  const KV kv = check_cache(kRopeAtSlots, "k", k, std::nullopt);
+  return {.k = kv.view,
           .out = {},
-          .rope = check_rope(kRopeAtSlots, k, cos, sin, interleaved),
+          .rope = check_rope(kRopeAtSlots, kv, k, cos, sin, interleaved),
           .dtype = dtype,
-          .b = k.size(0),
-          .heads = k.size(1),
-          .n = k.size(2)};
+          .b = kv.b,
+          .heads = kv.heads,
+          .n = kv.n};
 }
 
 void turn(const Tensor& k, const RopeAtSlotsParams& p) {
@@ -40,7 +40,7 @@ Tensor rope_at_slots(const Tensor& k, const Tensor& cos, const Tensor& sin, bool
 // `out` is k itself, or memory that none of the inputs shares.
 void rope_at_slots_out(const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out) {
   RopeAtSlotsParams p = check_read(k, cos, sin, interleaved);
-  p.out = check_target(kRopeAtSlots, "out", out, k, p.n);
+  p.out = check_target(kRopeAtSlots, "out", out, k, p.b, p.n);
   bool same = out.const_data_ptr() == k.const_data_ptr();
   for (int i = 0; i < 4; ++i) same = same && (out.stride(i) == k.stride(i) || out.size(i) <= 1);
   std::vector<Named> read{{"cos", cos}, {"sin", sin}};

@@ -6,12 +6,13 @@
 
 namespace kvops {
 
-inline SlotRope check_rope(const char* op, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved) {
+inline SlotRope check_rope(const char* op, const KV& kv, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                           bool interleaved) {
   check_same_device(op, "cos", cos, k);
   check_same_device(op, "sin", sin, k);
   check_scalar_type(op, "cos", cos, ScalarType::Float);
   check_scalar_type(op, "sin", sin, ScalarType::Float);
-  const int64_t b = k.size(0), n = k.size(2), d = k.size(3);
+  const int64_t b = kv.b, n = kv.n, d = kv.d;
   int64_t pairs = 0;
   const auto table = [&](const char* name, const Tensor& x) -> AngleTable {
     const int64_t dims = x.dim(), rows = dims >= 2 ? x.size(dims - 2) : 0;

@@ -13,16 +13,17 @@ inline bool is_normal(double x) {
 // Everything but window_scores' lse and window_attention's rope. `scores` is null, until empty_scores().
 inline Window check_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& visible,
                            std::optional<double> scale, int64_t reduce, int64_t group_reduce,
-                           const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits) {
+                           const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits,
+                           const OptionalTensor& block_table) {
   check_same_device(op, "k", k, q);
   const DType dtype = check_dtype(op, "q", q);
   KVOPS_CHECK(check_dtype(op, "k", k) == dtype, op, ": k must have q's dtype ",
               torch::headeronly::toString(q.scalar_type()), ", got ", torch::headeronly::toString(k.scalar_type()));
   KVOPS_CHECK(q.dim() == 4, op, ": q must be [batch, query heads, rows, head_dim], got ", shape(q));
-  const KVView k_view = check_kv(op, "k", k);
-  const int64_t b = k.size(0), heads = k.size(1), n = k.size(2), d = k.size(3);
+  const KV kv = check_cache(op, "k", k, block_table);
+  const auto& [k_view, b, heads, n, d] = kv;
   const int64_t query_heads = q.size(1), w = q.size(2);
-  KVOPS_CHECK(q.size(0) == b && q.size(3) == d, op, ": q must have k's batch and head_dim ", shape(k), ", got ",
+  KVOPS_CHECK(q.size(0) == b && q.size(3) == d, op, ": q must have k's batch and head_dim, ", b, " and ", d, ", got ",
               shape(q));
   KVOPS_CHECK(heads > 0 ? query_heads > 0 && query_heads % heads == 0 : query_heads == 0, op,
               ": the query heads of q must be a multiple of the KV heads ", heads, ", got ", query_heads);
@@ -63,6 +64,12 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
   };
   check_range("visible", visible);
   if (starts) check_range("starts", *starts);
+  const int64_t visible_stride = per_batch ? w : 0;
+  check_pages(op, k_view, b, k, [&](int64_t i) {
+    const int32_t* const limits = static_cast<const int32_t*>(visible.const_data_ptr()) + i * visible_stride;
+    const int32_t* const first = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) + i : nullptr;
+    return SlotRange{first ? *first : 0, *std::max_element(limits, limits + w)};
+  });
   const auto strides = q.strides();
   const int64_t item = static_cast<int64_t>(q.element_size());
   return {.q = {static_cast<const char*>(q.const_data_ptr()), strides[0] * item, strides[1] * item, strides[2] * item,
@@ -70,7 +77,7 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
           .k = k_view,
           .rope = {},
           .visible = static_cast<const int32_t*>(visible.const_data_ptr()),
-          .visible_stride = per_batch ? w : 0,
+          .visible_stride = visible_stride,
           .starts = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) : nullptr,
           .sink_logits = sink_logits ? static_cast<const float*>(sink_logits->const_data_ptr()) : nullptr,
           .scores = nullptr,

@@ -50,14 +50,16 @@ void check_lse_total(const WindowScoresParams& p, const Tensor& lse, const Tenso
 
 Tensor window_scores(const Tensor& q, const Tensor& k, const Tensor& visible, const OptionalTensor& lse,
                      std::optional<double> scale, int64_t score, int64_t reduce, int64_t group_reduce,
-                     const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits) {
+                     const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits,
+                     const OptionalTensor& block_table) {
   const char* op = "window_scores";
   KVOPS_CHECK(score == 0 || score == 1, op, ": score must be 0 (softmax) or 1 (dot), got ", score);
   const bool softmax = score == 0;
   KVOPS_CHECK(softmax || (!lse && !sink_logits), op,
               ": lse and sink_logits belong to a softmax, expected none of them with score='dot', got ",
               lse ? "lse" : "sink_logits");
-  Window window = check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits);
+  Window window =
+      check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits, block_table);
   check_head_dim(op, "k", k);
   LseView view{nullptr, 0, 0, 0};
   if (lse) {

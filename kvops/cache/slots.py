@@ -75,7 +75,7 @@ class SlotCache(Cache):
                 k, v = self._extend(plain, v_step)
                 cos, sin = tables
                 if t <= DECODE_ROWS:
-                    turned = dict(cos=cos, sin=sin, interleaved=interleaved)
+                    turned: dict[str, Any] = dict(cos=cos, sin=sin, interleaved=interleaved)
                     visible = torch.arange(n + 1, n + t + 1, dtype=torch.int32, device=q.device)
                     out, _, _ = window_attention(q, k, v, visible, starts=pads, scores=False, **turned, **options)
                 else:

@@ -1,0 +1,346 @@
+"""Pages: every operator that reads K or V, on pages of any layout, as if each request lay alone in dense memory."""
+
+import copy
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import kit
+import kvops
+from calls import OPERATORS_CALLS, direct, inputs
+from kvops import ops, reference
+from test_schema import SCHEMAS
+
+pytestmark = [kit.every_device, kit.only("cpu")]  # on a GPU pages are refused so far
+
+#: Who reads K or V, [b, Hk, n, d], and why it takes no pages.
+DENSE_ONLY = {
+    "ladder_gather": "LaCache's move by closed form, of lists of layers",
+    "ladder_compact_": "the same",
+    "rope_at_slots": "window_attention turns keys of pages as it reads them",
+}
+PAGED = sorted({x.name.removeprefix("kvops::") for x in SCHEMAS if any(a.name == "block_table" for a in x.arguments)})
+PAGED_CALLS = [x for x in OPERATORS_CALLS if x.split(",")[0].split(".")[0] in PAGED]
+
+
+class Pages(NamedTuple):
+    k: Tensor  # [num_pages, Hk, page_size, d]
+    v: Tensor
+    block_table: Tensor  # int32 [b, max_pages]
+    memory: Tensor  # what k and v are views of
+
+
+def swapped(*pages: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in pages]
+
+
+#: How engines lay pages out: the shape of the memory for (pages, heads, page_size, d), and K and V in it.
+LAYOUTS = {
+    "HND": (lambda p, h, s, d: (2, p, h, s, d), lambda x: x),
+    "NHD": (lambda p, h, s, d: (2, p, s, h, d), lambda x: swapped(*x)),
+    "FlashInfer, HND": (lambda p, h, s, d: (p, 2, h, s, d), lambda x: x.unbind(1)),
+    "FlashInfer, NHD": (lambda p, h, s, d: (p, 2, s, h, d), lambda x: swapped(*x.unbind(1))),
+    "vLLM, HND": (lambda p, h, s, d: (p, h, s, 2 * d), lambda x: x.chunk(2, -1)),
+    "vLLM, NHD": (lambda p, h, s, d: (p, s, h, 2 * d), lambda x: swapped(*x.chunk(2, -1))),
+}
+
+
+def to_pages(k: Tensor, v: Tensor, size: int, seed: int = 0, layout: str = "HND", lengths=None) -> Pages:
+    """Dense requests in pages of a pool, shuffled; what no request uses is NaN, unused entries of the table are -1."""
+    b, heads, n, d = k.shape
+    generator = torch.Generator().manual_seed(seed)
+    columns = -(-n // size)
+    pool = torch.randperm(b * columns + 3, generator=generator, device="cpu").to(torch.int32)
+    table = torch.full((b, columns), -1, dtype=torch.int32)
+    shape, views = LAYOUTS[layout]
+    memory = torch.full(shape(len(pool), heads, size, max(d, v.shape[3])), torch.nan, dtype=k.dtype)
+    pages = [x[..., : dense.shape[3]] for x, dense in zip(views(memory), (k, v))]
+    for row, length in enumerate([n] * b if lengths is None else lengths):
+        for page in range(-(-length // size)):
+            table[row, page] = taken = pool[row * columns + page]
+            for x, dense in zip(pages, (k, v)):
+                part = dense[row, :, page * size : (page + 1) * size]
+                x[taken, :, : part.shape[1]] = part
+    return Pages(*pages, table, memory)
+
+
+def test_no_operator_is_forgotten():
+    reading = {
+        x.name.removeprefix("kvops::")
+        for x in SCHEMAS
+        if not x.overload_name and any(a.name == "k" and "Tensor" in str(a.type) for a in x.arguments)
+    }
+    assert reading == {*PAGED, *DENSE_ONLY}
+    assert {x.split(",")[0].split(".")[0] for x in PAGED_CALLS} == set(PAGED)
+
+
+def paged(arguments: dict, size: int, seed: int = 0, layout: str = "HND") -> dict:
+    """The arguments with K and V in pages."""
+    k = arguments["k"]
+    pages = to_pages(k, arguments.get("v", k), size, seed, layout)
+    both = dict(k=pages.k, v=pages.v) if "v" in arguments else dict(k=pages.k)
+    return {**arguments, **both, "block_table": pages.block_table}
+
+
+def results(overload, arguments: dict) -> list[Tensor]:
+    """What a call returns or writes; a compaction: what the kept slots hold."""
+    found = overload(**arguments)
+    if overload._schema.name == "kvops::compact_kv_":
+        table, indices = arguments.get("block_table"), arguments["indices"]
+        kept = torch.arange(indices.shape[2]).expand_as(indices).masked_fill(indices < 0, -1)
+        found = ops.gather_kv(arguments["k"], arguments["v"], kept, block_table=table)
+    elif found is None:
+        found = [arguments[x.name] for x in overload._schema.arguments if x.alias_info]
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("name", PAGED_CALLS)
+def test_every_call_is_the_same_in_pages(name, dtype, layout):
+    """To the last bit: every option that an operator has, pages of 1 to 80 slots, powers of two or not."""
+    overload, arguments = direct(name, inputs(0, n=80, d=32, dv=32, dtype=dtype))
+    expected = results(overload, copy.deepcopy(arguments))
+    for seed, size in enumerate((1, 5, 16, 20, 80)):
+        assert kit.same(results(overload, paged(arguments, size, seed, layout)), expected), size
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("name", PAGED_CALLS)
+def test_long_requests_are_the_same_in_pages(name, dtype):
+    """Several blocks, splits and threads; K and V of different widths."""
+    overload, arguments = direct(name, inputs(0, b=2, heads=2, n=7200, d=64, dv=80, dtype=dtype))
+    expected = results(overload, copy.deepcopy(arguments))
+    for size, layout in ((16, "NHD"), (48, "HND"), (225, "FlashInfer, NHD")):
+        assert kit.same(results(overload, paged(arguments, size, 0, layout)), expected), size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PAGED_CALLS)
+def test_opcheck(name, dtype):
+    x = inputs(0, n=80, d=16, dv=16, dtype=dtype)
+    x.starts.zero_(), x.lengths.fill_(80)  # where no result is NaN, which opcheck takes for a difference
+    overload, arguments = direct(name, x)
+    pages = paged(arguments, 16)
+    pages |= {name: pages[name].nan_to_num(0) for name in ("k", "v") if name in pages}
+    torch.library.opcheck(overload, (), pages)
+
+
+def test_compiles():
+    k, v = kit.kv(2, 2, 96, 32)
+    pages = to_pages(k, v, 16)
+
+    @torch.compile(fullgraph=True)
+    def step(k, v, table, lengths):
+        kept = ops.select_topk(ops.anchor_cosine(k, lengths=lengths, block_table=table), k=24, lengths=lengths)
+        ops.compact_kv_(k, v, kept, block_table=table)
+        return kept
+
+    torch.compiler.reset()
+    lengths = kit.int32(96, 90)
+    kept = ops.select_topk(ops.anchor_cosine(k, lengths=lengths), k=24, lengths=lengths)
+    assert torch.equal(step(pages.k, pages.v, pages.block_table, lengths), kept)
+    front = torch.arange(24).expand_as(kept)
+    assert kit.same(ops.gather_kv(pages.k, pages.v, front, block_table=pages.block_table), ops.gather_kv(k, v, kept))
+
+
+# Requests of different lengths, as if alone.
+
+
+class Batch(NamedTuple):
+    k: Tensor
+    v: Tensor
+    lengths: list[int]
+    layout: str
+    pages: Pages
+
+    def alone(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self.k[i : i + 1, :, :n], self.v[i : i + 1, :, :n]) for i, n in enumerate(self.lengths)]
+
+
+@st.composite
+def batches(draw) -> Batch:
+    lengths = draw(st.lists(st.integers(0, 90), min_size=1, max_size=4))
+    heads, d = draw(st.integers(1, 3)), draw(st.sampled_from([8, 16, 40]))
+    dtype, seed = draw(st.sampled_from(kit.DTYPES)), draw(st.integers(0, 2**31))
+    size = draw(st.one_of(st.integers(1, 9), st.sampled_from([16, 17, 32, 64, 256])))
+    k, v = kit.kv(len(lengths), heads, max(1, *lengths), d, dtype, seed=seed)
+    layout = draw(st.sampled_from([*LAYOUTS]))
+    return Batch(k, v, lengths, layout, to_pages(k, v, size, seed, layout, lengths))
+
+
+def same_as_alone(batch: Batch, found: Tensor, alone, rest) -> None:
+    """Each request's part of [b, Hk, n] is what it has alone, and `rest` behind."""
+    for i, (n, (k, v)) in enumerate(zip(batch.lengths, batch.alone())):
+        if n:
+            assert kit.same(found[i : i + 1, :, :n], alone(i, k, v))
+        behind = found[i, :, n:]
+        assert behind.isnan().all() if rest is None else (behind == rest).all()
+
+
+@given(batches())
+@kit.examples(60)
+def test_scores_of_ragged_requests(batch):
+    k, _, table, _ = batch.pages
+    options = dict(lengths=kit.int32(*batch.lengths), block_table=table)
+    same_as_alone(batch, ops.anchor_cosine(k, **options), lambda i, k, v: ops.anchor_cosine(k), None)
+    same_as_alone(
+        batch,
+        ops.outlier_degree(k, kappa=3, standardize=False, **options),
+        lambda i, k, v: ops.outlier_degree(k, kappa=3, standardize=False),
+        None,
+    )
+    prototypes, counts = ops.build_prototypes(k, num_chunks=5, num_buckets=0, **options)
+    for i, (n, (own, _)) in enumerate(zip(batch.lengths, batch.alone())):
+        if n:
+            expected = ops.build_prototypes(own, num_chunks=5, num_buckets=0)
+            assert kit.same((prototypes[i : i + 1], counts[i : i + 1]), expected)
+    same_as_alone(
+        batch,
+        ops.assign_prototypes(k, prototypes, **options),
+        lambda i, k, v: ops.assign_prototypes(k, prototypes[i : i + 1]),
+        -1,
+    )
+
+
+@given(batches(), st.integers(1, 12), st.integers(0, 7))
+@kit.examples(60)
+def test_lag_scores_of_ragged_requests(batch, lag, prefix):
+    k, v, table, _ = batch.pages
+    found = ops.lag_score(k, v, lag=lag, prefix=prefix, lengths=kit.int32(*batch.lengths), block_table=table)
+    for i, (n, own) in enumerate(zip(batch.lengths, batch.alone())):
+        segments = kvops.lag.num_segments(n, prefix, lag)
+        if segments:
+            assert kit.same(found[i : i + 1, :, :segments], ops.lag_score(*own, lag=lag, prefix=prefix))
+        assert found[i, :, segments:].isnan().all()
+
+
+@given(batches(), st.integers(1, 6), st.integers(1, 3), st.booleans())
+@kit.examples(60)
+def test_windows_of_ragged_requests(batch, w, group, rotated):
+    """A decode step of a batch, or the last rows of its prompts; requests of fewer tokens than rows see less."""
+    k, v, table, _ = batch.pages
+    n = table.shape[1] * k.shape[2]
+    q = kit.randn(len(batch.lengths), group * k.shape[1], w, k.shape[3]).to(k.dtype)
+    visible = torch.tensor([[max(0, x - w + 1 + i) for i in range(w)] for x in batch.lengths], dtype=torch.int32)
+    tables = kvops.Rope.of(k.shape[3]).tables(torch.arange(n)) if rotated else ()
+    options = dict(zip(("cos", "sin"), tables))
+    out, lse, scores = ops.window_attention(q, k, v, visible, block_table=table, **options)
+    again = ops.window_scores(q, k, visible, block_table=table)
+    for i, (length, own) in enumerate(zip(batch.lengths, batch.alone())):
+        if not length:
+            assert (lse[i] == -torch.inf).all() and (out[i] == 0).all() and (scores[i] == 0).all()
+            continue
+        mine = {name: x[:length] for name, x in options.items()}
+        one = slice(i, i + 1)
+        expected = ops.window_attention(q[one], *own, visible[i], **mine)
+        assert kit.same((out[one], lse[one], scores[one, :, :length]), expected)
+        assert kit.same(again[one, :, :length], ops.window_scores(q[one], own[0], visible[i]))
+        assert (scores[i, :, length:] == 0).all() and (again[i, :, length:] == 0).all()
+
+
+@given(batches(), st.data())
+@kit.examples(60)
+def test_moves_of_ragged_requests(batch, data):
+    """Byte for byte; nothing but the kept slots' new places changes, in any page."""
+    k, v, table, memory = batch.pages
+    heads, most = k.shape[1], max(batch.lengths)
+    kept = torch.full((len(batch.lengths), heads, most), -1)
+    for i, n in enumerate(batch.lengths):
+        for h in range(heads):
+            slots = sorted(data.draw(st.sets(st.integers(0, n - 1)))) if n else []
+            kept[i, h, : len(slots)] = torch.tensor(slots, dtype=torch.int64)
+    dense = ops.gather_kv(batch.k, batch.v, kept)
+    assert kit.same(ops.gather_kv(k, v, kept, block_table=table), dense)
+    want = memory.clone()
+    for pages, moved in zip(LAYOUTS[batch.layout][1](want), dense):
+        for i, h, j in (kept >= 0).nonzero().tolist():
+            page, slot = divmod(j, k.shape[2])
+            pages[table[i, page], h, slot, : moved.shape[3]] = moved[i, h, j]
+    result = ops.compact_kv_(k, v, kept, block_table=table)
+    assert result[0] is k and result[1] is v
+    assert torch.equal(kit.bits(memory), kit.bits(want))
+
+
+def test_the_reference_takes_pages():
+    k, v = kit.kv(2, 2, 30, 16)
+    pages = to_pages(k, v, 4)
+    scores = ops.anchor_cosine(pages.k, lengths=kit.int32(30, 30), block_table=pages.block_table)
+    exact = reference.anchor_cosine(pages.k, lengths=kit.int32(30, 30), block_table=pages.block_table)
+    torch.testing.assert_close(scores[:, :, :30], exact[:, :, :30].float())
+    assert torch.equal(reference.pages_to_dense(pages.k, pages.block_table)[:, :, :30], k)
+
+
+# Bad input: nothing is read or written outside of the named pages.
+
+
+def refused(*parts: str, **changes) -> None:
+    k, v = kit.kv(2, 2, 30, 16)
+    pages = to_pages(k, v, 8, lengths=[30, 20])
+    arguments = dict(block_table=pages.block_table, lengths=kit.int32(30, 20)) | changes
+    with kit.refuses(*parts):
+        ops.anchor_cosine(pages.k, **arguments)
+
+
+def test_bad_tables():
+    good = to_pages(*kit.kv(2, 2, 30, 16), 8, lengths=[30, 20]).block_table
+    refused("block_table must be Int", "Long", block_table=good.long())
+    refused(r"block_table must be \[batch, max_pages\]", r"\[4\]", block_table=good[0])
+    refused("contiguous last dim", block_table=good.repeat_interleave(2, 1)[:, ::2])
+    refused("starts and lengths of row 0", r"\[0, 24\]", "length 30", block_table=good[:, :3])
+    for wrong in (-1, 11, 2**30):
+        table = good.clone()
+        table[1, 2] = wrong
+        refused(r"block_table must name pages in \[0, 11\)", f"got {wrong} at request 1, page 2", block_table=table)
+    table = good.clone()
+    table[1, 3] = 99  # no slot of that page is used
+    k = to_pages(*kit.kv(2, 2, 30, 16), 8, lengths=[30, 20]).k
+    ops.anchor_cosine(k, block_table=table, lengths=kit.int32(30, 20))
+    with kit.refuses(r"lengths must be a contiguous int32 \[2\]"):
+        ops.anchor_cosine(k, block_table=good, lengths=kit.int32(30, 20, 1))
+    with kit.refuses("block_table", "fit int32"):
+        ops.anchor_cosine(k[:, :, :1].expand(-1, -1, 2**29, -1), block_table=good, lengths=kit.int32(0, 0))
+    with kit.refuses("pages of at least 1 slot"):
+        ops.anchor_cosine(k[:, :, :0], block_table=good)
+    with kit.refuses("v must have k's pages, heads and page size"):
+        ops.lag_score(k, k[1:], lag=4, block_table=good)
+
+
+def test_a_page_of_two_requests_is_not_compacted():
+    k, v, table, memory = to_pages(*kit.kv(2, 2, 30, 16), 8)
+    before = memory.clone()
+    table[1, 1] = table[0, 2]
+    kept = torch.arange(0, 30, 2).expand(2, 2, 15)
+    with kit.refuses("a page that is written once", f"page {int(table[0, 2])} again at request 1, page 1"):
+        ops.compact_kv_(k, v, kept, block_table=table)
+    assert torch.equal(kit.bits(memory), kit.bits(before))
+    ops.gather_kv(k, v, kept, block_table=table)  # shared prefixes may be read
+    table[1, 1] = table[1, 0]
+    with kit.refuses("again at request 1, page 1"):
+        ops.compact_kv_(k, v, kept, block_table=table)
+    with kit.refuses("share no memory with block_table"):
+        words = k.view(torch.int32)[0, 0, 0, :4].view(1, 4)
+        ops.compact_kv_(k, v, kept[:1], block_table=words)
+
+
+def test_windows_need_pages_for_what_is_visible():
+    k, v, table, _ = to_pages(*kit.kv(2, 2, 30, 16), 8, lengths=[30, 10])
+    q, visible = kit.randn(2, 4, 1, 16), kit.int32(30, 17).view(2, 1)
+    with kit.refuses("block_table must name pages", "got -1 at request 1, page 2"):
+        ops.window_attention(q, k, v, visible, block_table=table)
+    ops.window_attention(q, k, v, kit.int32(30, 10).view(2, 1), block_table=table)
+    table[:, 0] = -1  # padding has no page
+    ops.window_attention(q, k, v, kit.int32(30, 10).view(2, 1), starts=kit.int32(8, 9), block_table=table)
+
+
+@kit.only("simulator", "cuda")
+@pytest.mark.parametrize("name", PAGED_CALLS)
+def test_a_gpu_refuses_pages(name):
+    overload, arguments = direct(name, inputs(0, n=80, d=16, dv=16).map(kit.on_device))
+    table = torch.zeros(2, 5, dtype=torch.int32)
+    with kit.refuses(rf"{overload._opname}: block_table is served on the CPU only so far", "expected a dense k"):
+        overload(**{**arguments, "block_table": table})
