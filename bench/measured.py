@@ -6,7 +6,7 @@
 Between `<!-- speed -->` and `<!-- end -->` stands what the benchmark found at 65,536 tokens: the form that a plain call
 takes first, others behind it, each named. Between `<!-- attention -->` and `<!-- end -->` stands what
 python -m kvops.bench.attention found, between `<!-- decode -->` and `<!-- end -->` what python -m kvops.bench.decode
-found.
+found, between `<!-- pages -->` and `<!-- end -->` what python -m kvops.bench --paged found.
 
 Between `<!-- measured: LagKV LocalKV -->` and `<!-- end -->` stand the rows of the methods of these names and of their
 variants (LAQ: also LAQ++), or of `all`: the partial match of each budget, by whether the prompt was cut before the
@@ -22,7 +22,7 @@ import re
 import sys
 from pathlib import Path
 
-from kvops.bench import attention, decode
+from kvops.bench import attention, decode, pages
 from kvops.eval.summary import SLACK
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +32,7 @@ README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 ATTENTION_BLOCK = re.compile(r"(<!-- attention -->\n).*?(<!-- end -->)", re.DOTALL)
 SPEED_BLOCK = re.compile(r"(<!-- speed -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGES_BLOCK = re.compile(r"(<!-- pages -->\n).*?(<!-- end -->)", re.DOTALL)
 DECODE_BLOCK = re.compile(r"(<!-- decode -->\n).*?(<!-- end -->)", re.DOTALL)
 TOKENS = 65536
 #: What is called, and where it was measured: file, operator and form.
@@ -178,12 +179,26 @@ def decode_table() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def pages_table() -> str:
+    rows = json.loads(pages.RESULTS.read_text())["rows"]
+    kinds = list(dict.fromkeys((row["dtype"], row["order"]) for row in rows))
+    sizes = list(rows[0]["ratio"])
+    columns = [f"{dtype}, {order}, {size} slots" for dtype, order in kinds for size in sizes]
+    lines = [["", *columns], ["---"] * (1 + len(columns))]
+    cells = {(row["op"], row["dtype"], row["order"], size): row["ratio"][size] for row in rows for size in sizes}
+    for op in dict.fromkeys(row["op"] for row in rows):
+        found = [cells[op, dtype, order, size] for dtype, order in kinds for size in sizes]
+        lines.append([f"`{op}`".replace(", decode`", "`, decode"), *(f"{x:.2f}" for x in found)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def filled(page: Path, rows: list[dict]) -> str:
     """The page's text with every block as it should be."""
     results = Path(os.path.relpath(RESULTS, page.parent)).as_posix()
     text = BLOCK.sub(lambda x: f"{x[1]}\n{table(chosen(rows, x[2]), results)}\n\n{x[3]}", page.read_text())
     text = SPEED_BLOCK.sub(lambda x: f"{x[1]}\n{speed_table()}\n\n{x[2]}", text)
     text = ATTENTION_BLOCK.sub(lambda x: f"{x[1]}\n{attention_table()}\n\n{x[2]}", text)
+    text = PAGES_BLOCK.sub(lambda x: f"{x[1]}\n{pages_table()}\n\n{x[2]}", text)
     return DECODE_BLOCK.sub(lambda x: f"{x[1]}\n{decode_table()}\n\n{x[2]}", text)
 
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from kvops import reference
-from kvops.bench import ROWS, gpu, record
+from kvops.bench import ROWS, gpu, pages, record
 from kvops.bench import __main__ as command
 from kvops.bench import measure as measuring
 from kvops.bench.goals import goals
 from kvops.bench.measure import Contender, measure
 from kvops.bench.rows import SINK, Case
+from test_schema import SCHEMAS
 
 N = 1024
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
@@ -291,7 +292,9 @@ def test_what_is_no_record(tmp_path, monkeypatch, capsys):
 
 def test_all_recorded_results_are_records():
     for file in RESULTS.glob("cpu-*.json"):
-        assert file.stem in ("cpu-attention", "cpu-attention-amx", "cpu-decode") or record.load(file)["rows"]
+        assert (
+            file.stem in ("cpu-attention", "cpu-attention-amx", "cpu-decode", "cpu-pages") or record.load(file)["rows"]
+        )
 
 
 def test_the_commit_is_this_project_s(tmp_path, monkeypatch):
@@ -686,3 +689,33 @@ def test_decode_in_small(tmp_path, capsys):
     with pytest.raises(SystemExit):
         decode.main(["--budget", "64"])
     assert "--budget: expected at least 128, got 64" in capsys.readouterr().err
+
+
+def test_pages_are_measured(tmp_path, capsys):
+    file = tmp_path / "pages.json"
+    said = ["--n", "1024", "--pages", "16", "1024", "--heads", "2", "--dtype", "fp32", "--seconds", "0"]
+    assert pages.main([*said, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert {x["op"] for x in found["rows"]} == set(pages.OPERATORS) and len(found["rows"]) == 2 * len(pages.OPERATORS)
+    assert found["command"].startswith("python -m kvops.bench --paged --n 1024")
+    assert all(set(x["ratio"]) == {"16", "1024"} and x["ratio"]["16"] > 0 for x in found["rows"])
+    shown = capsys.readouterr().out
+    assert re.search(r"fp32, 1,024, dense +page 16 +page 1024$", shown, re.M)
+    assert re.search(r"^compact_kv_ +NHD +\S+ .s +\d+\.\d\dx +\d+\.\d\dx$", shown, re.M)
+    for wrong in (["--pages", "0"], ["--pages", "48"], ["--heads", "0"], ["--json", str(tmp_path)]):
+        with pytest.raises(SystemExit, match="2"):
+            pages.main([*said, *wrong])
+
+
+def test_pages_take_every_operator_of_the_schema():
+    with_tables = {x.name.removeprefix("kvops::") for x in SCHEMAS if any(a.name == "block_table" for a in x.arguments)}
+    assert {x.split(",")[0] for x in pages.OPERATORS} == with_tables
+
+
+def test_pages_hold_the_same_rows():
+    x = torch.randn(1, 3, 64, 8)
+    places = torch.tensor([2, 0, 3, 1])
+    for order in pages.ORDERS:
+        assert torch.equal(pages.dense(x, order), x)
+        view = pages.paged(x, order, 16, places)
+        assert torch.equal(reference.pages_to_dense(view, places.int().view(1, -1)), x)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import build_info, ops
+from . import pages
 from .columns import aligned
 from .goals import goals, goals_of
 from .gpu import at_most, first_line, usable
@@ -69,6 +70,9 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--head-dim", type=int, default=128, help="default 128")
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     p.add_argument("--repeats", type=int, help="interleaved repetitions (default 30; on cuda 20; --quick: 5)")
+    p.add_argument(
+        "--paged", action="store_true", help="dense memory and pages side by side instead; --paged --help tells more"
+    )
     p.add_argument("--quick", action="store_true", help="less of everything and no torch.compile: under 30 s")
     p.add_argument("--compile", nargs="*", type=int, metavar="N", help="torch.compile at these n only (default: all)")
     p.add_argument("--seconds", type=float, help="begin no further row after so long; what is missing is named")
@@ -340,6 +344,8 @@ def begin(a: argparse.Namespace) -> tuple[dict[str, Any], list[Job]]:
 
 
 def main() -> int:
+    if "--paged" in sys.argv[1:]:
+        return pages.main([x for x in sys.argv[1:] if x != "--paged"])
     a = arguments()
     try:
         return run(a)

@@ -119,7 +119,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m kvops.bench.attention",
         description="Times torch_flash and kvops in turns on the CPU; says whether kvops.attention takes the faster.",
     )
-    p.add_argument("--json", type=Path, metavar="FILE", help=f"write what was measured (the docs': {RESULTS[AMX].name})")
+    p.add_argument(
+        "--json", type=Path, metavar="FILE", help=f"write what was measured (the docs': {RESULTS[AMX].name})"
+    )
     p.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     p.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS), metavar="ROWS", help=f"of {ROWS}")
     p.add_argument("--heads", type=int, default=8, help="KV heads (default 8)")
