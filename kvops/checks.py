@@ -269,12 +269,10 @@ def check_queries(op: str, name: str, q: Tensor, k: Tensor, rows: int | None = N
         raise ValueError(f"{op}: {name} must have {rows or 'at least one'} row(s), got {q.shape[2]}")
 
 
-def check_in_prompt(op: str, name: str, q: Tensor, k: Tensor) -> None:
-    """The rows of q are those of tokens in k."""
-    if q.shape[2] > k.shape[2]:
-        raise ValueError(
-            f"{op}: {name} must be rows of the prompt, expected at most its {k.shape[2]} tokens, got {q.shape[2]}"
-        )
+def check_in_prompt(op: str, name: str, q: Tensor, n: int) -> None:
+    """The rows of q are those of tokens of a prompt of n."""
+    if q.shape[2] > n:
+        raise ValueError(f"{op}: {name} must be rows of the prompt, expected at most its {n} tokens, got {q.shape[2]}")
 
 
 def check_lse(op: str, lse: Tensor | None, rows: Tensor) -> None:

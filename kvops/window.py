@@ -87,6 +87,7 @@ def _linear_scores(
     group_reduce: str = "mean",
     scale: float | None = None,
     starts: Tensor | None = None,
+    block_table: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
     """The sum over rows and group of q_i . k_j is (the sum of q_i) . k_j: a row per KV head instead of G * w.
@@ -108,7 +109,9 @@ def _linear_scores(
     else:
         limits = torch.full((len(parts),), max(0, prefix), dtype=torch.int32, device=k.device)
     rows = torch.stack(parts, 2)
-    return window_scores(rows, k, limits, scale=scale, score="dot", starts=starts).ldexp_(exponent)
+    return window_scores(rows, k, limits, scale=scale, score="dot", starts=starts, block_table=block_table).ldexp_(
+        exponent
+    )
 
 
 class Pooling(NamedTuple):

@@ -1,6 +1,7 @@
 """Pages: every operator that reads K or V, on pages of any layout, as if each request lay alone in dense memory."""
 
 import copy
+import inspect
 from typing import NamedTuple
 
 import pytest
@@ -264,6 +265,104 @@ def test_moves_of_ragged_requests(batch, data):
     result = ops.compact_kv_(k, v, kept, block_table=table)
     assert result[0] is k and result[1] is v
     assert torch.equal(kit.bits(memory), kit.bits(want))
+
+
+# Policies.
+
+PLACE = dict(layer=1, num_layers=4)
+POLICIES = [
+    kvops.KeyDiff(20),
+    kvops.KeyDiff(0.3, sinks=2, recent=3, head_mode="shared", normalize_anchor=False),
+    kvops.KeyDiff(20, head_mode="adaptive"),
+    kvops.LagKV(8, 0.5, sinks=3),
+    kvops.LagKV(8, 0.5, reference="self", head_mode="shared"),
+    kvops.SnapKV(20, window=5),
+    kvops.SnapKV(0.4, window=3, kernel_size=3, pool_first=True, pooling="avg"),
+    kvops.SnapKV(20, window=5, score="dot"),
+    kvops.PyramidKV(24, window=5),
+    kvops.ChunkKV(20, window=5, chunk=4),
+    kvops.LAQ(20, window=4),
+    kvops.LAQ(20, window=0, compat_mask=True),
+    kvops.ProtoKV(20, window=5, num_chunks=6, num_sats=8),
+    kvops.ProtoKV(20, window=5, num_chunks=6, clusters="lsh"),
+    kvops.ProtoKV(0.5, window=5, num_chunks=6, clusters="chunks", sinks=2, whole_clusters=True),
+    kvops.SATKV(20, window=5, kappa=2),
+    kvops.H2O(20),
+    kvops.TOVA(20),
+    kvops.StreamingLLM(20),
+    kvops.Random(20, seed=3),
+    kvops.Full(),
+]
+REFUSE_PAGES = [
+    kvops.L2(20),
+    kvops.LaCache(20),
+    kvops.KeyDiff(20, metric="dot"),
+    kvops.LagKV(8, 0.5, score="l2"),
+]
+
+
+def queries_of(policy: kvops.Policy, b: int, heads: int, n: int, d: int) -> dict[str, Tensor]:
+    """The queries that `compress` takes by name."""
+    rows = {"q_window": getattr(policy, "window", 0), "q_last": 1, "q": n, "q_lookahead": 7}
+    needed = [x for x in inspect.signature(policy.compress).parameters if x in rows and rows[x]]
+    return {x: kit.randn(b, heads, rows[x], d, seed=len(x)) for x in needed}
+
+
+def test_every_method_is_here():
+    found = {type(x) for x in (*POLICIES, *REFUSE_PAGES)}
+    assert found == {x.policy for x in kvops.METHODS.values()}
+    assert all(x.paged for x in POLICIES) and not any(x.paged for x in REFUSE_PAGES)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda x: x.name)
+def test_policies_take_pages(policy):
+    """Ragged requests: the slots that stay in dense memory, out of place and in place."""
+    # A share of no tokens holds none that always stay.
+    lengths, size = [90, 37, 50 if isinstance(getattr(policy, "budget", 0), float) else 0, 64], 16
+    k, v = kit.kv(4, 2, 96, 16)
+    for i, length in enumerate(lengths):
+        k[i, :, length:] = v[i, :, length:] = torch.nan
+    call = dict(lengths=kit.int32(*lengths), **queries_of(policy, 4, 4, 96, 16))
+    if type(policy) in (kvops.PyramidKV, kvops.Random):
+        call |= PLACE
+    expected = policy.compress(k, v, **call)
+    for layout in ("HND", "FlashInfer, NHD"):
+        pages = to_pages(k, v, size, 0, layout, lengths)
+        call["block_table"] = pages.block_table
+        assert kit.same(policy.compress(pages.k, pages.v, **call), expected)
+        result = policy.compress_(pages.k, pages.v, **call)
+        assert result.k is pages.k and result.v is pages.v and torch.equal(result.indices, expected.indices)
+        front = torch.arange(expected.indices.shape[2]).expand_as(expected.indices)
+        front = torch.where(expected.indices < 0, -1, front)
+        assert kit.same(ops.gather_kv(pages.k, pages.v, front, block_table=pages.block_table), expected[:2])
+
+
+@pytest.mark.parametrize("policy", REFUSE_PAGES, ids=lambda x: x.name)
+def test_policies_that_take_no_pages(policy):
+    k, v = kit.kv(1, 2, 32, 16)
+    pages = to_pages(k, v, 16)
+    if isinstance(policy, kvops.LaCache):  # of which a plan knows no lengths
+        with kit.refuses("unexpected keyword argument 'block_table'", kind=TypeError):
+            policy.compress_(pages.k, pages.v, block_table=pages.block_table, **PLACE)
+        return
+    with kit.refuses("takes no pages", "expected dense K and V", "got a block_table"):
+        policy.compress_(pages.k, pages.v, lengths=kit.int32(32), block_table=pages.block_table, **PLACE)
+
+
+def test_bad_calls_of_policies():
+    k, v, table, memory = to_pages(*kit.kv(2, 2, 32, 16), 16)
+    before, lengths = memory.clone(), kit.int32(32, 20)
+    for parts, call in (
+        (("a block_table needs the requests' lengths", "got None"), dict(block_table=table)),
+        (("expected fill_invalid=False",), dict(block_table=table, lengths=lengths, fill_invalid=True)),
+        ((r"block_table must be \[batch, max_pages\]", r"\[4\]"), dict(block_table=table.flatten(), lengths=lengths)),
+        (("block_table must name pages",), dict(block_table=table + 7, lengths=lengths)),
+    ):
+        with kit.refuses(*parts):
+            kvops.keydiff_compress_(k, v, 8, **call)
+    with kit.refuses("block_table must be a torch.Tensor, got list", kind=TypeError):
+        kvops.keydiff_compress_(k, v, 8, block_table=[[0, 1]], lengths=lengths)
+    assert torch.equal(kit.bits(memory), kit.bits(before))
 
 
 def test_the_reference_takes_pages():

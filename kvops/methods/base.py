@@ -55,12 +55,16 @@ class Spans(TypedDict, total=False):
     starts, lengths: int32 [b], the valid slots of each row. Rows that keep fewer than the widest end in -1 (zeros in k
         and v), or with `fill_invalid` keep their lowest invalid slots instead.
     out: (k_out, v_out) of the result's shapes to write to.
+    block_table: int32 [b, max_pages]: k and v are pages, [num_pages, Hk, page_size, d], and slot i of request b is slot
+        i % page_size of page block_table[b, i // page_size]. `lengths` must be given. In place, what a request keeps
+        moves to the front of its own pages, and k and v are returned as they are.
     """
 
     starts: Tensor | None
     lengths: Tensor | None
     fill_invalid: bool
     out: tuple[Tensor, Tensor] | None
+    block_table: Tensor | None
 
 
 class LayerSpans(Spans, total=False):
@@ -75,7 +79,7 @@ class View:
     """What a layer holds when a policy is asked which slots stay: of one call, or of a cache with the step's tokens.
 
     Attributes:
-        k: [b, Hk, n, d]. v: [b, Hk, n, dv].
+        k: [b, Hk, n, d]. v: [b, Hk, n, dv]. With a block table pages; a rule that takes them reads them by operators.
         starts: int32 [b] or None, the first valid slot of each row.
         lengths: int32 [b] or None, how many slots from there on are valid; None: all.
         fill_invalid: rows of fewer valid slots than the budget keep invalid ones, instead of -1.
@@ -89,6 +93,7 @@ class View:
         rope: with it, keys are rotated at their slots, and `move` has to turn them. None once they are.
         state: what the policy remembers of the layer from one eviction to the next. Tensors in it have the batch as
             their first dim. An eviction replaces entries, it never writes to their memory.
+        block_table: int32 [b, max_pages] or None; see `Spans`.
     """
 
     k: Tensor
@@ -106,6 +111,7 @@ class View:
     window: int = 0
     rope: Rope | None = None
     state: dict[str, Any] = field(default_factory=dict)
+    block_table: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.seen < 0:
@@ -115,7 +121,12 @@ class View:
     @property
     def n(self) -> int:
         """Slots."""
-        return self.k.shape[2]
+        return self.k.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
+
+    @property
+    def rows(self) -> int:
+        """Of the batch: its requests."""
+        return len(self.k if self.block_table is None else self.block_table)
 
     @property
     def heads(self) -> int:
@@ -133,6 +144,11 @@ class View:
     def spans(self) -> dict[str, Any]:
         """starts, lengths and fill_invalid, as operators and `select_budget` take them."""
         return {"starts": self.starts, "lengths": self.lengths, "fill_invalid": self.fill_invalid}
+
+    @property
+    def slots(self) -> dict[str, Any]:
+        """starts, lengths and block_table, as the operators that read K and V take them."""
+        return {"starts": self.starts, "lengths": self.lengths, "block_table": self.block_table}
 
     @property
     def seen_by_queries(self) -> Tensor:
@@ -154,7 +170,7 @@ class View:
     def positions(self) -> Tensor:
         """The logical position of each slot, padding included: int64 [b, Hk, n]."""
         kept = 0 if self.kept is None else self.kept.shape[2]
-        new = torch.arange(self.seen - self.n + kept, self.seen, device=self.k.device).expand(*self.k.shape[:2], -1)
+        new = torch.arange(self.seen - self.n + kept, self.seen, device=self.k.device).expand(self.rows, self.heads, -1)
         return new if self.kept is None else torch.cat((self.kept, new), 2)
 
 
@@ -185,6 +201,11 @@ class Policy:
         """Every layer keeps the same number of slots."""
         return True
 
+    @property
+    def paged(self) -> bool:
+        """`compress` takes pages: the rule reads K and V by operators alone, which it hands `View.block_table`."""
+        return False
+
     def check(self) -> None:
         """Raises TypeError or ValueError for wrong settings."""
 
@@ -209,8 +230,8 @@ class Policy:
     def move(self, view: View, indices: Tensor, out: Out = None) -> tuple[Tensor, Tensor]:
         """The kept rows of K and V: in fresh memory, in `out`, or (`IN_PLACE`) at the front of K and V themselves."""
         if out is IN_PLACE:
-            return compact_kv_(view.k, view.v, indices)
-        return gather_kv(view.k, view.v, indices, out=out)
+            return compact_kv_(view.k, view.v, indices, block_table=view.block_table)
+        return gather_kv(view.k, view.v, indices, block_table=view.block_table, out=out)
 
     def compress(self, k: Tensor, v: Tensor, **call: Unpack[LayerSpans]) -> Compressed:
         """The rule in one call.
@@ -218,7 +239,7 @@ class Policy:
         Args:
             k: [b, Hk, n, d].
             v: [b, Hk, n, dv].
-            call: starts, lengths, fill_invalid, out, layer, num_layers; see `Spans` and `LayerSpans`.
+            call: starts, lengths, fill_invalid, out, block_table, layer, num_layers; see `Spans` and `LayerSpans`.
 
         Returns:
             (k, v, indices) with the slots that stay.
@@ -245,6 +266,7 @@ class Policy:
         layer: int | None = None,
         num_layers: int | None = None,
         out: Out = None,
+        block_table: Tensor | None = None,
         **unknown: object,
     ) -> tuple[View, Out]:
         """The arguments of one call, checked as far as no operator does."""
@@ -253,7 +275,21 @@ class Policy:
         check_rank(self.name, k)
         if not (out is None or out is IN_PLACE or (isinstance(out, (tuple, list)) and len(out) == 2)):
             raise TypeError(f"{self.name}: out must be a pair of tensors (k_out, v_out), got {type(out).__name__}")
-        return View(k, v, starts, lengths, fill_invalid, layer, num_layers), out
+        if block_table is not None:
+            self._check_pages(block_table, lengths, fill_invalid)
+        return View(k, v, starts, lengths, fill_invalid, layer, num_layers, block_table=block_table), out
+
+    def _check_pages(self, block_table: Tensor, lengths: Tensor | None, fill_invalid: bool) -> None:
+        if not isinstance(block_table, Tensor):
+            raise TypeError(f"{self.name}: block_table must be a torch.Tensor, got {type(block_table).__name__}")
+        if block_table.dim() != 2:
+            raise ValueError(f"{self.name}: block_table must be [batch, max_pages], got {list(block_table.shape)}")
+        if not self.paged:
+            raise ValueError(f"{self.name}: {self!r} takes no pages, expected dense K and V, got a block_table")
+        if lengths is None:
+            raise ValueError(f"{self.name}: a block_table needs the requests' lengths, int32 [b], got None")
+        if fill_invalid:
+            raise ValueError(f"{self.name}: invalid slots have no pages, expected fill_invalid=False, got True")
 
     def _compress(self, view: View, out: Out) -> Compressed:
         indices = all_slots(view) if self.whole(view) else self.select(view)

@@ -29,12 +29,16 @@ class StreamingLLM(SlotPolicy, DecodePolicy):
     _: KW_ONLY
     sinks: int = 4
 
+    @property
+    def paged(self) -> bool:
+        return True
+
     def newest(self, keep: int) -> int:
         return int(isinstance(self.budget, float))
 
     def scores(self, view: View) -> Tensor:
         newer = torch.arange(-view.n, 0, dtype=torch.float32, device=view.k.device)  # exact for the last 2^24 slots
-        return newer.expand(view.k.shape[0], 1, view.n)
+        return newer.expand(view.rows, 1, view.n)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,12 +87,16 @@ class Random(KeyPolicy):
     _: KW_ONLY
     seed: int = 0
 
+    @property
+    def paged(self) -> bool:
+        return True
+
     def check(self) -> None:
         check_int(self.name, "seed", self.seed, 0)
         super().check()
 
     def scores(self, view: View) -> Tensor:
-        check_vector(self.name, "starts", view.starts, len(view.k), view.k)
+        check_vector(self.name, "starts", view.starts, view.rows, view.k)
         position = view.positions()
         if view.padding is not None:
             position = position - view.padding[:, None, None]
@@ -98,6 +106,10 @@ class Random(KeyPolicy):
 @dataclass(frozen=True, eq=False)
 class Full(Policy):
     """The whole cache: keeps everything."""
+
+    @property
+    def paged(self) -> bool:
+        return True
 
     def select(self, view: View) -> Tensor:
         return all_slots(view)

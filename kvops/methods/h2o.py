@@ -47,6 +47,10 @@ class H2O(DecodePolicy, QueryPolicy):
     _: KW_ONLY
     recent: int | float = 0.5
 
+    @property
+    def paged(self) -> bool:
+        return True
+
     def check(self) -> None:
         check_recent(self.name, self.recent)
         super().check()
@@ -82,25 +86,27 @@ class H2O(DecodePolicy, QueryPolicy):
 
     def observe(self, view: View, q: Tensor, lse: Tensor | None, logits: Mapping[str, Any]) -> None:
         check_queries(self.name, self.argument, q, view.k)
-        check_in_prompt(self.name, self.argument, q, view.k)
+        check_in_prompt(self.name, self.argument, q, view.n)
         check_lse(self.name, lse, q)
         k, n, end, t = view.k, view.n, view.end, q.shape[2]
-        scores = torch.zeros(k.shape[:3], dtype=torch.float32, device=k.device)
+        scores = torch.zeros((view.rows, view.heads, n), dtype=torch.float32, device=k.device)
         for first in range(0, t, MAX_WINDOW):
             rows = slice(first, min(first + MAX_WINDOW, t))
             seen = n - t + rows.stop  # no row of the block sees more
             visible = causal_limits(seen, rows.stop - rows.start, k.device)
             if isinstance(end, Tensor):  # rows behind the end are padding
                 visible = torch.where(visible <= end[:, None], visible, 0)
-            scores[:, :, :seen] += window_scores(
+            part = window_scores(
                 q[:, :, rows],
-                k[:, :, :seen],
+                k if view.block_table is not None else k[:, :, :seen],
                 visible,
                 lse=None if lse is None else lse[:, :, rows],
                 starts=None if view.starts is None else view.starts.clamp(max=seen),
                 group_reduce=self.group_reduce,
+                block_table=view.block_table,
                 **logits,
             )
+            scores[:, :, :seen] += part[:, :, :seen]
         view.observed = scores
 
     def select(self, view: View) -> Tensor:
@@ -135,6 +141,10 @@ class TOVA(DecodePolicy, QueryPolicy):
 
     _: KW_ONLY
     head_mode: str = "shared"
+
+    @property
+    def paged(self) -> bool:
+        return True
 
     def compress(  # type: ignore[override]  # the queries are no option
         self, k: Tensor, v: Tensor, q_last: Tensor, **call: Unpack[QueryCall]

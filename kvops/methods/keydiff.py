@@ -64,10 +64,14 @@ class KeyDiff(KeyPolicy):
     def ablation(self) -> bool:
         return self.metric != "cosine" or self.anchor != "mean"
 
+    @property
+    def paged(self) -> bool:
+        return not self.ablation
+
     def scores(self, view: View) -> Tensor:
         if self.ablation:
             return ablation_scores(view, self.normalize_anchor, self.metric, self.anchor)
-        return anchor_cosine(view.k, normalize_anchor=self.normalize_anchor, starts=view.starts, lengths=view.lengths)
+        return anchor_cosine(view.k, normalize_anchor=self.normalize_anchor, **view.slots)
 
     def evict(self, view: View) -> Tensor | None:
         if self.ablation:

@@ -78,6 +78,10 @@ class LagKV(Policy):
     def uniform_layers(self) -> bool:
         return self.score != "l2"
 
+    @property
+    def paged(self) -> bool:
+        return self.score == "std"
+
     def whole(self, view: View) -> bool:
         return self.score == "l2" and view.layer in L2_SKIPPED_LAYERS
 
@@ -92,8 +96,7 @@ class LagKV(Policy):
                 prefix=prefix,
                 v_weight=self.v_weight,
                 self_reference=self.reference == "self",
-                starts=starts,
-                lengths=view.lengths,
+                **view.slots,
             )
         count = num_segments(n, prefix, self.lag)
         last = prefix + count * self.lag

@@ -56,6 +56,10 @@ class LAQ(WindowPolicy):
     stage1: Policy | None = None
     compat_mask: bool = False
 
+    @property
+    def paged(self) -> bool:
+        return True
+
     def check(self) -> None:
         check_int(self.name, "steps", self.steps, 1)
         check_bool(self.name, "compat_mask", self.compat_mask)
@@ -119,7 +123,7 @@ class LAQ(WindowPolicy):
         check_queries(op, "q_lookahead", q_lookahead, k)
         if q_window is not None:
             check_queries(op, "q_window", q_window, k)
-            check_in_prompt(op, "q_window", q_window, k)
+            check_in_prompt(op, "q_window", q_window, view.n)
             if q_window.shape[:2] != q_lookahead.shape[:2] or q_window.shape[3] != q_lookahead.shape[3]:
                 raise ValueError(
                     f"{op}: q_window must be like q_lookahead but for its rows, expected {list(q_lookahead.shape)}, "
@@ -143,7 +147,9 @@ class LAQ(WindowPolicy):
     ) -> None:
         """Sets what the `window` local and the lookahead queries observe."""
         view.window = w = self.window
-        visible = lookahead_limits(self.name, view.end, w, ahead.shape[2], self.compat_mask, lengths, view.k)
+        visible = lookahead_limits(
+            self.name, view.end, w, ahead.shape[2], self.compat_mask, lengths, view.rows, view.k.device
+        )
         q = ahead if local is None else torch.cat((local, ahead), 2)
         check_lse(self.name, lse, q)
         self.check_holds(most_tokens(self.name, self.budget, view.n), w)
@@ -167,27 +173,27 @@ def lookahead_limits(
     steps: int,
     compat_mask: bool,
     lookahead_lengths: Tensor | None,
-    k: Tensor,
+    rows: int,
+    device: torch.device,
 ) -> Tensor:
     """What the w local and the `steps` lookahead rows see: int32 [w + steps] or [b, w + steps]."""
     if compat_mask:
-        visible = causal_limits(end, w + steps, k.device)
+        visible = causal_limits(end, w + steps, device)
     else:
-        all_keys = causal_limits(end, 1, k.device).expand(*([-1] * (isinstance(end, Tensor))), steps)
-        visible = torch.cat((causal_limits(end, w, k.device), all_keys), -1)
+        all_keys = causal_limits(end, 1, device).expand(*([-1] * (isinstance(end, Tensor))), steps)
+        visible = torch.cat((causal_limits(end, w, device), all_keys), -1)
     if lookahead_lengths is not None:
-        b = k.shape[0]
         if not isinstance(lookahead_lengths, Tensor):
             raise TypeError(f"{op}: lookahead_lengths must be a torch.Tensor, got {type(lookahead_lengths).__name__}")
-        if lookahead_lengths.dtype != torch.int32 or lookahead_lengths.shape != (b,):
+        if lookahead_lengths.dtype != torch.int32 or lookahead_lengths.shape != (rows,):
             raise ValueError(
-                f"{op}: lookahead_lengths must be int32 [{b}], got {lookahead_lengths.dtype} "
+                f"{op}: lookahead_lengths must be int32 [{rows}], got {lookahead_lengths.dtype} "
                 f"{list(lookahead_lengths.shape)}"
             )
         if lookahead_lengths.is_cpu and not torch.compiler.is_compiling():
             for value in lookahead_lengths.tolist():
                 if not 0 <= value <= steps:
                     raise ValueError(f"{op}: lookahead_lengths must lie in [0, {steps}], got {value}")
-        counts = torch.arange(w + steps, device=k.device) < w + lookahead_lengths[:, None]
+        counts = torch.arange(w + steps, device=device) < w + lookahead_lengths[:, None]
         visible = torch.where(counts, visible, 0).to(torch.int32)
     return visible

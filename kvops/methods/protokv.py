@@ -93,6 +93,10 @@ class ProtoKV(DecodePolicy, QueryPolicy):
     buffer: int | float | None = 128
     alpha: int = 8
 
+    @property
+    def paged(self) -> bool:
+        return True
+
     def check(self) -> None:
         if self.window is None:
             small = isinstance(self.budget, int) and self.budget <= 128
@@ -191,21 +195,25 @@ class ProtoKV(DecodePolicy, QueryPolicy):
 
         starts, prefix: int32 [b], where the tokens that are clustered begin, and how many they are.
         """
-        k = view.k
+        k, pages = view.k, view.block_table
         spans: dict[str, Any] = {"starts": starts, "lengths": prefix}
         if self.clusters == "lsh":
-            outside = outside_prefix(k, 0, starts, prefix if starts is None else starts + prefix)
-            slots = torch.arange(view.n, device=k.device).masked_fill(outside, -1).expand(k.shape[:3])
-            buckets = lsh_bucket(k, slots, *self._hash(k))
+            slots = torch.arange(view.n, device=k.device).expand(view.rows, view.heads, -1)
+            slots = slots.masked_fill(
+                outside_prefix(slots, 0, starts, prefix if starts is None else starts + prefix), -1
+            )
+            buckets = lsh_bucket(k, slots, *self._hash(k), block_table=pages)
             return torch.where(buckets < 0, buckets, buckets % self.num_clusters)
         if self.clusters == "chunks":
-            prototypes, _ = build_prototypes(k, num_chunks=self.num_clusters, num_buckets=0, **spans)
+            prototypes, _ = build_prototypes(k, num_chunks=self.num_clusters, num_buckets=0, block_table=pages, **spans)
         else:
-            sats = select_topk(outlier_degree(k, kappa=self.kappa, **spans), k=self.num_sats, **spans)
-            buckets = lsh_bucket(k, sats, *self._hash(k))
-            spans |= {"num_chunks": self.num_chunks, "num_buckets": self.num_buckets}
-            prototypes, _ = build_prototypes(k, sat_indices=sats, buckets=buckets, **spans)
-        return assign_prototypes(k, prototypes, starts=starts, lengths=prefix)
+            degrees = outlier_degree(k, kappa=self.kappa, block_table=pages, **spans)
+            sats = select_topk(degrees, k=self.num_sats, **spans)
+            buckets = lsh_bucket(k, sats, *self._hash(k), block_table=pages)
+            anchors: dict[str, Any] = {"num_chunks": self.num_chunks, "num_buckets": self.num_buckets}
+            anchors |= {"sat_indices": sats, "buckets": buckets}
+            prototypes, _ = build_prototypes(k, block_table=pages, **anchors, **spans)
+        return assign_prototypes(k, prototypes, block_table=pages, **spans)
 
     def _hash(self, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.projection is None or self.phase is None:
@@ -215,7 +223,7 @@ class ProtoKV(DecodePolicy, QueryPolicy):
 
     def choose(self, scores: Tensor, view: View, budget: Budget, *, recent: int = 0, **options: Any) -> Tensor:
         """The kept slots, by the window's scores of each token, fp32 [b, Hk, n]."""
-        starts, prefix = view.starts, prefix_lengths(view.k, recent, view.starts, view.lengths)
+        starts, prefix = view.starts, prefix_lengths(scores, recent, view.starts, view.lengths)
         if self.sinks:
             first = torch.zeros_like(prefix) if starts is None else starts
             starts, prefix = first + prefix.clamp(max=self.sinks), (prefix - self.sinks).clamp(min=0)
@@ -224,7 +232,7 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         if self.head_mode == "shared":
             ranks = shared_ranks(scores, assignment, cluster_scores)
             return select_budget(self.name, ranks, view.heads, budget, sinks=self.sinks, recent=recent, **view.spans)
-        rows, heads = view.k.shape[:2]
+        rows, heads = view.rows, view.heads
         keep, budgets = row_budgets(self.name, budget, (rows, heads), view.n, view.starts, view.lengths)
         protected, left = recent + self.sinks, None
         if budgets is not None:
@@ -269,6 +277,10 @@ class SATKV(DecodePolicy):
     kappa: int = 5
     buffer: int | float | None = 128
 
+    @property
+    def paged(self) -> bool:
+        return True
+
     def check(self) -> None:
         check_int(self.name, "window", self.window, 0)
         check_int(self.name, "kappa", self.kappa, 1)
@@ -289,8 +301,8 @@ class SATKV(DecodePolicy):
         return self.window
 
     def scores(self, view: View) -> Tensor:
-        prefix = prefix_lengths(view.k, self.window, view.starts, view.lengths)
-        return outlier_degree(view.k, kappa=self.kappa, starts=view.starts, lengths=prefix)
+        prefix = prefix_lengths(view.k, self.window, view.starts, view.lengths)  # of pages lengths are given
+        return outlier_degree(view.k, kappa=self.kappa, **{**view.slots, "lengths": prefix})
 
     def select(self, view: View) -> Tensor:
         return self.choose(self.scores(view), view, self.budget, recent=self.window)

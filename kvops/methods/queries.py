@@ -122,7 +122,7 @@ class QueryPolicy(BudgetPolicy):
     def observe(self, view: View, q: Tensor, lse: Tensor | None, logits: Mapping[str, Any]) -> None:
         """Sets what the queries of a prompt's last tokens observe."""
         check_queries(self.name, self.argument, q, view.k)
-        check_in_prompt(self.name, self.argument, q, view.k)
+        check_in_prompt(self.name, self.argument, q, view.n)
         check_lse(self.name, lse, q)
         view.window = w = q.shape[2]
         if w > self.window:
@@ -142,7 +142,9 @@ class QueryPolicy(BudgetPolicy):
     ) -> Tensor | None:
         """The scores of rows that see what `visible` says; see `summed_scores`."""
         options = {"score": self.score, "reduce": self.reduce, "group_reduce": self.operator_reduce, **logits}
-        return summed_scores(q, view.k, visible, lse, prefix, starts=view.starts, **options)
+        return summed_scores(
+            q, view.k, visible, lse, prefix, starts=view.starts, block_table=view.block_table, **options
+        )
 
     def scores(self, view: View) -> Tensor:
         return view.seen_by_queries
@@ -203,7 +205,7 @@ class WindowPolicy(QueryPolicy):
         return self.pool.operator_reduce
 
     def scores(self, view: View) -> Tensor:
-        outside = outside_prefix(view.k, view.window, view.starts, view.end)
+        outside = outside_prefix(view.seen_by_queries, view.window, view.starts, view.end)
         return self.pool(view.seen_by_queries, view.heads, outside)
 
     def rows(self, view: View) -> int:

@@ -94,7 +94,7 @@ def prompt_scores(
     check_queries(op, name, q, k)
     end = span_ends(k, starts, lengths)
     if visible is None:
-        visible = lookahead_limits(op, end, 0, q.shape[2], False, None, k)
+        visible = lookahead_limits(op, end, 0, q.shape[2], False, None, len(k), k.device)
     scores = summed_scores(q, k, visible, None, starts=starts, group_reduce=pool.operator_reduce, **options)
     assert scores is not None  # q has rows
     return pool(scores, k.shape[1], outside_prefix(k, 0, starts, end))

@@ -39,6 +39,10 @@ class SnapKV(WindowPolicy):
     Attributes: see `WindowPolicy`.
     """
 
+    @property
+    def paged(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True, eq=False)
 class PyramidKV(WindowPolicy):
@@ -50,6 +54,10 @@ class PyramidKV(WindowPolicy):
     Attributes: see `WindowPolicy`; budget is the mean over the layers, an int or a float. head_mode is "per_head" or
         "shared".
     """
+
+    @property
+    def paged(self) -> bool:
+        return True
 
     def check(self) -> None:
         if isinstance(self.budget, Tensor) or self.head_mode == "adaptive":
@@ -89,6 +97,10 @@ class ChunkKV(WindowPolicy):
     _: KW_ONLY
     chunk: int = 20
     kernel_size: int = 1
+
+    @property
+    def paged(self) -> bool:
+        return True
 
     def check(self) -> None:
         check_int(self.name, "chunk", self.chunk, 1)
