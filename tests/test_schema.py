@@ -134,7 +134,7 @@ def test_lower_levels_pass_the_operators_tests(level):
     tested = OPERATORS
     if level == "v4":  # next to v4_bf16, other products are all that differs
         tested = [op for op in OPERATORS if op.startswith("window") or op == "assign_prototypes"]
-    files = [str(ROOT / f"tests/test_{x}.py") for x in (*tested, "operators")]
+    files = [str(ROOT / f"tests/test_{x}.py") for x in (*tested, "operators", "pages")]
     selected = f"not opcheck and not compile and ({' or '.join(tested)})"  # names of files, and of calls
     command = [sys.executable, "-m", "pytest", "-q", "-k", selected, "-p", "no:cacheprovider", *files]
     run = subprocess.run(command, env={**os.environ, "KVOPS_ISA": level}, cwd=ROOT, capture_output=True, text=True)
