@@ -1,6 +1,7 @@
 """The operators' tests on three kinds of device; see kit.every_device."""
 
 import pytest
+import setuptools  # noqa: F401  # before anybody imports distutils, of which torch.compile needs the one of setuptools
 import torch
 
 import kit
