@@ -30,10 +30,6 @@ RESULTS = ROOT / "bench" / "results" / "eval.json"
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-ATTENTION_BLOCK = re.compile(r"(<!-- attention -->\n).*?(<!-- end -->)", re.DOTALL)
-SPEED_BLOCK = re.compile(r"(<!-- speed -->\n).*?(<!-- end -->)", re.DOTALL)
-PAGES_BLOCK = re.compile(r"(<!-- pages -->\n).*?(<!-- end -->)", re.DOTALL)
-DECODE_BLOCK = re.compile(r"(<!-- decode -->\n).*?(<!-- end -->)", re.DOTALL)
 TOKENS = 65536
 #: What is called, and where it was measured: file, operator and form.
 SPEED = {
@@ -118,9 +114,13 @@ def table(rows: list[dict], results: str) -> str:
     return (
         "Partial match in %, in brackets the 95 % interval, by tokens kept of each KV head; "
         f"{'; '.join(tasks)}; {prompts} prompts{legend}\n"
-        f"([bench/results/{RESULTS.name}]({results}), `python -m kvops.eval`):\n\n"
-        + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        f"([bench/results/{RESULTS.name}]({results}), `python -m kvops.eval`):\n\n" + markdown(lines)
     )
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A table of these cells, the heads and what is beneath them first."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def speeds(file: str, operator: str, form: str) -> list[dict]:
@@ -151,7 +151,7 @@ def speed_table() -> str:
         ratios = [[row["ratio"][x]["best"] for row in rows if x in row["ratio"]] for x in ("eager", "compile")]
         said = [f"{' / '.join(map(short, x))} x" if x else "" for x in ratios]
         lines.append([label, times, f"{shares} of {rows[0]['bandwidth']['of']}", *said])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def attention_table() -> str:
@@ -165,7 +165,7 @@ def attention_table() -> str:
         for (dtype, grouped), x in means.items():
             heads = "shared" if grouped else "alone"
             lines.append(["yes" if amx else "no", dtype, heads, *(f"{x[rows]:.2f}" for rows in every)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def decode_table() -> str:
@@ -176,7 +176,7 @@ def decode_table() -> str:
     for name in dict.fromkeys(row["method"] for row in rows):
         found = [cells[(name, *kind)] for kind in kinds]
         lines.append([name, *(f"{1e3 * row['seconds']['mean']:.3g} ms ({row['of_attention']:.2f})" for row in found)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def pages_table() -> str:
@@ -189,17 +189,21 @@ def pages_table() -> str:
     for op in dict.fromkeys(row["op"] for row in rows):
         found = [cells[op, dtype, order, size] for dtype, order in kinds for size in sizes]
         lines.append([f"`{op}`".replace(", decode`", "`, decode"), *(f"{x:.2f}" for x in found)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
+
+
+#: By the name of their blocks.
+TABLES = {"speed": speed_table, "attention": attention_table, "decode": decode_table, "pages": pages_table}
 
 
 def filled(page: Path, rows: list[dict]) -> str:
     """The page's text with every block as it should be."""
     results = Path(os.path.relpath(RESULTS, page.parent)).as_posix()
     text = BLOCK.sub(lambda x: f"{x[1]}\n{table(chosen(rows, x[2]), results)}\n\n{x[3]}", page.read_text())
-    text = SPEED_BLOCK.sub(lambda x: f"{x[1]}\n{speed_table()}\n\n{x[2]}", text)
-    text = ATTENTION_BLOCK.sub(lambda x: f"{x[1]}\n{attention_table()}\n\n{x[2]}", text)
-    text = PAGES_BLOCK.sub(lambda x: f"{x[1]}\n{pages_table()}\n\n{x[2]}", text)
-    return DECODE_BLOCK.sub(lambda x: f"{x[1]}\n{decode_table()}\n\n{x[2]}", text)
+    for name, made in TABLES.items():
+        block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        text = block.sub(lambda x, made=made: f"{x[1]}\n{made()}\n\n{x[2]}", text)
+    return text
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -207,8 +211,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing, fail if a page would change")
     check = parser.parse_args(argv).check
     rows = json.loads(RESULTS.read_text())["rows"]
-    pages = [README, *sorted(DOCS.rglob("*.md"))]
-    stale = {page: text for page in pages if (text := filled(page, rows)) != page.read_text()}
+    files = [README, *sorted(DOCS.rglob("*.md"))]
+    stale = {page: text for page in files if (text := filled(page, rows)) != page.read_text()}
     if check and stale:
         sys.exit(f"not what bench/results says: {', '.join(x.name for x in stale)}; run python bench/measured.py")
     for page, text in stale.items():

@@ -142,6 +142,7 @@ def lag_score(
         v_weight: the weight of V's scores.
         self_reference: Y is X itself (the paper's LocalKV).
         starts, lengths: int32 [b], the valid slots of each row. Row b's partitions begin at starts[b] + prefix.
+        block_table: int32 [b, max_pages]: k and v are pages, as the head of this module says.
 
     Returns:
         fp32 [b, Hk, S, lag], S = max(0, (n - prefix) // lag - 1): all complete partitions but the last, which is only a
@@ -207,6 +208,7 @@ def anchor_cosine(
         normalize_anchor: False: mu is the sum of the keys as they are.
         starts, lengths: int32 [b], the valid slots of each row.
         return_anchor: returns mu too.
+        block_table: int32 [b, max_pages]: k is pages, as the head of this module says.
 
     Returns:
         fp32 [b, Hk, n], and with `return_anchor` also mu, fp32 [b, Hk, d] (a copy of a given anchor).
@@ -273,6 +275,7 @@ def window_scores(
         starts: int32 [b], the first valid slot of each row.
         softcap: 0 for none.
         sink_logits: fp32 [Hq], one more logit in each row's softmax, without a key (lse is given without it).
+        block_table: int32 [b, max_pages]: k is pages, as the head of this module says.
 
     Returns:
         fp32 [b, Hk, n], with group_reduce="none" [b, Hq, n].
@@ -350,6 +353,7 @@ def window_attention(
         cos, sin, interleaved: how keys turn at their slots, as in `rope_at_slots`; cos and sin both or none. q is
             rotated already.
         scores: False for the attention alone, which saves the second read of K (w > 1) or the logits (w = 1).
+        block_table: int32 [b, max_pages]: k and v are pages, as the head of this module says.
 
     All other arguments as in `window_scores`.
 
@@ -475,6 +479,7 @@ def gather_kv(
         indices: int64 [b, Hk, m], any strides (so [b, 1, m] expanded serves all heads).
         out: (k_out, v_out) of the result's shapes and any row-contiguous strides, which share no memory with the
             inputs, indices included. They are written and returned.
+        block_table: int32 [b, max_pages]: k and v are pages, as the head of this module says.
 
     Returns:
         Fresh contiguous [b, Hk, m, d] and [b, Hk, m, dv], or `out`.
@@ -700,6 +705,7 @@ def outlier_degree(
         kappa: neighbours on either side, 1 to 1024; the time does not depend on it.
         standardize: False returns S itself.
         starts, lengths: int32 [b], the valid slots of each row.
+        block_table: int32 [b, max_pages]: k is pages, as the head of this module says.
 
     Returns:
         fp32 [b, Hk, n].
@@ -730,6 +736,7 @@ def lsh_bucket(
             key that is not finite.
         projection: fp32 [r, d], 1 <= r <= 30, shared by all heads (`kvops.lsh_projection` draws both).
         phase: fp32 [r].
+        block_table: int32 [b, max_pages]: k is pages, as the head of this module says.
 
     Returns:
         int32 [b, Hk, p], in [-1, 2^r).
@@ -773,6 +780,7 @@ def build_prototypes(
         buckets: int32 [b, Hk, p], in [-1, num_buckets).
         num_chunks, num_buckets: prototypes of either kind.
         starts, lengths: int32 [b], the valid slots of each row.
+        block_table: int32 [b, max_pages]: k is pages, as the head of this module says.
 
     Returns:
         prototypes, fp32 [b, Hk, num_chunks + num_buckets, d], and counts, int32 [b, Hk, num_chunks + num_buckets].
@@ -811,6 +819,7 @@ def assign_prototypes(
         k: [b, Hk, n, d].
         prototypes: fp32 [b, Hk, C, d]. One that is zero (empty) or not finite never wins.
         starts, lengths: int32 [b], the valid slots of each row.
+        block_table: int32 [b, max_pages]: k is pages, as the head of this module says.
 
     Returns:
         int32 [b, Hk, n]: -1 for a key that is not finite, for invalid slots, and if no prototype can win.

@@ -702,7 +702,13 @@ def test_pages_are_measured(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert re.search(r"fp32, 1,024, dense +page 16 +page 1024$", shown, re.M)
     assert re.search(r"^compact_kv_ +NHD +\S+ .s +\d+\.\d\dx +\d+\.\d\dx$", shown, re.M)
-    for wrong in (["--pages", "0"], ["--pages", "48"], ["--heads", "0"], ["--json", str(tmp_path)]):
+    for wrong in (
+        ["--pages", "0"],
+        ["--pages", "48"],
+        ["--heads", "0"],
+        ["--seconds", "inf"],
+        ["--json", str(tmp_path)],
+    ):
         with pytest.raises(SystemExit, match="2"):
             pages.main([*said, *wrong])
 

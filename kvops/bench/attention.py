@@ -13,7 +13,6 @@ import argparse
 import math
 import statistics
 import sys
-import time
 from collections.abc import Iterable
 from functools import partial
 from itertools import product
@@ -24,7 +23,7 @@ import torch
 
 from ..flash_attention import AMX, KVOPS_ROWS, attention
 from .columns import aligned
-from .measure import Contender
+from .measure import Contender, in_turns
 from .record import Refused, check_target, origin, write
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -52,12 +51,7 @@ def cell(dtype: str, rows: int, n: int, d: int, group: int, heads: int, seconds:
     shapes = (heads * group, rows), (heads, n), (heads, n)
     q, k, v = (torch.randn(1, *x, d, generator=generator).to(DTYPES[dtype]) for x in shapes)
     rivals = {x: Contender(partial(attention, q, k, v, backend=x)) for x in BACKENDS}
-    for rival in rivals.values():
-        rival.warm_up()
-    end = time.monotonic() + seconds
-    pairs: list[list[float]] = []
-    while len(pairs) < LEAST or time.monotonic() < end:
-        pairs.append([rival.sample() for rival in rivals.values()])
+    pairs = in_turns(rivals.values(), seconds, LEAST)
     return {
         **{"dtype": dtype, "rows": rows, "n": n, "head_dim": d, "group": group, "pairs": len(pairs)},
         "seconds": {x: statistics.median(taken) for x, taken in zip(rivals, zip(*pairs))},

@@ -52,6 +52,18 @@ class Contender:
             self.calls = max(1, int(SHORT / min(self.sample() for _ in range(3))))
 
 
+def in_turns(rivals: Iterable[Contender], seconds: float, least: int) -> list[list[float]]:
+    """Rounds of a sample of each, once they are warm, for so long, and so many at least."""
+    rivals = list(rivals)
+    for rival in rivals:
+        rival.warm_up()
+    end = time.monotonic() + seconds
+    rounds: list[list[float]] = []
+    while len(rounds) < least or time.monotonic() < end:
+        rounds.append([rival.sample() for rival in rivals])
+    return rounds
+
+
 def probes(row: Row, case: Case) -> dict[str, Contender]:
     """The ways to move as many bytes as the row does on the CPU; the fastest is the bandwidth to compare with."""
     if not row.against:

@@ -7,8 +7,8 @@ The pages of a request are shuffled. Pages in the order of heads ("HND") are com
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import ops
 from .columns import aligned
-from .measure import Contender
+from .measure import Contender, in_turns
 from .record import Refused, check_target, origin, write
 from .rows import WINDOW, Case
 
@@ -75,18 +75,13 @@ def measure(c: Case, dtype: str, sizes: list[int], names: list[str], seconds: fl
     """A row for each operator and order: the medians, and those of the ratio to dense memory in each round."""
     generator = torch.Generator().manual_seed(0)
     places = {size: torch.randperm(c.n // size, generator=generator) for size in sizes}
+    tables = {size: at.to(torch.int32).view(1, -1) for size, at in places.items()}
     rows = []
     for name, order in product(names, ORDERS):
         memory = {0: (dense(c.k, order), dense(c.v, order))}
         memory |= {size: (paged(c.k, order, size, at), paged(c.v, order, size, at)) for size, at in places.items()}
-        tables = {size: at.to(torch.int32).view(1, -1) for size, at in places.items()}
         rivals = {size: Contender(calls(c, *both, tables.get(size))[name]) for size, both in memory.items()}
-        for rival in rivals.values():
-            rival.warm_up()
-        end = time.monotonic() + seconds
-        rounds: list[list[float]] = []
-        while len(rounds) < LEAST or time.monotonic() < end:
-            rounds.append([rival.sample() for rival in rivals.values()])
+        rounds = in_turns(rivals.values(), seconds, LEAST)
         taken = dict(zip(rivals, zip(*rounds)))
         rows.append(
             {
@@ -101,7 +96,7 @@ def measure(c: Case, dtype: str, sizes: list[int], names: list[str], seconds: fl
 def table(rows: list[dict[str, Any]]) -> str:
     """A line for each operator and order."""
     kinds = list(dict.fromkeys((x["dtype"], x["n"]) for x in rows))
-    sizes = list(rows[0]["ratio"])  # numbers, or their names where a file was read
+    sizes = list(rows[0]["ratio"])
     lines = [["", "order"]]
     for dtype, n in kinds:
         lines[0] += [f"{dtype}, {n:,}, dense", *(f"page {size}" for size in sizes)]
@@ -130,6 +125,8 @@ def main(argv: list[str]) -> int:
     a = p.parse_args(argv)
     if a.heads < 1:
         p.error(f"--heads: expected at least 1, got {a.heads}")
+    if not 0 <= a.seconds < math.inf:
+        p.error(f"--seconds: expected a number, at least 0, got {a.seconds}")
     for n, size in product(a.n, a.pages):
         if size < 1 or n < 1024 or n % size:
             p.error(f"--pages: expected sizes that divide --n, which is at least 1024, got {size} and {n}")
