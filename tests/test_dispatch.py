@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -56,9 +57,10 @@ class Heap:
         return found.uordblks + found.hblkhd, sys.getallocatedblocks()
 
     def growth(self, call) -> float:
-        """Bytes that a call leaves behind, the mean of SOAK calls. Where there are any it is measured again, up to
-        three times: a leak is there each time, what the process's other threads allocate meanwhile is not."""
-        for _ in range(3):
+        """Bytes that a call leaves behind, the mean of SOAK calls. Where there are any it is measured again, for some
+        seconds at most: a leak is there each time, what the process's other threads allocate meanwhile is not."""
+        for pause in range(10):
+            time.sleep(pause / 10)
             if (found := self._growth(call)) < 4:
                 break
         return found
