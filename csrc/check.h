@@ -101,56 +101,23 @@ inline KV check_cache(const char* op, const char* name, const Tensor& x, const O
                       bool written = false) {
   KV kv{check_kv(op, name, x, written), x.size(0), x.size(1), x.size(2), x.size(3)};
   if (!block_table) return kv;
-#ifdef KVOPS_GPU
-  fail(op, ": block_table is served on the CPU only so far, expected a dense ", name, ", got pages on ", device(x));
-#endif
   check_same_device(op, "block_table", *block_table, x);
   check_scalar_type(op, "block_table", *block_table, ScalarType::Int);
   KVOPS_CHECK(block_table->dim() == 2 && (block_table->stride(1) == 1 || block_table->size(1) <= 1), op,
               ": block_table must be [batch, max_pages] with a contiguous last dim, got ", shape(*block_table));
-  KVOPS_CHECK(kv.n >= 1, op, ": ", name, " must have pages of at least 1 slot with a block_table, got ", shape(x));
-  KVOPS_CHECK(block_table->size(1) <= std::numeric_limits<int32_t>::max() / kv.n, op,
-              ": the slots of block_table's pages must fit int32, got ", block_table->size(1), " pages of ", kv.n);
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  KVOPS_CHECK(kv.b >= 1 && kv.b <= kMost && kv.n >= 1, op, ": ", name,
+              " must have pages, fewer than 2^31, of at least 1 slot with a block_table, got ", shape(x));
+  KVOPS_CHECK(block_table->size(1) <= kMost / kv.n, op, ": the slots of block_table's pages must fit int32, got ",
+              block_table->size(1), " pages of ", kv.n);
   kv.view.table = static_cast<const int32_t*>(block_table->const_data_ptr());
   kv.view.table_stride = block_table->stride(0);
   kv.view.page_size = static_cast<int32_t>(kv.n);
   kv.view.reciprocal = KVView::reciprocal_of(kv.n);
+  kv.view.num_pages = static_cast<uint32_t>(kv.b);
   kv.b = block_table->size(0);
   kv.n *= block_table->size(1);
   return kv;
-}
-
-// What a request uses of its slots.
-struct SlotRange {
-  int64_t first, last;
-};
-
-// The block table names pages of k for all slots that are used, range(b) of request b; where they are written, each
-// page once, as else two requests would write to the same.
-template <class Range>
-void check_pages(const char* op, const KVView& view, int64_t requests, const Tensor& k, const Range& range,
-                 bool written = false) {
-  if (!view.table) return;
-  const int64_t pages = k.size(0), size = view.page_size;
-  std::vector<bool> taken(written ? pages : 0);
-  for (int64_t b = 0; b < requests; ++b) {
-    const SlotRange used = range(b);
-    if (used.first >= used.last) continue;
-    const int32_t* const row = view.table + b * view.table_stride;
-    for (int64_t i = used.first / size; i <= (used.last - 1) / size; ++i) {
-      KVOPS_CHECK(row[i] >= 0 && row[i] < pages, op, ": block_table must name pages in [0, ", pages,
-                  ") for the slots that are used, got ", row[i], " at request ", b, ", page ", i);
-      if (!written) continue;
-      KVOPS_CHECK(!taken[row[i]], op, ": block_table must name a page that is written once, got page ", row[i],
-                  " again at request ", b, ", page ", i);
-      taken[row[i]] = true;
-    }
-  }
-}
-
-inline void check_pages(const char* op, const KV& kv, const Tensor& k, const ValidSlots& slots) {
-  check_pages(op, kv.view, kv.b, k,
-              [&](int64_t b) { return SlotRange{slots.first(b), slots.first(b) + slots.count(b)}; });
 }
 
 // A tensor that rows of `like` are written to: [b, heads, m, head_dim of like], on its device, of its dtype.
@@ -201,6 +168,16 @@ inline OptionalTensor readable(const Tensor& x) {
 #endif
 }
 
+inline OptionalTensor readable(const OptionalTensor& x) {
+  return x ? readable(*x) : x;
+}
+
+// Where the values of such a tensor lie, or null.
+template <class T>
+const T* values_of(const OptionalTensor& x) {
+  return x ? static_cast<const T*>(x->const_data_ptr()) : nullptr;
+}
+
 // starts and lengths of a padded batch.
 inline ValidSlots check_valid_slots(const char* op, const Tensor& like, int64_t b, int64_t n,
                                     const OptionalTensor& starts, const OptionalTensor& lengths) {
@@ -216,8 +193,7 @@ inline ValidSlots check_valid_slots(const char* op, const Tensor& like, int64_t 
   };
   slots.starts = check("starts", starts);
   slots.lengths = check("lengths", lengths);
-  const OptionalTensor start_values = starts ? readable(*starts) : starts;
-  const OptionalTensor length_values = lengths ? readable(*lengths) : lengths;
+  const OptionalTensor start_values = readable(starts), length_values = readable(lengths);
   if (!start_values && !length_values) return slots;
   const auto at = [](const OptionalTensor& x, int64_t i) {
     return static_cast<const int32_t*>(x->const_data_ptr())[i];
@@ -229,6 +205,45 @@ inline ValidSlots check_valid_slots(const char* op, const Tensor& like, int64_t 
                 " must lie in [0, ", n, "], got start ", start, ", length ", length);
   }
   return slots;
+}
+
+// What a request uses of its slots.
+struct SlotRange {
+  int64_t first, last;
+};
+
+// The block table names pages of k for all slots that are used, range(b) of request b; where they are written, each
+// page once, as else two requests would write to the same. range is asked where the table's values can be checked.
+template <class Range>
+void check_pages(const char* op, const OptionalTensor& block_table, const Tensor& k, const Range& range,
+                 bool written = false) {
+  const OptionalTensor table = readable(block_table);
+  if (!table) return;
+  const int64_t pages = k.size(0), size = k.size(2);
+  std::vector<bool> taken(written ? pages : 0);
+  for (int64_t b = 0; b < table->size(0); ++b) {
+    const SlotRange used = range(b);
+    if (used.first >= used.last) continue;
+    const int32_t* const row = values_of<int32_t>(table) + b * table->stride(0);
+    for (int64_t i = used.first / size; i <= (used.last - 1) / size; ++i) {
+      KVOPS_CHECK(row[i] >= 0 && row[i] < pages, op, ": block_table must name pages in [0, ", pages,
+                  ") for the slots that are used, got ", row[i], " at request ", b, ", page ", i);
+      if (!written) continue;
+      KVOPS_CHECK(!taken[row[i]], op, ": block_table must name a page that is written once, got page ", row[i],
+                  " again at request ", b, ", page ", i);
+      taken[row[i]] = true;
+    }
+  }
+}
+
+// Of the valid slots of n, which starts and lengths have been checked to be.
+inline void check_pages(const char* op, const OptionalTensor& block_table, const Tensor& k, int64_t n,
+                        const OptionalTensor& starts, const OptionalTensor& lengths) {
+  if (!block_table) return;
+  const OptionalTensor firsts = readable(starts), counts = readable(lengths);
+  const ValidSlots slots{values_of<int32_t>(firsts), values_of<int32_t>(counts), n};
+  check_pages(op, block_table, k,
+              [&](int64_t b) { return SlotRange{slots.first(b), slots.first(b) + slots.count(b)}; });
 }
 
 inline IndexView check_indices(const char* op, const Tensor& indices, const Tensor& k, const KV& kv,
@@ -287,18 +302,27 @@ inline void check_ascending_values(const char* op, const Tensor& indices, int64_
 }
 
 // The slots from a request's lowest to its highest index, whose pages check_pages asks for.
-inline SlotRange index_range(const IndexView& indices, int64_t b, int64_t heads) {
-  SlotRange range{std::numeric_limits<int64_t>::max(), 0};
-  for (int64_t h = 0; h < heads; ++h) {
-    const int64_t* const row = indices.data + b * indices.stride_b + h * indices.stride_h;
-    for (int64_t i = 0; i < indices.m; ++i) {
-      const int64_t slot = row[i * indices.stride_m];
-      if (slot >= 0 && slot < range.first) range.first = slot;
-      if (slot >= range.last) range.last = slot + 1;
+class IndexRange {
+ public:
+  explicit IndexRange(const Tensor& indices) : values_(readable(indices)) {}
+
+  SlotRange operator()(int64_t b) const {
+    SlotRange range{std::numeric_limits<int64_t>::max(), 0};
+    const int64_t heads = values_->size(1), m = values_->size(2), stride = values_->stride(2);
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t* const row = values_of<int64_t>(values_) + b * values_->stride(0) + h * values_->stride(1);
+      for (int64_t i = 0; i < m; ++i) {
+        const int64_t slot = row[i * stride];
+        if (slot >= 0 && slot < range.first) range.first = slot;
+        if (slot >= range.last) range.last = slot + 1;
+      }
     }
+    return range;
   }
-  return range;
-}
+
+ private:
+  OptionalTensor values_;
+};
 
 // Each row's own k, int32 [b, Hk]; at least what is always kept, at most k.
 inline const int32_t* check_budgets(const char* op, const Tensor& budgets, const Tensor& scores, int64_t least,

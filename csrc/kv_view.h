@@ -34,12 +34,15 @@ struct HeadRows {
   int64_t stride_page;        // bytes
   uint64_t reciprocal;        // KVView::reciprocal_of(page_size)
   uint32_t page_size, first;  // slots; with pages, the slot that row(0) is
+  uint32_t num_pages;         // that there are
 
   KVOPS_HOST_DEVICE char* row(int64_t i) const {
     if (!pages) return data + i * stride_n;
     const uint32_t slot = first + static_cast<uint32_t>(i), page = page_of(slot);
-    return data + pages[page] * stride_page + (slot - page * page_size) * stride_n;
+    return page_at(page) + (slot - page * page_size) * stride_n;
   }
+  // The same, or any address where row i is not `there`: the table may end before it.
+  KVOPS_HOST_DEVICE char* row(int64_t i, bool there) const { return pages && !there ? data : row(i); }
   // Whether rows [i, i + count) are equally far apart.
   KVOPS_HOST_DEVICE bool strided(int64_t i, int64_t count) const {
     if (!pages) return true;
@@ -55,10 +58,31 @@ struct HeadRows {
       x.data += i * stride_n;
     return x;
   }
+  // Does the table name a page for row i? On the CPU that has been checked.
+  KVOPS_HOST_DEVICE bool has_page(int64_t i) const {
+    return !pages || entry(page_of(first + static_cast<uint32_t>(i))) < num_pages;
+  }
   // slot / page_size, for slots below 2^31: a product instead of a division.
   KVOPS_HOST_DEVICE uint32_t page_of(uint32_t slot) const {
+#ifdef __CUDA_ARCH__
+    return static_cast<uint32_t>(__umul64hi(uint64_t{slot << 1}, reciprocal));
+#else
     return static_cast<uint32_t>(static_cast<unsigned __int128>(uint64_t{slot} << 1) * reciprocal >> 64);
+#endif
   }
+  // Where a page of the request begins. A table on a GPU is not read on the host, so one that does not exist is taken
+  // for the last one: what is read there is wrong, but it is inside of the cache.
+  KVOPS_HOST_DEVICE char* page_at(uint32_t page) const {
+#ifdef KVOPS_GPU
+    const uint32_t named = entry(page);
+    return data + static_cast<int64_t>(named < num_pages ? named : num_pages - 1) * stride_page;
+#else
+    return data + pages[page] * stride_page;
+#endif
+  }
+
+ private:
+  KVOPS_HOST_DEVICE uint32_t entry(uint32_t page) const { return static_cast<uint32_t>(pages[page]); }
 };
 
 // One row after the other, from row i on. A page is looked up when its first row is asked for.
@@ -78,7 +102,7 @@ struct RowWalk {
   }
   KVOPS_HOST_DEVICE char* next() {
     if (rows.pages && left == 0) {
-      at = rows.data + rows.pages[page++] * rows.stride_page + skip * rows.stride_n;
+      at = rows.page_at(page++) + skip * rows.stride_n;
       left = rows.page_size - skip;
       skip = 0;
     }
@@ -99,6 +123,7 @@ struct KVView {
   const int32_t* table = nullptr;        // [b, any], or null: dense memory
   int64_t table_stride = 0;              // elements
   int32_t page_size = 0;                 // slots
+  uint32_t num_pages = 0;                // that there are
   uint64_t reciprocal = 0;               // reciprocal_of(page_size)
 
   static uint64_t reciprocal_of(int64_t page_size) { return (uint64_t{1} << 63) / page_size + 1; }
@@ -108,9 +133,9 @@ struct KVView {
     return data + b * stride_b + h * stride_h + i * stride_n;
   }
   KVOPS_HOST_DEVICE HeadRows head(int64_t b, int64_t h) const {
-    if (!table) return {row(b, h, 0), stride_n, nullptr, 0, 0, 0, 0};
+    if (!table) return {row(b, h, 0), stride_n, nullptr, 0, 0, 0, 0, 0};
     const uint32_t size = static_cast<uint32_t>(page_size);
-    return {row(0, h, 0), stride_n, table + b * table_stride, stride_b, reciprocal, size, 0};
+    return {row(0, h, 0), stride_n, table + b * table_stride, stride_b, reciprocal, size, 0, num_pages};
   }
 };
 

@@ -35,15 +35,15 @@ constexpr int kAnchorThreads = 256, kAnchorWarps = kAnchorThreads / 32;
 constexpr int kTokens = 256;   // of a unit
 constexpr int kInFlight = 16;  // pieces of a lane
 // Blocks on a multiprocessor, as far as registers go.
-template <class T, class Lanes>
-constexpr int kAnchorBlocks = RowPieces<T, Lanes>::kValues > 16 ? 1 : 2;
+template <class T, class Lanes, bool kPaged>
+constexpr int kAnchorBlocks = RowPieces<T, Lanes>::kValues > (kPaged ? 8 : 16) ? 1 : 2;
 
 constexpr float kScaledDown = 0x1p-64f;
 
 // The keys of a unit.
 struct KeySpan {
-  const char* rows;  // key i is at rows + i * stride
-  int64_t begin, end;
+  HeadRows rows;
+  int64_t begin, end;  // of them
 };
 
 // A block's keys: those of the units blockIdx.x, blockIdx.x + gridDim.x, ... In each step a warp's lane groups get
@@ -57,8 +57,8 @@ class KeyStream {
   static constexpr int kStages = kInFlight / (kUnroll * kPieces);  // steps on their way
   static constexpr int kBytes = 16 * kInFlight * kAnchorThreads;   // of shared memory
 
-  __device__ KeyStream(uint4* ring, int64_t stride, int pieces, bool wide, unsigned units, const SpanOf& span_of)
-      : ring_(ring + threadIdx.x), stride_(stride), wide_(wide), units_(units), span_of_(span_of), unit_(blockIdx.x) {
+  __device__ KeyStream(uint4* ring, int pieces, bool wide, unsigned units, const SpanOf& span_of)
+      : ring_(ring + threadIdx.x), wide_(wide), units_(units), span_of_(span_of), unit_(blockIdx.x) {
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) there_[j] = threadIdx.x % Lanes::kLanes + j * Lanes::kLanes < pieces;
     begin_unit();
@@ -91,44 +91,46 @@ class KeyStream {
     if (unit_ >= units_) return;
     const KeySpan span = span_of_(unit_);
     const int64_t from = first(span, 0);
-    next_ = span.rows + from * stride_ + threadIdx.x % Lanes::kLanes * 16;
+    next_ = span.rows.from(from);
+    next_.data += threadIdx.x % Lanes::kLanes * 16;
     left_ = static_cast<int>(span.end - from);
   }
 
   __device__ void fetch() {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
+    for (int u = 0; u < kUnroll; ++u) {
+      const char* const row = next_.row(u, u < left_);
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
         const bool there = there_[j] && u < left_;
-        const char* const from = next_ + u * stride_ + j * Lanes::kLanes * 16;
+        const char* const from = row + j * Lanes::kLanes * 16;
         if (wide_)
           copy_async(slot(u, j), from, there);
         else
           *slot(u, j) = there ? load_piece<T, false>(from) : uint4{};
       }
+    }
     end_copies();
     if (++stage_ == kStages) stage_ = 0;
-    next_ += kRows * stride_;
+    next_ = next_.from(kRows);
     left_ -= kRows;
     if (++step_ < kSteps) return;
     unit_ += gridDim.x;
     begin_unit();
   }
 
-  uint4* ring_;  // [kStages, kUnroll, kPieces, threads]
-  int64_t stride_;
+  uint4* ring_;                 // [kStages, kUnroll, kPieces, threads]
   bool wide_, there_[kPieces];  // there_: of a row's pieces, those that this lane has
   unsigned units_;
   SpanOf span_of_;
   // Of the step that is fetched next, into the stage that get() read last.
   unsigned unit_;
   int step_, stage_ = 0, left_;  // left_: keys from the lane group's first one on
-  const char* next_;             // that key, the lane's first piece
+  HeadRows next_;                // from that key on, the lane's first pieces
 };
 
-template <class T, class Lanes>
-__global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
+template <class T, class Lanes, bool kPaged>
+__global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged>)
     anchor_sum_kernel(AnchorCosineParams p, float* partial_sums, float* partial_units, unsigned blocks, bool wide) {
   DYNAMIC_SHARED(uint4, ring);
   __shared__ float units_of_warps[kAnchorWarps];
@@ -137,13 +139,13 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
   const auto span_of = [&](unsigned unit) {
     const unsigned b = unit / blocks / heads, h = unit / blocks % heads;
     const int64_t begin = static_cast<int64_t>(unit % blocks) * kTokens;
-    return KeySpan{p.k.row(b, h, p.slots.first(b)), begin, min(begin + kTokens, p.slots.count(b))};
+    return KeySpan{head_rows<kPaged>(p.k, b, h).from(p.slots.first(b)), begin, min(begin + kTokens, p.slots.count(b))};
   };
   using Stream = KeyStream<T, Lanes, decltype(span_of)>;
   constexpr int kValues = RowPieces<T, Lanes>::kValues;
   constexpr int kUnroll = Stream::kUnroll;
   float* const of_warps = reinterpret_cast<float*>(reinterpret_cast<char*>(ring) + Stream::kBytes);  // [warps, d]
-  Stream stream(ring, p.k.stride_n, d / kPiece<T>, wide, units, span_of);
+  Stream stream(ring, d / kPiece<T>, wide, units, span_of);
 
   for (unsigned unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const KeySpan span = span_of(unit);
@@ -255,8 +257,8 @@ __global__ void __launch_bounds__(kAnchorThreads)
   directions[row * p.d + channel] = fabsf(rounded) < CUDART_INF_F ? rounded : sum;
 }
 
-template <class T, class Lanes>
-__global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
+template <class T, class Lanes, bool kPaged>
+__global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged>)
     anchor_score_kernel(AnchorCosineParams p, const double* directions, unsigned blocks, bool wide) {
   DYNAMIC_SHARED(uint4, ring);
   const unsigned heads = static_cast<unsigned>(p.heads), units = static_cast<unsigned>(p.b) * heads * blocks;
@@ -264,12 +266,12 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
   const auto span_of = [&](unsigned index) {
     const unsigned unit = units - 1 - index, b = unit / blocks / heads, h = unit / blocks % heads;  // backward
     const int64_t begin = static_cast<int64_t>(unit % blocks) * kTokens;
-    return KeySpan{p.k.row(b, h, 0), begin, min(begin + kTokens, p.n)};
+    return KeySpan{head_rows<kPaged>(p.k, b, h), begin, min(begin + kTokens, p.slots.first(b) + p.slots.count(b))};
   };
   using Stream = KeyStream<T, Lanes, decltype(span_of)>;
   constexpr int kValues = RowPieces<T, Lanes>::kValues;
   constexpr int kUnroll = Stream::kUnroll, kSame = Lanes::kLanes / kUnroll;  // kSame lanes get the same key's sum
-  Stream stream(ring, p.k.stride_n, d / kPiece<T>, wide, units, span_of);
+  Stream stream(ring, d / kPiece<T>, wide, units, span_of);
 
   float direction[kValues];  // of the anchor of `row`
   unsigned row = ~0u;
@@ -321,7 +323,8 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
       }
       const float own = rows_sum<Lanes::kLanes>(squares);  // of the lane's own key
       float cosine = rows_sum<Lanes::kLanes>(products) * rsqrtf(own);
-      if (__any_sync(kWarp, !comfortable(own))) {
+      const int64_t slot = Stream::first(span, step) + lane / kSame;
+      if (__any_sync(kWarp, !comfortable(own) && slot < span.end)) {
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
           float x[kValues];
@@ -333,8 +336,7 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes>)
         }
       }
       stream.release();
-      const int64_t slot = Stream::first(span, step) + lane / kSame;
-      if (lane % kSame == 0 && slot < span.end)
+      if (lane % kSame == 0 && slot < p.n)
         p.scores[row * p.n + slot] = first <= slot && slot < last ? -cosine : CUDART_NAN_F;
     }
   }
@@ -372,16 +374,19 @@ inline void anchor_cosine_cuda(const AnchorCosineParams& p, void* workspace, cud
     with_lanes<T>(p.d / kPiece<T>, [&](auto lanes) {
       using Lanes = decltype(lanes);
       constexpr int64_t kRing = 16 * kInFlight * kAnchorThreads;
-      const int64_t resident = int64_t{multiprocessors()} * kAnchorBlocks<T, Lanes>;
-      const dim3 grid = grid_of(units < resident ? units : resident);
-      if (!p.given_anchor) {
-        launch<anchor_sum_kernel<T, Lanes>>(grid, kAnchorThreads, kRing + 4 * kAnchorWarps * p.d, stream, p,
-                                            memory.partial_sums, memory.partial_units, blocks, wide);
-        const unsigned columns = static_cast<unsigned>(p.d / 4 + kTotalColumns - 1) / kTotalColumns;
-        launch<anchor_total_kernel>(grid_of(heads * columns), kAnchorThreads, 0, stream, p, memory.partial_sums,
-                                    memory.partial_units, memory.directions, blocks, columns);
-      }
-      launch<anchor_score_kernel<T, Lanes>>(grid, kAnchorThreads, kRing, stream, p, memory.directions, blocks, wide);
+      with_pages(p.k, [&](auto paged) {
+        const int64_t resident = int64_t{multiprocessors()} * kAnchorBlocks<T, Lanes, paged>;
+        const dim3 grid = grid_of(units < resident ? units : resident);
+        if (!p.given_anchor) {
+          launch<anchor_sum_kernel<T, Lanes, paged>>(grid, kAnchorThreads, kRing + 4 * kAnchorWarps * p.d, stream, p,
+                                                     memory.partial_sums, memory.partial_units, blocks, wide);
+          const unsigned columns = static_cast<unsigned>(p.d / 4 + kTotalColumns - 1) / kTotalColumns;
+          launch<anchor_total_kernel>(grid_of(heads * columns), kAnchorThreads, 0, stream, p, memory.partial_sums,
+                                      memory.partial_units, memory.directions, blocks, columns);
+        }
+        launch<anchor_score_kernel<T, Lanes, paged>>(grid, kAnchorThreads, kRing, stream, p, memory.directions, blocks,
+                                                     wide);
+      });
     });
   });
 }

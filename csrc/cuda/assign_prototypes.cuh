@@ -88,26 +88,27 @@ template <class T, int kPieces>
 struct AssignKeys : KeyTile<Product<T>, kPieces> {
   using Base = KeyTile<Product<T>, kPieces>;
 
-  __device__ void load(const char* rows, int64_t stride, int left, int pieces, int part, bool wide) {
+  __device__ void load(const HeadRows& rows, int left, int pieces, int part, bool wide) {
     if constexpr (sizeof(T) == 2) {
-      Base::load(rows, stride, left, pieces, part, wide);
+      Base::load(rows, left, pieces, part, wide);
     } else if (wide) {
-      convert<true>(rows, stride, left, pieces, part);
+      convert<true>(rows, left, pieces, part);
     } else {
-      convert<false>(rows, stride, left, pieces, part);
+      convert<false>(rows, left, pieces, part);
     }
   }
 
   template <bool kWide>
-  __device__ void convert(const char* rows, int64_t stride, int left, int pieces, int part) {
+  __device__ void convert(const HeadRows& rows, int left, int pieces, int part) {
     const int key = threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int i = 0; i < Base::kOwn; ++i)
+    for (int i = 0; i < Base::kOwn; ++i) {
+      const char* const row = rows.row(key + 8 * i, key + 8 * i < left);
 #pragma unroll
       for (int p = 0; p < kPieces; ++p) {
         if (p % 4 == 0) __syncwarp();  // so many loads at a time: all of them would take all registers
         const int piece = 2 * (part * 4 * kPieces + 4 * p + static_cast<int>(threadIdx.x % 4));
-        const char* const at = rows + (key + 8 * i) * stride + 16 * piece;
+        const char* const at = row + 16 * piece;
         unsigned word[4] = {};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -120,10 +121,11 @@ struct AssignKeys : KeyTile<Product<T>, kPieces> {
         }
         this->raw[i][p] = make_uint4(word[0], word[1], word[2], word[3]);
       }
+    }
   }
 };
 
-template <class T, int kPieces>
+template <class T, int kPieces, bool kPaged>
 __global__ void __launch_bounds__(kAssignThreads, 1)
     assign_prototypes_kernel(AssignPrototypesParams p, PackedPrototypes packed, const char* memory, float* carry,
                              Splits splits, bool wide) {
@@ -136,7 +138,7 @@ __global__ void __launch_bounds__(kAssignThreads, 1)
   const int first = static_cast<int>(p.slots.first(b)), last = first + static_cast<int>(p.slots.count(b));
   const int lane = threadIdx.x % 32, pieces = static_cast<int>(p.k.row_bytes / 16);
   const int parts = (packed.row_bytes / 64 + kPieces - 1) / kPieces;
-  const char* const rows = p.k.row(b, h, 0);
+  const HeadRows rows = head_rows<kPaged>(p.k, b, h);
   int* const assignment = p.assignment + head * p.n;
   if (carry) carry += head * p.n;
 
@@ -155,9 +157,9 @@ __global__ void __launch_bounds__(kAssignThreads, 1)
 #pragma unroll 1
     for (int key = begin + threadIdx.x / 32 * Keys::kKeys; key < end; key += kAssignWarps * Keys::kKeys) {
       const int left = min(end, last) - key;
-      const char* const own = rows + key * p.k.stride_n;
+      const HeadRows own = rows.from(key);
       Keys keys;
-      if (parts == 1) keys.load(own, p.k.stride_n, left, pieces, 0, wide);
+      if (parts == 1) keys.load(own, left, pieces, 0, wide);
       Best best[kOwn];
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) best[i] = Best::none();
@@ -165,7 +167,7 @@ __global__ void __launch_bounds__(kAssignThreads, 1)
       for (int tile = 0; tile < count; tile += kTileRows) {
         Products<kBlocks> x = {};
         for (int part = 0; part < parts; ++part) {
-          if (parts > 1) keys.load(own, p.k.stride_n, left, pieces, part, wide);
+          if (parts > 1) keys.load(own, left, pieces, part, wide);
           multiply<Product<T>, kPieces>(x, keys, units + tile * packed.pitch, packed.pitch, packed.row_bytes / 16,
                                         part);
         }
@@ -191,7 +193,7 @@ __global__ void __launch_bounds__(kAssignThreads, 1)
       const bool mine = lane % 4 < kOwn && j < end;
       if (mine && !is_first) own_best.meet({carry[j], assignment[j]});
       if (is_last) {
-        finish_assignment<T>(p, head, j, mine, first <= j && j < last, own_best);
+        finish_assignment<T, kPaged>(p, head, j, mine, first <= j && j < last, own_best);
       } else if (mine) {
         carry[j] = own_best.product;
         assignment[j] = own_best.prototype;
@@ -226,9 +228,11 @@ inline void assign_prototypes_cuda(const AssignPrototypesParams& p, void* worksp
                                                memory.packed);
     if (sm90::assign_prototypes(p, packed.view(p, memory.packed), packed.rows, stream)) return;
     const auto assign = [&](auto pieces) {
-      launch<assign_prototypes_kernel<T, decltype(pieces)::value>>(grid_of(heads * splits.count), kAssignThreads,
-                                                                   int64_t{packed.chunk} * packed.pitch, stream, p,
-                                                                   packed, memory.packed, carry, splits, wide);
+      with_pages(p.k, [&](auto paged) {
+        launch<assign_prototypes_kernel<T, decltype(pieces)::value, paged>>(
+            grid_of(heads * splits.count), kAssignThreads, int64_t{packed.chunk} * packed.pitch, stream, p, packed,
+            memory.packed, carry, splits, wide);
+      });
     };
     packed.row_bytes <= 256 ? assign(Constant<4>{}) : assign(Constant<8>{});
   });

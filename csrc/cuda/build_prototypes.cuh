@@ -75,15 +75,15 @@ struct Members {
 
 // Adds the listed keys, lane groups taking turns; `added`: how many of them.
 template <bool kWide, class T, class Lanes, int N>
-__device__ inline void add_keys(const char* rows, int64_t stride, int pieces, const int* slots, int size,
-                                float (&sum)[N], int& added) {
+__device__ inline void add_keys(const HeadRows& rows, int pieces, const int* slots, int size, float (&sum)[N],
+                                int& added) {
   constexpr int kGroups = kMeanThreads / Lanes::kLanes, kUnroll = 4 / Lanes::kPieces > 1 ? 4 / Lanes::kPieces : 1;
   for (int i = threadIdx.x / Lanes::kLanes; i < size; i += kGroups * kUnroll) {
     RowPieces<T, Lanes> keys[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int slot = i + u * kGroups < size ? slots[i + u * kGroups] : -1;
-      keys[u].template load<kWide>(rows + max(slot, 0) * stride, slot < 0 ? 0 : pieces);
+      keys[u].template load<kWide>(rows.row(max(slot, 0), slot >= 0), slot < 0 ? 0 : pieces);
       added += slot >= 0;
     }
 #pragma unroll
@@ -98,13 +98,13 @@ __device__ inline void add_keys(const char* rows, int64_t stride, int pieces, co
 
 // The same in double, without the keys that are not finite.
 template <class T, class Lanes, int N>
-__device__ inline void add_finite_keys(const char* rows, int64_t stride, int pieces, const int* slots, int size,
-                                       double (&total)[N], int& added) {
+__device__ inline void add_finite_keys(const HeadRows& rows, int pieces, const int* slots, int size, double (&total)[N],
+                                       int& added) {
   constexpr int kGroups = kMeanThreads / Lanes::kLanes;
   for (int begin = 0; begin < size; begin += kGroups) {
     const int i = begin + threadIdx.x / Lanes::kLanes, slot = i < size ? slots[i] : -1;
     RowPieces<T, Lanes> key;
-    key.template load<false>(rows + max(slot, 0) * stride, slot < 0 ? 0 : pieces);
+    key.template load<false>(rows.row(max(slot, 0), slot >= 0), slot < 0 ? 0 : pieces);
     float x[N];
     key.values(x);
     int strange = 0;
@@ -117,7 +117,7 @@ __device__ inline void add_finite_keys(const char* rows, int64_t stride, int pie
   }
 }
 
-template <class T, class Lanes>
+template <class T, class Lanes, bool kPaged>
 __global__ void __launch_bounds__(kMeanThreads, RowPieces<T, Lanes>::kValues > 16  ? 2
                                                 : RowPieces<T, Lanes>::kValues > 8 ? 3
                                                                                    : 4)
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kMeanThreads, RowPieces<T, Lanes>::kValues > 1
   const int64_t prototype = blockIdx.x % p.count(), head = blockIdx.x / p.count();
   const int64_t b = head / p.heads, h = head % p.heads;
   const Members members(p, b, h, prototype);
-  const char* const rows = p.k.row(b, h, 0);
+  const HeadRows rows = head_rows<kPaged>(p.k, b, h);
   const int d = static_cast<int>(p.d), pieces = d / kPiece<T>, warp = threadIdx.x / 32;
 
   double total[kValues] = {};
@@ -140,14 +140,14 @@ __global__ void __launch_bounds__(kMeanThreads, RowPieces<T, Lanes>::kValues > 1
     float sum[kValues] = {};
     int added = 0;
     if (wide)
-      add_keys<true, T, Lanes>(rows, p.k.stride_n, pieces, slots, size, sum, added);
+      add_keys<true, T, Lanes>(rows, pieces, slots, size, sum, added);
     else
-      add_keys<false, T, Lanes>(rows, p.k.stride_n, pieces, slots, size, sum, added);
+      add_keys<false, T, Lanes>(rows, pieces, slots, size, sum, added);
     bool finite = true;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) finite = finite && is_finite(sum[i]);
     if (__syncthreads_or(!finite)) {
-      add_finite_keys<T, Lanes>(rows, p.k.stride_n, pieces, slots, size, total, count);
+      add_finite_keys<T, Lanes>(rows, pieces, slots, size, total, count);
       __syncthreads();  // and read
       continue;
     }
@@ -186,8 +186,10 @@ inline void build_prototypes_cuda(const BuildPrototypesParams& p, cudaStream_t s
   with_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
     with_lanes<T>(p.d / kPiece<T>, [&](auto lanes) {
-      launch<build_prototypes_kernel<T, decltype(lanes)>>(grid_of(prototypes), kMeanThreads, 8 * kMeanWarps * p.d,
-                                                          stream, p, wide);
+      with_pages(p.k, [&](auto paged) {
+        launch<build_prototypes_kernel<T, decltype(lanes), paged>>(grid_of(prototypes), kMeanThreads,
+                                                                   8 * kMeanWarps * p.d, stream, p, wide);
+      });
     });
   });
 }

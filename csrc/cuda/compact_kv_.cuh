@@ -8,7 +8,7 @@
 //
 // Grid: x runs over (chunk, K or V, batch, head, slice), in the order of tickets. Indices are not looked at on the
 // host: -1 gives zeros; an entry outside [-1, n), or not above the one before it, or below its own slot, is skipped and
-// its slot left as it is.
+// its slot left as it is. So it is with pages if one of the two does not exist, and if the entry is -1.
 #pragma once
 #include "../ops/compact_kv_.h"
 #include "in_place.cuh"
@@ -18,8 +18,8 @@ namespace {
 
 constexpr int64_t kSkip = -2;  // not an index
 
-template <class Unit>
-__global__ void __launch_bounds__(kMoveThreads, 4)
+template <class Unit, bool kPaged>
+__global__ void __launch_bounds__(kMoveThreads, kPaged ? 3 : 4)  // the look-ups take registers
     compact_kv_kernel(CompactKVParams p, InPlacePlan chunks, InPlaceMemory memory, int lanes_log2, unsigned slices) {
   const InPlaceChunk block(chunks, memory);
   const unsigned heads = static_cast<unsigned>(p.heads), slice = block.chain % slices, h = block.chain / slices % heads,
@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(kMoveThreads, 4)
   const int64_t column = begin + threadIdx.x % lanes * sizeof(Unit), m = p.indices.m;
   const bool inside = column < x.row_bytes;
   const int64_t* const index = p.indices.data + b * p.indices.stride_b + h * p.indices.stride_h;
-  char* const data = x.row(b, h, 0) + column;
+  HeadRows data = head_rows<kPaged>(x, b, h);
+  data.data += column;
   const int64_t first = static_cast<int64_t>(block.chunk) * chunks.rows + threadIdx.x / lanes;
 
   // Indices, then rows, neither with branches, so that no load waits for another.
@@ -46,14 +47,16 @@ __global__ void __launch_bounds__(kMoveThreads, 4)
   unsigned written = 0;  // bit u: rows[u] is to be
 #pragma unroll
   for (int u = 0; u < kInPlaceUnits; ++u) {
-    const bool moves = here[u] > before[u] && here[u] > first + u * step && here[u] < p.n;
-    written |= static_cast<unsigned>(moves || here[u] == -1) << u;
-    rows[u] = moves ? *reinterpret_cast<const Unit*>(data + here[u] * x.stride_n) : Unit{};
+    const int64_t to = first + u * step;
+    const bool moves =
+        here[u] > before[u] && here[u] > to && here[u] < p.n && data.has_page(here[u]) && data.has_page(to);
+    written |= static_cast<unsigned>(moves || (!kPaged && here[u] == -1)) << u;
+    rows[u] = moves ? *reinterpret_cast<const Unit*>(data.row(here[u])) : Unit{};
   }
   block.wait_for_reads();
 #pragma unroll
   for (int u = 0; u < kInPlaceUnits; ++u)
-    if (written >> u & 1) *reinterpret_cast<Unit*>(data + (first + u * step) * x.stride_n) = rows[u];
+    if (written >> u & 1) *reinterpret_cast<Unit*>(data.row(first + u * step)) = rows[u];
 }
 
 // fn(Unit{}, chunks, lanes_log2, slices) for the call.
@@ -81,8 +84,10 @@ inline void compact_kv__cuda(const CompactKVParams& p, void* workspace, cudaStre
   with_compact_plan(p, [&](auto unit, const InPlacePlan& chunks, int lanes_log2, unsigned slices) {
     Sections sections{workspace};
     const InPlaceMemory memory(chunks, sections);
-    launch<compact_kv_kernel<decltype(unit)>>(grid_of(chunks.chains * chunks.count), kMoveThreads, 0, stream, p, chunks,
-                                              memory, lanes_log2, slices);
+    with_pages(p.k, [&](auto paged) {
+      launch<compact_kv_kernel<decltype(unit), paged>>(grid_of(chunks.chains * chunks.count), kMoveThreads, 0, stream,
+                                                       p, chunks, memory, lanes_log2, slices);
+    });
   });
 }
 

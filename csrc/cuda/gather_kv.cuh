@@ -15,13 +15,13 @@
 namespace kvops {
 namespace {
 
-template <class Unit>
+template <class Unit, bool kPaged>
 __global__ void __launch_bounds__(kMoveThreads) gather_kv_kernel(GatherKVParams p, int lanes_log2, unsigned tiles) {
   const KVView in = blockIdx.y ? p.v : p.k, out = blockIdx.y ? p.v_out : p.k_out;
   const unsigned heads = static_cast<unsigned>(p.heads), b = blockIdx.x / tiles / heads, h = blockIdx.x / tiles % heads;
   const int64_t m = p.indices.m;
   const int64_t* index = p.indices.data + b * p.indices.stride_b + h * p.indices.stride_h;
-  const char* const from = in.row(b, h, 0);
+  const HeadRows from = head_rows<kPaged>(in, b, h);
   char* const to = out.row(b, h, 0);
 
   const int lanes = 1 << lanes_log2, lane = threadIdx.x % lanes, step = kMoveThreads / lanes;
@@ -38,8 +38,7 @@ __global__ void __launch_bounds__(kMoveThreads) gather_kv_kernel(GatherKVParams 
     Unit x[kAhead];
 #pragma unroll
     for (int u = 0; u < kAhead; ++u)
-      x[u] =
-          0 <= source[u] && source[u] < p.n ? reinterpret_cast<const Unit*>(from + source[u] * in.stride_n)[c] : Unit{};
+      x[u] = 0 <= source[u] && source[u] < p.n ? reinterpret_cast<const Unit*>(from.row(source[u]))[c] : Unit{};
 #pragma unroll
     for (int u = 0; u < kAhead; ++u)
       if (first + u * step < m) reinterpret_cast<Unit*>(to + (first + u * step) * out.stride_n)[c] = x[u];
@@ -56,8 +55,10 @@ inline void gather_kv_cuda(const GatherKVParams& p, cudaStream_t stream) {
     const int64_t widest = p.k.row_bytes > p.v.row_bytes ? p.k.row_bytes : p.v.row_bytes;
     const int lanes_log2 = shared_lanes_log2(widest / sizeof(Unit));
     const int64_t tile = (kMoveThreads >> lanes_log2) * kAhead, tiles = (m + tile - 1) / tile;
-    launch<gather_kv_kernel<Unit>>(grid_of(p.b * p.heads * tiles, 2), kMoveThreads, 0, stream, p, lanes_log2,
-                                   static_cast<unsigned>(tiles));
+    with_pages(p.k, [&](auto paged) {
+      launch<gather_kv_kernel<Unit, paged>>(grid_of(p.b * p.heads * tiles, 2), kMoveThreads, 0, stream, p, lanes_log2,
+                                            static_cast<unsigned>(tiles));
+    });
   });
 }
 

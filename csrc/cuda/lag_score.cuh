@@ -142,9 +142,9 @@ __device__ inline float lanes_max(float x) {
 // The marked ones of this warp's rows, those with an infinite variance: their variances in double, about the mean. A
 // channel that has no usable range contributes 0, whatever the row holds there. Returns this lane's share of the warp's
 // largest finite variance.
-template <class T, class Lanes>
-__device__ inline float careful_rows(const char* first_row, int64_t stride, int rows, int d, int warp, int warps,
-                                     const float* lo, const float* inverse, float* variances) {
+template <class T, class Lanes, class RowAt>
+__device__ inline float careful_rows(const RowAt& row_at, int rows, int d, int warp, int warps, const float* lo,
+                                     const float* inverse, float* variances) {
   float most = 0.0f;
   const int lane = threadIdx.x % 32;
   const auto row_of = [&](int i) { return (i / Lanes::kRows * warps + warp) * Lanes::kRows + i % Lanes::kRows; };
@@ -156,7 +156,7 @@ __device__ inline float careful_rows(const char* first_row, int64_t stride, int 
 #pragma unroll 1
     for (; marks; marks &= marks - 1) {
       const int i = __ffs(marks) - 1;
-      const T* const row = reinterpret_cast<const T*>(first_row + row_of(first + i) * stride);
+      const T* const row = reinterpret_cast<const T*>(row_at(row_of(first + i)));
       const auto normalized = [&](int c) {
         return inverse[c] == 0.0f ? 0.0 : (static_cast<double>(to_float(row[c])) - lo[c]) * inverse_range(inverse[c]);
       };
@@ -203,7 +203,7 @@ __device__ inline Part lanes_whole(Part x, int lanes) {
   return x;
 }
 
-template <class T, class Lanes, bool kWide>
+template <class T, class Lanes, bool kWide, bool kPaged>
 __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
     lag_score_kernel(LagScoreParams p, int cluster, int runs, float* long_variances) {
   constexpr int kLanes = Lanes::kLanes, kPieces = Lanes::kPieces, kRows = Lanes::kRows, kU = kRowsAhead<T, Lanes>;
@@ -254,28 +254,37 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
 
   // The stream of this lane's rows, through all steps. Where a partition has no more rows for the lane, the last one
   // comes again: it changes no range. So does a row's first piece for the pieces it lacks: their 1/range is 0.
-  const KVView x = z ? p.v : p.k;
+  KVView x = z ? p.v : p.k;
+  x.table = p.k.table, x.table_stride = p.k.table_stride;  // V's are the same, but registers would have to tell
+  x.page_size = p.k.page_size, x.num_pages = p.k.num_pages, x.reciprocal = p.k.reciprocal;
   const int d = static_cast<int>(z ? p.dv : p.d), pieces = static_cast<int>(x.row_bytes / 16), in_row = lane % kLanes;
   const int row_step = warps * kRows, first_row = warp * kRows + lane / kLanes;
   const int passes = (rows - 1) / (row_step * kU) + 1;
-  const int64_t row_stride = kept(row_step * x.stride_n);
+  const int64_t row_stride = kPaged ? 0 : kept(row_step * x.stride_n);
   const int start_row = first_row < rows ? first_row : rows - 1, more_rows = (rows - 1 - start_row) / row_step;
   const int column = in_row < pieces ? in_row * 16 : 0;
-  const char* start =
-      x.row(b, h, p.slots.first(b) + p.prefix + (last - from_last(0)) * lag + begin + start_row) + column;
-  const char* next = start;
+  HeadRows start =
+      head_rows<kPaged>(x, b, h).from(p.slots.first(b) + p.prefix + (last - from_last(0)) * lag + begin + start_row);
+  start.data += column;
+  HeadRows next = start;
   int left = more_rows;                               // rows of the partition behind the next
   constexpr int kTogether = kU / 4 > 1 ? kU / 4 : 1;  // rows that are fetched and waited for together
   const auto fetch = [&](int first_u) {
 #pragma unroll
     for (int u = first_u; u < first_u + kTogether; ++u) {
+      const char* const row = next.row(0);
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
         if (j > 0 && j * kLanes >= pieces) continue;
         const int at = j > 0 && j * kLanes + in_row < pieces ? j * kLanes * 16 : 0;
-        copy_piece<T, kWide>(ring + (u * kPieces + j) * blockDim.x + threadIdx.x, next + at);
+        copy_piece<T, kWide>(ring + (u * kPieces + j) * blockDim.x + threadIdx.x, row + at);
       }
-      if (u < left) next += row_stride;
+      if (u < left) {
+        if constexpr (kPaged)
+          next = next.from(row_step);
+        else
+          next.data += row_stride;
+      }
     }
     end_copies();
     if (first_u + kTogether == kU) left -= kU;
@@ -289,7 +298,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
   // One turn more than steps, without rows: the last partition's softmax.
   for (unsigned step = 0; step <= steps; ++step) {
     const bool moves = step + 1 < steps && from_last(step + 1) > from_last(step);
-    if (moves) start -= p.lag * x.stride_n;  // to the next step's rows
+    if (moves) start = start.from(-p.lag);  // to the next step's rows
     float* const out = variances_of(step, z);
     const bool written = scored(step);
     float most = 0.0f;  // of the variances; infinite where a row is marked
@@ -356,9 +365,8 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
     most = lanes_max(most);
     if (most == CUDART_INF_F) {
       const float* const reference = references + z * 2 * kChannels;
-      const char* const first_row = start + (moves ? p.lag * x.stride_n : 0) - start_row * x.stride_n - column;
-      most = lanes_max(
-          careful_rows<T, Lanes>(first_row, x.stride_n, rows, d, warp, warps, reference, reference + kChannels, out));
+      const auto row_at = [&](int i) { return start.row((moves ? p.lag : 0) - start_row + i) - column; };
+      most = lanes_max(careful_rows<T, Lanes>(row_at, rows, d, warp, warps, reference, reference + kChannels, out));
     }
     if (lane == 0) parts[z * warps + warp].most = most;
     __syncthreads();  // all ranges, parts and variances of the step are written
@@ -462,17 +470,24 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
   wait_for_copies<0>();
 }
 
-// fn(T{}, RowLanes<...>{}, std::bool_constant<kWide>{}), lanes for the wider rows of the two.
+// fn(T{}, RowLanes<...>{}, std::bool_constant<kWide>{}, std::bool_constant<kPaged>{}), lanes for the wider rows of the
+// two.
 template <class Fn>
 inline void with_rows(const LagScoreParams& p, const Fn& fn) {
   const int64_t row_bytes = p.k.row_bytes > p.v.row_bytes ? p.k.row_bytes : p.v.row_bytes;
   const bool wide = aligned_rows(p.k, p.b, p.heads, p.slots.n) && aligned_rows(p.v, p.b, p.heads, p.slots.n);
   with_dtype(p.dtype, [&](auto type) {
     with_lanes<decltype(type)>(row_bytes / 16, [&](auto lanes) {
-      if (wide)
-        fn(type, lanes, std::true_type{});
-      else
-        fn(type, lanes, std::false_type{});
+      with_pages(p.k, [&](auto paged) {
+        // Where a lane has one piece of each row, 16 warps leave no registers for pages. With two there are 8 warps.
+        using Given = decltype(lanes);
+        constexpr bool kMore = paged && sizeof(type) == 2 && Given::kRows == 1 && Given::kPieces == 1;
+        using Lanes = std::conditional_t<kMore, RowLanes<32, 2>, Given>;
+        if (wide)
+          fn(type, Lanes{}, std::true_type{}, paged);
+        else
+          fn(type, Lanes{}, std::false_type{}, paged);
+      });
     });
   });
 }
@@ -532,10 +547,10 @@ inline LagScorePlan lag_score_plan(const LagScoreParams& p, int cluster, int at_
 // The best of all: clusters cost barriers, so a larger one has to gain a 64th.
 inline LagScorePlan lag_score_plan(const LagScoreParams& p) {
   LagScorePlan best = {};
-  with_rows(p, [&](auto type, auto lanes, auto wide) {
+  with_rows(p, [&](auto type, auto lanes, auto wide, auto paged) {
     using T = decltype(type);
     using Lanes = decltype(lanes);
-    constexpr auto kernel = lag_score_kernel<T, Lanes, wide>;
+    constexpr auto kernel = lag_score_kernel<T, Lanes, wide, paged>;
     best = lag_score_plan<T, Lanes>(p, 1);
     const auto better = [&](const LagScorePlan& plan) { return plan.time && plan.time <= best.time - best.time / 64; };
     for (int cluster = 2; cluster <= kMostBlocks; cluster *= 2) {
@@ -554,8 +569,8 @@ inline LagScorePlan lag_score_plan(const LagScoreParams& p) {
 inline void lag_score_cuda(const LagScoreParams& p, const LagScorePlan& plan, void* workspace, cudaStream_t stream) {
   float* const long_variances = plan.workspace_bytes ? static_cast<float*>(workspace) : nullptr;
   const dim3 grid = grid_of(plan.blocks), block(64 * plan.warps);
-  with_rows(p, [&](auto type, auto lanes, auto wide) {
-    constexpr auto kernel = lag_score_kernel<decltype(type), decltype(lanes), wide>;
+  with_rows(p, [&](auto type, auto lanes, auto wide, auto paged) {
+    constexpr auto kernel = lag_score_kernel<decltype(type), decltype(lanes), wide, paged>;
     if (plan.cluster > 1)
       launch_clusters<kernel>(plan.cluster, grid, block, plan.shared_bytes, stream, p, plan.cluster, plan.runs,
                               long_variances);

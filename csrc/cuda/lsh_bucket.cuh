@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kBucketThreads = 256, kBucketWarps = kBucketThreads / 32;
 
-template <class T>
+template <class T, bool kPaged>
 __global__ void __launch_bounds__(kBucketThreads) lsh_bucket_kernel(LshBucketParams p) {
   const int64_t chosen = blockIdx.x * int64_t{kBucketWarps} + threadIdx.x / 32;
   if (chosen >= p.b * p.heads * p.indices.m) return;
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kBucketThreads) lsh_bucket_kernel(LshBucketPar
   const int lane = threadIdx.x % 32, d = static_cast<int>(p.d);
   int bucket = -1;
   if (index >= 0 && index < p.n) {
-    const T* const key = reinterpret_cast<const T*>(p.k.row(b, h, index));
+    const T* const key = reinterpret_cast<const T*>(head_rows<kPaged>(p.k, b, h).row(index));
     bool finite = true;
     for (int c = lane; c < d; c += 32) finite = finite && is_finite(to_float(key[c]));
     if (__all_sync(kWarp, finite)) {
@@ -42,8 +42,10 @@ inline void lsh_bucket_cuda(const LshBucketParams& p, cudaStream_t stream) {
   const int64_t keys = p.b * p.heads * p.indices.m;
   if (keys == 0) return;
   with_dtype(p.dtype, [&](auto type) {
-    launch<lsh_bucket_kernel<decltype(type)>>(grid_of((keys + kBucketWarps - 1) / kBucketWarps), kBucketThreads, 0,
-                                              stream, p);
+    with_pages(p.k, [&](auto paged) {
+      launch<lsh_bucket_kernel<decltype(type), paged>>(grid_of((keys + kBucketWarps - 1) / kBucketWarps),
+                                                       kBucketThreads, 0, stream, p);
+    });
   });
 }
 

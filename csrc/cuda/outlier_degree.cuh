@@ -102,8 +102,7 @@ struct DegreePlan {
 
 // A head's keys, by tokens from the first valid slot.
 struct HeadKeys {
-  const char* rows;
-  int64_t stride;
+  HeadRows rows;
   int pieces, count, kappa;
   bool wide;
 };
@@ -229,11 +228,12 @@ struct Band {
     const float near_before[2] = {near(kBandKeys + column - row), near(kBandKeys + column + 1 - row)};
     const float near_own[2] = {near(column - row), near(column + 1 - row)};
 
-    const char* const pieces = keys.rows + first * keys.stride + lane % 4 * 16;
+    HeadRows pieces = keys.rows.from(first);
+    pieces.data += lane % 4 * 16;
     const int count = keys.pieces - lane % 4;  // of a key, the lane has every fourth
     uint4 raw[kPieces] = {};
     const auto at_key = [&](int at) {  // that of 8 from `at` on; for one that is not there, the nearest
-      return pieces + min(max(at + row, begin), end - 1) * keys.stride;
+      return pieces.row(min(max(at + row, begin), end - 1));
     };
     const auto load = [&](const char* from) {
       if (keys.wide) {
@@ -329,8 +329,7 @@ __device__ inline float unit_factor(const float (&x)[N]) {
 template <class T, class Lanes, bool kWide>
 struct Neighbours {
   static constexpr int kValues = RowPieces<T, Lanes>::kValues;
-  const char* rows;
-  int64_t stride;
+  HeadRows rows;
   int pieces;
   int begin, end;  // those that there are
   float* factors;  // of these, in shared memory
@@ -339,7 +338,7 @@ struct Neighbours {
 
   __device__ void load(int token, float (&x)[kValues]) const {
     RowPieces<T, Lanes> row;
-    row.template load<kWide>(rows + (has(token) ? token : 0) * stride, has(token) ? pieces : 0);
+    row.template load<kWide>(rows.row(has(token) ? token : 0), has(token) ? pieces : 0);
     row.values(x);
   }
 
@@ -388,11 +387,7 @@ struct Walk {
     DYNAMIC_SHARED(float, factors);  // [tokens + 2 kappa]
     const auto all = [&](auto rows_are_wide) {
       const Neighbours<T, Lanes, decltype(rows_are_wide)::value> around{
-          keys.rows,
-          keys.stride,
-          keys.pieces,
-          max(first - keys.kappa, 0),
-          min(first + plan.tokens + keys.kappa, keys.count),
+          keys.rows, keys.pieces, max(first - keys.kappa, 0), min(first + plan.tokens + keys.kappa, keys.count),
           factors};
       around.make_factors();
       __syncthreads();  // all factors are there
@@ -429,7 +424,7 @@ struct Walk {
 // ---- Kernels
 // ---------------------------------------------------------------------------------------------------------
 
-template <class Way>
+template <class Way, bool kPaged>
 __global__ void __launch_bounds__(kDegreeThreads, Way::kBlocks)
     similarity_kernel(OutlierDegreeParams p, DegreePlan plan, SimilaritySums* partial_sums, bool wide) {
   const unsigned row = blockIdx.x / plan.blocks, heads = static_cast<unsigned>(p.heads), b = row / heads;
@@ -441,8 +436,8 @@ __global__ void __launch_bounds__(kDegreeThreads, Way::kBlocks)
     scores[slot_of(token)] = CUDART_NAN_F;
   if (first >= count) return;
 
-  const HeadKeys keys{p.k.row(b, row % heads, start), p.k.stride_n, static_cast<int>(p.k.row_bytes / 16), count,
-                      static_cast<int>(p.kappa),      wide};
+  const HeadKeys keys{head_rows<kPaged>(p.k, b, row % heads).from(start), static_cast<int>(p.k.row_bytes / 16), count,
+                      static_cast<int>(p.kappa), wide};
   Way::similarities(keys, plan, first, [&](int token, float x) {
     if (token < count) scores[slot_of(token)] = x;
   });
@@ -512,8 +507,10 @@ inline void outlier_degree_cuda(const OutlierDegreeParams& p, void* workspace, c
   SimilaritySums* const sums = OutlierDegreeMemory(p, sections).sums;
   with_way(p, [&](auto way) {
     const DegreePlan plan = way.plan(p);
-    launch<similarity_kernel<decltype(way)>>(grid_of(heads * plan.blocks), kDegreeThreads, plan.shared, stream, p, plan,
-                                             sums, aligned_rows(p.k, p.b, p.heads, p.n));
+    with_pages(p.k, [&](auto paged) {
+      launch<similarity_kernel<decltype(way), paged>>(grid_of(heads * plan.blocks), kDegreeThreads, plan.shared, stream,
+                                                      p, plan, sums, aligned_rows(p.k, p.b, p.heads, p.n));
+    });
     if (!p.standardize) return;
     constexpr int64_t tokens = kDegreeThreads * kStandardTokens;
     const int64_t blocks = (p.n + tokens - 1) / tokens;

@@ -65,7 +65,7 @@ __device__ inline int assign_exactly(const T* key, const float* prototypes, int 
 
 // Writes the prototype of a key to its slot in `assignment`, by a warp: `best` of the lane that has one, -1 for the
 // slots that are not valid. A key whose best product is not comfortable is done again.
-template <class T>
+template <class T, bool kPaged>
 __device__ inline void finish_assignment(const AssignPrototypesParams& p, int64_t head, int64_t slot, bool mine,
                                          bool valid, const Best& best) {
   int* const assignment = p.assignment + head * p.n;
@@ -74,7 +74,8 @@ __device__ inline void finish_assignment(const AssignPrototypesParams& p, int64_
   while (strange) {
     const unsigned of = __ffs(static_cast<int>(strange)) - 1;
     const int64_t its_slot = __shfl_sync(kWarp, slot, static_cast<int>(of));
-    const T* const key = reinterpret_cast<const T*>(p.k.row(head / p.heads, head % p.heads, its_slot));
+    const T* const key =
+        reinterpret_cast<const T*>(head_rows<kPaged>(p.k, head / p.heads, head % p.heads).row(its_slot));
     const int exact =
         assign_exactly(key, p.prototypes + head * p.count * p.d, static_cast<int>(p.count), static_cast<int>(p.d));
     if (threadIdx.x % 32 == of) assignment[its_slot] = exact;

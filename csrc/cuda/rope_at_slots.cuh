@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kRopeHeads = kAhead / 2;  // two units each
 
-template <class T, class Unit>
+template <class T, class Unit, bool kPaged>
 __global__ void __launch_bounds__(kMoveThreads)
     rope_at_slots_kernel(RopeAtSlotsParams p, int lanes_log2, unsigned tiles, unsigned groups, int64_t group) {
   const RowUnits row = {static_cast<int>(p.k.row_bytes / sizeof(Unit)),
@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(kMoveThreads)
       Unit first[kRopeHeads], second[kRopeHeads];
 #pragma unroll
       for (int u = 0; u < kRopeHeads; ++u) {
-        const Unit* const from = reinterpret_cast<const Unit*>(p.k.row(b, h + u, slot));
+        const char* const key = kPaged ? head_rows<true>(p.k, b, h + u).row(slot) : p.k.row(b, h + u, slot);
+        const Unit* const from = reinterpret_cast<const Unit*>(key);
         first[u] = h + u < end ? from[mine.first] : Unit{};
         second[u] = h + u < end && has_second ? from[mine.second] : Unit{};
       }
@@ -69,8 +70,11 @@ inline void rope_at_slots_cuda(const RopeAtSlotsParams& p, cudaStream_t stream) 
       int64_t group = p.heads;
       const auto groups = [&] { return (p.heads + group - 1) / group; };
       while (group > 1 && p.b * tiles * groups() < 2 * multiprocessors()) group = (group + 1) / 2;
-      launch<rope_at_slots_kernel<T, Unit>>(grid_of(p.b * tiles * groups()), kMoveThreads, 0, stream, p, lanes_log2,
-                                            static_cast<unsigned>(tiles), static_cast<unsigned>(groups()), group);
+      with_pages(p.k, [&](auto paged) {
+        launch<rope_at_slots_kernel<T, Unit, paged>>(grid_of(p.b * tiles * groups()), kMoveThreads, 0, stream, p,
+                                                     lanes_log2, static_cast<unsigned>(tiles),
+                                                     static_cast<unsigned>(groups()), group);
+      });
     });
   });
 }

@@ -37,8 +37,12 @@ inline void with_lanes(int64_t pieces, const Fn& fn) {
 }
 
 // The address of x's first row and its strides, or-ed: all rows start at a multiple of a power of two if this is one.
-// Strides of dims of one entry do not matter.
+// Strides of dims of one entry do not matter. Of pages, the first dim and the tokens are the pages and their slots.
 inline uint64_t address_bits(const KVView& x, int64_t b, int64_t heads, int64_t n) {
+  if (x.table) {
+    b = x.num_pages;
+    n = x.page_size;
+  }
   return reinterpret_cast<uintptr_t>(x.data) | static_cast<uint64_t>(b > 1 ? x.stride_b : 0) |
          static_cast<uint64_t>(heads > 1 ? x.stride_h : 0) | static_cast<uint64_t>(n > 1 ? x.stride_n : 0);
 }
@@ -46,6 +50,22 @@ inline uint64_t address_bits(const KVView& x, int64_t b, int64_t heads, int64_t 
 // May rows be read in whole pieces?
 inline bool aligned_rows(const KVView& x, int64_t b, int64_t heads, int64_t n) {
   return address_bits(x, b, heads, n) % 16 == 0;
+}
+
+// The rows of a head. Kernels have an instance for dense memory and one for pages, from which the compiler drops what
+// the other kind needs.
+template <bool kPaged>
+__device__ inline HeadRows head_rows(KVView x, int64_t b, int64_t h) {
+  if constexpr (!kPaged) x.table = nullptr;
+  const HeadRows rows = x.head(b, h);
+  if (kPaged && !rows.pages) __builtin_unreachable();
+  return rows;
+}
+
+// fn(std::bool_constant<kPaged>{}) for K, or K and V: only calls with pages pay for their look-ups.
+template <class Fn>
+inline void with_pages(const KVView& x, const Fn& fn) {
+  x.table ? fn(std::true_type{}) : fn(std::false_type{});
 }
 
 __device__ inline float to_float(float x) {

@@ -40,23 +40,26 @@ struct KeyTile {
   static constexpr bool kAhead = sizeof(T) == 2;
   uint4 raw[kOwn][kPieces];
 
-  // Keys `rows` + [0, left), as far as they are in this part of the row, of `pieces` pieces; the others are 0.
-  __device__ void load(const char* rows, int64_t stride, int left, int pieces, int part, bool wide) {
+  // Keys [0, left) of `rows`, as far as they are in this part of the row, of `pieces` pieces; the others are 0.
+  __device__ void load(const HeadRows& rows, int left, int pieces, int part, bool wide) {
     if (wide)
-      load<true>(rows, stride, left, pieces, part);
+      load<true>(rows, left, pieces, part);
     else
-      load<false>(rows, stride, left, pieces, part);
+      load<false>(rows, left, pieces, part);
   }
 
   template <bool kWide>
-  __device__ void load(const char* rows, int64_t stride, int left, int pieces, int part) {
+  __device__ void load(const HeadRows& rows, int left, int pieces, int part) {
     const int key = threadIdx.x % 32 / 4, own = pieces - part * 4 * kPieces - static_cast<int>(threadIdx.x % 4);
-    const char* const at = rows + key * stride + part * 64 * kPieces + threadIdx.x % 4 * 16;
+    HeadRows at = rows.from(key);
+    at.data += part * 64 * kPieces + threadIdx.x % 4 * 16;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i)
+    for (int i = 0; i < kOwn; ++i) {
+      const bool there = key + 8 * i < left;
+      const char* const row = at.row(8 * i, there);
 #pragma unroll
-      for (int p = 0; p < kPieces; ++p)
-        raw[i][p] = key + 8 * i < left && 4 * p < own ? load_piece<T, kWide>(at + 8 * i * stride + 64 * p) : uint4{};
+      for (int p = 0; p < kPieces; ++p) raw[i][p] = there && 4 * p < own ? load_piece<T, kWide>(row + 64 * p) : uint4{};
+    }
   }
 };
 
@@ -300,7 +303,7 @@ inline void with_key_tile(const Window& p, const Fn& fn) {
 // The products of a warp's keys with 16 rows: from registers where the keys fit, else part by part from global memory.
 template <class T, int kPieces>
 __device__ inline void multiply_all(Products<KeyTile<T, kPieces>::kBlocks>& x, KeyTile<T, kPieces>& keys,
-                                    const Window& p, const char* rows, int left, bool wide, const char* queries,
+                                    const Window& p, const HeadRows& rows, int left, bool wide, const char* queries,
                                     int pitch) {
 #pragma unroll
   for (int m = 0; m < KeyTile<T, kPieces>::kBlocks; ++m)
@@ -311,7 +314,7 @@ __device__ inline void multiply_all(Products<KeyTile<T, kPieces>::kBlocks>& x, K
   const int pieces = static_cast<int>(p.k.row_bytes) / 16;
   if (pieces <= 4 * kPieces) return multiply<T, kPieces>(x, keys, queries, pitch, pieces, 0);
   for (int part = 0; part * 4 * kPieces < pieces; ++part) {
-    keys.load(rows, p.k.stride_n, left, pieces, part, wide);
+    keys.load(rows, left, pieces, part, wide);
     multiply<T, kPieces>(x, keys, queries, pitch, pieces, part);
   }
 }

@@ -136,16 +136,17 @@ struct Column {
 
   // Begins to copy the warp's rows; what is behind the first `count` becomes 0.
   template <class T>
-  __device__ void copy(char* to, const char* rows, int64_t stride, int pieces, int count, bool wide) const {
+  __device__ void copy(char* to, const HeadRows& rows, int pieces, int count, bool wide) const {
     if (column >= pieces) return;
-    const char* from = rows + row * stride + column * 16;
-    if (wide && count >= kGroupKeys) {
+    if (wide && count >= kGroupKeys && rows.strided(0, kGroupKeys)) {
+      const char* from = rows.row(0) + row * rows.stride_n + column * 16;
 #pragma unroll
-      for (int i = 0; i < kGroupKeys; i += kStep, from += kStep * stride) copy_async(at(to, i), from);
+      for (int i = 0; i < kGroupKeys; i += kStep, from += kStep * rows.stride_n) copy_async(at(to, i), from);
       return;
     }
 #pragma unroll 1
-    for (int i = 0; i < kGroupKeys; i += kStep, from += kStep * stride) {
+    for (int i = 0; i < kGroupKeys; i += kStep) {
+      const char* const from = rows.row(row + i, row + i < count) + column * 16;
       if (row + i >= count)
         *at(to, i) = uint4{};
       else if (wide)
@@ -333,7 +334,7 @@ __device__ inline void add_scaled(float4& x, const float4& y, float weight) {
   x.w = fmaf(y.w, weight, x.w);
 }
 
-template <class T, int kWidth, bool kTurns>
+template <class T, int kWidth, bool kTurns, bool kPaged>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     attention_parts_kernel(WindowAttentionParams p, AttentionPlan plan, float* parts, RowSum* sums, float* logits) {
   using State = RowState<T, kWidth>;
@@ -390,14 +391,17 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   const int tile_keys = kGroupKeys * warps, tiles = end > begin ? (end - begin - 1) / tile_keys + 1 : 0;
   const int k_pieces = static_cast<int>(w.k.row_bytes / 16), v_pieces = static_cast<int>(p.v.row_bytes / 16);
   const Column<kWidth> column;
+  // Keys that have been turned before are dense, wherever the values are.
+  const HeadRows all_keys = kPaged && !kTurns ? w.k.head(b, h) : head_rows<kPaged>(w.k, b, h);
+  const HeadRows all_values = head_rows<kPaged>(p.v, b, h);
   const auto group_at = [&](int stage, int group) { return ring + (stage * warps + group) * State::kGroupBytes; };
   for (int stage = 0; stage < plan.stages; ++stage)
     column.clear(group_at(stage, warp), k_pieces, (k_pieces + 3) / 4 * 4);
   const auto fetch = [&](int tile, int stage) {
     const int key = begin + tile * tile_keys + warp * kGroupKeys;
     char* const keys = group_at(stage, warp);
-    column.template copy<T>(keys, w.k.row(b, h, key), w.k.stride_n, k_pieces, end - key, plan.wide);
-    column.template copy<T>(keys + State::kValues, p.v.row(b, h, key), p.v.stride_n, v_pieces, end - key, plan.wide);
+    column.template copy<T>(keys, all_keys.from(key), k_pieces, end - key, plan.wide);
+    column.template copy<T>(keys + State::kValues, all_values.from(key), v_pieces, end - key, plan.wide);
   };
   const auto meet = [&] {
     if (row_warps > 1)
@@ -478,7 +482,7 @@ __device__ inline float4 load_four(const char* p, bool wide) {
   return make_float4(to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3]));
 }
 
-template <class T>
+template <class T, bool kPaged>
 __global__ void __launch_bounds__(kWindowThreads)
     plain_attention_parts_kernel(WindowAttentionParams p, AttentionPlan plan, const RowSum* totals, float* parts,
                                  RowSum* sums) {
@@ -515,9 +519,10 @@ __global__ void __launch_bounds__(kWindowThreads)
     {
       Keys keys;
       const int own = key + warp * 16;
-      const char* const rows = w.k.row(b, h, own);
+      const HeadRows rows =
+          (kPaged ? w.k.head(b, h) : head_rows<false>(w.k, b, h)).from(own);  // dense if turned before
       const int pieces = static_cast<int>(w.k.row_bytes / 16);
-      if (pieces <= 32) keys.load(rows, w.k.stride_n, end - own, pieces, 0, plan.wide);
+      if (pieces <= 32) keys.load(rows, end - own, pieces, 0, plan.wide);
       Products<1> x;
       multiply_all<T, 8>(x, keys, w, rows, end - own, plan.wide, queries, plan.pitch);
 #pragma unroll
@@ -535,7 +540,7 @@ __global__ void __launch_bounds__(kWindowThreads)
       const int count = min(kPlainKeys, end - key);
 #pragma unroll 1
       for (int j = group; j < count; j += groups) {
-        const float4 v = load_four<T>(p.v.row(b, h, key + j) + column * 4 * sizeof(T), plan.wide);
+        const float4 v = load_four<T>(head_rows<kPaged>(p.v, b, h).row(key + j) + column * 4 * sizeof(T), plan.wide);
         const float* const weight = weights + j * kTileRows;
 #pragma unroll
         for (int row = 0; row < kTileRows; ++row) {
@@ -622,8 +627,10 @@ inline void attention_parts_cuda(const WindowAttentionParams& p, const Attention
     using T = decltype(type);
     constexpr int kWidth = decltype(width)::value;
     const auto start = [&](auto turns) {
-      launch<attention_parts_kernel<T, kWidth, decltype(turns)::value>>(grid, 32 * plan.warps, plan.shared_bytes,
-                                                                        stream, p, plan, parts, sums, logits);
+      with_pages(p.v, [&](auto paged) {
+        launch<attention_parts_kernel<T, kWidth, turns, paged>>(grid, 32 * plan.warps, plan.shared_bytes, stream, p,
+                                                                plan, parts, sums, logits);
+      });
     };
     plan.turns ? start(std::true_type{}) : start(std::false_type{});
   };
@@ -641,9 +648,11 @@ inline void attention_parts_cuda(const WindowAttentionParams& p, const Attention
 inline void plain_attention_parts_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, const RowSum* totals,
                                        float* parts, RowSum* sums, cudaStream_t stream) {
   with_dtype(p.window.dtype, [&](auto type) {
-    launch<plain_attention_parts_kernel<decltype(type)>>(
-        grid_of(p.window.b * p.window.heads * plan.splits.count * plan.row_blocks), kWindowThreads, plan.shared_bytes,
-        stream, p, plan, totals, parts, sums);
+    with_pages(p.v, [&](auto paged) {
+      launch<plain_attention_parts_kernel<decltype(type), paged>>(
+          grid_of(p.window.b * p.window.heads * plan.splits.count * plan.row_blocks), kWindowThreads, plan.shared_bytes,
+          stream, p, plan, totals, parts, sums);
+    });
   });
 }
 

@@ -65,8 +65,8 @@ struct RowChunks {
 // hold any of the keys [first, most), each loaded while fn has the one before (kAhead); missing(first key) for the
 // others.
 template <class T, int kPieces, bool kBackward, class Fn, class Missing>
-__device__ inline void for_tiles(const Window& p, const char* head, int begin, int end, int first, int most, bool wide,
-                                 const Fn& fn, const Missing& missing) {
+__device__ inline void for_tiles(const Window& p, const HeadRows& head, int begin, int end, int first, int most,
+                                 bool wide, const Fn& fn, const Missing& missing) {
   using Keys = KeyTile<T, kPieces>;
   constexpr int kKeys = Keys::kKeys;
   const int pieces = static_cast<int>(p.k.row_bytes / 16);
@@ -76,8 +76,7 @@ __device__ inline void for_tiles(const Window& p, const char* head, int begin, i
   const auto needed = [&](int key) { return key < most && first - kKeys < key; };
   const auto load = [&](Keys& to, int i) {
     const int key = key_of(i);
-    if (i < tiles && whole && needed(key))
-      to.load(head + key * p.k.stride_n, p.k.stride_n, most - key, pieces, 0, wide);
+    if (i < tiles && whole && needed(key)) to.load(head.from(key), most - key, pieces, 0, wide);
   };
   Keys keys;
   int i = threadIdx.x / 32;
@@ -91,7 +90,7 @@ __device__ inline void for_tiles(const Window& p, const char* head, int begin, i
       load(keys, i);
     const int key = key_of(i);
     if (needed(key))
-      fn(key, keys, head + key * p.k.stride_n, most - key);
+      fn(key, keys, head.from(key), most - key);
     else
       missing(key);
     if constexpr (Keys::kAhead) keys = next;
@@ -101,7 +100,7 @@ __device__ inline void for_tiles(const Window& p, const char* head, int begin, i
 // ---- Each row's largest logit and sum of exponentials
 // ----------------------------------------------------------------
 
-template <class T, int kPieces>
+template <class T, int kPieces, bool kPaged>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     window_sums_kernel(Window p, RowChunks chunks, Splits splits, RowSum* partial_sums, float* logits) {
   using Keys = KeyTile<T, kPieces>;
@@ -130,7 +129,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
     limits_of_tiles(limits, count, tiles);
     __syncthreads();  // limits of tiles too
 
-    const auto add_tile = [&](int key, Keys& keys, const char* rows, int left) {
+    const auto add_tile = [&](int key, Keys& keys, const HeadRows& rows, int left) {
 #pragma unroll 1
       for (int tile = 0; tile < count / kTileRows; ++tile) {
         const Limits limit = tiles[tile];
@@ -185,7 +184,8 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         }
       }
     };
-    for_tiles<T, kPieces, false>(p, p.k.row(b, h, 0), begin, end, first, most, chunks.wide, add_tile, [](int) {});
+    for_tiles<T, kPieces, false>(p, head_rows<kPaged>(p.k, b, h), begin, end, first, most, chunks.wide, add_tile,
+                                 [](int) {});
 
     __syncthreads();  // all states are final
     for (int i = threadIdx.x; i < count && row + i < all; i += kWindowThreads) {
@@ -223,7 +223,7 @@ inline RowLayout score_layout(const Window& p) {
   return sums || maxima || p.group == 1 ? RowLayout::of(1, p.group * p.w) : RowLayout::of(p.group, p.w);
 }
 
-template <class T, int kPieces>
+template <class T, int kPieces, bool kPaged>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     window_scores_kernel(WindowScoresParams params, RowChunks chunks, Splits splits, const RowSum* totals,
                          float* carry) {
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
     // The lane's own sums over the unit's rows so far (total) meet those of the three others that share its keys; lane
     // c of them goes on with key l / 4 + 8 c. The first part of a unit, and the units before, may be from the last
     // chunk.
-    const auto score_tile = [&](int key, Keys* keys, const char* rows, int left) {
+    const auto score_tile = [&](int key, Keys* keys, const HeadRows& rows, int left) {
       float total[kOwn], group = 0;
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) total[i] = nothing;
@@ -363,9 +363,9 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
       if (eighths > 0) end_unit(false);
     };
     for_tiles<T, kPieces, true>(
-        p, p.k.row(b, h, 0), begin, end, first, counted.most, chunks.wide,
-        [&](int key, Keys& keys, const char* rows, int left) { score_tile(key, &keys, rows, left); },
-        [&](int key) { score_tile(key, nullptr, nullptr, 0); });
+        p, head_rows<kPaged>(p.k, b, h), begin, end, first, counted.most, chunks.wide,
+        [&](int key, Keys& keys, const HeadRows& rows, int left) { score_tile(key, &keys, rows, left); },
+        [&](int key) { score_tile(key, nullptr, HeadRows{}, 0); });
   }
 }
 
@@ -420,9 +420,11 @@ inline void window_sums_cuda(const Window& p, const SumsPlan& plan, RowSum* part
   const int state = static_cast<int>(sizeof(float4)) * kWindowThreads / 8;  // of a row
   const RowChunks chunks = RowChunks::of(p, RowLayout::of(1, plan.rows), state + static_cast<int>(sizeof(int)));
   with_key_tile(p, [&](auto type, auto pieces) {
-    launch<window_sums_kernel<decltype(type), decltype(pieces)::value>>(grid_of(plan.heads * plan.splits.count),
-                                                                        kWindowThreads, chunks.shared_bytes, stream, p,
-                                                                        chunks, plan.splits, partial_sums, logits);
+    with_pages(p.k, [&](auto paged) {
+      launch<window_sums_kernel<decltype(type), decltype(pieces)::value, paged>>(
+          grid_of(plan.heads * plan.splits.count), kWindowThreads, chunks.shared_bytes, stream, p, chunks, plan.splits,
+          partial_sums, logits);
+    });
   });
 }
 
@@ -463,9 +465,11 @@ inline void window_scores_pass_cuda(const WindowScoresParams& params, const Scor
   const Window& p = params.window;
   if (params.softmax && sm90::window_scores(p, params.lse, reinterpret_cast<const float2*>(totals), stream)) return;
   with_key_tile(p, [&](auto type, auto pieces) {
-    launch<window_scores_kernel<decltype(type), decltype(pieces)::value>>(
-        grid_of(p.b * p.heads * plan.splits.count), kWindowThreads, plan.chunks.shared_bytes, stream, params,
-        plan.chunks, plan.splits, totals, carry);
+    with_pages(p.k, [&](auto paged) {
+      launch<window_scores_kernel<decltype(type), decltype(pieces)::value, paged>>(
+          grid_of(p.b * p.heads * plan.splits.count), kWindowThreads, plan.chunks.shared_bytes, stream, params,
+          plan.chunks, plan.splits, totals, carry);
+    });
   });
 }
 

@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor> anchor_cosine(const Tensor& k, const OptionalTensor& 
                 op, ": anchor must be a contiguous [", b, ", ", heads, ", ", d, "], got ", shape(*anchor));
   }
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
-  check_pages(op, kv, k, slots);
+  check_pages(op, block_table, k, n, starts, lengths);
   check_head_dim(op, "k", k);
   const Tensor scores = empty(op, k, std::array{b, heads, n}, ScalarType::Float);
   const Tensor anchor_out = empty(op, k, std::array{b, heads, d}, ScalarType::Float);

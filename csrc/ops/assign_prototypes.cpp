@@ -19,7 +19,7 @@ Tensor assign_prototypes(const Tensor& k, const Tensor& prototypes, const Option
           prototypes.size(2) <= int64_t{1} << 25 && prototypes.size(3) == d && prototypes.is_contiguous(),
       op, ": prototypes must be a contiguous [", b, ", ", heads, ", at least 1, ", d, "], got ", shape(prototypes));
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
-  check_pages(op, kv, k, slots);
+  check_pages(op, block_table, k, n, starts, lengths);
   check_head_dim(op, "k", k);
   const Tensor assignment = empty(op, k, std::array{b, heads, n}, ScalarType::Int);
   const AssignPrototypesParams p{.k = view,

@@ -20,7 +20,7 @@ std::tuple<Tensor, Tensor> build_prototypes(const Tensor& k, const OptionalTenso
               num_buckets);
   KVOPS_CHECK(num_chunks + num_buckets >= 1, op, ": num_chunks + num_buckets must be at least 1, got 0");
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
-  check_pages(op, kv, k, slots);
+  check_pages(op, block_table, k, n, starts, lengths);
   KVOPS_CHECK(sat_indices.has_value() == buckets.has_value(), op,
               ": sat_indices and buckets must be given together, got one of them");
   IndexView sats{};

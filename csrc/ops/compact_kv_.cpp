@@ -18,7 +18,8 @@ void compact_kv_(const Tensor& k, const Tensor& v, const Tensor& indices, const 
   if (block_table) read.push_back({"block_table", *block_table});
   check_written(op, {{"k", k}, {"v", v}}, read);
   check_ascending_values(op, indices, n);
-  check_pages(op, k_view, b, k, [&](int64_t i) { return SlotRange{0, index_range(view, i, heads).last}; }, true);
+  const IndexRange range(indices);
+  check_pages(op, block_table, k, [&](int64_t i) { return SlotRange{0, range(i).last}; }, true);
   if (indices.numel() == 0) return;
   const CompactKVParams p{.k = k_view, .v = kv.v.view, .indices = view, .b = b, .heads = heads, .n = n};
   HostCall call(op, k);

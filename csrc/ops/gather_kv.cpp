@@ -24,10 +24,10 @@ GatherKVParams check_sources(const Tensor& k, const Tensor& v, const Tensor& ind
           .n = kv.k.n};
 }
 
-void gather(const Tensor& k, const Tensor& indices, const GatherKVParams& p) {
+void gather(const Tensor& k, const Tensor& indices, const OptionalTensor& block_table, const GatherKVParams& p) {
   if (indices.numel() == 0) return;
   check_index_values(kGatherKV, indices, p.n);
-  check_pages(kGatherKV, p.k, p.b, k, [&](int64_t b) { return index_range(p.indices, b, p.heads); });
+  check_pages(kGatherKV, block_table, k, IndexRange(indices));
   HostCall call(kGatherKV, k);
   launch_gather_kv(p, call);
 }
@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor> gather_kv(const Tensor& k, const Tensor& v, const Ten
   const Tensor v_out = empty_rows(kGatherKV, v, p.b, p.heads, p.indices.m);
   p.k_out = check_kv(kGatherKV, "k_out", k_out, true);
   p.v_out = check_kv(kGatherKV, "v_out", v_out, true);
-  gather(k, indices, p);
+  gather(k, indices, block_table, p);
   return {k_out, v_out};
 }
 
@@ -51,7 +51,7 @@ void gather_kv_out(const Tensor& k, const Tensor& v, const Tensor& indices, cons
   std::vector<Named> read{{"k", k}, {"v", v}, {"indices", indices}};
   if (block_table) read.push_back({"block_table", *block_table});
   check_written(kGatherKV, {{"k_out", k_out}, {"v_out", v_out}}, read);
-  gather(k, indices, p);
+  gather(k, indices, block_table, p);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ Tensor lag_score(const Tensor& k, const Tensor& v, int64_t lag, int64_t prefix, 
   KVOPS_CHECK(std::isfinite(static_cast<float>(v_weight)), op, ": v_weight must be finite in fp32, got ", v_weight);
   KVOPS_CHECK(prefix >= 0, op, ": prefix must be >= 0, got ", prefix);
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
-  check_pages(op, kv.k, k, slots);
+  check_pages(op, block_table, k, n, starts, lengths);
   const int64_t segments = num_segments(n, prefix, lag);
   check_head_dim(op, "k", k);
   check_head_dim(op, "v", v);

@@ -31,7 +31,7 @@ Tensor lsh_bucket(const Tensor& k, const Tensor& indices, const Tensor& projecti
       KVOPS_CHECK(std::isfinite(value[i]), op, ": ", name, " must be finite, got ", value[i], " at entry ", i);
   }
   check_index_values(op, indices, n);
-  check_pages(op, view, b, k, [&](int64_t i) { return index_range(rows, i, heads); });
+  check_pages(op, block_table, k, IndexRange(indices));
   const Tensor buckets = empty(op, k, std::array{b, heads, rows.m}, ScalarType::Int);
   const LshBucketParams p{.k = view,
                           .indices = rows,

@@ -14,7 +14,7 @@ Tensor outlier_degree(const Tensor& k, int64_t kappa, bool standardize, const Op
   const auto& [view, b, heads, n, d] = kv;
   KVOPS_CHECK(kappa >= 1 && kappa <= kMaxKappa, op, ": kappa must be in [1, ", kMaxKappa, "], got ", kappa);
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
-  check_pages(op, kv, k, slots);
+  check_pages(op, block_table, k, n, starts, lengths);
   check_head_dim(op, "k", k);
   const Tensor scores = empty(op, k, std::array{b, heads, n}, ScalarType::Float);
   const OutlierDegreeParams p{.k = view,

@@ -55,20 +55,18 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
               ": scale / softcap must be a normal number in fp32, got ", used_scale, " / ", softcap);
   const Reduce over_rows = check_reduce(op, "reduce", reduce, Reduce::max);
   const Reduce over_group = check_reduce(op, "group_reduce", group_reduce, Reduce::none);
-  const auto check_range = [&](const char* name, const Tensor& x) {
-    const OptionalTensor values = readable(x);
-    if (!values) return;
-    const int32_t* value = static_cast<const int32_t*>(values->const_data_ptr());
-    for (int64_t i = 0; i < values->numel(); ++i)
+  const OptionalTensor limits = readable(visible), firsts = readable(starts);
+  const auto check_range = [&](const char* name, const OptionalTensor& values) {
+    const int32_t* const value = values_of<int32_t>(values);
+    for (int64_t i = 0; value && i < values->numel(); ++i)
       KVOPS_CHECK(value[i] >= 0 && value[i] <= n, op, ": ", name, " must lie in [0, ", n, "], got ", value[i]);
   };
-  check_range("visible", visible);
-  if (starts) check_range("starts", *starts);
+  check_range("visible", limits);
+  check_range("starts", firsts);
   const int64_t visible_stride = per_batch ? w : 0;
-  check_pages(op, k_view, b, k, [&](int64_t i) {
-    const int32_t* const limits = static_cast<const int32_t*>(visible.const_data_ptr()) + i * visible_stride;
-    const int32_t* const first = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) + i : nullptr;
-    return SlotRange{first ? *first : 0, *std::max_element(limits, limits + w)};
+  check_pages(op, block_table, k, [&](int64_t i) {
+    const int32_t* const limit = values_of<int32_t>(limits) + i * visible_stride;
+    return SlotRange{firsts ? values_of<int32_t>(firsts)[i] : 0, *std::max_element(limit, limit + w)};
   });
   const auto strides = q.strides();
   const int64_t item = static_cast<int64_t>(q.element_size());

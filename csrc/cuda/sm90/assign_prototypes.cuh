@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Of the four lanes, two have a key each.
     const int slot = block * kRows + Accumulator::row(thread, 2 * (thread % 2));
     if (thread % 2) best[0] = best[1];
-    finish_assignment<T>(p, unit, slot, thread % 4 < 2 && slot < p.n, first <= slot && slot < last, best[0]);
+    finish_assignment<T, false>(p, unit, slot, thread % 4 < 2 && slot < p.n, first <= slot && slot < last, best[0]);
   }
 }
 

@@ -40,6 +40,7 @@ struct Accumulator {
 
 // The strides of tokens, heads and batch rows, in bytes, as TMA takes them. False if it does not.
 inline bool copy_strides(uint64_t (&strides)[3], const KVView& x, int64_t b, int64_t heads, int64_t n) {
+  if (x.table) return false;  // no strides lead from page to page; the portable kernels look them up
   // Of a dim of one entry the stride is free.
   const int64_t given[] = {n > 1 ? x.stride_n : x.row_bytes, heads > 1 ? x.stride_h : x.row_bytes,
                            b > 1 ? x.stride_b : x.row_bytes};
