@@ -60,6 +60,20 @@ FAULTS = {
         says=r"heap-buffer-overflow.* csrc/cuda/gather_kv.cuh:\d+",
         build="address",
     ),
+    "compact_kv_ writes to a page that is not there": Fault(
+        "pages", "compact_kv_.cuh", "data.has_page(to)", "true", "test_rows_are_moved_between_pages"
+    ),
+    "anchor_cosine looks rows up behind the end of the table": Fault(
+        "pages",
+        "anchor_cosine.cuh",
+        "next_.row(u, u < left_)",
+        "next_.row(u)",
+        "test_entries_that_name_no_page and anchor",
+        says="Segmentation fault",
+    ),
+    "window_attention takes rows of two pages for rows of one": Fault(
+        "pages", "window_attention.cuh", "rows.strided(0, kGroupKeys)", "true", "test_every_call and window_attention"
+    ),
     "select_topk counts without atomics": Fault(
         "select_topk",
         "select.cuh",
