@@ -7,6 +7,7 @@ python tests/resources.py --write    # the table in docs/cuda.md, made anew
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import re
@@ -24,6 +25,7 @@ BEGIN, END = "<!-- resources -->\n", "<!-- end of resources -->\n"
 
 # How an instance for bf16 and head_dim 128 is known, where a kernel has such instances.
 COMMON = ("BFloat16", "128", "Band<BFloat16, 4>", "BFloat16, 4", "RowLanes<16, 1>", "uint4")
+PAGES = ", pages"  # behind the name of an instance that reads K and V from pages
 
 
 RESERVED = 1024  # bytes that CUDA itself takes of a block's shared memory from sm_90 on, and that the report counts
@@ -79,11 +81,23 @@ def kernel_name(function: str) -> tuple[str, str]:
     """Name and instance of a function as c++filt writes it."""
     text = re.sub(r"kvops::|sm90::|\(anonymous namespace\)::", "", function).replace("> >", ">>")
     m = re.match(r"(?:void )?(\w+)(?:<(.*?)>)?\(", text)
-    return m[1], m[2] or ""
+    name, instance = m[1], m[2] or ""
+    if name in paged_kernels():
+        instance, _, paged = instance.rpartition(", ")
+        instance += PAGES * (paged == "true")
+    return name, instance
 
 
-def usual(found: list, instance) -> list:
-    """Of a kernel's instances, those for bf16 and head_dim 128; instance(x) is the name of one."""
+@functools.cache
+def paged_kernels() -> set[str]:
+    """Whose last template argument tells whether K and V lie in pages."""
+    text = "".join(x.read_text() for x in ROOT.glob("csrc/cuda/*.cuh"))
+    return set(re.findall(r"bool kPaged>\n__global__[^;{]*?(\w+_kernel)\(", text))
+
+
+def usual(found: list, instance, paged: bool = False) -> list:
+    """Of a kernel's instances, those for bf16 and head_dim 128, dense or in pages; instance(x) is the name of one."""
+    found = [x for x in found if instance(x).endswith(PAGES) == paged]
     for mark in COMMON:
         found = [x for x in found if mark in instance(x)] or found
     return found
@@ -125,16 +139,17 @@ def table(found: list[Kernel], compiler: str) -> str:
     lines = [
         f"Of nvcc {compiler}, for {', '.join(archs)}:",
         "",
-        "| kernel | instances | registers, bf16 and d = 128 | most registers | static shared memory, bytes |",
-        "|---|---|---|---|---|",
+        "| kernel | instances | registers, bf16 and d = 128 | in pages | most registers | static shared, bytes |",
+        "|---|---|---|---|---|---|",
     ]
     for name in sorted({x.name for x in found}):
         instances = [x for x in found if x.name == name]
+        dense, paged = (usual(instances, lambda x: x.instance, x) for x in (False, True))
         columns = [
             len({x.instance for x in instances}),
             *(
-                ", ".join(most([x.registers for x in chosen if x.arch == arch]) for arch in archs)
-                for chosen in (usual(instances, lambda x: x.instance), instances)
+                ", ".join(most([x.registers for x in chosen if x.arch == arch]) for arch in archs) if chosen else ""
+                for chosen in (dense, paged, instances)
             ),
             max(x.shared for x in instances),
         ]

@@ -1,6 +1,7 @@
 """The machine code of the CUDA kernels: their loops, and what a loop spends on each 16 bytes that it moves.
 
 python tests/sass.py attention_parts               # the loops of the instance for bf16 and head_dim 128, on sm_90a
+python tests/sass.py attention_parts --pages       # of the one for pages
 python tests/sass.py attention_parts --all         # of every instance
 python tests/sass.py attention_parts --file x.cubin
 python tests/sass.py attention_parts --text        # and their instructions
@@ -194,9 +195,9 @@ def hot_loops(code: list[Instruction], pattern: str | re.Pattern = WIDE) -> list
     return sorted(own, key=lambda x: (-x.count(pattern), len(x.code)))
 
 
-def usual(found: dict[tuple[str, str], list[Instruction]], name: str) -> list[str]:
-    """The instances of a kernel for bf16 and head_dim 128."""
-    return resources.usual(sorted(instance for kernel, instance in found if kernel == name), lambda x: x)
+def usual(found: dict[tuple[str, str], list[Instruction]], name: str, paged: bool = False) -> list[str]:
+    """The instances of a kernel for bf16 and head_dim 128, dense or in pages."""
+    return resources.usual(sorted(instance for kernel, instance in found if kernel == name), lambda x: x, paged)
 
 
 def main() -> None:
@@ -204,6 +205,7 @@ def main() -> None:
     parser.add_argument("kernel", help="its name, or part of it")
     parser.add_argument("--file", type=Path, default=resources.LIBRARY, help="a library or cubin")
     parser.add_argument("--arch", default=ARCH)
+    parser.add_argument("--pages", action="store_true", help="the instance that reads K and V from pages")
     parser.add_argument("--all", action="store_true", help="every instance")
     parser.add_argument("--text", action="store_true", help="the instructions of each loop")
     args = parser.parse_args()
@@ -214,7 +216,7 @@ def main() -> None:
     if not names:
         sys.exit(f"sass: no kernel {args.kernel}; there are {', '.join(sorted({name for name, _ in found}))}")
     for (name, instance), code in sorted(found.items()):
-        if name not in names or not args.all and instance not in usual(found, name):
+        if name not in names or not args.all and instance not in usual(found, name, args.pages):
             continue
         print(f"{name}<{instance}>: {len(code)} instructions")
         print("  loop at  instructions  quickest  16 bytes     each")

@@ -137,6 +137,19 @@ def test_traffic(counted, call):
     assert call.why or call.dram <= 1.05, "what is read twice has a reason"
 
 
+@pytest.fixture(scope="module")
+def counted_in_pages():
+    return {x.call: x for x in traffic.measured(library(), traffic.paged_calls())}
+
+
+@pytest.mark.parametrize("call", traffic.paged_calls(), ids=lambda x: x.name)
+def test_pages_cost_little_traffic(counted, counted_in_pages, call):
+    """The table is small, and found in L1 or L2."""
+    paged, dense = counted_in_pages[call], counted[call._replace(page=0).name]
+    for ratio in traffic.ratios(paged, dense):
+        assert ratio <= traffic.MORE_OF_FEW.get(call.row, traffic.MORE_IN_PAGES), f"{ratio}\n{paged}\n{dense}"
+
+
 def test_places_are_in_kernels(counted):
     """What the simulator does for itself is not counted as a kernel's."""
     for x in counted.values():

@@ -1,7 +1,7 @@
 """What the CUDA kernels ask of memory, as the simulator (cudasim/cudasim_traffic.cpp) counts it. Not measured.
 
 python tests/traffic.py              # every call of the table, and the places of its worst accesses
-python tests/traffic.py -k lag       # those whose name has this
+python tests/traffic.py -k lag       # those whose name has this; "pages": those in pages
 python tests/traffic.py --write      # the table in docs/cuda.md, made anew
 python tests/traffic.py --plans h200 # grids and waves at 131,072 tokens; runs no kernel
 
@@ -59,7 +59,8 @@ class Call(NamedTuple):
 
     dram, l2: times the bytes that must move (`Row.bytes`). sectors: of all requests, times the fewest that their bytes
     fit into. conflicts: wavefronts of shared memory beyond the fewest, for each KiB that must move.
-    why: what is read or written beyond 1.05 times the bytes. lag: another than the benchmark's.
+    why: what is read or written beyond 1.05 times the bytes. lag: another than the benchmark's. page: slots of a page
+    of K and V, in the order of heads, shuffled; 0: dense.
     """
 
     row: str
@@ -71,10 +72,12 @@ class Call(NamedTuple):
     conflicts: float = 0.0
     why: str = ""
     lag: int | None = None
+    page: int = 0
 
     @property
     def name(self) -> str:
-        return self.row + f", lag {self.lag}" * bool(self.lag) + ", fp32" * (self.dtype is torch.float32)
+        more = (f", lag {self.lag}" * bool(self.lag), ", fp32" * (self.dtype is torch.float32))
+        return self.row + "".join(more) + f", pages of {self.page}" * bool(self.page)
 
     @property
     def scale(self) -> int:
@@ -124,19 +127,29 @@ CALLS = [
         why="the clusters, as many as for 131,072 tokens",
     ),
 ]
+# Times the bytes and the sectors of the same call in dense memory.
+MORE_IN_PAGES = 1.02
+MORE_OF_FEW = {"lsh_bucket": 1.1}  # 32 keys of a head, each of a page of its own
+
+
+def paged_calls() -> list[Call]:
+    """Those that take pages, in pages; they are not in the table."""
+    from kvops.bench import pages
+
+    return [x._replace(page=16) for x in CALLS if x.row in pages.OPERATORS and not x.lag]
 
 
 # ---- Running them ----------------------------------------------------------------------------------------------------
 
 
-def kernels_of(card: Card) -> dict[str, tuple[int, int]]:
+def kernels_of(card: Card, paged: bool = False) -> dict[str, tuple[int, int]]:
     """Registers of a thread (bf16, head dim 128) and static shared memory, by the table in docs/cuda.md."""
     table = PAGE.read_text().split("<!-- resources -->")[1].split("<!-- end of resources -->")[0]
     found = {}
-    for name, registers, static in re.findall(
-        r"^\| `(\w+)` \| \d+ \| ([^|]+) \|[^|]+\| (\d+) \|$", table, re.MULTILINE
+    for name, dense, in_pages, static in re.findall(
+        r"^\| `(\w+)` \| \d+ \| ([^|]+) \| ([^|]*)\|[^|]+\| (\d+) \|$", table, re.MULTILINE
     ):
-        count = registers.split(", ")[card.column]
+        count = (paged and in_pages.strip() or dense).split(", ")[card.column]
         if count != "-":
             found[f"{name}_kernel"] = int(count), int(static)
     return found
@@ -174,19 +187,33 @@ def measure(library: Path, calls: Iterable[Call]) -> Iterator[dict]:
         case.lag = call.lag or Case.lag.fget(case)
         row.args(case), row.bytes(case), [form(case) for form in row.forms.values()]
         case.restore()
-        made.append((call, row, case))
+        made.append((call, row, case, paged_form(case, call) if call.page else next(iter(row.forms.values()))))
     kvops._lib.load(library)
     counters = Counters(library)
     card = CARDS["h200"]
-    counters.know(kernels_of(card))
-    for call, row, case in made:
+    for call, row, case, form in made:
         os.environ["CUDASIM_DEVICE"] = f"h200/{call.scale}"
-        form = next(iter(row.forms.values()))
         scaled = card._replace(multiprocessors=card.multiprocessors // call.scale, l2=card.l2 // call.scale)
+        counters.know(kernels_of(card, bool(call.page)))
         begin = time.perf_counter()
         counts = counters.count(partial(form, case), scaled)
         print(f"{call.name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
         yield {"name": call.name, "bytes": row.bytes(case)} | counts
+
+
+def paged_form(case, call: Call) -> Callable[[Any], Any]:
+    """The call on K and V in shuffled pages."""
+    from kvops import ops
+    from kvops.bench import pages
+    from kvops.bench.rows import SINK
+
+    places = torch.randperm(case.n // call.page, generator=torch.Generator().manual_seed(0))
+    k, v = (pages.paged(x, "HND", call.page, places) for x in (case.k, case.v))
+    table = places.to(torch.int32).view(1, -1)
+    run = pages.calls(case, k, v, table)[call.row]
+    if call.row == "lag_score":  # the partitions of its row
+        run = partial(ops.lag_score, k, v, lag=case.lag, prefix=SINK, block_table=table)
+    return lambda _: run()
 
 
 def measured(library: Path, calls: list[Call]) -> list[Counted]:
@@ -274,6 +301,16 @@ class Counted:
                 f" L2 {x['l2_read'] / 1e6:.2f} + {x['l2_written'] / 1e6:.2f} MB"
             )
         return "\n".join(lines + [f"      {x}" for shared in (False, True) for x in self.worst(shared)])
+
+
+def ratios(paged: Counted, dense: Counted) -> tuple[float, float, float]:
+    """Bytes of DRAM, bytes of L2, and sectors of requests that a call has in pages, by those in dense memory."""
+
+    def of(x: Counted) -> tuple[float, float, float]:
+        sectors = sum(a["sectors"] - a.get("l1_hits", 0) for a in x.accesses(shared=False))
+        return x.dram, x.l2, sectors / x.bytes
+
+    return tuple(a / b for a, b in zip(of(paged), of(dense)))
 
 
 def symbols(library: Path, places: list[list[int]]) -> list[str]:
@@ -425,7 +462,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.json:
         library, *names = args.json
-        for x in measure(Path(library), [x for x in CALLS if x.name in names]):
+        for x in measure(Path(library), [x for x in (*CALLS, *paged_calls()) if x.name in names]):
             print(json.dumps(x), flush=True)
     elif args.dry:
         dry(Path(args.dry[0]), int(args.dry[1]))
@@ -438,7 +475,7 @@ def main() -> None:
                     f" {x.resident} resident, {x.waves:.2f} waves, {x.busy:.0%}"
                 )
     else:
-        calls = CALLS if args.write else [x for x in CALLS if args.k in x.name]
+        calls = CALLS if args.write else [x for x in (*CALLS, *paged_calls()) if args.k in x.name]
         found = measured(args.library, calls)
         if args.write:
             write(found)
