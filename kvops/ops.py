@@ -10,10 +10,11 @@ inference-only: an input that requires grad raises outside `torch.no_grad()`.
 Pages: with `block_table`, int32 [b, max_pages], k and v are pages, [num_pages, Hk, page_size, d], and b and n are the
 table's: slot i of request b is slot i % page_size of page block_table[b, i // page_size], n = max_pages * page_size.
 Only the pages of valid slots are looked up (of the indices, or of what `visible` lets be seen); the others may be -1.
-Results have the bits that each request has alone in dense memory. On the CPU so far; a GPU refuses it.
+Results have the bits that each request has alone in dense memory (docs/layouts.md).
 
-CUDA tensors: work goes to the current stream and nothing waits for the GPU, so the values of indices, starts, lengths
-and budgets are checked under `kvops.debug_checks()` only; otherwise wrong ones are skipped or clamped (docs/cuda.md).
+CUDA tensors: work goes to the current stream and nothing waits for the GPU, so the values of indices, starts, lengths,
+budgets and block tables are checked under `kvops.debug_checks()` only; otherwise wrong ones are skipped or clamped
+(docs/cuda.md).
 Head dims up to 1024.
 """
 
