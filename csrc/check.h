@@ -70,6 +70,23 @@ inline DType check_dtype(const char* op, const char* name, const Tensor& x) {
   }
 }
 
+// Of rows that are only moved: also those of one byte, fp8 and what it is stored as.
+inline void check_moved_dtype(const char* op, const char* name, const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float:
+    case ScalarType::Half:
+    case ScalarType::BFloat16:
+    case ScalarType::Float8_e4m3fn:
+    case ScalarType::Float8_e5m2:
+    case ScalarType::Byte:
+    case ScalarType::Char:
+      return;
+    default:
+      fail(op, ": ", name, " must be float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8 or int8, got ",
+           torch::headeronly::toString(x.scalar_type()));
+  }
+}
+
 inline void check_scalar_type(const char* op, const char* name, const Tensor& x, ScalarType expected) {
   KVOPS_CHECK(x.scalar_type() == expected, op, ": ", name, " must be ", torch::headeronly::toString(expected), ", got ",
               torch::headeronly::toString(x.scalar_type()));
@@ -86,6 +103,9 @@ inline KVView check_kv(const char* op, const char* name, const Tensor& x, bool w
   KVOPS_CHECK(sizes[3] > 0 && sizes[3] * item % 16 == 0, op, ": head_dim of ", name, " must be a positive multiple of ",
               16 / item, " (16 bytes), got ", sizes[3]);
   char* const data = static_cast<char*>(written ? x.mutable_data_ptr() : const_cast<void*>(x.const_data_ptr()));
+  const bool even = reinterpret_cast<uintptr_t>(data) % 2 == 0 && (strides[0] | strides[1] | strides[2]) % 2 == 0;
+  KVOPS_CHECK(item > 1 || even, op, ": ", name, " must begin at an even address and have even strides, got strides ",
+              strides[0], ", ", strides[1], ", ", strides[2]);
   return {data, strides[0] * item, strides[1] * item, strides[2] * item, sizes[3] * item};
 }
 
@@ -133,18 +153,20 @@ inline KVView check_target(const char* op, const char* name, const Tensor& out, 
   return view;
 }
 
+// K and V of one call.
 struct KVPair {
   KV k, v;
-  DType dtype;
 };
 
-inline KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, const OptionalTensor& block_table,
-                            bool written = false) {
+// check_type: check_dtype, or check_moved_dtype where rows are only moved.
+template <class CheckType>
+KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, const OptionalTensor& block_table,
+                     const CheckType& check_type, bool written = false) {
   check_same_device(op, "v", v, k);
-  const DType dtype = check_dtype(op, "k", k);
-  KVOPS_CHECK(check_dtype(op, "v", v) == dtype, op, ": v must have k's dtype ",
+  check_type(op, "k", k);
+  KVOPS_CHECK(v.scalar_type() == k.scalar_type(), op, ": v must have k's dtype ",
               torch::headeronly::toString(k.scalar_type()), ", got ", torch::headeronly::toString(v.scalar_type()));
-  const KVPair kv{check_cache(op, "k", k, block_table, written), check_cache(op, "v", v, block_table, written), dtype};
+  const KVPair kv{check_cache(op, "k", k, block_table, written), check_cache(op, "v", v, block_table, written)};
   for (int i = 0; i < 3; ++i)
     KVOPS_CHECK(k.size(i) == v.size(i), op, ": v must have k's ",
                 block_table ? "pages, heads and page size " : "batch, heads and tokens ", shape(k), ", got ", shape(v));

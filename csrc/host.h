@@ -41,6 +41,32 @@ class OutOfMemory : public std::bad_alloc {
   std::string text_;
 };
 
+// What torch's C functions call a dtype, and the bytes of an element.
+inline std::pair<int32_t, int64_t> shim_type(const char* op, ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return {aoti_torch_dtype_float32(), 4};
+    case ScalarType::Half:
+      return {aoti_torch_dtype_float16(), 2};
+    case ScalarType::BFloat16:
+      return {aoti_torch_dtype_bfloat16(), 2};
+    case ScalarType::Int:
+      return {aoti_torch_dtype_int32(), 4};
+    case ScalarType::Long:
+      return {aoti_torch_dtype_int64(), 8};
+    case ScalarType::Float8_e4m3fn:
+      return {aoti_torch_dtype_float8_e4m3fn(), 1};
+    case ScalarType::Float8_e5m2:
+      return {aoti_torch_dtype_float8_e5m2(), 1};
+    case ScalarType::Byte:
+      return {aoti_torch_dtype_uint8(), 1};
+    case ScalarType::Char:
+      return {aoti_torch_dtype_int8(), 1};
+    default:
+      fail(op, ": no result has dtype ", torch::headeronly::toString(type));
+  }
+}
+
 // A fresh contiguous tensor on like's device.
 template <size_t N>
 Tensor empty(const char* op, const Tensor& like, const std::array<int64_t, N>& sizes, ScalarType type) {
@@ -52,28 +78,9 @@ Tensor empty(const char* op, const Tensor& like, const std::array<int64_t, N>& s
                 ": the result has more elements than fit int64");
     size *= std::max<int64_t>(sizes[i], 1);
   }
-  int32_t device, dtype;
-  int64_t item = 4;  // bytes
+  int32_t device;
   aoti_torch_get_device_type(like.get(), &device);
-  switch (type) {
-    case ScalarType::Float:
-      dtype = aoti_torch_dtype_float32();
-      break;
-    case ScalarType::Int:
-      dtype = aoti_torch_dtype_int32();
-      break;
-    case ScalarType::Long:
-      dtype = aoti_torch_dtype_int64();
-      item = 8;
-      break;
-    case ScalarType::Half:
-      dtype = aoti_torch_dtype_float16();
-      item = 2;
-      break;
-    default:
-      dtype = aoti_torch_dtype_bfloat16();
-      item = 2;
-  }
+  const auto [dtype, item] = shim_type(op, type);
   AtenTensorHandle handle;
   if (aoti_torch_empty_strided(N, sizes.data(), strides.data(), dtype, device, like.get_device_index(), &handle))
     throw OutOfMemory(op, size * item, like);

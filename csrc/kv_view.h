@@ -126,6 +126,10 @@ struct KVView {
   uint32_t num_pages = 0;                // that there are
   uint64_t reciprocal = 0;               // reciprocal_of(page_size)
 
+  // Whether its rows are as far apart as those of x.
+  KVOPS_HOST_DEVICE bool same_strides(const KVView& x) const {
+    return stride_b == x.stride_b && stride_h == x.stride_h && stride_n == x.stride_n;
+  }
   static uint64_t reciprocal_of(int64_t page_size) { return (uint64_t{1} << 63) / page_size + 1; }
 
   // Of dense memory.

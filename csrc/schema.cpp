@@ -30,8 +30,8 @@ STABLE_TORCH_LIBRARY(kvops, m) {
   m.def(
       "gather_kv.out(Tensor k, Tensor v, Tensor indices, Tensor? block_table=None, *, Tensor(a!) k_out, "
       "Tensor(b!) v_out) -> ()");
-  // The same in place.
-  m.def("compact_kv_(Tensor(a!) k, Tensor(b!) v, Tensor indices, Tensor? block_table=None) -> ()");
+  // The same in place, of one layer or of all at once.
+  m.def("compact_kv_(Tensor(a!)[] k, Tensor(b!)[] v, Tensor[] indices, Tensor? block_table=None) -> ()");
   // LaCache: what the ladder keeps of each layer, all layers at once; the keys' RoPE is turned on while they move.
   m.def(
       "ladder_gather(Tensor[] k, Tensor[] v, int[] plan, int[] layer, *, Tensor? inv_freq=None, "

@@ -506,38 +506,53 @@ def _(k, v, indices, block_table=None, *, k_out, v_out):
     check_one_device("gather_kv", k, v=v, indices=indices, block_table=block_table, k_out=k_out, v_out=v_out)
 
 
-def compact_kv_(k: Tensor, v: Tensor, indices: Tensor, *, block_table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+Layers = Tensor | Sequence[Tensor]
+
+
+@overload
+def compact_kv_(
+    k: Tensor, v: Tensor, indices: Tensor, *, block_table: Tensor | None = ...
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def compact_kv_(
+    k: Sequence[Tensor], v: Sequence[Tensor], indices: Sequence[Tensor], *, block_table: Tensor | None = ...
+) -> tuple[list[Tensor], list[Tensor]]: ...
+
+
+def compact_kv_(k: Layers, v: Layers, indices: Layers, *, block_table: Tensor | None = None) -> tuple[Layers, Layers]:
     """`gather_kv` in place: moves row indices[b, h, i] of k and v to slot i. Slots >= m are left as they are.
 
     It takes no extra memory; on a GPU 4 bytes for each 32 KiB that moves.
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv]. k, v and indices must not share memory, nor k and v overlap themselves.
-        indices: int64 [b, Hk, m], strictly ascending in each row, -1 only at the end (those slots become zeros). All of
-            them are checked before the first write.
-        block_table: k and v are pages, and what a request keeps moves to the front of its own pages. Slots behind it
-            are left as they are, where indices are -1 too. Each page that is written belongs to one request.
+        k: [b, Hk, n, d]; or a list, one per layer, all of one shape and dtype (one launch on a GPU).
+        v: [b, Hk, n, dv], or a list. No two of the tensors may share memory, nor may one overlap itself.
+        indices: int64 [b, Hk, m], strictly ascending in each row, -1 only at the end (those slots become zeros), or a
+            list; m may differ between layers. All of them are checked before the first write.
+        block_table: k and v are pages, the same for all layers, and what a request keeps moves to the front of its own
+            pages. Slots behind it are left as they are, where indices are -1 too. Each page that is written belongs to
+            one request.
 
     Returns:
-        The views k[:, :, :m] and v[:, :, :m]; of pages k and v.
+        The views k[:, :, :m] and v[:, :, :m]; of pages k and v. Lists if k is one.
     """
-    _compact_kv_(k, v, indices, block_table)
-    _written(k, v)
+    keys, values, kept = check_layers("compact_kv_", k=k, v=v, indices=indices)
+    _compact_kv_(keys, values, kept, block_table)
+    _written(*keys, *values)
     if block_table is not None:
         return k, v
-    m = indices.shape[2]
-    return k[:, :, :m], v[:, :, :m]
+    k_out, v_out = ([x[:, :, : i.shape[2]] for x, i in zip(tensors, kept)] for tensors in (keys, values))
+    return (k_out[0], v_out[0]) if isinstance(k, Tensor) else (k_out, v_out)
 
 
 @register_fake("kvops::compact_kv_")
 def _(k, v, indices, block_table=None):
-    check_one_device("compact_kv_", k, v=v, indices=indices, block_table=block_table)
-    check_dims("compact_kv_", _KV, k=k, v=v)
-    check_dims("compact_kv_", _INDICES, indices=indices)
-
-
-Layers = Tensor | Sequence[Tensor]
+    for keys, values, kept in zip(k, v, indices):
+        check_one_device("compact_kv_", keys, v=values, indices=kept, block_table=block_table)
+        check_dims("compact_kv_", _KV, k=keys, v=values)
+        check_dims("compact_kv_", _INDICES, indices=kept)
 
 
 def _encoded(plan: LadderPlan | Sequence[int]) -> Sequence[int]:

@@ -248,6 +248,9 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "gather_kv": lambda x: ops.gather_kv(x.k, x.v, x.indices),
     "gather_kv, out=": lambda x: ops.gather_kv(x.k, x.v, x.indices, out=x.out),
     "compact_kv_": lambda x: ops.compact_kv_(x.k, x.v, x.indices),
+    "compact_kv_, layers": lambda x: flat(
+        ops.compact_kv_([x.k, x.deep[0]], [x.v, x.deep[1]], [x.indices, x.indices[..., :2]])
+    ),
     "ladder_gather": lambda x: ops.ladder_gather(x.k, x.v, plan=x.plan, layer=3),
     "ladder_gather, RoPE": lambda x: ops.ladder_gather(x.k, x.v, plan=x.plan, layer=3, inv_freq=x.inv_freq),
     "ladder_gather, some channels": lambda x: ops.ladder_gather(

@@ -26,6 +26,8 @@ every_device = pytest.mark.usefixtures("device")
 only = pytest.mark.only
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: Of rows that are only moved, too.
+BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
 HEAD_DIMS = (40, 64, 80, 96, 128, 192, 256)
 LAYOUTS = ("bhnd", "bnhd", "slice")
 REDUCES, GROUP_REDUCES = ("sum", "mean", "max"), ("sum", "mean", "max", "none")  # of the window operators
@@ -69,6 +71,8 @@ def kv(b: int, heads: int, n: int, d: int, dtype=torch.float32, layout="bhnd", *
             scale = torch.rand(width, generator=generator) * 2 + 0.1
             values = torch.randn(b, heads, n, width, generator=generator) * scale
             values += torch.randn(width, generator=generator)
+            if dtype in BYTES:
+                values = torch.randint(256, values.shape, dtype=torch.uint8, generator=generator).view(dtype)
         return laid_out(on_device(values.to(dtype)), layout)
 
     return one(d), one(dv or d)
@@ -142,7 +146,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     b, heads, n, d = x.shape
     pad = 16 // x.element_size()
-    wide = torch.full((b + 1, heads + 1, n + 3, d + 2 * pad), float("nan"), dtype=x.dtype)
+    wide = torch.full((b + 1, heads + 1, n + 3, d + 2 * pad), 255, dtype=torch.uint8)
+    wide = wide.repeat_interleave(x.element_size(), 3).view(x.dtype)  # NaN
     inner = wide[1:, :heads, 2 : 2 + n, pad : pad + d]
     inner.copy_(x)
     return inner
@@ -197,7 +202,7 @@ def assert_rounded_once(actual: Tensor, exact: Tensor, size: Tensor) -> None:
 
 def bits(x: Tensor) -> Tensor:
     """As integers, in which NaN equals itself."""
-    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def same(actual, expected) -> bool:

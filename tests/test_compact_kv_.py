@@ -32,6 +32,16 @@ def test_layouts(layout, dtype):
     check(k, v, random_indices(2, 3, 90, 60))
 
 
+@pytest.mark.parametrize("dtype", kit.BYTES)
+def test_rows_of_bytes(dtype):
+    k, v = kit.kv(2, 3, 90, 48, dtype, dv=80)
+    check(k, v, random_indices(2, 3, 90, 60))
+    odd = kit.kv(2, 3, 90, 49, dtype)[0]
+    for wrong in (odd[..., :48], kit.kv(2, 3, 90, 64, dtype)[0][..., 1:49]):
+        with kit.refuses("compact_kv_: k must begin at an even address and have even strides"):
+            ops.compact_kv_(wrong, v[..., :48], random_indices(2, 3, 90, 60))
+
+
 @given(n=st.integers(0, 60), data=st.data(), heads=st.integers(1, 3), count=st.integers(1, 5))
 @kit.examples(60)
 def test_any_selection(n, data, heads, count):
@@ -80,6 +90,47 @@ def test_large_moves_are_streamed_and_split_by_column(dtype, layout, heads):
     for count in (1, 2, 5):
         with kit.threads(count):
             check(*kit.kv(1, heads, 40_000, 128, dtype, layout), random_indices(1, heads, 40_000, 9_000))
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_lists_of_layers(count):
+    """Each with its own address, layout and number of kept slots."""
+    inputs = [kit.kv(2, 2, 40, 16, torch.bfloat16, kit.LAYOUTS[i % 3], dv=24, seed=i) for i in range(count)]
+    keys, values = (list(x) for x in zip(*inputs))
+    indices = [random_indices(2, 2, 40, 5 * i % 23) for i in range(count)]
+    before = [(k.clone(), v.clone()) for k, v in inputs]
+    k_out, v_out = ops.compact_kv_(keys, values, indices)
+    assert len(k_out) == len(v_out) == count
+    for k, v, kept, kv, old in zip(k_out, v_out, indices, inputs, before):
+        m = kept.shape[2]
+        assert k.shape[2] == v.shape[2] == m and same((k, v), ops.gather_kv(*old, kept))
+        assert same([x[:, :, m:] for x in kv], [x[:, :, m:] for x in old])
+
+
+def test_more_layers_than_a_launch_takes():
+    """Layers that lie alike share launches, on a GPU, up to a number of them."""
+    stack, indices = kit.randn(100, 2, 1, 1, 20, 8), [random_indices(1, 1, 20, 7, seed=i) for i in range(100)]
+    keys, values = (list(x) for x in stack.unbind(1))
+    expected = [ops.gather_kv(k, v, kept) for k, v, kept in zip(keys, values, indices)]
+    assert all(map(same, zip(*ops.compact_kv_(keys, values, indices)), expected))
+
+
+def test_a_bad_layer_changes_no_layer():
+    k, v = kit.kv(2, 2, 20, 16)
+    good = random_indices(2, 2, 20, 5)
+    for arguments, parts in (
+        (([k, k + 0], [v], [good, good]), ("k and v must be equally many, got 2 and 1",)),
+        (([k, k + 0], [v, v + 0], [good]), ("k and indices must be equally many, got 2 and 1",)),
+        (([], [], []), ("at least one layer",)),
+        (([k, k + 0], [v, v + 0], [good, good - 1 + 20]), (r"indices must lie in \[-1, 20\)",)),
+        (([k, k[:, :, :10]], [v, v[:, :, :10]], [good, good]), ("all layers must have one shape", "in layer 1")),
+        (([k, k.double().half()], [v, v.half()], [good, good]), ("all layers must have one dtype", "in layer 1")),
+        (([k, k], [v, v + 0], [good, good]), (r"k\[0\] is written", r"no memory with k\[1\]")),
+    ):
+        before = k.clone(), v.clone()
+        with kvops.debug_checks(), kit.refuses("compact_kv_", *parts):
+            ops.compact_kv_(*arguments)
+        assert same((k, v), before)
 
 
 @pytest.mark.parametrize("b,heads,n,m", [(0, 2, 5, 2), (1, 0, 5, 2), (1, 2, 5, 0), (1, 2, 0, 0)])

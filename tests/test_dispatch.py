@@ -182,7 +182,7 @@ def direct(x: calls.Inputs) -> dict:
         "select_topk": dict(scores=x.scores, k=x.keep, sinks=4, window=8, budgets=x.budgets, **span),
         "gather_kv": dict(k=x.k, v=x.v, indices=x.indices),
         "gather_kv.out": dict(k=x.k, v=x.v, indices=x.indices, k_out=k_out, v_out=v_out),
-        "compact_kv_": dict(k=x.k, v=x.v, indices=x.indices),
+        "compact_kv_": dict(k=[x.k], v=[x.v], indices=[x.indices]),
         "ladder_gather": ladder,
         "ladder_gather.out": dict(ladder, **ladder_out),
         "ladder_compact_": ladder,
@@ -287,8 +287,8 @@ def test_what_backward_needs_is_not_overwritten_in_silence(name, mode):
 def test_a_mutation_of_an_inference_tensor_is_not_counted():
     with torch.inference_mode():
         x = inputs()
-        torch.ops.kvops.compact_kv_(x.k, x.v, x.indices)
-    torch.ops.kvops.compact_kv_(x.k, x.v, x.indices)
+        torch.ops.kvops.compact_kv_([x.k], [x.v], [x.indices])
+    torch.ops.kvops.compact_kv_([x.k], [x.v], [x.indices])
 
 
 # Errors by name

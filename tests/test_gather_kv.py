@@ -24,6 +24,15 @@ def moved(k, v, indices):
     return tuple(x.view(y.dtype) for x, y in zip(reference.gather_kv(bits(k), bits(v), indices), (k, v)))
 
 
+@pytest.mark.parametrize("dtype", kit.BYTES)
+@pytest.mark.parametrize("layout", kit.LAYOUTS)
+def test_rows_of_bytes(dtype, layout):
+    """fp8, and what it is stored as: nothing is computed of it."""
+    k, v = kit.kv(2, 3, 90, 48, dtype, layout, dv=80)
+    indices = random_indices(2, 3, 90, 33, missing=2)
+    assert same(ops.gather_kv(k, v, indices), moved(k, v, indices))
+
+
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("d", kit.HEAD_DIMS)
 def test_dtypes_and_head_dims(dtype, d):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import kit
 import kvops
@@ -82,7 +83,15 @@ def test_no_operator_is_forgotten():
 
 
 def paged(arguments: dict, size: int, seed: int = 0, layout: str = "HND") -> dict:
-    """The arguments with K and V in pages."""
+    """The arguments with K and V in pages; of several layers in the same pages of each."""
+    if isinstance(arguments["k"], list):
+        layers = [to_pages(k, v, size, seed, layout) for k, v in zip(arguments["k"], arguments["v"])]
+        return {
+            **arguments,
+            "k": [x.k for x in layers],
+            "v": [x.v for x in layers],
+            "block_table": layers[0].block_table,
+        }
     k = arguments["k"]
     pages = to_pages(k, arguments.get("v", k), size, seed, layout)
     both = dict(k=pages.k, v=pages.v) if "v" in arguments else dict(k=pages.k)
@@ -93,9 +102,10 @@ def results(overload, arguments: dict) -> list[Tensor]:
     """What a call returns or writes; a compaction: what the kept slots hold."""
     found = overload(**arguments)
     if overload._schema.name == "kvops::compact_kv_":
-        table, indices = arguments.get("block_table"), arguments["indices"]
-        kept = torch.arange(indices.shape[2]).expand_as(indices).masked_fill(indices < 0, -1)
-        found = ops.gather_kv(arguments["k"], arguments["v"], kept, block_table=table)
+        table, found = arguments.get("block_table"), []
+        for k, v, indices in zip(arguments["k"], arguments["v"], arguments["indices"]):
+            kept = torch.arange(indices.shape[2]).expand_as(indices).masked_fill(indices < 0, -1)
+            found += ops.gather_kv(k, v, kept, block_table=table)
     elif found is None:
         found = [arguments[x.name] for x in overload._schema.arguments if x.alias_info]
     return [found] if isinstance(found, Tensor) else list(found)
@@ -134,7 +144,7 @@ def test_opcheck(name, dtype):
     x.starts.zero_(), x.lengths.fill_(80)  # where no result is NaN, which opcheck takes for a difference
     overload, arguments = direct(name, x)
     pages = paged(arguments, 16)
-    pages |= {name: pages[name].nan_to_num(0) for name in ("k", "v") if name in pages}
+    pages |= pytree.tree_map(lambda x: x.nan_to_num(0), {name: pages[name] for name in ("k", "v") if name in pages})
     torch.library.opcheck(overload, (), pages)
 
 
@@ -154,6 +164,32 @@ def test_compiles():
     assert torch.equal(step(pages.k, pages.v, pages.block_table, lengths), kept)
     front = torch.arange(24).expand_as(kept)
     assert kit.same(ops.gather_kv(pages.k, pages.v, front, block_table=pages.block_table), ops.gather_kv(k, v, kept))
+
+
+class Evict(torch.nn.Module):
+    def forward(self, k, v, table, lengths):
+        kept = ops.select_topk(ops.anchor_cosine(k, lengths=lengths, block_table=table), k=8, lengths=lengths)
+        ops.compact_kv_([k], [v], [kept], block_table=table)
+        return ops.gather_kv(k, v, kept, block_table=table)
+
+
+@kit.only("cpu")
+def test_exports_with_any_number_of_requests_and_pages(tmp_path):
+    k, v, table, _ = to_pages(*kit.kv(2, 2, 40, 16), 8)
+    pages, requests, columns = (
+        torch.export.Dim("pages"),
+        torch.export.Dim("requests"),
+        torch.export.Dim("columns", min=3),
+    )
+    dynamic = {0: pages}, {0: pages}, {0: requests, 1: columns}, {0: requests}
+    program = torch.export.export(Evict(), (k, v, table, kit.int32(40, 40)), dynamic_shapes=dynamic, strict=False)
+    torch.export.save(program, tmp_path / "evict.pt2")
+    loaded = torch.export.load(tmp_path / "evict.pt2").module()
+    k, v, table, _ = to_pages(*kit.kv(3, 2, 72, 16), 8, lengths=[72, 30, 11])
+    twins = k.clone(), v.clone()
+    lengths = kit.int32(72, 30, 11)
+    assert kit.same(loaded(k, v, table, lengths), Evict()(*twins, table, lengths))
+    assert kit.same((k, v), twins)
 
 
 # Requests of different lengths, as if alone.
@@ -476,7 +512,8 @@ def test_entries_that_name_no_page_are_not_followed(name, size):
         here = mapped(good | {"block_table": wrong}, partial(next_to_a_guard, at_end=at_end))
         found = results(overload, here)
         assert kit.same([x[1:] for x in found], [x[1:] for x in expected])
-        for pages, before in ((here[x], good[x]) for x in ("k", "v") if x in here):
+        caches = ({name: x[name] for name in ("k", "v") if name in x} for x in (here, good))
+        for pages, before in zip(*map(pytree.tree_leaves, caches)):
             others = torch.ones(len(pages), dtype=torch.bool)
             others[wrong[1].long()] = overload._opname != "compact_kv_"
             assert torch.equal(kit.bits(pages[others]), kit.bits(before[others]))

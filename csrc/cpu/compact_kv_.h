@@ -38,19 +38,25 @@ void compact_strip(const Strip x, const int64_t* index, int64_t index_stride, in
 }  // namespace
 
 void compact_kv_(const CompactKVParams& p, Call& call) {
-  const Workers workers = workers_for(call, p.b * p.heads * p.indices.m * (p.k.row_bytes + p.v.row_bytes));
-  const int64_t rows = 2 * p.b * p.heads;
+  int64_t bytes = 0;
+  for (int64_t i = 0; i < p.num_layers; ++i) {
+    const CompactKVLayer& x = p.layers[i];
+    bytes += p.b * p.heads * x.indices.m * (x.k.row_bytes + x.v.row_bytes);
+  }
+  const Workers workers = workers_for(call, bytes);
+  const int64_t heads = p.b * p.heads, rows = 2 * heads * p.num_layers;
   const int64_t wanted = rows >= workers.count ? 1 : (workers.count + rows - 1) / rows;
   parallel_for(workers, workers.count, [&](int64_t worker) {
     const Share mine = share(rows * wanted, worker, workers.count);
     for (int64_t unit = mine.first; unit < mine.last; ++unit) {
-      const int64_t row = unit / wanted, head = row / 2;
-      const KVView& x = row % 2 ? p.v : p.k;
-      const int64_t b = head / p.heads, h = head % p.heads;
+      const int64_t row = unit / wanted, head = row / 2 % heads, b = head / p.heads, h = head % p.heads;
+      const CompactKVLayer& layer = p.layers[row / 2 / heads];
+      const KVView& x = row % 2 ? layer.v : layer.k;
+      const IndexView& indices = layer.indices;
       const Strip strip = column_strip(x, b, h, unit % wanted, wanted);
       if (strip.bytes == 0) continue;
-      compact_strip(strip, p.indices.data + b * p.indices.stride_b + h * p.indices.stride_h, p.indices.stride_m,
-                    p.indices.m, streamable(x) && strip.bytes % VB == 0);
+      compact_strip(strip, indices.data + b * indices.stride_b + h * indices.stride_h, indices.stride_m, indices.m,
+                    streamable(x) && strip.bytes % VB == 0);
     }
   });
 }

@@ -6,9 +6,11 @@
 // of them at least are on a multiprocessor, 128 KiB under way, where the memory of an H200 takes about 30. Rows of more
 // than 512 bytes are cut into column slices, each a chain of its own. Not yet measured on a GPU.
 //
-// Grid: x runs over (chunk, K or V, batch, head, slice), in the order of tickets. Indices are not looked at on the
-// host: -1 gives zeros; an entry outside [-1, n), or not above the one before it, or below its own slot, is skipped and
-// its slot left as it is. So it is with pages if one of the two does not exist, and if the entry is -1.
+// A launch gets its layers by value: their strides once, and the addresses of each.
+//
+// Grid: x runs over (chunk, layer, batch, K or V, head, slice), in the order of tickets. Indices are not looked at on
+// the host: -1 gives zeros; an entry outside [-1, n), or not above the one before it, or below its own slot, is skipped
+// and its slot left as it is. With pages so is an entry of -1, and one whose page or whose slot's page does not exist.
 #pragma once
 #include "../ops/compact_kv_.h"
 #include "in_place.cuh"
@@ -16,21 +18,39 @@
 namespace kvops {
 namespace {
 
-constexpr int64_t kSkip = -2;  // not an index
+constexpr int64_t kSkip = -2;       // not an index
+constexpr int kCompactLayers = 64;  // of one launch, so that the parameters stay within CUDA's 4 KB
+
+// Layers whose rows and indices lie alike: they differ in addresses alone.
+struct CompactBatch {
+  struct Layer {
+    char* data[2];  // K, V
+    const int64_t* indices;
+  };
+  KVView kv[2];       // of the first layer
+  IndexView indices;  // of the first layer
+  int64_t b, heads, n;
+  Layer layers[kCompactLayers];
+};
+static_assert(sizeof(CompactBatch) + 64 <= 4096);
 
 template <class Unit, bool kPaged>
 __global__ void __launch_bounds__(kMoveThreads, kPaged ? 3 : 4)  // the look-ups take registers
-    compact_kv_kernel(CompactKVParams p, InPlacePlan chunks, InPlaceMemory memory, int lanes_log2, unsigned slices) {
+    compact_kv_kernel(const __grid_constant__ CompactBatch p, InPlacePlan chunks, InPlaceMemory memory, int lanes_log2,
+                      unsigned slices) {
   const InPlaceChunk block(chunks, memory);
   const unsigned heads = static_cast<unsigned>(p.heads), slice = block.chain % slices, h = block.chain / slices % heads,
-                 tensor_row = block.chain / slices / heads, b = tensor_row >> 1;
-  const KVView x = tensor_row & 1 ? p.v : p.k;
+                 tensor_row = block.chain / slices / heads, requests = static_cast<unsigned>(p.b),
+                 b = (tensor_row >> 1) % requests;
+  const CompactBatch::Layer& layer = p.layers[(tensor_row >> 1) / requests];
+  KVView x = p.kv[tensor_row & 1];
+  x.data = layer.data[tensor_row & 1];
   const int lanes = 1 << lanes_log2, step = kMoveThreads / lanes;
   const int64_t begin = static_cast<int64_t>(slice) * lanes * sizeof(Unit);  // of the slice, in bytes
   if (begin >= x.row_bytes) return;                                          // the other tensor's rows are wider
   const int64_t column = begin + threadIdx.x % lanes * sizeof(Unit), m = p.indices.m;
   const bool inside = column < x.row_bytes;
-  const int64_t* const index = p.indices.data + b * p.indices.stride_b + h * p.indices.stride_h;
+  const int64_t* const index = layer.indices + b * p.indices.stride_b + h * p.indices.stride_h;
   HeadRows data = head_rows<kPaged>(x, b, h);
   data.data += column;
   const int64_t first = static_cast<int64_t>(block.chunk) * chunks.rows + threadIdx.x / lanes;
@@ -59,36 +79,66 @@ __global__ void __launch_bounds__(kMoveThreads, kPaged ? 3 : 4)  // the look-ups
     if (written >> u & 1) *reinterpret_cast<Unit*>(data.row(first + u * step)) = rows[u];
 }
 
-// fn(Unit{}, chunks, lanes_log2, slices) for the call.
+// fn(batch, layers, bits) for the layers, as many at once as lie alike and fit. bits: all their addresses, or-ed.
 template <class Fn>
-inline void with_compact_plan(const CompactKVParams& p, const Fn& fn) {
-  const uint64_t bits = address_bits(p.k, p.b, p.heads, p.n) | address_bits(p.v, p.b, p.heads, p.n);
-  with_unit(bits, [&](auto unit) {
-    const int64_t units = (p.k.row_bytes > p.v.row_bytes ? p.k.row_bytes : p.v.row_bytes) / sizeof(unit);
-    const int lanes_log2 = shared_lanes_log2(units), rows = (kMoveThreads >> lanes_log2) * kInPlaceUnits;
-    const int64_t slices = ((units - 1) >> lanes_log2) + 1;
-    fn(unit, InPlacePlan::of(p.indices.m, 2 * p.b * p.heads * slices, rows), lanes_log2, static_cast<unsigned>(slices));
+inline void for_compact_batches(const CompactKVParams& p, const Fn& fn) {
+  const auto alike = [](const CompactKVLayer& x, const CompactKVLayer& y) {
+    const IndexView &i = x.indices, &j = y.indices;
+    return x.k.same_strides(y.k) && x.v.same_strides(y.v) && i.stride_b == j.stride_b && i.stride_h == j.stride_h &&
+           i.stride_m == j.stride_m && i.m == j.m;
+  };
+  CompactBatch batch = {};
+  batch.b = p.b;
+  batch.heads = p.heads;
+  batch.n = p.n;
+  for (int64_t i = 0; i < p.num_layers;) {
+    const CompactKVLayer& first = p.layers[i];
+    batch.kv[0] = first.k, batch.kv[1] = first.v, batch.indices = first.indices;
+    uint64_t bits = 0;
+    int count = 0;
+    for (; i < p.num_layers && count < kCompactLayers && alike(p.layers[i], first); ++i, ++count) {
+      const CompactKVLayer& x = p.layers[i];
+      batch.layers[count] = {{x.k.data, x.v.data}, x.indices.data};
+      bits |= address_bits(x.k, p.b, p.heads, p.n) | address_bits(x.v, p.b, p.heads, p.n);
+    }
+    fn(batch, count, bits);
+  }
+}
+
+// fn(Unit{}, batch, chunks, lanes_log2, slices) for the launches of the call.
+template <class Fn>
+inline void for_compactions(const CompactKVParams& p, const Fn& fn) {
+  for_compact_batches(p, [&](const CompactBatch& batch, int64_t layers, uint64_t bits) {
+    with_unit(bits, [&](auto unit) {
+      if (batch.indices.m == 0) return;
+      const int64_t k = batch.kv[0].row_bytes, v = batch.kv[1].row_bytes, units = (k > v ? k : v) / sizeof(unit);
+      const int lanes_log2 = shared_lanes_log2(units), rows = (kMoveThreads >> lanes_log2) * kInPlaceUnits;
+      const int64_t slices = ((units - 1) >> lanes_log2) + 1;
+      fn(unit, batch, InPlacePlan::of(batch.indices.m, 2 * layers * p.b * p.heads * slices, rows), lanes_log2,
+         static_cast<unsigned>(slices));
+    });
   });
 }
 
+// Of all launches, one behind the other.
 inline int64_t compact_kv__workspace(const CompactKVParams& p) {
-  int64_t bytes = 0;
-  with_compact_plan(p,
-                    [&](auto, const InPlacePlan& chunks, int, unsigned) { bytes = bytes_of<InPlaceMemory>(chunks); });
-  return bytes;
+  Sections sections;
+  for_compactions(
+      p, [&](auto, const CompactBatch&, const InPlacePlan& chunks, int, unsigned) { InPlaceMemory(chunks, sections); });
+  return sections.bytes;
 }
 
 inline void compact_kv__cuda(const CompactKVParams& p, void* workspace, cudaStream_t stream) {
-  if (p.b * p.heads * p.indices.m == 0) return;
   if (const int64_t bytes = compact_kv__workspace(p)) zero_async(workspace, bytes, stream);
-  with_compact_plan(p, [&](auto unit, const InPlacePlan& chunks, int lanes_log2, unsigned slices) {
-    Sections sections{workspace};
-    const InPlaceMemory memory(chunks, sections);
-    with_pages(p.k, [&](auto paged) {
-      launch<compact_kv_kernel<decltype(unit), paged>>(grid_of(chunks.chains * chunks.count), kMoveThreads, 0, stream,
-                                                       p, chunks, memory, lanes_log2, slices);
-    });
-  });
+  Sections sections{workspace};
+  for_compactions(
+      p, [&](auto unit, const CompactBatch& batch, const InPlacePlan& chunks, int lanes_log2, unsigned slices) {
+        const InPlaceMemory memory(chunks, sections);
+        with_pages(batch.kv[0], [&](auto paged) {
+          launch<compact_kv_kernel<decltype(unit), paged>>(grid_of(chunks.chains * chunks.count), kMoveThreads, 0,
+                                                           stream, batch, chunks, memory, lanes_log2, slices);
+        });
+      });
 }
 
 }  // namespace

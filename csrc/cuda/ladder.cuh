@@ -86,9 +86,6 @@ inline int64_t ladder_lanes(const LadderBatch& p) {
 // fn(batch, layers, bits) for the layers, as many at once as lie alike and fit. bits: all their addresses, or-ed.
 template <class Fn>
 inline void for_ladder_batches(const LadderParams& p, const Fn& fn) {
-  const auto alike = [](const KVView& a, const KVView& b) {
-    return a.stride_b == b.stride_b && a.stride_h == b.stride_h && a.stride_n == b.stride_n;
-  };
   LadderBatch batch = {};
   batch.b = p.b;
   batch.heads = p.heads;
@@ -101,7 +98,8 @@ inline void for_ladder_batches(const LadderParams& p, const Fn& fn) {
     int count = 0;
     for (; i < p.num_layers && count < kLadderLayers; ++i, ++count) {
       const LadderLayer& x = p.layers[i];
-      if (!(alike(x.k, first.k) && alike(x.v, first.v) && alike(x.k_out, first.k_out) && alike(x.v_out, first.v_out)))
+      if (!(x.k.same_strides(first.k) && x.v.same_strides(first.v) && x.k_out.same_strides(first.k_out) &&
+            x.v_out.same_strides(first.v_out)))
         break;
       batch.layers[count] = {{x.k.data, x.v.data}, {x.k_out.data, x.v_out.data}, x.offset};
       bits |= address_bits(x.k, p.b, p.heads, p.moves.n) | address_bits(x.v, p.b, p.heads, p.moves.n) |

@@ -2,28 +2,40 @@
 #include "compact_kv_.h"
 
 #include "../host.h"
-#include "../overlap.h"
+#include "layers.h"
 
 namespace kvops {
 namespace {
 
-// Every index is checked, so that a refused call changes nothing.
-void compact_kv_(const Tensor& k, const Tensor& v, const Tensor& indices, const OptionalTensor& block_table) {
+// Every index of every layer is checked, so that a refused call changes nothing.
+void compact_kv_(const Tensors& k, const Tensors& v, const Tensors& indices, const OptionalTensor& block_table) {
   const char* op = "compact_kv_";
-  const KVPair kv = check_kv_pair(op, k, v, block_table, true);
-  const auto& [k_view, b, heads, n, d] = kv.k;
-  const IndexView view = check_indices(op, indices, k, kv.k);
-  KVOPS_CHECK(view.m <= n, op, ": indices must keep at most the ", n, " slots there are, got ", view.m);
-  std::vector<Named> read{{"indices", indices}};
+  const std::vector<KVPair> checked = check_layers(op, k, v, block_table, check_moved_dtype, true);
+  KVOPS_CHECK(k.size() == indices.size(), op, ": k and indices must be equally many, got ", k.size(), " and ",
+              indices.size());
+  const auto& [_, b, heads, n, d] = checked[0].k;
+  std::vector<CompactKVLayer> layers;
+  int64_t most = 0;
+  for (size_t i = 0; i < checked.size(); ++i) {
+    layers.push_back({checked[i].k.view, checked[i].v.view, check_indices(op, indices[i], k[i], checked[i].k)});
+    const int64_t m = layers[i].indices.m;
+    KVOPS_CHECK(m <= n, op, ": indices must keep at most the ", n, " slots there are, got ", m);
+    most = std::max(most, m);
+  }
+  std::vector<Named> written, read;
+  add_named(written, "k", k);
+  add_named(written, "v", v);
+  add_named(read, "indices", indices);
   if (block_table) read.push_back({"block_table", *block_table});
-  check_written(op, {{"k", k}, {"v", v}}, read);
-  check_ascending_values(op, indices, n);
-  const IndexRange range(indices);
-  check_pages(op, block_table, k, [&](int64_t i) { return SlotRange{0, range(i).last}; }, true);
-  if (indices.numel() == 0) return;
-  const CompactKVParams p{.k = k_view, .v = kv.v.view, .indices = view, .b = b, .heads = heads, .n = n};
-  HostCall call(op, k);
-  launch_compact_kv_(p, call);
+  check_written(op, written, read);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    check_ascending_values(op, indices[i], n);
+    const IndexRange range(indices[i]);
+    check_pages(op, block_table, k[i], [&](int64_t row) { return SlotRange{0, range(row).last}; }, true);
+  }
+  if (b * heads * most == 0) return;
+  HostCall call(op, k[0]);
+  launch_compact_kv_({layers.data(), static_cast<int64_t>(layers.size()), b, heads, n}, call);
 }
 
 }  // namespace

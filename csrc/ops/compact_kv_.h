@@ -4,10 +4,14 @@
 
 namespace kvops {
 
-struct CompactKVParams {
+struct CompactKVLayer {
   KVView k, v;        // [b, Hk, n, d], [b, Hk, n, dv], read and written
   IndexView indices;  // [b, Hk, m], strictly ascending, -1 only at the end
-  int64_t b, heads, n;
+};
+
+struct CompactKVParams {
+  const CompactKVLayer* layers;  // on the host
+  int64_t num_layers, b, heads, n;
 };
 
 void launch_compact_kv_(const CompactKVParams& p, Call& call);

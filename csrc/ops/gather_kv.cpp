@@ -12,7 +12,7 @@ constexpr const char* kGatherKV = "gather_kv";
 // What is read, before the targets are known.
 GatherKVParams check_sources(const Tensor& k, const Tensor& v, const Tensor& indices,
                              const OptionalTensor& block_table) {
-  const KVPair kv = check_kv_pair(kGatherKV, k, v, block_table);
+  const KVPair kv = check_kv_pair(kGatherKV, k, v, block_table, check_moved_dtype);
   const IndexView view = check_indices(kGatherKV, indices, k, kv.k);
   return {.k = kv.k.view,
           .v = kv.v.view,

@@ -1,12 +1,9 @@
 // The checks of ladder_gather and ladder_compact_.
 #pragma once
-#include "../overlap.h"
 #include "ladder.h"
+#include "layers.h"
 
 namespace kvops {
-
-using Tensors = std::vector<Tensor>;
-using Integers = std::vector<int64_t>;
 
 // What check_ladder makes: the layers, and the parameters, which point at them.
 struct CheckedLadder {
@@ -67,43 +64,24 @@ inline LadderRope check_ladder_rope(const char* op, const OptionalTensor& inv_fr
   return {static_cast<const float*>(inv_freq->const_data_ptr()), inv_freq->size(0), interleaved};
 }
 
-// `tensors` by name, numbered where there are several.
-inline void add_named(std::vector<Named>& to, const char* name, const Tensors& tensors) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    std::string numbered = name;
-    if (tensors.size() > 1) numbered.append("[").append(std::to_string(i)).append("]");
-    to.push_back({numbered, tensors[i]});
-  }
-}
-
 // All but the targets' overlaps. Empty outputs: in place.
 inline CheckedLadder check_ladder(const char* op, const Tensors& k, const Tensors& v, const Integers& plan,
                                   const Integers& layer, const OptionalTensor& inv_freq, bool interleaved,
                                   bool in_place) {
-  KVOPS_CHECK(!k.empty(), op, ": k must hold at least one layer, got none");
-  KVOPS_CHECK(k.size() == v.size() && k.size() == layer.size(), op, ": k, v and layer must be equally many, got ",
-              k.size(), ", ", v.size(), " and ", layer.size());
+  const std::vector<KVPair> layers = check_layers(op, k, v, std::nullopt, check_dtype, in_place);
+  KVOPS_CHECK(k.size() == layer.size(), op, ": k and layer must be equally many, got ", k.size(), " and ",
+              layer.size());
   CheckedLadder ladder{};
   LadderParams& p = ladder.params;
-  for (size_t i = 0; i < k.size(); ++i) {
-    check_same_device(op, "k", k[i], k[0]);
-    const KVPair kv = check_kv_pair(op, k[i], v[i], std::nullopt, in_place);
-    if (i == 0) {
-      p.moves = check_ladder_plan(op, plan);
-      p.dtype = kv.dtype;
-      p.b = kv.k.b;
-      p.heads = kv.k.heads;
-      KVOPS_CHECK(kv.k.n == p.moves.n, op, ": k must have the plan's ", p.moves.n, " slots, got ", shape(k[0]));
-    }
-    KVOPS_CHECK(kv.dtype == p.dtype, op, ": all layers must have one dtype, expected ",
-                torch::headeronly::toString(k[0].scalar_type()), ", got ",
-                torch::headeronly::toString(k[i].scalar_type()), " in layer ", layer[i]);
-    for (int dim = 0; dim < 4; ++dim)
-      KVOPS_CHECK(k[i].size(dim) == k[0].size(dim) && v[i].size(dim) == v[0].size(dim), op,
-                  ": all layers must have one shape, expected k ", shape(k[0]), " and v ", shape(v[0]), ", got ",
-                  shape(k[i]), " and ", shape(v[i]), " in layer ", layer[i]);
+  p.moves = check_ladder_plan(op, plan);
+  p.dtype = check_dtype(op, "k", k[0]);
+  p.b = layers[0].k.b;
+  p.heads = layers[0].k.heads;
+  KVOPS_CHECK(layers[0].k.n == p.moves.n, op, ": k must have the plan's ", p.moves.n, " slots, got ", shape(k[0]));
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const KVView &keys = layers[i].k.view, &values = layers[i].v.view;
     KVOPS_CHECK(0 <= layer[i] && layer[i] < plan[1], op, ": layer must lie in [0, ", plan[1], "), got ", layer[i]);
-    ladder.layers.push_back({kv.k.view, kv.v.view, kv.k.view, kv.v.view, ladder_offset(plan, p.moves, layer[i])});
+    ladder.layers.push_back({keys, values, keys, values, ladder_offset(plan, p.moves, layer[i])});
   }
   p.rope = check_ladder_rope(op, inv_freq, interleaved, k[0]);
   p.layers = ladder.layers.data();
