@@ -217,6 +217,35 @@ def test_lagkv_constant_channels_have_no_say():
     assert same.indices[0, 0].tolist() == [*range(4), *first, *range(28, 36)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lagkv_by_one_threshold_for_all_heads(dtype):
+    """Of each scored partition the heads' highest scores stay, as many in all as otherwise."""
+    k, v = make_kv(n=75, heads=4, dtype=dtype)
+    k[1, 2, 9] = torch.nan
+    indices = kvops.lagkv_compress(k, v, 12, 0.4, sinks=5, head_mode="adaptive").indices
+    scores = kvops.ops.lag_score(k, v, lag=12, prefix=5)
+    lengths = set()
+    for row in range(2):
+        kept = [set(x[x >= 0].tolist()) for x in indices[row]]
+        assert all(x[x >= 0].tolist() == sorted(y) for x, y in zip(indices[row], kept))
+        lengths |= {len(x) for x in kept}
+        ends = {*range(5), *range(5 + 4 * 12, 75)}
+        assert all(ends <= x for x in kept)
+        for partition in range(4):
+            every = [(float(x), h, j) for h, own in enumerate(scores[row, :, partition]) for j, x in enumerate(own)]
+            best = sorted((x for x in every if x[0] == x[0]), key=lambda x: (-x[0], *x[1:]))[: 4 * int(0.4 * 12)]
+            first = 5 + 12 * partition
+            assert {(h, j) for _, h, j in best} == {(h, j) for h in range(4) for j in range(12) if first + j in kept[h]}
+    assert len(lengths) > 2 and indices.shape[2] == max(lengths)
+    for call in (dict(lengths=kit.int32(75, 75)), dict(starts=kit.int32(0, 3))):
+        with kit.refuses("LagKV: head_mode='adaptive' takes no starts or lengths"):
+            kvops.LagKV(12, 0.4, head_mode="adaptive").compress(k, v, **call)
+    with kit.refuses("LagKV: the heads of a cache keep equally many tokens"):
+        kvops.Cache(kvops.LagKV(12, 0.4, head_mode="adaptive"))
+    with kit.refuses("only score='std' is comparable", "got 'l2'"):
+        kvops.LagKV(12, 0.4, head_mode="adaptive", score="l2")
+
+
 def test_lagkv_nan_goes_first_and_stays_in_its_head():
     k, v = make_kv(n=36)
     clean = kvops.lagkv_compress(k, v, 8, 0.5, sinks=4)
@@ -554,7 +583,7 @@ def test_wrong_tensors(compress, args):
         (k, v[0], ValueError, r"v must .*got \[2, 40, 8\]"),
         (k, v[:, :, 1:], ValueError, "v must"),
         (k, v[:1], ValueError, "v must"),
-        (k.double(), v.double(), ValueError, "must be float32, float16 or bfloat16, got Double"),
+        (k.double(), v.double(), ValueError, "k must be float32, float16,? (or )?bfloat16.*, got Double"),
         (k, v.bfloat16(), ValueError, "v must .*got BFloat16"),
         (k.mT.contiguous().mT, v, ValueError, "k must have a contiguous last dim"),
         (k[..., :3], v, ValueError, "head_dim of k must be"),
@@ -577,7 +606,12 @@ def test_wrong_tensors(compress, args):
         ((8, 0.5), dict(sinks=-1), ValueError, "sinks must be at least 0, got -1"),
         ((8, 0.5), dict(reference="next"), ValueError, "reference must be one of 'lag', 'self', got 'next'"),
         ((8, 0.5), dict(score="l1"), ValueError, "score must be one of 'std', 'l2', got 'l1'"),
-        ((8, 0.5), dict(head_mode="all"), ValueError, "head_mode must be one of 'per_head', 'shared', got 'all'"),
+        (
+            (8, 0.5),
+            dict(head_mode="all"),
+            ValueError,
+            "head_mode must be one of 'per_head', 'shared', 'adaptive', got 'all'",
+        ),
     ],
 )
 def test_lagkv_wrong_arguments(args, options, error, message):

@@ -530,8 +530,6 @@ def test_adaptive_heads_need_scores_of_their_own():
         kvops.ProtoKV(20, 4, head_mode="adaptive")
     with kit.refuses("PyramidKV: the budget is shared among layers", "or 'shared', got head_mode='adaptive'"):
         kvops.PyramidKV(20, 4, head_mode="adaptive")
-    with kit.refuses("LagKV: head_mode must be one of 'per_head', 'shared', got 'adaptive'"):
-        kvops.LagKV(head_mode="adaptive")
 
 
 @every_scoring

@@ -15,7 +15,7 @@ layer. To write one, take the base that fits and state the rule::
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, Field, dataclass, field, fields, is_dataclass
+from dataclasses import KW_ONLY, Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
@@ -47,6 +47,10 @@ class Compressed(NamedTuple):
     def lengths(self) -> Tensor:
         """int32 [b]: entries kept per row; m where none is missing."""
         return (self.indices >= 0).any(1).sum(-1, dtype=torch.int32)
+
+    def pages(self, page_size: int) -> Tensor:
+        """int32 [b]: how many pages they fill; nothing waits for a GPU."""
+        return (self.lengths + (page_size - 1)) // page_size
 
 
 class Spans(TypedDict, total=False):
@@ -185,6 +189,8 @@ class Policy:
     positions: str = "original"
     #: Entries of the state with one value per slot, [b, Hk, len]: a cache moves them along with the slots.
     by_slot: ClassVar[tuple[str, ...]] = ()
+    #: Each head's scores are its own, so the heads of a `PagedCache` may differ in length.
+    by_head: ClassVar[bool] = False
     #: The last tokens can be taken back (`Cache.crop`).
     croppable: ClassVar[bool] = True
 
@@ -212,6 +218,21 @@ class Policy:
     def check_cache(self, layer: int, num_layers: int) -> None:
         """Raises for what a cache of `layer` of `num_layers` cannot serve."""
 
+    def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
+        """Raises for what a `PagedCache` of so many layers cannot serve."""
+        if not self.paged:
+            raise ValueError(f"{self.name}: a PagedCache needs a policy whose compress takes pages, got {self!r}")
+        if by_head:
+            if not self.by_head:
+                raise ValueError(
+                    f"{self.name}: its heads keep equally many tokens, expected by_head=False, got {self!r}"
+                )
+            return
+        for layer in range(num_layers):
+            self.check_cache(layer, num_layers)
+        if not self.uniform_layers:
+            raise ValueError(f"{self.name}: layers that differ in length need a PagedCache by_head, got {self!r}")
+
     def whole(self, view: View) -> bool:
         """Whether this layer is left as it is."""
         return False
@@ -225,6 +246,19 @@ class Policy:
 
         Ascending; where `fixed_budget` is False, rows of a padded batch that keep fewer begin with -1.
         """
+        raise NotImplementedError
+
+    def held(self, n: int, prompt: int) -> int:
+        """How many slots per head a request of a `PagedCache` holds when n of its tokens have been seen.
+
+        A function of n, the prompt's length and the settings alone, never of scores: who schedules requests knows the
+        pages that each takes without asking whoever computes.
+        """
+        raise NotImplementedError
+
+    def resumed(self, before: int, n: int, prompt: int) -> Policy:
+        """The policy whose `select` leaves held(n, prompt) of what was held at `before` and of the tokens since, where
+        these are more."""
         raise NotImplementedError
 
     def move(self, view: View, indices: Tensor, out: Out = None) -> tuple[Tensor, Tensor]:
@@ -371,6 +405,19 @@ class BudgetPolicy(Policy):
                 "head_mode 'per_head' or 'shared', got a budget per head"
             )
 
+    def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
+        if not isinstance(self.budget, int):
+            raise ValueError(f"{self.name}: a PagedCache needs a budget in tokens, an int, got {self.budget}")
+        super().check_paged_cache(num_layers, by_head)
+
+    def held(self, n: int, prompt: int) -> int:
+        """The whole prompt until its last token, then the budget, and every token since."""
+        assert isinstance(self.budget, int)  # as PagedCache checks
+        return n if n < prompt else min(prompt, self.budget) + n - prompt
+
+    def resumed(self, before: int, n: int, prompt: int) -> Policy:
+        return replace(self, budget=self.held(n, prompt))
+
     def scores(self, view: View) -> Tensor:
         """The formula: fp32 [b, Hk, n], or [b, 1, n] for all heads alike. The highest stay; NaN goes first."""
         raise NotImplementedError
@@ -385,7 +432,11 @@ class BudgetPolicy(Policy):
         return max(keep, self.sinks + self.newest(keep))
 
     def select(self, view: View) -> Tensor:
-        return self.choose(self.scores(view), view, self.budget)
+        return self.pick(self.scores(view), view)
+
+    def pick(self, scores: Tensor, view: View) -> Tensor:
+        """What `select` makes of the scores."""
+        return self.choose(scores, view, self.budget)
 
     def full(self, view: View, keep: int) -> bool:
         """Whether a cache evicts after this step. keep: the slots that then stay."""
@@ -446,6 +497,9 @@ class DecodePolicy(BudgetPolicy):
             of several tokens is part of a prompt, and evicts by itself.
     """
 
+    #: The requests of a `PagedCache` hold their whole prompt until its end.
+    whole_prompt: ClassVar[bool] = False
+
     _: KW_ONLY
     buffer: int | float | None = BUFFER
 
@@ -457,13 +511,34 @@ class DecodePolicy(BudgetPolicy):
         """Whether the step is part of a prompt."""
         return view.new > 1
 
+    def spare(self, keep: int) -> int:
+        """The buffer of so many tokens."""
+        assert self.buffer is not None
+        return self.buffer if isinstance(self.buffer, int) else max(1, int(self.buffer * keep))
+
     def full(self, view: View, keep: int) -> bool:
         if view.n <= keep or self.of_prompt(view):
             return view.n > keep
-        buffer = self.buffer
-        if buffer is None:
-            return False
-        return view.n >= keep + (buffer if isinstance(buffer, int) else max(1, int(buffer * keep)))
+        return self.buffer is not None and view.n >= keep + self.spare(keep)
+
+    def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
+        super().check_paged_cache(num_layers, by_head)
+        if by_head and self.buffer is not None:
+            raise ValueError(
+                f"{self.name}: heads that differ in length are evicted at the prompt's end only, expected buffer=None, "
+                f"got {self.buffer}"
+            )
+
+    def held(self, n: int, prompt: int) -> int:
+        """Up to the budget and its buffer all; then the budget, and what has come since the buffer was last full."""
+        count = super().held(n, prompt) if self.whole_prompt or self.buffer is None else n
+        return count if self.buffer is None or (self.whole_prompt and n <= prompt) else self.cycled(count)
+
+    def cycled(self, n: int) -> int:
+        """What a buffer that empties whenever it is full leaves of n tokens."""
+        assert isinstance(self.budget, int)
+        more = n - self.budget
+        return n if more < (spare := self.spare(self.budget)) else self.budget + more % spare
 
     @classmethod
     def at_budget(
@@ -484,6 +559,8 @@ class KeyPolicy(DecodePolicy):
             with the share of the mean budget protected in every head.
     """
 
+    by_head: ClassVar[bool] = True
+
     _: KW_ONLY
     recent: int | float = 0
 
@@ -494,8 +571,8 @@ class KeyPolicy(DecodePolicy):
         check_recent(self.name, self.recent)
         super().check()
 
-    def select(self, view: View) -> Tensor:
-        return self.choose(self.scores(view), view, self.budget, recent=self.recent)
+    def pick(self, scores: Tensor, view: View) -> Tensor:
+        return self.choose(scores, view, self.budget, recent=self.recent)
 
     def evict(self, view: View) -> Tensor | None:
         keep = self.room(view)

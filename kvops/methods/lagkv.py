@@ -6,7 +6,7 @@ variants LocalKV and L2 norm: App. A.2. Decisions where paper and released code 
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from ..checks import check_choice, check_finite, check_int
 from ..lag import kept_length, kept_within, num_segments
 from ..ops import lag_score, select_topk
-from .base import Policy, View
-from .select import negative_norms, shared_scores
+from .base import HEAD_MODES, Policy, View
+from .select import all_slots, negative_norms, places, shared_scores
 
 #: score="l2" leaves these layers as they are.
 L2_SKIPPED_LAYERS = (0, 1)
@@ -47,7 +47,9 @@ class LagKV(Policy):
         reference: "lag", or "self" for LocalKV (Y is X itself).
         score: "std", or "l2": minus the key's norm. V, v_weight and reference are then not used, and layers 0 and 1
             stay whole, so layers differ in length.
-        head_mode: "per_head", or "shared": one kept set for all heads, by the mean score.
+        head_mode: "per_head"; "shared": one kept set for all heads, by the mean score; or "adaptive" (one-shot calls
+            without padding): the heads share a partition's Hk * int(ratio * lag) tokens, by one threshold for their
+            scores, which are comparable (Limitations), so heads differ in length and end in -1.
     """
 
     fixed_budget: ClassVar[bool] = False
@@ -67,7 +69,9 @@ class LagKV(Policy):
         check_finite(self.name, "v_weight", self.v_weight)
         check_choice(self.name, "reference", self.reference, ("lag", "self"))
         check_choice(self.name, "score", self.score, ("std", "l2"))
-        check_choice(self.name, "head_mode", self.head_mode, ("per_head", "shared"))
+        check_choice(self.name, "head_mode", self.head_mode, HEAD_MODES)
+        if self.head_mode == "adaptive" and self.score != "std":
+            raise ValueError(f"LagKV: only score='std' is comparable between heads, got {self.score!r} with 'adaptive'")
 
     @property
     def kept(self) -> int:
@@ -81,6 +85,13 @@ class LagKV(Policy):
     @property
     def paged(self) -> bool:
         return self.score == "std"
+
+    def check_cache(self, layer: int, num_layers: int) -> None:
+        if self.head_mode == "adaptive":
+            raise ValueError(
+                "LagKV: the heads of a cache keep equally many tokens, expected head_mode 'per_head' or 'shared', got "
+                "'adaptive'"
+            )
 
     def whole(self, view: View) -> bool:
         return self.score == "l2" and view.layer in L2_SKIPPED_LAYERS
@@ -134,6 +145,13 @@ class LagKV(Policy):
         width = max(indices.shape[1] for indices in rows)
         return torch.stack([F.pad(indices, (width - indices.shape[1], 0), value=-1) for indices in rows])
 
+    def held(self, n: int, prompt: int) -> int:
+        """Eq. 10."""
+        return kept_length(n, self.sinks, self.lag, self.kept)
+
+    def resumed(self, before: int, n: int, prompt: int) -> Policy:
+        return replace(self, sinks=self.sinks + self.kept * num_segments(before, self.sinks, self.lag))
+
     def _row(self, view: View, static: int) -> tuple[Tensor | None, int]:
         """What stays of rows without padding (None: everything), and the new length of the static part: the slots that
         are never looked at again, the sinks and what was kept of older partitions."""
@@ -145,10 +163,24 @@ class LagKV(Policy):
     def _partitions(self, view: View, prefix: int) -> Tensor:
         """The rule: each partition's highest scores, and all slots that have none. int64 [b, Hk, m]."""
         scores = self.scores(view, prefix)
+        if self.head_mode == "adaptive":
+            return self._by_threshold(scores, view, prefix)
         if self.head_mode == "shared":
             scores = shared_scores(scores)
         indices = select_topk(scores, k=self.kept, sinks=prefix, seq_len=view.n, **view.spans)
         return indices.expand(-1, view.heads, -1)
+
+    def _by_threshold(self, scores: Tensor, view: View, prefix: int) -> Tensor:
+        """The rule of head_mode="adaptive": int64 [b, Hk, m], -1 last in heads that keep fewer than the most."""
+        if not (view.starts is None and view.lengths is None):
+            raise ValueError("LagKV: head_mode='adaptive' takes no starts or lengths, got some")
+        b, heads, count, lag = scores.shape
+        scores = scores.nan_to_num(-torch.inf)
+        ranks = places(scores.transpose(1, 2).flatten(2)).view(b, count, heads, lag).transpose(1, 2)
+        stays = torch.ones(b, heads, view.n, device=scores.device)
+        stays[:, :, prefix : prefix + count * lag] = (ranks < heads * self.kept).flatten(2).float()
+        tokens = stays.sum(-1, dtype=torch.int32)
+        return select_topk(stays, k=int(tokens.max()), budgets=tokens) if tokens.numel() else all_slots(view)
 
     @classmethod
     def at_budget(
