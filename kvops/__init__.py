@@ -2,7 +2,7 @@
 
 from . import _lib, methods, ops  # noqa: F401  (loads the operators first)
 from ._lib import build_info, debug_checks
-from .cache import Cache
+from .cache import Cache, OutOfPages, PagedCache
 from .flash_attention import attention, attention_backends
 from .ladder import LadderPlan, LadderState, lacache_plan
 from .methods import *  # noqa: F403
@@ -14,6 +14,8 @@ __all__ = [
     "Cache",
     "LadderPlan",
     "LadderState",
+    "OutOfPages",
+    "PagedCache",
     "Rope",
     "__version__",
     "attention",

@@ -45,7 +45,11 @@ RUNS = {
     "methods": (
         "plain",
         0,
-        [*(f"tests/test_{x}.py" for x in ("methods", "streaming", "protokv")), "-k", "not compile and not trace"],
+        [
+            *(f"tests/test_{x}.py" for x in ("methods", "streaming", "protokv", "paged_cache")),
+            "-k",
+            "not compile and not trace",
+        ],
     ),
     "windows": (
         "plain",

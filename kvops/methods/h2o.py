@@ -40,6 +40,7 @@ class H2O(DecodePolicy, QueryPolicy):
             `KeyPolicy`.
     """
 
+    by_head: ClassVar[bool] = True
     argument: ClassVar[str] = "q"
     by_slot: ClassVar[tuple[str, ...]] = ("scores",)
     croppable: ClassVar[bool] = False
@@ -84,6 +85,9 @@ class H2O(DecodePolicy, QueryPolicy):
     def rows(self, view: View) -> int:
         return view.new
 
+    def rows_at(self, n: int, prompt: int) -> int:
+        return 0
+
     def observe(self, view: View, q: Tensor, lse: Tensor | None, logits: Mapping[str, Any]) -> None:
         check_queries(self.name, self.argument, q, view.k)
         check_in_prompt(self.name, self.argument, q, view.n)
@@ -109,8 +113,8 @@ class H2O(DecodePolicy, QueryPolicy):
             scores[:, :, :seen] += part[:, :, :seen]
         view.observed = scores
 
-    def select(self, view: View) -> Tensor:
-        return self.choose(self.scores(view), view, self.budget, recent=self.recent)
+    def pick(self, scores: Tensor, view: View) -> Tensor:
+        return self.choose(scores, view, self.budget, recent=self.recent)
 
     def evict(self, view: View) -> Tensor | None:
         scores, before = view.seen_by_queries, view.state.get("scores")
@@ -168,3 +172,6 @@ class TOVA(DecodePolicy, QueryPolicy):
 
     def rows(self, view: View) -> int:
         return int(self.full(view, self.room(view)))
+
+    def rows_at(self, n: int, prompt: int) -> int:
+        return 1

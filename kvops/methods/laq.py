@@ -56,6 +56,9 @@ class LAQ(WindowPolicy):
     stage1: Policy | None = None
     compat_mask: bool = False
 
+    def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
+        raise ValueError(f"LAQ: a PagedCache drafts no answers, expected another policy, got {self!r}")
+
     @property
     def paged(self) -> bool:
         return True

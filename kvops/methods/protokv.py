@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +27,7 @@ from ..ops import (
     select_topk,
 )
 from ..window import outside_prefix, prefix_lengths
-from .base import DecodePolicy, View
+from .base import DecodePolicy, Policy, View
 from .budgets import Budget, row_budgets
 from .queries import QueryPolicy
 from .random_numbers import random_integers
@@ -76,6 +76,7 @@ class ProtoKV(DecodePolicy, QueryPolicy):
     """
 
     protects_window: ClassVar[bool] = True
+    whole_prompt: ClassVar[bool] = True
 
     window: int = None  # type: ignore[assignment]  # `check` replaces None
     _: KW_ONLY
@@ -190,6 +191,12 @@ class ProtoKV(DecodePolicy, QueryPolicy):
     def rows_remembered(self, view: View) -> int:
         return 0 if self.of_prompt(view) or not self.full(view, self.room(view)) else self.alpha
 
+    def resumed(self, before: int, n: int, prompt: int) -> Policy:
+        return replace(self, budget=self.held(n, prompt), window=self.rows_at(n, prompt))
+
+    def rows_at(self, n: int, prompt: int) -> int:
+        return self.window if n <= prompt else self.remembers
+
     def assign(self, view: View, starts: Tensor | None, prefix: Tensor) -> Tensor:
         """Each token's cluster, int32 [b, Hk, n]; -1 for keys that are not finite and outside of the prefix.
 
@@ -199,9 +206,8 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         spans: dict[str, Any] = {"starts": starts, "lengths": prefix}
         if self.clusters == "lsh":
             slots = torch.arange(view.n, device=k.device).expand(view.rows, view.heads, -1)
-            slots = slots.masked_fill(
-                outside_prefix(slots, 0, starts, prefix if starts is None else starts + prefix), -1
-            )
+            end = prefix if starts is None else starts + prefix
+            slots = slots.masked_fill(outside_prefix(slots, 0, starts, end), -1)
             buckets = lsh_bucket(k, slots, *self._hash(k), block_table=pages)
             return torch.where(buckets < 0, buckets, buckets % self.num_clusters)
         if self.clusters == "chunks":
@@ -210,9 +216,8 @@ class ProtoKV(DecodePolicy, QueryPolicy):
             degrees = outlier_degree(k, kappa=self.kappa, block_table=pages, **spans)
             sats = select_topk(degrees, k=self.num_sats, **spans)
             buckets = lsh_bucket(k, sats, *self._hash(k), block_table=pages)
-            anchors: dict[str, Any] = {"num_chunks": self.num_chunks, "num_buckets": self.num_buckets}
-            anchors |= {"sat_indices": sats, "buckets": buckets}
-            prototypes, _ = build_prototypes(k, block_table=pages, **anchors, **spans)
+            anchors = spans | {"sat_indices": sats, "buckets": buckets, "num_buckets": self.num_buckets}
+            prototypes, _ = build_prototypes(k, num_chunks=self.num_chunks, block_table=pages, **anchors)
         return assign_prototypes(k, prototypes, block_table=pages, **spans)
 
     def _hash(self, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,6 +277,8 @@ class SATKV(DecodePolicy):
         buffer: None keeps every new token of decode.
     """
 
+    by_head: ClassVar[bool] = True
+
     window: int = 32
     _: KW_ONLY
     kappa: int = 5
@@ -304,8 +311,8 @@ class SATKV(DecodePolicy):
         prefix = prefix_lengths(view.k, self.window, view.starts, view.lengths)  # of pages lengths are given
         return outlier_degree(view.k, kappa=self.kappa, **{**view.slots, "lengths": prefix})
 
-    def select(self, view: View) -> Tensor:
-        return self.choose(self.scores(view), view, self.budget, recent=self.window)
+    def pick(self, scores: Tensor, view: View) -> Tensor:
+        return self.choose(scores, view, self.budget, recent=self.window)
 
     def of_prompt(self, view: View) -> bool:
         return view.new >= self.window

@@ -92,6 +92,13 @@ class QueryPolicy(BudgetPolicy):
         """How many rows of a cache's step, the last ones, observe. 0: nothing is evicted now."""
         raise NotImplementedError
 
+    def rows_at(self, n: int, prompt: int) -> int:
+        """How many rows, the last ones, observe when a request of a `PagedCache` evicts after n tokens.
+
+        0: all of each step do, and the policy adds up what they observe (`by_slot`).
+        """
+        return self.window if n <= prompt else 0
+
     def rows_remembered(self, view: View) -> int:
         """How many of the rows that a cache remembers observe after a step of which none does."""
         return 0
@@ -149,8 +156,8 @@ class QueryPolicy(BudgetPolicy):
     def scores(self, view: View) -> Tensor:
         return view.seen_by_queries
 
-    def select(self, view: View) -> Tensor:
-        return self.choose(self.scores(view), view, self.budget, recent=view.window)
+    def pick(self, scores: Tensor, view: View) -> Tensor:
+        return self.choose(scores, view, self.budget, recent=view.window)
 
     def evict(self, view: View) -> Tensor | None:
         return self.choose(self.scores(view), view, self.room(view), recent=view.window)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class SnapKV(WindowPolicy):
     Attributes: see `WindowPolicy`.
     """
 
+    by_head: ClassVar[bool] = True
+
     @property
     def paged(self) -> bool:
         return True
@@ -54,6 +56,8 @@ class PyramidKV(WindowPolicy):
     Attributes: see `WindowPolicy`; budget is the mean over the layers, an int or a float. head_mode is "per_head" or
         "shared".
     """
+
+    by_head: ClassVar[bool] = True
 
     @property
     def paged(self) -> bool:
@@ -75,10 +79,10 @@ class PyramidKV(WindowPolicy):
     def room(self, view: View) -> int:
         return layer_budget(super().room(view), view.seen, self.window, *view.place(self.name))
 
-    def select(self, view: View) -> Tensor:
+    def pick(self, scores: Tensor, view: View) -> Tensor:
         layer, num_layers = view.place(self.name)
         share = functools.partial(layer_budget, window=view.window, layer=layer, num_layers=num_layers)
-        return self.choose(self.scores(view), view, self.budget, recent=view.window, share=share)
+        return self.choose(scores, view, self.budget, recent=view.window, share=share)
 
 
 @dataclass(frozen=True, eq=False)

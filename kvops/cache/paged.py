@@ -1,0 +1,509 @@
+"""A cache in pages for requests that join and leave: the reference of what a serving engine does with kvops.
+
+Small and plain. An engine has a pool, block tables and a scheduler of its own; it takes from here the order of things,
+and `Policy.held`, by which a scheduler knows what requests take without asking for scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import check_bool, check_int, inference_only
+from ..methods.base import BudgetPolicy, Policy, View
+from ..methods.queries import QueryPolicy
+from ..ops import MAX_WINDOW, compact_kv_, window_attention
+
+
+class OutOfPages(RuntimeError):
+    """A step needs more pages than are free. Nothing has changed."""
+
+
+@dataclass
+class Chain:
+    """Slots that one block table names: of all heads of all layers, or of one head of one layer."""
+
+    held: int = 0
+    pages: list[int] = field(default_factory=list)  # in order
+
+
+@dataclass
+class Request:
+    """What a PagedCache knows of a request."""
+
+    prompt: int  # tokens of its prompt
+    chains: list[Chain]  # one, or by head those of each layer in turn
+    seen: int = 0  # tokens computed; the next one's position
+    queries: dict[int, Tensor] = field(default_factory=dict)  # of each layer: [Hq, any, d], of its last tokens
+
+
+class PagedCache:
+    """K and V of all layers in pages, for a batch of requests that join, grow, are evicted and leave. ::
+
+        cache = kvops.PagedCache(kvops.KeyDiff(1024), 4096, num_layers=32, kv_heads=8, head_dim=128)
+        a, b = cache.join(prompt=300), cache.join(prompt=70)
+        with cache.step([a, b], [300, 70]) as step:         # step.positions: [2, 300], for the rotation of q and k
+            for layer in range(32):
+                out = step.attend(layer, q, k, v)           # q: [2, Hq, 300, d], k, v: [2, Hk, 300, d], padded behind
+        with cache.step([a, b]) as step: ...                # a token of each
+        cache.leave(a)                                      # its pages are free
+
+    A step takes the new tokens of some requests through all layers. When it ends, each request that holds more than
+    `policy.held` says is evicted: what stays moves to the front of its pages, of all layers in one call, and the pages
+    behind are free again. If it ends by an exception nothing has changed.
+
+    Layers and heads hold equally many slots, so one block table serves them all. What a request holds depends on how
+    many tokens it has seen, never on scores. Policies that look at a prompt's last queries evict at its end.
+    What else is in a batch changes no request's results (but t changes how the attention rounds).
+
+    With `by_head` each head of each layer has pages of its own from one pool, so heads and layers may hold different
+    numbers of slots (head_mode="adaptive", PyramidKV), and every page that they do not hold is free. Attention takes
+    each head as a request. Such a request is evicted once, when its prompt ends, and how many slots its heads hold then
+    depends on the scores: the host waits for it.
+
+    Args:
+        policy: with a budget in tokens. Refused are those whose `compress` takes no pages, and LAQ.
+        num_pages: of each layer; by head of the pool.
+        page_size: slots of a page.
+        num_layers, kv_heads, head_dim: of the model.
+        v_head_dim: head_dim if None.
+        by_head: heads may differ in length; needs a policy that scores each head alone and keeps all of decode.
+        dtype, device: of K and V.
+
+    Attributes:
+        k, v: lists of each layer's pages, [num_pages, Hk, page_size, d]; by head all layers have the same, [num_pages,
+            1, page_size, d].
+        free: pages that no request has.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        num_pages: int,
+        *,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        page_size: int = 16,
+        by_head: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        if not isinstance(policy, Policy):
+            got = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
+            raise TypeError(f"PagedCache: policy must be a kvops policy such as kvops.KeyDiff(1024), got {got}")
+        sizes = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers, "kv_heads": kv_heads}
+        dims = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
+        for name, value in (sizes | dims).items():
+            check_int("PagedCache", name, value, 1)
+        check_bool("PagedCache", "by_head", by_head)
+        policy.check_paged_cache(num_layers, by_head)
+        self.policy, self.page_size, self.num_layers, self.heads = policy, page_size, num_layers, kv_heads
+        self.num_pages, self.by_head = num_pages, by_head
+        #: Rows of a call that a request is, and heads of a row.
+        self._rows, self._row_heads = (kv_heads, 1) if by_head else (1, kv_heads)
+
+        def per_layer(pages: int, *shape: int, dtype: torch.dtype | None) -> list[Tensor]:
+            made = torch.empty(1 if by_head else num_layers, pages, *shape, dtype=dtype, device=device)
+            return list(made.expand(num_layers, *made.shape[1:]).unbind())
+
+        shape = self._row_heads, page_size
+        self.k, self.v = (per_layer(num_pages, *shape, d, dtype=dtype) for d in dims.values())
+        # Of each slot: its position, and the policy's own numbers. The last page takes what is of no slot.
+        kinds = {"positions": torch.int32} | dict.fromkeys(policy.by_slot, torch.float32)
+        self._by_slot = {name: per_layer(num_pages + 1, *shape, dtype=kind) for name, kind in kinds.items()}
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._requests: dict[int, Request] = {}
+        self._joined = 0
+        self._step: Step | None = None
+
+    def __repr__(self) -> str:
+        return f"PagedCache({self.policy!r}, {len(self)} requests, {self.free} of {self.num_pages} pages free)"
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self._requests)
+
+    @property
+    def free(self) -> int:
+        """Pages that no request has."""
+        return len(self._free)
+
+    def join(self, prompt: int) -> int:
+        """A new request with a prompt of so many tokens; returns its number. It takes pages as its tokens come."""
+        check_int("PagedCache", "prompt", prompt, 1)
+        self._joined += 1
+        count = self.num_layers * self.heads if self.by_head else 1
+        self._requests[self._joined] = Request(prompt, [Chain() for _ in range(count)])
+        return self._joined
+
+    def leave(self, request: int) -> None:
+        """Forgets a request, whose pages are free then."""
+        found = self._request(request)
+        if self._step is not None:
+            raise RuntimeError("PagedCache: leave() must not come within a step")
+        for chain in found.chains:
+            self._free += reversed(chain.pages)
+        del self._requests[request]
+
+    def seen(self, request: int) -> int:
+        """Tokens of a request that were computed: the next one's position."""
+        return self._request(request).seen
+
+    def held(self, request: int, layer: int = 0, head: int = 0) -> int:
+        """Slots that a head of a layer holds; all alike, unless by head."""
+        return self._chain(request, layer, head).held
+
+    def positions(self, request: int, layer: int = 0, head: int = 0) -> Tensor:
+        """int32 [held]: the logical position of each slot."""
+        chain = self._chain(request, layer, head)
+        pages = self._by_slot["positions"][layer][chain.pages]
+        return pages[:, 0 if self.by_head else head].flatten()[: chain.held]
+
+    def pages_for(self, requests: Sequence[int], tokens: int | Sequence[int] = 1) -> int:
+        """How many more pages such a step takes, of the `free` ones."""
+        return sum(self._missing(chain, t) for x, t in self._planned(requests, tokens) for chain in x.chains)
+
+    def step(self, requests: Sequence[int], tokens: int | Sequence[int] = 1) -> Step:
+        """Tokens of some requests, to be taken through all layers: a context manager, see `Step`.
+
+        Args:
+            requests: numbers that `join` returned.
+            tokens: how many new tokens each has; one number for all, or each one's own. A request's prompt may come in
+                several steps, but no step goes beyond its end.
+
+        Raises:
+            OutOfPages: it needs more pages than are free.
+        """
+        if self._step is not None:
+            raise RuntimeError("PagedCache: a step must end before the next one begins")
+        planned = self._planned(requests, tokens)
+        missing = [[self._missing(chain, t) for chain in x.chains] for x, t in planned]
+        if (needed := sum(map(sum, missing))) > self.free:
+            raise OutOfPages(
+                f"PagedCache: the step needs {needed} more pages, got {self.free} free of {self.num_pages}"
+            )
+        last = iter(self._free[::-1])
+        step = Step(self, planned, [[[*islice(last, count)] for count in counts] for counts in missing])
+        del self._free[self.free - needed :]
+        self._step = step
+        return step
+
+    def _request(self, request: int) -> Request:
+        if request not in self._requests:
+            raise ValueError(f"PagedCache: request must be one that has joined and not left, got {request!r}")
+        return self._requests[request]
+
+    def _chain(self, request: int, layer: int, head: int) -> Chain:
+        for name, value, most in (("layer", layer, self.num_layers), ("head", head, self.heads)):
+            check_int("PagedCache", name, value, 0)
+            if value >= most:
+                raise ValueError(f"PagedCache: {name} must be below {most}, got {value}")
+        return self._request(request).chains[layer * self.heads + head if self.by_head else 0]
+
+    def _missing(self, chain: Chain, tokens: int) -> int:
+        return _pages(chain.held + tokens, self.page_size) - len(chain.pages)
+
+    def _planned(self, requests: Sequence[int], tokens: int | Sequence[int]) -> list[tuple[Request, int]]:
+        counts = [tokens] * len(requests) if isinstance(tokens, int) else list(tokens)
+        if not requests or len(set(requests)) != len(requests):
+            raise ValueError(f"PagedCache: requests must be at least one, each once, got {list(requests)}")
+        if len(counts) != len(requests):
+            raise ValueError(f"PagedCache: tokens must be as many as requests, {len(requests)}, got {len(counts)}")
+        for number, count in zip(requests, counts):
+            check_int("PagedCache", "tokens", count, 1)
+            request = self._request(number)
+            if request.seen < request.prompt < request.seen + count:
+                raise ValueError(
+                    f"PagedCache: a step must not go beyond the prompt's end, expected at most "
+                    f"{request.prompt - request.seen} tokens of request {number}, got {count}"
+                )
+        return [(self._request(number), count) for number, count in zip(requests, counts)]
+
+
+class Eviction(NamedTuple):
+    """Requests of a step that are evicted by the same rule."""
+
+    policy: Policy
+    requests: list[int]  # of the step
+    kept: dict[int, Tensor]  # of each layer: int64 [requests, Hk, m]
+
+
+class Rows:
+    """The rows of a layer's calls: a request each, or by head as many as it has heads.
+
+    Attributes:
+        table: int32 [rows, max_pages], -1 behind a row's pages.
+        lengths: int32 [rows], slots with the new tokens. before: without them.
+        visible: int32 [rows, t], the slots that each new token sees; 0: padding.
+        row, column, page, slot: int64 [all new tokens], where each comes from and goes to.
+    """
+
+    def __init__(self, held: list[int], tokens: list[int], pages: list[list[int]], size: int, device: torch.device):
+        width = max(map(len, pages))
+        self.table = torch.tensor([x + [-1] * (width - len(x)) for x in pages], dtype=torch.int32, device=device)
+        self.before = torch.tensor(held, dtype=torch.int32, device=device)
+        counts = torch.tensor(tokens, dtype=torch.int32, device=device)
+        columns = torch.arange(max(tokens), dtype=torch.int32, device=device)
+        self.lengths = self.before + counts
+        self.visible = torch.where(columns < counts[:, None], self.before[:, None] + columns + 1, 0)
+        places = [
+            (row, i, pages[row][(first + i) // size], (first + i) % size)
+            for row, (first, t) in enumerate(zip(held, tokens))
+            for i in range(t)
+        ]
+        self.row, self.column, self.page, self.slot = torch.tensor(places, device=device).unbind(1)
+
+
+class Step:
+    """The new tokens of some requests on their way through the layers; `PagedCache.step` makes it.
+
+    Attributes:
+        positions: int64 [b, t], the logical positions of the new tokens; behind a request's own they count on.
+    """
+
+    def __init__(self, cache: PagedCache, planned: list[tuple[Request, int]], taken: list[list[list[int]]]):
+        self._cache, self._taken = cache, taken
+        self._requests = [x for x, _ in planned]
+        self._tokens = [x for _, x in planned]
+        device = cache.k[0].device
+        seen = torch.tensor([x.seen for x in self._requests], device=device)
+        self.positions = seen[:, None] + torch.arange(max(self._tokens), device=device)
+        self._pages = [[c.pages + new for c, new in zip(x.chains, own)] for x, own in zip(self._requests, taken)]
+        count = cache._rows
+        tokens = [t for t in self._tokens for _ in range(count)]
+        self._of_layer: list[Rows] = []
+        for first in range(0, len(self._requests[0].chains), count):
+            own = slice(first, first + count)
+            held = [chain.held for x in self._requests for chain in x.chains[own]]
+            pages = [chain for x in self._pages for chain in x[own]]
+            rows = Rows(held, tokens, pages, cache.page_size, device)
+            self._of_layer.append(rows)
+            new = self.positions.repeat_interleave(count, 0)[rows.row, rows.column].int()[:, None]  # alike in all heads
+            for layer in [first // count] if cache.by_head else range(cache.num_layers):
+                cache._by_slot["positions"][layer][rows.page, :, rows.slot] = new
+        self._evictions = list(self._due(planned))
+        self._scores: dict[int, Tensor] = {}  # of each layer: fp32 [rows, heads of a row, n]
+        self._queries: dict[int, list[Tensor]] = {}
+        self._attended: set[int] = set()
+
+    def rows(self, layer: int) -> Rows:
+        """Where a layer's tokens lie."""
+        return self._of_layer[layer if self._cache.by_head else 0]
+
+    def _due(self, planned: list[tuple[Request, int]]) -> Iterator[Eviction]:
+        """The requests that this step leaves with more than they are to hold, by the rule that says what stays."""
+        policy, by_rule = self._cache.policy, dict[Policy, list[int]]()
+        for row, (x, t) in enumerate(planned):
+            n = x.seen + t
+            # By head nothing is evicted but a prompt, at its end, which all heads hold whole.
+            held = x.chains[0].held + t if not self._cache.by_head or n == x.prompt else 0
+            if policy.held(n, x.prompt) < held:
+                by_rule.setdefault(policy.resumed(x.seen, n, x.prompt), []).append(row)
+        for rule, rows in by_rule.items():
+            yield Eviction(rule, rows, {})
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Stores a layer's new tokens and computes their causal attention over all that their requests hold.
+
+        Args:
+            layer: each once, in any order.
+            q: [b, Hq, t, d], t the most new tokens of any request; those with fewer are padded behind.
+            k: [b, Hk, t, d].
+            v: [b, Hk, t, dv].
+            scale, softcap, sink_logits: as in `kvops.attention`.
+
+        Returns:
+            [b, Hq, t, dv], zeros behind a request's own tokens.
+        """
+        cache, policy = self._cache, self._cache.policy
+        self._check(layer, q, k, v)
+        logits: dict[str, Any] = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
+        if cache.by_head and sink_logits is not None:
+            raise NotImplementedError("PagedCache: by_head serves no sink_logits, which differ by head, got some")
+        rows, (k_pages, v_pages) = self.rows(layer), (cache.k[layer], cache.v[layer])
+        q_rows, k_rows, v_rows = (x.reshape(len(rows.table), -1, *x.shape[2:]) for x in (q, k, v))
+        for pages, x in ((k_pages, k_rows), (v_pages, v_rows)):
+            pages[rows.page, :, rows.slot] = x[rows.row, :, rows.column]
+        adds_up = bool(policy.by_slot)
+        observe: dict[str, Any] = {"scores": adds_up}
+        if adds_up and isinstance(policy, QueryPolicy):
+            observe["group_reduce"] = policy.operator_reduce
+        out, scores = [], None
+        for first in range(0, q.shape[2], MAX_WINDOW):
+            block = slice(first, first + MAX_WINDOW)
+            visible = rows.visible[:, block].contiguous()
+            part, _, observed = window_attention(
+                q_rows[:, :, block], k_pages, v_pages, visible, block_table=rows.table, **observe, **logits
+            )
+            out.append(part)
+            if adds_up:
+                scores = observed if scores is None else scores.add_(observed)
+        if scores is not None:
+            old = _dense(cache._by_slot["scores"][layer], rows.table)
+            known = torch.arange(old.shape[2], device=old.device) < rows.before[:, None, None]
+            self._scores[layer] = scores.add_(torch.where(known, old, 0.0))
+        if isinstance(policy, QueryPolicy) and not adds_up:
+            self._queries[layer] = [
+                torch.cat((x.queries[layer], own[:, :t]), 1) if layer in x.queries else own[:, :t]
+                for x, own, t in zip(self._requests, q, self._tokens)
+            ]
+        for eviction in self._evictions:
+            eviction.kept[layer] = self._select(eviction, layer, logits)
+        self._attended.add(layer)
+        return torch.cat(out, 2).view(*q.shape[:3], -1)
+
+    def _select(self, eviction: Eviction, layer: int, logits: dict[str, Any]) -> Tensor:
+        """The slots that stay of a layer: int64 [requests, Hk, m]."""
+        cache, (policy, requests, _) = self._cache, eviction
+        rows, own = self.rows(layer), self._rows_of(requests)
+        lengths, place = rows.lengths[own], dict[str, Any](layer=layer, num_layers=cache.num_layers)
+        view = View(cache.k[layer], cache.v[layer], lengths=lengths, block_table=rows.table[own], **place)
+        view.kept = _dense(cache._by_slot["positions"][layer], rows.table[own]).long()
+        if layer in self._scores:
+            view.observed = self._scores[layer][own]
+        elif isinstance(policy, QueryPolicy):
+            x, t = self._requests[requests[0]], self._tokens[requests[0]]
+            w = policy.rows_at(x.seen + t, x.prompt)
+            queries = torch.stack([self._queries[layer][row][:, -w:] for row in requests])
+            policy.observe(view, queries.reshape(len(own), -1, *queries.shape[2:]), None, logits)
+        if not cache.by_head:
+            return policy.select(view)
+        assert isinstance(policy, BudgetPolicy)  # as check_paged_cache asks for
+        scores = policy.scores(view).view(len(requests), cache.heads, -1)
+        sizes = scores.new_empty(*scores.shape, 0)  # heads share a budget, so they are heads again
+        view = View(sizes, sizes, lengths=lengths[:: cache.heads], window=view.window, **place)
+        return policy.pick(scores, view)
+
+    def _rows_of(self, requests: list[int]) -> list[int]:
+        count = self._cache._rows
+        return [row for x in requests for row in range(count * x, count * (x + 1))]
+
+    def _check(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        cache = self._cache
+        if cache._step is not self:
+            raise RuntimeError("PagedCache: attend() must come within its step, which has ended")
+        check_int("PagedCache", "layer", layer, 0)
+        if layer >= cache.num_layers or layer in self._attended:
+            raise ValueError(f"PagedCache: layer must be below {cache.num_layers}, each once in a step, got {layer}")
+        inference_only("PagedCache", q=q, k=k, v=v)
+        (b, t), heads = self.positions.shape, cache.heads
+        for name, x, pages in (("k", k, cache.k[layer]), ("v", v, cache.v[layer])):
+            want = [b, heads, t, pages.shape[3]]
+            if list(x.shape) != want or x.dtype != pages.dtype or x.device != pages.device:
+                raise ValueError(
+                    f"PagedCache: {name} must be {want} {pages.dtype} {pages.device}, got {list(x.shape)} {x.dtype} "
+                    f"{x.device}"
+                )
+        if q.dim() != 4 or q.shape[0] != b or q.shape[1] % heads or q.shape[2] != t or q.shape[3] != k.shape[3]:
+            raise ValueError(
+                f"PagedCache: q must be [{b}, a multiple of {heads}, {t}, {k.shape[3]}], got {list(q.shape)}"
+            )
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        cache = self._cache
+        if cache._step is not self:
+            raise RuntimeError("PagedCache: the step has ended")
+        cache._step = None
+        missing = sorted({*range(cache.num_layers)} - self._attended)
+        done = False
+        try:
+            if kind is None and missing:
+                raise RuntimeError(f"PagedCache: a step must attend in every layer, got none in {missing}")
+            if kind is None:
+                held = self._held()
+                self._evict()
+                done = True
+        finally:
+            if not done:
+                taken = [page for chains in self._taken for pages in chains for page in pages]
+                cache._free += reversed(taken)
+        if done:
+            self._count(held)
+
+    def _held(self) -> list[list[int]]:
+        """What each chain of each request holds once the step is over."""
+        cache = self._cache
+        after = [x.seen + t for x, t in zip(self._requests, self._tokens)]
+        if not cache.by_head:
+            return [[cache.policy.held(n, x.prompt)] for n, x in zip(after, self._requests)]
+        held = [[chain.held + t for chain in x.chains] for x, t in zip(self._requests, self._tokens)]
+        for eviction in self._evictions:
+            kept = [eviction.kept[layer] for layer in range(cache.num_layers)]
+            counts = torch.stack([(x >= 0).sum(-1) for x in kept], 1)  # [requests, layers, Hk]
+            for row, own in zip(eviction.requests, counts.flatten(1).tolist()):
+                held[row] = own
+        return held
+
+    def _evict(self) -> None:
+        """Moves what stays to the front, of K and V and of what goes with each slot."""
+        cache = self._cache
+        for layer, scores in self._scores.items():
+            _write(cache._by_slot["scores"][layer], self.rows(layer).table, scores)
+        for eviction in self._evictions:
+            own = self._rows_of(eviction.requests)
+            tables = [self.rows(layer).table[own] for layer in range(cache.num_layers)]
+            kept = [eviction.kept[layer].reshape(len(own), cache._row_heads, -1) for layer in range(cache.num_layers)]
+            moves = [
+                (pool, table, _dense(pool, table).gather(2, indices.clamp(min=0)))
+                for layers in cache._by_slot.values()
+                for pool, table, indices in zip(layers, tables, kept)
+            ]
+            if cache.by_head:
+                for k, v, indices, table in zip(cache.k, cache.v, kept, tables):
+                    compact_kv_(k, v, indices, block_table=table)
+            else:
+                compact_kv_(cache.k, cache.v, kept, block_table=tables[0])
+            for move in moves:
+                _write(*move)
+
+    def _count(self, held: list[list[int]]) -> None:
+        """The requests' new lengths, and the pages that are free now."""
+        cache, policy = self._cache, self._cache.policy
+        for row, (x, t) in enumerate(zip(self._requests, self._tokens)):
+            x.seen += t
+            for chain, count, pages in zip(x.chains, held[row], self._pages[row]):
+                used = _pages(count, cache.page_size)
+                chain.held, chain.pages = count, pages[:used]
+                cache._free += reversed(pages[used:])
+            if isinstance(policy, QueryPolicy):
+                # The next eviction is of the prompt or of decode, and its step brings at least one query of its own.
+                last = max(policy.rows_at(n, x.prompt) for n in (x.seen + 1, x.prompt + 1)) - 1
+                x.queries = {layer: q[row][:, -last:].clone() for layer, q in self._queries.items() if last > 0}
+
+
+def _pages(slots: int, size: int) -> int:
+    return -(-slots // size)
+
+
+def _dense(pool: Tensor, table: Tensor) -> Tensor:
+    """[b, Hk, max_pages * page_size] of [num_pages + 1, Hk, page_size]; -1 is the last page, which is of no request."""
+    return pool[table].transpose(1, 2).flatten(2)
+
+
+def _write(pool: Tensor, table: Tensor, values: Tensor) -> None:
+    """The front of each request's slots: values: [b, Hk, m]. Those behind them in the last page may be anything."""
+    size = pool.shape[2]
+    pages = _pages(values.shape[2], size)
+    padded = torch.nn.functional.pad(values, (0, pages * size - values.shape[2]))
+    pool[table[:, :pages]] = padded.unflatten(2, (pages, size)).transpose(1, 2)

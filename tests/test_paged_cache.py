@@ -1,0 +1,449 @@
+"""PagedCache: requests that join, grow, are evicted and leave, each as if it were alone in dense memory."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import kit
+import kvops
+from kvops import ops
+from kvops.methods.queries import QueryPolicy
+
+pytestmark = kit.every_device
+
+LAYERS, GROUP, HEADS, D, DV = 2, 2, 2, 16, 24
+POLICIES = [
+    kvops.KeyDiff(20),
+    kvops.KeyDiff(20, sinks=2, recent=0.25, head_mode="shared", buffer=5),
+    kvops.KeyDiff(20, buffer=None),
+    kvops.LagKV(6, 0.5, sinks=3),
+    kvops.LagKV(6, 0.0, sinks=0, head_mode="shared"),
+    kvops.StreamingLLM(20),
+    kvops.Random(20, seed=3),
+    kvops.SATKV(20, window=4, kappa=2, buffer=7),
+    kvops.SnapKV(20, window=5),
+    kvops.ChunkKV(20, window=5, chunk=4),
+    kvops.TOVA(20, buffer=3),
+    kvops.H2O(20, buffer=3),
+    kvops.H2O(20, recent=4, group_reduce="max"),
+    kvops.ProtoKV(20, window=5, num_chunks=6, num_sats=8, buffer=6),
+    kvops.ProtoKV(20, window=5, num_chunks=6, clusters="lsh", buffer=None),
+    kvops.Full(),
+]
+every_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
+
+
+def paged(policy, num_pages=200, page_size=4, **changes) -> kvops.PagedCache:
+    sizes = dict(num_layers=LAYERS, kv_heads=HEADS, head_dim=D, v_head_dim=DV, page_size=page_size)
+    return kvops.PagedCache(policy, num_pages, **sizes | changes)
+
+
+class Text:
+    """The tokens of a request: q, k, v of each layer, [heads, n, d]; the same for the same seed."""
+
+    def __init__(self, seed: int, n: int, dtype=torch.float32, layers=LAYERS):
+        shapes = (GROUP * HEADS, n, D), (HEADS, n, D), (HEADS, n, DV)
+        self.layers = [
+            tuple(kit.randn(*x, seed=100 * seed + 10 * i + j).to(dtype) for j, x in enumerate(shapes))
+            for i in range(layers)
+        ]
+
+    def tokens(self, layer: int, first: int, count: int, width: int) -> list[Tensor]:
+        """q, k, v of some tokens, padded behind with what must not be looked at."""
+        some = [x[:, first : first + count] for x in self.layers[layer]]
+        return [torch.nn.functional.pad(x, (0, 0, 0, width - count), value=torch.nan) for x in some]
+
+
+def step(cache, texts: dict[int, Text], counts: dict[int, int]) -> list[Tensor]:
+    """Takes that many tokens of each request through the layers; each layer's output."""
+    numbers, tokens = list(counts), list(counts.values())
+    with cache.step(numbers, tokens) as now:
+        outs = []
+        for layer in range(cache.num_layers):
+            parts = [texts[x].tokens(layer, cache.seen(x), t, max(tokens)) for x, t in zip(numbers, tokens)]
+            outs.append(now.attend(layer, *(torch.stack(x) for x in zip(*parts))))
+    return outs
+
+
+class Alone:
+    """A request in dense memory, by the one-shot forms of the policies."""
+
+    def __init__(self, policy, prompt: int, layers=LAYERS):
+        self.policy, self.prompt, self.seen = policy, prompt, 0
+        self.layers = [dict(k=[], v=[], q=[], positions=None, scores=None) for _ in range(layers)]
+
+    def step(self, text: Text, count: int, width: int | None = None) -> list[Tensor]:
+        """width: of the queries, with padding; how many rows a call has decides how sums are rounded."""
+        outs, before, policy, width = [], self.seen, self.policy, width or count
+        self.seen += count
+        for layer, memory in enumerate(self.layers):
+            q, k, v = (x[None] for x in text.tokens(layer, before, count, count))
+            new = torch.arange(before, self.seen).expand(1, HEADS, -1)
+            for name, x in dict(k=k, v=v, q=q, positions=new).items():
+                memory[name] = torch.cat((memory[name], x), 2) if isinstance(memory[name], Tensor) else x.clone()
+            k, v, n = memory["k"], memory["v"], memory["k"].shape[2]
+            visible = torch.arange(n - count + 1, n - count + 1 + width, dtype=torch.int32)
+            visible[count:] = 0
+            q = text.tokens(layer, before, count, width)[0][None]
+            options = dict(group_reduce=policy.group_reduce) if isinstance(policy, QueryPolicy) else {}
+            parts = [
+                ops.window_attention(q[:, :, i : i + 256], k, v, visible[i : i + 256], **options)
+                for i in range(0, width, 256)
+            ]
+            outs.append(torch.cat([x[0] for x in parts], 2)[:, :, :count])
+            scores = torch.zeros(1, HEADS, n)
+            for part in parts:
+                scores += part[2]
+            if memory["scores"] is not None:
+                scores[:, :, : n - count] += memory["scores"]
+            memory["scores"] = scores
+            if policy.held(self.seen, self.prompt) < n:
+                self.evict(memory, policy.resumed(before, self.seen, self.prompt), layer)
+        return outs
+
+    def evict(self, memory, rule, layer) -> None:
+        k, v = memory["k"], memory["v"]
+        if isinstance(rule, kvops.H2O):
+            recent = int(rule.recent * rule.budget) if isinstance(rule.recent, float) else rule.recent
+            indices = ops.select_topk(memory["scores"], k=rule.budget, window=recent)
+        elif isinstance(rule, kvops.Random):
+            ranks = kvops.methods.random_numbers.random_integers(memory["positions"].int(), rule.seed, layer)
+            indices = ops.select_topk(ranks, k=rule.budget)
+        elif isinstance(rule, QueryPolicy):
+            rows = rule.rows_at(self.seen, self.prompt)
+            indices = rule.compress(k, v, memory["q"][:, :, -rows:]).indices
+        else:
+            indices = rule.compress(k, v).indices
+        memory["k"], memory["v"] = ops.gather_kv(k, v, indices)
+        for name in ("positions", "scores"):
+            memory[name] = memory[name].gather(2, indices)
+
+
+def check_pages(cache) -> None:
+    """Every page is free or of one request, which has as many as it needs."""
+    requests = list(cache._requests.values())
+    chains = [chain for x in requests for chain in x.chains]
+    assert sorted([page for x in chains for page in x.pages] + cache._free) == list(range(cache.num_pages))
+    assert all(len(x.pages) == -(-x.held // cache.page_size) for x in chains)
+    if not cache.by_head:
+        assert all(x.chains[0].held == cache.policy.held(x.seen, x.prompt) for x in requests)
+
+
+def positions(cache, request: int, layer: int) -> Tensor:
+    """int32 [Hk, held]."""
+    return torch.stack([cache.positions(request, layer, head) for head in range(HEADS)])
+
+
+def same_slots(cache, request: int, alone: Alone) -> None:
+    """K, V and the positions that a request holds are those that it holds alone."""
+    for layer, memory in enumerate(alone.layers):
+        assert torch.equal(positions(cache, request, layer), memory["positions"][0].int())
+        for pages, dense in ((cache.k[layer], memory["k"]), (cache.v[layer], memory["v"])):
+            held = pages[cache._requests[request].chains[0].pages].transpose(0, 1).flatten(1, 2)
+            assert kit.same(held[:, : cache.held(request)], dense[0])
+
+
+@every_policy
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_request_is_as_if_alone(policy, dtype):
+    """To the last bit: prompts in chunks and at once, of fewer tokens than the budget and more, and decode."""
+    cache = paged(policy, dtype=dtype)
+    prompts = 40, 61, 7
+    a, b, c = numbers = [cache.join(x) for x in prompts]
+    texts = {x: Text(x, 110, dtype) for x in numbers}
+    alone = {x: Alone(policy, n) for x, n in zip(numbers, prompts)}
+    decode = [{a: 1, b: 1, c: 1}] * 20 + [{c: 3, a: 1}] * 5 + [{b: 2}] * 9
+    for counts in [{a: 40, b: 30}, {b: 28, c: 7, a: 1}, {a: 1, b: 3}, *decode]:
+        outs = step(cache, texts, counts)
+        check_pages(cache)
+        for row, (x, t) in enumerate(counts.items()):
+            for own, out in zip(alone[x].step(texts[x], t, max(counts.values())), outs):
+                assert kit.same(out[row, :, :t], own[0])
+                assert not out[row, :, t:].any()
+            same_slots(cache, x, alone[x])
+    for x in numbers:
+        cache.leave(x)
+    assert cache.free == 200 and len(cache) == 0
+
+
+@every_policy
+def test_attention_is_that_of_the_full_cache_with_a_mask(policy):
+    cache = paged(policy)
+    a = cache.join(50)
+    texts = {a: Text(1, 90)}
+    step(cache, texts, {a: 50})
+    for _ in range(30):
+        n = cache.seen(a) + 1
+        kept = [torch.cat((positions(cache, a, i), torch.full((HEADS, 1), n - 1)), 1).long() for i in range(LAYERS)]
+        for layer, out in enumerate(step(cache, texts, {a: 1})):
+            q, k, v = texts[a].layers[layer]
+            mask = torch.zeros(HEADS, n, dtype=torch.bool).scatter_(1, kept[layer], True).repeat_interleave(GROUP, 0)
+            k, v = (x[:, :n].repeat_interleave(GROUP, 0) for x in (k, v))
+            logits = (q[:, n - 1 : n] @ k.mT / D**0.5).masked_fill(~mask[:, None], -torch.inf)
+            torch.testing.assert_close(out[0], logits.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [kvops.SnapKV(20, window=5), kvops.TOVA(20, buffer=4), kvops.H2O(20, buffer=4), kvops.LagKV(6, 0.5)],
+    ids=repr,
+)
+def test_it_is_the_cache_of_one_layer(policy):
+    """Where both evict at the same tokens: a prompt at once, whose length leaves the buffer empty, then decode."""
+    pages, dense = paged(policy), [kvops.Cache(policy, layer=i, num_layers=LAYERS) for i in range(LAYERS)]
+    a = pages.join(40)
+    texts = {a: Text(5, 80)}
+    for count in [40] + [1] * 40:
+        seen = pages.seen(a)
+        outs = step(pages, texts, {a: count})
+        for layer, (cache, out) in enumerate(zip(dense, outs)):
+            torch.testing.assert_close(
+                out, cache.attend(*(x[None] for x in texts[a].tokens(layer, seen, count, count)))
+            )
+            assert torch.equal(positions(pages, a, layer), cache.positions[0].int())
+
+
+@every_policy
+@given(st.integers(1, 70), st.integers(0, 40), st.data())
+@kit.examples(30)
+def test_what_is_held_depends_on_counts_alone(policy, prompt, decode, data):
+    """However the tokens come; never more than all of them, and each token adds at most one."""
+    cuts = {prompt, prompt + decode, *data.draw(st.sets(st.integers(1, max(1, prompt + decode - 1))))} - {0}
+    held = [policy.held(n, prompt) for n in range(prompt + decode + 1)]
+    assert all(0 <= y <= x + 1 for x, y in pairwise(held)) and held[0] == 0
+    before = 0
+    for n in sorted(cuts):
+        m = held[before] + n - before
+        assert held[n] <= m
+        if held[n] < m and not isinstance(policy, QueryPolicy):
+            k, v = kit.kv(1, 1, m, 8)
+            assert policy.resumed(before, n, prompt).compress(k, v).k.shape[2] == held[n]
+        before = n
+
+
+def test_memory_is_bounded_by_the_budget():
+    for policy, most in ((kvops.KeyDiff(20), 20), (kvops.KeyDiff(32, buffer=8), 39), (kvops.SnapKV(20, window=5), 59)):
+        assert max(policy.held(n, 50) for n in range(90)) == most, policy
+
+
+def soak(policy, seed: int, goal: int) -> None:
+    """Requests join, grow by prompts in pieces and by decode, and leave at any time; the pool is often too small."""
+    rng = random.Random(seed)
+    cache = paged(policy, num_pages=20, num_layers=1)
+    texts = {x: Text(x, 80, layers=1) for x in range(12)}
+    alone, text_of, left, refused = {}, {}, 0, 0
+    storage = [x.data_ptr() for x in (cache.k[0], cache.v[0])]
+    while left < goal:
+        while len(alone) < 6 and rng.random() < 0.8:
+            prompt = rng.choice((1, 3, 8, 20, 33, 45))
+            x = cache.join(prompt)
+            alone[x], text_of[x] = Alone(policy, prompt, layers=1), texts[rng.randrange(12)]
+        counts = {}
+        for x in rng.sample(sorted(alone), rng.randint(1, len(alone))) if alone else ():
+            due = max(0, alone[x].prompt - alone[x].seen)
+            counts[x] = rng.randint(1, due) if due else rng.choice((1, 1, 1, 2))
+        if not counts:
+            continue
+        before = cache.free, {x: cache.held(x) for x in alone}
+        if (needed := cache.pages_for(list(counts), list(counts.values()))) > cache.free:
+            refused += 1
+            with kit.refuses(f"needs {needed} more pages, got {cache.free} free of 20", kind=kvops.OutOfPages):
+                cache.step(list(counts), list(counts.values()))
+            assert before == (cache.free, {x: cache.held(x) for x in alone})
+            gone = [rng.choice(sorted(alone))]
+        else:
+            (out,) = step(cache, text_of, counts)
+            for row, (x, t) in enumerate(counts.items()):
+                (own,) = alone[x].step(text_of[x], t, max(counts.values()))
+                assert kit.same(out[row, :, :t], own[0])
+            gone = [x for x in alone if alone[x].seen > 70 or rng.random() < 0.1]
+        for x in gone:
+            same_slots(cache, x, alone[x]) if alone[x].seen else None
+            cache.leave(x)
+            del alone[x], text_of[x]
+            left += 1
+        check_pages(cache)
+    assert refused and storage == [x.data_ptr() for x in (cache.k[0], cache.v[0])]
+
+
+@kit.only("cpu")
+@pytest.mark.parametrize(
+    "policy", [kvops.KeyDiff(16), kvops.LagKV(5, 0.4, sinks=2), kvops.SnapKV(16, window=4), kvops.H2O(16)], ids=repr
+)
+def test_soak(policy):
+    soak(policy, seed=0, goal=2000)
+
+
+def test_a_step_that_fails_changes_nothing():
+    policy = kvops.H2O(20, buffer=2)
+    cache = paged(policy)
+    a, b = cache.join(30), cache.join(9)
+    texts, alone = {a: Text(1, 60), b: Text(2, 60)}, {a: Alone(policy, 30), b: Alone(policy, 9)}
+    for counts in ({a: 30, b: 9}, {a: 1, b: 1}):
+        step(cache, texts, counts)
+        for x, t in counts.items():
+            alone[x].step(texts[x], t)
+    free = list(cache._free)
+    with pytest.raises(ZeroDivisionError), cache.step([a, b]) as now:
+        q, k, v = (torch.stack(x) for x in zip(*(texts[x].tokens(0, 31, 1, 1) for x in (a, b))))
+        now.attend(0, q, k, v)
+        _ = 1 / 0
+    with kit.refuses(r"attend in every layer, got none in \[1\]", kind=RuntimeError), cache.step([a, b]) as now:
+        now.attend(0, q, k, v)
+    assert cache._free == free
+    check_pages(cache)
+    for _ in range(6):
+        outs = step(cache, texts, {b: 1, a: 1})
+        for row, x in enumerate((b, a)):
+            assert all(kit.same(out[row], own[0]) for own, out in zip(alone[x].step(texts[x], 1), outs))
+
+
+def test_bad_steps():
+    cache = paged(kvops.KeyDiff(20))
+    a, b = cache.join(10), cache.join(10)
+    for parts, requests, tokens in (
+        (("requests must be at least one",), [], 1),
+        (("each once",), [a, a], 1),
+        (("request must be one that has joined", "got 9"), [a, 9], 1),
+        (("tokens must be as many as requests, 2, got 1",), [a, b], [1]),
+        (("tokens must be at least 1, got 0",), [a, b], [1, 0]),
+        (("not go beyond the prompt's end", "at most 10 tokens of request 2, got 11"), [a, b], [1, 11]),
+    ):
+        with kit.refuses(*parts):
+            cache.step(requests, tokens)
+    with kit.refuses("prompt must be at least 1"):
+        cache.join(0)
+    with cache.step([a, b], [3, 2]) as now:
+        for call in (lambda: cache.step([a]), lambda: cache.leave(a)):
+            with kit.refuses("step", kind=RuntimeError):
+                call()
+        q, k, v = (kit.randn(2, x, 3, d) for x, d in ((4, D), (2, D), (2, DV)))
+        for parts, arguments in (
+            (("layer must be below 2", "got 2"), (2, q, k, v)),
+            ((r"q must be \[2, a multiple of 2, 3, 16\]", r"\[2, 3, 3, 16\]"), (0, q[:, :3], k, v)),
+            ((r"k must be \[2, 2, 3, 16\]", r"\[2, 2, 2, 16\]"), (0, q, k[:, :, :2], v)),
+            ((r"v must be \[2, 2, 3, 24\] torch.float32", "float16"), (0, q, k, v.half())),
+            (("k requires grad",), (0, q, k.clone().requires_grad_(), v)),
+        ):
+            with kit.refuses("PagedCache", *parts):
+                now.attend(*arguments)
+        for layer in (1, 0):
+            now.attend(layer, q, k, v)
+        with kit.refuses("each once in a step, got 1"):
+            now.attend(1, q, k, v)
+    with kit.refuses("its step, which has ended", kind=RuntimeError):
+        now.attend(0, q, k, v)
+    check_pages(cache)
+    cache.leave(b)
+    with kit.refuses("got 2"):
+        cache.leave(b)
+
+
+def test_settings():
+    for policy, parts in (
+        (kvops.KeyDiff(0.5), ("budget in tokens, an int, got 0.5",)),
+        (kvops.KeyDiff(20, head_mode="adaptive"), ("heads of a cache keep equally many",)),
+        (kvops.L2(20, skip_layers=()), ("whose compress takes pages",)),
+        (kvops.LaCache(20, sinks=2, span=1, overlap=0), ("whose compress takes pages",)),
+        (kvops.PyramidKV(24, window=5), ("layers that differ in length need a PagedCache by_head",)),
+        (kvops.LAQ(20), ("drafts no answers",)),
+        (kvops.ProtoKV(20, whole_clusters=True), ("whole clusters differ in size",)),
+    ):
+        with kit.refuses(policy.name, *parts):
+            paged(policy)
+    for policy, parts in (
+        (kvops.KeyDiff(20), ("evicted at the prompt's end only, expected buffer=None, got 0.0625",)),
+        (kvops.LagKV(6, 0.5), ("its heads keep equally many tokens, expected by_head=False",)),
+        (kvops.ChunkKV(20, window=5), ("its heads keep equally many tokens",)),
+        (kvops.SnapKV(0.5, window=5), ("budget in tokens",)),
+    ):
+        with kit.refuses(policy.name, *parts):
+            paged(policy, by_head=True)
+    with kit.refuses("policy must be a kvops policy", "the class KeyDiff", kind=TypeError):
+        paged(kvops.KeyDiff)
+    with kit.refuses("page_size must be at least 1, got 0"):
+        paged(kvops.KeyDiff(20), page_size=0)
+
+
+BY_HEAD = [
+    kvops.KeyDiff(20, head_mode="adaptive", buffer=None),
+    kvops.KeyDiff(20, sinks=2, recent=4, head_mode="adaptive", buffer=None),
+    kvops.SnapKV(20, window=5, head_mode="adaptive"),
+    kvops.SnapKV(20, window=5),
+    kvops.PyramidKV(20, window=5),
+    kvops.H2O(20, recent=4, head_mode="adaptive", buffer=None),
+    kvops.SATKV(20, window=4, kappa=2, head_mode="adaptive", buffer=None),
+]
+
+
+@pytest.mark.parametrize("policy", BY_HEAD, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_of_different_length(policy, dtype):
+    """What a one-shot call keeps stays, the attention is that of the full cache with a mask, and what is held is the
+    budgets' tokens, in whole pages."""
+    cache = paged(policy, num_pages=400, by_head=True, dtype=dtype)
+    prompts = 60, 44, 12
+    a, b, c = numbers = [cache.join(x) for x in prompts]
+    texts = {x: Text(x, 90, dtype) for x in numbers}
+    held, lengths = {}, set()
+    for counts in [{a: 60, b: 20}, {b: 24, c: 12}] + [{a: 1, b: 1, c: 1}] * 20 + [{c: 3, a: 2}]:
+        n = {x: cache.seen(x) for x in counts}
+        before = {(x, i, h): cache.positions(x, i, h) for x in counts for i in range(LAYERS) for h in range(HEADS)}
+        outs = step(cache, texts, counts)
+        check_pages(cache)
+        for row, (x, t) in enumerate(counts.items()):
+            for layer, out in enumerate(outs):
+                q, k, v = texts[x].layers[layer]
+                for head in range(HEADS):
+                    slots = torch.cat((before[x, layer, head], torch.arange(n[x], n[x] + t))).long()
+                    own = q[head * GROUP : (head + 1) * GROUP, n[x] : n[x] + t].float()
+                    logits = own @ k[head, slots].float().T / D**0.5
+                    logits = logits.masked_fill(slots > torch.arange(n[x], n[x] + t)[:, None], -torch.inf)
+                    expected = (logits.softmax(-1) @ v[head, slots].float()).to(dtype)
+                    found = out[row, head * GROUP : (head + 1) * GROUP, :t]
+                    # GPUs round the weights to bf16 too: 2^-9.
+                    close = dict(rtol=1.6e-2, atol=4e-3) if dtype == torch.bfloat16 else {}
+                    torch.testing.assert_close(found, expected, **close)
+        for x in counts:
+            if cache.seen(x) != dict(zip(numbers, prompts))[x]:
+                continue
+            for layer in range(LAYERS):
+                q, k, v = (y[None, :, : cache.seen(x)] for y in texts[x].layers[layer])
+                queries = [q] if policy.by_slot else [q[:, :, -5:]] if isinstance(policy, QueryPolicy) else []
+                kept = policy.compress(k, v, *queries, layer=layer, num_layers=LAYERS).indices[0]
+                for head, row in enumerate(kept):
+                    assert torch.equal(cache.positions(x, layer, head), row[row >= 0].int())
+                    lengths.add(cache.held(x, layer, head))
+                    held[x, layer, head] = int((row >= 0).sum())
+            total = sum(held[x, i, h] for i in range(LAYERS) for h in range(HEADS))
+            assert total == LAYERS * HEADS * min(20, cache.seen(x))
+    for (x, layer, head), count in held.items():
+        assert cache.held(x, layer, head) == count + cache.seen(x) - dict(zip(numbers, prompts))[x]
+    assert (len(lengths) > 2) == (policy != kvops.SnapKV(20, window=5))
+    for x in numbers:
+        cache.leave(x)
+    assert cache.free == 400
+
+
+def test_heads_have_sinks_in_no_softmax():
+    cache = paged(kvops.SnapKV(20, window=5, head_mode="adaptive"), by_head=True)
+    q, k, v = (kit.randn(1, x, 3, d) for x, d in ((4, D), (2, D), (2, DV)))
+    with kit.refuses("by_head serves no sink_logits", kind=NotImplementedError), cache.step([cache.join(3)], 3) as now:
+        now.attend(0, q, k, v, sink_logits=torch.zeros(4))
+    assert cache.free == 200
+
+
+def test_positions_of_a_step():
+    """For the rotation of queries and keys: those that the tokens have in the text, whatever was evicted."""
+    cache = paged(kvops.KeyDiff(8))
+    a, b = cache.join(30), cache.join(4)
+    texts = {a: Text(1, 60), b: Text(2, 60)}
+    step(cache, texts, {a: 30, b: 4})
+    with pytest.raises(ZeroDivisionError), cache.step([a, b], [3, 2]) as now:
+        assert now.positions.tolist() == [[30, 31, 32], [4, 5, 6]]
+        _ = 1 / 0
