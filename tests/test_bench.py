@@ -699,7 +699,10 @@ def test_pages_are_measured(tmp_path, capsys):
     assert {x["op"] for x in found["rows"]} == set(pages.OPERATORS) and len(found["rows"]) == 2 * len(pages.OPERATORS)
     assert found["command"].startswith("python -m kvops.bench --paged --n 1024")
     assert all(set(x["ratio"]) == {"16", "1024"} and x["ratio"]["16"] > 0 for x in found["rows"])
+    assert [x["op"] for x in found["together"]] == ["keydiff_compress_, 64 requests", "compact_kv_, 32 layers"]
+    assert all(x["n"] == 128 and x["seconds"]["one call, pages"] > 0 for x in found["together"])
     shown = capsys.readouterr().out
+    assert re.search(r"^a call for each, pages +\S+ .s +\d+\.\d\dx$", shown, re.M)
     assert re.search(r"fp32, 1,024, dense +page 16 +page 1024$", shown, re.M)
     assert re.search(r"^compact_kv_ +NHD +\S+ .s +\d+\.\d\dx +\d+\.\d\dx$", shown, re.M)
     for wrong in (

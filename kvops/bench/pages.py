@@ -2,6 +2,7 @@
 
 The pages of a request are shuffled. Pages in the order of heads ("HND") are compared with dense memory in that order,
 [Hk, n, d], those in the order of tokens ("NHD") with [n, Hk, d]: what a block table costs, not what an order does.
+Then what one call for many requests is worth, and one for all layers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..methods.shorthands import keydiff_compress_
 from .columns import aligned
 from .measure import Contender, in_turns
 from .record import Refused, check_target, origin, write
@@ -27,6 +29,7 @@ from .rows import WINDOW, Case
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ORDERS = ("HND", "NHD")
 LEAST = 5  # rounds of a row
+REQUESTS, LAYERS = 64, 32
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "cpu-pages.json"
 OPERATORS = (
     *("lag_score", "anchor_cosine", "outlier_degree"),
@@ -41,12 +44,44 @@ def dense(x: Tensor, order: str) -> Tensor:
 
 
 def paged(x: Tensor, order: str, size: int, places: Tensor) -> Tensor:
-    """The pages [n / size, Hk, size, d] of one request at these places of the pool, whose memory is in that order."""
-    _, heads, n, d = x.shape
-    pages = x.new_empty((n // size, heads, size, d) if order == "HND" else (n // size, size, heads, d))
+    """The pages [b n / size, Hk, size, d] at these places of the pool, whose memory is in that order."""
+    b, heads, n, d = x.shape
+    count = b * n // size
+    pages = x.new_empty((count, heads, size, d) if order == "HND" else (count, size, heads, d))
     view = pages if order == "HND" else pages.transpose(1, 2)
-    view[places] = x[0].unflatten(1, (-1, size)).transpose(0, 1)
+    view[places] = x.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
     return view
+
+
+def of_requests(c: Case, size: int) -> dict[str, Callable[[], Any]]:
+    """An eviction by KeyDiff of all requests of c, in pages of so many slots."""
+    places = torch.randperm(c.batch * c.n // size, generator=torch.Generator().manual_seed(0))
+    k, v = (paged(x, "HND", size, places) for x in (c.k, c.v))
+    table = places.to(torch.int32).view(c.batch, -1)
+    lengths = torch.full((c.batch,), c.n, dtype=torch.int32)
+
+    def evict(rows: slice) -> Any:
+        return keydiff_compress_(k, v, c.budget, lengths=lengths[rows], block_table=table[rows])
+
+    return {
+        "one call, pages": lambda: evict(slice(None)),
+        "one call, dense": lambda: keydiff_compress_(c.k, c.v, c.budget),
+        "a call for each, pages": lambda: [evict(slice(i, i + 1)) for i in range(c.batch)],
+    }
+
+
+def of_layers(c: Case, size: int) -> dict[str, Callable[[], Any]]:
+    """A compaction of c's rows as one request's layers, each in pages of its own."""
+    places = torch.randperm(c.n // size, generator=torch.Generator().manual_seed(0))
+    table = places.to(torch.int32).view(1, -1)
+    k_dense, v_dense, kept = (list(x.unsqueeze(1)) for x in (c.k, c.v, c.indices))
+    k, v = ([paged(x, "HND", size, places) for x in layers] for layers in (k_dense, v_dense))
+    return {
+        "one call, pages": lambda: ops.compact_kv_(k, v, kept, block_table=table),
+        "one call, dense": lambda: ops.compact_kv_(k_dense, v_dense, kept),
+        "one layer of so many requests, dense": lambda: ops.compact_kv_(c.k, c.v, c.indices),
+        "a call for each, pages": lambda: [ops.compact_kv_(x, y, i, block_table=table) for x, y, i in zip(k, v, kept)],
+    }
 
 
 def calls(c: Case, k: Tensor, v: Tensor, table: Tensor | None) -> dict[str, Callable[[], Any]]:
@@ -93,6 +128,33 @@ def measure(c: Case, dtype: str, sizes: list[int], names: list[str], seconds: fl
     return rows
 
 
+@torch.no_grad()
+def measure_together(n: int, dtype: str, heads: int, size: int, seconds: float) -> list[dict[str, Any]]:
+    """A row for many requests of n tokens, and one for many layers."""
+    rows = []
+    for name, batch, calls_of in (
+        (f"keydiff_compress_, {REQUESTS} requests", REQUESTS, of_requests),
+        (f"compact_kv_, {LAYERS} layers", LAYERS, of_layers),
+    ):
+        every = calls_of(Case(n, DTYPES[dtype], heads=heads, batch=batch), size)
+        rounds = in_turns(map(Contender, every.values()), seconds, LEAST)
+        taken = dict(zip(every, zip(*rounds)))
+        seconds_of = {x: statistics.median(times) for x, times in taken.items()}
+        rows.append({"op": name, "n": n, "dtype": dtype, "page": size, "rounds": len(rounds), "seconds": seconds_of})
+    return rows
+
+
+def lines_together(rows: list[dict[str, Any]]) -> list[str]:
+    """Each call's time, and how many times longer it takes than the one call on pages."""
+    lines = []
+    for x in rows:
+        lines.append(f"\n{x['op']} of {x['n']:,} tokens, {x['dtype']}, pages of {x['page']} slots")
+        first = x["seconds"]["one call, pages"]
+        cells = [[name, f"{1e3 * s:.3g} ms", f"{s / first:.2f}x"] for name, s in x["seconds"].items()]
+        lines.append(aligned(cells, left=(0,)))
+    return lines
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """A line for each operator and order."""
     kinds = list(dict.fromkeys((x["dtype"], x["n"]) for x in rows))
@@ -135,11 +197,14 @@ def main(argv: list[str]) -> int:
             check_target("json", a.json)
     except Refused as error:
         p.error(str(error))
-    record = {**origin("python", "-m", "kvops.bench", "--paged", *argv), "heads": a.heads, "rows": []}
+    record = {**origin("python", "-m", "kvops.bench", "--paged", *argv), "heads": a.heads, "rows": [], "together": []}
     for n, dtype in product(a.n, a.dtype):
         record["rows"] += measure(Case(n, DTYPES[dtype], heads=a.heads), dtype, a.pages, a.ops, a.seconds)
+        few, size = n // 8, a.pages[0]
+        record["together"] += measure_together(max(1, few // size) * size, dtype, a.heads, size, a.seconds)
         if a.json:
             write(a.json, record)
     print(table(record["rows"]))
     print("\ndense: the median time; page 16: how many times longer it takes in shuffled pages of 16 slots")
+    print(*lines_together(record["together"]), sep="\n")
     return 0
