@@ -248,18 +248,18 @@ class Rows:
 
     def __init__(self, held: list[int], tokens: list[int], pages: list[list[int]], size: int, device: torch.device):
         width = max(map(len, pages))
-        self.table = torch.tensor([x + [-1] * (width - len(x)) for x in pages], dtype=torch.int32, device=device)
-        self.before = torch.tensor(held, dtype=torch.int32, device=device)
-        counts = torch.tensor(tokens, dtype=torch.int32, device=device)
-        columns = torch.arange(max(tokens), dtype=torch.int32, device=device)
-        self.lengths = self.before + counts
-        self.visible = torch.where(columns < counts[:, None], self.before[:, None] + columns + 1, 0)
-        places = [
-            (row, i, pages[row][(first + i) // size], (first + i) % size)
-            for row, (first, t) in enumerate(zip(held, tokens))
-            for i in range(t)
-        ]
-        self.row, self.column, self.page, self.slot = torch.tensor(places, device=device).unbind(1)
+        with torch.device("cpu"):  # known here, so nothing waits for a GPU
+            table = torch.tensor([x + [-1] * (width - len(x)) for x in pages], dtype=torch.int32)
+            before, counts = (torch.tensor(x, dtype=torch.int32) for x in (held, tokens))
+            columns = torch.arange(max(tokens), dtype=torch.int32)
+            new = columns < counts[:, None]
+            slots = before[:, None] + columns
+            row, column = new.nonzero().unbind(1)
+            slot = slots[row, column].long()
+            page = table[row, slot // size].long()
+        self.table, self.before, self.lengths = (x.to(device) for x in (table, before, before + counts))
+        self.visible = torch.where(new, slots + 1, 0).to(device)
+        self.row, self.column, self.page, self.slot = (x.to(device) for x in (row, column, page, slot % size))
 
 
 class Step:
