@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kit
 import kvops
@@ -708,3 +710,67 @@ def test_caches_of_one_policy_take_turns(policy):
             twin.attend(*(y[:, :, first:last] for y in x))
     for cache, twin in zip(caches, twins):
         assert kit.same((cache.k, cache.v, cache.positions), (twin.k, twin.v, twin.positions))
+
+
+@given(
+    st.lists(st.floats(0, 8), min_size=1, max_size=6),
+    st.integers(1, 60),
+    st.integers(1, 60),
+    st.integers(0, 9),
+    st.integers(0, 99),
+)
+@kit.examples(60)
+def test_layers_share_a_budget_by_entropy(sharpness, n, budget, window, seed):
+    """Against the formula in plain Python; sums, bounds, padding."""
+    window = min(window, budget)
+    scores = [kit.randn(2, 3, n, seed=seed + i).mul(x).softmax(-1) for i, x in enumerate(sharpness)]
+    lengths = [n, max(0, n - 7)]
+    got = kvops.entropy_budgets(scores, budget, window, lengths=kit.int32(*lengths))
+    assert got.dtype == torch.int32 and got.shape == (len(scores), 2)
+    for row, length in enumerate(lengths):
+        prefix, entropies = max(0, length - window), []
+        for x in scores:
+            p = x[row, :, :prefix].double()
+            p = p / p.sum(-1, keepdim=True)
+            entropies.append(float(-(p * p.log()).nan_to_num(0).sum(-1).mean()) if prefix else 0.0)
+        share, total = {}, len(scores) * min(budget - window, prefix)
+        while True:  # layers that keep all leave the rest to the others
+            left = [i for i in range(len(scores)) if i not in share]
+            weight = sum(entropies[i] for i in left)
+            ideal = {
+                i: (total - sum(share.values())) * (entropies[i] / weight if weight > 0 else 1 / len(left))
+                for i in left
+            }
+            if not (full := [i for i in left if ideal[i] >= prefix]):
+                break
+            share |= dict.fromkeys(full, prefix)
+        share |= ideal
+        kept = got[:, row] - min(window, length)
+        assert int(kept.sum()) == total and all(0 <= x <= prefix for x in kept.tolist())
+        assert all(abs(x - share[i]) < 1 + 1e-6 for i, x in enumerate(kept.tolist()))
+    if n > 20:
+        alone = kvops.entropy_budgets([x[1:, :, : lengths[1]] for x in scores], budget, window)
+        assert torch.equal(alone[:, 0], got[:, 1])
+
+
+def test_budgets_by_entropy():
+    flat, sharp = torch.ones(1, 2, 100), torch.zeros(1, 2, 100)
+    sharp[..., 7] = 1.0
+    half = flat * (torch.arange(100) < 10)
+    assert kvops.entropy_budgets([flat, sharp, half], 30, 3)[:, 0].tolist() == [3 + 54, 3, 3 + 27]  # ln 100 : 0 : ln 10
+    assert kvops.entropy_budgets([sharp, sharp], 30)[:, 0].tolist() == [30, 30]
+    flat[0, 0, 5] = torch.nan
+    budgets = kvops.entropy_budgets([flat, half], 30)
+    assert int(budgets.sum()) == 60
+    k, v = kit.kv(1, 2, 100, 16)
+    kept = kvops.KeyDiff(budgets[0, :, None].expand(1, 2).contiguous()).compress(k, v)
+    assert kept.k.shape[2] == int(budgets[0, 0])
+    for parts, arguments in (
+        (("at least one layer",), ([], 3)),
+        (("scores must be a list", "got Tensor"), (flat, 3)),
+        (("alike in b and n", "of layer 1"), ([flat, flat[:, :, :50]], 3)),
+        (("budget must be at least 1, got 0",), ([flat], 0)),
+        (("window",), ([flat], 3, 4)),
+    ):
+        with kit.refuses("entropy_budgets", *parts):
+            kvops.entropy_budgets(*arguments)

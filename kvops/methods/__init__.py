@@ -3,7 +3,7 @@
 from . import shorthands
 from .base import BudgetPolicy, Compressed, DecodePolicy, KeyPolicy, Policy, View
 from .baselines import L2, Full, Random, StreamingLLM
-from .budgets import head_budgets
+from .budgets import entropy_budgets, head_budgets
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
 from .lacache import LaCache, lacache_coverage
@@ -43,6 +43,7 @@ __all__ = [
     "TOVA",
     "View",
     "WindowPolicy",
+    "entropy_budgets",
     "head_budgets",
     "lacache_coverage",
     "lsh_projection",

@@ -134,3 +134,74 @@ def head_budgets(
     for h in range(heads):
         counts[:, h] = ((chosen >= h * n) & (chosen < (h + 1) * n)).sum((1, 2)) + window
     return torch.where(count < prefix.unsqueeze(1), counts, budgets)
+
+
+def entropy_budgets(
+    scores: Sequence[Tensor],
+    budget: int,
+    window: int = 0,
+    *,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Each layer's tokens when layers share a budget by the entropy of their attention: the more tokens a layer looks
+    at, the more it keeps. ::
+
+        p     = a head's scores / their sum       over the valid tokens before the window
+        H     = mean over the layer's heads of -sum p ln p
+        c     = budget - window;   window + num_layers * c * H / (the sum of H over the layers)  tokens of the layer
+
+    rounded so that a row's budgets add up to num_layers * budget exactly. A layer whose share is more than there is
+    keeps all, and the others share the rest.
+
+    Args:
+        scores: of each layer, fp32 [b, Hk, n], at least 0, such as `ops.window_scores`. NaN does not count.
+        budget: tokens, the mean over the layers.
+        window: newest tokens that every layer keeps.
+        starts, lengths: int32 [b], the valid slots of each row.
+
+    Returns:
+        int32 [num_layers, b]; policies take layer i's as budget=budgets[i, :, None].expand(b, Hk).contiguous().
+
+    Source: after "Entropy-Guided KV Caching for Efficient LLM Inference", Kim and Jung, 2025, whose layers of higher
+    entropy get larger budgets; that shares are proportional was chosen here.
+    """
+    op = "entropy_budgets"
+    if isinstance(scores, Tensor) or not scores:
+        raise ValueError(f"{op}: scores must be a list with those of at least one layer, got {type(scores).__name__}")
+    inference_only(op, **{f"scores[{i}]": x for i, x in enumerate(scores)})
+    check_int(op, "budget", budget, 1)
+    check_int(op, "window", window, 0)
+    check_holds_window(op, budget, window)
+    for i, x in enumerate(scores):
+        if x.dim() != 3 or (x.shape[0], x.shape[2]) != (scores[0].shape[0], scores[0].shape[2]):
+            raise ValueError(
+                f"{op}: scores must be [b, Hk, n], alike in b and n, got {list(x.shape)} of layer {i} beside "
+                f"{list(scores[0].shape)}"
+            )
+    outside = outside_prefix(scores[0], window, starts, span_ends(scores[0], starts, lengths))
+    entropy = torch.stack([_entropy(x, outside) for x in scores])  # fp64 [layers, b]
+    most = prefix_lengths(scores[0], window, starts, lengths).double()  # [b]
+    left = (len(scores) * torch.clamp(most, max=budget - window)).expand_as(most)
+    share, shares = torch.zeros_like(entropy), torch.ones_like(entropy, dtype=torch.bool)
+    for _ in scores:  # each round some layers turn out to keep all, or none do
+        weight = torch.where(shares, entropy, 0.0)
+        total = weight.sum(0)
+        weight = torch.where(total > 0, weight, shares.double())
+        ideal = left * weight / weight.sum(0).clamp(min=1e-300)
+        whole = shares & (ideal >= most)
+        share = torch.where(whole, most, torch.where(shares, ideal, share))
+        left, shares = left - torch.where(whole, most, 0.0).sum(0), shares & ~whole
+    tokens = share.floor()
+    rest = (share.sum(0).round() - tokens.sum(0)).round()  # go to the largest fractions, ties to the lower layer
+    order = (share - tokens).argsort(dim=0, descending=True, stable=True)
+    layers = torch.arange(len(scores), device=order.device)[:, None].expand_as(order)
+    more = torch.empty_like(order).scatter_(0, order, layers) < rest
+    return (tokens + more).int() + prefix_lengths(scores[0], 0, starts, lengths).clamp(max=window)
+
+
+def _entropy(scores: Tensor, outside: Tensor) -> Tensor:
+    """fp64 [b]: the mean over heads of the entropy of what is not outside, as shares of its sum."""
+    counted = torch.where(outside | ~(scores > 0), 0.0, scores.double())
+    p = counted / counted.sum(-1, keepdim=True).clamp(min=1e-300)
+    return -torch.xlogy(p, p).sum(-1).mean(1)
