@@ -71,6 +71,39 @@ def test_graph_replay_with_other_inputs(name):
         assert kit.same(result, expected(name, seed)), f"replay with the inputs of seed {seed}"
 
 
+def requests_in_pages(seed: int) -> list[torch.Tensor]:
+    """K, V, block table and lengths of four requests, each of which may have no token."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = torch.randn(2, 40, 2, 16, 64, generator=generator).bfloat16()
+    table = torch.randperm(40, generator=generator)[:36].view(4, 9).int()
+    return [*pages, table, torch.randint(9 * 16 + 1, (4,), generator=generator, dtype=torch.int32)]
+
+
+def evict_in_pages(k, v, table, lengths):
+    kept = ops.select_topk(ops.anchor_cosine(k, lengths=lengths, block_table=table), k=24, lengths=lengths)
+    ops.compact_kv_([k], [v], [kept], block_table=table)
+    return kept
+
+
+@needs_gpu
+def test_graph_of_an_eviction_in_pages():
+    """Other requests, lengths and tables at each replay."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        evict_in_pages(*(x.cuda() for x in requests_in_pages(0)))
+    torch.cuda.current_stream().wait_stream(side)
+    static = [x.cuda() for x in requests_in_pages(0)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = evict_in_pages(*static)
+    for seed in (0, 1, 2, 1):
+        for x, new in zip(static, requests_in_pages(seed)):
+            x.copy_(new)
+        graph.replay()
+        twins = [x.cuda() for x in requests_in_pages(seed)]
+        assert kit.same((evict_in_pages(*twins), *twins[:2]), (kept, *static[:2])), f"replay of seed {seed}"
+
+
 @needs_gpu
 @every_call
 def test_repeats_are_bit_identical_whatever_was_in_the_memory(name):
