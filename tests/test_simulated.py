@@ -30,6 +30,8 @@ SLOW = "dtypes_and_head_dims or every_16_bit or rows_at_any_address or partial_r
 LONG = "(window or sm90) and not (layouts or batch or limits or splits)"  # every path of theirs is in those
 # The same accesses with other arithmetic.
 ALIKE = "(window or sm90) and (reductions or not_finite) or prototypes and (ties or tiny or opposed or much_alike)"
+# Layouts of pages that are other strides of the same accesses.
+STRIDES = "every_call_is and not vLLM"
 # The same kernels and accesses as in a smaller test, minutes long with a function called for each access.
 LARGE = "several_gpus and 40 or a_batch and 64 or lengths_of_rows and 20000 and not (normal or equal)"
 TALK = "compact or select_topk or cluster"
@@ -38,8 +40,12 @@ TALK = "compact or select_topk or cluster"
 RUNS = {
     "order 1": ("plain", 1, [*OPERATORS_TESTS, "-k", f"not opcheck and not ({SLOW} or {ALIKE})"]),
     # And order 2. The two half types have the same addresses.
-    "address": ("address", 2, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({ALIKE} or sm90 and dtype1)"]),
-    "thread": ("thread", 0, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW} or {ALIKE} or {LARGE} or {LONG})"]),
+    "address": ("address", 2, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({ALIKE} or {STRIDES} or sm90 and dtype1)"]),
+    "thread": (
+        "thread",
+        0,
+        [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW} or {ALIKE} or {STRIDES} or {LARGE} or {LONG})"],
+    ),
     # Kernels whose blocks tell each other something, in memory as weak as CUDA's.
     "memory": ("memory", 2, [*OPERATORS_TESTS, "-k", f"({TALK}) and {FAST} and not ({SLOW})"]),
     "methods": (
