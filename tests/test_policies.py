@@ -759,7 +759,7 @@ def test_budgets_by_entropy():
     half = flat * (torch.arange(100) < 10)
     assert kvops.entropy_budgets([flat, sharp, half], 30, 3)[:, 0].tolist() == [3 + 54, 3, 3 + 27]  # ln 100 : 0 : ln 10
     assert kvops.entropy_budgets([sharp, sharp], 30)[:, 0].tolist() == [30, 30]
-    flat[0, 0, 5] = torch.nan
+    flat[0, 0, 5], flat[0, 1, 9] = torch.nan, torch.inf
     budgets = kvops.entropy_budgets([flat, half], 30)
     assert int(budgets.sum()) == 60
     k, v = kit.kv(1, 2, 100, 16)

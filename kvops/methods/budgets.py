@@ -151,11 +151,11 @@ def entropy_budgets(
         H     = mean over the layer's heads of -sum p ln p
         c     = budget - window;   window + num_layers * c * H / (the sum of H over the layers)  tokens of the layer
 
-    rounded so that a row's budgets add up to num_layers * budget exactly. A layer whose share is more than there is
-    keeps all, and the others share the rest.
+    rounded so that a row's budgets add up to num_layers * budget exactly (of rows with fewer tokens, to all of them). A
+    layer whose share is more than there is keeps all, and the others share the rest.
 
     Args:
-        scores: of each layer, fp32 [b, Hk, n], at least 0, such as `ops.window_scores`. NaN does not count.
+        scores: of each layer, fp32 [b, Hk, n], such as `ops.window_scores`; finite and at least 0, others do not count.
         budget: tokens, the mean over the layers.
         window: newest tokens that every layer keeps.
         starts, lengths: int32 [b], the valid slots of each row.
@@ -182,7 +182,7 @@ def entropy_budgets(
     outside = outside_prefix(scores[0], window, starts, span_ends(scores[0], starts, lengths))
     entropy = torch.stack([_entropy(x, outside) for x in scores])  # fp64 [layers, b]
     most = prefix_lengths(scores[0], window, starts, lengths).double()  # [b]
-    left = (len(scores) * torch.clamp(most, max=budget - window)).expand_as(most)
+    left = len(scores) * most.clamp(max=budget - window)
     share, shares = torch.zeros_like(entropy), torch.ones_like(entropy, dtype=torch.bool)
     for _ in scores:  # each round some layers turn out to keep all, or none do
         weight = torch.where(shares, entropy, 0.0)
@@ -202,6 +202,6 @@ def entropy_budgets(
 
 def _entropy(scores: Tensor, outside: Tensor) -> Tensor:
     """fp64 [b]: the mean over heads of the entropy of what is not outside, as shares of its sum."""
-    counted = torch.where(outside | ~(scores > 0), 0.0, scores.double())
+    counted = torch.where(outside | ~(scores > 0) | scores.isinf(), 0.0, scores.double())
     p = counted / counted.sum(-1, keepdim=True).clamp(min=1e-300)
     return -torch.xlogy(p, p).sum(-1).mean(1)
