@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checks import check_choice, check_int, inference_only
 from ..flash_attention import attention
-from ..methods.base import IN_PLACE, Out, Policy, View
+from ..methods.base import IN_PLACE, Out, Policy, View, check_policy
 from ..rope import Rope
 from .memory import Memory, storage_bytes
 
@@ -88,9 +88,7 @@ class Cache:
         storage: str = "pre_rope",
         attend_before_compress: bool = True,
     ):
-        if not isinstance(policy, Policy):
-            got = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
-            raise TypeError(f"Cache: policy must be a kvops policy such as kvops.KeyDiff(1024), got {got}")
+        check_policy("Cache", policy)
         check_int("Cache", "layer", layer, 0)
         check_int("Cache", "num_layers", num_layers, 1)
         if layer >= num_layers:

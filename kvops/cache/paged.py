@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_bool, check_int, inference_only
-from ..methods.base import BudgetPolicy, Policy, View
+from ..methods.base import BudgetPolicy, Policy, View, check_policy
 from ..methods.queries import QueryPolicy
 from ..ops import MAX_WINDOW, compact_kv_, window_attention
 
@@ -96,9 +96,7 @@ class PagedCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        if not isinstance(policy, Policy):
-            got = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
-            raise TypeError(f"PagedCache: policy must be a kvops policy such as kvops.KeyDiff(1024), got {got}")
+        check_policy("PagedCache", policy)
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers, "kv_heads": kv_heads}
         dims = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
         for name, value in (sizes | dims).items():

@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from ..cache import AttendingCache, Cache
 from ..cache.memory import storage_bytes
 from ..methods import LAQ, Policy
+from ..methods.base import check_policy
 from ..rope import Rope
 from . import architectures
 from .attention import ATTENTION, STOCK, Slots, autocast, check_attention, eager, steps
@@ -395,9 +396,7 @@ def check(config: PreTrainedConfig, policy: Policy) -> None:
     """Raises for what cannot work, whatever the batch."""
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"KVCache: config must be a transformers config (model.config), got {type(config).__name__}")
-    if not isinstance(policy, Policy):
-        got = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
-        raise TypeError(f"KVCache: policy must be a kvops policy such as kvops.KeyDiff(1024), got {got}")
+    check_policy("KVCache", policy)
     if config.is_encoder_decoder:
         raise NotImplementedError("KVCache: encoder-decoder models need two caches and are not supported")
     text = config.get_text_config(decoder=True)

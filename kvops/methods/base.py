@@ -351,6 +351,13 @@ class Policy:
         return hash((type(self), *(None if isinstance(x, Tensor) else x for x in values)))
 
 
+def check_policy(who: str, policy: object) -> None:
+    """TypeError for what is no policy: a class of one, say, or a name."""
+    if not isinstance(policy, Policy):
+        got = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
+        raise TypeError(f"{who}: policy must be a kvops policy such as kvops.KeyDiff(1024), got {got}")
+
+
 def _fields(policy: Any) -> tuple[Field[Any], ...]:
     return fields(policy) if is_dataclass(policy) else ()
 
