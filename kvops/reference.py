@@ -313,10 +313,12 @@ def gather_kv(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return rows(k), rows(v)
 
 
-@also_of_pages
-def compact_kv_(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """What slots [0, m) of k and v hold after the in-place move: the same as `gather_kv`."""
-    return gather_kv(k, v, indices)
+def compact_kv_(k: Layers, v: Layers, indices: Layers, *, block_table: Tensor | None = None) -> tuple[Layers, Layers]:
+    """What slots [0, m) of k and v (or of lists of layers) hold after the in-place move: the same as `gather_kv`."""
+    if isinstance(k, Tensor):
+        return gather_kv(k, v, indices, block_table=block_table)
+    layers = [gather_kv(*x, block_table=block_table) for x in zip(k, v, indices)]
+    return [x for x, _ in layers], [x for _, x in layers]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kit import same
-from kvops import ops
+from kvops import ops, reference
 from test_gather_kv import moved, random_indices
 
 pytestmark = kit.every_device
@@ -99,8 +99,9 @@ def test_lists_of_layers(count):
     keys, values = (list(x) for x in zip(*inputs))
     indices = [random_indices(2, 2, 40, 5 * i % 23) for i in range(count)]
     before = [(k.clone(), v.clone()) for k, v in inputs]
+    expected = reference.compact_kv_(keys, values, indices)
     k_out, v_out = ops.compact_kv_(keys, values, indices)
-    assert len(k_out) == len(v_out) == count
+    assert len(k_out) == len(v_out) == count and all(map(same, (k_out, v_out), expected))
     for k, v, kept, kv, old in zip(k_out, v_out, indices, inputs, before):
         m = kept.shape[2]
         assert k.shape[2] == v.shape[2] == m and same((k, v), ops.gather_kv(*old, kept))
