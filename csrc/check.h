@@ -70,6 +70,26 @@ inline DType check_dtype(const char* op, const char* name, const Tensor& x) {
   }
 }
 
+// Of rows that are only read: also fp8.
+inline DType check_read_dtype(const char* op, const char* name, const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float8_e4m3fn:
+      return DType::e4m3;
+    case ScalarType::Float8_e5m2:
+      return DType::e5m2;
+    case ScalarType::Float:
+    case ScalarType::Half:
+    case ScalarType::BFloat16:
+      return check_dtype(op, name, x);
+    default:
+      fail(op, ": ", name, " must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, got ",
+           torch::headeronly::toString(x.scalar_type()));
+  }
+}
+inline bool is_fp8(DType dtype) {
+  return dtype == DType::e4m3 || dtype == DType::e5m2;
+}
+
 // Of rows that are only moved: also those of one byte, fp8 and what it is stored as.
 inline void check_moved_dtype(const char* op, const char* name, const Tensor& x) {
   switch (x.scalar_type()) {
@@ -140,6 +160,13 @@ inline KV check_cache(const char* op, const char* name, const Tensor& x, const O
   return kv;
 }
 
+// The same of rows that are computed with: fp8 counts as the bf16 that it is read as.
+inline KV check_read_cache(const char* op, const char* name, const Tensor& x, const OptionalTensor& block_table) {
+  KV kv = check_cache(op, name, x, block_table);
+  if (x.element_size() == 1) kv.view.row_bytes *= 2;
+  return kv;
+}
+
 // A tensor that rows of `like` are written to: [b, heads, m, head_dim of like], on its device, of its dtype.
 inline KVView check_target(const char* op, const char* name, const Tensor& out, const Tensor& like, int64_t b,
                            int64_t m) {
@@ -158,7 +185,7 @@ struct KVPair {
   KV k, v;
 };
 
-// check_type: check_dtype, or check_moved_dtype where rows are only moved.
+// check_type: check_dtype, check_read_dtype, or check_moved_dtype where rows are only moved.
 template <class CheckType>
 KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, const OptionalTensor& block_table,
                      const CheckType& check_type, bool written = false) {
@@ -170,6 +197,14 @@ KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, const Opt
   for (int i = 0; i < 3; ++i)
     KVOPS_CHECK(k.size(i) == v.size(i), op, ": v must have k's ",
                 block_table ? "pages, heads and page size " : "batch, heads and tokens ", shape(k), ", got ", shape(v));
+  return kv;
+}
+
+// Of rows that are computed with: as check_read_cache's.
+inline KVPair check_read_pair(const char* op, const Tensor& k, const Tensor& v, const OptionalTensor& block_table) {
+  KVPair kv = check_kv_pair(op, k, v, block_table, check_read_dtype);
+  for (KV* x : {&kv.k, &kv.v})
+    if (k.element_size() == 1) x->view.row_bytes *= 2;
   return kv;
 }
 

@@ -15,7 +15,18 @@ inline void with_dtype(DType dtype, const Fn& fn) {
       return fn(Half{});
     case DType::bf16:
       return fn(BFloat16{});
+    case DType::e4m3:
+    case DType::e5m2:
+      return;
   }
+}
+
+// The same for rows that are only read: E4M3 and E5M2 too.
+template <class Fn>
+inline void with_read_dtype(DType dtype, const Fn& fn) {
+  if (dtype == DType::e4m3) return fn(E4M3{});
+  if (dtype == DType::e5m2) return fn(E5M2{});
+  with_dtype(dtype, fn);
 }
 
 }  // namespace

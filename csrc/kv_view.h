@@ -16,7 +16,7 @@ struct Call;  // call.h
 
 constexpr int64_t kMaxHeadDim = 1024;  // of the CUDA kernels: one warp holds a row in registers
 
-enum class DType : int32_t { f32, f16, bf16 };
+enum class DType : int32_t { f32, f16, bf16, e4m3, e5m2 };
 
 // fp16 and bf16 as stored: 2 bytes, converted to float wherever they are computed with.
 struct Half {
@@ -24,6 +24,13 @@ struct Half {
 };
 struct BFloat16 {
   uint16_t bits;
+};
+// fp8 as stored: 1 byte. bf16 has all of its values, and each is read as that one: results are those of bf16 rows.
+struct E4M3 {
+  uint8_t bits;
+};
+struct E5M2 {
+  uint8_t bits;
 };
 
 // The rows of one head of one request. In dense memory they are equally far apart, in pages only within a page.
@@ -119,7 +126,7 @@ struct RowWalk {
 struct KVView {
   char* data;
   int64_t stride_b, stride_h, stride_n;  // bytes; stride_b from page to page if there are pages
-  int64_t row_bytes;                     // d * itemsize, a multiple of 16
+  int64_t row_bytes;                     // d * itemsize, a multiple of 16; of fp8 that is computed with, as bf16
   const int32_t* table = nullptr;        // [b, any], or null: dense memory
   int64_t table_stride = 0;              // elements
   int32_t page_size = 0;                 // slots

@@ -201,7 +201,7 @@ void score_heads(const AnchorCosineParams& p, Call& call) {
 }  // namespace
 
 void anchor_cosine(const AnchorCosineParams& p, Call& call) {
-  with_dtype(p.dtype, [&](auto type) { score_heads<decltype(type)>(p, call); });
+  with_read_dtype(p.dtype, [&](auto type) { score_heads<decltype(type)>(p, call); });
 }
 
 }  // namespace kvops::KVOPS_ISA

@@ -55,7 +55,7 @@ constexpr bool kAsStored = __is_same(T, Product);
 #if defined(__AVX512BF16__)
 template <class T>
 inline void convert(const F* x, Product* out, const T*) {
-  if constexpr (kAsStored<T>) {  // evens and odds, as they came
+  if constexpr (sizeof(T) == 1 || kAsStored<T>) {  // evens and odds, as they came
     const U raw = (U)x[0] >> 16 | ((U)x[1] & 0xffff0000u);
     memcpy(out, &raw, VB);
   } else if constexpr (sizeof(T) == 2) {
@@ -100,6 +100,19 @@ inline F larger_bits(F a, F b) {
 template <class T>
 bool comfortable(const T* const* row, RowShape shape) {
   F largest[VL] = {};
+  const auto outside = [&](int32_t least, int32_t most) {
+    const I all = (I)reduce_lanes(largest, larger_bits);
+    return any_nan((all < least) | (all >= most) ? splat(__builtin_nanf("")) : F{});
+  };
+  if constexpr (sizeof(T) == 1) {  // all numbers but 0 are
+    for (int r = 0; r < VL; ++r)
+      for_registers<T>(shape, [&](int64_t, auto&& load_row) {
+        F x[2];
+        load_row(row[r], x);
+        for (const F& each : x) largest[r] = larger_bits(largest[r], (F)((U)each & 0x7fffffffu));
+      });
+    return !outside(1, 0x7f800000);
+  }
   const auto see = [&](int r, U raw) {
     if (sizeof(T) == 2) largest[r] = larger_bits(largest[r], (F)(raw << 16 & 0x7fffffffu));
     largest[r] = larger_bits(largest[r], (F)(raw & (sizeof(T) == 2 ? 0x7fff0000u : 0x7fffffffu)));
@@ -117,9 +130,7 @@ bool comfortable(const T* const* row, RowShape shape) {
       see(r, raw);
     }
   }
-  const I all = (I)reduce_lanes(largest, larger_bits);
-  const I outside = (all < kLeast<T>) | (all >= kMost<T>);
-  return !any_nan(outside ? splat(__builtin_nanf("")) : F{});
+  return !outside(kLeast<T>, kMost<T>);
 }
 
 // What one worker has in hand: a head's prototypes, packed, and a block of keys on its way through.
@@ -300,7 +311,7 @@ void assign_heads(const AssignPrototypesParams& p, const Workers& workers) {
 void assign_prototypes(const AssignPrototypesParams& p, Call& call) {
   // 32 products take about as long as reading a byte.
   const Workers workers = workers_for(call, p.b * p.heads * p.n * p.d * (p.count / 32 + 1), Scratch(p).worker);
-  with_dtype(p.dtype, [&](auto type) { assign_heads<decltype(type)>(p, workers); });
+  with_read_dtype(p.dtype, [&](auto type) { assign_heads<decltype(type)>(p, workers); });
 }
 
 }  // namespace kvops::KVOPS_ISA

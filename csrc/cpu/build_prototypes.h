@@ -144,7 +144,7 @@ void build_heads(const BuildPrototypesParams& p, const Workers& workers) {
 
 void build_prototypes(const BuildPrototypesParams& p, Call& call) {
   const Workers workers = workers_for(call, p.b * p.heads * p.n * p.k.row_bytes, scratch_of(p));
-  with_dtype(p.dtype, [&](auto type) { build_heads<decltype(type)>(p, workers); });
+  with_read_dtype(p.dtype, [&](auto type) { build_heads<decltype(type)>(p, workers); });
 }
 
 }  // namespace kvops::KVOPS_ISA

@@ -223,10 +223,10 @@ void score_run(const LagScoreParams& p, const Rows<T>* kv, float* scores, int64_
   }
 }
 
-// Floats of scratch that a worker needs: 6 per channel of K and of V (rows rounded up to a 64-byte register, of
-// elements of 2 bytes at least), and one partition of V's scores.
+// Floats of scratch that a worker needs: 6 per channel of K and of V (rows rounded up to a register), and one partition
+// of V's scores.
 inline int64_t scratch_of(const LagScoreParams& p) {
-  return 6 * ((p.k.row_bytes + 63) / 64 + (p.v.row_bytes + 63) / 64) * 32 + (p.lag + 15) / 16 * 16;
+  return 6 * ((p.d + 31) / 32 + (p.dv + 31) / 32) * 32 + (p.lag + 15) / 16 * 16;
 }
 
 template <class T>
@@ -262,7 +262,7 @@ void score_heads(const LagScoreParams& p, const Workers& workers) {
 void lag_score(const LagScoreParams& p, Call& call) {
   const int64_t bytes = p.b * p.heads * p.segments * p.lag * (p.k.row_bytes + p.v.row_bytes);
   const Workers workers = workers_for(call, bytes, scratch_of(p));
-  with_dtype(p.dtype, [&](auto type) { score_heads<decltype(type)>(p, workers); });
+  with_read_dtype(p.dtype, [&](auto type) { score_heads<decltype(type)>(p, workers); });
 }
 
 }  // namespace kvops::KVOPS_ISA

@@ -72,7 +72,7 @@ void hash_keys(const LshBucketParams& p, Call& call) {
 }  // namespace
 
 void lsh_bucket(const LshBucketParams& p, Call& call) {
-  with_dtype(p.dtype, [&](auto type) { hash_keys<decltype(type)>(p, call); });
+  with_read_dtype(p.dtype, [&](auto type) { hash_keys<decltype(type)>(p, call); });
 }
 
 }  // namespace kvops::KVOPS_ISA

@@ -248,7 +248,7 @@ void score_heads(const OutlierDegreeParams& p, const Scratch& sizes, const Worke
 void outlier_degree(const OutlierDegreeParams& p, Call& call) {
   const Scratch sizes(p);
   const Workers workers = workers_for(call, p.b * p.heads * p.n * p.k.row_bytes, sizes.worker, sizes.moments);
-  with_dtype(p.dtype, [&](auto type) { score_heads<decltype(type)>(p, sizes, workers); });
+  with_read_dtype(p.dtype, [&](auto type) { score_heads<decltype(type)>(p, sizes, workers); });
 }
 
 }  // namespace kvops::KVOPS_ISA

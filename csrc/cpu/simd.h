@@ -279,9 +279,10 @@ inline F tanh(F x) {
 
 // One register of stored elements, widened to kVecs<T> vectors of floats. For 2-byte types without a fast conversion
 // the even elements go to the first vector and the odd ones to the second: statistics over channels do not mind, and
-// `channel_slot` says where a channel went.
+// `channel_slot` says where a channel went. fp8 comes in half a register and goes where the same channels of bf16
+// would, so that sums have one order and the results are bf16's to the last bit.
 template <class T>
-constexpr int kVecs = 4 / sizeof(T);
+constexpr int kVecs = sizeof(T) == 4 ? 1 : 2;
 template <class T>
 constexpr int kStep = kVecs<T> * VL;  // elements in a register
 
@@ -329,7 +330,32 @@ inline void widen(U raw, F* out, const Half*) {
 
 // Do `widen` and `narrow` keep the order of the channels?
 template <class T>
-constexpr bool kInOrder = sizeof(T) == 4 || (kHalfInOrder && !__is_same(T, BFloat16));
+constexpr bool kInOrder = sizeof(T) == 4 || (kHalfInOrder && __is_same(T, Half));
+
+// How fp8 counts: bits of the mantissa, the exponent's bias, and the least magnitude that is no number.
+template <class T>
+struct Fp8;
+template <>
+struct Fp8<E4M3> {
+  static constexpr int kMantissa = 3, kBias = 7, kSpecial = 0x7f;  // NaN
+};
+template <>
+struct Fp8<E5M2> {
+  static constexpr int kMantissa = 2, kBias = 15, kSpecial = 0x7c;  // infinity, then NaN
+};
+
+// fp8 in the low 8 bits. Never by a subnormal float, which a thread may flush to zero.
+template <class T>
+inline F fp8_to_float(U x) {
+  constexpr int kUp = 23 - Fp8<T>::kMantissa;
+  constexpr float kNormal = Fp8<T>::kBias == 7 ? 0x1p-6f : 0x1p-14f;  // the least
+  const U magnitude = x & 0x7fu;
+  const F normal = (F)((magnitude << kUp) + ((127u - Fp8<T>::kBias) << 23));
+  // What has the exponent 0 has it for 1, and no leading bit.
+  const F value = (I)magnitude < (1 << Fp8<T>::kMantissa) ? normal + (normal - kNormal) : normal;
+  const U bits = (I)magnitude < Fp8<T>::kSpecial ? (U)value : (magnitude << kUp) | 0x7f800000u;
+  return (F)(bits | (x & 0x80u) << 24);
+}
 
 inline float to_float(float x) {
   return x;
@@ -344,6 +370,12 @@ inline float to_float(Half x) {
   F out[2];
   widen(U{x.bits}, out, static_cast<const Half*>(nullptr));
   return out[0][0];
+}
+inline float to_float(E4M3 x) {
+  return fp8_to_float<E4M3>(U{x.bits})[0];
+}
+inline float to_float(E5M2 x) {
+  return fp8_to_float<E5M2>(U{x.bits})[0];
 }
 
 // The nearest value of the type, ties to even.
@@ -436,17 +468,39 @@ inline void load(const Half* p, F* out) {  // converted on the way from memory, 
 }
 #endif
 
-// The last register of a row when it is not full: `bytes` of it (a multiple of 16), the rest zeros.
+// Elements of fp8, two to a lane.
+template <class T>
+inline void load_fp8(const T* p, int64_t bytes, F* out) {
+  typedef uint16_t Pairs __attribute__((vector_size(VB / 2)));
+  Pairs raw = {};
+  memcpy(&raw, p, bytes);
+  const U pairs = __builtin_convertvector(raw, U);
+  out[0] = fp8_to_float<T>(pairs & 0xffu);
+  out[1] = fp8_to_float<T>(pairs >> 8);
+}
+inline void load(const E4M3* p, F* out) {
+  load_fp8(p, VB / 2, out);
+}
+inline void load(const E5M2* p, F* out) {
+  load_fp8(p, VB / 2, out);
+}
+
+// The last register of a row when it is not full: `bytes` of it (a multiple of 16), the rest zeros. Of fp8 that many as
+// bf16 would be.
 template <class T>
 inline void load_part(const T* p, int bytes, F* out) {
+  if constexpr (sizeof(T) == 1) {
+    load_fp8(p, bytes / 2, out);
+  } else {
 #if defined(__AVX512F__)
-  const U raw = (U)_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << (bytes / 4)) - 1), p);
+    const U raw = (U)_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << (bytes / 4)) - 1), p);
 #else
-  U raw = {};
-  for (int i = 0; i < bytes; i += 16)
-    memcpy(reinterpret_cast<char*>(&raw) + i, reinterpret_cast<const char*>(p) + i, 16);
+    U raw = {};
+    for (int i = 0; i < bytes; i += 16)
+      memcpy(reinterpret_cast<char*>(&raw) + i, reinterpret_cast<const char*>(p) + i, 16);
 #endif
-  widen(raw, out, p);
+    widen(raw, out, p);
+  }
 }
 
 // A row of d elements as registers: `full` whole ones, then one of `part` bytes if that is not 0.
@@ -513,7 +567,7 @@ inline void for_registers(RowShape shape, const Fn& fn) {
 // hardware's prefetch does not follow well. Level: of the cache, 1 or 2.
 template <int Level = 1, class T>
 inline void prefetch(const T* p, int64_t c, int64_t distance) {
-  __builtin_prefetch(reinterpret_cast<const char*>(p) + c * VB + distance, 0, 4 - Level);
+  __builtin_prefetch(reinterpret_cast<const char*>(p + c * kStep<T>) + distance, 0, 4 - Level);
 }
 
 // Index of channel c in an array of floats filled register by register.

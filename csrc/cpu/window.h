@@ -47,6 +47,30 @@ struct Choose<false, A, B> {
   typedef B Type;
 };
 
+// A block's rows of fp8 as bf16, at `to`.
+template <class T>
+void widen_fp8(Block& block, int64_t d, float* to) {
+  const RowShape shape = row_shape<T>(2 * d);
+  const int64_t stride = round_up(2 * d, 4 * kMaxLanes);
+  for (int i = 0; i < block.count; ++i)
+    for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
+      F x[2];
+      load_row(reinterpret_cast<const T*>(block.row(i)), x);
+      const U bits = narrow(x, static_cast<const BFloat16*>(nullptr));
+      memcpy(reinterpret_cast<char*>(to) + i * stride + c * VB, &bits, c < shape.full ? VB : shape.part);
+    });
+  block = made_block(block, to, stride);
+}
+
+// Rows of K or V as they are computed with. `rows`: room for kBlock of them. `widened`: for as many that are fp8.
+inline Block read_block(const Window& p, const KVView& view, int64_t head, int64_t first, int64_t count,
+                        const char** rows, float* widened) {
+  Block block = block_of(view.head(head / p.heads, head % p.heads), first, count, rows);
+  if (p.stored == DType::e4m3) widen_fp8<E4M3>(block, view.row_bytes / 2, widened);
+  if (p.stored == DType::e5m2) widen_fp8<E5M2>(block, view.row_bytes / 2, widened);
+  return block;
+}
+
 // A register block's vectors of rows, in the order of the packing.
 struct Chunk {
   int64_t vector;  // the first
@@ -111,7 +135,7 @@ struct WindowWorker {
   const Segments segments;
   const WindowScratch sizes;
   const int64_t vectors, lanes, words;  // of a segment; of all rows; of a packed row
-  float *q, *keys, *values, *tile, *partial, *poison, *block_scores, *group_scores, *turns;
+  float *q, *keys, *values, *tile, *partial, *poison, *block_scores, *group_scores, *turns, *wide_keys, *wide_values;
   float *offset, *factor, *sink;           // [lanes]: a row's weight is exp(logit - offset) * factor
   int32_t* limit;                          // [lanes]: 0 where no row is
   const char* key_rows[kBlock];            // of the block in hand, if it lies in pages
@@ -144,6 +168,8 @@ struct WindowWorker {
     sink = take(sizes.row);
     limit = reinterpret_cast<int32_t*>(take(sizes.row));
     turns = take(sizes.turned);
+    wide_keys = take(sizes.wide_keys);
+    wide_values = take(sizes.wide_values);
   }
 
   int64_t batch() const { return head / p.heads; }
@@ -220,10 +246,6 @@ struct WindowWorker {
       fn(Block{i, static_cast<int>(end - i < kBlock ? end - i : kBlock), nullptr, 0});
   }
 
-  // A block's rows of K or V, as they lie. `rows`: room for kBlock of them.
-  void rows_of(const KVView& view, Block& block, const char** rows) const {
-    block = block_of(view.head(batch(), head % p.heads), block.first, block.count, rows);
-  }
   static void widen_rows(int64_t row_bytes, Block& block, float* wide) {
     const RowShape shape = row_shape<T>(row_bytes);
     const int64_t width = shape.registers() * kStep<T>;
@@ -236,7 +258,7 @@ struct WindowWorker {
     block = made_block(block, wide, 4 * width);
   }
   void keys_of(Block& block) {
-    rows_of(p.k, block, key_rows);
+    block = read_block(p, p.k, head, block.first, block.count, key_rows, wide_keys);
     if (p.rope.pairs) block = turned<T>(p, batch(), block, turns);
     if (kWidened<T>) widen_rows(p.k.row_bytes, block, keys);
   }

@@ -40,8 +40,7 @@ struct WeightedValues {
   }
 
   void start(const Block& keys) {
-    block = keys;
-    worker.rows_of(v, block, rows);
+    block = read_block(worker.p, v, worker.head, keys.first, keys.count, rows, worker.wide_values);
     if (sizeof(T) == 2) worker.widen_rows(v.row_bytes, block, worker.values);
   }
 

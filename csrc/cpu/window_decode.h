@@ -54,7 +54,7 @@ struct DecodeWorker {
   const WindowScratch sizes;
   const RowShape shape;
   const int64_t width;  // of a packed query
-  float *q, *tile, *turns;
+  float *q, *tile, *turns, *wide_keys, *wide_values;
   F offset[kUnitVectors], factor[kUnitVectors], sink[kUnitVectors];
   int64_t head = -1, first = 0, last = 0;
   float weight = 0;
@@ -64,6 +64,8 @@ struct DecodeWorker {
     q = memory;
     tile = q + sizes.queries;
     turns = tile + sizes.tile;
+    wide_keys = turns + sizes.turned;
+    wide_values = wide_keys + sizes.wide_keys;
   }
 
   bool of_max() const { return p.group_reduce == Reduce::max; }
@@ -108,11 +110,7 @@ struct DecodeWorker {
     const int64_t begin = first + split * split_keys(p.n);
     const int64_t end = last - begin < part.last ? last : begin + part.last;
     for (int64_t i = begin + part.first; i < end; i += kBlock)
-      fn(rows_of(p.k, i, end - i < kBlock ? end - i : kBlock, rows));
-  }
-  // `rows`: room for kBlock of them.
-  Block rows_of(const KVView& view, int64_t begin, int64_t count, const char** rows) const {
-    return block_of(view.head(head / p.heads, head % p.heads), begin, count, rows);
+      fn(read_block(p, p.k, head, i, end - i < kBlock ? end - i : kBlock, rows, wide_keys));
   }
 
   // out: [keys in whole units][R]. Asks for the rows of `then`, of the same keys, if there are any.
@@ -254,7 +252,7 @@ struct DecodeWorker {
       float shrink[kLanes];
       const char* rows[kBlock];
       Block values{};
-      if (v) values = rows_of(*v, block.first, block.count, rows);
+      if (v) values = read_block(p, *v, head, block.first, block.count, rows, wide_values);
       logits(block, v ? &values : nullptr, v ? v->row_bytes : 0, at);
       softmax(block.count, at, peak, total, shrink);
       if (v) add_values(values, v->row_bytes, shrink, out);

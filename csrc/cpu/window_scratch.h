@@ -50,6 +50,7 @@ struct WindowScratch {
   int64_t lanes;                                      // padded rows of a head
   int64_t queries, keys, values, tile, partial, row;  // of a worker
   int64_t turned;                                     // of a worker: a block's keys, rotated
+  int64_t wide_keys, wide_values;                     // of a worker: a block's fp8 rows as bf16
   int64_t worker;                                     // all of them
   int64_t stats;                                      // of an item: running maximum and sum
   int64_t out;                                        // of an item: sums of weighted V rows
@@ -69,7 +70,10 @@ struct WindowScratch {
     partial = kBlock * kMaxLanes;
     row = lanes;
     turned = p.rope.pairs ? kBlock * round_up(p.k.row_bytes / 4, kMaxLanes) : 0;
-    worker = queries + keys + values + tile + 2 * partial + 2 * kBlock + 4 * row + turned;
+    const bool fp8 = p.stored != p.dtype;
+    wide_keys = fp8 ? kBlock * round_up(p.d / 2, kMaxLanes) : 0;
+    wide_values = fp8 ? kBlock * round_up(dv / 2, kMaxLanes) : 0;
+    worker = queries + keys + values + tile + 2 * partial + 2 * kBlock + 4 * row + turned + wide_keys + wide_values;
     stats = 2 * lanes;
     out = lanes * round_up(dv, 2 * kMaxLanes);
     logits = p.w == 1 && p.scores ? round_up(segments.count * segment_logits(p), kMaxLanes) : 0;

@@ -78,7 +78,7 @@ class KeyStream {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
 #pragma unroll
-      for (int j = 0; j < kPieces; ++j) keys[u].raw[j] = *slot(u, j);
+      for (int j = 0; j < kPieces; ++j) keys[u].raw[j] = widen<T>(*slot(u, j));
   }
   __device__ void release() { fetch(); }
 
@@ -92,7 +92,7 @@ class KeyStream {
     const KeySpan span = span_of_(unit_);
     const int64_t from = first(span, 0);
     next_ = span.rows.from(from);
-    next_.data += threadIdx.x % Lanes::kLanes * 16;
+    next_.data += threadIdx.x % Lanes::kLanes * kPieceBytes<T>;
     left_ = static_cast<int>(span.end - from);
   }
 
@@ -103,11 +103,11 @@ class KeyStream {
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
         const bool there = there_[j] && u < left_;
-        const char* const from = row + j * Lanes::kLanes * 16;
+        const char* const from = row + j * Lanes::kLanes * kPieceBytes<T>;
         if (wide_)
-          copy_async(slot(u, j), from, there);
+          copy_async<kPieceBytes<T>>(slot(u, j), from, there);
         else
-          *slot(u, j) = there ? load_piece<T, false>(from) : uint4{};
+          *slot(u, j) = there ? load_raw<T, false>(from) : uint4{};
       }
     }
     end_copies();
@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
   const auto span_of = [&](unsigned unit) {
     const unsigned b = unit / blocks / heads, h = unit / blocks % heads;
     const int64_t begin = static_cast<int64_t>(unit % blocks) * kTokens;
-    return KeySpan{head_rows<kPaged>(p.k, b, h).from(p.slots.first(b)), begin, min(begin + kTokens, p.slots.count(b))};
+    return KeySpan{head_rows<kPaged, T>(p.k, b, h).from(p.slots.first(b)), begin,
+                   min(begin + kTokens, p.slots.count(b))};
   };
   using Stream = KeyStream<T, Lanes, decltype(span_of)>;
   constexpr int kValues = RowPieces<T, Lanes>::kValues;
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
   const auto span_of = [&](unsigned index) {
     const unsigned unit = units - 1 - index, b = unit / blocks / heads, h = unit / blocks % heads;  // backward
     const int64_t begin = static_cast<int64_t>(unit % blocks) * kTokens;
-    return KeySpan{head_rows<kPaged>(p.k, b, h), begin, min(begin + kTokens, p.slots.first(b) + p.slots.count(b))};
+    return KeySpan{head_rows<kPaged, T>(p.k, b, h), begin, min(begin + kTokens, p.slots.first(b) + p.slots.count(b))};
   };
   using Stream = KeyStream<T, Lanes, decltype(span_of)>;
   constexpr int kValues = RowPieces<T, Lanes>::kValues;
@@ -369,12 +370,12 @@ inline void anchor_cosine_cuda(const AnchorCosineParams& p, void* workspace, cud
   const bool wide = aligned_rows(p.k, p.b, p.heads, p.n);
   Sections sections{workspace};
   const AnchorMemory memory(p, sections);
-  with_dtype(p.dtype, [&](auto type) {
+  with_read_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
     with_lanes<T>(p.d / kPiece<T>, [&](auto lanes) {
       using Lanes = decltype(lanes);
       constexpr int64_t kRing = 16 * kInFlight * kAnchorThreads;
-      with_pages(p.k, [&](auto paged) {
+      with_pages<T>(p.k, [&](auto paged) {
         const int64_t resident = int64_t{multiprocessors()} * kAnchorBlocks<T, Lanes, paged>;
         const dim3 grid = grid_of(units < resident ? units : resident);
         if (!p.given_anchor) {

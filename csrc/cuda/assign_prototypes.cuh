@@ -35,7 +35,7 @@ constexpr int kAssignThreads = 384, kAssignWarps = kAssignThreads / 32;
 
 // What keys of T are multiplied as.
 template <class T>
-using Product = std::conditional_t<sizeof(T) == 4, BFloat16, T>;
+using Product = std::conditional_t<sizeof(T) == 4, BFloat16, Value<T>>;
 
 // The prototypes of a head as 16-bit unit vectors, and how a block takes them.
 struct PackedPrototypes {
@@ -85,11 +85,11 @@ __global__ void __launch_bounds__(256)
 
 // A warp's keys as they are multiplied. fp32 comes two pieces for one.
 template <class T, int kPieces>
-struct AssignKeys : KeyTile<Product<T>, kPieces> {
-  using Base = KeyTile<Product<T>, kPieces>;
+struct AssignKeys : KeyTile<std::conditional_t<sizeof(T) == 4, BFloat16, T>, kPieces> {
+  using Base = KeyTile<std::conditional_t<sizeof(T) == 4, BFloat16, T>, kPieces>;
 
   __device__ void load(const HeadRows& rows, int left, int pieces, int part, bool wide) {
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (sizeof(T) < 4) {
       Base::load(rows, left, pieces, part, wide);
     } else if (wide) {
       convert<true>(rows, left, pieces, part);
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kAssignThreads, 1)
   const int first = static_cast<int>(p.slots.first(b)), last = first + static_cast<int>(p.slots.count(b));
   const int lane = threadIdx.x % 32, pieces = static_cast<int>(p.k.row_bytes / 16);
   const int parts = (packed.row_bytes / 64 + kPieces - 1) / kPieces;
-  const HeadRows rows = head_rows<kPaged>(p.k, b, h);
+  const HeadRows rows = head_rows<kPaged, T>(p.k, b, h);
   int* const assignment = p.assignment + head * p.n;
   if (carry) carry += head * p.n;
 
@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(kAssignThreads, 1)
         Products<kBlocks> x = {};
         for (int part = 0; part < parts; ++part) {
           if (parts > 1) keys.load(own, left, pieces, part, wide);
-          multiply<Product<T>, kPieces>(x, keys, units + tile * packed.pitch, packed.pitch, packed.row_bytes / 16,
-                                        part);
+          multiply<typename Keys::Stored, kPieces>(x, keys, units + tile * packed.pitch, packed.pitch,
+                                                   packed.row_bytes / 16, part);
         }
 #pragma unroll
         for (int m = 0; m < kBlocks; ++m)
@@ -222,13 +222,13 @@ inline void assign_prototypes_cuda(const AssignPrototypesParams& p, void* worksp
   const AssignMemory memory(p, packed, sections);
   float* const carry = packed.carry ? memory.carry : nullptr;
   const bool wide = aligned_rows(p.k, p.b, p.heads, p.n);
-  with_dtype(p.dtype, [&](auto type) {
+  with_read_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
     launch<pack_prototypes_kernel<Product<T>>>(grid_of((heads * packed.rows + 7) / 8), 256, 0, stream, p, packed,
                                                memory.packed);
     if (sm90::assign_prototypes(p, packed.view(p, memory.packed), packed.rows, stream)) return;
     const auto assign = [&](auto pieces) {
-      with_pages(p.k, [&](auto paged) {
+      with_pages<T>(p.k, [&](auto paged) {
         launch<assign_prototypes_kernel<T, decltype(pieces)::value, paged>>(
             grid_of(heads * splits.count), kAssignThreads, int64_t{packed.chunk} * packed.pitch, stream, p, packed,
             memory.packed, carry, splits, wide);

@@ -17,17 +17,23 @@ __device__ inline void copy_async(uint4* to, const void* from) {
 #endif
 }
 
-// The same where `there`, else 16 bytes of zeros; `from` is not read then.
+// The same where `there`, else zeros; `from` is not read then. kBytes: 16, or 8 of a slot for 16; both addresses are
+// multiples of it.
+template <int kBytes = 16>
 __device__ inline void copy_async(uint4* to, const void* from, bool there) {
 #ifdef __CUDACC__
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(there ? 16 : 0)
-               : "memory");
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(address), "l"(from), "r"(there ? 8 : 0)
+                 : "memory");
 #else
   if (there)
-    cudasim::copy_async(to, from, 16);
+    cudasim::copy_async(to, from, kBytes);
   else
-    *to = uint4{};
+    memset(to, 0, kBytes);
 #endif
 }
 

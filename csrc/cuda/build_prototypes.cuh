@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kMeanThreads, RowPieces<T, Lanes>::kValues > 1
   const int64_t prototype = blockIdx.x % p.count(), head = blockIdx.x / p.count();
   const int64_t b = head / p.heads, h = head % p.heads;
   const Members members(p, b, h, prototype);
-  const HeadRows rows = head_rows<kPaged>(p.k, b, h);
+  const HeadRows rows = head_rows<kPaged, T>(p.k, b, h);
   const int d = static_cast<int>(p.d), pieces = d / kPiece<T>, warp = threadIdx.x / 32;
 
   double total[kValues] = {};
@@ -183,10 +183,10 @@ inline void build_prototypes_cuda(const BuildPrototypesParams& p, cudaStream_t s
   const int64_t prototypes = p.b * p.heads * p.count();
   if (prototypes == 0) return;
   const bool wide = aligned_rows(p.k, p.b, p.heads, p.n);
-  with_dtype(p.dtype, [&](auto type) {
+  with_read_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
     with_lanes<T>(p.d / kPiece<T>, [&](auto lanes) {
-      with_pages(p.k, [&](auto paged) {
+      with_pages<T>(p.k, [&](auto paged) {
         launch<build_prototypes_kernel<T, decltype(lanes), paged>>(grid_of(prototypes), kMeanThreads,
                                                                    8 * kMeanWarps * p.d, stream, p, wide);
       });

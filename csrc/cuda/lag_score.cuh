@@ -76,7 +76,9 @@ template <class T, bool kWide>
 __device__ inline void copy_piece(uint4* to, const char* from) {
   if constexpr (!kWide) {
 #pragma unroll 2  // a piece at once would spill
-    for (int i = 0; i < 4; ++i) reinterpret_cast<unsigned*>(to)[i] = load_word<T>(from + 4 * i);
+    for (int i = 0; i < kPieceBytes<T> / 4; ++i) reinterpret_cast<unsigned*>(to)[i] = load_word<T>(from + 4 * i);
+  } else if constexpr (kPieceBytes<T> == 8) {
+    copy_async<8>(to, from, true);
   } else {
     copy_async(to, from);
   }
@@ -262,9 +264,9 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
   const int passes = (rows - 1) / (row_step * kU) + 1;
   const int64_t row_stride = kPaged ? 0 : kept(row_step * x.stride_n);
   const int start_row = first_row < rows ? first_row : rows - 1, more_rows = (rows - 1 - start_row) / row_step;
-  const int column = in_row < pieces ? in_row * 16 : 0;
+  const int column = in_row < pieces ? in_row * kPieceBytes<T> : 0;
   HeadRows start =
-      head_rows<kPaged>(x, b, h).from(p.slots.first(b) + p.prefix + (last - from_last(0)) * lag + begin + start_row);
+      head_rows<kPaged, T>(x, b, h).from(p.slots.first(b) + p.prefix + (last - from_last(0)) * lag + begin + start_row);
   start.data += column;
   HeadRows next = start;
   int left = more_rows;                               // rows of the partition behind the next
@@ -276,7 +278,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
         if (j > 0 && j * kLanes >= pieces) continue;
-        const int at = j > 0 && j * kLanes + in_row < pieces ? j * kLanes * 16 : 0;
+        const int at = j > 0 && j * kLanes + in_row < pieces ? j * kLanes * kPieceBytes<T> : 0;
         copy_piece<T, kWide>(ring + (u * kPieces + j) * blockDim.x + threadIdx.x, row + at);
       }
       if (u < left) {
@@ -305,7 +307,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
     uint4 low[kPieces], high[kPieces];
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
-      constexpr unsigned inf = kInfinity<T>, minus_inf = inf | kSign<T>;
+      constexpr unsigned inf = kInfinity<Value<T>>, minus_inf = inf | kSign<Value<T>>;
       low[j] = make_uint4(inf, inf, inf, inf);
       high[j] = make_uint4(minus_inf, minus_inf, minus_inf, minus_inf);
     }
@@ -322,7 +324,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
 #pragma unroll
         for (int j = 0; j < kPieces; ++j) {
           if (j > 0 && j * kLanes >= pieces) continue;
-          const uint4 piece = ring[(u * kPieces + j) * blockDim.x + threadIdx.x];
+          const uint4 piece = widen<T>(ring[(u * kPieces + j) * blockDim.x + threadIdx.x]);
           const float half = j * kLanes + in_row < pieces ? 0.5f : 0.0f;
           float elements[kElements];
           unpack<T>(piece, elements);
@@ -332,8 +334,8 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
             sums[u] += n;
             squares[u] = fmaf(n, n, squares[u]);
           }
-          low[j] = extreme<T, false>(low[j], piece);
-          high[j] = extreme<T, true>(high[j], piece);
+          low[j] = extreme<Value<T>, false>(low[j], piece);
+          high[j] = extreme<Value<T>, true>(high[j], piece);
         }
         if (u % kTogether == kTogether - 1) fetch(u + 1 - kTogether);
       }
@@ -353,8 +355,8 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
     for (int j = 0; j < kPieces; ++j) {
 #pragma unroll
       for (int lanes = kLanes; lanes < 32; lanes *= 2) {
-        low[j] = extreme<T, false>(low[j], shuffle_xor(low[j], lanes));
-        high[j] = extreme<T, true>(high[j], shuffle_xor(high[j], lanes));
+        low[j] = extreme<Value<T>, false>(low[j], shuffle_xor(low[j], lanes));
+        high[j] = extreme<Value<T>, true>(high[j], shuffle_xor(high[j], lanes));
       }
       if (lane < kLanes) {
         uint4* const range = ranges + (z * warps + warp) * 2 * kRowPieces + j * kLanes + lane;
@@ -395,7 +397,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
     Range* const own_ranges = told_ranges + step % 2 * 2 * kChannels;
     Part* const own_parts = told_parts + step % 2 * 2;
     each_channel([&](int of, int c) {
-      const T* const range = reinterpret_cast<const T*>(ranges + of * warps * 2 * kRowPieces) + c;
+      const Value<T>* const range = reinterpret_cast<const Value<T>*>(ranges + of * warps * 2 * kRowPieces) + c;
       Range whole = Range::none();
 #pragma unroll 4
       for (int w = 0; w < warps; ++w)
@@ -476,12 +478,12 @@ template <class Fn>
 inline void with_rows(const LagScoreParams& p, const Fn& fn) {
   const int64_t row_bytes = p.k.row_bytes > p.v.row_bytes ? p.k.row_bytes : p.v.row_bytes;
   const bool wide = aligned_rows(p.k, p.b, p.heads, p.slots.n) && aligned_rows(p.v, p.b, p.heads, p.slots.n);
-  with_dtype(p.dtype, [&](auto type) {
+  with_read_dtype(p.dtype, [&](auto type) {
     with_lanes<decltype(type)>(row_bytes / 16, [&](auto lanes) {
-      with_pages(p.k, [&](auto paged) {
+      with_pages<decltype(type)>(p.k, [&](auto paged) {
         // Where a lane has one piece of each row, 16 warps leave no registers for pages. With two there are 8 warps.
         using Given = decltype(lanes);
-        constexpr bool kMore = paged && sizeof(type) == 2 && Given::kRows == 1 && Given::kPieces == 1;
+        constexpr bool kMore = paged && sizeof(type) < 4 && Given::kRows == 1 && Given::kPieces == 1;
         using Lanes = std::conditional_t<kMore, RowLanes<32, 2>, Given>;
         if (wide)
           fn(type, Lanes{}, std::true_type{}, paged);

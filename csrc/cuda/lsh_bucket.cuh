@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kBucketThreads) lsh_bucket_kernel(LshBucketPar
   const int lane = threadIdx.x % 32, d = static_cast<int>(p.d);
   int bucket = -1;
   if (index >= 0 && index < p.n) {
-    const T* const key = reinterpret_cast<const T*>(head_rows<kPaged>(p.k, b, h).row(index));
+    const T* const key = reinterpret_cast<const T*>(head_rows<kPaged, T>(p.k, b, h).row(index));
     bool finite = true;
     for (int c = lane; c < d; c += 32) finite = finite && is_finite(to_float(key[c]));
     if (__all_sync(kWarp, finite)) {
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kBucketThreads) lsh_bucket_kernel(LshBucketPar
 inline void lsh_bucket_cuda(const LshBucketParams& p, cudaStream_t stream) {
   const int64_t keys = p.b * p.heads * p.indices.m;
   if (keys == 0) return;
-  with_dtype(p.dtype, [&](auto type) {
-    with_pages(p.k, [&](auto paged) {
+  with_read_dtype(p.dtype, [&](auto type) {
+    with_pages<decltype(type)>(p.k, [&](auto paged) {
       launch<lsh_bucket_kernel<decltype(type), paged>>(grid_of((keys + kBucketWarps - 1) / kBucketWarps),
                                                        kBucketThreads, 0, stream, p);
     });

@@ -121,7 +121,7 @@ using TurnOf = std::integral_constant<int, kTurn>;
 // up its 24 bits.
 template <class T, int kPieces>
 struct BandKeys {
-  using Product = std::conditional_t<sizeof(T) == 4, BFloat16, T>;
+  using Product = std::conditional_t<sizeof(T) == 4, BFloat16, Value<T>>;
   static constexpr int kParts = sizeof(T) == 4 ? 3 : 1, kSteps = sizeof(T) == 4 ? 1 : 2;  // kSteps: products of a piece
   static constexpr unsigned kHigh = 0xffff0000u;  // of a float: the bf16 next to it towards zero
   unsigned rows[kParts][kPieces * kSteps][4];
@@ -131,7 +131,7 @@ struct BandKeys {
   __device__ void take(const uint4 (&raw)[kPieces]) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      if constexpr (sizeof(T) == 2) {
+      if constexpr (sizeof(T) < 4) {
         rows[0][2 * i][kTurn] = raw[i].x;
         rows[0][2 * i][kTurn + 2] = raw[i].y;
         rows[0][2 * i + 1][kTurn] = raw[i].z;
@@ -209,7 +209,8 @@ __device__ inline bool mend_row(uint4 (&raw)[kPieces]) {
 // Each warp for itself, without shared memory or barriers: 8 keys after 8 keys meet themselves and the 8 before.
 template <class T, int kPieces>
 struct Band {
-  static constexpr int kBlocks = kPieces == 4 ? (sizeof(T) == 2 ? 4 : 3) : (sizeof(T) == 2 ? 3 : 2);
+  using Stored = T;
+  static constexpr int kBlocks = kPieces == 4 ? (sizeof(T) < 4 ? 4 : 3) : (sizeof(T) < 4 ? 3 : 2);
   static constexpr int kRun = 64;  // keys of a warp, a multiple of 32
 
   static DegreePlan plan(const OutlierDegreeParams& p) { return DegreePlan::of(p, kRun, kDegreeWarps, 0); }
@@ -229,7 +230,7 @@ struct Band {
     const float near_own[2] = {near(column - row), near(column + 1 - row)};
 
     HeadRows pieces = keys.rows.from(first);
-    pieces.data += lane % 4 * 16;
+    pieces.data += lane % 4 * kPieceBytes<T>;
     const int count = keys.pieces - lane % 4;  // of a key, the lane has every fourth
     uint4 raw[kPieces] = {};
     const auto at_key = [&](int at) {  // that of 8 from `at` on; for one that is not there, the nearest
@@ -239,11 +240,11 @@ struct Band {
       if (keys.wide) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
-          if (4 * i < count) raw[i] = load_piece<T, true>(from + 64 * i);
+          if (4 * i < count) raw[i] = load_piece<T, true>(from + 4 * kPieceBytes<T> * i);
       } else {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
-          if (4 * i < count) raw[i] = load_piece<T, false>(from + 64 * i);
+          if (4 * i < count) raw[i] = load_piece<T, false>(from + 4 * kPieceBytes<T> * i);
       }
     };
 
@@ -374,6 +375,7 @@ struct Neighbours {
 
 template <class T, class Lanes>
 struct Walk {
+  using Stored = T;
   static constexpr int kBlocks = 1;
 
   static DegreePlan plan(const OutlierDegreeParams& p) {
@@ -436,8 +438,8 @@ __global__ void __launch_bounds__(kDegreeThreads, Way::kBlocks)
     scores[slot_of(token)] = CUDART_NAN_F;
   if (first >= count) return;
 
-  const HeadKeys keys{head_rows<kPaged>(p.k, b, row % heads).from(start), static_cast<int>(p.k.row_bytes / 16), count,
-                      static_cast<int>(p.kappa), wide};
+  const HeadKeys keys{head_rows<kPaged, typename Way::Stored>(p.k, b, row % heads).from(start),
+                      static_cast<int>(p.k.row_bytes / 16), count, static_cast<int>(p.kappa), wide};
   Way::similarities(keys, plan, first, [&](int token, float x) {
     if (token < count) scores[slot_of(token)] = x;
   });
@@ -480,7 +482,7 @@ __global__ void __launch_bounds__(kDegreeThreads)
 // fn(Band or Walk) for the call.
 template <class Fn>
 inline void with_way(const OutlierDegreeParams& p, const Fn& fn) {
-  with_dtype(p.dtype, [&](auto type) {
+  with_read_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
     if (p.kappa <= kBandKeys) {
       if (p.k.row_bytes <= 256) return fn(Band<T, 4>{});
@@ -507,7 +509,7 @@ inline void outlier_degree_cuda(const OutlierDegreeParams& p, void* workspace, c
   SimilaritySums* const sums = OutlierDegreeMemory(p, sections).sums;
   with_way(p, [&](auto way) {
     const DegreePlan plan = way.plan(p);
-    with_pages(p.k, [&](auto paged) {
+    with_pages<typename decltype(way)::Stored>(p.k, [&](auto paged) {
       launch<similarity_kernel<decltype(way), paged>>(grid_of(heads * plan.blocks), kDegreeThreads, plan.shared, stream,
                                                       p, plan, sums, aligned_rows(p.k, p.b, p.heads, p.n));
     });

@@ -75,7 +75,7 @@ __device__ inline void finish_assignment(const AssignPrototypesParams& p, int64_
     const unsigned of = __ffs(static_cast<int>(strange)) - 1;
     const int64_t its_slot = __shfl_sync(kWarp, slot, static_cast<int>(of));
     const T* const key =
-        reinterpret_cast<const T*>(head_rows<kPaged>(p.k, head / p.heads, head % p.heads).row(its_slot));
+        reinterpret_cast<const T*>(head_rows<kPaged, T>(p.k, head / p.heads, head % p.heads).row(its_slot));
     const int exact =
         assign_exactly(key, p.prototypes + head * p.count * p.d, static_cast<int>(p.count), static_cast<int>(p.d));
     if (threadIdx.x % 32 == of) assignment[its_slot] = exact;

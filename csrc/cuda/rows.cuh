@@ -17,8 +17,9 @@ struct RowPieces {
     const int lane = threadIdx.x % Lanes::kLanes;
 #pragma unroll
     for (int j = 0; j < kPieces; ++j)
-      raw[j] =
-          lane + j * Lanes::kLanes < pieces ? load_piece<T, kWide>(row + 16 * (lane + j * Lanes::kLanes)) : uint4{};
+      raw[j] = lane + j * Lanes::kLanes < pieces
+                   ? load_piece<T, kWide>(row + kPieceBytes<T> * (lane + j * Lanes::kLanes))
+                   : uint4{};
   }
 
   __device__ void values(float (&x)[kValues]) const {

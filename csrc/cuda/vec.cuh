@@ -19,9 +19,15 @@ struct RowLanes {
   static constexpr int kLanes = Lanes, kPieces = Pieces, kRows = 32 / Lanes;
 };
 
-// Elements in a piece.
+// What rows of T are computed as. fp8 becomes bf16 as it is loaded: a piece of it is 8 bytes in memory.
 template <class T>
-constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
+using Value = std::conditional_t<sizeof(T) == 1, BFloat16, T>;
+
+// Elements in a piece, and its bytes in memory.
+template <class T>
+constexpr int kPiece = 16 / static_cast<int>(sizeof(Value<T>));
+template <class T>
+constexpr int kPieceBytes = kPiece<T> * static_cast<int>(sizeof(T));
 
 // fn(RowLanes<...>{}) for rows of T of so many pieces. kMaxHeadDim bounds them: checks refuse wider rows.
 template <class T = float, class Fn>
@@ -53,19 +59,22 @@ inline bool aligned_rows(const KVView& x, int64_t b, int64_t heads, int64_t n) {
 }
 
 // The rows of a head. Kernels have an instance for dense memory and one for pages, from which the compiler drops what
-// the other kind needs.
-template <bool kPaged>
+// the other kind needs. fp8, which is rarely dense, has one for both.
+template <bool kPaged, class T = float>
 __device__ inline HeadRows head_rows(KVView x, int64_t b, int64_t h) {
   if constexpr (!kPaged) x.table = nullptr;
   const HeadRows rows = x.head(b, h);
-  if (kPaged && !rows.pages) __builtin_unreachable();
+  if (kPaged && sizeof(T) > 1 && !rows.pages) __builtin_unreachable();
   return rows;
 }
 
-// fn(std::bool_constant<kPaged>{}) for K, or K and V: only calls with pages pay for their look-ups.
-template <class Fn>
+// fn(std::bool_constant<kPaged>{}) for K, or K and V, of T: only calls with pages pay for their look-ups.
+template <class T = float, class Fn>
 inline void with_pages(const KVView& x, const Fn& fn) {
-  x.table ? fn(std::true_type{}) : fn(std::false_type{});
+  if constexpr (sizeof(T) == 1)
+    fn(std::true_type{});
+  else
+    x.table ? fn(std::true_type{}) : fn(std::false_type{});
 }
 
 __device__ inline float to_float(float x) {
@@ -98,21 +107,74 @@ template <class T>
 __device__ inline unsigned load_word(const char* p) {
   if constexpr (sizeof(T) == 4) {
     return __ldg(reinterpret_cast<const unsigned*>(p));
+  } else if constexpr (sizeof(T) == 1) {
+    const unsigned char* byte = reinterpret_cast<const unsigned char*>(p);
+    return __ldg(byte) | __ldg(byte + 1) << 8 | __ldg(byte + 2) << 16 | __ldg(byte + 3) << 24;
   } else {
     const unsigned short* half = reinterpret_cast<const unsigned short*>(p);
     return __ldg(half) | static_cast<unsigned>(__ldg(half + 1)) << 16;
   }
 }
 
-// One piece: in one access where rows are 16-byte aligned (kWide), else element by element. Which one is chosen outside
-// of the loop that issues the loads, or they would wait for one another.
+// Two bf16 numbers times two others, subnormal ones too.
+__device__ inline unsigned multiply_bf16(unsigned x, unsigned y) {
+#ifdef __CUDACC__
+  unsigned product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(x), "r"(y), "r"(0x80008000u));
+  return product;
+#else
+  const auto one = [](unsigned i, unsigned j) -> unsigned {
+    return from_float<BFloat16>(to_float(BFloat16{static_cast<uint16_t>(i)}) *
+                                to_float(BFloat16{static_cast<uint16_t>(j)}))
+        .bits;
+  };
+  return one(x & 0xffffu, y & 0xffffu) | one(x >> 16, y >> 16) << 16;
+#endif
+}
+
+// Two fp8 numbers, each in the upper half of 16 bits, as bf16: exponent and mantissa go where those of bf16 lie, and
+// the product moves the bias. What is no number gets the exponent of none.
+template <class T>
+__device__ inline unsigned widen_two(unsigned x) {
+  constexpr bool e4m3 = std::is_same_v<T, E4M3>;
+  constexpr unsigned kBias = e4m3 ? 0x7b807b80u : 0x77807780u;     // 2^120 or 2^112
+  constexpr unsigned kSpecial = e4m3 ? 0x01000100u : 0x04000400u;  // carries into the sign from NaN, or infinity, on
+  const unsigned magnitude = x & 0x7f007f00u, special = (magnitude + kSpecial) & 0x80008000u;
+  return multiply_bf16(magnitude >> (e4m3 ? 4 : 3), kBias) | (special - (special >> 8)) | (x & 0x80008000u);
+}
+
+// A piece as it is computed with, from its bytes.
+template <class T>
+__device__ inline uint4 widen(uint4 raw) {
+  if constexpr (sizeof(T) == 1) {
+    return make_uint4(widen_two<T>(__byte_perm(raw.x, 0, 0x1404)), widen_two<T>(__byte_perm(raw.x, 0, 0x3424)),
+                      widen_two<T>(__byte_perm(raw.y, 0, 0x1404)), widen_two<T>(__byte_perm(raw.y, 0, 0x3424)));
+  } else {
+    return raw;
+  }
+}
+template <class T>
+__device__ inline std::enable_if_t<sizeof(T) == 1, float> to_float(T x) {
+  return to_float(BFloat16{static_cast<uint16_t>(widen_two<T>(unsigned{x.bits} << 8))});
+}
+
+// The bytes of a piece: in one access where rows are 16-byte aligned (kWide), else element by element. Which one is
+// chosen outside of the loop that issues the loads, or they would wait for one another.
 template <class T, bool kWide>
-__device__ inline uint4 load_piece(const char* p) {
-  if constexpr (kWide) {
+__device__ inline uint4 load_raw(const char* p) {
+  if constexpr (sizeof(T) == 1) {
+    const uint2 raw =
+        kWide ? __ldg(reinterpret_cast<const uint2*>(p)) : make_uint2(load_word<T>(p), load_word<T>(p + 4));
+    return make_uint4(raw.x, raw.y, 0, 0);
+  } else if constexpr (kWide) {
     return __ldg(reinterpret_cast<const uint4*>(p));
   } else {
     return make_uint4(load_word<T>(p), load_word<T>(p + 4), load_word<T>(p + 8), load_word<T>(p + 12));
   }
+}
+template <class T, bool kWide>
+__device__ inline uint4 load_piece(const char* p) {
+  return widen<T>(load_raw<T, kWide>(p));
 }
 
 // The elements of a piece.
@@ -124,8 +186,8 @@ __device__ inline void unpack(uint4 piece, float (&x)[kPiece<T>]) {
     if constexpr (sizeof(T) == 4) {
       x[i] = __uint_as_float(word[i]);
     } else {
-      x[2 * i] = to_float(T{static_cast<uint16_t>(word[i] & 0xffffu)});
-      x[2 * i + 1] = to_float(T{static_cast<uint16_t>(word[i] >> 16)});
+      x[2 * i] = to_float(Value<T>{static_cast<uint16_t>(word[i] & 0xffffu)});
+      x[2 * i + 1] = to_float(Value<T>{static_cast<uint16_t>(word[i] >> 16)});
     }
   }
 }
@@ -139,7 +201,8 @@ __device__ inline uint4 pack(const float (&x)[kPiece<T>]) {
     if constexpr (sizeof(T) == 4)
       word[i] = __float_as_uint(x[i]);
     else
-      word[i] = from_float<T>(x[2 * i]).bits | static_cast<unsigned>(from_float<T>(x[2 * i + 1]).bits) << 16;
+      word[i] = from_float<Value<T>>(x[2 * i]).bits | static_cast<unsigned>(from_float<Value<T>>(x[2 * i + 1]).bits)
+                                                          << 16;
   }
   return make_uint4(word[0], word[1], word[2], word[3]);
 }

@@ -33,11 +33,12 @@ constexpr int kTileRows = 16;  // rows that a warp multiplies at a time
 // of a row; wider rows come in several parts.
 template <class T, int kPieces>
 struct KeyTile {
-  static constexpr int kBlocks = sizeof(T) == 2 && kPieces == 4 ? 2 : 1;  // of 16 keys: 64 registers
-  static constexpr int kKeys = 16 * kBlocks, kOwn = 2 * kBlocks;          // keys of the warp; that a lane has pieces of
+  using Stored = T;
+  static constexpr int kBlocks = sizeof(T) < 4 && kPieces == 4 ? 2 : 1;  // of 16 keys: 64 registers
+  static constexpr int kKeys = 16 * kBlocks, kOwn = 2 * kBlocks;         // keys of the warp; that a lane has pieces of
   // The next keys are loaded while these are multiplied. In fp32 one tile keeps a warp busy for longer than a load
   // takes, so that the scheduler's other warp hides it, and the registers hold sums.
-  static constexpr bool kAhead = sizeof(T) == 2;
+  static constexpr bool kAhead = sizeof(T) < 4;
   uint4 raw[kOwn][kPieces];
 
   // Keys [0, left) of `rows`, as far as they are in this part of the row, of `pieces` pieces; the others are 0.
@@ -52,13 +53,14 @@ struct KeyTile {
   __device__ void load(const HeadRows& rows, int left, int pieces, int part) {
     const int key = threadIdx.x % 32 / 4, own = pieces - part * 4 * kPieces - static_cast<int>(threadIdx.x % 4);
     HeadRows at = rows.from(key);
-    at.data += part * 64 * kPieces + threadIdx.x % 4 * 16;
+    at.data += (part * 4 * kPieces + threadIdx.x % 4) * kPieceBytes<T>;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const bool there = key + 8 * i < left;
       const char* const row = at.row(8 * i, there);
 #pragma unroll
-      for (int p = 0; p < kPieces; ++p) raw[i][p] = there && 4 * p < own ? load_piece<T, kWide>(row + 64 * p) : uint4{};
+      for (int p = 0; p < kPieces; ++p)
+        raw[i][p] = there && 4 * p < own ? load_piece<T, kWide>(row + 4 * kPieceBytes<T> * p) : uint4{};
     }
   }
 };
@@ -75,7 +77,7 @@ __device__ inline void multiply(Products<KeyTile<T, kPieces>::kBlocks>& x, const
   const int lane = threadIdx.x % 32;
   queries += part * 64 * kPieces + lane % 4 * 16;
   pieces -= part * 4 * kPieces;
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) < 4) {
     queries += lane / 4 * pitch;
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {
@@ -86,8 +88,8 @@ __device__ inline void multiply(Products<KeyTile<T, kPieces>::kBlocks>& x, const
 #pragma unroll
         for (int m = 0; m < KeyTile<T, kPieces>::kBlocks; ++m) {
           const uint4 a = keys.raw[2 * m][p], b = keys.raw[2 * m + 1][p];
-          mma<T>(x[m][t], a.x, b.x, a.y, b.y, q.x, q.y);
-          mma<T>(x[m][t], a.z, b.z, a.w, b.w, q.z, q.w);
+          mma<Value<T>>(x[m][t], a.x, b.x, a.y, b.y, q.x, q.y);
+          mma<Value<T>>(x[m][t], a.z, b.z, a.w, b.w, q.z, q.w);
         }
       }
     }
@@ -189,7 +191,7 @@ __device__ inline uint4 query_piece(const Window& p, int64_t b, int64_t h, int r
   uint4 x;
 #pragma unroll
   for (int e = 0; e < kPiece<T>; ++e)
-    reinterpret_cast<T*>(&x)[e] = *reinterpret_cast<const T*>(from + e * p.q.stride_d);
+    reinterpret_cast<Value<T>*>(&x)[e] = *reinterpret_cast<const Value<T>*>(from + e * p.q.stride_d);
   return x;
 }
 
@@ -288,12 +290,12 @@ template <int N>
 struct Constant {
   static constexpr int value = N;
 };
-// fn(T{}, Constant<pieces>{}) for the dtype and the width of keys.
+// fn(T{}, Constant<pieces>{}) for the dtype and the width of keys, as they are stored.
 template <class Fn>
 inline void with_key_tile(const Window& p, const Fn& fn) {
-  with_dtype(p.dtype, [&](auto type) {
+  with_read_dtype(p.stored, [&](auto type) {
     using T = decltype(type);
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (sizeof(T) < 4) {
       if (p.k.row_bytes <= 256) return fn(type, Constant<4>{});
     }
     fn(type, Constant<8>{});

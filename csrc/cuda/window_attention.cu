@@ -13,6 +13,7 @@ struct WindowAttentionMemory {
   float* logits;   // [b, Hq, n], of one row for each query head, for its scores, or null
   char* passes;    // of window_scores' passes, one after the other
   char* turned;    // [b, Hk, n, d], keys that turn before all else
+  char* widened;   // [b, Hk, n, dv], the values beside them, if they are fp8
 
   WindowAttentionMemory(const WindowAttentionParams& p, const AttentionPlan& plan, Sections& sections) {
     const Window& w = p.window;
@@ -24,7 +25,9 @@ struct WindowAttentionMemory {
     totals = sections.add<float2>(rows);
     logits = w.w == 1 && w.scores ? sections.add<float>(rows * w.n) : nullptr;
     passes = sections.add<char>(sums_pass > scores ? sums_pass : scores);
-    turned = sections.add<char>(w.rope.pairs && !plan.turns ? w.b * w.heads * w.n * w.k.row_bytes : 0);
+    const int64_t turns_before = w.rope.pairs && !plan.turns ? w.b * w.heads * w.n : 0;
+    turned = sections.add<char>(turns_before * w.k.row_bytes);
+    widened = sections.add<char>(w.stored == w.dtype ? 0 : turns_before * p.v.row_bytes);
   }
 };
 
@@ -36,10 +39,20 @@ void launch_window_attention(const WindowAttentionParams& given, Call& call) {
   const cudaStream_t stream = stream_of(call);
   AttentionPlan plan = AttentionPlan::of(p);
   Sections sections{call.workspace(bytes_of<WindowAttentionMemory>(p, plan))};
-  const auto [parts, sums, totals, logits, passes, turned] = WindowAttentionMemory(p, plan, sections);
+  const auto [parts, sums, totals, logits, passes, turned, widened] = WindowAttentionMemory(p, plan, sections);
   if (w.rope.pairs && !plan.turns) {
-    const int64_t row = w.k.row_bytes, head = w.n * row;
-    const KVView out{turned, w.heads * head, head, row, row};
+    const auto dense = [&](char* memory, int64_t row) {
+      return KVView{memory, w.heads * w.n * row, w.n * row, row, row};
+    };
+    const KVView out = dense(turned, w.k.row_bytes);
+    if (w.stored != w.dtype) {
+      const KVView values = dense(widened, p.v.row_bytes);
+      widen_rows_cuda(w, w.k, out, stream);
+      widen_rows_cuda(w, p.v, values, stream);
+      w.k = out;
+      p.v = values;
+      w.stored = w.dtype;
+    }
     launch_rope_at_slots({w.k, out, w.rope, w.dtype, w.b, w.heads, w.n}, call);
     w.k = out;
     w.rope = {};

@@ -139,21 +139,29 @@ struct Column {
   __device__ void copy(char* to, const HeadRows& rows, int pieces, int count, bool wide) const {
     if (column >= pieces) return;
     if (wide && count >= kGroupKeys && rows.strided(0, kGroupKeys)) {
-      const char* from = rows.row(0) + row * rows.stride_n + column * 16;
+      const char* from = rows.row(0) + row * rows.stride_n + column * kPieceBytes<T>;
 #pragma unroll
-      for (int i = 0; i < kGroupKeys; i += kStep, from += kStep * rows.stride_n) copy_async(at(to, i), from);
+      for (int i = 0; i < kGroupKeys; i += kStep, from += kStep * rows.stride_n) begin<T>(at(to, i), from);
       return;
     }
 #pragma unroll 1
     for (int i = 0; i < kGroupKeys; i += kStep) {
-      const char* const from = rows.row(row + i, row + i < count) + column * 16;
+      const char* const from = rows.row(row + i, row + i < count) + column * kPieceBytes<T>;
       if (row + i >= count)
         *at(to, i) = uint4{};
       else if (wide)
-        copy_async(at(to, i), from);
+        begin<T>(at(to, i), from);
       else
-        *at(to, i) = load_piece<T, false>(from);
+        *at(to, i) = load_raw<T, false>(from);
     }
+  }
+
+  // Makes bf16 of the fp8 rows that this lane has copied, and that are there.
+  template <class T>
+  __device__ void widen_rows(char* to, int pieces) const {
+    if (column >= pieces) return;
+#pragma unroll 1
+    for (int i = 0; i < kGroupKeys; i += kStep) *at(to, i) = widen<T>(*at(to, i));
   }
 
   // The column of all rows becomes 0, if it is one of [begin, end).
@@ -164,6 +172,13 @@ struct Column {
   }
 
  private:
+  template <class T>
+  __device__ static void begin(uint4* to, const char* from) {
+    if constexpr (kPieceBytes<T> == 8)
+      copy_async<8>(to, from, true);
+    else
+      copy_async(to, from);
+  }
   __device__ uint4* at(char* to, int i) const {
     return reinterpret_cast<uint4*>(to + place_of<kWidth>(row + i, column));
   }
@@ -250,8 +265,8 @@ struct RowState {
       for (int t = 0; t < 2 * kGroups; ++t) {
         const uint4 k = *reinterpret_cast<const uint4*>(group + t / 2 * kGroupBytes +
                                                         place_of<kWidth>(t % 2 * 8 + lane / 4, 4 * block + lane % 4));
-        mma<T>(x[t], a.x, b.x, a.y, b.y, k.x, k.y);
-        mma<T>(x[t], a.z, b.z, a.w, b.w, k.z, k.w);
+        mma<Value<T>>(x[t], a.x, b.x, a.y, b.y, k.x, k.y);
+        mma<Value<T>>(x[t], a.z, b.z, a.w, b.w, k.z, k.w);
       }
     }
 
@@ -308,7 +323,7 @@ struct RowState {
       for (int row = 0; row < 2; ++row) {
         const float low = exp2_fast(x[t][2 * row] - less[row]), high = exp2_fast(x[t][2 * row + 1] - less[row]);
         sum[row] += low + high;
-        weights[t][row] = pack<T>(low, high);
+        weights[t][row] = pack<Value<T>>(low, high);
       }
     const int dv = static_cast<int>(p.dv);
 #pragma unroll
@@ -320,8 +335,8 @@ struct RowState {
         load_matrices<true>(v, group + g * kGroupBytes + kValues + place_of<kWidth>(lane % 16, 2 * c + lane / 16));
         const auto& a = weights[2 * g];
         const auto& b = weights[2 * g + 1];
-        mma<T>(out[2 * c], a[0], a[1], b[0], b[1], v[0], v[1]);
-        mma<T>(out[2 * c + 1], a[0], a[1], b[0], b[1], v[2], v[3]);
+        mma<Value<T>>(out[2 * c], a[0], a[1], b[0], b[1], v[0], v[1]);
+        mma<Value<T>>(out[2 * c + 1], a[0], a[1], b[0], b[1], v[2], v[3]);
       }
     }
   }
@@ -392,8 +407,8 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   const int k_pieces = static_cast<int>(w.k.row_bytes / 16), v_pieces = static_cast<int>(p.v.row_bytes / 16);
   const Column<kWidth> column;
   // Keys that have been turned before are dense, wherever the values are.
-  const HeadRows all_keys = kPaged && !kTurns ? w.k.head(b, h) : head_rows<kPaged>(w.k, b, h);
-  const HeadRows all_values = head_rows<kPaged>(p.v, b, h);
+  const HeadRows all_keys = kPaged && !kTurns ? w.k.head(b, h) : head_rows<kPaged, T>(w.k, b, h);
+  const HeadRows all_values = head_rows<kPaged, T>(p.v, b, h);
   const auto group_at = [&](int stage, int group) { return ring + (stage * warps + group) * State::kGroupBytes; };
   for (int stage = 0; stage < plan.stages; ++stage)
     column.clear(group_at(stage, warp), k_pieces, (k_pieces + 3) / 4 * 4);
@@ -418,13 +433,17 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
     to = to + 1 == plan.stages ? 0 : to + 1;
     if (tile < 0) continue;
     wait_for_stage<3>(plan.stages);
+    if constexpr (sizeof(T) == 1) {
+      column.template widen_rows<T>(group_at(from, warp), k_pieces);
+      column.template widen_rows<T>(group_at(from, warp) + State::kValues, v_pieces);
+    }
     if constexpr (kTurns) {
       const int mine = begin + tile * tile_keys + warp * kGroupKeys;
       __syncwarp();  // the warp's own keys are there
       if (w.rope.pairs % 8 == 0)
-        turn_keys<T, kWidth, uint4>(w.rope, b, mine, end - mine, group_at(from, warp));
+        turn_keys<Value<T>, kWidth, uint4>(w.rope, b, mine, end - mine, group_at(from, warp));
       else
-        turn_keys<T, kWidth, unsigned short>(w.rope, b, mine, end - mine, group_at(from, warp));
+        turn_keys<Value<T>, kWidth, unsigned short>(w.rope, b, mine, end - mine, group_at(from, warp));
     }
     meet();  // the tile is there
     const int key = begin + tile * tile_keys + own * kGroupKeys;
@@ -540,7 +559,7 @@ __global__ void __launch_bounds__(kWindowThreads)
       const int count = min(kPlainKeys, end - key);
 #pragma unroll 1
       for (int j = group; j < count; j += groups) {
-        const float4 v = load_four<T>(head_rows<kPaged>(p.v, b, h).row(key + j) + column * 4 * sizeof(T), plan.wide);
+        const float4 v = load_four<T>(head_rows<kPaged, T>(p.v, b, h).row(key + j) + column * 4 * sizeof(T), plan.wide);
         const float* const weight = weights + j * kTileRows;
 #pragma unroll
         for (int row = 0; row < kTileRows; ++row) {
@@ -612,8 +631,31 @@ __global__ void __launch_bounds__(kWindowThreads)
   to[3] = from_float<T>(out.w * factor);
 }
 
+// A thread for each piece of K or V.
+template <class T>
+__global__ void __launch_bounds__(kWindowThreads)
+    widen_rows_kernel(KVView from, KVView to, int64_t pieces_of_all, int64_t heads, int64_t n, bool wide) {
+  const int64_t i = blockIdx.x * int64_t{kWindowThreads} + threadIdx.x, pieces = to.row_bytes / 16;
+  if (i >= pieces_of_all) return;
+  const int64_t piece = i % pieces, slot = i / pieces % n, head = i / pieces / n, b = head / heads, h = head % heads;
+  const char* const row = head_rows<true, T>(from, b, h).row(slot) + piece * kPieceBytes<T>;
+  *reinterpret_cast<uint4*>(to.row(b, h, slot) + 16 * piece) =
+      wide ? load_piece<T, true>(row) : load_piece<T, false>(row);
+}
+
 // ---- The passes
 // ------------------------------------------------------------------------------------------------------
+
+// K or V of fp8, to dense bf16. What a request has no page for becomes what some page holds, which no row sees.
+inline void widen_rows_cuda(const Window& w, const KVView& from, const KVView& to, cudaStream_t stream) {
+  const int64_t pieces = w.b * w.heads * w.n * (to.row_bytes / 16);
+  with_read_dtype(w.stored, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (sizeof(T) == 1)
+      launch<widen_rows_kernel<T>>(grid_of((pieces + kWindowThreads - 1) / kWindowThreads), kWindowThreads, 0, stream,
+                                   from, to, pieces, w.heads, w.n, aligned_rows(from, w.b, w.heads, w.n));
+  });
+}
 
 // parts: [b, Hq, w, plan.parts, dv], each scaled by 2 to the power of minus its sum's `most`. sums: [b, Hq, w,
 // plan.parts]. logits: [b, Hq, n], of one row for each query head, or null.
@@ -627,15 +669,15 @@ inline void attention_parts_cuda(const WindowAttentionParams& p, const Attention
     using T = decltype(type);
     constexpr int kWidth = decltype(width)::value;
     const auto start = [&](auto turns) {
-      with_pages(p.v, [&](auto paged) {
+      with_pages<T>(p.v, [&](auto paged) {
         launch<attention_parts_kernel<T, kWidth, turns, paged>>(grid, 32 * plan.warps, plan.shared_bytes, stream, p,
                                                                 plan, parts, sums, logits);
       });
     };
     plan.turns ? start(std::true_type{}) : start(std::false_type{});
   };
-  with_dtype(p.window.dtype, [&](auto type) {
-    if constexpr (sizeof(type) == 2) {
+  with_read_dtype(p.window.stored, [&](auto type) {
+    if constexpr (sizeof(type) < 4) {
       if (AttentionPlan::tile_width(p) == 128)
         run(type, Constant<128>{});
       else
@@ -647,8 +689,8 @@ inline void attention_parts_cuda(const WindowAttentionParams& p, const Attention
 // The same for every dtype and width. totals: [b, Hq, w].
 inline void plain_attention_parts_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, const RowSum* totals,
                                        float* parts, RowSum* sums, cudaStream_t stream) {
-  with_dtype(p.window.dtype, [&](auto type) {
-    with_pages(p.v, [&](auto paged) {
+  with_read_dtype(p.window.stored, [&](auto type) {
+    with_pages<decltype(type)>(p.v, [&](auto paged) {
       launch<plain_attention_parts_kernel<decltype(type), paged>>(
           grid_of(p.window.b * p.window.heads * plan.splits.count * plan.row_blocks), kWindowThreads, plan.shared_bytes,
           stream, p, plan, totals, parts, sums);

@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         }
       }
     };
-    for_tiles<T, kPieces, false>(p, head_rows<kPaged>(p.k, b, h), begin, end, first, most, chunks.wide, add_tile,
+    for_tiles<T, kPieces, false>(p, head_rows<kPaged, T>(p.k, b, h), begin, end, first, most, chunks.wide, add_tile,
                                  [](int) {});
 
     __syncthreads();  // all states are final
@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
       if (eighths > 0) end_unit(false);
     };
     for_tiles<T, kPieces, true>(
-        p, head_rows<kPaged>(p.k, b, h), begin, end, first, counted.most, chunks.wide,
+        p, head_rows<kPaged, T>(p.k, b, h), begin, end, first, counted.most, chunks.wide,
         [&](int key, Keys& keys, const HeadRows& rows, int left) { score_tile(key, &keys, rows, left); },
         [&](int key) { score_tile(key, nullptr, HeadRows{}, 0); });
   }
@@ -420,7 +420,7 @@ inline void window_sums_cuda(const Window& p, const SumsPlan& plan, RowSum* part
   const int state = static_cast<int>(sizeof(float4)) * kWindowThreads / 8;  // of a row
   const RowChunks chunks = RowChunks::of(p, RowLayout::of(1, plan.rows), state + static_cast<int>(sizeof(int)));
   with_key_tile(p, [&](auto type, auto pieces) {
-    with_pages(p.k, [&](auto paged) {
+    with_pages<decltype(type)>(p.k, [&](auto paged) {
       launch<window_sums_kernel<decltype(type), decltype(pieces)::value, paged>>(
           grid_of(plan.heads * plan.splits.count), kWindowThreads, chunks.shared_bytes, stream, p, chunks, plan.splits,
           partial_sums, logits);
@@ -465,7 +465,7 @@ inline void window_scores_pass_cuda(const WindowScoresParams& params, const Scor
   const Window& p = params.window;
   if (params.softmax && sm90::window_scores(p, params.lse, reinterpret_cast<const float2*>(totals), stream)) return;
   with_key_tile(p, [&](auto type, auto pieces) {
-    with_pages(p.k, [&](auto paged) {
+    with_pages<decltype(type)>(p.k, [&](auto paged) {
       launch<window_scores_kernel<decltype(type), decltype(pieces)::value, paged>>(
           grid_of(p.b * p.heads * plan.splits.count), kWindowThreads, plan.chunks.shared_bytes, stream, params,
           plan.chunks, plan.splits, totals, carry);

@@ -10,8 +10,8 @@ std::tuple<Tensor, Tensor> anchor_cosine(const Tensor& k, const OptionalTensor& 
                                          const OptionalTensor& starts, const OptionalTensor& lengths,
                                          const OptionalTensor& block_table) {
   const char* op = "anchor_cosine";
-  const DType dtype = check_dtype(op, "k", k);
-  const KV kv = check_cache(op, "k", k, block_table);
+  const DType dtype = check_read_dtype(op, "k", k);
+  const KV kv = check_read_cache(op, "k", k, block_table);
   const auto& [view, b, heads, n, d] = kv;
   if (anchor) {
     check_same_device(op, "anchor", *anchor, k);

@@ -10,9 +10,9 @@ Tensor assign_prototypes(const Tensor& k, const Tensor& prototypes, const Option
                          const OptionalTensor& lengths, const OptionalTensor& block_table) {
   const char* op = "assign_prototypes";
   check_same_device(op, "prototypes", prototypes, k);
-  const DType dtype = check_dtype(op, "k", k);
+  const DType dtype = check_read_dtype(op, "k", k);
   check_scalar_type(op, "prototypes", prototypes, ScalarType::Float);
-  const KV kv = check_cache(op, "k", k, block_table);
+  const KV kv = check_read_cache(op, "k", k, block_table);
   const auto& [view, b, heads, n, d] = kv;
   KVOPS_CHECK(
       prototypes.dim() == 4 && prototypes.size(0) == b && prototypes.size(1) == heads && prototypes.size(2) >= 1 &&

@@ -11,8 +11,8 @@ std::tuple<Tensor, Tensor> build_prototypes(const Tensor& k, const OptionalTenso
                                             const OptionalTensor& starts, const OptionalTensor& lengths,
                                             const OptionalTensor& block_table) {
   const char* op = "build_prototypes";
-  const DType dtype = check_dtype(op, "k", k);
-  const KV kv = check_cache(op, "k", k, block_table);
+  const DType dtype = check_read_dtype(op, "k", k);
+  const KV kv = check_read_cache(op, "k", k, block_table);
   const auto& [view, b, heads, n, d] = kv;
   constexpr int64_t kMost = int64_t{1} << 24;
   KVOPS_CHECK(num_chunks >= 0 && num_chunks <= kMost, op, ": num_chunks must be in [0, ", kMost, "], got ", num_chunks);

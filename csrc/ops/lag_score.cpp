@@ -9,7 +9,7 @@ namespace {
 Tensor lag_score(const Tensor& k, const Tensor& v, int64_t lag, int64_t prefix, double v_weight, bool self_reference,
                  const OptionalTensor& starts, const OptionalTensor& lengths, const OptionalTensor& block_table) {
   const char* op = "lag_score";
-  const KVPair kv = check_kv_pair(op, k, v, block_table, check_dtype);
+  const KVPair kv = check_read_pair(op, k, v, block_table);
   const auto& [view, b, heads, n, d] = kv.k;
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
   KVOPS_CHECK(lag >= 1 && lag <= kLargest, op, ": lag must be in [1, ", kLargest, "], got ", lag);
@@ -25,7 +25,7 @@ Tensor lag_score(const Tensor& k, const Tensor& v, int64_t lag, int64_t prefix, 
   const LagScoreParams p{.k = view,
                          .v = kv.v.view,
                          .scores = static_cast<float*>(scores.mutable_data_ptr()),
-                         .dtype = check_dtype(op, "k", k),
+                         .dtype = check_read_dtype(op, "k", k),
                          .slots = slots,
                          .b = b,
                          .heads = heads,

@@ -11,10 +11,10 @@ Tensor lsh_bucket(const Tensor& k, const Tensor& indices, const Tensor& projecti
   const char* op = "lsh_bucket";
   check_same_device(op, "projection", projection, k);
   check_same_device(op, "phase", phase, k);
-  const DType dtype = check_dtype(op, "k", k);
+  const DType dtype = check_read_dtype(op, "k", k);
   check_scalar_type(op, "projection", projection, ScalarType::Float);
   check_scalar_type(op, "phase", phase, ScalarType::Float);
-  const KV kv = check_cache(op, "k", k, block_table);
+  const KV kv = check_read_cache(op, "k", k, block_table);
   const auto& [view, b, heads, n, d] = kv;
   const IndexView rows = check_indices(op, indices, k, kv);
   KVOPS_CHECK(projection.dim() == 2 && projection.size(0) >= 1 && projection.size(0) <= kMaxHashBits &&

@@ -9,8 +9,8 @@ namespace {
 Tensor outlier_degree(const Tensor& k, int64_t kappa, bool standardize, const OptionalTensor& starts,
                       const OptionalTensor& lengths, const OptionalTensor& block_table) {
   const char* op = "outlier_degree";
-  const DType dtype = check_dtype(op, "k", k);
-  const KV kv = check_cache(op, "k", k, block_table);
+  const DType dtype = check_read_dtype(op, "k", k);
+  const KV kv = check_read_cache(op, "k", k, block_table);
   const auto& [view, b, heads, n, d] = kv;
   KVOPS_CHECK(kappa >= 1 && kappa <= kMaxKappa, op, ": kappa must be in [1, ", kMaxKappa, "], got ", kappa);
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);

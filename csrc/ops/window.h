@@ -19,15 +19,16 @@ struct QueryView {
 constexpr int64_t kMaxWindow = 256;  // rows
 
 struct Window {
-  QueryView q;               // [b, heads * group, w, d]
-  KVView k;                  // [b, heads, n, d]
-  SlotRope rope;             // by which keys turn when they are read
-  const int32_t* visible;    // [b or 1, w]: one past the last key that a row sees
-  int64_t visible_stride;    // w, or 0 where all of the batch share it
-  const int32_t* starts;     // [b] or null: the first key that a row sees
-  const float* sink_logits;  // [heads * group] or null: one more logit of the softmax, without a key
-  float* scores;             // [b, heads, n], or [b, heads * group, n] if group_reduce is none; null: not asked for
-  DType dtype;
+  QueryView q;                  // [b, heads * group, w, d]
+  KVView k;                     // [b, heads, n, d]
+  SlotRope rope;                // by which keys turn when they are read
+  const int32_t* visible;       // [b or 1, w]: one past the last key that a row sees
+  int64_t visible_stride;       // w, or 0 where all of the batch share it
+  const int32_t* starts;        // [b] or null: the first key that a row sees
+  const float* sink_logits;     // [heads * group] or null: one more logit of the softmax, without a key
+  float* scores;                // [b, heads, n], or [b, heads * group, n] if group_reduce is none; null: not asked for
+  DType dtype;                  // of q, and that rows are computed in
+  DType stored;                 // of K and V: the same, or fp8
   Reduce reduce, group_reduce;  // over the rows, and over the query heads of a group
   float scale;                  // logits are scale * q.k,
   float softcap;                // and if this is not 0, softcap * tanh(logit / softcap)

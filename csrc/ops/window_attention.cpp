@@ -15,7 +15,7 @@ std::tuple<Tensor, Tensor, Tensor> window_attention(const Tensor& q, const Tenso
                                                     const OptionalTensor& sin, bool interleaved, bool with_scores,
                                                     const OptionalTensor& block_table) {
   const char* op = "window_attention";
-  const KVPair kv = check_kv_pair(op, k, v, block_table, check_dtype);
+  const KVPair kv = check_read_pair(op, k, v, block_table);
   Window window =
       check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits, block_table);
   KVOPS_CHECK(cos.has_value() == sin.has_value(), op, ": cos and sin must be given together, got ", cos ? "cos" : "sin",

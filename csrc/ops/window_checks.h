@@ -16,11 +16,14 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
                            const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits,
                            const OptionalTensor& block_table) {
   check_same_device(op, "k", k, q);
-  const DType dtype = check_dtype(op, "q", q);
-  KVOPS_CHECK(check_dtype(op, "k", k) == dtype, op, ": k must have q's dtype ",
-              torch::headeronly::toString(q.scalar_type()), ", got ", torch::headeronly::toString(k.scalar_type()));
+  const DType dtype = check_dtype(op, "q", q), stored = check_read_dtype(op, "k", k);
+  const bool fp8 = is_fp8(stored);
+  KVOPS_CHECK(fp8 ? dtype == DType::bf16 : stored == dtype, op,
+              fp8 ? ": q must be bfloat16 where k is fp8, k " : ": k must have q's dtype ",
+              torch::headeronly::toString((fp8 ? k : q).scalar_type()), ", got ",
+              torch::headeronly::toString((fp8 ? q : k).scalar_type()));
   KVOPS_CHECK(q.dim() == 4, op, ": q must be [batch, query heads, rows, head_dim], got ", shape(q));
-  const KV kv = check_cache(op, "k", k, block_table);
+  const KV kv = check_read_cache(op, "k", k, block_table);
   const auto& [k_view, b, heads, n, d] = kv;
   const int64_t query_heads = q.size(1), w = q.size(2);
   KVOPS_CHECK(q.size(0) == b && q.size(3) == d, op, ": q must have k's batch and head_dim, ", b, " and ", d, ", got ",
@@ -80,6 +83,7 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
           .sink_logits = sink_logits ? static_cast<const float*>(sink_logits->const_data_ptr()) : nullptr,
           .scores = nullptr,
           .dtype = dtype,
+          .stored = stored,
           .reduce = over_rows,
           .group_reduce = over_group,
           .scale = static_cast<float>(used_scale),

@@ -143,12 +143,12 @@ __device__ inline void copy_keys(const TensorMap& map, uint64_t* full, T* to, in
 // they may be used always.
 inline bool serves(DType dtype, int64_t d, int64_t n) {
   const char* const wanted = std::getenv("KVOPS_SM90");
-  return wanted && std::string_view(wanted) == "1" && dtype != DType::f32 && (d == 64 || d == 128 || d == 256) &&
-         n > 0 && n < 1 << 30 && is_hopper();
+  return wanted && std::string_view(wanted) == "1" && (dtype == DType::f16 || dtype == DType::bf16) &&
+         (d == 64 || d == 128 || d == 256) && n > 0 && n < 1 << 30 && is_hopper();
 }
 // And for such queries?
 inline bool serves(const Window& p) {
-  return p.softcap == 0 && !p.rope.pairs && serves(p.dtype, p.d, p.n);
+  return p.softcap == 0 && !p.rope.pairs && serves(p.stored, p.d, p.n);
 }
 
 // fn(T{}) of 16-bit elements.
