@@ -64,7 +64,7 @@ sanitize: $(STAMPS)/sanitize
 gpu gpu-more:
 	@$(PYTHON) bench/gpu.py $(if $(filter gpu-more,$@),--more) $(if $(OUT),--out "$(OUT)") $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
-OP_TESTS = tests/test_operators.py tests/test_pages.py $(wildcard $(patsubst csrc/ops/%.h,tests/test_%.py,$(wildcard csrc/ops/*.h)))
+OP_TESTS = tests/test_operators.py tests/test_pages.py tests/test_fp8.py $(wildcard $(patsubst csrc/ops/%.h,tests/test_%.py,$(wildcard csrc/ops/*.h)))
 
 # Set-up, one stamp per step.
 

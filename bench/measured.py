@@ -6,7 +6,7 @@
 Between `<!-- speed -->` and `<!-- end -->` stands what the benchmark found at 65,536 tokens: the form that a plain call
 takes first, others behind it, each named. Between `<!-- attention -->` and `<!-- end -->` stands what
 python -m kvops.bench.attention found, between `<!-- decode -->` and `<!-- end -->` what python -m kvops.bench.decode
-found, between `<!-- pages -->` and `<!-- end -->` what python -m kvops.bench --paged found.
+found, between `<!-- pages -->` or `<!-- fp8 -->` and `<!-- end -->` what python -m kvops.bench --paged found.
 
 Between `<!-- measured: LagKV LocalKV -->` and `<!-- end -->` stand the rows of the methods of these names and of their
 variants (LAQ: also LAQ++), or of `all`: the partial match of each budget, by whether the prompt was cut before the
@@ -179,6 +179,12 @@ def decode_table() -> str:
     return markdown(lines)
 
 
+def code(op: str) -> str:
+    """An operator's name as code, and what comes behind it, or another row's, as it is."""
+    name, comma, kind = op.partition(",")
+    return op if op == pages.READING else f"`{name}`{comma}{kind}"
+
+
 def pages_table() -> str:
     rows = json.loads(pages.RESULTS.read_text())["rows"]
     kinds = list(dict.fromkeys((row["dtype"], row["order"]) for row in rows))
@@ -188,12 +194,28 @@ def pages_table() -> str:
     cells = {(row["op"], row["dtype"], row["order"], size): row["ratio"][size] for row in rows for size in sizes}
     for op in dict.fromkeys(row["op"] for row in rows):
         found = [cells[op, dtype, order, size] for dtype, order in kinds for size in sizes]
-        lines.append([f"`{op}`".replace(", decode`", "`, decode"), *(f"{x:.2f}" for x in found)])
+        lines.append([code(op), *(f"{x:.2f}" for x in found)])
+    return markdown(lines)
+
+
+def fp8_table() -> str:
+    rows = json.loads(pages.RESULTS.read_text())["fp8"]
+    lines = [["", "bf16", *pages.FP8], ["---"] * (2 + len(pages.FP8))]
+    for row in rows:
+        lines.append(
+            [code(row["op"]), f"{1e3 * row['seconds']:.3g} ms", *(f"{row['ratio'][x]:.2f}" for x in pages.FP8)]
+        )
     return markdown(lines)
 
 
 #: By the name of their blocks.
-TABLES = {"speed": speed_table, "attention": attention_table, "decode": decode_table, "pages": pages_table}
+TABLES = {
+    "speed": speed_table,
+    "attention": attention_table,
+    "decode": decode_table,
+    "pages": pages_table,
+    "fp8": fp8_table,
+}
 
 
 def filled(page: Path, rows: list[dict]) -> str:

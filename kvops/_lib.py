@@ -53,7 +53,8 @@ def _load() -> ctypes.CDLL:
         )
     library = load(LIBRARY)
     library.kvops_facts.restype = ctypes.c_char_p
-    for probe, pointers in ((library.kvops_probe_read, 1), (library.kvops_probe_copy, 2)):
+    probes = (library.kvops_probe_read, 1), (library.kvops_probe_copy, 2), (library.kvops_probe_pages, 2)
+    for probe, pointers in probes:
         probe.restype = ctypes.c_double
         probe.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
     facts = json.loads(library.kvops_facts())
@@ -142,3 +143,10 @@ def probe_copy(dst: torch.Tensor, src: torch.Tensor, kind: int) -> float:
     forward loop that may overlap (dst below src in the same storage). For benchmarks."""
     size = src.numel() * src.element_size()
     return _library.kvops_probe_copy(dst.data_ptr(), src.data_ptr(), size, kind, torch.get_num_threads())
+
+
+def probe_pages(x: torch.Tensor, places: torch.Tensor, page_bytes: int) -> float:
+    """Seconds to read x's pages of so many bytes, a multiple of 256, in the order of `places` (int32), each while the
+    next is asked for, with torch's threads. For benchmarks."""
+    threads = torch.get_num_threads()
+    return _library.kvops_probe_pages(x.data_ptr(), places.data_ptr(), places.numel(), page_bytes, threads)

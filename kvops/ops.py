@@ -1,7 +1,8 @@
 """The operators: one public function each, with its contract; beneath it the fake (shapes for torch.compile).
 
 Conventions: b batch, Hk KV heads, n cached tokens, d and dv head dims. k: [b, Hk, n, d] and v: [b, Hk, n, dv] are fp32,
-fp16 or bf16, with any strides whose last dim is contiguous and rows of a multiple of 16 bytes; they are read where
+fp16, bf16 or, for operators that score or only move rows, fp8 (e4m3, e5m2; read as bf16 of the same values, see
+docs/layouts.md), with any strides whose last dim is contiguous and rows of a multiple of 16 bytes; they are read where
 they lie, never copied. Arithmetic and scores are fp32. `starts`, `lengths`: int32 [b], slot i of row b is valid when
 starts[b] <= i < starts[b] + lengths[b] (defaults 0 and n - starts). Wrong input is a ValueError (TypeError for what
 is no tensor) that names the argument, what was expected and what came, before anything is written. The operators are
@@ -261,8 +262,8 @@ def window_scores(
     Nothing of size rows x n is written (for w = 1 one workspace [b, Hq, n]).
 
     Args:
-        q: [b, Hq, w, d], the queries of 1 to 256 rows, of k's dtype and any strides. Query head h serves KV head h //
-            (Hq / Hk), and K is never expanded.
+        q: [b, Hq, w, d], the queries of 1 to 256 rows, of k's dtype (bf16 where that is fp8) and any strides. Query
+            head h serves KV head h // (Hq / Hk), and K is never expanded.
         k: [b, Hk, n, d].
         visible: int32 [w] or [b, w]. Row i sees the keys starts[b] <= j < visible[i]; with 0 it does not count (a
             sequence that has ended, padding).

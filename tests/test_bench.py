@@ -693,17 +693,20 @@ def test_decode_in_small(tmp_path, capsys):
 
 def test_pages_are_measured(tmp_path, capsys):
     file = tmp_path / "pages.json"
-    said = ["--n", "1024", "--pages", "16", "1024", "--heads", "2", "--dtype", "fp32", "--seconds", "0"]
+    said = ["--n", "1024", "--pages", "16", "1024", "--heads", "2", "--dtype", "bf16", "--seconds", "0"]
     assert pages.main([*said, "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     assert {x["op"] for x in found["rows"]} == set(pages.OPERATORS) and len(found["rows"]) == 2 * len(pages.OPERATORS)
     assert found["command"].startswith("python -m kvops.bench --paged --n 1024")
     assert all(set(x["ratio"]) == {"16", "1024"} and x["ratio"]["16"] > 0 for x in found["rows"])
+    assert {x["op"] for x in found["fp8"]} == {*pages.OPERATORS} - {pages.READING, *pages.MOVES}
+    assert all(x["n"] == 1024 and set(x["ratio"]) == {"e4m3", "e5m2"} for x in found["fp8"])
     assert [x["op"] for x in found["together"]] == ["keydiff_compress_, 64 requests", "compact_kv_, 32 layers"]
     assert all(x["n"] == 128 and x["seconds"]["one call, pages"] > 0 for x in found["together"])
     shown = capsys.readouterr().out
     assert re.search(r"^a call for each, pages +\S+ .s +\d+\.\d\dx$", shown, re.M)
-    assert re.search(r"fp32, 1,024, dense +page 16 +page 1024$", shown, re.M)
+    assert re.search(r"bf16, 1,024, dense +page 16 +page 1024$", shown, re.M)
+    assert re.search(r"^lag_score +\S+ .s +\d+\.\d\dx +\d+\.\d\dx$", shown, re.M)
     assert re.search(r"^compact_kv_ +NHD +\S+ .s +\d+\.\d\dx +\d+\.\d\dx$", shown, re.M)
     for wrong in (
         ["--pages", "0"],
@@ -718,7 +721,7 @@ def test_pages_are_measured(tmp_path, capsys):
 
 def test_pages_take_every_operator_of_the_schema():
     with_tables = {x.name.removeprefix("kvops::") for x in SCHEMAS if any(a.name == "block_table" for a in x.arguments)}
-    assert {x.split(",")[0] for x in pages.OPERATORS} == with_tables
+    assert {x.split(",")[0] for x in pages.OPERATORS if x != pages.READING} == with_tables
 
 
 def test_pages_hold_the_same_rows():

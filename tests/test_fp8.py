@@ -1,11 +1,9 @@
 """fp8 rows: every operator that computes with K or V reads each number as the bf16 number of the same value."""
 
-import copy
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 import kit
 import kvops
@@ -137,7 +135,12 @@ def test_policies_in_fp8_pages():
     k, v = kit.kv(2, 2, 96, 32, torch.bfloat16)
     lengths = kit.int32(96, 70)
     k8, v8 = k.to(FP8[0]), v.to(FP8[0])
-    for policy in (kvops.KeyDiff(24), kvops.LagKV(16, 0.5), kvops.SnapKV(24, window=8), kvops.ProtoKV(24, window=8, num_chunks=6, num_sats=8)):
+    for policy in (
+        kvops.KeyDiff(24),
+        kvops.LagKV(16, 0.5),
+        kvops.SnapKV(24, window=8),
+        kvops.ProtoKV(24, window=8, num_chunks=6, num_sats=8),
+    ):
         pages = in_pages({"k": k8, "v": v8}, 16, 0, "NHD")
         queries = {"q_window": kit.randn(2, 4, 8, 32).bfloat16()} if hasattr(policy, "window") else {}
         result = policy.compress_(pages["k"], pages["v"], lengths=lengths, block_table=pages["block_table"], **queries)

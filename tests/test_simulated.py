@@ -23,15 +23,20 @@ pytestmark = needs_headers
 ROOT = HERE.parent
 TORCH = Path(torch.__file__).parent
 PLANTED = ROOT / "build/planted"  # csrc with its faults
-OPERATORS_TESTS = [*(f"tests/test_{op}.py" for op in (*OPERATORS, "operators", "pages")), "tests/test_sm90.py"]
+OPERATORS_TESTS = [*(f"tests/test_{op}.py" for op in (*OPERATORS, "operators", "pages", "fp8")), "tests/test_sm90.py"]
 FAST = "not opcheck and not many_heads and not repeatable"  # many_heads takes long, repeatable is four orders by itself
 # What finds nothing that depends on the order of threads.
 SLOW = "dtypes_and_head_dims or every_16_bit or rows_at_any_address or partial_rotation"
 LONG = "(window or sm90) and not (layouts or batch or limits or splits)"  # every path of theirs is in those
 # The same accesses with other arithmetic.
 ALIKE = "(window or sm90) and (reductions or not_finite) or prototypes and (ties or tiny or opposed or much_alike)"
-# Layouts of pages that are other strides of the same accesses.
-STRIDES = "every_call_is and not vLLM"
+# The same with other strides, widths or kinds of numbers.
+STRIDES = "every_call_is_the_same and not (vLLM and HND) or every_call_is_that and not (64-80 and dtype0)"
+HALVES = "(sm90 or any_address) and dtype1 or sm90 and (4-32 or 2-65)"
+# Memory that lies far apart is mapped, which no sanitizer knows; what torch compiles is compiled on the host.
+UNSEEN = "offsets_beyond or compiles"
+# Pages and layouts change addresses, and nothing that threads tell each other.
+ADDRESSES = "long_requests or policies or entries_that_name or every_number or change_nothing and (slice or bhnd)"
 # The same kernels and accesses as in a smaller test, minutes long with a function called for each access.
 LARGE = "several_gpus and 40 or a_batch and 64 or lengths_of_rows and 20000 and not (normal or equal)"
 TALK = "compact or select_topk or cluster"
@@ -40,11 +45,23 @@ TALK = "compact or select_topk or cluster"
 RUNS = {
     "order 1": ("plain", 1, [*OPERATORS_TESTS, "-k", f"not opcheck and not ({SLOW} or {ALIKE})"]),
     # And order 2. The two half types have the same addresses.
-    "address": ("address", 2, [*OPERATORS_TESTS, "-k", f"{FAST} and not ({ALIKE} or {STRIDES} or sm90 and dtype1)"]),
+    "address": (
+        "address",
+        2,
+        [
+            *OPERATORS_TESTS,
+            "-k",
+            f"{FAST} and not ({ALIKE} or {STRIDES} or {HALVES} or {UNSEEN})",
+        ],
+    ),
     "thread": (
         "thread",
         0,
-        [*OPERATORS_TESTS, "-k", f"{FAST} and not ({SLOW} or {ALIKE} or {STRIDES} or {LARGE} or {LONG})"],
+        [
+            *OPERATORS_TESTS,
+            "-k",
+            f"{FAST} and not ({SLOW} or {ALIKE} or {STRIDES} or {UNSEEN} or {ADDRESSES} or {LARGE} or {LONG})",
+        ],
     ),
     # Kernels whose blocks tell each other something, in memory as weak as CUDA's.
     "memory": ("memory", 2, [*OPERATORS_TESTS, "-k", f"({TALK}) and {FAST} and not ({SLOW})"]),

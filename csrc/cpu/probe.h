@@ -24,6 +24,22 @@ inline float four_accumulators(const float* x, int64_t n) {
   return rest;
 }
 
+// Each page while the next is asked for.
+inline float sum_of_pages(const char* source, const int32_t* places, int64_t count, int64_t bytes) {
+  F total[256 / VB] = {};
+  for (int64_t page = 0; page < count; ++page) {
+    const char* const from = source + places[page] * bytes;
+    const char* const next = source + places[page + 1 < count ? page + 1 : page] * bytes;
+    for (int64_t i = 0; i < bytes; i += 256) {
+      prefetch_row(next + i, 256);
+      for (int j = 0; j < 256 / VB; ++j) total[j] += load(reinterpret_cast<const float*>(from + i + j * VB));
+    }
+  }
+  float all = 0;
+  for (const F& x : total) all += sum(x);
+  return all;
+}
+
 }  // namespace
 
 void probe(const ProbeParams& p, Call& call) {
@@ -42,6 +58,11 @@ void probe(const ProbeParams& p, Call& call) {
       case Probe::four_accumulators:
         p.sums[worker] = four_accumulators(reinterpret_cast<const float*>(from), bytes / 4);
         break;
+      case Probe::pages: {
+        const Share pages = share(p.bytes / p.page_bytes, worker, workers.count);
+        p.sums[worker] = sum_of_pages(p.source, p.places + pages.first, pages.last - pages.first, p.page_bytes);
+        break;
+      }
       case Probe::copy:
         memcpy(to, from, bytes);
         break;

@@ -55,12 +55,13 @@
 namespace kvops {
 namespace {
 
-// One block of the most warps fills a multiprocessor's registers: the more channels a lane has, the more it needs.
+// One block of the most warps fills a multiprocessor's registers: the more channels a lane has, the more it needs, and
+// so it does to widen fp8.
 template <class T, class Lanes>
-constexpr int kMostWarps = Lanes::kPieces * kPiece<T> <= 8 ? 16 : 8;
-// Pieces that a lane has in flight, and rows: 64 KiB on each multiprocessor.
+constexpr int kMostWarps = Lanes::kPieces * kPiece<T> <= 8 && sizeof(T) > 1 ? 16 : 8;
+// Pieces that a lane has in flight, and rows: 64 KiB on each multiprocessor, of fp8 half the pieces.
 template <class T, class Lanes>
-constexpr int kPiecesAhead = 128 / kMostWarps<T, Lanes>;
+constexpr int kPiecesAhead = (sizeof(T) > 1 ? 128 : 64) / kMostWarps<T, Lanes>;
 template <class T, class Lanes>
 constexpr int kRowsAhead = kPiecesAhead<T, Lanes> / Lanes::kPieces;
 constexpr int kMostBlocks = 8;  // of a cluster, on any GPU that has clusters

@@ -1,8 +1,9 @@
 """python -m kvops.bench --paged: every operator that takes a block table, on pages and in dense memory, in turns.
 
 The pages of a request are shuffled. Pages in the order of heads ("HND") are compared with dense memory in that order,
-[Hk, n, d], those in the order of tokens ("NHD") with [n, Hk, d]: what a block table costs, not what an order does.
-Then what one call for many requests is worth, and one for all layers.
+[Hk, n, d], those in the order of tokens ("NHD") with [n, Hk, d]: what a block table costs, not what an order does. What
+the memory itself charges for pages stands first: a bare loop over K and V, from which all operators but windows differ.
+Then what fp8 takes beside bf16, in the same pages; what one call for many requests is worth, and one for all layers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import _lib, ops
 from ..methods.shorthands import keydiff_compress_
 from .columns import aligned
 from .measure import Contender, in_turns
@@ -27,15 +28,21 @@ from .record import Refused, check_target, origin, write
 from .rows import WINDOW, Case
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ORDERS = ("HND", "NHD")
 LEAST = 5  # rounds of a row
 REQUESTS, LAYERS = 64, 32
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "cpu-pages.json"
+READING = "reading alone"
 OPERATORS = (
+    READING,
     *("lag_score", "anchor_cosine", "outlier_degree"),
     *("window_scores", "window_attention", "window_attention, decode"),
     *("lsh_bucket", "build_prototypes", "assign_prototypes", "gather_kv", "compact_kv_"),
 )
+
+
+MOVES = ("gather_kv", "compact_kv_")
 
 
 def dense(x: Tensor, order: str) -> Tensor:
@@ -51,6 +58,19 @@ def paged(x: Tensor, order: str, size: int, places: Tensor) -> Tensor:
     view = pages if order == "HND" else pages.transpose(1, 2)
     view[places] = x.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
     return view
+
+
+def reading(both: tuple[Tensor, Tensor], order: str, size: int, places: Tensor | None) -> Callable[[], Any]:
+    """A bare loop over K and V: over dense memory from beginning to end, or over pages of so many slots at these
+    places; where they lie in the order of heads one head after the other."""
+    heads, width = both[0].shape[1], size * both[0].shape[3] * both[0].element_size()
+    if order == "NHD":
+        heads, width = 1, heads * width
+    order_of = torch.arange(both[0].numel() * both[0].element_size() // width) if places is None else places
+    if places is not None:
+        order_of = (order_of * heads + torch.arange(heads).unsqueeze(1)).flatten()
+    chunks = order_of.to(torch.int32)
+    return lambda: [_lib.probe_pages(x, chunks, width) for x in both]
 
 
 def of_requests(c: Case, size: int) -> dict[str, Callable[[], Any]]:
@@ -115,7 +135,11 @@ def measure(c: Case, dtype: str, sizes: list[int], names: list[str], seconds: fl
     for name, order in product(names, ORDERS):
         memory = {0: (dense(c.k, order), dense(c.v, order))}
         memory |= {size: (paged(c.k, order, size, at), paged(c.v, order, size, at)) for size, at in places.items()}
-        rivals = {size: Contender(calls(c, *both, tables.get(size))[name]) for size, both in memory.items()}
+        if name == READING:
+            loops = {size: reading(both, order, size or min(sizes), places.get(size)) for size, both in memory.items()}
+            rivals = {size: Contender(loop) for size, loop in loops.items()}
+        else:
+            rivals = {size: Contender(calls(c, *both, tables.get(size))[name]) for size, both in memory.items()}
         rounds = in_turns(rivals.values(), seconds, LEAST)
         taken = dict(zip(rivals, zip(*rounds)))
         rows.append(
@@ -123,6 +147,30 @@ def measure(c: Case, dtype: str, sizes: list[int], names: list[str], seconds: fl
                 **{"op": name, "n": c.n, "dtype": dtype, "order": order, "rounds": len(rounds)},
                 "seconds": statistics.median(taken[0]),
                 "ratio": {size: statistics.median(a / b for a, b in zip(taken[size], taken[0])) for size in sizes},
+            }
+        )
+    return rows
+
+
+@torch.no_grad()
+def measure_fp8(c: Case, size: int, names: list[str], seconds: float) -> list[dict[str, Any]]:
+    """A row for each operator that computes with K or V, in pages of so many slots: bf16's median, and those of the
+    ratio to it in each round."""
+    places = torch.randperm(c.n // size, generator=torch.Generator().manual_seed(0))
+    table = places.to(torch.int32).view(1, -1)
+    k, v = (paged(x, "HND", size, places) for x in (c.k, c.v))
+    kinds = {"bf16": (k, v)} | {name: (k.to(kind), v.to(kind)) for name, kind in FP8.items()}
+    rows = []
+    for name in names:
+        if name in (READING, *MOVES):
+            continue
+        rounds = in_turns((Contender(calls(c, *both, table)[name]) for both in kinds.values()), seconds, LEAST)
+        taken = dict(zip(kinds, zip(*rounds)))
+        rows.append(
+            {
+                **{"op": name, "n": c.n, "page": size, "rounds": len(rounds)},
+                "seconds": statistics.median(taken["bf16"]),
+                "ratio": {x: statistics.median(a / b for a, b in zip(taken[x], taken["bf16"])) for x in FP8},
             }
         )
     return rows
@@ -152,6 +200,17 @@ def lines_together(rows: list[dict[str, Any]]) -> list[str]:
         first = x["seconds"]["one call, pages"]
         cells = [[name, f"{1e3 * s:.3g} ms", f"{s / first:.2f}x"] for name, s in x["seconds"].items()]
         lines.append(aligned(cells, left=(0,)))
+    return lines
+
+
+def lines_fp8(rows: list[dict[str, Any]]) -> list[str]:
+    """Each operator's time in bf16, and how many times longer it takes in fp8."""
+    lines = []
+    for n, size in dict.fromkeys((x["n"], x["page"]) for x in rows):
+        own = [x for x in rows if (x["n"], x["page"]) == (n, size)]
+        cells = [["", "bf16", *FP8]]
+        cells += [[x["op"], f"{1e3 * x['seconds']:.3g} ms", *(f"{y:.2f}x" for y in x["ratio"].values())] for x in own]
+        lines += [f"\nfp8, {n:,} tokens, pages of {size} slots", aligned(cells, left=(0,))]
     return lines
 
 
@@ -197,14 +256,22 @@ def main(argv: list[str]) -> int:
             check_target("json", a.json)
     except Refused as error:
         p.error(str(error))
-    record = {**origin("python", "-m", "kvops.bench", "--paged", *argv), "heads": a.heads, "rows": [], "together": []}
+    record = {
+        **origin("python", "-m", "kvops.bench", "--paged", *argv),
+        "heads": a.heads,
+        "rows": [],
+        "fp8": [],
+        "together": [],
+    }
     for n, dtype in product(a.n, a.dtype):
-        record["rows"] += measure(Case(n, DTYPES[dtype], heads=a.heads), dtype, a.pages, a.ops, a.seconds)
-        few, size = n // 8, a.pages[0]
+        case, few, size = Case(n, DTYPES[dtype], heads=a.heads), n // 8, a.pages[0]
+        record["rows"] += measure(case, dtype, a.pages, a.ops, a.seconds)
+        if dtype == "bf16":
+            record["fp8"] += measure_fp8(case, size, a.ops, a.seconds)
         record["together"] += measure_together(max(1, few // size) * size, dtype, a.heads, size, a.seconds)
         if a.json:
             write(a.json, record)
     print(table(record["rows"]))
     print("\ndense: the median time; page 16: how many times longer it takes in shuffled pages of 16 slots")
-    print(*lines_together(record["together"]), sep="\n")
+    print(*lines_fp8(record["fp8"]), *lines_together(record["together"]), sep="\n")
     return 0
