@@ -468,21 +468,43 @@ inline void load(const Half* p, F* out) {  // converted on the way from memory, 
 }
 #endif
 
-// Elements of fp8, two to a lane.
+// `bytes` of fp8, at most half a register, as the bf16 numbers of the same values; the rest zeros. In 16 bits exponent
+// and mantissa only move; numbers with the exponent 0 come from a table.
 template <class T>
-inline void load_fp8(const T* p, int64_t bytes, F* out) {
+inline U load_fp8(const T* p, int64_t bytes) {
+#if defined(__AVX512BW__)
+  constexpr int kMantissa = Fp8<T>::kMantissa, kUp = 7 - kMantissa, kLeast = (127 - Fp8<T>::kBias) << 7;
+  // Those with the exponent 0, by their mantissa.
+  alignas(64) static constexpr uint16_t kSubnormal[32] = {0,
+                                                          kLeast - (kMantissa - 1) * 128,
+                                                          kLeast - (kMantissa - 2) * 128,
+                                                          kLeast - (kMantissa - 2) * 128 + 64,
+                                                          kLeast,
+                                                          kLeast + 32,
+                                                          kLeast + 64,
+                                                          kLeast + 96};
+  __m256i raw = _mm256_setzero_si256();
+  memcpy(&raw, p, bytes);
+  const __m512i x = _mm512_cvtepu8_epi16(raw), magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7f));
+  __m512i value = _mm512_add_epi16(_mm512_slli_epi16(magnitude, kUp), _mm512_set1_epi16(kLeast));
+  value = _mm512_mask_permutexvar_epi16(value, _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(1 << kMantissa)),
+                                        magnitude, _mm512_load_si512(kSubnormal));
+  value = _mm512_or_si512(
+      value, _mm512_maskz_set1_epi16(_mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16(Fp8<T>::kSpecial)), 0x7f80));
+  return (U)_mm512_or_si512(value, _mm512_and_si512(_mm512_slli_epi16(x, 8), _mm512_set1_epi16(-0x8000)));
+#else
   typedef uint16_t Pairs __attribute__((vector_size(VB / 2)));
   Pairs raw = {};
   memcpy(&raw, p, bytes);
   const U pairs = __builtin_convertvector(raw, U);
-  out[0] = fp8_to_float<T>(pairs & 0xffu);
-  out[1] = fp8_to_float<T>(pairs >> 8);
+  return (U)fp8_to_float<T>(pairs & 0xffu) >> 16 | (U)fp8_to_float<T>(pairs >> 8);
+#endif
 }
 inline void load(const E4M3* p, F* out) {
-  load_fp8(p, VB / 2, out);
+  widen(load_fp8(p, VB / 2), out, static_cast<const BFloat16*>(nullptr));
 }
 inline void load(const E5M2* p, F* out) {
-  load_fp8(p, VB / 2, out);
+  widen(load_fp8(p, VB / 2), out, static_cast<const BFloat16*>(nullptr));
 }
 
 // The last register of a row when it is not full: `bytes` of it (a multiple of 16), the rest zeros. Of fp8 that many as
@@ -490,7 +512,7 @@ inline void load(const E5M2* p, F* out) {
 template <class T>
 inline void load_part(const T* p, int bytes, F* out) {
   if constexpr (sizeof(T) == 1) {
-    load_fp8(p, bytes / 2, out);
+    widen(load_fp8(p, bytes / 2), out, static_cast<const BFloat16*>(nullptr));
   } else {
 #if defined(__AVX512F__)
     const U raw = (U)_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << (bytes / 4)) - 1), p);

@@ -52,13 +52,14 @@ template <class T>
 void widen_fp8(Block& block, int64_t d, float* to) {
   const RowShape shape = row_shape<T>(2 * d);
   const int64_t stride = round_up(2 * d, 4 * kMaxLanes);
-  for (int i = 0; i < block.count; ++i)
-    for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
-      F x[2];
-      load_row(reinterpret_cast<const T*>(block.row(i)), x);
-      const U bits = narrow(x, static_cast<const BFloat16*>(nullptr));
-      memcpy(reinterpret_cast<char*>(to) + i * stride + c * VB, &bits, c < shape.full ? VB : shape.part);
-    });
+  for (int i = 0; i < block.count; ++i) {
+    const T* const from = reinterpret_cast<const T*>(block.row(i));
+    char* const row = reinterpret_cast<char*>(to) + i * stride;
+    for (int c = 0; c < shape.registers(); ++c) {
+      const U bits = load_fp8(from + c * (VB / 2), (c < shape.full ? VB : shape.part) / 2);
+      memcpy(row + c * VB, &bits, VB);  // rows are padded to whole registers
+    }
+  }
   block = made_block(block, to, stride);
 }
 
