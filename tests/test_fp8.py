@@ -167,3 +167,22 @@ def test_what_fp8_is_not_for():
     tables = kvops.Rope.of(16).tables(torch.arange(32))
     with kit.refuses("k must be float32, float16 or bfloat16, got Float8_e4m3fn"):
         ops.rope_at_slots(k, *tables)
+
+
+@pytest.mark.parametrize("policy", [kvops.KeyDiff(24), kvops.H2O(24), kvops.SnapKV(24, window=8)], ids=lambda x: x.name)
+def test_a_paged_cache_of_fp8(policy):
+    """Half of the memory, and step by step what a bf16 cache of the same numbers gives."""
+    sizes = dict(num_layers=2, kv_heads=2, head_dim=32, page_size=16)
+    caches = {x: kvops.PagedCache(policy, 40, dtype=x, **sizes) for x in (FP8[0], torch.bfloat16)}
+    outs: dict[torch.dtype, list] = {x: [] for x in caches}
+    for dtype, cache in caches.items():
+        requests = [cache.join(prompt=90), cache.join(prompt=50)]
+        for turn, tokens in enumerate([[90, 50], *[[1, 1]] * 20]):
+            with cache.step(requests, tokens) as now:
+                for layer in range(2):
+                    q, k, v = (kit.randn(2, h, max(tokens), 32, seed=9 * turn + i) for i, h in enumerate((4, 2, 2)))
+                    k, v = (x.to(FP8[0]).to(dtype) for x in (k, v))
+                    outs[dtype].append(now.attend(layer, q.bfloat16(), k, v))
+    assert kit.same(*outs.values())
+    fp8, bf16 = caches.values()
+    assert fp8.free == bf16.free and 2 * sum(x.nbytes for x in fp8.k) == sum(x.nbytes for x in bf16.k)
