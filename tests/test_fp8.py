@@ -152,6 +152,16 @@ def test_policies_in_fp8_pages():
         assert kit.same([x.bfloat16() for x in moved], want[:2])
 
 
+@pytest.mark.parametrize(
+    "policy", [kvops.L2(20), kvops.KeyDiff(20, metric="dot"), kvops.LagKV(8, 0.5, score="l2")], ids=str
+)
+def test_scores_that_torch_computes(policy):
+    k, v = (x.to(FP8[0]) for x in kit.kv(1, 2, 64, 32, torch.bfloat16))
+    assert torch.equal(policy.compress(k, v).indices, policy.compress(k.bfloat16(), v.bfloat16()).indices)
+    with kit.refuses("k must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, got torch.int8"):
+        policy.compress(k.view(torch.int8), v.view(torch.int8))
+
+
 def test_what_fp8_is_not_for():
     k, v = (x.to(FP8[0]) for x in kit.kv(1, 2, 32, 16))
     q = kit.randn(1, 2, 1, 16)

@@ -325,7 +325,8 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
       const float own = rows_sum<Lanes::kLanes>(squares);  // of the lane's own key
       float cosine = rows_sum<Lanes::kLanes>(products) * rsqrtf(own);
       const int64_t slot = Stream::first(span, step) + lane / kSame;
-      if (__any_sync(kWarp, !comfortable(own) && slot < span.end)) {
+      const bool there = !kPaged || slot < span.end;  // of dense keys only a unit's last ones are not
+      if (__any_sync(kWarp, !comfortable(own) && there)) {
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
           float x[kValues];

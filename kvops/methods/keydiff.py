@@ -16,6 +16,7 @@ from torch.nn.functional import normalize
 from ..checks import check_bool, check_choice, check_int
 from ..ops import anchor_cosine
 from .base import KeyPolicy, View
+from .select import readable_keys
 
 METRICS = ("cosine", "dot", "euclidean")
 ANCHORS = ("mean", "median", "pairwise")
@@ -107,7 +108,7 @@ class KeyDiff(KeyPolicy):
 
 def ablation_scores(view: View, normalize_anchor: bool, metric: str, anchor: str) -> Tensor:
     """Scores of the paper's ablations (Sec. 4.4), fp32 [b, Hk, n]; NaN for keys that are invalid or not finite."""
-    keys, starts, lengths = view.k.float(), view.starts, view.lengths
+    keys, starts, lengths = readable_keys(view.k).float(), view.starts, view.lengths
     usable = keys.isfinite().all(-1, keepdim=True)  # [b, Hk, n, 1]
     slots = torch.arange(view.n, device=keys.device)
     if starts is not None:

@@ -16,9 +16,18 @@ if TYPE_CHECKING:
     from .base import View
 
 
+def readable_keys(k: Tensor) -> Tensor:
+    """k for arithmetic of torch, as the operators read it: fp8 as bf16, and what they refuse is refused."""
+    if k.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return k.bfloat16()
+    if k.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"k must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, got {k.dtype}")
+    return k
+
+
 def negative_norms(k: Tensor) -> Tensor:
     """Minus each key's L2 norm, fp32 [b, Hk, n]."""
-    return torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).neg_()
+    return torch.linalg.vector_norm(readable_keys(k), dim=-1, dtype=torch.float32).neg_()
 
 
 def shared_scores(scores: Tensor) -> Tensor:
