@@ -1,6 +1,6 @@
 """kvops: which KV-cache entries a language model keeps, and moving the kept ones. See `ops`, `methods`, `hf`."""
 
-from . import _lib, methods, ops  # noqa: F401  (loads the operators first)
+from . import _lib, distributed, methods, ops  # noqa: F401  (loads the operators first)
 from ._lib import build_info, debug_checks
 from .cache import Cache, OutOfPages, PagedCache
 from .flash_attention import attention, attention_backends
@@ -22,6 +22,7 @@ __all__ = [
     "attention_backends",
     "build_info",
     "debug_checks",
+    "distributed",
     "lacache_plan",
     "ops",
 ]
