@@ -42,10 +42,10 @@ extern "C" __attribute__((visibility("default"))) double kvops_probe_read(const 
 // The pages at `places`, `count` of them.
 extern "C" __attribute__((visibility("default"))) double kvops_probe_pages(const void* source, const void* places,
                                                                            size_t count, int page_bytes, int threads) {
-  return kvops::seconds({kvops::Probe::pages, static_cast<const char*>(source), nullptr,
-                         static_cast<int64_t>(count) * page_bytes, nullptr, static_cast<const int32_t*>(places),
-                         page_bytes},
-                        threads);
+  return kvops::seconds(
+      {kvops::Probe::pages, static_cast<const char*>(source), nullptr, static_cast<int64_t>(count) * page_bytes,
+       nullptr, static_cast<const int32_t*>(places), page_bytes},
+      threads);
 }
 
 // kind 0: memcpy, 1: streaming stores, 2: a plain forward loop, for source and target in one tensor. For timing only:

@@ -11,7 +11,7 @@ struct ProbeParams {
   const char* source;
   char* target;  // null when only read
   int64_t bytes;
-  float* sums;  // one per worker, so that the reads are not optimized away
+  float* sums;                      // one per worker, so that the reads are not optimized away
   const int32_t* places = nullptr;  // pages: of which pages to read, in order, each of page_bytes
   int64_t page_bytes = 0;           // a multiple of 256
 };
