@@ -31,7 +31,7 @@ from ..checks import check_choice, check_dims, check_one_device, check_vector, i
 
 __all__ = ["as_rows", "to_rows_", "to_tiles_"]
 
-_ISAS = ("vec", "vec16", "amx")
+ISAS = ("vec", "vec16", "amx")
 _MULTIPLE = 32  # of tokens in a page, and for amx of channels in a head: what the kernels take
 
 
@@ -110,7 +110,7 @@ def _pages(op: str, kv_cache: Tensor, block_table: Tensor, isa: str, lengths: Te
     if not kv_cache.is_cpu:
         raise ValueError(f"{op}: kv_cache must be on the CPU, got {kv_cache.device}")
     check_one_device(op, kv_cache, block_table=block_table)
-    check_choice(op, "isa", isa, _ISAS)
+    check_choice(op, "isa", isa, ISAS)
     _check_cache(op, kv_cache, isa)
     check_dims(op, "[batch, max_pages]", block_table=block_table)
     if block_table.dtype != torch.int32:

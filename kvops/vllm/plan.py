@@ -1,0 +1,162 @@
+"""Which blocks a request holds, as a function of its tokens alone: what vLLM's scheduler and its workers agree on.
+
+vLLM gives token t of a request slot t % block_size of its block t // block_size, and the plugin leaves it so. When
+blocks have filled, the tokens that stay move to the front of the blocks that were looked at, and the rest of these are
+given back: a gap. The request is then attended to over the blocks outside of its gaps, in order. So of n tokens
+
+    held = policy.held(filled, prompt) + n - filled,        filled = n // block_size * block_size
+
+slots are held. Policies that count a prompt apart are refused, so the prompt's length plays no part, and neither does
+how tokens were cut into steps: after n tokens the same blocks are held. A preempted request, computed anew, ends as it
+was. This module does not import vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ..lag import num_segments
+from ..methods import Policy
+from ..methods.base import DecodePolicy, check_policy
+from ..methods.lagkv import LagKV
+
+
+class Move(NamedTuple):
+    """The tokens that stay of some blocks move to the front of the first `moved` of them."""
+
+    blocks: list[int]  # of the request, in order: those that the rule looks at
+    moved: int  # how many of them, the first ones, it chooses from; what it chooses of the others is left alone
+    moved_before: int  # how many of them, the first ones, hold what an earlier move kept
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A policy on blocks.
+
+    Attributes:
+        policy: what `Policy.held` is asked of.
+        rule: the policy whose `select` makes one move.
+        kept: blocks that a move fills.
+        block_size: slots of a block.
+    """
+
+    policy: Policy
+    rule: Policy
+    kept: int
+    block_size: int
+
+    def gaps(self, filled: int) -> list[range]:
+        """The blocks that are given back once so many of a request's blocks have filled, in order."""
+        raise NotImplementedError
+
+    def moves(self, before: int, after: int) -> Iterator[Move]:
+        """The moves of a step that begins with `before` blocks filled and ends with `after`."""
+        raise NotImplementedError
+
+    def blocks(self, filled: int) -> list[int]:
+        """Those of the first `filled` blocks that are held."""
+        held, start = list[int](), 0
+        for gap in self.gaps(filled):
+            held += range(start, gap.start)
+            start = gap.stop
+        return [*held, *range(start, filled)]
+
+    def most(self, max_tokens: int, tokens_in_flight: int) -> int:
+        """The most blocks that a request of up to max_tokens holds, where so many of its last tokens may have been
+        scheduled since blocks were last given back."""
+        size = self.block_size
+        # One more, as these tokens may begin anywhere in a block.
+        open_blocks = -(-tokens_in_flight // size) + 1
+        held = max(self.policy.held(filled * size, 0) // size for filled in range(max_tokens // size + 1))
+        return min(held + open_blocks, -(-max_tokens // size))
+
+
+@dataclass(frozen=True)
+class BudgetPlan(Plan):
+    """A budget and a buffer of whole blocks: when the buffer is full, the budget's blocks take what stays of both."""
+
+    def _folded(self, filled: int) -> int:
+        """How many of a request's blocks have gone into the budget's; 0: all are as they were."""
+        held = self.policy.held(filled * self.block_size, 0) // self.block_size
+        return filled - (held - self.kept) if held < filled else 0
+
+    def gaps(self, filled: int) -> list[range]:
+        folded = self._folded(filled)
+        return [range(self.kept, folded)] if folded else []
+
+    def moves(self, before: int, after: int) -> Iterator[Move]:
+        old, new = self._folded(before), self._folded(after)
+        if new > old:
+            blocks = [*range(self.kept if old else 0), *range(old, new)]
+            yield Move(blocks, len(blocks), self.kept if old else 0)
+
+
+@dataclass(frozen=True)
+class LagPlan(Plan):
+    """LagKV in whole blocks: a partition's first blocks take what stays of it, once the next partition is complete."""
+
+    sinks: int
+    lag: int
+
+    def gaps(self, filled: int) -> list[range]:
+        ends = (self.sinks + (i + 1) * self.lag for i in range(num_segments(filled, self.sinks, self.lag)))
+        return [range(end - self.lag + self.kept, end) for end in ends] if self.kept < self.lag else []
+
+    def moves(self, before: int, after: int) -> Iterator[Move]:
+        for i in range(*(num_segments(x, self.sinks, self.lag) for x in (before, after))):
+            start = self.sinks + i * self.lag
+            yield Move([*range(start, start + 2 * self.lag)], self.lag, 0)
+
+
+def check(policy: Policy) -> None:
+    """Raises for what vLLM's pages cannot serve, whatever the size of blocks."""
+    check_policy("kvops.vllm", policy)
+    name = policy.name
+    if policy.uses_queries:
+        raise ValueError(f"{name}: kvops.vllm expects a policy that looks at keys and values alone, got {policy!r}")
+    if not policy.paged or policy.by_slot or not isinstance(policy, (LagKV, DecodePolicy)):
+        raise ValueError(
+            f"{name}: kvops.vllm expects a policy that takes pages, such as KeyDiff, LagKV, StreamingLLM or Random, "
+            f"got {policy!r}"
+        )
+    if policy.positions != "original":
+        raise ValueError(
+            f"{name}: vLLM leaves keys at the positions of their tokens, expected positions='original', got "
+            f"{policy.positions!r}"
+        )
+    policy.check_paged_cache(1)
+    if isinstance(policy, DecodePolicy) and (policy.buffer is None or policy.whole_prompt):
+        raise ValueError(
+            f"{name}: kvops.vllm evicts in prompts and decode alike, expected a buffer in tokens or as a share of the "
+            f"budget, got {policy!r}"
+        )
+
+
+def plan(policy: Policy, block_size: int) -> Plan:
+    """The plan of a policy on blocks of so many slots.
+
+    A buffer is rounded up to whole blocks, since blocks are evicted when they have filled.
+
+    Raises:
+        ValueError: kvops.vllm does not serve the policy, or its budget, sinks or lag are not of whole blocks.
+    """
+    check(policy)
+
+    def whole(setting: str, tokens: int, least: int = 1) -> int:
+        if tokens % block_size or tokens < least:
+            raise ValueError(
+                f"{policy.name}: vLLM's blocks have {block_size} slots, expected {setting} to be a multiple of it"
+                f"{' above 0' if least else ''}, got {tokens}"
+            )
+        return tokens // block_size
+
+    if isinstance(policy, LagKV):
+        sinks, lag = whole("sinks", policy.sinks, 0), whole("lag", policy.lag)
+        kept = whole("int(ratio * lag)", policy.kept, 0)
+        return LagPlan(policy, replace(policy, sinks=0), kept, block_size, sinks, lag)
+    assert isinstance(policy, DecodePolicy) and isinstance(policy.budget, int)  # as `check` asks for
+    budget = whole("budget", policy.budget)
+    policy = replace(policy, buffer=-(-policy.spare(policy.budget) // block_size) * block_size)
+    return BudgetPlan(policy, policy, budget, block_size)
