@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -202,7 +202,7 @@ class EvictingBackend(CPUAttentionBackend):
         return EvictingBuilder
 
 
-def _refuse(setting: str, expected: object, got: object) -> None:
+def _refuse(setting: str, expected: object, got: object) -> NoReturn:
     raise NotImplementedError(f"kvops.vllm: expected {setting} to be {expected} in an engine that evicts, got {got!r}")
 
 
@@ -249,6 +249,17 @@ def _check_group(builder: EvictingBuilder, spec: EvictingSpec) -> None:
         _refuse("enable_prefix_caching", "False where layers differ", True)
 
 
+def __getattr__(name: str) -> NoReturn:
+    """`MLA` is the backend of models that the plugin refuses: to ask for it is the error."""
+    if name == "MLA":
+        raise NotImplementedError(
+            "kvops.vllm: expected a model that caches keys and values, got one with multi-head latent attention (MLA)"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def register() -> None:
     """Puts the backend in the place of CPU_ATTN."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{EvictingBackend.__name__}")
+    for mla in (AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA):
+        register_backend(mla, f"{__name__}.MLA")

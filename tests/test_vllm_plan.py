@@ -1,0 +1,119 @@
+"""Which blocks a request of vLLM holds: as many as `Policy.held` says, however its tokens come. Without vLLM."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kit
+import kvops
+from kvops.vllm import plugin
+from kvops.vllm.plan import plan
+
+SIZE = 16
+
+
+@st.composite
+def plans(draw):
+    if draw(st.booleans()):
+        lag, sinks = draw(st.integers(1, 4)), draw(st.integers(0, 2))
+        ratio = draw(st.integers(0, lag)) / lag
+        return plan(kvops.LagKV(lag * SIZE, ratio, sinks=sinks * SIZE), SIZE)
+    buffer = draw(st.one_of(st.integers(1, 4 * SIZE), st.sampled_from((0.0625, 0.3, 0.9))))
+    return plan(kvops.KeyDiff(draw(st.integers(1, 5)) * SIZE, buffer=buffer), SIZE)
+
+
+@given(plans(), st.integers(0, 40))
+@kit.examples(200)
+def test_as_many_blocks_are_held_as_the_policy_says(x, filled):
+    blocks = x.blocks(filled)
+    assert len(blocks) * SIZE == x.policy.held(filled * SIZE, 0)
+    gone = [block for gap in x.gaps(filled) for block in gap]
+    assert sorted(blocks + gone) == list(range(filled))
+
+
+@given(plans(), st.lists(st.integers(1, 9), min_size=1, max_size=12))
+@kit.examples(200)
+def test_moves_leave_the_blocks_that_are_held_filled(x, steps):
+    """Blocks as they are known to hold something, through steps of any size: nothing is read from a gap or moved into
+    one, and what is held at the end is known."""
+    known, filled = dict[int, str](), 0
+    for step in steps:
+        before, filled = filled, filled + step
+        held = x.blocks(before)
+        assert set(held) <= known.keys() and len(held) == len(set(held))
+        known |= dict.fromkeys(range(before, filled), "new")
+        looked_at = set[int]()
+        for move in x.moves(before, filled):
+            assert [known[block] for block in move.blocks[: move.moved_before]] == ["moved"] * move.moved_before
+            assert set(move.blocks) <= {*held, *range(before, filled)}
+            written = move.blocks[: move.moved]
+            assert not looked_at & set(written), "a block that a later move reads must not have been written by then"
+            looked_at |= set(written)
+            for block in written:
+                del known[block]
+            known |= dict.fromkeys(written[: x.kept], "moved")
+        for gap in x.gaps(filled):
+            for block in gap:
+                known.pop(block, None)
+        assert set(known) >= set(x.blocks(filled))
+
+
+@given(plans(), st.lists(st.integers(1, 60), min_size=1, max_size=12))
+@kit.examples(100)
+def test_the_most_blocks_are_never_exceeded(x, steps):
+    """Blocks are given back before each step for the tokens that were computed by then."""
+    n = 0
+    for new in steps:
+        held = len(x.blocks(n // SIZE)) + -(-(n + new) // SIZE) - n // SIZE
+        n += new
+        assert held <= x.most(sum(steps), max(steps))
+
+
+def test_a_buffer_is_rounded_up_to_whole_blocks():
+    assert plan(kvops.KeyDiff(1024), 128).policy == kvops.KeyDiff(1024, buffer=128)
+    assert plan(kvops.KeyDiff(1024, buffer=1), 32).policy.buffer == 32
+    assert plan(kvops.KeyDiff(4 * SIZE), SIZE).blocks(9) == [0, 1, 2, 3]
+    assert plan(kvops.KeyDiff(4 * SIZE, buffer=2 * SIZE), SIZE).blocks(9) == [0, 1, 2, 3, 8]
+    assert plan(kvops.LagKV(2 * SIZE, sinks=SIZE), SIZE).blocks(9) == [0, 1, 3, 5, 7, 8]
+
+
+@pytest.mark.parametrize(
+    "policy, parts",
+    [
+        (kvops.SnapKV(64), ("SnapKV", "keys and values alone")),
+        (kvops.LAQ(64), ("LAQ", "keys and values alone")),
+        (kvops.H2O(64), ("H2O", "keys and values alone")),
+        (kvops.LaCache(64), ("LaCache", "takes pages")),
+        (kvops.L2(64), ("L2", "takes pages")),
+        (kvops.KeyDiff(64, metric="dot"), ("KeyDiff", "takes pages")),
+        (kvops.KeyDiff(0.5), ("KeyDiff", "budget in tokens", "0.5")),
+        (kvops.KeyDiff(64, buffer=None), ("KeyDiff", "buffer", "None")),
+        (kvops.KeyDiff(64, head_mode="adaptive"), ("KeyDiff", "equally many")),
+        (kvops.KeyDiff(72), ("KeyDiff", "budget", "multiple", "72")),
+        (kvops.LagKV(64, head_mode="adaptive"), ("LagKV", "equally many")),
+        (kvops.LagKV(64, sinks=8), ("LagKV", "sinks", "multiple", "8")),
+        (kvops.LagKV(72, sinks=0), ("LagKV", "lag", "multiple", "72")),
+        (kvops.LagKV(64, 0.3, sinks=0), ("LagKV", r"int\(ratio \* lag\)", "multiple", "19")),
+        (kvops.StreamingLLM(64), ("StreamingLLM", "positions='original'", "'slots'")),
+    ],
+    ids=repr,
+)
+def test_other_policies_are_refused_by_name(policy, parts):
+    with kit.refuses(*parts):
+        plan(policy, SIZE)
+
+
+def test_the_environment_names_the_policy(monkeypatch):
+    for spec, expected in {"": None, "full": None, "keydiff:budget=64": kvops.KeyDiff(64)}.items():
+        monkeypatch.setenv(plugin.VARIABLE, spec)
+        assert plugin.policy() == expected
+    for spec, part in {
+        "keydif": "method must be one of",
+        "keydiff": "budget",
+        "keydiff:budget=x": "x",
+    }.items():
+        monkeypatch.setenv(plugin.VARIABLE, spec)
+        with kit.refuses(f"KVOPS_VLLM={spec}", part):
+            plugin.policy()
+    monkeypatch.setenv(plugin.VARIABLE, "full")
+    plugin.register()  # vLLM is not even imported

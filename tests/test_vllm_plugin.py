@@ -1,0 +1,327 @@
+"""vLLM evicts as KVOPS_VLLM says: on its CPU backend, with the model of the passkey task. Engines take seconds each:
+
+python -m pytest tests/test_vllm_plugin.py        # in an environment with vLLM 0.32's CPU build and transformers
+"""
+
+import os
+import random
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kit
+import kvops
+
+pytest.importorskip("vllm")
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "bench" / "models" / "passkey-llama"
+HAYSTACK = (ROOT / "bench" / "data" / "haystack.txt").read_text()
+CHUNK = 256
+BLOCK = 32
+SETTINGS = dict(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the scheduler can be looked at
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+)
+ENGINE = dict(
+    model=str(MODEL),
+    dtype="float32",
+    max_model_len=2048,
+    block_size=BLOCK,
+    max_num_batched_tokens=CHUNK,
+    enforce_eager=True,
+    disable_log_stats=True,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed(tmp_path_factory):
+    """An installed kvops as vLLM finds it: its entry points, as pyproject.toml has them."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    folder = tmp_path_factory.mktemp("installed")
+    (folder / "kvops-0.dist-info").mkdir()
+    (folder / "kvops-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: kvops\nVersion: 0\n")
+    lines = (
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in x.items()) for group, x in project["entry-points"].items()
+    )
+    (folder / "kvops-0.dist-info" / "entry_points.txt").write_text("\n".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(folder), str(ROOT), os.environ.get("PYTHONPATH", ""))))
+        patch.setenv("KVOPS_VLLM", "keydiff:budget=512")  # plugins are loaded once in a process
+        for name, value in SETTINGS.items():
+            patch.setenv(name, value)
+        yield
+
+
+@contextmanager
+def engine(policy, **settings):
+    """An LLM of vLLM, and the manager of its blocks."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVOPS_VLLM", policy)
+        try:
+            llm = LLM(**{**ENGINE, **settings})
+            core = llm.llm_engine.engine_core.engine_core
+            (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+            yield llm, manager
+            core.shutdown()
+        finally:
+            cleanup_dist_env_and_memory()
+
+
+def prompt(key: int, start: int, length: int, depth: int = 400) -> list[int]:
+    """Token ids, `length` in all: a passkey behind `depth` characters of a text, and the question."""
+    needle, question = f" The pass key is {key}. Remember it. ", " What is the pass key? The pass key is "
+    rest = length - 1 - len(needle) - len(question)
+    text = HAYSTACK[start : start + depth] + needle + HAYSTACK[start + depth : start + rest] + question
+    ids = [256, *text.encode()]
+    assert len(ids) == length
+    return ids
+
+
+def generate(llm, prompts, tokens=8) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    outs = llm.generate([{"prompt_token_ids": x} for x in prompts], sampling, use_tqdm=False)
+    return [list(x.outputs[0].token_ids) for x in outs]
+
+
+def text(ids) -> str:
+    return bytes(ids).decode()
+
+
+def all_free(manager) -> bool:
+    """No request has a block; one of the pool's is the null block."""
+    return (
+        not manager.req_to_blocks and manager.block_pool.get_num_free_blocks() == manager.block_pool.num_gpu_blocks - 1
+    )
+
+
+def reference(policy: kvops.Policy, ids: list[int], tokens: int) -> list[int]:
+    """What transformers makes of the prompt, in chunks, with a KVCache of the policy."""
+    from kvops.hf import KVCache
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    cache, out = KVCache(model.config, policy), []
+    with torch.inference_mode():
+        for first in range(0, len(ids), CHUNK):
+            logits = model(torch.tensor([ids[first : first + CHUNK]]), past_key_values=cache).logits
+        for _ in range(tokens):
+            out.append(int(logits[0, -1].argmax()))
+            logits = model(torch.tensor([out[-1:]]), past_key_values=cache).logits
+    return out
+
+
+@pytest.mark.parametrize(
+    "spec, policy",
+    [
+        ("keydiff:budget=512", kvops.KeyDiff(512, buffer=BLOCK)),
+        ("keydiff:budget=64,sinks=4,recent=16", kvops.KeyDiff(64, buffer=BLOCK, sinks=4, recent=16)),
+        ("lagkv:lag=128,ratio=0.5,sinks=32", kvops.LagKV(128, 0.5, sinks=32)),
+        ("lagkv:lag=64,ratio=0,sinks=0", kvops.LagKV(64, 0.0, sinks=0)),
+        ("streamingllm:budget=256,positions=original", kvops.StreamingLLM(256, buffer=BLOCK, positions="original")),
+        ("random:budget=512,seed=3", kvops.Random(512, buffer=BLOCK, seed=3)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_text_is_that_of_transformers(spec, policy):
+    """Where steps are cut alike: alone, with a prompt of whole chunks; and in decode beyond several evictions."""
+    ids = prompt(58291740, 0, 5 * CHUNK)
+    with engine(spec) as (llm, manager):
+        assert generate(llm, [ids], 100) == [reference(policy, ids, 100)]
+        assert manager.freed > 0 and all_free(manager)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_needle_is_found_within_the_budget_only(dtype):
+    ids = prompt(58291740, 0, 1280)
+    for spec, found in {"keydiff:budget=512": True, "streamingllm:budget=512,positions=original": False}.items():
+        with engine(spec, dtype=dtype) as (llm, manager):
+            (out,) = generate(llm, [ids])
+            assert (text(out) == "58291740") == found
+            assert manager.freed == (1280 - 512) // BLOCK
+
+
+def watch(monkeypatch, manager, seen):
+    """At each step: what the attention reads are blocks that the scheduler counts as its request's own."""
+    from kvops.vllm.worker import EvictingBuilder
+
+    build = EvictingBuilder.build
+
+    def watched(self, *args, **options):
+        metadata = build(self, *args, **options)
+        owned = [{x.block_id for x in blocks if not x.is_null} for blocks in manager.req_to_blocks.values()]
+        for row, n in zip(metadata.block_table.tolist(), metadata.seq_lens.tolist()):
+            read = row[: -(-n // BLOCK)]
+            assert len(set(read)) == len(read) and any(set(read) == x for x in owned)
+        seen.append(len(metadata.seq_lens))
+        return metadata
+
+    monkeypatch.setattr(EvictingBuilder, "build", watched)
+
+
+def test_requests_that_the_pool_could_not_hold(monkeypatch):
+    """Six of 60 blocks each, in a pool of 41 with room for one more than a request may take."""
+    keys = [random.Random(i).randrange(10**7, 10**8) for i in range(6)]
+    with engine("keydiff:budget=512", num_gpu_blocks_override=42) as (llm, manager):
+        watch(monkeypatch, manager, seen := [])
+        outs = generate(llm, [prompt(key, 37 * i, 1913 + i) for i, key in enumerate(keys)], 9)
+        assert [text(x) for x in outs] == [f"{key}." for key in keys]
+        assert manager.freed >= 6 * (1900 - 512) // BLOCK and all_free(manager)
+    assert max(seen) > 1  # at the same time
+
+
+def test_preempted_requests_are_computed_anew(monkeypatch):
+    """Short prompts are all admitted; as they grow the pool is too small, and they are still below the budget."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted = []
+    preempt = Scheduler._preempt_request
+    monkeypatch.setattr(Scheduler, "_preempt_request", lambda self, x, *a: preempted.append(x) or preempt(self, x, *a))
+    keys = [random.Random(i).randrange(10**7, 10**8) for i in range(4)]
+    prompts = [prompt(key, 100 * i, 350, depth=100) for i, key in enumerate(keys)]
+    with engine("keydiff:budget=384", num_gpu_blocks_override=46) as (llm, manager):
+        watch(monkeypatch, manager, [])
+        outs = generate(llm, prompts, 150)
+        assert preempted and manager.freed > 0 and all_free(manager)
+        assert [text(x[:9]) for x in outs] == [f"{key}." for key in keys]
+
+
+@pytest.mark.parametrize("spec", ["keydiff:budget=96", "lagkv:lag=64,ratio=0.5,sinks=32"])
+def test_requests_come_and_go(monkeypatch, spec):
+    """At random, some aborted in their prompt or in decode; no block is lost, and none is read that is another's."""
+    from vllm import SamplingParams
+
+    draw = random.Random(0)
+    with engine(spec, num_gpu_blocks_override=120, max_num_seqs=8) as (llm, manager):
+        watch(monkeypatch, manager, [])
+        core, pool, alive = llm.llm_engine, manager.block_pool, set()
+        for step in range(150):
+            if draw.random() < 0.3 and step < 120:
+                ids = {"prompt_token_ids": prompt(12345678, draw.randrange(5000), draw.randint(500, 1800))}
+                core.add_request(str(step), ids, SamplingParams(max_tokens=draw.randint(1, 60), ignore_eos=True))
+                alive.add(str(step))
+            if alive and draw.random() < 0.1:
+                core.abort_request([gone := draw.choice(sorted(alive))])
+                alive.remove(gone)
+            alive -= {x.request_id for x in core.step() if x.finished}
+            taken = sum(not x.is_null for blocks in manager.req_to_blocks.values() for x in blocks)
+            assert taken + pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        core.abort_request(sorted(alive))
+        while core.has_unfinished_requests():
+            core.step()
+        assert manager.freed > 100 and all_free(manager)
+
+
+def test_prefixes_are_not_shared():
+    """vLLM's default is to share them; evicted blocks are not what their tokens say."""
+    ids = prompt(58291740, 0, 1280)
+    with engine("keydiff:budget=512", enable_prefix_caching=True) as (llm, manager):
+        first, second = generate(llm, [ids]), generate(llm, [ids])
+        assert first == second and manager.freed == 2 * (1280 - 512) // BLOCK
+
+
+def test_an_eviction_that_fails_ends_the_step(monkeypatch):
+    from kvops.vllm import worker
+
+    def fails(*_):
+        raise RuntimeError("no eviction")
+
+    with engine("keydiff:budget=512") as (llm, _):
+        monkeypatch.setattr(worker, "compact_kv_", lambda *a, **k: fails())
+        with pytest.raises(Exception, match="no eviction"):
+            generate(llm, [prompt(58291740, 0, 1280)])
+
+
+@pytest.mark.parametrize(
+    "spec, settings, parts",
+    [
+        ("keydiff:budget=500", {}, ("KeyDiff", "budget", "multiple", "500")),
+        ("lagkv", {}, ("LagKV", "sinks", "16")),
+        ("keydiff:budget=512", {"kv_cache_dtype": "fp8"}, ("kv_cache_dtype", "fp8")),
+        (
+            "keydiff:budget=512",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+            ("speculative_config", "ngram"),
+        ),
+    ],
+)
+def test_engines_that_do_not_start(spec, settings, parts):
+    with pytest.raises(Exception) as error, engine(spec, **settings):
+        pass
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"])
+def test_engines_of_several_processes_are_refused(name):
+    from kvops.vllm.worker import _check_config
+
+    ones = ("tensor", "pipeline", "decode_context", "prefill_context")
+    parallel = SimpleNamespace(**{f"{x}_parallel_size": 1 for x in ones} | {name: 2})
+    with kit.refuses(name, "got 2", kind=NotImplementedError):
+        _check_config(SimpleNamespace(parallel_config=parallel, model_config=None))
+
+
+def test_another_vllm_is_refused(monkeypatch):
+    import vllm
+
+    from kvops.vllm import plugin
+
+    plugin.check_vllm()
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm, "__version__", "0.33.1")
+        with kit.refuses("expected vLLM 0.32.x", "got 0.33.1", kind=RuntimeError):
+            plugin.check_vllm()
+    with monkeypatch.context() as patch:
+        patch.setitem(plugin.HOOKS, "vllm.v1.attention.backend:AttentionBackend.customize_spec", ("spec", "layer"))
+        with kit.refuses("customize_spec", "(spec, layer)", "got (spec)", kind=RuntimeError):
+            plugin.check_vllm()
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
+        with kit.refuses("CPU_ATTN", kind=NotImplementedError):
+            plugin.check_vllm()
+
+
+def test_models_with_latent_attention_are_refused():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kvops.vllm import worker
+
+    worker.register()
+    for mla in (AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA):
+        with kit.refuses("MLA", kind=NotImplementedError):
+            mla.get_class()
+
+
+def test_the_engine_core_of_its_own_process(tmp_path):
+    """As `vllm serve` runs it, by vLLM's own defaults: both sides take the policy from the environment."""
+    code = f"""
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM({str(MODEL)!r}, dtype="bfloat16", max_model_len=2048)
+    ids = {{"prompt_token_ids": {prompt(58291740, 0, 1280)}}}
+    out = llm.generate([ids] * 3, SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
+    print("OUT", *(bytes(x.outputs[0].token_ids).decode() for x in out))
+"""
+    (tmp_path / "serve.py").write_text(code)
+    for spec, found in {"keydiff:budget=512": True, "streamingllm:budget=512,positions=original": False}.items():
+        environment = os.environ | {"KVOPS_VLLM": spec, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        run = subprocess.run([sys.executable, tmp_path / "serve.py"], env=environment, capture_output=True, text=True)
+        said = run.stdout + run.stderr
+        assert "kvops evicts with " in said, said
+        assert ("OUT 58291740 58291740 58291740" in said) == found, said
