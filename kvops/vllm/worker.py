@@ -111,10 +111,12 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.plan: Plan | None = None
         if isinstance(kv_cache_spec, EvictingSpec):
-            _check_group(self, kv_cache_spec)
+            _check_group(self)
             self.plan = plan = plan_of(kv_cache_spec.block_size)
             # What blocks a request holds is asked at every step, and changes once in a block.
             self._blocks = lru_cache(1024)(lambda filled: torch.tensor(plan.blocks(filled), dtype=torch.int64))
+        elif isinstance(kv_cache_spec, FullAttentionSpec):  # one group for layers with and without a window
+            _refuse("disable_hybrid_kv_cache_manager", "False where some layers have a window", True)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -239,14 +241,14 @@ def _check_attention(impl: CPUAttentionBackendImpl) -> None:
         _refuse("kv_sharing_target_layer_name", "None: each layer with a cache", impl.kv_sharing_target_layer_name)
 
 
-def _check_group(builder: EvictingBuilder, spec: EvictingSpec) -> None:
+def _check_group(builder: EvictingBuilder) -> None:
     """Raises for a group of layers that cannot be evicted as one."""
     config, names = builder.vllm_config, set(builder.layer_names)
     if builder.isa not in cpu_pages.ISAS:
         _refuse("the kernel of CPU_ATTN", f"one of {', '.join(cpu_pages.ISAS)}", builder.isa)
     others = get_layers_from_vllm_config(config, AttentionLayerBase).keys() - names
     if others and config.cache_config.enable_prefix_caching:
-        _refuse("enable_prefix_caching", "False where layers differ", True)
+        _refuse("enable_prefix_caching", "False where only some layers are evicted", True)
 
 
 def __getattr__(name: str) -> NoReturn:
