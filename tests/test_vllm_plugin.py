@@ -76,7 +76,8 @@ def engine(policy, **settings):
         try:
             llm = LLM(**{**ENGINE, **settings})
             core = llm.llm_engine.engine_core.engine_core
-            (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+            managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+            (manager,) = (x for x in managers if hasattr(x, "freed"))
             yield llm, manager
             core.shutdown()
         finally:
@@ -112,11 +113,11 @@ def all_free(manager) -> bool:
     )
 
 
-def reference(policy: kvops.Policy, ids: list[int], tokens: int) -> list[int]:
+def reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODEL) -> list[int]:
     """What transformers makes of the prompt, in chunks, with a KVCache of the policy."""
     from kvops.hf import KVCache
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     cache, out = KVCache(model.config, policy), []
     with torch.inference_mode():
         for first in range(0, len(ids), CHUNK):
@@ -145,6 +146,34 @@ def test_the_text_is_that_of_transformers(spec, policy):
     with engine(spec) as (llm, manager):
         assert generate(llm, [ids], 70) == [reference(policy, ids, 70)]
         assert manager.freed > 0 and all_free(manager)
+
+
+def test_layers_with_a_window_are_left_as_they_are(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=260,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        initializer_range=0.3,
+    )
+    transformers.Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
+    ids = prompt(58291740, 0, 3 * CHUNK)
+    with engine("keydiff:budget=256", model=str(tmp_path), enable_prefix_caching=False) as (llm, manager):
+        assert generate(llm, [ids], 40) == [reference(kvops.KeyDiff(256, buffer=BLOCK), ids, 40, tmp_path)]
+        assert manager.freed == (3 * CHUNK + 32 - 256) // BLOCK
+    with (
+        pytest.raises(NotImplementedError, match="enable_prefix_caching"),
+        engine("keydiff:budget=256", model=str(tmp_path)),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -246,6 +246,8 @@ def _check_group(builder: EvictingBuilder) -> None:
     config, names = builder.vllm_config, set(builder.layer_names)
     if builder.isa not in cpu_pages.ISAS:
         _refuse("the kernel of CPU_ATTN", f"one of {', '.join(cpu_pages.ISAS)}", builder.isa)
+    for name in builder.layer_names:
+        extract_layer_index(name)  # raises for names that have none, which evictions would stumble over
     others = get_layers_from_vllm_config(config, AttentionLayerBase).keys() - names
     if others and config.cache_config.enable_prefix_caching:
         _refuse("enable_prefix_caching", "False where only some layers are evicted", True)
