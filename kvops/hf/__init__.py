@@ -31,7 +31,8 @@ step's position_ids and the model's rotary embedding (`model_rope`), and turn bo
 
 Modules: `cache` (the cache and its layers), `attention` (the library's attention and its masks), `rope` (`model_rope`),
 `compression` (`compress`, `generate`), `generation` (`lookahead`), `drafts` (prompt lookup and assisted decoding),
-`architectures` (which models are served). Nothing else in kvops imports transformers.
+`batching` and `allocator` (`continuous_batching`), `architectures` (which models are served). Nothing else in kvops
+imports transformers.
 """
 
 MIN_TRANSFORMERS = "5.5.0"  # the oldest that the tests run with; the Makefile reads it here
@@ -52,6 +53,7 @@ if Version(transformers.__version__) < Version(MIN_TRANSFORMERS):
 # ruff: noqa: E402  (after the check of the version)
 from . import drafts as drafts
 from .attention import use_attention
+from .batching import continuous_batching
 from .cache import EvictingLayer, KVCache, LayerStats, Stage
 from .compression import Compression, compress, generate
 from .generation import decode_greedily, lookahead
@@ -64,6 +66,7 @@ __all__ = [
     "LayerStats",
     "Stage",
     "compress",
+    "continuous_batching",
     "decode_greedily",
     "generate",
     "lookahead",
