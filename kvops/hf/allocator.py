@@ -178,7 +178,13 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         self.batching.most_blocks = max(self.batching.most_blocks, len(self.block_table[request_id]))
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
-        return super().get_seqlen_k(self.held(past_length), query_length)
+        held = self.held(past_length)
+        if held > self.most_held(held):  # the scheduler counts on it, and the engine clears no more of its mask
+            raise RuntimeError(
+                f"continuous_batching: {self.policy!r} must hold at most its budget and its buffer, "
+                f"{self.most_held(held)} tokens, got {held}"
+            )
+        return super().get_seqlen_k(held, query_length)
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
         return super().get_read_indices(request_id, self.held(past_length), query_length)

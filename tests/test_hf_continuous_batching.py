@@ -1,0 +1,509 @@
+"""kvops.hf.continuous_batching: requests in transformers' engine, each against itself alone in a KVCache."""
+
+import random
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from packaging.version import Version  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
+
+import kvops  # noqa: E402
+from kvops.hf import KVCache, batching  # noqa: E402
+from test_hf import VOCAB, make_model  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_engine = pytest.mark.skipif(
+    Version(transformers.__version__) < Version(batching.MIN_TRANSFORMERS), reason="its engine has no registry"
+)
+ROOT = Path(__file__).parents[1]
+PAGE = 8
+STREAMING = {"positions": "original", "sinks": 2}
+
+#: A KVCache evicts when `held` says so.
+ALIKE = [
+    kvops.KeyDiff(24, buffer=1),
+    kvops.KeyDiff(24, buffer=1, sinks=2, recent=0.25, head_mode="shared"),
+    kvops.LagKV(lag=8, ratio=0.5, sinks=3),
+    kvops.LagKV(lag=8, ratio=0.0, sinks=0, head_mode="shared"),
+    kvops.StreamingLLM(20, buffer=1, **STREAMING),
+    kvops.Random(24, buffer=1, seed=3),
+    kvops.Full(),
+]
+
+
+class ByHeld:
+    """A KVCache that evicts when `held` says so, whatever the chunks."""
+
+    def evict(self, view):
+        if view.n <= self.held(view.seen, 1):
+            return None
+        return self.resumed(view.seen - view.new, view.seen, 1).select(view)
+
+
+class KeyDiffByHeld(ByHeld, kvops.KeyDiff):
+    pass
+
+
+class RandomByHeld(ByHeld, kvops.Random):
+    pass
+
+
+class StreamingByHeld(ByHeld, kvops.StreamingLLM):
+    pass
+
+
+BY_HELD = [
+    (kvops.KeyDiff(24, buffer=8), KeyDiffByHeld(24, buffer=8)),
+    (kvops.KeyDiff(40, buffer=0.25), KeyDiffByHeld(40, buffer=0.25)),
+    (kvops.Random(24, buffer=11, seed=5), RandomByHeld(24, buffer=11, seed=5)),
+    (kvops.StreamingLLM(24, buffer=16, **STREAMING), StreamingByHeld(24, buffer=16, **STREAMING)),
+]
+
+
+def greedy(tokens=10):
+    return GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+
+def engine(num_blocks=100, max_batch_tokens=64, page_size=PAGE, **settings):
+    sizes = dict(num_blocks=num_blocks, max_batch_tokens=max_batch_tokens, page_size=page_size)
+    return transformers.ContinuousBatchingConfig(**sizes, **settings)
+
+
+def prompts(*lengths, seed=1):
+    return [[random.Random(f"{seed} {i}").randrange(2, VOCAB) for _ in range(n)] for i, n in enumerate(lengths)]
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What the engine's allocators did: each of them, and the chunks of each request."""
+    allocator = pytest.importorskip("kvops.hf.allocator").EvictingAllocator
+
+    class Seen:
+        allocators, chunks = [], defaultdict(list)
+
+    def __init__(self, *args, **options):
+        init(self, *args, **options)
+        Seen.allocators.append(self)
+
+    def get_write_indices(self, request, past, tokens):
+        Seen.chunks[request].append((past, tokens))
+        table = [x for table in self.block_table.values() for x in table]
+        assert len(table) == len({*table})
+        return write(self, request, past, tokens)
+
+    init, write = allocator.__init__, allocator.get_write_indices
+    monkeypatch.setattr(allocator, "__init__", __init__)
+    monkeypatch.setattr(allocator, "get_write_indices", get_write_indices)
+    return Seen
+
+
+def assert_whole(allocator) -> None:
+    """Every block is free, once."""
+    pool = allocator.pool
+    pool.try_to_free_sectors()
+    assert not allocator.block_table and not allocator._positions and not allocator._due
+    assert sorted(pool.free_sectors) == list(range(2, 2 + pool.num_sectors))
+    assert not any(len(x) for x in pool._free_blocks)
+
+
+@torch.no_grad()
+def alone(model, policy, prompt, tokens, chunks):
+    """The request's text with a KVCache, in the chunks that the engine has made."""
+    cache, text, out = KVCache(model.config, policy), list(prompt), None
+    for past, count in chunks:
+        assert past == cache.get_seq_length()
+        out = model(torch.tensor([text[past : past + count]]), past_key_values=cache).logits[0, -1]
+        if past + count >= len(text):
+            text.append(int(out.argmax()))
+    assert len(text) == len(prompt) + tokens
+    return text[len(prompt) :]
+
+
+def assert_as_alone(model, policy, requests, seen, *, reference=None, tokens=10, **settings):
+    """Generates in the engine, and compares; what was evicted."""
+    before = dict(vars(model))
+    with kvops.hf.continuous_batching(model, policy) as batch:
+        outputs = model.generate_batch(requests, generation_config=greedy(tokens), **settings)
+    assert vars(model) == before
+    assert [x.error for x in outputs.values()] == [None] * len(requests)
+    for prompt, (name, output) in zip(requests, outputs.items()):
+        assert output.generated_tokens == alone(model, reference or policy, prompt, tokens, seen.chunks[name]), name
+    (allocator,) = seen.allocators
+    assert_whole(allocator)
+    return batch
+
+
+# ---- the text of a request is the one that it has alone ----
+
+
+@needs_engine
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("policy", ALIKE, ids=repr)
+def test_as_in_a_cache_of_its_own(policy, attn, seen):
+    model = make_model(attn=attn)
+    batch = assert_as_alone(
+        model, policy, prompts(90, 7, 64, 33, 1), seen, continuous_batching_config=engine(max_batch_tokens=40)
+    )
+    assert max(map(len, seen.chunks.values())) > 10  # prompts in chunks
+    assert model.config._attn_implementation == attn
+    if not isinstance(policy, kvops.Full):
+        assert batch.evictions >= 5 and batch.tokens >= 50 and batch.blocks >= 5
+        assert "evictions of" in batch.stats()
+
+
+@needs_engine
+@pytest.mark.parametrize(("policy", "reference"), BY_HELD, ids=repr)
+def test_buffers(policy, reference, seen):
+    batch = assert_as_alone(
+        make_model(),
+        policy,
+        prompts(90, 50, 33),
+        seen,
+        reference=reference,
+        tokens=30,
+        continuous_batching_config=engine(max_batch_tokens=40),
+    )
+    assert batch.evictions < 40  # not after every token
+
+
+@needs_engine
+def test_sliding_layers_are_left_alone(seen):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    model = make_model(
+        "qwen2", num_hidden_layers=4, layer_types=kinds, sliding_window=16, use_sliding_window=True, max_window_layers=0
+    )
+    batch = assert_as_alone(
+        model,
+        kvops.KeyDiff(24, buffer=1),
+        prompts(90, 40),
+        seen,
+        continuous_batching_config=engine(max_batch_tokens=40),
+    )
+    assert seen.allocators[0].layer_indices == [1, 3] and batch.evictions > 20
+
+
+@needs_engine
+def test_the_budget_bites(seen):
+    """A model that repeats a pass key does, if it is kept."""
+    folder, text = ROOT / "bench/models/passkey-llama", (ROOT / "bench/data/haystack.txt").read_text()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    keys = ["58291740", "13572468", "90817263"]
+    asked = [
+        f"{text[200 * i : 200 * i + 400]} The pass key is {key}. Remember it. {text[200 * i + 400 : 1000 + 100 * i]}"
+        " What is the pass key? The pass key is "
+        for i, key in enumerate(keys)
+    ]
+    requests = [tokenizer(x)["input_ids"] for x in asked]
+    right = {}
+    for budget in (512, 64):
+        seen.allocators.clear(), seen.chunks.clear()
+        settings = engine(page_size=32, max_batch_tokens=256)
+        policy = kvops.KeyDiff(budget, buffer=1)
+        batch = assert_as_alone(model, policy, requests, seen, tokens=8, continuous_batching_config=settings)
+        assert batch.most_blocks <= (budget + 256) // 32
+        with kvops.hf.continuous_batching(model, policy):
+            outputs = model.generate_batch(requests, generation_config=greedy(8), continuous_batching_config=settings)
+        texts = [tokenizer.decode(x.generated_tokens) for x in outputs.values()]
+        right[budget] = [x == key for x, key in zip(texts, keys)]
+    assert all(right[512]) and not all(right[64])
+
+
+# ---- blocks ----
+
+
+@needs_engine
+def test_a_pool_too_small_for_the_requests_serves_them(seen):
+    """Requests of 300 tokens in a pool of 160 slots, three at once."""
+    model, requests = make_model(), prompts(300, 290, 280)
+    settings = engine(num_blocks=160 // PAGE, max_batch_tokens=32)
+    batch = assert_as_alone(
+        model, kvops.KeyDiff(16, buffer=1), requests, seen, continuous_batching_config=settings, tokens=20
+    )
+    assert batch.most_blocks <= (16 + 32) // PAGE and batch.blocks > 160 // PAGE
+    together = [past for past, tokens in seen.chunks["req_0"] if tokens == 1]
+    assert len(together) >= 19
+
+
+@needs_engine
+def test_more_tokens_than_the_pool_without_a_bound(seen):
+    """What LagKV holds grows, so the scheduler has no bound but the pool; a long request still goes on."""
+    settings = engine(num_blocks=160 // PAGE, max_batch_tokens=32)
+    policy = kvops.LagKV(lag=8, ratio=0.125, sinks=2)
+    assert_as_alone(make_model(), policy, prompts(300), seen, continuous_batching_config=settings)
+
+
+@needs_engine
+def test_without_eviction_the_pool_is_too_small():
+    with kvops.hf.continuous_batching(make_model(), kvops.Full()):
+        pass
+    model, settings = make_model(), engine(num_blocks=160 // PAGE, max_batch_tokens=32)
+    with kvops.hf.continuous_batching(model, kvops.Full()):
+        outputs = model.generate_batch(
+            prompts(150, 150), generation_config=greedy(), continuous_batching_config=settings
+        )
+    assert all(x.error is None for x in outputs.values())  # one after the other, by the engine's soft resets
+
+
+@needs_engine
+def test_return_sequences(seen):
+    model, policy = make_model(), kvops.Random(24, buffer=1)
+    likeliest = GenerationConfig(
+        max_new_tokens=10, do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=-1, pad_token_id=0
+    )
+    with kvops.hf.continuous_batching(model, policy):
+        outputs = model.generate_batch(
+            prompts(60, 30),
+            generation_config=likeliest,
+            continuous_batching_config=engine(max_batch_tokens=40),
+        )
+    texts = [x.generated_tokens for x in outputs.values()]
+    assert len(texts) == 6 and texts[0] == texts[1] == texts[2] and texts[3] == texts[4] == texts[5]
+    assert texts[2] == alone(model, policy, prompts(60, 30)[0], 10, seen.chunks["req_0"])
+    assert_whole(seen.allocators[0])
+
+
+@needs_engine
+@pytest.mark.parametrize("seed", range(3))
+def test_no_block_is_lost(seed, seen):
+    """Random requests, cancelled at random, in a pool that is often full, so the engine starts some anew."""
+    model, rng = make_model(num_hidden_layers=2), random.Random(seed)
+    policy = rng.choice([kvops.KeyDiff(24, buffer=rng.randint(1, 12)), kvops.Random(20), kvops.LagKV(8, 0.25)])
+    with kvops.hf.continuous_batching(model, policy):
+        settings = engine(num_blocks=rng.randint(14, 30), max_batch_tokens=rng.choice([16, 40]))
+        with model.continuous_batching_context_manager(greedy(), continuous_batching_config=settings) as manager:
+            names = []
+            for prompt in prompts(*(rng.randint(1, 70) for _ in range(12)), seed=seed):
+                names.append(manager.add_request(prompt, max_new_tokens=rng.randint(1, 25)))
+                if rng.random() < 0.3:
+                    time.sleep(0.02)
+                if rng.random() < 0.4:
+                    manager.cancel_request(rng.choice(names))
+    assert manager.background_thread_status.fatal_error is None
+    (allocator,) = seen.allocators
+    assert_whole(allocator)
+
+
+@needs_engine
+def test_an_end_of_text(seen):
+    model, policy = make_model(), kvops.KeyDiff(24, buffer=1)
+    (prompt,) = prompts(60)
+    with kvops.hf.continuous_batching(model, policy):
+        (whole,) = model.generate_batch([prompt], greedy(), continuous_batching_config=engine()).values()
+        stop = whole.generated_tokens[4]
+        ends = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=stop, pad_token_id=0)
+        (output,) = model.generate_batch([prompt], ends, continuous_batching_config=engine()).values()
+    first = whole.generated_tokens.index(stop)
+    assert output.generated_tokens == whole.generated_tokens[: first + 1]
+    for allocator in seen.allocators:
+        assert_whole(allocator)
+
+
+# ---- the block leaves nothing behind ----
+
+
+@needs_engine
+def test_an_error_of_an_eviction_is_one_of_the_step(monkeypatch, seen):
+    from kvops.hf import allocator
+
+    def compact_kv_(*args, **options):
+        raise RuntimeError("no compaction today")
+
+    model, before = make_model(), dict(allocator.engine.ATTN_TYPE_TO_ALLOCATOR)
+    with kvops.hf.continuous_batching(model, kvops.KeyDiff(24)):
+        with monkeypatch.context() as broken:
+            broken.setattr(allocator, "compact_kv_", compact_kv_)
+            outputs = model.generate_batch(prompts(60, 5), greedy(), continuous_batching_config=engine())
+        assert len(outputs) == 2 and all("no compaction today" in x.error for x in outputs.values())
+        assert not any(x.generated_tokens for x in outputs.values())
+        outputs = model.generate_batch(prompts(60, 5), greedy(), continuous_batching_config=engine())
+        assert not any(x.error for x in outputs.values())
+    assert before == allocator.engine.ATTN_TYPE_TO_ALLOCATOR
+    assert "init_continuous_batching" not in vars(model)
+
+
+@needs_engine
+def test_a_rule_that_keeps_other_than_it_says(seen):
+    class Greedy(kvops.KeyDiff):
+        def resumed(self, before, n, prompt):
+            return kvops.KeyDiff(self.budget - 1)
+
+    model = make_model()
+    with kvops.hf.continuous_batching(model, Greedy(24)):
+        (output,) = model.generate_batch(prompts(60), greedy(), continuous_batching_config=engine()).values()
+    assert "must leave what its `held` says" in output.error and not output.generated_tokens
+
+
+@needs_engine
+def test_after_an_exception_the_model_is_as_before():
+    from kvops.hf import allocator
+
+    model, before = make_model(), dict(allocator.engine.ATTN_TYPE_TO_ALLOCATOR)
+    with pytest.raises(KeyError), kvops.hf.continuous_batching(model, kvops.KeyDiff(24)):
+        raise KeyError
+    assert "init_continuous_batching" not in vars(model)
+    assert before == allocator.engine.ATTN_TYPE_TO_ALLOCATOR
+    plain = model.generate_batch(prompts(60), greedy(), continuous_batching_config=engine())
+    full = model.generate(torch.tensor(prompts(60)), max_new_tokens=10, do_sample=False)[0, 60:]
+    assert plain["req_0"].generated_tokens == full.tolist()
+
+
+@needs_engine
+def test_engines_of_other_models_are_left_alone(seen):
+    """One is made while the other's stands in the registry."""
+    from kvops.hf import allocator
+
+    ours, other = (make_model() for _ in range(2))
+    ours, other = (model.init_continuous_batching(greedy(), engine()) for model in (ours, other))
+    made = []
+
+    def make():
+        made.append(other._create_batch_processor().cache.cache_allocators["full_attention"])
+        return ours._create_batch_processor()
+
+    batch = allocator.Batching(kvops.KeyDiff(24))
+    processor = allocator.evicting_engine(make, ours.model.config.get_text_config(), batch)
+    made.append(processor.cache.cache_allocators["full_attention"])
+    assert [isinstance(x, allocator.EvictingAllocator) for x in made] == [False, True]
+
+
+@needs_engine
+def test_an_engine_that_is_cached(seen):
+    model = make_model()
+    with kvops.hf.continuous_batching(model, kvops.KeyDiff(24)) as batch:
+        for _ in range(2):
+            model.generate_batch(prompts(60), greedy(), continuous_batching_config=engine(), persistent_manager=True)
+    assert len(seen.allocators) == 1 and batch.evictions > 1
+    assert not hasattr(model, "_cached_continuous_batching_manager")
+    model.generate_batch(prompts(9), greedy(), continuous_batching_config=engine(), persistent_manager=True)
+    with pytest.raises(ValueError, match="destroy_cached"), kvops.hf.continuous_batching(model, kvops.KeyDiff(24)):
+        pass
+    model.destroy_cached_continuous_batching_manager()
+
+
+# ---- what is refused ----
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        (kvops.SnapKV(64), "queries"),
+        (kvops.H2O(64), "queries"),
+        (kvops.TOVA(64), "queries"),
+        (kvops.ProtoKV(64), "queries"),
+        (kvops.PyramidKV(64), "queries"),
+        (kvops.LAQ(64), "queries"),
+        (kvops.LaCache(64), "no pages"),
+        (kvops.L2(64), "no pages"),
+        (kvops.KeyDiff(64, metric="dot"), "no pages"),
+        (kvops.LagKV(8, 0.5, score="l2"), "no pages"),
+        (kvops.StreamingLLM(64), "positions='original'"),
+        (kvops.KeyDiff(0.5), "budget in tokens"),
+        (kvops.KeyDiff(torch.tensor([[8, 9]], dtype=torch.int32)), "budget in tokens"),
+        (kvops.KeyDiff(64, head_mode="adaptive"), "equally many tokens"),
+        (kvops.KeyDiff(64, buffer=None), "prompt's length"),
+    ],
+    ids=repr,
+)
+def test_refused_policies(policy, why):
+    model = make_model()
+    with pytest.raises(ValueError, match=f"{policy.name}.*{why}"), kvops.hf.continuous_batching(model, policy):
+        pass
+    assert "init_continuous_batching" not in vars(model)
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_async_batching": True}, {"cpu_offload_space": 1.0}, {"default_compile_level": 1}],
+    ids=repr,
+)
+def test_refused_settings(settings):
+    model = make_model(attn="eager")
+    with kvops.hf.continuous_batching(model, kvops.KeyDiff(64)):
+        with pytest.raises(ValueError, match=r"continuous_batching: \w+ is not served"):
+            model.generate_batch(prompts(9), greedy(), continuous_batching_config=engine(**settings))
+    assert model.config._attn_implementation == "eager"
+
+
+@needs_engine
+def test_refused_models():
+    with pytest.raises(TypeError, match="transformers model"), kvops.hf.continuous_batching(None, kvops.KeyDiff(64)):
+        pass
+    with pytest.raises(TypeError, match="the class KeyDiff"):
+        with kvops.hf.continuous_batching(make_model(), kvops.KeyDiff):
+            pass
+    model = kvops.hf.use_attention(make_model())
+    with pytest.raises(NotImplementedError, match="'sdpa' and 'eager'"):
+        with kvops.hf.continuous_batching(model, kvops.KeyDiff(64)):
+            pass
+    model = make_model("mistral", sliding_window=16)
+    with pytest.raises(NotImplementedError, match="no full-attention layer"):
+        with kvops.hf.continuous_batching(model, kvops.KeyDiff(64)):
+            pass
+
+
+@needs_engine
+def test_one_block_at_a_time():
+    model = make_model()
+    with kvops.hf.continuous_batching(model, "keydiff:budget=64") as batch:
+        assert batch.policy == kvops.KeyDiff(64)
+        with pytest.raises(RuntimeError, match="open block"):
+            with kvops.hf.continuous_batching(model, kvops.KeyDiff(64)):
+                pass
+        assert "init_continuous_batching" in vars(model)
+    assert "init_continuous_batching" not in vars(model)
+
+
+@needs_engine
+def test_hooks_that_have_changed(monkeypatch):
+    from kvops.hf import allocator
+
+    def refused(match):
+        with pytest.raises(RuntimeError, match=match), kvops.hf.continuous_batching(make_model(), kvops.KeyDiff(64)):
+            pass
+
+    base = allocator.FullAttentionCacheAllocator
+    with monkeypatch.context() as patch:
+        patch.setattr(base, "update", lambda self, key_states: None)
+        refused(
+            r"expected FullAttentionCacheAllocator.update\(key_states value_states.*, got key_states in transformers"
+        )
+    with monkeypatch.context() as patch:
+        patch.delattr(base.__mro__[1], "fork_blocks")
+        refused("got none")
+    with monkeypatch.context() as patch:
+        patch.setitem(allocator.engine.ATTN_TYPE_TO_ALLOCATOR, "full_attention", int)
+        refused("got <class 'int'>")
+    with monkeypatch.context() as patch:
+        patch.delattr(allocator.ContinuousBatchingManager, "_create_batch_processor")
+        refused("_create_batch_processor")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "kvops.hf.allocator", None)
+        patch.delattr(kvops.hf, "allocator")
+        refused("expected its allocators")
+
+
+@needs_engine
+def test_another_order_of_memory(monkeypatch):
+    from kvops.hf import allocator
+
+    model, blocks = make_model(), allocator.EvictingAllocator._blocks
+    monkeypatch.setattr(allocator.EvictingAllocator, "_blocks", lambda self: blocks(self).flip(1))
+    with kvops.hf.continuous_batching(model, kvops.KeyDiff(24)):
+        with pytest.raises(RuntimeError, match="another order"):
+            model.init_continuous_batching(greedy(), engine())._create_batch_processor()
+
+
+def test_transformers_without_such_an_engine(monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.5.0")
+    with pytest.raises(ImportError, match=r"needs transformers >= 5\.\d+\.0.*found 5.5.0"):
+        with kvops.hf.continuous_batching(make_model(), kvops.KeyDiff(64)):
+            pass
