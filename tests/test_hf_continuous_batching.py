@@ -341,6 +341,31 @@ def test_a_rule_that_keeps_other_than_it_says(seen):
 
 
 @needs_engine
+def test_a_policy_that_holds_more_than_its_buffer(seen):
+    class Grows(kvops.KeyDiff):
+        def cycled(self, n):
+            return n
+
+    model = make_model()
+    with kvops.hf.continuous_batching(model, Grows(24)):
+        (output,) = model.generate_batch(prompts(60), greedy(), continuous_batching_config=engine()).values()
+    assert "must hold at most its budget and its buffer, 25 tokens, got 60" in output.error
+
+
+@needs_engine
+def test_an_engine_that_outlives_the_block(seen):
+    model, (prompt,) = make_model(), prompts(60)
+    with kvops.hf.continuous_batching(model, kvops.KeyDiff(24)) as batch:
+        manager = model.init_continuous_batching(greedy(), engine())
+    manager.start()
+    name = manager.add_request(prompt, max_new_tokens=10)
+    output = manager.get_result(name, timeout=30)
+    manager.stop()
+    assert output.generated_tokens == alone(model, kvops.KeyDiff(24), prompt, 10, seen.chunks[name])
+    assert batch.evictions == 10
+
+
+@needs_engine
 def test_after_an_exception_the_model_is_as_before():
     from kvops.hf import allocator
 

@@ -155,7 +155,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         policy = self.policy
         if not isinstance(policy, DecodePolicy):
             return limit
-        assert isinstance(policy.budget, int)  # as `check_policy` asks for
+        assert isinstance(policy.budget, int)  # as `continuous_batching` asks for
         return min(limit, policy.budget + policy.spare(policy.budget))
 
     def held(self, n: int) -> int:

@@ -18,7 +18,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from ..methods.base import BudgetPolicy, Policy
+from ..methods.base import BudgetPolicy, Policy, check_policy
 from ..methods.table import policy as policy_of
 from .attention import unwrap
 from .cache import check
@@ -26,7 +26,8 @@ from .cache import check
 if TYPE_CHECKING:
     from .allocator import Batching
 
-MIN_TRANSFORMERS = "5.20.0"  # the oldest whose engine has a registry of allocators
+MIN_TRANSFORMERS = "5.18.0"  # the oldest whose engine has a registry of allocators
+MANY = 2**40  # tokens, more than any budget
 ATTENTIONS = ("sdpa", "eager", "paged|eager")
 _NAME = "init_continuous_batching"  # what every way to an engine goes through
 
@@ -90,14 +91,15 @@ def continuous_batching(model: torch.nn.Module, policy: Policy | str) -> Iterato
     inner = unwrap("continuous_batching", model)
     if isinstance(policy, str):
         policy = policy_of(policy)
+    check_policy("continuous_batching", policy)
     _check_model(inner, policy)
-    check_policy(inner, policy)
+    _check_served(inner, policy)
     batching = allocator.Batching(policy)
-    before = vars(inner).get(_NAME)
     with _lock:
         if inner in _open:
             raise RuntimeError("continuous_batching: expected no other open block of the model, got one")
         _open.add(inner)
+        before = vars(inner).get(_NAME)
         vars(inner)[_NAME] = _hook(inner, batching)
     try:
         yield batching
@@ -143,7 +145,7 @@ def _check_model(model: PreTrainedModel, policy: Policy) -> None:
         )
 
 
-def check_policy(model: PreTrainedModel, policy: Policy) -> None:
+def _check_served(model: PreTrainedModel, policy: Policy) -> None:
     """Raises for a policy that the engine cannot serve."""
     layers = model.config.get_text_config().num_hidden_layers
     if policy.uses_queries:
@@ -156,16 +158,13 @@ def check_policy(model: PreTrainedModel, policy: Policy) -> None:
         why = "leaves the layers with different lengths, but the engine has one block table for all of them"
     elif isinstance(policy, BudgetPolicy) and not isinstance(policy.budget, int):
         why = "needs a budget in tokens, an int, as blocks are counted without a look at the prompt"
-    elif len({policy.held(_MANY, prompt) for prompt in (1, _MANY, 2 * _MANY)}) > 1:
+    elif len({policy.held(MANY, prompt) for prompt in (1, MANY, 2 * MANY)}) > 1:
         why = "holds what depends on the prompt's length, which the engine tells no allocator; use a buffer"
     else:
         for layer in range(layers):
             policy.check_cache(layer, layers)
         return
     raise ValueError(f"continuous_batching: {policy!r} {why}")
-
-
-_MANY = 2**40  # tokens, more than any budget
 
 
 def _hook(model: PreTrainedModel, batching: Batching) -> Any:
@@ -201,19 +200,18 @@ def _hook(model: PreTrainedModel, batching: Batching) -> Any:
 
 def _check_settings(config: Any) -> None:
     """Raises for settings of the engine, as it has resolved them, that are not served."""
-    wrong = {
-        "use_cuda_graph": any(config.cuda_graph_booleans),
-        "varlen_compile_config": config.varlen_compile_config,
-        "decode_compile_config": config.decode_compile_config,
-        "use_async_batching": config.use_async_batching,
-        "cpu_offload_space": config.cpu_offload_space != 0 or None,
+    served = {
+        "use_cuda_graph": (False, any(config.cuda_graph_booleans)),
+        "use_async_batching": (False, bool(config.use_async_batching)),
+        "varlen_compile_config": (None, config.varlen_compile_config),
+        "decode_compile_config": (None, config.decode_compile_config),
+        "cpu_offload_space": (0, config.cpu_offload_space),
     }
-    for name, got in wrong.items():
-        if got:
+    for name, (expected, got) in served.items():
+        if got != expected:
             raise ValueError(
-                f"continuous_batching: {name} is not served, as eviction runs in the steps of Python, expected "
-                f"{'0' if name == 'cpu_offload_space' else 'False' if name.startswith('use') else 'None'}, got "
-                f"{getattr(config, name)!r}"
+                f"continuous_batching: {name} is not served, as eviction is a part of the engine's steps in Python, "
+                f"expected {expected}, got {got!r}"
             )
 
 

@@ -292,7 +292,8 @@ def _hooks(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
 
     def init_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            "compress: continuous batching keeps its keys in pages that nothing is evicted from; use model.generate"
+            "compress: continuous batching keeps its keys in pages that nothing is evicted from here; use "
+            "model.generate, or kvops.hf.continuous_batching in the place of the block"
         )
 
     # Left out of compiled graphs: a new cache in every call is none. What it calls is compiled as before.
