@@ -102,7 +102,8 @@ class Due(NamedTuple):
     """A request to evict when its step ends."""
 
     request: str
-    before: int  # tokens computed before the step
+    before: int  # tokens computed before the step,
+    n: int  # and with it
     held: int  # slots with the step's tokens
     keep: int
 
@@ -190,9 +191,10 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         return super().get_read_indices(request_id, self.held(past_length), query_length)
 
     def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        held, keep = self.held(past_length) + query_length, self.held(past_length + query_length)
+        n = past_length + query_length
+        held, keep = self.held(past_length) + query_length, self.held(n)
         if keep < held:
-            self._due.append(Due(request_id, past_length, held, keep))
+            self._due.append(Due(request_id, past_length, n, held, keep))
         return super().get_write_indices(request_id, self.held(past_length), query_length)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
@@ -221,8 +223,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         """Evicts what is due: selects by rule and layer, for all its requests; then moves by rule, all layers."""
         by_rule: dict[Policy, list[Due]] = {}
         for x in self._due:
-            n = x.before + x.held - self.held(x.before)
-            by_rule.setdefault(self.policy.resumed(x.before, n, n), []).append(x)
+            by_rule.setdefault(self.policy.resumed(x.before, x.n, x.n), []).append(x)
         moves = [(due, *self._select(rule, due)) for rule, due in by_rule.items()]
         for due, table, positions, kept in moves:
             compact_kv_(self._k, self._v, list(kept.unbind()), block_table=table)
@@ -260,8 +261,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         """int32 [layers, Hk, width]: the positions of a request's slots, and anything behind."""
         heads, device = (self.pages_per_block, self.num_key_value_heads), self.cache_tensor.device
         known = self._positions.get(x.request, torch.empty(*heads, 0, dtype=torch.int32, device=device))
-        n = x.before + x.held - self.held(x.before)
-        first = n - x.held + known.shape[2]
+        first = x.n - x.held + known.shape[2]
         new = torch.arange(first, first + width - known.shape[2], dtype=torch.int32, device=device)
         return torch.cat((known, new.expand(*heads, -1)), 2)
 
