@@ -35,6 +35,8 @@ from ..methods.base import DecodePolicy, Policy, View
 from ..ops import compact_kv_
 
 FULL_ATTENTION = "full_attention"
+#: One engine is made at a time: what the registry holds meanwhile is for that one.
+_registry = threading.Lock()
 #: The parameters that the engine hands to what is overridden or called here.
 _HOOKS = {
     "needs_new_blocks": "request_id past_length query_length",
@@ -56,7 +58,8 @@ def check_hooks() -> None:
         got = " ".join([*inspect.signature(hook).parameters][1:]) if hook else "none"
         if got != parameters:
             raise _changed(f"FullAttentionCacheAllocator.{name}({parameters})", got)
-    registered = engine.ATTN_TYPE_TO_ALLOCATOR.get(FULL_ATTENTION)
+    with _registry:
+        registered = engine.ATTN_TYPE_TO_ALLOCATOR.get(FULL_ATTENTION)
     if registered is not FullAttentionCacheAllocator:
         raise _changed(f"FullAttentionCacheAllocator for {FULL_ATTENTION!r}", registered)
     if not hasattr(ContinuousBatchingManager, "_create_batch_processor"):
@@ -277,10 +280,6 @@ class EvictingAllocator(FullAttentionCacheAllocator):
 
     def _blocks_of(self, slots: int) -> int:
         return -(-slots // self.tokens_per_page)
-
-
-#: One engine is made at a time: what the registry holds meanwhile is for that one.
-_registry = threading.Lock()
 
 
 def evicting_engine(make: Callable[[], Any], text: PreTrainedConfig, batching: Batching) -> Any:
