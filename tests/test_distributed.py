@@ -1,6 +1,7 @@
 """DTensors: every operator on shards of heads and of the batch, against one process; 2 and 4 processes."""
 
 import copy
+import os
 import traceback
 
 import pytest
@@ -29,11 +30,13 @@ def run(rank: int, ranks: int, check, meeting: str, failed) -> None:
         distributed.register()
         distributed.register()  # again: nothing
         check(rank, ranks)
+        torch.distributed.barrier()  # no rank leaves while another still reads
     except BaseException:
         failed.put(f"rank {rank} of {ranks}:\n{traceback.format_exc()}")
         raise
     finally:
         torch.distributed.destroy_process_group()
+    os._exit(0)  # seen once: a thread of torch's was still there when the interpreter ended, which aborts the process
 
 
 def on_ranks(ranks: int, check, tmp_path) -> None:
