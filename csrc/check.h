@@ -160,11 +160,15 @@ inline KV check_cache(const char* op, const char* name, const Tensor& x, const O
   return kv;
 }
 
-// The same of rows that are computed with: fp8 counts as the bf16 that it is read as.
-inline KV check_read_cache(const char* op, const char* name, const Tensor& x, const OptionalTensor& block_table) {
-  KV kv = check_cache(op, name, x, block_table);
+// x as rows that are computed with: fp8 counts as the bf16 that it is read as.
+inline KV as_read(KV kv, const Tensor& x) {
   if (x.element_size() == 1) kv.view.row_bytes *= 2;
   return kv;
+}
+
+// check_cache of such rows.
+inline KV check_read_cache(const char* op, const char* name, const Tensor& x, const OptionalTensor& block_table) {
+  return as_read(check_cache(op, name, x, block_table), x);
 }
 
 // A tensor that rows of `like` are written to: [b, heads, m, head_dim of like], on its device, of its dtype.
@@ -200,12 +204,10 @@ KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, const Opt
   return kv;
 }
 
-// Of rows that are computed with: as check_read_cache's.
+// Of rows that are computed with.
 inline KVPair check_read_pair(const char* op, const Tensor& k, const Tensor& v, const OptionalTensor& block_table) {
-  KVPair kv = check_kv_pair(op, k, v, block_table, check_read_dtype);
-  for (KV* x : {&kv.k, &kv.v})
-    if (k.element_size() == 1) x->view.row_bytes *= 2;
-  return kv;
+  const KVPair kv = check_kv_pair(op, k, v, block_table, check_read_dtype);
+  return {as_read(kv.k, k), as_read(kv.v, v)};
 }
 
 // Are values that lie on a GPU (indices, starts, lengths, budgets) read back and checked? kvops.debug_checks() says so;
