@@ -302,10 +302,18 @@ def test_engines_that_do_not_start(spec, settings, parts):
     assert all(part in str(error.value) for part in parts), error.value
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"])
-def test_engines_of_several_processes_are_refused(name):
+@pytest.mark.parametrize(
+    "name, spec",
+    [
+        ("pipeline_parallel_size", "keydiff:budget=512"),
+        ("decode_context_parallel_size", "keydiff:budget=512"),
+        ("tensor_parallel_size", "keydiff:budget=512,head_mode=shared"),
+    ],
+)
+def test_parallelism_that_is_refused(name, spec, monkeypatch):
     from kvops.vllm.worker import _check_config
 
+    monkeypatch.setenv("KVOPS_VLLM", spec)
     ones = ("tensor", "pipeline", "decode_context", "prefill_context")
     parallel = SimpleNamespace(**{f"{x}_parallel_size": 1 for x in ones} | {name: 2})
     with kit.refuses(name, "got 2", kind=NotImplementedError):
@@ -343,12 +351,14 @@ def test_models_with_latent_attention_are_refused():
             mla.get_class()
 
 
-def test_the_engine_core_of_its_own_process(tmp_path):
-    """As `vllm serve` runs it, by vLLM's own defaults: both sides take the policy from the environment."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_engine_core_of_its_own_process(tmp_path, ranks):
+    """As `vllm serve` runs it, by vLLM's own defaults: all processes take the policy from the environment. With two
+    ranks each has one KV head of the model's two."""
     code = f"""
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    llm = LLM({str(MODEL)!r}, dtype="bfloat16", max_model_len=2048)
+    llm = LLM({str(MODEL)!r}, dtype="bfloat16", max_model_len=2048, tensor_parallel_size={ranks})
     ids = {{"prompt_token_ids": {prompt(58291740, 0, 1280)}}}
     out = llm.generate([ids] * 3, SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
     print("OUT", *(bytes(x.outputs[0].token_ids).decode() for x in out))

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from ..methods.base import View
 from ..ops import compact_kv_
-from . import cpu_pages
+from . import cpu_pages, plugin
 from .plan import Move, Plan
 from .scheduler import EvictingSpec, plan_of
 
@@ -211,14 +211,16 @@ def _refuse(setting: str, expected: object, got: object) -> NoReturn:
 def _check_config(config: VllmConfig) -> None:
     """Raises for what an engine cannot do while it evicts."""
     parallel, model = config.parallel_config, config.model_config
-    for setting in (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    # Pipelines would be evicted layer by layer as one process is, but this vLLM does not run them on the CPU.
+    for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (got := getattr(parallel, setting)) != 1:
             _refuse(setting, 1, got)
+    if parallel.tensor_parallel_size > 1 and getattr(plugin.policy(), "head_mode", None) == "shared":
+        _refuse(
+            "tensor_parallel_size",
+            "1 for head_mode='shared', as ranks know their own heads",
+            parallel.tensor_parallel_size,
+        )
     if config.speculative_config is not None:
         _refuse("speculative_config", None, config.speculative_config.method)
     if config.kv_transfer_config is not None:
