@@ -3,13 +3,17 @@
 python -m pytest tests/test_vllm_plugin.py        # in an environment with vLLM 0.32's CPU build and transformers
 """
 
+import json
 import os
 import random
+import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -351,14 +355,13 @@ def test_models_with_latent_attention_are_refused():
             mla.get_class()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_engine_core_of_its_own_process(tmp_path, ranks):
-    """As `vllm serve` runs it, by vLLM's own defaults: all processes take the policy from the environment. With two
-    ranks each has one KV head of the model's two."""
+def test_two_ranks(tmp_path):
+    """Tensor parallelism: each rank has one KV head of the model's two. By vLLM's own defaults, so the engine core is a
+    process too, and all of them take the policy from the environment."""
     code = f"""
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    llm = LLM({str(MODEL)!r}, dtype="bfloat16", max_model_len=2048, tensor_parallel_size={ranks})
+    llm = LLM({str(MODEL)!r}, dtype="bfloat16", max_model_len=2048, tensor_parallel_size=2)
     ids = {{"prompt_token_ids": {prompt(58291740, 0, 1280)}}}
     out = llm.generate([ids] * 3, SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
     print("OUT", *(bytes(x.outputs[0].token_ids).decode() for x in out))
@@ -368,3 +371,71 @@ if __name__ == "__main__":
     run = subprocess.run([sys.executable, tmp_path / "serve.py"], env=environment, capture_output=True, text=True)
     said = run.stdout + run.stderr
     assert "kvops evicts with KeyDiff" in said and "OUT 58291740 58291740 58291740" in said, said
+
+
+def test_a_server(tmp_path):
+    """vLLM's, and its metrics."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"KVOPS_VLLM": "keydiff:budget=512", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    options = f"--host 127.0.0.1 --port {port} --max-model-len 2048 --block-size {BLOCK} --enforce-eager".split()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), *options]
+
+    def ask(path: str, body: dict | None = None) -> str:
+        data = body and json.dumps(body).encode()
+        request = Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+        with urlopen(request, timeout=60) as answer:
+            return answer.read().decode()
+
+    with (tmp_path / "log").open("w+") as log:
+        server = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
+        try:
+            for _ in range(120):
+                with suppress(OSError):
+                    ask("/health")
+                    break
+                time.sleep(1)
+            asked = {"model": str(MODEL), "prompt": prompt(58291740, 0, 1280), "max_tokens": 8, "temperature": 0}
+            assert json.loads(ask("/v1/completions", asked))["choices"][0]["text"] == "58291740"
+            lines = [x for x in ask("/metrics").splitlines() if x.startswith("kvops:") and "_total{" in x]
+            assert 'policy="KeyDiff"' in lines[0]
+            assert {x.split("{")[0]: float(x.split()[-1]) for x in lines} == {
+                "kvops:evicted_requests_total": 1.0,
+                "kvops:evicted_blocks_total": (1280 - 512) // BLOCK,
+            }
+        except BaseException:
+            print((tmp_path / "log").read_text())
+            raise
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def test_metrics_count_requests_that_finish(monkeypatch):
+    from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats
+
+    from kvops.vllm.metrics import _BLOCKS, EvictionLogger
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="m"), cache_config=SimpleNamespace(block_size=BLOCK)
+    )
+    finished = [  # prompt and generated tokens, and what they lose with 16 blocks kept
+        (512, 33, 1),
+        (512, 32, 0),  # the last token is not computed, so no block beyond the budget has filled
+        (512 + 320, 1, 10),
+        (2000, 0, 0),  # aborted in its prompt
+    ]
+    stats = IterationStats()
+    for prompt_tokens, generated, _ in finished:
+        stats.finished_requests.append(
+            FinishedRequestStats(None, num_prompt_tokens=prompt_tokens, num_generation_tokens=generated)
+        )
+    monkeypatch.setenv("KVOPS_VLLM", "")
+    EvictionLogger(config).record(None, stats)  # nothing
+    monkeypatch.setenv("KVOPS_VLLM", "keydiff:budget=512")
+    for engine in range(2):
+        logger = EvictionLogger(config, engine)
+        logger.record(None, None)
+        logger.record(None, stats)
+        assert _BLOCKS.labels("m", str(engine), "KeyDiff")._value.get() == sum(x[2] for x in finished)

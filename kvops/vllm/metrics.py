@@ -1,0 +1,70 @@
+"""What evictions took from requests, among the metrics of vLLM's server (`/metrics`).
+
+The scheduler, which gives blocks back, is in another process than the metrics. It need not be asked: what a request of
+n tokens has lost is a function of n (see `plan.py`). vLLM makes a logger of this class, its entry point, for every
+server; without a policy it does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from . import plugin
+from .plan import Plan, plan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
+
+logger = init_logger("vllm.kvops")
+_LABELS = ("model_name", "engine", "policy")
+_REQUESTS = Counter("kvops:evicted_requests", "Finished requests that were evicted.", _LABELS)
+_BLOCKS = Counter("kvops:evicted_blocks", "Blocks that evictions took from finished requests.", _LABELS)
+
+
+class EvictionLogger(StatLoggerBase):
+    """Counts requests and blocks when requests finish. An aborted one counts if it had its first token."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0):
+        self.policy = plugin.policy()
+        self.config = vllm_config
+        self.engine = engine_index
+        self._plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Made late: vLLM settles the size of blocks while the engine starts."""
+        assert self.policy is not None
+        if self._plan is None:
+            self._plan = plan(self.policy, self.config.cache_config.block_size)
+        return self._plan
+
+    def log_engine_initialized(self) -> None:
+        """The scheduler has logged the policy."""
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if self.policy is None or iteration_stats is None:
+            return
+        for request in iteration_stats.finished_requests:
+            self._count(request)
+
+    def _count(self, request: FinishedRequestStats) -> None:
+        if not request.num_generation_tokens:
+            return
+        tokens = request.num_prompt_tokens + request.num_generation_tokens - 1  # the last one is never computed
+        blocks = sum(len(gap) for gap in self.plan.gaps(tokens // self.plan.block_size))
+        if blocks:
+            labels = (self.config.model_config.served_model_name, str(self.engine), self.plan.policy.name)
+            _REQUESTS.labels(*labels).inc()
+            _BLOCKS.labels(*labels).inc(blocks)
+            logger.debug("kvops: request %s of %d tokens lost %d blocks", request.request_id, tokens, blocks)
