@@ -1,4 +1,4 @@
-"""The operators on DTensors: tensor parallelism (heads), data parallelism (batch), KeyDiff over a sharded sequence.
+"""The operators on DTensors: tensor parallelism (heads), data parallelism (batch), and sequences sharded by tokens.
 
 After `kvops.distributed.register()` every operator, and what is made of them, takes DTensors. Each rank works on its
 own shard, and nothing is sent::
@@ -8,27 +8,48 @@ own shard, and nothing is sent::
     kept = kvops.ops.select_topk(kvops.ops.anchor_cosine(k), k=1024)    # [b, Hk, 1024], Shard(1)
     kvops.ops.compact_kv_(k, v, kept)
 
-For each dim of the mesh the first tensor of a call says what is sharded: batch, KV heads, or nothing. The others have
-to lie accordingly: what has a batch or a head dim is sharded there, what has none (`starts` where heads are sharded,
-`phase`) is replicated. An ordinary tensor counts as replicated. Other placements are refused by name. torch would
-gather such a tensor: the whole cache, and if an operator writes to it, a copy of the cache.
+For each dim of the mesh one tensor of a call, the first, or of the window operators k, says what is sharded: batch, KV
+heads, or nothing. The others have to lie accordingly: what has a batch or a head dim is sharded there, what has none
+(`starts` where heads are sharded, `phase`) is replicated. An ordinary tensor counts as replicated. Other placements are
+refused by name. torch would gather such a tensor: the whole cache, and if an operator writes to it, a copy of the
+cache.
 
-Tokens may be sharded for `anchor_cosine` alone: the ranks add up their anchors, one all-reduce of [b, Hk, d], and each
-scores its own tokens by the sum. All other operators need every token of a head, and refuse.
+Some operators take tokens that are sharded too, dim 2 of K, V and scores. Each rank has as many, which follow those of
+the rank before; `starts`, `lengths` and `visible` count the slots of the whole sequence. Queries and all that has no
+token dim are replicated. A rank works on its own tokens, and little is sent:
+
+- `anchor_cosine`: the ranks add up their anchors, [b, Hk, d], and each scores its tokens by the sum.
+- `window_attention`: each rank attends to its own keys; the log-sum-exps and outputs are merged, [b, Hq, w, dv], and
+  each rank scores its keys by the merged log-sum-exp. The output is rounded to q's dtype before and after the merge.
+  cos and sin are refused: the scores would need the turned keys.
+- `window_scores`: the same without the output. A given lse, over the keys of all ranks, is taken as it is: what one
+  process checks of it takes all scores.
+- `select_topk`: each rank sends the best of its own scores, at most k, and their slots. All then have the same indices,
+  those of one process, in slots of the whole sequence, replicated. `own_indices` says which of them a rank holds.
+
+All other operators need every token of a head, and refuse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn.functional import pad
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
-__all__ = ["register"]
+from . import ops
+from .ops import REDUCTIONS, SCORES
+
+__all__ = ["own_indices", "register"]
 
 BATCH, HEADS, TOKENS = 0, 1, 2
+Roles = tuple[int | None, ...]
 #: By their names in the schemas: tensors of [batch, heads, ...], of [batch, ...], of [heads], and of neither.
 _BOTH = frozenset(
     ("k", "v", "q", "k_out", "v_out", "scores", "indices", "anchor", "budgets", "lse", "prototypes", "assignment")
@@ -38,6 +59,9 @@ _BY_BATCH = frozenset(("starts", "lengths", "block_table"))
 _BY_HEAD = frozenset(("sink_logits",))
 _WHOLE = frozenset(("projection", "phase", "inv_freq"))
 _MAYBE_BY_BATCH = {"visible": 2, "cos": 3, "sin": 3}  # with so many dims
+_BY_TOKEN = {"k": 4, "v": 4, "scores": 3}  # with so many dims
+_ABSENT = torch.iinfo(torch.int64).max  # a slot that sorts behind all others
+_scores = torch.ops.kvops.window_scores.default
 _library: torch.library.Library | None = None
 
 
@@ -59,20 +83,39 @@ def register() -> None:
         torch.library.register_torch_dispatch(overload.name(), DTensor, _rule, lib=_library)
 
 
+def own_indices(indices: Any, k: Any) -> Tensor:
+    """Which of the kept slots lie in this rank's tokens, as slots of these: for `gather_kv` and `compact_kv_` of
+    `k.to_local()`, where K and V are sharded by tokens.
+
+    Args:
+        indices: int64 [b, Hk, m], a DTensor, ascending, -1 only at the end, as `select_topk` gives them.
+        k: [b, Hk, n, d], a DTensor whose tokens are sharded, in any dtype.
+
+    Returns:
+        An ordinary int64 [b, Hk, min(m, n / ranks)]: ascending, -1 last in heads that keep fewer here.
+    """
+    op = "own_indices"
+    roles = _roles(op, "k", "k", k, TOKENS)
+    slots = _local(op, "indices", "indices", indices, k, "k", roles, False)
+    tokens = _Tokens.of(k, roles)
+    inside = (slots >= tokens.first) & (slots < tokens.first + tokens.n)
+    own = torch.where(inside, slots - tokens.first, _ABSENT).sort(-1).values[..., : tokens.n]
+    return own.masked_fill_(own == _ABSENT, -1)
+
+
 def overloads() -> Iterator[OpOverload]:
     """Of all operators."""
-    from . import ops
-
     for name in ops.__all__:
         packet = getattr(torch.ops.kvops, name)
         yield from (getattr(packet, x) for x in packet.overloads())
 
 
 def dims_of(name: str, dims: int, pages: bool) -> tuple[int | None, int | None, int | None]:
-    """The batch, the head and the token dim of an argument that has so many dims; with a block table K and V are pages.
-    Tokens are those of K, whose scores can be had from shards."""
+    """The batch, the head and the token dim of an argument that has so many dims; with a block table K and V are
+    pages."""
     if name in _BOTH:
-        return (None if pages and name in ("k", "v") else 0), 1, 2 if name == "k" else None
+        paged = pages and name in ("k", "v")
+        return None if paged else 0, 1, 2 if dims == _BY_TOKEN.get(name) and not paged else None
     if name in _BY_HEAD:
         return None, 0, None
     by_batch = name in _BY_BATCH or dims == _MAYBE_BY_BATCH.get(name)
@@ -83,95 +126,303 @@ def dims_of(name: str, dims: int, pages: bool) -> tuple[int | None, int | None, 
 
 def _rule(mode: object, overload: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
     """The call on each rank's own shards."""
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor
 
     op = overload._opname
     given = dict(zip((x.name for x in overload._schema.arguments), args)) | (kwargs or {})
     pages = given.get("block_table") is not None
-    tensors = [
-        (name, f"{name}[{i}]" if isinstance(value, (list, tuple)) else name, x)
-        for name, value in given.items()
-        for i, x in enumerate(value if isinstance(value, (list, tuple)) else [value])
-        if isinstance(x, Tensor)
-    ]
-    argument, first, leader = tensors[0]
+    leaves, structure = tree_flatten_with_path(given)
+    values = [(*_names(path), x) for path, x in leaves]
+    tensors = [x for x in values if isinstance(x[2], Tensor)]
+    by_tokens = _OF_TOKENS.get(op)
+    lead = by_tokens.leader if by_tokens else tensors[0][0]
+    argument, first, leader = next((x for x in tensors if x[0] == lead), tensors[0])
     if not isinstance(leader, DTensor):
         raise ValueError(f"{op}: {first} must be a DTensor, as others are, got an ordinary tensor")
-    mesh = leader.device_mesh
-    roles = [_role(op, argument, first, leader, x, pages) for x in range(mesh.ndim)]
-    local = {}
-    for argument, name, x in tensors:
-        dims = dims_of(argument, x.dim(), pages)
-        want = _placements([None if y is None else dims[y] for y in roles])
-        have = x.placements if isinstance(x, DTensor) else (Replicate(),) * mesh.ndim
-        if have != want or (isinstance(x, DTensor) and x.device_mesh != mesh):
-            raise ValueError(f"{op}: {name} must be {want} on the mesh of {first}, got {have}")
-        local[name] = x.to_local() if isinstance(x, DTensor) else x
-
-    def own(name: str, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [local.get(f"{name}[{i}]", x) for i, x in enumerate(value)]
-        return local.get(name, value)
-
-    call = {name: own(name, value) for name, value in given.items()}
-    if TOKENS in roles:
-        return _anchor_cosine_of_tokens(overload, call, mesh, roles)
-    return _wrapped(overload(**call), lambda x: DTensor.from_local(x, mesh, _placements(roles), run_check=False))
+    roles = _roles(op, argument, first, leader, TOKENS if by_tokens else HEADS, pages)
+    local = [
+        _local(op, argument, name, x, leader, first, roles, pages) if isinstance(x, Tensor) else x
+        for argument, name, x in values
+    ]
+    call = tree_unflatten(local, structure)
+    if by_tokens and TOKENS in roles:
+        return by_tokens.rule(overload, call, _Tokens.of(leader, roles))
+    return tree_map_only(Tensor, lambda x: _dtensor(x, leader.device_mesh, roles), overload(**call))
 
 
-def _role(op: str, argument: str, name: str, leader: Any, mesh_dim: int, pages: bool) -> int | None:
-    """What a dim of the mesh shards: BATCH, HEADS, TOKENS, or None: nothing."""
-    placement, ranks = leader.placements[mesh_dim], leader.device_mesh.size(mesh_dim)
-    if placement.is_replicate():
-        return None
-    by_token = op == "anchor_cosine" and not pages
-    dims = [x for x in dims_of(argument, leader.dim(), pages) if x is not None and (x != TOKENS or by_token)]
-    dim = placement.dim % leader.dim() if placement.is_shard() else None
-    if dim not in dims:
-        names = " or ".join(("batch (0)", "heads (1)", "tokens (2)")[x] for x in dims)
-        raise ValueError(
-            f"{op}: {name} must be replicated or sharded along {names}, as nothing is sent, got {placement!r}"
-        )
-    if leader.shape[dim] % ranks:
-        raise ValueError(f"{op}: dim {dim} of {name} must be a multiple of the {ranks} ranks, got {leader.shape[dim]}")
-    return dim
+def _names(path: tuple[Any, ...]) -> tuple[str, str]:
+    """An argument, and what errors call it: k[0] is an element of a list."""
+    return path[0].key, path[0].key + keystr(path[1:])
 
 
-def _placements(dims: list[int | None]) -> tuple[Any, ...]:
-    from torch.distributed.tensor import Replicate, Shard
+def _roles(op: str, argument: str, name: str, leader: Any, last: int, pages: bool = False) -> Roles:
+    """What each dim of the mesh shards: BATCH, HEADS, TOKENS (if that is the last), or None: nothing."""
+    dims = dims_of(argument, leader.dim(), pages)
+    allowed = [x for x in (BATCH, HEADS, TOKENS)[: last + 1] if dims[x] is not None]
+    roles: list[int | None] = []
+    for placement in leader.placements:
+        dim = placement.dim % leader.dim() if placement.is_shard() else None
+        if not placement.is_replicate() and dim not in [dims[x] for x in allowed]:
+            names = " or ".join(f"{('batch', 'heads', 'tokens')[x]} ({dims[x]})" for x in allowed)
+            raise ValueError(f"{op}: {name} must be replicated or sharded along {names}, got {placement!r}")
+        roles.append(None if dim is None else dims.index(dim))
+    for role in (x for x in allowed if x in roles):
+        ranks, size = prod(_sizes(leader.device_mesh, roles, role)), leader.shape[dims[role]]
+        if size % ranks:
+            raise ValueError(f"{op}: dim {dims[role]} of {name} must be a multiple of the {ranks} ranks, got {size}")
+    return tuple(roles)
 
-    return tuple(Replicate() if x is None else Shard(x) for x in dims)
+
+def _sizes(mesh: Any, roles: Any, role: int) -> list[int]:
+    """Of the mesh's dims with this role."""
+    return [mesh.size(x) for x, y in enumerate(roles) if y == role]
 
 
-def _anchor_cosine_of_tokens(overload: OpOverload, call: dict[str, Any], mesh: Any, roles: list[int | None]) -> Any:
-    """Each rank's tokens, which follow the tokens of the rank before: its own anchor, everybody's, its scores."""
-    from torch.distributed.tensor import DTensor, Partial
+def _local(op: str, argument: str, name: str, x: Any, leader: Any, first: str, roles: Roles, pages: bool) -> Any:
+    """The rank's own part of a tensor that lies as `leader`, which errors call `first`, asks for."""
+    from torch.distributed.tensor import DTensor, Replicate
 
-    n = call["k"].shape[2]
-    first = 0  # of the rank's tokens
-    for x, role in enumerate(roles):
-        if role == TOKENS:
-            first = first * mesh.size(x) + mesh.get_local_rank(x)
-    first *= n
+    mesh, dims = leader.device_mesh, dims_of(argument, x.dim(), pages)
+    want = _placements([None if y is None else dims[y] for y in roles])
+    have = x.placements if isinstance(x, DTensor) else (Replicate(),) * mesh.ndim
+    if have != want or (isinstance(x, DTensor) and x.device_mesh != mesh):
+        raise ValueError(f"{op}: {name} must be {want} on the mesh of {first}, got {have}")
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _placements(dims: Any) -> tuple[Any, ...]:
+    from torch.distributed import tensor
+
+    return tuple(tensor.Replicate() if x is None else tensor.Shard(x) for x in dims)
+
+
+def _dtensor(x: Tensor, mesh: Any, roles: Roles) -> Any:
+    """A result of [batch, heads, tokens, ...]."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(x, mesh, _placements(roles), run_check=False)
+
+
+# ---- sharded tokens: what a rank does and sends ----
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of this rank: slots [first, first + n) of a sequence of `total`."""
+
+    mesh: Any
+    roles: Roles
+    n: int
+
+    @classmethod
+    def of(cls, leader: Any, roles: Roles) -> _Tokens:
+        return cls(leader.device_mesh, roles, leader.to_local().shape[2])
+
+    @property
+    def ranks(self) -> int:
+        return prod(_sizes(self.mesh, self.roles, TOKENS))
+
+    @property
+    def total(self) -> int:
+        return self.n * self.ranks
+
+    @property
+    def first(self) -> int:
+        place = 0  # among the ranks
+        for x, role in enumerate(self.roles):
+            if role == TOKENS:
+                place = place * self.mesh.size(x) + self.mesh.get_local_rank(x)
+        return place * self.n
+
+    @property
+    def _by_rest(self) -> Roles:
+        return tuple(None if x == TOKENS else x for x in self.roles)
+
+    def sharded(self, x: Tensor) -> Any:
+        """A result of which each rank has its own tokens."""
+        return _dtensor(x, self.mesh, self.roles)
+
+    def replicated(self, x: Tensor) -> Any:
+        """A result that all these ranks have."""
+        return _dtensor(x, self.mesh, self._by_rest)
+
+    def own(self, slots: Tensor) -> Tensor:
+        """Limits in the whole sequence as limits in the rank's tokens."""
+        return (slots - self.first).clamp(0, self.n)
+
+    def span(self, op: str, starts: Tensor | None, lengths: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The first valid slot of each row, and one past the last: int32 [b]."""
+        if starts is None:
+            starts = torch.zeros(len(like), dtype=torch.int32, device=like.device)
+        else:
+            self.check(op, "starts", starts)
+        if lengths is None:
+            return starts, torch.full_like(starts, self.total)
+        self.check(op, "lengths", lengths)
+        self.check(op, "starts + lengths", starts + lengths)
+        return starts, starts + lengths
+
+    def check(self, op: str, name: str, slots: Tensor) -> None:
+        """The operator sees what is cut to the rank's tokens. As there, values on a GPU are not read."""
+        if slots.device.type == "cpu" and ((slots < 0) | (slots > self.total)).any():
+            raise ValueError(f"{op}: {name} must lie in [0, {self.total}], got {slots.tolist()}")
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over the ranks."""
+        from torch.distributed.tensor import DTensor, Partial
+
+        rest = _placements(self._by_rest)
+        summands = [Partial() if role == TOKENS else y for role, y in zip(self.roles, rest)]
+        return DTensor.from_local(x, self.mesh, summands, run_check=False).redistribute(placements=rest).to_local()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Everybody's, in the order of their tokens: [ranks, ...]."""
+        from torch.distributed.tensor import DTensor
+
+        mine = [0 if role == TOKENS else None if role is None else role + 1 for role in self.roles]
+        rest = [None if role in (TOKENS, None) else role + 1 for role in self.roles]
+        stacked = DTensor.from_local(x.unsqueeze(0), self.mesh, _placements(mine), run_check=False)
+        return stacked.redistribute(placements=_placements(rest)).to_local()
+
+
+def _anchor_cosine(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) -> Any:
+    """The rank's own anchor, everybody's, the rank's scores by that."""
     starts, lengths = call.get("starts"), call.get("lengths")
     if starts is not None or lengths is not None:
-        begin = torch.zeros_like(lengths) - first if starts is None else starts - first  # type: ignore[arg-type]
-        end = torch.full_like(begin, torch.iinfo(torch.int32).max) if lengths is None else begin + lengths
-        call["starts"] = begin.clamp(0, n)
-        call["lengths"] = end.clamp(0, n) - call["starts"]
-    by_rest = [None if x == TOKENS else x for x in roles]
+        begin, end = (tokens.own(x) for x in tokens.span("anchor_cosine", starts, lengths, call["k"]))
+        call |= {"starts": begin, "lengths": end - begin}
     if call.get("anchor") is None:
-        summands = [Partial() if x == TOKENS else y for x, y in zip(roles, _placements(by_rest))]
-        own = DTensor.from_local(overload(**call)[1], mesh, summands, run_check=False)
-        call["anchor"] = own.redistribute(placements=_placements(by_rest)).to_local()
+        call["anchor"] = tokens.sum(overload(**call)[1])
     scores, anchor = overload(**call)
-    return (
-        DTensor.from_local(scores, mesh, _placements(roles), run_check=False),
-        DTensor.from_local(anchor, mesh, _placements(by_rest), run_check=False),
-    )
+    return tokens.sharded(scores), tokens.replicated(anchor)
 
 
-def _wrapped(found: Any, wrap: Callable[[Tensor], Any]) -> Any:
-    if isinstance(found, Tensor):
-        return wrap(found)
-    return type(found)(_wrapped(x, wrap) for x in found) if isinstance(found, (list, tuple)) else found
+def _window_attention(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) -> Any:
+    """The rank's own keys, then everybody's outputs, weighted by their shares of the sum of exponentials."""
+    op = "window_attention"
+    if call.get("cos") is not None or call.get("sin") is not None:
+        raise ValueError(f"{op}: cos and sin must be None where tokens are sharded (turn k before), got tensors")
+    own = _own_window(op, call, tokens)
+    out, own_lse, scores = overload(**{**own, "scores": False})
+    lse = tokens.gather(own_lse).logsumexp(0)
+    divisors = [own_lse, lse]  # logarithms of what the rank has divided by, and what is to be divided by
+    if (sinks := call.get("sink_logits")) is not None:
+        divisors = [x.logaddexp(sinks.unsqueeze(1)) for x in divisors]
+    weights = (divisors[0] - divisors[1]).exp()
+    weights = torch.where(divisors[1].isneginf(), 0.0, weights)  # no rank has a key that the row sees
+    out = tokens.sum(out.float() * weights.unsqueeze(-1)).to(out.dtype)
+    if call.get("scores", True):
+        scores = _own_scores(call, own, lse)
+    return tokens.replicated(out), tokens.replicated(lse), tokens.sharded(scores)
+
+
+def _window_scores(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) -> Any:
+    k, own = call["k"], _own_window("window_scores", call, tokens)
+    overload(**{**own, "k": k[:, :, :0], "visible": own["visible"] * 0, "starts": None})  # checks the rest
+    lse = call.get("lse")
+    if lse is None and call.get("score", 0) == SCORES["softmax"]:
+        attended = {x: own[x] for x in ("q", "k", "visible", "scale", "starts", "softcap") if x in own}
+        v = k[..., : 16 // k.element_size()]  # any would do: its least row
+        own_lse = torch.ops.kvops.window_attention.default(**attended, v=v, scores=False)[1]
+        lse = tokens.gather(own_lse).logsumexp(0)
+    return tokens.sharded(_own_scores(call, own, lse))
+
+
+def _own_window(op: str, call: dict[str, Any], tokens: _Tokens) -> dict[str, Any]:
+    """The call with what its rows see of the rank's tokens."""
+    limits = {x: call[x] for x in ("visible", "starts") if call.get(x) is not None}
+    for name, x in limits.items():
+        tokens.check(op, name, x)
+    return call | {name: tokens.own(x) for name, x in limits.items()}
+
+
+def _own_scores(call: dict[str, Any], own: dict[str, Any], lse: Tensor | None) -> Tensor:
+    """`window_scores` of the rank's keys. lse: over the keys of all ranks, or None where there is no softmax.
+
+    Given one, the operator checks that a row's weights add up to 1, which those of the rank's keys do not; it does so
+    unless the sum or the mean over the group is asked for. So they are had from the scores of single query heads, whose
+    maximum over their group of one they are: K is read once for each head of a group.
+    """
+    options: dict[str, Any] = {
+        x: y for x, y in own.items() if x in ("k", "visible", "scale", "score", "starts", "softcap")
+    }
+    reduce, group_reduce = call.get("reduce", REDUCTIONS["sum"]), call.get("group_reduce", REDUCTIONS["mean"])
+    mean_over_rows = reduce == REDUCTIONS["mean"]
+    options["reduce"] = REDUCTIONS["sum"] if mean_over_rows else reduce
+    heads, sinks = own["k"].shape[1], call.get("sink_logits")
+    if lse is None or REDUCTIONS["max"] in (reduce, group_reduce):
+        scores = _scores(q=own["q"], lse=lse, sink_logits=sinks, group_reduce=group_reduce, **options)
+    else:
+        by_member = zip(
+            own["q"].unflatten(1, (heads, -1)).unbind(2),
+            lse.unflatten(1, (heads, -1)).unbind(2),
+            [None] * (lse.shape[1] // heads) if sinks is None else sinks.view(heads, -1).t().contiguous(),
+        )
+        members = [
+            _scores(q=q, lse=x, sink_logits=sink, group_reduce=REDUCTIONS["max"], **options) for q, x, sink in by_member
+        ]
+        scores = torch.stack(members, 2)
+        if group_reduce == REDUCTIONS["none"]:
+            scores = scores.flatten(1, 2)
+        else:
+            scores = scores.mean(2) if group_reduce == REDUCTIONS["mean"] else scores.sum(2)
+    if mean_over_rows:  # that see a key of any rank
+        starts = call.get("starts")
+        seeing = (call["visible"] > (0 if starts is None else starts.unsqueeze(1))).sum(-1)
+        scores = scores / seeing.clamp(min=1).view(-1, 1, 1)
+    return scores
+
+
+def _select_topk(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) -> Any:
+    """The best of the rank's own, everybody's, the best of them. Candidates are in the order of their slots, so equal
+    scores keep the lower one here as there."""
+    op, own, k = "select_topk", call["scores"], call["k"]
+    sinks, window, budgets = call.get("sinks", 0), call.get("window", 0), call.get("budgets")
+    overload(scores=own[..., :0], k=k, sinks=sinks, window=window, seq_len=call.get("seq_len"))  # checks them
+    begin, end = tokens.span(op, call.get("starts"), call.get("lengths"), own)
+    at_front = (end - begin).clamp(max=sinks)
+    at_back = (end - begin - at_front).clamp(max=window)
+    first, last = tokens.own(begin + at_front), tokens.own(end - at_back)
+    found = overload(scores=own, k=min(k - sinks - window, tokens.n), starts=first, lengths=last - first)
+    values = tokens.gather(own.gather(2, found.clamp(min=0))).movedim(0, 2).flatten(2)
+    found = tokens.gather(torch.where(found < 0, _ABSENT, found + tokens.first)).movedim(0, 2).flatten(2)
+
+    # What stays anyway, [b, 1, sinks] and [b, 1, window]; its scores do not matter.
+    front, back = (torch.arange(x, device=own.device) for x in (sinks, window))
+    fixed = [
+        torch.where(front < at_front.unsqueeze(1), begin.unsqueeze(1) + front, _ABSENT),
+        torch.where(back < at_back.unsqueeze(1), (end - at_back).unsqueeze(1) + back, _ABSENT),
+    ]
+    slots = torch.cat((found, *(x.unsqueeze(1).expand(-1, own.shape[1], -1) for x in fixed)), 2)
+    slots, order = slots.sort(-1)
+    values = pad(values, (0, sinks + window)).gather(2, order)
+    candidates = (slots != _ABSENT).any(1).sum(-1, dtype=torch.int32)  # as many in each head
+
+    best = overload(scores=values, k=k, sinks=sinks, window=window, lengths=candidates, budgets=budgets)
+    kept = torch.where(best < 0, -1, slots.gather(2, best.clamp(min=0)))[..., : tokens.total]
+    if call.get("fill_invalid", False):
+        kept = _filled(kept, begin.view(-1, 1, 1), end.view(-1, 1, 1), tokens.total)
+    return tokens.replicated(kept)
+
+
+def _filled(kept: Tensor, begin: Tensor, end: Tensor, n: int) -> Tensor:
+    """With the lowest invalid slots, those outside [begin, end), in the place of -1, in order."""
+    nth = torch.arange(kept.shape[2], device=kept.device) - (kept >= 0).sum(-1, keepdim=True)
+    invalid = torch.where(nth < begin, nth, nth - begin + end)
+    filled = torch.where(nth < 0, kept, torch.where(invalid < n, invalid, _ABSENT)).sort(-1).values
+    return filled.masked_fill_(filled == _ABSENT, -1)
+
+
+class _OfTokens(NamedTuple):
+    """What an operator does where tokens are sharded."""
+
+    leader: str  # the argument that says how
+    rule: Callable[[OpOverload, dict[str, Any], _Tokens], Any]
+
+
+_OF_TOKENS = {
+    "anchor_cosine": _OfTokens("k", _anchor_cosine),
+    "select_topk": _OfTokens("scores", _select_topk),
+    "window_attention": _OfTokens("k", _window_attention),
+    "window_scores": _OfTokens("k", _window_scores),
+}

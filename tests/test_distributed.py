@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import kit
 import kvops
 from calls import OPERATORS_CALLS, direct, inputs
-from kvops import distributed, ops
+from kvops import distributed, ops, reference
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
@@ -140,6 +140,119 @@ def check_tokens(rank: int, ranks: int) -> None:
         assert kit.same(whole(ops.anchor_cosine(shards, anchor=own)), ops.anchor_cosine(k, anchor=given))
 
 
+def token_meshes(ranks: int):
+    """(mesh, roles) whose last dim shards tokens."""
+    from torch.distributed.tensor import init_device_mesh
+
+    shapes = {(TOKENS,): (ranks,)}
+    if ranks == 4:
+        shapes |= {(HEADS, TOKENS): (2, 2), (TOKENS, TOKENS): (2, 2)}
+    return [(init_device_mesh("cpu", shape), roles) for roles, shape in shapes.items()]
+
+
+def check_windows_of_tokens(rank: int, ranks: int) -> None:
+    """What one process has, but for the rounding of merged sums; the reference in fp64."""
+    b, group, w, n = 2, 3, 12, 32  # of 4 ranks the last 2 have tokens of the window
+    q, k, v = kit.randn(b, 2 * group, w, 16), kit.randn(b, 2, n, 16, seed=1), kit.randn(b, 2, n, 24, seed=2)
+    k[0, 0, 7] = torch.nan
+    sinks = kit.randn(2 * group, seed=3)
+    late = kit.causal(w, n).expand(b, -1).clone()
+    late[0, :3], late[1, 5], late[1, 6] = 0, 5, 9  # rows that see nothing, or nothing of most ranks
+    calls = [
+        {"visible": visible, **options, "reduce": reduce, "group_reduce": group_reduce}
+        for visible, options in (
+            (kit.causal(w, n), {}),
+            (late, {"starts": kit.int32(3, 25), "sink_logits": sinks, "softcap": 5.0}),
+            (late, {"starts": kit.int32(20, 0), "scale": 0.7}),
+        )
+        for reduce in ("sum", "mean", "max")
+        for group_reduce in ("mean", "none", "max", "sum")
+    ]
+    for mesh, roles in token_meshes(ranks):
+
+        def shards(call, mesh=mesh, roles=roles):
+            return sharded(call, mesh, roles)
+
+        for options in calls:
+            call = {"q": q, "k": k, "v": v, **options}
+            out, lse, scores = ops.window_attention(**shards(call))
+            assert TOKENS not in [x.dim for x in (*out.placements, *lse.placements) if x.is_shard()]
+            assert [x.dim for x in scores.placements if x.is_shard()] == [x for x in roles if x is not None]
+            want = reference.window_attention(**call)
+            for mine, exact in zip((out, lse, scores), want):
+                torch.testing.assert_close(whole(mine).double(), exact, rtol=1e-5, atol=1e-6, equal_nan=True)
+            alone = ops.window_attention(**shards({**call, "scores": False}))
+            assert kit.same([whole(x) for x in alone[:2]], [whole(out), whole(lse)]) and alone[2].shape[2] == 0
+            del call["v"]
+            for lse_of in ({}, {"lse": whole(lse)}):
+                mine = ops.window_scores(**shards({**call, **lse_of}))
+                torch.testing.assert_close(whole(mine).double(), want[2], rtol=1e-5, atol=1e-6, equal_nan=True)
+        dot = {"q": q, "k": k, "visible": late, "score": "dot", "reduce": "mean", "starts": kit.int32(3, 25)}
+        torch.testing.assert_close(whole(ops.window_scores(**shards(dot))), ops.window_scores(**dot), equal_nan=True)
+        half = {name: x.bfloat16() for name, x in {"q": q, "k": k.nan_to_num(), "v": v}.items()} | {"visible": late}
+        for mine, exact in zip(ops.window_attention(**shards(half)), reference.window_attention(**half)):
+            tolerance = 2e-2 if mine.dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(whole(mine).double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def check_selection_of_tokens(rank: int, ranks: int) -> None:
+    """To the last bit."""
+    from torch.distributed.tensor import Replicate
+
+    b, heads, n = 2, 4, 48
+    spans = (
+        {},
+        {"starts": kit.int32(0, 29)},
+        {"lengths": kit.int32(48, 3)},
+        {"starts": kit.int32(5, 40), "lengths": kit.int32(20, 0)},
+    )
+    budgets = torch.arange(5, 5 + b * heads, dtype=torch.int32).view(b, heads)
+    generator = torch.Generator().manual_seed(0)
+    few = torch.randint(3, (b, heads, n), generator=generator).float()  # ties
+    few[0, :, 5:20], few[1, :2], few[1, 2, 9:] = torch.nan, -torch.inf, torch.inf
+    few[0, 0, ::3], few[0, 0, 1::3] = 0.0, -0.0
+    for mesh, roles in token_meshes(ranks):
+        for scores in (few, kit.randn(b, heads, n)):
+            for span in spans:
+                for options in (
+                    {"k": 1},
+                    {"k": 13},
+                    {"k": 13, "sinks": 3, "window": 2, "budgets": budgets},
+                    {"k": 13, "fill_invalid": True, "sinks": 7, "window": 6},
+                    {"k": 13, "fill_invalid": True, "budgets": budgets},
+                    {"k": 60, "fill_invalid": True, "sinks": 50},
+                    {"k": 60, "window": 50},
+                    {"k": 0},
+                ):
+                    call = {"scores": scores, **options, **span}
+                    kept = ops.select_topk(**sharded(call, mesh, roles))
+                    assert kit.same(whole(kept), ops.select_topk(**call)), (roles, options, span)
+                    assert all(x == Replicate() for x, role in zip(kept.placements, roles) if role == TOKENS)
+
+
+def check_keydiff_of_tokens(rank: int, ranks: int) -> None:
+    """Scores, selection and each rank's share of what is kept."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    k, v = kit.kv(2, 4, 96, 32)
+    want = kvops.keydiff_compress(k, v, 24, sinks=2, recent=4)
+    for mesh, roles in token_meshes(ranks):
+        own_k, own_v = (distribute_tensor(x, mesh, [Shard(y) for y in roles]) for x in (k, v))
+        kept = ops.select_topk(ops.anchor_cosine(own_k), k=24, sinks=2, window=4)
+        assert kit.same(whole(kept), want.indices)
+        own = distributed.own_indices(kept, own_k)
+        rows = ops.gather_kv(own_k.to_local(), own_v.to_local(), own)
+        counts = [Replicate() if x == TOKENS else Shard(x) for x in roles]
+        held = kvops.ops.gather_kv(
+            *(x.redistribute(placements=counts).to_local() for x in (own_k, own_v)), kept.to_local()
+        )
+        # The ranks' rows, one rank's behind the other's, are the kept ones.
+        for mine, all_kept in zip(rows, held):
+            everybody = DTensor.from_local(mine, mesh, [Shard(x) for x in roles]).redistribute(placements=counts)
+            slots = DTensor.from_local(own, mesh, [Shard(x) for x in roles]).redistribute(placements=counts)
+            assert kit.same(everybody.to_local()[slots.to_local() >= 0], all_kept.flatten(0, 2))
+
+
 def check_refusals(rank: int, ranks: int) -> None:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -176,6 +289,12 @@ def test_every_call(ranks, tmp_path):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_sharded_tokens(ranks, tmp_path):
     on_ranks(ranks, check_tokens, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("check", [check_windows_of_tokens, check_selection_of_tokens, check_keydiff_of_tokens])
+def test_operators_of_sharded_tokens(ranks, check, tmp_path):
+    on_ranks(ranks, check, tmp_path)
 
 
 @pytest.mark.parametrize("check", [check_methods, check_refusals])
