@@ -22,14 +22,14 @@ pytestmark = [
 BATCH, HEADS, TOKENS = 0, 1, 2
 
 
-def run(rank: int, ranks: int, check, meeting: str, failed) -> None:
-    """check(rank, ranks) on one rank."""
+def run(rank: int, ranks: int, check, meeting: str, failed, args: tuple) -> None:
+    """check(rank, ranks, *args) on one rank."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     try:
         distributed.register()
         distributed.register()  # again: nothing
-        check(rank, ranks)
+        check(rank, ranks, *args)
         torch.distributed.barrier()  # no rank leaves while another still reads
     except BaseException:
         failed.put(f"rank {rank} of {ranks}:\n{traceback.format_exc()}")
@@ -39,10 +39,10 @@ def run(rank: int, ranks: int, check, meeting: str, failed) -> None:
     os._exit(0)  # seen once: a thread of torch's was still there when the interpreter ended, which aborts the process
 
 
-def on_ranks(ranks: int, check, tmp_path) -> None:
+def on_ranks(ranks: int, check, tmp_path, *args) -> None:
     failed = multiprocessing.get_context("spawn").SimpleQueue()
     try:
-        multiprocessing.spawn(run, (ranks, check, str(tmp_path / "meeting"), failed), ranks)
+        multiprocessing.spawn(run, (ranks, check, str(tmp_path / "meeting"), failed, args), ranks)
     except multiprocessing.ProcessExitedException as error:
         pytest.fail(f"{error}\n{failed.get() if not failed.empty() else ''}")
     except multiprocessing.ProcessRaisedException as error:

@@ -459,6 +459,31 @@ def test_sinks_of_policies_with_one_score_or_layers_that_share(policy, spans):
             assert {*slots[7:]} <= {*kept(none)[b][h]}
 
 
+@pytest.mark.parametrize("mode", ["per_head", "shared"])
+@every_policy
+def test_heads_alone_keep_what_they_keep_beside_others(policy, mode):
+    if hasattr(policy, "head_mode"):
+        policy = replace(policy, head_mode=mode)
+    elif mode == "shared":
+        return
+    q, k, v = inputs(7)
+    queries, options = call_of(policy, q)
+    together = kept(policy.compress(k, v, *queries, **options))
+
+    def alone(h):
+        def of(x):
+            return x[:, 2 * h : 2 * h + 2] if isinstance(x, torch.Tensor) else x
+
+        own = {name: of(x) for name, x in options.items()}
+        return kept(policy.compress(k[:, h : h + 1], v[:, h : h + 1], *map(of, queries), **own))
+
+    same = [[row[h] for row in together] == [row[0] for row in alone(h)] for h in range(2)]
+    if policy.heads_alone:
+        assert all(same)
+    elif not isinstance(policy, kvops.StreamingLLM):  # which has one score for all, however it is asked
+        assert not all(same)
+
+
 def test_heads_with_one_score_have_one_budget():
     q, k, v = inputs()
     budget = torch.full((2, 2), 20, dtype=torch.int32)

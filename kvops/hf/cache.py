@@ -21,7 +21,7 @@ from ..methods.base import check_policy
 from ..rope import Rope
 from . import architectures
 from .attention import ATTENTION, STOCK, Slots, autocast, check_attention, eager, steps
-from .rope import model_rope
+from .rope import KV_HEADS, model_rope
 
 _CROPS_TO_LENGTHS = "max_length" in inspect.signature(DynamicLayer.crop).parameters  # transformers before 5.15
 
@@ -233,6 +233,7 @@ class KVCache(DynamicCache):
         self._masked = 0  # and of how many tokens, all in all, its last one was
         self._peak = 0  # bytes
         config = config.get_text_config(decoder=True)
+        self._kv_heads = _kv_heads(config)
         cross = getattr(config, "cross_attention_layers", None) or ()  # an image's keys, which no step adds to
         evicting = [i for i, x in enumerate(self.layers) if type(x) is DynamicLayer and i not in cross]
         slots = policy.positions == "slots"
@@ -262,6 +263,8 @@ class KVCache(DynamicCache):
         if not isinstance(layer, EvictingLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._check_step(layer.cache, key_states.shape[-2])
+        if not layer.is_initialized:
+            self._check_heads(key_states.shape[1])
         step = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if key_states.shape[-2] > 1:  # decode adds a token at a time, which `peak_bytes` sees at the end
             self._peak = max(self._peak, self._held(layer, step))
@@ -290,6 +293,17 @@ class KVCache(DynamicCache):
                 "KVCache: kvops.LAQ evicts in its lookahead only, and a step of one token came before it, so the "
                 "whole prompt would stay; call kvops.hf.generate, or kvops.hf.lookahead between prompt and decode"
             )
+
+    def _check_heads(self, heads: int) -> None:
+        """Raises where this rank has some of the KV heads, and the policy looks at all of them."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.policy.heads_alone or not distributed or heads >= self._kv_heads:
+            return
+        raise NotImplementedError(
+            f"KVCache: {self.policy!r} looks at all KV heads of a layer, and tensor parallelism leaves some to other "
+            f"ranks, expected {self._kv_heads} heads, got {heads}; use a policy whose heads keep tokens of their own, "
+            "such as one with head_mode='per_head'"
+        )
 
     @eager
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -404,6 +418,13 @@ def check(config: PreTrainedConfig, policy: Policy) -> None:
         raise NotImplementedError(
             f"KVCache: models of type {text.model_type!r} are not served: {why}; use a cache of transformers"
         )
+
+
+def _kv_heads(config: PreTrainedConfig) -> int:
+    """The fewest that any layer has, all ranks together."""
+    names = [x for x in (*KV_HEADS, "num_global_key_value_heads") if getattr(config, x, None)]
+    counts = [getattr(config, x) for x in names or ["num_attention_heads"]]
+    return min(min(x) if isinstance(x, (list, tuple)) else x for x in counts)
 
 
 def _readers(config: PreTrainedConfig, layer: int) -> int:

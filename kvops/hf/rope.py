@@ -95,7 +95,7 @@ _SIZES = {
     **dict.fromkeys("linear_key_head_dim linear_value_head_dim mamba_d_state mamba_chunk_size".split(), 8),
     "pad_token_id": 0,  # in the vocabulary
 }
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
 _MOST_WORK = 1 << 30  # elements written; a config of 126 layers and 128 channels per head needs a sixth
 
 
@@ -113,7 +113,7 @@ def _tiny(config: PreTrainedConfig) -> PreTrainedConfig:
             was = getattr(part, name, None)
             if was:  # 0 experts stay 0
                 setattr(part, name, [size] * len(was) if isinstance(was, list) else size)
-        for name in _KV_HEADS:
+        for name in KV_HEADS:
             if getattr(part, name, None):
                 setattr(part, name, 2 if getattr(part, name) == heads else 1)
     return config

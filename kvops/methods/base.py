@@ -208,6 +208,12 @@ class Policy:
         return True
 
     @property
+    def heads_alone(self) -> bool:
+        """What a KV head keeps depends on that head alone, or on none: ranks that hold some of the heads each (tensor
+        parallelism) keep what one process would."""
+        return False
+
+    @property
     def paged(self) -> bool:
         """`compress` takes pages: the rule reads K and V by operators alone, which it hands `View.block_table`."""
         return False
@@ -404,6 +410,10 @@ class BudgetPolicy(Policy):
     def check_holds(self, keep: int, newest: int) -> None:
         """Raises if `keep` tokens do not hold what always stays."""
         check_holds(self.name, keep, self.sinks, newest)
+
+    @property
+    def heads_alone(self) -> bool:
+        return self.head_mode == "per_head"
 
     def check_cache(self, layer: int, num_layers: int) -> None:
         if isinstance(self.budget, Tensor) or self.head_mode == "adaptive":

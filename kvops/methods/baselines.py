@@ -88,6 +88,10 @@ class Random(KeyPolicy):
     seed: int = 0
 
     @property
+    def heads_alone(self) -> bool:
+        return False  # a head's numbers go by its place among those that are there
+
+    @property
     def paged(self) -> bool:
         return True
 
@@ -106,6 +110,10 @@ class Random(KeyPolicy):
 @dataclass(frozen=True, eq=False)
 class Full(Policy):
     """The whole cache: keeps everything."""
+
+    @property
+    def heads_alone(self) -> bool:
+        return True
 
     @property
     def paged(self) -> bool:

@@ -55,6 +55,10 @@ class LaCache(SlotPolicy):
     pattern: str = "paper"
     task: str = "modeling"
 
+    @property
+    def heads_alone(self) -> bool:
+        return True
+
     def check(self) -> None:
         check_budget(self.name, self.budget)
         check_choice(self.name, "task", self.task, TASKS)

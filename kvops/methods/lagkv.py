@@ -63,6 +63,10 @@ class LagKV(Policy):
     score: str = "std"
     head_mode: str = "per_head"
 
+    @property
+    def heads_alone(self) -> bool:
+        return self.head_mode == "per_head"
+
     def check(self) -> None:
         check_lag_ratio(self.name, self.lag, self.ratio)
         check_int(self.name, "sinks", self.sinks, 0)

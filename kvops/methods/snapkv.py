@@ -103,6 +103,10 @@ class ChunkKV(WindowPolicy):
     kernel_size: int = 1
 
     @property
+    def heads_alone(self) -> bool:
+        return False
+
+    @property
     def paged(self) -> bool:
         return True
 
