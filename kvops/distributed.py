@@ -1,7 +1,7 @@
 """The operators on DTensors: tensor parallelism (heads), data parallelism (batch), and sequences sharded by tokens.
 
-After `kvops.distributed.register()` every operator, and what is made of them, takes DTensors. Each rank works on its
-own shard, and nothing is sent::
+After `kvops.distributed.register()` every operator takes DTensors, and so does what is made of operators alone. Each
+rank works on its own shard, and nothing is sent::
 
     mesh = init_device_mesh("cuda", (4,))
     k, v = (DTensor.from_local(x, mesh, [Shard(1)]) for x in (k, v))    # each rank has its KV heads
@@ -28,6 +28,9 @@ token dim are replicated. A rank works on its own tokens, and little is sent:
   those of one process, in slots of the whole sequence, replicated. `own_indices` says which of them a rank holds.
 
 All other operators need every token of a head, and refuse.
+
+Methods that compute with torch between the operators (SnapKV's pooling) mix ordinary tensors with DTensors, which torch
+takes within `torch.distributed.tensor.experimental.implicit_replication()`.
 """
 
 from __future__ import annotations
@@ -93,8 +96,20 @@ def own_indices(indices: Any, k: Any) -> Tensor:
 
     Returns:
         An ordinary int64 [b, Hk, min(m, n / ranks)]: ascending, -1 last in heads that keep fewer here.
+
+    Raises:
+        TypeError: k or indices is no DTensor.
+        ValueError: another shape, dtype or placement.
     """
+    from torch.distributed.tensor import DTensor
+
     op = "own_indices"
+    for name, x in (("k", k), ("indices", indices)):
+        if not isinstance(x, DTensor):
+            raise TypeError(f"{op}: {name} must be a DTensor, got {type(x).__name__}")
+    if k.dim() != 4 or indices.dim() != 3 or indices.dtype != torch.int64:
+        got = f"{list(k.shape)} and {indices.dtype} {list(indices.shape)}"
+        raise ValueError(f"{op}: k and indices must be [b, Hk, n, d] and int64 [b, Hk, m], got {got}")
     roles = _roles(op, "k", "k", k, TOKENS)
     slots = _local(op, "indices", "indices", indices, k, "k", roles, False)
     tokens = _Tokens.of(k, roles)

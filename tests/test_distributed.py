@@ -97,6 +97,7 @@ def check_every_call(rank: int, ranks: int) -> None:
 def check_methods(rank: int, ranks: int) -> None:
     """The functions of kvops.ops, and torch.compile of them."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.experimental import implicit_replication
 
     mesh = init_device_mesh("cpu", (ranks,))
     k, v = kit.kv(2, 4, 96, 32)
@@ -110,9 +111,13 @@ def check_methods(rank: int, ranks: int) -> None:
         assert kit.same([whole(x) for x in call(*shards)], step(k, v))
     kept = kvops.keydiff_compress(*shards, 24)
     assert kit.same([whole(x) for x in kept[:2]], kvops.keydiff_compress(k, v, 24)[:2])
+    q = kit.randn(2, 8, 6, 32, seed=5)
+    with implicit_replication():
+        kept = kvops.snapkv_compress(*shards, distribute_tensor(q, mesh, [Shard(HEADS)]), 24)
+    assert kit.same([whole(x) for x in kept], list(kvops.snapkv_compress(k, v, q, 24)))
 
 
-def check_tokens(rank: int, ranks: int) -> None:
+def check_anchors_of_tokens(rank: int, ranks: int) -> None:
     """anchor_cosine of a sharded sequence: what one process has, but for the order of one sum."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -230,27 +235,38 @@ def check_selection_of_tokens(rank: int, ranks: int) -> None:
                     assert all(x == Replicate() for x, role in zip(kept.placements, roles) if role == TOKENS)
 
 
-def check_keydiff_of_tokens(rank: int, ranks: int) -> None:
-    """Scores, selection and each rank's share of what is kept."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+def check_methods_of_tokens(rank: int, ranks: int) -> None:
+    """KeyDiff, with each rank's part of what is kept, and SnapKV, whose pooling crosses the ranks' borders."""
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.experimental import implicit_replication
 
     k, v = kit.kv(2, 4, 96, 32)
+    q = kit.randn(2, 8, 6, 32, seed=5)
     want = kvops.keydiff_compress(k, v, 24, sinks=2, recent=4)
     for mesh, roles in token_meshes(ranks):
-        own_k, own_v = (distribute_tensor(x, mesh, [Shard(y) for y in roles]) for x in (k, v))
+        call = sharded({"k": k, "v": v, "q": q}, mesh, roles)
+        own_k, own_v = call["k"], call["v"]
         kept = ops.select_topk(ops.anchor_cosine(own_k), k=24, sinks=2, window=4)
         assert kit.same(whole(kept), want.indices)
         own = distributed.own_indices(kept, own_k)
         rows = ops.gather_kv(own_k.to_local(), own_v.to_local(), own)
-        counts = [Replicate() if x == TOKENS else Shard(x) for x in roles]
-        held = kvops.ops.gather_kv(
-            *(x.redistribute(placements=counts).to_local() for x in (own_k, own_v)), kept.to_local()
-        )
-        # The ranks' rows, one rank's behind the other's, are the kept ones.
-        for mine, all_kept in zip(rows, held):
-            everybody = DTensor.from_local(mine, mesh, [Shard(x) for x in roles]).redistribute(placements=counts)
-            slots = DTensor.from_local(own, mesh, [Shard(x) for x in roles]).redistribute(placements=counts)
-            assert kit.same(everybody.to_local()[slots.to_local() >= 0], all_kept.flatten(0, 2))
+        # One rank's behind the other's.
+        *rows, slots = (DTensor.from_local(x, mesh, own_k.placements).full_tensor() for x in (*rows, own))
+        assert kit.same([x[slots >= 0] for x in rows], [x.flatten(0, 2) for x in want[:2]])
+
+        for policy in (kvops.SnapKV(24, 6, pooling="max"), kvops.SnapKV(24, 6, pooling="avg")):
+            view = kvops.View(own_k, own_v)
+            with implicit_replication():
+                policy.observe(view, call["q"], None, {})
+                kept = policy.select(view)
+            assert kit.same(whole(kept), policy.compress(k, v, q).indices)
+            assert all(x == Replicate() for x, role in zip(kept.placements, roles) if role == TOKENS)
+
+
+def check_all_of_tokens(rank: int, ranks: int) -> None:
+    """One start of the processes for all."""
+    for check in (check_anchors_of_tokens, check_windows_of_tokens, check_selection_of_tokens, check_methods_of_tokens):
+        check(rank, ranks)
 
 
 def check_refusals(rank: int, ranks: int) -> None:
@@ -260,6 +276,8 @@ def check_refusals(rank: int, ranks: int) -> None:
     k, v = kit.kv(2, 4, 96, 32)
     by_heads, by_tokens = (distribute_tensor(k, mesh, [Shard(x)]) for x in (HEADS, TOKENS))
     kept = distribute_tensor(torch.zeros(2, 4, 1, dtype=torch.int64), mesh, [Shard(HEADS)])
+    q, visible = kit.randn(2, 8, 6, 32), kit.causal(6, 96)
+    scores, segments = (distribute_tensor(kit.randn(2, 4, *x), mesh, [Shard(TOKENS)]) for x in ((96,), (6, 8)))
     for parts, call in (
         ((r"outlier_degree: k must be replicated or sharded along batch \(0\) or heads \(1\)", r"Shard\(dim=2\)"),
          lambda: ops.outlier_degree(by_tokens)),
@@ -273,11 +291,33 @@ def check_refusals(rank: int, ranks: int) -> None:
          lambda: ops.lag_score(by_heads, distribute_tensor(v, mesh, [Replicate()]), lag=8)),
         (("lag_score: v must be", "on the mesh of k"), lambda: ops.lag_score(by_heads, v, lag=8)),
         (("lag_score: k must be a DTensor", "got an ordinary tensor"), lambda: ops.lag_score(k, by_heads, lag=8)),
+        (("gather_kv: k must be replicated", r"Shard\(dim=2\)"), lambda: ops.gather_kv(by_tokens, by_tokens, kept)),
+        (("select_topk: starts must lie", "got .97, 0."),
+         lambda: ops.select_topk(scores, k=5, starts=kit.int32(97, 0))),
+        ((r"select_topk: starts \+ lengths must lie", "got .97, 0."),
+         lambda: ops.select_topk(scores, k=5, starts=kit.int32(7, 0), lengths=kit.int32(90, 0))),
+        (("select_topk: sinks . window must be <= k, expected at most 5",),
+         lambda: ops.select_topk(scores, k=5, sinks=6)),
+        (("select_topk: scores must be replicated or sharded along batch .0. or heads .1.",),
+         lambda: ops.select_topk(segments, k=5, seq_len=56)),
+        (("window_attention: q must be", "on the mesh of k"),
+         lambda: ops.window_attention(by_tokens, by_tokens, by_tokens, visible)),
+        (("window_attention: v must be", "on the mesh of k"),
+         lambda: ops.window_attention(q, by_tokens, v, visible)),
+        (("window_attention: visible must lie",), lambda: ops.window_attention(q, by_tokens, by_tokens, visible + 1)),
+        (("window_attention: cos and sin must be None where tokens are sharded",),
+         lambda: ops.window_attention(q, by_tokens, by_tokens, visible, cos=kit.randn(96, 16), sin=kit.randn(96, 16))),
+        (("window_scores: lse must be float32",),
+         lambda: ops.window_scores(q, by_tokens, visible, lse=kit.randn(2, 7, 6))),
+        (("own_indices: indices must be", "on the mesh of k"), lambda: distributed.own_indices(kept, by_tokens)),
+        (("own_indices: k and indices must be", "float32"), lambda: distributed.own_indices(scores, by_tokens)),
         (("anchor_cosine: starts must be", "Replicate"),
          lambda: ops.anchor_cosine(by_heads, starts=distribute_tensor(kit.int32(0, 0), mesh, [Shard(0)]))),
     ):  # fmt: skip
         with kit.refuses(*parts):
             call()
+    with kit.refuses("own_indices: k must be a DTensor, got Tensor", kind=TypeError):
+        distributed.own_indices(kept, k)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
@@ -288,13 +328,7 @@ def test_every_call(ranks, tmp_path):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_sharded_tokens(ranks, tmp_path):
-    on_ranks(ranks, check_tokens, tmp_path)
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("check", [check_windows_of_tokens, check_selection_of_tokens, check_keydiff_of_tokens])
-def test_operators_of_sharded_tokens(ranks, check, tmp_path):
-    on_ranks(ranks, check, tmp_path)
+    on_ranks(ranks, check_all_of_tokens, tmp_path)
 
 
 @pytest.mark.parametrize("check", [check_methods, check_refusals])

@@ -204,7 +204,7 @@ class KVCache(DynamicCache):
             what was said of it; `crop` of what was evicted (the cache stays as it was).
         NotImplementedError: what masks cannot express (see the text of `kvops.hf`), and, while the model runs, what the
             library's attention does not understand of it: keys that change after the cache, attention that is not
-            causal, masks of four dims.
+            causal, masks of four dims; some of the KV heads (tensor parallelism) for a policy that looks at all.
         RuntimeError: decode with `kvops.LAQ` before `lookahead`.
     """
 
