@@ -8,11 +8,11 @@ rank works on its own shard, and nothing is sent::
     kept = kvops.ops.select_topk(kvops.ops.anchor_cosine(k), k=1024)    # [b, Hk, 1024], Shard(1)
     kvops.ops.compact_kv_(k, v, kept)
 
-For each dim of the mesh one tensor of a call, the first, or of the window operators k, says what is sharded: batch, KV
-heads, or nothing. The others have to lie accordingly: what has a batch or a head dim is sharded there, what has none
-(`starts` where heads are sharded, `phase`) is replicated. An ordinary tensor counts as replicated. Other placements are
-refused by name. torch would gather such a tensor: the whole cache, and if an operator writes to it, a copy of the
-cache.
+For each dim of the mesh one tensor of a call says what is sharded, batch, KV heads, or nothing: the first, or k of the
+window operators (without a block table). The others have to lie accordingly: what has a batch or a head dim is sharded
+there, what has none (`starts` where heads are sharded, `phase`) is replicated. An ordinary tensor counts as replicated.
+Other placements are refused by name. torch would gather such a tensor: the whole cache, and if an operator writes to
+it, a copy of the cache.
 
 Some operators take tokens that are sharded too, dim 2 of K, V and scores. Each rank has as many, which follow those of
 the rank before; `starts`, `lengths` and `visible` count the slots of the whole sequence. Queries and all that has no
@@ -149,7 +149,7 @@ def _rule(mode: object, overload: OpOverload, types: object, args: Any = (), kwa
     leaves, structure = tree_flatten_with_path(given)
     values = [(*_names(path), x) for path, x in leaves]
     tensors = [x for x in values if isinstance(x[2], Tensor)]
-    by_tokens = _OF_TOKENS.get(op)
+    by_tokens = None if pages else _OF_TOKENS.get(op)
     lead = by_tokens.leader if by_tokens else tensors[0][0]
     argument, first, leader = next((x for x in tensors if x[0] == lead), tensors[0])
     if not isinstance(leader, DTensor):

@@ -66,7 +66,7 @@ def sharded(call: dict, mesh, roles: tuple[int | None, ...]) -> dict:
         if id(x) not in made:
             dims = distributed.dims_of(name, x.dim(), False)
             placements = [Replicate() if y is None or dims[y] is None else Shard(dims[y]) for y in roles]
-            made[id(x)] = distribute_tensor(x.clone(), mesh, placements)
+            made[id(x)] = distribute_tensor(x.clone(), mesh, placements, src_data_rank=None)  # all have it
         return made[id(x)]
 
     return {name: pytree.tree_map_only(Tensor, lambda x, name=name: of(name, x), value) for name, value in call.items()}
@@ -112,6 +112,11 @@ def check_methods(rank: int, ranks: int) -> None:
     kept = kvops.keydiff_compress(*shards, 24)
     assert kit.same([whole(x) for x in kept[:2]], kvops.keydiff_compress(k, v, 24)[:2])
     q = kit.randn(2, 8, 6, 32, seed=5)
+    table = torch.arange(12, dtype=torch.int32).view(2, 6)  # pages of 16, which all ranks have; each its requests
+    pages, visible = k.unflatten(2, (6, 16)).transpose(1, 2).flatten(0, 1).contiguous(), kit.causal(6, 96)
+    by_batch = [distribute_tensor(x, mesh, [Shard(BATCH)]) for x in (q, table)]
+    found = ops.window_scores(by_batch[0], pages, visible, block_table=by_batch[1])
+    assert kit.same(whole(found), ops.window_scores(q, k, visible))
     with implicit_replication():
         kept = kvops.snapkv_compress(*shards, distribute_tensor(q, mesh, [Shard(HEADS)]), 24)
     assert kit.same([whole(x) for x in kept], list(kvops.snapkv_compress(k, v, q, 24)))
@@ -194,6 +199,9 @@ def check_windows_of_tokens(rank: int, ranks: int) -> None:
                 torch.testing.assert_close(whole(mine).double(), want[2], rtol=1e-5, atol=1e-6, equal_nan=True)
         dot = {"q": q, "k": k, "visible": late, "score": "dot", "reduce": "mean", "starts": kit.int32(3, 25)}
         torch.testing.assert_close(whole(ops.window_scores(**shards(dot))), ops.window_scores(**dot), equal_nan=True)
+        packed = {"q": q.bfloat16(), "k": k.nan_to_num().to(torch.float8_e4m3fn), "visible": late}
+        exact = ops.window_scores(**packed)
+        torch.testing.assert_close(whole(ops.window_scores(**shards(packed))), exact, rtol=1e-4, atol=1e-5)
         half = {name: x.bfloat16() for name, x in {"q": q, "k": k.nan_to_num(), "v": v}.items()} | {"visible": late}
         for mine, exact in zip(ops.window_attention(**shards(half)), reference.window_attention(**half)):
             tolerance = 2e-2 if mine.dtype == torch.bfloat16 else 1e-5
