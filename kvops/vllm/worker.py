@@ -215,12 +215,9 @@ def _check_config(config: VllmConfig) -> None:
     for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (got := getattr(parallel, setting)) != 1:
             _refuse(setting, 1, got)
-    if parallel.tensor_parallel_size > 1 and getattr(plugin.policy(), "head_mode", None) == "shared":
-        _refuse(
-            "tensor_parallel_size",
-            "1 for head_mode='shared', as ranks know their own heads",
-            parallel.tensor_parallel_size,
-        )
+    policy = plugin.policy()
+    if parallel.tensor_parallel_size > 1 and policy is not None and not policy.heads_alone:
+        _refuse("tensor_parallel_size", f"1 for {policy!r}, which looks at all heads", parallel.tensor_parallel_size)
     if config.speculative_config is not None:
         _refuse("speculative_config", None, config.speculative_config.method)
     if config.kv_transfer_config is not None:
