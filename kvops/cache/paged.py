@@ -19,6 +19,7 @@ from ..checks import check_bool, check_int, inference_only
 from ..methods.base import BudgetPolicy, Policy, View, check_policy
 from ..methods.queries import QueryPolicy
 from ..ops import MAX_WINDOW, compact_kv_, window_attention
+from . import by_slot
 
 
 class OutOfPages(RuntimeError):
@@ -355,7 +356,7 @@ class Step:
             if adds_up:
                 scores = observed if scores is None else scores.add_(observed)
         if scores is not None:
-            old = _dense(cache._by_slot["scores"][layer], rows.table)
+            old = by_slot.read(cache._by_slot["scores"][layer], rows.table)
             known = torch.arange(old.shape[2], device=old.device) < rows.before[:, None, None]
             self._scores[layer] = scores.add_(torch.where(known, old, 0.0))
         if isinstance(policy, QueryPolicy) and not adds_up:
@@ -374,7 +375,7 @@ class Step:
         rows, own = self.rows(layer), self._rows_of(requests)
         lengths, place = rows.lengths[own], dict[str, Any](layer=layer, num_layers=cache.num_layers)
         view = View(cache.k[layer], cache.v[layer], lengths=lengths, block_table=rows.table[own], **place)
-        view.kept = _dense(cache._by_slot["positions"][layer], rows.table[own]).long()
+        view.kept = by_slot.read(cache._by_slot["positions"][layer], rows.table[own]).long()
         if layer in self._scores:
             view.observed = self._scores[layer][own]
         elif isinstance(policy, QueryPolicy):
@@ -457,13 +458,13 @@ class Step:
         """Moves what stays to the front, of K and V and of what goes with each slot."""
         cache = self._cache
         for layer, scores in self._scores.items():
-            _write(cache._by_slot["scores"][layer], self.rows(layer).table, scores)
+            by_slot.write(cache._by_slot["scores"][layer], self.rows(layer).table, scores)
         for eviction in self._evictions:
             own = self._rows_of(eviction.requests)
             tables = [self.rows(layer).table[own] for layer in range(cache.num_layers)]
             kept = [eviction.kept[layer].reshape(len(own), cache._row_heads, -1) for layer in range(cache.num_layers)]
             moves = [
-                (pool, table, _dense(pool, table).gather(2, indices.clamp(min=0)))
+                (pool, table, by_slot.read(pool, table).gather(2, indices.clamp(min=0)))
                 for layers in cache._by_slot.values()
                 for pool, table, indices in zip(layers, tables, kept)
             ]
@@ -473,7 +474,7 @@ class Step:
             else:
                 compact_kv_(cache.k, cache.v, kept, block_table=tables[0])
             for move in moves:
-                _write(*move)
+                by_slot.write(*move)
 
     def _count(self, held: list[list[int]]) -> None:
         """The requests' new lengths, and the pages that are free now."""
@@ -492,16 +493,3 @@ class Step:
 
 def _pages(slots: int, size: int) -> int:
     return -(-slots // size)
-
-
-def _dense(pool: Tensor, table: Tensor) -> Tensor:
-    """[b, Hk, max_pages * page_size] of [num_pages + 1, Hk, page_size]; -1 is the last page, which is of no request."""
-    return pool[table].transpose(1, 2).flatten(2)
-
-
-def _write(pool: Tensor, table: Tensor, values: Tensor) -> None:
-    """The front of each request's slots: values: [b, Hk, m]. Those behind them in the last page may be anything."""
-    size = pool.shape[2]
-    pages = _pages(values.shape[2], size)
-    padded = torch.nn.functional.pad(values, (0, pages * size - values.shape[2]))
-    pool[table[:, :pages]] = padded.unflatten(2, (pages, size)).transpose(1, 2)
