@@ -11,7 +11,7 @@ from torch import Tensor
 import kit
 import kvops
 from kvops import ops
-from kvops.vllm.cpu_pages import as_rows, to_rows_, to_tiles_
+from kvops.vllm.cpu_pages import as_rows, keys, to_rows_, to_tiles_
 
 HEADS = 2
 DTYPES = {"vec": (*kit.DTYPES, *kit.BYTES), "amx": (torch.bfloat16, torch.float16, *kit.BYTES)}
@@ -103,6 +103,29 @@ def test_pages_become_rows_and_tiles_again(x):
         assert kit.same((y[x.used] for y in rows), (y[x.used] for y in expected))
         assert kit.same([x.cache[others]], [before[others]])
     assert kit.same([x.cache], [before])
+
+
+@given(cases())
+@kit.examples(40)
+def test_keys_are_copies_of_rows(x):
+    before, (k, _) = x.cache.clone(), x.rows()
+    found = keys(x.cache, x.table, isa=x.isa)
+    for i, n in enumerate(x.lengths.tolist()):
+        rows = k[x.table[i, : -(-n // k.shape[2])].long()].transpose(0, 1).flatten(1, 2)
+        assert kit.same([found[i, :, :n]], [rows[:, :n]])
+    assert kit.same([x.cache], [before])
+    assert found.is_contiguous() and found.untyped_storage().data_ptr() != x.cache.untyped_storage().data_ptr()
+
+
+def test_keys_of_no_page():
+    x = case()
+    for wrong in (-2, 14):
+        table = x.table.clone()
+        table[2, 1] = wrong
+        with kit.refuses(r"keys: block_table must name pages in \[0, 14\), or -1"):
+            keys(x.cache, table, isa=x.isa)
+    with kit.refuses("keys: isa"):
+        keys(x.cache, x.table, isa="neon")
 
 
 @given(cases(), st.data())

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..checks import check_choice, check_dims, check_one_device, check_vector, inference_only
 
-__all__ = ["as_rows", "to_rows_", "to_tiles_"]
+__all__ = ["as_rows", "keys", "to_rows_", "to_tiles_"]
 
 ISAS = ("vec", "vec16", "amx")
 _MULTIPLE = 32  # of tokens in a page, and for amx of channels in a head: what the kernels take
@@ -81,6 +81,24 @@ def as_rows(
         _convert_(kv_cache, pages, isa, to_rows=False)
 
 
+def keys(kv_cache: Tensor, block_table: Tensor, *, isa: str) -> Tensor:
+    """A copy of the requests' keys as rows, [b, Hk, max_pages * page_size, d]; the pages stay tiles.
+
+    Args:
+        kv_cache: as of `to_rows_`.
+        block_table: int32 [b, max_pages]. Requests may share pages. The keys of entries of -1 are of no request.
+        isa: as of `to_rows_`.
+    """
+    _check_arguments("keys", kv_cache, block_table, isa)
+    num_pages = len(kv_cache)
+    if block_table.numel() and not (-1 <= block_table.min() and block_table.max() < num_pages):
+        raise ValueError(f"keys: block_table must name pages in [0, {num_pages}), or -1, got {block_table.tolist()}")
+    k, _ = _rows(kv_cache)
+    found = _tiled(k, k, *_k_tile(kv_cache, isa))[block_table].transpose(1, 2)  # [b, Hk, max_pages, ...]
+    (b, columns), (_, heads, page_size, d) = block_table.shape, k.shape
+    return found.reshape(b, heads, columns * page_size, d).contiguous()
+
+
 def _rows(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     """K and V, [num_pages, Hk, page_size, d] each, of pages that are rows."""
     num_pages, heads, page_size, width = kv_cache.shape
@@ -88,14 +106,24 @@ def _rows(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
+def _k_tile(kv_cache: Tensor, isa: str) -> tuple[int, int]:
+    """Tokens and channels of one of K's tiles."""
+    return (16, 2) if isa == "amx" else (kv_cache.shape[2], 1)
+
+
+def _tiled(x: Tensor, matrix: Tensor, a: int, b: int) -> Tensor:
+    """[num_pages, Hk, n / a, a, m / b, b]: a matrix [n, m] of each page and head, whose tiles [a, b] are x's memory."""
+    n, m = matrix.shape[2:]
+    return x.view(*x.shape[:2], n // a, m // b, a, b).transpose(3, 4)
+
+
 def _convert_(kv_cache: Tensor, pages: list[int], isa: str, *, to_rows: bool) -> None:
     k, v = _rows(kv_cache)
-    # A matrix [n, m] of each page and head, in tiles of [a, b]. V's are those of K with tokens and channels swapped.
-    for x, matrix, a, b in ((k, k, 16, 2), (v, v.mT, 16, 2)) if isa == "amx" else ((k, k, k.shape[2], 1),):
-        n, m = matrix.shape[2:]
+    a, b = _k_tile(kv_cache, isa)
+    # V's tiles, where it has any, are those of K with tokens and channels swapped.
+    for x, matrix in ((k, k), (v, v.mT)) if isa == "amx" else ((k, k),):
         # Two views of one memory, [num_pages, Hk, n / a, a, m / b, b]: where an element is in rows, and in tiles.
-        rows = matrix.unflatten(3, (m // b, b)).unflatten(2, (n // a, a))
-        tiles = x.view(*x.shape[:2], n // a, m // b, a, b).transpose(3, 4)
+        rows, tiles = matrix.unflatten(3, (-1, b)).unflatten(2, (-1, a)), _tiled(x, matrix, a, b)
         source, target = (tiles, rows) if to_rows else (rows, tiles)
         scratch = torch.empty_like(source[0])  # in the order of source's strides
         for page in pages:  # one by one: it is still in the processor's cache when it is written
@@ -104,8 +132,7 @@ def _convert_(kv_cache: Tensor, pages: list[int], isa: str, *, to_rows: bool) ->
                 there.copy_(here)
 
 
-def _pages(op: str, kv_cache: Tensor, block_table: Tensor, isa: str, lengths: Tensor | None) -> list[int]:
-    """Checks all arguments; the pages of valid slots."""
+def _check_arguments(op: str, kv_cache: Tensor, block_table: Tensor, isa: str) -> None:
     inference_only(op, kv_cache=kv_cache, block_table=block_table)
     if not kv_cache.is_cpu:
         raise ValueError(f"{op}: kv_cache must be on the CPU, got {kv_cache.device}")
@@ -115,6 +142,11 @@ def _pages(op: str, kv_cache: Tensor, block_table: Tensor, isa: str, lengths: Te
     check_dims(op, "[batch, max_pages]", block_table=block_table)
     if block_table.dtype != torch.int32:
         raise ValueError(f"{op}: block_table must be int32, got {block_table.dtype}")
+
+
+def _pages(op: str, kv_cache: Tensor, block_table: Tensor, isa: str, lengths: Tensor | None) -> list[int]:
+    """Checks all arguments; the pages of valid slots."""
+    _check_arguments(op, kv_cache, block_table, isa)
     num_pages, page_size = kv_cache.shape[0], kv_cache.shape[2]
     b, columns = block_table.shape
     check_vector(op, "lengths", lengths, b, block_table)
