@@ -18,15 +18,22 @@ def plans(draw):
         lag, sinks = draw(st.integers(1, 4)), draw(st.integers(0, 2))
         ratio = draw(st.integers(0, lag)) / lag
         return plan(kvops.LagKV(lag * SIZE, ratio, sinks=sinks * SIZE), SIZE)
+    budget = draw(st.integers(1, 5)) * SIZE
+    if draw(st.integers(0, 4)) == 0:
+        return plan(kvops.SnapKV(budget, 8), SIZE)
     buffer = draw(st.one_of(st.integers(1, 4 * SIZE), st.sampled_from((0.0625, 0.3, 0.9))))
-    return plan(kvops.KeyDiff(draw(st.integers(1, 5)) * SIZE, buffer=buffer), SIZE)
+    return plan(draw(st.sampled_from((kvops.KeyDiff, kvops.H2O, kvops.ProtoKV)))(budget, buffer=buffer), SIZE)
 
 
 @given(plans(), st.integers(0, 40))
 @kit.examples(200)
 def test_as_many_blocks_are_held_as_the_policy_says(x, filled):
     blocks = x.blocks(filled)
-    assert len(blocks) * SIZE == x.policy.held(filled * SIZE, 0)
+    assert len(blocks) == x.held(filled)
+    if isinstance(x.policy, kvops.SnapKV):  # a policy that keeps all of decode elsewhere
+        assert x.held(filled) <= max(filled, x.kept) and x.held(filled) < x.kept + x.buffer
+    elif not isinstance(x.policy, kvops.ProtoKV):  # which holds a whole prompt elsewhere
+        assert len(blocks) * SIZE == x.policy.held(filled * SIZE, 0)
     gone = [block for gap in x.gaps(filled) for block in gap]
     assert sorted(blocks + gone) == list(range(filled))
 
@@ -74,18 +81,39 @@ def test_a_buffer_is_rounded_up_to_whole_blocks():
     assert plan(kvops.KeyDiff(1024, buffer=1), 32).policy.buffer == 32
     assert plan(kvops.KeyDiff(4 * SIZE), SIZE).blocks(9) == [0, 1, 2, 3]
     assert plan(kvops.KeyDiff(4 * SIZE, buffer=2 * SIZE), SIZE).blocks(9) == [0, 1, 2, 3, 8]
+    assert plan(kvops.ProtoKV(4 * SIZE, buffer=2 * SIZE), SIZE).blocks(9) == [0, 1, 2, 3, 8]
+    assert plan(kvops.SnapKV(4 * SIZE), SIZE).buffer == 1 and plan(kvops.ChunkKV(64 * SIZE), SIZE).buffer == 4
     assert plan(kvops.LagKV(2 * SIZE, sinks=SIZE), SIZE).blocks(9) == [0, 1, 3, 5, 7, 8]
+
+
+class SumsOfKeys(kvops.KeyDiff):
+    by_slot = ("sums",)
+
+
+class NoRows(kvops.QueryPolicy):
+    pass
+
+
+class LooksAtQueries(kvops.KeyDiff):
+    uses_queries = True
 
 
 @pytest.mark.parametrize(
     "policy, parts",
     [
-        (kvops.SnapKV(64), ("SnapKV", "keys and values alone")),
-        (kvops.LAQ(64), ("LAQ", "keys and values alone")),
-        (kvops.H2O(64), ("H2O", "keys and values alone")),
-        (kvops.LaCache(64), ("LaCache", "takes pages")),
-        (kvops.L2(64), ("L2", "takes pages")),
-        (kvops.KeyDiff(64, metric="dot"), ("KeyDiff", "takes pages")),
+        (kvops.LAQ(64), ("LAQ", "drafts no answer")),
+        (kvops.LaCache(64), ("LaCache", "whole blocks")),
+        (kvops.Full(), ("Full", "whole blocks")),
+        (kvops.L2(64), ("L2", "one block table for all layers", "skip_layers=\\(0, 1\\)")),
+        (kvops.PyramidKV(64), ("PyramidKV", "one block table for all layers")),
+        (kvops.LagKV(64, score="l2"), ("LagKV", "one block table for all layers")),
+        (kvops.ProtoKV(64, whole_clusters=True), ("ProtoKV", "whole_clusters=False")),
+        (kvops.ProtoKV(64, buffer=None), ("ProtoKV", "buffer", "None")),
+        (kvops.SnapKV(0.5), ("SnapKV", "budget in tokens", "0.5")),
+        (kvops.SnapKV(64, head_mode="adaptive"), ("SnapKV", "equally many")),
+        (SumsOfKeys(64), ("SumsOfKeys", "by_slot", "'sums'")),
+        (NoRows(64), ("NoRows", "at least one query")),
+        (LooksAtQueries(64), ("LooksAtQueries", "QueryPolicy")),
         (kvops.KeyDiff(0.5), ("KeyDiff", "budget in tokens", "0.5")),
         (kvops.KeyDiff(64, buffer=None), ("KeyDiff", "buffer", "None")),
         (kvops.KeyDiff(64, head_mode="adaptive"), ("KeyDiff", "equally many")),

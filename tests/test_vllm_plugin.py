@@ -82,8 +82,10 @@ def engine(policy, **settings):
             core = llm.llm_engine.engine_core.engine_core
             managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
             (manager,) = (x for x in managers if hasattr(x, "freed"))
-            yield llm, manager
-            core.shutdown()
+            try:
+                yield llm, manager
+            finally:
+                core.shutdown()
         finally:
             cleanup_dist_env_and_memory()
 
@@ -117,11 +119,37 @@ def all_free(manager) -> bool:
     )
 
 
+class InDecode:
+    """The blocks' buffer, for a policy that evicts in prompts alone: when it is full, the last queries observe."""
+
+    @property
+    def remembers(self):
+        return self.window
+
+    def rows_remembered(self, view):
+        return self.window if view.new < self.window and view.n >= self.room(view) + BLOCK else 0
+
+
+class SnapKV(InDecode, kvops.SnapKV):
+    pass
+
+
+class ChunkKV(InDecode, kvops.ChunkKV):
+    pass
+
+
 def reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODEL) -> list[int]:
     """What transformers makes of the prompt, in chunks, with a KVCache of the policy."""
-    from kvops.hf import KVCache
+    return run_reference(policy, ids, tokens, folder)[0]
+
+
+def run_reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODEL):
+    """The text, and the cache behind it."""
+    from kvops.hf import KVCache, use_attention
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if policy.uses_queries:
+        use_attention(model)
     cache, out = KVCache(model.config, policy), []
     with torch.inference_mode():
         for first in range(0, len(ids), CHUNK):
@@ -129,7 +157,22 @@ def reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODEL) -
         for _ in range(tokens):
             out.append(int(logits[0, -1].argmax()))
             logits = model(torch.tensor([out[-1:]]), past_key_values=cache).logits
-    return out
+    return out, cache
+
+
+def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
+    """Of each layer and each of its evictions: the positions of what stayed, int32 [moves, Hk, kept]."""
+    from kvops.vllm.worker import Eviction, by_slot, extract_layer_index
+
+    run, seen = Eviction.run, dict[int, list[torch.Tensor]]()
+
+    def watched(self, kv_cache, memory, layer, *args):
+        run(self, kv_cache, memory, layer, *args)
+        kept = by_slot.read(memory.slots["positions"], self.table[:, : self.plan.kept])
+        seen.setdefault(extract_layer_index(layer.layer_name), []).append(kept)
+
+    monkeypatch.setattr(Eviction, "run", watched)
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -141,15 +184,53 @@ def reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODEL) -
         ("lagkv:lag=64,ratio=0,sinks=0", kvops.LagKV(64, 0.0, sinks=0)),
         ("streamingllm:budget=256,positions=original", kvops.StreamingLLM(256, buffer=BLOCK, positions="original")),
         ("random:budget=512,seed=3", kvops.Random(512, buffer=BLOCK, seed=3)),
+        ("l2:budget=256,skip_layers=()", kvops.L2(256, buffer=BLOCK, skip_layers=())),
+        ("satkv:budget=256,buffer=32", kvops.SATKV(256, buffer=BLOCK)),
+        ("snapkv:budget=64,window=48", SnapKV(64, 48)),  # a window of more than a block
+        ("chunkkv:budget=256", ChunkKV(256)),
+        (
+            "protokv:budget=256,buffer=32,num_chunks=16,num_sats=8",
+            kvops.ProtoKV(256, buffer=BLOCK, alpha=32, num_chunks=16, num_sats=8),
+        ),
+        ("tova:budget=256", kvops.TOVA(256, buffer=BLOCK)),
+        ("h2o:budget=256", kvops.H2O(256, buffer=BLOCK)),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_the_text_is_that_of_transformers(spec, policy):
-    """Where steps are cut alike: alone, with a prompt of whole chunks; and in decode beyond several evictions."""
+def test_the_text_is_that_of_transformers(monkeypatch, spec, policy):
+    """And so is what stays. Where steps are cut alike: alone, with a prompt of whole chunks; and in decode beyond
+    several evictions."""
     ids = prompt(58291740, 0, 5 * CHUNK)
+    text, cache = run_reference(policy, ids, 70)
     with engine(spec) as (llm, manager):
-        assert generate(llm, [ids], 70) == [reference(policy, ids, 70)]
+        kept = watch_kept(monkeypatch)
+        assert generate(llm, [ids], 70) == [text]
         assert manager.freed > 0 and all_free(manager)
+    for layer, positions in kept.items() if hasattr(policy, "budget") else ():
+        if layer or not isinstance(policy, kvops.L2):  # the first layer's keys of one byte differ by rounding alone
+            expected = cache.layers[layer].cache.positions[..., : policy.budget]
+            assert torch.equal(positions[-1], expected.int())
+
+
+@pytest.mark.parametrize(
+    "spec, policy",
+    [("snapkv:budget=128,window=48", SnapKV(128, 48)), ("h2o:budget=128", kvops.H2O(128, buffer=BLOCK))],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_text_of_a_request_among_others(monkeypatch, spec, policy):
+    """Three at a time, each with a whole chunk of its prompt in a step, then three more, in blocks of those."""
+    prompts = [prompt(random.Random(i).randrange(10**7, 10**8), 61 * i, 3 * CHUNK) for i in range(6)]
+    settings = dict(max_num_batched_tokens=3 * CHUNK, long_prefill_token_threshold=CHUNK, max_num_seqs=3)
+    texts, caches = zip(*(run_reference(policy, ids, 40) for ids in prompts))
+    with engine(spec, num_gpu_blocks_override=46, **settings) as (llm, manager):
+        watch(monkeypatch, manager, seen := [])
+        kept = watch_kept(monkeypatch)
+        outs = [*generate(llm, prompts[:3], 40), *generate(llm, prompts[3:], 40)]
+        assert {*seen} == {3} and all_free(manager)
+    assert outs == [*texts]
+    for layer, positions in kept.items():
+        last = [x.layers[layer].cache.positions[..., : policy.budget] for x in caches[3:]]
+        assert torch.equal(positions[-1], torch.cat(last).int())
 
 
 def test_layers_with_a_window_are_left_as_they_are(tmp_path):
@@ -220,7 +301,8 @@ def test_requests_that_the_pool_could_not_hold(monkeypatch):
     assert max(seen) > 1  # at the same time
 
 
-def test_preempted_requests_are_computed_anew(monkeypatch):
+@pytest.mark.parametrize("spec", ["keydiff:budget=384", "snapkv:budget=384"])
+def test_preempted_requests_are_computed_anew(monkeypatch, spec):
     """Short prompts are all admitted; as they grow the pool is too small, and they are still below the budget."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -234,14 +316,14 @@ def test_preempted_requests_are_computed_anew(monkeypatch):
     monkeypatch.setattr(Scheduler, "_preempt_request", watched)
     keys = [random.Random(i).randrange(10**7, 10**8) for i in range(4)]
     prompts = [prompt(key, 100 * i, 350, depth=100) for i, key in enumerate(keys)]
-    with engine("keydiff:budget=384", num_gpu_blocks_override=46) as (llm, manager):
+    with engine(spec, num_gpu_blocks_override=46) as (llm, manager):
         watch(monkeypatch, manager, [])
         outs = generate(llm, prompts, 150)
         assert preempted and manager.freed > 0 and all_free(manager)
         assert [text(x[:9]) for x in outs] == [f"{key}." for key in keys]
 
 
-@pytest.mark.parametrize("spec", ["keydiff:budget=96", "lagkv:lag=64,ratio=0.5,sinks=32"])
+@pytest.mark.parametrize("spec", ["keydiff:budget=96", "lagkv:lag=64,ratio=0.5,sinks=32", "snapkv:budget=96"])
 def test_requests_come_and_go(monkeypatch, spec):
     """At random, some aborted in their prompt or in decode; no block is lost, and none is read that is another's."""
     from vllm import SamplingParams
@@ -273,6 +355,18 @@ def test_prefixes_are_not_shared():
     with engine("keydiff:budget=512", enable_prefix_caching=True) as (llm, manager):
         first, second = generate(llm, [ids]), generate(llm, [ids])
         assert first == second and manager.freed == 2 * (1280 - 512) // BLOCK
+
+
+def test_scores_are_of_the_logits_that_the_attention_has():
+    from kvops.vllm.worker import EvictingImpl
+
+    impl = SimpleNamespace(
+        scale=0.5, logits_soft_cap=30.0, sinks=torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    )
+    softmax, dot = (EvictingImpl._logits(impl, policy(64, 8)) for policy in (kvops.SnapKV, kvops.ProtoKV))
+    assert dot == {"scale": 0.5, "softcap": 30.0}
+    sinks = softmax.pop("sink_logits")
+    assert softmax == dot and sinks.dtype == torch.float32 and not sinks.requires_grad
 
 
 def test_an_eviction_that_fails_ends_the_step(monkeypatch):

@@ -4,11 +4,10 @@ vLLM gives token t of a request slot t % block_size of its block t // block_size
 blocks have filled, the tokens that stay move to the front of the blocks that were looked at, and the rest of these are
 given back: a gap. The request is then attended to over the blocks outside of its gaps, in order. So of n tokens
 
-    held = policy.held(filled, prompt) + n - filled,        filled = n // block_size * block_size
+    held = block_size * plan.held(n // block_size) + n % block_size
 
-slots are held. Policies that count a prompt apart are refused, so the prompt's length plays no part, and neither does
-how tokens were cut into steps: after n tokens the same blocks are held. A preempted request, computed anew, ends as it
-was. This module does not import vLLM.
+slots are held. Neither the prompt's length nor how tokens were cut into steps plays a part: after n tokens the same
+blocks are held. A preempted request, computed anew, ends as it was. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from typing import NamedTuple
 
 from ..lag import num_segments
 from ..methods import Policy
-from ..methods.base import DecodePolicy, check_policy
+from ..methods.base import BUFFER, BudgetPolicy, DecodePolicy, check_policy
 from ..methods.lagkv import LagKV
+from ..methods.laq import LAQ
+from ..methods.queries import QueryPolicy
 
 
 class Move(NamedTuple):
@@ -30,13 +31,18 @@ class Move(NamedTuple):
     moved: int  # how many of them, the first ones, it chooses from; what it chooses of the others is left alone
     moved_before: int  # how many of them, the first ones, hold what an earlier move kept
 
+    @property
+    def end(self) -> int:
+        """One past the last block that the rule looks at."""
+        return self.blocks[-1] + 1
+
 
 @dataclass(frozen=True)
 class Plan:
     """A policy on blocks.
 
     Attributes:
-        policy: what `Policy.held` is asked of.
+        policy: with the settings that it has here.
         rule: the policy whose `select` makes one move.
         kept: blocks that a move fills.
         block_size: slots of a block.
@@ -46,6 +52,10 @@ class Plan:
     rule: Policy
     kept: int
     block_size: int
+
+    def held(self, filled: int) -> int:
+        """How many of so many filled blocks are held."""
+        raise NotImplementedError
 
     def gaps(self, filled: int) -> list[range]:
         """The blocks that are given back once so many of a request's blocks have filled, in order."""
@@ -69,7 +79,7 @@ class Plan:
         size = self.block_size
         # One more, as these tokens may begin anywhere in a block.
         open_blocks = -(-tokens_in_flight // size) + 1
-        held = max(self.policy.held(filled * size, 0) // size for filled in range(max_tokens // size + 1))
+        held = max(map(self.held, range(max_tokens // size + 1)))
         return min(held + open_blocks, -(-max_tokens // size))
 
 
@@ -77,9 +87,15 @@ class Plan:
 class BudgetPlan(Plan):
     """A budget and a buffer of whole blocks: when the buffer is full, the budget's blocks take what stays of both."""
 
+    buffer: int
+
+    def held(self, filled: int) -> int:
+        more = filled - self.kept
+        return filled if more < self.buffer else self.kept + more % self.buffer
+
     def _folded(self, filled: int) -> int:
         """How many of a request's blocks have gone into the budget's; 0: all are as they were."""
-        held = self.policy.held(filled * self.block_size, 0) // self.block_size
+        held = self.held(filled)
         return filled - (held - self.kept) if held < filled else 0
 
     def gaps(self, filled: int) -> list[range]:
@@ -100,6 +116,9 @@ class LagPlan(Plan):
     sinks: int
     lag: int
 
+    def held(self, filled: int) -> int:
+        return self.policy.held(filled * self.block_size, 0) // self.block_size
+
     def gaps(self, filled: int) -> list[range]:
         ends = (self.sinks + (i + 1) * self.lag for i in range(num_segments(filled, self.sinks, self.lag)))
         return [range(end - self.lag + self.kept, end) for end in ends] if self.kept < self.lag else []
@@ -114,20 +133,38 @@ def check(policy: Policy) -> None:
     """Raises for what vLLM's pages cannot serve, whatever the size of blocks."""
     check_policy("kvops.vllm", policy)
     name = policy.name
-    if policy.uses_queries:
-        raise ValueError(f"{name}: kvops.vllm expects a policy that looks at keys and values alone, got {policy!r}")
-    if not policy.paged or policy.by_slot or not isinstance(policy, (LagKV, DecodePolicy)):
+    if isinstance(policy, LAQ):
+        raise ValueError(f"{name}: vLLM drafts no answer before it evicts, expected another policy, got {policy!r}")
+    if not isinstance(policy, (LagKV, BudgetPolicy)):
         raise ValueError(
-            f"{name}: kvops.vllm expects a policy that takes pages, such as KeyDiff, LagKV, StreamingLLM or Random, "
-            f"got {policy!r}"
+            f"{name}: kvops.vllm gives back whole blocks, expected a policy that keeps a budget's highest scores, or "
+            f"LagKV, got {policy!r}"
         )
+    if policy.uses_queries and not isinstance(policy, QueryPolicy):
+        raise ValueError(
+            f"{name}: kvops.vllm expects a policy that looks at queries as QueryPolicy does, got {policy!r}"
+        )
+    if policy.by_slot not in ((), ("scores",)) or (policy.by_slot and not policy.uses_queries):
+        raise ValueError(
+            f"{name}: kvops.vllm keeps the sums of what queries observed for each slot, and nothing else, expected "
+            f"by_slot=('scores',), got {policy.by_slot!r}"
+        )
+    if isinstance(policy, QueryPolicy) and not policy.by_slot and not policy.rows_at(0, 0):
+        raise ValueError(f"{name}: kvops.vllm expects a window of at least one query, or by_slot, got {policy!r}")
     if policy.positions != "original":
         raise ValueError(
             f"{name}: vLLM leaves keys at the positions of their tokens, expected positions='original', got "
             f"{policy.positions!r}"
         )
-    policy.check_paged_cache(1)
-    if isinstance(policy, DecodePolicy) and (policy.buffer is None or policy.whole_prompt):
+    if isinstance(policy, BudgetPolicy) and not isinstance(policy.budget, int):
+        raise ValueError(f"{name}: kvops.vllm expects a budget in tokens, an int, got {policy.budget}")
+    if not policy.uniform_layers:
+        raise ValueError(
+            f"{name}: vLLM has one block table for all layers, expected a policy under which they hold equally many "
+            f"tokens, got {policy!r}"
+        )
+    policy.check_cache(0, 1)
+    if isinstance(policy, DecodePolicy) and policy.buffer is None:
         raise ValueError(
             f"{name}: kvops.vllm evicts in prompts and decode alike, expected a buffer in tokens or as a share of the "
             f"budget, got {policy!r}"
@@ -137,7 +174,8 @@ def check(policy: Policy) -> None:
 def plan(policy: Policy, block_size: int) -> Plan:
     """The plan of a policy on blocks of so many slots.
 
-    A buffer is rounded up to whole blocks, since blocks are evicted when they have filled.
+    A buffer is rounded up to whole blocks, since blocks are evicted when they have filled. A policy that has none,
+    since it keeps all of decode elsewhere, gets that of the others.
 
     Raises:
         ValueError: kvops.vllm does not serve the policy, or its budget, sinks or lag are not of whole blocks.
@@ -156,7 +194,10 @@ def plan(policy: Policy, block_size: int) -> Plan:
         sinks, lag = whole("sinks", policy.sinks, 0), whole("lag", policy.lag)
         kept = whole("int(ratio * lag)", policy.kept, 0)
         return LagPlan(policy, replace(policy, sinks=0), kept, block_size, sinks, lag)
-    assert isinstance(policy, DecodePolicy) and isinstance(policy.budget, int)  # as `check` asks for
+    assert isinstance(policy, BudgetPolicy) and isinstance(policy.budget, int)  # as `check` asks for
     budget = whole("budget", policy.budget)
-    policy = replace(policy, buffer=-(-policy.spare(policy.budget) // block_size) * block_size)
-    return BudgetPlan(policy, policy, budget, block_size)
+    spare = policy.spare(policy.budget) if isinstance(policy, DecodePolicy) else int(BUFFER * policy.budget)
+    buffer = max(1, -(-spare // block_size))
+    if isinstance(policy, DecodePolicy):
+        policy = replace(policy, buffer=buffer * block_size)
+    return BudgetPlan(policy, policy, budget, block_size, buffer)

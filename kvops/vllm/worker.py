@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -24,10 +24,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from ..methods.base import View
+from ..cache import by_slot
+from ..methods.base import Policy, View
+from ..methods.queries import QueryPolicy
 from ..ops import compact_kv_
 from . import cpu_pages, plugin
 from .plan import Move, Plan
+from .queries import Look, Memory, Row, observer
 from .scheduler import EvictingSpec, plan_of
 
 
@@ -73,25 +76,56 @@ class Eviction:
             table[table >= 0].unique()[None],
         )
 
-    def run(self, kv_cache: Tensor, positions: Tensor, layer: Any) -> None:
+    def run(
+        self, kv_cache: Tensor, memory: Memory, layer: Any, observing: Tensor | None, logits: Mapping[str, Any]
+    ) -> None:
         """Evicts a layer.
 
         Args:
             kv_cache: of the layer, as the backend has it.
-            positions: int32 [num_blocks, Hk, block_size], of the tokens in blocks that moves have filled.
+            memory: of the layer.
             layer: vLLM's.
+            observing: [moves, Hq, any, d], the queries that the rule asks for.
+            logits: see `Look`.
         """
-        size, kept_blocks = self.plan.block_size, self.plan.kept
+        size, kept_blocks, rule = self.plan.block_size, self.plan.kept, self.plan.rule
         before = self.moved_before.repeat_interleave(size, 1)[:, None]
-        known = positions[self.table.clamp(min=0)].transpose(1, 2).flatten(2).long()  # [moves, Hk, width * size]
-        at = torch.where(before, known, self.positions[:, None])
+        of_slots = {name: by_slot.read(pool, self.table) for name, pool in memory.slots.items()}
+        of_slots["positions"] = torch.where(before, of_slots["positions"], self.positions[:, None].int())
         with rows(kv_cache, self.pages, layer) as (k, v):
-            view = View(k, v, lengths=self.lengths, block_table=self.table, layer=extract_layer_index(layer.layer_name))
-            view.kept = at
-            kept = self.plan.rule.select(view)[..., : kept_blocks * size].contiguous()
+            view = self._view(k, v)
+            view.layer = extract_layer_index(layer.layer_name)
+            view.kept = of_slots["positions"].long()
+            view.observed = of_slots.get("scores")
+            if observing is not None:
+                assert isinstance(rule, QueryPolicy)  # as others are shown none
+                rule.observe(view, observing, None, logits)
+            kept = rule.select(view)[..., : kept_blocks * size].contiguous()
             compact_kv_(k, v, kept, block_table=self.table[:, : self.moved].contiguous())
-        moved = at.gather(2, kept).int().unflatten(2, (kept_blocks, size)).transpose(1, 2)
-        positions[self.table[:, :kept_blocks]] = moved
+        for name, values in of_slots.items():
+            by_slot.write(memory.slots[name], self.table[:, :kept_blocks], values.gather(2, kept))
+
+    def _view(self, k: Tensor, v: Tensor) -> View:
+        """What the rule looks at: pages, or for those that take none a copy of their rows."""
+        if self.plan.rule.paged:
+            return View(k, v, lengths=self.lengths, block_table=self.table)
+        k, v = (x[self.table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for x in (k, v))
+        return View(k, v, lengths=self.lengths)
+
+
+@dataclass
+class Step:
+    """What comes behind the attention of a step: the same in each layer."""
+
+    plan: Plan
+    look: Look | None
+    eviction: Eviction | None
+
+    def run(self, memory: Memory, query: Tensor, kv_cache: Tensor, layer: Any, logits: Mapping[str, Any]) -> None:
+        """Of a layer. See `Look` and `Eviction.run`."""
+        observing = None if self.look is None else self.look(memory, query, kv_cache, layer.isa, logits)
+        if self.eviction is not None:
+            self.eviction.run(kv_cache, memory, layer, observing, logits)
 
 
 @contextmanager
@@ -113,6 +147,8 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
         if isinstance(kv_cache_spec, EvictingSpec):
             _check_group(self)
             self.plan = plan = plan_of(kv_cache_spec.block_size)
+            scheduler = vllm_config.scheduler_config
+            self._observer = observer(plan, max(scheduler.max_num_seqs, scheduler.max_num_active_seqs or 0))
             # What blocks a request holds is asked at every step, and changes once in a block.
             self._blocks = lru_cache(1024)(lambda filled: torch.tensor(plan.blocks(filled), dtype=torch.int64))
         elif isinstance(kv_cache_spec, FullAttentionSpec):  # one group for layers with and without a window
@@ -125,7 +161,8 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         plan, size, m = self.plan, self.plan.block_size, common_attn_metadata
         table, lengths = m.block_table_tensor.clone(), m.seq_lens.clone()
-        moves = list[tuple[Move, Tensor]]()
+        steps, moves = list[Row](), list[tuple[int, Move]]()
+        first, starts = m.block_table_tensor[:, 0].tolist(), m.query_start_loc_cpu.tolist()
         for row, (n, new) in enumerate(zip(m.seq_lens.tolist(), m.naive_query_lens().tolist())):
             before, after = (n - new) // size, n // size
             held, own = self._blocks(before), m.block_table_tensor[row]
@@ -133,7 +170,8 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
             if len(held) < before:
                 table[row, : len(held) + count - before] = torch.cat((own[held], own[before:count]))
                 lengths[row] = n - (before - len(held)) * size
-            moves += ((move, own) for move in plan.moves(before, after))
+            steps.append(Row(first[row], starts[row], n - new, n))
+            moves += ((row, move) for move in plan.moves(before, after))
         held_now = m.replace(
             block_table_tensor=table,
             seq_lens=lengths,
@@ -142,7 +180,12 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
             _num_computed_tokens_cache=None,
         )
         metadata = super().build(common_prefix_len, held_now, fast_build)
-        metadata.eviction = Eviction.of(plan, moves) if moves and plan.kept else None
+        look = eviction = None
+        if self._observer is not None:
+            look = self._observer.step(steps, [(row, move.end * size) for row, move in moves], table, lengths)
+        if moves and plan.kept:
+            eviction = Eviction.of(plan, [(move, m.block_table_tensor[row]) for row, move in moves])
+        metadata.step = Step(plan, look, eviction) if look or eviction else None
         return metadata
 
 
@@ -155,7 +198,7 @@ class EvictingImpl(CPUAttentionBackendImpl):
         _check_config(config)
         _check_attention(self)
         EvictingBackend.limits = config.model_config.max_model_len, config.max_in_flight_tokens
-        self._positions: Tensor | None = None  # see Eviction.run
+        self._memory: Memory | None = None
 
     def forward(
         self,
@@ -172,12 +215,19 @@ class EvictingImpl(CPUAttentionBackendImpl):
         out = super().forward(
             layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
         )
-        eviction = getattr(attn_metadata, "eviction", None)
-        if eviction is not None:
-            if self._positions is None or len(self._positions) != len(kv_cache):
-                self._positions = torch.empty(kv_cache.shape[:3], dtype=torch.int32)
-            eviction.run(kv_cache, self._positions, layer)
+        step: Step | None = getattr(attn_metadata, "step", None)
+        if step is not None:
+            if self._memory is None or self._memory.num_blocks != len(kv_cache):
+                self._memory = Memory(kv_cache, step.plan.rule)
+            step.run(self._memory, query, kv_cache, layer, self._logits(step.plan.rule))
         return out
+
+    def _logits(self, rule: Policy) -> dict[str, Any]:
+        """What the attention makes of q . k, as the rule's scores have it."""
+        logits: dict[str, Any] = {"scale": self.scale, "softcap": float(self.logits_soft_cap)}
+        if self.sinks is not None and isinstance(rule, QueryPolicy) and rule.score == "softmax":
+            logits["sink_logits"] = self.sinks.detach().float()
+        return logits
 
 
 class EvictingBackend(CPUAttentionBackend):

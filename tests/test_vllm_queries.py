@@ -1,0 +1,129 @@
+"""What vLLM's queries observe, however their tokens come in steps. Without vLLM."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kit
+import kvops
+from kvops.cache import by_slot
+from kvops.methods.base import View
+from kvops.vllm.cpu_pages import as_rows
+from kvops.vllm.plan import plan
+from kvops.vllm.queries import AllQueries, LastQueries, Memory, Row, observer
+
+HEADS, GROUP, D, SIZE = 2, 2, 32, 32
+
+
+@dataclass
+class Request:
+    name: int
+    block: int
+    n: int = 0  # tokens computed
+
+
+def query(name: int, position: int) -> torch.Tensor:
+    """[Hq, d], another one for each token."""
+    return torch.arange(3.0)[:, None] + torch.tensor([float(name), float(position)])
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.randoms(use_true_random=False))
+@kit.examples(100)
+def test_a_move_sees_the_last_queries_before_its_end(window, most, draw):
+    """Requests come, end and are preempted; their first blocks go to others; steps are of any size."""
+    last, memory = LastQueries(window, most), Memory(torch.empty(9, 1, SIZE, 2 * D), kvops.SnapKV(64))
+    living, blocks, names = list[Request](), list(range(most + 1)), iter(range(10**6))
+    for _ in range(30):
+        for x in [x for x in living if draw.random() < 0.1]:
+            living.remove(x)
+            blocks.append(x.block)
+        # A request is only left out of a step that is full, and none joins such a step.
+        full = draw.random() < 0.3
+        while len(living) < most and not full and draw.random() < 0.5:
+            living.append(Request(next(names), blocks.pop(draw.randrange(len(blocks)))))
+        chosen = [x for x in living if not full or draw.random() < 0.5]
+        draw.shuffle(chosen)
+        if not chosen:
+            continue
+        rows, queries, ends = list[Row](), list[torch.Tensor](), list[tuple[int, int]]()
+        for row, x in enumerate(chosen):
+            new = draw.choice((1, 1, 2, 5, 20))
+            rows.append(Row(x.block, len(queries), x.n, x.n + new))
+            queries += (query(x.name, x.n + i) for i in range(new))
+            ends += ((row, end) for end in range(max(window, x.n + 1), x.n + new + 1) if draw.random() < 0.4)
+            x.n += new
+        look = last.step(rows, ends, torch.empty(0), torch.empty(0))
+        found = look(memory, torch.stack(queries), torch.empty(0), "vec", {})
+        expected = [torch.stack([query(chosen[row].name, p) for p in range(end - window, end)], 1) for row, end in ends]
+        assert torch.equal(found, torch.stack(expected)) if ends else found is None
+
+
+def test_as_many_queries_are_remembered_as_requests_live():
+    last, memory = LastQueries(8, 3), Memory(torch.empty(9, 1, SIZE, 2 * D), kvops.SnapKV(64))
+    for block in range(20):
+        look = last.step([Row(block, 0, 0, 5)], [], torch.empty(0), torch.empty(0))
+        look(memory, torch.zeros(5, 4, D), torch.empty(0), "vec", {})
+    assert len(memory.last(0, torch.zeros(0, 4, D))) <= 2 * 3 * 7
+    with kit.refuses("from its first token on", "5 tokens", kind=RuntimeError):
+        last.step([Row(0, 0, 5, 6)], [], torch.empty(0), torch.empty(0))  # the least lately seen of the 20
+
+
+@pytest.mark.parametrize(
+    "group_reduce, isa, dtype",
+    [("mean", "vec", torch.float32), ("sum", "vec", torch.float16), ("mean", "amx", torch.bfloat16)],
+)
+def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
+    """Three requests in steps of their own sizes, prompts of more than 256 tokens in a step among them."""
+    draw, rule = random.Random(0), kvops.H2O(64, group_reduce=group_reduce)
+    lengths, scale = [330, 70, 41], 0.2
+    k, v = kit.kv(3, HEADS, max(lengths), D, dtype)
+    q = kit.randn(3, HEADS * GROUP, max(lengths), D, seed=1).to(dtype)
+    pools = torch.randperm(40, generator=torch.Generator().manual_seed(0)).int()
+    cache = kit.randn(40, HEADS, SIZE, 2 * D, seed=2).to(dtype)
+    table = torch.full((3, 12), 5, dtype=torch.int32)  # vLLM's tables have anything behind
+    table[0, :11], table[1, :3], table[2, :2] = pools[:11], pools[11:14], pools[14:16]
+    memory = Memory(cache, rule)
+    memory.slots["scores"].fill_(torch.nan)  # of requests before
+    seen = observer(plan(rule, SIZE), 3)
+    assert isinstance(seen, AllQueries)
+    n = [0, 0, 0]
+    while n != lengths:
+        new = [min(draw.choice((1, 1, 40, 300)), end - x) for x, end in zip(n, lengths)]
+        rows, queries = list[Row](), list[torch.Tensor]()
+        chosen = [i for i in range(3) if new[i]]
+        for i in chosen:
+            rows.append(Row(int(table[i, 0]), sum(map(len, queries)), n[i], n[i] + new[i]))
+            queries.append(q[i, :, n[i] : n[i] + new[i]].transpose(0, 1))
+            with as_rows(cache, table[i : i + 1, : -(-lengths[i] // SIZE)], isa=isa) as (k_rows, _):
+                for t in range(n[i], n[i] + new[i]):
+                    k_rows[table[i, t // SIZE], :, t % SIZE] = k[i, :, t]
+            n[i] += new[i]
+        held = torch.tensor([n[i] for i in chosen], dtype=torch.int32)
+        look = seen.step(rows, [], table[chosen], held)
+        assert look(memory, torch.cat(queries), cache, isa, {"scale": scale}) is None
+    for i, length in enumerate(lengths):
+        view = View(k[i : i + 1, :, :length], v[i : i + 1, :, :length])
+        rule.observe(view, q[i : i + 1, :, :length], None, {"scale": scale})
+        found = by_slot.read(memory.slots["scores"], table[i : i + 1])[..., :length]
+        torch.testing.assert_close(found, view.observed)
+
+
+@pytest.mark.parametrize(
+    "policy, window",
+    [
+        (kvops.SnapKV(64, 20), 20),
+        (kvops.ChunkKV(64), 32),
+        (kvops.ProtoKV(64), 8),
+        (kvops.ProtoKV(64, window=16, alpha=4), 16),
+        (kvops.TOVA(64), 1),
+        (kvops.H2O(64), None),
+        (kvops.KeyDiff(64), None),
+    ],
+    ids=repr,
+)
+def test_how_many_queries_a_policy_asks_for(policy, window):
+    assert getattr(observer(plan(policy, SIZE), 4), "window", None) == window
