@@ -185,8 +185,8 @@ def with_transformers(load: Load, spec: str) -> Served:
 
 @contextmanager
 def watching(served: Served, begin: float, look: Callable[[], tuple[int, set[str], set[str]]]) -> Iterator[None]:
-    """A thread looks at an engine that runs in another: how many blocks are held, and the names of the requests that hold
-    them and of those that wait. One that held blocks and then waits was preempted."""
+    """A thread looks at an engine that runs in another: how many blocks are held, the names of the requests that hold
+    them, and of those that wait. One that held blocks and then waits was preempted."""
     done = threading.Event()
 
     def run() -> None:
