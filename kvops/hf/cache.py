@@ -421,9 +421,9 @@ def check(config: PreTrainedConfig, policy: Policy) -> None:
 
 
 def _kv_heads(config: PreTrainedConfig) -> int:
-    """The fewest that any layer has, all ranks together."""
+    """The fewest that any layer has, all ranks together; 0 in models without attention."""
     names = [x for x in (*KV_HEADS, "num_global_key_value_heads") if getattr(config, x, None)]
-    counts = [getattr(config, x) for x in names or ["num_attention_heads"]]
+    counts = [getattr(config, x) for x in names] or [getattr(config, "num_attention_heads", 0)]
     return min(min(x) if isinstance(x, (list, tuple)) else x for x in counts)
 
 
