@@ -13,10 +13,13 @@ import kvops
 from kvops.cache import by_slot
 from kvops.methods.base import View
 from kvops.vllm.cpu_pages import as_rows
+from kvops.vllm.layouts import Tiles
 from kvops.vllm.plan import plan
-from kvops.vllm.queries import AllQueries, LastQueries, Memory, Row, observer
+from kvops.vllm.queries import AllQueries, Batch, LastQueries, Memory, observer
 
 HEADS, GROUP, D, SIZE = 2, 2, 32, 32
+CPU, NONE = torch.device("cpu"), torch.empty(0)
+LAYOUT = Tiles(NONE, "vec")  # which the last queries do not look at
 
 
 @dataclass
@@ -31,11 +34,16 @@ def query(name: int, position: int) -> torch.Tensor:
     return torch.arange(3.0)[:, None] + torch.tensor([float(name), float(position)])
 
 
+def batch(rows: list[tuple[int, ...]]) -> Batch:
+    """rows: of each request its first block, where its tokens begin, and how many there were before and are now."""
+    return Batch(*torch.tensor(rows).unbind(1))
+
+
 @given(st.integers(1, 9), st.integers(1, 4), st.randoms(use_true_random=False))
 @kit.examples(100)
 def test_a_move_sees_the_last_queries_before_its_end(window, most, draw):
     """Requests come, end and are preempted; their first blocks go to others; steps are of any size."""
-    last, memory = LastQueries(window, most), Memory(torch.empty(9, 1, SIZE, 2 * D), kvops.SnapKV(64))
+    last, memory = LastQueries(window, most, CPU), Memory(torch.empty(9, 1, SIZE, 2 * D), kvops.SnapKV(64))
     living, blocks, names = list[Request](), list(range(most + 1)), iter(range(10**6))
     for _ in range(30):
         for x in [x for x in living if draw.random() < 0.1]:
@@ -49,27 +57,27 @@ def test_a_move_sees_the_last_queries_before_its_end(window, most, draw):
         draw.shuffle(chosen)
         if not chosen:
             continue
-        rows, queries, ends = list[Row](), list[torch.Tensor](), list[tuple[int, int]]()
+        rows, queries, ends = list[tuple[int, ...]](), list[torch.Tensor](), list[tuple[int, int]]()
         for row, x in enumerate(chosen):
             new = draw.choice((1, 1, 2, 5, 20))
-            rows.append(Row(x.block, len(queries), x.n, x.n + new))
+            rows.append((x.block, len(queries), x.n, x.n + new))
             queries += (query(x.name, x.n + i) for i in range(new))
             ends += ((row, end) for end in range(max(window, x.n + 1), x.n + new + 1) if draw.random() < 0.4)
             x.n += new
-        look = last.step(rows, ends, torch.empty(0), torch.empty(0))
-        found = look(memory, torch.stack(queries), torch.empty(0), "vec", {})
+        look = last.step(batch(rows), ends, NONE, NONE)
+        found = look(memory, torch.stack(queries), LAYOUT, {})
         expected = [torch.stack([query(chosen[row].name, p) for p in range(end - window, end)], 1) for row, end in ends]
         assert torch.equal(found, torch.stack(expected)) if ends else found is None
 
 
 def test_as_many_queries_are_remembered_as_requests_live():
-    last, memory = LastQueries(8, 3), Memory(torch.empty(9, 1, SIZE, 2 * D), kvops.SnapKV(64))
+    last, memory = LastQueries(8, 3, CPU), Memory(torch.empty(9, 1, SIZE, 2 * D), kvops.SnapKV(64))
     for block in range(20):
-        look = last.step([Row(block, 0, 0, 5)], [], torch.empty(0), torch.empty(0))
-        look(memory, torch.zeros(5, 4, D), torch.empty(0), "vec", {})
+        look = last.step(batch([(block, 0, 0, 5)]), [], NONE, NONE)
+        look(memory, torch.zeros(5, 4, D), LAYOUT, {})
     assert len(memory.last(0, torch.zeros(0, 4, D))) <= 2 * 3 * 7
-    with kit.refuses("from its first token on", "5 tokens", kind=RuntimeError):
-        last.step([Row(0, 0, 5, 6)], [], torch.empty(0), torch.empty(0))  # the least lately seen of the 20
+    with kit.refuses("from its first token on", kind=RuntimeError):
+        last.step(batch([(0, 0, 5, 6)]), [], NONE, NONE)  # the least lately seen of the 20
 
 
 @pytest.mark.parametrize(
@@ -88,23 +96,22 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
     table[0, :11], table[1, :3], table[2, :2] = pools[:11], pools[11:14], pools[14:16]
     memory = Memory(cache, rule)
     memory.slots["scores"].fill_(torch.nan)  # of requests before
-    seen = observer(plan(rule, SIZE), 3)
+    seen = observer(plan(rule, SIZE), 3, CPU)
     assert isinstance(seen, AllQueries)
     n = [0, 0, 0]
     while n != lengths:
         new = [min(draw.choice((1, 1, 40, 300)), end - x) for x, end in zip(n, lengths)]
-        rows, queries = list[Row](), list[torch.Tensor]()
+        rows, queries = list[tuple[int, ...]](), list[torch.Tensor]()
         chosen = [i for i in range(3) if new[i]]
         for i in chosen:
-            rows.append(Row(int(table[i, 0]), sum(map(len, queries)), n[i], n[i] + new[i]))
+            rows.append((int(table[i, 0]), sum(map(len, queries)), n[i], n[i] + new[i]))
             queries.append(q[i, :, n[i] : n[i] + new[i]].transpose(0, 1))
             with as_rows(cache, table[i : i + 1, : -(-lengths[i] // SIZE)], isa=isa) as (k_rows, _):
                 for t in range(n[i], n[i] + new[i]):
                     k_rows[table[i, t // SIZE], :, t % SIZE] = k[i, :, t]
             n[i] += new[i]
-        held = torch.tensor([n[i] for i in chosen], dtype=torch.int32)
-        look = seen.step(rows, [], table[chosen], held)
-        assert look(memory, torch.cat(queries), cache, isa, {"scale": scale}) is None
+        look = seen.step(batch(rows), [], table[chosen], torch.tensor([n[i] for i in chosen]))
+        assert look(memory, torch.cat(queries), Tiles(cache, isa), {"scale": scale}) is None
     for i, length in enumerate(lengths):
         view = View(k[i : i + 1, :, :length], v[i : i + 1, :, :length])
         rule.observe(view, q[i : i + 1, :, :length], None, {"scale": scale})
@@ -126,4 +133,4 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
     ids=repr,
 )
 def test_how_many_queries_a_policy_asks_for(policy, window):
-    assert getattr(observer(plan(policy, SIZE), 4), "window", None) == window
+    assert getattr(observer(plan(policy, SIZE), 4, CPU), "window", None) == window

@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from ..lag import num_segments
 from ..methods import Policy
 from ..methods.base import BUFFER, BudgetPolicy, DecodePolicy, check_policy
@@ -61,17 +64,17 @@ class Plan:
         """The blocks that are given back once so many of a request's blocks have filled, in order."""
         raise NotImplementedError
 
+    def gone(self, filled: Tensor) -> Tensor:
+        """How many blocks the gaps have: filled - held(filled), for many requests at once. int64, as `filled` is."""
+        raise NotImplementedError
+
+    def block_of(self, filled: Tensor, column: Tensor) -> Tensor:
+        """The blocks at these places of those outside of the gaps, for many requests at once. int64."""
+        raise NotImplementedError
+
     def moves(self, before: int, after: int) -> Iterator[Move]:
         """The moves of a step that begins with `before` blocks filled and ends with `after`."""
         raise NotImplementedError
-
-    def blocks(self, filled: int) -> list[int]:
-        """Those of the first `filled` blocks that are held."""
-        held, start = list[int](), 0
-        for gap in self.gaps(filled):
-            held += range(start, gap.start)
-            start = gap.stop
-        return [*held, *range(start, filled)]
 
     def most(self, max_tokens: int, tokens_in_flight: int) -> int:
         """The most blocks that a request of up to max_tokens holds, where so many of its last tokens may have been
@@ -102,6 +105,13 @@ class BudgetPlan(Plan):
         folded = self._folded(filled)
         return [range(self.kept, folded)] if folded else []
 
+    def gone(self, filled: Tensor) -> Tensor:
+        more = (filled - self.kept).clamp(min=0)
+        return more - more % self.buffer
+
+    def block_of(self, filled: Tensor, column: Tensor) -> Tensor:
+        return torch.where(column < self.kept, column, column + self.gone(filled))
+
     def moves(self, before: int, after: int) -> Iterator[Move]:
         old, new = self._folded(before), self._folded(after)
         if new > old:
@@ -122,6 +132,19 @@ class LagPlan(Plan):
     def gaps(self, filled: int) -> list[range]:
         ends = (self.sinks + (i + 1) * self.lag for i in range(num_segments(filled, self.sinks, self.lag)))
         return [range(end - self.lag + self.kept, end) for end in ends] if self.kept < self.lag else []
+
+    def gone(self, filled: Tensor) -> Tensor:
+        return self._folded(filled) * (self.lag - self.kept)
+
+    def block_of(self, filled: Tensor, column: Tensor) -> Tensor:
+        folded, place = self._folded(filled), column - self.sinks
+        partition = place // max(1, self.kept)  # with none kept, no place is a partition's
+        kept = (place >= 0) & (place < folded * self.kept)
+        return column + torch.where(kept, partition, torch.where(place < 0, 0, folded)) * (self.lag - self.kept)
+
+    def _folded(self, filled: Tensor) -> Tensor:
+        """The partitions that have been evicted: `num_segments`."""
+        return ((filled - self.sinks) // self.lag - 1).clamp(min=0)
 
     def moves(self, before: int, after: int) -> Iterator[Move]:
         for i in range(*(num_segments(x, self.sinks, self.lag) for x in (before, after))):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+from contextlib import suppress
+from typing import NamedTuple
 
 from ..methods import Full, Policy
 from ..methods import policy as policy_of
@@ -16,38 +18,39 @@ from .plan import check
 
 VARIABLE = "KVOPS_VLLM"
 TESTED = "0.32"
+
+
+class Served(NamedTuple):
+    """A backend of vLLM's that evicts: what the plugin derives from."""
+
+    module: str  # of vLLM's backends, and of this package
+    builder: str
+    impl: str
+
+
+CPU = {"CPU_ATTN": Served("cpu_attn", "CPUAttentionMetadataBuilder", "CPUAttentionBackendImpl")}
+CUDA = {
+    "FLASH_ATTN": Served("flash_attn", "FlashAttentionMetadataBuilder", "FlashAttentionImpl"),
+    "FLASHINFER": Served("flashinfer", "FlashInferMetadataBuilder", "FlashInferImpl"),
+}
+
 _MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
-_CPU = "vllm.v1.attention.backends.cpu_attn"
+_BUILD = "self common_prefix_len common_attn_metadata fast_build"
+_FORWARD = "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"
 #: What the plugin overrides or calls, with the parameters that it counts on.
 HOOKS = {
     f"{_MANAGERS}:FullAttentionManager.remove_skipped_blocks": (
-        "self",
-        "request_id",
-        "processed_computed_tokens",
-        "num_prompt_tokens",
+        "self request_id processed_computed_tokens num_prompt_tokens"
     ),
-    f"{_MANAGERS}:FullAttentionManager._remove_blocks_in_range": ("self", "request_id", "first_block", "last_block"),
+    f"{_MANAGERS}:FullAttentionManager._remove_blocks_in_range": "self request_id first_block last_block",
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": (
-        "kvcache_spec_cls",
-        "manager_class",
-        "uniform_type_base_spec",
+        "kvcache_spec_cls manager_class uniform_type_base_spec"
     ),
-    "vllm.v1.kv_cache_interface:FullAttentionSpec.max_memory_usage_bytes": ("self", "vllm_config"),
-    "vllm.v1.attention.backend:AttentionBackend.customize_spec": ("spec",),
-    "vllm.v1.attention.backends.registry:register_backend": ("backend", "class_path", "is_mamba"),
-    f"{_CPU}:CPUAttentionMetadataBuilder.build": ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
-    f"{_CPU}:CPUAttentionBackendImpl.forward": (
-        "self",
-        "layer",
-        "query",
-        "key",
-        "value",
-        "kv_cache",
-        "attn_metadata",
-        "output",
-        "output_scale",
-        "output_block_scale",
-    ),
+    "vllm.v1.kv_cache_interface:FullAttentionSpec.max_memory_usage_bytes": "self vllm_config",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec.copy_with_new_block_size": "self block_size",
+    "vllm.v1.attention.backend:AttentionBackend.customize_spec": "spec",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support": "vllm_config kv_cache_spec",
+    "vllm.v1.attention.backends.registry:register_backend": "backend class_path is_mamba",
 }
 
 
@@ -70,33 +73,53 @@ def register() -> None:
     """Makes vLLM evict as KVOPS_VLLM says. May be called several times."""
     if policy() is None:
         return
-    check_vllm()
-    from . import scheduler, worker
+    served = check_vllm()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from . import scheduler
 
     scheduler.register()
-    worker.register()
+    for backend in AttentionBackendEnum:
+        if backend.name in served:
+            register_backend(backend, f"{__package__}.{served[backend.name].module}.Backend")
+        elif backend.name != "NO_ATTENTION":  # in a backend that does not evict an engine would hold everything
+            register_backend(backend, f"{__package__}.unserved.{backend.name}")
+    if served is CUDA:
+        scheduler.logger.warning("kvops.vllm was tested on CPUs; on GPUs its parts are tested one by one, not in vLLM")
 
 
-def check_vllm() -> None:
-    """Raises if the installed vLLM is none that this was written for."""
+def check_vllm() -> dict[str, Served]:
+    """The backends that evict. Raises if the installed vLLM is none that this was written for."""
     import vllm
     from vllm.platforms import current_platform
 
     if not vllm.__version__.startswith(f"{TESTED}."):
         raise RuntimeError(f"kvops.vllm: expected vLLM {TESTED}.x, with which it was tested, got {vllm.__version__}")
     for hook, expected in HOOKS.items():
-        module, path = hook.split(":")
-        found: object = importlib.import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name, None)
-        parameters = tuple(inspect.signature(found).parameters) if callable(found) else None
-        if parameters != expected:
-            raise RuntimeError(
-                f"kvops.vllm: expected {path} of vLLM to take ({', '.join(expected)}), got "
-                f"{'none' if parameters is None else '(' + ', '.join(parameters) + ')'} in {vllm.__version__}"
-            )
-    if not current_platform.is_cpu():
+        _check_hook(hook, expected)
+    if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise NotImplementedError(
-            f"kvops.vllm: expected vLLM on the CPU (backend CPU_ATTN), the one that it was tested on, got "
+            f"kvops.vllm: expected vLLM on a CPU or an NVIDIA GPU (backends {', '.join(CPU | CUDA)}), got "
             f"{current_platform.device_name}"
+        )
+    served = CPU if current_platform.is_cpu() else CUDA
+    for backend in served.values():
+        with suppress(ImportError):  # one without its packages vLLM does not choose
+            _check_hook(f"vllm.v1.attention.backends.{backend.module}:{backend.builder}.build", _BUILD)
+            _check_hook(f"vllm.v1.attention.backends.{backend.module}:{backend.impl}.forward", _FORWARD)
+    return served
+
+
+def _check_hook(hook: str, expected: str) -> None:
+    import vllm
+
+    module, path = hook.split(":")
+    found: object = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    parameters = " ".join(inspect.signature(found).parameters) if callable(found) else None
+    if parameters != expected:
+        raise RuntimeError(
+            f"kvops.vllm: expected {path} of vLLM to take ({expected.replace(' ', ', ')}), got "
+            f"{'none' if parameters is None else '(' + parameters.replace(' ', ', ') + ')'} in {vllm.__version__}"
         )

@@ -18,20 +18,32 @@ from torch import Tensor
 from ..cache import by_slot
 from ..methods.base import Policy, View
 from ..methods.queries import QueryPolicy
-from . import cpu_pages
+from .layouts import Layout
 from .plan import Plan
 
 #: A copy of keys is of about so many pages: of more it takes longer for each, as the allocator maps its memory anew.
 PAGES = 128
 
 
-class Row(NamedTuple):
-    """A request in a step."""
+@dataclass(frozen=True)
+class Batch:
+    """The requests of a step, [rows] each.
 
-    block: int  # its first
-    start: int  # of its tokens in the step's
-    before: int  # tokens computed before the step,
-    after: int  # and with it
+    Attributes:
+        blocks: on the device, the first block of each.
+        starts: int64 on the host, as all that follow: where its tokens begin among the step's.
+        before: tokens computed before the step; after: and with it.
+    """
+
+    blocks: Tensor
+    starts: Tensor
+    before: Tensor
+    after: Tensor
+
+
+def on(device: torch.device, values: Tensor) -> Tensor:
+    """Values of the host on the device, without waiting for it."""
+    return values.to(device, non_blocking=True)
 
 
 class Memory:
@@ -46,7 +58,8 @@ class Memory:
         num_blocks, heads, size, _ = kv_cache.shape
         self.num_blocks = num_blocks
         kinds = {"positions": torch.int32} | dict.fromkeys(policy.by_slot, torch.float32)
-        self.slots = {name: torch.empty(num_blocks + 1, heads, size, dtype=kind) for name, kind in kinds.items()}
+        shape = num_blocks + 1, heads, size
+        self.slots = {name: torch.empty(shape, dtype=kind, device=kv_cache.device) for name, kind in kinds.items()}
         self._queries: Tensor | None = None
 
     def last(self, places: int, like: Tensor) -> Tensor:
@@ -61,38 +74,37 @@ class Memory:
 class Look(Protocol):
     """What the queries of a step are to do in each layer."""
 
-    def __call__(
-        self, memory: Memory, query: Tensor, kv_cache: Tensor, isa: str, logits: Mapping[str, Any]
-    ) -> Tensor | None:
+    def __call__(self, memory: Memory, query: Tensor, layout: Layout, logits: Mapping[str, Any]) -> Tensor | None:
         """Remembers what later steps need; the queries that observe in this one's moves, [moves, Hq, rows, d].
 
         Args:
             memory: of the layer.
             query: [tokens, Hq, d], of all requests.
-            kv_cache: [num_blocks, Hk, block_size, 2 * d], with the step's tokens.
-            isa: of the layer; see `cpu_pages`.
+            layout: of the layer's cache, with the step's tokens.
             logits: see `kvops.methods.queries.Logits`.
         """
 
 
 class Observer(Protocol):
-    def step(self, rows: Sequence[Row], ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> Look:
+    def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> Look:
         """What all layers do in a step.
 
         Args:
-            rows: the requests.
-            ends: of each move its row, and one past the last token that it looks at.
-            table: int32 [rows, any], the blocks that each request holds, with the step's.
-            lengths: int32 [rows], the slots that it uses of them.
+            batch: the requests.
+            ends: of each move its row of the batch, and one past the last token that it looks at.
+            table: int32 [rows, any] on the device, the blocks that each request holds, with the step's.
+            lengths: int64 [rows] on the host, the slots that it uses of them.
         """
 
 
-def observer(plan: Plan, requests: int) -> Observer | None:
+def observer(plan: Plan, requests: int, device: torch.device) -> Observer | None:
     """What a plan's rule needs: None if it does not look at queries. requests: the most that live at a time."""
     rule = plan.rule
     if not isinstance(rule, QueryPolicy):
         return None
-    return AllQueries(rule, plan.block_size) if rule.by_slot else LastQueries(rule.rows_at(0, 0), requests)
+    if rule.by_slot:
+        return AllQueries(rule, plan.block_size)
+    return LastQueries(rule.rows_at(0, 0), requests, device)
 
 
 class LastQueries:
@@ -102,51 +114,64 @@ class LastQueries:
     token at position p lies at p % (window - 1).
     """
 
-    def __init__(self, window: int, requests: int):
-        self.window, self.room, self._rings = window, window - 1, Rings(requests)
+    def __init__(self, window: int, requests: int, device: torch.device):
+        self.window, self.room, self._rings = window, window - 1, Rings(requests, device)
 
-    def step(self, rows: Sequence[Row], ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> LookAtLast:
-        rings = self._rings.of(rows) if self.room else [0] * len(rows)
-        room, ring = max(1, self.room), torch.tensor(rings, dtype=torch.int64)
-        start, before, after = torch.tensor([x[1:] for x in rows], dtype=torch.int64).unbind(1)
-        first = start - before  # the query of position p is the step's first + p, if it is one of the step's
+    def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> LookAtLast:
+        device, room = batch.blocks.device, max(1, self.room)
+        ring = self._rings.of(batch) if self.room else torch.zeros_like(batch.blocks)
+        first = (
+            batch.starts - batch.before
+        )  # the query of position p is the step's first + p, if it is one of the step's
 
-        moving = torch.tensor([row for row, _ in ends], dtype=torch.int64)
-        end = torch.tensor([end for _, end in ends], dtype=torch.int64)
+        moving, end = torch.tensor(ends, dtype=torch.int64).reshape(-1, 2).unbind(1)
         asked = end[:, None] + torch.arange(-self.window, 0)  # positions
-        newest = after[:, None] + torch.arange(-self.room, 0)
-        kept = newest >= before[:, None]
+        own = asked >= batch.before[moving, None]
+        newest = batch.after[:, None] + torch.arange(-self.room, 0)
+        row, column = (newest >= batch.before[:, None]).nonzero(as_tuple=True)
+        position = newest[row, column]
         return LookAtLast(
-            own=asked >= before[moving, None],
-            rows=first[moving, None] + asked,
-            places=ring[moving, None] * room + asked % room,
-            new_rows=(first[:, None] + newest)[kept],
-            new_places=(ring[:, None] * room + newest % room)[kept],
-            most=self.room * (max(rings, default=0) + 1),
+            own=None if own.all() else on(device, own),
+            rows=on(device, (first[moving, None] + asked).clamp(min=0)),
+            places=ring[on(device, moving), None] * room + on(device, asked % room),
+            new_rows=on(device, first[row] + position),
+            new_places=ring[on(device, row)] * room + on(device, position % room),
+            most=self.room * self._rings.most,
         )
 
 
 class Rings:
-    """A small number for each request that lives, which it keeps."""
+    """A small number for each request that lives, which it keeps. It is found on the device, which is not waited for.
 
-    def __init__(self, requests: int):
-        self._most = requests
-        self._of = dict[int, int]()  # by the first block; those seen last come last
+    Attributes:
+        most: one past the greatest.
+    """
 
-    def of(self, rows: Sequence[Row]) -> list[int]:
-        for x in rows:
-            if x.before and x.block not in self._of:
-                raise RuntimeError(
-                    "kvops.vllm: expected to have seen the queries of a request from its first token on, got one with "
-                    f"{x.before} tokens computed before"
-                )
-        for block in [x.block for x in rows if x.block in self._of]:
-            self._of[block] = self._of.pop(block)
-        for block in [x.block for x in rows if x.block not in self._of]:
-            # Where there is one for each that lives, that of a request which ended is free, and seen least lately.
-            free = self._of.pop(next(iter(self._of))) if len(self._of) == self._most else len(self._of)
-            self._of[block] = free
-        return [self._of[x.block] for x in rows]
+    def __init__(self, requests: int, device: torch.device):
+        self.most = 0
+        self._owner = torch.full((requests,), -1, device=device)  # the first block of its request
+        self._seen = torch.zeros(requests, dtype=torch.int64, device=device)  # the last step with it
+        self._step = 0
+
+    def of(self, batch: Batch) -> Tensor:
+        """int64 [rows], on the device."""
+        self._step += 1
+        self.most = min(len(self._owner), self.most + int((batch.before == 0).sum()))
+        blocks = batch.blocks.to(self._owner.dtype)
+        same = blocks[:, None] == self._owner
+        known = same.any(1)
+        torch._assert_async(
+            (known | on(blocks.device, batch.before == 0)).all(),
+            "kvops.vllm: expected to have seen the queries of a request from its first token on, got one whose "
+            "queries were forgotten",
+        )
+        # Where there is one for each that lives, that of a request which ended is free, and seen least lately.
+        seen = torch.where(same.any(0), self._step, self._seen)
+        free = seen.argsort(stable=True)[((~known).cumsum(0) - 1).clamp(min=0)]
+        ring = torch.where(known, same.int().argmax(1), free)
+        self._owner[ring] = blocks
+        self._seen[ring] = self._step
+        return ring
 
 
 @dataclass
@@ -154,26 +179,24 @@ class LookAtLast:
     """A step of `LastQueries`.
 
     Attributes:
-        own: bool [moves, window], whether a query is one of the step's.
+        own: bool [moves, window], whether a query is one of the step's; None: all are.
         rows: int64 [moves, window], then it is this one; places: else it is remembered here.
         new_rows: int64 [any], the step's queries that are to be remembered; new_places: where.
         most: places that the memory needs.
     """
 
-    own: Tensor
+    own: Tensor | None
     rows: Tensor
     places: Tensor
     new_rows: Tensor
     new_places: Tensor
     most: int
 
-    def __call__(
-        self, memory: Memory, query: Tensor, kv_cache: Tensor, isa: str, logits: Mapping[str, Any]
-    ) -> Tensor | None:
+    def __call__(self, memory: Memory, query: Tensor, layout: Layout, logits: Mapping[str, Any]) -> Tensor | None:
         last, observing = memory.last(self.most, query), None
-        if len(self.own):
-            observing = query[self.rows.clamp(min=0)]
-            if not self.own.all():
+        if len(self.rows):
+            observing = query[self.rows]
+            if self.own is not None:
                 observing = torch.where(self.own[..., None, None], observing, last[self.places])
             observing = observing.transpose(1, 2)
         last.index_copy_(0, self.new_places, query.index_select(0, self.new_rows))  # not before the last ones were read
@@ -189,25 +212,26 @@ class AllQueries:
     def __init__(self, rule: QueryPolicy, block_size: int):
         self.rule, self.block_size = rule, block_size
 
-    def step(self, rows: Sequence[Row], ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> LookOfAll:
-        new, start = [x.after - x.before for x in rows], torch.tensor([x.start for x in rows])
-        calls = list[Call]()
-        for count in sorted({*new} - {0}):
-            same = torch.tensor([i for i, x in enumerate(new) if x == count])
+    def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> LookOfAll:
+        new, calls = batch.after - batch.before, list[Call]()
+        for count in new.unique().tolist():
+            (same,) = (new == count).nonzero(as_tuple=True)
             pages = -(-int(lengths[same].max()) // self.block_size)
-            calls += (self._call(start[i], table[i], lengths[i], count) for i in same.split(max(1, PAGES // pages)))
+            calls += (
+                self._call(batch.starts[i], table, i, lengths[i], count) for i in same.split(max(1, PAGES // pages))
+            )
         return LookOfAll(self.rule, calls)
 
-    def _call(self, start: Tensor, table: Tensor, lengths: Tensor, count: int) -> Call:
+    def _call(self, starts: Tensor, table: Tensor, rows: Tensor, lengths: Tensor, count: int) -> Call:
         """Of requests with as many new tokens each."""
         pages = -(-int(lengths.max()) // self.block_size)
         columns, slots = torch.arange(pages), torch.arange(pages * self.block_size)
-        new = torch.arange(count)
+        new, device = torch.arange(count), table.device
         return Call(
-            start[:, None] + new,
-            torch.where(columns * self.block_size < lengths[:, None], table[:, :pages], -1),
-            (lengths[:, None] - count + 1 + new).int(),
-            slots < (lengths - count)[:, None, None],
+            on(device, starts[:, None] + new),
+            torch.where(on(device, columns * self.block_size < lengths[:, None]), table[on(device, rows), :pages], -1),
+            on(device, (lengths[:, None] - count + 1 + new).int()),
+            on(device, slots < (lengths - count)[:, None, None]),
         )
 
 
@@ -227,9 +251,9 @@ class LookOfAll:
     rule: QueryPolicy
     calls: list[Call]
 
-    def __call__(self, memory: Memory, query: Tensor, kv_cache: Tensor, isa: str, logits: Mapping[str, Any]) -> None:
+    def __call__(self, memory: Memory, query: Tensor, layout: Layout, logits: Mapping[str, Any]) -> None:
         for rows, table, visible, known in self.calls:
-            k = cpu_pages.keys(kv_cache, table, isa=isa)
+            k = layout.keys(table)
             scores = self.rule.summed(query[rows].transpose(1, 2), View(k, k), visible, None, None, logits)
             assert scores is not None  # as there are rows
             sums = memory.slots["scores"]

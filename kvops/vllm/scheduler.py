@@ -53,6 +53,15 @@ class EvictingSpec(FullAttentionSpec):
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return self.most_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
+    def copy_with_new_block_size(self, block_size: int) -> EvictingSpec:
+        """vLLM asks for it where the attention's kernels take smaller blocks than these."""
+        if block_size != self.block_size:
+            raise NotImplementedError(
+                f"kvops.vllm: expected a block_size that the attention's kernels take as it is, got {self.block_size}, "
+                f"which vLLM splits into blocks of {block_size}"
+            )
+        return self
+
     @classmethod
     def merge(cls, specs: Sequence[FullAttentionSpec]) -> EvictingSpec:
         first = specs[0]

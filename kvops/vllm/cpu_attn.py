@@ -1,0 +1,38 @@
+"""CPU_ATTN that evicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+
+from . import cpu_pages
+from .layouts import Layout, Tiles
+from .worker import EvictingBackend, EvictingBuilder, EvictingImpl, refuse
+
+
+class Builder(EvictingBuilder, CPUAttentionMetadataBuilder):
+    def check_group(self) -> None:
+        super().check_group()
+        if self.isa not in cpu_pages.ISAS:
+            refuse("the kernel of CPU_ATTN", f"one of {', '.join(cpu_pages.ISAS)}", self.isa)
+
+
+class Impl(EvictingImpl, CPUAttentionBackendImpl):
+    def layout(self, layer: Any, kv_cache: Tensor) -> Layout:
+        return Tiles(kv_cache, layer.isa)
+
+
+class Backend(EvictingBackend, CPUAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder

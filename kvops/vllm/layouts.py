@@ -1,0 +1,62 @@
+"""How vLLM's backends lay out a layer's cache, and K and V in it as rows. This module does not import vLLM.
+
+To all backends the cache of a layer is kv_cache: [num_blocks, Hk, block_size, 2 * d].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from . import cpu_pages
+
+
+class Layout(Protocol):
+    """The cache of a layer."""
+
+    def rows(self, table: Tensor) -> AbstractContextManager[tuple[Tensor, Tensor]]:
+        """Within the `with` block K and V are rows, views [num_blocks, Hk, block_size, d], in the blocks of the table.
+
+        Args:
+            table: int32, any shape; -1 names none.
+        """
+
+    def keys(self, table: Tensor) -> Tensor:
+        """A copy of the keys, [b, Hk, max_blocks * block_size, d]. table: int32 [b, max_blocks]; of -1 anything."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """FLASH_ATTN and FLASHINFER: K and V of a token side by side, and heads, slots and blocks in any order."""
+
+    kv_cache: Tensor
+
+    @contextmanager
+    def rows(self, table: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        k, v = self.kv_cache.chunk(2, -1)
+        yield k, v
+
+    def keys(self, table: Tensor) -> Tensor:
+        k, _ = self.kv_cache.chunk(2, -1)
+        return k[table.clamp(min=0)].transpose(1, 2).flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """CPU_ATTN: see `cpu_pages`."""
+
+    kv_cache: Tensor
+    isa: str
+
+    @contextmanager
+    def rows(self, table: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        pages = table[table >= 0].unique()[None]
+        with cpu_pages.as_rows(self.kv_cache, pages, isa=self.isa) as (k, v):
+            yield k, v
+
+    def keys(self, table: Tensor) -> Tensor:
+        return cpu_pages.keys(self.kv_cache, table, isa=self.isa)
