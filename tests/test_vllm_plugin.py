@@ -162,14 +162,14 @@ def run_reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODE
 
 def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
     """Of each layer and each of its evictions: the positions of what stayed, int32 [moves, Hk, kept]."""
-    from kvops.vllm.worker import Eviction, by_slot, extract_layer_index
+    from kvops.vllm.steps import Eviction, by_slot
 
     run, seen = Eviction.run, dict[int, list[torch.Tensor]]()
 
-    def watched(self, kv_cache, memory, layer, *args):
-        run(self, kv_cache, memory, layer, *args)
+    def watched(self, layout, memory, layer, *args):
+        run(self, layout, memory, layer, *args)
         kept = by_slot.read(memory.slots["positions"], self.table[:, : self.plan.kept])
-        seen.setdefault(extract_layer_index(layer.layer_name), []).append(kept)
+        seen.setdefault(layer, []).append(kept)
 
     monkeypatch.setattr(Eviction, "run", watched)
     return seen
@@ -370,13 +370,13 @@ def test_scores_are_of_the_logits_that_the_attention_has():
 
 
 def test_an_eviction_that_fails_ends_the_step(monkeypatch):
-    from kvops.vllm import worker
+    from kvops.vllm import steps
 
     def fails(*_):
         raise RuntimeError("no eviction")
 
     with engine("keydiff:budget=512") as (llm, _):
-        monkeypatch.setattr(worker, "compact_kv_", lambda *a, **k: fails())
+        monkeypatch.setattr(steps, "compact_kv_", lambda *a, **k: fails())
         with pytest.raises(Exception, match="no eviction"):
             generate(llm, [prompt(58291740, 0, 1280)])
 
@@ -429,21 +429,26 @@ def test_another_vllm_is_refused(monkeypatch):
         with kit.refuses("expected vLLM 0.32.x", "got 0.33.1", kind=RuntimeError):
             plugin.check_vllm()
     with monkeypatch.context() as patch:
-        patch.setitem(plugin.HOOKS, "vllm.v1.attention.backend:AttentionBackend.customize_spec", ("spec", "layer"))
+        patch.setitem(plugin.HOOKS, "vllm.v1.attention.backend:AttentionBackend.customize_spec", "spec layer")
         with kit.refuses("customize_spec", "spec, layer", "got .spec. in 0.32", kind=RuntimeError):
             plugin.check_vllm()
     with monkeypatch.context() as patch:
         patch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
-        with kit.refuses("CPU_ATTN", kind=NotImplementedError):
+        with kit.refuses("CPU_ATTN, FLASH_ATTN, FLASHINFER", kind=NotImplementedError):
             plugin.check_vllm()
+        patch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+        assert plugin.check_vllm() is plugin.CUDA
 
 
-def test_models_with_latent_attention_are_refused():
+def test_backends_that_do_not_evict_are_refused():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from kvops.vllm import worker
+    from kvops.vllm import plugin
 
-    worker.register()
+    plugin.register()
+    assert AttentionBackendEnum.CPU_ATTN.get_class().__module__ == "kvops.vllm.cpu_attn"
+    with kit.refuses("expected one of CPU_ATTN, FLASH_ATTN, FLASHINFER", "got TRITON_ATTN", kind=ImportError):
+        AttentionBackendEnum.TRITON_ATTN.get_class()
     for mla in (AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA):
         with kit.refuses("MLA", kind=NotImplementedError):
             mla.get_class()

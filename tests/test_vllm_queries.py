@@ -36,7 +36,8 @@ def query(name: int, position: int) -> torch.Tensor:
 
 def batch(rows: list[tuple[int, ...]]) -> Batch:
     """rows: of each request its first block, where its tokens begin, and how many there were before and are now."""
-    return Batch(*torch.tensor(rows).unbind(1))
+    blocks, *rest = torch.tensor(rows).unbind(1)
+    return Batch(blocks[:, None], *rest)
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.randoms(use_true_random=False))

@@ -30,12 +30,12 @@ class Batch:
     """The requests of a step, [rows] each.
 
     Attributes:
-        blocks: on the device, the first block of each.
+        table: int32 [rows, max_blocks] on the device, the blocks of each. The first one names it.
         starts: int64 on the host, as all that follow: where its tokens begin among the step's.
         before: tokens computed before the step; after: and with it.
     """
 
-    blocks: Tensor
+    table: Tensor
     starts: Tensor
     before: Tensor
     after: Tensor
@@ -118,11 +118,9 @@ class LastQueries:
         self.window, self.room, self._rings = window, window - 1, Rings(requests, device)
 
     def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> LookAtLast:
-        device, room = batch.blocks.device, max(1, self.room)
-        ring = self._rings.of(batch) if self.room else torch.zeros_like(batch.blocks)
-        first = (
-            batch.starts - batch.before
-        )  # the query of position p is the step's first + p, if it is one of the step's
+        device, room = batch.table.device, max(1, self.room)
+        ring = self._rings.of(batch) if self.room else torch.zeros_like(batch.table[:, 0])
+        first = batch.starts - batch.before  # the query of position p is the step's first + p, if it is one of its
 
         moving, end = torch.tensor(ends, dtype=torch.int64).reshape(-1, 2).unbind(1)
         asked = end[:, None] + torch.arange(-self.window, 0)  # positions
@@ -157,7 +155,7 @@ class Rings:
         """int64 [rows], on the device."""
         self._step += 1
         self.most = min(len(self._owner), self.most + int((batch.before == 0).sum()))
-        blocks = batch.blocks.to(self._owner.dtype)
+        blocks = batch.table[:, 0].to(self._owner.dtype)
         same = blocks[:, None] == self._owner
         known = same.any(1)
         torch._assert_async(

@@ -1,14 +1,13 @@
 """vLLM's worker side: attention over the blocks that are held, then what is to be evicted.
 
 What a backend of vLLM's needs, whichever it is, is in three classes, `EvictingBuilder`, `EvictingImpl` and
-`EvictingBackend`, which `cpu_attn`, `flash_attn` and `flashinfer` mix into the backend's own. What a step does follows
-from numbers that vLLM has on the host; tables and lengths go to the device, and nothing is read back from it.
+`EvictingBackend`, which `cpu_attn`, `flash_attn` and `flashinfer` mix into the backend's own. What comes behind the
+attention is in `steps`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -27,105 +26,14 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
-from ..cache import by_slot
-from ..methods.base import Policy, View
+from ..methods.base import Policy
 from ..methods.queries import QueryPolicy
-from ..ops import compact_kv_
 from . import plugin
 from .layouts import Layout, Rows
-from .plan import Move, Plan
-from .queries import Batch, Look, Memory, observer, on
+from .plan import Plan
+from .queries import Batch, Memory, observer, on
 from .scheduler import EvictingSpec, plan_of
-
-
-@dataclass
-class Eviction:
-    """The moves of a step, of all its requests: the same in each layer.
-
-    Attributes:
-        plan: its `rule` says what stays.
-        table: int32 [moves, width], the blocks that are looked at; -1 behind a move's own.
-        lengths: int32 [moves], their slots.
-        moved: columns of the table that hold blocks which are written, for some move.
-        positions: int64 [moves, width * block_size], of the tokens where no earlier move has been.
-        moved_before: bool [moves, width], the blocks where one has.
-    """
-
-    plan: Plan
-    table: Tensor
-    lengths: Tensor
-    moved: int
-    positions: Tensor
-    moved_before: Tensor
-
-    @classmethod
-    def of(cls, plan: Plan, moves: Sequence[tuple[int, Move]], block_table: Tensor) -> Eviction:
-        """moves: each with its row of the block table, int32 [rows, max_blocks]."""
-        size, device = plan.block_size, block_table.device
-        width = max(len(move.blocks) for _, move in moves)
-        blocks = torch.tensor([move.blocks + [-1] * (width - len(move.blocks)) for _, move in moves])
-        row, moved_before = torch.tensor([(row, move.moved_before) for row, move in moves]).unbind(1)
-        logical = on(device, blocks)
-        table = block_table[on(device, row)].gather(1, logical.clamp(min=0))
-        return cls(
-            plan,
-            torch.where(logical < 0, -1, table),
-            on(device, torch.tensor([len(move.blocks) * size for _, move in moves], dtype=torch.int32)),
-            max(move.moved for _, move in moves),
-            (logical[..., None] * size + torch.arange(size, device=device)).flatten(1),
-            on(device, torch.arange(width) < moved_before[:, None]),
-        )
-
-    def run(
-        self, layout: Layout, memory: Memory, layer: int, observing: Tensor | None, logits: Mapping[str, Any]
-    ) -> None:
-        """Evicts a layer.
-
-        Args:
-            layout: of the layer's cache.
-            memory: of the layer.
-            layer: its number.
-            observing: [moves, Hq, any, d], the queries that the rule asks for.
-            logits: see `Look`.
-        """
-        size, kept_blocks, rule = self.plan.block_size, self.plan.kept, self.plan.rule
-        before = self.moved_before.repeat_interleave(size, 1)[:, None]
-        of_slots = {name: by_slot.read(pool, self.table) for name, pool in memory.slots.items()}
-        of_slots["positions"] = torch.where(before, of_slots["positions"], self.positions[:, None].int())
-        with layout.rows(self.table) as (k, v):
-            view = self._view(k, v)
-            view.layer = layer
-            view.kept = of_slots["positions"].long()
-            view.observed = of_slots.get("scores")
-            if observing is not None:
-                assert isinstance(rule, QueryPolicy)  # as others are shown none
-                rule.observe(view, observing, None, logits)
-            kept = rule.select(view)[..., : kept_blocks * size].contiguous()
-            compact_kv_(k, v, kept, block_table=self.table[:, : self.moved].contiguous())
-        for name, values in of_slots.items():
-            by_slot.write(memory.slots[name], self.table[:, :kept_blocks], values.gather(2, kept))
-
-    def _view(self, k: Tensor, v: Tensor) -> View:
-        """What the rule looks at: pages, or for those that take none a copy of their rows."""
-        if self.plan.rule.paged:
-            return View(k, v, lengths=self.lengths, block_table=self.table)
-        k, v = (x[self.table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for x in (k, v))
-        return View(k, v, lengths=self.lengths)
-
-
-@dataclass
-class Step:
-    """What comes behind the attention of a step: the same in each layer."""
-
-    plan: Plan
-    look: Look | None
-    eviction: Eviction | None
-
-    def run(self, memory: Memory, query: Tensor, layout: Layout, layer: int, logits: Mapping[str, Any]) -> None:
-        """Of a layer. See `Look` and `Eviction.run`."""
-        observing = None if self.look is None else self.look(memory, query, layout, logits)
-        if self.eviction is not None:
-            self.eviction.run(layout, memory, layer, observing, logits)
+from .steps import Held, Step
 
 
 class EvictingBuilder(AttentionMetadataBuilder):
@@ -166,45 +74,22 @@ class EvictingBuilder(AttentionMetadataBuilder):
     ) -> Any:
         if self.plan is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        plan, m = self.plan, common_attn_metadata
-        size, device = plan.block_size, m.block_table_tensor.device
+        m = common_attn_metadata
         # Without speculation, which is refused, the bound is the number.
-        after, new = m.seq_lens_cpu_upper_bound.long(), m.query_start_loc_cpu.long().diff()
-        before = after - new
-        filled = before // size
-        gone = plan.gone(filled)
-        table, lengths = m.block_table_tensor, after - gone * size
-        held = m
-        if gone.any():
-            columns = torch.arange(-(-int(lengths.max()) // size))
-            # Behind what a row holds its table may have anything.
-            blocks = plan.block_of(filled[:, None], columns).clamp(max=table.shape[1] - 1)
-            table = table.gather(1, on(device, blocks))
-            host = lengths.to(m.seq_lens.dtype)
-            held = m.replace(
-                block_table_tensor=table,
-                seq_lens=on(device, host),
+        starts, after = m.query_start_loc_cpu.long(), m.seq_lens_cpu_upper_bound.long()
+        batch = Batch(m.block_table_tensor, starts[:-1], after - starts.diff(), after)
+        held = Held.of(self.plan, batch)
+        if held is not None:
+            lengths = held.lengths.to(m.seq_lens.dtype)
+            common_attn_metadata = m.replace(
+                block_table_tensor=held.table,
+                seq_lens=on(held.table.device, lengths),
                 max_seq_len=int(lengths.max()),
-                seq_lens_cpu_upper_bound=host,
+                seq_lens_cpu_upper_bound=lengths,
                 _num_computed_tokens_cache=None,
             )
-        metadata = super().build(common_prefix_len, held, fast_build)
-        grown = (after // size > filled).nonzero().flatten().tolist()
-        moves = [(row, move) for row in grown for move in plan.moves(int(filled[row]), int(after[row]) // size)]
-        look = eviction = None
-        if self._observer is not None:
-            (live,) = new.nonzero(as_tuple=True)  # others are a graph's padding
-            rows = on(device, live)
-            place = dict(zip(live.tolist(), range(len(live))))
-            look = self._observer.step(
-                Batch(m.block_table_tensor[rows, 0], m.query_start_loc_cpu[live].long(), before[live], after[live]),
-                [(place[row], move.end * size) for row, move in moves],
-                table[rows],
-                lengths[live],
-            )
-        if moves and plan.kept:
-            eviction = Eviction.of(plan, moves, m.block_table_tensor)
-        metadata.step = Step(plan, look, eviction) if look or eviction else None
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata.step = Step.of(self.plan, self._observer, held or Held(batch.table, after), batch)
         return metadata
 
 
@@ -279,6 +164,8 @@ def _check_config(config: VllmConfig) -> None:
     """Raises for what an engine cannot do while it evicts."""
     parallel, model = config.parallel_config, config.model_config
     # Pipelines would be evicted layer by layer as one process is, but this vLLM does not run them on the CPU.
+    if parallel.use_ubatching:
+        refuse("enable_dbo and ubatch_size", "off: one batch in a step", parallel.num_ubatches)
     for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (got := getattr(parallel, setting)) != 1:
             refuse(setting, 1, got)

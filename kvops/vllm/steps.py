@@ -1,0 +1,153 @@
+"""What comes behind the attention of a step: what the queries observe, and the evictions that are due.
+
+It is made once for a step of a group of layers, from numbers that the engine has on the host, and run in each layer.
+Tables and lengths go to the device, and nothing is read back from it. This module does not import vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache import by_slot
+from ..methods.base import View
+from ..methods.queries import QueryPolicy
+from ..ops import compact_kv_
+from .layouts import Layout
+from .plan import Move, Plan
+from .queries import Batch, Look, Memory, Observer, on
+
+
+class Held(NamedTuple):
+    """What the attention of a step reads."""
+
+    table: Tensor  # int32 [rows, any] on the device: the blocks outside of each request's gaps, and anything behind
+    lengths: Tensor  # int64 [rows] on the host: the slots in use, with the step's
+
+    @classmethod
+    def of(cls, plan: Plan, batch: Batch) -> Held | None:
+        """None: all that the requests have had, as none has a gap."""
+        filled = batch.before // plan.block_size
+        gone = plan.gone(filled)
+        lengths = batch.after - gone * plan.block_size
+        if not gone.any():
+            return None
+        columns = torch.arange(-(-int(lengths.max()) // plan.block_size))
+        # Behind what a row holds there may be anything.
+        blocks = plan.block_of(filled[:, None], columns).clamp(max=batch.table.shape[1] - 1)
+        return cls(batch.table.gather(1, on(batch.table.device, blocks)), lengths)
+
+
+@dataclass
+class Eviction:
+    """The moves of a step, of all its requests: the same in each layer.
+
+    Attributes:
+        plan: its `rule` says what stays.
+        table: int32 [moves, width], the blocks that are looked at; -1 behind a move's own.
+        lengths: int32 [moves], their slots.
+        moved: columns of the table that hold blocks which are written, for some move.
+        positions: int64 [moves, width * block_size], of the tokens where no earlier move has been.
+        moved_before: bool [moves, width], the blocks where one has.
+    """
+
+    plan: Plan
+    table: Tensor
+    lengths: Tensor
+    moved: int
+    positions: Tensor
+    moved_before: Tensor
+
+    @classmethod
+    def of(cls, plan: Plan, moves: Sequence[tuple[int, Move]], block_table: Tensor) -> Eviction:
+        """moves: each with its row of the block table, int32 [rows, max_blocks]."""
+        size, device = plan.block_size, block_table.device
+        width = max(len(move.blocks) for _, move in moves)
+        blocks = torch.tensor([move.blocks + [-1] * (width - len(move.blocks)) for _, move in moves])
+        row, moved_before = torch.tensor([(row, move.moved_before) for row, move in moves]).unbind(1)
+        logical = on(device, blocks)
+        table = block_table[on(device, row)].gather(1, logical.clamp(min=0))
+        return cls(
+            plan,
+            torch.where(logical < 0, -1, table),
+            on(device, torch.tensor([len(move.blocks) * size for _, move in moves], dtype=torch.int32)),
+            max(move.moved for _, move in moves),
+            (logical[..., None] * size + torch.arange(size, device=device)).flatten(1),
+            on(device, torch.arange(width) < moved_before[:, None]),
+        )
+
+    def run(
+        self, layout: Layout, memory: Memory, layer: int, observing: Tensor | None, logits: Mapping[str, Any]
+    ) -> None:
+        """Evicts a layer.
+
+        Args:
+            layout: of the layer's cache.
+            memory: of the layer.
+            layer: its number.
+            observing: [moves, Hq, any, d], the queries that the rule asks for.
+            logits: see `Look`.
+        """
+        size, kept_blocks, rule = self.plan.block_size, self.plan.kept, self.plan.rule
+        before = self.moved_before.repeat_interleave(size, 1)[:, None]
+        of_slots = {name: by_slot.read(pool, self.table) for name, pool in memory.slots.items()}
+        of_slots["positions"] = torch.where(before, of_slots["positions"], self.positions[:, None].int())
+        with layout.rows(self.table) as (k, v):
+            view = self._view(k, v)
+            view.layer = layer
+            view.kept = of_slots["positions"].long()
+            view.observed = of_slots.get("scores")
+            if observing is not None:
+                assert isinstance(rule, QueryPolicy)  # as others are shown none
+                rule.observe(view, observing, None, logits)
+            kept = rule.select(view)[..., : kept_blocks * size].contiguous()
+            compact_kv_(k, v, kept, block_table=self.table[:, : self.moved].contiguous())
+        for name, values in of_slots.items():
+            by_slot.write(memory.slots[name], self.table[:, :kept_blocks], values.gather(2, kept))
+
+    def _view(self, k: Tensor, v: Tensor) -> View:
+        """What the rule looks at: pages, or for those that take none a copy of their rows."""
+        if self.plan.rule.paged:
+            return View(k, v, lengths=self.lengths, block_table=self.table)
+        k, v = (x[self.table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for x in (k, v))
+        return View(k, v, lengths=self.lengths)
+
+
+@dataclass
+class Step:
+    """What comes behind the attention of a step: the same in each layer."""
+
+    plan: Plan
+    look: Look | None
+    eviction: Eviction | None
+
+    @classmethod
+    def of(cls, plan: Plan, observer: Observer | None, held: Held, batch: Batch) -> Step | None:
+        """None: nothing comes behind it. batch: with rows of a graph's padding, which have no new tokens."""
+        before, after, size = batch.before, batch.after, plan.block_size
+        grown = (after // size > before // size).nonzero().flatten().tolist()
+        moves = [(row, move) for row in grown for move in plan.moves(int(before[row]) // size, int(after[row]) // size)]
+        look = eviction = None
+        if observer is not None:
+            (live,) = (after > before).nonzero(as_tuple=True)
+            rows = on(batch.table.device, live)
+            place = dict(zip(live.tolist(), range(len(live))))
+            look = observer.step(
+                Batch(batch.table[rows], batch.starts[live], before[live], after[live]),
+                [(place[row], move.end * size) for row, move in moves],
+                held.table[rows],
+                held.lengths[live],
+            )
+        if moves and plan.kept:
+            eviction = Eviction.of(plan, moves, batch.table)
+        return cls(plan, look, eviction) if look or eviction else None
+
+    def run(self, memory: Memory, query: Tensor, layout: Layout, layer: int, logits: Mapping[str, Any]) -> None:
+        """Of a layer. See `Look` and `Eviction.run`."""
+        observing = None if self.look is None else self.look(memory, query, layout, logits)
+        if self.eviction is not None:
+            self.eviction.run(layout, memory, layer, observing, logits)
