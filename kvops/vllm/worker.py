@@ -165,7 +165,7 @@ def _check_config(config: VllmConfig) -> None:
     parallel, model = config.parallel_config, config.model_config
     # Pipelines would be evicted layer by layer as one process is, but this vLLM does not run them on the CPU.
     if parallel.use_ubatching:
-        refuse("enable_dbo and ubatch_size", "off: one batch in a step", parallel.num_ubatches)
+        refuse("use_ubatching (enable_dbo, ubatch_size)", "False", parallel.num_ubatches)
     for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (got := getattr(parallel, setting)) != 1:
             refuse(setting, 1, got)

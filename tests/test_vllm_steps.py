@@ -1,0 +1,147 @@
+"""What comes behind an attention of vLLM's, in each layout of its caches. Without vLLM."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import kit
+import kvops
+from kvops.methods.base import View
+from kvops.vllm.layouts import Layout, Rows, Tiles
+from kvops.vllm.plan import Plan, plan
+from kvops.vllm.queries import Batch, Memory, observer
+from kvops.vllm.steps import Held, Step
+
+HEADS, GROUP, D, SIZE, BLOCKS = 2, 2, 32, 16, 40
+LAYERS = 3
+#: vLLM's `KVCacheLayout`: layers, blocks, heads, slots and channels in the order of memory.
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+POLICIES = [
+    kvops.KeyDiff(4 * SIZE),
+    kvops.StreamingLLM(4 * SIZE, positions="original"),
+    kvops.LagKV(4 * SIZE, 0.5, sinks=SIZE),
+    kvops.L2(4 * SIZE, skip_layers=()),
+    kvops.SnapKV(4 * SIZE, 8),
+    kvops.TOVA(4 * SIZE, head_mode="per_head"),
+    kvops.H2O(4 * SIZE),
+]
+
+
+def layer(layout: str, dtype=torch.float32) -> Tensor:
+    """A layer of a cache for all layers: [blocks, Hk, slots, 2 * d], as the backends are handed it."""
+    sizes = dict(zip("LBHNC", (LAYERS, BLOCKS, HEADS, SIZE, 2 * D)))
+    memory = kit.randn(*(sizes[x] for x in layout)).to(dtype)
+    return memory.permute(*(layout.index(x) for x in "LBHNC"))[1]
+
+
+def batch(table: Tensor, before: list[int], after: list[int]) -> Batch:
+    before, after = torch.tensor(before), torch.tensor(after)
+    new = after - before
+    return Batch(table, new.cumsum(0) - new, before, after)
+
+
+def write(cache: Tensor, plan: Plan, step: Batch, k: Tensor, v: Tensor) -> None:
+    """A step's tokens, at the slots that the engine gives them. k, v: [rows, Hk, tokens, d], of all tokens."""
+    for row, (a, b) in enumerate(zip(step.before.tolist(), step.after.tolist())):
+        for t in range(a, b):
+            place = int(step.table[row, t // SIZE]), slice(None), t % SIZE
+            cache[place] = torch.cat((k[row, :, t], v[row, :, t]), -1)
+
+
+def run(rule_plan: Plan, cache: Tensor, layout: Layout, steps: list[tuple[list[int], list[int]]]) -> Memory:
+    """All steps of two requests. [0] of the pool's shuffled blocks are the first one's."""
+    table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0)).int().view(2, -1)
+    k, v = (kit.randn(2, HEADS, 300, D, seed=i).to(cache.dtype) for i in (1, 2))
+    q = kit.randn(2, 300, HEADS * GROUP, D, seed=3).to(cache.dtype)
+    memory = Memory(cache, rule_plan.rule)
+    for pool in memory.slots.values():
+        pool.fill_(-1)
+    seen = observer(rule_plan, 2, cache.device)
+    for before, after in steps:
+        now = batch(table, before, after)
+        write(cache, rule_plan, now, k, v)
+        held = Held.of(rule_plan, now) or Held(now.table, now.after)
+        step = Step.of(rule_plan, seen, held, now)
+        if step is not None:
+            query = torch.cat([q[row, a:b] for row, (a, b) in enumerate(zip(before, after))])
+            step.run(memory, query, layout, 1, {"scale": D**-0.5})
+    return memory
+
+
+def dense(rule_plan: Plan, row: int, ends: list[int], dtype: torch.dtype) -> Tensor:
+    """What a request holds, by slots of its own without pages: [Hk, any, 2 * d]. ends: its tokens after each step."""
+    k, v = (kit.randn(2, HEADS, 300, D, seed=i).to(dtype)[row] for i in (1, 2))
+    q = kit.randn(2, 300, HEADS * GROUP, D, seed=3).to(dtype)[row]
+    slots, rule = torch.cat((k, v), -1), rule_plan.rule
+    for before, after in zip([0, *ends], ends):
+        for move in rule_plan.moves(before // SIZE, after // SIZE):
+            looked_at = (torch.tensor(move.blocks)[:, None] * SIZE + torch.arange(SIZE)).flatten()
+            rows = slots[:, looked_at]
+            view = View(*rows[None].split(D, -1))
+            if rule.uses_queries:
+                window, end = rule.rows_at(0, 0), move.end * SIZE
+                rule.observe(view, q[None, end - window : end].transpose(1, 2), None, {"scale": D**-0.5})
+            kept = rule.select(view)[0, :, : rule_plan.kept * SIZE]
+            slots[:, looked_at[: kept.shape[1]]] = rows.gather(1, kept[..., None].expand(-1, -1, 2 * D).long())
+    return slots
+
+
+STEPS = [([0, 0], [100, 70]), ([100, 70], [160, 71]), ([160, 71], [161, 150]), ([161, 150], [300, 290])]
+
+
+@pytest.mark.parametrize("policy", [x for x in POLICIES if not x.by_slot], ids=lambda x: x.name)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_stays_in_each_layout(layout, policy):
+    """And nothing else of the cache is written. Of two requests that are evicted at once, at different lengths."""
+    rule_plan, cache = plan(policy, SIZE), layer(layout)
+    table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0)).view(2, -1)
+    run(rule_plan, cache, Rows(cache), STEPS)
+    for row in range(2):
+        ends = [after[row] for _, after in STEPS]
+        expected, filled = dense(rule_plan, row, ends, cache.dtype), ends[-1] // SIZE
+        gone = {block for gap in rule_plan.gaps(filled) for block in gap}
+        assert gone
+        for block in range(filled + 1):
+            used = min(SIZE, ends[-1] - block * SIZE)
+            if block not in gone:
+                found = cache[table[row, block], :, :used]
+                assert torch.equal(found, expected[:, block * SIZE : block * SIZE + used]), block
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_and_keys(layout):
+    cache, table = layer(layout), torch.tensor([[3, 0, 7], [5, 39, -1]], dtype=torch.int32)
+    rows = Rows(cache)
+    with rows.rows(table) as (k, v):
+        assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+        assert torch.equal(torch.cat((k, v), -1), cache)
+    keys = rows.keys(table)
+    for row, column in (table >= 0).nonzero().tolist():
+        assert torch.equal(keys[row, :, column * SIZE : (column + 1) * SIZE], cache[table[row, column], ..., :D])
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, kvops.KeyDiff(4 * SIZE, head_mode="shared")], ids=repr)
+def test_nothing_is_read_back_from_the_device(policy):
+    """Meta tensors have no values, so whatever asks for one raises."""
+    rule_plan = plan(policy, SIZE)
+    cache = torch.empty(BLOCKS, HEADS, SIZE, 2 * D, dtype=torch.bfloat16, device="meta")
+    table = torch.empty(2, BLOCKS // 2, dtype=torch.int32, device="meta")
+    memory, evictions = Memory(cache, rule_plan.rule), 0
+    seen = observer(rule_plan, 2, cache.device)
+    for before, after in STEPS:
+        now = batch(table, before, after)
+        held = Held.of(rule_plan, now) or Held(now.table, now.after)
+        assert held.table.device == cache.device and held.lengths.device.type == "cpu"
+        step = Step.of(rule_plan, seen, held, now)
+        if step is not None:
+            evictions += step.eviction is not None
+            tokens = int((now.after - now.before).sum())
+            query = torch.empty(tokens, HEADS * GROUP, D, dtype=cache.dtype, device="meta")
+            step.run(memory, query, Rows(cache), 1, {"scale": 1.0})
+    assert evictions > 1
+
+
+def test_meta_tensors_notice_a_read():
+    cache = torch.empty(BLOCKS, HEADS, SIZE, 2 * D, device="meta")
+    with pytest.raises((RuntimeError, NotImplementedError)), Tiles(cache, "vec").rows(torch.empty(1, 2, device="meta")):
+        pass
