@@ -43,6 +43,8 @@ class Batch:
 
 def on(device: torch.device, values: Tensor) -> Tensor:
     """Values of the host on the device, without waiting for it."""
+    if device.type == "cuda":
+        values = values.pin_memory()  # of memory that is not pinned, a copy may wait for the stream
     return values.to(device, non_blocking=True)
 
 
