@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kvops.cache import by_slot
+from kvops.cache.queries import AllQueries, Batch, LastQueries, Remembered, observer
 from kvops.methods.base import View
 from kvops.vllm.cpu_pages import as_rows
 from kvops.vllm.layouts import Tiles
 from kvops.vllm.plan import plan
-from kvops.vllm.queries import AllQueries, Batch, LastQueries, Memory, observer
+from kvops.vllm.rings import DeviceRings
 
 HEADS, GROUP, D, SIZE = 2, 2, 32, 32
 CPU, NONE = torch.device("cpu"), torch.empty(0)
-LAYOUT = Tiles(NONE, "vec")  # which the last queries do not look at
+KEYS = Tiles(NONE, "vec").keys  # which the last queries do not look at
 
 
 @dataclass
@@ -44,7 +45,7 @@ def batch(rows: list[tuple[int, ...]]) -> Batch:
 @kit.examples(100)
 def test_a_move_sees_the_last_queries_before_its_end(window, most, draw):
     """Requests come, end and are preempted; their first blocks go to others; steps are of any size."""
-    last, memory = LastQueries(window, most, CPU), Memory(torch.empty(9, 1, SIZE, 2 * D), kvops.SnapKV(64))
+    last, memory = LastQueries(window, DeviceRings(most, CPU)), Remembered((9, 1, SIZE), {}, CPU)
     living, blocks, names = list[Request](), list(range(most + 1)), iter(range(10**6))
     for _ in range(30):
         for x in [x for x in living if draw.random() < 0.1]:
@@ -66,16 +67,16 @@ def test_a_move_sees_the_last_queries_before_its_end(window, most, draw):
             ends += ((row, end) for end in range(max(window, x.n + 1), x.n + new + 1) if draw.random() < 0.4)
             x.n += new
         look = last.step(batch(rows), ends, NONE, NONE)
-        found = look(memory, torch.stack(queries), LAYOUT, {})
+        found = look(memory, torch.stack(queries), KEYS, {})
         expected = [torch.stack([query(chosen[row].name, p) for p in range(end - window, end)], 1) for row, end in ends]
         assert torch.equal(found, torch.stack(expected)) if ends else found is None
 
 
 def test_as_many_queries_are_remembered_as_requests_live():
-    last, memory = LastQueries(8, 3, CPU), Memory(torch.empty(9, 1, SIZE, 2 * D), kvops.SnapKV(64))
+    last, memory = LastQueries(8, DeviceRings(3, CPU)), Remembered((9, 1, SIZE), {}, CPU)
     for block in range(20):
         look = last.step(batch([(block, 0, 0, 5)]), [], NONE, NONE)
-        look(memory, torch.zeros(5, 4, D), LAYOUT, {})
+        look(memory, torch.zeros(5, 4, D), KEYS, {})
     assert len(memory.last(0, torch.zeros(0, 4, D))) <= 2 * 3 * 7
     with kit.refuses("from its first token on", kind=RuntimeError):
         last.step(batch([(0, 0, 5, 6)]), [], NONE, NONE)  # the least lately seen of the 20
@@ -95,9 +96,9 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
     cache = kit.randn(40, HEADS, SIZE, 2 * D, seed=2).to(dtype)
     table = torch.full((3, 12), 5, dtype=torch.int32)  # vLLM's tables have anything behind
     table[0, :11], table[1, :3], table[2, :2] = pools[:11], pools[11:14], pools[14:16]
-    memory = Memory(cache, rule)
+    memory = Remembered(cache.shape[:3], plan(rule, SIZE).kinds, CPU)
     memory.slots["scores"].fill_(torch.nan)  # of requests before
-    seen = observer(plan(rule, SIZE), 3, CPU)
+    seen = observer(rule, SIZE, DeviceRings(3, CPU))
     assert isinstance(seen, AllQueries)
     n = [0, 0, 0]
     while n != lengths:
@@ -112,7 +113,7 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
                     k_rows[table[i, t // SIZE], :, t % SIZE] = k[i, :, t]
             n[i] += new[i]
         look = seen.step(batch(rows), [], table[chosen], torch.tensor([n[i] for i in chosen]))
-        assert look(memory, torch.cat(queries), Tiles(cache, isa), {"scale": scale}) is None
+        assert look(memory, torch.cat(queries), Tiles(cache, isa).keys, {"scale": scale}) is None
     for i, length in enumerate(lengths):
         view = View(k[i : i + 1, :, :length], v[i : i + 1, :, :length])
         rule.observe(view, q[i : i + 1, :, :length], None, {"scale": scale})
@@ -134,4 +135,4 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
     ids=repr,
 )
 def test_how_many_queries_a_policy_asks_for(policy, window):
-    assert getattr(observer(plan(policy, SIZE), 4, CPU), "window", None) == window
+    assert getattr(observer(plan(policy, SIZE).rule, SIZE, DeviceRings(4, CPU)), "window", None) == window

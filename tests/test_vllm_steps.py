@@ -6,10 +6,11 @@ from torch import Tensor
 
 import kit
 import kvops
+from kvops.cache.queries import Batch, Remembered, observer
 from kvops.methods.base import View
 from kvops.vllm.layouts import Layout, Rows, Tiles
 from kvops.vllm.plan import Plan, plan
-from kvops.vllm.queries import Batch, Memory, observer
+from kvops.vllm.rings import DeviceRings
 from kvops.vllm.steps import Held, Step
 
 HEADS, GROUP, D, SIZE, BLOCKS = 2, 2, 32, 16, 40
@@ -48,15 +49,15 @@ def write(cache: Tensor, plan: Plan, step: Batch, k: Tensor, v: Tensor) -> None:
             cache[place] = torch.cat((k[row, :, t], v[row, :, t]), -1)
 
 
-def run(rule_plan: Plan, cache: Tensor, layout: Layout, steps: list[tuple[list[int], list[int]]]) -> Memory:
+def run(rule_plan: Plan, cache: Tensor, layout: Layout, steps: list[tuple[list[int], list[int]]]) -> Remembered:
     """All steps of two requests. [0] of the pool's shuffled blocks are the first one's."""
     table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0)).int().view(2, -1)
     k, v = (kit.randn(2, HEADS, 300, D, seed=i).to(cache.dtype) for i in (1, 2))
     q = kit.randn(2, 300, HEADS * GROUP, D, seed=3).to(cache.dtype)
-    memory = Memory(cache, rule_plan.rule)
+    memory = Remembered(cache.shape[:3], rule_plan.kinds, cache.device)
     for pool in memory.slots.values():
         pool.fill_(-1)
-    seen = observer(rule_plan, 2, cache.device)
+    seen = observer(rule_plan.rule, SIZE, DeviceRings(2, cache.device))
     for before, after in steps:
         now = batch(table, before, after)
         write(cache, rule_plan, now, k, v)
@@ -109,15 +110,14 @@ def test_what_stays_in_each_layout(layout, policy):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_and_keys(layout):
+def test_rows(layout):
     cache, table = layer(layout), torch.tensor([[3, 0, 7], [5, 39, -1]], dtype=torch.int32)
     rows = Rows(cache)
     with rows.rows(table) as (k, v):
         assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
         assert torch.equal(torch.cat((k, v), -1), cache)
-    keys = rows.keys(table)
-    for row, column in (table >= 0).nonzero().tolist():
-        assert torch.equal(keys[row, :, column * SIZE : (column + 1) * SIZE], cache[table[row, column], ..., :D])
+    view = rows.keys(table)
+    assert torch.equal(view.k, cache[..., :D]) and view.block_table is table
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, kvops.KeyDiff(4 * SIZE, head_mode="shared")], ids=repr)
@@ -126,8 +126,8 @@ def test_nothing_is_read_back_from_the_device(policy):
     rule_plan = plan(policy, SIZE)
     cache = torch.empty(BLOCKS, HEADS, SIZE, 2 * D, dtype=torch.bfloat16, device="meta")
     table = torch.empty(2, BLOCKS // 2, dtype=torch.int32, device="meta")
-    memory, evictions = Memory(cache, rule_plan.rule), 0
-    seen = observer(rule_plan, 2, cache.device)
+    memory, evictions = Remembered(cache.shape[:3], rule_plan.kinds, cache.device), 0
+    seen = observer(rule_plan.rule, SIZE, DeviceRings(2, cache.device))
     for before, after in STEPS:
         now = batch(table, before, after)
         held = Held.of(rule_plan, now) or Held(now.table, now.after)

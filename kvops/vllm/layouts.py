@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..methods.base import View
 from . import cpu_pages
 
 
@@ -25,8 +26,8 @@ class Layout(Protocol):
             table: int32, any shape; -1 names none.
         """
 
-    def keys(self, table: Tensor) -> Tensor:
-        """A copy of the keys, [b, Hk, max_blocks * block_size, d]. table: int32 [b, max_blocks]; of -1 anything."""
+    def keys(self, table: Tensor) -> View:
+        """See `kvops.cache.queries.Keys`."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Rows:
         k, v = self.kv_cache.chunk(2, -1)
         yield k, v
 
-    def keys(self, table: Tensor) -> Tensor:
-        k, _ = self.kv_cache.chunk(2, -1)
-        return k[table.clamp(min=0)].transpose(1, 2).flatten(2, 3)
+    def keys(self, table: Tensor) -> View:
+        k, v = self.kv_cache.chunk(2, -1)
+        return View(k, v, block_table=table)
 
 
 @dataclass(frozen=True)
@@ -58,5 +59,6 @@ class Tiles:
         with cpu_pages.as_rows(self.kv_cache, pages, isa=self.isa) as (k, v):
             yield k, v
 
-    def keys(self, table: Tensor) -> Tensor:
-        return cpu_pages.keys(self.kv_cache, table, isa=self.isa)
+    def keys(self, table: Tensor) -> View:
+        k = cpu_pages.keys(self.kv_cache, table, isa=self.isa)
+        return View(k, k)

@@ -19,12 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache.queries import check_observed
 from ..lag import num_segments
 from ..methods import Policy
 from ..methods.base import BUFFER, BudgetPolicy, DecodePolicy, check_policy
 from ..methods.lagkv import LagKV
 from ..methods.laq import LAQ
-from ..methods.queries import QueryPolicy
 
 
 class Move(NamedTuple):
@@ -55,6 +55,11 @@ class Plan:
     rule: Policy
     kept: int
     block_size: int
+
+    @property
+    def kinds(self) -> dict[str, torch.dtype]:
+        """What is kept for each slot: the positions of tokens in blocks that moves have filled; the policy's own."""
+        return {"positions": torch.int32} | dict.fromkeys(self.rule.by_slot, torch.float32)
 
     def held(self, filled: int) -> int:
         """How many of so many filled blocks are held."""
@@ -163,17 +168,7 @@ def check(policy: Policy) -> None:
             f"{name}: kvops.vllm gives back whole blocks, expected a policy that keeps a budget's highest scores, or "
             f"LagKV, got {policy!r}"
         )
-    if policy.uses_queries and not isinstance(policy, QueryPolicy):
-        raise ValueError(
-            f"{name}: kvops.vllm expects a policy that looks at queries as QueryPolicy does, got {policy!r}"
-        )
-    if policy.by_slot not in ((), ("scores",)) or (policy.by_slot and not policy.uses_queries):
-        raise ValueError(
-            f"{name}: kvops.vllm keeps the sums of what queries observed for each slot, and nothing else, expected "
-            f"by_slot=('scores',), got {policy.by_slot!r}"
-        )
-    if isinstance(policy, QueryPolicy) and not policy.by_slot and not policy.rows_at(0, 0):
-        raise ValueError(f"{name}: kvops.vllm expects a window of at least one query, or by_slot, got {policy!r}")
+    check_observed("kvops.vllm", policy)
     if policy.positions != "original":
         raise ValueError(
             f"{name}: vLLM leaves keys at the positions of their tokens, expected positions='original', got "

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ..cache import by_slot
+from ..cache.queries import Batch, Look, Observer, Remembered, on
 from ..methods.base import View
 from ..methods.queries import QueryPolicy
 from ..ops import compact_kv_
 from .layouts import Layout
 from .plan import Move, Plan
-from .queries import Batch, Look, Memory, Observer, on
 
 
 class Held(NamedTuple):
@@ -81,7 +81,7 @@ class Eviction:
         )
 
     def run(
-        self, layout: Layout, memory: Memory, layer: int, observing: Tensor | None, logits: Mapping[str, Any]
+        self, layout: Layout, memory: Remembered, layer: int, observing: Tensor | None, logits: Mapping[str, Any]
     ) -> None:
         """Evicts a layer.
 
@@ -146,8 +146,8 @@ class Step:
             eviction = Eviction.of(plan, moves, batch.table)
         return cls(plan, look, eviction) if look or eviction else None
 
-    def run(self, memory: Memory, query: Tensor, layout: Layout, layer: int, logits: Mapping[str, Any]) -> None:
+    def run(self, memory: Remembered, query: Tensor, layout: Layout, layer: int, logits: Mapping[str, Any]) -> None:
         """Of a layer. See `Look` and `Eviction.run`."""
-        observing = None if self.look is None else self.look(memory, query, layout, logits)
+        observing = None if self.look is None else self.look(memory, query, layout.keys, logits)
         if self.eviction is not None:
             self.eviction.run(layout, memory, layer, observing, logits)

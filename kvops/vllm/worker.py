@@ -26,12 +26,13 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
+from ..cache.queries import Batch, Remembered, observer, on
 from ..methods.base import Policy
 from ..methods.queries import QueryPolicy
 from . import plugin
 from .layouts import Layout, Rows
 from .plan import Plan
-from .queries import Batch, Memory, observer, on
+from .rings import DeviceRings
 from .scheduler import EvictingSpec, plan_of
 from .steps import Held, Step
 
@@ -51,7 +52,7 @@ class EvictingBuilder(AttentionMetadataBuilder):
             self.plan = plan_of(kv_cache_spec.block_size)
             scheduler = vllm_config.scheduler_config
             requests = max(scheduler.max_num_seqs, scheduler.max_num_active_seqs or 0)
-            self._observer = observer(self.plan, requests, device)
+            self._observer = observer(self.plan.rule, self.plan.block_size, DeviceRings(requests, device))
         elif isinstance(kv_cache_spec, FullAttentionSpec):  # one group for layers with and without a window
             refuse("disable_hybrid_kv_cache_manager", "False where some layers have a window", True)
 
@@ -102,7 +103,7 @@ class EvictingImpl(AttentionImpl):
         _check_config(config)
         _check_attention(self)
         EvictingBackend.limits = config.model_config.max_model_len, config.max_in_flight_tokens
-        self._memory: Memory | None = None
+        self._memory: Remembered | None = None
 
     def layout(self, layer: Any, kv_cache: Tensor) -> Layout:
         """How the backend has the layer's cache."""
@@ -126,7 +127,7 @@ class EvictingImpl(AttentionImpl):
         step: Step | None = getattr(attn_metadata, "step", None)
         if step is not None:
             if self._memory is None or self._memory.num_blocks != len(kv_cache):
-                self._memory = Memory(kv_cache, step.plan.rule)
+                self._memory = Remembered(kv_cache.shape[:3], step.plan.kinds, kv_cache.device)
             number, logits = extract_layer_index(layer.layer_name), self._logits(step.plan.rule)
             step.run(self._memory, query, self.layout(layer, kv_cache), number, logits)
         return out

@@ -1,26 +1,26 @@
-"""What queries observe, for the policies that ask: those of the last tokens (`LastQueries`), or of all (`AllQueries`).
+"""What queries observe, for the policies that ask, in pages: those of the last tokens (`LastQueries`), or of all
+(`AllQueries`).
 
-An observer is made once for a group of layers, and asked once in a step for what all of its layers do then, a `Look`.
-What a layer remembers from one step to the next is its `Memory`. A request is known by its first block, which no other
-has while it lives. One that is preempted is computed from its first token again, and so begins anew. This module does
-not import vLLM.
+An observer is made once for layers that share a block table, and asked once in a step for what all of these layers do
+then, a `Look`. What a layer remembers from one step to the next is its `Remembered`. A request that is computed from its
+first token again begins anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..cache import by_slot
 from ..methods.base import Policy, View
 from ..methods.queries import QueryPolicy
-from .layouts import Layout
-from .plan import Plan
+from . import by_slot
 
+#: Of a block table, int32 [b, max_blocks], a view whose K has its keys, by rows or in pages; those of -1 are anything.
+Keys = Callable[[Tensor], View]
 #: A copy of keys is of about so many pages: of more it takes longer for each, as the allocator maps its memory anew.
 PAGES = 128
 
@@ -48,20 +48,18 @@ def on(device: torch.device, values: Tensor) -> Tensor:
     return values.to(device, non_blocking=True)
 
 
-class Memory:
+class Remembered:
     """What a layer remembers beside its cache.
 
     Attributes:
-        slots: numbers of each slot, as `by_slot` has them: "positions", int32, of the tokens in blocks that moves have
-            filled; and the policy's own, fp32.
+        slots: numbers of each slot, as `by_slot` has them.
     """
 
-    def __init__(self, kv_cache: Tensor, policy: Policy):
-        num_blocks, heads, size, _ = kv_cache.shape
-        self.num_blocks = num_blocks
-        kinds = {"positions": torch.int32} | dict.fromkeys(policy.by_slot, torch.float32)
-        shape = num_blocks + 1, heads, size
-        self.slots = {name: torch.empty(shape, dtype=kind, device=kv_cache.device) for name, kind in kinds.items()}
+    def __init__(self, shape: Sequence[int], kinds: Mapping[str, torch.dtype], device: torch.device):
+        """shape: num_blocks, Hk, block_size. kinds: of the numbers, by name."""
+        self.num_blocks, heads, block_size = shape
+        shape = self.num_blocks + 1, heads, block_size
+        self.slots = {name: torch.empty(shape, dtype=kind, device=device) for name, kind in kinds.items()}
         self._queries: Tensor | None = None
 
     def last(self, places: int, like: Tensor) -> Tensor:
@@ -72,17 +70,22 @@ class Memory:
             self._queries = torch.cat((known, like.new_zeros(room, *like.shape[1:])))
         return self._queries
 
+    def copy_last(self, source: slice, dest: slice) -> None:
+        """Queries of one place to another."""
+        if self._queries is not None:
+            self._queries[dest] = self._queries[source]
+
 
 class Look(Protocol):
     """What the queries of a step are to do in each layer."""
 
-    def __call__(self, memory: Memory, query: Tensor, layout: Layout, logits: Mapping[str, Any]) -> Tensor | None:
+    def __call__(self, memory: Remembered, query: Tensor, keys: Keys, logits: Mapping[str, Any]) -> Tensor | None:
         """Remembers what later steps need; the queries that observe in this one's moves, [moves, Hq, rows, d].
 
         Args:
             memory: of the layer.
             query: [tokens, Hq, d], of all requests.
-            layout: of the layer's cache, with the step's tokens.
+            keys: of the layer's cache, with the step's tokens.
             logits: see `kvops.methods.queries.Logits`.
         """
 
@@ -99,14 +102,40 @@ class Observer(Protocol):
         """
 
 
-def observer(plan: Plan, requests: int, device: torch.device) -> Observer | None:
-    """What a plan's rule needs: None if it does not look at queries. requests: the most that live at a time."""
-    rule = plan.rule
-    if not isinstance(rule, QueryPolicy):
+class Rings(Protocol):
+    """A small number for each request that lives, which it keeps.
+
+    Attributes:
+        most: one past the greatest.
+    """
+
+    most: int
+
+    def of(self, batch: Batch) -> Tensor:
+        """int64 [rows], on the device."""
+
+
+def observer(policy: Policy, block_size: int, rings: Rings) -> Observer | None:
+    """What a policy needs: None if it does not look at queries."""
+    if not isinstance(policy, QueryPolicy):
         return None
-    if rule.by_slot:
-        return AllQueries(rule, plan.block_size)
-    return LastQueries(rule.rows_at(0, 0), requests, device)
+    if policy.by_slot:
+        return AllQueries(policy, block_size)
+    return LastQueries(policy.rows_at(0, 0), rings)
+
+
+def check_observed(who: str, policy: Policy) -> None:
+    """Raises for a policy that no observer serves. who: the engine's side."""
+    name = policy.name
+    if policy.uses_queries and not isinstance(policy, QueryPolicy):
+        raise ValueError(f"{name}: {who} expects a policy that looks at queries as QueryPolicy does, got {policy!r}")
+    if policy.by_slot not in ((), ("scores",)) or (policy.by_slot and not policy.uses_queries):
+        raise ValueError(
+            f"{name}: {who} keeps the sums of what queries observed for each slot, and nothing else, expected "
+            f"by_slot=('scores',), got {policy.by_slot!r}"
+        )
+    if isinstance(policy, QueryPolicy) and not policy.by_slot and not policy.rows_at(0, 0):
+        raise ValueError(f"{name}: {who} expects a window of at least one query, or by_slot, got {policy!r}")
 
 
 class LastQueries:
@@ -116,8 +145,8 @@ class LastQueries:
     token at position p lies at p % (window - 1).
     """
 
-    def __init__(self, window: int, requests: int, device: torch.device):
-        self.window, self.room, self._rings = window, window - 1, Rings(requests, device)
+    def __init__(self, window: int, rings: Rings):
+        self.window, self.room, self._rings = window, window - 1, rings
 
     def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> LookAtLast:
         device, room = batch.table.device, max(1, self.room)
@@ -140,40 +169,6 @@ class LastQueries:
         )
 
 
-class Rings:
-    """A small number for each request that lives, which it keeps. It is found on the device, which is not waited for.
-
-    Attributes:
-        most: one past the greatest.
-    """
-
-    def __init__(self, requests: int, device: torch.device):
-        self.most = 0
-        self._owner = torch.full((requests,), -1, device=device)  # the first block of its request
-        self._seen = torch.zeros(requests, dtype=torch.int64, device=device)  # the last step with it
-        self._step = 0
-
-    def of(self, batch: Batch) -> Tensor:
-        """int64 [rows], on the device."""
-        self._step += 1
-        self.most = min(len(self._owner), self.most + int((batch.before == 0).sum()))
-        blocks = batch.table[:, 0].to(self._owner.dtype)
-        same = blocks[:, None] == self._owner
-        known = same.any(1)
-        torch._assert_async(
-            (known | on(blocks.device, batch.before == 0)).all(),
-            "kvops.vllm: expected to have seen the queries of a request from its first token on, got one whose "
-            "queries were forgotten",
-        )
-        # Where there is one for each that lives, that of a request which ended is free, and seen least lately.
-        seen = torch.where(same.any(0), self._step, self._seen)
-        free = seen.argsort(stable=True)[((~known).cumsum(0) - 1).clamp(min=0)]
-        ring = torch.where(known, same.int().argmax(1), free)
-        self._owner[ring] = blocks
-        self._seen[ring] = self._step
-        return ring
-
-
 @dataclass
 class LookAtLast:
     """A step of `LastQueries`.
@@ -192,7 +187,7 @@ class LookAtLast:
     new_places: Tensor
     most: int
 
-    def __call__(self, memory: Memory, query: Tensor, layout: Layout, logits: Mapping[str, Any]) -> Tensor | None:
+    def __call__(self, memory: Remembered, query: Tensor, keys: Keys, logits: Mapping[str, Any]) -> Tensor | None:
         last, observing = memory.last(self.most, query), None
         if len(self.rows):
             observing = query[self.rows]
@@ -206,7 +201,7 @@ class LookAtLast:
 class AllQueries:
     """All queries observe all that their requests hold at the time, and what they observe is added up slot by slot.
 
-    vLLM's attention leaves no weights behind, so they are computed once more, from a copy of the keys as rows.
+    The engine's attention leaves no weights behind, so they are computed once more.
     """
 
     def __init__(self, rule: QueryPolicy, block_size: int):
@@ -251,10 +246,9 @@ class LookOfAll:
     rule: QueryPolicy
     calls: list[Call]
 
-    def __call__(self, memory: Memory, query: Tensor, layout: Layout, logits: Mapping[str, Any]) -> None:
+    def __call__(self, memory: Remembered, query: Tensor, keys: Keys, logits: Mapping[str, Any]) -> None:
         for rows, table, visible, known in self.calls:
-            k = layout.keys(table)
-            scores = self.rule.summed(query[rows].transpose(1, 2), View(k, k), visible, None, None, logits)
+            scores = self.rule.summed(query[rows].transpose(1, 2), keys(table), visible, None, None, logits)
             assert scores is not None  # as there are rows
             sums = memory.slots["scores"]
             by_slot.write(sums, table, scores.add_(torch.where(known, by_slot.read(sums, table), 0.0)))
