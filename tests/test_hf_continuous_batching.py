@@ -1,9 +1,11 @@
 """kvops.hf.continuous_batching: requests in transformers' engine, each against itself alone in a KVCache."""
 
+import copy
 import random
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,64 @@ BY_HELD = [
 ]
 
 
+class LastQueriesByHeld(ByHeld):
+    """Whose last queries observe, of the steps before too."""
+
+    @property
+    def remembers(self):
+        return self.window
+
+    def is_due(self, view):
+        return view.n > self.cycled(view.seen)
+
+    def rows(self, view):
+        return self.window if view.new >= self.window and self.is_due(view) else 0
+
+    def rows_remembered(self, view):
+        return self.window if view.new < self.window and self.is_due(view) else 0
+
+    def evict(self, view):
+        return replace(self, budget=self.cycled(view.seen)).select(view)
+
+
+class SnapKVByHeld(LastQueriesByHeld, kvops.SnapKV):
+    pass
+
+
+class ChunkKVByHeld(LastQueriesByHeld, kvops.ChunkKV):
+    pass
+
+
+class ProtoKVByHeld(LastQueriesByHeld, kvops.ProtoKV):
+    pass
+
+
+class H2OByHeld(kvops.H2O):
+    def full(self, view, keep):
+        return view.n > self.cycled(view.seen)
+
+    def room(self, view):
+        return self.cycled(view.seen)
+
+
+PROTOKV = dict(window=6, num_chunks=3, num_sats=2, alpha=8, buffer=8)
+
+#: Those that look at queries, each with the buffer that it has in an engine.
+QUERIES = [
+    (kvops.TOVA(24, buffer=1), None),
+    (kvops.TOVA(24, buffer=1, head_mode="per_head", sinks=2), None),
+    (kvops.H2O(24, buffer=1), None),
+    (kvops.H2O(24, buffer=1, group_reduce="sum", recent=0.25), None),
+    (kvops.H2O(24, buffer=8, recent=12), H2OByHeld(24, buffer=8, recent=12)),
+    (kvops.SnapKV(40, 6), SnapKVByHeld(40, 6)),
+    (kvops.SnapKV(64, 40, score="dot", sinks=2), SnapKVByHeld(64, 40, score="dot", sinks=2)),
+    (kvops.ChunkKV(40, 6), ChunkKVByHeld(40, 6)),
+    # Outlier degrees of a model with random weights are too close for the rounding of another order of sums.
+    (kvops.ProtoKV(40, clusters="chunks", **PROTOKV), ProtoKVByHeld(40, clusters="chunks", **PROTOKV)),
+    (kvops.ProtoKV(48, clusters="lsh", **PROTOKV), ProtoKVByHeld(48, clusters="lsh", **PROTOKV)),
+]
+
+
 def greedy(tokens=10):
     return GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
@@ -108,7 +168,8 @@ def assert_whole(allocator) -> None:
     """Every block is free, once."""
     pool = allocator.pool
     pool.try_to_free_sectors()
-    assert not allocator.block_table and not allocator._positions and not allocator._due
+    assert not allocator.block_table and not allocator._positions and not allocator._step
+    assert not allocator._rings._of
     assert sorted(pool.free_sectors) == list(range(2, 2 + pool.num_sectors))
     assert not any(len(x) for x in pool._free_blocks)
 
@@ -116,6 +177,8 @@ def assert_whole(allocator) -> None:
 @torch.no_grad()
 def alone(model, policy, prompt, tokens, chunks):
     """The request's text with a KVCache, in the chunks that the engine has made."""
+    if policy.uses_queries:
+        model = kvops.hf.use_attention(copy.deepcopy(model))
     cache, text, out = KVCache(model.config, policy), list(prompt), None
     for past, count in chunks:
         assert past == cache.get_seq_length()
@@ -174,6 +237,23 @@ def test_buffers(policy, reference, seen):
 
 
 @needs_engine
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize(("policy", "reference"), QUERIES, ids=repr)
+def test_policies_that_look_at_queries(policy, reference, attn, seen):
+    """Chunks of a prompt are shorter than some windows, and requests join others that decode."""
+    batch = assert_as_alone(
+        make_model(attn=attn),
+        policy,
+        prompts(90, 7, 64, 33, 1, 70),
+        seen,
+        reference=reference,
+        tokens=30,
+        continuous_batching_config=engine(max_batch_tokens=25),
+    )
+    assert batch.evictions >= 10 and batch.blocks >= 5
+
+
+@needs_engine
 def test_sliding_layers_are_left_alone(seen):
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     model = make_model(
@@ -190,7 +270,15 @@ def test_sliding_layers_are_left_alone(seen):
 
 
 @needs_engine
-def test_the_budget_bites(seen):
+@pytest.mark.parametrize(
+    ("policy", "reference", "settings"),
+    [
+        (kvops.KeyDiff, kvops.KeyDiff, dict(buffer=1)),
+        (kvops.SnapKV, SnapKVByHeld, dict(window=16)),
+        (kvops.ProtoKV, ProtoKVByHeld, dict(num_chunks=8, num_sats=4, alpha=8, buffer=32)),
+    ],
+)
+def test_the_budget_bites(policy, reference, settings, seen):
     """A model that repeats a pass key does, if it is kept."""
     folder, text = ROOT / "bench/models/passkey-llama", (ROOT / "bench/data/haystack.txt").read_text()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
@@ -204,15 +292,23 @@ def test_the_budget_bites(seen):
     right = {}
     for budget in (512, 64):
         seen.allocators.clear(), seen.chunks.clear()
-        settings = engine(page_size=32, max_batch_tokens=256)
-        policy = kvops.KeyDiff(budget, buffer=1)
-        batch = assert_as_alone(model, policy, requests, seen, tokens=8, continuous_batching_config=settings)
-        assert batch.most_blocks <= (budget + 256) // 32
-        with kvops.hf.continuous_batching(model, policy):
-            outputs = model.generate_batch(requests, generation_config=greedy(8), continuous_batching_config=settings)
+        config, rule = engine(page_size=32, max_batch_tokens=256), policy(budget, **settings)
+        batch = assert_as_alone(
+            model,
+            rule,
+            requests,
+            seen,
+            reference=reference(budget, **settings),
+            tokens=8,
+            continuous_batching_config=config,
+        )
+        assert batch.most_blocks <= -(-(budget + rule.spare(budget) + 256) // 32)
+        with kvops.hf.continuous_batching(model, rule):
+            outputs = model.generate_batch(requests, generation_config=greedy(8), continuous_batching_config=config)
         texts = [tokenizer.decode(x.generated_tokens) for x in outputs.values()]
         right[budget] = [x == key for x, key in zip(texts, keys)]
-    assert all(right[512]) and not all(right[64])
+    assert not all(right[64])
+    assert all(right[512]) or policy is not kvops.KeyDiff  # queries before the question do not look for the key
 
 
 # ---- blocks ----
@@ -252,8 +348,18 @@ def test_without_eviction_the_pool_is_too_small():
 
 
 @needs_engine
-def test_return_sequences(seen):
-    model, policy = make_model(), kvops.Random(24, buffer=1)
+@pytest.mark.parametrize(
+    ("policy", "reference"),
+    [
+        (kvops.Random(24, buffer=1), None),
+        (kvops.H2O(24, buffer=1), None),
+        (kvops.SnapKV(24, 8), SnapKVByHeld(24, 8)),
+        (kvops.TOVA(24, buffer=1), None),
+    ],
+    ids=repr,
+)
+def test_return_sequences(policy, reference, seen):
+    model = make_model()
     likeliest = GenerationConfig(
         max_new_tokens=10, do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=-1, pad_token_id=0
     )
@@ -265,16 +371,25 @@ def test_return_sequences(seen):
         )
     texts = [x.generated_tokens for x in outputs.values()]
     assert len(texts) == 6 and texts[0] == texts[1] == texts[2] and texts[3] == texts[4] == texts[5]
-    assert texts[2] == alone(model, policy, prompts(60, 30)[0], 10, seen.chunks["req_0"])
+    for i, prompt in enumerate(prompts(60, 30)):
+        assert texts[3 * i] == alone(model, reference or policy, prompt, 10, seen.chunks[f"req_{i}"])
     assert_whole(seen.allocators[0])
 
 
 @needs_engine
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_no_block_is_lost(seed, seen):
     """Random requests, cancelled at random, in a pool that is often full, so the engine starts some anew."""
     model, rng = make_model(num_hidden_layers=2), random.Random(seed)
-    policy = rng.choice([kvops.KeyDiff(24, buffer=rng.randint(1, 12)), kvops.Random(20), kvops.LagKV(8, 0.25)])
+    policies = [
+        kvops.KeyDiff(24, buffer=rng.randint(1, 12)),
+        kvops.LagKV(8, 0.25),
+        kvops.Random(20),
+        kvops.SnapKV(32, rng.randint(1, 20)),
+        kvops.H2O(20, buffer=rng.randint(1, 12)),
+        kvops.TOVA(20),
+    ]
+    policy = policies[seed]
     with kvops.hf.continuous_batching(model, policy):
         settings = engine(num_blocks=rng.randint(14, 30), max_batch_tokens=rng.choice([16, 40]))
         with model.continuous_batching_context_manager(greedy(), continuous_batching_config=settings) as manager:
@@ -338,6 +453,27 @@ def test_a_rule_that_keeps_other_than_it_says(seen):
     with kvops.hf.continuous_batching(model, Greedy(24)):
         (output,) = model.generate_batch(prompts(60), greedy(), continuous_batching_config=engine()).values()
     assert "must leave what its `held` says" in output.error and not output.generated_tokens
+
+
+@needs_engine
+def test_an_attention_that_keeps_its_queries_to_itself(monkeypatch, seen):
+    from transformers import AttentionInterface
+
+    from kvops.hf import allocator, handover
+
+    handover.hand_over()
+    wrapped = AttentionInterface()["sdpa"]
+    handover.hand_over()
+    assert AttentionInterface()["sdpa"] is wrapped  # once
+    model = make_model()
+    monkeypatch.setattr(allocator, "hand_over", lambda: None)
+    AttentionInterface.register("sdpa", wrapped.__wrapped__)
+    try:
+        with kvops.hf.continuous_batching(model, kvops.SnapKV(24, 8)):
+            (output,) = model.generate_batch(prompts(60), greedy(), continuous_batching_config=engine()).values()
+    finally:
+        AttentionInterface.register("sdpa", wrapped)
+    assert "an attention that `kvops.hf.handover` has wrapped" in output.error and not output.generated_tokens
 
 
 @needs_engine
@@ -419,12 +555,11 @@ def test_an_engine_that_is_cached(seen):
 @pytest.mark.parametrize(
     ("policy", "why"),
     [
-        (kvops.SnapKV(64), "queries"),
-        (kvops.H2O(64), "queries"),
-        (kvops.TOVA(64), "queries"),
-        (kvops.ProtoKV(64), "queries"),
-        (kvops.PyramidKV(64), "queries"),
-        (kvops.LAQ(64), "queries"),
+        (kvops.PyramidKV(64), "different lengths"),
+        (kvops.LAQ(64), "drafts an answer"),
+        (kvops.H2O(64, buffer=None), "needs a buffer"),
+        (kvops.SnapKV(0.5), "budget in tokens"),
+        (kvops.SnapKV(64, head_mode="adaptive"), "equally many tokens"),
         (kvops.LaCache(64), "no pages"),
         (kvops.L2(64), "no pages"),
         (kvops.KeyDiff(64, metric="dot"), "no pages"),

@@ -13,8 +13,7 @@ import kvops
 from kvops.cache import by_slot
 from kvops.cache.queries import AllQueries, Batch, LastQueries, Remembered, observer
 from kvops.methods.base import View
-from kvops.vllm.cpu_pages import as_rows
-from kvops.vllm.layouts import Tiles
+from kvops.vllm.layouts import Rows, Tiles
 from kvops.vllm.plan import plan
 from kvops.vllm.rings import DeviceRings
 
@@ -84,7 +83,12 @@ def test_as_many_queries_are_remembered_as_requests_live():
 
 @pytest.mark.parametrize(
     "group_reduce, isa, dtype",
-    [("mean", "vec", torch.float32), ("sum", "vec", torch.float16), ("mean", "amx", torch.bfloat16)],
+    [
+        ("mean", "vec", torch.float32),
+        ("sum", "vec", torch.float16),
+        ("mean", "amx", torch.bfloat16),
+        ("mean", None, torch.float32),
+    ],
 )
 def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
     """Three requests in steps of their own sizes, prompts of more than 256 tokens in a step among them."""
@@ -96,6 +100,7 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
     cache = kit.randn(40, HEADS, SIZE, 2 * D, seed=2).to(dtype)
     table = torch.full((3, 12), 5, dtype=torch.int32)  # vLLM's tables have anything behind
     table[0, :11], table[1, :3], table[2, :2] = pools[:11], pools[11:14], pools[14:16]
+    layout = Tiles(cache, isa) if isa else Rows(cache)
     memory = Remembered(cache.shape[:3], plan(rule, SIZE).kinds, CPU)
     memory.slots["scores"].fill_(torch.nan)  # of requests before
     seen = observer(rule, SIZE, DeviceRings(3, CPU))
@@ -108,12 +113,12 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
         for i in chosen:
             rows.append((int(table[i, 0]), sum(map(len, queries)), n[i], n[i] + new[i]))
             queries.append(q[i, :, n[i] : n[i] + new[i]].transpose(0, 1))
-            with as_rows(cache, table[i : i + 1, : -(-lengths[i] // SIZE)], isa=isa) as (k_rows, _):
+            with layout.rows(table[i : i + 1, : -(-lengths[i] // SIZE)]) as (k_rows, _):
                 for t in range(n[i], n[i] + new[i]):
                     k_rows[table[i, t // SIZE], :, t % SIZE] = k[i, :, t]
             n[i] += new[i]
         look = seen.step(batch(rows), [], table[chosen], torch.tensor([n[i] for i in chosen]))
-        assert look(memory, torch.cat(queries), Tiles(cache, isa).keys, {"scale": scale}) is None
+        assert look(memory, torch.cat(queries), layout.keys, {"scale": scale}) is None
     for i, length in enumerate(lengths):
         view = View(k[i : i + 1, :, :length], v[i : i + 1, :, :length])
         rule.observe(view, q[i : i + 1, :, :length], None, {"scale": scale})

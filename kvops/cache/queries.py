@@ -1,9 +1,9 @@
 """What queries observe, for the policies that ask, in pages: those of the last tokens (`LastQueries`), or of all
 (`AllQueries`).
 
-An observer is made once for layers that share a block table, and asked once in a step for what all of these layers do
-then, a `Look`. What a layer remembers from one step to the next is its `Remembered`. A request that is computed from its
-first token again begins anew.
+An observer is made once for layers that share a block table, and asked once in a step for what all of them do then, a
+`Look`. What a layer remembers from one step to the next is `Remembered`. A request that is computed from its first
+token again begins anew.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ class Remembered:
         return self._queries
 
     def copy_last(self, source: slice, dest: slice) -> None:
-        """Queries of one place to another."""
+        """Queries of some places to others."""
         if self._queries is not None:
-            self._queries[dest] = self._queries[source]
+            last = self.last(dest.stop, self._queries)
+            last[dest] = last[source]
 
 
 class Look(Protocol):
@@ -167,6 +168,11 @@ class LastQueries:
             new_places=ring[on(device, row)] * room + on(device, position % room),
             most=self.room * self._rings.most,
         )
+
+    def copy(self, layers: Sequence[Remembered], source: int, dest: int) -> None:
+        """What is remembered of one request is that of another too. source, dest: their rings."""
+        for layer in layers:
+            layer.copy_last(*(slice(ring * self.room, (ring + 1) * self.room) for ring in (source, dest)))
 
 
 @dataclass

@@ -11,9 +11,10 @@ tokens goes from held(n) to held(n) + q slots, and ends with held(n + q):
 
 1. `allocate_cache_to_request`: blocks for held(n) + q slots. Several steps may bring the prompt (chunked prefill).
 2. `get_write_indices`: the request is in the step; it is due if it will hold more than held(n + q).
-3. `update`, for each layer: the engine's own, which hands copies of K and V to the attention. With the last layer all
-   requests that are due are evicted, in all layers: what stays moves to the front of their blocks, and the blocks
-   behind go back to the pool, before the engine schedules the next step.
+3. `update`, for each layer: the engine's own, which hands copies of K and V to the attention. For policies that look at
+   queries, `handover` has brought those of the layer. With the last layer all requests that are due are evicted, in all
+   layers: what stays moves to the front of their blocks, and the blocks behind go back to the pool, before the engine
+   schedules the next step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -31,8 +32,12 @@ from transformers.generation.continuous_batching import cache as engine
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
+from ..cache import by_slot
+from ..cache.queries import Batch, LastQueries, Look, Remembered, observer
 from ..methods.base import DecodePolicy, Policy, View
+from ..methods.queries import QueryPolicy
 from ..ops import compact_kv_
+from .handover import Handed, hand_over
 
 FULL_ATTENTION = "full_attention"
 #: One engine is made at a time: what the registry holds meanwhile is for that one.
@@ -101,14 +106,54 @@ class Batching:
         )
 
 
-class Due(NamedTuple):
-    """A request to evict when its step ends."""
+class Row(NamedTuple):
+    """A request of a step. It is evicted when the step ends if it holds more than it is to keep."""
 
     request: str
+    start: int  # of its tokens among the step's
     before: int  # tokens computed before the step,
     n: int  # and with it
     held: int  # slots with the step's tokens
     keep: int
+
+
+class Rings:
+    """See `kvops.cache.queries.Rings`.
+
+    Attributes:
+        step: the requests of the step.
+    """
+
+    def __init__(self, step: list[Row], device: torch.device):
+        self.most, self._step, self._device = 0, step, device
+        self._of: dict[str, int] = {}
+        self._free: list[int] = []
+
+    def of(self, batch: Batch) -> Tensor:
+        for x in self._step:
+            if x.request not in self._of:
+                if x.before:
+                    raise RuntimeError(
+                        f"continuous_batching: expected to have seen the queries of {x.request} from its first token "
+                        f"on, got none of its first {x.before}"
+                    )
+                self.join(x.request)
+        return torch.tensor([self._of[x.request] for x in self._step]).to(self._device)
+
+    def join(self, request: str) -> int:
+        """The number of a new request."""
+        if not self._free:
+            self._free.append(self.most)
+            self.most += 1
+        self._of[request] = ring = self._free.pop()
+        return ring
+
+    def leave(self, request: str) -> None:
+        if request in self._of:
+            self._free.append(self._of.pop(request))
+
+    def get(self, request: str) -> int | None:
+        return self._of.get(request)
 
 
 class EvictingAllocator(FullAttentionCacheAllocator):
@@ -132,7 +177,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.policy = self.batching.policy
-        self._due: list[Due] = []
+        self._step: list[Row] = []
         #: Of requests that were evicted: int32 [layers, Hk, held then], the positions of their first slots; the others
         #: follow on.
         self._positions: dict[str, Tensor] = {}
@@ -148,6 +193,16 @@ class EvictingAllocator(FullAttentionCacheAllocator):
             for pages, tokens in zip((self._k[i], self._v[i]), self._kv_token_views[layer]):
                 if pages[last, :, 0].data_ptr() != tokens[slot].data_ptr():
                     raise _changed("blocks of [layers, K and V, page, heads, head_dim]", "another order")
+        self._rings = Rings(self._step, self.cache_tensor.device)
+        self._observer = observer(self.policy, self.tokens_per_page, self._rings)
+        kinds = dict.fromkeys(self.policy.by_slot, torch.float32)
+        shape = len(self._k[0]), self.num_key_value_heads, self.tokens_per_page
+        self._remembered = [Remembered(shape, kinds, self.cache_tensor.device) for _ in self.layer_indices]
+        self._handed: Handed | None = None
+        self._look: Look | None = None
+        self._observing: list[tuple[Tensor | None, dict[str, Any]]] = []  # of each layer
+        if self._observer is not None:
+            hand_over()
 
     def _blocks(self) -> Tensor:
         """[all blocks, layers, 2, page, Hk, d] of the engine's memory."""
@@ -157,14 +212,14 @@ class EvictingAllocator(FullAttentionCacheAllocator):
     def most_held(self, limit: int) -> int:
         """No request holds more slots than this, nor than `limit`."""
         policy = self.policy
-        if not isinstance(policy, DecodePolicy):
+        if not isinstance(policy, (DecodePolicy, QueryPolicy)):
             return limit
         assert isinstance(policy.budget, int)  # as `continuous_batching` asks for
         return min(limit, policy.budget + policy.spare(policy.budget))
 
     def held(self, n: int) -> int:
         """Slots of a request that n tokens were computed of. No policy that is served asks for the prompt's length."""
-        return self.policy.held(n, n)
+        return held(self.policy, n)
 
     # ---- what the engine asks: `past_length` tokens are held(past_length) slots ----
 
@@ -172,11 +227,11 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         return super().needs_new_blocks(request_id, self.held(past_length), query_length)
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
-        if self._due:
+        if self._step:
             # A graph that is replayed calls no `update`; its requests would go on with slots that nothing has moved.
             raise RuntimeError(
                 "continuous_batching: a step ended without the eviction of its requests, expected that `update` is "
-                f"called for all layers, got none for the last one; due were {[x.request for x in self._due]}"
+                f"called for all layers, got none for the last one; in the step were {[x.request for x in self._step]}"
             )
         super().allocate_cache_to_request(request_id, self.held(past_length), query_length)
         self.batching.most_blocks = max(self.batching.most_blocks, len(self.block_table[request_id]))
@@ -194,15 +249,16 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         return super().get_read_indices(request_id, self.held(past_length), query_length)
 
     def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        start = self._step[-1].start + self._step[-1].n - self._step[-1].before if self._step else 0
         n = past_length + query_length
-        held, keep = self.held(past_length) + query_length, self.held(n)
-        if keep < held:
-            self._due.append(Due(request_id, past_length, n, held, keep))
+        held = self.held(past_length) + query_length
+        self._step.append(Row(request_id, start, past_length, n, held, self.held(n)))
         return super().get_write_indices(request_id, self.held(past_length), query_length)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        self._due = [x for x in self._due if x.request != request_id]
+        self._step[:] = [x for x in self._step if x.request != request_id]
         self._positions.pop(request_id, None)
+        self._rings.leave(request_id)
         super().free_blocks(request_id, no_cache)
 
     def fork_blocks(
@@ -210,47 +266,96 @@ class EvictingAllocator(FullAttentionCacheAllocator):
     ) -> tuple[list[int], list[int]]:
         if source_request_id in self._positions:
             self._positions[dest_request_id] = self._positions[source_request_id]
-        return super().fork_blocks(source_request_id, dest_request_id, past_length)
+        source, dest = super().fork_blocks(source_request_id, dest_request_id, past_length)
+        ring = self._rings.get(source_request_id)
+        for layer in self._remembered:
+            for pool in layer.slots.values():
+                pool[dest] = pool[source]
+        if ring is not None:
+            assert isinstance(self._observer, LastQueries)  # as others have no rings
+            self._observer.copy(self._remembered, ring, self._rings.join(dest_request_id))
+        return source, dest
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, read_index: Tensor, write_index: Tensor
     ) -> tuple[Tensor, Tensor]:
-        step = super().update(key_states, value_states, layer_idx, read_index, write_index)
-        if self._due and layer_idx == self.layer_indices[-1]:
-            self._evict()
-        return step
+        copies = super().update(key_states, value_states, layer_idx, read_index, write_index)
+        if self._step:
+            if self._observer is not None:
+                self._observe(self.layer_indices.index(layer_idx))
+            if layer_idx == self.layer_indices[-1]:
+                self._evict()
+                self._step.clear()
+        return copies
+
+    def take(self, handed: Handed) -> None:
+        """What the layer that is updated next attends with."""
+        self._handed = handed
 
     # ---- eviction ----
 
+    @property
+    def _due(self) -> list[Row]:
+        return [x for x in self._step if x.keep < x.held]
+
+    def _observe(self, layer: int) -> None:
+        """Remembers what a layer's queries observe, and those that observe in this step's evictions."""
+        handed, self._handed = self._handed, None
+        if handed is None:
+            raise _changed("an attention that `kvops.hf.handover` has wrapped", "none for a layer's queries")
+        if layer == 0:
+            self._look, self._observing = self._looking(), []
+        assert self._look is not None and len(self._observing) == layer  # as layers follow their order
+
+        def keys(table: Tensor) -> View:
+            return View(self._k[layer], self._v[layer], block_table=table)
+
+        observing = self._look(self._remembered[layer], handed.query, keys, handed.logits)
+        self._observing.append((observing, handed.logits))
+
+    def _looking(self) -> Look:
+        assert self._observer is not None
+        rows = self._step
+        with torch.device("cpu"):
+            starts, before, after, lengths = torch.tensor([(x.start, x.before, x.n, x.held) for x in rows]).unbind(1)
+        table = self._table(rows)
+        ends = [(row, x.n) for row, x in enumerate(rows) if x.keep < x.held]
+        return self._observer.step(Batch(table, starts, before, after), ends, table, lengths)
+
     def _evict(self) -> None:
         """Evicts what is due: selects by rule and layer, for all its requests; then moves by rule, all layers."""
-        by_rule: dict[Policy, list[Due]] = {}
-        for x in self._due:
-            by_rule.setdefault(self.policy.resumed(x.before, x.n, x.n), []).append(x)
-        moves = [(due, *self._select(rule, due)) for rule, due in by_rule.items()]
-        for due, table, positions, kept in moves:
+        by_rule: dict[Policy, list[int]] = {}
+        for i, x in enumerate(due := self._due):
+            by_rule.setdefault(rule_of(self.policy, x), []).append(i)
+        moves = [([due[i] for i in own], *self._select(rule, due, own)) for rule, own in by_rule.items()]
+        for rows, table, positions, kept in moves:
             compact_kv_(self._k, self._v, list(kept.unbind()), block_table=table)
             positions = positions.gather(-1, kept.clamp(min=0))
-            for row, x in enumerate(due):
-                self._positions[x.request] = positions[:, row, :, : x.keep].clone()
+            for layer, indices in zip(self._remembered, kept):
+                for pool in layer.slots.values():
+                    by_slot.write(pool, table, by_slot.read(pool, table).gather(2, indices.clamp(min=0)))
+            for i, x in enumerate(rows):
+                self._positions[x.request] = positions[:, i, :, : x.keep].clone()
                 self._give_back(x)
-        self._due = []
 
-    def _select(self, rule: Policy, due: list[Due]) -> tuple[Tensor, Tensor, Tensor]:
-        """The block table of the requests, int32 [b, blocks], and of all layers the positions of their slots, int32
-        [layers, b, Hk, slots], and the slots that stay, int64 [layers, b, Hk, m], -1 last."""
-        device, layers = self.cache_tensor.device, self.pages_per_block
-        tables = [self.block_table[x.request][: self._blocks_of(x.held)] for x in due]
-        width = max(map(len, tables))
-        with torch.device("cpu"):  # known here, so nothing waits for a GPU
-            table = torch.tensor([x + [-1] * (width - len(x)) for x in tables], dtype=torch.int32)
-            lengths, keep = (torch.tensor(x, dtype=torch.int32) for x in ([x.held for x in due], [x.keep for x in due]))
-        table, lengths, keep = (x.to(device) for x in (table, lengths, keep))
-        positions = torch.stack([self._positions_of(x, width * self.tokens_per_page) for x in due], 1)
+    def _select(self, rule: Policy, due: list[Row], own: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """The block table of some of the requests that are due, int32 [b, blocks], and of all layers the positions of
+        their slots, int32 [layers, b, Hk, slots], and the slots that stay, int64 [layers, b, Hk, m], -1 last."""
+        device, layers, rows = self.cache_tensor.device, self.pages_per_block, [due[i] for i in own]
+        table = self._table(rows)
+        with torch.device("cpu"):
+            lengths, keep = torch.tensor([(x.held, x.keep) for x in rows], dtype=torch.int32).T.contiguous().to(device)
+        positions = torch.stack([self._positions_of(x, table.shape[1] * self.tokens_per_page) for x in rows], 1)
         kept = []
         for i in range(layers):
             view = View(self._k[i], self._v[i], lengths=lengths, layer=i, num_layers=layers, block_table=table)
             view.kept = positions[i].long()
+            if isinstance(rule, QueryPolicy):
+                observing, logits = self._observing[i]
+                if observing is None:
+                    view.observed = by_slot.read(self._remembered[i].slots["scores"], table)
+                else:
+                    rule.observe(view, observing[own], None, logits)
             kept.append(rule.select(view))
             got = (kept[i] >= 0).sum(-1)
             if not torch.equal(got, keep[:, None].expand_as(got)):  # the next step would read slots that hold nothing
@@ -260,7 +365,15 @@ class EvictingAllocator(FullAttentionCacheAllocator):
                 )
         return table, positions, torch.stack(kept)
 
-    def _positions_of(self, x: Due, width: int) -> Tensor:
+    def _table(self, rows: list[Row]) -> Tensor:
+        """int32 [rows, blocks]: the blocks in use, -1 behind."""
+        tables = [self.block_table[x.request][: self._blocks_of(x.held)] for x in rows]
+        width = max(map(len, tables))
+        with torch.device("cpu"):  # known here, so nothing waits for a GPU
+            table = torch.tensor([x + [-1] * (width - len(x)) for x in tables], dtype=torch.int32)
+        return table.to(self.cache_tensor.device)
+
+    def _positions_of(self, x: Row, width: int) -> Tensor:
         """int32 [layers, Hk, width]: the positions of a request's slots, and anything behind."""
         heads, device = (self.pages_per_block, self.num_key_value_heads), self.cache_tensor.device
         known = self._positions.get(x.request, torch.empty(*heads, 0, dtype=torch.int32, device=device))
@@ -268,7 +381,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         new = torch.arange(first, first + width - known.shape[2], dtype=torch.int32, device=device)
         return torch.cat((known, new.expand(*heads, -1)), 2)
 
-    def _give_back(self, x: Due) -> None:
+    def _give_back(self, x: Row) -> None:
         """The blocks behind what a request keeps are the pool's again."""
         table = self.block_table[x.request]
         behind = table[self._blocks_of(x.keep) :]
@@ -280,6 +393,20 @@ class EvictingAllocator(FullAttentionCacheAllocator):
 
     def _blocks_of(self, slots: int) -> int:
         return -(-slots // self.tokens_per_page)
+
+
+def held(policy: Policy, n: int) -> int:
+    """Slots of a request that n tokens were computed of, whatever its prompt."""
+    if isinstance(policy, QueryPolicy):  # of which some hold a whole prompt elsewhere, and all of decode
+        return policy.cycled(n)
+    return policy.held(n, n)
+
+
+def rule_of(policy: Policy, x: Row) -> Policy:
+    """The policy whose `select` leaves what a request is to keep."""
+    if isinstance(policy, QueryPolicy):
+        return replace(policy, budget=x.keep)
+    return policy.resumed(x.before, x.n, x.n)
 
 
 def evicting_engine(make: Callable[[], Any], text: PreTrainedConfig, batching: Batching) -> Any:

@@ -18,7 +18,10 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from ..methods.base import BudgetPolicy, Policy, check_policy
+from ..cache.queries import check_observed
+from ..methods.base import BudgetPolicy, DecodePolicy, Policy, check_policy
+from ..methods.laq import LAQ
+from ..methods.queries import QueryPolicy
 from ..methods.table import policy as policy_of
 from .attention import unwrap
 from .cache import check
@@ -148,8 +151,8 @@ def _check_model(model: PreTrainedModel, policy: Policy) -> None:
 def _check_served(model: PreTrainedModel, policy: Policy) -> None:
     """Raises for a policy that the engine cannot serve."""
     layers = model.config.get_text_config().num_hidden_layers
-    if policy.uses_queries:
-        why = "looks at queries, which the engine hands to no allocator"
+    if isinstance(policy, LAQ):
+        why = "drafts an answer before it evicts, which the engine does not"
     elif not policy.paged:
         why = "takes no pages, which the engine keeps keys and values in"
     elif policy.positions == "slots":
@@ -158,6 +161,13 @@ def _check_served(model: PreTrainedModel, policy: Policy) -> None:
         why = "leaves the layers with different lengths, but the engine has one block table for all of them"
     elif isinstance(policy, BudgetPolicy) and not isinstance(policy.budget, int):
         why = "needs a budget in tokens, an int, as blocks are counted without a look at the prompt"
+    elif isinstance(policy, QueryPolicy) and isinstance(policy, DecodePolicy) and policy.buffer is None:
+        why = "needs a buffer in tokens or as a share of the budget, as prompts and decode are evicted alike"
+    elif isinstance(policy, QueryPolicy):
+        check_observed("continuous_batching", policy)
+        for layer in range(layers):
+            policy.check_cache(layer, layers)
+        return
     elif len({policy.held(MANY, prompt) for prompt in (1, MANY, 2 * MANY)}) > 1:
         why = "holds what depends on the prompt's length, which the engine tells no allocator; use a buffer"
     else:

@@ -435,6 +435,16 @@ class BudgetPolicy(Policy):
     def resumed(self, before: int, n: int, prompt: int) -> Policy:
         return replace(self, budget=self.held(n, prompt))
 
+    def spare(self, keep: int) -> int:
+        """How many tokens more are held, where prompts and decode are evicted alike, before so many stay."""
+        return max(1, int(BUFFER * keep))
+
+    def cycled(self, n: int) -> int:
+        """What a buffer that empties whenever it is full leaves of n tokens."""
+        assert isinstance(self.budget, int)
+        more = n - self.budget
+        return n if more < (spare := self.spare(self.budget)) else self.budget + more % spare
+
     def scores(self, view: View) -> Tensor:
         """The formula: fp32 [b, Hk, n], or [b, 1, n] for all heads alike. The highest stay; NaN goes first."""
         raise NotImplementedError
@@ -550,12 +560,6 @@ class DecodePolicy(BudgetPolicy):
         """Up to the budget and its buffer all; then the budget, and what has come since the buffer was last full."""
         count = super().held(n, prompt) if self.whole_prompt or self.buffer is None else n
         return count if self.buffer is None or (self.whole_prompt and n <= prompt) else self.cycled(count)
-
-    def cycled(self, n: int) -> int:
-        """What a buffer that empties whenever it is full leaves of n tokens."""
-        assert isinstance(self.budget, int)
-        more = n - self.budget
-        return n if more < (spare := self.spare(self.budget)) else self.budget + more % spare
 
     @classmethod
     def at_budget(

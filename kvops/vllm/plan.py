@@ -22,7 +22,7 @@ from torch import Tensor
 from ..cache.queries import check_observed
 from ..lag import num_segments
 from ..methods import Policy
-from ..methods.base import BUFFER, BudgetPolicy, DecodePolicy, check_policy
+from ..methods.base import BudgetPolicy, DecodePolicy, check_policy
 from ..methods.lagkv import LagKV
 from ..methods.laq import LAQ
 
@@ -214,8 +214,7 @@ def plan(policy: Policy, block_size: int) -> Plan:
         return LagPlan(policy, replace(policy, sinks=0), kept, block_size, sinks, lag)
     assert isinstance(policy, BudgetPolicy) and isinstance(policy.budget, int)  # as `check` asks for
     budget = whole("budget", policy.budget)
-    spare = policy.spare(policy.budget) if isinstance(policy, DecodePolicy) else int(BUFFER * policy.budget)
-    buffer = max(1, -(-spare // block_size))
+    buffer = -(-policy.spare(policy.budget) // block_size)
     if isinstance(policy, DecodePolicy):
         policy = replace(policy, buffer=buffer * block_size)
     return BudgetPlan(policy, policy, budget, block_size, buffer)

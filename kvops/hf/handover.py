@@ -1,0 +1,55 @@
+"""Queries for the allocators of transformers' continuous batching, which are handed keys and values alone.
+
+The engine's attention functions get the queries, and call `cache.update` with their layer's keys and values. They are
+wrapped here, once in a process: before such a call, an allocator that asks for queries is given those of the layer.
+Layers of other caches and allocators are served as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+ATTENTIONS = ("sdpa", "paged|eager", "paged|sdpa")  # the last one up to 5.22
+_lock = threading.Lock()
+
+
+class Handed(NamedTuple):
+    """What a layer attends with."""
+
+    query: Tensor  # [tokens, Hq, d], of all requests of the step
+    logits: dict[str, Any]  # see `kvops.methods.queries.Logits`
+
+
+def hand_over() -> None:
+    """From now on the engine's attentions hand their queries to allocators that have `take`."""
+    with _lock:
+        known = AttentionInterface()
+        for name in ATTENTIONS:
+            attention = known.get(name)
+            if attention is not None and not hasattr(attention, "hands_over"):
+                AttentionInterface.register(name, _wrapped(attention))
+
+
+def _wrapped(attention: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(attention)
+    def with_queries(module: torch.nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("cache")
+        if cache is not None:
+            take = getattr(cache.layer_to_allocator.get(module.layer_idx), "take", None)
+            if take is not None:
+                # The engine's attentions have no softcap, and the sinks of the module itself.
+                logits: dict[str, Any] = {"scale": kwargs.get("scaling")}
+                if (sinks := getattr(module, "sinks", None)) is not None:
+                    logits["sink_logits"] = sinks.detach().float()
+                take(Handed(query[0].transpose(0, 1), logits))
+        return attention(module, query, *args, **kwargs)
+
+    vars(with_queries)["hands_over"] = True
+    return with_queries
