@@ -36,6 +36,8 @@ ALIKE = [
     kvops.LagKV(lag=8, ratio=0.0, sinks=0, head_mode="shared"),
     kvops.StreamingLLM(20, buffer=1, **STREAMING),
     kvops.Random(24, buffer=1, seed=3),
+    kvops.L2(24, buffer=1, skip_layers=()),
+    kvops.KeyDiff(24, buffer=1, metric="dot"),
     kvops.Full(),
 ]
 
@@ -557,12 +559,11 @@ def test_an_engine_that_is_cached(seen):
     [
         (kvops.PyramidKV(64), "different lengths"),
         (kvops.LAQ(64), "drafts an answer"),
-        (kvops.H2O(64, buffer=None), "needs a buffer"),
+        (kvops.H2O(64, buffer=None), "use a buffer"),
         (kvops.SnapKV(0.5), "budget in tokens"),
         (kvops.SnapKV(64, head_mode="adaptive"), "equally many tokens"),
         (kvops.LaCache(64), "no pages"),
-        (kvops.L2(64), "no pages"),
-        (kvops.KeyDiff(64, metric="dot"), "no pages"),
+        (kvops.L2(64), "different lengths"),
         (kvops.LagKV(8, 0.5, score="l2"), "no pages"),
         (kvops.StreamingLLM(64), "positions='original'"),
         (kvops.KeyDiff(0.5), "budget in tokens"),

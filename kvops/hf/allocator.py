@@ -348,7 +348,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         positions = torch.stack([self._positions_of(x, table.shape[1] * self.tokens_per_page) for x in rows], 1)
         kept = []
         for i in range(layers):
-            view = View(self._k[i], self._v[i], lengths=lengths, layer=i, num_layers=layers, block_table=table)
+            view = self._view(rule, i, table, lengths)
             view.kept = positions[i].long()
             if isinstance(rule, QueryPolicy):
                 observing, logits = self._observing[i]
@@ -364,6 +364,15 @@ class EvictingAllocator(FullAttentionCacheAllocator):
                     f"{lengths.tolist()} slots, got {got.tolist()} of each request and head"
                 )
         return table, positions, torch.stack(kept)
+
+    def _view(self, rule: Policy, layer: int, table: Tensor, lengths: Tensor) -> View:
+        """What a rule looks at: pages, or for those that take none a copy of their rows."""
+        k, v = self._k[layer], self._v[layer]
+        where: dict[str, Any] = dict(lengths=lengths, layer=layer, num_layers=self.pages_per_block)
+        if rule.paged:
+            return View(k, v, block_table=table, **where)
+        k, v = (x[table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for x in (k, v))
+        return View(k, v, **where)
 
     def _table(self, rows: list[Row]) -> Tensor:
         """int32 [rows, blocks]: the blocks in use, -1 behind."""

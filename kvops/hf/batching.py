@@ -60,9 +60,10 @@ def continuous_batching(model: torch.nn.Module, policy: Policy | str) -> Iterato
     Args:
         model: a causal language model of transformers with the attention "sdpa" or "eager", which PEFT or
             `torch.compile` may have wrapped.
-        policy: one that looks at keys and values alone, and says by the number of tokens what a request holds, such as
-            kvops.KeyDiff(1024), kvops.LagKV(lag=128, ratio=0.25), kvops.StreamingLLM(1024, positions="original"),
-            kvops.Random(1024); or how `kvops.policy` makes it: "keydiff:budget=1024".
+        policy: one that holds by the number of a request's tokens alone, such as kvops.KeyDiff(1024),
+            kvops.LagKV(lag=128, ratio=0.25), kvops.StreamingLLM(1024, positions="original"); or one that looks at
+            queries, such as kvops.SnapKV(1024), kvops.H2O(1024), which evicts prompts and decode alike, by its buffer
+            or 1/16 of the budget; or how `kvops.policy` makes it: "keydiff:budget=1024".
 
     Yields:
         A `Batching`, which counts what was evicted.
@@ -150,10 +151,10 @@ def _check_model(model: PreTrainedModel, policy: Policy) -> None:
 
 def _check_served(model: PreTrainedModel, policy: Policy) -> None:
     """Raises for a policy that the engine cannot serve."""
-    layers = model.config.get_text_config().num_hidden_layers
+    layers, queries = model.config.get_text_config().num_hidden_layers, isinstance(policy, QueryPolicy)
     if isinstance(policy, LAQ):
         why = "drafts an answer before it evicts, which the engine does not"
-    elif not policy.paged:
+    elif not policy.paged and not isinstance(policy, BudgetPolicy):
         why = "takes no pages, which the engine keeps keys and values in"
     elif policy.positions == "slots":
         why = "rotates keys at their slots, before the attention; use positions='original'"
@@ -161,16 +162,12 @@ def _check_served(model: PreTrainedModel, policy: Policy) -> None:
         why = "leaves the layers with different lengths, but the engine has one block table for all of them"
     elif isinstance(policy, BudgetPolicy) and not isinstance(policy.budget, int):
         why = "needs a budget in tokens, an int, as blocks are counted without a look at the prompt"
-    elif isinstance(policy, QueryPolicy) and isinstance(policy, DecodePolicy) and policy.buffer is None:
-        why = "needs a buffer in tokens or as a share of the budget, as prompts and decode are evicted alike"
-    elif isinstance(policy, QueryPolicy):
-        check_observed("continuous_batching", policy)
-        for layer in range(layers):
-            policy.check_cache(layer, layers)
-        return
-    elif len({policy.held(MANY, prompt) for prompt in (1, MANY, 2 * MANY)}) > 1:
+    elif queries and isinstance(policy, DecodePolicy) and policy.buffer is None:
+        why = "keeps all of decode; use a buffer, as the engine evicts prompts and decode alike"
+    elif not queries and len({policy.held(MANY, prompt) for prompt in (1, MANY, 2 * MANY)}) > 1:
         why = "holds what depends on the prompt's length, which the engine tells no allocator; use a buffer"
     else:
+        check_observed("continuous_batching", policy)
         for layer in range(layers):
             policy.check_cache(layer, layers)
         return
