@@ -33,7 +33,7 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ..cache import by_slot
-from ..cache.queries import Batch, LastQueries, Look, Remembered, observer
+from ..cache.queries import Batch, LastQueries, Look, Remembered, observer, on
 from ..methods.base import DecodePolicy, Policy, View
 from ..methods.queries import QueryPolicy
 from ..ops import compact_kv_
@@ -138,7 +138,7 @@ class Rings:
                         f"on, got none of its first {x.before}"
                     )
                 self.join(x.request)
-        return torch.tensor([self._of[x.request] for x in self._step]).to(self._device)
+        return on(self._device, torch.tensor([self._of[x.request] for x in self._step]))
 
     def join(self, request: str) -> int:
         """The number of a new request."""
@@ -305,7 +305,8 @@ class EvictingAllocator(FullAttentionCacheAllocator):
             raise _changed("an attention that `kvops.hf.handover` has wrapped", "none for a layer's queries")
         if layer == 0:
             self._look, self._observing = self._looking(), []
-        assert self._look is not None and len(self._observing) == layer  # as layers follow their order
+        if self._look is None or len(self._observing) != layer:
+            raise _changed("an `update` of each layer in order", f"one of layer {self.layer_indices[layer]}")
 
         def keys(table: Tensor) -> View:
             return View(self._k[layer], self._v[layer], block_table=table)
@@ -316,11 +317,11 @@ class EvictingAllocator(FullAttentionCacheAllocator):
     def _looking(self) -> Look:
         assert self._observer is not None
         rows = self._step
-        with torch.device("cpu"):
-            starts, before, after, lengths = torch.tensor([(x.start, x.before, x.n, x.held) for x in rows]).unbind(1)
         table = self._table(rows)
         ends = [(row, x.n) for row, x in enumerate(rows) if x.keep < x.held]
-        return self._observer.step(Batch(table, starts, before, after), ends, table, lengths)
+        with torch.device("cpu"):  # whatever the default device
+            starts, before, after, lengths = torch.tensor([(x.start, x.before, x.n, x.held) for x in rows]).unbind(1)
+            return self._observer.step(Batch(table, starts, before, after), ends, table, lengths)
 
     def _evict(self) -> None:
         """Evicts what is due: selects by rule and layer, for all its requests; then moves by rule, all layers."""
@@ -344,7 +345,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         device, layers, rows = self.cache_tensor.device, self.pages_per_block, [due[i] for i in own]
         table = self._table(rows)
         with torch.device("cpu"):
-            lengths, keep = torch.tensor([(x.held, x.keep) for x in rows], dtype=torch.int32).T.contiguous().to(device)
+            lengths, keep = on(device, torch.tensor([(x.held, x.keep) for x in rows], dtype=torch.int32).T.contiguous())
         positions = torch.stack([self._positions_of(x, table.shape[1] * self.tokens_per_page) for x in rows], 1)
         kept = []
         for i in range(layers):
@@ -357,12 +358,12 @@ class EvictingAllocator(FullAttentionCacheAllocator):
                 else:
                     rule.observe(view, observing[own], None, logits)
             kept.append(rule.select(view))
-            got = (kept[i] >= 0).sum(-1)
-            if not torch.equal(got, keep[:, None].expand_as(got)):  # the next step would read slots that hold nothing
-                raise RuntimeError(
-                    f"continuous_batching: {rule!r} must leave what its `held` says, expected {keep.tolist()} of "
-                    f"{lengths.tolist()} slots, got {got.tolist()} of each request and head"
-                )
+        got = torch.stack([(x >= 0).sum(-1) for x in kept])
+        if not torch.equal(got, keep[:, None].expand_as(got)):  # the next step would read slots that hold nothing
+            raise RuntimeError(
+                f"continuous_batching: {rule!r} must leave what its `held` says, expected {keep.tolist()} of "
+                f"{lengths.tolist()} slots, got {got.tolist()} of each layer, request and head"
+            )
         return table, positions, torch.stack(kept)
 
     def _view(self, rule: Policy, layer: int, table: Tensor, lengths: Tensor) -> View:
@@ -380,7 +381,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         width = max(map(len, tables))
         with torch.device("cpu"):  # known here, so nothing waits for a GPU
             table = torch.tensor([x + [-1] * (width - len(x)) for x in tables], dtype=torch.int32)
-        return table.to(self.cache_tensor.device)
+        return on(self.cache_tensor.device, table)
 
     def _positions_of(self, x: Row, width: int) -> Tensor:
         """int32 [layers, Hk, width]: the positions of a request's slots, and anything behind."""
