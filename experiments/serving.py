@@ -12,6 +12,7 @@ Prints a table and draws how many blocks requests hold, and how many requests th
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -67,13 +69,25 @@ class Served:
     times: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
+    #: Seconds of all steps and of their evictions: of those that decode alone, and of those with some prompt.
+    decode: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    prefill: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of evictions in the time of steps."""
+        return {name: x[1] / x[0] for name in ("decode", "prefill") if (x := getattr(self, name))[1]}
 
     @property
     def numbers(self) -> dict:
         """What the table says, for a file."""
         lists = {"in_flight": self.running, "blocks_held": self.blocks}
         counts = {f"{name}_{of}": f(x) for name, x in lists.items() for of, f in (("mean", self.mean), ("most", max))}
-        return {x: getattr(self, x) for x in ("engine", "policy", "seconds", "right", "preemptions")} | counts
+        return (
+            {x: getattr(self, x) for x in ("engine", "policy", "seconds", "right", "preemptions")}
+            | counts
+            | {f"evictions_share_{name}": x for name, x in self.shares.items()}
+        )
 
     def look(self, seconds: float, blocks: int, running: int) -> None:
         self.times.append(seconds)
@@ -87,6 +101,26 @@ class Served:
 
 
 # ---- engines ----
+
+
+class Clock:
+    """Seconds in functions that are timed, which may not call each other."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def time(self, owner: type, name: str) -> None:
+        bound = inspect.getattr_static(owner, name)
+        function = getattr(bound, "__func__", bound)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                self.seconds += time.perf_counter() - begin
+
+        setattr(owner, name, classmethod(timed) if isinstance(bound, classmethod) else timed)
 
 
 def check_answers(served: Served, answers: list[list[int]], keys: list[str], load: Load) -> None:
@@ -105,8 +139,11 @@ def with_vllm(load: Load, spec: str) -> Served:
     }
     from vllm import LLM, SamplingParams
 
-    from kvops.vllm import plugin
+    from kvops.vllm import plugin, steps
 
+    clock = Clock()
+    for owner, name in ((steps.Held, "of"), (steps.Step, "of"), (steps.Step, "run")):
+        clock.time(owner, name)
     plugin.register()  # as vLLM does where kvops is installed beside it
     llm = LLM(
         model=str(common.MODEL),
@@ -129,7 +166,14 @@ def with_vllm(load: Load, spec: str) -> Served:
         engine.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
     begin = time.perf_counter()
     while engine.has_unfinished_requests():
-        for out in engine.step():
+        clock.seconds, step_begin = 0.0, time.perf_counter()
+        computed = {name: x.num_computed_tokens for name, x in scheduler.requests.items()}
+        outs = engine.step()
+        in_prompt = any(x.num_computed_tokens > computed[name] < load.prompt for name, x in scheduler.requests.items())
+        step = served.prefill if in_prompt else served.decode
+        step[0] += time.perf_counter() - step_begin
+        step[1] += clock.seconds
+        for out in outs:
             if out.finished:
                 answers[out.request_id] = list(out.outputs[0].token_ids)
         preempted |= {name: x.num_preemptions for name, x in scheduler.requests.items()}
@@ -230,6 +274,10 @@ def table(found: list[Served], load: Load) -> str:
             f"{x.engine:14}{x.policy:32}{x.mean(x.running):10.1f}{max(x.running):10}{x.mean(x.blocks):11.0f}"
             f"{max(x.blocks):11}{x.preemptions:13}{rate:10,.0f}{f'{x.right} of {load.requests}':>16}"
         )
+    for x in found:
+        if x.shares:
+            shares = " and ".join(f"{share:.1%} of {name} steps" for name, share in x.shares.items())
+            lines += ["", f"{x.engine}, {x.policy}: evictions take {shares}"]
     return "\n".join(lines)
 
 

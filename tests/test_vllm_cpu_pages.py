@@ -105,6 +105,26 @@ def test_pages_become_rows_and_tiles_again(x):
     assert kit.same([x.cache], [before])
 
 
+def test_pages_that_are_given_back_are_left_as_rows():
+    x = case(lengths=(128, 0, 33))
+    before, rows = x.cache.clone(), x.rows()
+    used, held = x.used, [x.used[0], x.used[4], -1]
+    with as_rows(x.cache, x.table, **x.options, held=kit.int32(held)):
+        pass
+    left = [page for page in used if page not in held]
+    k, v = x.cache.view(*x.cache.shape[:2], 2, *rows[0].shape[2:]).unbind(2)
+    assert kit.same((k[left], v[left]), (y[left] for y in rows))
+    x.cache[left] = before[left]
+    assert kit.same([x.cache], [before])
+    with pytest.raises(KeyError), as_rows(x.cache, x.table, **x.options, held=kit.int32(held)):
+        raise KeyError
+    assert kit.same([x.cache], [before])
+    other = next(page for page in range(len(x.cache)) if page not in used)
+    with kit.refuses("as_rows: held must name pages of block_table", str(other)):
+        as_rows(x.cache, x.table, **x.options, held=kit.int32([other])).__enter__()
+    assert kit.same([x.cache], [before])
+
+
 @given(cases())
 @kit.examples(40)
 def test_keys_are_copies_of_rows(x):

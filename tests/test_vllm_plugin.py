@@ -168,7 +168,7 @@ def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
 
     def watched(self, layout, memory, layer, *args):
         run(self, layout, memory, layer, *args)
-        kept = by_slot.read(memory.slots["positions"], self.table[:, : self.plan.kept])
+        kept = by_slot.read(memory.slots["positions"], self.blocks.table[:, : self.plan.kept])
         seen.setdefault(layer, []).append(kept)
 
     monkeypatch.setattr(Eviction, "run", watched)

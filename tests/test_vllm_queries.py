@@ -13,7 +13,7 @@ import kvops
 from kvops.cache import by_slot
 from kvops.cache.queries import AllQueries, Batch, LastQueries, Remembered, observer
 from kvops.methods.base import View
-from kvops.vllm.layouts import Rows, Tiles
+from kvops.vllm.layouts import Blocks, Rows, Tiles
 from kvops.vllm.plan import plan
 from kvops.vllm.rings import DeviceRings
 
@@ -113,7 +113,8 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
         for i in chosen:
             rows.append((int(table[i, 0]), sum(map(len, queries)), n[i], n[i] + new[i]))
             queries.append(q[i, :, n[i] : n[i] + new[i]].transpose(0, 1))
-            with layout.rows(table[i : i + 1, : -(-lengths[i] // SIZE)]) as (k_rows, _):
+            own = table[i : i + 1, : -(-lengths[i] // SIZE)]
+            with layout.rows(Blocks(own, *[torch.arange(own.numel())] * 2)) as (k_rows, _):
                 for t in range(n[i], n[i] + new[i]):
                     k_rows[table[i, t // SIZE], :, t % SIZE] = k[i, :, t]
             n[i] += new[i]

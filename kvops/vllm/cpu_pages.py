@@ -32,6 +32,7 @@ from ..checks import check_choice, check_dims, check_one_device, check_vector, i
 __all__ = ["as_rows", "keys", "to_rows_", "to_tiles_"]
 
 ISAS = ("vec", "vec16", "amx")
+_TOGETHER = 16  # pages that are turned in one call: few calls, and still in the processor's cache when they are written
 _MULTIPLE = 32  # of tokens in a page, and for amx of channels in a head: what the kernels take
 
 
@@ -67,18 +68,31 @@ def to_tiles_(kv_cache: Tensor, block_table: Tensor, *, isa: str, lengths: Tenso
 
 @contextmanager
 def as_rows(
-    kv_cache: Tensor, block_table: Tensor, *, isa: str, lengths: Tensor | None = None
+    kv_cache: Tensor, block_table: Tensor, *, isa: str, lengths: Tensor | None = None, held: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The requests' pages are rows within the `with` block, and tiles again behind it, also after an exception.
+    """The requests' pages are rows within the `with` block, and tiles again behind it; after an exception all of them.
 
-    Args and what is yielded: as of `to_rows_`.
+    Args:
+        kv_cache, block_table, isa, lengths: as of `to_rows_`, and so is what is yielded.
+        held: int32 [b, any], those of the pages that are still in use behind the block, -1 for none (default all). The
+            others are left as they are, to be written anew.
     """
     pages = _pages("as_rows", kv_cache, block_table, isa, lengths)
+    again = pages
+    if held is not None:
+        again = _pages("as_rows", kv_cache, held[held >= 0][None], isa, None)
+        if not {*again} <= {*pages}:
+            raise ValueError(
+                f"as_rows: held must name pages of block_table, got {sorted({*again} - {*pages})} beside them"
+            )
     _convert_(kv_cache, pages, isa, to_rows=True)
     try:
         yield _rows(kv_cache)
+    except BaseException:
+        again = pages
+        raise
     finally:
-        _convert_(kv_cache, pages, isa, to_rows=False)
+        _convert_(kv_cache, again, isa, to_rows=False)
 
 
 def keys(kv_cache: Tensor, block_table: Tensor, *, isa: str) -> Tensor:
@@ -118,6 +132,8 @@ def _tiled(x: Tensor, matrix: Tensor, a: int, b: int) -> Tensor:
 
 
 def _convert_(kv_cache: Tensor, pages: list[int], isa: str, *, to_rows: bool) -> None:
+    if kv_cache.itemsize == 1:
+        kv_cache = kv_cache.view(torch.uint8)  # index_copy_ takes no fp8
     k, v = _rows(kv_cache)
     a, b = _k_tile(kv_cache, isa)
     # V's tiles, where it has any, are those of K with tokens and channels swapped.
@@ -125,6 +141,10 @@ def _convert_(kv_cache: Tensor, pages: list[int], isa: str, *, to_rows: bool) ->
         # Two views of one memory, [num_pages, Hk, n / a, a, m / b, b]: where an element is in rows, and in tiles.
         rows, tiles = matrix.unflatten(3, (-1, b)).unflatten(2, (-1, a)), _tiled(x, matrix, a, b)
         source, target = (tiles, rows) if to_rows else (rows, tiles)
+        if b == 1:
+            for some in torch.tensor(pages, dtype=torch.int64).split(_TOGETHER):
+                target.index_copy_(0, some, source.index_select(0, some))
+            continue
         scratch = torch.empty_like(source[0])  # in the order of source's strides
         for page in pages:  # one by one: it is still in the processor's cache when it is written
             scratch.copy_(source[page])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -16,15 +16,19 @@ from ..methods.base import View
 from . import cpu_pages
 
 
+class Blocks(NamedTuple):
+    """Blocks of some moves."""
+
+    table: Tensor  # int32 [moves, width] on the device, -1 behind a move's own
+    once: Tensor  # int64 on the host: where the flat table has each of them once,
+    held: Tensor  # and where those that are in use behind the moves
+
+
 class Layout(Protocol):
     """The cache of a layer."""
 
-    def rows(self, table: Tensor) -> AbstractContextManager[tuple[Tensor, Tensor]]:
-        """Within the `with` block K and V are rows, views [num_blocks, Hk, block_size, d], in the blocks of the table.
-
-        Args:
-            table: int32, any shape; -1 names none.
-        """
+    def rows(self, blocks: Blocks) -> AbstractContextManager[tuple[Tensor, Tensor]]:
+        """Within the `with` block K and V are rows, views [num_blocks, Hk, block_size, d], in these blocks."""
 
     def keys(self, table: Tensor) -> View:
         """See `kvops.cache.queries.Keys`."""
@@ -37,7 +41,7 @@ class Rows:
     kv_cache: Tensor
 
     @contextmanager
-    def rows(self, table: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def rows(self, blocks: Blocks) -> Iterator[tuple[Tensor, Tensor]]:
         k, v = self.kv_cache.chunk(2, -1)
         yield k, v
 
@@ -54,9 +58,9 @@ class Tiles:
     isa: str
 
     @contextmanager
-    def rows(self, table: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        pages = table[table >= 0].unique()[None]
-        with cpu_pages.as_rows(self.kv_cache, pages, isa=self.isa) as (k, v):
+    def rows(self, blocks: Blocks) -> Iterator[tuple[Tensor, Tensor]]:
+        pages, held = (blocks.table.flatten()[places][None] for places in (blocks.once, blocks.held))
+        with cpu_pages.as_rows(self.kv_cache, pages, isa=self.isa, held=held) as (k, v):
             yield k, v
 
     def keys(self, table: Tensor) -> View:

@@ -18,7 +18,7 @@ from ..cache.queries import Batch, Look, Observer, Remembered, on
 from ..methods.base import View
 from ..methods.queries import QueryPolicy
 from ..ops import compact_kv_
-from .layouts import Layout
+from .layouts import Blocks, Layout
 from .plan import Move, Plan
 
 
@@ -48,17 +48,17 @@ class Eviction:
 
     Attributes:
         plan: its `rule` says what stays.
-        table: int32 [moves, width], the blocks that are looked at; -1 behind a move's own.
+        blocks: those that are looked at.
         lengths: int32 [moves], their slots.
-        moved: columns of the table that hold blocks which are written, for some move.
-        positions: int64 [moves, width * block_size], of the tokens where no earlier move has been.
-        moved_before: bool [moves, width], the blocks where one has.
+        written: int32 [moves, any], the first columns of the table, which hold blocks that are written, for some move.
+        positions: int32 [moves, 1, width * block_size], of the tokens where no earlier move has been.
+        moved_before: bool [moves, 1, width * block_size], the slots where one has.
     """
 
     plan: Plan
-    table: Tensor
+    blocks: Blocks
     lengths: Tensor
-    moved: int
+    written: Tensor
     positions: Tensor
     moved_before: Tensor
 
@@ -69,15 +69,17 @@ class Eviction:
         width = max(len(move.blocks) for _, move in moves)
         blocks = torch.tensor([move.blocks + [-1] * (width - len(move.blocks)) for _, move in moves])
         row, moved_before = torch.tensor([(row, move.moved_before) for row, move in moves]).unbind(1)
-        logical = on(device, blocks)
+        logical, offsets = on(device, blocks), torch.arange(size, device=device)
         table = block_table[on(device, row)].gather(1, logical.clamp(min=0))
+        table = torch.where(logical < 0, -1, table)
+        before = torch.arange(width) < moved_before[:, None]
         return cls(
             plan,
-            torch.where(logical < 0, -1, table),
+            Blocks(table, *_places(plan, moves, width)),
             on(device, torch.tensor([len(move.blocks) * size for _, move in moves], dtype=torch.int32)),
-            max(move.moved for _, move in moves),
-            (logical[..., None] * size + torch.arange(size, device=device)).flatten(1),
-            on(device, torch.arange(width) < moved_before[:, None]),
+            table[:, : max(move.moved for _, move in moves)].contiguous(),
+            (logical[..., None] * size + offsets).flatten(1)[:, None].int(),
+            on(device, before.repeat_interleave(size, 1)[:, None]),
         )
 
     def run(
@@ -92,11 +94,10 @@ class Eviction:
             observing: [moves, Hq, any, d], the queries that the rule asks for.
             logits: see `Look`.
         """
-        size, kept_blocks, rule = self.plan.block_size, self.plan.kept, self.plan.rule
-        before = self.moved_before.repeat_interleave(size, 1)[:, None]
-        of_slots = {name: by_slot.read(pool, self.table) for name, pool in memory.slots.items()}
-        of_slots["positions"] = torch.where(before, of_slots["positions"], self.positions[:, None].int())
-        with layout.rows(self.table) as (k, v):
+        size, kept_blocks, rule, table = self.plan.block_size, self.plan.kept, self.plan.rule, self.blocks.table
+        of_slots = {name: by_slot.read(pool, table) for name, pool in memory.slots.items()}
+        of_slots["positions"] = torch.where(self.moved_before, of_slots["positions"], self.positions)
+        with layout.rows(self.blocks) as (k, v):
             view = self._view(k, v)
             view.layer = layer
             view.kept = of_slots["positions"].long()
@@ -105,16 +106,28 @@ class Eviction:
                 assert isinstance(rule, QueryPolicy)  # as others are shown none
                 rule.observe(view, observing, None, logits)
             kept = rule.select(view)[..., : kept_blocks * size].contiguous()
-            compact_kv_(k, v, kept, block_table=self.table[:, : self.moved].contiguous())
+            compact_kv_(k, v, kept, block_table=self.written)
         for name, values in of_slots.items():
-            by_slot.write(memory.slots[name], self.table[:, :kept_blocks], values.gather(2, kept))
+            by_slot.write(memory.slots[name], table[:, :kept_blocks], values.gather(2, kept))
 
     def _view(self, k: Tensor, v: Tensor) -> View:
         """What the rule looks at: pages, or for those that take none a copy of their rows."""
+        table = self.blocks.table
         if self.plan.rule.paged:
-            return View(k, v, lengths=self.lengths, block_table=self.table)
-        k, v = (x[self.table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for x in (k, v))
+            return View(k, v, lengths=self.lengths, block_table=table)
+        k, v = (x[table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for x in (k, v))
         return View(k, v, lengths=self.lengths)
+
+
+def _places(plan: Plan, moves: Sequence[tuple[int, Move]], width: int) -> tuple[Tensor, Tensor]:
+    """`Blocks.once` and `Blocks.held`. Moves of one request may look at the same block."""
+    places, freed = dict[tuple[int, int], int](), set[tuple[int, int]]()
+    for i, (row, move) in enumerate(moves):
+        for column, block in enumerate(move.blocks):
+            places.setdefault((row, block), i * width + column)
+        freed |= {(row, block) for block in move.blocks[plan.kept : move.moved]}
+    held = [place for block, place in places.items() if block not in freed]
+    return torch.tensor([*places.values()]), torch.tensor(held, dtype=torch.int64)
 
 
 @dataclass
