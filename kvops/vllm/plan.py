@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
 from ..cache.queries import check_observed
 from ..lag import num_segments
@@ -25,6 +24,11 @@ from ..methods import Policy
 from ..methods.base import BudgetPolicy, DecodePolicy, check_policy
 from ..methods.lagkv import LagKV
 from ..methods.laq import LAQ
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Counts: TypeAlias = np.ndarray  # int64, of small numbers: numpy's calls cost a third of torch's
 
 
 class Move(NamedTuple):
@@ -69,12 +73,12 @@ class Plan:
         """The blocks that are given back once so many of a request's blocks have filled, in order."""
         raise NotImplementedError
 
-    def gone(self, filled: Tensor) -> Tensor:
-        """How many blocks the gaps have: filled - held(filled), for many requests at once. int64, as `filled` is."""
+    def gone(self, filled: Counts) -> Counts:
+        """How many blocks the gaps have: filled - held(filled), for many requests at once."""
         raise NotImplementedError
 
-    def block_of(self, filled: Tensor, column: Tensor) -> Tensor:
-        """The blocks at these places of those outside of the gaps, for many requests at once. int64."""
+    def block_of(self, filled: Counts, column: Counts) -> Counts:
+        """The blocks at these places of those outside of the gaps, for many requests at once."""
         raise NotImplementedError
 
     def moves(self, before: int, after: int) -> Iterator[Move]:
@@ -110,12 +114,12 @@ class BudgetPlan(Plan):
         folded = self._folded(filled)
         return [range(self.kept, folded)] if folded else []
 
-    def gone(self, filled: Tensor) -> Tensor:
-        more = (filled - self.kept).clamp(min=0)
+    def gone(self, filled: Counts) -> Counts:
+        more = (filled - self.kept).clip(0)
         return more - more % self.buffer
 
-    def block_of(self, filled: Tensor, column: Tensor) -> Tensor:
-        return torch.where(column < self.kept, column, column + self.gone(filled))
+    def block_of(self, filled: Counts, column: Counts) -> Counts:
+        return column + (column >= self.kept) * self.gone(filled)
 
     def moves(self, before: int, after: int) -> Iterator[Move]:
         old, new = self._folded(before), self._folded(after)
@@ -138,18 +142,19 @@ class LagPlan(Plan):
         ends = (self.sinks + (i + 1) * self.lag for i in range(num_segments(filled, self.sinks, self.lag)))
         return [range(end - self.lag + self.kept, end) for end in ends] if self.kept < self.lag else []
 
-    def gone(self, filled: Tensor) -> Tensor:
+    def gone(self, filled: Counts) -> Counts:
         return self._folded(filled) * (self.lag - self.kept)
 
-    def block_of(self, filled: Tensor, column: Tensor) -> Tensor:
+    def block_of(self, filled: Counts, column: Counts) -> Counts:
         folded, place = self._folded(filled), column - self.sinks
-        partition = place // max(1, self.kept)  # with none kept, no place is a partition's
-        kept = (place >= 0) & (place < folded * self.kept)
-        return column + torch.where(kept, partition, torch.where(place < 0, 0, folded)) * (self.lag - self.kept)
+        behind = place >= folded * self.kept  # of all that partitions have kept
+        partition = place // max(1, self.kept)  # else; with none kept all is behind
+        gaps = (place >= 0) * (behind * folded + ~behind * partition)
+        return column + gaps * (self.lag - self.kept)
 
-    def _folded(self, filled: Tensor) -> Tensor:
+    def _folded(self, filled: Counts) -> Counts:
         """The partitions that have been evicted: `num_segments`."""
-        return ((filled - self.sinks) // self.lag - 1).clamp(min=0)
+        return ((filled - self.sinks) // self.lag - 1).clip(0)
 
     def moves(self, before: int, after: int) -> Iterator[Move]:
         for i in range(*(num_segments(x, self.sinks, self.lag) for x in (before, after))):

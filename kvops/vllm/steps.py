@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,15 +32,16 @@ class Held(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, batch: Batch) -> Held | None:
         """None: all that the requests have had, as none has a gap."""
-        filled = batch.before // plan.block_size
+        filled, size = batch.before.numpy() // plan.block_size, plan.block_size
         gone = plan.gone(filled)
-        lengths = batch.after - gone * plan.block_size
         if not gone.any():
             return None
-        columns = torch.arange(-(-int(lengths.max()) // plan.block_size))
+        lengths = batch.after.numpy() - gone * size
+        columns = np.arange(-(-lengths.max() // size))
         # Behind what a row holds there may be anything.
-        blocks = plan.block_of(filled[:, None], columns).clamp(max=batch.table.shape[1] - 1)
-        return cls(batch.table.gather(1, on(batch.table.device, blocks)), lengths)
+        blocks = plan.block_of(filled[:, None], columns).clip(max=batch.table.shape[1] - 1)
+        table = batch.table.gather(1, on(batch.table.device, torch.from_numpy(blocks)))
+        return cls(table, torch.from_numpy(lengths))
 
 
 @dataclass
@@ -141,9 +143,10 @@ class Step:
     @classmethod
     def of(cls, plan: Plan, observer: Observer | None, held: Held, batch: Batch) -> Step | None:
         """None: nothing comes behind it. batch: with rows of a graph's padding, which have no new tokens."""
-        before, after, size = batch.before, batch.after, plan.block_size
-        grown = (after // size > before // size).nonzero().flatten().tolist()
-        moves = [(row, move) for row in grown for move in plan.moves(int(before[row]) // size, int(after[row]) // size)]
+        before, after = batch.before, batch.after
+        old, new = (x.numpy() // plan.block_size for x in (before, after))
+        (grown,) = (new > old).nonzero()
+        moves = [(row, move) for row in grown.tolist() for move in plan.moves(int(old[row]), int(new[row]))]
         look = eviction = None
         if observer is not None:
             (live,) = (after > before).nonzero(as_tuple=True)
@@ -151,7 +154,7 @@ class Step:
             place = dict(zip(live.tolist(), range(len(live))))
             look = observer.step(
                 Batch(batch.table[rows], batch.starts[live], before[live], after[live]),
-                [(place[row], move.end * size) for row, move in moves],
+                [(place[row], move.end * plan.block_size) for row, move in moves],
                 held.table[rows],
                 held.lengths[live],
             )
