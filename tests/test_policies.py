@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops.methods.base import LayerSpans
+from kvops.methods.base import LayerSpans, View
 from kvops.methods.queries import QueryCall
 from kvops.methods.table import ENTRY_POINTS, FAMILIES
 from test_protokv import best_clusters
@@ -194,6 +194,18 @@ def test_an_unknown_argument_of_a_call_is_named():
 
 
 # Settings
+
+
+@every_policy
+def test_a_rule_that_reads_positions_declares_it(policy, monkeypatch):
+    reads, positions = [], View.positions
+    monkeypatch.setattr(View, "positions", lambda view: reads.append(view) or positions(view))
+    q, k, v = inputs()
+    queries, options = call_of(policy, q)
+    policy.compress(k, v, *queries, **options)
+    assert bool(reads) == isinstance(policy, kvops.Random)
+    assert policy.uses_positions or not reads
+    assert type("Mine", (type(policy),), {}).uses_positions, "a subclass may read them"
 
 
 @every_policy

@@ -161,10 +161,10 @@ def run_reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODE
 
 
 def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
-    """Of each layer and each of its evictions: the positions of what stayed, int32 [moves, Hk, kept]."""
-    from kvops.vllm.steps import Eviction, by_slot
+    """For each layer, the positions kept by each of its evictions: int32 [moves, Hk, kept]."""
+    from kvops.vllm.steps import Eviction, Plan, by_slot
 
-    run, seen = Eviction.run, dict[int, list[torch.Tensor]]()
+    run, kinds, seen = Eviction.run, Plan.kinds, dict[int, list[torch.Tensor]]()
 
     def watched(self, layout, memory, layer, *args):
         run(self, layout, memory, layer, *args)
@@ -172,6 +172,7 @@ def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
         seen.setdefault(layer, []).append(kept)
 
     monkeypatch.setattr(Eviction, "run", watched)
+    monkeypatch.setattr(Plan, "kinds", property(lambda plan: kinds.fget(plan) | {"positions": torch.int32}))
     return seen
 
 

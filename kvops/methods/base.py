@@ -183,6 +183,9 @@ class Policy:
 
     #: Every row of a padded batch keeps the same number of slots (padding goes first).
     fixed_budget: ClassVar[bool] = True
+    #: Whether the rule calls `View.positions`. Engines then store the position of each kept token. True unless a class
+    #: declares otherwise; a subclass does not inherit the declaration, since its own rule may differ.
+    uses_positions: ClassVar[bool] = True
     #: The rule looks at queries: a step's attention has to be the library's own.
     uses_queries: ClassVar[bool] = False
     #: "slots": tokens take the positions of their slots, without the gaps of evicted ones. Needs the model's `Rope`.
@@ -193,6 +196,10 @@ class Policy:
     by_head: ClassVar[bool] = False
     #: The last tokens can be taken back (`Cache.crop`).
     croppable: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.uses_positions = cls.__dict__.get("uses_positions", True)
 
     def __post_init__(self) -> None:
         self.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ class StreamingLLM(SlotPolicy, DecodePolicy):
 
     Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al., 2023.
     """
+
+    uses_positions: ClassVar[bool] = False
 
     _: KW_ONLY
     sinks: int = 4
@@ -51,6 +54,8 @@ class L2(KeyPolicy):
 
     Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", Devoto et al., 2024.
     """
+
+    uses_positions: ClassVar[bool] = False
 
     _: KW_ONLY
     skip_layers: tuple[int, ...] = (0, 1)

@@ -40,6 +40,8 @@ class H2O(DecodePolicy, QueryPolicy):
             `KeyPolicy`.
     """
 
+    uses_positions: ClassVar[bool] = False
+
     by_head: ClassVar[bool] = True
     argument: ClassVar[str] = "q"
     by_slot: ClassVar[tuple[str, ...]] = ("scores",)
@@ -139,6 +141,8 @@ class TOVA(DecodePolicy, QueryPolicy):
         budget, sinks, head_mode, group_reduce: see `QueryPolicy`; head_mode="per_head" is not the paper's.
         buffer: see `DecodePolicy`; 1 is the paper's.
     """
+
+    uses_positions: ClassVar[bool] = False
 
     argument: ClassVar[str] = "q_last"
     window = 1

@@ -8,6 +8,7 @@ docs/methods/keydiff.md.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ class KeyDiff(KeyPolicy):
 
     The ablations run in plain PyTorch.
     """
+
+    uses_positions: ClassVar[bool] = False
 
     _: KW_ONLY
     normalize_anchor: bool = True

@@ -52,6 +52,8 @@ class LagKV(Policy):
             scores, which are comparable (Limitations), so heads differ in length and end in -1.
     """
 
+    uses_positions: ClassVar[bool] = False
+
     fixed_budget: ClassVar[bool] = False
 
     lag: int = 1024

@@ -277,6 +277,8 @@ class SATKV(DecodePolicy):
         buffer: None keeps every new token of decode.
     """
 
+    uses_positions: ClassVar[bool] = False
+
     by_head: ClassVar[bool] = True
 
     window: int = 32

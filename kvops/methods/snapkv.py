@@ -39,6 +39,8 @@ class SnapKV(WindowPolicy):
     Attributes: see `WindowPolicy`.
     """
 
+    uses_positions: ClassVar[bool] = False
+
     by_head: ClassVar[bool] = True
 
     @property
@@ -97,6 +99,8 @@ class ChunkKV(WindowPolicy):
         chunk: tokens of a chunk.
         kernel_size: 1, so scores are not pooled. For the others see `WindowPolicy`.
     """
+
+    uses_positions: ClassVar[bool] = False
 
     _: KW_ONLY
     chunk: int = 20

@@ -32,7 +32,7 @@ from ..checks import check_choice, check_dims, check_one_device, check_vector, i
 __all__ = ["as_rows", "keys", "to_rows_", "to_tiles_"]
 
 ISAS = ("vec", "vec16", "amx")
-_TOGETHER = 16  # pages that are turned in one call: few calls, and still in the processor's cache when they are written
+_TOGETHER = 32  # pages that are turned in one call: few calls, and still in the processor's cache when they are written
 _MULTIPLE = 32  # of tokens in a page, and for amx of channels in a head: what the kernels take
 
 
@@ -52,7 +52,7 @@ def to_rows_(
         the requests' pages are rows.
     """
     pages = _pages("to_rows_", kv_cache, block_table, isa, lengths)
-    _convert_(kv_cache, pages, isa, to_rows=True)
+    _convert_(kv_cache, torch.tensor(pages, dtype=torch.int64), isa, to_rows=True)
     return _rows(kv_cache)
 
 
@@ -63,7 +63,8 @@ def to_tiles_(kv_cache: Tensor, block_table: Tensor, *, isa: str, lengths: Tenso
         kv_cache: [num_pages, Hk, page_size, 2 * d], what was given to `to_rows_`.
         block_table, isa, lengths: as there. Each page named is taken for rows.
     """
-    _convert_(kv_cache, _pages("to_tiles_", kv_cache, block_table, isa, lengths), isa, to_rows=False)
+    pages = _pages("to_tiles_", kv_cache, block_table, isa, lengths)
+    _convert_(kv_cache, torch.tensor(pages, dtype=torch.int64), isa, to_rows=False)
 
 
 @contextmanager
@@ -85,14 +86,22 @@ def as_rows(
             raise ValueError(
                 f"as_rows: held must name pages of block_table, got {sorted({*again} - {*pages})} beside them"
             )
+    own, kept = (torch.tensor(x, dtype=torch.int64) for x in (pages, again))
+    with converted(kv_cache, own, kept, isa) as rows:
+        yield rows
+
+
+@contextmanager
+def converted(kv_cache: Tensor, pages: Tensor, held: Tensor, isa: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """`as_rows` without its checks. pages, held: int64, each page once; held is a subset of pages."""
     _convert_(kv_cache, pages, isa, to_rows=True)
     try:
         yield _rows(kv_cache)
     except BaseException:
-        again = pages
+        held = pages
         raise
     finally:
-        _convert_(kv_cache, again, isa, to_rows=False)
+        _convert_(kv_cache, held, isa, to_rows=False)
 
 
 def keys(kv_cache: Tensor, block_table: Tensor, *, isa: str) -> Tensor:
@@ -131,7 +140,7 @@ def _tiled(x: Tensor, matrix: Tensor, a: int, b: int) -> Tensor:
     return x.view(*x.shape[:2], n // a, m // b, a, b).transpose(3, 4)
 
 
-def _convert_(kv_cache: Tensor, pages: list[int], isa: str, *, to_rows: bool) -> None:
+def _convert_(kv_cache: Tensor, pages: Tensor, isa: str, *, to_rows: bool) -> None:
     if kv_cache.itemsize == 1:
         kv_cache = kv_cache.view(torch.uint8)  # index_copy_ takes no fp8
     k, v = _rows(kv_cache)
@@ -142,11 +151,11 @@ def _convert_(kv_cache: Tensor, pages: list[int], isa: str, *, to_rows: bool) ->
         rows, tiles = matrix.unflatten(3, (-1, b)).unflatten(2, (-1, a)), _tiled(x, matrix, a, b)
         source, target = (tiles, rows) if to_rows else (rows, tiles)
         if b == 1:
-            for some in torch.tensor(pages, dtype=torch.int64).split(_TOGETHER):
+            for some in pages.split(_TOGETHER):
                 target.index_copy_(0, some, source.index_select(0, some))
             continue
         scratch = torch.empty_like(source[0])  # in the order of source's strides
-        for page in pages:  # one by one: it is still in the processor's cache when it is written
+        for page in pages.tolist():  # one by one: it is still in the processor's cache when it is written
             scratch.copy_(source[page])
             for there, here in zip(target[page].unbind(-1), scratch.unbind(-1)):  # twice as fast as all b at once
                 there.copy_(here)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import Protocol
 
 from torch import Tensor
 
@@ -16,12 +17,25 @@ from ..methods.base import View
 from . import cpu_pages
 
 
-class Blocks(NamedTuple):
-    """Blocks of some moves."""
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of one step's moves.
 
-    table: Tensor  # int32 [moves, width] on the device, -1 behind a move's own
-    once: Tensor  # int64 on the host: where the flat table has each of them once,
-    held: Tensor  # and where those that are in use behind the moves
+    Attributes:
+        table: int32 [moves, width] on the device. A row is padded with -1.
+        once: int64 on the host, the places in the flat table that name each block once.
+        held: int64 on the host, the places of the blocks that are still in use after the moves.
+    """
+
+    table: Tensor
+    once: Tensor
+    held: Tensor
+
+    @cached_property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """The blocks that `once` and `held` name: int64. Computed once for all layers of a step."""
+        once, held = (self.table.flatten()[places].long() for places in (self.once, self.held))
+        return once, held
 
 
 class Layout(Protocol):
@@ -59,8 +73,8 @@ class Tiles:
 
     @contextmanager
     def rows(self, blocks: Blocks) -> Iterator[tuple[Tensor, Tensor]]:
-        pages, held = (blocks.table.flatten()[places][None] for places in (blocks.once, blocks.held))
-        with cpu_pages.as_rows(self.kv_cache, pages, isa=self.isa, held=held) as (k, v):
+        once, held = blocks.pages
+        with cpu_pages.converted(self.kv_cache, once, held, self.isa) as (k, v):
             yield k, v
 
     def keys(self, table: Tensor) -> View:

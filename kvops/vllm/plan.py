@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from ..cache.queries import check_observed
@@ -25,10 +26,7 @@ from ..methods.base import BudgetPolicy, DecodePolicy, check_policy
 from ..methods.lagkv import LagKV
 from ..methods.laq import LAQ
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Counts: TypeAlias = np.ndarray  # int64, of small numbers: numpy's calls cost a third of torch's
+Counts: TypeAlias = np.ndarray  # int64, a few numbers: a numpy call costs a third of a torch call
 
 
 class Move(NamedTuple):
@@ -62,8 +60,9 @@ class Plan:
 
     @property
     def kinds(self) -> dict[str, torch.dtype]:
-        """What is kept for each slot: the positions of tokens in blocks that moves have filled; the policy's own."""
-        return {"positions": torch.int32} | dict.fromkeys(self.rule.by_slot, torch.float32)
+        """The values stored for each slot: token positions where the rule reads them, and the policy's own."""
+        positions = {"positions": torch.int32} if self.rule.uses_positions else {}
+        return positions | dict.fromkeys(self.rule.by_slot, torch.float32)
 
     def held(self, filled: int) -> int:
         """How many of so many filled blocks are held."""
@@ -115,7 +114,7 @@ class BudgetPlan(Plan):
         return [range(self.kept, folded)] if folded else []
 
     def gone(self, filled: Counts) -> Counts:
-        more = (filled - self.kept).clip(0)
+        more = np.maximum(filled - self.kept, 0)
         return more - more % self.buffer
 
     def block_of(self, filled: Counts, column: Counts) -> Counts:
@@ -154,7 +153,7 @@ class LagPlan(Plan):
 
     def _folded(self, filled: Counts) -> Counts:
         """The partitions that have been evicted: `num_segments`."""
-        return ((filled - self.sinks) // self.lag - 1).clip(0)
+        return np.maximum((filled - self.sinks) // self.lag - 1, 0)
 
     def moves(self, before: int, after: int) -> Iterator[Move]:
         for i in range(*(num_segments(x, self.sinks, self.lag) for x in (before, after))):

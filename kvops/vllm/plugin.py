@@ -17,7 +17,7 @@ from ..methods import policy as policy_of
 from .plan import check
 
 VARIABLE = "KVOPS_VLLM"
-TESTED = "0.32"
+TESTED = ("0.31", "0.32")
 
 
 class Served(NamedTuple):
@@ -93,8 +93,9 @@ def check_vllm() -> dict[str, Served]:
     import vllm
     from vllm.platforms import current_platform
 
-    if not vllm.__version__.startswith(f"{TESTED}."):
-        raise RuntimeError(f"kvops.vllm: expected vLLM {TESTED}.x, with which it was tested, got {vllm.__version__}")
+    if not vllm.__version__.startswith(tuple(f"{version}." for version in TESTED)):
+        tested = " or ".join(f"{version}.x" for version in TESTED)
+        raise RuntimeError(f"kvops.vllm: expected vLLM {tested}, the tested versions, got {vllm.__version__}")
     for hook, expected in HOOKS.items():
         _check_hook(hook, expected)
     if not current_platform.is_cpu() and not current_platform.is_cuda():

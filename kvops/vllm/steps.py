@@ -34,12 +34,12 @@ class Held(NamedTuple):
         """None: all that the requests have had, as none has a gap."""
         filled, size = batch.before.numpy() // plan.block_size, plan.block_size
         gone = plan.gone(filled)
-        if not gone.any():
+        if not np.count_nonzero(gone):
             return None
         lengths = batch.after.numpy() - gone * size
         columns = np.arange(-(-lengths.max() // size))
         # Behind what a row holds there may be anything.
-        blocks = plan.block_of(filled[:, None], columns).clip(max=batch.table.shape[1] - 1)
+        blocks = np.minimum(plan.block_of(filled[:, None], columns), batch.table.shape[1] - 1)
         table = batch.table.gather(1, on(batch.table.device, torch.from_numpy(blocks)))
         return cls(table, torch.from_numpy(lengths))
 
@@ -98,11 +98,12 @@ class Eviction:
         """
         size, kept_blocks, rule, table = self.plan.block_size, self.plan.kept, self.plan.rule, self.blocks.table
         of_slots = {name: by_slot.read(pool, table) for name, pool in memory.slots.items()}
-        of_slots["positions"] = torch.where(self.moved_before, of_slots["positions"], self.positions)
+        if "positions" in of_slots:
+            of_slots["positions"] = torch.where(self.moved_before, of_slots["positions"], self.positions).long()
         with layout.rows(self.blocks) as (k, v):
             view = self._view(k, v)
             view.layer = layer
-            view.kept = of_slots["positions"].long()
+            view.kept = of_slots.get("positions")
             view.observed = of_slots.get("scores")
             if observing is not None:
                 assert isinstance(rule, QueryPolicy)  # as others are shown none
@@ -110,7 +111,8 @@ class Eviction:
             kept = rule.select(view)[..., : kept_blocks * size].contiguous()
             compact_kv_(k, v, kept, block_table=self.written)
         for name, values in of_slots.items():
-            by_slot.write(memory.slots[name], table[:, :kept_blocks], values.gather(2, kept))
+            pool = memory.slots[name]
+            by_slot.write(pool, table[:, :kept_blocks], values.gather(2, kept).to(pool.dtype))
 
     def _view(self, k: Tensor, v: Tensor) -> View:
         """What the rule looks at: pages, or for those that take none a copy of their rows."""
