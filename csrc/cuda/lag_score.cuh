@@ -9,8 +9,8 @@
 // partition before. Only one partition per run is read twice.
 //
 // So runs should be long, and few. Blocks are as large as the partitions allow, at most a whole multiprocessor, and the
-// grid fills the GPU about once. With long partitions, so few runs would not fill it. From sm_90 on, a cluster of 2, 4
-// or 8 blocks then processes a run together: each block takes a fraction of every partition's rows, and the blocks
+// grid fills the GPU about once. With long partitions there are too few runs to fill it. From sm_90 on, a cluster of 2,
+// 4 or 8 blocks then processes a run together: each block takes a fraction of every partition's rows, and the blocks
 // exchange their ranges through distributed shared memory. lag_score_plan() decides. For 8 heads of 131072 tokens it
 // reads the following multiple of the bytes:
 //

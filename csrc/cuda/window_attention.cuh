@@ -59,7 +59,7 @@ struct AttentionPlan {
   bool tensor_cores;
   bool turns;               // rotate keys in shared memory; otherwise they have been rotated beforehand
   bool wide, wide_queries;  // 16-byte aligned rows of keys and values, and of queries
-  int warps, row_warps;     // per block: row_warps take 16 rows each, and warps / row_warps of them divide the keys
+  int warps, row_warps;     // per block: row_warps cover the rows, 16 each; warps / row_warps groups divide the keys
   int stages;
   int pitch;  // bytes from one row of queries to the next, for the plain kernel
   int row_blocks;
