@@ -1,5 +1,5 @@
-// Checks that say what was expected and what came. They throw std::invalid_argument, which Python sees as ValueError.
-// Order in every operator: device, dtype, layout, sizes, values.
+// Checks that report what was expected and what came. They throw std::invalid_argument, which Python sees as
+// ValueError. Every operator checks in this order: device, dtype, layout, sizes, values.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -44,9 +44,42 @@ inline std::string shape(const Tensor& x) {
   return text.str();
 }
 
+// The dtype's public name, as torch prints it in Python.
+inline std::string dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Byte:
+      return "torch.uint8";
+    case ScalarType::Char:
+      return "torch.int8";
+    case ScalarType::Short:
+      return "torch.int16";
+    case ScalarType::Int:
+      return "torch.int32";
+    case ScalarType::Long:
+      return "torch.int64";
+    case ScalarType::Half:
+      return "torch.float16";
+    case ScalarType::Float:
+      return "torch.float32";
+    case ScalarType::Double:
+      return "torch.float64";
+    case ScalarType::ComplexHalf:
+      return "torch.complex32";
+    case ScalarType::ComplexFloat:
+      return "torch.complex64";
+    case ScalarType::ComplexDouble:
+      return "torch.complex128";
+    default: {  // the others differ in case only
+      std::string name = torch::headeronly::toString(type);
+      for (char& c : name) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+      return "torch." + name;
+    }
+  }
+}
+
 inline std::string device(const Tensor& x) {
   if (x.is_cpu()) return "cpu";
-  return (x.is_cuda() ? "cuda:" : "another device, index ") + std::to_string(x.get_device_index());
+  return (x.is_cuda() ? "cuda:" : "an unsupported device, index ") + std::to_string(x.get_device_index());
 }
 
 inline void check_same_device(const char* op, const char* name, const Tensor& x, const Tensor& first) {
@@ -66,11 +99,11 @@ inline DType check_dtype(const char* op, const char* name, const Tensor& x) {
     case ScalarType::BFloat16:
       return DType::bf16;
     default:
-      fail(op, ": ", name, " must be float32, float16 or bfloat16, got ", torch::headeronly::toString(x.scalar_type()));
+      fail(op, ": ", name, " must be float32, float16 or bfloat16, got ", dtype_name(x.scalar_type()));
   }
 }
 
-// Of rows that are only read: also fp8.
+// For tensors that are only read: fp8 is allowed too.
 inline DType check_read_dtype(const char* op, const char* name, const Tensor& x) {
   switch (x.scalar_type()) {
     case ScalarType::Float8_e4m3fn:
@@ -83,14 +116,14 @@ inline DType check_read_dtype(const char* op, const char* name, const Tensor& x)
       return check_dtype(op, name, x);
     default:
       fail(op, ": ", name, " must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, got ",
-           torch::headeronly::toString(x.scalar_type()));
+           dtype_name(x.scalar_type()));
   }
 }
 inline bool is_fp8(DType dtype) {
   return dtype == DType::e4m3 || dtype == DType::e5m2;
 }
 
-// Of rows that are only moved: also those of one byte, fp8 and what it is stored as.
+// For rows that are moved but not computed with: one-byte types too, that is fp8 and the integers it may be stored as.
 inline void check_moved_dtype(const char* op, const char* name, const Tensor& x) {
   switch (x.scalar_type()) {
     case ScalarType::Float:
@@ -103,17 +136,17 @@ inline void check_moved_dtype(const char* op, const char* name, const Tensor& x)
       return;
     default:
       fail(op, ": ", name, " must be float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8 or int8, got ",
-           torch::headeronly::toString(x.scalar_type()));
+           dtype_name(x.scalar_type()));
   }
 }
 
 inline void check_scalar_type(const char* op, const char* name, const Tensor& x, ScalarType expected) {
-  KVOPS_CHECK(x.scalar_type() == expected, op, ": ", name, " must be ", torch::headeronly::toString(expected), ", got ",
-              torch::headeronly::toString(x.scalar_type()));
+  KVOPS_CHECK(x.scalar_type() == expected, op, ": ", name, " must be ", dtype_name(expected), ", got ",
+              dtype_name(x.scalar_type()));
 }
 
-// A [b, Hk, n, d] tensor as a view. The rows must be contiguous and of whole 16-byte pieces. Only a tensor that is
-// `written` is asked for mutable memory: that would copy a lazy clone.
+// A view of a [b, Hk, n, d] tensor. The last dim must be contiguous and each row a multiple of 16 bytes. Only `written`
+// tensors request a mutable pointer, because that would materialize a lazy clone.
 inline KVView check_kv(const char* op, const char* name, const Tensor& x, bool written = false) {
   KVOPS_CHECK(x.dim() == 4, op, ": ", name, " must be [batch, heads, tokens, head_dim], got ", shape(x));
   const auto sizes = x.sizes(), strides = x.strides();
@@ -129,14 +162,14 @@ inline KVView check_kv(const char* op, const char* name, const Tensor& x, bool w
   return {data, strides[0] * item, strides[1] * item, strides[2] * item, sizes[3] * item};
 }
 
-// K or V as an operator sees it: [b, heads, n, d], dense or in pages.
+// K or V as an operator addresses it: [b, heads, n, d], dense or paged.
 struct KV {
   KVView view;
   int64_t b, heads, n, d;
 };
 
-// x: [b, heads, n, d]; with a block table [b, max_pages] the pages [num_pages, heads, page_size, d] that it is of, and
-// n = max_pages * page_size. Which pages it names is check_pages' to say.
+// x is [b, heads, n, d]. With a block table [b, max_pages], x holds the pages [num_pages, heads, page_size, d] instead,
+// and n = max_pages * page_size. check_pages() checks the page numbers.
 inline KV check_cache(const char* op, const char* name, const Tensor& x, const OptionalTensor& block_table,
                       bool written = false) {
   KV kv{check_kv(op, name, x, written), x.size(0), x.size(1), x.size(2), x.size(3)};
@@ -147,9 +180,9 @@ inline KV check_cache(const char* op, const char* name, const Tensor& x, const O
               ": block_table must be [batch, max_pages] with a contiguous last dim, got ", shape(*block_table));
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   KVOPS_CHECK(kv.b >= 1 && kv.b <= kMost && kv.n >= 1, op, ": ", name,
-              " must have pages, fewer than 2^31, of at least 1 slot with a block_table, got ", shape(x));
-  KVOPS_CHECK(block_table->size(1) <= kMost / kv.n, op, ": the slots of block_table's pages must fit int32, got ",
-              block_table->size(1), " pages of ", kv.n);
+              " must hold 1 to 2^31 - 1 pages of at least 1 slot when block_table is given, got ", shape(x));
+  KVOPS_CHECK(block_table->size(1) <= kMost / kv.n, op, ": the slots of a request in block_table must fit int32, got ",
+              block_table->size(1), " pages of ", kv.n, " slots");
   kv.view.table = static_cast<const int32_t*>(block_table->const_data_ptr());
   kv.view.table_stride = block_table->stride(0);
   kv.view.page_size = static_cast<int32_t>(kv.n);
@@ -160,43 +193,42 @@ inline KV check_cache(const char* op, const char* name, const Tensor& x, const O
   return kv;
 }
 
-// x as rows that are computed with: fp8 counts as the bf16 that it is read as.
+// For rows that are computed with: kernels widen fp8 to bf16, so row_bytes counts 2 bytes per element.
 inline KV as_read(KV kv, const Tensor& x) {
   if (x.element_size() == 1) kv.view.row_bytes *= 2;
   return kv;
 }
 
-// check_cache of such rows.
+// check_cache() for such rows.
 inline KV check_read_cache(const char* op, const char* name, const Tensor& x, const OptionalTensor& block_table) {
   return as_read(check_cache(op, name, x, block_table), x);
 }
 
-// A tensor that rows of `like` are written to: [b, heads, m, head_dim of like], on its device, of its dtype.
+// A tensor that receives rows of `like`: [b, heads, m, head_dim of like], with like's device and dtype.
 inline KVView check_target(const char* op, const char* name, const Tensor& out, const Tensor& like, int64_t b,
                            int64_t m) {
   check_same_device(op, name, out, like);
   KVOPS_CHECK(out.scalar_type() == like.scalar_type(), op, ": ", name, " must have k's dtype ",
-              torch::headeronly::toString(like.scalar_type()), ", got ",
-              torch::headeronly::toString(out.scalar_type()));
+              dtype_name(like.scalar_type()), ", got ", dtype_name(out.scalar_type()));
   const KVView view = check_kv(op, name, out, true);
   KVOPS_CHECK(out.size(0) == b && out.size(1) == like.size(1) && out.size(2) == m && out.size(3) == like.size(3), op,
               ": ", name, " must be [", b, ", ", like.size(1), ", ", m, ", ", like.size(3), "], got ", shape(out));
   return view;
 }
 
-// K and V of one call.
+// K and V of one layer.
 struct KVPair {
   KV k, v;
 };
 
-// check_type: check_dtype, check_read_dtype, or check_moved_dtype where rows are only moved.
+// check_type is check_dtype or check_read_dtype; check_moved_dtype if the operator only moves rows.
 template <class CheckType>
 KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, const OptionalTensor& block_table,
                      const CheckType& check_type, bool written = false) {
   check_same_device(op, "v", v, k);
   check_type(op, "k", k);
-  KVOPS_CHECK(v.scalar_type() == k.scalar_type(), op, ": v must have k's dtype ",
-              torch::headeronly::toString(k.scalar_type()), ", got ", torch::headeronly::toString(v.scalar_type()));
+  KVOPS_CHECK(v.scalar_type() == k.scalar_type(), op, ": v must have k's dtype ", dtype_name(k.scalar_type()), ", got ",
+              dtype_name(v.scalar_type()));
   const KVPair kv{check_cache(op, "k", k, block_table, written), check_cache(op, "v", v, block_table, written)};
   for (int i = 0; i < 3; ++i)
     KVOPS_CHECK(k.size(i) == v.size(i), op, ": v must have k's ",
@@ -204,20 +236,20 @@ KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, const Opt
   return kv;
 }
 
-// Of rows that are computed with.
+// For rows that are computed with.
 inline KVPair check_read_pair(const char* op, const Tensor& k, const Tensor& v, const OptionalTensor& block_table) {
   const KVPair kv = check_kv_pair(op, k, v, block_table, check_read_dtype);
   return {as_read(kv.k, k), as_read(kv.v, v)};
 }
 
-// Are values that lie on a GPU (indices, starts, lengths, budgets) read back and checked? kvops.debug_checks() says so;
-// one flag for each of the two libraries.
+// Whether to copy values back from the GPU (indices, starts, lengths, budgets) and check them. kvops.debug_checks()
+// sets this flag; the CPU and the CUDA library have one each.
 inline bool& debug_checks() {
   static bool on = false;
   return on;
 }
 
-// x where its values can be checked: itself on the CPU; a GPU's, copied here, or nothing, as debug_checks() says.
+// x if its values can be checked: on the CPU, x itself; on a GPU, a host copy under debug_checks(), otherwise nothing.
 inline OptionalTensor readable(const Tensor& x) {
 #ifdef KVOPS_GPU
   if (!debug_checks()) return std::nullopt;
@@ -231,13 +263,13 @@ inline OptionalTensor readable(const OptionalTensor& x) {
   return x ? readable(*x) : x;
 }
 
-// Where the values of such a tensor lie, or null.
+// The values of such a tensor, or null.
 template <class T>
 const T* values_of(const OptionalTensor& x) {
   return x ? static_cast<const T*>(x->const_data_ptr()) : nullptr;
 }
 
-// starts and lengths of a padded batch.
+// `starts` and `lengths` of a padded batch.
 inline ValidSlots check_valid_slots(const char* op, const Tensor& like, int64_t b, int64_t n,
                                     const OptionalTensor& starts, const OptionalTensor& lengths) {
   KVOPS_CHECK(n <= std::numeric_limits<int32_t>::max(), op, ": the number of tokens must fit int32, got ", n);
@@ -261,18 +293,19 @@ inline ValidSlots check_valid_slots(const char* op, const Tensor& like, int64_t 
     const int64_t start = start_values ? at(start_values, i) : 0;
     const int64_t length = length_values ? at(length_values, i) : n - start;
     KVOPS_CHECK(start >= 0 && length >= 0 && start + length <= n, op, ": starts and lengths of row ", i,
-                " must lie in [0, ", n, "], got start ", start, ", length ", length);
+                " must describe slots in [0, ", n, "], got start ", start, ", length ", length);
   }
   return slots;
 }
 
-// What a request uses of its slots.
+// The slots that a request uses.
 struct SlotRange {
   int64_t first, last;
 };
 
-// The block table names pages of k for all slots that are used, range(b) of request b; where they are written, each
-// page once, as else two requests would write to the same. range is asked where the table's values can be checked.
+// Checks that the block table names pages of k for all slots in use: range(b) for request b. If the operator writes to
+// the pages, each may be named only once; otherwise two requests would write to the same page. `range` is called only
+// when the table's values can be checked.
 template <class Range>
 void check_pages(const char* op, const OptionalTensor& block_table, const Tensor& k, const Range& range,
                  bool written = false) {
@@ -286,16 +319,16 @@ void check_pages(const char* op, const OptionalTensor& block_table, const Tensor
     const int32_t* const row = values_of<int32_t>(table) + b * table->stride(0);
     for (int64_t i = used.first / size; i <= (used.last - 1) / size; ++i) {
       KVOPS_CHECK(row[i] >= 0 && row[i] < pages, op, ": block_table must name pages in [0, ", pages,
-                  ") for the slots that are used, got ", row[i], " at request ", b, ", page ", i);
+                  ") for all slots in use, got ", row[i], " at request ", b, ", page ", i);
       if (!written) continue;
-      KVOPS_CHECK(!taken[row[i]], op, ": block_table must name a page that is written once, got page ", row[i],
-                  " again at request ", b, ", page ", i);
+      KVOPS_CHECK(!taken[row[i]], op, ": block_table must name each page once, since the call writes to it, got page ",
+                  row[i], " again at request ", b, ", page ", i);
       taken[row[i]] = true;
     }
   }
 }
 
-// Of the valid slots of n, which starts and lengths have been checked to be.
+// For the valid slots of n. starts and lengths have been checked already.
 inline void check_pages(const char* op, const OptionalTensor& block_table, const Tensor& k, int64_t n,
                         const OptionalTensor& starts, const OptionalTensor& lengths) {
   if (!block_table) return;
@@ -315,7 +348,7 @@ inline IndexView check_indices(const char* op, const Tensor& indices, const Tens
           indices.stride(2), indices.size(2)};
 }
 
-// check(row, stride, m, b, h) for each row of indices whose values can be checked.
+// Calls check(row, stride, m, b, h) for each row of indices whose values can be checked.
 template <class Check>
 void for_index_rows(const Tensor& indices, const Check& check) {
   const OptionalTensor values = readable(indices);
@@ -326,7 +359,8 @@ void for_index_rows(const Tensor& indices, const Check& check) {
       check(data + b * values->stride(0) + h * values->stride(1), values->stride(2), values->size(2), b, h);
 }
 
-// Indices in [-1, n). Signs are collected and looked at once a row, so that the loop is a few vector instructions.
+// Indices in [-1, n). The loop collects sign bits and tests them once per row, so that it compiles to a few vector
+// instructions.
 inline void check_index_values(const char* op, const Tensor& indices, int64_t n, const char* name = "indices") {
   for_index_rows(indices, [&](const int64_t* row, int64_t stride, int64_t m, int64_t b, int64_t h) {
     int64_t wrong = 0;
@@ -340,7 +374,7 @@ inline void check_index_values(const char* op, const Tensor& indices, int64_t n,
   });
 }
 
-// Indices in [-1, n), strictly ascending, -1 only at the end. Collected like check_index_values.
+// Indices in [-1, n), strictly ascending, with -1 only at the end. Vectorized like check_index_values.
 inline void check_ascending_values(const char* op, const Tensor& indices, int64_t n, const char* name = "indices") {
   for_index_rows(indices, [&](const int64_t* row, int64_t stride, int64_t m, int64_t b, int64_t h) {
     int64_t kept = m;
@@ -353,14 +387,14 @@ inline void check_ascending_values(const char* op, const Tensor& indices, int64_
       const int64_t index = row[i * stride];
       KVOPS_CHECK(index >= -1 && index < n, op, ": ", name, " must lie in [-1, ", n, "), got ", index, " at row ", b,
                   ", head ", h, ", entry ", i);
-      KVOPS_CHECK(index > last, op, ": ", name, " must ascend strictly with -1 only at the end, got ", index, " after ",
-                  last, " at row ", b, ", head ", h, ", entry ", i);
+      KVOPS_CHECK(index > last, op, ": ", name, " must be strictly ascending with -1 only at the end, got ", index,
+                  " after ", last, " at row ", b, ", head ", h, ", entry ", i);
       last = index;
     }
   });
 }
 
-// The slots from a request's lowest to its highest index, whose pages check_pages asks for.
+// The range from a request's lowest to its highest index, for check_pages().
 class IndexRange {
  public:
   explicit IndexRange(const Tensor& indices) : values_(readable(indices)) {}
@@ -383,7 +417,7 @@ class IndexRange {
   OptionalTensor values_;
 };
 
-// Each row's own k, int32 [b, Hk]; at least what is always kept, at most k.
+// A budget per row and head, int32 [b, Hk]: at least the number of protected slots, at most k.
 inline const int32_t* check_budgets(const char* op, const Tensor& budgets, const Tensor& scores, int64_t least,
                                     int64_t most) {
   const int64_t b = scores.size(0), heads = scores.size(1);
@@ -399,7 +433,7 @@ inline const int32_t* check_budgets(const char* op, const Tensor& budgets, const
   return static_cast<const int32_t*>(budgets.const_data_ptr());
 }
 
-// One of the reductions up to `last`.
+// The reduction with this code, which may be at most `last`.
 inline Reduce check_reduce(const char* op, const char* name, int64_t value, Reduce last) {
   constexpr const char* kNames[] = {"0 (sum)", "1 (mean)", "2 (max)", "3 (none)"};
   const int64_t most = static_cast<int64_t>(last);

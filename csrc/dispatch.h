@@ -1,11 +1,11 @@
-// The dtype switch, once. check_dtype has refused every other dtype by name before a kernel sees it.
+// The only dtype switch. check_dtype() has already rejected all other dtypes by name.
 #pragma once
 #include "kv_view.h"
 
 namespace kvops {
 namespace {
 
-// fn(T{}) with T = float, Half or BFloat16.
+// Calls fn(T{}) with T = float, Half or BFloat16.
 template <class Fn>
 inline void with_dtype(DType dtype, const Fn& fn) {
   switch (dtype) {
@@ -21,7 +21,7 @@ inline void with_dtype(DType dtype, const Fn& fn) {
   }
 }
 
-// The same for rows that are only read: E4M3 and E5M2 too.
+// The same for rows that are only read, so T may also be E4M3 or E5M2.
 template <class Fn>
 inline void with_read_dtype(DType dtype, const Fn& fn) {
   if (dtype == DType::e4m3) return fn(E4M3{});

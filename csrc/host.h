@@ -1,6 +1,5 @@
-// What the host bodies are made of: ops/<op>.cpp checks the arguments, allocates the outputs and calls launch_<op>.
-// Each is compiled twice: for libkvops.so, and with KVOPS_GPU for libkvops_cuda.so, where launch_<op> is
-// cuda/<op>.cu's.
+// What the host bodies share: ops/<op>.cpp checks the arguments, allocates the outputs and calls launch_<op>. Each is
+// compiled twice: for libkvops.so, and with KVOPS_GPU for libkvops_cuda.so, where launch_<op> comes from cuda/<op>.cu.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +15,7 @@
 #include <sys/mman.h>
 #endif
 
-// As STABLE_TORCH_LIBRARY_IMPL, for the library's device. The tests' simulator stands in for the CPU.
+// STABLE_TORCH_LIBRARY_IMPL for this library's device. The tests' simulator registers its kernels as CPU kernels.
 #if defined(KVOPS_GPU) && !defined(KVOPS_CUDASIM)
 #define KVOPS_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(kvops, CUDA, m)
 #else
@@ -25,7 +24,7 @@
 
 namespace kvops {
 
-// Memory that was not to be had. Python sees MemoryError, of a GPU's memory torch.OutOfMemoryError (kvops/dispatch.py).
+// Failed allocation. Python sees MemoryError, or torch.OutOfMemoryError for GPU memory (kvops/dispatch.py).
 class OutOfMemory : public std::bad_alloc {
  public:
   OutOfMemory(const char* op, int64_t bytes, const Tensor& on) {
@@ -41,7 +40,7 @@ class OutOfMemory : public std::bad_alloc {
   std::string text_;
 };
 
-// What torch's C functions call a dtype, and the bytes of an element.
+// The dtype code of torch's C shim, and the bytes per element.
 inline std::pair<int32_t, int64_t> shim_type(const char* op, ScalarType type) {
   switch (type) {
     case ScalarType::Float:
@@ -63,11 +62,11 @@ inline std::pair<int32_t, int64_t> shim_type(const char* op, ScalarType type) {
     case ScalarType::Char:
       return {aoti_torch_dtype_int8(), 1};
     default:
-      fail(op, ": no result has dtype ", torch::headeronly::toString(type));
+      fail(op, ": cannot allocate a result of dtype ", dtype_name(type));
   }
 }
 
-// A fresh contiguous tensor on like's device.
+// A new contiguous tensor on like's device.
 template <size_t N>
 Tensor empty(const char* op, const Tensor& like, const std::array<int64_t, N>& sizes, ScalarType type) {
   std::array<int64_t, N> strides;
@@ -87,8 +86,8 @@ Tensor empty(const char* op, const Tensor& like, const std::array<int64_t, N>& s
   return Tensor(handle);
 }
 
-// Fresh rows of K or V: contiguous, of like's dtype and head_dim. On the CPU the first touch of fresh memory costs a
-// page fault a page, more than writing the rows: there they ask for huge pages.
+// New rows for K or V: contiguous, with like's dtype and head_dim. On the CPU, the first touch of fresh memory takes
+// one page fault per page, which costs more than writing the rows. Huge pages make that rare.
 inline Tensor empty_rows(const char* op, const Tensor& like, int64_t b, int64_t heads, int64_t m) {
   const Tensor out = empty(op, like, std::array{b, heads, m, like.size(3)}, like.scalar_type());
 #if !defined(KVOPS_GPU) && defined(MADV_HUGEPAGE)
@@ -101,7 +100,7 @@ inline Tensor empty_rows(const char* op, const Tensor& like, int64_t b, int64_t 
   return out;
 }
 
-// The CUDA kernels hold a row in the registers of one warp.
+// The CUDA kernels hold one row in the registers of one warp.
 inline void check_head_dim(const char* op, const char* name, const Tensor& x) {
 #ifdef KVOPS_GPU
   KVOPS_CHECK(x.size(3) <= kMaxHeadDim, op, ": head_dim of ", name, " must be at most ", kMaxHeadDim, " on a GPU, got ",
@@ -118,7 +117,7 @@ struct CurrentDevice {
   void* stream() const { return nullptr; }
 };
 #else
-// Makes x's device the current one while it lives, and knows torch's current stream there.
+// Makes x's device current for its lifetime and looks up torch's current stream there.
 class CurrentDevice {
  public:
   explicit CurrentDevice(const Tensor& x) : guard_(x.get_device_index()) {
@@ -132,7 +131,7 @@ class CurrentDevice {
 };
 #endif
 
-// A call on the device of `first`. Its workspace is from torch's caching allocator.
+// A call on the device of `first`. The workspace comes from torch's caching allocator.
 class HostCall final : public Call {
  public:
   HostCall(const char* op, const Tensor& first) : Call(op), first_(first), device_(first) { stream = device_.stream(); }

@@ -1,5 +1,5 @@
-// Operators that write to their arguments refuse views that torch negates when they are read, such as x.conj().imag:
-// torch's fallback would hand them copies, and fail when it writes these back, with one of two tensors changed.
+// Operators that write to their arguments reject views with torch's negative bit, such as x.conj().imag. torch's
+// fallback would pass copies and then fail to write them back, leaving one of two tensors changed.
 #include "check.h"
 
 namespace kvops {
@@ -15,7 +15,7 @@ struct Name {
 template <Name op>
 void refuse_negated(StableIValue*, uint64_t, uint64_t) {
   fail(op.text,
-       ": tensors must not be negated views where the call writes to its arguments, got one; resolve_neg() it");
+       ": tensors must not be negated views in a call that writes to its arguments, got one; call resolve_neg() on it");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Which tensors of a call share memory: every operator that writes to its arguments refuses those that do.
+// Detects tensors of a call that share memory. Operators that write to their arguments reject them.
 #pragma once
 
 #include <algorithm>
@@ -8,15 +8,16 @@
 
 namespace kvops {
 
-// The bytes of a tensor: runs of `length` bytes from `begin` + sum of t * stride, 0 <= t < size for each of `dims`.
+// The bytes of a tensor: runs of `length` bytes that begin at `begin` + sum of t * stride, 0 <= t < size, over all
+// `dims`.
 struct Runs {
   struct Dim {
     int64_t stride, size;  // bytes; steps
   };
   const char* begin;
-  int64_t length;         // 0: no element
-  std::vector<Dim> dims;  // sorted by stride, those that follow each other merged
-  bool repeated = false;  // expanded: a stride is 0
+  int64_t length;         // 0: no elements
+  std::vector<Dim> dims;  // sorted by stride; adjacent dims are merged
+  bool repeated = false;  // expanded: some stride is 0
 
   explicit Runs(const Tensor& x)
       : begin(static_cast<const char*>(x.const_data_ptr())), length(static_cast<int64_t>(x.element_size())) {
@@ -42,7 +43,7 @@ struct Runs {
     }
   }
 
-  // From the first byte to behind the last.
+  // Bytes from the first to one past the last.
   int64_t extent() const {
     int64_t bytes = length;
     for (const Dim& dim : dims) bytes += dim.stride * (dim.size - 1);
@@ -50,9 +51,10 @@ struct Runs {
   }
 };
 
-// Is there a sum of t * stride, first <= t <= last for each stride, in [low, high]? Outer strides first: what the inner
-// ones span leaves one or two candidates where strides are nested, as those of slices are, and what no multiple of
-// their greatest common divisor can be is left out. Where they are not, the search stops after kSteps and says yes.
+// Whether some sum of t * stride, first <= t <= last for each stride, lies in [low, high]. The search tries outer
+// strides first. For nested strides, as slices have, the span of the inner strides leaves one or two candidates; ranges
+// that contain no multiple of the inner strides' greatest common divisor are pruned. For other strides the search gives
+// up after kSteps and answers yes.
 class StrideSum {
  public:
   void add(int64_t stride, int64_t first, int64_t last) {
@@ -83,11 +85,11 @@ class StrideSum {
   static constexpr int kSteps = 1 << 14;
   struct Term {
     int64_t stride, first, last;
-    int64_t divisor = 0, least = 0, most = 0;  // of this and the inner ones together
+    int64_t divisor = 0, least = 0, most = 0;  // of this term and the inner ones together
   };
   static int64_t floor_of(int64_t x, int64_t y) { return x / y - (x % y < 0); }
 
-  // With the inner `count` terms.
+  // Considers the `count` innermost terms.
   bool reaches(size_t count, int64_t low, int64_t high) {
     if (count == 0) return low <= 0 && 0 <= high;
     const Term& term = terms_[count - 1];
@@ -107,14 +109,14 @@ class StrideSum {
   int steps_ = 0;
 };
 
-// Do two elements lie on each other? So in expanded and in sliding-window views.
+// Whether two elements share memory, as in expanded and sliding-window views.
 inline bool overlaps_itself(const Runs& runs) {
   if (runs.length == 0 || runs.repeated) return runs.length != 0;
-  // Two places differ by t steps of one dim, t >= 1, and by any number of steps of the dims inside of it.
+  // Two runs differ by t >= 1 steps of one dim and by any number of steps of the dims inside it.
   for (size_t i = 0; i < runs.dims.size(); ++i) {
     StrideSum difference;
     for (size_t j = 0; j < i; ++j) difference.add(runs.dims[j].stride, 1 - runs.dims[j].size, runs.dims[j].size - 1);
-    // Its own t, less one.
+    // The dim's own t, minus one.
     difference.add(runs.dims[i].stride, 0, runs.dims[i].size - 2);
     if (difference.reaches(1 - runs.length - runs.dims[i].stride, runs.length - 1 - runs.dims[i].stride)) return true;
   }
@@ -124,7 +126,7 @@ inline bool overlaps_itself(const Runs& runs) {
 inline bool overlaps(const Runs& x, const Runs& y) {
   const int64_t offset = y.begin - x.begin;
   if (x.length == 0 || y.length == 0 || offset >= x.extent() || -offset >= y.extent()) return false;
-  StrideSum difference;  // of a run of y from one of x, less the offset
+  StrideSum difference;  // from a run of x to a run of y, minus the offset
   for (const auto& dim : x.dims) difference.add(dim.stride, 1 - dim.size, 0);
   for (const auto& dim : y.dims) difference.add(dim.stride, 0, dim.size - 1);
   return difference.reaches(1 - y.length - offset, x.length - 1 - offset);
@@ -135,8 +137,8 @@ struct Named {
   const Tensor& tensor;
 };
 
-// Every operator that writes to its arguments: what is `written` overlaps neither itself nor any other tensor of the
-// call, written or `read`. By address, so that only those are compared whose extents meet.
+// For every operator that writes to its arguments: a `written` tensor must not overlap itself or any other tensor of
+// the call, written or `read`. Tensors are sorted by address, so only those with intersecting extents are compared.
 inline void check_written(const char* op, const std::vector<Named>& written, const std::vector<Named>& read) {
   struct Place {
     const Named& named;
@@ -147,7 +149,7 @@ inline void check_written(const char* op, const std::vector<Named>& written, con
   for (const Named& x : written) {
     places.push_back({x, Runs(x.tensor), true});
     KVOPS_CHECK(!overlaps_itself(places.back().runs), op, ": ", x.name,
-                " is written and must not overlap itself, got strides that do (an expanded tensor?)");
+                " is written to and must not overlap itself, got strides that do (an expanded tensor?)");
   }
   for (const Named& x : read) places.push_back({x, Runs(x.tensor), false});
   std::vector<const Place*> by_address;
@@ -159,10 +161,10 @@ inline void check_written(const char* op, const std::vector<Named>& written, con
     const char* const end = by_address[i]->runs.begin + by_address[i]->runs.extent();
     for (size_t j = i + 1; j < by_address.size() && by_address[j]->runs.begin < end; ++j) {
       const Place *x = by_address[i], *y = by_address[j];
-      // The written one is named first; of two, the one that comes first in the call.
+      // Name the written tensor first; if both are, the one that comes first in the call.
       if (!x->written || (y->written && y < x)) std::swap(x, y);
       KVOPS_CHECK(!x->written || !overlaps(x->runs, y->runs), op, ": ", x->named.name,
-                  " is written and must share no memory with ", y->named.name, ", got tensors that do");
+                  " is written to and must share no memory with ", y->named.name, ", got tensors that overlap");
     }
   }
 }

@@ -1,5 +1,5 @@
-"""Faults that the simulated runs must find: changes of the kernels' text, each behind a switch that is off unless
-CUDASIM_FAULT names it, so that one build has them all."""
+"""Faults that the simulated runs must find: edits of the kernels' source, each behind a switch that is off unless
+CUDASIM_FAULT selects it, so that one build contains them all."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HOPPER_RELEASE = "if (tile == tiles - 1) ring.release();"
 
 class Fault(NamedTuple):
     op: str  # whose tests find it
-    file: str  # of csrc/cuda
-    right: str  # a statement or an expression that is there once
-    wrong: str  # what takes its place; empty: it is left out
+    file: str  # in csrc/cuda
+    right: str  # a statement or an expression that occurs once
+    wrong: str  # its replacement; empty: remove it
     tests: str
     says: str = WRONG_RESULT
     build: str = "plain"
@@ -43,13 +43,13 @@ FAULTS = {
         "test_layouts",
         **race("ladder_compact_.cuh"),
     ),
-    "ladder_compact_ reads before all shifts are there": Fault(
+    "ladder_compact_ reads before all shifts are written": Fault(
         "ladder_compact_",
         "ladder_compact_.cuh",
-        "__syncthreads();  // the shifts are there",
+        "__syncthreads();  // the shifts are written",
         "",
         "test_all_rows_move_a_little",
-        **race("ladder_compact_.cuh"),  # what else it does depends on what the memory held before
+        **race("ladder_compact_.cuh"),  # its result depends on what the memory held before
     ),
     "gather_kv writes a row too many": Fault(
         "gather_kv",
@@ -60,10 +60,10 @@ FAULTS = {
         says=r"heap-buffer-overflow.* csrc/cuda/gather_kv.cuh:\d+",
         build="address",
     ),
-    "compact_kv_ writes to a page that is not there": Fault(
+    "compact_kv_ writes to a page that does not exist": Fault(
         "pages", "compact_kv_.cuh", "data.has_page(to)", "true", "test_rows_are_moved_between_pages"
     ),
-    "anchor_cosine looks rows up behind the end of the table": Fault(
+    "anchor_cosine looks up rows past the end of the table": Fault(
         "pages",
         "anchor_cosine.cuh",
         "next_.row(u, u < left_)",
@@ -71,7 +71,7 @@ FAULTS = {
         "test_entries_that_name_no_page and anchor",
         says="Segmentation fault",
     ),
-    "window_attention takes rows of two pages for rows of one": Fault(
+    "window_attention treats rows of two pages as one page": Fault(
         "pages", "window_attention.cuh", "rows.strided(0, kGroupKeys)", "true", "test_every_call and window_attention"
     ),
     "select_topk counts without atomics": Fault(
@@ -97,13 +97,13 @@ FAULTS = {
         "test_long_rows_on_several_gpus and 1",
         says="of_block before the first cluster_sync",
     ),
-    "select_topk's blocks end while others look into them": Fault(
+    "select_topk's blocks end while others read their memory": Fault(
         "select_topk",
         "select_topk.cuh",
-        "cluster_sync();  // no other block looks into this one's shared memory any more",
+        "cluster_sync();  // no other block reads this one's shared memory any more",
         "",
         "test_long_rows_on_several_gpus and 1",
-        says="its block returns while another may look into its shared",
+        says="its block returns while another may still read its shared",
     ),
     "lag_score reads the reference before all have written": Fault(
         "lag_score",
@@ -112,10 +112,10 @@ FAULTS = {
         "",
         "test_layouts_change_nothing",
     ),
-    "lag_score looks at the other blocks of its cluster before they have told": Fault(
+    "lag_score reads the other blocks of its cluster before they have published": Fault(
         "lag_score",
         "lag_score.cuh",
-        "cluster_sync();  // all blocks have told; what they tell in the next step goes to another place",
+        "cluster_sync();  // all blocks have published; the next step uses the other buffer",
         "",
         "test_clusters_change_nothing",
         says="of_block before the first cluster_sync",
@@ -123,7 +123,7 @@ FAULTS = {
     "anchor_cosine overwrites sums before all have been read": Fault(
         "anchor_cosine",
         "anchor_cosine.cuh",
-        "__syncthreads();  // and may be overwritten",
+        "__syncthreads();  // they have been read and may be overwritten",
         "",
         "test_a_batch_changes_nothing",
         **race("anchor_cosine.cuh"),
@@ -131,21 +131,21 @@ FAULTS = {
     "anchor_cosine adds up before all have written": Fault(
         "anchor_cosine",
         "anchor_cosine.cuh",
-        "__syncthreads();  // the warps' sums are there",
+        "__syncthreads();  // the warps' sums are written",
         "",
         "test_layouts_change_nothing",
     ),
     "anchor_cosine does not wait for its copies": Fault(
         "anchor_cosine", "anchor_cosine.cuh", "wait_for_copies<kStages - 1>();", "", "test_layouts_change_nothing"
     ),
-    "outlier_degree walks before all factors are there": Fault(
+    "outlier_degree walks before all factors are written": Fault(
         "outlier_degree",
         "outlier_degree.cuh",
-        "__syncthreads();  // all factors are there",
+        "__syncthreads();  // all factors are written",
         "",
         "test_dtypes_and_head_dims",
     ),
-    "outlier_degree multiplies with a neighbour too many": Fault(
+    "outlier_degree multiplies with one neighbour too many": Fault(
         "outlier_degree",
         "outlier_degree.cuh",
         "distance <= kappa",
@@ -155,15 +155,15 @@ FAULTS = {
     "outlier_degree adds up similarities before all have written": Fault(
         "outlier_degree",
         "outlier_degree.cuh",
-        "__syncthreads();  // the block's similarities are there",
+        "__syncthreads();  // the block's similarities are written",
         "",
         "test_a_batch_changes_nothing",
         **race("outlier_degree.cuh"),
     ),
-    "assign_prototypes multiplies before all prototypes are there": Fault(
+    "assign_prototypes multiplies before all prototypes are loaded": Fault(
         "assign_prototypes",
         "assign_prototypes.cuh",
-        "__syncthreads();  // the prototypes are there",
+        "__syncthreads();  // the prototypes are loaded",
         "",
         "test_dtypes_and_head_dims",
     ),
@@ -175,7 +175,7 @@ FAULTS = {
         "test_the_order",
         **race("cluster_mean.cuh"),
     ),
-    "cluster_mean adds to what other blocks do not see yet": Fault(
+    "cluster_mean adds without atomics across blocks": Fault(
         "cluster_mean",
         "cluster_mean.cuh",
         "atomicAdd(sums + cluster, sum);",
@@ -184,10 +184,10 @@ FAULTS = {
         build="memory",
         order=2,
     ),
-    "window_scores multiplies before all queries are there": Fault(
+    "window_scores multiplies before all queries are written": Fault(
         "window_scores",
         "window_scores.cuh",
-        "__syncthreads();  // queries, weights and limits are there",
+        "__syncthreads();  // queries, weights and limits are written",
         "",
         "test_dtypes_and_head_dims",
     ),
@@ -202,7 +202,7 @@ FAULTS = {
     "window_scores lets rows see one key too many": Fault(
         "window_scores", "window_scores.cuh", "j < limits[r]", "j <= limits[r]", "test_limits"
     ),
-    "window_attention cuts sums by the GPU": Fault(
+    "window_attention splits sums by the GPU": Fault(
         "window_attention",
         "window.cuh",
         "148 / row_blocks",
@@ -213,16 +213,16 @@ FAULTS = {
         "window_attention", "window_attention.cuh", "wait_for_stage<3>(plan.stages);", "", "test_limits"
     ),
     "window_attention reads keys before all have copied": Fault(
-        "window_attention", "window_attention.cuh", "meet();  // the tile is there", "", "test_limits"
+        "window_attention", "window_attention.cuh", "meet();  // the tile has arrived", "", "test_limits"
     ),
-    "window_attention turns keys before all lanes have copied theirs": Fault(
+    "window_attention rotates keys before all lanes have copied theirs": Fault(
         "window_attention",
         "window_attention.cuh",
-        "__syncwarp();  // the warp's own keys are there",
+        "__syncwarp();  // the warp's own keys have arrived",
         "",
         "test_keys_turn and 128",
     ),
-    "window_attention turns keys by the angle of the warp's first": Fault(
+    "window_attention rotates keys by the angle of the warp's first": Fault(
         "window_attention",
         "window_attention.cuh",
         "rope.sin.row(b, slot + key)",
@@ -230,7 +230,11 @@ FAULTS = {
         "test_keys_turn and 128",
     ),
     "window_attention adds up before all warps have written": Fault(
-        "window_attention", "window_attention.cuh", "__syncthreads();  // all warps' sums are there", "", "test_limits"
+        "window_attention",
+        "window_attention.cuh",
+        "__syncthreads();  // all warps' sums are written",
+        "",
+        "test_limits",
     ),
     "window_attention copies over a tile before all have read it": Fault(
         "window_attention",
@@ -260,14 +264,13 @@ FAULTS = {
 
 
 def switch_of(fault: Fault) -> int:
-    """What CUDASIM_FAULT calls it; the same change has one switch, whatever the tests."""
+    """Its number for CUDASIM_FAULT. Faults with the same edit share a switch, even if their tests differ."""
     changes = [(x.file, x.right, x.wrong) for x in FAULTS.values()]
     return 1 + changes.index((fault.file, fault.right, fault.wrong))
 
 
 def plant(to: Path) -> None:
-    """Copies csrc, the faults behind their switches and each line where it was. Files that stay as they are are not
-    written again."""
+    """Copies csrc with the faults behind their switches, keeping line numbers. Does not rewrite unchanged files."""
     changes = {switch_of(x): x for x in FAULTS.values()}
     for path in filter(Path.is_file, CSRC.rglob("*")):
         text = path.read_text()
@@ -281,8 +284,7 @@ def plant(to: Path) -> None:
 
 
 def planted(text: str, file: str, right: str, switch: str) -> str:
-    """The text with the switch in the place of `right`, which is there once, as code. A comment behind a statement may
-    tell it from others like it."""
+    """Replaces `right`, which must occur once as code, by the switch. A trailing comment may identify a statement."""
     assert text.count(right) == 1, f"{file} has changed: {right!r} is there {text.count(right)} times"
     begin = text.index(right)
     end = begin + len(right)
@@ -291,7 +293,7 @@ def planted(text: str, file: str, right: str, switch: str) -> str:
 
 
 def code_of(text: str) -> str:
-    """The text with blanks in the place of comments."""
+    """The text with comments replaced by blanks."""
     return re.sub(
         r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/',
         lambda found: found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0]),

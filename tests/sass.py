@@ -1,14 +1,15 @@
-"""The machine code of the CUDA kernels: their loops, and what a loop spends on each 16 bytes that it moves.
+"""Disassembles the CUDA kernels: their loops, and the instructions that a loop spends on each 16 bytes it loads.
 
 python tests/sass.py attention_parts               # the loops of the instance for bf16 and head_dim 128, on sm_90a
-python tests/sass.py attention_parts --pages       # of the one for pages
+python tests/sass.py attention_parts --pages       # of the instance for pages
 python tests/sass.py attention_parts --all         # of every instance
 python tests/sass.py attention_parts --file x.cubin
 python tests/sass.py attention_parts --text        # and their instructions
 
-A loop with a + has others inside it. `instructions` counts all of a loop; `quickest` counts its shortest way round
-with the most loads of 16 bytes from global memory, without what a branch can leave out: careful code for rare cases,
-but work too. `16 bytes` counts those loads, and `each` is quickest / 16 bytes. Needs cuobjdump and nvdisasm, of pip.
+A + marks a loop that contains others. `instructions` counts the whole loop. `quickest` counts the shortest iteration
+with the most 16-byte loads from global memory: it leaves out everything that a branch can skip, such as careful paths
+for rare cases (but also real work). `16 bytes` counts those loads, and `each` is quickest / 16 bytes. Needs cuobjdump
+and nvdisasm, available from pip.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import NamedTuple
 import resources
 
 ARCH = "sm_90a"
-# Loads of 16 bytes from global memory: to a register, and by cp.async.
+# 16-byte loads from global memory, to registers or by cp.async.
 WIDE = re.compile(r"(LDG|LD)\.E\.(\w+\.)*128|LDGSTS\.E\.(\w+\.)*128")
 
 
@@ -41,16 +42,16 @@ class Instruction(NamedTuple):
         return int(m[1], 16) if m else None
 
 
-class Block(NamedTuple):  # of instructions that follow one another
+class Block(NamedTuple):  # of consecutive instructions
     code: list[Instruction]
-    next: list[int]  # the first addresses of the blocks that may follow
+    next: list[int]  # the start addresses of the blocks that may follow
 
 
 class Loop:
-    """All that lies on the ways from its head back to its head, with the loops inside it."""
+    """Everything on the paths from its head back to its head, including inner loops."""
 
     def __init__(self, head: int, blocks: dict[int, Block]):
-        self.head, self.blocks = head, blocks  # in an order in which ways go on, but for loops
+        self.head, self.blocks = head, blocks  # in topological order, back edges aside
 
     @cached_property
     def code(self) -> list[Instruction]:
@@ -58,16 +59,18 @@ class Loop:
 
     @property
     def kinds(self) -> Counter[str]:
-        """How many of each instruction, by its first word: LDG, FFMA."""
+        """The number of instructions of each kind, by first word: LDG, FFMA."""
         return Counter(x.op.split(".")[0] for x in self.code)
 
     def count(self, pattern: str | re.Pattern = WIDE) -> int:
         return count(self.code, pattern)
 
     def quickest(self, pattern: str | re.Pattern = WIDE) -> int:
-        """The instructions of the shortest way round with as many of `pattern` as a way can have. Loops inside are
-        gone through once."""
-        best = {}  # of what is left of the way: how many there are, and minus the instructions
+        """The number of instructions in the shortest iteration that has the largest possible number of `pattern`.
+
+        Inner loops run once.
+        """
+        best = {}  # for the rest of the path: number of matches, and minus the number of instructions
         for at, block in reversed(self.blocks.items()):
             ways = [best[x] for x in block.next if x in best] + [(0, 0)] * (self.head in block.next)
             if ways:
@@ -81,7 +84,7 @@ def count(code: list[Instruction], pattern: str | re.Pattern) -> int:
 
 
 def functions(text: str) -> dict[tuple[str, str], list[Instruction]]:
-    """By name and instance, the kernels of cuobjdump's disassembly."""
+    """The kernels in cuobjdump's disassembly, by name and instance."""
     found = {}
     for part in text.split("Function : ")[1:]:
         name, _, body = part.partition("\n")
@@ -92,7 +95,7 @@ def functions(text: str) -> dict[tuple[str, str], list[Instruction]]:
 
 
 def blocks_of(code: list[Instruction]) -> dict[int, Block]:
-    """By their first address. Warps are whole: what BRA.DIV goes to is for those that are not. Calls come back."""
+    """The basic blocks, by start address. Assumes whole warps (BRA.DIV is not taken) and that calls return."""
     ends, starts = {}, {code[0].address}
     for i, x in enumerate(code):
         after = [code[i + 1].address] if i + 1 < len(code) else []
@@ -118,7 +121,7 @@ def blocks_of(code: list[Instruction]) -> dict[int, Block]:
 
 
 def loops(code: list[Instruction]) -> list[Loop]:
-    """All loops, in the order of their heads: an edge to a block that every way to its start passes closes one."""
+    """All loops, ordered by head. An edge closes a loop if every path to its start passes through its end."""
     blocks = blocks_of(code)
     entry = code[0].address
     order, seen = [], set()
@@ -144,7 +147,7 @@ def loops(code: list[Instruction]) -> list[Loop]:
     for x in order:
         for y in blocks[x].next:
             before[y].append(x)
-    # The block that all ways to a block pass last, itself aside (Cooper, Harvey and Kennedy).
+    # The last block, other than itself, that all paths to a block pass through (Cooper, Harvey and Kennedy).
     dominator = {entry: entry}
 
     def meet(a: int, b: int) -> int:
@@ -185,7 +188,7 @@ def loops(code: list[Instruction]) -> list[Loop]:
 
 
 def hot_loops(code: list[Instruction], pattern: str | re.Pattern = WIDE) -> list[Loop]:
-    """The loops that have such instructions, the one with most first; none that is around one with half of them."""
+    """The loops with such instructions, most first, except loops around one that has at least half of them."""
     having = [x for x in loops(code) if x.count(pattern)]
 
     def within(x: Loop) -> Iterator[Loop]:
@@ -196,7 +199,7 @@ def hot_loops(code: list[Instruction], pattern: str | re.Pattern = WIDE) -> list
 
 
 def usual(found: dict[tuple[str, str], list[Instruction]], name: str, paged: bool = False) -> list[str]:
-    """The instances of a kernel for bf16 and head_dim 128, dense or in pages."""
+    """The instances of a kernel for bf16 and head_dim 128, dense or paged."""
     return resources.usual(sorted(instance for kernel, instance in found if kernel == name), lambda x: x, paged)
 
 
@@ -233,7 +236,7 @@ def main() -> None:
 
 
 def missing() -> str:
-    """What the code cannot be read without, or nothing."""
+    """What is missing to read the code, or an empty string."""
     return resources.missing() or (
         "" if resources.find_nvdisasm() else "no nvdisasm (pip install nvidia-cuda-nvdisasm)"
     )

@@ -160,11 +160,14 @@ def test_bad_input():
     k, _ = kit.kv(1, 2, 64, 16)
     for arguments, parts in (
         (dict(k=k[0]), ("anchor_cosine", "k must be", r"\[2, 64, 16\]")),
-        (dict(k=k.double()), ("k must be float32", "Double")),
+        (dict(k=k.double()), ("k must be float32", "torch.float64")),
         (dict(k=k.mT.contiguous().mT), ("k must have a contiguous last dim",)),
         (dict(k=k[..., :2]), ("head_dim of k", "got 2")),
         (dict(k=k, anchor=torch.zeros(1, 2, 8)), ("anchor must be a contiguous", r"\[1, 2, 16\]", r"\[1, 2, 8\]")),
-        (dict(k=k, anchor=torch.zeros(1, 2, 16, dtype=torch.float64)), ("anchor must be Float", "Double")),
+        (
+            dict(k=k, anchor=torch.zeros(1, 2, 16, dtype=torch.float64)),
+            ("anchor must be torch.float32", "torch.float64"),
+        ),
         (dict(k=k, starts=kit.int32(-1)), ("starts and lengths of row 0", "start -1")),
         (dict(k=k, lengths=kit.int32(65)), ("starts and lengths of row 0", "length 65")),
     ):

@@ -225,8 +225,8 @@ def test_bad_input():
     prototypes = kit.randn(2, 2, 5, 16)
     for arguments, parts in (
         (dict(k=k[0], prototypes=prototypes), ("assign_prototypes", "k must be", r"\[2, 10, 16\]")),
-        (dict(k=k.double(), prototypes=prototypes), ("k must be float32", "Double")),
-        (dict(k=k, prototypes=prototypes.half()), ("prototypes must be Float", "Half")),
+        (dict(k=k.double(), prototypes=prototypes), ("k must be float32", "torch.float64")),
+        (dict(k=k, prototypes=prototypes.half()), ("prototypes must be torch.float32", "torch.float16")),
         (dict(k=k, prototypes=prototypes[:1]), ("prototypes must be a contiguous", r"got \[1, 2, 5, 16\]")),
         (dict(k=k, prototypes=prototypes[..., :8]), ("prototypes must be a contiguous", r"got \[2, 2, 5, 8\]")),
         (dict(k=k, prototypes=prototypes[:, :, :0]), ("at least 1", r"got \[2, 2, 0, 16\]")),

@@ -170,7 +170,7 @@ def test_isa_can_be_forced(level):
         error = run(sys.executable, "-c", code, env={"KVOPS_ISA": level}, expect=1)
         assert (
             last_line(error)
-            == f"ImportError: kvops: KVOPS_ISA={level} is more than this CPU has, which is {LEVELS[best]}"
+            == f"ImportError: kvops: KVOPS_ISA={level} is not supported by this CPU, expected at most {LEVELS[best]}"
         )
 
 

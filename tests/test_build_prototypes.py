@@ -154,15 +154,15 @@ def test_bad_input():
     buckets = torch.zeros(2, 2, 3, dtype=torch.int32)
     good = dict(k=k, sat_indices=sats, buckets=buckets, num_chunks=3)
     for change, parts in (
-        (dict(k=k.double()), ("build_prototypes", "k must be float32", "Double")),
+        (dict(k=k.double()), ("build_prototypes", "k must be float32", "torch.float64")),
         (dict(num_chunks=-1), ("num_chunks must be in", "got -1")),
         (dict(num_buckets=-1), ("num_buckets must be in", "got -1")),
         (dict(num_chunks=0, num_buckets=0), (r"num_chunks \+ num_buckets must be at least 1, got 0",)),
         (dict(buckets=None), ("sat_indices and buckets must be given together",)),
-        (dict(sat_indices=sats.int()), ("sat_indices must be Long", "Int")),
+        (dict(sat_indices=sats.int()), ("sat_indices must be torch.int64", "torch.int32")),
         (dict(sat_indices=sats + 6), (r"sat_indices must lie in \[-1, 10\), got 10 at row 0, head 0, entry 1",)),
-        (dict(sat_indices=sats.roll(1, -1)), ("sat_indices must ascend strictly", "got -1 after -1 .* entry 0")),
-        (dict(buckets=buckets.long()), ("buckets must be Int", "Long")),
+        (dict(sat_indices=sats.roll(1, -1)), ("sat_indices must be strictly ascending", "got -1 after -1 .* entry 0")),
+        (dict(buckets=buckets.long()), ("buckets must be torch.int32", "torch.int64")),
         (dict(buckets=buckets[..., :2]), (r"buckets must be a contiguous int32 \[2, 2, 3\], got \[2, 2, 2\]",)),
         (dict(buckets=buckets + 4), (r"buckets must lie in \[-1, 4\), got 4",)),
         (dict(lengths=kit.int32(1, 11)), ("starts and lengths of row 1", "length 11")),

@@ -112,8 +112,8 @@ def test_bad_input():
     good = dict(scores=scores, assignment=assignment, num_clusters=3)
     for change, parts in (
         (dict(scores=scores[0]), ("cluster_mean", "scores must be", r"\[2, 10\]")),
-        (dict(scores=scores.half()), ("scores must be Float", "Half")),
-        (dict(assignment=assignment.long()), ("assignment must be Int", "Long")),
+        (dict(scores=scores.half()), ("scores must be torch.float32", "torch.float16")),
+        (dict(assignment=assignment.long()), ("assignment must be torch.int32", "torch.int64")),
         (dict(assignment=assignment[..., :9]), (r"assignment must be \[2, 2, 10\]", r"got \[2, 2, 9\]")),
         (dict(scores=torch.zeros(2, 10, 2).mT), ("scores must have a contiguous last dim",)),
         (dict(num_clusters=0), ("num_clusters must be in", "got 0")),

@@ -99,15 +99,15 @@ def test_bad_input():
     good = dict(scores=scores, assignment=assignment, cluster_scores=means, k=4)
     for change, parts in (
         (dict(scores=scores[0]), ("cluster_priority", "scores must be", r"\[2, 10\]")),
-        (dict(scores=scores.half()), ("scores must be Float", "Half")),
-        (dict(cluster_scores=means.half()), ("cluster_scores must be Float", "Half")),
+        (dict(scores=scores.half()), ("scores must be torch.float32", "torch.float16")),
+        (dict(cluster_scores=means.half()), ("cluster_scores must be torch.float32", "torch.float16")),
         (dict(cluster_scores=means[:1]), ("cluster_scores must be a contiguous", r"got \[1, 2, 3\]")),
         (dict(cluster_scores=means[..., :0]), ("at least 1", r"got \[2, 2, 0\]")),
-        (dict(assignment=assignment.long()), ("assignment must be Int", "Long")),
+        (dict(assignment=assignment.long()), ("assignment must be torch.int32", "torch.int64")),
         (dict(assignment=assignment + 3), (r"assignment must lie in \[-1, 3\), got 3",)),
         (dict(k=-1), ("k must be >= 0, got -1",)),
         (dict(k=3, budgets=budgets), ("budgets must lie", "got 4")),
-        (dict(budgets=budgets.long()), ("budgets must be Int", "Long")),
+        (dict(budgets=budgets.long()), ("budgets must be torch.int32", "torch.int64")),
     ):
         with kvops.debug_checks(), kit.refuses(*parts):
             ops.cluster_priority(**good | change)

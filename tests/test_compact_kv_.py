@@ -120,8 +120,8 @@ def test_a_bad_layer_changes_no_layer():
     k, v = kit.kv(2, 2, 20, 16)
     good = random_indices(2, 2, 20, 5)
     for arguments, parts in (
-        (([k, k + 0], [v], [good, good]), ("k and v must be equally many, got 2 and 1",)),
-        (([k, k + 0], [v, v + 0], [good]), ("k and indices must be equally many, got 2 and 1",)),
+        (([k, k + 0], [v], [good, good]), ("k and v must have one tensor per layer, got 2 and 1",)),
+        (([k, k + 0], [v, v + 0], [good]), ("k and indices must have one tensor per layer, got 2 and 1",)),
         (([], [], []), ("at least one layer",)),
         (([k, k + 0], [v, v + 0], [good, good - 1 + 20]), (r"indices must lie in \[-1, 20\)",)),
         (([k, k[:, :, :10]], [v, v[:, :, :10]], [good, good]), ("all layers must have one shape", "in layer 1")),
@@ -164,10 +164,10 @@ def test_bad_input_changes_nothing():
             (r"indices must lie in \[-1, 20\)", "got 20", "row 1, head 1, entry 4"),
         ),
         ((k, v, with_last_row(0, 1, 2, 3, -2)), ("indices must lie", "got -2")),
-        ((k, v, with_last_row(0, 1, 3, 2, 4)), ("indices must ascend strictly", "got 2 after 3")),
-        ((k, v, with_last_row(0, 1, 1, 2, 4)), ("indices must ascend strictly", "got 1 after 1")),
+        ((k, v, with_last_row(0, 1, 3, 2, 4)), ("indices must be strictly ascending", "got 2 after 3")),
+        ((k, v, with_last_row(0, 1, 1, 2, 4)), ("indices must be strictly ascending", "got 1 after 1")),
         ((k, v, with_last_row(0, -1, 2, 3, 4)), ("-1 only at the end", "got -1 after 0", "entry 1")),
-        ((k, v, good.int()), ("indices must be Long",)),
+        ((k, v, good.int()), ("indices must be torch.int64",)),
         ((k, v, random_indices(2, 2, 30, 25)), ("at most the 20 slots", "got 25")),
         ((k, v[:, :, :10], good), ("v must have k's batch",)),
         ((k, k, good), ("k is written", "no memory with v")),

@@ -1,4 +1,4 @@
-"""What only a GPU shows: graphs, streams, no waiting, memory, and the same selection as on the CPU. Calls: calls.py."""
+"""What only a GPU shows: graphs, streams, no waiting, memory, and the same selection as on the CPU. Uses calls.py."""
 
 import functools
 import gc
@@ -11,24 +11,24 @@ import kvops
 from calls import CALLS, OPERATORS_CALLS, Inputs, inputs
 from kvops import ops
 
-needs_gpu = pytest.mark.skipif(not kit.HAS_CUDA, reason="needs an NVIDIA GPU, and kvops' CUDA kernels")
+needs_gpu = pytest.mark.skipif(not kit.HAS_CUDA, reason="needs an NVIDIA GPU and kvops' CUDA kernels")
 every_call = pytest.mark.parametrize("name", CALLS)
 
 
 @every_call
 def test_calls_are_sound(name):
-    """On the CPU, where most of what is below is skipped: the calls run, and depend on the values of their inputs."""
+    """On the CPU, where most of the tests below are skipped: the calls run, and depend on their inputs' values."""
     results = [CALLS[name](inputs(seed, n=300)) for seed in (0, 0, 1)]
     assert kit.same(results[0], results[1])
     assert name.startswith("streamingllm") or not kit.same(results[0], results[2])
 
 
-# From here on a GPU.
+# The rest needs a GPU.
 
 
 @functools.cache
 def on_gpu(seed: int) -> Inputs:
-    """Never written to: clone it."""
+    """Clone these before writing to them."""
     return inputs(seed).map(lambda x: x.cuda())
 
 
@@ -43,7 +43,7 @@ def expected(name: str, seed: int) -> list[torch.Tensor]:
 
 
 def poison() -> None:
-    """Memory that is handed out next is full of 0xA5: large pieces, and those that share the small ones."""
+    """Fills the memory that will be allocated next with 0xA5: large pieces, and those that small tensors share."""
     gc.collect()
     torch.cuda.empty_cache()
     sizes = [1 << 26, *[1 << 24] * 3, *[1 << 19] * 16]
@@ -72,7 +72,7 @@ def test_graph_replay_with_other_inputs(name):
 
 
 def requests_in_pages(seed: int) -> list[torch.Tensor]:
-    """K, V, block table and lengths of four requests, each of which may have no token."""
+    """K, V, block table and lengths of four requests, each of which may be empty."""
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randn(2, 40, 2, 16, 64, generator=generator).bfloat16()
     table = torch.randperm(40, generator=generator)[:36].view(4, 9).int()
@@ -110,7 +110,7 @@ def test_repeats_are_bit_identical_whatever_was_in_the_memory(name):
     first = expected(name, 0)
     poison()
     for _ in range(20):
-        for x in first:  # of the results' size: these are handed out next
+        for x in first:  # the same sizes as the results: these are allocated next
             torch.empty_like(x).view(torch.uint8).fill_(0xA5)
         assert kit.same(CALLS[name](fresh(0)), first)
 
@@ -118,7 +118,7 @@ def test_repeats_are_bit_identical_whatever_was_in_the_memory(name):
 @needs_gpu
 @every_call
 def test_two_streams_at_once(name):
-    """Both are held back until the host has queued all calls, so that they do run at once."""
+    """Both streams are held back until the host has queued all calls, so that they really run at the same time."""
     call, seeds = CALLS[name], (0, 1)
     wanted = [expected(name, seed) for seed in seeds]
     arguments = [[fresh(seed) for _ in range(10)] for seed in seeds]
@@ -140,11 +140,11 @@ def test_two_streams_at_once(name):
 @needs_gpu
 @every_call
 def test_the_current_stream_is_used(name):
-    """A kernel that holds the stream back comes first, then the inputs are written, then the call reads them."""
+    """The stream is held back first, then the inputs are written, then the call reads them."""
     wanted, late, side = expected(name, 1), fresh(0), torch.cuda.Stream()
     source = fresh(1)
     with torch.cuda.stream(side):
-        CALLS[name](source.map(torch.clone))  # loads the kernels, and leaves memory for this stream in the allocator
+        CALLS[name](source.map(torch.clone))  # loads the kernels, and caches memory for this stream in the allocator
         torch.cuda.synchronize()
         torch.cuda._sleep(100_000_000)  # some 50 ms
         late.copy_(source)
@@ -256,7 +256,7 @@ def test_select_topk_of_segments_is_that_of_the_cpu(lag, segments):
         assert torch.equal(found.cpu(), ops.select_topk(scores, k=m, sinks=10, seq_len=n))
 
 
-# Values that lie on the GPU are not read back, so wrong ones change nothing they should not, and are found on request.
+# Values on the GPU are not read back, so wrong ones must change nothing else, and debug_checks() must find them.
 
 
 @needs_gpu

@@ -1,4 +1,4 @@
-"""The simulator that runs CUDA kernels in tests: what it says of sound and of faulty ones (cudasim/selftest.cpp)."""
+"""The simulator that runs CUDA kernels in tests: its results for sound and faulty kernels (cudasim/selftest.cpp)."""
 
 import ctypes
 import functools
@@ -15,11 +15,11 @@ import pytest
 HERE = Path(__file__).resolve().parent
 CXX = os.environ.get("CXX", "c++").split()
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
-RUNTIMES = {x: f"cudasim/cudasim_{x}.cpp" for x in ("traffic", "memory")}  # in the place of ThreadSanitizer's
+RUNTIMES = {x: f"cudasim/cudasim_{x}.cpp" for x in ("traffic", "memory")}  # in place of ThreadSanitizer's
 
 
 def compile_flags(kind: str) -> list[str]:
-    """Of a build of kernels; "memory" is that of "thread", linked with another runtime."""
+    """Flags for a build of kernels; "memory" and "traffic" compile like "thread" and link another runtime."""
     if kind in RUNTIMES:
         return ["-fsanitize=thread", "-fno-tree-sra"]
     return [f"-fsanitize={SANITIZERS[kind]}"] if kind in SANITIZERS else []
@@ -32,7 +32,7 @@ def link_flags(kind: str) -> list[str]:
 
 
 def cuda_include() -> Path | None:
-    """Where the headers of CUDA are: KVOPS_CUDA_INCLUDE, beside nvcc, or from pip's nvidia-cuda-runtime."""
+    """The folder with CUDA's headers: KVOPS_CUDA_INCLUDE, next to nvcc, or from pip's nvidia-cuda-runtime."""
     nvcc = Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc").resolve()
     folders = [nvcc.parent.parent / "include", Path("/usr/local/cuda/include")]
     folders += [x for site in sys.path for x in Path(site).glob("nvidia/*/include")]
@@ -42,7 +42,7 @@ def cuda_include() -> Path | None:
 
 
 def runtime_of(sanitizer: str) -> dict[str, str]:
-    """The environment in which Python, which is not instrumented, loads libraries that are."""
+    """The environment in which Python, which is not instrumented, can load instrumented libraries."""
     names = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}.get(sanitizer, [])
     paths = [subprocess.check_output([*CXX, f"-print-file-name={x}"], text=True).strip() for x in names]
     return os.environ | {
@@ -56,14 +56,14 @@ def runtime_of(sanitizer: str) -> dict[str, str]:
 
 needs_headers = pytest.mark.skipif(
     cuda_include() is None,
-    reason="no headers of CUDA: install CUDA, pip install nvidia-cuda-runtime, or set KVOPS_CUDA_INCLUDE",
+    reason="no CUDA headers: install CUDA, pip install nvidia-cuda-runtime, or set KVOPS_CUDA_INCLUDE",
 )
 pytestmark = needs_headers
 
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """build(kind): selftest.cpp as a library; `broken` leaves out what three of its kernels need to be sound."""
+    """build(kind): selftest.cpp as a library; `broken` leaves out what three of its kernels need to be correct."""
     folder = tmp_path_factory.mktemp("cudasim")
 
     @functools.cache
@@ -82,7 +82,7 @@ def build(tmp_path_factory):
 
 
 def run(library, name, *ints):
-    """What kernel `name` leaves in 64 ints that were -1, and what the simulator says."""
+    """The contents of 64 ints, initially -1, after kernel `name`; and the simulator's error message."""
     x = (ctypes.c_int * 64)(*[-1] * 64)
     function = getattr(ctypes.CDLL(library), "run_" + name)
     function.restype = ctypes.c_char_p
@@ -101,7 +101,7 @@ print("said:", function(ctypes.c_void_p(ctypes.addressof(x) + -ctypes.addressof(
 
 
 def under(sanitizer, library, name, *ints) -> str:
-    """The output of a process of its own."""
+    """The output of a separate process."""
     command = [sys.executable, "-c", ALONE, library, name, *map(str, ints)]
     done = subprocess.run(command, env=runtime_of(sanitizer), capture_output=True, text=True)
     return done.stdout + done.stderr
@@ -131,7 +131,7 @@ def test_faults_are_named(build, name, says):
     _, said = run(build("plain"), name)
     assert re.search(says, said, re.DOTALL), said
     assert name in said or "block" in name
-    assert run(build("plain"), "collectives") == ([1] * 64, "")  # and the next launch is sound again
+    assert run(build("plain"), "collectives") == ([1] * 64, "")  # and the next launch works again
 
 
 def test_lanes_that_have_returned(build):
@@ -153,9 +153,9 @@ def test_sound_kernels(build, monkeypatch, seed, kind):
 
 
 def test_shared_memory_is_limited(build, monkeypatch):
-    """Static and dynamic together: 48 KiB, more where it is allowed, and never more than the device has."""
+    """Static and dynamic together: 48 KiB, more after opting in, and never more than the device has."""
     library, static, free = build("plain"), 200, 48 << 10
-    assert run(library, "static_shared_memory")[0][:2] == [free, static]  # all that there may be; then what there is
+    assert run(library, "static_shared_memory")[0][:2] == [free, static]  # first the maximum, then the actual size
     assert not run(library, "shared_memory", free - static, 0)[1]
     for dynamic, allowed in ((free - static + 1, 0), (free, free - 1), (60000, 50000)):
         said = run(library, "shared_memory", dynamic, allowed)[1]
@@ -168,7 +168,7 @@ def test_shared_memory_is_limited(build, monkeypatch):
 
 
 def test_static_shared_memory_counts_the_first_time(build, tmp_path):
-    """Of a kernel that has not run before, too: in a process of its own."""
+    """Also for a kernel that has not run before: in a separate process."""
     said = under("plain", build("plain"), "shared_memory", (48 << 10) - 100, 0)
     assert "49252 bytes of shared memory, 200 of them static: more than 48 KiB must be allowed" in said
 
@@ -198,11 +198,11 @@ def test_clusters(build, monkeypatch, seed, kind):
         [
             r"deadlock: .*block \(\d,0,0\)\n  threads \(0,0,0\) to \(31,0,0\) wait in cluster_sync at ",
             r"of_block before the first cluster_sync",
-            r"of_block of a block that has returned|returns while another may look into its shared memory",
+            r"of_block of a block that has returned|returns while another may still read its shared memory",
             r"of_block of rank \d, beyond the cluster",
             r"of_block of what is not dynamic shared memory",
             r"deadlock|divergence",
-            r"returns while another may look into its shared memory|of_block of a block that has returned",
+            r"returns while another may still read its shared memory|of_block of a block that has returned",
         ],
         1,
     ):
@@ -214,7 +214,7 @@ def test_clusters(build, monkeypatch, seed, kind):
 @pytest.mark.parametrize("seed", "012345")
 def test_flags_between_blocks(build, monkeypatch, seed):
     monkeypatch.setenv("CUDASIM_SEED", seed)
-    for fault in (0, 2):  # 2: atomicExch in place of store_release(), a fault to the race detector only
+    for fault in (0, 2):  # 2: atomicExch in place of store_release(), which only the race detector sees as a fault
         x, said = run(build("plain"), "chain", fault)
         assert not said and x[:8] == list(range(1, 9))
     if seed == "0":  # the last block's number is in the first
@@ -230,16 +230,16 @@ def test_blocks_run_at_once(build, monkeypatch):
 
 @pytest.mark.full
 def test_weak_memory_between_blocks(build, monkeypatch):
-    """What a block has stored and not published, and what it has seen and not refreshed, shows in some order."""
+    """Stores that are not published, and stale loads that are not refreshed, show in some order."""
     library, sums, chains = build("memory"), set(), set()
     for seed in map(str, range(12)):
         monkeypatch.setenv("CUDASIM_SEED", seed)
-        for fault in range(4):  # 0 and 1 are sound; 2: no fence before the atomic; 3: none behind it, and plain loads
+        for fault in range(4):  # 0 and 1 are sound; 2: no fence before the atomic; 3: none after it, and plain loads
             x, said = run(library, "sum_of_blocks", fault)
             assert not said and (fault > 1 or x[9] == 36)
             if x[9] != 36:
                 sums.add(fault)
-        for fault in (0, 2, 4):  # 2: the flag is not a release; 4: nor is the load of it an acquire
+        for fault in (0, 2, 4):  # 2: the flag is not a release; 4: the load of it is no acquire, either
             if fault and seed in "01":
                 continue  # one block at a time
             x, said = run(library, "chain", fault)
@@ -279,7 +279,7 @@ def test_shared_memory_starts_as_rubbish(build):
 
 
 def test_copies_arrive_as_late_as_they_may_or_at_once(build, monkeypatch):
-    """What lay there is gone in both cases."""
+    """The previous contents are gone in both cases."""
     unwaited = {}
     for seed in range(12):
         monkeypatch.setenv("CUDASIM_SEED", str(seed))

@@ -1,4 +1,4 @@
-"""Where faults.py plants its faults: in code, each in one place."""
+"""faults.py plants each fault in code, in exactly one place."""
 
 import pytest
 

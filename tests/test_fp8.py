@@ -166,16 +166,16 @@ def test_what_fp8_is_not_for():
     k, v = (x.to(FP8[0]) for x in kit.kv(1, 2, 32, 16))
     q = kit.randn(1, 2, 1, 16)
     for other in (torch.float32, torch.float16):
-        with kit.refuses("q must be bfloat16 where k is fp8, k Float8_e4m3fn", "got (Float|Half)"):
+        with kit.refuses("q must be torch.bfloat16 with fp8 keys, k torch.float8_e4m3fn", "got torch.float(32|16)"):
             ops.window_scores(q.to(other), k, kit.int32(32))
-    with kit.refuses("v must have k's dtype Float8_e4m3fn, got Float8_e5m2"):
+    with kit.refuses("v must have k's dtype torch.float8_e4m3fn, got torch.float8_e5m2"):
         ops.lag_score(k, v.view(torch.uint8).view(FP8[1]), lag=4)
-    with kit.refuses("k must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, got Byte"):
+    with kit.refuses("k must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, got torch.uint8"):
         ops.anchor_cosine(k.view(torch.uint8))
     with kit.refuses("head_dim of k must be a positive multiple of 16", "got 8"):
         ops.anchor_cosine(k[..., :8])
     tables = kvops.Rope.of(16).tables(torch.arange(32))
-    with kit.refuses("k must be float32, float16 or bfloat16, got Float8_e4m3fn"):
+    with kit.refuses("k must be float32, float16 or bfloat16, got torch.float8_e4m3fn"):
         ops.rope_at_slots(k, *tables)
 
 

@@ -52,10 +52,10 @@ def test_targets_that_share_memory_with_indices():
     indices.copy_(torch.arange(32))
     before = indices.clone()
     out = memory[: 2 * 32 * 16 * 4].view(torch.float32).view(1, 2, 32, 16)
-    with pytest.raises(ValueError, match="gather_kv: k_out is written and must share no memory with indices"):
+    with pytest.raises(ValueError, match="gather_kv: k_out is written to and must share no memory with indices"):
         ops.gather_kv(k, v, indices, out=(out, torch.empty(1, 2, 32, 16)))
     in_place = memory[: 2 * 64 * 16 * 4].view(torch.float32).view(1, 2, 64, 16)
-    with pytest.raises(ValueError, match="compact_kv_: k is written and must share no memory with indices"):
+    with pytest.raises(ValueError, match="compact_kv_: k is written to and must share no memory with indices"):
         ops.compact_kv_(in_place, v, indices)
     assert kit.same([indices], [before])
 

@@ -110,7 +110,7 @@ def test_bad_input_changes_nothing():
     for arguments, target, parts in (
         ((k[0], v, indices), None, ("gather_kv", "k must be", r"\[2, 20, 16\]")),
         ((k, v.half(), indices), out, ("v must have k's dtype",)),
-        ((k, v, indices.int()), out, ("indices must be Long", "Int")),
+        ((k, v, indices.int()), out, ("indices must be torch.int64", "torch.int32")),
         ((k, v, indices[0]), out, ("indices must be", r"\[2, 3\]")),
         ((k, v, indices[:, :1]), out, (r"\[1, 2, m\]", r"\[1, 1, 3\]")),
         ((k, v, indices + 15), out, (r"indices must lie in \[-1, 20\)", "got 20", "head 1, entry 2")),

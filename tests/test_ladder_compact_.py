@@ -184,7 +184,7 @@ def test_bad_input_changes_nothing():
         with kit.refuses("ladder_compact_", *parts):
             ops.ladder_compact_(keys, values, plan=plan, layer=layer, **options)
     buffer = torch.randn(1, 2, 45, 16)
-    shared = "is written and must share no memory with"
+    shared = "is written to and must share no memory with"
     for keys, values, layer, parts in (
         (k, k, 3, (shared,)),
         (buffer[:, :, :40], buffer[:, :, 5:], 3, (shared,)),

@@ -291,11 +291,11 @@ def bad_layers(k, v):
         ((k, v.half(), 3, {}), ("v must have k's dtype",)),
         ((k, v[:, :, :20], 3, {}), ("v must have k's batch",)),
         (([], [], [], {}), ("k must hold at least one layer, got none",)),
-        (([k], [v, v.clone()], [3], {}), ("k and v must be equally many, got 1 and 2",)),
-        (([k], [v], [3, 4], {}), ("k and layer must be equally many, got 1 and 2",)),
+        (([k], [v, v.clone()], [3], {}), ("k and v must have one tensor per layer, got 1 and 2",)),
+        (([k], [v], [3, 4], {}), ("k and layer must have one entry per layer, got 1 and 2",)),
         (
             ([k, k.half()], [v, v.half()], [3, 4], {}),
-            ("all layers must have one dtype, expected Float, got Half in layer 1",),
+            ("all layers must have one dtype, expected torch.float32, got torch.float16 in layer 1",),
         ),
         (
             ([k, k[..., :8].clone()], [v, v.clone()], [3, 4], {}),
@@ -303,7 +303,7 @@ def bad_layers(k, v):
         ),
         ((k, v, 8, {}), (r"layer must lie in \[0, 8\), got 8",)),
         ((k, v, -1, {}), (r"layer must lie in \[0, 8\), got -1",)),
-        ((k, v, 3, dict(inv_freq=inv_freq.double())), ("inv_freq must be Float, got Double",)),
+        ((k, v, 3, dict(inv_freq=inv_freq.double())), ("inv_freq must be torch.float32, got torch.float64",)),
         ((k, v, 3, dict(inv_freq=inv_freq[None])), (r"inv_freq must be a contiguous fp32 \[pairs\]", r"got \[1, 8\]")),
         ((k, v, 3, dict(inv_freq=torch.ones(9))), ("2 \\* pairs at most the head_dim 16", r"got \[9\]")),
         ((k, v, 3, dict(inv_freq=inv_freq[:0])), ("inv_freq must be", r"got \[0\]")),
@@ -331,11 +331,15 @@ def test_bad_input_changes_nothing():
         ((k, v), (out[0].half(), out[1]), ("k_out must have k's dtype",)),
         ((k, v), ([], []), (r"out\[0\] must hold at least one layer, got none",)),
         ((k, v), ([out[0]] * 2, [out[1]]), ("one tensor for each of the 1 layers, got 2 and 1",)),
-        ((k, v), (out[0], out[0]), ("_out is written and must share no memory with",)),
-        ((k, v), (k[:, :, :m], out[1]), ("_out is written and must share no memory with",)),
-        ((k, v), (out[0], k[:, :, m - 10 : 2 * m - 10]), ("_out is written and must share no memory with",)),
+        ((k, v), (out[0], out[0]), ("_out is written to and must share no memory with",)),
+        ((k, v), (k[:, :, :m], out[1]), ("_out is written to and must share no memory with",)),
+        ((k, v), (out[0], k[:, :, m - 10 : 2 * m - 10]), ("_out is written to and must share no memory with",)),
         ((k, v), (out[0][:, :1].expand(-1, 2, -1, -1), out[1]), ("must not overlap itself",)),
-        ((wide[:, :, :40], v), (wide[:, :, 39 : 39 + m], out[1]), ("_out is written and must share no memory with",)),
+        (
+            (wide[:, :, :40], v),
+            (wide[:, :, 39 : 39 + m], out[1]),
+            ("_out is written to and must share no memory with",),
+        ),
     ):
         with kit.refuses("ladder_gather", *parts):
             ops.ladder_gather(keys, values, plan=plan, layer=3, out=target)

@@ -196,8 +196,8 @@ def test_bad_input():
     good = dict(k=k, v=v, lag=8)
     for change, parts in {
         "rank": (dict(k=k[0]), ("lag_score", "k must be", r"\[2, 64, 16\]")),
-        "dtype": (dict(k=k.double(), v=v.double()), ("k must be float32", "Double")),
-        "v dtype": (dict(v=v.half()), ("v must have k's dtype", "Half")),
+        "dtype": (dict(k=k.double(), v=v.double()), ("k must be float32", "torch.float64")),
+        "v dtype": (dict(v=v.half()), ("v must have k's dtype", "torch.float16")),
         "tokens": (dict(v=v[:, :, 1:]), ("v must have k's batch", r"\[1, 2, 63, 16\]")),
         "last dim": (dict(k=k.mT.contiguous().mT), ("k must have a contiguous last dim", "64")),
         "head_dim": (dict(k=k[..., :6]), ("head_dim of k", "multiple of 4", "got 6")),
@@ -207,7 +207,7 @@ def test_bad_input():
         "starts": (dict(starts=kit.int32(65)), ("starts and lengths of row 0", "64", "start 65")),
         "lengths": (dict(starts=kit.int32(1), lengths=kit.int32(64)), ("row 0", "length 64")),
         "starts shape": (dict(starts=kit.int32(0, 0)), ("starts must be a contiguous int32", r"\[2\]")),
-        "starts dtype": (dict(starts=torch.zeros(1)), ("starts must be Int", "Float")),
+        "starts dtype": (dict(starts=torch.zeros(1)), ("starts must be torch.int32", "torch.float32")),
         "weight": (dict(v_weight=float("nan")), ("v_weight must be finite in fp32, got nan",)),
         "large weight": (dict(v_weight=1e300), ("v_weight must be finite in fp32, got 1e\\+300",)),
         "device": (dict(v=v.to("meta")), ("v must be on the first tensor's device", "got meta")),

@@ -103,13 +103,13 @@ def test_bad_input():
     k, _ = kit.kv(2, 2, 10, 16)
     good = dict(k=k, indices=every(k), projection=torch.zeros(2, 16), phase=torch.zeros(2))
     for change, parts in (
-        (dict(k=k.double()), ("lsh_bucket", "k must be float32", "Double")),
-        (dict(indices=every(k).int()), ("indices must be Long", "Int")),
+        (dict(k=k.double()), ("lsh_bucket", "k must be float32", "torch.float64")),
+        (dict(indices=every(k).int()), ("indices must be torch.int64", "torch.int32")),
         (dict(indices=every(k)[:1]), ("indices must be", r"\[2, 2, m\]", r"\[1, 2, 10\]")),
         (dict(indices=every(k) + 1), (r"indices must lie in \[-1, 10\), got 10 at row 0, head 0, entry 9",)),
         (dict(projection=torch.zeros(2, 8)), (r"projection must be a contiguous \[r, 16\]", r"\[2, 8\]")),
         (dict(projection=torch.zeros(31, 16), phase=torch.zeros(31)), (r"r in \[1, 30\], got \[31, 16\]",)),
-        (dict(projection=torch.zeros(2, 16).double()), ("projection must be Float", "Double")),
+        (dict(projection=torch.zeros(2, 16).double()), ("projection must be torch.float32", "torch.float64")),
         (dict(projection=torch.full((2, 16), torch.nan)), ("projection must be finite, got nan at entry 0",)),
         (dict(phase=torch.tensor([0.0, torch.inf])), ("phase must be finite, got inf at entry 1",)),
         (dict(phase=torch.zeros(3)), (r"phase must be a contiguous \[2\]", r"\[3\]")),

@@ -583,8 +583,8 @@ def test_wrong_tensors(compress, args):
         (k, v[0], ValueError, r"v must .*got \[2, 40, 8\]"),
         (k, v[:, :, 1:], ValueError, "v must"),
         (k, v[:1], ValueError, "v must"),
-        (k.double(), v.double(), ValueError, "k must be float32, float16,? (or )?bfloat16.*, got Double"),
-        (k, v.bfloat16(), ValueError, "v must .*got BFloat16"),
+        (k.double(), v.double(), ValueError, "k must be float32, float16,? (or )?bfloat16.*, got torch.float64"),
+        (k, v.bfloat16(), ValueError, "v must .*got torch.bfloat16"),
         (k.mT.contiguous().mT, v, ValueError, "k must have a contiguous last dim"),
         (k[..., :3], v, ValueError, "head_dim of k must be"),
     ]:

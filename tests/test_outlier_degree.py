@@ -177,7 +177,7 @@ def test_bad_input():
     k, _ = kit.kv(1, 2, 64, 16)
     for arguments, parts in (
         (dict(k=k[0]), ("outlier_degree", "k must be", r"\[2, 64, 16\]")),
-        (dict(k=k.double()), ("k must be float32", "Double")),
+        (dict(k=k.double()), ("k must be float32", "torch.float64")),
         (dict(k=k.mT.contiguous().mT), ("k must have a contiguous last dim",)),
         (dict(k=k[..., :2]), ("head_dim of k", "got 2")),
         (dict(k=k, kappa=0), (r"kappa must be in \[1, 1024\], got 0",)),

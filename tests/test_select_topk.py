@@ -176,7 +176,7 @@ def test_bad_input():
     scores = torch.zeros(2, 2, 10)
     for arguments, parts in (
         (dict(scores=scores[0], k=3), ("select_topk", "scores must be", r"\[2, 10\]")),
-        (dict(scores=scores.half(), k=3), ("scores must be Float", "Half")),
+        (dict(scores=scores.half(), k=3), ("scores must be torch.float32", "torch.float16")),
         (dict(scores=scores.mT, k=3), ("contiguous last dim",)),
         (dict(scores=scores, k=-1), ("k must be >= 0", "-1")),
         (dict(scores=scores, k=8, sinks=4, window=6), (r"sinks \+ window must be <= k", "at most 8", r"4 \+ 6")),
@@ -190,7 +190,7 @@ def test_bad_input():
         (dict(scores=torch.zeros(2, 2, 2, 4), k=5, seq_len=12), ("segment length 4", "got 5")),
         (dict(scores=torch.zeros(2, 2, 2, 4), k=3, window=1, seq_len=12), ("window must be 0",)),
         (dict(scores=scores, k=3, budgets=torch.full((2, 2), 4, dtype=torch.int32)), ("budgets must lie", "got 4")),
-        (dict(scores=scores, k=3, budgets=torch.ones(2, 2)), ("budgets must be Int", "Float")),
+        (dict(scores=scores, k=3, budgets=torch.ones(2, 2)), ("budgets must be torch.int32", "torch.float32")),
         (dict(scores=scores, k=3, starts=kit.int32(0, 11)), ("starts and lengths of row 1",)),
     ):
         with kvops.debug_checks(), kit.refuses(*parts):

@@ -1,4 +1,4 @@
-"""The CUDA kernels, run on the CPU by the simulator (cudasim/): the operators' tests in three orders of threads, under
+"""The CUDA kernels, run on the CPU by the simulator (cudasim/): the operators' tests in three thread orders, under
 AddressSanitizer and UndefinedBehaviorSanitizer, and under ThreadSanitizer; the methods' tests; planted faults."""
 
 import collections
@@ -24,27 +24,27 @@ ROOT = HERE.parent
 TORCH = Path(torch.__file__).parent
 PLANTED = ROOT / "build/planted"  # csrc with its faults
 OPERATORS_TESTS = [*(f"tests/test_{op}.py" for op in (*OPERATORS, "operators", "pages", "fp8")), "tests/test_sm90.py"]
-FAST = "not opcheck and not many_heads and not repeatable"  # many_heads takes long, repeatable is four orders by itself
-# What finds nothing that depends on the order of threads.
+FAST = "not opcheck and not many_heads and not repeatable"  # many_heads is slow, repeatable runs four orders itself
+# Tests that find nothing that depends on the order of threads.
 SLOW = "dtypes_and_head_dims or every_16_bit or rows_at_any_address or partial_rotation"
-LONG = "(window or sm90) and not (layouts or batch or limits or splits)"  # every path of theirs is in those
-# The same accesses with other arithmetic.
+LONG = "(window or sm90) and not (layouts or batch or limits or splits)"  # those tests cover every path
+# Tests with the same accesses and different arithmetic.
 ALIKE = "(window or sm90) and (reductions or not_finite) or prototypes and (ties or tiny or opposed or much_alike)"
-# The same with other strides, widths or kinds of numbers.
+# Tests that differ only in strides, widths or dtypes.
 STRIDES = "every_call_is_the_same and not (vLLM and HND) or every_call_is_that and not (64-80 and dtype0)"
 HALVES = "(sm90 or any_address) and dtype1 or sm90 and (4-32 or 2-65)"
-# Memory that lies far apart is mapped, which no sanitizer knows; what torch compiles is compiled on the host.
+# Sparse memory is mapped, which sanitizers do not track; what torch compiles is compiled for the host.
 UNSEEN = "offsets_beyond or compiles"
-# Pages and layouts change addresses, and nothing that threads tell each other.
+# Pages and layouts change addresses, but not how threads communicate.
 ADDRESSES = "long_requests or policies or entries_that_name or every_number or change_nothing and (slice or bhnd)"
-# The same kernels and accesses as in a smaller test, minutes long with a function called for each access.
+# The same kernels and accesses as in a smaller test, but minutes long with a function call per access.
 LARGE = "several_gpus and 40 or a_batch and 64 or lengths_of_rows and 20000 and not (normal or equal)"
 TALK = "compact or select_topk or cluster"
 
-# What runs where: build, order of threads, tests. Shapes and graphs (opcheck, compile) are the same on every device.
+# The runs: build, thread order, tests. Shapes and graphs (opcheck, compile) are the same on every device.
 RUNS = {
     "order 1": ("plain", 1, [*OPERATORS_TESTS, "-k", f"not opcheck and not ({SLOW} or {ALIKE})"]),
-    # And order 2. The two half types have the same addresses.
+    # Also order 2. The two half types have the same addresses.
     "address": (
         "address",
         2,
@@ -63,7 +63,7 @@ RUNS = {
             f"{FAST} and not ({SLOW} or {ALIKE} or {STRIDES} or {UNSEEN} or {ADDRESSES} or {LARGE} or {LONG})",
         ],
     ),
-    # Kernels whose blocks tell each other something, in memory as weak as CUDA's.
+    # Kernels whose blocks communicate, in memory as weak as CUDA's.
     "memory": ("memory", 2, [*OPERATORS_TESTS, "-k", f"({TALK}) and {FAST} and not ({SLOW})"]),
     "methods": (
         "plain",
@@ -82,12 +82,12 @@ RUNS = {
 }
 
 
-processes: set[subprocess.Popen] = set()  # that are running
+processes: set[subprocess.Popen] = set()  # the running ones
 building = collections.defaultdict(threading.Lock)  # by folder
 
 
 def run(*command, env=None) -> subprocess.CompletedProcess:
-    arguments = ["nice", *(str(x) for x in command)]  # the session's own tests, one after the other, take longest
+    arguments = ["nice", *(str(x) for x in command)]  # the other tests, which run one after another, take longest
     with subprocess.Popen(
         arguments, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -98,8 +98,7 @@ def run(*command, env=None) -> subprocess.CompletedProcess:
 
 
 def build(kind: str) -> Path:
-    """libkvops_cudasim.so, all faults in it, switched off; what has not changed since the last time is not compiled
-    again."""
+    """Builds libkvops_cudasim.so with all faults, switched off; recompiles only what has changed."""
     target = "kvops_cudasim" + (f"_{kind}" if kind in RUNTIMES else "")
     kind = "thread" if kind in RUNTIMES else kind
     scripts = Path(sys.executable).parent
@@ -127,7 +126,7 @@ def run_tests(kind: str, library: Path, order: int, *tests: str, fault: int = 0)
 
 
 class Outcomes:
-    """What the named runs and faults gave. All begin at once, two at a time, beside whatever else the session does."""
+    """The results of the named runs and faults. All start at once, two at a time, while other tests run."""
 
     def __init__(self, names: list[str]):
         self.pool = ThreadPoolExecutor(2)
@@ -152,7 +151,7 @@ class Outcomes:
             process.terminate()
 
 
-QUICK = "order 1"  # what `make test` runs
+QUICK = "order 1"  # the run that is part of `make test`
 
 
 @pytest.mark.parametrize("name", [x if x == QUICK else pytest.param(x, marks=pytest.mark.full) for x in RUNS])

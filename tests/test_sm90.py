@@ -1,5 +1,5 @@
-"""The Hopper kernels (csrc/cuda/sm90) against the portable ones and the reference: on a Hopper GPU, and, with wgmma,
-TMA and mbarriers simulated too, in a run of simulated kernels. Elsewhere nothing here runs."""
+"""The Hopper kernels (csrc/cuda/sm90) compared with the portable ones and the reference: on a Hopper GPU, and in a run
+of simulated kernels, with wgmma, TMA and mbarriers simulated too. Elsewhere nothing here runs."""
 
 import pytest
 import torch
@@ -48,8 +48,8 @@ def true_lse(q, k, visible, starts=None, scale=None):
 
 
 def check(q, k, visible, *, served=True, **options):
-    """window_scores with the lse made and given, against the reference; and by other bits than the portable kernel's,
-    or the portable kernel has done the work."""
+    """Checks window_scores, with and without a given lse, against the reference. If `served`, the bits must differ from
+    the portable kernel's; otherwise the portable kernel must have done the work."""
     lse = true_lse(q, k, visible, options.get("starts"), options.get("scale"))
     exact = reference.window_scores(q, k, visible, **options)
     eager = reference.window_scores(q, k, visible, **options, dtype=torch.float32)
@@ -67,7 +67,7 @@ def check(q, k, visible, *, served=True, **options):
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("group, w", [(4, 8), (4, 32), (2, 65), (5, 50)])
 def test_dtypes_head_dims_and_rows(dtype, d, group, w):
-    """One tile of rows, two, three, four; not always full."""
+    """One to four tiles of rows, not always full."""
     check(*kit.window(2, 2, group, w, kit.size(3000, 333), d, dtype))
 
 
@@ -106,7 +106,7 @@ def test_what_is_left_to_the_portable_kernels():
         found, portable = with_portable(ops.window_scores, q, k, visible, lse=given_lse, **options)
         assert torch.equal(found, portable)
     q, k, visible = kit.window(1, 2, 4, 8, 300, 64, torch.bfloat16)
-    check(q, kit.unaligned(k, 3, 1), visible, served=False)  # addresses that TMA cannot take
+    check(q, kit.unaligned(k, 3, 1), visible, served=False)  # addresses that TMA does not support
     found, portable = with_portable(ops.window_scores, q, k, visible, score="dot")
     assert torch.equal(found, portable)
 
@@ -123,7 +123,7 @@ def test_layouts_change_nothing(layout):
         torch.cat([q, q], 2)[:, :, :16],
     ):
         assert torch.equal(ops.window_scores(q_other, other, visible), expected)
-    one = ops.window_scores(q[:1, 2:], other[:1, 1:], visible)  # dims of one entry, whatever their strides
+    one = ops.window_scores(q[:1, 2:], other[:1, 1:], visible)  # dims of size one, with any strides
     assert torch.equal(one, ops.window_scores(q[:1, 2:].contiguous(), k[:1, 1:].contiguous(), visible))
 
 
@@ -147,7 +147,7 @@ def test_what_is_not_finite_stays_where_it_is(bad, dtype):
     n = 300
     q, k, visible = kit.window(2, 2, 2, 20, n, 64, dtype)
     clean = ops.window_scores(q, k, visible)
-    k[0, 1, 20, 3] = k[0, 1, n - 1, 3] = bad  # the last row alone sees the second
+    k[0, 1, 20, 3] = k[0, 1, n - 1, 3] = bad  # only the last row sees the second
     k[0, 1, 200] = bad  # inf - inf
     check(q, k, visible)
     check(q, k, visible, starts=kit.int32(21, 0))
@@ -159,7 +159,7 @@ def test_what_is_not_finite_stays_where_it_is(bad, dtype):
     q[0, 2, 0] = bad  # a row whose logits are all NaN
     check(q, k, visible)
     visible = visible.clone()
-    visible[0] = 0  # and that counts nothing
+    visible[0] = 0  # now that row sees no key
     check(q, k, visible)
 
 
@@ -201,7 +201,7 @@ def check_attention(q, k, v, visible, *, served=True, **options):
     found, portable = with_portable(ops.window_attention, q, k, v, visible, **options)
     exact = reference.window_attention(q, k, v, visible, **options)
     for actual, other, right in zip(found, portable, exact):
-        # The weights are rounded to q's dtype before they are multiplied with V, by both kernels.
+        # Both kernels round the weights to q's dtype before they multiply them with V.
         assert torch.equal(actual.isnan(), right.isnan()) and torch.equal(actual.isinf(), right.isinf())
         error, allowed = ((x.double() - right).nan_to_num(0, 0, 0).abs().max().item() for x in (actual, other))
         assert error <= 2 * allowed + 1e-6 * right.nan_to_num(0, 0, 0).abs().max().item(), (error, allowed)
@@ -223,7 +223,7 @@ def test_attention(dtype, d, group, w):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("d, group, n", [(64, 1, 129), (128, 4, 2100), (128, 70, 300)])
 def test_attention_of_one_row(dtype, d, group, n):
-    """Decoding, which wants the logits too: tiles of one row, of four and of more than one tile."""
+    """Decoding, which also needs the logits: tiles of one row, of four, and more than one tile."""
     q, k, visible = kit.window(2, 2, group, 1, n, d, dtype)
     v = kit.kv(2, 2, n, d, dtype, seed=7)[1]
     check_attention(q, k, v, visible)
@@ -235,13 +235,13 @@ def test_attention_of_one_row_of_what_is_not_finite(bad):
     q, k, visible = kit.window(2, 2, 3, 1, 500, 64, torch.bfloat16)
     k[0, 0, 100, 3] = k[1, 1, 0] = k[1, 0, 499, 0] = bad
     check_attention(q, k, k.flip(1).nan_to_num(0, 0, 0), visible)
-    q[0, 0, 0, 5] = bad  # all of its logits
+    q[0, 0, 0, 5] = bad  # affects all of its logits
     check_attention(q, k, k.flip(1).nan_to_num(0, 0, 0), visible, served=None)
 
 
 @pytest.mark.parametrize("group, w, n", [(1, 1, 1500), (2, 8, 1500), (3, 64, 700)])
 def test_attention_of_a_batch(group, w, n):
-    """Which block does an item, and what it has done before, changes nothing."""
+    """Results do not depend on which block processes an item, or on what it processed before."""
     q, k, _ = kit.window(3, 3, group, w, n, 64, torch.float16)
     visible = torch.stack([kit.causal(w, n), kit.causal(w, n) // 2, kit.int32(*[0] * w)])
     together = ops.window_attention(q, k, k, visible)
@@ -257,7 +257,7 @@ def test_attention_of_a_batch(group, w, n):
 
 
 def test_attention_of_limits_and_of_what_is_not_finite():
-    """What no row sees may be NaN in V too; a key that is not finite is left out of a row, with its value."""
+    """Values that no row sees may be NaN in V, too; a non-finite key is left out of a row, together with its value."""
     n = 300
     q, k, _ = kit.window(3, 2, 3, 7, n, 64, torch.bfloat16)
     v = kit.kv(3, 2, n, 64, torch.bfloat16, seed=7)[1]
@@ -277,8 +277,8 @@ def test_attention_that_is_left_to_the_portable_kernels():
 
 @pytest.mark.parametrize("heads, group, w", [(1, 1, 3), (1, 3, 5), (3, 1, 7)])
 def test_attention_of_odd_sizes_of_wide_values(heads, group, w):
-    """The portable kernel, behind Hopper's sums over K: what each leaves in the workspace lies behind an odd number of
-    floats. The run under UndefinedBehaviorSanitizer sees what is not aligned."""
+    """The portable kernel, after Hopper's sums over K: each puts an odd number of floats into the workspace first. The
+    run under UndefinedBehaviorSanitizer detects misalignment."""
     q, k, visible = kit.window(1, heads, group, w, 301, 64, torch.bfloat16)
     v = kit.kv(1, heads, 301, 64, torch.bfloat16, dv=512)[1]
     check_attention(q, k, v, visible, served=None)
@@ -290,7 +290,7 @@ def test_attention_is_repeatable():
 
 
 def check_assignment(k, prototypes, **spans):
-    """By the rule of test_assign_prototypes.py."""
+    """The same rule as in test_assign_prototypes.py."""
     chosen = ops.assign_prototypes(k, prototypes, **spans)
     cosines = reference.prototype_cosines(k, prototypes)
     expected = reference.assign_prototypes(k, prototypes, **spans)
@@ -319,7 +319,7 @@ def test_assignment_of_lengths(n, heads):
 
 
 def test_assignment_of_keys_to_do_again():
-    """Not finite, zero, tiny, huge, and opposed to all prototypes."""
+    """Keys that are not finite, zero, tiny, huge, or point away from all prototypes."""
     k = kit.randn(1, 2, 90, 64).clamp(-3, 3).bfloat16()
     k[0, 0, 3, 5] = k[0, 0, 89, 63] = float("nan")
     k[0, 1, 64] = float("inf")
@@ -331,7 +331,8 @@ def test_assignment_of_keys_to_do_again():
 
 
 def test_assignment_that_is_left_to_the_portable_kernel():
-    """A key of equal channels has the same cosine with every order of a prototype: their last bits tell who did it."""
+    """A key of equal channels has the same cosine with every permutation of a prototype: the last bits show which
+    kernel ran."""
     k = (torch.arange(1, 201) * 0.37).bfloat16().view(1, 1, 200, 1).expand(1, 1, 200, 128).contiguous()
     values = kit.randn(128, seed=1).abs()
     prototypes = torch.stack([values[kit.randn(128, seed=i).argsort()] for i in range(100)]).view(1, 1, 100, 128)

@@ -717,7 +717,7 @@ def test_errors_of_the_operators_change_nothing(policy):
     k, v = make_kv(n=20)
     cache = kvops.Cache(policy)
     for wrong_k, wrong_v, message in [
-        (k.double(), v.double(), "float32, float16,? (or )?bfloat16.*, got Double"),
+        (k.double(), v.double(), "float32, float16,? (or )?bfloat16.*, got torch.float64"),
         (k, v.mT.contiguous().mT, "contiguous last dim"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""What the CUDA kernels ask of memory, and how their grids fill a card: as the simulator counts it, with no GPU."""
+"""The memory traffic of the CUDA kernels, and how their grids fill a GPU: as the simulator counts it, without a GPU."""
 
 import ctypes
 import functools
@@ -15,12 +15,12 @@ from traffic import CALLS, CARDS, Counters
 pytestmark = [needs_headers, pytest.mark.full]
 
 
-# ---- The counters, on kernels whose traffic is known -----------------------------------------------------------------
+# ---- The counters, on kernels with known traffic ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """run(name, *ints): what the kernel asks for, by space and kind, on a card of four multiprocessors."""
+    """run(name, *ints): the traffic of a kernel, by space and kind, on a card with four multiprocessors."""
     folder = tmp_path_factory.mktemp("traffic")
     flags = ["-std=c++20", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fPIC", "-isystem", cuda_include()]
     instrumented = ["-O1", "-fsanitize=thread", "-fno-strict-aliasing", "-fno-tree-sra"]
@@ -103,7 +103,7 @@ def test_what_is_no_traffic(run):
 
 @pytest.mark.parametrize("l2, times", [(1 << 20, 1), (64 << 10, 1), (32 << 10, 2)])
 def test_l2(run, l2, times):
-    """64 KiB, read twice in the same order, past L1: of a cache that is too small nothing is left."""
+    """64 KiB, read twice in the same order, past L1: a cache that is too small keeps none of it."""
     launch, sums = run("read_twice", 16384, l2=l2)
     assert sums["read"] == counts(1024, 131072, 4096, 4096)
     assert launch["l2_read"] == 131072 and launch["dram_read"] == times * 65536
@@ -112,7 +112,7 @@ def test_l2(run, l2, times):
 def test_l1(run):
     launch, sums = run("read_twice_by_l1", 16384)
     assert sums["read"] == counts(1024, 131072, 4096, 4096, l1_hits=2048) and launch["l2_read"] == 65536
-    assert run("read_twice_by_l1", 80 * 1024)[0]["l2_read"] == 2 * 320 * 1024  # more than there is
+    assert run("read_twice_by_l1", 80 * 1024)[0]["l2_read"] == 2 * 320 * 1024  # more than L1 holds
 
 
 # ---- The operators ---------------------------------------------------------------------------------------------------
@@ -130,11 +130,11 @@ def counted():
 
 @pytest.mark.parametrize("call", CALLS, ids=[x.name for x in CALLS])
 def test_traffic(counted, call):
-    """No more than the table in traffic.py allows."""
+    """At most what the table in traffic.py allows."""
     x = counted[call.name]
     for measure in ("dram", "l2", "sectors", "conflicts"):
         assert getattr(x, measure) <= getattr(call, measure), f"{measure}\n{x}"
-    assert call.why or call.dram <= 1.05, "what is read twice has a reason"
+    assert call.why or call.dram <= 1.05, "reading more than once needs a reason"
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +144,14 @@ def counted_in_pages():
 
 @pytest.mark.parametrize("call", traffic.paged_calls(), ids=lambda x: x.name)
 def test_pages_cost_little_traffic(counted, counted_in_pages, call):
-    """The table is small, and found in L1 or L2."""
+    """The table is small, and stays in L1 or L2."""
     paged, dense = counted_in_pages[call], counted[call._replace(page=0).name]
     for ratio in traffic.ratios(paged, dense):
         assert ratio <= traffic.MORE_OF_FEW.get(call.row, traffic.MORE_IN_PAGES), f"{ratio}\n{paged}\n{dense}"
 
 
 def test_places_are_in_kernels(counted):
-    """What the simulator does for itself is not counted as a kernel's."""
+    """Accesses of the simulator itself do not count as a kernel's."""
     for x in counted.values():
         places = {x.places[a["place"]] for shared in (False, True) for a in x.accesses(shared)}
         assert all(re.match(r"(cuda|ops)/[\w/]+\.\w+:\d+", place) for place in places), places
@@ -169,16 +169,16 @@ def test_the_table_in_the_docs(counted):
 
 # ---- Grids -----------------------------------------------------------------------------------------------------------
 
-LEAST_BUSY = 0.75  # share of the multiprocessors' time that a launch fills, at 131,072 tokens of 8 heads
-SHORT = {  # those that need not, and why
-    "lsh_bucket": "32 keys of a head",
-    "window_totals": "a row each",
-    "attention_combine": "a row each",
-    "anchor_total": "a sum for each head",
-    "select_cluster": "a cluster for each head",
-    "pack_prototypes": "500 rows of a head",
-    "cluster_means": "a cluster each",
-    "cluster_order": "a cluster each",
+LEAST_BUSY = 0.75  # fraction of the multiprocessors' time that a launch must fill, at 131,072 tokens of 8 heads
+SHORT = {  # launches that need not, and why
+    "lsh_bucket": "32 keys per head",
+    "window_totals": "one row each",
+    "attention_combine": "one row each",
+    "anchor_total": "one sum per head",
+    "select_cluster": "one cluster per head",
+    "pack_prototypes": "500 rows per head",
+    "cluster_means": "one cluster each",
+    "cluster_order": "one cluster each",
 }
 
 

@@ -245,7 +245,11 @@ def test_bad_tables():
         refused(r"name pages in \[0, 14\)", f"got {wrong} at request 2, page 1", block_table=table)
     table = x.table.clone()
     table[2, 0] = table[0, 1]
-    refused("a page that is written once", f"page {int(table[0, 1])} again at request 2, page 0", block_table=table)
+    refused(
+        "each page once, since the call writes to it",
+        f"page {int(table[0, 1])} again at request 2, page 0",
+        block_table=table,
+    )
 
 
 @pytest.mark.parametrize("page_size", [32, 64, 128])

@@ -287,12 +287,12 @@ def test_bad_input():
     good = dict(q=q, k=k, v=v, visible=visible)
     for arguments, parts in (
         (dict(v=v[0]), ("window_attention", "v must be", r"\[2, 64, 16\]")),
-        (dict(v=v.half()), ("v must have k's dtype Float", "got Half")),
+        (dict(v=v.half()), ("v must have k's dtype torch.float32", "got torch.float16")),
         (dict(v=v[:, :, :9]), ("v must have k's batch, heads and tokens", r"\[1, 2, 9, 16\]")),
         (dict(v=v[..., :2]), ("head_dim of v", "got 2")),
         (dict(q=q[:, :3]), ("multiple of the KV heads 2", "got 3")),
         (dict(q=q[..., :8]), ("q must have k's batch and head_dim", r"\[1, 4, 3, 8\]")),
-        (dict(q=q.half()), ("k must have q's dtype Half", "got Float")),
+        (dict(q=q.half()), ("k must have q's dtype torch.float16", "got torch.float32")),
         (dict(q=torch.zeros(1, 4, 257, 16), visible=kit.causal(257, 64)), ("1 to 256 rows", "got 257")),
         (dict(visible=kit.int32(0, 65, 1)), (r"visible must lie in \[0, 64\]", "65")),
         (dict(starts=kit.int32(-1)), (r"starts must lie in \[0, 64\]", "-1")),
@@ -397,8 +397,8 @@ def test_bad_tables():
     for arguments, parts in (
         (dict(cos=cos), ("window_attention", "cos and sin must be given together, got cos alone")),
         (dict(sin=sin), ("cos and sin must be given together, got sin alone",)),
-        (dict(cos=cos.half(), sin=sin), ("cos must be Float, got Half",)),
-        (dict(cos=cos[:19], sin=sin), (r"cos must be fp32 \[20, pairs\] or \[2, 20, pairs\]", r"got \[19, 8\]")),
+        (dict(cos=cos.half(), sin=sin), ("cos must be torch.float32, got torch.float16",)),
+        (dict(cos=cos[:19], sin=sin), (r"cos must be float32 \[20, pairs\] or \[2, 20, pairs\]", r"got \[19, 8\]")),
         (tables(20, 9), ("2 \\* pairs at most the head_dim 16", r"got \[20, 9\]")),
         (dict(cos=cos, sin=sin[:, :4]), (r"sin must have the shape of cos \[20, 8\], got \[20, 4\]",)),
         (dict(cos=cos.mT.contiguous().mT, sin=sin), ("cos must have a contiguous last dim, got stride 20",)),

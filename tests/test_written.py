@@ -69,7 +69,7 @@ def test_exactly_what_overlaps_is_refused(data):
     if is_unique(places(k_out) + places(v_out)) and not read & written:
         ops.gather_kv(k, v, indices, out=(k_out, v_out))
     else:
-        with kit.refuses("gather_kv: (k|v)_out is written and must"):
+        with kit.refuses("gather_kv: (k|v)_out is written to and must"):
             ops.gather_kv(k, v, indices, out=(k_out, v_out))
 
 
@@ -104,7 +104,7 @@ def test_the_search_has_an_end():
     shape, memory = (40, 41, 43, D), torch.empty(3_000_000)
     k = memory.as_strided(shape, (D * 10007, D * 5003, D * 2503, 1))
     out = memory.as_strided(shape, (D * 10009, D * 5009, D * 2521, 1), 2)
-    with kit.refuses("k_out is written and must"):
+    with kit.refuses("k_out is written to and must"):
         ops.gather_kv(k, k, torch.zeros(40, 41, 43, dtype=torch.int64), out=(out, torch.empty(shape)))
 
 
@@ -116,11 +116,11 @@ def test_indices_are_not_overwritten():
     own = memory.view(torch.int64)[:, :, :10, 3]
     own.copy_(indices)
     before = memory.clone()
-    with kit.refuses("gather_kv: k_out is written and must share no memory with indices"):
+    with kit.refuses("gather_kv: k_out is written to and must share no memory with indices"):
         ops.gather_kv(k, v, own, out=(memory[:, :, :10], torch.empty(1, 2, 10, 16)))
-    with kit.refuses("gather_kv: v_out is written and must share no memory with indices"):
+    with kit.refuses("gather_kv: v_out is written to and must share no memory with indices"):
         ops.gather_kv(k, v, own, out=(torch.empty(1, 2, 10, 16), memory[:, :, 5:15]))
-    with kit.refuses("compact_kv_: v is written and must share no memory with indices"):
+    with kit.refuses("compact_kv_: v is written to and must share no memory with indices"):
         ops.compact_kv_(k, memory, own)
     assert torch.equal(memory, before)
     ops.gather_kv(k, v, own, out=(memory[:, :, 10:20], memory[:, :, 20:30]))  # beside them is fine
@@ -134,12 +134,12 @@ def test_expanded_inputs_are_compared_too():
     indices = torch.arange(5).expand(1, 3, -1)
     cos, sin = torch.ones(20, 8), torch.zeros(20, 8)
     _, v = kit.kv(1, 3, 20, 16)
-    with kit.refuses("v_out is written and must share no memory with k"):
+    with kit.refuses("v_out is written to and must share no memory with k"):
         ops.gather_kv(one, v, indices, out=(torch.empty(1, 3, 5, 16), memory[:, :, 4:9]))
-    with kit.refuses("out is written and must share no memory with k"):
+    with kit.refuses("out is written to and must share no memory with k"):
         ops.rope_at_slots(one, cos, sin, out=memory)
     rows = memory[:, 0]
-    with kit.refuses("out is written and must share no memory with cos"):
+    with kit.refuses("out is written to and must share no memory with cos"):
         ops.rope_at_slots(v, rows[:, :1, :8].expand(1, 20, 8), sin, out=memory)
 
 

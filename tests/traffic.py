@@ -1,11 +1,11 @@
-"""What the CUDA kernels ask of memory, as the simulator (cudasim/cudasim_traffic.cpp) counts it. Not measured.
+"""The memory traffic of the CUDA kernels, as the simulator (cudasim/cudasim_traffic.cpp) counts it. Not measured.
 
 python tests/traffic.py              # every call of the table, and the places of its worst accesses
-python tests/traffic.py -k lag       # those whose name has this; "pages": those in pages
-python tests/traffic.py --write      # the table in docs/cuda.md, made anew
+python tests/traffic.py -k lag       # only calls whose name contains this; "pages": the paged ones
+python tests/traffic.py --write      # regenerate the table in docs/cuda.md
 python tests/traffic.py --plans h200 # grids and waves at 131,072 tokens; runs no kernel
 
-The library is build/cudasim-thread/libkvops_cudasim_traffic.so, which tests/test_traffic.py builds.
+Uses the library build/cudasim-thread/libkvops_cudasim_traffic.so, which tests/test_traffic.py builds.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ BEGIN, END = "<!-- traffic -->\n", "<!-- end of traffic -->\n"
 
 
 class Card(NamedTuple):
-    """What a multiprocessor has is the same for all of its kind; `column` is the card's in the table of registers."""
+    """A GPU model. `column` is its column in the table of registers."""
 
     multiprocessors: int
     l2: int  # bytes
-    l1: int  # of a multiprocessor, with its shared memory
+    l1: int  # per multiprocessor, including its shared memory
     shared: int
     column: int
 
@@ -50,17 +50,17 @@ CARDS = {
     "h200": Card(132, 50 << 20, 256 << 10, 228 << 10, 1),
     "b200": Card(148, 126 << 20, 256 << 10, 228 << 10, 2),
 }
-TOKENS = 131072  # with 8 heads: what the scaled cards stand for
+TOKENS = 131072  # with 8 heads: the size that the scaled-down cards stand for
 HEADS = 8
 
 
 class Call(NamedTuple):
-    """A row of the benchmark with so many tokens, on an H200 scaled down in proportion, and what it may ask for.
+    """A benchmark row at a number of tokens, on an H200 scaled down in proportion, with limits for its traffic.
 
-    dram, l2: times the bytes that must move (`Row.bytes`). sectors: of all requests, times the fewest that their bytes
-    fit into. conflicts: wavefronts of shared memory beyond the fewest, for each KiB that must move.
-    why: what is read or written beyond 1.05 times the bytes. lag: another than the benchmark's. page: slots of a page
-    of K and V, in the order of heads, shuffled; 0: dense.
+    dram, l2: multiples of the bytes that must move (`Row.bytes`). sectors: of all requests, a multiple of the fewest
+    that their bytes fit into. conflicts: extra wavefronts of shared memory per KiB that must move. why: the reason for
+    reading or writing more than 1.05 times the bytes. lag: if not the benchmark's. page: slots per page of K and V, in
+    head-first order and shuffled; 0: dense.
     """
 
     row: str
@@ -85,12 +85,12 @@ class Call(NamedTuple):
 
 
 FP32 = torch.float32
-NEIGHBOURS = "the keys on either side of a block's own, which L2 no longer has where all blocks keep step"
+NEIGHBOURS = "the keys on either side of a block's own, which L2 no longer holds when all blocks run in step"
 PARTS = (
-    "the parts of each row, one for each split of the keys, written and read; fewer for each key where keys are more"
+    "the parts of each row, one per split of the keys, written and read; with more keys there are fewer parts per key"
 )
-LOGITS = "the logits of one row, 8 G bytes for each key, written and read; the second time partly from L2"
-TABLES = "cosines and sines once for each head, from L2 but for the first; and " + LOGITS
+LOGITS = "the logits of one row, 8 G bytes per key, written and read; the second time partly from L2"
+TABLES = "cosines and sines once per head, from L2 except for the first; and " + LOGITS
 CALLS = [
     Call("lag_score", l2=1.05, conflicts=2.4),
     Call("lag_score", FP32, l2=1.05, conflicts=0.3),
@@ -112,7 +112,7 @@ CALLS = [
     Call("rope_at_slots", sectors=1.8),
     Call("outlier_degree", l2=1.15),
     Call("outlier_degree", FP32, dram=1.2, l2=1.25, why=NEIGHBOURS),
-    Call("lsh_bucket", dram=1.1, l2=1.7, why="the indices and the projection: 32 keys of a head are few"),
+    Call("lsh_bucket", dram=1.1, l2=1.7, why="the indices and the projection, compared with only 32 keys per head"),
     Call("build_prototypes", conflicts=49),
     Call("assign_prototypes", tokens=4096, dram=1.55, l2=1.55, why="the prototypes, as many as for 131,072 tokens"),
     Call(
@@ -127,13 +127,13 @@ CALLS = [
         why="the clusters, as many as for 131,072 tokens",
     ),
 ]
-# Times the bytes and the sectors of the same call in dense memory.
+# Limits for paged calls, as multiples of the bytes and sectors of the same dense call.
 MORE_IN_PAGES = 1.02
-MORE_OF_FEW = {"lsh_bucket": 1.1}  # 32 keys of a head, each of a page of its own
+MORE_OF_FEW = {"lsh_bucket": 1.1}  # 32 keys per head, each in a page of its own
 
 
 def paged_calls() -> list[Call]:
-    """Those that take pages, in pages; they are not in the table."""
+    """The calls that support pages, in pages. They are not in the table."""
     from kvops.bench import pages
 
     return [x._replace(page=16) for x in CALLS if x.row in pages.OPERATORS and not x.lag]
@@ -143,7 +143,7 @@ def paged_calls() -> list[Call]:
 
 
 def kernels_of(card: Card, paged: bool = False) -> dict[str, tuple[int, int]]:
-    """Registers of a thread (bf16, head dim 128) and static shared memory, by the table in docs/cuda.md."""
+    """Registers per thread (bf16, head dim 128) and static shared memory, from the table in docs/cuda.md."""
     table = PAGE.read_text().split("<!-- resources -->")[1].split("<!-- end of resources -->")[0]
     found = {}
     for name, dense, in_pages, static in re.findall(
@@ -156,7 +156,7 @@ def kernels_of(card: Card, paged: bool = False) -> dict[str, tuple[int, int]]:
 
 
 class Counters:
-    """The library's counters, for one call after another."""
+    """The library's counters; they count one call at a time."""
 
     def __init__(self, library: Path):
         self.library = ctypes.CDLL(str(library))
@@ -174,7 +174,7 @@ class Counters:
 
 
 def measure(library: Path, calls: Iterable[Call]) -> Iterator[dict]:
-    """What each call asks of memory. Inputs are made by the CPU's kernels, so all of them come first."""
+    """The traffic of each call. The CPU kernels create the inputs, so all inputs are created first."""
     import kvops
     from kvops.bench.rows import ROWS, Case
 
@@ -217,7 +217,7 @@ def paged_form(case, call: Call) -> Callable[[Any], Any]:
 
 
 def measured(library: Path, calls: list[Call]) -> list[Counted]:
-    """The same in a process of its own, as the simulator takes the place of the CPU's kernels."""
+    """The same in a separate process, because the simulator replaces the CPU kernels."""
     command = [sys.executable, "-W", "ignore", __file__, "--json", str(library), *(x.name for x in calls)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -227,12 +227,12 @@ def measured(library: Path, calls: list[Call]) -> list[Counted]:
     return [Counted(call, x, library) for call, x in zip(calls, lines, strict=True)]
 
 
-# ---- What is said of them --------------------------------------------------------------------------------------------
+# ---- Results ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Counted:
-    """What a call asked of memory."""
+    """The traffic of a call."""
 
     call: Call
     counts: dict
@@ -268,7 +268,7 @@ class Counted:
         return 1024 * sum(x["wavefronts"] - x["least"] for x in self.accesses(shared=True)) / self.bytes
 
     def worst(self, shared: bool, count: int = 3) -> list[str]:
-        """The places that lose most, a line for each."""
+        """The places with the most waste, one line each."""
         key = "wavefronts" if shared else "sectors"
         found: dict[tuple, dict] = {}
         for x in self.accesses(shared):
@@ -286,7 +286,7 @@ class Counted:
 
     @cached_property
     def places(self) -> list[str]:
-        """file:line of each place, from the operator's kernel inward."""
+        """file:line of each place, from the operator's kernel inwards."""
         return symbols(self.library, self.counts["places"])
 
     def __str__(self) -> str:
@@ -304,7 +304,7 @@ class Counted:
 
 
 def ratios(paged: Counted, dense: Counted) -> tuple[float, float, float]:
-    """Bytes of DRAM, bytes of L2, and sectors of requests that a call has in pages, by those in dense memory."""
+    """The DRAM bytes, L2 bytes and sectors of a paged call, relative to the same dense call."""
 
     def of(x: Counted) -> tuple[float, float, float]:
         sectors = sum(a["sectors"] - a.get("l1_hits", 0) for a in x.accesses(shared=False))
@@ -314,7 +314,7 @@ def ratios(paged: Counted, dense: Counted) -> tuple[float, float, float]:
 
 
 def symbols(library: Path, places: list[list[int]]) -> list[str]:
-    """For each list of return addresses, the lines of csrc that they belong to, the innermost first."""
+    """For each list of return addresses, the lines of csrc that they belong to, innermost first."""
     addresses = sorted({x for place in places for x in place})
     text = "\n".join(hex(x - 1) for x in addresses)
     command = ["addr2line", "-a", "-i", "-e", str(library)]
@@ -355,28 +355,28 @@ def write(found: list[Counted]) -> None:
 
 
 class Launch(NamedTuple):
-    """As CUDASIM_DRY notes it."""
+    """A launch as CUDASIM_DRY records it."""
 
     kernel: str
     blocks: int
     threads: int
-    cluster: int  # blocks in one
+    cluster: int  # blocks per cluster
     dynamic_bytes: int
     static_bytes: int
-    resident: int  # blocks on a multiprocessor, by threads, registers and shared memory
+    resident: int  # blocks per multiprocessor, limited by threads, registers and shared memory
     waves: float
 
     multiprocessors: int
 
     @property
     def busy(self) -> float:
-        """The share of the multiprocessors' time that blocks of equal length fill."""
+        """The fraction of the multiprocessors' time that blocks of equal length fill."""
         turns = self.waves if self.waves > 1 else self.blocks / self.multiprocessors
         return turns / math.ceil(turns)
 
 
 def plans(library: Path, card_name: str, tokens: int = TOKENS) -> dict[str, list[Launch]]:
-    """The launches of each row of the benchmark at so many tokens, bf16. In a process of its own; no kernel runs."""
+    """The launches of each benchmark row at this many tokens, bf16. Runs in a separate process; no kernel runs."""
     command = [sys.executable, "-W", "ignore", __file__, "--dry", str(library), str(tokens)]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"CUDASIM_DEVICE": card_name}, capture_output=True, text=True
@@ -411,7 +411,7 @@ def dry(library: Path, tokens: int) -> None:
     from kvops.bench.rows import GROUP, ROWS, Case, Window
 
     class Empty(Case):
-        """Inputs of which no byte is looked at, as no kernel runs."""
+        """Inputs whose contents are never read, since no kernel runs."""
 
         k = cached_property(lambda self: torch.empty(self.batch, self.heads, self.n, self.d, dtype=self.dtype))
         v = cached_property(lambda self: torch.empty(self.batch, self.heads, self.n, self.d, dtype=self.dtype))
@@ -440,7 +440,7 @@ def dry(library: Path, tokens: int) -> None:
         notes = Path(folder) / "launches"
         os.environ["CUDASIM_DRY"] = str(notes)
         for name, row in ROWS.items():
-            if row.parts or "compress" in name:  # whole calls: of these operators
+            if row.parts or "compress" in name:  # whole calls consist of these operators
                 continue
             case = Empty(tokens, torch.bfloat16, HEADS, batch=row.batch)
             form = next(iter(row.forms.values()))
@@ -453,9 +453,9 @@ def dry(library: Path, tokens: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-k", default="", metavar="TEXT", help="only calls whose name has it")
+    parser.add_argument("-k", default="", metavar="TEXT", help="only calls whose name contains this")
     parser.add_argument("--write", action="store_true", help=f"replace the table in {PAGE.relative_to(ROOT)}")
-    parser.add_argument("--plans", choices=CARDS, help="the launches on this card instead")
+    parser.add_argument("--plans", choices=CARDS, help="show the launches on this card instead")
     parser.add_argument("--library", type=Path, default=LIBRARY)
     parser.add_argument("--json", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--dry", nargs=2, help=argparse.SUPPRESS)

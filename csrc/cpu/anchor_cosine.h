@@ -1,21 +1,24 @@
-// KeyDiff's scores on the CPU.
+// KeyDiff scores on the CPU.
 //
 //   mu = sum_j k_j / |k_j|,  score_i = -cos(k_i, mu)
 //
-// Bytes that must move: K twice, since no score is known before the whole sum is (once when the anchor is given). The
-// first pass leaves 1/|k_i| in the output, so the second needs only a dot product. It walks backward, so that it
-// meets what the first pass read last, which is still in the cache; but within a block forward, as prefetch likes it.
+// Bytes that must move: K twice, since no score is known before the sum is complete (once if the anchor is given). The
+// first pass leaves 1/|k_i| in the output, so the second pass needs only a dot product. It goes over the blocks
+// backward, so that it first meets what the first pass read last, which is still in the cache; within a block it goes
+// forward, which suits the hardware prefetcher.
 //
-// Where heads come out even, each goes to one thread, which then waits for no other: on a busy machine, where one is
-// always off its core, heads that all threads share take two or three times as long. They are split over n, one head
-// after the other, where they are too few; and where the cache that the threads share holds one head but not one for
-// each, so that the second pass need not go to memory.
+// If the heads divide evenly over the threads, each head goes to one thread, which then waits for no other. On a busy
+// machine, where some thread is always descheduled, splitting every head over all threads takes two or three times as
+// long. Heads are split over n, one after the other, if there are too few of them, and if the shared cache holds one
+// head but not one per thread, so that the second pass stays in the cache.
 //
-// The sum over n goes in blocks of kBlock tokens, combined in order in fp64, and within a block in runs that begin at
-// 0: accurate, however alike the keys, and the same for any number of threads. Keys that are not normalized may have a
-// sum beyond fp32; then it is made again of keys scaled down, since scores need its direction only.
+// The sum over n is computed in blocks of kBlock tokens, combined in order in fp64, and within a block in runs that
+// start from 0. It is accurate even for very similar keys and does not depend on the number of threads. Keys that are
+// not normalized may overflow fp32 in the sum. The sum is then recomputed from scaled-down keys, since scores need only
+// its direction.
 //
-// Rows go in tiles; those whose squared norm is not a comfortable float are done in double (unit_keys.h).
+// Rows are processed in tiles; rows whose squared norm is outside the safe fp32 range are redone in double
+// (unit_keys.h).
 #include "../dispatch.h"
 #include "../ops/anchor_cosine.h"
 #include "unit_keys.h"
@@ -33,7 +36,7 @@ float careful_score(const T* row, int64_t d, const float* direction) {
   return static_cast<float>(0.0 - dot / careful_norm(row, d));
 }
 
-// scores holds the tile's 1/|k|; becomes its -cos with the unit vector `direction`.
+// On entry, scores holds the tile's 1/|k|; on return, minus the cosine with the unit vector `direction`.
 template <class T>
 inline void cosines(const Rows<T>& rows, int64_t i, int64_t end, const float* direction, float* scores) {
   const Tile<T> tile(rows, i, end);
@@ -44,14 +47,14 @@ inline void cosines(const Rows<T>& rows, int64_t i, int64_t end, const float* di
     return;
   }
   for (int64_t r = 0; r < tile.count; ++r) {
-    if (scores[r] != scores[r]) continue;  // not finite: NaN
-    if (scores[r] == 0.0f) continue;       // a zero key scores 0
+    if (scores[r] != scores[r]) continue;  // non-finite key: NaN
+    if (scores[r] == 0.0f) continue;       // zero key: score 0
     scores[r] = careful_score(tile.row[r], rows.d, direction);
   }
 }
 
-// Tokens [first, last) of a head, one block of the sum: norms into scores, the block's own sum into `total`. `run` is
-// room for as much.
+// Tokens [first, last) of a head, one block of the sum: writes norms to `scores` and the block's sum to `total`. `run`
+// is scratch of the same size as `total`.
 template <class T>
 void first_pass(const Rows<T>& rows, int64_t first, int64_t last, float* scores, float* total, float* run, int64_t size,
                 bool normalize, float unit) {
@@ -81,7 +84,7 @@ void only_pass(const Rows<T>& rows, int64_t first, int64_t last, float* scores, 
   }
 }
 
-// direction = anchor / |anchor| in the order of registers; zeros for a zero anchor.
+// direction = anchor / |anchor| in register order; zeros for a zero anchor.
 template <class T>
 void unit_direction(const float* anchor, int64_t d, float* direction, int64_t size) {
   double squares = 0;
@@ -119,7 +122,7 @@ inline bool all_finite(const float* x, int64_t count) {
   return finite;
 }
 
-// The unit vector of a head's sum of keys times `unit`, which sum_of(unit) makes in head.anchor.
+// Computes the unit vector of a head's sum of keys. sum_of(unit) writes the sum of keys times `unit` to head.anchor.
 template <class T, class SumOf>
 void sum_and_direction(const Head<T>& head, float* direction, int64_t size, const SumOf& sum_of) {
   const int64_t d = head.rows.d;
@@ -127,12 +130,12 @@ void sum_and_direction(const Head<T>& head, float* direction, int64_t size, cons
   const bool again = !head.given && !all_finite(head.anchor, d);
   if (again) sum_of(kScaledDown);
   unit_direction<T>(head.anchor, d, direction, size);
-  for (int64_t c = 0; again && c < d; ++c) head.anchor[c] /= kScaledDown;  // infinite, or not
+  for (int64_t c = 0; again && c < d; ++c) head.anchor[c] /= kScaledDown;  // may be infinite
 }
 
-// One head to a thread, or each head to all of them?
+// Whether to give each head to one thread, rather than to split each over all threads.
 inline bool whole_heads(int64_t heads, int64_t bytes, int64_t workers) {
-  constexpr int64_t kSharedCache = 32 << 20;  // a usual last level
+  constexpr int64_t kSharedCache = 32 << 20;  // typical last-level cache
   const bool balanced = heads % workers == 0 || heads >= 4 * workers;
   const bool only_one_fits = bytes < kSharedCache && bytes * workers > kSharedCache;
   return balanced && !only_one_fits;
@@ -142,7 +145,7 @@ template <class T>
 void score_heads(const AnchorCosineParams& p, Call& call) {
   const int64_t size = row_shape<T>(p.k.row_bytes).registers() * kStep<T>;
   const int64_t heads = p.b * p.heads;
-  // Sums, a row each: of the blocks of a head; of a worker a block's, a run's, and a head's in fp64.
+  // Rows of scratch for sums. Shared: one per block of a head. Per worker: a block's, a run's, and a head's in fp64.
   const Workers workers = workers_for(call, heads * p.n * p.k.row_bytes, 4 * size, (p.n + kBlock - 1) / kBlock * size);
   if (whole_heads(heads, p.n * p.k.row_bytes, workers.count)) {
     parallel_for(workers, workers.count, [&](int64_t worker) {
@@ -169,7 +172,7 @@ void score_heads(const AnchorCosineParams& p, Call& call) {
   for (int64_t index = 0; index < heads; ++index) {
     const Head<T> head = prepare_head<T>(p, index);
     const int64_t blocks = (head.rows.count + kBlock - 1) / kBlock;
-    // Workers take runs of whole blocks, the same in both passes.
+    // Each worker takes a run of whole blocks, the same one in both passes.
     const auto tokens = [&](int64_t worker) {
       const Share mine = share(blocks, worker, workers.count);
       return Share{mine.first * kBlock, mine.last * kBlock < head.rows.count ? mine.last * kBlock : head.rows.count};

@@ -1,20 +1,20 @@
-// The nearest prototype of each key on the CPU: a matrix product whose scores never leave the registers.
+// The nearest prototype of each key on the CPU: a matrix product whose results never leave the registers.
 //
 //   assignment_i = argmax_c cos(k_i, p_c) = argmax_c k_i . (p_c / |p_c| - m)      ties to the lower c
 //
-// The length of k_i does not matter, nor does what is subtracted from all prototypes: m is the mean of their
-// directions. So products of bf16 round the differences that decide and not what all prototypes have in common.
+// Neither the norm of k_i nor a vector subtracted from all prototypes changes the argmax. m is the mean of the unit
+// prototypes, so that bf16 products round the differences that decide rather than what all prototypes have in common.
 //
 // Bytes that must move: K once; the work is n x C x d products. Prototypes that can win are packed per head, 16 to a
-// vector (products.h): 500 of 128 channels are 128 KiB of bf16, which stay in the second-level cache. A block of 48
-// keys stays in the first while all of them pass by; every lane keeps its best product and which one that was, and the
-// lanes are compared at the end. Level v4_bf16 multiplies pairs of bf16 (exact products, fp32 sums), whatever the keys
-// are stored as; the others multiply floats. At n 65536, 8 heads, d 128 and 500 prototypes it takes as long as torch's
-// bf16 product alone, from fp32 and from bf16 (bench/results/cpu-protokv.json).
+// vector (products.h): 500 of them with 128 channels take 128 KiB in bf16 and stay in the L2 cache. A block of 48 keys
+// stays in L1 while all prototypes stream past it. Every lane keeps its best product and the vector it came from, and
+// the lanes are compared at the end. Level v4_bf16 multiplies pairs of bf16 (exact products, fp32 sums) for every
+// stored dtype; the other levels multiply floats. With n 65536, 8 heads, d 128 and 500 prototypes the kernel takes as
+// long as torch's bf16 matrix product alone, for fp32 and for bf16 keys (bench/results/cpu-protokv.json).
 //
-// Keys are multiplied as they lie, or converted a block at a time. Those whose largest element could leave the range of
-// a float in a product, or be flushed to zero as bf16's products do with subnormal numbers, are found by their bits and
-// divided by that element first. A key that is not finite becomes NaN: no product of it is larger than -inf.
+// Keys are multiplied where they lie, or converted a block at a time. Keys whose largest element could overflow in a
+// product, or could be flushed to zero (bf16 dot products flush subnormal numbers), are detected by their bits and
+// first divided by that element. A non-finite key becomes NaN, so none of its products exceeds -inf.
 #include "../dispatch.h"
 #include "../ops/assign_prototypes.h"
 #include "products.h"
@@ -22,10 +22,10 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-constexpr int kKeys = 48;  // that pass all prototypes while they are in the cache
+constexpr int kKeys = 48;  // stay in L1 while all prototypes stream past
 static_assert(kKeys % VL == 0 && kKeys % kKeysAtOnce<kVectors> == 0);
 
-// A worker's scratch, in floats; every array starts on a cache line.
+// A worker's scratch, in floats. Every array starts on a cache line.
 struct Scratch {
   int64_t packed, keys, best, worker;
 
@@ -38,7 +38,7 @@ struct Scratch {
   }
 };
 
-// What the products are of, and words of a row of them.
+// The operand type of the products, and the number of words per row of them.
 #if defined(__AVX512BF16__)
 typedef Bf16Words Words;
 typedef BFloat16 Product;
@@ -51,11 +51,12 @@ constexpr int kPerWord = 4 / sizeof(Product);
 template <class T>
 constexpr bool kAsStored = __is_same(T, Product);
 
-// A register of stored elements as products take it, to `out`. Floats of 2-byte rows come in the order of channel_slot.
+// Converts one register of stored elements to product operands at `out`. Floats of 2-byte rows come in channel_slot
+// order.
 #if defined(__AVX512BF16__)
 template <class T>
 inline void convert(const F* x, Product* out, const T*) {
-  if constexpr (sizeof(T) == 1 || kAsStored<T>) {  // evens and odds, as they came
+  if constexpr (sizeof(T) == 1 || kAsStored<T>) {  // put evens and odds back in place
     const U raw = (U)x[0] >> 16 | ((U)x[1] & 0xffff0000u);
     memcpy(out, &raw, VB);
   } else if constexpr (sizeof(T) == 2) {
@@ -81,14 +82,14 @@ inline int64_t product_slot(int64_t c) {
 }
 #endif
 
-// Magnitudes between these (the bits of a float in fp32, bf16 and fp16, in the upper half for 2 bytes) stay within the
-// range of normal floats, as products with directions and as their sums.
+// Magnitudes within these bounds (the bits of a float for fp32, bf16 and fp16; in the upper half for 2-byte types) keep
+// products with directions, and their sums, in the range of normal floats.
 template <class T>
 constexpr int32_t kLeast = 0x21800000;  // 2^-60
 template <class T>
 constexpr int32_t kMost = 0x71800000;  // 2^100
 template <>
-constexpr int32_t kLeast<Half> = 0x00010000;  // any but 0
+constexpr int32_t kLeast<Half> = 0x00010000;  // anything but 0
 template <>
 constexpr int32_t kMost<Half> = 0x7c000000;  // infinity
 
@@ -96,7 +97,7 @@ inline F larger_bits(F a, F b) {
   return (F)((I)a > (I)b ? (I)a : (I)b);
 }
 
-// Are all elements of VL rows within those?
+// Whether all elements of VL rows are within these bounds.
 template <class T>
 bool comfortable(const T* const* row, RowShape shape) {
   F largest[VL] = {};
@@ -104,7 +105,7 @@ bool comfortable(const T* const* row, RowShape shape) {
     const I all = (I)reduce_lanes(largest, larger_bits);
     return any_nan((all < least) | (all >= most) ? splat(__builtin_nanf("")) : F{});
   };
-  if constexpr (sizeof(T) == 1) {  // all numbers but 0 are
+  if constexpr (sizeof(T) == 1) {  // true for every number but 0
     for (int r = 0; r < VL; ++r)
       for_registers<T>(shape, [&](int64_t, auto&& load_row) {
         F x[2];
@@ -133,18 +134,18 @@ bool comfortable(const T* const* row, RowShape shape) {
   return !outside(kLeast<T>, kMost<T>);
 }
 
-// What one worker has in hand: a head's prototypes, packed, and a block of keys on its way through.
+// The state of one worker: the packed prototypes of a head, and the block of keys in progress.
 template <class T>
 struct Assigner {
   const AssignPrototypesParams& p;
   const RowShape shape;
-  const int64_t words;  // of a row of products
-  float* packed;        // chunk after chunk of kVectors vectors: [words][vectors]
-  double* inverse;      // [C]: 1/|p_c|, 0 if it cannot win
-  double* mean;         // [d]: of the directions
-  int32_t* ids;         // [C]: of the prototypes that are packed
+  const int64_t words;  // in a row of products
+  float* packed;        // chunks of kVectors vectors: [words][vectors]
+  double* inverse;      // [C]: 1/|p_c|; 0 if the prototype cannot win
+  double* mean;         // [d]: of the unit prototypes
+  int32_t* ids;         // [C]: the packed prototypes
   float *keys, *best;   // [kKeys][words], [kKeys][VL]
-  int32_t* which;       // [kKeys][VL]: the vector of prototypes that the best is from
+  int32_t* which;       // [kKeys][VL]: the vector of prototypes that holds the best
   int64_t head = -1, usable = 0, vectors = 0;
 
   Assigner(const AssignPrototypesParams& p_, float* memory)
@@ -161,7 +162,7 @@ struct Assigner {
     ids = reinterpret_cast<int32_t*>(mean + p.d);
   }
 
-  // Packs the prototypes of a head, unless they are.
+  // Packs the prototypes of a head, unless they are packed already.
   void take_head(int64_t index) {
     if (index == head) return;
     head = index;
@@ -181,7 +182,8 @@ struct Assigner {
     vectors = (usable + VL - 1) / VL;
     memset(packed, 0, 4 * vectors * VL * words);
     for (int64_t lane = 0; lane < vectors * VL; ++lane) {
-      const int64_t i = lane < usable ? lane : usable - 1;  // the last fills the vector: where equal, the first wins
+      const int64_t i =
+          lane < usable ? lane : usable - 1;  // repeat the last to fill the vector: on ties the first wins
       const float* const x = prototypes + ids[i] * p.d;
       const int64_t chunk = lane / VL / kVectors * kVectors;
       const int64_t width = (vectors - chunk < kVectors ? vectors - chunk : kVectors) * VL;
@@ -194,7 +196,7 @@ struct Assigner {
     }
   }
 
-  // The block's rows as the products take them: where they lie, or converted.
+  // The block's rows as product operands: in place, or converted.
   void take_keys(Block& block) {
     const T* row[kKeys];
     for (int i = 0; i < kKeys; ++i) row[i] = reinterpret_cast<const T*>(block.row(i));
@@ -227,7 +229,7 @@ struct Assigner {
       from_float(static_cast<float>(to_float(row[c]) * factor), to + product_slot<T>(c));
   }
 
-  // Keys [first, first + count) of the head, at most kKeys of them, and `left` behind them.
+  // Assigns keys [first, first + count) of the head, at most kKeys; `left` keys follow them.
   void assign(const HeadRows& rows, int64_t first, int count, int64_t left, int32_t* out) {
     const char* lie[kKeys];
     Block block = block_of(rows, first, count, lie);
@@ -255,7 +257,7 @@ struct Assigner {
           }
         });
       });
-      // What comes next arrives meanwhile.
+      // Prefetch the next block's keys meanwhile.
       for (const int upto = static_cast<int>(kKeys * (vector + kVectors) / vectors); asked < upto && asked < kKeys;
            ++asked)
         if (asked < left) prefetch_row(next.next(), p.k.row_bytes);
@@ -263,7 +265,7 @@ struct Assigner {
     for (int i = 0; i < count; i += VL) winners(i, count - i < VL ? count - i : VL, out + i);
   }
 
-  // Of each key the best of its lanes; where equal, the one that comes first.
+  // For each key, the best of its lanes; on ties the lowest prototype.
   void winners(int first, int count, int32_t* out) const {
     F rows[VL];
     for (int j = 0; j < VL; ++j) rows[j] = load(best + (first + j) * VL);

@@ -1,8 +1,8 @@
-// Means of chunks and of buckets of keys on the CPU.
+// Mean keys of chunks and of buckets on the CPU.
 //
-// Bytes that must move: K once. Each prototype is one item of work: its rows (consecutive but for the anchors, or the
-// anchors of a bucket) are collected VL at a time and added in fp32, and these sums in fp64. A sum that is not finite
-// is made again row by row, without the rows that are not.
+// Bytes that must move: K once. Each prototype is one work item. Its rows (consecutive tokens except the anchors, or
+// the anchors of a bucket) are gathered VL at a time and added in fp32; these partial sums are added in fp64. A
+// non-finite sum is recomputed row by row without the non-finite rows.
 #include "../dispatch.h"
 #include "../ops/build_prototypes.h"
 #include "simd.h"
@@ -15,8 +15,8 @@ constexpr int64_t kAhead = 2 * VL;  // rows
 template <class T>
 struct Mean {
   const RowShape shape;
-  const int64_t d, ahead;  // bytes to what is prefetched; of pages build_heads does that
-  double* const total;     // both in the order of registers
+  const int64_t d, ahead;  // ahead: bytes to the prefetched row; with pages build_heads prefetches instead
+  double* const total;     // both in register order
   float* const tile;
   const T* row[VL] = {};
   int waiting = 0;
@@ -67,7 +67,7 @@ struct Mean {
     ++count;
   }
 
-  // Writes the mean and starts anew.
+  // Writes the mean and resets the sums.
   void finish(float* mean, int32_t* number) {
     add_tile();
     for (int64_t c = 0; c < d; ++c)
@@ -81,13 +81,13 @@ struct Mean {
   }
 };
 
-// A head's anchors, ascending, -1 last.
+// A head's anchors, ascending, with -1 last.
 struct Anchors {
   const int64_t* data;
   int64_t stride, count;
   int64_t slot(int64_t i) const { return data[i * stride]; }
 
-  // The first that is at least `least`.
+  // The first anchor that is at least `least`.
   int64_t lower_bound(int64_t least) const {
     int64_t low = 0, high = count;
     while (low < high) {
@@ -99,7 +99,7 @@ struct Anchors {
   }
 };
 
-// Floats of scratch of a worker: a sum in fp64 and one in fp32, padded to registers.
+// Floats of scratch per worker: an fp64 and an fp32 sum, padded to whole registers.
 inline int64_t scratch_of(const BuildPrototypesParams& p) {
   return 3 * ((p.d + 31) / 32 * 32);
 }

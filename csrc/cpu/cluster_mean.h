@@ -1,7 +1,7 @@
-// Means of the scores of each cluster on the CPU.
+// Mean score of each cluster on the CPU.
 //
-// Bytes that must move: scores and assignment, once from memory. A head is one item of work: a pass for the largest
-// score, which says the unit, and one that adds multiples of it as integers, exactly.
+// Bytes that must move: scores and assignment, once from memory. A head is one work item. A first pass finds the
+// largest score, which fixes the unit; a second adds the scores as integer multiples of that unit, exactly.
 #include "../ops/cluster_mean.h"
 #include "simd.h"
 
@@ -36,7 +36,7 @@ void reduce_head(const ClusterMeanParams& p, int64_t index, int64_t* sums) {
   for (int64_t c = 0; c < tokens.clusters; ++c) means[c] = from_fixed_point(sums[c], shift, counts[c], p.sum);
 }
 
-// Floats of scratch of a worker: for each cluster an int64 sum and a count.
+// Floats of scratch per worker: an int64 sum and a count for each cluster.
 inline int64_t scratch_of(const ClusterMeanParams& p) {
   return (3 * p.tokens.clusters + 15) / 16 * 16;
 }

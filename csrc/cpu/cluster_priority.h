@@ -1,20 +1,20 @@
-// What to keep tokens by so that clusters stay whole, on the CPU.
+// Token priorities that keep clusters whole, on the CPU.
 //
-// Bytes that must move: scores, assignment and the priority, once. A head is one item of work: the sizes of its
-// clusters, for each of them how many tokens the better ones have (every pair is compared, a vector at a time, which
-// costs less than to sort them until there are thousands), and a pass over the tokens.
+// Bytes that must move: scores, assignment and priority, once. A head is one work item: count the tokens of each
+// cluster; for each cluster count the tokens of the better ones (this compares every pair, a vector at a time, and
+// beats sorting up to thousands of clusters); then one pass over the tokens.
 #include "../ops/cluster_priority.h"
 #include "simd.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
 
-// Floats of scratch of a worker: for each cluster a key, a size and what its tokens get.
+// Floats of scratch per worker: for each cluster a sort key, a size and the priority of its tokens.
 inline int64_t scratch_of(const ClusterPriorityParams& p) {
   return 3 * ((p.tokens.clusters + 15) / 16 * 16);
 }
 
-// The tokens of the clusters [first, last) whose key is `least` or larger.
+// The number of tokens in those of clusters [first, last) whose key is at least `least`.
 int64_t tokens_of(const uint32_t* keys, const int32_t* sizes, int64_t first, int64_t last, uint32_t least) {
   int32_t total = 0;
   for (int64_t c = first; c < last; ++c) total += keys[c] >= least ? sizes[c] : 0;
@@ -30,7 +30,7 @@ void rank_head(const ClusterPriorityParams& p, int64_t index, float* scratch) {
   const int64_t pitch = scratch_of(p) / 3;
   uint32_t* const keys = reinterpret_cast<uint32_t*>(scratch);
   int32_t* const sizes = reinterpret_cast<int32_t*>(scratch + pitch);
-  float* const fate = scratch + 2 * pitch;  // of a cluster's tokens; NaN: each its own
+  float* const fate = scratch + 2 * pitch;  // the priority of a cluster's tokens; NaN: each token's own score
 
   for (int64_t c = 0; c < clusters; c += VL) {
     const U key = order_key(load_first(cluster_scores + c, clusters - c < VL ? clusters - c : VL, 0.0f));
@@ -43,7 +43,7 @@ void rank_head(const ClusterPriorityParams& p, int64_t index, float* scratch) {
   const int64_t budget = p.budgets ? p.budgets[index] : p.k;
   int64_t kept = 0;
   for (int64_t c = 0; c < clusters; ++c) {
-    // Of equals the lower one comes first; no key is 2^32 - 1.
+    // On ties the lower cluster comes first. No key is 2^32 - 1, so keys[c] + 1 does not overflow.
     const int64_t before = tokens_of(keys, sizes, 0, c, keys[c]) + tokens_of(keys, sizes, c + 1, clusters, keys[c] + 1);
     if (before + sizes[c] <= budget) {
       fate[c] = __builtin_inff();

@@ -1,11 +1,11 @@
-// The kept rows of K and V moved to the front, in place, on the CPU.
+// Moves the kept rows of K and V to the front, in place, on the CPU.
 //
-// Kept slots ascend, so slot i receives a row from index[i] >= i: going forward, a destination never overtakes a source
-// that is still needed, and no extra memory is used. Within a head the rows are one chain, so they are not split over
-// threads by token; K, V, the heads, and if those are too few, columns of the rows (whole cache lines) are.
-// One run of rows moves at 108-117 % of a plain loop that shifts as many bytes in place, rows scattered at random at
-// 73-77 % (bench/results/cpu-v4.json); gather_kv.h says why. Streaming stores save the read of a destination that has
-// left the cache. The leading slots that stay where they are (sinks, LagKV's static part) are skipped.
+// Kept slots ascend, so slot i receives a row from index[i] >= i. Going forward, no destination overtakes a source that
+// is still needed, and no extra memory is used. Within a head the rows form one chain, so work is not split over
+// tokens. It is split over K, V and heads, and if those are too few, over columns of the rows (whole cache lines). One
+// run of rows moves at 108-117 % of the speed of a plain loop that shifts as many bytes in place, randomly scattered
+// rows at 73-77 % (bench/results/cpu-v4.json; gather_kv.h explains why). Streaming stores avoid reading a destination
+// that has left the cache. The leading slots that do not move (sinks, LagKV's static part) are skipped.
 #include "../ops/compact_kv_.h"
 #include "rows.h"
 
@@ -24,7 +24,7 @@ void compact_strip(const Strip x, const int64_t* index, int64_t index_stride, in
     }
     const int64_t source = index[i * index_stride];
     if (source < 0 && x.rows.pages)
-      break;  // the slots behind the kept ones may have no page
+      break;  // slots after the kept ones may have no page
     else if (source < 0)
       memset(to.next(), 0, x.bytes);
     else if (may_stream && (source - i) * x.rows.stride_n >= kStreamedMove)

@@ -1,4 +1,4 @@
-// The instruction-set level in use, and kvops_facts(): what this library is, as JSON for kvops.build_info().
+// The instruction-set level in use, and kvops_facts(): a description of this library in JSON, for kvops.build_info().
 #include <cstdio>
 #include <cstdlib>
 #include <sstream>
@@ -38,14 +38,14 @@ Isa chosen_level() {
   for (int i = 0; i < static_cast<int>(std::size(kNames)); ++i) {
     if (std::string(forced) != kNames[i]) continue;
     if (i > static_cast<int>(best))
-      throw std::invalid_argument(std::string("KVOPS_ISA=") + forced + " is more than this CPU has, which is " +
-                                  kNames[static_cast<int>(best)]);
+      throw std::invalid_argument(std::string("KVOPS_ISA=") + forced +
+                                  " is not supported by this CPU, expected at most " + kNames[static_cast<int>(best)]);
     return static_cast<Isa>(i);
   }
   throw std::invalid_argument(std::string("KVOPS_ISA must be one of " KVOPS_LEVEL_LIST ", got ") + forced);
 }
 
-// "a,b" as the JSON list ["a", "b"].
+// Turns "a,b" into the JSON list ["a", "b"].
 std::string json_list(const std::string& text) {
   std::string list;
   std::istringstream items(text);
@@ -53,7 +53,7 @@ std::string json_list(const std::string& text) {
   return '[' + list + ']';
 }
 
-// What the user said, fit for a JSON string.
+// Text from the environment, escaped for a JSON string.
 std::string escaped(const std::string& text) {
   std::string found;
   for (const unsigned char c : text) {

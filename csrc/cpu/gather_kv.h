@@ -1,23 +1,24 @@
-// The kept rows of K and V, on the CPU.
+// Gathers the kept rows of K and V on the CPU.
 //
-// Bytes that must move: each kept row read once and written once, and no more. An ordinary store first reads the line
-// that it is about to overwrite; so once the output is larger than the caches it is written with streaming stores.
-// Kept rows lie scattered, so the rows ahead are prefetched by hand.
+// Bytes that must move: each kept row read once and written once. An ordinary store first reads the cache line that it
+// overwrites, so outputs larger than the caches are written with streaming stores. Kept rows are scattered, so the
+// kernel prefetches the rows ahead itself.
 //
-// What bounds it is how the kept rows lie. Kept in one run, a quarter of 65536 rows moves at 83-91 % of the best copy
-// of as many bytes; scattered at random, at 54-70 % (bench/results/cpu-v4.json), and a bare loop over the same rows
-// does no better with any distance, order or kind of prefetch: between the rows, memory reads what nobody asked for.
+// Speed depends on how scattered the kept rows are. If they form one run, a quarter of 65536 rows moves at 83-91 % of
+// the best copy of as many bytes; if they are scattered at random, at 54-70 % (bench/results/cpu-v4.json). A bare loop
+// over the same rows does no better with any prefetch distance, order or kind: the memory system also fetches bytes
+// between the rows that no one requested.
 //
-// Work is split over (batch, head) and over runs of kept rows. All indices were checked before.
+// Work is split over (batch, head) and over runs of kept rows. All indices have been checked before.
 #include "../ops/gather_kv.h"
 #include "rows.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
 
-constexpr int64_t kRun = 256;  // rows in a unit of work
+constexpr int64_t kRun = 256;  // rows per work item
 
-// Rows [first, last) of the output.
+// Copies rows [first, last) of the output.
 template <class Copy>
 void gather_run(const Strip in, const Strip out, const int64_t* index, int64_t index_stride, int64_t m, int64_t first,
                 int64_t last, const Copy copy) {

@@ -1,5 +1,6 @@
 // The instruction-set levels of the CPU kernels. Each kernel body cpu/<op>.h is compiled once per level into namespace
-// kvops::<level>; cpu/<op>.cpp, compiled at the baseline, calls the level that this machine has (or KVOPS_ISA names).
+// kvops::<level>. cpu/<op>.cpp, compiled for the baseline, calls the best level of this machine (or the one that
+// KVOPS_ISA names).
 #pragma once
 
 #include "../call.h"
@@ -7,10 +8,10 @@
 namespace kvops {
 
 #if defined(__x86_64__)
-// x86-64-v2 (SSE4.2), -v3 (AVX2, FMA, F16C), -v4 (AVX-512), and v4 with dot products of bf16 (AVX512-BF16).
+// x86-64-v2 (SSE4.2), -v3 (AVX2, FMA, F16C), -v4 (AVX-512), and v4 with bf16 dot products (AVX512-BF16).
 enum class Isa { v2, v3, v4, v4_bf16 };
 
-// launch_<op>: `void op(const Params&, Call&)` of the level in use.
+// Defines launch_<op>, which calls `void op(const Params&, Call&)` of the level in use.
 #define KVOPS_LEVELS(op, Params)                  \
   namespace kvops {                               \
   namespace v2 {                                  \
@@ -52,7 +53,7 @@ enum class Isa { baseline };  // NEON on Arm, plain vectors elsewhere
   }
 #endif
 
-// The level in use. Throws std::invalid_argument when KVOPS_ISA names one that is unknown or that this CPU lacks.
+// The level in use. Throws std::invalid_argument if KVOPS_ISA names an unknown level or one that this CPU lacks.
 Isa isa();
 
 }  // namespace kvops

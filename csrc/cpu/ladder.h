@@ -1,8 +1,8 @@
-// LaCache's ladder on the CPU: what ladder_compact_ and ladder_gather share.
+// LaCache's ladder on the CPU: code shared by ladder_compact_ and ladder_gather.
 //
-// Where a row comes from is closed form (LadderMoves::source), evaluated once for each run of rows that stay together,
-// not for each row. Keys that are turned get cosines and sines anew when their delta changes: at every ladder, but
-// behind the last one, where most of the rows are, never again.
+// The source of a row has a closed form (LadderMoves::source). It is evaluated once per run of rows that move together,
+// not per row. Rotated keys need new cosines and sines only when their shift changes: once per ladder, and never after
+// the last ladder, where most rows are.
 #pragma once
 #include "../dispatch.h"
 #include "../ops/ladder.h"
@@ -11,7 +11,7 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-// A slot and where its row comes from.
+// A slot and the source of its row.
 struct LadderWalk {
   const LadderMoves& moves;
   int32_t offset, slot, source = 0, run = 0;
@@ -44,7 +44,7 @@ template <class T>
 struct TurnRow {
   LadderRope rope;
   float *cos, *sin;
-  int32_t at = 0;  // the delta whose cosines and sines these are
+  int32_t at = 0;  // the shift that these cosines and sines belong to
 
   void operator()(char* to, const char* from, int64_t bytes, int32_t delta, bool stream) {
     if (delta == 0) return MoveRow{}(to, from, bytes, 0, stream);
@@ -56,8 +56,8 @@ struct TurnRow {
   }
 };
 
-// Rows of `slots`; in place where both strips are one, and then the rows that stay are left alone. Rows that come from
-// `stream_from` slots away, or further, are streamed.
+// Moves the rows of `slots`. If both strips are the same, the move is in place and rows that stay are not touched. Rows
+// whose source is `stream_from` or more slots away are written with streaming stores.
 template <class Row>
 inline void move_rows(const LadderMoves& moves, int32_t offset, const Strip in, const Strip out, Share slots,
                       int64_t stream_from, Row row) {
@@ -74,15 +74,15 @@ inline void move_rows(const LadderMoves& moves, int32_t offset, const Strip in, 
   }
 }
 
-// Floats of scratch that a worker needs: cosines and sines, each rounded up to a 64-byte register.
+// Floats of scratch per worker: cosines and sines, each rounded up to a 64-byte register.
 inline int64_t ladder_scratch(const LadderRope& rope) {
   return rope.inv_freq ? 2 * ((rope.pairs + 15) / 16 * 16) : 0;
 }
 
 constexpr int64_t kNeverStream = int64_t{1} << 62;
 
-// The same for K (turned, if there is RoPE) or V, streamed only where the addresses in `to` allow it. `tables`: the
-// worker's scratch.
+// The same for one strip of K (rotated, with RoPE) or V. Streams only if the addresses in `to` allow it. `tables` is
+// the worker's scratch.
 inline void move_strip(const LadderParams& p, int32_t offset, const KVView& to, bool is_key, const Strip in,
                        const Strip out, Share slots, int64_t stream_from, float* tables) {
   if (!is_key || !p.rope.inv_freq) {

@@ -1,13 +1,12 @@
-// LaCache's compaction, in place, on the CPU: the slots that the ladder keeps, moved to the front, of all layers at
-// once.
+// LaCache compaction in place, on the CPU: moves the slots that the ladder keeps to the front, all layers at once.
 //
-// Sources ascend and never lie below their slot, so going forward no source that is still needed is overwritten, and no
-// extra memory is used. The rows of one (layer, batch, head) of K or V are one chain; chains of all layers are split
-// over threads, and if those are too few, columns of their rows (but not of keys that are turned: a pair's channels lie
-// apart). Bytes: 2 x the rows that move; those before the first ladder, and those that a ladder leaves where they are,
-// are not touched. Between two decode steps rows move by a few slots only, so what is written is still in the cache: 32
-// layers of 2048 slots (8 heads, bf16) move at 94 % of a plain loop that shifts as many bytes in place, with RoPE at
-// 84 %, in fp32 at 103 and 98 % (bench/results/cpu-ladder.json).
+// Sources ascend and are never below their slot. Going forward, no source that is still needed is overwritten, and no
+// extra memory is used. The rows of one (layer, batch, head) of K or V form one chain. The chains of all layers are
+// split over threads, and if those are too few, so are columns of their rows (not for rotated keys, because the two
+// channels of a pair lie apart). Bytes: 2 x the rows that move; rows before the first ladder, and rows that a ladder
+// leaves in place, are not touched. Between two decode steps rows move by a few slots only, so the destinations are
+// still in the cache. 32 layers of 2048 slots (8 heads, bf16) move at 94 % of the speed of a plain loop that shifts as
+// many bytes in place, with RoPE at 84 %, in fp32 at 103 and 98 % (bench/results/cpu-ladder.json).
 #include "../ops/ladder_compact_.h"
 #include "ladder.h"
 

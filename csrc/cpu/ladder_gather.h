@@ -1,14 +1,14 @@
-// What LaCache's ladder keeps of K and V, in other memory, on the CPU.
+// Gathers the slots that LaCache's ladder keeps, from K and V to other memory, on the CPU.
 //
 // Bytes that must move: each kept row read once and written once. Work is split over (layer, batch, head) and over runs
-// of slots; outputs larger than the caches are written with streaming stores, as in gather_kv.h.
+// of slots. Outputs larger than the caches are written with streaming stores, as in gather_kv.h.
 #include "../ops/ladder_gather.h"
 #include "ladder.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
 
-constexpr int64_t kRun = 256;  // slots in a unit of work
+constexpr int64_t kRun = 256;  // slots per work item
 
 }  // namespace
 

@@ -1,26 +1,26 @@
-// LagKV's scores on the CPU.
+// LagKV scores on the CPU.
 //
 //   N[t, c] = (X[t, c] - lo_c) / (hi_c - lo_c),  lo, hi = min, max over t of the NEXT partition Y
 //   score   = softmax_t(std_c N_K) + v_weight * softmax_t(std_c N_V)
 //
-// Bytes that must move: K and V once. A partition is needed twice, as the subject X and as the reference Y of the one
-// before it. So each head walks its partitions BACKWARD: when X is read, the range of Y is already known, and the same
-// loaded registers give X's statistics against Y and X's own range for the partition before. One read from memory, one
-// load into registers, 7 vector instructions per register of floats.
+// Bytes that must move: K and V once. Each partition is needed twice: as the subject X, and as the reference Y of the
+// one before it. So each head goes through its partitions BACKWARD. When X is read, the range of Y is already known,
+// and the same loaded registers give X's statistics against Y and X's own range for the partition before. That is one
+// read from memory, one load into registers, and 7 vector instructions per register of floats.
 //
-// A tile is R rows. For each register of channels its lo, 1/range, min and max stay in registers while the R rows pass;
-// the R sums and R sums of squares over channels stay in registers over the whole tile and are reduced together
-// (sum_lanes). z = N - 1/2 makes the one-pass variance accurate: about zero it loses nothing.
+// A tile is R rows. For each register of channels, its lo, 1/range, min and max stay in registers while the R rows
+// pass. The R sums and R sums of squares over channels stay in registers for the whole tile and are reduced together
+// (sum_lanes). z = N - 1/2 keeps the one-pass variance accurate: about zero, no digits cancel.
 //
-// What is rare costs nothing on the way. A value that is not finite makes the variance of its own row so; a row far
-// outside of the reference's range has a mean that dwarfs its variance. One compare per tile finds both; the tile is
-// then done again by `careful_tile`, which also marks the channels to be left out of the next reference.
+// Rare cases add no cost to the common path. A non-finite value makes the variance of its own row non-finite; a row far
+// outside the reference's range has a mean that dwarfs its variance. One compare per tile finds both. `careful_tile`
+// then recomputes the tile, and also marks the channels to leave out of the next reference.
 //
 // From memory, fp32 takes 1.1 times as long as reading the same bytes, bf16 1.8 times (partitions of 1024 tokens, two
-// threads): the instructions on bf16 already in the cache take as long as the reading, and the two overlap only in
-// part.
+// threads). For bf16 in the cache, the instructions take as long as reading the bytes from memory, and the two overlap
+// only in part.
 //
-// Work is split over (batch, head) and, when these are few, over runs of partitions (one more partition read per run).
+// Work is split over (batch, head) and, if these are few, over runs of partitions (one extra partition read per run).
 #include "../dispatch.h"
 #include "../ops/lag_score.h"
 #include "simd.h"
@@ -28,11 +28,11 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-constexpr int R = VL / 2;  // rows in a tile: their R sums and R sums of squares fill one vector
+constexpr int R = VL / 2;  // rows per tile: their R sums and R sums of squares fill one vector
 constexpr int64_t kAheadRows = 4 * R;
 
-// Per channel, in the order of registers. `half` is 1/2, or 0 where the last register has no channel. `inverse` is
-// 1/range (kNarrow), 0 for a channel that has none.
+// Per channel, in register order. `half` is 1/2, or 0 in the unused lanes of the last register. `inverse` is 1/range
+// (possibly encoded as kNarrow), or 0 for a channel without a usable range.
 struct Channels {
   float *lo, *inverse, *half, *min, *max, *poison;
   int64_t size;  // floats in each: a multiple of VL
@@ -58,7 +58,7 @@ struct Channels {
       store(poison + i, F{});
     }
   }
-  // The range just gathered becomes the reference. A channel whose range is zero or not finite contributes N = 0.
+  // Makes the range just gathered the reference. A channel whose range is zero or non-finite contributes N = 0.
   void use_range() {
     for (int64_t i = 0; i < size; i += VL) {
       const F low = load(min + i), range = load(max + i) - low, inv = 1.0f / range;
@@ -71,8 +71,9 @@ struct Channels {
   }
 };
 
-// From R sums and R sums of squares: the rows' unbiased variances over d channels. False if a row needs more care: it
-// is not finite, or its mean is so large beside its variance that their difference has lost digits.
+// Turns R sums and R sums of squares into the rows' unbiased variances over d channels. Returns false if a row needs
+// the careful path: it is not finite, or its mean is so large compared to its variance that the difference has lost
+// digits.
 inline bool variances(F* sums, int64_t d, float* variance, int64_t count) {
   float both[VL], s[VL] = {}, q[VL];
   store(both, sum_lanes(sums));
@@ -86,7 +87,7 @@ inline bool variances(F* sums, int64_t d, float* variance, int64_t count) {
   return !any_nan(sound ? F{} : splat(__builtin_nanf("")));
 }
 
-// `count` rows one element at a time and in double, channels of the row that are not finite included.
+// `count` rows, one element at a time and in double, including channels where the row is not finite.
 template <class T, bool Range>
 __attribute__((noinline)) void careful_tile(const Rows<T>& rows, int64_t first, int64_t count, Channels& channels,
                                             float* variance) {
@@ -108,7 +109,7 @@ __attribute__((noinline)) void careful_tile(const Rows<T>& rows, int64_t first, 
   }
 }
 
-// Rows [first, first + count): their variances over channels against the reference (Score) and their range (Range).
+// Rows [first, first + count): their variances over channels against the reference (Score), and their range (Range).
 template <class T, bool Score, bool Range>
 inline void sweep(const Rows<T>& rows, int64_t first, int64_t count, Channels& channels, float* variance) {
   constexpr int W = kVecs<T>;
@@ -116,8 +117,8 @@ inline void sweep(const Rows<T>& rows, int64_t first, int64_t count, Channels& c
     const int64_t live = count - i < R ? count - i : R;
     const T* row[R];
     rows.template take<R>(first + i, first + count, row);
-    // Behind this partition comes the one before it, the other tensor's between them: time enough to need no more than
-    // the second level of the cache.
+    // The partition before this one comes next, after the other tensor's. That leaves enough time for a prefetch into
+    // L2.
     int64_t far[R];
     rows.template ahead<R>(first + i, i + kAheadRows < count ? kAheadRows : kAheadRows - 2 * count, row, far);
     F sums[VL] = {};
@@ -162,7 +163,7 @@ inline void sweep(const Rows<T>& rows, int64_t first, int64_t count, Channels& c
   }
 }
 
-// variance [n] -> softmax of its square root times weight, over the finite entries; the others become NaN.
+// Turns variance [n] into weight * softmax of its square root, over the finite entries; the others become NaN.
 inline void softmax_of_std(float* x, int64_t n, float weight) {
   const F lowest = splat(-__builtin_inff());
   F top = lowest;
@@ -175,7 +176,7 @@ inline void softmax_of_std(float* x, int64_t n, float weight) {
   float max_std = 0.0f;
   for (int i = 0; i < VL; ++i) max_std = top[i] > max_std ? top[i] : max_std;
   double total = 0;
-  constexpr int64_t kBlock = 1024;  // sums go in blocks of fixed size: accurate however long the partition
+  constexpr int64_t kBlock = 1024;  // fixed-size blocks keep the sum accurate for partitions of any length
   for (int64_t start = 0; start < n; start += kBlock) {
     const int64_t end = n - start < kBlock ? n : start + kBlock;
     F sums = {};
@@ -193,7 +194,7 @@ inline void softmax_of_std(float* x, int64_t n, float weight) {
   for (int64_t i = 0; i < n; ++i) x[i] *= scale;
 }
 
-// Segments [first, last) of one head, backward.
+// Scores segments [first, last) of one head, backward.
 template <class T>
 void score_run(const LagScoreParams& p, const Rows<T>* kv, float* scores, int64_t first, int64_t last,
                Channels* channels, float* v_scores) {
@@ -223,8 +224,8 @@ void score_run(const LagScoreParams& p, const Rows<T>* kv, float* scores, int64_
   }
 }
 
-// Floats of scratch that a worker needs: 6 per channel of K and of V (rows rounded up to a register), and one partition
-// of V's scores.
+// Floats of scratch per worker: 6 per channel of K and of V (rows rounded up to a register), and one partition of V's
+// scores.
 inline int64_t scratch_of(const LagScoreParams& p) {
   return 6 * ((p.d + 31) / 32 + (p.dv + 31) / 32) * 32 + (p.lag + 15) / 16 * 16;
 }

@@ -1,10 +1,10 @@
-// Random Fourier features of chosen keys, by sign, on the CPU.
+// Hash bits of chosen keys on the CPU: the signs of their random Fourier features.
 //
 //   bucket = sum over q < r of 2^(r - 1 - q) * [cos(W_q . k_j + b_q) > 0]
 //
-// Bytes that must move: the chosen rows. Products are summed in fp64: another order of the sum moves a feature by 1e-16
-// of its size, so every device finds the same buckets. The projection is widened once, in the order of a row's
-// registers.
+// Bytes that must move: the chosen rows. Products are summed in fp64, where another order of summation changes a
+// feature by 1e-16 of its size, so every device finds the same buckets. The projection is widened once, in register
+// order.
 #include "../dispatch.h"
 #include "../ops/lsh_bucket.h"
 #include "simd.h"
@@ -12,7 +12,7 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-// A key in fp64, in the order of registers; false if it is not finite.
+// Widens a key to fp64, in register order; returns false if it is not finite.
 template <class T>
 bool widen_key(const T* row, RowShape shape, double* out) {
   F poison{};
@@ -45,7 +45,7 @@ template <class T>
 void hash_keys(const LshBucketParams& p, Call& call) {
   const RowShape shape = row_shape<T>(p.k.row_bytes);
   const int64_t width = shape.registers() * kStep<T>;
-  // In fp64: the projection, and a key of each worker.
+  // In fp64: the projection (shared), and one key per worker.
   const int64_t bytes = p.b * p.heads * p.indices.m * p.k.row_bytes * p.r;
   const Workers workers = workers_for(call, bytes, 2 * width, 2 * p.r * width);
   double* const projection = reinterpret_cast<double*>(workers.workspace);  // [r, width]

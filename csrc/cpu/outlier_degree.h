@@ -1,23 +1,23 @@
-// ProtoKV's outlier degree on the CPU.
+// ProtoKV outlier degree on the CPU.
 //
 //   S_i = mean over valid |j - i| <= kappa of cos(k_i, k_j)        Theta_i = (E[S] - S_i) / sqrt(Var[S])
 //
-// Bytes that must move: K once, the scores twice (they stay in the cache). The sum of the window's unit keys slides
-// along the tokens: one row enters, one leaves, so the time does not depend on kappa; a token's S is the product of its
-// unit key with that sum. The row that enters comes from memory, the token's own and the one that leaves are still in
-// the cache.
+// Bytes that must move: K once, the scores twice (they stay in the cache). The sum of the unit keys in the window
+// slides along the tokens: one row enters and one leaves, so the time does not depend on kappa. A token's S is the dot
+// product of its unit key and that sum. The row that enters comes from memory; the token's own row and the one that
+// leaves are still in the cache.
 //
-// A sum that slides collects the rounding of every step, so it starts anew with each block of tokens: of a size that
-// depends on kappa alone, so that no result depends on the number of threads, and large enough for the rows that a
-// block shares with its neighbours not to matter. Each block leaves its count, mean and sum of squared deviations, in
-// fp64; they are combined in order, and a last pass over the scores standardizes them.
+// A sliding sum accumulates the rounding of every step, so each block of tokens starts a new one. The block size
+// depends on kappa alone, so that results do not depend on the number of threads, and is large enough that the rows a
+// block shares with its neighbours do not matter. Each block records its count, mean and sum of squared deviations in
+// fp64. These are combined in order, and a last pass over the scores standardizes them.
 //
-// 80 % of the read bandwidth in fp32, 87 % in bf16 (bench/results/cpu-protokv.json). Two things made the difference:
-// rows that come next are asked for while sums slide, not only by the pass for norms, so that memory never waits; and
-// tiles without gaps need no bookkeeping by row.
+// The kernel reaches 80 % of the read bandwidth in fp32, 87 % in bf16 (bench/results/cpu-protokv.json). Two things made
+// the difference: rows ahead are prefetched while the sums slide, not only during the pass for norms, so memory is
+// never idle; and tiles without gaps need no bookkeeping per row.
 //
-// Rows go in tiles (unit_keys.h). A row that is no neighbour (outside, not finite) is a row of zeros in its place;
-// tiles with a key whose squared norm is not a comfortable float are done in double.
+// Rows are processed in tiles (unit_keys.h). A row that is no neighbour (outside, or not finite) is replaced by a row
+// of zeros. Tiles with a key whose squared norm is outside the safe fp32 range are redone in double.
 #include "../dispatch.h"
 #include "../ops/outlier_degree.h"
 #include "unit_keys.h"
@@ -25,15 +25,15 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-// VL steps of a sum of unit keys: row r of `leave` leaves, row r of `enter` enters, and dots[r] = row r of `here` .
-// sum.
+// VL steps of a sum of unit keys: row r of `leave` is subtracted, row r of `enter` is added, then dots[r] = row r of
+// `here` . sum.
 template <class T>
 struct Slide {
   const T *enter[VL], *here[VL], *leave[VL];
-  float in[VL], out[VL];  // 1/|k| of the rows that enter and leave
-  int64_t far[VL];        // from `enter` to the rows that are asked for, so that memory is not idle meanwhile
+  float in[VL], out[VL];  // 1/|k| of the entering and leaving rows
+  int64_t far[VL];        // byte offset from `enter` to the rows to prefetch
 
-  // G registers at a time: their sums stay in registers for all steps.
+  // Processes G registers; their sums stay in registers for all steps.
   template <int G, class Load>
   void step(int c, float* total, F* dots, const Load& load_register) const {
     constexpr int N = kVecs<T>;
@@ -73,19 +73,19 @@ struct Slide {
   }
 };
 
-// Keys whose 1/|k| is what it says: neither a gap nor one to be done in double.
+// Whether every entry is an actual 1/|k|: no gap, and no key to redo in double.
 inline bool all_plain(F inverse) {
   return !any_nan(inverse >= 0.0f ? inverse : splat(__builtin_nanf("")));
 }
 
-// The tokens of one head, and what a worker needs for a block of them.
+// The tokens of one head, and a worker's scratch for one block of them.
 template <class T>
 struct Neighbourhood {
   const Rows<T> rows;  // the valid slots
   const int64_t kappa;
-  float* total;    // the window's sum, in the order of registers
-  T* zeros;        // a row
-  float* inverse;  // [1 + kappa + block + kappa + VL]: 1/|k| from token `first - kappa - 1` on; NaN: no neighbour
+  float* total;    // the window's sum, in register order
+  T* zeros;        // one row of zeros
+  float* inverse;  // [1 + kappa + block + kappa + VL]: 1/|k| from token `first - kappa - 1` on; NaN: not a neighbour
   int64_t first = 0;
 
   float& inverse_of(int64_t i) const { return inverse[i - first + kappa + 1]; }
@@ -102,12 +102,12 @@ struct Neighbourhood {
     return inverse_of(i) == kRedo ? 1 / careful_norm(rows.row(i), rows.d) : weight(i);
   }
 
-  // The similarities of tokens [begin, end).
+  // Computes the similarities of tokens [begin, end).
   void block(int64_t begin, int64_t end, float* similarity) {
     first = begin;
     const int64_t from = begin < kappa ? 0 : begin - kappa, to = end + kappa < rows.count ? end + kappa : rows.count;
     const int64_t warm =
-        begin + kappa < rows.count ? begin + kappa : rows.count;  // rows below are in the first window, but one
+        begin + kappa < rows.count ? begin + kappa : rows.count;  // rows before this start in the window
     for (int64_t i = begin - kappa - 1; i < end + kappa + VL; ++i) inverse_of(i) = __builtin_nanf("");
     for (int64_t c = 0; c < rows.shape.registers() * kStep<T>; ++c) total[c] = 0.0f;
     for (int64_t i = from; i < warm; i += VL) norms(rows, i, warm, &inverse_of(i), total, true);
@@ -116,11 +116,11 @@ struct Neighbourhood {
     for (int64_t i = begin; i < end; i += VL) {
       if (i + kappa < to) norms(rows, i + kappa, to, &inverse_of(i + kappa), nullptr, true);
       const int64_t tokens = end - i < VL ? end - i : VL;
-      float own[VL], of[VL];  // 1/|k|, neighbours
+      float own[VL], of[VL];  // the token's 1/|k|, and its number of neighbours
       Slide<T> slide;
       const F in = load(&inverse_of(i + kappa)), here = load(&inverse_of(i)), out = load(&inverse_of(i - kappa - 1));
       bool redo = false;
-      if (neighbours == 2 * kappa + 1 && all_plain(in) && all_plain(here) && all_plain(out)) {  // the usual
+      if (neighbours == 2 * kappa + 1 && all_plain(in) && all_plain(here) && all_plain(out)) {  // the common case
         store(slide.in, in);
         store(slide.out, out);
         store(own, here);
@@ -143,7 +143,7 @@ struct Neighbourhood {
           redo |= slide.in[r] == kRedo || own[r] == kRedo || slide.out[r] == kRedo;
         }
       }
-      // Before the next tile's norms do it.
+      // Prefetch before the next tile's norms do.
       rows.template ahead<VL>(i + kappa, kAheadRows + VL, slide.enter, slide.far);
       if (__builtin_expect(!redo, 1)) {
         store_first(similarity + i, slide.dots(rows.shape, total) * load(own) / load(of), tokens);
@@ -161,7 +161,7 @@ struct Neighbourhood {
   }
 };
 
-// How many values, their mean and the sum of squared deviations from it; NaN is no value.
+// The number of values, their mean, and the sum of squared deviations from it. NaN entries do not count.
 struct Moments {
   double count, mean, squares;
 
@@ -190,8 +190,8 @@ struct Moments {
   }
 };
 
-// How a call cuts its work, and its scratch in floats: fp64 moments of each block (three), and for each worker two rows
-// and the inverse norms around a block.
+// How a call is split, and its scratch in floats: three fp64 moments per block; per worker two rows and the inverse
+// norms around a block.
 struct Scratch {
   int64_t tokens, blocks;  // in a block; of a head
   int64_t moments, row, worker;

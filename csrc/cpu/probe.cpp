@@ -31,7 +31,7 @@ double seconds(ProbeParams p, int threads) {
 }  // namespace
 }  // namespace kvops
 
-// Seconds of one pass. Plain C, called through ctypes: no Python lock is held.
+// Returns the seconds of one pass. Plain C, called through ctypes, so the Python lock is not held.
 extern "C" __attribute__((visibility("default"))) double kvops_probe_read(const void* source, size_t bytes, int kind,
                                                                           int threads) {
   return kvops::seconds({static_cast<kvops::Probe>(kind), static_cast<const char*>(source), nullptr,
@@ -39,7 +39,7 @@ extern "C" __attribute__((visibility("default"))) double kvops_probe_read(const 
                         threads);
 }
 
-// The pages at `places`, `count` of them.
+// Reads the `count` pages at `places`.
 extern "C" __attribute__((visibility("default"))) double kvops_probe_pages(const void* source, const void* places,
                                                                            size_t count, int page_bytes, int threads) {
   return kvops::seconds(
@@ -48,8 +48,8 @@ extern "C" __attribute__((visibility("default"))) double kvops_probe_pages(const
       threads);
 }
 
-// kind 0: memcpy, 1: streaming stores, 2: a plain forward loop, for source and target in one tensor. For timing only:
-// of an overlapping move the threads' parts meddle with each other.
+// kind 0: memcpy; 1: streaming stores; 2: a plain forward loop, for source and target in the same tensor. For timing
+// only: in an overlapping move the threads overwrite each other's sources.
 extern "C" __attribute__((visibility("default"))) double kvops_probe_copy(void* target, const void* source,
                                                                           size_t bytes, int kind, int threads) {
   return kvops::seconds({static_cast<kvops::Probe>(kind + 2), static_cast<const char*>(source),

@@ -1,4 +1,4 @@
-// Probes of the memory system for kvops.bench: how fast can bytes be read, copied, and moved in place, at best?
+// Probes of the memory system for kvops.bench: the best speed at which bytes can be read, copied, and moved in place.
 #include <cstddef>
 
 #include "probe_params.h"
@@ -24,7 +24,7 @@ inline float four_accumulators(const float* x, int64_t n) {
   return rest;
 }
 
-// Each page while the next is asked for.
+// Sums each page while prefetching the next.
 inline float sum_of_pages(const char* source, const int32_t* places, int64_t count, int64_t bytes) {
   F total[256 / VB] = {};
   for (int64_t page = 0; page < count; ++page) {

@@ -1,16 +1,16 @@
-// A block of keys times packed rows (queries, prototypes): the product at the heart of the window and of the
-// prototypes.
+// Products of a block of keys with packed rows (queries or prototypes), the inner loop of the window and prototype
+// kernels.
 //
 // The rows are packed once, word by word, so that a vector holds one word of VL rows. K is then read where it lies:
-// each word is broadcast against up to 4 vectors of rows, and a register block of 6 keys x 4 vectors (AVX-512) adds 24
-// products for 10 loads. One operand is never transposed, the other once.
+// each word is broadcast against up to 4 vectors of rows, and a register block of 6 keys x 4 vectors (AVX-512) takes 24
+// multiply-adds for 10 loads. Keys are never transposed, rows only once.
 #pragma once
 #include "simd.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
 
-// Products of 32-bit words of K with the same words of VL rows: one float, or two channels of bf16.
+// Products of 32-bit words of K with the same words of VL rows: a word is one float, or two bf16 channels.
 struct FloatWords {
   typedef float Word;
   static F add(F sum, F rows, float key) { return sum + rows * key; }
@@ -26,7 +26,7 @@ struct Bf16Words {
 };
 #endif
 
-// The register block: its vectors of rows, and for so many the keys.
+// The register block: vectors of rows, and for each number of vectors N the number of keys.
 constexpr int kVectors = VB == 64 ? 4 : 2;
 template <int N>
 constexpr int kKeysAtOnce = VB == 64 ? (N == 4   ? 6
@@ -39,7 +39,7 @@ struct Count {
   static constexpr int value = N;
 };
 
-// fn(Count<n>) for 1 <= n <= kVectors.
+// Calls fn(Count<n>), 1 <= n <= kVectors.
 template <class Fn>
 inline void with_count(int64_t n, const Fn& fn) {
   if (n == 1) fn(Count<1>{});
@@ -50,7 +50,8 @@ inline void with_count(int64_t n, const Fn& fn) {
   }
 }
 
-// Keys [first, first + count) of a head: rows of whole 16-byte pieces, `stride` bytes apart, or wherever `rows` says.
+// Keys [first, first + count) of a head: rows of whole 16-byte pieces, `stride` bytes apart, or at the addresses in
+// `rows`.
 struct Block {
   int64_t first;
   int count;
@@ -62,14 +63,14 @@ struct Block {
     const int own = i < count ? i : count - 1;
     return rows ? rows[own] : data + own * stride;
   }
-  // Bytes from row i to the one `distance` on, to be prefetched. Of pages, within the block.
+  // Byte offset from row i to the row `distance` after it, for prefetching. With pages, it stays within the block.
   int64_t ahead(int i, int64_t distance) const {
     if (!rows) return distance * stride;
     return rows[i + distance < count ? i + distance : count - 1] - row(i);
   }
 };
 
-// Keys as they lie. Those of pages are looked up once, into `rows`.
+// A block of keys in place. Addresses of paged keys are looked up once, into `rows`.
 inline Block block_of(const HeadRows& head, int64_t first, int64_t count, const char** rows) {
   Block block{first, static_cast<int>(count), nullptr, head.stride_n};
   if (!head.pages) {
@@ -82,13 +83,13 @@ inline Block block_of(const HeadRows& head, int64_t first, int64_t count, const 
   return block;
 }
 
-// Keys that were made, one behind the other.
+// A block of converted keys, stored contiguously.
 inline Block made_block(const Block& of, const void* data, int64_t stride) {
   return {of.first, of.count, reinterpret_cast<const char*>(data), stride};
 }
 
-// take(first, sums[keys][N]) with sums = q . k over `words` words (a multiple of 4), for kKeysAtOnce<N> keys from
-// `first` on at a time; those behind the block's last repeat it. q: [words][N vectors].
+// Calls take(first, sums[keys][N]) with sums = q . k over `words` words (a multiple of 4), for kKeysAtOnce<N> keys from
+// `first` on; past the end, the block's last key is repeated. q: [words][N vectors].
 template <class Words, int N, class Take>
 void products(const Block& block, const float* q, int64_t words, const Take& take) {
   constexpr int K = kKeysAtOnce<N>;

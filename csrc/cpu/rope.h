@@ -1,4 +1,4 @@
-// Rotary position embedding of rows: what the ladder and rope_at_slots share. Pair i of a row is turned by its angle,
+// RoPE on rows, shared by the ladder and rope_at_slots. Pair i of a row is rotated by its angle,
 //   x', y' = x cos - y sin, y cos + x sin,
 // in fp32, rounded once. x and y are channels i and i + pairs (NeoX), or 2 i and 2 i + 1 (interleaved, GPT-J).
 #pragma once
@@ -8,12 +8,12 @@ namespace kvops::KVOPS_ISA {
 namespace {
 
 typedef double D __attribute__((vector_size(VB)));
-typedef float H __attribute__((vector_size(VB / 2)));  // as many floats
+typedef float H __attribute__((vector_size(VB / 2)));  // the same number of floats
 
-// delta * inv_freq as a number of quarter turns in [-2, 2] and what is left of it, in radians. All of it is fp64, so
-// that an angle of 2^31 is right to about 2^-22; fp32 would be off by many turns.
+// Splits delta * inv_freq into quarter turns in [-2, 2] and a remainder in radians. Computed in fp64, so that an angle
+// of 2^31 is accurate to about 2^-22; in fp32 it would be off by many turns.
 inline void reduce_angle(H inv_freq, double delta, H& quarters, H& rest) {
-  constexpr double kTurn = 6.283185307179586, kRound = 0x1.8p52;  // added and taken away: rounds to integers
+  constexpr double kTurn = 6.283185307179586, kRound = 0x1.8p52;  // adding and subtracting kRound rounds to integers
   const D turns = __builtin_convertvector(inv_freq, D) * (delta / kTurn);
   const D part = turns - ((turns + kRound) - kRound);
   const D nearest = (part * 4.0 + kRound) - kRound;
@@ -21,8 +21,8 @@ inline void reduce_angle(H inv_freq, double delta, H& quarters, H& rest) {
   rest = __builtin_convertvector((part - nearest * 0.25) * kTurn, H);
 }
 
-// Cosines and sines of delta * inv_freq[i] to about an ulp; room for whole vectors of them. They depend on delta alone,
-// so that it does not matter by which way a row came to it.
+// Cosines and sines of delta * inv_freq[i], accurate to about one ulp; the arrays are padded to whole vectors. They
+// depend on delta alone, so the result is the same however the key got to its slot.
 inline void angles(const float* inv_freq, int64_t pairs, double delta, float* cos, float* sin) {
   for (int64_t i = 0; i < pairs; i += VL) {
     const F f = pairs - i >= VL ? load(inv_freq + i) : load_first(inv_freq + i, pairs - i, 0);
@@ -32,7 +32,7 @@ inline void angles(const float* inv_freq, int64_t pairs, double delta, float* co
     F q, x;
     memcpy(&q, quarters, VB);
     memcpy(&x, rests, VB);
-    const F z = x * x;  // |x| <= pi / 4: Taylor's series
+    const F z = x * x;  // Taylor series, |x| <= pi / 4
     const F s = x + x * z * (-1.0f / 6 + z * (1.0f / 120 + z * (-1.0f / 5040 + z * (1.0f / 362880))));
     const F c = 1.0f + z * (-0.5f + z * (1.0f / 24 + z * (-1.0f / 720 + z * (1.0f / 40320 + z * (-1.0f / 3628800)))));
     const F half_turn = q == 0.0f ? splat(1.0f) : splat(-1.0f);
@@ -41,8 +41,8 @@ inline void angles(const float* inv_freq, int64_t pairs, double delta, float* co
   }
 }
 
-// x * y + z, rounded once where the CPU can. Of two products and their sum the compiler would fuse one or none, as it
-// sees fit in each kernel; all kernels are to agree to the bit.
+// x * y + z, rounded once if the CPU has FMA. Left to itself, the compiler would fuse neither or one of the two
+// products of a sum, differently in each kernel; all kernels must agree to the bit.
 inline F fused(F x, F y, F z) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(x, y, z);
@@ -61,7 +61,7 @@ inline void turn(F& x, F& y, F cos, F sin) {
   x = turned;
 }
 
-// How a register is stored: anywhere, or past the cache at an aligned address.
+// How a register is stored: at any address, or with a streaming store at an aligned one.
 struct PutRegister {
   void operator()(char* to, U x) const { memcpy(to, &x, VB); }
 };
@@ -69,7 +69,7 @@ struct StreamRegister {
   void operator()(char* to, U x) const { KVOPS_STREAM(to, x); }
 };
 
-// kStep<T> pairs, their first channels from x on and their second ones from y on.
+// Rotates kStep<T> pairs: first channels from x on, second channels from y on.
 template <class T, class Put>
 inline void turn_halves(char* to_x, char* to_y, const char* x, const char* y, const float* cos, const float* sin,
                         const Put put) {
@@ -87,7 +87,7 @@ inline void turn_halves(char* to_x, char* to_y, const char* x, const char* y, co
   put(to_y, narrow(b, static_cast<const T*>(nullptr)));
 }
 
-// VL pairs of neighbours.
+// Rotates VL pairs of adjacent channels.
 template <class T, class Put>
 inline void turn_neighbours(char* to, const char* from, const float* cos, const float* sin, const Put put) {
   constexpr int registers = sizeof(T) / 2;
@@ -103,7 +103,7 @@ inline void turn_neighbours(char* to, const char* from, const float* cos, const 
   for (int i = 0; i < registers; ++i) put(to + i * VB, narrow(a + i, static_cast<const T*>(nullptr)));
 }
 
-// A few bytes, as a rule a multiple of 16.
+// Copies a few bytes, usually a multiple of 16.
 inline void copy_bytes(void* to, const void* from, int64_t bytes) {
   char* const out = static_cast<char*>(to);
   const char* const in = static_cast<const char*>(from);
@@ -112,7 +112,7 @@ inline void copy_bytes(void* to, const void* from, int64_t bytes) {
   if (i < bytes) memcpy(out + i, in + i, bytes - i);
 }
 
-// A row of `bytes`; `to` may be `from`. What does not fill registers is turned in a buffer.
+// Rotates a row of `bytes`; `to` may equal `from`. What does not fill a register goes through a buffer.
 template <class T, class Put>
 inline void rotate_row(char* to, const char* from, int64_t bytes, const float* cos, const float* sin, int64_t pairs,
                        bool interleaved, const Put put) {
@@ -150,7 +150,7 @@ inline void rotate_row(char* to, const char* from, int64_t bytes, const float* c
   if (to != from) copy_bytes(to + rotated, from + rotated, bytes - rotated);
 }
 
-// May a turned row of x be written by streaming stores, register by register?
+// Whether a rotated row of x can be written with streaming stores, register by register.
 template <class T>
 inline bool streamable_turned(const KVView& x, int64_t pairs) {
   return streamable(x) && pairs * static_cast<int64_t>(sizeof(T)) % VB == 0;

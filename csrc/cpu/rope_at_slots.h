@@ -1,10 +1,11 @@
-// Keys rotated at their slots when they are read, on the CPU (rope.h has the formula).
+// RoPE for keys at their slots on the CPU (rope.h has the formula).
 //
-// Bytes that must move: K read once and written once, and the table once. A slot's cosines and sines, fp32, are as many
-// bytes as two heads' keys in 16 bits, and all heads need them: work is split over (batch, runs of slots), and a run's
-// part of the table stays in the cache while one head after the other goes by. The hardware's prefetch begins anew at
-// every head, so runs are long and rows ahead are asked for by hand: 45 % of the copy bandwidth (bf16, 8 heads of 65536
-// rows; fp32 59 %: bench/results/cpu-ladder.json). Large outputs elsewhere are streamed.
+// Bytes that must move: K read once and written once, and the tables once. A slot's fp32 cosines and sines take as many
+// bytes as two heads' 16-bit keys, and all heads need them. Work is therefore split over (batch, runs of slots), and a
+// run's part of the tables stays in the cache while the kernel goes through the heads. The hardware prefetcher restarts
+// at every head, so runs are long and the kernel prefetches rows ahead itself: 45 % of the copy bandwidth (bf16, 8
+// heads of 65536 rows; fp32 59 %: bench/results/cpu-ladder.json). Large outputs in other memory are written with
+// streaming stores.
 #include "../dispatch.h"
 #include "../ops/rope_at_slots.h"
 #include "rope.h"
@@ -12,7 +13,7 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-constexpr int64_t kRun = 256;  // slots in a unit of work
+constexpr int64_t kRun = 256;  // slots per work item
 
 template <class T, class Put>
 void rotate_run(const RopeAtSlotsParams& p, int64_t b, int64_t first, int64_t last, const Put put) {

@@ -1,12 +1,12 @@
-// Moving rows of 16-byte multiples: what gather_kv, compact_kv_ and the ladder share.
+// Moving rows of whole 16-byte pieces, shared by gather_kv, compact_kv_ and the ladder.
 #pragma once
 #include "simd.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
 
-// The rows of one (batch, head) of K or V, or some columns of them. Copied out of a KVView, so that the compiler need
-// not read its fields again after every store.
+// The rows of one (batch, head) of K or V, or some of their columns. Copied out of a KVView so that the compiler does
+// not reload its fields after every store.
 struct Strip {
   HeadRows rows;
   int64_t bytes;
@@ -14,7 +14,7 @@ struct Strip {
   char* row(int64_t i) const { return rows.row(i); }
 };
 
-// Part `part` of the columns of x's rows, in whole cache lines; of no bytes if there are fewer lines than parts.
+// Part `part` of the columns of x's rows, in whole cache lines; empty if there are fewer lines than parts.
 inline Strip column_strip(const KVView& x, int64_t b, int64_t h, int64_t part, int64_t parts) {
   const Share lines = share((x.row_bytes + 63) / 64, part, parts);
   const int64_t first = lines.first * 64, last = lines.last * 64 < x.row_bytes ? lines.last * 64 : x.row_bytes;
@@ -24,11 +24,12 @@ inline Strip column_strip(const KVView& x, int64_t b, int64_t h, int64_t part, i
   return strip;
 }
 
-// Destinations of an in-place move this far (bytes) behind their source have left the cache and are written by
-// streaming stores; so are outputs of at least so many bytes elsewhere.
+// An in-place move uses streaming stores if the destination is at least this far (bytes) from its source, and has
+// therefore left the cache. Outputs in other memory use them from this size on.
 constexpr int64_t kStreamedMove = 4 << 20, kStreamedOutput = 16 << 20;
 
-// Kept rows jump, which the hardware's prefetch does not follow: those about 8 KiB ahead are asked for by hand.
+// Kept rows are scattered, which the hardware prefetcher does not follow. The kernels prefetch about 8 KiB ahead
+// themselves.
 inline int64_t rows_ahead(int64_t bytes) {
   return bytes < 2048 ? 8192 / bytes : 4;
 }
@@ -45,7 +46,7 @@ struct CopyRow {
   }
 };
 
-// Stores that bypass the cache save the read of a line that is written whole. Only for vector-aligned rows.
+// Stores that bypass the cache avoid reading a line that is fully overwritten. They need vector-aligned rows.
 #if defined(__AVX512F__)
 #define KVOPS_STREAM(p, x) _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)(x))
 #elif defined(__AVX2__)
@@ -56,7 +57,7 @@ struct CopyRow {
 #define KVOPS_STREAM(p, x) memcpy(p, &(x), VB)
 #endif
 
-// May the rows of x be written by streaming stores?
+// Whether the rows of x can be written with streaming stores.
 inline bool streamable(const KVView& x) {
   const auto aligned = [](int64_t bytes) { return bytes % VB == 0; };
   return aligned(reinterpret_cast<intptr_t>(x.data)) && aligned(x.stride_b) && aligned(x.stride_h) &&

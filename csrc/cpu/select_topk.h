@@ -1,15 +1,16 @@
-// The slots to keep, on the CPU: exact, ascending, ties to the lower slot.
+// Selects the slots to keep, on the CPU: exact, ascending, ties to the lower slot.
 //
-// Scores become unsigned keys of the same order (-0.0 as 0.0, NaN lowest). To find the k-th largest of a row:
-//   1. its finite minimum and maximum;
-//   2. a histogram over kBins equal steps between them: the k-th lies in one bin. (Bits of the key would not do: scores
-//      crowd into few exponents. Equal steps spread them, and being monotone they never misplace one.)
-//   3. the keys of that bin, usually a handful, are picked out and a radix select finds the threshold and how many of
-//      the keys equal to it still fit;
-//   4. one pass writes the slots above the threshold, and the first of the equal ones, in ascending order.
-// So a score is read four times, three of them from the cache.
+// Scores become unsigned keys of the same order (-0.0 equals 0.0, NaN is lowest). To find the k-th largest of a row:
+//   1. Find its finite minimum and maximum.
+//   2. Build a histogram over kBins equal steps between them; the k-th largest lies in one bin. (Bins by the key's bits
+//      would be too uneven, because scores crowd into few exponents. Equal steps spread them, and since the mapping is
+//      monotone, no score lands on the wrong side.)
+//   3. Collect the keys of that bin, usually a handful. A radix select on them finds the threshold, and how many keys
+//      equal to it are kept.
+//   4. One pass writes the slots above the threshold and the first of the equal ones, in ascending order.
+// So each score is read four times, three of them from the cache.
 //
-// Work is split over rows and segments; a single long row is cut into chunks that go through the steps together.
+// Work is split over rows and segments. A single long row is cut into chunks that go through the steps together.
 #include "../dispatch.h"
 #include "../ops/select_topk.h"
 #include "simd.h"
@@ -18,8 +19,8 @@ namespace kvops::KVOPS_ISA {
 namespace {
 
 constexpr int kBins = 2048;
-constexpr int64_t kChunkFloats = kBins + 32;  // of scratch: a histogram and its bookkeeping
-constexpr int64_t kShort = 256;               // rows as short as this go straight to the radix select
+constexpr int64_t kChunkFloats = kBins + 32;  // scratch: a histogram and its bookkeeping
+constexpr int64_t kShort = 256;               // rows up to this length go straight to the radix select
 
 inline uint32_t lane_bits(I mask) {
 #if defined(__AVX512F__)
@@ -35,7 +36,7 @@ inline uint32_t lane_bits(I mask) {
 #endif
 }
 
-// fn(i, x, live) over [first, last): VL scores x from slot i, of which the lanes in the bit mask `live` exist.
+// Calls fn(i, x, live) over [first, last): VL scores x from slot i on; the bit mask `live` marks the lanes that exist.
 template <class Fn>
 inline void for_scores(const float* scores, int64_t first, int64_t last, const Fn& fn) {
   constexpr uint32_t kAll = VL == 32 ? ~0u : (1u << VL) - 1;
@@ -44,14 +45,14 @@ inline void for_scores(const float* scores, int64_t first, int64_t last, const F
   if (i < last) fn(i, load_first(scores + i, last - i, __builtin_nanf("")), (1u << (last - i)) - 1);
 }
 
-// A part of a row and what the steps know of it.
+// A part of a row, and the state of the steps above.
 struct Chunk {
   int64_t first, last;
   float lo, hi;
   uint32_t* histogram;  // [kBins]
-  uint32_t* keys;       // [last - first]: those of the bin that holds the threshold
+  uint32_t* keys;       // [last - first]: the keys in the bin that holds the threshold
   int64_t picked;
-  int64_t above, equal;  // slots with a key above the threshold; equal to it
+  int64_t above, equal;  // slots with a key above the threshold, and equal to it
 };
 
 inline void find_range(const float* scores, Chunk& chunk) {
@@ -69,7 +70,8 @@ inline void find_range(const float* scores, Chunk& chunk) {
   }
 }
 
-// Equal steps from lo to hi. Infinite and far values are clamped, NaN goes to bin 0: all monotone.
+// Equal steps from lo to hi. Infinite and far values are clamped and NaN goes to bin 0, which keeps the mapping
+// monotone.
 struct Binning {
   float lo, scale;
   I operator()(F x) const {
@@ -79,7 +81,7 @@ struct Binning {
 };
 
 inline void count_bins(const float* scores, const Chunk& chunk, Binning binning) {
-  uint32_t second[kBins];  // two histograms in turn: an increment need not wait for the one before
+  uint32_t second[kBins];  // alternating between two histograms: an increment need not wait for the previous one
   memset(chunk.histogram, 0, sizeof(second));
   memset(second, 0, sizeof(second));
   for_scores(scores, chunk.first, chunk.last, [&](int64_t, F x, uint32_t live) {
@@ -124,7 +126,7 @@ struct Threshold {
   int64_t equal;  // how many of the keys equal to it are kept
 };
 
-// The rank-th largest (from 1) of `count` keys, which are reordered.
+// The rank-th largest (from 1) of `count` keys. Reorders the keys.
 inline Threshold radix_select(uint32_t* keys, int64_t count, int64_t rank) {
   for (int shift = 24; shift >= 0; shift -= 8) {
     uint32_t histogram[256] = {};
@@ -152,7 +154,7 @@ inline void count_above(const float* scores, Chunk& chunk, uint32_t threshold) {
   });
 }
 
-// Appends base + i for the set bits i of `lanes`, ascending.
+// Appends base + i for each set bit i of `lanes`, ascending.
 inline int64_t* append(int64_t* out, int64_t base, uint32_t lanes) {
 #if defined(__AVX512F__)
   const __m512i step = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
@@ -169,7 +171,7 @@ inline int64_t* append(int64_t* out, int64_t base, uint32_t lanes) {
   return out;
 }
 
-// Writes the chunk's slots above the threshold and its first `equal` ones at it.
+// Writes the chunk's slots above the threshold, and its first `equal` slots at the threshold.
 inline void write_kept(const float* scores, const Chunk& chunk, uint32_t threshold, int64_t equal, int64_t base,
                        int64_t* out) {
   for_scores(scores, chunk.first, chunk.last, [&](int64_t i, F x, uint32_t live) {
@@ -185,8 +187,8 @@ inline void write_range(int64_t* out, int64_t first, int64_t count) {
   for (int64_t i = 0; i < count; ++i) out[i] = first + i;
 }
 
-// base + the k best of n scores to `out`, ascending, in `chunks` parts. scratch: kChunkFloats for each chunk, then n.
-// run(fn) calls fn(chunk index) for all of them.
+// Writes base + the k best of n scores to `out`, ascending, working in `chunks` parts. scratch: kChunkFloats per chunk,
+// then n. run(fn) calls fn(chunk index) for all chunks.
 template <class Run>
 void select_best(const float* scores, int64_t n, int64_t k, int64_t base, int64_t* out, int64_t chunks, float* scratch,
                  const Run& run) {
@@ -239,7 +241,8 @@ void select_best(const float* scores, int64_t n, int64_t k, int64_t base, int64_
   });
 }
 
-// A row's entries beyond `kept` become the lowest invalid slots, all in ascending order, and -1 where none is left.
+// Fills a row's entries beyond `kept` with the lowest invalid slots, keeping the row ascending, and with -1 when none
+// are left.
 inline void finish_row(const SelectTopkParams& p, int64_t b, int64_t* row, int64_t kept) {
   const int64_t first = p.slots.first(b), end = first + p.slots.count(b);
   const int64_t missing = p.fill_invalid ? p.width - kept : 0;
@@ -256,7 +259,7 @@ inline void finish_row(const SelectTopkParams& p, int64_t b, int64_t* row, int64
 void select_topk(const SelectTopkParams& p, Call& call) {
   const int64_t rows = p.b * p.heads;
   const bool by_segment = p.segments >= 0;
-  // One unit is a row, or a segment; the first unit of a row also writes what is kept whatever the scores.
+  // A work item is a row or a segment; the first item of a row also writes the slots kept regardless of score.
   const int64_t per_row = by_segment ? (p.segments > 0 ? p.segments : 1) : 1;
   const auto unit = [&](int64_t index, int64_t chunks, float* scratch, const auto& run) {
     const int64_t row = index / per_row, b = row / p.heads, h = row % p.heads, s = index % per_row;
@@ -284,8 +287,8 @@ void select_topk(const SelectTopkParams& p, Call& call) {
     write_range(out + budget - p.window, first + count - p.window, p.window);
   };
   const int64_t units = rows * per_row, keys = ((by_segment ? p.lag : p.n) + 15) / 16 * 16;
-  const int64_t bytes = 32 * rows * p.n;  // a score costs what reading 32 bytes does
-  // Each worker has units of its own, or all share one after the other.
+  const int64_t bytes = 32 * rows * p.n;  // one score costs about as much as reading 32 bytes
+  // Either each worker takes its own items, or all share one item after the other.
   const bool own = units >= threads_for(call, bytes);
   const int64_t each = kChunkFloats + (own ? keys : 0);
   const Workers workers = workers_for(call, bytes, each, own ? 0 : keys);

@@ -1,6 +1,6 @@
-// One vector of floats, as wide as the level's registers, over compiler vector types; the few operations that those
-// lack are intrinsics. Included by kernel bodies only: everything is in an unnamed namespace of the level, so that no
-// code compiled for one instruction set can be linked into another.
+// One vector of floats, as wide as the level's registers, built on compiler vector types; intrinsics provide the few
+// operations that those lack. Only kernel bodies include this. Everything is in an unnamed namespace of the level, so
+// that code compiled for one instruction set cannot be linked into another.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ typedef uint32_t U __attribute__((vector_size(VB)));
 #define KVOPS_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (I){__VA_ARGS__})
 #endif
 
-// Half as many doubles.
+// The same vector size in doubles: half as many.
 typedef double D __attribute__((vector_size(VB)));
 typedef float HalfF __attribute__((vector_size(VB / 2)));
 struct Doubles {
@@ -143,16 +143,16 @@ inline bool is_finite(float x) {
   return x - x == 0.0f;
 }
 
-// Unsigned keys of the same order: -0.0 as 0.0, NaN lowest. By their bits, as no arithmetic is exact on subnormal
-// numbers in a thread that flushes them.
+// Unsigned keys of the same order: -0.0 equals 0.0, NaN is lowest. Works on bits, because arithmetic on subnormal
+// numbers is not exact in a thread that flushes them.
 inline U order_key(F x) {
   const I all = (I)x, bits = all == INT32_MIN ? I{} : all;  // -0.0 becomes 0.0
   const U key = (U)(bits ^ ((bits >> 31) | (int32_t)0x80000000));
   return x == x ? key : U{};
 }
 
-// Lane i of the result is op (+, say) over the lanes of rows[i], for VL rows: a transposition by halves that reduces on
-// the way.
+// Lane i of the result is op (for example +) over the lanes of rows[i], for VL rows: a transposition by halves that
+// reduces as it goes.
 template <class Op>
 inline F reduce_lanes(F* rows, const Op& op) {
 #if defined(__AVX512F__)
@@ -186,7 +186,7 @@ inline F reduce_lanes(F* rows, const Op& op) {
   return op(KVOPS_SHUFFLE(rows[0], rows[1], 0, 1, 4, 5), KVOPS_SHUFFLE(rows[0], rows[1], 2, 3, 6, 7));
 #endif
 }
-// KVOPS_LANES: the even (first = 0) or odd lanes of a, then those of b. KVOPS_ZIP: lanes of a and b in turns, from
+// KVOPS_LANES: the even (first = 0) or odd lanes of a, then those of b. KVOPS_ZIP: lanes of a and b alternating, from
 // `first` on.
 #if defined(__AVX512F__)
 #define KVOPS_ZIP(first)                                                                                         \
@@ -209,7 +209,7 @@ inline F odds(F a, F b) {
   return KVOPS_SHUFFLE(a, b, KVOPS_LANES(1));
 }
 
-// Back from evens and odds.
+// Restores the order from evens and odds.
 inline F zip_low(F a, F b) {
   return KVOPS_SHUFFLE(a, b, KVOPS_ZIP(0));
 }
@@ -236,7 +236,7 @@ inline double sum(D x) {
 // e^x to about 2 ulp; 0 below -87. (Cody-Waite reduction, then a polynomial on [-ln2/2, ln2/2].)
 inline F exp(F x) {
   const F clamped = max(min(x, splat(88.0f)), splat(-87.0f));
-  const F shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the nearest integer lands in the low bits
+  const F shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: puts the nearest integer into the low bits
   const F n = shifted - 12582912.0f;
   const F r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
   F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -249,7 +249,7 @@ inline F exp(F x) {
   return x < -87.0f ? F{} : scaled;
 }
 
-// The natural logarithm of a positive normal number, to fp64's accuracy: 2 artanh((m - 1) / (m + 1)) + e ln 2.
+// The natural logarithm of a positive normal number, accurate to fp64: 2 artanh((m - 1) / (m + 1)) + e ln 2.
 inline double log(double x) {
   int64_t bits;
   memcpy(&bits, &x, 8);
@@ -263,7 +263,7 @@ inline double log(double x) {
   return 2 * series + static_cast<double>(e) * 0.6931471805599453;
 }
 
-// tanh x to a few ulp; NaN stays. (A polynomial near 0, else by e^2|x|.)
+// tanh x to a few ulp; NaN propagates. (A polynomial near 0, elsewhere via e^2|x|.)
 inline F tanh(F x) {
   const F magnitude = x < 0.0f ? -x : x;
   const F z = x * x;
@@ -277,10 +277,10 @@ inline F tanh(F x) {
   return x == x ? y : x;
 }
 
-// One register of stored elements, widened to kVecs<T> vectors of floats. For 2-byte types without a fast conversion
-// the even elements go to the first vector and the odd ones to the second: statistics over channels do not mind, and
-// `channel_slot` says where a channel went. fp8 comes in half a register and goes where the same channels of bf16
-// would, so that sums have one order and the results are bf16's to the last bit.
+// One register of stored elements, widened to kVecs<T> vectors of floats. For 2-byte types without a fast conversion,
+// the even elements go to the first vector and the odd ones to the second. Statistics over channels do not depend on
+// the order; `channel_slot` gives the position of a channel. fp8 fills half a register and is placed like the same
+// channels of bf16, so sums have the same order and results equal bf16's to the last bit.
 template <class T>
 constexpr int kVecs = sizeof(T) == 4 ? 1 : 2;
 template <class T>
@@ -318,7 +318,7 @@ inline void widen(U raw, F* out, const Half*) {
 constexpr bool kHalfInOrder = false;
 inline F half_to_float(U h) {  // the half in the low 16 bits
   const U magnitude = (h & 0x7fffu) << 13;
-  const F value = (F)magnitude * 0x1p112f;  // moves the exponent's bias; right for subnormals too
+  const F value = (F)magnitude * 0x1p112f;  // rebias the exponent; also correct for subnormals
   const U special = (U)((I)magnitude >= (0x7c00 << 13));
   return (F)(((U)value & ~special) | (((magnitude | 0x7f800000u)) & special) | ((h & 0x8000u) << 16));
 }
@@ -328,11 +328,11 @@ inline void widen(U raw, F* out, const Half*) {
 }
 #endif
 
-// Do `widen` and `narrow` keep the order of the channels?
+// Whether `widen` and `narrow` keep the order of the channels.
 template <class T>
 constexpr bool kInOrder = sizeof(T) == 4 || (kHalfInOrder && __is_same(T, Half));
 
-// How fp8 counts: bits of the mantissa, the exponent's bias, and the least magnitude that is no number.
+// fp8 formats: mantissa bits, exponent bias, and the smallest magnitude that is not a finite number.
 template <class T>
 struct Fp8;
 template <>
@@ -344,14 +344,14 @@ struct Fp8<E5M2> {
   static constexpr int kMantissa = 2, kBias = 15, kSpecial = 0x7c;  // infinity, then NaN
 };
 
-// fp8 in the low 8 bits. Never by a subnormal float, which a thread may flush to zero.
+// fp8 in the low 8 bits. Avoids subnormal floats, which a thread may flush to zero.
 template <class T>
 inline F fp8_to_float(U x) {
   constexpr int kUp = 23 - Fp8<T>::kMantissa;
-  constexpr float kNormal = Fp8<T>::kBias == 7 ? 0x1p-6f : 0x1p-14f;  // the least
+  constexpr float kNormal = Fp8<T>::kBias == 7 ? 0x1p-6f : 0x1p-14f;  // the smallest
   const U magnitude = x & 0x7fu;
   const F normal = (F)((magnitude << kUp) + ((127u - Fp8<T>::kBias) << 23));
-  // What has the exponent 0 has it for 1, and no leading bit.
+  // Exponent 0 means the same exponent as 1, but without the leading bit.
   const F value = (I)magnitude < (1 << Fp8<T>::kMantissa) ? normal + (normal - kNormal) : normal;
   const U bits = (I)magnitude < Fp8<T>::kSpecial ? (U)value : (magnitude << kUp) | 0x7f800000u;
   return (F)(bits | (x & 0x80u) << 24);
@@ -378,7 +378,7 @@ inline float to_float(E5M2 x) {
   return fp8_to_float<E5M2>(U{x.bits})[0];
 }
 
-// The nearest value of the type, ties to even.
+// The nearest value of the type; ties to even.
 inline void from_float(float x, float* out) {
   *out = x;
 }
@@ -394,9 +394,9 @@ inline void from_float(float x, Half* out) {
   bits &= 0x7fffffffu;
   if (bits > 0x7f800000u) {
     bits = 0x7e00u;
-  } else if (bits >= 0x477ff000u) {  // rounds to more than 65504
+  } else if (bits >= 0x477ff000u) {  // rounds to above 65504
     bits = 0x7c00u;
-  } else if (bits < 0x38800000u) {  // subnormal: the sum's low bits are multiples of 2^-24
+  } else if (bits < 0x38800000u) {  // subnormal: the low bits of the sum count multiples of 2^-24
     float sum;
     memcpy(&sum, &bits, 4);
     sum += 0.5f;
@@ -408,7 +408,7 @@ inline void from_float(float x, Half* out) {
   out->bits = static_cast<uint16_t>(sign | bits);
 }
 
-// Back from `widen`: the nearest values of the type, ties to even.
+// The inverse of `widen`: the nearest values of the type, ties to even.
 inline U narrow(const F* x, const float*) {
   return (U)x[0];
 }
@@ -459,7 +459,7 @@ inline void load(const T* p, F* out) {
   widen(raw, out, p);
 }
 #if defined(__AVX512F__)
-inline void load(const Half* p, F* out) {  // converted on the way from memory, half as many instructions
+inline void load(const Half* p, F* out) {  // converts from memory operands: half as many instructions
   for (int i = 0; i < 2; ++i) {
     __m256i half;
     memcpy(&half, p + i * VL, VB / 2);
@@ -468,13 +468,13 @@ inline void load(const Half* p, F* out) {  // converted on the way from memory, 
 }
 #endif
 
-// `bytes` of fp8, at most half a register, as the bf16 numbers of the same values; the rest zeros. In 16 bits exponent
-// and mantissa only move; numbers with the exponent 0 come from a table.
+// `bytes` of fp8, at most half a register, as bf16 numbers of the same values; the rest is zeros. For 16-bit lanes,
+// exponent and mantissa only shift; numbers with exponent 0 come from a table.
 template <class T>
 inline U load_fp8(const T* p, int64_t bytes) {
 #if defined(__AVX512BW__)
   constexpr int kMantissa = Fp8<T>::kMantissa, kUp = 7 - kMantissa, kLeast = (127 - Fp8<T>::kBias) << 7;
-  // Those with the exponent 0, by their mantissa.
+  // Numbers with exponent 0, by mantissa.
   alignas(64) static constexpr uint16_t kSubnormal[32] = {0,
                                                           kLeast - (kMantissa - 1) * 128,
                                                           kLeast - (kMantissa - 2) * 128,
@@ -507,8 +507,8 @@ inline void load(const E5M2* p, F* out) {
   widen(load_fp8(p, VB / 2), out, static_cast<const BFloat16*>(nullptr));
 }
 
-// The last register of a row when it is not full: `bytes` of it (a multiple of 16), the rest zeros. Of fp8 that many as
-// bf16 would be.
+// Loads the last register of a row if it is partly filled: `bytes` of it (a multiple of 16), the rest zeros. For fp8,
+// `bytes` is the size in bf16.
 template <class T>
 inline void load_part(const T* p, int bytes, F* out) {
   if constexpr (sizeof(T) == 1) {
@@ -525,7 +525,7 @@ inline void load_part(const T* p, int bytes, F* out) {
   }
 }
 
-// A row of d elements as registers: `full` whole ones, then one of `part` bytes if that is not 0.
+// A row of d elements as registers: `full` whole ones, then one of `part` bytes unless that is 0.
 struct RowShape {
   int full, part;
   int registers() const { return full + (part != 0); }
@@ -539,14 +539,14 @@ inline void prefetch_row(const char* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
 }
 
-// Rows of one head of K or V.
+// The rows of one head of K or V.
 template <class T>
 struct Rows {
   HeadRows head;
   int64_t count, d;
   RowShape shape;
   const T* row(int64_t i) const { return reinterpret_cast<const T*>(head.row(i)); }
-  // Rows [i, i + N) below `end`, the last repeated.
+  // Rows [i, i + N) below `end`; past it the last is repeated.
   template <int N>
   void take(int64_t i, int64_t end, const T** to) const {
     const int live = end - i < N ? static_cast<int>(end - i) : N;
@@ -559,7 +559,7 @@ struct Rows {
     for (int r = 0; r < live; ++r) to[r] = reinterpret_cast<const T*>(walk.next());
     for (int r = live; r < N; ++r) to[r] = to[live - 1];
   }
-  // far[r]: bytes from `from[r]`, row i + r, to the one `distance` on, to be prefetched.
+  // far[r]: byte offset from `from[r]`, which is row i + r, to the row `distance` after it, for prefetching.
   template <int N>
   void ahead(int64_t i, int64_t distance, const T* const* from, int64_t* far) const {
     if (!head.pages) {
@@ -577,7 +577,7 @@ struct Rows {
   }
 };
 
-// fn(register index, loader) over a row's registers; loader(p, F* out) reads that register of the row at p.
+// Calls fn(register index, loader) for each register of a row; loader(p, F* out) reads that register of the row at p.
 template <class T, class Fn>
 inline void for_registers(RowShape shape, const Fn& fn) {
   for (int c = 0; c < shape.full; ++c) fn(c, [c](const T* p, F* out) { load(p + c * kStep<T>, out); });
@@ -585,14 +585,14 @@ inline void for_registers(RowShape shape, const Fn& fn) {
     fn(shape.full, [shape](const T* p, F* out) { load_part(p + shape.full * kStep<T>, shape.part, out); });
 }
 
-// Asks for what register c of the row at p holds `distance` bytes further on. Tiles go through memory in steps that the
-// hardware's prefetch does not follow well. Level: of the cache, 1 or 2.
+// Prefetches register c of the row `distance` bytes after p. The hardware prefetcher does not follow the steps in which
+// tiles go through memory. Level: cache level 1 or 2.
 template <int Level = 1, class T>
 inline void prefetch(const T* p, int64_t c, int64_t distance) {
   __builtin_prefetch(reinterpret_cast<const char*>(p + c * kStep<T>) + distance, 0, 4 - Level);
 }
 
-// Index of channel c in an array of floats filled register by register.
+// The index of channel c in an array of floats that was filled register by register.
 template <class T>
 inline int64_t channel_slot(int64_t c) {
   if (kInOrder<T>) return c;
@@ -600,25 +600,25 @@ inline int64_t channel_slot(int64_t c) {
   return c - in + (in % 2) * VL + in / 2;
 }
 
-// What a call works with: torch's threads, and scratch memory, uninitialized.
+// What a call works with: torch's threads, and uninitialized scratch memory.
 struct Workers {
   decltype(Call::run) run;
   int64_t count;
   float* workspace;
 };
 
-// Workers for a call that touches `bytes`: one where starting the others costs more than the work.
+// The number of workers for a call that touches `bytes`: one if starting more would cost more than the work.
 inline int64_t threads_for(const Call& call, int64_t bytes) {
   return bytes < (int64_t{1} << 20) ? 1 : call.threads;
 }
 
-// With scratch of `each` floats for every worker and `shared` for all together.
+// Workers with `each` floats of scratch per worker and `shared` floats for all of them together.
 inline Workers workers_for(Call& call, int64_t bytes, int64_t each = 0, int64_t shared = 0) {
   const int64_t count = threads_for(call, bytes);
   return {call.run, count, static_cast<float*>(call.workspace(4 * (count * each + shared)))};
 }
 
-// fn(i) for i in [0, n) on torch's threads. Nothing may throw inside.
+// Calls fn(i) for i in [0, n) on torch's threads. fn must not throw.
 template <class Fn>
 inline void parallel_for(const Workers& workers, int64_t n, const Fn& fn) {
   if (n <= 1 || workers.count <= 1) {
@@ -633,7 +633,7 @@ inline void parallel_for(const Workers& workers, int64_t n, const Fn& fn) {
       const_cast<void*>(static_cast<const void*>(&fn)));
 }
 
-// Worker w of `workers` takes [first, last) of n items.
+// Worker w of `workers` takes items [first, last) of n.
 struct Share {
   int64_t first, last;
 };

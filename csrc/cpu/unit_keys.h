@@ -1,21 +1,21 @@
-// Norms and sums of keys, tile by tile: what anchor_cosine, outlier_degree and build_prototypes share.
+// Norms and sums of keys, tile by tile: shared by anchor_cosine, outlier_degree and build_prototypes.
 //
-// A tile is VL rows: their VL dot products are reduced together into one vector (sum_lanes). Rows whose squared norm is
-// not a comfortable float (zero, NaN, infinite, subnormal) are found by one compare per tile and done in double.
+// A tile is VL rows. Their VL dot products are reduced together into one vector (sum_lanes). One compare per tile finds
+// rows whose squared norm is outside the safe fp32 range (zero, NaN, infinite, subnormal); these are redone in double.
 #pragma once
 #include "simd.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
 
-constexpr int64_t kAheadRows = 2 * VL;              // prefetched
-constexpr float kTiny = 0x1p-90f, kHuge = 0x1p90f;  // squared norms between are safe in fp32
-constexpr float kRedo = -1.0f;                      // instead of 1/|k|: do this row in double
+constexpr int64_t kAheadRows = 2 * VL;              // prefetch distance
+constexpr float kTiny = 0x1p-90f, kHuge = 0x1p90f;  // squared norms between these are safe in fp32
+constexpr float kRedo = -1.0f;                      // stands in for 1/|k|: redo this row in double
 
 template <class T>
 struct Tile {
   const T* row[VL];
-  int64_t far[VL];  // from there to what is prefetched
+  int64_t far[VL];  // byte offset from there to the prefetched row
   int64_t count;
 
   // Rows [i, i + VL) below `end`; the last is repeated to fill the tile.
@@ -48,8 +48,8 @@ struct Tile {
   }
 
  private:
-  // Of each row, x times factor(x, its place in the order of registers). One row after the other, as they lie in
-  // memory: the hardware's prefetch follows that, and not sixteen rows at once.
+  // For each row, the sum of x times factor(x, its place in register order). Goes row by row, as they lie in memory:
+  // the hardware prefetcher follows that, but not sixteen rows at once.
   template <class Factor>
   F sums(RowShape shape, const Factor& factor) const {
     F sums[VL];
@@ -78,8 +78,8 @@ double careful_norm(const T* row, int64_t d) {  // NaN if the row is not finite
   return __builtin_sqrt(squares);
 }
 
-// The tile's 1/|k| (or its stand-in: NaN not finite, 0 zero key, kRedo), and if `total` its sum of unit keys, or of
-// keys times `unit`.
+// Computes the tile's 1/|k| (or a stand-in: NaN for a non-finite key, 0 for a zero key, kRedo). If `total` is given,
+// adds the unit keys to it, or the keys times `unit`.
 template <class T>
 inline void norms(const Rows<T>& rows, int64_t i, int64_t end, float* inverse_norms, float* total, bool normalize,
                   float unit = 1.0f) {
@@ -89,7 +89,7 @@ inline void norms(const Rows<T>& rows, int64_t i, int64_t end, float* inverse_no
   float weight[VL];
   store(weight, normalize ? inverse : splat(unit));
   for (int64_t r = tile.count; r < VL; ++r) weight[r] = 0.0f;
-  // Comfortable squares lie in (kTiny, kHuge); anything else, NaN too, becomes NaN here.
+  // Safe squares lie in (kTiny, kHuge); anything else, NaN included, becomes NaN here.
   const I comfortable = (squares > kTiny) & (squares < kHuge);
   if (__builtin_expect(!any_nan(comfortable ? squares : splat(__builtin_nanf(""))), 1)) {
     store_first(inverse_norms, inverse, tile.count);

@@ -1,19 +1,19 @@
-// What window_scores and window_attention share on the CPU: the logits of a block of keys against all rows of a KV
-// head, the softmax's statistics, and the scores.
+// The parts that window_scores and window_attention share on the CPU: the logits of a block of keys against all rows of
+// a KV head, the softmax statistics, and the scores.
 //
-// The rows of a KV head (its group's query heads x w) are packed once, and K is read where it lies (products.h): the
-// 128 rows of w 32, G 4 read K once. bf16: pairs of channels go through the CPU's bf16 dot products where it has them
-// (level v4_bf16: exact products, fp32 sums); other 2-byte rows are widened, a block of keys at a time.
+// The rows of a KV head (its group's query heads x w) are packed once, and K is read where it lies (products.h): 128
+// rows (w 32, G 4) read K once. For bf16, pairs of channels use the CPU's bf16 dot products if it has them (level
+// v4_bf16: exact products, fp32 sums). Other 2-byte rows are widened to floats, a block of keys at a time.
 //
-// A block of 48 keys passes all steps while it and the logits (48 x 4 vectors) are in the cache; nothing of size rows x
-// n is written. Sums over rows (the scores) are sums of vectors, their lanes added for VL keys at a time
-// (reduce_lanes). Sums over keys (the softmax) are kept by lane, for each split of the keys by itself, and combined in
-// order.
+// A block of 48 keys goes through all steps while it and its logits (48 x 4 vectors) are in the cache; nothing of size
+// rows x n is written. Sums over rows (the scores) are sums of vectors, whose lanes are added for VL keys at a time
+// (reduce_lanes). Sums over keys (the softmax) are kept per lane and per split of the keys, and combined in order.
 //
-// A logit that is not finite costs nothing on the way: x * 0 is added beside x, which is 0, or NaN just then. Logits
-// are rounded, scale and all, before they meet a maximum or a log-sum-exp: fused to one multiply-add with either, which
-// is rounded itself, a large one's difference from its own maximum would be that rounding, not 0. Limits are compared
-// only in blocks that some row does not see whole.
+// Checking for non-finite logits adds no cost to the common path: each logit x is accompanied by a sum of x * 0, which
+// stays 0 unless some x is non-finite, and then becomes NaN. Logits are rounded, including the scale, before a maximum
+// or a log-sum-exp is subtracted. If the scale were fused with that subtraction into one multiply-add, the difference
+// between a large logit and its own (rounded) maximum would be the rounding error instead of 0. Limits are compared
+// only in blocks that some row does not see entirely.
 #pragma once
 #include "../dispatch.h"
 #include "products.h"
@@ -36,7 +36,7 @@ struct WordsOf<BFloat16> {
 template <class T>
 constexpr bool kPairs = !__is_same(typename WordsOf<T>::Type, FloatWords);
 template <class T>
-constexpr bool kWidened = sizeof(T) == 2 && !kPairs<T>;  // to floats, in the order of registers (channel_slot)
+constexpr bool kWidened = sizeof(T) == 2 && !kPairs<T>;  // to floats, in register order (channel_slot)
 
 template <bool, class A, class B>
 struct Choose {
@@ -47,7 +47,7 @@ struct Choose<false, A, B> {
   typedef B Type;
 };
 
-// A block's rows of fp8 as bf16, at `to`.
+// Converts a block of fp8 rows to bf16, at `to`.
 template <class T>
 void widen_fp8(Block& block, int64_t d, float* to) {
   const RowShape shape = row_shape<T>(2 * d);
@@ -63,7 +63,8 @@ void widen_fp8(Block& block, int64_t d, float* to) {
   block = made_block(block, to, stride);
 }
 
-// Rows of K or V as they are computed with. `rows`: room for kBlock of them. `widened`: for as many that are fp8.
+// Rows of K or V in the dtype of the arithmetic. `rows` has space for kBlock addresses, `widened` for as many converted
+// fp8 rows.
 inline Block read_block(const Window& p, const KVView& view, int64_t head, int64_t first, int64_t count,
                         const char** rows, float* widened) {
   Block block = block_of(view.head(head / p.heads, head % p.heads), first, count, rows);
@@ -72,10 +73,10 @@ inline Block read_block(const Window& p, const KVView& view, int64_t head, int64
   return block;
 }
 
-// A register block's vectors of rows, in the order of the packing.
+// The vectors of rows in one register block, in packing order.
 struct Chunk {
-  int64_t vector;  // the first
-  int64_t count;   // of vectors
+  int64_t vector;  // the first vector
+  int64_t count;   // number of vectors
   int64_t segment, in_segment;
 };
 
@@ -88,7 +89,7 @@ void multiply(const Block& block, const float* q, int64_t words, float scale, fl
   });
 }
 
-// A block of keys rotated, at `to`.
+// Rotates a block of keys into `to`.
 template <class T>
 Block turned(const Window& p, int64_t b, const Block& block, float* to) {
   const Block result = made_block(block, to, round_up(p.k.row_bytes, 4 * kMaxLanes));
@@ -103,10 +104,10 @@ Block turned(const Window& p, int64_t b, const Block& block, float* to) {
   return result;
 }
 
-// A vector of rows' softmax: the statistics of a head's splits, [splits][peaks, totals], combined in order.
+// The softmax statistics of a vector of rows: those of a head's splits, [splits][peaks, totals], combined in order.
 struct Totals {
   F peak, own;    // the largest logit, and the sum of exp(logit - peak)
-  F base, total;  // the same with the sink; base is finite
+  F base, total;  // the same including the sink; base is finite
 
   Totals(const float* stats, const WindowScratch& sizes, int64_t lanes, int64_t lane, F sink) {
     peak = splat(-__builtin_inff());
@@ -129,20 +130,20 @@ inline F seen(const int32_t* limit, int64_t slot, F x, float otherwise) {
   return limits > static_cast<int32_t>(slot) ? x : splat(otherwise);
 }
 
-// What one worker has in hand: a KV head's rows, packed, and room for a block's way through.
+// The state of one worker: a KV head's packed rows, and scratch for one block of keys.
 template <class T>
 struct WindowWorker {
   const Window& p;
   const Segments segments;
   const WindowScratch sizes;
-  const int64_t vectors, lanes, words;  // of a segment; of all rows; of a packed row
+  const int64_t vectors, lanes, words;  // per segment; of all rows; per packed row
   float *q, *keys, *values, *tile, *partial, *poison, *block_scores, *group_scores, *turns, *wide_keys, *wide_values;
   float *offset, *factor, *sink;           // [lanes]: a row's weight is exp(logit - offset) * factor
-  int32_t* limit;                          // [lanes]: 0 where no row is
-  const char* key_rows[kBlock];            // of the block in hand, if it lies in pages
-  int64_t head = -1;                       // which batch * heads + head it is
-  int64_t first = 0, last = 0, whole = 0;  // some row sees [first, last); all lanes see what is below `whole`
-  float weight = 0;                        // a row's, by the means
+  int32_t* limit;                          // [lanes]: 0 in lanes without a row
+  const char* key_rows[kBlock];            // the current block's rows, if it is paged
+  int64_t head = -1;                       // batch * heads + head, of the packed head
+  int64_t first = 0, last = 0, whole = 0;  // some row sees [first, last); all lanes see everything below `whole`
+  float weight = 0;                        // of a row: 1, or the factor that turns sums into means
 
   WindowWorker(const Window& p_, int64_t dv, float* memory)
       : p(p_),
@@ -175,7 +176,7 @@ struct WindowWorker {
 
   int64_t batch() const { return head / p.heads; }
   int64_t query_heads() const { return p.heads * p.group; }
-  // fn(lane, query head, row of the window) for every row.
+  // Calls fn(lane, query head, row of the window) for every row.
   template <class Fn>
   void for_rows(const Fn& fn) const {
     for (int64_t s = 0; s < segments.count; ++s)
@@ -192,7 +193,7 @@ struct WindowWorker {
         fn(Chunk{s * vectors + v, vectors - v < kVectors ? vectors - v : kVectors, s, v});
   }
 
-  // Packs the rows of a head, unless they are.
+  // Packs the rows of a head, unless they are packed already.
   void take_head(int64_t index) {
     if (index == head) return;
     head = index;
@@ -238,7 +239,7 @@ struct WindowWorker {
     if (p.group_reduce == Reduce::mean) weight /= static_cast<float>(p.group);
   }
 
-  // fn(Block) over the keys of a split that some row sees; the grid starts at the first of them.
+  // Calls fn(Block) over the keys of a split that some row sees. The grid of blocks starts at the first such key.
   template <class Fn>
   void for_blocks(int64_t split, const Fn& fn) {
     const int64_t size = split_keys(p.n), begin = first + split * size;
@@ -264,7 +265,7 @@ struct WindowWorker {
     if (kWidened<T>) widen_rows(p.k.row_bytes, block, keys);
   }
 
-  // The tile: logits of a chunk's rows, [key][N vectors].
+  // Fills the tile with the logits of a chunk's rows, [key][N vectors].
   template <int N>
   void logits(const Block& block, const Chunk& chunk) const {
     const float scale = p.softcap == 0 ? p.scale : p.scale / p.softcap;
@@ -273,11 +274,12 @@ struct WindowWorker {
     for (int64_t i = 0; i < block.count * N * VL; i += VL) store(tile + i, tanh(load(tile + i)) * p.softcap);
   }
 
-  // Does every lane see the whole block?
+  // Whether every lane sees the whole block.
   bool sees_all(const Block& block) const { return block.first + block.count <= whole; }
 
-  // The running softmax of the chunk's rows with the tile's logits: peak is the maximum so far, total the sum of
-  // exp(logit - peak). The tile becomes exp(logit - peak) if `keep`; `shrink` is what earlier terms were multiplied by.
+  // Updates the running softmax of the chunk's rows with the tile's logits: peak is the maximum so far, total the sum
+  // of exp(logit - peak). If `keep`, the tile becomes exp(logit - peak). `shrink` is the factor that was applied to
+  // earlier terms.
   template <int N>
   void softmax(const Block& block, const Chunk& chunk, float* peak, float* total, F* shrink, bool keep) const {
     const int32_t* const limits = limit + chunk.vector * VL;
@@ -319,7 +321,7 @@ struct WindowWorker {
     for (int v = 0; v < N; ++v) store(total + v * VL, load(total + v * VL) * shrink[v] + sums[v]);
   }
 
-  // Rows' offset and factor from the statistics of a head's splits.
+  // Computes the rows' offset and factor from the statistics of a head's splits.
   void rows_from_stats(const float* stats) {
     for (int64_t i = 0; i < lanes; i += VL) {
       const Totals all(stats, sizes, lanes, i, load(sink + i));
@@ -350,7 +352,7 @@ struct WindowWorker {
     }
   }
 
-  // Over the lanes of partial: block_scores of a segment.
+  // Reduces the lanes of `partial` to the block_scores of a segment.
   void reduce_segment(int count, bool of_max) const {
     for (int i = 0; i < count; i += VL) {
       F rows[VL], nan[VL];
@@ -369,7 +371,7 @@ struct WindowWorker {
     return p.scores + (by_query ? head * p.group + segment : head) * p.n;
   }
 
-  // The scores of a block of keys. tile_of(Count<N>, chunk) makes the tile of logits.
+  // Computes the scores of a block of keys. tile_of(Count<N>, chunk) fills the tile with logits.
   template <class TileOf>
   void score_block(const Block& block, bool dot, const TileOf& tile_of) const {
     const bool of_max = p.w == 1 && segments.count == 1 ? p.group_reduce == Reduce::max : p.reduce == Reduce::max;
@@ -420,7 +422,7 @@ struct WindowWorker {
     }
   }
 
-  // The scores of a split by the product of its keys with the rows.
+  // Computes the scores of a split by multiplying its keys with the rows.
   void score_split(int64_t split, bool dot) {
     for_blocks(split, [&](Block block) {
       keys_of(block);
@@ -429,22 +431,22 @@ struct WindowWorker {
     if (split == 0) score_unseen();
   }
 
-  // Without lse: a first pass makes the softmax's statistics of each split, and with V its weighted sum; the second
-  // makes the scores. A single row's logits are kept in between.
+  // Without a given lse there are two passes. The first computes the softmax statistics of each split, and with V its
+  // weighted sum; the second computes the scores. For w = 1 the logits are kept in between.
 
-  // From a block's tile to where its logits are kept, or back.
+  // Copies a block's tile to the buffer of kept logits, or back.
   template <int N, class Move>
   void for_logits(const Block& block, const Chunk& chunk, float* kept, const Move& move) const {
     const int64_t pitch = WindowScratch::logit_pitch(segments);
     kept += chunk.segment * WindowScratch::segment_logits(p) + chunk.in_segment * VL;
     kept += (block.first - first) % split_keys(p.n) * pitch;
-    // Where rows do not fill the vector, the next key's vector overwrites what is beyond them.
+    // If rows do not fill the vector, the next key's vector overwrites the excess lanes.
     for (int i = 0; i < block.count; ++i)
       for (int v = 0; v < N; ++v) move(tile + (i * N + v) * VL, kept + i * pitch + v * VL);
   }
 
-  // values.start(block) comes before a block's products, values.add<N>(chunk, shrink) with the weights exp(logit -
-  // peak) in the tile, if it has a use for them.
+  // values.start(block) runs before a block's products. values.add<N>(chunk, shrink) then gets the weights exp(logit -
+  // peak) in the tile, if it uses them.
   template <class Values>
   void first_pass(int64_t split, float* stats, float* kept, Values& values) {
     float *const peak = stats, *const total = stats + lanes;
@@ -465,7 +467,7 @@ struct WindowWorker {
     });
   }
 
-  // stats: of all splits of the head.
+  // stats: those of all splits of the head.
   void second_pass(int64_t split, const float* stats, float* kept) {
     rows_from_stats(stats);
     if (p.w > 1) return score_split(split, false);
@@ -485,12 +487,13 @@ struct NoValues {
   void add(const Chunk&, const F*) {}
 };
 
-// How much work a call is, as bytes that are touched.
+// The amount of work in a call, expressed as bytes touched.
 inline int64_t window_bytes(const Window& p) {
   return p.b * p.heads * p.n * p.k.row_bytes * p.w;
 }
 
-// fn(worker, item) for every split of every head. Workers take runs of them, so that a head is packed once or twice.
+// Calls fn(worker, item) for every split of every head. Workers take runs of items, so that a head is packed once or
+// twice.
 template <class Worker, class Fn>
 void for_splits(const Window& p, int64_t dv, const Workers& workers, const Fn& fn) {
   const WindowScratch sizes(p, dv);
@@ -504,9 +507,9 @@ void for_splits(const Window& p, int64_t dv, const Workers& workers, const Fn& f
   });
 }
 
-// fn(worker, item, part) for every part, some keys in order, of every split of every head. Without RoPE a part is the
-// split. With it all of a worker's heads take a run of keys before the next: a slot's cosines and sines are as many
-// bytes as two heads' keys in 16 bits, and so they stay in the cache.
+// Calls fn(worker, item, part) for every part (a run of keys, in order) of every split of every head. Without RoPE a
+// part is the whole split. With RoPE, a worker takes one run of keys for all its heads before it moves to the next run:
+// a slot's cosines and sines take as many bytes as two heads' 16-bit keys, and this keeps them in the cache.
 template <class Worker, class Fn>
 void for_parts(const Window& p, int64_t dv, const Workers& workers, const Fn& fn) {
   const WindowScratch sizes(p, dv);

@@ -2,30 +2,30 @@
 //
 //   out[i] = sum over j of a[i, j] v_j,  a[i, j] = exp(scale * q_i . k_j - lse_i),  score[j] = sum over i of a[i, j]
 //
-// Bytes that must move: K and V once, and for the scores K again (w > 1), or the logits (w = 1: G floats for each key;
+// Bytes that must move: K and V once; for the scores also K again (w > 1), or the logits (w = 1: G floats per key;
 // window_decode.h).
 //
-// FlashAttention over splits of the keys. A block of 48 keys gives its logits, the running softmax turns them into
-// weights in place, and these weigh the block's V rows: each element of V is broadcast against vectors of rows, as K's
-// are, so the sums are out transposed, [dv][rows]. V of 2 bytes is widened; weights stay fp32. Every split keeps its
-// maxima, sums and outputs; they are combined in order of the keys. Then lse is known, and the scores are
-// window_scores' second pass: a second product, cheaper than writing rows x n logits (128 floats for a key of 128
-// channels) and reading them.
+// FlashAttention over splits of the keys. A block of 48 keys yields its logits, the running softmax turns them into
+// weights in place, and the weights multiply the block's V rows. Each element of V is broadcast against vectors of
+// rows, as for K, so the output sums are transposed, [dv][rows]. 2-byte V rows are widened; weights stay fp32. Every
+// split keeps its own maxima, sums and outputs, which are combined in key order. Then lse is known, and the scores are
+// window_scores' second pass. This second product is cheaper than writing and reading rows x n logits (with 128 rows,
+// 128 floats per key, for a key of 128 channels).
 //
-// Work is split over (batch, head) and over splits of at least 3072 keys, a function of n alone.
+// Work is split over (batch, head) and over splits of at least 3072 keys, whose size depends on n alone.
 #include "../ops/window_attention.h"
 #include "window_decode.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
 
-// One split's sums of weighted V rows, out transposed: a chunk's are [width][N vectors].
+// One split's sums of weighted V rows, transposed: a chunk's are [width][N vectors].
 template <class T>
 struct WeightedValues {
   static constexpr bool kUsed = true;
   WindowWorker<T>& worker;
   const KVView& v;
-  const int64_t width;  // of a row of V, with what the last register has beyond it
+  const int64_t width;  // of a row of V, padded to whole registers
   float* const out;
   Block block{};
   const char* rows[kBlock];
@@ -74,7 +74,7 @@ struct WeightedValues {
   }
 };
 
-// A chunk's rows of out and lse, from all splits of the head.
+// Writes a chunk's rows of out and lse, from all splits of the head.
 template <class T>
 void finish(const WindowAttentionParams& p, const WindowScratch& sizes, const WindowWorker<T>& worker,
             const Chunk& chunk, const float* stats, const float* outs) {
@@ -84,7 +84,7 @@ void finish(const WindowAttentionParams& p, const WindowScratch& sizes, const Wi
     const Totals all(stats, sizes, worker.lanes, lane, load(worker.sink + lane));
     const int64_t rows = worker.segments.rows - (chunk.in_segment + v) * VL;
     const int64_t count = rows < VL ? rows : VL;
-    // Rows are consecutive in out and lse, [heads * group, w, dv]: the segments' order is theirs.
+    // Rows are consecutive in out and lse, [heads * group, w, dv], in the order of the segments.
     const int64_t row =
         worker.head * p.window.group * p.window.w + chunk.segment * worker.segments.rows + (chunk.in_segment + v) * VL;
     for (int64_t i = 0; i < count; ++i)
@@ -119,7 +119,7 @@ void attend(const WindowAttentionParams& p, const Workers& workers) {
   for_splits<WindowWorker<T>>(p.window, p.dv, workers, [&](WindowWorker<T>& worker, int64_t item) {
     const int64_t split = item % sizes.splits, head = item - split;
     if (p.window.scores) worker.second_pass(split, stats + head * sizes.stats, kept + item * sizes.logits);
-    // The head's splits share its rows.
+    // The splits of a head divide its rows among them.
     int64_t index = 0;
     worker.for_chunks([&](const Chunk& chunk) {
       if (index++ % sizes.splits == split)
@@ -128,7 +128,7 @@ void attend(const WindowAttentionParams& p, const Workers& workers) {
   });
 }
 
-// One row: its logits are kept for the scores, if these are asked for.
+// One row: keeps its logits for the scores, if these are requested.
 template <class T, int R>
 void attend_decode(const WindowAttentionParams& p, const Workers& workers) {
   typedef DecodeWorker<T, R> Worker;

@@ -1,20 +1,21 @@
-// A decode step of up to 8 query heads in a group: window.h's work where there is but one row for each of them.
+// A decode step with up to 8 query heads in a group: the work of window.h with one row per query head.
 //
-// So few rows do not fill a vector, and the bytes of K and V count: here vectors run along the channels. A unit of VL /
-// G keys times G queries makes VL dot products, which are reduced together (reduce_lanes) into one vector: logits lie
-// [key][G], and the softmax's exponentials fill their vectors too. Lanes VL / G keys apart hold the same query's
-// statistics. All queries see the same keys, so there are no masks.
+// So few rows do not fill a vector, and the kernel is bound by the bytes of K and V. Vectors therefore run along the
+// channels. A unit of VL / G keys times G queries needs VL dot products, which are reduced together (reduce_lanes) into
+// one vector. Logits are laid out [key][G], and the exponentials of the softmax fill their vectors too. Each lane keeps
+// statistics of one query; lanes G apart belong to the same query. All queries see the same keys, so there are no
+// masks.
 //
-// Where keys turn at their slots, a unit's are turned into scratch that stays in L1, just before their products: 48
-// vector instructions for a key of 64 pairs in bf16 (AVX512-BF16). The tables come from L2 (for_parts).
+// If keys are rotated at their slots, a unit's keys are rotated into scratch that stays in L1, just before their
+// products: 48 vector instructions for a key of 64 pairs in bf16 (AVX512-BF16). The tables come from L2 (for_parts).
 #pragma once
 #include "window.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
 
-// rotate_row for a dot product. Of two bf16 numbers that takes the CPU's own rounding, which flushes subnormal numbers,
-// as the product does.
+// rotate_row for a dot-product operand. For bf16 pairs it uses the CPU's own rounding, which flushes subnormal numbers,
+// as the dot product itself does.
 template <class T>
 inline void rotate_operand(char* to, const char* from, int64_t bytes, const float* cos, const float* sin,
                            const SlotRope& rope) {
@@ -42,13 +43,13 @@ inline void rotate_operand(char* to, const char* from, int64_t bytes, const floa
   rotate_row<T>(to, from, bytes, cos, sin, rope.pairs, rope.interleaved, PutRegister{});
 }
 
-// R: the queries, rounded up to a power of two by repeating the last.
+// R: the number of queries, rounded up to a power of two by repeating the last query.
 template <class T, int R>
 struct DecodeWorker {
-  static constexpr int kUnit = R < VL ? VL / R : 1;       // keys in a unit
-  static constexpr int kUnitVectors = kUnit * R / VL;     // vectors of logits that it has
+  static constexpr int kUnit = R < VL ? VL / R : 1;       // keys per unit
+  static constexpr int kUnitVectors = kUnit * R / VL;     // vectors of logits per unit
   static constexpr int kLanes = kUnitVectors * VL;        // lane i is a logit of query i % R
-  typedef typename Choose<kPairs<T>, float, T>::Type In;  // pairs of bf16 are read as words
+  typedef typename Choose<kPairs<T>, float, T>::Type In;  // bf16 pairs are read as words
 
   const Window& p;
   const WindowScratch sizes;
@@ -96,14 +97,14 @@ struct DecodeWorker {
     for (int j = 0; j < kUnitVectors; ++j) sink[j] = load(sinks + j * VL);
   }
 
-  // Rows' factor from their weights; in a sum, repeated queries do not count.
+  // Sets the rows' factor from their weights. In a sum, repeated queries must not count.
   void set_factor(int j, F x) {
     for (int i = 0; i < VL; ++i)
       if (!of_max() && (j * VL + i) % R >= p.group) x[i] = 0.0f;
     factor[j] = x;
   }
 
-  // part: of the split's keys.
+  // part: which of the split's keys.
   template <class Fn>
   void for_blocks(int64_t split, Share part, const Fn& fn) const {
     const char* rows[kBlock];
@@ -113,9 +114,9 @@ struct DecodeWorker {
       fn(read_block(p, p.k, head, i, end - i < kBlock ? end - i : kBlock, rows, wide_keys));
   }
 
-  // out: [keys in whole units][R]. Asks for the rows of `then`, of the same keys, if there are any.
+  // out: [keys in whole units][R]. Prefetches the rows of `then`, a block of the same keys, if given.
   void logits(const Block& block, const Block* then, int64_t then_bytes, float* out) const {
-    const SlotRope rope = p.rope;  // copies, as what is stored might be these
+    const SlotRope rope = p.rope;  // a copy, since stores might alias p
     const int64_t bytes = p.k.row_bytes, b = head / p.heads;
     for (int i = 0; i < block.count; i += kUnit) {
       const In *row[kUnit], *from[kUnit];
@@ -154,7 +155,7 @@ struct DecodeWorker {
     }
   }
 
-  // op over the lanes of the same query, in every one of them.
+  // Applies op over the lanes of the same query; every one of them gets the result.
   template <class Op>
   static F over_keys(F x, const Op& op) {
     for (int step = R; step < VL; step *= 2) {
@@ -166,7 +167,7 @@ struct DecodeWorker {
     return x;
   }
 
-  // The running softmax, as WindowWorker's; the tile becomes the weights, and shrink[r] what earlier terms are times.
+  // The running softmax, as in WindowWorker. The tile becomes the weights; shrink[r] is the factor for earlier terms.
   void softmax(int count, const float* logits, float* peak, float* total, float* shrink) const {
     F top[kUnitVectors], poison[kUnitVectors] = {};
     for (F& x : top) x = splat(-__builtin_inff());
@@ -240,7 +241,8 @@ struct DecodeWorker {
       for (int j = 0; j < N; ++j) store(out + r * v_width + j * VL, sums[r][j]);
   }
 
-  // A split's statistics and, with V, weighted sum, part by part, in order. kept: for its logits, or null.
+  // A split's statistics and, with V, its weighted sum; called part by part, in order. kept: stores its logits, or
+  // null.
   void first_pass(int64_t split, Share part, const KVView* v, float* stats, float* kept, float* out) {
     float *const peak = stats, *const total = stats + kLanes;
     if (part.first == 0) {
@@ -270,7 +272,8 @@ struct DecodeWorker {
     }
   }
 
-  // op over the R queries of VL keys: vectors of [key][R] are folded, neighbours first, until lanes are keys.
+  // Applies op over the R queries of VL keys: vectors of [key][R] are folded, neighbours first, until each lane is a
+  // key.
   template <class Op>
   static F over_queries(F* x, const Op& op) {
     int count = R;
@@ -306,7 +309,7 @@ struct DecodeWorker {
     }
   }
 
-  // Keys that are not seen score 0.
+  // Keys that no query sees score 0.
   void score_unseen() const {
     const int64_t rows = p.group_reduce == Reduce::none ? p.group : 1;
     const int64_t begin = last > first ? first : p.n;
@@ -316,7 +319,7 @@ struct DecodeWorker {
     }
   }
 
-  // kept: the split's logits, or null: to be made.
+  // kept: the split's logits, or null: recompute them.
   void second_pass(int64_t split, const float* kept, bool dot) const {
     for_blocks(split, {0, split_keys(p.n)}, [&](const Block& block) {
       if (!kept) logits(block, nullptr, 0, tile);
@@ -327,7 +330,7 @@ struct DecodeWorker {
   }
 };
 
-// fn(Count<R>) for the group's size rounded up to a power of two.
+// Calls fn(Count<R>), R being the group's size rounded up to a power of two.
 template <class Fn>
 inline void with_queries(int64_t group, const Fn& fn) {
   static_assert(kDecodeRows == 8);

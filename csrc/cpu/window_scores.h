@@ -2,13 +2,13 @@
 //
 //   score[j] = sum over rows i that see j of exp(scale * q_i . k_j - lse_i)
 //
-// Bytes that must move: K once; twice without lse. But the work is in the products, G * w of them for an element of K
-// (128 for w 32, G 4: 8 vectors of rows in AVX-512), so the loops are those of a matrix product whose result is
-// consumed while it is in the cache. With lse the scores of a block of keys need nothing else, and are the same whoever
-// computes them. Without, a first pass leaves a maximum and a sum per row and split of the keys; the second combines
-// them, and uses them directly: no lse is rounded.
+// Bytes that must move: K once; twice without lse. But the kernel is compute-bound: G * w products per element of K
+// (128 for w 32, G 4: 8 vectors of rows in AVX-512). The loops are therefore those of a matrix product whose result is
+// consumed while it is in the cache. With lse, the scores of a block of keys depend on nothing else, so they do not
+// depend on how the work is split. Without lse, a first pass computes a maximum and a sum per row and split of the
+// keys. The second pass combines and uses these directly, so lse is never rounded.
 //
-// Work is split over (batch, head) and over splits of at least 3072 keys, a function of n alone.
+// Work is split over (batch, head) and over splits of at least 3072 keys, whose size depends on n alone.
 #include "../ops/window_scores.h"
 #include "window_decode.h"
 
@@ -19,7 +19,7 @@ inline bool makes_lse(const WindowScoresParams& p) {
   return p.softmax && !p.lse.data;
 }
 
-// Scores are NaN where the logit or the lse is, not where an infinite lse is wrong (check_lse_total).
+// Scores must be NaN where the logit or the lse is NaN, but not where a wrong lse is infinite (check_lse_total).
 float finite_unless_nan(float x) {
   return x > 1e30f ? 1e30f : x < -1e30f ? -1e30f : x;
 }
@@ -56,7 +56,7 @@ void score(const WindowScoresParams& p, const Workers& workers) {
   });
 }
 
-// One row: its logits are kept, not made twice.
+// One row: keeps its logits instead of computing them twice.
 template <class T, int R>
 void score_decode(const WindowScoresParams& p, const Workers& workers) {
   typedef DecodeWorker<T, R> Worker;

@@ -1,5 +1,5 @@
-// How window_scores and window_attention cut their work, and the scratch memory that it takes. Sizes are those of the
-// widest level.
+// How window_scores and window_attention split their work, and the scratch memory this needs. Sizes fit the widest
+// level.
 #pragma once
 #include "../ops/window.h"
 
@@ -7,7 +7,7 @@ namespace kvops {
 namespace {
 
 constexpr int64_t kMaxLanes = 16;   // floats in a vector
-constexpr int64_t kMaxVectors = 4;  // vectors of rows that a register block has
+constexpr int64_t kMaxVectors = 4;  // vectors of rows in a register block
 constexpr int64_t kMostSplits = 32;
 constexpr int64_t kBlock = 48;  // keys that go through all steps while they are in the cache
 
@@ -17,22 +17,23 @@ constexpr int64_t round_up(int64_t x, int64_t multiple) {
 
 constexpr int64_t kTurnedRun = 16 * kBlock;  // keys whose cosines and sines stay in the cache: 384 KiB for 64 pairs
 
-constexpr int64_t kDecodeRows = 8;  // a decode step of so many query heads in a group goes by window_decode.h
+constexpr int64_t kDecodeRows = 8;  // decode steps with up to this many query heads per group use window_decode.h
 inline bool is_decode(const Window& p) {
   return p.w == 1 && p.group <= kDecodeRows;
 }
 
-// Keys in a split: the unit of the work that threads share and of the sums that are combined in order. A function of n
-// alone, so that results depend neither on threads nor on the batch.
+// Keys per split. Splits are the unit of work for threads, and of the sums that are combined in order. The size depends
+// on n alone, so results depend neither on the number of threads nor on the batch.
 constexpr int64_t split_keys(int64_t n) {
   constexpr int64_t kLeast = 64 * kBlock;
   return round_up(n > kLeast * kMostSplits ? (n + kMostSplits - 1) / kMostSplits : kLeast, kBlock);
 }
 
-// The rows of a KV head, group * w of them, lie in the lanes of vectors. What is summed (or maximized) together is a
-// segment and starts a new vector: all rows if the order of the two reductions does not matter, else a query head's.
+// The group * w rows of a KV head are packed into the lanes of vectors. Rows that are summed (or maximized) together
+// form a segment, which starts a new vector: all rows if the order of the two reductions does not matter, otherwise the
+// rows of one query head.
 struct Segments {
-  int64_t count, rows;  // of each
+  int64_t count, rows;  // rows: per segment
 
   explicit Segments(const Window& p) {
     const bool row_max = p.reduce == Reduce::max, group_max = p.group_reduce == Reduce::max;
@@ -40,21 +41,21 @@ struct Segments {
     count = one ? 1 : p.group;
     rows = one ? p.group * p.w : p.w;
   }
-  int64_t vectors(int64_t lanes) const { return (rows + lanes - 1) / lanes; }    // of each
-  int64_t lanes(int64_t lanes) const { return count * vectors(lanes) * lanes; }  // of all
+  int64_t vectors(int64_t lanes) const { return (rows + lanes - 1) / lanes; }    // per segment
+  int64_t lanes(int64_t lanes) const { return count * vectors(lanes) * lanes; }  // of all segments
 };
 
-// Floats that an array takes; every one starts on a cache line.
+// Sizes of the scratch arrays, in floats. Each array starts on a cache line.
 struct WindowScratch {
-  int64_t splits, items;                              // items: splits of all heads
+  int64_t splits, items;                              // items: the splits of all heads
   int64_t lanes;                                      // padded rows of a head
-  int64_t queries, keys, values, tile, partial, row;  // of a worker
-  int64_t turned;                                     // of a worker: a block's keys, rotated
-  int64_t wide_keys, wide_values;                     // of a worker: a block's fp8 rows as bf16
-  int64_t worker;                                     // all of them
-  int64_t stats;                                      // of an item: running maximum and sum
-  int64_t out;                                        // of an item: sums of weighted V rows
-  int64_t logits;                                     // of an item: kept for the scores of one row
+  int64_t queries, keys, values, tile, partial, row;  // per worker
+  int64_t turned;                                     // per worker: a block's keys, rotated
+  int64_t wide_keys, wide_values;                     // per worker: a block's fp8 rows as bf16
+  int64_t worker;                                     // per worker: all of these
+  int64_t stats;                                      // per item: running maximum and sum
+  int64_t out;                                        // per item: sums of weighted V rows
+  int64_t logits;                                     // per item: kept for the scores if w = 1
 
   // dv: 0 without V.
   WindowScratch(const Window& p, int64_t dv) {
@@ -79,9 +80,9 @@ struct WindowScratch {
     logits = p.w == 1 && p.scores ? round_up(segments.count * segment_logits(p), kMaxLanes) : 0;
   }
 
-  // A segment's logits of an item, and room behind for the last vector.
+  // A segment's logits of an item, with padding for the last vector.
   static int64_t segment_logits(const Window& p) { return split_keys(p.n) * logit_pitch(Segments(p)) + kMaxLanes; }
-  // From a key's logits to the next key's.
+  // The distance from a key's logits to the next key's.
   static int64_t logit_pitch(const Segments& segments) {
     const int64_t rows = segments.rows;
     return rows <= 2 ? rows : rows <= 4 ? 4 : rows <= 8 ? 8 : round_up(rows, kMaxLanes);

@@ -1,28 +1,28 @@
-// KeyDiff's scores.
+// KeyDiff scores.
 //
 //   mu = sum_j k_j / |k_j|,  score_i = -cos(k_i, mu)
 //
-// Bytes that must move: K twice, since no score is known before the whole sum is (once when the anchor is given).
+// Bytes that must move: K twice, since no score is known before the sum is complete (once if the anchor is given).
 //
-// Three kernels. anchor_sum: a block sums the keys of a unit, kTokens of one head, to a partial sum. anchor_total adds
-// a head's partial sums in double, in an order that only their number decides, to mu. anchor_score scores the slots of
-// a unit. So nothing depends on how many blocks there are or in which order they run. Partial sums are 4 d bytes for
-// each kTokens keys, 0.8 % of a bf16 K, written and read once. Units of a padded row are counted from its first valid
-// slot, so that it sums as it would alone.
+// There are three kernels. In anchor_sum, a block adds the keys of a unit (kTokens keys of one head) to a partial sum.
+// anchor_total adds a head's partial sums to mu, in double and in an order that depends only on their number.
+// anchor_score scores the slots of a unit. So no result depends on the number of blocks or on the order in which they
+// run. The partial sums take 4 d bytes per kTokens keys, 0.8 % of a bf16 K, and are written and read once. The units of
+// a padded row start at its first valid slot, so the row sums exactly as it would alone.
 //
-// The two that read K fill the GPU once; each block walks over units, and its keys come through a ring in shared memory
-// (KeyStream), across the ends of units: while a unit is finished, the keys of the next are on their way. A lane has 16
-// pieces of 16 bytes in flight, each lane's for itself alone, so that the ring needs no barrier: 128 KiB on each
-// multiprocessor, where the memory of an H200 takes about 30 to be busy. Both go over all units in order, the second
-// one backward, to meet first what L2 still holds.
+// The two kernels that read K fill the GPU once. Each block loops over units and receives its keys through a ring in
+// shared memory (KeyStream). The ring continues across the ends of units: while a block finishes one unit, the keys of
+// the next are already in flight. Each lane has 16 pieces of 16 bytes in flight, and reads only its own pieces, so the
+// ring needs no barrier. That is 128 KiB in flight per multiprocessor; an H200 needs about 30 KiB to keep its memory
+// busy. Both kernels go over all units in order, the second one backward, so that it first meets what L2 still holds.
 //
-// Keys that are not normalized may be so large that their sum is beyond fp32. A warp that meets one scales its sums
-// down from there on; the unit's partial sums tell of it, and the total, in double, is the direction that keys are
-// compared with, while mu itself is infinite.
+// Keys that are not normalized may be so large that their sum overflows fp32. A warp that meets such a key scales its
+// sums down from there on. The unit's partial sum records the scale, and the total, in double, gives the direction that
+// keys are compared with, while mu itself is infinite.
 //
-// kLanes lanes share a row, and a lane group has kUnroll rows at a time, whose sums over lanes overlap. Rows whose
-// squared norm is not a comfortable float (zero, NaN, infinite, subnormal) are found by one compare a row and done
-// again in double. Not yet measured on a GPU.
+// kLanes lanes share a row, and each lane group processes kUnroll rows at a time, so that their reductions over lanes
+// overlap. One compare per row finds rows whose squared norm is outside the safe fp32 range (zero, NaN, infinite,
+// subnormal); these are redone in double. Not yet measured on a GPU.
 #pragma once
 #include "../ops/anchor_cosine.h"
 #include "async.cuh"
@@ -32,29 +32,29 @@ namespace kvops {
 namespace {
 
 constexpr int kAnchorThreads = 256, kAnchorWarps = kAnchorThreads / 32;
-constexpr int kTokens = 256;   // of a unit
-constexpr int kInFlight = 16;  // pieces of a lane
-// Blocks on a multiprocessor, as far as registers go.
+constexpr int kTokens = 256;   // per unit
+constexpr int kInFlight = 16;  // pieces per lane
+// Blocks per multiprocessor, as far as registers allow.
 template <class T, class Lanes, bool kPaged>
 constexpr int kAnchorBlocks = RowPieces<T, Lanes>::kValues > (kPaged ? 8 : 16) ? 1 : 2;
 
 constexpr float kScaledDown = 0x1p-64f;
 
-// The keys of a unit.
+// The keys of one unit.
 struct KeySpan {
   HeadRows rows;
-  int64_t begin, end;  // of them
+  int64_t begin, end;  // range of rows
 };
 
-// A block's keys: those of the units blockIdx.x, blockIdx.x + gridDim.x, ... In each step a warp's lane groups get
-// kUnroll consecutive keys each. span_of(unit) tells where a unit lies.
+// The keys of a block: those of units blockIdx.x, blockIdx.x + gridDim.x, ... In each step, each lane group of a warp
+// gets kUnroll consecutive keys. span_of(unit) returns the range of a unit.
 template <class T, class Lanes, class SpanOf>
 class KeyStream {
  public:
   static constexpr int kPieces = Lanes::kPieces, kUnroll = 4 / kPieces > 1 ? 4 / kPieces : 1;
-  static constexpr int kRows = kUnroll * Lanes::kRows;             // of the warp, in a step
-  static constexpr int kSteps = kTokens / kAnchorWarps / kRows;    // of a unit
-  static constexpr int kStages = kInFlight / (kUnroll * kPieces);  // steps on their way
+  static constexpr int kRows = kUnroll * Lanes::kRows;             // per warp and step
+  static constexpr int kSteps = kTokens / kAnchorWarps / kRows;    // per unit
+  static constexpr int kStages = kInFlight / (kUnroll * kPieces);  // steps in flight
   static constexpr int kBytes = 16 * kInFlight * kAnchorThreads;   // of shared memory
 
   __device__ KeyStream(uint4* ring, int pieces, bool wide, unsigned units, const SpanOf& span_of)
@@ -72,7 +72,7 @@ class KeyStream {
            threadIdx.x % 32 / Lanes::kLanes * kUnroll;
   }
 
-  // The keys of the next step; those that are none are 0. release() follows their last use.
+  // Reads the keys of the next step; missing keys are 0. Call release() after their last use.
   __device__ void get(RowPieces<T, Lanes> (&keys)[kUnroll]) const {
     wait_for_copies<kStages - 1>();
 #pragma unroll
@@ -120,13 +120,13 @@ class KeyStream {
   }
 
   uint4* ring_;                 // [kStages, kUnroll, kPieces, threads]
-  bool wide_, there_[kPieces];  // there_: of a row's pieces, those that this lane has
+  bool wide_, there_[kPieces];  // there_: which of a row's pieces this lane has
   unsigned units_;
   SpanOf span_of_;
-  // Of the step that is fetched next, into the stage that get() read last.
+  // The step to fetch next, into the stage that get() read last.
   unsigned unit_;
-  int step_, stage_ = 0, left_;  // left_: keys from the lane group's first one on
-  HeadRows next_;                // from that key on, the lane's first pieces
+  int step_, stage_ = 0, left_;  // left_: keys left in the unit, from the lane group's first one on
+  HeadRows next_;                // the rows from that key on, offset to the lane's first piece
 };
 
 template <class T, class Lanes, bool kPaged>
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
 
   for (unsigned unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const KeySpan span = span_of(unit);
-    float sum[kValues] = {}, own_unit = 1.0f;  // the warp's sums are of keys times this
+    float sum[kValues] = {}, own_unit = 1.0f;  // the warp's sums are scaled by own_unit
 #pragma unroll 1
     for (int step = 0; step < Stream::kSteps; ++step) {
       RowPieces<T, Lanes> keys[kUnroll];
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
         keys[u].values(x);
         squares[u] = lane_dot<float>(x, x);
       }
-      const float own = rows_sum<Lanes::kLanes>(squares);  // of the lane's own key
+      const float own = rows_sum<Lanes::kLanes>(squares);  // of this lane's own key
       const bool strange = __any_sync(kWarp, !comfortable(own));
       const float own_weight = p.normalize_anchor ? rsqrtf(own) : own_unit;
 #pragma unroll
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
         if (strange) {
           const float its = __shfl_sync(kWarp, own, its_lane, Lanes::kLanes);
           const double exact = lanes_sum<Lanes::kLanes>(lane_dot<double>(x, x));
-          const bool usable = 0 < exact && exact < CUDART_INF;  // not zero, and finite
+          const bool usable = 0 < exact && exact < CUDART_INF;  // nonzero and finite
           const double scale = p.normalize_anchor ? 1 / sqrt(exact) : 1.0;
           if (!p.normalize_anchor) {
             if (own_unit == 1.0f && __any_sync(kWarp, usable && exact >= 0x1p128)) {
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
             }
             weight = own_unit;
           }
-          if (!comfortable(its)) {  // the warp's other rows stay as they are: no row depends on its neighbours
+          if (!comfortable(its)) {  // the warp's other rows keep their path: no row depends on its neighbours
             if (p.normalize_anchor) weight = 1.0f;
 #pragma unroll
             for (int i = 0; i < kValues; ++i) x[i] = usable ? static_cast<float>(x[i] * scale) : 0.0f;
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
       stream.release();
     }
 
-    // Lane groups, then warps.
+    // Add over lane groups, then over warps.
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
 #pragma unroll
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
         of_warps[threadIdx.x / 32 * d + channel_of<T, Lanes>(i)] = sum[i];
     }
     if (threadIdx.x % 32 == 0) units_of_warps[threadIdx.x / 32] = own_unit;
-    __syncthreads();  // the warps' sums are there
+    __syncthreads();  // the warps' sums are written
     float least = 1.0f;
     for (int warp = 0; warp < kAnchorWarps; ++warp) least = fminf(least, units_of_warps[warp]);
     if (threadIdx.x == 0) partial_units[unit] = least;
@@ -214,13 +214,13 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
         total += of_warps[warp * d + c] * (units_of_warps[warp] == least ? 1.0f : least);
       partial_sums[static_cast<int64_t>(unit) * d + c] = total;
     }
-    __syncthreads();  // and may be overwritten
+    __syncthreads();  // they have been read and may be overwritten
   }
   wait_for_copies<0>();
 }
 
-// A head's anchor, and in double its direction: kTotalColumns times four channels for each block, whose threads share
-// the partial sums.
+// A head's anchor, and its direction in double. A block handles kTotalColumns times four channels; its threads divide
+// the partial sums among them.
 constexpr int kTotalColumns = 8, kTotalGroups = kAnchorThreads / kTotalColumns;
 
 __global__ void __launch_bounds__(kAnchorThreads)
@@ -246,9 +246,9 @@ __global__ void __launch_bounds__(kAnchorThreads)
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) totals[group][threadIdx.x % kTotalColumns][i] = total[i];
-  __syncthreads();  // the groups' totals are there
+  __syncthreads();  // the groups' totals are written
 
-  // A thread for each channel.
+  // One thread per channel.
   const int its = threadIdx.x, channel = static_cast<int>(blockIdx.x % column_blocks) * 4 * kTotalColumns + its;
   if (its >= 4 * kTotalColumns || channel >= p.d) return;
   double sum = 0;
@@ -271,10 +271,10 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
   };
   using Stream = KeyStream<T, Lanes, decltype(span_of)>;
   constexpr int kValues = RowPieces<T, Lanes>::kValues;
-  constexpr int kUnroll = Stream::kUnroll, kSame = Lanes::kLanes / kUnroll;  // kSame lanes get the same key's sum
+  constexpr int kUnroll = Stream::kUnroll, kSame = Lanes::kLanes / kUnroll;  // kSame lanes get the sum of the same key
   Stream stream(ring, d / kPiece<T>, wide, units, span_of);
 
-  float direction[kValues];  // of the anchor of `row`
+  float direction[kValues];  // of the anchor of head `row`
   unsigned row = ~0u;
   for (unsigned index = blockIdx.x; index < units; index += gridDim.x) {
     const KeySpan span = span_of(index);
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
         const double scale = squares == 0 ? 0.0 : 1 / sqrt(squares);
 #pragma unroll
         for (int i = 0; i < kValues; ++i) direction[i] = static_cast<float>(direction[i] * scale);
-      } else {  // mu is beyond fp32, its direction is not
+      } else {  // mu overflows fp32, but its direction does not
         const auto exact = [&](int i) {
           return channel_of<T, Lanes>(i) < d ? directions[at + channel_of<T, Lanes>(i)] : 0.0;
         };
@@ -322,10 +322,10 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
         squares[u] = lane_dot<float>(x, x);
         products[u] = lane_dot<float>(x, direction);
       }
-      const float own = rows_sum<Lanes::kLanes>(squares);  // of the lane's own key
+      const float own = rows_sum<Lanes::kLanes>(squares);  // of this lane's own key
       float cosine = rows_sum<Lanes::kLanes>(products) * rsqrtf(own);
       const int64_t slot = Stream::first(span, step) + lane / kSame;
-      const bool there = !kPaged || slot < span.end;  // of dense keys only a unit's last ones are not
+      const bool there = !kPaged || slot < span.end;  // in dense memory only a unit's last keys can be missing
       if (__any_sync(kWarp, !comfortable(own) && there)) {
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
@@ -345,13 +345,13 @@ __global__ void __launch_bounds__(kAnchorThreads, kAnchorBlocks<T, Lanes, kPaged
   wait_for_copies<0>();
 }
 
-// Units of a head; one at least, for its anchor.
+// Units per head; at least one, which writes the anchor.
 inline int64_t anchor_blocks(const AnchorCosineParams& p) {
   return p.n > kTokens ? (p.n + kTokens - 1) / kTokens : 1;
 }
 
 struct AnchorMemory {
-  float* partial_sums;   // [b, Hk, blocks, d], of keys times
+  float* partial_sums;   // [b, Hk, blocks, d], scaled by
   float* partial_units;  // [b, Hk, blocks]
   double* directions;    // [b, Hk, d]
 

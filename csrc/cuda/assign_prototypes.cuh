@@ -1,23 +1,26 @@
-// assign_prototypes: the prototype of highest cosine for each key.
+// assign_prototypes: the prototype with the highest cosine for each key.
 //
-//   assignment[i] = argmax over c of k_i . p_c / |p_c|        (no key needs its norm)
+//   assignment[i] = argmax over c of k_i . p_c / |p_c|        (the norm of k_i does not matter)
 //
 // Bytes that must move: K once; the [n, C] products are never written. With 8 heads of 131072 keys, d = 128 and 500
-// prototypes they are 134 GFLOP: 170 us of an H200 at the rate of wgmma, where K takes 62 us. mma.sync reaches about
-// 60 % of that rate.
+// prototypes, the products are 134 GFLOP: 170 us on an H200 at the rate of wgmma, while reading K takes 62 us. mma.sync
+// reaches about 60 % of that rate.
 //
-// pack_prototypes makes unit vectors of 16-bit elements: fp16 for fp16 keys, bf16 for bf16 and fp32 keys, which are
-// rounded to bf16 as they come. A prototype that cannot win (zero, or not finite) becomes zero.
+// pack_prototypes converts prototypes to unit vectors with 16-bit elements: fp16 for fp16 keys, bf16 for bf16 and fp32
+// keys (fp32 keys are rounded to bf16 as they are loaded). A prototype that cannot win (zero or not finite) becomes
+// zero.
 //
-// assign_prototypes meets them as window_scores meets queries (window.cuh): a block has its head's prototypes in shared
-// memory, all of them if they fit (up to 700 of d = 128 on an H200) or chunk after chunk; its warps go over the block's
-// keys, 32 or 16 at a time in registers, each warp for itself, without a barrier. A lane has four keys and, of every 16
-// prototypes, four of each key's products: it keeps the largest and its number, three instructions for each product.
-// The four lanes that share a key compare theirs at the end. Ascending order and strict comparisons give ties to the
-// lower number; equal prototypes have equal products, whatever their norms.
+// assign_prototypes multiplies keys with prototypes as window_scores multiplies them with queries (window.cuh). A block
+// keeps its head's prototypes in shared memory, all of them if they fit (up to 700 with d = 128 on an H200), otherwise
+// chunk after chunk. Its warps go over the block's keys, 32 or 16 at a time in registers, independently and without a
+// barrier. A lane has four keys, and for every 16 prototypes four of each key's products. It keeps the largest product
+// and its index, at three instructions per product. At the end, the four lanes that share a key compare their results.
+// Ascending order and strict comparisons break ties towards the lower index; prototypes of equal direction have equal
+// products.
 //
-// A key whose best product is no comfortable positive number is done again in double, by the whole warp: keys that are
-// zero, tiny, huge or not finite, and those opposed to all prototypes. So a zero vector never wins by its product.
+// If a key's best product is not positive and in the safe range, the whole warp redoes the key in double. This covers
+// keys that are zero, tiny, huge or not finite, and those that point away from all prototypes. So a zero prototype
+// never wins through its product.
 //
 // Grid: x runs over (batch, head, split); no result depends on the splits. Not yet measured on a GPU.
 #pragma once
@@ -33,18 +36,18 @@ namespace {
 
 constexpr int kAssignThreads = 384, kAssignWarps = kAssignThreads / 32;
 
-// What keys of T are multiplied as.
+// The operand type for keys of T.
 template <class T>
 using Product = std::conditional_t<sizeof(T) == 4, BFloat16, Value<T>>;
 
-// The prototypes of a head as 16-bit unit vectors, and how a block takes them.
+// The prototypes of a head as 16-bit unit vectors, and how a block loads them.
 struct PackedPrototypes {
-  int64_t rows;   // of a head: C, padded to a multiple of 16
+  int64_t rows;   // per head: C, padded to a multiple of 16
   int row_bytes;  // a multiple of 64
   int pitch;      // bytes between rows in shared memory: 64 more than a multiple of 128, see window.cuh
-  int chunk;      // rows that a block has at a time, a multiple of 16
+  int chunk;      // rows that a block holds at a time, a multiple of 16
   int64_t bytes;  // of all heads
-  bool carry;     // there are several chunks
+  bool carry;     // more than one chunk
 
   static PackedPrototypes of(const AssignPrototypesParams& p) {
     PackedPrototypes x;
@@ -52,7 +55,7 @@ struct PackedPrototypes {
     x.row_bytes = static_cast<int>((2 * p.d + 63) / 64 * 64);
     x.pitch = x.row_bytes % 128 ? x.row_bytes : x.row_bytes + 64;
     const int64_t most = (shared_memory() - 1024) / x.pitch / kTileRows * kTileRows;
-    const int64_t chunks = (x.rows + most - 1) / most;  // of about the same size
+    const int64_t chunks = (x.rows + most - 1) / most;  // of about equal size
     x.chunk = static_cast<int>((x.rows / kTileRows + chunks - 1) / chunks * kTileRows);
     x.bytes = p.b * p.heads * x.rows * x.row_bytes;
     x.carry = chunks > 1;
@@ -64,7 +67,7 @@ struct PackedPrototypes {
   }
 };
 
-// A warp for each prototype.
+// One warp per prototype.
 template <class E>
 __global__ void __launch_bounds__(256)
     pack_prototypes_kernel(AssignPrototypesParams p, PackedPrototypes packed, char* memory) {
@@ -83,7 +86,7 @@ __global__ void __launch_bounds__(256)
     unit[i] = from_float<E>(usable && i < d ? static_cast<float>(prototype[i] * scale) : 0.0f);
 }
 
-// A warp's keys as they are multiplied. fp32 comes two pieces for one.
+// A warp's keys as product operands. Two pieces of fp32 make one.
 template <class T, int kPieces>
 struct AssignKeys : KeyTile<std::conditional_t<sizeof(T) == 4, BFloat16, T>, kPieces> {
   using Base = KeyTile<std::conditional_t<sizeof(T) == 4, BFloat16, T>, kPieces>;
@@ -106,7 +109,7 @@ struct AssignKeys : KeyTile<std::conditional_t<sizeof(T) == 4, BFloat16, T>, kPi
       const char* const row = rows.row(key + 8 * i, key + 8 * i < left);
 #pragma unroll
       for (int p = 0; p < kPieces; ++p) {
-        if (p % 4 == 0) __syncwarp();  // so many loads at a time: all of them would take all registers
+        if (p % 4 == 0) __syncwarp();  // limits the loads in flight: all at once would take all registers
         const int piece = 2 * (part * 4 * kPieces + 4 * p + static_cast<int>(threadIdx.x % 4));
         const char* const at = row + 16 * piece;
         unsigned word[4] = {};
@@ -145,13 +148,13 @@ __global__ void __launch_bounds__(kAssignThreads, 1)
   for (int from = 0; from < packed.rows; from += packed.chunk) {
     const int count = static_cast<int>(min(int64_t{packed.chunk}, packed.rows - from));
     const int of_row = packed.row_bytes / 16;
-    __syncthreads();  // the chunk before is done
+    __syncthreads();  // the previous chunk is done
     for (int i = threadIdx.x; i < count * of_row; i += kAssignThreads)
       copy_async(reinterpret_cast<uint4*>(units + i / of_row * packed.pitch) + i % of_row,
                  memory + (head * packed.rows + from) * packed.row_bytes + int64_t{16} * i);
     end_copies();
     wait_for_copies<0>();
-    __syncthreads();  // the prototypes are there
+    __syncthreads();  // the prototypes are loaded
 
     const bool is_first = from == 0, is_last = from + count >= packed.rows;
 #pragma unroll 1
@@ -179,7 +182,7 @@ __global__ void __launch_bounds__(kAssignThreads, 1)
             for (int e = 0; e < 4; ++e)
               best[2 * m + e / 2].meet(x[m][t][e], from + tile + 8 * t + lane % 4 * 2 + e % 2);
       }
-      // Lane c of the four that share keys goes on with key l / 4 + 8 c.
+      // Of the four lanes that share keys, lane c continues with key l / 4 + 8 c.
       Best own_best = best[0];
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
@@ -204,7 +207,7 @@ __global__ void __launch_bounds__(kAssignThreads, 1)
 
 struct AssignMemory {
   char* packed;  // the prototypes
-  float* carry;  // [b, Hk, n]: the best product of each key between chunks
+  float* carry;  // [b, Hk, n]: each key's best product, kept between chunks
 
   AssignMemory(const AssignPrototypesParams& p, const PackedPrototypes& plan, Sections& sections)
       : packed(sections.add<char>(plan.bytes)), carry(sections.add<float>(plan.carry ? p.b * p.heads * p.n : 0)) {}

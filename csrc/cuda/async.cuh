@@ -1,13 +1,13 @@
-// cp.async: copies from global to shared memory that pass no register, and that are waited for in groups.
+// cp.async: copies from global to shared memory that bypass registers and are waited for in groups.
 //
-// A thread waits for its own copies only. Others may read them after a barrier.
+// A thread waits only for its own copies. Others may read them after a barrier.
 #pragma once
 #include "device.cuh"
 
 namespace kvops {
 namespace {
 
-// Begins to copy 16 bytes; both addresses are multiples of 16.
+// Starts copying 16 bytes; both addresses must be multiples of 16.
 __device__ inline void copy_async(uint4* to, const void* from) {
 #ifdef __CUDACC__
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -17,8 +17,8 @@ __device__ inline void copy_async(uint4* to, const void* from) {
 #endif
 }
 
-// The same where `there`, else zeros; `from` is not read then. kBytes: 16, or 8 of a slot for 16; both addresses are
-// multiples of it.
+// The same if `there`; otherwise writes zeros and does not read `from`. kBytes: 16, or 8 into a 16-byte slot; both
+// addresses must be multiples of kBytes.
 template <int kBytes = 16>
 __device__ inline void copy_async(uint4* to, const void* from, bool there) {
 #ifdef __CUDACC__
@@ -46,7 +46,7 @@ __device__ inline void end_copies() {
 #endif
 }
 
-// Waits for all groups but the last kGroups.
+// Waits for all but the last kGroups groups.
 template <int kGroups>
 __device__ inline void wait_for_copies() {
 #ifdef __CUDACC__

@@ -1,15 +1,15 @@
-// build_prototypes: the mean key of each chunk of tokens without the semantic anchors, and of each bucket of anchors.
+// build_prototypes: the mean key of each chunk of tokens (semantic anchors excluded) and of each bucket of anchors.
 //
-// Bytes that must move: K once; the prototypes are n / num_chunks times less.
+// Bytes that must move: K once; the prototypes are smaller by a factor of n / num_chunks.
 //
-// A block makes one prototype: of 8 heads with 131072 tokens in 496 chunks there are 3968 blocks, of 264 keys each. It
-// goes in rounds of kListed keys: first the list of the round's keys in shared memory (a chunk's, from which each
-// thread strikes some of the anchors, be they few; or a bucket's), then their sum, lane groups taking turns. Keys are
-// not looked at one by one: a sum that is not finite has a key that is not, or has overflown, and only then is the
-// round done again in double, each key by itself.
+// One block computes one prototype: 8 heads with 131072 tokens in 496 chunks are 3968 blocks of 264 keys each. A block
+// works in rounds of kListed keys. It first lists the round's keys in shared memory (those of a chunk, from which each
+// thread removes some of the few anchors, or those of a bucket), then adds them, with lane groups taking turns. Keys
+// are not checked one by one. If a sum is not finite, either a key is not finite or the sum has overflowed; only then
+// is the round redone in double, with a check of each key.
 //
-// A round is summed in fp32, rounds in double. The order depends on a chunk's length and the head dim alone. Not yet
-// measured on a GPU.
+// A round is summed in fp32, the rounds in double. The order depends only on the chunk's length and the head dim. Not
+// yet measured on a GPU.
 #pragma once
 #include "../ops/build_prototypes.h"
 #include "rows.cuh"
@@ -18,17 +18,17 @@ namespace kvops {
 namespace {
 
 constexpr int kMeanThreads = 128, kMeanWarps = kMeanThreads / 32;
-constexpr int kListed = 512;  // keys of a round
+constexpr int kListed = 512;  // keys per round
 
 // The keys of one prototype.
 struct Members {
-  const int64_t* sats;  // of the head: p anchors
+  const int64_t* sats;  // the head's p anchors
   int64_t stride;
   const int* buckets;  // of the anchors
   int p;
   int first_valid, valid;  // slots of the row
   int bucket;              // or -1: a chunk
-  int begin, count;        // of the chunk's tokens, or of the anchors
+  int begin, count;        // range of the chunk's tokens, or of the anchors
 
   __device__ Members(const BuildPrototypesParams& params, int64_t b, int64_t h, int64_t prototype)
       : sats(params.sats.data + b * params.sats.stride_b + h * params.sats.stride_h),
@@ -50,11 +50,12 @@ struct Members {
     }
   }
 
-  // How far behind slot `from` anchor i lies; of one before it, or out of range, more than there are slots.
+  // The distance of anchor i from slot `from`. Anchors before it, or out of range, wrap around to more than the number
+  // of slots.
   __device__ uint64_t sat(int i, int from) const { return static_cast<uint64_t>(sats[i * stride]) - from; }
 
-  // The slots, or -1, of the round that begins at member `done`. By the whole block; a barrier follows, and one lies
-  // between its reads and the next round.
+  // Lists the slots (or -1) of the round that starts at member `done`. Called by the whole block. A barrier must
+  // follow, and another must separate the reads from the next round.
   __device__ void list(int done, int* slots) const {
     const int size = min(kListed, count - done), from = begin + done;
     if (bucket >= 0) {
@@ -73,7 +74,7 @@ struct Members {
   }
 };
 
-// Adds the listed keys, lane groups taking turns; `added`: how many of them.
+// Adds the listed keys, lane groups taking turns, and their number to `added`.
 template <bool kWide, class T, class Lanes, int N>
 __device__ inline void add_keys(const HeadRows& rows, int pieces, const int* slots, int size, float (&sum)[N],
                                 int& added) {
@@ -96,7 +97,7 @@ __device__ inline void add_keys(const HeadRows& rows, int pieces, const int* slo
   }
 }
 
-// The same in double, without the keys that are not finite.
+// The same in double, skipping non-finite keys.
 template <class T, class Lanes, int N>
 __device__ inline void add_finite_keys(const HeadRows& rows, int pieces, const int* slots, int size, double (&total)[N],
                                        int& added) {
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(kMeanThreads, RowPieces<T, Lanes>::kValues > 1
     for (int i = 0; i < kValues; ++i) finite = finite && is_finite(sum[i]);
     if (__syncthreads_or(!finite)) {
       add_finite_keys<T, Lanes>(rows, pieces, slots, size, total, count);
-      __syncthreads();  // and read
+      __syncthreads();  // the list has been read
       continue;
     }
     count += added;
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(kMeanThreads, RowPieces<T, Lanes>::kValues > 1
     for (int i = 0; i < kValues; ++i) total[i] += sum[i];
   }
 
-  // Lane groups, then warps.
+  // Add over lane groups, then over warps.
 #pragma unroll
   for (int step = Lanes::kLanes; step < 32; step *= 2) {
     count += __shfl_xor_sync(kWarp, count, step);

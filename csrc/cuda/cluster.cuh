@@ -1,15 +1,15 @@
-// How blocks of a grid see each other: shared memory within a cluster (from sm_90 on), flags in global memory
-// elsewhere.
+// How blocks of a grid communicate: through shared memory within a cluster (from sm_90 on), otherwise through flags in
+// global memory.
 //
-// Blocks of a cluster run at the same time. Other blocks need not: a block may wait only for one that has begun, which
-// a ticket tells (a counter that every block increments when it starts).
+// All blocks of a cluster run at the same time. Other blocks need not, so a block may wait only for blocks that have
+// already started. A ticket, a counter that every block increments when it starts, guarantees this.
 #pragma once
 #include "device.cuh"
 
 namespace kvops {
 namespace {
 
-// This block's place among those of its cluster.
+// This block's rank in its cluster.
 __device__ inline unsigned cluster_rank() {
 #ifdef __CUDACC__
   unsigned rank = 0;
@@ -22,8 +22,8 @@ __device__ inline unsigned cluster_rank() {
 #endif
 }
 
-// __syncthreads() of all threads of all blocks of the cluster. A block must not end while others may still look into
-// its shared memory: the last of them comes behind the last of_block().
+// __syncthreads() for all threads of all blocks of the cluster. A block must not exit while others may still read its
+// shared memory, so the last cluster_sync() must come after the last of_block().
 #ifdef __CUDACC__
 __device__ inline void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
@@ -36,7 +36,7 @@ __device__ inline void cluster_sync() {
 using cudasim::cluster_sync;
 #endif
 
-// p, an address in this block's dynamic shared memory, in that of block `rank` of the cluster.
+// Translates p, an address in this block's dynamic shared memory, to the same place in block `rank` of the cluster.
 template <class T>
 __device__ inline T* of_block(T* p, unsigned rank) {
 #ifdef __CUDACC__
@@ -53,8 +53,9 @@ __device__ inline T* of_block(T* p, unsigned rank) {
 #endif
 }
 
-// A flag in global memory: what a thread has written, and seen, before it stores the flag is there for the one that
-// loads it. A block's other threads are included by a __syncthreads() before the store, and behind the load.
+// A flag in global memory. Everything that a thread wrote or observed before it stores the flag is visible to the
+// thread that loads it. To include a block's other threads, put a __syncthreads() before the store and another after
+// the load.
 __device__ inline unsigned load_acquire(const unsigned* flag) {
 #ifdef __CUDACC__
   unsigned x;

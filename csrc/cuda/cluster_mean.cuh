@@ -1,16 +1,17 @@
 // cluster_mean: the mean score of each cluster of tokens.
 //
-// Bytes that must move: the scores and the assignment, 8 for each token; here twice, the second time out of L2.
+// Bytes that must move: the scores and the assignment, 8 per token. This implementation reads them twice, the second
+// time from L2.
 //
-// largest_score finds the head's largest |score|, which says how scores become integers (fixed_point_shift). Integers
-// are added by atomics in any order, so the same bits come out of every run, and of the CPU. cluster_sums does it: in
-// the block's shared memory as long as all clusters fit there, so that the neighbouring tokens of one cluster do not
-// meet in L2; what a block has added then goes to the sums of all. cluster_means divides.
+// largest_score finds the head's largest |score|, which determines how scores become integers (fixed_point_shift).
+// Integers can be added by atomics in any order, so every run, and the CPU, gives the same bits. cluster_sums adds
+// them, in the block's shared memory if all clusters fit there, so that neighbouring tokens of one cluster do not
+// contend in L2. The block then adds its sums to the global ones. cluster_means divides.
 //
-// Shared memory adds 32 bits in one instruction, but 64 bits in a loop of compare and swap, which takes as many rounds
-// as lanes meet at one cluster. So a sum lies there in two halves: the lower one's old value says whether it carries.
-// If all tokens of a warp are of one cluster, as neighbours often are, shuffles add them up first. Not yet measured on
-// a GPU.
+// Shared memory adds 32 bits in one instruction, but 64 bits only in a compare-and-swap loop, which takes one round per
+// lane that hits the same cluster. Each 64-bit sum is therefore stored as two halves, and the old value of the lower
+// half tells whether to carry. If all tokens of a warp belong to one cluster, as neighbours often do, shuffles add them
+// first. Not yet measured on a GPU.
 #pragma once
 #include "clusters.cuh"
 #include "reduce.cuh"
@@ -18,7 +19,7 @@
 namespace kvops {
 namespace {
 
-// Sums, in two's complement, and counts of clusters.
+// Sums in two's complement, and counts, per cluster.
 struct ClusterSums {
   unsigned long long* sums;
   unsigned* counts;
@@ -29,10 +30,10 @@ struct ClusterSums {
   }
 };
 
-// A block's, in shared memory.
+// A block's sums, in shared memory.
 struct BlockSums {
-  static constexpr int64_t kBytes = 12;                 // of a cluster
-  static constexpr int64_t kMost = 48 * 1024 / kBytes;  // clusters that there is room for
+  static constexpr int64_t kBytes = 12;                 // per cluster
+  static constexpr int64_t kMost = 48 * 1024 / kBytes;  // clusters that fit
   unsigned *low, *high, *counts;
 
   __device__ BlockSums(unsigned* memory, int64_t clusters)
@@ -52,7 +53,7 @@ __device__ inline bool counts(float score, int cluster) {
   return cluster >= 0 && is_finite(score);
 }
 
-// The bits of a positive float have its order.
+// The bits of positive floats sort like the floats.
 __global__ void __launch_bounds__(kClusterThreads)
     largest_score_kernel(ClusteredTokens x, unsigned* largest, unsigned blocks) {
   unsigned most = 0;
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(kClusterThreads)
   if (threadIdx.x % 32 == 0) atomicMax(largest + blockIdx.x / blocks, most);
 }
 
-// The block's scores to `sums`.
+// Adds the block's scores to `sums`.
 template <class Sums>
 __device__ inline void add_scores(const ClusteredTokens& x, int shift, unsigned blocks, const Sums& sums) {
   for_tokens(x, blocks, [&](int64_t, float score, int cluster) {

@@ -1,14 +1,14 @@
-// cluster_priority: by which priority select_topk keeps whole clusters, best first.
+// cluster_priority: token priorities that make select_topk keep whole clusters, best first.
 //
-//   before(c) = sum of the sizes of the clusters that come before c: of higher score, or equal and lower
-//   c is whole if before(c) + size(c) <= k; it straddles the budget if before(c) < k otherwise
+//   before(c) = total size of the clusters that come before c: higher score, or equal score and lower index
+//   c is kept whole if before(c) + size(c) <= k; otherwise it straddles the budget if before(c) < k
 //
-// Bytes that must move: the assignment twice, the scores once, the priority written: 16 for each token.
+// Bytes that must move: the assignment twice, the scores once, and the priority written: 16 per token.
 //
-// cluster_sizes counts by atomics of integers, in the block's shared memory as long as the clusters fit there.
-// cluster_order compares each cluster with all: a thread has one, the block brings the others through shared memory, so
-// that 500 clusters are nothing and 16384 of 8 heads two billion comparisons. It leaves k - before(c), from which
-// token_priority knows what becomes of a token. Not yet measured on a GPU.
+// cluster_sizes counts with integer atomics, in the block's shared memory if the clusters fit there. cluster_order
+// compares each cluster with all others: each thread has one cluster, and the block streams the others through shared
+// memory. The cost is negligible for 500 clusters; for 16384 clusters in each of 8 heads it is two billion comparisons.
+// It stores k - before(c), from which token_priority derives the priority of each token. Not yet measured on a GPU.
 #pragma once
 #include "../ops/cluster_priority.h"
 #include "clusters.cuh"
@@ -17,7 +17,7 @@
 namespace kvops {
 namespace {
 
-constexpr int64_t kSharedSizes = 48 * 1024 / 4;  // clusters whose sizes a block's shared memory has room for
+constexpr int64_t kSharedSizes = 48 * 1024 / 4;  // clusters whose sizes fit in a block's shared memory
 
 __global__ void __launch_bounds__(kClusterThreads)
     cluster_sizes_kernel(ClusteredTokens x, int* sizes, unsigned blocks, bool shared) {
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kClusterThreads)
     if (own[c]) atomicAdd(of_head + c, own[c]);
 }
 
-// left[c] = k - before(c), and what is kept of all clusters.
+// left[c] = k - before(c); also the number of tokens kept over all clusters.
 __global__ void __launch_bounds__(kClusterThreads)
     cluster_order_kernel(ClusterPriorityParams p, const int* sizes, int* left, unsigned blocks) {
   __shared__ unsigned keys[kClusterThreads];
@@ -46,14 +46,14 @@ __global__ void __launch_bounds__(kClusterThreads)
   const int64_t c = blockIdx.x % blocks * int64_t{kClusterThreads} + threadIdx.x;
   const float* const scores = p.cluster_scores + head * clusters;
   sizes += head * clusters;
-  const unsigned key = c < clusters ? order_key(scores[c]) : 0u;  // of NaN 1: below all others
+  const unsigned key = c < clusters ? order_key(scores[c]) : 0u;  // NaN is 1: below everything else
   int before = 0;
   for (int64_t base = 0; base < clusters; base += kClusterThreads) {
     const int64_t other = base + threadIdx.x;
-    __syncthreads();  // those before have been compared
+    __syncthreads();  // the previous ones have been compared
     keys[threadIdx.x] = other < clusters ? order_key(scores[other]) : 0u;
     others[threadIdx.x] = other < clusters ? sizes[other] : 0;
-    __syncthreads();  // these are there
+    __syncthreads();  // these are written
     for (int i = 0; i < kClusterThreads; ++i)
       before += keys[i] > key || (keys[i] == key && base + i < c) ? others[i] : 0;
   }
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kClusterThreads)
 }
 
 struct ClusterPriorityMemory {
-  int *sizes, *left;  // [b, Hk, clusters]: tokens, and what of k is left for them
+  int *sizes, *left;  // [b, Hk, clusters]: tokens, and what is left of k for them
 
   ClusterPriorityMemory(const ClusterPriorityParams& p, Sections& sections) {
     const int64_t clusters = p.tokens.b * p.tokens.heads * p.tokens.clusters;

@@ -1,4 +1,4 @@
-// Tokens of clusters, as cluster_mean and cluster_priority go over them: kClusterTokens of a head for each block.
+// Iterates over clustered tokens for cluster_mean and cluster_priority: kClusterTokens of one head per block.
 #pragma once
 #include "../ops/cluster_mean.h"
 #include "vec.cuh"
@@ -8,13 +8,13 @@ namespace {
 
 constexpr int kClusterThreads = 256, kClusterTokens = 16 * kClusterThreads;
 
-// Blocks of one head's tokens.
+// Blocks per head.
 inline unsigned token_blocks(const ClusteredTokens& x) {
   return static_cast<unsigned>((x.n + kClusterTokens - 1) / kClusterTokens);
 }
 
-// fn(token, its score, its cluster) for the block's tokens, cluster -1 for those of none and behind the last, so that
-// all lanes of a warp call it together. Blocks of a head follow each other.
+// Calls fn(token, score, cluster) for the block's tokens. The cluster is -1 for tokens without one and past the end, so
+// that all lanes of a warp make each call together. Blocks of a head are consecutive.
 template <class Fn>
 __device__ inline void for_tokens(const ClusteredTokens& x, unsigned blocks, const Fn& fn) {
   const int64_t head = blockIdx.x / blocks, begin = static_cast<int64_t>(blockIdx.x % blocks) * kClusterTokens;

@@ -1,16 +1,17 @@
-// The kept rows of K and V moved to the front, in place.
+// Moves the kept rows of K and V to the front, in place.
 //
-// Bytes that must move: each kept row read once, written once. Kept slots ascend, so slot i receives a row from
-// index[i] >= i, and in_place.cuh lets many blocks share a head: chunks of 32 KiB, read into registers, written when
-// all chunks before have been read. A single layer of 8 heads that keeps 32768 rows of 256 bytes is 4096 blocks; four
-// of them at least are on a multiprocessor, 128 KiB under way, where the memory of an H200 takes about 30. Rows of more
-// than 512 bytes are cut into column slices, each a chain of its own. Not yet measured on a GPU.
+// Bytes that must move: each kept row read once and written once. Kept slots ascend, so slot i receives a row from
+// index[i] >= i, and in_place.cuh lets many blocks share a head. A chunk of 32 KiB is read into registers, and written
+// once all chunks before it have been read. A single layer of 8 heads that keeps 32768 rows of 256 bytes is 4096
+// blocks. At least four of them run on a multiprocessor, so 128 KiB are in flight; an H200 needs about 30 KiB to keep
+// its memory busy. Rows of more than 512 bytes are cut into column slices, each of which is a chain of its own. Not yet
+// measured on a GPU.
 //
-// A launch gets its layers by value: their strides once, and the addresses of each.
+// A launch takes its layers by value: one set of strides, and the addresses of each layer.
 //
-// Grid: x runs over (chunk, layer, batch, K or V, head, slice), in the order of tickets. Indices are not looked at on
-// the host: -1 gives zeros; an entry outside [-1, n), or not above the one before it, or below its own slot, is skipped
-// and its slot left as it is. With pages so is an entry of -1, and one whose page or whose slot's page does not exist.
+// Grid: x runs over (chunk, layer, batch, K or V, head, slice), in ticket order. The host does not read the indices. -1
+// writes zeros. An entry outside [-1, n), not above the one before it, or below its own slot is skipped, and its slot
+// is left unchanged. With pages, so are entries of -1, and entries whose source or destination page does not exist.
 #pragma once
 #include "../ops/compact_kv_.h"
 #include "in_place.cuh"
@@ -19,9 +20,9 @@ namespace kvops {
 namespace {
 
 constexpr int64_t kSkip = -2;       // not an index
-constexpr int kCompactLayers = 64;  // of one launch, so that the parameters stay within CUDA's 4 KB
+constexpr int kCompactLayers = 64;  // per launch, so that the parameters stay within CUDA's 4 KB
 
-// Layers whose rows and indices lie alike: they differ in addresses alone.
+// Layers with the same strides for rows and indices; only the addresses differ.
 struct CompactBatch {
   struct Layer {
     char* data[2];  // K, V
@@ -35,7 +36,7 @@ struct CompactBatch {
 static_assert(sizeof(CompactBatch) + 64 <= 4096);
 
 template <class Unit, bool kPaged>
-__global__ void __launch_bounds__(kMoveThreads, kPaged ? 3 : 4)  // the look-ups take registers
+__global__ void __launch_bounds__(kMoveThreads, kPaged ? 3 : 4)  // page lookups take registers
     compact_kv_kernel(const __grid_constant__ CompactBatch p, InPlacePlan chunks, InPlaceMemory memory, int lanes_log2,
                       unsigned slices) {
   const InPlaceChunk block(chunks, memory);
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kMoveThreads, kPaged ? 3 : 4)  // the look-ups
   data.data += column;
   const int64_t first = static_cast<int64_t>(block.chunk) * chunks.rows + threadIdx.x / lanes;
 
-  // Indices, then rows, neither with branches, so that no load waits for another.
+  // Load indices, then rows, both without branches, so that no load waits for another.
   int64_t here[kInPlaceUnits], before[kInPlaceUnits];
 #pragma unroll
   for (int u = 0; u < kInPlaceUnits; ++u) {
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kMoveThreads, kPaged ? 3 : 4)  // the look-ups
     before[u] = inside && 0 < i && i < m ? index[(i - 1) * p.indices.stride_m] : kSkip;
   }
   Unit rows[kInPlaceUnits];
-  unsigned written = 0;  // bit u: rows[u] is to be
+  unsigned written = 0;  // bit u: write rows[u]
 #pragma unroll
   for (int u = 0; u < kInPlaceUnits; ++u) {
     const int64_t to = first + u * step;
@@ -79,7 +80,8 @@ __global__ void __launch_bounds__(kMoveThreads, kPaged ? 3 : 4)  // the look-ups
     if (written >> u & 1) *reinterpret_cast<Unit*>(data.row(first + u * step)) = rows[u];
 }
 
-// fn(batch, layers, bits) for the layers, as many at once as lie alike and fit. bits: all their addresses, or-ed.
+// Calls fn(batch, layers, bits) for groups of layers with the same strides, as many at a time as fit. bits: the bitwise
+// or of all their addresses.
 template <class Fn>
 inline void for_compact_batches(const CompactKVParams& p, const Fn& fn) {
   const auto alike = [](const CompactKVLayer& x, const CompactKVLayer& y) {
@@ -105,7 +107,7 @@ inline void for_compact_batches(const CompactKVParams& p, const Fn& fn) {
   }
 }
 
-// fn(Unit{}, batch, chunks, lanes_log2, slices) for the launches of the call.
+// Calls fn(Unit{}, batch, chunks, lanes_log2, slices) for each launch of the call.
 template <class Fn>
 inline void for_compactions(const CompactKVParams& p, const Fn& fn) {
   for_compact_batches(p, [&](const CompactBatch& batch, int64_t layers, uint64_t bits) {
@@ -120,7 +122,7 @@ inline void for_compactions(const CompactKVParams& p, const Fn& fn) {
   });
 }
 
-// Of all launches, one behind the other.
+// For all launches, one after the other.
 inline int64_t compact_kv__workspace(const CompactKVParams& p) {
   Sections sections;
   for_compactions(

@@ -1,4 +1,5 @@
-// kvops_debug_checks(on): sets this library's switch (check.h), returns what it was. Called by kvops.debug_checks().
+// kvops_debug_checks(on): sets this library's switch (check.h) and returns the old value. Called by
+// kvops.debug_checks().
 #include <utility>
 
 #include "../check.h"

@@ -1,5 +1,5 @@
-// The one door to CUDA for kernel files: nvcc's own headers, or the simulator's where a host compiler runs the kernels
-// in the tests. Kernel files (.cuh) include this and other .cuh files, nothing else.
+// The only access to CUDA from kernel files: nvcc's own headers, or the simulator's when a host compiler builds the
+// kernels for the tests. Kernel files (.cuh) include only this and other .cuh files.
 #pragma once
 #include <algorithm>
 
@@ -23,11 +23,11 @@ namespace {
 
 inline void check_cuda(cudaError_t error) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // a failed call leaves its error behind; the next good launch must not find it
+  cudaGetLastError();  // a failed call leaves its error behind; clear it so that the next launch does not report it
   throw std::runtime_error(std::string("kvops: CUDA error: ") + cudaGetErrorString(error));
 }
 
-// What the compiler noted of a kernel, in the code that the current device runs.
+// The kernel's attributes, for the code that the current device runs.
 template <auto Kernel>
 cudaFuncAttributes attributes_of() {
   cudaFuncAttributes attributes;
@@ -45,7 +45,7 @@ void allow_dynamic_shared_memory(size_t bytes) {
   check_cuda(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 }
 
-// fn(config) of a launch.
+// Calls fn(config) with a launch configuration.
 template <class Fn>
 void with_config(unsigned cluster, dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, const Fn& fn) {
   cudaLaunchAttribute attribute = {};
@@ -68,12 +68,12 @@ void start_kernel(unsigned cluster, dim3 grid, dim3 block, size_t dynamic_bytes,
               [&](const auto& config) { return cudaLaunchKernelEx(&config, Kernel, args...); });
 }
 
-// Zeroes memory in the stream's order.
+// Zeroes memory, in stream order.
 inline void zero_async(void* memory, size_t bytes, cudaStream_t stream) {
   check_cuda(cudaMemsetAsync(memory, 0, bytes, stream));
 }
 
-// Of the current device.
+// An attribute of the current device.
 inline int device_attribute(cudaDeviceAttr attribute) {
   int device, value;
   check_cuda(cudaGetDevice(&device));
@@ -83,11 +83,12 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 inline int multiprocessors() {
   return device_attribute(cudaDevAttrMultiProcessorCount);
 }
-// Bytes that a block may have, static and dynamic together.
+// Shared memory that a block may use, static and dynamic together, in bytes.
 inline int shared_memory() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
-// May the kernel be launched in clusters? Not where the driver has made it from the PTX of an older architecture.
+// Whether the kernel can be launched in clusters. It cannot if the driver compiled it from the PTX of an older
+// architecture.
 template <auto Kernel>
 bool has_clusters() {
   return device_attribute(cudaDevAttrClusterLaunch) && attributes_of<Kernel>().ptxVersion >= 90;
@@ -129,7 +130,7 @@ bool has_clusters() {
   return cudasim::device().clusters;
 }
 
-// As far as the threads of a multiprocessor go: the simulator knows no registers.
+// Limited by the threads of a multiprocessor only: the simulator does not model registers.
 template <auto Kernel>
 int clusters_at_once(unsigned cluster, dim3 block, size_t) {
   return multiprocessors() * static_cast<int>(2048 / block.x) / static_cast<int>(cluster);
@@ -146,8 +147,8 @@ inline cudaStream_t stream_of(const Call& call) {
   return static_cast<cudaStream_t>(call.stream);
 }
 
-// Above 48 KB, of static and dynamic shared memory together, a kernel must ask for what a block may have. It asks for
-// all there is: threads that launch it with different sizes do not take it from each other.
+// A kernel must opt in to more than 48 KB of static and dynamic shared memory. It requests the maximum, so that threads
+// that launch it with different sizes do not lower each other's limit.
 template <auto Kernel>
 void allow_shared_memory(size_t dynamic_bytes) {
   const size_t fixed = static_shared_memory<Kernel>();
@@ -155,40 +156,41 @@ void allow_shared_memory(size_t dynamic_bytes) {
     allow_dynamic_shared_memory<Kernel>(std::max(dynamic_bytes, shared_memory() - fixed));
 }
 
-// Kernel<<<grid, block, dynamic_bytes, stream>>>(args...), with errors as exceptions.
+// Kernel<<<grid, block, dynamic_bytes, stream>>>(args...), with errors thrown as exceptions.
 template <auto Kernel, class... Args>
 void launch(dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, Args... args) {
   allow_shared_memory<Kernel>(dynamic_bytes);
   start_kernel<Kernel>(1, grid, block, dynamic_bytes, stream, args...);
 }
 
-// The same in clusters of `cluster` consecutive blocks along x, which see each other's shared memory (cluster.cuh).
+// The same in clusters of `cluster` consecutive blocks along x, which can access each other's shared memory
+// (cluster.cuh).
 template <auto Kernel, class... Args>
 void launch_clusters(unsigned cluster, dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t stream, Args... args) {
   allow_shared_memory<Kernel>(dynamic_bytes);
   start_kernel<Kernel>(cluster, grid, block, dynamic_bytes, stream, args...);
 }
 
-// Clusters that the current device runs at the same time. Each lies within a part of the GPU, whose multiprocessors
-// need not be a multiple of the cluster's blocks.
+// The number of clusters that the current device runs at the same time. Each cluster lies within one part of the GPU,
+// and the number of multiprocessors in a part need not be a multiple of the cluster size.
 template <auto Kernel>
 int resident_clusters(unsigned cluster, dim3 block, size_t dynamic_bytes) {
   allow_shared_memory<Kernel>(dynamic_bytes);
   return clusters_at_once<Kernel>(cluster, block, dynamic_bytes);
 }
 
-// A grid whose x runs over `blocks`. What is more than CUDA allows is refused by name, not wrapped around.
+// A grid whose x runs over `blocks`. More than CUDA allows raises an error instead of wrapping around.
 inline dim3 grid_of(int64_t blocks, unsigned y = 1) {
   if (blocks > 0x7fffffff)
     throw std::runtime_error("kvops: the call needs " + std::to_string(blocks) + " CUDA blocks, at most 2^31 - 1 fit");
   return dim3(static_cast<unsigned>(blocks), y);
 }
 
-// Sections of a workspace, one behind the other, each from a multiple of 16 bytes on. An operator's <Op>Memory takes
-// its sections in its constructor: without a workspace to learn the size, then with one.
+// Consecutive sections of a workspace, each aligned to 16 bytes. An operator's <Op>Memory adds its sections in its
+// constructor, which runs once without a workspace to compute the size, and once with it.
 struct Sections {
   void* workspace = nullptr;
-  int64_t bytes = 0;  // of all so far
+  int64_t bytes = 0;  // of all sections so far
 
   template <class T>
   T* add(int64_t count) {
@@ -198,7 +200,7 @@ struct Sections {
   }
 };
 
-// The bytes that Memory(args..., sections) takes.
+// The number of bytes that Memory(args..., sections) needs.
 template <class Memory, class... Args>
 inline int64_t bytes_of(const Args&... args) {
   Sections sections;

@@ -1,13 +1,12 @@
-// The kept rows of K and V.
+// Gathers the kept rows of K and V.
 //
-// Bytes that must move: each kept row read once, written once. Pure movement, so the width of an access is the largest
-// that all pointers and strides allow (16 bytes as a rule) and each lane has kAhead of them in flight. 2^lanes_log2
-// neighbouring lanes share a row: consecutive kept rows leave in consecutive bytes.
+// Bytes that must move: each kept row read once and written once. This is pure data movement. Accesses are as wide as
+// all pointers and strides allow (usually 16 bytes), and each lane has kAhead of them in flight. 2^lanes_log2
+// neighbouring lanes share a row, so consecutive kept rows are written to consecutive bytes.
 //
 // Grid: x runs over (batch, head, tile of kept rows), y over K and V. Not yet measured on a GPU.
 //
-// Indices are not looked at on the host (that would wait for the GPU): -1, and whatever lies outside [0, n), gives
-// zeros.
+// The host does not read the indices (that would wait for the GPU): -1, and anything outside [0, n), writes zeros.
 #pragma once
 #include "../ops/gather_kv.h"
 #include "move.cuh"
@@ -34,7 +33,7 @@ __global__ void __launch_bounds__(kMoveThreads) gather_kv_kernel(GatherKVParams 
   }
   const int units = static_cast<int>(in.row_bytes / sizeof(Unit));
   for (int c = lane; c < units; c += lanes) {
-    // Ordinary loads, since those stay ahead of the stores, which might alias them for all that the compiler knows.
+    // Ordinary loads: the compiler keeps them ahead of the stores, which might alias them for all it knows.
     Unit x[kAhead];
 #pragma unroll
     for (int u = 0; u < kAhead; ++u)

@@ -1,17 +1,17 @@
-// Rows moved to the front of the tensor that they lie in, by many blocks at once.
+// Moves rows to the front of the tensor that they lie in, with many blocks at once.
 //
-// A chain is one head of K or V (or a column slice of it). Its slot i receives a row from slot i or behind it, so a
-// chunk of consecutive slots may be written as soon as it and all chunks before it have been read: what later chunks
-// read lies behind it. A block has one chunk:
+// A chain is one head of K or V (or a column slice of it). Its slot i receives a row from slot i or a later one. A
+// chunk of consecutive slots may therefore be written as soon as it and all chunks before it have been read: later
+// chunks read only later slots. Each block handles one chunk:
 //
-//   take a ticket    in the order of tickets the chunks of a chain ascend, so whoever a block waits for has begun
+//   take a ticket    the chunks of a chain ascend in ticket order, so every block that another waits for has started
 //   read             all rows of the chunk into registers
 //   wait             until all chunks before it have been read
 //   write
 //
-// The wait is a decoupled look-back: each chunk has a flag, kRead once its own rows are in registers, kAllRead once
-// those of all chunks before it are too. A warp looks at 32 flags at a time, backward, until it meets kAllRead. With
-// chunks of 32 KiB a flag costs 4 bytes, and a call that needs one chunk for each chain has neither flags nor tickets.
+// The wait is a decoupled look-back. Each chunk has a flag: kRead once its own rows are in registers, kAllRead once
+// those of all chunks before it are too. A warp reads 32 flags at a time, backward, until it finds kAllRead. A flag
+// costs 4 bytes per chunk of 32 KiB, and a call with only one chunk per chain needs neither flags nor tickets.
 #pragma once
 #include "cluster.cuh"
 #include "move.cuh"
@@ -19,19 +19,19 @@
 namespace kvops {
 namespace {
 
-constexpr int kInPlaceUnits = 8;  // that a lane has in registers
+constexpr int kInPlaceUnits = 8;  // per lane, in registers
 
-// How the slots of all chains are cut.
+// How the slots of all chains are divided into chunks.
 struct InPlacePlan {
-  int64_t chains, count;  // count: of each chain
-  int rows;               // slots of a chunk
+  int64_t chains, count;  // count: chunks per chain
+  int rows;               // slots per chunk
 
   static InPlacePlan of(int64_t slots, int64_t chains, int rows) { return {chains, (slots + rows - 1) / rows, rows}; }
 };
 
-// To be zeroed before the launch.
+// Must be zeroed before the launch.
 struct InPlaceMemory {
-  unsigned* next;   // ticket
+  unsigned* next;   // the next ticket
   unsigned* flags;  // [chains, chunks]
 
   InPlaceMemory(const InPlacePlan& chunks, Sections& sections) {
@@ -41,17 +41,17 @@ struct InPlaceMemory {
   }
 };
 
-// A block's chunk.
+// The chunk of a block.
 class InPlaceChunk {
  public:
   unsigned chain, chunk;
 
-  // By the whole block; a barrier.
+  // Called by the whole block; contains a barrier.
   __device__ InPlaceChunk(const InPlacePlan& chunks, const InPlaceMemory& memory) : flags_(nullptr) {
     __shared__ unsigned ticket;
     if (chunks.count > 1) {
       if (threadIdx.x == 0) ticket = atomicAdd(memory.next, 1u);
-      __syncthreads();  // the ticket is there
+      __syncthreads();  // the ticket is written
     }
     const unsigned taken = chunks.count > 1 ? ticket : blockIdx.x, chains = static_cast<unsigned>(chunks.chains);
     chain = taken % chains;
@@ -59,7 +59,8 @@ class InPlaceChunk {
     if (chunks.count > 1) flags_ = memory.flags + chain * chunks.count;
   }
 
-  // Returns when all chunks up to this one have been read. By the whole block, its own rows being in registers.
+  // Returns when all chunks up to this one have been read. Called by the whole block, once its own rows are in
+  // registers.
   __device__ void wait_for_reads() const {
     __syncthreads();  // the whole chunk has been read
     if (!flags_) return;

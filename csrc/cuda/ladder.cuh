@@ -1,10 +1,10 @@
-// What ladder_compact_ and ladder_gather share: layers of one launch, how far slots move, the choice of a kernel.
+// What ladder_compact_ and ladder_gather share: the layers of one launch, how far slots move, and kernel selection.
 //
-// A launch gets the layers by value. Their strides are the same as a rule, so it gets those once, and an address and an
-// offset for each layer; layers whose strides differ go into launches of their own.
+// A launch takes its layers by value. Their strides are usually the same, so it takes one set of strides, and an
+// address and an offset per layer. Layers with different strides get launches of their own.
 //
-// Where a row comes from is arithmetic (LadderMoves::source), but a loop over the passes with a division in each, and
-// the lanes that share a row would all do it. So a block's threads work it out once per slot, into shared memory.
+// The source of a row is plain arithmetic (LadderMoves::source), but it loops over the passes with a division in each,
+// and all lanes that share a row would repeat it. So a block's threads compute it once per slot, into shared memory.
 #pragma once
 #include "../ops/ladder.h"
 #include "move.cuh"
@@ -13,11 +13,11 @@
 namespace kvops {
 namespace {
 
-constexpr int kLadderLayers = 48;        // of one launch, so that the parameters stay within CUDA's 4 KB
-constexpr int kLadderRows = kAhead / 2;  // of a tile, for each lane: two units each
-constexpr int kLadderTile = kMoveThreads * kLadderRows;  // rows of a tile at most
+constexpr int kLadderLayers = 48;                        // per launch, so that the parameters stay within CUDA's 4 KB
+constexpr int kLadderRows = kAhead / 2;                  // of a tile, per lane: two units each
+constexpr int kLadderTile = kMoveThreads * kLadderRows;  // rows per tile at most
 
-// Layers whose rows lie alike: they differ in addresses and offsets alone.
+// Layers with the same strides; only addresses and offsets differ.
 struct LadderBatch {
   struct Layer {
     char *in[2], *out[2];  // K, V
@@ -31,7 +31,7 @@ struct LadderBatch {
 };
 static_assert(sizeof(LadderBatch) + 64 <= 4096);
 
-// One head of K or V of a layer, as `chain` counts them.
+// One head of K or V of a layer; `chain` is its index.
 struct LadderChain {
   const char* in;
   char* out;
@@ -51,7 +51,7 @@ struct LadderChain {
   }
 };
 
-// T: of keys that turn while they move, else void.
+// T: the dtype of keys that are rotated as they move, otherwise void.
 template <class T, class Unit>
 __device__ RowUnits ladder_row(const LadderBatch& p, unsigned values) {
   RowUnits row = {static_cast<int>(p.in[values].row_bytes / sizeof(Unit)), 0, p.rope.interleaved};
@@ -60,30 +60,31 @@ __device__ RowUnits ladder_row(const LadderBatch& p, unsigned values) {
   return row;
 }
 
-// shifts[i]: how many slots the row of slot start + i moves; 0 for one that does not, or that is none.
+// shifts[i]: how many slots the row for slot start + i moves; 0 if it does not move, or past the end.
 __device__ inline void ladder_shifts(const LadderMoves& moves, int32_t offset, uint32_t start, int rows,
                                      int32_t* shifts) {
   for (int i = threadIdx.x; i < rows; i += kMoveThreads) {
-    const uint32_t slot = start + i;  // of a tile behind the last one it may exceed int32
+    const uint32_t slot = start + i;  // in a tile past the end it may exceed int32
     int32_t run;
     shifts[i] = slot < static_cast<uint32_t>(moves.kept) ? moves.source(slot, offset, run) - slot : 0;
   }
 }
 
-// What a lane needs to turn keys of T: nothing if they only move.
+// A lane's state for rotating keys of T; empty if they only move.
 template <class T, class Unit>
 struct LadderTurn : SlotTurn<T, Unit> {};
 template <class Unit>
 struct LadderTurn<void, Unit> {};
 
-// Lanes for a row of K or of V, whichever is wider: two units each.
+// Lanes per row of K or V, whichever is wider: two units each.
 template <class Unit>
 inline int64_t ladder_lanes(const LadderBatch& p) {
   const int64_t k = p.in[0].row_bytes, v = p.in[1].row_bytes;
   return ((k > v ? k : v) / static_cast<int64_t>(sizeof(Unit)) + 1) / 2;
 }
 
-// fn(batch, layers, bits) for the layers, as many at once as lie alike and fit. bits: all their addresses, or-ed.
+// Calls fn(batch, layers, bits) for groups of layers with the same strides, as many at a time as fit. bits: the bitwise
+// or of all their addresses.
 template <class Fn>
 inline void for_ladder_batches(const LadderParams& p, const Fn& fn) {
   LadderBatch batch = {};
@@ -112,7 +113,7 @@ inline void for_ladder_batches(const LadderParams& p, const Fn& fn) {
 template <class T, class Unit>
 struct LadderTypes {};
 
-// fn(LadderTypes<T, Unit>{}).
+// Calls fn(LadderTypes<T, Unit>{}).
 template <class Fn>
 inline void with_ladder_types(const LadderParams& p, uint64_t bits, const Fn& fn) {
   if (!p.rope.inv_freq) return with_unit(bits, [&](auto unit) { fn(LadderTypes<void, decltype(unit)>{}); });

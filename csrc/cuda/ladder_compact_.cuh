@@ -1,11 +1,11 @@
-// What the ladder keeps of each layer, moved to the front in place; keys turn on the way if they are to.
+// Moves the slots that the ladder keeps in each layer to the front, in place, and optionally rotates the keys.
 //
-// Bytes that must move: each row that moves read once, written once; no index tensor. A slot's row comes from that slot
-// or behind it, so in_place.cuh lets many blocks share a head of a layer: a block has a chunk of 32 KiB, works out
-// where its rows come from (ladder.cuh), reads them into registers, and writes them when all chunks before have been
-// read. Slots before the plan's first ladder are never looked at.
+// Bytes that must move: each row that moves read once and written once; no index tensor. A slot's row comes from that
+// slot or a later one, so in_place.cuh lets many blocks share a head of a layer. A block has a chunk of 32 KiB: it
+// computes the sources of its rows (ladder.cuh), reads them into registers, and writes them once all chunks before have
+// been read. Slots before the plan's first ladder are never accessed.
 //
-// Grid: x runs over (chunk, layer, batch, head, K or V, slice), in the order of tickets. Not yet measured on a GPU.
+// Grid: x runs over (chunk, layer, batch, head, K or V, slice), in ticket order. Not yet measured on a GPU.
 #pragma once
 #include "../ops/ladder_compact_.h"
 #include "in_place.cuh"
@@ -14,7 +14,7 @@
 namespace kvops {
 namespace {
 
-constexpr int kCompactRows = kInPlaceUnits / 2;  // of a lane: two units each
+constexpr int kCompactRows = kInPlaceUnits / 2;  // per lane: two units each
 
 template <class T, class Unit>
 __global__ void __launch_bounds__(kMoveThreads)
@@ -32,11 +32,11 @@ __global__ void __launch_bounds__(kMoveThreads)
   const bool has_first = lane < row.lanes(), has_second = has_first && mine.second < row.units;
   const uint32_t start = p.moves.first + block.chunk * chunks.rows;
   ladder_shifts(p.moves, chain.offset, start, chunks.rows, shifts);
-  __syncthreads();  // the shifts are there
+  __syncthreads();  // the shifts are written
 
   const auto at = [&](uint32_t slot) { return reinterpret_cast<Unit*>(chain.out + slot * chain.out_stride); };
   Unit first[kCompactRows], second[kCompactRows];
-  int32_t shift[kCompactRows];  // 0: the row stays
+  int32_t shift[kCompactRows];  // 0: the row does not move
 #pragma unroll
   for (int u = 0; u < kCompactRows; ++u) {
     const int i = threadIdx.x / lanes + u * step;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kMoveThreads)
   }
 }
 
-// fn(LadderTypes<T, Unit>{}, batch, chunks, lanes_log2, slices) for the launches of the call.
+// Calls fn(LadderTypes<T, Unit>{}, batch, chunks, lanes_log2, slices) for each launch of the call.
 template <class Fn>
 inline void for_ladder_compactions(const LadderParams& p, const Fn& fn) {
   const int64_t slots = p.moves.kept - p.moves.first;
@@ -83,7 +83,7 @@ inline void for_ladder_compactions(const LadderParams& p, const Fn& fn) {
   });
 }
 
-// Of all launches, one behind the other.
+// For all launches, one after the other.
 inline int64_t ladder_compact__workspace(const LadderParams& p) {
   Sections sections;
   for_ladder_compactions(

@@ -1,7 +1,7 @@
-// What the ladder keeps of each layer, in fresh memory; keys turn on the way if they are to.
+// Gathers the slots that the ladder keeps in each layer into other memory, and optionally rotates the keys.
 //
-// Bytes that must move: each kept row read once, written once; no index tensor. Where rows come from and how they turn
-// is ladder_compact_'s; since none is overwritten, every tile of slots is a block of its own.
+// Bytes that must move: each kept row read once and written once; no index tensor. Sources and rotations are those of
+// ladder_compact_; since no source is overwritten, every tile of slots is an independent block.
 //
 // Grid: x runs over (layer, batch, head, tile of slots), y over K and V. Not yet measured on a GPU.
 #pragma once
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kMoveThreads)
     if constexpr (!std::is_void_v<T>) {
       if (lane < row.turning) turn.of(p.rope.inv_freq + lane * turn.kPairs);
     }
-    // All loads stay ahead of the stores, which might alias them for all that the compiler knows.
+    // All loads come before the stores, which might alias them for all the compiler knows.
     Unit first[kLadderRows], second[kLadderRows];
 #pragma unroll
     for (int u = 0; u < kLadderRows; ++u) {

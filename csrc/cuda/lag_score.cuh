@@ -1,18 +1,18 @@
-// LagKV's scores: each partition min-max normalized by the next, std over channels, softmax over tokens.
+// LagKV scores: min-max normalize each partition by the next, take the std over channels, softmax over tokens.
 //
 //   N[t, c] = (X[t, c] - lo_c) / (hi_c - lo_c),  lo, hi = min, max over t of the NEXT partition Y
 //   score   = softmax_t(std_c N_K) + v_weight * softmax_t(std_c N_V)
 //
-// Bytes that must move: K and V once. A partition is needed twice, as the subject X and as the reference Y of the one
-// before it. So partitions of one head are walked BACKWARD, a run of them: when X passes through the registers, the
+// Bytes that must move: K and V once. Each partition is needed twice: as the subject X, and as the reference Y of the
+// one before it. So a run of one head's partitions is processed BACKWARD. When X passes through the registers, the
 // range of Y is already known, and the same loaded values give X's statistics against Y and X's own range for the
-// partition before. What is read twice is one partition for each run.
+// partition before. Only one partition per run is read twice.
 //
 // So runs should be long, and few. Blocks are as large as the partitions allow, at most a whole multiprocessor, and the
-// grid fills the GPU about once. Where partitions are long, few runs would not fill it: from sm_90 on, a cluster of 2,
-// 4 or 8 blocks walks a run together, each block a share of every partition's rows, and the blocks tell each other
-// their ranges through distributed shared memory. lag_score_plan() chooses; of the bytes of 8 heads of 131072 tokens it
-// reads
+// grid fills the GPU about once. With long partitions there are too few runs to fill it. From sm_90 on, a cluster of 2,
+// 4 or 8 blocks then processes a run together: each block takes a fraction of every partition's rows, and the blocks
+// exchange their ranges through distributed shared memory. lag_score_plan() decides. For 8 heads of 131072 tokens it
+// reads the following multiple of the bytes:
 //
 //   lag                        64     128     512    1024    2048    8192
 //   A100, no clusters        1.03    1.02    1.05    1.09    1.19    1.44
@@ -21,30 +21,30 @@
 //   B200, blocks             1.04    1.04    1.03    1.06    1.02    1.06
 //     of a cluster              1       1       2       2       8       8
 //
-// What keeps the memory busy is not the number of blocks but the ring: 64 KiB on each multiprocessor, asynchronous
-// copies of the rows to come, each lane's for itself alone, so that no barrier is needed. A row that has passed is
+// The ring, not the number of blocks, keeps the memory busy: asynchronous copies of the rows to come, 64 KiB per
+// multiprocessor. Each lane reads only its own copies, so no barrier is needed. A row that has been processed is
 // replaced by the one kRowsAhead further on, across the end of the partition too: while the block finishes one
-// partition, the first rows of the next are on their way. On an H200 64 KiB are 1.8 us of a multiprocessor's share of
-// the bandwidth, which is what hides the barriers.
+// partition, the first rows of the next are already in flight. On an H200, 64 KiB take 1.8 us of a multiprocessor's
+// share of the bandwidth, which is enough to hide the barriers.
 //
-// Half of the block's warps read K, half V. A row is shared by kLanes lanes. Each keeps lo and 1/range of its channels
-// as floats, the new min and max as they are stored, two 16-bit numbers to a register; a channel costs a conversion,
-// four fp32 instructions and one for min and max. z = N - 1/2 makes the one-pass variance accurate: about zero it loses
-// nothing. All in all a warp issues 547 instructions for 4 KiB of bf16, 359 for 4 KiB of fp32 (nvcc 13.0, sm_90a, head
-// dim 128), where a multiprocessor of an H200 could issue about 880 in the time that the memory takes.
+// Half of the block's warps read K, half V. kLanes lanes share a row. Each lane keeps lo and 1/range of its channels as
+// floats, and the new min and max in the stored dtype, two 16-bit numbers per register. A channel costs a conversion,
+// four fp32 instructions, and one for min and max together. z = N - 1/2 keeps the one-pass variance accurate: about
+// zero, no digits cancel. Altogether a warp issues 547 instructions per 4 KiB of bf16, 359 per 4 KiB of fp32 (nvcc
+// 13.0, sm_90a, head dim 128); a multiprocessor of an H200 could issue about 880 in the time the memory takes.
 //
-// A partition ends with one exchange: ranges first within the block, then, if there is a cluster, among its blocks. The
-// softmax rides on the same exchange, so it costs no barrier of its own: with a partition's ranges goes its largest
-// variance. Then all warps turn variances to exponentials; their sum goes with the next exchange, and behind that one
-// the scores are written. There are three buffers of variances for that.
+// A partition ends with one exchange: of ranges, first within the block, then, if there is a cluster, among its blocks.
+// The softmax uses the same exchange and needs no barrier of its own: a partition's largest variance travels with its
+// ranges. All warps then turn variances into exponentials; their sum travels with the next exchange, and after that one
+// the scores are written. This requires three buffers of variances.
 //
-// What is rare costs one comparison for each row: a value that is not finite makes the variance of its own row so; a
-// row far outside of the reference's range has a mean that dwarfs its variance. Such rows are marked, and done again in
-// double when the partition has passed (careful_rows).
+// Rare cases cost one comparison per row. A non-finite value makes the variance of its own row non-finite; a row far
+// outside the reference's range has a mean that dwarfs its variance. Such rows are marked, and recomputed in double
+// after the partition has passed (careful_rows).
 //
-// Grid: x runs over (batch, head, run, block of the cluster). The result depends neither on the plan nor on the GPU: a
-// row's sums are added within its lanes, ranges and maxima have no order, and the exponentials are added in fixed
-// point, which has none either. Not yet measured on a GPU.
+// Grid: x runs over (batch, head, run, block of the cluster). The result depends neither on the plan nor on the GPU:
+// each row's sums are added within its lanes, ranges and maxima do not depend on the order, and the exponentials are
+// added in fixed point, which does not either. Not yet measured on a GPU.
 #pragma once
 #include "../ops/lag_score.h"
 #include "async.cuh"
@@ -55,28 +55,28 @@
 namespace kvops {
 namespace {
 
-// One block of the most warps fills a multiprocessor's registers: the more channels a lane has, the more it needs, and
-// so it does to widen fp8.
+// One block with the maximum number of warps fills a multiprocessor's registers. Lanes with more channels need more
+// registers, and so does widening fp8.
 template <class T, class Lanes>
 constexpr int kMostWarps = Lanes::kPieces * kPiece<T> <= 8 && sizeof(T) > 1 ? 16 : 8;
-// Pieces that a lane has in flight, and rows: 64 KiB on each multiprocessor, of fp8 half the pieces.
+// Pieces, and rows, that a lane has in flight: 64 KiB per multiprocessor; for fp8 half the pieces.
 template <class T, class Lanes>
 constexpr int kPiecesAhead = (sizeof(T) > 1 ? 128 : 64) / kMostWarps<T, Lanes>;
 template <class T, class Lanes>
 constexpr int kRowsAhead = kPiecesAhead<T, Lanes> / Lanes::kPieces;
-constexpr int kMostBlocks = 8;  // of a cluster, on any GPU that has clusters
+constexpr int kMostBlocks = 8;  // per cluster, on any GPU that has clusters
 
-// Rows of a partition that the warps of one tensor have in flight together.
+// Rows of a partition that all warps of one tensor have in flight together.
 template <class T, class Lanes>
 constexpr int64_t rows_per_pass(int warps) {
   return int64_t{warps} * Lanes::kRows * kRowsAhead<T, Lanes>;
 }
 
-// A piece on its way to shared memory. A thread waits for its own copies only, and reads no others.
+// Copies one piece to shared memory. A thread waits only for its own copies, and reads no others.
 template <class T, bool kWide>
 __device__ inline void copy_piece(uint4* to, const char* from) {
   if constexpr (!kWide) {
-#pragma unroll 2  // a piece at once would spill
+#pragma unroll 2  // a whole piece at once would spill
     for (int i = 0; i < kPieceBytes<T> / 4; ++i) reinterpret_cast<unsigned*>(to)[i] = load_word<T>(from + 4 * i);
   } else if constexpr (kPieceBytes<T> == 8) {
     copy_async<8>(to, from, true);
@@ -84,7 +84,7 @@ __device__ inline void copy_piece(uint4* to, const char* from) {
     copy_async(to, from);
   }
 }
-// x, in a register from here on: not multiplied out again wherever it is needed.
+// Pins x in a register, so that the compiler does not recompute it at every use.
 __device__ inline int64_t kept(int64_t x) {
 #ifdef __CUDACC__
   asm volatile("" : "+l"(x));
@@ -102,7 +102,7 @@ constexpr unsigned kInfinity<BFloat16> = 0x7f807f80u;
 template <class T>
 constexpr unsigned kSign = sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
 
-// The min (or max) of each number of two words. NaN, if there is one, wins.
+// The min (or max) of each number of two words. NaN propagates.
 template <class T, bool Max>
 __device__ inline unsigned extreme(unsigned a, unsigned b) {
   if constexpr (sizeof(T) == 4) {
@@ -142,8 +142,8 @@ __device__ inline float lanes_max(float x) {
   return x;
 }
 
-// The marked ones of this warp's rows, those with an infinite variance: their variances in double, about the mean. A
-// channel that has no usable range contributes 0, whatever the row holds there. Returns this lane's share of the warp's
+// Recomputes the marked rows of this warp, those with an infinite variance: their variances in double, about the mean.
+// A channel without a usable range contributes 0, whatever the row holds there. Returns the lane's part of the warp's
 // largest finite variance.
 template <class T, class Lanes, class RowAt>
 __device__ inline float careful_rows(const RowAt& row_at, int rows, int d, int warp, int warps, const float* lo,
@@ -180,7 +180,7 @@ __device__ inline float careful_rows(const RowAt& row_at, int rows, int d, int w
   return most;
 }
 
-// A channel's range in some rows. NaN, if there is one, makes it NaN.
+// A channel's range over some rows. NaN propagates.
 struct Range {
   float least, most;
 
@@ -191,13 +191,13 @@ struct Range {
   }
 };
 
-// What some rows contribute to the softmax: the largest variance of the step's partition, and the sum of the
-// exponentials of the partition before, in fixed point: the sum of integers does not depend on who adds what.
+// The contribution of some rows to the softmax: the largest variance in the step's partition, and the sum of
+// exponentials of the previous partition, in fixed point, since a sum of integers does not depend on the order.
 struct Part {
   unsigned long long sum;
   float most;
 };
-// Every lane gets the whole of its group of `lanes` neighbouring ones.
+// Reduces over groups of `lanes` neighbouring lanes; every lane gets its group's result.
 __device__ inline Part lanes_whole(Part x, int lanes) {
   for (int step = lanes / 2; step; step /= 2) {
     x.sum += __shfl_xor_sync(kWarp, x.sum, step);
@@ -212,18 +212,18 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
   constexpr int kLanes = Lanes::kLanes, kPieces = Lanes::kPieces, kRows = Lanes::kRows, kU = kRowsAhead<T, Lanes>;
   constexpr int kElements = kPiece<T>, kRowPieces = kLanes * kPieces, kChannels = kRowPieces * kElements;
   const int lag = static_cast<int>(p.lag), lane = threadIdx.x % 32;
-  const int warps = blockDim.x / 64, z = threadIdx.x / 32 / warps, warp = threadIdx.x / 32 % warps;  // z: of K or of V
+  const int warps = blockDim.x / 64, z = threadIdx.x / 32 / warps, warp = threadIdx.x / 32 % warps;  // z: K or V
 
-  // This block's rows of each partition: from `begin` on.
+  // This block's rows of each partition start at `begin`.
   const int rank = blockIdx.x % cluster;
   const int begin = static_cast<int>(p.lag * rank / cluster), most_rows = (lag - 1) / cluster + 1;
   const int rows = static_cast<int>(p.lag * (rank + 1) / cluster) - begin;
 
-  // In shared memory: pieces on their way [rows ahead][kPieces][threads], the warps' ranges [2][warps][min, max]
-  // [kRowPieces], references [2][lo, 1/range][kChannels], the warps' parts [2][warps], of the whole partition [2] the
-  // largest std and the factor that makes exponentials a softmax times weight; if there is a cluster, what its blocks
-  // tell each other, ranges [2 steps][2][kChannels] and parts [2 steps][2]; variances [3 steps][2][most_rows], unless
-  // they are long.
+  // Layout of shared memory: the pieces in flight [rows ahead][kPieces][threads]; the warps' ranges [2][warps][min,
+  // max][kRowPieces]; the references [2][lo, 1/range][kChannels]; the warps' parts [2][warps]; for the whole partition
+  // [2] the largest std, and the factor that turns exponentials into weight * softmax. If there is a cluster, what its
+  // blocks exchange: ranges [2 steps][2][kChannels] and parts [2 steps][2]. Last, variances [3 steps][2][most_rows],
+  // unless they are too long.
   DYNAMIC_SHARED(uint4, ring);
   uint4* const ranges = ring + kPiecesAhead<T, Lanes> * blockDim.x;
   float* const references = reinterpret_cast<float*>(ranges + 4 * warps * kRowPieces);
@@ -234,10 +234,10 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
   float* const variances = long_variances ? long_variances + int64_t{6} * most_rows * blockIdx.x
                            : cluster > 1  ? reinterpret_cast<float*>(told_ranges + 4 * kChannels)
                                           : reinterpret_cast<float*>(told_parts);
-  const auto one = [&] { return __int_as_float((127 + 30 + __clz(lag)) << 23); };  // a partition adds up to < 2^62
+  const auto one = [&] { return __int_as_float((127 + 30 + __clz(lag)) << 23); };  // keeps a partition's sum below 2^62
   const auto variances_of = [&](unsigned step, int of) { return variances + int64_t{step % 3 * 2 + of} * most_rows; };
 
-  // This cluster's run [first, last) of the row's segments, and its share of the segments that the row lacks.
+  // This cluster's run [first, last) of the row's segments, and its part of the segments that the row lacks.
   const unsigned place = blockIdx.x / cluster;
   const int64_t head = place / runs, run = place % runs;
   const int64_t b = head / p.heads, h = head % p.heads;
@@ -250,15 +250,17 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
   if (first == last) return;
   for (int i = threadIdx.x; i < 4 * kChannels; i += blockDim.x) references[i] = 0.0f;
 
-  // Each step is one partition. With self_reference every partition comes twice: for its range, for its scores.
+  // Each step is one partition. With self_reference every partition comes twice: once for its range, once for its
+  // scores.
   const unsigned steps = static_cast<unsigned>(p.self_reference ? 2 * (last - first) : last - first + 1);
   const auto from_last = [&](unsigned step) { return p.self_reference ? step / 2 + 1 : step; };  // partitions
   const auto scored = [&](unsigned step) { return step < steps && (p.self_reference ? step % 2 : step > 0); };
 
-  // The stream of this lane's rows, through all steps. Where a partition has no more rows for the lane, the last one
-  // comes again: it changes no range. So does a row's first piece for the pieces it lacks: their 1/range is 0.
+  // The stream of this lane's rows through all steps. If a partition has no more rows for the lane, the last one is
+  // repeated, which changes no range. Likewise, a row's first piece stands in for pieces that the row lacks: their
+  // 1/range is 0.
   KVView x = z ? p.v : p.k;
-  x.table = p.k.table, x.table_stride = p.k.table_stride;  // V's are the same, but registers would have to tell
+  x.table = p.k.table, x.table_stride = p.k.table_stride;  // the same for V; this saves selecting them in registers
   x.page_size = p.k.page_size, x.num_pages = p.k.num_pages, x.reciprocal = p.k.reciprocal;
   const int d = static_cast<int>(z ? p.dv : p.d), pieces = static_cast<int>(x.row_bytes / 16), in_row = lane % kLanes;
   const int row_step = warps * kRows, first_row = warp * kRows + lane / kLanes;
@@ -270,7 +272,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
       head_rows<kPaged, T>(x, b, h).from(p.slots.first(b) + p.prefix + (last - from_last(0)) * lag + begin + start_row);
   start.data += column;
   HeadRows next = start;
-  int left = more_rows;                               // rows of the partition behind the next
+  int left = more_rows;                               // rows of the partition after the next one
   constexpr int kTogether = kU / 4 > 1 ? kU / 4 : 1;  // rows that are fetched and waited for together
   const auto fetch = [&](int first_u) {
 #pragma unroll
@@ -298,13 +300,13 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
   float* const scores_of_last = scores + last * lag + begin;
   const float per_d = 1.0f / d, per_freedom = 1.0f / (d - 1);
   float lo[kPieces][kElements] = {}, inverse[kPieces][kElements] = {};
-  // One turn more than steps, without rows: the last partition's softmax.
+  // One extra iteration, without rows, for the last partition's softmax.
   for (unsigned step = 0; step <= steps; ++step) {
     const bool moves = step + 1 < steps && from_last(step + 1) > from_last(step);
     if (moves) start = start.from(-p.lag);  // to the next step's rows
     float* const out = variances_of(step, z);
     const bool written = scored(step);
-    float most = 0.0f;  // of the variances; infinite where a row is marked
+    float most = 0.0f;  // largest variance; infinite if a row is marked
     uint4 low[kPieces], high[kPieces];
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
@@ -316,7 +318,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
     for (int pass = step < steps ? 0 : passes; pass < passes; ++pass) {
       if (pass + 1 == passes) {
         next = start;
-        left = step + 1 < steps ? more_rows : 0;  // behind the end nothing is needed: one row again and again
+        left = step + 1 < steps ? more_rows : 0;  // past the end nothing is needed: repeat one row
       }
       float sums[kU] = {}, squares[kU] = {};
 #pragma unroll
@@ -343,7 +345,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
       const float sum = rows_sum<kLanes>(sums), square = rows_sum<kLanes>(squares);
       const float deviation = fmaf(sum * -per_d, sum, square);
       const bool sound = deviation * 8.0f > square;  // false for NaN and infinities too
-      constexpr int kSame = kLanes / kU;             // lanes that got the same row
+      constexpr int kSame = kLanes / kU;             // lanes that hold the same row
       const int t = (pass * kU + in_row / kSame) * row_step + first_row;
       if (written && t < rows && in_row % kSame == 0) {
         const float variance = sound ? deviation * per_freedom : CUDART_INF_F;
@@ -418,7 +420,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
       }
     }
     if (cluster > 1) {
-      cluster_sync();  // all blocks have told; what they tell in the next step goes to another place
+      cluster_sync();  // all blocks have published; the next step uses the other buffer
       each_channel([&](int of, int c) {
         Range whole = Range::none();
 #pragma unroll 4
@@ -446,8 +448,8 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
         lo[j][e] = a.x, lo[j][e + 1] = a.y, lo[j][e + 2] = a.z, lo[j][e + 3] = a.w;
         inverse[j][e] = i.x, inverse[j][e + 1] = i.y, inverse[j][e + 2] = i.z, inverse[j][e + 3] = i.w;
       }
-    // Of this partition the exponentials, NaN where the std is not finite; of the one before, whose sums have been
-    // told now, the scores. That one's buffer is written again in two steps.
+    // For this partition, compute the exponentials, NaN where the std is not finite. For the previous one, whose sums
+    // have been exchanged by now, compute the scores. Its buffer is reused in two steps.
     if (written) {
       const float top = wholes[z].x;
       unsigned long long sum = 0;
@@ -469,12 +471,12 @@ __global__ void __launch_bounds__(32 * kMostWarps<T, Lanes>, 1)
       for (int t = threadIdx.x; t < rows; t += blockDim.x) to[t] = fmaf(k[t], k_factor, v[t] * v_factor);
     }
   }
-  if (cluster > 1) cluster_sync();  // none looks into this block's shared memory any more
+  if (cluster > 1) cluster_sync();  // no other block reads this block's shared memory any more
   wait_for_copies<0>();
 }
 
-// fn(T{}, RowLanes<...>{}, std::bool_constant<kWide>{}, std::bool_constant<kPaged>{}), lanes for the wider rows of the
-// two.
+// Calls fn(T{}, RowLanes<...>{}, std::bool_constant<kWide>{}, std::bool_constant<kPaged>{}), with lanes for the wider
+// rows of K and V.
 template <class Fn>
 inline void with_rows(const LagScoreParams& p, const Fn& fn) {
   const int64_t row_bytes = p.k.row_bytes > p.v.row_bytes ? p.k.row_bytes : p.v.row_bytes;
@@ -482,7 +484,8 @@ inline void with_rows(const LagScoreParams& p, const Fn& fn) {
   with_read_dtype(p.dtype, [&](auto type) {
     with_lanes<decltype(type)>(row_bytes / 16, [&](auto lanes) {
       with_pages<decltype(type)>(p.k, [&](auto paged) {
-        // Where a lane has one piece of each row, 16 warps leave no registers for pages. With two there are 8 warps.
+        // With one piece per lane and row, 16 warps leave no registers for page lookups. With two pieces there are 8
+        // warps.
         using Given = decltype(lanes);
         constexpr bool kMore = paged && sizeof(type) < 4 && Given::kRows == 1 && Given::kPieces == 1;
         using Lanes = std::conditional_t<kMore, RowLanes<32, 2>, Given>;
@@ -495,16 +498,16 @@ inline void with_rows(const LagScoreParams& p, const Fn& fn) {
   });
 }
 
-// How a call is cut into blocks, and what they need.
+// How a call is divided into blocks, and the memory they need.
 struct LagScorePlan {
-  int cluster;  // blocks that walk a run together
-  int warps;    // of K and of V, each
-  int runs;     // of each head
+  int cluster;  // blocks that process a run together
+  int warps;    // for K and for V, each
+  int runs;     // per head
   int64_t blocks, shared_bytes, workspace_bytes;
-  int64_t time;  // the rows of the multiprocessor that reads most, and of the mean one: the truth is between them
+  int64_t time;  // rows read by the busiest multiprocessor plus rows read on average: the true time lies in between
 };
 
-// The plan with clusters of so many blocks, no more than `at_once` of them resident.
+// The plan for clusters of the given size, with at most `at_once` of them resident.
 template <class T, class Lanes>
 inline LagScorePlan lag_score_plan(const LagScoreParams& p, int cluster, int at_once = 0x7fffffff) {
   constexpr int64_t kRowPieces = Lanes::kLanes * Lanes::kPieces, kChannels = kRowPieces * kPiece<T>;
@@ -517,14 +520,14 @@ inline LagScorePlan lag_score_plan(const LagScoreParams& p, int cluster, int at_
     const int64_t told = cluster > 1 ? 4 * (kChannels * sizeof(Range) + sizeof(Part)) : 0;
     return plan.warps * of_warp + 4 * kChannels * sizeof(float) + 2 * sizeof(float2) + told;
   };
-  // The most warps that find two passes of rows in the block's share of a partition.
+  // The largest number of warps with two passes of rows in the block's part of a partition.
   plan.warps = kMost;
   while (plan.warps > 1 && (rows < 2 * rows_per_pass<T, Lanes>(plan.warps) || shared() > shared_memory()))
     plan.warps /= 2;
   const bool fit = shared() + variances <= shared_memory();
   plan.shared_bytes = shared() + (fit ? variances : 0);
-  // As many runs as fit into so many waves of clusters, for the number of waves that ends first; no more than that many
-  // partitions a run need, as a run reads one partition more than it scores.
+  // Try numbers of waves of clusters and take the fastest. Each allows so many runs; use only as many as keep the same
+  // number of partitions per run, since a run reads one more partition than it scores.
   const int64_t heads = p.b * p.heads;
   const int by_shared = static_cast<int>(shared_memory() / plan.shared_bytes);
   const int64_t resident = std::min(at_once, multiprocessors() * std::min(kMost / plan.warps, by_shared) / cluster);
@@ -547,7 +550,7 @@ inline LagScorePlan lag_score_plan(const LagScoreParams& p, int cluster, int at_
   return plan;
 }
 
-// The best of all: clusters cost barriers, so a larger one has to gain a 64th.
+// The best of all plans. Clusters cost barriers, so a larger cluster must gain at least a 64th.
 inline LagScorePlan lag_score_plan(const LagScoreParams& p) {
   LagScorePlan best = {};
   with_rows(p, [&](auto type, auto lanes, auto wide, auto paged) {
@@ -568,7 +571,7 @@ inline LagScorePlan lag_score_plan(const LagScoreParams& p) {
   return best;
 }
 
-// workspace: plan.workspace_bytes.
+// workspace: plan.workspace_bytes bytes.
 inline void lag_score_cuda(const LagScoreParams& p, const LagScorePlan& plan, void* workspace, cudaStream_t stream) {
   float* const long_variances = plan.workspace_bytes ? static_cast<float*>(workspace) : nullptr;
   const dim3 grid = grid_of(plan.blocks), block(64 * plan.warps);

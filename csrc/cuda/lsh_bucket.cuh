@@ -1,10 +1,10 @@
-// lsh_bucket: the signs of a key's random Fourier features, as a number.
+// lsh_bucket: the signs of a key's random Fourier features, packed into an integer.
 //
 //   bucket(j) = sum over q < r of 2^(r - 1 - q) [cos(projection_q . k_j + phase_q) > 0]
 //
-// Bytes that must move: the chosen keys once. A warp takes a key and adds up its r products in fp64, one after the
-// other: 32 anchors of a head are nothing, and all keys of it (the LSH-only ablation) come with 9 rows of projection
-// that L1 holds. Not yet measured on a GPU.
+// Bytes that must move: the chosen keys once. A warp takes one key and computes its r products in fp64, one after the
+// other. The cost for 32 anchors per head is negligible; hashing all keys of a head (the LSH-only ablation) reads 9
+// rows of projection, which stay in L1. Not yet measured on a GPU.
 #pragma once
 #include "../ops/lsh_bucket.h"
 #include "reduce.cuh"

@@ -1,4 +1,4 @@
-// Arithmetic of one instruction that C++ has no name for.
+// Single-instruction arithmetic that C++ has no name for.
 #pragma once
 #include "device.cuh"
 
@@ -7,7 +7,7 @@ namespace {
 
 constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
-// 2^x, 0 for what would be subnormal.
+// 2^x; 0 where the result would be subnormal.
 __device__ inline float exp2_fast(float x) {
 #ifdef __CUDACC__
   float y;
@@ -18,7 +18,7 @@ __device__ inline float exp2_fast(float x) {
 #endif
 }
 
-// For numbers far from the ends of fp32's range; infinity of 0.
+// For numbers far from the limits of fp32; infinity for 0.
 __device__ inline float rsqrt_fast(float x) {
 #ifdef __CUDACC__
   float y;
@@ -29,7 +29,7 @@ __device__ inline float rsqrt_fast(float x) {
 #endif
 }
 
-// NaN, if there is one, wins: what is not finite must not slip out of a range.
+// NaN propagates, so that non-finite values never vanish from a range.
 __device__ inline float min_nan(float a, float b) {
 #ifdef __CUDACC__
   float r;

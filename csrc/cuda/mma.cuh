@@ -1,6 +1,6 @@
-// Tensor cores: products of 16-bit numbers, summed in fp32, and how matrices come to them from shared memory.
+// Tensor cores: products of 16-bit numbers accumulated in fp32, and loading their operands from shared memory.
 //
-// Lane l of a warp has, of each matrix, with r = l / 4 and c = l % 4, two neighbouring elements in a register:
+// With r = l / 4 and c = l % 4, lane l of a warp holds two adjacent elements of each matrix per register:
 //   A [16, 16]: a0: row r, a1: row r + 8, columns 2c, 2c + 1;  a2, a3: the same rows, columns 2c + 8, 2c + 9
 //   B [16, 8]:  b0: rows 2c, 2c + 1 of column r;  b1: rows 2c + 8, 2c + 9 of column r
 //   D [16, 8]:  d[0], d[1]: row r, columns 2c, 2c + 1;  d[2], d[3]: row r + 8
@@ -11,7 +11,7 @@
 namespace kvops {
 namespace {
 
-// D += A B, all lanes of the warp taking part. T is Half or BFloat16.
+// D += A B; called by all lanes of the warp. T is Half or BFloat16.
 template <class T>
 __device__ inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1);
 #ifdef __CUDACC__
@@ -35,8 +35,8 @@ KVOPS_MMA(Half, "f16")
 KVOPS_MMA(BFloat16, "bf16")
 #undef KVOPS_MMA
 
-// Four 8 x 8 matrices of 16-bit elements. Lane 8 m + i gives the address of row i (16 bytes) of matrix m; a lane gets,
-// of each matrix, columns 2c, 2c + 1 of row r in one register. Transposed: rows 2c, 2c + 1 of column r.
+// Loads four 8 x 8 matrices of 16-bit elements. Lane 8 m + i passes the address of row i (16 bytes) of matrix m. A lane
+// gets, from each matrix, columns 2c, 2c + 1 of row r in one register; transposed, rows 2c, 2c + 1 of column r.
 template <bool kTransposed>
 __device__ inline void load_matrices(unsigned (&x)[4], const void* row) {
 #ifdef __CUDACC__

@@ -1,4 +1,4 @@
-// Moving rows: widths of accesses, lanes.
+// Moving rows: access widths, and lanes per row.
 #pragma once
 #include "vec.cuh"
 
@@ -8,7 +8,7 @@ namespace {
 constexpr int kMoveThreads = 256;
 constexpr int kAhead = 4;  // accesses that a lane has in flight
 
-// fn(Unit{}), the widest unit that divides all addresses: 16 bytes, or down to one element of 2.
+// Calls fn(Unit{}) with the widest unit that divides all addresses: 16 bytes, down to one 2-byte element.
 template <class Fn>
 inline void with_unit(uint64_t bits, const Fn& fn) {
   if (bits % 16 == 0) return fn(uint4{});
@@ -17,7 +17,7 @@ inline void with_unit(uint64_t bits, const Fn& fn) {
   return fn(static_cast<unsigned short>(0));
 }
 
-// log2 of the lanes that share a row of `units`, at most a warp.
+// log2 of the number of lanes that share a row of `units`, at most a warp.
 inline int shared_lanes_log2(int64_t units) {
   int log2 = 0;
   while (log2 < 5 && (int64_t{1} << log2) < units) ++log2;

@@ -1,43 +1,43 @@
-// outlier_degree: how little a key looks like its neighbours.
+// outlier_degree: how dissimilar a key is from its neighbours.
 //
 //   S(i)     = mean over the valid j with |i - j| <= kappa of cos(k_i, k_j)
 //   Theta(i) = (E[S] - S(i)) / sqrt(Var[S])
 //
-// Bytes that must move: K once; the scores are small. With 8 heads of 131072 keys, d = 128, bf16 they are 268 MB: 56 us
-// of an H200. In that time each of its 528 schedulers can issue 50 instructions for each of its tokens, at 1.8 GHz.
+// Bytes that must move: K once; the scores are small. 8 heads of 131072 keys, d = 128, in bf16 are 268 MB: 56 us on an
+// H200. In that time, at 1.8 GHz, each of its 528 schedulers can issue 50 instructions per token it handles.
 //
-// Band, for kappa up to 8, so for the default of 5: the similarities are a band of K K^T, which tensor cores multiply.
-// A warp goes over a run of keys, 8 at a time. These are the columns of a product whose rows are the 8 before and they
-// themselves: every pair of a band of 8 is in it, and no pair twice. So a key is read once, straight to registers, in
-// whole pieces; its neighbours' words are still there. One mma.sync for each 16 channels of 8 keys: 1 for a token of
-// d = 128. Norms are the diagonal of the product, so keys go in as they are, and the products are scaled: each counts
-// for both of its keys. fp32 goes as three parts of bf16, 6 mma.sync instead of 1: all products of parts but those
-// below 2^-21 of theirs, which shorten a cosine's numerator as much as its denominator. No shared memory, no barrier;
-// the next keys are on their way while these meet. A run of 64 keys meets 80, of which 2 kappa come from L2.
+// Band, for kappa up to 8, so for the default of 5. The similarities are a band of K K^T, which tensor cores compute. A
+// warp processes a run of keys, 8 at a time. These 8 keys are the columns of a product whose rows are the previous 8
+// keys and the 8 keys themselves, so every pair in a band of 8 is covered, and no pair twice. Each key is thus read
+// once, straight into registers, in whole pieces; its neighbours' words are still there. Every 16 channels of 8 keys
+// take one mma.sync: 1 per token for d = 128. Norms are the diagonal of the product, so keys enter unnormalized and the
+// products are scaled afterwards; each counts for both of its keys. fp32 is split into three bf16 parts, at 6 mma.sync
+// instead of 1: all products of parts except those below 2^-21 of the whole, which shorten a cosine's numerator as much
+// as its denominator. There is no shared memory and no barrier, and the next keys are in flight while these are
+// multiplied. A run of 64 keys processes 80, of which 2 kappa come from L2.
 //
-// Walk, for larger kappa and for rows of more than 512 bytes: the time per token does not grow with kappa. kLanes lanes
-// share a row, and each such group walks a run of tokens with the sum of the window's unit keys in registers: plus the
-// key that comes, minus the one that goes, dot the one in the middle. A run is as long as kappa (16 at least), so that
-// the keys before its first token are at most twice its own. Before that the block writes what makes its keys unit
-// vectors to shared memory, for kappa keys on either side too. It reads a key four times, three of them out of L1 or
-// L2.
+// Walk, for larger kappa and for rows of more than 512 bytes. The time per token does not grow with kappa. kLanes lanes
+// share a row, and each such lane group walks a run of tokens with the sum of the window's unit keys in registers: add
+// the key that enters, subtract the key that leaves, take the dot product with the key in the middle. A run is as long
+// as kappa (at least 16), so the keys before its first token are at most twice its own. Before that, the block writes
+// the factors that normalize its keys to shared memory, including kappa keys on either side. Walk reads each key four
+// times, three of them from L1 or L2.
 //
-// Counted in the code for sm_90a, d = 128: Band takes 180 instructions of a warp for 8 bf16 keys, so with the 80 that a
-// run of 64 meets 28 for a token; in fp32, which has twice the time, 77. Walk took 149 in bf16 at kappa 5. Predicted
-// for Band in bf16 are 80 % of the bytes' floor: DRAM at 90 % of its rate, 4 us of the first and last runs, 4 us of
-// standardize. A kappa of 9 to 16 would need twice the products and the registers of 8 more keys.
+// Instruction counts from the code for sm_90a, d = 128: Band takes 180 warp instructions per 8 bf16 keys, so with the
+// 80 keys that a run of 64 processes, 28 per token; in fp32, which has twice the time, 77. Walk took 149 in bf16 at
+// kappa 5. The prediction for Band in bf16 is 80 % of the memory floor: DRAM at 90 % of its rate, 4 us for the first
+// and last runs, 4 us for standardize. A kappa of 9 to 16 would need twice the products, and registers for 8 more keys.
 //
-// The keys whose squared norm is not a comfortable float are rare. Band finds them on the diagonal and does their 8
-// keys again, with their rows times powers of two. Walk gets their norms in double, and makes them unit vectors in two
-// steps.
+// Keys whose squared norm is outside the safe fp32 range are rare. Band finds them on the diagonal and redoes their 8
+// keys, with these rows scaled by powers of two. Walk computes their norms in double, and normalizes them in two steps.
 //
-// standardize, where it is wanted: a block leaves the sum of its similarities and of their squares, in double: they lie
-// in [-1, 1], so a variance of 1e-12, below which they count as all alike, is still far above double's rounding. A
-// second kernel adds these up, each of its blocks for itself and all in the same order, and turns the similarities to
+// If standardize is requested, each block stores the sum of its similarities and the sum of their squares in double.
+// Similarities lie in [-1, 1], so a variance of 1e-12, below which they count as equal, is still far above double's
+// rounding. A second kernel, each of whose blocks adds up all these sums in the same order, turns the similarities into
 // outlier degrees.
 //
-// Blocks of a padded row are counted from its first valid slot, and the slots before that come last, as if the cache
-// were a ring. No result depends on the grid, but on kappa and the head dim. Not yet measured on a GPU.
+// Blocks of a padded row start at its first valid slot, and the slots before that come last, as if the cache were a
+// ring. Results depend on kappa and the head dim, but not on the grid. Not yet measured on a GPU.
 #pragma once
 #include "../ops/outlier_degree.h"
 #include "math.cuh"
@@ -49,10 +49,9 @@ namespace {
 
 constexpr int kDegreeThreads = 128, kDegreeWarps = kDegreeThreads / 32;
 
-// ---- Similarities to degrees
-// -----------------------------------------------------------------------------------------
+// ---- From similarities to degrees ----
 
-// What similarities add up to.
+// Sums over similarities.
 struct SimilaritySums {
   double count, sum, squares;
 
@@ -63,7 +62,7 @@ struct SimilaritySums {
   }
 };
 
-// The sums of all threads, in an order that depends on nothing. All get them, and have passed a barrier.
+// The sums over all threads, in a fixed order. All threads get the result, and have passed a barrier.
 __device__ inline SimilaritySums block_sums(SimilaritySums x) {
   __shared__ SimilaritySums of_warps[kDegreeWarps];
 #pragma unroll
@@ -71,13 +70,13 @@ __device__ inline SimilaritySums block_sums(SimilaritySums x) {
     x.add(__shfl_xor_sync(kWarp, x.count, step), __shfl_xor_sync(kWarp, x.sum, step),
           __shfl_xor_sync(kWarp, x.squares, step));
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
-  __syncthreads();  // the warps' sums are there
+  __syncthreads();  // the warps' sums are written
   x = of_warps[0];
   for (int i = 1; i < kDegreeWarps; ++i) x.add(of_warps[i].count, of_warps[i].sum, of_warps[i].squares);
   return x;
 }
 
-// What becomes of similarities: (mean - x) * scale.
+// Standardization of similarities: (mean - x) * scale.
 struct Standard {
   double mean, scale;
 
@@ -88,10 +87,10 @@ struct Standard {
   }
 };
 
-// How a call is cut.
+// How a call is divided.
 struct DegreePlan {
-  int run, tokens;  // tokens of a warp or a lane group, and of a block
-  unsigned blocks;  // of a head
+  int run, tokens;  // tokens per warp or lane group, and per block
+  unsigned blocks;  // per head
   int64_t shared;   // bytes
 
   static DegreePlan of(const OutlierDegreeParams& p, int run, int runs, int64_t shared) {
@@ -100,33 +99,32 @@ struct DegreePlan {
   }
 };
 
-// A head's keys, by tokens from the first valid slot.
+// A head's keys, counted from the first valid slot.
 struct HeadKeys {
   HeadRows rows;
   int pieces, count, kappa;
   bool wide;
 };
 
-// ---- Small kappa: products of tensor cores
-// ---------------------------------------------------------------------------
+// ---- Small kappa: products on tensor cores ----
 
-constexpr int kBandKeys = 8;  // that meet at a time, so the most kappa
+constexpr int kBandKeys = 8;  // keys per step, and therefore the largest kappa
 
 template <int kTurn>
 using TurnOf = std::integral_constant<int, kTurn>;
 
-// What a warp multiplies: 8 keys and the 8 before them, which are the rows 0-7 and 8-15 of a tensor core's A by turns;
-// the columns of its B are those 8 keys. A lane loads whole pieces, of key l / 4 the pieces l % 4 + 4 i, and hands
-// their words on as they are, as the order of a product's terms is free. fp32 goes in three parts of bf16, which make
-// up its 24 bits.
+// The operands of a warp: 8 keys and the 8 before them, which alternate as rows 0-7 and 8-15 of the tensor core's A;
+// the columns of its B are the 8 newer keys. A lane loads whole pieces, of key l / 4 pieces l % 4 + 4 i, and uses their
+// words as they are, since the order of a dot product's terms is free. fp32 is split into three bf16 parts, which
+// together hold its 24 bits.
 template <class T, int kPieces>
 struct BandKeys {
   using Product = std::conditional_t<sizeof(T) == 4, BFloat16, Value<T>>;
-  static constexpr int kParts = sizeof(T) == 4 ? 3 : 1, kSteps = sizeof(T) == 4 ? 1 : 2;  // kSteps: products of a piece
-  static constexpr unsigned kHigh = 0xffff0000u;  // of a float: the bf16 next to it towards zero
+  static constexpr int kParts = sizeof(T) == 4 ? 3 : 1, kSteps = sizeof(T) == 4 ? 1 : 2;  // kSteps: products per piece
+  static constexpr unsigned kHigh = 0xffff0000u;  // mask that truncates a float to bf16
   unsigned rows[kParts][kPieces * kSteps][4];
 
-  // The keys that come take the place of the older ones.
+  // Replaces the older keys by new ones.
   template <int kTurn>
   __device__ void take(const uint4 (&raw)[kPieces]) {
 #pragma unroll
@@ -149,10 +147,11 @@ struct BandKeys {
     }
   }
 
-  // before[e]: the product of key l / 4 of those before with key 2 (l % 4) + e; own[e]: of key l / 4 with the same.
+  // before[e]: the product of key l / 4 of the previous ones with key 2 (l % 4) + e; own[e]: that of key l / 4 of the
+  // new ones.
   template <int kTurn>
   __device__ void multiply(int pieces, float (&before)[2], float (&own)[2]) const {
-    constexpr int kSums = kParts == 1 ? 2 : kParts;  // by the size of the terms; of even and of odd steps
+    constexpr int kSums = kParts == 1 ? 2 : kParts;  // separate sums by size of the terms; or for even and odd steps
     float sums[kSums][4] = {};
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
@@ -178,8 +177,8 @@ struct BandKeys {
   }
 };
 
-// Makes a rare row one like others, its lanes together: zeros if it is not finite, and if its squared norm might not be
-// comfortable, times a power of two, which changes no cosine. Was it finite?
+// Makes a rare row ordinary, with its lanes together: zeros if it is not finite, and scaled by a power of two, which
+// changes no cosine, if its squared norm might be outside the safe range. Returns whether it was finite.
 template <class T, int kPieces>
 __device__ inline bool mend_row(uint4 (&raw)[kPieces]) {
   constexpr int kValues = kPiece<T>;
@@ -194,7 +193,7 @@ __device__ inline bool mend_row(uint4 (&raw)[kPieces]) {
   for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(kWarp, most, step));
   const bool finite = is_finite(most);
   if (finite && 0x1p-39f <= most && most < 0x1p39f) return true;
-  const unsigned exponent = max(__float_as_uint(most) >> 23, 1u);  // the scaled row's largest is in [2, 4)
+  const unsigned exponent = max(__float_as_uint(most) >> 23, 1u);  // puts the scaled row's largest element in [2, 4)
   const float scale = __uint_as_float((255 - exponent) << 23);
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
@@ -206,34 +205,35 @@ __device__ inline bool mend_row(uint4 (&raw)[kPieces]) {
   return finite;
 }
 
-// Each warp for itself, without shared memory or barriers: 8 keys after 8 keys meet themselves and the 8 before.
+// Warps work independently, without shared memory or barriers. In each step, 8 keys are multiplied with themselves and
+// the 8 before.
 template <class T, int kPieces>
 struct Band {
   using Stored = T;
   static constexpr int kBlocks = kPieces == 4 ? (sizeof(T) < 4 ? 4 : 3) : (sizeof(T) < 4 ? 3 : 2);
-  static constexpr int kRun = 64;  // keys of a warp, a multiple of 32
+  static constexpr int kRun = 64;  // keys per warp, a multiple of 32
 
   static DegreePlan plan(const OutlierDegreeParams& p) { return DegreePlan::of(p, kRun, kDegreeWarps, 0); }
 
-  // fn(token, its similarity) for the block's tokens from `block` on, by one thread for each.
+  // Calls fn(token, similarity) for the block's tokens from `block` on, once per token, from one thread.
   template <class Fn>
   __device__ static void similarities(const HeadKeys& keys, const DegreePlan&, int block, const Fn& fn) {
-    // Of lane 0, so that the compiler sees that the warp's lanes agree.
+    // Taken from lane 0, so that the compiler sees that it is uniform in the warp.
     const int first = block + __shfl_sync(kWarp, static_cast<int>(threadIdx.x) / 32, 0) * kRun;
     if (first >= keys.count) return;
-    // From here on keys count from `first`. Those in [begin, end) are there.
+    // From here on keys count from `first`. Those in [begin, end) exist.
     const int kappa = keys.kappa, begin = max(-kappa, -first), end = min(kRun + kappa, keys.count - first);
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
-    const bool diagonal = lane % 4 == lane / 8;  // of a row's four lanes, the one that has the product with itself
+    const bool diagonal = lane % 4 == lane / 8;  // among a row's four lanes, the one with its product with itself
     const auto near = [&](int distance) { return -kappa <= distance && distance <= kappa ? 1.0f : 0.0f; };
     const float near_before[2] = {near(kBandKeys + column - row), near(kBandKeys + column + 1 - row)};
     const float near_own[2] = {near(column - row), near(column + 1 - row)};
 
     HeadRows pieces = keys.rows.from(first);
     pieces.data += lane % 4 * kPieceBytes<T>;
-    const int count = keys.pieces - lane % 4;  // of a key, the lane has every fourth
+    const int count = keys.pieces - lane % 4;  // the lane has every fourth piece of a key
     uint4 raw[kPieces] = {};
-    const auto at_key = [&](int at) {  // that of 8 from `at` on; for one that is not there, the nearest
+    const auto at_key = [&](int at) {  // this lane's key of the 8 from `at` on; if it does not exist, the nearest one
       return pieces.row(min(max(at + row, begin), end - 1));
     };
     const auto load = [&](const char* from) {
@@ -250,9 +250,9 @@ struct Band {
 
     BandKeys<T, kPieces> both = {};
     const char* key = at_key(-kBandKeys);
-    float sum_before = 0, factor_before = 0;  // of key `row` of those before: what its similarities add up to
-    unsigned usable = 0;                      // bits: of the 8 keys before those before, of those, and of these
-    float total = 0;                          // of the token that the lane writes, and its neighbours from bit 0 on
+    float sum_before = 0, factor_before = 0;  // key `row` of the previous 8: the sum of its similarities so far
+    unsigned usable = 0;                      // bits: of the 8 keys before the previous ones, of those, and of these
+    float total = 0;                          // for the token that this lane writes; its neighbours start at bit 0
     unsigned neighbours = 0;
     const auto meet = [&](auto turn, int at) {
       constexpr int kTurn = decltype(turn)::value;
@@ -270,9 +270,10 @@ struct Band {
         squares = row % 2 ? here[1] : here[0];
         if (rare || !__any_sync(kWarp, diagonal && !comfortable(squares))) break;
       }
-      const float factor = there >> row & 1 && squares > 0 ? rsqrt_fast(squares) : 0.0f;  // of key `row`, if diagonal
+      const float factor =
+          there >> row & 1 && squares > 0 ? rsqrt_fast(squares) : 0.0f;  // of key `row`, on the diagonal
       const float of_row = __shfl_sync(kWarp, factor, 4 * row + lane / 8);
-      float sum = 0, of_keys[2];  // of key `row`; of keys `column` and the next with those before
+      float sum = 0, of_keys[2];  // sum for key `row`; for keys `column` and the next, with the previous 8
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float of_column = __shfl_sync(kWarp, factor, 9 * (lane % 4) + 4 * e);
@@ -281,12 +282,12 @@ struct Band {
         sum = fmaf(here[e] * near_own[e], of_column, sum);
         of_keys[e] = back[e] * factor_before;
       }
-      // Over the rows: odd ones add up those of the second column, so that a key's sum comes to its diagonal.
+      // Add over the rows. Odd rows add up the second column's, so that a key's sum arrives on its diagonal.
       float of_key = (row % 2 ? of_keys[1] : of_keys[0]) + __shfl_xor_sync(kWarp, row % 2 ? of_keys[0] : of_keys[1], 4);
       of_key += __shfl_xor_sync(kWarp, of_key, 8);
       of_key += __shfl_xor_sync(kWarp, of_key, 16);
       if (diagonal) sum += of_key;
-      // The keys before are done. Four times 8 of them are one for each lane.
+      // The previous keys are done. Four times 8 of them make one per lane.
       usable = usable >> kBandKeys | there << 2 * kBandKeys;
       sum_before = lanes_sum<4>(sum_before);
       if (((at - kBandKeys) & 24) == lane % 4 * kBandKeys) {
@@ -309,11 +310,10 @@ struct Band {
   }
 };
 
-// ---- Any kappa: sums of unit keys
-// ------------------------------------------------------------------------------------
+// ---- Any kappa: sums of unit keys ----
 
-// What makes a key a unit vector: a factor. 0 for a zero key, NaN for one that is not finite. Negative: 2^44 or 2^-44
-// comes first, then this without its sign, for keys where both at once would be no float.
+// The factor that normalizes a key: 0 for a zero key, NaN for a non-finite one. If it is negative, first scale by 2^44
+// or 2^-44, then by its absolute value; this is for keys where the combined factor would not be a float.
 template <class Lanes, int N>
 __device__ inline float unit_factor(const float (&x)[N]) {
   const float squares = dot<float, Lanes>(x, x);
@@ -326,14 +326,14 @@ __device__ inline float unit_factor(const float (&x)[N]) {
   return factor;
 }
 
-// The keys around a block, as its lane groups read them, by tokens of the row.
+// The keys around a block, as its lane groups read them, indexed by token of the row.
 template <class T, class Lanes, bool kWide>
 struct Neighbours {
   static constexpr int kValues = RowPieces<T, Lanes>::kValues;
   HeadRows rows;
   int pieces;
-  int begin, end;  // those that there are
-  float* factors;  // of these, in shared memory
+  int begin, end;  // the existing ones
+  float* factors;  // their factors, in shared memory
 
   __device__ bool has(int token) const { return begin <= token && token < end; }
 
@@ -343,7 +343,7 @@ struct Neighbours {
     row.values(x);
   }
 
-  // By the whole block; a barrier follows.
+  // Called by the whole block; a barrier must follow.
   __device__ void make_factors() const {
     constexpr int kGroups = kDegreeThreads / Lanes::kLanes, kUnroll = 4 / Lanes::kPieces > 1 ? 4 / Lanes::kPieces : 1;
     for (int base = begin; base < end; base += kGroups * kUnroll) {
@@ -359,7 +359,7 @@ struct Neighbours {
     }
   }
 
-  // A key and its factor, both 0 if it is nobody's neighbour. Is it one?
+  // Gets a key and its factor, both 0 if it is no neighbour of any token. Returns whether it is one.
   __device__ bool get(int token, float (&x)[kValues], float& factor) const {
     load(token, x);
     factor = has(token) ? factors[token - begin] : CUDART_NAN_F;
@@ -383,7 +383,7 @@ struct Walk {
     return DegreePlan::of(p, run, runs, int64_t{4} * (run * runs + 2 * kappa));
   }
 
-  // fn(token, its similarity) for the block's tokens from `first` on, by one thread for each.
+  // Calls fn(token, similarity) for the block's tokens from `first` on, once per token, from one thread.
   template <class Fn>
   __device__ static void similarities(const HeadKeys& keys, const DegreePlan& plan, int first, const Fn& fn) {
     DYNAMIC_SHARED(float, factors);  // [tokens + 2 kappa]
@@ -392,7 +392,7 @@ struct Walk {
           keys.rows, keys.pieces, max(first - keys.kappa, 0), min(first + plan.tokens + keys.kappa, keys.count),
           factors};
       around.make_factors();
-      __syncthreads();  // all factors are there
+      __syncthreads();  // all factors are written
       walk(around, first + static_cast<int>(threadIdx.x) / Lanes::kLanes * plan.run, plan.run, keys.kappa, fn);
     };
     keys.wide ? all(std::true_type{}) : all(std::false_type{});
@@ -402,7 +402,7 @@ struct Walk {
   __device__ static void walk(const Keys& keys, int first, int run, int kappa, const Fn& fn) {
     constexpr int kValues = Keys::kValues;
     float sum[kValues] = {}, x[kValues], factor;  // sum: of the window's unit keys
-    int neighbours = 0;                           // in it
+    int neighbours = 0;                           // the number of keys in it
     const auto add = [&](float weight) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) sum[i] = fmaf(x[i], weight, sum[i]);
@@ -423,8 +423,7 @@ struct Walk {
   }
 };
 
-// ---- Kernels
-// ---------------------------------------------------------------------------------------------------------
+// ---- Kernels ----
 
 template <class Way, bool kPaged>
 __global__ void __launch_bounds__(kDegreeThreads, Way::kBlocks)
@@ -444,7 +443,7 @@ __global__ void __launch_bounds__(kDegreeThreads, Way::kBlocks)
     if (token < count) scores[slot_of(token)] = x;
   });
   if (!p.standardize) return;
-  __syncthreads();  // the block's similarities are there
+  __syncthreads();  // the block's similarities are written
   SimilaritySums sums{};
   for (int token = first + threadIdx.x; token < min(first + plan.tokens, count); token += kDegreeThreads) {
     const float x = scores[slot_of(token)];
@@ -454,9 +453,9 @@ __global__ void __launch_bounds__(kDegreeThreads, Way::kBlocks)
   if (threadIdx.x == 0) partial_sums[blockIdx.x] = sums;
 }
 
-constexpr int kStandardTokens = 16;  // of a thread
+constexpr int kStandardTokens = 16;  // per thread
 
-// Every block adds up the sums of its head, in their order.
+// Every block adds up its head's sums, in order.
 __global__ void __launch_bounds__(kDegreeThreads)
     standardize_kernel(OutlierDegreeParams p, DegreePlan plan, const SimilaritySums* partial_sums, unsigned blocks) {
   const unsigned row = blockIdx.x / blocks;
@@ -479,7 +478,7 @@ __global__ void __launch_bounds__(kDegreeThreads)
       scores[first + i * kDegreeThreads] = static_cast<float>((of.mean - x[i]) * of.scale);
 }
 
-// fn(Band or Walk) for the call.
+// Calls fn(Band or Walk), whichever serves the call.
 template <class Fn>
 inline void with_way(const OutlierDegreeParams& p, const Fn& fn) {
   with_read_dtype(p.dtype, [&](auto type) {

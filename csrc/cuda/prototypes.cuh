@@ -1,4 +1,4 @@
-// The best prototype of a key: what the kernels of assign_prototypes share.
+// The best prototype of a key: code that the assign_prototypes kernels share.
 #pragma once
 #include "../ops/assign_prototypes.h"
 #include "vec.cuh"
@@ -6,7 +6,7 @@
 namespace kvops {
 namespace {
 
-// A product between these has lost nothing to the range of fp32 or of 16-bit numbers.
+// Whether a product has lost nothing to the range of fp32 or of 16-bit numbers.
 __device__ inline bool comfortable_product(float x) {
   return 0x1p-100f < x && x < 0x1p120f;
 }
@@ -17,20 +17,20 @@ struct Best {
   int prototype;
 
   __device__ static Best none() { return {0.0f, -1}; }
-  // By numbers that ascend.
+  // For ascending indices.
   __device__ void meet(float x, int c) {
     if (x > product) {
       product = x;
       prototype = c;
     }
   }
-  // By any.
+  // For indices in any order.
   __device__ void meet(const Best& x) {
     if (x.product > product || (x.product == product && x.prototype < prototype)) *this = x;
   }
 };
 
-// Exactly, by a warp: each lane compares every 32nd prototype.
+// Exact assignment by one warp: each lane compares every 32nd prototype.
 template <class T>
 __device__ inline int assign_exactly(const T* key, const float* prototypes, int count, int d) {
   bool finite = true;
@@ -63,8 +63,8 @@ __device__ inline int assign_exactly(const T* key, const float* prototypes, int 
   return prototype < count ? prototype : -1;
 }
 
-// Writes the prototype of a key to its slot in `assignment`, by a warp: `best` of the lane that has one, -1 for the
-// slots that are not valid. A key whose best product is not comfortable is done again.
+// Writes the prototype of a key to its slot in `assignment`, by a warp: `best` of the lane whose `mine` is set, or -1
+// for slots that are not valid. A key whose best product is not in the safe range is redone.
 template <class T, bool kPaged>
 __device__ inline void finish_assignment(const AssignPrototypesParams& p, int64_t head, int64_t slot, bool mine,
                                          bool valid, const Best& best) {

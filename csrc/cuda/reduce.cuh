@@ -1,11 +1,11 @@
-// Sums over the lanes that share a row, all lanes of the warp taking part.
+// Sums over the lanes that share a row. All lanes of the warp must take part.
 #pragma once
 #include "vec.cuh"
 
 namespace kvops {
 namespace {
 
-// Every lane gets the sum over its group of kLanes neighbouring lanes, added in the same order in all of them.
+// Every lane gets the sum over its group of kLanes neighbouring lanes. All lanes add in the same order.
 template <int kLanes, class T>
 __device__ inline T lanes_sum(T x) {
 #pragma unroll
@@ -13,8 +13,8 @@ __device__ inline T lanes_sum(T x) {
   return x;
 }
 
-// The sums of N rows over the kLanes lanes that share them, all at once: half of the rows go to each half of the lanes
-// until a lane has one row left. Lane l of the group gets, in x[0], the sum of row l / (kLanes / N).
+// The sums of N rows over the kLanes lanes that share them, all at once: in each step half of the rows go to each half
+// of the lanes, until each lane has one row. Lane l of the group gets, in x[0], the sum of row l / (kLanes / N).
 template <int kLanes, int N>
 __device__ inline float rows_sum(float (&x)[N]) {
 #pragma unroll

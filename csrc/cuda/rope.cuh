@@ -1,11 +1,11 @@
-// Rotary position embedding of rows in units: which two units a lane owns, how they turn, and by what angle.
+// RoPE on rows in units: which two units a lane owns, how they are rotated, and by what angle.
 //
-// A unit is as many bytes as all addresses allow, 16 as a rule. A lane owns two of a row: in the rotated channels those
-// whose elements are each other's partners, so that no lane needs another's (NeoX: unit j and the one half a rotated
-// row further; GPT-J: neighbours). The channels that do not turn, and rows that do not, take the same number of lanes.
+// A unit is as wide as all addresses allow, usually 16 bytes. A lane owns two units of a row. In the rotated channels,
+// their elements are each other's partners, so no lane needs another lane's data (NeoX: unit j and the unit half a
+// rotated row after it; GPT-J: adjacent units). Channels and rows that are not rotated use the same number of lanes.
 //
-// An angle of some slots times a frequency is reckoned in turns: the frequency as a 64-bit binary fraction of a turn,
-// times the slots, modulo 2^64. So whole turns drop out without rounding, whatever the number of slots, at the cost of
+// The angle, a number of slots times a frequency, is computed in turns: the frequency is a 64-bit binary fraction of a
+// turn, multiplied by the slots modulo 2^64. Whole turns drop out without rounding for any number of slots. This costs
 // two integer multiplications, and sincospi has no range to reduce.
 #pragma once
 #include "vec.cuh"
@@ -13,13 +13,13 @@
 namespace kvops {
 namespace {
 
-// How a row is dealt out to lanes. The first 2 * turning units turn, pair by pair.
+// How a row is distributed over lanes. The first 2 * turning units are rotated, pair by pair.
 struct RowUnits {
   int units, turning;
   bool interleaved;
 
   struct Two {
-    int first, second;  // the last lane's second may lie behind the row
+    int first, second;  // the last lane's second may lie past the row
   };
   __device__ int lanes() const { return (units + 1) / 2; }
   __device__ Two owned(int j) const {
@@ -28,7 +28,7 @@ struct RowUnits {
   }
 };
 
-// fn(Unit{}), the widest of a few units that divides all addresses and half a rotated row.
+// Calls fn(Unit{}) with the widest unit that divides all addresses and half a rotated row.
 template <class T, class Fn>
 inline void with_turning_unit(uint64_t bits, const Fn& fn) {
   if (bits % 16 == 0) return fn(uint4{});
@@ -38,7 +38,7 @@ inline void with_turning_unit(uint64_t bits, const Fn& fn) {
   fn(0u);
 }
 
-// What turns the pairs of two units of T: lane j's are pairs kPairs * j and the following.
+// The rotation of the pairs in two units of T. Lane j has pairs kPairs * j and following.
 template <class T, class Unit>
 struct Turn {
   static constexpr int kPairs = sizeof(Unit) / sizeof(T);
@@ -57,7 +57,8 @@ struct Turn {
   }
 
  private:
-  // Pair i is x[i * kStep] and x[i * kStep + kPartner]. Roundings are spelled out: all kernels agree to the bit.
+  // Pair i is x[i * kStep] and x[i * kStep + kPartner]. Each rounding is explicit, so that all kernels agree to the
+  // bit.
   template <int kStep, int kPartner>
   __device__ void turn(T (&x)[2 * kPairs]) const {
 #pragma unroll
@@ -69,7 +70,7 @@ struct Turn {
   }
 };
 
-// The turn of keys that move some slots towards the front. It is kept for rows that move as far.
+// The rotation of keys that move a number of slots towards the front. It is reused for rows that move equally far.
 template <class T, class Unit>
 struct SlotTurn {
   static constexpr int kPairs = Turn<T, Unit>::kPairs;
@@ -77,7 +78,7 @@ struct SlotTurn {
   int32_t slots = 0;
   Turn<T, Unit> turn = {};
 
-  // inv_freq: of the first of the pairs, radians per slot.
+  // inv_freq points to the first of the pairs, in radians per slot.
   __device__ void of(const float* inv_freq) {
     constexpr double kHigh = 0x1.45f306p-3, kLow = 0x1.b9391054a7f0ap-28;  // 1 / (2 pi) = kHigh + kLow, to 80 bits
     const auto fraction = [](double turns) {

@@ -1,9 +1,9 @@
-// Keys that are cached without positions, rotated when they are read; each slot's pairs by its own angles.
+// RoPE for keys that are cached without positions, rotated as they are read: each slot's pairs by that slot's angles.
 //
-// Bytes that must move: k read once, written once; the tables of cosines and sines once, which all heads share. A lane
-// owns two units of a slot that turn with each other (rope.cuh), has their cosines and sines in registers, and goes
-// through the heads, kRopeHeads of them in flight. There are as many heads to a block as leave two blocks for each
-// multiprocessor. Each row is read before it is written by the same lane, so the result may be k itself.
+// Bytes that must move: k read once and written once; the cos and sin tables, which all heads share, once. A lane owns
+// two units of a slot that are rotated together (rope.cuh). It keeps their cosines and sines in registers and loops
+// over the heads, with kRopeHeads of them in flight. Heads are divided over blocks such that there are at least two
+// blocks per multiprocessor. The lane that writes a row has read it first, so the result may be k itself.
 //
 // Grid: x runs over (batch, tile of slots, group of heads). Not yet measured on a GPU.
 #pragma once

@@ -1,4 +1,4 @@
-// What is known of a row's logits: their softmax's maximum and sum, and how a logit becomes a weight.
+// The statistics of a row's logits: the softmax's maximum and sum, and how a logit becomes a weight.
 #pragma once
 #include "../ops/window.h"
 #include "math.cuh"
@@ -6,11 +6,12 @@
 namespace kvops {
 namespace {
 
-// Logits times log2(e) this large are rounded, scale and all, before anything is subtracted from them: fused to one
-// multiply-add with it, a logit's difference from itself, rounded, would be that rounding, and not 0.
+// Logits times log2(e) of at least this size are rounded, including the scale, before anything is subtracted from them.
+// With a fused multiply-add, the difference between a logit and its own rounded value would be the rounding error
+// instead of 0.
 constexpr float kLargeLogit = 0x1p14f;
 
-// sum over keys of 2^(logit), as sum * 2^most; logits times log2(e).
+// The sum over keys of 2^logit, stored as sum * 2^most. Logits are multiplied by log2(e).
 struct RowSum {
   float most, sum;
 
@@ -22,23 +23,24 @@ struct RowSum {
   }
 };
 
-// A weight is 2^(logit - less) * |factor|. The factor is 1, but where `less` is large: there it is negative.
+// A weight is 2^(logit - less) * |factor|. The factor is 1 unless `less` is large; then it is negative.
 struct RowWeight {
   float less, factor;
 
-  // Of a product; its logit is scale times it. To the bit what a loop makes that knows factors to be 1 and fuses.
+  // The weight of a product, whose logit is scale times it. Bit-identical to a loop that assumes factors of 1 and
+  // fuses.
   __device__ float of(float product, float scale) const {
     return factor < 0.0f ? of(__fmul_rn(product, scale)) : exp2_fast(fmaf(product, scale, -less));
   }
 
-  // Of a logit that has been rounded.
+  // The weight of a rounded logit.
   __device__ float of(float logit) const {
     const float exponent = logit - less;
     return factor < 0.0f ? exp2_fast(fminf(exponent, 0.0f)) * -factor : exp2_fast(exponent);
   }
 };
 
-// Of a row whose keys add up to `total`, and the sink, where there is one. Without any, all weights are 0.
+// The weight of a row whose keys add up to `total`, plus the sink, if any. If both are empty, all weights are 0.
 __device__ inline RowWeight row_weight(const Window& p, RowSum total, int64_t query_head) {
   if (p.sink_logits) total.add({p.sink_logits[query_head] * kLog2e, 1.0f});
   if (total.sum == 0.0f) return {CUDART_INF_F, -1.0f};

@@ -5,13 +5,13 @@
 namespace kvops {
 namespace {
 
-// What a lane holds of one row, as it was loaded: the pieces lane, lane + kLanes, ...
+// A lane's part of one row, as loaded: pieces lane, lane + kLanes, ...
 template <class T, class Lanes>
 struct RowPieces {
   static constexpr int kPieces = Lanes::kPieces, kValues = kPieces * kPiece<T>;
   uint4 raw[kPieces];
 
-  // A row of so many pieces; what is behind them is 0.
+  // Loads a row of `pieces` pieces; anything past them is 0.
   template <bool kWide>
   __device__ void load(const char* row, int pieces) {
     const int lane = threadIdx.x % Lanes::kLanes;
@@ -39,7 +39,7 @@ __device__ inline int channel_of(int i) {
   return (threadIdx.x % Lanes::kLanes + i / kPiece<T> * Lanes::kLanes) * kPiece<T> + i % kPiece<T>;
 }
 
-// Of a lane's values, in F.
+// The dot product over a lane's own values, in F.
 template <class F, int N>
 __device__ inline F lane_dot(const float (&x)[N], const float (&y)[N]) {
   F sum = 0;
@@ -48,13 +48,13 @@ __device__ inline F lane_dot(const float (&x)[N], const float (&y)[N]) {
   return sum;
 }
 
-// Over the lanes of a row.
+// The dot product over all lanes of a row.
 template <class F, class Lanes, int N>
 __device__ inline F dot(const float (&x)[N], const float (&y)[N]) {
   return lanes_sum<Lanes::kLanes>(lane_dot<F>(x, y));
 }
 
-// Squared norms between these are safe in fp32.
+// Whether a squared norm is safe in fp32.
 __device__ inline bool comfortable(float squares) {
   return 0x1p-90f < squares && squares < 0x1p90f;
 }

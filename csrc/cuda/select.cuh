@@ -1,6 +1,6 @@
-// Exact selection of the largest of some scores: ordered keys, the threshold digit by digit, the compaction.
+// Exact selection of the largest scores: ordered keys, the threshold digit by digit, and the compaction.
 //
-// Blocks are of kSelectThreads. Counts are int32: a row has fewer than 2^31 slots (check_valid_slots).
+// Blocks have kSelectThreads threads. Counts are int32: a row has fewer than 2^31 slots (check_valid_slots).
 #pragma once
 #include "vec.cuh"
 
@@ -10,25 +10,25 @@ namespace {
 constexpr int kSelectThreads = 512, kSelectWarps = kSelectThreads / 32;
 constexpr int kScoresAhead = 4;  // 16-byte loads that a thread has in flight
 
-// A score as an unsigned number of the same order: NaN is 1, then -inf, then by value, -0.0 as 0.0. 0 is no score: it
-// loses against all, so what lies beyond a row's end needs no further care.
+// A score as an unsigned number of the same order: NaN is 1, then -inf, then by value, with -0.0 equal to 0.0. 0 means
+// no score and loses against everything, so positions past a row's end need no special treatment.
 __device__ inline unsigned order_key(float x) {
   const unsigned bits = __float_as_uint(x + 0.0f);  // -0.0 becomes 0.0
   return x == x ? bits ^ (bits >> 31 ? ~0u : 1u << 31) : 1u;
 }
 
-// A part of a run of n scores, cut at 16-byte boundaries of memory into pieces of four: wide loads whatever the
-// alignment. Piece i holds the scores 4 * i - shift and the three behind it; the outermost ones may be incomplete.
+// A part of a run of n scores, cut at 16-byte boundaries of memory into pieces of four, so that loads are wide for any
+// alignment. Piece i holds score 4 * i - shift and the three after it; the first and last pieces may be incomplete.
 struct Pieces {
   const float* scores;
-  int n, shift;     // floats between the boundary at or before the first score, and that score
+  int n, shift;     // shift: floats from the 16-byte boundary at or before the first score to that score
   int first, last;  // the part's pieces
 
   __device__ static Pieces of(const float* scores, int n) {
     const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(scores) / 4 % 4);
     return {scores, n, shift, 0, static_cast<int>((static_cast<unsigned>(n) + shift + 3) / 4)};
   }
-  // Part `index` of `count` equal ones, each of whole steps of the block. The last ones may be empty.
+  // Part `index` of `count` equal ones, in whole steps of the block. The last ones may be empty.
   __device__ Pieces part(int index, int count) const {
     const int step = count * kSelectThreads, size = (last + step - 1) / step * kSelectThreads;
     Pieces x = *this;
@@ -37,12 +37,12 @@ struct Pieces {
     return x;
   }
 
-  // Of the piece's first score. Below 0 it wraps around, to where no score is.
+  // The slot of the piece's first score. Negative values wrap around, to where no score is.
   __device__ unsigned slot(int piece) const { return 4u * piece - shift; }
   __device__ bool whole(int piece) const {
     return piece < last && 4u * piece >= static_cast<unsigned>(shift) && slot(piece) + 4 <= static_cast<unsigned>(n);
   }
-  // The scores of a whole piece; keys() fetches what there is of others.
+  // The scores of a whole piece; keys() fetches the scores of incomplete ones.
   __device__ float4 load(int piece) const {
     return whole(piece) ? __ldg(reinterpret_cast<const float4*>(scores + slot(piece))) : float4{};
   }
@@ -62,8 +62,8 @@ struct Pieces {
   }
 };
 
-// fn(slot of the first, four keys) for every piece, ascending over the block: the piece after a thread's is the next
-// thread's. All threads make the same number of calls; where pieces have run out, the keys are 0.
+// Calls fn(first slot, four keys) for every piece, in ascending order over the block: the piece after a thread's
+// belongs to the next thread. All threads make the same number of calls; past the last piece, the keys are 0.
 template <class Fn>
 __device__ inline void for_pieces(const Pieces& x, const Fn& fn) {
   for (int base = x.first; base < x.last; base += kScoresAhead * kSelectThreads) {
@@ -81,7 +81,7 @@ __device__ inline void for_pieces(const Pieces& x, const Fn& fn) {
   }
 }
 
-// Keys have three digits, of 11, 11 and 10 bits. A histogram has kBins counts, four for each thread of the block.
+// Keys have three digits, of 11, 11 and 10 bits. A histogram has kBins counts, four per thread of the block.
 constexpr int kDigits = 3, kBins = 2048, kLastBins = 1024;
 static_assert(kBins == 4 * kSelectThreads);
 
@@ -96,14 +96,15 @@ struct Digit {
         bins(index < 2 ? kBins : kLastBins) {}
 };
 
-// What is known of the wanted key: its first digits (the rest is 0), and its rank (from 1) among the keys that share
-// them. After the last digit prefix is the threshold, and rank says how many of the keys equal to it are kept.
+// The state of the search for the wanted key: its leading digits (the rest is 0), and its rank (from 1) among the keys
+// that share them. After the last digit, prefix is the threshold, and rank is how many of the keys equal to it are
+// kept.
 struct Search {
   unsigned prefix;
   int rank;
 };
 
-// The sum of the higher threads' x. One barrier; another must pass before `totals` is used again.
+// The sum of x over the threads after this one. Contains one barrier; another must pass before `totals` is reused.
 __device__ inline int sum_of_higher_threads(int x, int* totals) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int sum = x;
@@ -120,7 +121,8 @@ __device__ inline int sum_of_higher_threads(int x, int* totals) {
   return sum - x;
 }
 
-// One digit further: `counts` are the thread's four bins of the keys that share search's prefix. Two barriers.
+// Advances by one digit. `counts` are the thread's four bins of the keys that share search's prefix. Contains two
+// barriers.
 __device__ inline Search narrow(Search search, int4 counts, Digit digit) {
   __shared__ int totals[kSelectWarps];
   __shared__ int found_bin, found_rank;
@@ -138,7 +140,7 @@ __device__ inline Search narrow(Search search, int4 counts, Digit digit) {
   return {search.prefix | static_cast<unsigned>(found_bin) << digit.shift, found_rank};
 }
 
-// Adds the part's keys that begin like prefix to the block's histogram of their next digit. Returns how many of the
+// Adds the part's keys that start with the prefix to the block's histogram of their next digit. Returns how many of the
 // thread's keys are above all of those.
 __device__ inline int count_digit(const Pieces& x, unsigned prefix, Digit digit, int* histogram) {
   const unsigned highest = prefix | ((digit.bins << digit.shift) - 1);
@@ -146,7 +148,7 @@ __device__ inline int count_digit(const Pieces& x, unsigned prefix, Digit digit,
   for_pieces(x, [&](int64_t, const unsigned (&key)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const unsigned bin = (key[j] ^ prefix) >> digit.shift;  // where an earlier digit differs: beyond all bins
+      const unsigned bin = (key[j] ^ prefix) >> digit.shift;  // past all bins if an earlier digit differs
       if (key[j] && bin < digit.bins) atomicAdd(&histogram[bin], 1);
       above += key[j] > highest;
     }
@@ -154,11 +156,11 @@ __device__ inline int count_digit(const Pieces& x, unsigned prefix, Digit digit,
   return above;
 }
 
-// Writes the slots of the part's keys above the threshold, and of its first keys equal to it, ascending. `above` and
-// `equal`: how many of each the earlier parts have; at most `ties` equal ones are kept in all.
+// Writes the slots of the part's keys above the threshold, and of its first keys equal to it, in ascending order.
+// `above` and `equal` are their numbers in the earlier parts; in total at most `ties` equal keys are kept.
 __device__ inline void write_kept(const Pieces& x, unsigned threshold, int ties, int above, int equal, int base,
                                   int64_t* out) {
-  __shared__ int totals[2][kSelectWarps];  // two in turn: one barrier a step
+  __shared__ int totals[2][kSelectWarps];  // alternating, so that each step needs only one barrier
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int turn = 0;
   for_pieces(x, [&](unsigned slot, const unsigned (&key)[4]) {

@@ -1,35 +1,36 @@
-// The slots to keep: exact, ascending, ties to the lower slot.
+// Selects the slots to keep: exact, ascending, ties to the lower slot.
 //
-// Scores become unsigned keys of the same order (select.cuh). The k-th largest key of a unit (a row, or a segment of
-// one) is the threshold; kept are the keys above it and the first of those equal to it. Bytes that must move: each
-// score read once, 8 bytes written for each kept slot. The radix search reads the scores four times (three digits, then
-// the compaction), but only the first time from DRAM: a unit's scores stay in L1 or L2. Four regimes; the choice is
-// one of speed alone, the result is the same:
+// Scores become unsigned keys of the same order (select.cuh). The k-th largest key of a unit (a row, or a segment of a
+// row) is the threshold. The keys above it are kept, and the first of those equal to it. Bytes that must move: each
+// score read once, and 8 bytes written per kept slot. The radix search reads the scores four times (three digits, then
+// the compaction), but only the first time from DRAM: a unit's scores stay in L1 or L2. There are four regimes. They
+// differ in speed only; the result is the same:
 //
-//   short units (<= 1024 scores; LagKV's segments, by the thousand): a warp each. The keys stay in registers, the
-//     threshold is found bit by bit, at one compare a key and one sum over the warp for each bit, until exactly k keys
+//   short units (<= 1024 scores; LagKV's segments, by the thousand): one warp each. The keys stay in registers, and the
+//     threshold is found bit by bit, with one compare per key and one sum over the warp per bit, until exactly k keys
 //     are left. No shared memory, no barrier.
-//   long units, at most one for each multiprocessor (KeyDiff: 8 rows of 131072): a cluster of up to eight blocks each,
-//     where the GPU has clusters. All three digits and the compaction are one launch; the blocks read each other's
-//     histograms out of shared memory, so nothing goes through global memory and nothing has to be zeroed before. A
-//     block's share of 131072 scores is 64 KiB, which L1 holds from the first reading on. 24 KiB of histograms are read
-//     eight times over the cluster, and five cluster barriers passed.
-//   the same without clusters, or longer than a cluster can share: cut into chunks over the whole card. Four launches,
-//     each reading the scores once: a histogram for each digit, then the compaction. The histograms of a unit's chunks
-//     are summed in global memory by integer atomics. A launch starts by looking up, in every block, the bin of the
-//     digit before: what a last finished block would do, without its counter and its fences, and no block waits for
-//     another. So that chunks know where to write, each leaves with its last digit how many of its keys are at least as
-//     large as each of the 1024 keys that are still possible: whichever becomes the threshold, an entry and its
-//     neighbour tell what the chunk keeps.
-//   anything between: a block each, which does the same with its histogram in shared memory.
+//   long units, at most one per multiprocessor (KeyDiff: 8 rows of 131072): a cluster of up to eight blocks each, if
+//     the GPU has clusters. All three digits and the compaction are one launch. The blocks read each other's histograms
+//     from shared memory, so nothing goes through global memory and nothing has to be zeroed first. A block's part of
+//     131072 scores is 64 KiB, which stays in L1 after the first read. The cluster reads 24 KiB of histograms eight
+//     times and passes five cluster barriers.
+//   the same without clusters, or too long for a cluster: the unit is cut into chunks over the whole GPU. Four launches
+//     read the scores once each: a histogram per digit, then the compaction. Integer atomics add the histograms of a
+//     unit's chunks in global memory. Every block of a launch starts by looking up the bin of the previous digit. That
+//     replaces a last-block-done scheme with its counter and fences, and no block waits for another. Chunks also need
+// to
+//     know where to write. With the last digit, each chunk therefore stores how many of its keys are at least as large
+//     as each of the 1024 keys that are still possible. Whichever becomes the threshold, that entry and its neighbour
+//     give the number of keys the chunk keeps.
+//   anything in between: one block each, which does the same with its histogram in shared memory.
 //
-// Scores that crowd into few bins (KeyDiff's are all in (-1, 1)) cost no more than others if the shared atomics on one
-// address merge, as those without a return value do. Equal steps between minimum and maximum, as on the CPU, would
-// spread them, but at the price of one more pass and launch.
+// Scores that crowd into few bins (KeyDiff's are all in (-1, 1)) cost no more than others, provided that shared-memory
+// atomics on one address merge, as atomics without a return value do. Equal steps between minimum and maximum, as on
+// the CPU, would spread the scores, but would take an extra pass and launch.
 //
-// What is kept whatever the scores say (sinks, window, the tail behind the segments) and what fills a row up (invalid
-// slots, -1) has its place by a formula and is spread over all blocks of the row. Budgets and valid slots are clamped
-// here, never read on the host. Not yet measured on a GPU.
+// The position of slots that are kept regardless of score (sinks, window, the tail after the segments), and of those
+// that fill a row up (invalid slots, -1), has a closed form. They are spread over all blocks of the row. Budgets and
+// valid slots are clamped here and never read on the host. Not yet measured on a GPU.
 #pragma once
 #include "../ops/select_topk.h"
 #include "cluster.cuh"
@@ -38,19 +39,19 @@
 namespace kvops {
 namespace {
 
-constexpr int64_t kMostInWarp = 1024;    // scores of a unit whose keys fit the registers of a warp
-constexpr int64_t kMostInBlock = 16384;  // beyond, a unit is split if there are few
+constexpr int64_t kMostInWarp = 1024;    // scores of a unit whose keys fit in the registers of a warp
+constexpr int64_t kMostInBlock = 16384;  // longer units are split if there are few of them
 constexpr int64_t kLeastInChunk = 4096;
-constexpr int64_t kMostInCluster = int64_t{1} << 19;  // beyond, the whole card is faster than eight multiprocessors
+constexpr int64_t kMostInCluster = int64_t{1} << 19;  // beyond this the whole GPU beats eight multiprocessors
 constexpr int kShortThreads = 256;
 
-// Units of a row: its segments; one if it has none, for what is kept without them.
+// Units per row: its segments; or one if it has none, for the slots that are kept anyway.
 KVOPS_HOST_DEVICE inline int64_t units_per_row(const SelectTopkParams& p) {
   return p.segments > 0 ? p.segments : 1;
 }
 
 // A row of the output, [below | head | chosen | tail | beyond | -1]: `kept` slots from [first, end), of which `chosen`
-// depend on the scores, between the invalid slots that fill it up. All of it fits int32, as slots do.
+// depend on the scores, surrounded by the invalid slots that fill it up. Everything fits int32, as slots do.
 struct OutputRow {
   int first, end;
   int below, head, chosen, kept, beyond;
@@ -79,7 +80,7 @@ struct OutputRow {
     return x;
   }
 
-  // Entry i of the row; not for those in `chosen`.
+  // Entry i of the row, unless it is one of the `chosen`.
   __device__ int entry(int i) const {
     if (i < below) return i;
     i -= below;
@@ -89,15 +90,16 @@ struct OutputRow {
   }
 };
 
-// One selection: the best k of n scores, from slot `base` on. k = 0 where a row has no such segment, or keeps all.
+// One selection: the best k of n scores, starting at slot `base`. k = 0 if a row lacks this segment, or keeps
+// everything.
 struct Unit {
   const float* scores;
   int n, k, base;
   int64_t* out;
 };
 
-// Unit `index`. On the way (`write`) thread `part` of its `parts` writes its share of the entries of the row that no
-// score decides: they are spread over all threads of all units of the row.
+// Returns unit `index`. If `write` is set, thread `part` of the unit's `parts` also writes its fraction of the row's
+// entries that do not depend on scores; these are spread over all threads of all units of the row.
 __device__ inline Unit start_unit(const SelectTopkParams& p, unsigned index, int part, int parts, bool write) {
   const unsigned per_row = static_cast<unsigned>(units_per_row(p)), row = index / per_row, s = index % per_row;
   const OutputRow x = OutputRow::of(p, row);
@@ -119,7 +121,7 @@ __device__ inline Unit start_unit(const SelectTopkParams& p, unsigned index, int
           static_cast<int>(x.first + p.sinks + s * p.lag), out + front + s * p.k};
 }
 
-// Short units: a warp each, score e * 32 + lane in key[e].
+// Short units: one warp each, score e * 32 + lane in key[e].
 template <int kEach>
 __global__ void __launch_bounds__(kShortThreads) select_short_kernel(SelectTopkParams p, unsigned units) {
   const unsigned index = blockIdx.x * (kShortThreads / 32) + threadIdx.x / 32;
@@ -132,7 +134,7 @@ __global__ void __launch_bounds__(kShortThreads) select_short_kernel(SelectTopkP
 #pragma unroll
   for (int e = 0; e < kEach; ++e) key[e] = e * 32 + lane < n ? order_key(__ldg(unit.scores + e * 32 + lane)) : 0u;
 
-  // The largest threshold that at least k keys reach; or, which selects the same, one that exactly k reach.
+  // Finds the largest threshold that at least k keys reach, or one that exactly k keys reach, which selects the same.
   unsigned threshold = 0;
   for (unsigned bit = 1u << 31; bit; bit >>= 1) {
     int reach = 0;
@@ -165,7 +167,7 @@ __device__ inline int4& own_bins(int* histogram) {
   return reinterpret_cast<int4*>(histogram)[threadIdx.x];
 }
 
-// A block for each unit.
+// One block per unit.
 __global__ void __launch_bounds__(kSelectThreads) select_block_kernel(SelectTopkParams p) {
   const Unit unit = start_unit(p, blockIdx.x, threadIdx.x, kSelectThreads, true);
   if (unit.k == 0) return;
@@ -184,19 +186,19 @@ __global__ void __launch_bounds__(kSelectThreads) select_block_kernel(SelectTopk
   write_kept(scores, search.prefix, search.rank, 0, 0, unit.base, unit.out);
 }
 
-// A cluster for each unit.
+// One cluster per unit.
 __global__ void __launch_bounds__(kSelectThreads) select_cluster_kernel(SelectTopkParams p, unsigned size) {
   DYNAMIC_SHARED(int, histograms);                                           // [kDigits, kBins]
   int2* const kept = reinterpret_cast<int2*>(histograms + kDigits * kBins);  // keys above the threshold, equal to it
   __shared__ int totals[kSelectWarps];
   const unsigned rank = cluster_rank();
   const Unit unit = start_unit(p, blockIdx.x / size, rank * kSelectThreads + threadIdx.x, size * kSelectThreads, true);
-  if (unit.k == 0) return;  // and so do the cluster's other blocks
+  if (unit.k == 0) return;  // so do the cluster's other blocks
   const Pieces scores = Pieces::of(unit.scores, unit.n).part(rank, size);
 #pragma unroll
   for (int d = 0; d < kDigits; ++d) own_bins(histograms + d * kBins) = {};
   Search search{0, unit.k};
-  int above = 0;  // of this block's keys, those above all that are still possible; each thread's share
+  int above = 0;  // this block's keys above all that are still possible, counted per thread
 #pragma unroll 1
   for (int d = 0; d < kDigits; ++d) {
     int* const histogram = histograms + d * kBins;
@@ -213,21 +215,21 @@ __global__ void __launch_bounds__(kSelectThreads) select_cluster_kernel(SelectTo
     }
     search = narrow(search, counts, Digit(d));
   }
-  // Of the last digit's bins, those above the threshold's.
+  // Add the bins of the last digit above the threshold's.
   const int4 last = own_bins(histograms + (kDigits - 1) * kBins);
   const int bin = static_cast<int>(search.prefix % kLastBins), first = 4 * threadIdx.x;
   above += (first > bin ? last.x : 0) + (first + 1 > bin ? last.y : 0) + (first + 2 > bin ? last.z : 0) +
            (first + 3 > bin ? last.w : 0);
   above = __reduce_add_sync(kWarp, above);
   if (threadIdx.x % 32 == 0) totals[threadIdx.x / 32] = above;
-  __syncthreads();  // the warps' totals are there
+  __syncthreads();  // the warps' totals are written
   if (threadIdx.x == 0) {
     above = 0;
     for (int w = 0; w < kSelectWarps; ++w) above += totals[w];
     *kept = make_int2(above, histograms[(kDigits - 1) * kBins + bin]);
   }
   cluster_sync();  // all blocks know what they keep
-  above = 0;       // of the blocks before
+  above = 0;       // from here on: in the blocks before
   int equal = 0;
   for (unsigned r = 0; r < rank; ++r) {
     const int2 x = *of_block(kept, r);
@@ -235,15 +237,15 @@ __global__ void __launch_bounds__(kSelectThreads) select_cluster_kernel(SelectTo
     equal += x.y;
   }
   write_kept(scores, search.prefix, search.rank, above, equal, unit.base, unit.out);
-  cluster_sync();  // no other block looks into this one's shared memory any more
+  cluster_sync();  // no other block reads this one's shared memory any more
 }
 
-// Units cut into chunks: what the launches leave for each other in global memory.
+// Units cut into chunks: the data that the launches pass on in global memory.
 struct Chunks {
-  unsigned count;   // of each unit
+  unsigned count;   // per unit
   int* histograms;  // [units, kDigits, kBins], zeroed before the first launch
   int* reach;       // [units, count, kReach]: the chunk's keys >= the i-th of the last kLastBins possible thresholds
-  Search* found;    // [units, kDigits]: what was known before that digit
+  Search* found;    // [units, kDigits]: the state before each digit
 
   Chunks(int64_t units, int chunks, Sections& sections)
       : count(static_cast<unsigned>(chunks)),
@@ -251,12 +253,12 @@ struct Chunks {
         reach(sections.add<int>(units * chunks * kReach)),
         found(sections.add<Search>(units * kDigits)) {}
 
-  static constexpr int kReach = kLastBins + 4;  // one more than needed is used: 16-byte accesses
+  static constexpr int kReach = kLastBins + 4;  // only one extra entry is used; four keep accesses at 16 bytes
 
   __device__ int4& bins(unsigned unit, int digit) const {
     return own_bins(histograms + (unit * kDigits + digit) * kBins);
   }
-  // What is known before `digit`: the digit before is looked up in its histogram.
+  // The state before `digit`: looks up the previous digit in its histogram.
   __device__ Search before(const Unit& unit, unsigned index, int digit) const {
     if (digit == 0) return {0, unit.k};
     return narrow(found[index * kDigits + digit - 1], bins(index, digit - 1), Digit(digit - 1));
@@ -279,7 +281,7 @@ __global__ void __launch_bounds__(kSelectThreads) count_digit_kernel(SelectTopkP
   int above = count_digit(scores, search.prefix, digit, histogram);
   if constexpr (kDigit == kDigits - 1) {
     above = __reduce_add_sync(kWarp, above);
-    if (threadIdx.x % 32 == 0) atomicAdd(&histogram[kLastBins], above);  // behind the digit's own bins
+    if (threadIdx.x % 32 == 0) atomicAdd(&histogram[kLastBins], above);  // after the digit's own bins
   }
   __syncthreads();
   const int4 counts = own_bins(histogram);
@@ -306,7 +308,7 @@ __global__ void __launch_bounds__(kSelectThreads) write_chunks_kernel(SelectTopk
   const Unit unit = start_unit(p, index, chunk * kSelectThreads + threadIdx.x, chunks.count * kSelectThreads, true);
   const Pieces scores = Pieces::of(unit.scores, unit.n).part(chunk, chunks.count);
   if (unit.k == 0 || scores.first >= scores.last) return;
-  __shared__ int above, equal;  // of the chunks before
+  __shared__ int above, equal;  // in the chunks before
   if (threadIdx.x == 0) above = equal = 0;
   const Search search = chunks.before(unit, index, kDigits);
   const int* reach = chunks.reach + index * chunks.count * Chunks::kReach + search.prefix % kLastBins;
@@ -319,11 +321,11 @@ __global__ void __launch_bounds__(kSelectThreads) write_chunks_kernel(SelectTopk
   write_kept(scores, search.prefix, search.rank, above, equal, unit.base, unit.out);
 }
 
-// How a call is cut. It needs `workspace` bytes.
+// How a call is divided. It needs `workspace` bytes.
 struct SelectPlan {
   int64_t units, length;
-  unsigned cluster;  // blocks for each unit, or 0
-  int chunks;        // of each unit, or 0
+  unsigned cluster;  // blocks per unit, or 0
+  int chunks;        // per unit, or 0
   int64_t workspace;
 
   static SelectPlan of(const SelectTopkParams& p) {
@@ -335,7 +337,7 @@ struct SelectPlan {
       while (x.cluster > 2 && x.units * x.cluster > 2 * processors) x.cluster /= 2;
       return x;
     }
-    // Two blocks for each multiprocessor run at once in every launch: registers allow that much.
+    // In every launch two blocks run on each multiprocessor at a time, as far as registers allow.
     const int64_t chunks = (x.length + kLeastInChunk - 1) / kLeastInChunk, most = 2 * processors / x.units;
     x.chunks = static_cast<int>(chunks < most ? chunks : most);
     x.workspace = bytes_of<Chunks>(x.units, x.chunks);

@@ -1,8 +1,8 @@
-// How warps read rows of K and V: 16-byte pieces, as fp32 in registers.
+// How warps read rows of K and V: in 16-byte pieces, as fp32 in registers.
 //
 // A row of d elements is d * itemsize / 16 pieces. `kLanes` neighbouring lanes of a warp share a row (a power of two,
-// so that their sums meet in log2 shuffles), so a warp reads 32 / kLanes rows at once; lane l holds the pieces l, l +
-// kLanes, ... (`kPieces` of them). with_lanes() picks both from the number of pieces.
+// so that their sums take log2 shuffles), so a warp reads 32 / kLanes rows at once. Lane l holds pieces l, l + kLanes,
+// ... (`kPieces` of them). with_lanes() picks both from the number of pieces.
 #pragma once
 #include <type_traits>
 
@@ -19,17 +19,17 @@ struct RowLanes {
   static constexpr int kLanes = Lanes, kPieces = Pieces, kRows = 32 / Lanes;
 };
 
-// What rows of T are computed as. fp8 becomes bf16 as it is loaded: a piece of it is 8 bytes in memory.
+// The type that rows of T are computed as. fp8 becomes bf16 as it is loaded; a piece of it is 8 bytes in memory.
 template <class T>
 using Value = std::conditional_t<sizeof(T) == 1, BFloat16, T>;
 
-// Elements in a piece, and its bytes in memory.
+// Elements per piece, and its bytes in memory.
 template <class T>
 constexpr int kPiece = 16 / static_cast<int>(sizeof(Value<T>));
 template <class T>
 constexpr int kPieceBytes = kPiece<T> * static_cast<int>(sizeof(T));
 
-// fn(RowLanes<...>{}) for rows of T of so many pieces. kMaxHeadDim bounds them: checks refuse wider rows.
+// Calls fn(RowLanes<...>{}) for rows of T with this many pieces. Checks have rejected rows wider than kMaxHeadDim.
 template <class T = float, class Fn>
 inline void with_lanes(int64_t pieces, const Fn& fn) {
   if (pieces <= 8) return fn(RowLanes<8, 1>{});
@@ -42,8 +42,9 @@ inline void with_lanes(int64_t pieces, const Fn& fn) {
   return fn(RowLanes<32, 4>{});
 }
 
-// The address of x's first row and its strides, or-ed: all rows start at a multiple of a power of two if this is one.
-// Strides of dims of one entry do not matter. Of pages, the first dim and the tokens are the pages and their slots.
+// The bitwise or of the address of x's first row and its strides: all rows are aligned to a power of two if this is.
+// The strides of dims of size one do not matter. For pages, the first dim counts pages and the token dim counts a
+// page's slots.
 inline uint64_t address_bits(const KVView& x, int64_t b, int64_t heads, int64_t n) {
   if (x.table) {
     b = x.num_pages;
@@ -53,13 +54,13 @@ inline uint64_t address_bits(const KVView& x, int64_t b, int64_t heads, int64_t 
          static_cast<uint64_t>(heads > 1 ? x.stride_h : 0) | static_cast<uint64_t>(n > 1 ? x.stride_n : 0);
 }
 
-// May rows be read in whole pieces?
+// Whether rows can be read in whole pieces.
 inline bool aligned_rows(const KVView& x, int64_t b, int64_t heads, int64_t n) {
   return address_bits(x, b, heads, n) % 16 == 0;
 }
 
-// The rows of a head. Kernels have an instance for dense memory and one for pages, from which the compiler drops what
-// the other kind needs. fp8, which is rarely dense, has one for both.
+// The rows of a head. Kernels are instantiated for dense memory and for pages, and the compiler drops what each does
+// not need. fp8, which is rarely dense, has one instance for both.
 template <bool kPaged, class T = float>
 __device__ inline HeadRows head_rows(KVView x, int64_t b, int64_t h) {
   if constexpr (!kPaged) x.table = nullptr;
@@ -68,7 +69,7 @@ __device__ inline HeadRows head_rows(KVView x, int64_t b, int64_t h) {
   return rows;
 }
 
-// fn(std::bool_constant<kPaged>{}) for K, or K and V, of T: only calls with pages pay for their look-ups.
+// Calls fn(std::bool_constant<kPaged>{}) for K, or K and V, of T, so that only paged calls pay for page lookups.
 template <class T = float, class Fn>
 inline void with_pages(const KVView& x, const Fn& fn) {
   if constexpr (sizeof(T) == 1)
@@ -91,7 +92,7 @@ __device__ inline bool is_finite(float x) {
   return fabsf(x) < CUDART_INF_F;
 }
 
-// Rounded to nearest, ties to even.
+// Rounds to nearest, ties to even.
 template <class T>
 __device__ inline T from_float(float x) {
   if constexpr (sizeof(T) == 4)
@@ -102,7 +103,7 @@ __device__ inline T from_float(float x) {
     return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
 }
 
-// 4 bytes, element by element.
+// Loads 4 bytes, element by element.
 template <class T>
 __device__ inline unsigned load_word(const char* p) {
   if constexpr (sizeof(T) == 4) {
@@ -116,7 +117,7 @@ __device__ inline unsigned load_word(const char* p) {
   }
 }
 
-// Two bf16 numbers times two others, subnormal ones too.
+// The products of two bf16 pairs, subnormals included.
 __device__ inline unsigned multiply_bf16(unsigned x, unsigned y) {
 #ifdef __CUDACC__
   unsigned product;
@@ -132,18 +133,18 @@ __device__ inline unsigned multiply_bf16(unsigned x, unsigned y) {
 #endif
 }
 
-// Two fp8 numbers, each in the upper half of 16 bits, as bf16: exponent and mantissa go where those of bf16 lie, and
-// the product moves the bias. What is no number gets the exponent of none.
+// Two fp8 numbers, each in the upper half of 16 bits, as bf16: exponent and mantissa are moved to where bf16 has them,
+// and the product adjusts the bias. NaN (and infinity) get the exponent of bf16's NaN and infinity.
 template <class T>
 __device__ inline unsigned widen_two(unsigned x) {
   constexpr bool e4m3 = std::is_same_v<T, E4M3>;
   constexpr unsigned kBias = e4m3 ? 0x7b807b80u : 0x77807780u;     // 2^120 or 2^112
-  constexpr unsigned kSpecial = e4m3 ? 0x01000100u : 0x04000400u;  // carries into the sign from NaN, or infinity, on
+  constexpr unsigned kSpecial = e4m3 ? 0x01000100u : 0x04000400u;  // carries into the sign bit for NaN (and infinity)
   const unsigned magnitude = x & 0x7f007f00u, special = (magnitude + kSpecial) & 0x80008000u;
   return multiply_bf16(magnitude >> (e4m3 ? 4 : 3), kBias) | (special - (special >> 8)) | (x & 0x80008000u);
 }
 
-// A piece as it is computed with, from its bytes.
+// A piece in the type of the arithmetic, from its bytes.
 template <class T>
 __device__ inline uint4 widen(uint4 raw) {
   if constexpr (sizeof(T) == 1) {
@@ -158,8 +159,8 @@ __device__ inline std::enable_if_t<sizeof(T) == 1, float> to_float(T x) {
   return to_float(BFloat16{static_cast<uint16_t>(widen_two<T>(unsigned{x.bits} << 8))});
 }
 
-// The bytes of a piece: in one access where rows are 16-byte aligned (kWide), else element by element. Which one is
-// chosen outside of the loop that issues the loads, or they would wait for one another.
+// The bytes of a piece: one access if rows are 16-byte aligned (kWide), otherwise element by element. The choice is
+// made outside the loop that issues the loads, which would otherwise wait for one another.
 template <class T, bool kWide>
 __device__ inline uint4 load_raw(const char* p) {
   if constexpr (sizeof(T) == 1) {
@@ -177,7 +178,7 @@ __device__ inline uint4 load_piece(const char* p) {
   return widen<T>(load_raw<T, kWide>(p));
 }
 
-// The elements of a piece.
+// The elements of a piece, as floats.
 template <class T>
 __device__ inline void unpack(uint4 piece, float (&x)[kPiece<T>]) {
   const unsigned word[4] = {piece.x, piece.y, piece.z, piece.w};

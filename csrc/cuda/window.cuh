@@ -1,18 +1,18 @@
-// The products of a window's rows with keys: what window_scores and window_attention share.
+// Products of a window's rows with keys: what window_scores and window_attention share.
 //
-// The G w query rows of one KV head meet blocks of its keys. Of the product, keys are the tensor core's rows (its M)
-// and queries its columns: a warp has 16 or 32 keys in registers, straight from global memory, and multiplies them with
-// all rows, 16 at a time, out of shared memory. So a key is read once whatever the number of rows, its sum over rows is
-// added up within four lanes, and no warp waits for another: the loop over keys has no barrier, and each warp has its
-// next keys on their way while it works on these.
+// The G w query rows of one KV head are multiplied with blocks of its keys. In this product, keys are the tensor core's
+// rows (its M) and queries its columns. A warp holds 16 or 32 keys in registers, loaded straight from global memory,
+// and multiplies them with all rows, 16 at a time, from shared memory. So each key is read once for any number of rows,
+// its sum over rows is added within four lanes, and warps do not wait for each other: the loop over keys has no
+// barrier, and each warp loads its next keys while it works on the current ones.
 //
-// The order of a dot product's terms is free as long as both sides agree. A lane therefore loads whole 16-byte pieces
-// (lane c of four the pieces c, c + 4, ...) and hands their words to the tensor core as they are; no ldmatrix is
-// needed. A row of queries in shared memory has a pitch of 64 bytes more than a multiple of 128, so that the eight
-// lanes that read together meet no bank twice.
+// The order of a dot product's terms is free as long as both operands agree. A lane therefore loads whole 16-byte
+// pieces (lane c of four loads pieces c, c + 4, ...) and passes their words to the tensor core as they are; ldmatrix is
+// not needed. Rows of queries in shared memory have a pitch of 64 bytes more than a multiple of 128, so that the eight
+// lanes that read together have no bank conflicts.
 //
-// fp32 is multiplied in fp32 with the same shapes: a lane multiplies its pieces of two keys with those of 16 rows, and
-// the four lanes exchange sums until each has the four that it would have of a tensor core.
+// fp32 is multiplied in fp32 in the same shapes: a lane multiplies its pieces of two keys with those of 16 rows, and
+// the four lanes exchange partial sums until each has the four products that a tensor core would give it.
 #pragma once
 #include "../ops/window_scores.h"
 #include "math.cuh"
@@ -26,22 +26,21 @@ namespace {
 constexpr int kWindowThreads = 256, kWindowWarps = kWindowThreads / 32;
 constexpr int kTileRows = 16;  // rows that a warp multiplies at a time
 
-// ---- Keys, in registers
-// ----------------------------------------------------------------------------------------------
+// ---- Keys, in registers ----
 
-// A warp's keys: lane l has of the keys l / 4 + 8 i the pieces l % 4 + 4 p. kPieces of 16 bytes make 64 kPieces bytes
-// of a row; wider rows come in several parts.
+// A warp's keys: lane l has, of keys l / 4 + 8 i, pieces l % 4 + 4 p. kPieces pieces of 16 bytes cover 64 kPieces bytes
+// of a row; wider rows are processed in several parts.
 template <class T, int kPieces>
 struct KeyTile {
   using Stored = T;
   static constexpr int kBlocks = sizeof(T) < 4 && kPieces == 4 ? 2 : 1;  // of 16 keys: 64 registers
-  static constexpr int kKeys = 16 * kBlocks, kOwn = 2 * kBlocks;         // keys of the warp; that a lane has pieces of
+  static constexpr int kKeys = 16 * kBlocks, kOwn = 2 * kBlocks;         // keys per warp; keys a lane has pieces of
   // The next keys are loaded while these are multiplied. In fp32 one tile keeps a warp busy for longer than a load
-  // takes, so that the scheduler's other warp hides it, and the registers hold sums.
+  // takes, so the scheduler's other warp hides the latency, and the registers hold sums instead.
   static constexpr bool kAhead = sizeof(T) < 4;
   uint4 raw[kOwn][kPieces];
 
-  // Keys [0, left) of `rows`, as far as they are in this part of the row, of `pieces` pieces; the others are 0.
+  // Loads keys [0, left) of `rows`, limited to this part of a row of `pieces` pieces; the rest is 0.
   __device__ void load(const HeadRows& rows, int left, int pieces, int part, bool wide) {
     if (wide)
       load<true>(rows, left, pieces, part);
@@ -65,12 +64,12 @@ struct KeyTile {
   }
 };
 
-// x[m][t][e]: what a lane has of the products with 16 rows, as of tensor cores: block m of 16 keys, half t of the rows;
-// key l / 4 + 8 (e / 2), row 2 (l % 4) + e % 2.
+// x[m][t][e]: a lane's products with 16 rows, in the layout of the tensor cores: block m of 16 keys, half t of the
+// rows; key l / 4 + 8 (e / 2), row 2 (l % 4) + e % 2.
 template <int kBlocks>
 using Products = float[kBlocks][2][4];
 
-// Adds the products of a part of the keys with that of 16 rows. `queries`: the first row in shared memory.
+// Adds the products of one part of the keys with the same part of 16 rows. `queries`: the first row, in shared memory.
 template <class T, int kPieces>
 __device__ inline void multiply(Products<KeyTile<T, kPieces>::kBlocks>& x, const KeyTile<T, kPieces>& keys,
                                 const char* queries, int pitch, int pieces, int part) {
@@ -96,7 +95,7 @@ __device__ inline void multiply(Products<KeyTile<T, kPieces>::kBlocks>& x, const
   } else {
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      float sums[2][8] = {};  // of this lane's pieces: key, row
+      float sums[2][8] = {};  // over this lane's pieces: [key][row]
 #pragma unroll
       for (int p = 0; p < kPieces; ++p) {
         if (4 * p >= pieces) break;
@@ -113,7 +112,8 @@ __device__ inline void multiply(Products<KeyTile<T, kPieces>::kBlocks>& x, const
           }
         }
       }
-      // Of the 8 rows, the upper two of the four lanes take the upper half, then the odd ones the upper half of that.
+      // Of the 8 rows, the upper two of the four lanes take the upper half; then the odd lanes take the upper half of
+      // that.
       const bool upper = lane & 2, odd = lane & 1;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -133,23 +133,21 @@ __device__ inline void multiply(Products<KeyTile<T, kPieces>::kBlocks>& x, const
   }
 }
 
-// ---- Logits and their sums
-// -------------------------------------------------------------------------------------------
+// ---- Logits ----
 
-// A logit times `unit` (1 or log2(e)), of a product; rounded (kLargeLogit).
+// The logit of a product, times `unit` (1 or log2(e)); rounded (kLargeLogit).
 __device__ inline float logit_of(const Window& p, float product, float unit) {
   if (p.softcap == 0.0f) return __fmul_rn(product, p.scale * unit);
   return p.softcap * unit * tanhf(product * p.scale / p.softcap);
 }
 
-// ---- Queries, in shared memory
-// ---------------------------------------------------------------------------------------
+// ---- Queries, in shared memory ----
 
-// The rows of one KV head, as tiles take them: `units` runs of `size` rows whose scores are reduced together, each
-// padded to a multiple of 8. Either all G w rows are one unit, or each query head's w rows.
+// The rows of one KV head, as tiles use them: `units` runs of `size` rows whose scores are reduced together, each
+// padded to a multiple of 8. A unit is either all G w rows, or the w rows of one query head.
 struct RowLayout {
   int units, size, padded;
-  int rows;  // of all units, padded to a multiple of 16
+  int rows;  // over all units, padded to a multiple of 16
 
   static RowLayout of(int64_t units, int64_t size) {
     const int padded = static_cast<int>((size + 7) / 8 * 8);
@@ -157,7 +155,7 @@ struct RowLayout {
             static_cast<int>((units * padded + kTileRows - 1) / kTileRows * kTileRows)};
   }
 
-  // The row there, g * w + i, or -1.
+  // The row at this position, g * w + i, or -1 for padding.
   KVOPS_HOST_DEVICE int at(int row) const {
     const int unit = row / padded, i = row - unit * padded;
     return unit < units && i < size ? unit * size + i : -1;
@@ -170,7 +168,7 @@ inline int query_pitch(const Window& p) {
   return width % 128 ? width : width + 64;
 }
 
-// May rows of queries be read in whole pieces?
+// Whether rows of queries can be read in whole pieces.
 inline bool aligned_queries(const Window& p) {
   const QueryView& q = p.q;
   const int64_t item = p.k.row_bytes / p.d;
@@ -181,7 +179,7 @@ inline bool aligned_queries(const Window& p) {
                                    0;
 }
 
-// A piece of row g * w + i of a KV head's queries, 0 behind its end.
+// A piece of row g * w + i of a KV head's queries; 0 past its end.
 template <class T>
 __device__ inline uint4 query_piece(const Window& p, int64_t b, int64_t h, int row, int piece, bool wide) {
   const int w = static_cast<int>(p.w), at = piece * kPiece<T>;
@@ -195,8 +193,8 @@ __device__ inline uint4 query_piece(const Window& p, int64_t b, int64_t h, int r
   return x;
 }
 
-// Rows first + [0, count) of `layout` to shared memory: the queries (0 where there is no row, and behind the end of
-// each), and the rows' limits (0 where there is none). By the whole block; a barrier follows.
+// Copies rows first + [0, count) of `layout` to shared memory: the queries (0 for padding, and past the end of each
+// row), and the rows' limits (0 for padding). Called by the whole block; a barrier must follow.
 template <class T>
 __device__ inline void load_queries(const Window& p, const RowLayout& layout, int64_t b, int64_t h, int first,
                                     int count, char* queries, int pitch, int* limits, bool wide) {
@@ -212,13 +210,13 @@ __device__ inline void load_queries(const Window& p, const RowLayout& layout, in
   }
 }
 
-// What the limits of a tile's rows are, and of all rows.
+// The smallest and largest limit of a set of rows.
 struct Limits {
   int least, most;
 };
 
-// The limits of each tile of 16 of `count` rows. If one of its factors, where given, is
-// negative, the least is 0: such rows take the careful way. A warp does it; a barrier lies before and behind.
+// Computes the limits of each tile of 16 rows, out of `count`. If `factors` is given and one of a tile's factors is
+// negative, its `least` becomes 0, so that the tile takes the careful path. Needs a barrier before and after.
 __device__ inline void limits_of_tiles(const int* limits, int count, Limits* tiles, const float* factors = nullptr) {
   for (int tile = threadIdx.x; tile < count / kTileRows; tile += blockDim.x) {
     Limits x{limits[tile * kTileRows], limits[tile * kTileRows]};
@@ -232,7 +230,8 @@ __device__ inline void limits_of_tiles(const int* limits, int count, Limits* til
   }
 }
 
-// One past the last key that any row sees, and how many rows see any. By the whole block; every thread gets both.
+// One past the last key that any row sees, and the number of rows that see any key. Called by the whole block; every
+// thread gets both.
 struct Counted {
   int most, rows;
 };
@@ -256,27 +255,26 @@ __device__ inline Counted count_rows(const Window& p, int64_t b) {
 }
 static_assert(kWindowThreads >= kMaxWindow);
 
-// ---- Keys, cut into splits
-// -------------------------------------------------------------------------------------------
+// ---- Keys, cut into splits ----
 
 // A block takes the `split`-th run of `keys` keys of one head.
 struct Splits {
   int64_t keys;
   unsigned count;
 
-  // Where results depend on no split: so many that those of `heads` heads fill the GPU about twice.
+  // For results that do not depend on the splits: enough splits that those of `heads` heads fill the GPU about twice.
   static Splits of(int64_t n, int64_t heads) {
     return about(n, int64_t{multiprocessors()} * 2 / (heads > 0 ? heads : 1));
   }
 
-  // Where sums over keys do: the same for every GPU, batch and number of heads. With 8 heads 148 splits are 1184
-  // blocks: 10.96 for each multiprocessor of an A100 (108), 8.97 of an H200 (132), 8 of a B200 (148), so the last round
-  // is nearly full on all of them. Rows that take several blocks get fewer splits. tests/test_window_plans.py says what
-  // it costs.
+  // For sums over keys, which do depend on the splits: the same number for every GPU, batch and number of heads. With 8
+  // heads, 148 splits are 1184 blocks: 10.96 per multiprocessor on an A100 (108), 8.97 on an H200 (132), 8 on a B200
+  // (148), so the last round is nearly full on all of them. Rows that take several blocks get fewer splits.
+  // tests/test_window_plans.py measures the cost.
   static Splits fixed(int64_t n, int64_t row_blocks) { return about(n, 148 / row_blocks); }
 
  private:
-  // So many splits or a few less, of at least 64 keys for each of 8 warps.
+  // The wanted number of splits or slightly fewer, with at least 64 keys for each of 8 warps.
   static Splits about(int64_t n, int64_t wanted) {
     constexpr int64_t step = 32 * kWindowWarps;
     int64_t keys = wanted > 1 ? (n + wanted - 1) / wanted : n;
@@ -290,7 +288,7 @@ template <int N>
 struct Constant {
   static constexpr int value = N;
 };
-// fn(T{}, Constant<pieces>{}) for the dtype and the width of keys, as they are stored.
+// Calls fn(T{}, Constant<pieces>{}) for the stored dtype and the width of the keys.
 template <class Fn>
 inline void with_key_tile(const Window& p, const Fn& fn) {
   with_read_dtype(p.stored, [&](auto type) {
@@ -302,7 +300,8 @@ inline void with_key_tile(const Window& p, const Fn& fn) {
   });
 }
 
-// The products of a warp's keys with 16 rows: from registers where the keys fit, else part by part from global memory.
+// The products of a warp's keys with 16 rows: from registers if the keys fit, otherwise part by part from global
+// memory.
 template <class T, int kPieces>
 __device__ inline void multiply_all(Products<KeyTile<T, kPieces>::kBlocks>& x, KeyTile<T, kPieces>& keys,
                                     const Window& p, const HeadRows& rows, int left, bool wide, const char* queries,

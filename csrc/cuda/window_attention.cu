@@ -5,14 +5,14 @@
 namespace kvops {
 namespace {
 
-// What a call keeps while it runs.
+// The workspace of a call.
 struct WindowAttentionMemory {
   float* parts;    // [b, Hq, w, parts, dv]
   RowSum* sums;    // [b, Hq, w, parts]
   float2* totals;  // [b, Hq, w], each a RowSum
-  float* logits;   // [b, Hq, n], of one row for each query head, for its scores, or null
-  char* passes;    // of window_scores' passes, one after the other
-  char* turned;    // [b, Hk, n, d], keys that turn before all else
+  float* logits;   // [b, Hq, n], for one row per query head, from which its scores follow; or null
+  char* passes;    // for window_scores' passes, one after the other
+  char* turned;    // [b, Hk, n, d], keys that are rotated beforehand
   char* widened;   // [b, Hk, n, dv], the values beside them, if they are fp8
 
   WindowAttentionMemory(const WindowAttentionParams& p, const AttentionPlan& plan, Sections& sections) {

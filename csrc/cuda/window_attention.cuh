@@ -1,43 +1,44 @@
-// The attention of a window's rows, or of one decode step: parts of it for runs of keys, and their combination. The
-// scores come from window_scores' passes, with the lse that is made here.
+// The attention of a window's rows, or of one decode step: partial results over runs of keys, and their combination.
+// The scores come from window_scores' passes, with the lse computed here.
 //
 //   out[i] = sum over j of exp(logit[i, j] - lse[i]) v_j,   lse[i] = log(sum over j of exp(logit[i, j]))
 //
-// Bytes that must move: K and V once, and K once more for the scores (w > 1), or the logits of one row for each query
-// head, written and read: 8 G bytes for each key.
+// Bytes that must move: K and V once; for the scores, K once more (w > 1), or the logits of one row per query head,
+// written and read: 8 G bytes per key.
 //
-// attention_parts (16-bit numbers, head dims up to 256): FlashAttention-2, split over the keys. A block has 4 or 8
-// warps. They share the rows, 16 each; with fewer rows than warps they share the keys too, so that decoding keeps all
-// warps busy. K and V come by cp.async into a ring of stages in shared memory, each warp copying 16 keys of a stage: a
-// lane has one 16-byte column of every second row, so the loop only adds to two addresses, and only the last tile of a
-// split looks for the end. Warps that share rows take the keys that they copied themselves and wait for nobody; warps
-// that share keys meet at a barrier. Each has its rows' maximum, sum and out in registers; at the end the warps that
-// share rows add theirs up in shared memory, always in the same order, so a block leaves one part of each of its rows.
-// Scores of 16 or 32 keys at a time are turned to weights in the registers in which the tensor cores left them, and go
-// back as the left side of the product with V, which ldmatrix transposes.
+// attention_parts (16-bit types, head dims up to 256): FlashAttention-2, split over the keys. A block has 4 or 8 warps.
+// They divide the rows among them, 16 each; with fewer rows than that, they divide the keys too, so that decoding keeps
+// all warps busy. K and V arrive by cp.async in a ring of stages in shared memory, and each warp copies 16 keys of a
+// stage. A lane copies one 16-byte column of every second row, so the loop only increments two addresses, and only the
+// last tile of a split checks for the end. Warps with the same rows use only the keys that they copied themselves and
+// wait for no other warp; warps with the same keys meet at a barrier. Each warp has its rows' maximum, sum and out in
+// registers. At the end, warps with the same rows add theirs in shared memory, always in the same order, so a block
+// produces one part for each of its rows. The logits of 16 or 32 keys at a time become weights in the registers in
+// which the tensor cores left them, which are then the left operand of the product with V; ldmatrix transposes V.
 //
-// Decode (w = 1, G = 4, bf16, d = 128, 8 heads, n = 131072), predicted for an H200, not measured: 537 MB of K and V
-// and 34 MB of logits, written and read: 119 us at 4.8 TB/s. A multiprocessor then gets a key (512 bytes) every 25
-// cycles, in which its schedulers issue 100 instructions; of them a key takes 36, counted in the machine code of
-// sm_90a: 10 to copy 512 bytes, 26 for the products with 16 padded rows, the softmax and the logits. Two blocks of 4
-// warps with 3 stages of 32 KB have 128 to 192 KB on their way, where 4.8 TB/s for 800 ns need 29 KB. So the memory
-// should be the only bound: 85 to 90 % of its peak for K and V (126 to 132 us), 8 us for the logits, and some 5 us for
-// three launches and the combination, whose 128 parts of 32 rows are 2.1 MB: about 82 % of the floor.
+// Decode (w = 1, G = 4, bf16, d = 128, 8 heads, n = 131072), predicted for an H200, not measured: 537 MB of K and V and
+// 34 MB of logits, written and read: 119 us at 4.8 TB/s. A multiprocessor then gets a key (512 bytes) every 25 cycles,
+// in which its schedulers can issue 100 instructions. A key takes 36 of them, counted in the machine code for sm_90a:
+// 10 to copy 512 bytes, 26 for the products with 16 padded rows, the softmax and the logits. Two blocks of 4 warps with
+// 3 stages of 32 KB have 128 to 192 KB in flight; 4.8 TB/s at 800 ns latency need 29 KB. So the kernel should be
+// memory-bound: 85 to 90 % of peak bandwidth for K and V (126 to 132 us), 8 us for the logits, and some 5 us for three
+// launches and the combination, whose 128 parts of 32 rows are 2.1 MB. That is about 82 % of the floor.
 //
-// Where keys turn at their slots, a decode step's (w = 1) do so in shared memory: each warp turns the 16 keys that it
-// has copied, and reads their cosines and sines on the way, 8 bytes for each pair. All heads need these, so their
-// blocks of the same split run at the same time, and all but the first find them in L2. Other calls read K more than
-// once; there rope_at_slots turns it into the workspace, once.
+// If keys are rotated at their slots, a decode step (w = 1) rotates them in shared memory. Each warp rotates the 16
+// keys that it copied and reads their cosines and sines as it goes, 8 bytes per pair. All heads need these tables. The
+// heads' blocks for the same split run at the same time, so all but the first find them in L2. Other calls read K more
+// than once, so rope_at_slots rotates it into the workspace first, once.
 //
-// attention_combine: a block for each row adds its parts in their order.
+// attention_combine: one block per row adds its parts in order.
 //
-// plain_attention_parts (fp32, wider heads): with the maxima of window_scores' first pass the weights need no running
-// maximum. 8 warps make the weights of 128 keys for 16 rows, then every thread adds up four
-// channels of some of the keys. CUDA cores, K three times, K and V anew for every 16 rows (from L2): right, not fast.
+// plain_attention_parts (fp32, wider heads): the maxima from window_scores' first pass make a running maximum
+// unnecessary. 8 warps compute the weights of 128 keys for 16 rows, then every thread accumulates four channels over
+// some of the keys. It uses CUDA cores, reads K three times, and rereads K and V for every 16 rows (from L2): correct,
+// but not fast.
 //
-// Grid: x runs over (batch, KV head, split, run of rows), the last fastest: blocks with the same keys run at the same
-// time, so DRAM is read once and the others find K and V in L2. Splits depend on the number of keys and rows, not on
-// the heads, the batch or the GPU (window.cuh). Not yet measured on a GPU.
+// Grid: x runs over (batch, KV head, split, run of rows), the last fastest. Blocks with the same keys run at the same
+// time, so DRAM is read once and the others find K and V in L2. Splits depend on the number of keys and rows, but not
+// on the heads, the batch or the GPU (window.cuh). Not yet measured on a GPU.
 #pragma once
 #include "../ops/window_attention.h"
 #include "async.cuh"
@@ -50,22 +51,23 @@ namespace {
 
 constexpr int64_t kTensorCoreDim = 256;
 constexpr int kGroupKeys = 16;                 // that a warp copies at a time
-constexpr int kPlainKeys = 16 * kWindowWarps;  // of a step of the plain kernel
+constexpr int kPlainKeys = 16 * kWindowWarps;  // per step of the plain kernel
 
-// How a call is cut. All but the number of stages, and so all that a result depends on, follows from the shapes alone.
+// How a call is divided. Everything that a result depends on, so all but the number of stages, follows from the shapes
+// alone.
 struct AttentionPlan {
   bool tensor_cores;
-  bool turns;               // keys in shared memory; else those that turn have been before
+  bool turns;               // rotate keys in shared memory; otherwise they have been rotated beforehand
   bool wide, wide_queries;  // 16-byte aligned rows of keys and values, and of queries
-  int warps, row_warps;     // of a block: row_warps of 16 rows each, and warps / row_warps of them share the keys
+  int warps, row_warps;     // per block: row_warps cover the rows, 16 each; warps / row_warps groups divide the keys
   int stages;
-  int pitch;  // bytes from one row of queries to the next, of the plain kernel
+  int pitch;  // bytes from one row of queries to the next, for the plain kernel
   int row_blocks;
   Splits splits;
-  int parts;  // of each row
+  int parts;  // per row
   int64_t shared_bytes;
 
-  // memory: bytes that a block may have.
+  // memory: shared memory that a block may use, in bytes.
   static AttentionPlan of(const WindowAttentionParams& p, int64_t memory = shared_memory()) {
     const Window& w = p.window;
     AttentionPlan x = {};
@@ -89,9 +91,8 @@ struct AttentionPlan {
     x.row_blocks = (tiles + x.row_warps - 1) / x.row_warps;
     x.splits = Splits::fixed(w.n, x.row_blocks);
     x.parts = static_cast<int>(x.splits.count);
-    // Two blocks to a multiprocessor, so that one copies while the other begins or ends, where each can have two
-    // stages.
-    constexpr int64_t reserved = 1024, own = sizeof(RowSum) * kTileRows * kWindowWarps;  // of a block
+    // Two blocks per multiprocessor, if each can have two stages, so that one copies while the other starts or ends.
+    constexpr int64_t reserved = 1024, own = sizeof(RowSum) * kTileRows * kWindowWarps;  // per block
     const int64_t queries = width == 128 ? 0 : kTileRows * x.row_warps * 2 * width,
                   stage = x.warps * group_bytes(width);
     for (int blocks = 2; x.stages < 2 && blocks > 0; --blocks)
@@ -101,11 +102,11 @@ struct AttentionPlan {
     return x;
   }
 
-  // Elements of a row in shared memory.
+  // Elements per row in shared memory.
   static int tile_width(const WindowAttentionParams& p) { return p.window.d <= 128 && p.dv <= 128 ? 128 : 256; }
-  // Of a warp's keys and their values there.
+  // Bytes of a warp's keys and their values there.
   KVOPS_HOST_DEVICE static constexpr int group_bytes(int width) { return kGroupKeys * 2 * 2 * width; }
-  // Threads of the plain kernel that share the keys: a thread has four channels.
+  // Groups of threads that divide the keys in the plain kernel: a thread has four channels.
   KVOPS_HOST_DEVICE static int plain_groups(int64_t dv) { return kWindowThreads / static_cast<int>(dv / 4); }
 };
 
@@ -117,24 +118,23 @@ __device__ inline void wait_for_stage(int stages) {
     wait_for_stage<kStages - 1>(stages);
 }
 
-// ---- Rows in shared memory
-// -------------------------------------------------------------------------------------------
+// ---- Rows in shared memory ----
 
-// Where a 16-byte piece lies. A row's pieces are permuted, so that neither eight lanes that read four pieces of two
-// rows (queries, keys) nor eight that read one piece of eight rows (values) meet a bank twice.
+// The position of a 16-byte piece. A row's pieces are permuted to avoid bank conflicts, both when eight lanes read four
+// pieces of two rows (queries, keys) and when they read one piece of eight rows (values).
 template <int kWidth>
 __device__ inline int place_of(int row, int piece) {
   const int permutation = (row & 1) << 2 | (row & 2) | (row >> 2 & 1);
   return row * 2 * kWidth + (piece ^ permutation) * 16;
 }
 
-// What a lane copies of a group: one column of 16 bytes, of every kStep-th row.
+// The part of a group that a lane copies: one column of 16 bytes, in every kStep-th row.
 template <int kWidth>
 struct Column {
   static constexpr int kColumns = kWidth / 8, kStep = 32 / kColumns;
   int row = threadIdx.x % 32 / kColumns, column = threadIdx.x % kColumns;
 
-  // Begins to copy the warp's rows; what is behind the first `count` becomes 0.
+  // Starts copying the warp's rows; anything after the first `count` becomes 0.
   template <class T>
   __device__ void copy(char* to, const HeadRows& rows, int pieces, int count, bool wide) const {
     if (column >= pieces) return;
@@ -156,7 +156,7 @@ struct Column {
     }
   }
 
-  // Makes bf16 of the fp8 rows that this lane has copied, and that are there.
+  // Converts the fp8 rows that this lane has copied, and that have arrived, to bf16.
   template <class T>
   __device__ void widen_rows(char* to, int pieces) const {
     if (column >= pieces) return;
@@ -164,7 +164,7 @@ struct Column {
     for (int i = 0; i < kGroupKeys; i += kStep) *at(to, i) = widen<T>(*at(to, i));
   }
 
-  // The column of all rows becomes 0, if it is one of [begin, end).
+  // Sets the column to 0 in all rows, if it is in [begin, end).
   __device__ void clear(char* to, int begin, int end) const {
     if (column < begin || column >= end) return;
 #pragma unroll 1
@@ -184,11 +184,11 @@ struct Column {
   }
 };
 
-// Turns the warp's keys, those of the slots slot + [0, count). A lane takes two units that turn with each other.
+// Rotates the warp's keys, those of slots slot + [0, count). A lane takes two units that are rotated together.
 template <class T, int kWidth, class Unit>
 __device__ inline void turn_keys(const SlotRope& rope, int64_t b, int64_t slot, int count, char* keys) {
   using Pairs = Turn<T, Unit>;
-  constexpr int kUnits = 16 / sizeof(Unit);  // of a piece
+  constexpr int kUnits = 16 / sizeof(Unit);  // per piece
   const RowUnits row = {0, static_cast<int>(rope.pairs) / Pairs::kPairs, rope.interleaved};
   const auto at = [&](int key, int unit) -> Unit& {
     return reinterpret_cast<Unit*>(keys + place_of<kWidth>(key, unit / kUnits))[unit % kUnits];
@@ -216,10 +216,9 @@ __device__ inline void turn_keys(const SlotRope& rope, int64_t b, int64_t slot, 
   }
 }
 
-// ---- A warp's rows
-// ---------------------------------------------------------------------------------------------------
+// ---- A warp's rows ----
 
-// Two numbers to one register, the first below.
+// Packs two numbers into one register, the first in the low half.
 template <class T>
 __device__ inline unsigned pack(float low, float high) {
   if constexpr (std::is_same_v<T, BFloat16>) {
@@ -231,19 +230,19 @@ __device__ inline unsigned pack(float low, float high) {
   }
 }
 
-// A warp's 16 rows: what is known of the keys so far. Lane l has rows l / 4 (index 0) and l / 4 + 8 (1).
+// The running state of a warp's 16 rows. Lane l has rows l / 4 (index 0) and l / 4 + 8 (index 1).
 template <class T, int kWidth>
 struct RowState {
-  static constexpr int kBlocks = kWidth / 32;  // 64 bytes of a row of queries or keys
+  static constexpr int kBlocks = kWidth / 32;  // blocks of 64 bytes in a row of queries or keys
   static constexpr bool kHeld = kWidth == 128;
   static constexpr int kValues = kGroupKeys * 2 * kWidth, kGroupBytes = AttentionPlan::group_bytes(kWidth);
   uint4 held[kHeld ? kBlocks : 1][2];
-  const char* queries;            // or of the 16 rows in shared memory
-  float out[kWidth / 8][4] = {};  // as of tensor cores
+  const char* queries;            // or the 16 rows in shared memory
+  float out[kWidth / 8][4] = {};  // in the layout of the tensor cores
   float most[2] = {-HUGE_VALF, -HUGE_VALF};
-  float sum[2] = {};    // of the lane's own keys
-  int limit[2], least;  // the two rows', and the least of all 16
-  float* logits[2];     // where the two rows have theirs, or null
+  float sum[2] = {};    // over the lane's own keys
+  int limit[2], least;  // the limits of the two rows, and the least of all 16
+  float* logits[2];     // where the logits of the two rows go, or null
 
   __device__ uint4 query(int block, int half) const {
     if constexpr (kHeld) return held[block][half];
@@ -251,7 +250,7 @@ struct RowState {
     return *reinterpret_cast<const uint4*>(queries + place_of<kWidth>(lane / 4 + 8 * half, 4 * block + lane % 4));
   }
 
-  // kGroups groups of 16 keys, the first of them `key`, one behind the other in shared memory.
+  // Processes kGroups groups of 16 keys, adjacent in shared memory, starting with key `key`.
   template <int kGroups>
   __device__ void step(const WindowAttentionParams& p, int key, int first, const char* group) {
     const Window& w = p.window;
@@ -282,11 +281,11 @@ struct RowState {
     } else {
       for_logits([&](float& logit, int, int) { logit = logit_of(w, logit, kLog2e); });
     }
-    float finite = 0;  // NaN if a logit is not
+    float finite = 0;  // becomes NaN if a logit is not finite
     for_logits([&](float& logit, int, int) { finite = fmaf(logit, 0.0f, finite); });
     const bool all_seen = first <= key && key <= least - kGroupKeys * kGroups;
     const auto seen = [&](int j, int row) { return all_seen || (first <= j && j < limit[row]); };
-    if (logits[0])  // then row 1 has some or does not count
+    if (logits[0])  // then row 1 has logits too, or does not count
       for_logits([&](float& logit, int j, int row) {
         if (logits[row] && seen(j, row)) logits[row][j] = logit;
       });
@@ -295,7 +294,7 @@ struct RowState {
         if (!seen(j, row) || !is_finite(logit)) logit = -CUDART_INF_F;
       });
 
-    float less[2];  // what is subtracted: the new maximum, or 0 where there is none
+    float less[2];  // what is subtracted: the new maximum, or 0 if there is none
     float factor[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -356,7 +355,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   const Window& w = p.window;
   const int warps = blockDim.x / 32, row_warps = plan.row_warps, rows = kTileRows * row_warps;
   DYNAMIC_SHARED(char, ring);  // [stages, warps]: a group of keys, then their values
-  char* const queries = ring + plan.stages * warps * State::kGroupBytes;  // [rows], if registers do not hold them
+  char* const queries = ring + plan.stages * warps * State::kGroupBytes;  // [rows], unless registers hold them
   __shared__ RowSum warp_sums[kWindowWarps][kTileRows];
 
   const int64_t unit = blockIdx.x / plan.row_blocks, heads = w.b * w.heads;
@@ -367,9 +366,9 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % row_warps;
   const auto limit_of = [&](int row) { return static_cast<int>(w.limit(b, row % static_cast<int>(w.w))); };
 
-  // The rows. What the padding of the last 16 sees does not matter.
+  // The rows. What padding rows see does not matter.
   State state;
-  const int row = first_row + row_warp * kTileRows + lane / 4;  // and 8 more
+  const int row = first_row + row_warp * kTileRows + lane / 4;  // the other is row + 8
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const bool counts = row + 8 * i < all;
@@ -395,18 +394,18 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
           first_row + r < all ? query_piece<T>(w, b, h, first_row + r, piece, plan.wide_queries) : uint4{};
     }
     state.queries = queries + place_of<kWidth>(row_warp * kTileRows, 0);
-    __syncthreads();  // the queries are there
+    __syncthreads();  // the queries are written
   }
 
-  // This split's keys, from the first valid slot on, so that a padded row sums as it would alone. Each warp copies one
-  // group of a tile. Warps that share rows take groups of their own, warps that share keys each other's.
+  // This split's keys, counted from the first valid slot, so that a padded row sums as it would alone. Each warp copies
+  // one group of a tile. Warps with the same rows use their own groups, warps with the same keys each other's.
   const int first = static_cast<int>(w.first(b));
   const int begin = static_cast<int>(min(first + split * plan.splits.keys, w.n));
   const int end = static_cast<int>(min(begin + plan.splits.keys, int64_t{most}));
   const int tile_keys = kGroupKeys * warps, tiles = end > begin ? (end - begin - 1) / tile_keys + 1 : 0;
   const int k_pieces = static_cast<int>(w.k.row_bytes / 16), v_pieces = static_cast<int>(p.v.row_bytes / 16);
   const Column<kWidth> column;
-  // Keys that have been turned before are dense, wherever the values are.
+  // Keys that were rotated beforehand are dense, even if the values are paged.
   const HeadRows all_keys = kPaged && !kTurns ? w.k.head(b, h) : head_rows<kPaged, T>(w.k, b, h);
   const HeadRows all_values = head_rows<kPaged, T>(p.v, b, h);
   const auto group_at = [&](int stage, int group) { return ring + (stage * warps + group) * State::kGroupBytes; };
@@ -439,13 +438,13 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
     }
     if constexpr (kTurns) {
       const int mine = begin + tile * tile_keys + warp * kGroupKeys;
-      __syncwarp();  // the warp's own keys are there
+      __syncwarp();  // the warp's own keys have arrived
       if (w.rope.pairs % 8 == 0)
         turn_keys<Value<T>, kWidth, uint4>(w.rope, b, mine, end - mine, group_at(from, warp));
       else
         turn_keys<Value<T>, kWidth, unsigned short>(w.rope, b, mine, end - mine, group_at(from, warp));
     }
-    meet();  // the tile is there
+    meet();  // the tile has arrived
     const int key = begin + tile * tile_keys + own * kGroupKeys;
     const char* const group = group_at(from, own);
     if (row_warps == 1) {
@@ -460,10 +459,10 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   }
   wait_for_copies<0>();
 
-  // The parts of warps that share rows become one, in the order of the warps.
+  // Combine the parts of warps with the same rows, in the order of the warps.
   __syncthreads();  // the ring may be overwritten
   const auto out_at = [&](int of, int r, int channel) {
-    return reinterpret_cast<float*>(group_at(0, of)) + r * kWidth + (channel ^ (r & 3) << 3);  // no bank twice
+    return reinterpret_cast<float*>(group_at(0, of)) + r * kWidth + (channel ^ (r & 3) << 3);  // no bank conflicts
   };
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -476,7 +475,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
       *reinterpret_cast<float2*>(out_at(warp, lane / 4 + 8 * i, 8 * c + lane % 4 * 2)) =
           make_float2(state.out[c][2 * i], state.out[c][2 * i + 1]);
   }
-  __syncthreads();  // all warps' sums are there
+  __syncthreads();  // all warps' sums are written
   const int columns = static_cast<int>(p.dv) / 4;
   for (int i = threadIdx.x; i < min(rows, all - first_row) * columns; i += blockDim.x) {
     const int r = i / columns, c = i % columns;
@@ -493,7 +492,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   }
 }
 
-// Four elements.
+// Loads four elements.
 template <class T>
 __device__ inline float4 load_four(const char* p, bool wide) {
   const T* const x = reinterpret_cast<const T*>(p);
@@ -522,7 +521,7 @@ __global__ void __launch_bounds__(kWindowThreads)
     const float most = first_row + i < all ? totals[head * all + first_row + i].most : 0.0f;
     less[i] = most == -CUDART_INF_F ? 0.0f : most;
   }
-  __syncthreads();  // queries, limits and what is subtracted are there
+  __syncthreads();  // queries, limits and subtrahends are written
 
   int most = 0;
   for (int i = 0; i < kTileRows; ++i) most = max(most, limits[i]);
@@ -539,7 +538,7 @@ __global__ void __launch_bounds__(kWindowThreads)
       Keys keys;
       const int own = key + warp * 16;
       const HeadRows rows =
-          (kPaged ? w.k.head(b, h) : head_rows<false>(w.k, b, h)).from(own);  // dense if turned before
+          (kPaged ? w.k.head(b, h) : head_rows<false>(w.k, b, h)).from(own);  // dense if rotated beforehand
       const int pieces = static_cast<int>(w.k.row_bytes / 16);
       if (pieces <= 32) keys.load(rows, end - own, pieces, 0, plan.wide);
       Products<1> x;
@@ -554,7 +553,7 @@ __global__ void __launch_bounds__(kWindowThreads)
           weights[(j - key) * kTileRows + row] = counts ? exp2_fast(fminf(logit - less[row], 0.0f)) : 0.0f;
         }
     }
-    __syncthreads();  // the weights are there
+    __syncthreads();  // the weights are written
     if (group < groups) {
       const int count = min(kPlainKeys, end - key);
 #pragma unroll 1
@@ -584,7 +583,7 @@ __global__ void __launch_bounds__(kWindowThreads)
   }
 }
 
-// A block for each row.
+// One block per row.
 template <class T>
 __global__ void __launch_bounds__(kWindowThreads)
     attention_combine_kernel(WindowAttentionParams p, int parts, const float* part_outs, const RowSum* part_sums,
@@ -609,7 +608,7 @@ __global__ void __launch_bounds__(kWindowThreads)
   }
   const float less = total.sum == 0.0f ? 0.0f : total.most;
   const float factor = total.sum == 0.0f ? 0.0f : row_weight(w, total, query_head).of(less);
-  // Four channels a thread, and a share of the parts.
+  // Each thread takes four channels and some of the parts.
   __shared__ float4 shares[kWindowThreads];
   const int columns = static_cast<int>(p.dv) / 4, groups = kWindowThreads / columns;
   const int column = threadIdx.x % columns, group = threadIdx.x / columns;
@@ -631,7 +630,7 @@ __global__ void __launch_bounds__(kWindowThreads)
   to[3] = from_float<T>(out.w * factor);
 }
 
-// A thread for each piece of K or V.
+// One thread per piece of K or V.
 template <class T>
 __global__ void __launch_bounds__(kWindowThreads)
     widen_rows_kernel(KVView from, KVView to, int64_t pieces_of_all, int64_t heads, int64_t n, bool wide) {
@@ -643,10 +642,9 @@ __global__ void __launch_bounds__(kWindowThreads)
       wide ? load_piece<T, true>(row) : load_piece<T, false>(row);
 }
 
-// ---- The passes
-// ------------------------------------------------------------------------------------------------------
+// ---- The passes ----
 
-// K or V of fp8, to dense bf16. What a request has no page for becomes what some page holds, which no row sees.
+// Converts fp8 K or V to dense bf16. Slots without a page get the contents of some page; no row sees them.
 inline void widen_rows_cuda(const Window& w, const KVView& from, const KVView& to, cudaStream_t stream) {
   const int64_t pieces = w.b * w.heads * w.n * (to.row_bytes / 16);
   with_read_dtype(w.stored, [&](auto type) {
@@ -657,8 +655,8 @@ inline void widen_rows_cuda(const Window& w, const KVView& from, const KVView& t
   });
 }
 
-// parts: [b, Hq, w, plan.parts, dv], each scaled by 2 to the power of minus its sum's `most`. sums: [b, Hq, w,
-// plan.parts]. logits: [b, Hq, n], of one row for each query head, or null.
+// parts: [b, Hq, w, plan.parts, dv], each scaled by 2^-most of its sum. sums: [b, Hq, w, plan.parts]. logits: [b, Hq,
+// n], for one row per query head, or null.
 inline void attention_parts_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, float* parts, RowSum* sums,
                                  float* logits, cudaStream_t stream) {
   if (sm90::window_pass(p.window, &p.v, plan.splits.count, plan.splits.keys, reinterpret_cast<float2*>(sums), parts,
@@ -698,7 +696,7 @@ inline void plain_attention_parts_cuda(const WindowAttentionParams& p, const Att
   });
 }
 
-// out and lse of all parts, and the rows' totals, [b, Hq, w].
+// Combines all parts to out and lse, and to the rows' totals, [b, Hq, w].
 inline void attention_combine_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, const float* parts,
                                    const RowSum* sums, RowSum* totals, cudaStream_t stream) {
   with_dtype(p.window.dtype, [&](auto type) {

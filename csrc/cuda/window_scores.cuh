@@ -1,33 +1,33 @@
-// The scores of an observation window: how much the last queries attend to each key.
+// Observation-window scores: how much the last queries attend to each key.
 //
 //   logit[i, j] = scale q_i . k_j          (then softcap tanh(logit / softcap))
 //   score[j]    = reduce over rows i, then over query heads, of exp(logit[i, j] - lse[i])
 //
-// Bytes that must move: K once when the lse is given, else twice; the scores are 4 bytes for each 2 d of a bf16 K.
+// Bytes that must move: K once if the lse is given, otherwise twice; the scores are 4 bytes per 2 d bytes of a bf16 K.
 //
-// window_sums makes the lse where it is not given: each block the largest logit and the sum of exponentials of each row
-// over one split of the keys, window_totals combines them in the order of the splits. window_scores multiplies again,
-// takes exponentials and adds them up over the rows. It goes backward over the keys, to meet first what L2 still holds.
-// With one row per query head (decode) the logits are few: window_sums writes them, [b, Hq, n], 4 G bytes for each key,
-// and window_row_scores takes them from there, so that K is read once.
+// window_sums computes the lse if it is not given: each block finds the largest logit and the sum of exponentials of
+// each row over one split of the keys, and window_totals combines them in the order of the splits. window_scores then
+// multiplies again, takes exponentials and adds them up over the rows. It goes over the keys backward, so that it first
+// meets what L2 still holds. With one row per query head (decode) there are few logits: window_sums writes them, [b,
+// Hq, n], 4 G bytes per key, and window_row_scores starts from these, so K is read once.
 //
-// How keys and rows meet: window.cuh. What a tile of 32 keys and 16 rows costs a warp (bf16, d = 128): 32 products of
-// 16 x 8 x 16 on the tensor cores, 16 pieces of 512 bytes from shared memory, each used for two of them, and for each
-// of the lane's 16 logits one fused multiply-add to 2's exponent, one exponential, one addition, and one multiply-add
-// that turns the sum into NaN where the logit is not finite (l * 0). With 8 heads of 131072 keys, 128 rows are 8.4
-// million such products: 70 us of an H200 at the rate of mma.sync, where the memory takes 62 us; up to 32 rows the
-// memory bounds. A block has 8 warps and up to 255 registers a thread, so a multiprocessor has 64 KiB of keys on their
-// way.
+// window.cuh explains how keys and rows are multiplied. A tile of 32 keys and 16 rows costs a warp (bf16, d = 128): 32
+// tensor-core products of 16 x 8 x 16; 16 loads of 512 bytes from shared memory, each used for two products; and for
+// each of the lane's 16 logits one fused multiply-add for the exponent of 2, one exponential, one addition, and one
+// multiply-add that turns the sum into NaN if the logit is not finite (l * 0). With 8 heads of 131072 keys, 128 rows
+// take 8.4 million such products: 70 us on an H200 at the rate of mma.sync, while the memory takes 62 us. With up to 32
+// rows the kernel is memory-bound. A block has 8 warps and up to 255 registers per thread, so a multiprocessor has 64
+// KiB of keys in flight.
 //
-// Rows have limits: a key j is seen by row i if starts <= j < visible[i]. Tiles in which every row sees every key,
-// nearly all, take no mask; tiles that no row sees are not read. Where a softmax needs a maximum (window_sums), each
-// lane keeps its own maximum and sum for each of its rows in shared memory, 16 bytes for two rows: no lane waits for
-// another until the split ends, and a sum is scaled anew only when its maximum rises.
+// Rows have limits: row i sees key j if starts <= j < visible[i]. Tiles in which every row sees every key, which is
+// nearly all, need no mask; tiles that no row sees are not read. Where a softmax needs a maximum (window_sums), each
+// lane keeps its own maximum and sum for each of its rows in shared memory, 16 bytes per two rows. No lane waits for
+// another until the split ends, and a sum is rescaled only when its maximum rises.
 //
-// Grid: x runs over (batch, KV head, split). A score depends on no split, so these fill the GPU that there is. Sums of
-// rows do, so theirs are cut by the number of keys alone. Rows that do not fit into shared memory go in chunks; what is
-// left of a chunk waits in `scores` (or, half a query head's sum, in `carry`) for the same thread. Not yet measured on
-// a GPU.
+// Grid: x runs over (batch, KV head, split). A score does not depend on the splits, so these are chosen to fill the GPU
+// at hand. Sums over keys do, so their splits depend only on the number of keys. Rows that do not fit in shared memory
+// are processed in chunks; what a chunk leaves unfinished waits in `scores` (or, half a query head's sum, in `carry`)
+// for the same thread. Not yet measured on a GPU.
 #pragma once
 #include "sm90/hopper.h"
 #include "window.cuh"
@@ -35,18 +35,18 @@
 namespace kvops {
 namespace {
 
-constexpr int64_t kWindowShared = 160 * 1024;  // bytes of a block at most: the rest of the memory is L1's
+constexpr int64_t kWindowShared = 160 * 1024;  // bytes per block at most: the rest of the memory is left to L1
 
-// How rows go into shared memory.
+// How rows are divided into chunks in shared memory.
 struct RowChunks {
   RowLayout layout;
-  int rows;           // of a chunk, a multiple of 16
+  int rows;           // per chunk, a multiple of 16
   int pitch;          // bytes from one row of queries to the next
-  bool wide;          // keys may be read in whole pieces,
+  bool wide;          // whether keys can be read in whole pieces,
   bool wide_queries;  // and queries
   int64_t shared_bytes;
 
-  // more: bytes that a row takes beside its query.
+  // more: bytes that a row takes in addition to its query.
   static RowChunks of(const Window& p, const RowLayout& layout, int more) {
     const int pitch = query_pitch(p), per_tile = kTileRows * (pitch + more) + static_cast<int>(sizeof(Limits));
     const int64_t memory = shared_memory() < kWindowShared ? shared_memory() : kWindowShared;
@@ -61,16 +61,16 @@ struct RowChunks {
   }
 };
 
-// fn(first key, keys, their rows in memory, how many of them there are) for the tiles of this warp in [begin, end) that
-// hold any of the keys [first, most), each loaded while fn has the one before (kAhead); missing(first key) for the
-// others.
+// Calls fn(first key, keys, their rows in memory, number of keys) for this warp's tiles in [begin, end) that contain
+// any of the keys [first, most). Each tile is loaded while fn works on the previous one (kAhead). Calls missing(first
+// key) for the other tiles.
 template <class T, int kPieces, bool kBackward, class Fn, class Missing>
 __device__ inline void for_tiles(const Window& p, const HeadRows& head, int begin, int end, int first, int most,
                                  bool wide, const Fn& fn, const Missing& missing) {
   using Keys = KeyTile<T, kPieces>;
   constexpr int kKeys = Keys::kKeys;
   const int pieces = static_cast<int>(p.k.row_bytes / 16);
-  const bool whole = pieces <= 4 * kPieces;  // else fn loads them, part by part
+  const bool whole = pieces <= 4 * kPieces;  // otherwise fn loads them, part by part
   const int tiles = (end - begin - 1) / kKeys + 1;
   const auto key_of = [&](int i) { return begin + (kBackward ? tiles - 1 - i : i) * kKeys; };
   const auto needed = [&](int key) { return key < most && first - kKeys < key; };
@@ -97,8 +97,7 @@ __device__ inline void for_tiles(const Window& p, const HeadRows& head, int begi
   }
 }
 
-// ---- Each row's largest logit and sum of exponentials
-// ----------------------------------------------------------------
+// ---- Each row's largest logit and sum of exponentials ----
 
 template <class T, int kPieces, bool kPaged>
 __global__ void __launch_bounds__(kWindowThreads, 1)
@@ -112,7 +111,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
 
   const int64_t head = blockIdx.x / splits.count, split = blockIdx.x % splits.count;
   const int64_t b = head / p.heads, h = head % p.heads;
-  // Splits begin at the first valid slot, so that a padded row sums as it would alone.
+  // Splits are counted from the first valid slot, so that a padded row sums as it would alone.
   const int first = static_cast<int>(p.first(b)), most = count_rows(p, b).most;
   const int begin = static_cast<int>(min(first + split * splits.keys, p.n));
   const int end = static_cast<int>(min(begin + splits.keys, p.n));
@@ -121,13 +120,13 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
 
   for (int row = 0; row < chunks.layout.rows; row += chunks.rows) {
     const int count = min(chunks.rows, chunks.layout.rows - row);
-    __syncthreads();  // the chunk before is done
+    __syncthreads();  // the previous chunk is done
     load_queries<T>(p, chunks.layout, b, h, row, count, queries, chunks.pitch, limits, chunks.wide_queries);
     for (int i = 0; i < count / 8; ++i)
       states[i * kWindowThreads + threadIdx.x] = make_float4(-CUDART_INF_F, 0.0f, -CUDART_INF_F, 0.0f);
-    __syncthreads();  // queries and limits are there
+    __syncthreads();  // queries and limits are written
     limits_of_tiles(limits, count, tiles);
-    __syncthreads();  // limits of tiles too
+    __syncthreads();  // the limits of tiles too
 
     const auto add_tile = [&](int key, Keys& keys, const HeadRows& rows, int left) {
 #pragma unroll 1
@@ -143,7 +142,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
           const int at = tile * kTileRows + 8 * t + lane % 4 * 2;  // the first of this lane's two rows
           float4& state = states[(tile * 2 + t) * kWindowThreads + threadIdx.x];
           RowSum sum[2] = {{state.x, state.y}, {state.z, state.w}};
-          float finite = 0;  // NaN if one is not
+          float finite = 0;  // becomes NaN if a logit is not finite
           if (plain) {
 #pragma unroll
             for (int m = 0; m < kBlocks; ++m)
@@ -199,7 +198,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   }
 }
 
-// A warp for each row: the splits' sums, in order, to the row's. partial_sums: [b * Hk, splits, rows].
+// One warp per row: combines the splits' sums, in order, to the row's. partial_sums: [b * Hk, splits, rows].
 __global__ void __launch_bounds__(kWindowThreads)
     window_totals_kernel(const RowSum* partial_sums, int64_t all, int64_t rows, unsigned splits, RowSum* totals) {
   const int64_t row = blockIdx.x * int64_t{kWindowWarps} + threadIdx.x / 32;
@@ -213,10 +212,10 @@ __global__ void __launch_bounds__(kWindowThreads)
   if (threadIdx.x % 32 == 0) totals[row] = total;
 }
 
-// ---- Scores
-// ----------------------------------------------------------------------------------------------------------
+// ---- Scores ----
 
-// Rows that are reduced together: sums of sums over all G w rows, and maxima of maxima, else each query head's.
+// The rows that are reduced together: all G w rows for sums of sums and maxima of maxima, otherwise those of each query
+// head.
 inline RowLayout score_layout(const Window& p) {
   const bool sums = p.reduce != Reduce::max && (p.group_reduce == Reduce::sum || p.group_reduce == Reduce::mean);
   const bool maxima = p.reduce == Reduce::max && p.group_reduce == Reduce::max;
@@ -245,7 +244,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   const Counted counted = count_rows(p, b);
   const int lane = threadIdx.x % 32;
   const bool maximum = p.reduce == Reduce::max, group_maximum = p.group_reduce == Reduce::max;
-  const bool each = p.group_reduce == Reduce::none;  // query head has its own scores
+  const bool each = p.group_reduce == Reduce::none;  // each query head has its own scores
   const float scale = p.scale * kLog2e, nothing = maximum && !params.softmax ? -CUDART_INF_F : 0.0f;
   const float group_factor = p.group_reduce == Reduce::mean ? 1.0f / p.group : 1.0f;
   const float unit_factor =
@@ -253,7 +252,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
 
   for (int row = 0; row < layout.rows; row += chunks.rows) {
     const int count = min(chunks.rows, layout.rows - row);
-    __syncthreads();  // the chunk before is done
+    __syncthreads();  // the previous chunk is done
     load_queries<T>(p, layout, b, h, row, count, queries, chunks.pitch, limits, chunks.wide_queries);
     for (int i = threadIdx.x; i < count; i += kWindowThreads) {
       const int at = layout.at(row + i), g = at / static_cast<int>(p.w), w = at % static_cast<int>(p.w);
@@ -265,13 +264,13 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
       less[i] = weight.less;
       factors[i] = weight.factor;
     }
-    __syncthreads();  // queries, weights and limits are there
+    __syncthreads();  // queries, weights and limits are written
     limits_of_tiles(limits, count, tiles, factors);
-    __syncthreads();  // limits of tiles too
+    __syncthreads();  // the limits of tiles too
 
-    // The lane's own sums over the unit's rows so far (total) meet those of the three others that share its keys; lane
-    // c of them goes on with key l / 4 + 8 c. The first part of a unit, and the units before, may be from the last
-    // chunk.
+    // The lane's sums over the unit's rows so far (total) are added to those of the three other lanes that share its
+    // keys; lane c of these continues with key l / 4 + 8 c. The first part of a unit, and earlier units, may come from
+    // the previous chunk.
     const auto score_tile = [&](int key, Keys* keys, const HeadRows& rows, int left) {
       float total[kOwn], group = 0;
 #pragma unroll
@@ -331,7 +330,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
               for (int e = 0; e < 4; ++e) {
                 const float product = x[m][t][e];
                 float& sum = total[2 * m + e / 2];
-                sum = fmaf(product, 0.0f, sum);  // NaN where the logit is not finite
+                sum = fmaf(product, 0.0f, sum);  // NaN if the logit is not finite
                 sum += exp2_fast(fmaf(product, scale, e % 2 ? -of_rows.y : -of_rows.x));
               }
           } else if (seen) {
@@ -369,7 +368,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   }
 }
 
-// Scores of one row for each query head, from the logits times log2(e), [b, Hq, n]: a thread for each key.
+// Scores of one row per query head, from the logits times log2(e), [b, Hq, n]: one thread per key.
 __global__ void __launch_bounds__(kWindowThreads)
     window_row_scores_kernel(Window p, const float* logits, const RowSum* totals, unsigned blocks) {
   const int64_t head = blockIdx.x / blocks, b = head / p.heads;
@@ -393,13 +392,12 @@ __global__ void __launch_bounds__(kWindowThreads)
   if (!each) p.scores[head * p.n + j] = p.group_reduce == Reduce::mean ? total / p.group : total;
 }
 
-// ---- The passes
-// ------------------------------------------------------------------------------------------------------
+// ---- The passes ----
 
-// How a call without lse is cut.
+// How a call without lse is divided.
 struct SumsPlan {
   Splits splits;
-  int64_t heads, rows;  // KV heads of the batch, rows of each
+  int64_t heads, rows;  // KV heads of the batch; rows per head
 
   static SumsPlan of(const Window& p) { return {Splits::fixed(p.n, 1), p.b * p.heads, p.group * p.w}; }
 };
@@ -411,13 +409,13 @@ struct SumsMemory {
       : partial_sums(sections.add<RowSum>(plan.heads * plan.splits.count * plan.rows)) {}
 };
 
-// The first pass: each row's sum over each split, and, where `logits` is given, the logits.
+// The first pass: each row's sum over each split and, if `logits` is given, the logits.
 inline void window_sums_cuda(const Window& p, const SumsPlan& plan, RowSum* partial_sums, float* logits,
                              cudaStream_t stream) {
   if (!logits && sm90::window_pass(p, nullptr, plan.splits.count, plan.splits.keys,
                                    reinterpret_cast<float2*>(partial_sums), nullptr, nullptr, stream))
     return;
-  const int state = static_cast<int>(sizeof(float4)) * kWindowThreads / 8;  // of a row
+  const int state = static_cast<int>(sizeof(float4)) * kWindowThreads / 8;  // per row
   const RowChunks chunks = RowChunks::of(p, RowLayout::of(1, plan.rows), state + static_cast<int>(sizeof(int)));
   with_key_tile(p, [&](auto type, auto pieces) {
     with_pages<decltype(type)>(p.k, [&](auto paged) {
@@ -428,18 +426,18 @@ inline void window_sums_cuda(const Window& p, const SumsPlan& plan, RowSum* part
   });
 }
 
-// The splits' sums to the rows', [b, Hq, w].
+// Combines the splits' sums to the rows' totals, [b, Hq, w].
 inline void window_totals_cuda(const SumsPlan& plan, const RowSum* partial_sums, RowSum* totals, cudaStream_t stream) {
   const int64_t all = plan.heads * plan.rows;
   launch<window_totals_kernel>(grid_of((all + kWindowWarps - 1) / kWindowWarps), kWindowThreads, 0, stream,
                                partial_sums, all, plan.rows, plan.splits.count, totals);
 }
 
-// How the pass over scores is cut.
+// How the pass over scores is divided.
 struct ScoresPlan {
   RowChunks chunks;
   Splits splits;
-  bool carry;  // a query head's rows may not fit into one chunk
+  bool carry;  // a query head's rows may not fit in one chunk
 
   static ScoresPlan of(const Window& p) {
     ScoresPlan x{RowChunks::of(p, score_layout(p), sizeof(int) + 2 * sizeof(float)), Splits::of(p.n, p.b * p.heads),
@@ -458,8 +456,8 @@ struct ScoresMemory {
       : carry(sections.add<float>(ScoresPlan::of(p).carry ? p.b * p.heads * p.n : 0)) {}
 };
 
-// The second pass, with the rows' totals, [b, Hq, w]; or the only one: they are null, and the lse is given or p.softmax
-// is false.
+// The second pass, with the rows' totals, [b, Hq, w]. Also serves as the only pass: totals are then null, and either
+// the lse is given or p.softmax is false.
 inline void window_scores_pass_cuda(const WindowScoresParams& params, const ScoresPlan& plan, const RowSum* totals,
                                     float* carry, cudaStream_t stream) {
   const Window& p = params.window;
@@ -473,18 +471,18 @@ inline void window_scores_pass_cuda(const WindowScoresParams& params, const Scor
   });
 }
 
-// The same from logits, of one row for each query head. totals: [b, Hq].
+// The same from logits, for one row per query head. totals: [b, Hq].
 inline void window_row_scores_cuda(const Window& p, const float* logits, const RowSum* totals, cudaStream_t stream) {
   const int64_t blocks = (p.n + kWindowThreads - 1) / kWindowThreads;
   launch<window_row_scores_kernel>(grid_of(p.b * p.heads * blocks), kWindowThreads, 0, stream, p, logits, totals,
                                    static_cast<unsigned>(blocks));
 }
 
-// Of a call that has any score.
+// The workspace of a call with at least one score.
 struct WindowScoresMemory {
   RowSum* partial_sums;  // [b, Hk, splits, rows]
   RowSum* totals;        // [b, Hq, w]
-  float* logits;         // [b, Hq, n], of one row for each query head
+  float* logits;         // [b, Hq, n], for one row per query head
   float* carry;          // [b, Hk, n]
 
   WindowScoresMemory(const WindowScoresParams& params, Sections& sections) {

@@ -1,4 +1,4 @@
-// anchor_cosine: checks, outputs, call.
+// anchor_cosine: checks arguments, allocates outputs, launches.
 #include "anchor_cosine.h"
 
 #include "../host.h"

@@ -7,7 +7,7 @@ namespace kvops {
 struct AnchorCosineParams {
   KVView k;                   // [b, Hk, n, d]
   const float* given_anchor;  // [b, Hk, d] or null
-  float* anchor;              // [b, Hk, d]: the sum made here, or the copy of the given one
+  float* anchor;              // [b, Hk, d]: the computed sum, or a copy of the given one
   float* scores;              // [b, Hk, n]
   DType dtype;
   ValidSlots slots;

@@ -1,4 +1,4 @@
-// assign_prototypes: checks, outputs, call.
+// assign_prototypes: checks arguments, allocates outputs, launches.
 #include "assign_prototypes.h"
 
 #include "../host.h"

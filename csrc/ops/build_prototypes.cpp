@@ -1,4 +1,4 @@
-// build_prototypes: checks, outputs, call.
+// build_prototypes: checks arguments, allocates outputs, launches.
 #include "build_prototypes.h"
 
 #include "../host.h"
@@ -22,7 +22,7 @@ std::tuple<Tensor, Tensor> build_prototypes(const Tensor& k, const OptionalTenso
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
   check_pages(op, block_table, k, n, starts, lengths);
   KVOPS_CHECK(sat_indices.has_value() == buckets.has_value(), op,
-              ": sat_indices and buckets must be given together, got one of them");
+              ": sat_indices and buckets must be given together, got only ", sat_indices ? "sat_indices" : "buckets");
   IndexView sats{};
   if (sat_indices) {
     sats = check_indices(op, *sat_indices, k, kv, "sat_indices");

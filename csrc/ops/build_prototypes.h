@@ -6,7 +6,7 @@ namespace kvops {
 
 struct BuildPrototypesParams {
   KVView k;                // [b, Hk, n, d]
-  IndexView sats;          // [b, Hk, p]: each in [-1, n), strictly ascending, -1 last; data is null without any
+  IndexView sats;          // [b, Hk, p]: each in [-1, n), strictly ascending, -1 last; null data: no anchors
   const int32_t* buckets;  // [b, Hk, p]: each in [-1, num_buckets)
   float* prototypes;       // [b, Hk, num_chunks + num_buckets, d]
   int32_t* counts;         // [b, Hk, num_chunks + num_buckets]
@@ -16,7 +16,7 @@ struct BuildPrototypesParams {
   int64_t num_chunks, num_buckets;
 
   KVOPS_HOST_DEVICE int64_t count() const { return num_chunks + num_buckets; }
-  // Chunks that a row of `valid` tokens is cut into; the others are empty.
+  // The number of chunks that a row of `valid` tokens is cut into; the remaining chunks are empty.
   KVOPS_HOST_DEVICE int64_t chunks(int64_t valid) const { return num_chunks < valid ? num_chunks : valid; }
   // Chunk c of a row is [chunk_begin(c), chunk_begin(c + 1)) of its valid tokens, for c < chunks(valid).
   KVOPS_HOST_DEVICE int64_t chunk_begin(int64_t valid, int64_t c) const { return c * valid / chunks(valid); }

@@ -1,4 +1,4 @@
-// The check of what cluster_mean and cluster_priority share.
+// The checks that cluster_mean and cluster_priority share.
 #pragma once
 #include "../check.h"
 #include "cluster_mean.h"

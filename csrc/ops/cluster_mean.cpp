@@ -1,4 +1,4 @@
-// cluster_mean: checks, outputs, call.
+// cluster_mean: checks arguments, allocates the output, launches.
 #include "cluster_mean.h"
 
 #include "../host.h"

@@ -4,10 +4,10 @@
 
 namespace kvops {
 
-// Tokens of a KV head with a score and a cluster, [b, Hk, n], the last dim contiguous.
+// The tokens of each KV head with a score and a cluster, [b, Hk, n], contiguous in the last dim.
 struct ClusteredTokens {
   const float* scores;
-  const int32_t* assignment;   // in [0, clusters), or something else: of none
+  const int32_t* assignment;   // in [0, clusters); any other value: no cluster
   int64_t scores_b, scores_h;  // strides, elements
   int64_t assignment_b, assignment_h;
   int64_t b, heads, n, clusters;
@@ -26,8 +26,9 @@ struct ClusterMeanParams {
   bool sum;      // instead of the mean
 };
 
-// Scores are added as integers, multiples of 2^-shift, so that no order of the sum matters. `largest`: of the |scores|
-// that count (finite and of a cluster), whose exponent says which shift n of them cannot overflow with.
+// Scores are added as integer multiples of 2^-shift, so the order of the sum does not matter. `largest` is the largest
+// |score| that counts (finite and in a cluster). Its exponent determines the shift with which n of them cannot
+// overflow.
 KVOPS_HOST_DEVICE inline int fixed_point_shift(float largest, int64_t n) {
   int bits = 0;  // n < 2^bits
   while (n >> bits) ++bits;
@@ -39,7 +40,7 @@ KVOPS_HOST_DEVICE inline int fixed_point_shift(float largest, int64_t n) {
   return 62 - bits - exponent;
 }
 
-// 2^exponent, for exponents of normal numbers.
+// 2^exponent, for exponents of normal doubles.
 KVOPS_HOST_DEVICE inline double power_of_two(int exponent) {
   union {
     uint64_t word;
@@ -48,12 +49,12 @@ KVOPS_HOST_DEVICE inline double power_of_two(int exponent) {
   return x.value;
 }
 
-// A score as such an integer, cut off towards zero.
+// A score as such an integer, truncated towards zero.
 KVOPS_HOST_DEVICE inline int64_t to_fixed_point(float score, int shift) {
   return static_cast<int64_t>(score * power_of_two(shift));
 }
 
-// What a cluster of `count` such scores gives; NaN without any.
+// The result for a cluster whose `count` scores sum to `total`; NaN for an empty cluster.
 KVOPS_HOST_DEVICE inline float from_fixed_point(int64_t total, int shift, int64_t count, bool sum) {
   const double exact = static_cast<double>(total) * power_of_two(-shift);
   return static_cast<float>(sum && count ? exact : exact / static_cast<double>(count));

@@ -1,4 +1,4 @@
-// cluster_priority: checks, outputs, call.
+// cluster_priority: checks arguments, allocates outputs, launches.
 #include "cluster_priority.h"
 
 #include "../host.h"

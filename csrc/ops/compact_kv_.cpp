@@ -1,4 +1,4 @@
-// compact_kv_: checks, call.
+// compact_kv_: checks arguments, launches.
 #include "compact_kv_.h"
 
 #include "../host.h"
@@ -7,11 +7,11 @@
 namespace kvops {
 namespace {
 
-// Every index of every layer is checked, so that a refused call changes nothing.
+// Checks every index of every layer first, so a rejected call changes nothing.
 void compact_kv_(const Tensors& k, const Tensors& v, const Tensors& indices, const OptionalTensor& block_table) {
   const char* op = "compact_kv_";
   const std::vector<KVPair> checked = check_layers(op, k, v, block_table, check_moved_dtype, true);
-  KVOPS_CHECK(k.size() == indices.size(), op, ": k and indices must be equally many, got ", k.size(), " and ",
+  KVOPS_CHECK(k.size() == indices.size(), op, ": k and indices must have one tensor per layer, got ", k.size(), " and ",
               indices.size());
   const auto& [_, b, heads, n, d] = checked[0].k;
   std::vector<CompactKVLayer> layers;
@@ -19,7 +19,7 @@ void compact_kv_(const Tensors& k, const Tensors& v, const Tensors& indices, con
   for (size_t i = 0; i < checked.size(); ++i) {
     layers.push_back({checked[i].k.view, checked[i].v.view, check_indices(op, indices[i], k[i], checked[i].k)});
     const int64_t m = layers[i].indices.m;
-    KVOPS_CHECK(m <= n, op, ": indices must keep at most the ", n, " slots there are, got ", m);
+    KVOPS_CHECK(m <= n, op, ": indices must keep at most the cache's ", n, " slots, got ", m);
     most = std::max(most, m);
   }
   std::vector<Named> written, read;

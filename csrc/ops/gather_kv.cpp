@@ -1,4 +1,4 @@
-// gather_kv: checks, outputs, call.
+// gather_kv: checks arguments, allocates outputs, launches.
 #include "gather_kv.h"
 
 #include "../host.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr const char* kGatherKV = "gather_kv";
 
-// What is read, before the targets are known.
+// The arguments that are read; the targets follow later.
 GatherKVParams check_sources(const Tensor& k, const Tensor& v, const Tensor& indices,
                              const OptionalTensor& block_table) {
   const KVPair kv = check_kv_pair(kGatherKV, k, v, block_table, check_moved_dtype);

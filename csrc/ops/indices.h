@@ -1,10 +1,10 @@
-// Rows of slots, as select_topk gives them.
+// Rows of slot indices, as select_topk returns them.
 #pragma once
 #include "../kv_view.h"
 
 namespace kvops {
 
-// Integer rows [b, Hk, m] of any strides.
+// Integer rows [b, Hk, m] with any strides.
 struct IndexView {
   const int64_t* data;
   int64_t stride_b, stride_h, stride_m;  // elements

@@ -1,34 +1,34 @@
-// LaCache's ladder (ladder_compact_, ladder_gather): where a slot's row comes from, parameters, checks.
+// LaCache's ladder (ladder_compact_, ladder_gather): the source slot of each kept row, and the parameters.
 #pragma once
 #include "../kv_view.h"
 
 namespace kvops {
 
-constexpr int kMaxPasses = 192;  // of one call: a kernel gets them by value
+constexpr int kMaxPasses = 192;  // per call: a kernel takes the plan by value
 
-// One pass over a layer: `count` ladders of keep + free consecutive slots, the first at slot `cursor`.
+// One pass over a layer: `count` consecutive ladders of keep + free slots each, the first starting at slot `cursor`.
 struct LadderPass {
   int32_t cursor, count;
 };
 
-// A plan's passes in the order in which they were decided. Within a ladder a layer keeps `keep` consecutive slots, from
-// its offset in [0, free] on, and frees the others; all else moves down. The closed form of where a row comes from,
-// so no index tensor is needed.
+// The passes of a plan, in the order in which they were decided. In each ladder a layer keeps `keep` consecutive slots,
+// starting at its offset in [0, free], and frees the others; everything after moves down. source() is the closed form
+// of this, so no index tensor is needed.
 struct LadderMoves {
   int32_t n, kept;     // slots before and after
-  int32_t first;       // the slots before this one stay where they are
-  int32_t keep, free;  // slots of a ladder
+  int32_t first;       // the slots before this one do not move
+  int32_t keep, free;  // slots per ladder
   int32_t num_passes;
   LadderPass passes[kMaxPasses];
 
-  // The slot that the row of slot p < kept comes from: strictly increasing in p, and never below p. `run`: so many
-  // slots from p on come from consecutive ones. Always inlined: a copy of its own, compiled for one instruction set,
-  // could be linked in for every CPU.
+  // The slot that holds the row for slot p < kept: strictly increasing in p and never below p. `run` is set to the
+  // number of slots from p on whose rows come from consecutive slots. Always inlined: an out-of-line copy, compiled for
+  // one instruction set, could be linked in for every CPU.
   KVOPS_HOST_DEVICE int32_t source(int32_t p, int32_t offset, int32_t& run) const {
     run = kept - p;
     for (int32_t i = num_passes - 1; i >= 0; --i) {
       const int32_t in = p - passes[i].cursor;
-      int32_t left = -in;  // of the slots that this pass treats alike
+      int32_t left = -in;  // the number of slots that this pass treats alike
       if (in >= keep * passes[i].count) {
         p += free * passes[i].count;
         continue;
@@ -44,22 +44,22 @@ struct LadderMoves {
   }
 };
 
-// Rotary position embedding of the keys that move: by (new slot - old slot) * inv_freq[i], pair i.
+// RoPE for the keys that move: pair i is rotated by (new slot - old slot) * inv_freq[i].
 struct LadderRope {
-  const float* inv_freq;  // [pairs] or null: keys are only moved
-  int64_t pairs;          // channels 2 * pairs and above stay
+  const float* inv_freq;  // [pairs], or null: keys move without rotation
+  int64_t pairs;          // channels from 2 * pairs on are not rotated
   bool interleaved;       // pair i is channels 2 i, 2 i + 1 (GPT-J), else i, i + pairs (NeoX)
 };
 
 struct LadderLayer {
   KVView k, v;          // [b, Hk, n, d], [b, Hk, n, dv]
-  KVView k_out, v_out;  // [b, Hk, kept, d], [b, Hk, kept, dv]; k and v themselves in place
+  KVView k_out, v_out;  // [b, Hk, kept, d], [b, Hk, kept, dv]; in place: k and v themselves
   int32_t offset;       // in [0, free]
 };
 
 struct LadderParams {
   const LadderLayer* layers;  // on the host
-  int64_t num_layers;         // of this call
+  int64_t num_layers;         // in this call
   LadderMoves moves;
   LadderRope rope;
   DType dtype;

@@ -5,16 +5,17 @@
 
 namespace kvops {
 
-// What check_ladder makes: the layers, and the parameters, which point at them.
+// The result of check_ladder(): the layers, and the parameters that point to them.
 struct CheckedLadder {
   std::vector<LadderLayer> layers;
   LadderParams params;
 };
 
-// `plan`: n, num_layers, span, overlap, 1 for the official pattern, then cursor and count of each pass.
+// `plan`: n, num_layers, span, overlap, 1 for the official pattern, then the cursor and count of each pass.
 inline LadderMoves check_ladder_plan(const char* op, const Integers& plan) {
   KVOPS_CHECK(plan.size() >= 5 && plan.size() % 2 == 1, op,
-              ": plan must be a kvops.LadderPlan, or its `encoded`: 5 integers and 2 for each pass, got ", plan.size());
+              ": plan must be a kvops.LadderPlan, or its `encoded`: 5 integers and 2 for each pass, got ", plan.size(),
+              " integers");
   const int64_t n = plan[0], layers = plan[1], span = plan[2], overlap = plan[3], step = span - overlap;
   KVOPS_CHECK(0 <= n && n <= std::numeric_limits<int32_t>::max(), op, ": plan's n must fit int32, got ", n);
   KVOPS_CHECK(1 <= span && span <= layers && 0 <= overlap && overlap < span && layers <= 1 << 20, op,
@@ -36,8 +37,8 @@ inline LadderMoves check_ladder_plan(const char* op, const Integers& plan) {
   for (int64_t i = 0; i < passes; ++i) {
     const int64_t cursor = plan[5 + 2 * i], count = plan[6 + 2 * i];
     KVOPS_CHECK(0 <= cursor && cursor <= left && 0 < count && count <= left && cursor + count * length <= left, op,
-                ": pass ", i, " of plan must lie in the ", left, " slots that are left, got ", count, " ladders of ",
-                length, " slots from slot ", cursor, " on");
+                ": pass ", i, " of plan must fit in the ", left, " remaining slots, got ", count, " ladders of ",
+                length, " slots starting at slot ", cursor);
     moves.passes[i] = {static_cast<int32_t>(cursor), static_cast<int32_t>(count)};
     moves.first = std::min(moves.first, static_cast<int32_t>(cursor));
     left -= count * moves.free;
@@ -59,17 +60,17 @@ inline LadderRope check_ladder_rope(const char* op, const OptionalTensor& inv_fr
   check_scalar_type(op, "inv_freq", *inv_freq, ScalarType::Float);
   KVOPS_CHECK(
       inv_freq->dim() == 1 && inv_freq->is_contiguous() && 1 <= inv_freq->size(0) && 2 * inv_freq->size(0) <= k.size(3),
-      op, ": inv_freq must be a contiguous fp32 [pairs] with 2 * pairs at most the head_dim ", k.size(3), ", got ",
+      op, ": inv_freq must be a contiguous float32 [pairs] with 2 * pairs at most the head_dim ", k.size(3), ", got ",
       shape(*inv_freq));
   return {static_cast<const float*>(inv_freq->const_data_ptr()), inv_freq->size(0), interleaved};
 }
 
-// All but the targets' overlaps. Empty outputs: in place.
+// All checks but those of the targets. The outputs point to k and v: the in-place form.
 inline CheckedLadder check_ladder(const char* op, const Tensors& k, const Tensors& v, const Integers& plan,
                                   const Integers& layer, const OptionalTensor& inv_freq, bool interleaved,
                                   bool in_place) {
   const std::vector<KVPair> layers = check_layers(op, k, v, std::nullopt, check_dtype, in_place);
-  KVOPS_CHECK(k.size() == layer.size(), op, ": k and layer must be equally many, got ", k.size(), " and ",
+  KVOPS_CHECK(k.size() == layer.size(), op, ": k and layer must have one entry per layer, got ", k.size(), " and ",
               layer.size());
   CheckedLadder ladder{};
   LadderParams& p = ladder.params;

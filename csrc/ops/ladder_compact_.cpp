@@ -1,4 +1,4 @@
-// ladder_compact_: checks, call.
+// ladder_compact_: checks arguments, launches.
 #include "ladder_compact_.h"
 
 #include "../host.h"
@@ -7,7 +7,7 @@
 namespace kvops {
 namespace {
 
-// All is checked, so that a refused call changes nothing.
+// Checks everything first, so a rejected call changes nothing.
 void ladder_compact_(const Tensors& k, const Tensors& v, const Integers& plan, const Integers& layer,
                      const OptionalTensor& inv_freq, bool interleaved) {
   const char* op = "ladder_compact_";

@@ -1,4 +1,4 @@
-// ladder_compact_: the parameters are ladder.h's.
+// ladder_compact_: takes the parameters of ladder.h.
 #pragma once
 #include "ladder.h"
 

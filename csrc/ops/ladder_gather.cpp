@@ -1,4 +1,4 @@
-// ladder_gather: checks, outputs, call.
+// ladder_gather: checks arguments, allocates outputs, launches.
 #include "ladder_gather.h"
 
 #include "../host.h"

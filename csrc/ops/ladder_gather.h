@@ -1,4 +1,4 @@
-// ladder_gather: the parameters are ladder.h's.
+// ladder_gather: takes the parameters of ladder.h.
 #pragma once
 #include "ladder.h"
 

@@ -1,4 +1,4 @@
-// lag_score: checks, outputs, call.
+// lag_score: checks arguments, allocates the output, launches.
 #include "lag_score.h"
 
 #include "../host.h"

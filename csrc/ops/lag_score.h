@@ -14,8 +14,8 @@ struct LagScoreParams {
   bool self_reference;
 };
 
-// A channel's 1/range is a float, but for ranges below 2^-128. For these it is a NaN that carries the range: so it
-// makes the variance of every row NaN, which is then done again with care.
+// A channel's 1/range fits a float unless the range is below 2^-128. Such a range is encoded in the payload of a NaN
+// instead. The NaN makes the variance of every row NaN, and the kernels then recompute the row on their careful path.
 constexpr uint32_t kNarrow = 0x7fc00000;
 KVOPS_HOST_DEVICE inline double inverse_range(float inverse) {
   if (inverse == inverse) return inverse;
@@ -27,7 +27,8 @@ KVOPS_HOST_DEVICE inline double inverse_range(float inverse) {
   return 1.0 / range.value;
 }
 
-// Scored partitions of count slots: all complete ones behind the prefix but the last, which is only a reference.
+// The scored partitions among `count` slots: all complete ones after the prefix except the last, which is only a
+// reference.
 KVOPS_HOST_DEVICE inline int64_t num_segments(int64_t count, int64_t prefix, int64_t lag) {
   const int64_t complete = count > prefix ? (count - prefix) / lag : 0;
   return complete > 1 ? complete - 1 : 0;

@@ -1,4 +1,4 @@
-// The checks of operators that take the layers of a model in one call.
+// The checks of operators that take several layers in one call.
 #pragma once
 #include "../overlap.h"
 
@@ -7,7 +7,7 @@ namespace kvops {
 using Tensors = std::vector<Tensor>;
 using Integers = std::vector<int64_t>;
 
-// `tensors` by name, numbered where there are several.
+// Adds `tensors` under this name, numbered if there are several.
 inline void add_named(std::vector<Named>& to, const char* name, const Tensors& tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     std::string numbered = name;
@@ -16,19 +16,18 @@ inline void add_named(std::vector<Named>& to, const char* name, const Tensors& t
   }
 }
 
-// K and V of at least one layer, of one shape, dtype and device. check_type: as for check_kv_pair.
+// K and V of one or more layers, with the same shape, dtype and device. check_type: as for check_kv_pair().
 template <class CheckType>
 std::vector<KVPair> check_layers(const char* op, const Tensors& k, const Tensors& v, const OptionalTensor& block_table,
                                  const CheckType& check_type, bool written) {
   KVOPS_CHECK(!k.empty(), op, ": k must hold at least one layer, got none");
-  KVOPS_CHECK(k.size() == v.size(), op, ": k and v must be equally many, got ", k.size(), " and ", v.size());
+  KVOPS_CHECK(k.size() == v.size(), op, ": k and v must have one tensor per layer, got ", k.size(), " and ", v.size());
   std::vector<KVPair> layers;
   for (size_t i = 0; i < k.size(); ++i) {
     check_same_device(op, "k", k[i], k[0]);
     layers.push_back(check_kv_pair(op, k[i], v[i], block_table, check_type, written));
     KVOPS_CHECK(k[i].scalar_type() == k[0].scalar_type(), op, ": all layers must have one dtype, expected ",
-                torch::headeronly::toString(k[0].scalar_type()), ", got ",
-                torch::headeronly::toString(k[i].scalar_type()), " in layer ", i);
+                dtype_name(k[0].scalar_type()), ", got ", dtype_name(k[i].scalar_type()), " in layer ", i);
     for (int dim = 0; dim < 4; ++dim)
       KVOPS_CHECK(k[i].size(dim) == k[0].size(dim) && v[i].size(dim) == v[0].size(dim), op,
                   ": all layers must have one shape, expected k ", shape(k[0]), " and v ", shape(v[0]), ", got ",

@@ -1,4 +1,4 @@
-// lsh_bucket: checks, outputs, call.
+// lsh_bucket: checks arguments, allocates the output, launches.
 #include "lsh_bucket.h"
 
 #include "../host.h"

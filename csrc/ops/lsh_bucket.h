@@ -16,8 +16,8 @@ struct LshBucketParams {
 
 constexpr int64_t kMaxHashBits = 30;
 
-// Is the cosine of x, which is finite, positive? Without a cosine, so that every device says the same. Beyond 2^53
-// turns neighbouring numbers are whole turns apart.
+// Whether the cosine of x, a finite number, is positive. No cosine is computed, so every device gives the same answer.
+// Beyond 2^53 turns, neighbouring doubles are whole turns apart.
 KVOPS_HOST_DEVICE inline bool cosine_is_positive(double x) {
   const double turns = x * 0.15915494309189535;  // 1 / (2 pi)
   if (!(turns > -0x1p53 && turns < 0x1p53)) return true;

@@ -1,4 +1,4 @@
-// outlier_degree: checks, outputs, call.
+// outlier_degree: checks arguments, allocates the output, launches.
 #include "outlier_degree.h"
 
 #include "../host.h"

@@ -11,12 +11,12 @@ struct OutlierDegreeParams {
   ValidSlots slots;
   int64_t b, heads, n, d;
   int64_t kappa;
-  bool standardize;  // else the similarity itself
+  bool standardize;  // otherwise return the similarity itself
 };
 
 constexpr int64_t kMaxKappa = 1024;
 
-// Similarities that spread less than this are all alike: their differences are fp32's rounding.
+// Similarities that spread less than this count as equal: their differences are fp32 rounding.
 constexpr float kFlatSimilarity = 1e-6f;
 
 void launch_outlier_degree(const OutlierDegreeParams& p, Call& call);

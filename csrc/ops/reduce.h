@@ -1,4 +1,4 @@
-// How many values become one. The operators' schemas have it as an integer (kvops.ops.REDUCTIONS).
+// Reductions of many values to one. The operator schemas encode them as integers (kvops.ops.REDUCTIONS).
 #pragma once
 #include "../kv_view.h"
 

@@ -1,10 +1,10 @@
-// The rotation of keys at their slots: what rope_at_slots and window_attention take.
+// RoPE at slots, the parameters that rope_at_slots and window_attention share.
 #pragma once
 #include "../kv_view.h"
 
 namespace kvops {
 
-// A row's cosines or sines, fp32 [b, n, pairs] of any strides but the last.
+// The cosines or sines of each slot, fp32 [b, n, pairs], contiguous in the last dim.
 struct AngleTable {
   const float* data;
   int64_t stride_b, stride_n;  // elements
@@ -14,7 +14,7 @@ struct AngleTable {
 
 struct SlotRope {
   AngleTable cos, sin;
-  int64_t pairs;     // channels 2 * pairs and above stay; 0: nothing turns, and there are no tables
+  int64_t pairs;     // channels from 2 * pairs on are not rotated; 0: no rotation, and no tables
   bool interleaved;  // pair i is channels 2 i, 2 i + 1 (GPT-J), else i, i + pairs (NeoX)
 };
 

@@ -1,4 +1,4 @@
-// rope_at_slots: checks, output, call.
+// rope_at_slots: checks arguments, allocates the output, launches.
 #include "rope_at_slots.h"
 
 #include "../host.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kRopeAtSlots = "rope_at_slots";
 
-// What is read, before the target is known.
+// The arguments that are read; the target follows later.
 RopeAtSlotsParams check_read(const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved) {
   const DType dtype = check_dtype(kRopeAtSlots, "k", k);
   const KV kv = check_cache(kRopeAtSlots, "k", k, std::nullopt);
@@ -37,7 +37,7 @@ Tensor rope_at_slots(const Tensor& k, const Tensor& cos, const Tensor& sin, bool
   return out;
 }
 
-// `out` is k itself, or memory that none of the inputs shares.
+// `out` is k itself, or memory that overlaps no input.
 void rope_at_slots_out(const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out) {
   RopeAtSlotsParams p = check_read(k, cos, sin, interleaved);
   p.out = check_target(kRopeAtSlots, "out", out, k, p.b, p.n);

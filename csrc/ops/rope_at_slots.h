@@ -5,7 +5,7 @@
 namespace kvops {
 
 struct RopeAtSlotsParams {
-  KVView k, out;  // [b, Hk, n, d]; out may be k
+  KVView k, out;  // [b, Hk, n, d]; out may alias k
   SlotRope rope;
   DType dtype;
   int64_t b, heads, n;

@@ -1,5 +1,5 @@
-// Checks of the tables that turn keys at their slots, by which rope_at_slots and window_attention refuse in the same
-// words. k has been checked.
+// Checks of the cos and sin tables. Shared by rope_at_slots and window_attention, so that both report errors in the
+// same words. k has been checked already.
 #pragma once
 #include "../check.h"
 #include "rope.h"
@@ -18,7 +18,7 @@ inline SlotRope check_rope(const char* op, const KV& kv, const Tensor& k, const 
     const int64_t dims = x.dim(), rows = dims >= 2 ? x.size(dims - 2) : 0;
     pairs = dims >= 2 ? x.size(dims - 1) : 0;
     KVOPS_CHECK((dims == 2 || (dims == 3 && x.size(0) == b)) && rows == n && 1 <= pairs && 2 * pairs <= d, op, ": ",
-                name, " must be fp32 [", n, ", pairs] or [", b, ", ", n,
+                name, " must be float32 [", n, ", pairs] or [", b, ", ", n,
                 ", pairs] with 2 * pairs at most the head_dim ", d, ", got ", shape(x));
     KVOPS_CHECK(x.stride(dims - 1) == 1 || pairs == 1, op, ": ", name, " must have a contiguous last dim, got stride ",
                 x.stride(dims - 1));

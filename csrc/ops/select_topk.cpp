@@ -1,4 +1,4 @@
-// select_topk: checks, outputs, call.
+// select_topk: checks arguments, allocates the output, launches.
 #include "select_topk.h"
 
 #include "../host.h"
@@ -31,10 +31,11 @@ Tensor select_topk(const Tensor& scores, int64_t k, int64_t sinks, int64_t windo
     KVOPS_CHECK(lag >= 1, op, ": scores must have segments of at least 1 token, got ", shape(scores));
     KVOPS_CHECK(n >= 0, op, ": seq_len must be >= 0, got ", n);
     segments = num_segments(n, sinks, lag);
-    KVOPS_CHECK(sizes[2] == segments, op, ": scores of seq_len ", n, ", sinks ", sinks, " and lag ", lag, " must have ",
-                segments, " segments, got ", shape(scores));
+    KVOPS_CHECK(sizes[2] == segments, op, ": scores must have ", segments, " segments for seq_len ", n, ", sinks ",
+                sinks, " and lag ", lag, ", got ", shape(scores));
     KVOPS_CHECK(k <= lag, op, ": k must be at most the segment length ", lag, ", got ", k);
-    KVOPS_CHECK(window == 0, op, ": window must be 0 with segments (all behind the last one is kept), got ", window);
+    KVOPS_CHECK(window == 0, op, ": window must be 0 with segments (all tokens after the last segment are kept), got ",
+                window);
     KVOPS_CHECK(!budgets, op, ": budgets must be None with segments, got a tensor");
     width = segment_width(n, sinks, lag, k, starts.has_value() || lengths.has_value());
   } else {

@@ -12,18 +12,18 @@ struct SelectTopkParams {
   ValidSlots slots;
   const int32_t* budgets;  // [b, Hk] or null: k
   int64_t b, heads, n, width;
-  int64_t segments, lag;  // segments = -1: whole rows
+  int64_t segments, lag;  // segments = -1: rows are not segmented
   int64_t k, sinks, window;
   bool fill_invalid;
 };
 
-// LagKV Eq. 10: slots kept of n.
+// LagKV Eq. 10: the number of slots kept of n.
 KVOPS_HOST_DEVICE inline int64_t kept_length(int64_t n, int64_t prefix, int64_t lag, int64_t m) {
   return n - num_segments(n, prefix, lag) * (lag - m);
 }
 
-// Slots kept of n, or of a padded batch the most kept of any n' <= n: the kept length grows one by one and drops
-// whenever a partition completes, so the maximum lies at n or just before the last drop.
+// The number of slots kept of n; for a padded batch, the maximum over all n' <= n. The kept length grows by one per
+// token and drops when a partition completes, so the maximum is at n or just before the last drop.
 inline int64_t segment_width(int64_t n, int64_t prefix, int64_t lag, int64_t m, bool padded) {
   const int64_t whole = kept_length(n, prefix, lag, m);
   const int64_t last_drop = prefix + (n > prefix ? (n - prefix) / lag * lag : 0);

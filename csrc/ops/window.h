@@ -1,4 +1,4 @@
-// The last queries of a sequence (the observation window) over its keys: parameters and checks that window_scores and
+// The last queries of a sequence (the observation window) and its keys: the parameters that window_scores and
 // window_attention share.
 #pragma once
 #include "reduce.h"
@@ -6,7 +6,7 @@
 
 namespace kvops {
 
-// Queries, [b, Hq, w, d], of any strides (bytes). Query head h serves KV head h / group.
+// Queries, [b, Hq, w, d], with any strides (bytes). Query head h uses KV head h / group.
 struct QueryView {
   const char* data;
   int64_t stride_b, stride_h, stride_w, stride_d;
@@ -21,20 +21,20 @@ constexpr int64_t kMaxWindow = 256;  // rows
 struct Window {
   QueryView q;                  // [b, heads * group, w, d]
   KVView k;                     // [b, heads, n, d]
-  SlotRope rope;                // by which keys turn when they are read
+  SlotRope rope;                // rotation of keys as they are read
   const int32_t* visible;       // [b or 1, w]: one past the last key that a row sees
-  int64_t visible_stride;       // w, or 0 where all of the batch share it
+  int64_t visible_stride;       // w, or 0 if the whole batch shares it
   const int32_t* starts;        // [b] or null: the first key that a row sees
-  const float* sink_logits;     // [heads * group] or null: one more logit of the softmax, without a key
-  float* scores;                // [b, heads, n], or [b, heads * group, n] if group_reduce is none; null: not asked for
-  DType dtype;                  // of q, and that rows are computed in
+  const float* sink_logits;     // [heads * group] or null: an extra logit in the softmax, without a key
+  float* scores;                // [b, heads, n]; [b, heads * group, n] if group_reduce is none; null: not requested
+  DType dtype;                  // of q, and of the arithmetic's inputs
   DType stored;                 // of K and V: the same, or fp8
   Reduce reduce, group_reduce;  // over the rows, and over the query heads of a group
   float scale;                  // logits are scale * q.k,
-  float softcap;                // and if this is not 0, softcap * tanh(logit / softcap)
+  float softcap;                // and then, unless this is 0, softcap * tanh(logit / softcap)
   int64_t b, heads, group, w, n, d;
 
-  // Row i of batch sees [first(batch), limit(batch, i)). It counts if that is not empty.
+  // Row i of a batch entry sees keys [first(batch), limit(batch, i)). It counts only if that range is not empty.
   KVOPS_HOST_DEVICE int64_t first(int64_t batch) const { return starts ? clamped(starts[batch]) : 0; }
   KVOPS_HOST_DEVICE int64_t limit(int64_t batch, int64_t i) const {
     return clamped(visible[batch * visible_stride + i]);

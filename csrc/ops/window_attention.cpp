@@ -1,4 +1,4 @@
-// window_attention: checks, outputs, call.
+// window_attention: checks arguments, allocates outputs, launches.
 #include "window_attention.h"
 
 #include "../host.h"

@@ -7,7 +7,7 @@ namespace kvops {
 struct WindowAttentionParams {
   Window window;
   KVView v;    // [b, heads, n, dv]
-  char* out;   // [b, heads * group, w, dv], contiguous, of the dtype of q
+  char* out;   // [b, heads * group, w, dv], contiguous, with q's dtype
   float* lse;  // [b, heads * group, w], contiguous
   int64_t dv;
 };

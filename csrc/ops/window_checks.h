@@ -5,12 +5,13 @@
 
 namespace kvops {
 
-// Is x, which is computed with as fp32, positive and neither rounded to 0 or infinity nor to fewer digits?
+// Whether x, which kernels use as fp32, is positive and rounds neither to 0 or infinity nor to a subnormal number.
 inline bool is_normal(double x) {
   return x >= std::numeric_limits<float>::min() && x <= std::numeric_limits<float>::max();
 }
 
-// Everything but window_scores' lse and window_attention's rope. `scores` is null, until empty_scores().
+// Checks all arguments except window_scores' lse and window_attention's RoPE tables. `scores` stays null until
+// empty_scores().
 inline Window check_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& visible,
                            std::optional<double> scale, int64_t reduce, int64_t group_reduce,
                            const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits,
@@ -19,9 +20,8 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
   const DType dtype = check_dtype(op, "q", q), stored = check_read_dtype(op, "k", k);
   const bool fp8 = is_fp8(stored);
   KVOPS_CHECK(fp8 ? dtype == DType::bf16 : stored == dtype, op,
-              fp8 ? ": q must be bfloat16 where k is fp8, k " : ": k must have q's dtype ",
-              torch::headeronly::toString((fp8 ? k : q).scalar_type()), ", got ",
-              torch::headeronly::toString((fp8 ? q : k).scalar_type()));
+              fp8 ? ": q must be torch.bfloat16 with fp8 keys, k " : ": k must have q's dtype ",
+              dtype_name((fp8 ? k : q).scalar_type()), ", got ", dtype_name((fp8 ? q : k).scalar_type()));
   KVOPS_CHECK(q.dim() == 4, op, ": q must be [batch, query heads, rows, head_dim], got ", shape(q));
   const KV kv = check_read_cache(op, "k", k, block_table);
   const auto& [k_view, b, heads, n, d] = kv;
@@ -96,7 +96,7 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
           .d = d};
 }
 
-// The fresh scores of a window, which knows them from then on. Those of no keys if they are not wanted.
+// Allocates the scores and stores them in the window. If they are not `wanted`, returns an empty tensor.
 inline Tensor empty_scores(const char* op, const Tensor& q, Window& w, bool wanted = true) {
   const int64_t rows = w.group_reduce == Reduce::none ? w.heads * w.group : w.heads;
   const Tensor scores = empty(op, q, std::array{w.b, rows, wanted ? w.n : 0}, ScalarType::Float);

@@ -1,4 +1,4 @@
-// window_scores: checks, output, call.
+// window_scores: checks arguments, allocates the output, launches.
 #include "window_scores.h"
 
 #include "../host.h"
@@ -7,9 +7,10 @@
 namespace kvops {
 namespace {
 
-// Refuses an lse that cannot be of these logits (another base or scale, other keys): with it the weights of a row would
-// not add up to 1 (less the sink's share), nor the scores of a KV head to what its rows say. A maximum tells nothing of
-// the kind, and where a score is NaN nothing is known. On a GPU under debug_checks() only, after the kernel.
+// Rejects an lse that cannot belong to these logits (other base or scale, other keys): with it the weights of a row
+// would not sum to 1 (less the sink's share), nor the scores of a KV head to the total of its rows. Sums are needed for
+// this, so reductions by maximum are not checked, and neither are scores with a NaN. On a GPU this runs after the
+// kernel and under debug_checks() only.
 void check_lse_total(const WindowScoresParams& p, const Tensor& lse, const Tensor& visible,
                      const OptionalTensor& starts, const OptionalTensor& sink_logits, const Tensor& scores) {
   const Window& w = p.window;
@@ -20,7 +21,7 @@ void check_lse_total(const WindowScoresParams& p, const Tensor& lse, const Tenso
   const OptionalTensor sinks_here = sink_logits ? readable(*sink_logits) : sink_logits;
   const auto data = [](const auto& x, auto zero) { return static_cast<const decltype(zero)*>(x->const_data_ptr()); };
   const int64_t by_query = w.group_reduce == Reduce::none;
-  const int64_t group = by_query ? 1 : w.group;  // query heads in a row of scores
+  const int64_t group = by_query ? 1 : w.group;  // query heads per row of scores
   for (int64_t b = 0; b < w.b; ++b)
     for (int64_t h = 0; h < w.heads * w.group; h += group) {
       const float* const row = data(scores_here, 0.0f) + (b * w.heads * w.group + h) / group * w.n;
@@ -56,7 +57,7 @@ Tensor window_scores(const Tensor& q, const Tensor& k, const Tensor& visible, co
   KVOPS_CHECK(score == 0 || score == 1, op, ": score must be 0 (softmax) or 1 (dot), got ", score);
   const bool softmax = score == 0;
   KVOPS_CHECK(softmax || (!lse && !sink_logits), op,
-              ": lse and sink_logits belong to a softmax, expected none of them with score='dot', got ",
+              ": lse and sink_logits apply to a softmax only, expected neither with score='dot', got ",
               lse ? "lse" : "sink_logits");
   Window window =
       check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits, block_table);

@@ -191,12 +191,12 @@ def _pages(op: str, kv_cache: Tensor, block_table: Tensor, isa: str, lengths: Te
             where = f"at request {row}, page {column}"
             if not 0 <= page < num_pages:
                 raise ValueError(
-                    f"{op}: block_table must name pages in [0, {num_pages}) for the slots that are used, got {page} "
-                    f"{where}"
+                    f"{op}: block_table must name pages in [0, {num_pages}) for all slots in use, got {page} {where}"
                 )
             if page in taken:
                 raise ValueError(
-                    f"{op}: block_table must name a page that is written once, got page {page} again {where}"
+                    f"{op}: block_table must name each page once, since the call writes to it, got page "
+                    f"{page} again {where}"
                 )
             taken[page] = None
     return list(taken)

@@ -1,7 +1,8 @@
-// cudasim_access.h: what the simulator tells of a kernel's run, to whoever watches it: cudasim_traffic.cpp counts.
+// cudasim_access.h: the events that the simulator reports about a kernel's run to a Watcher, such as the counters of
+// cudasim_traffic.cpp.
 //
 // Plain loads and stores do not pass through the simulator. The compiler reports them: under -fsanitize=thread it calls
-// __tsan_read4(p) and the like before each. cudasim_traffic.cpp defines these functions in the place of
+// __tsan_read4(p) and the like before each one. cudasim_traffic.cpp defines these functions in place of
 // ThreadSanitizer's runtime, so the objects are the same and only the link differs.
 #pragma once
 
@@ -15,7 +16,8 @@
 
 namespace cudasim {
 
-// What is reported by name: copies that no register sees, matrices, and what is more than a load and a store.
+// Accesses that are reported explicitly: copies that bypass registers, matrix loads, and anything beyond a plain load
+// or store.
 enum class Access { Read, Write, Atomic, CopyRead, CopyWrite };
 
 struct Watcher {
@@ -23,29 +25,29 @@ struct Watcher {
   virtual void launch_ends() {}
   virtual void filled(const void* /*p*/, size_t /*bytes*/) {}  // by a memset
 
-  // `block` names a block while it runs. Several may run at once.
+  // `block` identifies a block while it runs. Several may run at once.
   virtual void block_begins(const void* /*block*/, uint64_t /*index*/) {}
   virtual void has_shared(const void* /*block*/, const void* /*p*/, size_t /*bytes*/) {
   }  // its shared memory, or a part
   virtual void block_ends(const void* /*block*/) {}
-  // `fiber` is what __tsan_create_fiber() gave for the thread, and what __tsan_switch_to_fiber() gets.
+  // `fiber` is the thread's handle from __tsan_create_fiber(), as later passed to __tsan_switch_to_fiber().
   virtual void thread_begins(void* /*fiber*/, const void* /*block*/, unsigned /*rank*/, const void* /*stack*/,
                              size_t /*stack_bytes*/) {}
 
-  // Of the current thread, and of those it stands for.
+  // About the current thread, and those it stands for.
   virtual void thread_ends() {}
-  virtual void warp_meets(unsigned /*mask*/) {}  // the last of these lanes has come
+  virtual void warp_meets(unsigned /*mask*/) {}  // the last of these lanes has arrived
   virtual void block_meets() {}
   virtual void access(Access, const void* /*p*/, size_t /*bytes*/) {}
-  virtual void publishes() {}       // what its block has stored is there for all
-  virtual void refreshes() {}       // what others have published is there for its block
+  virtual void publishes() {}       // the block's stores become visible to all
+  virtual void refreshes() {}       // what others have published becomes visible to the block
   virtual void fences() {}          // both, in __threadfence()
-  virtual void past_l1() {}         // its next load asks L2
-  virtual void hush(int /*by*/) {}  // 1: from here on its loads and stores are the simulator's; -1: no longer
+  virtual void past_l1() {}         // the next load bypasses L1
+  virtual void hush(int /*by*/) {}  // 1: from here on loads and stores are the simulator's; -1: no longer
 };
 inline Watcher* watcher = nullptr;
 
-// While one lives, the current thread does what the simulator reports by access().
+// During its lifetime, the current thread's accesses are those the simulator reports through access().
 struct Hushed {
   Hushed() {
     if (watcher) watcher->hush(1);

@@ -1,4 +1,4 @@
-// What blocks of a grid see of each other: shared memory in a cluster, flags in global memory.
+// Communication between blocks of a grid: shared memory within a cluster, flags in global memory.
 #pragma once
 
 namespace cudasim {
@@ -12,8 +12,9 @@ inline void cluster_sync(Where at = Where::current()) {
   if (watcher) watcher->refreshes();
 }
 
-// p, in this block's dynamic shared memory, as block `rank` of the cluster has it. It is taken for the access itself.
-// Others may be looked into once all blocks have begun, which the first cluster_sync() tells, and until they end.
+// Translates p, in this block's dynamic shared memory, to block `rank` of the cluster. Counts as the access itself.
+// Other blocks may be accessed after all blocks have started, which the first cluster_sync() guarantees, and until they
+// end.
 inline void* of_block(const void* p, unsigned rank) {
   Quiet quiet;
   Cluster& cluster = *sim.block->cluster;

@@ -1,4 +1,4 @@
-// What the simulated GPU has, and what a launch may have of it.
+// The properties of the simulated GPU, and the limits of a launch.
 #pragma once
 
 namespace cudasim {
@@ -11,10 +11,10 @@ struct Device {
   bool clusters;
 };
 
-// The device of CUDASIM_DEVICE, asked anew each time. h200/8: with an eighth of its multiprocessors and L2.
+// The device that CUDASIM_DEVICE names, read again at each call. h200/8: with an eighth of its multiprocessors and L2.
 inline Device device() {
   static constexpr Device kDevices[] = {
-      {"small", 4, 99 << 10, 1 << 20, true},    // so that small tests fill more than one wave; the least shared memory
+      {"small", 4, 99 << 10, 1 << 20, true},    // small tests fill more than one wave; the least shared memory
       {"hopper", 4, 227 << 10, 1 << 20, true},  // as small, for the kernels of sm90
       {"a100", 108, 163 << 10, 40 << 20, false}, {"h200", 132, 227 << 10, 50 << 20, true},
       {"b200", 148, 227 << 10, 126 << 20, true},
@@ -31,12 +31,12 @@ inline Device device() {
   throw Error(std::string("cudasim: CUDASIM_DEVICE is ") + wanted + ", not small, hopper, a100, h200 or b200");
 }
 
-constexpr size_t kFreeShared = 48 << 10;  // what a launch may have, static and dynamic together, without asking
+constexpr size_t kFreeShared = 48 << 10;  // static and dynamic shared memory that a launch may have without opting in
 
-struct Kernel {  // what is known of one
+struct Kernel {  // what is known about a kernel
   std::string_view name;
   size_t allowed = 0;       // bytes of dynamic shared memory that it may have beyond 48 KiB in all
-  std::set<size_t> uses{};  // the __shared__ variables that its launches have come across
+  std::set<size_t> uses{};  // the __shared__ variables that its launches have touched
   size_t static_bytes = 0;  // of those
   bool known = false;       // it has run
 };
@@ -50,19 +50,19 @@ std::string_view name() {
 template <auto K>
 inline Kernel kernel{name<K>()};
 
-// As cudaFuncGetAttributes() has it. Only a launch shows what a kernel uses: before, it might be all that there is.
+// Stands in for cudaFuncGetAttributes(). Only a launch shows what a kernel uses; before that, assume the maximum.
 template <auto K>
 size_t static_shared_memory() {
   return kernel<K>.known ? kernel<K>.static_bytes : kFreeShared;
 }
 
-// As cudaFuncSetAttribute() of cudaFuncAttributeMaxDynamicSharedMemorySize.
+// Stands in for cudaFuncSetAttribute() with cudaFuncAttributeMaxDynamicSharedMemorySize.
 template <auto K>
 void allow_dynamic_shared_memory(size_t bytes) {
   kernel<K>.allowed = bytes;
 }
 
-// Whether CUDA launches the kernel with so many bytes.
+// Throws unless CUDA would launch the kernel with this many bytes.
 inline void check_shared(const Kernel& kernel, size_t dynamic_bytes) {
   const size_t all = kernel.static_bytes + dynamic_bytes;
   const std::string what = "cudasim: " + std::string(kernel.name) + ": cannot launch with " + std::to_string(all) +

@@ -1,15 +1,16 @@
-// cudasim_memory.cpp: global memory as weak as CUDA's, between blocks. It takes the place of ThreadSanitizer's runtime,
-// so it is linked with objects of -fsanitize=thread, and is itself compiled without.
+// cudasim_memory.cpp: global memory as weak between blocks as CUDA's. Replaces ThreadSanitizer's runtime, so it is
+// linked with objects compiled with -fsanitize=thread, and is itself compiled without it.
 //
-// What a block stores in global memory only it sees, until it publishes: by __threadfence(), store_release(),
-// cluster_sync() or its end. What others have published since it last refreshed, its plain loads do not see: they find
-// old lines in L1. load_acquire() and cluster_sync() refresh, and __threadfence() behind an atomic or __ldcg, which may
-// have told of another block. __ldcg itself sees what is published. Atomics take place in L2, in front of all, and
-// publish and refresh nothing else. That is the least that CUDA promises; a GPU often does better.
+// A block's stores to global memory are visible only to itself until it publishes them: by __threadfence(),
+// store_release(), cluster_sync() or its end. Its plain loads do not see what others have published since it last
+// refreshed; they find stale lines in L1. load_acquire() and cluster_sync() refresh, and so does __threadfence() after
+// an atomic or __ldcg, which may have learned about another block. __ldcg itself sees what is published. Atomics take
+// place in L2, visible to all, and publish or refresh nothing else. This is the least that CUDA guarantees; a GPU often
+// does better.
 //
-// Each block has its view of some bytes; the others are as in memory. While a block runs, its view lies in memory and
-// what all see lies aside. When another runs, they change places. That takes blocks which run at once: CUDASIM_SEED
-// >= 2.
+// Each block has its own view of some bytes; all others are as in memory. While a block runs, its view is in memory and
+// the common view is set aside; when another block runs, they are swapped. This needs blocks that run concurrently:
+// CUDASIM_SEED >= 2.
 #include <cstring>
 #include <map>
 #include <unordered_map>
@@ -23,14 +24,14 @@ using cudasim::Access;
 
 struct View {
   struct Line {                    // of 64 bytes
-    uint64_t stored = 0, old = 0;  // which bytes the block has stored, or sees as they were
-    unsigned char aside[64];       // of those: what all see, or, while the block does not run, what it sees
+    uint64_t stored = 0, old = 0;  // which bytes the block has stored, or sees in an old state
+    unsigned char aside[64];       // for those bytes: the common view or, while the block does not run, the block's
   };
-  std::unordered_map<uintptr_t, Line> lines;  // by their number
-  bool heard = false;                         // has it looked at what others do since it last refreshed?
+  std::unordered_map<uintptr_t, Line> lines;  // by line number
+  bool heard = false;                         // whether it has learned about others since it last refreshed
 };
 
-struct Lane {  // a thread of a block, or the host's
+struct Lane {  // a thread of a block, or of the host
   const void* block = nullptr;
   uintptr_t stack = 0;
   size_t stack_bytes = 0;
@@ -41,7 +42,7 @@ Lane host, *current = &host;
 
 unsigned char* line_at(uintptr_t number) { return reinterpret_cast<unsigned char*>(number * 64); }
 
-// f(number of a line, its bytes as a mask) for the lines of these bytes.
+// Calls f(line number, mask of bytes) for each line that these bytes touch.
 template <class F>
 void each_line(const void* p, size_t bytes, F f) {
   for (uintptr_t at = reinterpret_cast<uintptr_t>(p), end = at + bytes; at < end; at = (at / 64 + 1) * 64) {
@@ -55,9 +56,9 @@ void each_byte(uint64_t mask, F f) {
 }
 
 struct Memory final : cudasim::Watcher {
-  std::unordered_map<const void*, View> views;                 // of the blocks that are resident
-  std::map<uintptr_t, std::pair<const void*, size_t>> shared;  // their shared memory, by its end
-  const void* running = nullptr;                               // whose view lies in memory
+  std::unordered_map<const void*, View> views;                 // of the resident blocks
+  std::map<uintptr_t, std::pair<const void*, size_t>> shared;  // their shared memory, by end address
+  const void* running = nullptr;                               // the block whose view is in memory
 
   Memory() { cudasim::watcher = this; }
 
@@ -94,7 +95,7 @@ struct Memory final : cudasim::Watcher {
     return it == shared.end() || at < it->first - it->second.second;
   }
 
-  // What all see at these bytes of a line becomes what memory has there; to the other blocks it stays what it is.
+  // Makes these bytes of a line, as they are in memory, the common view. The other blocks' views stay as they are.
   void publish(uintptr_t number, uint64_t mask, const unsigned char* was) {
     for (auto& [block, view] : views) {
       if (block == running) continue;
@@ -130,7 +131,7 @@ struct Memory final : cudasim::Watcher {
   void past_l1() override { current->past_l1 = true; }
   void hush(int by) override { current->muted += by; }
 
-  // Before it takes place.
+  // Called before the access takes place.
   void access(Access kind, const void* p, size_t bytes) override {
     const bool past_l1 = std::exchange(current->past_l1, false) || kind == Access::CopyRead;
     const auto it = views.find(current->block);

@@ -1,14 +1,15 @@
-// __shared__ variables: each block has its own, at places of their own on the heap, so that sanitizers see their edges.
+// __shared__ variables: each block has its own copies, allocated separately on the heap, so that sanitizers see their
+// bounds.
 //
-// They are declared thread_local, with the model in which the compiler asks __tls_get_addr() for the address of each.
-// That function is ours. The sizes are in the library's table of symbols.
+// They are declared thread_local, with the TLS model in which the compiler calls __tls_get_addr() for each address. We
+// define that function. The sizes come from the library's symbol table.
 #pragma once
 
 #define __shared__ thread_local __attribute__((tls_model("global-dynamic")))
 
 namespace cudasim {
 
-struct Asked {  // what the compiler has for a thread_local variable
+struct Asked {  // the argument that the compiler passes for a thread_local variable
   size_t module, offset;
 };
 
@@ -23,11 +24,11 @@ inline Memory shared_memory(size_t bytes) {  // filled with 0xff: NaN, or -1
   return Memory(static_cast<unsigned char*>(std::memset(p, 0xff, bytes)));
 }
 
-struct Variables {  // the __shared__ ones of this library
+struct Variables {  // this library's __shared__ variables
   size_t module = 0;
   std::vector<size_t> sizes;      // by number
   std::vector<uint16_t> numbers;  // by offset
-  bool finding = false;           // by probe(), the module
+  bool finding = false;           // while probe() finds the module
 
   static __attribute__((noipa)) void* probe() {
     __shared__ char variable;
@@ -38,7 +39,7 @@ struct Variables {  // the __shared__ ones of this library
     if (module) return;
     finding = true, probe(), finding = false;
     Dl_info library;
-    if (!module || !dladdr(this, &library)) throw Error("cudasim: the compiler does not ask __tls_get_addr()");
+    if (!module || !dladdr(this, &library)) throw Error("cudasim: the compiler does not call __tls_get_addr()");
     std::ifstream file(library.dli_fname, std::ios::binary);
     const auto read = [&](uint64_t at, auto* to, size_t count) {
       file.seekg(std::streamoff(at)).read(reinterpret_cast<char*>(to), std::streamsize(count * sizeof *to));

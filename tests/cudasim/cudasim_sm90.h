@@ -1,21 +1,21 @@
-// The twins of csrc/cuda/sm90/engine.cuh: wgmma, TMA and mbarriers, as the CUDA simulator has them. What must be waited
-// for is wrong until then. Each copy and each product is done at once or late, as cudasim::late() says.
+// Twins of csrc/cuda/sm90/engine.cuh: wgmma, TMA and mbarriers on the CUDA simulator. Results that must be waited for
+// are wrong until then. Each copy and each product completes at once or late, as cudasim::late() decides.
 //
-// Copies: what was in the target is poison (0xff, NaN) as soon as copy_box() begins. A late copy lands when a thread
-// waits for its mbarrier.
+// Copies: copy_box() immediately fills the target with poison (0xff, NaN). A late copy lands when a thread waits for
+// its mbarrier.
 //
-// Products: begin_keys() and begin_values() leave NaN in the accumulators. wait_products<n>() ends the oldest ones, in
-// their order, until n are under way. A late product reads its operands in shared memory then, so a stage that is
-// released too early shows. Products may follow one another into the same accumulators.
+// Products: begin_keys() and begin_values() leave NaN in the accumulators. wait_products<n>() completes the oldest
+// ones, in order, until n are in flight. A late product reads its operands from shared memory only then, so releasing a
+// stage too early shows. Successive products may use the same accumulators.
 //
-// Stores: what threads store in shared memory, wgmma and TMA see only after fence_stores(). An operand, or the target
-// of a copy, that has changed since is an error. A fence is taken to be of all threads of the block.
+// Stores: wgmma and TMA see what threads have stored in shared memory only after fence_stores(). An operand, or the
+// target of a copy, that has changed since is an error. A fence is assumed to cover all threads of the block.
 #pragma once
 
 namespace kvops::sm90 {
 namespace {
 
-// What a block has of Hopper.
+// The Hopper state of a block.
 struct Engine {
   struct Copy {
     uint64_t* barrier;
@@ -23,14 +23,15 @@ struct Engine {
   };
   struct Product {
     float* to;
-    std::shared_ptr<std::vector<float>> sums;  // what `to` gets; products into the same accumulators share it
-    std::function<void()> add;                 // or null, if it has been done
+    std::shared_ptr<std::vector<float>>
+        sums;                   // the future contents of `to`; products into the same accumulators share it
+    std::function<void()> add;  // null once it is done
   };
 
   cudasim::Meeting barriers[16];
   std::vector<std::pair<uint64_t*, cudasim::Fiber*>> waiters;  // for mbarriers
-  std::deque<Copy> copies;                                     // under way
-  std::vector<std::deque<Product>> products;                   // under way, of each thread
+  std::deque<Copy> copies;                                     // in flight
+  std::vector<std::deque<Product>> products;                   // in flight, by thread
   unsigned char* shared;                                       // the block's dynamic shared memory
   std::vector<unsigned char> seen;                             // the same as wgmma and TMA see it
 
@@ -51,7 +52,7 @@ struct Engine {
     std::memcpy(seen.data() + (static_cast<const unsigned char*>(from) - shared), from, bytes);
   }
 
-  // Of an operand, or the target of a copy.
+  // Checks an operand, or the target of a copy.
   void check(const void* operand, size_t bytes, const cudasim::Site& site) const {
     cudasim::Quiet quiet;
     const unsigned char* const begin = static_cast<const unsigned char*>(operand);
@@ -75,7 +76,7 @@ void check_operand(const T* operand, int elements, cudasim::Where at) {
   if (threadIdx.x % 32 == 0) Engine::get().check(operand, elements * sizeof(T), {"wgmma", at});
 }
 
-// Begins x (+)= what add(sums) adds to its second argument.
+// Starts x (+)= what add(sums) adds to its argument.
 template <bool kAdd, int n, class Add>
 void begin_product(float (&x)[n], Add add) {
   auto& products = Engine::get().products[cudasim::sim.self->rank];
@@ -84,7 +85,7 @@ void begin_product(float (&x)[n], Add add) {
   {
     cudasim::Quiet quiet;
     for (const auto& other : products)
-      if (other.to == x) sums = other.sums, late |= other.add != nullptr;  // in their order
+      if (other.to == x) sums = other.sums, late |= other.add != nullptr;  // keep their order
     if (!sums) sums = std::make_shared<std::vector<float>>(x, x + n);
     products.push_back({x, sums, [sums, add] {
                           if (!kAdd) std::fill(sums->begin(), sums->end(), 0.0f);
@@ -136,7 +137,7 @@ template <class T, int kDim, int kKeys>
 void begin_values(float (&o)[kDim / 2], const Weights<T, kKeys>& weights, const T* v, CUDASIM_AT) {
   check_operand(v, kKeys * kDim, at);
   struct Rows {
-    float of[2][kKeys];  // a thread's two rows, which are in four lanes' registers
+    float of[2][kKeys];  // a thread's two rows, spread over four lanes' registers
   };
   struct {
     const float* weights;
@@ -184,10 +185,10 @@ inline void share_stores(int threads, int id, CUDASIM_AT) {
   meet(threads, id, at);
 }
 
-struct MBarrier {  // in the 8 bytes of one
+struct MBarrier {  // stored in the 8 bytes of a real one
   uint8_t expected, pending;
   uint16_t phase;
-  int32_t bytes;  // that are to come
+  int32_t bytes;  // still to arrive
 
   static MBarrier& at(uint64_t* p) { return *reinterpret_cast<MBarrier*>(p); }
 };
@@ -290,7 +291,7 @@ void copy_box(const TensorMap& map, uint64_t* barrier, T* to, int column, int ke
   const auto waiter =
       std::find_if(engine.waiters.begin(), engine.waiters.end(), [&](auto& x) { return x.first == barrier; });
   if (waiter == engine.waiters.end()) return;
-  cudasim::sim.make_ready(waiter->second);  // who waits already lands it
+  cudasim::sim.make_ready(waiter->second);  // the waiting thread lands it
   engine.waiters.erase(waiter);
 }
 

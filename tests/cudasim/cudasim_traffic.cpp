@@ -1,21 +1,21 @@
-// cudasim_traffic.cpp: counts what a kernel asks of memory. It takes the place of ThreadSanitizer's runtime, so it is
-// linked with objects of -fsanitize=thread, and is itself compiled without.
+// cudasim_traffic.cpp: counts a kernel's memory traffic. Replaces ThreadSanitizer's runtime, so it is linked with
+// objects compiled with -fsanitize=thread, and is itself compiled without it.
 //
-// Lanes of a warp run one after another until they meet. Until then each has a list of its accesses; then the n-th
-// access of each lane from one place of the source is taken as one instruction of the warp (a request). Where lanes
-// diverge in a loop that is an approximation.
+// The lanes of a warp run one after another until they meet, and each keeps a list of its accesses. Then the n-th
+// accesses of all lanes from one place of the source count as one instruction of the warp (a request). Where lanes
+// diverge in a loop, this is an approximation.
 //
-// - Global memory: a request touches 32-byte sectors. A block has an L1: an LRU of what the multiprocessor's 256 KiB
-//   leave beside shared memory, divided by the resident blocks.
-//   Loads that hit go no further. Stores, atomics, cp.async.cg and __ldcg go to L2.
-// - L2 is one LRU of sectors. Blocks run here one after another; what they ask of L2 is noted and replayed as if all
-//   resident blocks ran at once, 16 sectors of each in turn, the next block in the place of one that ends. Read misses
-//   come from DRAM. A sector that was written goes there once, when it is evicted or at the end.
-// - Shared memory: 32 banks of 4 bytes. 8-byte accesses go by half warps, 16-byte ones (ldmatrix, cp.async too) by
-//   quarters. A wavefront serves each bank once; one word for many lanes is a broadcast. Atomics on one word count one
-//   wavefront for each lane.
+// - Global memory: a request touches 32-byte sectors. Each block has an L1: an LRU cache of its fraction of the
+// multiprocessor's 256 KiB minus shared memory, divided by the resident blocks. Loads that hit go no further. Stores,
+// atomics, cp.async.cg and __ldcg go to L2.
+// - L2 is one LRU cache of sectors. Here blocks run one after another, so their L2 requests are recorded and replayed
+// as if all resident blocks ran at once, with 16 sectors from each in turn, and a new block in the place of one that
+// ends. Read misses come from DRAM. A written sector goes to DRAM once, when it is evicted or at the end.
+// - Shared memory: 32 banks of 4 bytes. 8-byte accesses are processed by half warps, 16-byte ones (also ldmatrix and
+// cp.async) by quarter warps. A wavefront serves each bank once; one word for many lanes is a broadcast. Atomics on one
+// word count one wavefront per lane.
 //
-// Kernel parameters, blockIdx and the like, constants and the threads' stacks are registers or constant memory to a
+// Kernel parameters, blockIdx and the like, constants and the threads' stacks are registers or constant memory on a
 // GPU, and are not counted.
 #include <dlfcn.h>
 #include <link.h>
@@ -36,14 +36,14 @@ namespace cudasim {
 namespace {
 
 constexpr uint64_t kSector = 32;
-constexpr uint64_t kTurn = 16;  // sectors that a block asks for before the next one's turn
+constexpr uint64_t kTurn = 16;  // sectors that a block requests before the next block's turn
 
-struct Device {  // of cudasim_traffic_begin()
+struct Device {  // the device of cudasim_traffic_begin()
   uint64_t multiprocessors = 132, l2_bytes = 50 << 20;
-  uint64_t l1_bytes = 256 << 10, shared_bytes = 228 << 10, threads = 2048;  // of a multiprocessor
+  uint64_t l1_bytes = 256 << 10, shared_bytes = 228 << 10, threads = 2048;  // per multiprocessor
 };
 
-struct Needs {  // of a kernel, beside what its launch says
+struct Needs {  // a kernel's needs in addition to its launch's
   uint64_t registers = 0, static_bytes = 0;
 };
 
@@ -53,13 +53,13 @@ struct Range {
   bool has(uintptr_t p) const { return p - begin < bytes; }
 };
 
-// Least recently used sectors leave first.
+// An LRU cache of sectors.
 class Cache {
  public:
   explicit Cache(uint64_t bytes = 0) : most_(bytes / kSector) { entries_.push_back({0, 0, 0, 0}); }
 
-  // Was the sector there? It is now. A writer (a number above 0) makes it dirty; evicted(writer) tells that a dirty one
-  // had to leave.
+  // Returns whether the sector was cached, and caches it. A writer (a number above 0) makes it dirty. Calls
+  // evicted(writer) when a dirty sector is evicted.
   template <class Evicted>
   bool touch(uint64_t sector, unsigned writer, Evicted evicted) {
     if (most_ == 0) {
@@ -96,7 +96,7 @@ class Cache {
  private:
   struct Entry {
     uint64_t sector;
-    unsigned before, after;  // in a ring, from the newest to the oldest; entry 0 is between the two
+    unsigned before, after;  // in a ring, from the newest to the oldest; entry 0 closes it
     unsigned writer;
   };
   void unlink(const Entry& x) { entries_[x.before].after = x.after, entries_[x.after].before = x.before; }
@@ -131,10 +131,10 @@ struct Block {
   std::vector<Range> shared;
   Cache l1;
   std::vector<std::vector<struct Lane*>> warps;
-  std::vector<uint64_t>* trace;  // what it asks of L2: sectors, doubled, odd if written
+  std::vector<uint64_t>* trace;  // its L2 requests: sector numbers, doubled, odd if written
 };
 
-struct Lane {  // a thread of a block, or one of the host, which counts nothing
+struct Lane {  // a thread of a block, or of the host, which counts nothing
   static constexpr int kMostCalls = 64;
   Block* block = nullptr;
   unsigned rank = 0;
@@ -165,12 +165,12 @@ struct Launch {
 struct Traffic final : Watcher {
   bool counting = false;
   Device device;
-  std::map<std::string, Needs, std::less<>> needs;  // by the kernel's name, as far as it is known
+  std::map<std::string, Needs, std::less<>> needs;  // by kernel name, as far as known
   Cache l2;
   std::deque<Launch> launches;
-  std::vector<std::vector<uintptr_t>> places;  // return addresses, the innermost first
+  std::vector<std::vector<uintptr_t>> places;  // return addresses, innermost first
   std::unordered_map<uint64_t, unsigned> place_index;
-  std::unordered_map<const void*, std::unique_ptr<Block>> blocks;  // that run
+  std::unordered_map<const void*, std::unique_ptr<Block>> blocks;  // running
   Range library, parameters;
 
   Traffic() { watcher = this; }
@@ -181,7 +181,7 @@ struct Traffic final : Watcher {
     counting = true;
   }
 
-  // ---- What the simulator tells ------------------------------------------------------------------------------------
+  // ---- Events from the simulator -----------------------------------------------------------------------------------
   void launch_begins(std::string_view kernel_name, dim3 grid, dim3 block, size_t dynamic_bytes) override {
     if (!counting) return;
     if (!library.bytes) find_library();
@@ -193,7 +193,7 @@ struct Traffic final : Watcher {
     launch.dynamic_bytes = dynamic_bytes;
     const Needs& kernel = needs[plain_name(kernel_name)];
     const uint64_t warps = (threads + 31) / 32, registers = (kernel.registers + 7) / 8 * 8 * 32 * warps;
-    launch.shared_bytes = dynamic_bytes + kernel.static_bytes + 1024;  // which CUDA takes
+    launch.shared_bytes = dynamic_bytes + kernel.static_bytes + 1024;  // CUDA reserves 1024
     launch.resident = std::min({uint64_t{32}, device.threads / threads, device.shared_bytes / launch.shared_bytes,
                                 registers ? (64 << 10) / registers : 32,
                                 (count + device.multiprocessors - 1) / device.multiprocessors});
@@ -201,7 +201,7 @@ struct Traffic final : Watcher {
     launch.traces.resize(count);
   }
 
-  // kvops::(anonymous namespace)::gather_kv_kernel<uint4>: gather_kv_kernel
+  // kvops::(anonymous namespace)::gather_kv_kernel<uint4> -> gather_kv_kernel
   static std::string plain_name(std::string_view name) {
     name = name.substr(0, name.find('<'));
     return std::string(name.substr(name.rfind(':') + 1));
@@ -256,7 +256,7 @@ struct Traffic final : Watcher {
     if (lane.block) lane.block->warps[rank / 32][rank % 32] = &lane;
   }
 
-  // A meeting of some lanes says nothing of what the others do next to it, unless they have returned.
+  // A meeting of some lanes says nothing about what the others do at that point, unless they have returned.
   void warp_meets(unsigned mask) override {
     if (!current->block) return;
     auto& warp = current->block->warps[current->rank / 32];
@@ -283,13 +283,13 @@ struct Traffic final : Watcher {
     uintptr_t at = reinterpret_cast<uintptr_t>(p);
     if (lane.stack.has(at) || parameters.has(at) || library.has(at)) return;
     Space space = Space::Global;
-    for (const auto& [_, block] : blocks)  // all of a cluster
+    for (const auto& [_, block] : blocks)  // all blocks of a cluster
       for (const Range& range : block->shared)
         if (range.has(at)) space = Space::Shared;
     const bool past_l1 = lane.past_l1 || kind != Access::Read;
     lane.past_l1 = false;
     const unsigned place = place_of(lane, from);
-    while (bytes) {  // as many instructions as it takes
+    while (bytes) {  // as many instructions as needed
       uint8_t piece = 16;
       while (piece > bytes || at % piece) piece /= 2;
       lane.events.push_back({at, place, piece, kind, space, past_l1});
@@ -308,7 +308,7 @@ struct Traffic final : Watcher {
     return it->second;
   }
 
-  // Takes what the lanes of a warp have done as instructions.
+  // Groups what the lanes of a warp have done into instructions.
   void settle(const std::vector<Lane*>& warp) {
     const Lane* first = nullptr;
     bool alike = true;
@@ -328,7 +328,7 @@ struct Traffic final : Watcher {
           if (warp[l] && !warp[l]->events.empty()) request.add(l, warp[l]->events[i]);
         count(block, request);
       }
-    } else {  // the n-th from the same place, in the order in which they first occur
+    } else {  // the n-th from the same place, in order of first occurrence
       std::unordered_map<uint64_t, size_t> index;
       std::deque<Request> requests;
       std::unordered_map<unsigned, unsigned> times;
@@ -356,7 +356,7 @@ struct Traffic final : Watcher {
   };
 
   void count(Block& block, Request& request) {
-    for (const Space space : {Space::Global, Space::Shared}) {  // through one pointer some lanes may reach either
+    for (const Space space : {Space::Global, Space::Shared}) {  // one pointer may reach both, in different lanes
       std::array<const Event*, 32> lanes;
       unsigned size = 0, first = 0;
       for (unsigned l = 0; l < 32; ++l) {
@@ -519,7 +519,7 @@ void on_switch(Lane&) {}
 }  // namespace
 }  // namespace cudasim
 
-// ---- In the place of ThreadSanitizer's runtime -------------------------------------------------------------------
+// ---- In place of ThreadSanitizer's runtime -----------------------------------------------------------------------
 using cudasim::current, cudasim::Lane, cudasim::traffic, cudasim::on_access, cudasim::on_switch;
 
 #include "cudasim_tsan.h"
@@ -539,17 +539,17 @@ void __tsan_func_exit() {
 }
 
 // ---- For tests ---------------------------------------------------------------------------------------------------
-// Counts from now on, with cold caches, on a GPU of so many multiprocessors and bytes of L2.
+// Starts counting with cold caches, on a GPU with this many multiprocessors and bytes of L2.
 __attribute__((visibility("default"))) void cudasim_traffic_begin(uint64_t multiprocessors, uint64_t l2_bytes,
                                                                   uint64_t l1_bytes, uint64_t shared_bytes) {
   traffic.begin({multiprocessors, l2_bytes, l1_bytes, shared_bytes});
 }
-// What is known of a kernel: registers of a thread, bytes of static shared memory.
+// A kernel's registers per thread and bytes of static shared memory.
 __attribute__((visibility("default"))) void cudasim_traffic_kernel(const char* name, uint64_t registers,
                                                                    uint64_t static_bytes) {
   traffic.needs[name] = {registers, static_bytes};
 }
-// What has been counted since. It is valid until the next call.
+// The counts since then. Valid until the next call.
 __attribute__((visibility("default"))) const char* cudasim_traffic_report() {
   static std::string text;
   return (text = traffic.report()).c_str();

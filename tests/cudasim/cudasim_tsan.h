@@ -1,9 +1,9 @@
-// What the compiler calls under -fsanitize=thread, for a runtime of our own in the place of ThreadSanitizer's.
+// The functions that compiled code calls under -fsanitize=thread, for our own runtimes in place of ThreadSanitizer's.
 //
-// Whoever includes this defines, before: Lane, a thread (one of the simulator's fibers, or the host's) with an int
-// `muted`; Lane* current, the one that runs; on_access(kind, p, bytes, from), called before an access by `current` that
-// is not muted, made at `from` in the code; on_switch(lane), called before that one runs. And behind:
-// __tsan_func_entry() and __tsan_func_exit().
+// Before including this, define: Lane, a thread (one of the simulator's fibers, or the host's) with an int `muted`;
+// Lane* current, the running one; on_access(kind, p, bytes, from), called before an unmuted access by `current`, from
+// code address `from`; and on_switch(lane), called before that lane runs. After it, define __tsan_func_entry() and
+// __tsan_func_exit().
 #pragma once
 
 extern "C" {
@@ -38,7 +38,7 @@ void __tsan_write_range(void* p, size_t bytes) {
     on_access(cudasim::Access::Write, p, bytes, reinterpret_cast<uintptr_t>(__builtin_return_address(0)));
 }
 
-// The threads are the simulator's fibers. One that Quiet::begin() has muted does its work for it.
+// Threads are the simulator's fibers. Quiet::begin() mutes one while it runs simulator code.
 void* __tsan_get_current_fiber() { return current; }
 void* __tsan_create_fiber(unsigned) { return new Lane; }
 void __tsan_switch_to_fiber(void* fiber, unsigned) {
@@ -56,7 +56,7 @@ void __tsan_release(void*) {}
 void __tsan_vptr_read(void**) {}
 void __tsan_vptr_update(void**, void*) {}
 
-// Atomics are the simulator's, who tells of them itself, and the host's.
+// Atomics come from the simulator, which reports them itself, and from the host.
 #define CUDASIM_SEQ __ATOMIC_SEQ_CST
 #define CUDASIM_ATOMICS(bits, T)                                                                               \
   T __tsan_atomic##bits##_load(const volatile T* p, int) { return __atomic_load_n(p, CUDASIM_SEQ); }           \

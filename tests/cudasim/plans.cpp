@@ -1,7 +1,7 @@
-// How window_attention cuts a call, for tests/test_window_plans.py.
+// How window_attention divides a call, for tests/test_window_plans.py.
 #include "../../csrc/cuda/window_attention.cuh"
 
-// bf16, values as wide as keys, `memory` bytes of shared memory for a block.
+// bf16, values as wide as keys, `memory` bytes of shared memory per block.
 extern "C" __attribute__((visibility("default"))) void attention_plan(int64_t n, int64_t rows, int64_t d,
                                                                       int64_t memory, int64_t* out) {
   using namespace kvops;

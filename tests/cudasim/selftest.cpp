@@ -22,11 +22,11 @@ __global__ void early_return(int* x, int n) {
   x[threadIdx.x] = __shfl_xor_sync(~0u, int(threadIdx.x), 1);
 }
 __global__ void partial_warp(int* x) { x[threadIdx.x] = __shfl_xor_sync(~0u, int(threadIdx.x), 16); }
-__global__ void half_warps(int* x) {  // sound: disjoint masks meet apart
+__global__ void half_warps(int* x) {  // sound: disjoint masks meet separately
   const int lane = threadIdx.x % 32;
   x[threadIdx.x] = lane < 16 ? __shfl_sync(0xffffu, lane, 3) : __shfl_sync(0xffff0000u, lane, 20);
 }
-__global__ void broadcast(int* x) {  // right only if thread 0 runs first
+__global__ void broadcast(int* x) {  // correct only if thread 0 runs first
   __shared__ int value;
   if (threadIdx.x == 0) value = 7;
 #ifndef BROKEN
@@ -40,7 +40,7 @@ __global__ void uninitialised(int* x) {
   __syncthreads();
   x[threadIdx.x] = count;
 }
-__global__ void warp_synchronous(int* x) {  // relies on lanes running in step
+__global__ void warp_synchronous(int* x) {  // relies on lanes running in lockstep
   __shared__ int v[32];
   v[threadIdx.x] = threadIdx.x;
 #ifndef BROKEN
@@ -109,8 +109,8 @@ __global__ void async_copies(int* x) {
 #endif
   x[9] = v[1][3];
 }
-// x[lane], for each lane, whether one product of small integers is right: A [16, 16] by ldmatrix, B [8, 16] by
-// ldmatrix, or B [16, 8] by its transposed form.
+// x[lane]: whether one product of small integers is correct for each lane, with A [16, 16] by ldmatrix, and B [8, 16]
+// by ldmatrix or B [16, 8] by its transposed form.
 template <int kType, int kTransposed>
 __global__ void tensor_cores(int* x) {
   const int lane = threadIdx.x, r = lane / 4, c = lane % 4 * 2;
@@ -148,7 +148,7 @@ __global__ void unaligned_matrix(int* x) {
   __shared__ __align__(16) unsigned short A[32][12];
   cudasim::ldmatrix_x4(reinterpret_cast<unsigned (&)[4]>(x[4 * threadIdx.x]), A[threadIdx.x], false);
 }
-__global__ void matrix_of_others(int* x) {  // a row that another lane has written
+__global__ void matrix_of_others(int* x) {  // each lane's row is written by another lane
   __shared__ __align__(16) unsigned A[32][4];
   for (int i = 0; i < 4; ++i) A[31 - threadIdx.x][i] = 31 - threadIdx.x;
 #ifndef BROKEN
@@ -166,8 +166,8 @@ __global__ void shared_memory(int* x) {
 }
 __global__ void other_shared_memory(int* x) { shared_memory(x); }
 
-// Each block of a cluster has a number in dynamic shared memory and one in a __shared__ variable, and adds up what all
-// have in the first.
+// Each block of a cluster has one number in dynamic shared memory and one in a __shared__ variable, and adds up the
+// first numbers of all blocks.
 template <int kFault>
 __global__ void cluster(int* x) {
   DYNAMIC_SHARED(int, number);
@@ -186,9 +186,9 @@ __global__ void cluster(int* x) {
   if (kFault != 7) cudasim::cluster_sync();
   if (t == 0) x[blockIdx.x] = sum == int(16 * (blockIdx.x / 4) + 6) && own[31] == int(blockIdx.x);
 }
-// Each block but the first adds to the number of the block before, when that is there.
+// Each block but the first adds to the number of the block before, once that is available.
 template <int kFault>
-__global__ void chain(unsigned* x) {  // x: a number of each block, then their flags, then the counter of tickets
+__global__ void chain(unsigned* x) {  // x: a number per block, then their flags, then the ticket counter
   __shared__ unsigned block;
   unsigned* const flags = x + gridDim.x;
   if (threadIdx.x == 0) block = kFault == 1 ? gridDim.x - 1 - blockIdx.x : atomicAdd(x + 2 * gridDim.x, 1u);
@@ -211,9 +211,9 @@ __global__ void chain(unsigned* x) {  // x: a number of each block, then their f
 }
 // The last block adds up what all have stored: 0 and 1 are sound.
 template <int kFault>
-__global__ void sum_of_blocks(int* x) {  // x: a number of each block, the counter, the sum
+__global__ void sum_of_blocks(int* x) {  // x: a number per block, the counter, the sum
   __shared__ bool last;
-  for (int i = 0; i < 4; ++i) __syncthreads();  // work that takes its time
+  for (int i = 0; i < 4; ++i) __syncthreads();  // work that takes some time
   if (threadIdx.x == 0) {
     x[blockIdx.x] = int(blockIdx.x) + 1;
     if (kFault != 2) __threadfence();
@@ -226,14 +226,14 @@ __global__ void sum_of_blocks(int* x) {  // x: a number of each block, the count
   for (unsigned i = 0; i < gridDim.x; ++i) sum += kFault == 1 || kFault == 3 ? x[i] : __ldcg(x + i);
   x[gridDim.x + 1] = sum;
 }
-__global__ void own_stores(int* x) {  // a block sees what it has stored, and so does whoever comes after
+__global__ void own_stores(int* x) {  // a block sees its own stores, and so do all later readers
   x[blockIdx.x * 32 + threadIdx.x] = int(threadIdx.x);
   __syncthreads();
   const int other = x[blockIdx.x * 32 + (threadIdx.x ^ 1)];
   __syncthreads();
   x[blockIdx.x * 32 + threadIdx.x] = other;
 }
-__global__ void meets_others(unsigned* x) {  // by seed: do other blocks run between two atomics of this one?
+__global__ void meets_others(unsigned* x) {  // depends on the seed: do other blocks run between this one's atomics?
   const unsigned ticket = atomicAdd(x, 1u);
   for (int i = 0; i < 20; ++i) __threadfence();
   if (atomicAdd(x, 1u) != ticket + 1) x[1] = 1;

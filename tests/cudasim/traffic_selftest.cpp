@@ -1,4 +1,4 @@
-// Kernels whose traffic is known, for test_traffic.py: what cudasim_traffic.cpp counts of them.
+// Kernels with known traffic, for test_traffic.py, which checks the counts of cudasim_traffic.cpp.
 #include "cudasim.h"
 
 using cudasim::guarded, cudasim::start_kernel;
@@ -21,7 +21,7 @@ __global__ void guarded_tail(const float* from, float* to, int n) {  // the last
   if (i >= n) return;
   to[i] = from[i];
 }
-// Each lane reads the word (or the 16 bytes) `step` further on than its neighbour's; 0: all the same.
+// Each lane reads the word (or the 16 bytes) `step` after its neighbour's; 0: all read the same.
 __global__ void bank_words(float* to, int step) {
   DYNAMIC_SHARED(float, x);
   to[threadIdx.x] = x[threadIdx.x * step];
@@ -36,7 +36,7 @@ __global__ void bank_matrices(unsigned* to, int step) {
   cudasim::ldmatrix_x4(y, x + threadIdx.x * step, false);
   to[threadIdx.x] = y[0];
 }
-__global__ void count_in_one(unsigned* to) {  // all lanes at one word, then at one each
+__global__ void count_in_one(unsigned* to) {  // all lanes on one word, then each on its own
   __shared__ unsigned x[32];
   x[threadIdx.x] = 0;
   __syncthreads();
@@ -45,7 +45,7 @@ __global__ void count_in_one(unsigned* to) {  // all lanes at one word, then at 
   __syncthreads();
   atomicAdd(to, x[threadIdx.x]);
 }
-__global__ void read_twice(const float* from, float* to, int n) {  // by all blocks, over and over
+__global__ void read_twice(const float* from, float* to, int n) {  // by all blocks, repeatedly
   float sum = 0;
   for (int turn = 0; turn < 2; ++turn)
     for (int i = threadIdx.x; i < n; i += blockDim.x) sum += __ldcg(from + i);
@@ -57,14 +57,14 @@ __global__ void read_twice_by_l1(const float* from, float* to, int n) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) sum += from[i];
   to[threadIdx.x] = sum;
 }
-__global__ void fetch(const uint4* from, uint4* to) {  // past the registers
+__global__ void fetch(const uint4* from, uint4* to) {  // bypassing registers
   DYNAMIC_SHARED(uint4, x);
   cudasim::copy_async(x + threadIdx.x, from + threadIdx.x, 16);
   cudasim::copy_async_commit();
   cudasim::copy_async_wait(0);
   to[threadIdx.x] = x[threadIdx.x];
 }
-__global__ void local(float* to) {  // an array of a thread is no traffic
+__global__ void local(float* to) {  // a thread's own array is no traffic
   float x[16];
   for (int i = 0; i < 16; ++i) x[(i * 7 + threadIdx.x) % 16] = i;
   __syncwarp();

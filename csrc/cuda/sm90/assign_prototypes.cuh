@@ -1,14 +1,15 @@
-// assign_prototypes for Hopper: the prototype of highest cosine for each key.
+// assign_prototypes for Hopper: the prototype with the highest cosine for each key.
 //
-// Keys are the rows of a wgmma (its M), 64 at a time by TMA, and prototypes its columns, 128 at a time: all of a head's
-// stay in shared memory for the whole run of a block of threads. A thread has 32 columns of each of two keys; it keeps
-// the largest product and its number, and the four lanes that share a key compare theirs when all prototypes have
-// passed. So a key's products are in one warpgroup's registers, and what the two exchange is the tensor cores: of a
-// tile of 64 x 128 products at d = 128 a multiprocessor of an H200 has 512 cycles of wgmma to do and 384 of
-// comparisons, three instructions for each product at half rate; one warpgroup compares while the other multiplies.
+// Keys are the rows of a wgmma (its M), 64 at a time, loaded by TMA; prototypes are its columns, 128 at a time. All
+// prototypes of a head stay in shared memory while a block goes through its run of keys. A thread has 32 columns for
+// each of two keys. It keeps the largest product and its index, and once all prototypes have been processed, the four
+// lanes that share a key compare their results. All products of a key are thus in one warpgroup's registers, and the
+// two warpgroups take turns on the tensor cores. For a tile of 64 x 128 products at d = 128, a multiprocessor of an
+// H200 needs 512 cycles of wgmma and 384 of comparisons (three instructions per product at half rate); one warpgroup
+// compares while the other multiplies.
 //
-// Prototypes that do not fit into shared memory beside two tiles of keys (768 fit with d = 128, 1664 with 64, 256 with
-// 256) are left to the portable kernel. Both do keys again whose best product is not comfortable.
+// Prototypes that do not fit in shared memory beside two tiles of keys (768 fit with d = 128, 1664 with 64, 256 with
+// 256) are left to the portable kernel. Both kernels redo keys whose best product is outside the safe range.
 //
 // Not yet run on a GPU.
 #pragma once
@@ -18,7 +19,7 @@
 namespace kvops::sm90 {
 namespace {
 
-constexpr int kColumns = 128;  // prototypes of a tile
+constexpr int kColumns = 128;  // prototypes per tile
 
 // Offsets in shared memory.
 struct AssignShared {
@@ -89,14 +90,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int step = 1; step < 4; step *= 2)
         best[i].meet({__shfl_xor_sync(kWarp, best[i].product, step), __shfl_xor_sync(kWarp, best[i].prototype, step)});
     }
-    // Of the four lanes, two have a key each.
+    // Two of the four lanes that share two keys take one key each.
     const int slot = block * kRows + Accumulator::row(thread, 2 * (thread % 2));
     if (thread % 2) best[0] = best[1];
     finish_assignment<T, false>(p, unit, slot, thread % 4 < 2 && slot < p.n, first <= slot && slot < last, best[0]);
   }
 }
 
-// False if it does not serve these.
+// Returns false, without doing anything, if it does not support the call.
 inline bool assign_prototypes_hopper(const AssignPrototypesParams& p, const KVView& units, int64_t rows,
                                      cudaStream_t stream) {
   constexpr int kMostStages = 4;

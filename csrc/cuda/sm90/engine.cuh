@@ -1,13 +1,14 @@
-// The door to what Hopper has and other GPUs have not: wgmma, the copy engine (TMA), and the mbarriers by which it says
-// that a copy has arrived. Through CuTe and CUTLASS here; the tests' simulator has a twin of each function.
+// The only access to what Hopper has and other GPUs lack: wgmma, the copy engine (TMA), and the mbarriers that signal
+// the arrival of a copy. This file uses CuTe and CUTLASS; the tests' simulator has a twin of each function.
 //
-// The operands lie in shared memory as wgmma and TMA both know it, CuTe's 128-byte swizzle: slabs of 64 elements (128
-// bytes) of each row, the eight 16-byte pieces of a row permuted by row % 8. A copy is a box of one slab. V lies as K
-// does, key by key, and wgmma takes it transposed. All start at multiples of 1024 bytes.
+// Operands are laid out in shared memory in a form that both wgmma and TMA support, CuTe's 128-byte swizzle: slabs of
+// 64 elements (128 bytes) of each row, with the eight 16-byte pieces of a row permuted by row % 8. A copy is a box of
+// one slab. V is laid out like K, key by key, and wgmma reads it transposed. All operands start at multiples of 1024
+// bytes.
 #pragma once
 #ifdef __CUDACC__
 #include <cute/tensor.hpp>
-// CuTe's first header comes first.
+// CuTe's first header must come first.
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -21,16 +22,16 @@
 namespace kvops::sm90 {
 namespace {
 
-constexpr int kRows = 64;  // of queries in a tile: the M of a wgmma
+constexpr int kRows = 64;  // query rows per tile: the M of a wgmma
 constexpr int kSlab = 64;  // elements
 
-// Where element (row, column) of a [rows, d] operand lies.
+// The position of element (row, column) in a [rows, d] operand.
 KVOPS_HOST_DEVICE constexpr int slab_at(int row, int column, int rows) {
   return column / kSlab * kSlab * rows + row * kSlab + ((column / 8 ^ row) % 8) * 8 + column % 8;
 }
 
-// Where a warpgroup's accumulators lie in their tile: thread t's i-th is at (row(t, i), column(t, i)). Each thread has
-// two rows, 8 apart, and four neighbouring lanes share them.
+// The layout of a warpgroup's accumulators: thread t's i-th one is element (row(t, i), column(t, i)) of the tile. Each
+// thread has two rows, 8 apart, and shares them with its neighbours in groups of four lanes.
 struct Accumulator {
   KVOPS_HOST_DEVICE static constexpr int row(int thread, int i) {
     return thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
@@ -38,10 +39,10 @@ struct Accumulator {
   KVOPS_HOST_DEVICE static constexpr int column(int thread, int i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
 };
 
-// The strides of tokens, heads and batch rows, in bytes, as TMA takes them. False if it does not.
+// The strides of tokens, heads and batch rows, in bytes, as TMA needs them. False if TMA does not support them.
 inline bool copy_strides(uint64_t (&strides)[3], const KVView& x, int64_t b, int64_t heads, int64_t n) {
-  if (x.table) return false;  // no strides lead from page to page; the portable kernels look them up
-  // Of a dim of one entry the stride is free.
+  if (x.table) return false;  // pages have no common stride; the portable kernels look them up
+  // The stride of a dim of size one is free.
   const int64_t given[] = {n > 1 ? x.stride_n : x.row_bytes, heads > 1 ? x.stride_h : x.row_bytes,
                            b > 1 ? x.stride_b : x.row_bytes};
   for (int i = 0; i < 3; ++i) {
@@ -66,7 +67,7 @@ using cutlass::arch::ClusterTransactionBarrier;
 template <class T>
 using Element = std::conditional_t<std::is_same_v<T, Half>, cute::half_t, cute::bfloat16_t>;
 
-// Q [kRows, kDim] times K [kKeys, kDim] transposed, both from shared memory.
+// Q [kRows, kDim] times K [kKeys, kDim] transposed, both in shared memory.
 template <class T, int kDim, int kKeys>
 struct Logits {
   using Atom = cute::GMMA::Layout_K_SW128_Atom<Element<T>>;
@@ -76,7 +77,7 @@ struct Logits {
       cute::GMMA::ss_op_selector<Element<T>, Element<T>, float, Shape<Int<kRows>, Int<kKeys>, Int<kDim>>>()));
 };
 
-// Weights [kRows, kKeys], from registers, times V: [kDim, kKeys] to wgmma.
+// Weights [kRows, kKeys] in registers, times V, which wgmma reads as [kDim, kKeys].
 template <class T, int kDim, int kKeys>
 struct Values {
   using Atom = cute::GMMA::Layout_MN_SW128_Atom<Element<T>>;
@@ -84,15 +85,15 @@ struct Values {
   using Mma = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element<T>, Element<T>, float, Shape<Int<kRows>, Int<kDim>, Int<kKeys>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
-  // A thread's weights are its accumulators of the logits, one after the other.
+  // A thread's weights are its accumulators of the logits, in the same order.
   using Weights = cute::Layout<Shape<Shape<cute::_2, cute::_2, cute::_2>, cute::_1, Int<kKeys / 16>>>;
 };
 
-// slab_at() and Accumulator, held against CuTe. Layouts are linear in the bits of an index, so powers of two suffice.
+// Checks slab_at() and Accumulator against CuTe. Layouts are linear in the bits of an index, so powers of two suffice.
 constexpr int next_bit(int i) {
   return i ? 2 * i : 1;
 }
-template <class Layout>  // (thread, its i-th value) -> row + kRows * column
+template <class Layout>  // (thread, index of its value) -> row + kRows * column
 constexpr bool lies_as_accumulator(int values) {
   for (int t = 0; t < 128; t = next_bit(t))
     for (int i = 0; i < values; i = next_bit(i))
@@ -121,7 +122,7 @@ constexpr bool lies_as_expected() {
 }
 static_assert(lies_as_expected<BFloat16, 128, 64>() && lies_as_expected<Half, 64, 128>());
 
-// Begins c (+)= a b, by the 128 threads of a warpgroup.
+// Starts c (+)= a b. Called by the 128 threads of a warpgroup.
 template <bool kAdd, class Mma, class A, class B, class C>
 __device__ inline void begin_product(Mma& mma, const A& a, const B& b, C& c) {
   cute::warpgroup_fence_operand(c);
@@ -135,8 +136,8 @@ __device__ inline void begin_product(Mma& mma, const A& a, const B& b, C& c) {
   cute::warpgroup_commit_batch();
 }
 
-// Waits until at most kUnderWay products are, those that began last. sums: the accumulators of the others, which may be
-// touched from here on; what the products have read may be overwritten.
+// Waits until at most kUnderWay products are unfinished, the most recent ones. sums: the accumulators of the finished
+// ones, which may be used from here on. What those products have read may be overwritten.
 template <int kUnderWay, class... Sums>
 __device__ inline void wait_products(Sums&... sums) {
   cute::warpgroup_wait<kUnderWay>();
@@ -152,7 +153,7 @@ __device__ inline auto in_shared(const T* data) {
   return cute::make_tensor(cute::make_smem_ptr(reinterpret_cast<const Element<T>*>(data)), Layout{});
 }
 
-// Begins x = q k^T, of [kRows, kDim] and [kKeys, kDim].
+// Starts x = q k^T, with [kRows, kDim] and [kKeys, kDim].
 template <class T, int kDim, int kKeys>
 __device__ inline void begin_keys(float (&x)[kKeys / 2], const T* q, const T* k) {
   using Of = Logits<T, kDim, kKeys>;
@@ -164,7 +165,7 @@ __device__ inline void begin_keys(float (&x)[kKeys / 2], const T* q, const T* k)
                        slice.partition_fragment_B(in_shared<typename Of::K>(k)), c);
 }
 
-// Weights [kRows, kKeys] as the tensor cores take them: the thread's own, rounded to T.
+// Weights [kRows, kKeys] as tensor-core operands: the thread's own, rounded to T.
 template <class T, int kKeys>
 struct Weights {
   uint32_t pairs[kKeys / 4];
@@ -183,7 +184,7 @@ struct Weights {
   }
 };
 
-// Begins o += weights v, of [kRows, kKeys] and [kKeys, kDim].
+// Starts o += weights v, with [kRows, kKeys] and [kKeys, kDim].
 template <class T, int kDim, int kKeys>
 __device__ inline void begin_values(float (&o)[kDim / 2], Weights<T, kKeys>& weights, const T* v) {
   using Of = Values<T, kDim, kKeys>;
@@ -197,14 +198,14 @@ __device__ inline void begin_values(float (&o)[kDim / 2], Weights<T, kKeys>& wei
   begin_product<true>(mma, a, slice.partition_fragment_B(in_shared<typename Of::V>(v)), c);
 }
 
-// A product that is waited for at once.
+// A product that is waited for immediately.
 template <class T, int kDim, int kKeys>
 __device__ inline void multiply_keys(float (&x)[kKeys / 2], const T* q, const T* k) {
   begin_keys<T, kDim, kKeys>(x, q, k);
   wait_products<0>(x);
 }
 
-// Registers per thread, of a warpgroup, from here on: fewer, or more once others have given theirs.
+// Sets the number of registers per thread of a warpgroup from here on: fewer, or more once others have released theirs.
 template <int kRegisters>
 __device__ inline void give_registers() {
   cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
@@ -214,7 +215,7 @@ __device__ inline void take_registers() {
   cutlass::arch::warpgroup_reg_alloc<kRegisters>();
 }
 
-// Barrier `id` of `threads` threads; and to come to it without waiting there.
+// Barrier `id` for `threads` threads: meet() arrives and waits, come_by() arrives without waiting.
 __device__ inline void meet(int threads, int id) {
   cutlass::arch::NamedBarrier::sync(threads, id);
 }
@@ -222,7 +223,7 @@ __device__ inline void come_by(int threads, int id) {
   cutlass::arch::NamedBarrier::arrive(threads, id);
 }
 
-// What this thread has stored in shared memory is there for wgmma and TMA too, for those that a barrier tells of it.
+// Makes this thread's stores to shared memory visible to wgmma and TMA, for threads that a later barrier synchronizes.
 __device__ inline void fence_stores() {
   cutlass::arch::fence_view_async_shared();
 }
@@ -231,28 +232,28 @@ __device__ inline void share_stores(int threads, int id) {
   meet(threads, id);
 }
 
-// An mbarrier: its phase ends when so many threads have arrived, and all bytes that one of them has announced.
+// An mbarrier. Its phase ends when this many threads have arrived, and all bytes that one of them has announced.
 __device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
   ClusterBarrier::init(barrier, arrivals);
 }
-// After the last barrier_init(), by the same thread; then __syncthreads().
+// Call after the last barrier_init(), from the same thread; a __syncthreads() must follow.
 __device__ inline void barriers_made() {
   cutlass::arch::fence_barrier_init();
 }
 __device__ inline void barrier_arrive(uint64_t* barrier) {
   ClusterBarrier::arrive(barrier);
 }
-__device__ inline void barrier_announce(uint64_t* barrier, int bytes) {  // and arrives
+__device__ inline void barrier_announce(uint64_t* barrier, int bytes) {  // also arrives
   ClusterTransactionBarrier::arrive_and_expect_tx(barrier, bytes);
 }
-// For the end of a phase that is even (0) or odd (1).
+// Waits for the end of an even (0) or odd (1) phase.
 __device__ inline void barrier_wait(uint64_t* barrier, unsigned phase) {
   ClusterBarrier::wait(barrier, phase);
 }
 
 using TensorMap = CUtensorMap;
 
-// K or V, [b, heads, n, d], to be copied in boxes of one slab of `keys` rows. False if TMA cannot address it.
+// A map of K or V, [b, heads, n, d], for copies in boxes of one slab of `keys` rows. False if TMA cannot address it.
 template <class T>
 inline bool tensor_map(TensorMap& map, const KVView& x, int64_t b, int64_t heads, int64_t n, int keys) {
   uint64_t strides[3];
@@ -266,8 +267,8 @@ inline bool tensor_map(TensorMap& map, const KVView& x, int64_t b, int64_t heads
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Begins to copy a box, from (column, key, head, batch) on; keys that the tensor does not have arrive as zeros. One
-// thread does it. The barrier gets the bytes of the whole box.
+// Starts copying a box at (column, key, head, batch). Keys past the end of the tensor arrive as zeros. One thread calls
+// this. The barrier receives the bytes of the whole box.
 template <class T>
 __device__ inline void copy_box(const TensorMap& map, uint64_t* barrier, T* to, int column, int key, int head,
                                 int batch) {
@@ -275,13 +276,13 @@ __device__ inline void copy_box(const TensorMap& map, uint64_t* barrier, T* to, 
                                key, head, batch);
 }
 
-// Dynamic shared memory from a multiple of 1024 bytes on.
+// Dynamic shared memory, aligned to 1024 bytes.
 __device__ inline unsigned char* aligned_shared() {
   extern __shared__ __align__(1024) unsigned char sm90_shared_bytes[];
   return sm90_shared_bytes + (-cute::cast_smem_ptr_to_uint(sm90_shared_bytes) & 1023u);
 }
 
-// Does the current device run what is compiled for sm_90a?
+// Whether the current device runs code compiled for sm_90a.
 inline bool is_hopper() {
   int device, major, minor;
   check_cuda(cudaGetDevice(&device));

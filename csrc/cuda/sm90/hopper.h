@@ -1,6 +1,7 @@
-// What the launchers of window_scores, window_attention and assign_prototypes ask of the Hopper kernels. Each function
-// does its pass and returns true, or does nothing and returns false: not built, not wanted (KVOPS_SM90), another GPU,
-// or a call that it does not serve. Then the portable kernel does the pass; both read and write the same.
+// The Hopper kernels, as the launchers of window_scores, window_attention and assign_prototypes call them. Each
+// function either does its pass and returns true, or does nothing and returns false: not built, not enabled
+// (KVOPS_SM90), a different GPU, or an unsupported call. In that case the portable kernel does the pass; both read and
+// write the same data.
 #pragma once
 #include "../../ops/assign_prototypes.h"
 #include "../../ops/window_scores.h"
@@ -9,14 +10,15 @@
 namespace kvops::sm90 {
 
 #ifdef KVOPS_SM90
-// The scores, of rows whose totals, [b, Hq, w], are known: the largest logit, times log2(e), and the sum of 2^(logit -
-// it); or if these are null, whose lse is.
+// The scores. For each row either the totals are known, [b, Hq, w]: the largest logit, times log2(e), and the sum of
+// 2^(logit - that); or, if `totals` is null, the lse.
 bool window_scores(const Window& p, const LseView& lse, const float2* totals, cudaStream_t stream);
 
-// Of each row and each split, split_keys keys from the first valid slot + split * split_keys on, the largest logit,
-// times log2(e), and the sum of 2^(logit - it). v null: sums are [b * heads, splits, rows]. Else v is [b, heads, n,
-// dv], sums are [b * heads, rows, splits], and `out`, [.., dv], gets the sum of 2^(logit - it) v. logits: null, or with
-// v [b * heads, rows, n], to get the logits, times log2(e), of the keys that a row sees.
+// For each row and each split (split_keys keys, starting at the first valid slot + split * split_keys): the largest
+// logit, times log2(e), and the sum of 2^(logit - that). If v is null, sums are [b * heads, splits, rows]. Otherwise v
+// is [b, heads, n, dv], sums are [b * heads, rows, splits], and `out`, [.., dv], receives the sum of 2^(logit - that)
+// v. logits: null, or, with v, [b * heads, rows, n], which receives the logits, times log2(e), of the keys that a row
+// sees.
 bool window_pass(const Window& p, const KVView* v, int64_t splits, int64_t split_keys, float2* sums, float* out,
                  float* logits, cudaStream_t stream);
 

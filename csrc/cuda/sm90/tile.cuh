@@ -1,13 +1,13 @@
-// What the Hopper kernels share: who does what in a block of threads, and, for two of them, tiles of query rows.
+// What the Hopper kernels share: the roles in a block, and, for two of them, tiles of query rows.
 //
-// A block of threads is two consumer warpgroups (128 threads each, as wgmma wants them) and one producer warp. The
-// producer's first thread has the copy engine fill a ring of stages in shared memory with keys; each stage has two
-// mbarriers, `full` and `empty`. Nothing else synchronises the three, so that one warpgroup multiplies while the other
-// does exponentials, and the copies run ahead of both. (window_attention.cuh has a producer warpgroup, and more to
-// tell.)
+// A block consists of two consumer warpgroups (128 threads each, as wgmma requires) and one producer warp. The
+// producer's first thread has the copy engine fill a ring of stages in shared memory with keys. Each stage has two
+// mbarriers, `full` and `empty`. Nothing else synchronizes the three, so one warpgroup can multiply while the other
+// computes exponentials, and the copies run ahead of both. (window_attention.cuh has a whole producer warpgroup and
+// more synchronization.)
 //
-// The rows of one KV head, G * w of them, lie in tiles of 64. A row of a tile that is none, or that counts nothing, is
-// zero: its logits are finite wherever the key is, and what comes of them is weighted with 0 or not stored.
+// The G * w rows of one KV head are divided into tiles of 64. Padding rows, and rows that see no key, are zero: their
+// logits are finite wherever the key is, and their results are weighted with 0 or not stored.
 #pragma once
 #include <cstdlib>
 #include <string_view>
@@ -22,22 +22,22 @@ namespace {
 
 constexpr int kGroups = 2;                       // consumer warpgroups
 constexpr int kConsumers = 128 * kGroups;        // threads
-constexpr int kThreads = kConsumers + 32;        // and the producer warp
-constexpr int kAllConsumers = 1, kOwnGroup = 2;  // barriers; the latter and the next are the groups' own
+constexpr int kThreads = kConsumers + 32;        // with the producer warp
+constexpr int kAllConsumers = 1, kOwnGroup = 2;  // barriers; kOwnGroup and the next one are the groups' own
 constexpr int kSharedBytes = 226 * 1024;         // of the 227 KiB that a block may have; the rest is for alignment
 
-// The query rows of a block of threads: `group` query heads from `head` on, w rows each.
+// The query rows of a block: `group` query heads from `head` on, w rows each.
 struct QueryRows {
   int64_t batch, head, group;
 
   KVOPS_HOST_DEVICE int count(const Window& p) const { return static_cast<int>(group * p.w); }
 };
 
-// What the rows of a batch row see, the same in all lanes of the warp that calls.
+// The keys that the rows of a batch row see; the same in all lanes of the calling warp.
 struct Seen {
   int first, last;  // some row sees first <= key < last
   int all;          // every row that counts sees first <= key < all
-  int rows;         // that count
+  int rows;         // number of rows that count
 
   __device__ Seen(const Window& p, int64_t batch)
       : first(static_cast<int>(p.first(batch))), last(first), all(0x7fffffff), rows(0) {
@@ -54,15 +54,15 @@ struct Seen {
   }
 };
 
-// Rows [first, first + count) of tile `tile` into shared memory, by a warp.
+// Loads rows [first, first + count) of tile `tile` into shared memory, by one warp.
 template <class T, int kDim>
 __device__ inline void load_queries(const Window& p, const QueryRows& rows, int tile, int first, int count, T* to,
                                     bool wide) {
-  constexpr int kPieces = kDim / kPiece<T>, kAtOnce = 32 / kPieces;  // of a row; rows
+  constexpr int kPieces = kDim / kPiece<T>, kAtOnce = 32 / kPieces;  // pieces per row; rows at a time
   const int lane = threadIdx.x % 32, column = lane % kPieces * kPiece<T>, w = static_cast<int>(p.w);
   const int64_t start = p.first(rows.batch);
   for (const int end = first + count; first < end; first += 32) {
-    const int index = tile * kRows + first + lane;  // each lane looks for a row
+    const int index = tile * kRows + first + lane;  // each lane looks up one row
     uint64_t own = 0;
     if (first + lane < end && index < rows.count(p) && p.limit(rows.batch, index % w) > start)
       own = reinterpret_cast<uintptr_t>(p.q.row(rows.batch, rows.head + index / w, index % w));
@@ -87,7 +87,7 @@ __device__ inline void load_queries(const Window& p, const QueryRows& rows, int 
   }
 }
 
-// May load_queries() read whole pieces?
+// Whether load_queries() can read whole pieces.
 inline bool wide_queries(const Window& p) {
   const auto of = [](int64_t size, int64_t stride) { return size > 1 ? static_cast<uint64_t>(stride) : 0; };
   const uint64_t bits = reinterpret_cast<uintptr_t>(p.q.data) | of(p.b, p.q.stride_b) |
@@ -95,7 +95,7 @@ inline bool wide_queries(const Window& p) {
   return p.q.stride_d == 2 && bits % 16 == 0;
 }
 
-// One side's place in a ring of stages. A stage's barriers go on to their next phase with each round.
+// One side's position in a ring of stages. A stage's barriers advance to their next phase with each round.
 struct Ring {
   uint64_t* full;   // [stages]
   uint64_t* empty;  // [stages]
@@ -103,27 +103,28 @@ struct Ring {
   int stage = 0;
   unsigned phase = 0;
 
-  // By one thread. warps: that read a stage.
+  // Called by one thread. warps: the number of warps that read a stage.
   __device__ void init(int warps) const {
     for (int s = 0; s < stages; ++s) {
       barrier_init(full + s, 1);
       barrier_init(empty + s, warps);
     }
   }
-  __device__ void advance(int by) {  // by `stages` at most
+  __device__ void advance(int by) {  // at most `stages`
     stage += by;
     if (stage < stages) return;
     stage -= stages;
     phase ^= 1;
   }
-  // The producer, before it writes into the stage; and before it copies so many bytes there.
+  // The producer calls wait_empty() before it writes to the stage itself, or fill() before it copies this many bytes
+  // there.
   __device__ void wait_empty() const { barrier_wait(empty + stage, phase ^ 1); }
   __device__ uint64_t* fill(int bytes) const {
     wait_empty();
     barrier_announce(full + stage, bytes);
     return full + stage;
   }
-  // The consumers, before they read it; and each warp when it has.
+  // The consumers call wait() before they read the stage, and each warp release() when it has.
   __device__ void wait() const { barrier_wait(full + stage, phase); }
   __device__ void release() const {
     __syncwarp();
@@ -131,7 +132,7 @@ struct Ring {
   }
 };
 
-// kKeys rows of K or V from `key` on, [kKeys, kDim].
+// Copies kKeys rows of K or V, starting at `key`, [kKeys, kDim].
 template <class T, int kDim, int kKeys>
 __device__ inline void copy_keys(const TensorMap& map, uint64_t* full, T* to, int key, int head, int batch) {
 #pragma unroll
@@ -139,19 +140,19 @@ __device__ inline void copy_keys(const TensorMap& map, uint64_t* full, T* to, in
     copy_box(map, full, to + slab * kSlab * kKeys, slab * kSlab, key, head, batch);
 }
 
-// Are there Hopper kernels for such keys, and are they wanted? KVOPS_SM90=1 says so, until results of a GPU say that
-// they may be used always.
+// Whether there are Hopper kernels for such keys, and they are enabled. KVOPS_SM90=1 enables them, until GPU results
+// show that they can be used by default.
 inline bool serves(DType dtype, int64_t d, int64_t n) {
   const char* const wanted = std::getenv("KVOPS_SM90");
   return wanted && std::string_view(wanted) == "1" && (dtype == DType::f16 || dtype == DType::bf16) &&
          (d == 64 || d == 128 || d == 256) && n > 0 && n < 1 << 30 && is_hopper();
 }
-// And for such queries?
+// The same, also for the queries.
 inline bool serves(const Window& p) {
   return p.softcap == 0 && !p.rope.pairs && serves(p.stored, p.d, p.n);
 }
 
-// fn(T{}) of 16-bit elements.
+// Calls fn(T{}) with the 16-bit element type.
 template <class Fn>
 inline void with_element(DType dtype, const Fn& fn) {
   if (dtype == DType::f16)
@@ -160,7 +161,7 @@ inline void with_element(DType dtype, const Fn& fn) {
     fn(BFloat16{});
 }
 
-// fn(integral constant) of a head dim that serves() has let through.
+// Calls fn(integral constant) with a head dim that serves() has accepted.
 template <class Fn>
 inline void with_head_dim(int64_t d, const Fn& fn) {
   if (d == 64)

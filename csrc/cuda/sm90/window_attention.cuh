@@ -1,36 +1,38 @@
-// Attention's partial sums for Hopper: what window_attention, and with K alone the first half of window_scores, make of
-// each row and each split of the keys,
+// Partial sums of attention for Hopper. For each row and each split of the keys, window_attention, and with K alone the
+// first half of window_scores, need
 //
 //   m = max of its logits,  l = sum of exp(logit - m),  o = sum of exp(logit - m) v_j     (o with V only)
 //
-// which the combine kernel of the portable version adds up, in the order of the splits.
+// which the portable version's combine kernel adds up in the order of the splits.
 //
-// Bytes that must move: K once, and V once; m, l, o are 4 (dv + 2) bytes for each row and split. An item of work is two
-// tiles of 64 rows with one split of the keys, a tile for each of the two consumer warpgroups, which share the stages
-// of one ring; where there is only one tile, it is one tile with two splits, and a warpgroup and half of the stages for
-// each. The grid is as many blocks as there are multiprocessors; block x takes the items x, x + grid, ... Runs of rows
-// are the fastest index of an item: those of one split run at the same time, and find its keys in L2.
+// Bytes that must move: K once and V once; m, l, o are 4 (dv + 2) bytes per row and split. A work item is two tiles of
+// 64 rows with one split of the keys: one tile for each of the two consumer warpgroups, which share the stages of one
+// ring. If there is only one tile, an item is that tile with two splits, and each split gets one warpgroup and half of
+// the stages. The grid has one block per multiprocessor; block x takes items x, x + grid, ... Runs of rows are the
+// fastest index of an item, so those of one split run at the same time and find its keys in L2.
 //
-// A block, in the manner of FlashAttention-3:
+// The schedule of a block, in the manner of FlashAttention-3:
 //
-//   warp 8        K0 V0 K1 V1 K2 V2 ...  by the copy engine into the ring, on into the next item
-//   warps 9, 10   the next item's queries, as soon as the last product with these is made; one warp per warpgroup
-//   warpgroup 0   K0 | weights 0 | K1 V0 ........... | K2 V1 ............. |       products that are begun
+//   warp 8        K0 V0 K1 V1 K2 V2 ...  copied into the ring by the copy engine, continuing with the next item
+//   warps 9, 10   the next item's queries, as soon as the last product with these is done; one warp per warpgroup
+//   warpgroup 0   K0 | weights 0 | K1 V0 ........... | K2 V1 ............. |       products that are started
 //                                  |      weights 1 |       weights 2      |       what goes on meanwhile
 //   warpgroup 1        K0 | weights 0 | K1 V0 ............ | ...                   the same, half a step later
 //
-// So the tensor cores have the product with the next keys before the one with the last values is done, and a
-// warpgroup's exponentials go on beside its own product with V and beside the other's products. The two take turns to
-// begin products, lest they do the same at the same time. A stage is released when the product that reads it is done.
-// The accumulators of the logits lie as wgmma takes its left operand, so that weights stay in registers.
+// So the tensor cores have the product with the next keys queued before the one with the last values is done, and a
+// warpgroup's exponentials overlap with its own product with V and with the other warpgroup's products. The two take
+// turns to start products, so that they do not do the same thing at the same time. A stage is released when the product
+// that reads it is done. The accumulators of the logits have the layout of wgmma's left operand, so weights stay in
+// registers.
 //
-// Of an H200 (arithmetic, not yet measured on a GPU), for a tile of 64 rows and 128 keys, d = 128: 1024 cycles of the
-// tensor cores, 512 of the exponential units, and 444 instructions of each warp, a warp on each of four schedulers. One
-// row per query head (decoding) is padded to a tile of 64: a multiprocessor's share of the memory's bandwidth brings a
-// block of 128 keys and values in about 3300 cycles, so the tensor cores are idle two thirds of the time all the same.
+// For an H200 (calculated, not yet measured on a GPU), a tile of 64 rows and 128 keys with d = 128 takes 1024 cycles of
+// the tensor cores, 512 of the exponential units, and 444 instructions per warp, with one warp on each of four
+// schedulers. One row per query head (decoding) is padded to a tile of 64. A multiprocessor's share of the memory
+// bandwidth delivers a block of 128 keys and values in about 3300 cycles, so even then the tensor cores are idle two
+// thirds of the time.
 //
-// The maximum of a row tells of a logit that is NaN or +inf (-inf has the weight 0 anyway). A warp that finds one, and
-// every warp in a block of keys that some row does not see whole, goes over its logits and takes out what does not
+// The maximum of a row reveals a logit that is NaN or +inf (-inf has weight 0 anyway). A warp that finds one, and every
+// warp in a block of keys that some row does not see entirely, checks all its logits and masks out those that do not
 // belong.
 //
 // Not yet run on a GPU.
@@ -41,13 +43,13 @@
 namespace kvops::sm90 {
 namespace {
 
-constexpr int kPassThreads = kConsumers + 128;         // registers are given by whole warpgroups
-constexpr int kPassRegisters = 216, kHelpersGet = 72;  // of a consumer, of the others: 256 a + 128 b <= 65536
-constexpr int kCopyWarp = 0, kQueryWarp = 1;           // behind the consumers'; a query warp for each warpgroup
-constexpr int kTurns = 1;                              // barriers, this and the next
+constexpr int kPassThreads = kConsumers + 128;         // registers are assigned to whole warpgroups
+constexpr int kPassRegisters = 216, kHelpersGet = 72;  // per consumer, per other thread: 256 a + 128 b <= 65536
+constexpr int kCopyWarp = 0, kQueryWarp = 1;           // after the consumers' warps; one query warp per warpgroup
+constexpr int kTurns = 1;                              // barriers: this and the next
 
 template <int kDim>
-constexpr int kPassKeys = kDim > 128 ? 64 : 128;  // of a block; a stage has them or their values
+constexpr int kPassKeys = kDim > 128 ? 64 : 128;  // per block of keys; a stage holds these or their values
 
 // Offsets in shared memory. The queries, [kGroups, kRows, d], come first.
 struct PassShared {
@@ -63,25 +65,25 @@ struct PassShared {
         bytes(landed + 8) {}
 };
 
-// How the rows and the keys of each head are cut, and what comes of them.
+// How the rows and the keys of each head are divided, and the outputs.
 struct PassPlan {
   int tiles;   // of kRows rows
-  int splits;  // of the keys: split s begins at the first valid slot + s * split_keys
+  int splits;  // of the keys: split s starts at the first valid slot + s * split_keys
   int64_t split_keys;
   int stages;
-  bool wide;      // queries in whole pieces
-  float2* sums;   // [b * heads, splits, rows]: the largest logit, times log2(e), and the sum of 2^(logit - it)
-  float* out;     // with V sums are [b * heads, rows, splits], and this is too, [.., dv]: the sum of 2^(logit - it) v
-  float* logits;  // [b * heads, rows, n], or null: times log2(e), of the keys that a row sees
+  bool wide;      // queries are read in whole pieces
+  float2* sums;   // [b * heads, splits, rows]: the largest logit, times log2(e), and the sum of 2^(logit - that)
+  float* out;     // with V, sums are [b * heads, rows, splits], and out [.., dv] is the sum of 2^(logit - that) v
+  float* logits;  // [b * heads, rows, n], or null: times log2(e), for the keys that a row sees
 
-  // By two tiles or by two splits.
+  // Whether the warpgroups divide an item by tiles (and share its split), rather than by splits.
   KVOPS_HOST_DEVICE bool shared() const { return tiles > 1; }
   KVOPS_HOST_DEVICE int row_blocks() const { return (tiles + 1) / 2; }
   KVOPS_HOST_DEVICE int split_blocks() const { return shared() ? splits : (splits + 1) / 2; }
   KVOPS_HOST_DEVICE int64_t items(const Window& p) const { return p.b * p.heads * split_blocks() * row_blocks(); }
 };
 
-// A block's way through its items, for each warp by itself.
+// A block's path through its items. Each warp keeps its own copy.
 struct Walk {
   const Window& p;
   const PassPlan& plan;
@@ -90,7 +92,7 @@ struct Walk {
 
   __device__ Walk(const Window& p, const PassPlan& plan) : p(p), plan(plan), item(blockIdx.x), seen(p, place()) {}
 
-  // Goes on. False behind the last.
+  // Advances. Returns false past the last item.
   __device__ bool next() {
     item += gridDim.x;
     if (item >= plan.items(p)) return false;
@@ -99,7 +101,7 @@ struct Walk {
     return true;
   }
 
-  // What a consumer warpgroup has to do: a tile of rows and those keys of a split that some row sees, from `first` on.
+  // The work of a consumer warpgroup: a tile of rows, and those keys of a split that some row sees, from `first` on.
   struct Share {
     int tile, split, first, count;
   };
@@ -125,12 +127,12 @@ struct Walk {
   }
 };
 
-// What a thread knows of its two rows.
+// The running state of a thread's two rows.
 struct RowPair {
-  int limit[2];  // from the split's first key on
+  int limit[2];  // relative to the split's first key
   float most[2] = {-HUGE_VALF, -HUGE_VALF}, sum[2] = {};
 
-  // Makes the products with the keys from `key` on weights: 2^(scale x - scale most). What was added up before is to be
+  // Turns the products with the keys from `key` on into weights: 2^(scale x - scale most). Earlier sums must be
   // multiplied by `rescale`.
   template <int kKeys>
   __device__ void weigh(float (&x)[kKeys / 2], float (&rescale)[2], float scale, int key, bool all_seen) {
@@ -163,7 +165,7 @@ struct RowPair {
       base[r] = top[r] == -CUDART_INF_F ? 0.0f : top[r] * scale;
       rescale[r] = exp2_fast(fmaf(most[r], scale, -base[r]));
     }
-    // Large logits (kLargeLogit) meet their maximum before the scale.
+    // Large logits (kLargeLogit) have their maximum subtracted before scaling.
     if (__any_sync(kWarp, fmaxf(fabsf(base[0]), fabsf(base[1])) >= kLargeLogit)) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -188,8 +190,8 @@ struct RowPair {
   }
 };
 
-// The consumer warpgroups' turns to begin products: group 0 is first, and neither goes twice. Without effect where each
-// has a split of its own, of as many keys as it may be.
+// The consumer warpgroups take turns to start products: group 0 goes first, and neither goes twice in a row. Does
+// nothing if each has a split of its own, since their numbers of keys may differ.
 struct Turns {
   bool taken;
   int group;
@@ -205,15 +207,15 @@ struct Turns {
   }
 };
 
-// A block of threads, as each of its threads knows it.
+// A block, from the view of each of its threads.
 template <class T, int kDim, bool kValues>
 struct PassBlock {
   static constexpr int kKeys = kPassKeys<kDim>, kStage = kKeys * kDim, kTile = kRows * kDim;  // elements
   const Window& p;
   const PassPlan& plan;
   T *queries, *stages;
-  Ring ring;  // of all stages
-  Ring rows;  // of the queries: a stage for each warpgroup
+  Ring ring;  // over all stages
+  Ring rows;  // of the queries: one stage per warpgroup
   uint64_t* landed;
 
   __device__ PassBlock(const Window& p, const PassPlan& plan, unsigned char* shared) : p(p), plan(plan) {
@@ -226,7 +228,7 @@ struct PassBlock {
     landed = barriers(at.landed);
   }
 
-  // By one thread.
+  // Called by one thread.
   __device__ void init() const {
     ring.init(plan.shared() ? 8 : 4);
     rows.init(4);
@@ -234,7 +236,7 @@ struct PassBlock {
     barriers_made();
   }
 
-  // A warpgroup's share of the stages: all, or its half.
+  // A warpgroup's stages: all of them, or its half.
   __device__ Ring ring_of(int group) const {
     if (plan.shared()) return ring;
     const int own = plan.stages / kGroups;
@@ -243,7 +245,7 @@ struct PassBlock {
   __device__ Ring rows_of(int group) const { return {rows.full + group, rows.empty + group, 1}; }
   __device__ T* stage_of(const Ring& x) const { return stages + (x.full - ring.full + x.stage) * kStage; }
 
-  // The producer: K and V of all items, by a warp whose first lane begins the copies.
+  // The producer: copies K and V of all items. Runs in one warp, whose first lane starts the copies.
   __device__ void copy_items(const TensorMap& keys, const TensorMap& values) const {
     const int lane = threadIdx.x % 32;
     Ring rings[kGroups] = {ring_of(0), ring_of(1)};
@@ -265,8 +267,8 @@ struct PassBlock {
             if (left >= kKeys) {
               if (lane == 0) copy_keys<T, kDim, kKeys>(values, to.fill(kStage * 2), v, at, walk.head, walk.batch);
             } else {
-              // Behind them are values of other splits, or that no row sees: 0 * NaN would be NaN. So the consumers get
-              // the stage when these are 0.
+              // After them come values of other splits, or ones that no row sees, and 0 * NaN would be NaN. So the
+              // consumers get the stage only after these have been set to 0.
               if (lane == 0) {
                 to.wait_empty();
                 barrier_announce(landed, kStage * 2);
@@ -274,7 +276,7 @@ struct PassBlock {
               }
               barrier_wait(landed, phase);
               phase ^= 1;
-              constexpr int kPieces = kDim / 8;  // of a row
+              constexpr int kPieces = kDim / 8;  // per row
               for (int j = left * kPieces + lane; j < kKeys * kPieces; j += 32)
                 *reinterpret_cast<uint4*>(v + slab_at(j / kPieces, j % kPieces * 8, kKeys)) = uint4{};
               fence_stores();
@@ -288,7 +290,7 @@ struct PassBlock {
     } while (walk.next());
   }
 
-  // A warp that loads the queries of a warpgroup.
+  // Loads the queries of one warpgroup, by one warp.
   __device__ void load_items(int group) const {
     Ring to = rows_of(group);
     Walk walk(p, plan);
@@ -304,7 +306,7 @@ struct PassBlock {
     } while (walk.next());
   }
 
-  // A consumer warpgroup.
+  // The work of a consumer warpgroup.
   __device__ void attend_items(int group) const {
     const int thread = threadIdx.x % 128;
     const float scale = p.scale * kLog2e;
@@ -314,7 +316,7 @@ struct PassBlock {
     Walk walk(p, plan);
     do {
       const auto [tile, split, first, count] = walk.share(group);
-      const int row = tile * kRows + Accumulator::row(thread, 0), rows = walk.rows().count(p);  // and 8 below
+      const int row = tile * kRows + Accumulator::row(thread, 0), rows = walk.rows().count(p);  // the other is row + 8
       RowPair pair;
 #pragma unroll
       for (int r = 0; r < 2; ++r)
@@ -348,7 +350,8 @@ struct PassBlock {
           from.advance(1);
           weigh(x, rescale, 0);
           for (int key = kKeys;; key += kKeys) {  // from: the values of the weights in x
-            // Here and not behind weigh(): within a basic block the compiler moves the wait before the exponentials.
+            // Wait here and not after weigh(): within a basic block the compiler moves the wait before the
+            // exponentials.
             wait_products<0>(o);
             if (key > kKeys) {
               from.release();
@@ -397,7 +400,7 @@ struct PassBlock {
         sum += __shfl_xor_sync(kWarp, sum, 1);
         sum += __shfl_xor_sync(kWarp, sum, 2);
         if (row + 8 * r >= rows || split >= plan.splits) continue;
-        const bool counts = pair.limit[r] > 0;  // others have added up weights of a zero query
+        const bool counts = pair.limit[r] > 0;  // the others have added up weights of a zero query
         const int64_t unit = walk.unit, its = row + 8 * r;
         const int64_t to =
             kValues ? (unit * rows + its) * plan.splits + split : (unit * plan.splits + split) * rows + its;
@@ -414,7 +417,7 @@ struct PassBlock {
     } while (walk.next());
   }
 
-  // The logits of the thread's two rows, the first of which is `row` of all, with the keys from slot `slot` on.
+  // Writes the logits of the thread's two rows, the first of which is `row`, with the keys from slot `slot` on.
   __device__ void write_logits(const float (&x)[kKeys / 2], int64_t row, int slot, const RowPair& pair, int key) const {
     const int thread = threadIdx.x % 128;
     const float scale = p.scale * kLog2e;
@@ -446,11 +449,12 @@ __global__ void __launch_bounds__(kPassThreads, 1)
       block.load_items(warp - kQueryWarp);
   } else {
     take_registers<kPassRegisters>();
-    block.attend_items(__shfl_sync(kWarp, threadIdx.x / 128, 0));  // the compiler sees: the same in all lanes
+    block.attend_items(__shfl_sync(kWarp, threadIdx.x / 128, 0));  // tells the compiler that it is uniform in the warp
   }
 }
 
-// False if it does not serve these. v: [b, heads, n, dv], or null for the sums alone.
+// Returns false, without doing anything, if it does not support the call. v: [b, heads, n, dv]; null for the sums
+// alone.
 inline bool window_pass_hopper(const Window& p, const KVView* v, int64_t splits, int64_t split_keys, float2* sums,
                                float* out, float* logits, cudaStream_t stream) {
   if (!serves(p) || (v ? v->row_bytes != p.k.row_bytes || p.d > 128 : p.w == 1)) return false;

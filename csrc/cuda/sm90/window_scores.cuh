@@ -1,17 +1,16 @@
-// window_scores' second half for Hopper: the scores, when the log-sum-exp of each row is known.
+// The second half of window_scores for Hopper: the scores, when the log-sum-exp of each row is known.
 //
 //   score[j] = sum over the rows i that see j of exp(scale q_i . k_j - lse[i]), times one factor (means)
 //
-// Bytes that must move: K once. Per block of 128 keys and 128 rows a multiprocessor of an H200 has 32 KB to bring, 1024
-// cycles of wgmma and 1024 of exponentials to do, the three at once: each consumer warpgroup takes every other block of
-// keys, for all tiles of rows, so one has the tensor cores while the other has the exponentials, and a column's sum is
-// made by one warpgroup: in each thread over the tiles and its two rows of each, in a fixed order of shuffles over a
-// warp's eight lanes of the same columns, and through shared memory over the four warps. The order depends on the
-// rows alone, so the same key gets the same bits wherever it lies.
+// Bytes that must move: K once. Per block of 128 keys and 128 rows, a multiprocessor of an H200 has to load 32 KB and
+// do 1024 cycles of wgmma and 1024 of exponentials, all three at once. Each consumer warpgroup takes every other block
+// of keys, for all tiles of rows, so one uses the tensor cores while the other computes exponentials. A column's sum is
+// computed by one warpgroup: in each thread over the tiles and its two rows of each, then by shuffles in a fixed order
+// over a warp's eight lanes with the same columns, then through shared memory over the four warps. The order depends
+// only on the rows, so the same key gets the same bits wherever it lies.
 //
-// The grid has a few blocks of threads for each head, about one for each multiprocessor, each with its run of keys.
-// All of a head's queries stay in shared memory. A logit that is not finite is found as x * 0 is NaN then, which is
-// added.
+// The grid has a few blocks per head, about one per multiprocessor in total, each with its own run of keys. All of a
+// head's queries stay in shared memory. Non-finite logits are detected by adding x * 0, which is NaN for them.
 //
 // Not yet run on a GPU.
 #pragma once
@@ -22,7 +21,7 @@ namespace kvops::sm90 {
 namespace {
 
 template <int kDim>
-constexpr int kScoreKeys = kDim > 128 ? 64 : 128;  // of a block
+constexpr int kScoreKeys = kDim > 128 ? 64 : 128;  // per block of keys
 
 // Offsets in shared memory.
 struct ScoreShared {
@@ -39,8 +38,8 @@ struct ScoreShared {
         bytes(empty + stages * 8) {}
 };
 
-// Adds x[0, n) of a warp's eight lanes of equal lane % 4. Lane l gets 1 / 8 of the sums: those from column_run<n>(l)
-// on.
+// Adds x[0, n) over a warp's eight lanes with equal lane % 4. Lane l gets 1 / 8 of the sums, starting with
+// column_run<n>(l).
 template <int n, int kStep = 16>
 __device__ inline void add_lanes(float* x) {
   if constexpr (kStep >= 4) {
@@ -62,7 +61,7 @@ template <class T, int kDim>
 __global__ void __launch_bounds__(kThreads, 1)
     window_scores_sm90_kernel(const __grid_constant__ TensorMap keys, const Window p, const LseView lse,
                               const RowSum* totals, int tiles, int stages, int runs, bool wide) {
-  constexpr int kKeys = kScoreKeys<kDim>, kColumns = kKeys / 4;  // that a thread sums: two of every eight
+  constexpr int kKeys = kScoreKeys<kDim>, kColumns = kKeys / 4;  // columns that a thread sums: two of every eight
   unsigned char* const shared = aligned_shared();
   const ScoreShared at(tiles, stages, kDim, kKeys);
   T* const q = reinterpret_cast<T*>(shared);
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // A unit is a row of p.scores: a KV head, or a query head if the group is not reduced.
   const int64_t unit = blockIdx.x / runs, group = p.group_reduce == Reduce::none ? 1 : p.group;
-  const int64_t units = p.heads * p.group / group;  // of a batch row
+  const int64_t units = p.heads * p.group / group;  // per batch row
   const QueryRows rows{unit / units, unit % units * group, group};
   const int head = static_cast<int>(rows.head / p.group), batch = static_cast<int>(rows.batch);
   const Seen seen(p, rows.batch);
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 1)
        j += kConsumers)
     if (j < static_cast<int64_t>(from) * kKeys || j >= static_cast<int64_t>(to) * kKeys) scores[j] = 0;
 
-  constexpr int kOwnRows = kRows / (kConsumers / 32);  // of a warp
+  constexpr int kOwnRows = kRows / (kConsumers / 32);  // per warp
   for (int tile = 0; tile < tiles; ++tile)
     load_queries<T, kDim>(p, rows, tile, threadIdx.x / 32 * kOwnRows, kOwnRows, q + tile * kRows * kDim, wide);
   for (int r = threadIdx.x; r < tiles * kRows; r += kConsumers) {
@@ -164,8 +163,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
 
-    // Over the warp's rows, then over the warps: the groups' buffers are used in turn, so one barrier a block is
-    // enough.
+    // Add over the warp's rows, then over the warps. The groups alternate between two buffers, so one barrier per block
+    // is enough.
     add_lanes<kColumns>(sums);
     float* const partial =
         reinterpret_cast<float*>(shared + at.sums) + (warpgroup * 2 + turn) * 4 * kKeys;  // [warps, keys]
@@ -182,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// False if it does not serve these. The totals are given, or the lse.
+// Returns false, without doing anything, if it does not support the call. Either the totals or the lse are given.
 inline bool window_scores_hopper(const Window& p, const LseView& lse, const RowSum* totals, cudaStream_t stream) {
   if (!serves(p) || p.w == 1 || p.reduce == Reduce::max || p.group_reduce == Reduce::max) return false;
   const int64_t group = p.group_reduce == Reduce::none ? 1 : p.group, units = p.b * p.heads * p.group / group;
