@@ -452,13 +452,17 @@ def test_padding_that_was_said_and_seen_has_to_agree():
 
 
 def test_a_cache_is_for_one_conversation():
-    """Padding betrays a second one."""
+    """The mask of a second one gives it away, its length or its padding."""
     model = use_attention(make_model())
     cache = KVCache(model.config, kvops.KeyDiff(12))
     generate(model, cache, *make_prompts(40, 31))
-    for lengths, message in (((30, 21), "a cache is for one conversation"), ((70, 62), "must begin with the pads")):
-        with pytest.raises(ValueError, match=message):
-            generate(model, cache, *make_prompts(*lengths, seed=2))
+    seen = cache.get_seq_length()
+    ids, mask = make_prompts(30, 21, seed=2)
+    with pytest.raises(ValueError, match="a cache is for one conversation.*make a new KVCache for a new prompt"):
+        forward(model, ids, cache, mask)
+    ids, mask = make_prompts(seen + 30, seen + 22, seed=2)
+    with pytest.raises(ValueError, match="must begin with the pads"):
+        forward(model, ids[:, seen:], cache, mask)
 
 
 # ---- layers, LAQ, threads, autocast ----

@@ -52,6 +52,7 @@ if Version(transformers.__version__) < Version(MIN_TRANSFORMERS):
 
 # ruff: noqa: E402  (after the check of the version)
 from . import drafts as drafts
+from . import turns as turns
 from .attention import use_attention
 from .batching import continuous_batching
 from .cache import EvictingLayer, KVCache, LayerStats, Stage

@@ -219,6 +219,7 @@ def _attention(
             f"kvops.hf: {who} attends with queries that the mask was not made for, expected "
             f"[{own.rows}, any, {own.tokens}, any], got {list(query.shape)}; {STOCK}"
         )
+    _check_continues(layer, kwargs.get("position_ids"))
     sinks = None if s_aux is None else s_aux.float().contiguous()
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap or 0.0, sink_logits=sinks)
     if layer.cache.rope is not None:
@@ -230,6 +231,28 @@ def _attention(
             )
     out = layer.attention(module, autocast(query), key, value, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check_continues(layer: EvictingLayer, positions: object) -> None:
+    """Raise for a chunk whose positions restart at 0 in every row, after tokens that the cache has seen.
+
+    A cache with a rope is exempt: there, positions only say where the keys come rotated.
+    """
+    cache = layer.cache
+    if cache.layer or not layer.before or cache.rope is not None:  # once per step
+        return
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
+        return
+    first = positions[:, :2]
+    restarts = (first == torch.arange(2, device=first.device)).all()
+    if cache.padding is not None:  # a row may have begun with padding only
+        restarts &= (cache.padding < layer.before).all()
+    if restarts:
+        raise ValueError(
+            f"KVCache: expected position_ids that continue the {layer.before} tokens that this cache has seen, got "
+            "position_ids that restart at 0; for a new prompt make a new KVCache (kvops.hf.compress makes one for "
+            "every call)"
+        )
 
 
 def autocast(x: Tensor) -> Tensor:

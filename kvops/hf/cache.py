@@ -64,6 +64,7 @@ class EvictingLayer(DynamicLayer):
         self.seen_pads: Tensor | None = None  # int32 [b] as the first step's mask has them
         self.readers = readers
         self.reads = 0  # of the last step, so far
+        self.before = 0  # tokens seen before the last step
 
     # What transformers reads; the cache owns the tensors.
 
@@ -111,6 +112,7 @@ class EvictingLayer(DynamicLayer):
         key_states, value_states = autocast(key_states), autocast(value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self.before = self.cache.seen
         step = self.cache.append(key_states, value_states)
         if self.own_attention:
             self.reads = 0
@@ -232,6 +234,8 @@ class KVCache(DynamicCache):
         self._asked = False  # for the size of a mask, which the library has yet to make,
         self._masked = 0  # and of how many tokens, all in all, its last one was
         self._peak = 0  # bytes
+        #: int64 [b, n]: the last prompt that `generate` was called with, see `turns`.
+        self._prompt: Tensor | None = None
         config = config.get_text_config(decoder=True)
         self._kv_heads = _kv_heads(config)
         cross = getattr(config, "cross_attention_layers", None) or ()  # an image's keys, which no step adds to
@@ -315,6 +319,19 @@ class KVCache(DynamicCache):
     def reset(self) -> None:
         super().reset()
         self.stages, self._staged, self._asked, self._masked, self._peak = [], False, False, 0, 0
+        self._prompt = None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._prompt = None  # its rows are no longer those of the cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._prompt = None
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._prompt = None
 
     def _see_padding(self, mask: Tensor | None, rows: int, tokens: int) -> None:
         """Takes the padding from the mask of a step of `tokens` tokens, bool [rows, seen + tokens] or None, or checks
@@ -330,7 +347,7 @@ class KVCache(DynamicCache):
         if mask.shape != (rows, seen + tokens):
             raise ValueError(
                 f"KVCache: attention_mask must be [batch, tokens seen and new], expected [{rows}, {seen} + {tokens}], "
-                f"got {list(mask.shape)}; a cache is for one conversation, and goes on where it ended"
+                f"got {list(mask.shape)}; a cache is for one conversation, make a new KVCache for a new prompt"
             )
         pads = (mask.cumsum(1) == 0).sum(1, dtype=torch.int32)
         if ((~mask).sum(1) != pads).any():
@@ -380,6 +397,8 @@ class KVCache(DynamicCache):
             except Exception:
                 self.layers = before
                 raise
+        if self._prompt is not None:
+            self._prompt = self._prompt[:, : self.get_seq_length()]
 
     def freeze(self) -> None:
         """From now on every token stays (until `reset`): a prompt that is compressed once, and a decode that grows."""
