@@ -522,7 +522,7 @@ def test_wrong_arguments():
         KVCache(config, kvops.KeyDiff)
     with pytest.raises(TypeError, match="policy.*float"):
         KVCache(config, 0.5)
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="got both"):
         KVCache(config, method, attention_mask=mask, pads=[0, 2])
     with pytest.raises(ValueError, match="on the left"):
         KVCache(config, method, attention_mask=mask.flip(1))
@@ -531,10 +531,10 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"\[batch, tokens\]"):
         KVCache(config, method, attention_mask=mask[0])
     for pads in ([0, -1], [0.5, 1.0], [[0, 1]], []):
-        with pytest.raises(ValueError, match="one count"):
+        with pytest.raises(ValueError, match="one integer per row"):
             KVCache(config, method, pads=pads)
     ids, mask = make_prompts(6, 4, 2)
-    with pytest.raises(ValueError, match=r"pads.*\(3\), got 2"):
+    with pytest.raises(ValueError, match=r"pads.*expected 3, got 2"):
         generate(model, KVCache(config, method, pads=[0, 2]), ids, mask)
     assert vars(method) == vars(kvops.KeyDiff(20))  # no cache ever writes into its policy
 

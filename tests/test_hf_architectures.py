@@ -249,7 +249,7 @@ def test_an_unknown_model_warns_once(monkeypatch):
         pass
 
     config = MyConfig(num_hidden_layers=2)
-    with pytest.warns(UserWarning, match="never been tried with the model of MyConfig .*'llama'"):
+    with pytest.warns(UserWarning, match="untested with the model of MyConfig .*'llama'"):
         KVCache(config, kvops.KeyDiff(12))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

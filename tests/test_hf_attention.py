@@ -289,7 +289,7 @@ def test_queries_need_our_attention():
     ids, _ = make_prompts(40)
     for made in (METHODS["snapkv"], METHODS["keydiff"]):
         cache = KVCache(own().config, made())
-        with pytest.raises(RuntimeError, match="made for the library's attention, but the model has another now"):
+        with pytest.raises(RuntimeError, match="which this cache was made for, got a model with another"):
             generate(model, cache, ids)
         assert cache.get_seq_length() == 0
     with pytest.raises(TypeError, match="use_attention: model must be a transformers model, got LlamaConfig"):
@@ -299,7 +299,7 @@ def test_queries_need_our_attention():
 def test_training_is_refused():
     model = own(attention_dropout=0.5).train()
     ids, _ = make_prompts(40)
-    with torch.no_grad(), pytest.raises(ValueError, match="no dropout, got 0.5"):
+    with torch.no_grad(), pytest.raises(ValueError, match="expected dropout 0, got 0.5"):
         model(ids, past_key_values=KVCache(model.config, METHODS["snapkv"]()))
     with pytest.raises(ValueError, match="requires grad"):
         model.eval()(ids, past_key_values=KVCache(model.config, METHODS["snapkv"]()))
@@ -426,7 +426,7 @@ def test_lookahead_for_a_loop_of_ones_own():
             logits = model(said[-1], position_ids=positions, past_key_values=cache).logits[:, -1]
             said.append(logits.argmax(-1, keepdim=True))
     assert torch.equal(torch.cat(said, 1), expected[:, 60:])
-    with pytest.raises(TypeError, match="lookahead: cache must be a KVCache of kvops.LAQ, got .*SnapKV"):
+    with pytest.raises(TypeError, match="lookahead: cache must be a KVCache with kvops.LAQ, got .*SnapKV"):
         kvops.hf.lookahead(model, KVCache(model.config, kvops.SnapKV(20, window=8)), logits)
 
 

@@ -350,7 +350,7 @@ def test_models_that_are_not_served():
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2))
     refused = [
         (encoder_decoder, SNAP, NotImplementedError, "encoder-decoder"),
-        (bloom, SNAP, NotImplementedError, "'bloom' are not served"),
+        (bloom, SNAP, NotImplementedError, "'bloom' are not supported"),
         (torch.nn.Linear(1, 1), SNAP, TypeError, "compress: model must be a transformers model, got Linear"),
         (make_model(), 7, TypeError, "policy must be a kvops policy .*, got int"),
     ]
@@ -507,7 +507,7 @@ def test_a_thread_that_begins_after_the_block_raises(model):
     ids, _ = make_prompts(60)
     with compress(model, SNAP):
         late = model.generate
-    with pytest.raises(RuntimeError, match="expected an open block, but it had ended"):
+    with pytest.raises(RuntimeError, match="expected an open block, got a call of its `model.generate` after it had ended"):
         in_thread(lambda: late(ids, **GREEDY))
 
 

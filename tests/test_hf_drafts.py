@@ -171,7 +171,7 @@ def test_methods_that_look_at_queries_in_decode_are_refused_at_the_start(method,
     model = make_model(**EOS)
     run, steps = how(name, model, BY_QUERIES[method]), Steps(model)
     with pytest.raises(
-        NotImplementedError, match=r"expected a policy that looks at the prompt's queries only .*buffer"
+        NotImplementedError, match=r"expected a policy that uses the prompt's queries only .*buffer"
     ):
         run(repetitive(), max_new_tokens=8, do_sample=False, **drafts(kind))
     assert steps.tokens == []

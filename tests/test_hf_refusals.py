@@ -180,15 +180,15 @@ def test_the_queries_of_all_layers_that_share_keys_count(method, reduce):
         expected = one.attend(torch.cat((q[0], q[1]), 2).flatten(1, 2), k, v).unflatten(1, (2, 2, 2))
         step = both.append(k, v)
         found = both.attention(q[0].flatten(1, 2), *step, readers=1)
-        with pytest.raises(RuntimeError, match="must follow an append"):
+        with pytest.raises(RuntimeError, match="expected one attention.. after each append"):
             both.attention(q[0].flatten(1, 2), *step)
         assert len(both) == 40  # the other layer has yet to read
-        with pytest.raises(RuntimeError, match="queries of the last 40 tokens"):
+        with pytest.raises(RuntimeError, match="got none for the last 40 tokens"):
             both.append(k, v)
         torch.testing.assert_close(found, expected[:, :, 0].flatten(1, 2))
         torch.testing.assert_close(both.read(q[1].flatten(1, 2), *step), expected[:, :, 1].flatten(1, 2))
         assert torch.equal(both.positions, one.positions) and len(both) == 12
-        with pytest.raises(RuntimeError, match="must follow an append"):
+        with pytest.raises(RuntimeError, match="expected one attention.. after each append"):
             both.read(q[1].flatten(1, 2), *step)
 
 
@@ -231,7 +231,7 @@ def test_deepseek_hands_its_attention_indices():
     needs("deepseek_v32")
     model = own("deepseek_v32")
     ids, _ = make_prompts(20)
-    with pytest.raises(NotImplementedError, match=r"DeepseekV32Attention hands indices to its attention"):
+    with pytest.raises(NotImplementedError, match=r"DeepseekV32Attention passes indices to its attention"):
         forward(model, ids, None)
 
 
@@ -239,7 +239,7 @@ def test_arguments_that_change_the_attention():
     q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
     module = make_model().model.layers[0].self_attn
     for name in ("position_bias", "sinks", "block_indices", "anything"):
-        with pytest.raises(NotImplementedError, match=f"LlamaAttention hands {name} to its attention"):
+        with pytest.raises(NotImplementedError, match=f"LlamaAttention passes {name} to its attention"):
             kvops.hf.attention._attention(module, q, k, k, None, softcap=2.0, **{name: torch.ones(1)})
     expected = kvops.hf.attention.sdpa_attention_forward(module, q, k, k, None, is_causal=False)[0]
     assert torch.equal(
@@ -258,7 +258,7 @@ def test_softcap_in_layers_that_are_not_causal():
     masks = (~hidden, torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min))
     a, b = (kvops.hf.attention._attention(module, q, k, v, mask, softcap=2.0)[0] for mask in masks)
     torch.testing.assert_close(a, b)
-    with pytest.raises(ValueError, match="expected no dropout, got 0.5"):
+    with pytest.raises(ValueError, match="expected dropout 0, got 0.5"):
         kvops.hf.attention._attention(module, q, k, v, None, softcap=2.0, dropout=0.5)
 
 
@@ -297,7 +297,7 @@ def test_what_a_model_may_do_with_the_mask():
         lambda: mask[:, :, -9:, :],
         lambda: mask[:, :, 1:, :],
     ):
-        with pytest.raises(NotImplementedError, match="the model 'some' makes something of its attention mask"):
+        with pytest.raises(NotImplementedError, match="the model 'some' uses its attention mask itself"):
             use()
     assert mask[:, :, -2:, :].tokens == 2 and mask[every, every, slice(0, None), every].tokens == 5
     assert copy.copy(mask).tokens == 5 and not hasattr(mask, "to")  # so that no one moves it between devices
@@ -336,7 +336,7 @@ def test_prompts_that_are_not_causal(make, text, kind):
     assert {s.tokens_kept for s in cache.stats() if s.evicts} == {12}
     types[:, 8:12] = kind
     cache = KVCache(model.config, kvops.SnapKV(12, window=4))
-    with pytest.raises(NotImplementedError, match=r"Gemma3?Attention .*asks for attention that is not causal"):
+    with pytest.raises(NotImplementedError, match=r"Gemma3?Attention .*needs attention that is not causal"):
         forward(model, ids, cache, mask, token_type_ids=types)
 
 
@@ -385,7 +385,7 @@ def test_masks_of_four_dims():
     model = use_attention(make_model())
     ids, _ = make_prompts(20)
     mask = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
-    with pytest.raises(NotImplementedError, match=r"LlamaAttention brings.*\[1, 1, 20, 20\]; give the model a mask"):
+    with pytest.raises(NotImplementedError, match=r"LlamaAttention has its own.*\[1, 1, 20, 20\]; pass the model a mask"):
         forward(model, ids, KVCache(model.config, kvops.KeyDiff(12)), mask)
     assert forward(model, ids, None, mask).isfinite().all()
 
@@ -438,16 +438,16 @@ def test_padding_that_was_said_and_seen_has_to_agree():
     ids, mask = make_prompts(20, 14)
     for pads in ([0, 5], [0, 0], [6, 0]):
         cache = KVCache(model.config, kvops.KeyDiff(12), pads=pads)
-        with pytest.raises(ValueError, match=r"must begin with the pads that the cache was told of.*got \[0, 6\]"):
+        with pytest.raises(ValueError, match=r"must begin with the pads that were declared.*got \[0, 6\]"):
             forward(model, ids, cache, mask)
     cache = KVCache(model.config, kvops.KeyDiff(12))
-    with pytest.raises(ValueError, match="begun with pads only.*give the KVCache the whole attention_mask"):
+    with pytest.raises(ValueError, match="got a row of pads only.*give the KVCache the whole attention_mask"):
         forward(model, ids[:, :6], cache, mask[:, :6])
     cache = KVCache(model.config, kvops.KeyDiff(12), attention_mask=mask)
     forward(model, ids[:, :6], cache, mask[:, :6])
-    with pytest.raises(ValueError, match="pads must be one count"):
+    with pytest.raises(ValueError, match="pads must be one integer per row"):
         KVCache(model.config, kvops.KeyDiff(12), pads=[2**40])
-    with pytest.raises(ValueError, match="pads must be one count"):
+    with pytest.raises(ValueError, match="pads must be one integer per row"):
         KVCache(model.config, kvops.KeyDiff(12), pads=[2**70])
 
 

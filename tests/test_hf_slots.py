@@ -322,7 +322,7 @@ def test_models_that_rotate_otherwise_are_refused(kind):
 
 
 def unclear():
-    return pytest.raises(ValueError, match="cannot tell how the model of .* rotates its keys; give the cache rope=")
+    return pytest.raises(ValueError, match="cannot determine how the model of .* rotates its keys; pass the cache rope=")
 
 
 @pytest.fixture
@@ -486,5 +486,5 @@ def test_what_is_refused():
     cache = KVCache(model.config, kvops.LaCache(24))
     model.set_attn_implementation("sdpa")  # too late
     ids, _ = make_prompts(40)
-    with pytest.raises(RuntimeError, match="made for the library's attention, but the model has another now"):
+    with pytest.raises(RuntimeError, match="which this cache was made for, got a model with another"):
         generate(model, cache, ids)

@@ -66,7 +66,7 @@ def check_generate(rank: int, ranks: int, folder: str) -> None:
             assert len(mine.cache) < 60
             torch.testing.assert_close(mine.keys, all_heads.keys[:, own], atol=1e-4, rtol=1e-4)
     for policy in REFUSED.values():
-        with kit.refuses(r"looks at all KV heads", f"expected 4 heads, got {4 // ranks}", kind=NotImplementedError):
+        with kit.refuses(r"uses all KV heads", f"expected 4 heads, got {4 // ranks}", kind=NotImplementedError):
             run(model, policy, ids, mask)
         run(one, policy, ids, mask)  # each rank has the whole model
 

@@ -293,7 +293,7 @@ def test_a_step_that_fails_changes_nothing():
         q, k, v = (torch.stack(x) for x in zip(*(texts[x].tokens(0, 31, 1, 1) for x in (a, b))))
         now.attend(0, q, k, v)
         _ = 1 / 0
-    with kit.refuses(r"attend in every layer, got none in \[1\]", kind=RuntimeError), cache.step([a, b]) as now:
+    with kit.refuses(r"expected attend.. in every layer of a step, got none in \[1\]", kind=RuntimeError), cache.step([a, b]) as now:
         now.attend(0, q, k, v)
     assert cache._free == free
     check_pages(cache)
@@ -309,8 +309,8 @@ def test_bad_steps():
     for parts, requests, tokens in (
         (("requests must be at least one",), [], 1),
         (("each once",), [a, a], 1),
-        (("request must be one that has joined", "got 9"), [a, 9], 1),
-        (("tokens must be as many as requests, 2, got 1",), [a, b], [1]),
+        (("expected a request that has joined", "got 9"), [a, 9], 1),
+        (("expected one entry of tokens per request, 2, got 1",), [a, b], [1]),
         (("tokens must be at least 1, got 0",), [a, b], [1, 0]),
         (("not go beyond the prompt's end", "at most 10 tokens of request 2, got 11"), [a, b], [1, 11]),
     ):
@@ -324,7 +324,7 @@ def test_bad_steps():
                 call()
         q, k, v = (kit.randn(2, x, 3, d) for x, d in ((4, D), (2, D), (2, DV)))
         for parts, arguments in (
-            (("layer must be below 2", "got 2"), (2, q, k, v)),
+            (("expected layer < 2", "got 2"), (2, q, k, v)),
             ((r"q must be \[2, a multiple of 2, 3, 16\]", r"\[2, 3, 3, 16\]"), (0, q[:, :3], k, v)),
             ((r"k must be \[2, 2, 3, 16\]", r"\[2, 2, 2, 16\]"), (0, q, k[:, :, :2], v)),
             ((r"v must be \[2, 2, 3, 24\] torch.float32", "float16"), (0, q, k, v.half())),
@@ -334,7 +334,7 @@ def test_bad_steps():
                 now.attend(*arguments)
         for layer in (1, 0):
             now.attend(layer, q, k, v)
-        with kit.refuses("each once in a step, got 1"):
+        with kit.refuses("each once per step, got 1"):
             now.attend(1, q, k, v)
     with kit.refuses("its step, which has ended", kind=RuntimeError):
         now.attend(0, q, k, v)
@@ -433,7 +433,7 @@ def test_heads_of_different_length(policy, dtype):
 def test_heads_have_sinks_in_no_softmax():
     cache = paged(kvops.SnapKV(20, window=5, head_mode="adaptive"), by_head=True)
     q, k, v = (kit.randn(1, x, 3, d) for x, d in ((4, D), (2, D), (2, DV)))
-    with kit.refuses("by_head serves no sink_logits", kind=NotImplementedError), cache.step([cache.join(3)], 3) as now:
+    with kit.refuses("by_head does not support sink_logits", kind=NotImplementedError), cache.step([cache.join(3)], 3) as now:
         now.attend(0, q, k, v, sink_logits=torch.zeros(4))
     assert cache.free == 200
 

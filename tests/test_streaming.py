@@ -397,7 +397,7 @@ def test_set_pads_wrong_use():
         cache.append(k, v)
     cache.reset()
     cache.append(k, v)
-    with pytest.raises(ValueError, match="set_pads must come before the first append, got 60 tokens"):
+    with pytest.raises(ValueError, match="set_pads must be called before the first append, got a cache with 60 tokens"):
         cache.set_pads(torch.tensor([0, 3]))
 
 
@@ -473,7 +473,7 @@ def test_crop_with_padding_and_wrong_arguments():
     cache.set_pads(torch.tensor([0, 8]))
     cache.append(k, v)
     for wrong in (True, 3.0, None):
-        with pytest.raises(TypeError, match="crop needs an int"):
+        with pytest.raises(TypeError, match="crop expected an int"):
             cache.crop(wrong)
     with pytest.raises(ValueError, match="at least 0 tokens, got -1"):
         cache.crop(-1)
@@ -630,10 +630,10 @@ def test_queries_must_follow_their_tokens():
     k, v = make_kv(n=20)
     q = make_q(k)
     cache = kvops.Cache(Observing(12))
-    with pytest.raises(RuntimeError, match="Observing: attention.. must follow an append"):
+    with pytest.raises(RuntimeError, match="Observing: expected one attention.. after each append"):
         cache.attention(q, k, v)
     k_step, v_step = cache.append(k, v)
-    with pytest.raises(RuntimeError, match="queries of the last 20 tokens were never seen"):
+    with pytest.raises(RuntimeError, match="evicts by queries, got none for the last 20 tokens"):
         cache.append(k, v)
     for wrong, error, message in [
         (None, TypeError, "q must be a torch.Tensor, got NoneType"),
@@ -646,7 +646,7 @@ def test_queries_must_follow_their_tokens():
             cache.attention(wrong, k_step, v_step)
     cache.attention(q, k_step, v_step)
     assert len(cache) == 12
-    with pytest.raises(RuntimeError, match="must follow an append.*once"):
+    with pytest.raises(RuntimeError, match="expected one attention.. after each append"):
         cache.attention(q, k_step, v_step)
     state = copy.deepcopy(cache)
     for t in (1, 19, 21):
@@ -692,16 +692,16 @@ def test_wrong_tokens_change_nothing(policy):
         (more[0], more[1][0], ValueError, r"v must be \[b, Hk, t, d\], got shape \[2, 1, 8\]"),
         (more[0], v[:, :, 30:32], ValueError, r"v must match k .* expected \[2, 2, 1\] .* got \[2, 2, 2\]"),
         (more[0], more[1].half(), ValueError, "v must match k .* got .*float16"),
-        (more[0].half(), more[1].half(), ValueError, "k must match what is stored .* got .*float16"),
+        (more[0].half(), more[1].half(), ValueError, "k must match the cached tokens .* got .*float16"),
         (
             more[0][:1],
             more[1][:1],
             ValueError,
-            r"k must match what is stored .* expected \(2, 2, 16\) .* got \(1, 2, 16\)",
+            r"k must match the cached tokens .* expected \(2, 2, 16\) .* got \(1, 2, 16\)",
         ),
-        (more[0][:, :1], more[1][:, :1], ValueError, "k must match what is stored"),
-        (more[0][..., :8], more[1], ValueError, "k must match what is stored"),
-        (more[0], more[1][..., :4], ValueError, "v must match what is stored"),
+        (more[0][:, :1], more[1][:, :1], ValueError, "k must match the cached tokens"),
+        (more[0][..., :8], more[1], ValueError, "k must match the cached tokens"),
+        (more[0], more[1][..., :4], ValueError, "v must match the cached tokens"),
         (more[0].clone().requires_grad_(), more[1], ValueError, "k requires grad"),
         (more[0], more[1].clone().requires_grad_(), ValueError, "v requires grad"),
     ]:

@@ -1,6 +1,6 @@
-"""Second prompts: `generate` with a `KVCache` that already holds tokens continues that sequence, or raises.
+"""Further prompts: `generate` with a `KVCache` that already holds tokens continues that sequence, or raises.
 
-transformers takes it for granted that the prompt begins with the cached tokens. It feeds whatever follows the first
+transformers assumes that the prompt begins with the cached tokens. It feeds whatever follows the first
 `get_seq_length()` token ids and never compares those before. An unrelated prompt therefore loses its beginning and
 continues the old text. A prompt that is too short loses its beginning too, or is fed whole after the old one.
 
@@ -57,7 +57,7 @@ def check_prompt(cache: KVCache, ids: Any, embeds: Any, mask: Any) -> None:
         return
     n, seen = whole.shape[1], cache.get_seq_length()
     if embeds is None and isinstance(mask, Tensor) and (mask.dim() != 2 or mask.shape[1] != n):
-        return  # transformers then feeds all ids, as new tokens
+        return  # transformers takes all ids for new tokens
     if seen and n <= seen:
         raise ValueError(
             f"KVCache: expected a prompt that continues the {seen} tokens that this cache has seen, got one of {n}; "
