@@ -307,7 +307,7 @@ def test_bad_steps():
     cache = paged(kvops.KeyDiff(20))
     a, b = cache.join(10), cache.join(10)
     for parts, requests, tokens in (
-        (("requests must be at least one",), [], 1),
+        (("expected at least one request",), [], 1),
         (("each once",), [a, a], 1),
         (("expected a request that has joined", "got 9"), [a, 9], 1),
         (("expected one entry of tokens per request, 2, got 1",), [a, b], [1]),
@@ -336,7 +336,7 @@ def test_bad_steps():
             now.attend(layer, q, k, v)
         with kit.refuses("each once per step, got 1"):
             now.attend(1, q, k, v)
-    with kit.refuses("its step, which has ended", kind=RuntimeError):
+    with kit.refuses("after the step has ended", kind=RuntimeError):
         now.attend(0, q, k, v)
     check_pages(cache)
     cache.leave(b)

@@ -233,7 +233,7 @@ class PagedCache:
     def _planned(self, requests: Sequence[int], tokens: int | Sequence[int]) -> list[tuple[Request, int]]:
         counts = [tokens] * len(requests) if isinstance(tokens, int) else list(tokens)
         if not requests or len(set(requests)) != len(requests):
-            raise ValueError(f"PagedCache: expected at least one request, each of them once, got {list(requests)}")
+            raise ValueError(f"PagedCache: expected at least one request, each once, got {list(requests)}")
         if len(counts) != len(requests):
             raise ValueError(
                 f"PagedCache: expected one entry of tokens per request, {len(requests)}, got {len(counts)}"
@@ -447,12 +447,12 @@ class Step:
             want = [b, heads, t, pages.shape[3]]
             if list(x.shape) != want or x.dtype != pages.dtype or x.device != pages.device:
                 raise ValueError(
-                    f"PagedCache: expected {name} of {want} {pages.dtype} {pages.device}, got {list(x.shape)} "
+                    f"PagedCache: {name} must be {want} {pages.dtype} {pages.device}, got {list(x.shape)} "
                     f"{x.dtype} {x.device}"
                 )
         if q.dim() != 4 or q.shape[0] != b or q.shape[1] % heads or q.shape[2] != t or q.shape[3] != k.shape[3]:
             raise ValueError(
-                f"PagedCache: expected q of [{b}, a multiple of {heads}, {t}, {k.shape[3]}], got {list(q.shape)}"
+                f"PagedCache: q must be [{b}, a multiple of {heads}, {t}, {k.shape[3]}], got {list(q.shape)}"
             )
 
     def __enter__(self) -> Step:
