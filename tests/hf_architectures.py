@@ -1,5 +1,5 @@
-"""A tiny random model of every causal language model that transformers has, with what matters to a KV cache: sliding
-windows, shared keys, latent attention, sinks, ALiBi, recurrent layers. And the docs' page of what is served."""
+"""A tiny random model of every causal language model in transformers, with the features that matter to a KV cache:
+sliding windows, shared keys, latent attention, sinks, ALiBi, recurrent layers. Also generates docs/architectures.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvops.hf.architectures import ARCHITECTURES
 VOCAB = 101
 LAYERS = 4
 
-# Of these settings a config gets those that its class has.
+# A config gets those of these settings that its class has.
 TINY = {
     "vocab_size": VOCAB,
     "bos_token_id": 1,
@@ -33,7 +33,7 @@ TINY = {
     "tie_word_embeddings": False,
     "is_decoder": True,
     "max_position_embeddings": 512,
-    # wide enough that attention matters: what is evicted changes the logits
+    # wide enough that attention matters: evicted tokens change the logits
     "hidden_size": 64,
     "intermediate_size": 96,
     "initializer_range": 0.15,
@@ -42,7 +42,7 @@ TINY = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "sliding_window": 16,
-    # the names of GPT-2, and of encoders and decoders
+    # GPT-2's names, and those of encoders and decoders
     "n_embd": 64,
     "n_layer": LAYERS,
     "n_head": 4,
@@ -87,7 +87,7 @@ TINY = {
     "mamba_chunk_size": 16,
 }
 
-# What else a type needs; those that are not here need nothing. "falcon:alibi" is another variant of "falcon".
+# Further settings by type; other types need none. "falcon:alibi" is a variant of "falcon".
 FULL = {"sliding_window": None}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 LATENT = {"num_key_value_heads": 4}
@@ -259,7 +259,7 @@ def tiny_config(name: str) -> PreTrainedConfig:
 
 
 def tiny_model(name: str, attention: str | None = None) -> PreTrainedModel:
-    """attention: its name in transformers, by default what transformers takes."""
+    """Build a tiny model. attention: the name of its attention in transformers; None: transformers' default."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(name), attn_implementation=attention).eval()
     with torch.no_grad():
@@ -272,12 +272,12 @@ def tiny_model(name: str, attention: str | None = None) -> PreTrainedModel:
     return model
 
 
-# Those whose attention is not told the positions, which a rotation to the slots needs.
+# Types whose attention receives no positions, which a rotation to the slots needs.
 NO_POSITIONS = ("persimmon",)
 
-# Types whose code in older versions of transformers does not allow what the table says, and the first of the versions
-# 5.5, 5.8, 5.12, 5.15 and 5.23 that does. With those before it their models raise, of themselves or in kvops.hf: they
-# compute their attention themselves, hand it no positions, bring caches or masks of their own, or cannot read a chunk.
+# Types whose code in older versions of transformers does not support what the table says, and the first of the versions
+# 5.5, 5.8, 5.12, 5.15 and 5.23 that does. With earlier versions their models raise, by themselves or in kvops.hf: they
+# compute their attention themselves, pass it no positions, have their own caches or masks, or cannot read a chunk.
 SINCE = {
     **dict.fromkeys("big_bird glm_moe_dsa megatron-bert rembert roformer".split(), "5.12"),
     **dict.fromkeys("ctrl dbrx lfm2 lfm2_moe nemotron olmo_hybrid phimoe recurrent_gemma zamba".split(), "5.15"),
@@ -285,9 +285,9 @@ SINCE = {
     **dict.fromkeys(("ministral3", "moshi"), "5.23"),  # Moshi: sdpa and eager differ
 }
 
-# Types of which there is no tiny model here, and why. Nothing is known of them but what their text model's row says.
-_WRAPPER = "a model of several kinds of input; its text model has a type of its own"
-_LARGE = "its settings do not make it small"
+# Types without a tiny model here, and why. Nothing is known about them except their text model's row.
+_WRAPPER = "a multimodal model; its text model has its own type"
+_LARGE = "its config has no settings that make it small"
 UNMADE = {
     **dict.fromkeys(
         """dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified got_ocr2 llama4 mllama moss_transcribe_diarize
@@ -302,53 +302,56 @@ UNMADE = {
 
 
 def row(name: str) -> str:
-    """The row of the table that a variant belongs to."""
+    """Return the row of the table that a variant belongs to."""
     return name if name in ARCHITECTURES else model_type(name)
 
 
 def names() -> list[str]:
-    """Every row of the table, and the variants."""
+    """Return all rows of the table, and the variants."""
     return sorted({*ARCHITECTURES, *SETTINGS})
 
 
-# The page of the docs.
+# ---- docs/architectures.md ----
 
 HEAD = """# Architectures
 
 <!-- `python tests/hf_architectures.py` writes this page. -->
 
-What [`kvops.hf`](huggingface.md) serves, by the type of the text model (`model.config.get_text_config().model_type`).
-Each row is what the tests have seen of a tiny random model of that type: a prompt, a chunk and tokens with KeyDiff, H2O
-and StreamingLLM (and, for some types, with all families of methods), against the same model with its whole cache and a
-mask that hides what each layer and head had evicted. The logits agree to 1e-4, and H2O keeps the tokens that the
-model's own attention weights name.
+This page lists the models that [`kvops.hf`](huggingface.md) supports, by the type of the text model
+(`model.config.get_text_config().model_type`).
 
-What is not served raises, with the sentence of the row. A type without a row, and a config class that is not
-transformers', has not been tried: a `KVCache` warns once. Layers that do not evict keep the class that transformers
-gives them.
+The tests check each row with a tiny random model of that type. The model reads a prompt, a chunk and single tokens with
+KeyDiff, H2O and StreamingLLM, and for some types with all families of methods. The reference is the same model with its
+whole cache and a mask that hides what each layer and head had evicted. The logits agree to 1e-4, and H2O keeps the
+tokens that the model's own attention weights select.
 
-- **every method**: with `use_attention`, those of slot positions included.
-- **every method, original positions**: `LaCache` and `StreamingLLM` need `positions="original"`, or, where all layers
-  rotate their keys alike, a `rope=` of your own.
-- **methods without queries**: a `KVCache` with the attention of transformers serves; `use_attention` raises, so
-  [the methods that need it](huggingface.md#what-is-refused-and-why) cannot be had.
+Unsupported combinations raise, with the reason from the row. Types without a row, and config classes from outside
+transformers, are untested: a `KVCache` warns once. Layers that do not evict keep the class that transformers gives
+them.
 
-The page is of the newest transformers that the tests run with. With older ones, [these types](#since) may raise.
+- **every method**: with `use_attention`, methods with slot positions included.
+- **every method, original positions**: `LaCache` and `StreamingLLM` need `positions="original"`. Where all layers
+  rotate their keys the same way, your own `rope=` works too.
+- **methods without queries**: a `KVCache` works with the attention of transformers. `use_attention` raises, so
+  [the methods that need it](huggingface.md#what-is-refused-and-why) are not available.
 
-| type | layers that evict | served |
+The page describes the newest transformers that the tests run with. With older versions, [these types](#since) may
+raise.
+
+| type | layers that evict | supported |
 |---|---|---|
 """
 NEWER = """
 ## Since
 
-What the table says of a type holds with transformers 5.5 or newer, but for these. With older versions their models
-raise, of themselves or in `kvops.hf`.
+The table applies to transformers 5.5 or newer, except for these types. With versions older than listed here, their
+models raise, by themselves or in `kvops.hf`.
 
-| type | transformers |
+| type | since transformers |
 |---|---|
 """
 UNTRIED = """
-## Not tried
+## Untested
 
 | type | why |
 |---|---|
@@ -366,8 +369,8 @@ OTHERS = {
 
 
 def evicting(config: PreTrainedConfig) -> str:
-    """Which layers evict, in words."""
-    MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # some models' code brings layers of its own for caches
+    """Describe which layers evict."""
+    MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # imports the model's code, which may define its own cache layers
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "KVCache: this model has no full-attention layer")
         layers = KVCache(config, kvops.Full()).layers
@@ -378,7 +381,7 @@ def evicting(config: PreTrainedConfig) -> str:
 
 
 def turns(name: str) -> bool:
-    """Slot positions are served."""
+    """Return whether slot positions are supported."""
     config = tiny_config(name)
     try:
         model_rope(config)

@@ -1,4 +1,4 @@
-"""A model with its whole cache, in which what another cache had evicted is hidden: the truth for what evicts."""
+"""The reference for caches that evict: a model with its whole cache and a mask over what the other cache evicted."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 
 SOFTMAX = (torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax)
-SUMS = (*SOFTMAX, torch.logsumexp, torch.Tensor.logsumexp)  # a sink may come in by the log-sum-exp
+SUMS = (*SOFTMAX, torch.logsumexp, torch.Tensor.logsumexp)  # a sink may enter through the log-sum-exp
 
-Kept = dict[int, Tensor]  # of each evicting layer: int64 [b, Hk, m], the positions that its slots hold
+Kept = dict[int, Tensor]  # by evicting layer: int64 [b, Hk, m], the positions in its slots
 
 
 class Replay(TorchFunctionMode):
-    """Runs a model step by step, each with what had been kept before it, whatever code computes its attention (eager):
-    the mask goes into the first softmax over the keys that an evicting layer's cache has returned.
+    """Runs a model step by step, each step with the tokens kept before it, whatever code computes its eager attention.
 
-    sums: of each evicting layer, fp32 [b, Hk, n], how much attention each token has had, mean over a group's heads.
+    The mask is applied in the first softmax over the keys that an evicting layer's cache has returned.
+
+    Attributes:
+        sums: By evicting layer, fp32 [b, Hk, n], the attention that each token has received, averaged over the heads of
+            a GQA group.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -32,10 +35,10 @@ class Replay(TorchFunctionMode):
         self.kept: Kept = {}
         self.hidden: Kept = {}  # bool [b, Hk, n]
         self.sums: Kept = {}
-        self.layer: int | None = None  # whose keys the next softmax is over
+        self.layer: int | None = None  # the layer whose keys the next softmax is over
         self.unread = False
-        self.rescaled = False  # weights are multiplied after the softmax, so `sums` is not all there is
-        # the query heads of KV head i: usually i * G to i * G + G - 1, in JetMoe i, i + Hk, i + 2 Hk, ...
+        self.rescaled = False  # weights are rescaled after the softmax, so `sums` is incomplete
+        # query heads of KV head i: usually i * G to i * G + G - 1; in JetMoe i, i + Hk, i + 2 Hk, ...
         self.tiled = model.config.model_type == "jetmoe"
 
     def __call__(self, ids: Tensor, kept: Kept, **inputs) -> Tensor:
@@ -56,7 +59,7 @@ class Replay(TorchFunctionMode):
                 hook.remove()
 
     def expect_shared(self, module: torch.nn.Module, _) -> None:
-        """A layer without keys of its own reads those of the last layer of its kind that has some."""
+        """A layer without its own keys reads those of the last layer of its kind that has keys."""
         kinds = self.model.config.get_text_config(decoder=True).layer_types
         self.expect(max((i for i in self.hidden if kinds[i] == module.layer_type), default=None))
 
@@ -65,7 +68,7 @@ class Replay(TorchFunctionMode):
         self.layer, self.unread = layer, layer is not None
 
     def returned(self, layer: int, keys: Tensor, values: Tensor, new: int) -> tuple[Tensor, Tensor]:
-        """The cache has returned these; the last `new` tokens are the step's."""
+        """The cache has returned these keys and values; the last `new` tokens belong to the step."""
         self.expect(layer if layer in self.kept else None)
         if self.layer is not None:
             hidden = torch.ones(keys.shape[:3], dtype=torch.bool).scatter_(2, self.kept[layer], False)
@@ -98,7 +101,7 @@ class Replay(TorchFunctionMode):
 
 
 class WholeCache(DynamicCache):
-    """Tells the replay which layer's keys come next."""
+    """Tells the replay which layer's keys are next."""
 
     def __init__(self, replay: Replay):
         super().__init__(config=replay.model.config)
@@ -111,16 +114,15 @@ class WholeCache(DynamicCache):
 
 
 class SlotReplay(Replay):
-    """With keys and queries rotated at their slots: the model's function leaves keys as they are, so they are cached
-    without rotation, and are rotated after the cache."""
+    """A replay with keys and queries rotated at their slots. Keys are cached unrotated and rotated after the cache."""
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
         attention = [x for x in self.model.modules() if hasattr(x, "layer_idx")]
         self.code = sys.modules[type(attention[0]).__module__]
         self.rotate = self.code.apply_rotary_pos_emb
-        self.together = "q" in inspect.signature(self.rotate).parameters  # else queries, then keys (Gemma 4)
-        # channels that an angle of the rotary module's output turns: GPT-OSS names each pair once
+        self.together = "q" in inspect.signature(self.rotate).parameters  # else queries first, then keys (Gemma 4)
+        # channels per angle of the rotary module's output: GPT-OSS lists each pair once
         self.per_angle = 1 if hasattr(self.code, "rotate_half") else 2
         self.rotary = next(x for x in self.model.modules() if type(x).__name__.endswith("RotaryEmbedding"))
         hooks = [x.register_forward_pre_hook(self.enter) for x in attention]
@@ -148,7 +150,7 @@ class SlotReplay(Replay):
         return self.rotate(q, k, cos, sin, *args, **kwargs)[0], k
 
     def rotate_first(self, x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
-        """The same where queries, [b, t, heads, d], and keys come one after the other."""
+        """Do the same where queries, [b, t, heads, d], and keys are rotated by separate calls."""
         if self.at not in self.kept:
             return self.rotate(x, cos, sin, unsqueeze_dim=unsqueeze_dim)
         first, self.first = self.first, False

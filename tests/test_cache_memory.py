@@ -1,4 +1,4 @@
-"""A cache's memory: what decode writes in place, what that may not change, and the buffer of decode."""
+"""A cache's memory: in-place writes of decode, what they must not change, and the decode buffer."""
 
 import copy
 
@@ -39,7 +39,7 @@ def inputs(seed=0, n=N):
 
 
 def feed(cache, x, first=0, last=N, look=lambda: None):
-    """The prompt at once, then token by token; the outputs. look: called after each step."""
+    """Read the prompt at once, then token by token; return the outputs. look: called after each step."""
     out = []
     while first < last:
         end = first + (PROMPT if first == 0 else 1)
@@ -63,7 +63,7 @@ every_cache = pytest.mark.parametrize("policy, storage", caches(), ids=str)
 
 @every_cache
 def test_a_look_at_the_state_changes_nothing(policy, storage):
-    """Who reads K and V after each step gets what stays, and the next step is the same to the last bit."""
+    """Reading K and V after each step gives the kept slots, and the next step is bit-identical."""
     x = inputs()
     calm, watched = make(policy, storage), make(policy, storage)
 
@@ -78,7 +78,7 @@ def test_a_look_at_the_state_changes_nothing(policy, storage):
 
 @every_policy
 def test_decode_writes_in_place(policy):
-    """Memory is taken once in many steps, and no more of it than the tokens need."""
+    """Memory is allocated once in many steps, and not more than the tokens need."""
     q, k, v = inputs(n=400)
     cache, places, most = make(policy), [], 0
     for first in range(400):
@@ -164,7 +164,7 @@ def test_memory_from_inference_mode_serves_outside_of_it(policy):
 
 
 def test_a_long_question_gives_its_memory_back():
-    """A second prompt is compressed into memory of its own, and so is what a crop leaves of a long one."""
+    """A second prompt is compressed into memory of its own size, and so are the tokens that a crop leaves."""
     k, v = kit.kv(2, 2, 1000, 16, dv=8)
     cache = kvops.Cache(kvops.KeyDiff(40))
     for part in (slice(0, 50), slice(50, 51), slice(51, 700), slice(700, 701)):
@@ -180,7 +180,7 @@ def test_a_long_question_gives_its_memory_back():
 @pytest.mark.parametrize("policy", [kvops.KeyDiff, kvops.StreamingLLM, kvops.L2, kvops.Random, kvops.TOVA, kvops.H2O])
 @pytest.mark.parametrize("buffer, most", [(1, 0), (5, 4), (0.1, 3), (0.01, 0), (None, N - PROMPT)])
 def test_decode_holds_no_more_than_the_buffer(policy, buffer, most):
-    """Prompts come down to the budget; decode goes up to just below budget + buffer, and back."""
+    """Prompts shrink to the budget; decode grows to just below budget + buffer, and shrinks again."""
     x = inputs()
     cache, lengths = make(policy(40, buffer=buffer)), []
     for first, last in ((0, PROMPT), *((i, i + 1) for i in range(PROMPT, N))):
@@ -188,13 +188,13 @@ def test_decode_holds_no_more_than_the_buffer(policy, buffer, most):
         lengths.append(len(cache))
     every = most + 1
     assert lengths == [40 + i % every for i in range(N - PROMPT + 1)]
-    cache.attend(*(y[:, :, :2] for y in x))  # two tokens are no decode
+    cache.attend(*(y[:, :, :2] for y in x))  # two tokens are not a decode step
     assert len(cache) == 40
 
 
 @pytest.mark.parametrize("policy", [kvops.KeyDiff, kvops.StreamingLLM, kvops.L2, kvops.Random])
 def test_a_buffer_is_a_later_eviction_by_the_same_rule(policy):
-    """What stays is what the rule keeps of all that was held, as one call would say."""
+    """The kept tokens are those that one call would keep of all cached tokens."""
     k, v = kit.kv(1, 2, N, 16, dv=8)
     cache = kvops.Cache(policy(40, buffer=10))
     cache.append(k[:, :, :PROMPT], v[:, :, :PROMPT])
@@ -203,7 +203,7 @@ def test_a_buffer_is_a_later_eviction_by_the_same_rule(policy):
         cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
     held = torch.cat((held, torch.tensor(PROMPT + 9).expand(1, 2, 1)), 2)
     assert len(cache) == 40 and held.shape[2] == 50
-    if policy is kvops.Random:  # whose ranks are of positions
+    if policy is kvops.Random:  # its ranks depend on positions
         return
     at = held.unsqueeze(-1)
     k_held, v_held = k.gather(2, at.expand(-1, -1, -1, 16)), v.gather(2, at.expand(-1, -1, -1, 8))
@@ -211,7 +211,7 @@ def test_a_buffer_is_a_later_eviction_by_the_same_rule(policy):
 
 
 def test_positions_that_are_written_in_place_are_seen():
-    """The angles of a step are made once for all layers, but not once for all steps of one tensor."""
+    """The angles of a step are computed once for all layers, but anew when the same tensor has new values."""
     q, k, v = inputs()
     static, fresh = (kvops.Cache(kvops.StreamingLLM(40, buffer=1), rope=kvops.Rope.of(16)) for _ in range(2))
     here = torch.tensor([PROMPT])

@@ -1,4 +1,4 @@
-"""kvops.hf: `model.generate` with a cache that evicts, against DynamicCache and against explicit attention masks."""
+"""kvops.hf: `model.generate` with a cache that evicts, compared with DynamicCache and with explicit attention masks."""
 
 import copy
 import os
@@ -30,7 +30,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "initializer_range": 0.2,  # large enough that attention matters: what is evicted changes the logits
+    "initializer_range": 0.2,  # large enough that attention matters: evicted tokens change the logits
     "bos_token_id": 1,
     "eos_token_id": None,
     "pad_token_id": 0,
@@ -46,7 +46,7 @@ def make_model(kind="llama", attn="sdpa", **settings):
 
 
 def needs(kind, since="0"):
-    """Skips what this transformers does not have, or has with another attention."""
+    """Skip models that this transformers lacks, or has with another attention."""
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     if Version(transformers.__version__) < Version(since):
@@ -54,7 +54,7 @@ def needs(kind, since="0"):
 
 
 def make_prompts(*lengths, seed=1):
-    """Left-padded prompts: ids and mask, [b, longest]."""
+    """Return left-padded prompts: ids and mask, [b, longest]."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -65,7 +65,7 @@ def make_prompts(*lengths, seed=1):
 
 
 def generate(model, cache, ids, mask=None, tokens=12, **kwargs):
-    """New tokens [rows, tokens] and logits [rows, tokens, vocab]."""
+    """Return new tokens [rows, tokens] and logits [rows, tokens, vocab]."""
     mask = torch.ones_like(ids) if mask is None else mask
     out = model.generate(
         input_ids=ids,
@@ -81,7 +81,7 @@ def generate(model, cache, ids, mask=None, tokens=12, **kwargs):
 
 
 def assert_rows_as_alone(model, cache_of, ids, mask, options) -> None:
-    """Tokens and logits of a padded batch are those of each row by itself. cache_of: makes the cache of a config."""
+    """A padded batch gives the same tokens and logits as each row alone. cache_of: makes the cache for a config."""
     tokens, logits = generate(model, cache_of(model.config, attention_mask=mask), ids, mask, **options)
     for row, n in enumerate(mask.sum(1).tolist()):
         expected = generate(model, cache_of(model.config), ids[row : row + 1, -n:], **options)
@@ -110,7 +110,7 @@ EVICT = {
 }
 
 
-# ---- a method that keeps everything is DynamicCache ----
+# ---- a method that keeps everything equals DynamicCache ----
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -159,13 +159,13 @@ def test_second_turn_when_everything_is_kept(method):
     assert same(*results)
 
 
-# ---- eviction, against the truth ----
+# ---- eviction, compared with the reference ----
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_what_is_kept_after_the_prefill_is_what_the_method_keeps(kind):
-    """The prompt's own attention is not touched by evicting after it, so one-shot compression of DynamicCache's K, V
-    must give the same bits."""
+    """Eviction comes after the prompt's own attention, so one-shot compression of DynamicCache's K and V must give the
+    same bits."""
     model = make_model(kind)
     ids, _ = make_prompts(100, 100)
     full = DynamicCache(config=model.config)
@@ -191,7 +191,7 @@ def test_what_is_kept_after_the_prefill_is_what_the_method_keeps(kind):
 @pytest.mark.parametrize("chunk", [1, 8, 40])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_streaming_is_attention_under_an_explicit_mask(attn, chunk):
-    """StreamingLLM keeps the same slots everywhere, so one forward pass with a 4D mask says what each query may see."""
+    """StreamingLLM keeps the same slots everywhere, so one forward with a 4D mask hides what each query may not see."""
     n, budget, sinks = 60, 12, 2
     model = make_model(attn=attn)
     ids, _ = make_prompts(n)
@@ -209,11 +209,11 @@ def test_streaming_is_attention_under_an_explicit_mask(attn, chunk):
         full = model(ids).logits
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     if chunk < n - budget:
-        assert (expected - full).abs().max() > 0.1  # else the test could not fail
+        assert (expected - full).abs().max() > 0.1  # otherwise the test could not fail
 
 
 def test_each_head_attends_to_what_it_kept():
-    """KeyDiff keeps another set per head: the step after the prefill of a model of one layer, with a mask per head."""
+    """KeyDiff keeps different tokens per head: the step after the prefill of one layer, with a mask per head."""
     model = make_model(attn="eager", num_hidden_layers=1)
     ids, _ = make_prompts(50)
     step = torch.tensor([[5]])
@@ -235,7 +235,7 @@ def test_each_head_attends_to_what_it_kept():
 @pytest.mark.parametrize("method", EVICT)
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 1}, {"num_beams": 2}], ids=["plain", "steps", "beams"])
 def test_rows_of_a_padded_batch_equal_the_rows_alone(attn, method, options):
-    """Budget 24 of 60 slots: of row 0 tokens are evicted, of row 1 and 2 first the pads, of row 3 pads remain."""
+    """Budget 24 of 60 slots: row 0 loses tokens, rows 1 and 2 lose their pads first, and row 3 keeps some pads."""
     model = make_model(attn=attn)
     lengths = (60, 37, 24, 9)
     ids, mask = make_prompts(*lengths)
@@ -265,7 +265,7 @@ def test_pads_and_attention_mask_say_the_same():
 
 
 def test_chunked_lagkv_equals_one_shot():
-    """Layer 0's K and V do not depend on attention, so however they arrive, the same are kept."""
+    """Layer 0's K and V do not depend on attention, so the same tokens are kept however they arrive."""
     model = make_model()
     ids, _ = make_prompts(200)
     full = DynamicCache(config=model.config)
@@ -277,7 +277,7 @@ def test_chunked_lagkv_equals_one_shot():
         generate(model, cache, ids, tokens=1, prefill_chunk_size=chunk)
         assert cache.get_seq_length() == 200
         assert cache.layers[0].keys.shape == one.k.shape
-        # projections of one token and of many round differently, so the values are close and the choice is equal
+        # projections of one token and of many round differently: the values are close, and the selection is equal
         assert torch.equal(cache.layers[0].cache.positions, one.indices)
         torch.testing.assert_close(cache.layers[0].keys, one.k, atol=1e-5, rtol=1e-5)
 
@@ -321,7 +321,7 @@ def test_batch_operations_move_the_whole_state(method):
             model(ids, past_key_values=cache)
             operation(cache)
             rows = cache.layers[0].keys.shape[0]
-            step = torch.arange(3, 33).repeat(rows, 1)  # 30 tokens one by one: the rule goes on from its state
+            step = torch.arange(3, 33).repeat(rows, 1)  # 30 tokens one by one: the policy continues from its state
             return torch.cat([model(t, past_key_values=cache).logits for t in step.split(1, 1)], 1)
 
     for operation, rows in [
@@ -360,7 +360,7 @@ def test_half_precision(dtype):
 
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 256}], ids=["plain", "chunks"])
 def test_a_trained_model_finds_the_key_in_a_padded_batch(options):
-    """As a user would: text, tokenizer, unmodified generate; a third of the longer prompt is kept."""
+    """As a user would call it: text, tokenizer, unmodified generate. A third of the longer prompt is kept."""
     folder = ROOT / "bench" / "models" / "passkey-llama"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -379,7 +379,7 @@ def test_a_trained_model_finds_the_key_in_a_padded_batch(options):
         found[type(method)] = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :])
         assert all(640 <= s.tokens_kept <= 640 + 40 for s in cache.stats())  # and a buffer
     assert found[kvops.KeyDiff] == keys
-    assert found[kvops.StreamingLLM] != keys  # the keys lie before its window
+    assert found[kvops.StreamingLLM] != keys  # the pass keys lie before its window
 
 
 # ---- memory ----
@@ -436,7 +436,7 @@ def test_crop_of_what_is_held_and_beyond():
     cache.crop(0)
     with pytest.raises(ValueError, match="crop"):
         cache.crop(-5)
-    with pytest.raises(ValueError, match="crop"):  # before transformers 5.15 it is a length
+    with pytest.raises(ValueError, match="crop"):  # a length, before transformers 5.15
         cache.crop(35)
     more, _ = make_prompts(30, seed=3)
     assert cache.get_seq_length() == 40
@@ -509,7 +509,7 @@ def test_a_model_of_sliding_layers_only():
     assert not any(s.evicts for s in cache.stats())
 
 
-# ---- what is refused, and how ----
+# ---- refusals ----
 
 
 def test_wrong_arguments():
@@ -522,7 +522,7 @@ def test_wrong_arguments():
         KVCache(config, kvops.KeyDiff)
     with pytest.raises(TypeError, match="policy.*float"):
         KVCache(config, 0.5)
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="got both"):
         KVCache(config, method, attention_mask=mask, pads=[0, 2])
     with pytest.raises(ValueError, match="on the left"):
         KVCache(config, method, attention_mask=mask.flip(1))
@@ -531,12 +531,12 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"\[batch, tokens\]"):
         KVCache(config, method, attention_mask=mask[0])
     for pads in ([0, -1], [0.5, 1.0], [[0, 1]], []):
-        with pytest.raises(ValueError, match="one count"):
+        with pytest.raises(ValueError, match="one integer per row"):
             KVCache(config, method, pads=pads)
     ids, mask = make_prompts(6, 4, 2)
-    with pytest.raises(ValueError, match=r"pads.*\(3\), got 2"):
+    with pytest.raises(ValueError, match=r"pads.*expected 3, got 2"):
         generate(model, KVCache(config, method, pads=[0, 2]), ids, mask)
-    assert vars(method) == vars(kvops.KeyDiff(20))  # no cache ever writes into its policy
+    assert vars(method) == vars(kvops.KeyDiff(20))  # a cache never writes to its policy
 
 
 def test_what_stock_masks_cannot_express():
@@ -552,7 +552,7 @@ def test_what_stock_masks_cannot_express():
         KVCache(transformers.T5Config(num_layers=1, d_model=16), kvops.KeyDiff(20))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        KVCache(config, kvops.LagKV(lag=16), attention_mask=torch.ones_like(mask))  # a mask without padding is none
+        KVCache(config, kvops.LagKV(lag=16), attention_mask=torch.ones_like(mask))  # a mask without padding
 
 
 def run_python(code, *path):
@@ -566,7 +566,7 @@ def run_python(code, *path):
 
 @pytest.mark.full
 def test_the_oldest_transformers():
-    """The tests of kvops.hf once more, with the oldest transformers that it takes."""
+    """Run the tests of kvops.hf again with the oldest supported transformers."""
     oldest = kvops.hf.MIN_TRANSFORMERS
     folder = ROOT / ".venv" / f"transformers-{oldest}"
     if not folder.exists():

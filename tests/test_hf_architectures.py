@@ -1,5 +1,5 @@
-"""Every causal language model that transformers has, as a tiny random one, with a cache of each family of methods,
-against a masked replay (`hf_replay`); and the table of what is served."""
+"""Every causal language model in transformers, as a tiny random model, with a cache of each family of methods, compared
+with a masked replay (`hf_replay`); and the table of supported models."""
 
 import contextlib
 import dataclasses
@@ -28,19 +28,19 @@ from kvops.hf.architectures import ARCHITECTURES  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[1]
 
-STEPS = (40, 3, 1, 1, 1)  # a prompt, a chunk, and tokens
+STEPS = (40, 3, 1, 1, 1)  # a prompt, a chunk, and single tokens
 IDS = torch.randint(2, tiny.VOCAB, (2, sum(STEPS)), generator=torch.Generator().manual_seed(1)).split(STEPS, 1)
 
 
 def inputs_of(step: int) -> dict:
-    """What `generate` hands over with the ids of a step."""
+    """Return what `generate` passes with the ids of a step."""
     end = sum(STEPS[: step + 1])
     mask = torch.ones(2, end, dtype=torch.int64)
     return {"attention_mask": mask, "position_ids": torch.arange(end - STEPS[step], end).expand(2, -1)}
 
 
 def kept_of(cache) -> dict[int, torch.Tensor]:
-    """The positions that each evicting layer holds."""
+    """Return the positions that each evicting layer holds."""
     layers = {i: x.cache for i, x in enumerate(cache.layers) if isinstance(x, EvictingLayer)}
     empty = torch.zeros(2, 1, 0, dtype=torch.int64)
     return {i: empty if len(x) == 0 else x.positions for i, x in layers.items()}
@@ -63,9 +63,9 @@ def attention(model, name):
 
 
 def assert_replayed(model, method, replay=Replay, *, told=True) -> None:
-    """The logits of each step are those of the replay, and what H2O keeps is what the replay's sums say.
+    """Check that each step's logits equal the replay's, and that H2O keeps the tokens that the replay's sums select.
 
-    told: the model gets masks and positions, as from `generate`; else it finds them in the cache.
+    told: whether the model gets masks and positions, as from `generate`; else it takes them from the cache.
     """
     inputs = [inputs_of(step) if told else {} for step in range(len(STEPS))]
     cache = cache_of(model, method)
@@ -85,7 +85,7 @@ def assert_replayed(model, method, replay=Replay, *, told=True) -> None:
 
 
 def assert_heavy(replay, kept, budget) -> None:
-    """Of the tokens that were there, the newest half of the budget stay, and the older ones with the most attention."""
+    """Check that the newest half of the budget is kept, and the older tokens with the most attention."""
     for layer, positions in kept.items():
         sums, there = replay.sums[layer], ~replay.hidden[layer]
         stays = torch.zeros_like(there).scatter_(2, positions, True)
@@ -99,7 +99,7 @@ def assert_heavy(replay, kept, budget) -> None:
 
 
 def config_of(name):
-    """Skips what this transformers does not have."""
+    """Skip models that this transformers lacks."""
     if tiny.model_type(name) not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     since = tiny.SINCE.get(tiny.model_type(name), "0")
@@ -113,8 +113,8 @@ def config_of(name):
 
 @pytest.mark.parametrize("name", tiny.names())
 def test_architecture(name):
-    """What methods need of a model: KeyDiff its keys and masks, H2O its queries and attention weights, StreamingLLM its
-    rotation."""
+    """Methods depend on different parts of a model: KeyDiff on its keys and masks, H2O on its queries and attention
+    weights, StreamingLLM on its rotation."""
     config = config_of(name)
     served = ARCHITECTURES[tiny.row(name)]
     if served.cache:
@@ -130,7 +130,7 @@ def test_architecture(name):
         return
     use_attention(model)
     evicts = bool(kept_of(cache_of(model, kvops.Full())))
-    assert_replayed(model, kvops.H2O(12), told=evicts)  # Mamba takes no mask of what it has read
+    assert_replayed(model, kvops.H2O(12), told=evicts)  # Mamba takes no mask over tokens it has read
     if evicts and tiny.turns(name):
         assert_replayed(model, kvops.StreamingLLM(12), SlotReplay)
     elif evicts:
@@ -171,7 +171,7 @@ def test_family(name, family):
 
 @few
 def test_lookahead(name):
-    """LAQ cuts the prompt once, after its first token."""
+    """LAQ prunes the prompt once, after the first token."""
     config_of(name)
     model, prompt, tokens = own(name), IDS[0], 4
     out = kvops.hf.generate(
@@ -189,7 +189,7 @@ def test_lookahead(name):
         replay = Replay(model)
         expected = [replay(prompt, dict.fromkeys(kept, torch.zeros(2, 1, 0, dtype=torch.int64)))[:, -1]]
         for i in range(n, n + tokens - 1):
-            held = {layer: x[:, :, : 12 + i - n] for layer, x in kept.items()}  # the prompt's come first
+            held = {layer: x[:, :, : 12 + i - n] for layer, x in kept.items()}  # the prompt's tokens come first
             expected.append(replay(out.sequences[:, i : i + 1], held)[:, -1])
     torch.testing.assert_close(torch.stack(out.logits), torch.stack(expected), atol=1e-4, rtol=1e-4)
     assert all((x < n).sum(2).eq(12).all() for x in kept.values())
@@ -207,7 +207,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("error", [*PLANTED, "no mask", "scores"])
 def test_it_notices(error, monkeypatch):
-    """What is computed wrongly in the forwards after the first eviction, and what H2O adds up wrongly."""
+    """Planted errors in the forwards after the first eviction, and in H2O's sums."""
     model, compute, evict = own("llama"), EvictingLayer.attention, kvops.H2O.evict
 
     def wrong(self, module, q, k, v, **options):
@@ -231,7 +231,7 @@ def test_it_notices(error, monkeypatch):
 
 
 def test_every_type_is_in_the_table_or_untested():
-    """A new transformers may bring types that nobody has tried: they are warned of, and not served in silence."""
+    """A new transformers may bring untested types. They trigger a warning."""
     assert not tiny.UNMADE.keys() & ARCHITECTURES.keys() and not tiny.UNMADE.keys() & tiny.SETTINGS.keys()
     untested = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - ARCHITECTURES.keys() - tiny.UNMADE.keys()
     if untested:
@@ -249,7 +249,7 @@ def test_an_unknown_model_warns_once(monkeypatch):
         pass
 
     config = MyConfig(num_hidden_layers=2)
-    with pytest.warns(UserWarning, match="never been tried with the model of MyConfig .*'llama'"):
+    with pytest.warns(UserWarning, match="untested with the model of MyConfig .*'llama'"):
         KVCache(config, kvops.KeyDiff(12))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

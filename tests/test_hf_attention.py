@@ -1,4 +1,4 @@
-"""kvops.hf with the library's attention (use_attention): methods that look at queries, layers and rows of different
+"""kvops.hf with the library's attention (use_attention): methods that use queries, layers and rows of different
 lengths, softcap and sinks, and the stages of LAQ."""
 
 import copy
@@ -53,7 +53,7 @@ def assert_close(a, b, atol=1e-4):
     torch.testing.assert_close(a[1], b[1], atol=atol, rtol=atol)
 
 
-# ---- a method that keeps everything is the stock cache ----
+# ---- a method that keeps everything equals the stock cache ----
 
 
 @every_method
@@ -92,12 +92,12 @@ def test_it_can_be_asked_for_by_name(tmp_path):
     assert [s.tokens_kept for s in cache.stats()] == [24 + 11] * 3
 
 
-# ---- eviction, against the truth ----
+# ---- eviction, compared with the reference ----
 
 
 @every_method
 def test_each_head_of_each_layer_attends_to_what_it_kept(method):
-    """The step after the prefill, with a mask of its own for each layer and head of a stock model."""
+    """The step after the prefill equals a stock model with a mask per layer and head."""
     model, stock = own(), make_model(attn="eager")
     ids, _ = make_prompts(70)
     step = torch.tensor([[5]])
@@ -121,7 +121,7 @@ def test_each_head_of_each_layer_attends_to_what_it_kept(method):
 
 
 def test_decode_is_brought_to_the_budget_whenever_the_buffer_is_full():
-    """Step by step, in all layers; a chunk is, too."""
+    """Eviction step by step, in all layers, also after a chunk."""
     model = own()
     ids, _ = make_prompts(90)
     for method in (kvops.ProtoKV(24, 8, num_chunks=6, buffer=5, alpha=4), kvops.SATKV(24, 8, buffer=5)):
@@ -153,11 +153,11 @@ def test_layers_of_different_lengths():
     "options", [{}, {"prefill_chunk_size": 16}, {"num_beams": 2}], ids=["plain", "chunks", "beams"]
 )
 def test_rows_of_a_padded_batch_equal_the_rows_alone(method, options):
-    """Every row starts and ends a chunk where it would alone, so that chunks hold the same tokens."""
+    """Every row starts and ends a chunk where it would alone, so chunks hold the same tokens."""
     model = own()
     lengths = (64, 48, 32, 16)
     ids, mask = make_prompts(*lengths)
-    if method == "pyramidkv":  # the prompt's length decides about its budgets
+    if method == "pyramidkv":  # its budgets depend on the prompt's length
         lengths = (64, 64)
         ids, mask = make_prompts(*lengths)
     assert_rows_as_alone(model, functools.partial(KVCache, policy=METHODS[method]()), ids, mask, options)
@@ -165,7 +165,7 @@ def test_rows_of_a_padded_batch_equal_the_rows_alone(method, options):
 
 @every_method
 def test_second_turn(method):
-    """The whole conversation goes in; only what is new is fed, at its true positions."""
+    """The call passes the whole conversation; only the new tokens are fed, at their true positions."""
     model = own()
     ids, _ = make_prompts(60)
     more, _ = make_prompts(9, seed=2)
@@ -222,7 +222,7 @@ SINKS = {**TINY, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 
 
 @pytest.mark.parametrize("config", [Gemma2Config(**SOFTCAP), GptOssConfig(**SINKS)], ids=["softcap", "sinks"])
 def test_softcap_and_sinks(config):
-    """In evicting layers by the operators, in sliding layers by the plain formula; eager attention is the truth."""
+    """Evicting layers use the operators, sliding layers plain PyTorch; eager attention is the reference."""
 
     def make(attn):
         torch.manual_seed(0)
@@ -274,7 +274,7 @@ def test_no_mask_is_made_and_no_step_is_held(monkeypatch):
     assert made == [] and len(seen) == 6 and all(x() is None for x in seen)
 
 
-# ---- what is refused, and how ----
+# ---- refusals ----
 
 
 def test_queries_need_our_attention():
@@ -289,7 +289,7 @@ def test_queries_need_our_attention():
     ids, _ = make_prompts(40)
     for made in (METHODS["snapkv"], METHODS["keydiff"]):
         cache = KVCache(own().config, made())
-        with pytest.raises(RuntimeError, match="made for the library's attention, but the model has another now"):
+        with pytest.raises(RuntimeError, match="which this cache was made for, got a model with another"):
             generate(model, cache, ids)
         assert cache.get_seq_length() == 0
     with pytest.raises(TypeError, match="use_attention: model must be a transformers model, got LlamaConfig"):
@@ -299,7 +299,7 @@ def test_queries_need_our_attention():
 def test_training_is_refused():
     model = own(attention_dropout=0.5).train()
     ids, _ = make_prompts(40)
-    with torch.no_grad(), pytest.raises(ValueError, match="no dropout, got 0.5"):
+    with torch.no_grad(), pytest.raises(ValueError, match="expected dropout 0, got 0.5"):
         model(ids, past_key_values=KVCache(model.config, METHODS["snapkv"]()))
     with pytest.raises(ValueError, match="requires grad"):
         model.eval()(ids, past_key_values=KVCache(model.config, METHODS["snapkv"]()))
@@ -309,7 +309,7 @@ def test_training_is_refused():
 
 
 def laq_by_hand(model, ids, method, tokens):
-    """LAQ of one prompt, from the pieces: one-shot calls on the full cache, greedy decode."""
+    """LAQ of one prompt, built from one-shot calls on the full cache and greedy decode."""
     full = KVCache(model.config, method)
     n, layers = ids.shape[1], range(model.config.num_hidden_layers)
     with torch.no_grad():
@@ -382,12 +382,12 @@ def test_laq_of_a_padded_batch_is_that_of_its_rows(window, options):
 
 
 def test_laq_rows_that_end_early_in_the_lookahead():
-    """An EOS among the lookahead tokens ends its row only; the row keeps what it keeps alone."""
+    """An EOS among the lookahead tokens ends only its row, which keeps the same tokens as alone."""
     model = make_model()
     lengths = (60, 60, 60)
     ids, mask = make_prompts(*lengths)
     drafted = kvops.hf.generate(model, kvops.LAQ(24), ids, max_new_tokens=6, do_sample=False)[:, 60:]
-    eos = int(drafted[1, 2])  # the second row comes to its end in the lookahead
+    eos = int(drafted[1, 2])  # the second row ends in the lookahead
     settings = dict(max_new_tokens=12, do_sample=False, eos_token_id=eos, pad_token_id=0)
     settings["return_dict_in_generate"] = True
     out = kvops.hf.generate(model, kvops.LAQ(24), ids, attention_mask=mask, **settings)
@@ -406,12 +406,12 @@ def test_laq_reports_the_memory_of_its_stages():
     per_token = 3 * 2 * 2 * 16 * 4  # layers, K and V, KV heads, head_dim, fp32
     stages = {s.name: s.bytes for s in out.past_key_values.stages}
     assert stages["prefill"] == 200 * per_token
-    assert (200 + 20 + 8) * per_token <= stages["lookahead"] <= (200 + 20 + 8 + 16) * per_token  # with room
+    assert (200 + 20 + 8) * per_token <= stages["lookahead"] <= (200 + 20 + 8 + 16) * per_token  # with spare slots
     assert stages["decode"] == 20 * per_token
 
 
 def test_lookahead_for_a_loop_of_ones_own():
-    """The same as generate(), step by step."""
+    """A loop of calls gives the same as generate()."""
     model = own()
     ids, mask = make_prompts(60, 41)
     expected = kvops.hf.generate(model, kvops.LAQ(20), ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
@@ -426,7 +426,7 @@ def test_lookahead_for_a_loop_of_ones_own():
             logits = model(said[-1], position_ids=positions, past_key_values=cache).logits[:, -1]
             said.append(logits.argmax(-1, keepdim=True))
     assert torch.equal(torch.cat(said, 1), expected[:, 60:])
-    with pytest.raises(TypeError, match="lookahead: cache must be a KVCache of kvops.LAQ, got .*SnapKV"):
+    with pytest.raises(TypeError, match="lookahead: cache must be a KVCache with kvops.LAQ, got .*SnapKV"):
         kvops.hf.lookahead(model, KVCache(model.config, kvops.SnapKV(20, window=8)), logits)
 
 

@@ -32,12 +32,12 @@ POLICIES = {
 
 @pytest.fixture
 def model():
-    """A small model, which the test has to leave as it was."""
+    """A small model, which the test must leave unchanged."""
     model = make_model()
     before = set(vars(model))
     yield model
     assert_untouched(model)
-    assert set(vars(model)) - {"_is_torch_compile"} == before  # which torch.compile leaves
+    assert set(vars(model)) - {"_is_torch_compile"} == before  # torch.compile leaves this one
 
 
 def assert_untouched(model) -> None:
@@ -47,14 +47,14 @@ def assert_untouched(model) -> None:
 
 
 def expected_of(model, policy, ids, mask=None, **kwargs):
-    """What kvops.hf.generate says, which is not what the whole cache says."""
+    """Return the text of kvops.hf.generate, which differs from the text with the whole cache."""
     out = kvops.hf.generate(model, policy, ids, attention_mask=mask, **GREEDY, **kwargs)
     assert not torch.equal(out, kvops.hf.generate(model, kvops.Full(), ids, attention_mask=mask, **GREEDY, **kwargs))
     return out
 
 
 def in_thread(function):
-    """What function() returns in a thread of its own."""
+    """Return the result of function() in a new thread."""
     out = []
 
     def run():
@@ -83,7 +83,7 @@ def test_generate_in_a_block_is_that_of_the_library(model, name, options):
         for call in ({"inputs": ids}, {"input_ids": ids}):
             out = model.generate(**call, attention_mask=mask, **GREEDY, **options)
             assert torch.equal(out, expected)
-        assert torch.equal(model.generate(ids, **GREEDY, **options), expected)  # which tells padding by its token
+        assert torch.equal(model.generate(ids, **GREEDY, **options), expected)  # it tells padding by its token
     assert compressed.policy == POLICIES[name]
     assert compressed.cache.get_seq_length() == 67 and max(x.tokens_kept for x in compressed.cache.stats()) < 67
 
@@ -100,7 +100,7 @@ def test_every_call_gets_a_cache_of_its_own(model):
         handle = model.model.register_forward_pre_hook(lambda *_: held.append(first()))
         assert torch.equal(model.generate(other, **GREEDY), expected[1])
         handle.remove()
-        assert held == [None] * 8  # the first cache has gone before the second fills
+        assert held == [None] * 8  # the first cache is freed before the second fills
 
 
 def test_each_thread_has_its_last_cache(model):
@@ -110,7 +110,7 @@ def test_each_thread_has_its_last_cache(model):
         own = compressed.cache
 
         def other():
-            assert compressed.cache is own  # until it has made a call
+            assert compressed.cache is own  # until this thread has made a call
             model.generate(ids[:, :50], **GREEDY)
             return compressed.cache
 
@@ -123,7 +123,7 @@ def test_stats(model):
         model.generate(ids, **GREEDY)
     token = 2 * 2 * 16 * 4  # K and V, KV heads, head_dim, fp32
     kept, full = sum(x.bytes_kept for x in compressed.cache.stats()) / 1024, 3 * 67 * token / 1024
-    assert 3 * 19 * token <= 1024 * kept <= 3 * (19 + 16) * token  # with room
+    assert 3 * 19 * token <= 1024 * kept <= 3 * (19 + 16) * token  # with spare slots
     line = f"19 of 67 tokens kept in 3 layers, {kept} KiB held of {full} KiB, at most {kept} KiB at a time"
     assert compressed.stats() == line
     with compress(model, POLICIES["pyramidkv"]) as compressed:
@@ -133,11 +133,11 @@ def test_stats(model):
 
 
 def test_a_prompt_is_held_whole_by_one_layer_at_a_time():
-    """In one call, and in chunks; a layer that evicts before the attention holds what it keeps beside the step."""
+    """In one call, and in chunks. A layer that evicts before the attention holds its kept tokens beside the step's."""
     model, (ids, _) = kvops.hf.use_attention(make_model()), make_prompts(600)
     token = 2 * 2 * 16 * 4
     for policy, own in ((kvops.SnapKV(40, 4), 0), (kvops.KeyDiff(40), 40)):
-        for first, most in ((600, 600 + own + 2 * 40), (300, 340 + 21 + own + 2 * 40)):  # 21: room
+        for first, most in ((600, 600 + own + 2 * 40), (300, 340 + 21 + own + 2 * 40)):  # 21: spare slots
             cache = KVCache(model.config, policy)
             with torch.no_grad():
                 for part in ids.split(first, 1):
@@ -250,11 +250,11 @@ def test_a_streamer_in_a_thread(passkey):
         thread.start()
         assert "".join(streamer) == tokenizer.decode(out)
         thread.join()
-        assert compressed.cache.stats()[0].tokens_kept == 12 + 7  # of the thread's call, seen from here
+        assert compressed.cache.stats()[0].tokens_kept == 12 + 7  # the thread's call, read from this thread
     assert_untouched(model)
 
 
-# ---- forwards, and calls that bring a cache ----
+# ---- forwards, and calls with a cache ----
 
 
 @torch.no_grad()
@@ -350,7 +350,7 @@ def test_models_that_are_not_served():
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2))
     refused = [
         (encoder_decoder, SNAP, NotImplementedError, "encoder-decoder"),
-        (bloom, SNAP, NotImplementedError, "'bloom' are not served"),
+        (bloom, SNAP, NotImplementedError, "'bloom' are not supported"),
         (torch.nn.Linear(1, 1), SNAP, TypeError, "compress: model must be a transformers model, got Linear"),
         (make_model(), 7, TypeError, "policy must be a kvops policy .*, got int"),
     ]
@@ -398,7 +398,7 @@ def test_what_others_have_put_into_the_model_is_put_back(model):
     del model.forward
 
 
-# ---- blocks in blocks, and in threads ----
+# ---- nested blocks, and threads ----
 
 
 def test_the_inner_block_wins_and_the_outer_is_restored(model):
@@ -507,12 +507,12 @@ def test_a_thread_that_begins_after_the_block_raises(model):
     ids, _ = make_prompts(60)
     with compress(model, SNAP):
         late = model.generate
-    with pytest.raises(RuntimeError, match="expected an open block, but it had ended"):
+    with pytest.raises(RuntimeError, match="expected an open block, got a call of its `model.generate` after"):
         in_thread(lambda: late(ids, **GREEDY))
 
 
 def test_a_call_outlives_its_block(model):
-    """Its attention stays until it is done."""
+    """The model keeps the library's attention until the thread is done."""
     ids, _ = make_prompts(60)
     expected = expected_of(model, SNAP, ids)
     begun, closed, out = threading.Event(), threading.Event(), []
@@ -535,7 +535,7 @@ def test_a_call_outlives_its_block(model):
 
 
 def test_a_block_in_a_generator_that_another_context_ends(model):
-    """As web servers run them: each next() in a copy of the context."""
+    """As web servers run generators: each next() in a copy of the context."""
     ids, _ = make_prompts(60)
     expected = expected_of(model, SNAP, ids)
 
@@ -554,7 +554,7 @@ def test_a_block_in_a_generator_that_another_context_ends(model):
 
 
 class Wrapper(torch.nn.Module):
-    """Does what peft.PeftModel does: calls the forward of the model inside, not the model."""
+    """Like peft.PeftModel, calls the forward of the inner model, not the model itself."""
 
     def __init__(self, model):
         super().__init__()

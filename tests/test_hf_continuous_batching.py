@@ -1,4 +1,4 @@
-"""kvops.hf.continuous_batching: requests in transformers' engine, each against itself alone in a KVCache."""
+"""kvops.hf.continuous_batching: requests in transformers' engine, compared with each alone in a KVCache."""
 
 import copy
 import random
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = 8
 STREAMING = {"positions": "original", "sinks": 2}
 
-#: A KVCache evicts when `held` says so.
+#: A KVCache evicts at the same tokens as `held`.
 ALIKE = [
     kvops.KeyDiff(24, buffer=1),
     kvops.KeyDiff(24, buffer=1, sinks=2, recent=0.25, head_mode="shared"),
@@ -43,7 +43,7 @@ ALIKE = [
 
 
 class ByHeld:
-    """A KVCache that evicts when `held` says so, whatever the chunks."""
+    """Make a KVCache evict when `held` requires it, whatever the chunks."""
 
     def evict(self, view):
         if view.n <= self.held(view.seen, 1):
@@ -72,7 +72,7 @@ BY_HELD = [
 
 
 class LastQueriesByHeld(ByHeld):
-    """Whose last queries observe, of the steps before too."""
+    """Observes with the last queries, including those of earlier steps."""
 
     @property
     def remembers(self):
@@ -113,7 +113,7 @@ class H2OByHeld(kvops.H2O):
 
 PROTOKV = dict(window=6, num_chunks=3, num_sats=2, alpha=8, buffer=8)
 
-#: Those that look at queries, each with the buffer that it has in an engine.
+#: Policies that use queries, each with the buffer that it has in an engine.
 QUERIES = [
     (kvops.TOVA(24, buffer=1), None),
     (kvops.TOVA(24, buffer=1, head_mode="per_head", sinks=2), None),
@@ -123,7 +123,7 @@ QUERIES = [
     (kvops.SnapKV(40, 6), SnapKVByHeld(40, 6)),
     (kvops.SnapKV(64, 40, score="dot", sinks=2), SnapKVByHeld(64, 40, score="dot", sinks=2)),
     (kvops.ChunkKV(40, 6), ChunkKVByHeld(40, 6)),
-    # Outlier degrees of a model with random weights are too close for the rounding of another order of sums.
+    # With random weights, outlier degrees are so close that another summation order changes the selection.
     (kvops.ProtoKV(40, clusters="chunks", **PROTOKV), ProtoKVByHeld(40, clusters="chunks", **PROTOKV)),
     (kvops.ProtoKV(48, clusters="lsh", **PROTOKV), ProtoKVByHeld(48, clusters="lsh", **PROTOKV)),
 ]
@@ -144,7 +144,7 @@ def prompts(*lengths, seed=1):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What the engine's allocators did: each of them, and the chunks of each request."""
+    """Records the engine's allocators and the chunks of each request."""
     allocator = pytest.importorskip("kvops.hf.allocator").EvictingAllocator
 
     class Seen:
@@ -167,7 +167,7 @@ def seen(monkeypatch):
 
 
 def assert_whole(allocator) -> None:
-    """Every block is free, once."""
+    """Check that every block is free exactly once."""
     pool = allocator.pool
     pool.try_to_free_sectors()
     assert not allocator.block_table and not allocator._positions and not allocator._step
@@ -178,7 +178,7 @@ def assert_whole(allocator) -> None:
 
 @torch.no_grad()
 def alone(model, policy, prompt, tokens, chunks):
-    """The request's text with a KVCache, in the chunks that the engine has made."""
+    """Return the request's text with a KVCache, in the engine's chunks."""
     if policy.uses_queries:
         model = kvops.hf.use_attention(copy.deepcopy(model))
     cache, text, out = KVCache(model.config, policy), list(prompt), None
@@ -192,7 +192,7 @@ def alone(model, policy, prompt, tokens, chunks):
 
 
 def assert_as_alone(model, policy, requests, seen, *, reference=None, tokens=10, **settings):
-    """Generates in the engine, and compares; what was evicted."""
+    """Generate in the engine, compare, and return the counts of evictions."""
     before = dict(vars(model))
     with kvops.hf.continuous_batching(model, policy) as batch:
         outputs = model.generate_batch(requests, generation_config=greedy(tokens), **settings)
@@ -205,7 +205,7 @@ def assert_as_alone(model, policy, requests, seen, *, reference=None, tokens=10,
     return batch
 
 
-# ---- the text of a request is the one that it has alone ----
+# ---- a request's text is the same as alone ----
 
 
 @needs_engine
@@ -216,7 +216,7 @@ def test_as_in_a_cache_of_its_own(policy, attn, seen):
     batch = assert_as_alone(
         model, policy, prompts(90, 7, 64, 33, 1), seen, continuous_batching_config=engine(max_batch_tokens=40)
     )
-    assert max(map(len, seen.chunks.values())) > 10  # prompts in chunks
+    assert max(map(len, seen.chunks.values())) > 10  # prompts came in chunks
     assert model.config._attn_implementation == attn
     if not isinstance(policy, kvops.Full):
         assert batch.evictions >= 5 and batch.tokens >= 50 and batch.blocks >= 5
@@ -242,7 +242,7 @@ def test_buffers(policy, reference, seen):
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize(("policy", "reference"), QUERIES, ids=repr)
 def test_policies_that_look_at_queries(policy, reference, attn, seen):
-    """Chunks of a prompt are shorter than some windows, and requests join others that decode."""
+    """Prompt chunks are shorter than some windows, and requests join while others decode."""
     batch = assert_as_alone(
         make_model(attn=attn),
         policy,
@@ -281,7 +281,7 @@ def test_sliding_layers_are_left_alone(seen):
     ],
 )
 def test_the_budget_bites(policy, reference, settings, seen):
-    """A model that repeats a pass key does, if it is kept."""
+    """A model that repeats pass keys finds the key if it is kept."""
     folder, text = ROOT / "bench/models/passkey-llama", (ROOT / "bench/data/haystack.txt").read_text()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     keys = ["58291740", "13572468", "90817263"]
@@ -310,7 +310,7 @@ def test_the_budget_bites(policy, reference, settings, seen):
         texts = [tokenizer.decode(x.generated_tokens) for x in outputs.values()]
         right[budget] = [x == key for x, key in zip(texts, keys)]
     assert not all(right[64])
-    assert all(right[512]) or policy is not kvops.KeyDiff  # queries before the question do not look for the key
+    assert all(right[512]) or policy is not kvops.KeyDiff  # queries before the question do not attend to the key
 
 
 # ---- blocks ----
@@ -331,7 +331,7 @@ def test_a_pool_too_small_for_the_requests_serves_them(seen):
 
 @needs_engine
 def test_more_tokens_than_the_pool_without_a_bound(seen):
-    """What LagKV holds grows, so the scheduler has no bound but the pool; a long request still goes on."""
+    """LagKV's kept tokens grow, so the scheduler has no bound except the pool; a long request still continues."""
     settings = engine(num_blocks=160 // PAGE, max_batch_tokens=32)
     policy = kvops.LagKV(lag=8, ratio=0.125, sinks=2)
     assert_as_alone(make_model(), policy, prompts(300), seen, continuous_batching_config=settings)
@@ -346,7 +346,7 @@ def test_without_eviction_the_pool_is_too_small():
         outputs = model.generate_batch(
             prompts(150, 150), generation_config=greedy(), continuous_batching_config=settings
         )
-    assert all(x.error is None for x in outputs.values())  # one after the other, by the engine's soft resets
+    assert all(x.error is None for x in outputs.values())  # one after the other, through the engine's soft resets
 
 
 @needs_engine
@@ -381,7 +381,7 @@ def test_return_sequences(policy, reference, seen):
 @needs_engine
 @pytest.mark.parametrize("seed", range(6))
 def test_no_block_is_lost(seed, seen):
-    """Random requests, cancelled at random, in a pool that is often full, so the engine starts some anew."""
+    """Random requests, cancelled at random, in a pool that is often full, so the engine restarts some."""
     model, rng = make_model(num_hidden_layers=2), random.Random(seed)
     policies = [
         kvops.KeyDiff(24, buffer=rng.randint(1, 12)),
@@ -422,7 +422,7 @@ def test_an_end_of_text(seen):
         assert_whole(allocator)
 
 
-# ---- the block leaves nothing behind ----
+# ---- the block restores the model ----
 
 
 @needs_engine
@@ -519,7 +519,7 @@ def test_after_an_exception_the_model_is_as_before():
 
 @needs_engine
 def test_engines_of_other_models_are_left_alone(seen):
-    """One is made while the other's stands in the registry."""
+    """One engine is made while the other's allocator is in the registry."""
     from kvops.hf import allocator
 
     ours, other = (make_model() for _ in range(2))
@@ -550,21 +550,21 @@ def test_an_engine_that_is_cached(seen):
     model.destroy_cached_continuous_batching_manager()
 
 
-# ---- what is refused ----
+# ---- refusals ----
 
 
 @needs_engine
 @pytest.mark.parametrize(
     ("policy", "why"),
     [
-        (kvops.PyramidKV(64), "different lengths"),
+        (kvops.PyramidKV(64), "different numbers of slots"),
         (kvops.LAQ(64), "drafts an answer"),
-        (kvops.H2O(64, buffer=None), "use a buffer"),
+        (kvops.H2O(64, buffer=None), "set buffer="),
         (kvops.SnapKV(0.5), "budget in tokens"),
         (kvops.SnapKV(64, head_mode="adaptive"), "equally many tokens"),
-        (kvops.LaCache(64), "no pages"),
-        (kvops.L2(64), "different lengths"),
-        (kvops.LagKV(8, 0.5, score="l2"), "no pages"),
+        (kvops.LaCache(64), "not support pages"),
+        (kvops.L2(64), "different numbers of slots"),
+        (kvops.LagKV(8, 0.5, score="l2"), "not support pages"),
         (kvops.StreamingLLM(64), "positions='original'"),
         (kvops.KeyDiff(0.5), "budget in tokens"),
         (kvops.KeyDiff(torch.tensor([[8, 9]], dtype=torch.int32)), "budget in tokens"),
@@ -589,7 +589,7 @@ def test_refused_policies(policy, why):
 def test_refused_settings(settings):
     model = make_model(attn="eager")
     with kvops.hf.continuous_batching(model, kvops.KeyDiff(64)):
-        with pytest.raises(ValueError, match=r"continuous_batching: \w+ is not served"):
+        with pytest.raises(ValueError, match=r"continuous_batching: \w+ is not supported"):
             model.generate_batch(prompts(9), greedy(), continuous_batching_config=engine(**settings))
     assert model.config._attn_implementation == "eager"
 
@@ -602,7 +602,7 @@ def test_refused_models():
         with kvops.hf.continuous_batching(make_model(), kvops.KeyDiff):
             pass
     model = kvops.hf.use_attention(make_model())
-    with pytest.raises(NotImplementedError, match="'sdpa' and 'eager'"):
+    with pytest.raises(NotImplementedError, match="'sdpa' or 'eager'"):
         with kvops.hf.continuous_batching(model, kvops.KeyDiff(64)):
             pass
     model = make_model("mistral", sliding_window=16)

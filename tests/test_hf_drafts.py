@@ -1,5 +1,5 @@
-"""Prompt lookup and assisted decoding with a cache that evicts: the text of greedy decoding with the same method, and
-what is refused before anything is generated."""
+"""Prompt lookup and assisted decoding with a cache that evicts: the text equals greedy decoding with the same method,
+and unsupported calls raise before anything is generated."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ from kvops.hf import KVCache, use_attention  # noqa: E402
 from test_hf import make_model, make_prompts  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-EOS = {"eos_token_id": 96, "pad_token_id": 0}  # transformers 5.5 looks for one in every draft
+EOS = {"eos_token_id": 96, "pad_token_id": 0}  # transformers 5.5 searches every draft for it
 PROMPT_ONLY = {
     "full": kvops.Full(),
     "snapkv": kvops.SnapKV(16, window=4),
@@ -43,13 +43,13 @@ BY_QUERIES = {
 
 
 def repetitive(n=60, seed=1):
-    """A prompt that says things twice, so that a lookup finds something."""
+    """Return a prompt with repetitions, so that a lookup finds something."""
     ids, _ = make_prompts(n // 3, seed=seed)
     return torch.cat([ids, ids, ids], 1)
 
 
 def drafts(kind, seed=0):
-    """The arguments of generate. The assistant is the model with noise: some of what it drafts is accepted."""
+    """Return arguments of generate. The assistant is the model with noise, so some of its drafts are accepted."""
     if kind == "lookup":
         return {"prompt_lookup_num_tokens": 4}
     assistant = make_model()
@@ -64,7 +64,7 @@ def drafts(kind, seed=0):
 
 
 class Steps:
-    """How many tokens the model has read in each of its steps."""
+    """Records how many tokens the model reads in each step."""
 
     def __init__(self, model):
         self.tokens = []
@@ -75,7 +75,7 @@ class Steps:
 
 
 def how(name, model, policy):
-    """model.generate as a function of its arguments: with a cache of one's own, by `generate`, or in a block."""
+    """Return generation as a function: with a cache of its own, by `kvops.hf.generate`, or in a block."""
     if name == "generate":
         return lambda ids, **call: kvops.hf.generate(model, policy, ids, **call)
     if name == "cache":
@@ -103,9 +103,9 @@ def test_the_text_of_greedy_decoding(method, kind, name):
     found = run(ids, **options, **drafts(kind))
     assert torch.equal(found.sequences, expected.sequences)
     read = [x for x in steps.tokens if x > 1]
-    assert read[0] == ids.shape[1] and len(read) > 1  # the prompt by itself, then drafts
-    assert sum(steps.tokens) > ids.shape[1] + 23  # some of which are rejected,
-    assert len(read) < 24 or kind == "lookup"  # and some are not
+    assert read[0] == ids.shape[1] and len(read) > 1  # the prompt alone, then drafts
+    assert sum(steps.tokens) > ids.shape[1] + 23  # some are rejected,
+    assert len(read) < 24 or kind == "lookup"  # and some are accepted
     caches = found.past_key_values, expected.past_key_values
     for layer, truth in zip(*(x.evicting_layers for x in caches)):
         assert torch.equal(layer.cache.positions, truth.cache.positions) and not layer.cache.frozen
@@ -113,7 +113,7 @@ def test_the_text_of_greedy_decoding(method, kind, name):
 
 
 def test_drafts_that_are_as_long_as_a_window_evict_nothing():
-    """Outside of a draft, SnapKV takes a step of a window's length for a chunk of the prompt."""
+    """Outside of a draft, SnapKV treats a step of a window's length as a prompt chunk."""
     model, ids, policy = make_model(**EOS), repetitive(), kvops.SnapKV(16, window=2)
     out = kvops.hf.generate(
         model, policy, ids, max_new_tokens=24, return_dict_in_generate=True, do_sample=False, **drafts("lookup")
@@ -126,7 +126,7 @@ def test_drafts_that_are_as_long_as_a_window_evict_nothing():
 @pytest.mark.parametrize("kind", ["lookup", "assistant"])
 @pytest.mark.parametrize("method", BY_KEYS)
 def test_methods_that_evict_in_decode_wait_for_what_is_accepted(method, kind, name, monkeypatch):
-    """Every eviction is of accepted tokens alone: a cache that reads the text up to these ends has the same."""
+    """Evictions see accepted tokens only: a cache that reads the text up to these ends holds the same tokens."""
     model, ids, policy = make_model(**EOS), repetitive(), BY_KEYS[method]
     ends, catch_up = [], kvops.Cache.catch_up
 
@@ -170,15 +170,13 @@ def test_methods_that_evict_in_decode_wait_for_what_is_accepted(method, kind, na
 def test_methods_that_look_at_queries_in_decode_are_refused_at_the_start(method, kind, name):
     model = make_model(**EOS)
     run, steps = how(name, model, BY_QUERIES[method]), Steps(model)
-    with pytest.raises(
-        NotImplementedError, match=r"expected a policy that looks at the prompt's queries only .*buffer"
-    ):
+    with pytest.raises(NotImplementedError, match=r"expected a policy that uses the prompt's queries only .*buffer"):
         run(repetitive(), max_new_tokens=8, do_sample=False, **drafts(kind))
     assert steps.tokens == []
 
 
 def test_a_cache_that_holds_something_is_refused():
-    """transformers would read what it holds once more."""
+    """transformers would read the cached tokens again."""
     model = use_attention(make_model(**EOS))
     ids, cache = repetitive(), KVCache(model.config, kvops.SnapKV(16, window=4))
     with torch.no_grad():

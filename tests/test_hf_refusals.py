@@ -1,5 +1,5 @@
-"""kvops.hf with the library's attention on models and calls that it must not get wrong in silence: layers that share
-keys, against a masked replay; and what it does not understand, which has to raise."""
+"""kvops.hf with the library's attention on models and calls that it must not get wrong silently: layers that share
+keys, compared with a masked replay; and what it does not understand, which must raise."""
 
 import copy
 import threading
@@ -61,7 +61,7 @@ CONFIGS = {
 
 @pytest.fixture
 def no_table(monkeypatch):
-    """As if no model had ever been tried: what the table of architectures refuses raises before anything else can."""
+    """Empty the table of architectures, whose refusals would come before all others."""
     monkeypatch.setattr(kvops.hf.architectures, "lookup", lambda text: Architecture())
 
 
@@ -83,9 +83,9 @@ def forward(model, ids, cache, mask=None, **options):
         return model(ids, attention_mask=mask, past_key_values=cache, **options).logits
 
 
-# ---- the truth: the whole sequence, and a mask of what each layer held before each step ----
+# ---- the reference: the whole sequence, and a mask over what each layer held before each step ----
 
-HELD: dict = {}  # layer: positions [b, Hk, any] and tokens that it had seen; "shared": layer -> the one with its keys
+HELD: dict = {}  # layer: positions [b, Hk, slots] and tokens seen; "shared": layer -> the layer with its keys
 
 
 def replayed(module, q, k, v, mask, dropout=0.0, scaling=None, softcap=None, **kwargs):
@@ -114,9 +114,9 @@ AttentionMaskInterface.register("replayed", sdpa_mask)
 
 
 def assert_replayed(kind, method, chunks=(30, 9, 1, 1, 1), **options):
-    """Every step's logits against those in fp64, in a padded batch of whose padding nobody told the cache."""
+    """Every step's logits equal those in fp64, in a padded batch whose padding was not declared."""
     model, truth = own(kind), build(kind, "replayed").double()
-    truth.set_experts_implementation("eager")  # the others have no fp64
+    truth.set_experts_implementation("eager")  # the other implementations have no fp64
     n = sum(chunks)
     ids, mask = make_prompts(n, n - 7)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -153,12 +153,12 @@ def test_layers_that_share_keys(kind, method):
 
 
 def test_layers_that_share_keys_and_go_on_with_the_last_row():
-    """Gemma 4, as generate() calls it."""
+    """Gemma 4 as generate() calls it."""
     for method in (kvops.SnapKV(12, window=4), kvops.KeyDiff(12)):
         cache = assert_replayed("gemma4_text", method, logits_to_keep=1)
         assert [layer.reads for layer in cache.evicting_layers] == [2]
     model, stock = own("gemma4_text"), build("gemma4_text")
-    ids, mask = make_prompts(12, 12)  # less than the window: sdpa would go without a mask, and lose the rows' places
+    ids, mask = make_prompts(12, 12)  # shorter than the window: sdpa would skip the mask and lose the rows' positions
     for cached in (False, True):
         a, b = (
             forward(x, ids, DynamicCache(config=x.config) if cached else None, mask, logits_to_keep=3)
@@ -170,9 +170,9 @@ def test_layers_that_share_keys_and_go_on_with_the_last_row():
 @pytest.mark.parametrize("reduce", ["mean", "sum", "max"])
 @pytest.mark.parametrize("method", [kvops.SnapKV, kvops.H2O], ids=lambda x: x.__name__)
 def test_the_queries_of_all_layers_that_share_keys_count(method, reduce):
-    """Two layers of 4 query heads keep what one of 8 would."""
+    """Two layers with 4 query heads keep the same tokens as one with 8."""
     g = torch.Generator().manual_seed(3)
-    q = torch.randn(2, 2, 2, 2, 40, 16, generator=g)  # layer, row, KV head, group
+    q = torch.randn(2, 2, 2, 2, 40, 16, generator=g)  # layer, row, KV head, head of the GQA group
     k, v = torch.randn(2, 2, 2, 40, 16, generator=g)
     for pool_first in [False, True] if method is kvops.SnapKV else [None]:
         options = {} if pool_first is None else dict(window=4, pool_first=pool_first)
@@ -180,15 +180,15 @@ def test_the_queries_of_all_layers_that_share_keys_count(method, reduce):
         expected = one.attend(torch.cat((q[0], q[1]), 2).flatten(1, 2), k, v).unflatten(1, (2, 2, 2))
         step = both.append(k, v)
         found = both.attention(q[0].flatten(1, 2), *step, readers=1)
-        with pytest.raises(RuntimeError, match="must follow an append"):
+        with pytest.raises(RuntimeError, match="expected one attention.. after each append"):
             both.attention(q[0].flatten(1, 2), *step)
         assert len(both) == 40  # the other layer has yet to read
-        with pytest.raises(RuntimeError, match="queries of the last 40 tokens"):
+        with pytest.raises(RuntimeError, match="got none for the last 40 tokens"):
             both.append(k, v)
         torch.testing.assert_close(found, expected[:, :, 0].flatten(1, 2))
         torch.testing.assert_close(both.read(q[1].flatten(1, 2), *step), expected[:, :, 1].flatten(1, 2))
         assert torch.equal(both.positions, one.positions) and len(both) == 12
-        with pytest.raises(RuntimeError, match="must follow an append"):
+        with pytest.raises(RuntimeError, match="expected one attention.. after each append"):
             both.read(q[1].flatten(1, 2), *step)
 
 
@@ -215,7 +215,7 @@ def test_slots_of_shared_keys():
     ],
 )
 def test_keys_that_change_after_the_cache(kind, name):
-    """With no cache of ours they go through; with one they say so, rather than forget which keys are hidden."""
+    """They run without a KVCache. With one they raise, because evicted keys would not be hidden."""
     needs(kind, "0" if kind in ("jetmoe", "doge") else "5.15")
     model, stock = own(kind), build(kind)
     ids, mask = make_prompts(20)
@@ -227,11 +227,11 @@ def test_keys_that_change_after_the_cache(kind, name):
 
 
 def test_deepseek_hands_its_attention_indices():
-    """DeepSeek V3.2 masks by itself for sdpa, and leaves it to any other attention."""
+    """DeepSeek V3.2 applies its mask itself for sdpa, but leaves it to any other attention."""
     needs("deepseek_v32")
     model = own("deepseek_v32")
     ids, _ = make_prompts(20)
-    with pytest.raises(NotImplementedError, match=r"DeepseekV32Attention hands indices to its attention"):
+    with pytest.raises(NotImplementedError, match=r"DeepseekV32Attention passes indices to its attention"):
         forward(model, ids, None)
 
 
@@ -239,7 +239,7 @@ def test_arguments_that_change_the_attention():
     q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
     module = make_model().model.layers[0].self_attn
     for name in ("position_bias", "sinks", "block_indices", "anything"):
-        with pytest.raises(NotImplementedError, match=f"LlamaAttention hands {name} to its attention"):
+        with pytest.raises(NotImplementedError, match=f"LlamaAttention passes {name} to its attention"):
             kvops.hf.attention._attention(module, q, k, k, None, softcap=2.0, **{name: torch.ones(1)})
     expected = kvops.hf.attention.sdpa_attention_forward(module, q, k, k, None, is_causal=False)[0]
     assert torch.equal(
@@ -258,7 +258,7 @@ def test_softcap_in_layers_that_are_not_causal():
     masks = (~hidden, torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min))
     a, b = (kvops.hf.attention._attention(module, q, k, v, mask, softcap=2.0)[0] for mask in masks)
     torch.testing.assert_close(a, b)
-    with pytest.raises(ValueError, match="expected no dropout, got 0.5"):
+    with pytest.raises(ValueError, match="expected dropout 0, got 0.5"):
         kvops.hf.attention._attention(module, q, k, v, None, softcap=2.0, dropout=0.5)
 
 
@@ -274,7 +274,7 @@ def test_models_that_compute_their_attention_themselves(kind):
 
 
 def test_masks_that_no_evicting_layer_uses():
-    """Qwen2-MoE asks for a mask of a sliding window, whether it has such layers or not."""
+    """Qwen2-MoE requests a sliding-window mask, whether it has such layers or not."""
     assert_replayed("qwen2_moe", kvops.SnapKV(12, window=4))
 
 
@@ -297,10 +297,10 @@ def test_what_a_model_may_do_with_the_mask():
         lambda: mask[:, :, -9:, :],
         lambda: mask[:, :, 1:, :],
     ):
-        with pytest.raises(NotImplementedError, match="the model 'some' makes something of its attention mask"):
+        with pytest.raises(NotImplementedError, match="the model 'some' uses its attention mask itself"):
             use()
     assert mask[:, :, -2:, :].tokens == 2 and mask[every, every, slice(0, None), every].tokens == 5
-    assert copy.copy(mask).tokens == 5 and not hasattr(mask, "to")  # so that no one moves it between devices
+    assert copy.copy(mask).tokens == 5 and not hasattr(mask, "to")  # so that nothing moves it between devices
 
 
 VISION = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -325,7 +325,7 @@ def tiny_gemma3(attn="sdpa"):
 
 @pytest.mark.parametrize("make, text, kind", [(tiny_paligemma, 1, 0), (tiny_gemma3, 0, 1)], ids=["paligemma", "gemma3"])
 def test_prompts_that_are_not_causal(make, text, kind):
-    """PaliGemma's prefix sees all of itself, and so does an image in Gemma 3; a prompt without one is served."""
+    """PaliGemma's prefix and an image in Gemma 3 attend bidirectionally and raise; a prompt without them works."""
     model, stock = use_attention(make()), make()
     ids, mask = make_prompts(20, 14)
     types = torch.full_like(ids, text)
@@ -336,7 +336,7 @@ def test_prompts_that_are_not_causal(make, text, kind):
     assert {s.tokens_kept for s in cache.stats() if s.evicts} == {12}
     types[:, 8:12] = kind
     cache = KVCache(model.config, kvops.SnapKV(12, window=4))
-    with pytest.raises(NotImplementedError, match=r"Gemma3?Attention .*asks for attention that is not causal"):
+    with pytest.raises(NotImplementedError, match=r"Gemma3?Attention .*needs attention that is not causal"):
         forward(model, ids, cache, mask, token_type_ids=types)
 
 
@@ -360,7 +360,7 @@ def test_cross_attention_keeps_its_cache():
         )
         for name, x in model.named_parameters():
             if "gate" in name and x.numel() == 1:
-                torch.nn.init.constant_(x, 1.0)  # an untrained one lets nothing of the image in
+                torch.nn.init.constant_(x, 1.0)  # an untrained gate blocks the image
         models.append(model.eval())
     ids, mask = make_prompts(40, 33)
     image = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(1))
@@ -385,13 +385,13 @@ def test_masks_of_four_dims():
     model = use_attention(make_model())
     ids, _ = make_prompts(20)
     mask = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
-    with pytest.raises(NotImplementedError, match=r"LlamaAttention brings.*\[1, 1, 20, 20\]; give the model a mask"):
+    with pytest.raises(NotImplementedError, match=r"LlamaAttention has its own.*\[1, 1, 20, 20\]; pass the model a"):
         forward(model, ids, KVCache(model.config, kvops.KeyDiff(12)), mask)
     assert forward(model, ids, None, mask).isfinite().all()
 
 
 def test_masks_that_a_cache_cannot_follow():
-    """A cache that has refused one is as it was."""
+    """A cache that has refused one stays unchanged."""
     model = use_attention(make_model())
     ids, mask = make_prompts(20, 14)
     hole, right = mask.clone(), mask.flip(1)
@@ -420,7 +420,7 @@ def test_masks_that_a_cache_cannot_follow():
     "options", [{}, {"num_beams": 2}, {"prefill_chunk_size": 40}], ids=["plain", "beams", "chunks"]
 )
 def test_padding_is_taken_from_the_mask(options):
-    """As if the cache had been told."""
+    """The result is the same as with declared padding."""
     model = use_attention(make_model())
     ids, mask = make_prompts(60, 41, 24)
     for method in (kvops.KeyDiff(24), kvops.SnapKV(24, window=8), kvops.LagKV(lag=8, ratio=0.25, sinks=2)):
@@ -428,7 +428,7 @@ def test_padding_is_taken_from_the_mask(options):
         cache = KVCache(model.config, method)
         seen = generate(model, cache, ids, mask, **options)
         assert torch.equal(told[0], seen[0]) and torch.equal(told[1], seen[1])
-        cache.reset()  # for a batch with other padding
+        cache.reset()  # for a batch with different padding
         flipped = generate(model, cache, ids.flip(0), mask.flip(0), **options)
         assert torch.equal(flipped[0].flip(0), told[0])
 
@@ -438,34 +438,38 @@ def test_padding_that_was_said_and_seen_has_to_agree():
     ids, mask = make_prompts(20, 14)
     for pads in ([0, 5], [0, 0], [6, 0]):
         cache = KVCache(model.config, kvops.KeyDiff(12), pads=pads)
-        with pytest.raises(ValueError, match=r"must begin with the pads that the cache was told of.*got \[0, 6\]"):
+        with pytest.raises(ValueError, match=r"must begin with the pads that were declared.*got \[0, 6\]"):
             forward(model, ids, cache, mask)
     cache = KVCache(model.config, kvops.KeyDiff(12))
-    with pytest.raises(ValueError, match="begun with pads only.*give the KVCache the whole attention_mask"):
+    with pytest.raises(ValueError, match="got a row of pads only.*give the KVCache the whole attention_mask"):
         forward(model, ids[:, :6], cache, mask[:, :6])
     cache = KVCache(model.config, kvops.KeyDiff(12), attention_mask=mask)
     forward(model, ids[:, :6], cache, mask[:, :6])
-    with pytest.raises(ValueError, match="pads must be one count"):
+    with pytest.raises(ValueError, match="pads must be one integer per row"):
         KVCache(model.config, kvops.KeyDiff(12), pads=[2**40])
-    with pytest.raises(ValueError, match="pads must be one count"):
+    with pytest.raises(ValueError, match="pads must be one integer per row"):
         KVCache(model.config, kvops.KeyDiff(12), pads=[2**70])
 
 
 def test_a_cache_is_for_one_conversation():
-    """Padding betrays a second one."""
+    """The mask of a second one shows it, by its length or its padding."""
     model = use_attention(make_model())
     cache = KVCache(model.config, kvops.KeyDiff(12))
     generate(model, cache, *make_prompts(40, 31))
-    for lengths, message in (((30, 21), "a cache is for one conversation"), ((70, 62), "must begin with the pads")):
-        with pytest.raises(ValueError, match=message):
-            generate(model, cache, *make_prompts(*lengths, seed=2))
+    seen = cache.get_seq_length()
+    ids, mask = make_prompts(30, 21, seed=2)
+    with pytest.raises(ValueError, match="a cache is for one conversation.*make a new KVCache for a new prompt"):
+        forward(model, ids, cache, mask)
+    ids, mask = make_prompts(seen + 30, seen + 22, seed=2)
+    with pytest.raises(ValueError, match="must begin with the pads"):
+        forward(model, ids[:, seen:], cache, mask)
 
 
 # ---- layers, LAQ, threads, autocast ----
 
 
 def test_only_layers_that_evict_count():
-    """PyramidKV's pyramid is over them, and its mean the budget; LaCache's ladder has a step for each."""
+    """PyramidKV's budgets range over these layers, with the budget as mean; LaCache's ladder has a rung for each."""
     model = own("gemma2")
     ids, _ = make_prompts(90)
     cache = KVCache(model.config, kvops.PyramidKV(24, window=8))
@@ -476,7 +480,7 @@ def test_only_layers_that_evict_count():
 
 
 def test_laq_of_a_hybrid_model():
-    """Layers without keys stay what they are; what each KV layer keeps is what LAQ keeps alone."""
+    """Layers without keys are unchanged; each KV layer keeps the tokens that LAQ keeps alone."""
     model = build("lfm2")
     ids, mask = make_prompts(40, 31)
     settings = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
@@ -484,7 +488,7 @@ def test_laq_of_a_hybrid_model():
     cache = out.past_key_values
     assert [s.tokens_kept for s in cache.stats()] == [16 + 7] * 2 and len(cache.stages) == 3
     whole = kvops.hf.generate(model, kvops.LAQ(400), ids, attention_mask=mask, **settings)
-    expected = model.generate(ids, attention_mask=mask, **settings)  # drafting leaves no trace in the conv states
+    expected = model.generate(ids, attention_mask=mask, **settings)  # drafting must not change the conv states
     assert torch.equal(whole.sequences, expected.sequences)
 
 
@@ -494,7 +498,7 @@ def test_laq_without_its_lookahead():
     with pytest.raises(RuntimeError, match="kvops.LAQ evicts in its lookahead only.*call kvops.hf.generate"):
         generate(model, KVCache(model.config, kvops.LAQ(16)), ids, mask)
     out = kvops.hf.generate(model, kvops.LAQ(16), ids[:, :33], max_new_tokens=3, do_sample=False, prefill_chunk_size=8)
-    assert out.shape == (2, 36)  # a last chunk of one token is none of the decode
+    assert out.shape == (2, 36)  # a last chunk of one token is not a decode step
 
 
 def test_laq_of_a_model_of_sliding_layers_only():
@@ -507,7 +511,7 @@ def test_laq_of_a_model_of_sliding_layers_only():
 
 
 def test_threads_generate_with_one_model():
-    """The attention is switched by the first and put back by the last; an error of one leaves it to the others."""
+    """The first thread switches the attention and the last restores it, even if one of them raises."""
     model = make_model(num_hidden_layers=2)
     methods = [kvops.SnapKV(16, window=4), kvops.KeyDiff(16), kvops.LAQ(16)]
     prompts = [make_prompts(40, 31, seed=i) for i in range(3)]
@@ -545,7 +549,7 @@ def test_threads_generate_with_one_model():
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager", "kvops"])
 def test_autocast(attn):
-    """Keys come rotated in fp32, values in bf16; the cache holds what sdpa would make of both."""
+    """Keys come rotated in fp32, values in bf16; the cache stores both as sdpa would cast them."""
     model = make_model(attn=attn)
     ids, mask = make_prompts(40, 31)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -573,8 +577,8 @@ IN_AUTOCAST = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("method", IN_AUTOCAST)
 def test_generation_under_autocast(method, dtype):
-    """Of a model in fp32 and in bf16: what keeps everything gives the logits of a stock cache, whichever way the cache
-    comes, and what evicts holds bf16."""
+    """With a model in fp32 and in bf16: a policy that keeps everything gives the logits of a stock cache, however the
+    cache is passed, and a policy that evicts stores bf16."""
     model = make_model().to(dtype)
     ids, mask = make_prompts(60, 41)
     call = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
@@ -606,7 +610,7 @@ def test_generation_under_autocast(method, dtype):
 
 
 def test_compiled_models_run_the_cache_as_it_is():
-    """What a compiled model does in each layer, over a cache that grows."""
+    """Do what a compiled model does in each layer, over a cache that grows."""
     model = use_attention(make_model(num_hidden_layers=1))
     module = model.model.layers[0].self_attn
 

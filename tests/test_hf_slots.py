@@ -1,5 +1,5 @@
-"""kvops.hf with slot positions (LaCache, StreamingLLM): against a plain model in fp64 that rotates keys at their slots
-in every step, and the ways that transformers uses a cache."""
+"""kvops.hf with slot positions (LaCache, StreamingLLM), compared with a plain fp64 model that rotates keys at their
+slots in every step; and the ways in which transformers uses a cache."""
 
 import contextlib
 import copy
@@ -42,8 +42,8 @@ def own(*args, **settings):
 
 
 def plain_logits(model, policy, chunks, frozen=False):
-    """The logits of ids in chunks, by the formulas in fp64; `policy` only says which tokens each layer holds. frozen:
-    from the second chunk on."""
+    """Compute the logits of chunks of ids by the formulas in fp64; `policy` only determines which tokens each layer
+    holds. frozen: whether the cache is frozen from the second chunk on."""
     model = copy.deepcopy(model).double()
     code = sys.modules[type(model).__module__]
     layers = model.model.layers
@@ -56,7 +56,7 @@ def plain_logits(model, policy, chunks, frozen=False):
             q, k, v = (
                 p(h).unflatten(-1, (-1, own.head_dim)).transpose(1, 2) for p in (own.q_proj, own.k_proj, own.v_proj)
             )
-            if keys[i] is not None:  # the whole past, without rotation
+            if keys[i] is not None:  # the whole past, unrotated
                 keys[i], values[i] = torch.cat((keys[i], k), 2), torch.cat((values[i], v), 2)
             else:
                 keys[i], values[i] = k, v
@@ -86,7 +86,7 @@ def logits_of(model, cache, chunks):
 
 
 def stepped(ids, *sizes):
-    """The chunks of these sizes, then single tokens."""
+    """Return chunks of these sizes, then single tokens."""
     return ids.split([*sizes, *[1] * (ids.shape[1] - sum(sizes))], 1)
 
 
@@ -103,9 +103,9 @@ def stepped(ids, *sizes):
     ids=lambda x: x[0] + "".join("-" + v["rope_type"] for v in x[1].values()),
 )
 def test_a_model_with_keys_at_their_slots(method, model):
-    """A prompt far over the budget, a second one in chunks, and tokens."""
+    """A prompt far above the budget, a second one in chunks, and single tokens."""
     kind, settings = model
-    if kind == "glm":  # pairs are neighbours, half of the channels are rotated, and one matrix makes gate and up
+    if kind == "glm":  # adjacent channels form pairs, half of them are rotated, and gate and up share a matrix
         torch.manual_seed(0)
         config = GlmConfig(
             **TINY,
@@ -129,7 +129,7 @@ def test_a_model_with_keys_at_their_slots(method, model):
 
 @every_method
 def test_a_model_whose_cache_is_cut_once(method):
-    """A frozen cache keeps its slots and grows; reset() thaws it."""
+    """A frozen cache keeps its slots and grows; reset() unfreezes it."""
     model, (ids, _) = own(), make_prompts(140, 140)
     chunks = stepped(ids, 100, 20)
     cache = cache_of(model.config, method)
@@ -149,7 +149,7 @@ def test_a_model_whose_cache_is_cut_once(method):
 
 @pytest.mark.parametrize("method", ["lacache", "lacache-post", "streaming"])
 def test_half_precision(method):
-    """Cosines and sines that the model rounds: no further from fp64 than a few times the model's own rounding."""
+    """The model rounds its cosines and sines: the error is at most a few times the model's own rounding."""
     model, exact = own().to(torch.bfloat16), own()
     exact.load_state_dict({name: x.float() for name, x in model.state_dict().items()})
     ids, _ = make_prompts(140)
@@ -162,7 +162,7 @@ def test_half_precision(method):
     error = (logits_of(model, cache, chunks) - expected).abs().mean()
     assert cache.layers[0].keys.dtype == torch.bfloat16 and error < 2 * usual
     first = logits_of(model, cache_of(model.config, method), chunks[:1])
-    assert torch.equal(first, logits_of(model, KVCache(model.config, kvops.Full()), chunks[:1]))  # nothing is turned
+    assert torch.equal(first, logits_of(model, KVCache(model.config, kvops.Full()), chunks[:1]))  # no rotation
 
 
 @pytest.mark.parametrize("method", ["lacache", "streaming"])
@@ -202,13 +202,13 @@ def test_keeping_everything_of_a_padded_batch(method, options):
     "options", [{}, {"prefill_chunk_size": 16}, {"num_beams": 2}], ids=["plain", "chunks", "beams"]
 )
 def test_rows_of_a_padded_batch_equal_the_rows_alone(method, options):
-    """Every row starts and ends a chunk where it would alone, so that chunks hold the same tokens."""
+    """Every row starts and ends a chunk where it would alone, so chunks hold the same tokens."""
     assert_rows_as_alone(own(), functools.partial(cache_of, method=method), *make_prompts(64, 48, 32, 16), options)
 
 
 @every_method
 def test_second_turn(method):
-    """The whole conversation goes in; only what is new is fed."""
+    """The call passes the whole conversation; only the new tokens are fed."""
     model = own()
     ids, _ = make_prompts(60)
     more, _ = make_prompts(9, seed=2)
@@ -249,7 +249,7 @@ def test_batch_operations_move_the_whole_state(method):
 
 
 def test_positions_of_ones_own():
-    """position_ids say where keys come rotated: the slots themselves, for instance, and nothing has to be turned."""
+    """position_ids are where keys come rotated. If they are the slots, nothing needs to be rotated again."""
     model = own()
     ids, _ = make_prompts(120)
     chunks = stepped(ids, 80)
@@ -297,7 +297,7 @@ def test_memory_does_not_grow():
 def test_rope_of_a_model(kind, interleaved, pairs):
     needs(kind)
     rope = model_rope(CONFIG_MAPPING[kind]())
-    scaling = 1.0 + 0.1 * math.log(32) if kind == "gpt_oss" else 1.0  # YaRN's
+    scaling = 1.0 + 0.1 * math.log(32) if kind == "gpt_oss" else 1.0  # of YaRN
     assert (rope.interleaved, len(rope.inv_freq), rope.scaling) == (interleaved, pairs, pytest.approx(scaling))
     assert rope.inv_freq[0] == 1 and (rope.inv_freq.diff() < 0).all()
 
@@ -322,12 +322,12 @@ def test_models_that_rotate_otherwise_are_refused(kind):
 
 
 def unclear():
-    return pytest.raises(ValueError, match="cannot tell how the model of .* rotates its keys; give the cache rope=")
+    return pytest.raises(ValueError, match="cannot determine how the model of .* rotates .*; pass the cache rope=")
 
 
 @pytest.fixture
 def unasked(monkeypatch):
-    """As if no model had been asked yet."""
+    """Clear the cache of known rotations."""
     monkeypatch.setattr(kvops.hf.rope, "_known", {})
 
 
@@ -342,7 +342,7 @@ def scaled(x):
     return x * torch.linspace(1.0, 1.001, x.shape[-1])
 
 
-ROTATIONS = {  # of a model, and whether it is one
+ROTATIONS = {  # functions of a model, and whether each is a rotation
     "as it is": (True, rotated),
     "backwards": (False, lambda q, k, cos, sin: rotated(q, k, cos, -sin)),
     "queries stay": (False, lambda q, k, cos, sin: (q, rotated(q, k, cos, sin)[1])),
@@ -369,7 +369,7 @@ ROTATIONS = {  # of a model, and whether it is one
 
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_what_a_model_does_with_its_keys_is_seen(rotation, unasked, monkeypatch):
-    """Whatever its rotary module says."""
+    """Whatever its rotary module declares."""
     is_one, function = ROTATIONS[rotation]
     monkeypatch.setattr(transformers.models.llama.modeling_llama, "apply_rotary_pos_emb", function)
     config = transformers.LlamaConfig(**TINY)
@@ -382,7 +382,7 @@ def test_what_a_model_does_with_its_keys_is_seen(rotation, unasked, monkeypatch)
 
 @pytest.mark.parametrize("error", ["scaling", "frequencies", "positions"])
 def test_what_a_rotary_module_does_is_seen(error, unasked, monkeypatch):
-    """Whatever it says."""
+    """Whatever the rotary module declares."""
     kind = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
     forward = kind.forward
 
@@ -400,7 +400,7 @@ def test_what_a_rotary_module_does_is_seen(error, unasked, monkeypatch):
 
 
 def test_one_layer_in_many_is_seen():
-    """Every fourth layer of SmolLM3 has no rotation, unless its config says otherwise."""
+    """Every fourth layer of SmolLM3 is unrotated, unless its config sets it otherwise."""
     layers = 12
     config = CONFIG_MAPPING["smollm3"](num_hidden_layers=layers, no_rope_layers=[1] * layers)
     assert len(model_rope(config).inv_freq) == 64
@@ -420,7 +420,7 @@ def test_a_config_is_asked_once(unasked, monkeypatch):
 
 @pytest.mark.parametrize("where", ["bfloat16", "float64", "meta", "with meta", "autocast", "inference"])
 def test_it_is_asked_anywhere(where, unasked):
-    """The caller's defaults and random numbers have no part in it, and stay as they are."""
+    """The result does not depend on the caller's defaults and random state, and leaves them unchanged."""
     expected = model_rope(transformers.LlamaConfig(**TINY))
     kvops.hf.rope._known.clear()
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()
@@ -478,7 +478,7 @@ def test_what_is_refused():
     for method in (kvops.LaCache(24), kvops.StreamingLLM(24)):
         with pytest.raises(ValueError, match=r"positions='original'.*kvops.hf.use_attention\(model\)"):
             KVCache(stock.config, method)
-    KVCache(stock.config, kvops.LaCache(24, positions="original"))  # all layers are equally long
+    KVCache(stock.config, kvops.LaCache(24, positions="original"))  # all layers hold equally many slots
     with pytest.raises(ValueError, match="LaCache.*padded batch.*use_attention"):
         KVCache(stock.config, kvops.LaCache(24, positions="original"), pads=[3, 0])
     with pytest.raises(ValueError, match="LaCache: budget .* at least 8 with 4 sinks, got 7"):
@@ -486,5 +486,5 @@ def test_what_is_refused():
     cache = KVCache(model.config, kvops.LaCache(24))
     model.set_attn_implementation("sdpa")  # too late
     ids, _ = make_prompts(40)
-    with pytest.raises(RuntimeError, match="made for the library's attention, but the model has another now"):
+    with pytest.raises(RuntimeError, match="which this cache was made for, got a model with another"):
         generate(model, cache, ids)

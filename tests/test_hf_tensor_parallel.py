@@ -1,4 +1,4 @@
-"""kvops.hf on models that transformers has spread over ranks (tp_plan), against one process."""
+"""kvops.hf on models that transformers shards over ranks (tp_plan), compared with one process."""
 
 import os
 import warnings
@@ -25,7 +25,7 @@ SERVED = {
     "snapkv": kvops.SnapKV(20, window=6),
     "h2o": kvops.H2O(20),
     "protokv": kvops.ProtoKV(24, window=6),
-    "streaming": kvops.StreamingLLM(20),  # keys turn to their slots
+    "streaming": kvops.StreamingLLM(20),  # keys are rotated to their slots
     "laq": kvops.LAQ(20, window=4),
 }
 REFUSED = {
@@ -39,20 +39,20 @@ REFUSED = {
 
 def load(folder: str, **options):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # tp_plan is to become a part of a DistributedConfig
+        warnings.simplefilter("ignore", FutureWarning)  # tp_plan will become part of a DistributedConfig
         return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def run(model, policy, ids, mask):
-    """Tokens, logits and the cache."""
+    """Return tokens, logits and the cache."""
     with kvops.hf.compress(model, policy) as compressed:
         return *generate(model, None, ids, mask, TOKENS), compressed.cache
 
 
 def check_generate(rank: int, ranks: int, folder: str) -> None:
-    """Tokens and logits of every policy, and what each rank keeps."""
+    """Check the tokens and logits of every policy, and what each rank keeps."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))  # as torchrun does
-    accelerate.is_accelerate_available = lambda: True  # transformers asks for it to read devices, and uses none of it
+    accelerate.is_accelerate_available = lambda: True  # transformers checks for it to read devices, and does not use it
     one, model = load(folder), load(folder, tp_plan="auto")
     assert model.tp_size == ranks and one.config.num_key_value_heads == model.config.num_key_value_heads == 4
     ids, mask = make_prompts(60, 43)
@@ -66,7 +66,7 @@ def check_generate(rank: int, ranks: int, folder: str) -> None:
             assert len(mine.cache) < 60
             torch.testing.assert_close(mine.keys, all_heads.keys[:, own], atol=1e-4, rtol=1e-4)
     for policy in REFUSED.values():
-        with kit.refuses(r"looks at all KV heads", f"expected 4 heads, got {4 // ranks}", kind=NotImplementedError):
+        with kit.refuses(r"uses all KV heads", f"expected 4 heads, got {4 // ranks}", kind=NotImplementedError):
             run(model, policy, ids, mask)
         run(one, policy, ids, mask)  # each rank has the whole model
 

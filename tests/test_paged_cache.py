@@ -1,4 +1,4 @@
-"""PagedCache: requests that join, grow, are evicted and leave, each as if it were alone in dense memory."""
+"""PagedCache: requests join, grow, are evicted and leave, each with the same results as alone in dense memory."""
 
 import random
 from itertools import pairwise
@@ -54,13 +54,13 @@ class Text:
         ]
 
     def tokens(self, layer: int, first: int, count: int, width: int) -> list[Tensor]:
-        """q, k, v of some tokens, padded behind with what must not be looked at."""
+        """Return q, k, v of some tokens, right-padded with values that must not be read."""
         some = [x[:, first : first + count] for x in self.layers[layer]]
         return [torch.nn.functional.pad(x, (0, 0, 0, width - count), value=torch.nan) for x in some]
 
 
 def step(cache, texts: dict[int, Text], counts: dict[int, int]) -> list[Tensor]:
-    """Takes that many tokens of each request through the layers; each layer's output."""
+    """Take that many tokens of each request through the layers; return each layer's output."""
     numbers, tokens = list(counts), list(counts.values())
     with cache.step(numbers, tokens) as now:
         outs = []
@@ -71,14 +71,14 @@ def step(cache, texts: dict[int, Text], counts: dict[int, int]) -> list[Tensor]:
 
 
 class Alone:
-    """A request in dense memory, by the one-shot forms of the policies."""
+    """A request in dense memory, computed with the one-shot forms of the policies."""
 
     def __init__(self, policy, prompt: int, layers=LAYERS):
         self.policy, self.prompt, self.seen = policy, prompt, 0
         self.layers = [dict(k=[], v=[], q=[], positions=None, scores=None) for _ in range(layers)]
 
     def step(self, text: Text, count: int, width: int | None = None) -> list[Tensor]:
-        """width: of the queries, with padding; how many rows a call has decides how sums are rounded."""
+        """width: of the queries, with padding. The number of rows in a call affects how sums are rounded."""
         outs, before, policy, width = [], self.seen, self.policy, width or count
         self.seen += count
         for layer, memory in enumerate(self.layers):
@@ -125,7 +125,7 @@ class Alone:
 
 
 def check_pages(cache) -> None:
-    """Every page is free or of one request, which has as many as it needs."""
+    """Check that every page is free or belongs to one request, which has as many as it needs."""
     requests = list(cache._requests.values())
     chains = [chain for x in requests for chain in x.chains]
     assert sorted([page for x in chains for page in x.pages] + cache._free) == list(range(cache.num_pages))
@@ -140,7 +140,7 @@ def positions(cache, request: int, layer: int) -> Tensor:
 
 
 def same_slots(cache, request: int, alone: Alone) -> None:
-    """K, V and the positions that a request holds are those that it holds alone."""
+    """Check that a request holds the same K, V and positions as alone."""
     for layer, memory in enumerate(alone.layers):
         assert torch.equal(positions(cache, request, layer), memory["positions"][0].int())
         for pages, dense in ((cache.k[layer], memory["k"]), (cache.v[layer], memory["v"])):
@@ -151,7 +151,7 @@ def same_slots(cache, request: int, alone: Alone) -> None:
 @every_policy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_request_is_as_if_alone(policy, dtype):
-    """To the last bit: prompts in chunks and at once, of fewer tokens than the budget and more, and decode."""
+    """Bit-identical: prompts in chunks and at once, shorter and longer than the budget, and decode."""
     cache = paged(policy, dtype=dtype)
     prompts = 40, 61, 7
     a, b, c = numbers = [cache.join(x) for x in prompts]
@@ -194,7 +194,7 @@ def test_attention_is_that_of_the_full_cache_with_a_mask(policy):
     ids=repr,
 )
 def test_it_is_the_cache_of_one_layer(policy):
-    """Where both evict at the same tokens: a prompt at once, whose length leaves the buffer empty, then decode."""
+    """Where both evict at the same tokens: a prompt in one step whose length leaves the buffer empty, then decode."""
     pages, dense = paged(policy), [kvops.Cache(policy, layer=i, num_layers=LAYERS) for i in range(LAYERS)]
     a = pages.join(40)
     texts = {a: Text(5, 80)}
@@ -212,7 +212,7 @@ def test_it_is_the_cache_of_one_layer(policy):
 @given(st.integers(1, 70), st.integers(0, 40), st.data())
 @kit.examples(30)
 def test_what_is_held_depends_on_counts_alone(policy, prompt, decode, data):
-    """However the tokens come; never more than all of them, and each token adds at most one."""
+    """However the tokens come: never more slots than tokens, and each token adds at most one."""
     cuts = {prompt, prompt + decode, *data.draw(st.sets(st.integers(1, max(1, prompt + decode - 1))))} - {0}
     held = [policy.held(n, prompt) for n in range(prompt + decode + 1)]
     assert all(0 <= y <= x + 1 for x, y in pairwise(held)) and held[0] == 0
@@ -232,7 +232,7 @@ def test_memory_is_bounded_by_the_budget():
 
 
 def soak(policy, seed: int, goal: int) -> None:
-    """Requests join, grow by prompts in pieces and by decode, and leave at any time; the pool is often too small."""
+    """Requests join, grow by prompt chunks and by decode, and leave at any time; the pool is often too small."""
     rng = random.Random(seed)
     cache = paged(policy, num_pages=20, num_layers=1)
     texts = {x: Text(x, 80, layers=1) for x in range(12)}
@@ -293,7 +293,7 @@ def test_a_step_that_fails_changes_nothing():
         q, k, v = (torch.stack(x) for x in zip(*(texts[x].tokens(0, 31, 1, 1) for x in (a, b))))
         now.attend(0, q, k, v)
         _ = 1 / 0
-    with kit.refuses(r"attend in every layer, got none in \[1\]", kind=RuntimeError), cache.step([a, b]) as now:
+    with kit.refuses(r"in every layer of a step, got none in \[1\]", kind=RuntimeError), cache.step([a, b]) as now:
         now.attend(0, q, k, v)
     assert cache._free == free
     check_pages(cache)
@@ -307,10 +307,10 @@ def test_bad_steps():
     cache = paged(kvops.KeyDiff(20))
     a, b = cache.join(10), cache.join(10)
     for parts, requests, tokens in (
-        (("requests must be at least one",), [], 1),
+        (("expected at least one request",), [], 1),
         (("each once",), [a, a], 1),
-        (("request must be one that has joined", "got 9"), [a, 9], 1),
-        (("tokens must be as many as requests, 2, got 1",), [a, b], [1]),
+        (("expected a request that has joined", "got 9"), [a, 9], 1),
+        (("expected one entry of tokens per request, 2, got 1",), [a, b], [1]),
         (("tokens must be at least 1, got 0",), [a, b], [1, 0]),
         (("not go beyond the prompt's end", "at most 10 tokens of request 2, got 11"), [a, b], [1, 11]),
     ):
@@ -324,7 +324,7 @@ def test_bad_steps():
                 call()
         q, k, v = (kit.randn(2, x, 3, d) for x, d in ((4, D), (2, D), (2, DV)))
         for parts, arguments in (
-            (("layer must be below 2", "got 2"), (2, q, k, v)),
+            (("expected layer < 2", "got 2"), (2, q, k, v)),
             ((r"q must be \[2, a multiple of 2, 3, 16\]", r"\[2, 3, 3, 16\]"), (0, q[:, :3], k, v)),
             ((r"k must be \[2, 2, 3, 16\]", r"\[2, 2, 2, 16\]"), (0, q, k[:, :, :2], v)),
             ((r"v must be \[2, 2, 3, 24\] torch.float32", "float16"), (0, q, k, v.half())),
@@ -334,9 +334,9 @@ def test_bad_steps():
                 now.attend(*arguments)
         for layer in (1, 0):
             now.attend(layer, q, k, v)
-        with kit.refuses("each once in a step, got 1"):
+        with kit.refuses("each once per step, got 1"):
             now.attend(1, q, k, v)
-    with kit.refuses("its step, which has ended", kind=RuntimeError):
+    with kit.refuses("after the step has ended", kind=RuntimeError):
         now.attend(0, q, k, v)
     check_pages(cache)
     cache.leave(b)
@@ -384,8 +384,8 @@ BY_HEAD = [
 @pytest.mark.parametrize("policy", BY_HEAD, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_of_different_length(policy, dtype):
-    """What a one-shot call keeps stays, the attention is that of the full cache with a mask, and what is held is the
-    budgets' tokens, in whole pages."""
+    """The kept tokens equal a one-shot call's, the attention equals the full cache's with a mask, and the pages
+    hold the budgets' tokens."""
     cache = paged(policy, num_pages=400, by_head=True, dtype=dtype)
     prompts = 60, 44, 12
     a, b, c = numbers = [cache.join(x) for x in prompts]
@@ -433,13 +433,13 @@ def test_heads_of_different_length(policy, dtype):
 def test_heads_have_sinks_in_no_softmax():
     cache = paged(kvops.SnapKV(20, window=5, head_mode="adaptive"), by_head=True)
     q, k, v = (kit.randn(1, x, 3, d) for x, d in ((4, D), (2, D), (2, DV)))
-    with kit.refuses("by_head serves no sink_logits", kind=NotImplementedError), cache.step([cache.join(3)], 3) as now:
+    with kit.refuses("by_head does not support", kind=NotImplementedError), cache.step([cache.join(3)], 3) as now:
         now.attend(0, q, k, v, sink_logits=torch.zeros(4))
     assert cache.free == 200
 
 
 def test_positions_of_a_step():
-    """For the rotation of queries and keys: those that the tokens have in the text, whatever was evicted."""
+    """Queries and keys are rotated at the tokens' positions in the text, whatever was evicted."""
     cache = paged(kvops.KeyDiff(8))
     a, b = cache.join(30), cache.join(4)
     texts = {a: Text(1, 60), b: Text(2, 60)}

@@ -1,4 +1,4 @@
-"""Pages: every operator that reads K or V, on pages of any layout, as if each request lay alone in dense memory."""
+"""Pages: every operator that reads K or V, on pages of any layout, equals each request in dense memory."""
 
 import copy
 import inspect
@@ -21,7 +21,7 @@ from test_schema import SCHEMAS
 
 pytestmark = kit.every_device
 
-#: Who reads K or V, [b, Hk, n, d], and why it takes no pages.
+#: Operators that read K or V, [b, Hk, n, d], but do not support pages, and why.
 DENSE_ONLY = {
     "ladder_gather": "LaCache's move by closed form, of lists of layers",
     "ladder_compact_": "the same",
@@ -35,14 +35,14 @@ class Pages(NamedTuple):
     k: Tensor  # [num_pages, Hk, page_size, d]
     v: Tensor
     block_table: Tensor  # int32 [b, max_pages]
-    memory: Tensor  # what k and v are views of
+    memory: Tensor  # k and v are views of it
 
 
 def swapped(*pages: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in pages]
 
 
-#: How engines lay pages out: the shape of the memory for (pages, heads, page_size, d), and K and V in it.
+#: Page layouts of engines: the memory's shape for (pages, heads, page_size, d), and K and V in it.
 LAYOUTS = {
     "HND": (lambda p, h, s, d: (2, p, h, s, d), lambda x: x),
     "NHD": (lambda p, h, s, d: (2, p, s, h, d), lambda x: swapped(*x)),
@@ -54,7 +54,7 @@ LAYOUTS = {
 
 
 def to_pages(k: Tensor, v: Tensor, size: int, seed: int = 0, layout: str = "HND", lengths=None) -> Pages:
-    """Dense requests in pages of a pool, shuffled; what no request uses is NaN, unused entries of the table are -1."""
+    """Put dense requests into shuffled pages of a pool. Unused slots are NaN, unused entries of the table -1."""
     b, heads, n, d = k.shape
     generator = torch.Generator().manual_seed(seed)
     columns = -(-n // size)
@@ -83,7 +83,7 @@ def test_no_operator_is_forgotten():
 
 
 def paged(arguments: dict, size: int, seed: int = 0, layout: str = "HND") -> dict:
-    """The arguments with K and V in pages; of several layers in the same pages of each."""
+    """Return the arguments with K and V in pages; several layers use the same page numbers."""
     if isinstance(arguments["k"], list):
         layers = [to_pages(k, v, size, seed, layout) for k, v in zip(arguments["k"], arguments["v"])]
         return {
@@ -99,7 +99,7 @@ def paged(arguments: dict, size: int, seed: int = 0, layout: str = "HND") -> dic
 
 
 def results(overload, arguments: dict) -> list[Tensor]:
-    """What a call returns or writes; a compaction: what the kept slots hold."""
+    """Return what a call returns or writes; for a compaction, the kept slots."""
     found = overload(**arguments)
     if overload._schema.name == "kvops::compact_kv_":
         table, found = arguments.get("block_table"), []
@@ -118,7 +118,7 @@ DTYPES = kit.DTYPES[:: kit.size(1, 2)]  # the two half types have the same addre
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PAGED_CALLS)
 def test_every_call_is_the_same_in_pages(name, dtype, layout):
-    """To the last bit: every option that an operator has, pages of 1 to 80 slots, powers of two or not."""
+    """Bit-identical with every option of an operator, and with pages of 1 to 80 slots, powers of two or not."""
     overload, arguments = direct(name, inputs(0, n=80, d=32, dv=32, dtype=dtype).map(kit.on_device))
     expected = results(overload, copy.deepcopy(arguments))
     sizes = [*enumerate((1, 5, 16, 20, 80))]
@@ -141,7 +141,7 @@ def test_long_requests_are_the_same_in_pages(name, dtype):
 @pytest.mark.parametrize("name", PAGED_CALLS)
 def test_opcheck(name, dtype):
     x = inputs(0, n=80, d=16, dv=16, dtype=dtype)
-    x.starts.zero_(), x.lengths.fill_(80)  # where no result is NaN, which opcheck takes for a difference
+    x.starts.zero_(), x.lengths.fill_(80)  # no result is NaN then, which opcheck would take for a difference
     overload, arguments = direct(name, x)
     pages = paged(arguments, 16)
     pages |= pytree.tree_map(lambda x: x.nan_to_num(0), {name: pages[name] for name in ("k", "v") if name in pages})
@@ -192,7 +192,7 @@ def test_exports_with_any_number_of_requests_and_pages(tmp_path):
     assert kit.same((k, v), twins)
 
 
-# Requests of different lengths, as if alone.
+# Requests of different lengths give the same as alone.
 
 
 class Batch(NamedTuple):
@@ -218,7 +218,7 @@ def batches(draw) -> Batch:
 
 
 def same_as_alone(batch: Batch, found: Tensor, alone, rest) -> None:
-    """Each request's part of [b, Hk, n] is what it has alone, and `rest` behind."""
+    """Check that each request's part of [b, Hk, n] equals its result alone, followed by `rest`."""
     for i, (n, (k, v)) in enumerate(zip(batch.lengths, batch.alone())):
         if n:
             assert kit.same(found[i : i + 1, :, :n], alone(i, k, v))
@@ -266,7 +266,7 @@ def test_lag_scores_of_ragged_requests(batch, lag, prefix):
 @given(batches(), st.integers(1, 6), st.integers(1, 3), st.booleans())
 @kit.examples(60)
 def test_windows_of_ragged_requests(batch, w, group, rotated):
-    """A decode step of a batch, or the last rows of its prompts; requests of fewer tokens than rows see less."""
+    """A decode step of a batch, or the last rows of its prompts; requests with fewer tokens than rows see fewer."""
     k, v, table, _ = batch.pages
     n = table.shape[1] * k.shape[2]
     q = kit.randn(len(batch.lengths), group * k.shape[1], w, k.shape[3]).to(k.dtype)
@@ -290,7 +290,7 @@ def test_windows_of_ragged_requests(batch, w, group, rotated):
 @given(batches(), st.data())
 @kit.examples(60)
 def test_moves_of_ragged_requests(batch, data):
-    """Byte for byte; nothing but the kept slots' new places changes, in any page."""
+    """Byte for byte: in all pages, only the new places of the kept slots change."""
     k, v, table, memory = batch.pages
     heads, most = k.shape[1], max(batch.lengths)
     kept = torch.full((len(batch.lengths), heads, most), -1)
@@ -345,7 +345,7 @@ REFUSE_PAGES = [
 
 
 def queries_of(policy: kvops.Policy, b: int, heads: int, n: int, d: int) -> dict[str, Tensor]:
-    """The queries that `compress` takes by name."""
+    """Return the queries that `compress` takes by name."""
     rows = {"q_window": getattr(policy, "window", 0), "q_last": 1, "q": n, "q_lookahead": 7}
     needed = [x for x in inspect.signature(policy.compress).parameters if x in rows and rows[x]]
     return {x: kit.randn(b, heads, rows[x], d, seed=len(x)) for x in needed}
@@ -359,8 +359,8 @@ def test_every_method_is_here():
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda x: x.name)
 def test_policies_take_pages(policy):
-    """Ragged requests: the slots that stay in dense memory, out of place and in place."""
-    # A share of no tokens holds none that always stay.
+    """Ragged requests keep the same slots as in dense memory, out of place and in place."""
+    # A fraction of no tokens cannot hold the protected ones.
     lengths, size = [90, 37, 50 if isinstance(getattr(policy, "budget", 0), float) else 0, 64], 16
     k, v = kit.kv(4, 2, 96, 16)
     for i, length in enumerate(lengths):
@@ -384,7 +384,7 @@ def test_policies_take_pages(policy):
 def test_policies_that_take_no_pages(policy):
     k, v = kit.kv(1, 2, 32, 16)
     pages = to_pages(k, v, 16)
-    if isinstance(policy, kvops.LaCache):  # of which a plan knows no lengths
+    if isinstance(policy, kvops.LaCache):  # its plan knows no lengths
         with kit.refuses("unexpected keyword argument 'block_table'", kind=TypeError):
             policy.compress_(pages.k, pages.v, block_table=pages.block_table, **PLACE)
         return
@@ -394,7 +394,7 @@ def test_policies_that_take_no_pages(policy):
 
 @pytest.fixture
 def checked():
-    """A GPU reads tables, lengths and indices back."""
+    """On a GPU this reads tables, lengths and indices back."""
     with kvops.debug_checks():
         yield
 
@@ -424,7 +424,7 @@ def test_the_reference_takes_pages():
     assert torch.equal(reference.pages_to_dense(pages.k, pages.block_table)[:, :, :30], k)
 
 
-# Bad input: nothing is read or written outside of the named pages.
+# Bad input: nothing is read or written outside of the request's pages.
 
 
 def refused(*parts: str, **changes) -> None:
@@ -489,7 +489,7 @@ def test_windows_need_pages_for_what_is_visible(checked):
     ops.window_attention(q, k, v, kit.int32(30, 10).view(2, 1), starts=kit.int32(8, 9), block_table=table)
 
 
-# On a GPU nobody reads the table before the kernels do.
+# On a GPU nothing reads the table before the kernels do.
 
 NO_PAGES = (-1, 2**31 - 1, -(2**31), 10_000)
 
@@ -502,7 +502,7 @@ def next_to_a_guard(x: Tensor, at_end: bool) -> Tensor:
 @pytest.mark.parametrize("size", [5, 16])
 @pytest.mark.parametrize("name", PAGED_CALLS)
 def test_entries_that_name_no_page_are_not_followed(name, size):
-    """No access leaves the tensors, which end at guard pages, and the other request has what it always has."""
+    """No access leaves the tensors, which end at guard pages, and the other request's results are unchanged."""
     overload, arguments = direct(name, inputs(0, n=80, d=16, dv=16))
     good = paged(arguments, size)
     expected = results(overload, copy.deepcopy(good))
@@ -523,11 +523,11 @@ def test_entries_that_name_no_page_are_not_followed(name, size):
 
 @kit.only("simulator")
 def test_rows_are_moved_between_pages_that_there_are():
-    """What comes from a page that does not exist, or would go to one, is left out."""
+    """Reads from and writes to pages that do not exist are skipped."""
     k, v, table, _ = to_pages(*kit.kv(1, 1, 32, 16), 4)
     before, kept = (k.clone(), v.clone()), torch.arange(16, 32).view(1, 1, 16)
     good = table.clone()
-    table[0, 1], table[0, 6] = -1, 1000  # of slots 4 to 7, and of what goes to slots 8 to 11
+    table[0, 1], table[0, 6] = -1, 1000  # slots 4 to 7, and the destination of slots 8 to 11
     ops.compact_kv_(k, v, kept, block_table=table)
     for pages, was in zip((k, v), before):
         want = was.clone()

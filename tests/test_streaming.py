@@ -1,4 +1,4 @@
-"""Caches: tokens that come in chunks and one by one, padding, and what beam search and drafts need."""
+"""Caches: tokens in chunks and one by one, padding, and the operations of beam search and drafts."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ def rows(x, positions):
 
 
 def feed(cache, k, v, chunks, first=0):
-    """Appends k, v in pieces of the given lengths, then token by token; returns the cache. cache: or a policy."""
+    """Append k, v in pieces of the given lengths, then token by token; return the cache. cache: a cache or a policy."""
     cache = kvops.Cache(cache) if isinstance(cache, kvops.Policy) else cache
     sizes = [*chunks]
     while first < k.shape[2]:
@@ -73,7 +73,7 @@ def assert_same_state(a, b):
 chunks = st.lists(st.integers(1, 25), max_size=4)
 
 
-# What is stored
+# Stored slots
 
 
 @every_method
@@ -120,7 +120,7 @@ def test_lagkv_attend_after_compress():
 
 @every_method
 def test_memory_of_the_caller_is_not_held(policy):
-    fused = torch.randn(2, 5, 4, 64).transpose(1, 2)  # q, k, v of one projection
+    fused = torch.randn(2, 5, 4, 64).transpose(1, 2)  # q, k, v from one projection
     k, v = fused[:, :2, :, :16], fused[:, 2:, :, :8]
     cache = kvops.Cache(policy, layer=2, num_layers=4)
     cache.append(k, v)
@@ -204,7 +204,7 @@ def test_keydiff_blocks_of_infinity_are_one_shot(options):
 @examples
 @given(chunks=chunks, seed=st.integers(0, 99))
 def test_keydiff_is_one_shot_of_stored_and_new(options, chunks, seed):
-    """Blocks: each step keeps what one call keeps of the stored tokens and the new ones."""
+    """Prompt chunks: each step keeps what one call would keep of the stored and the new tokens."""
     k, v = make_kv(seed)
     cache = kvops.Cache(kvops.KeyDiff(**options, refresh=1))
     positions, first = torch.empty(2, 2, 0, dtype=torch.int64), 0
@@ -242,7 +242,7 @@ def test_keydiff_running_anchor_agrees_with_the_recomputed_one(normalize_anchor,
             running.k, normalize_anchor=normalize_anchor, return_anchor=True, **slots
         )
         if (key_sum := running.state.get("anchor")) is not None:
-            # A sum of 64 keys that about 700 came into and left again: fp32 round-off of the largest that was in it.
+            # About 700 keys entered and left a running sum of 64: fp32 round-off of the largest key in it.
             largest = 1.0 if normalize_anchor else k.norm(dim=-1).max()
             assert (key_sum - anchor).norm(dim=-1).max() < 1e-5 * largest * 8
         agree += (running.positions == recomputed.positions).sum().item()
@@ -323,7 +323,7 @@ def test_count_budgets_hold_after_every_step(policy):
     ],
 )
 def test_fractions_are_of_the_tokens_seen(make, floor):
-    """So they do not compound; while the sequence is short, what is protected stays."""
+    """So fractions do not compound; while the sequence is short, protected tokens are kept."""
     k, v = make_kv()
     cache = kvops.Cache(make())
     for first in range(0, 60, 3):
@@ -349,7 +349,7 @@ def test_padding_goes_first(policy, chunks, pads):
         first = min(60, first + q)
         left = cache.pads.tolist()
         valid_seen = max(0, first - pads)
-        assert left == [0, max(0, len(cache) - valid_seen)]  # no token went while padding was left
+        assert left == [0, max(0, len(cache) - valid_seen)]  # no token is evicted while padding is left
         assert torch.equal(cache.positions[1, 0] < pads, torch.arange(len(cache)) < left[1])
         assert not cache.k[1, :, left[1] :].isnan().any()
     assert torch.equal(cache.positions[:1], plain.positions)
@@ -397,11 +397,11 @@ def test_set_pads_wrong_use():
         cache.append(k, v)
     cache.reset()
     cache.append(k, v)
-    with pytest.raises(ValueError, match="set_pads must come before the first append, got 60 tokens"):
+    with pytest.raises(ValueError, match="set_pads must be called before the first append, got a cache with 60 tokens"):
         cache.set_pads(torch.tensor([0, 3]))
 
 
-# Beams, drafts, turns
+# Beams, drafts, further turns
 
 
 @every_method
@@ -447,7 +447,9 @@ def test_crop_is_never_having_seen(policy, length, chunks):
             evicted_at = first
     state = copy.deepcopy(cache)
     if length < evicted_at:
-        with pytest.raises(ValueError, match=f"cannot crop to {length} tokens, since .*{evicted_at} or more"):
+        with pytest.raises(
+            ValueError, match=f"cannot crop to {length} tokens, because .*expected at least {evicted_at}"
+        ):
             cache.crop(length)
         assert_same_state(cache, state)
         return
@@ -459,7 +461,7 @@ def test_crop_is_never_having_seen(policy, length, chunks):
     assert (cache.positions < length).all() and len(state) - len(cache) == first - length
     assert torch.equal(cache.k, rows(k, cache.positions))
     kit.assert_holds_little(cache, 16 + 8)
-    # and then it goes on as if the rest had never come
+    # and then it continues as if the rest had never come
     cache.append(k[:, :, length:first], v[:, :, length:first])
     for i in range(first, 60):
         for m in (cache, state):
@@ -473,9 +475,9 @@ def test_crop_with_padding_and_wrong_arguments():
     cache.set_pads(torch.tensor([0, 8]))
     cache.append(k, v)
     for wrong in (True, 3.0, None):
-        with pytest.raises(TypeError, match="crop needs an int"):
+        with pytest.raises(TypeError, match="crop expected an int"):
             cache.crop(wrong)
-    with pytest.raises(ValueError, match="at least 0 tokens, got -1"):
+    with pytest.raises(ValueError, match="crop expected seen >= 0, got -1"):
         cache.crop(-1)
     cache.crop(5)
     assert cache.pads.tolist() == [0, 5] and cache.seen == len(cache) == 5
@@ -502,7 +504,7 @@ def test_fresh_and_reset_are_empty_with_the_same_settings(policy):
 
 @every_method
 def test_frozen_caches_only_grow(policy):
-    """Nothing goes any more, positions go on from those of the prompt, a draft can be taken back; reset() thaws."""
+    """Nothing is evicted, positions continue from the prompt, and a draft can be cropped; reset() unfreezes."""
     k, v = make_kv()
     cache = feed(kvops.Cache(policy, layer=2, num_layers=4), k[:, :, :30], v[:, :, :30], [25])
     kept = cache.positions
@@ -533,7 +535,7 @@ def make_q(k, group=2, seed=9):
 
 
 def plain_attention(q, k, v, pads=None, scale=None):
-    """Causal attention of the last rows of k, by the formula; rows that see nothing give 0."""
+    """Compute causal attention of the last rows of k by the formula; rows that see nothing give 0."""
     t, n = q.shape[2], k.shape[2]
     seen = torch.ones(t, n, dtype=torch.bool).tril(n - t)[None, None].expand(q.shape[0], 1, t, n)
     if pads is not None:
@@ -566,7 +568,7 @@ def test_attend_is_attention_over_what_append_returns(policy, pads):
 class Observing(kvops.QueryPolicy):
     """Keeps the slots of the highest scores, by the last `window` rows of a step of at least as many.
 
-    apart: the operator scores each query head, and the sum is taken here.
+    apart: the operator scores each query head, and the policy sums over the heads.
     """
 
     by_slot = ("sums",)
@@ -596,7 +598,7 @@ class Observing(kvops.QueryPolicy):
 @pytest.mark.parametrize("window", [1, 4, 40, 300])
 @pytest.mark.parametrize("score, group_reduce", [("softmax", "mean"), ("dot", "mean"), ("softmax", "none")])
 def test_methods_that_look_at_queries(pads, window, score, group_reduce):
-    """The output is that of a whole cache, and what stays is what the reference's scores choose."""
+    """The output equals a whole cache's, and the kept tokens are those that the reference's scores select."""
     n = kit.size(330, 320)
     k, v = make_kv(n=n)
     q = make_q(k)
@@ -617,7 +619,7 @@ def test_methods_that_look_at_queries(pads, window, score, group_reduce):
     assert torch.equal(cache.positions, wanted) and len(cache) == 12 and cache.seen == n
     torch.testing.assert_close(cache.state["sums"], scores.gather(2, wanted).float(), atol=1e-4, rtol=1e-4)
 
-    tail = make_kv(seed=3, n=3)  # too few to observe: the cache grows
+    tail = make_kv(seed=3, n=3)  # too few rows to observe: the cache grows
     k_step, v_step = torch.cat((cache.k, tail[0]), 2), torch.cat((cache.v, tail[1]), 2)
     more = make_q(tail[0], seed=4)
     cache.policy = replace(cache.policy, window=max(window, 4))
@@ -630,10 +632,10 @@ def test_queries_must_follow_their_tokens():
     k, v = make_kv(n=20)
     q = make_q(k)
     cache = kvops.Cache(Observing(12))
-    with pytest.raises(RuntimeError, match="Observing: attention.. must follow an append"):
+    with pytest.raises(RuntimeError, match="Observing: expected one attention.. after each append"):
         cache.attention(q, k, v)
     k_step, v_step = cache.append(k, v)
-    with pytest.raises(RuntimeError, match="queries of the last 20 tokens were never seen"):
+    with pytest.raises(RuntimeError, match="evicts by queries, got none for the last 20 tokens"):
         cache.append(k, v)
     for wrong, error, message in [
         (None, TypeError, "q must be a torch.Tensor, got NoneType"),
@@ -646,7 +648,7 @@ def test_queries_must_follow_their_tokens():
             cache.attention(wrong, k_step, v_step)
     cache.attention(q, k_step, v_step)
     assert len(cache) == 12
-    with pytest.raises(RuntimeError, match="must follow an append.*once"):
+    with pytest.raises(RuntimeError, match="expected one attention.. after each append"):
         cache.attention(q, k_step, v_step)
     state = copy.deepcopy(cache)
     for t in (1, 19, 21):
@@ -659,7 +661,7 @@ def test_queries_must_follow_their_tokens():
         assert one.seen == 0
     with pytest.raises(ValueError, match="scale must be positive"):
         cache.attend(q, k, v, scale=-1.0)
-    assert_same_state(cache, state)  # the append has been taken back
+    assert_same_state(cache, state)  # the append has been undone
     cache.attend(q, k, v)
     assert len(cache) == 12 and cache.seen == 40
 
@@ -692,16 +694,16 @@ def test_wrong_tokens_change_nothing(policy):
         (more[0], more[1][0], ValueError, r"v must be \[b, Hk, t, d\], got shape \[2, 1, 8\]"),
         (more[0], v[:, :, 30:32], ValueError, r"v must match k .* expected \[2, 2, 1\] .* got \[2, 2, 2\]"),
         (more[0], more[1].half(), ValueError, "v must match k .* got .*float16"),
-        (more[0].half(), more[1].half(), ValueError, "k must match what is stored .* got .*float16"),
+        (more[0].half(), more[1].half(), ValueError, "k must match the cached tokens .* got .*float16"),
         (
             more[0][:1],
             more[1][:1],
             ValueError,
-            r"k must match what is stored .* expected \(2, 2, 16\) .* got \(1, 2, 16\)",
+            r"k must match the cached tokens .* expected \(2, 2, 16\) .* got \(1, 2, 16\)",
         ),
-        (more[0][:, :1], more[1][:, :1], ValueError, "k must match what is stored"),
-        (more[0][..., :8], more[1], ValueError, "k must match what is stored"),
-        (more[0], more[1][..., :4], ValueError, "v must match what is stored"),
+        (more[0][:, :1], more[1][:, :1], ValueError, "k must match the cached tokens"),
+        (more[0][..., :8], more[1], ValueError, "k must match the cached tokens"),
+        (more[0], more[1][..., :4], ValueError, "v must match the cached tokens"),
         (more[0].clone().requires_grad_(), more[1], ValueError, "k requires grad"),
         (more[0], more[1].clone().requires_grad_(), ValueError, "v requires grad"),
     ]:
@@ -713,7 +715,7 @@ def test_wrong_tokens_change_nothing(policy):
 
 @pytest.mark.parametrize("policy", [kvops.LagKV(6, 0.5, sinks=3), kvops.KeyDiff(12), kvops.StreamingLLM(12)], ids=repr)
 def test_errors_of_the_operators_change_nothing(policy):
-    """What only the operators refuse, some of it after the selection."""
+    """Errors that only the operators raise, some of them after the selection."""
     k, v = make_kv(n=20)
     cache = kvops.Cache(policy)
     for wrong_k, wrong_v, message in [

@@ -1,4 +1,4 @@
-"""Caches under policies that look at queries: chunks, decode steps, padding, drafts; and LagKV's padded batches."""
+"""Caches with policies that use queries: chunks, decode steps, padding, drafts; and LagKV's padded batches."""
 
 import copy
 
@@ -38,7 +38,7 @@ def make(seed=0, b=2, heads=2, group=2, n=60, d=16, dv=8):
 
 
 def feed(cache, q, k, v, pieces, first=0):
-    """Attends to q, k, v in pieces of the given lengths, then token by token; returns the cache. cache: or a policy."""
+    """Attend to q, k, v in pieces of the given lengths, then token by token; return the cache. cache: or a policy."""
     cache = kvops.Cache(cache) if isinstance(cache, kvops.Policy) else cache
     sizes = [*pieces]
     while first < k.shape[2]:
@@ -48,7 +48,7 @@ def feed(cache, q, k, v, pieces, first=0):
     return cache
 
 
-# All of them
+# All policies
 
 
 @every_method
@@ -118,7 +118,7 @@ def test_fresh_and_reset_are_empty_with_the_same_settings(policy):
 
 @every_method
 def test_frozen_caches_only_grow(policy):
-    """Nothing goes any more, positions go on from those of the prompt, every step attends to all; reset() thaws."""
+    """Nothing is evicted, positions continue from the prompt, every step attends to all; reset() unfreezes."""
     q, k, v = make()
     cache = feed(kvops.Cache(policy, layer=1, num_layers=4), *(x[:, :, :30] for x in (q, k, v)), [25])
     kept = cache.positions
@@ -175,9 +175,9 @@ def test_steps_of_a_window_compress_what_is_stored(policy, compress, options, pi
         cache.attend(*(x[:, :, first:last] for x in (q, k, v)))
         positions = torch.cat((positions, torch.arange(first, last).expand(2, 2, -1)), 2)
         budget = policy.budget if isinstance(policy.budget, int) else max(4, int(policy.budget * last))
-        if last - first >= 4:  # else it grows
+        if last - first >= 4:  # otherwise it grows
             if compress is kvops.pyramidkv_compress:
-                budget = kvops.pyramidkv_budgets(budget, 3, last, 4)[1]  # of what was seen
+                budget = kvops.pyramidkv_budgets(budget, 3, last, 4)[1]  # of the tokens seen
                 kept = kvops.snapkv_compress(rows(k, positions), rows(v, positions), q[:, :, last - 4 : last], budget)
             else:
                 kept = compress(rows(k, positions), rows(v, positions), q[:, :, last - 4 : last], budget, **options)
@@ -227,7 +227,7 @@ def test_snapkv_crop():
 
 
 def test_models_logits_are_scored_as_they_are():
-    """scale, softcap and sinks of the attention are those of the scores."""
+    """The scores use the scale, softcap and sinks of the attention."""
     q, k, v = make()
     options = dict(scale=0.7, softcap=3.0, sink_logits=kit.randn(4))
     cache = kvops.Cache(kvops.SnapKV(20, 4))
@@ -286,11 +286,11 @@ def test_h2o_one_step_is_one_call():
 def test_h2o_cannot_forget():
     q, k, v = make(n=10)
     cache = feed(kvops.H2O(12), q, k, v, [10])
-    with pytest.raises(ValueError, match="H2O: cannot crop to 9 of 10 tokens: what the later ones attended to is in"):
+    with pytest.raises(ValueError, match="H2O: cannot crop to 9 of 10 tokens, because the scores include"):
         cache.crop(9)
     cache.crop(10)
     assert len(cache) == 10
-    with pytest.raises(TypeError, match="crop needs an int"):
+    with pytest.raises(TypeError, match="crop expected an int"):
         cache.crop(None)
 
 
@@ -347,7 +347,7 @@ def test_l2_leaves_the_first_layers_of_deep_models():
 
 
 def prompt_and_draft(seed=0, n=50, steps=5, **options):
-    """Tensors of a prompt, and of the steps behind it."""
+    """Tensors of a prompt, and of the steps after it."""
     q, k, v = make(seed, n=n + steps, **options)
     return [x[:, :, :n] for x in (q, k, v)], [x[:, :, n:] for x in (q, k, v)]
 
@@ -429,7 +429,7 @@ def test_laq_in_padded_batches():
 
 
 def test_laq_second_turn_and_beams():
-    """Everything again, on what the first turn left; with rows changed between the stages."""
+    """Both stages again after a first turn, with rows changed between the stages."""
     (q, k, v), ahead = prompt_and_draft(n=50)
     cache = feed(kvops.LAQ(12, 4), q, k, v, [50])
     draft = cache.draft()
@@ -468,14 +468,14 @@ def test_laq_wrong_use():
     feed(cache, q, k, v, [50])
     draft = cache.draft()
     for wrong in (draft, kvops.Cache(kvops.Full()), None):
-        with pytest.raises(RuntimeError, match=r"LAQ: evict\(\) needs a draft\(\) that has taken at least one step"):
+        with pytest.raises(RuntimeError, match=r"LAQ: evict\(\) expected a draft that has taken at least one step"):
             cache.evict(wrong)
     feed(draft, *ahead, [])
     state = copy.deepcopy(cache)
     with kit.refuses(r"LAQ: lookahead_lengths must be int32 \[2\]"):
         cache.evict(draft, kit.int32(1))
     assert_same_state(cache, state)
-    with kit.refuses("LAQ: stage1 must look at the last queries only, expected at most 32 rows, got 50 of H2O"):
+    with kit.refuses("LAQ: stage1 must use a window of the last queries, expected at most 32 rows, got 50 from H2O"):
         feed(kvops.LAQ(12, stage1=kvops.H2O(12)), q, k, v, [50]).draft()
     cache.crop(48)
     draft = cache.draft()

@@ -1,4 +1,4 @@
-"""Caches: the state of one layer under a policy, and of a batch of requests in pages."""
+"""KV caches that evict by a policy: one layer of a model, or a batch of requests in pages."""
 
 from .attending import AttendingCache, LookaheadCache
 from .base import Cache

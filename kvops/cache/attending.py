@@ -1,4 +1,4 @@
-"""Caches under policies that look at queries, and LAQ's two stages."""
+"""Caches for policies that use queries, and LAQ's two stages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .base import Cache, check_step
 
 
 class AttendingCache(Cache):
-    """A cache under a policy that asks how much queries attend to each key.
+    """A cache for policies that score keys by the attention of queries.
 
-    `append` only stores. `attention` computes the step's attention, with the scores of its last rows as a by-product,
-    and then evicts.
+    `append` only stores. `attention` computes the step's attention, which yields the scores of its last rows as a
+    by-product, and then evicts.
 
-    Where several layers share these keys (`readers` more), `attention` is for the first and `read` for each of the
-    others: their query heads count like further heads of the group, as far as their rows observe, and the last of them
-    evicts. The queries that are remembered are the first's.
+    Several layers may share these keys. Then the first layer calls `attention` with `readers`, the number of the other
+    layers, and each of those calls `read`. Their query heads count as further heads of the GQA group, for the rows in
+    the observation window. The last reader evicts. The cache remembers the first layer's queries only.
     """
 
     policy: QueryPolicy
@@ -38,16 +38,16 @@ class AttendingCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        #: What the model's attention made of q . k in the last step: scale, softcap and sink_logits.
+        #: How the model's attention computed its logits in the last step: scale, softcap and sink_logits.
         self.logits: dict[str, Any] = {}
-        self._due = 0  # rows whose queries have not been seen yet
-        self._queries: Tensor | None = None  # [b, Hq, at most policy.remembers, d]: of the last tokens
+        self._due = 0  # appended rows whose attention has not been computed yet
+        self._queries: Tensor | None = None  # [b, Hq, <= policy.remembers, d]: the last tokens' queries
         self._waiting = 0  # layers that have yet to read this step
-        self._observed: list[Tensor] = []  # the scores of those that have, each as `View.observed`
+        self._observed: list[Tensor] = []  # the scores of the layers that have, each as `View.observed`
 
     @property
     def last_queries(self) -> Tensor | None:
-        """[b, Hq, any, d]: those of the last tokens, as many as the policy remembers."""
+        """The queries of the last tokens, [b, Hq, tokens, d], as many as the policy remembers; None before any."""
         return self._queries
 
     def crop(self, seen: int) -> None:
@@ -57,14 +57,14 @@ class AttendingCache(Cache):
             self._queries = self._queries[:, :, : max(0, self._queries.shape[2] - (before - self.seen))]
 
     def _evict(self, view: View) -> Tensor | None:
-        return None  # not before the attention
+        return None  # eviction waits for the attention
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self._due:
             raise RuntimeError(
-                f"{self.name}: the queries of the last {self._due} tokens were never seen, and this policy "
-                "evicts by queries; call attend(), or attention() after append() (with transformers: "
-                "kvops.hf.use_attention(model))"
+                f"{self.name}: expected attention() after each append(), because this policy evicts by queries, got "
+                f"none for the last {self._due} tokens; call attend(), or attention() after append() (with "
+                "transformers: kvops.hf.use_attention(model))"
             )
         self._due = k.shape[2]
         return super()._append(k, v)
@@ -95,7 +95,7 @@ class AttendingCache(Cache):
         return out
 
     def _read(self, q: Tensor, k_step: Tensor, v_step: Tensor, view: View, options: dict[str, Any]) -> Tensor:
-        """One layer's attention; its scores join the step's. view: of what is stored, with the step."""
+        """Compute one layer's attention and add its scores to the step's. view: the stored slots with the step's."""
         rows = 0 if self.frozen else self.policy.rows(view)
         w = min(rows, q.shape[2])
         out, scores = self._observe(q, k_step, v_step, w, options)
@@ -105,12 +105,12 @@ class AttendingCache(Cache):
         return out
 
     def _evict_by_queries(self, view: View, options: dict[str, Any]) -> None:
-        """Evicts, once every layer has attended. options: of the attention."""
+        """Evict once all layers have attended. options: the logit options of the attention."""
         if self._observed:
             view.observed = self._of_group(self._observed, view.heads)
             view.window = self.policy.window
         elif not self.frozen and (w := self.policy.rows_remembered(view)):
-            # The rows of several steps observe at once.
+            # The window spans several steps, so all its rows observe together, now.
             self._remember(view, self._queries, w, options, view.n - w if self.policy.protects_window else None)
         if view.observed is not None:
             indices = self.policy.evict(view)
@@ -123,7 +123,7 @@ class AttendingCache(Cache):
     def _remember(
         self, view: View, queries: Tensor | None, w: int, options: dict[str, Any], prefix: int | None = None
     ) -> None:
-        """Sets what the last w of these queries observe. prefix: see `summed_scores`."""
+        """Set the view's scores to those of the last w queries. prefix: see `summed_scores`."""
         if self.policy.score == "dot":
             options = {name: x for name, x in options.items() if name != "sink_logits"}
         assert queries is not None
@@ -133,7 +133,7 @@ class AttendingCache(Cache):
         view.observed = self.policy.summed(queries, view, visible, None, prefix, options)
 
     def _of_group(self, parts: list[Tensor], heads: int) -> Tensor:
-        """The scores of all layers, as those of one layer with all their query heads."""
+        """Combine the scores of all layers as if one layer had all their query heads."""
         if len(parts) == 1:
             return parts[0]
         if self.policy.operator_reduce == "none":
@@ -146,13 +146,13 @@ class AttendingCache(Cache):
     def _observe(
         self, q: Tensor, k: Tensor, v: Tensor, w: int, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """The attention of all rows, and the scores of the last w."""
+        """Compute the attention of all rows, and the scores of the last w."""
         pads, (t, n) = self._step_pads, (q.shape[2], k.shape[2])
         reductions = dict(reduce=self.policy.reduce, group_reduce=self.policy.operator_reduce, starts=pads, **options)
         limits = torch.arange(n - t + 1, n + 1, dtype=torch.int32, device=q.device)
         if 0 < w <= MAX_WINDOW and self.policy.score == "softmax":
             out, _, scores = window_attention(q[:, :, t - w :], k, v, limits[t - w :], **reductions)
-            if w < t:  # the rows before need no scores: any FlashAttention will do
+            if w < t:  # earlier rows need no scores, so any FlashAttention serves
                 starts = None if pads is None else pads.clamp(max=n - w)
                 rest = attention(q[:, :, : t - w], k[:, :, : n - w], v[:, :, : n - w], starts=starts, **options).out
                 out = torch.cat((rest, out), 2)
@@ -167,7 +167,7 @@ class AttendingCache(Cache):
 
 
 class LookaheadCache(AttendingCache):
-    """LAQ's cache: keeps all of the prompt until `evict`, by the queries of a `draft`; see `kvops.LAQ`."""
+    """LAQ's cache. It keeps the whole prompt until `evict`, which uses the queries of a `draft`; see `kvops.LAQ`."""
 
     policy: LAQ
 
@@ -176,14 +176,19 @@ class LookaheadCache(AttendingCache):
         return isinstance(policy, LAQ)
 
     def draft(self) -> Cache:
-        """Stage 1: a cache with what `stage1` keeps of the prompt, which remembers the queries of its further steps."""
+        """Return stage 1's cache: the prompt tokens that `stage1` keeps. It remembers the queries of its further steps.
+
+        Raises:
+            RuntimeError: No prompt has been attended yet.
+            ValueError: `stage1` needs more queries than this cache remembers.
+        """
         if self._queries is None:
-            raise RuntimeError("LAQ: draft() must follow the attention of a prompt, got none yet")
+            raise RuntimeError("LAQ: draft() must follow the attention of a prompt, got a cache without one")
         policy = self.policy.draft_policy(self.seen)
         draft = Cache(policy, layer=self.layer, num_layers=self.num_layers)
         draft.drafts = True
         self._k_and_v()
-        assert self._memory is not None  # as there are queries
+        assert self._memory is not None  # there are queries, so there are keys
         self._memory.shared = True
         for name in ("_memory", "_length", "pads", "_padding", "seen", "_kept", "_evicted_at"):
             setattr(draft, name, getattr(self, name))
@@ -194,8 +199,8 @@ class LookaheadCache(AttendingCache):
         elif w := policy.rows(view):
             if w > self._queries.shape[2]:
                 raise ValueError(
-                    f"LAQ: stage1 must look at the last queries only, expected at most {self._queries.shape[2]} rows, "
-                    f"got {w} of {policy!r}"
+                    f"LAQ: stage1 must use a window of the last queries, expected at most {self._queries.shape[2]} "
+                    f"rows, got {w} from {policy!r}"
                 )
             assert isinstance(draft, AttendingCache)
             draft._remember(view, self._queries, w, self.logits)
@@ -207,18 +212,24 @@ class LookaheadCache(AttendingCache):
         return draft
 
     def evict(self, draft: Cache, lookahead_lengths: Tensor | None = None) -> None:
-        """Stage 2: keeps what the draft's queries, and the window's, attend to; the draft is emptied.
+        """Run stage 2: keep the tokens that the draft's queries and the window's queries attend to. Empty the draft.
 
-        lookahead_lengths: int32 [b], how many of the draft's steps count in each row (it ended sooner).
+        Args:
+            draft: The cache that `draft` returned, after at least one step.
+            lookahead_lengths: int32 [b], how many of the draft's steps count in each row; None: all. Rows that ended
+                early count fewer.
+
+        Raises:
+            RuntimeError: The draft has taken no step, or this cache remembers too few queries.
         """
         ahead = getattr(draft, "queries", None)
         if ahead is None:
-            raise RuntimeError("LAQ: evict() needs a draft() that has taken at least one step, got none")
+            raise RuntimeError("LAQ: evict() expected a draft that has taken at least one step, got one without")
         view, w = self._stored(), self.policy.window
         if view.n > self.policy.room(view):
             held = 0 if self._queries is None else self._queries.shape[2]
             if self._queries is None or held < w:
-                raise RuntimeError(f"LAQ: evict() needs the queries of the last {w} tokens, got {held}")
+                raise RuntimeError(f"LAQ: evict() expected the queries of the last {w} tokens, got {held}")
             logits = self.logits
             if self.policy.score == "dot":
                 logits = {name: x for name, x in logits.items() if name != "sink_logits"}

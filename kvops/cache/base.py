@@ -1,4 +1,4 @@
-"""The cache of one layer under a policy: state only, the rule is the policy's."""
+"""The KV cache of one layer. It holds state only; its policy decides what to evict."""
 
 from __future__ import annotations
 
@@ -19,51 +19,63 @@ STORAGES = ("pre_rope", "post_rope")
 
 
 class Eviction(NamedTuple):
-    """What stays of the stored slots, until they move."""
+    """A selection whose kept slots have not been moved to the front yet."""
 
-    indices: Tensor  # int64 [b, Hk, m]
+    indices: Tensor  # int64 [b, Hk, m], the kept slots
     view: View  # as the policy saw it
-    pads: Tensor | None  # int32 [b]: padding that is left
+    pads: Tensor | None  # int32 [b]: padding slots left in each row
 
 
 class Cache:
-    """A compressed cache of one layer that grows: prefill chunks and decode under any policy. ::
+    """The compressed KV cache of one layer, for prefill chunks and decode steps under any policy.
 
-        cache = kvops.Cache(kvops.SnapKV(1024))
-        out = cache.attend(q, k, v)             # q: [b, Hq, t, d], k, v: [b, Hk, t, d] -> [b, Hq, t, d]
+    ```python
+    cache = kvops.Cache(kvops.SnapKV(1024))
+    out = cache.attend(q, k, v)  # q: [b, Hq, t, d], k, v: [b, Hk, t, d] -> [b, Hq, t, d]
+    ```
 
-    `attend` takes the new tokens, computes their attention over what is stored and over each other, then evicts by the
-    policy's rule. With an attention of one's own it is two steps: `append` returns the K and V that this step's
-    attention reads, [b, Hk, len + t, d]. Most policies have then evicted already. Those that look at queries do it in
-    `attention`, which has to follow, and so does a cache that rotates keys at their slots (`rope`).
+    `attend` stores the new tokens, computes their causal attention over the cached tokens and each other, and then
+    evicts by the policy.
 
-    In decode nothing is copied: memory has room for tokens to come, `append` returns views of it, and what an eviction
-    keeps moves to the front at the next `append`. So use what `append` returned before the next call that changes the
-    cache. Reading `k` or `v` in between is safe: it moves them to fresh memory.
+    With an attention of your own, call `append` instead. It returns the K and V that this step's attention reads,
+    [b, Hk, len + t, d]. Most policies have evicted by then. Policies that use queries evict in `attention`, which must
+    follow `append`. So must a cache that rotates keys at their slots (`rope`).
 
-    Logical positions live outside of the stored slots: the next token's position is `seen`, not `len`.
+    Decode copies nothing. The memory has spare slots, `append` returns views of it, and the slots that an eviction
+    keeps move to the front at the next `append`. So use what `append` returned before the next call that changes the
+    cache. Reading `k` or `v` in between is safe, because it moves the kept slots to fresh memory.
+
+    Logical positions are independent of the stored slots: the next token has position `seen`, not `len`.
 
     Args:
-        policy: settings and rule, such as kvops.KeyDiff(1024).
-        layer, num_layers: which layer of how many that evict this is.
-        rope: the model's rotary embedding, for policies with positions="slots". `attention` then rotates all keys at
-            their slots and the queries at theirs (new tokens take the slots after the stored ones), attends, stores and
-            evicts. Without it keys are moved as they come.
-        storage: with a rope, "pre_rope": keys are stored without rotation, and rotated whenever they are read;
-            "post_rope": they are stored rotated at their slots and turned when they move, which rounds them each time.
-        attend_before_compress: False: a step's attention reads only what is kept (policies that look at K and V).
+        policy: The eviction policy and its settings, such as `kvops.KeyDiff(1024)`.
+        layer: Index of this layer among the layers that evict.
+        num_layers: Number of layers that evict.
+        rope: The model's rotary embedding, for policies with `positions="slots"`. `attention` then rotates all keys at
+            their slots and the queries at theirs, attends, stores and evicts. New tokens take the slots after the
+            stored ones. Without a rope, keys are cached as they come.
+        storage: How keys are stored with a rope. "pre_rope" stores them unrotated and rotates them at every read.
+            "post_rope" stores them rotated at their slots and rotates them again when they move, which rounds them each
+            time.
+        attend_before_compress: If False, a step's attention reads only the kept tokens. For policies that use K and V
+            alone.
 
     Attributes:
-        k, v: [b, Hk, len, d] and [b, Hk, len, dv], what is stored (None while empty); heads and rows keep equally many.
-        pads: int32 [b] or None, how many of a row's first stored slots are left padding.
-        seen: logical tokens seen, padding included.
-        frozen: nothing is evicted any more (`freeze`).
-        state: what the policy remembers of the layer.
+        k: [b, Hk, len, d], the stored keys; None while the cache is empty. All heads and rows keep equally many slots.
+        v: [b, Hk, len, dv], the stored values; None while the cache is empty.
+        pads: int32 [b], how many of a row's first stored slots are padding; None without padding.
+        seen: Logical tokens seen, padding included.
+        frozen: Whether eviction is switched off (`freeze`).
+        state: What the policy remembers about the layer.
+
+    Raises:
+        TypeError: `policy` is not a kvops policy, or `rope` is not a `kvops.Rope`.
+        ValueError: The arguments do not fit each other or the policy.
     """
 
-    #: Tensors whose first dim is the batch, beside those of `state`.
+    #: Attributes, besides `state`, that hold tensors whose first dim is the batch.
     _tensors: ClassVar[tuple[str, ...]] = ("pads", "queries", "_padding", "_kept")
-    #: The subclasses; `Cache(policy)` makes the last that serves the policy.
+    #: All subclasses. `Cache(policy)` instantiates the last one that serves the policy.
     _kinds: ClassVar[list[type[Cache]]] = []
 
     def __init_subclass__(cls) -> None:
@@ -75,7 +87,7 @@ class Cache:
 
     @classmethod
     def serves(cls, policy: Policy | None, rope: Rope | None) -> bool:
-        """Whether this is the cache that such a policy needs."""
+        """Return whether this class implements the cache that the policy needs."""
         return True
 
     def __init__(
@@ -92,7 +104,7 @@ class Cache:
         check_int("Cache", "layer", layer, 0)
         check_int("Cache", "num_layers", num_layers, 1)
         if layer >= num_layers:
-            raise ValueError(f"Cache: layer must be below num_layers, {num_layers}, got {layer}")
+            raise ValueError(f"Cache: expected layer < num_layers ({num_layers}), got {layer}")
         check_choice("Cache", "storage", storage, STORAGES)
         if not (rope is None or isinstance(rope, Rope)):
             raise TypeError(f"Cache: rope must be a kvops.Rope, got {type(rope).__name__}")
@@ -102,87 +114,108 @@ class Cache:
                 f"Cache: rope= needs a policy with positions='slots', and attend_before_compress=True, got {policy!r}"
             )
         if policy.uses_queries and not attend_before_compress:
-            raise ValueError(f"Cache: {policy.name} evicts by a step's attention, expected attend_before_compress=True")
+            raise ValueError(
+                f"Cache: {policy.name} evicts by a step's queries, which needs attend_before_compress=True, got False"
+            )
         policy.check_cache(layer, num_layers)
         self.policy, self.layer, self.num_layers = policy, layer, num_layers
         self.rope, self.storage, self.attend_before_compress = rope, storage, attend_before_compress
-        self.drafts = False  # remembers the queries of its steps
+        self.drafts = False  # whether to remember the queries of its steps
         self.reset()
 
     def reset(self) -> None:
-        """Forgets every token and the padding."""
+        """Forget all tokens and the padding."""
         self.pads: Tensor | None = None
         self.seen = 0
         self.frozen = False
         self.state: dict[str, Any] = {}
         self._memory: Memory | None = None
-        self._length = 0  # slots that stay,
-        self._eviction: Eviction | None = None  # if they have yet to move
-        #: Of a draft: the queries of its steps, [b, Hq, steps, d].
+        self._length = 0  # slots in use
+        self._eviction: Eviction | None = None  # set while the kept slots have yet to move
+        #: The queries of a draft's steps, [b, Hq, steps, d].
         self.queries: Tensor | None = None
         self._padding: Tensor | None = None  # int32 [b]: padding columns of the whole sequence
-        self._kept: Tensor | None = None  # int64 [b, Hk, <= len]: positions at the last eviction; the rest follow on
+        # int64 [b, Hk, <= len]: positions of the slots kept by the last eviction; later slots count on from there
+        self._kept: Tensor | None = None
         self._evicted_at = 0  # tokens seen at the last eviction
-        self._step_pads: Tensor | None = None  # int32 [b]: pads of what the last append returned
+        self._step_pads: Tensor | None = None  # int32 [b]: padding slots in what the last append returned
 
     @property
     def name(self) -> str:
-        """What errors call it: as its policy."""
+        """The name that error messages use: the policy's."""
         return self.policy.name
 
     def __repr__(self) -> str:
         return f"Cache({self.policy!r}, layer={self.layer}, num_layers={self.num_layers})"
 
     def __len__(self) -> int:
-        """Stored slots per head."""
+        """Number of stored slots per head."""
         return self._length
 
     @property
     def k(self) -> Tensor | None:
-        """[b, Hk, len, d], None while empty."""
+        """The stored keys, [b, Hk, len, d]; None while empty."""
         return None if self._memory is None else self._k_and_v()[0]
 
     @property
     def v(self) -> Tensor | None:
-        """[b, Hk, len, dv], None while empty."""
+        """The stored values, [b, Hk, len, dv]; None while empty."""
         return None if self._memory is None else self._k_and_v()[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the stored K and V hold, with the room for tokens to come."""
+        """Bytes of memory allocated for K and V, spare slots included."""
         return self.nbytes_with()
 
     def nbytes_with(self, *step: Tensor) -> int:
-        """`nbytes` while the tensors that `append` returned are still there, which may be other memory."""
+        """Return `nbytes` while the tensors that `append` returned are alive; they may lie in other memory."""
         memory = self._memory
         return storage_bytes(*step) if memory is None else storage_bytes(memory.k, memory.v, *step)
 
     @property
     def positions(self) -> Tensor | None:
-        """int64 [b, Hk, len]: the logical position of each stored slot (columns of the padded batch)."""
+        """The logical position of each stored slot, int64 [b, Hk, len], as columns of the padded batch."""
         if self._memory is None:
             return None
         return self._stored().positions() if self._eviction is None else self._kept
 
     @property
     def padding(self) -> Tensor | None:
-        """int32 [b]: columns of padding that each row of the sequence begins with; None: there is none."""
+        """How many columns of padding each row of the sequence begins with, int32 [b]; None without padding."""
         return self._padding
 
     def freeze(self) -> None:
-        """From now on every token stays (until `reset`): a prompt that is compressed once, and a decode that grows."""
+        """Stop evicting until `reset`: the compressed prompt stays as it is, and all later tokens are kept."""
         self.frozen = True
 
     def keep(self, slots: Tensor) -> None:
-        """Evicts all stored slots but these: int64 [any] or [b, Hk, any], ascending."""
+        """Evict all stored slots except `slots`.
+
+        Args:
+            slots: int64 [m] or [b, Hk, m], ascending slot indices.
+
+        Raises:
+            RuntimeError: The cache is empty.
+        """
         with self.undone_on_error():
             view = self._stored()
             self._keep(slots.expand(*view.k.shape[:2], -1), view)
 
     def set_pads(self, pads: Tensor) -> None:
-        """Row b of the sequence begins with pads[b] columns of padding. Call before the first append."""
+        """Declare the left padding of the batch. Call it before the first `append`.
+
+        Args:
+            pads: int32 or int64 [b]. Row b of the sequence begins with pads[b] columns of padding.
+
+        Raises:
+            TypeError: `pads` is not a tensor.
+            ValueError: `pads` has another shape or dtype or a negative entry, or the cache already holds tokens.
+        """
         if self._memory is not None:
-            raise ValueError(f"{self.name}: set_pads must come before the first append, got {self.seen} tokens")
+            raise ValueError(
+                f"{self.name}: set_pads must be called before the first append, got a cache with {self.seen} tokens; "
+                "call reset() first, or use a new cache"
+            )
         if not isinstance(pads, Tensor):
             raise TypeError(f"{self.name}: pads must be a torch.Tensor, got {type(pads).__name__}")
         if pads.dim() != 1 or pads.dtype not in (torch.int32, torch.int64):
@@ -195,11 +228,23 @@ class Cache:
         self.pads = torch.zeros_like(self._padding)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes t new tokens, k: [b, Hk, t, d], v: [b, Hk, t, dv]; returns what this step's attention reads.
+        """Store t new tokens and return the K and V that this step's attention reads. Then evict.
 
-        That is [b, Hk, len + t, ...], the stored slots and the new ones (with `attend_before_compress=False` what is
-        kept of them). Then evicts. The returned tensors are valid until the next call that changes the cache. A failed
-        call leaves the object as it was.
+        A failed call leaves the cache unchanged.
+
+        Args:
+            k: [b, Hk, t, d], the new keys.
+            v: [b, Hk, t, dv], the new values.
+
+        Returns:
+            K [b, Hk, len + t, d] and V [b, Hk, len + t, dv], the stored slots and the new ones. With
+            `attend_before_compress=False`, only the kept slots. The tensors are valid until the next call that changes
+            the cache.
+
+        Raises:
+            ValueError: k and v do not fit each other or the stored tensors in shape, dtype or device, or need a
+                gradient.
+            RuntimeError: The previous `append` still needs its `attention`.
         """
         self._check(k, v)
         with self.undone_on_error():
@@ -215,11 +260,28 @@ class Cache:
         softcap: float = 0.0,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """`append` and the causal attention of the new tokens: q: [b, Hq, t, d], k, v as there -> [b, Hq, t, dv].
+        """Store t new tokens, compute their causal attention, and evict: `append` and `attention` in one call.
 
-        Logits are scale * q.k (1 / sqrt(d) unless given), then softcap * tanh(logit / softcap) if softcap is not 0;
-        sink_logits: fp32 [Hq], one more logit for each softmax. Rows that are padding give 0. A failed call leaves the
-        object as it was.
+        A failed call leaves the cache unchanged.
+
+        ```text
+        logits = scale * q.k                          scale = 1 / sqrt(d) by default
+        logits = softcap * tanh(logits / softcap)     if softcap is not 0
+        ```
+
+        Args:
+            q: [b, Hq, t, d], the new queries.
+            k: [b, Hk, t, d], the new keys.
+            v: [b, Hk, t, dv], the new values.
+            scale: Factor of q.k; None: 1 / sqrt(d).
+            softcap: Limit of the logits; 0 disables it.
+            sink_logits: fp32 [Hq], one more logit for each head's softmax (attention sinks); None: no sinks.
+
+        Returns:
+            [b, Hq, t, dv]. Rows that are padding are 0.
+
+        Raises:
+            ValueError: q, k and v do not fit each other or the stored tensors, or need a gradient.
         """
         self._check(k, v)
         check_tokens(self.name, k)
@@ -238,25 +300,49 @@ class Cache:
         softcap: float = 0.0,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """The second half of `attend`: the attention of the rows just appended over what `append` returned."""
+        """Compute the attention of the tokens just appended: the second half of `attend`.
+
+        Args:
+            q: [b, Hq, t, d], the queries of the appended tokens.
+            k_step: [b, Hk, len + t, d], as `append` returned it.
+            v_step: [b, Hk, len + t, dv], as `append` returned it.
+            scale: As in `attend`.
+            softcap: As in `attend`.
+            sink_logits: As in `attend`.
+
+        Returns:
+            [b, Hq, t, dv].
+
+        Raises:
+            ValueError: q does not fit the appended tokens.
+            RuntimeError: There was no `append`, or its attention has been computed already.
+            NotImplementedError: Several tokens at once with `attend_before_compress=False`.
+        """
         if q.shape[2] > 1 and not self.attend_before_compress and k_step.shape[2] != self.seen:
             raise NotImplementedError(
-                f"{self.name}: with attend_before_compress=False only one token at a time can attend to a "
-                f"compressed cache (which kept slots are older than a row differs by head), got {q.shape[2]}"
+                f"{self.name}: with attend_before_compress=False, attention over a compressed cache expects one token "
+                f"at a time (which kept slots precede a row differs by head), got {q.shape[2]}"
             )
         options: dict[str, Any] = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
         return self._record(q, attention(q, k_step, v_step, starts=self._step_pads, **options).out)
 
     def _record(self, q: Tensor, out: Tensor) -> Tensor:
-        """A draft remembers its queries."""
+        """Remember the queries if this is the cache of a draft."""
         if self.drafts:
             self.queries = q.clone() if self.queries is None else torch.cat((self.queries, q), 2)
         return out
 
     def read(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options: Any) -> Tensor:
-        """The attention of another layer's queries over the step that `attention` was for (layers that share keys).
+        """Compute another layer's attention over the same step, for layers that share these keys.
 
-        q: [b, Hq, t or fewer, d], of the last of the rows just appended -> [b, Hq, as many, dv]. options: as there.
+        Args:
+            q: [b, Hq, r, d], the other layer's queries for the last r <= t tokens appended.
+            k_step: As in `attention`.
+            v_step: As in `attention`.
+            options: scale, softcap and sink_logits, as in `attend`.
+
+        Returns:
+            [b, Hq, r, dv].
         """
         return attention(q, k_step, v_step, starts=self._step_pads, **options).out
 
@@ -274,7 +360,7 @@ class Cache:
         return k_step, v_step
 
     def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes tokens behind the stored slots; the views of all of them."""
+        """Write tokens after the stored slots and return views of all slots."""
         if self._memory is None:
             self._memory = Memory.of(k, v)
         else:
@@ -282,7 +368,7 @@ class Cache:
         return self._memory.first(self._length + k.shape[2])
 
     def _store(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> bool:
-        """Evicts by the rule from k, v, the stored slots and the new ones; whether it evicted any."""
+        """Let the policy evict from k and v, the stored and the new slots. Return whether it evicted any."""
         view = self._view(k, v, pads, seen)
         indices = None if self.frozen else self._evict(view)
         if indices is None:
@@ -292,23 +378,23 @@ class Cache:
         return indices is not None
 
     def _stored(self, new: int | None = None) -> View:
-        """What the policy sees of what is stored; `new`: how many of the tokens are the step's."""
+        """Return the policy's view of the stored slots. new: how many of the tokens belong to this step."""
         if self._memory is None:
-            raise RuntimeError(f"{self.name}: the cache is empty, expected an append() before")
+            raise RuntimeError(f"{self.name}: expected a cache with tokens, got an empty one; call append() first")
         self._settle()
         return self._view(*self._memory.first(self._length), self.pads, self.seen, new=new)
 
     def _k_and_v(self) -> tuple[Tensor, Tensor]:
-        """K and V of the stored slots, without a change of what `append` returned."""
+        """Return K and V of the stored slots. The tensors that `append` returned stay valid."""
         self._settle(in_place=False)
-        assert self._memory is not None  # as the caller knows
+        assert self._memory is not None  # callers check
         return self._memory.first(self._length)
 
     def _settle(self, in_place: bool = True) -> None:
-        """Moves what the last eviction kept to the front of the memory, or to fresh memory."""
+        """Move the slots that the last eviction kept to the front of the memory, or to fresh memory."""
         if self._eviction is None:
             return
-        assert self._memory is not None  # what an eviction is of
+        assert self._memory is not None  # there was something to evict
         if in_place and self._memory.writable:
             self._moved(self._eviction, IN_PLACE)
         else:
@@ -316,11 +402,11 @@ class Cache:
         self._eviction = None
 
     def _evict(self, view: View) -> Tensor | None:
-        """The slots that stay once a step has been stored; None if all do."""
+        """Return the slots to keep after a step has been stored; None to keep all."""
         return self.policy.evict(view)
 
     def _view(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int, new: int | None = None) -> View:
-        """What the policy sees. k, v: the stored slots and the new ones; pads: a row's first invalid slots."""
+        """Return the policy's view. k, v: stored and new slots; pads: how many of a row's first slots are padding."""
         return View(
             k,
             v,
@@ -336,20 +422,20 @@ class Cache:
         )
 
     def _pads_with(self, t: int) -> Tensor | None:
-        """`pads` when t more columns of the batch are stored."""
+        """Return `pads` after t more columns of the batch have been stored."""
         if self.pads is None or self._padding is None:
             return None
         return self.pads + (self._padding - self.seen).clamp(0, t)
 
     def _keep(self, indices: Tensor, view: View) -> None:
-        """Evicts all slots but `indices`, int64 [b, Hk, m]: ascending, -1 first in rows that keep fewer."""
+        """Evict all slots except `indices`, int64 [b, Hk, m]: ascending, -1 first in rows that keep fewer."""
         pads = view.starts
         slots = indices.clamp(min=0) if pads is not None else indices
         self._kept = view.positions().gather(2, slots)
         for name in self.policy.by_slot:
             view.state[name] = view.state[name].gather(2, slots)
         left = pads
-        if pads is not None:  # what is kept of a row's padding, alike in all heads, stays first
+        if pads is not None:  # the kept padding of a row comes first, and all heads keep the same amount of it
             left = (indices[:, 0] < pads[:, None]).sum(-1, dtype=torch.int32)
         self._length, self.pads, self.seen, self._evicted_at = indices.shape[2], left, view.seen, view.seen
         self.state = view.state
@@ -359,27 +445,27 @@ class Cache:
             self._eviction = None
 
     def _moves_in_place(self, view: View) -> bool:
-        """Whether what stays may wait in the memory, and then move within it."""
+        """Return whether the kept slots may stay where they are until the next step, and then move in place."""
         memory = self._memory
         return (
-            memory is not None  # else the view is of the caller's tensors
-            and self.attend_before_compress  # this step's attention reads what is there
-            and (view.starts is None or self.policy.fixed_budget)  # rows that begin with -1 are no compaction
+            memory is not None  # else the view holds the caller's tensors
+            and self.attend_before_compress  # this step's attention reads the evicted slots too
+            and (view.starts is None or self.policy.fixed_budget)  # compaction cannot move rows that begin with -1
             and not memory.wasteful(self._length)
             and memory.writable
         )
 
     def _moved(self, eviction: Eviction, out: Out = None) -> tuple[Tensor, Tensor]:
-        """The slots that stay: in fresh memory, or `IN_PLACE`."""
+        """Move the kept slots to fresh memory, or within their own (`IN_PLACE`)."""
         return self.policy.move(eviction.view, eviction.indices, out)
 
     def undone_on_error(self) -> _Undone:
-        """A block after which, if it fails, the cache is what it was."""
+        """Return a context manager that restores the cache if its block raises."""
         self._settle()
         return _Undone(self)
 
     def __copy__(self) -> Cache:
-        """A cache that goes on from here by itself; the first of the two that is written to takes memory of its own."""
+        """Return an independent copy. Both share memory until one is written to, which then copies it."""
         twin: Cache = object.__new__(type(self))
         vars(twin).update(vars(self))
         if self._memory is not None:
@@ -387,9 +473,9 @@ class Cache:
         return twin
 
     def catch_up(self) -> None:
-        """Evicts what a frozen cache has not, as after a step of decode: when drafted tokens are accepted, say.
+        """Evict what a frozen cache has kept, as after a decode step: for example once drafted tokens are accepted.
 
-        Policies that look at queries evict in `attention` alone.
+        Policies that use queries evict in `attention` only.
         """
         with self.undone_on_error():
             view = self._stored(new=1)
@@ -398,25 +484,31 @@ class Cache:
                 self._keep(indices, view)
 
     def crop(self, seen: int) -> None:
-        """Forgets all tokens from logical position `seen` on (those of a rejected draft, say).
+        """Forget all tokens from logical position `seen` on, such as the rejected tokens of a draft.
 
-        ValueError when that needs tokens that were evicted: when `seen` is before the last eviction.
+        Args:
+            seen: How many tokens the cache has seen afterwards. Larger values than the current one change nothing.
+
+        Raises:
+            TypeError: `seen` is not an int.
+            ValueError: `seen` is negative or precedes the last eviction, or the policy's scores depend on the later
+                tokens (`policy.croppable` is False). The cache stays unchanged.
         """
         if isinstance(seen, bool) or not isinstance(seen, int):
-            raise TypeError(f"{self.name}: crop needs an int, got {type(seen).__name__} {seen!r}")
+            raise TypeError(f"{self.name}: crop expected an int, got {type(seen).__name__} {seen!r}")
         if seen < 0:
-            raise ValueError(f"{self.name}: crop expected at least 0 tokens, got {seen}")
+            raise ValueError(f"{self.name}: crop expected seen >= 0, got {seen}")
         if seen >= self.seen:
             return
         if not self.policy.croppable:
             raise ValueError(
-                f"{self.name}: cannot crop to {seen} of {self.seen} tokens: what the later ones attended to is in the "
-                "scores"
+                f"{self.name}: cannot crop to {seen} of {self.seen} tokens, because the scores include the attention "
+                "of the later ones; copy the cache before the tokens that you may take back"
             )
         if seen < self._evicted_at:
             raise ValueError(
-                f"{self.name}: cannot crop to {seen} tokens, since some were evicted when "
-                f"{self._evicted_at} had been seen; expected {self._evicted_at} or more"
+                f"{self.name}: cannot crop to {seen} tokens, because the last eviction came after {self._evicted_at}; "
+                f"expected at least {self._evicted_at}, or call freeze() before the tokens that you may take back"
             )
         self._settle()
         memory, length = self._memory, self._length - (self.seen - seen)
@@ -428,15 +520,15 @@ class Cache:
             self.pads = self.pads.clamp(max=length)
 
     def reorder(self, idx: Tensor) -> None:
-        """Row i becomes what row idx[i] was (beam search). idx: int [b]."""
+        """Replace row i by row idx[i], as beam search does. idx: int32 or int64 [b]."""
         self._map(lambda x: x.index_select(0, idx.to(x.device)))
 
     def select_rows(self, idx: Tensor) -> None:
-        """Keeps the rows idx, in that order. idx: int [any]."""
+        """Keep only the rows `idx`, in that order. idx: int32 or int64 [rows]."""
         self.reorder(idx)
 
     def repeat_interleave(self, r: int) -> None:
-        """Each row becomes r rows, side by side."""
+        """Repeat each row r times; the copies are adjacent."""
         self._map(lambda x: x.repeat_interleave(r, 0))
 
     def _map(self, f: Callable[[Tensor], Tensor]) -> None:
@@ -450,7 +542,7 @@ class Cache:
         self.state = {name: f(x) if isinstance(x, Tensor) else x for name, x in self.state.items()}
 
     def _check(self, k: Tensor, v: Tensor) -> None:
-        """New tokens have four dims, agree with each other and with what is stored, and need no gradient."""
+        """Check that new tokens have four dims, fit each other and the stored ones, and need no gradient."""
         who = self.name
         memory = self._memory
         k_stored, v_stored = (None, None) if memory is None else (memory.k, memory.v)
@@ -468,27 +560,28 @@ class Cache:
             want, got = (*stored.shape[:2], stored.shape[3]), (*x.shape[:2], x.shape[3])
             if want != got or stored.dtype != x.dtype or stored.device != x.device:
                 raise ValueError(
-                    f"{who}: {name} must match what is stored in (b, Hk, d), dtype and device, expected {want} "
+                    f"{who}: {name} must match the cached tokens in (b, Hk, d), dtype and device, expected {want} "
                     f"{stored.dtype} {stored.device}, got {got} {x.dtype} {x.device}"
                 )
         if self._padding is not None and len(self._padding) != k.shape[0]:
             raise ValueError(
-                f"{who}: k must have the rows that set_pads named, expected {len(self._padding)}, got {k.shape[0]}"
+                f"{who}: k must have as many rows as set_pads had entries, expected {len(self._padding)}, got "
+                f"{k.shape[0]}"
             )
 
 
 def check_tokens(who: str, k: Tensor) -> None:
-    """k: [b, Hk, t, d] has tokens whose attention can be asked for."""
+    """Check that k, [b, Hk, t, d], holds at least one token to attend with."""
     inference_only(who, k=k)
     if k.dim() == 4 and k.shape[2] == 0:
         raise ValueError(f"{who}: k must hold at least one token, got shape {list(k.shape)}")
 
 
 def check_step(who: str, q: Tensor, k: Tensor, due: int) -> None:
-    """`attention` follows an `append`, and q: [b, Hq, t, d] fits the t = `due` tokens, k: [b, Hk, any, d]."""
+    """Check that `attention` follows an `append`, and that q, [b, Hq, t, d], fits k and the t = `due` new tokens."""
     inference_only(who, q=q)
     if not due:
-        raise RuntimeError(f"{who}: attention() must follow an append(), once")
+        raise RuntimeError(f"{who}: expected one attention() after each append(), got one without an append()")
     b, heads, _, d = k.shape
     if q.dim() != 4 or q.shape[0] != b or q.shape[1] % heads or q.shape[2] != due or q.shape[3] != d:
         raise ValueError(
@@ -498,10 +591,11 @@ def check_step(who: str, q: Tensor, k: Tensor, due: int) -> None:
 
 
 class _Undone:
-    """What `Cache.undone_on_error` returns.
+    """The context manager that `Cache.undone_on_error` returns.
 
-    What a cache remembers is replaced, never written to. Only its memory is, and a block writes behind the slots that
-    are used; what has to move within them (`Cache._settle`) has done so before.
+    Restoring the attributes is enough, because a cache replaces its tensors and never writes to them. The one exception
+    is its memory. There a block writes only after the slots in use, and `Cache._settle` has moved the kept slots
+    before.
     """
 
     __slots__ = ("cache", "before")

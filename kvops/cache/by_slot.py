@@ -1,6 +1,6 @@
-"""Numbers of each slot, kept in pages beside those of K and V, under the same block tables.
+"""Per-slot numbers in pages, such as positions or scores. They share the block tables of K and V.
 
-A pool is [num_pages + 1, Hk, page_size]. Its last page, which -1 names, is of no request.
+A pool is [num_pages + 1, Hk, page_size]. The extra last page, which index -1 addresses, belongs to no request.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def read(pool: Tensor, table: Tensor) -> Tensor:
-    """[b, Hk, max_pages * page_size]: all slots of the table's pages. table: int32 [b, max_pages]."""
+    """Read all slots of the table's pages. table: int32 [b, max_pages] -> [b, Hk, max_pages * page_size]."""
     return pool[table].transpose(1, 2).flatten(2)
 
 
 def write(pool: Tensor, table: Tensor, values: Tensor) -> None:
-    """The front of each request's slots: values: [b, Hk, m]. Those behind them in the last page may be anything."""
+    """Write values [b, Hk, m] to each request's first m slots. The rest of the last page may be overwritten."""
     size = pool.shape[2]
     pages = -(-values.shape[2] // size)
     padded = torch.nn.functional.pad(values, (0, pages * size - values.shape[2]))

@@ -1,7 +1,7 @@
-"""The memory of a layer's keys and values: tokens are appended in place, and kept ones compacted in place.
+"""The memory of a layer's keys and values. Tokens are appended in place, and kept ones are compacted in place.
 
-A cache that grows takes memory with room for `spare_slots` more tokens, so that one step in many copies, not every
-one. Memory of which much is unused goes back (`wasteful`): prompts are compressed into memory of their own.
+A cache that grows allocates room for `spare_slots` more tokens, so that few decode steps copy the whole cache. Memory
+that is largely unused is released (`wasteful`): a compressed prompt moves to memory of its own size.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class Memory:
-    """Keys [b, Hk, capacity, d] and values [b, Hk, capacity, dv], of which a cache uses the first slots.
+    """Keys [b, Hk, capacity, d] and values [b, Hk, capacity, dv]. A cache uses the first slots.
 
     Attributes:
-        shared: another cache reads the same memory, so neither writes to it.
+        shared: whether another cache reads the same memory, so that neither may write to it.
     """
 
     __slots__ = ("k", "v", "shared")
@@ -24,29 +24,29 @@ class Memory:
 
     @staticmethod
     def of(k: Tensor, v: Tensor) -> Memory:
-        """A copy of these, without room."""
+        """Return a copy of k and v without spare slots."""
         return Memory(*(x.clone(memory_format=torch.contiguous_format) for x in (k, v)))
 
     @property
     def capacity(self) -> int:
-        """Slots."""
+        """Number of slots."""
         return self.k.shape[2]
 
     @property
     def writable(self) -> bool:
-        """Whether it may be written to: not while it is shared, nor outside of inference mode if it is from there."""
+        """Whether a cache may write here: not while it is shared, and inference tensors only in inference mode."""
         return not self.shared and (torch.is_inference_mode_enabled() or not self.k.is_inference())
 
     def first(self, n: int) -> tuple[Tensor, Tensor]:
-        """The views of the first n slots."""
+        """Return views of the first n slots."""
         return self.k.narrow(2, 0, n), self.v.narrow(2, 0, n)
 
     def wasteful(self, n: int) -> bool:
-        """Whether n used slots leave so many unused that fresh memory is worth a copy."""
+        """Return whether so many slots beyond the first n are unused that a copy to smaller memory pays."""
         return self.capacity - n > max(32, n // 4)
 
     def extended(self, n: int, k: Tensor, v: Tensor) -> Memory:
-        """The first n slots, and then these tokens: this memory where it has room, else larger memory."""
+        """Append tokens after the first n slots: in this memory if there is room, else in a larger copy."""
         t = k.shape[2]
         memory = self
         if n + t > self.capacity or not self.writable:
@@ -60,10 +60,10 @@ class Memory:
 
 
 def spare_slots(n: int) -> int:
-    """The room that memory for n tokens is given: a sixteenth, so a token's share of the copies is 16 tokens."""
+    """Return how many spare slots to allocate for n tokens: a sixteenth, so copies cost 16 tokens per new token."""
     return max(16, n // 16)
 
 
 def storage_bytes(*tensors: Tensor) -> int:
-    """Of the storages that the tensors lie in, each counted once."""
+    """Return the bytes of the tensors' storages. A shared storage counts once."""
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())

@@ -1,7 +1,8 @@
-"""A cache in pages for requests that join and leave: the reference of what a serving engine does with kvops.
+"""A paged KV cache for requests that join and leave: the reference for using kvops in a serving engine.
 
-Small and plain. An engine has a pool, block tables and a scheduler of its own; it takes from here the order of things,
-and `Policy.held`, by which a scheduler knows what requests take without asking for scores.
+It is small and plain on purpose. An engine has its own pool, block tables and scheduler. What it can copy from here is
+the order of operations, and the use of `Policy.held`, which tells a scheduler how many slots a request will hold
+without knowing any scores.
 """
 
 from __future__ import annotations
@@ -23,64 +24,77 @@ from . import by_slot
 
 
 class OutOfPages(RuntimeError):
-    """A step needs more pages than are free. Nothing has changed."""
+    """A step needs more pages than are free. The cache is unchanged."""
 
 
 @dataclass
 class Chain:
-    """Slots that one block table names: of all heads of all layers, or of one head of one layer."""
+    """The slots of one block table, which serves all heads of all layers, or one head of one layer."""
 
-    held: int = 0
+    held: int = 0  # slots in use
     pages: list[int] = field(default_factory=list)  # in order
 
 
 @dataclass
 class Request:
-    """What a PagedCache knows of a request."""
+    """The state of one request in a PagedCache."""
 
     prompt: int  # tokens of its prompt
-    chains: list[Chain]  # one, or by head those of each layer in turn
-    seen: int = 0  # tokens computed; the next one's position
-    queries: dict[int, Tensor] = field(default_factory=dict)  # of each layer: [Hq, any, d], of its last tokens
+    chains: list[Chain]  # one, or with by_head one per head, layer by layer
+    seen: int = 0  # tokens computed, which is the next token's position
+    queries: dict[int, Tensor] = field(default_factory=dict)  # by layer: [Hq, tokens, d], its last tokens' queries
 
 
 class PagedCache:
-    """K and V of all layers in pages, for a batch of requests that join, grow, are evicted and leave. ::
+    """K and V of all layers in pages, for a batch of requests that join, grow, are evicted and leave.
 
-        cache = kvops.PagedCache(kvops.KeyDiff(1024), 4096, num_layers=32, kv_heads=8, head_dim=128)
-        a, b = cache.join(prompt=300), cache.join(prompt=70)
-        with cache.step([a, b], [300, 70]) as step:         # step.positions: [2, 300], for the rotation of q and k
-            for layer in range(32):
-                out = step.attend(layer, q, k, v)           # q: [2, Hq, 300, d], k, v: [2, Hk, 300, d], padded behind
-        with cache.step([a, b]) as step: ...                # a token of each
-        cache.leave(a)                                      # its pages are free
+    ```python
+    cache = kvops.PagedCache(kvops.KeyDiff(1024), 4096, num_layers=32, kv_heads=8, head_dim=128)
+    a, b = cache.join(prompt=300), cache.join(prompt=70)
+    with cache.step([a, b], [300, 70]) as step:  # step.positions: [2, 300], to rotate q and k
+        for layer in range(32):
+            out = step.attend(layer, q, k, v)    # q: [2, Hq, 300, d], k, v: [2, Hk, 300, d], right-padded
+    with cache.step([a, b]) as step: ...         # one token of each
+    cache.leave(a)                               # frees its pages
+    ```
 
-    A step takes the new tokens of some requests through all layers. When it ends, each request that holds more than
-    `policy.held` says is evicted: what stays moves to the front of its pages, of all layers in one call, and the pages
-    behind are free again. If it ends by an exception nothing has changed.
+    A step takes the new tokens of some requests through all layers. When it ends, it evicts from each request that
+    holds more slots than `policy.held` allows. The kept slots move to the front of the request's pages, in all layers
+    with one call, and the pages after them are freed. If the step ends with an exception, the cache is unchanged.
 
-    Layers and heads hold equally many slots, so one block table serves them all. What a request holds depends on how
-    many tokens it has seen, never on scores. Policies that look at a prompt's last queries evict at its end.
-    What else is in a batch changes no request's results (but t changes how the attention rounds).
+    All layers and heads hold equally many slots, so one block table serves them all. How many slots a request holds
+    depends on how many tokens it has seen, never on scores. Policies that use a prompt's last queries evict when the
+    prompt ends. The other requests in a batch do not change a request's results (but t changes how the attention
+    rounds).
 
-    With `by_head` each head of each layer has pages of its own from one pool, so heads and layers may hold different
-    numbers of slots (head_mode="adaptive", PyramidKV), and every page that they do not hold is free. Attention takes
-    each head as a request. Such a request is evicted once, when its prompt ends, and how many slots its heads hold then
-    depends on the scores: the host waits for it.
+    With `by_head`, each head of each layer has its own pages from one pool. Heads and layers may then hold different
+    numbers of slots (head_mode="adaptive", PyramidKV), and all pages that they do not need are free. The attention
+    treats each head as a request. Such a request is evicted once, when its prompt ends. How many slots its heads hold
+    then depends on the scores, so the host waits for the device.
 
     Args:
-        policy: with a budget in tokens. Refused are those whose `compress` takes no pages, and LAQ.
-        num_pages: of each layer; by head of the pool.
-        page_size: slots of a page.
-        num_layers, kv_heads, head_dim: of the model.
-        v_head_dim: head_dim if None.
-        by_head: heads may differ in length; needs a policy that scores each head alone and keeps all of decode.
-        dtype, device: of K and V.
+        policy: The eviction policy, with a budget in tokens. Policies whose `compress` takes no pages, and LAQ, are not
+            supported.
+        num_pages: Pages per layer; with `by_head`, pages of the shared pool.
+        num_layers: Number of layers of the model.
+        kv_heads: Number of KV heads per layer.
+        head_dim: Channels of a key.
+        v_head_dim: Channels of a value; None: head_dim.
+        page_size: Slots per page.
+        by_head: Whether heads may hold different numbers of slots. Needs a policy that scores each head on its own and
+            keeps all tokens of decode.
+        dtype: dtype of K and V; None: torch's default.
+        device: Device of K and V; None: torch's default.
 
     Attributes:
-        k, v: lists of each layer's pages, [num_pages, Hk, page_size, d]; by head all layers have the same, [num_pages,
-            1, page_size, d].
-        free: pages that no request has.
+        k: List of each layer's key pages, [num_pages, Hk, page_size, d]. With `by_head` all layers share the same
+            pages, [num_pages, 1, page_size, d].
+        v: The same for values, with v_head_dim channels.
+        free: Number of pages that no request holds.
+
+    Raises:
+        TypeError: `policy` is not a kvops policy, or a size is not an int.
+        ValueError: A size is below 1, or the policy is not supported.
     """
 
     def __init__(
@@ -106,7 +120,7 @@ class PagedCache:
         policy.check_paged_cache(num_layers, by_head)
         self.policy, self.page_size, self.num_layers, self.heads = policy, page_size, num_layers, kv_heads
         self.num_pages, self.by_head = num_pages, by_head
-        #: Rows of a call that a request is, and heads of a row.
+        #: Rows per request in a kernel call, and heads per row.
         self._rows, self._row_heads = (kv_heads, 1) if by_head else (1, kv_heads)
 
         def per_layer(pages: int, *shape: int, dtype: torch.dtype | None) -> list[Tensor]:
@@ -115,7 +129,7 @@ class PagedCache:
 
         shape = self._row_heads, page_size
         self.k, self.v = (per_layer(num_pages, *shape, d, dtype=dtype) for d in dims.values())
-        # Of each slot: its position, and the policy's own numbers. The last page takes what is of no slot.
+        # Per slot: its position, and the policy's own numbers. The last page absorbs writes for index -1.
         kinds = {"positions": torch.int32} | dict.fromkeys(policy.by_slot, torch.float32)
         self._by_slot = {name: per_layer(num_pages + 1, *shape, dtype=kind) for name, kind in kinds.items()}
         self._free = list(range(num_pages - 1, -1, -1))
@@ -127,16 +141,16 @@ class PagedCache:
         return f"PagedCache({self.policy!r}, {len(self)} requests, {self.free} of {self.num_pages} pages free)"
 
     def __len__(self) -> int:
-        """Requests."""
+        """Number of requests."""
         return len(self._requests)
 
     @property
     def free(self) -> int:
-        """Pages that no request has."""
+        """Number of pages that no request holds."""
         return len(self._free)
 
     def join(self, prompt: int) -> int:
-        """A new request with a prompt of so many tokens; returns its number. It takes pages as its tokens come."""
+        """Add a request with a prompt of `prompt` tokens, and return its number. It takes pages as tokens arrive."""
         check_int("PagedCache", "prompt", prompt, 1)
         self._joined += 1
         count = self.num_layers * self.heads if self.by_head else 1
@@ -144,50 +158,56 @@ class PagedCache:
         return self._joined
 
     def leave(self, request: int) -> None:
-        """Forgets a request, whose pages are free then."""
+        """Remove a request and free its pages."""
         found = self._request(request)
         if self._step is not None:
-            raise RuntimeError("PagedCache: leave() must not come within a step")
+            raise RuntimeError("PagedCache: expected leave() outside of a step, got one during a step; end it first")
         for chain in found.chains:
             self._free += reversed(chain.pages)
         del self._requests[request]
 
     def seen(self, request: int) -> int:
-        """Tokens of a request that were computed: the next one's position."""
+        """Return how many tokens of a request have been computed, which is the next token's position."""
         return self._request(request).seen
 
     def held(self, request: int, layer: int = 0, head: int = 0) -> int:
-        """Slots that a head of a layer holds; all alike, unless by head."""
+        """Return how many slots a head of a layer holds. Without `by_head`, all hold equally many."""
         return self._chain(request, layer, head).held
 
     def positions(self, request: int, layer: int = 0, head: int = 0) -> Tensor:
-        """int32 [held]: the logical position of each slot."""
+        """Return the logical position of each slot, int32 [held]."""
         chain = self._chain(request, layer, head)
         pages = self._by_slot["positions"][layer][chain.pages]
         return pages[:, 0 if self.by_head else head].flatten()[: chain.held]
 
     def pages_for(self, requests: Sequence[int], tokens: int | Sequence[int] = 1) -> int:
-        """How many more pages such a step takes, of the `free` ones."""
+        """Return how many of the `free` pages a step with these arguments would take."""
         return sum(self._missing(chain, t) for x, t in self._planned(requests, tokens) for chain in x.chains)
 
     def step(self, requests: Sequence[int], tokens: int | Sequence[int] = 1) -> Step:
-        """Tokens of some requests, to be taken through all layers: a context manager, see `Step`.
+        """Begin a step that takes new tokens of some requests through all layers.
 
         Args:
-            requests: numbers that `join` returned.
-            tokens: how many new tokens each has; one number for all, or each one's own. A request's prompt may come in
-                several steps, but no step goes beyond its end.
+            requests: Numbers that `join` returned.
+            tokens: How many new tokens each request has: one number for all, or one per request. A prompt may come in
+                several steps, but no step may go beyond its end.
+
+        Returns:
+            A context manager, see `Step`.
 
         Raises:
-            OutOfPages: it needs more pages than are free.
+            OutOfPages: The step needs more pages than are free.
+            ValueError: A request is unknown or given twice, or its tokens go beyond the end of its prompt.
+            RuntimeError: Another step has not ended yet.
         """
         if self._step is not None:
-            raise RuntimeError("PagedCache: a step must end before the next one begins")
+            raise RuntimeError("PagedCache: expected the previous step to have ended, got one that is still open")
         planned = self._planned(requests, tokens)
         missing = [[self._missing(chain, t) for chain in x.chains] for x, t in planned]
         if (needed := sum(map(sum, missing))) > self.free:
             raise OutOfPages(
-                f"PagedCache: the step needs {needed} more pages, got {self.free} free of {self.num_pages}"
+                f"PagedCache: the step needs {needed} more pages, got {self.free} free of {self.num_pages}; let a "
+                "request leave, or step fewer requests or tokens"
             )
         last = iter(self._free[::-1])
         step = Step(self, planned, [[[*islice(last, count)] for count in counts] for counts in missing])
@@ -197,14 +217,14 @@ class PagedCache:
 
     def _request(self, request: int) -> Request:
         if request not in self._requests:
-            raise ValueError(f"PagedCache: request must be one that has joined and not left, got {request!r}")
+            raise ValueError(f"PagedCache: expected a request that has joined and not left, got {request!r}")
         return self._requests[request]
 
     def _chain(self, request: int, layer: int, head: int) -> Chain:
         for name, value, most in (("layer", layer, self.num_layers), ("head", head, self.heads)):
             check_int("PagedCache", name, value, 0)
             if value >= most:
-                raise ValueError(f"PagedCache: {name} must be below {most}, got {value}")
+                raise ValueError(f"PagedCache: expected {name} < {most}, got {value}")
         return self._request(request).chains[layer * self.heads + head if self.by_head else 0]
 
     def _missing(self, chain: Chain, tokens: int) -> int:
@@ -213,41 +233,47 @@ class PagedCache:
     def _planned(self, requests: Sequence[int], tokens: int | Sequence[int]) -> list[tuple[Request, int]]:
         counts = [tokens] * len(requests) if isinstance(tokens, int) else list(tokens)
         if not requests or len(set(requests)) != len(requests):
-            raise ValueError(f"PagedCache: requests must be at least one, each once, got {list(requests)}")
+            raise ValueError(f"PagedCache: expected at least one request, each once, got {list(requests)}")
         if len(counts) != len(requests):
-            raise ValueError(f"PagedCache: tokens must be as many as requests, {len(requests)}, got {len(counts)}")
+            raise ValueError(
+                f"PagedCache: expected one entry of tokens per request, {len(requests)}, got {len(counts)}"
+            )
         for number, count in zip(requests, counts):
             check_int("PagedCache", "tokens", count, 1)
             request = self._request(number)
             if request.seen < request.prompt < request.seen + count:
                 raise ValueError(
                     f"PagedCache: a step must not go beyond the prompt's end, expected at most "
-                    f"{request.prompt - request.seen} tokens of request {number}, got {count}"
+                    f"{request.prompt - request.seen} tokens of request {number}, got {count}; use one step per part"
                 )
         return [(self._request(number), count) for number, count in zip(requests, counts)]
 
 
 class Eviction(NamedTuple):
-    """Requests of a step that are evicted by the same rule."""
+    """Requests of a step that are evicted by the same policy."""
 
     policy: Policy
-    requests: list[int]  # of the step
-    kept: dict[int, Tensor]  # of each layer: int64 [requests, Hk, m]
+    requests: list[int]  # indices into the step's requests
+    kept: dict[int, Tensor]  # by layer: int64 [requests, Hk, m], the kept slots
 
 
 class Rows:
-    """The rows of a layer's calls: a request each, or by head as many as it has heads.
+    """The rows of a layer's kernel calls: one per request, or with by_head one per request and head.
 
     Attributes:
-        table: int32 [rows, max_pages], -1 behind a row's pages.
-        lengths: int32 [rows], slots with the new tokens. before: without them.
-        visible: int32 [rows, t], the slots that each new token sees; 0: padding.
-        row, column, page, slot: int64 [all new tokens], where each comes from and goes to.
+        table: int32 [rows, max_pages], -1 after a row's own pages.
+        lengths: int32 [rows], slots in use with the new tokens.
+        before: int32 [rows], slots in use without the new tokens.
+        visible: int32 [rows, t], how many slots each new token sees; 0 for padding.
+        row: int64 [new tokens], the row that each new token comes from.
+        column: int64 [new tokens], its column.
+        page: int64 [new tokens], the page that it is written to.
+        slot: int64 [new tokens], the slot within that page.
     """
 
     def __init__(self, held: list[int], tokens: list[int], pages: list[list[int]], size: int, device: torch.device):
         width = max(map(len, pages))
-        with torch.device("cpu"):  # known here, so nothing waits for a GPU
+        with torch.device("cpu"):  # the host knows these, so nothing waits for a GPU
             table = torch.tensor([x + [-1] * (width - len(x)) for x in pages], dtype=torch.int32)
             before, counts = (torch.tensor(x, dtype=torch.int32) for x in (held, tokens))
             columns = torch.arange(max(tokens), dtype=torch.int32)
@@ -262,10 +288,11 @@ class Rows:
 
 
 class Step:
-    """The new tokens of some requests on their way through the layers; `PagedCache.step` makes it.
+    """A step of some requests through all layers. `PagedCache.step` returns it.
 
     Attributes:
-        positions: int64 [b, t], the logical positions of the new tokens; behind a request's own they count on.
+        positions: int64 [b, t], the logical positions of the new tokens. In the padding after a request's own tokens
+            they count on.
     """
 
     def __init__(self, cache: PagedCache, planned: list[tuple[Request, int]], taken: list[list[list[int]]]):
@@ -285,24 +312,25 @@ class Step:
             pages = [chain for x in self._pages for chain in x[own]]
             rows = Rows(held, tokens, pages, cache.page_size, device)
             self._of_layer.append(rows)
-            new = self.positions.repeat_interleave(count, 0)[rows.row, rows.column].int()[:, None]  # alike in all heads
+            # all heads hold the same positions
+            new = self.positions.repeat_interleave(count, 0)[rows.row, rows.column].int()[:, None]
             for layer in [first // count] if cache.by_head else range(cache.num_layers):
                 cache._by_slot["positions"][layer][rows.page, :, rows.slot] = new
         self._evictions = list(self._due(planned))
-        self._scores: dict[int, Tensor] = {}  # of each layer: fp32 [rows, heads of a row, n]
+        self._scores: dict[int, Tensor] = {}  # by layer: fp32 [rows, heads of a row, n]
         self._queries: dict[int, list[Tensor]] = {}
         self._attended: set[int] = set()
 
     def rows(self, layer: int) -> Rows:
-        """Where a layer's tokens lie."""
+        """Return where a layer's tokens lie."""
         return self._of_layer[layer if self._cache.by_head else 0]
 
     def _due(self, planned: list[tuple[Request, int]]) -> Iterator[Eviction]:
-        """The requests that this step leaves with more than they are to hold, by the rule that says what stays."""
+        """Yield the requests that exceed `policy.held` after this step, grouped by the policy that evicts them."""
         policy, by_rule = self._cache.policy, dict[Policy, list[int]]()
         for row, (x, t) in enumerate(planned):
             n = x.seen + t
-            # By head nothing is evicted but a prompt, at its end, which all heads hold whole.
+            # With by_head, only a prompt is evicted, when it ends. Until then all heads hold all of it.
             held = x.chains[0].held + t if not self._cache.by_head or n == x.prompt else 0
             if policy.held(n, x.prompt) < held:
                 by_rule.setdefault(policy.resumed(x.seen, n, x.prompt), []).append(row)
@@ -320,23 +348,34 @@ class Step:
         softcap: float = 0.0,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Stores a layer's new tokens and computes their causal attention over all that their requests hold.
+        """Store a layer's new tokens and compute their causal attention over all slots of their requests.
 
         Args:
-            layer: each once, in any order.
-            q: [b, Hq, t, d], t the most new tokens of any request; those with fewer are padded behind.
+            layer: The layer's index. A step takes each layer once, in any order.
+            q: [b, Hq, t, d], where t is the largest number of new tokens of any request. Requests with fewer are
+                right-padded.
             k: [b, Hk, t, d].
             v: [b, Hk, t, dv].
-            scale, softcap, sink_logits: as in `kvops.attention`.
+            scale: As in `kvops.attention`.
+            softcap: As in `kvops.attention`.
+            sink_logits: As in `kvops.attention`; not supported with `by_head`.
 
         Returns:
-            [b, Hq, t, dv], zeros behind a request's own tokens.
+            [b, Hq, t, dv], zeros in the padding after a request's own tokens.
+
+        Raises:
+            ValueError: The layer is out of range or was attended before in this step, or q, k and v have other shapes,
+                dtypes or devices than the cache.
+            NotImplementedError: `sink_logits` with `by_head`.
+            RuntimeError: The step has ended.
         """
         cache, policy = self._cache, self._cache.policy
         self._check(layer, q, k, v)
         logits: dict[str, Any] = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
         if cache.by_head and sink_logits is not None:
-            raise NotImplementedError("PagedCache: by_head serves no sink_logits, which differ by head, got some")
+            raise NotImplementedError(
+                "PagedCache: by_head does not support sink_logits, which differ by head; expected sink_logits=None"
+            )
         rows, (k_pages, v_pages) = self.rows(layer), (cache.k[layer], cache.v[layer])
         q_rows, k_rows, v_rows = (x.reshape(len(rows.table), -1, *x.shape[2:]) for x in (q, k, v))
         for pages, x in ((k_pages, k_rows), (v_pages, v_rows)):
@@ -370,7 +409,7 @@ class Step:
         return torch.cat(out, 2).view(*q.shape[:3], -1)
 
     def _select(self, eviction: Eviction, layer: int, logits: dict[str, Any]) -> Tensor:
-        """The slots that stay of a layer: int64 [requests, Hk, m]."""
+        """Select the slots of a layer to keep: int64 [requests, Hk, m]."""
         cache, (policy, requests, _) = self._cache, eviction
         rows, own = self.rows(layer), self._rows_of(requests)
         lengths, place = rows.lengths[own], dict[str, Any](layer=layer, num_layers=cache.num_layers)
@@ -385,9 +424,9 @@ class Step:
             policy.observe(view, queries.reshape(len(own), -1, *queries.shape[2:]), None, logits)
         if not cache.by_head:
             return policy.select(view)
-        assert isinstance(policy, BudgetPolicy)  # as check_paged_cache asks for
+        assert isinstance(policy, BudgetPolicy)  # check_paged_cache requires it
         scores = policy.scores(view).view(len(requests), cache.heads, -1)
-        sizes = scores.new_empty(*scores.shape, 0)  # heads share a budget, so they are heads again
+        sizes = scores.new_empty(*scores.shape, 0)  # rows become heads again, because heads share a budget
         view = View(sizes, sizes, lengths=lengths[:: cache.heads], window=view.window, **place)
         return policy.pick(scores, view)
 
@@ -398,18 +437,18 @@ class Step:
     def _check(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         cache = self._cache
         if cache._step is not self:
-            raise RuntimeError("PagedCache: attend() must come within its step, which has ended")
+            raise RuntimeError("PagedCache: expected attend() within its step, got one after the step has ended")
         check_int("PagedCache", "layer", layer, 0)
         if layer >= cache.num_layers or layer in self._attended:
-            raise ValueError(f"PagedCache: layer must be below {cache.num_layers}, each once in a step, got {layer}")
+            raise ValueError(f"PagedCache: expected layer < {cache.num_layers}, each once per step, got {layer}")
         inference_only("PagedCache", q=q, k=k, v=v)
         (b, t), heads = self.positions.shape, cache.heads
         for name, x, pages in (("k", k, cache.k[layer]), ("v", v, cache.v[layer])):
             want = [b, heads, t, pages.shape[3]]
             if list(x.shape) != want or x.dtype != pages.dtype or x.device != pages.device:
                 raise ValueError(
-                    f"PagedCache: {name} must be {want} {pages.dtype} {pages.device}, got {list(x.shape)} {x.dtype} "
-                    f"{x.device}"
+                    f"PagedCache: {name} must be {want} {pages.dtype} {pages.device}, got {list(x.shape)} "
+                    f"{x.dtype} {x.device}"
                 )
         if q.dim() != 4 or q.shape[0] != b or q.shape[1] % heads or q.shape[2] != t or q.shape[3] != k.shape[3]:
             raise ValueError(
@@ -422,13 +461,13 @@ class Step:
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         cache = self._cache
         if cache._step is not self:
-            raise RuntimeError("PagedCache: the step has ended")
+            raise RuntimeError("PagedCache: expected a step that is open, got one that has ended")
         cache._step = None
         missing = sorted({*range(cache.num_layers)} - self._attended)
         done = False
         try:
             if kind is None and missing:
-                raise RuntimeError(f"PagedCache: a step must attend in every layer, got none in {missing}")
+                raise RuntimeError(f"PagedCache: expected attend() in every layer of a step, got none in {missing}")
             if kind is None:
                 held = self._held()
                 self._evict()
@@ -441,7 +480,7 @@ class Step:
             self._count(held)
 
     def _held(self) -> list[list[int]]:
-        """What each chain of each request holds once the step is over."""
+        """Return how many slots each chain of each request holds once the step is over."""
         cache = self._cache
         after = [x.seen + t for x, t in zip(self._requests, self._tokens)]
         if not cache.by_head:
@@ -455,7 +494,7 @@ class Step:
         return held
 
     def _evict(self) -> None:
-        """Moves what stays to the front, of K and V and of what goes with each slot."""
+        """Move the kept slots to the front: K, V and the per-slot numbers."""
         cache = self._cache
         for layer, scores in self._scores.items():
             by_slot.write(cache._by_slot["scores"][layer], self.rows(layer).table, scores)
@@ -477,7 +516,7 @@ class Step:
                 by_slot.write(*move)
 
     def _count(self, held: list[list[int]]) -> None:
-        """The requests' new lengths, and the pages that are free now."""
+        """Update the requests' lengths and free the pages that they no longer need."""
         cache, policy = self._cache, self._cache.policy
         for row, (x, t) in enumerate(zip(self._requests, self._tokens)):
             x.seen += t
@@ -486,7 +525,7 @@ class Step:
                 chain.held, chain.pages = count, pages[:used]
                 cache._free += reversed(pages[used:])
             if isinstance(policy, QueryPolicy):
-                # The next eviction is of the prompt or of decode, and its step brings at least one query of its own.
+                # The next eviction is at the prompt's end or in decode. Its step computes at least one query itself.
                 last = max(policy.rows_at(n, x.prompt) for n in (x.seen + 1, x.prompt + 1)) - 1
                 x.queries = {layer: q[row][:, -last:].clone() for layer, q in self._queries.items() if last > 0}
 

@@ -1,9 +1,10 @@
-"""What queries observe, for the policies that ask, in pages: those of the last tokens (`LastQueries`), or of all
-(`AllQueries`).
+"""Query observation in paged caches, for policies that score keys by queries.
 
-An observer is made once for layers that share a block table, and asked once in a step for what all of them do then, a
-`Look`. What a layer remembers from one step to the next is `Remembered`. A request that is computed from its first
-token again begins anew.
+`LastQueries` observes with the last tokens' queries, `AllQueries` with all queries.
+
+Layers that share a block table share an observer. In each step the observer returns a `Look`, which every layer then
+calls. `Remembered` holds what a layer remembers from one step to the next. A request that is recomputed from its first
+token starts over.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from ..methods.base import Policy, View
 from ..methods.queries import QueryPolicy
 from . import by_slot
 
-#: Of a block table, int32 [b, max_blocks], a view whose K has its keys, by rows or in pages; those of -1 are anything.
+#: Maps a block table, int32 [b, max_blocks], to a view with its keys, dense or paged. Keys of block -1 are arbitrary.
 Keys = Callable[[Tensor], View]
-#: A copy of keys is of about so many pages: of more it takes longer for each, as the allocator maps its memory anew.
+#: Keys are copied in batches of about this many pages. Larger copies take longer per page, because the allocator maps
+#: their memory again each time.
 PAGES = 128
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The requests of a step, [rows] each.
+    """The requests of a step, one per row.
 
     Attributes:
-        table: int32 [rows, max_blocks] on the device, the blocks of each. The first one names it.
-        starts: int64 on the host, as all that follow: where its tokens begin among the step's.
-        before: tokens computed before the step; after: and with it.
+        table: int32 [rows, max_blocks] on the device, the blocks of each request. The first block identifies it.
+        starts: int64 [rows] on the host, where each request's tokens begin among the step's tokens.
+        before: int64 [rows] on the host, tokens computed before the step.
+        after: int64 [rows] on the host, tokens computed after the step.
     """
 
     table: Tensor
@@ -42,28 +45,28 @@ class Batch:
 
 
 def on(device: torch.device, values: Tensor) -> Tensor:
-    """Values of the host on the device, without waiting for it."""
+    """Copy host values to the device without waiting for it."""
     if device.type == "cuda":
-        values = values.pin_memory()  # of memory that is not pinned, a copy may wait for the stream
+        values = values.pin_memory()  # copies from pageable memory may wait for the stream
     return values.to(device, non_blocking=True)
 
 
 class Remembered:
-    """What a layer remembers beside its cache.
+    """What a layer remembers besides its cache.
 
     Attributes:
-        slots: numbers of each slot, as `by_slot` has them.
+        slots: Per-slot numbers by name, in the layout of `by_slot`.
     """
 
     def __init__(self, shape: Sequence[int], kinds: Mapping[str, torch.dtype], device: torch.device):
-        """shape: num_blocks, Hk, block_size. kinds: of the numbers, by name."""
+        """Allocate the per-slot numbers. shape: (num_blocks, Hk, block_size). kinds: their dtypes by name."""
         self.num_blocks, heads, block_size = shape
         shape = self.num_blocks + 1, heads, block_size
         self.slots = {name: torch.empty(shape, dtype=kind, device=device) for name, kind in kinds.items()}
         self._queries: Tensor | None = None
 
     def last(self, places: int, like: Tensor) -> Tensor:
-        """[at least places, Hq, d]: queries of earlier steps, where a `Look` has put them. like: [any, Hq, d]."""
+        """Return queries of earlier steps, [>= places, Hq, d], where a `Look` wrote them. like: [tokens, Hq, d]."""
         if self._queries is None or len(self._queries) < places:
             known = like[:0] if self._queries is None else self._queries
             room = max(places, 2 * len(known)) - len(known)
@@ -71,53 +74,56 @@ class Remembered:
         return self._queries
 
     def copy_last(self, source: slice, dest: slice) -> None:
-        """Queries of some places to others."""
+        """Copy the queries of some places to others."""
         if self._queries is not None:
             last = self.last(dest.stop, self._queries)
             last[dest] = last[source]
 
 
 class Look(Protocol):
-    """What the queries of a step are to do in each layer."""
+    """What each layer does with the queries of a step."""
 
     def __call__(self, memory: Remembered, query: Tensor, keys: Keys, logits: Mapping[str, Any]) -> Tensor | None:
-        """Remembers what later steps need; the queries that observe in this one's moves, [moves, Hq, rows, d].
+        """Remember what later steps need, and return the queries that score this step's evictions.
 
         Args:
-            memory: of the layer.
-            query: [tokens, Hq, d], of all requests.
-            keys: of the layer's cache, with the step's tokens.
-            logits: see `kvops.methods.queries.Logits`.
+            memory: The layer's memory.
+            query: [tokens, Hq, d], the queries of all requests.
+            keys: Reads the layer's cache, with the step's tokens.
+            logits: Logit options, see `kvops.methods.queries.Logits`.
+
+        Returns:
+            [evictions, Hq, rows, d]; None if nothing is evicted, or if the scores are already in `memory.slots`.
         """
 
 
 class Observer(Protocol):
     def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> Look:
-        """What all layers do in a step.
+        """Return what all layers do in a step.
 
         Args:
-            batch: the requests.
-            ends: of each move its row of the batch, and one past the last token that it looks at.
-            table: int32 [rows, any] on the device, the blocks that each request holds, with the step's.
-            lengths: int64 [rows] on the host, the slots that it uses of them.
+            batch: The requests.
+            ends: For each eviction, the request's row in the batch, and one past the last token that it considers.
+            table: int32 [rows, max_blocks] on the device, each request's blocks, those of the step included.
+            lengths: int64 [rows] on the host, how many slots of its blocks each request uses.
         """
 
 
 class Rings(Protocol):
-    """A small number for each request that lives, which it keeps.
+    """Assigns each live request a small number, which it keeps as long as it lives.
 
     Attributes:
-        most: one past the greatest.
+        most: One past the largest number.
     """
 
     most: int
 
     def of(self, batch: Batch) -> Tensor:
-        """int64 [rows], on the device."""
+        """Return the requests' numbers, int64 [rows], on the device."""
 
 
 def observer(policy: Policy, block_size: int, rings: Rings) -> Observer | None:
-    """What a policy needs: None if it does not look at queries."""
+    """Return the observer that a policy needs; None if it does not use queries."""
     if not isinstance(policy, QueryPolicy):
         return None
     if policy.by_slot:
@@ -126,24 +132,26 @@ def observer(policy: Policy, block_size: int, rings: Rings) -> Observer | None:
 
 
 def check_observed(who: str, policy: Policy) -> None:
-    """Raises for a policy that no observer serves. who: the engine's side."""
+    """Raise ValueError for a policy that no observer supports. who: the integration that error messages name."""
     name = policy.name
     if policy.uses_queries and not isinstance(policy, QueryPolicy):
-        raise ValueError(f"{name}: {who} expects a policy that looks at queries as QueryPolicy does, got {policy!r}")
+        raise ValueError(f"{name}: {who} expects a policy that uses queries to be a QueryPolicy, got {policy!r}")
     if policy.by_slot not in ((), ("scores",)) or (policy.by_slot and not policy.uses_queries):
         raise ValueError(
-            f"{name}: {who} keeps the sums of what queries observed for each slot, and nothing else, expected "
-            f"by_slot=('scores',), got {policy.by_slot!r}"
+            f"{name}: {who} stores only accumulated query scores per slot, expected by_slot=('scores',) of a policy "
+            f"that uses queries, got {policy.by_slot!r}"
         )
     if isinstance(policy, QueryPolicy) and not policy.by_slot and not policy.rows_at(0, 0):
-        raise ValueError(f"{name}: {who} expects a window of at least one query, or by_slot, got {policy!r}")
+        raise ValueError(
+            f"{name}: {who} expects a window of at least one query, or by_slot=('scores',), got {policy!r}"
+        )
 
 
 class LastQueries:
-    """The last `window` queries before the end of what a move looks at, however they came in steps.
+    """Observes with the last `window` queries that an eviction considers, across steps.
 
-    A move's step brings at least the last of them, so window - 1 are remembered of each request, in a ring: that of the
-    token at position p lies at p % (window - 1).
+    The step of an eviction computes at least the last of these queries itself. So each request remembers window - 1
+    queries, in a ring: the query of the token at position p lies at p % (window - 1).
     """
 
     def __init__(self, window: int, rings: Rings):
@@ -152,7 +160,7 @@ class LastQueries:
     def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> LookAtLast:
         device, room = batch.table.device, max(1, self.room)
         ring = self._rings.of(batch) if self.room else torch.zeros_like(batch.table[:, 0])
-        first = batch.starts - batch.before  # the query of position p is the step's first + p, if it is one of its
+        first = batch.starts - batch.before  # the step's query of position p is row first + p
 
         moving, end = torch.tensor(ends, dtype=torch.int64).reshape(-1, 2).unbind(1)
         asked = end[:, None] + torch.arange(-self.window, 0)  # positions
@@ -170,7 +178,7 @@ class LastQueries:
         )
 
     def copy(self, layers: Sequence[Remembered], source: int, dest: int) -> None:
-        """What is remembered of one request is that of another too. source, dest: their rings."""
+        """Copy one request's remembered queries to another. source, dest: their rings."""
         for layer in layers:
             layer.copy_last(*(slice(ring * self.room, (ring + 1) * self.room) for ring in (source, dest)))
 
@@ -180,10 +188,12 @@ class LookAtLast:
     """A step of `LastQueries`.
 
     Attributes:
-        own: bool [moves, window], whether a query is one of the step's; None: all are.
-        rows: int64 [moves, window], then it is this one; places: else it is remembered here.
-        new_rows: int64 [any], the step's queries that are to be remembered; new_places: where.
-        most: places that the memory needs.
+        own: bool [evictions, window], whether a query belongs to this step; None: all do.
+        rows: int64 [evictions, window], the query's row in the step, where `own`.
+        places: int64 [evictions, window], where the query is remembered, where not `own`.
+        new_rows: int64 [queries], rows of the step's queries to remember.
+        new_places: int64 [queries], where to remember them.
+        most: Number of places that the memory needs.
     """
 
     own: Tensor | None
@@ -200,14 +210,14 @@ class LookAtLast:
             if self.own is not None:
                 observing = torch.where(self.own[..., None, None], observing, last[self.places])
             observing = observing.transpose(1, 2)
-        last.index_copy_(0, self.new_places, query.index_select(0, self.new_rows))  # not before the last ones were read
+        last.index_copy_(0, self.new_places, query.index_select(0, self.new_rows))  # after the old ones have been read
         return observing
 
 
 class AllQueries:
-    """All queries observe all that their requests hold at the time, and what they observe is added up slot by slot.
+    """Observes with all queries, each over the slots that its request holds at the time. Scores accumulate per slot.
 
-    The engine's attention leaves no weights behind, so they are computed once more.
+    The engine's attention returns no weights, so this recomputes them.
     """
 
     def __init__(self, rule: QueryPolicy, block_size: int):
@@ -224,7 +234,7 @@ class AllQueries:
         return LookOfAll(self.rule, calls)
 
     def _call(self, starts: Tensor, table: Tensor, rows: Tensor, lengths: Tensor, count: int) -> Call:
-        """Of requests with as many new tokens each."""
+        """Return the call for requests that have `count` new tokens each."""
         pages = -(-int(lengths.max()) // self.block_size)
         columns, slots = torch.arange(pages), torch.arange(pages * self.block_size)
         new, device = torch.arange(count), table.device
@@ -237,12 +247,12 @@ class AllQueries:
 
 
 class Call(NamedTuple):
-    """Requests of a step with as many new tokens each."""
+    """Requests of a step that have equally many new tokens."""
 
-    rows: Tensor  # int64 [b, t], of the step's queries
-    table: Tensor  # int32 [b, pages], -1 behind what they hold
-    visible: Tensor  # int32 [b, t], the slots that each query sees
-    known: Tensor  # bool [b, 1, pages * block_size], those that had been observed before
+    rows: Tensor  # int64 [b, t], rows of the step's queries
+    table: Tensor  # int32 [b, pages], -1 after a request's own pages
+    visible: Tensor  # int32 [b, t], how many slots each query sees
+    known: Tensor  # bool [b, 1, pages * block_size], slots observed in earlier steps
 
 
 @dataclass
@@ -255,6 +265,6 @@ class LookOfAll:
     def __call__(self, memory: Remembered, query: Tensor, keys: Keys, logits: Mapping[str, Any]) -> None:
         for rows, table, visible, known in self.calls:
             scores = self.rule.summed(query[rows].transpose(1, 2), keys(table), visible, None, None, logits)
-            assert scores is not None  # as there are rows
+            assert scores is not None  # there is at least one row
             sums = memory.slots["scores"]
             by_slot.write(sums, table, scores.add_(torch.where(known, by_slot.read(sums, table), 0.0)))

@@ -1,4 +1,4 @@
-"""Caches that give tokens the positions of their slots."""
+"""Caches that rotate tokens at the positions of their slots."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..ops import rope_at_slots, window_attention
 from ..rope import Rope, Tables
 from .base import Cache, Eviction, check_step, check_tokens
 
-#: Rows of a step, with a draft's, whose attention rotates keys as it reads them. More are a chunk of a prompt, for
-#: which K is rotated once.
+#: Steps of at most this many rows, drafts included, rotate keys as the attention reads them. Longer steps are prompt
+#: chunks, and K is rotated once for them.
 DECODE_ROWS = 16
 
 
 class SlotCache(Cache):
-    """A cache whose tokens have the positions of their slots: 0, 1, ..., without the gaps of evicted ones; see `Cache`.
+    """A cache whose tokens take the positions of their slots: 0, 1, ..., without gaps for evicted ones; see `Cache`.
 
-    The second half of a step has to follow the first: `append` hands on the new tokens, and `attention` rotates, stores
-    and evicts.
+    `attention` must follow each `append`: `append` only passes the new tokens on, and `attention` rotates, stores and
+    evicts.
     """
 
     rope: Rope
@@ -46,7 +46,10 @@ class SlotCache(Cache):
         softcap: float = 0.0,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """As `Cache.attend`. positions: int64 [t] or [b, t], where q and k are rotated; None: they are not (yet)."""
+        """Store, attend and evict, as `Cache.attend`.
+
+        positions: int64 [t] or [b, t], the positions that q and k are rotated at; None: they are not rotated.
+        """
         self._check(k, v)
         check_tokens(self.name, k)
         with self.undone_on_error():
@@ -58,29 +61,29 @@ class SlotCache(Cache):
     def attention(
         self, q: Tensor, k_step: Tensor, v_step: Tensor, *, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """As `Cache.attention`; positions as in `attend`."""
+        """Compute the attention of the tokens just appended, as `Cache.attention`. positions: as in `attend`."""
         who, t = self.name, k_step.shape[2]
         check_step(who, q, k_step, self._due)
         positions = self._check_positions(positions, k_step)
         with self.undone_on_error():
             n, pads = len(self), self._pads_with(t)
             interleaved = self.rope.interleaved
-            turn, back, tables = self._tables(positions, n, t, pads, k_step.device)
-            q = rope_at_slots(q, *turn, interleaved=interleaved)
+            to_slots, back, tables = self._tables(positions, n, t, pads, k_step.device)
+            q = rope_at_slots(q, *to_slots, interleaved=interleaved)
             if self.storage == "post_rope":
-                k, v = self._extend(rope_at_slots(k_step, *turn, interleaved=interleaved), v_step)
+                k, v = self._extend(rope_at_slots(k_step, *to_slots, interleaved=interleaved), v_step)
                 out = attention(q, k, v, starts=pads, **options).out
             else:
                 plain = k_step if back is None else rope_at_slots(k_step, *back, interleaved=interleaved)
                 k, v = self._extend(plain, v_step)
                 cos, sin = tables
                 if t <= DECODE_ROWS:
-                    turned: dict[str, Any] = dict(cos=cos, sin=sin, interleaved=interleaved)
+                    rotation: dict[str, Any] = dict(cos=cos, sin=sin, interleaved=interleaved)
                     visible = torch.arange(n + 1, n + t + 1, dtype=torch.int32, device=q.device)
-                    out, _, _ = window_attention(q, k, v, visible, starts=pads, scores=False, **turned, **options)
+                    out, _, _ = window_attention(q, k, v, visible, starts=pads, scores=False, **rotation, **options)
                 else:
                     read = torch.empty_like(k, memory_format=torch.contiguous_format)
-                    rope_at_slots(k_step, *turn, interleaved=interleaved, out=read[:, :, n:])
+                    rope_at_slots(k_step, *to_slots, interleaved=interleaved, out=read[:, :, n:])
                     old = cos[..., :n, :], sin[..., :n, :]
                     rope_at_slots(k[:, :, :n], *old, interleaved=interleaved, out=read[:, :, :n])
                     out = attention(q, read, v, starts=pads, **options).out
@@ -91,8 +94,8 @@ class SlotCache(Cache):
     def _tables(
         self, positions: Tensor | None, n: int, t: int, pads: Tensor | None, device: torch.device
     ) -> tuple[Tables, Tables | None, Tables]:
-        """What turns the t new tokens to their slots, and to no rotation (None: they have none), and all n + t from
-        none to theirs."""
+        """Return three rotations: of the t new tokens to their slots; of the new tokens back to unrotated (None if they
+        are unrotated); and of all n + t unrotated tokens to their slots."""
         rope = self.rope
         if pads is None:
             return *rope.new_slots(positions, n, t, device), rope.first(n + t, device)
@@ -103,9 +106,9 @@ class SlotCache(Cache):
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self._due:
             raise RuntimeError(
-                f"{self.name}: the attention of the last {self._due} tokens was never computed, and with "
-                "rope= that is what stores them; call attend(), or attention() after append() (with transformers: "
-                "kvops.hf.use_attention(model))"
+                f"{self.name}: expected attention() after each append(), because with rope= it stores the tokens, got "
+                f"none for the last {self._due} tokens; call attend(), or attention() after append() (with "
+                "transformers: kvops.hf.use_attention(model))"
             )
         self._due = k.shape[2]
         return k, v
@@ -123,7 +126,7 @@ class SlotCache(Cache):
 
     @staticmethod
     def _slots(n: int, pads: Tensor | None, device: torch.device) -> Tensor:
-        """The positions of n slots: int64 [n]; of rows that begin with padding [b, n], 0 there."""
+        """Return the positions of n slots: int64 [n], or [b, n] for rows that begin with padding, whose slots are 0."""
         slots = torch.arange(n, device=device)
         return slots if pads is None else (slots - pads[:, None]).clamp(min=0)
 

@@ -1,20 +1,21 @@
-"""Full-attention layers that evict in transformers' continuous batching: an allocator of its registry.
+"""An allocator for transformers' continuous batching whose full-attention layers evict.
 
-The only module of kvops that reads the engine's own classes, which are not documented. `check_hooks` compares them with
-what is used here.
+This is the only module of kvops that uses the engine's own classes, which are undocumented. `check_hooks` verifies that
+they have the methods and parameters used here.
 
-The engine asks the allocator how many slots a request takes, writes new tokens to the slots that it names, reads those
-that it names, and counts as many keys of the request as `get_seqlen_k` says, which is not told the request. So what a
-request holds has to follow from the number of its tokens alone: `Policy.held`. Where the engine has `past_length`
-tokens, this allocator has held(past_length) slots, and everything else is the engine's. A step of a request with q
-tokens goes from held(n) to held(n) + q slots, and ends with held(n + q):
+The engine asks the allocator how many slots a request needs, which slots to write new tokens to, which slots to read,
+and how many keys a request has (`get_seqlen_k`). The last call does not name the request. So the number of slots that a
+request holds must depend only on its number of tokens: `Policy.held`. Where the engine counts `past_length` tokens,
+this allocator counts held(past_length) slots. Everything else is the engine's own code. In a step with q tokens, a
+request goes from held(n) to held(n) + q slots, and ends with held(n + q):
 
-1. `allocate_cache_to_request`: blocks for held(n) + q slots. Several steps may bring the prompt (chunked prefill).
-2. `get_write_indices`: the request is in the step; it is due if it will hold more than held(n + q).
-3. `update`, for each layer: the engine's own, which hands copies of K and V to the attention. For policies that look at
-   queries, `handover` has brought those of the layer. With the last layer all requests that are due are evicted, in all
-   layers: what stays moves to the front of their blocks, and the blocks behind go back to the pool, before the engine
-   schedules the next step.
+1. `allocate_cache_to_request` allocates blocks for held(n) + q slots. A prompt may come in several steps (chunked
+   prefill).
+2. `get_write_indices` adds the request to the step. It must be evicted if it would hold more than held(n + q) slots.
+3. `update` runs for each layer. The engine's own `update` returns copies of K and V for the attention. For policies
+   that use queries, `handover` has delivered the layer's queries. After the last layer, all requests that exceed held(n
+   + q) are evicted in all layers: the kept slots move to the front of their blocks, and the blocks after them return to
+   the pool before the engine schedules the next step.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from ..ops import compact_kv_
 from .handover import Handed, hand_over
 
 FULL_ATTENTION = "full_attention"
-#: One engine is made at a time: what the registry holds meanwhile is for that one.
+#: Held while an engine is created, because the registry then holds that engine's allocator.
 _registry = threading.Lock()
-#: The parameters that the engine hands to what is overridden or called here.
+#: The parameters of the engine's methods that this module overrides or calls.
 _HOOKS = {
     "needs_new_blocks": "request_id past_length query_length",
     "allocate_cache_to_request": "request_id past_length query_length",
@@ -57,7 +58,7 @@ _HOOKS = {
 
 
 def check_hooks() -> None:
-    """RuntimeError if the engine's classes are not those that this module was written for."""
+    """Raise RuntimeError if the engine's classes are not the ones that this module was written for."""
     for name, parameters in _HOOKS.items():
         hook = getattr(FullAttentionCacheAllocator, name, None)
         got = " ".join([*inspect.signature(hook).parameters][1:]) if hook else "none"
@@ -75,21 +76,21 @@ def _changed(expected: str, got: object) -> RuntimeError:
     import transformers
 
     return RuntimeError(
-        "continuous_batching: the engine of the installed transformers is another than the one this was written for, "
-        f"expected {expected}, got {got} in transformers {transformers.__version__}"
+        "continuous_batching: the installed transformers has a different engine than the one this was written for: "
+        f"expected {expected}, got {got} in transformers {transformers.__version__}; install a tested version"
     )
 
 
 @dataclass
 class Batching:
-    """What `kvops.hf.continuous_batching` yields: what its engines have evicted so far.
+    """What `kvops.hf.continuous_batching` yields: counts of what its engines have evicted so far.
 
     Attributes:
-        policy: of all engines made in the block.
-        evictions: how often a request was evicted.
-        tokens: that were evicted, per head and layer.
-        blocks: that evictions gave back to the engine's pool, each of `page_size` tokens in all evicting layers.
-        most_blocks: the most that a request has had.
+        policy: The policy of all engines made in the block.
+        evictions: How many times a request was evicted.
+        tokens: Evicted tokens, per head and layer.
+        blocks: Blocks that evictions returned to the engine's pool, each of `page_size` tokens in all evicting layers.
+        most_blocks: The most blocks that any request has had.
     """
 
     policy: Policy
@@ -99,29 +100,30 @@ class Batching:
     most_blocks: int = 0
 
     def stats(self) -> str:
-        """A line about it."""
+        """Return the counts as a line of text."""
         return (
-            f"{self.evictions} evictions of {self.tokens} tokens per head and layer, which gave back {self.blocks} "
-            f"blocks; no request had more than {self.most_blocks}"
+            f"{self.evictions} evictions of {self.tokens} tokens per head and layer, which freed {self.blocks} blocks; "
+            f"no request had more than {self.most_blocks}"
         )
 
 
 class Row(NamedTuple):
-    """A request of a step. It is evicted when the step ends if it holds more than it is to keep."""
+    """A request of a step. It is evicted at the end of the step if it holds more than `keep` slots."""
 
     request: str
-    start: int  # of its tokens among the step's
-    before: int  # tokens computed before the step,
-    n: int  # and with it
-    held: int  # slots with the step's tokens
-    keep: int
+    start: int  # where its tokens begin among the step's
+    before: int  # tokens computed before the step
+    n: int  # tokens computed after the step
+    held: int  # slots in use, the step's tokens included
+    keep: int  # slots to keep
 
 
 class Rings:
-    """See `kvops.cache.queries.Rings`.
+    """Implements `kvops.cache.queries.Rings` for the engine's request ids.
 
-    Attributes:
-        step: the requests of the step.
+    Args:
+        step: The requests of the current step. The allocator updates this list.
+        device: Where `of` returns its numbers.
     """
 
     def __init__(self, step: list[Row], device: torch.device):
@@ -134,14 +136,14 @@ class Rings:
             if x.request not in self._of:
                 if x.before:
                     raise RuntimeError(
-                        f"continuous_batching: expected to have seen the queries of {x.request} from its first token "
-                        f"on, got none of its first {x.before}"
+                        f"continuous_batching: expected the queries of request {x.request} from its first token on, "
+                        f"got none of its first {x.before}"
                     )
                 self.join(x.request)
         return on(self._device, torch.tensor([self._of[x.request] for x in self._step]))
 
     def join(self, request: str) -> int:
-        """The number of a new request."""
+        """Assign a number to a new request and return it."""
         if not self._free:
             self._free.append(self.most)
             self.most += 1
@@ -157,16 +159,16 @@ class Rings:
 
 
 class EvictingAllocator(FullAttentionCacheAllocator):
-    """The full-attention layers of one engine, evicted by a policy; `kind` makes the class to register."""
+    """Allocates the full-attention layers of one engine and evicts from them. `kind` makes the class to register."""
 
-    supports_block_sharing = False  # blocks that were compacted are no longer those of their tokens
-    supports_block_table = False  # a kernel that writes new tokens itself takes lengths that no allocator sees
-    text: ClassVar[PreTrainedConfig]  # the model's
+    supports_block_sharing = False  # after compaction a block no longer holds the tokens that requests share
+    supports_block_table = False  # a kernel that writes new tokens itself uses lengths that bypass the allocator
+    text: ClassVar[PreTrainedConfig]  # the text config of the engine's model
     batching: ClassVar[Batching]
 
     @staticmethod
     def kind(text: PreTrainedConfig, batching: Batching) -> type[EvictingAllocator]:
-        """The class for the engine of one model; the engine of any other, made meanwhile, gets its own allocator."""
+        """Return the class for one model's engine. Engines of other models still get transformers' own allocator."""
         return type("EvictingAllocator", (EvictingAllocator,), {"text": text, "batching": batching})
 
     def __new__(cls, *args: Any, config: PreTrainedConfig, **options: Any) -> Any:
@@ -178,13 +180,13 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         super().__init__(*args, **options)
         self.policy = self.batching.policy
         self._step: list[Row] = []
-        #: Of requests that were evicted: int32 [layers, Hk, held then], the positions of their first slots; the others
-        #: follow on.
+        #: For requests that were evicted: int32 [layers, Hk, slots], the positions of the slots kept then. Later slots
+        #: count on from there.
         self._positions: dict[str, Tensor] = {}
 
     def register_cache_tensor(self, *args: Any, **options: Any) -> None:
         super().register_cache_tensor(*args, **options)
-        #: Of each layer: [all blocks, Hk, page, d], views of the engine's memory, by the blocks' numbers.
+        #: By layer: [all blocks, Hk, page, d], views of the engine's memory, indexed by block number.
         layers = self._blocks().unbind(1)
         self._k, self._v = ([layer[:, part].transpose(1, 2) for layer in layers] for part in (0, 1))
         last = self.num_blocks - 1
@@ -200,47 +202,47 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         self._remembered = [Remembered(shape, kinds, self.cache_tensor.device) for _ in self.layer_indices]
         self._handed: Handed | None = None
         self._look: Look | None = None
-        self._observing: list[tuple[Tensor | None, dict[str, Any]]] = []  # of each layer
+        self._observing: list[tuple[Tensor | None, dict[str, Any]]] = []  # by layer
         if self._observer is not None:
             hand_over()
 
     def _blocks(self) -> Tensor:
-        """[all blocks, layers, 2, page, Hk, d] of the engine's memory."""
+        """Return the engine's memory as [all blocks, layers, 2, page, Hk, d]."""
         shape = (-1, self.pages_per_block, 2, self.tokens_per_page, self.num_key_value_heads, self.head_dim)
         return self.cache_tensor.view(shape)
 
     def most_held(self, limit: int) -> int:
-        """No request holds more slots than this, nor than `limit`."""
+        """Return an upper bound on the slots of any request, at most `limit`."""
         policy = self.policy
         if not isinstance(policy, (DecodePolicy, QueryPolicy)):
             return limit
-        assert isinstance(policy.budget, int)  # as `continuous_batching` asks for
+        assert isinstance(policy.budget, int)  # `continuous_batching` requires it
         return min(limit, policy.budget + policy.spare(policy.budget))
 
     def held(self, n: int) -> int:
-        """Slots of a request that n tokens were computed of. No policy that is served asks for the prompt's length."""
+        """Return the slots of a request with n computed tokens. No supported policy depends on the prompt's length."""
         return held(self.policy, n)
 
-    # ---- what the engine asks: `past_length` tokens are held(past_length) slots ----
+    # ---- the engine's calls, with held(past_length) slots for `past_length` tokens ----
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
         return super().needs_new_blocks(request_id, self.held(past_length), query_length)
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         if self._step:
-            # A graph that is replayed calls no `update`; its requests would go on with slots that nothing has moved.
+            # A replayed graph calls no `update`, so its requests would continue with slots that have not been moved.
             raise RuntimeError(
-                "continuous_batching: a step ended without the eviction of its requests, expected that `update` is "
-                f"called for all layers, got none for the last one; in the step were {[x.request for x in self._step]}"
+                "continuous_batching: expected `update` to be called for all layers of a step, got no call for the "
+                f"last one, so requests {[x.request for x in self._step]} were not evicted"
             )
         super().allocate_cache_to_request(request_id, self.held(past_length), query_length)
         self.batching.most_blocks = max(self.batching.most_blocks, len(self.block_table[request_id]))
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
         held = self.held(past_length)
-        if held > self.most_held(held):  # the scheduler counts on it, and the engine clears no more of its mask
+        if held > self.most_held(held):  # the scheduler relies on it, and the engine clears no more of its mask
             raise RuntimeError(
-                f"continuous_batching: {self.policy!r} must hold at most its budget and its buffer, "
+                f"continuous_batching: {self.policy!r} must hold at most its budget and its buffer, expected at most "
                 f"{self.most_held(held)} tokens, got {held}"
             )
         return super().get_seqlen_k(held, query_length)
@@ -272,7 +274,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
             for pool in layer.slots.values():
                 pool[dest] = pool[source]
         if ring is not None:
-            assert isinstance(self._observer, LastQueries)  # as others have no rings
+            assert isinstance(self._observer, LastQueries)  # only this observer assigns rings
             self._observer.copy(self._remembered, ring, self._rings.join(dest_request_id))
         return source, dest
 
@@ -289,7 +291,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         return copies
 
     def take(self, handed: Handed) -> None:
-        """What the layer that is updated next attends with."""
+        """Receive the queries of the layer that is updated next."""
         self._handed = handed
 
     # ---- eviction ----
@@ -299,14 +301,14 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         return [x for x in self._step if x.keep < x.held]
 
     def _observe(self, layer: int) -> None:
-        """Remembers what a layer's queries observe, and those that observe in this step's evictions."""
+        """Let a layer's queries observe, and keep the queries that score this step's evictions."""
         handed, self._handed = self._handed, None
         if handed is None:
-            raise _changed("an attention that `kvops.hf.handover` has wrapped", "none for a layer's queries")
+            raise _changed("an attention that `kvops.hf.handover` has wrapped", "a layer without queries")
         if layer == 0:
             self._look, self._observing = self._looking(), []
         if self._look is None or len(self._observing) != layer:
-            raise _changed("an `update` of each layer in order", f"one of layer {self.layer_indices[layer]}")
+            raise _changed("an `update` for each layer in order", f"one for layer {self.layer_indices[layer]}")
 
         def keys(table: Tensor) -> View:
             return View(self._k[layer], self._v[layer], block_table=table)
@@ -319,12 +321,12 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         rows = self._step
         table = self._table(rows)
         ends = [(row, x.n) for row, x in enumerate(rows) if x.keep < x.held]
-        with torch.device("cpu"):  # whatever the default device
+        with torch.device("cpu"):  # regardless of the default device
             starts, before, after, lengths = torch.tensor([(x.start, x.before, x.n, x.held) for x in rows]).unbind(1)
             return self._observer.step(Batch(table, starts, before, after), ends, table, lengths)
 
     def _evict(self) -> None:
-        """Evicts what is due: selects by rule and layer, for all its requests; then moves by rule, all layers."""
+        """Evict all due requests: select per rule and layer, for all its requests at once; then move all layers."""
         by_rule: dict[Policy, list[int]] = {}
         for i, x in enumerate(due := self._due):
             by_rule.setdefault(rule_of(self.policy, x), []).append(i)
@@ -340,8 +342,12 @@ class EvictingAllocator(FullAttentionCacheAllocator):
                 self._give_back(x)
 
     def _select(self, rule: Policy, due: list[Row], own: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """The block table of some of the requests that are due, int32 [b, blocks], and of all layers the positions of
-        their slots, int32 [layers, b, Hk, slots], and the slots that stay, int64 [layers, b, Hk, m], -1 last."""
+        """Select the slots to keep for some of the due requests.
+
+        Returns:
+            The requests' block table, int32 [b, blocks]; the positions of their slots, int32 [layers, b, Hk, slots];
+            and the slots to keep, int64 [layers, b, Hk, m], -1 last.
+        """
         device, layers, rows = self.cache_tensor.device, self.pages_per_block, [due[i] for i in own]
         table = self._table(rows)
         with torch.device("cpu"):
@@ -359,15 +365,15 @@ class EvictingAllocator(FullAttentionCacheAllocator):
                     rule.observe(view, observing[own], None, logits)
             kept.append(rule.select(view))
         got = torch.stack([(x >= 0).sum(-1) for x in kept])
-        if not torch.equal(got, keep[:, None].expand_as(got)):  # the next step would read slots that hold nothing
+        if not torch.equal(got, keep[:, None].expand_as(got)):  # the next step would read empty slots
             raise RuntimeError(
-                f"continuous_batching: {rule!r} must leave what its `held` says, expected {keep.tolist()} of "
-                f"{lengths.tolist()} slots, got {got.tolist()} of each layer, request and head"
+                f"continuous_batching: {rule!r} must keep as many slots as its `held` returns, expected "
+                f"{keep.tolist()} of {lengths.tolist()} slots, got {got.tolist()} by layer, request and head"
             )
         return table, positions, torch.stack(kept)
 
     def _view(self, rule: Policy, layer: int, table: Tensor, lengths: Tensor) -> View:
-        """What a rule looks at: pages, or for those that take none a copy of their rows."""
+        """Return a rule's view of a layer: its pages, or a dense copy for rules that do not support pages."""
         k, v = self._k[layer], self._v[layer]
         where: dict[str, Any] = dict(lengths=lengths, layer=layer, num_layers=self.pages_per_block)
         if rule.paged:
@@ -376,15 +382,15 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         return View(k, v, **where)
 
     def _table(self, rows: list[Row]) -> Tensor:
-        """int32 [rows, blocks]: the blocks in use, -1 behind."""
+        """Return the blocks in use, int32 [rows, blocks], -1 after a row's own blocks."""
         tables = [self.block_table[x.request][: self._blocks_of(x.held)] for x in rows]
         width = max(map(len, tables))
-        with torch.device("cpu"):  # known here, so nothing waits for a GPU
+        with torch.device("cpu"):  # the host knows these, so nothing waits for a GPU
             table = torch.tensor([x + [-1] * (width - len(x)) for x in tables], dtype=torch.int32)
         return on(self.cache_tensor.device, table)
 
     def _positions_of(self, x: Row, width: int) -> Tensor:
-        """int32 [layers, Hk, width]: the positions of a request's slots, and anything behind."""
+        """Return the positions of a request's slots, int32 [layers, Hk, width]; entries after them are arbitrary."""
         heads, device = (self.pages_per_block, self.num_key_value_heads), self.cache_tensor.device
         known = self._positions.get(x.request, torch.empty(*heads, 0, dtype=torch.int32, device=device))
         first = x.n - x.held + known.shape[2]
@@ -392,7 +398,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         return torch.cat((known, new.expand(*heads, -1)), 2)
 
     def _give_back(self, x: Row) -> None:
-        """The blocks behind what a request keeps are the pool's again."""
+        """Return the blocks after a request's kept slots to the pool."""
         table = self.block_table[x.request]
         behind = table[self._blocks_of(x.keep) :]
         del table[self._blocks_of(x.keep) :]
@@ -406,21 +412,21 @@ class EvictingAllocator(FullAttentionCacheAllocator):
 
 
 def held(policy: Policy, n: int) -> int:
-    """Slots of a request that n tokens were computed of, whatever its prompt."""
-    if isinstance(policy, QueryPolicy):  # of which some hold a whole prompt elsewhere, and all of decode
+    """Return the slots of a request with n computed tokens, whatever its prompt."""
+    if isinstance(policy, QueryPolicy):  # `held` of some would keep a whole prompt, and all tokens of decode
         return policy.cycled(n)
     return policy.held(n, n)
 
 
 def rule_of(policy: Policy, x: Row) -> Policy:
-    """The policy whose `select` leaves what a request is to keep."""
+    """Return the policy whose `select` keeps as many slots as the request should."""
     if isinstance(policy, QueryPolicy):
         return replace(policy, budget=x.keep)
     return policy.resumed(x.before, x.n, x.n)
 
 
 def evicting_engine(make: Callable[[], Any], text: PreTrainedConfig, batching: Batching) -> Any:
-    """What `make` returns, which makes the engine of a model, with layers that evict."""
+    """Call `make`, which creates a model's engine, so that the engine's layers evict, and return its result."""
     kind, registry = EvictingAllocator.kind(text, batching), engine.ATTN_TYPE_TO_ALLOCATOR
     with _registry:
         before = registry[FULL_ATTENTION]
@@ -434,15 +440,16 @@ def evicting_engine(make: Callable[[], Any], text: PreTrainedConfig, batching: B
 
 
 def has_full_attention(text: PreTrainedConfig) -> bool:
-    """Whether the engine of a model has layers to evict from."""
+    """Return whether a model's engine has layers to evict from."""
     return FULL_ATTENTION in engine.group_layers_by_attn_type(text)
 
 
 def _adapt(cache: Any) -> None:
-    """Lets the engine's scheduler count the slots that requests hold.
+    """Make the engine's scheduler count slots instead of tokens.
 
-    In every step it reads at most as many slots as there are, and takes a request's tokens for its slots, up to
-    `read_cache_limit`. A request of more tokens than there are slots would wait for ever.
+    In each step the engine reads at most as many slots as exist. Up to `read_cache_limit`, its scheduler assumes that a
+    request has one slot per token. Without a lower limit, a request with more tokens than slots exist would wait
+    forever.
     """
     made = cache.cache_allocators.get(FULL_ATTENTION)
     if not isinstance(made, EvictingAllocator):

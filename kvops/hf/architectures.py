@@ -1,8 +1,8 @@
-"""Which models of transformers `kvops.hf` serves, by the type of their text model (`config.model_type`).
+"""Which models of transformers `kvops.hf` supports, by the type of their text model (`config.model_type`).
 
-Each row is what tests/test_hf_architectures.py has seen of a tiny model of that type: its logits with a cache that
-evicts, against those with a mask that hides what was evicted. A type without a row has never been tried.
-docs/architectures.md is made from this table.
+tests/test_hf_architectures.py checks each row with a tiny model of that type: its logits with a cache that evicts must
+equal its logits with a mask that hides the evicted tokens. A type without a row is untested. docs/architectures.md is
+generated from this table.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from transformers import PreTrainedConfig
 
 
 class Architecture(NamedTuple):
-    """What of `kvops.hf` serves a type of model: None, or why not."""
+    """Why a type of model is not supported; None where it is."""
 
-    cache: str | None = None  # KVCache
-    attention: str | None = None  # use_attention, which only some methods need
+    cache: str | None = None  # by KVCache
+    attention: str | None = None  # by use_attention, which only some methods need
 
 
-_ALIBI = "it makes its ALiBi distances from the number of cached slots, so evicted tokens would move the others closer"
-_LOCAL = "its local layers count the slots of the cache, so evicted tokens would widen their window"
+_ALIBI = "it computes ALiBi distances from the number of cached slots, so eviction would move the kept tokens closer"
+_LOCAL = "its local layers count cached slots, so eviction would widen their window"
 _ENCODER = "encoder-decoder models need two caches"
-_NO_CACHE = "it has no cache, or one of its own"
-_BIASES = "its position biases are made for a cache that holds every token"
+_NO_CACHE = "it has no cache, or its own kind of cache"
+_BIASES = "its position biases expect a cache that holds every token"
 _CROSS = "its cross-attention layers keep the image's keys in the same cache"
-_HEADS = "it pairs the keys of one head with values of another, so heads cannot keep tokens of their own"
-_BLOCKS = "its sparse attention counts blocks of cached slots, so evicted tokens would move the others to other blocks"
+_HEADS = "it pairs the keys of one head with the values of another, so heads cannot keep different tokens"
+_BLOCKS = "its sparse attention counts blocks of cached slots, so eviction would move the kept tokens to other blocks"
 
 _ITSELF = "it computes its attention itself, without the AttentionInterface of transformers"
-_LATENT = "it makes keys and values of the cached latents after the cache, so a method never sees what the queries meet"
-_CHANGED = "it changes keys or values after the cache, so a method never sees what the queries meet"
-_SPARSE = "an indexer chooses the tokens that its attention reads"
+_LATENT = "it computes keys and values from cached latents, so a method never sees the keys that its queries meet"
+_CHANGED = "it changes keys or values after the cache, so a method never sees the keys that its queries meet"
+_SPARSE = "an indexer selects the tokens that its attention reads"
 _BIAS = "it adds a position bias to the logits"
 
 _TABLE: dict[Architecture, str] = {
@@ -73,7 +73,7 @@ ARCHITECTURES = {name: served for served, names in _TABLE.items() for name in na
 
 
 def name_of(config: PreTrainedConfig) -> str:
-    """The name of a text model's row: its type, or "falcon:alibi"."""
+    """Return the name of a text model's row: its type, or "falcon:alibi"."""
     return config.model_type + (":alibi" if config.model_type == "falcon" and config.alibi else "")
 
 
@@ -81,15 +81,15 @@ _warned: set[type] = set()
 
 
 def lookup(text: PreTrainedConfig) -> Architecture:
-    """What is known of a text model. Warns where nothing is, once for each class."""
+    """Return what is known about a text model. Warn once per config class if it is untested."""
     known = ARCHITECTURES.get(name_of(text))
     if known is not None and type(text).__module__.startswith("transformers."):
         return known
     if type(text) not in _warned:
         _warned.add(type(text))
         warnings.warn(
-            f"kvops.hf has never been tried with the model of {type(text).__name__} (type {text.model_type!r}): first "
-            "compare what it writes with kvops.Full() and with a cache of transformers",
+            f"kvops.hf is untested with the model of {type(text).__name__} (type {text.model_type!r}): first compare "
+            "the text it generates with kvops.Full() and with a cache of transformers",
             stacklevel=4,
         )
     return Architecture()

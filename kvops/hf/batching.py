@@ -1,7 +1,8 @@
 """`with continuous_batching(model, policy)`: eviction in transformers' engine for many requests.
 
-Not called `continuous_batching.py`: `kvops.hf.continuous_batching` is the function, which a module of that name would
-hide. What is the engine's is in `allocator.py`, which a transformers without that engine cannot import.
+The module is not called `continuous_batching.py`, because that name would hide the function
+`kvops.hf.continuous_batching`. Everything that needs the engine's classes is in `allocator.py`, which cannot be
+imported with a transformers that lacks them.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from .cache import check
 if TYPE_CHECKING:
     from .allocator import Batching
 
-MIN_TRANSFORMERS = "5.18.0"  # the oldest whose engine has a registry of allocators
+MIN_TRANSFORMERS = "5.18.0"  # the oldest version whose engine has a registry of allocators
 MANY = 2**40  # tokens, more than any budget
 ATTENTIONS = ("sdpa", "eager", "paged|eager")
-_NAME = "init_continuous_batching"  # what every way to an engine goes through
+_NAME = "init_continuous_batching"  # the method that creates every engine
 
 _open: set[PreTrainedModel] = set()
 _lock = threading.Lock()
@@ -40,44 +41,48 @@ _lock = threading.Lock()
 
 @contextmanager
 def continuous_batching(model: torch.nn.Module, policy: Policy | str) -> Iterator[Batching]:
-    """A block in which the model's continuous batching evicts. ::
+    """Make the model's continuous batching evict within a block.
 
-        with kvops.hf.continuous_batching(model, kvops.KeyDiff(1024, buffer=256)) as batching:
-            outputs = model.generate_batch(prompts, generation_config=...)
-        print(batching.stats())
+    ```python
+    with kvops.hf.continuous_batching(model, kvops.KeyDiff(1024, buffer=256)) as batching:
+        outputs = model.generate_batch(prompts, generation_config=...)
+    print(batching.stats())
+    ```
 
-    `model.generate_batch`, `continuous_batching_context_manager` and `init_continuous_batching` make engines whose
-    full-attention layers evict, for as long as they live; other layers are left alone. When a step ends, each request
-    that holds more than `policy.held` says is evicted, and its blocks go back to the engine's pool, for other requests.
+    In the block, `model.generate_batch`, `continuous_batching_context_manager` and `init_continuous_batching` make
+    engines whose full-attention layers evict for as long as the engine lives. Other layers are unchanged. When a step
+    ends, each request that holds more slots than `policy.held` allows is evicted, and its blocks return to the engine's
+    pool for other requests.
 
-    With `kvops.LagKV`, `kvops.Full` and buffer=1 a request's text is the one that it has alone in a
-    `kvops.hf.KVCache` with the same chunks. A longer buffer a KVCache empties with each chunk of a prompt; `held`,
-    which knows nothing of chunks, when it is full.
+    With `kvops.LagKV`, `kvops.Full` and buffer=1, a request generates the same text as alone in a `kvops.hf.KVCache`
+    with the same chunks. With a longer buffer the two may differ: a KVCache evicts with each chunk of a prompt, while
+    `held` does not know about chunks and lets the buffer fill up first.
 
-    In the block an engine keeps the model's attention (as `auto_switch_to_flash=False` does) and shares no prefixes.
-    An engine that transformers caches (`persistent_manager=True`) is destroyed when the block ends.
+    In the block an engine keeps the model's attention (as with `auto_switch_to_flash=False`) and shares no prefixes. An
+    engine that transformers caches (`persistent_manager=True`) is destroyed when the block ends. Afterwards the model
+    makes engines as before, also after an exception. An error during eviction ends the engine, and all its requests
+    fail.
 
     Args:
-        model: a causal language model of transformers with the attention "sdpa" or "eager", which PEFT or
-            `torch.compile` may have wrapped.
-        policy: one that holds by the number of a request's tokens alone, such as kvops.KeyDiff(1024),
-            kvops.LagKV(lag=128, ratio=0.25), kvops.StreamingLLM(1024, positions="original"); or one that looks at
-            queries, such as kvops.SnapKV(1024), kvops.H2O(1024), which evicts prompts and decode alike, by its buffer
-            or 1/16 of the budget; or how `kvops.policy` makes it: "keydiff:budget=1024".
+        model: A causal language model of transformers with the attention "sdpa" or "eager". PEFT or `torch.compile` may
+            have wrapped it.
+        policy: A policy whose number of kept tokens depends only on the number of a request's tokens, such as
+            `kvops.KeyDiff(1024)`, `kvops.LagKV(lag=128, ratio=0.25)` or
+            `kvops.StreamingLLM(1024, positions="original")`. Or a policy that uses queries, such as
+            `kvops.SnapKV(1024)` or `kvops.H2O(1024)`. It evicts prompts and decode alike, whenever its buffer is full
+            (1/16 of the budget for policies without a `buffer`). Or a string for `kvops.policy`:
+            "keydiff:budget=1024".
 
     Yields:
         A `Batching`, which counts what was evicted.
 
     Raises:
-        ImportError: transformers has no such engine.
-        TypeError: model is no transformers model, policy no kvops policy.
-        ValueError: a policy that cannot be served; CUDA graphs, compiled steps, asynchronous batching, offloading to
-            the CPU, when the engine is made; an engine that is cached already.
-        NotImplementedError: models and attentions that are not served.
-        RuntimeError: the engine is another than this was written for; a block of the model is open already.
-
-    An error while a step evicts ends the engine, and all its requests fail with it. In any case the model makes engines
-    afterwards as it did before.
+        ImportError: The installed transformers has no such engine.
+        TypeError: `model` is not a transformers model, or `policy` is not a kvops policy.
+        ValueError: The policy is not supported; or the model has a cached engine already; or, when the engine is made,
+            it would use CUDA graphs, compiled steps, asynchronous batching or CPU offloading.
+        NotImplementedError: The model or its attention is not supported.
+        RuntimeError: The engine differs from the one this was written for, or another block of the model is open.
     """
     if Version(transformers.__version__) < Version(MIN_TRANSFORMERS):
         raise ImportError(
@@ -88,8 +93,8 @@ def continuous_batching(model: torch.nn.Module, policy: Policy | str) -> Iterato
         from . import allocator
     except ImportError as error:
         raise RuntimeError(
-            "continuous_batching: the engine of the installed transformers is another than the one this was written "
-            f"for, expected its allocators, got {error} in transformers {transformers.__version__}"
+            "continuous_batching: the installed transformers has a different engine than the one this was written for: "
+            f"expected its allocators, got {error} in transformers {transformers.__version__}"
         ) from error
     allocator.check_hooks()
     inner = unwrap("continuous_batching", model)
@@ -101,7 +106,7 @@ def continuous_batching(model: torch.nn.Module, policy: Policy | str) -> Iterato
     batching = allocator.Batching(policy)
     with _lock:
         if inner in _open:
-            raise RuntimeError("continuous_batching: expected no other open block of the model, got one")
+            raise RuntimeError("continuous_batching: expected no other open block of this model, got one; end it first")
         _open.add(inner)
         before = vars(inner).get(_NAME)
         vars(inner)[_NAME] = _hook(inner, batching)
@@ -113,7 +118,7 @@ def continuous_batching(model: torch.nn.Module, policy: Policy | str) -> Iterato
             del vars(inner)[_NAME]
             if before is not None:
                 vars(inner)[_NAME] = before
-        if _cached(inner) is not None:  # one of the block's, as others are refused in it
+        if _cached(inner) is not None:  # made in the block, which refuses other cached engines
             cast(Any, inner).destroy_cached_continuous_batching_manager()
 
 
@@ -122,50 +127,53 @@ def _cached(model: PreTrainedModel) -> Any:
 
 
 def _check_model(model: PreTrainedModel, policy: Policy) -> None:
-    """Raises for a model that cannot be served."""
+    """Raise for models that are not supported."""
     from . import allocator
 
     check(model.config, policy)
     text = model.config.get_text_config()
     if text._attn_implementation not in ATTENTIONS:
         raise NotImplementedError(
-            "continuous_batching: only the attentions 'sdpa' and 'eager' are served, got "
+            "continuous_batching: expected the attention 'sdpa' or 'eager', got "
             f"{text._attn_implementation!r}; call model.set_attn_implementation('sdpa')"
         )
     if getattr(text, "num_kv_shared_layers", None):
         raise NotImplementedError(
-            f"continuous_batching: layers of {type(text).__name__} share keys, which is served in a KVCache only"
+            f"continuous_batching: layers of {type(text).__name__} share keys, which only KVCache supports; use "
+            "kvops.hf.compress"
         )
     if getattr(model, "_device_mesh", None) is not None:
-        raise NotImplementedError("continuous_batching: tensor parallelism is not served, got a model with a mesh")
+        raise NotImplementedError(
+            "continuous_batching: tensor parallelism is not supported, got a model with a device mesh"
+        )
     if not allocator.has_full_attention(text):
         raise NotImplementedError(
             f"continuous_batching: {type(text).__name__} has no full-attention layer, so nothing would be evicted"
         )
     if _cached(model) is not None:
         raise ValueError(
-            "continuous_batching: the model has an engine in its cache, made before the block, which would hold "
-            "everything; call model.destroy_cached_continuous_batching_manager()"
+            "continuous_batching: expected a model without a cached engine, got one made before the block, which would "
+            "not evict; call model.destroy_cached_continuous_batching_manager()"
         )
 
 
 def _check_served(model: PreTrainedModel, policy: Policy) -> None:
-    """Raises for a policy that the engine cannot serve."""
+    """Raise ValueError for policies that the engine cannot support."""
     layers, queries = model.config.get_text_config().num_hidden_layers, isinstance(policy, QueryPolicy)
     if isinstance(policy, LAQ):
-        why = "drafts an answer before it evicts, which the engine does not"
+        why = "drafts an answer before it evicts, which the engine cannot do"
     elif not policy.paged and not isinstance(policy, BudgetPolicy):
-        why = "takes no pages, which the engine keeps keys and values in"
+        why = "does not support pages, in which the engine keeps keys and values"
     elif policy.positions == "slots":
         why = "rotates keys at their slots, before the attention; use positions='original'"
     elif not policy.uniform_layers:
-        why = "leaves the layers with different lengths, but the engine has one block table for all of them"
+        why = "keeps different numbers of slots in different layers, but the engine has one block table for all layers"
     elif isinstance(policy, BudgetPolicy) and not isinstance(policy.budget, int):
-        why = "needs a budget in tokens, an int, as blocks are counted without a look at the prompt"
+        why = "needs a budget in tokens (an int), because blocks are counted without knowing the prompt's length"
     elif queries and isinstance(policy, DecodePolicy) and policy.buffer is None:
-        why = "keeps all of decode; use a buffer, as the engine evicts prompts and decode alike"
+        why = "keeps all tokens of decode, but the engine evicts prompts and decode alike; set buffer="
     elif not queries and len({policy.held(MANY, prompt) for prompt in (1, MANY, 2 * MANY)}) > 1:
-        why = "holds what depends on the prompt's length, which the engine tells no allocator; use a buffer"
+        why = "keeps a number of tokens that depends on the prompt's length, which allocators do not know; set buffer="
     else:
         check_observed("continuous_batching", policy)
         for layer in range(layers):
@@ -175,10 +183,10 @@ def _check_served(model: PreTrainedModel, policy: Policy) -> None:
 
 
 def _hook(model: PreTrainedModel, batching: Batching) -> Any:
-    """`model.init_continuous_batching`, as it is in the block."""
+    """Return the block's `model.init_continuous_batching`."""
     make = getattr(model, _NAME)
 
-    @functools.wraps(make)  # transformers may look at its parameters
+    @functools.wraps(make)  # transformers may inspect its parameters
     def init_continuous_batching(
         generation_config: Any = None, continuous_batching_config: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -192,13 +200,13 @@ def _hook(model: PreTrainedModel, batching: Batching) -> Any:
         config = copy.copy(continuous_batching_config)
         config.auto_switch_to_flash = False
         manager = make(generation_config, config, *args, **kwargs)
-        if manager is known:  # of this block
+        if manager is known:  # made earlier in this block
             return manager
         try:
             _check_settings(manager.continuous_batching_config)
             _let_evict(model, manager, batching)
         except BaseException:
-            model.set_attn_implementation(attention)  # which the manager may have changed
+            model.set_attn_implementation(attention)  # the manager may have changed it
             raise
         return manager
 
@@ -206,7 +214,7 @@ def _hook(model: PreTrainedModel, batching: Batching) -> Any:
 
 
 def _check_settings(config: Any) -> None:
-    """Raises for settings of the engine, as it has resolved them, that are not served."""
+    """Raise ValueError for engine settings, as the engine has resolved them, that are not supported."""
     served = {
         "use_cuda_graph": (False, any(config.cuda_graph_booleans)),
         "use_async_batching": (False, bool(config.use_async_batching)),
@@ -217,13 +225,13 @@ def _check_settings(config: Any) -> None:
     for name, (expected, got) in served.items():
         if got != expected:
             raise ValueError(
-                f"continuous_batching: {name} is not served, as eviction is a part of the engine's steps in Python, "
-                f"expected {expected}, got {got!r}"
+                f"continuous_batching: {name} is not supported, because eviction runs in Python between the engine's "
+                f"kernels: expected {expected}, got {got!r}"
             )
 
 
 def _let_evict(model: PreTrainedModel, manager: Any, batching: Batching) -> None:
-    """Has the manager make its engine with the block's allocator."""
+    """Make the manager create its engine with the block's allocator."""
     from . import allocator
 
     text, make = model.config.get_text_config(), manager._create_batch_processor

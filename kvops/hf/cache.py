@@ -1,4 +1,4 @@
-"""The cache for `past_key_values=`: a layer that evicts by a method, and all layers of a model."""
+"""The cache for `past_key_values=`: `KVCache` for a model, and its layers that evict."""
 
 from __future__ import annotations
 
@@ -27,45 +27,46 @@ _CROPS_TO_LENGTHS = "max_length" in inspect.signature(DynamicLayer.crop).paramet
 
 
 class LayerStats(NamedTuple):
-    """What one layer holds. Tokens are slots per head (padding included), bytes are those of the whole batch."""
+    """What one layer holds. Tokens count slots per head, padding included; bytes count the whole batch."""
 
     layer: int
-    evicts: bool  # False: a layer of another kind (sliding window, ...), which keeps the class of transformers
-    tokens_full: int  # tokens seen: what an uncompressed cache would hold
+    evicts: bool  # False: a layer of another kind (sliding window, ...), which keeps its class from transformers
+    tokens_full: int  # tokens seen, which an uncompressed cache would hold
     tokens_kept: int
     bytes_full: int
-    bytes_kept: int  # of the storage really allocated, not of the view
+    bytes_kept: int  # of the allocated storage, not of the view
 
 
 class Stage(NamedTuple):
-    """What the caches of all layers hold after a stage of `generate`, of the whole batch."""
+    """Bytes that the caches of all layers hold after a stage of LAQ, for the whole batch."""
 
     name: str
     bytes: int
 
 
 class EvictingLayer(DynamicLayer):
-    """One layer's keys and values, [b, Hk, n, d], in a `kvops.Cache`; `KVCache` makes them.
+    """One layer's keys and values, [b, Hk, n, d], in a `kvops.Cache`. `KVCache` creates these layers.
 
     Args:
-        cache: holds the layer's tokens and evicts by its policy.
-        pads: int32 [b], how many pads each row begins with, before beam search repeats the rows; None: not said.
-        own_attention: the model's attention is the library's.
-        readers: further layers, without keys of their own, that attend to this one's.
+        cache: Holds the layer's tokens and evicts by its policy.
+        pads: int32 [b], how many pads each row begins with, before beam search repeats the rows; None: not declared.
+        own_attention: Whether the model uses the library's attention.
+        readers: How many layers without keys of their own also attend to this layer's keys.
     """
 
-    is_croppable = False  # what was evicted cannot come back, so a rollback may fail
+    is_croppable = False  # evicted tokens cannot be restored, so a rollback may fail
 
     def __init__(self, cache: Cache, pads: Tensor | None, own_attention: bool, readers: int = 0):
         self.cache = cache
         super().__init__()
         self.own_attention = own_attention
         self.pads = pads
-        self.seen_pads: Tensor | None = None  # int32 [b] as the first step's mask has them
+        self.seen_pads: Tensor | None = None  # int32 [b], from the mask of the first step
         self.readers = readers
-        self.reads = 0  # of the last step, so far
+        self.reads = 0  # how many layers have attended in the last step
+        self.before = 0  # tokens seen before the last step
 
-    # What transformers reads; the cache owns the tensors.
+    # transformers reads these attributes; the cache owns the tensors.
 
     @property
     def keys(self) -> Tensor | None:
@@ -73,7 +74,7 @@ class EvictingLayer(DynamicLayer):
 
     @keys.setter
     def keys(self, none: Tensor | None) -> None:
-        """The base class begins without."""
+        """Ignore the None that the base class assigns first."""
 
     @property
     def values(self) -> Tensor | None:
@@ -81,7 +82,7 @@ class EvictingLayer(DynamicLayer):
 
     @values.setter
     def values(self, none: Tensor | None) -> None:
-        """As `keys`."""
+        """Ignore the None that the base class assigns first."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -94,16 +95,16 @@ class EvictingLayer(DynamicLayer):
             self.cache.set_pads(pads.to(self.device))
 
     def padding(self, rows: int) -> Tensor | None:
-        """How many pads each of the rows begins with, int32 [rows]; None: not known."""
+        """Return how many pads each row begins with, int32 [rows]; None if that is unknown."""
         if self.cache.seen:
             return self.cache.padding
         if self.pads is None:
             return self.seen_pads
         if rows % self.pads.numel():
             raise ValueError(
-                f"KVCache: pads must have one entry per row of the batch ({rows}), got {self.pads.numel()}"
+                f"KVCache: pads must have one entry per row of the batch, expected {rows}, got {self.pads.numel()}"
             )
-        # generate() repeats each prompt for its beams and return sequences, in this order
+        # generate() repeats each prompt for its beams and return sequences, adjacent to each other
         return self.pads.repeat_interleave(rows // self.pads.numel())
 
     @eager
@@ -111,6 +112,7 @@ class EvictingLayer(DynamicLayer):
         key_states, value_states = autocast(key_states), autocast(value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self.before = self.cache.seen
         step = self.cache.append(key_states, value_states)
         if self.own_attention:
             self.reads = 0
@@ -118,7 +120,7 @@ class EvictingLayer(DynamicLayer):
         return step
 
     def attention(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """The attention of the step that `update` returned, for this layer or one that shares its keys."""
+        """Compute the attention of the step that `update` returned, for this layer or one that shares its keys."""
         first, self.reads = self.reads == 0, self.reads + 1
         if first:
             if self.readers and isinstance(self.cache, AttendingCache):
@@ -128,8 +130,8 @@ class EvictingLayer(DynamicLayer):
             out = self.cache.read(query, key, value, **options)
         else:
             raise NotImplementedError(
-                f"kvops.hf: {type(module).__name__} attends to the keys of an evicting layer, and is one more than the "
-                f"config says (num_kv_shared_layers), expected {self.readers}; {STOCK}"
+                f"kvops.hf: {type(module).__name__} attends to the keys of an evicting layer, expected at most "
+                f"{self.readers} layers besides it (config.num_kv_shared_layers), got one more; {STOCK}"
             )
         return out
 
@@ -159,53 +161,59 @@ class EvictingLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(
-                f"KVCache.crop: tokens_to_remove must be 0 or negative (-2 removes 2 tokens), got {tokens_to_remove}"
+                f"KVCache.crop: expected tokens_to_remove <= 0 (-2 removes 2 tokens), got {tokens_to_remove}"
             )
         if tokens_to_remove and self.is_initialized:
             self.cache.crop(self.cache.seen + tokens_to_remove)
 
     def with_cache(self, cache: Cache) -> EvictingLayer:
-        """Such a layer with another cache."""
+        """Return a copy of this layer with another cache."""
         twin = EvictingLayer.__new__(EvictingLayer)
         twin.__dict__.update(self.__dict__, cache=cache)
         return twin
 
     def __copy__(self) -> EvictingLayer:
-        """A layer of its own; its cache shares the memory until one of the two writes."""
+        """Return an independent copy. Both caches share their memory until one of them writes."""
         return self.with_cache(copy.copy(self.cache))
 
 
 class KVCache(DynamicCache):
     """A cache for `past_key_values=` whose full-attention layers evict by a policy.
 
+    A KVCache is for one batch of prompts and their further turns. For new prompts make a new one, or use
+    `kvops.hf.compress`, which makes one for every call.
+
     Args:
-        config: the model's config (`model.config`). It says which layers are "full_attention"; layers of other kinds
-            (sliding window, ...) keep the class that transformers gives them; and whether the attention is the
-            library's (`use_attention`).
-        policy: the rule and its settings, such as `kvops.LagKV(lag=128)` or `kvops.KeyDiff(1024)`; each layer has a
-            `kvops.Cache` of its own under it.
-        rope, storage: for policies that give tokens the positions of their slots, see `kvops.Cache`; rope None: the
-            model's own (`model_rope`).
-        attention_mask: int or bool [b, n], the mask of the first prompt, when its rows are padded on the left.
-        pads: the same said shorter: how many pads each row starts with (b integers). With the library's attention
-            neither is needed, as the model's attention mask says it (unless a prompt is read in chunks, and the first
-            holds nothing of some row); if given, they have to agree with it. The attention of transformers does not
-            show its mask: there a padded batch without one of the two gives wrong text, because pads are scored and
-            kept as tokens.
+        config: The model's config (`model.config`). It determines which layers are "full_attention" and whether the
+            model uses the library's attention (`use_attention`). Layers of other kinds (sliding window, ...) keep the
+            class that transformers gives them.
+        policy: The eviction policy and its settings, such as `kvops.LagKV(lag=128)` or `kvops.KeyDiff(1024)`. Each
+            evicting layer gets its own `kvops.Cache` with it.
+        rope: The rotary embedding, for policies that place tokens at the positions of their slots; see `kvops.Cache`.
+            None: the model's own (`model_rope`).
+        storage: How keys are stored with a rope, "pre_rope" or "post_rope"; see `kvops.Cache`.
+        attention_mask: int or bool [b, n], the mask of the first prompt, if its rows are left-padded.
+        pads: int [b], how many pads each row starts with: the same information in short form. With the library's
+            attention neither is needed, because the model's attention mask shows the padding. The exception is a prompt
+            read in chunks whose first chunk is all padding in some row. If given, they must agree with the mask. The
+            attention of transformers does not show its mask to a cache. There a padded batch without `attention_mask`
+            or `pads` gives wrong text, because pads are scored and kept as tokens.
 
     Attributes:
-        policy: as given.
-        stages: what all caches held after each stage of LAQ; empty before `lookahead` and for other policies.
-        peak_bytes: the most bytes that the evicting layers held at a time.
+        policy: The policy.
+        stages: Bytes that all caches held after each stage of LAQ; empty before `lookahead` and for other policies.
+        peak_bytes: The most bytes that the evicting layers held at any time.
 
     Raises:
-        TypeError: config is no transformers config, policy no kvops policy.
-        ValueError: a policy that needs the library's attention, without it; padding that is not on the left, or not
-            what was said of it; `crop` of what was evicted (the cache stays as it was).
-        NotImplementedError: what masks cannot express (see the text of `kvops.hf`), and, while the model runs, what the
-            library's attention does not understand of it: keys that change after the cache, attention that is not
-            causal, masks of four dims; some of the KV heads (tensor parallelism) for a policy that looks at all.
-        RuntimeError: decode with `kvops.LAQ` before `lookahead`.
+        TypeError: `config` is not a transformers config, or `policy` is not a kvops policy.
+        ValueError: The policy needs the library's attention and the model does not use it; the padding is not on the
+            left or differs from what was declared; `generate` is called with a prompt that does not continue the
+            cached tokens; or `crop` needs evicted tokens. The cache stays unchanged.
+        NotImplementedError: Masks cannot express what the policy keeps (see `kvops.hf`). Or, while the model runs, the
+            library's attention does not understand the model: keys that change after the cache, attention that is not
+            causal, masks of four dims. Or a policy that uses all KV heads meets only some of them (tensor
+            parallelism).
+        RuntimeError: Decode with `kvops.LAQ` before `lookahead`.
     """
 
     def __init__(
@@ -228,13 +236,15 @@ class KVCache(DynamicCache):
         super().__init__(config=config)
         self.policy = policy
         self.stages: list[Stage] = []  # filled by `lookahead`
-        self._staged = False  # `generate` will see to the lookahead
-        self._asked = False  # for the size of a mask, which the library has yet to make,
-        self._masked = 0  # and of how many tokens, all in all, its last one was
+        self._staged = False  # whether `generate` will run the lookahead
+        self._asked = False  # whether mask sizes were requested for a mask that the library has yet to make
+        self._masked = 0  # how many tokens, cached and new, the library's last mask covered
         self._peak = 0  # bytes
+        #: int64 [b, n]: the last prompt that `generate` was called with, see `turns`.
+        self._prompt: Tensor | None = None
         config = config.get_text_config(decoder=True)
         self._kv_heads = _kv_heads(config)
-        cross = getattr(config, "cross_attention_layers", None) or ()  # an image's keys, which no step adds to
+        cross = getattr(config, "cross_attention_layers", None) or ()  # an image's keys, which never grow
         evicting = [i for i, x in enumerate(self.layers) if type(x) is DynamicLayer and i not in cross]
         slots = policy.positions == "slots"
         if evicting and slots and rope is None:
@@ -243,7 +253,7 @@ class KVCache(DynamicCache):
             readers = _readers(config, i)
             if readers and slots:
                 raise NotImplementedError(
-                    f"KVCache: layers of {type(config).__name__} share keys, which cannot be turned to the slots of "
+                    f"KVCache: layers of {type(config).__name__} share keys, which cannot be rotated to the slots of "
                     f"{policy!r} for all of them; use positions='original'"
                 )
             cache = Cache(policy, layer=layer, num_layers=len(evicting), rope=rope, storage=storage)
@@ -253,7 +263,7 @@ class KVCache(DynamicCache):
 
     @property
     def evicting_layers(self) -> list[EvictingLayer]:
-        """The layers that evict, in order."""
+        """The layers that evict, in model order."""
         return [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
 
     def update(
@@ -266,43 +276,44 @@ class KVCache(DynamicCache):
         if not layer.is_initialized:
             self._check_heads(key_states.shape[1])
         step = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if key_states.shape[-2] > 1:  # decode adds a token at a time, which `peak_bytes` sees at the end
+        if key_states.shape[-2] > 1:  # decode adds one token at a time; `peak_bytes` measures it when read
             self._peak = max(self._peak, self._held(layer, step))
         return step
 
     def _held(self, layer: EvictingLayer | None = None, step: tuple[Tensor, ...] = ()) -> int:
-        """Bytes of the evicting layers, while one of them attends to what `update` returned of it."""
+        """Return the bytes of the evicting layers, while `layer` attends to what its `update` returned."""
         others = sum(x.cache.nbytes for x in self.evicting_layers if x is not layer)
         return others + (0 if layer is None else layer.cache.nbytes_with(*step))
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that the layers that evict have held at a time, the one that reads a prompt whole with all of
-        it. Not what the model makes on its way (its projections, the logits)."""
+        """The most bytes that the evicting layers have held at any time, including the one layer that holds a whole
+        prompt while it reads it. The model's own activations (projections, logits) are not counted."""
         return max(self._peak, self._held())
 
     def _check_step(self, cache: Cache, tokens: int) -> None:
-        """Raises for a step that was not prepared as it has to be."""
+        """Raise for a step with another attention than the cache was made for, or with LAQ before its lookahead."""
         if self._asked and self._masked != cache.seen + tokens:
             raise RuntimeError(
-                "KVCache: made for the library's attention, but the model has another now; set the model's attention "
-                "(kvops.hf.use_attention, set_attn_implementation) before making the cache"
+                "KVCache: expected the library's attention, which this cache was made for, got a model with another; "
+                "set the attention (kvops.hf.use_attention, set_attn_implementation) before making the cache"
             )
         if cache.seen and tokens == 1 and isinstance(cache.policy, LAQ) and not (self.stages or self._staged):
             raise RuntimeError(
-                "KVCache: kvops.LAQ evicts in its lookahead only, and a step of one token came before it, so the "
-                "whole prompt would stay; call kvops.hf.generate, or kvops.hf.lookahead between prompt and decode"
+                "KVCache: kvops.LAQ evicts in its lookahead only, expected one before decode, got a step of one token "
+                "without it, which would keep the whole prompt; call kvops.hf.generate, or kvops.hf.lookahead between "
+                "prompt and decode"
             )
 
     def _check_heads(self, heads: int) -> None:
-        """Raises where this rank has some of the KV heads, and the policy looks at all of them."""
+        """Raise if this rank has only some of the KV heads and the policy uses all of them together."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.policy.heads_alone or not distributed or heads >= self._kv_heads:
             return
         raise NotImplementedError(
-            f"KVCache: {self.policy!r} looks at all KV heads of a layer, and tensor parallelism leaves some to other "
-            f"ranks, expected {self._kv_heads} heads, got {heads}; use a policy whose heads keep tokens of their own, "
-            "such as one with head_mode='per_head'"
+            f"KVCache: {self.policy!r} uses all KV heads of a layer together, but tensor parallelism puts some on "
+            f"other ranks: expected {self._kv_heads} heads, got {heads}; use a policy that treats each head on its "
+            "own, such as one with head_mode='per_head'"
         )
 
     @eager
@@ -315,10 +326,25 @@ class KVCache(DynamicCache):
     def reset(self) -> None:
         super().reset()
         self.stages, self._staged, self._asked, self._masked, self._peak = [], False, False, 0, 0
+        self._prompt = None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._prompt = None  # its rows are no longer those of the cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._prompt = None
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._prompt = None
 
     def _see_padding(self, mask: Tensor | None, rows: int, tokens: int) -> None:
-        """Takes the padding from the mask of a step of `tokens` tokens, bool [rows, seen + tokens] or None, or checks
-        that it is what it was."""
+        """Take the padding from a step's mask, or check that it has not changed.
+
+        mask: bool [rows, seen + tokens], or None; tokens: how many the step has.
+        """
         layers = self.evicting_layers
         seen = layers[0].cache.seen
         self._asked, self._masked = False, seen + tokens
@@ -329,47 +355,50 @@ class KVCache(DynamicCache):
             return
         if mask.shape != (rows, seen + tokens):
             raise ValueError(
-                f"KVCache: attention_mask must be [batch, tokens seen and new], expected [{rows}, {seen} + {tokens}], "
-                f"got {list(mask.shape)}; a cache is for one conversation, and goes on where it ended"
+                f"KVCache: attention_mask must cover the tokens seen and the new ones, expected [{rows}, {seen} + "
+                f"{tokens}], got {list(mask.shape)}; a cache is for one conversation, make a new KVCache for a new "
+                "prompt"
             )
         pads = (mask.cumsum(1) == 0).sum(1, dtype=torch.int32)
         if ((~mask).sum(1) != pads).any():
             raise ValueError(
-                "KVCache: attention_mask must be padded on the left (0s, then 1s): padding_side='left'; pads on the "
-                "right, or between the turns of a conversation, are not supported with an evicting cache"
+                "KVCache: attention_mask must be padded on the left (0s, then 1s), got 0s elsewhere; use a tokenizer "
+                "with padding_side='left' (an evicting cache does not support pads on the right or between the turns "
+                "of a conversation)"
             )
         known = layers[0].padding(rows)
         if seen or known is not None:
             known = torch.zeros_like(pads) if known is None else known.to(pads.device)
             if not torch.equal(pads, known.clamp(max=seen + tokens)):
                 raise ValueError(
-                    "KVCache: attention_mask must begin with the pads that the cache was told of, or saw in the first "
-                    f"step, expected {known.tolist()}, got {pads.tolist()}"
+                    "KVCache: attention_mask must begin with the pads that were declared or that the first step had, "
+                    f"expected {known.tolist()}, got {pads.tolist()}"
                 )
             return
         if (pads == tokens).any():
             raise ValueError(
-                "KVCache: a row of attention_mask has begun with pads only, and more may follow in the next chunk: "
-                "give the KVCache the whole attention_mask, or pads"
+                "KVCache: expected a token in every row of the first step, got a row of pads only, and more pads may "
+                "follow in the next chunk; give the KVCache the whole attention_mask, or pads"
             )
         for layer in layers:
             layer.seen_pads = pads
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens, as transformers does for the rejected tokens of a draft.
+        """Forget the last tokens, as transformers does with the rejected tokens of a draft.
 
         Args:
-            tokens_to_remove: 0 or negative: -2 removes two tokens. With transformers before 5.15, as in its own caches,
-                a positive number is how many tokens stay.
+            tokens_to_remove: 0 or negative: -2 removes two tokens. With transformers before 5.15 a positive number is
+                how many tokens to keep, as in its own caches.
 
         Raises:
-            ValueError: the policy or an eviction does not allow it; the cache stays as it was.
+            ValueError: The policy does not allow it, or some of the remaining tokens were evicted. The cache stays
+                unchanged.
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.15 counts rejected tokens in a tensor
         if _CROPS_TO_LENGTHS:
             if tokens_to_remove > 0:
                 tokens_to_remove = min(0, tokens_to_remove - self.get_seq_length())
-            if tokens_to_remove == 0:  # which its layers would take for a length too
+            if tokens_to_remove == 0:  # its layers would take 0 for a length
                 return
         before = [layer if isinstance(layer, EvictingLayer) else copy.copy(layer) for layer in self.layers]
         with contextlib.ExitStack() as undone:
@@ -380,17 +409,19 @@ class KVCache(DynamicCache):
             except Exception:
                 self.layers = before
                 raise
+        if self._prompt is not None:
+            self._prompt = self._prompt[:, : self.get_seq_length()]
 
     def freeze(self) -> None:
-        """From now on every token stays (until `reset`): a prompt that is compressed once, and a decode that grows."""
+        """Stop evicting until `reset`: the compressed prompt stays as it is, and all later tokens are kept."""
         for layer in self.layers:
             if isinstance(layer, EvictingLayer):
                 layer.cache.freeze()
 
     def stats(self) -> list[LayerStats]:
-        """What each layer holds, in tokens and bytes, beside what an uncompressed cache would.
+        """Return what each layer holds and what an uncompressed cache would hold, in tokens and bytes.
 
-        Layers without keys and values (recurrent ones), and those that are empty yet, are left out.
+        Layers without keys and values (recurrent ones) and empty layers are left out.
         """
         out = []
         for i, layer in enumerate(self.layers):
@@ -407,29 +438,33 @@ class KVCache(DynamicCache):
 
 
 def check(config: PreTrainedConfig, policy: Policy) -> None:
-    """Raises for what cannot work, whatever the batch."""
+    """Raise for a config or policy that cannot work with any batch."""
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"KVCache: config must be a transformers config (model.config), got {type(config).__name__}")
     check_policy("KVCache", policy)
     if config.is_encoder_decoder:
-        raise NotImplementedError("KVCache: encoder-decoder models need two caches and are not supported")
+        raise NotImplementedError(
+            "KVCache: encoder-decoder models need two caches and are not supported; use a cache of transformers"
+        )
     text = config.get_text_config(decoder=True)
     if why := architectures.lookup(text).cache:
         raise NotImplementedError(
-            f"KVCache: models of type {text.model_type!r} are not served: {why}; use a cache of transformers"
+            f"KVCache: models of type {text.model_type!r} are not supported: {why}; use a cache of transformers"
         )
 
 
 def _kv_heads(config: PreTrainedConfig) -> int:
-    """The fewest that any layer has, all ranks together; 0 in models without attention."""
+    """Return the fewest KV heads of any layer, over all ranks; 0 for models without attention."""
     names = [x for x in (*KV_HEADS, "num_global_key_value_heads") if getattr(config, x, None)]
     counts = [getattr(config, x) for x in names] or [getattr(config, "num_attention_heads", 0)]
     return min(min(x) if isinstance(x, (list, tuple)) else x for x in counts)
 
 
 def _readers(config: PreTrainedConfig, layer: int) -> int:
-    """How many layers without keys of their own attend to those of `layer` (Gemma 3n, Gemma 4): the last layers of its
-    kind, if it is the last of that kind before them."""
+    """Return how many layers without keys of their own attend to the keys of `layer` (Gemma 3n, Gemma 4).
+
+    The last layers of a kind share the keys of the last layer of that kind before them.
+    """
     shared = getattr(config, "num_kv_shared_layers", None)
     if not shared:
         return 0
@@ -438,30 +473,33 @@ def _readers(config: PreTrainedConfig, layer: int) -> int:
 
 
 def _check_stock_attention(policy: Policy, padded: bool) -> None:
-    """Raises for what the attention of transformers and its masks cannot serve."""
+    """Raise for policies that the attention of transformers and its masks cannot support."""
     if policy.uses_queries:
-        why = "looks at queries, which the attention of transformers does not hand over"
+        why = "uses queries, which the attention of transformers does not pass to a cache"
     elif policy.positions == "slots":
-        why = "rotates keys and queries at their slots (unless positions='original'), before the attention"
+        why = "rotates keys and queries at their slots before the attention (unless positions='original')"
     elif not policy.uniform_layers:
-        why = "leaves the layers with different lengths, but transformers makes one attention mask for all of them"
+        why = "keeps different numbers of slots in different layers, but transformers makes one attention mask for all"
     elif padded and not policy.fixed_budget:
-        why = "keeps more of a longer row than of a shorter one, so the rows of a padded batch need masks of their own"
+        why = "keeps more of a longer row than of a shorter one, so each row of a padded batch needs its own mask"
     else:
         return
     raise ValueError(f"KVCache: {policy!r} {why}; call kvops.hf.use_attention(model) before making the cache")
 
 
 def _pads(attention_mask: Tensor | None, pads: Tensor | Sequence[int] | None) -> Tensor | None:
-    """The pad counts, int32 [b] on the CPU, or None where nobody has said so."""
+    """Return the pad counts, int32 [b] on the CPU; None if they were not declared."""
     if attention_mask is not None:
         if pads is not None:
-            raise ValueError("KVCache: give attention_mask or pads, not both")
+            raise ValueError("KVCache: expected attention_mask or pads, got both")
         if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
             raise ValueError("KVCache: attention_mask must be a tensor [batch, tokens] of 0 and 1")
         mask = attention_mask.cpu() != 0
         if not (mask.cummax(1).values == mask).all() or not mask.any(1).all():
-            raise ValueError("KVCache: attention_mask must be padded on the left (0s, then 1s): padding_side='left'")
+            raise ValueError(
+                "KVCache: attention_mask must be padded on the left (0s, then 1s), with a 1 in every row; use a "
+                "tokenizer with padding_side='left'"
+            )
         pads = (~mask).sum(1)
     if pads is None:
         return None
@@ -469,9 +507,9 @@ def _pads(attention_mask: Tensor | None, pads: Tensor | Sequence[int] | None) ->
         counts = torch.as_tensor(pads, device="cpu")
         integers = counts.dim() == 1 and counts.numel() and not (counts.is_floating_point() or counts.is_complex())
         fits = integers and counts.dtype != torch.bool and ((counts >= 0) & (counts < 2**31)).all()
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # no numbers, ragged, beyond 64 bits
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # not numbers, ragged, or beyond 64 bits
         fits = False
     if not fits:
         got = pads.tolist() if isinstance(pads, Tensor) else pads
-        raise ValueError(f"KVCache: pads must be one count >= 0 and < 2^31 per row of the batch, got {got}")
+        raise ValueError(f"KVCache: pads must be one integer per row of the batch, >= 0 and < 2^31, got {got}")
     return counts.to(torch.int32)

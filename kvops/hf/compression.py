@@ -1,6 +1,6 @@
-"""`with compress(model, policy)`: every call of a model gets a cache that evicts. And `generate`, a single such call.
+"""`with compress(model, policy)` gives every call of a model a cache that evicts; `generate` makes one such call.
 
-Not called `compress.py`: `kvops.hf.compress` is the function, which a module of that name would hide.
+The module is not called `compress.py`, because that name would hide the function `kvops.hf.compress`.
 """
 
 from __future__ import annotations
@@ -26,28 +26,34 @@ from .generation import Lookahead, setting
 
 
 class Compression:
-    """What `compress` yields: the caches of its calls.
+    """What `compress` yields: access to the caches of the block's calls.
 
     Attributes:
-        policy: of the caches.
+        policy: The policy of the caches.
     """
 
     def __init__(self, model: PreTrainedModel, policy: Policy, outer: Compression | None):
         self.policy = policy
         self._model, self._outer = model, outer
         self._open = True
-        self._here = threading.local()  # the last cache of each thread, which goes with its thread
-        self._last: KVCache | None = None  # of all threads
+        self._here = threading.local()  # the last cache of each thread, freed when the thread ends
+        self._last: KVCache | None = None  # the last cache of any thread
 
     @property
     def cache(self) -> KVCache | None:
-        """The cache of this thread's last call; of the last call of any thread, if this one has made none, so that the
-        caller of a streamer's thread finds it. None before the first call."""
+        """The cache of this thread's last call; None before the first call.
+
+        In a thread that has made no call, it is the cache of the last call of any thread, so that the caller of a
+        streamer's thread can find it.
+        """
         return getattr(self._here, "cache", None) or self._last
 
     def stats(self) -> str:
-        """A line about `cache`: the tokens kept and seen, the bytes held, those of a full cache, and the most that were
-        held at a time, of the layers that evict. `cache.stats()` has the numbers of each layer."""
+        """Return a line of text about `cache`, for the layers that evict.
+
+        It has the tokens kept and seen, the bytes held, the bytes of a full cache, and the most bytes held at any time.
+        `cache.stats()` returns the numbers per layer.
+        """
         cache = self.cache
         layers = [x for x in cache.stats() if x.evicts] if cache is not None else []
         if cache is None or not layers:
@@ -62,7 +68,7 @@ class Compression:
         )
 
     def _new_cache(self, attention_mask: Tensor | None = None) -> KVCache:
-        self._here.cache = self._last = None  # the memory of the last call is free for this one
+        self._here.cache = self._last = None  # frees the last call's memory for this one
         return self._record(KVCache(self._model.config, self.policy, attention_mask=attention_mask))
 
     def _record(self, cache: KVCache) -> KVCache:
@@ -72,56 +78,60 @@ class Compression:
 
 @contextmanager
 def compress(model: torch.nn.Module, policy: Policy | str) -> Iterator[Compression]:
-    """A block in which every call of the model gets a cache that evicts. ::
+    """Give every call of a model in the block a cache that evicts.
 
-        with kvops.hf.compress(model, kvops.SnapKV(1024)) as compressed:
-            model.generate(**inputs)
-        print(compressed.stats())
+    ```python
+    with kvops.hf.compress(model, kvops.SnapKV(1024)) as compressed:
+        model.generate(**inputs)
+    print(compressed.stats())
+    ```
 
-    The model has the library's attention in the block (`use_attention`). Its calls get a cache as follows.
+    In the block the model uses the library's attention (`use_attention`). Its calls get a cache as follows.
 
-    - `model.generate`, from wherever it is called (a pipeline, a chat, a streamer's thread): a fresh `KVCache` for each
-      call, which knows the padding of its `attention_mask`. With `kvops.LAQ` the stages run as in
+    - `model.generate`, from wherever it is called (a pipeline, a chat, a streamer's thread): each call gets a fresh
+      `KVCache`, which takes the padding from `attention_mask`. With `kvops.LAQ` the stages run as in
       `kvops.hf.generate`.
-    - A forward, `model(...)`: a fresh `KVCache`, in the place of the cache that transformers would make. It is in the
-      output's `past_key_values`, to go on with. With `use_cache=False` nothing is held, and there is nothing to evict.
-    - Either of them with a `KVCache` as `past_key_values` goes on with that one, whatever its policy, such as
+    - A forward, `model(...)`: each call gets a fresh `KVCache` in place of the cache that transformers would make. The
+      output returns it as `past_key_values`, to continue with. With `use_cache=False` there is no cache, and nothing to
+      evict.
+    - Either of them with a `KVCache` as `past_key_values` uses that one, whatever its policy: for example
       `compressed.cache` for the next turn of a conversation.
-    - Any other cache, static and quantized ones that `cache_implementation` asks for, and `generate` with
-      `use_cache=False` are refused, because they would hold everything.
+    - Any other cache raises, because it would hold everything. So do static and quantized caches requested by
+      `cache_implementation`, and `generate` with `use_cache=False`.
 
-    Only calls of the model itself are seen, not those of its parts (`model.model(...)`).
+    The block sees calls of the model itself, not calls of its parts (`model.model(...)`).
 
-    Blocks nest: the inner one's policy holds in it, then the outer one's again. They may be open in several threads,
-    with several policies, for one model. A call belongs to the innermost block that its context (`contextvars`) has
-    entered. It is a context variable rather than a thread-local because tasks of asyncio and `asyncio.to_thread`
-    inherit it. A `threading.Thread`, such as the one that feeds a streamer, does not. So a call whose context has
-    entered no block belongs to the open block of the model, whoever has entered it. If several with different policies
-    are open, nothing says which one is meant, and the call raises. Start the thread with the context then:
+    Blocks nest: the inner block's policy applies until it ends, then the outer one's applies again. Several threads may
+    have blocks open for one model, with different policies. A call belongs to the innermost block that its context
+    (`contextvars`) has entered. asyncio tasks and `asyncio.to_thread` inherit the context, but a `threading.Thread`,
+    such as the one that feeds a streamer, does not. A call whose context has entered no block therefore belongs to the
+    model's open block, whoever entered it. If several blocks with different policies are open, the choice would be
+    ambiguous, and the call raises. Start the thread with a copy of the context then:
     `Thread(target=contextvars.copy_context().run, args=(model.generate,), kwargs=inputs)`. Keep the block open until
-    such a thread has begun to generate; the attention stays the library's until it is done. Threads that are to call
-    the model without compression at the same time need a model of their own, or `kvops.hf.generate` in place of the
+    such a thread has begun to generate. The model keeps the library's attention until the call is done. Threads that
+    call the model without compression at the same time need their own model, or `kvops.hf.generate` instead of the
     block.
 
+    When the block ends, the model is as it was before, also after an exception.
+
     Args:
-        model: a causal language model of transformers, which PEFT or `torch.compile` may have wrapped.
-        policy: the rule of the caches, such as kvops.SnapKV(1024), or how `kvops.policy` makes it:
+        model: A causal language model of transformers. PEFT or `torch.compile` may have wrapped it.
+        policy: The policy of the caches, such as `kvops.SnapKV(1024)`, or a string for `kvops.policy`:
             "snapkv:budget=1024".
 
     Yields:
-        A `Compression`, with the last call's `cache` and its `stats()`. It can be read after the block too.
+        A `Compression` with the last call's `cache` and its `stats()`. It stays readable after the block.
 
     Raises:
-        TypeError: model is no transformers model, policy no kvops policy.
-        ValueError, NotImplementedError: what `use_attention` and `KVCache` refuse, on entering; what is said above, in
-            the call, before the model runs.
-        RuntimeError: which block a call belongs to is not known.
-
-    In any case the model is afterwards as it was before.
+        TypeError: `model` is not a transformers model, or `policy` is not a kvops policy.
+        ValueError: On entering, if `use_attention` or `KVCache` raises it. In a call, for another cache or none, before
+            the model runs.
+        NotImplementedError: On entering, if `use_attention` or `KVCache` raises it.
+        RuntimeError: The block that a call belongs to is ambiguous.
     """
     model, policy = _checked("compress", model, policy)
     with own_attention(model):
-        KVCache(model.config, policy)  # what it refuses, it refuses now
+        KVCache(model.config, policy)  # raises now for what it does not support
         block = Compression(model, policy, _innermost(model))
         _enter(block)
         try:
@@ -140,37 +150,46 @@ def generate(
     logits_processor: Sequence[LogitsProcessor] = (),
     **kwargs: Any,
 ) -> GenerateOutput | Tensor:
-    """`model.generate` with a `KVCache` of `policy` and the library's attention: one call as `compress` makes it, which
-    no other call of the model sees.
+    """Call `model.generate` once with a `KVCache` and the library's attention, without a block.
 
-    With `kvops.LAQ` it runs the stages of the paper: the prefill with its whole cache, which gives the first token; a
-    draft cache of stage 1, over which `steps` lookahead tokens are decoded greedily, keeping their queries (a row that
-    comes to its end stops early); the eviction of the whole cache by these queries; then the decode.
+    Other calls of the model do not see the cache.
 
-    Any number of threads may generate with one model. Its attention is the library's until the last of them is done,
-    which other calls of the model must not meet halfway: if there are any, call `use_attention` before, once.
+    With `kvops.LAQ` the call runs the stages of the paper (LAQ, Sec. 4):
+
+    1. The prefill, with the whole cache, which gives the first token.
+    2. The lookahead: stage 1 prunes a copy of the cache, over which `steps` tokens are decoded greedily. Their queries
+       are kept. A row that ends stops early.
+    3. The eviction from the whole cache, by these queries.
+    4. The decode.
+
+    Any number of threads may generate with one model. The model keeps the library's attention until the last of them is
+    done. Calls that do not go through this function must not run while the attention is being switched. If there are
+    any, call `use_attention` once beforehand.
 
     Args:
-        model: a causal language model of transformers, which PEFT or `torch.compile` may have wrapped.
-        policy: the rule of the cache, such as kvops.SnapKV(1024), or "snapkv:budget=1024".
-        input_ids: int64 [b, n], the prompts, padded on the left.
-        inputs_embeds: [b, n, hidden], the prompts' embeddings, in the place of input_ids.
-        attention_mask: int [b, n]; None: no padding.
-        logits_processor: of transformers.
-        kwargs: further arguments of `model.generate`, but for past_key_values.
+        model: A causal language model of transformers. PEFT or `torch.compile` may have wrapped it.
+        policy: The policy of the cache, such as `kvops.SnapKV(1024)` or "snapkv:budget=1024".
+        input_ids: int64 [b, n], the left-padded prompts.
+        inputs_embeds: [b, n, hidden], the prompts' embeddings, in place of input_ids.
+        attention_mask: int64 [b, n], 0 for padding; None: no padding.
+        logits_processor: Logits processors of transformers.
+        kwargs: Further arguments of `model.generate`, except past_key_values.
 
     Returns:
-        What `model.generate` returns. With `return_dict_in_generate=True` the cache is its `past_key_values`; after LAQ
-        the cache's `stages` say how many bytes all caches held after each stage, the largest of which is the peak.
+        What `model.generate` returns. With `return_dict_in_generate=True` its `past_key_values` is the cache. After LAQ
+        the cache's `stages` tell how many bytes all caches held after each stage; the largest is the peak.
 
     Raises:
-        ValueError: past_key_values is given; not just one of input_ids and inputs_embeds; or what `compress` refuses.
-        TypeError, NotImplementedError: what `compress` refuses.
-
-    Source: LAQ, Sec. 4.
+        ValueError: past_key_values is given, or not exactly one of input_ids and inputs_embeds, or `compress` would
+            raise it.
+        TypeError: As in `compress`.
+        NotImplementedError: As in `compress`.
     """
     if "past_key_values" in kwargs:
-        raise ValueError("generate: expected no past_key_values (the cache is made from `policy`), got one")
+        raise ValueError(
+            "generate: expected no past_key_values (the cache is made from `policy`), got one; to use a cache of your "
+            "own, call model.generate"
+        )
     prompts = input_ids if inputs_embeds is None else inputs_embeds
     if prompts is None or (input_ids is not None and inputs_embeds is not None):
         got = "neither" if prompts is None else "both"
@@ -188,7 +207,7 @@ def generate(
 
 
 def _checked(who: str, model: torch.nn.Module, policy: Policy | str) -> tuple[PreTrainedModel, Policy]:
-    """The model out of its wrappers, and the policy, if there can be a cache of both."""
+    """Return the unwrapped model and the policy, after checking that a cache supports both."""
     if isinstance(policy, str):
         policy = policy_of(policy)
     inner = unwrap(who, model)
@@ -196,11 +215,11 @@ def _checked(who: str, model: torch.nn.Module, policy: Policy | str) -> tuple[Pr
     return inner, policy
 
 
-# ---- which block a call belongs to ----
+# ---- the block that a call belongs to ----
 
 
 class _Hooked(NamedTuple):
-    """A model's open blocks, in the order in which they were entered, and what the hooks have displaced in it."""
+    """A model's open blocks, in the order of entry, and the attributes that the hooks replaced."""
 
     blocks: list[Compression]
     before: dict[str, Any]
@@ -213,9 +232,9 @@ _entered: ContextVar[Mapping[PreTrainedModel, Compression]] = ContextVar("kvops.
 
 
 def _innermost(model: PreTrainedModel) -> Compression | None:
-    """The innermost open block that this context has entered."""
+    """Return the innermost open block that this context has entered."""
     block = _entered.get().get(model)
-    while block is not None and not block._open:  # the context is a copy, or a generator has left it in another
+    while block is not None and not block._open:  # a copy of the context, or a generator closed it in another one
         block = block._outer
     return block
 
@@ -248,7 +267,7 @@ def _leave(block: Compression) -> None:
 
 
 def _block(model: PreTrainedModel) -> Compression | None:
-    """The block that a call belongs to; None: all have ended."""
+    """Return the block that a call belongs to; None if all have ended."""
     if (block := _innermost(model)) is not None:
         return block
     with _hooking:
@@ -257,17 +276,17 @@ def _block(model: PreTrainedModel) -> Compression | None:
     inner = [x for x in blocks if id(x) not in outer]
     if any(x.policy != inner[-1].policy for x in inner):
         raise RuntimeError(
-            "compress: this thread has entered no block, and expected that those of the other threads have one policy, "
-            f"got {', '.join(repr(x.policy) for x in inner)}; enter a block in this thread, or start it with the "
-            "context of the one that has: Thread(target=contextvars.copy_context().run, args=(model.generate,))"
+            "compress: this thread has entered no block, so it expected all open blocks to have the same policy, got "
+            f"{', '.join(repr(x.policy) for x in inner)}; enter a block in this thread, or start the thread with a "
+            "copy of the block's context: Thread(target=contextvars.copy_context().run, args=(model.generate,))"
         )
     return inner[-1] if inner else None
 
 
-# ---- what the calls of the model are in a block ----
+# ---- the model's methods in a block ----
 
-# Attributes of the model while a block is open. Hooks of torch would not do: PEFT calls `forward` itself, and compiled
-# models do not look at hooks that came later.
+# Attributes that the model gets while a block is open. Hooks of torch would not work: PEFT calls `forward` itself, and
+# compiled models ignore hooks that are added later.
 _HOOKS = ("generate", "forward", "init_continuous_batching")
 
 
@@ -275,31 +294,31 @@ def _hooks(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
     displaced = {name: getattr(model, name) for name in _HOOKS if hasattr(model, name)}
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("past_key_values"), KVCache):  # the next turn, or a call of `kvops.hf.generate`
+        if isinstance(kwargs.get("past_key_values"), KVCache):  # a further turn, or a call of `kvops.hf.generate`
             return displaced["generate"](*args, **kwargs)
         block = _block(model)
         if block is None:
             raise RuntimeError(
-                "compress: expected an open block, but it had ended when the `model.generate` that was taken from it "
-                "was called; keep it open until the thread that generates is done"
+                "compress: expected an open block, got a call of its `model.generate` after it had ended; keep the "
+                "block open until the thread that generates is done"
             )
         return _generate(block, displaced["generate"], _by_name(displaced["generate"], args, kwargs))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("past_key_values"), KVCache):  # a step of generate, or of a loop of one's own
+        if isinstance(kwargs.get("past_key_values"), KVCache):  # a step of generate, or of the caller's own loop
             return displaced["forward"](*args, **kwargs)
         return _forward(model, displaced["forward"], args, kwargs)
 
     def init_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            "compress: continuous batching keeps its keys in pages that nothing is evicted from here; use "
-            "model.generate, or kvops.hf.continuous_batching in the place of the block"
+            "compress: this block does not evict from the pages of continuous batching; use model.generate, or "
+            "kvops.hf.continuous_batching instead of the block"
         )
 
-    # Left out of compiled graphs: a new cache in every call is none. What it calls is compiled as before.
+    # Excluded from compiled graphs, which cannot create a cache per call. What it calls is compiled as before.
     hooks = generate, torch.compiler.disable(forward, recursive=False), init_continuous_batching
     return {
-        name: functools.wraps(displaced[name])(hook)  # transformers looks at their parameters
+        name: functools.wraps(displaced[name])(hook)  # transformers inspects their parameters
         for name, hook in zip(_HOOKS, hooks)
         if name in displaced
     }
@@ -307,7 +326,7 @@ def _hooks(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
 
 def _generate(block: Compression, function: Callable[..., Any], call: dict[str, Any]) -> Any:
     model = block._model
-    with own_attention(model):  # which refuses models; and the block may end before the call
+    with own_attention(model):  # it checks the model; and the block may end before the call does
         _check_settings(model, call)
         mask = call.get("attention_mask")
         cache = block._new_cache(mask)
@@ -318,13 +337,13 @@ def _generate(block: Compression, function: Callable[..., Any], call: dict[str, 
         try:
             return function(**{**call, "past_key_values": cache})
         finally:
-            block._record(cache)  # guidance by a second prompt has a cache of its own
+            block._record(cache)  # again, because guidance by a second prompt makes another cache meanwhile
 
 
 def _check_settings(model: PreTrainedModel, call: dict[str, Any]) -> None:
-    """Raises for a call of `model.generate` with another cache, or none."""
+    """Raise for a call of `model.generate` with another cache or none."""
     kind = setting(model, call, "cache_implementation")
-    if kind not in (None, "hybrid"):  # "hybrid" transformers does not heed either
+    if kind not in (None, "hybrid"):  # transformers ignores "hybrid" too
         raise ValueError(
             f"kvops.hf: expected no cache_implementation (the cache is made from the policy), got {kind!r}; if "
             "it comes from model.generation_config, pass cache_implementation=None"
@@ -353,20 +372,20 @@ def _forward(
 
 
 def _check_no_other(call: dict[str, Any]) -> None:
-    """Raises for a cache that is none of the library's."""
+    """Raise for a cache that is not a KVCache."""
     if (cache := call.get("past_key_values")) is not None:
         raise ValueError(
-            "compress: expected no past_key_values (the cache is made from the policy), or a kvops.hf.KVCache to go on "
-            f"with, got {type(cache).__name__}"
+            "compress: expected no past_key_values (the cache is made from the policy), or a kvops.hf.KVCache to "
+            f"continue with, got {type(cache).__name__}"
         )
 
 
 def _by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, all by name."""
+    """Return the arguments of a call, all by name."""
     if not args:
         return dict(kwargs)
     signature = inspect.signature(function)
-    signature.bind_partial(*args, **kwargs)  # a TypeError if there are too many, or twice the same
+    signature.bind_partial(*args, **kwargs)  # raises TypeError for too many arguments, or the same one twice
     return {**dict(zip(signature.parameters, args)), **kwargs}
 
 

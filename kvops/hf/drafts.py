@@ -1,15 +1,18 @@
-"""Prompt lookup and assisted decoding with a `KVCache`: transformers drafts tokens, has the model check them in one
-step, and takes the rejected ones back (`crop`).
+"""Prompt lookup and assisted decoding with a `KVCache`.
 
-Its first step is the prompt and a draft, so a method would observe with drafted tokens, and evict before they are taken
-back. And the steps that check a draft are as long as chunks of a prompt, which methods compress. So with a `KVCache`
-the first draft is empty, which leaves the prompt's step as it is without drafts, and no layer evicts from a draft on
-until what was rejected of it has been taken back. Then the cache is that of decode without drafts, if the method evicts
-nothing in decode. Methods that evict in decode by K, V or positions do so then, by the tokens that were accepted. Those
-that would ask the queries of a draft, some of which are rejected, are refused.
+transformers drafts tokens, lets the model verify them in one step, and removes the rejected ones from the cache
+(`crop`). Two things about that do not fit eviction. The first step is the prompt with a draft, so a policy would score
+with drafted tokens and evict before they are rejected. And the steps that verify a draft are as long as prompt chunks,
+which policies compress.
 
-transformers has no place to say so. This module wraps the method of its models that makes the generators of candidates,
-for calls with a `KVCache`; all others get what they would get without.
+With a `KVCache`, the first draft is therefore empty, which makes the prompt's step the same as without drafts. From
+each draft on, no layer evicts until the rejected tokens have been removed. A policy that evicts nothing in decode then
+has the same cache as decode without drafts. Policies that evict in decode by K, V or positions evict at that point,
+with the accepted tokens. Policies that would use the queries of a draft are refused, because some of these queries
+belong to rejected tokens.
+
+transformers has no hook for this. This module wraps the method of its models that creates candidate generators, for
+calls with a `KVCache`. All other calls are unchanged.
 """
 
 from __future__ import annotations
@@ -34,24 +37,24 @@ from .cache import KVCache
 
 
 class DraftsAfterPrompt(CandidateGenerator):
-    """The candidates of another generator, but for the step that reads the prompt.
+    """Candidates of another generator, except in the step that reads the prompt, which gets none.
 
     Args:
-        make: makes the other generator, from the tokens that there are.
-        cache: evicts nothing while a draft is being checked.
+        make: Creates the other generator from the tokens so far.
+        cache: The cache, which must not evict while a draft is being verified.
     """
 
     def __init__(self, make: Callable[[LongTensor], CandidateGenerator], cache: KVCache):
         self.make, self.cache = make, cache
         self.generator: CandidateGenerator | None = None
         self.prompt_is_read = False
-        self.frozen: list[Cache] = []  # until what is rejected has been taken back
+        self.frozen: list[Cache] = []  # until the rejected tokens have been removed
 
     def get_candidates(self, input_ids: LongTensor, **kwargs: Any) -> tuple[LongTensor, Any]:
         if not self.prompt_is_read:
             self.prompt_is_read = True
             return input_ids, None
-        if self.generator is None:  # only now: an assistant copies the masks that there are
+        if self.generator is None:  # not earlier, because an assistant copies the current masks
             self.generator = self.make(input_ids)
         self.frozen = [x.cache for x in self.cache.evicting_layers if not x.cache.frozen]
         for cache in self.frozen:
@@ -68,11 +71,11 @@ class DraftsAfterPrompt(CandidateGenerator):
 
 
 def observes_in_decode(policy: Policy) -> bool:
-    """Whether queries after the prompt's may decide what stays, as far as is known of the policy."""
+    """Return whether queries after the prompt's may decide what is kept, as far as the policy's class tells."""
     if isinstance(policy, ProtoKV):
         return policy.buffer is not None or policy.window < 2
     if isinstance(policy, WindowPolicy):
-        return policy.window < 2 and not isinstance(policy, LAQ)  # a step of one token has a window's rows
+        return policy.window < 2 and not isinstance(policy, LAQ)  # one token of decode fills a window of one
     return policy.uses_queries or not policy.croppable
 
 
@@ -90,13 +93,13 @@ def _get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> CandidateG
 
 
 def _check(made: CandidateGenerator, cache: KVCache) -> None:
-    """Raises for what would not give the text of greedy decoding."""
+    """Raise for calls whose text would differ from greedy decoding."""
     policy = cache.policy
     if observes_in_decode(policy):
         raise NotImplementedError(
-            "KVCache: prompt lookup and assisted decoding take tokens back, but not what their queries have observed; "
-            "expected a policy that looks at the prompt's queries only (SnapKV, PyramidKV, ChunkKV, LAQ, ProtoKV with "
-            f"buffer=None), or at none (KeyDiff, LagKV, StreamingLLM, SATKV, ...), got {policy!r}"
+            "KVCache: prompt lookup and assisted decoding can remove rejected tokens, but not what their queries have "
+            "observed; expected a policy that uses the prompt's queries only (SnapKV, PyramidKV, ChunkKV, LAQ, ProtoKV "
+            f"with buffer=None), or none (KeyDiff, LagKV, StreamingLLM, SATKV, ...), got {policy!r}"
         )
     if isinstance(policy, LAQ) and not cache._staged:
         raise NotImplementedError(
@@ -105,14 +108,15 @@ def _check(made: CandidateGenerator, cache: KVCache) -> None:
         )
     if seen := cache.get_seq_length():
         raise NotImplementedError(
-            "KVCache: in prompt lookup and assisted decoding transformers reads the whole prompt again, what the cache "
-            f"holds too, expected an empty cache, got one that has seen {seen} tokens; call generate without them"
+            "KVCache: with prompt lookup and assisted decoding, transformers reads the whole prompt again, cached "
+            f"tokens included: expected an empty cache, got one that has seen {seen} tokens; call generate without "
+            "drafts"
         )
     known = isinstance(made, (PromptLookupCandidateGenerator, AssistedCandidateGenerator))
     if not known or isinstance(made, EarlyExitCandidateGenerator):
         raise NotImplementedError(
-            "KVCache: expected drafts of prompt_lookup_num_tokens or of an assistant_model with a cache of its own, "
-            f"got {type(made).__name__}"
+            "KVCache: expected drafts by prompt_lookup_num_tokens or by an assistant_model with its own cache, got "
+            f"{type(made).__name__}"
         )
 
 

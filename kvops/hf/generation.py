@@ -1,6 +1,6 @@
-"""What generation with Lookahead Q-Cache needs more than a cache: its stages.
+"""The stages of Lookahead Q-Cache (LAQ), which generation runs between prefill and decode.
 
-Not called `lookahead.py`: `kvops.hf.lookahead` is the function, which a module of that name would hide.
+The module is not called `lookahead.py`, because that name would hide the function `kvops.hf.lookahead`.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ def lookahead(
     attention_mask: Tensor | None = None,
     eos_token_id: int | Sequence[int] | None = None,
 ) -> None:
-    """LAQ's stages between the prefill and the decode, for generation loops of your own.
+    """Run LAQ's stages between prefill and decode, for your own generation loop.
 
-    Decodes the draft and evicts by its queries. The decode then goes on from the prompts' ends. `cache.stages` says how
-    many bytes were held after each stage.
+    It decodes the draft and evicts from `cache` by the draft's queries. The decode then continues from the end of the
+    prompts. Afterwards `cache.stages` tells how many bytes were held after each stage.
 
     Args:
-        model: the one that has read the prompts, with the library's attention (`use_attention`).
-        cache: a KVCache of `kvops.LAQ` that holds the prompts.
-        logits: [b, vocab], of the prompts' last tokens; their argmax begins the draft.
-        attention_mask: int [b, n], of the prompts; b may repeat its rows for beams. None: padded
-            as the cache has seen it.
-        eos_token_id: ends a row's draft.
+        model: The model that has read the prompts, with the library's attention (`use_attention`).
+        cache: A KVCache with `kvops.LAQ` that holds the prompts.
+        logits: [b, vocab], the logits of the prompts' last tokens. The draft begins with their argmax.
+        attention_mask: int64 [b, n], the mask of the prompts, or fewer rows if the cache repeats each for its beams.
+            None: the padding that the cache has seen.
+        eos_token_id: Token id or ids that end a row's draft.
 
     Raises:
-        TypeError: cache is no KVCache of `kvops.LAQ`.
+        TypeError: `cache` is not a KVCache with `kvops.LAQ`.
     """
     if not isinstance(cache, KVCache) or not isinstance(cache.policy, LAQ):
-        got = f"one of {cache.policy!r}" if isinstance(cache, KVCache) else type(cache).__name__
-        raise TypeError(f"lookahead: cache must be a KVCache of kvops.LAQ, got {got}")
+        got = f"one with {cache.policy!r}" if isinstance(cache, KVCache) else type(cache).__name__
+        raise TypeError(f"lookahead: cache must be a KVCache with kvops.LAQ, got {got}")
     cache.stages = [Stage("prefill", _held(cache))]
     if not cache.evicting_layers:
-        return  # of which KVCache has warned
+        return  # KVCache has warned about it
     draft = copy.copy(cache)
     draft.layers = [
         layer.with_cache(_stages(layer).draft()) if isinstance(layer, EvictingLayer) else copy.deepcopy(layer)
@@ -57,7 +57,7 @@ def lookahead(
     if attention_mask is None:
         first = cache.evicting_layers[0].cache
         attention_mask = logits.new_ones(len(logits), first.seen, dtype=torch.int64)
-        if first.padding is not None:  # as the library's attention saw it in the prefill
+        if first.padding is not None:  # from the mask of the prefill
             attention_mask = (torch.arange(first.seen, device=logits.device) >= first.padding[:, None]).long()
     ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     lengths = decode_greedily(model, draft, logits, attention_mask, ends, cache.policy.steps)
@@ -69,27 +69,27 @@ def lookahead(
 
 
 def _stages(layer: EvictingLayer) -> LookaheadCache:
-    assert isinstance(layer.cache, LookaheadCache)  # as the policy is LAQ
+    assert isinstance(layer.cache, LookaheadCache)  # the policy is LAQ
     return layer.cache
 
 
 def decode_greedily(
     model: PreTrainedModel, draft: KVCache, logits: Tensor, mask: Tensor, ends: Sequence[int], steps: int
 ) -> Tensor:
-    """Decodes greedily over a draft's cache, which keeps the queries.
+    """Decode greedily over a draft's cache, which keeps the queries.
 
     Args:
-        model: of transformers.
-        draft: the cache to decode over; it grows by a token per step.
-        logits: [b, vocab], before the first step.
-        mask: int [b or fewer, n], of the prompts; rows are repeated for beams.
-        ends: token ids that end a row.
-        steps: at most; fewer when all rows have ended.
+        model: A model of transformers.
+        draft: The cache to decode over. It grows by one token per step.
+        logits: [b, vocab], the logits before the first step.
+        mask: int64 [b, n], the mask of the prompts, or fewer rows if the cache repeats each for its beams.
+        ends: Token ids that end a row.
+        steps: The most steps to take. Decoding stops earlier when all rows have ended.
 
     Returns:
-        int32 [b]: how many of the steps count in each row, at least 1.
+        int32 [b], how many of the steps count in each row, at least 1.
     """
-    rows = logits.shape[0]  # beams repeat the prompts
+    rows = logits.shape[0]  # beam search repeats the prompts
     mask = mask.repeat_interleave(rows // mask.shape[0], 0)
     end = torch.tensor(ends, dtype=torch.int64, device=logits.device)
     token = logits.argmax(-1, keepdim=True)
@@ -108,12 +108,15 @@ def decode_greedily(
 
 
 class Lookahead(LogitsProcessor):
-    """Runs LAQ's stages when transformers first asks what to make of the logits, which is after the prefill. It leaves
-    them as they are.
+    """Runs LAQ's stages when transformers first processes logits, which is after the prefill.
+
+    It returns the logits unchanged.
 
     Args:
-        model, cache, attention_mask: as in `lookahead`.
-        call: the arguments of `model.generate`.
+        model: As in `lookahead`.
+        cache: As in `lookahead`.
+        attention_mask: As in `lookahead`.
+        call: The arguments of `model.generate`.
     """
 
     def __init__(self, model: PreTrainedModel, cache: KVCache, attention_mask: Tensor | None, call: Mapping[str, Any]):
@@ -127,7 +130,7 @@ class Lookahead(LogitsProcessor):
 
 
 def setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
-    """A setting of generation, as a call of `model.generate` with these arguments will have it."""
+    """Return the value that a generation setting has in a call of `model.generate` with these arguments."""
     if name in call:
         return call[name]
     value = getattr(call.get("generation_config"), name, None)
@@ -135,6 +138,6 @@ def setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
 
 
 def _held(*caches: KVCache) -> int:
-    """Bytes that the caches' keys and values hold."""
+    """Return the bytes of the caches' keys and values."""
     tensors = [getattr(x, name, None) for cache in caches for x in cache.layers for name in ("keys", "values")]
     return storage_bytes(*(x for x in tensors if x is not None))

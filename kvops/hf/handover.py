@@ -1,8 +1,8 @@
-"""Queries for the allocators of transformers' continuous batching, which are handed keys and values alone.
+"""Passes queries to the allocators of transformers' continuous batching, which otherwise get keys and values only.
 
-The engine's attention functions get the queries, and call `cache.update` with their layer's keys and values. They are
-wrapped here, once in a process: before such a call, an allocator that asks for queries is given those of the layer.
-Layers of other caches and allocators are served as they were.
+The engine's attention functions receive the queries and call `cache.update` with their layer's keys and values. This
+module wraps them, once per process. Before such a call, an allocator with a `take` method gets the layer's queries.
+Layers of other caches and allocators are unaffected.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-ATTENTIONS = ("sdpa", "paged|eager", "paged|sdpa")  # the last one up to 5.22
+ATTENTIONS = ("sdpa", "paged|eager", "paged|sdpa")  # the last one exists up to transformers 5.22
 _lock = threading.Lock()
 
 
 class Handed(NamedTuple):
     """What a layer attends with."""
 
-    query: Tensor  # [tokens, Hq, d], of all requests of the step
+    query: Tensor  # [tokens, Hq, d], for all requests of the step
     logits: dict[str, Any]  # see `kvops.methods.queries.Logits`
 
 
 def hand_over() -> None:
-    """From now on the engine's attentions hand their queries to allocators that have `take`."""
+    """Wrap the engine's attention functions, so that allocators with a `take` method get the queries."""
     with _lock:
         known = AttentionInterface()
         for name in ATTENTIONS:
@@ -44,7 +44,7 @@ def _wrapped(attention: Callable[..., Any]) -> Callable[..., Any]:
         if cache is not None:
             take = getattr(cache.layer_to_allocator.get(module.layer_idx), "take", None)
             if take is not None:
-                # The engine's attentions have no softcap, and the sinks of the module itself.
+                # The engine's attention functions have no softcap, and read the sinks from the module.
                 logits: dict[str, Any] = {"scale": kwargs.get("scaling")}
                 if (sinks := getattr(module, "sinks", None)) is not None:
                     logits["sink_logits"] = sinks.detach().float()

@@ -1,9 +1,9 @@
-"""The rotary embedding of a model of transformers: what its rotary module says and a tiny model of its config confirms.
+"""The rotary embedding (RoPE) of a transformers model, read from its rotary module and verified with a tiny model.
 
 The tiny model has the layers and the head dim of the real one, and random weights. It reads one token in several rows,
-each at a position of its own. A token that is alone attends to itself only, so nothing but the rotation of its queries
-and keys differs from row to row; and in the first row they are not rotated: the rotary module's cosines and sines are
-replaced by 1 and 0. Then the other rows' queries and keys must be those of the first, rotated.
+each row at another position. A single token attends to itself only, so nothing but the rotation of queries and keys
+differs between rows. In the first row they are left unrotated: the rotary module's cosines and sines are replaced by 1
+and 0. The other rows' queries and keys must then equal the first row's, rotated.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from ..rope import Rope
 
 
 def model_rope(config: PreTrainedConfig) -> Rope:
-    """The rotary embedding of a model's full-attention layers, from the code that transformers has for it.
+    """Return the rotary embedding of a model's full-attention layers, from the model's own code in transformers.
 
-    The model's rotary module has the frequencies. A tiny model of the config shows in one forward pass that every
-    full-attention layer turns its queries and keys by them, from their first channel on, which channels are a pair, and
-    that nothing is done to them afterwards. This runs once for each config.
+    The frequencies come from the model's rotary module. One forward pass of a tiny model of the same config verifies
+    that every full-attention layer rotates its queries and keys by these frequencies, starting at the first channel,
+    and that nothing changes them afterwards. It also shows which channels form a pair. This runs once per config.
 
     Args:
-        config: of the model (`model.config`).
+        config: The model's config (`model.config`).
 
     Returns:
-        For the `rope` of `kvops.Cache`.
+        A rope for `kvops.Cache` and `KVCache`.
 
     Raises:
-        ValueError: what the tiny model does not confirm: layers without rotation, MLA, norms after the rotation,
-            positions of several dims, code from elsewhere; and frequencies that change with the length (dynamic,
-            longrope).
+        ValueError: The tiny model does not confirm the rotation: layers without rotation, MLA, norms after the
+            rotation, positions of several dims, model code from outside transformers. Or the frequencies change with
+            the length (dynamic, longrope). Pass your own `rope=kvops.Rope(inv_freq, ...)` then, or use
+            positions='original'.
     """
     config = config.get_text_config(decoder=True)
     key = type(config), config.to_json_string(use_diff=False)
@@ -53,15 +54,16 @@ _known: dict[tuple[type, str], Rope] = {}
 
 def _ask(config: PreTrainedConfig) -> Rope:
     unclear = (
-        f"KVCache: cannot tell how the model of {type(config).__name__} rotates its keys; give the cache "
-        "rope=kvops.Rope(inv_freq, interleaved=...) if all layers rotate them alike, or positions='original'"
+        f"KVCache: cannot determine how the model of {type(config).__name__} rotates its keys; pass the cache "
+        "rope=kvops.Rope(inv_freq, interleaved=...) if all layers rotate them the same way, or use "
+        "positions='original'"
     )
     kind = MODEL_MAPPING.get(type(config), None)
-    if not isinstance(kind, type) or hasattr(config, "qk_rope_head_dim"):  # code from elsewhere, MLA
+    if not isinstance(kind, type) or hasattr(config, "qk_rope_head_dim"):  # code from outside transformers, MLA
         raise ValueError(unclear)
     changing, rope = [], None
     try:
-        # the caller's device, autocast and gradients have no part in it
+        # independent of the caller's device, autocast and gradient mode
         with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
             with _Sandbox() as sandbox:
                 model = _tiny_model(kind, config, sandbox.generator)
@@ -70,21 +72,21 @@ def _ask(config: PreTrainedConfig) -> Rope:
                 rows = _rows(model) if named and not changing else None
             if rows is not None:
                 rope = _confirmed(named, rows)
-    except Exception as error:  # of the model's code, at sizes that it was not written for
+    except Exception as error:  # the model's code may fail at sizes that it was not written for
         raise ValueError(unclear) from error
     if changing:
         raise ValueError(
             f"KVCache: rotary frequencies of type {changing[0]!r} change with the length, so slots have no fixed "
-            "rotation; give the cache rope=kvops.Rope(inv_freq) of one length, or positions='original'"
+            "rotation; pass the cache rope=kvops.Rope(inv_freq) for one length, or use positions='original'"
         )
     if rope is None:
         raise ValueError(unclear)
     return rope
 
 
-# The tiny model.
+# ---- the tiny model ----
 
-# Sizes that no rotation depends on, as configs name them, and what they become.
+# Sizes that do not affect the rotation, by their names in configs, and their values in the tiny model.
 _SIZES = {
     **dict.fromkeys("num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts".split(), 2),
     **dict.fromkeys("linear_num_key_heads linear_num_value_heads mamba_n_heads".split(), 2),
@@ -96,15 +98,15 @@ _SIZES = {
     "pad_token_id": 0,  # in the vocabulary
 }
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
-_MOST_WORK = 1 << 30  # elements written; a config of 126 layers and 128 channels per head needs a sixth
+_MOST_WORK = 1 << 30  # elements written; a config with 126 layers and 128 channels per head needs a sixth of it
 
 
 def _tiny(config: PreTrainedConfig) -> PreTrainedConfig:
-    """With all layers and the head dim, but two heads, and small in all that has nothing to do with attention."""
+    """Return a copy of a config with the same layers and head dim, but two heads and small other sizes."""
     config = copy.deepcopy(config)
     heads, width, head_dim = config.num_attention_heads, config.hidden_size, getattr(config, "head_dim", None)
     small = 2 * (head_dim or width // heads)
-    if head_dim is not None and width != heads * head_dim:  # else many models rely on it
+    if head_dim is not None and width != heads * head_dim:  # many models rely on equality where it holds
         small = 16
     inner = small * (getattr(config, "mamba_expand", None) or 1)
     sizes = {**_SIZES, "hidden_size": small, "lru_width": small, "mamba_d_ssm": inner, "mamba_d_head": inner // 2}
@@ -125,14 +127,14 @@ def _tiny_model(kind: type[PreTrainedModel], config: PreTrainedConfig, generator
     model = kind(config).eval().float()
     for x in model.parameters():
         x.normal_(generator=generator)
-        # norms would commute with a rotation if their weights were all alike
+        # norms with equal weights would commute with a rotation, and go unnoticed
         x.mul_(0.3).add_(1.0) if x.dim() < 2 else x.mul_(x[0].numel() ** -0.5)
-    config._attn_implementation_internal = _ATTENTION  # the public one logs what models make of it
+    config._attn_implementation_internal = _ATTENTION  # setting the public attribute logs warnings
     return model
 
 
 class _Sandbox(TorchDispatchMode):
-    """Random numbers come from a generator of its own, and a model that turns out not to be tiny ends."""
+    """Draws random numbers from its own generator, and stops a model that turns out not to be tiny."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,16 +156,16 @@ class _Sandbox(TorchDispatchMode):
         return out
 
 
-# What it says and does.
+# ---- what the rotary module declares and what the tiny model does ----
 
 _ATTENTION = "kvops_rope"  # the name of the tiny models' attention function in transformers
-# Of the rows, the first of which stays without rotation. None is 0, where recurrent layers may start anew.
+# The rows' positions. The first row stays unrotated. None is 0, because recurrent layers may reset their state there.
 _POSITIONS = (3, 1, 2, 17, 400, 6007)
-_TOLERANCE = 2e-5  # of a head's largest element: equal rows are not rounded equally, and layers amplify that
+_TOLERANCE = 2e-5  # relative to a head's largest element: rounding differs between rows, and layers amplify it
 
 
 class _Named(NamedTuple):
-    """What a rotary module says of its full-attention layers."""
+    """What a rotary module declares for full-attention layers."""
 
     kind: str
     inv_freq: Tensor
@@ -171,12 +173,12 @@ class _Named(NamedTuple):
 
 
 def _named(model: PreTrainedModel, config: PreTrainedConfig) -> list[_Named]:
-    """Of each class of rotary modules in the tiny model, made for the config itself."""
+    """Return what each class of rotary module in the tiny model declares when it is built from the full config."""
     found = []
     for rotary in {type(x): x for x in model.modules() if hasattr(x, "rope_type")}:
         module: Any = rotary(config)
         kind, prefix = module.rope_type, ""
-        if isinstance(kind, dict):  # frequencies by the type of layer
+        if isinstance(kind, dict):  # frequencies differ by layer type
             kind, prefix = kind.get("full_attention"), "full_attention_"
         if kind is not None:
             inv_freq, scaling = (getattr(module, prefix + name) for name in ("inv_freq", "attention_scaling"))
@@ -185,15 +187,16 @@ def _named(model: PreTrainedModel, config: PreTrainedConfig) -> list[_Named]:
 
 
 class _Recorder(DynamicCache):
-    """Sees the keys of each layer, and the queries that `_attend` hands over after them.
+    """Records the keys of each layer, and then its queries, which `_attend` passes.
 
-    A model that computes its attention itself hands over none; it cannot have the library's, which turns queries.
+    A model that computes its attention itself passes none. It cannot use the library's attention either, which would
+    rotate its queries.
     """
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config=config)
-        self.rows: dict[int, list[Tensor]] = {}  # keys and queries, [rows, heads, 1, d]
-        self.layer: int | None = None  # whose attention comes next
+        self.rows: dict[int, list[Tensor]] = {}  # keys and queries by layer, [rows, heads, 1, d]
+        self.layer: int | None = None  # the layer that attends next
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -209,7 +212,7 @@ _recorder: ContextVar[_Recorder] = ContextVar("kvops.hf.rope")
 def _attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, **kwargs: object
 ) -> tuple[Tensor, None]:
-    """The attention of one token to itself."""
+    """Compute the attention of a single token to itself."""
     recorder = _recorder.get()
     if recorder.layer is not None:
         recorder.rows[recorder.layer].append(query)
@@ -222,14 +225,14 @@ AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
 
 
 def _rows(model: PreTrainedModel) -> Tensor:
-    """Keys and queries of all full-attention layers (of all layers, if none is one), [positions, heads, d]."""
+    """Return keys and queries of all full-attention layers (of all layers if there is none), [positions, heads, d]."""
     positions = torch.tensor(_POSITIONS)[:, None]
 
     def leave_the_first(
         module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any], out: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         if not any(isinstance(x, Tensor) and torch.equal(x, positions) for x in (*args, *kwargs.values())):
-            raise ValueError("a rotary module gets other positions than the model")
+            raise ValueError("a rotary module receives other positions than the model")
         cos, sin = (x.clone() for x in out)
         cos[0], sin[0] = 1, 0
         return cos, sin
@@ -248,7 +251,7 @@ def _rows(model: PreTrainedModel) -> Tensor:
 
 
 def _confirmed(named: list[_Named], rows: Tensor) -> Rope | None:
-    """The rotation, with one kind of pairs or the other, that turns each head's first row to its other rows."""
+    """Return the rotation that maps each head's first row to its other rows, with either kind of channel pairs."""
     first, others = rows[:1].double(), rows[1:].double()
     for _, inv_freq, scaling in named:
         cut = 2 * len(inv_freq)  # the channels from here on are not rotated
@@ -257,8 +260,8 @@ def _confirmed(named: list[_Named], rows: Tensor) -> Rope | None:
             cos, sin = (x.unsqueeze(1).double() for x in rope.tables(torch.tensor(_POSITIONS[1:])))
             pair = -1 if interleaved else -2
             x, y = first[..., :cut].unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(pair)
-            turned = torch.stack((x * cos - y * sin, y * cos + x * sin), pair).flatten(-2)
-            expected = torch.cat((turned, first[..., cut:].expand(len(others), -1, -1)), -1)
+            rotated = torch.stack((x * cos - y * sin, y * cos + x * sin), pair).flatten(-2)
+            expected = torch.cat((rotated, first[..., cut:].expand(len(others), -1, -1)), -1)
             error = (expected - others).abs().amax((0, 2))
             if (error <= _TOLERANCE * others.abs().amax((0, 2))).all():
                 return rope
