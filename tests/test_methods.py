@@ -617,7 +617,7 @@ def test_wrong_tensors(compress, args):
 def test_lagkv_wrong_arguments(args, options, error, message):
     k, v = make_kv()
     for call in (kvops.lagkv_compress, kvops.lagkv_compress_):
-        with pytest.raises(error, match="LagKV: " + message):
+        with pytest.raises(error, match=f"^{call.__name__}: {message}"):
             call(k, v, *args, **options)
     with pytest.raises(error, match=message.replace("L must", "lag must").replace("r must", "ratio must", 1)):
         kvops.LagKV(*args, **options)
@@ -655,7 +655,7 @@ BUDGETS = [
 def test_keydiff_wrong_arguments(budget, options, error, message):
     k, v = make_kv()
     for call in (kvops.keydiff_compress, kvops.keydiff_compress_):
-        with pytest.raises(error, match="KeyDiff: " + message):
+        with pytest.raises(error, match=f"^{call.__name__}: {message}"):
             call(k, v, budget, **options)
     with pytest.raises(error, match="KeyDiff: " + message):
         kvops.KeyDiff(budget, **options)
@@ -666,7 +666,7 @@ def test_keydiff_wrong_arguments(budget, options, error, message):
 def test_baselines_wrong_budgets(name, budget, options, error, message):
     k, v = make_kv()
     make = kvops.StreamingLLM if name.startswith("streaming") else kvops.Random
-    with pytest.raises(error, match=f"{make.__name__}: {message}"):
+    with pytest.raises(error, match=f"^{name}: {message}"):
         getattr(kvops, name)(k, v, budget)
     with pytest.raises(error, match=f"{make.__name__}: {message}"):
         make(budget)
@@ -675,12 +675,12 @@ def test_baselines_wrong_budgets(name, budget, options, error, message):
 def test_baselines_wrong_arguments():
     k, v = make_kv()
     for seed, error in ((-1, ValueError), (0.5, TypeError), (True, TypeError)):
-        with pytest.raises(error, match="Random: seed must be"):
+        with pytest.raises(error, match="random_compress: seed must be"):
             kvops.random_compress(k, v, 8, seed=seed)
         with pytest.raises(error, match="Random: seed must be"):
             kvops.Random(8, seed=seed)
     message = r"budget must hold sinks \+ recent, expected at least 4 \+ 0 tokens, got 3"
-    with pytest.raises(ValueError, match="StreamingLLM: " + message):
+    with pytest.raises(ValueError, match="streamingllm_compress: " + message):
         kvops.streamingllm_compress(k, v, 3)
     with pytest.raises(ValueError, match="StreamingLLM: " + message):
         kvops.StreamingLLM(3)
