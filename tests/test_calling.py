@@ -139,7 +139,7 @@ def test_errors_name_the_function_that_was_called(kv, q):
     with pytest.raises(ValueError, match="^H2O: q must .*, got"):
         kvops.H2O(24).compress(k, v, q.double())
     with pytest.raises(
-        ValueError, match="^tova_compress: q_last must be rows of the prompt|^tova_compress: q_last must"
+        ValueError, match="^tova_compress: q_last must be queries of the prompt|^tova_compress: q_last must"
     ):
         kvops.tova_compress(k, v, q.double()[:, :, :1], 24)
     with pytest.raises(ValueError, match="^keydiff_compress, row 1: budget must hold sinks"):

@@ -238,11 +238,11 @@ def test_lagkv_by_one_threshold_for_all_heads(dtype):
             assert {(h, j) for _, h, j in best} == {(h, j) for h in range(4) for j in range(12) if first + j in kept[h]}
     assert len(lengths) > 2 and indices.shape[2] == max(lengths)
     for call in (dict(lengths=kit.int32(75, 75)), dict(starts=kit.int32(0, 3))):
-        with kit.refuses("LagKV: head_mode='adaptive' takes no starts or lengths"):
+        with kit.refuses("LagKV: with head_mode='adaptive', starts and lengths must be None"):
             kvops.LagKV(12, 0.4, head_mode="adaptive").compress(k, v, **call)
-    with kit.refuses("LagKV: the heads of a cache keep equally many tokens"):
+    with kit.refuses("LagKV: the heads of a cache keep the same number of tokens"):
         kvops.Cache(kvops.LagKV(12, 0.4, head_mode="adaptive"))
-    with kit.refuses("only score='std' is comparable", "got 'l2'"):
+    with kit.refuses("needs score='std', whose scores are comparable", "got 'l2'"):
         kvops.LagKV(12, 0.4, head_mode="adaptive", score="l2")
 
 
@@ -642,7 +642,7 @@ BUDGETS = [
         (8, dict(sinks=-1), ValueError, "sinks must be at least 0, got -1"),
         (8, dict(sinks=True), TypeError, "sinks must be an int, got bool"),
         (8, dict(recent=-1), ValueError, "recent must be at least 0 tokens, got -1"),
-        (8, dict(recent=1.0), ValueError, r"recent as a share of the budget must be in \[0, 1\), got 1.0"),
+        (8, dict(recent=1.0), ValueError, r"recent as a fraction of the budget must be in \[0, 1\), got 1.0"),
         (8, dict(recent=True), TypeError, "recent must be an int .* got bool"),
         (8, dict(sinks=5, recent=4), ValueError, r"budget must hold sinks \+ recent, .* 5 \+ 4 tokens, got 8"),
         (8, dict(sinks=5, recent=0.5), ValueError, r"budget must hold sinks \+ recent, .* 5 \+ 4 tokens, got 8"),

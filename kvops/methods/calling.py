@@ -46,7 +46,7 @@ def one_shot_method(compress: F) -> F:
 
     @functools.wraps(compress)
     def call(self: Any, *args: Any, layout: str | None = None, **options: Any) -> Any:
-        asked = getattr(self, "argument", query) if query else None
+        asked = self.argument if query == "q_window" else query
         return _call(self.name, asked, functools.partial(compress, self), layout, args, options)
 
     return cast(F, call)
