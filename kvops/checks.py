@@ -1,4 +1,4 @@
-"""Checks of arguments. Every error names the function, the argument, what was expected and what came.
+"""Checks of arguments. Every error names the function, the argument, what was expected and what was given.
 
 `op` is the name of the function or class that the user called. This module imports nothing from the package.
 """

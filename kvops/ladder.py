@@ -1,4 +1,4 @@
-"""LaCache's ladder: plans of which slots each layer keeps.
+"""LaCache's ladder: which slots each layer keeps.
 
 The kept slots are a function of (layer, slot) alone, computed here on the host in plain integers.
 

@@ -26,8 +26,8 @@ below `visible`); other entries may be -1. Each request gets bit for bit the res
 (docs/layouts.md).
 
 **Errors.** A wrong argument raises ValueError, or TypeError for a wrong type, before anything is written. The message
-names the operator and the argument, what was expected and what came. The operators are inference-only: an input that
-requires grad raises outside `torch.no_grad()`.
+names the operator and the argument, what was expected and what was given. The operators are inference-only: an input
+that requires grad raises outside `torch.no_grad()`.
 
 **CUDA.** Kernels run on the current stream, and no operator waits for the GPU. The values of indices, starts, lengths,
 budgets and block tables are therefore checked only under `kvops.debug_checks()`; otherwise the kernels skip or clamp

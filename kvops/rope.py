@@ -32,7 +32,7 @@ class Rope:
     interleaved: bool = False
     scaling: float = 1.0
     dtype: torch.dtype | None = None
-    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what was made once
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # the cached tables
 
     @staticmethod
     def of(

@@ -86,7 +86,7 @@ class Spans(TypedDict, total=False):
             entries of a request move to the front of its own pages, and k and v are returned.
         layout: The order of dims of k, v, the queries, `out` and the results: "bhnd" (the default) is [b, Hk, n, d],
             and "bnhd" is [b, n, Hk, d] (pages: [num_pages, page_size, Hk, d]). Transposing is a view, never a copy.
-            Without `layout`, k with more heads than tokens gives a UserWarning, since it looks like "bnhd". K and V
+            Without `layout`, k with more heads than tokens gives a UserWarning, since it may be "bnhd". K and V
             that have been swapped cannot be detected.
     """
 

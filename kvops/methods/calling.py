@@ -84,7 +84,7 @@ def _transposed(x: Any) -> Any:
 
 
 def _warn_of_heads(name: str, k: Any, block_table: Any) -> None:
-    """Warns if K looks like [b, n, Hk, d]. `layout` says which it is, so giving it silences the warning."""
+    """Warns if k appears to be [b, n, Hk, d]. An explicit `layout` silences the warning."""
     if block_table is not None or not isinstance(k, Tensor) or k.dim() != 4 or not k.shape[1] > k.shape[2] > 0:
         return
     frame, level = sys._getframe(1), 2

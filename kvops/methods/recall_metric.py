@@ -45,7 +45,7 @@ def recall(
     group_reduce: str = "mean",
     **call: Unpack[RecallCall],
 ) -> Tensor:
-    """Compute LAQ's Recall_W: how much of what the answer's queries would keep, an observation window keeps.
+    """Compute LAQ's Recall_W: the fraction of the keys chosen by the answer's queries that a window also chooses.
 
     ```text
     gold   = the budget's best keys by the sum over the response's rows      (Eq. 1)

@@ -316,8 +316,8 @@ def pyramidkv_compress(
             num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
 
     Returns:
-        (k, v, indices) of the kept slots; see `Compressed`. Their number is that of `kvops.pyramidkv_budgets` for this
-        layer.
+        (k, v, indices) of the kept slots; see `Compressed`. Their number is the budget that `kvops.pyramidkv_budgets`
+        gives this layer.
 
     Raises:
         TypeError: An argument has the wrong type. Nothing has been written.
