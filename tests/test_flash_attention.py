@@ -288,7 +288,7 @@ def test_wrong_arguments():
         (dict(starts=torch.zeros(2)), r"starts must be torch.int32 \[2\] on .*, got torch.float32 \[2\]"),
         (dict(starts=kit.int32(0)), r"starts must be torch.int32 \[2\] on .*, got torch.int32 \[1\]"),
         (dict(sink_logits=torch.zeros(2)), r"sink_logits must be torch.float32 \[6\] on .*, got torch.float32 \[2\]"),
-        (dict(backend="magic"), "backend must be one of 'flash_attn_3', .*'kvops' or None, got 'magic'"),
+        (dict(backend="magic"), "backend must be one of 'flash_attn_3', .*'kvops', or None, got 'magic'"),
     ]:
         with kit.refuses(f"attention: {message}"):
             kvops.attention(**{**dict(q=q, k=k, v=v), **change})

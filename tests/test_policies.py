@@ -569,7 +569,7 @@ def test_adaptive_heads_need_scores_of_their_own():
         queries, options = call_of(policy, q)
         with kit.refuses(f"{policy.name}: head_mode='adaptive' needs scores of each head, got one for all heads"):
             policy.compress(k, v, *queries, **options)
-    with kit.refuses("ProtoKV: head_mode must be", "got 'adaptive'; pass a budget per head"):
+    with kit.refuses("ProtoKV: head_mode must not be 'adaptive'", "pass a budget from kvops.head_budgets"):
         kvops.ProtoKV(20, 4, head_mode="adaptive")
     with kit.refuses("PyramidKV: layers share the budget", "or 'shared', got head_mode='adaptive'"):
         kvops.PyramidKV(20, 4, head_mode="adaptive")

@@ -431,7 +431,6 @@ def test_head_budgets_of_fractions_and_of_scores_that_are_not_finite():
     assert kvops.head_budgets(scores[:, :0], 20).shape == (2, 0)
 
 
-POLICIES = {"protokv": "ProtoKV", "satkv": "SATKV", "snapkv": "SnapKV", "keydiff": "KeyDiff"}
 CALLS = {
     "protokv": lambda k, v, q, budget, **o: kvops.protokv_compress(k, v, q, budget, **SMALL, **o),
     "protokv whole": lambda k, v, q, budget, **o: kvops.protokv_compress(k, v, q, budget, whole_clusters=True, **o),
@@ -657,7 +656,7 @@ WRONG = [
 def test_wrong_settings(change, error, message):
     q, k, v = make(n=40, w=8)
     for call in (kvops.protokv_compress, kvops.protokv_compress_):
-        with kit.refuses("ProtoKV: " + message, kind=error):
+        with kit.refuses(f"{call.__name__}: {message}", kind=error):
             call(k, v, q, 20, **change)
     with kit.refuses("ProtoKV: " + message, kind=error):
         kvops.ProtoKV(20, 8, **change)
@@ -684,7 +683,7 @@ def test_wrong_arguments():
             "whole_clusters=True needs head_mode='per_head'",
         ),
     ]:
-        with kit.refuses(f"ProtoKV: {message}", kind=error):
+        with kit.refuses(f"{call.__name__}: {message}", kind=error):
             call(**{**good, **change})
     for change, message in [
         (dict(projection=torch.zeros(2, 8), phase=torch.zeros(2)), r"projection must be a contiguous \[r, 16\]"),
@@ -701,13 +700,13 @@ def test_wrong_arguments():
         ((20, 8.0), TypeError, "window must be an int"),
         ((20, 21), ValueError, "budget must hold the window, expected at least 21 tokens, got 20"),
     ]:
-        with kit.refuses(f"SATKV: {message}", kind=error):
+        with kit.refuses(f"satkv_compress: {message}", kind=error):
             kvops.satkv_compress(k, v, *args)
     for change, message in [
         (dict(kappa=0), "kappa must be at least 1"),
         (dict(head_mode="x"), "head_mode must be one"),
     ]:
-        with kit.refuses(f"SATKV: {message}"):
+        with kit.refuses(f"satkv_compress: {message}"):
             kvops.satkv_compress(k, v, 20, 8, **change)
         with kit.refuses(f"SATKV: {message}"):
             kvops.SATKV(20, 8, **change)
@@ -719,7 +718,7 @@ def test_wrong_arguments():
         (
             lambda: kvops.Cache(kvops.ProtoKV(20, 8, alpha=21)),
             ValueError,
-            "ProtoKV: budget must hold the last alpha tokens, expected at least 21, got 20",
+            "ProtoKV: budget must hold alpha tokens, expected 21, got 20",
         ),
         (lambda: kvops.SATKV(20, 8, buffer="1"), TypeError, "SATKV: buffer must be an int"),
         (
@@ -740,18 +739,18 @@ def test_wrong_budgets_per_head():
     for name in ("snapkv", "protokv", "keydiff", "satkv"):
         call = CALLS[name]
         for budget, message in [
-            (kit.int32(20, 20), r"budget as a tensor must be int32 \[b, Hk\], got torch.int32 \[2\]"),
-            (torch.full((2, 2), 20), r"budget as a tensor must be int32 \[b, Hk\], got torch.int64"),
+            (kit.int32(20, 20), r"budget as a tensor must be torch.int32 \[b, Hk\], got torch.int32 \[2\]"),
+            (torch.full((2, 2), 20), r"budget as a tensor must be torch.int32 \[b, Hk\], got torch.int64"),
             (
                 kit.int32(20, 20).view(2, 1),
                 r"budget must have one entry per row and head, expected \[2, 2\], got \[2, 1\]",
             ),
         ]:
-            with kit.refuses(f"{POLICIES[name]}: {message}"):
+            with kit.refuses(f"{name}_compress: {message}"):
                 call(k, v, q, budget)
-        with kit.refuses(f"{POLICIES[name]}: a budget per head needs head_mode='per_head', got head_mode='shared'"):
+        with kit.refuses(f"{name}_compress: a budget per head needs head_mode='per_head', got head_mode='shared'"):
             call(k, v, q, torch.full((2, 2), 20, dtype=torch.int32), head_mode="shared")
-    with kit.refuses("PyramidKV: layers share the budget", "got a budget per head"):
+    with kit.refuses("pyramidkv_compress: layers share the budget", "got a budget per head"):
         kvops.pyramidkv_compress(k, v, q, torch.full((2, 2), 20, dtype=torch.int32), layer=0, num_layers=2)
     for make_policy in (kvops.SnapKV, kvops.ProtoKV, kvops.KeyDiff, kvops.SATKV):
         with kit.refuses("the heads of a cache keep the same number of tokens, expected budget as an int or a float"):
@@ -774,6 +773,6 @@ def test_budgets_per_head_must_hold_what_is_protected():
     budgets = kit.int32(20, 20, 7, 20).view(2, 2)
     for name in ("snapkv", "protokv", "satkv"):
         with kit.refuses(
-            rf"{POLICIES[name]}, row 1, head 0: budget must hold sinks \+ recent, expected at least 0 \+ 8"
+            rf"{name}_compress, row 1, head 0: budget must hold sinks \+ recent, expected at least 0 \+ 8"
         ):
             CALLS[name](k, v, q, budgets)

@@ -190,9 +190,7 @@ def entropy_budgets(
     """
     op = "entropy_budgets"
     if isinstance(scores, Tensor) or not scores:
-        raise ValueError(
-            f"{op}: scores must be a list with one tensor for each layer and not empty, got {type(scores).__name__}"
-        )
+        raise ValueError(f"{op}: scores must be a list of at least one layer's scores, got {type(scores).__name__}")
     inference_only(op, **{f"scores[{i}]": x for i, x in enumerate(scores)})
     check_int(op, "budget", budget, 1)
     check_int(op, "window", window, 0)

@@ -123,15 +123,9 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         check_bool(self.name, "whole_clusters", self.whole_clusters)
         check_int(self.name, "alpha", self.alpha, 1)
         if self.head_mode == "adaptive":
-            raise ValueError(
-                f"{self.name}: head_mode must be 'per_head' or 'shared', got 'adaptive'; pass a budget per head from "
-                "kvops.head_budgets instead"
-            )
+            raise ValueError(f"{self.name}: head_mode must not be 'adaptive'; pass a budget from kvops.head_budgets")
         if self.whole_clusters and self.head_mode == "shared":
-            raise ValueError(
-                f"{self.name}: whole_clusters=True needs head_mode='per_head', since heads differ in their clusters, "
-                "got 'shared'"
-            )
+            raise ValueError(f"{self.name}: whole_clusters=True needs head_mode='per_head', got 'shared'")
         super().check()
 
     def check_cache(self, layer: int, num_layers: int) -> None:
@@ -142,10 +136,7 @@ class ProtoKV(DecodePolicy, QueryPolicy):
                 "expected whole_clusters=False"
             )
         if self.buffer is not None and isinstance(self.budget, int) and self.budget < self.alpha:
-            raise ValueError(
-                f"{self.name}: budget must hold the last alpha tokens, expected at least {self.alpha}, got "
-                f"{self.budget}"
-            )
+            raise ValueError(f"{self.name}: budget must hold alpha tokens, expected {self.alpha}, got {self.budget}")
 
     def _check_clusters(self) -> None:
         op = self.name
