@@ -1,6 +1,14 @@
-"""kvops: which KV-cache entries a language model keeps, and moving the kept ones. See `ops`, `methods`, `hf`."""
+"""kvops: PyTorch operators for KV-cache eviction, and the eviction methods of the papers built from them.
 
-from . import _lib, distributed, methods, ops  # noqa: F401  (loads the operators first)
+- `kvops.ops`: the operators, CUDA and CPU kernels that score, select and evict KV-cache entries.
+- Methods: a policy such as `KeyDiff` for each, one-shot functions such as `keydiff_compress`, and `policy(name)`.
+- `Cache`, `PagedCache`: caches that evict by a policy while tokens stream in.
+- `attention`: FlashAttention with the log-sum-exp that query-based methods need.
+- Imported on demand: `kvops.hf` (Hugging Face transformers), `kvops.vllm`, `kvops.analysis`, `kvops.eval` and
+  `kvops.bench`.
+"""
+
+from . import _lib, distributed, methods, ops  # noqa: F401  (importing _lib loads the operators)
 from ._lib import build_info, debug_checks
 from .cache import Cache, OutOfPages, PagedCache
 from .flash_attention import attention, attention_backends
@@ -27,3 +35,11 @@ __all__ = [
     "ops",
 ]
 __all__ += methods.__all__
+
+#: Public modules that the user imports: `import kvops.hf`.
+_ON_DEMAND = ("analysis", "bench", "eval", "hf", "reference", "vllm")
+
+
+def __dir__() -> list[str]:
+    """The public names, and the public modules that have been imported."""
+    return sorted([*__all__, *(name for name in ("methods", *_ON_DEMAND) if name in globals())])

@@ -1,8 +1,9 @@
-"""Semantic anchors in a model's keys: what ProtoKV says of them, as functions on one layer's tensors.
+"""Measurements of semantic anchors in a model's keys, as defined by ProtoKV, on the tensors of one layer.
 
-Every function takes k: [b, Hk, n, d], the keys of a prompt as the cache holds them, and kappa, starts and lengths as
-`kvops.ops.outlier_degree` does, whose Theta tells anchors (SATs, high) from the tokens that look like their neighbours.
-Invalid slots, and keys that are not finite, count nowhere. `experiments/anchors.py` applies them to a model and draws.
+Every function takes k: [b, Hk, n, d], the keys of a prompt as the cache holds them. `kappa`, `starts` and `lengths` are
+those of `kvops.ops.outlier_degree`, whose outlier degree Theta is high for semantic anchors (SATs) and low for tokens
+that are similar to their neighbours. Invalid slots and keys that are not finite are ignored. `experiments/anchors.py`
+applies the functions to a model and plots the results.
 
 Source: "ProtoKV: Long-context Knowledges Are Already Well-Organized Before Your Query", Sec. 3, App. B, C, E, F, N.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from .checks import check_int, check_queries
+from .checks import check_int, check_queries, plain
 from .ops import outlier_degree
 from .window import causal_limits, span_ends, summed_scores
 
@@ -34,15 +35,16 @@ __all__ = [
 def neighbourhood_similarity(
     k: Tensor, kappa: int = 5, *, starts: Tensor | None = None, lengths: Tensor | None = None
 ) -> Tensor:
-    """How similar each key is to its neighbours: S, the mean cosine with the kappa keys on either side and itself.
+    """Compute each key's similarity to its neighbours: S, its mean cosine with itself and kappa keys on either side.
 
     Args:
         k: [b, Hk, n, d].
-        kappa: neighbours on either side, as in `ops.outlier_degree`.
-        starts, lengths: int32 [b], the valid slots of each row.
+        kappa: Neighbours on either side, as in `ops.outlier_degree`.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
 
     Returns:
-        fp32 [b, Hk, n]; NaN for keys that do not count.
+        fp32 [b, Hk, n]; NaN for invalid slots and for keys that are not finite.
 
     Source: ProtoKV, Def. 2, Eq. 4; Fig. 3.
     """
@@ -57,17 +59,18 @@ def outlier_histogram(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """The histogram of each head's outlier degrees Theta.
+    """Compute the histogram of each head's outlier degrees Theta.
 
     Args:
         k: [b, Hk, n, d].
-        edges: bin edges, ascending.
-        kappa: neighbours on either side, as in `ops.outlier_degree`.
-        starts, lengths: int32 [b], the valid slots of each row.
+        edges: The edges of the bins, ascending.
+        kappa: Neighbours on either side, as in `ops.outlier_degree`.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
 
     Returns:
         int64 [b, Hk, len(edges) + 1]: the number of tokens with Theta < edges[0], then with edges[i] <= Theta <
-        edges[i + 1], last with edges[-1] <= Theta. They add up to the tokens that count.
+        edges[i + 1], and last with edges[-1] <= Theta. The sum is the number of valid tokens with finite keys.
 
     Source: ProtoKV, Eq. 5; Fig. 2.
     """
@@ -86,13 +89,14 @@ def sat_counts(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """The number of anchors of each head: tokens with Theta > threshold.
+    """Count the anchors of each head: the tokens with Theta > threshold.
 
     Args:
         k: [b, Hk, n, d].
-        thresholds: of Theta, in standard deviations.
-        kappa: neighbours on either side, as in `ops.outlier_degree`.
-        starts, lengths: int32 [b], the valid slots of each row.
+        thresholds: Thresholds of Theta, in standard deviations.
+        kappa: Neighbours on either side, as in `ops.outlier_degree`.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
 
     Returns:
         int64 [b, Hk, len(thresholds)].
@@ -103,12 +107,19 @@ def sat_counts(
 
 
 class Clustering(NamedTuple):
-    """What `clustering_degree` returns: each [b, Hk, thresholds]."""
+    """The result of `clustering_degree`; each tensor is [b, Hk, thresholds].
 
-    degree: Tensor  # fp64, Gamma = intra / inter
-    intra: Tensor  # fp64, mean cosine between anchors
-    inter: Tensor  # fp64, mean cosine between anchors and the other tokens
-    tokens: Tensor  # int64, number of anchors
+    Attributes:
+        degree: fp64, Gamma = intra / inter.
+        intra: fp64, the mean cosine between anchors.
+        inter: fp64, the mean cosine between anchors and the other tokens.
+        tokens: int64, the number of anchors.
+    """
+
+    degree: Tensor
+    intra: Tensor
+    inter: Tensor
+    tokens: Tensor
 
 
 def clustering_degree(
@@ -120,24 +131,27 @@ def clustering_degree(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Clustering:
-    """Whether anchors cluster: C are the tokens with Theta > threshold. ::
+    """Measure whether the anchors, C = the tokens with Theta > threshold, form a cluster.
 
-        S_intra = mean over i, j in C of cos(k_i, k_j)              Gamma = S_intra / S_inter
-        S_inter = mean over i in C, j not in C of cos(k_i, k_j)
+    ```text
+    S_intra = mean over i, j in C of cos(k_i, k_j)              Gamma = S_intra / S_inter
+    S_inter = mean over i in C, j not in C of cos(k_i, k_j)
+    ```
 
-    No pair is ever formed: the sum over pairs is a product of two sums of unit keys, O(n d) for each threshold.
+    The function forms no pairs: the sum over pairs is a product of two sums of unit keys, O(n d) per threshold.
 
     Args:
         k: [b, Hk, n, d].
-        thresholds: of Theta, in standard deviations.
-        kappa: neighbours on either side, as in `ops.outlier_degree`.
-        distinct: leaves the pairs i = j out of S_intra. They are in the definition, and raise it by up to 1 / |C|: a
-            single anchor has S_intra 1, so Gamma grows with the threshold where nothing clusters.
-        starts, lengths: int32 [b], the valid slots of each row.
+        thresholds: Thresholds of Theta, in standard deviations.
+        kappa: Neighbours on either side, as in `ops.outlier_degree`.
+        distinct: Leave the pairs i = j out of S_intra. The definition includes them, and they raise S_intra by up to
+            1 / |C|. A single anchor has S_intra 1, so Gamma grows with the threshold even where nothing clusters.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
 
     Returns:
-        Gamma, S_intra, S_inter and |C|, each [b, Hk, len(thresholds)]. NaN where there is no pair: S_intra of no anchor
-        (distinct: of one), S_inter of none or of all tokens.
+        Gamma, S_intra, S_inter and |C|, each [b, Hk, len(thresholds)]. A mean over no pairs is NaN: S_intra without
+        anchors (with `distinct` also for a single one), S_inter if no token or every token is an anchor.
 
     Source: ProtoKV, Def. 3, Eq. 6; Fig. 4.
     """
@@ -168,21 +182,27 @@ def cumulative_attention(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """How much an answer attends to each token of its prompt. ::
+    """Compute how much an answer attends to each token of its prompt.
 
-        A_j = mean over the answer's queries and the group's query heads of softmax over the prompt of scale * q . k_j
+    ```text
+    A_j = mean over the answer's queries and the group's query heads of softmax over the prompt of scale * q . k_j
+    ```
 
     Args:
         k: [b, Hk, n, d].
-        q: [b, Hq, any, d], of k's dtype, the queries of the answer; all of them see the whole prompt.
-        scale, softcap, sink_logits: those of the model's attention, as in `ops.window_scores`.
-        starts, lengths: int32 [b], the valid slots of each row.
+        q: [b, Hq, any, d] of k's dtype, the queries of the answer. All of them see the whole prompt.
+        scale: The scale of the model's attention, as in `ops.window_scores`.
+        softcap: The softcap of the model's attention; 0 for none.
+        sink_logits: fp32 [Hq], the sink logits of the model's attention.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
 
     Returns:
-        fp32 [b, Hk, n]; each head sums to 1, less what a sink takes.
+        fp32 [b, Hk, n]. Each head sums to 1, minus the weight of a sink.
 
     Raises:
-        TypeError, ValueError: q does not fit k, or has no rows.
+        TypeError: q or k is not a tensor.
+        ValueError: q does not fit k, or has no rows.
 
     Source: ProtoKV, Def. 1, Eq. 1, as a mean.
     """
@@ -208,31 +228,36 @@ def attention_by_outlier_group(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Whether answers attend to anchors: the `cumulative_attention` of groups of tokens by outlier degree.
+    """Measure whether answers attend to anchors: the `cumulative_attention` of groups of tokens by outlier degree.
 
-    The tokens are ranked by Theta, the highest first, ties by slot, and cut into groups whose sizes differ by one at
-    most.
+    The tokens are ranked by Theta, highest first and ties by slot, and cut into groups whose sizes differ by at most
+    one.
 
     Args:
         k: [b, Hk, n, d].
-        q: [b, Hq, any, d], of k's dtype, the queries of the answer.
-        kappa: neighbours on either side, as in `ops.outlier_degree`.
-        groups: number of groups.
-        skip: first tokens of each row that are in no group, such as attention sinks (10 in Fig. 30). The attention to
-            them still counts in the softmax.
-        scale, softcap, sink_logits: those of the model's attention, as in `ops.window_scores`.
-        starts, lengths: int32 [b], the valid slots of each row.
+        q: [b, Hq, any, d] of k's dtype, the queries of the answer.
+        kappa: Neighbours on either side, as in `ops.outlier_degree`.
+        groups: The number of groups.
+        skip: First tokens of each row that are left out of all groups, such as attention sinks (10 in Fig. 30). They
+            still count in the softmax.
+        scale: The scale of the model's attention, as in `ops.window_scores`.
+        softcap: The softcap of the model's attention; 0 for none.
+        sink_logits: fp32 [Hq], the sink logits of the model's attention.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
 
     Returns:
-        fp32 [b, Hk, groups]; each head sums to 1, less the skipped tokens and what a sink takes.
+        fp32 [b, Hk, groups]. Each head sums to 1, minus the weights of the skipped tokens and of a sink.
 
     Raises:
-        TypeError, ValueError: wrong groups or skip, or q does not fit k.
+        TypeError: groups or skip is not an int, or q or k is not a tensor.
+        ValueError: groups or skip is too small, or q does not fit k.
 
     Source: ProtoKV, Fig. 5.
     """
     for name, value, low in (("groups", groups, 1), ("skip", skip, 0)):
         check_int("attention_by_outlier_group", name, value, low)
+    groups, skip = plain(groups), plain(skip)
     options: dict[str, Any] = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
     attention = cumulative_attention(k, q, **options, starts=starts, lengths=lengths)
     theta = outlier_degree(k, kappa=kappa, starts=starts, lengths=lengths)
@@ -246,6 +271,6 @@ def attention_by_outlier_group(
 
 
 def _members(theta: Tensor, thresholds: Sequence[float] | Tensor) -> Tensor:
-    """bool [b, Hk, thresholds, n]: the tokens above each threshold; what does not count (NaN) is above none."""
+    """The tokens above each threshold: bool [b, Hk, thresholds, n]. NaN is above none."""
     thresholds = torch.as_tensor(thresholds, dtype=torch.float32, device=theta.device)
     return theta.unsqueeze(2) > thresholds[:, None]

@@ -1,10 +1,12 @@
-"""Checks of arguments. All of them name the function, the argument, what was expected and what came.
+"""Checks of arguments. Every error names the function, the argument, what was expected and what was given.
 
-`op` is the name of the function or class that was called. This module imports nothing of the package.
+`op` is the name of the function or class that the user called. This module imports nothing from the package.
 """
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,47 +16,59 @@ from torch.autograd import forward_ad
 
 # Numbers and names.
 
+PLAIN = frozenset((int, float, bool, str, list, tuple, type(None), Tensor))
+
+
+def plain(x: Any) -> Any:
+    """x as an int or a float if it is a number of another type, such as numpy's; anything else as it is."""
+    if type(x) in PLAIN or isinstance(x, (int, float, Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return x
+    try:
+        return operator.index(x)
+    except TypeError:
+        return float(x) if isinstance(x, numbers.Real) else x
+
 
 def check_at_least(op: str, name: str, value: int, low: int) -> None:
-    """An integer (a traced one too) of at least `low`."""
+    """Checks that an integer, traced or not, is at least `low`."""
     if value < low:
         raise ValueError(f"{op}: {name} must be at least {low}, got {value}")
 
 
 def check_int(op: str, name: str, value: int, low: int) -> None:
-    """`value` is an int (a bool is not) of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """Checks that `value` is an int (not a bool) of at least `low`."""
+    if isinstance(value, bool) or not isinstance(plain(value), int):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__} {value!r}")
     check_at_least(op, name, value, low)
 
 
 def check_bool(op: str, name: str, value: bool) -> None:
-    """`value` is True or False."""
+    """Checks that `value` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__} {value!r}")
 
 
 def check_finite(op: str, name: str, value: float) -> None:
-    """`value` is a number (a bool is not) that fp32 holds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """Checks that `value` is a number (not a bool) that is finite in fp32."""
+    if isinstance(value, bool) or not isinstance(plain(value), (int, float)):
         raise TypeError(f"{op}: {name} must be a float, got {type(value).__name__} {value!r}")
     if not abs(value) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{op}: {name} must be finite in fp32, got {value}")
 
 
 def check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> None:
-    """`value` is one of `choices`."""
+    """Checks that `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_head_mode(op: str, head_mode: str) -> None:
-    """The two head modes that every scoring method has."""
+    """Checks for one of the two head modes that every scoring method has."""
     check_choice(op, "head_mode", head_mode, ("per_head", "shared"))
 
 
 def check_code(op: str, name: str, value: str, codes: dict[str, int], last: str) -> int:
-    """The integer of a name, one of `codes` up to `last`."""
+    """Returns the integer of a name; the name must be one of `codes` up to `last`."""
     code = codes.get(value) if isinstance(value, str) else None
     if code is None or code > codes[last]:
         *names, final = list(codes)[: codes[last] + 1]
@@ -66,7 +80,7 @@ def check_code(op: str, name: str, value: str, codes: dict[str, int], last: str)
 
 
 def tracked(x: Tensor) -> str | None:
-    """In which way autograd tracks x, if it does, and what to do."""
+    """Says how autograd tracks x and what to do about it; None if it does not track x."""
     if torch.is_grad_enabled() and x.requires_grad:
         return "requires grad, but kvops is inference-only; call it under torch.no_grad()"
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
@@ -75,7 +89,7 @@ def tracked(x: Tensor) -> str | None:
 
 
 def inference_only(op: str, **tensors: Tensor) -> None:
-    """Every argument is a tensor that autograd does not track."""
+    """Checks that every argument is a tensor that autograd does not track."""
     tracking = torch.is_grad_enabled() or forward_ad._current_level >= 0
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
@@ -85,7 +99,7 @@ def inference_only(op: str, **tensors: Tensor) -> None:
 
 
 def check_rank(op: str, k: Tensor) -> None:
-    """k is a tensor of four dims; its other properties are the operators' to check."""
+    """Checks that k is a tensor of four dims; the operators check the rest."""
     if not isinstance(k, Tensor):
         raise TypeError(f"{op}: k must be a torch.Tensor, got {type(k).__name__}")
     if k.dim() != 4:
@@ -93,14 +107,14 @@ def check_rank(op: str, k: Tensor) -> None:
 
 
 def check_dims(op: str, layout: str, **tensors: Tensor) -> None:
-    """Each tensor has as many dims as the layout, which is "[batch, heads, ...]"."""
+    """Checks that each tensor has as many dims as the layout, such as "[batch, heads, tokens]"."""
     for name, x in tensors.items():
         if x.dim() != layout.count(",") + 1:
             raise ValueError(f"{op}: {name} must be {layout}, got {list(x.shape)}")
 
 
 def check_one_device(op: str, first: Tensor, **others: Tensor | None) -> None:
-    """All tensors are on the first one's device."""
+    """Checks that all tensors are on the first one's device."""
     for name, x in others.items():
         if x is not None and x.device != first.device:
             raise ValueError(f"{op}: {name} must be on the first tensor's device {first.device}, got {x.device}")
@@ -109,7 +123,7 @@ def check_one_device(op: str, first: Tensor, **others: Tensor | None) -> None:
 def check_vector(
     op: str, name: str, x: Tensor | None, size: int, like: Tensor, dtype: torch.dtype = torch.int32
 ) -> None:
-    """`x` is None, or a tensor [size] of this dtype on like's device."""
+    """Checks that `x` is None or a tensor [size] of this dtype on like's device."""
     if x is None:
         return
     if not isinstance(x, Tensor):
@@ -122,24 +136,24 @@ def check_vector(
 
 
 def check_starts(op: str, starts: list[int], n: int) -> None:
-    """Each row's first valid slot is one of n, or n where it has none."""
+    """Checks that each row's first valid slot is in [0, n]; n means that the row has no valid slot."""
     for row, start in enumerate(starts):
         if not 0 <= start <= n:
             raise ValueError(f"{op}: starts must lie in [0, {n}], got {start} for row {row}")
 
 
-# What the operators take besides tensors.
+# Arguments of operators other than tensors.
 
 
 def check_pair(op: str, out: tuple[Any, Any]) -> tuple[Any, Any]:
-    """`out` is a pair; returns it."""
+    """Checks that `out` is a pair, and returns it."""
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(f"{op}: out must be a pair (k_out, v_out), got {type(out).__name__}")
     return out
 
 
 def check_layers(op: str, **groups: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], ...]:
-    """Each group has a layer or more; returns them as lists. A tensor is one layer."""
+    """Checks that each group has at least one layer, and returns the groups as lists. A tensor is one layer."""
     for name, x in groups.items():
         if not isinstance(x, (Tensor, Iterable)):
             raise TypeError(f"{op}: {name} must be a torch.Tensor or a list of them, got {type(x).__name__}")
@@ -151,21 +165,24 @@ def check_layers(op: str, **groups: Tensor | Iterable[Tensor]) -> tuple[list[Ten
 
 
 def check_scores(op: str, scores: Tensor, seq_len: int | None) -> None:
-    """Scores of tokens, or with seq_len those of segments."""
+    """Checks for scores of tokens, or with `seq_len` scores of segments."""
     if scores.dim() not in (3, 4):
         raise ValueError(
             f"{op}: scores must be [batch, heads, tokens] or [batch, heads, segments, lag], got {list(scores.shape)}"
         )
     if (scores.dim() == 4) != (seq_len is not None):
-        raise ValueError(f"{op}: seq_len must be given with scores of 4 dims and only then, got {list(scores.shape)}")
+        raise ValueError(
+            f"{op}: seq_len must be given with scores of 4 dims (segments) and only with them, got scores "
+            f"{list(scores.shape)} and seq_len {seq_len}"
+        )
 
 
 def check_plan(op: str, plan: Sequence[int]) -> None:
-    """An encoded plan describes a ladder."""
+    """Checks that an encoded plan describes a ladder."""
     if len(plan) < 5 or len(plan) % 2 == 0 or not 0 <= plan[3] < plan[2] <= plan[1] or plan[4] not in (0, 1):
         raise ValueError(
-            f"{op}: plan must be a kvops.LadderPlan, or its `encoded`: (n, num_layers, span, overlap, pattern) with "
-            f"0 <= overlap < span <= num_layers and 2 integers for each pass, got {list(plan)}"
+            f"{op}: plan must be a kvops.LadderPlan or its `encoded` form, (n, num_layers, span, overlap, pattern) "
+            f"with 0 <= overlap < span <= num_layers and 2 integers for each pass, got {list(plan)}"
         )
 
 
@@ -173,7 +190,8 @@ def check_plan(op: str, plan: Sequence[int]) -> None:
 
 
 def check_budget(op: str, budget: object) -> None:
-    """Tokens (an int of at least 1), or a fraction in (0, 1]."""
+    """Checks for a number of tokens (an int of at least 1) or a fraction in (0, 1]."""
+    budget = plain(budget)
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError(
             f"{op}: budget must be an int (tokens) or a float (fraction), got {type(budget).__name__} {budget!r}"
@@ -186,53 +204,63 @@ def check_budget(op: str, budget: object) -> None:
 
 
 def check_head_budgets(op: str, budget: Tensor, shape: Sequence[int] | None = None) -> None:
-    """Tokens of each head, int32 [b, Hk]; shape: the rows and heads that have scores of their own."""
+    """Checks for the tokens of each head, int32 [b, Hk]. shape: the rows and heads that have scores of their own."""
     if budget.dtype != torch.int32 or budget.dim() != 2:
-        raise ValueError(f"{op}: budget as a tensor must be int32 [b, Hk], got {budget.dtype} {list(budget.shape)}")
+        raise ValueError(
+            f"{op}: budget as a tensor must be torch.int32 [b, Hk], got {budget.dtype} {list(budget.shape)}"
+        )
     if shape is not None and tuple(budget.shape) != tuple(shape):
         raise ValueError(
-            f"{op}: budget must be of one head each, expected {list(shape)}, got {list(budget.shape)} (heads that "
-            "share one kept set have one budget)"
+            f"{op}: budget must have one entry per row and head, expected {list(shape)}, got {list(budget.shape)} "
+            "(heads that share one kept set have one budget)"
         )
 
 
 def check_recent(op: str, recent: int | float) -> None:
-    """Tokens (an int of at least 0), or a share in [0, 1) of the budget."""
+    """Checks for a number of tokens (an int of at least 0) or a fraction in [0, 1) of the budget."""
+    recent = plain(recent)
     if isinstance(recent, bool) or not isinstance(recent, (int, float)):
         raise TypeError(
-            f"{op}: recent must be an int (tokens) or a float (share), got {type(recent).__name__} {recent!r}"
+            f"{op}: recent must be an int (tokens) or a float (fraction of the budget), got {type(recent).__name__} "
+            f"{recent!r}"
         )
     if isinstance(recent, int):
         if recent < 0:
             raise ValueError(f"{op}: recent must be at least 0 tokens, got {recent}")
     elif not 0.0 <= recent < 1.0:
-        raise ValueError(f"{op}: recent as a share of the budget must be in [0, 1), got {recent}")
+        raise ValueError(f"{op}: recent as a fraction of the budget must be in [0, 1), got {recent}")
 
 
 def check_buffer(op: str, buffer: int | float | None) -> None:
-    """Tokens (an int of at least 1), a share in (0, 1) of the budget, or None for any number."""
+    """Checks for a number of tokens (an int of at least 1), a fraction in (0, 1) of the budget, or None (no limit)."""
+    buffer = plain(buffer)
     if buffer is None:
         return
     if isinstance(buffer, bool) or not isinstance(buffer, (int, float)):
         raise TypeError(
-            f"{op}: buffer must be an int (tokens), a float (share) or None, got {type(buffer).__name__} {buffer!r}"
+            f"{op}: buffer must be an int (tokens), a float (fraction of the budget) or None, got "
+            f"{type(buffer).__name__} {buffer!r}"
         )
     if isinstance(buffer, int):
         check_at_least(op, "buffer", buffer, 1)
     elif not 0.0 < buffer < 1.0:
-        raise ValueError(f"{op}: buffer as a share of the budget must be in (0, 1), got {buffer}")
+        raise ValueError(f"{op}: buffer as a fraction of the budget must be in (0, 1), got {buffer}")
 
 
 def check_holds(op: str, keep: int, sinks: int, recent: int) -> None:
-    """A budget of `keep` tokens holds what is protected."""
+    """Checks that a budget of `keep` tokens holds the protected tokens."""
     if sinks + recent > keep:
         raise ValueError(
-            f"{op}: budget must hold sinks + recent, expected at least {sinks} + {recent} tokens, got {keep}"
+            f"{op}: budget must hold sinks + recent, expected at least {sinks} + {recent} tokens, got {keep}; raise "
+            "budget, or lower sinks or recent"
         )
 
 
 def check_rows_hold(op: str, budgets: Tensor, sinks: int, newest: Tensor) -> None:
-    """Each row's and head's budget holds what is protected; what lies on a GPU is not read back. int32 [b, any]."""
+    """Checks that each row's and head's budget holds the protected tokens. Tensors on a GPU are not read back.
+
+    budgets, newest: int32 [b, any].
+    """
     if not budgets.is_cpu or torch.compiler.is_compiling():
         return
     for row, pairs in enumerate(zip(budgets.tolist(), newest.tolist())):
@@ -242,17 +270,20 @@ def check_rows_hold(op: str, budgets: Tensor, sinks: int, newest: Tensor) -> Non
 
 
 def check_holds_window(op: str, keep: int, window: int) -> None:
-    """A budget of `keep` tokens holds the observation window."""
+    """Checks that a budget of `keep` tokens holds the observation window."""
     if keep < window:
-        raise ValueError(f"{op}: budget must hold the window, expected at least {window} tokens, got {keep}")
+        raise ValueError(
+            f"{op}: budget must hold the window, expected at least {window} tokens, got {keep}; raise budget or use a "
+            "shorter window"
+        )
 
 
 def check_holds_ladder(op: str, budget: int, sinks: int, *, least: int, kept: int) -> None:
-    """The budget holds `least` slots: the sinks, the newest num_layers, and the `kept` of a ladder."""
+    """Checks that the budget holds `least` slots: the sinks, the newest num_layers, and the `kept` of a ladder."""
     if sinks < 0 or budget < least:
         raise ValueError(
             f"{op}: budget must hold sinks + num_layers + the {kept} kept slots of a ladder, expected at least "
-            f"{least} with {sinks} sinks, got {budget}"
+            f"{least} with {sinks} sinks, got {budget}; raise budget or lower sinks"
         )
 
 
@@ -260,29 +291,32 @@ def check_holds_ladder(op: str, budget: int, sinks: int, *, least: int, kept: in
 
 
 def check_queries(op: str, name: str, q: Tensor, k: Tensor, rows: int | None = None) -> None:
-    """q is [b, Hq, w, d] beside k, with at least one row (or exactly `rows`)."""
+    """Checks that q is [b, Hq, w, d] and has at least one row (or exactly `rows`)."""
     check_rank(op, k)
     inference_only(op, **{name: q})
     if q.dim() != 4:
         raise ValueError(f"{op}: {name} must be [b, Hq, w, d], got shape {list(q.shape)}")
     if q.shape[2] < 1 or (rows is not None and q.shape[2] != rows):
-        raise ValueError(f"{op}: {name} must have {rows or 'at least one'} row(s), got {q.shape[2]}")
+        expected = f"{rows} rows" if rows else "at least one row"
+        raise ValueError(f"{op}: {name} must have {expected} (dim 2), got {q.shape[2]}")
 
 
 def check_in_prompt(op: str, name: str, q: Tensor, n: int) -> None:
-    """The rows of q are those of tokens of a prompt of n."""
+    """Checks that q has no more rows than the prompt has tokens, n."""
     if q.shape[2] > n:
-        raise ValueError(f"{op}: {name} must be rows of the prompt, expected at most its {n} tokens, got {q.shape[2]}")
+        raise ValueError(
+            f"{op}: {name} must be queries of the prompt, expected at most {n} rows (its tokens), got {q.shape[2]}"
+        )
 
 
 def check_lse(op: str, lse: Tensor | None, rows: Tensor) -> None:
-    """lse has one entry per row of the queries."""
+    """Checks that lse has one entry per row of the queries."""
     if lse is None:
         return
     inference_only(op, lse=lse)
     if lse.shape != rows.shape[:3] or lse.dtype != torch.float32:
         raise ValueError(
-            f"{op}: lse must be float32 {list(rows.shape[:3])}, one per row of the queries, got {lse.dtype} "
+            f"{op}: lse must be torch.float32 {list(rows.shape[:3])}, one per row of the queries, got {lse.dtype} "
             f"{list(lse.shape)}"
         )
 
@@ -298,10 +332,10 @@ def check_attention(
     sink_logits: Tensor | None,
     softcap: float,
 ) -> None:
-    """The arguments of `kvops.attention`."""
+    """Checks the arguments of `kvops.attention`."""
     inference_only(op, q=q, k=k, v=v)
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"{op}: q must be float32, float16 or bfloat16, got {q.dtype}")
+        raise ValueError(f"{op}: q must be torch.float32, torch.float16 or torch.bfloat16, got {q.dtype}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{op}: {name} must be [b, heads, tokens, head_dim], got shape {list(x.shape)}")
@@ -312,13 +346,16 @@ def check_attention(
     b, query_heads, t, d = q.shape
     heads, n = k.shape[1:3]
     if k.shape[0] != b or k.shape[3] != d:
-        raise ValueError(f"{op}: k must be [{b}, Hk, n, {d}] as q is, got {list(k.shape)}")
+        raise ValueError(f"{op}: k must be [{b}, Hk, n, {d}] to match q, got {list(k.shape)}")
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"{op}: v must be [{b}, {heads}, {n}, dv] as k is, got {list(v.shape)}")
+        raise ValueError(f"{op}: v must be [{b}, {heads}, {n}, dv] to match k, got {list(v.shape)}")
     if query_heads % heads if heads else query_heads:
-        raise ValueError(f"{op}: the heads of q must be a multiple of k's {heads}, got {query_heads}")
+        raise ValueError(f"{op}: q must have a multiple of k's {heads} heads, got {query_heads}")
     if causal and t > n:
-        raise ValueError(f"{op}: causal queries are the last of the keys, expected at most {n}, got {t}")
+        raise ValueError(
+            f"{op}: causal queries belong to the last keys, expected at most {n} rows of q, got {t}; pass causal=False "
+            "if all queries see all keys"
+        )
     if scale is not None and not _is_normal(scale):
         raise ValueError(f"{op}: scale must be positive and a normal number in fp32, got {scale}")
     if softcap != 0 and not _is_normal(softcap):
@@ -334,6 +371,6 @@ def check_attention(
 
 
 def _is_normal(x: float) -> bool:
-    """Whether x, which is computed with in fp32, is positive and neither 0 nor infinite nor subnormal there."""
+    """Whether x is a positive normal number in fp32: not 0, subnormal or infinite."""
     fp32 = torch.finfo(torch.float32)
     return fp32.tiny <= x <= fp32.max

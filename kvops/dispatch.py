@@ -1,9 +1,10 @@
-"""Between the public functions and torch's dispatcher: what autograd tracks is refused, and failures say what failed.
+"""The layer between the public functions and torch's dispatcher: refuses tracked tensors and clarifies errors.
 
-`operator` is how `kvops.ops` calls an overload: it checks, and skips the dispatcher's keys for autograd, in half a
-microsecond. For those who call `torch.ops.kvops.*` themselves `register` puts the same check on these keys, so that no
-transform of torch (backward, `torch.func.grad`, `torch.func.jvp`) passes an operator by, and counts up the versions of
-what an operator writes, so that a backward pass that has saved it raises.
+`kvops.ops` calls overloads through `operator`, which refuses tensors that autograd tracks and skips the dispatcher's
+autograd keys. It adds half a microsecond. `register` puts the same check on those keys for callers of
+`torch.ops.kvops.*`, so that no transform of torch (backward, `torch.func.grad`, `torch.func.jvp`) silently ignores an
+operator. It also increments the versions of tensors that an operator writes, so a backward pass that has saved such a
+tensor raises.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .checks import tracked
 
 _BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
 _any_requires_grad = torch._C._any_requires_grad
-_TYPES: dict[str, tuple[Any, str]] = {  # of a schema: what Python has for them
+_TYPES: dict[str, tuple[Any, str]] = {  # a schema's types: Python's type, and its name in errors
     "Tensor": (Tensor, "a torch.Tensor"),
     "int": (int, "an int"),
     "float": ((int, float), "a float"),
@@ -30,21 +31,21 @@ _TYPES: dict[str, tuple[Any, str]] = {  # of a schema: what Python has for them
 
 
 class _Call(NamedTuple):
-    """What an overload is called with."""
+    """An overload and the arguments of one call."""
 
     overload: OpOverload
     args: tuple[Any, ...]
     options: dict[str, Any]
-    public: dict[str, str]  # the public function's names of arguments, where they differ
+    public: dict[str, str]  # the public function's argument names where they differ from the schema's
 
     def arguments(self) -> Iterator[tuple[torch.Argument, object]]:
-        """What was given, in any order."""
+        """The given arguments with their schemas, in any order."""
         by_name = {x.name: x for x in self.overload._schema.arguments}
         yield from zip(by_name.values(), self.args)
         yield from ((by_name[name], x) for name, x in self.options.items())
 
     def elements(self, argument: torch.Argument, value: object) -> Iterator[tuple[str, object]]:
-        """(name, value); of a list, of each element."""
+        """(name, value), or one such pair per element of a list."""
         name = self.public.get(argument.name, argument.name)
         if "List[" in str(argument.type) and isinstance(value, (list, tuple)):
             yield from ((f"{name}[{i}]" if len(value) > 1 else name, x) for i, x in enumerate(value))
@@ -58,13 +59,13 @@ class _Call(NamedTuple):
                     raise kind(f"{self.overload._opname}: {name} {how}")
 
     def clearer(self, error: Exception) -> Exception:
-        """An exception that says better what `error` means, or `error`."""
+        """An exception that says more clearly what `error` means, or `error` itself."""
         op, text = self.overload._opname, str(error)
         if isinstance(error, MemoryError) and f"{op}: CUDA out of memory" in text:
             if not torch.cuda.is_current_stream_capturing():
-                torch.cuda.synchronize()  # once a kernel has failed so does every allocation: raise that failure
+                torch.cuda.synchronize()  # after a failed kernel every allocation fails: raise the kernel's failure
             return torch.OutOfMemoryError(text)
-        # torch's parser of arguments raises RuntimeError, and takes None for a tensor, which fails later on.
+        # torch's argument parser raises RuntimeError, and accepts None for a tensor, which then fails later.
         for argument, value in self.arguments():
             declared = str(argument.type)
             optional, kind = "Optional[" in declared, re.findall(r"(\w+)\]*$", declared)[0]
@@ -80,9 +81,12 @@ class _Call(NamedTuple):
 
 
 def operator(overload: OpOverload, **public: str) -> Callable[..., Any]:
-    """`overload` as a function that raises ValueError for what autograd tracks, TypeError for what is of a wrong type,
-    and MemoryError, or torch.OutOfMemoryError, for a lack of memory. `public`: other names that arguments go by."""
-    run = overload._op  # what it calls, without one more Python frame
+    """Wraps `overload` in a function with clear errors.
+
+    It raises ValueError for tensors that autograd tracks, TypeError for arguments of a wrong type, and MemoryError or
+    torch.OutOfMemoryError if memory runs out. public: the names of arguments in errors, where they differ.
+    """
+    run = overload._op  # what the overload calls, with one Python frame less
 
     def call(*args: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -102,7 +106,7 @@ def operator(overload: OpOverload, **public: str) -> Callable[..., Any]:
 
 
 def register(overloads: list[OpOverload]) -> torch.library.Library:
-    """Refuses, at the dispatcher, what autograd tracks. Registered while the library lives."""
+    """Refuses tensors that autograd tracks, at the dispatcher, for as long as the returned library lives."""
     library = torch.library.Library("kvops", "IMPL")
     for overload in overloads:
         library.impl(overload._name, _autograd(overload), "Autograd", with_keyset=True)

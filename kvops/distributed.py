@@ -1,36 +1,38 @@
 """The operators on DTensors: tensor parallelism (heads), data parallelism (batch), and sequences sharded by tokens.
 
-After `kvops.distributed.register()` every operator takes DTensors, and so does what is made of operators alone. Each
-rank works on its own shard, and nothing is sent::
+After `kvops.distributed.register()` every operator takes DTensors, and so do functions that only call operators. Each
+rank works on its own shard, without communication:
 
-    mesh = init_device_mesh("cuda", (4,))
-    k, v = (DTensor.from_local(x, mesh, [Shard(1)]) for x in (k, v))    # each rank has its KV heads
-    kept = kvops.ops.select_topk(kvops.ops.anchor_cosine(k), k=1024)    # [b, Hk, 1024], Shard(1)
-    kvops.ops.compact_kv_(k, v, kept)
+```python
+mesh = init_device_mesh("cuda", (4,))
+k, v = (DTensor.from_local(x, mesh, [Shard(1)]) for x in (k, v))    # each rank has its KV heads
+kept = kvops.ops.select_topk(kvops.ops.anchor_cosine(k), k=1024)    # [b, Hk, 1024], Shard(1)
+kvops.ops.compact_kv_(k, v, kept)
+```
 
-For each dim of the mesh one tensor of a call says what is sharded, batch, KV heads, or nothing: the first, or k of the
-window operators (without a block table). The others have to lie accordingly: what has a batch or a head dim is sharded
-there, what has none (`starts` where heads are sharded, `phase`) is replicated. An ordinary tensor counts as replicated.
-Other placements are refused by name. torch would gather such a tensor: the whole cache, and if an operator writes to
-it, a copy of the cache.
+One tensor of a call, the leader, decides for each dim of the mesh whether it shards the batch, the KV heads, or
+nothing. The leader is the first tensor, or `k` for the window operators without a block table. The other tensors must
+be placed to match: a tensor with a batch or head dim is sharded along it, and a tensor without one (`starts` if heads
+are sharded, `phase`) is replicated. Ordinary tensors count as replicated. Any other placement raises ValueError,
+because torch would gather the tensor: the whole cache, and a copy of it if an operator writes to it.
 
-Some operators take tokens that are sharded too, dim 2 of K, V and scores. Each rank has as many, which follow those of
-the rank before; `starts`, `lengths` and `visible` count the slots of the whole sequence. Queries and all that has no
-token dim are replicated. A rank works on its own tokens, and little is sent:
+Some operators also support sharded tokens, dim 2 of K, V and scores. Every rank holds the same number of tokens, in the
+order of the ranks. `starts`, `lengths` and `visible` count slots of the whole sequence. Queries and all tensors without
+a token dim are replicated. Each rank works on its own tokens and sends little:
 
-- `anchor_cosine`: the ranks add up their anchors, [b, Hk, d], and each scores its tokens by the sum.
-- `window_attention`: each rank attends to its own keys; the log-sum-exps and outputs are merged, [b, Hq, w, dv], and
-  each rank scores its keys by the merged log-sum-exp. The output is rounded to q's dtype before and after the merge.
-  cos and sin are refused: the scores would need the turned keys.
-- `window_scores`: the same without the output. A given lse, over the keys of all ranks, is taken as it is: what one
-  process checks of it takes all scores.
-- `select_topk`: each rank sends the best of its own scores, at most k, and their slots. All then have the same indices,
-  those of one process, in slots of the whole sequence, replicated. `own_indices` says which of them a rank holds.
+- `anchor_cosine`: The ranks sum their anchors, [b, Hk, d], and each scores its tokens with the sum.
+- `window_attention`: Each rank attends to its own keys. The ranks merge log-sum-exps and outputs, [b, Hq, w, dv], and
+  each scores its keys with the merged log-sum-exp. The output is rounded to q's dtype before and after the merge.
+  `cos` and `sin` are refused, because the scores would need the rotated keys.
+- `window_scores`: The same without the output. A given lse must cover the keys of all ranks. It is not checked, since
+  the check needs all scores.
+- `select_topk`: Each rank sends its own best scores, at most k, and their slots. All ranks then have the same
+  replicated indices as a single process, in slots of the whole sequence. `own_indices` returns a rank's own ones.
 
-All other operators need every token of a head, and refuse.
+All other operators need every token of a head and raise ValueError.
 
-Methods that compute with torch between the operators (SnapKV's pooling) mix ordinary tensors with DTensors, which torch
-takes within `torch.distributed.tensor.experimental.implicit_replication()`.
+Methods that compute with torch between operators, such as SnapKV's pooling, mix ordinary tensors with DTensors. torch
+supports this within `torch.distributed.tensor.experimental.implicit_replication()`.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ __all__ = ["own_indices", "register"]
 
 BATCH, HEADS, TOKENS = 0, 1, 2
 Roles = tuple[int | None, ...]
-#: By their names in the schemas: tensors of [batch, heads, ...], of [batch, ...], of [heads], and of neither.
+#: Arguments by their names in the schemas: [batch, heads, ...], [batch, ...], [heads], and neither.
 _BOTH = frozenset(
     ("k", "v", "q", "k_out", "v_out", "scores", "indices", "anchor", "budgets", "lse", "prototypes", "assignment")
     + ("cluster_scores", "sat_indices", "buckets")
@@ -61,18 +63,18 @@ _BOTH = frozenset(
 _BY_BATCH = frozenset(("starts", "lengths", "block_table"))
 _BY_HEAD = frozenset(("sink_logits",))
 _WHOLE = frozenset(("projection", "phase", "inv_freq"))
-_MAYBE_BY_BATCH = {"visible": 2, "cos": 3, "sin": 3}  # with so many dims
-_BY_TOKEN = {"k": 4, "v": 4, "scores": 3}  # with so many dims
-_ABSENT = torch.iinfo(torch.int64).max  # a slot that sorts behind all others
+_MAYBE_BY_BATCH = {"visible": 2, "cos": 3, "sin": 3}  # they have a batch dim if they have this many dims
+_BY_TOKEN = {"k": 4, "v": 4, "scores": 3}  # they have a token dim if they have this many dims
+_ABSENT = torch.iinfo(torch.int64).max  # a slot that sorts after all others
 _scores = torch.ops.kvops.window_scores.default
 _library: torch.library.Library | None = None
 
 
 def register() -> None:
-    """Makes the operators take DTensors, in this process. Again: does nothing.
+    """Make the operators take DTensors in this process. Further calls do nothing.
 
     Raises:
-        RuntimeError: this torch has no torch.distributed.
+        RuntimeError: This torch was built without torch.distributed.
     """
     global _library
     if _library is not None:
@@ -87,19 +89,20 @@ def register() -> None:
 
 
 def own_indices(indices: Any, k: Any) -> Tensor:
-    """Which of the kept slots lie in this rank's tokens, as slots of these: for `gather_kv` and `compact_kv_` of
-    `k.to_local()`, where K and V are sharded by tokens.
+    """Return the kept slots that this rank holds, counted from its first token.
+
+    Pass them to `gather_kv` and `compact_kv_` with `k.to_local()` if K and V are sharded by tokens.
 
     Args:
-        indices: int64 [b, Hk, m], a DTensor, ascending, -1 only at the end, as `select_topk` gives them.
-        k: [b, Hk, n, d], a DTensor whose tokens are sharded, in any dtype.
+        indices: int64 [b, Hk, m], a DTensor, ascending, with -1 only at the end, as `select_topk` returns them.
+        k: [b, Hk, n, d], a DTensor of any dtype whose tokens are sharded.
 
     Returns:
-        An ordinary int64 [b, Hk, min(m, n / ranks)]: ascending, -1 last in heads that keep fewer here.
+        An ordinary int64 [b, Hk, min(m, n / ranks)], ascending, with -1 last in heads that keep fewer slots here.
 
     Raises:
-        TypeError: k or indices is no DTensor.
-        ValueError: another shape, dtype or placement.
+        TypeError: k or indices is not a DTensor.
+        ValueError: k or indices has another shape, dtype or placement.
     """
     from torch.distributed.tensor import DTensor
 
@@ -109,7 +112,7 @@ def own_indices(indices: Any, k: Any) -> Tensor:
             raise TypeError(f"{op}: {name} must be a DTensor, got {type(x).__name__}")
     if k.dim() != 4 or indices.dim() != 3 or indices.dtype != torch.int64:
         got = f"{list(k.shape)} and {indices.dtype} {list(indices.shape)}"
-        raise ValueError(f"{op}: k and indices must be [b, Hk, n, d] and int64 [b, Hk, m], got {got}")
+        raise ValueError(f"{op}: k and indices must be [b, Hk, n, d] and torch.int64 [b, Hk, m], got {got}")
     roles = _roles(op, "k", "k", k, TOKENS)
     slots = _local(op, "indices", "indices", indices, k, "k", roles, False)
     tokens = _Tokens.of(k, roles)
@@ -119,15 +122,14 @@ def own_indices(indices: Any, k: Any) -> Tensor:
 
 
 def overloads() -> Iterator[OpOverload]:
-    """Of all operators."""
+    """The overloads of all operators."""
     for name in ops.__all__:
         packet = getattr(torch.ops.kvops, name)
         yield from (getattr(packet, x) for x in packet.overloads())
 
 
 def dims_of(name: str, dims: int, pages: bool) -> tuple[int | None, int | None, int | None]:
-    """The batch, the head and the token dim of an argument that has so many dims; with a block table K and V are
-    pages."""
+    """The batch, head and token dims of an argument with `dims` dims. pages: K and V are pages."""
     if name in _BOTH:
         paged = pages and name in ("k", "v")
         return None if paged else 0, 1, 2 if dims == _BY_TOKEN.get(name) and not paged else None
@@ -140,7 +142,7 @@ def dims_of(name: str, dims: int, pages: bool) -> tuple[int | None, int | None, 
 
 
 def _rule(mode: object, overload: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
-    """The call on each rank's own shards."""
+    """Runs a call on each rank's own shards."""
     from torch.distributed.tensor import DTensor
 
     op = overload._opname
@@ -153,7 +155,7 @@ def _rule(mode: object, overload: OpOverload, types: object, args: Any = (), kwa
     lead = by_tokens.leader if by_tokens else tensors[0][0]
     argument, first, leader = next((x for x in tensors if x[0] == lead), tensors[0])
     if not isinstance(leader, DTensor):
-        raise ValueError(f"{op}: {first} must be a DTensor, as others are, got an ordinary tensor")
+        raise ValueError(f"{op}: {first} must be a DTensor because other arguments are, got an ordinary tensor")
     roles = _roles(op, argument, first, leader, TOKENS if by_tokens else HEADS, pages)
     local = [
         _local(op, argument, name, x, leader, first, roles, pages) if isinstance(x, Tensor) else x
@@ -166,12 +168,12 @@ def _rule(mode: object, overload: OpOverload, types: object, args: Any = (), kwa
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, str]:
-    """An argument, and what errors call it: k[0] is an element of a list."""
+    """An argument's name, and its name in errors, such as k[0] for an element of a list."""
     return path[0].key, path[0].key + keystr(path[1:])
 
 
 def _roles(op: str, argument: str, name: str, leader: Any, last: int, pages: bool = False) -> Roles:
-    """What each dim of the mesh shards: BATCH, HEADS, TOKENS (if that is the last), or None: nothing."""
+    """What each dim of the mesh shards: BATCH, HEADS, TOKENS (allowed if `last` is TOKENS), or None for nothing."""
     dims = dims_of(argument, leader.dim(), pages)
     allowed = [x for x in (BATCH, HEADS, TOKENS)[: last + 1] if dims[x] is not None]
     roles: list[int | None] = []
@@ -189,12 +191,12 @@ def _roles(op: str, argument: str, name: str, leader: Any, last: int, pages: boo
 
 
 def _sizes(mesh: Any, roles: Any, role: int) -> list[int]:
-    """Of the mesh's dims with this role."""
+    """The sizes of the mesh's dims with this role."""
     return [mesh.size(x) for x, y in enumerate(roles) if y == role]
 
 
 def _local(op: str, argument: str, name: str, x: Any, leader: Any, first: str, roles: Roles, pages: bool) -> Any:
-    """The rank's own part of a tensor that lies as `leader`, which errors call `first`, asks for."""
+    """The rank's own part of a tensor, whose placements must match the leader's. first: the leader's name in errors."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh, dims = leader.device_mesh, dims_of(argument, x.dim(), pages)
@@ -212,18 +214,18 @@ def _placements(dims: Any) -> tuple[Any, ...]:
 
 
 def _dtensor(x: Tensor, mesh: Any, roles: Roles) -> Any:
-    """A result of [batch, heads, tokens, ...]."""
+    """Makes a DTensor of a result, [batch, heads, tokens, ...]."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(x, mesh, _placements(roles), run_check=False)
 
 
-# ---- sharded tokens: what a rank does and sends ----
+# ---- sharded tokens: what each rank computes and sends ----
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of this rank: slots [first, first + n) of a sequence of `total`."""
+    """The tokens of this rank: slots [first, first + n) of a sequence of `total` slots."""
 
     mesh: Any
     roles: Roles
@@ -243,7 +245,7 @@ class _Tokens:
 
     @property
     def first(self) -> int:
-        place = 0  # among the ranks
+        place = 0  # this rank's place among the ranks
         for x, role in enumerate(self.roles):
             if role == TOKENS:
                 place = place * self.mesh.size(x) + self.mesh.get_local_rank(x)
@@ -254,15 +256,15 @@ class _Tokens:
         return tuple(None if x == TOKENS else x for x in self.roles)
 
     def sharded(self, x: Tensor) -> Any:
-        """A result of which each rank has its own tokens."""
+        """Makes a DTensor of a result of which each rank holds its own tokens."""
         return _dtensor(x, self.mesh, self.roles)
 
     def replicated(self, x: Tensor) -> Any:
-        """A result that all these ranks have."""
+        """Makes a DTensor of a result that all these ranks hold."""
         return _dtensor(x, self.mesh, self._by_rest)
 
     def own(self, slots: Tensor) -> Tensor:
-        """Limits in the whole sequence as limits in the rank's tokens."""
+        """Converts limits in the whole sequence to limits in the rank's tokens."""
         return (slots - self.first).clamp(0, self.n)
 
     def span(self, op: str, starts: Tensor | None, lengths: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,12 +280,12 @@ class _Tokens:
         return starts, starts + lengths
 
     def check(self, op: str, name: str, slots: Tensor) -> None:
-        """The operator sees what is cut to the rank's tokens. As there, values on a GPU are not read."""
+        """Checks limits before they are clamped to the rank's tokens. Values on a GPU are not read."""
         if slots.device.type == "cpu" and ((slots < 0) | (slots > self.total)).any():
             raise ValueError(f"{op}: {name} must lie in [0, {self.total}], got {slots.tolist()}")
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over the ranks."""
+        """Sums x over the ranks."""
         from torch.distributed.tensor import DTensor, Partial
 
         rest = _placements(self._by_rest)
@@ -291,7 +293,7 @@ class _Tokens:
         return DTensor.from_local(x, self.mesh, summands, run_check=False).redistribute(placements=rest).to_local()
 
     def gather(self, x: Tensor) -> Tensor:
-        """Everybody's, in the order of their tokens: [ranks, ...]."""
+        """Gathers x from all ranks, in the order of their tokens: [ranks, ...]."""
         from torch.distributed.tensor import DTensor
 
         mine = [0 if role == TOKENS else None if role is None else role + 1 for role in self.roles]
@@ -301,7 +303,7 @@ class _Tokens:
 
 
 def _anchor_cosine(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) -> Any:
-    """The rank's own anchor, everybody's, the rank's scores by that."""
+    """Computes the rank's own anchor, sums the anchors of all ranks, and scores the rank's tokens with the sum."""
     starts, lengths = call.get("starts"), call.get("lengths")
     if starts is not None or lengths is not None:
         begin, end = (tokens.own(x) for x in tokens.span("anchor_cosine", starts, lengths, call["k"]))
@@ -313,14 +315,16 @@ def _anchor_cosine(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) 
 
 
 def _window_attention(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) -> Any:
-    """The rank's own keys, then everybody's outputs, weighted by their shares of the sum of exponentials."""
+    """Attends to the rank's own keys, then sums the outputs of all ranks, weighted by their parts of the softmax."""
     op = "window_attention"
     if call.get("cos") is not None or call.get("sin") is not None:
-        raise ValueError(f"{op}: cos and sin must be None where tokens are sharded (turn k before), got tensors")
+        raise ValueError(
+            f"{op}: cos and sin must be None if tokens are sharded, got tensors; rotate k with rope_at_slots first"
+        )
     own = _own_window(op, call, tokens)
     out, own_lse, scores = overload(**{**own, "scores": False})
     lse = tokens.gather(own_lse).logsumexp(0)
-    divisors = [own_lse, lse]  # logarithms of what the rank has divided by, and what is to be divided by
+    divisors = [own_lse, lse]  # logarithms of the divisors: the one used by this rank, and the right one
     if (sinks := call.get("sink_logits")) is not None:
         divisors = [x.logaddexp(sinks.unsqueeze(1)) for x in divisors]
     weights = (divisors[0] - divisors[1]).exp()
@@ -337,14 +341,14 @@ def _window_scores(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) 
     lse = call.get("lse")
     if lse is None and call.get("score", 0) == SCORES["softmax"]:
         attended = {x: own[x] for x in ("q", "k", "visible", "scale", "starts", "softcap") if x in own}
-        v = k[..., : 16 // k.element_size()]  # any would do: its least row
+        v = k[..., : 16 // k.element_size()]  # the output is not used: the shortest rows that V can have
         own_lse = torch.ops.kvops.window_attention.default(**attended, v=v, scores=False)[1]
         lse = tokens.gather(own_lse).logsumexp(0)
     return tokens.sharded(_own_scores(call, own, lse))
 
 
 def _own_window(op: str, call: dict[str, Any], tokens: _Tokens) -> dict[str, Any]:
-    """The call with what its rows see of the rank's tokens."""
+    """The call with its limits converted to the rank's tokens."""
     limits = {x: call[x] for x in ("visible", "starts") if call.get(x) is not None}
     for name, x in limits.items():
         tokens.check(op, name, x)
@@ -352,11 +356,11 @@ def _own_window(op: str, call: dict[str, Any], tokens: _Tokens) -> dict[str, Any
 
 
 def _own_scores(call: dict[str, Any], own: dict[str, Any], lse: Tensor | None) -> Tensor:
-    """`window_scores` of the rank's keys. lse: over the keys of all ranks, or None where there is no softmax.
+    """`window_scores` of the rank's keys. lse: over the keys of all ranks; None if there is no softmax.
 
-    Given one, the operator checks that a row's weights add up to 1, which those of the rank's keys do not; it does so
-    unless the sum or the mean over the group is asked for. So they are had from the scores of single query heads, whose
-    maximum over their group of one they are: K is read once for each head of a group.
+    Given an lse, the operator checks that the weights of each row add up to 1, but the weights of one rank's keys do
+    not. The operator skips the check if `reduce` or `group_reduce` is "max". So this function scores the query heads of
+    a group one by one, with the maximum over a group of one head, which reads K once per head of a group.
     """
     options: dict[str, Any] = {
         x: y for x, y in own.items() if x in ("k", "visible", "scale", "score", "starts", "softcap")
@@ -381,7 +385,7 @@ def _own_scores(call: dict[str, Any], own: dict[str, Any], lse: Tensor | None) -
             scores = scores.flatten(1, 2)
         else:
             scores = scores.mean(2) if group_reduce == REDUCTIONS["mean"] else scores.sum(2)
-    if mean_over_rows:  # that see a key of any rank
+    if mean_over_rows:  # the mean over the rows that see a key of any rank
         starts = call.get("starts")
         seeing = (call["visible"] > (0 if starts is None else starts.unsqueeze(1))).sum(-1)
         scores = scores / seeing.clamp(min=1).view(-1, 1, 1)
@@ -389,8 +393,10 @@ def _own_scores(call: dict[str, Any], own: dict[str, Any], lse: Tensor | None) -
 
 
 def _select_topk(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) -> Any:
-    """The best of the rank's own, everybody's, the best of them. Candidates are in the order of their slots, so equal
-    scores keep the lower one here as there."""
+    """Selects the best of the rank's own scores, gathers those of all ranks, and selects the best of these.
+
+    Candidates are in the order of their slots, so of equal scores the lower slot is kept, as in a single process.
+    """
     op, own, k = "select_topk", call["scores"], call["k"]
     sinks, window, budgets = call.get("sinks", 0), call.get("window", 0), call.get("budgets")
     overload(scores=own[..., :0], k=k, sinks=sinks, window=window, seq_len=call.get("seq_len"))  # checks them
@@ -402,7 +408,7 @@ def _select_topk(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) ->
     values = tokens.gather(own.gather(2, found.clamp(min=0))).movedim(0, 2).flatten(2)
     found = tokens.gather(torch.where(found < 0, _ABSENT, found + tokens.first)).movedim(0, 2).flatten(2)
 
-    # What stays anyway, [b, 1, sinks] and [b, 1, window]; its scores do not matter.
+    # The sinks and the window, [b, 1, sinks] and [b, 1, window], are kept whatever their scores.
     front, back = (torch.arange(x, device=own.device) for x in (sinks, window))
     fixed = [
         torch.where(front < at_front.unsqueeze(1), begin.unsqueeze(1) + front, _ABSENT),
@@ -411,7 +417,7 @@ def _select_topk(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) ->
     slots = torch.cat((found, *(x.unsqueeze(1).expand(-1, own.shape[1], -1) for x in fixed)), 2)
     slots, order = slots.sort(-1)
     values = pad(values, (0, sinks + window)).gather(2, order)
-    candidates = (slots != _ABSENT).any(1).sum(-1, dtype=torch.int32)  # as many in each head
+    candidates = (slots != _ABSENT).any(1).sum(-1, dtype=torch.int32)  # the same number in each head
 
     best = overload(scores=values, k=k, sinks=sinks, window=window, lengths=candidates, budgets=budgets)
     kept = torch.where(best < 0, -1, slots.gather(2, best.clamp(min=0)))[..., : tokens.total]
@@ -421,7 +427,7 @@ def _select_topk(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) ->
 
 
 def _filled(kept: Tensor, begin: Tensor, end: Tensor, n: int) -> Tensor:
-    """With the lowest invalid slots, those outside [begin, end), in the place of -1, in order."""
+    """Replaces -1 by the lowest invalid slots, those outside [begin, end), and sorts."""
     nth = torch.arange(kept.shape[2], device=kept.device) - (kept >= 0).sum(-1, keepdim=True)
     invalid = torch.where(nth < begin, nth, nth - begin + end)
     filled = torch.where(nth < 0, kept, torch.where(invalid < n, invalid, _ABSENT)).sort(-1).values
@@ -429,9 +435,9 @@ def _filled(kept: Tensor, begin: Tensor, end: Tensor, n: int) -> Tensor:
 
 
 class _OfTokens(NamedTuple):
-    """What an operator does where tokens are sharded."""
+    """How an operator runs on sharded tokens."""
 
-    leader: str  # the argument that says how
+    leader: str  # the argument whose placements decide
     rule: Callable[[OpOverload, dict[str, Any], _Tokens], Any]
 
 

@@ -1,23 +1,26 @@
-"""The FlashAttention front: one function that runs the best FlashAttention of this machine which returns the lse.
+"""The FlashAttention front end: `attention` runs the best FlashAttention on this machine and returns its log-sum-exp.
 
-That log-sum-exp is what makes observation windows cheap: `ops.window_scores` given it reads K once. The backends, best
-first (`attention_backends` says which are there, and why the others are not)::
+The log-sum-exp (lse) makes observation windows cheap: given it, `ops.window_scores` reads K once. The backends, best
+first (`attention_backends` says which are available, and why the others are not):
 
-    flash_attn_3    the package `flash_attn_interface` (FlashAttention-3), on Hopper
-    cudnn           aten::_scaled_dot_product_cudnn_attention, on Hopper and later, for 256 rows and more
-    flash_attn_2    the package `flash_attn`, 2.7 or later
-    torch_flash     aten::_scaled_dot_product_flash_attention, on the CPU ..._flash_attention_for_cpu
-    kvops           ops.window_attention in blocks of 256 rows: whatever the others do not do, or do more slowly
+```text
+flash_attn_3    the package `flash_attn_interface` (FlashAttention-3), on Hopper
+cudnn           aten::_scaled_dot_product_cudnn_attention, on Hopper and later, for 256 rows and more
+flash_attn_2    the package `flash_attn`, 2.7 or later
+torch_flash     aten::_scaled_dot_product_flash_attention, on the CPU ..._flash_attention_for_cpu
+kvops           ops.window_attention in blocks of 256 rows: whatever the others do not support, or run more slowly
+```
 
-On the CPU `kvops` runs every call of so few rows that it is the faster one, by KVOPS_ROWS, and `torch_flash` the others
-that it can.
+On the CPU `kvops` runs calls with few query rows, where it is faster (see KVOPS_ROWS), and `torch_flash` runs the other
+calls that it supports.
 
-Two things that torch's operators lack are made here. Their causal mask is aligned to the top left, so t < n queries are
-two calls, the old keys without a mask and the new square, merged by their lse: exact, and no mask is built. And rows
-of a batch with left padding are run one by one. K and V are never expanded to the query heads.
+This module adds two features that torch's operators lack. Their causal mask is aligned to the top left, so a call with
+t < n queries becomes two calls: the old keys without a mask, and the square of new keys with one. The results are
+merged by their lse, which is exact and builds no mask. Rows of a left-padded batch run one by one. K and V are never
+expanded to the query heads.
 
-Not called `attention.py`: `kvops.attention` is the function, and would hide a module of that name from
-`from kvops import attention` and `import kvops.attention as x`, which both take the package's attribute.
+The module is not called `attention.py` because `kvops.attention` is the function. It would hide a module of that name
+from `from kvops import attention` and `import kvops.attention as x`, which both use the package's attribute.
 """
 
 from __future__ import annotations
@@ -31,13 +34,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_attention, check_starts
+from .checks import check_attention, check_starts, plain
 from .ops import MAX_WINDOW, window_attention
 
-#: Whether this CPU has AMX, by which torch multiplies bf16 matrices.
+#: Whether this CPU has AMX, with which torch multiplies bf16 matrices.
 AMX: bool = torch.cpu._is_amx_tile_supported()
-#: On the CPU, up to how many query rows `kvops` runs before `torch_flash`, by AMX: where each query head has a KV head
-#: of its own, and where several share one. From python -m kvops.bench.attention: bench/results/cpu-attention*.json.
+#: On the CPU, the largest number of query rows for which `kvops` is preferred to `torch_flash`, without and with AMX.
+#: The pair is (each query head has its own KV head, several query heads share one). Measured with
+#: python -m kvops.bench.attention: bench/results/cpu-attention*.json.
 KVOPS_ROWS: dict[bool, dict[torch.dtype, tuple[float, float]]] = {
     False: {
         torch.float32: (0, 128),
@@ -53,11 +57,17 @@ KVOPS_ROWS: dict[bool, dict[torch.dtype, tuple[float, float]]] = {
 
 
 class Attention(NamedTuple):
-    """What `attention` returns; unpacks as (out, lse, backend)."""
+    """The result of `attention`; unpacks as (out, lse, backend).
 
-    out: Tensor  # [b, Hq, t, dv], of q's dtype
-    lse: Tensor  # fp32 [b, Hq, t], natural logarithm, without the sink
-    backend: str  # the one that ran
+    Attributes:
+        out: [b, Hq, t, dv] of q's dtype.
+        lse: fp32 [b, Hq, t], natural logarithm, without the sink.
+        backend: The name of the backend that ran.
+    """
+
+    out: Tensor
+    lse: Tensor
+    backend: str
 
 
 def attention(
@@ -72,37 +82,48 @@ def attention(
     sink_logits: Tensor | None = None,
     backend: str | None = None,
 ) -> Attention:
-    """softmax(scale * q k^T) v and its log-sum-exp, by the best FlashAttention there is.
+    """Compute softmax(scale * q k^T) v and its log-sum-exp with the best FlashAttention that supports the call.
 
     Args:
-        q: [b, Hq, t, d]. Query head h reads KV head h // (Hq / Hk).
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv]; all of one dtype.
-        causal: the t queries are the last of the n keys: query i sees keys up to n - t + i. False: each sees all.
-        scale: 1 / sqrt(d) if None.
-        starts: int32 [b] in [0, n], left padding: row b's first keys [0, starts[b]) are seen by none. A query that sees
-            nothing, one of the padding itself, gives out 0 and lse -inf.
-        softcap: logits become softcap * tanh(logit / softcap), if not 0.
-        sink_logits: fp32 [Hq], one more logit in each row's softmax, without a key. The lse is without it.
-        backend: a name from `attention_backends()`, which must serve this call; None takes the best that does.
+        q: [b, Hq, t, d], torch.float32, float16 or bfloat16. Query head h belongs to KV head h // (Hq / Hk).
+        k: [b, Hk, n, d] of q's dtype.
+        v: [b, Hk, n, dv] of q's dtype.
+        causal: If True, the t queries belong to the last t of the n keys, and query i sees keys up to n - t + i. If
+            False, each query sees all keys.
+        scale: The factor of the logits; 1 / sqrt(d) if None.
+        starts: int32 [b] in [0, n], for left padding: no query of row b sees the keys [0, starts[b]). A query that sees
+            no key, such as one of the padding, gives out 0 and lse -inf.
+        softcap: If not 0, logits become softcap * tanh(logit / softcap).
+        sink_logits: fp32 [Hq], one more logit in each row's softmax that belongs to no key. The lse is without it.
+        backend: A name from `attention_backends()`, which must support this call; None selects the best that does.
 
     Returns:
-        out [b, Hq, t, dv], lse fp32 [b, Hq, t], and the name of the backend.
+        out [b, Hq, t, dv] of q's dtype, lse fp32 [b, Hq, t] (natural logarithm), and the name of the backend.
 
     Raises:
-        ValueError: wrong arguments; a backend that cannot run this call (with the reason, and those that can).
+        TypeError: q, k or v is not a tensor.
+        ValueError: An argument is wrong, or `backend` does not support this call. The message then gives the reason and
+            the backends that do.
     """
+    scale, softcap = plain(scale), plain(softcap)
     check_attention("attention", q, k, v, causal, scale, starts, sink_logits, softcap)
     call = _Call(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale, starts, softcap)
     name = _choice(call, backend)
     out, lse = BACKENDS[name].run(call)
-    if sink_logits is not None:  # its share of the softmax goes to no key; a row that sees nothing stays 0
+    if sink_logits is not None:  # its weight in the softmax goes to no key; a row that sees nothing stays 0
         out = (out * torch.sigmoid(lse - sink_logits[:, None]).unsqueeze(-1)).to(q.dtype)
     return Attention(out, lse, name)
 
 
 def attention_backends(device: torch.device | str = "cpu") -> dict[str, str]:
-    """The backends of `attention`, best first: "available" on that device, or why not."""
+    """List the backends of `attention`, best first.
+
+    Args:
+        device: The device to ask about.
+
+    Returns:
+        For each backend "available", or the reason why it cannot run on that device.
+    """
     device = torch.device(device)
     return {name: backend.missing(device) or "available" for name, backend in BACKENDS.items()}
 
@@ -122,7 +143,7 @@ def _choice(call: _Call, forced: str | None) -> str:
     if forced is not None:
         if forced not in BACKENDS:
             raise ValueError(
-                f"attention: backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {forced!r}"
+                f"attention: backend must be one of {', '.join(map(repr, BACKENDS))}, or None, got {forced!r}"
             )
         why = BACKENDS[forced].why_not(call)
         if why:
@@ -132,7 +153,7 @@ def _choice(call: _Call, forced: str | None) -> str:
     return next(name for name, backend in BACKENDS.items() if not backend.why_not(call) and backend.suits(call))
 
 
-# Backends. `missing` and `why_not` give the reason why it cannot run at all, or not this call; None if it can.
+# Backends. `missing` says why a backend cannot run at all, `why_not` why it cannot run this call; None if it can.
 
 
 class _Backend:
@@ -143,7 +164,7 @@ class _Backend:
         return self.missing(call.q.device)
 
     def suits(self, call: _Call) -> bool:
-        """Whether it is worth it where it stands in the order."""
+        """Whether this backend is a good choice for the call, given its place in the order."""
         return True
 
     def run(self, call: _Call) -> tuple[Tensor, Tensor]:
@@ -162,7 +183,7 @@ class _Kvops(_Backend):
         out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
         for first in range(0, t, MAX_WINDOW):
             rows = slice(first, min(t, first + MAX_WINDOW))
-            end = n - t + rows.stop if causal else n  # keys that the block's last row sees
+            end = n - t + rows.stop if causal else n  # the keys that the block's last row sees
             part, part_lse, _ = window_attention(
                 q[:, :, rows],
                 k[:, :, :end],
@@ -180,9 +201,9 @@ class _Kvops(_Backend):
 class _Flash(_Backend):
     """What all FlashAttentions have in common."""
 
-    softcap = False  # whether it has that,
-    packed = False  # takes rows of different lengths in one call,
-    own_dv = False  # and a head dim of V that is not K's
+    softcap = False  # supports softcap
+    packed = False  # runs rows of different lengths in one call
+    own_dv = False  # supports a head dim of V that differs from K's
 
     def why_not(self, call: _Call) -> str | None:
         q, k, v = call.q, call.k, call.v
@@ -192,19 +213,19 @@ class _Flash(_Backend):
         if 0 in (*q.shape, *k.shape, *v.shape):
             return "a dim is 0"
         if call.softcap and not self.softcap:
-            return "it has no softcap"
+            return "it does not support softcap"
         if q.is_cuda and q.dtype == torch.float32:
-            return "it has no float32"
+            return "it does not support torch.float32"
         if d != dv and not self.own_dv:
             return f"V's head dim must be K's, {d}, got {dv}"
         if q.is_cuda and (d % 8 or dv % 8 or d > 256 or dv > 256):
             return f"head dims must be multiples of 8 up to 256, got {d} and {dv}"
         if call.starts is not None and not self.packed and _is_traced():
-            return "starts would be read on the host, which torch.compile and CUDA graphs cannot"
+            return "it reads starts on the host, which torch.compile and CUDA graphs do not support"
         return None
 
     def suits(self, call: _Call) -> bool:
-        # A step of a padded batch is one window, without a wait for starts and without a call per row.
+        # `kvops` runs a decode step of a padded batch as one window: it does not wait for starts, nor call per row.
         return call.starts is None or call.q.shape[2] > MAX_WINDOW
 
 
@@ -214,7 +235,7 @@ def _is_traced() -> bool:
 
 class _Torch(_Flash):
     def square(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """out and lse; causal: as many queries as keys."""
+        """Returns out and lse. If causal, there are as many queries as keys."""
         raise NotImplementedError
 
     def run(self, call: _Call) -> tuple[Tensor, Tensor]:
@@ -235,7 +256,7 @@ class _Torch(_Flash):
         return out, lse
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """out and lse of the last t queries."""
+        """Returns out and lse of the last t queries."""
         old = k.shape[2] - q.shape[2]
         if not causal or q.shape[2] == 1 or old == 0:
             return self.square(q, k, v, causal and old == 0, scale)
@@ -258,7 +279,7 @@ class _TorchFlash(_Torch):
         if why := super().why_not(call):
             return why
         if call.q.is_cuda and not torch.backends.cuda.can_use_flash_attention(_params(call)):
-            return "torch.backends.cuda.can_use_flash_attention says so"
+            return "torch.backends.cuda.can_use_flash_attention refuses it"
         return None
 
     def suits(self, call: _Call) -> bool:
@@ -286,11 +307,11 @@ class _Cudnn(_Torch):
         if why := super().why_not(call):
             return why
         if not torch.backends.cuda.can_use_cudnn_attention(_params(call)):
-            return "torch.backends.cuda.can_use_cudnn_attention says so"
+            return "torch.backends.cuda.can_use_cudnn_attention refuses it"
         return None
 
     def suits(self, call: _Call) -> bool:
-        # It makes a plan for every new shape, which only a prefill is worth.
+        # cuDNN makes a plan for every new shape, which pays only in a prefill.
         wide = call.q.shape[2] >= MAX_WINDOW and torch.cuda.get_device_capability(call.q.device)[0] >= 9
         return wide and super().suits(call)
 
@@ -302,10 +323,11 @@ class _Cudnn(_Torch):
 
 
 class _Package(_Flash):
-    """The flash-attn packages: causal is aligned to the bottom right, and sequences may differ in length.
+    """The flash-attn packages: their causal mask is aligned to the bottom right, and sequences may differ in length.
 
-    Tensors are [b, tokens, heads, d]. A left-padded batch is 2 b sequences end to end, the padding of each row and what
-    follows it, so nothing is packed and the host reads nothing; what the padding's queries gave is overwritten.
+    Tensors are [b, tokens, heads, d]. A left-padded batch is passed as 2 b consecutive sequences: the padding of each
+    row, then its tokens. So nothing has to be packed and the host reads nothing. The results of the padding's queries
+    are overwritten.
     """
 
     softcap = packed = True
@@ -315,7 +337,7 @@ class _Package(_Flash):
 
     @functools.cached_property
     def functions(self) -> Any:
-        """The module's (flash_attn_func, flash_attn_varlen_func), or why there are none."""
+        """The module's (flash_attn_func, flash_attn_varlen_func), or the reason why they are missing."""
         try:
             module = importlib.import_module(self.module)
         except Exception as error:  # whatever a broken binary raises
@@ -335,7 +357,7 @@ class _Package(_Flash):
         options = dict(softmax_scale=call.scale, causal=call.causal, softcap=call.softcap)
         function = self.functions[call.starts is not None]
         if "return_attn_probs" in inspect.signature(function).parameters:
-            options["return_attn_probs"] = True  # early FlashAttention-3 returns the lse always
+            options["return_attn_probs"] = True  # early versions of FlashAttention-3 always return the lse
         if call.starts is None:
             out, lse, *_ = function(q, k, v, **options)
             return out.transpose(1, 2), lse
@@ -355,14 +377,14 @@ class _Package(_Flash):
 
 
 def _boundaries(first: Tensor, size: int) -> Tensor:
-    """Where sequences of `first` and size - first tokens begin, row after row, and the end: int32 [2 b + 1]."""
+    """The boundaries of sequences of `first` and size - first tokens, row after row: int32 [2 b + 1]."""
     rows = torch.arange(0, len(first) * size, size, dtype=torch.int32, device=first.device)
     inner = torch.stack((rows, rows + first), 1).flatten()
     return torch.nn.functional.pad(inner, (0, 1), value=len(first) * size)
 
 
 def _not_cuda(device: torch.device, lowest: int, highest: int = 99) -> str | None:
-    """Why a kernel for GPUs of compute capability lowest.0 to highest.9 cannot run on that device."""
+    """Why a kernel for GPUs of compute capability lowest.0 to highest.9 cannot run on the device; None if it can."""
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device.type}"
     if not torch.cuda.is_available():

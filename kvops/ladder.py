@@ -1,12 +1,16 @@
-"""LaCache's ladder: which slots stay is arithmetic on (layer, slot), made here on the host in plain integers. ::
+"""LaCache's ladder: which slots each layer keeps.
 
-    plan = kvops.lacache_plan(n, num_layers=32, budget=512)            # what a cache of n slots needs
-    ops.ladder_compact_(k, v, plan=plan, layer=layer)                  # one layer, or lists of all of them
-    plan = kvops.lacache_plan(n, num_layers=32, budget=512, state=plan.state)      # the next time
+The kept slots are a function of (layer, slot) alone, computed here on the host in plain integers.
 
-A ladder is `length` consecutive slots. Every layer keeps `kept` consecutive ones of it, from its `offset` on, and frees
-the others; deeper layers have larger offsets. A cache that overflows is thinned by one ladder after the other, from the
-sinks towards the newest tokens; at their end it starts over and thins what is already thin.
+```python
+plan = kvops.lacache_plan(n, num_layers=32, budget=512)            # for a cache of n slots
+ops.ladder_compact_(k, v, plan=plan, layer=layer)                  # one layer, or lists of all layers
+plan = kvops.lacache_plan(n, num_layers=32, budget=512, state=plan.state)      # at the next overflow
+```
+
+A ladder is `length` consecutive slots. Every layer keeps `kept` consecutive slots of it, beginning at the layer's
+`offset`, and frees the others; deeper layers have larger offsets. A cache that overflows is thinned ladder by ladder,
+from the sinks towards the newest tokens. At the end it starts over and thins the slots that were thinned before.
 
 Source: LaCache, Sec. 3.2 (the ladder), 3.3 (iterative compaction), Fig. 2 and 4.
 """
@@ -20,17 +24,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .checks import check_choice, check_holds_ladder, check_int
+from .checks import check_choice, check_holds_ladder, check_int, plain
 
 PATTERNS = ("paper", "official")
-MAX_PASSES = 192  # of one call of the operators
+MAX_PASSES = 192  # per call of the operators
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """The shape of a ladder in a model: see `make_ladder`, which checks and fills in what is left out.
+    """The shape of a ladder in a model; `make_ladder` checks it and fills in defaults.
 
-    The properties are not cached: `torch.compile` traces them.
+    The properties are not cached because `torch.compile` traces them.
     """
 
     num_layers: int
@@ -40,22 +44,22 @@ class Ladder:
 
     @property
     def step(self) -> int:
-        """Layers from one slot's first layer to the next slot's."""
+        """The distance in layers from one slot's first layer to the next slot's."""
         return self.span - self.overlap
 
     @property
     def length(self) -> int:
-        """Slots of a ladder."""
+        """The slots of a ladder."""
         return 1 - (self.span - self.num_layers) // self.step
 
     @property
     def kept(self) -> int:
-        """Slots that each layer keeps of a ladder."""
+        """The slots of a ladder that each layer keeps."""
         return min(-(-self.span // self.step), self.length)
 
     @property
     def freed(self) -> int:
-        """Slots that each layer frees of a ladder."""
+        """The slots of a ladder that each layer frees."""
         return self.length - self.kept
 
     def offset(self, layer: int) -> int:
@@ -67,15 +71,27 @@ class Ladder:
 
 @dataclass(frozen=True)
 class LadderState:
-    """What a sequence remembers between plans."""
+    """What a sequence remembers from one plan to the next.
 
-    cap: int  # slots from which on the cache is thinned: the budget, after the first overflow freed // 2 more
-    cursor: int  # the slot of the next ladder
+    Attributes:
+        cap: A cache with more slots is thinned. It is the budget until the first overflow, then budget + freed // 2.
+        cursor: The slot at which the next ladder begins.
+    """
+
+    cap: int
+    cursor: int
 
 
 @dataclass(frozen=True)
 class LadderPlan:
-    """What becomes of n slots: `passes` of (cursor, ladders), in turn. `state` is for the next plan."""
+    """Which of n slots each layer keeps; made by `lacache_plan`.
+
+    Attributes:
+        ladder: The shape of a ladder.
+        n: The slots before the move.
+        passes: Pairs (cursor, number of ladders), applied in order.
+        state: The state to pass to the next `lacache_plan` of the same sequence.
+    """
 
     ladder: Ladder
     n: int
@@ -83,18 +99,18 @@ class LadderPlan:
     state: LadderState
 
     def __len__(self) -> int:
-        """Slots that stay."""
+        """The number of slots that each layer keeps."""
         return self.n - self.ladder.freed * sum(count for _, count in self.passes)
 
     @property
     def encoded(self) -> tuple[int, ...]:
-        """What the operators take."""
+        """The plan as integers, as the operators take it."""
         shape = self.ladder
         head = (self.n, shape.num_layers, shape.span, shape.overlap, PATTERNS.index(shape.pattern))
         return (*head, *(x for one in self.passes for x in one))
 
     def indices(self, layer: int, device: torch.device | str | None = None) -> Tensor:
-        """The slots that stay in a layer: int64 [len(plan)], ascending."""
+        """The slots that a layer keeps: int64 [len(plan)], ascending."""
         ladder, offset = self.ladder, self.ladder.offset(layer)
         slots = torch.arange(len(self), device=device)
         for cursor, count in reversed(self.passes):
@@ -105,7 +121,7 @@ class LadderPlan:
         return slots
 
     def parts(self) -> Iterator[LadderPlan]:
-        """Plans of at most `MAX_PASSES` passes each, which do the same in turn; one as a rule."""
+        """Splits the plan into plans of at most `MAX_PASSES` passes, to be applied in order; usually one."""
         n = self.n
         for first in range(0, max(len(self.passes), 1), MAX_PASSES):
             part = replace(self, n=n, passes=self.passes[first : first + MAX_PASSES])
@@ -124,30 +140,37 @@ def lacache_plan(
     pattern: str = "paper",
     state: LadderState | None = None,
 ) -> LadderPlan:
-    """What LaCache makes of a cache of n slots, the same number in every layer: which ladders are thinned.
+    """Plan which slots LaCache keeps of a cache of n slots, the same number in every layer.
 
-    A ladder is A = 1 + ceil((num_layers - span) / (span - overlap)) slots, of which each layer keeps B = min(ceil(span
-    / (span - overlap)), A) and frees R = A - B. The length oscillates by R: the cache is thinned when it is longer than
-    the budget, from the first time on when it is longer than budget + R // 2, to more than R less; so the mean length,
-    token by token, is the budget (budget + 1/2 for even R).
+    ```text
+    A = 1 + ceil((num_layers - span) / (span - overlap))     slots of a ladder
+    B = min(ceil(span / (span - overlap)), A)                slots of it that each layer keeps
+    R = A - B                                                slots of it that each layer frees
+    ```
+
+    A cache with more than budget + R // 2 slots is thinned, ladder by ladder, until it has at most that many. Its
+    length therefore oscillates by R, and the mean length token by token is the budget (budget + 1/2 for even R).
 
     Args:
-        n: slots of the cache.
-        num_layers: layers of the model.
-        budget: slots to stay within.
-        span: layers that keep a token; None: max(1, round(num_layers / 4)), the paper's for language modelling.
-        overlap: how many of those its next neighbour shares; None: span // 2.
-        sinks: first slots that always stay.
-        pattern: "paper": layer l keeps B slots of a ladder from clamp(l // (span - overlap) - (B - 1), 0, R) on, so
-            that early tokens stay in early layers; "official": from l mod (R + 1) on, as the released code does.
-        state: the last plan's `state`, of the same sequence and settings; None for a sequence that never overflowed.
+        n: The slots of the cache.
+        num_layers: The layers of the model.
+        budget: The number of slots to stay within.
+        span: The number of layers that keep a token; None is max(1, round(num_layers / 4)), the paper's setting for
+            language modelling.
+        overlap: How many of those layers the next token shares; None is span // 2.
+        sinks: First slots that are always kept.
+        pattern: "paper": layer l keeps B slots of a ladder beginning at clamp(l // (span - overlap) - (B - 1), 0, R),
+            so early layers keep early tokens. "official": beginning at l mod (R + 1), as the released code does.
+        state: The `state` of the last plan for the same sequence and settings; None for a sequence that has never
+            overflowed.
 
     Returns:
-        The plan; with n within the budget it has no passes. Takes microseconds and no tensors.
+        The plan. It has no passes if n is within the budget. Planning takes microseconds and uses no tensors.
 
     Raises:
-        ValueError: no slot is freed, or the budget holds no ladder between the sinks and the newest num_layers slots;
-            what would work is named.
+        TypeError: A number is not an int.
+        ValueError: The ladder frees no slot, or the budget does not hold the sinks, one ladder's kept slots and the
+            newest num_layers slots. The message names values that work.
 
     Source: LaCache, Sec. 3.2, 3.3, 4.1; the closed form is this library's.
     """
@@ -156,6 +179,7 @@ def lacache_plan(
     for name, given in (("span", span), ("overlap", overlap)):
         if given is not None:
             check_int("lacache_plan", name, given, 0)
+    n, num_layers, budget, sinks, span, overlap = map(plain, (n, num_layers, budget, sinks, span, overlap))
     ladder = make_ladder(num_layers, span, overlap, pattern)
     check_holds_ladder("lacache_plan", budget, sinks, least=least_budget(sinks, ladder), kept=ladder.kept)
     cap, cursor = (budget, sinks) if state is None else (state.cap, state.cursor)
@@ -176,7 +200,7 @@ def lacache_plan(
 
 
 def decode_plan(plan: Sequence[int]) -> LadderPlan:
-    """The plan that `encoded` is of. The state is lost."""
+    """Rebuilds a plan from its `encoded` form, without the state."""
     n, num_layers, span, overlap, pattern, *passes = plan
     ladder = Ladder(num_layers, span, overlap, PATTERNS[pattern])
     return LadderPlan(ladder, n, tuple(zip(passes[::2], passes[1::2])), LadderState(0, 0))
@@ -184,7 +208,7 @@ def decode_plan(plan: Sequence[int]) -> LadderPlan:
 
 @functools.lru_cache
 def make_ladder(num_layers: int, span: int | None, overlap: int | None, pattern: str) -> Ladder:
-    """The ladder, with the defaults for what is None."""
+    """Makes a ladder, with the defaults for settings that are None."""
     if span is None:
         span = max(1, round(num_layers / 4))
     if overlap is None:
@@ -203,5 +227,5 @@ def make_ladder(num_layers: int, span: int | None, overlap: int | None, pattern:
 
 
 def least_budget(sinks: int, ladder: Ladder) -> int:
-    """What a budget has to hold: the sinks, a ladder's kept slots, and the newest `num_layers` slots."""
+    """The smallest possible budget: the sinks, one ladder's kept slots, and the newest `num_layers` slots."""
     return sinks + ladder.num_layers + ladder.kept

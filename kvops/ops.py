@@ -1,22 +1,40 @@
-"""The operators: one public function each, with its contract; beneath it the fake (shapes for torch.compile).
+"""The operators: CPU and CUDA kernels that score, select and evict KV-cache entries.
 
-Conventions: b batch, Hk KV heads, n cached tokens, d and dv head dims. k: [b, Hk, n, d] and v: [b, Hk, n, dv] are fp32,
-fp16, bf16 or, for operators that score or only move rows, fp8 (e4m3, e5m2; read as bf16 of the same values, see
-docs/layouts.md), with any strides whose last dim is contiguous and rows of a multiple of 16 bytes; they are read where
-they lie, never copied. Arithmetic and scores are fp32. `starts`, `lengths`: int32 [b], slot i of row b is valid when
-starts[b] <= i < starts[b] + lengths[b] (defaults 0 and n - starts). Wrong input is a ValueError (TypeError for what
-is no tensor) that names the argument, what was expected and what came, before anything is written. The operators are
-inference-only: an input that requires grad raises outside `torch.no_grad()`.
+Each operator is one public function here and one entry in `torch.ops.kvops`. Below each function stands its fake, which
+gives `torch.compile` the shapes of the results. The rules below hold for all operators, unless a docstring says
+otherwise.
 
-Pages: with `block_table`, int32 [b, max_pages], k and v are pages, [num_pages, Hk, page_size, d], and b and n are the
-table's: slot i of request b is slot i % page_size of page block_table[b, i // page_size], n = max_pages * page_size.
-Only the pages of valid slots are looked up (of the indices, or of what `visible` lets be seen); the others may be -1.
-Results have the bits that each request has alone in dense memory (docs/layouts.md).
+**Shapes.** b is the batch size, Hk the number of KV heads, Hq the number of query heads, n the number of cached tokens
+(slots), d and dv the head dims of K and V. `k` is [b, Hk, n, d], `v` is [b, Hk, n, dv], queries are [b, Hq, w, d], and
+query head h belongs to KV head h // (Hq / Hk). Head dims go up to 1024. Pass a tensor in [b, n, Hk, d] order as
+`x.transpose(1, 2)`, which is a view. The operators cannot detect that K and V have been swapped.
 
-CUDA tensors: work goes to the current stream and nothing waits for the GPU, so the values of indices, starts, lengths,
-budgets and block tables are checked under `kvops.debug_checks()` only; otherwise wrong ones are skipped or clamped
-(docs/cuda.md).
-Head dims up to 1024.
+**Dtypes.** K and V are torch.float32, float16 or bfloat16. Operators that score keys or only move rows also take
+float8_e4m3fn and float8_e5m2, and read them as bfloat16 numbers of the same value (docs/layouts.md). Arithmetic and
+scores are fp32.
+
+**Strides.** The last dim must be contiguous and each row a multiple of 16 bytes; all other strides are free. The
+kernels read K and V in place and never copy them.
+
+**Padding.** `starts` and `lengths` are int32 [b]. Slot i of row b is valid if starts[b] <= i < starts[b] + lengths[b].
+The defaults are 0 and n - starts. Invalid slots never influence a result.
+
+**Pages.** With `block_table`, int32 [b, max_pages], `k` and `v` are pages, [num_pages, Hk, page_size, d]. Slot i of
+request b is slot i % page_size of page block_table[b, i // page_size], so b is the number of rows of the table and n is
+max_pages * page_size. The kernels look up only the pages that hold valid slots (or the given indices, or the slots
+below `visible`); other entries may be -1. Each request gets bit for bit the results that it gets alone in dense memory
+(docs/layouts.md).
+
+**Errors.** A wrong argument raises ValueError, or TypeError for a wrong type, before anything is written. The message
+names the operator and the argument, what was expected and what was given. The operators are inference-only: an input
+that requires grad raises outside `torch.no_grad()`.
+
+**CUDA.** Kernels run on the current stream, and no operator waits for the GPU. The values of indices, starts, lengths,
+budgets and block tables are therefore checked only under `kvops.debug_checks()`; otherwise the kernels skip or clamp
+wrong values (docs/cuda.md).
+
+**Determinism.** On one device, equal inputs give equal bits in every run. Selection uses a total order, so equal scores
+give the same slots on every device (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -38,6 +56,7 @@ from .checks import (
     check_pair,
     check_plan,
     check_scores,
+    plain,
 )
 from .dispatch import operator, register
 from .ladder import LadderPlan, decode_plan
@@ -62,9 +81,9 @@ __all__ = [
     "window_scores",
 ]
 
-MAX_WINDOW = 256  # rows that one call of the window operators takes
+MAX_WINDOW = 256  # query rows per call of the window operators
 
-#: The integers that the schemas of torch.ops.kvops.* have for the names that these functions take.
+#: The integers that the schemas of torch.ops.kvops.* use for the names that these functions take.
 SCORES = {"softmax": 0, "dot": 1}
 REDUCTIONS = {"sum": 0, "mean": 1, "max": 2, "none": 3}
 
@@ -91,14 +110,14 @@ _cluster_priority = operator(_ops.cluster_priority.default)
 
 
 def _written(*tensors: Tensor) -> None:
-    """Tells autograd that the tensors changed (the stable ABI's mutating operators do not)."""
+    """Tells autograd that the tensors changed, which mutating operators of the stable ABI do not do."""
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(tensors)
 
 
-# Beneath each function its fake: the shapes of its results, without data. It checks what it computes with, in the
-# operator's words, and that no real tensor is mixed with meta tensors, which no operator gets to see; the operator
-# checks everything else.
+# Below each function stands its fake, which returns tensors of the right shapes without data. A fake checks the values
+# it computes with, in the operator's words. It also checks that no real tensor is mixed with meta tensors, which never
+# reach the operator. The operator checks everything else.
 
 _KV = "[batch, heads, tokens, head_dim]"
 _SCORES = "[batch, heads, tokens]"
@@ -127,28 +146,35 @@ def lag_score(
     lengths: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """LagKV's scores: how far each token stands out of its partition, seen by the next partition.
+    """Score tokens as LagKV does: by their spread over channels, normalized by the range of the next partition.
 
-    Slots [prefix, n) are cut into partitions of `lag` tokens. With X partition p and Y partition p + 1, per channel c
-    and for Z in {K, V}::
+    The slots [prefix, n) are cut into partitions of `lag` tokens. For partition X, the partition Y that follows it,
+    and Z in {K, V}:
 
-        N[t, c] = (X[t, c] - min_t Y[t, c]) / (max_t Y[t, c] - min_t Y[t, c])    0 where the range is 0 or not finite
-        s_Z[t]  = softmax over t of std over c of N[t, c]                         unbiased std
-        score   = s_K + v_weight * s_V
+    ```text
+    N[t, c] = (X[t, c] - min_t Y[t, c]) / (max_t Y[t, c] - min_t Y[t, c])    0 where the range is 0 or not finite
+    s_Z[t]  = softmax over t of std over c of N[t, c]                         unbiased std
+    score   = s_K + v_weight * s_V
+    ```
 
     Args:
         k: [b, Hk, n, d].
         v: [b, Hk, n, dv].
-        lag: tokens of a partition.
-        prefix: slots before the first partition: the sinks, and in a stream what was kept of older partitions.
-        v_weight: the weight of V's scores.
-        self_reference: Y is X itself (the paper's LocalKV).
-        starts, lengths: int32 [b], the valid slots of each row. Row b's partitions begin at starts[b] + prefix.
-        block_table: int32 [b, max_pages]: k and v are pages, as the head of this module says.
+        lag: Tokens per partition, at least 1.
+        prefix: Slots before the first partition: the sinks, and in a stream also the tokens kept from older partitions.
+        v_weight: The weight of V's scores.
+        self_reference: Use X itself as Y (the paper's LocalKV).
+        starts: int32 [b], the first valid slot of each row. Row b's partitions begin at starts[b] + prefix.
+        lengths: int32 [b], the number of valid slots of each row.
+        block_table: int32 [b, max_pages]: `k` and `v` are pages (see the module docstring).
 
     Returns:
-        fp32 [b, Hk, S, lag], S = max(0, (n - prefix) // lag - 1): all complete partitions but the last, which is only a
-        reference. Partitions that a row lacks are NaN.
+        fp32 [b, Hk, S, lag] with S = max(0, (n - prefix) // lag - 1). The last complete partition serves only as a
+        reference and has no scores. Partitions that a shorter row does not have are NaN.
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or an option has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
 
     Source: LagKV, Sec. 2.2, Eq. 5-9; LocalKV: App. A.2.
     """
@@ -197,23 +223,33 @@ def anchor_cosine(
     block_table: Tensor | None = None,
     return_anchor: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """KeyDiff's scores: how little a key looks like the mean key. ::
+    """Score keys as KeyDiff does: by their negative cosine similarity to the mean key (the anchor).
 
-        mu    = sum_j k_j / ||k_j||     over the valid finite keys
-        score = -cos(k_i, mu)
+    ```text
+    mu       = sum over j of k_j / ||k_j||     over the valid, finite keys
+    score[i] = -cos(k_i, mu)
+    ```
 
-    A zero key or a zero anchor scores 0. A key that is not finite stays out of mu and scores NaN; so do invalid slots.
+    A zero key scores 0, and so do all keys if the anchor is zero. A key that is not finite is left out of mu and scores
+    NaN. Invalid slots score NaN.
 
     Args:
         k: [b, Hk, n, d].
-        anchor: fp32 [b, Hk, d], used as mu (any positive multiple scores alike): K is then read once, not twice.
-        normalize_anchor: False: mu is the sum of the keys as they are.
-        starts, lengths: int32 [b], the valid slots of each row.
-        return_anchor: returns mu too.
-        block_table: int32 [b, max_pages]: k is pages, as the head of this module says.
+        anchor: fp32 [b, Hk, d], used as mu; positive multiples of it give the same scores. The kernel then reads K once
+            instead of twice.
+        normalize_anchor: If False, mu is the sum of the keys without normalization.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
+        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
+        return_anchor: Return mu too.
 
     Returns:
-        fp32 [b, Hk, n], and with `return_anchor` also mu, fp32 [b, Hk, d] (a copy of a given anchor).
+        scores fp32 [b, Hk, n]; with `return_anchor` the pair (scores, mu), mu fp32 [b, Hk, d]. If `anchor` is given, mu
+        is a copy of it.
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or an option has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
 
     Source: KeyDiff, Sec. 3.2, Eq. 8.
     """
@@ -251,36 +287,44 @@ def window_scores(
     sink_logits: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """How much the last queries attend to each key: the observation window of SnapKV, LAQ and all that follow them. ::
+    """Score keys by the attention of an observation window, as SnapKV and LAQ do.
 
-        logit[i, j] = scale * q_i . k_j
-                      then softcap * tanh(logit / softcap), if softcap is not 0
-        a[i, j]     = exp(logit[i, j] - lse[i])      lse[i] = log(sum of exp(logit[i, j]) over the keys that i sees)
-        score[j]    = reduce over the rows that see j, then group_reduce over the query heads of j's KV head
+    The window is w query rows, usually the last queries of the prompt.
 
-    A logit that is not finite stays out of its row's softmax, and its key scores NaN. A key that no row sees scores 0.
-    Nothing of size rows x n is written (for w = 1 one workspace [b, Hq, n]).
+    ```text
+    logit[i, j] = scale * q_i . k_j
+                  then softcap * tanh(logit / softcap), if softcap is not 0
+    a[i, j]     = exp(logit[i, j] - lse[i])      lse[i] = log(sum of exp(logit[i, j]) over the keys that row i sees)
+    score[j]    = reduce over the rows that see j, then group_reduce over the query heads of j's KV head
+    ```
+
+    A logit that is not finite is left out of its row's softmax, and its key scores NaN. A key that no row sees scores
+    0. The kernel never writes a rows x n matrix; for w = 1 it uses one workspace [b, Hq, n].
 
     Args:
-        q: [b, Hq, w, d], the queries of 1 to 256 rows, of k's dtype (bf16 where that is fp8) and any strides. Query
-            head h serves KV head h // (Hq / Hk), and K is never expanded.
+        q: [b, Hq, w, d], 1 to 256 query rows, with any strides. The dtype is k's, or bfloat16 if k is fp8. Query head h
+            belongs to KV head h // (Hq / Hk); K is never expanded to Hq heads.
         k: [b, Hk, n, d].
-        visible: int32 [w] or [b, w]. Row i sees the keys starts[b] <= j < visible[i]; with 0 it does not count (a
-            sequence that has ended, padding).
-        lse: fp32 [b, Hq, w], natural logarithm, over exactly those keys, as every FlashAttention returns it: K is then
-            read once, else twice. On the CPU (on a GPU under `debug_checks()`) one that cannot be of these logits is
-            refused.
-        scale: 1 / sqrt(d) if None.
-        score: "softmax", or "dot": the logits are reduced as they are (no lse).
+        visible: int32 [w] or [b, w]. Row i sees the keys starts[b] <= j < visible[i]. A row with 0 does not count, such
+            as padding or a sequence that has ended.
+        lse: fp32 [b, Hq, w], the natural-log-sum-exp of each row over exactly the keys that it sees, as every
+            FlashAttention returns it. With it the kernel reads K once, otherwise twice. An lse that these logits cannot
+            have raises ValueError on the CPU, and on a GPU under `kvops.debug_checks()`.
+        scale: The factor of the logits; 1 / sqrt(d) if None.
+        score: "softmax", or "dot" to reduce the logits themselves (then `lse` must be None).
         reduce: "sum", "mean" (over the rows that see any key) or "max".
-        group_reduce: the same, or "none" for a score per query head.
+        group_reduce: "sum", "mean" or "max", or "none" for a score per query head.
         starts: int32 [b], the first valid slot of each row.
-        softcap: 0 for none.
-        sink_logits: fp32 [Hq], one more logit in each row's softmax, without a key (lse is given without it).
-        block_table: int32 [b, max_pages]: k is pages, as the head of this module says.
+        softcap: The cap of the logits; 0 for none.
+        sink_logits: fp32 [Hq], one more logit in each row's softmax that belongs to no key. `lse` is without it.
+        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
 
     Returns:
-        fp32 [b, Hk, n], with group_reduce="none" [b, Hq, n].
+        fp32 [b, Hk, n], or [b, Hq, n] with group_reduce="none".
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or an option has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
 
     Source: LAQ, Sec. 4.3, Eq. 4; SnapKV's observation window.
     """
@@ -338,30 +382,48 @@ def window_attention(
     scores: bool = True,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The attention of the last queries, or of one decode step, with `window_scores` as a by-product. ::
+    """Compute the attention of the last queries, or of one decode step, with `window_scores` as a by-product.
 
-        out[i] = sum over j of a[i, j] * v_j         a row that sees no key gives 0 and lse -inf
+    ```text
+    out[i] = sum over j of a[i, j] * v_j         with a[i, j] as in `window_scores`
+    ```
 
-    A prefill runs any FlashAttention on all rows but the last w, and this on those: no row is computed twice, and the
-    scores cost no attention of their own. A key whose logit is not finite is left out of the row. Slots that no row
-    sees are not read (they may hold NaN). A V row that is not finite and that some row sees may reach all rows of its
-    batch row and KV head.
+    A row that sees no key gives 0 and an lse of -inf. In a prefill, run any FlashAttention on all rows but the last w,
+    and this operator on those w: no row is computed twice, and the scores need no attention pass of their own.
 
-    A cache of keys without rotation is read as it lies: with cos and sin each key is turned on its way, and all results
-    have the bits that `rope_at_slots` of K and this would give, without the write and the second read of K.
+    A key whose logit is not finite is left out of the row. The kernel does not read slots that no row sees; they may
+    hold NaN. A non-finite V row that some row sees may make all rows of its batch row and KV head non-finite.
+
+    With `cos` and `sin` the cache may hold keys before RoPE: the kernel rotates each key as it reads it. All results
+    have the bits that `rope_at_slots` on K followed by this operator would give, without writing K and reading it
+    again.
 
     Args:
+        q: [b, Hq, w, d], 1 to 256 query rows, already rotated; as in `window_scores`.
+        k: [b, Hk, n, d].
         v: [b, Hk, n, dv].
-        cos, sin, interleaved: how keys turn at their slots, as in `rope_at_slots`; cos and sin both or none. q is
-            rotated already.
-        scores: False for the attention alone, which saves the second read of K (w > 1) or the logits (w = 1).
-        block_table: int32 [b, max_pages]: k and v are pages, as the head of this module says.
-
-    All other arguments as in `window_scores`.
+        visible: int32 [w] or [b, w], as in `window_scores`.
+        scale: The factor of the logits; 1 / sqrt(d) if None.
+        reduce: "sum", "mean" (over the rows that see any key) or "max".
+        group_reduce: "sum", "mean" or "max", or "none" for a score per query head.
+        starts: int32 [b], the first valid slot of each row.
+        softcap: The cap of the logits; 0 for none.
+        sink_logits: fp32 [Hq], one more logit in each row's softmax that belongs to no key.
+        cos: fp32 [n, pairs] or [b, n, pairs], the rotation of each slot as in `rope_at_slots`; given with `sin` or not
+            at all.
+        sin: As `cos`.
+        interleaved: Which channels form a pair, as in `rope_at_slots`.
+        scores: If False, compute the attention alone. This saves the second read of K (w > 1) or the workspace of
+            logits (w = 1).
+        block_table: int32 [b, max_pages]: `k` and `v` are pages (see the module docstring).
 
     Returns:
-        out [b, Hq, w, dv] of q's dtype, lse fp32 [b, Hq, w] (without the sink), scores fp32 [b, Hk, n] (or [b, Hq, n];
-        without scores n is 0).
+        (out, lse, scores): out [b, Hq, w, dv] of q's dtype; lse fp32 [b, Hq, w], natural logarithm, without the sink;
+        scores fp32 [b, Hk, n], or [b, Hq, n] with group_reduce="none". With scores=False the last dim of scores is 0.
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or an option has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
 
     Source: FlashAttention-2 and flash-decoding (Dao et al., 2023); LAQ, Sec. 4.3.
     """
@@ -424,25 +486,33 @@ def select_topk(
     budgets: Tensor | None = None,
     fill_invalid: bool = False,
 ) -> Tensor:
-    """The slots to keep, ascending: the first `sinks`, the last `window`, and the best between, k in all.
+    """Select the k slots to keep: the first `sinks`, the last `window`, and the highest scores between them.
 
-    The order is total, hence the same on every device: numbers by value (-0.0 equals 0.0), then -inf, then NaN; equal
-    scores keep the LOWER slot. Invalid slots are never kept.
+    The order of scores is total, so it is the same on every device: numbers by value (-0.0 equals 0.0), then -inf, then
+    NaN. Of equal scores the LOWER slot is kept. Invalid slots are never kept.
+
+    `scores` may also hold segments, [b, Hk, S, L], as `lag_score` returns them. One pass then keeps the first `sinks`
+    slots, the best k slots of each segment, and all slots after the last segment.
 
     Args:
-        scores: fp32 [b, Hk, n]. Or segments, fp32 [b, Hk, S, L] of `seq_len` slots, as `lag_score` gives them: then the
-            first `sinks` slots stay, the best k of each segment, and all slots behind the last segment, in one pass.
-        k: slots to keep, of a segment if there are some.
-        sinks, window: first and last slots that always stay; part of k.
-        seq_len: slots in all, with segments.
-        starts, lengths: int32 [b], the valid slots of each row.
-        budgets: int32 [b, Hk], each row's own k, at most k.
-        fill_invalid: rows that lack slots end in their lowest invalid ones, in ascending place (what a left-padded
-            cache needs), instead of -1, last.
+        scores: fp32 [b, Hk, n], or fp32 [b, Hk, S, L] with `seq_len`.
+        k: Slots to keep; with segments, slots to keep per segment.
+        sinks: First valid slots that are always kept; they count towards k (not with segments).
+        window: Last valid slots that are always kept; they count towards k.
+        seq_len: With segments, the number of slots in all.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
+        budgets: int32 [b, Hk], the k of each row and head, at most `k`.
+        fill_invalid: If a row has too few valid slots, keep its lowest invalid slots too, in ascending order, as a
+            left-padded cache needs. Otherwise the missing entries are -1 and come last.
 
     Returns:
-        int64 [b, Hk, min(k, n)]. With segments [b, Hk, sinks + S * k + tail]; with starts or lengths as wide as the
-        longest that any length <= seq_len gives.
+        int64 [b, Hk, min(k, n)], ascending in each row. With segments [b, Hk, sinks + S * k + tail]; with `starts` or
+        `lengths` the width is the longest that any length <= seq_len gives.
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or an option has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
 
     Source: LagKV, Sec. 2.2 (top-k per partition, Eq. 10); KeyDiff, Sec. 3.2 (top N).
     """
@@ -473,18 +543,24 @@ def gather_kv(
     block_table: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The kept rows, k[b, h, indices[b, h, i]] and the same of v. An index of -1 gives a row of zeros.
+    """Copy the kept rows of K and V: k[b, h, indices[b, h, i]], and the same of v.
+
+    An index of -1 gives a row of zeros.
 
     Args:
         k: [b, Hk, n, d].
         v: [b, Hk, n, dv].
-        indices: int64 [b, Hk, m], any strides (so [b, 1, m] expanded serves all heads).
-        out: (k_out, v_out) of the result's shapes and any row-contiguous strides, which share no memory with the
-            inputs, indices included. They are written and returned.
-        block_table: int32 [b, max_pages]: k and v are pages, as the head of this module says.
+        indices: int64 [b, Hk, m] with any strides, so [b, 1, m] expanded over the heads works.
+        block_table: int32 [b, max_pages]: `k` and `v` are pages (see the module docstring).
+        out: (k_out, v_out) to write to, of the result's shapes, with contiguous rows. They must not share memory with
+            the inputs, indices included.
 
     Returns:
-        Fresh contiguous [b, Hk, m, d] and [b, Hk, m, dv], or `out`.
+        (k, v): [b, Hk, m, d] and [b, Hk, m, dv], newly allocated and contiguous, or `out`.
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or `out` is not a pair.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value, or an index is not a slot.
     """
     if out is None:
         return _gather_kv(k, v, indices, block_table)
@@ -523,21 +599,28 @@ def compact_kv_(
 
 
 def compact_kv_(k: Layers, v: Layers, indices: Layers, *, block_table: Tensor | None = None) -> tuple[Layers, Layers]:
-    """`gather_kv` in place: moves row indices[b, h, i] of k and v to slot i. Slots >= m are left as they are.
+    """Move the kept rows of K and V to the front, in place: row indices[b, h, i] goes to slot i.
 
-    It takes no extra memory; on a GPU 4 bytes for each 32 KiB that moves.
+    Slots from m on keep their contents. The move needs no extra memory on the CPU, and on a GPU 4 bytes of workspace
+    for each 32 KiB that moves.
 
     Args:
-        k: [b, Hk, n, d]; or a list, one per layer, all of one shape and dtype (one launch on a GPU).
-        v: [b, Hk, n, dv], or a list. No two of the tensors may share memory, nor may one overlap itself.
-        indices: int64 [b, Hk, m], strictly ascending in each row, -1 only at the end (those slots become zeros), or a
-            list; m may differ between layers. All of them are checked before the first write.
-        block_table: k and v are pages, the same for all layers, and what a request keeps moves to the front of its own
-            pages. Slots behind it are left as they are, where indices are -1 too. Each page that is written belongs to
-            one request.
+        k: [b, Hk, n, d], or a list with one such tensor per layer, all of one shape and dtype. A list takes one launch
+            on a GPU.
+        v: [b, Hk, n, dv], or a list. No two of the tensors may share memory, and none may overlap itself.
+        indices: int64 [b, Hk, m], strictly ascending in each row, or a list. Entries of -1 are allowed only at the end
+            of a row; those slots become zeros. m may differ between layers. On the CPU all indices are checked before
+            the first write.
+        block_table: int32 [b, max_pages]: `k` and `v` are pages, with one table for all layers. The kept rows of each
+            request move to the front of its own pages. The slots after them keep their contents, also where indices are
+            -1. A page that is written must belong to one request only.
 
     Returns:
-        The views k[:, :, :m] and v[:, :, :m]; of pages k and v. Lists if k is one.
+        The views k[:, :, :m] and v[:, :, :m], or lists of them if `k` is a list. With pages, `k` and `v` themselves.
+
+    Raises:
+        TypeError: An argument is neither a tensor nor a list of tensors.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value, or indices do not ascend.
     """
     keys, values, kept = check_layers("compact_kv_", k=k, v=v, indices=indices)
     _compact_kv_(keys, values, kept, block_table)
@@ -560,8 +643,13 @@ def _encoded(plan: LadderPlan | Sequence[int]) -> Sequence[int]:
     return plan.encoded if isinstance(plan, LadderPlan) else plan
 
 
+def _layer_list(layer: int | Sequence[int]) -> Sequence[int]:
+    layer = plain(layer)
+    return [layer] if isinstance(layer, int) else layer
+
+
 def _plan_length(op: str, plan: Sequence[int]) -> int:
-    """The slots that stay."""
+    """The number of slots that the plan keeps."""
     check_plan(op, plan)
     return len(decode_plan(plan))
 
@@ -576,29 +664,36 @@ def ladder_gather(
     interleaved: bool = False,
     out: tuple[Layers, Layers] | None = None,
 ) -> tuple[Layers, Layers]:
-    """LaCache's move: what `plan` keeps of a layer's slots, or of the slots of all layers of a model at once.
+    """Copy the slots that a LaCache plan keeps, for one layer or for all layers of a model at once.
 
-    Slot p of the result comes from plan.indices(layer)[p] by a closed form; there is no index tensor.
+    Slot p of the result is slot plan.indices(layer)[p] of the input. The kernel computes it in closed form and needs no
+    index tensor.
 
     Args:
-        k: [b, Hk, n, d] with the plan's n; or a list, one per layer, all of one shape and dtype (one launch on a GPU).
+        k: [b, Hk, n, d] with the plan's n, or a list with one such tensor per layer, all of one shape and dtype. A list
+            takes one launch on a GPU.
         v: [b, Hk, n, dv], or a list.
-        plan: from `kvops.lacache_plan`.
-        layer: which of the plan's layers this is, or a list.
-        inv_freq: fp32 [pairs], radians per position. Given, the keys are ones that were rotated at their slots, and
-            turned to the new ones while they move: pair i by (p - source) * inv_freq[i], in fp32, rounded once.
-        interleaved: pair i is channels 2 i and 2 i + 1 (GPT-J), else i and i + pairs (NeoX). Channels from 2 * pairs on
-            are moved.
-        out: (k_out, v_out) of the result's shapes, which share no memory with the inputs. They are written and
-            returned.
+        plan: The result of `kvops.lacache_plan`.
+        layer: The index of the layer in the model, or a list of them.
+        inv_freq: fp32 [pairs], radians per position. Give it if the keys were rotated at their slots: the kernel then
+            rotates pair i of each key by (new slot - old slot) * inv_freq[i], in fp32 and rounded once.
+        interleaved: Pair i is channels 2 i and 2 i + 1 (GPT-J) instead of i and i + pairs (NeoX). Channels from
+            2 * pairs on are copied without rotation.
+        out: (k_out, v_out) to write to, of the result's shapes, or a pair of lists. They must not share memory with the
+            inputs.
 
     Returns:
-        Fresh contiguous [b, Hk, len(plan), d] and [b, Hk, len(plan), dv], lists if k is one; or `out`.
+        (k, v): [b, Hk, len(plan), d] and [b, Hk, len(plan), dv], newly allocated and contiguous, as lists if `k` is a
+        list; or `out`.
+
+    Raises:
+        TypeError: An argument is neither a tensor nor a list of tensors, or `out` is not a pair.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value, or does not fit the plan.
 
     Source: LaCache, Sec. 3.2, 3.3.
     """
     keys, values = check_layers("ladder_gather", k=k, v=v)
-    one, layer, plan = isinstance(k, Tensor), [layer] if isinstance(layer, int) else layer, _encoded(plan)
+    one, layer, plan = isinstance(k, Tensor), _layer_list(layer), _encoded(plan)
     if out is None:
         k_out, v_out = _ladder_gather(keys, values, plan, layer, inv_freq=inv_freq, interleaved=interleaved)
     else:
@@ -634,18 +729,31 @@ def ladder_compact_(
     inv_freq: Tensor | None = None,
     interleaved: bool = False,
 ) -> tuple[Layers, Layers]:
-    """`ladder_gather` in place.
+    """Move the slots that a LaCache plan keeps to the front, in place: `ladder_gather` without a copy.
 
-    It takes no extra memory; on a GPU 4 bytes for each 32 KiB that moves. Slots before the plan's first ladder are not
-    touched, slots from len(plan) on are left with what they held.
+    The move needs no extra memory on the CPU, and on a GPU 4 bytes of workspace for each 32 KiB that moves. Slots
+    before the plan's first ladder are not touched, and slots from len(plan) on keep their contents.
 
-    Args: as in `ladder_gather`. No two of the tensors may share memory.
+    Args:
+        k: [b, Hk, n, d] with the plan's n, or a list with one such tensor per layer, all of one shape and dtype. No two
+            of the tensors may share memory.
+        v: [b, Hk, n, dv], or a list.
+        plan: The result of `kvops.lacache_plan`.
+        layer: The index of the layer in the model, or a list of them.
+        inv_freq: fp32 [pairs], radians per position, to rotate the keys to their new slots; as in `ladder_gather`.
+        interleaved: Which channels form a pair, as in `ladder_gather`.
 
     Returns:
-        The views k[:, :, :len(plan)] and v[:, :, :len(plan)], lists if k is one.
+        The views k[:, :, :len(plan)] and v[:, :, :len(plan)], or lists of them if `k` is a list.
+
+    Raises:
+        TypeError: An argument is neither a tensor nor a list of tensors.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value, or does not fit the plan.
+
+    Source: LaCache, Sec. 3.2, 3.3.
     """
     keys, values = check_layers("ladder_compact_", k=k, v=v)
-    one, layer, plan = isinstance(k, Tensor), [layer] if isinstance(layer, int) else layer, _encoded(plan)
+    one, layer, plan = isinstance(k, Tensor), _layer_list(layer), _encoded(plan)
     _ladder_compact_(keys, values, plan, layer, inv_freq=inv_freq, interleaved=interleaved)
     _written(*keys, *values)
     m = len(decode_plan(plan))
@@ -661,22 +769,30 @@ def _(k, v, plan, layer, *, inv_freq=None, interleaved=False):
 def rope_at_slots(
     k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """Rotary position embedding of cached keys (or queries) when they are read: pair i of slot j by its own angle. ::
+    """Rotate cached keys (or queries) by RoPE: pair i of slot j by the angle of its own cosine and sine.
 
-        x', y' = x cos[j, i] - y sin[j, i], y cos[j, i] + x sin[j, i]
+    ```text
+    x' = x cos[j, i] - y sin[j, i]
+    y' = y cos[j, i] + x sin[j, i]
+    ```
 
-    Computed in fp32, rounded once. `kvops.Rope` makes the tables: of positions, from one position to another, and back
-    to none.
+    The rotation is computed in fp32 and rounded once. `kvops.Rope` makes the tables: for positions, from one position
+    to another, and back to no rotation.
 
     Args:
         k: [b, H, n, d].
-        cos, sin: fp32 [n, pairs], or [b, n, pairs] if rows of the batch differ; 2 * pairs <= d.
-        interleaved: x and y are channels 2 i and 2 i + 1 (GPT-J), else i and i + pairs (NeoX). Channels from 2 * pairs
-            on are copied.
-        out: [b, H, n, d] of k's dtype, k itself or memory that the inputs do not share. It is written and returned.
+        cos: fp32 [n, pairs], or [b, n, pairs] if the rows of the batch differ; 2 * pairs <= d.
+        sin: As `cos`.
+        interleaved: x and y are channels 2 i and 2 i + 1 (GPT-J) instead of i and i + pairs (NeoX). Channels from
+            2 * pairs on are copied.
+        out: [b, H, n, d] of k's dtype to write to: `k` itself, or memory that the inputs do not share.
 
     Returns:
-        A fresh contiguous [b, H, n, d], or `out`.
+        [b, H, n, d], newly allocated and contiguous, or `out`.
+
+    Raises:
+        TypeError: A tensor argument is not a tensor.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
 
     Source: RoFormer, Su et al., 2021, Eq. 34; slot positions: StreamingLLM, Sec. 3.2; LaCache, Sec. 4.1.
     """
@@ -694,7 +810,7 @@ def _(k, cos, sin, *, interleaved=False):
 
 
 @register_fake("kvops::rope_at_slots.out")
-def _(k, cos, sin, *, interleaved=False, k_out):  # not `out`: torch.compile takes that for contiguous tensors only
+def _(k, cos, sin, *, interleaved=False, k_out):  # not `out`, which torch.compile supports for contiguous tensors only
     check_one_device("rope_at_slots", k, cos=cos, sin=sin, out=k_out)
 
 
@@ -707,25 +823,32 @@ def outlier_degree(
     lengths: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """ProtoKV's outlier degree: how little a key looks like its neighbours; semantic anchors score high. ::
+    """Compute ProtoKV's outlier degree: how dissimilar each key is to its neighbours. Semantic anchors score high.
 
-        S(i)     = mean over the valid j with |i - j| <= kappa of cos(k_i, k_j)      j = i included
-        Theta(i) = (E[S] - S(i)) / sqrt(Var[S])        mean and variance over the valid tokens of a row and head
+    ```text
+    S(i)     = mean over the valid j with |i - j| <= kappa of cos(k_i, k_j)      j = i included
+    Theta(i) = (E[S] - S(i)) / sqrt(Var[S])        mean and variance over the valid tokens of a row and head
+    ```
 
-    Near the ends the mean is over the neighbours that are there. The sign is such that LOW similarity is HIGH (Eq. 5 as
-    printed finds the opposite of what the text says). A zero key has cosine 0 with all, itself too. A key that is not
-    finite is nobody's neighbour, stays out of mean and variance, and scores NaN; so do invalid slots. Similarities that
-    are all alike (sqrt(Var) <= 1e-6, what fp32 resolves) have Theta 0.
+    Near the ends of a row the mean covers the neighbours that exist. LOW similarity gives a HIGH degree; Eq. 5 as
+    printed has the opposite sign, against the paper's text. A zero key has cosine 0 with every key, itself included. A
+    key that is not finite is left out of all means and variances and scores NaN, and so do invalid slots. If all
+    similarities are alike (sqrt(Var) <= 1e-6, the resolution of fp32), Theta is 0.
 
     Args:
         k: [b, Hk, n, d].
-        kappa: neighbours on either side, 1 to 1024; the time does not depend on it.
-        standardize: False returns S itself.
-        starts, lengths: int32 [b], the valid slots of each row.
-        block_table: int32 [b, max_pages]: k is pages, as the head of this module says.
+        kappa: Neighbours on either side, 1 to 1024. The run time does not depend on it.
+        standardize: If False, return S instead of Theta.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
+        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
 
     Returns:
         fp32 [b, Hk, n].
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or an option has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
 
     Source: ProtoKV, Def. 2, Eq. 4, 5.
     """
@@ -741,22 +864,29 @@ def _(k, kappa=5, standardize=True, starts=None, lengths=None, block_table=None)
 def lsh_bucket(
     k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor, *, block_table: Tensor | None = None
 ) -> Tensor:
-    """The bucket of each chosen key: its random Fourier features' signs, read as a number of r bits. ::
+    """Hash chosen keys into buckets: the signs of r random Fourier features, read as an r-bit number.
 
-        bucket(j) = sum over q < r of 2^(r - 1 - q) * [cos(projection_q . k_j + phase_q) > 0]
+    ```text
+    bucket(j) = sum over q < r of 2^(r - 1 - q) * [cos(projection_q . k_j + phase_q) > 0]
+    ```
 
-    The products are summed in fp64, so that every device finds the same buckets.
+    The kernel sums the products in fp64, so every device finds the same buckets.
 
     Args:
         k: [b, Hk, n, d].
-        indices: int64 [b, Hk, p], any strides (so arange(n) expanded hashes all keys). -1 gives bucket -1, as does a
-            key that is not finite.
-        projection: fp32 [r, d], 1 <= r <= 30, shared by all heads (`kvops.lsh_projection` draws both).
-        phase: fp32 [r].
-        block_table: int32 [b, max_pages]: k is pages, as the head of this module says.
+        indices: int64 [b, Hk, p] with any strides, so arange(n) expanded hashes all keys. An index of -1 gives bucket
+            -1, and so does a key that is not finite.
+        projection: fp32 [r, d] with 1 <= r <= 30, shared by all heads. `kvops.lsh_projection` draws projection and
+            phase.
+        phase: fp32 [r], radians.
+        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
 
     Returns:
-        int32 [b, Hk, p], in [-1, 2^r).
+        int32 [b, Hk, p], each in [-1, 2^r).
+
+    Raises:
+        TypeError: A tensor argument is not a tensor.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
 
     Source: ProtoKV, Sec. 4.2, Eq. 7, 8.
     """
@@ -781,26 +911,35 @@ def build_prototypes(
     lengths: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """ProtoKV's prototypes, in one read of K: the mean key of each chunk of tokens, then of each bucket of anchors. ::
+    """Compute ProtoKV's prototypes in one read of K: the mean key of each chunk, then of each bucket of anchors.
 
-        prototype c              = mean of chunk c without the anchors
-        prototype num_chunks + s = mean of the anchors in bucket s
+    ```text
+    prototype c              = mean of chunk c without the anchors
+    prototype num_chunks + s = mean of the anchors in bucket s
+    ```
 
-    A row's m valid tokens are cut into v' = min(num_chunks, m) chunks of consecutive tokens, chunk c = [c * m // v', (c
-    + 1) * m // v') of them. An anchor of bucket -1 is in no prototype, nor is a key that is not finite or a token
-    outside of the valid slots. A prototype of no token is zero.
+    The m valid tokens of a row are cut into v' = min(num_chunks, m) chunks of consecutive tokens. Chunk c holds tokens
+    [c * m // v', (c + 1) * m // v'). Anchors of bucket -1, keys that are not finite and invalid slots are in no
+    prototype. A prototype without tokens is zero.
 
     Args:
         k: [b, Hk, n, d].
-        sat_indices: int64 [b, Hk, p], the semantic anchors, strictly ascending, -1 only at the end, as `select_topk`
-            gives them. None, as buckets then is: there are none.
-        buckets: int32 [b, Hk, p], in [-1, num_buckets).
-        num_chunks, num_buckets: prototypes of either kind.
-        starts, lengths: int32 [b], the valid slots of each row.
-        block_table: int32 [b, max_pages]: k is pages, as the head of this module says.
+        sat_indices: int64 [b, Hk, p], the semantic anchors, strictly ascending, with -1 only at the end, as
+            `select_topk` returns them. None, together with `buckets`, means no anchors.
+        buckets: int32 [b, Hk, p], the bucket of each anchor, in [-1, num_buckets).
+        num_chunks: Prototypes of chunks.
+        num_buckets: Prototypes of buckets.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
+        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
 
     Returns:
-        prototypes, fp32 [b, Hk, num_chunks + num_buckets, d], and counts, int32 [b, Hk, num_chunks + num_buckets].
+        (prototypes, counts): fp32 [b, Hk, num_chunks + num_buckets, d] and int32 [b, Hk, num_chunks + num_buckets], the
+        tokens of each prototype.
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or an option has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
 
     Source: ProtoKV, Sec. 4.2, Algorithm 1, lines 4-16 (the scale of Eq. 9 changes no cosine).
     """
@@ -826,20 +965,25 @@ def assign_prototypes(
     lengths: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """The prototype of highest cosine for each key: argmax over c of cos(k_i, prototype_c), ties to the lower c.
+    """Assign each key to the prototype of highest cosine: argmax over c of cos(k_i, prototype_c), ties to the lower c.
 
-    The cosines are products of 16-bit numbers where the hardware multiplies those faster, summed in fp32: the winner's
-    exact cosine is within 4e-3 of the best one's. They are never written: [n, C] does not exist. A zero key has cosine
-    0 with all.
+    Where the hardware multiplies 16-bit numbers faster, the kernel computes the cosines from 16-bit products summed in
+    fp32; the exact cosine of the winner is then within 4e-3 of the best. The kernel never writes the [n, C] matrix. A
+    zero key has cosine 0 with every prototype.
 
     Args:
         k: [b, Hk, n, d].
-        prototypes: fp32 [b, Hk, C, d]. One that is zero (empty) or not finite never wins.
-        starts, lengths: int32 [b], the valid slots of each row.
-        block_table: int32 [b, max_pages]: k is pages, as the head of this module says.
+        prototypes: fp32 [b, Hk, C, d]. A prototype that is zero (empty) or not finite never wins.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
+        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
 
     Returns:
-        int32 [b, Hk, n]: -1 for a key that is not finite, for invalid slots, and if no prototype can win.
+        int32 [b, Hk, n]: -1 for keys that are not finite, for invalid slots, and if no prototype can win.
+
+    Raises:
+        TypeError: A tensor argument is not a tensor.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
 
     Source: ProtoKV, Sec. 4.3, Eq. 10.
     """
@@ -854,20 +998,24 @@ def _(k, prototypes, starts=None, lengths=None, block_table=None):
 
 
 def cluster_mean(scores: Tensor, assignment: Tensor, *, num_clusters: int, reduce: str = "mean") -> Tensor:
-    """The mean (or "sum") of the scores in each cluster.
+    """Compute the mean (or sum) of the scores in each cluster.
 
-    Scores that are not finite are left out; a cluster without others is NaN. The scores are added as integers, in units
-    of the largest |score| among them (2^-31 of it or finer for n up to 2^31), so no order of the sum matters and every
-    device finds the same.
+    Scores that are not finite are left out; a cluster without finite scores is NaN. The kernel adds the scores as
+    integers, in units of 2^-31 of the largest |score| or finer (for n up to 2^31). The order of the sum therefore does
+    not matter, and every device finds the same result.
 
     Args:
         scores: fp32 [b, Hk, n].
-        assignment: int32 [b, Hk, n], as `assign_prototypes` gives it: -1 is in no cluster.
-        num_clusters: C.
+        assignment: int32 [b, Hk, n], the cluster of each token as `assign_prototypes` returns it; -1 for none.
+        num_clusters: C, the number of clusters.
         reduce: "mean" or "sum".
 
     Returns:
         fp32 [b, Hk, C].
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or an option has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
 
     Source: ProtoKV, Algorithm 1, line 22 (mean), Eq. 11 (sum).
     """
@@ -892,24 +1040,28 @@ def cluster_priority(
     budgets: Tensor | None = None,
     whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What `select_topk` keeps k tokens by, so that clusters stay or go whole.
+    """Compute priorities that make `select_topk` keep whole clusters within a budget of k tokens.
 
-    Clusters come by descending score (ties: the lower one first; NaN last). Their tokens' priority is +inf as long as
-    all of them fit into k, the token's own score in the one cluster that straddles the budget (a score that is not
-    finite comes last in it), and -inf in all others. Tokens in no cluster (assignment -1) are NaN. The time grows with
-    C squared, which shows from tens of thousands of clusters on.
+    Clusters are taken by descending score (ties: the lower id first; NaN last). Tokens of clusters that fit into the
+    budget entirely get +inf. In the one cluster that straddles the budget each token gets its own score, and scores
+    that are not finite rank last. Tokens of all other clusters get -inf, and tokens in no cluster (assignment -1) get
+    NaN. The run time grows with C squared, which is noticeable from tens of thousands of clusters on.
 
     Args:
-        scores: fp32 [b, Hk, n].
-        assignment: int32 [b, Hk, n], as in `cluster_mean`.
-        cluster_scores: fp32 [b, Hk, C].
-        k: tokens to keep.
-        budgets: int32 [b, Hk], each head's own k, at most k.
-        whole: -inf in the straddling cluster too.
+        scores: fp32 [b, Hk, n], the score of each token.
+        assignment: int32 [b, Hk, n], the cluster of each token, as in `cluster_mean`.
+        cluster_scores: fp32 [b, Hk, C], the score of each cluster.
+        k: Tokens to keep.
+        budgets: int32 [b, Hk], the k of each row and head, at most `k`.
+        whole: Give -inf to the straddling cluster too, so that no cluster is cut.
 
     Returns:
-        priority, fp32 [b, Hk, n], and int32 [b, Hk], how many tokens of clusters are to be kept: min(k, those there
-        are), or with `whole` those of the whole clusters.
+        (priority, kept): priority fp32 [b, Hk, n]; kept int32 [b, Hk], the number of tokens to keep from clusters. It
+        is min(k, tokens in clusters), or with `whole` the number of tokens in the clusters that fit.
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or an option has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
 
     Source: ProtoKV, Eq. 2 and Algorithm 1, line 24.
     """
@@ -924,10 +1076,10 @@ def _(scores, assignment, cluster_scores, k, budgets=None, whole=False):
 
 
 _overloads = [getattr(getattr(_ops, op), x) for op in __all__ for x in getattr(_ops, op).overloads()]
-_inference_only = register(_overloads)  # while it lives
+_inference_only = register(_overloads)  # the registration lasts as long as this object
 
 
-# A torch with CUDA, but no CUDA kernels: say why, where torch would list every backend that it knows.
+# With a CUDA build of torch but without CUDA kernels, say why they are missing; torch's own error would list backends.
 
 
 def _refuse_cuda(why: str) -> torch.library.Library:
@@ -943,4 +1095,4 @@ def _refuse_cuda(why: str) -> torch.library.Library:
 
 
 if torch.version.cuda and (_why := _lib.build_info()["cuda"]["why"]):
-    _without_cuda = _refuse_cuda(_why)  # registered while it lives
+    _without_cuda = _refuse_cuda(_why)  # the registration lasts as long as this object

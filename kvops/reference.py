@@ -1,7 +1,7 @@
-"""Every operator in a few lines of plain PyTorch: the specification that the tests compare with.
+"""Every operator in a few lines of plain PyTorch: the specification against which the tests compare the kernels.
 
-Same names and arguments as in `kvops.ops`. Everything is computed in `dtype` (fp64 unless told otherwise) and read
-straight from the formulas; speed and memory are no concern here. The contracts are those of `kvops.ops`.
+Names, arguments and contracts are those of `kvops.ops`. The functions follow the formulas literally and compute in
+`dtype` (fp64 by default). They are not meant to be fast or to save memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .ops import Layers
 
 
 def pages_to_dense(x: Tensor, block_table: Tensor) -> Tensor:
-    """Pages [num_pages, Hk, page_size, d] and block table [b, max_pages] -> [b, Hk, max_pages * page_size, d].
+    """Gathers pages into a dense tensor: [num_pages, Hk, page_size, d] -> [b, Hk, max_pages * page_size, d].
 
-    Entries of -1 give zeros.
+    block_table: int32 [b, max_pages]; entries of -1 give zeros.
     """
     rows = x[block_table.long().clamp(min=0)]  # [b, max_pages, Hk, page_size, d]
     rows = rows.masked_fill((block_table < 0)[..., None, None, None], 0)
@@ -31,7 +31,7 @@ def pages_to_dense(x: Tensor, block_table: Tensor) -> Tensor:
 
 
 def also_of_pages(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with a `block_table`: k, and v, are then pages."""
+    """Adds the argument `block_table`, with which k and v are pages."""
     signature = inspect.signature(f)
 
     @functools.wraps(f)
@@ -47,20 +47,20 @@ def also_of_pages(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def spans(b: int, n: int, starts: Tensor | None, lengths: Tensor | None) -> list[tuple[int, int]]:
-    """First and one-past-last valid slot of each of the b rows."""
+    """The first valid slot of each of the b rows, and one past the last."""
     first = [0] * b if starts is None else starts.tolist()
     count = [n - s for s in first] if lengths is None else lengths.tolist()
     return [(s, s + c) for s, c in zip(first, count)]
 
 
 def softmax_of_finite(x: Tensor) -> Tensor:
-    """Softmax over the last dim of the finite entries; the others are NaN."""
+    """Softmax over the finite entries of the last dim; the others become NaN."""
     finite = x.isfinite()
     return torch.where(finite, x.masked_fill(~finite, -torch.inf).softmax(-1), torch.nan)
 
 
 def lag_std(z: Tensor, lag: int, self_reference: bool = False) -> Tensor:
-    """LagKV Eq. 5-8 before the softmax. Whole partitions, [.., (S + 1) lag, d] -> std of each token, [.., S, lag]."""
+    """LagKV Eq. 5-8 before the softmax: whole partitions [.., (S + 1) lag, d] -> std of each token, [.., S, lag]."""
     x = z.unflatten(-2, (-1, lag))  # [.., S + 1, lag, d]
     subject = x[..., :-1, :, :]
     reference = subject if self_reference else x[..., 1:, :, :]
@@ -98,13 +98,13 @@ def lag_score(
 
 
 def unit_keys(k: Tensor) -> tuple[Tensor, Tensor]:
-    """k / |k| (0 for a zero key; junk where not finite), and bool [b, Hk, n]: which keys are finite."""
+    """k / |k| (0 for a zero key, arbitrary for one that is not finite), and bool [b, Hk, n]: which keys are finite."""
     norm = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
     return torch.where(norm > 0, k / norm, 0.0), k.isfinite().all(-1)
 
 
 def valid_slots(k: Tensor, starts: Tensor | None, lengths: Tensor | None) -> Tensor:
-    """bool [b, 1, n]."""
+    """Which slots are valid: bool [b, 1, n]."""
     b, n = k.shape[0], k.shape[2]
     valid = torch.zeros(b, 1, n, dtype=torch.bool, device=k.device)
     for row, (first, last) in enumerate(spans(b, n, starts, lengths)):
@@ -151,7 +151,7 @@ def window_logits(
     softcap: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The logits of a window's rows, [b, Hk, G, w, n], and bool [b, 1, 1, w, n]: which of them are seen."""
+    """The logits of a window's rows, [b, Hk, G, w, n], and which of them the rows see, bool [b, 1, 1, w, n]."""
     b, heads, n, d = k.shape
     scale = d**-0.5 if scale is None else scale
     logits = q.to(dtype).unflatten(1, (heads, group_size(q, k))) @ k.to(dtype).unsqueeze(2).mT * scale
@@ -167,12 +167,14 @@ def window_logits(
 def window_softmax(
     logits: Tensor, seen: Tensor, lse: Tensor | None, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Weights of the seen finite logits, 0 elsewhere: [b, Hk, G, w, n]; and the log-sum-exp over these, without the
-    sink: [b, Hk, G, w]."""
+    """The softmax weights, 0 for logits that are not finite or not seen, and the log-sum-exp without the sink.
+
+    Returns [b, Hk, G, w, n] and [b, Hk, G, w].
+    """
     usable = seen & logits.isfinite()
     sinks = logits.new_full(logits.shape[1:3], -torch.inf) if sink_logits is None else sink_logits.to(logits.dtype)
     sinks = sinks.view(*logits.shape[1:3], 1)
-    if lse is None:  # not by the lse: where logits are large, it is rounded to one of them
+    if lse is None:  # not computed from the lse: if logits are large, the lse is rounded to one of them
         masked = logits.masked_fill(~usable, -torch.inf)
         weights = torch.cat((masked, sinks.unsqueeze(-1).expand(*logits.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
         return torch.where(usable, weights, 0.0), masked.logsumexp(-1)
@@ -180,7 +182,10 @@ def window_softmax(
 
 
 def window_reduce(rows: Tensor, seen: Tensor, finite: Tensor, reduce: str, group_reduce: str) -> Tensor:
-    """Over the rows that see a key (none: 0), then over the group. [b, Hk, G, w, n] -> [b, Hk, n] or [b, Hq, n]."""
+    """Reduces over the rows that see a key (0 if none does), then over the group.
+
+    [b, Hk, G, w, n] -> [b, Hk, n] or [b, Hq, n].
+    """
     rows = torch.where(finite, rows, torch.nan)
     if reduce == "max":
         scores = torch.where(seen.any(-2), rows.masked_fill(~seen, -torch.inf).amax(-2), 0.0)
@@ -239,11 +244,11 @@ def window_attention(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """softmax(q k) v, its log-sum-exp and `window_scores`. -> [b, Hq, w, dv], [b, Hq, w], [b, Hk, n or 0]."""
-    if cos is not None and sin is not None:  # in fp32, and rounded as a cache would hold it
+    if cos is not None and sin is not None:  # in fp32, and rounded to the dtype of the cache
         k = rope_at_slots(k, cos, sin, interleaved=interleaved, dtype=torch.float32).to(k.dtype)
     logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
     weights, lse = window_softmax(logits, seen, None, sink_logits)
-    values = torch.where(seen.any(-2).unsqueeze(-1), v.to(dtype).unsqueeze(2), 0.0)  # what no row sees is not read
+    values = torch.where(seen.any(-2).unsqueeze(-1), v.to(dtype).unsqueeze(2), 0.0)  # unseen slots are not read
     observed = window_reduce(weights, seen, logits.isfinite(), reduce, group_reduce)
     return (weights @ values).flatten(1, 2), lse.flatten(1, 2), observed if scores else observed[..., :0]
 
@@ -260,7 +265,7 @@ def select_topk(
     budgets: Tensor | None = None,
     fill_invalid: bool = False,
 ) -> Tensor:
-    """Kept slots by (higher score, lower slot): numbers, then -inf, then NaN. -> int64 [b, Hk, width], ascending."""
+    """Selects slots by (higher score, lower slot): numbers, then -inf, then NaN. -> int64 [b, Hk, width], ascending."""
     segments = scores.dim() == 4
     b, heads = scores.shape[:2]
     n = scores.shape[2] if seq_len is None else seq_len
@@ -314,7 +319,7 @@ def gather_kv(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compact_kv_(k: Layers, v: Layers, indices: Layers, *, block_table: Tensor | None = None) -> tuple[Layers, Layers]:
-    """What slots [0, m) of k and v (or of lists of layers) hold after the in-place move: the same as `gather_kv`."""
+    """The contents of slots [0, m) of k and v (or of lists of layers) after the in-place move: those of `gather_kv`."""
     if isinstance(k, Tensor):
         return gather_kv(k, v, indices, block_table=block_table)
     layers = [gather_kv(*x, block_table=block_table) for x in zip(k, v, indices)]
@@ -322,12 +327,12 @@ def compact_kv_(k: Layers, v: Layers, indices: Layers, *, block_table: Tensor | 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Each pair of the first 2 * pairs channels turned by its angle. x: [.., d], cos, sin: [.., pairs]."""
+    """Rotates each pair of the first 2 * pairs channels by its angle. x: [.., d], cos, sin: [.., pairs]."""
     pairs = cos.shape[-1]
     rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     first, second = rotated.unflatten(-1, (pairs, 2) if interleaved else (2, pairs)).unbind(-1 if interleaved else -2)
-    turned = first * cos - second * sin, second * cos + first * sin
-    return torch.cat((torch.stack(turned, -1 if interleaved else -2).flatten(-2), rest), -1)
+    pair = first * cos - second * sin, second * cos + first * sin
+    return torch.cat((torch.stack(pair, -1 if interleaved else -2).flatten(-2), rest), -1)
 
 
 def ladder_gather(
@@ -340,7 +345,8 @@ def ladder_gather(
     interleaved: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Layers, Layers]:
-    """LaCache Sec. 3.2, 3.3: the plan's slots of a layer (or lists of layers); with inv_freq the keys in `dtype`."""
+    """LaCache Sec. 3.2, 3.3: the slots that a plan keeps of a layer (or of lists of layers). With inv_freq the keys are
+    rotated and returned in `dtype`."""
     decoded = plan if isinstance(plan, LadderPlan) else decode_plan(plan)
 
     def moved(x: Tensor, i: int, frequencies: Tensor | None) -> Tensor:
@@ -357,7 +363,7 @@ def ladder_gather(
     return (keys[0], values[0]) if isinstance(k, Tensor) else (keys, values)
 
 
-ladder_compact_ = ladder_gather  # the same values; in place is the operator's
+ladder_compact_ = ladder_gather  # the operator moves the same values in place
 
 
 def rope_at_slots(
@@ -368,7 +374,7 @@ def rope_at_slots(
     return rotate(k.to(dtype), cos, sin, interleaved)
 
 
-FLAT_SIMILARITY = 1e-6  # standard deviations that are fp32's rounding
+FLAT_SIMILARITY = 1e-6  # smaller standard deviations are rounding errors of fp32
 
 
 @also_of_pages
@@ -446,7 +452,7 @@ def build_prototypes(
 
 
 def prototype_cosines(k: Tensor, prototypes: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Each key's cosine with each prototype, -inf where that cannot win: [b, Hk, n, C]."""
+    """Each key's cosine with each prototype, -inf for prototypes that cannot win: [b, Hk, n, C]."""
     unit, _ = unit_keys(k.to(dtype))
     directions, finite = unit_keys(prototypes.to(dtype))
     usable = finite & (prototypes != 0).any(-1)
@@ -472,7 +478,7 @@ def assign_prototypes(
 
 
 def cluster_counts(scores: Tensor, assignment: Tensor, num_clusters: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Per cluster, [b, Hk, C]: the fp64 sum of its finite scores, how many those are, how many tokens it has."""
+    """Of each cluster, [b, Hk, C]: the fp64 sum of its finite scores, their number, and its number of tokens."""
     member = (assignment >= 0).long()
     finite = scores.isfinite() & (assignment >= 0)
     where = assignment.clamp(min=0).long()

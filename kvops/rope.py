@@ -1,8 +1,8 @@
-"""Rotary position embedding as angles: what turns keys from one position to another.
+"""Rotary position embedding (RoPE): tables that rotate keys from one position to another.
 
-Pair i of a key's channels is turned by position * inv_freq[i]. A rotation to another position, one that undoes another,
-or one of positions that a model has interpolated are all a cosine and a sine per (position, pair), which
-`ops.rope_at_slots` applies in fp32.
+RoPE rotates pair i of a key's channels by position * inv_freq[i]. A rotation to another position, the inverse of a
+rotation, and positions that a model interpolates are all one cosine and one sine per (position, pair).
+`ops.rope_at_slots` applies them in fp32.
 """
 
 from __future__ import annotations
@@ -20,29 +20,37 @@ Tables = tuple[Tensor, Tensor]
 class Rope:
     """A model's rotary embedding.
 
-    inv_freq: fp32 [pairs], radians per position, the model's own (so any scaling of positions is in it); channels
-        2 * pairs and above are not rotated.
-    interleaved: pair i is channels 2 i and 2 i + 1 (GPT-J, GLM, Cohere), else i and i + pairs (NeoX, Llama).
-    scaling: what the model multiplies cosines and sines with (YaRN's attention factor).
-    dtype: what the model rounds cosines and sines to, if it does.
+    Attributes:
+        inv_freq: fp32 [pairs], radians per position, as the model uses them, so that they include any scaling of
+            positions. Channels from 2 * pairs on are not rotated.
+        interleaved: Pair i is channels 2 i and 2 i + 1 (GPT-J, GLM, Cohere) instead of i and i + pairs (NeoX, Llama).
+        scaling: The factor by which the model multiplies cosines and sines (YaRN's attention factor).
+        dtype: The dtype to which the model rounds cosines and sines; None if it does not round them.
     """
 
     inv_freq: Tensor
     interleaved: bool = False
     scaling: float = 1.0
     dtype: torch.dtype | None = None
-    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what `to` and `first` make once
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # the cached tables
 
     @staticmethod
     def of(
         dim: int, theta: float = 10000.0, *, interleaved: bool = False, device: torch.device | str | None = None
     ) -> Rope:
-        """The plain frequencies theta^(-2 i / dim) of `dim` rotated channels."""
+        """Make the plain embedding: inv_freq[i] = theta^(-2 i / dim).
+
+        Args:
+            dim: Rotated channels of a head.
+            theta: The base of the frequencies.
+            interleaved: See the class.
+            device: The device of inv_freq; None is torch's default.
+        """
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
         return Rope(1.0 / theta**exponent, interleaved)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Rope:
-        """The same on a device, rounded to `dtype` unless its own is given; made once."""
+        """The same embedding on a device, made once. It rounds to `dtype` unless it has a dtype of its own."""
         twin = self._made.get((device, dtype))
         if twin is None:
             twin = replace(self, inv_freq=self.inv_freq.to(device), dtype=self.dtype or dtype)
@@ -50,7 +58,7 @@ class Rope:
         return twin
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at these positions, as the model computes them: int [...] -> fp32 [..., pairs] each."""
+        """Compute cosines and sines of positions as the model does: int [...] -> fp32 [..., pairs] each."""
         angles = positions.unsqueeze(-1).float() * self.inv_freq.to(positions.device)
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
         if self.dtype is not None:
@@ -58,16 +66,17 @@ class Rope:
         return cos, sin
 
     def first(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`tables` of the positions 0 .. n - 1, made once: fp32 [n, pairs] each."""
+        """The `tables` of positions 0 to n - 1, computed once: fp32 [n, pairs] each."""
         tables = self._made.get(device)
         if tables is None or len(tables[0]) < n:
             tables = self._made[device] = self.tables(torch.arange(n + n // 2, device=device))
         return tables[0][:n], tables[1][:n]
 
     def new_slots(self, old: Tensor | None, first: int, t: int, device: torch.device) -> tuple[Tables, Tables | None]:
-        """What turns t new tokens, rotated at `old` or not at all, to the slots from `first` on, and to no rotation.
+        """Tables that rotate t new tokens to the slots from `first` on, and tables that undo their present rotation.
 
-        None: they need no turn. The layers of a model ask for the same in each step, and it is made once.
+        old: the positions at which the tokens are rotated now; None if they are not rotated, and then the second result
+        is None too. All layers of a model request the same tables in a step, so they are computed once.
         """
         if old is None:
             cos, sin = self.first(first + t, device)
@@ -81,10 +90,17 @@ class Rope:
         return made[3], made[4]
 
     def between(self, old: Tensor | None, new: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines that turn what is rotated at the old positions to the new ones; None: not rotated.
+        """Compute cosines and sines that rotate keys from old to new positions.
 
-        Exact also where rounded cosines and sines are no rotation: the old ones are divided by, not turned back. Where
-        old and new agree this is 1 and 0 to the last bit.
+        This is exact even if the model rounds its cosines and sines, so that they are not quite a rotation: it divides
+        by the old ones instead of rotating back. Where old and new positions agree the results are exactly 1 and 0.
+
+        Args:
+            old: int [...], the positions at which the keys are rotated now; None if they are not rotated.
+            new: int [...], the positions to rotate to; None for no rotation.
+
+        Returns:
+            (cos, sin): fp32 [..., pairs] each.
         """
         if old is None:
             assert new is not None  # one of the two is given
@@ -98,5 +114,5 @@ class Rope:
 
 
 def _unchanged(x: Tensor, before: Tensor, version: int | None) -> bool:
-    """Whether this is the tensor of before, and nobody has written to it; tensors of inference mode do not tell."""
+    """Whether x is the same tensor as before and has not been written to. Inference tensors have no version: False."""
     return x is before and version is not None and not x.is_inference() and x._version == version

@@ -1,4 +1,4 @@
-"""What a line of text says of a method or a task: "name" or "name:option=value,option=value"."""
+"""Methods and tasks as text: "name" or "name:option=value,option=value"."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def parse_options(kind: str, spec: str, name: str, text: str) -> dict[str, Any]:
-    """The options behind a name; values are Python literals, or else strings."""
+    """Parses the options after a name. Values are Python literals; anything else is a string."""
     options: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
         if not (equals and key.isidentifier()):
             raise ValueError(f"{kind} {spec!r}: expected {name}:option=value,option=value, got {item!r}")
         if key in options:
-            raise ValueError(f"{kind} {spec!r}: {key} is given twice")
+            raise ValueError(f"{kind} {spec!r}: expected each option once, got {key} twice")
         try:
             options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: nested too deeply

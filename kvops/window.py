@@ -1,8 +1,8 @@
-"""Observation windows: what each query row sees, its scores summed over any number of rows, and pooling.
+"""Observation windows: which keys each query row sees, scores summed over any number of rows, and pooling.
 
-A window is w queries, the last of the prompt or some that came later. Each row sees the keys before its own limit; the
-scores of all rows are summed per key (`ops.window_scores`), and pooling over the neighbours keeps the words around a
-key that was attended to.
+A window is w queries: the last ones of the prompt, or later ones. Each row sees the keys before its own limit.
+`ops.window_scores` sums the scores of all rows per key. Pooling over neighbours then also keeps the tokens around a key
+that got attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def span_ends(k: Tensor, starts: Tensor | None, lengths: Tensor | None) -> Tenso
 
 
 def prefix_lengths(k: Tensor, window: int, starts: Tensor | None, lengths: Tensor | None) -> Tensor:
-    """Valid tokens of each row before its last `window`: int32 [b]. k: [b, Hk, n, ...], keys or scores."""
+    """The number of valid tokens before each row's last `window`: int32 [b]. k: [b, Hk, n, ...], keys or scores."""
     if lengths is None:
         n = torch.full((k.shape[0],), k.shape[2], dtype=torch.int32, device=k.device)
         lengths = n if starts is None else n - starts
@@ -36,13 +36,16 @@ def prefix_lengths(k: Tensor, window: int, starts: Tensor | None, lengths: Tenso
 
 
 def causal_limits(end: Tensor | int, w: int, device: torch.device) -> Tensor:
-    """The `visible` of the last w rows before `end`: int32 [w], or [b, w]. Rows before slot 0 see nothing."""
+    """The `visible` limits of the last w rows before `end`: int32 [w] or [b, w]. Rows before slot 0 see nothing."""
     behind = torch.arange(w - 1, -1, -1, dtype=torch.int32, device=device)
     return ((end[:, None] if isinstance(end, Tensor) else end) - behind).clamp(min=0)
 
 
 def outside_prefix(k: Tensor, window: int, starts: Tensor | None, end: Tensor | int) -> Tensor:
-    """Which slots are not of the prefix, the valid slots before the window: bool [b or 1, 1, n]. k: as there."""
+    """Which slots lie outside the prefix, the valid slots before the window: bool [b or 1, 1, n].
+
+    k: [b, Hk, n, ...], keys or scores.
+    """
     slots = torch.arange(k.shape[2], device=k.device)
     outside = slots >= ((end[:, None, None] if isinstance(end, Tensor) else end) - window)
     if starts is not None:
@@ -53,10 +56,10 @@ def outside_prefix(k: Tensor, window: int, starts: Tensor | None, end: Tensor | 
 def summed_scores(
     q: Tensor, k: Tensor, visible: Tensor, lse: Tensor | None, prefix: int | Tensor | None = None, **options: Any
 ) -> Tensor | None:
-    """`ops.window_scores` of any number of rows: blocks of 256, added up in order; None for no rows.
+    """Computes `ops.window_scores` of any number of rows, in blocks of 256 added up in order; None for no rows.
 
-    prefix: int, or int32 [b]. Given, every row that counts (visible > 0) sees all keys before it, and the scores of the
-    others do not matter.
+    prefix: int or int32 [b]. If given, every row that counts (visible > 0) sees all keys before it, and the caller
+    ignores the scores of the other keys.
     """
     if prefix is not None and q.shape[2] and lse is None and _linear(q, k, **options):
         return _linear_scores(q, k, visible, prefix, **options)
@@ -72,7 +75,7 @@ def summed_scores(
 def _linear(
     q: Tensor, k: Tensor, score: str = "softmax", reduce: str = "sum", group_reduce: str = "mean", **logit: Any
 ) -> bool:
-    """Whether the summed scores are those of the summed queries (and q fits k; if not, the operator says so)."""
+    """Whether the sum of the scores is the score of the summed queries; False if q does not fit k."""
     plain = not logit.get("softcap") and logit.get("sink_logits") is None
     fits = q.dtype == k.dtype and q.shape[1] >= k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
     return score == "dot" and reduce == "sum" and group_reduce in ("mean", "sum") and plain and fits
@@ -90,10 +93,11 @@ def _linear_scores(
     block_table: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """The sum over rows and group of q_i . k_j is (the sum of q_i) . k_j: a row per KV head instead of G * w.
+    """Computes dot-product scores from summed queries: one row per KV head instead of G * w.
 
-    The sum, in fp64, becomes rows of k's dtype that add up to it: one of fp32, three of fp16 or bf16, scaled by a power
-    of two so that their range does not matter. That is as exact as fp32, more so than the sum of rounded scores.
+    The sum over rows and group of q_i . k_j equals (the sum of q_i) . k_j. The summed query, in fp64, is split into
+    rows of k's dtype that add up to it: one for fp32, three for fp16 or bf16. A power of two scales the rows so that
+    their range does not matter. The result is as exact as fp32, and more exact than a sum of rounded scores.
     """
     counts = (visible > 0)[..., None, :, None]
     total = torch.where(counts, q, 0).unflatten(1, (k.shape[1], -1)).sum((2, 3), dtype=torch.float64)  # [b, Hk, d]
@@ -115,7 +119,7 @@ def _linear_scores(
 
 
 class Pooling(NamedTuple):
-    """How scores of neighbours become one, and those of a group's query heads."""
+    """How scores are pooled over neighbours and reduced over the query heads of a group."""
 
     kernel_size: int = 7
     pooling: str = "max"
@@ -132,14 +136,14 @@ class Pooling(NamedTuple):
 
     @property
     def operator_reduce(self) -> str:
-        """What the operator does with the query heads of a group."""
+        """The `group_reduce` of the operator."""
         return "none" if self.pool_first else self.group_reduce
 
     def __call__(self, scores: Tensor, heads: int, outside: Tensor) -> Tensor:
-        """fp32 [b, Hk, n], from the operator's scores.
+        """Pools the operator's scores to fp32 [b, Hk, n].
 
-        outside: bool [b or 1, 1, n], slots that do not count in their neighbours' scores: the window, and what is
-        invalid. Nor does a key whose score is NaN, which stays NaN itself.
+        outside: bool [b or 1, 1, n], the slots that do not count in their neighbours' scores: the window and invalid
+        slots. Keys whose score is NaN do not count either, and stay NaN.
         """
         if self.kernel_size > 1 and scores.numel():
             lost = scores.isnan()
@@ -154,9 +158,8 @@ class Pooling(NamedTuple):
             scores = pooled.masked_fill_(lost, torch.nan)
         if not self.pool_first:
             return scores
-        members: tuple[Tensor, ...] = scores.unflatten(1, (heads, -1)).unbind(
-            2
-        )  # one by one: the order of the sum is fixed
+        # Summed one by one, so that the order of the sum is fixed.
+        members: tuple[Tensor, ...] = scores.unflatten(1, (heads, -1)).unbind(2)
         total = members[0]
         for x in members[1:]:
             total = torch.maximum(total, x) if self.group_reduce == "max" else total + x
@@ -164,9 +167,9 @@ class Pooling(NamedTuple):
 
 
 def neighbours_max(x: Tensor, sides: int) -> Tensor:
-    """The maximum over each entry of the last dim and `sides` neighbours to either side; no NaN.
+    """The maximum of each entry of the last dim and its `sides` neighbours on either side; x has no NaN.
 
-    `max_pool1d` would be that, but torch.export takes it for one size only. The reach of the maxima doubles each time.
+    `max_pool1d` does the same, but torch.export supports it for a single size only. Each step doubles the reach.
     """
     x, reach = pad(x, (sides, sides), value=-torch.inf), 1
     while reach <= 2 * sides:

@@ -313,7 +313,7 @@ def check_refusals(rank: int, ranks: int) -> None:
         (("window_attention: v must be", "on the mesh of k"),
          lambda: ops.window_attention(q, by_tokens, v, visible)),
         (("window_attention: visible must lie",), lambda: ops.window_attention(q, by_tokens, by_tokens, visible + 1)),
-        (("window_attention: cos and sin must be None where tokens are sharded",),
+        (("window_attention: cos and sin must be None if tokens are sharded",),
          lambda: ops.window_attention(q, by_tokens, by_tokens, visible, cos=kit.randn(96, 16), sin=kit.randn(96, 16))),
         (("window_scores: lse must be float32",),
          lambda: ops.window_scores(q, by_tokens, visible, lse=kit.randn(2, 7, 6))),

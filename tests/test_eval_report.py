@@ -593,7 +593,10 @@ def test_the_list(capsys):
         (["--methods", "keydiff:recent"], "expected keydiff:option=value,option=value, got 'recent'"),
         (["--tasks", "passkey:digit=4"], "passkey has no option 'digit', expected some of digits, depths"),
         (["--methods", "keydiff:recent=x"], "'keydiff:recent=x': KeyDiff: recent must be an int .*, got str 'x'"),
-        (["--methods", "keydiff:recent=0.1,recent=0.2"], "keydiff:recent=0.1,recent=0.2': recent is given twice"),
+        (
+            ["--methods", "keydiff:recent=0.1,recent=0.2"],
+            "keydiff:recent=0.1,recent=0.2': expected each option once, got recent twice",
+        ),
         (["--methods", "keydiff:recent=" + "-" * 10**5 + "1"], "KeyDiff: recent must be an int or a float, got str"),
         (["--methods", "lagkv:lag=0"], "LagKV: lag must be at least 1, got 0"),
         (["--methods", "lagkv:v_weight=1e400"], "LagKV: v_weight must be at most 2147483647, got inf"),

@@ -266,13 +266,19 @@ def test_wrong_arguments():
     q, k, v = make()
     for change, message in [
         (dict(q=q[0]), r"q must be \[b, heads, tokens, head_dim\], got shape"),
-        (dict(q=q.double(), k=k.double(), v=v.double()), "q must be float32, float16 or bfloat16, got torch.float64"),
+        (
+            dict(q=q.double(), k=k.double(), v=v.double()),
+            "q must be torch.float32, torch.float16 or torch.bfloat16, got torch.float64",
+        ),
         (dict(k=k.half()), "k must have q's dtype and device, torch.float32 .* got torch.float16"),
-        (dict(k=k[..., :32]), r"k must be \[2, Hk, n, 64\] as q is, got"),
-        (dict(k=k[:1]), r"k must be \[2, Hk, n, 64\] as q is, got"),
-        (dict(v=v[:, :, 1:]), r"v must be \[2, 2, 40, dv\] as k is, got \[2, 2, 39, 64\]"),
-        (dict(q=q[:, :5]), "the heads of q must be a multiple of k's 2, got 5"),
-        (dict(k=k[:, :, 1:], v=v[:, :, 1:]), "causal queries are the last of the keys, expected at most 39, got 40"),
+        (dict(k=k[..., :32]), r"k must be \[2, Hk, n, 64\] to match q, got"),
+        (dict(k=k[:1]), r"k must be \[2, Hk, n, 64\] to match q, got"),
+        (dict(v=v[:, :, 1:]), r"v must be \[2, 2, 40, dv\] to match k, got \[2, 2, 39, 64\]"),
+        (dict(q=q[:, :5]), "q must have a multiple of k's 2 heads, got 5"),
+        (
+            dict(k=k[:, :, 1:], v=v[:, :, 1:]),
+            "causal queries belong to the last keys, expected at most 39 rows of q, got 40",
+        ),
         (dict(softcap=-1.0), "softcap must be 0"),
         (dict(scale=0.0), "scale must be positive and a normal number in fp32, got 0.0"),
         (dict(scale=1e-300), "scale must be positive and a normal number in fp32, got 1e-300"),
@@ -282,7 +288,7 @@ def test_wrong_arguments():
         (dict(starts=torch.zeros(2)), r"starts must be torch.int32 \[2\] on .*, got torch.float32 \[2\]"),
         (dict(starts=kit.int32(0)), r"starts must be torch.int32 \[2\] on .*, got torch.int32 \[1\]"),
         (dict(sink_logits=torch.zeros(2)), r"sink_logits must be torch.float32 \[6\] on .*, got torch.float32 \[2\]"),
-        (dict(backend="magic"), "backend must be one of 'flash_attn_3', .*'kvops' or None, got 'magic'"),
+        (dict(backend="magic"), "backend must be one of 'flash_attn_3', .*'kvops', or None, got 'magic'"),
     ]:
         with kit.refuses(f"attention: {message}"):
             kvops.attention(**{**dict(q=q, k=k, v=v), **change})
@@ -310,7 +316,9 @@ def test_a_backend_that_cannot_says_why():
         "backend='flash_attn_3' cannot run this call: it runs on CUDA devices", r"\['torch_flash', 'kvops'\]"
     ):
         kvops.attention(q, k, v, backend="flash_attn_3")
-    with kit.refuses("backend='torch_flash' cannot run this call: it has no softcap", r"expected one of \['kvops'\]"):
+    with kit.refuses(
+        "backend='torch_flash' cannot run this call: it does not support softcap", r"expected one of \['kvops'\]"
+    ):
         kvops.attention(q, k, v, softcap=2.0, backend="torch_flash")
     with kit.refuses("V's head dim must be K's, 64, got 32"):
         kvops.attention(q, k, v[..., :32], backend="torch_flash")

@@ -358,19 +358,19 @@ def test_compress_for_understanding():
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (dict(budget=13), ValueError, "LaCache: budget .* at least 14 with 4 sinks, got 13"),
-        (dict(budget=0.01), ValueError, "LaCache: budget .* at least 14 with 4 sinks, got 1"),
-        (dict(budget=True), TypeError, "LaCache: budget must be an int"),
+        (dict(budget=13), ValueError, "lacache_compress: budget .* at least 14 with 4 sinks, got 13"),
+        (dict(budget=0.01), ValueError, "lacache_compress: budget .* at least 14 with 4 sinks, got 1"),
+        (dict(budget=True), TypeError, "lacache_compress: budget must be an int"),
         (dict(span=8, overlap=0), ValueError, "expected one of"),
         (
             dict(layer=8),
             ValueError,
-            r"LaCache: layer must lie in \[0, num_layers\), expected less than 8, got 8",
+            r"lacache_compress: layer must lie in \[0, num_layers\), expected less than 8, got 8",
         ),
-        (dict(layer=-1), ValueError, "LaCache: layer must be at least 0, got -1"),
-        (dict(sinks=-1), ValueError, "LaCache: sinks must be at least 0, got -1"),
+        (dict(layer=-1), ValueError, "lacache_compress: layer must be at least 0, got -1"),
+        (dict(sinks=-1), ValueError, "lacache_compress: sinks must be at least 0, got -1"),
         (dict(task="chat"), ValueError, "task must be one of 'modeling', 'understanding', got 'chat'"),
-        (dict(out=3), TypeError, "LaCache: out must be a pair of tensors"),
+        (dict(out=3), TypeError, "lacache_compress: out must be a pair of tensors"),
     ],
 )
 def test_compress_errors(change, error, message):

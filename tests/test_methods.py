@@ -238,11 +238,11 @@ def test_lagkv_by_one_threshold_for_all_heads(dtype):
             assert {(h, j) for _, h, j in best} == {(h, j) for h in range(4) for j in range(12) if first + j in kept[h]}
     assert len(lengths) > 2 and indices.shape[2] == max(lengths)
     for call in (dict(lengths=kit.int32(75, 75)), dict(starts=kit.int32(0, 3))):
-        with kit.refuses("LagKV: head_mode='adaptive' takes no starts or lengths"):
+        with kit.refuses("LagKV: with head_mode='adaptive', starts and lengths must be None"):
             kvops.LagKV(12, 0.4, head_mode="adaptive").compress(k, v, **call)
-    with kit.refuses("LagKV: the heads of a cache keep equally many tokens"):
+    with kit.refuses("LagKV: the heads of a cache keep the same number of tokens"):
         kvops.Cache(kvops.LagKV(12, 0.4, head_mode="adaptive"))
-    with kit.refuses("only score='std' is comparable", "got 'l2'"):
+    with kit.refuses("needs score='std', whose scores are comparable", "got 'l2'"):
         kvops.LagKV(12, 0.4, head_mode="adaptive", score="l2")
 
 
@@ -617,7 +617,7 @@ def test_wrong_tensors(compress, args):
 def test_lagkv_wrong_arguments(args, options, error, message):
     k, v = make_kv()
     for call in (kvops.lagkv_compress, kvops.lagkv_compress_):
-        with pytest.raises(error, match="LagKV: " + message):
+        with pytest.raises(error, match=f"^{call.__name__}: {message}"):
             call(k, v, *args, **options)
     with pytest.raises(error, match=message.replace("L must", "lag must").replace("r must", "ratio must", 1)):
         kvops.LagKV(*args, **options)
@@ -642,7 +642,7 @@ BUDGETS = [
         (8, dict(sinks=-1), ValueError, "sinks must be at least 0, got -1"),
         (8, dict(sinks=True), TypeError, "sinks must be an int, got bool"),
         (8, dict(recent=-1), ValueError, "recent must be at least 0 tokens, got -1"),
-        (8, dict(recent=1.0), ValueError, r"recent as a share of the budget must be in \[0, 1\), got 1.0"),
+        (8, dict(recent=1.0), ValueError, r"recent as a fraction of the budget must be in \[0, 1\), got 1.0"),
         (8, dict(recent=True), TypeError, "recent must be an int .* got bool"),
         (8, dict(sinks=5, recent=4), ValueError, r"budget must hold sinks \+ recent, .* 5 \+ 4 tokens, got 8"),
         (8, dict(sinks=5, recent=0.5), ValueError, r"budget must hold sinks \+ recent, .* 5 \+ 4 tokens, got 8"),
@@ -655,7 +655,7 @@ BUDGETS = [
 def test_keydiff_wrong_arguments(budget, options, error, message):
     k, v = make_kv()
     for call in (kvops.keydiff_compress, kvops.keydiff_compress_):
-        with pytest.raises(error, match="KeyDiff: " + message):
+        with pytest.raises(error, match=f"^{call.__name__}: {message}"):
             call(k, v, budget, **options)
     with pytest.raises(error, match="KeyDiff: " + message):
         kvops.KeyDiff(budget, **options)
@@ -666,7 +666,7 @@ def test_keydiff_wrong_arguments(budget, options, error, message):
 def test_baselines_wrong_budgets(name, budget, options, error, message):
     k, v = make_kv()
     make = kvops.StreamingLLM if name.startswith("streaming") else kvops.Random
-    with pytest.raises(error, match=f"{make.__name__}: {message}"):
+    with pytest.raises(error, match=f"^{name}: {message}"):
         getattr(kvops, name)(k, v, budget)
     with pytest.raises(error, match=f"{make.__name__}: {message}"):
         make(budget)
@@ -675,12 +675,12 @@ def test_baselines_wrong_budgets(name, budget, options, error, message):
 def test_baselines_wrong_arguments():
     k, v = make_kv()
     for seed, error in ((-1, ValueError), (0.5, TypeError), (True, TypeError)):
-        with pytest.raises(error, match="Random: seed must be"):
+        with pytest.raises(error, match="random_compress: seed must be"):
             kvops.random_compress(k, v, 8, seed=seed)
         with pytest.raises(error, match="Random: seed must be"):
             kvops.Random(8, seed=seed)
     message = r"budget must hold sinks \+ recent, expected at least 4 \+ 0 tokens, got 3"
-    with pytest.raises(ValueError, match="StreamingLLM: " + message):
+    with pytest.raises(ValueError, match="streamingllm_compress: " + message):
         kvops.streamingllm_compress(k, v, 3)
     with pytest.raises(ValueError, match="StreamingLLM: " + message):
         kvops.StreamingLLM(3)

@@ -350,16 +350,16 @@ def test_settings():
         (kvops.KeyDiff(20, head_mode="adaptive"), ("heads of a cache keep equally many",)),
         (kvops.L2(20, skip_layers=()), ("whose compress takes pages",)),
         (kvops.LaCache(20, sinks=2, span=1, overlap=0), ("whose compress takes pages",)),
-        (kvops.PyramidKV(24, window=5), ("layers that differ in length need a PagedCache by_head",)),
-        (kvops.LAQ(20), ("drafts no answers",)),
-        (kvops.ProtoKV(20, whole_clusters=True), ("whole clusters differ in size",)),
+        (kvops.PyramidKV(24, window=5), ("layers that differ in length need a PagedCache with by_head=True",)),
+        (kvops.LAQ(20), ("cannot draft answers",)),
+        (kvops.ProtoKV(20, whole_clusters=True), ("but whole clusters differ in size",)),
     ):
         with kit.refuses(policy.name, *parts):
             paged(policy)
     for policy, parts in (
-        (kvops.KeyDiff(20), ("evicted at the prompt's end only, expected buffer=None, got 0.0625",)),
-        (kvops.LagKV(6, 0.5), ("its heads keep equally many tokens, expected by_head=False",)),
-        (kvops.ChunkKV(20, window=5), ("its heads keep equally many tokens",)),
+        (kvops.KeyDiff(20), ("evicted only at the end of the prompt, expected buffer=None, got 0.0625",)),
+        (kvops.LagKV(6, 0.5), ("all heads keep the same number of tokens, expected by_head=False",)),
+        (kvops.ChunkKV(20, window=5), ("all heads keep the same number of tokens",)),
         (kvops.SnapKV(0.5, window=5), ("budget in tokens",)),
     ):
         with kit.refuses(policy.name, *parts):

@@ -403,8 +403,8 @@ def test_bad_calls_of_policies(checked):
     k, v, table, memory = to_pages(*kit.kv(2, 2, 32, 16), 16)
     before, lengths = memory.clone(), kit.int32(32, 20)
     for parts, call in (
-        (("a block_table needs the requests' lengths", "got None"), dict(block_table=table)),
-        (("expected fill_invalid=False",), dict(block_table=table, lengths=lengths, fill_invalid=True)),
+        (("with a block_table, lengths must be torch.int32", "got None"), dict(block_table=table)),
+        (("fill_invalid must be False",), dict(block_table=table, lengths=lengths, fill_invalid=True)),
         ((r"block_table must be \[batch, max_pages\]", r"\[4\]"), dict(block_table=table.flatten(), lengths=lengths)),
         (("block_table must name pages",), dict(block_table=table + 7, lengths=lengths)),
     ):

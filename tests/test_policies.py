@@ -188,9 +188,11 @@ def test_one_call_is_the_shorthand_and_the_same_in_place(policy):
 
 def test_an_unknown_argument_of_a_call_is_named():
     k = torch.randn(1, 1, 8, 4)
-    for call in (kvops.KeyDiff(4).compress, lambda *args, **options: kvops.keydiff_compress(*args, 4, **options)):
-        with pytest.raises(TypeError, match=r"KeyDiff\.compress\(\) got an unexpected keyword argument 'start'"):
-            call(k, k, start=0)
+    with pytest.raises(TypeError, match=r"KeyDiff\.compress\(\) got an unexpected keyword argument 'start'"):
+        kvops.KeyDiff(4).compress(k, k, start=0)
+    for call in (kvops.keydiff_compress, kvops.keydiff_compress_):
+        with pytest.raises(TypeError, match=rf"^{call.__name__}\(\) got an unexpected keyword argument 'start'"):
+            call(k, k, 4, start=0)
 
 
 # Settings
@@ -501,9 +503,11 @@ def test_heads_with_one_score_have_one_budget():
     budget = torch.full((2, 2), 20, dtype=torch.int32)
     for policy in (kvops.StreamingLLM(budget), kvops.ChunkKV(budget, 4)):
         queries, options = call_of(policy, q)
-        with kit.refuses(f"{policy.name}: budget must be of one head each", r"expected \[2, 1\], got \[2, 2\]"):
+        with kit.refuses(
+            f"{policy.name}: budget must have one entry per row and head", r"expected \[2, 1\], got \[2, 2\]"
+        ):
             policy.compress(k, v, *queries, **options)
-    with kit.refuses("PyramidKV: the budget is shared among layers", "as an int or a float .* got a budget per head"):
+    with kit.refuses("PyramidKV: layers share the budget", "as an int or a float .* got a budget per head"):
         kvops.PyramidKV(budget, 4)
     with kit.refuses("KeyDiff: a budget per head needs head_mode='per_head', got head_mode='shared'"):
         kvops.KeyDiff(budget, head_mode="shared")
@@ -565,15 +569,17 @@ def test_adaptive_heads_need_scores_of_their_own():
         queries, options = call_of(policy, q)
         with kit.refuses(f"{policy.name}: head_mode='adaptive' needs scores of each head, got one for all heads"):
             policy.compress(k, v, *queries, **options)
-    with kit.refuses("ProtoKV: give a budget per head", "in place of head_mode='adaptive'"):
+    with kit.refuses("ProtoKV: head_mode must not be 'adaptive'", "pass a budget from kvops.head_budgets"):
         kvops.ProtoKV(20, 4, head_mode="adaptive")
-    with kit.refuses("PyramidKV: the budget is shared among layers", "or 'shared', got head_mode='adaptive'"):
+    with kit.refuses("PyramidKV: layers share the budget", "or 'shared', got head_mode='adaptive'"):
         kvops.PyramidKV(20, 4, head_mode="adaptive")
 
 
 @every_scoring
 def test_caches_refuse_budgets_per_head(policy):
-    message = f"{policy.name}: the heads of a cache keep equally many tokens, expected budget as an int or a float"
+    message = (
+        f"{policy.name}: the heads of a cache keep the same number of tokens, expected budget as an int or a float"
+    )
     kvops.Cache(policy)
     for wrong in (replace(policy, budget=kit.int32(20, 20).view(1, 2)), replace(policy, head_mode="adaptive")):
         with kit.refuses(message, "got a budget per head"):
@@ -681,7 +687,7 @@ def test_names_that_are_none(folder, installed):
         f"{folder}/broken.py:ValueNorm": "method '.*broken.py:ValueNorm': expected .* got ZeroDivisionError: ",
         "nowhere_at_all:ValueNorm": "method 'nowhere_at_all:ValueNorm': expected .* got ModuleNotFoundError: ",
         "keydiff:recent": "method 'keydiff:recent': expected keydiff:option=value,option=value, got 'recent'",
-        "keydiff:recent=1,recent=2": "method 'keydiff:recent=1,recent=2': recent is given twice",
+        "keydiff:recent=1,recent=2": "method 'keydiff:recent=1,recent=2': expected each option once, got recent twice",
         "keydiff:recent=-1": "KeyDiff: recent must be at least 0 tokens, got -1",
         f"{path}:ValueNorm:power": r"method '.*:ValueNorm:power': expected .*:option=value,option=value, got 'power'",
     }.items():
@@ -805,7 +811,7 @@ def test_budgets_by_entropy():
     for parts, arguments in (
         (("at least one layer",), ([], 3)),
         (("scores must be a list", "got Tensor"), (flat, 3)),
-        (("alike in b and n", "of layer 1"), ([flat, flat[:, :, :50]], 3)),
+        (("the same b and n in all layers", "in layer 1"), ([flat, flat[:, :, :50]], 3)),
         (("budget must be at least 1, got 0",), ([flat], 0)),
         (("window",), ([flat], 3, 4)),
     ):

@@ -431,7 +431,6 @@ def test_head_budgets_of_fractions_and_of_scores_that_are_not_finite():
     assert kvops.head_budgets(scores[:, :0], 20).shape == (2, 0)
 
 
-POLICIES = {"protokv": "ProtoKV", "satkv": "SATKV", "snapkv": "SnapKV", "keydiff": "KeyDiff"}
 CALLS = {
     "protokv": lambda k, v, q, budget, **o: kvops.protokv_compress(k, v, q, budget, **SMALL, **o),
     "protokv whole": lambda k, v, q, budget, **o: kvops.protokv_compress(k, v, q, budget, whole_clusters=True, **o),
@@ -618,7 +617,7 @@ WRONG = [
     (dict(kappa=5.0), TypeError, "kappa must be an int, got float 5.0"),
     (dict(num_sats=-1), ValueError, "num_sats must be at least 0, got -1"),
     (dict(num_chunks=-1), ValueError, "num_chunks must be at least 0, got -1"),
-    (dict(num_sats=0, num_chunks=0), ValueError, r"num_sats \+ num_chunks must be at least 1, got no prototype at all"),
+    (dict(num_sats=0, num_chunks=0), ValueError, r"num_sats \+ num_chunks must be at least 1, got 0"),
     (dict(hash_bits=0), ValueError, "hash_bits must be at least 1, got 0"),
     (dict(hash_bits=17), ValueError, "hash_bits must be at most 16, got 17"),
     (dict(seed=-1), ValueError, "seed must be at least 0, got -1"),
@@ -632,23 +631,23 @@ WRONG = [
     (
         dict(projection=torch.zeros(3, 16), phase=torch.zeros(3)),
         ValueError,
-        r"projection must be float32 \[2, d\], got torch.float32 \[3, 16\]",
+        r"projection must be torch.float32 \[2, d\], got torch.float32 \[3, 16\]",
     ),
     (
         dict(projection=torch.zeros(2, 16), phase=torch.zeros(2, 1)),
         ValueError,
-        r"phase must be float32 \[2\], got torch.float32 \[2, 1\]",
+        r"phase must be torch.float32 \[2\], got torch.float32 \[2, 1\]",
     ),
     (
         dict(projection=torch.zeros(2, 16).double(), phase=torch.zeros(2)),
         ValueError,
-        r"projection must be float32 \[2, d\], got torch.float64",
+        r"projection must be torch.float32 \[2, d\], got torch.float64",
     ),
     (dict(projection=3, phase=torch.zeros(2)), TypeError, "projection must be a torch.Tensor, got int"),
     (
         dict(projection=torch.zeros(2, 16), phase=torch.zeros(2), clusters="chunks"),
         ValueError,
-        "clusters='chunks' hashes nothing, expected no projection and phase",
+        "with clusters='chunks', projection and phase must be None",
     ),
 ]
 
@@ -657,7 +656,7 @@ WRONG = [
 def test_wrong_settings(change, error, message):
     q, k, v = make(n=40, w=8)
     for call in (kvops.protokv_compress, kvops.protokv_compress_):
-        with kit.refuses("ProtoKV: " + message, kind=error):
+        with kit.refuses(f"{call.__name__}: {message}", kind=error):
             call(k, v, q, 20, **change)
     with kit.refuses("ProtoKV: " + message, kind=error):
         kvops.ProtoKV(20, 8, **change)
@@ -668,18 +667,23 @@ def test_wrong_arguments():
     good = dict(k=k, v=v, q_window=q, budget=20)
     for call, change, error, message in [
         (kvops.protokv_compress, dict(q_window=q[0]), ValueError, r"q_window must be \[b, Hq, w, d\]"),
-        (kvops.protokv_compress, dict(k=k[:, :, :7], v=v[:, :, :7]), ValueError, "q_window must be rows of the prompt"),
+        (
+            kvops.protokv_compress,
+            dict(k=k[:, :, :7], v=v[:, :, :7]),
+            ValueError,
+            "q_window must be queries of the prompt",
+        ),
         (kvops.protokv_compress, dict(budget=7), ValueError, "budget must hold the window, expected at least 8 tokens"),
         (kvops.protokv_compress, dict(budget=True), TypeError, "budget must be an int"),
-        (kvops.protokv_compress, dict(lse=torch.zeros(2, 6, 7)), ValueError, "lse must be float32"),
+        (kvops.protokv_compress, dict(lse=torch.zeros(2, 6, 7)), ValueError, "lse must be torch.float32"),
         (
             kvops.protokv_compress,
             dict(whole_clusters=True, head_mode="shared"),
             ValueError,
-            "whole_clusters needs head_mode='per_head'",
+            "whole_clusters=True needs head_mode='per_head'",
         ),
     ]:
-        with kit.refuses(f"ProtoKV: {message}", kind=error):
+        with kit.refuses(f"{call.__name__}: {message}", kind=error):
             call(**{**good, **change})
     for change, message in [
         (dict(projection=torch.zeros(2, 8), phase=torch.zeros(2)), r"projection must be a contiguous \[r, 16\]"),
@@ -696,13 +700,13 @@ def test_wrong_arguments():
         ((20, 8.0), TypeError, "window must be an int"),
         ((20, 21), ValueError, "budget must hold the window, expected at least 21 tokens, got 20"),
     ]:
-        with kit.refuses(f"SATKV: {message}", kind=error):
+        with kit.refuses(f"satkv_compress: {message}", kind=error):
             kvops.satkv_compress(k, v, *args)
     for change, message in [
         (dict(kappa=0), "kappa must be at least 1"),
         (dict(head_mode="x"), "head_mode must be one"),
     ]:
-        with kit.refuses(f"SATKV: {message}"):
+        with kit.refuses(f"satkv_compress: {message}"):
             kvops.satkv_compress(k, v, 20, 8, **change)
         with kit.refuses(f"SATKV: {message}"):
             kvops.SATKV(20, 8, **change)
@@ -714,13 +718,13 @@ def test_wrong_arguments():
         (
             lambda: kvops.Cache(kvops.ProtoKV(20, 8, alpha=21)),
             ValueError,
-            "ProtoKV: budget must hold the last alpha, 21, tokens, got 20",
+            "ProtoKV: budget must hold alpha tokens, expected 21, got 20",
         ),
         (lambda: kvops.SATKV(20, 8, buffer="1"), TypeError, "SATKV: buffer must be an int"),
         (
             lambda: kvops.SATKV(20, 8, buffer=1.0),
             ValueError,
-            r"SATKV: buffer as a share of the budget must be in \(0, 1",
+            r"SATKV: buffer as a fraction of the budget must be in \(0, 1",
         ),
         (lambda: kvops.SATKV(20), ValueError, "SATKV: budget must hold the window, expected at least 32"),
         (lambda: kvops.lsh_projection(0), ValueError, "lsh_projection: head_dim must be at least 1, got 0"),
@@ -735,18 +739,21 @@ def test_wrong_budgets_per_head():
     for name in ("snapkv", "protokv", "keydiff", "satkv"):
         call = CALLS[name]
         for budget, message in [
-            (kit.int32(20, 20), r"budget as a tensor must be int32 \[b, Hk\], got torch.int32 \[2\]"),
-            (torch.full((2, 2), 20), r"budget as a tensor must be int32 \[b, Hk\], got torch.int64"),
-            (kit.int32(20, 20).view(2, 1), r"budget must be of one head each, expected \[2, 2\], got \[2, 1\]"),
+            (kit.int32(20, 20), r"budget as a tensor must be torch.int32 \[b, Hk\], got torch.int32 \[2\]"),
+            (torch.full((2, 2), 20), r"budget as a tensor must be torch.int32 \[b, Hk\], got torch.int64"),
+            (
+                kit.int32(20, 20).view(2, 1),
+                r"budget must have one entry per row and head, expected \[2, 2\], got \[2, 1\]",
+            ),
         ]:
-            with kit.refuses(f"{POLICIES[name]}: {message}"):
+            with kit.refuses(f"{name}_compress: {message}"):
                 call(k, v, q, budget)
-        with kit.refuses(f"{POLICIES[name]}: a budget per head needs head_mode='per_head', got head_mode='shared'"):
+        with kit.refuses(f"{name}_compress: a budget per head needs head_mode='per_head', got head_mode='shared'"):
             call(k, v, q, torch.full((2, 2), 20, dtype=torch.int32), head_mode="shared")
-    with kit.refuses("PyramidKV: the budget is shared among layers", "got a budget per head"):
+    with kit.refuses("pyramidkv_compress: layers share the budget", "got a budget per head"):
         kvops.pyramidkv_compress(k, v, q, torch.full((2, 2), 20, dtype=torch.int32), layer=0, num_layers=2)
     for make_policy in (kvops.SnapKV, kvops.ProtoKV, kvops.KeyDiff, kvops.SATKV):
-        with kit.refuses("the heads of a cache keep equally many tokens, expected budget as an int or a float"):
+        with kit.refuses("the heads of a cache keep the same number of tokens, expected budget as an int or a float"):
             kvops.Cache(make_policy(torch.full((2, 2), 40, dtype=torch.int32)))
     scores = kit.randn(2, 2, 40)
     for args, options, error, message in [
@@ -766,6 +773,6 @@ def test_budgets_per_head_must_hold_what_is_protected():
     budgets = kit.int32(20, 20, 7, 20).view(2, 2)
     for name in ("snapkv", "protokv", "satkv"):
         with kit.refuses(
-            rf"{POLICIES[name]}, row 1, head 0: budget must hold sinks \+ recent, expected at least 0 \+ 8"
+            rf"{name}_compress, row 1, head 0: budget must hold sinks \+ recent, expected at least 0 \+ 8"
         ):
             CALLS[name](k, v, q, budgets)

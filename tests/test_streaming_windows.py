@@ -472,7 +472,7 @@ def test_laq_wrong_use():
             cache.evict(wrong)
     feed(draft, *ahead, [])
     state = copy.deepcopy(cache)
-    with kit.refuses(r"LAQ: lookahead_lengths must be int32 \[2\]"):
+    with kit.refuses(r"LAQ: lookahead_lengths must be torch.int32 \[2\]"):
         cache.evict(draft, kit.int32(1))
     assert_same_state(cache, state)
     with kit.refuses("LAQ: stage1 must use a window of the last queries, expected at most 32 rows, got 50 from H2O"):

@@ -500,7 +500,6 @@ def test_recall_of_the_response_itself_is_one():
 
 
 SNAP = dict(budget=20)
-POLICIES = {"snapkv": "SnapKV", "pyramidkv": "PyramidKV", "chunkkv": "ChunkKV", "laq": "LAQ"}
 METHODS = {
     "snapkv_compress": {},
     "pyramidkv_compress": dict(layer=1, num_layers=4),
@@ -513,7 +512,6 @@ METHODS = {
 def test_wrong_arguments(compress):
     q, k, v = make(n=40, w=8)
     call, own = getattr(kvops, compress), METHODS[compress]
-    policy = POLICIES[compress.removesuffix("_compress")]
     rows = "q_lookahead" if compress == "laq_compress" else "q_window"
     good = dict(k=k, v=v, budget=20, **{rows: q}, **own)
     for change, message in [
@@ -527,11 +525,11 @@ def test_wrong_arguments(compress):
         (dict(kernel_size=0), "kernel_size must be at least 1, got 0"),
         (dict(pooling="mean"), "pooling must be one of 'max', 'avg', got 'mean'"),
         (dict(group_reduce="none"), "group_reduce must be one of 'mean', 'max', 'sum', got 'none'"),
-        (dict(lse=torch.zeros(2, 6, 7)), r"lse must be float32 \[2, 6, 8\], .* got torch.float32 \[2, 6, 7\]"),
-        (dict(lse=torch.zeros(2, 6, 8).half()), r"lse must be float32 .* got torch.float16"),
+        (dict(lse=torch.zeros(2, 6, 7)), r"lse must be torch.float32 \[2, 6, 8\], .* got torch.float32 \[2, 6, 7\]"),
+        (dict(lse=torch.zeros(2, 6, 8).half()), r"lse must be torch.float32 .* got torch.float16"),
         (dict(score="cosine"), "score must be one of 'softmax', 'dot', got 'cosine'"),
     ]:
-        with kit.refuses(f"{policy}: {message}"):
+        with kit.refuses(f"{compress}: {message}"):
             call(**{**good, **change})
     for change, message in [
         (dict(k=None), "k must be a torch.Tensor, got NoneType"),
@@ -541,11 +539,11 @@ def test_wrong_arguments(compress):
         (dict(lse=3), "lse must be a torch.Tensor, got int"),
         (dict(out=k), "out must be a pair of tensors"),
     ]:
-        with kit.refuses(f"{policy}: {message}", kind=TypeError):
+        with kit.refuses(f"{compress}: {message}", kind=TypeError):
             call(**{**good, **change})
     for change, message in [  # the operators' own
         ({rows: q[:, :5]}, "query heads of q must be a multiple of the KV heads 2, got 5"),
-        ({rows: q[..., :8]}, "q must have k's batch and head_dim"),
+        ({rows: q[..., :8]}, f"{compress}: {rows} must have k's batch and head_dim"),
         (dict(scale=0.0), "scale must be positive and a normal number in fp32, got 0"),
         (dict(starts=kit.int32(0, 41)), "starts"),
         (dict(lengths=kit.int32(41, 40)), "lengths"),
@@ -558,34 +556,35 @@ def test_wrong_arguments_of_one_method():
     q, k, v = make(n=40, w=8)
     for compress in ("snapkv_compress", "pyramidkv_compress", "chunkkv_compress"):
         call, own = getattr(kvops, compress), METHODS[compress]
-        policy = POLICIES[compress.removesuffix("_compress")]
-        with kit.refuses(f"{policy}: q_window must be rows of the prompt, expected at most its 7 tokens, got 8"):
+        with kit.refuses(
+            rf"{compress}: q_window must be queries of the prompt, expected at most 7 rows \(its tokens\), got 8"
+        ):
             call(k[:, :, :7], v[:, :, :7], q, 20, **own)
-        with kit.refuses(f"{policy}: budget must hold the window, expected at least 8 tokens, got 7"):
+        with kit.refuses(f"{compress}: budget must hold the window, expected at least 8 tokens, got 7"):
             call(k, v, q, 7, **own)
-        with kit.refuses(f"{policy}: budget must hold the window, expected at least 8 tokens, got 4"):
+        with kit.refuses(f"{compress}: budget must hold the window, expected at least 8 tokens, got 4"):
             call(k, v, q, 0.1, **own)
     for change, message in [
-        (dict(q_window=q[:, :3]), r"q_window must be like q_lookahead but for its rows, expected \[2, 6, 8, 16\], got"),
+        (dict(q_window=q[:, :3]), r"q_window must have q_lookahead's shape .*, expected \[2, 6, 8, 16\], got"),
         (dict(q_window=q, budget=7), "budget must hold the window, expected at least 8 tokens, got 7"),
         (
             dict(q_window=torch.cat([q] * 6, 2), budget=50),
-            "q_window must be rows of the prompt, expected at most its 40",
+            "q_window must be queries of the prompt, expected at most 40",
         ),
-        (dict(lookahead_lengths=kit.int32(1)), r"lookahead_lengths must be int32 \[2\], got torch.int32 \[1\]"),
-        (dict(lookahead_lengths=torch.zeros(2)), r"lookahead_lengths must be int32 \[2\], got torch.float32"),
+        (dict(lookahead_lengths=kit.int32(1)), r"lookahead_lengths must be torch.int32 \[2\], got torch.int32 \[1\]"),
+        (dict(lookahead_lengths=torch.zeros(2)), r"lookahead_lengths must be torch.int32 \[2\], got torch.float32"),
     ]:
-        with kit.refuses(f"LAQ: {message}"):
+        with kit.refuses(f"laq_compress: {message}"):
             kvops.laq_compress(**{**dict(k=k, v=v, q_lookahead=q, budget=20), **change})
     for layer, layers, message in [
         (4, 4, r"layer must lie in \[0, num_layers\), expected less than 4, got 4"),
         (-1, 4, "layer must be at least 0"),
     ]:
-        with kit.refuses(f"PyramidKV: {message}"):
+        with kit.refuses(f"pyramidkv_compress: {message}"):
             kvops.pyramidkv_compress(k, v, q, 20, layer=layer, num_layers=layers)
     with kit.refuses("pyramidkv_budgets: budget must hold the window, expected at least 32 tokens, got 31"):
         kvops.pyramidkv_budgets(31, 4, 1000)
-    with kit.refuses("ChunkKV: chunk must be at least 1, got 0"):
+    with kit.refuses("chunkkv_compress: chunk must be at least 1, got 0"):
         kvops.chunkkv_compress(k, v, q, 20, chunk=0)
     with kit.refuses("recall: q_response must have at least one row"):
         kvops.recall(k, q, q[:, :, :0], 20)
@@ -595,5 +594,5 @@ def test_wrong_arguments_of_one_method():
 def test_lengths_of_the_lookahead_out_of_range():
     q, k, v = make(n=40, w=8)
     for wrong in (-1, 9):
-        with kit.refuses(rf"LAQ: lookahead_lengths must lie in \[0, 8\], got {wrong}"):
+        with kit.refuses(rf"laq_compress: lookahead_lengths must lie in \[0, 8\], got {wrong}"):
             kvops.laq_compress(k, v, q, 20, lookahead_lengths=kit.int32(3, wrong))

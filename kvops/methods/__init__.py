@@ -1,4 +1,4 @@
-"""The methods: policies, their one-shot functions, and the table of them all."""
+"""The eviction methods: policies, one-shot functions, and the table of all methods."""
 
 from . import shorthands
 from .base import BudgetPolicy, Compressed, DecodePolicy, KeyPolicy, Policy, View

@@ -1,16 +1,18 @@
-"""Policies: a method is a frozen dataclass of settings and one rule, from what a layer holds to the slots that stay.
+"""Policies: frozen dataclasses of settings with one rule, which maps a layer's cached entries to the slots to keep.
 
 A policy has no state, so one object serves one-shot calls (`compress`, `compress_`), caches (`kvops.Cache`) and every
-layer. To write one, take the base that fits and state the rule::
+layer. To write one, choose a base class and implement its rule:
 
-    @dataclass(frozen=True, eq=False)
-    class ValueNorm(kvops.KeyPolicy):                        # budget, sinks, recent and head_mode come with it
-        def scores(self, view):                              # fp32 [b, Hk, n]; the budget's highest stay
-            return view.v.float().norm(dim=-1)
+```python
+@dataclass(frozen=True, eq=False)
+class ValueNorm(kvops.KeyPolicy):                        # inherits budget, sinks, recent and head_mode
+    def scores(self, view):                              # fp32 [b, Hk, n]; the highest scores are kept
+        return view.v.float().norm(dim=-1)
+```
 
 - `KeyPolicy` scores tokens by K and V.
-- `QueryPolicy` and `WindowPolicy` (queries.py) score them by the attention of queries.
-- `Policy` leaves everything to the rule: `select` for one call, `evict` for a cache.
+- `QueryPolicy` and `WindowPolicy` (queries.py) score tokens by the attention of queries.
+- `Policy` leaves everything to the rule: `select` for one-shot calls, `evict` for caches.
 """
 
 from __future__ import annotations
@@ -22,46 +24,70 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..checks import check_buffer, check_choice, check_head_budgets, check_holds, check_int, check_rank, check_recent
+from ..checks import (
+    PLAIN,
+    check_buffer,
+    check_choice,
+    check_head_budgets,
+    check_holds,
+    check_int,
+    check_rank,
+    check_recent,
+    plain,
+)
 from ..ops import compact_kv_, gather_kv
 from ..rope import Rope
 from .budgets import Budget, budget_tokens, head_budgets, recent_tokens, valid_slots
+from .calling import Layout, one_shot_method
 from .select import all_slots, select_budget, shared_scores
 
 HEAD_MODES = ("per_head", "shared", "adaptive")
-#: Tokens over the budget in decode, as a share of it: an eviction then costs little next to the attention of so many
-#: tokens (docs/decode.md).
+#: The default buffer: tokens over the budget in decode, as a fraction of the budget. An eviction then costs little
+#: compared to the attention of the tokens in between (docs/decode.md).
 BUFFER = 1 / 16
 Out = tuple[Tensor, Tensor] | None
-IN_PLACE: Any = object()  # stands for `out` in the forms in place
+IN_PLACE: Any = object()  # the value of `out` in the in-place forms
 
 
 class Compressed(NamedTuple):
-    """What a compression kept; unpacks as (k, v, indices)."""
+    """The kept entries of a compression; unpacks as (k, v, indices).
 
-    k: Tensor  # [b, Hk, m, d]
-    v: Tensor  # [b, Hk, m, dv]
-    indices: Tensor  # int64 [b, Hk, m], ascending; -1, last, where a row keeps fewer than m
+    Attributes:
+        k: [b, Hk, m, d], or [b, m, Hk, d] with layout="bnhd".
+        v: [b, Hk, m, dv], or [b, m, Hk, dv] with layout="bnhd".
+        indices: int64 [b, Hk, m], the kept slots, ascending. A row that keeps fewer than m slots ends in -1.
+    """
+
+    k: Tensor
+    v: Tensor
+    indices: Tensor
 
     @property
     def lengths(self) -> Tensor:
-        """int32 [b]: entries kept per row; m where none is missing."""
+        """The entries kept in each row: int32 [b], m if none is missing."""
         return (self.indices >= 0).any(1).sum(-1, dtype=torch.int32)
 
     def pages(self, page_size: int) -> Tensor:
-        """int32 [b]: how many pages they fill; nothing waits for a GPU."""
+        """The pages that the kept entries of each row fill: int32 [b]. This does not wait for a GPU."""
         return (self.lengths + (page_size - 1)) // page_size
 
 
 class Spans(TypedDict, total=False):
-    """Arguments of every `compress`.
+    """Options of every `compress`.
 
-    starts, lengths: int32 [b], the valid slots of each row. Rows that keep fewer than the widest end in -1 (zeros in k
-        and v), or with `fill_invalid` keep their lowest invalid slots instead.
-    out: (k_out, v_out) of the result's shapes to write to.
-    block_table: int32 [b, max_pages]: k and v are pages, [num_pages, Hk, page_size, d], and slot i of request b is slot
-        i % page_size of page block_table[b, i // page_size]. `lengths` must be given. In place, what a request keeps
-        moves to the front of its own pages, and k and v are returned as they are.
+    Attributes:
+        starts: int32 [b], the first valid slot of each row; 0 if None.
+        lengths: int32 [b], the number of valid slots of each row; n - starts if None.
+        fill_invalid: Rows that keep fewer slots than the widest row keep their lowest invalid slots too. Otherwise they
+            end in -1 (zeros in k and v).
+        out: (k_out, v_out) of the result's shapes to write to.
+        block_table: int32 [b, max_pages]: k and v are pages, [num_pages, Hk, page_size, d], and slot i of request b is
+            slot i % page_size of page block_table[b, i // page_size]. `lengths` must be given. In place, the kept
+            entries of a request move to the front of its own pages, and k and v are returned.
+        layout: The order of dims of k, v, the queries, `out` and the results: "bhnd" (the default) is [b, Hk, n, d],
+            and "bnhd" is [b, n, Hk, d] (pages: [num_pages, page_size, Hk, d]). Transposing is a view, never a copy.
+            Without `layout`, k with more heads than tokens gives a UserWarning, since it may be "bnhd". K and V
+            that have been swapped cannot be detected.
     """
 
     starts: Tensor | None
@@ -69,10 +95,16 @@ class Spans(TypedDict, total=False):
     fill_invalid: bool
     out: tuple[Tensor, Tensor] | None
     block_table: Tensor | None
+    layout: Layout
 
 
 class LayerSpans(Spans, total=False):
-    """`Spans`, and which layer of how many this is, for the policies that treat layers differently."""
+    """`Spans`, and for the policies that treat layers differently the place of the layer.
+
+    Attributes:
+        layer: The index of the layer in the model, from 0.
+        num_layers: The number of layers of the model.
+    """
 
     layer: int | None
     num_layers: int | None
@@ -80,23 +112,29 @@ class LayerSpans(Spans, total=False):
 
 @dataclass
 class View:
-    """What a layer holds when a policy is asked which slots stay: of one call, or of a cache with the step's tokens.
+    """The cached entries of one layer, as a policy's rule sees them.
+
+    They are the arguments of a one-shot call, or the contents of a cache including the tokens of the current step.
 
     Attributes:
-        k: [b, Hk, n, d]. v: [b, Hk, n, dv]. With a block table pages; a rule that takes them reads them by operators.
+        k: [b, Hk, n, d], or pages if there is a block table. A rule that supports pages reads them with operators.
+        v: [b, Hk, n, dv], or pages.
         starts: int32 [b] or None, the first valid slot of each row.
-        lengths: int32 [b] or None, how many slots from there on are valid; None: all.
-        fill_invalid: rows of fewer valid slots than the budget keep invalid ones, instead of -1.
-        layer, num_layers: which layer of how many that evict; None if the caller did not say.
-        seen: tokens seen, padding included; n in one call.
-        new: how many of the slots, the last ones, are the step's own; n in one call.
-        kept: int64 [b, Hk, <= n] or None, the positions of the first slots of a cache; the others follow on.
-        padding: int32 [b] or None, the columns of padding that a row's tokens began with.
-        observed: what queries observed (`QueryPolicy`): fp32 [b, Hk, n], or [b, Hq, n].
-        window: how many of the newest tokens' queries observed; these tokens stay.
-        rope: with it, keys are rotated at their slots, and `move` has to turn them. None once they are.
-        state: what the policy remembers of the layer from one eviction to the next. Tensors in it have the batch as
-            their first dim. An eviction replaces entries, it never writes to their memory.
+        lengths: int32 [b] or None, the number of valid slots of each row; None means all slots from `starts` on.
+        fill_invalid: Rows with fewer valid slots than the budget keep invalid slots instead of -1.
+        layer: The index of the layer among the layers that evict; None if the caller did not give it.
+        num_layers: The number of layers that evict; None if the caller did not give it.
+        seen: Tokens seen so far, padding included; n in a one-shot call.
+        new: How many of the last slots belong to the current step; n in a one-shot call.
+        kept: int64 [b, Hk, <= n] or None, the positions of the first slots of a cache. The positions of the other slots
+            are consecutive and end at `seen`.
+        padding: int32 [b] or None, the columns of padding before each row's first token.
+        observed: The attention that queries gave to each key (`QueryPolicy`): fp32 [b, Hk, n] or [b, Hq, n].
+        window: How many of the newest tokens gave the observing queries; these tokens are kept.
+        rope: If not None, keys are rotated at their slots, and `move` must rotate them to their new slots and then set
+            it to None.
+        state: What the policy remembers about the layer from one eviction to the next. Its tensors have the batch as
+            first dim. An eviction replaces entries and never writes to their memory.
         block_table: int32 [b, max_pages] or None; see `Spans`.
     """
 
@@ -124,17 +162,17 @@ class View:
 
     @property
     def n(self) -> int:
-        """Slots."""
+        """The number of slots."""
         return self.k.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
 
     @property
     def rows(self) -> int:
-        """Of the batch: its requests."""
+        """The number of rows of the batch, or of requests."""
         return len(self.k if self.block_table is None else self.block_table)
 
     @property
     def heads(self) -> int:
-        """KV heads."""
+        """The number of KV heads."""
         return self.k.shape[1]
 
     @property
@@ -156,7 +194,7 @@ class View:
 
     @property
     def seen_by_queries(self) -> Tensor:
-        """`observed`, which a rule that looks at queries can count on."""
+        """`observed`, which is never None in a rule that uses queries."""
         assert self.observed is not None
         return self.observed
 
@@ -164,12 +202,14 @@ class View:
         """layer and num_layers, for the policies that need them."""
         layer, num_layers = self.layer, self.num_layers
         if layer is None or num_layers is None:
-            raise TypeError(f"{op}: layer and num_layers must be ints, got {layer!r} and {num_layers!r}")
+            raise TypeError(
+                f"{op}: layer and num_layers must be ints, got {layer!r} and {num_layers!r}; pass both to compress"
+            )
         check_int(op, "layer", layer, 0)
         check_int(op, "num_layers", num_layers, 1)
         if layer >= num_layers:
             raise ValueError(f"{op}: layer must lie in [0, num_layers), expected less than {num_layers}, got {layer}")
-        return layer, num_layers
+        return plain(layer), plain(num_layers)
 
     def positions(self) -> Tensor:
         """The logical position of each slot, padding included: int64 [b, Hk, n]."""
@@ -179,22 +219,26 @@ class View:
 
 
 class Policy:
-    """Settings and one rule. Subclasses are frozen dataclasses; `check` raises for settings that make no sense."""
+    """The base of all policies: settings and one rule.
 
-    #: Every row of a padded batch keeps the same number of slots (padding goes first).
+    Subclasses are frozen dataclasses. `check` raises for settings that are invalid. Integers and floats of other types,
+    such as numpy's, become ints and floats.
+    """
+
+    #: Every row of a padded batch keeps the same number of slots (padding is evicted first).
     fixed_budget: ClassVar[bool] = True
     #: Whether the rule calls `View.positions`. Engines then store the position of each kept token. True unless a class
     #: declares otherwise; a subclass does not inherit the declaration, since its own rule may differ.
     uses_positions: ClassVar[bool] = True
-    #: The rule looks at queries: a step's attention has to be the library's own.
+    #: The rule uses queries, so the library must compute the attention of each step.
     uses_queries: ClassVar[bool] = False
-    #: "slots": tokens take the positions of their slots, without the gaps of evicted ones. Needs the model's `Rope`.
+    #: "slots": tokens take the positions of their slots, without gaps for evicted tokens. Needs the model's `Rope`.
     positions: str = "original"
-    #: Entries of the state with one value per slot, [b, Hk, len]: a cache moves them along with the slots.
+    #: Entries of the state with one value per slot, [b, Hk, len]. A cache moves them along with the slots.
     by_slot: ClassVar[tuple[str, ...]] = ()
-    #: Each head's scores are its own, so the heads of a `PagedCache` may differ in length.
+    #: Each head has its own scores, so the heads of a `PagedCache` may differ in length.
     by_head: ClassVar[bool] = False
-    #: The last tokens can be taken back (`Cache.crop`).
+    #: The last tokens can be removed again (`Cache.crop`).
     croppable: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -202,102 +246,125 @@ class Policy:
         cls.uses_positions = cls.__dict__.get("uses_positions", True)
 
     def __post_init__(self) -> None:
+        for name, x in vars(self).items():
+            if type(x) not in PLAIN:
+                object.__setattr__(self, name, plain(x))
         self.check()
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The policy's name in errors."""
         return type(self).__name__
 
     @property
     def uniform_layers(self) -> bool:
-        """Every layer keeps the same number of slots."""
+        """Whether every layer keeps the same number of slots."""
         return True
 
     @property
     def heads_alone(self) -> bool:
-        """What a KV head keeps depends on that head alone, or on none: ranks that hold some of the heads each (tensor
-        parallelism) keep what one process would."""
+        """Whether the kept slots of a KV head depend on no other head.
+
+        Ranks that hold some of the heads each (tensor parallelism) then keep what a single process would keep.
+        """
         return False
 
     @property
     def paged(self) -> bool:
-        """`compress` takes pages: the rule reads K and V by operators alone, which it hands `View.block_table`."""
+        """Whether `compress` takes pages: the rule reads K and V only with operators, by `View.block_table`."""
         return False
 
     def check(self) -> None:
-        """Raises TypeError or ValueError for wrong settings."""
+        """Raise TypeError or ValueError for invalid settings."""
 
     def check_cache(self, layer: int, num_layers: int) -> None:
-        """Raises for what a cache of `layer` of `num_layers` cannot serve."""
+        """Raise ValueError if a cache of this layer cannot use this policy."""
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
-        """Raises for what a `PagedCache` of so many layers cannot serve."""
+        """Raise ValueError if a `PagedCache` of this many layers cannot use this policy."""
         if not self.paged:
             raise ValueError(f"{self.name}: a PagedCache needs a policy whose compress takes pages, got {self!r}")
         if by_head:
             if not self.by_head:
                 raise ValueError(
-                    f"{self.name}: its heads keep equally many tokens, expected by_head=False, got {self!r}"
+                    f"{self.name}: all heads keep the same number of tokens, expected by_head=False, got {self!r}"
                 )
             return
         for layer in range(num_layers):
             self.check_cache(layer, num_layers)
         if not self.uniform_layers:
-            raise ValueError(f"{self.name}: layers that differ in length need a PagedCache by_head, got {self!r}")
+            raise ValueError(
+                f"{self.name}: layers that differ in length need a PagedCache with by_head=True, got {self!r}"
+            )
 
     def whole(self, view: View) -> bool:
-        """Whether this layer is left as it is."""
+        """Whether this layer keeps everything."""
         return False
 
     def select(self, view: View) -> Tensor:
-        """The rule for one call: the slots that stay, int64 [b, Hk, m]: ascending, -1 last in rows that keep fewer."""
+        """The rule for one-shot calls.
+
+        Returns:
+            The slots to keep, int64 [b, Hk, m], ascending. Rows that keep fewer than m slots end in -1.
+        """
         raise NotImplementedError
 
     def evict(self, view: View) -> Tensor | None:
-        """The rule for a cache, after each step: the slots that stay, int64 [b, Hk, m]; None if all do.
+        """The rule for caches, called after each step.
 
-        Ascending; where `fixed_budget` is False, rows of a padded batch that keep fewer begin with -1.
+        Returns:
+            The slots to keep, int64 [b, Hk, m], ascending; None if all are kept. If `fixed_budget` is False, rows of a
+            padded batch that keep fewer than m slots begin with -1.
         """
         raise NotImplementedError
 
     def held(self, n: int, prompt: int) -> int:
-        """How many slots per head a request of a `PagedCache` holds when n of its tokens have been seen.
+        """The slots per head that a request of a `PagedCache` holds after n tokens.
 
-        A function of n, the prompt's length and the settings alone, never of scores: who schedules requests knows the
-        pages that each takes without asking whoever computes.
+        The result depends only on n, the length of the prompt and the settings, never on scores. A scheduler therefore
+        knows the pages of each request without asking the workers.
         """
         raise NotImplementedError
 
     def resumed(self, before: int, n: int, prompt: int) -> Policy:
-        """The policy whose `select` leaves held(n, prompt) of what was held at `before` and of the tokens since, where
-        these are more."""
+        """The policy whose `select` performs the eviction due after n tokens.
+
+        Its input is the slots that were held after `before` tokens and all tokens since then. It keeps
+        held(n, prompt) of them, if they are more.
+        """
         raise NotImplementedError
 
     def move(self, view: View, indices: Tensor, out: Out = None) -> tuple[Tensor, Tensor]:
-        """The kept rows of K and V: in fresh memory, in `out`, or (`IN_PLACE`) at the front of K and V themselves."""
+        """Move the kept rows of K and V to new memory, to `out`, or (`IN_PLACE`) to the front of K and V."""
         if out is IN_PLACE:
             return compact_kv_(view.k, view.v, indices, block_table=view.block_table)
         return gather_kv(view.k, view.v, indices, block_table=view.block_table, out=out)
 
+    @one_shot_method
     def compress(self, k: Tensor, v: Tensor, **call: Unpack[LayerSpans]) -> Compressed:
-        """The rule in one call.
+        """Apply the rule once to a whole cache.
 
         Args:
             k: [b, Hk, n, d].
             v: [b, Hk, n, dv].
-            call: starts, lengths, fill_invalid, out, block_table, layer, num_layers; see `Spans` and `LayerSpans`.
+            **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
+                `LayerSpans`.
 
         Returns:
-            (k, v, indices) with the slots that stay.
+            (k, v, indices) of the kept slots; see `Compressed`.
 
         Raises:
-            TypeError, ValueError: wrong arguments; nothing has been written.
+            TypeError: An argument has the wrong type. Nothing has been written.
+            ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
         """
         return self._compress(*self._view(k, v, **call))
 
     def compress_(self, *args: Any, **options: Any) -> Compressed:
-        """`compress` in place: the kept slots move to the front of k and v; returns views of the first m slots."""
+        """Apply the rule in place: `compress`, but the kept slots move to the front of k and v.
+
+        Returns:
+            (k, v, indices), with k and v views of the first m slots.
+        """
         if "out" in options:
             raise TypeError(f"{self.name}.compress_() got an unexpected keyword argument 'out'")
         return self.compress(*args, **options, out=IN_PLACE)
@@ -316,7 +383,7 @@ class Policy:
         block_table: Tensor | None = None,
         **unknown: object,
     ) -> tuple[View, Out]:
-        """The arguments of one call, checked as far as no operator does."""
+        """The arguments of one call as a `View`. Checks only what the operators do not check."""
         for argument in unknown:
             raise TypeError(f"{self.name}.compress() got an unexpected keyword argument {argument!r}")
         check_rank(self.name, k)
@@ -334,9 +401,9 @@ class Policy:
         if not self.paged:
             raise ValueError(f"{self.name}: {self!r} takes no pages, expected dense K and V, got a block_table")
         if lengths is None:
-            raise ValueError(f"{self.name}: a block_table needs the requests' lengths, int32 [b], got None")
+            raise ValueError(f"{self.name}: with a block_table, lengths must be torch.int32 [b], got None")
         if fill_invalid:
-            raise ValueError(f"{self.name}: invalid slots have no pages, expected fill_invalid=False, got True")
+            raise ValueError(f"{self.name}: with a block_table, fill_invalid must be False, got True")
 
     def _compress(self, view: View, out: Out) -> Compressed:
         indices = all_slots(view) if self.whole(view) else self.select(view)
@@ -346,10 +413,17 @@ class Policy:
     def at_budget(
         cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """The settings that keep `budget` tokens per KV head of a prompt of n, for evaluation.
+        """Settings that keep `budget` tokens per KV head of a prompt of n tokens, for evaluation.
 
-        num_layers: of the model. streaming: text comes in windows, without an end. options: settings already chosen.
-        ValueError where none do.
+        Args:
+            budget: Tokens to keep.
+            n: Tokens of the prompt.
+            num_layers: The number of layers of the model.
+            streaming: The text comes in windows and has no end.
+            options: Settings that the user has chosen.
+
+        Raises:
+            ValueError: There are no such settings.
         """
         return {"budget": budget}
 
@@ -365,7 +439,7 @@ class Policy:
 
 
 def check_policy(who: str, policy: object) -> None:
-    """TypeError for what is no policy: a class of one, say, or a name."""
+    """Raises TypeError if `policy` is not a policy but, for example, a class or a name."""
     if not isinstance(policy, Policy):
         got = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
         raise TypeError(f"{who}: policy must be a kvops policy such as kvops.KeyDiff(1024), got {got}")
@@ -383,15 +457,17 @@ def _equal(x: object, y: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class BudgetPolicy(Policy):
-    """A policy that keeps a budget's highest scores.
+    """A policy that keeps the tokens with the highest scores, as many as its budget allows.
 
     Attributes:
-        budget: tokens (int), or a fraction in (0, 1] of the valid slots (float): max(1, int(budget * n)); in a cache,
-            of the tokens seen. One-shot calls also take each head's own tokens, int32 [b, Hk] (`kvops.head_budgets`);
-            the result is then as wide as the most of them, and heads that keep fewer end in -1.
-        sinks: first tokens that always stay; part of the budget.
-        head_mode: "per_head"; "shared": one kept set for all heads, by the mean score; or "adaptive" (one-shot calls):
-            the heads share a layer's budget by their scores (`kvops.head_budgets`).
+        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float): max(1, int(budget * n)). In a
+            cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
+            (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end
+            in -1.
+        sinks: First tokens that are always kept; they count towards the budget.
+        head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
+            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
+            (`kvops.head_budgets`).
     """
 
     budget: Budget
@@ -415,7 +491,7 @@ class BudgetPolicy(Policy):
             self.check_holds(keep, newest)
 
     def check_holds(self, keep: int, newest: int) -> None:
-        """Raises if `keep` tokens do not hold what always stays."""
+        """Raise ValueError if `keep` tokens do not hold the tokens that are always kept."""
         check_holds(self.name, keep, self.sinks, newest)
 
     @property
@@ -425,8 +501,8 @@ class BudgetPolicy(Policy):
     def check_cache(self, layer: int, num_layers: int) -> None:
         if isinstance(self.budget, Tensor) or self.head_mode == "adaptive":
             raise ValueError(
-                f"{self.name}: the heads of a cache keep equally many tokens, expected budget as an int or a float and "
-                "head_mode 'per_head' or 'shared', got a budget per head"
+                f"{self.name}: the heads of a cache keep the same number of tokens, expected budget as an int or a "
+                "float and head_mode 'per_head' or 'shared', got a budget per head"
             )
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
@@ -435,7 +511,7 @@ class BudgetPolicy(Policy):
         super().check_paged_cache(num_layers, by_head)
 
     def held(self, n: int, prompt: int) -> int:
-        """The whole prompt until its last token, then the budget, and every token since."""
+        """The whole prompt until its last token; then the budget and every token since."""
         assert isinstance(self.budget, int)  # as PagedCache checks
         return n if n < prompt else min(prompt, self.budget) + n - prompt
 
@@ -443,25 +519,28 @@ class BudgetPolicy(Policy):
         return replace(self, budget=self.held(n, prompt))
 
     def spare(self, keep: int) -> int:
-        """How many tokens more are held, where prompts and decode are evicted alike, before so many stay."""
+        """The tokens held over a budget of `keep` before an eviction, if prompts and decode are evicted alike."""
         return max(1, int(BUFFER * keep))
 
     def cycled(self, n: int) -> int:
-        """What a buffer that empties whenever it is full leaves of n tokens."""
+        """The tokens left of n with a buffer that is emptied whenever it is full."""
         assert isinstance(self.budget, int)
         more = n - self.budget
         return n if more < (spare := self.spare(self.budget)) else self.budget + more % spare
 
     def scores(self, view: View) -> Tensor:
-        """The formula: fp32 [b, Hk, n], or [b, 1, n] for all heads alike. The highest stay; NaN goes first."""
+        """The score of each slot: fp32 [b, Hk, n], or [b, 1, n] for all heads alike.
+
+        The highest scores are kept; NaN is evicted first.
+        """
         raise NotImplementedError
 
     def newest(self, keep: int) -> int:
-        """How many of the newest tokens always stay among `keep`."""
+        """How many of the newest tokens are always among the `keep` kept ones."""
         return 0
 
     def room(self, view: View) -> int:
-        """Tokens that a cache keeps: the budget, but never less than what always stays."""
+        """The tokens that a cache keeps: the budget, but at least the tokens that are always kept."""
         keep = budget_tokens(self.name, self.budget, view.seen)
         return max(keep, self.sinks + self.newest(keep))
 
@@ -469,11 +548,11 @@ class BudgetPolicy(Policy):
         return self.pick(self.scores(view), view)
 
     def pick(self, scores: Tensor, view: View) -> Tensor:
-        """What `select` makes of the scores."""
+        """Select the slots to keep in a one-shot call, given the scores."""
         return self.choose(scores, view, self.budget)
 
     def full(self, view: View, keep: int) -> bool:
-        """Whether a cache evicts after this step. keep: the slots that then stay."""
+        """Whether a cache evicts after this step, down to `keep` slots."""
         return view.n > keep
 
     def evict(self, view: View) -> Tensor | None:
@@ -483,7 +562,7 @@ class BudgetPolicy(Policy):
         return self.choose(self.scores(view), view, keep)
 
     def choose(self, scores: Tensor, view: View, budget: Budget, **options: Any) -> Tensor:
-        """The kept slots by score, within `budget`. options: of `select_budget`, such as recent."""
+        """Select the slots with the highest scores within `budget`. options: of `select_budget`, such as recent."""
         if self.head_mode == "shared":
             scores = shared_scores(scores)
         elif self.head_mode == "adaptive":
@@ -499,7 +578,7 @@ class BudgetPolicy(Policy):
         )
 
     def _shares(self, scores: Tensor, view: View, recent: int | float) -> Tensor:
-        """The budget of each head, by the scores of what does not stay anyway: int32 [b, Hk]."""
+        """The budget of each head, by the scores of the tokens that are not protected: int32 [b, Hk]."""
         if scores.shape[1] != view.heads:
             raise ValueError(f"{self.name}: head_mode='adaptive' needs scores of each head, got one for all heads")
         if not isinstance(self.budget, int) and (self.sinks or recent):
@@ -514,7 +593,7 @@ class BudgetPolicy(Policy):
             starts = (none if starts is None else starts) + torch.clamp(valid, max=self.sinks)
             lengths = (valid - self.sinks).clamp(min=0)
         budget = self.budget
-        assert not isinstance(budget, Tensor)  # which `check` refuses
+        assert not isinstance(budget, Tensor)  # `check` refuses it
         if self.sinks:
             budget -= self.sinks
         return head_budgets(scores, budget, newest, starts=starts, lengths=lengths) + self.sinks
@@ -522,16 +601,18 @@ class BudgetPolicy(Policy):
 
 @dataclass(frozen=True, eq=False)
 class DecodePolicy(BudgetPolicy):
-    """A budget policy whose cache evicts in decode too.
+    """A budget policy whose cache also evicts in decode.
 
     Attributes:
-        budget, sinks, head_mode: see `BudgetPolicy`.
-        buffer: decode evicts, down to the budget, when so many tokens more are held: an int, or a share in (0, 1) of
-            the budget (float), rounded down, at least 1. 1 evicts after every token. None keeps every new token. A step
-            of several tokens is part of a prompt, and evicts by itself.
+        budget: See `BudgetPolicy`.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`.
+        buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
+            in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
+            every new token. A step of several tokens is part of a prompt and evicts at once.
     """
 
-    #: The requests of a `PagedCache` hold their whole prompt until its end.
+    #: The requests of a `PagedCache` hold their whole prompt until it ends.
     whole_prompt: ClassVar[bool] = False
 
     _: KW_ONLY
@@ -546,7 +627,7 @@ class DecodePolicy(BudgetPolicy):
         return view.new > 1
 
     def spare(self, keep: int) -> int:
-        """The buffer of so many tokens."""
+        """The buffer of a budget of `keep` tokens."""
         assert self.buffer is not None
         return self.buffer if isinstance(self.buffer, int) else max(1, int(self.buffer * keep))
 
@@ -559,12 +640,12 @@ class DecodePolicy(BudgetPolicy):
         super().check_paged_cache(num_layers, by_head)
         if by_head and self.buffer is not None:
             raise ValueError(
-                f"{self.name}: heads that differ in length are evicted at the prompt's end only, expected buffer=None, "
-                f"got {self.buffer}"
+                f"{self.name}: heads that differ in length are evicted only at the end of the prompt, expected "
+                f"buffer=None, got {self.buffer}"
             )
 
     def held(self, n: int, prompt: int) -> int:
-        """Up to the budget and its buffer all; then the budget, and what has come since the buffer was last full."""
+        """All tokens up to the budget plus buffer; then the budget and the tokens since the buffer was last emptied."""
         count = super().held(n, prompt) if self.whole_prompt or self.buffer is None else n
         return count if self.buffer is None or (self.whole_prompt and n <= prompt) else self.cycled(count)
 
@@ -572,19 +653,22 @@ class DecodePolicy(BudgetPolicy):
     def at_budget(
         cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """No more than the budget in decode either, as in the papers."""
+        """Never more than the budget, in decode too, as in the papers."""
         return {"budget": budget, "buffer": 1}
 
 
 @dataclass(frozen=True, eq=False)
 class KeyPolicy(DecodePolicy):
-    """A policy that scores tokens by their keys and values: state `scores`.
+    """A policy that scores tokens by their keys and values. Subclasses implement `scores`.
 
     Attributes:
-        budget, sinks, head_mode, buffer: see `DecodePolicy`.
-        recent: newest tokens that always stay (int), or a share in [0, 1) of the budget (float); part of the budget.
-            With head_mode="adaptive" each head protects this share of its own budget; the budgets themselves are found
-            with the share of the mean budget protected in every head.
+        budget: See `BudgetPolicy`.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`.
+        buffer: See `DecodePolicy`.
+        recent: Newest tokens that are always kept (int), or a fraction in [0, 1) of the budget (float); they count
+            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget; the
+            budgets themselves are computed with this fraction of the mean budget protected in every head.
     """
 
     by_head: ClassVar[bool] = True
@@ -609,5 +693,5 @@ class KeyPolicy(DecodePolicy):
         return self.choose(self.scores(view), view, keep, recent=self.protected(view))
 
     def protected(self, view: View) -> int:
-        """The newest tokens that stay in a cache."""
+        """The newest tokens that a cache always keeps."""
         return self.newest(budget_tokens(self.name, self.budget, view.seen))

@@ -1,4 +1,4 @@
-"""Baselines for every comparison, built from the same operators: StreamingLLM, L2 norm, Random, the full cache."""
+"""Baselines built from the same operators: StreamingLLM, L2 norm, Random and the full cache."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from .slots import SlotPolicy
 
 @dataclass(frozen=True, eq=False)
 class StreamingLLM(SlotPolicy, DecodePolicy):
-    """The first `sinks` tokens and the newest, `budget` in all.
+    """StreamingLLM: keeps the first `sinks` tokens and the newest tokens, `budget` in all.
 
     Attributes:
-        budget, buffer: see `DecodePolicy`; in a cache a fraction is never less than sinks + 1 tokens.
-        sinks: first tokens that always stay.
-        positions: see `SlotPolicy`.
+        budget: See `BudgetPolicy`. In a cache a fraction is never less than sinks + 1 tokens.
+        buffer: See `DecodePolicy`.
+        head_mode: See `BudgetPolicy`.
+        sinks: First tokens that are always kept.
+        positions: See `SlotPolicy`.
 
     Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al., 2023.
     """
@@ -46,11 +48,19 @@ class StreamingLLM(SlotPolicy, DecodePolicy):
 
 @dataclass(frozen=True, eq=False)
 class L2(KeyPolicy):
-    """The keys of the lowest L2 norm: they draw the most attention.
+    """L2 norm: keeps the keys with the lowest L2 norm, which get the most attention.
+
+    ```text
+    score[i] = -||k_i||
+    ```
 
     Attributes:
-        budget, sinks, recent, head_mode, buffer: see `KeyPolicy`. The budget is that of layers that are not skipped.
-        skip_layers: layers that stay whole in models of more than 8, so layers differ in length.
+        budget: See `BudgetPolicy`. It is the budget of each layer that is not skipped.
+        sinks: See `BudgetPolicy`.
+        recent: See `KeyPolicy`.
+        head_mode: See `BudgetPolicy`.
+        buffer: See `DecodePolicy`.
+        skip_layers: Layers that keep everything, in models of more than 8 layers. Layers then differ in length.
 
     Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", Devoto et al., 2024.
     """
@@ -62,7 +72,7 @@ class L2(KeyPolicy):
 
     def check(self) -> None:
         if not isinstance(self.skip_layers, tuple):
-            raise TypeError(f"{self.name}: skip_layers must be a tuple of layers, got {self.skip_layers!r}")
+            raise TypeError(f"{self.name}: skip_layers must be a tuple of layer indices, got {self.skip_layers!r}")
         super().check()
 
     @property
@@ -74,19 +84,23 @@ class L2(KeyPolicy):
 
     def scores(self, view: View) -> Tensor:
         inference_only(self.name, k=view.k)
-        return negative_norms(view.k)
+        return negative_norms(self.name, view.k)
 
 
 @dataclass(frozen=True, eq=False)
 class Random(KeyPolicy):
-    """A random `budget` of the tokens, another one in every head and layer: those of the highest hash.
+    """Random: keeps random tokens, different ones in every head and layer.
 
-    A token's rank is fixed by (seed, layer, head, position), so it is the same on every device, in every row of a
-    batch, and in one call, chunks and single tokens. Positions count from a row's first valid token.
+    The score of a token is a hash of (seed, layer, head, position). It is the same on every device, in every row of a
+    batch, and whether tokens come in one call, in chunks or one by one. Positions count from a row's first valid token.
 
     Attributes:
-        budget, sinks, recent, head_mode, buffer: see `KeyPolicy`.
-        seed: at least 0.
+        budget: See `BudgetPolicy`.
+        sinks: See `BudgetPolicy`.
+        recent: See `KeyPolicy`.
+        head_mode: See `BudgetPolicy`.
+        buffer: See `DecodePolicy`.
+        seed: The seed of the hash, at least 0.
     """
 
     _: KW_ONLY
@@ -94,7 +108,7 @@ class Random(KeyPolicy):
 
     @property
     def heads_alone(self) -> bool:
-        return False  # a head's numbers go by its place among those that are there
+        return False  # a head's numbers depend on its index among the heads of the tensor
 
     @property
     def paged(self) -> bool:
@@ -114,7 +128,7 @@ class Random(KeyPolicy):
 
 @dataclass(frozen=True, eq=False)
 class Full(Policy):
-    """The whole cache: keeps everything."""
+    """The full cache: keeps everything."""
 
     @property
     def heads_alone(self) -> bool:
@@ -131,5 +145,5 @@ class Full(Policy):
         return None
 
     def held(self, n: int, prompt: int) -> int:
-        """All."""
+        """All slots."""
         return n

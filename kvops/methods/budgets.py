@@ -1,4 +1,4 @@
-"""Budgets: how many tokens stay, and how a layer's budget is shared among its heads.
+"""Budgets: how many tokens are kept, and how the heads of a layer, or the layers of a model, share a budget.
 
 Source of `head_budgets`: "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
 Inference", Feng et al., 2024, Algorithm 1; with ProtoKV: its Table 4.
@@ -19,23 +19,25 @@ from ..checks import (
     check_recent,
     check_rows_hold,
     inference_only,
+    plain,
 )
 from ..ops import select_topk
 from ..window import outside_prefix, prefix_lengths, span_ends
 
-#: Tokens, or a fraction in (0, 1] of a row's valid ones; the one-shot calls also take each head's own tokens, int32
-#: [b, Hk] (`kvops.head_budgets`).
+#: Tokens (int), or a fraction in (0, 1] of a row's valid tokens (float). One-shot calls also take a budget per head,
+#: int32 [b, Hk] (`kvops.head_budgets`).
 Budget = int | float | Tensor
 
 
 def budget_tokens(op: str, budget: Budget, n: int) -> int:
-    """Tokens to keep of n: a count as it is, a fraction in (0, 1] as max(1, int(fraction * n))."""
+    """The tokens to keep of n: an int as it is, a fraction in (0, 1] as max(1, int(fraction * n))."""
     check_budget(op, budget)
+    budget = plain(budget)
     return budget if isinstance(budget, int) else max(1, int(float(budget) * n))
 
 
 def most_tokens(op: str, budget: Budget, n: int) -> int:
-    """`budget_tokens`; of a budget per head the most of any."""
+    """`budget_tokens`, or the largest budget of any head."""
     if not isinstance(budget, Tensor):
         return budget_tokens(op, budget, n)
     check_head_budgets(op, budget)
@@ -43,13 +45,14 @@ def most_tokens(op: str, budget: Budget, n: int) -> int:
 
 
 def recent_tokens(op: str, recent: int | float, keep: int) -> int:
-    """Newest tokens to protect among the `keep`: a count as it is, a share in [0, 1) as int(share * keep)."""
+    """The newest tokens to protect among `keep`: an int as it is, a fraction in [0, 1) as int(fraction * keep)."""
     check_recent(op, recent)
+    recent = plain(recent)
     return recent if isinstance(recent, int) else int(recent * keep)
 
 
 def valid_slots(n: int, starts: Tensor | None, lengths: Tensor | None) -> Tensor:
-    """How many slots of each row are valid, int32 [b]; one of the two is given."""
+    """The number of valid slots of each row, int32 [b]; starts or lengths is given."""
     if lengths is not None:
         return lengths
     assert starts is not None
@@ -59,8 +62,9 @@ def valid_slots(n: int, starts: Tensor | None, lengths: Tensor | None) -> Tensor
 def row_budgets(
     op: str, budget: Budget, shape: Sequence[int], n: int, starts: Tensor | None, lengths: Tensor | None
 ) -> tuple[int, Tensor | None]:
-    """The most tokens that any head keeps of n slots, and, where rows or heads differ, how many each: int32 [b, 1 or
-    Hk]. shape: (b, heads), those that have scores of their own.
+    """The largest number of tokens that any head keeps of n slots, and the number of each if rows or heads differ.
+
+    The second result is int32 [b, 1 or Hk], or None. shape: (b, heads), the rows and heads with scores of their own.
     """
     keep = most_tokens(op, budget, n)
     if isinstance(budget, Tensor):
@@ -81,25 +85,31 @@ def head_budgets(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Each head's tokens when a layer keeps its highest scores, whichever head they are of. ::
+    """Share a layer's budget among its heads: the layer keeps its highest scores, whichever heads they belong to.
 
-        c    = budget - window
-        each head keeps its int(floor * c) best;  the rest of Hk * c are the highest of all other scores of the layer
-
-    and the window, which counts towards the budget. A row's budgets add up to Hk * budget exactly.
+    With c = budget - window, each head keeps its int(floor * c) best tokens. The rest of the layer's `Hk * c` tokens
+    are those with the highest remaining scores of all heads. Each head also keeps its window, which counts towards the
+    budget. The budgets of a row add up to exactly `Hk * budget`.
 
     Args:
-        scores: fp32 [b, Hk, n], comparable between heads, such as `ops.window_scores`. Those of the last `window` valid
-            slots do not count, nor do scores that are NaN, as long as there are others.
-        budget: tokens (int), or a fraction in (0, 1] of the valid slots (float): the mean over the heads.
-        window: newest tokens that every head keeps.
-        floor: in [0, 1]; 1 gives all heads alike.
-        starts, lengths: int32 [b], the valid slots of each row.
+        scores: fp32 [b, Hk, n], comparable between heads, such as `ops.window_scores`. Scores of the last `window`
+            valid slots are ignored, and so are NaN scores as long as there are others.
+        budget: Tokens (int), or a fraction in (0, 1] of the valid slots (float); the mean over the heads.
+        window: Newest tokens that every head keeps.
+        floor: In [0, 1]. With 1 all heads get the same budget.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
 
     Returns:
-        int32 [b, Hk], for the budget of any policy that takes one per head.
+        int32 [b, Hk], the tokens of each head. Pass it as the budget of a policy that takes a budget per head.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: scores is not [b, Hk, n], floor is not in [0, 1], or budget is less than window.
+
+    Source: Ada-KV, Algorithm 1; with ProtoKV: ProtoKV, Table 4.
     """
-    op = "head_budgets"
+    op, budget, window, floor = "head_budgets", plain(budget), plain(window), plain(floor)
     inference_only(op, scores=scores)
     if scores.dim() != 3:
         raise ValueError(f"{op}: scores must be [b, Hk, n], got shape {list(scores.shape)}")
@@ -115,7 +125,7 @@ def head_budgets(
         budgets = torch.full((b, 1), keep, dtype=torch.int32, device=scores.device)
     else:
         check_rows_hold(op, budgets, 0, torch.full_like(budgets, window))
-    count = budgets - window  # int32 [b, 1]: of a head's prefix, on average
+    count = budgets - window  # int32 [b, 1]: tokens of a head's prefix, on average
     least = (count.double() * floor).int()
     prefix = prefix_lengths(scores, window, starts, lengths)
     best = select_topk(
@@ -125,7 +135,7 @@ def head_budgets(
         lengths=prefix,
         budgets=least.expand(b, heads).contiguous(),
     )
-    # What a head keeps in any case comes first, and what is not of the prefix last, in one row for the whole layer.
+    # Rank the whole layer in one row: each head's guaranteed tokens first, slots outside of the prefix last.
     ranked = scores.nan_to_num(-torch.inf, torch.finfo(scores.dtype).max, -torch.inf)
     ranked.masked_fill_(outside_prefix(scores, window, starts, span_ends(scores, starts, lengths)), torch.nan)
     ranked = torch.nn.functional.pad(ranked, (0, 1)).scatter_(2, torch.where(best < 0, n, best), torch.inf)[..., :n]
@@ -144,47 +154,60 @@ def entropy_budgets(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Each layer's tokens when layers share a budget by the entropy of their attention: the more tokens a layer looks
-    at, the more it keeps. ::
+    """Share a model's budget among its layers by the entropy of their attention.
 
-        p     = a head's scores / their sum       over the valid tokens before the window
-        H     = mean over the layer's heads of -sum p ln p
-        c     = budget - window;   window + num_layers * c * H / (the sum of H over the layers)  tokens of the layer
+    The more tokens a layer attends to, the more it keeps.
 
-    rounded so that a row's budgets add up to num_layers * budget exactly (of rows with fewer tokens, to all of them). A
-    layer whose share is more than there is keeps all, and the others share the rest.
+    ```text
+    p      = a head's scores / their sum       over the valid tokens before the window
+    H      = mean over the layer's heads of -sum p ln p
+    c      = budget - window
+    tokens = window + num_layers * c * H / (sum of H over the layers)
+    ```
+
+    The results are rounded so that the budgets of a row add up to exactly `num_layers * budget`, or to all tokens of a
+    row that has fewer. A layer that would get more tokens than it has keeps all of them, and the other layers share the
+    rest.
 
     Args:
-        scores: of each layer, fp32 [b, Hk, n], such as `ops.window_scores`; finite and at least 0, others do not count.
-        budget: tokens, the mean over the layers.
-        window: newest tokens that every layer keeps.
-        starts, lengths: int32 [b], the valid slots of each row.
+        scores: One tensor per layer, fp32 [b, Hk, n], such as `ops.window_scores`. Scores that are negative or not
+            finite are ignored.
+        budget: Tokens; the mean over the layers.
+        window: Newest tokens that every layer keeps.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
 
     Returns:
-        int32 [num_layers, b]; policies take layer i's as budget=budgets[i, :, None].expand(b, Hk).contiguous().
+        int32 [num_layers, b]. To pass layer i's budget to a policy, use
+        `budget=budgets[i, :, None].expand(b, Hk).contiguous()`.
 
-    Source: after "Entropy-Guided KV Caching for Efficient LLM Inference", Kim and Jung, 2025, whose layers of higher
-    entropy get larger budgets; that shares are proportional was chosen here.
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: scores is empty or differs in b or n between layers, or budget is less than window.
+
+    Source: after "Entropy-Guided KV Caching for Efficient LLM Inference", Kim and Jung, 2025, in which layers of higher
+    entropy get larger budgets. That budgets are proportional to the entropy was chosen here.
     """
     op = "entropy_budgets"
     if isinstance(scores, Tensor) or not scores:
-        raise ValueError(f"{op}: scores must be a list with those of at least one layer, got {type(scores).__name__}")
+        raise ValueError(f"{op}: scores must be a list of at least one layer's scores, got {type(scores).__name__}")
     inference_only(op, **{f"scores[{i}]": x for i, x in enumerate(scores)})
     check_int(op, "budget", budget, 1)
     check_int(op, "window", window, 0)
+    budget, window = plain(budget), plain(window)
     check_holds_window(op, budget, window)
     for i, x in enumerate(scores):
         if x.dim() != 3 or (x.shape[0], x.shape[2]) != (scores[0].shape[0], scores[0].shape[2]):
             raise ValueError(
-                f"{op}: scores must be [b, Hk, n], alike in b and n, got {list(x.shape)} of layer {i} beside "
-                f"{list(scores[0].shape)}"
+                f"{op}: scores must be [b, Hk, n] with the same b and n in all layers, got {list(x.shape)} in layer "
+                f"{i} and {list(scores[0].shape)} in layer 0"
             )
     outside = outside_prefix(scores[0], window, starts, span_ends(scores[0], starts, lengths))
     entropy = torch.stack([_entropy(x, outside) for x in scores])  # fp64 [layers, b]
     most = prefix_lengths(scores[0], window, starts, lengths).double()  # [b]
     left = len(scores) * most.clamp(max=budget - window)
     share, shares = torch.zeros_like(entropy), torch.ones_like(entropy, dtype=torch.bool)
-    for _ in scores:  # each round some layers turn out to keep all, or none do
+    for _ in scores:  # in each round some more layers turn out to keep all their tokens, or none do
         weight = torch.where(shares, entropy, 0.0)
         total = weight.sum(0)
         weight = torch.where(total > 0, weight, shares.double())
@@ -193,7 +216,7 @@ def entropy_budgets(
         share = torch.where(whole, most, torch.where(shares, ideal, share))
         left, shares = left - torch.where(whole, most, 0.0).sum(0), shares & ~whole
     tokens = share.floor()
-    rest = (share.sum(0).round() - tokens.sum(0)).round()  # go to the largest fractions, ties to the lower layer
+    rest = (share.sum(0).round() - tokens.sum(0)).round()  # for the largest fractions, ties to the lower layer
     order = (share - tokens).argsort(dim=0, descending=True, stable=True)
     layers = torch.arange(len(scores), device=order.device)[:, None].expand_as(order)
     more = torch.empty_like(order).scatter_(0, order, layers) < rest
@@ -201,7 +224,7 @@ def entropy_budgets(
 
 
 def _entropy(scores: Tensor, outside: Tensor) -> Tensor:
-    """fp64 [b]: the mean over heads of the entropy of what is not outside, as shares of its sum."""
+    """The mean over heads of the entropy of the scores that are not `outside`, normalized to sum 1: fp64 [b]."""
     counted = torch.where(outside | ~(scores > 0) | scores.isinf(), 0.0, scores.double())
     p = counted / counted.sum(-1, keepdim=True).clamp(min=1e-300)
     return -torch.xlogy(p, p).sum(-1).mean(1)

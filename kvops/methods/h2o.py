@@ -1,4 +1,4 @@
-"""H2O: keeps the tokens that all queries so far attended to most, and the newest. TOVA: those that the last query does.
+"""H2O: keeps the tokens with the most attention from all queries so far, and the newest. TOVA: from the last query.
 
 Sources: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", Zhang et al., 2023;
 "Transformers are Multi-State RNNs", Oren et al., 2024 (TOVA). Decisions: docs/methods/.
@@ -24,20 +24,28 @@ from .queries import QueryCall, QueryPolicy
 
 @dataclass(frozen=True, eq=False)
 class H2O(DecodePolicy, QueryPolicy):
-    """H2O: the newest tokens stay (half of the budget), and of those before the highest scores, per head. ::
+    """H2O: keeps the newest tokens (half of the budget) and the highest scores among the older ones, per head.
 
-        score[j] = mean over the group's query heads of sum over all queries i of softmax(q_i k)_j       causal
+    ```text
+    score[j] = mean over the group's query heads of sum over all queries i of softmax(q_i k)_j       causal
+    ```
 
-    One call takes the queries of the last t slots; t = n, the whole prompt, is H2O. The n x n weights are never
+    A one-shot call takes the queries of the last t slots; t = n, the whole prompt, is H2O. The n x n weights are never
     written: blocks of 256 rows are scored and added up.
 
-    In a cache the scores are sums over all queries seen since a token came, and travel with the tokens. They cannot be
-    taken back, so `crop` refuses.
+    In a cache a token's score is the sum over all queries since it was appended, and it moves with the token. Scores
+    cannot be subtracted again, so `crop` raises.
 
     Attributes:
-        budget, sinks, head_mode, group_reduce: see `QueryPolicy`. buffer: see `DecodePolicy`; 1 is the paper's.
-        recent: newest tokens that stay: an int, or a share in [0, 1) of the budget; with head_mode="adaptive" as in
-            `KeyPolicy`.
+        budget: See `BudgetPolicy`.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`.
+        group_reduce: See `QueryPolicy`.
+        buffer: See `DecodePolicy`; the paper's is 1.
+        recent: Newest tokens that are always kept: an int, or a fraction in [0, 1) of the budget (float). With
+            head_mode="adaptive" as in `KeyPolicy`.
+
+    Source: H2O, Zhang et al., 2023.
     """
 
     uses_positions: ClassVar[bool] = False
@@ -64,20 +72,21 @@ class H2O(DecodePolicy, QueryPolicy):
     def compress(  # type: ignore[override]  # the queries are no option
         self, k: Tensor, v: Tensor, q: Tensor, **call: Unpack[QueryCall]
     ) -> Compressed:
-        """The rule in one call.
+        """Apply the rule once to a whole cache.
 
         Args:
             k: [b, Hk, n, d].
             v: [b, Hk, n, dv].
-            q: [b, Hq, t, d], the queries of the last t slots; t = n, the whole prompt, is H2O. Query head h serves KV
-                head h // (Hq / Hk).
-            call: see `QueryCall`; lse: fp32 [b, Hq, t].
+            q: [b, Hq, t, d], the queries of the last t slots; t = n, the whole prompt, is H2O. Query head h belongs to
+                KV head h // (Hq / Hk).
+            **call: See `QueryCall`; lse is fp32 [b, Hq, t].
 
         Returns:
-            (k, v, indices) with the slots that stay.
+            (k, v, indices) of the kept slots; see `Compressed`.
 
         Raises:
-            TypeError, ValueError: wrong arguments; nothing has been written.
+            TypeError: An argument has the wrong type. Nothing has been written.
+            ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
         """
         return super().compress(k, v, q, **call)
 
@@ -100,7 +109,7 @@ class H2O(DecodePolicy, QueryPolicy):
             rows = slice(first, min(first + MAX_WINDOW, t))
             seen = n - t + rows.stop  # no row of the block sees more
             visible = causal_limits(seen, rows.stop - rows.start, k.device)
-            if isinstance(end, Tensor):  # rows behind the end are padding
+            if isinstance(end, Tensor):  # rows after the end are padding
                 visible = torch.where(visible <= end[:, None], visible, 0)
             part = window_scores(
                 q[:, :, rows],
@@ -121,7 +130,7 @@ class H2O(DecodePolicy, QueryPolicy):
     def evict(self, view: View) -> Tensor | None:
         scores, before = view.seen_by_queries, view.state.get("scores")
         if before is not None:
-            scores[:, :, : before.shape[2]] += before  # the step's own scores are nobody else's
+            scores[:, :, : before.shape[2]] += before  # in place: no other object uses the step's own scores
         view.state["scores"] = scores
         keep = self.room(view)
         if not self.full(view, keep):
@@ -131,15 +140,23 @@ class H2O(DecodePolicy, QueryPolicy):
 
 @dataclass(frozen=True, eq=False)
 class TOVA(DecodePolicy, QueryPolicy):
-    """TOVA: the tokens that the last query attends to most, and its own; one set for all heads. ::
+    """TOVA: keeps the tokens to which the last query attends most, and its own token; one set for all heads.
 
-        score[j] = mean over all query heads of softmax(q_last k)_j
+    ```text
+    score[j] = mean over all query heads of softmax(q_last k)_j
+    ```
 
-    One call takes the query of each row's last (valid) token; in a cache that of the step that evicts observes.
+    A one-shot call takes the query of each row's last (valid) token. A cache uses the last query of the step that
+    evicts.
 
     Attributes:
-        budget, sinks, head_mode, group_reduce: see `QueryPolicy`; head_mode="per_head" is not the paper's.
-        buffer: see `DecodePolicy`; 1 is the paper's.
+        budget: See `BudgetPolicy`.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`. The paper's is "shared".
+        group_reduce: See `QueryPolicy`.
+        buffer: See `DecodePolicy`; the paper's is 1.
+
+    Source: TOVA, Oren et al., 2024.
     """
 
     uses_positions: ClassVar[bool] = False
@@ -157,20 +174,21 @@ class TOVA(DecodePolicy, QueryPolicy):
     def compress(  # type: ignore[override]  # the queries are no option
         self, k: Tensor, v: Tensor, q_last: Tensor, **call: Unpack[QueryCall]
     ) -> Compressed:
-        """The rule in one call.
+        """Apply the rule once to a whole cache.
 
         Args:
             k: [b, Hk, n, d].
             v: [b, Hk, n, dv].
-            q_last: [b, Hq, 1, d], the query of each row's last (valid) token. Query head h serves KV head h // (Hq /
-                Hk).
-            call: see `QueryCall`; lse: fp32 [b, Hq, 1].
+            q_last: [b, Hq, 1, d], the query of each row's last (valid) token. Query head h belongs to KV head
+                h // (Hq / Hk).
+            **call: See `QueryCall`; lse is fp32 [b, Hq, 1].
 
         Returns:
-            (k, v, indices) with the slots that stay.
+            (k, v, indices) of the kept slots; see `Compressed`.
 
         Raises:
-            TypeError, ValueError: wrong arguments; nothing has been written.
+            TypeError: An argument has the wrong type. Nothing has been written.
+            ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
         """
         return super().compress(k, v, q_last, **call)
 

@@ -1,4 +1,4 @@
-"""KeyDiff: keeps the keys that look least like the mean key.
+"""KeyDiff: keeps the keys that are least similar to the mean key.
 
 Source: "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained
 Environments", Sec. 3 (Eq. 7, 8), sliding window: Sec. 3.2 and App. E, ablations: Sec. 4.4. Decisions:
@@ -25,24 +25,32 @@ ANCHORS = ("mean", "median", "pairwise")
 
 @dataclass(frozen=True, eq=False)
 class KeyDiff(KeyPolicy):
-    """KeyDiff. ::
+    """KeyDiff: keeps the keys that are least similar to the mean key, per head.
 
-        mu = mean_j k_j / ||k_j||;   score_i = -cos(k_i, mu);   the budget's highest scores stay, per head
+    ```text
+    mu       = mean over j of k_j / ||k_j||
+    score[i] = -cos(k_i, mu)
+    ```
 
-    Append blocks of the prompt (128 in the paper) and a cache never holds more than budget + block; one whole prompt is
-    `keydiff_compress`. In decode it evicts as `buffer` says. There the anchor is a running sum: new keys are added,
-    evicted ones subtracted, and it is computed anew after `refresh` evictions (fp32 sums drift) or when that is less
-    work.
-
-    Attributes:
-        budget, sinks, recent, head_mode, buffer: see `KeyPolicy`. The paper protects no sinks, and evicts after every
-            token: buffer=1.
-        normalize_anchor: False takes the mean of the keys as they are.
-        metric: "cosine"; ablations "dot" (-k_i . mu) and "euclidean" (||k_i - mu||).
-        anchor: "mean"; ablations "median" (per channel) and "pairwise" (Eq. 7: minus the mean cosine with every key).
-        refresh: evictions after which a cache computes the anchor anew.
+    If the prompt is appended in blocks (128 tokens in the paper), a cache never holds more than budget + block tokens;
+    `keydiff_compress` takes the whole prompt at once. In decode the cache evicts as `buffer` says. The anchor mu is
+    then a running sum: the cache adds new keys and subtracts evicted ones. It recomputes the sum after `refresh`
+    evictions, because fp32 sums drift, or when that is less work.
 
     The ablations run in plain PyTorch.
+
+    Attributes:
+        budget: See `BudgetPolicy`.
+        sinks: See `BudgetPolicy`. The paper protects none.
+        recent: See `KeyPolicy`.
+        head_mode: See `BudgetPolicy`.
+        buffer: See `DecodePolicy`. The paper evicts after every token: buffer=1.
+        normalize_anchor: If False, mu is the mean of the keys without normalization.
+        metric: "cosine"; ablations "dot" (-k_i . mu) and "euclidean" (||k_i - mu||).
+        anchor: "mean"; ablations "median" (per channel) and "pairwise" (Eq. 7: minus the mean cosine with every key).
+        refresh: Evictions after which a cache recomputes the anchor.
+
+    Source: KeyDiff, Sec. 3, Eq. 7, 8; ablations: Sec. 4.4.
     """
 
     uses_positions: ClassVar[bool] = False
@@ -84,8 +92,8 @@ class KeyDiff(KeyPolicy):
         evicted = view.n - keep
         if not self.full(view, keep):
             return None
-        # anchor: fp32 [b, Hk, d], the sum of the (normalized) keys of the first `summed` slots; drift: evictions since
-        # it was computed anew.
+        # anchor: fp32 [b, Hk, d], the sum of the (normalized) keys of the first `summed` slots.
+        # drift: evictions since the anchor was last recomputed.
         anchor, summed, drift = view.state.get("anchor"), view.state.get("summed", 0), view.state.get("drift", 0)
         if anchor is not None:
             anchor = anchor + self._key_sum(k[:, :, summed:], None if pads is None else (pads - summed).clamp(min=0))
@@ -99,19 +107,19 @@ class KeyDiff(KeyPolicy):
         else:
             slots = complement(indices, view.n)
             gone = k.gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, k.shape[3]))
-            # Padding is the first to go.
+            # Padding is evicted first.
             anchor = anchor - self._key_sum(gone, None if pads is None else pads.clamp(max=evicted))
         view.state.update(anchor=anchor, summed=keep, drift=drift)
         return indices
 
     def _key_sum(self, k: Tensor, pads: Tensor | None) -> Tensor:
-        """Sum of the (normalized) valid finite keys, fp32 [b, Hk, d]."""
+        """The sum of the (normalized) valid, finite keys: fp32 [b, Hk, d]."""
         return anchor_cosine(k, normalize_anchor=self.normalize_anchor, starts=pads, return_anchor=True)[1]
 
 
 def ablation_scores(view: View, normalize_anchor: bool, metric: str, anchor: str) -> Tensor:
-    """Scores of the paper's ablations (Sec. 4.4), fp32 [b, Hk, n]; NaN for keys that are invalid or not finite."""
-    keys, starts, lengths = readable_keys(view.k).float(), view.starts, view.lengths
+    """The scores of the paper's ablations (Sec. 4.4): fp32 [b, Hk, n]; NaN for keys that are invalid or not finite."""
+    keys, starts, lengths = readable_keys("KeyDiff", view.k).float(), view.starts, view.lengths
     usable = keys.isfinite().all(-1, keepdim=True)  # [b, Hk, n, 1]
     slots = torch.arange(view.n, device=keys.device)
     if starts is not None:
@@ -142,10 +150,10 @@ def ablation_scores(view: View, normalize_anchor: bool, metric: str, anchor: str
 
 
 def complement(indices: Tensor, n: int) -> Tensor:
-    """The slots of [0, n) that are not in `indices` (ascending, none missing): int64 [b, Hk, n - m], ascending.
+    """The slots of [0, n) that are not in `indices` (ascending, without -1): int64 [b, Hk, n - m], ascending.
 
-    Before the kept slot indices[i] lie indices[i] - i evicted ones, so the j-th evicted slot has as many kept ones
-    before it as there are i with indices[i] - i <= j.
+    indices[i] - i evicted slots precede the kept slot indices[i]. The number of kept slots before the j-th evicted one
+    is therefore the number of i with indices[i] - i <= j.
     """
     m = indices.shape[2]
     before = (indices - torch.arange(m, device=indices.device)).contiguous()

@@ -1,4 +1,4 @@
-"""LaCache: a ladder. Each layer keeps other tokens, early layers early ones, so that each token stays in some layers.
+"""LaCache: a ladder-shaped cache. Each layer keeps different tokens, so that each token survives in some layers.
 
 Source: "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of Large Language Models", Shi et al.,
 2025. Decisions: docs/methods/lacache.md.
@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_budget, check_choice, check_holds_ladder, check_int
+from ..checks import check_budget, check_choice, check_holds_ladder, check_int, plain
 from ..ladder import PATTERNS, LadderState, lacache_plan, least_budget, make_ladder
 from ..ops import ladder_compact_, ladder_gather
 from ..rope import Rope
 from .base import IN_PLACE, Compressed, Out, View
 from .budgets import budget_tokens
+from .calling import one_shot_method
 from .slots import SlotPolicy
 
 TASKS = ("modeling", "understanding")
@@ -26,21 +27,27 @@ TASKS = ("modeling", "understanding")
 
 @dataclass(frozen=True, eq=False)
 class LaCache(SlotPolicy):
-    """LaCache: as many slots stay as `lacache_plan` says, alike in all heads: at most budget + R // 2, where a ladder
-    frees R slots of a layer. All layers keep equally many, and which they are is arithmetic on (layer, slot).
+    """LaCache: keeps a ladder of tokens, in the paper's pattern early tokens in early layers, late ones in deep layers.
 
-    A cache is thinned when it is longer than the budget, so its length oscillates around the budget by what a ladder
-    frees. Rows of a padded batch keep what they keep alone: different numbers of tokens, which begin after `pads` empty
-    slots.
+    Which slots a layer keeps depends only on (layer, slot), never on scores (see `lacache_plan`). All layers keep the
+    same number of slots, and all heads of a layer the same slots: at most budget + R // 2, where R is the number of
+    slots that a ladder frees in each layer.
+
+    A cache is thinned when it grows longer than that, so its length oscillates around the budget by R. Each row of a
+    padded batch keeps the tokens that it would keep alone. Rows may therefore differ in length; their tokens begin
+    after `pads` empty slots.
 
     Attributes:
-        budget: tokens, or a fraction; it holds the sinks, the newest num_layers slots and a ladder's kept ones. In a
-            cache a fraction is one of the tokens seen, but never less than that.
-        span, overlap, sinks, pattern: see `lacache_plan`. None: by the task. "modeling": span max(1, round(num_layers
-            / 4)), overlap span // 2, 4 sinks; "understanding" (a prompt, then a short answer): span round(num_layers *
-            budget / n), overlap 0, min(128, budget // 4) sinks. A cache needs the span for a budget in tokens.
-        task: "modeling" or "understanding".
-        positions: see `SlotPolicy`.
+        budget: Tokens (int), or a fraction (float). It must hold the sinks, the newest num_layers slots and one
+            ladder's kept slots. In a cache a fraction is of the tokens seen, but never less than that minimum.
+        span: See `lacache_plan`. None depends on the task: max(1, round(num_layers / 4)) for "modeling",
+            round(num_layers * budget / n) for "understanding". A cache for "understanding" with a budget in tokens
+            needs it.
+        overlap: See `lacache_plan`. None is span // 2 for "modeling", 0 for "understanding".
+        sinks: First tokens that are always kept. None is 4 for "modeling", min(128, budget // 4) for "understanding".
+        pattern: See `lacache_plan`.
+        task: "modeling" (language modeling), or "understanding" (a prompt, then a short answer).
+        positions: See `SlotPolicy`.
 
     Source: LaCache, Sec. 3.2, 3.3, 4.1.
     """
@@ -76,24 +83,27 @@ class LaCache(SlotPolicy):
             )
         self.plan_settings(num_layers, 1, streaming=True)
 
+    @one_shot_method
     def compress(  # type: ignore[override]  # no padding, and the layer is no option
         self, k: Tensor, v: Tensor, *, layer: int, num_layers: int, rope: Rope | None = None, out: Out = None
     ) -> Compressed:
-        """The rule in one call, of one layer of a model.
+        """Apply the rule once to a whole cache of one layer. It also takes `layout`, see `Spans`.
 
         Args:
             k: [b, Hk, n, d].
             v: [b, Hk, n, dv].
-            layer, num_layers: which layer of how many this is.
-            rope: keys that are rotated at their slots are turned to their new ones. None: keys are only moved (they
-                are not rotated yet, or stay at their original positions).
+            layer: The index of the layer in the model.
+            num_layers: The number of layers of the model.
+            rope: The rotary embedding, if keys were rotated at their slots: they are rotated to their new slots. None
+                moves the keys as they are, for keys that are not rotated or keep their original positions.
             out: (k_out, v_out) of the result's shapes to write to.
 
         Returns:
-            (k, v, indices) with the slots that stay.
+            (k, v, indices) of the kept slots; see `Compressed`.
 
         Raises:
-            TypeError, ValueError: wrong arguments; nothing has been written.
+            TypeError: An argument has the wrong type. Nothing has been written.
+            ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
         """
         check_int(self.name, "layer", layer, 0)
         view, out = self._view(k, v, layer=layer, num_layers=num_layers, out=out)
@@ -117,11 +127,11 @@ class LaCache(SlotPolicy):
         return plan.indices(layer, view.k.device).expand(*view.k.shape[:2], -1)
 
     def _evict_rows(self, view: View, layer: int, num_layers: int) -> Tensor | None:
-        """Each row of a padded batch by a plan of its own, made from what the host knows."""
-        # padding; slots kept at the last eviction, columns seen then; cap, cursor: int64 [b, 5], on the CPU
+        """Evicts each row of a padded batch by its own plan, which needs only values on the host."""
+        # rows: int64 [b, 5] on the CPU: padding, slots kept at the last eviction, columns seen then, cap, cursor
         before = view.state.get("rows")
         if before is None:
-            assert view.padding is not None  # as rows begin with some
+            assert view.padding is not None  # the rows begin with padding
             rows = [(padding, 0, 0, 0, 0) for padding in view.padding.tolist()]
         else:
             rows = before.tolist()
@@ -141,8 +151,10 @@ class LaCache(SlotPolicy):
         return indices[:, None].expand(-1, view.heads, -1)
 
     def move(self, view: View, indices: Tensor, out: Out = None) -> tuple[Tensor, Tensor]:
-        """By closed form, without the indices, and with the keys turned to their new slots; rows that differ by
-        them."""
+        """Moves by closed form instead of by indices, and rotates the keys to their new slots.
+
+        Rows with plans of their own move by indices.
+        """
         if view.starts is not None:
             return super().move(view, indices, out)
         rope, (layer, _) = view.rope, view.place(self.name)
@@ -163,7 +175,7 @@ class LaCache(SlotPolicy):
         return k, v
 
     def plan_settings(self, num_layers: int, n: int, streaming: bool = False) -> dict[str, Any]:
-        """The arguments of `lacache_plan`, with the task's defaults. n: tokens, those seen so far if streaming."""
+        """The arguments of `lacache_plan`, with the task's defaults. n: tokens, or if streaming tokens seen so far."""
         op, budget, span, overlap, sinks = self.name, self.budget, self.span, self.overlap, self.sinks
         keep = budget_tokens(op, budget, n)
         if self.task == "understanding":
@@ -189,7 +201,7 @@ class LaCache(SlotPolicy):
     def at_budget(
         cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """A prompt and a short answer, or language modelling: the paper's settings for each."""
+        """The paper's settings for a prompt and a short answer, or for language modeling."""
         if options.get("task", "modeling" if streaming else "understanding") == "modeling":
             return {"budget": budget}
         return {"budget": budget, "task": "understanding", "span": understanding_span(num_layers, budget / n)}
@@ -206,26 +218,36 @@ def lacache_coverage(
     pattern: str = "paper",
     chunk: int | Sequence[int] = 1,
 ) -> Tensor:
-    """Which tokens each layer holds when n have been streamed.
+    """Compute which tokens each layer holds after n tokens have been streamed.
 
     Args:
-        chunk: how many tokens come at a time, or the size of each chunk (what is left comes one by one).
-
-    All other arguments as in `lacache_plan`.
+        n: The tokens of the stream.
+        num_layers: See `lacache_plan`.
+        budget: See `lacache_plan`.
+        span: See `lacache_plan`.
+        overlap: See `lacache_plan`.
+        sinks: See `lacache_plan`.
+        pattern: See `lacache_plan`.
+        chunk: The tokens per step, or the sizes of all steps; tokens left after these come one by one.
 
     Returns:
         bool [num_layers, n].
 
+    Raises:
+        TypeError: A number is not an int.
+        ValueError: A setting is invalid; see `lacache_plan`.
+
     Source: LaCache, Fig. 2 and 4.
     """
     check_int("lacache_coverage", "n", n, 0)
+    n, chunk = plain(n), plain(chunk)
     for size in [chunk] if isinstance(chunk, int) else chunk:
         check_int("lacache_coverage", "chunk", size, 1)
     sizes = [chunk] * -(-n // chunk) if isinstance(chunk, int) else [*chunk] + [1] * (n - sum(chunk))
     settings: dict[str, Any] = dict(num_layers=num_layers, budget=budget, span=span, overlap=overlap)
     settings |= dict(sinks=sinks, pattern=pattern)
     held = torch.empty(num_layers, 0, dtype=torch.int64, device="cpu")
-    state, seen, new = None, 0, 0  # `new` tokens since the last that were put into `held`
+    state, seen, new = None, 0, 0  # new: tokens that are not in `held` yet
     for size in sizes:
         size = min(size, n - seen)
         seen, new = seen + size, new + size
@@ -239,5 +261,5 @@ def lacache_coverage(
 
 
 def understanding_span(num_layers: int, ratio: float) -> int:
-    """The paper's span for a prompt and a short answer, when this share of the prompt is kept."""
+    """The paper's span for a prompt and a short answer, if this fraction of the prompt is kept."""
     return max(1, min(round(num_layers * ratio), num_layers - 1))

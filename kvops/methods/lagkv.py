@@ -1,4 +1,4 @@
-"""LagKV: keeps, of each partition of `lag` tokens, those that stand out most when seen by the next partition.
+"""LagKV: keeps the tokens of each partition that stand out most against the range of the next partition.
 
 Source: "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important", Sec. 2.2 (Eq. 5-10); the
 variants LocalKV and L2 norm: App. A.2. Decisions where paper and released code differ: docs/methods/lagkv.md.
@@ -13,43 +13,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_choice, check_finite, check_int
+from ..checks import check_choice, check_finite, check_int, plain
 from ..lag import kept_length, kept_within, num_segments
 from ..ops import lag_score, select_topk
 from .base import HEAD_MODES, Policy, View
 from .select import all_slots, negative_norms, places, shared_scores
 
-#: score="l2" leaves these layers as they are.
+#: With score="l2" these layers keep everything.
 L2_SKIPPED_LAYERS = (0, 1)
 SINKS = 16
 
 
 @dataclass(frozen=True, eq=False)
 class LagKV(Policy):
-    """LagKV. The slots behind the first `sinks` are cut into partitions of `lag` tokens. Of each partition but the last
-    complete one the int(ratio * lag) tokens of the highest score stay, per head::
+    """LagKV: keeps the tokens of each partition that stand out most against the range of the next partition.
 
-        N = (X - min Y) / (max Y - min Y)      per channel; X a partition, Y the next one
-        score = softmax(std N of K) + v_weight * softmax(std N of V)
+    The slots after the first `sinks` are cut into partitions of `lag` tokens. Of each complete partition except the
+    last, LagKV keeps the int(ratio * lag) tokens with the highest scores, per head:
 
-    Of n >= sinks + 2 lag tokens, sinks + int(ratio * lag) * ((n - sinks) // lag - 1) + lag + (n - sinks) % lag stay
-    (Eq. 10), of fewer all.
+    ```text
+    N     = (X - min Y) / (max Y - min Y)      per channel; X is a partition, Y the next one
+    score = softmax(std N of K) + v_weight * softmax(std N of V)
+    ```
 
-    A cache compresses partitions as soon as the next one is complete: in decode once every `lag` tokens. However the
-    tokens come, in one call, in chunks or one by one, the same slots stay, bit for bit. Rows of a padded batch keep
-    what they keep alone: different numbers of tokens, which begin after `pads` empty slots.
+    Of n >= sinks + 2 lag tokens it keeps sinks + int(ratio * lag) ((n - sinks) // lag - 1) + lag + (n - sinks) % lag
+    (Eq. 10), and of fewer tokens all.
+
+    A cache compresses a partition as soon as the next one is complete, in decode once every `lag` tokens. The kept
+    slots are the same, bit for bit, whether tokens come in one call, in chunks or one by one. Each row of a padded
+    batch keeps the tokens that it would keep alone. Rows may therefore differ in length; their tokens begin after
+    `pads` empty slots.
 
     Attributes:
-        lag: tokens of a partition.
-        ratio: share of them that stays, in [0, 1].
-        sinks: first tokens that always stay.
-        v_weight: the weight of V's scores.
+        lag: Tokens per partition.
+        ratio: The fraction of them to keep, in [0, 1].
+        sinks: First tokens that are always kept.
+        v_weight: The weight of V's scores.
         reference: "lag", or "self" for LocalKV (Y is X itself).
-        score: "std", or "l2": minus the key's norm. V, v_weight and reference are then not used, and layers 0 and 1
-            stay whole, so layers differ in length.
-        head_mode: "per_head"; "shared": one kept set for all heads, by the mean score; or "adaptive" (one-shot calls
-            without padding): the heads share a partition's Hk * int(ratio * lag) tokens, by one threshold for their
-            scores, which are comparable (Limitations), so heads differ in length and end in -1.
+        score: "std", or "l2": minus the L2 norm of the key. With "l2", V, v_weight and reference are ignored, and
+            layers 0 and 1 keep everything, so layers differ in length.
+        head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
+            mean score. "adaptive" (one-shot calls without padding only): the heads share the Hk int(ratio * lag) tokens
+            of a partition by one threshold for their scores, which are comparable (Limitations). Heads then differ in
+            length and end in -1.
+
+    Source: LagKV, Sec. 2.2, Eq. 5-10; LocalKV and L2 norm: App. A.2.
     """
 
     uses_positions: ClassVar[bool] = False
@@ -77,11 +85,14 @@ class LagKV(Policy):
         check_choice(self.name, "score", self.score, ("std", "l2"))
         check_choice(self.name, "head_mode", self.head_mode, HEAD_MODES)
         if self.head_mode == "adaptive" and self.score != "std":
-            raise ValueError(f"LagKV: only score='std' is comparable between heads, got {self.score!r} with 'adaptive'")
+            raise ValueError(
+                f"LagKV: head_mode='adaptive' needs score='std', whose scores are comparable between heads, got "
+                f"{self.score!r}"
+            )
 
     @property
     def kept(self) -> int:
-        """Tokens that stay of a partition; may be 0."""
+        """The tokens kept of a partition; may be 0."""
         return int(self.ratio * self.lag)
 
     @property
@@ -95,15 +106,15 @@ class LagKV(Policy):
     def check_cache(self, layer: int, num_layers: int) -> None:
         if self.head_mode == "adaptive":
             raise ValueError(
-                "LagKV: the heads of a cache keep equally many tokens, expected head_mode 'per_head' or 'shared', got "
-                "'adaptive'"
+                "LagKV: the heads of a cache keep the same number of tokens, expected head_mode 'per_head' or "
+                "'shared', got 'adaptive'"
             )
 
     def whole(self, view: View) -> bool:
         return self.score == "l2" and view.layer in L2_SKIPPED_LAYERS
 
     def scores(self, view: View, prefix: int) -> Tensor:
-        """Of the partitions of [prefix, n) that have a next one: fp32 [b, Hk, S, lag]."""
+        """The scores of the partitions of [prefix, n) that have a next one: fp32 [b, Hk, S, lag]."""
         k, n, starts = view.k, view.n, view.starts
         if self.score == "std":
             return lag_score(
@@ -118,10 +129,10 @@ class LagKV(Policy):
         count = num_segments(n, prefix, self.lag)
         last = prefix + count * self.lag
         if starts is None:
-            return negative_norms(k[:, :, prefix:last]).unflatten(2, (count, self.lag))
-        # Each row has its own partitions; slots beyond it belong to partitions that nothing is selected from.
+            return negative_norms(self.name, k[:, :, prefix:last]).unflatten(2, (count, self.lag))
+        # Each row has its own partitions. Slots after the row's end lie in partitions from which nothing is selected.
         grid = (starts[:, None] + torch.arange(prefix, last, device=k.device)).clamp(max=n - 1)
-        norms = negative_norms(k).gather(2, grid[:, None].expand(-1, view.heads, -1))
+        norms = negative_norms(self.name, k).gather(2, grid[:, None].expand(-1, view.heads, -1))
         return norms.unflatten(2, (count, self.lag))
 
     def select(self, view: View) -> Tensor:
@@ -133,7 +144,7 @@ class LagKV(Policy):
         if view.starts is None:
             kept, view.state["static"] = self._row(view, view.state.get("static", self.sinks))
             return kept
-        # Rows differ in length, so each has its own partitions: row by row, as if it were alone.
+        # Rows differ in length, so each has its own partitions and is evicted as if it were alone.
         pads, state = view.starts.tolist(), view.state.get("row_static")
         static = [self.sinks] * len(pads) if state is None else state.tolist()
         rows, evicts = [], False
@@ -152,22 +163,24 @@ class LagKV(Policy):
         return torch.stack([F.pad(indices, (width - indices.shape[1], 0), value=-1) for indices in rows])
 
     def held(self, n: int, prompt: int) -> int:
-        """Eq. 10."""
+        """The kept length of Eq. 10."""
         return kept_length(n, self.sinks, self.lag, self.kept)
 
     def resumed(self, before: int, n: int, prompt: int) -> Policy:
         return replace(self, sinks=self.sinks + self.kept * num_segments(before, self.sinks, self.lag))
 
     def _row(self, view: View, static: int) -> tuple[Tensor | None, int]:
-        """What stays of rows without padding (None: everything), and the new length of the static part: the slots that
-        are never looked at again, the sinks and what was kept of older partitions."""
+        """The slots to keep of rows without padding (None: all), and the new length of the static part.
+
+        The static part is never compressed again: the sinks and the tokens kept from older partitions.
+        """
         count = num_segments(view.n, static, self.lag)
         if count == 0:
             return None, static
         return self._partitions(view, static), static + count * self.kept
 
     def _partitions(self, view: View, prefix: int) -> Tensor:
-        """The rule: each partition's highest scores, and all slots that have none. int64 [b, Hk, m]."""
+        """The rule: each partition's highest scores, and all slots without a score. int64 [b, Hk, m]."""
         scores = self.scores(view, prefix)
         if self.head_mode == "adaptive":
             return self._by_threshold(scores, view, prefix)
@@ -177,9 +190,12 @@ class LagKV(Policy):
         return indices.expand(-1, view.heads, -1)
 
     def _by_threshold(self, scores: Tensor, view: View, prefix: int) -> Tensor:
-        """The rule of head_mode="adaptive": int64 [b, Hk, m], -1 last in heads that keep fewer than the most."""
+        """The rule of head_mode="adaptive": int64 [b, Hk, m]; heads that keep fewer than m slots end in -1."""
         if not (view.starts is None and view.lengths is None):
-            raise ValueError("LagKV: head_mode='adaptive' takes no starts or lengths, got some")
+            raise ValueError(
+                "LagKV: with head_mode='adaptive', starts and lengths must be None, got a tensor; compress rows one "
+                "by one"
+            )
         b, heads, count, lag = scores.shape
         scores = scores.nan_to_num(-torch.inf)
         ranks = places(scores.transpose(1, 2).flatten(2)).view(b, count, heads, lag).transpose(1, 2)
@@ -192,9 +208,12 @@ class LagKV(Policy):
     def at_budget(
         cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """The largest lag, at most 1024, the paper's, whose sinks, last partition and rest take half of the budget or
-        less; then the ratio. What is left of a small budget may be less than a token for each partition: then none is
-        chosen, and the lag is the one that keeps most."""
+        """Chooses the lag, then the ratio.
+
+        The lag is the largest power of two up to 1024 (the paper's) with which the sinks, the last partition and the
+        remainder take at most half of the budget. If a small budget leaves less than one token per partition, no lag
+        qualifies, and the lag is the one that keeps the most tokens.
+        """
         sinks, lag = options.get("sinks", SINKS), options.get("lag")
         if lag is not None and lag < 1:
             raise ValueError(f"LagKV: lag must be at least 1, got {lag}")
@@ -206,16 +225,17 @@ class LagKV(Policy):
         kept, fixed = kept_within(n, sinks, lag, budget)
         if kept < 0:
             raise ValueError(
-                f"LagKV: sinks, last partition and rest of {n} tokens are {fixed} with lag {lag}, over {budget}"
+                f"LagKV: budget must hold the sinks, the last partition and the remainder, expected at least {fixed} "
+                f"of {n} tokens with lag {lag}, got {budget}"
             )
-        ratio = min(1.0, (kept + 0.5) / lag)  # int(ratio * lag) is kept, in any rounding
+        ratio = min(1.0, (kept + 0.5) / lag)  # int(ratio * lag) == kept however it rounds
         return {"sinks": sinks, "lag": lag, "ratio": ratio}
 
 
 def check_lag_ratio(op: str, lag: int, ratio: float, names: tuple[str, str] = ("lag", "ratio")) -> None:
-    """names: what the caller calls the two."""
+    """Checks lag and ratio. names: what the caller calls them."""
     check_int(op, names[0], lag, 1)
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
+    if isinstance(ratio, bool) or not isinstance(plain(ratio), (int, float)):
         raise TypeError(f"{op}: {names[1]} must be a float, got {type(ratio).__name__} {ratio!r}")
     if not 0 <= ratio <= 1:
         raise ValueError(f"{op}: {names[1]} must be in [0, 1], got {ratio}")

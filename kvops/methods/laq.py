@@ -1,4 +1,4 @@
-"""LAQ, the Lookahead Q-Cache: keeps what the first queries of the answer attend to, got from a cheap draft of it.
+"""LAQ, the Lookahead Q-Cache: keeps the tokens to which the first queries of a cheaply drafted answer attend.
 
 Source: "Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query", Sec. 4 (Eq. 4; LAQ++: Eq. 5).
 Decisions where paper and released code differ: docs/methods/laq.md.
@@ -18,36 +18,49 @@ from ..checks import check_bool, check_in_prompt, check_int, check_lse, check_qu
 from ..window import causal_limits
 from .base import Compressed, Policy, View
 from .budgets import budget_tokens, most_tokens
+from .calling import one_shot_method
 from .queries import QueryCall, WindowPolicy, split
 from .snapkv import SnapKV
 
 
 @dataclass(frozen=True, eq=False)
 class LAQ(WindowPolicy):
-    """LAQ: keeps all of the prompt until a draft of the answer says which of it to keep. ::
+    """LAQ: keeps the whole prompt until a draft of the answer shows which tokens to keep.
 
-        s[j]  = sum over the window's rows i of softmax over the prompt's keys of scale * q_i . k_j
-        score = max-pooling of the mean of s over the group's query heads
+    ```text
+    s[j]  = sum over the window's rows i of softmax over the prompt's keys of scale * q_i . k_j
+    score = max-pooling of the mean of s over the group's query heads
+    ```
 
-    One call (`compress`) is the second stage, given the draft's queries. A cache does both::
+    A one-shot call (`compress`) is the second stage, given the queries of the draft. A cache runs both stages:
 
-        cache = kvops.Cache(kvops.LAQ(1024))
-        cache.attend(q, k, v)             # the prompt, in one step or in chunks; everything stays
-        draft = cache.draft()             # stage 1: a small cache of the same prompt
-        draft.attend(q, k, v)             # `steps` tokens of the draft, one by one
-        cache.evict(draft)                # stage 2: the budget's best tokens for the draft's queries
-        cache.attend(q, k, v)             # decode from the prompt's end; every new token stays
+    ```python
+    cache = kvops.Cache(kvops.LAQ(1024))
+    cache.attend(q, k, v)             # the prompt, in one step or in chunks; everything is kept
+    draft = cache.draft()             # stage 1: a small cache of the same prompt
+    draft.attend(q, k, v)             # `steps` tokens of the draft, one by one
+    cache.evict(draft)                # stage 2: keep the budget's best tokens for the draft's queries
+    cache.attend(q, k, v)             # decode from the end of the prompt; every new token is kept
+    ```
 
     Attributes:
-        budget: of both stages.
-        window: the prompt's last queries that observe beside the draft's, and whose tokens stay: 0 is LAQ, 8 LAQ++.
-        steps: tokens that the draft is meant to have.
-        stage1: the policy of the draft, such as kvops.StreamingLLM(64) or kvops.Full(); None is SnapKV with this budget
+        budget: The budget of both stages; see `BudgetPolicy`.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`.
+        group_reduce: See `QueryPolicy`.
+        window: How many of the prompt's last queries observe together with the draft's. Their tokens are kept. 0 is
+            LAQ, 8 is LAQ++.
+        kernel_size: See `WindowPolicy`.
+        pooling: See `WindowPolicy`.
+        pool_first: See `WindowPolicy`.
+        score: See `WindowPolicy`.
+        steps: The intended number of tokens in the draft.
+        stage1: The policy of the draft, such as kvops.StreamingLLM(64) or kvops.Full(). None is SnapKV with this budget
             and a window of min(32, budget // 2).
-        compat_mask: the released code's mask, in which row i of all window + steps sees keys up to n - (window + steps)
-            + i.
+        compat_mask: Use the mask of the released code, in which row i of all window + steps rows sees keys up to
+            n - (window + steps) + i.
 
-    For the others see `WindowPolicy`.
+    Source: LAQ, Sec. 4, Eq. 4; LAQ++: Eq. 5.
     """
 
     window: int = 0
@@ -57,7 +70,7 @@ class LAQ(WindowPolicy):
     compat_mask: bool = False
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
-        raise ValueError(f"LAQ: a PagedCache drafts no answers, expected another policy, got {self!r}")
+        raise ValueError(f"LAQ: a PagedCache cannot draft answers, expected another policy, got {self!r}")
 
     @property
     def paged(self) -> bool:
@@ -78,19 +91,20 @@ class LAQ(WindowPolicy):
 
     @property
     def remembers(self) -> int:
-        """The last queries that a cache keeps: what the window, and the draft's own, may ask for."""
+        """The number of last queries that a cache keeps, for the window and for the window of the draft's policy."""
         return max(32, self.window, getattr(self.stage1, "window", 0))
 
     def rows(self, view: View) -> int:
         return 0
 
     def draft_policy(self, seen: int) -> Policy:
-        """Stage 1's policy, when so many tokens have been seen."""
+        """The policy of stage 1 after `seen` tokens."""
         if self.stage1 is not None:
             return self.stage1
         budget = budget_tokens(self.name, self.budget, seen)
         return SnapKV(budget, max(1, min(32, budget // 2)))
 
+    @one_shot_method
     def compress(  # type: ignore[override]  # the lookahead's queries, and which of them count
         self,
         k: Tensor,
@@ -101,24 +115,25 @@ class LAQ(WindowPolicy):
         lookahead_lengths: Tensor | None = None,
         **call: Unpack[QueryCall],
     ) -> Compressed:
-        """The second stage in one call: re-evicts the whole prompt by queries of its continuation.
+        """Run the second stage: evict the whole prompt by the queries of its continuation.
 
         Args:
-            k: [b, Hk, n, d], of the prompt alone.
+            k: [b, Hk, n, d], the keys of the prompt alone.
             v: [b, Hk, n, dv].
-            q_lookahead: [b, Hq, steps, d], the queries of tokens that follow the prompt (drafted with any small
-                cache). They see all of its keys. None of the newest tokens is protected (LAQ), unless
-            q_window: [b, Hq, window, d], the queries of its last tokens, are given too (LAQ++): they observe beside the
-                others, each up to its own key, and their tokens stay.
-            lookahead_lengths: int32 [b], how many of the lookahead rows count (the draft of some rows ended sooner).
-            call: see `QueryCall`; lse: fp32 [b, Hq, window + steps], the window's rows first, over exactly the keys
-                seen.
+            q_lookahead: [b, Hq, steps, d], the queries of tokens that follow the prompt, drafted with any small cache.
+                They see all keys of the prompt.
+            q_window: [b, Hq, window, d], the queries of the prompt's last tokens (LAQ++). They observe too, each up to
+                its own key, and their tokens are kept. Without them (LAQ) none of the newest tokens is protected.
+            lookahead_lengths: int32 [b], how many lookahead rows count, if the drafts of some rows ended early.
+            **call: See `QueryCall`; lse is fp32 [b, Hq, window + steps], the window's rows first, over exactly the keys
+                that each row sees.
 
         Returns:
-            (k, v, indices) with the slots that stay.
+            (k, v, indices) of the kept slots; see `Compressed`.
 
         Raises:
-            TypeError, ValueError: wrong arguments; nothing has been written.
+            TypeError: An argument has the wrong type. Nothing has been written.
+            ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
         """
         logits, lse, spans = split(call)
         view, out = self._view(k, v, **spans)
@@ -129,13 +144,18 @@ class LAQ(WindowPolicy):
             check_in_prompt(op, "q_window", q_window, view.n)
             if q_window.shape[:2] != q_lookahead.shape[:2] or q_window.shape[3] != q_lookahead.shape[3]:
                 raise ValueError(
-                    f"{op}: q_window must be like q_lookahead but for its rows, expected {list(q_lookahead.shape)}, "
-                    f"got {list(q_window.shape)}"
+                    f"{op}: q_window must have q_lookahead's shape except for its rows (dim 2), expected "
+                    f"{list(q_lookahead.shape)}, got {list(q_window.shape)}"
                 )
             if q_window.shape[2] != self.window:
-                raise ValueError(f"{op}: q_window must have window, {self.window}, rows, got {q_window.shape[2]}")
+                raise ValueError(
+                    f"{op}: q_window must have one row for each token of the window, expected {self.window} rows, got "
+                    f"{q_window.shape[2]}"
+                )
         elif self.window:
-            raise ValueError(f"{op}: window={self.window} needs the queries of as many tokens, expected q_window")
+            raise ValueError(
+                f"{op}: window={self.window} needs q_window, the queries of the last {self.window} tokens, got None"
+            )
         self.observe_draft(view, q_window, q_lookahead, lookahead_lengths, lse, logits)
         return self._compress(view, out)
 
@@ -148,7 +168,7 @@ class LAQ(WindowPolicy):
         lse: Tensor | None,
         logits: Mapping[str, Any],
     ) -> None:
-        """Sets what the `window` local and the lookahead queries observe."""
+        """Sets `view.observed` to the scores of the `window` local queries and the lookahead queries."""
         view.window = w = self.window
         visible = lookahead_limits(
             self.name, view.end, w, ahead.shape[2], self.compat_mask, lengths, view.rows, view.k.device
@@ -164,7 +184,7 @@ class LAQ(WindowPolicy):
     ) -> dict[str, Any]:
         if streaming:
             raise ValueError(
-                "LAQ: evicts by a draft of the answer to a whole prompt, so not while a text is being read"
+                "LAQ: eviction needs a draft of the answer to a whole prompt, so it cannot run while a text streams in"
             )
         return {"budget": budget}
 
@@ -179,7 +199,7 @@ def lookahead_limits(
     rows: int,
     device: torch.device,
 ) -> Tensor:
-    """What the w local and the `steps` lookahead rows see: int32 [w + steps] or [b, w + steps]."""
+    """The `visible` limits of the w local and the `steps` lookahead rows: int32 [w + steps] or [b, w + steps]."""
     if compat_mask:
         visible = causal_limits(end, w + steps, device)
     else:
@@ -190,7 +210,7 @@ def lookahead_limits(
             raise TypeError(f"{op}: lookahead_lengths must be a torch.Tensor, got {type(lookahead_lengths).__name__}")
         if lookahead_lengths.dtype != torch.int32 or lookahead_lengths.shape != (rows,):
             raise ValueError(
-                f"{op}: lookahead_lengths must be int32 [{rows}], got {lookahead_lengths.dtype} "
+                f"{op}: lookahead_lengths must be torch.int32 [{rows}], got {lookahead_lengths.dtype} "
                 f"{list(lookahead_lengths.shape)}"
             )
         if lookahead_lengths.is_cpu and not torch.compiler.is_compiling():

@@ -1,9 +1,12 @@
-"""ProtoKV: clusters tokens around prototypes, those of semantic anchors and those of chunks of text, and keeps or drops
-whole clusters by what the prompt's last queries make of them. SATKV: keeps the semantic anchors, without any query.
+"""ProtoKV and SATKV: eviction by clusters of tokens, and by semantic anchors.
+
+ProtoKV clusters tokens around prototypes, which are the means of semantic anchors and of chunks of text. It keeps or
+evicts whole clusters by the attention of the prompt's last queries. SATKV keeps the semantic anchors and does not use
+queries.
 
 Source: "ProtoKV: Long-Context Knowledges Are Already Well-Organized Before Your Query", Yu et al.: Sec. 4,
-Algorithm 1; ablations: Sec. 5.3; decode: App. O; SATKV: Sec. 4.1, App. H. There is no released code:
-docs/methods/protokv.md says what was chosen where the paper leaves a choice.
+Algorithm 1; ablations: Sec. 5.3; decode: App. O; SATKV: Sec. 4.1, App. H. There is no released code;
+docs/methods/protokv.md lists the choices made where the paper leaves one.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_bool, check_choice, check_holds_window, check_int, check_rows_hold
+from ..checks import check_bool, check_choice, check_holds_window, check_int, check_rows_hold, plain
 from ..ops import (
     assign_prototypes,
     build_prototypes,
@@ -34,45 +37,57 @@ from .random_numbers import random_integers
 from .select import places, select_budget, shared_scores
 
 CLUSTERS = ("prototypes", "chunks", "lsh")
-MAX_KAPPA = 1024  # what outlier_degree takes
+MAX_KAPPA = 1024  # the largest kappa of outlier_degree
 MAX_HASH_BITS = 16
 
 
 @dataclass(frozen=True, eq=False)
 class ProtoKV(DecodePolicy, QueryPolicy):
-    """ProtoKV. ::
+    """ProtoKV: keeps whole clusters of similar tokens, by the attention of the prompt's last queries.
 
-        anchors    = the num_sats highest outlier degrees                         (`ops.outlier_degree`)
-        prototypes = the mean key of each of num_chunks chunks without the anchors, and of each of 2^hash_bits buckets
-                     of anchors                                     (`ops.lsh_bucket`, `ops.build_prototypes`)
-        cluster    = the prototype of highest cosine                              (`ops.assign_prototypes`)
-        s[j]       = mean over the group of sum over the window of scale * q_i . k_j
-        score      = mean of s over the cluster's tokens                          (`ops.cluster_mean`)
+    ```text
+    anchors    = the num_sats highest outlier degrees                         (`ops.outlier_degree`)
+    prototypes = the mean key of each of num_chunks chunks without the anchors, and of each of 2^hash_bits buckets
+                 of anchors                                     (`ops.lsh_bucket`, `ops.build_prototypes`)
+    cluster    = the prototype of highest cosine                              (`ops.assign_prototypes`)
+    s[j]       = mean over the group of sum over the window of scale * q_i . k_j
+    score      = mean of s over the cluster's tokens                          (`ops.cluster_mean`)
+    ```
 
-    All of this is of the tokens before the last w, per head. The w newest tokens stay, and before them clusters by
-    descending score, whole; the one that the budget cuts gives its tokens of highest s.
+    All of this covers the tokens before the last w, per head. The w newest tokens are kept. Before them whole clusters
+    are kept by descending score; of the cluster that straddles the budget, the tokens with the highest s are kept.
 
-    A cache compresses the prompt by its last `window` queries, and so each chunk of a chunked prefill and each further
-    turn, with what was kept before. In decode (App. O) new tokens stay until `buffer` more than the budget are held;
-    then the queries of the last `alpha` tokens observe, and these and budget - alpha of the others stay.
+    A cache compresses the prompt by its last `window` queries. Each chunk of a chunked prefill and each further turn is
+    compressed in the same way, together with the tokens kept before. In decode (App. O) new tokens are kept until the
+    cache holds `buffer` tokens more than the budget. Then the queries of the last `alpha` tokens observe, and the cache
+    keeps these tokens and budget - alpha of the others.
 
     Attributes:
-        budget, sinks, group_reduce: see `QueryPolicy`. The budget holds the window; sinks are in no cluster.
-        window: None is 8 for budgets of at most 128 tokens, else 32.
-        kappa: neighbours on either side that an anchor is unlike, 1 to 1024.
-        num_sats: anchors; 0: none.
-        num_chunks: chunks.
-        projection, phase: fp32 [hash_bits, d] and [hash_bits], on k's device, of the hash; drawn from `seed` if None
-            (`lsh_projection`).
-        clusters: "prototypes"; ablations with as many clusters: "chunks" (all prototypes are chunks', without anchors)
-            and "lsh" (no prototypes: a cluster is a bucket, of enough bits, modulo the number of clusters).
+        budget: See `BudgetPolicy`. It must hold the window.
+        sinks: See `BudgetPolicy`. Sinks are in no cluster.
+        group_reduce: See `QueryPolicy`.
+        window: How many of the last queries observe; their tokens are kept. None is 8 for budgets of at most 128
+            tokens, else 32.
+        kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
+        num_sats: The number of anchors; 0 for none.
+        num_chunks: The number of chunks.
+        projection: fp32 [bits, d] on k's device, of the hash; bits is hash_bits, or with clusters="lsh" enough for all
+            clusters. None draws projection and phase from `seed` (`lsh_projection`).
+        phase: fp32 [bits] on k's device, of the hash; given together with `projection`.
+        seed: The seed of the hash, at least 0.
+        hash_bits: The bits of the hash, 1 to 16.
+        clusters: "prototypes", or an ablation with the same number of clusters. "chunks": all prototypes are chunks,
+            without anchors. "lsh": no prototypes; a cluster is a bucket, with enough bits, modulo the number of
+            clusters.
         score: "dot", or "softmax" as in `SnapKV`.
-        cluster_reduce: "mean" (Algorithm 1), or "sum" (Eq. 11).
-        whole_clusters: one-shot calls: no cluster is cut (Eq. 2), so fewer may stay than the budget allows.
-        head_mode: "shared" keeps one set for all heads, by the mean over heads of the scores of a token's clusters,
-            then of its own; then clusters are not whole.
-        buffer: None keeps every new token of decode.
-        alpha: decode's own observation window.
+        cluster_reduce: "mean" (Algorithm 1) or "sum" (Eq. 11).
+        whole_clusters: Never cut a cluster (Eq. 2; one-shot calls only). Fewer tokens than the budget may be kept.
+        head_mode: "per_head", or "shared": all heads keep the same tokens, ranked by the mean over heads of their
+            clusters' scores, then of their own. Clusters are then not kept whole.
+        buffer: See `DecodePolicy`.
+        alpha: The observation window of decode.
+
+    Source: ProtoKV, Sec. 4, Algorithm 1; decode: App. O.
     """
 
     protects_window: ClassVar[bool] = True
@@ -108,22 +123,20 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         check_bool(self.name, "whole_clusters", self.whole_clusters)
         check_int(self.name, "alpha", self.alpha, 1)
         if self.head_mode == "adaptive":
-            raise ValueError(f"{self.name}: give a budget per head (head_budgets) in place of head_mode='adaptive'")
+            raise ValueError(f"{self.name}: head_mode must not be 'adaptive'; pass a budget from kvops.head_budgets")
         if self.whole_clusters and self.head_mode == "shared":
-            raise ValueError(
-                f"{self.name}: whole_clusters needs head_mode='per_head' (heads differ in their clusters), got both"
-            )
+            raise ValueError(f"{self.name}: whole_clusters=True needs head_mode='per_head', got 'shared'")
         super().check()
 
     def check_cache(self, layer: int, num_layers: int) -> None:
         super().check_cache(layer, num_layers)
         if self.whole_clusters:
             raise ValueError(
-                f"{self.name}: whole clusters differ in size from head to head, which the heads of a cache do not; "
+                f"{self.name}: the heads of a cache keep the same number of tokens, but whole clusters differ in size; "
                 "expected whole_clusters=False"
             )
         if self.buffer is not None and isinstance(self.budget, int) and self.budget < self.alpha:
-            raise ValueError(f"{self.name}: budget must hold the last alpha, {self.alpha}, tokens, got {self.budget}")
+            raise ValueError(f"{self.name}: budget must hold alpha tokens, expected {self.alpha}, got {self.budget}")
 
     def _check_clusters(self) -> None:
         op = self.name
@@ -140,19 +153,19 @@ class ProtoKV(DecodePolicy, QueryPolicy):
             if high is not None and value > high:
                 raise ValueError(f"{op}: {name} must be at most {high}, got {value}")
         if self.clusters == "prototypes" and not self.num_sats + self.num_chunks:
-            raise ValueError(f"{op}: num_sats + num_chunks must be at least 1, got no prototype at all")
+            raise ValueError(f"{op}: num_sats + num_chunks must be at least 1, got 0")
         if (self.projection is None) != (self.phase is None):
             raise ValueError(f"{op}: projection and phase must be given together, got one of them")
         if self.projection is None:
             return
         if self.clusters == "chunks":
-            raise ValueError(f"{op}: clusters='chunks' hashes nothing, expected no projection and phase, got them")
+            raise ValueError(f"{op}: with clusters='chunks', projection and phase must be None, got tensors")
         for name, x, dim in (("projection", self.projection, 2), ("phase", self.phase, 1)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
             if x.dtype != torch.float32 or x.dim() != dim or x.shape[0] != self.bits:
                 shape = f"[{self.bits}, d]" if dim == 2 else f"[{self.bits}]"
-                raise ValueError(f"{op}: {name} must be float32 {shape}, got {x.dtype} {list(x.shape)}")
+                raise ValueError(f"{op}: {name} must be torch.float32 {shape}, got {x.dtype} {list(x.shape)}")
 
     @property
     def num_buckets(self) -> int:
@@ -160,12 +173,12 @@ class ProtoKV(DecodePolicy, QueryPolicy):
 
     @property
     def num_clusters(self) -> int:
-        """Clusters, some of which may be empty."""
+        """The number of clusters, some of which may be empty."""
         return self.num_chunks + self.num_buckets
 
     @property
     def bits(self) -> int:
-        """Bits of the hash: those of a bucket of anchors, or (clusters="lsh") enough for all clusters."""
+        """The bits of the hash: `hash_bits`, or with clusters="lsh" enough for all clusters."""
         return max(1, (self.num_clusters - 1).bit_length()) if self.clusters == "lsh" else self.hash_bits
 
     @property
@@ -179,7 +192,7 @@ class ProtoKV(DecodePolicy, QueryPolicy):
     def at_budget(
         cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """With the buffer of the paper's decode, App. O."""
+        """Keeps the buffer of the paper's decode, App. O."""
         return {"budget": budget}
 
     def of_prompt(self, view: View) -> bool:
@@ -198,9 +211,9 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         return self.window if n <= prompt else self.remembers
 
     def assign(self, view: View, starts: Tensor | None, prefix: Tensor) -> Tensor:
-        """Each token's cluster, int32 [b, Hk, n]; -1 for keys that are not finite and outside of the prefix.
+        """The cluster of each token, int32 [b, Hk, n]; -1 for keys that are not finite and outside of the prefix.
 
-        starts, prefix: int32 [b], where the tokens that are clustered begin, and how many they are.
+        starts, prefix: int32 [b], the first token to cluster and the number of tokens to cluster.
         """
         k, pages = view.k, view.block_table
         spans: dict[str, Any] = {"starts": starts, "lengths": prefix}
@@ -227,7 +240,7 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         return self.projection, self.phase
 
     def choose(self, scores: Tensor, view: View, budget: Budget, *, recent: int = 0, **options: Any) -> Tensor:
-        """The kept slots, by the window's scores of each token, fp32 [b, Hk, n]."""
+        """Select the slots to keep, given the window's scores of each token, fp32 [b, Hk, n]."""
         starts, prefix = view.starts, prefix_lengths(scores, recent, view.starts, view.lengths)
         if self.sinks:
             first = torch.zeros_like(prefix) if starts is None else starts
@@ -253,8 +266,9 @@ class ProtoKV(DecodePolicy, QueryPolicy):
 
 
 def shared_ranks(scores: Tensor, assignment: Tensor, cluster_scores: Tensor) -> Tensor:
-    """fp32 [b, 1, n]: whole numbers that order tokens by the mean over heads of their clusters' scores, then of their
-    own. Up to n, they are exact in fp32 for n <= 2^24.
+    """Integers that order tokens by the mean over heads of their clusters' scores, then of their own: fp32 [b, 1, n].
+
+    They go up to n and are exact in fp32 for n <= 2^24.
     """
     clusters = cluster_scores.gather(2, assignment.clamp(min=0).long()).masked_fill_(assignment < 0, torch.nan)
     keys = [shared_scores(x) for x in (clusters, scores)]
@@ -264,17 +278,22 @@ def shared_ranks(scores: Tensor, assignment: Tensor, cluster_scores: Tensor) -> 
 
 @dataclass(frozen=True, eq=False)
 class SATKV(DecodePolicy):
-    """SATKV: the last `window` tokens, and before them the highest outlier degrees (`ops.outlier_degree`), without any
-    query. The degrees are of the tokens before the window alone.
+    """SATKV: keeps the last `window` tokens, and before them the tokens with the highest outlier degrees.
 
-    A step of at least `window` tokens brings a cache to the budget, and so does decode when `buffer` tokens more are
-    held.
+    The degrees (`ops.outlier_degree`) are computed over the tokens before the window alone. SATKV does not use queries.
+
+    A step of at least `window` tokens brings a cache down to the budget. In decode the cache evicts once it holds
+    `buffer` tokens more than the budget.
 
     Attributes:
-        budget, sinks, head_mode: see `BudgetPolicy`. The budget holds the window.
-        window: newest tokens that stay.
-        kappa: neighbours on either side that an anchor is unlike, 1 to 1024.
-        buffer: None keeps every new token of decode.
+        budget: See `BudgetPolicy`. It must hold the window.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`.
+        window: Newest tokens that are always kept.
+        kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
+        buffer: See `DecodePolicy`.
+
+    Source: ProtoKV, Sec. 4.1, App. H.
     """
 
     uses_positions: ClassVar[bool] = False
@@ -310,7 +329,7 @@ class SATKV(DecodePolicy):
         return self.window
 
     def scores(self, view: View) -> Tensor:
-        prefix = prefix_lengths(view.k, self.window, view.starts, view.lengths)  # of pages lengths are given
+        prefix = prefix_lengths(view.k, self.window, view.starts, view.lengths)  # with pages, lengths are given
         return outlier_degree(view.k, kappa=self.kappa, **{**view.slots, "lengths": prefix})
 
     def pick(self, scores: Tensor, view: View) -> Tensor:
@@ -329,33 +348,40 @@ class SATKV(DecodePolicy):
     def at_budget(
         cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """A window of 32 tokens, of half the budget where that is less."""
+        """A window of 32 tokens, or half the budget if that is less."""
         return {"budget": budget, "window": max(1, min(32, budget // 2))}
 
 
 def lsh_projection(
     head_dim: int, bits: int = 2, seed: int = 0, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The random Fourier features of `ops.lsh_bucket`. The same arguments give the same numbers on every device.
+    """Draw the random Fourier features of `ops.lsh_bucket`.
+
+    The same arguments give the same numbers on every device.
 
     Args:
-        head_dim: d.
-        bits: of the hash.
-        seed: at least 0.
-        device: None: torch's default.
+        head_dim: d, the head dim of K.
+        bits: The bits of the hash.
+        seed: The seed, at least 0.
+        device: The device of the results; None is torch's default.
 
     Returns:
-        projection, fp32 [bits, d] ~ N(0, 1 / d), and phase, fp32 [bits] ~ U(0, 2 pi).
+        (projection, phase): fp32 [bits, d] ~ N(0, 1 / d) and fp32 [bits] ~ U(0, 2 pi).
+
+    Raises:
+        TypeError: A number is not an int.
+        ValueError: A number is too small.
 
     Source: ProtoKV, Sec. 4.2, Eq. 7, with gamma = 1 / sqrt(d).
     """
     for name, value, low in (("head_dim", head_dim, 1), ("bits", bits, 1), ("seed", seed, 0)):
         check_int("lsh_projection", name, value, low)
+    head_dim, bits, seed = plain(head_dim), plain(bits), plain(seed)
     return _draw(head_dim, bits, seed, torch.get_default_device() if device is None else torch.device(device))
 
 
 def _draw(head_dim: int, bits: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Drawn on the CPU, so that no device's logarithm or cosine differs."""
+    """Draws on the CPU, so that the logarithms and cosines are the same for every device."""
 
     def uniform(stream: int, width: int) -> Tensor:  # in (0, 1), fp64 [bits, width]
         position = torch.arange(width, dtype=torch.int32, device="cpu").expand(1, bits, -1)
@@ -366,4 +392,4 @@ def _draw(head_dim: int, bits: int, seed: int, device: torch.device) -> tuple[Te
     return projection.float().to(device), phase.float().to(device)
 
 
-_drawn = functools.lru_cache(maxsize=64)(_draw)  # not to be written to
+_drawn = functools.lru_cache(maxsize=64)(_draw)  # shared tensors: never write to them

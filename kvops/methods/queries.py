@@ -1,7 +1,8 @@
-"""Policies whose rule asks how much queries attend to each key.
+"""Policies that score keys by the attention of queries.
 
-One call takes the queries that observe (`SnapKV.compress(k, v, q_window)`); in a cache the last rows of a step observe,
-and their scores are a by-product of the step's attention. Either way the rule sees `View.observed`.
+A one-shot call takes the observing queries as an argument (`SnapKV.compress(k, v, q_window)`). In a cache the last rows
+of a step observe, and their scores are a by-product of the step's attention. Either way the rule reads the scores from
+`View.observed`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from ..checks import check_choice, check_holds_window, check_in_prompt, check_in
 from ..window import GROUP_REDUCES, Pooling, causal_limits, outside_prefix, summed_scores
 from .base import BudgetPolicy, Compressed, LayerSpans, View
 from .budgets import most_tokens
+from .calling import one_shot_method
 
 SCORES = ("softmax", "dot")
 
 
 class Logits(TypedDict, total=False):
-    """What the model's attention makes of q . k, as in `kvops.ops.window_scores`.
+    """How the model's attention computes logits from q . k, as in `kvops.ops.window_scores`.
 
-    scale: 1 / sqrt(d) if None. softcap: 0 for none. sink_logits: fp32 [Hq], one more logit for each softmax.
+    Attributes:
+        scale: The factor of the logits; 1 / sqrt(d) if None.
+        softcap: The cap of the logits; 0 for none.
+        sink_logits: fp32 [Hq], one more logit in each row's softmax that belongs to no key.
     """
 
     scale: float | None
@@ -33,10 +38,11 @@ class Logits(TypedDict, total=False):
 
 
 class QueryCall(LayerSpans, Logits, total=False):
-    """What `compress` takes beside K, V and the queries.
+    """The options of `compress` for policies that use queries: `LayerSpans`, `Logits` and the log-sum-exp.
 
-    lse: fp32 [b, Hq, rows], the log-sum-exp of those rows, as every FlashAttention returns it (`kvops.attention`): K is
-        then read once, not twice.
+    Attributes:
+        lse: fp32 [b, Hq, rows], the log-sum-exp of the query rows, as every FlashAttention returns it
+            (`kvops.attention`). With it the kernel reads K once instead of twice.
     """
 
     lse: Tensor | None
@@ -47,19 +53,21 @@ class QueryPolicy(BudgetPolicy):
     """A policy that scores tokens by the attention of queries.
 
     Attributes:
-        budget, sinks, head_mode: see `BudgetPolicy`.
-        group_reduce: "mean", "max" or "sum": how the query heads of a KV head become one score.
+        budget: See `BudgetPolicy`.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`.
+        group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
     """
 
     uses_queries: ClassVar[bool] = True
-    #: What `compress` and errors call the queries.
+    #: The name of the queries in `compress` and in errors.
     argument: ClassVar[str] = "q_window"
-    #: The observing rows' own tokens stay in any case: the rule asks for no scores of theirs.
+    #: The tokens of the observing rows are always kept, so the rule does not need their scores.
     protects_window: ClassVar[bool] = False
-    #: How the rows become one score, and what a row's score is: see `kvops.ops.window_scores`.
+    #: How the rows' scores are reduced to one, and what a row's score is: see `kvops.ops.window_scores`.
     reduce: ClassVar[str] = "sum"
     score = "softmax"
-    #: Rows that observe, the last ones; their tokens stay.
+    #: How many of the last rows observe; their tokens are kept.
     window = 0
 
     _: KW_ONLY
@@ -80,46 +88,49 @@ class QueryPolicy(BudgetPolicy):
 
     @property
     def operator_reduce(self) -> str:
-        """What the operator does with the query heads of a group; "none" leaves it to `scores`."""
+        """The `group_reduce` of the operator; with "none" `scores` reduces the query heads."""
         return self.group_reduce
 
     @property
     def remembers(self) -> int:
-        """How many of the last queries a cache keeps for later."""
+        """How many of the last queries a cache keeps for later steps."""
         return 0
 
     def rows(self, view: View) -> int:
-        """How many rows of a cache's step, the last ones, observe. 0: nothing is evicted now."""
+        """How many of the last rows of a cache's step observe. 0 means that nothing is evicted now."""
         raise NotImplementedError
 
     def rows_at(self, n: int, prompt: int) -> int:
-        """How many rows, the last ones, observe when a request of a `PagedCache` evicts after n tokens.
+        """How many of the last rows observe when a request of a `PagedCache` evicts after n tokens.
 
-        0: all of each step do, and the policy adds up what they observe (`by_slot`).
+        0 means that all rows of each step observe, and the policy adds up their scores (`by_slot`).
         """
         return self.window if n <= prompt else 0
 
     def rows_remembered(self, view: View) -> int:
-        """How many of the rows that a cache remembers observe after a step of which none does."""
+        """How many of the remembered rows observe after a step in which no row observes."""
         return 0
 
+    @one_shot_method
     def compress(  # type: ignore[override]  # the queries are no option
         self, k: Tensor, v: Tensor, q_window: Tensor, **call: Unpack[QueryCall]
     ) -> Compressed:
-        """The rule in one call.
+        """Apply the rule once to a whole cache.
 
         Args:
             k: [b, Hk, n, d].
             v: [b, Hk, n, dv].
-            q_window: [b, Hq, w, d], the queries that observe: of the last w (valid) tokens of each row. Query head h
-                serves KV head h // (Hq / Hk). Shorter rows ignore the first.
-            call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out; see `QueryCall`.
+            q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
+                belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
+            **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
+                num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
 
         Returns:
-            (k, v, indices) with the slots that stay.
+            (k, v, indices) of the kept slots; see `Compressed`.
 
         Raises:
-            TypeError, ValueError: wrong arguments; nothing has been written.
+            TypeError: An argument has the wrong type. Nothing has been written.
+            ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
         """
         logits, lse, spans = split(call)
         view, out = self._view(k, v, **spans)
@@ -127,13 +138,15 @@ class QueryPolicy(BudgetPolicy):
         return self._compress(view, out)
 
     def observe(self, view: View, q: Tensor, lse: Tensor | None, logits: Mapping[str, Any]) -> None:
-        """Sets what the queries of a prompt's last tokens observe."""
+        """Set `view.observed` to the scores of the queries of a prompt's last tokens."""
         check_queries(self.name, self.argument, q, view.k)
         check_in_prompt(self.name, self.argument, q, view.n)
         check_lse(self.name, lse, q)
         view.window = w = q.shape[2]
         if w > self.window:
-            raise ValueError(f"{self.name}: {self.argument} must have at most window, {self.window}, rows, got {w}")
+            raise ValueError(
+                f"{self.name}: {self.argument} must have at most window rows, expected at most {self.window}, got {w}"
+            )
         self.check_holds(most_tokens(self.name, self.budget, view.n), w)
         limits = causal_limits(view.end, w, view.k.device)
         view.observed = self.summed(q, view, limits, lse, view.end - w, logits)
@@ -147,7 +160,7 @@ class QueryPolicy(BudgetPolicy):
         prefix: int | Tensor | None,
         logits: Mapping[str, Any],
     ) -> Tensor | None:
-        """The scores of rows that see what `visible` says; see `summed_scores`."""
+        """The summed scores of rows with the limits `visible`; see `summed_scores`."""
         options = {"score": self.score, "reduce": self.reduce, "group_reduce": self.operator_reduce, **logits}
         return summed_scores(
             q, view.k, visible, lse, prefix, starts=view.starts, block_table=view.block_table, **options
@@ -164,7 +177,7 @@ class QueryPolicy(BudgetPolicy):
 
 
 def split(call: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None, dict[str, Any]]:
-    """The arguments of a call, by who takes them: the logits, their log-sum-exp, and the rest."""
+    """Splits the arguments of a call into those of the logits, the log-sum-exp, and the rest."""
     rest = dict(call)
     logits = {name: rest.pop(name) for name in Logits.__annotations__ if name in rest}
     return logits, rest.pop("lse", None), rest
@@ -172,15 +185,18 @@ def split(call: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None, dict[
 
 @dataclass(frozen=True, eq=False)
 class WindowPolicy(QueryPolicy):
-    """A policy that scores tokens by an observation window, pooled over neighbours.
+    """A policy that scores tokens by an observation window and pools the scores over neighbours.
 
     Attributes:
-        budget, sinks, head_mode, group_reduce: see `QueryPolicy`. The budget holds the window.
-        window: the last rows of a prompt observe, and their tokens stay. In a cache a step of at least as many tokens
-            brings it to the budget; shorter ones add to it.
-        kernel_size: odd; 1 does not pool.
-        pooling: "max", or "avg" (over kernel_size slots, those outside counting as 0).
-        pool_first: pools each query head, then reduces the group.
+        budget: See `BudgetPolicy`. It must hold the window.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`.
+        group_reduce: See `QueryPolicy`.
+        window: How many of a prompt's last queries observe; their tokens are kept. In a cache, a step of at least this
+            many tokens evicts down to the budget, and shorter steps add to the cache.
+        kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
+        pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
+        pool_first: Pool the scores of each query head, then reduce the group.
         score: "softmax", or "dot": the sum of the logits themselves.
     """
 
@@ -200,7 +216,7 @@ class WindowPolicy(QueryPolicy):
 
     @property
     def least_window(self) -> int:
-        """The fewest rows that can be asked to observe."""
+        """The smallest possible window."""
         return 1
 
     @property
@@ -222,10 +238,10 @@ class WindowPolicy(QueryPolicy):
     def at_budget(
         cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """An observation window of 32 tokens, of half the budget where that is less."""
+        """An observation window of 32 tokens, or half the budget if that is less."""
         return {"budget": budget, "window": max(1, min(32, budget // 2))}
 
 
 def window_rows(q: Tensor) -> int:
-    """How many rows are about to observe; 1 for what is no such tensor, which `compress` refuses."""
+    """The number of observing rows; 1 if q is not a tensor of four dims, which `compress` refuses."""
     return max(1, q.shape[2]) if isinstance(q, Tensor) and q.dim() == 4 else 1

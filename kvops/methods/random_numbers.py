@@ -9,25 +9,25 @@ from torch import Tensor
 
 
 def _mix(x: Any) -> Any:
-    """MurmurHash3's 32-bit finalizer of int32 values: each bit changes about half of the result's bits.
+    """MurmurHash3's 32-bit finalizer of int32 values: each bit of x changes about half of the result's bits.
 
-    x: an int, or a tensor. One of int32 counts on products that wrap around, which compilers may break where they see
-    the values' range; one of int64 does not.
+    x: an int or a tensor. int32 tensors rely on products that wrap around, which a compiler that knows the range of the
+    values may break; int64 tensors do not.
     """
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        x = x ^ ((x >> shift) & (2 ** (32 - shift) - 1))  # a shift that brings in zeros, whatever the sign
+        x = x ^ ((x >> shift) & (2 ** (32 - shift) - 1))  # a logical shift: zeros come in, whatever the sign
         wraps = isinstance(x, Tensor) and x.dtype == torch.int32
         x = x * _signed(factor) if wraps else _signed(x * factor)
     return x
 
 
 def _signed(x: Any) -> Any:
-    """The value that the low 32 bits of x have as an int32."""
+    """The low 32 bits of x as an int32."""
     return ((x + 2**31) & 0xFFFFFFFF) - 2**31
 
 
 def random_integers(position: Tensor, seed: int, layer: int) -> Tensor:
-    """Pseudo-random fp32 integers in [0, 2^24) of (seed, layer, head, position). position: int32 [b, Hk, n]."""
+    """Hashes (seed, layer, head, position) to fp32 integers in [0, 2^24). position: int32 [b, Hk, n]."""
     key = 0
     for word in (seed, seed >> 32, layer):
         key = _mix(_signed(key + word + 0x9E3779B9))

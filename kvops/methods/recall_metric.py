@@ -1,4 +1,4 @@
-"""LAQ's recall: how much of what the answer will look at an observation window keeps.
+"""LAQ's recall: the fraction of the answer's most attended keys that an observation window keeps.
 
 Source: "Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query", Sec. 3 (Eq. 1-3).
 """
@@ -20,9 +20,11 @@ from .queries import Logits
 
 
 class RecallCall(Logits, total=False):
-    """What `recall` takes of attention and of padding.
+    """The options of `recall`: `Logits` and padding.
 
-    starts, lengths: int32 [b], the valid slots of each row.
+    Attributes:
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
     """
 
     starts: Tensor | None
@@ -43,26 +45,36 @@ def recall(
     group_reduce: str = "mean",
     **call: Unpack[RecallCall],
 ) -> Tensor:
-    """How much of what the answer's queries would keep an observation window keeps (LAQ's Recall_W). ::
+    """Compute LAQ's Recall_W: the fraction of the keys chosen by the answer's queries that a window also chooses.
 
-        gold   = the budget's best keys by the sum over the response's rows      (Eq. 1)
-        kept   = the same by the window's rows                                   (Eq. 2)
-        recall = |kept and gold| / |gold|                                        (Eq. 3)
+    ```text
+    gold   = the budget's best keys by the sum over the response's rows      (Eq. 1)
+    kept   = the same by the window's rows                                   (Eq. 2)
+    recall = |kept and gold| / |gold|                                        (Eq. 3)
+    ```
 
     Args:
         k: [b, Hk, n, d], the prompt's keys.
-        q_observed: [b, Hq, w, d].
-        q_response: [b, Hq, any, d], which see all of k.
-        budget: tokens (int), or a fraction in (0, 1] of n (float).
-        visible: int32 [w] or [b, w], how many keys each observed row sees (a window inside the prompt); None: all.
+        q_observed: [b, Hq, w, d], the queries of the observation window.
+        q_response: [b, Hq, any, d], the queries of the response, which see all of k.
+        budget: Tokens (int), or a fraction in (0, 1] of n (float).
+        visible: int32 [w] or [b, w], how many keys each row of `q_observed` sees, for a window inside the prompt. None
+            means all keys.
+        kernel_size: As in `kvops.SnapKV`, but by default 1 (no pooling).
+        pooling: As in `kvops.SnapKV`.
+        pool_first: As in `kvops.SnapKV`.
         score: "softmax", or "dot" as the equations are printed.
-        kernel_size, pooling, pool_first, group_reduce: as in `kvops.SnapKV`, but that pooling is off by default.
-        call: scale, softcap, sink_logits, starts, lengths; see `RecallCall`.
+        group_reduce: As in `kvops.SnapKV`.
+        **call: scale, softcap, sink_logits, starts, lengths; see `RecallCall`.
 
     Returns:
-        fp32 [b, Hk].
+        fp32 [b, Hk], each in [0, 1].
 
-    Source: LAQ, Sec. 3.
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device or value.
+
+    Source: LAQ, Sec. 3, Eq. 1-3.
     """
     op = "recall"
     pool = Pooling(kernel_size, pooling, pool_first, group_reduce)
@@ -89,8 +101,10 @@ def prompt_scores(
     lengths: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """What queries say of a prompt's keys, as in `recall`: fp32 [b, Hk, n]. options: score, scale, softcap,
-    sink_logits."""
+    """The scores that queries give to a prompt's keys, as in `recall`: fp32 [b, Hk, n].
+
+    options: score, scale, softcap, sink_logits.
+    """
     check_queries(op, name, q, k)
     end = span_ends(k, starts, lengths)
     if visible is None:
@@ -101,7 +115,7 @@ def prompt_scores(
 
 
 def best_slots(scores: Tensor, keep: int, starts: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
-    """Which slots have the `keep` highest scores, fp32 [b, Hk, n]: bool [b, Hk, n]."""
+    """Marks the slots with the `keep` highest scores: fp32 [b, Hk, n] -> bool [b, Hk, n]."""
     *outer, n = scores.shape
     indices = select_topk(scores, k=keep, starts=starts, lengths=lengths)
     best = torch.zeros(*outer, n + 1, dtype=torch.bool, device=scores.device)

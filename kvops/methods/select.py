@@ -1,4 +1,4 @@
-"""From scores to the slots that stay."""
+"""Selection: from scores to the slots to keep."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ if TYPE_CHECKING:
     from .base import View
 
 
-def readable_keys(k: Tensor) -> Tensor:
-    """k for arithmetic of torch, as the operators read it: fp8 as bf16, and what they refuse is refused."""
+def readable_keys(op: str, k: Tensor) -> Tensor:
+    """Returns k for arithmetic in torch, as the operators read it: fp8 as bf16. Other unsupported dtypes raise."""
     if k.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return k.bfloat16()
     if k.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"k must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, got {k.dtype}")
+        raise ValueError(
+            f"{op}: k must be torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn or torch.float8_e5m2, "
+            f"got {k.dtype}"
+        )
     return k
 
 
-def negative_norms(k: Tensor) -> Tensor:
+def negative_norms(op: str, k: Tensor) -> Tensor:
     """Minus each key's L2 norm, fp32 [b, Hk, n]."""
-    return torch.linalg.vector_norm(readable_keys(k), dim=-1, dtype=torch.float32).neg_()
+    return torch.linalg.vector_norm(readable_keys(op, k), dim=-1, dtype=torch.float32).neg_()
 
 
 def shared_scores(scores: Tensor) -> Tensor:
-    """Mean over the heads that are finite; NaN where none is. [b, Hk, ...] -> [b, 1, ...].
+    """The mean over the heads with a finite score; NaN if there is none. [b, Hk, ...] -> [b, 1, ...].
 
-    Head by head: the order of the sum is fixed whatever n is (so chunks score as the whole does), and no temporary is
-    larger than one head.
+    The heads are added one by one. The order of the sum then does not depend on n, so chunks score like the whole, and
+    no temporary is larger than one head.
     """
     if scores.shape[1] == 0:
         return scores.new_full((scores.shape[0], 1, *scores.shape[2:]), torch.nan)
@@ -50,7 +53,7 @@ def shared_scores(scores: Tensor) -> Tensor:
 
 
 def places(*keys: Tensor) -> Tensor:
-    """Each entry's place along the last dim, best first: by the first key, then by the next, then in order. int64."""
+    """The rank of each entry along the last dim, 0 the highest: by the first key, then the next, then by index."""
     slots = order = torch.arange(keys[0].shape[-1], device=keys[0].device).expand_as(keys[0])
     for key in reversed(keys):
         order = order.gather(-1, key.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices)
@@ -69,11 +72,11 @@ def select_budget(
     fill_invalid: bool = False,
     share: Callable[[Any, Any], Any] | None = None,
 ) -> Tensor:
-    """Kept slots by score within a budget, the first `sinks` and the newest `recent` always among them.
+    """Selects the slots with the highest scores within a budget, always with the first `sinks` and newest `recent`.
 
     scores: fp32 [b, Hk, n], or [b, 1, n] for all heads alike. Fractions are of a row's valid slots. share(budget,
-    valid): what this layer makes of a row's budget. Returns int64 [b, heads, m], m = min(tokens of the budget, n), of
-    a budget per head the most; heads that keep fewer end in -1.
+    valid): this layer's part of a row's budget. Returns int64 [b, heads, m] with m = min(tokens of the budget, n); with
+    a budget per head m is the largest, and heads that keep fewer end in -1.
     """
     n = scores.shape[2]
     check_vector(op, "starts", starts, len(scores), scores)
@@ -85,15 +88,15 @@ def select_budget(
     padded = not (starts is None and lengths is None)
     valid: Any = valid_slots(n, starts, lengths).unsqueeze(1) if padded else n  # int32 [b, 1], or an int
     if share is not None:
-        assert not isinstance(budget, Tensor)  # which a policy that shares refuses
-        keep = max(share(keep, n), keep if padded else 0)  # no row keeps more, whatever its length
+        assert not isinstance(budget, Tensor)  # policies with `share` refuse it
+        keep = max(share(keep, n), keep if padded else 0)  # an upper bound for rows of any length
         if padded and budgets is None:
             budgets = torch.full_like(valid, budget)
     if budgets is not None:
         newest = (budgets.double() * recent).int() if isinstance(recent, float) else torch.full_like(budgets, window)
         check_rows_hold(op, budgets, sinks, newest)
         if isinstance(recent, float):
-            # The operator has one window for all rows: the newest slots of each get the highest score instead.
+            # The operator has one window for all rows, so the newest slots of each row get the highest score instead.
             window = 0
             end = valid if starts is None else starts.unsqueeze(1) + valid
             slots = torch.arange(n, device=scores.device)

@@ -1,7 +1,7 @@
 """The policies as functions: `kvops.keydiff_compress(k, v, budget)` is `kvops.KeyDiff(budget).compress(k, v)`.
 
-Settings are those of the policy, in its order. All else is what its `compress` takes: see `Spans`, `LayerSpans` and
-`QueryCall`. Each function has a twin that works in place, `keydiff_compress_`, without `out`.
+Each function takes the settings of its policy, in the same order, and the options of the policy's `compress` (`Spans`,
+`LayerSpans`, `QueryCall`). Each function has an in-place twin without `out`, such as `keydiff_compress_`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..rope import Rope
 from .base import IN_PLACE, Compressed, LayerSpans, Out, Spans
 from .baselines import L2, Random, StreamingLLM
 from .budgets import Budget
+from .calling import Layout, one_shot
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
 from .lacache import LaCache
@@ -62,13 +63,14 @@ P = ParamSpec("P")
 
 
 def in_place(compress: Callable[P, Compressed]) -> Callable[P, Compressed]:
-    """The form of a compress function that moves the kept slots to the front of k and v, without `out`."""
+    """Makes the in-place form of a compress function: it moves the kept slots to the front of k and v."""
     name = compress.__name__
+    plain: Callable[..., Compressed] = compress.__wrapped__  # type: ignore[attr-defined]  # one_shot's
 
     def compress_(*args: P.args, **options: P.kwargs) -> Compressed:
         if "out" in options:
             raise TypeError(f"{name}_() got an unexpected keyword argument 'out'")
-        return compress(*args, **{**options, "out": IN_PLACE})
+        return plain(*args, **{**options, "out": IN_PLACE})
 
     functools.update_wrapper(compress_, compress)
     signature = inspect.signature(compress)
@@ -77,11 +79,13 @@ def in_place(compress: Callable[P, Compressed]) -> Callable[P, Compressed]:
     del compress_.__dict__["__wrapped__"]
     compress_.__name__ = compress_.__qualname__ = name + "_"
     compress_.__doc__ = (
-        f"`{name}` in place: the kept slots move to the front of k and v; returns views of the first m slots."
+        f"`{name}` in place: moves the kept slots to the front of k and v, and returns views of them.\n\n"
+        f"Takes the arguments of `{name}` except `out`."
     )
-    return compress_
+    return one_shot(compress_)
 
 
+@one_shot
 def lagkv_compress(
     k: Tensor,
     v: Tensor,
@@ -95,17 +99,40 @@ def lagkv_compress(
     head_mode: str = "per_head",
     **call: Unpack[LayerSpans],
 ) -> Compressed:
-    """LagKV in one call: `kvops.LagKV` with lag L and ratio r.
+    """Evict by LagKV: keep the tokens of each partition that stand out most against the range of the next.
 
-    k: [b, Hk, n, d], v: [b, Hk, n, dv] -> (k, v, indices) with m slots, by Eq. 10: sinks + int(r * L) * ((n - sinks) //
-    L - 1) + L + (n - sinks) % L for n >= sinks + 2 L, else n. In a padded batch m is the longest that any length <= n
-    gives.
+    Equals `kvops.LagKV(L, r, ...).compress(k, v)`.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        L: Tokens per partition (lag).
+        r: The fraction of each partition to keep, in [0, 1] (ratio).
+        sinks: See `kvops.LagKV`.
+        v_weight: See `kvops.LagKV`.
+        reference: See `kvops.LagKV`.
+        score: See `kvops.LagKV`.
+        head_mode: See `kvops.LagKV`.
+        **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
+            `LayerSpans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. By Eq. 10 their number is sinks + int(r * L) ((n - sinks)
+        // L - 1) + L + (n - sinks) % L for n >= sinks + 2 L, else n. In a padded batch the width is the largest of any
+        length <= n.
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: LagKV, Liang et al., 2025, Sec. 2.2, Eq. 5-10.
     """
     check_lag_ratio("LagKV", L, r, names=("L", "r"))
     policy = LagKV(L, r, sinks=sinks, v_weight=v_weight, reference=reference, score=score, head_mode=head_mode)
     return policy.compress(k, v, **call)
 
 
+@one_shot
 def keydiff_compress(
     k: Tensor,
     v: Tensor,
@@ -119,14 +146,38 @@ def keydiff_compress(
     head_mode: str = "per_head",
     **call: Unpack[Spans],
 ) -> Compressed:
-    """KeyDiff in one call: `kvops.KeyDiff`.
+    """Evict by KeyDiff: keep the keys that are least similar to the mean key.
 
-    k: [b, Hk, n, d], v: [b, Hk, n, dv] -> (k, v, indices) with min(budget, n) slots.
+    Equals `kvops.KeyDiff(budget, ...).compress(k, v)`.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        sinks: See `kvops.KeyDiff`.
+        recent: See `kvops.KeyDiff`.
+        normalize_anchor: See `kvops.KeyDiff`.
+        metric: See `kvops.KeyDiff`.
+        anchor: See `kvops.KeyDiff`.
+        head_mode: See `kvops.KeyDiff`.
+        **call: starts, lengths, fill_invalid, out, block_table, layout; see `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: KeyDiff, Park et al., 2025, Sec. 3.2, Eq. 8.
     """
     options: dict[str, Any] = dict(normalize_anchor=normalize_anchor, metric=metric, anchor=anchor, head_mode=head_mode)
     return KeyDiff(budget, sinks=sinks, recent=recent, **options).compress(k, v, **call)
 
 
+@one_shot
 def lacache_compress(
     k: Tensor,
     v: Tensor,
@@ -141,12 +192,42 @@ def lacache_compress(
     task: str = "modeling",
     rope: Rope | None = None,
     out: Out = None,
+    layout: Layout | None = None,
 ) -> Compressed:
-    """LaCache in one call, of one layer of a model: `kvops.LaCache`. k: [b, Hk, n, d], v: [b, Hk, n, dv]."""
+    """Evict one layer by LaCache: keep the layer's part of a ladder of tokens.
+
+    Equals `kvops.LaCache(budget, ...).compress(k, v, layer=layer, num_layers=num_layers)`.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        budget: Tokens to keep per layer (int), or a fraction in (0, 1] of the tokens (float).
+        layer: The index of the layer in the model.
+        num_layers: The number of layers of the model.
+        span: See `kvops.LaCache`.
+        overlap: See `kvops.LaCache`.
+        sinks: See `kvops.LaCache`.
+        pattern: See `kvops.LaCache`.
+        task: See `kvops.LaCache`.
+        rope: The rotary embedding, if keys were rotated at their slots; None moves the keys as they are.
+        out: (k_out, v_out) of the result's shapes to write to.
+        layout: "bhnd" (default) or "bnhd"; see `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. Their number is len(kvops.lacache_plan(n, ...)).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: LaCache, Shi et al., 2025, Sec. 3.2, 3.3.
+    """
     policy = LaCache(budget, span=span, overlap=overlap, sinks=sinks, pattern=pattern, task=task)
-    return policy.compress(k, v, layer=layer, num_layers=num_layers, rope=rope, out=out)
+    call: dict[str, Any] = {"layout": layout}
+    return policy.compress(k, v, layer=layer, num_layers=num_layers, rope=rope, out=out, **call)
 
 
+@one_shot
 def snapkv_compress(
     k: Tensor,
     v: Tensor,
@@ -162,16 +243,42 @@ def snapkv_compress(
     head_mode: str = "per_head",
     **call: Unpack[QueryCall],
 ) -> Compressed:
-    """SnapKV in one call: `kvops.SnapKV`, whose window is as long as q_window has rows.
+    """Evict by SnapKV: keep the tokens to which the prompt's last queries attend.
 
-    k: [b, Hk, n, d], v: [b, Hk, n, dv], q_window: [b, Hq, w, d], the queries of the last w (valid) tokens of each row
-    -> (k, v, indices) with min(budget, n) slots. 32 rows are usual.
+    Equals `kvops.SnapKV(budget, w, ...).compress(k, v, q_window)`, where w is the number of rows of q_window.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        q_window: [b, Hq, w, d], the queries of the last w (valid) tokens of each row; 32 rows are usual.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        kernel_size: See `kvops.SnapKV`.
+        pooling: See `kvops.SnapKV`.
+        pool_first: See `kvops.SnapKV`.
+        score: See `kvops.SnapKV`.
+        group_reduce: See `kvops.SnapKV`.
+        sinks: See `kvops.SnapKV`.
+        head_mode: See `kvops.SnapKV`.
+        **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
+            num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: SnapKV, Li et al., 2024.
     """
     settings: dict[str, Any] = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, score=score)
     settings |= dict(group_reduce=group_reduce, sinks=sinks, head_mode=head_mode)
     return SnapKV(budget, window_rows(q_window), **settings).compress(k, v, q_window, **call)
 
 
+@one_shot
 def pyramidkv_compress(
     k: Tensor,
     v: Tensor,
@@ -187,13 +294,44 @@ def pyramidkv_compress(
     head_mode: str = "per_head",
     **call: Unpack[QueryCall],
 ) -> Compressed:
-    """PyramidKV in one call: `kvops.PyramidKV`, of `layer` of `num_layers`. All else as in `snapkv_compress`."""
+    """Evict one layer by PyramidKV: SnapKV with more of the budget in early layers.
+
+    Equals `kvops.PyramidKV(budget, w, ...).compress(k, v, q_window, layer=..., num_layers=...)`. `layer` and
+    `num_layers` must be given.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        q_window: [b, Hq, w, d], the queries of the last w (valid) tokens of each row; 32 rows are usual.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float): the mean over the
+            layers.
+        kernel_size: See `kvops.PyramidKV`.
+        pooling: See `kvops.PyramidKV`.
+        pool_first: See `kvops.PyramidKV`.
+        score: See `kvops.PyramidKV`.
+        group_reduce: See `kvops.PyramidKV`.
+        sinks: See `kvops.PyramidKV`.
+        head_mode: See `kvops.PyramidKV`.
+        **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
+            num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. Their number is the budget that `kvops.pyramidkv_budgets`
+        gives this layer.
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: PyramidKV, Cai et al., 2024.
+    """
     settings: dict[str, Any] = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, score=score)
     settings |= dict(group_reduce=group_reduce, sinks=sinks, head_mode=head_mode)
     policy = PyramidKV(budget, window_rows(q_window), **settings)
     return policy.compress(k, v, q_window, **call)
 
 
+@one_shot
 def chunkkv_compress(
     k: Tensor,
     v: Tensor,
@@ -209,12 +347,41 @@ def chunkkv_compress(
     sinks: int = 0,
     **call: Unpack[QueryCall],
 ) -> Compressed:
-    """ChunkKV in one call: `kvops.ChunkKV`. All else as in `snapkv_compress`."""
+    """Evict by ChunkKV: keep whole chunks of tokens, by SnapKV's scores.
+
+    Equals `kvops.ChunkKV(budget, w, ...).compress(k, v, q_window)`, where w is the number of rows of q_window.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        q_window: [b, Hq, w, d], the queries of the last w (valid) tokens of each row; 32 rows are usual.
+        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid tokens (float).
+        chunk: Tokens per chunk.
+        kernel_size: See `kvops.ChunkKV`.
+        pooling: See `kvops.ChunkKV`.
+        pool_first: See `kvops.ChunkKV`.
+        score: See `kvops.ChunkKV`.
+        group_reduce: See `kvops.ChunkKV`.
+        sinks: See `kvops.ChunkKV`.
+        **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
+            num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: ChunkKV, Liu et al., 2025.
+    """
     settings: dict[str, Any] = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, score=score)
     settings |= dict(chunk=chunk, group_reduce=group_reduce, sinks=sinks)
     return ChunkKV(budget, window_rows(q_window), **settings).compress(k, v, q_window, **call)
 
 
+@one_shot
 def laq_compress(
     k: Tensor,
     v: Tensor,
@@ -233,9 +400,39 @@ def laq_compress(
     head_mode: str = "per_head",
     **call: Unpack[QueryCall],
 ) -> Compressed:
-    """LAQ's second stage in one call: `kvops.LAQ.compress`, which says what the queries are.
+    """Evict by the second stage of LAQ: keep the tokens to which the queries of a drafted answer attend.
 
-    Without q_window it is LAQ, with it LAQ++. All else as in `snapkv_compress`.
+    Equals `kvops.LAQ(budget, w, ...).compress(k, v, q_lookahead, q_window=q_window)`. Without q_window this is LAQ,
+    with it LAQ++.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        q_lookahead: [b, Hq, steps, d], the queries of drafted tokens that follow the prompt.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        q_window: [b, Hq, w, d], the queries of the prompt's last w tokens, which are then kept.
+        lookahead_lengths: int32 [b], how many lookahead rows count.
+        compat_mask: See `kvops.LAQ`.
+        kernel_size: See `kvops.LAQ`.
+        pooling: See `kvops.LAQ`.
+        pool_first: See `kvops.LAQ`.
+        score: See `kvops.LAQ`.
+        group_reduce: See `kvops.LAQ`.
+        sinks: See `kvops.LAQ`.
+        head_mode: See `kvops.LAQ`.
+        **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
+            num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: Lookahead Q-Cache, Wang et al., 2025, Sec. 4.
     """
     settings: dict[str, Any] = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, score=score)
     settings |= dict(group_reduce=group_reduce, sinks=sinks, head_mode=head_mode, compat_mask=compat_mask)
@@ -243,6 +440,7 @@ def laq_compress(
     return policy.compress(k, v, q_lookahead, q_window=q_window, lookahead_lengths=lookahead_lengths, **call)
 
 
+@one_shot
 def protokv_compress(
     k: Tensor,
     v: Tensor,
@@ -265,9 +463,44 @@ def protokv_compress(
     head_mode: str = "per_head",
     **call: Unpack[QueryCall],
 ) -> Compressed:
-    """ProtoKV in one call: `kvops.ProtoKV`. 8 rows of queries are usual for budgets of at most 128 tokens, else 32.
+    """Evict by ProtoKV: keep whole clusters of similar tokens, by the attention of the last queries.
 
-    lse and sink_logits are for score="softmax". All else as in `snapkv_compress`.
+    Equals `kvops.ProtoKV(budget, w, ...).compress(k, v, q_window)`, where w is the number of rows of q_window. `lse`
+    and `sink_logits` are for score="softmax".
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        q_window: [b, Hq, w, d], the queries of the last w (valid) tokens of each row; 8 rows are usual for budgets of
+            at most 128 tokens, else 32.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        kappa: See `kvops.ProtoKV`.
+        num_sats: See `kvops.ProtoKV`.
+        num_chunks: See `kvops.ProtoKV`.
+        projection: See `kvops.ProtoKV`.
+        phase: See `kvops.ProtoKV`.
+        seed: See `kvops.ProtoKV`.
+        hash_bits: See `kvops.ProtoKV`.
+        clusters: See `kvops.ProtoKV`.
+        score: See `kvops.ProtoKV`.
+        cluster_reduce: See `kvops.ProtoKV`.
+        whole_clusters: See `kvops.ProtoKV`.
+        group_reduce: See `kvops.ProtoKV`.
+        sinks: See `kvops.ProtoKV`.
+        head_mode: See `kvops.ProtoKV`.
+        **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
+            num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: ProtoKV, Yu et al., Sec. 4, Algorithm 1.
     """
     settings: dict[str, Any] = dict(
         kappa=kappa, num_sats=num_sats, num_chunks=num_chunks, projection=projection, phase=phase
@@ -277,6 +510,7 @@ def protokv_compress(
     return ProtoKV(budget, window_rows(q_window), **settings).compress(k, v, q_window, **call)
 
 
+@one_shot
 def satkv_compress(
     k: Tensor,
     v: Tensor,
@@ -288,10 +522,35 @@ def satkv_compress(
     head_mode: str = "per_head",
     **call: Unpack[Spans],
 ) -> Compressed:
-    """SATKV in one call: `kvops.SATKV`. k: [b, Hk, n, d], v: [b, Hk, n, dv] -> min(budget, n) slots."""
+    """Evict by SATKV: keep semantic anchors, the keys that are least similar to their neighbours.
+
+    Equals `kvops.SATKV(budget, window, ...).compress(k, v)`.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        window: Newest tokens that are always kept.
+        kappa: See `kvops.SATKV`.
+        sinks: See `kvops.SATKV`.
+        head_mode: See `kvops.SATKV`.
+        **call: starts, lengths, fill_invalid, out, block_table, layout; see `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: ProtoKV, Yu et al., Sec. 4.1, App. H.
+    """
     return SATKV(budget, window, kappa=kappa, sinks=sinks, head_mode=head_mode).compress(k, v, **call)
 
 
+@one_shot
 def h2o_compress(
     k: Tensor,
     v: Tensor,
@@ -304,28 +563,97 @@ def h2o_compress(
     head_mode: str = "per_head",
     **call: Unpack[QueryCall],
 ) -> Compressed:
-    """H2O in one call: `kvops.H2O`. q: [b, Hq, t, d], the queries of the last t slots; t = n, the whole prompt, is H2O.
+    """Evict by H2O: keep the tokens with the most attention from all queries, and the newest tokens.
 
-    lse: fp32 [b, Hq, t]: K is then read once per block of 256 rows, not twice. All else as in `snapkv_compress`.
+    Equals `kvops.H2O(budget, ...).compress(k, v, q)`.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        q: [b, Hq, t, d], the queries of the last t slots; t = n, the whole prompt, is H2O. With `lse`, fp32 [b, Hq, t],
+            the kernel reads K once per block of 256 rows instead of twice.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        recent: See `kvops.H2O`.
+        group_reduce: See `kvops.H2O`.
+        sinks: See `kvops.H2O`.
+        head_mode: See `kvops.H2O`.
+        **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
+            num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: H2O, Zhang et al., 2023.
     """
     policy = H2O(budget, recent=recent, group_reduce=group_reduce, sinks=sinks, head_mode=head_mode)
     return policy.compress(k, v, q, **call)
 
 
+@one_shot
 def tova_compress(
     k: Tensor, v: Tensor, q_last: Tensor, budget: Budget, *, sinks: int = 0, **call: Unpack[QueryCall]
 ) -> Compressed:
-    """TOVA in one call: `kvops.TOVA`. q_last: [b, Hq, 1, d], the query of each row's last (valid) token."""
+    """Evict by TOVA: keep the tokens to which the last query attends most.
+
+    Equals `kvops.TOVA(budget, ...).compress(k, v, q_last)`. All heads keep the same tokens.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        q_last: [b, Hq, 1, d], the query of each row's last (valid) token.
+        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid tokens (float).
+        sinks: See `kvops.TOVA`.
+        **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
+            num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: TOVA, Oren et al., 2024.
+    """
     return TOVA(budget, sinks=sinks).compress(k, v, q_last, **call)
 
 
+@one_shot
 def streamingllm_compress(
     k: Tensor, v: Tensor, budget: int | float, *, sinks: int = 4, **call: Unpack[Spans]
 ) -> Compressed:
-    """StreamingLLM in one call: `kvops.StreamingLLM`. Keys are only moved."""
+    """Evict by StreamingLLM: keep the first `sinks` tokens and the newest.
+
+    Equals `kvops.StreamingLLM(budget, sinks=sinks).compress(k, v)`. Keys are moved without rotation.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid tokens (float).
+        sinks: First tokens that are always kept.
+        **call: starts, lengths, fill_invalid, out, block_table, layout; see `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: StreamingLLM, Xiao et al., 2023.
+    """
     return StreamingLLM(budget, sinks=sinks).compress(k, v, **call)
 
 
+@one_shot
 def l2_compress(
     k: Tensor,
     v: Tensor,
@@ -337,30 +665,87 @@ def l2_compress(
     head_mode: str = "per_head",
     **call: Unpack[LayerSpans],
 ) -> Compressed:
-    """The keys of the lowest L2 norm in one call: `kvops.L2`. `layer` and `num_layers` say whether this one is skipped.
+    """Evict by L2 norm: keep the keys with the lowest norm.
 
-    k: [b, Hk, n, d], v: [b, Hk, n, dv] -> (k, v, indices) with min(budget, n) slots.
+    Equals `kvops.L2(budget, ...).compress(k, v)`. With `layer` and `num_layers` given, the layers in `skip_layers` keep
+    everything.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        sinks: See `kvops.L2`.
+        recent: See `kvops.L2`.
+        skip_layers: See `kvops.L2`.
+        head_mode: See `kvops.L2`.
+        **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
+            `LayerSpans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: L2 norm, Devoto et al., 2024.
     """
     policy = L2(budget, sinks=sinks, recent=recent, skip_layers=skip_layers, head_mode=head_mode)
     return policy.compress(k, v, **call)
 
 
+@one_shot
 def random_compress(k: Tensor, v: Tensor, budget: Budget, *, seed: int = 0, **call: Unpack[Spans]) -> Compressed:
-    """A random `budget` of the tokens, per head, in one call: `kvops.Random`."""
+    """Evict at random: keep random tokens, different ones in every head.
+
+    Equals `kvops.Random(budget, seed=seed).compress(k, v)`.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        seed: The seed, at least 0.
+        **call: starts, lengths, fill_invalid, out, block_table, layout; see `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+    """
     return Random(budget, seed=seed).compress(k, v, **call)
 
 
 lagkv_compress_ = in_place(lagkv_compress)
+"""`lagkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 keydiff_compress_ = in_place(keydiff_compress)
+"""`keydiff_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 lacache_compress_ = in_place(lacache_compress)
+"""`lacache_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 snapkv_compress_ = in_place(snapkv_compress)
+"""`snapkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 pyramidkv_compress_ = in_place(pyramidkv_compress)
+"""`pyramidkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 chunkkv_compress_ = in_place(chunkkv_compress)
+"""`chunkkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 laq_compress_ = in_place(laq_compress)
+"""`laq_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 protokv_compress_ = in_place(protokv_compress)
+"""`protokv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 satkv_compress_ = in_place(satkv_compress)
+"""`satkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 h2o_compress_ = in_place(h2o_compress)
+"""`h2o_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 tova_compress_ = in_place(tova_compress)
+"""`tova_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 streamingllm_compress_ = in_place(streamingllm_compress)
+"""`streamingllm_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 l2_compress_ = in_place(l2_compress)
+"""`l2_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 random_compress_ = in_place(random_compress)
+"""`random_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""

@@ -1,4 +1,4 @@
-"""Policies that can give tokens the positions of their slots."""
+"""Policies that can renumber tokens by their slots."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ POSITIONS = ("slots", "original")
 
 @dataclass(frozen=True, eq=False)
 class SlotPolicy(Policy):
-    """A policy that can give tokens the positions of their slots: 0, 1, ..., without the gaps of evicted ones.
+    """A policy that can use slots as positions: 0, 1, ..., without gaps for evicted tokens.
 
     Attributes:
-        positions: "slots"; or "original": keys stay at the positions that they were rotated at. For "slots" a cache
-            needs the model's rotary embedding (`kvops.Cache(policy, rope=...)`); without it keys are moved as they
-            come, and their rotation is the caller's business (`kvops.ops.rope_at_slots`).
+        positions: "slots", or "original": keys keep the positions at which they were rotated. For "slots" a cache needs
+            the model's rotary embedding (`kvops.Cache(policy, rope=...)`). Without it the cache moves the keys as they
+            are, and the caller rotates them (`kvops.ops.rope_at_slots`).
     """
 
     _: KW_ONLY

@@ -1,5 +1,7 @@
-"""SnapKV: keeps the keys that the last queries of the prompt attend to, with their neighbours, and those queries' own.
-PyramidKV: the same with more of the budget in the early layers. ChunkKV: the same in whole chunks of tokens.
+"""SnapKV, PyramidKV and ChunkKV: eviction by the attention of the prompt's last queries.
+
+SnapKV keeps the keys to which the last queries attend, their neighbours, and the tokens of those queries. PyramidKV
+gives more of the budget to early layers. ChunkKV keeps whole chunks of tokens.
 
 Sources: "SnapKV: LLM Knows What You are Looking for Before Generation", Li et al., 2024; "PyramidKV: Dynamic KV Cache
 Compression based on Pyramidal Information Funneling", Cai et al., 2024; "ChunkKV: Semantic-Preserving KV Cache
@@ -15,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import check_holds_window, check_int
+from ..checks import check_holds_window, check_int, plain
 from .base import View
 from .budgets import budget_tokens
 from .queries import WindowPolicy
@@ -26,17 +28,30 @@ _T = TypeVar("_T", int, Tensor)
 
 @dataclass(frozen=True, eq=False)
 class SnapKV(WindowPolicy):
-    """SnapKV. ::
+    """SnapKV: keeps the tokens to which the prompt's last queries attend, per head.
 
-        a[i, j] = softmax over j of scale * q_i . k_j      the last w queries, each over the keys up to its own
-        s[j]    = mean over the group's query heads of sum over i of a[i, j]        for j < n - w
-        score   = the highest s among the kernel_size neighbours of j, itself in the middle
+    ```text
+    a[i, j] = softmax over j of scale * q_i . k_j      the last w queries, each over the keys up to its own
+    s[j]    = mean over the group's query heads of sum over i of a[i, j]        for j < n - w
+    score   = the highest s among the kernel_size slots centred on j
+    ```
 
-    The w newest tokens stay, and the budget's highest scores of what is before, per head. So a cache compresses the
-    prompt, by its last `window` queries, and each chunk of a chunked prefill and each further turn with what was kept
-    before; decode keeps every new token.
+    The w newest tokens are kept, and the highest scores before them up to the budget. A cache compresses the prompt by
+    its last `window` queries. Each chunk of a chunked prefill and each further turn is compressed in the same way,
+    together with the tokens kept before. Decode keeps every new token.
 
-    Attributes: see `WindowPolicy`.
+    Attributes:
+        budget: See `BudgetPolicy`. It must hold the window.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`.
+        group_reduce: See `QueryPolicy`.
+        window: See `WindowPolicy`.
+        kernel_size: See `WindowPolicy`.
+        pooling: See `WindowPolicy`.
+        pool_first: See `WindowPolicy`.
+        score: See `WindowPolicy`.
+
+    Source: SnapKV, Li et al., 2024.
     """
 
     uses_positions: ClassVar[bool] = False
@@ -50,13 +65,24 @@ class SnapKV(WindowPolicy):
 
 @dataclass(frozen=True, eq=False)
 class PyramidKV(WindowPolicy):
-    """PyramidKV: `SnapKV` with each layer's own share of the budget, see `pyramidkv_budgets`.
+    """PyramidKV: `SnapKV` with a budget of its own for each layer, larger in early layers (`pyramidkv_budgets`).
 
-    Layers differ in length; `layer` and `num_layers` say which one it is. In one call shorter rows of a padded batch
-    have shares of their own and end in -1; in a cache the shares are of the padded length.
+    Layers differ in length, so one-shot calls need `layer` and `num_layers`. In a one-shot call each row of a padded
+    batch has the budget of its own length, and shorter rows end in -1. In a cache all rows have the budget of the
+    padded length.
 
-    Attributes: see `WindowPolicy`; budget is the mean over the layers, an int or a float. head_mode is "per_head" or
-        "shared".
+    Attributes:
+        budget: The mean over the layers, an int or a float; see `BudgetPolicy`. It must hold the window.
+        sinks: See `BudgetPolicy`.
+        head_mode: "per_head" or "shared"; see `BudgetPolicy`.
+        group_reduce: See `QueryPolicy`.
+        window: See `WindowPolicy`.
+        kernel_size: See `WindowPolicy`.
+        pooling: See `WindowPolicy`.
+        pool_first: See `WindowPolicy`.
+        score: See `WindowPolicy`.
+
+    Source: PyramidKV, Cai et al., 2024.
     """
 
     by_head: ClassVar[bool] = True
@@ -69,7 +95,7 @@ class PyramidKV(WindowPolicy):
         if isinstance(self.budget, Tensor) or self.head_mode == "adaptive":
             got = "a budget per head" if isinstance(self.budget, Tensor) else "head_mode='adaptive'"
             raise ValueError(
-                f"{self.name}: the budget is shared among layers, and the heads of a layer keep equally many tokens; "
+                f"{self.name}: layers share the budget, and the heads of a layer keep the same number of tokens; "
                 f"expected budget as an int or a float and head_mode 'per_head' or 'shared', got {got}"
             )
         super().check()
@@ -89,15 +115,26 @@ class PyramidKV(WindowPolicy):
 
 @dataclass(frozen=True, eq=False)
 class ChunkKV(WindowPolicy):
-    """ChunkKV: whole chunks of `chunk` tokens, by the mean of SnapKV's scores (not pooled) over all heads.
+    """ChunkKV: keeps whole chunks of tokens, by the mean of SnapKV's scores (without pooling) over all heads.
 
-    The w newest tokens stay. What is before is cut into chunks (the last may be shorter), and the chunks of the highest
-    mean stay whole, but for the one that the budget cuts: it gives its best tokens. One set for all KV heads, exactly
-    the budget. Keys whose score is NaN do not count in their chunk's mean, and go first.
+    The w newest tokens are kept. The tokens before them are cut into chunks; the last chunk may be shorter. Chunks are
+    kept whole by descending mean score. Of the chunk that straddles the budget, the best tokens are kept, so the budget
+    is met exactly. All KV heads keep the same tokens. Keys whose score is NaN do not count in the mean of their chunk
+    and are evicted first.
 
     Attributes:
-        chunk: tokens of a chunk.
-        kernel_size: 1, so scores are not pooled. For the others see `WindowPolicy`.
+        budget: See `BudgetPolicy`. It must hold the window.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`.
+        group_reduce: See `QueryPolicy`.
+        window: See `WindowPolicy`.
+        kernel_size: See `WindowPolicy`. The default, 1, does not pool.
+        pooling: See `WindowPolicy`.
+        pool_first: See `WindowPolicy`.
+        score: See `WindowPolicy`.
+        chunk: Tokens per chunk.
+
+    Source: ChunkKV, Liu et al., 2025.
     """
 
     uses_positions: ClassVar[bool] = False
@@ -123,31 +160,45 @@ class ChunkKV(WindowPolicy):
 
 
 def pyramidkv_budgets(budget: int | float, num_layers: int, n: int, window: int = 32) -> list[int]:
-    """The tokens that each layer keeps of n, first layer first. ::
+    """Compute the tokens that each layer keeps under PyramidKV, first layer first.
 
-        c = budget - window;   hi = min(2 c - c // 20, n - window);   lo = 2 c - hi
-        window + a line from hi (layer 0) to lo (the last)
+    ```text
+    c  = budget - window
+    hi = min(2 c - c // 20, n - window)
+    lo = 2 c - hi
+    tokens of a layer = window + a line from hi (layer 0) to lo (last layer)
+    ```
 
-    All layers alike if n < 2 c, if n <= budget, or if there is one layer.
+    All layers get the same budget if n < 2 c, if n <= budget, or if there is only one layer.
 
     Args:
-        budget: tokens (int), or a fraction in (0, 1] of n (float): the mean over the layers, exactly.
-        num_layers: layers of the model.
-        n: tokens of the prompt.
-        window: rows that observe.
+        budget: Tokens (int), or a fraction in (0, 1] of n (float). It is exactly the mean over the layers.
+        num_layers: The layers of the model.
+        n: The tokens of the prompt.
+        window: The rows that observe.
+
+    Returns:
+        The tokens of each layer, a list of ints.
+
+    Raises:
+        TypeError: A number has the wrong type.
+        ValueError: A number is too small, or budget is less than window.
+
+    Source: PyramidKV, Cai et al., 2024.
     """
     op = "pyramidkv_budgets"
     for name, value, low in (("num_layers", num_layers, 1), ("n", n, 0), ("window", window, 0)):
         check_int(op, name, value, low)
+    num_layers, n, window = plain(num_layers), plain(n), plain(window)
     keep = budget_tokens(op, budget, n)
     check_holds_window(op, keep, window)
     return [layer_budget(keep, n, window, layer, num_layers) for layer in range(num_layers)]
 
 
 def layer_budget(budget: _T, n: _T, window: int, layer: int, num_layers: int) -> _T:
-    """One layer's share of a budget for n tokens; ints, or int tensors of any number of rows.
+    """One layer's part of a budget for n tokens, as an int, or as an int tensor for many rows.
 
-    The line is rounded up in the first half of the layers, and the second half mirrors it, so the sum is exact.
+    The line is rounded up in the first half of the layers and mirrored in the second half, so the sum is exact.
     """
 
     def where(condition: Any, yes: Any, no: Any) -> Any:
@@ -166,14 +217,14 @@ def layer_budget(budget: _T, n: _T, window: int, layer: int, num_layers: int) ->
 
 
 def chunk_ranks(scores: Tensor, chunk: int, window: int, starts: Tensor | None, end: Tensor | int) -> Tensor:
-    """fp32 [b, 1, n]: whole numbers that order the prefix by (its chunk's mean, its own score), ties by lower slot.
+    """Integers that order the prefix by (mean of the chunk, own score), ties by lower slot: fp32 [b, 1, n].
 
-    scores: [b, Hk, n]. Numbers below 2 n are exact in fp32 for n <= 2^23.
+    scores: [b, Hk, n]. The integers are below 2 n and exact in fp32 for n <= 2^23.
     """
     b, _, n = scores.shape
     chunk = min(chunk, max(n, 1))
     count = -(-n // chunk)
-    # Row by row, chunks count from the first valid slot: slot j of the grid is slot starts + j of the cache.
+    # The chunks of a row begin at its first valid slot: slot j of the grid is slot starts + j of the cache.
     grid = torch.arange(count * chunk, device=scores.device).expand(b, -1)
     first = torch.zeros(b, 1, dtype=torch.int64, device=scores.device) if starts is None else starts[:, None].long()
     last = (end[:, None] if isinstance(end, Tensor) else end) - window
@@ -182,7 +233,7 @@ def chunk_ranks(scores: Tensor, chunk: int, window: int, starts: Tensor | None, 
     usable = inside & means.isfinite()
     tokens = torch.where(usable, means, -torch.inf).unflatten(1, (count, chunk))  # [b, count, chunk]
     total, size = torch.zeros_like(tokens[:, :, 0]), torch.zeros_like(tokens[:, :, 0])
-    for i in range(chunk):  # one by one: the order of the sum is fixed
+    for i in range(chunk):  # one by one, so that the order of the sum is fixed
         finite = tokens[:, :, i].isfinite()
         total = total + torch.where(finite, tokens[:, :, i], 0.0)
         size = size + finite

@@ -1,11 +1,13 @@
 """The methods by name: one table for evaluation, plots, docs, demo and tests.
 
-`kvops.policy("keydiff", budget=1024)` makes one. A name of anyone else's is `path/to/file.py:Class`, `module:Class`, or
-what a package installs in the entry point group "kvops.methods".
+`kvops.policy("keydiff", budget=1024)` makes a policy by name. Names are accepted in any case. Third-party policies are
+named `path/to/file.py:Class` or `module:Class`, or by an entry point that a package installs in the group
+"kvops.methods".
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -27,7 +29,7 @@ from .protokv import SATKV, ProtoKV
 from .snapkv import ChunkKV, PyramidKV, SnapKV
 
 ENTRY_POINTS = "kvops.methods"
-#: What a method's rule goes by.
+#: The families of methods: what a rule depends on.
 FAMILIES = (
     "everything",
     "position or chance",
@@ -41,10 +43,14 @@ FAMILIES = (
 
 
 class Entry(NamedTuple):
-    """A line of the table of methods.
+    """A row of the table of methods.
 
-    label: in tables and plots. policy: its class. family: one of `FAMILIES`. source: the paper. defaults: settings
-    that make it this variant.
+    Attributes:
+        label: The name in tables and plots.
+        policy: The class of the policy.
+        family: One of `FAMILIES`.
+        source: The paper; empty if there is none.
+        defaults: Settings that make the policy this variant.
     """
 
     label: str
@@ -60,7 +66,7 @@ _LAQ = "Lookahead Q-Cache, Wang et al., 2025"
 _KEYDIFF = "KeyDiff, Park et al., 2025"
 _PROTOKV = "ProtoKV, Yu et al."
 
-#: By name.
+#: The methods by name.
 METHODS: dict[str, Entry] = {
     "full": Entry("Full", Full, "everything", ""),
     "streamingllm": Entry("StreamingLLM", StreamingLLM, "position or chance", "StreamingLLM, Xiao et al., 2023"),
@@ -85,23 +91,39 @@ METHODS: dict[str, Entry] = {
 }
 
 
-def find(spec: str) -> tuple[Entry, str, dict[str, Any]]:
-    """The entry of a name: of the table, of an installed package, or of a class in a file or module. Its own name, and
-    the options that may follow: "keydiff:recent=0.1,sinks=4".
+def table_name(name: str) -> str | None:
+    """The key in `METHODS` of a name or label in any case ("KeyDiff", "LAQ++", "LagKV L2"); None if it has none."""
+    key = name.strip().lower().replace(" ", "-").replace("_", "-")
+    return key if key in METHODS else None
 
-    ValueError: there is none.
+
+def find(spec: str) -> tuple[Entry, str, dict[str, Any]]:
+    """Find a method by name, in any case: in the table, in installed packages, or as a class in a file or module.
+
+    Args:
+        spec: The name, with options after a colon: "keydiff:recent=0.1,sinks=4".
+
+    Returns:
+        The entry, the method's own name, and the options.
+
+    Raises:
+        ValueError: There is no such method.
     """
     installed = importlib.metadata.entry_points(group=ENTRY_POINTS)
     name, _, rest = spec.partition(":")
-    if name in METHODS:
-        return METHODS[name], name, parse_options("method", spec, name, rest)
+    if (known := table_name(name)) is not None:
+        return METHODS[known], known, parse_options("method", spec, name, rest)
     if name in installed.names:
         found = installed[name].load()
     else:
         place, (cls, _, rest) = name, rest.partition(":")
         if not cls:
-            known = ", ".join([*METHODS, *sorted(installed.names)])
-            raise ValueError(f"method must be one of {known}, path/to/file.py:Class, or module:Class, got {spec!r}")
+            names = [*METHODS, *sorted(installed.names)]
+            close = difflib.get_close_matches(name.lower(), names, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"method must be one of {', '.join(names)}, path/to/file.py:Class, or module:Class, got {spec!r}{hint}"
+            )
         found, name = _class(place, cls), f"{place}:{cls}"
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ValueError(f"method {name!r}: expected a subclass of kvops.Policy, got {found!r}")
@@ -109,27 +131,33 @@ def find(spec: str) -> tuple[Entry, str, dict[str, Any]]:
 
 
 def policy(spec: str, **settings: Any) -> Policy:
-    """The policy of a method by name: `kvops.policy("keydiff", budget=1024)`, or `kvops.policy("keydiff:budget=1024")`.
+    """Make the policy of a method by name.
+
+    `kvops.policy("keydiff", budget=1024)` and `kvops.policy("KeyDiff:budget=1024")` are both `kvops.KeyDiff(1024)`.
 
     Args:
-        spec: a name as in `METHODS`, path/to/file.py:Class, module:Class, or what a package installs in the entry
-            point group "kvops.methods"; settings may follow.
-        settings: of the policy's class.
+        spec: A name as in `METHODS`, in any case; or path/to/file.py:Class, module:Class, or an entry point that a
+            package installs in the group "kvops.methods". Settings may follow after a colon.
+        **settings: Settings of the policy's class. They override those in `spec`.
+
+    Returns:
+        The policy.
 
     Raises:
-        ValueError, TypeError: there is no such method, or it has no such setting.
+        ValueError: There is no such method, or a setting has an invalid value.
+        TypeError: The method has no such setting, or a setting has the wrong type.
     """
     entry, _, options = find(spec)
     return entry.policy(**{**entry.defaults, **options, **settings})
 
 
 def _class(place: str, name: str) -> object:
-    """A class in a file or a module."""
+    """Loads a class from a file or a module."""
     where = f"method '{place}:{name}'"
     try:
         module = _load(place) if place.endswith(".py") else importlib.import_module(place)
         return getattr(module, name)
-    except Exception as error:  # the code may be anyone's
+    except Exception as error:  # third-party code may raise anything
         raise ValueError(
             f"{where}: expected a class in a file or module that can be imported, got {type(error).__name__}: {error}"
         ) from error
@@ -140,6 +168,6 @@ def _load(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {path}")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module

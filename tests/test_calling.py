@@ -1,0 +1,249 @@
+"""What all one-shot calls share: layouts, errors that name the function called, and numbers of numpy."""
+
+import subprocess
+import sys
+import warnings
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+import kvops
+from kvops.methods.table import table_name
+
+B, HEADS, N, D = 2, 2, 64, 16
+
+
+@pytest.fixture
+def kv():
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(B, HEADS, N, D, generator=generator) for _ in range(2))
+
+
+@pytest.fixture
+def q():
+    return torch.randn(B, 2 * HEADS, 8, D, generator=torch.Generator().manual_seed(1))
+
+
+CALLS = {  # name: (whether it takes queries, settings)
+    "lagkv": (False, dict(L=8, r=0.5)),
+    "keydiff": (False, dict(budget=24)),
+    "lacache": (False, dict(budget=48, layer=1, num_layers=8)),
+    "snapkv": (True, dict(budget=24)),
+    "pyramidkv": (True, dict(budget=24, layer=1, num_layers=4)),
+    "chunkkv": (True, dict(budget=24)),
+    "laq": (True, dict(budget=24)),
+    "protokv": (True, dict(budget=24)),
+    "satkv": (False, dict(budget=40)),
+    "h2o": (True, dict(budget=24)),
+    "tova": (True, dict(budget=24)),
+    "streamingllm": (False, dict(budget=24)),
+    "l2": (False, dict(budget=24)),
+    "random": (False, dict(budget=24)),
+}
+
+
+def test_every_method_is_called():
+    assert sorted(f"{name}_compress{end}" for name in CALLS for end in ("", "_")) == sorted(
+        x for x in kvops.__all__ if x.rstrip("_").endswith("_compress")
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bnhd_is_bhnd_transposed(name, kv, q):
+    needs_queries, options = CALLS[name]
+    queries = (q[:, :, -1:] if name == "tova" else q,) if needs_queries else ()
+    want = getattr(kvops, name + "_compress")(*kv, *queries, **options)
+    k, v, *rest = (x.transpose(1, 2).contiguous() for x in (*kv, *queries))
+    got = getattr(kvops, name + "_compress")(k, v, *rest, **options, layout="bnhd")
+    assert got.k.shape == (B, want.k.shape[2], HEADS, D)
+    assert torch.equal(got.indices, want.indices) and torch.equal(got.lengths, want.lengths)
+    for x, y in zip(got[:2], want[:2]):
+        assert torch.equal(x.transpose(1, 2), y)
+
+    out = torch.empty_like(got.k), torch.empty_like(got.v)
+    given = getattr(kvops, name + "_compress")(k, v, *rest, **options, layout="bnhd", out=out)
+    assert torch.equal(out[0], got.k) and torch.equal(out[1], got.v)
+    assert given.k.data_ptr() == out[0].data_ptr()
+
+    moved = getattr(kvops, name + "_compress_")(k, v, *rest, **options, layout="bnhd")
+    assert moved.k.data_ptr() == k.data_ptr() and torch.equal(moved.k, got.k) and torch.equal(moved.v, got.v)
+
+
+def test_bnhd_of_policies_and_pages(kv, q):
+    k, v = (x.transpose(1, 2) for x in kv)
+    assert kvops.KeyDiff(24).compress(k, v, layout="bnhd").k.shape == (B, 24, HEADS, D)
+    snapkv = kvops.SnapKV(24, 8)
+    want = snapkv.compress(*kv, q).indices
+    assert torch.equal(snapkv.compress(k, v, q_window=q.transpose(1, 2), layout="bnhd").indices, want)
+    pages = [torch.randn(8, 16, HEADS, D) for _ in range(2)]
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    options = dict(block_table=table, lengths=torch.tensor([60, 50], dtype=torch.int32))
+    got = kvops.KeyDiff(24).compress(*pages, **options, layout="bnhd")
+    want = kvops.KeyDiff(24).compress(*(x.transpose(1, 2) for x in pages), **options)
+    assert torch.equal(got.indices, want.indices) and torch.equal(got.k.transpose(1, 2), want.k)
+
+
+@pytest.mark.parametrize("call", [kvops.keydiff_compress, kvops.keydiff_compress_, kvops.KeyDiff(0.5).compress])
+def test_more_heads_than_tokens_are_warned_of(call, kv):
+    k, v = (x.transpose(1, 2) for x in kv)
+    args = () if hasattr(call, "__self__") else (0.5,)
+    name = "KeyDiff" if hasattr(call, "__self__") else call.__name__
+    with pytest.warns(UserWarning, match=rf"^{name}: .* KV heads \(64\) than tokens \(2\); .* pass layout='bnhd'") as w:
+        call(k, v, *args)
+    assert len(w) == 1 and w[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(k.clone(), v.clone(), *args, layout="bhnd")
+        call(k.clone(), v.clone(), *args, layout="bnhd")
+        call(*(x.clone() for x in kv), *args)
+        cache = kvops.Cache(kvops.KeyDiff(8))  # the first token of a stream
+        cache.append(k[:1, :8, :1], v[:1, :8, :1])
+        call(k[:, :, :0], v[:, :, :0], *args)
+    with pytest.raises(ValueError, match=rf"^{name}: layout must be one of 'bhnd', 'bnhd', got 'nhd'"):
+        call(k, v, *args, layout="nhd")
+
+
+def test_layout_in_a_compiled_call(kv):
+    k, v = (x.transpose(1, 2).contiguous() for x in kv)
+    compiled = torch.compile(
+        lambda k, v: kvops.keydiff_compress(k, v, 24, layout="bnhd"), fullgraph=True, backend="eager"
+    )
+    want = kvops.keydiff_compress(k, v, 24, layout="bnhd")
+    assert all(torch.equal(x, y) for x, y in zip(compiled(k, v), want))
+
+
+# Errors
+
+
+def test_errors_name_the_function_that_was_called(kv, q):
+    k, v = kv
+    ints = torch.zeros(B, HEADS, N, D, dtype=torch.int32)
+    for call, name in (
+        (lambda k, v: kvops.keydiff_compress(k, v, 8), "keydiff_compress"),
+        (lambda k, v: kvops.keydiff_compress_(k, v, 8), "keydiff_compress_"),
+        (lambda k, v: kvops.lagkv_compress(k, v, 8), "lagkv_compress"),
+        (lambda k, v: kvops.satkv_compress(k, v, 40), "satkv_compress"),
+        (kvops.KeyDiff(8).compress, "KeyDiff"),
+        (kvops.KeyDiff(8).compress_, "KeyDiff"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: k must be .*, got "):
+            call(ints, v)
+        with pytest.raises(ValueError, match=rf"^{name}: k must be \[b, Hk, n, d\], got"):
+            call(k[0], v)
+        with pytest.raises(TypeError, match=rf"^{name}: k must be a torch.Tensor, got list"):
+            call([k], v)
+    with pytest.raises(ValueError, match="^snapkv_compress: q_window must .*, got"):
+        kvops.snapkv_compress(k, v, q.double(), 24)
+    with pytest.raises(ValueError, match="^H2O: q must .*, got"):
+        kvops.H2O(24).compress(k, v, q.double())
+    with pytest.raises(
+        ValueError, match="^tova_compress: q_last must be queries of the prompt|^tova_compress: q_last must"
+    ):
+        kvops.tova_compress(k, v, q.double()[:, :, :1], 24)
+    with pytest.raises(ValueError, match="^keydiff_compress, row 1: budget must hold sinks"):
+        lengths = torch.tensor([40, 8], dtype=torch.int32)
+        kvops.keydiff_compress(k, v, 0.25, sinks=3, lengths=lengths)
+
+
+class Broken(kvops.KeyPolicy):
+    def scores(self, view):
+        raise ValueError(self.message)
+
+
+@pytest.mark.parametrize("message", ["anything: at all", "no prefix", "", "Broken: own"])
+def test_errors_of_other_code_are_left_alone(message, kv):
+    Broken.message = message
+    with pytest.raises(ValueError) as error:
+        Broken(8).compress(*kv)
+    assert str(error.value) == message
+
+
+# Numbers
+
+
+def test_numbers_of_numpy_are_numbers(kv):
+    k, v = kv
+    for make in (np.int64, np.int32, np.uint8):
+        policy = kvops.KeyDiff(make(24), sinks=make(2), recent=make(4), refresh=make(64))
+        assert policy == kvops.KeyDiff(24, sinks=2, recent=4, refresh=64)
+        assert {type(x) for x in (policy.budget, policy.sinks, policy.recent, policy.refresh)} == {int}
+        assert repr(policy) == repr(kvops.KeyDiff(24, sinks=2, recent=4, refresh=64))
+    for make in (np.float16, np.float32, np.float64, Fraction):
+        policy = kvops.KeyDiff(make(0.25), recent=make(0.5), buffer=make(0.125))
+        assert policy == kvops.KeyDiff(0.25, recent=0.5, buffer=0.125)
+    want = kvops.lagkv_compress(k, v, 8, 0.5).indices
+    assert torch.equal(kvops.lagkv_compress(k, v, np.int64(8), np.float32(0.5)).indices, want)
+    want = kvops.l2_compress(k, v, 24, layer=3, num_layers=16).indices
+    got = kvops.l2_compress(k, v, np.int64(24), layer=np.int64(3), num_layers=np.int64(16)).indices
+    assert torch.equal(got, want)
+    cache = kvops.Cache(kvops.StreamingLLM(np.int64(24)))
+    cache.append(k, v)
+    assert len(cache) == 24
+
+
+def test_numbers_of_numpy_in_functions(kv):
+    k, v = kv
+    n, eight = np.int64(64), np.int64(8)
+    scores = torch.rand(1, 2, 64)
+    plan = kvops.lacache_plan(n, num_layers=eight, budget=np.int64(48), span=np.int64(2), overlap=np.int64(1))
+    assert plan == kvops.lacache_plan(64, num_layers=8, budget=48, span=2, overlap=1)
+    assert kvops.pyramidkv_budgets(np.int64(32), eight, n, eight) == kvops.pyramidkv_budgets(32, 8, 64, 8)
+    assert torch.equal(kvops.head_budgets(scores, eight), kvops.head_budgets(scores, 8))
+    assert torch.equal(kvops.head_budgets(scores, np.float32(0.25)), kvops.head_budgets(scores, 0.25))
+    assert torch.equal(kvops.entropy_budgets([scores], eight, np.int64(2)), kvops.entropy_budgets([scores], 8, 2))
+    assert torch.equal(kvops.lsh_projection(np.int64(16), np.int64(2))[0], kvops.lsh_projection(16, 2)[0])
+    options = dict(num_layers=8, budget=48)
+    assert torch.equal(
+        kvops.lacache_coverage(n, **options, chunk=eight), kvops.lacache_coverage(64, **options, chunk=8)
+    )
+    moved = kvops.ops.ladder_gather(k, v, plan=plan, layer=np.int64(1))
+    assert torch.equal(moved[0], kvops.ops.ladder_gather(k, v, plan=plan, layer=1)[0])
+    assert torch.equal(kvops.ops.lag_score(k, v, lag=eight), kvops.ops.lag_score(k, v, lag=8))
+    kept = kvops.ops.select_topk(scores, k=eight, sinks=np.int32(2))
+    assert torch.equal(kept, kvops.ops.select_topk(scores, k=8, sinks=2))
+    assert torch.equal(kvops.attention(k, k, v, scale=np.float32(0.25)).out, kvops.attention(k, k, v, scale=0.25).out)
+
+
+@pytest.mark.parametrize("wrong", [True, np.bool_(True), "8", 8.5, np.array([8]), None])
+def test_other_things_are_no_ints(wrong):
+    with pytest.raises(TypeError, match="^KeyDiff: sinks must be an int, got"):
+        kvops.KeyDiff(24, sinks=wrong)
+    if not isinstance(wrong, float):
+        with pytest.raises(TypeError, match="^KeyDiff: budget must be an int"):
+            kvops.KeyDiff(wrong)
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "name, key",
+    [("KeyDiff", "keydiff"), ("KEYDIFF", "keydiff"), ("LAQ++", "laq++"), ("LagKV L2", "lagkv-l2"), ("x", None)]
+    + [(entry.label, key) for key, entry in kvops.METHODS.items()],
+)
+def test_method_names_in_any_case(name, key):
+    assert table_name(name) == key
+
+
+def test_policies_by_names_in_any_case():
+    assert kvops.policy("SnapKV", budget=64) == kvops.policy("snapkv:budget=64") == kvops.SnapKV(64)
+    assert kvops.policy("LAQ++:budget=64") == kvops.LAQ(64, window=8)
+    with pytest.raises(ValueError, match="method must be one of .* got 'KeyDif'; did you mean 'keydiff'"):
+        kvops.policy("KeyDif", budget=64)
+
+
+def test_dir_holds_the_public_names():
+    code = """
+import sys
+import kvops
+names = dir(kvops)
+assert names == sorted(names) and set(kvops.__all__) <= set(names), names
+assert set(names) - set(kvops.__all__) == {"methods"}, set(names) - set(kvops.__all__)
+assert all(getattr(kvops, name) is not None for name in names)
+assert not {"transformers", "matplotlib", "vllm"} & set(sys.modules)
+import kvops.analysis
+assert "analysis" in dir(kvops)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
