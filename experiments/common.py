@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -166,13 +168,15 @@ def median_seconds(call: Callable[[], object], device: str, repeats: int) -> flo
 # ---- arguments, records, pictures ----
 
 
-def parser(doc: str, json: bool = True, picture: str | None = None) -> argparse.ArgumentParser:
+def parser(doc: str, record: bool = True, picture: str | None = None, redraws: bool = True) -> argparse.ArgumentParser:
     """What a script says of itself, --json for its record, and --out for its picture."""
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if json:
+    if record:
         found.add_argument("--json", type=Path, help="file for all numbers")
     if picture:
         found.add_argument("--out", type=Path, default=Path("."), help=f"folder for {picture}")
+    if picture and record and redraws:
+        found.add_argument("--from", type=Path, dest="record", metavar="JSON", help="measure nothing, draw this record")
     return found
 
 
@@ -191,7 +195,26 @@ def origin(script: str, argv: list[str] | None, device: str = "cpu") -> dict:
     return record.origin("python", f"experiments/{Path(script).name}", *arguments, device=device)
 
 
+def load(parser: argparse.ArgumentParser, file: Path, *names: str) -> dict:
+    """The record that --from names; it must hold `names`. Exits with an error if it does not."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"--from: expected a record that --json has written, got {file}: {error}")
+    if missing := [x for x in names if x not in found]:
+        parser.error(f"--from: {file} has no {missing[0]!r}; it is another script's or too old, measure again")
+    return found
+
+
+def title(figure: Figure, text: str) -> None:
+    """What the picture shows, in one sentence at its upper left."""
+    figure.suptitle(
+        "\n".join(y for x in text.split("\n") for y in textwrap.wrap(x, 98)), x=0.01, ha="left", fontsize=11
+    )
+
+
 def save(figure: Figure, path: Path, dpi: int = 120) -> None:
+    """Writes the picture. One of 8 inches is 960 pixels wide, so its 9 point text is legible at 800."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

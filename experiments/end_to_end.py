@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import json
 import re
 import statistics
 import time
@@ -295,37 +296,53 @@ def picture(rows: list[dict], title: str, path: Path) -> None:
     """Fig. 5-7 of LagKV: a line for each context. Then Fig. 7 of KeyDiff: a line for each method."""
     from matplotlib.figure import Figure
 
+    from kvops.eval.labels import label_ends
+
     rows = [r for r in rows if "error" not in r]
-    figure = Figure(figsize=(16, 4), layout="constrained")
-    axes = figure.subplots(1, 4)
+    figure = Figure(figsize=(8, 6.4), layout="constrained")
+    axes = figure.subplots(2, 2).flat
     panels = (
-        ("ttft_s", 1.0, "time to the first token, s"),
+        ("ttft_s", 1.0, "time to first token, s"),
         ("tpot_s", 1e3, "time per output token, ms"),
-        ("bytes_kept", 1e-6, "MB that the cache holds after the prompt"),
+        ("bytes_kept", 1e-6, "cache after the prompt, MB"),
     )
     contexts = sorted({r["context"] for r in rows if r["prefill"] in ("chunked", "whole")})
     thin = dict(lw=1.3, ms=4)
     for axis, (key, unit, label) in zip(axes, panels):
+        ends = []
         for context, color in zip(contexts, COLORS[1:]):
             for prefill, style in (("chunked", "o-"), ("whole", "s--"))[: 2 if key == "ttft_s" else 1]:
                 of = [r for r in rows if (r["prefill"], r["context"]) == (prefill, context)]
-                name = (f"{context // 1024}K" if context % 1024 == 0 else f"{context:,}") + " tokens"
-                name = name if prefill == "chunked" else None
-                axis.plot([ratio(r) for r in of], [unit * r[key] for r in of], style, color=color, label=name, **thin)
-        axis.set(xlabel="compression ratio of LagKV (1: full cache)", ylabel=label, ylim=(0, None))
-    if any(r["prefill"] == "whole" for r in rows):
-        axes[0].plot([], [], "s--", color=COLORS[0], label="whole prompt at once", **thin)
-    blocks = [r for r in rows if r["prefill"].startswith("blocks")]
+                if of:
+                    axis.plot([ratio(r) for r in of], [unit * r[key] for r in of], style, color=color, **thin)
+                    name = f"{context // 1024}K" if context % 1024 == 0 else f"{context:,}"
+                    name += "" if prefill == "chunked" else ", one chunk"
+                    ends.append((ratio(of[-1]), unit * of[-1][key], name, color))
+        axis.set(xlabel="compression by LagKV (1: full cache)", ylabel=label, ylim=(0, None))
+        ratios = sorted({ratio(r) for r in rows if r["prefill"] == "chunked"})
+        axis.set_xticks(ratios, [f"{x}x" for x in ratios])
+        label_ends(axis, ends, 2.2, size=8)
+    blocks, ends = [r for r in rows if r["prefill"].startswith("blocks")], []
     for name, color in zip(dict.fromkeys(r["method"] for r in blocks), COLORS):
         of = [r for r in blocks if r["method"] == name]
-        sizes = [r["prefill"].removeprefix("blocks of ") for r in of]
-        axes[3].plot(sizes, [r["ttft_s"] for r in of], "o-", color=color, label=name, **thin)
-    axes[3].set(xlabel="tokens of a block", ylabel="time to the first token, s", ylim=(0, None))
-    axes[0].legend(frameon=False)
+        sizes = [int(r["prefill"].removeprefix("blocks of ")) for r in of]
+        axes[3].plot(sizes, [r["ttft_s"] for r in of], "o-", color=color, **thin)
+        ends.append((sizes[-1], of[-1]["ttft_s"], name, color))
+    axes[3].set(xlabel="tokens per block of the prompt", ylabel="time to first token, s", ylim=(0, None))
     if blocks:
-        axes[3].set_title(f"{blocks[0]['context']:,} tokens in blocks", fontsize=10)
-        axes[3].legend(frameon=False)
-    figure.suptitle(title)
+        axes[3].set_xscale("log", base=2)
+        axes[3].set_xticks(sorted(set(sizes)), [str(x) for x in sorted(set(sizes))])
+        axes[3].set_title(f"prompt of {blocks[0]['context']:,} tokens in blocks", fontsize=9)
+        label_ends(axes[3], ends, 2.2, size=8)
+    last = [r for r in rows if contexts and (r["prefill"], r["context"]) == ("chunked", contexts[-1])]
+    if last and "speedup" in last[-1] and ratio(last[-1]) > 1:
+        r = last[-1]
+        faster = " and ".join(f"{r['speedup'][x]:.2g}x sooner" for x in ("ttft", "tpot"))
+        finding = f"{r['method']} at {r['context']:,} tokens: first and next token {faster}"
+        finding += f", cache {100 * r['bytes_kept'] / r['bytes_full']:.0f} %. {title}"
+    else:
+        finding = title
+    common.title(figure, finding)
     common.save(figure, path)
 
 
@@ -349,6 +366,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="default: 3; 1 on a CPU")
     parser.add_argument("--seconds", type=float, help="begin no cell after so many")
     a = parser.parse_args(argv)
+    if a.record:
+        return a
     cuda = a.device == "cuda"
     a.whole = a.ratios[-1:] if a.whole is None else a.whole
     a.repeats = (3 if cuda else 1) if a.repeats is None else a.repeats
@@ -372,8 +391,23 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return a
 
 
+def title_of(shape: str, dtype: str, device: str) -> str:
+    return f"{shape}, {dtype}, {device}"
+
+
+def redraw(file: Path, out: Path) -> None:
+    """Draws what --json wrote."""
+    record = json.loads(file.read_text())
+    device = "cuda" if "gpu" in record["machine"] else "cpu"
+    picture(record["rows"], title_of(record["shape"], record["dtype"], device), out / "end_to_end.png")
+    print(f"wrote {out / 'end_to_end.png'}")
+
+
 def main(argv: list[str] | None = None) -> None:
     a = arguments(argv)
+    if a.record:
+        redraw(a.record, a.out or Path())
+        return
     dtype, longest = getattr(torch, a.dtype), max([*a.contexts, a.block_context])
     if a.layers is None:
         a.layers = layers_that_fit(a.heads, longest, dtype) if a.device == "cuda" else 1
@@ -381,7 +415,7 @@ def main(argv: list[str] | None = None) -> None:
     if a.layers < LAYERS or a.heads < HEADS:
         shape += f" (scaled: {a.layers} of {LAYERS} layers"
         shape += f", {a.heads} of {HEADS} heads and widths alike)" if a.heads < HEADS else ")"
-    title = f"{shape}, {a.dtype}, {a.device}"
+    title = title_of(shape, a.dtype, a.device)
     print(title)
     vocabulary = VOCABULARY * a.layers // LAYERS
     model = common.random_llama(a.layers, a.heads, vocabulary, longest + a.new_tokens, a.device, dtype)

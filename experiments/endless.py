@@ -26,6 +26,7 @@ import common
 import kvops
 import kvops.hf
 from kvops.bench.record import write
+from kvops.eval.labels import label_ends
 from kvops.eval.stream import Stream, stream
 
 LENGTHS = [1024 * 2**i for i in range(7)]  # of the table, as far as the stream goes
@@ -94,24 +95,37 @@ def by_position(x: Stream) -> dict[str, list[float]]:
     }
 
 
-def picture(curves: dict[str, dict[str, list[float]]], budget: int, path: Path) -> None:
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    axes = figure.subplots(1, 3)
+def picture(record: dict, path: Path) -> None:
+    """Perplexity, bytes and time by position, one above the other."""
+    curves, budget = record["long"], record["budget"]
+    figure = Figure(figsize=(8, 6.6), layout="constrained")
+    axes = figure.subplots(3, 1, sharex=True)
     panels = (
         ("loss", np.exp, "perplexity"),
-        ("bytes", lambda x: x / 1e6, "MB that the cache holds"),
+        ("bytes", lambda x: x / 1e6, "cache, MB"),
         ("ms_per_token", lambda x: x, "ms per token"),
     )
     for axis, (key, of, label) in zip(axes, panels):
+        ends = []
         for (name, curve), color in zip(curves.items(), COLORS):
             y = of(np.array(curve[key]))
-            axis.plot(np.arange(len(y)) * BIN / 1000, y, color=color, label=name, lw=1.3)
-        axis.set(xlabel="thousand tokens", ylabel=label, yscale="log")
+            x = np.arange(len(y)) * BIN / 1000
+            axis.plot(x, y, color=color, lw=1.2)
+            ends.append((x[-1], y[-1], name, color))
+        axis.set(ylabel=label, yscale="log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_locator(NullLocator())
-    axes[0].legend(frameon=False)
-    figure.suptitle(f"One stream of text, budget {budget} tokens")
+        axis.set_xlim(0, x[-1])
+        label_ends(axis, ends, 1.8)
+    axes[-1].set_xlabel("position in the stream, thousand tokens")
+    full, *bounded = (curve["loss"][-1] for curve in curves.values())
+    low, high = (f"{x:.1f}" for x in (np.exp(min(bounded)), np.exp(max(bounded))))
+    common.title(
+        figure,
+        f"With {budget} tokens in the cache, perplexity after {record['tokens']:,} tokens is "
+        f"{low if low == high else f'{low} to {high}'}, with the full cache {np.exp(full):.0f}",
+    )
     common.save(figure, path)
 
 
@@ -128,6 +142,10 @@ def main(argv: list[str] | None = None) -> None:
     storages = ["pre_rope", "post_rope"]
     parser.add_argument("--storage", nargs="+", choices=storages, default=storages[:1], help="of the bounded caches")
     a = parser.parse_args(argv)
+    if a.record:
+        picture(common.load(parser, a.record, "long", "budget", "tokens"), a.out / "endless.png")
+        print(f"wrote {a.out / 'endless.png'}")
+        return
     ladders = (
         ["1,0", "2,0"] if a.ladders is None and a.model.resolve() == common.MODEL else a.ladders or []
     )  # all that its 3 layers have
@@ -139,9 +157,11 @@ def main(argv: list[str] | None = None) -> None:
     long = {name: through(model, make, text[:, : a.tokens], a.window, name) for name, make in rows.items()}
     print(f"perplexity of the first tokens, budget {a.budget}, windows of {a.window}")
     print(table(long, a.tokens))
-    record = {"long": {name: by_position(x) for name, x in long.items()}}
+    settings = {x: getattr(a, x) for x in ("tokens", "budget", "window", "streams", "stream_tokens", "dtype")}
+    record = {**common.origin(__file__, argv), **settings}
+    record["long"] = {name: by_position(x) for name, x in long.items()}
     record["perplexity"] = {name: perplexity(x.losses) for name, x in long.items()}
-    picture(record["long"], a.budget, a.out / "endless.png")
+    picture(record, a.out / "endless.png")
     if a.token_by_token:
         single = {
             name: through(model, make, text[:, : a.tokens], 1, name)
@@ -163,8 +183,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{name:{width}} perplexity {x['perplexity']:.3f}   {x['difference']:+.4f} ± {x['interval']:.4f}")
     print(f"\nwrote {a.out / 'endless.png'}")
     if a.json:
-        settings = {x: getattr(a, x) for x in ("tokens", "budget", "window", "streams", "stream_tokens", "dtype")}
-        write(a.json, {**common.origin(__file__, argv), **settings, **record})
+        write(a.json, record)
 
 
 if __name__ == "__main__":

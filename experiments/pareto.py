@@ -23,6 +23,7 @@ from tqdm import tqdm
 import common
 import kvops
 from kvops.bench.record import write
+from kvops.eval.labels import SEVEN, label_ends
 from kvops.eval.reader import Cut, Reader
 
 SINKS = 4
@@ -98,19 +99,32 @@ def shares_beaten(found: dict) -> list[dict]:
     return rows
 
 
-def picture(found: dict, path: Path) -> None:
-    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+def picture(record: dict, path: Path) -> None:
+    """A point for each random pattern, a line for each ladder."""
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
     axis = figure.subplots()
-    slots, values = np.array(found["random"]).T
-    axis.scatter(slots, values, s=7, color="#9a9a9a", lw=0, label="random patterns")
-    for (span, overlap, pattern), marker in LADDERS.items():
-        line = np.array([x[3:] for x in found["ladders"] if x[:3] == [span, overlap, pattern]])
-        axis.plot(*line.T, marker=marker, ms=4, lw=1, label=f"LaCache, S {span}, O {overlap}, {pattern} pattern")
-    axis.axhline(found["whole"][1], color="black", lw=0.8, ls=":", label="whole cache")
-    axis.set(xlabel="slots kept in all layers", ylabel="perplexity of the next tokens", xscale="log")
-    axis.set_xticks(sorted(set(slots)), [f"{x:.0f}" for x in sorted(set(slots))])
+    slots, values = np.array(record["random"]).T
+    axis.scatter(slots, values, s=7, color="#9a9a9a", lw=0)
+    sizes, best = sorted(set(slots)), [values[slots == x].min() for x in sorted(set(slots))]
+    ends = [(sizes[-1], np.median(values[slots == sizes[-1]]), "random patterns", "#7a7a7a")]
+    for ((span, overlap, pattern), marker), color in zip(LADDERS.items(), SEVEN):
+        line = np.array([x[3:] for x in record["ladders"] if x[:3] == [span, overlap, pattern]])
+        axis.plot(*line.T, marker=marker, ms=4, lw=1, color=color)
+        name = f"LaCache, S {span}, O {overlap}" + (f",\n{pattern} pattern" if (span, overlap) == (2, 0) else "")
+        ends.append((*line[-1], name, color))
+    axis.axhline(record["whole"][1], color="black", lw=0.8, ls=":")
+    axis.set(xlabel="slots kept in all layers (log scale)", ylabel="perplexity of the next tokens", xscale="log")
+    ends.append((sizes[-1], record["whole"][1], "whole cache", "black"))
+    axis.set_xticks(sizes, [f"{x:.0f}" for x in sizes])
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.legend(frameon=False, fontsize=9)
+    label_ends(axis, ends, 3.4)
+    beaten = [x["beaten"] for x in shares_beaten(record)]
+    behind = sum(x["ladder"] > low for x, low in zip(shares_beaten(record), best))
+    common.title(
+        figure,
+        f"The best ladder beats {min(beaten):.0%} to {max(beaten):.0%} of random patterns of its size; the best random "
+        f"pattern beats it at {behind} of {len(beaten)} sizes".replace("%", " %"),
+    )
     common.save(figure, path)
 
 
@@ -122,6 +136,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--pieces", type=int, default=8, help="pieces of text")
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args(argv)
+    if a.record:
+        picture(common.load(parser, a.record, "random", "ladders", "whole"), a.out / "pareto.png")
+        print(f"wrote {a.out / 'pareto.png'}")
+        return
     found = run(a.patterns, a.context, a.pieces, a.following, a.seed)
     picture(found, a.out / "pareto.png")
     print(f"whole cache, {found['whole'][0]:,} slots: perplexity {found['whole'][1]:.3f}")

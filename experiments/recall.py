@@ -20,6 +20,7 @@ from torch import Tensor
 import common
 import kvops
 from kvops.bench.record import write
+from kvops.eval.labels import label_ends
 from kvops.eval.reader import Reader, caches
 
 TAIL = 64  # queries of the prompt that are looked at
@@ -62,29 +63,44 @@ def by_position(queries: list[Tensor], answers: list[Tensor], keys: list[Tensor]
     return torch.stack(curves, 1).numpy()
 
 
-def picture(found: dict[str, np.ndarray], budget: int, path: Path) -> None:
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+def picture(record: dict, path: Path) -> None:
+    """Recall by position, with 95 % intervals."""
+    figure = Figure(figsize=(8, 3.8), layout="constrained")
     axes = figure.subplots()
-    x = np.arange(found["answer"].shape[1]) - TAIL
+    budget, window = record["budget"], record["window"]
+    ends = []
     for name, style, color, label in (
-        ("draft", "--", "#bc6c25", f"queries of a draft, from a cache that SnapKV cut to {budget} tokens"),
-        ("answer", "-", "#2a6f97", "queries of the answer"),
+        ("answer", "-", "#2a6f97", "queries of\nthe answer"),
+        ("draft", "--", "#bc6c25", f"queries of a draft\n(SnapKV, {budget} tokens)"),
     ):
-        mean = found[name].mean(0)
-        error = 1.96 * found[name].std(0) / np.sqrt(len(found[name]))
+        mean, error = (100 * np.array(record[x][name]) for x in ("recall", "recall, interval"))
+        x = np.arange(len(mean)) + record["first"]
         axes.fill_between(x, mean - error, mean + error, color=color, alpha=0.2, lw=0)
-        axes.plot(x, mean, style, color=color, label=label)
-    axes.axvline(1 - WINDOW, color="#a61e1e", lw=1)
-    axes.text(
-        1 - WINDOW, 1.02, "the first query of the answer is in the window", ha="right", fontsize=9, color="#a61e1e"
+        axes.plot(x, mean, style, color=color)
+        ends.append((x[-1], mean[-1], label, color))
+    axes.axvline(1 - window, color="#a61e1e", lw=1)
+    axes.annotate(
+        "from here on the window holds\na query of the answer",
+        (1 - window, 66),
+        (-6, 0),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        color="#a61e1e",
     )
     axes.set(
-        xlabel=f"position of the window's first query (0: that of the answer's first token); it has {WINDOW}",
-        ylabel="recall",
-        ylim=(0, 1.08),
-        title=f"What a window keeps of the {budget} keys that the whole answer would choose",
+        xlabel=f"position of the first of the window's {window} queries (0: first token of the answer)",
+        ylabel="recall, %",
+        ylim=(0, 70),
+        xlim=(record["first"], x[-1]),
     )
-    axes.legend(loc="upper left", bbox_to_anchor=(0, 0.93), frameon=False)
+    label_ends(axes, ends, 3)
+    before, first = (100 * record["recall"]["answer"][at - record["first"]] for at in (-window, 0))
+    common.title(
+        figure,
+        f"A window at the prompt's end finds {before:.0f} % of the {budget} keys that the answer attends to most; "
+        f"the first {window} queries of the answer find {first:.0f} %",
+    )
     common.save(figure, path)
 
 
@@ -101,15 +117,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=64, help="tokens to keep")
     parser.add_argument("--prompts", type=int, default=11)
     a = parser.parse_args(argv)
+    if a.record:
+        picture(common.load(parser, a.record, "recall", "recall, interval"), a.out / "recall.png")
+        print(f"wrote {a.out / 'recall.png'}")
+        return
     found = run(a.context, a.digits, a.budget, a.prompts)
-    picture(found, a.budget, a.out / "recall.png")
-    for name, values in numbers(found).items():
+    record = {**common.origin(__file__, argv), "first": -TAIL, "window": WINDOW, "budget": a.budget}
+    record["numbers"] = numbers(found)
+    record["recall"] = {name: np.round(x.mean(0), 4).tolist() for name, x in found.items()}
+    half = {name: 1.96 * x.std(0) / np.sqrt(len(x)) for name, x in found.items()}
+    record["recall, interval"] = {name: np.round(x, 4).tolist() for name, x in half.items()}
+    picture(record, a.out / "recall.png")
+    for name, values in record["numbers"].items():
         print(f"{name:8}" + "".join(f"{where}: {100 * x:.0f} %   " for where, x in values.items()))
     print(f"wrote {a.out / 'recall.png'}")
     if a.json:
-        curves = {name: np.round(x.mean(0), 4).tolist() for name, x in found.items()}
-        record = {**common.origin(__file__, argv), "first": -TAIL, "window": WINDOW}
-        write(a.json, {**record, "budget": a.budget, "numbers": numbers(found), "recall": curves})
+        write(a.json, record)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_the_table_says_what_was_measured(shown):
             assert f"{row.ms:.2f} ms" in line and f"{row.plain_ms / row.ms:.1f} x" in line
     assert "* no token per partition" in table  # LagKV with lag 256 at 25 %
     assert "flattered" in findings and "sink" in findings
-    assert path.stat().st_size > 50_000 and path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 20_000 and path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_plain_pytorch_does_the_same(demo):
@@ -93,7 +93,7 @@ def test_lagkv_budget_solves_equation_10(demo):
                 partitions = max(1, (n - 16) // lag)
                 assert fixed == n - (partitions - 1) * lag
                 if m < 0:
-                    assert not row.reachable and re.search(rf"no r reaches {budget:,} .* {fixed:,}$", row.note)
+                    assert not row.reachable and re.search(rf"no ratio reaches {budget:,} .* {fixed:,}$", row.note)
                     assert fixed > budget or partitions == 1
                 else:
                     k = torch.randn(1, 1, n, 64)
@@ -106,7 +106,7 @@ def test_a_cell_out_of_reach_says_so(demo, capsys, tmp_path):
     record = tmp_path / "demo.json"
     demo.main(f"--context 1024 --digits 8 --prompts 1 --lookahead 0 --out {tmp_path / 'new'} --json {record}".split())
     out = capsys.readouterr().out
-    assert "LagKV, lag 256     no r reaches 256 tokens: sink, last partition and rest alone are 512" in out
+    assert "LagKV, lag 256     no ratio reaches 256 tokens: sinks, last partition and remainder alone are 512" in out
     assert str(tmp_path / "new" / "demo.png") in out and (tmp_path / "new" / "demo.png").exists()
     found = json.loads(record.read_text())
     assert found["command"].startswith("python experiments/demo.py --context 1024")

@@ -19,7 +19,7 @@ for name in ("transformers", "matplotlib", "tqdm"):
 
 from kvops.bench import markdown
 from kvops.eval import __main__ as command
-from kvops.eval import plots, report, summary
+from kvops.eval import labels, plots, report, summary
 from kvops.eval.methods import METHODS
 from kvops.eval.reader import Reader
 from kvops.eval.results import Cell, Results, load
@@ -270,28 +270,42 @@ def test_several_files(tmp_path):
     assert json.loads(out[0]["summary.json"])["settings"] == {"model": "m", "prompts": 4, "seed": [0, 7]}
 
 
-def test_every_method_has_its_own_look():
-    labels = [x.label for x in METHODS.values()]
-    others = ["kvpress KeyDiff", "kvpress ObservedAttention", "kvpress StreamingLLM rerotated"]
-    looks = plots.styles([*labels, *others, "LagKV lag=128", "LagKV lag=64"])
-    assert not any(looks[x]["family"] == plots.OTHERS[0] for x in labels)
-    keys = ("color", "marker", "linestyle", "markerfacecolor")
-    assert len({tuple(x["look"].get(key) for key in keys) for x in looks.values()}) == len(looks)
-    assert looks["kvpress KeyDiff"]["family"] == looks["KeyDiff"]["family"]
-    assert looks["kvpress ObservedAttention"]["family"] == looks["H2O"]["family"]
+def test_pictures_name_the_best_methods():
+    """At most six stand out, each with its own colour; the others are grey; one over its budget comes last."""
+    lines = [
+        line(x.label, 64, (i / 20,) * 2, tokens=100 if x.label == "L2" else 64)
+        for i, x in enumerate(METHODS.values())
+        if x.label != "Full"
+    ]
+    made = summary.summarize([HEAD], [*lines, line("Full", None), line("kvpress KeyDiff", 64, (0.99, 0.99))])
+    kind = made.traits["passkey"]
+    looks = plots.styles(made.rows, kind)
+    named = [x for x, look in looks.items() if look["color"] != plots.GREY]
+    assert named == ["kvpress KeyDiff", "SnapKV", "PyramidKV", "ChunkKV", "H2O", "TOVA"] and "Full" not in looks
+    assert len({looks[x]["color"] for x in named}) == len({looks[x]["marker"] for x in named}) == plots.MOST
+    assert all(x in plots.in_grey(looks) for x in looks if x not in named)
+    assert plots.finding(made.rows, kind, "passkey", 256).endswith(
+        "best score at 64 of 256 tokens: kvpress KeyDiff, 99 % (cut before the question)"
+    )
+    lower = kind._replace(better="lower")
+    assert "StreamingLLM" in plots.leading(made.rows, lower) and "TOVA" not in plots.leading(made.rows, lower)
 
 
-def test_policies_of_others_have_looks_of_their_own():
-    """They come last, by name, each with its variants; there are looks for two dozen."""
-    ours = [x.label for x in METHODS.values()]
-    others = [*(f"Policy{i:02}" for i in range(22)), "ValueNorm", "ValueNorm sinks=4"]
-    shuffled = sorted([*ours, "KeyDiff sinks=4", "kvpress KeyDiff", *others], key=lambda x: x[::-1])
-    assert sorted(shuffled, key=summary.method_order)[-len(others) :] == others
-    looks = plots.styles(shuffled)
-    assert all(looks[x]["family"] == plots.OTHERS[0] for x in others)
-    keys = ("color", "marker", "linestyle", "markerfacecolor")
-    assert len({tuple(x["look"].get(key) for key in keys) for x in looks.values()}) == len(shuffled)
-    assert {x: looks[x] for x in ours} == plots.styles(ours)  # whoever else is there
+def test_labels_keep_their_distance():
+    assert labels.spread([0.5, 0.1, 0.5, 0.52], 0.1) == pytest.approx([0.4066667, 0.1, 0.5066667, 0.6066667])
+    assert labels.spread([0.95, 1.0], 0.2, 0.0, 1.0) == pytest.approx([0.8, 1.0])
+    assert labels.spread([], 0.1) == []
+
+
+def test_a_summary_makes_the_report_that_its_results_made(tmp_path, capsys):
+    """summary.json alone is enough to draw everything again."""
+    report.write([HEAD], some_lines(), tmp_path / "one")
+    record = str(tmp_path / "one" / "summary.json")
+    assert command.main(["--from", record, "--out", str(tmp_path / "two")]) == 0
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    (tmp_path / "wrong.json").write_text('{"rows": [{"task": 1}]}')
+    assert command.main(["--from", str(tmp_path / "wrong.json"), "--out", str(tmp_path)]) == 2
+    assert "expected a summary.json of python -m kvops.eval, got KeyError: 'context'" in capsys.readouterr().err
 
 
 def test_budgets_that_grow_with_the_context():

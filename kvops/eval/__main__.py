@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -21,6 +22,7 @@ from ..bench.record import origin
 from .methods import METHODS, Rule, Unreachable, options_of, rule
 from .results import CODE, Cell, Results, fingerprint, load
 from .specs import Refused, parse
+from .summary import Summary, of_record
 from .tasks import POINTS, TASKS, Filler, Prompt, Reader, Task
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -241,6 +243,18 @@ def fill(a: argparse.Namespace, results: Results, reader_of: Callable[..., Reade
         print(f"{failed} of {count} cells ran out of memory; the same command tries them again", file=sys.stderr)
 
 
+def read_summary(file: Path) -> Summary:
+    """The rows of a summary.json.
+
+    Raises:
+        Refused: the file holds something else.
+    """
+    try:
+        return of_record(json.loads(file.read_text()))
+    except ValueError as error:  # Refused is one
+        raise Refused(f"--from {file}: {error}") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     try:
         a = arguments(argv, make_parser(), rule)
@@ -256,7 +270,10 @@ def main(argv: list[str] | None = None) -> int:
             said = sys.argv[1:] if argv is None else argv
             code = {f"{CODE}{x.entry.label}": described(x.source) for x in a.rules if x.source}
             files = measure(a, shlex.join(["python", "-m", "kvops.eval", *said]), reader.Reader, **code)
-        print(report.write(*load(files), a.out))
+        if len(files) == 1 and files[0].suffix == ".json":
+            print(report.write_summary(read_summary(files[0]), a.out))
+        else:
+            print(report.write(*load(files), a.out))
     except (Refused, OSError) as error:  # the latter: of files, and what they lie on
         print(f"python -m kvops.eval: {error}", file=sys.stderr)
         return 2

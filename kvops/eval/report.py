@@ -55,7 +55,11 @@ def write(heads: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path
     Raises:
         Refused: there is nothing to report, or a cell was measured twice.
     """
-    summary = summarize(heads, lines)
+    return write_summary(summarize(heads, lines), folder)
+
+
+def write_summary(summary: Summary, folder: Path) -> str:
+    """The same for rows that are summarized already."""
     folder.mkdir(parents=True, exist_ok=True)
     text = report(summary, folder)
     replace(folder / "summary.json", json_of(summary.record()))

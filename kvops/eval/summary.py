@@ -266,6 +266,40 @@ def summarize(heads: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Summa
     return Summary(_settings(heads), _distinct(x["origin"] for x in heads), rows, kinds)
 
 
+def of_record(record: dict[str, Any]) -> Summary:
+    """The summary that a summary.json holds, so that its pictures can be drawn again without the cells.
+
+    Args:
+        record: what `Summary.record` returned.
+
+    Raises:
+        Refused: it is not such a record.
+    """
+    rows = []
+    try:
+        for x in record["rows"]:
+            row = Row(x["task"], x["context"], x["point"], x["method"], x["budget"])
+            if "unreachable" in x:
+                row.unreachable = x["unreachable"]
+            else:
+                for name in ("tokens", "bytes_held", "bytes_full", "prefill_s", "decode_tokens_per_s", "n"):
+                    setattr(row, name, x[name])
+                for name, score in x["scores"].items():
+                    mean = math.nan if score["mean"] is None else score["mean"]
+                    row.scores[name] = Estimate(mean, score["low"], score["high"], score["n"])
+                depths, positions = x.get("depths", {}), x.get("positions", {})
+                row.depths = dict(zip(depths.get("depth", ()), depths.get("score", ())))
+                row.positions = dict(zip(positions.get("ends", ()), positions.get("loss", ())))
+            rows.append(row)
+        kinds = {}
+        for task in dict.fromkeys(x.task for x in rows):
+            means = [{y: [z.mean] for y, z in x.scores.items()} for x in rows if x.task == task]
+            kinds[task] = traits(task, [{"scores": x} for x in means])
+        return Summary(record["settings"], record["origins"], rows, kinds)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"expected a summary.json of python -m kvops.eval, got {type(error).__name__}: {error}") from None
+
+
 def _row(cell: Key, lines: list[dict[str, Any]], kind: Traits) -> Row:
     row, fails = Row(*cell), [x["unreachable"] for x in lines if "unreachable" in x]
     if fails:  # on some prompts: then a mean over the others would not be of the same prompts as other methods'
