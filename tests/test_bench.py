@@ -133,7 +133,7 @@ def test_command(tmp_path):
         (["--markdown", "/proc/none/a"], "--markdown: /proc/none/a cannot be written: No such file"),
         (["--plot", "a.xyz"], "--plot: expected a name that ends in .*.png.*, got a.xyz"),
         (["--plot", ""], "--plot: expected a file, got nothing"),
-        (["--from", "nowhere"], "--from: expected a file that --json has written, got nowhere"),
+        (["--from", "nowhere"], "--from: expected a file that --json wrote, got nowhere"),
     ],
 )
 def test_wrong_arguments(arguments, message, monkeypatch, capsys, tmp_path):

@@ -160,7 +160,7 @@ def test_policies_that_are_refused(file, tmp_path, capsys):
         f"{file}:NUMBER": "expected a subclass of kvops.Policy, got 3",
         f"{file}:ValueNorm:power=2": "ValueNorm has no option 'power', expected some of order, sinks",
         f"{file}:ValueNorm:order=x": "ValueNorm: order must be a float, got str 'x'",
-        f"{file}:KeyDiff": "in tables KeyDiff is a method of kvops, so expected a class of another name",
+        f"{file}:KeyDiff": "KeyDiff is the name of a kvops method in tables; rename the class",
     }.items():
         with pytest.raises(ValueError, match=words):
             rule(spec)
@@ -168,4 +168,4 @@ def test_policies_that_are_refused(file, tmp_path, capsys):
     assert same.entry.policy is kvops.KeyDiff and same.source is None and rule(f"{file}:ValueNorm").source == file
     with pytest.raises(SystemExit):
         arguments(tiny(tmp_path, f"{file}:ValueNorm", f"{tmp_path}/other/mine.py:ValueNorm"), make_parser(), rule)
-    assert "other/mine.py:ValueNorm are both ValueNorm in tables, expected one of each" in capsys.readouterr().err
+    assert "other/mine.py:ValueNorm are both called ValueNorm in tables; name only one" in capsys.readouterr().err

@@ -227,8 +227,7 @@ def test_rows_that_are_not_there(tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert "Not on all 4 prompts: TOVA at 64 (2), L2 at 32 (2)." in text and "- Empty: not measured." in text
     assert (
-        "## new\n\nA task that this version does not know." in text
-        and "new, context 256 tokens: kl, of 2 prompts" in said
+        "## new\n\nThis version does not know the task." in text and "new, context 256 tokens: kl, of 2 prompts" in said
     )
     assert re.search(r"^\| KeyDiff \| 3 \[-3.353, 9.353\] \|$", text, re.M)  # t = 12.706
 
@@ -265,7 +264,7 @@ def test_several_files(tmp_path):
         assert command.main(["--from", *(str(tmp_path / x) for x in order), "--out", str(tmp_path / "out")]) == 0
         out.append(files(tmp_path / "out"))
     text = out[0]["report.md"].decode()
-    assert out[0] == out[1] and "- seed: 0, 7\n" in text and "**the files do not agree in seed**" in text
+    assert out[0] == out[1] and "- seed: 0, 7\n" in text and "**the files differ in seed**" in text
     assert "`other`" in text and "`python -m kvops.eval`" in text and "| KeyDiff |" in text and "| TOVA |" in text
     assert json.loads(out[0]["summary.json"])["settings"] == {"model": "m", "prompts": 4, "seed": [0, 7]}
 
@@ -592,6 +591,16 @@ def test_a_model_that_is_not_there(tmp_path, capsys):
     assert error.startswith(f"python -m kvops.eval: --model {tmp_path}/nowhere: ")
 
 
+def test_names_in_any_case(tmp_path):
+    """KEYDIFF, keydiff and KeyDiff are one method, measured once; labels and file names are those of the lower case."""
+    sizes = ["--context", "256", "--prompts", "1", "--budgets", "64", "--points", "before", "--out", str(tmp_path)]
+    names = ["KEYDIFF", "keydiff", "KeyDiff:sinks=4", "LAQ++"]
+    assert command.main(["--methods", *names, "--tasks", "Passkey:digits=4", *sizes]) == 0
+    rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
+    assert [x["method"] for x in rows] == ["LAQ++", "KeyDiff", "KeyDiff sinks=4"]
+    assert {x["task"] for x in rows} == {"passkey:digits=4"}
+
+
 def test_the_list(capsys):
     assert command.main(["--list"]) == 0
     shown = capsys.readouterr().out
@@ -613,12 +622,12 @@ def test_the_list(capsys):
         (["--methods", "lagkv:v_weight=1e400"], "LagKV: v_weight must be at most 2147483647, got inf"),
         (["--methods", "lacache:span=[]"], "LaCache: span must be an int or None, got list"),
         (["--tasks", "passkey:digits=9999999"], "passkey: digits must be at most 1048576, got 9999999"),
-        (["--budgets", "9" * 30], "expected tokens .an integer. or a share in .0, 1., got 9+"),
+        (["--budgets", "9" * 30], "expected tokens .an integer. or a fraction in .0, 1., got 9+"),
         (["--context", "9" * 30], "--context: expected at most 2147483647, got 9+"),
         (["--out", ""], "--out: expected a path, got nothing"),
         (["--text", "x" * 300], "--text: expected a file, got x+"),
         (["--methods", "keydiff:recent=2.5"], "'keydiff:recent=2.5': KeyDiff: recent .* must be in .0, 1., got 2.5"),
-        (["--budgets", "1.5"], "expected tokens .an integer. or a share in .0, 1., got 1.5"),
+        (["--budgets", "1.5"], "expected tokens .an integer. or a fraction in .0, 1., got 1.5"),
         (["--prompts", "0"], "--prompts: expected at least 1, got 0"),
         (["--context", "256", "-3"], "--context: expected at least 1, got -3"),
         (["--seed", "-1"], "--seed: expected at least 0, got -1"),
@@ -626,7 +635,7 @@ def test_the_list(capsys):
         (["--text", "nowhere.txt"], "--text: expected a file, got nowhere.txt"),
         (["--device", "gpu"], "--device: expected cpu, cuda or cuda:NUMBER, got gpu"),
         (["--device", "cuda:99"], "--device cuda:99: torch .* sees [0-9]+ NVIDIA GPUs"),
-        (["--from", "nowhere.jsonl"], "--from: expected a file of results, got nowhere.jsonl"),
+        (["--from", "nowhere.jsonl"], "--from: expected a results file, got nowhere.jsonl"),
     ],
 )
 def test_what_the_command_refuses(said, expected, capsys):
