@@ -1,15 +1,15 @@
-"""Semantic anchors: what ProtoKV's Sec. 3 says of keys, looked up in a model.
+"""Semantic anchors: test the claims of ProtoKV's Sec. 3 about keys on a model.
 
     python experiments/anchors.py [--model FOLDER] [--text FILE] [--prompts 11] [--context 2048] [--tokens 32]
                                   [--out .] [--json FILE]
 
-The model reads prompts and goes on greedily; keys and queries of its full-attention layers are looked at with
-`kvops.analysis`, and drawn as the paper's figures: anchors-outliers.png (Fig. 2 and 37), anchors-similarity.png (Fig.
-3), anchors-clusters.png (Fig. 4), anchors-attention.png (Fig. 5 and 30), anchors-dropped.png (Fig. 6: what is left of
-the answer when some of the prompt's keys and values are gone).
+The model reads prompts and answers greedily. `kvops.analysis` measures the keys and queries of its full-attention
+layers. The pictures follow the paper's figures: anchors-outliers.png (Fig. 2 and 37), anchors-similarity.png (Fig. 3),
+anchors-clusters.png (Fig. 4), anchors-attention.png (Fig. 5 and 30), and anchors-dropped.png (Fig. 6: how much of the
+answer survives when some of the prompt's keys and values are evicted).
 
-The model is a folder with a transformers model and its tokenizer, the prompts are pieces of the text. By default the
-model is the demo's, and its prompts are those of the demo: each hides a key, and ends with the question for it.
+--model is a folder with a transformers model and its tokenizer; the prompts are pieces of the text. By default the
+model and prompts are the demo's: each prompt hides a key and ends with the question for it.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from kvops.ops import outlier_degree, select_topk
 EDGES = np.arange(-4, 8.01, 0.25)  # of the histogram
 BETAS = np.arange(0, 4.01, 0.25)
 THRESHOLDS = (1.5, 1.75, 2.0)  # Fig. 37
-SKIP = 10  # first tokens that Fig. 30 leaves out
+SKIP = 10  # first tokens that Fig. 30 excludes
 GROUPS = 10
-DROPS = (4, 8, 16, 32, 64, 128, 256, 512)  # tokens of each head
+DROPS = (4, 8, 16, 32, 64, 128, 256, 512)  # tokens evicted per head
 RULES = {
     "of highest outlier degree": "#bc6c25",
     f"the same, none of the first {SKIP}": "#f2c14e",
     "that the answer attends to most": "#2a6f97",
     "random": "#9a9a9a",
 }
-#: How pictures call them; the rules' names are those of the records.
+#: Labels in the pictures; the names above are the keys of the records.
 LABELS = dict(zip(RULES, ("outliers", f"outliers after the first {SKIP}", "most attended", "random")))
-LEAST = 2e-3  # % of the tokens: where the histogram's axis begins
+LEAST = 2e-3  # % of the tokens: the lower limit of the histogram's axis
 
 
 def keys_of_demo(prompts: int, context: int, digits: int) -> tuple[Tensor, list[slice]]:
-    """The demo's prompts with their question, [prompts, n], and where the digits of each key lie."""
+    """Return the demo's prompts with their question, [prompts, n], and the positions of each key's digits."""
     asked = common.make_prompts(prompts, context, digits)
     return torch.from_numpy(common.asked(asked)), [slice(p.start, p.start + digits) for p in asked]
 
 
 def pieces(text: Tensor, prompts: int, context: int, bos: int | None) -> Tensor:
-    """Pieces of the text, evenly spread, [prompts, context], each with the first token that the model expects."""
+    """Return evenly spaced pieces of the text, [prompts, context], each starting with the model's first token."""
     starts = np.linspace(0, text.shape[1] - context, prompts).astype(int)
     ids = torch.cat([text[:, i : i + context] for i in starts])
     if text[0, 0] == bos:
@@ -67,8 +67,8 @@ def pieces(text: Tensor, prompts: int, context: int, bos: int | None) -> Tensor:
 
 @torch.inference_mode()
 def look(reader: Reader, ids: Tensor, tokens: int, secret: slice | None, seed: int) -> dict[str, np.ndarray]:
-    """All of one prompt, ids: [1, n]: arrays [layers, KV heads, ...]."""
-    prompt = common.read(reader, ids[:, :-1].numpy(), tokens)  # the last token makes the first of the answer
+    """Measure one prompt, ids [1, n]. Returns arrays [layers, KV heads, ...]."""
+    prompt = common.read(reader, ids[:, :-1].numpy(), tokens)  # the last token predicts the first of the answer
     cache, ids = common.keep(prompt).cache, ids.to(reader.model.device)
     length = dict(max_new_tokens=tokens, min_new_tokens=tokens)
     said = reader.model.generate(
@@ -95,9 +95,10 @@ def look(reader: Reader, ids: Tensor, tokens: int, secret: slice | None, seed: i
 
 
 def dropped(reader: Reader, prompt: Cut, said: Tensor, layers: list, seed: int) -> np.ndarray:
-    """Share of the answer's tokens that the model still says, each after the right ones before it: [rules, drops].
+    """Return the fraction of the answer's tokens still predicted, each after the correct ones before it: [rules,
+    drops].
 
-    Every head of every layer loses as many of the prompt's tokens; its last token is not among them.
+    Every head of every layer loses the same number of the prompt's tokens, never the last one.
     """
     n = prompt.cache.get_seq_length()
     generator = torch.Generator().manual_seed(seed)
@@ -118,7 +119,7 @@ def dropped(reader: Reader, prompt: Cut, said: Tensor, layers: list, seed: int) 
 
 
 def run(reader: Reader, ids: Tensor, tokens: int, secrets: list[slice] | None) -> dict[str, np.ndarray]:
-    """All prompts: arrays [prompts, layers, KV heads, ...], and "dropped" [prompts, rules, drops]."""
+    """Measure all prompts. Returns arrays [prompts, layers, KV heads, ...], and "dropped" [prompts, rules, drops]."""
     found = [
         look(reader, ids[i : i + 1], tokens, secrets and secrets[i], i)
         for i in tqdm(range(len(ids)), desc="prompts", leave=False)
@@ -126,7 +127,7 @@ def run(reader: Reader, ids: Tensor, tokens: int, secrets: list[slice] | None) -
     return {name: np.stack([x[name] for x in found]) for name in found[0]}
 
 
-# ---- the pictures: of the record, which is what --json writes ----
+# ---- the pictures, drawn from the record that --json writes ----
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -323,18 +324,18 @@ def draw(record: dict, folder: Path) -> None:
 
 
 def mean(x: np.ndarray) -> np.ndarray:
-    """Over the prompts that have such a number; NaN where fewer than half of them do."""
+    """Average over the prompts that have a number; NaN where fewer than half of them do."""
     has = np.isfinite(x)
     count = has.sum(0)
     return np.where(has, x, 0).sum(0) / np.where(2 * count >= len(x), count, np.nan)
 
 
 def numbers(found: dict, secret: slice | None) -> dict:
-    """What is drawn, by layer and KV head: means of the prompts, and how they spread.
+    """Return what is drawn, by layer and KV head: means over the prompts and their spread.
 
     Args:
         found: what `run` returned.
-        secret: where the key's digits lie in the first prompt, whose similarity is drawn by position.
+        secret: positions of the key's digits in the first prompt, whose similarity is drawn by position.
     """
     by_head = {
         "similarity": mean(np.nanmean(found["similarity"], -1)),
@@ -369,12 +370,12 @@ def numbers(found: dict, secret: slice | None) -> dict:
 
 
 def as_lists(x: np.ndarray) -> list:
-    """Numbers for JSON, which has no NaN."""
+    """Convert to lists for JSON, which has no NaN."""
     return [as_lists(y) if np.ndim(y) else None if np.isnan(y) else round(y.item(), 4) for y in x]
 
 
 def table(found: dict) -> str:
-    """The most of it as text, means over the heads: a column for each layer; then what is left of the answer."""
+    """Return the main numbers as text: means over the heads, a column per layer; then the rest of the answer."""
     values = {"similarity to the neighbours": mean(np.nanmean(found["similarity"], -1))}
     for i, threshold in enumerate(THRESHOLDS):
         values[f"tokens of outlier degree > {threshold}"] = mean(found["anchors"])[..., i]
@@ -387,7 +388,7 @@ def table(found: dict) -> str:
         values["outlier degree of the key"] = mean(np.nanmean(found["outlier degree of the key"], -1))
     lines = [f"{'by layer':42}" + "".join(f"{layer:>8}" for layer in range(found["anchors"].shape[1]))]
     lines += [f"{name:42}" + "".join(f"{x:8.3g}" for x in heads.mean(1)) for name, heads in values.items()]
-    lines += ["", f"{'% of the answer left, by tokens lost':42}" + "".join(f"{x:>8,}" for x in DROPS)]
+    lines += ["", f"{'% of the answer right, by tokens lost':42}" + "".join(f"{x:>8,}" for x in DROPS)]
     shares = 100 * found["dropped"].mean(0)
     return "\n".join([*lines, *(f"{name:42}" + "".join(f"{x:8.1f}" for x in row) for name, row in zip(RULES, shares))])
 
@@ -397,7 +398,9 @@ def main(argv: list[str] | None = None) -> None:
     common.add_model(parser, None)
     parser.add_argument("--prompts", type=int, default=11)
     parser.add_argument("--context", type=int, default=2048, help="tokens of a prompt (before the demo's question)")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens of the answer; the demo's keys have as many")
+    parser.add_argument(
+        "--tokens", type=int, default=32, help="tokens of the answer; the demo's keys have as many digits"
+    )
     a = parser.parse_args(argv)
     if a.record:
         draw(common.load(parser, a.record, "similarity by position"), a.out)

@@ -1,20 +1,19 @@
-"""Time to the first token, time per output token, and memory, of a model of Llama-3-8B's shape with random weights.
+"""Measure time to first token, time per output token and memory of a model of Llama-3-8B's shape with random weights.
 
     python experiments/end_to_end.py [--device cuda] [--layers 32] [--contexts 4096 8192 ...] [--out FOLDER]
 
-LagKV's measurement (its Sec. 3.5, Fig. 5-7): a prompt of so many tokens, in chunks (S + 2 L tokens, then L at a time;
-S = 16 sinks, L = 1024), for the full cache and for LagKV that keeps 1/2 ... 1/8 of each partition; then 30 new tokens,
-one by one. The same with the whole prompt at once, for the ratios of --whole. Memory is what the cache holds after the
-prompt, and the peak on the way beside the weights.
+LagKV's measurement (Sec. 3.5, Fig. 5-7): read a prompt in chunks (S + 2 L tokens, then L at a time; S = 16 sinks,
+L = 1024) with the full cache and with LagKV keeping 1/2 ... 1/8 of each partition, then generate 30 tokens. For the
+ratios of --whole, also read the prompt at once. Memory is the cache after the prompt, and the peak minus the weights.
 
-KeyDiff's measurement (its Sec. 4.5, Fig. 7): the prompt in blocks of 64, 128 or 256 tokens under a budget.
+KeyDiff's measurement (Sec. 4.5, Fig. 7): read the prompt in blocks of 64, 128 or 256 tokens under a budget.
 
-Decode: a prompt at once under that budget, or read by transformers' DynamicCache with sdpa attention; then as many new
-tokens, more than any buffer, so that evictions count with their share.
+Decode: read a prompt at once under that budget, or with transformers' DynamicCache and sdpa attention. Then generate
+more tokens than any buffer, so that the times include evictions.
 
-What is compared runs in turns, each repetition once through everything; times are medians, and what --seconds leaves
-no time for is named. With fewer than 32 layers the vocabulary shrinks alike, so that its share of the work stays. Draws
-end_to_end.png.
+Compared cells run in turns, each repetition once through all of them. Times are medians; cells that --seconds leaves no
+time for are listed. With fewer than 32 layers the vocabulary shrinks in proportion, so that its part of the work stays
+the same. Draws end_to_end.png.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ SINKS = 16
 OBSERVED = 32  # SnapKV's window
 FULL = "full cache"
 DYNAMIC = "DynamicCache, sdpa"
-DECODED = 96  # new tokens at least, of the cells that measure decode
+DECODED = 96  # least number of new tokens of the decode cells
 COLORS = ["#9a9a9a", "#bc6c25", "#2a6f97", "#52a675", "#8d5a97", "#d1495b", "#e9a03b", "#444444"]
 
 
@@ -60,8 +59,8 @@ class Cell:
     context: int  # tokens of the prompt
     name: str
     policy: kvops.Policy | None  # None: DynamicCache and sdpa
-    first: int  # tokens of the prompt that come at once,
-    then: int  # and so many in each call after that
+    first: int  # tokens of the prompt in the first call
+    then: int  # tokens in each later call
     new_tokens: int = 0
 
     def __str__(self) -> str:
@@ -78,7 +77,7 @@ def cells(
     block_context: int,
     budget: int,
 ) -> list[Cell]:
-    """All cells, in the order in which they are measured."""
+    """Return all cells in the order of measurement."""
     rivals = {
         FULL: kvops.Full(),
         "StreamingLLM": kvops.StreamingLLM(budget),
@@ -111,30 +110,30 @@ def cells(
 
 
 def kept(n: int, lag: int, ratio: int) -> int:
-    """Tokens that LagKV keeps of n (Eq. 10)."""
+    """Return the tokens that LagKV keeps of n (Eq. 10)."""
     return kept_length(n, SINKS, lag, int(lag / ratio))
 
 
 def layers_that_fit(heads: int, tokens: int, dtype: torch.dtype) -> int:
-    """As many layers as the GPU has memory for, with a full cache of so many tokens and room for the prefill."""
+    """Return how many layers fit on the GPU, with a full cache of `tokens` tokens and the prefill's activations."""
     width, size = heads * HEAD_DIM, dtype.itemsize
     mlp = heads * MLP // HEADS
     activations = tokens * (3 * mlp + 8 * width) * size
     weights = width * (2 * width + 2 * width // GROUP + 3 * mlp + 2 * VOCABULARY // LAYERS) * size
     cache = 2 * tokens * width // GROUP * size
     free = torch.cuda.mem_get_info()[0]
-    return max(1, min(LAYERS, int((0.9 * free - activations) / (weights + 2 * cache))))  # twice: it is copied to grow
+    return max(1, min(LAYERS, int((0.9 * free - activations) / (weights + 2 * cache))))  # twice: growing copies it
 
 
 def pieces(cell: Cell) -> Iterator[slice]:
-    """The parts of the prompt that come at once."""
+    """Yield the parts of the prompt, one per call."""
     yield slice(0, cell.first)
     for begin in range(cell.first, cell.context, cell.then):
         yield slice(begin, begin + cell.then)
 
 
 class Peak:
-    """The most memory that was in use since this was made, beside what was then: bytes, or None if nothing says so."""
+    """The peak memory since construction minus the memory in use then, in bytes; None if it cannot be measured."""
 
     def __init__(self, device: str):
         self.cuda = device == "cuda"
@@ -145,8 +144,8 @@ class Peak:
             self.before = torch.cuda.memory_allocated()
             return
         try:
-            ctypes.CDLL(None).malloc_trim(0)  # what earlier cells have left
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+            ctypes.CDLL(None).malloc_trim(0)  # return what earlier cells freed
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
             self.before = self._of_process("VmRSS")
         except (OSError, AttributeError):  # no Linux, no glibc, or not allowed
             self.before = None
@@ -163,7 +162,7 @@ class Peak:
 
 @torch.inference_mode()
 def sample(model: transformers.PreTrainedModel, cell: Cell, ids: Tensor) -> dict:
-    """One run of a cell. ids: the prompt, [1, context]. Seconds, and bytes."""
+    """Run a cell once; return seconds and bytes. ids: the prompt, [1, context]."""
     device = ids.device.type
     peak = Peak(device)
     model.set_attn_implementation("sdpa" if cell.policy is None else "kvops")
@@ -185,7 +184,7 @@ def sample(model: transformers.PreTrainedModel, cell: Cell, ids: Tensor) -> dict
 
 
 def held(cache: DynamicCache) -> dict:
-    """Tokens and bytes that a cache holds."""
+    """Return the tokens and bytes of a cache."""
     if isinstance(cache, kvops.hf.KVCache):
         stats = cache.stats()
         return {
@@ -204,12 +203,12 @@ def run(
     seconds: float | None,
     save: Callable[[list[dict], list[str]], None],
 ) -> tuple[list[dict], list[str]]:
-    """A row for each cell that there was time for, and the names of the others. `save` gets both after each sample."""
+    """Return a row for each cell measured in time, and the names of the others. `save` gets both after each sample."""
     started = time.monotonic()
     device = model.device
     generator = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, max(x.context for x in todo)), generator=generator).to(device)
-    for cell in {x.name: x for x in todo}.values():  # whatever the first calls load and compile
+    for cell in {x.name: x for x in todo}.values():  # the first calls load and compile
         size = min(cell.context, cell.first + cell.then) if device.type == "cuda" else 128
         sample(model, Cell("", size, cell.name, cell.policy, 64, 64, min(2, cell.new_tokens)), ids[:, :size])
     rows: dict[Cell, dict] = {}
@@ -219,7 +218,7 @@ def run(
         return [str(x) for x in todo if x not in rows]
 
     with tqdm(total=len(todo) * repeats, leave=False, disable=None) as bar:
-        for _ in range(repeats):  # in turns, so that a machine that speeds up or slows down does so for all
+        for _ in range(repeats):  # in turns, so that changes of the machine's speed affect all alike
             for cell in todo:
                 bar.set_postfix_str(str(cell))
                 bar.update()
@@ -228,7 +227,7 @@ def run(
                 try:
                     samples[cell].append(sample(model, cell, ids[:, : cell.context]))
                     rows[cell] = row(cell, samples[cell])
-                except torch.OutOfMemoryError as error:  # the other cells go on
+                except torch.OutOfMemoryError as error:  # the other cells continue
                     rows[cell] = {**named(cell), "error": str(error).splitlines()[0]}
                 save(list(rows.values()), left_out())
     return [rows[x] for x in todo if x in rows], left_out()
@@ -239,7 +238,7 @@ def named(cell: Cell) -> dict:
 
 
 def row(cell: Cell, samples: list[dict]) -> dict:
-    """Medians of the samples of a cell."""
+    """Return the medians of a cell's samples."""
     return {
         **named(cell),
         "samples": len(samples),
@@ -248,12 +247,12 @@ def row(cell: Cell, samples: list[dict]) -> dict:
 
 
 def ratio(r: dict) -> int:
-    """The compression ratio of a row of LagKV, or of the full cache beside it."""
+    """Return the compression ratio of a LagKV row; 1 for the full cache."""
     return 1 if r["method"] == FULL else int(r["method"].removeprefix("LagKV ").removesuffix("x"))
 
 
 def compare(rows: list[dict], lag: int) -> None:
-    """Adds to each row how many times faster it is than the full cache, and for LagKV the tokens of Eq. 10."""
+    """Add to each row the speedup over the full cache, and for LagKV the tokens of Eq. 10."""
     base = {
         (r["prefill"], r["context"]): r
         for r in rows
@@ -293,7 +292,7 @@ def table(rows: list[dict]) -> str:
 
 
 def picture(rows: list[dict], title: str, path: Path) -> None:
-    """Fig. 5-7 of LagKV: a line for each context. Then Fig. 7 of KeyDiff: a line for each method."""
+    """Draw Fig. 5-7 of LagKV, a line for each context, and Fig. 7 of KeyDiff, a line for each method."""
     from matplotlib.figure import Figure
 
     from kvops.eval.labels import label_ends
@@ -348,23 +347,23 @@ def picture(rows: list[dict], title: str, path: Path) -> None:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = common.parser(__doc__, picture="end_to_end.png")
-    parser.set_defaults(out=None)  # measures alone, unless told where to draw
+    parser.set_defaults(out=None)  # draws only if --out is given
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, help="default: as many as fit, up to 32; 1 on a CPU")
-    parser.add_argument("--heads", type=int, default=HEADS, help="query heads; all widths are multiples of it")
+    parser.add_argument("--layers", type=int, help="layers (default: as many as fit, up to 32; 1 on a CPU)")
+    parser.add_argument("--heads", type=int, default=HEADS, help="query heads; all widths scale with it")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--contexts", type=int, nargs="*", default=[4096 * i for i in range(1, 6)], metavar="TOKENS")
     parser.add_argument("--ratios", type=int, nargs="+", default=[2, 4, 6, 8], help="LagKV keeps 1/ratio")
     parser.add_argument(
-        "--whole", type=int, nargs="*", help="of them, with the whole prompt at once too; default: last"
+        "--whole", type=int, nargs="*", help="ratios to measure also with the prompt read at once (default: the last)"
     )
     parser.add_argument("--lag", type=int, default=1024, help="L, tokens of LagKV's partitions")
     parser.add_argument("--new-tokens", type=int, default=30)
-    parser.add_argument("--blocks", type=int, nargs="*", default=[64, 128, 256], help="tokens of a block of the prompt")
-    parser.add_argument("--block-context", type=int, default=4096, help="tokens of the prompt that comes in blocks")
+    parser.add_argument("--blocks", type=int, nargs="*", default=[64, 128, 256], help="tokens per block of the prompt")
+    parser.add_argument("--block-context", type=int, default=4096, help="tokens of the prompt read in blocks")
     parser.add_argument("--budget", type=int, default=1024, help="tokens that the methods keep of it")
     parser.add_argument("--repeats", type=int, help="default: 3; 1 on a CPU")
-    parser.add_argument("--seconds", type=float, help="begin no cell after so many")
+    parser.add_argument("--seconds", type=float, help="start no cell after this many seconds")
     a = parser.parse_args(argv)
     if a.record:
         return a
@@ -396,7 +395,7 @@ def title_of(shape: str, dtype: str, device: str) -> str:
 
 
 def redraw(file: Path, out: Path) -> None:
-    """Draws what --json wrote."""
+    """Draw a record that --json wrote."""
     record = json.loads(file.read_text())
     device = "cuda" if "gpu" in record["machine"] else "cpu"
     picture(record["rows"], title_of(record["shape"], record["dtype"], device), out / "end_to_end.png")

@@ -1,4 +1,4 @@
-"""Draws the ladder: which tokens each layer of a small model holds, after one compaction and after many.
+"""Draw the ladder: which tokens each layer of a small model holds, after one compaction and after many.
 
     python experiments/ladder.py [--layers 8] [--budget 48] [--out .]
 
@@ -22,7 +22,7 @@ COLORS = ListedColormap(["#eef1f4", "#2a6f97"])
 
 
 def streaming(n: int, layers: int, budget: int, sinks: int) -> Tensor:
-    """The same of StreamingLLM: in all layers the first tokens and the newest."""
+    """Return what StreamingLLM holds: in all layers the first tokens and the newest."""
     held = torch.zeros(layers, n, dtype=torch.bool)
     held[:, :sinks] = held[:, max(sinks, n - budget + sinks) :] = True
     return held

@@ -2,10 +2,11 @@
 
     python experiments/pareto.py [--patterns 60] [--context 1024] [--pieces 8] [--json FILE] [--out .]
 
-LaCache's Fig. 3 in small, on the demo's model: pieces of text are read whole, then each layer keeps some slots, the
-same number on average whatever the pattern, and the perplexity of the text that follows is taken. All slots stay at
-their original positions. A random pattern draws for each layer its share of the slots, how many of these are the newest
-ones, and how many runs the others come in; the first four slots always stay. Draws pareto.png.
+A small version of LaCache's Fig. 3 on the demo's model. The model reads pieces of text in full. Then each layer keeps
+some slots, the same number on average for every pattern, and the script measures the perplexity of the text that
+follows. All slots keep their original positions. A random pattern draws each layer's fraction of the slots, how many of
+these are the newest ones, and the length of the runs of the others; the first four slots are always kept. Draws
+pareto.png.
 """
 
 from __future__ import annotations
@@ -28,21 +29,25 @@ from kvops.eval.reader import Cut, Reader
 
 SINKS = 4
 SIZES = (64, 96, 128, 192, 256, 384, 512, 768)  # slots per layer
-LADDERS = {(1, 0, "paper"): "o", (2, 0, "paper"): "s", (2, 0, "official"): "D"}  # with (1, 0) both patterns are one
+LADDERS = {
+    (1, 0, "paper"): "o",
+    (2, 0, "paper"): "s",
+    (2, 0, "official"): "D",
+}  # with (1, 0) both patterns are the same
 
 
 def random_pattern(n: int, total: int, layers: int, generator: np.random.Generator) -> list[Tensor]:
-    """Ascending slots for each layer, `total` in all."""
+    """Return ascending slots for each layer, `total` in all."""
     shares = generator.dirichlet(np.full(layers, 2.0)) * (total - 2 * SINKS * layers)
     counts = np.minimum(np.floor(shares).astype(int) + 2 * SINKS, n)
-    while (missing := total - counts.sum()) > 0:  # what was rounded off, or above n, goes to the others
+    while (missing := total - counts.sum()) > 0:  # slots lost by rounding, or above n, go to other layers
         layer = generator.integers(layers)
         counts[layer] += min(missing, n - counts[layer])
     return [torch.from_numpy(random_slots(n, count, generator)) for count in counts]
 
 
 def random_slots(n: int, count: int, generator: np.random.Generator) -> np.ndarray:
-    """The first SINKS, some of the newest, and runs of random places and lengths: `count` in all."""
+    """Return the first SINKS, some of the newest, and runs of random positions and length: `count` slots in all."""
     kept = np.zeros(n, dtype=bool)
     kept[:SINKS] = True
     kept[n - int(generator.random() * (count - SINKS)) - 1 :] = True
@@ -56,14 +61,14 @@ def random_slots(n: int, count: int, generator: np.random.Generator) -> np.ndarr
 
 @torch.inference_mode()
 def perplexity(reader: Reader, whole: Cut, pattern: list[Tensor] | None, ids: Tensor) -> float:
-    """Of the tokens ids[:, 1:], [b, t], after what was read, cut to the pattern."""
+    """Return the perplexity of the tokens ids[:, 1:], [b, t], after the read text, cut to the pattern."""
     logits = reader.model(ids[:, :-1], past_key_values=common.keep(whole, pattern).cache).logits
     return float(F.cross_entropy(logits.mT.float(), ids[:, 1:]).exp())
 
 
 @torch.inference_mode()
 def run(patterns: int, context: int, pieces: int, following: int, seed: int) -> dict:
-    """Perplexity of the whole cache, of the ladders and of random patterns: [slots in all layers, perplexity] each."""
+    """Measure the whole cache, the ladders and random patterns: [slots in all layers, perplexity] each."""
     reader, text = Reader(common.load_model()), common.load_text()
     layers = reader.num_layers
     step = (text.shape[1] - context - following) // max(1, pieces - 1)
@@ -88,7 +93,7 @@ def run(patterns: int, context: int, pieces: int, following: int, seed: int) -> 
 
 
 def shares_beaten(found: dict) -> list[dict]:
-    """By size: which share of the random patterns the best ladder is better than, and the best of each."""
+    """Return by size: the fraction of random patterns that the best ladder beats, and the best of each."""
     rows = []
     for total in sorted({x[0] for x in found["random"]}):
         values = np.array([x[1] for x in found["random"] if x[0] == total])
@@ -100,7 +105,7 @@ def shares_beaten(found: dict) -> list[dict]:
 
 
 def picture(record: dict, path: Path) -> None:
-    """A point for each random pattern, a line for each ladder."""
+    """Draw a point for each random pattern and a line for each ladder."""
     figure = Figure(figsize=(8, 4.4), layout="constrained")
     axis = figure.subplots()
     slots, values = np.array(record["random"]).T
@@ -130,9 +135,9 @@ def picture(record: dict, path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__, picture="pareto.png")
-    parser.add_argument("--patterns", type=int, default=60, help="random ones for each size")
-    parser.add_argument("--context", type=int, default=1024, help="tokens that are read before the cut")
-    parser.add_argument("--following", type=int, default=256, help="tokens whose perplexity is taken")
+    parser.add_argument("--patterns", type=int, default=60, help="random patterns for each size")
+    parser.add_argument("--context", type=int, default=1024, help="tokens read before the cut")
+    parser.add_argument("--following", type=int, default=256, help="tokens to measure the perplexity of")
     parser.add_argument("--pieces", type=int, default=8, help="pieces of text")
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args(argv)

@@ -1,11 +1,11 @@
-"""Recall by window position: how much of what the answer's queries need does an observation window choose?
+"""Recall by window position: which of the keys that the answer needs does an observation window select?
 
     python experiments/recall.py [--context 2048] [--digits 32] [--budget 64] [--prompts 11] [--out .] [--json FILE]
 
-Fig. 2 of the LAQ paper (Sec. 3) on the demo's model: a window of eight queries slides from the end of the prompt into
-the answer; at each place, what it would keep is compared with what all queries of the answer would keep
-(`kvops.recall`). Two answers: that of the whole cache, and that of a cache which SnapKV has cut to the budget: a cheap
-draft, wrong as it may be.
+This is Fig. 2 of the LAQ paper (Sec. 3) on the demo's model. A window of eight queries slides from the end of the
+prompt into the answer. At each position, the keys that it would keep are compared with those that all queries of the
+answer would keep (`kvops.recall`). There are two answers: that of the whole cache, and that of a cache which SnapKV
+pruned to the budget, a cheap draft that may be wrong.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvops.bench.record import write
 from kvops.eval.labels import label_ends
 from kvops.eval.reader import Reader, caches
 
-TAIL = 64  # queries of the prompt that are looked at
+TAIL = 64  # queries of the prompt to measure
 WINDOW = 8
 
 
 @torch.inference_mode()
 def run(context: int, digits: int, budget: int, prompts: int) -> dict[str, np.ndarray]:
-    """Recall by position of the window's first query: "answer" and "draft", each [prompts, positions]."""
+    """Measure recall by position of the window's first query: "answer" and "draft", each [prompts, positions]."""
     reader, asked = Reader(common.load_model()), common.make_prompts(prompts, context, digits)
     found = {"answer": [], "draft": []}
     for first in range(0, prompts, common.BATCH):
@@ -46,9 +46,10 @@ def run(context: int, digits: int, budget: int, prompts: int) -> dict[str, np.nd
 
 
 def by_position(queries: list[Tensor], answers: list[Tensor], keys: list[Tensor], budget: int) -> np.ndarray:
-    """Mean recall over layers and heads, [b, positions]: windows that begin TAIL before the answer, and later.
+    """Return recall averaged over layers and heads, [b, positions], for windows from TAIL before the answer on.
 
-    By layer: queries and the whole cache's, [b, Hq, TAIL + digits, d]; the prompt's keys, [b, Hk, n, d].
+    Arguments are lists by layer: queries and the whole cache's queries, [b, Hq, TAIL + digits, d]; the prompt's keys,
+    [b, Hk, n, d].
     """
     rows, n = queries[0].shape[2], keys[0].shape[2]
     visible = (n + 1 + torch.arange(-TAIL, rows - TAIL)).clamp(max=n).int()
@@ -64,7 +65,7 @@ def by_position(queries: list[Tensor], answers: list[Tensor], keys: list[Tensor]
 
 
 def picture(record: dict, path: Path) -> None:
-    """Recall by position, with 95 % intervals."""
+    """Draw recall by position, with 95 % intervals."""
     figure = Figure(figsize=(8, 3.8), layout="constrained")
     axes = figure.subplots()
     budget, window = record["budget"], record["window"]
@@ -105,7 +106,7 @@ def picture(record: dict, path: Path) -> None:
 
 
 def numbers(found: dict[str, np.ndarray]) -> dict:
-    """What is quoted: windows at the end of the prompt, with one query of the answer, and of the answer alone."""
+    """Return the quoted numbers: windows at the end of the prompt, with one query of the answer, and in the answer."""
     places = {"last queries of the prompt": -WINDOW, "one query of the answer": 1 - WINDOW, "first of the answer": 0}
     return {name: {where: float(x.mean(0)[TAIL + at]) for where, at in places.items()} for name, x in found.items()}
 
@@ -113,7 +114,7 @@ def numbers(found: dict[str, np.ndarray]) -> dict:
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__, picture="recall.png")
     parser.add_argument("--context", type=int, default=2048, help="tokens before the question")
-    parser.add_argument("--digits", type=int, default=32, help="length of the key")
+    parser.add_argument("--digits", type=int, default=32, help="digits of the passkey")
     parser.add_argument("--budget", type=int, default=64, help="tokens to keep")
     parser.add_argument("--prompts", type=int, default=11)
     a = parser.parse_args(argv)

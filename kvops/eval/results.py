@@ -1,8 +1,8 @@
-"""What was measured, as JSON lines: one head for each run, then one line for each cell that is done.
+"""Results as JSON lines: one head per run, then one line per measured cell.
 
-A cell is a task, a context, a point of the cut, a method, a budget and a batch of prompts. Lines are on the disk before
-the next cell begins, so an interrupted run goes on where it stopped; what a kill has left of a line is dropped. One run
-at a time writes to a folder.
+A cell is a task, a context, a cut point, a method, a budget and a batch of prompts. Each line is on disk before the
+next cell starts, so an interrupted run continues where it stopped. An incomplete last line, left by a killed run, is
+dropped. Only one run at a time writes to a folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ..bench.record import name, number, whole
 from .specs import Refused
 
-#: What names of origins begin with that say which file a method's code is in, if it is not of kvops.
+#: Prefix of the origin's entries that name the source file of a method from outside kvops.
 CODE = "method "
 KEY = ("task", "context", "point", "method", "budget", "batch")
 
@@ -34,20 +34,20 @@ class Cell(NamedTuple):
 
 
 class Results:
-    """A file of results that grows; a run that was stopped goes on with it.
+    """A growing results file, which a later run can continue.
 
     Args:
-        file: created if need be; its folder is locked.
-        settings: what all its cells have in common.
+        file: created if it does not exist; its folder is locked.
+        settings: the settings that all its cells share.
         origin: where they are measured; see `bench.record.origin`.
 
     Attributes:
-        done: the cells that the file holds.
+        done: the cells in the file.
         lines: their lines.
 
     Raises:
-        Refused: the file has other settings or was measured with other code of a method, it is damaged, or another
-            process writes to its folder.
+        Refused: the file has other settings, or a method's code has changed; the file is damaged; or another process
+            writes to its folder.
     """
 
     def __init__(self, file: Path, settings: dict[str, Any], origin: dict[str, Any]):
@@ -65,7 +65,7 @@ class Results:
                     said = ", ".join(wrong)
                     raise Refused(f"--out {file.parent} holds results of other settings: {said}")
             self.done = {cell_of(x) for x in self.lines}
-            if file.exists():  # what a kill has left of a line
+            if file.exists():  # drop an incomplete line of a killed run
                 os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
             self._file = file.open("a")
         except BaseException:
@@ -80,13 +80,13 @@ class Results:
         self.close()
 
     def add(self, cell: Cell, outcome: dict[str, Any]) -> None:
-        """Writes a cell to the disk.
+        """Write a cell to disk.
 
         Args:
-            cell: not among `done`.
-            outcome: the fields of a `tasks.Outcome`, or why the budget is unreachable.
+            cell: a cell that is not in `done`.
+            outcome: the fields of a `tasks.Outcome`, or the reason why the budget is unreachable.
         """
-        if self._head:  # a run that finds everything done leaves the file as it is
+        if self._head:  # a run with nothing left to measure does not change the file
             self._write(self._head)
             self._head = None
         line = {**cell._asdict(), **outcome}
@@ -105,8 +105,8 @@ class Results:
 
 
 class Lock:
-    """Of a folder, for this process, whose number lies in the file `lock`. The system drops the lock of a process that
-    has died, so the next one takes the file over."""
+    """A lock on a folder. The file `lock` has the process ID. The system releases the lock of a dead process, and the
+    next run takes the file over."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,14 +117,14 @@ class Lock:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._file.seek(0)
-                holder = self._file.read().strip() or "that is about to begin"
+                holder = self._file.read().strip() or "(starting)"
                 self._file.close()
                 raise Refused(
                     f"--out {folder} is being written to by another run, process {holder}; name another folder, or wait"
                 ) from None
             if self._path.exists() and os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
                 break
-            self._file.close()  # who held it has just removed it
+            self._file.close()  # the previous holder has just removed it
         self._file.truncate(0)
         self._file.write(f"{os.getpid()}\n")
         self._file.flush()
@@ -135,12 +135,12 @@ class Lock:
             self._file.close()
 
 
-#: What a model, or a copy of a benchmark, is made of.
+#: The file types of models and benchmark data.
 KINDS = (".json", ".jsonl", ".safetensors", ".bin", ".model", ".parquet", ".arrow")
 
 
 def fingerprint(path: Path) -> str | None:
-    """Of a file's bytes, or the names and sizes of a folder's files; None if there is no such path (a hub's name)."""
+    """Hash a file's bytes, or the names and sizes of a folder's files; None if the path does not exist (a hub name)."""
     if path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     if not path.is_dir():
@@ -174,7 +174,7 @@ def load(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[str, An
                 raise Refused(f"{where}: expected a line of JSON, got {str(error)[:200]}") from None
             is_head = isinstance(found, dict) and "settings" in found
             if not is_head and not (isinstance(found, dict) and found.keys() >= {*KEY}):
-                raise Refused(f"{where}: expected what kvops.eval has measured, got {json.dumps(found)[:60]}")
+                raise Refused(f"{where}: expected a result of kvops.eval, got {json.dumps(found)[:60]}")
             if wrong := wrong_head(found) if is_head else wrong_cell(found):
                 raise Refused(f"{where}: {wrong}")
             (heads if is_head else lines).append(found)
