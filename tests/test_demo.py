@@ -1,4 +1,4 @@
-"""The demo on a few prompts: who finds the key and who does not, and that the table prints what was measured."""
+"""The demo on a few prompts: which methods find the key, and that the table shows the measurements."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def demo():
 
 @pytest.fixture(scope="module")
 def shown(demo, tmp_path_factory):
-    """One run: what the functions return, what is printed and drawn."""
+    """One run: returned rows, printed text and the picture."""
     out = tmp_path_factory.mktemp("demo")
     rows, prompt = demo.run(context=2048, digits=32, prompts=11, progress=False)
     demo.picture(rows, prompt, out / "demo.png")
@@ -67,7 +67,7 @@ def test_the_table_says_what_was_measured(shown):
 
 
 def test_plain_pytorch_does_the_same(demo):
-    """The timed opponents keep the same slots (Random: as many)."""
+    """The timed PyTorch versions keep the same slots (Random: as many)."""
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, 2, 2048, 64).unbind(0)
     q = torch.randn(1, 4, 32, 64)
@@ -118,7 +118,7 @@ def test_a_cell_out_of_reach_says_so(demo, capsys, tmp_path):
 
 
 def test_lookahead_finds_at_small_budgets_what_snapkv_loses(demo, monkeypatch):
-    """The second table: the paper's claim on this model, and that nobody knows the question before it comes."""
+    """The second table: the paper's claim on this model, and that no method can anticipate the question."""
     monkeypatch.setattr(demo, "BUDGETS", (64,))
     monkeypatch.setattr(demo, "DIGITS", (8,))
     cells = demo.run_small(1024, 11, progress=False)
@@ -137,7 +137,7 @@ def test_lookahead_finds_at_small_budgets_what_snapkv_loses(demo, monkeypatch):
 
 
 def test_recall_jumps_when_the_answer_comes_into_the_window(tmp_path, capsys):
-    """LAQ Fig. 2, small: windows of the answer choose better than the last ones of the prompt; so do a draft's."""
+    """LAQ Fig. 2 in small: windows of the answer, or of a draft, select better than the last ones of the prompt."""
     import recall
 
     recall.main(
@@ -145,6 +145,12 @@ def test_recall_jumps_when_the_answer_comes_into_the_window(tmp_path, capsys):
     )
     assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG") and "wrote" in capsys.readouterr().out
     record = json.loads((tmp_path / "r.json").read_text())
+    recall.main(["--from", str(tmp_path / "r.json"), "--out", str(tmp_path / "again")])
+    assert (tmp_path / "again" / "recall.png").read_bytes() == (tmp_path / "recall.png").read_bytes()
+    (tmp_path / "old.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        recall.main(["--from", str(tmp_path / "old.json")])
+    assert "has no 'recall'; it is another script's or too old" in capsys.readouterr().err
     assert len(record["recall"]["answer"]) == recall.TAIL + 16 - recall.WINDOW + 1 and record["first"] == -recall.TAIL
     for name in ("answer", "draft"):
         numbers = record["numbers"][name]

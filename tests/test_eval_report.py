@@ -55,7 +55,7 @@ def line(method="KeyDiff", budget=64, partial=(1.0, 0.0), batch=0, context=256, 
 
 
 def some_lines():
-    """Two contexts, both points, two batches; one budget that a method cannot reach, one method over its budget."""
+    """Two contexts, both cut points, two batches; one unreachable budget, one method over its budget."""
     lines = []
     for context in (256, 512):
         for point in ("before", "after"):
@@ -170,7 +170,7 @@ def test_nothing_measured(tmp_path):
 
 def test_the_best_is_named_where_the_prompts_tell():
     def leading(right, over=()):
-        """Methods with so many of 20 right."""
+        """Return the leaders among methods with this many of 20 right."""
         lines = [
             line(x, 64, [1.0] * n + [0.0] * (20 - n), tokens=80 if x in over else 64, depths=[None] * 20)
             for x, n in right.items()
@@ -201,7 +201,7 @@ def test_less_is_better():
 
 
 def test_the_same_results_make_the_same_report(tmp_path):
-    """Whatever the order of the lines, and for a run that was resumed (with a second head)."""
+    """In any order of the lines, and for a resumed run (with a second head)."""
     lines, said = some_lines(), []
     for i in range(2):
         random.Random(i).shuffle(lines)
@@ -221,7 +221,7 @@ def test_the_same_results_make_the_same_report(tmp_path):
 
 
 def test_rows_that_are_not_there(tmp_path):
-    """An interrupted run, or a task that this version does not know: said, not hidden."""
+    """An interrupted run, or an unknown task: reported, not hidden."""
     lines = [line(), line(batch=1), line("TOVA"), line("L2", 32), line(task="new", scores={"kl": [2.5, 3.5]})]
     said = report.write([HEAD], lines, tmp_path)
     text = (tmp_path / "report.md").read_text()
@@ -253,7 +253,7 @@ def test_perplexity_by_position(tmp_path):
 
 
 def test_several_files(tmp_path):
-    """Others' lines beside ours; what their heads do not agree in is named."""
+    """Lines from elsewhere beside ours; settings in which the heads differ are listed."""
     for name, head, lines in (
         ("a", HEAD, [line()]),
         ("b", {"settings": {**HEAD["settings"], "seed": 7}, "origin": {**ORIGIN, "command": "other"}}, [line("TOVA")]),
@@ -350,7 +350,7 @@ def test_results_go_on(tmp_path):
 
 
 def test_the_report_in_the_docs(tmp_path):
-    """It is what the recorded results make, and so is the summary that the other pages take their numbers from."""
+    """It matches the recorded results, and so does the summary that other pages take their numbers from."""
     report.write(*load([ROOT / "bench" / "results" / "eval.jsonl"]), tmp_path)
     assert (tmp_path / "report.md").read_text() == (ROOT / "docs" / "evaluation" / "report.md").read_text()
     assert (tmp_path / "summary.json").read_text() == (ROOT / "bench" / "results" / "eval.json").read_text()
@@ -418,7 +418,7 @@ def test_files_that_are_no_results(content, tmp_path, capsys):
 
 
 def test_a_group_of_which_nothing_is_reachable(tmp_path, capsys):
-    """All of a task, known or not, and all at one point only."""
+    """All of a task, known or unknown, and all at one cut point only."""
     why = {"unreachable": "too | small\x1b"}
     lines = [{**Cell(x, 256, "before", "LagKV", 64, 0)._asdict(), **why} for x in ("passkey", "needle", "new")]
     lines[0]["point"] = "after"
@@ -432,7 +432,7 @@ def test_a_group_of_which_nothing_is_reachable(tmp_path, capsys):
 
 
 def test_names_of_others_are_escaped(tmp_path):
-    """Nothing in them is a link, a tag, a new line or a formula."""
+    """They cannot make a link, a tag, a new line or a formula."""
     bad = "<b>|`x`*y*[a](b)$z$_w_ http://a.b www.c.d"
     origin = {"machine": {bad: bad}, bad: bad, "command": "a `` b\n# c", "torch": "\ud800"}
     lines = [line(bad, task=bad, point=bad, scores={bad: [0.5, 1.0]}), line(bad, 64, task=bad, context=512)]
@@ -478,7 +478,7 @@ def test_a_process_that_died_holds_nothing(tmp_path):
 
 
 def test_reports_are_written_whole(tmp_path, monkeypatch):
-    """One that cannot be made leaves the last one as it was."""
+    """A report that fails leaves the previous one unchanged."""
     report.write([HEAD], [line()], tmp_path)
     before = files(tmp_path)
 
@@ -502,7 +502,7 @@ class Stop(Exception):
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    """A run that is stopped in the middle and begun again reports what an undisturbed one does, byte by byte."""
+    """A stopped and resumed run gives the same report as an undisturbed one, byte by byte."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(Reader, "clock", lambda self: float(next(ticks)))  # so that times are equal
     made, shown, cut = {}, {}, Reader.cut
@@ -549,7 +549,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 
 def test_out_of_memory(tmp_path, monkeypatch, capsys):
-    """The cell is named and not written down, the others go on; the same command fills it in."""
+    """The cell is reported but not recorded, and the others continue; the same command fills it in."""
     cut, of = Reader.cut, METHODS["keydiff"].label
 
     def full(self, prompts, rule, *args):
