@@ -345,7 +345,7 @@ def test_results_go_on(tmp_path):
     with pytest.raises(Refused, match="line 2: expected a line of JSON"):
         load([file])
     file.write_text('{"rows": []}\n')
-    with pytest.raises(Refused, match="line 1: expected what kvops.eval has measured, got"):
+    with pytest.raises(Refused, match="line 1: expected a result of kvops.eval, got"):
         load([file])
 
 
@@ -388,7 +388,7 @@ def from_file(tmp_path, *lines) -> int:
         (1, "scores", {}, "line 2: expected lists of as many numbers, by metric as 'scores', got {}"),
         (1, "scores", {"partial": [1.0], "exact": []}, "line 2: expected lists of as many numbers"),
         (1, "scores", {"partial": [1e300]}, "line 2: expected lists of as many numbers"),
-        (1, "scores", {"partial": [-5.0, 2.0]}, "passkey: expected scores in .0, 1., which those of this task are"),
+        (1, "scores", {"partial": [-5.0, 2.0]}, "passkey: expected scores in .0, 1. for this task"),
         (1, "tokens", 1.5, "line 2: expected an integer, at least 0 as 'tokens', got 1.5"),
         (1, "decode_s", None, "line 2: expected seconds as 'decode_s', got null"),
         (1, "depths", [2.0], "line 2: expected a list of numbers in .0, 1., or null as 'depths'"),
@@ -465,7 +465,7 @@ def test_a_folder_has_one_run(tmp_path, capsys):
     assert [x.name for x in file.parent.iterdir()] == ["results.jsonl"]
     for _ in range(2):  # what is refused leaves no lock
         file.write_text('{"rows": []}\n')
-        with pytest.raises(Refused, match="expected what kvops.eval has measured"):
+        with pytest.raises(Refused, match="expected a result of kvops.eval"):
             Results(file, settings, ORIGIN)
 
 

@@ -57,7 +57,8 @@ def draw_cpu(record: dict[str, Any]) -> Figure:
     rows = [r for r in record["rows"] if r["shape"][2] == largest and "bandwidth" in r]
     names = list(dict.fromkeys((r["operator"], r["form"]) for r in rows))
     dtypes = [x for x in COLORS if any(r["dtype"] == x for r in rows)]
-    places, middles, y = {}, [], 0.0
+    places: dict[tuple[str, str, str], float] = {}
+    middles, y = [], 0.0
     for name in names:  # from the top, with a gap after each group
         group = [x for x in dtypes if any((r["operator"], r["form"], r["dtype"]) == (*name, x) for r in rows)]
         places |= {(*name, x): y - i for i, x in enumerate(group)}
@@ -79,7 +80,7 @@ def draw_cpu(record: dict[str, Any]) -> Figure:
     left.set_xlim(0, 1.38 * max(100, *shares))
     for i, dtype in enumerate(reversed(dtypes)):
         left.text(0.99 - 0.24 * i, max(at) + 1.2, dtype, transform=left.get_yaxis_transform(), color=COLORS[dtype],
-                  ha="right", va="center", fontsize=9, weight="bold")  # fmt: skip
+                  ha="right", va="center", fontsize=9, weight="bold", **OPAQUE)  # fmt: skip
 
     medians = []
     for other, (marker, label) in OTHERS.items():

@@ -1,4 +1,4 @@
-"""Labels at the ends of lines, which replace a legend; and the colours that pictures share."""
+"""Labels at the ends of lines, instead of a legend, and the colours that pictures share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ GREY = "#b9b9b9"
 
 
 def spread(places: Sequence[float], gap: float, low: float = -np.inf, high: float = np.inf) -> list[float]:
-    """Places at least `gap` apart, in the order given by size, as close to the wanted ones as possible.
+    """Move positions at least `gap` apart, keeping their order and changing them as little as possible.
 
     Args:
         places: the wanted positions, in any order.
         gap: the least distance between two of them.
-        low, high: the range to stay in. Where it is too small for all, `low` wins.
+        low, high: the allowed range. If it is too small, `low` takes precedence.
 
     Returns:
         The new positions, in the order of `places`.
@@ -42,15 +42,15 @@ def spread(places: Sequence[float], gap: float, low: float = -np.inf, high: floa
 def label_ends(
     axes: Axes, ends: Sequence[tuple[float, float, str, Any]], height: float, size: float = 9, at: float = 1.03
 ) -> None:
-    """Writes the name of each series to the right of the axes, with a thin line to the end of its curve.
+    """Write the name of each series to the right of the axes, with a thin line to the end of its curve.
 
-    Call it when the axes have their final limits and scales.
+    Call this once the axes have their final limits and scales.
 
     Args:
-        ends: for each series x and y of the last point (data coordinates), its name and its colour.
-        height: of the axes in inches, roughly. It decides how far apart the labels must be.
-        size: of the font in points.
-        at: where the labels begin, as a fraction of the axes' width.
+        ends: for each series: x and y of the last point in data coordinates, name, colour.
+        height: approximate height of the axes in inches, which sets the distance of the labels.
+        size: font size in points.
+        at: left edge of the labels, as a fraction of the axes' width.
     """
     to_axes = axes.transData + axes.transAxes.inverted()
     lines = max((text.count("\n") + 1 for _, _, text, _ in ends), default=1)
@@ -67,18 +67,18 @@ def label_ends(
             annotation_clip=False,
             arrowprops={
                 **{"arrowstyle": "-", "color": color, "linewidth": 0.6, "alpha": 0.6, "shrinkA": 0, "shrinkB": 2},
-                "relpos": (0, 0.5),  # from the left of the label
+                "relpos": (0, 0.5),  # the line starts at the left of the label
             },
         )
 
 
 def label_points(axes: Axes, points: Sequence[tuple[float, float, str, Any]], height: float, size: float = 8) -> None:
-    """Writes the name of each point beside it, to the left or right, wherever the axes have more space.
+    """Write the name of each point beside it, on the side where the axes have more space.
 
     Args:
-        points: for each x and y (data coordinates), its name and its colour.
-        height: of the axes in inches, roughly. It decides how far apart the labels must be.
-        size: of the font in points.
+        points: for each point: x and y in data coordinates, name, colour.
+        height: approximate height of the axes in inches, which sets the distance of the labels.
+        size: font size in points.
     """
     to_axes = axes.transData + axes.transAxes.inverted()
     places = [to_axes.transform((x, y)) for x, y, _, _ in points]

@@ -1,4 +1,4 @@
-"""Pictures of a summary. The same numbers give the same bytes: own settings, no dates, no version in the file."""
+"""Pictures of a summary. The same numbers give the same bytes: fixed settings, no dates or versions in the file."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ Look = dict[str, Any]
 
 
 def leading(rows: list[Row], kind: Traits, most: int = MOST) -> list[str]:
-    """The methods that a picture names: those with the best main scores, averaged over all points and budgets.
+    """Return the methods that a picture names: those with the best main score, averaged over cut points and budgets.
 
-    Methods that exceed their budget are named only where others leave room.
+    Methods that exceed their budget come last.
     """
     found: dict[str, list[float]] = {}
     over: dict[str, bool] = {}
@@ -63,7 +63,7 @@ def leading(rows: list[Row], kind: Traits, most: int = MOST) -> list[str]:
 
 
 def styles(rows: list[Row], kind: Traits) -> dict[str, Look]:
-    """Colour, marker and line of each method that cuts: the leading ones stand out, the others are grey and thin."""
+    """Return colour, marker and line of each method that evicts: the leading ones stand out, the others are grey."""
     named = leading(rows, kind)
     looks: dict[str, Look] = {}
     for label in sorted({x.method for x in rows if x.budget is not None}, key=method_order):
@@ -77,13 +77,13 @@ def styles(rows: list[Row], kind: Traits) -> dict[str, Look]:
 
 
 def in_grey(looks: dict[str, Look]) -> str:
-    """Names the methods without a colour of their own."""
+    """Return a caption that lists the grey methods."""
     names = [x for x, look in looks.items() if look["color"] == GREY]
     return "\n".join(textwrap.wrap(f"Grey: {', '.join(names)}", 140)) if names else ""
 
 
 def best(rows: list[Row], kind: Traits, budget: int) -> str:
-    """The method with the best mean at a budget, and that mean; "" where nothing says which score is better."""
+    """Return the method with the best mean at a budget, and that mean; "" if the task does not say what is better."""
     found = [x for x in rows if x.budget == budget and not x.over]
     if not found or not kind.better:
         return ""
@@ -94,7 +94,7 @@ def best(rows: list[Row], kind: Traits, budget: int) -> str:
 
 
 def finding(rows: list[Row], kind: Traits, task: str, context: int) -> str:
-    """The picture's title: which method is best at the middle budget, at each point of the cut."""
+    """Return the picture's title: the best method at the middle budget, for each cut point."""
     budgets = sorted({x.budget for x in rows if x.budget is not None})
     middle = budgets[len(budgets) // 2]
     tops = {x.point: best([y for y in rows if y.point == x.point], kind, middle) for x in rows if x.budget is not None}
@@ -106,8 +106,8 @@ def finding(rows: list[Row], kind: Traits, task: str, context: int) -> str:
 
 @contextmanager
 def figure(path: Path, title: str, height: float, width: float = 8.0, caption: str = "") -> Iterator[Figure]:
-    """A page that is written at the end, whatever the user's settings of matplotlib are. 8 inches are 960 pixels, so
-    text of 9 points stays legible at 800."""
+    """Yield a figure and write it at the end, independent of the user's matplotlib settings. 8 inches are 960 pixels,
+    so text of 9 points is legible at 800."""
     defaults = {x: y for x, y in matplotlib.rcParamsDefault.items() if x != "backend"}
     settings: dict[Any, Any] = {**defaults, **STYLE}
     with matplotlib.rc_context(settings):
@@ -122,21 +122,21 @@ def figure(path: Path, title: str, height: float, width: float = 8.0, caption: s
 
 
 def values(row: Row, kind: Traits) -> tuple[float, float, float]:
-    """Mean, and how far the interval reaches below and above it."""
+    """Return the mean, and how far the interval extends below and above it."""
     score, factor = row.scores[kind.metrics[0]], 100 if kind.percent else 1
     low, high = (score.mean if x is None else x for x in (score.low, score.high))
     return factor * score.mean, factor * (score.mean - low), factor * (high - score.mean)
 
 
 def bars(look: dict[str, Any]) -> dict[str, Any]:
-    """Of intervals: paler than what they belong to, since most of them overlap."""
+    """Return the style of error bars: paler than the marker, since most of them overlap."""
     return {"ecolor": to_rgba(look["color"], 0.4), "elinewidth": 0.8}
 
 
 def scale(axis: Axes, rows: list[Row], kind: Traits) -> None:
     if kind.percent:
         axis.set(ylim=(-4, 104), yticks=range(0, 101, 20))
-    else:  # of a few prompts the interval may be far wider than what the means span
+    else:  # with few prompts the interval may be far wider than the range of the means
         means = [x.scores[kind.metrics[0]].mean for x in rows]
         room = 0.3 * (max(means) - min(means)) or 1.0
         axis.set_ylim(min(means) - room, max(means) + room)
@@ -155,7 +155,7 @@ def prompts(rows: list[Row]) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), of any loss."""
+    """Return exp(loss), or infinity if that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -164,13 +164,13 @@ def point_title(point: str) -> str:
 
 
 def measured(rows: list[Row], kind: Traits) -> list[Row]:
-    """Those that have the main score."""
+    """Return the rows that have the main score."""
     found = [x for x in rows if kind.metrics and kind.metrics[0] in x.scores]
     return [x for x in found if np.isfinite(x.scores[kind.metrics[0]].mean)]
 
 
 def accuracy(summary: Summary, task: str, context: int, path: Path) -> bool:
-    """The main score against the tokens kept: a panel per point of the cut, a line per method."""
+    """Draw the main score against the tokens kept: a panel per cut point, a line per method."""
     kind = summary.traits[task]
     rows = measured([x for x in summary.rows if (x.task, x.context) == (task, context)], kind)
     points = list(dict.fromkeys(x.point for x in rows if x.budget is not None))
@@ -214,7 +214,7 @@ def accuracy(summary: Summary, task: str, context: int, path: Path) -> bool:
 
 
 def throughput(summary: Summary, task: str, context: int, path: Path) -> bool:
-    """The main score against decode throughput (LaCache, Fig. 7): a row per point of the cut, a panel per budget."""
+    """Draw the main score against decode throughput (LaCache, Fig. 7): a row per cut point, a panel per budget."""
     kind = summary.traits[task]
     rows = measured([x for x in summary.rows if (x.task, x.context) == (task, context)], kind)
     rows = [x for x in rows if x.decode_tokens_per_s]
@@ -240,7 +240,7 @@ def throughput(summary: Summary, task: str, context: int, path: Path) -> bool:
                     axis.set_xlim(low, high)
                     axis.xaxis.set(major_locator=FixedLocator([x for x in steps if low <= x <= high]))
                     axis.xaxis.set(minor_locator=NullLocator(), minor_formatter=NullFormatter())
-                else:  # from 0, lest noise look like a difference
+                else:  # from 0, so that noise does not look like a difference
                     axis.set_xlim(0, max(rates) * MORE)
                 axis.xaxis.set_major_formatter("{x:,g}")
                 marks: list[tuple[float, float, str, Any]] = []
@@ -263,7 +263,7 @@ def throughput(summary: Summary, task: str, context: int, path: Path) -> bool:
 
 
 def sizes(rows: list[Row]) -> list[tuple[str, Callable[[Row], bool]]]:
-    """The budgets as columns for several contexts: in tokens, or, where they grow with the context, as its share."""
+    """Return the budgets as columns for several contexts: in tokens, or as fractions if they grow with the context."""
     by_context: dict[int, set[int]] = {}
     for row in rows:
         if row.budget is not None:
@@ -289,7 +289,7 @@ def _has_budget(budget: int, row: Row) -> bool:
 
 
 def heatmap(summary: Summary, task: str, point: str, path: Path) -> bool:
-    """The main score by context and depth (LagKV, Fig. 8-11; LAQ, Fig. 4): a panel per method and budget."""
+    """Draw the main score by context and depth (LagKV, Fig. 8-11; LAQ, Fig. 4): a panel per method and budget."""
     kind = summary.traits[task]
     asked = [x for x in summary.rows if (x.task, x.point) == (task, point)]
     rows = [x for x in asked if len(x.depths) > 1]
@@ -310,8 +310,8 @@ def heatmap(summary: Summary, task: str, point: str, path: Path) -> bool:
     title = f"{task}, {point_title(point)}, {prompts(rows)} each"
     if kind.better:
         reached = (max if kind.better == "higher" else min)(means.values())
-        score = f"{100 * reached:.0f} %" if kind.percent else f"{reached:.3g}"
-        title += f": best mean: {' and '.join(x for x in means if means[x] == reached)}, {score}"
+        shown_best = f"{100 * reached:.0f} %" if kind.percent else f"{reached:.3g}"
+        title += f": best mean: {' and '.join(x for x in means if means[x] == reached)}, {shown_best}"
     shape = (1.2 + blocks * (1.0 + 1.75 * len(columns)), 1.2 + 1.15 * height)
     with figure(path, title, shape[1], shape[0]) as page:
         axes = page.subplots(height, blocks * len(columns), squeeze=False, sharex=True, sharey=True)
@@ -353,7 +353,7 @@ def heatmap(summary: Summary, task: str, point: str, path: Path) -> bool:
 
 
 def positions(summary: Summary, task: str, context: int, path: Path) -> bool:
-    """Perplexity by position in the text (LaCache, Table 1 and Fig. 5): a panel per budget."""
+    """Draw perplexity by position in the text (LaCache, Table 1 and Fig. 5): a panel per budget."""
     kind = summary.traits[task]
     rows = [x for x in summary.rows if (x.task, x.context) == (task, context) and x.positions]
     budgets = sorted({x.budget for x in rows if x.budget is not None}, reverse=True)

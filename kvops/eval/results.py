@@ -155,18 +155,18 @@ def cell_of(line: dict[str, Any]) -> Cell:
 
 
 def load(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Reads files of results. What follows a file's last line break is left out.
+    """Read results files. Text after the last line break of a file is ignored.
 
     Returns:
         The heads and the cells of all files, as JSON has them.
 
     Raises:
-        Refused: a line is not what `Results` writes.
+        Refused: a line is not in the format of `Results`.
     """
     heads: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
     for file in files:
-        for i, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):  # what follows the last is cut off
+        for i, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):  # an incomplete last line is ignored
             where = f"{file}, line {i}"
             try:
                 found = json.loads(line.decode())
@@ -181,11 +181,11 @@ def load(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[str, An
     return heads, lines
 
 
-# What a file of results may hold. It may be of another version, another program, or damaged.
+# The expected content of a results file, which may come from another version or program, or be damaged.
 
 
 def score(x: object) -> bool:
-    """Infinity: a loss."""
+    """Whether x is a number; a loss may be infinite."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and (abs(x) < 2**62 or x != x or x == math.inf)
 
 
@@ -193,7 +193,7 @@ def list_of(x: object, kind: Callable[[object], bool]) -> bool:
     return isinstance(x, list) and all(map(kind, x))
 
 
-#: By key: what is expected there, and whether that is so.
+#: By key: a description of the expected value, and a test for it.
 CELL: dict[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(("task", "point", "method"), ("a name", name)),
     "context": ("tokens, at least 1", lambda x: whole(x, 1)),
@@ -212,7 +212,7 @@ OUTCOME: dict[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(("tokens", "bytes_held", "bytes_full", "steps"), ("an integer, at least 0", whole)),
     **dict.fromkeys(("prefill_s", "decode_s"), ("seconds", number)),
 }
-MORE: dict[str, tuple[str, Callable[[object], bool]]] = {  # need not be there
+MORE: dict[str, tuple[str, Callable[[object], bool]]] = {  # optional
     "depths": (
         "a list of numbers in [0, 1], or null",
         lambda x: list_of(x, lambda y: y is None or (number(y) and y <= 1)),
@@ -232,7 +232,7 @@ MORE: dict[str, tuple[str, Callable[[object], bool]]] = {  # need not be there
 
 
 def wrong_cell(line: dict[str, Any]) -> str | None:
-    """What is not as it must be in the line of a cell."""
+    """Return what is wrong with the line of a cell, or None."""
     rules = {**CELL, **({"unreachable": ("why", lambda x: isinstance(x, str))} if "unreachable" in line else OUTCOME)}
     rules |= {x: rule for x, rule in MORE.items() if line.get(x) is not None}
     for key, (expected, holds) in rules.items():
@@ -243,7 +243,7 @@ def wrong_cell(line: dict[str, Any]) -> str | None:
 
 
 def wrong_head(head: dict[str, Any]) -> str | None:
-    """The same of a head."""
+    """Return what is wrong with a head, or None."""
     origin = head.get("origin")
     machine = origin.get("machine") if isinstance(origin, dict) else None
     gpu = machine.get("gpu") if isinstance(machine, dict) else None

@@ -27,7 +27,7 @@ def random_words(rng: np.random.Generator, count: int) -> list[str]:
 class WordList(AnswerTask):
     """A list of words; the question asks for the most common ones."""
 
-    words: int  # asked for
+    words: int  # number of words to ask for
 
     def __post_init__(self) -> None:
         positive(self)
