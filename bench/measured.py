@@ -1,16 +1,16 @@
-"""The tables of measured rows in README.md and docs/, from bench/results/.
+"""Write the tables of measurements in README.md and docs/ from bench/results/.
 
-    python bench/measured.py            # writes them anew
-    python bench/measured.py --check    # fails if a page is not what it would write
+    python bench/measured.py            # rewrite the tables
+    python bench/measured.py --check    # fail if a table is out of date
 
-Between `<!-- speed -->` and `<!-- end -->` stands what the benchmark found at 65,536 tokens: the form that a plain call
-takes first, others behind it, each named. Between `<!-- attention -->` and `<!-- end -->` stands what
-python -m kvops.bench.attention found, between `<!-- decode -->` and `<!-- end -->` what python -m kvops.bench.decode
-found, between `<!-- pages -->` or `<!-- fp8 -->` and `<!-- end -->` what python -m kvops.bench --paged found.
+Each table is between a marker and `<!-- end -->`:
 
-Between `<!-- measured: LagKV LocalKV -->` and `<!-- end -->` stand the rows of the methods of these names and of their
-variants (LAQ: also LAQ++), or of `all`: the partial match of each budget, by whether the prompt was cut before the
-question was known or after.
+- `<!-- speed -->`: the benchmark at 65,536 tokens. A plain call comes first, then its other forms by name.
+- `<!-- attention -->`: python -m kvops.bench.attention.
+- `<!-- decode -->`: python -m kvops.bench.decode.
+- `<!-- pages -->`, `<!-- fp8 -->`: python -m kvops.bench --paged.
+- `<!-- measured: LagKV LocalKV -->`: python -m kvops.eval, the partial match of these methods and their variants (LAQ:
+  also LAQ++), or of `all`, by budget and by whether the cache was cut before or after the question.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 TOKENS = 65536
-#: What is called, and where it was measured: file, operator and form.
+#: Label of each row, and where it was measured: file, operator and form.
 SPEED = {
     "`keydiff_compress`": ("cpu-v4", "keydiff_compress", "fresh"),
     "`keydiff_compress` into `out=`": ("cpu-v4", "keydiff_compress", "out="),
@@ -63,7 +63,7 @@ SPEED = {
 
 
 def chosen(rows: list[dict], names: str) -> list[dict]:
-    """The rows of the methods that a block asks for, of tasks with a partial match and one cut."""
+    """Return the rows of the methods that a block names, for tasks with a partial match and a single cut."""
     tasks = {row["task"] for row in rows if "partial" in row.get("scores", ())}
     rows = [row for row in rows if row["task"] in tasks and row["point"] in ("before", "after")]
     if names == "all":
@@ -77,12 +77,12 @@ def chosen(rows: list[dict], names: str) -> list[dict]:
 
 
 def budget(row: dict) -> int | None:
-    """Tokens kept of each KV head; None: all."""
+    """Return the tokens kept per KV head; None for all."""
     return None if row["budget"] is None or row["budget"] >= row["context"] else row["budget"]
 
 
 def over(row: dict) -> bool:
-    """It holds more than its budget."""
+    """Whether a method holds more than its budget."""
     return "scores" in row and row["budget"] is not None and row["tokens"] > SLACK * row["budget"]
 
 
@@ -91,10 +91,10 @@ def number(x: int | None) -> str:
 
 
 def table(rows: list[dict], results: str) -> str:
-    """A line of text and a table, a row for each method, task and point, a column for each budget."""
+    """Return a caption and a table: a row per method, task and cut point, a column per budget."""
     tasks = list(dict.fromkeys(f"{row['task']}, {row['context']:,} tokens" for row in rows))
     prompts = " or ".join(map(str, sorted({row["scores"]["partial"]["n"] for row in rows if "scores" in row})))
-    legend = "" if all("scores" in row for row in rows) else "; –: a budget that the method cannot keep to"
+    legend = "" if all("scores" in row for row in rows) else "; –: the method cannot meet the budget"
     legend += "; †: keeps over 5 % more than its budget" * any(map(over, rows))
     cells: dict[tuple[str, ...], dict[int | None, str]] = {}
     for row in rows:
@@ -112,19 +112,19 @@ def table(rows: list[dict], results: str) -> str:
     lines = [["method", "cut", *map(number, budgets)], ["---"] * (len(budgets) + 2)]
     lines += [[*label, *(line.get(x, "") for x in budgets)] for label, line in cells.items()]
     return (
-        "Partial match in %, in brackets the 95 % interval, by tokens kept of each KV head; "
+        "Partial match in % with the 95 % interval in brackets, by tokens kept per KV head; "
         f"{'; '.join(tasks)}; {prompts} prompts{legend}\n"
         f"([bench/results/{RESULTS.name}]({results}), `python -m kvops.eval`):\n\n" + markdown(lines)
     )
 
 
 def markdown(lines: list[list[str]]) -> str:
-    """A table of these cells, the heads and what is beneath them first."""
+    """Return a Markdown table; the first two lines are the heads and the rule."""
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def speeds(file: str, operator: str, form: str) -> list[dict]:
-    """The rows of bf16 and fp32; of one dtype where that does not matter."""
+    """Return the rows of bf16 and fp32, or of one dtype if the dtype does not matter."""
     record = json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text())
     rows = {
         row["dtype"]: row
@@ -138,7 +138,7 @@ def speeds(file: str, operator: str, form: str) -> list[dict]:
 
 
 def short(x: float) -> str:
-    """Two or three digits."""
+    """Format with two or three digits."""
     return f"{x:.2f}" if x < 1 else f"{x:.1f}" if x < 20 else f"{x:.0f}"
 
 
@@ -180,7 +180,7 @@ def decode_table() -> str:
 
 
 def code(op: str) -> str:
-    """An operator's name as code, and what comes behind it, or another row's, as it is."""
+    """Format an operator's name as code and keep the text after it."""
     name, comma, kind = op.partition(",")
     return op if op == pages.READING else f"`{name}`{comma}{kind}"
 
@@ -208,7 +208,7 @@ def fp8_table() -> str:
     return markdown(lines)
 
 
-#: By the name of their blocks.
+#: Tables by the name of their markers.
 TABLES = {
     "speed": speed_table,
     "attention": attention_table,
@@ -219,7 +219,7 @@ TABLES = {
 
 
 def filled(page: Path, rows: list[dict]) -> str:
-    """The page's text with every block as it should be."""
+    """Return the page's text with every table up to date."""
     results = Path(os.path.relpath(RESULTS, page.parent)).as_posix()
     text = BLOCK.sub(lambda x: f"{x[1]}\n{table(chosen(rows, x[2]), results)}\n\n{x[3]}", page.read_text())
     for name, made in TABLES.items():
@@ -230,13 +230,13 @@ def filled(page: Path, rows: list[dict]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if a page would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page would change")
     check = parser.parse_args(argv).check
     rows = json.loads(RESULTS.read_text())["rows"]
     files = [README, *sorted(DOCS.rglob("*.md"))]
     stale = {page: text for page in files if (text := filled(page, rows)) != page.read_text()}
     if check and stale:
-        sys.exit(f"not what bench/results says: {', '.join(x.name for x in stale)}; run python bench/measured.py")
+        sys.exit(f"out of date with bench/results: {', '.join(x.name for x in stale)}; run python bench/measured.py")
     for page, text in stale.items():
         page.write_text(text)
         print(page)

@@ -1,16 +1,16 @@
-"""The demo: does a small model still find a key in a long text after its cache was cut to a half or a quarter?
+"""The demo: does a small model still find a passkey in a long text when its cache is cut to a half or a quarter?
 
     python experiments/demo.py [--context 2048] [--digits 32] [--prompts 33] [--out .]
 
 A context of real text (bench/data) hides ` The pass key is 4083...9. Remember it. `. The model
-(bench/models/passkey-llama, 2.4 M parameters, trained from scratch for this task) reads it; then each method cuts the
-cache, once; only then comes the question, and the model says the digits. Prints a table, draws which positions were
-kept, and says where.
+(bench/models/passkey-llama, 2.4 M parameters, trained from scratch for this task) reads it. Each method then evicts
+once, to the same budget. Only then does the question arrive, and the model answers with the digits. The script prints
+a table and draws which tokens three of the methods kept around the passkey.
 
-A second table is of the methods that look at queries, at small budgets, 32 to 256 of 2,048 tokens. SnapKV and ProtoKV
-ask the last queries of the prompt, LAQ those of eight tokens that a cache cut by SnapKV drafts, LAQ++ these and the
-prompt's last eight. The cache is cut once: after the question, or before it, when no query knows yet what will be asked
-for.
+A second table compares the methods that use queries, at small budgets of 32 to 256 of 2,048 tokens. SnapKV and ProtoKV
+score with the last queries of the prompt. LAQ scores with the queries of eight tokens drafted from a cache that SnapKV
+pruned, LAQ++ with these and the prompt's last eight. The cache is cut once, either after the question or before it,
+when no query can know what will be asked.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ from kvops.lag import kept_within
 from kvops.methods.lagkv import SINKS
 
 SHARES = (0.5, 0.25)
-WINDOW = 32  # the context's last tokens, which SnapKV, ProtoKV and SATKV keep; their queries observe for the first two
-LOOKUP = ((1, 1), (2, 1))  # (layer, KV head): where the answer looks the digits up; see heads.py in the model's folder
+WINDOW = 32  # SnapKV, ProtoKV and SATKV keep these last tokens; the first two score with their queries
+LOOKUP = ((1, 1), (2, 1))  # (layer, KV head) that retrieve the digits; see heads.py in the model's folder
+PICTURED = ("KeyDiff", "SnapKV", "StreamingLLM")
+PICTURED_SHARE = 0.25
 ROUNDS = 21  # of the timing
 
 
@@ -52,22 +54,21 @@ ROUNDS = 21  # of the timing
 
 @dataclass
 class Row:
-    """One method at one share of the tokens."""
+    """One method at one fraction of the tokens."""
 
     name: str
     share: float
-    compress: Callable | None = None  # (k, v, q, seed) -> kvops.Compressed; None: keeps everything, or cannot reach it
-    plain: Callable | None = None  # (k, v, q) -> (k, v, indices): the same in plain PyTorch, to compare the time with
+    compress: Callable | None = None  # (k, v, q, seed) -> kvops.Compressed; None: keeps everything, or is unreachable
+    plain: Callable | None = None  # (k, v, q) -> (k, v, indices): the same in plain PyTorch, to compare times
     note: str = ""
-    drawn: bool = True
     tokens: int = 0
     bytes_full: int = 0  # of one context, all layers
     bytes_kept: int = 0
-    right: list[float] = field(default_factory=list)  # share of the digits that are right, per prompt
-    key_kept: list[float] = field(default_factory=list)  # share of the digits that the look-up heads keep, per prompt
+    right: list[float] = field(default_factory=list)  # fraction of the digits that are right, per prompt
+    key_kept: list[float] = field(default_factory=list)  # fraction of the digits in the retrieval heads, per prompt
     ms: float = 0.0
     plain_ms: float = 0.0
-    kept: np.ndarray | None = None  # bool [layers, heads, context], of the prompt in the picture
+    kept: np.ndarray | None = None  # bool [layers, heads, context], for the prompt in the picture
 
     @property
     def reachable(self) -> bool:
@@ -80,7 +81,7 @@ class Row:
 
     @property
     def numbers(self) -> dict:
-        """What the table says, for a file."""
+        """The table's numbers, for the JSON file."""
         numbers = {"method": self.name, "share": self.share, "note": self.note}
         if self.reachable:
             numbers |= {"tokens": self.tokens, "bytes_full": self.bytes_full, "bytes_kept": self.bytes_kept}
@@ -95,32 +96,36 @@ def lagkv_row(share: float, lag: int, n: int, budget: int) -> Row:
     m, fixed = kept_within(n, SINKS, lag, budget)
     if m < 0:
         return Row(
-            name, share, note=f"no r reaches {budget:,} tokens: sink, last partition and rest alone are {fixed:,}"
+            name,
+            share,
+            note=f"no ratio reaches {budget:,} tokens: sinks, last partition and remainder alone are {fixed:,}",
         )
-    r = min(1.0, (m + 0.5) / lag)  # int(r * lag) == m, however the product rounds
+    r = min(1.0, (m + 0.5) / lag)  # int(r * lag) == m, whichever way the product rounds
     return Row(
         name,
         share,
         lambda k, v, q, seed: kvops.lagkv_compress(k, v, lag, r, sinks=SINKS),
         lambda k, v, q: eager.lagkv_compress(k, v, lag, r, SINKS),
-        "" if m else "no token per partition: sink, last partition and rest are the whole budget, nothing is chosen",
+        ""
+        if m
+        else "no token per partition: sinks, last partition and remainder use up the budget, nothing is selected",
     )
 
 
 def make_rows(n: int) -> list[Row]:
-    """The lines of the table for a context of n tokens."""
+    """Return the table's rows for a context of n tokens."""
     rows = [Row("Full cache", 1.0)]
     for share in SHARES:
         budget = int(share * n)
 
         def row(name: str, compress: Callable, plain: Callable, share=share, budget=budget) -> Row:
-            """Of a method that looks at keys alone: compress(k, v, budget, seed), plain(k, v, budget)."""
+            """A method that uses keys alone: compress(k, v, budget, seed), plain(k, v, budget)."""
             return Row(
                 name, share, lambda k, v, q, seed: compress(k, v, budget, seed), lambda k, v, q: plain(k, v, budget)
             )
 
         def asking(name: str, compress: Callable, plain: Callable, share=share, budget=budget, **options) -> Row:
-            """Of one that looks at the last queries too: compress(k, v, q, budget), plain(k, v, q, budget)."""
+            """A method that also uses the last queries: compress(k, v, q, budget), plain(k, v, q, budget)."""
             return Row(
                 name,
                 share,
@@ -133,9 +138,7 @@ def make_rows(n: int) -> list[Row]:
                 return eager.protokv_compress(k, v, q, m, chunks, *kvops.lsh_projection(k.shape[3]), score)
 
             name = f"ProtoKV {score[:4]} {chunks}"
-            row = asking(name, kvops.protokv_compress, plain, score=score, num_chunks=chunks)
-            row.drawn = chunks == 496
-            return row
+            return asking(name, kvops.protokv_compress, plain, score=score, num_chunks=chunks)
 
         rows += [
             row(
@@ -157,21 +160,23 @@ def make_rows(n: int) -> list[Row]:
 
 
 def layers_of(cut: Cut) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """K, V and the last queries of each layer."""
+    """Return K, V and the last queries of each layer."""
     return [(x.k, x.v, x.last_queries) for x in caches(cut.cache)]
 
 
 def digits_right(said: np.ndarray, batch: list[Prompt]) -> list[float]:
-    """The share of them, place by place, by prompt."""
+    """Return for each prompt the fraction of digits that are right, compared position by position."""
     return [float(np.mean(answer == common.encode(p.digits))) for answer, p in zip(said, batch)]
 
 
 @torch.inference_mode()
 def run(context: int = 2048, digits: int = 32, prompts: int = 33, progress: bool = True) -> tuple[list[Row], Prompt]:
-    """Runs everything; returns the lines of the table, and the prompt whose kept positions they hold."""
+    """Run the first table. Return its rows, and the prompt whose kept positions they hold."""
     reader, rows, asked = Reader(common.load_model()), make_rows(context), common.make_prompts(prompts, context, digits)
     active = [row for row in rows if row.reachable]
-    shown = min(range(prompts), key=lambda i: abs(asked[i].depth - 0.3))  # an early key, outside StreamingLLM's window
+    shown = min(
+        range(prompts), key=lambda i: abs(asked[i].depth - 0.3)
+    )  # an early passkey, outside StreamingLLM's window
     firsts = range(0, prompts, BATCH)
     with progress_bar(len(firsts) * (1 + len(active)) + 1, progress) as bar:
         for first in firsts:
@@ -189,12 +194,12 @@ def run(context: int = 2048, digits: int = 32, prompts: int = 33, progress: bool
                 note_kept(row, cut, kept, batch)
                 if first <= shown < first + len(batch):
                     row.kept = kept[shown - first].numpy()
-                with threads(1):  # steps of one token are too small to share
+                with threads(1):  # one-token steps are too small to parallelize
                     said, _, _ = reader.answer(cut, common.questions(batch), digits, stops=False)
                 row.right += digits_right(said, batch)
                 bar.update()
         bar.set_description("timing")
-        with threads(1):  # so is one context of this model
+        with threads(1):  # so is one context of this small model
             measure(active, [tuple(y[:1].contiguous() for y in x) for x in layers])
         bar.update()
     return rows, asked[shown]
@@ -206,7 +211,7 @@ def progress_bar(total: int, shown: bool) -> tqdm:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """torch with `count` threads for a while."""
+    """Let torch use `count` threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -216,7 +221,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def kept_slots(cut: Cut, context: int) -> Tensor:
-    """bool [b, layers, heads, context]: is the position kept?"""
+    """Return bool [b, layers, heads, context]: whether the cut kept the position."""
     b, heads, _ = cut.positions[0].shape
     kept = torch.zeros(b, len(cut.positions), heads, context, dtype=torch.bool)
     for i, positions in enumerate(cut.positions):
@@ -225,7 +230,7 @@ def kept_slots(cut: Cut, context: int) -> Tensor:
 
 
 def note_kept(row: Row, cut: Cut, kept: Tensor, batch: list[Prompt]) -> None:
-    """Tokens, bytes and how much of the key the cache holds after the cut."""
+    """Record tokens, bytes and the fraction of the passkey that the cache holds after the cut."""
     row.tokens = cut.tokens
     row.bytes_full, row.bytes_kept = cut.bytes_full // len(batch), cut.bytes_held // len(batch)
     for slots, p in zip(kept, batch):
@@ -234,10 +239,10 @@ def note_kept(row: Row, cut: Cut, kept: Tensor, batch: list[Prompt]) -> None:
 
 
 def measure(rows: list[Row], layers: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Fills in `ms` and `plain_ms`: all layers of one context, kvops and plain PyTorch by turns; medians."""
+    """Fill in `ms` and `plain_ms`: medians over all layers of one context; kvops and plain PyTorch alternate."""
     rows = [row for row in rows if row.compress]
     times = np.zeros((len(rows), 2, ROUNDS))
-    for i in range(-2, ROUNDS):  # two rounds to warm up
+    for i in range(-2, ROUNDS):  # two warm-up rounds
         for j, row in enumerate(rows):
             for side, call in enumerate((functools.partial(row.compress, seed=0), row.plain)):
                 begin = time.perf_counter()
@@ -249,7 +254,7 @@ def measure(rows: list[Row], layers: list[tuple[Tensor, Tensor, Tensor]]) -> Non
 
 
 def table(rows: list[Row], context: int, digits: int, prompts: int) -> str:
-    """The table as text."""
+    """Return the table as text."""
     head = [
         ("", "tokens kept", "cache bytes", "", "digits right", "score + select", "plain PyTorch"),
         ("method", f"of {context:,}", "full", "kept", f"of {digits * prompts:,}", "+ gather", "takes"),
@@ -277,83 +282,79 @@ def table(rows: list[Row], context: int, digits: int, prompts: int) -> str:
 
 KEPT, DROPPED, MARK, POOR = "#1b4f8f", "#eceff3", "#e8590c", "#a61e1e"
 SHADES = LinearSegmentedColormap.from_list("kept", [DROPPED, KEPT])
+MARGIN = 8  # tokens on either side of the passkey
 
 
 def picture(rows: list[Row], prompt: Prompt, path: Path) -> None:
-    """Which positions each method kept, per layer and head; beside it the key's surroundings, token by token."""
-    names = list(dict.fromkeys(row.name for row in rows if row.share < 1 and row.drawn))
-    cells = {(row.name, row.share): row for row in rows}
-    height = 1.2 + 1.62 * len(names)
-    figure = Figure(figsize=(19, height))
+    """Draw which tokens three methods kept: over the whole context, and token by token around the passkey."""
+    shown = [row for name in PICTURED for row in rows if (row.name, row.share) == (name, PICTURED_SHARE)]
+    figure = Figure(figsize=(8, 6.9))
     axes = figure.subplots(
-        len(names),
-        2 * len(SHARES),
-        gridspec_kw={"width_ratios": [2.1, 1.25] * len(SHARES), "wspace": 0.1, "hspace": 0.45},
-        squeeze=False,
+        2 * len(shown) + len(shown) - 1, 1, height_ratios=([0.3, 1.5, 0.5] * len(shown))[:-1], squeeze=False
+    )[:, 0]
+    for i, row in enumerate(shown):
+        wide, near = axes[3 * i : 3 * i + 2]
+        draw_context(row, prompt, wide)
+        draw_passkey(row, prompt, near)
+        if i + 1 < len(shown):
+            axes[3 * i + 2].axis("off")
+    good = [row for row in shown if row.score > 80]
+    finding = f"With {shown[0].tokens:,} of {len(prompt.ids):,} tokens kept, "
+    if good:
+        others = " and ".join(row.name for row in shown if row not in good)
+        finding += f"{' and '.join(row.name for row in good)} still {'has' if len(good) == 1 else 'have'} the passkey"
+        finding += f"; {others} evicted it" if others else ""
+    else:
+        finding += "none of these methods still has the passkey"
+    common.title(
+        figure,
+        f"{finding}\nRows: the KV heads of each layer; dark: kept; orange: the passkey, and the heads that retrieve it",
     )
-    for i, name in enumerate(names):
-        for j, share in enumerate(SHARES):
-            draw_row(cells[name, share], prompt, *axes[i, 2 * j : 2 * j + 2])
-    figure.text(
-        0.006,
-        1 - 0.14 / height,
-        f"Which of {len(prompt.ids):,} tokens each method kept, in one of the prompts behind the percentages. A line "
-        f"is a KV head (H) of a layer (L), dark is kept.\nOrange: the key's {len(prompt.digits)} digits (on the right "
-        "token by token), and the heads that look them up for the answer.",
-        fontsize=11.5,
-        va="top",
-    )
-    figure.subplots_adjust(left=0.028, right=0.995, top=1 - 0.93 / height, bottom=0.28 / height)
-    common.save(figure, path, dpi=110)
+    figure.subplots_adjust(left=0.075, right=0.985, top=0.87, bottom=0.05, hspace=0.12)
+    common.save(figure, path)
 
 
-def draw_row(row: Row, prompt: Prompt, wide: Axes, near: Axes) -> None:
-    """One method at one share: all positions (wide), and the key with a few tokens around it (near)."""
-    name = f"{row.name}: {row.tokens:,} tokens" if row.reachable else row.name
-    wide.set_title(name, loc="left", weight="bold", size=10)
-    if not row.reachable:
-        wide.axis("off")
-        near.axis("off")
-        wide.text(0, 0.5, textwrap.fill(row.note, 46), transform=wide.transAxes, fontsize=9, va="center")
-        return
-    context, digits, margin = len(prompt.ids), len(prompt.digits), 8
+def draw_context(row: Row, prompt: Prompt, axes: Axes) -> None:
+    """The whole context in one strip: how many of the heads kept each token."""
+    context, digits = len(prompt.ids), len(prompt.digits)
+    bins = max(1, context // 512)  # tokens per column of the image
+    fraction = row.kept.mean((0, 1))[: context // bins * bins].reshape(1, -1, bins).mean(2)
+    extent = (0, fraction.shape[1] * bins, 0.5, -0.5)
+    axes.imshow(fraction, aspect="auto", cmap=SHADES, vmin=0, vmax=1, extent=extent, interpolation="nearest")
+    axes.axvspan(prompt.start, prompt.start + digits, ymin=-0.25, ymax=1.25, color=MARK, alpha=0.8, lw=0, clip_on=False)
+    axes.set_title(row.name, loc="left", weight="bold", size=10, pad=6)
+    color = KEPT if row.score > 80 else POOR
+    axes.set_title(f"{row.score:.0f} % of the digits right (all prompts)", loc="right", size=10, color=color, pad=6)
+    axes.set_yticks([0], ["context"], fontsize=7.5)
+    axes.set_xticks([])
+    axes.tick_params(length=0, pad=2)
+    axes.spines[:].set_visible(False)
+
+
+def draw_passkey(row: Row, prompt: Prompt, axes: Axes) -> None:
+    """The passkey and a few tokens on either side: a line for each head, a cell for each token."""
+    context, digits = len(prompt.ids), len(prompt.digits)
     layers, heads = row.kept.shape[:2]
     kept = row.kept.reshape(layers * heads, context).astype(float)
-
-    bins = max(1, context // 512)  # tokens per column of the image
-    shares = kept[:, : context // bins * bins].reshape(len(kept), -1, bins).mean(2)
-    extent = (0, shares.shape[1] * bins, len(kept) - 0.5, -0.5)
-    wide.imshow(shares, aspect="auto", cmap=SHADES, vmin=0, vmax=1, extent=extent, interpolation="nearest")
-    wide.axvspan(prompt.start, prompt.start + digits, color=MARK, alpha=0.25, lw=0)
-    wide.plot(prompt.start + digits / 2, -0.78, "v", color=MARK, ms=7, clip_on=False)
-    color = KEPT if row.score > 80 else POOR
-    wide.set_title(f"{row.score:.0f} % of all digits right", loc="right", size=9, color=color)
-    wide.set_yticks(range(len(kept)), [f"L{at // heads} H{at % heads}" for at in range(len(kept))], fontsize=7)
-    for layer, head in LOOKUP:
-        wide.get_yticklabels()[heads * layer + head].set(color=MARK, fontweight="bold")
-    wide.tick_params(axis="x", labelsize=7)
-
-    first = min(max(prompt.start - margin, 0), context - digits - 2 * margin)
-    window = slice(first, first + digits + 2 * margin)
-    near.imshow(kept[:, window], aspect="auto", cmap=SHADES, vmin=0, vmax=1, interpolation="nearest")
+    first = min(max(prompt.start - MARGIN, 0), context - digits - 2 * MARGIN)
+    window = slice(first, first + digits + 2 * MARGIN)
+    axes.imshow(kept[:, window], aspect="auto", cmap=SHADES, vmin=0, vmax=1, interpolation="nearest")
     at = prompt.start - first - 0.5
-    near.add_patch(Rectangle((at, -0.5), digits, len(kept), fill=False, ec=MARK, lw=2, clip_on=False, zorder=5))
-    near.vlines(np.arange(digits + 2 * margin) - 0.5, -0.5, len(kept) - 0.5, color="white", lw=0.6)
+    axes.add_patch(Rectangle((at, -0.5), digits, len(kept), fill=False, ec=MARK, lw=2, clip_on=False, zorder=5))
+    axes.vlines(np.arange(digits + 2 * MARGIN) - 0.5, -0.5, len(kept) - 0.5, color="white", lw=0.6)
+    axes.hlines(np.arange(1, len(kept)) - 0.5, *axes.get_xlim(), color="white", lw=0.8)
+    axes.hlines(np.arange(heads, len(kept), heads) - 0.5, *axes.get_xlim(), color="white", lw=2.5)
     letters = [chr(c) if 32 <= c < 127 else " " for c in prompt.ids[window]]
-    near.set_xticks(range(len(letters)), letters, fontsize=7, family="monospace")
-    near.set_yticks([])
-    here = [100 * row.kept[at][prompt.start : prompt.start + digits].mean() for at in LOOKUP]
-    near.set_title(f"the two heads keep {np.mean(here):.0f} % of the key", loc="left", size=9)
-
-    for axis in (wide, near):
-        axis.tick_params(length=0, pad=2)
-        axis.hlines(np.arange(1, len(kept)) - 0.5, *axis.get_xlim(), color="white", lw=0.8)
-        axis.hlines(np.arange(heads, len(kept), heads) - 0.5, *axis.get_xlim(), color="white", lw=2.5)
-        axis.spines[:].set_visible(False)
+    axes.set_xticks(range(len(letters)), letters, fontsize=9 if digits <= 48 else 7, family="monospace")
+    axes.set_yticks(range(len(kept)), [f"L{x // heads} H{x % heads}" for x in range(len(kept))], fontsize=7.5)
+    for layer, head in LOOKUP:
+        axes.get_yticklabels()[heads * layer + head].set(color=MARK, fontweight="bold")
+    axes.tick_params(length=0, pad=2)
+    axes.spines[:].set_visible(False)
 
 
 def findings(rows: list[Row], context: int, digits: int) -> str:
-    """Two honest lines: what is seen, and why not to make too much of it."""
+    """Say what the first table shows, and why not to generalize from it."""
 
     def kept(name: str) -> str:
         pair = [next(row for row in rows if (row.name, row.share) == (name, share)) for share in SHARES]
@@ -362,43 +363,43 @@ def findings(rows: list[Row], context: int, digits: int) -> str:
     m, _ = kept_within(context, SINKS, 128, int(SHARES[-1] * context))
     shares = " / ".join(f"{100 * share:.0f}" for share in SHARES)
     seen = (
-        "Seen: digits come out right where the two heads that look them up (KV head 1 of layers 1 and 2) still hold "
-        f"them. At {shares} % of the tokens these hold {kept('KeyDiff')} of the digits with KeyDiff, "
-        f"{kept('LagKV, lag 128')} with LagKV (lag 128), {kept('Random')} with Random; StreamingLLM holds all of a key "
-        f"or nothing, by where it stands. At the lower share LagKV keeps {max(m, 0)} tokens of a partition; the key "
-        f"has {digits}."
+        "Observed: the digits are right where the two heads that retrieve them (KV head 1 of layers 1 and 2) still "
+        f"hold them. At {shares} % of the tokens these heads hold {kept('KeyDiff')} of the digits with KeyDiff, "
+        f"{kept('LagKV, lag 128')} with LagKV (lag 128) and {kept('Random')} with Random. StreamingLLM holds all of a "
+        f"passkey or none, depending on its position. At the lower budget LagKV keeps {max(m, 0)} tokens per "
+        f"partition; the passkey has {digits}."
     )
     asking = (
-        "The question comes later, so methods that ask the text's own last queries keep what those look at, and those "
-        f"do not look at digits: the two heads hold {kept('SnapKV')} of them with SnapKV, {kept('ProtoKV dot 496')} "
-        f"with ProtoKV (raw dot, 496 chunks) and {kept('ProtoKV soft 496')} (softmax), fewer than a random choice. "
-        f"SATKV, which asks nobody, holds {kept('SATKV')}."
+        "The question comes after the cut. Methods that score with the text's own last queries keep what those queries "
+        f"attend to, which is not the digits: the two heads hold {kept('SnapKV')} of them with SnapKV, "
+        f"{kept('ProtoKV dot 496')} with ProtoKV (raw dot, 496 chunks) and {kept('ProtoKV soft 496')} (softmax), fewer "
+        f"than a random choice. SATKV, which does not use queries, holds {kept('SATKV')}."
     )
     why = (
-        "Do not make too much of it: KeyDiff is flattered, since digits are rare in this text and rare keys are what "
-        "it keeps; and this model has hardly any attention sink, so nothing here tells what sinks are worth."
+        "Do not generalize from this: the task flatters KeyDiff, because digits are rare in this text and KeyDiff "
+        "keeps rare keys. The model has hardly any attention sink, so nothing here shows what sinks are worth."
     )
     return "\n".join(map(wrapped, (seen, asking, why)))
 
 
-# ---- the second table: methods that look at queries, at small budgets ----
+# ---- the second table: methods that use queries, at small budgets ----
 
 BUDGETS = (32, 64, 128, 256)
 DIGITS = (8, 32)
 POINTS = ("after", "before")  # the question
-ASKING = {"SnapKV": None, "ProtoKV": None, "LAQ": 0, "LAQ++": 8}  # the prompt's queries that observe beside a draft's
+ASKING = {"SnapKV": None, "ProtoKV": None, "LAQ": 0, "LAQ++": 8}  # queries of the prompt used beside a draft's
 STEPS = 8  # tokens of a draft
 
 
 @dataclass
 class Cell:
-    """One method at one budget, digits of the key and point of the cut."""
+    """One method at one budget, passkey length and point of the cut."""
 
     method: str
     budget: int
     digits: int
     point: str
-    right: list[float] = field(default_factory=list)  # share of the digits that are right, per prompt
+    right: list[float] = field(default_factory=list)  # fraction of the digits that are right, per prompt
 
     @property
     def score(self) -> float:
@@ -407,7 +408,7 @@ class Cell:
 
     @property
     def numbers(self) -> dict:
-        """What the table says, for a file."""
+        """The table's numbers, for the JSON file."""
         what = {
             "method": self.method,
             "budget": self.budget,
@@ -419,7 +420,7 @@ class Cell:
 
 @torch.inference_mode()
 def run_small(context: int, prompts: int, progress: bool = True) -> list[Cell]:
-    """Runs the second table."""
+    """Run the second table."""
     reader = Reader(common.load_model())
     cells = [Cell(m, b, d, p) for p in POINTS for d in DIGITS for m in ASKING for b in BUDGETS]
     firsts = range(0, prompts, BATCH)
@@ -443,7 +444,7 @@ def run_small(context: int, prompts: int, progress: bool = True) -> list[Cell]:
 
 
 def asking_cut(reader: Reader, whole: Cut, method: str, budget: int) -> Cut:
-    """What the method leaves of the prompts."""
+    """Return the prompts' cache as the method leaves it."""
     layers = layers_of(whole)
     if method == "ProtoKV":
         w = kvops.ProtoKV(budget).window
@@ -461,7 +462,7 @@ def asking_cut(reader: Reader, whole: Cut, method: str, budget: int) -> Cut:
 
 
 def small_table(cells: list[Cell], context: int) -> str:
-    """Percent of the digits that are right: a line per method, a column per budget."""
+    """Return percentages of right digits: a line per method, a column per budget."""
     score = {(x.method, x.budget, x.digits, x.point): x.score for x in cells}
     prompts = len(cells[0].right)
     groups = [(point, digits) for point in POINTS for digits in DIGITS]
@@ -480,7 +481,7 @@ def small_table(cells: list[Cell], context: int) -> str:
 
 
 def small_findings(cells: list[Cell]) -> str:
-    """What is seen of the paper's claim, in one sentence."""
+    """Say whether the table supports the paper's claim."""
     score = {(x.method, x.budget, x.digits, x.point): x.score for x in cells}
     most = {
         digits: max(BUDGETS, key=lambda b: score["LAQ", b, digits, "after"] - score["SnapKV", b, digits, "after"])
@@ -492,9 +493,9 @@ def small_findings(cells: list[Cell]) -> str:
         for digits, b in most.items()
     )
     return (
-        "Seen of LAQ's claim that queries of the answer's beginning choose better at small budgets, where it gains "
-        f"most: {gains}. Eight lookahead queries see the first digits of the answer only. Cut before the question, no "
-        "query knows what will be asked for, and none of these methods can."
+        "LAQ claims that queries from the beginning of the answer select better at small budgets. Where it gains "
+        f"most: {gains}. Eight lookahead queries cover only the first digits of the answer. With a cut before the "
+        "question, no query knows what will be asked, and all of these methods fail."
     )
 
 
@@ -503,26 +504,34 @@ def wrapped(line: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = common.parser(__doc__, picture="demo.png")
-    arguments.add_argument("--context", type=int, default=2048, help="tokens before the question, 512 to 4000")
-    arguments.add_argument("--digits", type=int, default=32, help="length of the key, 5 to 64")
-    arguments.add_argument("--prompts", type=int, default=33, help="how many; their keys lie at 11 depths")
-    arguments.add_argument("--lookahead", type=int, default=11, help="prompts of the second table; 0 leaves it out")
+    arguments = common.parser(__doc__, picture="demo.png", redraws=False)
+    arguments.add_argument(
+        "--context", type=int, default=2048, help="tokens before the question, 512 to 4000 (default 2048)"
+    )
+    arguments.add_argument("--digits", type=int, default=32, help="digits of the passkey, 5 to 64 (default 32)")
+    arguments.add_argument(
+        "--prompts", type=int, default=33, help="number of prompts; their passkeys lie at 11 depths (default 33)"
+    )
+    arguments.add_argument(
+        "--lookahead", type=int, default=11, help="prompts of the second table (default 11); 0 skips it"
+    )
     args = arguments.parse_args(argv)
     for name, low, high in (("context", 512, 4000), ("digits", 5, 64), ("prompts", 1, 10_000)):
         if not low <= getattr(args, name) <= high:
             arguments.error(f"--{name} must be between {low} and {high}, got {getattr(args, name)}")
     record = common.origin(__file__, argv)  # before anything is written
     print(
-        f"A key of {args.digits} digits in {args.context:,} tokens of text, {args.prompts} times. The cache is cut "
-        "after the text and\nbefore the question for the key. Guessing gets 10 % of the digits right.\n"
+        f"{args.prompts} prompts hide a passkey of {args.digits} digits in {args.context:,} tokens of text. Each "
+        "method cuts the cache after\nthe text and before the question. Guessing gets 10 % of the digits right.\n"
     )
     rows, prompt = run(args.context, args.digits, args.prompts)
     print(table(rows, args.context, args.digits, args.prompts))
     picture(rows, prompt, args.out / "demo.png")
     record["rows"] = [r.numbers for r in rows]
-    print(f"\nBytes and times are of one context, all layers; times are medians of {ROUNDS}, by turns, on one thread.")
-    print(f"Which positions each method kept, per layer and head: {(args.out / 'demo.png').resolve()}\n")
+    print(
+        f"\nBytes and times: one context, all layers. Times: medians of {ROUNDS} alternating runs on one thread.\n"
+        f"Picture of the tokens kept around the passkey: {(args.out / 'demo.png').resolve()}\n"
+    )
     print(findings(rows, args.context, args.digits))
     if args.lookahead:
         cells = run_small(args.context, args.lookahead)

@@ -1,20 +1,19 @@
-"""Time to the first token, time per output token, and memory, of a model of Llama-3-8B's shape with random weights.
+"""Measure time to first token, time per output token and memory of a model of Llama-3-8B's shape with random weights.
 
     python experiments/end_to_end.py [--device cuda] [--layers 32] [--contexts 4096 8192 ...] [--out FOLDER]
 
-LagKV's measurement (its Sec. 3.5, Fig. 5-7): a prompt of so many tokens, in chunks (S + 2 L tokens, then L at a time;
-S = 16 sinks, L = 1024), for the full cache and for LagKV that keeps 1/2 ... 1/8 of each partition; then 30 new tokens,
-one by one. The same with the whole prompt at once, for the ratios of --whole. Memory is what the cache holds after the
-prompt, and the peak on the way beside the weights.
+LagKV's measurement (Sec. 3.5, Fig. 5-7): read a prompt in chunks (S + 2 L tokens, then L at a time; S = 16 sinks,
+L = 1024) with the full cache and with LagKV keeping 1/2 ... 1/8 of each partition, then generate 30 tokens. For the
+ratios of --whole, also read the prompt at once. Memory is the cache after the prompt, and the peak minus the weights.
 
-KeyDiff's measurement (its Sec. 4.5, Fig. 7): the prompt in blocks of 64, 128 or 256 tokens under a budget.
+KeyDiff's measurement (Sec. 4.5, Fig. 7): read the prompt in blocks of 64, 128 or 256 tokens under a budget.
 
-Decode: a prompt at once under that budget, or read by transformers' DynamicCache with sdpa attention; then as many new
-tokens, more than any buffer, so that evictions count with their share.
+Decode: read a prompt at once under that budget, or with transformers' DynamicCache and sdpa attention. Then generate
+more tokens than any buffer, so that the times include evictions.
 
-What is compared runs in turns, each repetition once through everything; times are medians, and what --seconds leaves
-no time for is named. With fewer than 32 layers the vocabulary shrinks alike, so that its share of the work stays. Draws
-end_to_end.png.
+Compared cells run in turns, each repetition once through all of them. Times are medians; cells that --seconds leaves no
+time for are listed. With fewer than 32 layers the vocabulary shrinks in proportion, so that its part of the work stays
+the same. Draws end_to_end.png.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import json
 import re
 import statistics
 import time
@@ -47,7 +47,7 @@ SINKS = 16
 OBSERVED = 32  # SnapKV's window
 FULL = "full cache"
 DYNAMIC = "DynamicCache, sdpa"
-DECODED = 96  # new tokens at least, of the cells that measure decode
+DECODED = 96  # least number of new tokens of the decode cells
 COLORS = ["#9a9a9a", "#bc6c25", "#2a6f97", "#52a675", "#8d5a97", "#d1495b", "#e9a03b", "#444444"]
 
 
@@ -59,8 +59,8 @@ class Cell:
     context: int  # tokens of the prompt
     name: str
     policy: kvops.Policy | None  # None: DynamicCache and sdpa
-    first: int  # tokens of the prompt that come at once,
-    then: int  # and so many in each call after that
+    first: int  # tokens of the prompt in the first call
+    then: int  # tokens in each later call
     new_tokens: int = 0
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ def cells(
     block_context: int,
     budget: int,
 ) -> list[Cell]:
-    """All cells, in the order in which they are measured."""
+    """Return all cells in the order of measurement."""
     rivals = {
         FULL: kvops.Full(),
         "StreamingLLM": kvops.StreamingLLM(budget),
@@ -110,30 +110,30 @@ def cells(
 
 
 def kept(n: int, lag: int, ratio: int) -> int:
-    """Tokens that LagKV keeps of n (Eq. 10)."""
+    """Return the tokens that LagKV keeps of n (Eq. 10)."""
     return kept_length(n, SINKS, lag, int(lag / ratio))
 
 
 def layers_that_fit(heads: int, tokens: int, dtype: torch.dtype) -> int:
-    """As many layers as the GPU has memory for, with a full cache of so many tokens and room for the prefill."""
+    """Return how many layers fit on the GPU, with a full cache of `tokens` tokens and the prefill's activations."""
     width, size = heads * HEAD_DIM, dtype.itemsize
     mlp = heads * MLP // HEADS
     activations = tokens * (3 * mlp + 8 * width) * size
     weights = width * (2 * width + 2 * width // GROUP + 3 * mlp + 2 * VOCABULARY // LAYERS) * size
     cache = 2 * tokens * width // GROUP * size
     free = torch.cuda.mem_get_info()[0]
-    return max(1, min(LAYERS, int((0.9 * free - activations) / (weights + 2 * cache))))  # twice: it is copied to grow
+    return max(1, min(LAYERS, int((0.9 * free - activations) / (weights + 2 * cache))))  # twice: growing copies it
 
 
 def pieces(cell: Cell) -> Iterator[slice]:
-    """The parts of the prompt that come at once."""
+    """Yield the parts of the prompt, one per call."""
     yield slice(0, cell.first)
     for begin in range(cell.first, cell.context, cell.then):
         yield slice(begin, begin + cell.then)
 
 
 class Peak:
-    """The most memory that was in use since this was made, beside what was then: bytes, or None if nothing says so."""
+    """The peak memory since construction minus the memory in use then, in bytes; None if it cannot be measured."""
 
     def __init__(self, device: str):
         self.cuda = device == "cuda"
@@ -144,8 +144,8 @@ class Peak:
             self.before = torch.cuda.memory_allocated()
             return
         try:
-            ctypes.CDLL(None).malloc_trim(0)  # what earlier cells have left
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+            ctypes.CDLL(None).malloc_trim(0)  # return what earlier cells freed
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
             self.before = self._of_process("VmRSS")
         except (OSError, AttributeError):  # no Linux, no glibc, or not allowed
             self.before = None
@@ -162,7 +162,7 @@ class Peak:
 
 @torch.inference_mode()
 def sample(model: transformers.PreTrainedModel, cell: Cell, ids: Tensor) -> dict:
-    """One run of a cell. ids: the prompt, [1, context]. Seconds, and bytes."""
+    """Run a cell once; return seconds and bytes. ids: the prompt, [1, context]."""
     device = ids.device.type
     peak = Peak(device)
     model.set_attn_implementation("sdpa" if cell.policy is None else "kvops")
@@ -184,7 +184,7 @@ def sample(model: transformers.PreTrainedModel, cell: Cell, ids: Tensor) -> dict
 
 
 def held(cache: DynamicCache) -> dict:
-    """Tokens and bytes that a cache holds."""
+    """Return the tokens and bytes of a cache."""
     if isinstance(cache, kvops.hf.KVCache):
         stats = cache.stats()
         return {
@@ -203,12 +203,12 @@ def run(
     seconds: float | None,
     save: Callable[[list[dict], list[str]], None],
 ) -> tuple[list[dict], list[str]]:
-    """A row for each cell that there was time for, and the names of the others. `save` gets both after each sample."""
+    """Return a row for each cell measured in time, and the names of the others. `save` gets both after each sample."""
     started = time.monotonic()
     device = model.device
     generator = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, max(x.context for x in todo)), generator=generator).to(device)
-    for cell in {x.name: x for x in todo}.values():  # whatever the first calls load and compile
+    for cell in {x.name: x for x in todo}.values():  # the first calls load and compile
         size = min(cell.context, cell.first + cell.then) if device.type == "cuda" else 128
         sample(model, Cell("", size, cell.name, cell.policy, 64, 64, min(2, cell.new_tokens)), ids[:, :size])
     rows: dict[Cell, dict] = {}
@@ -218,7 +218,7 @@ def run(
         return [str(x) for x in todo if x not in rows]
 
     with tqdm(total=len(todo) * repeats, leave=False, disable=None) as bar:
-        for _ in range(repeats):  # in turns, so that a machine that speeds up or slows down does so for all
+        for _ in range(repeats):  # in turns, so that changes of the machine's speed affect all alike
             for cell in todo:
                 bar.set_postfix_str(str(cell))
                 bar.update()
@@ -227,7 +227,7 @@ def run(
                 try:
                     samples[cell].append(sample(model, cell, ids[:, : cell.context]))
                     rows[cell] = row(cell, samples[cell])
-                except torch.OutOfMemoryError as error:  # the other cells go on
+                except torch.OutOfMemoryError as error:  # the other cells continue
                     rows[cell] = {**named(cell), "error": str(error).splitlines()[0]}
                 save(list(rows.values()), left_out())
     return [rows[x] for x in todo if x in rows], left_out()
@@ -238,7 +238,7 @@ def named(cell: Cell) -> dict:
 
 
 def row(cell: Cell, samples: list[dict]) -> dict:
-    """Medians of the samples of a cell."""
+    """Return the medians of a cell's samples."""
     return {
         **named(cell),
         "samples": len(samples),
@@ -247,12 +247,12 @@ def row(cell: Cell, samples: list[dict]) -> dict:
 
 
 def ratio(r: dict) -> int:
-    """The compression ratio of a row of LagKV, or of the full cache beside it."""
+    """Return the compression ratio of a LagKV row; 1 for the full cache."""
     return 1 if r["method"] == FULL else int(r["method"].removeprefix("LagKV ").removesuffix("x"))
 
 
 def compare(rows: list[dict], lag: int) -> None:
-    """Adds to each row how many times faster it is than the full cache, and for LagKV the tokens of Eq. 10."""
+    """Add to each row the speedup over the full cache, and for LagKV the tokens of Eq. 10."""
     base = {
         (r["prefill"], r["context"]): r
         for r in rows
@@ -292,63 +292,81 @@ def table(rows: list[dict]) -> str:
 
 
 def picture(rows: list[dict], title: str, path: Path) -> None:
-    """Fig. 5-7 of LagKV: a line for each context. Then Fig. 7 of KeyDiff: a line for each method."""
+    """Draw Fig. 5-7 of LagKV, a line for each context, and Fig. 7 of KeyDiff, a line for each method."""
     from matplotlib.figure import Figure
 
+    from kvops.eval.labels import label_ends
+
     rows = [r for r in rows if "error" not in r]
-    figure = Figure(figsize=(16, 4), layout="constrained")
-    axes = figure.subplots(1, 4)
+    figure = Figure(figsize=(8, 6.4), layout="constrained")
+    axes = figure.subplots(2, 2).flat
     panels = (
-        ("ttft_s", 1.0, "time to the first token, s"),
+        ("ttft_s", 1.0, "time to first token, s"),
         ("tpot_s", 1e3, "time per output token, ms"),
-        ("bytes_kept", 1e-6, "MB that the cache holds after the prompt"),
+        ("bytes_kept", 1e-6, "cache after the prompt, MB"),
     )
     contexts = sorted({r["context"] for r in rows if r["prefill"] in ("chunked", "whole")})
     thin = dict(lw=1.3, ms=4)
     for axis, (key, unit, label) in zip(axes, panels):
+        ends = []
         for context, color in zip(contexts, COLORS[1:]):
             for prefill, style in (("chunked", "o-"), ("whole", "s--"))[: 2 if key == "ttft_s" else 1]:
                 of = [r for r in rows if (r["prefill"], r["context"]) == (prefill, context)]
-                name = (f"{context // 1024}K" if context % 1024 == 0 else f"{context:,}") + " tokens"
-                name = name if prefill == "chunked" else None
-                axis.plot([ratio(r) for r in of], [unit * r[key] for r in of], style, color=color, label=name, **thin)
-        axis.set(xlabel="compression ratio of LagKV (1: full cache)", ylabel=label, ylim=(0, None))
-    if any(r["prefill"] == "whole" for r in rows):
-        axes[0].plot([], [], "s--", color=COLORS[0], label="whole prompt at once", **thin)
-    blocks = [r for r in rows if r["prefill"].startswith("blocks")]
+                if of:
+                    axis.plot([ratio(r) for r in of], [unit * r[key] for r in of], style, color=color, **thin)
+                    name = f"{context // 1024}K" if context % 1024 == 0 else f"{context:,}"
+                    name += "" if prefill == "chunked" else ", one chunk"
+                    ends.append((ratio(of[-1]), unit * of[-1][key], name, color))
+        axis.set(xlabel="compression by LagKV (1: full cache)", ylabel=label, ylim=(0, None))
+        ratios = sorted({ratio(r) for r in rows if r["prefill"] == "chunked"})
+        axis.set_xticks(ratios, [f"{x}x" for x in ratios])
+        label_ends(axis, ends, 2.2, size=8)
+    blocks, ends = [r for r in rows if r["prefill"].startswith("blocks")], []
     for name, color in zip(dict.fromkeys(r["method"] for r in blocks), COLORS):
         of = [r for r in blocks if r["method"] == name]
-        sizes = [r["prefill"].removeprefix("blocks of ") for r in of]
-        axes[3].plot(sizes, [r["ttft_s"] for r in of], "o-", color=color, label=name, **thin)
-    axes[3].set(xlabel="tokens of a block", ylabel="time to the first token, s", ylim=(0, None))
-    axes[0].legend(frameon=False)
+        sizes = [int(r["prefill"].removeprefix("blocks of ")) for r in of]
+        axes[3].plot(sizes, [r["ttft_s"] for r in of], "o-", color=color, **thin)
+        ends.append((sizes[-1], of[-1]["ttft_s"], name, color))
+    axes[3].set(xlabel="tokens per block of the prompt", ylabel="time to first token, s", ylim=(0, None))
     if blocks:
-        axes[3].set_title(f"{blocks[0]['context']:,} tokens in blocks", fontsize=10)
-        axes[3].legend(frameon=False)
-    figure.suptitle(title)
+        axes[3].set_xscale("log", base=2)
+        axes[3].set_xticks(sorted(set(sizes)), [str(x) for x in sorted(set(sizes))])
+        axes[3].set_title(f"prompt of {blocks[0]['context']:,} tokens in blocks", fontsize=9)
+        label_ends(axes[3], ends, 2.2, size=8)
+    last = [r for r in rows if contexts and (r["prefill"], r["context"]) == ("chunked", contexts[-1])]
+    if last and "speedup" in last[-1] and ratio(last[-1]) > 1:
+        r = last[-1]
+        faster = " and ".join(f"{r['speedup'][x]:.2g}x sooner" for x in ("ttft", "tpot"))
+        finding = f"{r['method']} at {r['context']:,} tokens: first and next token {faster}"
+        finding += f", cache {100 * r['bytes_kept'] / r['bytes_full']:.0f} %. {title}"
+    else:
+        finding = title
+    common.title(figure, finding)
     common.save(figure, path)
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = common.parser(__doc__, picture="end_to_end.png")
-    parser.set_defaults(out=None)  # measures alone, unless told where to draw
+    parser.set_defaults(out=None)  # draws only if --out is given
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, help="default: as many as fit, up to 32; 1 on a CPU")
-    parser.add_argument("--heads", type=int, default=HEADS, help="query heads; all widths are multiples of it")
+    parser.add_argument("--layers", type=int, help="layers (default: as many as fit, up to 32; 1 on a CPU)")
+    parser.add_argument("--heads", type=int, default=HEADS, help="query heads; all widths scale with it")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--contexts", type=int, nargs="*", default=[4096 * i for i in range(1, 6)], metavar="TOKENS")
     parser.add_argument("--ratios", type=int, nargs="+", default=[2, 4, 6, 8], help="LagKV keeps 1/ratio")
     parser.add_argument(
-        "--whole", type=int, nargs="*", help="of them, with the whole prompt at once too; default: last"
+        "--whole", type=int, nargs="*", help="ratios to measure also with the prompt read at once (default: the last)"
     )
     parser.add_argument("--lag", type=int, default=1024, help="L, tokens of LagKV's partitions")
     parser.add_argument("--new-tokens", type=int, default=30)
-    parser.add_argument("--blocks", type=int, nargs="*", default=[64, 128, 256], help="tokens of a block of the prompt")
-    parser.add_argument("--block-context", type=int, default=4096, help="tokens of the prompt that comes in blocks")
+    parser.add_argument("--blocks", type=int, nargs="*", default=[64, 128, 256], help="tokens per block of the prompt")
+    parser.add_argument("--block-context", type=int, default=4096, help="tokens of the prompt read in blocks")
     parser.add_argument("--budget", type=int, default=1024, help="tokens that the methods keep of it")
     parser.add_argument("--repeats", type=int, help="default: 3; 1 on a CPU")
-    parser.add_argument("--seconds", type=float, help="begin no cell after so many")
+    parser.add_argument("--seconds", type=float, help="start no cell after this many seconds")
     a = parser.parse_args(argv)
+    if a.record:
+        return a
     cuda = a.device == "cuda"
     a.whole = a.ratios[-1:] if a.whole is None else a.whole
     a.repeats = (3 if cuda else 1) if a.repeats is None else a.repeats
@@ -372,8 +390,23 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return a
 
 
+def title_of(shape: str, dtype: str, device: str) -> str:
+    return f"{shape}, {dtype}, {device}"
+
+
+def redraw(file: Path, out: Path) -> None:
+    """Draw a record that --json wrote."""
+    record = json.loads(file.read_text())
+    device = "cuda" if "gpu" in record["machine"] else "cpu"
+    picture(record["rows"], title_of(record["shape"], record["dtype"], device), out / "end_to_end.png")
+    print(f"wrote {out / 'end_to_end.png'}")
+
+
 def main(argv: list[str] | None = None) -> None:
     a = arguments(argv)
+    if a.record:
+        redraw(a.record, a.out or Path())
+        return
     dtype, longest = getattr(torch, a.dtype), max([*a.contexts, a.block_context])
     if a.layers is None:
         a.layers = layers_that_fit(a.heads, longest, dtype) if a.device == "cuda" else 1
@@ -381,7 +414,7 @@ def main(argv: list[str] | None = None) -> None:
     if a.layers < LAYERS or a.heads < HEADS:
         shape += f" (scaled: {a.layers} of {LAYERS} layers"
         shape += f", {a.heads} of {HEADS} heads and widths alike)" if a.heads < HEADS else ")"
-    title = f"{shape}, {a.dtype}, {a.device}"
+    title = title_of(shape, a.dtype, a.device)
     print(title)
     vocabulary = VOCABULARY * a.layers // LAYERS
     model = common.random_llama(a.layers, a.heads, vocabulary, longest + a.new_tokens, a.device, dtype)

@@ -1,13 +1,14 @@
-"""Generation without end: a long text streams through a model whose cache has a fixed budget.
+"""Endless streams: a long text streams through a model whose cache has a fixed budget.
 
     python experiments/endless.py [--model FOLDER] [--text FILE] [--tokens 100000] [--budget 512] [--out .]
 
-As in LaCache's Table 1, Fig. 5 and 6: perplexity by position, bytes of the cache, and time, for the full cache,
-StreamingLLM and LaCache. The text comes in windows of `--window` tokens (the paper's protocol for PG19), and with
-`--token-by-token` once more one by one (its protocol for Wikitext), without the full cache. Then `--streams` shorter
-pieces of the text, side by side, say how sure the differences are. Draws endless.png.
+As in LaCache's Table 1, Fig. 5 and 6, the script measures perplexity by position, bytes of the cache, and time for the
+full cache, StreamingLLM and LaCache. The text arrives in windows of `--window` tokens (the paper's protocol for PG19).
+With `--token-by-token` it also arrives one token at a time (its protocol for Wikitext), without the full cache. Then
+`--streams` shorter pieces of the text give confidence intervals of the differences. Draws endless.png.
 
-The model is a folder with a transformers model and its tokenizer; by default the demo's, and text that it never saw.
+--model is a folder with a transformers model and its tokenizer; by default the demo's, with text that it was not
+trained on.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ import common
 import kvops
 import kvops.hf
 from kvops.bench.record import write
+from kvops.eval.labels import label_ends
 from kvops.eval.stream import Stream, stream
 
-LENGTHS = [1024 * 2**i for i in range(7)]  # of the table, as far as the stream goes
-BIN = 1024  # tokens that a point of the picture stands for
+LENGTHS = [1024 * 2**i for i in range(7)]  # columns of the table, up to the length of the stream
+BIN = 1024  # tokens per point of the picture
 COLORS = ["#9a9a9a", "#bc6c25", "#2a6f97", "#52a675", "#8d5a97", "#d1495b"]
 
 
@@ -40,7 +42,7 @@ def through(model, make: Callable[[], kvops.hf.KVCache], ids: Tensor, window: in
 def methods(
     model, budget: int, ladders: list[tuple[int, int]], storages: list[str]
 ) -> dict[str, Callable[[], kvops.hf.KVCache]]:
-    """The rows by name, each makes a cache. Without ladders, the paper's default for the model's layers."""
+    """Return a cache factory for each row. Without ladders: the paper's default for the model's layers."""
     cache = partial(kvops.hf.KVCache, model.config)
     rows = {"full cache": partial(cache, kvops.Full())}
     if not ladders:
@@ -60,7 +62,7 @@ def perplexity(losses: np.ndarray) -> float:
 
 
 def table(streams: dict[str, Stream], tokens: int) -> str:
-    """Perplexity of the first so many tokens, as the paper's Table 1."""
+    """Return the perplexity of the first n tokens, like the paper's Table 1."""
     lengths = [x for x in LENGTHS if x < tokens] + [tokens]
     width = max(map(len, streams))
     lines = [f"{'tokens':{width}}" + "".join(f"{x:>9,}" for x in lengths) + "   cache MB  ms/token"]
@@ -71,7 +73,7 @@ def table(streams: dict[str, Stream], tokens: int) -> str:
 
 
 def differences(streams: dict[str, Stream]) -> dict[str, dict[str, float]]:
-    """Mean loss minus StreamingLLM's on the same pieces, in nats per token, with half its 95 % interval."""
+    """Return mean loss minus StreamingLLM's on the same pieces, in nats per token, with half its 95 % interval."""
     base = next(x for name, x in streams.items() if name.startswith("StreamingLLM")).losses.mean(1)
     found = {}
     for name, x in streams.items():
@@ -82,7 +84,7 @@ def differences(streams: dict[str, Stream]) -> dict[str, dict[str, float]]:
 
 
 def by_position(x: Stream) -> dict[str, list[float]]:
-    """The curves of the picture, a point for each BIN tokens."""
+    """Return the curves of the picture, a point for each BIN tokens."""
     per = max(1, BIN // x.window)
     losses = x.losses.mean(0)
     return {
@@ -94,43 +96,62 @@ def by_position(x: Stream) -> dict[str, list[float]]:
     }
 
 
-def picture(curves: dict[str, dict[str, list[float]]], budget: int, path: Path) -> None:
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    axes = figure.subplots(1, 3)
+def picture(record: dict, path: Path) -> None:
+    """Draw perplexity, bytes and time by position, one above the other."""
+    curves, budget = record["long"], record["budget"]
+    figure = Figure(figsize=(8, 6.6), layout="constrained")
+    axes = figure.subplots(3, 1, sharex=True)
     panels = (
         ("loss", np.exp, "perplexity"),
-        ("bytes", lambda x: x / 1e6, "MB that the cache holds"),
+        ("bytes", lambda x: x / 1e6, "cache, MB"),
         ("ms_per_token", lambda x: x, "ms per token"),
     )
     for axis, (key, of, label) in zip(axes, panels):
+        ends = []
         for (name, curve), color in zip(curves.items(), COLORS):
             y = of(np.array(curve[key]))
-            axis.plot(np.arange(len(y)) * BIN / 1000, y, color=color, label=name, lw=1.3)
-        axis.set(xlabel="thousand tokens", ylabel=label, yscale="log")
+            x = np.arange(len(y)) * BIN / 1000
+            axis.plot(x, y, color=color, lw=1.2)
+            ends.append((x[-1], y[-1], name, color))
+        axis.set(ylabel=label, yscale="log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_locator(NullLocator())
-    axes[0].legend(frameon=False)
-    figure.suptitle(f"One stream of text, budget {budget} tokens")
+        axis.set_xlim(0, x[-1])
+        label_ends(axis, ends, 1.8)
+    axes[-1].set_xlabel("position in the stream, thousand tokens")
+    full, *bounded = (curve["loss"][-1] for curve in curves.values())
+    low, high = (f"{x:.1f}" for x in (np.exp(min(bounded)), np.exp(max(bounded))))
+    common.title(
+        figure,
+        f"With {budget} tokens in the cache, perplexity after {record['tokens']:,} tokens is "
+        f"{low if low == high else f'{low} to {high}'}, with the full cache {np.exp(full):.0f}",
+    )
     common.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__, picture="endless.png")
     common.add_model(parser, common.TEXT)
-    parser.add_argument("--tokens", type=int, default=100_000, help="of the long stream")
+    parser.add_argument("--tokens", type=int, default=100_000, help="tokens of the long stream")
     parser.add_argument("--budget", type=int, default=512, help="tokens that the bounded caches keep")
-    parser.add_argument("--window", type=int, default=256, help="tokens that come at once")
-    parser.add_argument("--token-by-token", action="store_true", help="the long stream once more, one by one")
-    parser.add_argument("--streams", type=int, default=8, help="shorter pieces, for the intervals")
-    parser.add_argument("--stream-tokens", type=int, default=8192, help="tokens of each of them")
+    parser.add_argument("--window", type=int, default=256, help="tokens per window")
+    parser.add_argument("--token-by-token", action="store_true", help="also stream one token at a time")
+    parser.add_argument("--streams", type=int, default=8, help="number of shorter pieces, for the intervals")
+    parser.add_argument("--stream-tokens", type=int, default=8192, help="tokens per shorter piece")
     parser.add_argument("--ladders", nargs="*", default=None, metavar="S,O", help="span and overlap of LaCache")
     storages = ["pre_rope", "post_rope"]
-    parser.add_argument("--storage", nargs="+", choices=storages, default=storages[:1], help="of the bounded caches")
+    parser.add_argument(
+        "--storage", nargs="+", choices=storages, default=storages[:1], help="storage of the bounded caches"
+    )
     a = parser.parse_args(argv)
+    if a.record:
+        picture(common.load(parser, a.record, "long", "budget", "tokens"), a.out / "endless.png")
+        print(f"wrote {a.out / 'endless.png'}")
+        return
     ladders = (
         ["1,0", "2,0"] if a.ladders is None and a.model.resolve() == common.MODEL else a.ladders or []
-    )  # all that its 3 layers have
+    )  # the only ones with 3 layers
     model, text = common.load_model(a.model, a.device, a.dtype), common.load_text(a.model, a.text, a.device)
     if text.shape[1] < max(a.tokens, a.streams * a.stream_tokens):
         parser.error(f"--text has {text.shape[1]:,} tokens, too few for --tokens, or --streams of --stream-tokens")
@@ -139,9 +160,11 @@ def main(argv: list[str] | None = None) -> None:
     long = {name: through(model, make, text[:, : a.tokens], a.window, name) for name, make in rows.items()}
     print(f"perplexity of the first tokens, budget {a.budget}, windows of {a.window}")
     print(table(long, a.tokens))
-    record = {"long": {name: by_position(x) for name, x in long.items()}}
+    settings = {x: getattr(a, x) for x in ("tokens", "budget", "window", "streams", "stream_tokens", "dtype")}
+    record = {**common.origin(__file__, argv), **settings}
+    record["long"] = {name: by_position(x) for name, x in long.items()}
     record["perplexity"] = {name: perplexity(x.losses) for name, x in long.items()}
-    picture(record["long"], a.budget, a.out / "endless.png")
+    picture(record, a.out / "endless.png")
     if a.token_by_token:
         single = {
             name: through(model, make, text[:, : a.tokens], 1, name)
@@ -163,8 +186,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{name:{width}} perplexity {x['perplexity']:.3f}   {x['difference']:+.4f} ± {x['interval']:.4f}")
     print(f"\nwrote {a.out / 'endless.png'}")
     if a.json:
-        settings = {x: getattr(a, x) for x in ("tokens", "budget", "window", "streams", "stream_tokens", "dtype")}
-        write(a.json, {**common.origin(__file__, argv), **settings, **record})
+        write(a.json, record)
 
 
 if __name__ == "__main__":

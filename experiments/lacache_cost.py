@@ -1,13 +1,13 @@
-"""What LaCache's compaction adds to a decode step of a stack of Llama-3-8B's shape.
+"""Measure what LaCache's compaction adds to a decode step of a stack of Llama-3-8B's shape.
 
     python experiments/lacache_cost.py [--device cuda] [--budget 512] [--json FILE]
 
-A step is the matrix products of 32 layers, and attention over their caches, bf16, one sequence. A compaction moves all
-layers in one call of `ladder_compact_`, in place; its time is shared by the tokens until the next. On the CPU, one
-layer's products and attention stand for 32 (the whole does not fit in every memory).
+A step consists of the matrix products of 32 layers and the attention over their caches, bf16, one sequence. A
+compaction moves all layers in place in one call of `ladder_compact_`; its time is divided by the tokens until the next
+one. On a CPU the step is 32 times one layer's products and attention, since the whole stack may not fit into memory.
 
-Then, by arithmetic on the plans of a long stream, what the paper's settings move, against the bytes that attention
-reads.
+The script also computes, from the plans of a long stream, how many bytes the paper's settings move compared with the
+bytes that attention reads.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from kvops import ops
 from kvops.bench.record import write
 
 HIDDEN, KV_HEADS = HEADS * HEAD_DIM, HEADS // GROUP
-GOAL = 0.03  # share of a decode step
+GOAL = 0.03  # fraction of a decode step
 # Llama-2-7B and Llama-3-8B, 32 layers: Tables 1 and 2 of the paper, S a quarter of the layers, O half of S.
 PAPER = {"Table 1, budget 512": 512, "Table 1, budget 256": 256, "Table 2, budget 80": 80}
 
 
 def stream(budget: int, tokens: int) -> Iterator[kvops.LadderPlan]:
-    """The plans of a cache into which tokens come one by one, after the budget is full."""
+    """Yield the plans of a full cache that receives one token at a time."""
     plan = kvops.lacache_plan(budget, num_layers=LAYERS, budget=budget)
     for _ in range(tokens):
         plan = kvops.lacache_plan(len(plan) + 1, num_layers=LAYERS, budget=budget, state=plan.state)
@@ -41,13 +41,13 @@ def stream(budget: int, tokens: int) -> Iterator[kvops.LadderPlan]:
 
 
 def moved_slots(plan: kvops.LadderPlan) -> float:
-    """Slots that one layer moves, mean over the layers."""
+    """Return the slots that a layer moves, averaged over the layers."""
     here = torch.arange(len(plan))
     return statistics.mean(int((plan.indices(layer) != here).sum()) for layer in range(LAYERS))
 
 
 def moved_against_read(budget: int, tokens: int = 4000) -> float:
-    """Bytes that compactions read and write, over those that attention reads, in a long stream."""
+    """Return the bytes that compactions read and write, divided by those that attention reads, in a long stream."""
     moved = read = 0.0
     for plan in tqdm(stream(budget, tokens), total=tokens, leave=False):
         read += plan.n
@@ -57,7 +57,7 @@ def moved_against_read(budget: int, tokens: int = 4000) -> float:
 
 @torch.inference_mode()
 def measure(device: str, budget: int, repeats: int) -> dict[str, float]:
-    """Seconds: of a decode step, and of what it may have beside."""
+    """Return the seconds of the parts of a decode step and of a compaction."""
     generator = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -113,7 +113,7 @@ def measure(device: str, budget: int, repeats: int) -> dict[str, float]:
 
 
 def report(found: dict[str, float]) -> tuple[float, str]:
-    """The compaction's share of a step without it."""
+    """Return the compaction's time as a fraction of a step without it, and a report."""
     step = found["matrix products"] + found["attention"]
     share = found["a compaction of all layers"] / found["tokens until the next"] / step
     lines = [f"{name:28} {1e3 * x:10.3f} ms" for name, x in found.items() if name != "tokens until the next"]

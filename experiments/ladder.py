@@ -1,4 +1,4 @@
-"""Draws the ladder: which tokens each layer of a small model holds, after one compaction and after many.
+"""Draw the ladder: which tokens each layer of a small model holds, after one compaction and after many.
 
     python experiments/ladder.py [--layers 8] [--budget 48] [--out .]
 
@@ -22,7 +22,7 @@ COLORS = ListedColormap(["#eef1f4", "#2a6f97"])
 
 
 def streaming(n: int, layers: int, budget: int, sinks: int) -> Tensor:
-    """The same of StreamingLLM: in all layers the first tokens and the newest."""
+    """Return what StreamingLLM holds: in all layers the first tokens and the newest."""
     held = torch.zeros(layers, n, dtype=torch.bool)
     held[:, :sinks] = held[:, max(sinks, n - budget + sinks) :] = True
     return held
@@ -30,9 +30,10 @@ def streaming(n: int, layers: int, budget: int, sinks: int) -> Tensor:
 
 def picture(layers: int, budget: int, sinks: int, path: Path) -> None:
     lengths = (budget + budget // 2, 4 * budget)
-    titles = (f"{lengths[0]} tokens came at once", f"{lengths[1]} tokens came one by one")
-    figure = Figure(figsize=(13, 1.6 * len(SETTINGS) + 2.4), layout="constrained")
-    axes = figure.subplots(len(SETTINGS) + 1, 2, width_ratios=lengths)
+    titles = (f"{lengths[0]} tokens at once", f"{lengths[1]} tokens one by one")
+    figure = Figure(figsize=(8, 1.25 * len(SETTINGS) + 2.2), layout="constrained")
+    axes = figure.subplots(len(SETTINGS) + 1, 2, width_ratios=(1, 1.7), sharex="col")
+    covered = {}
     for row, setting in zip(axes, (*SETTINGS, None)):
         for axis, n, chunk in zip(row, lengths, (lengths[0], 1)):
             if setting is None:
@@ -43,19 +44,23 @@ def picture(layers: int, budget: int, sinks: int, path: Path) -> None:
                 held, label = kvops.lacache_coverage(n, **shape, chunk=chunk), f"LaCache\nS {span}, O {overlap}"
             axis.imshow(held.numpy(), cmap=COLORS, aspect="auto", interpolation="nearest", vmin=0, vmax=1)
             axis.set_yticks([0, layers - 1], ["0", str(layers - 1)])
-            axis.set_title(
-                f"{held.sum(1)[0]} slots a layer, {int(held.any(0).sum())} tokens in some layer", fontsize=8, loc="left"
-            )
+            covered[label] = int(held.any(0).sum())
+            axis.set_title(f"{held.sum(1)[0]} slots per layer, {covered[label]} tokens in all", fontsize=9, loc="left")
             axis.spines[:].set_visible(False)
-        row[0].set_ylabel(f"{label}\n\nlayer")
+        row[0].set_ylabel(f"{label}\n\nlayer", fontsize=9)
     for axis, title in zip(axes[-1], titles):
         axis.set_xlabel(f"token ({title})")
-    figure.suptitle(f"What {layers} layers hold with a budget of {budget} slots each, {sinks} sinks")
-    common.save(figure, path, dpi=110)
+    best = max(covered.values())
+    common.title(
+        figure,
+        f"With {budget} slots per layer, LaCache's {layers} layers together hold up to {best} of {lengths[1]} tokens, "
+        f"StreamingLLM's hold {covered['StreamingLLM']}",
+    )
+    common.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = common.parser(__doc__, json=False, picture="ladder.png")
+    parser = common.parser(__doc__, record=False, picture="ladder.png")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--budget", type=int, default=48)
     parser.add_argument("--sinks", type=int, default=2)

@@ -1,10 +1,10 @@
-"""What LAQ adds to a prefill: kvops' own part, and the lookahead steps, eager and as one CUDA graph.
+"""Measure what LAQ adds to a prefill: kvops' own part, and the lookahead steps, eager and as one CUDA graph.
 
     python experiments/laq_cost.py [--device cuda] [--tokens 32768] [--layers 32] [--budget 1024] [--json FILE]
 
-The stack has the shape of Llama-3-8B and random weights; on the CPU (a check that it runs) a small one. LAQ's own part
-is all that kvops does for it: the observation of stage 1, two selections and gathers, the scores of the lookahead
-queries.
+The stack has the shape of Llama-3-8B and random weights. On a CPU it is small and only checks that the script runs.
+LAQ's own part is everything that kvops does for it: the observation of stage 1, two selections and gathers, and the
+scores of the lookahead queries.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from common import median_seconds
 from kvops.bench.record import write
 
 HEADS = {"cuda": common.HEADS, "cpu": 4}
-VOCABULARY = 1024  # the time is the layers'
-GOALS = {"own part": 0.01, "own part and lookahead, one CUDA graph": 0.10}  # shares of the prefill
+VOCABULARY = 1024  # small, so that the layers dominate the time
+GOALS = {"own part": 0.01, "own part and lookahead, one CUDA graph": 0.10}  # fractions of the prefill
 
 
 def captured(call: Callable[[], object]) -> Callable[[], None]:
-    """The call as a CUDA graph."""
+    """Capture a call as a CUDA graph; return its replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -42,7 +42,7 @@ def captured(call: Callable[[], object]) -> Callable[[], None]:
 
 @torch.inference_mode()
 def measure(device: str, tokens: int, layers: int, budget: int, repeats: int) -> dict[str, float]:
-    """Seconds of each part."""
+    """Return the seconds of each part."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = common.random_llama(layers, HEADS[device], VOCABULARY, tokens, device, dtype)
     ids = torch.randint(VOCABULARY, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(0))
@@ -63,7 +63,7 @@ def measure(device: str, tokens: int, layers: int, budget: int, repeats: int) ->
         return copied(cache, lambda x: x.draft())
 
     def look(drafted: kvops.hf.KVCache) -> kvops.hf.KVCache:
-        """The steps, on a copy: the caches' tensors are replaced, never written to."""
+        """Run the steps on a copy: they replace the caches' tensors and never write to them."""
         steps = copied(drafted, copy.copy)
         kvops.hf.decode_greedily(model, steps, logits, mask, [], cache.policy.steps)
         return steps
@@ -86,10 +86,10 @@ def measure(device: str, tokens: int, layers: int, budget: int, repeats: int) ->
 
 
 def report(seconds: dict[str, float]) -> str:
-    """Each part, and its share of the prefill."""
+    """Return each part's time and its fraction of the prefill."""
     lines = [f"{name:42} {1e3 * x:10.2f} ms {100 * x / seconds['prefill']:9.2f} %" for name, x in seconds.items()]
     graph = seconds.get("lookahead, one CUDA graph")
-    if graph is not None:  # the goals are of a GPU
+    if graph is not None:  # the goals apply to a GPU
         for name, x in zip(GOALS, (seconds["own part"], seconds["own part"] + graph)):
             share, goal = x / seconds["prefill"], GOALS[name]
             lines.append(
@@ -101,8 +101,8 @@ def report(seconds: dict[str, float]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--device", choices=HEADS, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, help="of the prompt (default 32768; on the CPU 2048)")
-    parser.add_argument("--layers", type=int, help="default 32; on the CPU 2")
+    parser.add_argument("--tokens", type=int, help="tokens of the prompt (default 32768; on the CPU 2048)")
+    parser.add_argument("--layers", type=int, help="layers (default 32; on the CPU 2)")
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
     a = parser.parse_args(argv)

@@ -2,10 +2,11 @@
 
     python experiments/pareto.py [--patterns 60] [--context 1024] [--pieces 8] [--json FILE] [--out .]
 
-LaCache's Fig. 3 in small, on the demo's model: pieces of text are read whole, then each layer keeps some slots, the
-same number on average whatever the pattern, and the perplexity of the text that follows is taken. All slots stay at
-their original positions. A random pattern draws for each layer its share of the slots, how many of these are the newest
-ones, and how many runs the others come in; the first four slots always stay. Draws pareto.png.
+A small version of LaCache's Fig. 3 on the demo's model. The model reads pieces of text in full. Then each layer keeps
+some slots, the same number on average for every pattern, and the script measures the perplexity of the text that
+follows. All slots keep their original positions. A random pattern draws each layer's fraction of the slots, how many of
+these are the newest ones, and the length of the runs of the others; the first four slots are always kept. Draws
+pareto.png.
 """
 
 from __future__ import annotations
@@ -23,25 +24,30 @@ from tqdm import tqdm
 import common
 import kvops
 from kvops.bench.record import write
+from kvops.eval.labels import SEVEN, label_ends
 from kvops.eval.reader import Cut, Reader
 
 SINKS = 4
 SIZES = (64, 96, 128, 192, 256, 384, 512, 768)  # slots per layer
-LADDERS = {(1, 0, "paper"): "o", (2, 0, "paper"): "s", (2, 0, "official"): "D"}  # with (1, 0) both patterns are one
+LADDERS = {
+    (1, 0, "paper"): "o",
+    (2, 0, "paper"): "s",
+    (2, 0, "official"): "D",
+}  # with (1, 0) both patterns are the same
 
 
 def random_pattern(n: int, total: int, layers: int, generator: np.random.Generator) -> list[Tensor]:
-    """Ascending slots for each layer, `total` in all."""
+    """Return ascending slots for each layer, `total` in all."""
     shares = generator.dirichlet(np.full(layers, 2.0)) * (total - 2 * SINKS * layers)
     counts = np.minimum(np.floor(shares).astype(int) + 2 * SINKS, n)
-    while (missing := total - counts.sum()) > 0:  # what was rounded off, or above n, goes to the others
+    while (missing := total - counts.sum()) > 0:  # slots lost by rounding, or above n, go to other layers
         layer = generator.integers(layers)
         counts[layer] += min(missing, n - counts[layer])
     return [torch.from_numpy(random_slots(n, count, generator)) for count in counts]
 
 
 def random_slots(n: int, count: int, generator: np.random.Generator) -> np.ndarray:
-    """The first SINKS, some of the newest, and runs of random places and lengths: `count` in all."""
+    """Return the first SINKS, some of the newest, and runs of random positions and length: `count` slots in all."""
     kept = np.zeros(n, dtype=bool)
     kept[:SINKS] = True
     kept[n - int(generator.random() * (count - SINKS)) - 1 :] = True
@@ -55,14 +61,14 @@ def random_slots(n: int, count: int, generator: np.random.Generator) -> np.ndarr
 
 @torch.inference_mode()
 def perplexity(reader: Reader, whole: Cut, pattern: list[Tensor] | None, ids: Tensor) -> float:
-    """Of the tokens ids[:, 1:], [b, t], after what was read, cut to the pattern."""
+    """Return the perplexity of the tokens ids[:, 1:], [b, t], after the read text, cut to the pattern."""
     logits = reader.model(ids[:, :-1], past_key_values=common.keep(whole, pattern).cache).logits
     return float(F.cross_entropy(logits.mT.float(), ids[:, 1:]).exp())
 
 
 @torch.inference_mode()
 def run(patterns: int, context: int, pieces: int, following: int, seed: int) -> dict:
-    """Perplexity of the whole cache, of the ladders and of random patterns: [slots in all layers, perplexity] each."""
+    """Measure the whole cache, the ladders and random patterns: [slots in all layers, perplexity] each."""
     reader, text = Reader(common.load_model()), common.load_text()
     layers = reader.num_layers
     step = (text.shape[1] - context - following) // max(1, pieces - 1)
@@ -87,7 +93,7 @@ def run(patterns: int, context: int, pieces: int, following: int, seed: int) -> 
 
 
 def shares_beaten(found: dict) -> list[dict]:
-    """By size: which share of the random patterns the best ladder is better than, and the best of each."""
+    """Return by size: the fraction of random patterns that the best ladder beats, and the best of each."""
     rows = []
     for total in sorted({x[0] for x in found["random"]}):
         values = np.array([x[1] for x in found["random"] if x[0] == total])
@@ -98,30 +104,47 @@ def shares_beaten(found: dict) -> list[dict]:
     return rows
 
 
-def picture(found: dict, path: Path) -> None:
-    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+def picture(record: dict, path: Path) -> None:
+    """Draw a point for each random pattern and a line for each ladder."""
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
     axis = figure.subplots()
-    slots, values = np.array(found["random"]).T
-    axis.scatter(slots, values, s=7, color="#9a9a9a", lw=0, label="random patterns")
-    for (span, overlap, pattern), marker in LADDERS.items():
-        line = np.array([x[3:] for x in found["ladders"] if x[:3] == [span, overlap, pattern]])
-        axis.plot(*line.T, marker=marker, ms=4, lw=1, label=f"LaCache, S {span}, O {overlap}, {pattern} pattern")
-    axis.axhline(found["whole"][1], color="black", lw=0.8, ls=":", label="whole cache")
-    axis.set(xlabel="slots kept in all layers", ylabel="perplexity of the next tokens", xscale="log")
-    axis.set_xticks(sorted(set(slots)), [f"{x:.0f}" for x in sorted(set(slots))])
+    slots, values = np.array(record["random"]).T
+    axis.scatter(slots, values, s=7, color="#9a9a9a", lw=0)
+    sizes, best = sorted(set(slots)), [values[slots == x].min() for x in sorted(set(slots))]
+    ends = [(sizes[-1], np.median(values[slots == sizes[-1]]), "random patterns", "#7a7a7a")]
+    for ((span, overlap, pattern), marker), color in zip(LADDERS.items(), SEVEN):
+        line = np.array([x[3:] for x in record["ladders"] if x[:3] == [span, overlap, pattern]])
+        axis.plot(*line.T, marker=marker, ms=4, lw=1, color=color)
+        name = f"LaCache, S {span}, O {overlap}" + (f",\n{pattern} pattern" if (span, overlap) == (2, 0) else "")
+        ends.append((*line[-1], name, color))
+    axis.axhline(record["whole"][1], color="black", lw=0.8, ls=":")
+    axis.set(xlabel="slots kept in all layers (log scale)", ylabel="perplexity of the next tokens", xscale="log")
+    ends.append((sizes[-1], record["whole"][1], "whole cache", "black"))
+    axis.set_xticks(sizes, [f"{x:.0f}" for x in sizes])
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.legend(frameon=False, fontsize=9)
+    label_ends(axis, ends, 3.4)
+    beaten = [x["beaten"] for x in shares_beaten(record)]
+    behind = sum(x["ladder"] > low for x, low in zip(shares_beaten(record), best))
+    common.title(
+        figure,
+        f"The best ladder beats {min(beaten):.0%} to {max(beaten):.0%} of random patterns of its size; the best random "
+        f"pattern beats it at {behind} of {len(beaten)} sizes".replace("%", " %"),
+    )
     common.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__, picture="pareto.png")
-    parser.add_argument("--patterns", type=int, default=60, help="random ones for each size")
-    parser.add_argument("--context", type=int, default=1024, help="tokens that are read before the cut")
-    parser.add_argument("--following", type=int, default=256, help="tokens whose perplexity is taken")
+    parser.add_argument("--patterns", type=int, default=60, help="random patterns for each size")
+    parser.add_argument("--context", type=int, default=1024, help="tokens read before the cut")
+    parser.add_argument("--following", type=int, default=256, help="tokens to measure the perplexity of")
     parser.add_argument("--pieces", type=int, default=8, help="pieces of text")
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args(argv)
+    if a.record:
+        picture(common.load(parser, a.record, "random", "ladders", "whole"), a.out / "pareto.png")
+        print(f"wrote {a.out / 'pareto.png'}")
+        return
     found = run(a.patterns, a.context, a.pieces, a.following, a.seed)
     picture(found, a.out / "pareto.png")
     print(f"whole cache, {found['whole'][0]:,} slots: perplexity {found['whole'][1]:.3f}")

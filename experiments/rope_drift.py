@@ -1,11 +1,11 @@
-"""How far do keys drift that are turned again and again? Re-rotated storage against storage without positions.
+"""How far do keys drift that are rotated again and again? Compare post-RoPE with pre-RoPE storage.
 
     python experiments/rope_drift.py [--compactions 10000] [--budget 512] [--json FILE]
 
-LaCache's cache of one layer of a 32-layer model, token by token, random keys of 128 channels. Stored with RoPE, a key
-is turned at every compaction that moves it, and rounded to the storage's dtype each time. Stored without, it is only
-moved, and turned when it is read. The error of a slot is that of its key as attention sees it, against the exact
-rotation of the key that came, relative to the key's length.
+The script runs LaCache's cache of one layer of a 32-layer model token by token, with random keys of 128 channels. A key
+stored with RoPE is rotated at every compaction that moves it, and rounded to the storage dtype each time. A key stored
+without RoPE is only moved, and rotated when it is read. The error of a slot compares its key as attention sees it with
+the exact rotation of the original key, relative to the key's length.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Storage:
         self.rope = kvops.Rope.of(HEAD_DIM, theta)
         self.exact = torch.zeros(1, 1, slots, HEAD_DIM, dtype=torch.float64)
         self.turned, self.plain = (torch.zeros_like(self.exact, dtype=dtype) for _ in range(2))
-        self.times = torch.zeros(slots, dtype=torch.int64)  # how often a slot's key was turned
+        self.times = torch.zeros(slots, dtype=torch.int64)  # how often a slot's key was rotated
         self.n = 0
 
     def append(self, keys: Tensor) -> None:
@@ -44,19 +44,19 @@ class Storage:
     def compact(self, plan: kvops.LadderPlan, layer: int) -> None:
         slots = plan.indices(layer)
         k, v = self.turned[:, :, : self.n], self.plain[:, :, : self.n]
-        # The keys are turned, the values are not.
+        # This rotates the keys and not the values.
         ops.ladder_compact_(k, v, plan=plan, layer=layer, inv_freq=self.rope.inv_freq)
         self.n = len(plan)
         self.exact[:, :, : self.n] = self.exact[:, :, slots]
         self.times[: self.n] = self.times[slots] + (slots != torch.arange(self.n))
 
     def at_slots(self, keys: Tensor, first: int) -> Tensor:
-        """The exact rotation, fp64."""
+        """Return the exact rotation in fp64."""
         angles = torch.arange(first, first + keys.shape[2]).unsqueeze(-1) * self.rope.inv_freq.double()
         return reference.rotate(keys, angles.cos(), angles.sin(), False)
 
     def errors(self) -> dict[str, Tensor]:
-        """Relative errors by slot."""
+        """Return the relative errors by slot."""
         cos, sin = self.rope.tables(torch.arange(self.n))
         wanted = self.at_slots(self.exact[:, :, : self.n], 0)
         seen = {
@@ -67,7 +67,7 @@ class Storage:
 
 
 def run(dtype: torch.dtype, compactions: int, budget: int, layer: int, theta: float) -> list[dict]:
-    """Errors after 1, 10, 100, ... compactions."""
+    """Return the errors after 1, 10, 100, ... compactions."""
     storage = Storage(budget + LAYERS, dtype, theta)
     generator = torch.Generator().manual_seed(0)
     plan = kvops.lacache_plan(0, num_layers=LAYERS, budget=budget)
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--theta", type=float, default=500_000.0, help="Llama 3's")
     a = parser.parse_args(argv)
     found = {}
-    print("error of a key, relative to its length; in brackets the largest of all slots")
+    print("relative error of a key: mean over the slots, maximum in brackets")
     for name, dtype in DTYPES.items():
         found[name] = run(dtype, a.compactions, a.budget, a.layer, a.theta)
         for x in found[name]:
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"{key} {x[key]['mean']:.1e} ({x[key]['largest']:.1e})" for key in ("with RoPE", "without")
             )
             print(
-                f"{name}  {x['compactions']:7,} compactions, a key turned up to {x['most turned']:5,} times:   {errors}"
+                f"{name}  {x['compactions']:7,} compactions, a key rotated up to {x['most turned']:5,} times: {errors}"
             )
     if a.json:
         settings = {x: getattr(a, x) for x in ("compactions", "budget", "layer", "theta")}

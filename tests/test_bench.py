@@ -1,4 +1,4 @@
-"""The benchmark: its baselines compute what kvops computes, and its command writes what it measured."""
+"""The benchmark: its baselines compute the same as kvops, and its command writes its measurements."""
 
 import json
 import math
@@ -77,7 +77,7 @@ def test_everything_runs_in_turns():
 
 
 def test_restore_precedes_every_in_place_call():
-    """Compressing what is compressed already would move nothing."""
+    """Compressing twice would move nothing the second time."""
     case = Case(N, torch.float32, heads=1, d=64)
     whole, row, seen = case.k.clone(), ROWS["keydiff_compress"], []
 
@@ -133,7 +133,7 @@ def test_command(tmp_path):
         (["--markdown", "/proc/none/a"], "--markdown: /proc/none/a cannot be written: No such file"),
         (["--plot", "a.xyz"], "--plot: expected a name that ends in .*.png.*, got a.xyz"),
         (["--plot", ""], "--plot: expected a file, got nothing"),
-        (["--from", "nowhere"], "--from: expected a file that --json has written, got nowhere"),
+        (["--from", "nowhere"], "--from: expected a file that --json wrote, got nowhere"),
     ],
 )
 def test_wrong_arguments(arguments, message, monkeypatch, capsys, tmp_path):
@@ -148,7 +148,7 @@ def test_wrong_arguments(arguments, message, monkeypatch, capsys, tmp_path):
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """Runs the command; its status, what it printed, and its record."""
+    """Run the command; return its status, output and record."""
 
     def run(*arguments: str) -> tuple[int, str, dict]:
         file = tmp_path / "bench.json"
@@ -163,7 +163,7 @@ SMALL = ["--n", "512", "--heads", "1", "--head-dim", "64", "--dtype", "fp32", "-
 
 
 def test_what_fails_leaves_the_others(run, monkeypatch):
-    """A baseline, and a whole row: named with the reason, in the table, below it and in the record."""
+    """A failed baseline and a failed row are reported with the reason in the table, below it and in the record."""
 
     def fail(*_):
         raise RuntimeError("no\tcompiler\nand so on")
@@ -181,7 +181,7 @@ def test_what_fails_leaves_the_others(run, monkeypatch):
 
 
 def test_compile_without_a_compiler(monkeypatch):
-    """The row says so, and has its other ratios."""
+    """The row says so and has its other ratios."""
 
     def called(*_):
         raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found in (None, 'g++')\n\nSet TORCHDYNAMO...")
@@ -216,7 +216,7 @@ def test_a_probe_that_cannot_be_is_repeated_then_refused(run, monkeypatch, held_
 
 
 def test_stopped(run, monkeypatch):
-    """Ctrl-C shows what there is; --resume goes on."""
+    """Ctrl-C shows the results so far; --resume continues."""
     real, seen = command.measure, []
 
     def measured(name, *more):
@@ -237,7 +237,7 @@ def test_stopped(run, monkeypatch):
 
 
 def changed(found: dict, path: tuple, value) -> dict:
-    """A copy with another value there; ...: without it."""
+    """Return a copy with another value at a path; ... removes it."""
     made = json.loads(json.dumps(found))
     *way, last = path
     inner = made
@@ -298,7 +298,7 @@ def test_all_recorded_results_are_records():
 
 
 def test_the_commit_is_this_project_s(tmp_path, monkeypatch):
-    """An installed copy in someone else's repository, even one that is committed there, takes no commit of it."""
+    """An installed copy inside an unrelated repository, even if committed there, does not report that commit."""
 
     def git(*words):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -461,7 +461,7 @@ def test_what_leaves_its_result_unwritten_is_not_timed(pretend_gpu):
 
 @pytest.fixture
 def gpu_record(pretend_gpu, monkeypatch):
-    """A record as a GPU would leave, of made-up times."""
+    """A record like a GPU's, with made-up times."""
     monkeypatch.setattr(measuring, "GOALS_FROM", N)
     monkeypatch.setattr(gpu, "copies", lambda moved: 1)
     rows = []
@@ -521,7 +521,7 @@ def test_a_record_is_shown_and_drawn(gpu_record, tmp_path, monkeypatch, capsys):
 
 
 def test_jobs_of_a_gpu(monkeypatch):
-    """What matters most comes first, and what does not fit is not tried."""
+    """The most important jobs come first, and jobs that do not fit are skipped."""
     a = SimpleNamespace(ops=list(ROWS), n=command.CUDA_N, dtype=["bf16", "fp32"], heads=8, device="cuda")
     found = command.jobs(a)
     sizes = [job.n for job in found if not ROWS[job.name].shape]
@@ -563,7 +563,7 @@ def test_a_run_in_which_all_fails_still_leaves_a_record(seconds, tmp_path, monke
 
 @pytest.fixture
 def on_cuda(monkeypatch, tmp_path):
-    """Runs the command as if for a GPU, with these arguments and in place of measure() this."""
+    """Run the command as if on a GPU, with these arguments and this function instead of measure()."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(command, "build_info", lambda: {"cuda": {"why": ""}})
@@ -585,7 +585,7 @@ def result(name: str, case: Case) -> dict:
 
 
 def test_another_process_goes_on_when_one_has_lost_the_gpu(on_cuda, tmp_path, monkeypatch, capsys):
-    """Each row is in the file when the next begins, and what is missing is named there."""
+    """Each row is in the file before the next starts, and the file lists the missing ones."""
     seen, ops = [], ["--resume", "--n", "1024", "512", "--dtype", "bf16", "--ops", "lag_score", "gather_kv"]
 
     def measured(name, row, case, *_):
@@ -669,7 +669,7 @@ def test_what_laq_costs(tmp_path, capsys):
 
 
 def test_decode_in_small(tmp_path, capsys):
-    """A row for each method and both ends of the scale; ratios are of the attention over as many tokens."""
+    """A row for each method and both baselines; ratios are to the attention over as many tokens."""
     pytest.importorskip("transformers")
     from kvops.bench import decode
 

@@ -1,4 +1,4 @@
-"""The demo on a few prompts: who finds the key and who does not, and that the table prints what was measured."""
+"""The demo on a few prompts: which methods find the key, and that the table shows the measurements."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def demo():
 
 @pytest.fixture(scope="module")
 def shown(demo, tmp_path_factory):
-    """One run: what the functions return, what is printed and drawn."""
+    """One run: returned rows, printed text and the picture."""
     out = tmp_path_factory.mktemp("demo")
     rows, prompt = demo.run(context=2048, digits=32, prompts=11, progress=False)
     demo.picture(rows, prompt, out / "demo.png")
@@ -63,11 +63,11 @@ def test_the_table_says_what_was_measured(shown):
             assert f"{row.ms:.2f} ms" in line and f"{row.plain_ms / row.ms:.1f} x" in line
     assert "* no token per partition" in table  # LagKV with lag 256 at 25 %
     assert "flattered" in findings and "sink" in findings
-    assert path.stat().st_size > 50_000 and path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 20_000 and path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_plain_pytorch_does_the_same(demo):
-    """The timed opponents keep the same slots (Random: as many)."""
+    """The timed PyTorch versions keep the same slots (Random: as many)."""
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, 2, 2048, 64).unbind(0)
     q = torch.randn(1, 4, 32, 64)
@@ -93,7 +93,7 @@ def test_lagkv_budget_solves_equation_10(demo):
                 partitions = max(1, (n - 16) // lag)
                 assert fixed == n - (partitions - 1) * lag
                 if m < 0:
-                    assert not row.reachable and re.search(rf"no r reaches {budget:,} .* {fixed:,}$", row.note)
+                    assert not row.reachable and re.search(rf"no ratio reaches {budget:,} .* {fixed:,}$", row.note)
                     assert fixed > budget or partitions == 1
                 else:
                     k = torch.randn(1, 1, n, 64)
@@ -106,7 +106,7 @@ def test_a_cell_out_of_reach_says_so(demo, capsys, tmp_path):
     record = tmp_path / "demo.json"
     demo.main(f"--context 1024 --digits 8 --prompts 1 --lookahead 0 --out {tmp_path / 'new'} --json {record}".split())
     out = capsys.readouterr().out
-    assert "LagKV, lag 256     no r reaches 256 tokens: sink, last partition and rest alone are 512" in out
+    assert "LagKV, lag 256     no ratio reaches 256 tokens: sinks, last partition and remainder alone are 512" in out
     assert str(tmp_path / "new" / "demo.png") in out and (tmp_path / "new" / "demo.png").exists()
     found = json.loads(record.read_text())
     assert found["command"].startswith("python experiments/demo.py --context 1024")
@@ -118,7 +118,7 @@ def test_a_cell_out_of_reach_says_so(demo, capsys, tmp_path):
 
 
 def test_lookahead_finds_at_small_budgets_what_snapkv_loses(demo, monkeypatch):
-    """The second table: the paper's claim on this model, and that nobody knows the question before it comes."""
+    """The second table: the paper's claim on this model, and that no method can anticipate the question."""
     monkeypatch.setattr(demo, "BUDGETS", (64,))
     monkeypatch.setattr(demo, "DIGITS", (8,))
     cells = demo.run_small(1024, 11, progress=False)
@@ -137,7 +137,7 @@ def test_lookahead_finds_at_small_budgets_what_snapkv_loses(demo, monkeypatch):
 
 
 def test_recall_jumps_when_the_answer_comes_into_the_window(tmp_path, capsys):
-    """LAQ Fig. 2, small: windows of the answer choose better than the last ones of the prompt; so do a draft's."""
+    """LAQ Fig. 2 in small: windows of the answer, or of a draft, select better than the last ones of the prompt."""
     import recall
 
     recall.main(
@@ -145,6 +145,12 @@ def test_recall_jumps_when_the_answer_comes_into_the_window(tmp_path, capsys):
     )
     assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG") and "wrote" in capsys.readouterr().out
     record = json.loads((tmp_path / "r.json").read_text())
+    recall.main(["--from", str(tmp_path / "r.json"), "--out", str(tmp_path / "again")])
+    assert (tmp_path / "again" / "recall.png").read_bytes() == (tmp_path / "recall.png").read_bytes()
+    (tmp_path / "old.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        recall.main(["--from", str(tmp_path / "old.json")])
+    assert "has no 'recall'; it is another script's or too old" in capsys.readouterr().err
     assert len(record["recall"]["answer"]) == recall.TAIL + 16 - recall.WINDOW + 1 and record["first"] == -recall.TAIL
     for name in ("answer", "draft"):
         numbers = record["numbers"][name]

@@ -258,7 +258,7 @@ def test_measured_rows_are_written(measured, monkeypatch, tmp_path, capsys):
     measured.RESULTS.write_text(json.dumps({"rows": [*rows, where | {"unreachable": "why"}]}))
     measured.main([])
     assert "| LAQ | before the question | – | 50 [46, 52] | 76 [72, 78] |" in page.read_text()
-    assert "; –: a budget that the method cannot keep to" in page.read_text() and "†" not in page.read_text()
+    assert "; –: the method cannot meet the budget" in page.read_text() and "†" not in page.read_text()
 
     measured.RESULTS.write_text(json.dumps({"rows": [*rows, made_up_row("LAQ", 16, 0.5, tokens=17)]}))
     measured.main([])

@@ -1,4 +1,4 @@
-"""experiments/end_to_end.py in small: what it measures, compares, leaves out and says."""
+"""Small runs of experiments/end_to_end.py: what it measures, compares, leaves out and prints."""
 
 # ruff: noqa: E402  (after the check of what it needs)
 
@@ -24,7 +24,7 @@ DECODE = [DYNAMIC, *BLOCKS, "StreamingLLM, original positions", "H2O", "LagKV", 
 
 @pytest.fixture(scope="module", autouse=True)
 def little_to_collect():
-    """Each sample begins with a collection of garbage, which has to look at all that earlier tests have left."""
+    """Each sample starts with a garbage collection, which would visit everything that earlier tests left."""
     gc.collect()
     gc.freeze()
     yield
@@ -37,6 +37,8 @@ def record(tmp_path_factory):
     sizes = ["--layers", "2", "--contexts", "256", "512", "--repeats", "2"]
     end_to_end.main([*SMALL, *sizes, "--json", str(out / "x.json"), "--out", str(out)])
     assert (out / "end_to_end.png").stat().st_size > 10_000
+    end_to_end.main(["--from", str(out / "x.json"), "--out", str(out / "again")])
+    assert (out / "again" / "end_to_end.png").read_bytes() == (out / "end_to_end.png").read_bytes()
     return json.loads((out / "x.json").read_text())
 
 
@@ -58,7 +60,7 @@ def test_every_cell_is_there(record):
 
 
 def test_bytes_are_those_of_the_kept_tokens(record):
-    """LagKV's are Eq. 10, whichever way the prompt came; a token takes K and V of one KV head in two layers."""
+    """LagKV's match Eq. 10 for any prefill; a token takes K and V of one KV head in two layers."""
     per_token = 2 * 2 * 128 * 4
     for r in record["rows"]:
         n, name = r["context"], r["method"]
@@ -81,7 +83,7 @@ def test_bytes_are_those_of_the_kept_tokens(record):
 
 
 def test_times_are_compared_with_the_full_cache_of_the_same_prompt(record):
-    """Those of decode with transformers' own."""
+    """Decode times are compared with transformers' own cache."""
     base = {(r["prefill"], r["context"]): r for r in record["rows"] if r["method"] == FULL}
     base["decode", 256] = next(r for r in record["rows"] if r["method"] == DYNAMIC)
     for r in record["rows"]:

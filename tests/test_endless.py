@@ -1,4 +1,4 @@
-"""The experiments around LaCache, in small: what they print, draw and record."""
+"""Small runs of the experiments on LaCache: what they print, draw and record."""
 
 # ruff: noqa: E402  (after the check of what they need)
 
@@ -21,13 +21,15 @@ from kvops.eval.reader import Reader
 
 
 def test_a_stream_without_end(tmp_path, capsys):
-    """The cache stops growing, the losses are those of one pass over the text, the record has what is drawn."""
+    """The cache stops growing, the losses match one pass over the text, and the record has the drawn curves."""
     sizes = ["--tokens", "1400", "--budget", "128", "--streams", "2", "--stream-tokens", "600"]
     endless.main([*sizes, "--token-by-token", "--json", str(tmp_path / "x.json"), "--out", str(tmp_path)])
     shown, record = capsys.readouterr().out, json.loads((tmp_path / "x.json").read_text())
     rows = ["full cache", "StreamingLLM", "LaCache, S 1, O 0", "LaCache, S 2, O 0"]
     assert list(record["long"]) == rows and list(record["token by token"]) == rows[1:]
     assert all(shown.count(name) >= 2 for name in rows) and (tmp_path / "endless.png").stat().st_size > 10_000
+    endless.main(["--from", str(tmp_path / "x.json"), "--out", str(tmp_path / "again")])
+    assert (tmp_path / "again" / "endless.png").read_bytes() == (tmp_path / "endless.png").read_bytes()
     for name, curve in record["long"].items():
         full = name == "full cache"
         growth = curve["bytes"][-1] / curve["bytes"][0]  # with room for tokens to come
@@ -59,6 +61,8 @@ def test_pareto(tmp_path, capsys):
     assert len(record["random"]) == 2 * len(record["shares_beaten"]) == 8
     assert all(2 < x[-1] < 6 for x in (record["whole"], *record["ladders"], *record["random"]))
     assert "better than" in capsys.readouterr().out and (tmp_path / "pareto.png").exists()
+    pareto.main(["--from", str(tmp_path / "x.json"), "--out", str(tmp_path / "again")])
+    assert (tmp_path / "again" / "pareto.png").read_bytes() == (tmp_path / "pareto.png").read_bytes()
 
 
 @torch.inference_mode()
@@ -79,7 +83,7 @@ def test_keys_drift_only_if_they_are_turned():
 
 
 def test_what_compactions_move():
-    """Slots behind the ladder move by what it frees: between none and all of those behind the sinks."""
+    """Slots after the ladder move by what it frees: between none and all slots after the sinks."""
     plans = list(lacache_cost.stream(80, 50))
     assert all(lacache_cost.moved_slots(x) <= len(x) - 4 for x in plans) and any(x.passes for x in plans)
     assert 0.1 < lacache_cost.moved_against_read(80, 200) < 2 / plans[0].ladder.freed

@@ -1,4 +1,4 @@
-"""RULER and LongBench from tiny local copies, in the formats that their data come in."""
+"""RULER and LongBench from tiny local copies, in the formats of their data."""
 
 # ruff: noqa: E402  (after the check of what they need)
 
@@ -32,7 +32,7 @@ def filler() -> Filler:
 
 
 def hidden(key: str, length: int = 300) -> str:
-    """In the words that the shipped model has learnt."""
+    """In the wording that the shipped model was trained on."""
     return TEXT[:length] + f" The pass key is {key}. Remember it. " + TEXT[length : 2 * length]
 
 
@@ -71,7 +71,7 @@ PROMPTS = {"trec": "Name the kind.\n{context}\n{input}", "qasper": "An article: 
 
 
 def save_config(folder):
-    """What LongBench's own repository has beside its data."""
+    """Write the files that LongBench's repository has beside its data."""
     (folder / "config").mkdir(parents=True)
     (folder / "config" / "dataset2prompt.json").write_text(json.dumps(PROMPTS))
     (folder / "config" / "dataset2maxlen.json").write_text(json.dumps({"trec": 8, "qasper": 16}))
@@ -97,7 +97,7 @@ FORMS = ["disk", "splits", "parquet", "jsonl"]
     "name, rows, count", [("ruler:task=niah_single_1", ruler_rows, 2), ("longbench:task=trec", longbench_rows, 1)]
 )
 def test_a_run(tmp_path, name, rows, count):
-    """The model has what it has learnt to find, until a method drops it; prompts are read one at a time."""
+    """The model finds the needle until a method evicts it; prompts are read one at a time."""
     save(rows(), tmp_path, "disk")
     save_config(tmp_path)
     argv = f"--tasks {name} --data {tmp_path} --out {tmp_path}/out --context 900 --prompts {count} --points before"
@@ -113,7 +113,7 @@ def test_a_run(tmp_path, name, rows, count):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name, rows", [("ruler", ruler_rows), ("longbench", longbench_rows)])
 def test_formats(tmp_path, filler, name, rows, form):
-    """All say the same; rows of other tasks are left alone."""
+    """All formats give the same rows; rows of other tasks are ignored."""
     other = rows("qa_1" if name == "ruler" else "qasper")
     save(rows() + other, tmp_path, form)
     save_config(tmp_path)
@@ -144,7 +144,7 @@ def test_formats(tmp_path, filler, name, rows, form):
     ],
 )
 def test_rulers_own_files(tmp_path, filler, task, question, answers, tokens):
-    """Whole prompts, in a folder that bears the task's name; the question is the last one, examples come before."""
+    """Whole prompts in a folder with the task's name; the question is the last match, after examples."""
     row = {"index": 0, "input": f"Read. {question} An example.\n{question}", "outputs": answers, "length": 20}
     save([row], tmp_path / "4096" / task, "jsonl")
     save([{**row, "input": "other"}], tmp_path / "4096" / "niah_multivalue", "jsonl")
@@ -154,7 +154,7 @@ def test_rulers_own_files(tmp_path, filler, task, question, answers, tokens):
     assert (filler.decode(turn.question), turn.answers, turn.new_tokens) == (question, tuple(answers), tokens)
     with pytest.raises(Refused, match=r"has no rows of 'niah_multikey_1'; it has none that are named"):
         TASKS["ruler"](task="niah_multikey_1", data=tmp_path).prompts(filler, 500, 1, 0)
-    with pytest.raises(Refused, match="asks nothing like"):
+    with pytest.raises(Refused, match="has no question like"):
         TASKS["ruler"](task="niah_multivalue", data=tmp_path).prompts(filler, 500, 1, 0)
 
 
@@ -167,7 +167,7 @@ def test_score_of_ruler(tmp_path):
 
 
 def test_middle(tmp_path, filler):
-    """A long prompt loses its middle, as LongBench cuts it; its question is whole."""
+    """A long prompt loses its middle, as in LongBench; its question stays whole."""
     save(longbench_rows(), tmp_path, "jsonl")
     save_config(tmp_path)
     task = TASKS["longbench"](task="trec", data=tmp_path)
@@ -182,7 +182,7 @@ def test_middle(tmp_path, filler):
 
 
 def test_the_benchmarks_own_files(tmp_path, filler):
-    """Prompts and lengths are LongBench's, of the copy; what is missing is named."""
+    """Prompts and lengths come from the copy of LongBench; missing entries are reported."""
     assert len(lb.METRICS) == 21
     save(longbench_rows("qasper") + longbench_rows("lcc"), tmp_path, "jsonl")
     task = TASKS["longbench"](task="qasper", data=tmp_path)
@@ -191,7 +191,7 @@ def test_the_benchmarks_own_files(tmp_path, filler):
     save_config(tmp_path)
     (prompt,) = task.prompts(filler, 1600, 1, 0)
     assert prompt.turns[0].new_tokens == 16 and filler.decode(prompt.turns[0].question).endswith("\nAnswer:")
-    with pytest.raises(Refused, match="dataset2prompt.json says nothing of lcc, it has trec, qasper"):
+    with pytest.raises(Refused, match="dataset2prompt.json has no entry for lcc; it has trec, qasper"):
         TASKS["longbench"](task="lcc", data=tmp_path).prompts(filler, 1600, 1, 0)
 
 
@@ -320,7 +320,7 @@ def test_damaged_files(tmp_path, filler, file, content):
 
 
 def test_missing_package(tmp_path, monkeypatch):
-    """Said before anything is measured."""
+    """It is reported before anything is measured."""
     monkeypatch.setitem(sys.modules, "rouge", None)
-    with pytest.raises(Refused, match=r"rouge is needed for these data, .*: pip install 'kvops\[eval\]'"):
+    with pytest.raises(Refused, match=r"rouge is needed for this data .*: pip install 'kvops\[eval\]'"):
         TASKS["longbench"](task="samsum", data=tmp_path)

@@ -1,4 +1,4 @@
-"""The methods that the evaluation knows by name, brought to a budget."""
+"""The methods of the evaluation by name, each at a budget."""
 
 import json
 import re
@@ -16,7 +16,7 @@ LAYERS = 3
 @pytest.mark.parametrize("budget", [64, 200])
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_kept_of_a_prompt(name, budget):
-    """The budget, or, where a method cannot keep just so many, fewer; LaCache half a ladder more."""
+    """The budget, or fewer tokens if a method cannot meet it exactly; LaCache half a ladder more."""
     of = rule(name)
     policy = of.policy(budget if of.cuts else None, 600, LAYERS)
     cache = kvops.Cache(policy, layer=LAYERS - 1, num_layers=LAYERS)
@@ -37,7 +37,7 @@ def test_what_is_kept_of_a_prompt(name, budget):
 
 
 def test_the_lag_that_is_chosen():
-    """Half of the budget to be chosen, by the largest lag; where nothing could be chosen, most of it kept."""
+    """The largest lag that leaves half of the budget for selection; if that is impossible, the lag that keeps most."""
     for n, budget, lag, m in ((2048, 1024, 256, 85), (2048, 256, 64, 4), (2048, 64, 32, 0), (4000, 128, 64, 0)):
         policy = rule("lagkv").policy(budget, n, LAYERS)
         assert (policy.lag, int(policy.ratio * policy.lag)) == (lag, m)
@@ -47,7 +47,7 @@ def test_the_lag_that_is_chosen():
 
 
 def test_buffers_are_the_papers():
-    """After every token, but for the methods whose papers have a buffer."""
+    """Eviction after every token, except for methods whose papers have a buffer."""
     assert [rule(x).policy(64, 600, LAYERS).buffer for x in ("keydiff", "h2o", "tova", "streamingllm")] == [1] * 4
     assert rule("protokv").policy(64, 600, LAYERS).buffer == kvops.ProtoKV(64).buffer == 128
     assert rule("satkv").policy(64, 600, LAYERS).buffer == kvops.SATKV(64).buffer == 128
@@ -126,7 +126,7 @@ def tiny(out, *methods):
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_policy_of_ones_own_is_evaluated(file, tmp_path, capsys):
-    """Beside others: it is in every table, and in the pictures; nothing goes on with results of its former code."""
+    """It appears in every table and picture; a run does not continue results of its former code."""
     for name in ("transformers", "matplotlib", "tqdm"):
         pytest.importorskip(name)
     from kvops.eval.__main__ import main
@@ -160,7 +160,7 @@ def test_policies_that_are_refused(file, tmp_path, capsys):
         f"{file}:NUMBER": "expected a subclass of kvops.Policy, got 3",
         f"{file}:ValueNorm:power=2": "ValueNorm has no option 'power', expected some of order, sinks",
         f"{file}:ValueNorm:order=x": "ValueNorm: order must be a float, got str 'x'",
-        f"{file}:KeyDiff": "in tables KeyDiff is a method of kvops, so expected a class of another name",
+        f"{file}:KeyDiff": "KeyDiff is the name of a kvops method in tables; rename the class",
     }.items():
         with pytest.raises(ValueError, match=words):
             rule(spec)
@@ -168,4 +168,4 @@ def test_policies_that_are_refused(file, tmp_path, capsys):
     assert same.entry.policy is kvops.KeyDiff and same.source is None and rule(f"{file}:ValueNorm").source == file
     with pytest.raises(SystemExit):
         arguments(tiny(tmp_path, f"{file}:ValueNorm", f"{tmp_path}/other/mine.py:ValueNorm"), make_parser(), rule)
-    assert "other/mine.py:ValueNorm are both ValueNorm in tables, expected one of each" in capsys.readouterr().err
+    assert "other/mine.py:ValueNorm are both called ValueNorm in tables; name only one" in capsys.readouterr().err

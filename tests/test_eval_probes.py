@@ -1,4 +1,4 @@
-"""The tasks of kvops.eval that look into the cache: against plain transformers, with explicit masks and attention."""
+"""The tasks of kvops.eval that inspect the cache, compared with plain transformers and explicit masks."""
 
 import json
 from pathlib import Path
@@ -38,12 +38,12 @@ def reader():
 
 @pytest.fixture(scope="module")
 def plain():
-    """The model of transformers, in fp64, that shows its attention."""
+    """The transformers model in fp64, which returns its attention."""
     return transformers.AutoModelForCausalLM.from_pretrained(MODEL, attn_implementation="eager").double().eval()
 
 
 def with_room(held, size):
-    """What is held is so many bytes, and no more room than a cache that grows has."""
+    """The bytes in use match, with no more spare capacity than a growing cache has."""
     return size <= held <= 1.12 * size
 
 
@@ -52,7 +52,7 @@ def run(task, reader, filler, method, budget, point, context=256, count=2):
 
 
 def read(task, reader, filler, point, context=256):
-    """What is read before the cut, the question, and the full cache's answer, each as [2, any]."""
+    """Return the tokens before the cut, the question, and the full cache's answer, each [2, any]."""
     before, (question,) = asked(task.prompts(filler, context, 2, 0), point)
     said = torch.from_numpy(reader.whole(before, question, DIGITS).said)
     return torch.from_numpy(before), torch.empty(2, 0).long() if question is None else torch.from_numpy(question), said
@@ -96,7 +96,7 @@ def test_its_answer_is_that_of_transformers(reader, filler, plain):
 
 @pytest.mark.parametrize("point", ["before", "after"])
 def test_small_caches_keep_less(reader, filler, point):
-    """The newest tokens alone lose the key, which lies at the beginning and at the end; KeyDiff finds its digits."""
+    """The newest tokens alone lose the key, which is at the beginning and at the end; KeyDiff keeps its digits."""
     found = {
         method: {
             name: np.mean(x)
@@ -113,7 +113,7 @@ def test_small_caches_keep_less(reader, filler, point):
 
 @torch.inference_mode()
 def test_agreement_is_kl_under_an_explicit_mask(reader, filler, plain):
-    """Sinks and the newest tokens at their own positions: what follows the cut sees them and itself."""
+    """Sinks and the newest tokens keep their positions; later tokens attend to them and to themselves."""
     task, budget = Agreement(DIGITS), 64
     found = run(task, reader, filler, "streamingllm:positions=original", budget, "before")
     before, question, said = read(task, reader, filler, "before")
@@ -133,7 +133,7 @@ def test_agreement_is_kl_under_an_explicit_mask(reader, filler, plain):
 @pytest.mark.parametrize("method", ["keydiff", "snapkv", "pyramidkv", "lacache", "laq", "lagkv-l2"])
 @torch.inference_mode()
 def test_recall_is_that_of_explicit_attention(reader, filler, plain, method, point):
-    """The rows of the answer, the columns of the prompt, of a whole forward's attention in fp64."""
+    """The answer's rows and the prompt's columns of the attention of one forward pass in fp64."""
     task, context, budget = Recall(DIGITS), 320, 96
     found = run(task, reader, filler, method, budget, point, context)
     before, question, said = read(task, reader, filler, point, context)
@@ -186,7 +186,7 @@ def test_streams_hold_bounded_bytes(reader, filler, method):
 
 
 def test_pieces_of_the_text():
-    """They lie apart where there is text enough, else evenly over it."""
+    """They do not overlap if the text is long enough, else they are evenly spaced."""
     numbered = SimpleNamespace(first=np.array([-1]), ids=np.arange(30_000))
     for count, room in ((1, 999), (1, 30_000), (2, 15_000), (30, 999)):
         pieces = [x.context for x in Perplexity().prompts(numbered, room + 1, count, 3)]
@@ -198,7 +198,7 @@ def test_pieces_of_the_text():
     again, other = (Perplexity().prompts(numbered, 1000, 20, seed) for seed in (3, 4))
     assert not np.array_equal(again[0].context, other[0].context)
     for context in (2, 30_002):
-        with pytest.raises(Refused, match=f"--context must lie in 3 to 30001 .*, got {context}"):
+        with pytest.raises(Refused, match=f"--context: expected 3 to 30001 .*, got {context}"):
             Perplexity().prompts(numbered, context, 1, 0)
 
 
@@ -220,7 +220,7 @@ def test_chunks_of_the_full_cache_are_the_whole(reader, filler, chunk):
 
 
 def test_lagkv_in_the_papers_chunks(reader, filler):
-    """The same partitions as in one step, of other keys: later chunks have read what was left of earlier ones."""
+    """The same partitions as in one step, with other keys: later chunks attended to what was left of earlier ones."""
     ids, _ = asked(Passkey(DIGITS).prompts(filler, 400, 2, 0), "after")
     method = rule("lagkv:lag=32")
     whole, chunked = reader.cut(ids, method, 160), reader.cut(ids, method, 160, 0)

@@ -19,7 +19,7 @@ for name in ("transformers", "matplotlib", "tqdm"):
 
 from kvops.bench import markdown
 from kvops.eval import __main__ as command
-from kvops.eval import plots, report, summary
+from kvops.eval import labels, plots, report, summary
 from kvops.eval.methods import METHODS
 from kvops.eval.reader import Reader
 from kvops.eval.results import Cell, Results, load
@@ -55,7 +55,7 @@ def line(method="KeyDiff", budget=64, partial=(1.0, 0.0), batch=0, context=256, 
 
 
 def some_lines():
-    """Two contexts, both points, two batches; one budget that a method cannot reach, one method over its budget."""
+    """Two contexts, both cut points, two batches; one unreachable budget, one method over its budget."""
     lines = []
     for context in (256, 512):
         for point in ("before", "after"):
@@ -170,7 +170,7 @@ def test_nothing_measured(tmp_path):
 
 def test_the_best_is_named_where_the_prompts_tell():
     def leading(right, over=()):
-        """Methods with so many of 20 right."""
+        """Return the leaders among methods with this many of 20 right."""
         lines = [
             line(x, 64, [1.0] * n + [0.0] * (20 - n), tokens=80 if x in over else 64, depths=[None] * 20)
             for x, n in right.items()
@@ -201,7 +201,7 @@ def test_less_is_better():
 
 
 def test_the_same_results_make_the_same_report(tmp_path):
-    """Whatever the order of the lines, and for a run that was resumed (with a second head)."""
+    """In any order of the lines, and for a resumed run (with a second head)."""
     lines, said = some_lines(), []
     for i in range(2):
         random.Random(i).shuffle(lines)
@@ -221,14 +221,13 @@ def test_the_same_results_make_the_same_report(tmp_path):
 
 
 def test_rows_that_are_not_there(tmp_path):
-    """An interrupted run, or a task that this version does not know: said, not hidden."""
+    """An interrupted run, or an unknown task: reported, not hidden."""
     lines = [line(), line(batch=1), line("TOVA"), line("L2", 32), line(task="new", scores={"kl": [2.5, 3.5]})]
     said = report.write([HEAD], lines, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "Not on all 4 prompts: TOVA at 64 (2), L2 at 32 (2)." in text and "- Empty: not measured." in text
     assert (
-        "## new\n\nA task that this version does not know." in text
-        and "new, context 256 tokens: kl, of 2 prompts" in said
+        "## new\n\nThis version does not know the task." in text and "new, context 256 tokens: kl, of 2 prompts" in said
     )
     assert re.search(r"^\| KeyDiff \| 3 \[-3.353, 9.353\] \|$", text, re.M)  # t = 12.706
 
@@ -254,7 +253,7 @@ def test_perplexity_by_position(tmp_path):
 
 
 def test_several_files(tmp_path):
-    """Others' lines beside ours; what their heads do not agree in is named."""
+    """Lines from elsewhere beside ours; settings in which the heads differ are listed."""
     for name, head, lines in (
         ("a", HEAD, [line()]),
         ("b", {"settings": {**HEAD["settings"], "seed": 7}, "origin": {**ORIGIN, "command": "other"}}, [line("TOVA")]),
@@ -265,33 +264,47 @@ def test_several_files(tmp_path):
         assert command.main(["--from", *(str(tmp_path / x) for x in order), "--out", str(tmp_path / "out")]) == 0
         out.append(files(tmp_path / "out"))
     text = out[0]["report.md"].decode()
-    assert out[0] == out[1] and "- seed: 0, 7\n" in text and "**the files do not agree in seed**" in text
+    assert out[0] == out[1] and "- seed: 0, 7\n" in text and "**the files differ in seed**" in text
     assert "`other`" in text and "`python -m kvops.eval`" in text and "| KeyDiff |" in text and "| TOVA |" in text
     assert json.loads(out[0]["summary.json"])["settings"] == {"model": "m", "prompts": 4, "seed": [0, 7]}
 
 
-def test_every_method_has_its_own_look():
-    labels = [x.label for x in METHODS.values()]
-    others = ["kvpress KeyDiff", "kvpress ObservedAttention", "kvpress StreamingLLM rerotated"]
-    looks = plots.styles([*labels, *others, "LagKV lag=128", "LagKV lag=64"])
-    assert not any(looks[x]["family"] == plots.OTHERS[0] for x in labels)
-    keys = ("color", "marker", "linestyle", "markerfacecolor")
-    assert len({tuple(x["look"].get(key) for key in keys) for x in looks.values()}) == len(looks)
-    assert looks["kvpress KeyDiff"]["family"] == looks["KeyDiff"]["family"]
-    assert looks["kvpress ObservedAttention"]["family"] == looks["H2O"]["family"]
+def test_pictures_name_the_best_methods():
+    """At most six stand out, each with its own colour; the others are grey; one over its budget comes last."""
+    lines = [
+        line(x.label, 64, (i / 20,) * 2, tokens=100 if x.label == "L2" else 64)
+        for i, x in enumerate(METHODS.values())
+        if x.label != "Full"
+    ]
+    made = summary.summarize([HEAD], [*lines, line("Full", None), line("kvpress KeyDiff", 64, (0.99, 0.99))])
+    kind = made.traits["passkey"]
+    looks = plots.styles(made.rows, kind)
+    named = [x for x, look in looks.items() if look["color"] != plots.GREY]
+    assert named == ["kvpress KeyDiff", "SnapKV", "PyramidKV", "ChunkKV", "H2O", "TOVA"] and "Full" not in looks
+    assert len({looks[x]["color"] for x in named}) == len({looks[x]["marker"] for x in named}) == plots.MOST
+    assert all(x in plots.in_grey(looks) for x in looks if x not in named)
+    assert plots.finding(made.rows, kind, "passkey", 256).endswith(
+        "best score at 64 of 256 tokens: kvpress KeyDiff, 99 % (cut before the question)"
+    )
+    lower = kind._replace(better="lower")
+    assert "StreamingLLM" in plots.leading(made.rows, lower) and "TOVA" not in plots.leading(made.rows, lower)
 
 
-def test_policies_of_others_have_looks_of_their_own():
-    """They come last, by name, each with its variants; there are looks for two dozen."""
-    ours = [x.label for x in METHODS.values()]
-    others = [*(f"Policy{i:02}" for i in range(22)), "ValueNorm", "ValueNorm sinks=4"]
-    shuffled = sorted([*ours, "KeyDiff sinks=4", "kvpress KeyDiff", *others], key=lambda x: x[::-1])
-    assert sorted(shuffled, key=summary.method_order)[-len(others) :] == others
-    looks = plots.styles(shuffled)
-    assert all(looks[x]["family"] == plots.OTHERS[0] for x in others)
-    keys = ("color", "marker", "linestyle", "markerfacecolor")
-    assert len({tuple(x["look"].get(key) for key in keys) for x in looks.values()}) == len(shuffled)
-    assert {x: looks[x] for x in ours} == plots.styles(ours)  # whoever else is there
+def test_labels_keep_their_distance():
+    assert labels.spread([0.5, 0.1, 0.5, 0.52], 0.1) == pytest.approx([0.4066667, 0.1, 0.5066667, 0.6066667])
+    assert labels.spread([0.95, 1.0], 0.2, 0.0, 1.0) == pytest.approx([0.8, 1.0])
+    assert labels.spread([], 0.1) == []
+
+
+def test_a_summary_makes_the_report_that_its_results_made(tmp_path, capsys):
+    """summary.json alone is enough to draw everything again."""
+    report.write([HEAD], some_lines(), tmp_path / "one")
+    record = str(tmp_path / "one" / "summary.json")
+    assert command.main(["--from", record, "--out", str(tmp_path / "two")]) == 0
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    (tmp_path / "wrong.json").write_text('{"rows": [{"task": 1}]}')
+    assert command.main(["--from", str(tmp_path / "wrong.json"), "--out", str(tmp_path)]) == 2
+    assert "expected a summary.json of python -m kvops.eval, got KeyError: 'context'" in capsys.readouterr().err
 
 
 def test_budgets_that_grow_with_the_context():
@@ -332,12 +345,12 @@ def test_results_go_on(tmp_path):
     with pytest.raises(Refused, match="line 2: expected a line of JSON"):
         load([file])
     file.write_text('{"rows": []}\n')
-    with pytest.raises(Refused, match="line 1: expected what kvops.eval has measured, got"):
+    with pytest.raises(Refused, match="line 1: expected a result of kvops.eval, got"):
         load([file])
 
 
 def test_the_report_in_the_docs(tmp_path):
-    """It is what the recorded results make, and so is the summary that the other pages take their numbers from."""
+    """It matches the recorded results, and so does the summary that other pages take their numbers from."""
     report.write(*load([ROOT / "bench" / "results" / "eval.jsonl"]), tmp_path)
     assert (tmp_path / "report.md").read_text() == (ROOT / "docs" / "evaluation" / "report.md").read_text()
     assert (tmp_path / "summary.json").read_text() == (ROOT / "bench" / "results" / "eval.json").read_text()
@@ -375,7 +388,7 @@ def from_file(tmp_path, *lines) -> int:
         (1, "scores", {}, "line 2: expected lists of as many numbers, by metric as 'scores', got {}"),
         (1, "scores", {"partial": [1.0], "exact": []}, "line 2: expected lists of as many numbers"),
         (1, "scores", {"partial": [1e300]}, "line 2: expected lists of as many numbers"),
-        (1, "scores", {"partial": [-5.0, 2.0]}, "passkey: expected scores in .0, 1., which those of this task are"),
+        (1, "scores", {"partial": [-5.0, 2.0]}, "passkey: expected scores in .0, 1. for this task"),
         (1, "tokens", 1.5, "line 2: expected an integer, at least 0 as 'tokens', got 1.5"),
         (1, "decode_s", None, "line 2: expected seconds as 'decode_s', got null"),
         (1, "depths", [2.0], "line 2: expected a list of numbers in .0, 1., or null as 'depths'"),
@@ -405,7 +418,7 @@ def test_files_that_are_no_results(content, tmp_path, capsys):
 
 
 def test_a_group_of_which_nothing_is_reachable(tmp_path, capsys):
-    """All of a task, known or not, and all at one point only."""
+    """All of a task, known or unknown, and all at one cut point only."""
     why = {"unreachable": "too | small\x1b"}
     lines = [{**Cell(x, 256, "before", "LagKV", 64, 0)._asdict(), **why} for x in ("passkey", "needle", "new")]
     lines[0]["point"] = "after"
@@ -419,7 +432,7 @@ def test_a_group_of_which_nothing_is_reachable(tmp_path, capsys):
 
 
 def test_names_of_others_are_escaped(tmp_path):
-    """Nothing in them is a link, a tag, a new line or a formula."""
+    """They cannot make a link, a tag, a new line or a formula."""
     bad = "<b>|`x`*y*[a](b)$z$_w_ http://a.b www.c.d"
     origin = {"machine": {bad: bad}, bad: bad, "command": "a `` b\n# c", "torch": "\ud800"}
     lines = [line(bad, task=bad, point=bad, scores={bad: [0.5, 1.0]}), line(bad, 64, task=bad, context=512)]
@@ -452,7 +465,7 @@ def test_a_folder_has_one_run(tmp_path, capsys):
     assert [x.name for x in file.parent.iterdir()] == ["results.jsonl"]
     for _ in range(2):  # what is refused leaves no lock
         file.write_text('{"rows": []}\n')
-        with pytest.raises(Refused, match="expected what kvops.eval has measured"):
+        with pytest.raises(Refused, match="expected a result of kvops.eval"):
             Results(file, settings, ORIGIN)
 
 
@@ -465,7 +478,7 @@ def test_a_process_that_died_holds_nothing(tmp_path):
 
 
 def test_reports_are_written_whole(tmp_path, monkeypatch):
-    """One that cannot be made leaves the last one as it was."""
+    """A report that fails leaves the previous one unchanged."""
     report.write([HEAD], [line()], tmp_path)
     before = files(tmp_path)
 
@@ -489,7 +502,7 @@ class Stop(Exception):
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    """A run that is stopped in the middle and begun again reports what an undisturbed one does, byte by byte."""
+    """A stopped and resumed run gives the same report as an undisturbed one, byte by byte."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(Reader, "clock", lambda self: float(next(ticks)))  # so that times are equal
     made, shown, cut = {}, {}, Reader.cut
@@ -536,7 +549,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 
 def test_out_of_memory(tmp_path, monkeypatch, capsys):
-    """The cell is named and not written down, the others go on; the same command fills it in."""
+    """The cell is reported but not recorded, and the others continue; the same command fills it in."""
     cut, of = Reader.cut, METHODS["keydiff"].label
 
     def full(self, prompts, rule, *args):
@@ -578,6 +591,16 @@ def test_a_model_that_is_not_there(tmp_path, capsys):
     assert error.startswith(f"python -m kvops.eval: --model {tmp_path}/nowhere: ")
 
 
+def test_names_in_any_case(tmp_path):
+    """KEYDIFF, keydiff and KeyDiff are one method, measured once; labels and file names are those of the lower case."""
+    sizes = ["--context", "256", "--prompts", "1", "--budgets", "64", "--points", "before", "--out", str(tmp_path)]
+    names = ["KEYDIFF", "keydiff", "KeyDiff:sinks=4", "LAQ++"]
+    assert command.main(["--methods", *names, "--tasks", "Passkey:digits=4", *sizes]) == 0
+    rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
+    assert [x["method"] for x in rows] == ["LAQ++", "KeyDiff", "KeyDiff sinks=4"]
+    assert {x["task"] for x in rows} == {"passkey:digits=4"}
+
+
 def test_the_list(capsys):
     assert command.main(["--list"]) == 0
     shown = capsys.readouterr().out
@@ -602,12 +625,12 @@ def test_the_list(capsys):
         (["--methods", "lagkv:v_weight=1e400"], "LagKV: v_weight must be at most 2147483647, got inf"),
         (["--methods", "lacache:span=[]"], "LaCache: span must be an int or None, got list"),
         (["--tasks", "passkey:digits=9999999"], "passkey: digits must be at most 1048576, got 9999999"),
-        (["--budgets", "9" * 30], "expected tokens .an integer. or a share in .0, 1., got 9+"),
+        (["--budgets", "9" * 30], "expected tokens .an integer. or a fraction in .0, 1., got 9+"),
         (["--context", "9" * 30], "--context: expected at most 2147483647, got 9+"),
         (["--out", ""], "--out: expected a path, got nothing"),
         (["--text", "x" * 300], "--text: expected a file, got x+"),
         (["--methods", "keydiff:recent=2.5"], "'keydiff:recent=2.5': KeyDiff: recent .* must be in .0, 1., got 2.5"),
-        (["--budgets", "1.5"], "expected tokens .an integer. or a share in .0, 1., got 1.5"),
+        (["--budgets", "1.5"], "expected tokens .an integer. or a fraction in .0, 1., got 1.5"),
         (["--prompts", "0"], "--prompts: expected at least 1, got 0"),
         (["--context", "256", "-3"], "--context: expected at least 1, got -3"),
         (["--seed", "-1"], "--seed: expected at least 0, got -1"),
@@ -615,7 +638,7 @@ def test_the_list(capsys):
         (["--text", "nowhere.txt"], "--text: expected a file, got nowhere.txt"),
         (["--device", "gpu"], "--device: expected cpu, cuda or cuda:NUMBER, got gpu"),
         (["--device", "cuda:99"], "--device cuda:99: torch .* sees [0-9]+ NVIDIA GPUs"),
-        (["--from", "nowhere.jsonl"], "--from: expected a file of results, got nowhere.jsonl"),
+        (["--from", "nowhere.jsonl"], "--from: expected a results file, got nowhere.jsonl"),
     ],
 )
 def test_what_the_command_refuses(said, expected, capsys):

@@ -1,4 +1,4 @@
-"""The tasks of kvops.eval that are answered in words: their prompts, and how answers are judged."""
+"""The tasks of kvops.eval with text answers: their prompts and scores."""
 
 import re
 from collections import Counter
@@ -28,7 +28,7 @@ def filler() -> Filler:
 
 @pytest.fixture(scope="module", params=["bytes", "words"])
 def any_filler(request, filler) -> Filler:
-    """With the shipped model's tokens, or with those of a tokenizer that merges characters, digits too."""
+    """With the shipped model's tokens, or those of a tokenizer that merges characters, including digits."""
     if request.param == "bytes":
         return filler
     text = Path(TEXT).read_text()
@@ -42,7 +42,7 @@ def any_filler(request, filler) -> Filler:
 
 
 def solve(text: str) -> str:
-    """What the last question of a prompt asks for, from the prompt's text alone."""
+    """Answer the last question of a prompt from the prompt's text alone."""
     if found := re.search(r"What are the (\d+) most common words in the list\? They are:$", text):
         words = text[: found.start()].rpartition("than others:")[2].split()
         return ", ".join(x for x, _ in Counter(words).most_common(int(found[1])))
@@ -57,7 +57,7 @@ def solve(text: str) -> str:
 
 
 class Oracle:
-    """A reader that knows how to read."""
+    """A reader that solves the tasks from the text."""
 
     def __init__(self, filler: Filler):
         self.filler = filler
@@ -98,7 +98,7 @@ def test_prompts(any_filler, name):
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("point", ["before", "after"])
 def test_oracle(any_filler, name, point):
-    """A reader that knows how to read has everything right, through the same code that asks a model."""
+    """The oracle gets everything right through the same code as a model."""
     task = TASKS[name]()
     prompts = task.prompts(any_filler, CONTEXT, 3, 0)
     outcome = task.run(Oracle(any_filler), any_filler, prompts, None, None, point)
@@ -109,7 +109,7 @@ def test_oracle(any_filler, name, point):
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_depth(filler, name):
-    """The first key lies where it is said to, up to the length of the needles and of a word."""
+    """The first key is at its recorded depth, up to the length of the needles and of a word."""
     task = TASKS[name](depths=5)
     prompts = task.prompts(filler, 2048, 10, 0)
     assert [x.depth for x in prompts] == [0, 0.25, 0.5, 0.75, 1] * 2
@@ -120,7 +120,7 @@ def test_depth(filler, name):
 
 
 def test_options(filler):
-    """Those that say how many."""
+    """Options that are counts."""
     (passkey,) = TASKS["passkey"](digits=64).prompts(filler, CONTEXT, 1, 0)
     assert len(passkey.turns[0].answers[0]) == passkey.turns[0].new_tokens == 64
     (many,) = TASKS["niah-multikey"](keys=8).prompts(filler, CONTEXT, 1, 0)

@@ -1,4 +1,4 @@
-"""bench/peers/kvpress_eval.py: with kvpress where it is installed, and with a stand-in for its presses where not."""
+"""bench/peers/kvpress_eval.py: with kvpress if it is installed, else with a stand-in for its presses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PER_TOKEN = 3 * 2 * 2 * 64 * 4  # bytes: layers, KV heads, K and V, head_dim, fp
 
 
 class FakePress:
-    """Keeps the newest int(n (1 - ratio)) slots of the prompt, by hooks as kvpress' presses do."""
+    """Keeps the newest int(n (1 - ratio)) slots of the prompt, with hooks like kvpress' presses."""
 
     def __init__(self, ratio, **settings):
         self.ratio, self.settings = ratio, settings
@@ -86,7 +86,7 @@ def load(monkeypatch):
 
 
 def run(peer, out: Path, *more: str) -> dict[tuple, dict]:
-    """The lines by method and point."""
+    """Return the lines by method and cut point."""
     peer.main(["--context", "192", "--prompts", "2", "--budgets", "64", "--tasks", TASK, "--out", str(out), *more])
     lines = [json.loads(x) for x in (out / "results.jsonl").read_text().splitlines()]
     assert lines[0]["origin"]["kvpress"] and lines[0]["origin"]["transformers"] == transformers.__version__
@@ -129,7 +129,7 @@ def reader(peer):
 
 
 def positions(reader, cut, ids: np.ndarray) -> list[list[int]]:
-    """Of each call of the model while it is fed."""
+    """Record the positions of each model call during feeding."""
     seen = []
     model, reader.model = reader.model, lambda x, **kw: seen.append(kw["position_ids"][0].tolist()) or model(x, **kw)
     reader.feed(cut.cache, torch.from_numpy(ids))

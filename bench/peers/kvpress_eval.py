@@ -1,17 +1,17 @@
-"""kvpress' own implementations of the methods that both have, on the prompts of `python -m kvops.eval`.
+"""Run kvpress' implementations of the shared methods on the prompts of `python -m kvops.eval`.
 
     python -m venv build/kvpress
     build/kvpress/bin/pip install -r bench/peers/requirements.txt
     build/kvpress/bin/python bench/peers/kvpress_eval.py --out eval
     python -m kvops.eval --from eval/results.jsonl --out eval
 
-kvpress wants an older transformers than kvops.hf, hence an environment of its own; kvops is taken from this repository,
-with the library that `make build` put there. The options are those of kvops.eval, and so are prompts, seeds, the points
-of the cut, budgets and scores; what was measured goes to the same file, under names such as "kvpress KeyDiff".
+kvpress needs an older transformers than kvops.hf and therefore an environment of its own. kvops is imported from this
+repository, with the library that `make build` put there. Options, prompts, seeds, cut points, budgets and scores are
+those of kvops.eval. Results go to the same file, under names such as "kvpress KeyDiff".
 
-A press cuts the cache once, while the prompt is read; then it grows. Budgets, windows, sinks and lags are those of
-kvops.eval, all else (pooling, chunks, the shape of a pyramid, ...) is kvpress' default. Bytes are those of the tensors
-that its cache really holds. A press that fails is named, and the others go on.
+A press cuts the cache once, during prefill; then the cache grows. Budgets, windows, sinks and lags are those of
+kvops.eval; everything else (pooling, chunks, the shape of a pyramid, ...) is kvpress' default. Bytes are those of the
+tensors in its cache. A press that fails is reported, and the others continue.
 """
 
 # ruff: noqa: E402  (kvops from this repository, kvpress from its environment)
@@ -45,15 +45,15 @@ from kvops.eval.tasks import TASKS, AnswerTask
 
 @dataclass(frozen=True)
 class Press:
-    """A row of the tables. make(ratio, settings): kvpress' object, of the share of tokens that goes, and the settings
-    that kvops.eval gives the method for this budget; None: nothing is cut."""
+    """A row of the tables. make(ratio, settings) returns kvpress' object for the fraction of tokens to evict and the
+    settings of kvops.eval for this budget; None evicts nothing."""
 
     name: str
     make: Callable | None
-    settings: str = "keydiff"  # kvops.eval's name of the method whose settings count
-    eager: bool = False  # looks at the whole attention matrix
-    single: bool = False  # cuts all rows of a batch as it does the first, so each prompt goes alone
-    rotates: bool = False  # keys are turned to their slots, so positions go on from there
+    settings: str = "keydiff"  # the method of kvops.eval whose settings apply
+    eager: bool = False  # needs the whole attention matrix
+    single: bool = False  # cuts all rows of a batch like the first, so prompts run one at a time
+    rotates: bool = False  # keys are rotated to their slots, so positions continue from there
 
     @property
     def label(self) -> str:
@@ -90,7 +90,7 @@ PRESSES = {
     ),
     "observed-attention": Press(
         "ObservedAttention", lambda ratio, x: kvpress.ObservedAttentionPress(ratio), eager=True
-    ),  # H2O's scores, without its decode
+    ),  # H2O's scores, in prefill only
     "tova": Press("TOVA", lambda ratio, x: kvpress.TOVAPress(ratio)),
     "knorm": Press("Knorm", lambda ratio, x: kvpress.KnormPress(ratio)),  # L2
 }
@@ -105,7 +105,7 @@ class Part:
 
     @property
     def lengths(self) -> list[int]:
-        """Slots that each layer holds."""
+        """Return the slots that each layer holds."""
         return [x.keys.shape[2] for x in self.cache.layers]
 
     @property
@@ -115,7 +115,7 @@ class Part:
 
 
 class KVPressReader(Reader):
-    """Reads with kvpress' hooks; goes on as the other does."""
+    """A reader that prefills with kvpress' hooks and decodes like `Reader`."""
 
     def prepared(self, model: PreTrainedModel) -> PreTrainedModel:
         return model
@@ -138,9 +138,9 @@ class KVPressReader(Reader):
         begin = self.clock()
         try:
             read = [self.read(x, press) for x in (ids.split(1) if rule.single else [ids])]
-        except torch.OutOfMemoryError:  # `measure` tries again in the next run
+        except torch.OutOfMemoryError:  # `measure` retries it in the next run
             raise
-        except Exception as error:  # whatever a press does not do with this model
+        except Exception as error:  # a press may not support this model
             raise Unreachable(failed(rule, error)) from error
         finally:
             seconds = self.clock() - begin
@@ -153,7 +153,7 @@ class KVPressReader(Reader):
         return Cut(parts, torch.cat([x for _, x in read]), seconds, kept, held, full)
 
     def read(self, ids: Tensor, press: kvpress.BasePress | None) -> tuple[DynamicCache, Tensor]:
-        """The cache of a prompt, cut, and the logits of its last token."""
+        """Read a prompt; return its cut cache and the logits of its last token."""
         cache = DynamicCache()
         if press is None:
             return cache, self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
@@ -180,7 +180,7 @@ def failed(rule: Press, error: Exception) -> str:
 
 
 def press(name: str) -> Press:
-    """Of its name on the command line."""
+    """Look a press up by its name on the command line."""
     if name not in PRESSES:
         raise ValueError(f"method must be one of {', '.join(PRESSES)}, got {name!r}")
     return PRESSES[name]

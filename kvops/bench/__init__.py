@@ -1,4 +1,4 @@
-"""python -m kvops.bench: every operator beside what people write in PyTorch, in one table."""
+"""python -m kvops.bench: every operator compared with common PyTorch formulations, in one table."""
 
 from .rows import ROWS
 

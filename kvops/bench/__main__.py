@@ -1,4 +1,4 @@
-"""python -m kvops.bench: time, bandwidth, and how much longer the same takes in PyTorch, eager and compiled."""
+"""python -m kvops.bench: measure time and bandwidth, and compare with PyTorch, eager and compiled."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ from .rows import ROWS, Case
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LEGEND = """
-eager, compile: how many times longer the same takes as people write it in PyTorch, and that under torch.compile
-(select_topk: torch.topk + sort). of bandwidth: of reading, copying or shifting in place as many bytes, in GB/s,
-measured in turns with the row. parts: how many times longer scores + select + a fresh clone of the result take.
-matmul: the product of the window and K alone; flash: torch's FlashAttention of the same rows, without scores;
-repeat_kv: eager PyTorch with K repeated for each query head; one layer: the layers' rows as one layer of a larger
-batch; index_select: into out=; bf16 product: K times the prototypes, without argmax; assign_prototypes: that
-part alone; SnapKV: eager; our SnapKV: snapkv_compress without log-sum-exp."""
+eager, compile: how many times longer a common PyTorch formulation takes, eager and under torch.compile (select_topk:
+torch.topk + sort). of bandwidth: compared with reading, copying or shifting in place the same number of bytes, in
+GB/s, measured in turns with the row. parts: how many times longer scores + select + a fresh clone of the result take.
+matmul: the product of the window and K alone. flash: torch's FlashAttention on the same rows, without scores.
+repeat_kv: eager PyTorch with K repeated for each query head. one layer: the same rows as one layer with a larger
+batch. index_select: into out=. bf16 product: K times the prototypes, without the argmax. assign_prototypes: that step
+alone. SnapKV: eager. our SnapKV: snapkv_compress without the log-sum-exp."""
 CUDA_LEGEND = """
-Times are those of CUDA graphs with several calls, between events, over inputs that the L2 cache does not hold.
-eager, compile: how many times longer the same takes as people write it in PyTorch, and that under torch.compile
-(select_topk: torch.topk + sort). of bandwidth: of a torch.copy_ of 2 GiB (bytes read and written), in GB/s; same bytes:
-of a copy_ that moves as many bytes as the row; both measured in turns with the row. select: select_topk's share.
-matmul: the product of the window and K alone; flash, cudnn: torch's attention of the same rows, without scores;
-repeat_kv: eager PyTorch with K repeated for each query head; one layer: the layers' rows as one layer of a larger
-batch; index_select: into out=; bf16 product: K times the prototypes, without argmax; assign_prototypes: that
-part alone; SnapKV: eager; our SnapKV: snapkv_compress without log-sum-exp; K-means: ten iterations in eager PyTorch."""
-CUDA_N = [131072, 16384, 1048576]  # what matters most comes first
-STUCK = 45  # seconds; a row takes a few on a GPU, four times as many with torch.compile
+Times come from CUDA graphs of several calls, between events, over inputs that do not fit in the L2 cache.
+eager, compile: how many times longer a common PyTorch formulation takes, eager and under torch.compile (select_topk:
+torch.topk + sort). of bandwidth: compared with a torch.copy_ of 2 GiB (bytes read and written), in GB/s. same bytes:
+compared with a copy_ that moves as many bytes as the row. Both are measured in turns with the row. select:
+select_topk's fraction of the time. matmul: the product of the window and K alone. flash, cudnn: torch's attention on
+the same rows, without scores. repeat_kv: eager PyTorch with K repeated for each query head. one layer: the same rows
+as one layer with a larger batch. index_select: into out=. bf16 product: K times the prototypes, without the argmax.
+assign_prototypes: that step alone. SnapKV: eager. our SnapKV: snapkv_compress without the log-sum-exp. K-means: ten
+iterations in eager PyTorch."""
+CUDA_N = [131072, 16384, 1048576]  # the most important first
+STUCK = 45  # seconds until a row counts as hung; it takes a few on a GPU, and may take 4 times this with torch.compile
 MOST = 2**31 - 1  # tokens
-LOST = 3  # exit status: this process lost the GPU (an illegal access, a kernel that hangs), another can --resume
+LOST = 3  # exit status: this process lost the GPU (illegal access, hung kernel); another one can --resume
 
 
 def path(said: str) -> Path:
@@ -57,30 +58,37 @@ def path(said: str) -> Path:
 
 
 def arguments() -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="python -m kvops.bench", description=__doc__.split(": ", 1)[1])
-    p.add_argument("--ops", nargs="+", choices=ROWS, metavar="OP", help=f"of: {', '.join(ROWS)}")
+    p = argparse.ArgumentParser(
+        prog="python -m kvops.bench",
+        description="Measure time and bandwidth, and compare with PyTorch, eager and compiled.",
+    )
+    p.add_argument(
+        "--ops", nargs="+", choices=ROWS, metavar="OP", help=f"rows to measure (default: all), of: {', '.join(ROWS)}"
+    )
     p.add_argument(
         "--n",
         nargs="+",
         type=int,
         help="cached tokens (default 4096 16384 65536; --quick: 16384; on cuda 16384 131072 1048576)",
     )
-    p.add_argument("--dtype", nargs="+", choices=DTYPES, help="default fp32 bf16; on cuda bf16 comes first")
+    p.add_argument("--dtype", nargs="+", choices=DTYPES, help="default fp32 bf16; on cuda bf16 fp32")
     p.add_argument("--heads", type=int, default=8, help="KV heads (default 8)")
     p.add_argument("--head-dim", type=int, default=128, help="default 128")
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     p.add_argument("--repeats", type=int, help="interleaved repetitions (default 30; on cuda 20; --quick: 5)")
+    p.add_argument("--paged", action="store_true", help="compare paged with dense memory instead; see --paged --help")
+    p.add_argument("--quick", action="store_true", help="fewer sizes and repetitions, no torch.compile: under 30 s")
     p.add_argument(
-        "--paged", action="store_true", help="dense memory and pages side by side instead; --paged --help tells more"
+        "--compile", nargs="*", type=int, metavar="N", help="run torch.compile at these n only (default: all)"
     )
-    p.add_argument("--quick", action="store_true", help="less of everything and no torch.compile: under 30 s")
-    p.add_argument("--compile", nargs="*", type=int, metavar="N", help="torch.compile at these n only (default: all)")
-    p.add_argument("--seconds", type=float, help="begin no further row after so long; what is missing is named")
-    p.add_argument("--json", type=path, metavar="FILE", help="write everything that was measured, row by row")
-    p.add_argument("--resume", action="store_true", help="go on with what the file of --json says was left out")
-    p.add_argument("--markdown", type=path, metavar="FILE", help="write a table with the goals, to be pasted")
-    p.add_argument("--plot", type=path, metavar="FILE.png", help="draw it (of a CPU: the largest n)")
-    p.add_argument("--from", type=path, metavar="FILE", dest="file", help="measure nothing: show what --json wrote")
+    p.add_argument("--seconds", type=float, help="start no row after this many seconds; missing rows are listed")
+    p.add_argument("--json", type=path, metavar="FILE", help="write all measurements, row by row")
+    p.add_argument("--resume", action="store_true", help="measure what the --json file lists as left out")
+    p.add_argument("--markdown", type=path, metavar="FILE", help="write a Markdown table with the goals")
+    p.add_argument("--plot", type=path, metavar="FILE.png", help="draw the results (CPU: the largest n)")
+    p.add_argument(
+        "--from", type=path, metavar="FILE", dest="file", help="measure nothing; show a file that --json wrote"
+    )
     a = p.parse_args()
     cuda = a.device == "cuda"
     a.ops = list(dict.fromkeys(a.ops or (name for name, row in ROWS.items() if cuda or not row.cuda_only)))
@@ -105,7 +113,7 @@ def arguments() -> argparse.Namespace:
     if a.seconds is not None and not 0 < a.seconds < math.inf:
         p.error(f"--seconds: expected a positive number, got {a.seconds}")
     if a.file and not os.path.isfile(a.file):
-        p.error(f"--from: expected a file that --json has written, got {a.file}")
+        p.error(f"--from: expected a file that --json wrote, got {a.file}")
     try:  # before anything is measured
         for option in ("json", "plot", "markdown"):
             if file := getattr(a, option):
@@ -124,7 +132,7 @@ def arguments() -> argparse.Namespace:
 
 
 def check_picture(file: Path) -> None:
-    """Refused unless a picture can be drawn in the file's format."""
+    """Raise Refused unless matplotlib can write the file's format."""
     try:
         from .plot import formats
     except ImportError as error:
@@ -138,7 +146,7 @@ def duration(seconds: float) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """One line per result, columns aligned; what was not measured has no column."""
+    """Return the results as an aligned table. Columns that nothing was measured for are omitted."""
     results, typical = record["rows"], record.get("statistic", "best")
     ratios = list(dict.fromkeys(x for r in results for x in (*r.get("ratio", {}), *lost(r))))
     ratios.sort(key=lambda x: ("eager", "compile", "parts").index(x) if x in ("eager", "compile", "parts") else 3)
@@ -171,18 +179,18 @@ def table(record: dict[str, Any]) -> str:
 
 
 def lost(result: dict[str, Any]) -> list[str]:
-    """The others that failed beside a row that did not."""
+    """Return the competitors that failed beside a row that did not."""
     return [x for x in result.get("failed", {}) if not x.startswith(("probe ", "stage "))]
 
 
 def names(result: dict[str, Any]) -> tuple[str, str, str]:
-    """Operator and form, n, dtype."""
+    """Return operator and form, n, and dtype."""
     short = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
     return f"{result['operator']} {result['form']}".strip(), str(result["shape"][2]), short[result["dtype"]]
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """A table to paste into a page: a line per result, with what it reached of its goals."""
+    """Return a Markdown table: a line per result, with the goals it reached."""
     typical = record.get("statistic", "best")
     lines: list[tuple[str, ...]] = [("operator", "n", "dtype", "time", "of bandwidth", "goals"), ("---",) * 6]
     for r in record["rows"]:
@@ -207,7 +215,7 @@ def entry(result: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> str:
 
 
 def remarks(record: dict[str, Any]) -> list[str]:
-    """What a reader of the table must know: what failed, what was timed in another way, what was left out."""
+    """Return notes on the table: what failed, what was timed in another way, what was left out."""
     found = []
     for r in record["rows"]:
         label = f"{r['operator']} {r['shape'][2]} {r['dtype']}"
@@ -230,7 +238,7 @@ def head(record: dict[str, Any]) -> str:
 
 
 def show(record: dict[str, Any], plot: Path | None, page: Path | None) -> None:
-    """Table, legend, remarks, goals, and the files that are asked for."""
+    """Print table, legend, remarks and goals, and write the requested files."""
     print("\n" + table(record))
     print(CUDA_LEGEND if "gpu" in record["machine"] else LEGEND)
     for line in remarks(record):
@@ -245,7 +253,7 @@ def show(record: dict[str, Any], plot: Path | None, page: Path | None) -> None:
         replace(page, markdown(record))
         print(f"wrote {page}")
     if plot and not any("bandwidth" in r for r in record["rows"]):
-        print(f"nothing to draw, {plot} is not written")
+        print(f"no row has a bandwidth to draw; {plot} is not written")
     elif plot:
         from .plot import draw
 
@@ -254,7 +262,7 @@ def show(record: dict[str, Any], plot: Path | None, page: Path | None) -> None:
 
 
 def progress(total: int) -> AbstractContextManager[Any]:
-    """A bar that shows itself after three seconds, if tqdm is there and someone is watching."""
+    """Return a progress bar that appears after three seconds, if tqdm is installed and the output is a terminal."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -275,7 +283,7 @@ class Job(NamedTuple):
 
 
 def jobs(a: argparse.Namespace) -> list[Job]:
-    """What is measured."""
+    """Return the jobs in the order in which they run."""
     found = []
     for name in a.ops:
         row = ROWS[name]
@@ -288,8 +296,11 @@ def jobs(a: argparse.Namespace) -> list[Job]:
 
 
 def urgency(a: argparse.Namespace, job: Job) -> tuple[int, int, int]:
-    """Sorts the jobs on a GPU, so that a run that is cut short has what is wanted most: the first of --n and the rows
-    of fixed shape; of these operators with a goal, then whole methods, then the other operators; each by --dtype."""
+    """Return the sort key of a job on a GPU, so that a run that is cut short has the most important rows.
+
+    The first of --n and the rows of fixed shape come first; among these operators with a goal, then whole methods, then
+    the other operators; each in the order of --dtype.
+    """
     row = ROWS[job.name]
     method = job.name.split(",")[0] not in ops.__all__
     goal = bool(row.copy_goal or row.eager_goal or row.peer_goals)
@@ -302,10 +313,10 @@ def compiled(a: argparse.Namespace, job: Job) -> bool:
 
 
 def attempt(a: argparse.Namespace, job: Job, tick: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The results of a job. An error is a result too: the other rows go on."""
+    """Return the results of a job. An error is a result too, so that the other rows still run."""
     cuda = a.device == "cuda"
     try:
-        if cuda:  # what the row before has left
+        if cuda:  # free what the previous row left
             gc.collect()
             torch.cuda.empty_cache()
         case = Case(job.n, DTYPES[job.dtype], job.heads, a.head_dim, a.device, ROWS[job.name].batch)
@@ -315,7 +326,7 @@ def attempt(a: argparse.Namespace, job: Job, tick: Callable[[], Any]) -> list[di
 
 
 def failure(a: argparse.Namespace, job: Job, error: Exception) -> list[dict[str, Any]]:
-    """The results of a row that could not be measured at all."""
+    """Return the results of a row that could not be measured at all."""
     shape, dtype = [ROWS[job.name].batch, job.heads, job.n, a.head_dim], str(DTYPES[job.dtype]).removeprefix("torch.")
     return [
         {"operator": job.name, "form": form, "dtype": dtype, "shape": shape, "error": first_line(error)}
@@ -324,7 +335,7 @@ def failure(a: argparse.Namespace, job: Job, error: Exception) -> list[dict[str,
 
 
 def begin(a: argparse.Namespace) -> tuple[dict[str, Any], list[Job]]:
-    """The record, and what is to be measured: all of it, or what the record of --resume has left out."""
+    """Return the record and the jobs to run: all of them, or those that the record of --resume lists as left out."""
     found = {
         **origin("python", "-m", "kvops.bench", *sys.argv[1:], device=a.device),
         "repeats": a.repeats,
@@ -349,7 +360,7 @@ def main() -> int:
     a = arguments()
     try:
         return run(a)
-    except (Refused, OSError) as error:  # the latter: of files, and what they lie on
+    except (Refused, OSError) as error:  # OSError: a file or its disk
         print(f"python -m kvops.bench: error: {error}", file=sys.stderr)
         return 2
 
@@ -370,7 +381,7 @@ def run(a: argparse.Namespace) -> int:
     order = list(ROWS)
 
     def keep(job: Job, results: list[dict[str, Any]]) -> None:
-        """In the record and its file; what is not measured yet is named there as left out."""
+        """Store results in the record and its file, which lists everything not measured yet as left out."""
         record["rows"] = sorted(record["rows"] + results, key=lambda r: (order.index(r["operator"]), r["shape"][2]))
         record["left_out"].remove(str(job))
         if a.json:
@@ -395,7 +406,7 @@ def run(a: argparse.Namespace) -> int:
                     results = attempt(a, job, bar.update if bar is not None else int)
                 keep(job, results)
                 if cuda and any("error" in r for r in results) and not usable():
-                    print(f"This process lost the GPU in {job}; --resume goes on with the others.")
+                    print(f"This process lost the GPU in {job}; --resume measures the other rows.")
                     return LOST
     except KeyboardInterrupt:
         stopped = True
@@ -403,13 +414,13 @@ def run(a: argparse.Namespace) -> int:
     if a.json:
         print(f"wrote {a.json}")
     if stopped:
-        print("stopped" + (f"; --resume --json {a.json} goes on with the others" if a.json else ""), file=sys.stderr)
+        print("stopped" + (f"; --resume --json {a.json} measures the other rows" if a.json else ""), file=sys.stderr)
         return 130
     return int(any("error" in r or refused(r) for r in record["rows"]))
 
 
 def refused(result: dict[str, Any]) -> bool:
-    """Its bandwidth could not be told."""
+    """Whether the bandwidth could not be measured."""
     return any(x.startswith("probe ") for x in result.get("failed", {}))
 
 

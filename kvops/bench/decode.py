@@ -1,9 +1,9 @@
-"""python -m kvops.bench.decode: a decode step of one layer under each method, beside DynamicCache with sdpa.
+"""python -m kvops.bench.decode: time a decode step of one layer under each method, compared with DynamicCache and sdpa.
 
-A step appends a token, attends and, when the method says so, evicts; its time is the mean over --steps of them, so
-evictions count with their share. Beside it, in turns with it, over as many tokens as the budget: `window_attention`
-alone, which is the floor of a step, and transformers' DynamicCache (which is cropped back after each step, outside the
-clock) with its sdpa attention. All caches together are larger than the processor's, as those of a model's layers are.
+A step appends a token, attends and, when the method requires it, evicts. Its time is the mean over --steps steps, so it
+includes its part of the evictions. Two baselines run in turns with it over as many tokens as the budget:
+`window_attention` alone, a lower bound of a step, and transformers' DynamicCache with sdpa attention (cropped back
+after each step, untimed). All caches together are larger than the processor's, as those of a model's layers are.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FLOOR, BASELINE = "window_attention", "DynamicCache + sdpa"
 GROUP, HEAD_DIM, LAYERS = 4, 128, 32
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "cpu-decode.json"
-EVERY = 8  # the baseline takes one step in so many, as each of its steps takes as long as ten of ours
+EVERY = 8  # the baseline runs every so many steps, as each takes as long as ten of ours
 
 
 def policies(m: int) -> dict[str, tuple[Policy, Rope | None, str]]:
-    """Methods that hold about m tokens in decode, with rope and storage for positions of slots."""
+    """Return methods that hold about m tokens in decode, with RoPE and storage for slot positions."""
     rope = Rope.of(HEAD_DIM)
     return {
         "full cache": (Full(), None, "pre_rope"),
@@ -54,19 +54,19 @@ def policies(m: int) -> dict[str, tuple[Policy, Rope | None, str]]:
 
 
 def filled(name: str, policy: Policy, rope: Rope | None, storage: str, m: int, token: Callable[..., Tensor]) -> Cache:
-    """A cache that has read a prompt and holds about m tokens."""
+    """Return a cache that has read a prompt and holds about m tokens."""
     cache = Cache(policy, layer=LAYERS // 2, num_layers=LAYERS, rope=rope, storage=storage)
-    tokens = 2 * m if name == "LagKV" else m  # which keeps a share of what it reads
+    tokens = 2 * m if name == "LagKV" else m  # LagKV keeps a fraction of the tokens
     k, v = token(1, tokens), token(1, tokens)
     if policy.uses_queries or rope is not None:
         cache.attend(token(GROUP, tokens), k, v)
-    else:  # the prompt's attention changes nothing
+    else:  # the prompt's attention does not matter
         cache.append(k, v)
     return cache
 
 
 class Baseline:
-    """transformers' cache and attention, at a length that does not change."""
+    """transformers' cache and attention at a constant length."""
 
     def __init__(self, m: int, token: Callable[..., Tensor]):
         from transformers import DynamicCache
@@ -88,7 +88,7 @@ class Baseline:
 
 @torch.inference_mode()
 def measure(dtype: str, m: int, heads: int, steps: int, methods: list[str] | None) -> list[dict[str, Any]]:
-    """A row for each method at a budget of m tokens."""
+    """Return a row for each method at a budget of m tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def token(group: int, t: int = 1) -> Tensor:
@@ -101,7 +101,7 @@ def measure(dtype: str, m: int, heads: int, steps: int, methods: list[str] | Non
     inputs = [(token(GROUP), token(1), token(1)) for _ in range(16)]
     seconds: dict[str, list[float]] = {name: [] for name in (*caches, FLOOR, BASELINE)}
     lengths: dict[str, list[int]] = {name: [] for name in caches}
-    for step in range(-EVERY, steps):  # the first ones warm up
+    for step in range(-EVERY, steps):  # the first steps warm up
         q, k, v = inputs[step % len(inputs)]
         for name, cache in caches.items():
             start = time.perf_counter()
@@ -115,7 +115,7 @@ def measure(dtype: str, m: int, heads: int, steps: int, methods: list[str] | Non
             seconds[BASELINE].append(baseline.step(q, k, v))
     warm = {name: x[1 if name == BASELINE else EVERY :] for name, x in seconds.items()}
     mean, median = ({name: f(x) for name, x in warm.items()} for f in (statistics.mean, statistics.median))
-    floor = median[FLOOR] / m  # per token; of the median, since it has no evictions to share
+    floor = median[FLOOR] / m  # per token; the median, since it has no evictions to average
     return [
         {
             "method": name,
@@ -132,7 +132,7 @@ def measure(dtype: str, m: int, heads: int, steps: int, methods: list[str] | Non
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each method, two columns for each dtype and budget."""
+    """Return a table with a line per method and two columns per dtype and budget."""
     cells = {(x["method"], x["dtype"], x["budget"]): x for x in rows}
     kinds = list(dict.fromkeys((x["dtype"], x["budget"]) for x in rows))
     lines = [["", *(f"{dtype}, {m:,}" for dtype, m in kinds)]]
@@ -150,9 +150,9 @@ def main(argv: list[str] | None = None) -> int:
     names = list(policies(1024))
     p = argparse.ArgumentParser(
         prog="python -m kvops.bench.decode",
-        description="Times a decode step of one layer under each method on the CPU, in turns with DynamicCache + sdpa.",
+        description="Time a decode step of one layer under each method on the CPU, in turns with DynamicCache + sdpa.",
     )
-    p.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
     p.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     p.add_argument("--budget", nargs="+", type=int, default=[1024, 8192], help="tokens (default 1024 8192)")
     p.add_argument("--heads", type=int, default=8, help="KV heads (default 8)")

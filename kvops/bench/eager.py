@@ -1,7 +1,7 @@
-"""What people write in PyTorch for the same results: the baselines of the benchmark, run as they are and compiled.
+"""Common PyTorch formulations of the same results: the baselines of the benchmark, run eagerly and compiled.
 
-The scores follow NVIDIA's kvpress (keydiff_press.py, lagkv_press.py), in the dtype of the inputs, as there. Selection
-is torch.topk, and a sort because the kept indices ascend; movement is torch.gather.
+The scores follow NVIDIA's kvpress (keydiff_press.py, lagkv_press.py), in the dtype of the inputs as in kvpress.
+Selection is torch.topk plus a sort, since the kept indices ascend. Movement is torch.gather.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def turned_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`window_attention` of keys that are cached without rotation; cos, sin: [n, d // 2]."""
+    """`window_attention` with keys cached before RoPE; cos, sin: [n, d // 2]."""
     return window_attention(q, rotate_half(k, cos, sin), v)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """FlashAttention of the last rows (without their causal corner) in torch, by the names of the kernels."""
+    """torch's FlashAttention of the last rows (without their causal corner), by kernel name."""
     if q.is_cpu:
         return {"flash": lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)}
 
@@ -158,7 +158,7 @@ def gather_kv(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 def ladder_gather(
     keys: Sequence[Tensor], values: Sequence[Tensor], indices: Sequence[Tensor], inv_freq: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Layers of [b, Hk, n, d], the slots [m] that each keeps -> [b, Hk, m, d]; keys turned to the new slots."""
+    """Layers of [b, Hk, n, d], the slots [m] that each keeps -> [b, Hk, m, d]; keys rotated to the new slots."""
     moved = [gather_kv(k, v, i.expand(*k.shape[:2], -1)) for k, v, i in zip(keys, values, indices)]
     if inv_freq is None:
         return [k for k, _ in moved], [v for _, v in moved]
@@ -196,7 +196,7 @@ def snapkv_compress(k: Tensor, v: Tensor, q: Tensor, budget: int, kernel: int = 
 
 
 def snapkv_compress_expanded(k: Tensor, v: Tensor, q: Tensor, budget: int, kernel: int = 7) -> tuple[Tensor, ...]:
-    """The same weights, with K repeated for each query head, as most code does."""
+    """The same weights, with K repeated for each query head, as in most code."""
     group, w = q.shape[1] // k.shape[1], q.shape[2]
     scores = window_scores(q, k.repeat_interleave(group, 1))
     return _snapkv_select(k, v, scores.unflatten(1, (-1, group)).mean(2), w, budget, kernel)

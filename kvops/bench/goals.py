@@ -1,4 +1,4 @@
-"""What the kernels are to reach on a GPU, and what a record of the benchmark says about it."""
+"""Performance goals of the kernels on a GPU, and whether a record reaches them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Goal(NamedTuple):
-    """A goal of a row: what was wanted and found, as text."""
+    """A goal of a row: the wanted and the measured value, as text."""
 
     what: str
     wanted: str
@@ -14,18 +14,18 @@ class Goal(NamedTuple):
     reached: bool
 
 
-# Of rows that are launches more than bytes: by operator and tokens.
+# Rows dominated by launches rather than bytes, by operator and tokens.
 MOST_SECONDS = {("keydiff_compress, 4096 tokens", 4096): 25e-6, ("select_topk", 131072): 8e-6}
 
 
 def goals(record: dict[str, Any]) -> list[Goal]:
-    """The goals that the record can tell about, in the order of its rows."""
+    """Return the goals that the record covers, in the order of its rows."""
     return [goal for r in record["rows"] for goal in goals_of(r)]
 
 
 def goals_of(r: dict[str, Any]) -> list[Goal]:
-    """Those of one row."""
-    if "clock" not in r:  # of a CPU, or failed
+    """Return the goals of one row."""
+    if "clock" not in r:  # CPU or failed
         return []
     found = []
     label = f"{r['operator']} {r['form']}".strip() + f", n {r['shape'][2]}, {r['dtype']}"

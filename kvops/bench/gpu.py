@@ -1,4 +1,4 @@
-"""The clock of a GPU: events around the replay of a CUDA graph, over as many copies of the inputs as no cache holds."""
+"""GPU timing: events around the replay of a CUDA graph, over more copies of the inputs than fit in the L2 cache."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-SHORT = 2e-3  # seconds; what takes less is captured several times, so that starting a replay (microseconds) is nothing
+SHORT = 2e-3  # seconds; shorter calls are captured several times, to make the launch (microseconds) negligible
 MOST_CALLS = 512  # in one graph
-COPY_BYTES = 2 << 30  # of the large copy_, and of the two buffers in which smaller copies wander
+COPY_BYTES = 2 << 30  # size of the large copy_, and of the two buffers that smaller copies rotate through
 
 
 class Replayed:
-    """Something to time. calls[i] works on the i-th copy of the inputs; `before` is run ahead, outside the clock."""
+    """A timed contender. calls[i] works on the i-th copy of the inputs; `before` runs first and is not timed."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]], before: Sequence[Callable[[], None]] = ()):
         self.calls, self.before = calls, before
@@ -43,7 +43,7 @@ class Replayed:
         return self._start.elapsed_time(self._end) / 1e3 / (self.rounds * len(self.calls))
 
     def warm_up(self) -> None:
-        """Whatever the first calls load, compile and allocate; then the capture of as many calls as are not short."""
+        """Run the first calls, which load, compile and allocate; then capture enough calls for a sample."""
         for _ in range(3):
             self.sample()
         self._capture()
@@ -63,7 +63,7 @@ class Replayed:
             raise
         except Exception as error:
             torch.cuda.synchronize()
-            self.clock = f"events, as it cannot be captured ({first_line(error)})"
+            self.clock = f"events, not capturable ({first_line(error)})"
         else:
             self._run, self.clock = graph.replay, "graph"
 
@@ -74,7 +74,7 @@ def first_line(error: Exception) -> str:
 
 
 def usable() -> bool:
-    """False after an illegal access, say, which ends all work of this process on the GPU."""
+    """Whether this process can still use the GPU; False after an illegal access, for instance."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:
@@ -84,7 +84,7 @@ def usable() -> bool:
 
 @contextmanager
 def at_most(seconds: float, give_up: Callable[[], None]) -> Iterator[None]:
-    """Calls `give_up` in another thread if the block takes longer: a kernel that hangs has its process wait forever."""
+    """Call `give_up` in another thread if the block takes longer: a hung kernel blocks its process forever."""
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
     timer.start()
@@ -99,22 +99,22 @@ def l2_bytes() -> int:
 
 
 def copies(moved: int) -> int:
-    """How many copies of the inputs of a call that moves so many bytes fill the L2 cache several times."""
+    """Return how many copies of the inputs fill the L2 cache several times, for a call that moves `moved` bytes."""
     return max(1, min(math.ceil(8 * l2_bytes() / max(1, moved)), MOST_CALLS))
 
 
 @functools.cache
 def _buffers(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two of COPY_BYTES: random values, and where to."""
+    """Return two buffers of COPY_BYTES: random values and a target."""
     source = torch.randn(COPY_BYTES // 4, device=device)
     return source, torch.empty_like(source)
 
 
 def copy_probes(moved: int, device: str) -> dict[str, Replayed]:
-    """copy_ of the whole buffer, and of as many bytes as the row reads and writes, each time elsewhere."""
+    """Return two probes: copy_ of the whole buffer, and of as many bytes as the row moves, each time elsewhere."""
     source, target = _buffers(device)
     found = {"large": Replayed([lambda: target.copy_(source)])}
-    part = moved // 8  # floats that are read, and as many written
+    part = moved // 8  # floats read, and as many written
     if 0 < part < source.numel():
         places = [slice(i * part, (i + 1) * part) for i in range(min(source.numel() // part, MOST_CALLS))]
         found["same"] = Replayed([partial(_copy, target[p], source[p]) for p in places])
@@ -126,5 +126,5 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def copied(probe: str, moved: int) -> int:
-    """Bytes that a probe reads and writes in one call."""
+    """Return the bytes that a probe reads and writes per call."""
     return 2 * COPY_BYTES if probe == "large" else moved // 8 * 8

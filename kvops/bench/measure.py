@@ -1,4 +1,4 @@
-"""Timing: everything that is compared runs in turns in one process, beside the memory bandwidth of that moment."""
+"""Timing: compared calls run in turns in one process, together with probes of the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .. import _lib
 from . import gpu
 from .rows import Case, Row, size
 
-SHORT = 1e-3  # seconds; what takes less is called several times per sample
-MOST_SHARE = 3.0  # of a bandwidth that is plausible: a row may find its bytes in the cache where the probe does not
-TRIES = 3  # for a probe that is not
-OUTPUTS = ("out", "lagkv_out", "ladder_out", "rope_out")  # of a Case, that calls write
-GOALS_FROM = 131072  # tokens; below, starting the kernels counts
+SHORT = 1e-3  # seconds; shorter calls run several times per sample
+MOST_SHARE = 3.0  # the most a row may plausibly exceed a bandwidth: its bytes may be cached where the probe's are not
+TRIES = 3  # for an implausible probe
+OUTPUTS = ("out", "lagkv_out", "ladder_out", "rope_out")  # attributes of a Case that calls write to
+GOALS_FROM = 131072  # tokens; below, launch overhead matters
 
 
 @dataclass
 class Contender:
-    """Something to time on the CPU.
+    """A timed contender on the CPU.
 
     Attributes:
-        call: what is timed.
-        before: runs ahead of every sample, outside the clock.
-        calls: per sample; `warm_up` sets it so that a sample is not too short for the clock.
+        call: the timed call.
+        before: runs before every sample and is not timed.
+        calls: calls per sample; `warm_up` sets it so that a sample is not too short for the clock.
     """
 
     call: Callable[[], Any]
@@ -53,7 +53,7 @@ class Contender:
 
 
 def in_turns(rivals: Iterable[Contender], seconds: float, least: int) -> list[list[float]]:
-    """Rounds of a sample of each, once they are warm, for so long, and so many at least."""
+    """Warm up, then sample the rivals in turns for `seconds`, for at least `least` rounds. Returns the rounds."""
     rivals = list(rivals)
     for rival in rivals:
         rival.warm_up()
@@ -65,7 +65,7 @@ def in_turns(rivals: Iterable[Contender], seconds: float, least: int) -> list[li
 
 
 def probes(row: Row, case: Case) -> dict[str, Contender]:
-    """The ways to move as many bytes as the row does on the CPU; the fastest is the bandwidth to compare with."""
+    """Return ways to move as many bytes as the row on the CPU; the fastest gives the bandwidth to compare with."""
     if not row.against:
         return {}
     touched = row.touched(case)
@@ -80,8 +80,8 @@ def probes(row: Row, case: Case) -> dict[str, Contender]:
             "non-temporal": Contender(lambda: [_lib.probe_copy(x, source, 1) for x, source in pairs]),
             "torch.copy_": Contender(lambda: [x.view(-1).copy_(source) for x, source in pairs]),
         }
-    # Compaction to a share r reads r n rows and writes r n, of which r (r n) are the same: it touches (2 - r) r n rows.
-    # So does a shift of r n rows by (1 - r) r n.
+    # Compaction to a fraction r reads r n rows and writes r n, of which r (r n) are the same: it touches (2 - r) r n
+    # rows. So does a shift of r n rows by (1 - r) r n.
     pairs = [(x[:m], x[m - m * m // x.numel() :][:m]) for x in flat for m in [touched[0].numel()]]
     return {"shift": Contender(lambda: [_lib.probe_copy(x, source, 2) for x, source in pairs])}
 
@@ -96,12 +96,12 @@ def on_gpu(case: Case) -> bool:
 
 
 def contenders(row: Row, cases: list[Case], compiled: bool) -> dict[str, Contender | gpu.Replayed]:
-    """Everything of a row that is timed.
+    """Return everything that is timed for a row.
 
     Args:
-        row: of `ROWS`.
-        cases: alike but for their values; on a GPU they are taken in turn.
-        compiled: the baseline is timed under torch.compile too.
+        row: an entry of `ROWS`.
+        cases: inputs that differ only in their values; on a GPU the calls rotate through them.
+        compiled: also time the baseline under torch.compile.
 
     Returns:
         kvops' forms ("kvops ..."), the baselines, the stages ("stage ...") and the bandwidth probes ("probe ...").
@@ -138,15 +138,15 @@ def contenders(row: Row, cases: list[Case], compiled: bool) -> dict[str, Contend
 
 
 def bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float) -> dict[str, Any]:
-    """The bandwidth that the fastest probe reached on the CPU, and the row's share of it.
+    """Return the bandwidth that the fastest probe reached on the CPU, and the row's fraction of it.
 
     Args:
-        row, case: what was measured.
-        seconds: per call, by contender.
-        rate: of the row, in bytes per second.
+        row, case: the measured row and its inputs.
+        seconds: seconds per call, by contender.
+        rate: bytes per second of the row.
 
     Returns:
-        {"bandwidth": ...}, in GB/s; {} if the row is compared with none.
+        {"bandwidth": ...}, in GB/s; {} if the row has no bandwidth to compare with.
     """
     probe = min((key for key in seconds if key.startswith("probe")), key=lambda key: seconds[key], default=None)
     if probe is None:
@@ -157,24 +157,24 @@ def bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float) -> d
 
 
 def copy_bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float) -> dict[str, Any]:
-    """The same on a GPU: of a large copy_, and of one that moves as many bytes as the row."""
+    """Return the bandwidth on a GPU: of a large copy_, and of one that moves as many bytes as the row."""
     moved = row.bytes(case)
     reached = {x: gpu.copied(x, moved) / seconds[f"probe {x}"] for x in ("large", "same") if f"probe {x}" in seconds}
     if "large" not in reached:
         return {}
-    same = reached.get("same", reached["large"])  # what moves more than the large copy is compared with that
+    same = reached.get("same", reached["large"])  # a row that moves more is compared with the large copy
     found = {"of": "copy", "by": "torch.copy_", "gb_per_s": reached["large"] / 1e9, "share": rate / reached["large"]}
     return {"bandwidth": found | {"same_bytes": {"gb_per_s": same / 1e9, "share": rate / same}}}
 
 
 def plausible(found: dict[str, Any]) -> bool:
-    """What `bandwidth` or `copy_bandwidth` says is not the work of a probe that was held up."""
+    """Whether a measured bandwidth is plausible, that is, no probe was disturbed."""
     band = found.get("bandwidth")
     return band is None or max(band["share"], band.get("same_bytes", band)["share"]) <= MOST_SHARE
 
 
 def make_cases(row: Row, like: Case) -> list[Case]:
-    """`like`, and on a GPU others with other values, so that no call finds its inputs in the cache."""
+    """Return `like`, and on a GPU more cases with other values, so that no call finds its inputs in the cache."""
     if not on_gpu(like):
         return [like]
     count = gpu.copies(row.bytes(like))
@@ -184,7 +184,7 @@ def make_cases(row: Row, like: Case) -> list[Case]:
 
 
 def check_written(cases: list[Case], rival: gpu.Replayed) -> None:
-    """What is timed writes all of its result: fill it with NaN, look again."""
+    """Check that the timed calls write all of their results, which are filled with NaN first."""
     results = [x for c in cases for name in OUTPUTS for x in vars(c).get(name, ())]
     for x in results:
         x.fill_(torch.nan)
@@ -197,14 +197,14 @@ def check_written(cases: list[Case], rival: gpu.Replayed) -> None:
 def measure(
     name: str, row: Row, case: Case, repeats: int, compiled: bool, tick: Callable[[], Any]
 ) -> list[dict[str, Any]]:
-    """Times a row in one shape and dtype, everything in turns.
+    """Time a row in one shape and dtype, all contenders in turns.
 
     Args:
-        name: of the row.
-        row: of `ROWS`.
+        name: the row's name.
+        row: an entry of `ROWS`.
         case: its inputs.
-        repeats: samples of each contender.
-        compiled: the baseline is timed under torch.compile too.
+        repeats: samples per contender.
+        compiled: also time the baseline under torch.compile.
         tick: called after each repetition.
 
     Returns:
@@ -227,20 +227,20 @@ def measure(
             if cuda and not gpu.usable():
                 raise RuntimeError(f"{key}: {failed[key]}") from error
     seconds: dict[str, list[float]] = {key: [] for key in rivals}
-    for _ in range(repeats):  # in turns, so that a machine that speeds up or slows down does so for all
+    for _ in range(repeats):  # in turns, so that changes of the machine's speed affect all alike
         for key, rival in rivals.items():
             seconds[key].append(rival.sample())
         tick()
 
     def compared(form: str) -> dict[str, Any]:
-        """The bandwidth, and what a form reaches of it."""
+        """Return the bandwidth and the fraction of it that a form reaches."""
         typical = {key: (statistics.median if cuda else min)(x) for key, x in seconds.items()}
         rate = row.bytes(case) / typical[f"kvops {form}"]
         return (copy_bandwidth if cuda else bandwidth)(row, case, typical, rate)
 
     probed = [key for key in rivals if key.startswith("probe")]
     forms = [form for form in row.forms if f"kvops {form}" in rivals]
-    for _ in range(TRIES):  # on a machine that is busy a probe may never have run undisturbed
+    for _ in range(TRIES):  # on a busy machine a probe may never run undisturbed
         if all(plausible(compared(form)) for form in forms):
             break
         for _ in range(repeats):
@@ -285,7 +285,7 @@ def measure(
         }
         if cuda:
             result |= {
-                "copies": len(cases),  # of the inputs, taken in turn
+                "copies": len(cases),  # of the inputs, which the calls rotate through
                 "clock": {x: rival.clock for x in (key, *others) if isinstance(rival := rivals[x], gpu.Replayed)},
                 "stages": {x: median[f"stage {x}"] / median[key] for x in row.stages if f"stage {x}" in median},
                 "failed": failures,

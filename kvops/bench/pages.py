@@ -1,9 +1,9 @@
-"""python -m kvops.bench --paged: every operator that takes a block table, on pages and in dense memory, in turns.
+"""python -m kvops.bench --paged: compare paged with dense memory for every operator with a block table.
 
-The pages of a request are shuffled. Pages in the order of heads ("HND") are compared with dense memory in that order,
-[Hk, n, d], those in the order of tokens ("NHD") with [n, Hk, d]: what a block table costs, not what an order does. What
-the memory itself charges for pages stands first: a bare loop over K and V, from which all operators but windows differ.
-Then what fp8 takes beside bf16, in the same pages; what one call for many requests is worth, and one for all layers.
+The pages of a request are shuffled. "HND" pages are compared with dense memory in the same order, [Hk, n, d], and "NHD"
+pages with [n, Hk, d]: this isolates the cost of the block table from that of the order. The first row is the cost of
+the memory itself, a bare loop over K and V. Further tables compare fp8 with bf16 in the same pages, and one call for
+many requests or all layers with a call for each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .rows import WINDOW, Case
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ORDERS = ("HND", "NHD")
-LEAST = 5  # rounds of a row
+LEAST = 5  # rounds per row
 REQUESTS, LAYERS = 64, 32
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "cpu-pages.json"
 READING = "reading alone"
@@ -46,12 +46,12 @@ MOVES = ("gather_kv", "compact_kv_")
 
 
 def dense(x: Tensor, order: str) -> Tensor:
-    """[1, Hk, n, d], whose memory is in that order."""
+    """Return x, [1, Hk, n, d], in memory of that order."""
     return x.clone() if order == "HND" else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def paged(x: Tensor, order: str, size: int, places: Tensor) -> Tensor:
-    """The pages [b n / size, Hk, size, d] at these places of the pool, whose memory is in that order."""
+    """Return the pages [b n / size, Hk, size, d] at `places` of the pool, in memory of that order."""
     b, heads, n, d = x.shape
     count = b * n // size
     pages = x.new_empty((count, heads, size, d) if order == "HND" else (count, size, heads, d))
@@ -61,8 +61,8 @@ def paged(x: Tensor, order: str, size: int, places: Tensor) -> Tensor:
 
 
 def reading(both: tuple[Tensor, Tensor], order: str, size: int, places: Tensor | None) -> Callable[[], Any]:
-    """A bare loop over K and V: over dense memory from beginning to end, or over pages of so many slots at these
-    places; where they lie in the order of heads one head after the other."""
+    """Return a bare loop over K and V: over dense memory from start to end, or over pages of `size` slots at `places`;
+    in HND order one head after the other."""
     heads, width = both[0].shape[1], size * both[0].shape[3] * both[0].element_size()
     if order == "NHD":
         heads, width = 1, heads * width
@@ -74,7 +74,7 @@ def reading(both: tuple[Tensor, Tensor], order: str, size: int, places: Tensor |
 
 
 def of_requests(c: Case, size: int) -> dict[str, Callable[[], Any]]:
-    """An eviction by KeyDiff of all requests of c, in pages of so many slots."""
+    """Return calls that evict all requests of c by KeyDiff, in pages of `size` slots."""
     places = torch.randperm(c.batch * c.n // size, generator=torch.Generator().manual_seed(0))
     k, v = (paged(x, "HND", size, places) for x in (c.k, c.v))
     table = places.to(torch.int32).view(c.batch, -1)
@@ -91,7 +91,7 @@ def of_requests(c: Case, size: int) -> dict[str, Callable[[], Any]]:
 
 
 def of_layers(c: Case, size: int) -> dict[str, Callable[[], Any]]:
-    """A compaction of c's rows as one request's layers, each in pages of its own."""
+    """Return calls that compact c's rows as the layers of one request, each in its own pages."""
     places = torch.randperm(c.n // size, generator=torch.Generator().manual_seed(0))
     table = places.to(torch.int32).view(1, -1)
     k_dense, v_dense, kept = (list(x.unsqueeze(1)) for x in (c.k, c.v, c.indices))
@@ -105,7 +105,7 @@ def of_layers(c: Case, size: int) -> dict[str, Callable[[], Any]]:
 
 
 def calls(c: Case, k: Tensor, v: Tensor, table: Tensor | None) -> dict[str, Callable[[], Any]]:
-    """Each operator over c's K and V, which lie in k and v."""
+    """Return a call of each operator over c's K and V, stored in k and v."""
     last, one, of = c.window(WINDOW), c.window(1), c.clusters
     pages: dict[str, Any] = dict(block_table=table)
     anchors: dict[str, Any] = dict(sat_indices=of.sats, buckets=of.buckets, num_chunks=of.prototypes.shape[2] - 4)
@@ -127,7 +127,7 @@ def calls(c: Case, k: Tensor, v: Tensor, table: Tensor | None) -> dict[str, Call
 
 @torch.no_grad()
 def measure(c: Case, dtype: str, sizes: list[int], names: list[str], seconds: float) -> list[dict[str, Any]]:
-    """A row for each operator and order: the medians, and those of the ratio to dense memory in each round."""
+    """Return a row per operator and order: median times, and median ratios to dense memory in each round."""
     generator = torch.Generator().manual_seed(0)
     places = {size: torch.randperm(c.n // size, generator=generator) for size in sizes}
     tables = {size: at.to(torch.int32).view(1, -1) for size, at in places.items()}
@@ -154,8 +154,8 @@ def measure(c: Case, dtype: str, sizes: list[int], names: list[str], seconds: fl
 
 @torch.no_grad()
 def measure_fp8(c: Case, size: int, names: list[str], seconds: float) -> list[dict[str, Any]]:
-    """A row for each operator that computes with K or V, in pages of so many slots: bf16's median, and those of the
-    ratio to it in each round."""
+    """Return a row per operator that computes with K or V, in pages of `size` slots: the median time in bf16, and the
+    median ratios to it in each round."""
     places = torch.randperm(c.n // size, generator=torch.Generator().manual_seed(0))
     table = places.to(torch.int32).view(1, -1)
     k, v = (paged(x, "HND", size, places) for x in (c.k, c.v))
@@ -178,7 +178,7 @@ def measure_fp8(c: Case, size: int, names: list[str], seconds: float) -> list[di
 
 @torch.no_grad()
 def measure_together(n: int, dtype: str, heads: int, size: int, seconds: float) -> list[dict[str, Any]]:
-    """A row for many requests of n tokens, and one for many layers."""
+    """Return a row for many requests of n tokens, and one for many layers."""
     rows = []
     for name, batch, calls_of in (
         (f"keydiff_compress_, {REQUESTS} requests", REQUESTS, of_requests),
@@ -193,7 +193,7 @@ def measure_together(n: int, dtype: str, heads: int, size: int, seconds: float) 
 
 
 def lines_together(rows: list[dict[str, Any]]) -> list[str]:
-    """Each call's time, and how many times longer it takes than the one call on pages."""
+    """Return each call's time, and its ratio to one call on pages."""
     lines = []
     for x in rows:
         lines.append(f"\n{x['op']} of {x['n']:,} tokens, {x['dtype']}, pages of {x['page']} slots")
@@ -204,7 +204,7 @@ def lines_together(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def lines_fp8(rows: list[dict[str, Any]]) -> list[str]:
-    """Each operator's time in bf16, and how many times longer it takes in fp8."""
+    """Return each operator's time in bf16, and the ratios in fp8."""
     lines = []
     for n, size in dict.fromkeys((x["n"], x["page"]) for x in rows):
         own = [x for x in rows if (x["n"], x["page"]) == (n, size)]
@@ -215,7 +215,7 @@ def lines_fp8(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each operator and order."""
+    """Return a table with a line per operator and order."""
     kinds = list(dict.fromkeys((x["dtype"], x["n"]) for x in rows))
     sizes = list(rows[0]["ratio"])
     lines = [["", "order"]]
@@ -234,15 +234,20 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser(
         prog="python -m kvops.bench --paged",
-        description="Times the operators on shuffled pages of one request, in turns with dense memory, on the CPU.",
+        description="Time the operators on shuffled pages of one request, in turns with dense memory, on the CPU.",
     )
-    p.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
     p.add_argument("--ops", nargs="+", choices=OPERATORS, default=list(OPERATORS), metavar="OP", help="default: all")
     p.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     p.add_argument("--n", nargs="+", type=int, default=[32768], help="tokens (default 32768)")
-    p.add_argument("--pages", nargs="+", type=int, default=[16, 64], help="slots of a page (default 16 64)")
+    p.add_argument("--pages", nargs="+", type=int, default=[16, 64], help="slots per page (default 16 64)")
     p.add_argument("--heads", type=int, default=8, help="KV heads (default 8)")
-    p.add_argument("--seconds", type=float, default=1.0, help=f"per operator and order, {LEAST} rounds at least")
+    p.add_argument(
+        "--seconds",
+        type=float,
+        default=1.0,
+        help=f"seconds per operator and order, with at least {LEAST} rounds (default 1)",
+    )
     a = p.parse_args(argv)
     if a.heads < 1:
         p.error(f"--heads: expected at least 1, got {a.heads}")
@@ -250,7 +255,7 @@ def main(argv: list[str]) -> int:
         p.error(f"--seconds: expected a number, at least 0, got {a.seconds}")
     for n, size in product(a.n, a.pages):
         if size < 1 or n < 1024 or n % size:
-            p.error(f"--pages: expected sizes that divide --n, which is at least 1024, got {size} and {n}")
+            p.error(f"--pages: expected sizes that divide --n, and --n of at least 1024, got {size} and {n}")
     try:
         if a.json:
             check_target("json", a.json)
@@ -272,6 +277,6 @@ def main(argv: list[str]) -> int:
         if a.json:
             write(a.json, record)
     print(table(record["rows"]))
-    print("\ndense: the median time; page 16: how many times longer it takes in shuffled pages of 16 slots")
+    print("\ndense: median time; page 16: how many times longer shuffled pages of 16 slots take")
     print(*lines_fp8(record["fp8"]), *lines_together(record["together"]), sep="\n")
     return 0

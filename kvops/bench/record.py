@@ -1,4 +1,4 @@
-"""Where a measurement comes from: what every file under bench/results/ says beside its numbers."""
+"""The origin of a measurement (machine, versions, command), which every file under bench/results/ records."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .. import build_info
 
 
 class Refused(ValueError):
-    """What was asked for cannot be done; the message is for who asked."""
+    """A request that cannot be met; the message is for the user."""
 
 
 def gpu() -> dict[str, Any]:
-    """Of the GPU that torch uses."""
+    """Return properties of the GPU that torch uses."""
     of = torch.cuda.get_device_properties(torch.cuda.current_device())
     try:
         driver = subprocess.run(
@@ -53,9 +53,9 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit that this kvops was run from, with -dirty if its files were changed.
+    """Return the commit of this kvops, with -dirty if tracked files are modified.
 
-    Outside its own repository KVOPS_COMMIT, else None.
+    Outside its repository: the environment variable KVOPS_COMMIT, or None.
     """
 
     here = Path(__file__).resolve()
@@ -66,7 +66,7 @@ def commit() -> str | None:
         ).stdout.strip()
 
     try:
-        # An installed kvops may lie in a repository of someone else, who may even have committed it there.
+        # An installed kvops may be inside an unrelated repository, and may even be committed there.
         git("ls-files", "--error-unmatch", here.name)
         if Path(git("rev-parse", "--show-toplevel")).resolve() != here.parents[2]:
             return os.environ.get("KVOPS_COMMIT")
@@ -76,10 +76,10 @@ def commit() -> str | None:
 
 
 def origin(*command: str, device: str = "cpu") -> dict[str, Any]:
-    """Machine, instruction set, versions, commit, and the command that made a record.
+    """Return machine, instruction set, versions, commit and command of a record.
 
     Args:
-        command: its words.
+        command: the words of the command.
         device: "cuda" adds the GPU.
     """
     info = build_info()
@@ -94,12 +94,12 @@ def origin(*command: str, device: str = "cpu") -> dict[str, Any]:
 
 
 def write(file: Path, record: dict[str, Any]) -> None:
-    """A record as JSON, replaced as `replace` does."""
+    """Write a record as JSON; see `replace`."""
     replace(file, json.dumps(record, indent=1) + "\n")
 
 
 def replace(file: Path, content: str | bytes) -> None:
-    """Replaces the file in one step, so that it is whole whenever the process is stopped, and of whoever was last."""
+    """Replace a file atomically: it is complete whenever the process stops, and the last writer wins."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = part_of(file)
     try:
@@ -110,12 +110,12 @@ def replace(file: Path, content: str | bytes) -> None:
 
 
 def part_of(file: Path) -> Path:
-    """Where the new content of a file lies until it is whole."""
+    """Return the path of the temporary file for new content."""
     return file.with_name(f"{file.name}.{os.getpid()}.part")
 
 
 def check_target(option: str, file: Path) -> None:
-    """Refused unless `replace` can write the file that an option names."""
+    """Raise Refused unless `replace` can write the file that an option names."""
     try:
         if file.is_dir():
             raise Refused(f"--{option}: expected a file, got the folder {file}")
@@ -128,10 +128,10 @@ def check_target(option: str, file: Path) -> None:
 
 
 def load(file: Path) -> dict[str, Any]:
-    """Reads a record that python -m kvops.bench has written.
+    """Read a record written by python -m kvops.bench.
 
     Raises:
-        Refused: the file cannot be read, or holds something else.
+        Refused: the file cannot be read or is not such a record.
     """
     try:
         found = json.loads(file.read_bytes().decode())
@@ -147,7 +147,7 @@ def whole(x: object, least: int = 0) -> bool:
 
 
 def number(x: object) -> TypeGuard[float]:
-    """At least 0, and finite."""
+    """Whether x is a finite number, at least 0."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < 2**62
 
 
@@ -156,7 +156,7 @@ def positive(x: object) -> bool:
 
 
 def name(x: object) -> bool:
-    """Of one line, that can be printed."""
+    """Whether x is one printable line."""
     return isinstance(x, str) and 0 < len(x) <= 200 and x.isprintable()
 
 
@@ -165,7 +165,7 @@ def text(x: object) -> bool:
 
 
 def wrong_record(x: object) -> str | None:
-    """What is not as it must be; None if nothing."""
+    """Return what is wrong with a record, or None."""
     if not isinstance(x, dict) or not isinstance(x.get("machine"), dict) or not isinstance(x.get("rows"), list):
         return "machine and rows are missing"
     machine, gpu = x["machine"], x["machine"].get("gpu")
@@ -191,7 +191,7 @@ def wrong_record(x: object) -> str | None:
 
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: What else than its label a row may hold: an object whose keys are names, and of whose values this must be true.
+#: Optional parts of a row: objects whose keys are names, with a test for their values.
 PARTS = {
     "ratio": lambda y: isinstance(y, dict) and all(positive(y.get(z)) for z in ("best", "median", "seconds")),
     "failed": text,
@@ -202,7 +202,7 @@ PARTS = {
 
 
 def wrong_row(row: dict[str, Any]) -> str | None:
-    """The same of one of the rows."""
+    """Return what is wrong with a row, or None."""
     shape = row.get("shape")
     if not name(row.get("operator")) or not text(row.get("form")) or row.get("dtype") not in DTYPES:
         return "operator, form and dtype must be names"
@@ -224,7 +224,7 @@ def wrong_row(row: dict[str, Any]) -> str | None:
     for key, holds in PARTS.items():
         found = row.get(key, {})
         if not isinstance(found, dict) or not all(name(y) and holds(z) for y, z in found.items()):
-            return f"{key} is not what it must be"
+            return f"{key} has invalid entries"
     if "clock" in row and "stages" not in row:
         return "stages are missing"
     return None

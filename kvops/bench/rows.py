@@ -1,4 +1,4 @@
-"""What the benchmark measures: one entry of `ROWS` per operator, and one per whole call."""
+"""The rows of the benchmark: one entry of `ROWS` per operator, and one per whole call."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvops.rope import Rope
 
 from . import eager
 
-KEEP = 0.25  # of the tokens, in everything that selects or moves
-SINK = 16  # LagKV's static part
+KEEP = 0.25  # fraction of the tokens that rows select or move
+SINK = 16  # LagKV's sinks
 GROUP = 4  # query heads per KV head
-WINDOW = 32  # rows that observe, SnapKV's default
+WINDOW = 32  # query rows of the observation window, SnapKV's default
 PROTOTYPES = 500  # ProtoKV's default, with its four buckets
-LAYERS = 32  # of the ladder's rows, which share the tokens; fewer where each would have less than 64
-NEAR_FLOOR = 1 / 1.3  # a whole call takes at most 1.3 times as long as a copy of its bytes
+LAYERS = 32  # of the ladder rows, which divide the tokens; fewer if each would have less than 64
+NEAR_FLOOR = 1 / 1.3  # a whole call may take at most 1.3 times as long as a copy of its bytes
 
 
 class Window(NamedTuple):
@@ -36,7 +36,7 @@ class Window(NamedTuple):
 
 
 class Clusters(NamedTuple):
-    """What ProtoKV makes on its way."""
+    """Intermediate results of ProtoKV."""
 
     hash: tuple[Tensor, Tensor]  # projection and phase
     sats: Tensor
@@ -47,7 +47,7 @@ class Clusters(NamedTuple):
 
 
 class Ladder:
-    """The last `count` layers of a model, K and V slices of these tokens, and what LaCache makes of an overflow."""
+    """The last `count` layers of a model, with slices of K and V, and LaCache's plan for an overflow."""
 
     def __init__(self, k: Tensor, v: Tensor, count: int, num_layers: int):
         n = k.shape[2] // count
@@ -60,15 +60,15 @@ class Ladder:
         self.rows = sum(int((x != slots).sum()) for x in self.indices)  # that move, of a (batch, head)
 
     def moved(self, x: Tensor) -> Tensor:
-        """As many elements of x, which is K or V, as move."""
+        """Return as many elements of x (K or V) as the plan moves."""
         b, heads, _, d = x.shape
         return x.view(-1)[: b * heads * self.rows * d]
 
 
 class Case:
-    """The inputs of one measurement: K and V [batch, heads, n, d], random, and what the operators take beside them.
+    """The inputs of one measurement: random K and V, [batch, heads, n, d], and the operators' other arguments.
 
-    Tensors are made when they are first asked for.
+    Tensors are created on first use.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Case:
         return self._randn(self.n, stream=2)
 
     def window(self, rows: int) -> Window:
-        """The window of the last `rows` tokens."""
+        """Return the window of the last `rows` tokens."""
         if rows not in self._windows:
             self._windows[rows] = self._window(rows)
         return self._windows[rows]
@@ -129,7 +129,7 @@ class Case:
         return Clusters(hashing, sats, buckets, prototypes, assignment, means)
 
     def restore(self) -> None:
-        """Undoes in-place calls."""
+        """Undo in-place calls."""
         self.k.copy_(self._source[0])
         self.v.copy_(self._source[1])
 
@@ -139,7 +139,7 @@ class Case:
 
     @property
     def lag(self) -> int:
-        """1024 at n = 65536, LagKV's default, and as many partitions at every n."""
+        """LagKV's default of 1024 at n = 65536; the number of partitions is the same at every n."""
         return max(4, self.n // 64)
 
     @property
@@ -148,7 +148,7 @@ class Case:
 
     @property
     def ratio(self) -> float:
-        """LagKV's r that keeps KEEP of all tokens (Eq. 10: sinks and the tail are kept whole)."""
+        """LagKV's r that keeps a fraction KEEP of all tokens (Eq. 10: sinks and tail are always kept)."""
         tail = self.n - SINK - (self.partitions - 1) * self.lag
         return (self.budget - SINK - tail) / ((self.partitions - 1) * self.lag)
 
@@ -158,33 +158,33 @@ class Case:
 
     @cached_property
     def run(self) -> Tensor:
-        """As many as `indices`, in one run: the last ones."""
+        """As many indices as `indices`, in one run: the last tokens."""
         return torch.arange(self.n - self.budget, self.n, device=self.device).expand_as(self.indices).contiguous()
 
     @cached_property
     def out(self) -> tuple[Tensor, Tensor]:
-        """Warm memory for what gather_kv and keydiff_compress keep."""
+        """Warm output memory for gather_kv and keydiff_compress."""
         k, v = (x[:, :, : self.budget].clone(memory_format=torch.contiguous_format) for x in self._source)
         return k, v
 
     @property
     def layers(self) -> int:
-        """Of the grouped ladder."""
+        """Layers of the grouped ladder."""
         return min(LAYERS, self.n // 64)
 
     @cached_property
     def ladder(self) -> Ladder:
-        """The tokens as those of a model's layers, in the step of a stream that thins one ladder of them."""
+        """The tokens split over a model's layers, at the step of a stream that compacts one ladder."""
         return Ladder(self.k, self.v, self.layers, self.layers)
 
     @cached_property
     def deep_ladder(self) -> Ladder:
-        """The tokens as those of one layer."""
+        """The tokens as one layer."""
         return Ladder(self.k, self.v, 1, self.layers)
 
     @cached_property
     def ladder_out(self) -> tuple[Tensor, Tensor]:
-        """Warm memory for what ladder_gather keeps, all layers in one."""
+        """Warm output memory for ladder_gather, all layers in one tensor."""
         shape = (self.layers, self.batch, self.heads, len(self.ladder.plan), self.d)
         k, v = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         return k, v
@@ -214,25 +214,26 @@ class Case:
 class Row:
     """How one operator or whole call is measured.
 
-    forms: name -> call of kvops.
-    eager, args: the baseline and what it takes; also run under torch.compile.
-    bytes: what must be read and written, for GB/s.
+    forms: name -> kvops call.
+    eager, args: the baseline and its arguments; it also runs under torch.compile.
+    bytes: bytes that must be read and written, for GB/s.
     against: the bandwidth to compare with: "read", "copy", "shift" (a copy within one tensor, to lower addresses); ""
         if the work is too small to compare.
-    touched: the tensors that this bandwidth is measured on: those that are read, or for copies the size of the result.
-    peers: other calls to compare the time with, by name: of libraries, or of a part of the work.
-    parts: what a whole call with fresh outputs consists of: scores + select + a clone of the kept bytes.
-    restore: whether the form "in place" needs `Case.restore` first (outside the clock), as its work depends on values.
+    touched: the tensors on which this bandwidth is measured: those read, or for copies tensors of the result's size.
+    peers: other calls to compare with, by name: from libraries, or parts of the work.
+    parts: the parts of a whole call with fresh outputs: scores + select + a clone of the kept bytes.
+    restore: whether the form "in place" needs `Case.restore` first (untimed), because its work depends on the values.
     per_dtype: False if the dtype of K and V does not matter.
-    shape: (heads, n) of a row that does not follow --heads and --n.
+    shape: (heads, n) of a row that ignores --heads and --n.
 
     For a GPU:
-    cuda_only: not measured on the CPU unless it is named.
-    batch: rows of the batch; they fill the card where one layer of one sequence does not.
+    cuda_only: not measured on the CPU unless --ops names it.
+    batch: batch size; larger than 1 where one layer of one sequence does not fill the GPU.
     most: the largest n (the batch must fit in memory).
-    stages: parts of a whole call whose share of its time is reported.
-    copy_goal, eager_goal, peer_goals: share of the copy bandwidth to reach, and how many times longer eager PyTorch and
-        the peers are to take, from 131,072 tokens on (of a row with several forms, all but "in place").
+    stages: parts of a whole call whose fraction of its time is reported.
+    copy_goal, eager_goal, peer_goals: the fraction of the copy bandwidth to reach, and how many times longer eager
+        PyTorch and the peers should take, from 131,072 tokens on (for all forms of a row with several, except "in
+        place").
     """
 
     forms: dict[str, Callable[[Case], Any]]
@@ -347,7 +348,7 @@ def _ladder_compact(ladder: Callable[[Case], Ladder], turned: bool = False, **ro
 
 
 def _stacked(c: Case) -> Any:
-    """The grouped ladder's work as that of one layer with a larger batch."""
+    """Run the grouped ladder's work as one layer with a larger batch."""
     tokens = c.layers * c.ladder.plan.n
     k, v = (x[:, :, :tokens].unflatten(2, (c.layers, -1)).flatten(0, 1) for x in (c.k, c.v))
     return ops.ladder_compact_(k, v, plan=c.ladder.plan, layer=0)
@@ -416,7 +417,7 @@ def _snapkv(with_lse: bool, **row: Any) -> Row:
 
 
 def _prototype_product(c: Case) -> Callable[[], Tensor]:
-    """K times the prototypes in bf16, which has no argmax and writes [n, C]."""
+    """Multiply K by the prototypes in bf16, without argmax; writes [n, C]."""
     k, prototypes = c.k.bfloat16(), c.clusters.prototypes.bfloat16().mT
     out = k.new_empty(*k.shape[:3], PROTOTYPES)
     return lambda: torch.matmul(k, prototypes, out=out)
@@ -439,7 +440,7 @@ def _protokv_peers(c: Case) -> dict[str, Callable[[], Any]]:
     return peers
 
 
-# Moves are measured on rows scattered at random, where memory reads ahead in vain, and on one run of rows.
+# Moves are measured on randomly scattered rows, which defeat prefetching, and on one run of rows.
 ROWS: dict[str, Row] = {
     "lag_score": Row(
         forms={"": lambda c: ops.lag_score(c.k, c.v, lag=c.lag, prefix=SINK)},
@@ -616,5 +617,7 @@ ROWS: dict[str, Row] = {
         peer_goals={"SnapKV": 1, "K-means": 5},
     ),
     "keydiff_compress, 4096 tokens": _keydiff(shape=(8, 4096), forms=("out=", "fresh"), cuda_only=True),
-    "keydiff_compress, 64 tokens": _keydiff(shape=(1, 64), forms=("fresh",)),  # what a call costs when there is no work
+    "keydiff_compress, 64 tokens": _keydiff(
+        shape=(1, 64), forms=("fresh",)
+    ),  # the overhead of a call with almost no work
 }

@@ -1,8 +1,9 @@
-"""python -m kvops.eval: every method at every budget on the same prompts: accuracy, memory and time, and a report."""
+"""python -m kvops.eval: measure accuracy, memory and time of every method at every budget on the same prompts."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -20,24 +21,25 @@ from ..bench.gpu import first_line
 from ..bench.record import origin
 from .methods import METHODS, Rule, Unreachable, options_of, rule
 from .results import CODE, Cell, Results, fingerprint, load
-from .specs import Refused, parse
+from .specs import Refused, canonical, parse
+from .summary import Summary, of_record
 from .tasks import POINTS, TASKS, Filler, Prompt, Reader, Task
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 MODEL = BENCH / "models" / "passkey-llama"
 TEXT = BENCH / "data" / "haystack.txt"
-SHARES = [0.5, 0.125, 0.03125]  # of the context
+SHARES = [0.5, 0.125, 0.03125]  # fractions of the context
 MOST = 2**31 - 1  # tokens
 
 
 def budget(said: str) -> int | float:
-    """Tokens per KV head, or a share of the context."""
+    """Parse a budget: tokens per KV head, or a fraction of the context."""
     try:
         value = int(said) if said.isdecimal() else float(said)
     except ValueError:
         value = math.nan
     if not (1 <= value <= MOST if isinstance(value, int) else 0 < value < 1):
-        raise argparse.ArgumentTypeError(f"expected tokens (an integer) or a share in (0, 1), got {said[:60]}")
+        raise argparse.ArgumentTypeError(f"expected tokens (an integer) or a fraction in (0, 1), got {said[:60]}")
     return value
 
 
@@ -50,37 +52,54 @@ def path(said: str) -> Path:
 def make_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m kvops.eval",
-        description=__doc__.split(": ", 1)[1],
-        epilog="Options of a method or a task follow its name: keydiff:recent=0.1,sinks=4 or passkey:digits=64; those "
-        "of a method are the arguments of its class. --list says what there is.",
+        description="Measure accuracy, memory and time of every method at every budget on the same prompts.",
+        epilog="Options follow the name of a method or task: keydiff:recent=0.1,sinks=4 or passkey:digits=64. A "
+        "method's options are the arguments of its class. Names are case-insensitive. --list prints them all.",
     )
-    p.add_argument("--model", default=str(MODEL), help="folder or hub name (default: the shipped passkey model)")
+    p.add_argument("--model", default=str(MODEL), help="model folder or hub name (default: the shipped passkey model)")
     p.add_argument("--methods", nargs="+", default=list(METHODS), metavar="METHOD", help="default: all")
     p.add_argument(
         "--budgets", nargs="+", type=budget, default=SHARES, metavar="B",
-        help="tokens per KV head, or shares of the context (default 0.5 0.125 0.03125)",
+        help="tokens per KV head, or fractions of the context (default 0.5 0.125 0.03125)",
     )  # fmt: skip
     p.add_argument("--tasks", nargs="+", default=["passkey"], metavar="TASK", help="default: passkey")
-    p.add_argument("--context", nargs="+", type=int, metavar="N", help="tokens (default 2048; --quick: 1024)")
-    p.add_argument("--points", nargs="+", choices=POINTS, default=list(POINTS), help="cut before, after the question")
-    p.add_argument("--prompts", type=int, help="per task and context (default 22; --quick: 5)")
-    p.add_argument("--batch", type=int, default=11, help="prompts that are read together (default 11)")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--text", type=path, default=TEXT, help="what needles are hidden in (default: the shipped text)")
-    p.add_argument("--data", type=path, help="folder with local copies of LongBench or RULER")
-    p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    p.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="the model's")
-    p.add_argument("--out", type=path, default=Path("eval"), help="folder for results.jsonl and the report")
-    p.add_argument("--quick", action="store_true", help="fewer and shorter prompts: under 2 minutes")
     p.add_argument(
-        "--from", type=path, nargs="+", dest="files", metavar="FILE", help="measure nothing: report of these"
+        "--context", nargs="+", type=int, metavar="N", help="context length in tokens (default 2048; --quick: 1024)"
     )
-    p.add_argument("--list", action="store_true", help="the methods and tasks, with their options")
+    p.add_argument(
+        "--points",
+        nargs="+",
+        choices=POINTS,
+        default=list(POINTS),
+        help="cut the cache before or after the question (default: both)",
+    )
+    p.add_argument("--prompts", type=int, help="prompts per task and context (default 22; --quick: 5)")
+    p.add_argument("--batch", type=int, default=11, help="prompts per batch (default 11)")
+    p.add_argument("--seed", type=int, default=0, help="seed of the prompts (default 0)")
+    p.add_argument("--text", type=path, default=TEXT, help="text to hide needles in (default: the shipped text)")
+    p.add_argument("--data", type=path, help="folder with a local copy of LongBench or RULER")
+    p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    p.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="dtype of the model"
+    )
+    p.add_argument(
+        "--out", type=path, default=Path("eval"), help="folder for results.jsonl and the report (default eval)"
+    )
+    p.add_argument("--quick", action="store_true", help="fewer and shorter prompts, under 2 minutes")
+    p.add_argument(
+        "--from",
+        type=path,
+        nargs="+",
+        dest="files",
+        metavar="FILE",
+        help="measure nothing; report on these results.jsonl files, or on one summary.json",
+    )
+    p.add_argument("--list", action="store_true", help="print the methods and tasks with their options")
     return p
 
 
 def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable[[str], Rule]) -> argparse.Namespace:
-    """What was said, checked. rule: what a name of a method stands for."""
+    """Parse and check the arguments. rule: looks a method up by name."""
     a = p.parse_args(argv)
     a.context = a.context or [1024 if a.quick else 2048]
     a.prompts = (5 if a.quick else 22) if a.prompts is None else a.prompts
@@ -95,23 +114,23 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
         p.error(f"--out: expected a folder, got the file {a.out}")
     try:
         rules = {x: rule(x) for x in dict.fromkeys(a.methods)}
-        a.kinds = {x: make_task(x, a.data) for x in dict.fromkeys(a.tasks)}
+        a.kinds = {x: make_task(x, a.data) for x in dict.fromkeys(canonical(x, TASKS) for x in a.tasks)}
     except ValueError as error:
         p.error(str(error))
     named: dict[str, tuple[str, Rule]] = {}
     for said, method in rules.items():
         other, found = named.setdefault(method.label, (said, method))
         if found != method:
-            p.error(f"--methods: {other} and {said} are both {method.label} in tables, expected one of each name")
-    a.rules = list(rules.values())
+            p.error(f"--methods: {other} and {said} are both called {method.label} in tables; name only one of them")
+    a.rules = [found for _, found in named.values()]
     for file in a.files or ():
         if not os.path.isfile(file):
-            p.error(f"--from: expected a file of results, got {file}")
+            p.error(f"--from: expected a results file, got {file}")
     if a.list or a.files:  # nothing is measured
         return a
     for name, default in (("model", MODEL), ("text", TEXT)):
         if str(getattr(a, name)) == str(default) and not default.exists():
-            p.error(f"--{name}: the default, {default}, is part of the repository, not of the package; name another")
+            p.error(f"--{name}: the default {default} is in the repository, not in the package; pass --{name}")
     if not os.path.isfile(a.text):
         p.error(f"--text: expected a file, got {a.text}")
     if not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", a.device):
@@ -137,12 +156,12 @@ def batch_size(a: argparse.Namespace, task: Task) -> int:
 
 
 def tokens(budgets: list[int | float], context: int) -> list[int]:
-    """Shares as tokens of the context."""
+    """Convert fractions of the context to tokens."""
     return [x if isinstance(x, int) else max(1, int(x * context)) for x in budgets]
 
 
 def cells(a: argparse.Namespace) -> Iterator[tuple[Cell, Rule]]:
-    """In the order of the run: what is compared is measured side by side."""
+    """Yield the cells in the order of the run, so that compared cells are measured close together."""
     for spec, task in a.kinds.items():
         for context in a.context:
             for batch in range(-(-a.prompts // batch_size(a, task))):
@@ -153,7 +172,7 @@ def cells(a: argparse.Namespace) -> Iterator[tuple[Cell, Rule]]:
 
 
 def describe() -> str:
-    lines = ["methods, and the arguments of their classes:"]
+    lines = ["methods, with the arguments of their classes:"]
     for name, entry in METHODS.items():
         lines.append(f"  {name:18}{', '.join(options_of(entry.policy))}".rstrip())
     lines.append("  path/to/file.py:Class, module:Class, or an installed package's name (docs/adding_a_method.md)")
@@ -164,13 +183,16 @@ def describe() -> str:
 
 
 def described(path: Path | str) -> str:
-    """The name without the folders that it lies in, and what tells it from others of that name."""
+    """Return the file or folder name without its parents, plus a fingerprint of its content."""
     mark = fingerprint(Path(path))
     return f"{Path(path).resolve().name} ({mark})" if mark else str(path)
 
 
 def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader], **versions: str) -> list[Path]:
-    """Measures what is not there yet; the files of results. versions: beside torch's, of what runs."""
+    """Measure the cells that are missing; return the results files.
+
+    versions: versions to record beside torch's.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -190,11 +212,11 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
 
 
 def fill(a: argparse.Namespace, results: Results, reader_of: Callable[..., Reader]) -> None:
-    """Measures what the results have not yet."""
+    """Measure the cells that the results lack."""
     import transformers
     from tqdm import tqdm
 
-    every = dict(cells(a))  # each once: a share and a number may be the same budget
+    every = dict(cells(a))  # each once: a fraction and a number may be the same budget
     todo = [x for x in every.items() if x[0] not in results.done]
     count = len(every)
     if len(todo) < count:
@@ -210,7 +232,7 @@ def fill(a: argparse.Namespace, results: Results, reader_of: Callable[..., Reade
             reader = reader_of(model)
         except torch.OutOfMemoryError as error:
             raise Refused(f"--model {a.model}: out of memory: {first_line(error)}") from error
-        except Exception as error:  # no such folder or name, not a language model, or what damaged files make of it
+        except Exception as error:  # no such folder or name, not a language model, or damaged files
             raise Refused(f"--model {a.model}: {first_line(error)}") from error
         filler = Filler(tokenizer, text)
     made: tuple[tuple[str, int] | None, list[Prompt]] = (None, [])  # the prompts of a task and context
@@ -224,7 +246,7 @@ def fill(a: argparse.Namespace, results: Results, reader_of: Callable[..., Reade
                 made = (cell.task, cell.context), task.prompts(filler, cell.context, a.prompts, a.seed)
             prompts = made[1][cell.batch * size : (cell.batch + 1) * size]
             run = partial(task.run, reader, filler, prompts, method, cell.budget, cell.point)
-            # Not timed: what the first call with these shapes has to load, compile or allocate; on a GPU each method's.
+            # Untimed: the first call with these shapes loads, compiles and allocates; on a GPU each method's does.
             shapes = (cell.task, cell.context) + (() if a.device == "cpu" else (cell.point, cell.method))
             try:
                 if shapes not in warm:
@@ -233,12 +255,24 @@ def fill(a: argparse.Namespace, results: Results, reader_of: Callable[..., Reade
                 results.add(cell, {**asdict(run()), "depths": [x.depth for x in prompts]})
             except Unreachable as error:
                 results.add(cell, {"unreachable": str(error)})
-            except torch.OutOfMemoryError as error:  # not written down: the next run tries again
+            except torch.OutOfMemoryError as error:  # not recorded: the next run tries again
                 failed += 1
                 bar.write(f"out of memory: {cell}: {str(error).splitlines()[0]}", file=sys.stderr)
             bar.update()
     if failed:
-        print(f"{failed} of {count} cells ran out of memory; the same command tries them again", file=sys.stderr)
+        print(f"{failed} of {count} cells ran out of memory; rerun the same command to retry them", file=sys.stderr)
+
+
+def read_summary(file: Path) -> Summary:
+    """The rows of a summary.json.
+
+    Raises:
+        Refused: the file holds something else.
+    """
+    try:
+        return of_record(json.loads(file.read_text()))
+    except ValueError as error:  # Refused is one
+        raise Refused(f"--from {file}: {error}") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -256,12 +290,15 @@ def main(argv: list[str] | None = None) -> int:
             said = sys.argv[1:] if argv is None else argv
             code = {f"{CODE}{x.entry.label}": described(x.source) for x in a.rules if x.source}
             files = measure(a, shlex.join(["python", "-m", "kvops.eval", *said]), reader.Reader, **code)
-        print(report.write(*load(files), a.out))
-    except (Refused, OSError) as error:  # the latter: of files, and what they lie on
+        if len(files) == 1 and files[0].suffix == ".json":
+            print(report.write_summary(read_summary(files[0]), a.out))
+        else:
+            print(report.write(*load(files), a.out))
+    except (Refused, OSError) as error:  # OSError: a file or its disk
         print(f"python -m kvops.eval: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\npython -m kvops.eval: stopped; the same command goes on from here", file=sys.stderr)
+        print("\npython -m kvops.eval: stopped; rerun the same command to continue", file=sys.stderr)
         return 130
     return 0
 

@@ -1,7 +1,7 @@
-"""The methods by name, each brought to a budget: tokens that every KV head keeps when the cache is cut.
+"""Methods by name, each at a budget: the number of tokens every KV head keeps when the cache is cut.
 
-Policies say in `Policy.at_budget` which of their settings keep a budget of a prompt. A budget that a method cannot be
-brought to is an `Unreachable` that says why.
+A policy says in `Policy.at_budget` which of its settings meet a budget for a given prompt. If none do, it raises
+`Unreachable` with the reason.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from typing import Any, get_args, get_type_hints
 from ..methods import Full, Policy
 from ..methods.table import METHODS as METHODS
 from ..methods.table import Entry, find
+from .specs import canonical
 
 MOST = 2**20  # tokens, more than any budget
 MOST_SAID = 2**31 - 1
-#: What the command line's words can be.
+#: The types of options that the command line accepts.
 KINDS = {int: "an int", float: "a float", str: "a str", bool: "a bool", type(None): "None"}
 
 
 class Unreachable(ValueError):
-    """A budget that a method cannot be brought to, or a model that it cannot serve."""
+    """No settings of a method meet the budget, or the method does not support the model."""
 
 
 def options_of(policy: type[Policy]) -> dict[str, tuple[type, ...]]:
-    """The settings of a policy that the command line can name: those that are numbers, words, booleans or None.
+    """Return the settings of a policy that the command line can set: numbers, strings, booleans and None.
 
     Args:
-        policy: a class.
+        policy: a subclass of `Policy`.
 
     Returns:
-        By name: the types that the setting may have. The budget is left out.
+        The types that each setting accepts, by name, without the budget.
     """
     hints = get_type_hints(policy)
     kinds = {name: get_args(hints[name]) or (hints[name],) for name in inspect.signature(policy).parameters}
@@ -40,16 +41,16 @@ def options_of(policy: type[Policy]) -> dict[str, tuple[type, ...]]:
 
 
 def check_option(label: str, key: str, value: object, kinds: tuple[type, ...]) -> None:
-    """Checks the value of an option, which the command line takes from any Python literal.
+    """Check the value of an option; the command line accepts any Python literal.
 
     Args:
-        label: of the method, for the error.
-        key: name of the option.
-        value: of the option.
-        kinds: the types that it may have; an int serves as a float.
+        label: the method's label, for the error message.
+        key: the option's name.
+        value: the option's value.
+        kinds: the accepted types. An int is accepted where a float is.
 
     Raises:
-        ValueError: another type, or a number beyond 2^31 - 1.
+        ValueError: the type is not accepted, or the number exceeds 2^31 - 1.
     """
     fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
     if bool not in kinds and isinstance(value, bool):
@@ -63,12 +64,12 @@ def check_option(label: str, key: str, value: object, kinds: tuple[type, ...]) -
 
 @dataclass(frozen=True)
 class Rule:
-    """A method by name, with the options that the command line gave.
+    """A method with the options given on the command line.
 
     Attributes:
-        label: in tables: "KeyDiff", "LagKV lag=128".
-        entry: its line in the table of methods.
-        options: settings of its policy, by name.
+        label: the name in tables, such as "KeyDiff" or "LagKV lag=128".
+        entry: its entry in the table of methods.
+        options: the policy's settings, by name.
     """
 
     label: str
@@ -77,26 +78,26 @@ class Rule:
 
     @property
     def cuts(self) -> bool:
-        """False: keeps everything, so it has no budget."""
+        """Whether the method evicts at all. If not, it has no budget."""
         return self.entry.policy is not Full
 
     @property
     def source(self) -> Path | None:
-        """The file of a policy that is not of kvops."""
+        """The file that defines a policy from outside kvops; None for kvops' own."""
         ours = {x.policy for x in METHODS.values()}
         return None if self.entry.policy in ours else Path(inspect.getfile(self.entry.policy))
 
     def policy(self, budget: int | None, n: int, num_layers: int, streaming: bool = False) -> Policy:
-        """The policy that keeps a budget.
+        """Return the policy that meets a budget.
 
         Args:
-            budget: tokens per KV head; None: the method's own settings, of a method without one.
-            n: tokens of a prompt.
-            num_layers: of the model.
-            streaming: text comes in windows, without an end.
+            budget: tokens per KV head; None for a method without a budget.
+            n: tokens in the prompt.
+            num_layers: layers of the model.
+            streaming: whether the text arrives in windows, as an endless stream.
 
         Raises:
-            Unreachable: the method cannot be brought to the budget.
+            Unreachable: no settings of the method meet the budget.
         """
         options = {**self.entry.defaults, **self.options}
         try:
@@ -109,19 +110,19 @@ class Rule:
 
 
 def rule(spec: str) -> Rule:
-    """The method that the command line names.
+    """Return the method that a command-line argument names.
 
     Args:
-        spec: "keydiff", "keydiff:recent=0.1,sinks=4", or "path/to/file.py:Class"; options are the policy's settings.
+        spec: "keydiff", "keydiff:recent=0.1,sinks=4", or "path/to/file.py:Class". Options are the policy's settings.
+            The case of the names in `METHODS` does not matter.
 
     Raises:
-        ValueError: there is no such method, or it has no such setting or value.
+        ValueError: the method, one of the settings or one of the values does not exist.
     """
+    spec = canonical(spec, METHODS)
     entry, _, options = find(spec)
     if any(entry.label == x.label and entry.policy is not x.policy for x in METHODS.values()):
-        raise ValueError(
-            f"method {spec!r}: in tables {entry.label} is a method of kvops, so expected a class of another name"
-        )
+        raise ValueError(f"method {spec!r}: {entry.label} is the name of a kvops method in tables; rename the class")
     known = options_of(entry.policy)
     for key, value in options.items():
         if key not in known:
@@ -134,7 +135,7 @@ def rule(spec: str) -> Rule:
             raise ValueError(f"method {spec!r}: {error}") from None
     label = entry.label + "".join(f" {key}={value}" for key, value in options.items())
     made = Rule(label, entry, options)
-    try:  # what is wrong at the largest budget is wrong at any
+    try:  # settings that fail at the largest budget fail at any
         made.policy(MOST if made.cuts else None, 2 * MOST, 32)
     except (TypeError, ValueError) as error:
         raise ValueError(f"method {spec!r}: {error}") from None

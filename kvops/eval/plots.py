@@ -1,13 +1,15 @@
-"""Pictures of a summary. The same numbers give the same bytes: own settings, no dates, no version in the file."""
+"""Pictures of a summary. The same numbers give the same bytes: fixed settings, no dates or versions in the file."""
 
 from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -15,27 +17,20 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
 from ..bench.record import replace
-from ..methods.table import FAMILIES, METHODS
-from .summary import Row, Summary, Traits, method_order, take_apart
+from .labels import GREY, SEVEN, label_ends, label_points
+from .summary import Row, Summary, Traits, method_order
 
-#: Of the families of methods; within one a method is a marker.
-COLORS = dict(
-    zip(FAMILIES, ("#9a9a9a", "#bc6c25", "#2a6f97", "#d1495b", "#52a675", "#3d3d3d", "#8d5a97", "#d9a404"), strict=True)
-)
 POINTS = {
     "before": "cut before the question",
     "after": "cut after the question",
     "stream": "evicting as the text streams by",
     "chunked": "evicting after each chunk of the prompt",
 }
-OTHERS = "others", "#e377c2"
-MARKERS = "osD^vP"
-VARIANTS = "X<>p*hd8"
-LINES = ("-", "--", "-.")
+MOST = 6  # methods that a picture names, beside Full; the others are grey
+MARKERS = "osD^vh"
 SHADES = LinearSegmentedColormap.from_list("score", ["#f4f1ea", "#9dbfd6", "#2a6f97", "#12324a"])
 STYLE = {
     "font.family": "DejaVu Sans",
@@ -46,82 +41,102 @@ STYLE = {
     "legend.frameon": False,
     "text.parse_math": False,
 }
-MORE = 1.06  # room beside the first and last value of a logarithmic axis
+FULL = "#7a7a7a"  # the whole cache, to compare with
+MORE = 1.06  # margin beside the first and last value of a logarithmic axis
+Look = dict[str, Any]
 
 
-def styles(labels: list[str]) -> dict[str, dict[str, Any]]:
-    """Of lines, by method: family, colour, marker; variants have a marker of their own and are dashed, others'
-    implementations are hollow and dotted. Methods of others share a colour; each has a marker and a line of its own."""
-    found, variants, others = {}, 0, 0
-    for label in sorted(set(labels), key=method_order):
-        name = take_apart(label)
-        family, color, marker = *OTHERS, "o"
-        entry = next((x for x in METHODS.values() if x.label == name.base), None)
-        if entry is not None:
-            members = [x.label for x in METHODS.values() if x.family == entry.family]
-            family, color, marker = entry.family, COLORS[entry.family], MARKERS[members.index(entry.label)]
-        line = "--" if name.variant else "-"
-        if family == OTHERS[0]:
-            marker, line = VARIANTS[others % len(VARIANTS)], LINES[others // len(VARIANTS) % len(LINES)]
-            others += 1
-        elif name.variant:
-            marker, variants = VARIANTS[variants % len(VARIANTS)], variants + 1
-        hollow = {"markerfacecolor": "white", "linestyle": ":"} if name.peer else {}
-        look = {"color": color, "marker": marker, "linestyle": line, "markersize": 5.5, "linewidth": 1.2}
-        look |= {"markeredgecolor": color if hollow else "white", "markeredgewidth": 0.6, **hollow}
-        found[label] = {"family": family, "look": look}
-    return found
+def leading(rows: list[Row], kind: Traits, most: int = MOST) -> list[str]:
+    """Return the methods that a picture names: those with the best main score, averaged over cut points and budgets.
+
+    Methods that exceed their budget come last.
+    """
+    found: dict[str, list[float]] = {}
+    over: dict[str, bool] = {}
+    for row in rows:
+        if row.budget is not None:
+            found.setdefault(row.method, []).append(row.scores[kind.metrics[0]].mean)
+            over[row.method] = over.get(row.method, False) or row.over
+    sign = 1 if kind.better == "lower" else -1
+    ranked = sorted(found, key=lambda x: (over[x], sign * fmean(found[x]), method_order(x)))
+    return sorted(ranked[:most], key=method_order)
+
+
+def styles(rows: list[Row], kind: Traits) -> dict[str, Look]:
+    """Return colour, marker and line of each method that evicts: the leading ones stand out, the others are grey."""
+    named = leading(rows, kind)
+    looks: dict[str, Look] = {}
+    for label in sorted({x.method for x in rows if x.budget is not None}, key=method_order):
+        if label in named:
+            i = named.index(label)
+            looks[label] = {"color": SEVEN[i], "marker": MARKERS[i], "markersize": 5, "linewidth": 1.4, "zorder": 3}
+            looks[label] |= {"markeredgecolor": "white", "markeredgewidth": 0.6}
+        else:
+            looks[label] = {"color": GREY, "marker": ".", "markersize": 4, "linewidth": 0.8, "zorder": 1}
+    return looks
+
+
+def in_grey(looks: dict[str, Look]) -> str:
+    """Return a caption that lists the grey methods."""
+    names = [x for x, look in looks.items() if look["color"] == GREY]
+    return "\n".join(textwrap.wrap(f"Grey: {', '.join(names)}", 140)) if names else ""
+
+
+def best(rows: list[Row], kind: Traits, budget: int) -> str:
+    """Return the method with the best mean at a budget, and that mean; "" if the task does not say what is better."""
+    found = [x for x in rows if x.budget == budget and not x.over]
+    if not found or not kind.better:
+        return ""
+    sign = 1 if kind.better == "lower" else -1
+    top = min(found, key=lambda x: sign * x.scores[kind.metrics[0]].mean)
+    mean = top.scores[kind.metrics[0]].mean
+    return f"{top.method}, {100 * mean:.0f} %" if kind.percent else f"{top.method}, {mean:.3g}"
+
+
+def finding(rows: list[Row], kind: Traits, task: str, context: int) -> str:
+    """Return the picture's title: the best method at the middle budget, for each cut point."""
+    budgets = sorted({x.budget for x in rows if x.budget is not None})
+    middle = budgets[len(budgets) // 2]
+    tops = {x.point: best([y for y in rows if y.point == x.point], kind, middle) for x in rows if x.budget is not None}
+    said = [f"{top} ({point_title(point)})" for point, top in tops.items() if top]
+    if not said:
+        return f"{task}, {context:,} tokens, {prompts(rows)}"
+    return f"{task}, {prompts(rows)}: best score at {middle:,} of {context:,} tokens: {'; '.join(said)}"
 
 
 @contextmanager
-def figure(
-    path: Path, title: str, width: float, height: float, looks: dict[str, dict[str, Any]] | None = None
-) -> Iterator[Figure]:
-    """A page that is written at the end, with a legend for looks, whatever the user's settings of matplotlib are."""
-    if looks:  # which is below the title
-        height = max(height, 0.8 + 0.172 * (len(looks) + len({x["family"] for x in looks.values()})))
+def figure(path: Path, title: str, height: float, width: float = 8.0, caption: str = "") -> Iterator[Figure]:
+    """Yield a figure and write it at the end, independent of the user's matplotlib settings. 8 inches are 960 pixels,
+    so text of 9 points is legible at 800."""
     defaults = {x: y for x, y in matplotlib.rcParamsDefault.items() if x != "backend"}
     settings: dict[Any, Any] = {**defaults, **STYLE}
     with matplotlib.rc_context(settings):
-        page = Figure(figsize=(width + (1.9 if looks else 0), height), layout="constrained")
-        page.suptitle(title, x=0.008, ha="left", fontsize=11)
+        page = Figure(figsize=(width, height), layout="constrained")
+        page.suptitle("\n".join(textwrap.wrap(title, round(12.2 * width))), x=0.008, ha="left", fontsize=11)
+        if caption:
+            page.supxlabel(caption, x=0.008, ha="left", fontsize=8, color="#777777")
         yield page
-        if looks:
-            legend(page, looks)
         picture = io.BytesIO()
         page.savefig(picture, dpi=120, format="png", metadata={"Software": None})
     replace(path, picture.getvalue())
 
 
-def legend(page: Figure, looks: dict[str, dict[str, Any]]) -> None:
-    """At the side, by family."""
-    entries: list[tuple[Line2D, str]] = []
-    heads = []
-    for family in dict.fromkeys(x["family"] for x in looks.values()):
-        heads.append(len(entries))
-        entries.append((Line2D([], [], linestyle=""), family))
-        entries += [(Line2D([], [], **x["look"]), label) for label, x in looks.items() if x["family"] == family]
-    made = page.legend(*zip(*entries), loc="outside right center", fontsize=8, handlelength=2.4, labelspacing=0.35)
-    for i in heads:
-        made.get_texts()[i].set(weight="bold", color="#555555", fontsize=7.5)
-
-
 def values(row: Row, kind: Traits) -> tuple[float, float, float]:
-    """Mean, and how far the interval reaches below and above it."""
+    """Return the mean, and how far the interval extends below and above it."""
     score, factor = row.scores[kind.metrics[0]], 100 if kind.percent else 1
     low, high = (score.mean if x is None else x for x in (score.low, score.high))
     return factor * score.mean, factor * (score.mean - low), factor * (high - score.mean)
 
 
 def bars(look: dict[str, Any]) -> dict[str, Any]:
-    """Of intervals: paler than what they belong to, since most of them overlap."""
+    """Return the style of error bars: paler than the marker, since most of them overlap."""
     return {"ecolor": to_rgba(look["color"], 0.4), "elinewidth": 0.8}
 
 
 def scale(axis: Axes, rows: list[Row], kind: Traits) -> None:
     if kind.percent:
         axis.set(ylim=(-4, 104), yticks=range(0, 101, 20))
-    else:  # of a few prompts the interval may be far wider than what the means span
+    else:  # with few prompts the interval may be far wider than the range of the means
         means = [x.scores[kind.metrics[0]].mean for x in rows]
         room = 0.3 * (max(means) - min(means)) or 1.0
         axis.set_ylim(min(means) - room, max(means) + room)
@@ -140,7 +155,7 @@ def prompts(rows: list[Row]) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), of any loss."""
+    """Return exp(loss), or infinity if that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -149,52 +164,57 @@ def point_title(point: str) -> str:
 
 
 def measured(rows: list[Row], kind: Traits) -> list[Row]:
-    """Those that have the main score."""
+    """Return the rows that have the main score."""
     found = [x for x in rows if kind.metrics and kind.metrics[0] in x.scores]
     return [x for x in found if np.isfinite(x.scores[kind.metrics[0]].mean)]
 
 
 def accuracy(summary: Summary, task: str, context: int, path: Path) -> bool:
-    """The main score against what the cache holds: a panel per point of the cut, a line per method."""
+    """Draw the main score against the tokens kept: a panel per cut point, a line per method."""
     kind = summary.traits[task]
     rows = measured([x for x in summary.rows if (x.task, x.context) == (task, context)], kind)
     points = list(dict.fromkeys(x.point for x in rows if x.budget is not None))
     if not points:
         return False
-    looks = styles([x.method for x in rows])
-    names = [x for x in looks if any(y.method == x and y.budget is not None for y in rows)]
+    looks = styles(rows, kind)
+    named = [x for x in looks if looks[x]["color"] != GREY]
     budgets = sorted({x.budget for x in rows if x.budget is not None})
     octaves = np.diff(np.log2(budgets)).min() if len(budgets) > 1 else 2.0
-    places = dict(zip(names, np.linspace(-0.14, 0.14, len(names)) if len(names) > 1 else [0.0]))
-    title = f"{task}, context {context:,} tokens, {prompts(rows)}; bars: 95 % intervals"
-    with figure(path, title, 4.6 * len(points), 5.0, looks) as page:
-        axes = page.subplots(1, len(points), sharey=True, squeeze=False)[0]
+    places = dict(zip(named, np.linspace(-0.1, 0.1, len(named)) if len(named) > 1 else [0.0]))
+    title = f"{finding(rows, kind, task, context)}. Bars: 95 % intervals"
+    with figure(path, title, 0.9 + 3.4 * len(points), caption=in_grey(looks)) as page:
+        axes = page.subplots(len(points), 1, sharey=True, sharex=True, squeeze=False)[:, 0]
         for axis, point in zip(axes, points):
             scale(axis, rows, kind)
-            for label, look in looks.items():
+            ends: list[tuple[float, float, str, Any]] = []
+            for label in dict.fromkeys(x.method for x in rows):
                 found = sorted((x for x in rows if (x.point, x.method) == (point, label)), key=lambda x: x.tokens)
                 if not found:
                     continue
                 y, low, high = np.array([values(x, kind) for x in found]).T
                 if found[0].budget is None:  # keeps everything: a line to compare with
-                    axis.axhline(y[0], color=look["look"]["color"], linestyle="--", linewidth=1.2)
-                    axis.axhspan(y[0] - low[0], y[0] + high[0], color=look["look"]["color"], alpha=0.13, linewidth=0)
+                    axis.axhline(y[0], color=FULL, linestyle="--", linewidth=1.2)
+                    axis.axhspan(y[0] - low[0], y[0] + high[0], color=FULL, alpha=0.1, linewidth=0)
+                    ends.append((budgets[-1], y[0], label, FULL))
                     continue
-                x = np.array([max(1, x.tokens) for x in found]) * 2 ** (octaves * places[label])
-                axis.errorbar(x, y, (low, high), **look["look"], **bars(look["look"]))
+                look = looks[label]
+                x = np.array([max(1, x.tokens) for x in found]) * 2 ** (octaves * places.get(label, 0.0))
+                if label in named:
+                    axis.errorbar(x, y, (low, high), **look, **bars(look))
+                    ends.append((x[-1], y[-1], label, look["color"]))
+                else:
+                    axis.plot(x, y, **look)
             axis.set_xscale("log", base=2)
             axis.xaxis.set(major_locator=FixedLocator(budgets), minor_locator=NullLocator())
             axis.set_xticks(budgets, [f"{x:,}" for x in budgets])
-            axis.set(title=point_title(point), xlabel="tokens kept per KV head (ticks: the budgets), side by side")
-        axes[0].set_ylabel(unit(kind))
-        for name in looks:  # what keeps everything has no marker here
-            if name not in names:
-                looks[name]["look"] |= {"marker": "", "linestyle": "--"}
+            axis.set(title=point_title(point), ylabel=unit(kind))
+            label_ends(axis, ends, 2.7)
+        axes[-1].set_xlabel("tokens kept per KV head (log scale; ticks: the budgets)")
     return True
 
 
 def throughput(summary: Summary, task: str, context: int, path: Path) -> bool:
-    """The main score against decode throughput (LaCache, Fig. 7): a row per point of the cut, a panel per budget."""
+    """Draw the main score against decode throughput (LaCache, Fig. 7): a row per cut point, a panel per budget."""
     kind = summary.traits[task]
     rows = measured([x for x in summary.rows if (x.task, x.context) == (task, context)], kind)
     rows = [x for x in rows if x.decode_tokens_per_s]
@@ -202,21 +222,16 @@ def throughput(summary: Summary, task: str, context: int, path: Path) -> bool:
     budgets = sorted({x.budget for x in rows if x.budget is not None}, reverse=True)
     if not points:
         return False
-    looks, rates = styles([x.method for x in rows]), [x.decode_tokens_per_s for x in rows if x.decode_tokens_per_s]
+    looks, rates = styles(rows, kind), [x.decode_tokens_per_s for x in rows if x.decode_tokens_per_s]
     wide = max(rates) > 5 * min(rates)
-    title = f"{task}, context {context:,} tokens, {prompts(rows)}; bars: 95 % intervals; speed: median over batches"
-    with figure(path, title, 3.3 * len(budgets), 0.9 + 3.1 * len(points), looks) as page:
+    title = f"{finding(rows, kind, task, context)}. Bars: 95 % intervals; speed: median over batches"
+    width = max(8.0, 2.4 * len(budgets))
+    with figure(path, title, 1.1 + 3.0 * len(points), width, in_grey(looks)) as page:
         axes = page.subplots(len(points), len(budgets), sharex=True, sharey=True, squeeze=False)
         for i, point in enumerate(points):
             for j, budget in enumerate(budgets):
                 axis = axes[i, j]
                 scale(axis, rows, kind)
-                for row in rows:
-                    if row.point == point and row.budget in (None, budget):
-                        y, low, high = values(row, kind)
-                        look = looks[row.method]["look"] | {"linestyle": "", "markersize": 7}
-                        axis.errorbar(row.decode_tokens_per_s, y, [[low], [high]], **look, **bars(look))
-                axis.set_title(f"budget {budget:,}")
                 if wide:
                     axis.set_xscale("log")
                     digits = (1, 2, 5) if max(rates) < 30 * min(rates) else (1,)
@@ -225,19 +240,30 @@ def throughput(summary: Summary, task: str, context: int, path: Path) -> bool:
                     axis.set_xlim(low, high)
                     axis.xaxis.set(major_locator=FixedLocator([x for x in steps if low <= x <= high]))
                     axis.xaxis.set(minor_locator=NullLocator(), minor_formatter=NullFormatter())
-                else:  # from 0, lest noise look like a difference
+                else:  # from 0, so that noise does not look like a difference
                     axis.set_xlim(0, max(rates) * MORE)
                 axis.xaxis.set_major_formatter("{x:,g}")
+                marks: list[tuple[float, float, str, Any]] = []
+                for row in rows:
+                    if row.point == point and row.budget in (None, budget) and row.decode_tokens_per_s:
+                        y, low, high = values(row, kind)
+                        look = looks.get(row.method, {"color": FULL, "marker": "o", "markersize": 6})
+                        look = look | {"linestyle": ""}
+                        if look["color"] == GREY:
+                            axis.plot(row.decode_tokens_per_s, y, **look)
+                            continue
+                        axis.errorbar(row.decode_tokens_per_s, y, [[low], [high]], **look, **bars(look))
+                        marks.append((row.decode_tokens_per_s, y, row.method, look["color"]))
+                label_points(axis, marks, 2.3)
+                axis.set_title(f"budget {budget:,}")
             axes[i, 0].set_ylabel(f"{point_title(point)}\n{unit(kind)}")
         for axis in axes[-1]:
             axis.set_xlabel("decode, tokens/s of a batch")
-        for x in looks.values():
-            x["look"]["linestyle"] = ""
     return True
 
 
 def sizes(rows: list[Row]) -> list[tuple[str, Callable[[Row], bool]]]:
-    """The budgets as columns for several contexts: in tokens, or, where they grow with the context, as its share."""
+    """Return the budgets as columns for several contexts: in tokens, or as fractions if they grow with the context."""
     by_context: dict[int, set[int]] = {}
     for row in rows:
         if row.budget is not None:
@@ -263,7 +289,7 @@ def _has_budget(budget: int, row: Row) -> bool:
 
 
 def heatmap(summary: Summary, task: str, point: str, path: Path) -> bool:
-    """The main score by context and depth (LagKV, Fig. 8-11; LAQ, Fig. 4): a panel per method and budget."""
+    """Draw the main score by context and depth (LagKV, Fig. 8-11; LAQ, Fig. 4): a panel per method and budget."""
     kind = summary.traits[task]
     asked = [x for x in summary.rows if (x.task, x.point) == (task, point)]
     rows = [x for x in asked if len(x.depths) > 1]
@@ -277,8 +303,17 @@ def heatmap(summary: Summary, task: str, point: str, path: Path) -> bool:
     height = -(-len(methods) // blocks)
     factor = 100 if kind.percent else 1
     top = factor * (1 if kind.percent else max(max(x.depths.values()) for x in rows))
+    means = {
+        x: fmean([y for row in cut if row.method == x for y in row.depths.values()])
+        for x in dict.fromkeys(x.method for x in cut)
+    }
+    title = f"{task}, {point_title(point)}, {prompts(rows)} each"
+    if kind.better:
+        reached = (max if kind.better == "higher" else min)(means.values())
+        shown_best = f"{100 * reached:.0f} %" if kind.percent else f"{reached:.3g}"
+        title += f": best mean: {' and '.join(x for x in means if means[x] == reached)}, {shown_best}"
     shape = (1.2 + blocks * (1.0 + 1.75 * len(columns)), 1.2 + 1.15 * height)
-    with figure(path, f"{task}, {point_title(point)}, {prompts(rows)} per context", *shape) as page:
+    with figure(path, title, shape[1], shape[0]) as page:
         axes = page.subplots(height, blocks * len(columns), squeeze=False, sharex=True, sharey=True)
         for axis in axes.flat:
             axis.set_visible(False)
@@ -318,27 +353,35 @@ def heatmap(summary: Summary, task: str, point: str, path: Path) -> bool:
 
 
 def positions(summary: Summary, task: str, context: int, path: Path) -> bool:
-    """Perplexity by position in the text (LaCache, Table 1 and Fig. 5): a panel per budget."""
+    """Draw perplexity by position in the text (LaCache, Table 1 and Fig. 5): a panel per budget."""
+    kind = summary.traits[task]
     rows = [x for x in summary.rows if (x.task, x.context) == (task, context) and x.positions]
     budgets = sorted({x.budget for x in rows if x.budget is not None}, reverse=True)
-    if not budgets:
+    scored = measured(rows, kind)
+    if not budgets or not scored:
         return False
-    looks = styles([x.method for x in rows])
-    title = f"{task}, context {context:,} tokens, {prompts(rows)}"
-    with figure(path, title, 3.8 * len(budgets), 4.6, looks) as page:
-        axes = page.subplots(1, len(budgets), sharey=True, squeeze=False)[0]
+    looks = styles(scored, kind)
+    title = finding(scored, kind, task, context)
+    with figure(path, title, 0.9 + 3.4 * len(budgets), caption=in_grey(looks)) as page:
+        axes = page.subplots(len(budgets), 1, sharey=True, sharex=True, squeeze=False)[:, 0]
         for axis, budget in zip(axes, budgets):
+            axis.set_yscale("log")
+            lines: list[tuple[float, float, str, Any]] = []
             for row in (x for x in rows if x.budget in (None, budget)):
                 ends = np.array(list(row.positions))
                 middles = (ends + np.concatenate([[0], ends[:-1]])) / 2
-                look = looks[row.method]["look"] | {"markersize": 4.5}
-                axis.plot(middles, [perplexity(x) for x in row.positions.values()], **look)
+                look = looks.get(row.method, {"color": FULL if row.budget is None else GREY, "linestyle": "--"})
+                y = [perplexity(x) for x in row.positions.values()]
+                axis.plot(middles, y, **look)
+                if look["color"] != GREY:
+                    lines.append((middles[-1], y[-1], row.method, look["color"]))
             axis.grid(axis="y", color="#ececec", linewidth=0.7)
-            axis.set(title=f"budget {budget:,}", xlabel="position in the text, tokens", yscale="log")
+            axis.set(title=f"budget {budget:,}", ylabel="perplexity")
             axis.set_xlim(0, context)
             axis.xaxis.set_major_formatter("{x:,g}")
             axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7)))
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_locator(NullLocator())
-        axes[0].set_ylabel("perplexity")
+            label_ends(axis, lines, 2.7)
+        axes[-1].set_xlabel("position in the text, tokens")
     return True

@@ -26,15 +26,15 @@ if TYPE_CHECKING:  # bench/peers/ has a reader that runs with an older transform
 
 @dataclass
 class Cut:
-    """A batch of prompts whose cache was cut; it grows with what is fed and said.
+    """A batch of prompts whose cache was cut. The cache grows with every token fed or generated.
 
     Attributes:
-        cache: of all layers.
-        logits: [b, vocab], of the last token that was fed.
-        seconds: of reading and cutting.
-        tokens: kept per KV head, mean over the layers.
-        bytes_held: of the cache after the cut.
-        bytes_full: of an uncut cache.
+        cache: the cache of all layers.
+        logits: [b, vocab], after the last token that was fed.
+        seconds: time to read and cut.
+        tokens: tokens kept per KV head, averaged over the layers.
+        bytes_held: bytes of the cache after the cut.
+        bytes_full: bytes of an uncut cache.
     """
 
     cache: hf.KVCache
@@ -46,18 +46,18 @@ class Cut:
 
     @property
     def positions(self) -> list[Tensor]:
-        """What every layer that evicts holds, int64 [b, Hk, any]."""
+        """The positions that each evicting layer holds, int64 [b, Hk, any]."""
         return [kept for x in caches(self.cache) if (kept := x.positions) is not None]
 
 
 @dataclass
 class Whole:
-    """What the full cache of a batch of prompts answers.
+    """The answers of a batch of prompts with the full cache.
 
     Attributes:
-        said: int64 [b, steps].
-        logits: [b, steps, vocab], that each token was chosen by.
-        scores: fp32 [b, Hk, n] of every layer, how much the answer attends to the prompt's keys, as in `kvops.recall`.
+        said: int64 [b, steps], the generated tokens.
+        logits: [b, steps, vocab], from which each token was chosen.
+        scores: fp32 [b, Hk, n] per layer, how much the answer attends to the prompt's keys, as in `kvops.recall`.
     """
 
     said: np.ndarray
@@ -66,13 +66,13 @@ class Whole:
 
 
 def caches(cache: hf.KVCache) -> list[Cache]:
-    """The caches of the layers that evict."""
+    """Return the caches of the layers that evict."""
     return [x.cache for x in cache.layers if hasattr(x, "cache")]
 
 
 @dataclass(frozen=True, eq=False)
 class Watched(QueryPolicy):
-    """Keeps everything, and the queries of the `last` tokens."""
+    """A policy that keeps everything, and remembers the queries of the `last` tokens."""
 
     budget: Budget = 1.0
     last: int = 1
@@ -86,13 +86,13 @@ class Watched(QueryPolicy):
 
 
 def chunks(policy: Policy, n: int, chunk: int) -> list[int]:
-    """The sizes of the pieces in which a prompt is read.
+    """Return the sizes of the chunks in which a prompt is read.
 
     Args:
-        policy: of the cache.
+        policy: the cache's policy.
         n: tokens of the prompt.
-        chunk: tokens of a piece; 0: 256, but for LagKV S + 2 L and then L, which compress at every step (LagKV, Sec.
-            3.4).
+        chunk: tokens per chunk. 0 means 256; for LagKV S + 2 L and then L, so that it compresses at every chunk (LagKV,
+            Sec. 3.4).
     """
     first = then = chunk or 256
     if not chunk and isinstance(policy, LagKV):
@@ -101,17 +101,17 @@ def chunks(policy: Policy, n: int, chunk: int) -> list[int]:
 
 
 class Reader:
-    """Reads prompts and answers, greedily and with the library's attention.
+    """Reads prompts and answers greedily, with kvops' attention.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model from transformers.
     """
 
     def __init__(self, model: PreTrainedModel):
         self.model = self.prepared(model.eval())
         self.num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         ends = model.generation_config.eos_token_id
-        self._whole: tuple[tuple[Any, ...], Whole] | None = None  # the last of `whole`, behind what it was asked for
+        self._whole: tuple[tuple[Any, ...], Whole] | None = None  # the last result of `whole`, with its arguments
         self.ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
     def prepared(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -125,7 +125,7 @@ class Reader:
         return time.perf_counter()
 
     def feed(self, cache: hf.KVCache, ids: Tensor) -> Tensor:
-        """The logits of the last token, [b, vocab]."""
+        """Feed tokens; return the logits of the last one, [b, vocab]."""
         return self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
     def _cache(self, policy: Policy) -> hf.KVCache:
@@ -141,17 +141,17 @@ class Reader:
 
     @torch.inference_mode()
     def cut(self, prompts: np.ndarray, rule: Rule, budget: int | None, chunk: int | None = None) -> Cut:
-        """Reads prompts with a cache of the rule's method, which cuts it to the budget; after that it grows.
+        """Read prompts with the rule's policy, which cuts the cache to the budget; after that the cache only grows.
 
         Args:
             prompts: int64 [b, n], tokens.
             rule: the method.
-            budget: tokens per KV head; None: of a method that keeps everything.
-            chunk: the prompts come in pieces (see `chunks`), and the method may evict after each; None: they come
-                whole.
+            budget: tokens per KV head; None for a method that keeps everything.
+            chunk: read the prompts in chunks (see `chunks`) and let the policy evict after each; None reads them at
+                once.
 
         Raises:
-            Unreachable: the method cannot be brought to the budget, or cannot serve the model.
+            Unreachable: no settings of the method meet the budget, or it does not support the model.
         """
         n = prompts.shape[1]
         policy = rule.policy(budget, n, self.num_layers, streaming=chunk is not None)
@@ -169,17 +169,17 @@ class Reader:
 
     @torch.inference_mode()
     def answer(self, cut: Cut, feed: np.ndarray | None, steps: int, stops: bool) -> tuple[np.ndarray, float, int]:
-        """Goes on greedily after a cut. The cache grows.
+        """Decode greedily after a cut. The cache grows.
 
         Args:
             cut: what `cut` returned.
-            feed: int64 [b, any], tokens to read first; None: nothing was said since the cut.
-            steps: tokens to say, at most.
-            stops: an end-of-sequence token ends a row.
+            feed: int64 [b, any], tokens to read first; None if there are none.
+            steps: the most tokens to generate.
+            stops: whether an end-of-sequence token ends a row.
 
         Returns:
-            What is said, int64 [b, steps], -1 behind an end; the seconds of the steps of one token; the number of
-            these steps.
+            The generated tokens, int64 [b, steps], -1 after an end of sequence; the seconds of the one-token steps; the
+            number of these steps.
         """
         if feed is not None:
             cut.logits = self.feed(cut.cache, self.tokens(feed))
@@ -200,7 +200,7 @@ class Reader:
 
     @torch.inference_mode()
     def follow(self, cut: Cut, feed: np.ndarray | None, said: np.ndarray) -> Tensor:
-        """As `answer`, but what is said is given.
+        """Like `answer`, but with given tokens instead of generated ones.
 
         Args:
             cut: what `cut` returned.
@@ -208,7 +208,7 @@ class Reader:
             said: int64 [b, steps].
 
         Returns:
-            [b, steps, vocab], the logits before each token of `said`.
+            The logits before each token of `said`, [b, steps, vocab].
         """
         first = cut.logits if feed is None else self.feed(cut.cache, self.tokens(feed))
         rest = self.model(self.tokens(said), past_key_values=cut.cache).logits
@@ -216,16 +216,16 @@ class Reader:
 
     @torch.inference_mode()
     def whole(self, prompts: np.ndarray, feed: np.ndarray | None, steps: int) -> Whole:
-        """What the full cache answers, beyond an end of sequence too; the last result is remembered.
+        """Return the full cache's answer, which goes on past an end of sequence. The last result is cached.
 
         Args:
             prompts: int64 [b, n], tokens.
             feed: int64 [b, any], tokens to read after them, or None.
-            steps: tokens to say.
+            steps: tokens to generate.
         """
         key = (prompts.tobytes(), None if feed is None else feed.tobytes(), steps)
         if self._whole is None or self._whole[0] != key:
-            self._whole = None  # its memory is free for the next
+            self._whole = None  # free its memory first
             cache = self._cache(Watched(last=steps))
             steps_logits = [self.feed(cache, self.tokens(prompts))]
             if feed is not None:
@@ -242,16 +242,16 @@ class Reader:
         return self._whole[1]
 
     def stream(self, ids: np.ndarray, rule: Rule, budget: int | None, window: int) -> Stream:
-        """Streams a text through a cache that the rule's method bounds; see `stream.stream`.
+        """Stream a text through a cache that the rule's policy bounds; see `stream.stream`.
 
         Args:
             ids: int64 [b, tokens].
             rule: the method.
-            budget: tokens per KV head; None: of a method that keeps everything.
-            window: tokens that come at a time.
+            budget: tokens per KV head; None for a method that keeps everything.
+            window: tokens per window.
 
         Raises:
-            Unreachable: the method cannot be brought to the budget, or cannot serve the model.
+            Unreachable: no settings of the method meet the budget, or it does not support the model.
         """
         policy = rule.policy(budget, ids.shape[1], self.num_layers, streaming=True)
         return stream(self.model, self._cache(policy), self.tokens(ids), window)

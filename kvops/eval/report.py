@@ -1,6 +1,6 @@
 """Results as a report: report.md with tables, pictures beside it, and summary.json with the tables' numbers.
 
-A report made twice from the same results is the same, byte by byte.
+The same results always give the same report, byte by byte.
 """
 
 from __future__ import annotations
@@ -18,44 +18,48 @@ from .summary import Estimate, Row, Summary, Traits, leaders, summarize
 from .tasks import TASKS
 
 READING = """\
-- Every method saw the same prompts. Budgets are tokens per KV head. Before or after the question the cache is cut once,
-  and grows after that with the question and the answer; in streams and chunks it is cut after each piece of text.
-- Scores are means over prompts, in brackets the 95 % interval: {intervals}.
-- **Bold**: the best score of its column, where its interval overlaps no other's; nothing is bold where these prompts do
-  not tell. Full takes no part, nor do methods marked †.
+- Every method saw the same prompts. Budgets are tokens per KV head. The cache is cut once, before or after the
+  question. It then grows with the question and the answer. In streams and chunks it is cut after each piece of text.
+- Scores are means over prompts, with the 95 % interval in brackets: {intervals}.
+- **Bold**: the best score of its column, if its interval overlaps no other's. Nothing is bold where the prompts cannot
+  separate the methods. Full is not ranked, nor are methods marked †.
 - † keeps over 5 % more than its budget.
-- Full keeps everything, whatever the budget; its numbers are repeated for comparison.
-- Settings that hang on the budget: SnapKV, PyramidKV, ChunkKV and SATKV have a window of 32 tokens, of half the budget
-  where that is less, ProtoKV of 8 up to a budget of 128, else of 32. LagKV (LocalKV, LagKV L2) has the largest lag, a
-  power of two up to 1,024, whose sink, last partition and rest take half of the budget or less; where the other half is
-  less than a token for each partition it chooses none, and has the lag that keeps most.
-- Random keeps the same places of every prompt, so its intervals are a little too narrow.
-- Kept are tokens per KV head, the mean over the layers. Held are the bytes of keys and values of one prompt after the
-  cut, and in brackets their share of the whole cache's.
-- Prefill is the time to read a prompt and to cut its cache: that of a batch, divided by its prompts. Decode is the
-  number of tokens that a batch says in a second. Both are medians over batches, and hold for this machine and this
-  batch.
+- Full keeps everything at any budget; its numbers are repeated for comparison.
+- Settings that depend on the budget: SnapKV, PyramidKV, ChunkKV and SATKV use a window of 32 tokens, or half the
+  budget if that is smaller. ProtoKV uses 8 up to a budget of 128, and 32 above. LagKV, LocalKV and LagKV L2 use the
+  largest lag, a power of two up to 1,024, at which the sinks, the last partition and the remainder take at most half
+  the budget. If the other half is less than one token per partition, LagKV selects none and uses the lag that keeps
+  most.
+- Random keeps the same positions of every prompt, so its intervals are slightly too narrow.
+- Kept: tokens per KV head, averaged over the layers. Held: bytes of keys and values per prompt after the cut, and in
+  brackets their fraction of the whole cache.
+- Prefill: the time to read a prompt and cut its cache, which is the time of a batch divided by its prompts. Decode:
+  tokens generated per second by a batch. Both are medians over batches, valid for this machine and this batch size.
 """
 KINDS = {
-    True: "Wilson's for shares (that of right and wrong; for partial scores it is too wide)",
+    True: "Wilson's for proportions (suited to right-or-wrong scores, too wide for partial scores)",
     False: "Student's t for losses and divergences",
 }
 
 
 def write(heads: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path) -> str:
-    """Writes report.md, summary.json and pictures.
+    """Write report.md, summary.json and the pictures.
 
     Args:
         heads, lines: what `results.load` returned.
-        folder: created if need be.
+        folder: where to write; created if it does not exist.
 
     Returns:
-        What the command prints.
+        The text that the command prints.
 
     Raises:
         Refused: there is nothing to report, or a cell was measured twice.
     """
-    summary = summarize(heads, lines)
+    return write_summary(summarize(heads, lines), folder)
+
+
+def write_summary(summary: Summary, folder: Path) -> str:
+    """Write the report of rows that are summarized already; see `write`."""
     folder.mkdir(parents=True, exist_ok=True)
     text = report(summary, folder)
     replace(folder / "summary.json", json_of(summary.record()))
@@ -64,14 +68,14 @@ def write(heads: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path
 
 
 def json_of(record: dict[str, Any]) -> str:
-    """JSON, with a line for each row."""
+    """Format a record as JSON with one line per row."""
     rows = ",\n".join("  " + json.dumps(x, allow_nan=False) for x in record["rows"])
     head = json.dumps({x: y for x, y in record.items() if x != "rows"}, indent=1, allow_nan=False)
     return f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 def report(summary: Summary, folder: Path) -> str:
-    """The text of report.md; draws its pictures into the folder."""
+    """Return the text of report.md, and draw its pictures into the folder."""
     intervals = "; ".join(
         text for percent, text in KINDS.items() if percent in {x.percent for x in summary.traits.values()}
     )
@@ -110,9 +114,9 @@ def report(summary: Summary, folder: Path) -> str:
 
 
 def about(task: str) -> list[str]:
-    """Its heading, and what the task says of itself."""
+    """Return a task's heading and its docstring."""
     name = task.partition(":")[0]
-    text = inspect.getdoc(TASKS[name]) if name in TASKS else "A task that this version does not know."
+    text = inspect.getdoc(TASKS[name]) if name in TASKS else "This version does not know the task."
     return [f"## {escape(task)}", text or ""]
 
 
@@ -125,12 +129,12 @@ def listed(value: object) -> str:
 
 
 def what_was_run(summary: Summary) -> str:
-    """Settings, what was compared, and where it ran."""
+    """Return the settings, what was compared, and where it ran."""
     rows = summary.rows
     lines = [f"- {entry(name, listed(value))}" for name, value in summary.settings.items() if value is not None]
     differing = [escape(name) for name, value in summary.settings.items() if isinstance(value, list)]
     if differing:
-        lines.append(f"- **the files do not agree in {', '.join(differing)}**: rows may not be of the same prompts")
+        lines.append(f"- **the files differ in {', '.join(differing)}**: their rows may come from different prompts")
     counts = sorted({x.n for x in rows if x.unreachable is None})
     lines += [
         f"- tasks: {escape(', '.join(summary.traits))}",
@@ -157,12 +161,12 @@ def entry(name: str, value: object) -> str:
 
 
 def budgets_of(rows: list[Row]) -> list[int | None]:
-    """The largest first; None alone where nothing has one."""
+    """Return the budgets, largest first, or [None] if no row has one."""
     return [*sorted({x.budget for x in rows if x.budget is not None}, reverse=True)] or [None]
 
 
 def section(rows: list[Row], kind: Traits) -> list[str]:
-    """The tables of one task, context and point of the cut, with their notes."""
+    """Return the tables of one task, context and cut point, with their notes."""
     budgets = budgets_of(rows)
     methods = list(dict.fromkeys(x.method for x in rows))
     by_cell = {(x.method, x.budget): x for x in rows}
@@ -234,7 +238,7 @@ def unit(kind: Traits) -> str:
 
 
 def score(value: Estimate | None, kind: Traits, interval: bool) -> str:
-    """ "36 [20, 57]" percent, or "2.346 [2.331, 2.361]"."""
+    """Format a score: "36 [20, 57]" for percentages, else "2.346 [2.331, 2.361]"."""
     if value is None:
         return ""
     digits = 0 if value.n < 1000 else 1
@@ -248,7 +252,7 @@ def score(value: Estimate | None, kind: Traits, interval: bool) -> str:
 
 
 def number(x: float) -> str:
-    """Three digits that count."""
+    """Format with three significant digits."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
@@ -258,14 +262,14 @@ def held(row: Row) -> str:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """The first column to the left, the others to the right."""
+    """Return a Markdown table, the first column flush left, the others flush right."""
     head, *body = rows
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(x) + " |" for x in (head, rule, *body))
 
 
 def table(summary: Summary) -> str:
-    """What the command prints: the main score of every method, a block for each task and context."""
+    """Return what the command prints: the main score of every method, a block per task and context."""
     blocks, groups = [], summary.groups()
     for task, context in dict.fromkeys(x[:2] for x in groups):
         kind = summary.traits[task]

@@ -1,8 +1,8 @@
-"""What was measured, as JSON lines: one head for each run, then one line for each cell that is done.
+"""Results as JSON lines: one head per run, then one line per measured cell.
 
-A cell is a task, a context, a point of the cut, a method, a budget and a batch of prompts. Lines are on the disk before
-the next cell begins, so an interrupted run goes on where it stopped; what a kill has left of a line is dropped. One run
-at a time writes to a folder.
+A cell is a task, a context, a cut point, a method, a budget and a batch of prompts. Each line is on disk before the
+next cell starts, so an interrupted run continues where it stopped. An incomplete last line, left by a killed run, is
+dropped. Only one run at a time writes to a folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ..bench.record import name, number, whole
 from .specs import Refused
 
-#: What names of origins begin with that say which file a method's code is in, if it is not of kvops.
+#: Prefix of the origin's entries that name the source file of a method from outside kvops.
 CODE = "method "
 KEY = ("task", "context", "point", "method", "budget", "batch")
 
@@ -34,20 +34,20 @@ class Cell(NamedTuple):
 
 
 class Results:
-    """A file of results that grows; a run that was stopped goes on with it.
+    """A growing results file, which a later run can continue.
 
     Args:
-        file: created if need be; its folder is locked.
-        settings: what all its cells have in common.
+        file: created if it does not exist; its folder is locked.
+        settings: the settings that all its cells share.
         origin: where they are measured; see `bench.record.origin`.
 
     Attributes:
-        done: the cells that the file holds.
+        done: the cells in the file.
         lines: their lines.
 
     Raises:
-        Refused: the file has other settings or was measured with other code of a method, it is damaged, or another
-            process writes to its folder.
+        Refused: the file has other settings, or a method's code has changed; the file is damaged; or another process
+            writes to its folder.
     """
 
     def __init__(self, file: Path, settings: dict[str, Any], origin: dict[str, Any]):
@@ -65,7 +65,7 @@ class Results:
                     said = ", ".join(wrong)
                     raise Refused(f"--out {file.parent} holds results of other settings: {said}")
             self.done = {cell_of(x) for x in self.lines}
-            if file.exists():  # what a kill has left of a line
+            if file.exists():  # drop an incomplete line of a killed run
                 os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
             self._file = file.open("a")
         except BaseException:
@@ -80,13 +80,13 @@ class Results:
         self.close()
 
     def add(self, cell: Cell, outcome: dict[str, Any]) -> None:
-        """Writes a cell to the disk.
+        """Write a cell to disk.
 
         Args:
-            cell: not among `done`.
-            outcome: the fields of a `tasks.Outcome`, or why the budget is unreachable.
+            cell: a cell that is not in `done`.
+            outcome: the fields of a `tasks.Outcome`, or the reason why the budget is unreachable.
         """
-        if self._head:  # a run that finds everything done leaves the file as it is
+        if self._head:  # a run with nothing left to measure does not change the file
             self._write(self._head)
             self._head = None
         line = {**cell._asdict(), **outcome}
@@ -105,8 +105,8 @@ class Results:
 
 
 class Lock:
-    """Of a folder, for this process, whose number lies in the file `lock`. The system drops the lock of a process that
-    has died, so the next one takes the file over."""
+    """A lock on a folder. The file `lock` has the process ID. The system releases the lock of a dead process, and the
+    next run takes the file over."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,14 +117,14 @@ class Lock:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._file.seek(0)
-                holder = self._file.read().strip() or "that is about to begin"
+                holder = self._file.read().strip() or "(starting)"
                 self._file.close()
                 raise Refused(
                     f"--out {folder} is being written to by another run, process {holder}; name another folder, or wait"
                 ) from None
             if self._path.exists() and os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
                 break
-            self._file.close()  # who held it has just removed it
+            self._file.close()  # the previous holder has just removed it
         self._file.truncate(0)
         self._file.write(f"{os.getpid()}\n")
         self._file.flush()
@@ -135,12 +135,12 @@ class Lock:
             self._file.close()
 
 
-#: What a model, or a copy of a benchmark, is made of.
+#: The file types of models and benchmark data.
 KINDS = (".json", ".jsonl", ".safetensors", ".bin", ".model", ".parquet", ".arrow")
 
 
 def fingerprint(path: Path) -> str | None:
-    """Of a file's bytes, or the names and sizes of a folder's files; None if there is no such path (a hub's name)."""
+    """Hash a file's bytes, or the names and sizes of a folder's files; None if the path does not exist (a hub name)."""
     if path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     if not path.is_dir():
@@ -155,18 +155,18 @@ def cell_of(line: dict[str, Any]) -> Cell:
 
 
 def load(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Reads files of results. What follows a file's last line break is left out.
+    """Read results files. Text after the last line break of a file is ignored.
 
     Returns:
         The heads and the cells of all files, as JSON has them.
 
     Raises:
-        Refused: a line is not what `Results` writes.
+        Refused: a line is not in the format of `Results`.
     """
     heads: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
     for file in files:
-        for i, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):  # what follows the last is cut off
+        for i, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):  # an incomplete last line is ignored
             where = f"{file}, line {i}"
             try:
                 found = json.loads(line.decode())
@@ -174,18 +174,18 @@ def load(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[str, An
                 raise Refused(f"{where}: expected a line of JSON, got {str(error)[:200]}") from None
             is_head = isinstance(found, dict) and "settings" in found
             if not is_head and not (isinstance(found, dict) and found.keys() >= {*KEY}):
-                raise Refused(f"{where}: expected what kvops.eval has measured, got {json.dumps(found)[:60]}")
+                raise Refused(f"{where}: expected a result of kvops.eval, got {json.dumps(found)[:60]}")
             if wrong := wrong_head(found) if is_head else wrong_cell(found):
                 raise Refused(f"{where}: {wrong}")
             (heads if is_head else lines).append(found)
     return heads, lines
 
 
-# What a file of results may hold. It may be of another version, another program, or damaged.
+# The expected content of a results file, which may come from another version or program, or be damaged.
 
 
 def score(x: object) -> bool:
-    """Infinity: a loss."""
+    """Whether x is a number; a loss may be infinite."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and (abs(x) < 2**62 or x != x or x == math.inf)
 
 
@@ -193,7 +193,7 @@ def list_of(x: object, kind: Callable[[object], bool]) -> bool:
     return isinstance(x, list) and all(map(kind, x))
 
 
-#: By key: what is expected there, and whether that is so.
+#: By key: a description of the expected value, and a test for it.
 CELL: dict[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(("task", "point", "method"), ("a name", name)),
     "context": ("tokens, at least 1", lambda x: whole(x, 1)),
@@ -212,7 +212,7 @@ OUTCOME: dict[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(("tokens", "bytes_held", "bytes_full", "steps"), ("an integer, at least 0", whole)),
     **dict.fromkeys(("prefill_s", "decode_s"), ("seconds", number)),
 }
-MORE: dict[str, tuple[str, Callable[[object], bool]]] = {  # need not be there
+MORE: dict[str, tuple[str, Callable[[object], bool]]] = {  # optional
     "depths": (
         "a list of numbers in [0, 1], or null",
         lambda x: list_of(x, lambda y: y is None or (number(y) and y <= 1)),
@@ -232,7 +232,7 @@ MORE: dict[str, tuple[str, Callable[[object], bool]]] = {  # need not be there
 
 
 def wrong_cell(line: dict[str, Any]) -> str | None:
-    """What is not as it must be in the line of a cell."""
+    """Return what is wrong with the line of a cell, or None."""
     rules = {**CELL, **({"unreachable": ("why", lambda x: isinstance(x, str))} if "unreachable" in line else OUTCOME)}
     rules |= {x: rule for x, rule in MORE.items() if line.get(x) is not None}
     for key, (expected, holds) in rules.items():
@@ -243,7 +243,7 @@ def wrong_cell(line: dict[str, Any]) -> str | None:
 
 
 def wrong_head(head: dict[str, Any]) -> str | None:
-    """The same of a head."""
+    """Return what is wrong with a head, or None."""
     origin = head.get("origin")
     machine = origin.get("machine") if isinstance(origin, dict) else None
     gpu = machine.get("gpu") if isinstance(machine, dict) else None

@@ -1,4 +1,4 @@
-"""What the command line says of a task: "name" or "name:option=value,option=value"."""
+"""How the command line names a task or method: "name" or "name:option=value,option=value"."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ from ..bench.record import Refused as Refused
 from ..specs import parse_options
 
 
+def canonical(spec: str, names: Collection[str]) -> str:
+    """The spec with its name in lower case, if that is one of `names`; anything else (a file, a class) as it is."""
+    name, colon, rest = spec.partition(":")
+    return f"{name.lower()}{colon}{rest}" if name.lower() in names else spec
+
+
 def parse(kind: str, spec: str, names: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """Takes "name:option=value,option=value" apart.
+    """Split "name:option=value,option=value" into the name and its options.
 
     Args:
-        kind: "method" or "task", for errors.
-        spec: what was said.
-        names: those there are.
+        kind: "method" or "task", for error messages.
+        spec: the text from the command line. The case of the name does not matter.
+        names: the known names.
 
     Returns:
-        The name and its options.
+        The name in lower case, and the options.
 
     Raises:
-        ValueError: another name, or options that cannot be read.
+        ValueError: the name is unknown, or the options cannot be parsed.
     """
-    name, _, rest = spec.partition(":")
+    name, _, rest = canonical(spec, names).partition(":")
     if name not in names:
         raise ValueError(f"{kind} must be one of {', '.join(names)}, got {name!r}")
     return name, parse_options(kind, spec, name, rest)

@@ -1,4 +1,4 @@
-"""A text that streams through a model, in windows: how well each next token is foreseen, and what the cache holds."""
+"""Stream a text through a model in windows; measure the loss of each next token and the size of the cache."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:  # see reader.py
 
 
 class Held(NamedTuple):
-    """What a cache holds of a batch of rows.
+    """The size of a batch's cache.
 
     Attributes:
-        tokens: per KV head, mean over the layers.
-        bytes: of keys and values.
-        bytes_full: of an uncut cache.
+        tokens: tokens per KV head, averaged over the layers.
+        bytes: bytes of keys and values.
+        bytes_full: bytes of an uncut cache.
     """
 
     tokens: int
@@ -37,20 +37,20 @@ class Held(NamedTuple):
     def by(cls, cache: hf.KVCache) -> Held:
         stats = cache.stats()
         if not stats:
-            raise Refused("--model: no layer of it keeps keys and values")
+            raise Refused("--model: none of its layers has a KV cache")
         tokens = round(sum(x.tokens_kept for x in stats) / len(stats))
         return cls(tokens, sum(x.bytes_kept for x in stats), sum(x.bytes_full for x in stats))
 
 
 @dataclass
 class Stream:
-    """What `stream` measured.
+    """The result of `stream`.
 
     Attributes:
         losses: [b, tokens - 1], nats; -log p of each token but the first.
-        held: by the cache after each window.
-        seconds: [windows].
-        window: tokens of a window.
+        held: size of the cache after each window.
+        seconds: [windows], time of each window.
+        window: tokens per window.
     """
 
     losses: np.ndarray
@@ -65,14 +65,14 @@ class Stream:
 
 @torch.inference_mode()
 def stream(model: PreTrainedModel, cache: hf.KVCache, ids: Tensor, window: int, label: str | None = None) -> Stream:
-    """Feeds a text in windows, after each of which the cache may evict, and measures the loss of each next token.
+    """Feed a text in windows, let the cache evict after each, and measure the loss of each next token.
 
     Args:
-        model: a causal language model of transformers.
-        cache: an empty one.
+        model: a causal language model from transformers.
+        cache: an empty cache.
         ids: int64 [b, tokens].
-        window: tokens that come at a time.
-        label: of a progress bar; None: no bar.
+        window: tokens per window.
+        label: label of a progress bar; None for no bar.
     """
     losses, held, seconds = [], [], []
     firsts = range(0, ids.shape[1] - 1, window)

@@ -1,6 +1,6 @@
-"""Lines of results as rows: one for each task, context, point, method and budget, over all batches, with intervals.
+"""Aggregate results into rows, one per task, context, cut point, method and budget over all batches, with intervals.
 
-Everything is in the order of METHODS and TASKS, so the order of the lines does not matter.
+Rows are in the order of METHODS and TASKS, whatever the order of the lines.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .results import Cell, cell_of
 from .specs import Refused
 from .tasks import POINTS, TASKS
 
-#: What others call a method of ours.
+#: Other names of our methods.
 ALIASES = {"ObservedAttention": "H2O", "Knorm": "L2"}
 LEVEL = 0.95  # of the intervals
 Key = tuple[str, int, str, str, int | None]  # task, context, point, method, budget
-SLACK = 1.05  # times the budget; who holds more did not keep to it
+SLACK = 1.05  # times the budget; a method that holds more exceeds it
 
 
 class Estimate(NamedTuple):
-    """A mean over n prompts, and its 95 % interval; None where one number says nothing of its spread."""
+    """A mean over n prompts and its 95 % interval; None if a single number gives no interval."""
 
     mean: float
     low: float | None
@@ -35,23 +35,23 @@ class Estimate(NamedTuple):
 
 
 def wilson(mean: float, n: int) -> tuple[float, float]:
-    """Wilson's score interval of a share: of right answers, or, conservative then, the mean of n numbers in [0, 1].
+    """Return Wilson's score interval of a proportion. For the mean of n numbers in [0, 1] it is conservative.
 
     Args:
-        mean: in [0, 1].
-        n: at least 1.
+        mean: the proportion, in [0, 1].
+        n: the number of samples, at least 1.
 
     Returns:
-        Its lower and its upper end.
+        The lower and upper end.
     """
     z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     center, spread = mean + z * z / (2 * n), z * math.sqrt((mean * (1 - mean) + z * z / (4 * n)) / n)
     low, high = (center - spread) / (1 + z * z / n), (center + spread) / (1 + z * z / n)
-    return min(max(0.0, low), mean), max(min(1.0, high), mean)  # 0 and 1 exactly, whatever the rounding
+    return min(max(0.0, low), mean), max(min(1.0, high), mean)  # exactly 0 and 1 despite rounding
 
 
 def student_cdf(t: float, freedom: int) -> float:
-    """Student's t distribution for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Student's t distribution function for integer degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan2(t, math.sqrt(freedom))
     square, term, total = math.cos(angle) ** 2, 1.0, 0.0
     if freedom % 2:
@@ -69,7 +69,7 @@ def student_cdf(t: float, freedom: int) -> float:
 
 
 def student_quantile(p: float, freedom: int) -> float:
-    """The t > 0 that a share p > 0.5 lies below, by bisection."""
+    """Return the quantile t > 0 of Student's t distribution for p > 0.5, by bisection."""
     low, high = 0.0, 1.0
     while student_cdf(high, freedom) < p:
         high *= 2
@@ -80,11 +80,11 @@ def student_quantile(p: float, freedom: int) -> float:
 
 
 def estimate(values: Sequence[float], percent: bool) -> Estimate:
-    """The mean of values and its interval: Wilson's for shares, mean +- t s / sqrt(n) (Student's t) for others.
+    """Return the mean and its interval: Wilson's for proportions, else mean +- t s / sqrt(n) (Student's t).
 
     Args:
-        values: one or more.
-        percent: they are shares in [0, 1].
+        values: one or more numbers.
+        percent: whether they are proportions in [0, 1].
     """
     n, mean = len(values), fmean(values)
     if not math.isfinite(mean):
@@ -99,7 +99,7 @@ def estimate(values: Sequence[float], percent: bool) -> Estimate:
 
 @dataclass
 class Row:
-    """What a method did at a budget, on all prompts of a task and context."""
+    """The result of a method at a budget, on all prompts of a task and context."""
 
     task: str
     context: int
@@ -108,13 +108,13 @@ class Row:
     budget: int | None
     n: int = 0  # prompts
     scores: dict[str, Estimate] = field(default_factory=dict)
-    tokens: int = 0  # kept per KV head: mean over layers and prompts
+    tokens: int = 0  # kept per KV head, averaged over layers and prompts
     bytes_held: int = 0  # per prompt
     bytes_full: int = 0
     prefill_s: float | None = None  # per prompt, median over the batches
-    decode_tokens_per_s: float | None = None  # of all prompts of a batch together, median over the batches
+    decode_tokens_per_s: float | None = None  # of a whole batch, median over the batches
     depths: dict[float, float] = field(default_factory=dict)  # the main score by depth
-    positions: dict[int, float] = field(default_factory=dict)  # the loss of a stretch of the text, by its last token
+    positions: dict[int, float] = field(default_factory=dict)  # the loss of each stretch of the text, by its last token
     unreachable: str | None = None
 
     @property
@@ -123,12 +123,12 @@ class Row:
 
     @property
     def over(self) -> bool:
-        """It holds more than its budget."""
+        """Whether it holds more than its budget."""
         return self.budget is not None and self.unreachable is None and self.tokens > SLACK * self.budget
 
 
 class Traits(NamedTuple):
-    """What a report has to know of a task; of one that this version does not know, what its scores look like."""
+    """What a report needs to know about a task; for an unknown task it is guessed from the scores."""
 
     metrics: tuple[str, ...]  # at least one
     percent: bool
@@ -136,14 +136,14 @@ class Traits(NamedTuple):
 
 
 def traits(spec: str, lines: Iterable[dict[str, Any]]) -> Traits:
-    """What a report has to know of a task.
+    """Return what a report needs to know about a task.
 
     Args:
-        spec: its name, and options.
+        spec: the task's name and options.
         lines: its cells.
 
     Raises:
-        Refused: scores of a task of shares lie outside of [0, 1].
+        Refused: the task's scores are proportions, but some lie outside [0, 1].
     """
     lines = list(lines)
     found = dict.fromkeys(x for line in lines for x in line.get("scores", ()))
@@ -152,21 +152,21 @@ def traits(spec: str, lines: Iterable[dict[str, Any]]) -> Traits:
     if kind is None:
         return Traits(tuple(found) or ("score",), shares, "")
     if kind.percent and not shares:
-        raise Refused(f"{spec}: expected scores in [0, 1], which those of this task are")
+        raise Refused(f"{spec}: expected scores in [0, 1] for this task")
     known = [x for x in kind.metrics if x in found] or kind.metrics[: not found]  # no budget was reachable
     return Traits((*known, *(x for x in found if x not in known)), kind.percent, kind.better)
 
 
 class Name(NamedTuple):
-    """A method's name in tables, taken apart."""
+    """The parts of a method's name in tables."""
 
-    base: str | None  # the label in METHODS; None: not ours
-    peer: str  # who else's: "kvpress" of "kvpress KeyDiff"
+    base: str | None  # the label in METHODS; None for a method from elsewhere
+    peer: str  # the other implementation: "kvpress" of "kvpress KeyDiff"
     variant: str  # options: "lag=128" of "LagKV lag=128"
 
 
 def take_apart(label: str) -> Name:
-    """The parts of a method's name in tables."""
+    """Split a method's name in tables into its parts."""
     who, _, rest = label.partition(" ")
     rest = ALIASES.get(rest, rest)
     for peer, name in (("", label), (who, rest)):
@@ -178,13 +178,13 @@ def take_apart(label: str) -> Name:
 
 
 def method_order(label: str) -> tuple[int, str, str, str]:
-    """As in METHODS; variants behind their method, the same of others behind these, unknown ones last."""
+    """Sort key: the order of METHODS, then variants, then other implementations; unknown methods come last."""
     name, labels = take_apart(label), [x.label for x in METHODS.values()]
     return labels.index(name.base) if name.base else len(labels), name.peer, name.variant, label
 
 
 def order(cell: Cell) -> tuple[Any, ...]:
-    """Of the tables: tasks as in TASKS, short contexts first, methods as in METHODS, large budgets first."""
+    """Sort key of the tables: tasks as in TASKS, short contexts first, methods as in METHODS, large budgets first."""
     name = cell.task.partition(":")[0]
     points = [*getattr(TASKS.get(name), "points", ()), *POINTS]
     return (
@@ -206,12 +206,12 @@ def describe(cell: Cell) -> str:
 
 @dataclass
 class Summary:
-    """One or more files of results, as rows.
+    """One or more results files as rows.
 
     Attributes:
-        settings: by name; a list of values where the files differ.
+        settings: by name; a list of values if the files differ.
         origins: where they were measured.
-        rows: in the order of tables.
+        rows: in the order of the tables.
         traits: by task.
     """
 
@@ -221,28 +221,28 @@ class Summary:
     traits: dict[str, Traits]
 
     def groups(self) -> dict[tuple[str, int, str], list[Row]]:
-        """By task, context and point."""
+        """Group the rows by task, context and cut point."""
         found: dict[tuple[str, int, str], list[Row]] = {}
         for row in self.rows:
             found.setdefault(row.cell[:3], []).append(row)
         return found
 
     def record(self) -> dict[str, Any]:
-        """What summary.json holds."""
+        """Return the content of summary.json."""
         return {"settings": self.settings, "origins": self.origins, "rows": [_record(x) for x in self.rows]}
 
 
 def summarize(heads: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Summary:
-    """Rows of results.
+    """Aggregate results into rows.
 
     Args:
         heads, lines: what `results.load` returned.
 
     Raises:
-        Refused: there is no cell, or one was measured twice.
+        Refused: there are no cells, or one was measured twice.
     """
     if not lines:
-        raise Refused("nothing to report: the results hold no cell that was measured")
+        raise Refused("nothing to report: the results have no measured cells")
     cells: dict[Cell, dict[str, Any]] = {}
     twice: dict[Cell, None] = {}
     for line in lines:
@@ -266,9 +266,43 @@ def summarize(heads: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Summa
     return Summary(_settings(heads), _distinct(x["origin"] for x in heads), rows, kinds)
 
 
+def of_record(record: dict[str, Any]) -> Summary:
+    """The summary that a summary.json holds, so that its pictures can be drawn again without the cells.
+
+    Args:
+        record: what `Summary.record` returned.
+
+    Raises:
+        Refused: it is not such a record.
+    """
+    rows = []
+    try:
+        for x in record["rows"]:
+            row = Row(x["task"], x["context"], x["point"], x["method"], x["budget"])
+            if "unreachable" in x:
+                row.unreachable = x["unreachable"]
+            else:
+                for name in ("tokens", "bytes_held", "bytes_full", "prefill_s", "decode_tokens_per_s", "n"):
+                    setattr(row, name, x[name])
+                for name, score in x["scores"].items():
+                    mean = math.nan if score["mean"] is None else score["mean"]
+                    row.scores[name] = Estimate(mean, score["low"], score["high"], score["n"])
+                depths, positions = x.get("depths", {}), x.get("positions", {})
+                row.depths = dict(zip(depths.get("depth", ()), depths.get("score", ())))
+                row.positions = dict(zip(positions.get("ends", ()), positions.get("loss", ())))
+            rows.append(row)
+        kinds = {}
+        for task in dict.fromkeys(x.task for x in rows):
+            means = [{y: [z.mean] for y, z in x.scores.items()} for x in rows if x.task == task]
+            kinds[task] = traits(task, [{"scores": x} for x in means])
+        return Summary(record["settings"], record["origins"], rows, kinds)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"expected a summary.json of python -m kvops.eval, got {type(error).__name__}: {error}") from None
+
+
 def _row(cell: Key, lines: list[dict[str, Any]], kind: Traits) -> Row:
     row, fails = Row(*cell), [x["unreachable"] for x in lines if "unreachable" in x]
-    if fails:  # on some prompts: then a mean over the others would not be of the same prompts as other methods'
+    if fails:  # a mean over the remaining prompts would not be comparable with other methods
         some = f" (so for {len(fails)} of {len(lines)} batches)" if len(fails) < len(lines) else ""
         row.unreachable = one_line(fails[0]) + some
         return row
@@ -294,7 +328,7 @@ def _row(cell: Key, lines: list[dict[str, Any]], kind: Traits) -> Row:
 
 
 def _positions(lines: list[dict[str, Any]], sizes: list[int]) -> dict[int, float]:
-    """Of the batches' means, the mean over all prompts."""
+    """Average the batches' means over all prompts."""
     found: dict[int, list[tuple[float, int]]] = {}
     for line, size in zip(lines, sizes):
         more = line.get("more") or {}
@@ -322,13 +356,13 @@ def _finite(x: float | None) -> float | None:
 
 
 def _distinct(values: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each once, in an order that does not hang on the files'."""
+    """Return each value once, in an order that does not depend on the order of the files."""
     found = {json.dumps(x, sort_keys=True): x for x in values}
     return [found[x] for x in sorted(found)]
 
 
 def _settings(heads: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the files have in common as a value; where they differ, the list of their values."""
+    """Return each setting as a value, or as a list of values if the files differ."""
     found = _distinct(x["settings"] for x in heads)
     names = dict.fromkeys(name for x in found for name in x)
     values = {name: list({json.dumps(x.get(name)): x.get(name) for x in found}.values()) for name in names}
@@ -336,21 +370,21 @@ def _settings(heads: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _overlap(a: Estimate, b: Estimate) -> bool:
-    """Whether their intervals do; True where one has none."""
+    """Whether the intervals overlap; True if one is missing."""
     if a.low is None or a.high is None or b.low is None or b.high is None:
         return True
     return a.low <= b.high and b.low <= a.high
 
 
 def leaders(rows: list[Row], kind: Traits) -> list[Row]:
-    """The best of the methods that cut and keep to the budget, where its interval overlaps no other's.
+    """Return the best method that evicts and meets the budget, if its interval overlaps no other's.
 
     Args:
-        rows: of one task, context, point and budget.
-        kind: the task's.
+        rows: rows of one task, context, cut point and budget.
+        kind: the task's traits.
 
     Returns:
-        None or one row, or several of equal scores.
+        No row, one row, or several with equal scores.
     """
     metric, sign = kind.metrics[0], 1 if kind.better == "higher" else -1
     rivals = [x for x in rows if x.budget is not None and not x.over and metric in x.scores]

@@ -1,8 +1,8 @@
 """Passkey accuracy by context length x depth, optionally with KV-cache eviction.
 
-The context is prefilled alone; then EVICT (if given) cuts the cache; then the
+The context is prefilled alone. Then EVICT (if given) cuts the cache. Then the
 question is fed (with its true, uncompressed positions) and the digits are decoded
-greedily.  Accuracy = share of the k digits that are right, position by position.
+greedily.  Accuracy = fraction of the k digits that are right, position by position.
 
   python eval.py --model . --lengths 512,1024,2048 --digits 32
   python eval.py --model . --lengths 1024 --methods full,streaming@0.5,keydiff@0.5
@@ -50,10 +50,10 @@ def recent(*a):
 
 
 def lagkv(layer, keys, values, n_keep, gen, sink=4, lag=64):
-    """Rough LagKV written from the idea of the paper, only to see that this model can tell
-    it from the others: partition p is scored by the spread over channels of its keys and
+    """A rough LagKV after the idea of the paper, only to check that this model separates
+    it from the other methods: partition p is scored by the spread over channels of its keys and
     values after min-max scaling with partition p+1; ranks inside each partition; the sink,
-    the last full partition and the rest are kept (lagkv64 = partitions of 64 tokens)."""
+    the last full partition and the remainder are kept (lagkv64 = partitions of 64 tokens)."""
     B, H, T, D = keys.shape
     n = (T - sink) // lag
     score = torch.full((B, H, T), 2.0)
@@ -96,7 +96,7 @@ def greedy(model, ctx, n_new, hook=None):
     x = torch.as_tensor(ctx, device=dev)
     B, T = x.shape
     cache = DynamicCache(config=model.config)
-    # the context's own logits are not needed: run the backbone only
+    # the logits of the context are not needed: run the backbone only
     model.model(input_ids=x, past_key_values=cache, use_cache=True)
     if hook is not None:
         hook(cache)

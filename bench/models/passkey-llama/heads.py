@@ -1,4 +1,4 @@
-"""What the attention heads do: sink mass, previous-token heads, retrieval (induction) heads.
+"""Measure what the attention heads do: sink mass, previous-token heads, retrieval (induction) heads.
 
 python heads.py --model . --ctx 512
 """

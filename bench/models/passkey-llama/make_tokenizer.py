@@ -1,6 +1,6 @@
 """Byte-level tokenizer without merges: id = byte value; 256 <bos>, 257 <eos>, 258 <pad>, 259 <unk>.
 
-<bos> is put in front of every encoded text (add_special_tokens=True)."""
+<bos> is prepended to every encoded text (add_special_tokens=True)."""
 
 import sys
 

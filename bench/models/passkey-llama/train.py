@@ -1,9 +1,9 @@
 """Train the tiny passkey model (byte-level Llama) from scratch.
 
   python train.py --out out                  # the whole recipe, CPU or CUDA
-  python train.py --out out --start-stage 2 --resume   # a stage anew, from out/last.pt
+  python train.py --out out --start-stage 2 --resume   # repeat a stage from out/last.pt
 
-Each stage is (name, steps, {length: share of steps}, p_copy, p_multi, peak lr at its
+Each stage is (name, steps, {length: fraction of steps}, p_copy, p_multi, peak lr at its
 start, lr at its end, validation sets).  Tokens per step are constant (TOK).
 """
 
@@ -106,7 +106,7 @@ def main():
         name, steps, lens, p_copy, p_multi, lr0, lr1, val_sets = STAGES[si]
         rng = np.random.default_rng([a.seed, si])
         run = {}
-        if name != best_stage:  # the measure changes with the stage
+        if name != best_stage:  # the metric changes with the stage
             best, best_stage = -1.0, name
         tl = time.time()
         for i in range(steps):

@@ -1,10 +1,10 @@
-"""Prompts with their answers, and how answers are judged.
+"""Prompts with their answers, and how answers are scored.
 
-base.py       what a task promises
+base.py       the interface of a task
 needles.py    keys hidden in a text: passkey, needle in a haystack, RULER's kinds, variable tracking
-words.py      lists of words, whose most common ones are asked for
-probes.py     what the cache itself shows: agreement, recall, perplexity, chunked prefill
-copies.py     benchmarks that are read from a local copy of their data: ruler.py, longbench.py
+words.py      lists of words; the question asks for the most common ones
+probes.py     measures of the cache itself: agreement, recall, perplexity, chunked prefill
+copies.py     benchmarks read from a local copy of their data: ruler.py, longbench.py
 """
 
 from __future__ import annotations

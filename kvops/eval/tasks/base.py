@@ -1,8 +1,8 @@
-"""What a task promises: prompts with their answers, and how answers are judged.
+"""The interface of a task: prompts with their answers, and how answers are scored.
 
-A task makes prompts of an exact length in tokens (the same for every method: they hang on the seed alone), and measures
-what a method's cut of the cache leaves. This file needs neither transformers nor kvops' operators: a reader
-(../reader.py) does what a model has to do.
+A task generates prompts of an exact length in tokens. They depend on the seed alone, so they are the same for every
+method. It then measures how well the model answers from the cut cache. This file needs neither transformers nor kvops'
+operators: a reader (../reader.py) runs the model.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ POINTS = ("before", "after")  # the cache is cut before the question is known, o
 
 @dataclass(frozen=True)
 class Turn:
-    """A question, and what the answer should say.
+    """A question and its expected answers.
 
     Attributes:
         question: int64 [any], tokens.
-        answers: what the answer should say.
-        new_tokens: of the answer, at most.
-        stops: an end-of-sequence token ends the answer.
-        choices: what may be answered, where that is fixed.
+        answers: the expected answers.
+        new_tokens: the most tokens to generate.
+        stops: whether an end-of-sequence token ends the answer.
+        choices: the allowed answers, for tasks that fix them.
     """
 
     question: np.ndarray
@@ -44,12 +44,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, and the questions about it.
+    """A text and the questions about it.
 
     Attributes:
         context: int64 [context], the tokens of the text.
         turns: the questions, in order.
-        depth: where in the context the answer lies, 0 to 1; None: not known.
+        depth: position of the answer in the context, 0 to 1; None if unknown.
     """
 
     context: np.ndarray
@@ -59,18 +59,18 @@ class Prompt:
 
 @dataclass
 class Outcome:
-    """What one method did at one budget with a batch of prompts.
+    """The result of one method at one budget on a batch of prompts.
 
     Attributes:
         scores: by metric, one number per prompt.
-        tokens: kept per KV head, mean over the layers.
-        bytes_held: by the cache after the cut, per prompt.
-        bytes_full: by an uncut cache, per prompt.
-        prefill_s: seconds of the batch for reading the prompts and cutting the cache.
-        decode_s: seconds of the batch for the steps of one token.
+        tokens: kept per KV head, averaged over the layers.
+        bytes_held: bytes of the cache after the cut, per prompt.
+        bytes_full: bytes of an uncut cache, per prompt.
+        prefill_s: seconds to read the batch and cut its cache.
+        decode_s: seconds of the one-token steps of the batch.
         steps: number of these steps.
-        said: the answers, one per prompt.
-        more: what only this task has, for the report.
+        said: the generated answers, one per prompt.
+        more: results that only this task has, for the report.
     """
 
     scores: dict[str, list[float]]
@@ -85,11 +85,11 @@ class Outcome:
 
 
 class Filler:
-    """A long text in tokens, to hide things in, and the tokenizer that made them.
+    """A long tokenized text to hide needles in, and its tokenizer.
 
     Args:
-        tokenizer: of transformers, any version.
-        text: the longest context has to fit in.
+        tokenizer: a transformers tokenizer, of any version.
+        text: the text; it must be longer than the longest context.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str):
@@ -102,11 +102,11 @@ class Filler:
         self.starts_word = np.isin(self.ids, starts)
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of a text, int64 [any], without special ones."""
+        """Return the tokens of a text, int64 [any], without special ones."""
         return np.array(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int64)
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of tokens, int64 [any], without special ones."""
+        """Return the text of tokens, int64 [any], without special ones."""
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         assert isinstance(text, str)  # of one row of ids
         return text
@@ -114,13 +114,13 @@ class Filler:
     def context(
         self, rng: np.random.Generator, length: int, needles: Sequence[str], depths: Sequence[float]
     ) -> np.ndarray:
-        """A random piece of the text with needles in it.
+        """Return a random piece of the text with needles inserted.
 
         Args:
             rng: chooses the piece.
-            length: tokens, the needles included.
-            needles: what to hide.
-            depths: where, 0 to 1; each needle is put before the next word that begins there.
+            length: tokens, including the needles.
+            needles: the tokens to hide.
+            depths: their positions, 0 to 1. Each needle goes before the next word that starts there.
 
         Returns:
             int64 [length].
@@ -131,9 +131,9 @@ class Filler:
         hidden = [self.encode(x) for x in needles]
         room = length - len(self.first) - sum(map(len, hidden))
         if room < 0:
-            raise Refused(f"--context must hold {length - room} tokens of needles at least, got {length}")
+            raise Refused(f"--context: expected more than the {length - room} tokens of the needles, got {length}")
         if room >= len(self.ids):
-            raise Refused(f"--text must have more than {room} tokens, got {len(self.ids)}")
+            raise Refused(f"--text: expected more than {room} tokens, got {len(self.ids)}")
         begin = int(rng.integers(0, len(self.ids) - room))
         text, starts = self.ids[begin : begin + room], self.starts_word[begin : begin + room]
         places = []
@@ -159,30 +159,30 @@ class Cut(Protocol):
 
 
 class Reader(Protocol):
-    """What a task asks of a model; `kvops.eval.reader.Reader` is one."""
+    """The interface of a model for tasks; `kvops.eval.reader.Reader` implements it."""
 
     def cut(self, prompts: np.ndarray, rule: Rule, budget: int | None) -> Cut:
-        """Reads prompts, int64 [b, n], and cuts their cache once, by a rule, to a budget in tokens per KV head."""
+        """Read prompts, int64 [b, n], and cut their cache once, by a rule, to a budget in tokens per KV head."""
 
     def answer(self, cut: Any, feed: np.ndarray | None, steps: int, stops: bool) -> tuple[np.ndarray, float, int]:
-        """Goes on after `cut`, which this reader has made.
+        """Answer from a cut that this reader made.
 
-        Feeds int64 [b, any] (None: nothing was said since the cut) and goes on greedily: int64 [b, steps] (padded with
-        -1 behind an end), seconds of the steps of one token, and how many these were. The cache grows.
+        Feeds int64 [b, any] (None: nothing) and decodes greedily. Returns int64 [b, steps] (-1 after an end of
+        sequence), the seconds of the one-token steps, and their number. The cache grows.
         """
 
 
 @dataclass
 class Task:
-    """A kind of prompts, and what is measured on them. A subclass has a dataclass field for each option.
+    """A kind of prompt and its measures. A subclass has a dataclass field for each option.
 
     Attributes:
         name: on the command line.
         points: when the cache is cut.
-        metrics: of the scores; pictures show the first.
-        batches: prompts and their questions have one length, so several can be read together.
-        percent: scores lie between 0 and 1.
-        better: "higher" or "lower", of the first metric.
+        metrics: names of the scores; pictures show the first.
+        batches: whether all prompts and questions have one length, so that several can be read together.
+        percent: whether scores lie between 0 and 1.
+        better: "higher" or "lower", for the first metric.
     """
 
     name: ClassVar[str]
@@ -193,12 +193,12 @@ class Task:
     better: ClassVar[str] = "higher"
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
-        """Makes prompts; the same arguments make the same.
+        """Generate prompts; the same arguments give the same prompts.
 
         Args:
-            filler: the text to hide things in, and the tokenizer.
-            context: tokens of each context, exactly; where prompts are not read in batches, at most, the question
-                included.
+            filler: the text to hide needles in, and the tokenizer.
+            context: exact length of each context in tokens. For tasks without batches it is an upper limit that
+                includes the question.
             count: number of prompts.
             seed: of their random numbers.
 
@@ -210,32 +210,32 @@ class Task:
     def run(
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
     ) -> Outcome:
-        """Measures a rule at a budget on a batch of prompts.
+        """Measure a rule at a budget on a batch of prompts.
 
         Args:
             reader: the model.
             filler: as in `prompts`.
             prompts: the batch.
             rule: the method.
-            budget: tokens per KV head; None: of a method that keeps everything.
+            budget: tokens per KV head; None for a method that keeps everything.
             point: when the cache is cut, one of `points`.
 
         Raises:
-            Unreachable: the method cannot be brought to the budget.
+            Unreachable: no settings of the method meet the budget.
         """
         raise NotImplementedError
 
 
 def asked(prompts: list[Prompt], point: str) -> tuple[np.ndarray, list[np.ndarray | None]]:
-    """The tokens before and after the cut.
+    """Return the tokens before and after the cut.
 
     Args:
         prompts: a batch.
         point: "before" or "after" the first question.
 
     Returns:
-        What is read before the cut, int64 [b, n], and what is fed after it for each turn, int64 [b, any] (None:
-        nothing).
+        The tokens read before the cut, int64 [b, n], and those fed after it for each turn, int64 [b, any] (None if
+        there are none).
     """
     context = np.stack([x.context for x in prompts])
     turns = range(len(prompts[0].turns))
@@ -247,12 +247,12 @@ def asked(prompts: list[Prompt], point: str) -> tuple[np.ndarray, list[np.ndarra
 
 
 class AnswerTask(Task):
-    """Tasks whose questions are answered in words."""
+    """Tasks whose questions have text answers."""
 
     metrics: ClassVar[tuple[str, ...]] = ("partial", "exact")
 
     def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
-        """By metric, from what was said in each turn."""
+        """Return the scores by metric, from the generated answer of each turn."""
         raise NotImplementedError
 
     def run(
@@ -264,7 +264,7 @@ class AnswerTask(Task):
     def answers(
         self, reader: Reader, filler: Filler, prompts: list[Prompt], cut: Cut, questions: list[np.ndarray | None]
     ) -> Outcome:
-        """What is said to the questions, and its scores."""
+        """Generate the answers and score them."""
         said: list[list[str]] = [[] for _ in prompts]
         decode_s, steps = 0.0, 0
         for i, question in enumerate(questions):
@@ -288,7 +288,7 @@ class AnswerTask(Task):
 
 
 def share_said(said: str, answers: Sequence[str]) -> float:
-    """The share of the answers that occur in what was said, in any case (RULER's string_match_all)."""
+    """Return the fraction of the answers that occur in the generated text, in any case (RULER's string_match_all)."""
     return sum(x.lower() in said.lower() for x in answers) / len(answers)
 
 
@@ -296,7 +296,7 @@ MOST = 1 << 20  # of an option
 
 
 def positive(task: Task) -> None:
-    """Every option of the task is at least 1 and at most MOST, and an integer unless its default is none."""
+    """Check that each option of the task is between 1 and MOST, and an integer if its default is one."""
     for option in fields(task):
         value, whole = getattr(task, option.name), isinstance(option.default, int)
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= 1:

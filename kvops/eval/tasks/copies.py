@@ -1,4 +1,4 @@
-"""Benchmarks that are read from a local copy of their data."""
+"""Benchmarks read from a local copy of their data."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MOST_SAID = 1 << 20  # tokens
 
 
 def need(module: str) -> ModuleType:
-    """A package that only these benchmarks need."""
+    """Import a package that only these benchmarks need."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
-        raise Refused(f"{name} is needed for these data, and is not installed: pip install 'kvops[eval]'") from error
+        raise Refused(f"{name} is needed for this data but not installed: pip install 'kvops[eval]'") from error
 
 
 def read(source: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a folder that `save_to_disk` has made, or of a .jsonl or .parquet file."""
+    """Return the rows of a folder that `save_to_disk` wrote, or of a .jsonl or .parquet file."""
     try:
         for row in rows_of(source):
             if not isinstance(row, dict):
@@ -38,7 +38,7 @@ def read(source: Path) -> Iterator[dict[str, Any]]:
             yield row
     except Refused:
         raise
-    except Exception as error:  # whatever these packages make of a damaged file
+    except Exception as error:  # these packages raise all kinds of errors on a damaged file
         raise Refused(f"--data: {source} cannot be read: {first_line(error)}") from error
 
 
@@ -53,8 +53,7 @@ def rows_of(source: Path) -> Iterator[object]:
 
 
 def read_task(folder: Path, task: str, column: str) -> list[dict[str, Any]]:
-    """The rows of a task: of what bears its name (a file, or a folder that it lies in), else of everything whose
-    `column` names it."""
+    """Return the rows of a task: those of the file or folder with its name, else all whose `column` names it."""
     sources = {x.parent for x in folder.rglob("state.json")}
     sources |= {x for suffix in ("jsonl", "parquet") for x in folder.rglob(f"*.{suffix}")}
     if not sources:
@@ -75,9 +74,9 @@ def read_task(folder: Path, task: str, column: str) -> list[dict[str, Any]]:
 
 @dataclass
 class Copy(AnswerTask):
-    """task: the one of the benchmark's tasks; data: the folder (default: --data).
+    """task: one of the benchmark's tasks; data: the folder (default: --data).
 
-    Prompts have lengths of their own, so they are read one at a time.
+    Prompts differ in length, so they are read one at a time.
     """
 
     task: str
@@ -100,7 +99,7 @@ class Copy(AnswerTask):
         return Path(self.data)
 
     def column_of(self, row: dict[str, Any], key: str) -> object:
-        """What lies in a column that must be there."""
+        """Return a required column of a row."""
         if key not in row:
             raise Refused(f"--data: a row of {self.name} {self.task} has no column {key!r}; it has {', '.join(row)}")
         return row[key]
@@ -120,7 +119,7 @@ class Copy(AnswerTask):
     def prompt(
         self, ids: np.ndarray, asked: np.ndarray, answers: tuple[str, ...], tokens: object, **turn: Any
     ) -> Prompt:
-        """tokens: of an answer, at most."""
+        """Return a prompt. tokens: the most to generate."""
         if not isinstance(tokens, int) or not 1 <= tokens <= MOST_SAID:
             raise Refused(
                 f"--data: an answer of {self.name} {self.task} must have 1 to {MOST_SAID} tokens, got {tokens!r}"
@@ -130,7 +129,7 @@ class Copy(AnswerTask):
         return Prompt(ids, (Turn(asked, answers, tokens, **turn),))
 
     def rows(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """So many of the task's, by chance; all of them in their order where there are no more."""
+        """Return a random choice of the task's rows; all of them in order if there are no more than count."""
         rows = read_task(self.folder, self.task, self.column)
         if count > len(rows):
             raise Refused(f"--prompts must be at most {len(rows)}, the rows of {self.name} {self.task}, got {count}")

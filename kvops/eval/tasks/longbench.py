@@ -1,9 +1,9 @@
 """LongBench (Bai et al., 2024) from a local copy of its data.
 
-Prompts and lengths of answers are the benchmark's: its dataset2prompt.json and dataset2maxlen.json (LongBench/config in
-its repository) lie beside the data. So are the metrics, and results can be compared. What differs: the context and what
-follows it are turned into tokens apart, since the cache may be cut between them; no chat template is put around them; a
-newline does not end an answer of samsum (only its first line counts).
+Prompts and answer lengths are the benchmark's own: its dataset2prompt.json and dataset2maxlen.json (LongBench/config in
+its repository) must be in the data folder. The metrics are its own too, so results can be compared. Three things
+differ. The context and the text after it are tokenized separately, since the cache may be cut between them. There is no
+chat template. A newline does not end an answer of samsum (only its first line counts).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .base import Filler, Prompt
 from .copies import Copy, need
 
 PARAGRAPH = re.compile(r"(?:Paragraph |段落)(\d+)")  # an answer of a retrieval
-FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")  # what comes behind it does not count
+FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")  # the rest does not count
 PUNCTUATION_ZH = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～"
     "｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
@@ -40,7 +40,7 @@ def f1_of(said: Sequence[str], answer: Sequence[str]) -> float:
 
 
 def f1(said: str, answer: str, classes: Sequence[str]) -> float:
-    """Of words, in lower case, without punctuation and articles."""
+    """F1 of words, in lower case, without punctuation and articles."""
 
     def words(text: str) -> list[str]:
         return re.sub(r"\b(a|an|the)\b", " ", without(text.lower(), string.punctuation)).split()
@@ -55,7 +55,7 @@ def cut_zh(text: str) -> list[str]:
 
 
 def f1_zh(said: str, answer: str, classes: Sequence[str]) -> float:
-    """Of jieba's words, without punctuation."""
+    """F1 of jieba's words, without punctuation."""
 
     def words(text: str) -> list[str]:
         plain = ("".join(without(x.lower(), string.punctuation + PUNCTUATION_ZH).split()) for x in cut_zh(text))
@@ -65,8 +65,8 @@ def f1_zh(said: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def rouge(said: str, answer: str, classes: Sequence[str]) -> float:
-    """ROUGE-L's F, by the package that the benchmark takes: of sets of words, and with the union of the longest common
-    subsequences of sentences. rouge-score, Google's, counts a word as often as it comes, and drops Chinese ones."""
+    """ROUGE-L F, by the benchmark's package, which uses sets of words and the union of the longest common subsequences
+    of sentences. Google's rouge-score counts repeated words and drops Chinese ones."""
     try:
         return need("rouge").Rouge(["rouge-l"]).get_scores(said, answer)[0]["rouge-l"]["f"]
     except (ValueError, RecursionError):  # empty, or a sentence too long for it: 0 in the benchmark too
@@ -78,16 +78,16 @@ def rouge_zh(said: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def classification(said: str, answer: str, classes: Sequence[str]) -> float:
-    """One over the number of classes that are named, if the right one is; parts of its name do not count."""
+    """One over the number of classes named, if the right one is among them; parts of its name do not count."""
     named = [x for x in classes if x in said]
-    for x in named:  # as the benchmark does it: what follows a removed one is not looked at
+    for x in named:  # as in the benchmark: the one after a removed one is skipped
         if x in answer and x != answer:
             named.remove(x)
     return 1 / len(named) if answer in named else 0.0
 
 
 def numbers(said: str, answer: str) -> float:
-    """The share of the numbers that are the answer."""
+    """Fraction of the numbers in the text that equal the answer."""
     found = re.findall(r"\d+", said)
     return found.count(answer) / len(found) if found else 0.0
 
@@ -99,13 +99,13 @@ def count(said: str, answer: str, classes: Sequence[str]) -> float:
 def retrieval(said: str, answer: str, classes: Sequence[str]) -> float:
     """The answer is "Paragraph 3" or "段落3"."""
     found = PARAGRAPH.search(answer)
-    assert found is not None  # which `LongBench.prompts` sees to
+    assert found is not None  # `LongBench.prompts` checks it
     return numbers(said, found[1])
 
 
 def code(said: str, answer: str, classes: Sequence[str]) -> float:
-    """The similarity of the first line that is neither a comment nor a fence to the answer, in whole percent: what
-    fuzzywuzzy's ratio is where no other package speeds it up."""
+    """Similarity of the answer to the first line that is neither a comment nor a fence, in whole percent: fuzzywuzzy's
+    ratio when no faster package is installed."""
     lines = (x for x in said.lstrip("\n").split("\n") if not any(mark in x for mark in ("`", "#", "//")))
     return round(100 * SequenceMatcher(None, next(lines, ""), answer).ratio()) / 100
 
@@ -130,7 +130,7 @@ class LongBench(Copy):
 
     score: the best over a prompt's answers, by the metric of its data set.
 
-    A prompt that has more than the context's tokens, its question included, loses its middle, as in the benchmark.
+    A prompt longer than the context, question included, loses its middle, as in the benchmark.
     """
 
     task: str = "qasper"
@@ -141,11 +141,11 @@ class LongBench(Copy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for package in PACKAGES.get(METRICS[self.task], ()):  # missed before anything is measured
+        for package in PACKAGES.get(METRICS[self.task], ()):  # reported before anything is measured
             need(package)
 
     def config(self, name: str) -> object:
-        """What one of the benchmark's own files says of the data set."""
+        """Return the data set's entry in one of the benchmark's own files."""
         file = next(iter(sorted(self.folder.rglob(name))), None)
         if file is None:
             raise Refused(f"--data: longbench needs {name}, of LongBench/config in its repository, in {self.data}")
@@ -156,7 +156,7 @@ class LongBench(Copy):
         if not isinstance(found, dict):
             raise Refused(f"--data: {file}: expected an object, got {str(found)[:60]!r}")
         if self.task not in found:
-            raise Refused(f"--data: {file} says nothing of {self.task}, it has {', '.join(found)}")
+            raise Refused(f"--data: {file} has no entry for {self.task}; it has {', '.join(found)}")
         return found[self.task]
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:

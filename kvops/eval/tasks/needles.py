@@ -1,6 +1,6 @@
-"""Keys hidden in a text, and asked for.
+"""Keys hidden in a text; the question asks for them.
 
-The kinds are those of RULER (Hsieh et al., 2024, Sec. 3), in the words that the shipped passkey model has learnt.
+The kinds are RULER's (Hsieh et al., 2024, Sec. 3), in the wording that the shipped passkey model was trained on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from ..specs import Refused
 from .base import MOST, AnswerTask, Filler, Prompt, Turn, positive, share_said
 
-#: Those that the shipped model has learnt.
+#: Names that the shipped model was trained on.
 NAMES = (
     *("Alice", "Bruno", "Carla", "David", "Emma", "Farid", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Luca", "Mara"),
     *("Nils", "Olga", "Pavel", "Quinn", "Rosa", "Sven", "Tara", "Ugo", "Vera", "Willem", "Xenia", "Yann", "Zoe"),
@@ -38,23 +38,22 @@ def question(name: str | None) -> str:
 
 
 def random_names(filler: Filler, rng: np.random.Generator, count: int, option: str) -> list[str]:
-    """So many names, all with the same number of tokens in a question, so that questions can be read together."""
+    """Return `count` names with the same number of tokens, so that questions can be read together."""
     lengths = {x: len(filler.encode(question(x))) for x in NAMES}
     usual = Counter(lengths.values()).most_common(1)[0][0]
     names = [x for x in NAMES if lengths[x] == usual]
     if not 1 <= count <= len(names):
-        raise Refused(
-            f"{option} must be in 1..{len(names)} (there are so many names of the same number of tokens), got {count}"
-        )
+        raise Refused(f"{option} must be in 1..{len(names)} (the number of names with equal token counts), got {count}")
     return [names[i] for i in rng.permutation(len(names))[:count]]
 
 
 @dataclass
 class Passkey(AnswerTask):
-    """A key of `digits` digits in a text, asked for (LagKV, Sec. 3.3 and Fig. 8-11).
+    """A key of `digits` digits hidden in a text (LagKV, Sec. 3.3 and Fig. 8-11).
 
-    partial: the share of the digits that are right, place by place; exact: of the keys that are, all digits.
-    depths: the key that is asked for lies at so many depths in turn, 0 %, ..., 100 % of the context.
+    partial: the fraction of digits that are right, position by position; exact: the fraction of keys with all digits
+    right.
+    depths: the requested key cycles through this many depths, 0 %, ..., 100 % of the context.
     """
 
     digits: int = 32
@@ -66,7 +65,7 @@ class Passkey(AnswerTask):
         positive(self)
 
     def names(self, filler: Filler, rng: np.random.Generator) -> Sequence[str | None]:
-        """Whose keys are hidden; the first one's is asked for."""
+        """Return the names whose keys are hidden; the question asks for the first one's."""
         return [None]
 
     def turns(self, filler: Filler, names: Sequence[str | None], keys: list[str]) -> tuple[Turn, ...]:
@@ -115,7 +114,7 @@ class NiahSingle(Needle):
 
 @dataclass
 class NiahMultikey(Needle):
-    """The keys of several names; one is asked for, the others distract (RULER, Sec. 3). Scores as in passkey."""
+    """The keys of several names; one is requested, the others distract (RULER, Sec. 3). Scores as in passkey."""
 
     keys: int = 4
 
@@ -127,23 +126,23 @@ class NiahMultikey(Needle):
 
 @dataclass
 class NiahMultiquery(NiahMultikey):
-    """The keys of several names, asked for one after the other (RULER, Sec. 3): each has to be in what was kept when no
-    question was known, or only the first. Scores as in passkey; the depth is that of the first key."""
+    """The keys of several names, requested one after the other (RULER, Sec. 3). The cache is cut before any question,
+    or only the first, is known. Scores as in passkey; the depth is that of the first key."""
 
     name = "niah-multiquery"
 
     def turns(self, filler: Filler, names: Sequence[str | None], keys: list[str]) -> tuple[Turn, ...]:
         size = len(filler.encode(keys[0]))
         asked = [question(x) for x in names]
-        asked[1:] = ["." + x for x in asked[1:]]  # behind an answer
+        asked[1:] = ["." + x for x in asked[1:]]  # after an answer
         return tuple(Turn(filler.encode(x), (key,), size, stops=False) for x, key in zip(asked, keys))
 
 
 @dataclass
 class NiahMultivalue(Needle):
-    """Several keys of the same name, all asked for at once (RULER, Sec. 3).
+    """Several keys of the same name, all requested at once (RULER, Sec. 3).
 
-    partial: the share of the keys that are said; exact: all of them. The depth is that of the first.
+    partial: the fraction of keys in the answer; exact: all of them. The depth is that of the first.
     """
 
     values: int = 4
@@ -170,7 +169,7 @@ class VariableTracking(AnswerTask):
     """Chains of assignments hidden in a text, ` VAR ABCDE = 12345. `, ` VAR FGHIJ = VAR ABCDE. `, ...: which variables
     hold the value of the first chain (RULER, Sec. 3)?
 
-    partial: the share of its variables that are said; exact: all of them.
+    partial: the fraction of its variables in the answer; exact: all of them.
     hops: assignments of a variable, in each chain.
     """
 

@@ -1,6 +1,6 @@
-"""Tasks that are not judged by words: what of the full cache's answer, attention and predictions a method keeps.
+"""Tasks without text scores: how well a method preserves the full cache's answer, attention and predictions.
 
-They look into the cache or cut it otherwise than once, so they need kvops' own reader (reader.py).
+They inspect the cache, or do not cut it exactly once, so they need kvops' own reader (reader.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # which needs transformers, where it is run
 
 
 def measured(scores: Mapping[str, Iterable[float | Tensor]], cut: Cut, prompts: list[Prompt]) -> Outcome:
-    """Of scores that nothing is said for."""
+    """Return the outcome of scores that need no generated answer."""
     count = len(prompts)
     found = {name: [float(x) for x in values] for name, values in scores.items()}
     return Outcome(found, cut.tokens, cut.bytes_held // count, cut.bytes_full // count, cut.seconds)
@@ -47,10 +47,10 @@ class OfPasskeys(Task):
 
 @dataclass
 class Agreement(OfPasskeys):
-    """Logit agreement with the full cache. Its greedy answer is fed to the cut cache, whatever that would have said.
+    """Logit agreement with the full cache, whose greedy answer is fed to the cut cache.
 
-    kl: mean over the answer's tokens of KL(p || q) = sum over the vocabulary of p (log p - log q), in nats; p is what
-    the full cache foresees, q the cut one. top1: the share of the tokens that both think likeliest.
+    kl: mean over the answer's tokens of KL(p || q) = sum over the vocabulary of p (log p - log q), in nats; p is the
+    full cache's prediction, q the cut cache's. top1: the fraction of tokens where both have the same most likely token.
     """
 
     name = "agreement"
@@ -58,7 +58,7 @@ class Agreement(OfPasskeys):
     percent = False
     better = "lower"
 
-    def run(  # type: ignore[override]  # only kvops' own reader looks into the cache
+    def run(  # type: ignore[override]  # only kvops' own reader can inspect the cache
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
     ) -> Outcome:
         context, (question,) = asked(prompts, point)
@@ -78,18 +78,19 @@ def divergence(logits: Tensor, others: Tensor) -> Tensor:
 
 @dataclass
 class Recall(OfPasskeys):
-    """How much of what the answer looks at was kept (LAQ, Sec. 3).
+    """How many of the slots that the answer attends to were kept (LAQ, Sec. 3).
 
-    The queries of the full cache's greedy answer attend to the prompt's keys alone; their softmax, summed over the
-    answer and averaged over a group's query heads, weighs each slot of each layer and KV head (`kvops.recall`).
-    recall: the share of the heaviest slots, as many as the method kept there, that it kept. mass: the share of all
-    weight on what it kept. Means over layers and heads. At a cut before the question the prompt is the context.
+    The queries of the full cache's greedy answer attend to the prompt's keys only. Their softmax, summed over the
+    answer and averaged over a group's query heads, gives each slot of each layer and KV head a weight (`kvops.recall`).
+    recall: the fraction of the heaviest slots that the method kept, counting as many as it kept there. mass: the
+    fraction of all weight on the kept slots. Both are means over layers and heads. With a cut before the question the
+    prompt is the context.
     """
 
     name = "recall"
     metrics = ("recall", "mass")
 
-    def run(  # type: ignore[override]  # only kvops' own reader looks into the cache
+    def run(  # type: ignore[override]  # only kvops' own reader can inspect the cache
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
     ) -> Outcome:
         context, (question,) = asked(prompts, point)
@@ -106,12 +107,12 @@ class Recall(OfPasskeys):
 class Perplexity(Task):
     """Perplexity by position over a long text (LaCache, Table 1), in pieces of --context tokens.
 
-    The text comes in windows of `window` tokens; after each the method evicts as it does in a stream, so the cache of
-    most never grows beyond the budget and a window. loss: mean of -log p over all tokens but the first, in nats; its
-    exponential is the perplexity. Memory is that of the window after which the cache held most. Positions beyond those
-    that the model was trained for are measured like others.
+    The text arrives in windows of `window` tokens. After each the method evicts as in a stream, so for most methods the
+    cache never exceeds the budget plus a window. loss: mean of -log p over all tokens but the first, in nats; its
+    exponential is the perplexity. Memory is taken after the window at which the cache was largest. Positions beyond the
+    model's training length are measured like others.
 
-    more: "ends", the last token of each of `bins` stretches of the text; "loss" and "perplexity" there, of the batch.
+    more: "ends", the last token of each of `bins` stretches of the text; "loss" and "perplexity" there, for the batch.
     """
 
     window: int = 256
@@ -127,11 +128,13 @@ class Perplexity(Task):
         positive(self)
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
-        """Pieces of the text that do not overlap, where it is long enough for so many."""
+        """Cut pieces from the text, without overlap if it is long enough."""
         room = context - len(filler.first)
         if room < 2 or room > len(filler.ids):
             most = len(filler.ids) + len(filler.first)
-            raise Refused(f"--context must lie in {len(filler.first) + 2} to {most} (of --text), got {context}")
+            raise Refused(
+                f"--context: expected {len(filler.first) + 2} to {most} (the length of --text), got {context}"
+            )
         spare = len(filler.ids) - count * room
         if spare >= 0:
             gaps = np.sort(np.random.default_rng([seed, context]).integers(0, spare + 1, count))
@@ -140,7 +143,7 @@ class Perplexity(Task):
             begins = np.linspace(0, len(filler.ids) - room, count).astype(int)
         return [Prompt(np.concatenate([filler.first, filler.ids[x : x + room]]), ()) for x in begins]
 
-    def run(  # type: ignore[override]  # only kvops' own reader looks into the cache
+    def run(  # type: ignore[override]  # only kvops' own reader can inspect the cache
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
     ) -> Outcome:
         count = len(prompts)
@@ -160,11 +163,11 @@ class Perplexity(Task):
 
 @dataclass
 class Chunked(OfPasskeys):
-    """Chunked prefill (LagKV, Sec. 3.4): the passkey prompt with its question comes in chunks of `chunk` tokens.
+    """Chunked prefill (LagKV, Sec. 3.4): the passkey prompt with its question arrives in chunks of `chunk` tokens.
 
-    After each the method evicts as it does in a stream; what comes later reads what is left of it. chunk=0: the paper's
-    for LagKV, S + 2 L tokens and then L; 256 for the others. fgt: the first generated token is that of the full cache's
-    prefill in one step. exact, partial: as in `passkey`; the answer is said by a cache that evicts no more.
+    After each the method evicts as in a stream; later chunks attend to what is left. chunk=0: the paper's chunks for
+    LagKV, S + 2 L tokens and then L; 256 for the others. fgt: the first generated token equals that of the full cache's
+    one-step prefill. exact, partial: as in `passkey`; the cache does not evict while the model answers.
     """
 
     chunk: int = 0
@@ -178,7 +181,7 @@ class Chunked(OfPasskeys):
         if not isinstance(self.chunk, int) or self.chunk < 0:
             raise ValueError(f"chunked: chunk must be an integer, at least 0, got {self.chunk!r}")
 
-    def run(  # type: ignore[override]  # only kvops' own reader looks into the cache
+    def run(  # type: ignore[override]  # only kvops' own reader can inspect the cache
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
     ) -> Outcome:
         ids, questions = asked(prompts, "after")

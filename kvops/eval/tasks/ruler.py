@@ -1,7 +1,7 @@
 """RULER (Hsieh et al., 2024) from a local copy of its data.
 
-Either as its own scripts write it (.jsonl: input, outputs, and in newer ones answer_prefix) or as the copies for cache
-compression on the hub have it (context, question, answer_prefix, answer, task, max_new_tokens).
+Two formats are supported: that of its own scripts (.jsonl: input, outputs, in newer versions answer_prefix), and that
+of the copies for cache compression on the hub (context, question, answer_prefix, answer, task, max_new_tokens).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..specs import Refused
 from .base import Filler, Prompt, share_said
 from .copies import Copy
 
-#: By the kind of a task, as RULER has them: where the question begins in a prompt, and the tokens of an answer.
+#: For each kind of task, from RULER: a pattern for the start of the question, and the tokens of an answer.
 KINDS = {
     "niah": (r"What (?:is|are all) the special magic", 128),
     "vt": (r"Question: Find all variables that are assigned the value", 30),
@@ -31,7 +31,7 @@ KINDS = {
 class Ruler(Copy):
     """A task of RULER (Hsieh et al., 2024), from a local copy of its data.
 
-    score: the share of the answers that are said (string_match_all); for qa whether any is (string_match_part).
+    score: the fraction of the answers generated (string_match_all); for qa whether any is (string_match_part).
     """
 
     task: str = "niah_single_1"
@@ -44,7 +44,7 @@ class Ruler(Copy):
     )
 
     def parts(self, row: dict[str, Any]) -> tuple[str, str, tuple[str, ...], int]:
-        """Context, question with the beginning of the answer, answers, and tokens of an answer."""
+        """Return context, question with the answer's prefix, answers, and the tokens of an answer."""
         begins, tokens = KINDS[self.task.partition("_")[0]]
         if "context" in row:
             context, question, said = self.text(row, "context"), self.text(row, "question"), "answer"
@@ -52,7 +52,7 @@ class Ruler(Copy):
             text, said = self.text(row, "input"), "outputs"
             places = [x.start() for x in re.finditer(begins, text)]  # the last: examples may come before
             if not places:
-                raise Refused(f"--data: a prompt of ruler {self.task} asks nothing like {begins!r}")
+                raise Refused(f"--data: a prompt of ruler {self.task} has no question like {begins!r}")
             context, question = text[: places[-1]], text[places[-1] :]
         answers = (row[said],) if isinstance(row.get(said), str) else self.texts(row, said)
         if not answers:
@@ -69,7 +69,7 @@ class Ruler(Copy):
             if (length := len(ids) + len(asked)) > context:
                 raise Refused(
                     f"--context {context}: a prompt of ruler {self.task} has {length} tokens, and RULER's are never "
-                    "shortened; raise --context, or let --data name shorter ones"
+                    "shortened; raise --context, or point --data to shorter ones"
                 )
             found.append(self.prompt(ids, asked, answers, tokens))
         return found

@@ -1,4 +1,4 @@
-"""Lists of words, whose most common ones are asked for: RULER's aggregation (Hsieh et al., 2024, Sec. 3)."""
+"""Lists of words; the question asks for the most common ones: RULER's aggregation (Hsieh et al., 2024, Sec. 3)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADER = " Here is a list of words. Some of them come more often than others:"
 
 
 def random_words(rng: np.random.Generator, count: int) -> list[str]:
-    """Different ones, of three syllables each: as many as a long context needs, and no text to take them from."""
+    """Return `count` different words of three syllables. A long context needs more words than a text has."""
     n = len(SYLLABLES)
     if count > n**3:
         raise Refused(f"a list has at most {n**3} different words, got {count}: ask for fewer, or lower --context")
@@ -25,16 +25,18 @@ def random_words(rng: np.random.Generator, count: int) -> list[str]:
 
 
 class WordList(AnswerTask):
-    """A list of words, whose most common ones are asked for."""
+    """A list of words; the question asks for the most common ones."""
 
-    words: int  # asked for
+    words: int  # number of words to ask for
 
     def __post_init__(self) -> None:
         positive(self)
 
     def counts(self, costs: np.ndarray, room: int) -> np.ndarray:
-        """How often each word comes, the most common first, so that they fill the room; costs: tokens of each word,
-        int64. Where the asked words do not stand out, there is too little room."""
+        """Return how many times each word occurs, the most common first, so that all fit into `room` tokens.
+
+        costs: int64, the tokens of each word. If the requested words do not stand out, the room is too small.
+        """
         raise NotImplementedError
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
@@ -44,14 +46,14 @@ class WordList(AnswerTask):
         asked = filler.encode(f" What are the {self.words} most common words in the list? They are:")
         found = []
         for _ in range(count):
-            words = random_words(rng, max(self.words + 1, room // 2))  # a word has two tokens at least
+            words = random_words(rng, max(self.words + 1, room // 2))  # a word has at least two tokens
             pieces = [filler.encode(" " + x) for x in words]
             times = self.counts(np.array([len(x) for x in pieces]), room)
             if times[self.words - 1] <= times[self.words] or not times[self.words]:
                 raise Refused(f"--context {context} is too short for the words of {self.name}")
             order = rng.permutation(np.repeat(np.arange(len(times)), times))
             ids = np.concatenate([pieces[i] for i in order])
-            pad = np.repeat(blank, room - len(ids))  # the room of less than one more word
+            pad = np.repeat(blank, room - len(ids))  # too small for one more word
             answers = tuple(words[: self.words])
             turn = Turn(asked, answers, len(filler.encode(", and ".join(answers))) + 8)
             found.append(Prompt(np.concatenate([filler.first, pad, header, ids]), (turn,)))
@@ -64,10 +66,10 @@ class WordList(AnswerTask):
 
 @dataclass
 class CommonWords(WordList):
-    """Some words that come often among many that come seldom: which are the common ones (RULER, Sec. 3)?
+    """A few common words among many rare ones: which are the common ones (RULER, Sec. 3)?
 
-    partial: the share of them that are said; exact: all of them.
-    words: so many are common and asked for; often, rare: how often a common word comes, and another one.
+    partial: the fraction of them in the answer; exact: all of them.
+    words: the number of common words; often, rare: how many times a common and a rare word occur.
     """
 
     words: int = 10
@@ -88,10 +90,10 @@ class CommonWords(WordList):
 
 @dataclass
 class FrequentWords(WordList):
-    """Words whose counts fall off by Zipf's law: the k-th most common one comes in proportion to
-    k^-alpha (RULER, Sec. 3). Which are the most common ones?
+    """Words whose counts follow Zipf's law: the k-th most common one occurs in proportion to k^-alpha (RULER, Sec. 3).
+    Which are the most common ones?
 
-    partial: the share of them that are said; exact: all of them.
+    partial: the fraction of them in the answer; exact: all of them.
     """
 
     words: int = 3
@@ -107,5 +109,5 @@ class FrequentWords(WordList):
 
         most = bisect_right(
             range(room), room, key=lambda x: int((times(x) * costs).sum())
-        )  # the first that is too many
+        )  # the first that does not fit
         return times(most - 1)
