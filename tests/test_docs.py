@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BESIDE_DOCS = ("README.md", "CONTRIBUTING.md", "examples/README.md", "experiments/README.md")
+BESIDE_DOCS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "experiments/README.md")
 PAGES = [*(ROOT / x for x in BESIDE_DOCS), *sorted((ROOT / "docs").rglob("*.md"))]
 TAGS = ("python", "sh", "text")  # run; parsed, command by command; formulas and what programs print
 
@@ -105,6 +105,9 @@ def check_python(words: list[str], monkeypatch) -> None:
     """python -c CODE runs; python -m MODULE and python FILE run until they have parsed their arguments."""
     if words[0] == "-c":
         return exec(words[1], {})
+    if words[0].startswith("examples/"):  # without arguments; tests/test_examples.py runs them
+        assert (ROOT / words[0]).is_file() and not words[1:]
+        return None
     parse = argparse.ArgumentParser.parse_args
 
     def parse_only(parser, args=None, namespace=None):
