@@ -9,12 +9,22 @@ from typing import Any
 import griffe
 
 _SECTION = re.compile(r"^(Args|Attributes):\n((?:[ ]+.*\n?|\n)*)", re.MULTILINE)
+_SENTENCE = re.compile(r"^(Args|Attributes): (?=\S)", re.MULTILINE)  # for all of them, no section
 _ITEM = re.compile(r"^( +)([\w*]+(?:, [\w*]+)+): (.*\n?(?:\1 +.*\n?|\n)*)", re.MULTILINE)
-_NAME = re.compile(r"(?<!\[)`(kvops[\w.]+)`")
+_NAME = re.compile(r"^( *)```.*\n(?:.*\n)*?\1```|(?<!\[)`([\w.]+)`", re.MULTILINE)  # fenced blocks stay as they are
 _IN_PLACE = re.compile(r"in_place\((\w+)\)")
 
 _PAGES = (Path(__file__).parents[1] / "api").glob("*.md")
-LISTED = {x for page in _PAGES for x in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)}
+_LISTED = [x for page in _PAGES for x in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)]
+
+
+def linkable(listed: list[str]) -> dict[str, str]:
+    """Names in backticks that link to an entry of the reference: all in full, operators and classes alone too."""
+    alone = [x for x in listed if x.startswith("kvops.ops.") or x.rpartition(".")[2][0].isupper()]
+    return {x.rpartition(".")[2]: x for x in alone} | {x: x for x in listed}
+
+
+NAMES = linkable(_LISTED)
 
 
 class Docstrings(griffe.Extension):
@@ -22,15 +32,16 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **options: Any) -> None:
         if obj.docstring is not None:
-            text = ungrouped(obj.docstring.value)
-            obj.docstring.value = _NAME.sub(
-                lambda x: f"[{x.group()}][{x.group(1)}]" if x.group(1) in LISTED else x.group(), text
-            )
+            obj.docstring.value = _NAME.sub(_link, ungrouped(obj.docstring.value))
 
     def on_module_members(self, *, mod: griffe.Module, **options: Any) -> None:
         for name, attribute in list(mod.attributes.items()):
             if twin := _IN_PLACE.fullmatch(str(attribute.value)):
                 mod.set_member(name, in_place(mod[twin.group(1)], name))
+
+
+def _link(code: re.Match[str]) -> str:
+    return f"[{code.group()}][{NAMES[code.group(2)]}]" if code.group(2) in NAMES else code.group()
 
 
 def ungrouped(docstring: str) -> str:
@@ -40,9 +51,7 @@ def ungrouped(docstring: str) -> str:
         indent, names, text = item.groups()
         return "".join(f"{indent}{name}: {text.rstrip()}\n" for name in names.split(", "))
 
-    docstring = re.sub(
-        r"^(Args|Attributes): (?=\S)", r"**\1**: ", docstring, flags=re.MULTILINE
-    )  # one sentence for all
+    docstring = _SENTENCE.sub(r"**\1**: ", docstring)
     return _SECTION.sub(lambda section: _ITEM.sub(entries, section.group()), docstring)
 
 

@@ -83,10 +83,11 @@ def _linked(found: re.Match[str]) -> str:
 
 @functools.cache
 def names() -> dict[str, str]:
-    """The names that link to the reference, and their entries there; operators without their module too."""
+    """Names that link to an entry of the reference: all in full, operators and classes alone too."""
     pages = sorted((ROOT / "docs/api").glob("*.md"))
     listed = [x for page in pages for x in _LISTED.findall(page.read_text())]
-    return {x: x for x in listed} | {x.rpartition(".")[2]: x for x in listed if x.startswith("kvops.ops.")}
+    alone = [x for x in listed if x.startswith("kvops.ops.") or x.rpartition(".")[2][0].isupper()]
+    return {x.rpartition(".")[2]: x for x in alone} | {x: x for x in listed}
 
 
 def target(link: str, uri: str, repo_url: str) -> str:
