@@ -1,5 +1,5 @@
 # make demo · make serve-demo · make test · make test-all · make test-engines · make bench · make eval · make lint ·
-# make docs · make sanitize · make gpu · make gpu-more
+# make sanitize · make gpu · make gpu-more
 #
 # Each sets up what it needs in .venv first: minutes (downloads) the first time, seconds afterwards. It takes a
 # python3 >= 3.10, a C++20 compiler and a package index. A warning of a compiler is an error;
@@ -26,7 +26,7 @@ QUIET := $(if $(CI),-qq)
 export KVOPS_CUDA ?= $(if $(filter test-all,$(MAKECMDGOALS)),auto,gpu)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo serve-demo build test test-all test-engines bench eval lint docs sanitize gpu gpu-more FORCE
+.PHONY: demo serve-demo build test test-all test-engines bench eval lint sanitize gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
@@ -61,9 +61,10 @@ lint: $(STAMPS)/dev
 	@$(PY) -m mypy
 	@find csrc tests/cudasim -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(PY) -c 'from clang_format import clang_format as main; main()' --dry-run -Werror
 
-# The site of docs/, in build/site. A warning is an error.
+# The site of docs/, in build/site. A warning is an error (not with --quiet: what is not printed is not counted).
+.PHONY: docs
 docs: $(STAMPS)/docs
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 
 # The operators' tests once more, in a copy of the package whose kernels are instrumented. Python is not, so the
 # sanitizers' runtimes are loaded before it; what Python and torch never free is not looked at, nor are graphs.
