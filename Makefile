@@ -61,11 +61,6 @@ lint: $(STAMPS)/dev
 	@$(PY) -m mypy
 	@find csrc tests/cudasim -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(PY) -c 'from clang_format import clang_format as main; main()' --dry-run -Werror
 
-# The site of docs/, in build/site. A warning is an error (not with --quiet: what is not printed is not counted).
-.PHONY: docs
-docs: $(STAMPS)/docs
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
-
 # The operators' tests once more, in a copy of the package whose kernels are instrumented. Python is not, so the
 # sanitizers' runtimes are loaded before it; what Python and torch never free is not looked at, nor are graphs.
 sanitize: $(STAMPS)/sanitize
@@ -115,11 +110,6 @@ $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/torch-$(TORCH)
 	@$(PIP) -qq -r requirements-dev.txt
 	@touch $@
 
-$(STAMPS)/docs: requirements-docs.txt $(STAMPS)/venv
-	@echo "== mkdocs"
-	@$(PIP) -qq -r requirements-docs.txt
-	@touch $@
-
 # Beside the packages, not among them: a test puts the folder on PYTHONPATH.
 $(STAMPS)/transformers-$(FLOOR): $(STAMPS)/dev
 	@echo "== transformers $(FLOOR)"
@@ -158,4 +148,14 @@ $(STAMPS)/sanitize: $(STAMPS)/kvops $(wildcard kvops/*.py kvops/*/*.py)
 	@echo "== kvops with AddressSanitizer and UndefinedBehaviorSanitizer"
 	@rm -rf build/sanitize
 	@KVOPS_SANITIZE="address;undefined" KVOPS_CUDA=0 $(PIP) -qq --no-build-isolation --no-deps --target build/sanitize .
+	@touch $@
+
+# The site of docs/, in build/site. A warning is an error (not with --quiet: what is not printed is not counted).
+.PHONY: docs
+docs: $(STAMPS)/docs
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
+
+$(STAMPS)/docs: requirements-docs.txt $(STAMPS)/venv
+	@echo "== mkdocs"
+	@$(PIP) -qq -r requirements-docs.txt
 	@touch $@
