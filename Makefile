@@ -149,3 +149,13 @@ $(STAMPS)/sanitize: $(STAMPS)/kvops $(wildcard kvops/*.py kvops/*/*.py)
 	@rm -rf build/sanitize
 	@KVOPS_SANITIZE="address;undefined" KVOPS_CUDA=0 $(PIP) -qq --no-build-isolation --no-deps --target build/sanitize .
 	@touch $@
+
+# The site of docs/, in build/site. A warning is an error (not with --quiet: what is not printed is not counted).
+.PHONY: docs
+docs: $(STAMPS)/docs
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
+
+$(STAMPS)/docs: requirements-docs.txt $(STAMPS)/venv
+	@echo "== mkdocs"
+	@$(PIP) -qq -r requirements-docs.txt
+	@touch $@

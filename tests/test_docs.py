@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "experiments" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BESIDE_DOCS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "experiments/README.md")
+PAGES = [*(ROOT / x for x in BESIDE_DOCS), *sorted((ROOT / "docs").rglob("*.md"))]
 TAGS = ("python", "sh", "text")  # run; parsed, command by command; formulas and what programs print
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -104,6 +105,9 @@ def check_python(words: list[str], monkeypatch) -> None:
     """python -c CODE runs; python -m MODULE and python FILE run until they have parsed their arguments."""
     if words[0] == "-c":
         return exec(words[1], {})
+    if words[0].startswith("examples/"):  # without arguments; tests/test_examples.py runs them
+        assert (ROOT / words[0]).is_file() and not words[1:]
+        return None
     parse = argparse.ArgumentParser.parse_args
 
     def parse_only(parser, args=None, namespace=None):
@@ -191,6 +195,89 @@ def test_commands_are_what_their_programs_take(line, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     check_command(line, monkeypatch)
+
+
+# The site: `make docs`.
+
+
+def site_hooks():
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/site/hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def public_names() -> set[str]:
+    import kvops.analysis
+    import kvops.hf
+    from kvops.vllm import cpu_pages
+
+    names = {f"kvops.{x}" for x in kvops.__all__} - {"kvops.ops"}
+    modules = (kvops.ops, kvops.hf, kvops.analysis, cpu_pages)
+    return names | {f"{module.__name__}.{x}" for module in modules for x in module.__all__}
+
+
+def test_the_reference_has_every_public_name():
+    text = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    listed = re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
+    assert len(listed) == len({*listed}), "listed twice in docs/api"
+    assert not public_names() - {*listed}, "missing in docs/api"
+    for name in listed:
+        module, _, attribute = name.rpartition(".")
+        if name not in public_names() and not module.startswith(("kvops.vllm.metrics", "kvops.vllm.plugin")):
+            assert hasattr(importlib.import_module(module), attribute), f"docs/api lists {name}, which is not there"
+
+
+@pytest.mark.parametrize("module", ["kvops.eval", "kvops.bench", "kvops.bench.attention", "kvops.bench.decode"])
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package")
+def test_the_reference_has_every_option(module, monkeypatch):
+    class Caught(Exception):
+        pass
+
+    def parse_args(parser, *_):
+        raise Caught(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(sys, "argv", [module])
+    with pytest.raises(Caught) as caught:
+        runpy.run_module(module, run_name="__main__")
+    (parser,) = caught.value.args
+    section = (ROOT / "docs/api/cli.md").read_text().split(f"\n## {module}\n")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(--[\w-]+)` \|", section, re.MULTILINE)
+    assert listed == [x.option_strings[-1] for x in parser._actions if x.dest != "help"]
+
+
+def test_links_of_the_site():
+    hooks, url = site_hooks(), "https://example.org/kvops"
+
+    def on(uri, link):
+        return hooks.adapted(f"[x]({link})", uri, url)[4:-1]
+
+    assert on("methods/keydiff.md", "../methods.md#streaming") == "../methods.md#streaming"
+    assert on("choosing.md", "../README.md#how-fast") == "overview.md#how-fast"
+    assert on("methods/laq.md", "../../bench/results/eval.json") == "../bench/results/eval.json"
+    assert on("overview.md", "docs/methods/laq.md") == "methods/laq.md"
+    assert on("experiments.md", "../docs/images/demo.png") == "images/demo.png"
+    assert on("experiments.md", "anchors.py") == f"{url}/blob/main/experiments/anchors.py"
+    assert on("building.md", "../csrc") == f"{url}/tree/main/csrc"
+    assert on("building.md", "https://pytorch.org") == "https://pytorch.org" and on("faq.md", "#why") == "#why"
+    fenced = "```python\nx[0](a)\n```\n| `a\\|b` |\n"
+    assert hooks.adapted(fenced, "faq.md", url) == fenced.replace("\\|", "|")
+
+
+def test_the_site_has_every_page():
+    """mkdocs.yml is not parsed, as nothing else here needs YAML: its nav has a line for each page."""
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    shown = re.findall(r"- (?:[^:\n]+: )?([\w/]+\.md)$", nav, re.MULTILINE)
+    hooks = site_hooks()
+    pages = [x.relative_to(ROOT / "docs").as_posix() for x in (ROOT / "docs").rglob("*.md")]
+    assert sorted(shown) == sorted({*pages, *hooks.PAGES} - {*hooks.NOT_IN_NAV})
+    assert all((ROOT / x).is_file() for x in hooks.PAGES.values())
+
+
+def test_the_ruff_that_formats_signatures_is_the_one_that_lints():
+    pins = [re.search(r"^ruff==\S+", (ROOT / f"requirements-{x}.txt").read_text(), re.M) for x in ("dev", "docs")]
+    assert pins[0].group() == pins[1].group()
 
 
 # bench/measured.py, which writes the tables of measured rows.

@@ -1,0 +1,69 @@
+"""A griffe extension: what the API reference needs beside the docstrings of kvops."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+_SECTION = re.compile(r"^(Args|Attributes):\n((?:[ ]+.*\n?|\n)*)", re.MULTILINE)
+_SENTENCE = re.compile(r"^(Args|Attributes): (?=\S)", re.MULTILINE)  # for all of them, no section
+_ITEM = re.compile(r"^( +)([\w*]+(?:, [\w*]+)+): (.*\n?(?:\1 +.*\n?|\n)*)", re.MULTILINE)
+_NAME = re.compile(r"^( *)```.*\n(?:.*\n)*?\1```|(?<!\[)`([\w.]+)`", re.MULTILINE)  # fenced blocks stay as they are
+_IN_PLACE = re.compile(r"in_place\((\w+)\)")
+
+_PAGES = (Path(__file__).parents[1] / "api").glob("*.md")
+_LISTED = [x for page in _PAGES for x in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)]
+
+
+def linkable(listed: list[str]) -> dict[str, str]:
+    """Names in backticks that link to an entry of the reference: all in full, operators and classes alone too."""
+    alone = [x for x in listed if x.startswith("kvops.ops.") or x.rpartition(".")[2][0].isupper()]
+    return {x.rpartition(".")[2]: x for x in alone} | {x: x for x in listed}
+
+
+NAMES = linkable(_LISTED)
+
+
+class Docstrings(griffe.Extension):
+    """Give `a, b: ...` an entry each, and the in-place forms of functions the signatures of their twins."""
+
+    def on_object(self, *, obj: griffe.Object, **options: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = _NAME.sub(_link, ungrouped(obj.docstring.value))
+
+    def on_module_members(self, *, mod: griffe.Module, **options: Any) -> None:
+        for name, attribute in list(mod.attributes.items()):
+            if twin := _IN_PLACE.fullmatch(str(attribute.value)):
+                mod.set_member(name, in_place(mod[twin.group(1)], name))
+
+
+def _link(code: re.Match[str]) -> str:
+    return f"[{code.group()}][{NAMES[code.group(2)]}]" if code.group(2) in NAMES else code.group()
+
+
+def ungrouped(docstring: str) -> str:
+    """The docstring with one entry for each name: `a, b: text` is `a: text` and `b: text`."""
+
+    def entries(item: re.Match[str]) -> str:
+        indent, names, text = item.groups()
+        return "".join(f"{indent}{name}: {text.rstrip()}\n" for name in names.split(", "))
+
+    docstring = _SENTENCE.sub(r"**\1**: ", docstring)
+    return _SECTION.sub(lambda section: _ITEM.sub(entries, section.group()), docstring)
+
+
+def in_place(function: griffe.Function, name: str) -> griffe.Function:
+    """The twin of a compress function that works in place."""
+    text = f"[`kvops.{function.name}`][] in place: the kept entries move to the front of `k` and `v`."
+    return griffe.Function(
+        name,
+        parameters=griffe.Parameters(*(x for x in function.parameters if x.name != "out")),
+        returns=function.returns,
+        lineno=function.lineno,
+        endlineno=function.endlineno,
+        parent=function.parent,
+        docstring=griffe.Docstring(text, parent=function.parent),
+    )
