@@ -1,4 +1,4 @@
-"""The build: what is in the wheel and in the library, and that each thing that is missing gets one clear line."""
+"""The build: what the library and the source distribution hold, and one clear line for each thing that is missing."""
 
 import functools
 import importlib.util
@@ -26,7 +26,7 @@ needs_nm = pytest.mark.skipif(not shutil.which("nm"), reason="no nm (binutils)")
 
 
 def run(*command, expect: int = 0, **kwargs) -> str:
-    """Output of the command, stdout and stderr together; kwargs env adds to the environment."""
+    """Run the command and return its stdout and stderr together; env is added to the environment."""
     env = os.environ | kwargs.pop("env", {})
     done = subprocess.run(
         [str(x) for x in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, **kwargs
@@ -63,13 +63,13 @@ def test_source_distribution_is_whole(tmp_path):
 
 
 def symbols(path: Path, *options: str) -> list[tuple[str, str]]:
-    """(type, demangled name without version) as nm gives them."""
+    """Return (type, demangled name without version) of each symbol that nm lists."""
     lines = run("nm", "-C", *options, path).splitlines()
     return [(m[1], m[2]) for line in lines if (m := re.match(r"[0-9a-f ]{16} (\w) ([^@]+)", line))]
 
 
 def shims(target: str, tmp_path: Path) -> set[str]:
-    """torch's C functions that its headers declare for a target version."""
+    """Return the C functions that torch's headers declare for a target version."""
     source = tmp_path / "shims.cpp"
     headers = ("torch/csrc/inductor/aoti_torch/c/shim.h", "torch/csrc/stable/c/shim.h")
     source.write_text("".join(f"#include <{x}>\n" for x in headers))
@@ -87,12 +87,12 @@ def test_library_asks_torch_for_no_more_than_2_10_has(tmp_path):
     old, new = shims("0x020a000000000000", tmp_path), shims("0x020d000000000000", tmp_path)
     assert old < new or torch.__version__ < "2.12", "the target version hides nothing, so this test would find nothing"
     assert len(ours) > 10 and ours <= old
-    # C++ of torch, and Python's C API, differ between versions; the library needs neither.
+    # torch's C++ ABI and Python's C API differ between versions; the library needs neither.
     assert not [x for x in used if re.search(r"\b(c10|at|torch|caffe2)::", x) or x.startswith(("Py", "_Py"))]
 
 
 def level_objects(level: str) -> list[Path]:
-    """The level's objects of the newest build that is not sanitized."""
+    """Return the level's objects of the newest build without sanitizers."""
     builds = [p for p in ROOT.glob("build/*/CMakeFiles") if not re.search("address|thread", p.parent.name)]
     newest = max(
         builds, key=lambda p: max((x.stat().st_mtime for x in p.glob("level_*/**/*.o")), default=0), default=None
@@ -103,7 +103,7 @@ def level_objects(level: str) -> list[Path]:
 @needs_nm
 @pytest.mark.parametrize("level", LEVELS)
 def test_level_objects_hold_nothing_but_their_kernels(level):
-    """A template of std or torch that is compiled at a high level could be linked in for every CPU."""
+    """The linker could pick a template of std or torch that was compiled at a high level, for every CPU."""
     objects = level_objects(level)
     if not objects:
         pytest.skip("no build folder")
@@ -122,7 +122,7 @@ def test_level_objects_hold_nothing_but_their_kernels(level):
 
 @functools.cache
 def best_level() -> int:
-    """Of this CPU."""
+    """Return the index of the best level that this CPU has."""
     code = "import kvops; print(kvops.build_info()['isa'])"
     return LEVELS.index(run(sys.executable, "-c", code, env={"KVOPS_ISA": ""}).strip())
 
@@ -159,7 +159,7 @@ def fake_torch(folder: Path, version: str) -> Path:
 
 @needs_source
 def test_build_without_torch(tmp_path):
-    """Python with setuptools alone, as under pip's build isolation."""
+    """Python with only setuptools, as under pip's build isolation."""
     site = Path(importlib.util.find_spec("setuptools").origin).parent.parent
     for path in (site / "_distutils_hack", *site.glob("setuptools*")):
         (tmp_path / path.name).symlink_to(path)
@@ -222,11 +222,11 @@ def test_cmake_missing_old_and_new(setup_py, monkeypatch, tmp_path):
 
 @needs_source
 def test_cmake_says_why_in_one_line(tmp_path):
-    """The messages of CMakeLists.txt, which CMake indents and wraps; here, of a torch without headers."""
+    """CMake indents and wraps the messages of CMakeLists.txt. This one is about a torch without headers."""
     env = {"PYTHONPATH": str(fake_torch(tmp_path, "2.99.0"))}
     out = run(sys.executable, "setup.py", "-q", "build_ext", cwd=ROOT, env=env, expect=1)
     assert last_line(out).startswith(f"kvops: no torch >= 2.10 in '{tmp_path / 'torch'}'") and "CMake Error" not in out
-    assert not list(ROOT.glob("build/torch-2.99.0*")), "the next try would remember this one"
+    assert not list(ROOT.glob("build/torch-2.99.0*")), "the next attempt would remember this one"
 
 
 @needs_source
@@ -255,7 +255,7 @@ def test_progress_is_told(terminal, setup_py, monkeypatch, tmp_path, capsys):
 def make(goal: str, tmp_path: Path, python: Path | str, expect: int = 0) -> str:
     venv = tmp_path / "venv"
     command = ["make", "-s", f"VENV={venv}", f"PYTHON={python}", f"{venv}/stamps/{goal}"]
-    env = {"MAKEFLAGS": "", "MAKELEVEL": "", "MAKEOVERRIDES": ""}  # this may run under make
+    env = {"MAKEFLAGS": "", "MAKELEVEL": "", "MAKEOVERRIDES": ""}  # the tests may run under make
     return run(*command, cwd=ROOT, expect=expect, env=env)
 
 

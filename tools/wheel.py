@@ -87,8 +87,10 @@ def build(out: Path) -> Path:
         sys.exit(f"make wheel: needs {' and '.join(missing)}; install binutils")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", folder]
-        if subprocess.run(command, cwd=ROOT, env=os.environ | {"KVOPS_MANYLINUX": "1"}).returncode:
-            sys.exit("make wheel: the build failed")
+        env = os.environ | {"KVOPS_MANYLINUX": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+        if done.returncode:  # otherwise it holds only setuptools' advice to use a frontend
+            sys.exit(f"{done.stderr}\nmake wheel: the build failed; why is above")
         (wheel,) = Path(folder).glob("*.whl")
         if problems := check(wheel, tagged=False):
             sys.exit("\n".join(f"make wheel: {x}" for x in problems))
