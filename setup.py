@@ -1,8 +1,8 @@
-"""Drives CMake and puts libkvops.so and, if there is nvcc, libkvops_cuda.so into the package. The metadata is in
-pyproject.toml, the build in CMakeLists.txt.
+"""Drive CMake, and put libkvops.so and, where nvcc is found, libkvops_cuda.so into the package. pyproject.toml holds
+the metadata, CMakeLists.txt the build.
 
 Environment: KVOPS_CUDA=auto|gpu|0|1, KVOPS_CUDA_ARCHS="80;90a;100", CUTLASS_DIR, KVOPS_SANITIZE="address;undefined",
-MAX_JOBS, CXX, CUDACXX, CMAKE_ARGS. See docs/building.md.
+KVOPS_MANYLINUX=1 (for `make wheel`), MAX_JOBS, CXX, CUDACXX, CMAKE_ARGS. See docs/building.md.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ import setuptools
 
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build"
-MIN_TORCH = "2.10"  # the stable ABI that kvops is written against; kvops/_lib.py checks the torch that runs
+MIN_TORCH = "2.10"  # the oldest stable ABI that kvops supports; kvops/_lib.py checks the torch at run time
 MIN_SETUPTOOLS = "77"
 
 
@@ -41,7 +41,7 @@ from setuptools.command.build_ext import build_ext  # noqa: E402
 
 
 def find_torch() -> tuple[Path, str]:
-    """Directory and version of the torch to build against, found without importing it."""
+    """Return the directory and version of the torch to build against, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         sys.exit(
@@ -56,14 +56,15 @@ def find_torch() -> tuple[Path, str]:
 
 
 def find_cutlass() -> str:
-    """CUTLASS's folder, for the Hopper kernels: CUTLASS_DIR, the package nvidia-cutlass, or empty: CMake says so."""
+    """Return CUTLASS's folder, for the Hopper kernels: CUTLASS_DIR, else the package nvidia-cutlass, else nothing.
+    CMake then records why those kernels are missing."""
     spec = importlib.util.find_spec("cutlass_library")
     package = str(Path(spec.origin).parent / "source") if spec and spec.origin else ""
     return os.environ.get("CUTLASS_DIR") or package
 
 
 def find_tool(name: str) -> list[str]:
-    """The tool's paths: the one that pip installed beside this Python first, then the one on PATH."""
+    """Return the tool's paths: first the one that pip installed beside this Python, then the one on PATH."""
     found = [shutil.which(name, path=sysconfig.get_path("scripts")), shutil.which(name)]
     return [path for path in found if path]
 
@@ -81,7 +82,7 @@ def find_cmake() -> str:
 
 
 def check_compiler() -> None:
-    """CMakeLists.txt checks what the compiler can do; that there is one is said here, in one line."""
+    """Exit with one line if there is no compiler. CMakeLists.txt checks its version."""
     wanted = [shlex.split(os.environ["CXX"])[0]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     if not any(map(shutil.which, wanted)):
         sys.exit(
@@ -90,7 +91,7 @@ def check_compiler() -> None:
 
 
 def find_nvcc() -> tuple[str, str] | None:
-    """Path and version of nvcc: CUDACXX, or the one on PATH, or where CUDA's installer puts it."""
+    """Return path and version of nvcc: CUDACXX, else the one on PATH, else the one of CUDA's installer."""
     cuda_home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     wanted = [os.environ["CUDACXX"]] if os.environ.get("CUDACXX") else ["nvcc", f"{cuda_home}/bin/nvcc"]
     for path in filter(None, map(shutil.which, wanted)):
@@ -101,7 +102,7 @@ def find_nvcc() -> tuple[str, str] | None:
 
 
 def cuda_archs() -> str:
-    """KVOPS_CUDA_ARCHS as CMake's list; CMakeLists.txt has the default."""
+    """Return KVOPS_CUDA_ARCHS as a CMake list; CMakeLists.txt holds the default."""
     archs = re.split(r"[;, ]+", os.environ.get("KVOPS_CUDA_ARCHS", "").strip())
     if wrong := [x for x in archs if x and not re.fullmatch(r"\d{2,3}[af]?|native", x)]:
         sys.exit(f"kvops: KVOPS_CUDA_ARCHS must be architectures such as 80;90a;100, or native, got {wrong[0]}")
@@ -109,27 +110,27 @@ def cuda_archs() -> str:
 
 
 def run(command: list[str], failure: str, **env: str) -> None:
-    """Runs the command. If it fails, the last line says why: CMakeLists.txt's own "kvops: ..." if there is one, else
-    the first error in the output. Until then it says what was compiled, n of m: in a terminal in one line that changes,
-    elsewhere in a line every ten seconds."""
-    terminal, said, output = sys.stdout.isatty(), time.monotonic(), ""
+    """Run the command and report progress: in a terminal every compiled file, in one line that changes; elsewhere, as
+    under `pip install -v`, the first file and then one line every ten seconds. If the command fails, the last line says
+    why: the message that CMakeLists.txt wrote ("kvops: ..."), else the first error in the output."""
+    terminal, due, output = sys.stdout.isatty(), 0.0, ""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env}
     ) as process:
         for line in process.stdout:
             output += line
             compiled = re.match(r"\[ *(\S+)\] Building \w+ object (?:CMakeFiles/\w+\.dir/)?(.+)\.o$", line)
-            if compiled and (terminal or (now := time.monotonic()) >= said + 10):
+            if compiled and (terminal or (now := time.monotonic()) >= due):
                 text = f"== kvops: compiled {compiled.group(1).replace('/', ' of ')}, {compiled.group(2)}"
                 if terminal:
                     print(f"\r{text}\x1b[K", end="", flush=True)
                 else:
                     print(text, flush=True)
-                    said = now
+                    due = now + 10
     if terminal:
         print("\r\x1b[K", end="", flush=True)
     if process.returncode:
-        own = re.search(r"^  (kvops: .+(?:\n  \S.*)*)", output, re.MULTILINE)  # CMake indents and wraps messages
+        own = re.search(r"^  (kvops: .+(?:\n  \S.*)*)", output, re.MULTILINE)  # CMake indents and wraps its messages
         if own:
             sys.exit(" ".join(own.group(1).split()))
         error = re.search(r"^.*\b(?:error|fatal)\b[^:\n]*:.*$", output, re.MULTILINE)
@@ -137,15 +138,24 @@ def run(command: list[str], failure: str, **env: str) -> None:
         sys.exit(f"{output}\nkvops: {failure}; its output is above{why}")
 
 
+def old_glibc(folder: Path) -> str:
+    """Return the folder of stand-ins to link against, so that the libraries run on older systems than this one. Empty
+    unless `make wheel` asks for them with KVOPS_MANYLINUX=1."""
+    if os.environ.get("KVOPS_MANYLINUX", "0") == "0":
+        return ""
+    run([sys.executable, str(ROOT / "tools/manylinux/stubs.py"), str(folder)], "the stand-ins for glibc failed")
+    return str(folder) if any(folder.iterdir()) else ""
+
+
 class CMakeBuild(build_ext):
-    """Configure, build, and install the libraries into the package that setuptools is putting together."""
+    """Configure, build, and install the libraries into the package that setuptools puts together."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"  # a plain shared library: no Python ABI in its name
 
     def build_extension(self, ext: setuptools.Extension) -> None:
         if ext.optional:
-            return  # CMake builds both libraries, when it is called for the first
+            return  # CMake built it together with the first extension
         torch_dir, torch_version = find_torch()
         cmake = find_cmake()
         check_compiler()
@@ -153,7 +163,7 @@ class CMakeBuild(build_ext):
         sanitize = os.environ.get("KVOPS_SANITIZE", "")
         cuda = os.environ.get("KVOPS_CUDA", "auto")
         nvcc = None if sanitize else find_nvcc()
-        # A folder for all that CMake would not notice if it changed in the same one. KVOPS_CUDA may.
+        # One folder for each combination of what CMake would not notice changing. It notices KVOPS_CUDA.
         compiler = Path(os.environ.get("CXX", "").split(" ")[0]).name
         tag = ["torch", torch_version.split("+")[0], "ninja" if ninja else "make", compiler, *sanitize.split(";")]
         tag += [f"nvcc{nvcc[1]}"] if nvcc else []
@@ -169,21 +179,22 @@ class CMakeBuild(build_ext):
             f"-DKVOPS_CUDA_ARCHS={cuda_archs()}",
             f"-DCUTLASS_DIR={find_cutlass()}",
             f"-DKVOPS_SANITIZE={sanitize}",
+            f"-DKVOPS_STUBS={old_glibc(build / 'old_glibc')}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         try:
             run(configure, "CMake could not configure the build", **({"CUDACXX": nvcc[0]} if nvcc else {}))
         except SystemExit:
-            shutil.rmtree(build)  # or CMake would remember the compiler that it did not like
+            shutil.rmtree(build)  # or CMake would remember the compiler that it refused
             raise
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count())
         run([cmake, "--build", str(build), "--parallel", jobs], "the build failed")
         for library in prefix.glob("kvops/*.so"):
-            library.unlink()  # what an earlier build left
+            library.unlink()  # left by an earlier build
         run([cmake, "--install", str(build)], "the libraries could not be installed")
 
     def copy_extensions_to_source(self) -> None:
-        """For an editable install: the libraries that were built, and none that an earlier build left."""
+        """For an editable install: copy the libraries just built, and remove one that an earlier build left."""
         package = self.get_finalized_command("build_py").get_package_dir("kvops")
         Path(package, "libkvops_cuda.so").unlink(missing_ok=True)
         super().copy_extensions_to_source()
@@ -193,7 +204,11 @@ class CMakeBuild(build_ext):
 
 
 class Wheel(bdist_wheel):
-    """One wheel for every Python: the library calls torch's C shims only, never Python's C API."""
+    """One wheel for every Python: the libraries call torch's C shims, never Python's C API."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)  # modules since removed
+        super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
@@ -207,5 +222,5 @@ def extensions() -> list[setuptools.Extension]:
     ]
 
 
-if __name__ == "__main__":  # so it is for pip too; tests import the functions above
+if __name__ == "__main__":  # true under pip too; tests import the functions above
     setuptools.setup(ext_modules=extensions(), cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel})

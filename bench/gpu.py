@@ -2,28 +2,28 @@
 
     python bench/gpu.py [--more] [--out build/gpu/results] [--wheels DIR] [--only STEP ...] [--minutes 9.5]
 
-Needs a Python with torch (CUDA), nvcc, cmake and ninja. What else is missing is said first, with what is not run for it
-(LOST_WITHOUT); --wheels names a folder of wheels that are unpacked and used.
+It needs a Python with torch (CUDA), nvcc, cmake and ninja. It first prints what else is missing, and which steps that
+skips (LOST_WITHOUT). --wheels names a folder of wheels to unpack and use.
 
-make gpu, the figures, and what only a GPU can test:
-    build       both libraries, for this GPU alone, into build/gpu: nothing is installed
-    bench       python -m kvops.bench --device cuda, what is wanted most first; bench.json, bench.md, bench.png
+make gpu runs the benchmark, and the tests that only a GPU can run:
+    build       both libraries, for this GPU only, into build/gpu; installs nothing
+    bench       python -m kvops.bench --device cuda, the most wanted rows first; bench.json, bench.md, bench.png
     gpu_tests   test_cuda.py (graphs, streams, repeats), test_sm90.py
-    hopper      the benchmark's rows that Hopper's kernels serve, with these (KVOPS_SM90=1); bench-sm90.json
+    hopper      the rows of the benchmark that have Hopper kernels, with these (KVOPS_SM90=1); bench-sm90.json
 
-make gpu-more, the rest:
-    build       if `make gpu` has not left it here, of the same sources
-    tests       the operators', methods' and streaming tests on device cuda
-    sanitizer   compute-sanitizer's memcheck, racecheck and synccheck of our kernels, Hopper's too (tests/calls.py)
+make gpu-more runs the rest:
+    build       unless `make gpu` has built the same sources here
+    tests       the tests of operators, methods and streaming on device cuda
+    sanitizer   compute-sanitizer's memcheck, racecheck and synccheck on our kernels, with Hopper's (tests/calls.py)
     end_to_end  time to the first token, time per token and memory in a stack of 8B shape, up to 131,072 tokens
     compile     the benchmark at n = 131072 beside torch.compile; compile.json
-    laq         what LAQ adds to a prefill of 32,768 tokens in such a stack (experiments/laq_cost.py)
-    lacache     what LaCache's compactions add to a decode step in such a stack (experiments/lacache_cost.py)
+    laq         the time that LAQ adds to a prefill of 32,768 tokens in such a stack (experiments/laq_cost.py)
+    lacache     the time that LaCache's compactions add to a decode step in such a stack (experiments/lacache_cost.py)
 
-Each step is sure of its share of the time, and has what the ones before left over; one that fails does not stop the
-next. One whose time is up keeps what it has and names what it left. Logs, JSON files and a summary appear in --out as
-they come. Ends with the tables; the exit status is 1 if anything failed. KVOPS_COMMIT=... names the commit where there
-is no repository.
+Each step has a guaranteed part of the time, plus what earlier steps left over. A step that fails does not stop the
+next. A step that runs out of time keeps its results and names what it left out. Logs, JSON files and a summary are
+written to --out as they come. The command ends with the tables; its exit status is 1 if anything failed.
+KVOPS_COMMIT=... names the commit where there is no repository.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu"
-SITE = WORK / "site"  # what a wheel would hold
+SITE = WORK / "site"  # the files of a wheel
 LOST_WITHOUT = {
     "pytest": "no tests",
     "hypothesis": "no tests",
@@ -60,13 +60,13 @@ LOST_WITHOUT = {
 HOPPER_OPERATORS = ("window_scores", "window_attention", "assign_prototypes")
 HOPPER_ROWS = (*HOPPER_OPERATORS[:1], "window_scores, no lse", *HOPPER_OPERATORS[1:], "window_attention, decode")
 OURS = "kns=5kvops"  # compute-sanitizer's filter: kernels with this in their mangled names
-GPU_LOST = 3  # exit status of kvops.bench: another process can go on
-NO_GPU_LEFT = "this process has lost the GPU"  # says tests/conftest.py
+GPU_LOST = 3  # exit status of kvops.bench: this process lost the GPU, another one can continue
+NO_GPU_LEFT = "this process has lost the GPU"  # printed by tests/conftest.py
 AT_ONCE = max(1, min(8, (os.cpu_count() or 2) // 2))  # test processes
-MINUTES = 9.5  # the steps of each command add up to that
-LEAST = 5  # seconds; with less left a step is not begun
-SHOW = 20  # seconds that kvops.bench has to write table and picture of a record
-LAST = 10  # seconds that the row begun last may take
+MINUTES = 9.5  # for all steps of one command
+LEAST = 5  # seconds; with less left, a step is not started
+SHOW = 20  # seconds reserved for kvops.bench to write table and picture of a record
+LAST = 10  # seconds that the last row may take
 LOG_BYTES = 1 << 20
 
 PASSED, PARTLY, FAILED, NOT_RUN = "passed", "partly", "failed", "not run"
@@ -80,17 +80,17 @@ class Result:
     status: str
     note: str = ""
     details: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)  # what there was no time for
+    left: list[str] = field(default_factory=list)  # left out for lack of time
 
 
 @dataclass
 class Step:
-    """run(seconds) does it within so many seconds, `sure` at least."""
+    """run(seconds) executes the step within that time, which is at least `sure` seconds."""
 
     name: str
     sure: float
     run: Callable[[float], Result]
-    needs: str = ""  # a step that must have passed
+    needs: str = ""  # a step that must pass first
 
 
 @dataclass
@@ -101,7 +101,8 @@ class Done:
 
 
 def run_steps(steps: Sequence[Step], seconds: float, report: Callable[[list[Done]], None]) -> list[Done]:
-    """All steps in turn within so many seconds; `report` gets the list after each. Nothing that a step does ends it."""
+    """Run all steps in turn within the given time, and pass the list of results to `report` after each. A step that
+    raises has failed."""
     done: list[Done] = []
     end = time.monotonic() + seconds
     scale = min(1, seconds / sum(step.sure for step in steps))
@@ -142,7 +143,7 @@ def table(done: list[Done]) -> str:
 
 
 def execute(command: Sequence[str], log: Path, seconds: float, env: dict[str, str], cwd: Path) -> int | None:
-    """Runs it, output to the end of the log; returns its exit status, or None if the time was up."""
+    """Run the command, append its output to the log, and return its exit status, or None if it ran out of time."""
     with log.open("a") as out:
         out.write(f"$ {' '.join(command)}\n")
         out.flush()
@@ -154,7 +155,7 @@ def execute(command: Sequence[str], log: Path, seconds: float, env: dict[str, st
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # whatever it started and left behind too
+        finally:  # end the processes that it left behind, too
             for last in (signal.SIGTERM, signal.SIGKILL):
                 try:
                     os.killpg(process.pid, last)
@@ -166,7 +167,7 @@ def execute(command: Sequence[str], log: Path, seconds: float, env: dict[str, st
 
 
 def shorten(log: Path) -> None:
-    """Head and tail of a log that has become too long."""
+    """Keep head and tail of a log that has become too long."""
     text = log.read_bytes()
     log.write_bytes(text[: LOG_BYTES // 4] + b"\n[...]\n" + text[-LOG_BYTES // 2 :])
 
@@ -177,7 +178,7 @@ def last_line(text: str, most: int | None = 200) -> str:
 
 
 def find_tool(name: str) -> str | None:
-    """Beside this Python first, then on PATH, then where CUDA is installed."""
+    """Look for a tool beside this Python, then on PATH, then where CUDA is installed."""
     places = (sysconfig.get_path("scripts"), None, "/usr/local/cuda/bin")
     return next((found for place in places if (found := shutil.which(name, path=place))), None)
 
@@ -204,7 +205,8 @@ print(json.dumps(found))
 
 
 def look(env: dict[str, str]) -> dict:
-    """What is here: torch, a GPU, which of LOST_WITHOUT are missing. In a process of its own, as it takes memory."""
+    """Find torch, the GPU, and which of LOST_WITHOUT are missing. In a process of its own, because torch takes GPU
+    memory."""
     command = [sys.executable, "-c", LOOK, *(x for x in LOST_WITHOUT if x.isidentifier())]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=WORK)
     if done.returncode:
@@ -218,7 +220,7 @@ def look(env: dict[str, str]) -> dict:
 
 
 def unpack_wheels(folder: Path) -> Path:
-    """The wheels' packages, importable: a wheel is an archive of what pip would install."""
+    """Unpack the wheels into a folder that Python can import from: a wheel is an archive of the installed files."""
     target = WORK / "wheels"
     shutil.rmtree(target, ignore_errors=True)
     wheels = sorted(folder.glob("*.whl"))
@@ -230,10 +232,12 @@ def unpack_wheels(folder: Path) -> Path:
     return target
 
 
-# What the steps do
+# The steps
 
 
 class Run:
+    """The steps of both commands, for one machine."""
+
     def __init__(self, out: Path, facts: dict, wheels: Path | None = None):
         self.out, self.facts, self.wheels = out, facts, wheels
 
@@ -243,7 +247,7 @@ class Run:
         return file
 
     def missing(self, *names: str) -> str:
-        """Which of these are missing, in words."""
+        """Say which of these are missing."""
         return " and ".join(f"no {x}" for x in names if x in self.facts["missing"])
 
     def is_hopper(self) -> bool:
@@ -268,7 +272,7 @@ class Run:
             **({"CMAKE_MAKE_PROGRAM": ninja} if ninja else {}),
         }
         tree = WORK / ("ninja" if ninja else "make")
-        env = environment(self.wheels, CUDAFLAGS="-lineinfo")  # lines in compute-sanitizer's reports
+        env = environment(self.wheels, CUDAFLAGS="-lineinfo")  # line numbers in compute-sanitizer's reports
         if not shutil.which(env.get("CUDACXX", "nvcc")) and (nvcc := find_tool("nvcc")):
             env["CUDACXX"] = nvcc
         commands = [
@@ -297,7 +301,7 @@ class Run:
         return Result(PASSED, f"sm_{settings['KVOPS_CUDA_ARCHS']}" + ", as it was built before" * reused)
 
     def benchmark(self, name: str, seconds: float, *options: str, **more: str) -> Result:
-        """Rows into NAME.json, one by one; then NAME.md and, if it can be drawn, NAME.png."""
+        """Measure rows into NAME.json, one by one; then write NAME.md and, with matplotlib, NAME.png."""
         log, record = self.log(name), self.out / f"{name}.json"
         env, end = environment(self.wheels, **more), time.monotonic() + seconds
         bench = [sys.executable, "-m", "kvops.bench"]
@@ -317,7 +321,7 @@ class Run:
         reached = re.findall(r"^Goals: .*", text, re.MULTILINE)
         note = f"{len(found['rows'])} results" + "".join(f"; {x.removesuffix('.')}" for x in reached[-1:])
         failures = list(dict.fromkeys(re.findall(r"^failed: .*", text, re.MULTILINE)))
-        failed = code not in (0, None) or any("error" in x for x in found["rows"])  # what it is compared with may fail
+        failed = code not in (0, None) or any("error" in x for x in found["rows"])  # a baseline may fail
         return Result(FAILED if failed else PARTLY if found["left_out"] else PASSED, note, failures, found["left_out"])
 
     def bench(self, seconds: float) -> Result:
@@ -335,7 +339,7 @@ class Run:
         return self.benchmark("compile", seconds, "--n", "131072")
 
     def gpu_tests(self, seconds: float) -> Result:
-        cuda = ROOT / "tests" / "test_cuda.py"  # alone it takes minutes: a process for each of its functions
+        cuda = ROOT / "tests" / "test_cuda.py"  # takes minutes in one process, so each of its functions gets its own
         functions = re.findall(r"^def (test_\w+)", cuda.read_text(), re.MULTILINE)
         if self.facts["gpus"] < 2:
             functions = [x for x in functions if "another_device" not in x]  # it needs two
@@ -353,7 +357,7 @@ class Run:
         return run_tests(parts, self.log(name), seconds, env, SITE, opcheck=not self.missing("expecttest"))
 
     def sanitizer(self, seconds: float) -> Result:
-        """All tools at once, as most of what they do is the host's work."""
+        """Run all tools at once, because they mostly keep the host busy."""
         sanitizer = find_tool("compute-sanitizer")
         if not sanitizer:
             return Result(NOT_RUN, self.missing("compute-sanitizer"))
@@ -364,8 +368,8 @@ class Run:
             options = ["--tool", tool, "--kernel-name", OURS, "--error-exitcode", "9", "--print-limit", "20"]
             more = {"KVOPS_SM90": "1"} if hopper else {}
             if tool == "memcheck":
-                options += ["--report-api-errors", "no"]  # torch makes such calls on purpose; ours raise
-                more["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that it knows every tensor's bounds
+                options += ["--report-api-errors", "no"]  # torch makes failing calls on purpose; ours raise
+                more["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that memcheck knows every tensor's bounds
             command = [sanitizer, *options, sys.executable, str(ROOT / "tests" / "calls.py")]
             command += [*(HOPPER_OPERATORS if hopper else []), "--seconds", f"{seconds - 3 * LAST:.0f}"]
             code = execute(command, log, seconds, environment(self.wheels, **more), SITE)
@@ -377,7 +381,7 @@ class Run:
             return together([f"{tool}, Hopper" if hopper else tool for tool, hopper in runs], pool.map(one, runs))
 
     def cost(self, name: str) -> Callable[[float], Result]:
-        """A script of experiments/ that says which goals it reached."""
+        """Return the step of a script in experiments/ that prints which goals it reached."""
 
         def run(seconds: float) -> Result:
             if without := self.missing("transformers"):
@@ -415,7 +419,7 @@ class Run:
         return Result(PARTLY if found["left_out"] else PASSED, f"{len(found['rows'])} cells", left=found["left_out"])
 
     def parts(self) -> tuple[list[Step], list[Step]]:
-        """The steps of `make gpu` and of `make gpu-more`."""
+        """Return the steps of `make gpu` and those of `make gpu-more`."""
         build = Step("build", 120, self.build)
         return [
             build,
@@ -434,7 +438,7 @@ class Run:
 
 
 def digest(settings: dict) -> str:
-    """Of all that the build depends on."""
+    """Hash everything that the build depends on."""
     files = [ROOT / "CMakeLists.txt", ROOT / "kvops" / "version.py", *sorted((ROOT / "csrc").rglob("*.*"))]
     found = hashlib.sha256(json.dumps(settings, default=str, sort_keys=True).encode())
     for file in files:
@@ -443,7 +447,7 @@ def digest(settings: dict) -> str:
 
 
 def against(record: Path, other: Path) -> list[str]:
-    """How many times as long the same rows take in the other record."""
+    """Compare the rows of a record with the same rows of another one: how many times as long those take."""
 
     def seconds(file: Path) -> dict[str, float]:
         rows = json.loads(file.read_text())["rows"] if file.exists() else []
@@ -455,19 +459,19 @@ def against(record: Path, other: Path) -> list[str]:
 
 
 def together(names: list[str], results: Iterable[Result]) -> Result:
-    """One result of several."""
+    """Combine several results into one."""
     found = dict(zip(names, results))
     statuses = {x.status for x in found.values()}
     status = next((x for x in (FAILED, PARTLY) if x in statuses), None)
-    if status is None:  # nothing but passed and not run
+    if status is None:  # all passed or not run
         status = statuses.pop() if len(statuses) == 1 else PARTLY
     details = [f"{name}: {x.status}: {x.note}" for name, x in found.items()]
     return Result(status, "", details, [f"{name}: {y}" for name, x in found.items() for y in x.left])
 
 
 def run_tests(parts: list[str], log: Path, seconds: float, env: dict[str, str], cwd: Path, opcheck: bool) -> Result:
-    """Each part, a file or a function of it, in a process of its own, as an illegal access ends all CUDA work of its
-    process; AT_ONCE at a time."""
+    """Run each part, a file or one of its functions, in a process of its own, AT_ONCE at a time. An illegal memory
+    access ends all CUDA work of its process."""
     end = time.monotonic() + seconds
     names = [f"{Path(x.partition('::')[0]).stem}{''.join(x.partition('::')[1:])}" for x in parts]
 
@@ -485,7 +489,7 @@ def run_tests(parts: list[str], log: Path, seconds: float, env: dict[str, str], 
                 before, text = len(text), part_log.read_text(errors="replace")
                 ended = re.findall(r"^\S*?(\w+\.py::.+?) (PASSED|FAILED|ERROR)\b", text, re.MULTILINE)
                 if code is None or NO_GPU_LEFT not in text[before:]:
-                    break  # else another process goes on with the tests that have not ended
+                    break  # otherwise another process continues with the tests that have not finished
             return judge_pytest(code, text)
         finally:
             with log.open("ab") as out:
@@ -501,7 +505,8 @@ def run_tests(parts: list[str], log: Path, seconds: float, env: dict[str, str], 
 
 
 def judge_pytest(code: int | None, text: str) -> Result:
-    """Of pytest -v, one run or, if tests took the GPU down, several; the last one's code, None if the time was up."""
+    """Judge the output of pytest -v: one run, or several if tests took the GPU down. code is the last exit status, None
+    if the time was up."""
     summary = last_line(text).strip("= ")
     outcomes = re.findall(r"^\S*\w+\.py::.+? (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
     failed = sum(x in ("FAILED", "ERROR") for x in outcomes)
@@ -538,10 +543,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--more", action="store_true", help="the steps of make gpu-more")
     parser.add_argument("--out", type=Path, default=WORK / "results", help="folder for the results")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels that this Python lacks")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels with packages that this Python lacks")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all steps together (default {MINUTES})")
     names = dict.fromkeys(step.name for steps in Run(Path(), {}).parts() for step in steps)
-    parser.add_argument("--only", nargs="+", choices=names, help="these steps of both commands, and the build")
+    parser.add_argument("--only", nargs="+", choices=names, help="run only the build and these steps of either command")
     a = parser.parse_args(argv)
     started = time.monotonic()
     WORK.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""Loads libkvops.so (schemas and CPU kernels) and, under a torch with CUDA, libkvops_cuda.so (CUDA kernels). Says what
-was built and loaded, what was not, and why."""
+"""Load libkvops.so (schemas and CPU kernels) and, under a torch with CUDA, libkvops_cuda.so (CUDA kernels), and report
+what was built and loaded, what was not, and why."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ LIBRARY = Path(__file__).with_name("libkvops.so")
 CUDA_LIBRARY = Path(__file__).with_name("libkvops_cuda.so")
 
 _debug = False
-_switches: list[Any] = []  # kvops_debug_checks() of each library that has CUDA kernels
+_switches: list[Any] = []  # kvops_debug_checks() of each library with CUDA kernels
 
 
 def load(path: Path | str) -> ctypes.CDLL:
-    """Loads a library of operators or kernels, so that debug_checks() reaches it. The tests load the simulator so."""
+    """Load a library of operators or kernels, and register its debug_checks() switch. The tests load the simulator with
+    this function."""
     torch.ops.load_library(path)
     library = ctypes.CDLL(str(path))  # the same handle again; its plain C functions release the GIL
     if hasattr(library, "kvops_debug_checks"):
@@ -39,17 +41,28 @@ def load(path: Path | str) -> ctypes.CDLL:
     return library
 
 
+def _why_missing() -> str:
+    """Explain why there is no libkvops.so, and what to do."""
+    package = LIBRARY.parent
+    if not (package.parent / "CMakeLists.txt").exists():
+        return f"{LIBRARY} is missing from the installed package; reinstall kvops"
+    message = f"Python imported the source tree {package}, where {LIBRARY.name} has not been built"
+    others = [Path(x or ".").resolve() / "kvops" for x in sys.path]
+    installed = [x for x in others if x != package and (x / LIBRARY.name).exists()]
+    if installed:
+        return f"{message}, and not the package installed in {installed[0]}; start Python in another folder"
+    return f"{message}; build it: cd {package.parent} && pip install --no-build-isolation -e ."
+
+
 def _load() -> ctypes.CDLL:
     if tuple(int(x) for x in re.findall(r"\d+", torch.__version__)[:2]) < MIN_TORCH:
         raise ImportError(f"kvops needs torch >= 2.10, found {torch.__version__}")
     if not LIBRARY.exists():
-        raise ImportError(
-            f"kvops: {LIBRARY.name} is missing beside {__file__}; build it: pip install --no-build-isolation ."
-        )
+        raise ImportError(f"kvops: {_why_missing()}")
     if str(LIBRARY) not in torch.ops.loaded_libraries and hasattr(torch.ops.kvops, "lag_score"):
-        # A second registration of the same operators would abort the process.
+        # Registering the same operators twice would abort the process.
         raise ImportError(
-            f"kvops: another copy of the operators is already loaded in this process; not loading {LIBRARY}"
+            f"kvops: this process has already loaded another copy of the operators, so it cannot load {LIBRARY}"
         )
     library = load(LIBRARY)
     library.kvops_facts.restype = ctypes.c_char_p
@@ -64,7 +77,7 @@ def _load() -> ctypes.CDLL:
 
 
 def _load_cuda(built: bool, why: str) -> str:
-    """Why the CUDA kernels are not loaded; empty if they are."""
+    """Load the CUDA kernels. Return why they are not loaded; empty if they are."""
     if not built:
         return why
     if not torch.version.cuda:
@@ -85,12 +98,23 @@ _facts["cuda"]["loaded"] = not _facts["cuda"]["why"]
 
 
 def build_info() -> dict[str, Any]:
-    """What this kvops is: versions, the CPU instruction set in use, what was built, what was not and why.
+    """Report versions, the CPU instruction set in use, and what was built and loaded. `python -m kvops` prints it.
 
-    Returns a dict: kvops, torch (running), torch_build (compiled against), torch_target (oldest that can load it),
-    compiler, isa (in use: v2, v3, v4 are the x86-64 levels, v4_bf16 is v4 with bf16 dot products, baseline elsewhere),
-    isa_built, cuda (built, archs, loaded, and why it is not built or not loaded; sm90, the Hopper kernels: built, why
-    not, and used, if KVOPS_SM90=1 says so), threads, isa_forced (KVOPS_ISA, if set), library (path).
+    Returns:
+        A dict with these keys:
+
+        - `kvops`, `torch`: versions of kvops and of the torch that runs.
+        - `torch_build`, `torch_target`: the torch that kvops was compiled against, and the oldest that can load it.
+        - `compiler`: the C++ compiler and its version.
+        - `isa`: the instruction-set level in use. `v2`, `v3` and `v4` are the x86-64 levels, `v4_bf16` is v4 with bf16
+          dot products; on other processors it is `baseline`.
+        - `isa_built`: the levels in this build, lowest first.
+        - `cuda`: a dict. `built`: whether there is a CUDA library; `archs`: the GPU architectures it was compiled for;
+          `loaded`: whether it is in use; `why`: why it was not built or not loaded, else empty; `sm90`: the Hopper
+          kernels (`built`, `why` they were not, and `used`: true if `KVOPS_SM90=1` selects them).
+        - `threads`: the number of CPU threads.
+        - `isa_forced`: the environment variable `KVOPS_ISA`, or None.
+        - `library`: path of libkvops.so.
     """
     facts = copy.deepcopy(_facts)
     hopper = facts["cuda"]["sm90"]
@@ -106,13 +130,14 @@ def build_info() -> dict[str, Any]:
 
 
 class debug_checks:
-    """Reads the values of indices, starts, lengths and budgets back from the GPU and checks them, as is always done on
-    the CPU: `kvops.debug_checks()` from now on, `kvops.debug_checks(False)` no more, `with kvops.debug_checks():`
-    within the block.
+    """Check index values on the GPU: indices, starts, lengths and budgets. The CPU always checks them.
 
-    Without it the CUDA kernels skip values that lie outside of their range, silently; with it they raise the CPU's
-    ValueErrors. Each such call waits for the GPU, so it is off by default and cannot be on while a CUDA graph is
-    captured. One switch for the whole process, all threads.
+    `kvops.debug_checks()` switches the checks on, `kvops.debug_checks(False)` off, and `with kvops.debug_checks():` on
+    for one block. The switch applies to all threads of the process.
+
+    Without the checks, CUDA kernels silently skip values that are out of range. With them, the operators copy the
+    values back from the GPU and raise the same ValueErrors as on the CPU. Every checked call waits for the GPU.
+    Therefore the checks are off by default, and cannot be on while a CUDA graph is captured.
     """
 
     def __init__(self, on: bool = True) -> None:
@@ -134,19 +159,20 @@ def _switch(on: bool) -> None:
 
 
 def probe_read(x: torch.Tensor, kind: int) -> float:
-    """Seconds to read x's bytes once with torch's threads: kind 0 a simd sum, 1 four accumulators. For benchmarks."""
+    """Return the seconds to read x once with torch's threads. kind 0 is a simd sum, 1 uses four accumulators. For
+    benchmarks."""
     return _library.kvops_probe_read(x.data_ptr(), x.numel() * x.element_size(), kind, torch.get_num_threads())
 
 
 def probe_copy(dst: torch.Tensor, src: torch.Tensor, kind: int) -> float:
-    """Seconds to move src's bytes to dst with torch's threads: kind 0 memcpy, 1 non-temporal stores, 2 a plain
-    forward loop that may overlap (dst below src in the same storage). For benchmarks."""
+    """Return the seconds to copy src to dst with torch's threads. kind 0 is memcpy, 1 uses non-temporal stores, 2 is a
+    plain forward loop, whose ranges may overlap (dst below src in the same storage). For benchmarks."""
     size = src.numel() * src.element_size()
     return _library.kvops_probe_copy(dst.data_ptr(), src.data_ptr(), size, kind, torch.get_num_threads())
 
 
 def probe_pages(x: torch.Tensor, places: torch.Tensor, page_bytes: int) -> float:
-    """Seconds to read x's pages of so many bytes, a multiple of 256, in the order of `places` (int32), each while the
-    next is asked for, with torch's threads. For benchmarks."""
+    """Return the seconds to read the pages of x in the order of `places` (int32) with torch's threads, prefetching each
+    next page. page_bytes is a multiple of 256. For benchmarks."""
     threads = torch.get_num_threads()
     return _library.kvops_probe_pages(x.data_ptr(), places.data_ptr(), places.numel(), page_bytes, threads)

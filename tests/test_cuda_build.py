@@ -1,4 +1,4 @@
-"""The build and the loader of libkvops_cuda.so, and what the compiler says of its kernels. No GPU is needed."""
+"""The build and the loader of libkvops_cuda.so, and what the compiler reports about its kernels. Needs no GPU."""
 
 import importlib
 import json
@@ -59,13 +59,13 @@ def test_library_finds_torch_by_name_and_carries_the_cuda_runtime():
     assert not [x for x in lines if "RPATH" in x or "RUNPATH" in x]
 
 
-# What the compiler says of the kernels
+# What the compiler reports about the kernels
 
 
 @needs_library
 @needs_report
 def test_kernels_spill_no_registers_and_have_no_stack():
-    """Of every instance on every architecture; local memory is where spilled registers and stack lie."""
+    """Checks every instance on every architecture. Spilled registers and the stack are in local memory."""
     found = resources.kernels(LIBRARY)
     assert {x.arch.removeprefix("sm_") for x in found} == set(CUDA["archs"]) or "native" in CUDA["archs"]
     operators = {p.stem for p in ROOT.glob("csrc/cuda/*.cuh")} & set(kvops.ops.__all__)
@@ -76,7 +76,7 @@ def test_kernels_spill_no_registers_and_have_no_stack():
 @needs_library
 @needs_report
 def test_every_gpu_from_the_a100_on_can_run_it():
-    """Machine code for the architectures, and PTX that any of them can compile, whatever nvcc knew."""
+    """The library has machine code for its architectures, and PTX that the driver of any other GPU can compile."""
     listed = resources.cuobjdump("--list-ptx", LIBRARY) + resources.cuobjdump("--list-elf", LIBRARY)
     ptx = set(re.findall(r"(sm_\w+)\.ptx", listed))
     assert "sm_80" in ptx and not any(x.endswith("a") for x in ptx), ptx
@@ -106,11 +106,11 @@ def code():
     return sass.functions(resources.disassembly(LIBRARY, sass.ARCH))
 
 
-# Instructions that a kernel's hot loop spends on each load of 16 bytes, or on each HGMMA, for bf16 and head_dim 128: in
-# all, and on the quickest way round. The limits are some 5 % above what nvcc 13.0 makes of the kernels;
-# `python tests/sass.py KERNEL` shows the loops.
+# Instructions of a kernel's hot loop per load of 16 bytes, or per HGMMA, for bf16 and head_dim 128: those of the whole
+# loop, and those of its shortest path. The limits are about 5 % above the code of nvcc 13.0. `python tests/sass.py`
+# with the name of a kernel shows the loops.
 NVCC = "13.0"
-TURNING = ", keys turn"  # the instances of a kernel that turn keys on their way
+TURNING = ", keys turn"  # the instances of a kernel that rotate keys
 MOST = {
     "anchor_score_kernel": (212, 57),
     "anchor_sum_kernel": (251, 57.5),
@@ -130,7 +130,7 @@ MOST = {
     "window_sums_kernel": (44, 12),
     "write_chunks_kernel": (312, 13),
 }
-MOST_IN_PAGES = {  # of the same
+MOST_IN_PAGES = {  # the same kernels on pages
     "anchor_score_kernel": (276, 63),
     "anchor_sum_kernel": (297, 64.5),
     "assign_prototypes_kernel": (56, 11),
@@ -178,7 +178,7 @@ def test_hot_loops_are_short(kernel, code):
 @needs_library
 @needs_nvdisasm
 def test_no_local_memory_and_no_loops_of_compare_and_swap(code):
-    """Of every instance. Shared memory has few atomics of its own; for the others the compiler makes such loops."""
+    """Checks every instance. Shared memory has few atomic instructions; the compiler emulates the others with loops."""
 
     def having(pattern: str) -> set[str]:
         return {name for (name, _), body in code.items() if sass.count(body, pattern)}
@@ -194,7 +194,7 @@ def test_no_local_memory_and_no_loops_of_compare_and_swap(code):
 @needs_nvdisasm
 @pytest.mark.skipif(not CUDA["sm90"]["built"], reason=f"no Hopper kernels: {CUDA['sm90']['why']}")
 def test_hopper_kernels_use_its_instructions(code):
-    """The tensor cores' (HGMMA) and the copy engine's (UTMALDG)."""
+    """Those of the tensor cores (HGMMA) and of the copy engine (UTMALDG)."""
     hopper = {key: {x.op for x in body} for key, body in code.items() if "sm90" in key[0]}
     assert {name for name, _ in hopper} == set(MOST_OF_HOPPER) and len(hopper) == 22
     for used in hopper.values():
@@ -206,8 +206,8 @@ def test_hopper_kernels_use_its_instructions(code):
 @needs_nvdisasm
 @pytest.mark.skipif(not CUDA["sm90"]["built"], reason=f"no Hopper kernels: {CUDA['sm90']['why']}")
 def test_hopper_attention_has_its_exponentials_beside_a_product(code):
-    """The product with V is waited for behind them, though the compiler might move the wait before them. And registers
-    go from the warps that copy to those that multiply."""
+    """The wait for the product with V comes after the exponentials, although the compiler could move it before them.
+    And the copying warps hand registers to the multiplying ones."""
     passes = {instance: body for (name, instance), body in code.items() if name == "window_pass_sm90_kernel"}
     assert all(
         {"USETMAXREG.DEALLOC.CTAPOOL", "USETMAXREG.TRY_ALLOC.CTAPOOL"} <= {x.op for x in b} for b in passes.values()
@@ -216,7 +216,7 @@ def test_hopper_attention_has_its_exponentials_beside_a_product(code):
     assert len(with_values) == 4
     for body in with_values:
         waits = [i for i, x in enumerate(body) if x.op == "WARPGROUP.DEPBAR.LE"]
-        (keys,) = [i for i in waits if body[i].operands.endswith("0x1")]  # one product goes on
+        (keys,) = [i for i in waits if body[i].operands.endswith("0x1")]  # one product still runs
         values = min(i for i in waits if i > keys)
         assert sum(x.op == "MUFU.EX2" for x in body[keys:values]) >= 64
 
@@ -264,7 +264,7 @@ def test_hopper_kernels_are_used_when_they_are_wanted(monkeypatch):
 
 
 def load_as(version: str | None, code: str, *libraries: Path) -> subprocess.CompletedProcess:
-    """Runs code after `import kvops` under a torch of which it is said that it has CUDA `version`."""
+    """Run code after `import kvops` under a torch that claims to have CUDA `version`."""
     before = "".join(f"ctypes.CDLL({str(x)!r}, ctypes.RTLD_GLOBAL); " for x in libraries)
     start = f"import ctypes, json, torch; torch.version.cuda = {version!r}; {before}import kvops\n"
     return subprocess.run(
@@ -289,7 +289,7 @@ torch.ops.kvops.gather_kv.default.redispatch(cuda, k, k, indices)
 """
 
 
-def test_what_is_said_of_cuda():
+def test_what_build_info_reports_about_cuda():
     assert list(CUDA) == ["built", "archs", "why", "sm90", "loaded"]
     assert CUDA["loaded"] == (not CUDA["why"]) and (CUDA["built"] or not CUDA["loaded"])
     assert bool(CUDA["archs"]) == CUDA["built"] == LIBRARY.exists()
@@ -310,7 +310,7 @@ def test_not_loaded_under_a_torch_without_cuda():
 @needs_library
 @cpu_torch
 def test_a_library_that_cannot_be_loaded_is_a_warning():
-    """This torch lacks libtorch_cuda.so, so saying that it has CUDA is enough."""
+    """This torch lacks libtorch_cuda.so, so it is enough that it claims to have CUDA."""
     why = "libkvops_cuda.so could not be loaded: libtorch_cuda.so: cannot open shared object file"
     done = load_as("13.0", SAY + "print(kvops.ops.select_topk(torch.arange(4.0).view(1, 1, 4), k=2).tolist())")
     said, result = done.stdout.splitlines()
@@ -333,7 +333,7 @@ def test_cuda_tensors_without_kernels_are_refused_with_the_reason():
 @needs_library
 @cpu_torch
 def test_every_overload_has_a_cuda_kernel(tmp_path):
-    """The library is loaded for real; a stand-in gives it the one function that a CPU torch lacks."""
+    """The real library is loaded; a stand-in provides the one function that a CPU torch lacks."""
     source, stand_in = tmp_path / "torch_cuda.cpp", tmp_path / "libtorch_cuda.so"
     source.write_text('extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n')
     compiler = shlex.split(os.environ.get("CXX") or "c++")
@@ -368,7 +368,7 @@ def setup_py():
 
 
 def build(setup_py, folder: Path, monkeypatch, *, inplace: bool = False) -> None:
-    """What pip does with setup.py, in this folder."""
+    """Do what pip does with setup.py, in this folder."""
     monkeypatch.setattr(setup_py, "BUILD", folder / "build")
     monkeypatch.chdir(folder)
     (folder / "kvops").mkdir(exist_ok=True)
@@ -397,14 +397,14 @@ def test_no_library_of_an_earlier_build_stays(inplace, setup_py, tmp_path, monke
 
 
 def configure(folder: Path, *options: str, expect: int = 0, **env: str) -> str:
-    """Runs CMake into a folder of its own; the output, or what kvops.build_info() would say of CUDA."""
+    """Run CMake into a folder of its own and return its output."""
     cmake = load_setup_py().find_cmake()
     options = [f"-DKVOPS_TORCH_DIR={TORCH}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *options]
     return run(cmake, "-S", ROOT, "-B", folder, *options, expect=expect, env=env)
 
 
 def built_facts(folder: Path) -> dict:
-    """build_info()["cuda"] of the library that this folder would build, from the one file that has it."""
+    """Return build_info()["cuda"] of the library that this folder would build, by compiling the file that holds it."""
     commands = json.loads((folder / "compile_commands.json").read_text())
     (command,) = [x["command"] for x in commands if x["file"].endswith("facts.cpp")]
     library = folder / "facts.so"

