@@ -336,9 +336,9 @@ def picture(rows: list[dict], title: str, path: Path) -> None:
     last = [r for r in rows if contexts and (r["prefill"], r["context"]) == ("chunked", contexts[-1])]
     if last and "speedup" in last[-1] and ratio(last[-1]) > 1:
         r = last[-1]
-        faster = " and ".join(f"{r['speedup'][x]:.2g}x sooner" for x in ("ttft", "tpot"))
-        finding = f"{r['method']} at {r['context']:,} tokens: first and next token {faster}"
-        finding += f", cache {100 * r['bytes_kept'] / r['bytes_full']:.0f} %. {title}"
+        first, later = (f"{r['speedup'][x]:.2g}x" for x in ("ttft", "tpot"))
+        finding = f"{r['method']} at {r['context']:,} tokens: first token {first} and later tokens {later} sooner, "
+        finding += f"with {100 * r['bytes_kept'] / r['bytes_full']:.0f} % of the cache. {title}"
     else:
         finding = title
     common.title(figure, finding)

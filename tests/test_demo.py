@@ -62,7 +62,7 @@ def test_the_table_says_what_was_measured(shown):
         if row.compress:
             assert f"{row.ms:.2f} ms" in line and f"{row.plain_ms / row.ms:.1f} x" in line
     assert "* no token per partition" in table  # LagKV with lag 256 at 25 %
-    assert "flattered" in findings and "sink" in findings
+    assert "flatters" in findings and "sink" in findings
     assert path.stat().st_size > 20_000 and path.read_bytes().startswith(b"\x89PNG")
 
 
