@@ -168,7 +168,7 @@ def test_bad_input_changes_nothing():
         ((k, v, with_last_row(0, 1, 1, 2, 4)), ("indices must be strictly ascending", "got 1 after 1")),
         ((k, v, with_last_row(0, -1, 2, 3, 4)), ("-1 only at the end", "got -1 after 0", "entry 1")),
         ((k, v, good.int()), ("indices must be torch.int64",)),
-        ((k, v, random_indices(2, 2, 30, 25)), ("at most the 20 slots", "got 25")),
+        ((k, v, random_indices(2, 2, 30, 25)), ("at most the cache's 20 slots", "got 25")),
         ((k, v[:, :, :10], good), ("v must have k's batch",)),
         ((k, k, good), ("k is written", "no memory with v")),
         ((k, k.flip(0).flip(0)[:, :, :, :], good.clone().fill_(99)), ("indices must lie",)),
