@@ -12,7 +12,7 @@
 // stored dtype; the other levels multiply floats. With n 65536, 8 heads, d 128 and 500 prototypes the kernel takes as
 // long as torch's bf16 matrix product alone, for fp32 and for bf16 keys (bench/results/cpu-protokv.json).
 //
-// Keys are multiplied where they lie, or converted a block at a time. Keys whose largest element could overflow in a
+// Keys are multiplied in place, or converted a block at a time. Keys whose largest element could overflow in a
 // product, or could be flushed to zero (bf16 dot products flush subnormal numbers), are detected by their bits and
 // first divided by that element. A non-finite key becomes NaN, so none of its products exceeds -inf.
 #include "../dispatch.h"

@@ -1,7 +1,7 @@
 // Products of a block of keys with packed rows (queries or prototypes), the inner loop of the window and prototype
 // kernels.
 //
-// The rows are packed once, word by word, so that a vector holds one word of VL rows. K is then read where it lies:
+// The rows are packed once, word by word, so that a vector holds one word of VL rows. K is then read in place:
 // each word is broadcast against up to 4 vectors of rows, and a register block of 6 keys x 4 vectors (AVX-512) takes 24
 // multiply-adds for 10 loads. Keys are never transposed, rows only once.
 #pragma once
