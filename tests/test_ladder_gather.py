@@ -307,7 +307,10 @@ def bad_layers(k, v):
         ((k, v, 8, {}), (r"layer must lie in \[0, 8\), got 8",)),
         ((k, v, -1, {}), (r"layer must lie in \[0, 8\), got -1",)),
         ((k, v, 3, dict(inv_freq=inv_freq.double())), ("inv_freq must be torch.float32, got torch.float64",)),
-        ((k, v, 3, dict(inv_freq=inv_freq[None])), (r"inv_freq must be a contiguous fp32 \[pairs\]", r"got \[1, 8\]")),
+        (
+            (k, v, 3, dict(inv_freq=inv_freq[None])),
+            (r"inv_freq must be a contiguous float32 \[pairs\]", r"got \[1, 8\]"),
+        ),
         ((k, v, 3, dict(inv_freq=torch.ones(9))), ("2 \\* pairs at most the head_dim 16", r"got \[9\]")),
         ((k, v, 3, dict(inv_freq=inv_freq[:0])), ("inv_freq must be", r"got \[0\]")),
         ((k, v, 3, dict(inv_freq=torch.ones(16)[::2])), ("inv_freq must be a contiguous",)),
