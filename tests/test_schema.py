@@ -175,4 +175,4 @@ def test_a_second_copy_is_refused(tmp_path):
         "import kvops"
     )
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 1 and "ImportError: kvops: another copy of the operators" in run.stderr
+    assert run.returncode == 1 and "already loaded another copy of the operators" in run.stderr
