@@ -435,7 +435,7 @@ def test_another_vllm_is_refused(monkeypatch):
             plugin.check_vllm()
     with monkeypatch.context() as patch:
         patch.setitem(plugin.HOOKS, "vllm.v1.attention.backend:AttentionBackend.customize_spec", "spec layer")
-        with kit.refuses("customize_spec", "spec, layer", "got .spec. in 0.3", kind=RuntimeError):
+        with kit.refuses("customize_spec", "spec, layer", "got .spec. in vLLM 0.3", kind=RuntimeError):
             plugin.check_vllm()
     with monkeypatch.context() as patch:
         patch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
