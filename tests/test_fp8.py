@@ -76,7 +76,7 @@ def test_every_number(dtype):
             torch.set_flush_denormal(False)
         assert torch.equal(means, finite.float()) and (counts == 1).all()
         assert torch.equal(logits[0, 0], finite.float()[0, 0].amax(-1))
-    rows = k.view(torch.uint8).view(64, 256).T.contiguous().view(dtype)  # 64 consecutive codes a row; some rows are all finite
+    rows = k.view(torch.uint8).view(64, 256).T.contiguous().view(dtype)  # 64 consecutive codes per row
     bad = ~rows.float().isfinite().all(-1)
     scores = ops.anchor_cosine(rows.view(1, 1, 256, 64))
     assert bad.any() and torch.equal(scores[0, 0].isnan(), bad)
