@@ -1,12 +1,12 @@
-"""Serving from a pool of blocks that is too small: vLLM and transformers' engine, with and without eviction.
+"""Serve from a block pool that is too small: vLLM and transformers' engine, with and without eviction.
 
     make serve-demo                                                  # or, in an environment with vLLM 0.32's CPU build:
     python experiments/serving.py [--requests 32] [--full 8] [--budget 512] [--buffer 128] [--out .] [--json FILE]
 
-Many requests of 2,000 tokens arrive at once: a text (bench/data) that hides a passkey, the question for it, and an
-answer that goes on behind the digits. The pool has blocks for 8 of them. The same model, prompts, pool and steps serve
-them four times, each time in a process of its own: by both engines, with the full cache and with KeyDiff at a quarter.
-Prints a table and draws how many blocks requests hold, and how many requests there are, over time.
+Many requests of 2,000 tokens arrive at once. Each prompt is a text (bench/data) with a hidden passkey and a question
+for it; the generation continues after the digits. The pool has blocks for 8 requests. The script serves them four
+times, each time in a new process: with both engines, with the full cache and with KeyDiff at a quarter. Model, prompts,
+pool and tokens per step are the same. It prints a table, and plots blocks held and requests in flight over time.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ import common
 from kvops.bench.record import write
 
 BLOCK = 32  # tokens
-CHUNK = 256  # tokens of a step
+CHUNK = 256  # tokens per step
 DIGITS = 8
 
 
 @dataclass
 class Load:
-    """What is served."""
+    """The workload and the pool size."""
 
     requests: int
-    full: int  # requests that the pool holds without eviction
-    prompt: int  # tokens, with the question
-    generated: int
+    full: int  # requests that fit into the pool without eviction
+    prompt: int  # tokens, including the question
+    generated: int  # tokens
 
     @property
     def blocks(self) -> int:
         return self.full * -(-(self.prompt + self.generated) // BLOCK)
 
     def prompts(self) -> tuple[list[list[int]], list[str]]:
-        """Token ids, and the digits that each asks for."""
+        """Return the token ids of each prompt, and the digits that each should retrieve."""
         context = self.prompt - len(common.QUESTION)
         found = common.make_prompts(self.requests, context, DIGITS)
         return common.asked(found).tolist(), [x.digits for x in found]
@@ -59,28 +59,28 @@ class Load:
 
 @dataclass
 class Served:
-    """One engine with one policy. The lists have a number for each time that the engine was looked at."""
+    """The results of one engine with one policy. The lists have one entry per sample of the engine's state."""
 
     engine: str
     policy: str
     seconds: float = 0.0
-    right: int = 0  # requests
+    right: int = 0  # requests with the correct digits
     preemptions: int = 0
     times: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
-    #: Seconds of all steps and of their evictions: of those that decode alone, and of those with some prompt.
+    #: Seconds in steps, and in their evictions: for decode-only steps, and for steps with prompt tokens.
     decode: list[float] = field(default_factory=lambda: [0.0, 0.0])
     prefill: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of evictions in the time of steps."""
+        """The fraction of step time spent in evictions."""
         return {name: x[1] / x[0] for name in ("decode", "prefill") if (x := getattr(self, name))[1]}
 
     @property
     def numbers(self) -> dict:
-        """What the table says, for a file."""
+        """The table's numbers, for the JSON file."""
         lists = {"in_flight": self.running, "blocks_held": self.blocks}
         counts = {f"{name}_{of}": f(x) for name, x in lists.items() for of, f in (("mean", self.mean), ("most", max))}
         return (
@@ -95,7 +95,7 @@ class Served:
         self.running.append(running)
 
     def mean(self, values: list[int]) -> float:
-        """Over time: each value until the next."""
+        """Return the time-weighted mean: each value lasts until the next sample."""
         spans = [b - a for a, b in zip(self.times, self.times[1:])]
         return sum(x * span for x, span in zip(values, spans)) / sum(spans)
 
@@ -104,7 +104,7 @@ class Served:
 
 
 class Clock:
-    """Seconds in functions that are timed, which may not call each other."""
+    """Sums the seconds spent in instrumented functions. They must not call each other."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -131,7 +131,7 @@ def check_answers(served: Served, answers: list[list[int]], keys: list[str], loa
 def with_vllm(load: Load, spec: str) -> Served:
     os.environ |= {
         "KVOPS_VLLM": spec,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that each step can be looked at
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that the script can inspect each step
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
@@ -144,13 +144,13 @@ def with_vllm(load: Load, spec: str) -> Served:
     clock = Clock()
     for owner, name in ((steps.Held, "of"), (steps.Step, "of"), (steps.Step, "run")):
         clock.time(owner, name)
-    plugin.register()  # as vLLM does where kvops is installed beside it
+    plugin.register()  # vLLM does this by itself where kvops is installed
     llm = LLM(
         model=str(common.MODEL),
         dtype="float32",
         max_model_len=load.prompt + load.generated,
         block_size=BLOCK,
-        num_gpu_blocks_override=load.blocks + 1,  # one is never given out
+        num_gpu_blocks_override=load.blocks + 1,  # vLLM reserves one null block
         max_num_batched_tokens=CHUNK,
         enable_prefix_caching=False,
         enforce_eager=True,
@@ -209,7 +209,7 @@ def with_transformers(load: Load, spec: str) -> Served:
 
         def look() -> tuple[int, set[str], set[str]]:
             running = {name for name, blocks in list(allocator.block_table.items()) if blocks}
-            held = 1 - cache.pool.num_free_sectors / cache.num_sectors  # a sector is a part of a block of all layers
+            held = 1 - cache.pool.num_free_sectors / cache.num_sectors  # a sector is part of a block of all layers
             return round(held * load.blocks), running, set(scheduler.waiting_requests)
 
         begin = time.perf_counter()
@@ -229,8 +229,14 @@ def with_transformers(load: Load, spec: str) -> Served:
 
 @contextmanager
 def watching(served: Served, begin: float, look: Callable[[], tuple[int, set[str], set[str]]]) -> Iterator[None]:
-    """A thread looks at an engine that runs in another: how many blocks are held, the names of the requests that hold
-    them, and of those that wait. One that held blocks and then waits was preempted."""
+    """Sample an engine that runs in another thread.
+
+    Args:
+        served: where the samples go.
+        begin: the start time, of time.perf_counter.
+        look: returns how many blocks are held, the names of the requests that hold them, and those of the waiting
+            requests. A request that held blocks in the last sample and now waits counts as preempted.
+    """
     done = threading.Event()
 
     def run() -> None:
@@ -238,7 +244,7 @@ def watching(served: Served, begin: float, look: Callable[[], tuple[int, set[str
         while not done.wait(0.02):
             try:
                 held, running, waiting = look()
-            except RuntimeError:  # a dict of the engine's changed while it was read
+            except RuntimeError:  # the engine changed a dict during the iteration
                 continue
             served.preemptions += len(before & waiting - running)
             served.look(time.perf_counter() - begin, held, len(running))
@@ -256,17 +262,17 @@ def watching(served: Served, begin: float, look: Callable[[], tuple[int, set[str
 ENGINES = {"vllm": with_vllm, "transformers": with_transformers}
 
 
-# ---- what is shown ----
+# ---- output ----
 
 
 def table(found: list[Served], load: Load) -> str:
     lines = [
-        f"{load.requests} requests of {load.prompt} + {load.generated} tokens; {load.blocks} blocks of {BLOCK}, "
-        f"for {load.full} of them",
+        f"{load.requests} requests of {load.prompt} + {load.generated} tokens; a pool of {load.blocks} blocks of "
+        f"{BLOCK} tokens, enough for {load.full} requests",
         "",
         f"{'':46}{'in flight':>20}{'blocks held':>22}{'':>13}{'':>10}{'':>16}",
-        f"{'engine':14}{'policy':32}{'mean':>10}{'most':>10}{'mean':>11}{'most':>11}{'preemptions':>13}{'tokens/s':>10}"
-        f"{'keys right':>16}",
+        f"{'engine':14}{'policy':32}{'mean':>10}{'max':>10}{'mean':>11}{'max':>11}{'preemptions':>13}{'tokens/s':>10}"
+        f"{'correct keys':>16}",
     ]
     for x in found:
         rate = load.requests * (load.prompt + load.generated) / x.seconds
@@ -282,7 +288,7 @@ def table(found: list[Served], load: Load) -> str:
 
 
 def picture(found: list[Served], load: Load, path: Path) -> None:
-    """Per engine: blocks above, requests below; both policies over one time."""
+    """Plot both policies over time, one column per engine: blocks held above, requests in flight below."""
     engines = list(dict.fromkeys(x.engine for x in found))
     figure = Figure(figsize=(5.5 * len(engines), 5.5), layout="constrained")
     axes = figure.subplots(2, len(engines), sharex="col", sharey="row", squeeze=False)
@@ -301,7 +307,7 @@ def picture(found: list[Served], load: Load, path: Path) -> None:
 
 
 def serve(engine: str, spec: str, load: Load) -> Served:
-    """In a process of its own: vLLM loads plugins once, and engines leave threads behind."""
+    """Run an engine in a new process, because vLLM loads plugins once and engines leave threads behind."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "served.json"
         options = [f"--{name}={value}" for name, value in asdict(load).items()]
@@ -315,18 +321,18 @@ def serve(engine: str, spec: str, load: Load) -> Served:
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__ or "", picture="serving.png")
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--full", type=int, default=8, help="requests that the pool holds without eviction")
-    parser.add_argument("--prompt", type=int, default=1280, help="tokens, with the question")
-    parser.add_argument("--generated", type=int, default=720, help="tokens")
-    parser.add_argument("--budget", type=int, default=512, help="tokens")
-    parser.add_argument("--buffer", type=int, default=128, help="tokens beyond the budget, until a request is evicted")
+    parser.add_argument("--full", type=int, default=8, help="requests that fit into the pool without eviction")
+    parser.add_argument("--prompt", type=int, default=1280, help="prompt tokens, including the question")
+    parser.add_argument("--generated", type=int, default=720, help="tokens to generate per request")
+    parser.add_argument("--budget", type=int, default=512, help="tokens that KeyDiff keeps per request")
+    parser.add_argument("--buffer", type=int, default=128, help="tokens beyond the budget that trigger an eviction")
     parser.add_argument("--run", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--policy", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     load = Load(args.requests, args.full, args.prompt, args.generated)
-    if args.run:  # the process of one engine
+    if args.run:  # in the child process of one engine
         args.json.write_text(json.dumps(asdict(ENGINES[args.run](load, args.policy))))
-        os._exit(0)  # not by the engines' ways of ending, which may wait for each other
+        os._exit(0)  # skip the engines' own shutdown, in which threads may wait for each other
     found = []
     for engine in ENGINES:
         for spec in ("full", f"keydiff:budget={args.budget},buffer={args.buffer}"):

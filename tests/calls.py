@@ -1,9 +1,10 @@
-"""Calls of everything that has a CUDA kernel, and their inputs: what test_operators.py makes of each operator on every
-device, and what test_cuda.py captures, repeats and races.
+"""Calls of everything that has a CUDA kernel, with inputs.
+
+test_operators.py makes each call on every device; test_cuda.py captures, repeats and races them.
 
 python tests/calls.py [OPERATOR ...] [--seconds N]
 
-makes each of them, or those of some operators, on the GPU, in a few shapes and dtypes: for compute-sanitizer.
+makes all calls, or those of the given operators, on the GPU in a few shapes and dtypes, for compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ SOFTCAP = 20.0
 
 @dataclass
 class Inputs:
-    """What the calls take; the same shapes for every seed."""
+    """The calls' inputs; the shapes are the same for every seed."""
 
     k: Tensor  # [b, Hk, n, d]
     v: Tensor  # [b, Hk, n, dv]
     anchor: Tensor  # fp32 [b, Hk, d]
     scores: Tensor  # fp32 [b, Hk, n], with ties, infinities and NaN
-    segments: Tensor  # fp32 [b, Hk, S, lag], the same
-    indices: Tensor  # int64 [b, Hk, n // 4], ascending, n - 1 among them, some -1 at the end
+    segments: Tensor  # fp32 [b, Hk, S, lag], with the same special values
+    indices: Tensor  # int64 [b, Hk, n // 4], ascending, including n - 1, some -1 at the end
     starts: Tensor  # int32 [b]
     lengths: Tensor  # int32 [b]
     budgets: Tensor  # int32 [b, Hk]
     q: Tensor  # [b, 4 Hk, 6, d]
-    visible: Tensor  # int32 [b, 6]; the last row sees all
+    visible: Tensor  # int32 [b, 6]; the last row sees all keys
     sink_logits: Tensor  # fp32 [4 Hk]
     lse: Tensor  # fp32 [b, 4 Hk, 6]
     buckets: Tensor  # int32 [b, Hk, n // 4] in [-1, 4)
@@ -54,13 +55,13 @@ class Inputs:
     phase: Tensor  # fp32 [2]
     prototypes: Tensor  # fp32 [b, Hk, 70, d], some of them zero
     assignment: Tensor  # int32 [b, Hk, n] in [-1, 70)
-    means: Tensor  # fp32 [b, Hk, 70], as `scores`
+    means: Tensor  # fp32 [b, Hk, 70], like `scores`
     deep: tuple[Tensor, Tensor]  # K and V of another layer
     inv_freq: Tensor  # fp32 [d // 2]
     angles: tuple[Tensor, Tensor]  # cosines and sines, fp32 [b, n, d // 2]
     out: tuple[Tensor, Tensor]  # [b, Hk, n // 4, d] and [.., dv]
-    ladder_out: tuple[Tensor, Tensor]  # of the slots that the ladder keeps
-    lagkv_out: tuple[Tensor, Tensor]  # of the slots that LagKV keeps
+    ladder_out: tuple[Tensor, Tensor]  # for the slots that the ladder keeps
+    lagkv_out: tuple[Tensor, Tensor]  # for the slots that LagKV keeps
 
     def __post_init__(self):
         self.plan = ladder_plan(self.n)
@@ -78,12 +79,12 @@ class Inputs:
         return self.n // 12
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Inputs:
-        """The same with f of every tensor."""
+        """Return the inputs with f applied to every tensor."""
         values = [getattr(self, field.name) for field in fields(self)]
         return Inputs(*(tuple(map(f, x)) if isinstance(x, tuple) else f(x) for x in values))
 
     def copy_(self, other: Inputs) -> None:
-        """Takes over the values of the other's tensors."""
+        """Copy the values of the other's tensors."""
         for mine, theirs in zip(self.tensors(), other.tensors()):
             mine.copy_(theirs)
 
@@ -98,7 +99,7 @@ def ladder_plan(n: int) -> LadderPlan:
 
 
 def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) -> Inputs:
-    """Random, on the CPU; results that are to be written are full of NaN."""
+    """Return random inputs on the CPU; output tensors are filled with NaN."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -138,7 +139,7 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
         indices=indices,
         starts=starts,
         lengths=n - starts - integers(0, n // 8, b),
-        budgets=integers(4 + 8, keep, b, heads),  # what sinks and window take, and more
+        budgets=integers(4 + 8, keep, b, heads),  # at least the sinks and the window
         q=q,
         visible=visible,
         sink_logits=randn(4)[0].flatten(),
@@ -336,12 +337,12 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "random_compress": lambda x: kvops.random_compress(x.k, x.v, x.keep, starts=x.starts),
 }
 
-# Calls of one operator, which is in the schema.
+# Calls that make exactly one operator call.
 OPERATORS_CALLS = [name for name in CALLS if name.split(",")[0] in ops.__all__]
 
 
 class Recorder(TorchDispatchMode):
-    """Copies what kvops' overloads are called with."""
+    """Records copies of the arguments of every kvops overload that is called."""
 
     def __init__(self):
         super().__init__()
@@ -350,19 +351,19 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, overload, types, args=(), kwargs=None):
         if overload.namespace == "kvops":
             by_name = dict(zip((x.name for x in overload._schema.arguments), args)) | (kwargs or {})
-            self.found.append((overload, copy.deepcopy(by_name)))  # before it writes
+            self.found.append((overload, copy.deepcopy(by_name)))  # before the operator writes
         return overload(*args, **(kwargs or {}))
 
 
 def direct(name: str, x: Inputs) -> tuple[OpOverload, dict[str, Any]]:
-    """The overload that one of OPERATORS_CALLS comes to, and its arguments. What is the same tensor is so there too."""
+    """Return the overload and arguments that one of OPERATORS_CALLS leads to. Shared tensors stay shared."""
     with Recorder() as recorder:
         CALLS[name](x)
     (found,) = recorder.found
     return found
 
 
-# Few, as a sanitizer takes its time: every dtype, rows of 16 bytes and of many, long and short, one token.
+# Few shapes, since the sanitizer is slow: every dtype, rows of 16 bytes and of many, long and short, one token.
 SAMPLE = [
     dict(n=1500, d=128, dv=128, dtype=torch.bfloat16),
     dict(n=300, d=40, dv=64, dtype=torch.float32),

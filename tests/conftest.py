@@ -1,7 +1,7 @@
-"""The operators' tests on three kinds of device; see kit.every_device."""
+"""Run the operators' tests on three kinds of device; see kit.every_device."""
 
 import pytest
-import setuptools  # noqa: F401  # before anybody imports distutils, of which torch.compile needs the one of setuptools
+import setuptools  # noqa: F401  # before anything imports distutils: torch.compile needs setuptools' version
 import torch
 
 import kit
@@ -9,12 +9,12 @@ import kvops
 from kvops.bench import gpu
 
 if kit.SIMULATED:
-    kvops._lib.load(kit.SIMULATED)  # its kernels take the place of the CPU's
+    kvops._lib.load(kit.SIMULATED)  # its kernels replace the CPU kernels
 
 
 @pytest.fixture(params=kit.DEVICES)
 def device(request):
-    """Makes the device the one that tensors are made on."""
+    """Make the device the default device for new tensors."""
     if (only := request.node.get_closest_marker("only")) and request.param not in only.args:
         pytest.skip("only for " + " and ".join(only.args))
     if request.param != "cuda":
@@ -27,18 +27,18 @@ def device(request):
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Models as small as those of the tests only lose by sharing their steps, most of all on a busy machine."""
+    """Use one thread: the tests' small models run slower with several, most of all on a busy machine."""
     with kit.threads(1):
         yield
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=in_simulator)  # last, as they have the longest to wait for
+    items.sort(key=in_simulator)  # last, because their results arrive last
 
 
 @pytest.fixture(scope="session", autouse=True)
 def outcomes(request):
-    """Simulated runs take minutes: they begin with the first test, beside the others, most of which use one core."""
+    """Start the simulated runs, which take minutes, with the first test; most other tests use one core."""
     simulated = [x for x in request.session.items if in_simulator(x)]
     if not simulated or simulated[0].module.cuda_include() is None:
         yield None
@@ -54,7 +54,7 @@ def in_simulator(item) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
-    """A kernel's illegal access ends all that its process does on the GPU: what comes after would only seem to fail."""
+    """Stop after an illegal access in a kernel: it breaks the process' CUDA context, so all later tests would fail."""
     if report.failed and kit.HAS_CUDA and not gpu.usable():
         pytest.exit("this process has lost the GPU", returncode=2)
 

@@ -2,10 +2,10 @@
 
 python tests/fuzz.py [--seed N] [--calls N] [--seconds N] [--only CALL] [OPERATOR ...]
 
-takes the calls of calls.py and spoils some of their arguments: shapes, strides, dtypes, values, types, memory
-shared with what is written. Each call must either raise an error that names the operator, and change nothing, or
-return what it returns for copies of its arguments in ordinary memory, and write only what it is to write. An access
-past a tensor is a crash. Each call is printed before it is made, so the last line is the one to repeat with --only.
+takes the calls of calls.py and corrupts some of their arguments: shapes, strides, dtypes, values, types, memory shared
+with outputs. Each call must either raise an error that names the operator and change nothing, or return the same as for
+copies of its arguments in ordinary memory and write only its outputs. An access past a tensor crashes the process. The
+script prints each call before making it, so after a crash the last line is the call to repeat with --only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvops import ops
 
 ERRORS = (ValueError, TypeError, NotImplementedError, MemoryError)
 SIZES = dict(b=2, heads=2, n=96, d=16, dv=24)
-LIMIT = 60  # seconds that a call may take
+LIMIT = 60  # seconds allowed per call
 NUMBERS = (0, 1, -1, 2, 3, 7, 95, 96, 97, 1 << 31, -(1 << 31), (1 << 63) - 1, -(1 << 63), 1 << 40)
 REALS = (0.0, -1.0, 0.5, 1.0, 1e-45, 1e-300, 1e38, 1e300, math.inf, -math.inf, math.nan)
 STRANGERS = (None, "mean", "nonsense", True, [0], (), 1.5, object())
@@ -61,7 +61,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def between_guards(size: int, at_end: bool) -> Tensor:
-    """So many bytes between two pages that must not be touched, next to one of them."""
+    """Allocate memory between two guard pages, adjacent to one of them."""
     pages = -(-size // mmap.PAGESIZE)
     memory = mmap.mmap(-1, (pages + 2) * mmap.PAGESIZE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -72,17 +72,17 @@ def between_guards(size: int, at_end: bool) -> Tensor:
 
 
 def span(x: Tensor) -> int:
-    """Bytes from the first element of x to behind the last."""
+    """Return the number of bytes from the first element of x to the end of the last."""
     return (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride()))) * x.element_size() if x.numel() else 0
 
 
 def memory_of(x: Tensor) -> Tensor:
-    """The elements that x reaches over, one after the other."""
+    """View all elements in the memory range of x as one vector."""
     return x.as_strided((span(x) // x.element_size(),), (1,))
 
 
 def placed(x: Tensor, memory: Tensor) -> Tensor:
-    """x with its strides in this memory."""
+    """Copy x into this memory with its strides."""
     flat = memory[: span(x)].view(x.dtype)
     flat.copy_(memory_of(x))
     return flat.as_strided(x.shape, x.stride(), 0)
@@ -96,7 +96,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The value with every tensor changed; what is no plain tensor stays."""
+    """Apply a function to every plain tensor in the value; everything else stays."""
     if isinstance(value, Tensor):
         plain = value.layout == torch.strided and not value.is_neg() and not value.requires_grad
         return change(value) if plain else value
@@ -117,7 +117,7 @@ OWNERS = (ops, kvops)  # modules whose functions calls.py calls
 
 @functools.cache
 def recorded(name: str, seed: int) -> tuple[Callable, Arguments]:
-    """The function that a call of calls.py makes first, and its arguments by name."""
+    """Return the function that a call of calls.py calls first, and its arguments by name."""
     found: list[tuple[Callable, Arguments]] = []
     function_name = name.split(",")[0]
     owner = next(x for x in OWNERS if function_name in x.__all__)
@@ -137,7 +137,7 @@ def recorded(name: str, seed: int) -> tuple[Callable, Arguments]:
 
 
 def written(function: Callable, arguments: Arguments) -> list[str]:
-    """The arguments that the function writes."""
+    """Return the arguments that the function writes."""
     return ["k", "v"] if function.__name__.endswith("_") else ["out"] if arguments.get("out") is not None else []
 
 
@@ -188,7 +188,7 @@ def spoil(rng: random.Random, value: Any) -> Any:
 
 
 def share_memory(rng: random.Random, arguments: Arguments, names: list[str]) -> bool:
-    """Puts a tensor that is written into memory that another one reaches over too."""
+    """Move an output tensor into memory that overlaps another tensor."""
     targets = [name for name in names if tensors_of(arguments[name])]
     if not targets:
         return False
@@ -217,7 +217,7 @@ def outcome(function: Callable, arguments: Arguments) -> tuple[Any, Exception | 
 
 
 def check(rng: random.Random, function: Callable, arguments: Arguments, shared: bool) -> str:
-    """Makes the call; what came of it. AssertionError if that is not right."""
+    """Make the call and return its outcome; raise AssertionError if the outcome is wrong."""
     own = arguments
     if not shared:
         own = mapped(arguments, lambda x: placed(x, between_guards(max(span(x), 1), rng.random() < 0.8)))
@@ -242,7 +242,7 @@ def check(rng: random.Random, function: Callable, arguments: Arguments, shared: 
     return "returned" if error is None else type(error).__name__
 
 
-#: Operators, and the policies that functions of one call make.
+#: Operators, and the policies behind the one-call functions.
 ERROR_NAMES = {
     *ops.__all__,
     *(name.split(",")[0] for name in CALLS),
@@ -252,7 +252,7 @@ ERROR_NAMES = {
 
 @functools.cache
 def names_of(function: Callable) -> list[str]:
-    """Its arguments, those of `**call: Unpack[...]` too."""
+    """Return the function's argument names, including those of `**call: Unpack[...]`."""
     names = list(inspect.signature(function).parameters)
     if "call" in names:
         (call,) = get_args(get_type_hints(function, include_extras=True)["call"])
@@ -268,7 +268,7 @@ def described(value: Any) -> str:
 
 
 def make(call: int, seed: int, names: list[str]) -> str:
-    """The call of that number."""
+    """Build the call with that number."""
     rng = random.Random(f"{seed}.{call}")
     name = rng.choice(names)
     function, arguments = recorded(name, rng.randrange(4))
@@ -296,7 +296,7 @@ def main() -> None:
     a = parser.parse_args()
     torch.set_num_threads(2)
     warnings.simplefilter("ignore")
-    # What is too large to be had is refused at once.
+    # Allocations that are too large fail at once.
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     names = [name for name in CALLS if not a.operators or name.split(",")[0] in a.operators]
     end, outcomes = time.monotonic() + a.seconds, collections.Counter()

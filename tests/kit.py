@@ -1,4 +1,4 @@
-"""What the operators' tests share: devices, inputs in every layout, the error-ratio rule, and errors by message."""
+"""Shared tools of the operators' tests: devices, inputs in every layout, the error-ratio rule, error messages."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 import kvops
 
-# Tests of a file with `pytestmark = kit.every_device` run on the CPU and, where there is one, on a GPU. They make their
-# tensors on the default device. In a run of simulated kernels (the library that KVOPS_TEST_LIBRARY names: the CUDA
-# kernels, registered for CPU tensors) they run on those instead. `@kit.only("cpu", ...)` restricts a test.
+# Tests in a file with `pytestmark = kit.every_device` run on the CPU and, if there is one, on a GPU. They create their
+# tensors on the default device. In a run with simulated kernels (KVOPS_TEST_LIBRARY names a library with the CUDA
+# kernels, registered for CPU tensors) they run on these instead. `@kit.only("cpu", ...)` restricts a test.
 SIMULATED = os.environ.get("KVOPS_TEST_LIBRARY")
 HAS_CUDA = torch.cuda.is_available() and kvops.build_info()["cuda"]["loaded"]
 DEVICES = ["simulator"] if SIMULATED else ["cpu", "cuda"] if HAS_CUDA else ["cpu"]
@@ -26,16 +26,16 @@ every_device = pytest.mark.usefixtures("device")
 only = pytest.mark.only
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Of rows that are only moved, too.
+#: Further dtypes of rows that operators only move.
 BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
 HEAD_DIMS = (40, 64, 80, 96, 128, 192, 256)
 LAYOUTS = ("bhnd", "bnhd", "slice")
-REDUCES, GROUP_REDUCES = ("sum", "mean", "max"), ("sum", "mean", "max", "none")  # of the window operators
-GPUS = ("small", "a100", "h200", "b200")  # that the simulator can be, by CUDASIM_DEVICE
+REDUCES, GROUP_REDUCES = ("sum", "mean", "max"), ("sum", "mean", "max", "none")  # options of the window operators
+GPUS = ("small", "a100", "h200", "b200")  # GPUs the simulator can model, chosen by CUDASIM_DEVICE
 
 
 def simulated_operators() -> list[str]:
-    """The operators whose kernel for CPU tensors is a simulated CUDA kernel."""
+    """Return the operators whose kernel for CPU tensors is a simulated CUDA kernel."""
     names = sorted(x for x in kvops.ops.__all__)
     dump = torch._C._dispatch_dump
     return [
@@ -44,7 +44,7 @@ def simulated_operators() -> list[str]:
 
 
 def size(real: int, simulated: int) -> int:
-    """How large a test is: simulated kernels do in a second what a CPU does in milliseconds."""
+    """Choose a test's size: simulated kernels need a second for what a CPU does in milliseconds."""
     return simulated if SIMULATED else real
 
 
@@ -57,12 +57,12 @@ def on_device(x: Tensor) -> Tensor:
 
 
 def randn(*shape: int, seed=0) -> Tensor:
-    """The same numbers on every device."""
+    """Return normal random numbers, the same on every device."""
     return on_device(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu"))
 
 
 def kv(b: int, heads: int, n: int, d: int, dtype=torch.float32, layout="bhnd", *, dv=None, seed=0):
-    """K [b, heads, n, d] and V [b, heads, n, dv], random with a mean and a scale per channel, in one of LAYOUTS."""
+    """Return random K [b, heads, n, d] and V [b, heads, n, dv] in one of LAYOUTS, with a mean and scale per channel."""
 
     generator = torch.Generator().manual_seed(seed)
 
@@ -79,7 +79,7 @@ def kv(b: int, heads: int, n: int, d: int, dtype=torch.float32, layout="bhnd", *
 
 
 def window(b: int, heads: int, group: int, w: int, n: int, d: int, dtype=torch.float32, *, seed=0):
-    """Queries [b, heads * group, w, d] and K [b, heads, n, d], with the limits of the last w of n rows."""
+    """Return queries [b, heads * group, w, d], K [b, heads, n, d], and the visible limits of the last w of n rows."""
     k, _ = kv(b, heads, n, d, dtype, seed=seed)
     return randn(b, heads * group, w, d, seed=seed + 1).to(dtype), k, causal(w, n)
 
@@ -88,7 +88,7 @@ SCORES = ("normal", "ties", "skewed", "special", "equal", "huge", "tiny")
 
 
 def any_window(data, w: int, n: int, query_heads: int) -> tuple[Tensor, dict]:
-    """What 2 rows of w queries see of n keys, int32 [2, w], and options of a call of the window operators, drawn."""
+    """Draw how many of n keys each query of 2 batch rows sees, int32 [2, w], and options of a window operator."""
     limits = data.draw(st.lists(st.integers(0, n), min_size=2 * w, max_size=2 * w))
     options = dict(
         reduce=data.draw(st.sampled_from(REDUCES)),
@@ -101,14 +101,14 @@ def any_window(data, w: int, n: int, query_heads: int) -> tuple[Tensor, dict]:
 
 
 def scores(kind: str, *shape: int, seed=0) -> Tensor:
-    """Scores of one of these kinds."""
+    """Return scores of one of these kinds."""
     x = randn(*shape, seed=seed)
     if kind == "ties":
         return (x * 2).round() / 2
-    if kind == "skewed":  # most in one step of any equal division
+    if kind == "skewed":  # any equal-width histogram puts most of them into one bin
         return x.exp().pow(8)
     if kind == "special":
-        choice = (randn(*shape, seed=seed + 1).abs() * 4).long()  # 0 to 5 and more
+        choice = (randn(*shape, seed=seed + 1).abs() * 4).long()  # 0 to 5 or more
         for value, at in ((math.nan, 0), (math.inf, 1), (-math.inf, 2), (0.0, 3), (-0.0, 4)):
             x = x.masked_fill(choice == at, value)
         return x
@@ -122,7 +122,7 @@ def scores(kind: str, *shape: int, seed=0) -> Tensor:
 
 
 def clusters(b: int, heads: int, n: int, count: int, *, seed=0) -> Tensor:
-    """A cluster for each token, int32 [b, heads, n] in [-1, count): of very different sizes, some without tokens."""
+    """Return each token's cluster, int32 [b, heads, n] in [-1, count): sizes differ widely, some clusters are empty."""
     share = randn(b, heads, n, seed=seed + 100).abs().exp2() - 1  # half of the tokens are below 0.6
     return (share * count / 2).int().clamp(max=count) - 1
 
@@ -132,14 +132,14 @@ def causal(w: int, n: int) -> Tensor:
 
 
 def softmax_condition(q: Tensor, k: Tensor, scale: float | None = None, **_) -> float:
-    """For assert_close: the relative error of exp(logit) is the absolute one of the logit, a sum of products."""
+    """Return assert_close's condition: exp(logit) has the relative error that the logit has as absolute error."""
     size = q.abs().double().unflatten(1, (k.shape[1], -1)) @ k.double().nan_to_num(0, 0, 0).abs().unsqueeze(2).mT
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return max(1.0, size.nan_to_num(0, 0, 0).max().item() * scale) if size.numel() else 1.0
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same values: contiguous, with heads behind tokens, or as a slice of a tensor wider in every dim."""
+    """Return the same values contiguous, in token-major layout, or as a slice of a tensor wider in every dim."""
     if layout == "bhnd":
         return x.contiguous()
     if layout == "bnhd":
@@ -154,7 +154,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def unaligned(x: Tensor, offset: int, gap: int = 0) -> Tensor:
-    """The same values, `offset` elements behind an aligned address, with `gap` elements between the rows."""
+    """Return the same values, `offset` elements after an aligned address, with `gap` elements between rows."""
     *outer, n, d = x.shape
     between = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).min
     wide = torch.full((offset + x.numel() // d * (d + gap),), between, dtype=x.dtype)
@@ -164,7 +164,7 @@ def unaligned(x: Tensor, offset: int, gap: int = 0) -> Tensor:
 
 
 def far_apart(x: Tensor) -> Tensor:
-    """The same values with tokens so far apart that the last lie beyond 2^31 elements; nothing between is touched."""
+    """Return the same values with the last tokens beyond 2^31 elements; memory between tokens is never touched."""
     b, heads, n, d = x.shape
     step = (1 << 31) // (n - 2)
     wide = torch.empty((n - 1) * step + b * heads * d, dtype=x.dtype)
@@ -174,10 +174,10 @@ def far_apart(x: Tensor) -> Tensor:
 
 
 def assert_close(actual: Tensor, eager: Tensor, exact: Tensor, condition: float = 1.0) -> None:
-    """The error-ratio rule: against fp64, at most twice the error of the plain fp32 formula, + 4 eps of the largest.
+    """Apply the error-ratio rule: at most twice the plain fp32 formula's error against fp64, + 4 eps of the largest.
 
-    condition: how many times larger the result's relative error is than its argument's; the plain formula may be right
-    by luck where that is large.
+    condition: by what factor the result's relative error exceeds its argument's. Where it is large, the plain formula
+    may be exact by luck.
     """
     assert actual.dtype == torch.float32 and eager.dtype == torch.float32 and exact.dtype == torch.float64
     assert torch.equal(actual.isnan(), exact.isnan()), "NaN in other places than the reference"
@@ -189,9 +189,9 @@ def assert_close(actual: Tensor, eager: Tensor, exact: Tensor, condition: float 
 
 
 def assert_rounded_once(actual: Tensor, exact: Tensor, size: Tensor) -> None:
-    """fp32 arithmetic, then one rounding to actual's dtype: half a unit in its last place, and 4 eps of fp32.
+    """Allow fp32 arithmetic, then one rounding to actual's dtype: half a unit in the last place, plus 4 eps of fp32.
 
-    exact: in fp64. size: how large the terms are, which may be much larger than their sum.
+    exact: the fp64 result. size: the magnitude of the terms, which may be much larger than their sum.
     """
     info = torch.finfo(actual.dtype)
     exponent = torch.frexp(exact.abs().clamp(min=info.tiny)).exponent - 1
@@ -201,17 +201,17 @@ def assert_rounded_once(actual: Tensor, exact: Tensor, size: Tensor) -> None:
 
 
 def bits(x: Tensor) -> Tensor:
-    """As integers, in which NaN equals itself."""
+    """View x as integers, so that NaN equals itself."""
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def same(actual, expected) -> bool:
-    """Equal to the last bit, NaN payloads included."""
+    """Return whether all tensors are equal bit for bit, NaN payloads included."""
     return all(torch.equal(bits(x), bits(y)) for x, y in zip(actual, expected, strict=True))
 
 
 def assert_in_place(call: Callable[[], tuple[Tensor, Tensor]], k: Tensor, v: Tensor, expected) -> None:
-    """The call writes `expected` to the front of k and v, says so to autograd, and leaves the rest as it was."""
+    """Check that the call writes `expected` to the front of k and v, tells autograd, and leaves the rest unchanged."""
     m = expected[0].shape[2]
     behind = k[:, :, m:].clone(), v[:, :, m:].clone()
     versions = k._version, v._version
@@ -224,22 +224,22 @@ def assert_in_place(call: Callable[[], tuple[Tensor, Tensor]], k: Tensor, v: Ten
 
 
 def assert_holds_little(cache, floats: int) -> None:
-    """A cache of 2 rows and 2 heads holds its slots, of so many fp32 values, and no more room than it may."""
+    """Check that a cache of 2 rows and 2 heads stores its slots, of so many fp32 values, within its allowed size."""
     n = len(cache)
     assert 16 * floats * n <= cache.nbytes <= 16 * floats * (n + max(32, n // 4))
 
 
 def assert_repeatable(call: Callable[[], tuple[Tensor, ...]]) -> None:
-    """Fresh results, the same to the last bit, whatever was in the memory and in whichever order threads run."""
+    """Check that results are new tensors and bit-identical, whatever the memory held and in any order of threads."""
     expected = call()
     for _ in repeats():
-        for x in expected:  # of the size of the results: the allocator hands these out next
+        for x in expected:  # same sizes as the results, so the allocator reuses this memory next
             [torch.empty_like(x).view(torch.uint8).fill_(0xA5) for _ in range(2)]
         assert same(call(), expected)
 
 
 def repeats() -> Iterator[int]:
-    """20 times; simulated, one for each of four orders of threads."""
+    """Repeat 20 times; with simulated kernels once for each of four thread orders."""
     before = os.environ.get("CUDASIM_SEED", "0")
     for i in range(size(20, 4)):
         os.environ["CUDASIM_SEED"] = str(i)
@@ -252,7 +252,7 @@ def int32(*values: int) -> Tensor:
 
 
 def spans_beyond_50() -> list[tuple]:
-    """(starts, lengths) of 6 rows of 50 slots, out of range, and beside them what a GPU takes them for."""
+    """Return out-of-range (starts, lengths) of 6 rows of 50 slots, and the values a GPU clamps them to."""
     starts, lengths = int32(-3, 60, 10, 10, 2**31 - 1, -(2**31)), int32(30, 5, 2**31 - 1, -4, 20, -(2**31))
     good_starts = int32(0, 50, 10, 10, 50, 0)
     return [
@@ -273,6 +273,6 @@ def threads(count: int):
 
 
 def refuses(*parts: str, kind=ValueError):
-    """The block raises `kind` with a message that has all the parts."""
+    """Check that the block raises `kind` with a message that contains all parts."""
     pattern = "".join(f"(?=.*{part})" for part in parts)
     return pytest.raises(kind, match=f"(?s){pattern}")

@@ -1,7 +1,7 @@
-"""What each CUDA kernel takes of a GPU, as the compiler noted it in libkvops_cuda.so: registers, shared memory, stack.
+"""Registers, shared memory and stack of each CUDA kernel, as the compiler recorded them in libkvops_cuda.so.
 
 python tests/resources.py            # every kernel on every architecture
-python tests/resources.py --write    # the table in docs/cuda.md, made anew
+python tests/resources.py --write    # update the table in docs/cuda.md
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LIBRARY = ROOT / "kvops/libkvops_cuda.so"
 PAGE = ROOT / "docs/cuda.md"
 BEGIN, END = "<!-- resources -->\n", "<!-- end of resources -->\n"
 
-# How an instance for bf16 and head_dim 128 is known, where a kernel has such instances.
+# How to recognize the instance for bf16 and head_dim 128, for kernels that have one.
 COMMON = ("BFloat16", "128", "Band<BFloat16, 4>", "BFloat16, 4", "RowLanes<16, 1>", "uint4")
-PAGES = ", pages"  # behind the name of an instance that reads K and V from pages
+PAGES = ", pages"  # suffix of an instance that reads K and V from pages
 
 
-RESERVED = 1024  # bytes that CUDA itself takes of a block's shared memory from sm_90 on, and that the report counts
+RESERVED = 1024  # bytes of a block's shared memory that CUDA reserves from sm_90 on; the report includes them
 
 
 class Kernel(NamedTuple):
@@ -42,7 +42,7 @@ class Kernel(NamedTuple):
 
 
 def missing() -> str:
-    """What the report cannot be read without, or nothing."""
+    """Return what is missing to read the report, or an empty string."""
     if not shutil.which("c++filt"):
         return "no c++filt (binutils)"
     return "" if find_cuobjdump() else "no cuobjdump (pip install nvidia-cuda-cuobjdump)"
@@ -59,7 +59,7 @@ def find_cuobjdump() -> str | None:
 
 
 def kernels(library: Path = LIBRARY) -> list[Kernel]:
-    """All kernels of the library, by name, instance and architecture."""
+    """Return all kernels of the library, by name, instance and architecture."""
     report = cuobjdump("--dump-resource-usage", library)
     found = []
     for line in output("c++filt", text=report).splitlines():
@@ -78,7 +78,7 @@ def kernels(library: Path = LIBRARY) -> list[Kernel]:
 
 
 def kernel_name(function: str) -> tuple[str, str]:
-    """Name and instance of a function as c++filt writes it."""
+    """Split a function's name, as c++filt prints it, into kernel name and instance."""
     text = re.sub(r"kvops::|sm90::|\(anonymous namespace\)::", "", function).replace("> >", ">>")
     m = re.match(r"(?:void )?(\w+)(?:<(.*?)>)?\(", text)
     name, instance = m[1], m[2] or ""
@@ -90,13 +90,13 @@ def kernel_name(function: str) -> tuple[str, str]:
 
 @functools.cache
 def paged_kernels() -> set[str]:
-    """Whose last template argument tells whether K and V lie in pages."""
+    """Return the kernels whose last template argument says whether K and V are in pages."""
     text = "".join(x.read_text() for x in ROOT.glob("csrc/cuda/*.cuh"))
     return set(re.findall(r"bool kPaged>\n__global__[^;{]*?(\w+_kernel)\(", text))
 
 
 def usual(found: list, instance, paged: bool = False) -> list:
-    """Of a kernel's instances, those for bf16 and head_dim 128, dense or in pages; instance(x) is the name of one."""
+    """Return a kernel's instances for bf16 and head_dim 128, dense and paged; instance(x) is an instance's name."""
     found = [x for x in found if instance(x).endswith(PAGES) == paged]
     for mark in COMMON:
         found = [x for x in found if mark in instance(x)] or found
@@ -104,12 +104,12 @@ def usual(found: list, instance, paged: bool = False) -> list:
 
 
 def disassembly(library: Path, arch: str) -> str:
-    """The machine code for one architecture; needs nvdisasm too."""
+    """Return the machine code for one architecture; needs nvdisasm too."""
     return cuobjdump("--dump-sass", "--gpu-architecture", arch, library)
 
 
 def find_nvdisasm() -> str | None:
-    """On PATH, or beside cuobjdump, where pip puts it."""
+    """Find nvdisasm on PATH, or next to cuobjdump, where pip installs it."""
     beside = Path(find_cuobjdump() or "").with_name("nvdisasm")
     return shutil.which("nvdisasm") or (str(beside) if os.access(beside, os.X_OK) else None)
 
@@ -117,7 +117,7 @@ def find_nvdisasm() -> str | None:
 def cuobjdump(*arguments) -> str:
     program = find_cuobjdump()
     with tempfile.TemporaryDirectory() as folder:
-        if not os.access(program, os.X_OK):  # as pip may leave it
+        if not os.access(program, os.X_OK):  # pip may install it without execute permission
             program = shutil.copy(program, folder)
             os.chmod(program, 0o755)
         path = f"{Path(find_nvdisasm() or program).parent}:{os.environ['PATH']}"
@@ -134,7 +134,7 @@ def number(arch: str) -> int:
 
 
 def table(found: list[Kernel], compiler: str) -> str:
-    """One row per kernel: all its instances taken together, and the one that most calls use."""
+    """Return a table with one row per kernel: the maximum over its instances, and the instance that most calls use."""
     archs = sorted({x.arch for x in found}, key=number)
     lines = [
         f"Of nvcc {compiler}, for {', '.join(archs)}:",
@@ -158,7 +158,7 @@ def table(found: list[Kernel], compiler: str) -> str:
 
 
 def most(numbers: list[int]) -> str:
-    """Of none: a kernel for other architectures."""
+    """Return the maximum; there are no values for a kernel of other architectures."""
     return str(max(numbers)) if numbers else "-"
 
 

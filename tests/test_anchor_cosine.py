@@ -46,7 +46,7 @@ def test_layouts_change_nothing(layout, dtype):
 
 @kit.only("cuda", "simulator")
 def test_many_heads():
-    """More than a CUDA grid has room for in y; what a head scores does not depend on it."""
+    """More heads than a CUDA grid can have blocks in y; a head's scores do not depend on it."""
     k, _ = kit.kv(7, kit.size(10_000, 300), 3, 8)
     scores, _ = check(k)
     assert torch.equal(scores[3:4, :2], ops.anchor_cosine(k[3:4, :2]))
@@ -129,7 +129,7 @@ def test_what_is_not_finite_stays_where_it_is(bad, normalize):
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e18, 1e25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiny_and_huge_keys_have_a_direction(scale, dtype):
-    """Their squared norms leave fp32's range; the plain fp32 formula fails here, so the bound is absolute."""
+    """Their squared norms exceed fp32's range. The plain fp32 formula fails here, so the bound is absolute."""
     k = (kit.kv(1, 2, 40, 32)[0].double() * scale).to(dtype)
     actual, anchor = ops.anchor_cosine(k, return_anchor=True)
     exact, exact_anchor = reference.anchor_cosine(k, return_anchor=True)
@@ -139,7 +139,7 @@ def test_tiny_and_huge_keys_have_a_direction(scale, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_16_bit_value_is_read_right(dtype):
-    """Keys (x, 1, 0, ...) against the first axis score -x / sqrt(x^2 + 1): subnormals, infinities and NaN included."""
+    """Keys (x, 1, 0, ...) score -x / sqrt(x^2 + 1) against the first axis, including subnormals, infinities and NaN."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     k = torch.zeros(1, 1, len(x), 8, dtype=dtype)
     k[0, 0, :, 0], k[0, 0, :, 1] = x, 1.0
@@ -187,7 +187,7 @@ def test_what_a_gpu_refuses():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_starts_and_lengths_are_not_looked_at():
-    """What lies outside of [0, n] counts as the end that it is beyond."""
+    """Values outside [0, n] are clamped to it."""
     k, _ = kit.kv(6, 2, 50, 16)
     for bad, good in kit.spans_beyond_50():
         results = [ops.anchor_cosine(k, starts=s, lengths=c, return_anchor=True) for s, c in (bad, good)]
@@ -197,7 +197,7 @@ def test_a_gpus_starts_and_lengths_are_not_looked_at():
 @pytest.mark.parametrize("heads, n", [(1, 3000), (4, 700)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_beyond_fp32_still_have_a_direction(dtype, heads, n):
-    """Keys near the end of fp32's range, not normalized: mu is infinite, and no score is."""
+    """Keys near the end of fp32's range, not normalized: mu is infinite, but no score is."""
     k = (kit.randn(1, heads, n, 16).clamp(-1, 1) * 1e38 + 1e38).to(dtype)
     k[:, :, 7] = 1e-30
     k[:, :, 9, 3] = torch.nan
@@ -212,7 +212,7 @@ def test_sums_beyond_fp32_still_have_a_direction(dtype, heads, n):
 @pytest.mark.parametrize("n", [500, 512, 513, 1025, kit.size(70_000, 2_000)])
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_many_keys_that_are_alike(dtype, n):
-    """Whose sum is rounded the same way each time."""
+    """The rounding errors of their sum all have the same sign."""
     k = kit.randn(1, 1, 1, 40).to(dtype).expand(1, 1, n, 40).contiguous()
     for normalize in (True, False):
         _, mu = ops.anchor_cosine(k, normalize_anchor=normalize, return_anchor=True)

@@ -1,6 +1,6 @@
 """assign_prototypes against its reference: ProtoKV Eq. 10.
 
-The rule: the exact cosine of the prototype that was chosen is within 4e-3 of the best one's.
+The tolerance: the exact cosine of the chosen prototype is within 4e-3 of the best.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def check(k, prototypes, **spans):
 
 
 def means(k, count: int):
-    """Prototypes as ProtoKV has them: means of consecutive keys."""
+    """Return prototypes as in ProtoKV: means of consecutive keys."""
     return reference.build_prototypes(k.float(), num_chunks=count, num_buckets=0, dtype=torch.float32)[0]
 
 
@@ -70,7 +70,7 @@ def test_numbers_of_prototypes(count):
 def test_any_sizes(n, heads, count, dtype, seed):
     k, _ = kit.kv(1, heads, n, 24, dtype, seed=seed)
     prototypes = kit.randn(1, heads, count, 24, seed=seed + 1)
-    prototypes[:, :, :: 1 + seed % 7] = 0  # empty: they never win
+    prototypes[:, :, :: 1 + seed % 7] = 0  # empty prototypes never win
     chosen = check(k, prototypes)
     assert (
         (prototypes.gather(2, chosen.long().clamp(min=0).unsqueeze(-1).expand(*k.shape)) != 0)[chosen >= 0]
@@ -112,7 +112,7 @@ def test_threads_change_nothing(dtype, heads, n):
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_prototypes_that_are_much_alike(dtype):
-    """Keys of one direction and a walk beside it, and one channel that is larger than all others together."""
+    """Keys of one direction plus a random walk, with one channel larger than all others together."""
     k = kit.randn(1, 2, 1, 64) * 3 + kit.randn(1, 2, kit.size(2000, 500), 64, seed=1).cumsum(2) * 0.02
     check(k.to(dtype), means(k, 100))
     k[..., 7] += 40
@@ -137,7 +137,7 @@ def test_padded_rows_are_assigned_as_if_alone(data, n):
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_ties_go_to_the_lower_id(dtype):
-    """Equal prototypes, wherever they lie; a power of two times a prototype is equal to it."""
+    """Equal prototypes at any positions; a prototype times a power of two counts as equal."""
     k, _ = kit.kv(1, 2, 120, 32, dtype)
     some = kit.randn(1, 2, 7, 32)
     first = check(k, some)
@@ -158,7 +158,7 @@ def test_prototypes_that_are_all_equal(dtype):
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_keys_opposed_to_all_prototypes(dtype):
-    """The best cosine is negative; a prototype that is zero (cosine 0) still does not win."""
+    """The best cosine is negative, but a zero prototype (cosine 0) still does not win."""
     k = (kit.randn(1, 2, 90, 32).abs() + 0.1).to(dtype)
     prototypes = -kit.randn(1, 2, 40, 32, seed=1).abs() - 0.1
     prototypes[:, :, ::3] = 0
@@ -201,7 +201,7 @@ def test_zero_keys_go_to_the_first_prototype_that_can_win(dtype):
 def test_tiny_and_huge_keys_have_a_direction(scale):
     k = kit.randn(1, 2, 90, 32).clamp(-3, 3).double()
     prototypes = kit.randn(1, 2, 30, 32, seed=1)
-    k[:, :, 20:60] *= scale  # beside others that are neither
+    k[:, :, 20:60] *= scale  # among keys of ordinary size
     for dtype in (torch.float32, torch.bfloat16):
         check(k.to(dtype), prototypes)
     check(k.to(torch.float32), prototypes * (1e-30 if scale < 1 else 1e30))

@@ -1,4 +1,4 @@
-"""H2O, TOVA and L2 in one call, compared with small fp64 versions; and what all methods with queries promise."""
+"""H2O, TOVA and L2 in one call, compared with small fp64 versions; guarantees of all methods with queries."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ examples = kit.examples(40, derandomize=True)
 
 
 def assert_kept(indices, scores, recent, budget, tolerance=1e-5):
-    """`indices` of one head: the newest `recent` of all slots, and the best of the others."""
+    """Check one head's `indices`: the newest `recent` of all slots, and the best of the others."""
     kept, n = indices.cpu().numpy(), len(scores)
     assert len(kept) == min(budget, n) and np.isin(np.arange(n - min(recent, n), n), kept).all()
     if budget < n:
@@ -51,14 +51,14 @@ def test_h2o_is_its_formula(n, t, budget, recent, group_reduce, dtype, with_lse,
         scores = [group(weights(qs, ks, causal(n, t), **logit).sum(1), 0) for qs, ks in heads_of(q, k, b)]
         scores = [np.mean(scores, 0)] * 2 if shared else scores
         for h in range(2):
-            tolerance = 2e-5 if not with_lse or dtype == torch.float32 else 0.1  # torch's lse of halves
+            tolerance = 2e-5 if not with_lse or dtype == torch.float32 else 0.1  # torch returns a half-precision lse
             assert_kept(
                 result.indices[b, h], scores[h], newest, budget, tolerance * (3 if group_reduce == "sum" else 1)
             )
 
 
 def test_h2o_of_a_long_prompt():
-    """More rows than one call of the operator takes."""
+    """More rows than one operator call takes."""
     n = kit.size(600, 300)
     q, k, v = make(b=1, n=n, w=n)
     for lse in (None, kvops.attention(q, k, v).lse):
@@ -156,7 +156,7 @@ every_call = pytest.mark.parametrize("name", CALLS)
 
 
 def prepared(name, seed=0, b=2, n=40):
-    """(the call without its last options, k, v, the tensors before the budget)."""
+    """Return (the call without its last options, k, v, the tensors before the budget)."""
     options = dict(CALLS[name])
     w = options.pop("w")
     q, k, v = make(seed, b=b, n=n, w=min(w, n) or 1)

@@ -13,7 +13,7 @@ pytestmark = kit.every_device
 
 
 def anchors(k, p: int, buckets=4, missing=0, seed=0):
-    """p ascending slots of each head of k, the last `missing` -1, and a bucket for each, some -1."""
+    """Return p ascending slots per head of k, the last `missing` of them -1, and a bucket for each, some -1."""
     order = kit.randn(*k.shape[:3], seed=seed).argsort(-1)[..., : max(0, p - missing)].sort(-1).values
     indices = torch.cat([order, torch.full((*k.shape[:2], p - order.shape[2]), -1, dtype=torch.int64)], -1)
     chosen = (kit.randn(*k.shape[:2], p, seed=seed + 1).abs() * 3).int().clamp(max=buckets) - 1
@@ -45,7 +45,7 @@ def test_dtypes_and_head_dims(dtype, d):
 @given(data=st.data(), n=st.integers(0, 60), chunks=st.integers(0, 40), seed=st.integers(0, 2**31))
 @kit.examples(60)
 def test_any_sizes(data, n, chunks, seed):
-    """Chunks of no token but anchors, fewer tokens than chunks, no tokens at all."""
+    """Chunks that contain only anchors, fewer tokens than chunks, no tokens at all."""
     k, _ = kit.kv(2, 2, n, 16, seed=seed)
     p = data.draw(st.integers(0, n + 3))
     check(k, *anchors(k, p, 4, max(data.draw(st.integers(0, p)), p - n), seed), chunks)
@@ -64,7 +64,7 @@ def test_layouts_change_nothing(layout, dtype):
 
 @pytest.mark.parametrize("chunks", [1, 5, 700])
 def test_every_key_is_in_one_mean(chunks):
-    """The means, each times its count, add up to the sum of the keys."""
+    """The means, weighted by their counts, add up to the sum of the keys."""
     k, _ = kit.kv(2, 3, 600, 32)
     sats, buckets = anchors(k, 40)
     prototypes, counts = check(k, sats, buckets.clamp(min=0), chunks)
@@ -175,7 +175,7 @@ def test_bad_input():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_anchors_are_not_looked_at():
-    """Out of range they are none; buckets out of range are no bucket."""
+    """The kernel ignores anchors and buckets that are out of range."""
     k, _ = kit.kv(1, 1, 20, 8)
     bad = torch.tensor([[[-5, 3, 7, 2**40, 20]]]), torch.tensor([[[0, 1, 9, 0, 0]]], dtype=torch.int32)
     good = torch.tensor([[[3, 7, -1, -1, -1]]]), torch.tensor([[[1, -1, 0, 0, 0]]], dtype=torch.int32)

@@ -14,7 +14,7 @@ pytestmark = kit.every_device
 
 
 def fixed_point(scores: np.ndarray, assignment: np.ndarray, clusters: int, total: bool) -> list[float]:
-    """One head's means as the contract has them, in Python's integers."""
+    """Compute one head's means as the contract defines them, in Python integers."""
     members = [[] for _ in range(clusters)]
     counting = np.isfinite(scores) & (assignment >= 0)
     for x, c in zip(scores[counting].tolist(), assignment[counting].tolist()):
@@ -23,7 +23,7 @@ def fixed_point(scores: np.ndarray, assignment: np.ndarray, clusters: int, total
     exponent = max(-126, int(np.frexp(largest)[1])) if largest else -126
     unit = 2.0 ** (exponent + len(scores).bit_length() - 62)
     sums = [sum(int(x / unit) for x in own) * unit / (1 if total else max(1, len(own))) for own in members]
-    with np.errstate(over="ignore"):  # a sum may be beyond fp32
+    with np.errstate(over="ignore"):  # a sum may exceed fp32's range
         return [float(np.float32(x)) if own else float("nan") for x, own in zip(sums, members)]
 
 
@@ -36,7 +36,7 @@ def check(scores, assignment, clusters):
         size *= scores.shape[2] if reduce == "sum" else 1
         assert actual.dtype == torch.float32 and torch.equal(actual.isnan(), exact.isnan())
         error = (actual.double() - exact).nan_to_num(0, 0, 0).abs()
-        finite = exact.isfinite() & (exact.abs() < 3e38)  # a sum may be beyond fp32
+        finite = exact.isfinite() & (exact.abs() < 3e38)  # a sum may exceed fp32's range
         assert (error <= 1e-7 * exact.abs() + 1e-9 * size + 1e-45)[finite].all()
         expected = [
             [
@@ -68,7 +68,7 @@ def test_many_tokens(clusters):
 
 
 def test_the_order_of_the_tokens_does_not_matter():
-    """Scores from 1e-4 to 1e4: sums of floats would differ."""
+    """Scores from 1e-4 to 1e4: floating-point sums would differ."""
     scores = kit.randn(1, 1, 2000) * 10 ** (3 * kit.randn(1, 1, 2000, seed=1)).clamp(-4, 4)
     assignment = kit.clusters(1, 1, 2000, 7)
     order = kit.randn(2000, seed=2).argsort()
@@ -80,7 +80,7 @@ def test_the_order_of_the_tokens_does_not_matter():
 
 
 def test_tokens_of_no_cluster_change_nothing():
-    """Not even the unit that scores are counted in."""
+    """They do not affect the fixed-point unit of the scores either."""
     scores, assignment = kit.randn(1, 2, 100), kit.clusters(1, 2, 100, 9)
     free = assignment == -1
     assert free.any()
@@ -124,7 +124,7 @@ def test_bad_input():
         with kvops.debug_checks(), kit.refuses(*parts):
             ops.cluster_mean(**good | change)
     many = torch.empty(2**31, 2**31, 0)
-    with kit.refuses("more elements than fit int64"):  # and not after 2^62 heads
+    with kit.refuses("more elements than fit int64"):  # raised before looping over 2^62 heads
         ops.cluster_mean(many, many.int(), num_clusters=3)
     with kit.refuses("assignment must be a torch.Tensor", kind=TypeError):
         ops.cluster_mean(scores, None, num_clusters=3)
@@ -132,7 +132,7 @@ def test_bad_input():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_assignment_is_not_looked_at():
-    """What is out of range is in no cluster."""
+    """Tokens with an out-of-range assignment are in no cluster."""
     scores, bad = kit.randn(1, 1, 6), torch.tensor([[[0, 3, -2, 2**31 - 1, -(2**31), 2]]], dtype=torch.int32)
     good = bad.masked_fill((bad < 0) | (bad >= 3), -1)
     assert kit.same([ops.cluster_mean(scores, bad, num_clusters=3)], [ops.cluster_mean(scores, good, num_clusters=3)])

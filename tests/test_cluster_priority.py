@@ -32,7 +32,7 @@ def check(scores, assignment, means, k, budgets=None, whole=False):
 )
 @kit.examples(80)
 def test_any_clusters(kind, n, clusters, data, whole, seed):
-    """Ties, infinities and NaN among the tokens' and the clusters' scores; empty clusters; too large a budget."""
+    """Ties, infinities and NaN among token and cluster scores; empty clusters; a budget that is too large."""
     scores, assignment = kit.scores(kind, 2, 2, n, seed=seed), kit.clusters(2, 2, n, clusters, seed=seed)
     means = kit.scores(kind, 2, 2, clusters, seed=seed + 9)
     k = data.draw(st.integers(0, n + 5))
@@ -40,7 +40,7 @@ def test_any_clusters(kind, n, clusters, data, whole, seed):
     if data.draw(st.booleans()):
         budgets = kit.int32(*(data.draw(st.integers(0, k)) for _ in range(4))).view(2, 2)
     priority, kept = check(scores, assignment, means, k, budgets, whole)
-    best = ops.select_topk(priority, k=n + 5, budgets=kept)  # what it is for
+    best = ops.select_topk(priority, k=n + 5, budgets=kept)  # the intended use
     assert torch.equal((best >= 0).sum(-1).int(), kept)
     chosen = assignment.gather(-1, best.clamp(min=0)).masked_fill(best < 0, 0)
     assert (chosen >= 0).all()
@@ -87,7 +87,7 @@ def test_strided_and_expanded_inputs():
 
 
 def test_repeatable():
-    """More clusters than a block has threads."""
+    """There are more clusters than threads in a block."""
     n = kit.size(20_000, 3_000)
     scores, assignment, means = kit.randn(1, 2, n), kit.clusters(1, 2, n, 300), kit.randn(1, 2, 300)
     kit.assert_repeatable(lambda: ops.cluster_priority(scores, assignment, means, k=n // 2))
@@ -117,7 +117,7 @@ def test_bad_input():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_assignment_and_budgets_are_not_looked_at():
-    """Assignments out of range are none; budgets out of range count as the end that they are beyond."""
+    """Out-of-range assignments count as no cluster; out-of-range budgets are clamped."""
     scores, means = kit.randn(1, 2, 6), kit.randn(1, 2, 3)
     bad = torch.tensor([0, 3, -2, 2**31 - 1, -(2**31), 2], dtype=torch.int32).expand(1, 2, 6)
     good = bad.masked_fill((bad < 0) | (bad >= 3), -1)

@@ -1,4 +1,4 @@
-"""compact_kv_: gather_kv in place, and nothing else touched."""
+"""compact_kv_: equal to gather_kv, but in place, with no other memory touched."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = kit.every_device
 
 
 def check(k, v, indices):
-    """In place equals out of place, in views of the same storage; what lies behind is left as it was."""
+    """Check that in place equals out of place, in views of the same storage, and later slots are unchanged."""
     kit.assert_in_place(lambda: ops.compact_kv_(k, v, indices), k, v, moved(k, v, indices))
 
 
@@ -58,7 +58,7 @@ def test_narrow_and_wide_rows(dtype, d, dv):
 
 @kit.only("cuda", "simulator")
 def test_many_heads():
-    """More than a CUDA grid has room for in y."""
+    """More heads than a CUDA grid can have blocks in y."""
     k, v = kit.kv(7, 10_000, 3, 8, torch.float16)
     check(k, v, random_indices(*k.shape[:3], 2))
 
@@ -66,7 +66,7 @@ def test_many_heads():
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("heads", [1, 8])
 def test_repeatable(d, heads):
-    """Rows that are overtaken while they are still to be read would not be."""
+    """Results would differ between runs if a row were overwritten before it is read."""
     k, v = kit.kv(1, heads, kit.size(3_000, 700), d, torch.bfloat16)
     n = k.shape[2]
     indices = random_indices(1, heads, n, n - 3)
@@ -75,7 +75,7 @@ def test_repeatable(d, heads):
 
 @pytest.mark.parametrize("shift", [1, 5, 300])
 def test_all_rows_move_a_little(shift):
-    """Each slot's row comes from close behind, so that chunks depend on one another; there are three, or over forty."""
+    """Each row moves a short distance, so chunks depend on one another; there are three chunks, or over forty."""
     for n, d in ((700, 64), (2700, 256)):
         k, v = kit.kv(1, 2, n, d, torch.bfloat16)
         check(k, v, torch.arange(shift, n).expand(1, 2, -1))
@@ -86,7 +86,7 @@ def test_all_rows_move_a_little(shift):
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
 @pytest.mark.parametrize("heads", [1, 2])
 def test_large_moves_are_streamed_and_split_by_column(dtype, layout, heads):
-    """Sources more than 4 MiB ahead take the streaming stores; one head is split over columns by the threads."""
+    """Sources more than 4 MiB ahead use streaming stores; the threads split one head by columns."""
     for count in (1, 2, 5):
         with kit.threads(count):
             check(*kit.kv(1, heads, 40_000, 128, dtype, layout), random_indices(1, heads, 40_000, 9_000))
@@ -94,7 +94,7 @@ def test_large_moves_are_streamed_and_split_by_column(dtype, layout, heads):
 
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_lists_of_layers(count):
-    """Each with its own address, layout and number of kept slots."""
+    """Each layer has its own address, layout and number of kept slots."""
     inputs = [kit.kv(2, 2, 40, 16, torch.bfloat16, kit.LAYOUTS[i % 3], dv=24, seed=i) for i in range(count)]
     keys, values = (list(x) for x in zip(*inputs))
     indices = [random_indices(2, 2, 40, 5 * i % 23) for i in range(count)]
@@ -109,7 +109,7 @@ def test_lists_of_layers(count):
 
 
 def test_more_layers_than_a_launch_takes():
-    """Layers that lie alike share launches, on a GPU, up to a number of them."""
+    """On a GPU, layers with the same layout share a launch, up to a maximum number of layers."""
     stack, indices = kit.randn(100, 2, 1, 1, 20, 8), [random_indices(1, 1, 20, 7, seed=i) for i in range(100)]
     keys, values = (list(x) for x in stack.unbind(1))
     expected = [ops.gather_kv(k, v, kept) for k, v, kept in zip(keys, values, indices)]
@@ -188,7 +188,7 @@ def test_bad_input_changes_nothing():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_indices_are_not_looked_at():
-    """Entries that are out of range or out of order are skipped: their slots stay as they are."""
+    """The kernel skips entries that are out of range or out of order: their slots stay unchanged."""
     k, v = kit.kv(1, 2, 20, 16)
     good = torch.tensor([2, 3, 7, 8, 11, 19]).expand(1, 2, -1)
     for entry, value in ((2, 20), (2, 2**62), (2, -2), (2, 3), (2, 1), (5, 8), (4, -(2**63)), (3, 0)):

@@ -1,4 +1,4 @@
-"""DTensors: every operator on shards of heads and of the batch, against one process; 2 and 4 processes."""
+"""DTensors: every operator sharded by heads and by batch, in 2 and 4 processes, compared with one process."""
 
 import copy
 import os
@@ -23,12 +23,12 @@ BATCH, HEADS, TOKENS = 0, 1, 2
 
 
 def run(rank: int, ranks: int, check, meeting: str, failed, args: tuple) -> None:
-    """check(rank, ranks, *args) on one rank."""
+    """Run check(rank, ranks, *args) on one rank."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     try:
         distributed.register()
-        distributed.register()  # again: nothing
+        distributed.register()  # a second call does nothing
         check(rank, ranks, *args)
         torch.distributed.barrier()  # no rank leaves while another still reads
     except BaseException:
@@ -36,7 +36,7 @@ def run(rank: int, ranks: int, check, meeting: str, failed, args: tuple) -> None
         raise
     finally:
         torch.distributed.destroy_process_group()
-    os._exit(0)  # seen once: a thread of torch's was still there when the interpreter ended, which aborts the process
+    os._exit(0)  # a torch thread that outlives the interpreter aborts the process (observed once)
 
 
 def on_ranks(ranks: int, check, tmp_path, *args) -> None:
@@ -50,14 +50,14 @@ def on_ranks(ranks: int, check, tmp_path, *args) -> None:
 
 
 def results(overload, call: dict) -> list[Tensor]:
-    """What a call returns and writes."""
+    """Return a call's results and written tensors."""
     found = pytree.tree_leaves(overload(**call))
     written = [call[x.name] for x in overload._schema.arguments if x.alias_info]
     return [x for x in [*found, *pytree.tree_leaves(written)] if isinstance(x, Tensor)]
 
 
 def sharded(call: dict, mesh, roles: tuple[int | None, ...]) -> dict:
-    """The call on DTensors; what is the same tensor still is."""
+    """Make the call on DTensors. Shared tensors stay shared."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     made: dict[int, Tensor] = {}
@@ -66,7 +66,7 @@ def sharded(call: dict, mesh, roles: tuple[int | None, ...]) -> dict:
         if id(x) not in made:
             dims = distributed.dims_of(name, x.dim(), False)
             placements = [Replicate() if y is None or dims[y] is None else Shard(dims[y]) for y in roles]
-            made[id(x)] = distribute_tensor(x.clone(), mesh, placements, src_data_rank=None)  # all have it
+            made[id(x)] = distribute_tensor(x.clone(), mesh, placements, src_data_rank=None)  # all ranks have the data
         return made[id(x)]
 
     return {name: pytree.tree_map_only(Tensor, lambda x, name=name: of(name, x), value) for name, value in call.items()}
@@ -95,7 +95,7 @@ def check_every_call(rank: int, ranks: int) -> None:
 
 
 def check_methods(rank: int, ranks: int) -> None:
-    """The functions of kvops.ops, and torch.compile of them."""
+    """Check the functions of kvops.ops, eager and compiled."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
     from torch.distributed.tensor.experimental import implicit_replication
 
@@ -112,7 +112,7 @@ def check_methods(rank: int, ranks: int) -> None:
     kept = kvops.keydiff_compress(*shards, 24)
     assert kit.same([whole(x) for x in kept[:2]], kvops.keydiff_compress(k, v, 24)[:2])
     q = kit.randn(2, 8, 6, 32, seed=5)
-    table = torch.arange(12, dtype=torch.int32).view(2, 6)  # pages of 16, which all ranks have; each its requests
+    table = torch.arange(12, dtype=torch.int32).view(2, 6)  # pages of 16, replicated; requests are sharded
     pages, visible = k.unflatten(2, (6, 16)).transpose(1, 2).flatten(0, 1).contiguous(), kit.causal(6, 96)
     by_batch = [distribute_tensor(x, mesh, [Shard(BATCH)]) for x in (q, table)]
     found = ops.window_scores(by_batch[0], pages, visible, block_table=by_batch[1])
@@ -123,7 +123,7 @@ def check_methods(rank: int, ranks: int) -> None:
 
 
 def check_anchors_of_tokens(rank: int, ranks: int) -> None:
-    """anchor_cosine of a sharded sequence: what one process has, but for the order of one sum."""
+    """Check anchor_cosine of a sharded sequence: equal to one process except for the order of one sum."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
     k, _ = kit.kv(2, 4, 96, 32)
@@ -151,7 +151,7 @@ def check_anchors_of_tokens(rank: int, ranks: int) -> None:
 
 
 def token_meshes(ranks: int):
-    """(mesh, roles) whose last dim shards tokens."""
+    """Yield (mesh, roles) whose last dim shards tokens."""
     from torch.distributed.tensor import init_device_mesh
 
     shapes = {(TOKENS,): (ranks,)}
@@ -161,13 +161,13 @@ def token_meshes(ranks: int):
 
 
 def check_windows_of_tokens(rank: int, ranks: int) -> None:
-    """What one process has, but for the rounding of merged sums; the reference in fp64."""
-    b, group, w, n = 2, 3, 12, 32  # of 4 ranks the last 2 have tokens of the window
+    """Check that results equal one process' except for the rounding of merged sums; the reference is fp64."""
+    b, group, w, n = 2, 3, 12, 32  # with 4 ranks, the last 2 have tokens of the window
     q, k, v = kit.randn(b, 2 * group, w, 16), kit.randn(b, 2, n, 16, seed=1), kit.randn(b, 2, n, 24, seed=2)
     k[0, 0, 7] = torch.nan
     sinks = kit.randn(2 * group, seed=3)
     late = kit.causal(w, n).expand(b, -1).clone()
-    late[0, :3], late[1, 5], late[1, 6] = 0, 5, 9  # rows that see nothing, or nothing of most ranks
+    late[0, :3], late[1, 5], late[1, 6] = 0, 5, 9  # rows that see no key, or none of most ranks
     calls = [
         {"visible": visible, **options, "reduce": reduce, "group_reduce": group_reduce}
         for visible, options in (
@@ -209,7 +209,7 @@ def check_windows_of_tokens(rank: int, ranks: int) -> None:
 
 
 def check_selection_of_tokens(rank: int, ranks: int) -> None:
-    """To the last bit."""
+    """Check that selections are equal to the last bit."""
     from torch.distributed.tensor import Replicate
 
     b, heads, n = 2, 4, 48
@@ -244,7 +244,7 @@ def check_selection_of_tokens(rank: int, ranks: int) -> None:
 
 
 def check_methods_of_tokens(rank: int, ranks: int) -> None:
-    """KeyDiff, with each rank's part of what is kept, and SnapKV, whose pooling crosses the ranks' borders."""
+    """Check KeyDiff, where each rank moves its part of the kept tokens, and SnapKV, whose pooling crosses ranks."""
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.experimental import implicit_replication
 
@@ -258,7 +258,7 @@ def check_methods_of_tokens(rank: int, ranks: int) -> None:
         assert kit.same(whole(kept), want.indices)
         own = distributed.own_indices(kept, own_k)
         rows = ops.gather_kv(own_k.to_local(), own_v.to_local(), own)
-        # One rank's behind the other's.
+        # Concatenate the ranks' parts.
         *rows, slots = (DTensor.from_local(x, mesh, own_k.placements).full_tensor() for x in (*rows, own))
         assert kit.same([x[slots >= 0] for x in rows], [x.flatten(0, 2) for x in want[:2]])
 
@@ -272,7 +272,7 @@ def check_methods_of_tokens(rank: int, ranks: int) -> None:
 
 
 def check_all_of_tokens(rank: int, ranks: int) -> None:
-    """One start of the processes for all."""
+    """Run all checks, so that the processes start only once."""
     for check in (check_anchors_of_tokens, check_windows_of_tokens, check_selection_of_tokens, check_methods_of_tokens):
         check(rank, ranks)
 
@@ -330,7 +330,7 @@ def check_refusals(rank: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_every_call(ranks, tmp_path):
-    """To the last bit, in place too."""
+    """Results are equal to the last bit, in place too."""
     on_ranks(ranks, check_every_call, tmp_path)
 
 
@@ -345,7 +345,7 @@ def test_two_processes(check, tmp_path):
 
 
 def test_every_argument_has_a_rule():
-    """A new operator's tensors are named, or registering it is not enough."""
+    """Every tensor argument of every operator, new ones included, needs a sharding rule."""
     for overload in distributed.overloads():
         for x in overload._schema.arguments:
             if "Tensor" in str(x.type):

@@ -1,4 +1,4 @@
-"""`kvops.attention` against fp64: the backends that are here, and the calling conventions of those that are not."""
+"""`kvops.attention` against fp64: the installed backends, and the calling conventions of the others."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def make(seed=0, b=2, heads=2, group=3, t=40, n=40, d=64, dv=64, dtype=torch.flo
 
 
 def exact(q, k, v, causal=True, scale=None, starts=None, softcap=0.0, sink=None, dtype=torch.float64):
-    """The formula, in plain PyTorch."""
+    """Compute the formula in plain PyTorch."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
     logits = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -60,7 +60,7 @@ def assert_attention(result, q, k, v, sink=None, **options):
     if q.dtype == torch.float32:
         kit.assert_close(result.out, plain_out, out)
         kit.assert_close(*lses)
-    else:  # of halves, the weights too are rounded, and in torch's FlashAttention some of the products
+    else:  # in half precision the weights are rounded too, and in torch's FlashAttention some of the products
         eps = torch.finfo(q.dtype).eps
         assert (result.out.double() - out).abs().max() <= 4 * eps * v.double().abs().max()
         assert (lses[0] - lses[2]).abs().max() <= eps
@@ -124,7 +124,7 @@ def test_any_strides(layout, backend):
 
 
 def test_padded_rows_are_as_alone():
-    """Whatever lies in the padding, NaN included, reaches no other row."""
+    """The content of the padding, NaN included, does not affect any other row."""
     for t in (50, 300):
         q, k, v = make(b=3, t=t, n=t + 10)
         starts = kit.int32(0, 25, t + 10)
@@ -173,7 +173,7 @@ def test_the_table_is_what_was_measured(amx):
 
 @kit.only("cpu")
 def test_the_table_is_checked(tmp_path, monkeypatch, capsys):
-    """What is measured decides: made-up times, by rows."""
+    """The measured times decide: made-up times by number of rows."""
     times = {1: 4.0, 4: 2.0, 16: 1.5, 64: 0.5, 128: 0.9, 256: 0.25}
     monkeypatch.setattr(
         measuring, "cell", lambda dtype, rows, n, d, group, *_: {
@@ -222,7 +222,7 @@ def test_empty():
 
 @kit.only("cpu")
 def test_nothing_is_expanded(monkeypatch):
-    """No tensor of K's size times the group is made: the most that the front makes is of q's size."""
+    """K is not repeated for the group: the largest tensor that the function allocates has q's size."""
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -298,7 +298,7 @@ def test_wrong_arguments():
             starts[row] = start
             with kit.refuses(f"attention: starts must lie in \\[0, 40\\], got {start} for row {row}"):
                 kvops.attention(q, k, v, starts=starts, backend=backend)
-        assert not kvops.attention(q, k, v, starts=kit.int32(0, 40), backend=backend).out[1].any()  # all is padding
+        assert not kvops.attention(q, k, v, starts=kit.int32(0, 40), backend=backend).out[1].any()  # all padding
     with kit.refuses("starts must be a torch.Tensor, got list", kind=TypeError):
         kvops.attention(q, k, v, starts=[0, 0])
     with kit.refuses("k must be a torch.Tensor, got NoneType", kind=TypeError):
@@ -327,7 +327,7 @@ def test_a_backend_that_cannot_says_why():
             kvops.attention(q, k, v, starts=kit.int32(0, wrong))
 
 
-# The flash-attn packages, played by plain PyTorch with their published signatures.
+# Stand-ins for the flash-attn packages: plain PyTorch with their published signatures.
 
 
 def dense(q, k, v, causal, scale, softcap):
@@ -411,7 +411,7 @@ def flash_attn_3(early=False):
 
 @pytest.fixture(params=["flash_attn_2", "flash_attn_3", "early flash_attn_3"])
 def package(request, monkeypatch):
-    """The name of a backend whose package is there and whose GPU is this CPU."""
+    """Return a backend whose package is replaced by a stand-in and whose GPU is this CPU."""
     module = flash_attn_2() if request.param == "flash_attn_2" else flash_attn_3("early" in request.param)
     name = request.param.split()[-1]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -426,7 +426,7 @@ def package(request, monkeypatch):
 def test_package_is_called_as_it_wants(package, options, t, n):
     q, k, v = make(t=t, n=n)
     result = kvops.attention(q, k, v, **options)
-    assert result.backend == package  # the best there is
+    assert result.backend == package  # the best available backend
     assert_attention(result, q, k, v, **options)
 
 

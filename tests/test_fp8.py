@@ -1,4 +1,4 @@
-"""fp8 rows: every operator that computes with K or V reads each number as the bf16 number of the same value."""
+"""fp8 rows: operators that compute with K or V give the results of bf16 rows with the same values."""
 
 import math
 
@@ -14,18 +14,18 @@ from test_pages import LAYOUTS, PAGED_CALLS, results, to_pages
 pytestmark = kit.every_device
 
 FP8 = torch.float8_e4m3fn, torch.float8_e5m2
-#: Of one operator that computes with K or V; the others move bytes (test_gather_kv.py).
+#: Calls of operators that compute with K or V; the others move bytes (test_gather_kv.py).
 CALLS = [x for x in PAGED_CALLS if x.split(",")[0] not in ("gather_kv", "compact_kv_")]
 
 
 def stored(arguments: dict, dtype: torch.dtype) -> tuple[dict, dict]:
-    """The call with K and V in fp8, and the same with what they hold in bf16."""
+    """Return the call with K and V in fp8, and the same call with the same values in bf16."""
     rows = {x: arguments[x].to(dtype) for x in ("k", "v") if x in arguments}
     return arguments | rows, arguments | {name: x.bfloat16() for name, x in rows.items()}
 
 
 def in_pages(arguments: dict, size: int, seed: int, layout: str) -> dict:
-    """As test_pages.paged, which makes its pages of numbers that a tensor can be filled with."""
+    """Do what test_pages.paged does, in a dtype that torch can fill tensors of."""
     k = arguments["k"]
     v = arguments.get("v", k)
     pages = to_pages(k.bfloat16(), v.bfloat16(), size, seed, layout)
@@ -38,7 +38,7 @@ def in_pages(arguments: dict, size: int, seed: int, layout: str) -> dict:
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("d, dv", [(16, 48), (64, 80), (128, 128), (272, 16)])
 def test_every_call_is_that_of_bf16(name, dtype, d, dv):
-    """To the last bit."""
+    """Results are equal to the last bit."""
     x = inputs(0, n=kit.size(700, 150), heads=2, d=d, dv=dv, dtype=torch.bfloat16).map(kit.on_device)
     overload, arguments = direct(name, x)
     fp8, bf16 = stored(arguments, dtype)
@@ -58,8 +58,8 @@ def test_every_call_is_the_same_in_pages(name, dtype, layout):
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_every_number(dtype):
-    """All 256, subnormal ones, infinities and NaN too, each in every place of a register, also where a thread flushes
-    subnormal numbers."""
+    """All 256 values, including subnormals, infinities and NaN, in every lane of a register, with and without flushing
+    subnormals to zero."""
     codes = kit.on_device(torch.arange(256, device="cpu").to(torch.uint8))
     k = torch.stack([codes.roll(i) for i in range(64)]).view(dtype).view(1, 1, 64, 256)
     wide = k.bfloat16()
@@ -67,7 +67,7 @@ def test_every_number(dtype):
     q = torch.eye(256).bfloat16()[None, None]
     one = kit.int32(64).expand(256).contiguous()
     finite = torch.where(wide.float().isfinite(), wide.float(), 0).to(dtype)
-    for flush in (False, True)[: kit.size(2, 1)]:  # the simulator computes with the CPU's numbers
+    for flush in (False, True)[: kit.size(2, 1)]:  # the simulator computes with the CPU's arithmetic
         torch.set_flush_denormal(flush)
         try:
             means, counts = ops.build_prototypes(finite, num_chunks=64, num_buckets=0)
@@ -76,7 +76,7 @@ def test_every_number(dtype):
             torch.set_flush_denormal(False)
         assert torch.equal(means, finite.float()) and (counts == 1).all()
         assert torch.equal(logits[0, 0], finite.float()[0, 0].amax(-1))
-    rows = k.view(torch.uint8).view(64, 256).T.contiguous().view(dtype)  # whole rows of one number, in part
+    rows = k.view(torch.uint8).view(64, 256).T.contiguous().view(dtype)  # 64 consecutive codes per row
     bad = ~rows.float().isfinite().all(-1)
     scores = ops.anchor_cosine(rows.view(1, 1, 256, 64))
     assert bad.any() and torch.equal(scores[0, 0].isnan(), bad)
@@ -84,9 +84,9 @@ def test_every_number(dtype):
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_scales_of_tensors_and_heads(dtype):
-    """What a scale is for: where it does not matter, and where it goes."""
+    """Which results do not depend on the scales, and where the scales go otherwise."""
     k, v = kit.kv(2, 3, 200, 64, torch.bfloat16)
-    scale = kit.on_device(torch.tensor([0.25, 2.0, 8.0], device="cpu"))  # powers of two, so that products are exact
+    scale = kit.on_device(torch.tensor([0.25, 2.0, 8.0], device="cpu"))  # powers of two, so products are exact
     by_head = scale[:, None, None]
     k8, v8 = ((x / by_head).to(dtype) for x in (k, v))
     true_k, true_v = ((x.float() * by_head).bfloat16() for x in (k8, v8))
@@ -131,7 +131,7 @@ def test_the_reference_reads_fp8():
 
 
 def test_policies_in_fp8_pages():
-    """A serving engine's step: scored as bf16, moved by the byte."""
+    """A serving engine's step: scores are those of bf16, rows move byte for byte."""
     k, v = kit.kv(2, 2, 96, 32, torch.bfloat16)
     lengths = kit.int32(96, 70)
     k8, v8 = k.to(FP8[0]), v.to(FP8[0])
@@ -181,7 +181,7 @@ def test_what_fp8_is_not_for():
 
 @pytest.mark.parametrize("policy", [kvops.KeyDiff(24), kvops.H2O(24), kvops.SnapKV(24, window=8)], ids=lambda x: x.name)
 def test_a_paged_cache_of_fp8(policy):
-    """Half of the memory, and step by step what a bf16 cache of the same numbers gives."""
+    """It takes half the memory, and each step gives the results of a bf16 cache with the same values."""
     sizes = dict(num_layers=2, kv_heads=2, head_dim=32, page_size=16)
     caches = {x: kvops.PagedCache(policy, 40, dtype=x, **sizes) for x in (FP8[0], torch.bfloat16)}
     outs: dict[torch.dtype, list] = {x: [] for x in caches}

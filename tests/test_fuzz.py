@@ -1,4 +1,4 @@
-"""Hostile calls of every operator (fuzz.py), in processes of their own: a fixed budget in each run of the tests."""
+"""Hostile calls of every operator (fuzz.py) in separate processes, with a fixed time budget per test run."""
 
 import os
 import subprocess
@@ -35,14 +35,14 @@ def test_hostile_calls(isa, calls):
 
 
 def test_the_guard_pages_guard():
-    """An access past the end kills the process, or the calls would prove nothing."""
+    """An access past the end kills the process; otherwise the calls would prove nothing."""
     script = "import ctypes, fuzz; x = fuzz.between_guards(16, True); ctypes.string_at(x.data_ptr(), 17)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT / "tests", capture_output=True)
     assert done.returncode < 0
     assert between_guards(16, True).sum() == 0
 
 
-# Calls that were once accepted.
+# Calls that were accepted by mistake in the past.
 
 
 def test_targets_that_share_memory_with_indices():

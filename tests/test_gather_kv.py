@@ -12,7 +12,7 @@ pytestmark = kit.every_device
 
 
 def random_indices(b: int, heads: int, n: int, m: int, missing: int = 0, seed=0) -> torch.Tensor:
-    """Ascending kept slots, the last `missing` of each row -1."""
+    """Return ascending kept slots, the last `missing` of each row -1."""
     generator = torch.Generator().manual_seed(seed)
     kept = torch.rand(b, heads, n, generator=generator, device="cpu").argsort(-1)[..., :m].sort(-1).values
     kept[..., m - missing :] = -1
@@ -20,14 +20,14 @@ def random_indices(b: int, heads: int, n: int, m: int, missing: int = 0, seed=0)
 
 
 def moved(k, v, indices):
-    """The reference on the bits as they are: arithmetic types may change a NaN's payload."""
+    """Apply the reference to the raw bits: floating-point dtypes may change a NaN's payload."""
     return tuple(x.view(y.dtype) for x, y in zip(reference.gather_kv(bits(k), bits(v), indices), (k, v)))
 
 
 @pytest.mark.parametrize("dtype", kit.BYTES)
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
 def test_rows_of_bytes(dtype, layout):
-    """fp8, and what it is stored as: nothing is computed of it."""
+    """fp8 and uint8: the operator moves bytes without interpreting them."""
     k, v = kit.kv(2, 3, 90, 48, dtype, layout, dv=80)
     indices = random_indices(2, 3, 90, 33, missing=2)
     assert same(ops.gather_kv(k, v, indices), moved(k, v, indices))
@@ -68,7 +68,7 @@ def test_narrow_and_wide_rows(dtype, d, dv):
 
 @kit.only("cuda", "simulator")
 def test_many_heads():
-    """More than a CUDA grid has room for in y."""
+    """More heads than a CUDA grid can have blocks in y."""
     k, v = kit.kv(7, 10_000, 3, 8, torch.float16)
     indices = random_indices(*k.shape[:3], 2)
     assert same(ops.gather_kv(k, v, indices), moved(k, v, indices))
@@ -78,7 +78,7 @@ def test_many_heads():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 def test_large_outputs_are_streamed(dtype, layout):
-    """More than 16 MiB of output takes the streaming stores."""
+    """Outputs of more than 16 MiB use streaming stores."""
     k, v = kit.kv(1, 8, 6000, 128, dtype, layout)
     indices = random_indices(1, 8, 6000, 5000, missing=7)
     expected = moved(k, v, indices)
@@ -127,7 +127,7 @@ def test_bad_input_changes_nothing():
         with kvops.debug_checks(), kit.refuses(*parts):
             ops.gather_kv(*arguments, out=target)
         assert all(map(torch.equal, (k, v, *out), before))
-    ops.gather_kv(wide[:, :, :20], v, indices, out=(wide[:, :, 20:23], out[1]))  # side by side in one storage is fine
+    ops.gather_kv(wide[:, :, :20], v, indices, out=(wide[:, :, 20:23], out[1]))  # adjacent in one storage is allowed
     with kit.refuses("indices must be a torch.Tensor", kind=TypeError):
         ops.gather_kv(k, v, [0, 1])
     with kit.refuses(r"out\[0\] requires grad"):
@@ -136,7 +136,7 @@ def test_bad_input_changes_nothing():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_indices_are_not_looked_at():
-    """What lies outside of [-1, n) gives zeros, as -1 does."""
+    """Indices outside [-1, n) give zeros, as -1 does."""
     k, v = kit.kv(2, 2, 20, 16)
     indices = random_indices(2, 2, 20, 10)
     bad = indices.clone()
@@ -146,7 +146,7 @@ def test_a_gpus_indices_are_not_looked_at():
 
 @kit.only("cpu", "simulator")
 def test_lazy_clones_are_read_without_a_copy():
-    """A copy-on-write clone shares its memory until it is written to; reading K, V and indices must not end that."""
+    """A copy-on-write clone shares its memory until it is written to; reading K, V and indices must not trigger it."""
     k, v = kit.kv(1, 2, 20, 16)
     indices = random_indices(1, 2, 20, 5)
     lazy = [torch._lazy_clone(x) for x in (k, v, indices)]

@@ -1,4 +1,4 @@
-"""LaCache: the plan against a simulation that thins lists of tokens, coverage, one call, streams, slot positions."""
+"""LaCache: the plan compared with a simulation on lists of tokens; coverage, one call, streams, slot positions."""
 
 import copy
 import re
@@ -22,7 +22,7 @@ WIDE = dict(num_layers=9, span=2, overlap=1)  # A 8, B 2, R 6
 
 
 def valid_shapes(layers):
-    """Every (span, overlap) that frees slots: the paper's A, B and R, written out."""
+    """Yield every (span, overlap) that frees slots, with the paper's A, B and R written out."""
     for span in range(1, layers + 1):
         for overlap in range(span):
             length, kept = sizes(layers, span, overlap)
@@ -33,7 +33,7 @@ def valid_shapes(layers):
 def sizes(layers, span, overlap):
     step = span - overlap
     length = 1
-    while (length - 1) * step + span < layers:  # ladders reach the last layer
+    while (length - 1) * step + span < layers:  # ladders must reach the last layer
         length += 1
     kept = 0
     while kept * step < span:
@@ -42,17 +42,17 @@ def sizes(layers, span, overlap):
 
 
 def kept_of_ladder(layer, layers, span, overlap, pattern):
-    """The slots of a ladder that a layer keeps."""
+    """Return the slots of a ladder that a layer keeps."""
     length, kept = sizes(layers, span, overlap)
     if pattern == "official":
         first = layer % (length - kept + 1)
-    else:  # the last one is the slot that begins at this layer or above; never beyond the ladder's ends
+    else:  # the last slot that begins at this layer or above, clamped to the ladder's ends
         first = min(max(layer // (span - overlap) - kept + 1, 0), length - kept)
     return range(first, first + kept)
 
 
 class Simulation:
-    """Lists of tokens, one for each layer, thinned ladder by ladder."""
+    """Simulates one list of tokens per layer, thinned ladder by ladder."""
 
     def __init__(self, budget, sinks, num_layers, span, overlap, pattern="paper"):
         self.shape, self.pattern = (num_layers, span, overlap), pattern
@@ -98,8 +98,7 @@ chunks = st.lists(st.integers(1, 90), min_size=1, max_size=12)
 
 
 def test_ladders_of_all_shapes():
-    """Every slot stays in consecutive layers, and wherever the paper's Fig. 2 has it: in `span` layers, as far as there
-    are layers."""
+    """Every slot is kept in consecutive layers as in the paper's Fig. 2: `span` layers, unless the model ends first."""
     count = 0
     for layers in range(2, 19):
         shapes = [*valid_shapes(layers)]
@@ -118,7 +117,7 @@ def test_ladders_of_all_shapes():
 
 
 def test_a_ladder_of_figure_2():
-    """9 layers, span 3, overlap 0: three steps of three layers, and nothing else."""
+    """9 layers, span 3, overlap 0: exactly three steps of three layers."""
     held = kvops.lacache_coverage(16, num_layers=9, budget=14, span=3, overlap=0, sinks=4)
     steps = ["".join(".#"[x] for x in row) for row in held[::3].int()]
     assert (
@@ -152,7 +151,7 @@ def test_plan_is_the_simulation(settings, chunks):
 @examples
 @given(settings=settings(), times=st.integers(2, 80))
 def test_prompts_far_over_the_budget(settings, times):
-    """No token twice, the sinks and the newest stay, and the operators' form says the same."""
+    """No token appears twice, sinks and newest tokens are kept, and the operators' closed form agrees."""
     n = settings["budget"] * times
     plan = kvops.lacache_plan(n, **settings)
     budget, freed = settings["budget"], plan.ladder.freed
@@ -173,7 +172,7 @@ def test_prompts_far_over_the_budget(settings, times):
 
 @pytest.mark.parametrize("shape", [SHAPE, WIDE, dict(num_layers=4, span=2, overlap=0)], ids=["R2", "R6", "R1"])
 def test_mean_length_is_the_budget(shape):
-    """Token by token; half a token more where a ladder frees an even number."""
+    """The mean over single-token steps; half a token more if a ladder frees an even number."""
     budget, lengths, plan = 64, [], kvops.lacache_plan(64, budget=64, **shape)
     for _ in range(6000):
         plan = kvops.lacache_plan(len(plan) + 1, budget=budget, **shape, state=plan.state)
@@ -185,7 +184,7 @@ def test_mean_length_is_the_budget(shape):
 
 
 def test_worked_by_hand():
-    """4 layers, span 2: layers 0 and 1 keep the first of two slots, 2 and 3 the second. Budget 8, 1 sink."""
+    """4 layers, span 2: layers 0 and 1 keep the first of two slots, layers 2 and 3 the second. Budget 8, 1 sink."""
     settings = dict(num_layers=4, span=2, overlap=0, budget=8, sinks=1)
     plan = kvops.lacache_plan(9, **settings)
     assert plan.passes == ((1, 1),) and plan.state == LadderState(8, 2) and len(plan) == 8
@@ -246,7 +245,7 @@ def test_a_plan_is_of_integers(name, value):
 
 @kit.only("cpu")
 def test_a_plan_takes_microseconds():
-    """About 3 in a quiet moment; a machine that is busy has one in so many."""
+    """About 3 us on an idle machine; on a busy one the best of many repetitions counts."""
     plan, best = kvops.lacache_plan(513, num_layers=32, budget=512), 1.0
     for _ in range(200):
         start = time.perf_counter()
@@ -341,7 +340,7 @@ def test_compress_turns_keys_to_their_slots():
 
 
 def test_compress_for_understanding():
-    """The span is the budget's share of the layers."""
+    """The span is the budget fraction times the number of layers."""
     k, v = kit.kv(1, 1, 400, 8)
     for budget in (100, 0.25):
         found = [
@@ -420,7 +419,7 @@ def test_a_fraction_is_one_of_the_tokens_seen():
     for t in range(400):
         cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
         lengths.append(len(cache))
-    assert lengths[:15] == [*range(1, 15), 15]  # never less than the 14 that a ladder needs; it overflows at 15 + 1
+    assert lengths[:15] == [*range(1, 15), 15]  # at least the 14 that a ladder needs; overflows at 15 + 1
     assert all(abs(x - 0.25 * (t + 1)) <= 2 for t, x in enumerate(lengths) if t > 60)
 
 
@@ -436,7 +435,7 @@ def test_rows_of_a_padded_batch_keep_what_they_keep_alone(budget, pads):
     for row, (pad, n) in enumerate(zip(pads, lengths)):
         alone = kvops.Cache(policy, layer=5, num_layers=8)
         rest = pad
-        for size in chunks:  # the same tokens at a time
+        for size in chunks:  # the same chunk sizes
             own = max(0, size - rest)
             rest = max(0, rest - size)
             if own:
@@ -477,7 +476,7 @@ def test_crop_back_to_the_last_eviction():
     )
     want = copy.deepcopy(cache)
     cache.append(k[:, :, 60:61], v[:, :, 60:61])
-    assert (len(cache), cache.seen) == (41, 61)  # a ladder frees two slots: nothing was evicted
+    assert (len(cache), cache.seen) == (41, 61)  # a ladder frees two slots, so nothing was evicted
     cache.crop(60)
     for x in (cache, want):
         feed(x, k[:, :, 60:], v[:, :, 60:], [1] * 20)
@@ -530,7 +529,7 @@ def test_repr_gives_the_settings_back():
 
 
 def rotated(x, rope, positions):
-    """By the formula, in fp64."""
+    """Rotate by the formula, in fp64."""
     angles = positions.double().unsqueeze(-1) * rope.inv_freq.double()
     tables = (f(angles) * rope.scaling for f in (torch.cos, torch.sin))
     cos, sin = (x if x.dim() == 2 else x.unsqueeze(1) for x in tables)
@@ -538,7 +537,7 @@ def rotated(x, rope, positions):
 
 
 def plain_attention(q, k, v, hidden=None):
-    """Causal attention in fp64, KV heads repeated. hidden: int [b], slots of padding."""
+    """Compute causal attention in fp64 with repeated KV heads. hidden: int [b], the number of padding slots."""
     t, n = q.shape[2], k.shape[2]
     k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     logits = q.double() @ k.mT / q.shape[-1] ** 0.5
@@ -568,12 +567,12 @@ CHUNKS = (50, 1, 1, 7, *[1] * 31)
 @pytest.mark.parametrize("given", [False, True], ids=["unrotated", "rotated"])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_a_step_attends_at_slot_positions(name, rope, storage, given, padded):
-    """Against keys that are rotated anew at their slots in every step. given: q and k come rotated where they were."""
+    """Compared with keys rotated again at their slots in every step. given: q and k arrive already rotated."""
     rope, n = ROPES[rope](), sum(CHUNKS)
     q, k, v = (kit.randn(2, heads, n, d, seed=heads + d) for heads, d in ((4, 16), (2, 16), (2, 8)))
     pads = torch.tensor([0, 13]) if padded else None
     cache = kvops.Cache(SLOTTED[name], layer=5, num_layers=8, rope=rope, storage=storage)
-    twin = kvops.Cache(SLOTTED[name], layer=5, num_layers=8)  # keys without rotation: only moved
+    twin = kvops.Cache(SLOTTED[name], layer=5, num_layers=8)  # caches unrotated keys, which only move
     if padded:
         cache.set_pads(pads)
         twin.set_pads(pads)
@@ -613,7 +612,7 @@ def test_a_step_attends_at_slot_positions(name, rope, storage, given, padded):
 @pytest.mark.parametrize("storage", ["pre_rope", "post_rope"])
 @pytest.mark.parametrize("name", SLOTTED)
 def test_frozen_decode_attends_at_slot_positions(name, storage):
-    """What was kept of the prompt stays at its slots, and new tokens take the next ones, as many as come."""
+    """The prompt's kept tokens stay at their slots, and new tokens take the following ones, without a limit."""
     rope = ROPES["neox"]()
     q, k, v = (kit.randn(2, heads, 90, 16, seed=heads) for heads in (4, 2, 2))
     cache = kvops.Cache(SLOTTED[name], layer=5, num_layers=8, rope=rope, storage=storage)
@@ -637,7 +636,7 @@ def test_frozen_decode_attends_at_slot_positions(name, storage):
 
 @pytest.mark.parametrize("storage", ["pre_rope", "post_rope"])
 def test_a_first_prefill_is_exact(storage):
-    """Where slots are the positions, nothing is turned: the same bits as without slots, in half precision too."""
+    """Where slots equal positions nothing is rotated: the same bits as without slots, in half precision too."""
     for dtype in kit.DTYPES:
         rope = kvops.Rope(ROPES["neox"]().inv_freq, dtype=dtype)
         q, k, v = (kit.randn(1, heads, 70, 16, seed=heads).to(dtype) for heads in (4, 2, 2))
@@ -647,7 +646,7 @@ def test_a_first_prefill_is_exact(storage):
 
 
 def test_rounded_cosines_are_divided_by():
-    """bf16 models round cosines and sines: what they turned is turned back to what it was, to its own rounding."""
+    """bf16 models round cosines and sines: undoing their rotation restores the keys to within the keys' rounding."""
     rope = kvops.Rope(ROPES["neox"]().inv_freq, dtype=torch.bfloat16)
     k, at = kit.randn(1, 2, 300, 16), torch.arange(300) * 7
     cos, sin = (x.double() for x in rope.tables(at))

@@ -1,4 +1,4 @@
-"""ladder_compact_: ladder_gather in place, and nothing else touched."""
+"""ladder_compact_: equal to ladder_gather, but in place, with no other memory touched."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = kit.every_device
 
 
 def check(k, v, plan, layer, **rope):
-    """In place equals out of place to the bit, in views of the same storage; what lies behind is left as it was."""
+    """Check that in place equals out of place bit for bit, in views of one storage, and later slots are unchanged."""
     expected = moved(k, v, plan, layer)
     if rope:
         expected = ops.ladder_gather(k, v, plan=plan, layer=layer, **rope)
@@ -57,7 +57,7 @@ def test_prompts_over_the_budget(pattern, budget):
 
 
 def test_one_call_after_the_other():
-    """As a stream does it: some tokens more, then the next ladders."""
+    """As in a stream: some more tokens arrive, then the next ladders run."""
     k, v = kit.kv(1, 2, 600, 16, torch.bfloat16)
     caches = [x[:, :, :0] for x in (k, v)]
     expected, state = list(caches), None
@@ -90,7 +90,7 @@ def test_narrow_and_wide_rows(dtype, d, dv):
 @pytest.mark.parametrize("count", [1, 2, 9, 40])
 @pytest.mark.parametrize("turned", [False, True])
 def test_lists_of_layers(count, turned):
-    """Each with its own address, layout and offset."""
+    """Each layer has its own address, layout and offset."""
     inputs = [kit.kv(1, 2, 40, 16, torch.bfloat16, kit.LAYOUTS[i % 3], dv=24, seed=i) for i in range(count)]
     keys, values = (list(x) for x in zip(*inputs))
     layers = [(5 * i) % 8 for i in range(count)]
@@ -104,7 +104,7 @@ def test_lists_of_layers(count, turned):
 
 
 def test_more_layers_than_a_launch_takes():
-    """Layers that lie alike share launches, on a GPU, up to a number of them."""
+    """On a GPU, layers with the same layout share a launch, up to a maximum number of layers."""
     stack = kit.randn(100, 2, 1, 1, 20, 8)
     keys, values = (list(x) for x in stack.unbind(1))
     plan, layers = ladder_plan(20, (2, 2)), [i % 8 for i in range(100)]
@@ -115,14 +115,14 @@ def test_more_layers_than_a_launch_takes():
 
 @kit.only("cuda")
 def test_many_heads():
-    """More than a CUDA grid has room for in y. The simulator takes its time, and has ladder_gather's."""
+    """More heads than a CUDA grid can have blocks in y. The slow simulator runs only ladder_gather's test."""
     check(*kit.kv(7, 10_000, 8, 8, torch.float16), ladder_plan(8, (1, 1)), 1)
 
 
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("heads", [1, 8])
 def test_repeatable(d, heads):
-    """Rows that are overtaken while they are still to be read would not be."""
+    """Results would differ between runs if a row were overwritten before it is read."""
     n = kit.size(1_500, 700)
     k, v = kit.kv(1, heads, n, d, torch.bfloat16)
     plan = lacache_plan(n, num_layers=8, budget=n - 3)
@@ -133,7 +133,7 @@ def test_repeatable(d, heads):
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("cursor", [0, 3])
 def test_all_rows_move_a_little(layer, cursor):
-    """Each slot's row comes from close behind, so that chunks depend on one another; there are few, or over forty."""
+    """Each row moves a short distance, so chunks depend on one another; there are few chunks, or over forty."""
     for n, d in ((700, 64), (2700, 256)):
         plan = ladder_plan(n, (cursor, 1), layers=2, span=1, overlap=0)
         check(*kit.kv(1, 2, n, d, torch.bfloat16), plan, layer)
@@ -145,7 +145,7 @@ def test_all_rows_move_a_little(layer, cursor):
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
 @pytest.mark.parametrize("heads", [1, 2])
 def test_large_moves_are_streamed_and_split_by_column(dtype, layout, heads):
-    """Sources more than 4 MiB ahead take the streaming stores; one head is split over columns by the threads."""
+    """Sources more than 4 MiB ahead use streaming stores; the threads split one head by columns."""
     plan = lacache_plan(40_000, num_layers=8, budget=9_000)
     for count in (1, 2, 5):
         with kit.threads(count):

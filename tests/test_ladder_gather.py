@@ -1,4 +1,4 @@
-"""ladder_gather against its reference: rows move bit for bit, keys that are turned are right to one rounding."""
+"""ladder_gather against its reference: rows move bit for bit, rotated keys are correct to one rounding."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ pytestmark = kit.every_device
 
 
 def ladder_plan(n: int, *passes: tuple[int, int], layers=8, span=2, overlap=1, pattern="paper") -> LadderPlan:
-    """Of 7 slots a ladder keeps 2 and frees 5, unless told otherwise."""
+    """Return a plan. By default a ladder keeps 2 of 7 slots and frees 5."""
     return LadderPlan(Ladder(layers, span, overlap, pattern), n, passes, LadderState(n, 0))
 
 
 @st.composite
 def ladder_plans(draw, most=120):
-    """Any ladder, any passes that fit, such as `lacache_plan` would not make too."""
+    """Draw any ladder and any passes that fit, including plans that `lacache_plan` never makes."""
     layers = draw(st.integers(2, 40))
     span = draw(st.integers(1, layers - 1))
     ladder = Ladder(layers, span, draw(st.integers(0, span - 1)), draw(st.sampled_from(("paper", "official"))))
@@ -36,7 +36,7 @@ def ladder_plans(draw, most=120):
 
 
 def sources(plan: LadderPlan, layer: int) -> list[int]:
-    """The slots that stay, by taking away what each pass frees."""
+    """Return the kept slots, by removing the slots that each pass frees."""
     slots, length, offset = list(range(plan.n)), plan.ladder.length, plan.ladder.offset(layer)
     for cursor, count in plan.passes:
         thinned = enumerate(slots[cursor : cursor + count * length])
@@ -52,14 +52,14 @@ def moved(k, v, plan, layer):
 
 
 def pair_size(x, pairs, interleaved):
-    """|x| + |y| of each channel's pair."""
+    """Return |x| + |y| of each channel's rotation pair."""
     ones = torch.ones(pairs, device=x.device)
     turns = [reference.rotate(x.abs().float(), ones, sine, interleaved) for sine in (ones, -ones)]
     return torch.maximum(*turns)
 
 
 def assert_turned(result, k, v, plan, layer, inv_freq, interleaved=False):
-    """Values and what is not turned are equal to the bit, rotated keys right to one rounding."""
+    """Check that values and unrotated channels are bit-identical, and rotated keys correct to one rounding."""
     kept, values = moved(k, v, plan, layer)
     exact, _ = reference.ladder_gather(k, v, plan=plan, layer=layer, inv_freq=inv_freq, interleaved=interleaved)
     rotated = 2 * len(inv_freq)
@@ -73,7 +73,7 @@ def frequencies(pairs: int) -> torch.Tensor:
     return kit.on_device(Rope.of(2 * pairs).inv_freq)
 
 
-PLAN = ladder_plan(90, (4, 5), (14, 3))  # 50 slots stay; some move twice
+PLAN = ladder_plan(90, (4, 5), (14, 3))  # keeps 50 slots; some move twice
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
@@ -124,7 +124,7 @@ def test_any_plan(plan, data, pairs, interleaved):
 
 @pytest.mark.parametrize("pattern", ["paper", "official"])
 def test_prompts_far_over_the_budget(pattern):
-    """Many passes, which thin again what is thin."""
+    """Many passes thin the same slots repeatedly."""
     plan = lacache_plan(1600, num_layers=4, budget=20, span=1, overlap=0, sinks=2, pattern=pattern)
     assert len(plan.passes) > 20 and len(plan) <= 20
     k, v = kit.kv(1, 2, 1600, 16, torch.float16)
@@ -135,7 +135,7 @@ def test_prompts_far_over_the_budget(pattern):
 
 
 def test_most_passes():
-    """192 of them, and no more."""
+    """192 passes are allowed, and no more."""
     plan = ladder_plan(1200, *[(3, 1)] * 192)
     k, v = kit.kv(1, 1, 1200, 8)
     assert same(ops.ladder_gather(k, v, plan=plan, layer=5), moved(k, v, plan, 5))
@@ -151,7 +151,7 @@ def test_most_passes():
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("d, pairs", [(64, 1), (64, 3), (64, 12), (64, 16), (64, 31), (80, 36), (256, 64), (8, 4)])
 def test_partial_rotation(dtype, interleaved, d, pairs):
-    """Halves of whole registers, and of any other number of channels."""
+    """The rotated halves fill whole registers, or have any other number of channels."""
     k, v = kit.kv(1, 2, 40, d, dtype, dv=8)
     plan = ladder_plan(40, (2, 3))
     result = ops.ladder_gather(k, v, plan=plan, layer=2, inv_freq=frequencies(pairs), interleaved=interleaved)
@@ -161,7 +161,7 @@ def test_partial_rotation(dtype, interleaved, d, pairs):
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_turns_of_any_size(dtype, interleaved):
-    """Up to 2^31 slots at a radian a slot: the angle is not what fp32 holds."""
+    """Up to 2^31 slots at one radian per slot: fp32 cannot hold the angle."""
     ladder = Ladder(1 << 20, 1, 0)
     plan = LadderPlan(ladder, (2047 << 20) + 10, ((0, 2047),), LadderState(0, 0))
     k, v = kit.kv(1, 1, 1, 16, dtype, dv=8)
@@ -178,7 +178,7 @@ def test_turns_of_any_size(dtype, interleaved):
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_values_that_are_not_finite(dtype):
-    """What is not turned is moved as it is; a NaN or an infinity stays in its pair; what is too large overflows."""
+    """Unrotated channels move unchanged; NaN or infinity stays in its pair; values that are too large overflow."""
     k, v = kit.kv(1, 1, 40, 16, dtype)
     plan = ladder_plan(40, (2, 3))
     largest = torch.finfo(dtype).max
@@ -209,7 +209,7 @@ def test_narrow_and_wide_rows(dtype, d, dv):
 
 @pytest.mark.parametrize("count", [1, 2, 9, 40])
 def test_lists_of_layers(count):
-    """Each with its own address, layout and offset."""
+    """Each layer has its own address, layout and offset."""
     inputs = [kit.kv(1, 2, 40, 16, torch.bfloat16, kit.LAYOUTS[i % 3], dv=24, seed=i) for i in range(count)]
     keys, values = (list(x) for x in zip(*inputs))
     layers = [(5 * i) % 8 for i in range(count)]
@@ -229,7 +229,7 @@ def test_lists_of_layers(count):
 
 @kit.only("cuda", "simulator")
 def test_many_heads():
-    """More than a CUDA grid has room for in y."""
+    """More heads than a CUDA grid can have blocks in y."""
     k, v = kit.kv(7, 10_000, 8, 8, torch.float16)
     plan = ladder_plan(8, (1, 1))
     assert same(ops.ladder_gather(k, v, plan=plan, layer=1), moved(k, v, plan, 1))
@@ -239,7 +239,7 @@ def test_many_heads():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 def test_large_outputs_are_streamed(dtype, layout):
-    """More than 16 MiB of output takes the streaming stores; no result depends on the number of threads."""
+    """Outputs of more than 16 MiB use streaming stores; no result depends on the number of threads."""
     k, v = kit.kv(1, 8, 9000, 128, dtype, layout)
     plan = lacache_plan(9000, num_layers=32, budget=6000)
     expected, inv_freq, turned = moved(k, v, plan, 20), frequencies(64), None
@@ -263,7 +263,7 @@ def test_empty_and_one_row(b, heads, n):
 
 
 def bad_plans():
-    """What is encoded, and what is said about it."""
+    """Yield invalid encoded plans, with parts of the error messages."""
     good = list(ladder_plan(40, (2, 3)).encoded)
     return [
         (good[:4], ("plan must be", "5 integers and 2 for each pass, got 4")),
@@ -287,7 +287,7 @@ def bad_plans():
 
 
 def bad_layers(k, v):
-    """(k, v, layer, options) that both ladder operators refuse, and what they say."""
+    """Yield (k, v, layer, options) that both ladder operators refuse, with parts of the error messages."""
     inv_freq = torch.ones(8)
     return [
         ((k[0], v, 3, {}), ("k must be", r"\[2, 40, 16\]")),
@@ -352,7 +352,7 @@ def test_bad_input_changes_nothing():
         assert all(map(torch.equal, (k, v, *out), before))
     ops.ladder_gather(
         wide[:, :, :40], v, plan=plan, layer=3, out=(wide[:, :, 40 : 40 + m], out[1])
-    )  # side by side is fine
+    )  # adjacent memory is allowed
     with kit.refuses("k must be a torch.Tensor", kind=TypeError):
         ops.ladder_gather([3], [v], plan=plan, layer=[3])
     with kit.refuses("requires grad"):
@@ -361,7 +361,7 @@ def test_bad_input_changes_nothing():
 
 @kit.only("cpu", "simulator")
 def test_lazy_clones_are_read_without_a_copy():
-    """A copy-on-write clone shares its memory until it is written to; reading it must not end that."""
+    """A copy-on-write clone shares its memory until it is written to; reading must not trigger the copy."""
     k, v = kit.kv(1, 2, 40, 16)
     lazy = [torch._lazy_clone(x) for x in (k, v, frequencies(8))]
     ops.ladder_gather(*lazy[:2], plan=ladder_plan(40, (2, 3)), layer=3, inv_freq=lazy[2])

@@ -1,4 +1,4 @@
-"""LagKV's arithmetic against counting."""
+"""LagKV's arithmetic, checked by counting."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ SHAPES = dict(n=st.integers(0, 90), prefix=st.integers(0, 20), lag=st.integers(1
 @given(**SHAPES, data=st.data())
 @kit.examples(200)
 def test_what_stays(n, prefix, lag, data):
-    """A segment is a partition behind which another one is complete."""
+    """A segment is a partition followed by a complete one."""
     kept = data.draw(st.integers(0, lag))
     segments = [s for s in range(n + 1) if segment_start(s + 2, prefix, lag) <= n]
     assert num_segments(n, prefix, lag) == len(segments)

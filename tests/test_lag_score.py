@@ -14,7 +14,7 @@ pytestmark = kit.every_device
 
 
 def check(k, v, lag, prefix=0, v_weight=1.0, self_reference=False, *, condition=1.0, **spans):
-    """The operator against fp64, and against the plain fp32 formula."""
+    """Compare the operator with fp64, and with the plain fp32 formula."""
     options = dict(lag=lag, prefix=prefix, v_weight=v_weight, self_reference=self_reference, **spans)
     actual = ops.lag_score(k, v, **options)
     eager = reference.lag_score(k, v, **options, dtype=torch.float32)
@@ -23,7 +23,7 @@ def check(k, v, lag, prefix=0, v_weight=1.0, self_reference=False, *, condition=
 
 
 def condition_of(k, v, lag, prefix, self_reference=False) -> float:
-    """The softmax multiplies the relative error of a std by that std: much in partitions of a few tokens."""
+    """Return the condition: softmax scales a std's relative error by the std, which is large in short partitions."""
     count = num_segments(k.shape[2], prefix, lag)
     grid = slice(prefix, segment_start(count + 1, prefix, lag))
     stds = [reference.lag_std(z[:, :, grid].double(), lag, self_reference) for z in (k, v) if count]
@@ -45,7 +45,7 @@ def test_narrow_and_wide_rows(dtype, d, dv):
 
 @kit.only("cuda", "simulator")
 def test_many_heads():
-    """More than a CUDA grid has room for in y; what a head scores does not depend on it."""
+    """More heads than a CUDA grid can have blocks in y; a head's scores do not depend on it."""
     k, v = kit.kv(7, kit.size(10_000, 300), 4, 8)
     scores = check(k, v, 2)
     assert torch.equal(scores[3:4, :2], ops.lag_score(k[3:4, :2], v[3:4, :2], lag=2))
@@ -53,7 +53,7 @@ def test_many_heads():
 
 @pytest.mark.parametrize("heads, n, lag", [(1, kit.size(20_000, 3_000), 1_000), (1, 300, 1)])
 def test_repeatable(heads, n, lag):
-    """Partitions that are long, and of one token."""
+    """Long partitions, and partitions of one token."""
     k, v = kit.kv(1, heads, n, 64, torch.bfloat16)
     kit.assert_repeatable(lambda: (ops.lag_score(k, v, lag=lag, prefix=7),))
 
@@ -71,9 +71,9 @@ def test_a_batch_changes_nothing(heads, n, d, lag):
 @pytest.mark.parametrize("self_reference", [False, True])
 @pytest.mark.parametrize("lag", [70, 270])  # clusters of 2 blocks; of 4 (on the small GPU) and 8
 def test_clusters_change_nothing(monkeypatch, lag, self_reference):
-    """GPUs with clusters and without, with more shared memory and less: the same bits."""
+    """GPUs with and without clusters, with more or less shared memory, give the same bits."""
     k, v = kit.kv(1, 1, 3 * lag + 9, 1024, torch.bfloat16, dv=512)
-    k[:, :, lag : lag + 4] += 1e4  # far outside of the reference
+    k[:, :, lag : lag + 4] += 1e4  # far outside the reference's range
     v[:, :, 40, 7] = float("nan")
     monkeypatch.setenv("CUDASIM_DEVICE", "a100")
     expected = check(k, v, lag, 5, 0.5, self_reference)
@@ -180,13 +180,13 @@ def test_large_means_keep_their_accuracy():
 
 @pytest.mark.parametrize("offset", [30.0, 3e3, 1e6, -1e8])
 def test_a_subject_far_outside_of_the_reference(offset):
-    """Its normalized values share a huge mean, which a one-pass variance must not drown in."""
+    """Its normalized values share a huge mean, in which a naive one-pass variance would lose all precision."""
     k, v = kit.randn(2, 1, 2, 96, 64).unbind(0)
     k[:, :, :32] += offset
     check(k, v, 32)
 
 
-@pytest.mark.parametrize("lag", [kit.size(9_000, 2_400), kit.size(55_000, 10_900)])  # beyond shared memory
+@pytest.mark.parametrize("lag", [kit.size(9_000, 2_400), kit.size(55_000, 10_900)])  # larger than shared memory
 def test_long_partitions(lag):
     check(*kit.kv(1, 1, 2 * lag + 99, 8), lag, 16)
 
@@ -232,7 +232,7 @@ def test_what_a_gpu_refuses():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_starts_and_lengths_are_not_looked_at():
-    """What lies outside of [0, n] counts as the end that it is beyond."""
+    """Values outside [0, n] are clamped to it."""
     k, v = kit.kv(6, 2, 50, 16)
     for bad, good in kit.spans_beyond_50():
         scores = [ops.lag_score(k, v, lag=8, prefix=2, starts=s, lengths=c) for s, c in (bad, good)]
@@ -242,7 +242,7 @@ def test_a_gpus_starts_and_lengths_are_not_looked_at():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("range_of_one", [3e-38, 2e-39, 5e-40])
 def test_a_channel_of_a_very_small_range_counts(dtype, range_of_one):
-    """1 / range is no float below 2.9e-39; some rows are far from the range, and in both tensors or in one."""
+    """Below 2.9e-39, 1 / range overflows fp32. Some rows are far outside the range, in one or both tensors."""
     k, v = kit.kv(1, 2, 70, 16, dtype)
     for x in (k, v):
         x[..., 3] = (torch.rand(1, 2, 70) * range_of_one).to(dtype)

@@ -19,7 +19,7 @@ def drawn(r: int, d: int, seed=0):
 
 
 def every(k):
-    """All slots of k, without memory of their own."""
+    """Return indices of all slots of k, as an expanded view."""
     return torch.arange(k.shape[2]).expand(*k.shape[:3])
 
 
@@ -41,7 +41,7 @@ def test_dtypes_and_head_dims(dtype, d):
 def test_bits(r):
     k, _ = kit.kv(1, 2, 60, 16)
     buckets = check(k, every(k), *drawn(r, 16))
-    assert buckets.max() >= 2 ** (r - 1) and buckets.max() < 2**r  # the first bit is the highest
+    assert buckets.max() >= 2 ** (r - 1) and buckets.max() < 2**r  # the first bit is the most significant
 
 
 @given(data=st.data(), n=st.integers(1, 40), p=st.integers(0, 20), seed=st.integers(0, 2**31))
@@ -80,7 +80,7 @@ def test_the_features_sign():
 
 @pytest.mark.parametrize("scale", [1e-42, 1e20, 3e37])
 def test_tiny_and_huge_keys_have_buckets(scale):
-    """Numbers beyond 2^53 turns have no fraction: their feature counts as positive, on every device."""
+    """Angles beyond 2^53 turns have no fraction: their feature counts as positive, on every device."""
     k = kit.kv(1, 2, 40, 16)[0] * scale
     projection, phase = drawn(3, 16)
     buckets = ops.lsh_bucket(k, every(k), projection, phase)

@@ -19,7 +19,7 @@ examples = kit.examples(40, derandomize=True)
 
 
 def make_kv(seed=0, b=2, heads=2, n=40, d=16, dv=8, dtype=torch.float32, layout="BHND"):
-    """Random k: [b, heads, n, d] and v: [b, heads, n, dv]; BNHD has the strides of [b, n, heads, d] memory."""
+    """Return random k [b, heads, n, d] and v [b, heads, n, dv]; BNHD has the strides of [b, n, heads, d] memory."""
     generator = torch.Generator().manual_seed(seed)
 
     def one(*shape):
@@ -31,13 +31,13 @@ def make_kv(seed=0, b=2, heads=2, n=40, d=16, dv=8, dtype=torch.float32, layout=
 
 
 def rows_of(x, indices):
-    """x[b, h, indices[b, h, i]], zeros where the index is -1."""
+    """Return x[b, h, indices[b, h, i]], and zeros where the index is -1."""
     b, h = torch.arange(x.shape[0])[:, None, None], torch.arange(x.shape[1])[:, None]
     return torch.where(indices[..., None] < 0, 0, x[b, h, indices])
 
 
 def assert_moved(result, k, v):
-    """What every result promises: ascending indices, -1 only last, and the rows that they name, bit for bit."""
+    """Check what every result guarantees: ascending indices, -1 only at the end, and their rows bit for bit."""
     indices = result.indices
     order = torch.where(indices < 0, k.shape[2] + torch.arange(indices.shape[2]), indices)
     assert indices.dtype == torch.int64 and (order.diff(dim=-1) > 0).all() and (indices < k.shape[2]).all()
@@ -49,7 +49,7 @@ def fp64(x):
 
 
 def assert_best(kept, scores, count, tolerance=2e-6):
-    """`kept` are the `count` highest of the fp64 `scores`, up to what fp32 cannot tell apart."""
+    """Check that `kept` are the `count` highest fp64 `scores`, except for differences that fp32 cannot resolve."""
     assert len(kept) == count
     if 0 < count < len(scores):
         threshold = np.sort(scores)[-count]
@@ -61,7 +61,7 @@ def assert_best(kept, scores, count, tolerance=2e-6):
 
 
 def lagkv_scores(k, v, lag, sinks, v_weight=1.0, reference="lag", score="std"):
-    """Scores of one head, [S, lag]. k: [n, d], v: [n, dv]."""
+    """Return one head's scores, [S, lag]. k: [n, d], v: [n, dv]."""
     result = []
     for p in range((len(k) - sinks) // lag - 1):
         total = 0.0
@@ -76,7 +76,7 @@ def lagkv_scores(k, v, lag, sinks, v_weight=1.0, reference="lag", score="std"):
 
 
 def keydiff_scores(k, metric="cosine", anchor="mean", normalize=True):
-    """Scores of one head, [n]. k: [n, d]."""
+    """Return one head's scores, [n]. k: [n, d]."""
     unit = k / np.linalg.norm(k, axis=1, keepdims=True)
     if anchor == "pairwise":
         return -(unit @ unit.T).mean(1)
@@ -170,7 +170,7 @@ def test_lagkv_defaults_are_the_papers():
 def test_lagkv_padded_rows_are_as_alone(starts, lengths, lag, sinks, seed, score, head_mode):
     n, r = 40, 0.5
     k, v = make_kv(seed, b=3, n=n)
-    for row, (start, length) in enumerate(zip(starts, lengths)):  # what is invalid must have no say
+    for row, (start, length) in enumerate(zip(starts, lengths)):  # invalid slots must be ignored
         for x in (k, v):
             x[row, :, :start] = torch.nan
             x[row, :, start + length :] = torch.nan
@@ -213,13 +213,13 @@ def test_lagkv_constant_channels_have_no_say():
             kept = result.indices[0, h].cpu().numpy() - 4 - p * 8
             assert_best(kept[(kept >= 0) & (kept < 8)], part, 4)
     same = kvops.lagkv_compress(torch.ones(1, 1, 36, 16), torch.ones(1, 1, 36, 16), 8, 0.5, sinks=4)
-    first = [4 + 8 * p + i for p in range(3) for i in range(4)]  # all tie: the lower slots stay
+    first = [4 + 8 * p + i for p in range(3) for i in range(4)]  # all tie: the lower slots are kept
     assert same.indices[0, 0].tolist() == [*range(4), *first, *range(28, 36)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lagkv_by_one_threshold_for_all_heads(dtype):
-    """Of each scored partition the heads' highest scores stay, as many in all as otherwise."""
+    """Each scored partition keeps the highest scores of all heads together, as many in total as without."""
     k, v = make_kv(n=75, heads=4, dtype=dtype)
     k[1, 2, 9] = torch.nan
     indices = kvops.lagkv_compress(k, v, 12, 0.4, sinks=5, head_mode="adaptive").indices
@@ -403,10 +403,10 @@ def test_row_whose_fraction_cannot_hold_the_protected():
 
 def test_keydiff_ties_zeros_and_nan():
     k, v = torch.ones(1, 1, 12, 16), torch.zeros(1, 1, 12, 16)
-    assert kvops.keydiff_compress(k, v, 4).indices.flatten().tolist() == [0, 1, 2, 3]  # all tie: the lower slots
+    assert kvops.keydiff_compress(k, v, 4).indices.flatten().tolist() == [0, 1, 2, 3]  # ties: the lower slots
     k[0, 0, 7] = 0  # scores 0, all others about -1
     assert 7 in kvops.keydiff_compress(k, v, 1).indices
-    k[0, 0, 2], k[0, 0, 3] = torch.nan, torch.inf  # out of the anchor, and the first to go
+    k[0, 0, 2], k[0, 0, 3] = torch.nan, torch.inf  # left out of the anchor, and evicted first
     assert kvops.keydiff_compress(k, v, 10).indices.flatten().tolist() == [0, 1, *range(4, 12)]
     assert kvops.keydiff_compress(k, v, 11).indices.flatten().tolist() == [0, 1, 2, *range(4, 12)]
     zero = torch.zeros(1, 1, 12, 16)
@@ -432,7 +432,7 @@ def test_shared_mode_averages_the_finite_heads():
     others = [i for i in range(20) if i != 5]
     scores[0, others] = keydiff_scores(fp64(k[0, 0, others]))
     assert_best(result.indices[0, 0].cpu().numpy(), scores.mean(0), 8)
-    k[0, 1, 5] = torch.nan  # finite in no head
+    k[0, 1, 5] = torch.nan  # not finite in any head
     assert 5 not in kvops.keydiff_compress(k, v, 19, head_mode="shared").indices
 
 
@@ -466,11 +466,11 @@ def test_random_is_fair_and_reproducible():
         kept[list(one)] += 1
         for other in sets[:i]:
             assert abs(len(one & other) - 250) < 80  # independent: 250 expected, standard deviation 12
-    assert abs(kept.reshape(4, 1000).sum(1) - 250 * len(sets)).max() < 200  # every quarter alike
+    assert abs(kept.reshape(4, 1000).sum(1) - 250 * len(sets)).max() < 200  # every quarter keeps as many
     assert np.abs(kept[:-1] @ kept[1:] / len(sets) ** 2 / 250 - 1) < 0.1  # neighbors independent
 
 
-# In place, out=, and what must not happen
+# In place, out=, and errors
 
 ALL = [
     (kvops.lagkv_compress, (6, 0.5)),

@@ -1,4 +1,4 @@
-"""What holds for every operator of the schema, by its calls in calls.py: graphs, repeats, rows at any address."""
+"""Properties of every operator in the schema, tested with its calls in calls.py: graphs, repeats, any address."""
 
 import copy
 import dataclasses
@@ -33,9 +33,9 @@ def calls_of(op: str) -> list[str]:
 
 @every_operator
 def test_every_argument_is_given(op):
-    """Each overload has calls, and each of its arguments is given in one of them, as another than its default.
+    """Each overload has calls, and each of its arguments has a non-default value in one of them.
 
-    But for block_table: test_pages.py gives it to every call.
+    The exception is block_table: test_pages.py passes it to every call.
     """
     given = set()
     for name in calls_of(op):
@@ -48,16 +48,16 @@ def test_every_argument_is_given(op):
 
 
 def outcome(overload, arguments: dict) -> list[torch.Tensor]:
-    """What a call returns, and what it writes."""
+    """Return a call's results and written tensors."""
     written = [arguments[x.name] for x in overload._schema.arguments if x.alias_info]
     return [x for x in tree_leaves((overload(**arguments), written)) if x is not None]
 
 
-# Graphs. Of simulated kernels they are those of the CPU.
+# Graphs. Simulated kernels use the CPU's graphs.
 
 
 def without_nan(x: Inputs) -> Inputs:
-    """Of which no result is NaN, as opcheck takes that for a difference."""
+    """Return the calls without NaN in their results, because opcheck treats NaN as a difference."""
     finite = {name: getattr(x, name).nan_to_num(0, 1, -1) for name in ("scores", "segments", "means")}
     clusters = torch.arange(x.n, dtype=torch.int32).remainder(x.means.shape[2]).expand_as(x.assignment)
     whole = dict(starts=torch.zeros_like(x.starts), lengths=torch.full_like(x.lengths, x.n))
@@ -91,7 +91,7 @@ def test_compile(op):
             assert kit.same(compiled(y), expected) and kit.same(y.tensors(), x.tensors())
 
 
-# The same bits each time.
+# Bit-identical repeats.
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_repeatable(name, shape):
     kit.assert_repeatable(lambda: outcome(overload, copy.deepcopy(arguments)))
 
 
-# Rows at any address. Other tensors must be contiguous.
+# Rows at any address. All other tensors must be contiguous.
 
 CONTIGUOUS = {
     *("anchor", "starts", "lengths", "visible", "sink_logits", "budgets"),
@@ -118,13 +118,13 @@ CONTIGUOUS = {
 
 
 def rows_of(arguments: dict) -> dict[str, list[torch.Tensor]]:
-    """The arguments that may lie anywhere, one tensor or a list of them."""
+    """Return the arguments that may have any address, each a tensor or a list of tensors."""
     found = {name: x if isinstance(x, list) else [x] for name, x in arguments.items() if name not in CONTIGUOUS}
     return {name: x for name, x in found.items() if isinstance(x[0], torch.Tensor)}
 
 
 def moved(arguments: dict, name: str, f) -> dict:
-    """Copies of the arguments, with f of one of them. What was the same tensor still is."""
+    """Copy the arguments and apply f to one of them. Shared tensors stay shared."""
     copies = {id(x): x.clone() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)}
     copies |= {id(x): f(x) for x in tree_leaves(arguments[name])}
     return tree_map_only(torch.Tensor, lambda x: copies[id(x)], arguments)
@@ -133,7 +133,7 @@ def moved(arguments: dict, name: str, f) -> dict:
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @every_call
 def test_rows_at_any_address(name, dtype):
-    """The width of an access is what all of the addresses allow."""
+    """The kernel picks an access width that all addresses allow."""
     overload, arguments = direct(name, fresh(heads=2, n=72, d=40, dv=24, dtype=dtype))
     expected = outcome(overload, copy.deepcopy(arguments))
     for offset, gap in ((1, 0), (2, 0), (4, 0), (8, 8), (0, 1), (0, 2), (0, 4), (3, 5)):
@@ -144,10 +144,10 @@ def test_rows_at_any_address(name, dtype):
 
 @every_operator
 def test_offsets_beyond_31_bits(op):
-    """In each tensor of rows. Its last row lies there, and some call depends on it."""
+    """Put the last row of each row tensor there; at least one call depends on it."""
     needed, found = set(), set()
     for name in calls_of(op):
-        # 5 sinks and 12 partitions of 6 tokens: LagKV's last one reaches to the end.
+        # 5 sinks and 12 partitions of 6 tokens: LagKV's last partition reaches the end.
         overload, arguments = direct(name, fresh(b=1, heads=2, n=77, d=8, dv=8, dtype=torch.float16))
         expected = outcome(overload, copy.deepcopy(arguments))
         for x, (rows, *_) in rows_of(arguments).items():
@@ -157,7 +157,7 @@ def test_offsets_beyond_31_bits(op):
             assert kit.same(outcome(overload, moved(arguments, x, kit.far_apart)), expected), (name, x)
             if x.endswith("out"):
                 found.add(x)
-            elif arguments.get("lse") is None:  # which other keys contradict
+            elif arguments.get("lse") is None:  # a given lse does not match other keys
                 others = moved(arguments, x, lambda y: torch.cat([y[:, :, :-1], y[:, :, :1]], 2))
                 found |= {x} if not kit.same(outcome(overload, others), expected) else set()
     assert found == needed

@@ -13,7 +13,7 @@ pytestmark = kit.every_device
 
 
 def check(k, kappa=5, **spans):
-    """Both forms; returns (the similarities, the outlier degrees)."""
+    """Check both forms and return (similarities, outlier degrees)."""
     exact = reference.outlier_degree(k, kappa=kappa, standardize=False, **spans)
     similarity = ops.outlier_degree(k, kappa=kappa, standardize=False, **spans)
     kit.assert_close(
@@ -23,7 +23,7 @@ def check(k, kappa=5, **spans):
     exact_degree = reference.outlier_degree(k, kappa=kappa, **spans)
     eager = reference.outlier_degree(k, kappa=kappa, **spans, dtype=torch.float32)
     assert torch.equal(degree.isnan(), exact_degree.isnan())
-    # A difference of similarities over their spread: relative errors grow as their size does against that spread.
+    # The degree divides differences of similarities by their spread, so errors grow with their size over that spread.
     for row in range(k.shape[0]):
         for h in range(k.shape[1]):
             s = exact[row, h][~exact[row, h].isnan()]
@@ -56,7 +56,7 @@ def test_neighbourhoods_of_every_size(n, kappa):
 
 @pytest.mark.parametrize("kappa", [680, 681, 682])
 def test_about_48_kb_of_shared_memory(kappa):
-    """A kernel that needs more must ask for it."""
+    """A kernel that needs more shared memory must request it."""
     check(kit.kv(1, 1, 30, 64, torch.bfloat16)[0], kappa)
 
 
@@ -114,12 +114,12 @@ def test_threads_change_nothing(heads, n, kappa):
 
 @pytest.mark.parametrize("kappa", [5, 100])
 def test_long_rows_keep_their_accuracy(kappa):
-    """A window that slides over everything would collect the rounding of every step."""
+    """A running window sum over the whole row would accumulate the rounding errors of every step."""
     check(kit.kv(1, 1, kit.size(20_000, 3_000), 16)[0], kappa)
 
 
 def test_planted_outliers_score_highest():
-    """The tokens of one direction among those of another: the sign of Eq. 5 as printed finds none of them."""
+    """Tokens of one direction among tokens of another. With the sign of Eq. 5 as printed, none would be found."""
     k = kit.randn(1, 2, 1, 32) + 0.1 * kit.randn(1, 2, 400, 32, seed=1)
     planted = list(range(30, 400, 37))
     k[:, :, planted] = kit.randn(1, 2, 1, 32, seed=2) + 0.1 * kit.randn(1, 2, len(planted), 32, seed=3)
@@ -140,7 +140,7 @@ def test_zero_keys_are_like_nothing(kappa):
 @pytest.mark.parametrize("kappa", [5, 12])
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_keys_that_are_all_alike_are_no_outliers(dtype, kappa):
-    """Equal, equal but for their length, and a lone one: their similarities differ by rounding at most."""
+    """Equal keys, keys that differ only in length, and a single key: similarities differ by rounding at most."""
     k = kit.randn(1, 2, 1, 64).to(dtype).expand(1, 2, 300, 64).contiguous()
     for x in (k, k * (2 ** torch.arange(300).remainder(5)).unsqueeze(-1).to(dtype), k[:, :, :1]):
         assert (ops.outlier_degree(x, kappa=kappa) == 0).all()
@@ -165,9 +165,9 @@ def test_what_is_not_finite_is_nobodys_neighbour(bad, dtype, kappa):
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e18, 1e25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiny_and_huge_keys_have_a_direction(scale, dtype, kappa):
-    """Their squared norms leave fp32's range, where the plain fp32 formula fails: the bound is absolute."""
+    """Their squared norms exceed fp32's range. The plain fp32 formula fails here, so the bound is absolute."""
     k = kit.kv(1, 2, 80, 32)[0].double()
-    k[:, :, 20:60] *= scale  # beside others that do not
+    k[:, :, 20:60] *= scale  # among keys of ordinary size
     k = k.to(dtype)
     actual, exact = (x.outlier_degree(k, kappa=kappa, standardize=False) for x in (ops, reference))
     assert (actual - exact).abs().max() < 1e-6
@@ -195,7 +195,7 @@ def test_bad_input():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_starts_and_lengths_are_not_looked_at():
-    """What lies outside of [0, n] counts as the end that it is beyond."""
+    """Values outside [0, n] are clamped to it."""
     k, _ = kit.kv(6, 2, 50, 16)
     for bad, good in kit.spans_beyond_50():
         scores, expected = (ops.outlier_degree(k, starts=s, lengths=c) for s, c in (bad, good))

@@ -1,4 +1,4 @@
-"""A method is one policy: the table is walked as the schema is, and what policies share is tested once."""
+"""Every method is one policy: the tests walk the table of methods, and test shared behaviour once."""
 
 import ast
 import dataclasses
@@ -73,7 +73,7 @@ def inputs(seed=0, n=N):
 
 
 def call_of(policy, q):
-    """What `compress` takes beside K and V: the queries, and which layer it is."""
+    """Return `compress`' arguments other than K and V: the queries and the layer."""
     if isinstance(policy, kvops.LAQ):
         return (q[:, :, :5] + 1,), dict(q_window=q[:, :, -policy.window :]) if policy.window else {}
     layer = dict(layer=1, num_layers=4) if isinstance(policy, (kvops.LaCache, kvops.PyramidKV)) else {}
@@ -100,7 +100,7 @@ def test_every_room(name):
     assert cls.__name__ in kvops.__all__ and getattr(kvops, cls.__name__) is cls
     assert entry.family in FAMILIES and (entry.source or cls in (kvops.Full, kvops.Random))
     assert set(entry.defaults) <= {x.name for x in fields(cls)}
-    if cls is kvops.Full:  # the cache as it is
+    if cls is kvops.Full:  # keeps the whole cache
         return
     page = ROOT / f"docs/methods/{cls.__name__.lower()}.md"
     assert page.is_file(), f"{cls.__name__} has no {page}"
@@ -110,7 +110,7 @@ def test_every_room(name):
 
 
 def code_lines(cls) -> int:
-    """Lines of a class that are neither blank nor of a docstring."""
+    """Count the lines of a class that are neither blank nor part of a docstring."""
     source = textwrap.dedent(inspect.getsource(cls))
     texts = set()
     for node in ast.walk(ast.parse(source)):
@@ -131,7 +131,7 @@ def test_a_policy_is_a_small_frozen_dataclass_that_says_what_its_settings_are(cl
 # Shorthands
 
 RENAMED = {"L": "lag", "r": "ratio"}
-#: A shorthand's window is as long as the queries have rows; these are of caches alone, or the same for every method.
+#: Not options of a shorthand: its window is the number of query rows; the others concern only caches, or all methods.
 NOT_IN_SHORTHANDS = {
     "window", "refresh", "buffer", "alpha", "steps", "stage1", "positions", "head_mode", "sinks", "recent"
 }  # fmt: skip
@@ -150,9 +150,9 @@ def test_a_shorthands_settings_are_the_policys(cls):
         else:
             assert name in of_call, f"{name} is neither a setting of {cls.__name__} nor an argument of compress"
     assert found == {name: settings[name] for name in found}
-    one_way = {"group_reduce"} if cls is kvops.TOVA else {*()}  # the mean over all query heads
+    one_way = {"group_reduce"} if cls is kvops.TOVA else {*()}  # always the mean over all query heads
     assert not {*settings} - {*found} - NOT_IN_SHORTHANDS - one_way
-    if issubclass(cls, kvops.QueryPolicy):  # the queries have one name
+    if issubclass(cls, kvops.QueryPolicy):  # the queries have the same name everywhere
         queries = list(inspect.signature(cls.compress).parameters)[3]
         assert list(inspect.signature(shorthand(cls)).parameters)[2] == queries
         assert queries == ("q_lookahead" if cls is kvops.LAQ else cls.argument)
@@ -238,7 +238,7 @@ OTHER = {
 
 
 def changed(policy, name):
-    """The policy with another value of one setting."""
+    """Return the policy with another value for one setting."""
     value = getattr(policy, name)
     if name in ("projection", "phase"):
         return replace(policy, projection=torch.ones(2, 16), phase=torch.ones(2))
@@ -339,9 +339,9 @@ def test_a_budget_has_to_hold_what_always_stays():
     kvops.SnapKV(20, 4, sinks=16)
 
 
-# What every policy that scores has: sinks, and budgets per head
+# Shared by all policies with scores: sinks, and budgets per head
 
-#: Policies with scores of each head.
+#: Policies with scores per head.
 SCORING = [
     kvops.KeyDiff(20),
     kvops.KeyDiff(20, recent=0.25, metric="dot"),
@@ -362,7 +362,7 @@ with_spans = pytest.mark.parametrize("spans", SPANS, ids=["whole", "starts", "sp
 
 
 def observed(policy, q, k, v, spans):
-    """What the policy sees in one call."""
+    """Return the view that the policy gets in one call."""
     view, (queries, options) = kvops.View(k, v, **spans), call_of(policy, q)
     if isinstance(policy, kvops.LAQ):
         policy.observe_draft(view, options.get("q_window"), *queries, None, None, {})
@@ -372,13 +372,13 @@ def observed(policy, q, k, v, spans):
 
 
 def bounds(spans, row):
-    """A row's first valid slot, and one past its last."""
+    """Return a row's first valid slot, and one past its last."""
     first = int(spans["starts"][row]) if "starts" in spans else 0
     return first, first + int(spans["lengths"][row]) if "lengths" in spans else N
 
 
 def best(scores, first, end, budget, sinks, newest):
-    """One head's kept slots, by the definition."""
+    """Return one head's kept slots, by definition."""
     slots = list(range(first, end))
     if len(slots) <= budget:
         return slots
@@ -388,7 +388,7 @@ def best(scores, first, end, budget, sinks, newest):
 
 
 def protected(policy, view, budget):
-    """Newest tokens that stay among a head's budget."""
+    """Return how many newest tokens are always kept within a head's budget."""
     return view.window if policy.uses_queries and not isinstance(policy, kvops.H2O) else policy.newest(budget)
 
 
@@ -403,7 +403,7 @@ def kept(result):
 def test_sinks_and_budgets_per_head(policy, spans, sinks, budgets):
     q, k, v = inputs(5)
     spans = {name: kit.int32(*x) for name, x in spans.items()}
-    if isinstance(policy, kvops.H2O):  # all rows see the first tokens: without sinks, they stay anyway
+    if isinstance(policy, kvops.H2O):  # all rows see the first tokens: kept even without sinks
         q += 1
         for b in range(2):
             k[b, :, bounds(spans, b)[0] :][:, :SINKS] = -3.0
@@ -421,7 +421,7 @@ def test_sinks_and_budgets_per_head(policy, spans, sinks, budgets):
     ]
     assert kept(result) == want and result.indices.shape == (2, 2, max(budgets))
     ends = (result.indices < 0).int()
-    assert torch.equal(ends, ends.cummax(-1).values)  # what a head lacks is last
+    assert torch.equal(ends, ends.cummax(-1).values)  # padding of shorter heads comes last
     assert (result.k[ends.bool()] == 0).all() and (result.v[ends.bool()] == 0).all()
     if len({*budgets}) == 1:
         plain = replace(policy, sinks=sinks).compress(k, v, *queries, **options, **spans)
@@ -469,7 +469,7 @@ def test_sinks_of_policies_with_one_score_or_layers_that_share(policy, spans):
         for h in range(2):
             slots = kept(result)[b][h]
             assert slots[:7] == list(range(first, first + 7)) and slots[-1] == end - 1
-            # of the others as many of the best stay as there is room for: all of them are among the best without sinks
+            # the rest of the budget goes to the best other tokens, which are also among the best without sinks
             assert {*slots[7:]} <= {*kept(none)[b][h]}
 
 
@@ -494,7 +494,7 @@ def test_heads_alone_keep_what_they_keep_beside_others(policy, mode):
     same = [[row[h] for row in together] == [row[0] for row in alone(h)] for h in range(2)]
     if policy.heads_alone:
         assert all(same)
-    elif not isinstance(policy, kvops.StreamingLLM):  # which has one score for all, however it is asked
+    elif not isinstance(policy, kvops.StreamingLLM):  # it has one score for all heads in every mode
         assert not all(same)
 
 
@@ -514,7 +514,7 @@ def test_heads_with_one_score_have_one_budget():
 
 
 def budgets_by_hand(policy, scores, spans, sinks, newest):
-    """The layer's budget shared by the scores of what does not stay anyway, each row alone: int32 [b, Hk]."""
+    """Split the layer's budget by the scores of the tokens that are not always kept, per row: int32 [b, Hk]."""
     rows = []
     for b in range(2):
         first, end = bounds(spans, b)
@@ -527,7 +527,7 @@ def budgets_by_hand(policy, scores, spans, sinks, newest):
 @with_spans
 @pytest.mark.parametrize("sinks", [0, SINKS])
 def test_adaptive_heads_share_the_layers_budget(policy, spans, sinks):
-    """Twice the budget of a head is what two heads keep, and `head_budgets` by hand says which of them how much."""
+    """Two heads keep twice the budget of a head, split as computed by hand."""
     q, k, v = inputs(4)
     k[:, 0] *= 1.5
     spans = {name: kit.int32(*x) for name, x in spans.items()}
@@ -628,7 +628,7 @@ class ValueNorm(kvops.KeyPolicy):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Holds value_norm.py, and modules are imported from it."""
+    """A folder on the import path that contains value_norm.py."""
     (tmp_path / "value_norm.py").write_text(MINE)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
@@ -636,7 +636,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Sets what packages install in the entry point group."""
+    """Set the entry points that packages install in the group."""
 
     def install(**values):
         points = [importlib.metadata.EntryPoint(name, value, ENTRY_POINTS) for name, value in values.items()]
@@ -666,7 +666,7 @@ def test_anyones_policy_by_name(folder, installed):
             1,
             2,
         ]
-    assert isinstance(kvops.policy("keydiff", budget=20), kvops.KeyDiff)  # ours first
+    assert isinstance(kvops.policy("keydiff", budget=20), kvops.KeyDiff)  # built-in policies take precedence
     assert type(kvops.policy("kvops.methods.keydiff:KeyDiff", budget=20)) is kvops.KeyDiff
 
 
@@ -703,7 +703,7 @@ def test_names_that_are_none(folder, installed):
 
 
 def answer(policy, seed):
-    """The slots of a cache after a prompt and 30 tokens, and of one call."""
+    """Return the slots kept by a cache after a prompt and 30 tokens, and by one call."""
     q, k, v = inputs(seed, 90)
     cache = kvops.Cache(policy, layer=2, num_layers=4)
     out = [cache.attend(*(x[:, :, :N] for x in (q, k, v)))]
@@ -718,7 +718,7 @@ def answer(policy, seed):
 
 @every_policy
 def test_one_policy_serves_caches_in_several_threads(policy):
-    """It has no state: caches that take turns and threads get what each gets alone."""
+    """A policy has no state: caches in several threads give the results they give alone."""
     settings = dict(vars(policy))
     fresh = [replace(policy) for _ in range(4)]
     alone = [answer(x, seed) for seed, x in enumerate(fresh)]
@@ -726,7 +726,7 @@ def test_one_policy_serves_caches_in_several_threads(policy):
     found, device = {}, torch.get_default_device()
 
     def work(seed):
-        with torch.device(device):  # a thread's own
+        with torch.device(device):  # the default device is per thread
             found[seed] = [answer(policy, seed) for _ in range(2)]
 
     workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -742,7 +742,7 @@ def test_one_policy_serves_caches_in_several_threads(policy):
 
 @every_policy
 def test_caches_of_one_policy_take_turns(policy):
-    """Step by step, two caches of one policy."""
+    """Two caches of one policy alternate step by step."""
     both = [inputs(seed, 90) for seed in range(2)]
     caches, twins = ([kvops.Cache(p, layer=2, num_layers=4) for p in (policy, x)] for x in (policy, replace(policy)))
     for first, last in ((0, N), *((i, i + 1) for i in range(N, 90))):
@@ -764,7 +764,7 @@ def test_caches_of_one_policy_take_turns(policy):
 )
 @kit.examples(60)
 def test_layers_share_a_budget_by_entropy(sharpness, n, budget, window, seed):
-    """Against the formula in plain Python; sums, bounds, padding."""
+    """Compared with the formula in plain Python; sums, bounds, padding."""
     window = min(window, budget)
     scores = [kit.randn(2, 3, n, seed=seed + i).mul(x).softmax(-1) for i, x in enumerate(sharpness)]
     lengths = [n, max(0, n - 7)]
@@ -777,7 +777,7 @@ def test_layers_share_a_budget_by_entropy(sharpness, n, budget, window, seed):
             p = p / p.sum(-1, keepdim=True)
             entropies.append(float(-(p * p.log()).nan_to_num(0).sum(-1).mean()) if prefix else 0.0)
         share, total = {}, len(scores) * min(budget - window, prefix)
-        while True:  # layers that keep all leave the rest to the others
+        while True:  # layers that keep all tokens leave the rest of the budget to the others
             left = [i for i in range(len(scores)) if i not in share]
             weight = sum(entropies[i] for i in left)
             ideal = {

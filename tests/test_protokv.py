@@ -20,19 +20,19 @@ from test_window_methods import causal, heads_of, make, weights
 
 pytestmark = kit.every_device
 examples = kit.examples(30, derandomize=True)
-SMALL = dict(num_sats=6, num_chunks=9)  # for sequences of tens of tokens
+SMALL = dict(num_sats=6, num_chunks=9)  # for sequences of a few dozen tokens
 
 
 def clusters_of(k, prefix, **settings):
-    """Each token's cluster, of the first `prefix` tokens of each row."""
+    """Return the cluster of each of the first `prefix` tokens of each row."""
     return kvops.ProtoKV(32, **settings).assign(kvops.View(k, k), None, prefix)
 
 
-# Algorithm 1 of one KV head, in fp64: keys [m, d] of the prefix
+# Algorithm 1 for one KV head, in fp64: keys [m, d] of the prefix
 
 
 def outlier_degrees(keys, kappa=5):
-    """Lines 2, Eq. 4 and 5, the latter's sign turned around."""
+    """Line 2, Eq. 4 and 5, the latter with its sign reversed."""
     unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)
     near = np.abs(np.subtract.outer(np.arange(len(keys)), np.arange(len(keys)))) <= kappa
     similarity = (unit @ unit.T * near).sum(1) / near.sum(1)
@@ -46,7 +46,7 @@ def bits_of(keys, projection, phase):
 
 
 def prototypes_of(keys, sats, buckets, num_chunks, num_buckets):
-    """Lines 4 to 16: {id: mean key}, empty ones left out."""
+    """Lines 4 to 16: {id: mean key}, without empty prototypes."""
     chunks, found = min(num_chunks, len(keys)), {}
     for c in range(chunks):
         members = np.setdiff1d(np.arange(c * len(keys) // chunks, (c + 1) * len(keys) // chunks), sats)
@@ -59,7 +59,7 @@ def prototypes_of(keys, sats, buckets, num_chunks, num_buckets):
 
 
 def assert_nearest(assignment, keys, prototypes):
-    """Lines 17 to 19, with the accuracy of `ops.assign_prototypes`."""
+    """Check lines 17 to 19, with the accuracy of `ops.assign_prototypes`."""
     ids = np.array(sorted(prototypes))
     means = np.stack([prototypes[i] for i in ids])
     cosines = keys @ means.T / np.linalg.norm(keys, axis=1)[:, None] / np.linalg.norm(means, axis=1)
@@ -69,7 +69,7 @@ def assert_nearest(assignment, keys, prototypes):
 
 
 def best_clusters(token, assignment, count, reduce="mean", whole=False):
-    """Lines 20 to 24 (and Eq. 2): the kept ones of the prefix, ascending; and how close the decision was."""
+    """Lines 20 to 24 (and Eq. 2): return the prefix's kept tokens, ascending, and how close the decision was."""
     ids = np.unique(assignment)
     score = {c: getattr(token[assignment == c], reduce)() for c in ids}
     order, kept, gap = sorted(ids, key=lambda c: (-score[c], c)), [], np.inf
@@ -150,7 +150,7 @@ def test_protokv_is_algorithm_1(
 
 
 def test_the_closeness_of_decisions_excuses_few():
-    """What the comparison above leaves out is rare."""
+    """The comparison above skips few cases."""
     gaps = []
     for seed in range(20):
         q, k, _ = make(seed, n=70, w=8)
@@ -161,7 +161,7 @@ def test_the_closeness_of_decisions_excuses_few():
 
 
 def walk(n, d=64, seed=0):
-    """Keys that turn slowly, as position-determined tokens do: unit rows [n, d]."""
+    """Return unit keys [n, d] that rotate slowly, like those of position-determined tokens."""
     steps = np.random.default_rng(seed).standard_normal((n, d)) * 0.15
     keys = np.cumsum(steps, 0) + 3 * np.random.default_rng(seed + 1).standard_normal(d)
     return keys / np.linalg.norm(keys, axis=1, keepdims=True)
@@ -179,17 +179,17 @@ def test_planted_anchors_are_found_and_share_clusters():
     assignment = clusters_of(k, kit.int32(n), num_sats=count, num_chunks=60)[0, 0].cpu().numpy()
     assert (assignment[planted] >= 60).sum() >= 42  # an anchor belongs to a bucket of anchors,
     rest = np.setdiff1d(np.arange(n), planted)
-    assert (assignment[rest] < 60).mean() > 0.95  # and the text to its chunks: its own, or the next
+    assert (assignment[rest] < 60).mean() > 0.95  # and a text token to its own chunk, or the next
     own = rest * 60 // n
     assert (np.abs(assignment[rest] - own) <= 1).mean() > 0.6
 
 
 def test_a_question_about_anchors_keeps_all_of_them():
-    """Queries that look at two anchors keep the others too, which a selection token by token would not."""
+    """Queries that attend to two anchors keep the other anchors too; token-by-token selection would not."""
     n, rng = 400, np.random.default_rng(3)
     keys = walk(n)
     direction = rng.standard_normal(64)
-    direction -= (direction @ keys.T) @ np.linalg.pinv(keys.T)  # no other key lies in it
+    direction -= (direction @ keys.T) @ np.linalg.pinv(keys.T)  # now orthogonal to all other keys
     direction /= np.linalg.norm(direction)
     anchors = np.arange(30, 390, 36)
     keys[anchors] = direction + 0.05 * rng.standard_normal((len(anchors), 64))
@@ -203,7 +203,7 @@ def test_a_question_about_anchors_keeps_all_of_them():
 
 @pytest.mark.parametrize("clusters", ["prototypes", "chunks", "lsh"])
 def test_short_sequences_and_the_whole(clusters):
-    options = dict(clusters=clusters)  # 496 chunks, 32 anchors: more than there are tokens
+    options = dict(clusters=clusters)  # 496 chunks and 32 anchors: more than there are tokens
     q, k, v = make(n=40, w=8)
     assert kvops.protokv_compress(k, v, q, 8, **options).indices[0, 0].tolist() == list(range(32, 40))
     for budget in (40, 41, 1000, 1.0):
@@ -217,14 +217,14 @@ def test_short_sequences_and_the_whole(clusters):
             kvops.protokv_compress(short, values, q, 9, **options).indices[..., -8:],
             torch.arange(n - 8, n).expand(2, 2, 8),
         )
-    # Each token is its own cluster when there are as many chunks: ProtoKV is then a choice token by token.
+    # With as many chunks as tokens each token is its own cluster, so ProtoKV selects token by token.
     options = dict(num_sats=0, num_chunks=100, clusters="prototypes")
     got = kvops.protokv_compress(k, v, q, 20, **options).indices
     assert torch.equal(got, kvops.snapkv_compress(k, v, q, 20, kernel_size=1, score="dot").indices)
 
 
 def test_equal_keys_and_zero_keys():
-    """Nothing to tell tokens apart by: the lower slots stay."""
+    """The tokens are indistinguishable, so the lower slots are kept."""
     q, k, v = make(n=40, w=4)
     for keys in (k[:, :, :1].expand_as(k).contiguous(), torch.zeros_like(k)):
         for compress in (
@@ -248,12 +248,12 @@ def test_nan_and_infinity_stay_where_they_are(options):
         clean, got = call(k), call(bad)
         assert torch.equal(got[1], clean[1]) and torch.equal(got[0, 0], clean[0, 0])
         assert not np.isin([30, 31], got[0, 1].cpu()).any()
-    bad[0, 1, :56] = torch.nan  # of nothing but NaN, the lower slots
+    bad[0, 1, :56] = torch.nan  # with only NaN the lower slots are kept
     assert kvops.protokv_compress(bad, v, q, 10, **SMALL).indices[0, 1].tolist() == [*range(6), *range(56, 60)]
 
 
 def test_shared_heads():
-    """One set: by the mean over heads of the scores of the clusters that a token is in, then of its own."""
+    """One set for all heads: ordered by the mean over heads of a token's cluster scores, then of its own scores."""
     q, k, v = make(n=60, w=8)
     for reduce in ("mean", "sum"):
         result = kvops.protokv_compress(k, v, q, 30, head_mode="shared", cluster_reduce=reduce, **SMALL)
@@ -278,7 +278,7 @@ def test_shared_heads():
 @pytest.mark.parametrize("size", [1.0, 1e4, 1e-4])
 @pytest.mark.parametrize("group_reduce", ["mean", "sum"])
 def test_dot_scores_of_many_rows_are_one_product(dtype, size, group_reduce):
-    """As exact as fp32, whatever the range of the dtype; rows that count nothing have no say, whatever they hold."""
+    """As accurate as fp32, whatever the dtype's range; rows that count nothing are ignored, whatever they hold."""
     q, k, _ = make(b=2, n=50, w=20)
     q = (q * size).to(dtype)
     k = k.to(dtype)
@@ -307,7 +307,7 @@ def test_dot_scores_that_are_not_linear_go_row_by_row():
 def test_the_hash_is_the_same_everywhere():
     projection, phase = kvops.lsh_projection(3, 2, seed=7)
     assert projection.dtype == phase.dtype == torch.float32
-    # By another implementation of MurmurHash3's finalizer and of Box-Muller.
+    # Values from another implementation of MurmurHash3's finalizer and of Box-Muller.
     want = [[-0.51571333, 0.58894587, 0.827582], [0.30412576, 0.36951965, -0.38500956]], [5.934724, 3.9948134]
     assert torch.equal(projection, torch.tensor(want[0])) and torch.equal(phase, torch.tensor(want[1]))
 
@@ -331,7 +331,7 @@ def test_the_seed_and_what_it_draws():
     assert torch.equal(drawn, given)
     others = [kvops.protokv_compress(k, v, q, 30, seed=x, **options).indices for x in range(3, 7)]
     assert any(not torch.equal(drawn, x) for x in others)
-    projection.zero_()  # the caller's own
+    projection.zero_()  # the caller's own copy
     assert torch.equal(kvops.protokv_compress(k, v, q, 30, seed=2, **options).indices, drawn)
     assert (kvops.lsh_projection(16, 3, seed=2)[0] != 0).all()
 
@@ -427,7 +427,7 @@ def test_head_budgets_of_fractions_and_of_scores_that_are_not_finite():
     assert torch.equal(got[0], kvops.head_budgets(scores, 25, 4)[0])
     scores[0, 0], scores[0, 1, :10] = torch.nan, torch.inf
     got = kvops.head_budgets(scores, 20, 4, floor=0.25)
-    assert got.sum(1).tolist() == [60, 60] and got[0, 0] == 4 + 4  # its floor, and nothing that competes
+    assert got.sum(1).tolist() == [60, 60] and got[0, 0] == 4 + 4  # floor + recent, no other scores
     assert kvops.head_budgets(scores[:, :0], 20).shape == (2, 0)
 
 
@@ -446,7 +446,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("padded", [False, True])
 def test_heads_with_budgets_of_their_own(name, padded):
-    """Each head keeps what it keeps when that is the budget of all."""
+    """Each head keeps the same tokens as when all heads have its budget."""
     q, k, v = make(n=60, w=8)
     budgets = kit.int32(20, 8, 13, 60).view(2, 2)
     spans = dict(starts=kit.int32(0, 9)) if padded else {}
@@ -464,7 +464,7 @@ def test_heads_with_budgets_of_their_own(name, padded):
 
 
 def make_all(n=150, **options):
-    """q, k, v of all n tokens."""
+    """Return q, k, v of all n tokens."""
     q, _, _ = make(n=n, w=n, b=2, **options)
     return (q, *kit.kv(2, 2, n, 16, dv=8, seed=9))
 
@@ -472,7 +472,7 @@ def make_all(n=150, **options):
 @pytest.mark.parametrize("score", ["dot", "softmax"])
 @pytest.mark.parametrize("pads", [None, (0, 11)])
 def test_decode_fills_a_buffer_and_is_observed_by_its_end(score, pads):
-    """App. O, step by step: n = budget + buffer tokens, of which the last alpha observe; budget of them stay."""
+    """App. O, step by step: at n = budget + buffer tokens the last alpha observe, and `budget` tokens are kept."""
     q, k, v = make_all()
     own = dict(score=score, seed=4, **SMALL)
     cache = kvops.Cache(kvops.ProtoKV(24, 8, buffer=10, alpha=3, **own))
@@ -520,7 +520,7 @@ def test_without_a_buffer_decode_keeps_everything(make_policy):
     for first, last in ((60, 67), (67, 74)):
         cache.attend(*(x[:, :, first:last] for x in (q, k, v)))
     assert len(cache) == 24 + 14
-    cache.attend(*(x[:, :, 74:82] for x in (q, k, v)))  # a further turn, or chunk
+    cache.attend(*(x[:, :, 74:82] for x in (q, k, v)))  # another turn or chunk
     assert len(cache) == 24
 
 
@@ -530,7 +530,7 @@ def test_a_cropped_cache_observes_with_the_queries_that_are_left():
     cache.attend(*(x[:, :, :60] for x in (q, k, v)))
     for i in range(60, 69):
         cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v)))
-    cache.crop(66)  # of the queries of tokens 65 to 68, the first is left
+    cache.crop(66)  # of the queries of tokens 65 to 68, only the first remains
     positions = cache.positions
     for i in range(3):
         cache.attend(*(x[:, :, 100 + i : 101 + i] for x in (q, k, v)))
@@ -548,7 +548,7 @@ def test_a_cropped_cache_observes_with_the_queries_that_are_left():
     cache.attend(*(x[:, :, :60] for x in (q, k, v)))
     for i in range(60, 69):
         cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v)))
-    cache.crop(60)  # none is left but what comes
+    cache.crop(60)  # none remains; only new queries observe
     stored = [torch.cat((x, y[:, :, 100:107]), 2) for x, y in ((cache.k, k), (cache.v, v))]
     cache.attend(*(x[:, :, 100:107] for x in (q, k, v)))
     assert len(cache) == 31 and cache._queries.shape[2] == 4
@@ -574,7 +574,7 @@ def test_models_logits_are_scored_as_they_are():
 
 @kit.only("cpu")
 def test_nothing_of_the_products_size_is_allocated():
-    """A call needs its scores, prototypes and assignment, and its result's indices: 80 times less than the products."""
+    """A call allocates scores, prototypes, assignment and result indices: 80 times less than the products need."""
     code = """
 import torch, kvops
 peak = lambda: 1024 * int(next(line for line in open("/proc/self/status") if "VmHWM" in line).split()[1])
@@ -592,7 +592,7 @@ print(peak() - before)
     assert 0 < int(done.stdout) < 1.5 * (2 * scores + prototypes + indices)
 
 
-# torch.compile, bad input
+# torch.compile, invalid input
 
 
 @kit.only("cpu", "cuda")

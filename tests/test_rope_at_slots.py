@@ -1,4 +1,4 @@
-"""rope_at_slots against its reference: right to one rounding, in both layouts of pairs."""
+"""rope_at_slots against its reference: correct to one rounding, in both pair layouts."""
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ def keys(b, heads, n, d, dtype=torch.float32, layout="bhnd"):
 
 
 def tables(n: int, pairs: int, rows: int | None = None):
-    """Of other positions in each row of the batch, if there are rows."""
+    """Return cosine and sine tables, with different positions per batch row if rows are given."""
     positions = torch.arange(n) + (0 if rows is None else 1000 * torch.arange(rows).unsqueeze(1))
     return Rope.of(2 * pairs).tables(positions)
 
 
 def check(result, k, cos, sin, interleaved=False):
-    """Rotated channels are right to one rounding, the others as they were."""
+    """Check that rotated channels are correct to one rounding and the others are unchanged."""
     pairs = cos.shape[-1]
     exact = reference.rope_at_slots(k, cos, sin, interleaved=interleaved)
     assert result.dtype == k.dtype and same((result[..., 2 * pairs :],), (k[..., 2 * pairs :],))
@@ -69,7 +69,7 @@ def test_layouts_and_out(layout, out_layout, dtype):
 )
 @kit.examples(60)
 def test_any_shape(d, pairs, n, heads, dtype, interleaved, in_place):
-    """Halves of whole registers, and of any other number of channels."""
+    """The rotated halves fill whole registers, or have any other number of channels."""
     k, (cos, sin) = keys(2, heads, n, d, dtype), tables(n, min(pairs, d // 2))
     before = k.clone()
     result = ops.rope_at_slots(k, cos, sin, interleaved=interleaved, out=k if in_place else None)
@@ -79,7 +79,7 @@ def test_any_shape(d, pairs, n, heads, dtype, interleaved, in_place):
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_tables_of_any_strides_and_values(dtype, interleaved):
-    """Not only rotations: Rope's scaling, and what undoes rounded cosines. A table for several rows may be one."""
+    """Tables need not be rotations: RoPE scaling, or the inverse of rounded cosines. Rows may share a table."""
     k = keys(2, 2, 20, 32, dtype)
     wide = kit.randn(20, 40, seed=3)
     cos, sin = wide[:, 3:14], wide.flip(0)[:, 20:31]
@@ -105,12 +105,12 @@ def test_wide_rows(dtype, d):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_every_16_bit_number(dtype, interleaved):
-    """Multiplied by one and by what moves it a little: stored as the nearest, ties to even, as torch does it."""
+    """Multiplied by one and by slightly different factors: rounded to nearest, ties to even, as in torch."""
     k = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(1, 1, -1, 64)
     for factor in (1.0, 1 + 2**-9, 1 + 2**-12, 0.75, 2**-5, 1 - 2**-24):
         cos, sin = torch.full((1024, 32), factor), torch.zeros(1024, 32)
         result = ops.rope_at_slots(k, cos, sin, interleaved=interleaved)
-        # the pair's other number times zero is a zero, or NaN
+        # the pair's other number times zero is zero or NaN
         first, second = (k.unflatten(-1, (32, 2)).unbind(-1)) if interleaved else k.unflatten(-1, (2, 32)).unbind(-2)
         first, second = first.float(), second.float()
         turned = first * factor - second * 0.0, second * factor + first * 0.0
@@ -121,7 +121,7 @@ def test_every_16_bit_number(dtype, interleaved):
 
 @kit.only("cuda", "simulator")
 def test_many_heads():
-    """More than a CUDA grid has room for in y."""
+    """More heads than a CUDA grid can have blocks in y."""
     k, (cos, sin) = keys(7, 10_000, 2, 8, torch.float16), tables(2, 4)
     check(ops.rope_at_slots(k, cos, sin), k, cos, sin)
 
@@ -130,7 +130,7 @@ def test_many_heads():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_large_outputs_are_streamed(dtype, interleaved):
-    """More than 16 MiB of output takes the streaming stores; no result depends on the number of threads."""
+    """Outputs of more than 16 MiB use streaming stores; no result depends on the number of threads."""
     k, (cos, sin) = keys(1, 8, 10_000, 128, dtype), tables(10_000, 64)
     results = []
     for count in (1, 2, 5):
@@ -178,7 +178,7 @@ def test_bad_input_changes_nothing():
             ops.rope_at_slots(*arguments, out=target)
         assert all(map(torch.equal, (k, cos, sin, out, buffer), before))
     same_row = k[:1, :1, :1].expand(2, 2, 20, -1)
-    check(ops.rope_at_slots(same_row, cos, sin), same_row, cos, sin)  # what is read may overlap itself
+    check(ops.rope_at_slots(same_row, cos, sin), same_row, cos, sin)  # an input may overlap itself
     with kit.refuses("overlap itself"):
         ops.rope_at_slots(same_row, cos, sin, out=same_row)
     with kit.refuses("cos must be a torch.Tensor", kind=TypeError):
@@ -189,7 +189,7 @@ def test_bad_input_changes_nothing():
 
 @kit.only("cpu", "simulator")
 def test_lazy_clones_are_read_without_a_copy():
-    """A copy-on-write clone shares its memory until it is written to; reading it must not end that."""
+    """A copy-on-write clone shares its memory until it is written to; reading must not trigger the copy."""
     lazy = [torch._lazy_clone(x) for x in (keys(1, 2, 20, 16), *tables(20, 8))]
     ops.rope_at_slots(*lazy)
     assert all(torch._C._is_cow_tensor(x) for x in lazy)

@@ -1,4 +1,4 @@
-"""One operator is one row of the house: every room of each operator in the schema must be there."""
+"""Every operator in the schema must have all its files: kernels, wrapper, reference, tests and docs."""
 
 import ast
 import importlib.util
@@ -53,7 +53,7 @@ def test_every_overload_has_kernel_and_fake(schema):
 
 
 def test_the_wrappers_take_the_schemas_arguments():
-    """Same names and, where the schema has one, same defaults: kvops.ops, the reference and torch.ops agree."""
+    """kvops.ops, the reference and torch.ops use the same argument names and, where the schema has one, default."""
     for schema in SCHEMAS:
         if schema.overload_name:
             continue
@@ -99,7 +99,7 @@ def test_each_fake_is_beneath_its_function():
 
 
 def imported(path: Path) -> set[str]:
-    """The full names of the modules that a file imports, anywhere in it, and of what it takes from them."""
+    """Return the full names of all modules and members that a file imports, anywhere in it."""
     package = ".".join(path.relative_to(ROOT).parent.parts)
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -112,7 +112,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_the_library_does_without_its_specification():
-    """Tests and the benchmark import the reference; the library that they compare with it does not."""
+    """Tests and the benchmark import the reference; the library itself does not."""
     library = [x for x in (ROOT / "kvops").rglob("*.py") if x.parent.name != "bench" and x.stem != "reference"]
     names = {path.relative_to(ROOT).as_posix(): imported(path) for path in library}
     assert "kvops.lag" in names["kvops/ops.py"] and "kvops.methods.table" in names["kvops/eval/methods.py"]
@@ -130,12 +130,12 @@ def test_the_library_does_without_numpy():
 @pytest.mark.skipif(kvops.build_info()["isa"] not in ("v3", "v4", "v4_bf16"), reason="this CPU has one level only")
 @pytest.mark.parametrize("level", [x for x in ("v2", "v3", "v4") if x < kvops.build_info()["isa"]])
 def test_lower_levels_pass_the_operators_tests(level):
-    """What this machine's best instruction set passes, the lower ones pass too."""
+    """The lower instruction sets pass the same tests as this machine's best one."""
     tested = OPERATORS
-    if level == "v4":  # next to v4_bf16, other products are all that differs
+    if level == "v4":  # v4 differs from v4_bf16 only in its products
         tested = [op for op in OPERATORS if op.startswith("window") or op == "assign_prototypes"]
     files = [str(ROOT / f"tests/test_{x}.py") for x in (*tested, "operators", "pages")]
-    selected = f"not opcheck and not compile and ({' or '.join(tested)})"  # names of files, and of calls
+    selected = f"not opcheck and not compile and ({' or '.join(tested)})"  # names of files and of calls
     command = [sys.executable, "-m", "pytest", "-q", "-k", selected, "-p", "no:cacheprovider", *files]
     run = subprocess.run(command, env={**os.environ, "KVOPS_ISA": level}, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:]
@@ -168,7 +168,7 @@ def test_two_threads_with_different_inputs():
 
 
 def test_a_second_copy_is_refused(tmp_path):
-    """Two copies of the operators in one process would abort it; the loader says so instead."""
+    """Two copies of the operators in one process would abort it; the loader raises an error instead."""
     code = (
         "import shutil, sys; import kvops; shutil.copytree(kvops.__path__[0], sys.argv[1] + '/kvops');"
         "sys.path.insert(0, sys.argv[1]); [sys.modules.pop(m) for m in list(sys.modules) if m.startswith('kvops')];"

@@ -51,7 +51,7 @@ def test_lengths_of_rows(kind, n):
 @kit.only("simulator")
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_long_rows_on_several_gpus(rows, monkeypatch):
-    """With clusters of eight blocks, four and two, and without clusters the same slots are selected."""
+    """Clusters of eight, four and two blocks, and no clusters, select the same slots."""
     scores = kit.scores("ties", 1, rows, 17_000)
     for device in ("small", "h200", "a100"):
         monkeypatch.setenv("CUDASIM_DEVICE", device)
@@ -60,7 +60,7 @@ def test_long_rows_on_several_gpus(rows, monkeypatch):
 
 @pytest.mark.parametrize("n", [5, 1025, 4100])
 def test_rows_at_any_address(n):
-    """Rows of scores that begin at any multiple of 4 bytes."""
+    """Rows of scores may begin at any multiple of 4 bytes."""
     scores = kit.scores("normal", 2, 3, n)
     for offset, gap in ((1, 0), (2, 0), (3, 1), (0, 2), (4, 4)):
         assert torch.equal(
@@ -71,7 +71,7 @@ def test_rows_at_any_address(n):
 
 @kit.only("cuda", "simulator")
 def test_many_heads():
-    """More than a CUDA grid has room for in y."""
+    """More heads than a CUDA grid can have blocks in y."""
     check(kit.scores("ties", 7, kit.size(10_000, 300), 9), 4, 1, 1)
 
 
@@ -98,7 +98,7 @@ def test_a_million():
 @kit.only("cpu")
 @pytest.mark.parametrize("kind", kit.SCORES)
 def test_threads_change_nothing(kind):
-    """Enough for more than one thread: the row is cut into chunks."""
+    """The row is long enough for several threads, which split it into chunks."""
     scores = kit.scores(kind, 1, 1, 300_000)
     with kit.threads(1):
         one = ops.select_topk(scores, k=9_000, sinks=4, window=32)
@@ -110,7 +110,7 @@ def test_threads_change_nothing(kind):
 @kit.only("cpu")
 @pytest.mark.parametrize("n", [50, 300_000])
 def test_threads_that_flush_subnormal_numbers(n):
-    """torch.set_flush_denormal is of the thread that calls it, not of those that share its work."""
+    """torch.set_flush_denormal affects the calling thread, but not the worker threads."""
     scores = kit.scores("tiny", 1, 1, n)
     expected = ops.select_topk(scores, k=n // 3)
     assert torch.set_flush_denormal(True)
@@ -201,7 +201,7 @@ def test_bad_input():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_starts_lengths_and_budgets_are_not_looked_at():
-    """What is out of range counts as the end that it is beyond."""
+    """Out-of-range values are clamped."""
     starts, lengths = kit.int32(-3, 60, 10, 10, 2**31 - 1, -(2**31)), kit.int32(30, 5, 2**31 - 1, -4, 20, -(2**31))
     budgets = torch.tensor([[2**31 - 1, -(2**31)], [21, 4], [2, 20], [-1, 5], [20, 20], [0, 7]], dtype=torch.int32)
     good_starts = kit.int32(0, 50, 10, 10, 50, 0)

@@ -1,4 +1,4 @@
-"""vLLM's tiles on the CPU: as its writer leaves them, turned into rows and back, bit by bit, and no page beside."""
+"""vLLM's CPU tiles: read as its writer leaves them, converted to rows and back bit by bit, no other page touched."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,9 @@ HEAD_DIMS = {"vec": (32, 64, 96, 128), "vec16": (48, 80, 112), "amx": (32, 64, 9
 
 
 def places(isa: str, page_size: int, d: int) -> tuple[Tensor, Tensor]:
-    """Where a page of a head has token t's channel c in K and in V: int64 [page_size, d], as vLLM's writers count."""
+    """Return the offsets of token t's channel c in a page of a head, for K and V: int64 [page_size, d].
+
+    The formulas are those of vLLM's cache writers."""
     t, c = torch.arange(page_size)[:, None], torch.arange(d)
     behind_k = page_size * d
     if isa == "amx":
@@ -32,7 +34,7 @@ def places(isa: str, page_size: int, d: int) -> tuple[Tensor, Tensor]:
 
 class Case(NamedTuple):
     isa: str
-    cache: Tensor  # [num_pages, Hk, page_size, 2 * d], bits drawn at random, all pages tiles
+    cache: Tensor  # [num_pages, Hk, page_size, 2 * d], random bits, all pages tiles
     table: Tensor  # int32 [b, max_pages]
     lengths: Tensor  # int32 [b]
 
@@ -46,12 +48,12 @@ class Case(NamedTuple):
         return [page for row, count in zip(self.table.tolist(), pages.tolist()) for page in row[:count]]
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """All pages as rows, in fresh memory: K and V [num_pages, Hk, page_size, d]."""
+        """Copy all pages as rows: K and V [num_pages, Hk, page_size, d]."""
         page_size, d = self.cache.shape[2], self.cache.shape[3] // 2
         return tuple(self.cache.flatten(2)[:, :, x] for x in places(self.isa, page_size, d))
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        """Rows of all pages, as tiles."""
+        """Store rows of all pages as tiles."""
         memory = self.cache.view(*self.cache.shape[:2], -1)
         for x, place in zip((k, v), places(self.isa, self.cache.shape[2], self.cache.shape[3] // 2)):
             memory[:, :, place] = x
@@ -88,7 +90,7 @@ def cases(draw):
 @given(cases())
 @kit.examples(60)
 def test_pages_become_rows_and_tiles_again(x):
-    """What vLLM wrote is read as rows, no other page is touched, and the way back leaves every bit as it was."""
+    """Tiles are read as rows, no other page is touched, and converting back restores every bit."""
     before, expected = x.cache.clone(), x.rows()
     k, v = to_rows_(x.cache, x.table, **x.options)
     assert kit.same((k[x.used], v[x.used]), (y[x.used] for y in expected))
@@ -120,7 +122,7 @@ def test_pages_that_are_given_back_are_left_as_rows():
         raise KeyError
     assert kit.same([x.cache], [before])
     other = next(page for page in range(len(x.cache)) if page not in used)
-    with kit.refuses("as_rows: held must name pages of block_table", str(other)):
+    with kit.refuses("as_rows: held must only name pages of block_table", str(other)):
         as_rows(x.cache, x.table, **x.options, held=kit.int32([other])).__enter__()
     assert kit.same([x.cache], [before])
 
@@ -142,7 +144,7 @@ def test_keys_of_no_page():
     for wrong in (-2, 14):
         table = x.table.clone()
         table[2, 1] = wrong
-        with kit.refuses(r"keys: block_table must name pages in \[0, 14\), or -1"):
+        with kit.refuses(r"keys: block_table must name pages in \[0, 14\) or -1"):
             keys(x.cache, table, isa=x.isa)
     with kit.refuses("keys: isa"):
         keys(x.cache, x.table, isa="neon")
@@ -167,7 +169,7 @@ def test_a_compaction_in_tiles_is_that_in_rows(x, data):
 
 @pytest.mark.parametrize("isa, dtype", [("vec", torch.float32), ("vec16", torch.float16), ("amx", torch.bfloat16)])
 def test_a_policy_in_tiles_is_that_in_rows(isa, dtype):
-    """As an engine does it: what was evicted is given back as it is, and only the held pages become tiles."""
+    """As an engine does it: evicted pages are freed as they are, and only the pages still in use become tiles."""
     lengths = (200, 31, 0, 96)
     x = case(isa, dtype, HEAD_DIMS[isa][1], 32, lengths)
     x.write(*(kit.randn(*y.shape, seed=i).to(dtype) for i, y in enumerate(x.rows())))
@@ -197,7 +199,7 @@ def test_all_slots_are_meant_without_lengths():
 
 
 def refused(*parts: str, kind=ValueError, **changes) -> None:
-    """All three functions refuse, in their names, and leave the cache as it is."""
+    """Check that all three functions raise under their own names and leave the cache unchanged."""
     x = case()
     arguments = dict(kv_cache=x.cache, block_table=x.table, **x.options) | changes
     before = x.cache.clone()
@@ -216,13 +218,13 @@ def test_bad_caches():
     refused("kv_cache must be on the CPU", "got meta", kv_cache=good.to("meta"))
     refused(r"kv_cache must be \[num_pages, Hk, page_size, 2 \* d\]", r"\[14, 2, 4096\]", kv_cache=good.flatten(2))
     for page_size in (0, 16, 31, 40):
-        refused("pages of a multiple of 32 slots", f"got {page_size}", kv_cache=torch.zeros(9, 2, page_size, 128))
-    refused(r"last dim of 2 \* d", "isa='amx' a multiple of 64", "got 160", kv_cache=torch.zeros(9, 2, 32, 160))
-    refused("for isa='vec' a multiple of 2, got 65", kv_cache=torch.zeros(9, 2, 32, 65), isa="vec")
-    refused("a multiple of 64, got 0", kv_cache=good[..., :0])
+        refused("page_size that is a multiple of 32", f"got {page_size}", kv_cache=torch.zeros(9, 2, page_size, 128))
+    refused(r"last dim \(2 \* d\)", "multiple of 64 for isa='amx', got 160", kv_cache=torch.zeros(9, 2, 32, 160))
+    refused("a multiple of 2 for isa='vec', got 65", kv_cache=torch.zeros(9, 2, 32, 65), isa="vec")
+    refused("a multiple of 64 for isa='amx', got 0", kv_cache=good[..., :0])
     refused("elements of 1 or 2 bytes for isa='amx'", "got torch.float32", kv_cache=good.float())
-    refused("a page of a head in contiguous memory", r"strides \[8192, 4096, 1, 32\]", kv_cache=good.mT.contiguous().mT)
-    refused("a page of a head in contiguous memory", kv_cache=good.repeat(1, 1, 1, 2)[..., :128])
+    refused("each page of a head in contiguous", r"strides \[8192, 4096, 1, 32\]", kv_cache=good.mT.contiguous().mT)
+    refused("each page of a head in contiguous", kv_cache=good.repeat(1, 1, 1, 2)[..., :128])
     refused("kv_cache requires grad", "inference-only", kv_cache=good.nan_to_num(0).requires_grad_())
 
 
@@ -256,12 +258,12 @@ def test_bad_tables():
 @pytest.mark.parametrize("d", [64, 80, 96, 128])
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_vllm_writes_and_reads_these_tiles(dtype, d, page_size):
-    """vLLM's own writer before, its own attention after an eviction. Nothing that kvops needs installs vLLM."""
+    """vLLM's own writer fills the cache, and its own attention reads it after an eviction. vLLM is optional."""
     pytest.importorskip("vllm")
     from vllm import _custom_ops as vllm_ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    torch.cpu._init_amx()  # asks Linux for AMX's registers, without which vLLM's attention is an illegal instruction
+    torch.cpu._init_amx()  # asks Linux for the AMX registers; without them vLLM's attention is an illegal instruction
     lengths = [300, 0, 37, 128]
     for isa in {_get_attn_isa(dtype, page_size, d), "vec16", *(["vec"] if d % 32 == 0 else [])}:
         x = case(isa, dtype, d, page_size, lengths)
@@ -277,7 +279,7 @@ def test_vllm_writes_and_reads_these_tiles(dtype, d, page_size):
         policy = kvops.KeyDiff(2 * page_size)
         with as_rows(written.cache, x.table, **x.options) as rows:
             first = 0
-            for i, n in enumerate(lengths):  # what was written, in rows
+            for i, n in enumerate(lengths):  # the written tokens, as rows
                 front = torch.arange(n).expand(1, HEADS, n)
                 found = ops.gather_kv(*rows, front, block_table=x.table[i : i + 1])
                 assert kit.same(found, (y[:, :, first : first + n] for y in (k, v)))
@@ -286,7 +288,7 @@ def test_vllm_writes_and_reads_these_tiles(dtype, d, page_size):
             front = torch.arange(kept.indices.shape[2]).expand_as(kept.indices)
             k_kept, v_kept = ops.gather_kv(*rows, front.where(kept.indices >= 0, -1), block_table=x.table)
 
-        live = kept.lengths.nonzero().flatten()  # vLLM has no requests without tokens
+        live = kept.lengths.nonzero().flatten()  # vLLM never schedules a request without tokens
         q = kit.randn(len(live), 2 * HEADS, d, seed=1).to(dtype)
         starts, held, out = torch.arange(len(live) + 1, dtype=torch.int32), kept.lengths[live], torch.empty_like(q)
         plan = vllm_ops.cpu_attn_get_scheduler_metadata(

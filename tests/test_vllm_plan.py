@@ -1,4 +1,4 @@
-"""Which blocks a request of vLLM holds: as many as `Policy.held` says, however its tokens come. Without vLLM."""
+"""The blocks a vLLM request holds: as many as `Policy.held` says, however its tokens are split. Needs no vLLM."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def plans(draw):
 
 
 def held(x, filled):
-    """The blocks that are held of the first `filled`, in order."""
+    """Return the held blocks among the first `filled`, ascending."""
     return [block for block in range(filled) if not any(block in gap for gap in x.gaps(filled))]
 
 
@@ -36,19 +36,21 @@ def held(x, filled):
 def test_as_many_blocks_are_held_as_the_policy_says(x, filled):
     blocks = held(x, filled)
     assert len(blocks) == x.held(filled) == filled - x.gone(np.array(filled))
-    columns = np.arange(len(blocks) + 3)  # and open blocks behind
+    columns = np.arange(len(blocks) + 3)  # and the open blocks after them
     assert x.block_of(np.array([[filled]]), columns).tolist() == [[*blocks, *range(filled, filled + 3)]]
-    if isinstance(x.policy, kvops.SnapKV):  # a policy that keeps all of decode elsewhere
+    if isinstance(x.policy, kvops.SnapKV):  # outside of vLLM it keeps all decoded tokens
         assert x.held(filled) <= max(filled, x.kept) and x.held(filled) < x.kept + x.buffer
-    elif not isinstance(x.policy, kvops.ProtoKV):  # which holds a whole prompt elsewhere
+    elif not isinstance(x.policy, kvops.ProtoKV):  # outside of vLLM it holds the whole prompt
         assert len(blocks) * SIZE == x.policy.held(filled * SIZE, 0)
 
 
 @given(plans(), st.lists(st.integers(1, 9), min_size=1, max_size=12))
 @kit.examples(200)
 def test_moves_leave_the_blocks_that_are_held_filled(x, steps):
-    """Blocks as they are known to hold something, through steps of any size: nothing is read from a gap or moved into
-    one, and what is held at the end is known."""
+    """Track what each block contains through steps of any size.
+
+    No move reads from a gap or writes into one, and the content of all held blocks is known at the end.
+    """
     known, filled = dict[int, str](), 0
     for step in steps:
         before, filled = filled, filled + step
@@ -74,7 +76,7 @@ def test_moves_leave_the_blocks_that_are_held_filled(x, steps):
 @given(plans(), st.lists(st.integers(1, 60), min_size=1, max_size=12))
 @kit.examples(100)
 def test_the_most_blocks_are_never_exceeded(x, steps):
-    """Blocks are given back before each step for the tokens that were computed by then."""
+    """Before each step the scheduler frees blocks for the tokens computed so far."""
     n = 0
     for new in steps:
         blocks = x.held(n // SIZE) + -(-(n + new) // SIZE) - n // SIZE
@@ -116,16 +118,16 @@ class LooksAtQueries(kvops.KeyDiff):
         (kvops.ProtoKV(64, whole_clusters=True), ("ProtoKV", "whole_clusters=False")),
         (kvops.ProtoKV(64, buffer=None), ("ProtoKV", "buffer", "None")),
         (kvops.SnapKV(0.5), ("SnapKV", "budget in tokens", "0.5")),
-        (kvops.SnapKV(64, head_mode="adaptive"), ("SnapKV", "equally many")),
+        (kvops.SnapKV(64, head_mode="adaptive"), ("SnapKV", "same number of tokens")),
         (SumsOfKeys(64), ("SumsOfKeys", "by_slot", "'sums'")),
         (NoRows(64), ("NoRows", "at least one query")),
         (LooksAtQueries(64), ("LooksAtQueries", "QueryPolicy")),
         (kvops.KeyDiff(0.5), ("KeyDiff", "budget in tokens", "0.5")),
         (kvops.KeyDiff(64, buffer=None), ("KeyDiff", "buffer", "None")),
-        (kvops.KeyDiff(64, head_mode="adaptive"), ("KeyDiff", "equally many")),
-        (kvops.KeyDiff(72), ("KeyDiff", "budget", "multiple", "72")),
-        (kvops.LagKV(64, head_mode="adaptive"), ("LagKV", "equally many")),
-        (kvops.LagKV(64, sinks=8), ("LagKV", "sinks", "multiple", "8")),
+        (kvops.KeyDiff(64, head_mode="adaptive"), ("KeyDiff", "same number of tokens")),
+        (kvops.KeyDiff(72), ("KeyDiff", "budget to be a positive multiple", "72")),
+        (kvops.LagKV(64, head_mode="adaptive"), ("LagKV", "same number of tokens")),
+        (kvops.LagKV(64, sinks=8), ("LagKV", "sinks to be a multiple", "8")),
         (kvops.LagKV(72, sinks=0), ("LagKV", "lag", "multiple", "72")),
         (kvops.LagKV(64, 0.3, sinks=0), ("LagKV", r"int\(ratio \* lag\)", "multiple", "19")),
         (kvops.StreamingLLM(64), ("StreamingLLM", "positions='original'", "'slots'")),

@@ -1,4 +1,6 @@
-"""vLLM evicts as KVOPS_VLLM says: on its CPU backend, with the model of the passkey task. Engines take seconds each:
+"""vLLM evicts with the policy in KVOPS_VLLM, tested on its CPU backend with the passkey model.
+
+Each engine takes seconds to start:
 
 python -m pytest tests/test_vllm_plugin.py        # in an environment with vLLM 0.32's CPU build and transformers
 """
@@ -32,7 +34,7 @@ BLOCK = 32
 SETTINGS = dict(
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the scheduler can be looked at
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # so that tests can inspect the scheduler
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
 )
@@ -49,7 +51,7 @@ ENGINE = dict(
 
 @pytest.fixture(scope="module", autouse=True)
 def installed(tmp_path_factory):
-    """An installed kvops as vLLM finds it: its entry points, as pyproject.toml has them."""
+    """Simulate an installed kvops: vLLM finds the entry points that pyproject.toml declares."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -63,7 +65,7 @@ def installed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", os.pathsep.join((str(folder), str(ROOT), os.environ.get("PYTHONPATH", ""))))
-        patch.setenv("KVOPS_VLLM", "keydiff:budget=512")  # plugins are loaded once in a process
+        patch.setenv("KVOPS_VLLM", "keydiff:budget=512")  # vLLM loads plugins once per process
         for name, value in SETTINGS.items():
             patch.setenv(name, value)
         yield
@@ -71,7 +73,7 @@ def installed(tmp_path_factory):
 
 @contextmanager
 def engine(policy, **settings):
-    """An LLM of vLLM, and the manager of its blocks. One in a test: it takes down what the next one has set up."""
+    """Start a vLLM engine; yield the LLM and its block manager. Use one at a time: shutdown cleans up global state."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -91,7 +93,7 @@ def engine(policy, **settings):
 
 
 def prompt(key: int, start: int, length: int, depth: int = 400) -> list[int]:
-    """Token ids, `length` in all: a passkey behind `depth` characters of a text, and the question."""
+    """Return `length` token ids: a text with a passkey after `depth` characters, and the question."""
     needle, question = f" The pass key is {key}. Remember it. ", " What is the pass key? The pass key is "
     rest = length - 1 - len(needle) - len(question)
     text = HAYSTACK[start : start + depth] + needle + HAYSTACK[start + depth : start + rest] + question
@@ -113,14 +115,14 @@ def text(ids) -> str:
 
 
 def all_free(manager) -> bool:
-    """No request has a block; one of the pool's is the null block."""
+    """Return whether no request holds a block; vLLM reserves one null block."""
     return (
         not manager.req_to_blocks and manager.block_pool.get_num_free_blocks() == manager.block_pool.num_gpu_blocks - 1
     )
 
 
 class InDecode:
-    """The blocks' buffer, for a policy that evicts in prompts alone: when it is full, the last queries observe."""
+    """Gives a prompt-only policy the plugin's buffer in decode: when it is full, the last queries observe."""
 
     @property
     def remembers(self):
@@ -139,12 +141,12 @@ class ChunkKV(InDecode, kvops.ChunkKV):
 
 
 def reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODEL) -> list[int]:
-    """What transformers makes of the prompt, in chunks, with a KVCache of the policy."""
+    """Return the tokens that transformers generates with a KVCache of the policy, from the prompt in chunks."""
     return run_reference(policy, ids, tokens, folder)[0]
 
 
 def run_reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODEL):
-    """The text, and the cache behind it."""
+    """Return the generated tokens and the final cache."""
     from kvops.hf import KVCache, use_attention
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -161,7 +163,7 @@ def run_reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODE
 
 
 def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
-    """For each layer, the positions kept by each of its evictions: int32 [moves, Hk, kept]."""
+    """Record, per layer, the positions kept by each of its evictions: int32 [moves, Hk, kept]."""
     from kvops.vllm.steps import Eviction, Plan, by_slot
 
     run, kinds, seen = Eviction.run, Plan.kinds, dict[int, list[torch.Tensor]]()
@@ -187,7 +189,7 @@ def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
         ("random:budget=512,seed=3", kvops.Random(512, buffer=BLOCK, seed=3)),
         ("l2:budget=256,skip_layers=()", kvops.L2(256, buffer=BLOCK, skip_layers=())),
         ("satkv:budget=256,buffer=32", kvops.SATKV(256, buffer=BLOCK)),
-        ("snapkv:budget=64,window=48", SnapKV(64, 48)),  # a window of more than a block
+        ("snapkv:budget=64,window=48", SnapKV(64, 48)),  # a window longer than a block
         ("chunkkv:budget=256", ChunkKV(256)),
         (
             "protokv:budget=256,buffer=32,num_chunks=16,num_sats=8",
@@ -199,9 +201,9 @@ def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_the_text_is_that_of_transformers(monkeypatch, spec, policy):
-    """And so is what stays. Where steps are cut alike: alone, with a prompt of whole chunks; and in decode beyond
-    several evictions."""
-    if isinstance(policy, kvops.L2):  # in the first layer the keys of one byte differ by their rotation alone
+    """Text and kept tokens match where both split the tokens into the same steps: a single request, a prompt of whole
+    chunks, and decode past several evictions."""
+    if isinstance(policy, kvops.L2):  # in the first layer, keys of equal bytes differ only by rotation
         norms = kvops.L2.scores
         monkeypatch.setattr(kvops.L2, "scores", lambda *args: norms(*args).mul(16).round())
     ids = prompt(58291740, 0, 5 * CHUNK)
@@ -211,7 +213,7 @@ def test_the_text_is_that_of_transformers(monkeypatch, spec, policy):
         assert generate(llm, [ids], 70) == [text]
         assert manager.freed > 0 and all_free(manager)
     for layer, positions in kept.items() if hasattr(policy, "budget") else ():
-        if layer or not isinstance(policy, kvops.SATKV):  # nor are its degrees far apart there
+        if layer or not isinstance(policy, kvops.SATKV):  # its degrees nearly tie there too
             expected = cache.layers[layer].cache.positions[..., : policy.budget]
             assert torch.equal(positions[-1], expected.int())
 
@@ -222,7 +224,7 @@ def test_the_text_is_that_of_transformers(monkeypatch, spec, policy):
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_the_text_of_a_request_among_others(monkeypatch, spec, policy):
-    """Three at a time, each with a whole chunk of its prompt in a step, then three more, in blocks of those."""
+    """Three requests at a time, each with a whole prompt chunk per step; then three more reuse their blocks."""
     prompts = [prompt(random.Random(i).randrange(10**7, 10**8), 61 * i, 3 * CHUNK) for i in range(6)]
     settings = dict(max_num_batched_tokens=3 * CHUNK, long_prefill_token_threshold=CHUNK, max_num_seqs=3)
     texts, caches = zip(*(run_reference(policy, ids, 40) for ids in prompts))
@@ -277,7 +279,7 @@ def test_a_needle_is_found_within_the_budget_only(spec, found, dtype):
 
 
 def watch(monkeypatch, manager, seen):
-    """At each step: what the attention reads are blocks that the scheduler counts as its request's own."""
+    """Check at each step that attention reads exactly the blocks that the scheduler assigns to the request."""
     from kvops.vllm.worker import EvictingBuilder
 
     build = EvictingBuilder.build
@@ -295,19 +297,19 @@ def watch(monkeypatch, manager, seen):
 
 
 def test_requests_that_the_pool_could_not_hold(monkeypatch):
-    """Six of 60 blocks each, in a pool of 51."""
+    """Six requests of 60 blocks each run in a pool of 51 blocks."""
     keys = [random.Random(i).randrange(10**7, 10**8) for i in range(6)]
     with engine("keydiff:budget=512", num_gpu_blocks_override=52) as (llm, manager):
         watch(monkeypatch, manager, seen := [])
         outs = generate(llm, [prompt(key, 37 * i, 1913 + i) for i, key in enumerate(keys)], 9)
         assert [text(x) for x in outs] == [f"{key}." for key in keys]
         assert manager.freed >= 6 * (1900 - 512) // BLOCK and all_free(manager)
-    assert max(seen) > 1  # at the same time
+    assert max(seen) > 1  # several requests ran at the same time
 
 
 @pytest.mark.parametrize("spec", ["keydiff:budget=384", "snapkv:budget=384"])
 def test_preempted_requests_are_computed_anew(monkeypatch, spec):
-    """Short prompts are all admitted; as they grow the pool is too small, and they are still below the budget."""
+    """Short prompts are all admitted. As they grow, the pool runs out before they reach the budget."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     preempted = []
@@ -329,7 +331,7 @@ def test_preempted_requests_are_computed_anew(monkeypatch, spec):
 
 @pytest.mark.parametrize("spec", ["keydiff:budget=96", "lagkv:lag=64,ratio=0.5,sinks=32", "snapkv:budget=96"])
 def test_requests_come_and_go(monkeypatch, spec):
-    """At random, some aborted in their prompt or in decode; no block is lost, and none is read that is another's."""
+    """Random arrivals and aborts, in prefill and decode: no block leaks, and no request reads another's blocks."""
     from vllm import SamplingParams
 
     draw = random.Random(0)
@@ -354,7 +356,7 @@ def test_requests_come_and_go(monkeypatch, spec):
 
 
 def test_prefixes_are_not_shared():
-    """vLLM's default is to share them; evicted blocks are not what their tokens say."""
+    """vLLM shares prefixes by default, but an evicted block does not contain the tokens that its hash implies."""
     ids = prompt(58291740, 0, 1280)
     with engine("keydiff:budget=512", enable_prefix_caching=True) as (llm, manager):
         first, second = generate(llm, [ids]), generate(llm, [ids])
@@ -435,7 +437,7 @@ def test_another_vllm_is_refused(monkeypatch):
             plugin.check_vllm()
     with monkeypatch.context() as patch:
         patch.setitem(plugin.HOOKS, "vllm.v1.attention.backend:AttentionBackend.customize_spec", "spec layer")
-        with kit.refuses("customize_spec", "spec, layer", "got .spec. in 0.3", kind=RuntimeError):
+        with kit.refuses("customize_spec", "spec, layer", "got .spec. in vLLM 0.3", kind=RuntimeError):
             plugin.check_vllm()
     with monkeypatch.context() as patch:
         patch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
@@ -460,8 +462,8 @@ def test_backends_that_do_not_evict_are_refused():
 
 
 def test_two_ranks(tmp_path):
-    """Tensor parallelism: each rank has one KV head of the model's two. By vLLM's own defaults, so the engine core is a
-    process too, and all of them take the policy from the environment."""
+    """Tensor parallelism: each rank has one of the model's two KV heads. With vLLM's defaults the engine core is
+    another process too, and all processes read the policy from the environment."""
     code = f"""
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
@@ -478,7 +480,7 @@ if __name__ == "__main__":
 
 
 def test_a_server(tmp_path):
-    """vLLM's, and its metrics."""
+    """vLLM's OpenAI server answers, and its metrics count evictions."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -524,11 +526,11 @@ def test_metrics_count_requests_that_finish(monkeypatch):
     config = SimpleNamespace(
         model_config=SimpleNamespace(served_model_name="m"), cache_config=SimpleNamespace(block_size=BLOCK)
     )
-    finished = [  # prompt and generated tokens, and what they lose with 16 blocks kept
+    finished = [  # prompt tokens, generated tokens, and the blocks freed with 16 blocks kept
         (512, 33, 1),
-        (512, 32, 0),  # the last token is not computed, so no block beyond the budget has filled
+        (512, 32, 0),  # the last token is never computed, so no block beyond the budget has filled
         (512 + 320, 1, 10),
-        (2000, 0, 0),  # aborted in its prompt
+        (2000, 0, 0),  # aborted during prefill
     ]
     stats = IterationStats()
     for prompt_tokens, generated, _ in finished:
@@ -536,7 +538,7 @@ def test_metrics_count_requests_that_finish(monkeypatch):
             FinishedRequestStats(None, num_prompt_tokens=prompt_tokens, num_generation_tokens=generated)
         )
     monkeypatch.setenv("KVOPS_VLLM", "")
-    EvictionLogger(config).record(None, stats)  # nothing
+    EvictionLogger(config).record(None, stats)  # does nothing
     monkeypatch.setenv("KVOPS_VLLM", "keydiff:budget=512")
     for engine in range(2):
         logger = EvictionLogger(config, engine)

@@ -1,4 +1,4 @@
-"""What vLLM's queries observe, however their tokens come in steps. Without vLLM."""
+"""The scores that vLLM's queries produce, however the tokens are split into steps. Needs no vLLM."""
 
 import random
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from kvops.vllm.rings import DeviceRings
 
 HEADS, GROUP, D, SIZE = 2, 2, 32, 32
 CPU, NONE = torch.device("cpu"), torch.empty(0)
-KEYS = Tiles(NONE, "vec").keys  # which the last queries do not look at
+KEYS = Tiles(NONE, "vec").keys  # the last queries do not read keys
 
 
 @dataclass
@@ -30,12 +30,12 @@ class Request:
 
 
 def query(name: int, position: int) -> torch.Tensor:
-    """[Hq, d], another one for each token."""
+    """Return a query [Hq, d] that differs for each token."""
     return torch.arange(3.0)[:, None] + torch.tensor([float(name), float(position)])
 
 
 def batch(rows: list[tuple[int, ...]]) -> Batch:
-    """rows: of each request its first block, where its tokens begin, and how many there were before and are now."""
+    """rows: per request its first block, where its tokens begin in the step, and its tokens before and after it."""
     blocks, *rest = torch.tensor(rows).unbind(1)
     return Batch(blocks[:, None], *rest)
 
@@ -43,14 +43,14 @@ def batch(rows: list[tuple[int, ...]]) -> Batch:
 @given(st.integers(1, 9), st.integers(1, 4), st.randoms(use_true_random=False))
 @kit.examples(100)
 def test_a_move_sees_the_last_queries_before_its_end(window, most, draw):
-    """Requests come, end and are preempted; their first blocks go to others; steps are of any size."""
+    """Requests arrive, finish and are preempted; new requests reuse their first blocks; steps have any size."""
     last, memory = LastQueries(window, DeviceRings(most, CPU)), Remembered((9, 1, SIZE), {}, CPU)
     living, blocks, names = list[Request](), list(range(most + 1)), iter(range(10**6))
     for _ in range(30):
         for x in [x for x in living if draw.random() < 0.1]:
             living.remove(x)
             blocks.append(x.block)
-        # A request is only left out of a step that is full, and none joins such a step.
+        # A step leaves a request out only if the step is full, and no request joins a full step.
         full = draw.random() < 0.3
         while len(living) < most and not full and draw.random() < 0.5:
             living.append(Request(next(names), blocks.pop(draw.randrange(len(blocks)))))
@@ -78,7 +78,7 @@ def test_as_many_queries_are_remembered_as_requests_live():
         look(memory, torch.zeros(5, 4, D), KEYS, {})
     assert len(memory.last(0, torch.zeros(0, 4, D))) <= 2 * 3 * 7
     with kit.refuses("from its first token on", kind=RuntimeError):
-        last.step(batch([(0, 0, 5, 6)]), [], NONE, NONE)  # the least lately seen of the 20
+        last.step(batch([(0, 0, 5, 6)]), [], NONE, NONE)  # the least recently used of the 20
 
 
 @pytest.mark.parametrize(
@@ -91,18 +91,18 @@ def test_as_many_queries_are_remembered_as_requests_live():
     ],
 )
 def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
-    """Three requests in steps of their own sizes, prompts of more than 256 tokens in a step among them."""
+    """Three requests in steps of different sizes, some with more than 256 prompt tokens."""
     draw, rule = random.Random(0), kvops.H2O(64, group_reduce=group_reduce)
     lengths, scale = [330, 70, 41], 0.2
     k, v = kit.kv(3, HEADS, max(lengths), D, dtype)
     q = kit.randn(3, HEADS * GROUP, max(lengths), D, seed=1).to(dtype)
     pools = torch.randperm(40, generator=torch.Generator().manual_seed(0)).int()
     cache = kit.randn(40, HEADS, SIZE, 2 * D, seed=2).to(dtype)
-    table = torch.full((3, 12), 5, dtype=torch.int32)  # vLLM's tables have anything behind
+    table = torch.full((3, 12), 5, dtype=torch.int32)  # vLLM's tables may hold any block after the request's own
     table[0, :11], table[1, :3], table[2, :2] = pools[:11], pools[11:14], pools[14:16]
     layout = Tiles(cache, isa) if isa else Rows(cache)
     memory = Remembered(cache.shape[:3], plan(rule, SIZE).kinds, CPU)
-    memory.slots["scores"].fill_(torch.nan)  # of requests before
+    memory.slots["scores"].fill_(torch.nan)  # left by earlier requests
     seen = observer(rule, SIZE, DeviceRings(3, CPU))
     assert isinstance(seen, AllQueries)
     n = [0, 0, 0]

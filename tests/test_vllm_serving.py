@@ -1,4 +1,4 @@
-"""experiments/serving.py, small: both engines, in an environment with vLLM 0.32's CPU build (`make test-engines`)."""
+"""A small run of experiments/serving.py with both engines. Needs vLLM 0.32's CPU build (`make test-engines`)."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What comes behind an attention of vLLM's, in each layout of its caches. Without vLLM."""
+"""The work after vLLM's attention, in each of vLLM's cache layouts. Needs no vLLM."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from kvops.vllm.steps import Held, Step
 
 HEADS, GROUP, D, SIZE, BLOCKS, TOKENS = 2, 2, 32, 32, 40, 600
 LAYERS = 3
-#: vLLM's `KVCacheLayout`: layers, blocks, heads, slots and channels in the order of memory.
+#: vLLM's `KVCacheLayout`: the memory order of layers, blocks, heads, slots and channels.
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 POLICIES = [
     kvops.KeyDiff(4 * SIZE),
@@ -29,7 +29,7 @@ POLICIES = [
 
 
 def layer(layout: str, dtype=torch.float32) -> Tensor:
-    """A layer of a cache for all layers: [blocks, Hk, slots, 2 * d], as the backends are handed it."""
+    """Return one layer of a cache for all layers, as the backends get it: [blocks, Hk, slots, 2 * d]."""
     sizes = dict(zip("LBHNC", (LAYERS, BLOCKS, HEADS, SIZE, 2 * D)))
     memory = kit.randn(*(sizes[x] for x in layout)).to(dtype)
     return memory.permute(*(layout.index(x) for x in "LBHNC"))[1]
@@ -42,12 +42,12 @@ def batch(table: Tensor, before: list[int], after: list[int]) -> Batch:
 
 
 def all_of(table: Tensor) -> Blocks:
-    """Of a table without -1, each block once."""
+    """Return all blocks of a table without -1 and without repeated blocks."""
     return Blocks(table, *[torch.arange(table.numel())] * 2)
 
 
 def write(layout: Layout, step: Batch, k: Tensor, v: Tensor) -> None:
-    """A step's tokens, at the slots that the engine gives them. k, v: [rows, Hk, tokens, d], of all tokens."""
+    """Write a step's tokens to the slots that the engine assigns. k, v: [rows, Hk, tokens, d], of all steps."""
     with layout.rows(all_of(step.table)) as pages:
         for row, (a, b) in enumerate(zip(step.before.tolist(), step.after.tolist())):
             for t in range(a, b):
@@ -56,7 +56,7 @@ def write(layout: Layout, step: Batch, k: Tensor, v: Tensor) -> None:
 
 
 def run(rule_plan: Plan, cache: Tensor, layout: Layout, steps: list[tuple[list[int], list[int]]]) -> None:
-    """All steps of two requests. [0] of the pool's shuffled blocks are the first one's."""
+    """Run all steps of two requests. Each has half of the pool's blocks, shuffled."""
     table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0)).int().view(2, -1)
     k, v = (kit.randn(2, HEADS, TOKENS, D, seed=i).to(cache.dtype) for i in (1, 2))
     q = kit.randn(2, TOKENS, HEADS * GROUP, D, seed=3).to(cache.dtype)
@@ -75,7 +75,7 @@ def run(rule_plan: Plan, cache: Tensor, layout: Layout, steps: list[tuple[list[i
 
 
 def dense(rule_plan: Plan, row: int, ends: list[int], dtype: torch.dtype) -> Tensor:
-    """What a request holds, by slots of its own without pages: [Hk, any, 2 * d]. ends: its tokens after each step."""
+    """Compute a request's cache without pages: [Hk, any, 2 * d]. ends: its number of tokens after each step."""
     k, v = (kit.randn(2, HEADS, TOKENS, D, seed=i).to(dtype)[row] for i in (1, 2))
     q = kit.randn(2, TOKENS, HEADS * GROUP, D, seed=3).to(dtype)[row]
     slots, rule = torch.cat((k, v), -1), rule_plan.rule
@@ -98,7 +98,7 @@ STEPS = [([0, 0], [200, 140]), ([200, 140], [320, 141]), ([320, 141], [321, 300]
 @pytest.mark.parametrize("policy", [x for x in POLICIES if not x.by_slot], ids=lambda x: x.name)
 @pytest.mark.parametrize("order", [*LAYOUTS, "tiles"])
 def test_what_stays_in_each_layout(order, policy):
-    """Of two requests that are evicted at once, at different lengths."""
+    """Two requests of different lengths are evicted in the same step."""
     rule_plan, cache = plan(policy, SIZE), layer("LBHNC" if order == "tiles" else order)
     layout = Tiles(cache, "vec") if order == "tiles" else Rows(cache)
     table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0)).view(2, -1)
@@ -129,7 +129,7 @@ def test_rows(order):
 
 @pytest.mark.parametrize("policy", [*POLICIES, kvops.KeyDiff(4 * SIZE, head_mode="shared")], ids=repr)
 def test_nothing_is_read_back_from_the_device(policy):
-    """Meta tensors have no values, so whatever asks for one raises."""
+    """Meta tensors have no values, so reading one raises."""
     rule_plan = plan(policy, SIZE)
     cache = torch.empty(BLOCKS, HEADS, SIZE, 2 * D, dtype=torch.bfloat16, device="meta")
     table = torch.empty(2, BLOCKS // 2, dtype=torch.int32, device="meta")

@@ -19,7 +19,7 @@ def window(b, heads, group, w, n, d, dtype=torch.float32, *, dv=None, seed=0):
 
 
 def check(q, k, v, visible, **kwargs):
-    """out, lse and scores by the error-ratio rule; the plain formula's out is rounded to q's dtype, as ours is."""
+    """Check out, lse and scores by the error-ratio rule; the plain formula's out is rounded to q's dtype as well."""
     actual = ops.window_attention(q, k, v, visible, **kwargs)
     eager = reference.window_attention(q, k, v, visible, **kwargs, dtype=torch.float32)
     exact = reference.window_attention(q, k, v, visible, **kwargs)
@@ -27,7 +27,7 @@ def check(q, k, v, visible, **kwargs):
     out, lse, scores = actual
     assert out.dtype == q.dtype and all(x.is_contiguous() for x in actual)
     kit.assert_close(out.float(), eager[0].to(q.dtype).float(), exact[0], condition)
-    infinite = exact[1].isinf()  # rows that see nothing
+    infinite = exact[1].isinf()  # rows that see no key
     assert torch.equal(lse.isinf(), infinite) and (lse[infinite] < 0).all() and (out[infinite] == 0).all()
     kit.assert_close(*(x.masked_fill(infinite, 0) for x in (lse, eager[1], exact[1])), condition)
     kit.assert_close(scores, eager[2], exact[2], condition)
@@ -74,7 +74,7 @@ def test_reductions(reduce, group_reduce, group, w):
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("w", [1, 6])
 def test_agrees_with_window_scores(dtype, w):
-    """Its lse is one that window_scores takes."""
+    """window_scores accepts the lse that window_attention returns."""
     q, k, v, visible = window(2, 2, 3, w, kit.size(4000, 500), 64, dtype)
     _, lse, scores = ops.window_attention(q, k, v, visible)
     with kvops.debug_checks():
@@ -87,7 +87,7 @@ def test_agrees_with_window_scores(dtype, w):
 @pytest.mark.parametrize("group_reduce, rows", [("mean", 2), ("none", 6)])
 @pytest.mark.parametrize("w, n", [(1, 4000), (6, 4000), (20, 90), (1, 0)])
 def test_without_scores(dtype, group_reduce, rows, w, n):
-    """The attention is the same; no scores come back."""
+    """The attention is the same; no scores are returned."""
     q, k, v, _ = window(2, 2, 3, w, n if n < 4000 else kit.size(4000, 500), 64, dtype)
     n = k.shape[2]
     visible = torch.stack((kit.causal(w, n), kit.int32(*[n // 2] * w))) if n else kit.int32(*[0] * w)
@@ -98,7 +98,7 @@ def test_without_scores(dtype, group_reduce, rows, w, n):
         out, lse, scores = check(q, k, v, visible, **options, scores=False)
         assert scores.shape == (2, rows, 0) and scores.dtype == torch.float32
         expected = ops.window_attention(q, k, v, visible, **options)
-        if not (kit.SIMULATED or q.is_cuda):  # on a GPU the pass that makes logits may round sums otherwise
+        if not (kit.SIMULATED or q.is_cuda):  # on a GPU the pass that computes logits may round sums differently
             assert kit.same((out, lse), expected[:2])
 
 
@@ -118,7 +118,7 @@ def test_layouts_change_nothing(layout, dtype, w):
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("w", [1, 8])
 def test_limits(w, dtype):
-    """Rows see as far as they say: nothing, everything, in no order; what is beyond them all is not read."""
+    """Each row sees its visible keys: none, all, in any order. Keys that no row sees are not read."""
     n = 120
     q, k, v, _ = window(3, 2, 2, w, n, 24, dtype)
     limits = [[(i * 37 + row * 50) % (n - 9) for i in range(w)] for row in range(2)] + [[0] * w]
@@ -170,7 +170,7 @@ def test_a_key_that_is_not_finite_is_left_out(bad, dtype, w):
     q, k, v, visible = window(2, 2, 2, w, n, 32, dtype)
     clean = ops.window_attention(q, k, v, visible)
     k[0, 1, 20, 3] = bad
-    k[0, 1, n - 1, 3] = bad  # the last row alone sees it
+    k[0, 1, n - 1, 3] = bad  # only the last row sees it
     k[0, 1, 97] = bad  # inf - inf
     for options in ({}, dict(reduce="max"), dict(group_reduce="none"), dict(softcap=2.0)):
         check(q, k, v, visible, **options)
@@ -202,14 +202,14 @@ def test_large_logits(dtype, w):
 
 @pytest.mark.parametrize("w", [1, 3])
 def test_many_splits(w):
-    """More keys than a split has, up to the most splits that there are."""
+    """More keys than one split holds, up to the maximum number of splits."""
     for n in (kit.size(7_000, 1_500), kit.size(130_000, 3_000)):
         check(*window(1, 1, 2, w, n, 16))
 
 
 @kit.only("cuda", "simulator")
 def test_many_heads():
-    """More than a CUDA grid has room for in y; what a head gives does not depend on it."""
+    """More heads than a CUDA grid can have blocks in y; a head's results do not depend on it."""
     q, k, v, visible = window(7, kit.size(10_000, 300), 1, 2, 3, 8)
     out, lse, scores = check(q, k, v, visible)
     alone = ops.window_attention(q[3:4, :2], k[3:4, :2], v[3:4, :2], visible)
@@ -232,7 +232,7 @@ def test_a_batch_changes_nothing(dtype, w):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group, w", [(4, 1), (2, 12), (5, 24)])
 def test_the_gpu_changes_nothing(monkeypatch, group, w, dtype):
-    """Other numbers of multiprocessors, other shared memory, the same bits."""
+    """Different numbers of multiprocessors and sizes of shared memory give the same bits."""
     inputs = window(1, 1, group, w, 1100, 16, dtype)
     results = []
     for gpu in kit.GPUS:
@@ -254,7 +254,7 @@ def test_threads_change_nothing(heads, w, n):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_out_is_rounded_to_nearest(dtype):
-    """The midpoints of a half type's neighbours, by weights of a half; ties go to even. Their sums must fit fp32."""
+    """Weights of one half produce midpoints of adjacent half-precision numbers; ties go to even. Sums must fit fp32."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     x = x[x.float().abs() < 2.0**126].float().sort().values
     pad = -len(x) % 8
@@ -308,19 +308,19 @@ def test_bad_input():
 
 
 def tables(n, pairs, rows=None):
-    """Cosines and sines of n slots; of other positions in each row of the batch, if there are rows."""
+    """Return cosines and sines of n slots, with different positions per batch row if rows are given."""
     positions = torch.arange(n) + (0 if rows is None else 100 * torch.arange(rows).unsqueeze(1))
     return dict(zip(("cos", "sin"), Rope.of(2 * pairs).tables(positions)))
 
 
 def check_turned(q, k, v, visible, *, cos, sin, interleaved=False, **options):
-    """Against the reference, and the bits of a call with keys that are rotated already."""
+    """Compare with the reference, and bit for bit with a call on keys that are already rotated."""
     turned = ops.rope_at_slots(k, cos, sin, interleaved=interleaved)
     result = ops.window_attention(q, k, v, visible, cos=cos, sin=sin, interleaved=interleaved, **options)
     assert kit.same(result, ops.window_attention(q, turned, v, visible, **options))
     check(q, turned, v, visible, **options)
     exact = reference.window_attention(q, k, v, visible, cos=cos, sin=sin, interleaved=interleaved, **options)
-    for x, y in zip(result, exact):  # whose keys may be rounded otherwise
+    for x, y in zip(result, exact):  # its keys may be rounded differently
         size = y.nan_to_num(0, 0, 0).abs().max().item() if y.numel() else 0
         torch.testing.assert_close(x.double(), y, rtol=0.02, atol=0.02 * size, equal_nan=True)
 
@@ -348,7 +348,7 @@ def test_keys_turn_on_their_way(d, w, interleaved, dtype):
 )
 @kit.examples(150)
 def test_any_keys_turn_on_their_way(data, d, pairs, n, w, group, dtype, layout, interleaved, rows):
-    """Some channels, tables for each row of the batch, and whatever else a call may have."""
+    """Partial rotation, tables per batch row, and all other options of a call."""
     q, k, v, _ = window(2, 2, group, w, n, d, dtype, dv=16, seed=data.draw(st.integers(0, 2**31)))
     visible, options = kit.any_window(data, w, n, 2 * group)
     options["scale"] = data.draw(st.sampled_from([None, 0.1]))
@@ -360,7 +360,7 @@ def test_any_keys_turn_on_their_way(data, d, pairs, n, w, group, dtype, layout, 
 @pytest.mark.parametrize("w", [1, 3])
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_many_keys_turn_on_their_way(w, dtype):
-    """More than a split has, and than a worker turns at a time; with tables of any strides."""
+    """More keys than a split holds and than a worker rotates at a time; tables with any strides."""
     n = kit.size(7000, 700)
     q, k, v, visible = window(2, 3, 4, w, n, 64, dtype)
     wide = tables(n, 40)
@@ -377,7 +377,7 @@ def test_many_keys_turn_on_their_way(w, dtype):
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("w", [1, 8])
 def test_slots_that_no_row_sees_do_not_turn(w, dtype, interleaved):
-    """They may hold NaN, and their cosines too. What is seen and not finite is left out."""
+    """They and their cosines may be NaN. Visible keys that are not finite are left out."""
     q, k, v, _ = window(1, 2, 2, w, 120, 128, dtype)
     angles = tables(120, 64)
     visible = kit.int32(*[100] * w)
@@ -421,11 +421,11 @@ EXTREMES = {
 @pytest.mark.parametrize("w", [1, 5, 20])
 @pytest.mark.parametrize("dtype, size", [(dtype, size) for dtype in EXTREMES for size in EXTREMES[dtype]])
 def test_the_largest_logits(dtype, size, w):
-    """Differences between such logits are far beyond exp's range: a row's best keys share it, and all is finite."""
+    """Their differences far exceed exp's range: a row's best keys share the weight, and all results are finite."""
     n, d, group = 70, 64, 3
     signs = torch.where(kit.randn(1, 2, n, d) < 0, -1.0, 1.0)
     signs[:, :, 5] = 1
-    signs[:, :, 13] = signs[:, :, 50] = signs[:, :, 31]  # three alike, and their opposite
+    signs[:, :, 13] = signs[:, :, 50] = signs[:, :, 31]  # three equal keys, and their opposite
     signs[:, :, 40] = -signs[:, :, 31]
     negative = torch.ones(1, 2, n, d)
     negative[:, :, 9] = 0.5
@@ -436,7 +436,7 @@ def test_the_largest_logits(dtype, size, w):
         q = k[:, :, like : like + 1].repeat_interleave(group, 1).expand(-1, -1, w, -1).clone()
         q[:, 1] = k[:, 0, 5]  # one best key
         q[:, :1] *= -1
-        q = -q if like == 9 else q  # and logits all of which are that much below 0
+        q = -q if like == 9 else q  # and rows whose logits are all that far below 0
         for options in (
             {},
             dict(sink_logits=torch.tensor([1e9, -3.0, 1.0, 0.0, 1e38, 1e5])),
@@ -455,7 +455,7 @@ def test_the_largest_logits(dtype, size, w):
 
 @pytest.mark.parametrize("w", [1, 9])
 def test_a_logit_that_the_scale_makes_infinite_is_left_out(w):
-    """Products that are finite, and times the scale are not."""
+    """The products are finite, but overflow when multiplied by the scale."""
     q, k, v, visible = window(1, 1, 2, w, 60, 16)
     k[:, :, 7] = q[:, :1, 0] * 1e30
     k[:, :, 9] = -q[:, :1, 0] * 1e30

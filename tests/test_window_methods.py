@@ -1,4 +1,4 @@
-"""SnapKV and its kin, LAQ and the recall, compared with small fp64 versions written from their formulas."""
+"""SnapKV and its variants, LAQ and the recall, compared with small fp64 versions written from their formulas."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ examples = kit.examples(40, derandomize=True)
 
 
 def make(seed=0, b=2, heads=2, group=3, n=60, w=8, d=16, dv=8, dtype=torch.float32, layout="bhnd"):
-    """q: [b, heads * group, w, d], k and v. Larger than usual, so that the attention is not flat."""
+    """Return q [b, heads * group, w, d], k and v, with larger values than usual so that the attention is not flat."""
     k, v = kit.kv(b, heads, n, d, dtype, layout, dv=dv, seed=seed)
     q = kit.randn(b, heads * group, w, d, seed=seed + 1).to(dtype)
     return kit.laid_out(q, layout), k, v
@@ -26,7 +26,7 @@ def make(seed=0, b=2, heads=2, group=3, n=60, w=8, d=16, dv=8, dtype=torch.float
 
 
 def weights(q, k, limits, score="softmax", scale=None, softcap=0.0, sink=None):
-    """a[g, i, j]; row i sees k[:limits[i]], and with limit 0 counts nothing."""
+    """Return a[g, i, j]: row i sees k[:limits[i]], and is all zeros for a limit of 0."""
     logits = q @ k.T * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         logits = softcap * np.tanh(logits / softcap)
@@ -40,7 +40,7 @@ def weights(q, k, limits, score="softmax", scale=None, softcap=0.0, sink=None):
 
 
 def pooled(s, kernel_size=7, pooling="max"):
-    """Of each entry of s, [.., m]: the largest, or the sum over kernel_size, of its neighbours."""
+    """Pool s [.., m] over kernel_size neighbours of each entry: their maximum, or their sum over kernel_size."""
     side = kernel_size // 2
     if s.shape[-1] == 0:
         return s
@@ -50,7 +50,7 @@ def pooled(s, kernel_size=7, pooling="max"):
 
 
 def window_score(a, keep, kernel_size=7, pooling="max", pool_first=False, group_reduce="mean"):
-    """Scores of the prefix, all but the last `keep` keys. a: [G, w, n]."""
+    """Return the scores of the prefix, i.e. all but the last `keep` keys. a: [G, w, n]."""
     group = {"mean": np.mean, "sum": np.sum, "max": np.max}[group_reduce]
     s = a.sum(1)[:, : a.shape[-1] - keep]
     if pool_first:
@@ -63,13 +63,13 @@ def causal(n, w):
 
 
 def heads_of(q, k, b):
-    """(q [G, w, d], k [n, d]) of each KV head of row b, in fp64."""
+    """Yield (q [G, w, d], k [n, d]) for each KV head of row b, in fp64."""
     group = q.shape[1] // k.shape[1]
     return [(fp64(q[b, h * group : (h + 1) * group]), fp64(k[b, h])) for h in range(k.shape[1])]
 
 
 def assert_kept(indices, scores, keep, budget, offset=0, tolerance=2e-6):
-    """`indices` of one head: the last `keep` of all n slots and the best of the prefix, `budget` in all."""
+    """Check one head's `indices`: the last `keep` of n slots and the best of the prefix, `budget` in total."""
     kept, n = indices[indices >= 0].cpu().numpy() - offset, len(scores) + keep
     assert (kept < n).all() and (kept >= 0).all()
     if budget >= n:
@@ -124,7 +124,7 @@ def test_snapkv_is_its_formula(n, w, budget, dtype, layout, group, sink, with_ls
             one = None if sinks is None else fp64(sinks[h * group : (h + 1) * group])
             scores.append(window_score(weights(qs, ks, causal(n, w), sink=one, **logit), w, **pool))
         for h in range(2):
-            # an lse in halves is right to about their eps
+            # a half-precision lse is accurate to about its eps
             tolerance = 2e-6 if not with_lse or dtype == torch.float32 else 2e-2
             mean = np.mean(scores, 0) if shared else scores[h]
             assert_kept(result.indices[b, h], mean, w, budget, tolerance=w * group * tolerance)
@@ -132,8 +132,8 @@ def test_snapkv_is_its_formula(n, w, budget, dtype, layout, group, sink, with_ls
 
 
 def test_snapkv_as_kvpress_computes_it():
-    """Softmax of the window over all keys, the prefix, mean over rows, average pooling (pads count), mean of the group,
-    and the window put on top: the formulation that users of kvpress know, in plain PyTorch."""
+    """Plain PyTorch in kvpress' formulation: softmax of the window over all keys, cut to the prefix, mean over rows,
+    average pooling (padding counts), mean over the group, and the window added on top."""
     n, w, kernel, budget = 300, 64, 5, 90
     q, k, v = make(n=n, w=w, d=64)
     expanded = k.double().repeat_interleave(3, 1)
@@ -148,7 +148,7 @@ def test_snapkv_as_kvpress_computes_it():
 
 @pytest.mark.parametrize("pooling", ["max", "avg"])
 def test_a_kernel_that_is_wider_than_the_keys(pooling):
-    """Beyond 2 n - 1 it holds no more of them: and takes no longer."""
+    """A kernel beyond 2 n - 1 covers no more keys, and must not take longer."""
     q, k, v = make(n=40, w=5)
     wide, wider, widest = (
         kvops.snapkv_compress(k, v, q, 12, kernel_size=x, pooling=pooling).indices for x in (79, 81, 2**40 + 1)
@@ -157,7 +157,7 @@ def test_a_kernel_that_is_wider_than_the_keys(pooling):
 
 
 def test_snapkv_as_it_was_released():
-    """Queries against expanded keys, sum over rows, max-pooling, per query head: with one query head per KV head."""
+    """The released code works per query head: expanded keys, sum over rows, max-pooling. Here a group has one head."""
     n, w, budget = 300, 32, 70
     q, k, v = make(n=n, w=w, group=1, d=64)
     logits = q.double() @ k.double().mT / 64**0.5
@@ -165,13 +165,13 @@ def test_snapkv_as_it_was_released():
     s = max_pool1d(logits.softmax(-1).sum(-2)[..., :-w], 7, stride=1, padding=3)
     best = s.sort(dim=-1, descending=True, stable=True).indices[
         ..., : budget - w
-    ]  # pooled scores tie: lower slots first
+    ]  # pooled scores tie: the lower slots win
     want = torch.cat((best.sort(-1).values, torch.arange(n - w, n).expand(2, 2, -1)), -1)
     assert torch.equal(kvops.snapkv_compress(k, v, q, budget).indices, want)
 
 
 def test_window_does_not_reach_into_the_prefix():
-    """The newest tokens draw much attention; pooled before the prefix is cut, they would pull in their neighbours."""
+    """The newest tokens get much attention; pooling before cutting the prefix would spread it to their neighbours."""
     q, k, v = make(b=1, heads=1, group=1, n=40, w=4)
     k[0, 0, 36:] = q[0, 0, 3] * 4  # the window attends to itself
     k[0, 0, :36] *= 0.01
@@ -205,7 +205,7 @@ def test_ties_keep_the_lower_slot():
     q, k, v = make(n=40, w=4)
     k[:] = k[:, :, :1]
     result = kvops.snapkv_compress(k, v, q, 14)
-    # Every row gives the same to all that it sees, so every slot of the prefix is alike.
+    # Every row gives all visible keys the same weight, so all prefix slots have the same score.
     assert result.indices[0, 0].tolist() == [*range(10), *range(36, 40)]
 
 
@@ -213,16 +213,16 @@ def test_ties_keep_the_lower_slot():
 @pytest.mark.parametrize("pool_first", [True, False])
 @pytest.mark.parametrize("compress", ["snapkv_compress", "chunkkv_compress", "laq_compress"])
 def test_nan_and_infinity_stay_where_they_are(compress, pooling, pool_first):
-    """A key that is not finite goes first; its neighbours, the other heads and rows keep what they keep without it."""
+    """A non-finite key is evicted first; its neighbours, other heads and other rows keep what they keep without it."""
     q, k, v = make(n=60, w=4)
-    k[0, 1, 30] *= 4  # worth keeping, were it finite
+    k[0, 1, 30] *= 4  # would be kept if it were finite
     bad = k.clone()
     bad[0, 1, 30] = torch.nan
     bad[0, 1, 31, 3] = torch.inf
     options = dict(kernel_size=7, pooling=pooling, pool_first=pool_first)
     clean, got = (getattr(kvops, compress)(x, v, q, 30, **options).indices for x in (k, bad))
     assert torch.equal(got[1], clean[1])
-    if compress != "chunkkv_compress":  # which keeps one set for all heads, by those that are finite
+    if compress != "chunkkv_compress":  # ChunkKV keeps one set for all heads, scored by the finite ones
         assert torch.equal(got[0, 0], clean[0, 0])
         assert not np.isin([30, 31], got[0, 1].cpu()).any() and (got[0, 1] >= 0).all()
 
@@ -233,8 +233,8 @@ def test_neighbours_of_what_is_not_finite_are_pooled_without_it():
     for pooling, pool_first in (("max", False), ("avg", False), ("max", True), ("avg", True)):
         pool = dict(kernel_size=5, pooling=pooling, pool_first=pool_first)
         ((qs, ks),) = heads_of(q, k, 0)
-        a = weights(qs, np.delete(ks, 30, 0), causal(59, 4))  # the key is in no softmax
-        a = np.insert(a, 30, 0.0, -1)  # and a neighbour that was not attended to
+        a = weights(qs, np.delete(ks, 30, 0), causal(59, 4))  # no softmax includes the key
+        a = np.insert(a, 30, 0.0, -1)  # and it pools as a neighbour with zero attention
         scores = window_score(a, 4, **pool)
         scores[30] = -1
         assert_kept(kvops.snapkv_compress(k, v, q, 59, **pool).indices[0, 0], scores, 4, 59)
@@ -291,7 +291,7 @@ def test_padded_rows_are_as_alone(compress, starts, lengths, budget, shared, lay
 
 
 def test_rows_shorter_than_the_window():
-    """Their first window rows are no tokens of theirs and count nothing; such rows stay whole."""
+    """The first rows of their window are padding and count nothing; such rows keep all tokens."""
     q, k, v = make(n=40, w=8)
     k[1, :, :35], v[1, :, :35], q[1, :, :3] = torch.nan, torch.nan, torch.nan
     result = kvops.snapkv_compress(k, v, q, 12, starts=kit.int32(0, 35))
@@ -408,7 +408,7 @@ def test_laq_is_its_formula(n, w, steps, budget, compat, ended, pool, logit, see
 
 
 def test_laq_without_a_window_protects_nothing():
-    """The newest tokens stay only if the lookahead attends to them (pooling reaches them too)."""
+    """The newest tokens are kept only if the lookahead attends to them (pooling includes them)."""
     q, k, v = make(n=60, w=8, group=1)
     k *= 0.01
     k[:, :, 20] = q[:, :, 3] * 4
@@ -420,7 +420,7 @@ def test_laq_without_a_window_protects_nothing():
 
 
 def test_laq_whose_lookahead_is_the_window_is_snapkv():
-    """With the rows' own limits, LAQ++ whose draft ended at once is SnapKV; so is compat_mask on SnapKV's own rows."""
+    """LAQ++ with an empty draft and the rows' own limits equals SnapKV; so does compat_mask on SnapKV's own rows."""
     q, k, v = make(n=60, w=8)
     snap = kvops.snapkv_compress(k, v, q, 24).indices
     ended = kvops.laq_compress(k, v, q[:, :, :3], 24, q_window=q, lookahead_lengths=kit.int32(0, 0)).indices
@@ -483,7 +483,7 @@ def test_recall_is_its_formula(budget, rows, answer, inside, score, padded, seed
                 clear = (
                     budget >= m or gap[budget - 1] - gap[budget] > 1e-4 * max(1, abs(gap[0])) or gap[budget - 1] == 0
                 )
-                if not clear:  # which of two equals is in is for fp32 to say
+                if not clear:  # for near-equal scores fp32 may pick either
                     break
             else:
                 want = len(best[0] & best[1]) / len(best[1])
@@ -496,7 +496,7 @@ def test_recall_of_the_response_itself_is_one():
     assert (kvops.recall(k, q[:, :, :1], q, 0.2) < 1).any()
 
 
-# Bad input
+# Invalid input
 
 
 SNAP = dict(budget=20)
@@ -541,7 +541,7 @@ def test_wrong_arguments(compress):
     ]:
         with kit.refuses(f"{compress}: {message}", kind=TypeError):
             call(**{**good, **change})
-    for change, message in [  # the operators' own
+    for change, message in [  # the operators' own messages
         ({rows: q[:, :5]}, "query heads of q must be a multiple of the KV heads 2, got 5"),
         ({rows: q[..., :8]}, f"{compress}: {rows} must have k's batch and head_dim"),
         (dict(scale=0.0), "scale must be positive and a normal number in fp32, got 0"),

@@ -1,5 +1,8 @@
-"""How window_attention's kernel is cut for three GPUs, by arithmetic: what is on its way to a multiprocessor, and what
-splits of the keys that are the same for every GPU cost beside ones made for each."""
+"""How window_attention's kernel is split on three GPUs, by arithmetic.
+
+The tests compute the bytes in flight per multiprocessor, and the cost of using the same key splits on every GPU instead
+of splits tuned for each.
+"""
 
 import ctypes
 import math
@@ -15,7 +18,7 @@ pytestmark = needs_headers
 
 class Gpu(NamedTuple):
     multiprocessors: int
-    shared: int  # bytes that a block may have; a multiprocessor has 1024 more, and each block takes 1024 itself
+    shared: int  # bytes available to a block; a multiprocessor has 1024 more, and each block reserves 1024
     bandwidth: float  # bytes per second
 
 
@@ -24,17 +27,17 @@ GPUS = {
     "h200": Gpu(132, 227 << 10, 4.8e12),
     "b200": Gpu(148, 227 << 10, 8.0e12),
 }
-RESERVED, STATIC = 1024, 1024  # bytes of each block beside its dynamic shared memory
+RESERVED, STATIC = 1024, 1024  # bytes per block in addition to its dynamic shared memory
 
 
 class Plan(NamedTuple):
     row_blocks: int
-    keys: int  # of a split
+    keys: int  # per split
     splits: int
     warps: int
     row_warps: int
     stages: int
-    shared: int  # dynamic
+    shared: int  # dynamic shared memory, in bytes
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,7 @@ def test_decoding_keeps_enough_on_its_way(plan_of, gpu, d):
     assert plan.row_warps == 1 and plan.stages >= 2
     resident = (gpu.shared + RESERVED) // (plan.shared + STATIC + RESERVED)
     assert resident == (2 if d <= 128 else 1)
-    on_its_way = resident * (plan.stages - 1) * plan.warps * 16 * 4 * d  # while a warp works on one more stage
+    on_its_way = resident * (plan.stages - 1) * plan.warps * 16 * 4 * d  # one of the stages is being computed on
     assert on_its_way >= gpu.bandwidth / gpu.multiprocessors * 800e-9
 
 
@@ -75,13 +78,13 @@ def test_only_stages_depend_on_the_gpu(plan_of, gpu, rows, d):
 
 
 def rounds(gpu: Gpu, row_blocks: int, n: int, keys: int, more: int) -> int:
-    """The keys that the busiest multiprocessor goes through for 8 heads, and for each block the time of `more`."""
+    """Return the keys that the busiest multiprocessor processes for 8 heads, with `more` keys' time per block added."""
     blocks = 8 * row_blocks * math.ceil(n / keys)
     return math.ceil(blocks / gpu.multiprocessors) * (keys + more)
 
 
 def own_keys(gpu: Gpu, row_blocks: int, n: int) -> int:
-    """Of splits made for the GPU: those of 4 heads fill it twice."""
+    """Return the keys per split when splits are tuned for the GPU: those of 4 heads fill it twice."""
     blocks = gpu.multiprocessors * 2 // (4 * row_blocks)
     return max(math.ceil(math.ceil(n / max(blocks, 1)) / 256) * 256, 512)
 
@@ -90,9 +93,10 @@ def own_keys(gpu: Gpu, row_blocks: int, n: int) -> int:
 @pytest.mark.parametrize("n", [2**i for i in range(14, 19)])
 @pytest.mark.parametrize("rows", [4, 256, 512, 1024])
 def test_splits_for_every_gpu_cost_little(plan_of, gpu, rows, n):
-    """A block of few rows begins while another of its multiprocessor reads. One of 128 rows has it alone, and writes
-    64 KB that are read again: together some 150 keys' time. Then fewer splits are better, and a compromise costs more,
-    most where the keys are few."""
+    """A block of few rows starts while another block of its multiprocessor reads. A block of 128 rows occupies the
+    multiprocessor alone and writes 64 KB that are read again, which takes about the time of 150 keys. Fewer splits are
+    better then, and a compromise costs more, most of all for few keys.
+    """
     plan = plan_of(n, rows, 128, gpu)
     more, limit = (10, 1.03) if rows == 4 else (150, 1.07 if n > 2**16 else 1.16)
     now = rounds(gpu, plan.row_blocks, n, plan.keys, more)

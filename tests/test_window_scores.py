@@ -15,7 +15,7 @@ pytestmark = kit.every_device
 
 
 def true_lse(q, k, visible, **kwargs):
-    """fp32, as a FlashAttention gives it."""
+    """Compute the log-sum-exp in fp32, as FlashAttention returns it."""
     kwargs = {x: y for x, y in kwargs.items() if x in ("scale", "starts", "softcap")}
     return reference.window_attention(q, k, k, visible, **kwargs)[1].float()
 
@@ -30,7 +30,7 @@ def check(q, k, visible, lse=None, **kwargs):
 
 
 def check_both(q, k, visible, **kwargs):
-    """With the log-sum-exp made, and given."""
+    """Check with and without a given log-sum-exp."""
     check(q, k, visible, true_lse(q, k, visible, **kwargs), **kwargs)
     return check(q, k, visible, **kwargs)
 
@@ -95,7 +95,7 @@ def test_layouts_change_nothing(layout, dtype):
 
 def test_lse_of_any_strides():
     q, k, visible = kit.window(2, 2, 3, 6, 50, 32)
-    whole = torch.full((2, 20, 6), 1e9)  # of a longer prompt, [b, n, Hq]
+    whole = torch.full((2, 20, 6), 1e9)  # from a longer prompt, [b, n, Hq]
     lse = true_lse(q, k, visible)
     whole[:, 14:] = lse.mT
     expected = ops.window_scores(q, k, visible, lse=lse)
@@ -107,7 +107,7 @@ def test_lse_of_any_strides():
 
 @pytest.mark.parametrize("w", [1, 8])
 def test_limits(w):
-    """Rows see as far as they say: nothing, everything, in no order; a key beyond them all scores 0, unread."""
+    """Each row sees its visible keys: none, all, in any order. A key that no row sees scores 0 and is not read."""
     n = 120
     q, k, _ = kit.window(3, 2, 2, w, n, 24)
     limits = [[(i * 37 + row * 50) % (n - 9) for i in range(w)] for row in range(2)] + [[0] * w]
@@ -154,7 +154,7 @@ def test_what_is_not_finite_stays_where_it_is(bad, dtype, w):
     q, k, visible = kit.window(2, 2, 2, w, n, 32, dtype)
     clean = ops.window_scores(q, k, visible)
     k[0, 1, 20, 3] = bad
-    k[0, 1, n - 1, 3] = bad  # the last row alone sees it
+    k[0, 1, n - 1, 3] = bad  # only the last row sees it
     k[0, 1, 97] = bad  # inf - inf
     lse = true_lse(q, k, visible)
     for options in (
@@ -172,11 +172,11 @@ def test_what_is_not_finite_stays_where_it_is(bad, dtype, w):
             assert score[0].isnan().sum() == 3 * (2 if options.get("group_reduce") == "none" else 1)
     scores = ops.window_scores(q, k, visible)
     assert torch.equal(scores[1], clean[1]) and torch.equal(scores[0, 0], clean[0, 0])
-    check(q, k, visible, softcap=2.0)  # a capped infinity is a number
+    check(q, k, visible, softcap=2.0)  # softcap makes an infinity finite
     if w > 1:
         hidden = visible.clamp(max=n - 1)
         assert check(q, k, hidden)[0, 1, n - 1] == 0
-    q[0, 2, 0] = bad  # a row whose logits are all NaN
+    q[0, 2, 0] = bad  # a row with only NaN logits
     check(q, k, visible)
 
 
@@ -190,7 +190,7 @@ def test_rows_without_a_usable_key():
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_large_logits(dtype):
-    """One key outweighs all others by more than fp32 can say; rows lie far from one another."""
+    """One key outweighs all others by more than fp32 can represent; the rows' logits differ widely."""
     q, k, visible = kit.window(1, 1, 2, 5, 70, 32, dtype)
     q = q * torch.tensor([100.0, 10.0, 1.0, 0.1, 0.0]).to(dtype).view(5, 1)
     scores = check_both(q, k, visible)
@@ -208,7 +208,7 @@ def test_long_rows_keep_their_accuracy():
 
 @kit.only("cuda", "simulator")
 def test_many_heads():
-    """More than a CUDA grid has room for in y; what a head scores does not depend on it."""
+    """More heads than a CUDA grid can have blocks in y; a head's scores do not depend on it."""
     q, k, visible = kit.window(7, kit.size(10_000, 300), 1, 2, 3, 8)
     scores = check(q, k, visible)
     assert torch.equal(scores[3:4, :2], ops.window_scores(q[3:4, :2], k[3:4, :2], visible))
@@ -313,7 +313,7 @@ def test_bad_input():
 
 
 def test_a_wrong_lse_is_told_from_a_right_one():
-    """The totals are compared per KV head, with sinks and rows that see nothing; NaN says nothing."""
+    """Totals are compared per KV head, with sinks and rows that see no key; NaN is ignored."""
     q, k, _ = kit.window(2, 2, 2, 4, 40, 16)
     visible = kit.int32(0, 20, 30, 40)
     sinks = kit.randn(4)
@@ -334,7 +334,7 @@ def test_a_wrong_lse_is_told_from_a_right_one():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_limits_are_not_looked_at():
-    """What lies outside of [0, n] counts as the end that it is beyond."""
+    """Values outside [0, n] are clamped to it."""
     q, k, _ = kit.window(2, 2, 2, 3, 50, 16)
     bad = ops.window_scores(q, k, kit.int32(-5, 60, 2**31 - 1), starts=kit.int32(-7, 70))
     good = ops.window_scores(q, k, kit.int32(0, 50, 50), starts=kit.int32(0, 50))

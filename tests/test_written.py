@@ -1,4 +1,4 @@
-"""What operators write to: memory that overlaps nothing that the call reads, and no negated view."""
+"""Output tensors: their memory must not overlap the inputs, and they must not be negated views."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvops import ops
 pytestmark = kit.every_device
 
 D = 4  # a row of 16 bytes
-PIECES = 120  # of a row each, in the buffer that all tensors lie in
+PIECES = 120  # rows in the buffer that holds all tensors
 
 
 def places(x: Tensor) -> list[int]:
-    """The address of each 4 bytes of x, as often as they are part of it."""
+    """Return the address of each 4 bytes of x, repeated as often as x contains them."""
     at = torch.tensor([x.data_ptr() // 4])
     for size, stride in zip(x.shape, x.stride()):
         at = (at.unsqueeze(-1) + torch.arange(size) * (stride * x.element_size() // 4)).flatten()
@@ -28,7 +28,7 @@ def places(x: Tensor) -> list[int]:
 
 @st.composite
 def strided(draw, shape: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Offset and strides, in pieces, of a view with these outer dims that fits a buffer of `most` pieces."""
+    """Draw offset and strides, in pieces, of a view with these outer dims that fits a buffer of `most` pieces."""
     strides, room = [0] * len(shape), most - 1
     for i in draw(st.permutations(range(len(shape)))):
         strides[i] = draw(st.integers(0, room // max(1, shape[i] - 1)))
@@ -38,7 +38,7 @@ def strided(draw, shape: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 @st.composite
 def slices(draw, shape: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """The same, of slices with steps, in any order of dims: most of them do not overlap themselves."""
+    """Draw the same for slices with steps, in any order of dims: most of them do not overlap themselves."""
     strides, step = [0] * len(shape), draw(st.integers(1, 3))
     for i in draw(st.permutations(range(len(shape)))):
         strides[i] = step
@@ -74,7 +74,7 @@ def test_exactly_what_overlaps_is_refused(data):
 
 
 def test_interleaved_layouts_are_served():
-    """K, V, their targets and the indices in one buffer, without an overlap."""
+    """K, V, their outputs and the indices are interleaved in one buffer, without overlap."""
     b, n, heads, d = 2, 12, 3, 8
     indices = torch.arange(0, n, 2).expand(b, heads, -1)
     tokens = kit.randn(b, n, 4, heads, d)  # token by token
@@ -85,9 +85,9 @@ def test_interleaved_layouts_are_served():
     ops.compact_kv_(k, v, indices)
     assert same((k[:, :, :6], v[:, :, :6]), expected)
 
-    wide = kit.randn(b, heads, n, 3 * d)  # head by head, rows of K and V side by side, of different width
+    wide = kit.randn(b, heads, n, 3 * d)  # head by head, rows of K and V adjacent and of different width
     k, v, rest = wide[..., :d], wide[..., d : 2 * d + 4], wide[..., 2 * d + 4 :]
-    own = torch.cat((indices, indices), -1).contiguous()  # [b, heads, 12], put into the rest of each row
+    own = torch.cat((indices, indices), -1).contiguous()  # [b, heads, 12], stored in the rest of each row
     rest.view(torch.int64)[..., 0] = own
     ops.compact_kv_(k, v, rest.view(torch.int64)[:, :, :6, 0])
     assert torch.equal(rest.view(torch.int64)[..., 0], own)
@@ -100,7 +100,7 @@ def test_interleaved_layouts_are_served():
 
 
 def test_the_search_has_an_end():
-    """Strides that are multiples of nothing: whether rows meet is not found out step by step."""
+    """Strides without a common divisor: the overlap check must not enumerate the rows."""
     shape, memory = (40, 41, 43, D), torch.empty(3_000_000)
     k = memory.as_strided(shape, (D * 10007, D * 5003, D * 2503, 1))
     out = memory.as_strided(shape, (D * 10009, D * 5009, D * 2521, 1), 2)
@@ -123,12 +123,12 @@ def test_indices_are_not_overwritten():
     with kit.refuses("compact_kv_: v is written to and must share no memory with indices"):
         ops.compact_kv_(k, memory, own)
     assert torch.equal(memory, before)
-    ops.gather_kv(k, v, own, out=(memory[:, :, 10:20], memory[:, :, 20:30]))  # beside them is fine
+    ops.gather_kv(k, v, own, out=(memory[:, :, 10:20], memory[:, :, 20:30]))  # adjacent memory is allowed
     assert same((memory[:, :, 10:20], memory[:, :, 20:30]), expected)
 
 
 def test_expanded_inputs_are_compared_too():
-    """One head's keys read for all heads, and a target that lies on them."""
+    """All heads read one head's keys, and the output overlaps these."""
     memory = kit.randn(1, 3, 20, 16)
     one = memory[:, 1:2].expand(-1, 3, -1, -1)
     indices = torch.arange(5).expand(1, 3, -1)
@@ -144,7 +144,7 @@ def test_expanded_inputs_are_compared_too():
 
 
 def negated(x: Tensor) -> Tensor:
-    """A view that torch negates when it is read."""
+    """Return a view that torch negates on reading."""
     view = torch.complex(torch.zeros_like(x), -x).conj().imag
     assert view.is_neg() and torch.equal(view, x)
     return view
@@ -178,6 +178,6 @@ def test_negated_views_are_read_but_not_written_to():
     conjugated = torch.complex(k, v).conj()
     for first, second in ((conjugated, v), (k, conjugated)):
         before = first.clone(), second.clone()
-        with kit.refuses("conjugate inputs", "compact_kv_", kind=RuntimeError):  # torch's own words, for lists
+        with kit.refuses("conjugate inputs", "compact_kv_", kind=RuntimeError):  # torch's own message, for lists
             ops.compact_kv_(first, second, indices)
         assert torch.equal(first, before[0]) and torch.equal(second, before[1])

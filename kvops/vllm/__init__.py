@@ -1,6 +1,6 @@
-"""vLLM: a plugin that evicts while it serves (`plugin`), and its pages on the CPU as rows (`cpu_pages`).
+"""vLLM integration: a plugin that evicts while vLLM serves (`plugin`), and row views of vLLM's CPU pages (`cpu_pages`).
 
-With KVOPS_VLLM="keydiff:budget=1024" in the environment, `LLM(...)` and `vllm serve` evict without further code.
+Set KVOPS_VLLM="keydiff:budget=1024" in the environment, and `LLM(...)` and `vllm serve` evict without further code.
 Importing this package does not import vLLM.
 """
 

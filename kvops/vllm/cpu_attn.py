@@ -1,4 +1,4 @@
-"""CPU_ATTN that evicts."""
+"""vLLM's CPU_ATTN backend with KV-cache eviction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Builder(EvictingBuilder, CPUAttentionMetadataBuilder):
     def check_group(self) -> None:
         super().check_group()
         if self.isa not in cpu_pages.ISAS:
-            refuse("the kernel of CPU_ATTN", f"one of {', '.join(cpu_pages.ISAS)}", self.isa)
+            refuse("CPU_ATTN's kernel", f"one of {', '.join(cpu_pages.ISAS)}", self.isa)
 
 
 class Impl(EvictingImpl, CPUAttentionBackendImpl):

@@ -1,22 +1,27 @@
-"""vLLM's pages on the CPU, which are tiles for its attention kernels: turned into rows in place, and back.
+"""Convert vLLM's CPU pages, which its attention kernels store as tiles, to rows and back, in place.
 
-A layer's cache of the backend CPU_ATTN is [num_pages, Hk, page_size, 2 * d]. These last two dims are a name for memory:
-a page of a head is K, page_size * d elements, and behind it V, as many, both as the kernel that vLLM picked reads them
-(vLLM 0.32)::
+With the CPU_ATTN backend, a layer's cache is a tensor [num_pages, Hk, page_size, 2 * d]. Its last two dims do not
+describe the memory order. Each page of a head holds K (page_size * d elements), then V (as many), both in the order
+that vLLM's selected kernel reads (vLLM 0.32):
 
-    isa           K                                 V
-    vec, vec16    [d, page_size]                    [page_size, d], rows
-    amx           [page_size / 16, d / 2, 16, 2]    [d / 16, page_size / 2, 16, 2]
+```text
+isa           K                                 V
+vec, vec16    [d, page_size]                    [page_size, d], rows
+amx           [page_size / 16, d / 2, 16, 2]    [d / 16, page_size / 2, 16, 2]
+```
 
-So a tile is 16 tokens of 2 channels in K, and 16 channels of 2 tokens in V. `isa` is the layer's `layer.isa`: amx for
-bf16 and fp8 caches where the CPU has AMX, vec16 for head dims that 32 does not divide, else vec.
+A tile holds 16 tokens of 2 channels in K, and 16 channels of 2 tokens in V. `isa` is the layer's `layer.isa`: amx for
+bf16 and fp8 caches on CPUs with AMX, vec16 for head dims that are not a multiple of 32, vec otherwise.
 
-    with cpu_pages.as_rows(kv_cache, block_table, isa=layer.isa, lengths=lengths) as (k, v):
-        kept = policy.compress_(k, v, lengths=lengths, block_table=block_table)
+```python
+with cpu_pages.as_rows(kv_cache, block_table, isa=layer.isa, lengths=lengths) as (k, v):
+    kept = policy.compress_(k, v, lengths=lengths, block_table=block_table)
+```
 
-Nothing but the pages of valid slots is read or written, and the scratch is one page. Bits are only moved, so any dtype
-comes back as it was. As in `kvops.ops`, wrong input is a ValueError (TypeError for what is no tensor) that names the
-argument, what was expected and what came, before anything is written.
+The functions read and write only the pages of valid slots, with one page of scratch memory. They move bits without
+interpreting them, so every dtype round-trips exactly. As in `kvops.ops`, invalid arguments raise ValueError (TypeError
+for an argument that is not a tensor) before anything is written. The message names the argument, what was expected and
+what came.
 """
 
 from __future__ import annotations
@@ -32,24 +37,29 @@ from ..checks import check_choice, check_dims, check_one_device, check_vector, i
 __all__ = ["as_rows", "keys", "to_rows_", "to_tiles_"]
 
 ISAS = ("vec", "vec16", "amx")
-_TOGETHER = 32  # pages that are turned in one call: few calls, and still in the processor's cache when they are written
-_MULTIPLE = 32  # of tokens in a page, and for amx of channels in a head: what the kernels take
+_TOGETHER = 32  # pages converted per call: few calls, and the pages are still in the CPU cache when they are written
+_MULTIPLE = 32  # vLLM's kernels need tokens per page, and for amx channels per head, to be a multiple of this
 
 
 def to_rows_(
     kv_cache: Tensor, block_table: Tensor, *, isa: str, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The requests' pages, which are tiles, become rows. vLLM must not read them until `to_tiles_` was called.
+    """Convert the requests' pages from tiles to rows. vLLM must not read them until you have called `to_tiles_`.
 
     Args:
-        kv_cache: [num_pages, Hk, page_size, 2 * d] of tiles, on the CPU, any dtype; a page of a head is contiguous.
-        block_table: int32 [b, max_pages]. A page belongs to one request.
+        kv_cache: [num_pages, Hk, page_size, 2 * d] of tiles, on the CPU, any dtype. Each page of a head must be
+            contiguous.
+        block_table: int32 [b, max_pages]. Each page must belong to one request.
         isa: "vec", "vec16" or "amx", vLLM's `layer.isa`.
-        lengths: int32 [b], the slots that each request uses (default all). Entries of the table behind may be -1.
+        lengths: int32 [b], the number of slots each request uses (default: all). Later entries of the table may be -1.
 
     Returns:
-        K and V, views [num_pages, Hk, page_size, d] of kv_cache for `kvops.ops` and policies, with `block_table`. Only
-        the requests' pages are rows.
+        K and V, views [num_pages, Hk, page_size, d] of kv_cache. Pass them to `kvops.ops` and policies together with
+            `block_table`. Only the requests' pages are rows.
+
+    Raises:
+        ValueError: an argument has the wrong device, dtype, shape or strides, or the table or lengths are out of range.
+        TypeError: a tensor argument is not a tensor.
     """
     pages = _pages("to_rows_", kv_cache, block_table, isa, lengths)
     _convert_(kv_cache, torch.tensor(pages, dtype=torch.int64), isa, to_rows=True)
@@ -57,11 +67,19 @@ def to_rows_(
 
 
 def to_tiles_(kv_cache: Tensor, block_table: Tensor, *, isa: str, lengths: Tensor | None = None) -> None:
-    """`to_rows_` undone. After a compaction the pages that are still held are enough: `lengths` as they are now.
+    """Convert the requests' pages back from rows to tiles, undoing `to_rows_`.
+
+    After a compaction it is enough to convert the pages still in use: pass the new `lengths`.
 
     Args:
-        kv_cache: [num_pages, Hk, page_size, 2 * d], what was given to `to_rows_`.
-        block_table, isa, lengths: as there. Each page named is taken for rows.
+        kv_cache: [num_pages, Hk, page_size, 2 * d], the tensor given to `to_rows_`.
+        block_table: int32 [b, max_pages], as for `to_rows_`. All pages it names for valid slots must be rows.
+        isa: as for `to_rows_`.
+        lengths: as for `to_rows_`.
+
+    Raises:
+        ValueError: as for `to_rows_`.
+        TypeError: as for `to_rows_`.
     """
     pages = _pages("to_tiles_", kv_cache, block_table, isa, lengths)
     _convert_(kv_cache, torch.tensor(pages, dtype=torch.int64), isa, to_rows=False)
@@ -71,12 +89,21 @@ def to_tiles_(kv_cache: Tensor, block_table: Tensor, *, isa: str, lengths: Tenso
 def as_rows(
     kv_cache: Tensor, block_table: Tensor, *, isa: str, lengths: Tensor | None = None, held: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The requests' pages are rows within the `with` block, and tiles again behind it; after an exception all of them.
+    """Convert the requests' pages to rows for the duration of a `with` block, then back to tiles.
+
+    The block receives K and V, as `to_rows_` returns them. If it raises, all pages become tiles again.
 
     Args:
-        kv_cache, block_table, isa, lengths: as of `to_rows_`, and so is what is yielded.
-        held: int32 [b, any], those of the pages that are still in use behind the block, -1 for none (default all). The
-            others are left as they are, to be written anew.
+        kv_cache: as for `to_rows_`.
+        block_table: as for `to_rows_`.
+        isa: as for `to_rows_`.
+        lengths: as for `to_rows_`.
+        held: int32 [b, any], the pages still in use after the block; -1 is padding (default: all pages). The other
+            pages stay rows: their content is undefined for vLLM until it overwrites them.
+
+    Raises:
+        ValueError: as for `to_rows_`, or `held` names a page that `block_table` does not.
+        TypeError: as for `to_rows_`.
     """
     pages = _pages("as_rows", kv_cache, block_table, isa, lengths)
     again = pages
@@ -84,7 +111,7 @@ def as_rows(
         again = _pages("as_rows", kv_cache, held[held >= 0][None], isa, None)
         if not {*again} <= {*pages}:
             raise ValueError(
-                f"as_rows: held must name pages of block_table, got {sorted({*again} - {*pages})} beside them"
+                f"as_rows: held must only name pages of block_table, got {sorted({*again} - {*pages})} as well"
             )
     own, kept = (torch.tensor(x, dtype=torch.int64) for x in (pages, again))
     with converted(kv_cache, own, kept, isa) as rows:
@@ -93,7 +120,7 @@ def as_rows(
 
 @contextmanager
 def converted(kv_cache: Tensor, pages: Tensor, held: Tensor, isa: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """`as_rows` without its checks. pages, held: int64, each page once; held is a subset of pages."""
+    """Do what `as_rows` does, without its checks. pages, held: int64, each page once; held is a subset of pages."""
     _convert_(kv_cache, pages, isa, to_rows=True)
     try:
         yield _rows(kv_cache)
@@ -105,17 +132,24 @@ def converted(kv_cache: Tensor, pages: Tensor, held: Tensor, isa: str) -> Iterat
 
 
 def keys(kv_cache: Tensor, block_table: Tensor, *, isa: str) -> Tensor:
-    """A copy of the requests' keys as rows, [b, Hk, max_pages * page_size, d]; the pages stay tiles.
+    """Copy the requests' keys as rows; the pages stay tiles.
 
     Args:
-        kv_cache: as of `to_rows_`.
-        block_table: int32 [b, max_pages]. Requests may share pages. The keys of entries of -1 are of no request.
-        isa: as of `to_rows_`.
+        kv_cache: as for `to_rows_`.
+        block_table: int32 [b, max_pages]. Requests may share pages. For entries of -1 the returned keys are undefined.
+        isa: as for `to_rows_`.
+
+    Returns:
+        The keys, [b, Hk, max_pages * page_size, d].
+
+    Raises:
+        ValueError: as for `to_rows_`.
+        TypeError: as for `to_rows_`.
     """
     _check_arguments("keys", kv_cache, block_table, isa)
     num_pages = len(kv_cache)
     if block_table.numel() and not (-1 <= block_table.min() and block_table.max() < num_pages):
-        raise ValueError(f"keys: block_table must name pages in [0, {num_pages}), or -1, got {block_table.tolist()}")
+        raise ValueError(f"keys: block_table must name pages in [0, {num_pages}) or -1, got {block_table.tolist()}")
     k, _ = _rows(kv_cache)
     found = _tiled(k, k, *_k_tile(kv_cache, isa))[block_table].transpose(1, 2)  # [b, Hk, max_pages, ...]
     (b, columns), (_, heads, page_size, d) = block_table.shape, k.shape
@@ -123,39 +157,39 @@ def keys(kv_cache: Tensor, block_table: Tensor, *, isa: str) -> Tensor:
 
 
 def _rows(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V, [num_pages, Hk, page_size, d] each, of pages that are rows."""
+    """Return views K and V, [num_pages, Hk, page_size, d] each, of pages that are rows."""
     num_pages, heads, page_size, width = kv_cache.shape
     k, v = kv_cache.view(num_pages, heads, 2, page_size, width // 2).unbind(2)
     return k, v
 
 
 def _k_tile(kv_cache: Tensor, isa: str) -> tuple[int, int]:
-    """Tokens and channels of one of K's tiles."""
+    """Return the number of tokens and channels in one tile of K."""
     return (16, 2) if isa == "amx" else (kv_cache.shape[2], 1)
 
 
 def _tiled(x: Tensor, matrix: Tensor, a: int, b: int) -> Tensor:
-    """[num_pages, Hk, n / a, a, m / b, b]: a matrix [n, m] of each page and head, whose tiles [a, b] are x's memory."""
+    """View the memory of x, tiles [a, b] of a matrix [n, m] per page and head, as [num_pages, Hk, n/a, a, m/b, b]."""
     n, m = matrix.shape[2:]
     return x.view(*x.shape[:2], n // a, m // b, a, b).transpose(3, 4)
 
 
 def _convert_(kv_cache: Tensor, pages: Tensor, isa: str, *, to_rows: bool) -> None:
     if kv_cache.itemsize == 1:
-        kv_cache = kv_cache.view(torch.uint8)  # index_copy_ takes no fp8
+        kv_cache = kv_cache.view(torch.uint8)  # index_copy_ does not support fp8
     k, v = _rows(kv_cache)
     a, b = _k_tile(kv_cache, isa)
-    # V's tiles, where it has any, are those of K with tokens and channels swapped.
+    # Where V is tiled (amx), its tiles are K's with tokens and channels swapped.
     for x, matrix in ((k, k), (v, v.mT)) if isa == "amx" else ((k, k),):
-        # Two views of one memory, [num_pages, Hk, n / a, a, m / b, b]: where an element is in rows, and in tiles.
+        # Two views of the same memory, [num_pages, Hk, n / a, a, m / b, b]: an element's place in rows, and in tiles.
         rows, tiles = matrix.unflatten(3, (-1, b)).unflatten(2, (-1, a)), _tiled(x, matrix, a, b)
         source, target = (tiles, rows) if to_rows else (rows, tiles)
         if b == 1:
             for some in pages.split(_TOGETHER):
                 target.index_copy_(0, some, source.index_select(0, some))
             continue
-        scratch = torch.empty_like(source[0])  # in the order of source's strides
-        for page in pages.tolist():  # one by one: it is still in the processor's cache when it is written
+        scratch = torch.empty_like(source[0])  # keeps the order of source's strides
+        for page in pages.tolist():  # one at a time, so that the page is still in the CPU cache when it is written
             scratch.copy_(source[page])
             for there, here in zip(target[page].unbind(-1), scratch.unbind(-1)):  # twice as fast as all b at once
                 there.copy_(here)
@@ -174,18 +208,18 @@ def _check_arguments(op: str, kv_cache: Tensor, block_table: Tensor, isa: str) -
 
 
 def _pages(op: str, kv_cache: Tensor, block_table: Tensor, isa: str, lengths: Tensor | None) -> list[int]:
-    """Checks all arguments; the pages of valid slots."""
+    """Check all arguments and return the pages that hold valid slots."""
     _check_arguments(op, kv_cache, block_table, isa)
     num_pages, page_size = kv_cache.shape[0], kv_cache.shape[2]
     b, columns = block_table.shape
     check_vector(op, "lengths", lengths, b, block_table)
 
-    taken: dict[int, None] = {}  # in order
+    taken: dict[int, None] = {}  # an ordered set
     for row, length in enumerate([columns * page_size] * b if lengths is None else lengths.tolist()):
         if not 0 <= length <= columns * page_size:
             raise ValueError(
-                f"{op}: lengths must lie in [0, {columns * page_size}], the slots of block_table, got {length} for "
-                f"row {row}"
+                f"{op}: lengths must lie in [0, {columns * page_size}], the slots that block_table covers, got "
+                f"{length} for row {row}"
             )
         for column, page in enumerate(block_table[row, : -(-length // page_size)].tolist()):
             where = f"at request {row}, page {column}"
@@ -203,20 +237,20 @@ def _pages(op: str, kv_cache: Tensor, block_table: Tensor, isa: str, lengths: Te
 
 
 def _check_cache(op: str, kv_cache: Tensor, isa: str) -> None:
-    """kv_cache is what vLLM has for this kernel."""
+    """Check that kv_cache has the shape, dtype and strides that vLLM uses for this kernel."""
     check_dims(op, "[num_pages, Hk, page_size, 2 * d]", kv_cache=kv_cache)
     page_size, width = kv_cache.shape[2:]
     if page_size == 0 or page_size % _MULTIPLE:
-        raise ValueError(f"{op}: kv_cache must have pages of a multiple of {_MULTIPLE} slots, got {page_size}")
+        raise ValueError(f"{op}: kv_cache must have a page_size that is a multiple of {_MULTIPLE}, got {page_size}")
     multiple = 2 * _MULTIPLE if isa == "amx" else 2
     if width == 0 or width % multiple:
         raise ValueError(
-            f"{op}: kv_cache must have a last dim of 2 * d, for isa={isa!r} a multiple of {multiple}, got {width}"
+            f"{op}: kv_cache must have a last dim (2 * d) that is a multiple of {multiple} for isa={isa!r}, got {width}"
         )
     if isa == "amx" and kv_cache.element_size() > 2:
         raise ValueError(f"{op}: kv_cache must have elements of 1 or 2 bytes for isa='amx', got {kv_cache.dtype}")
     if kv_cache.stride()[2:] != (width, 1):
         raise ValueError(
-            f"{op}: kv_cache must hold a page of a head in contiguous memory, got strides {list(kv_cache.stride())} "
-            f"of {list(kv_cache.shape)}"
+            f"{op}: kv_cache must hold each page of a head in contiguous memory, got strides "
+            f"{list(kv_cache.stride())} for shape {list(kv_cache.shape)}"
         )

@@ -1,4 +1,4 @@
-"""FLASH_ATTN that evicts."""
+"""vLLM's FLASH_ATTN backend with KV-cache eviction."""
 
 from __future__ import annotations
 

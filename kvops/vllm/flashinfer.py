@@ -1,4 +1,4 @@
-"""FLASHINFER that evicts."""
+"""vLLM's FLASHINFER backend with KV-cache eviction."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How vLLM's backends lay out a layer's cache, and K and V in it as rows. This module does not import vLLM.
+"""The cache layouts of vLLM's backends, and how to access K and V in them as rows.
 
-To all backends the cache of a layer is kv_cache: [num_blocks, Hk, block_size, 2 * d].
+Every backend gets a layer's cache as kv_cache: [num_blocks, Hk, block_size, 2 * d]. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from . import cpu_pages
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of one step's moves.
+    """The blocks that one step's moves read.
 
     Attributes:
-        table: int32 [moves, width] on the device. A row is padded with -1.
-        once: int64 on the host, the places in the flat table that name each block once.
-        held: int64 on the host, the places of the blocks that are still in use after the moves.
+        table: int32 [moves, width] on the device, the blocks of each move. Rows are padded with -1.
+        once: int64 on the host, indices into the flattened table that name each distinct block once.
+        held: int64 on the host, like `once`, but only for the blocks still in use after the moves.
     """
 
     table: Tensor
@@ -33,16 +33,16 @@ class Blocks:
 
     @cached_property
     def pages(self) -> tuple[Tensor, Tensor]:
-        """The blocks that `once` and `held` name: int64. Computed once for all layers of a step."""
+        """The block numbers that `once` and `held` select: int64. Computed once for all layers of a step."""
         once, held = (self.table.flatten()[places].long() for places in (self.once, self.held))
         return once, held
 
 
 class Layout(Protocol):
-    """The cache of a layer."""
+    """The cache of a layer, in whatever order its backend stores it."""
 
     def rows(self, blocks: Blocks) -> AbstractContextManager[tuple[Tensor, Tensor]]:
-        """Within the `with` block K and V are rows, views [num_blocks, Hk, block_size, d], in these blocks."""
+        """Give K and V as views [num_blocks, Hk, block_size, d] in a `with` block; the given blocks hold rows in it."""
 
     def keys(self, table: Tensor) -> View:
         """See `kvops.cache.queries.Keys`."""
@@ -50,7 +50,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """FLASH_ATTN and FLASHINFER: K and V of a token side by side, and heads, slots and blocks in any order."""
+    """FLASH_ATTN and FLASHINFER: K and V of a token are adjacent; heads, slots and blocks come in any stride order."""
 
     kv_cache: Tensor
 
@@ -66,7 +66,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Tiles:
-    """CPU_ATTN: see `cpu_pages`."""
+    """CPU_ATTN: tiles, see `cpu_pages`."""
 
     kv_cache: Tensor
     isa: str

@@ -1,8 +1,8 @@
-"""What evictions took from requests, among the metrics of vLLM's server (`/metrics`).
+"""Eviction counters for the metrics endpoint of vLLM's server (`/metrics`).
 
-The scheduler, which gives blocks back, is in another process than the metrics. It need not be asked: what a request of
-n tokens has lost is a function of n (see `plan.py`). vLLM makes a logger of this class, its entry point, for every
-server; without a policy it does nothing.
+The scheduler frees the blocks, but runs in another process than the metrics. The logger does not need to ask it: the
+number of blocks freed from a request depends only on its number of tokens (see `plan.py`). vLLM finds `EvictionLogger`
+through its entry point and creates one in every server. Without a policy it does nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvops")
 _LABELS = ("model_name", "engine", "policy")
-_REQUESTS = Counter("kvops:evicted_requests", "Finished requests that were evicted.", _LABELS)
-_BLOCKS = Counter("kvops:evicted_blocks", "Blocks that evictions took from finished requests.", _LABELS)
+_REQUESTS = Counter("kvops:evicted_requests", "Finished requests that had KV-cache blocks evicted.", _LABELS)
+_BLOCKS = Counter("kvops:evicted_blocks", "KV-cache blocks freed from finished requests by eviction.", _LABELS)
 
 
 class EvictionLogger(StatLoggerBase):
-    """Counts requests and blocks when requests finish. An aborted one counts if it had its first token."""
+    """Counts evicted requests and freed blocks when requests finish.
+
+    An aborted request counts if it has generated at least one token.
+    """
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0):
         self.policy = plugin.policy()
@@ -37,14 +40,14 @@ class EvictionLogger(StatLoggerBase):
 
     @property
     def plan(self) -> Plan:
-        """Made late: vLLM settles the size of blocks while the engine starts."""
+        """The plan, created on first use: vLLM settles the block size while the engine starts."""
         assert self.policy is not None
         if self._plan is None:
             self._plan = plan(self.policy, self.config.cache_config.block_size)
         return self._plan
 
     def log_engine_initialized(self) -> None:
-        """The scheduler has logged the policy."""
+        """Log nothing: the scheduler has already logged the policy."""
 
     def record(
         self,
@@ -61,10 +64,10 @@ class EvictionLogger(StatLoggerBase):
     def _count(self, request: FinishedRequestStats) -> None:
         if not request.num_generation_tokens:
             return
-        tokens = request.num_prompt_tokens + request.num_generation_tokens - 1  # the last one is never computed
+        tokens = request.num_prompt_tokens + request.num_generation_tokens - 1  # the last token is never computed
         blocks = sum(len(gap) for gap in self.plan.gaps(tokens // self.plan.block_size))
         if blocks:
             labels = (self.config.model_config.served_model_name, str(self.engine), self.plan.policy.name)
             _REQUESTS.labels(*labels).inc()
             _BLOCKS.labels(*labels).inc(blocks)
-            logger.debug("kvops: request %s of %d tokens lost %d blocks", request.request_id, tokens, blocks)
+            logger.debug("kvops: evicted %d blocks of request %s (%d tokens)", blocks, request.request_id, tokens)

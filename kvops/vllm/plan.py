@@ -1,13 +1,16 @@
-"""Which blocks a request holds, as a function of its tokens alone: what vLLM's scheduler and its workers agree on.
+"""Which blocks a request holds, computed from its number of tokens, so that vLLM's scheduler and workers agree.
 
-vLLM gives token t of a request slot t % block_size of its block t // block_size, and the plugin leaves it so. When
-blocks have filled, the tokens that stay move to the front of the blocks that were looked at, and the rest of these are
-given back: a gap. The request is then attended to over the blocks outside of its gaps, in order. So of n tokens
+vLLM writes token t of a request to slot t % block_size of the request's block t // block_size, and the plugin does not
+change that. When blocks have filled, an eviction moves the kept tokens to the front of the blocks it read and frees the
+rest of them. The freed blocks are a gap in the request's list of blocks. Attention then reads the blocks outside the
+gaps, in order. A request of n tokens holds
 
-    held = block_size * plan.held(n // block_size) + n % block_size
+```text
+held = block_size * plan.held(n // block_size) + n % block_size
+```
 
-slots are held. Neither the prompt's length nor how tokens were cut into steps plays a part: after n tokens the same
-blocks are held. A preempted request, computed anew, ends as it was. This module does not import vLLM.
+slots. This depends neither on the prompt's length nor on how the tokens were split into steps. A preempted request that
+is recomputed therefore holds the same blocks again. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -26,31 +29,31 @@ from ..methods.base import BudgetPolicy, DecodePolicy, check_policy
 from ..methods.lagkv import LagKV
 from ..methods.laq import LAQ
 
-Counts: TypeAlias = np.ndarray  # int64, a few numbers: a numpy call costs a third of a torch call
+Counts: TypeAlias = np.ndarray  # int64, one per request: for so few numbers numpy's calls take a third of torch's time
 
 
 class Move(NamedTuple):
-    """The tokens that stay of some blocks move to the front of the first `moved` of them."""
+    """One eviction of a request: it moves the kept tokens of the first `moved` blocks to the front of these blocks."""
 
-    blocks: list[int]  # of the request, in order: those that the rule looks at
-    moved: int  # how many of them, the first ones, it chooses from; what it chooses of the others is left alone
-    moved_before: int  # how many of them, the first ones, hold what an earlier move kept
+    blocks: list[int]  # blocks of the request, ascending, that the rule reads
+    moved: int  # the first `moved` blocks are evicted; tokens that the rule selects in later blocks are not moved
+    moved_before: int  # the first `moved_before` blocks hold tokens that an earlier move kept
 
     @property
     def end(self) -> int:
-        """One past the last block that the rule looks at."""
+        """One past the last block that the rule reads."""
         return self.blocks[-1] + 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy on blocks.
+    """A policy applied to blocks.
 
     Attributes:
-        policy: with the settings that it has here.
-        rule: the policy whose `select` makes one move.
-        kept: blocks that a move fills.
-        block_size: slots of a block.
+        policy: the policy, with its settings as rounded for this block size.
+        rule: the policy whose `select` chooses the kept tokens of one move.
+        kept: number of blocks that the kept tokens of a move fill.
+        block_size: slots per block.
     """
 
     policy: Policy
@@ -60,35 +63,39 @@ class Plan:
 
     @property
     def kinds(self) -> dict[str, torch.dtype]:
-        """The values stored for each slot: token positions where the rule reads them, and the policy's own."""
+        """The values stored per slot, with dtypes: token positions if the rule reads them, and the policy's own."""
         positions = {"positions": torch.int32} if self.rule.uses_positions else {}
         return positions | dict.fromkeys(self.rule.by_slot, torch.float32)
 
     def held(self, filled: int) -> int:
-        """How many of so many filled blocks are held."""
+        """Return how many blocks a request holds after `filled` of its blocks have filled."""
         raise NotImplementedError
 
     def gaps(self, filled: int) -> list[range]:
-        """The blocks that are given back once so many of a request's blocks have filled, in order."""
+        """Return the ranges of blocks that are freed once `filled` of a request's blocks have filled, ascending."""
         raise NotImplementedError
 
     def gone(self, filled: Counts) -> Counts:
-        """How many blocks the gaps have: filled - held(filled), for many requests at once."""
+        """Return the number of freed blocks, filled - held(filled), for many requests at once."""
         raise NotImplementedError
 
     def block_of(self, filled: Counts, column: Counts) -> Counts:
-        """The blocks at these places of those outside of the gaps, for many requests at once."""
+        """Map columns of the list of held blocks to blocks of the request, for many requests at once."""
         raise NotImplementedError
 
     def moves(self, before: int, after: int) -> Iterator[Move]:
-        """The moves of a step that begins with `before` blocks filled and ends with `after`."""
+        """Yield the moves of a step that begins with `before` filled blocks and ends with `after`."""
         raise NotImplementedError
 
     def most(self, max_tokens: int, tokens_in_flight: int) -> int:
-        """The most blocks that a request of up to max_tokens holds, where so many of its last tokens may have been
-        scheduled since blocks were last given back."""
+        """Return an upper bound on the blocks that a request holds.
+
+        Args:
+            max_tokens: the longest request.
+            tokens_in_flight: the most tokens that may have been scheduled since blocks were last freed.
+        """
         size = self.block_size
-        # One more, as these tokens may begin anywhere in a block.
+        # One more block, because the tokens in flight may begin anywhere in a block.
         open_blocks = -(-tokens_in_flight // size) + 1
         held = max(map(self.held, range(max_tokens // size + 1)))
         return min(held + open_blocks, -(-max_tokens // size))
@@ -96,7 +103,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class BudgetPlan(Plan):
-    """A budget and a buffer of whole blocks: when the buffer is full, the budget's blocks take what stays of both."""
+    """A budget and a buffer of whole blocks: when the buffer is full, the kept tokens of both move into the budget."""
 
     buffer: int
 
@@ -105,7 +112,7 @@ class BudgetPlan(Plan):
         return filled if more < self.buffer else self.kept + more % self.buffer
 
     def _folded(self, filled: int) -> int:
-        """How many of a request's blocks have gone into the budget's; 0: all are as they were."""
+        """Return how many of a request's first blocks have been evicted into the budget, 0 before the first time."""
         held = self.held(filled)
         return filled - (held - self.kept) if held < filled else 0
 
@@ -129,7 +136,7 @@ class BudgetPlan(Plan):
 
 @dataclass(frozen=True)
 class LagPlan(Plan):
-    """LagKV in whole blocks: a partition's first blocks take what stays of it, once the next partition is complete."""
+    """LagKV in whole blocks: a partition's kept tokens move to its first blocks once the next partition is complete."""
 
     sinks: int
     lag: int
@@ -146,13 +153,13 @@ class LagPlan(Plan):
 
     def block_of(self, filled: Counts, column: Counts) -> Counts:
         folded, place = self._folded(filled), column - self.sinks
-        behind = place >= folded * self.kept  # of all that partitions have kept
-        partition = place // max(1, self.kept)  # else; with none kept all is behind
+        behind = place >= folded * self.kept  # after the blocks that the evicted partitions keep
+        partition = place // max(1, self.kept)  # used where not behind; with kept == 0 everything is behind
         gaps = (place >= 0) * (behind * folded + ~behind * partition)
         return column + gaps * (self.lag - self.kept)
 
     def _folded(self, filled: Counts) -> Counts:
-        """The partitions that have been evicted: `num_segments`."""
+        """Return the number of evicted partitions: `num_segments`, for many requests at once."""
         return np.maximum((filled - self.sinks) // self.lag - 1, 0)
 
     def moves(self, before: int, after: int) -> Iterator[Move]:
@@ -162,53 +169,60 @@ class LagPlan(Plan):
 
 
 def check(policy: Policy) -> None:
-    """Raises for what vLLM's pages cannot serve, whatever the size of blocks."""
+    """Raise for a policy that vLLM's pages cannot serve at any block size."""
     check_policy("kvops.vllm", policy)
     name = policy.name
     if isinstance(policy, LAQ):
-        raise ValueError(f"{name}: vLLM drafts no answer before it evicts, expected another policy, got {policy!r}")
+        raise ValueError(
+            f"{name}: kvops.vllm does not support it, because vLLM drafts no answer before an eviction, got "
+            f"{policy!r}; use another policy, such as SnapKV"
+        )
     if not isinstance(policy, (LagKV, BudgetPolicy)):
         raise ValueError(
-            f"{name}: kvops.vllm gives back whole blocks, expected a policy that keeps a budget's highest scores, or "
-            f"LagKV, got {policy!r}"
+            f"{name}: kvops.vllm frees whole blocks, expected a policy that keeps the highest scores within a budget, "
+            f"or LagKV, got {policy!r}"
         )
     check_observed("kvops.vllm", policy)
     if policy.positions != "original":
         raise ValueError(
-            f"{name}: vLLM leaves keys at the positions of their tokens, expected positions='original', got "
+            f"{name}: vLLM rotates keys by their original positions, expected positions='original', got "
             f"{policy.positions!r}"
         )
     if isinstance(policy, BudgetPolicy) and not isinstance(policy.budget, int):
-        raise ValueError(f"{name}: kvops.vllm expects a budget in tokens, an int, got {policy.budget}")
+        raise ValueError(f"{name}: kvops.vllm expects a budget in tokens (an int), got {policy.budget}")
     if not policy.uniform_layers:
         raise ValueError(
-            f"{name}: vLLM has one block table for all layers, expected a policy under which they hold equally many "
-            f"tokens, got {policy!r}"
+            f"{name}: vLLM has one block table for all layers, expected a policy that keeps equally many tokens in "
+            f"each layer, got {policy!r}"
         )
     policy.check_cache(0, 1)
     if isinstance(policy, DecodePolicy) and policy.buffer is None:
         raise ValueError(
-            f"{name}: kvops.vllm evicts in prompts and decode alike, expected a buffer in tokens or as a share of the "
-            f"budget, got {policy!r}"
+            f"{name}: kvops.vllm evicts in prefill and decode alike, expected buffer to be a number of tokens or a "
+            f"fraction of the budget, got {policy!r}"
         )
 
 
 def plan(policy: Policy, block_size: int) -> Plan:
-    """The plan of a policy on blocks of so many slots.
+    """Return the plan of a policy for a block size.
 
-    A buffer is rounded up to whole blocks, since blocks are evicted when they have filled. A policy that has none,
-    since it keeps all of decode elsewhere, gets that of the others.
+    The buffer is rounded up to whole blocks, because evictions run when blocks have filled. Policies without a buffer,
+    which elsewhere keep all decoded tokens, get the default buffer of the other policies.
+
+    Args:
+        policy: the policy, with budget, sinks and lag in whole blocks.
+        block_size: slots per block.
 
     Raises:
-        ValueError: kvops.vllm does not serve the policy, or its budget, sinks or lag are not of whole blocks.
+        ValueError: kvops.vllm does not support the policy, or its budget, sinks or lag are not whole blocks.
     """
     check(policy)
 
     def whole(setting: str, tokens: int, least: int = 1) -> int:
         if tokens % block_size or tokens < least:
             raise ValueError(
-                f"{policy.name}: vLLM's blocks have {block_size} slots, expected {setting} to be a multiple of it"
-                f"{' above 0' if least else ''}, got {tokens}"
+                f"{policy.name}: kvops.vllm expects {setting} to be a {'positive ' if least else ''}multiple of "
+                f"vLLM's block size ({block_size}), got {tokens}"
             )
         return tokens // block_size
 
@@ -216,7 +230,7 @@ def plan(policy: Policy, block_size: int) -> Plan:
         sinks, lag = whole("sinks", policy.sinks, 0), whole("lag", policy.lag)
         kept = whole("int(ratio * lag)", policy.kept, 0)
         return LagPlan(policy, replace(policy, sinks=0), kept, block_size, sinks, lag)
-    assert isinstance(policy, BudgetPolicy) and isinstance(policy.budget, int)  # as `check` asks for
+    assert isinstance(policy, BudgetPolicy) and isinstance(policy.budget, int)  # ensured by `check`
     budget = whole("budget", policy.budget)
     buffer = -(-policy.spare(policy.budget) // block_size)
     if isinstance(policy, DecodePolicy):

@@ -1,7 +1,7 @@
-"""The entry point of the plugin: vLLM calls `register` in each of its processes.
+"""The plugin's entry point: vLLM calls `register` in each of its processes.
 
-Nothing happens unless the environment variable KVOPS_VLLM names a policy ("keydiff:budget=1024"). What cannot be served
-is an error in one sentence, here or when the engine starts, never at a request.
+The plugin does nothing unless the environment variable KVOPS_VLLM names a policy ("keydiff:budget=1024"). It rejects
+unsupported settings with a one-sentence error, here or when the engine starts, never while serving a request.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ TESTED = ("0.31", "0.32")
 
 
 class Served(NamedTuple):
-    """A backend of vLLM's that evicts: what the plugin derives from."""
+    """A vLLM backend for which the plugin has an evicting subclass."""
 
-    module: str  # of vLLM's backends, and of this package
-    builder: str
-    impl: str
+    module: str  # module name, the same in vLLM's backends and in this package
+    builder: str  # vLLM's metadata builder class
+    impl: str  # vLLM's attention implementation class
 
 
 CPU = {"CPU_ATTN": Served("cpu_attn", "CPUAttentionMetadataBuilder", "CPUAttentionBackendImpl")}
@@ -37,7 +37,7 @@ CUDA = {
 _MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 _BUILD = "self common_prefix_len common_attn_metadata fast_build"
 _FORWARD = "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"
-#: What the plugin overrides or calls, with the parameters that it counts on.
+#: The functions of vLLM that the plugin overrides or calls, with the parameters it relies on.
 HOOKS = {
     f"{_MANAGERS}:FullAttentionManager.remove_skipped_blocks": (
         "self request_id processed_computed_tokens num_prompt_tokens"
@@ -55,7 +55,7 @@ HOOKS = {
 
 
 def policy() -> Policy | None:
-    """The policy that KVOPS_VLLM names; None: vLLM is to be left as it is."""
+    """Return the policy that KVOPS_VLLM names, or None to leave vLLM unchanged."""
     spec = os.environ.get(VARIABLE, "")
     if not spec:
         return None
@@ -70,7 +70,7 @@ def policy() -> Policy | None:
 
 
 def register() -> None:
-    """Makes vLLM evict as KVOPS_VLLM says. May be called several times."""
+    """Make vLLM evict with the policy in KVOPS_VLLM. May be called several times."""
     if policy() is None:
         return
     served = check_vllm()
@@ -82,20 +82,20 @@ def register() -> None:
     for backend in AttentionBackendEnum:
         if backend.name in served:
             register_backend(backend, f"{__package__}.{served[backend.name].module}.Backend")
-        elif backend.name != "NO_ATTENTION":  # in a backend that does not evict an engine would hold everything
+        elif backend.name != "NO_ATTENTION":  # fail, because this backend would silently keep every token
             register_backend(backend, f"{__package__}.unserved.{backend.name}")
     if served is CUDA:
-        scheduler.logger.warning("kvops.vllm was tested on CPUs; on GPUs its parts are tested one by one, not in vLLM")
+        scheduler.logger.warning("kvops.vllm is tested in vLLM on CPUs only; for GPUs only its parts are tested")
 
 
 def check_vllm() -> dict[str, Served]:
-    """The backends that evict. Raises if the installed vLLM is none that this was written for."""
+    """Return the evicting backends by vLLM's names. Raise if the installed vLLM is not a tested one."""
     import vllm
     from vllm.platforms import current_platform
 
     if not vllm.__version__.startswith(tuple(f"{version}." for version in TESTED)):
         tested = " or ".join(f"{version}.x" for version in TESTED)
-        raise RuntimeError(f"kvops.vllm: expected vLLM {tested}, the tested versions, got {vllm.__version__}")
+        raise RuntimeError(f"kvops.vllm: expected vLLM {tested} (the tested versions), got {vllm.__version__}")
     for hook, expected in HOOKS.items():
         _check_hook(hook, expected)
     if not current_platform.is_cpu() and not current_platform.is_cuda():
@@ -105,7 +105,7 @@ def check_vllm() -> dict[str, Served]:
         )
     served = CPU if current_platform.is_cpu() else CUDA
     for backend in served.values():
-        with suppress(ImportError):  # one without its packages vLLM does not choose
+        with suppress(ImportError):  # vLLM does not select a backend whose packages are missing
             _check_hook(f"vllm.v1.attention.backends.{backend.module}:{backend.builder}.build", _BUILD)
             _check_hook(f"vllm.v1.attention.backends.{backend.module}:{backend.impl}.forward", _FORWARD)
     return served
@@ -121,6 +121,7 @@ def _check_hook(hook: str, expected: str) -> None:
     parameters = " ".join(inspect.signature(found).parameters) if callable(found) else None
     if parameters != expected:
         raise RuntimeError(
-            f"kvops.vllm: expected {path} of vLLM to take ({expected.replace(' ', ', ')}), got "
-            f"{'none' if parameters is None else '(' + parameters.replace(' ', ', ') + ')'} in {vllm.__version__}"
+            f"kvops.vllm: expected vLLM's {path} to take ({expected.replace(' ', ', ')}), got "
+            f"{'no such function' if parameters is None else '(' + parameters.replace(' ', ', ') + ')'} in vLLM "
+            f"{vllm.__version__}"
         )

@@ -1,4 +1,4 @@
-"""Where the queries of a request are remembered. This module does not import vLLM."""
+"""Assign each request a ring buffer for its last queries. This module does not import vLLM."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ..cache.queries import Batch, on
 
 
 class DeviceRings:
-    """See `kvops.cache.queries.Rings`. A request is known by its first block, which no other has while it lives.
+    """Ring numbers looked up on the device, without a host sync; see `kvops.cache.queries.Rings`.
 
-    It is looked for on the device, which nothing waits for.
+    A request is identified by its first block, which no other live request has.
     """
 
     def __init__(self, requests: int, device: torch.device):
         self.most = 0
-        self._owner = torch.full((requests,), -1, device=device)  # the first block of its request
-        self._seen = torch.zeros(requests, dtype=torch.int64, device=device)  # the last step with it
+        self._owner = torch.full((requests,), -1, device=device)  # per ring: the first block of its request
+        self._seen = torch.zeros(requests, dtype=torch.int64, device=device)  # per ring: the last step that used it
         self._step = 0
 
     def of(self, batch: Batch) -> Tensor:
@@ -28,10 +28,11 @@ class DeviceRings:
         known = same.any(1)
         torch._assert_async(
             (known | on(blocks.device, batch.before == 0)).all(),
-            "kvops.vllm: expected to have seen the queries of a request from its first token on, got one whose "
-            "queries were forgotten",
+            "kvops.vllm: expected to have seen the queries of each request from its first token on, got a request "
+            "whose queries are no longer stored",
         )
-        # Where there is one for each that lives, that of a request which ended is free, and seen least lately.
+        # There are as many rings as live requests, so a new request can take the least recently used ring: that of a
+        # request that has ended.
         seen = torch.where(same.any(0), self._step, self._seen)
         free = seen.argsort(stable=True)[((~known).cumsum(0) - 1).clamp(min=0)]
         ring = torch.where(known, same.int().argmax(1), free)

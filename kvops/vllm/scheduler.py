@@ -1,5 +1,4 @@
-"""vLLM's scheduler side: a kind of cache that holds fewer blocks than its tokens fill, and a manager that gives the
-others back."""
+"""The scheduler side: a cache spec that holds fewer blocks than its tokens fill, and a manager that frees the rest."""
 
 from __future__ import annotations
 
@@ -17,25 +16,28 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from . import plugin
 from .plan import Plan, plan
 
-logger = init_logger("vllm.kvops")  # vLLM shows what is logged below its own name
-_SECONDS = 10.0  # between two log lines of blocks given back
+logger = init_logger("vllm.kvops")  # vLLM prints only loggers below its own name
+_SECONDS = 10.0  # minimum interval between two log lines about freed blocks
 
 
 def plan_of(block_size: int) -> Plan:
-    """The plan of KVOPS_VLLM's policy. Every process makes its own from the environment."""
+    """Return the plan of KVOPS_VLLM's policy. Each process creates its own from the environment."""
     policy = plugin.policy()
     if policy is None:
-        raise RuntimeError(f"kvops.vllm: {plugin.VARIABLE} must name the policy that the plugin began with, got none")
+        raise RuntimeError(
+            f"kvops.vllm: expected {plugin.VARIABLE} to name the policy that the engine started with, got no policy; "
+            "do not change it while vLLM runs"
+        )
     return plan(policy, block_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvictingSpec(FullAttentionSpec):
-    """Full attention over what a policy keeps.
+    """Cache spec of full attention over the tokens that a policy keeps.
 
     Attributes:
-        max_tokens: of a request.
-        tokens_in_flight: the most that are scheduled and not yet computed.
+        max_tokens: the longest request, in tokens.
+        tokens_in_flight: the most tokens that are scheduled but not yet computed.
     """
 
     max_tokens: int
@@ -43,22 +45,22 @@ class EvictingSpec(FullAttentionSpec):
 
     @property
     def prefix_cacheable(self) -> bool:
-        """Never: what a block holds follows from more than the tokens up to its end."""
+        """False: the content of an evicted block does not depend only on the tokens up to its end."""
         return False
 
     def most_blocks(self, max_tokens: int) -> int:
-        """The most that a request of so many tokens holds: for the size of the pool, and for admission to it."""
+        """Return the most blocks that a request of max_tokens holds, which sizes the pool and admits requests."""
         return plan_of(self.block_size).most(max_tokens, self.tokens_in_flight)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return self.most_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     def copy_with_new_block_size(self, block_size: int) -> EvictingSpec:
-        """vLLM asks for it where the attention's kernels take smaller blocks than these."""
+        """Raise for another block size, which vLLM requests when the attention kernels need smaller blocks."""
         if block_size != self.block_size:
             raise NotImplementedError(
-                f"kvops.vllm: expected a block_size that the attention's kernels take as it is, got {self.block_size}, "
-                f"which vLLM splits into blocks of {block_size}"
+                f"kvops.vllm: expected a block_size that the attention kernels support, got {self.block_size}, which "
+                f"vLLM splits into blocks of {block_size}; set --block-size {block_size}"
             )
         return self
 
@@ -67,26 +69,26 @@ class EvictingSpec(FullAttentionSpec):
         first = specs[0]
         if not isinstance(first, EvictingSpec) or any(x != first for x in specs):
             kinds = ", ".join(sorted({str(x) for x in specs}))
-            raise ValueError(f"kvops.vllm: expected the layers of a group to have one kind of cache, got {kinds}")
+            raise ValueError(f"kvops.vllm: expected all layers of a group to have the same cache spec, got {kinds}")
         return replace(first)
 
 
 class EvictingManager(FullAttentionManager):
-    """Gives back the blocks of a request's gaps as soon as its tokens have been computed."""
+    """Frees the blocks in a request's gaps as soon as the tokens that fill them have been computed."""
 
     def __init__(self, kv_cache_spec: EvictingSpec, *args: Any, **options: Any):
         super().__init__(kv_cache_spec, *args, **options)
         self.plan = plan_of(self.block_size)
-        pool = self.block_pool.num_gpu_blocks - 1  # one is the null block
+        pool = self.block_pool.num_gpu_blocks - 1  # vLLM reserves one null block
         self.max_admission_blocks_per_request = min(kv_cache_spec.most_blocks(kv_cache_spec.max_tokens), pool)
-        self.freed = 0  # blocks, of all requests
+        self.freed = 0  # blocks freed so far, over all requests
         self._logged = monotonic()
         logger.info(
-            "kvops evicts with %s: at most %d blocks of %d tokens for a request of %d tokens",
+            "kvops evicts with %s: a request of up to %d tokens takes at most %d blocks of %d tokens",
             self.plan.policy,
+            kv_cache_spec.max_tokens,
             self.max_admission_blocks_per_request,
             self.block_size,
-            kv_cache_spec.max_tokens,
         )
 
     def remove_skipped_blocks(
@@ -98,7 +100,7 @@ class EvictingManager(FullAttentionManager):
         free = self.block_pool.get_num_free_blocks()
         for gap in reversed(self.plan.gaps(processed_computed_tokens // self.block_size)):
             if blocks[gap.stop - 1] is self._null_block:
-                break  # this gap and those before it were given back
+                break  # this gap and all earlier ones have been freed already
             self._remove_blocks_in_range(request_id, gap.start, gap.stop)
         freed = self.block_pool.get_num_free_blocks() - free
         if freed:
@@ -108,10 +110,10 @@ class EvictingManager(FullAttentionManager):
         self.freed += freed
         if (now := monotonic()) - self._logged >= _SECONDS:
             self._logged = now
-            logger.info("kvops with %s: %d blocks given back by evictions", self.plan.policy.name, self.freed)
+            logger.info("kvops with %s: evictions have freed %d blocks", self.plan.policy.name, self.freed)
 
 
 def register() -> None:
-    """Tells vLLM which manager goes with the spec."""
-    KVCacheSpecRegistry._ensure_registered()  # an empty table fills itself with vLLM's own; one with ours would not
+    """Tell vLLM which manager serves the spec."""
+    KVCacheSpecRegistry._ensure_registered()  # add vLLM's own entries first: it only does so while the table is empty
     KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, uniform_type_base_spec=FullAttentionSpec)

@@ -1,7 +1,7 @@
-"""What comes behind the attention of a step: what the queries observe, and the evictions that are due.
+"""The work after a step's attention: scoring with the observing queries, and the evictions that must run now.
 
-It is made once for a step of a group of layers, from numbers that the engine has on the host, and run in each layer.
-Tables and lengths go to the device, and nothing is read back from it. This module does not import vLLM.
+A step is built once for a group of layers, from host-side metadata, and run in each layer. Tables and lengths are
+copied to the device, and nothing is read back from it. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .plan import Move, Plan
 
 
 class Held(NamedTuple):
-    """What the attention of a step reads."""
+    """The blocks and slots that a step's attention reads."""
 
-    table: Tensor  # int32 [rows, any] on the device: the blocks outside of each request's gaps, and anything behind
-    lengths: Tensor  # int64 [rows] on the host: the slots in use, with the step's
+    table: Tensor  # int32 [rows, any] on the device: each request's blocks outside its gaps; the rest is undefined
+    lengths: Tensor  # int64 [rows] on the host: the slots in use, including this step's tokens
 
     @classmethod
     def of(cls, plan: Plan, batch: Batch) -> Held | None:
-        """None: all that the requests have had, as none has a gap."""
+        """Return None if no request has a gap: then attention reads the engine's own table."""
         filled, size = batch.before.numpy() // plan.block_size, plan.block_size
         gone = plan.gone(filled)
         if not np.count_nonzero(gone):
             return None
         lengths = batch.after.numpy() - gone * size
         columns = np.arange(-(-lengths.max() // size))
-        # Behind what a row holds there may be anything.
+        # Columns after a request's last block may hold any block, but must stay inside the table.
         blocks = np.minimum(plan.block_of(filled[:, None], columns), batch.table.shape[1] - 1)
         table = batch.table.gather(1, on(batch.table.device, torch.from_numpy(blocks)))
         return cls(table, torch.from_numpy(lengths))
@@ -46,15 +46,15 @@ class Held(NamedTuple):
 
 @dataclass
 class Eviction:
-    """The moves of a step, of all its requests: the same in each layer.
+    """A step's moves, of all its requests. Each layer runs the same moves.
 
     Attributes:
-        plan: its `rule` says what stays.
-        blocks: those that are looked at.
-        lengths: int32 [moves], their slots.
-        written: int32 [moves, any], the first columns of the table, which hold blocks that are written, for some move.
-        positions: int32 [moves, 1, width * block_size], of the tokens where no earlier move has been.
-        moved_before: bool [moves, 1, width * block_size], the slots where one has.
+        plan: its `rule` selects the kept tokens.
+        blocks: the blocks that the rule reads.
+        lengths: int32 [moves], the number of slots in these blocks.
+        written: int32 [moves, any], the leading columns of the table, up to the last one that any move writes.
+        positions: int32 [moves, 1, width * block_size], token positions of the slots that no earlier move has filled.
+        moved_before: bool [moves, 1, width * block_size], the slots that an earlier move has filled.
     """
 
     plan: Plan
@@ -66,7 +66,13 @@ class Eviction:
 
     @classmethod
     def of(cls, plan: Plan, moves: Sequence[tuple[int, Move]], block_table: Tensor) -> Eviction:
-        """moves: each with its row of the block table, int32 [rows, max_blocks]."""
+        """Build the tensors of a step's moves.
+
+        Args:
+            plan: the plan.
+            moves: each move with its row of the block table.
+            block_table: int32 [rows, max_blocks] on the device.
+        """
         size, device = plan.block_size, block_table.device
         width = max(len(move.blocks) for _, move in moves)
         blocks = torch.tensor([move.blocks + [-1] * (width - len(move.blocks)) for _, move in moves])
@@ -87,14 +93,14 @@ class Eviction:
     def run(
         self, layout: Layout, memory: Remembered, layer: int, observing: Tensor | None, logits: Mapping[str, Any]
     ) -> None:
-        """Evicts a layer.
+        """Run the moves in one layer.
 
         Args:
-            layout: of the layer's cache.
-            memory: of the layer.
-            layer: its number.
-            observing: [moves, Hq, any, d], the queries that the rule asks for.
-            logits: see `Look`.
+            layout: the layout of the layer's cache.
+            memory: the per-slot values that the layer stores beside its cache.
+            layer: the layer's number.
+            observing: [moves, Hq, any, d], the queries that the rule scores with, or None if it uses none.
+            logits: how the attention computes its logits, see `Look`.
         """
         size, kept_blocks, rule, table = self.plan.block_size, self.plan.kept, self.plan.rule, self.blocks.table
         of_slots = {name: by_slot.read(pool, table) for name, pool in memory.slots.items()}
@@ -106,7 +112,7 @@ class Eviction:
             view.kept = of_slots.get("positions")
             view.observed = of_slots.get("scores")
             if observing is not None:
-                assert isinstance(rule, QueryPolicy)  # as others are shown none
+                assert isinstance(rule, QueryPolicy)  # other policies have no observer
                 rule.observe(view, observing, None, logits)
             kept = rule.select(view)[..., : kept_blocks * size].contiguous()
             compact_kv_(k, v, kept, block_table=self.written)
@@ -115,7 +121,7 @@ class Eviction:
             by_slot.write(pool, table[:, :kept_blocks], values.gather(2, kept).to(pool.dtype))
 
     def _view(self, k: Tensor, v: Tensor) -> View:
-        """What the rule looks at: pages, or for those that take none a copy of their rows."""
+        """Return the rule's input: the pages, or a copy of their rows if the rule does not support pages."""
         table = self.blocks.table
         if self.plan.rule.paged:
             return View(k, v, lengths=self.lengths, block_table=table)
@@ -124,7 +130,7 @@ class Eviction:
 
 
 def _places(plan: Plan, moves: Sequence[tuple[int, Move]], width: int) -> tuple[Tensor, Tensor]:
-    """`Blocks.once` and `Blocks.held`. Moves of one request may look at the same block."""
+    """Return `Blocks.once` and `Blocks.held`. Several moves of one request may read the same block."""
     places, freed = dict[tuple[int, int], int](), set[tuple[int, int]]()
     for i, (row, move) in enumerate(moves):
         for column, block in enumerate(move.blocks):
@@ -136,15 +142,22 @@ def _places(plan: Plan, moves: Sequence[tuple[int, Move]], width: int) -> tuple[
 
 @dataclass
 class Step:
-    """What comes behind the attention of a step: the same in each layer."""
+    """The work after a step's attention. Each layer runs the same."""
 
     plan: Plan
-    look: Look | None
+    look: Look | None  # what the step's queries do: stored for later steps, or used for scores
     eviction: Eviction | None
 
     @classmethod
     def of(cls, plan: Plan, observer: Observer | None, held: Held, batch: Batch) -> Step | None:
-        """None: nothing comes behind it. batch: with rows of a graph's padding, which have no new tokens."""
+        """Build the step's work, or return None if there is none.
+
+        Args:
+            plan: the plan.
+            observer: what tracks queries for the plan's rule, or None if the rule does not use queries.
+            held: the blocks and slots that the step's attention reads.
+            batch: the step's requests. Rows that pad a CUDA graph have no new tokens.
+        """
         before, after = batch.before, batch.after
         old, new = (x.numpy() // plan.block_size for x in (before, after))
         (grown,) = (new > old).nonzero()
@@ -165,7 +178,7 @@ class Step:
         return cls(plan, look, eviction) if look or eviction else None
 
     def run(self, memory: Remembered, query: Tensor, layout: Layout, layer: int, logits: Mapping[str, Any]) -> None:
-        """Of a layer. See `Look` and `Eviction.run`."""
+        """Run the step's work in one layer. The arguments are those of `Look` and `Eviction.run`."""
         observing = None if self.look is None else self.look(memory, query, layout.keys, logits)
         if self.eviction is not None:
             self.eviction.run(layout, memory, layer, observing, logits)

@@ -1,8 +1,8 @@
-"""vLLM's worker side: attention over the blocks that are held, then what is to be evicted.
+"""The worker side: attention over the blocks that a request holds, then the evictions.
 
-What a backend of vLLM's needs, whichever it is, is in three classes, `EvictingBuilder`, `EvictingImpl` and
-`EvictingBackend`, which `cpu_attn`, `flash_attn` and `flashinfer` mix into the backend's own. What comes behind the
-attention is in `steps`.
+Three mixins hold the code that all of vLLM's backends share: `EvictingBuilder`, `EvictingImpl` and `EvictingBackend`.
+The modules `cpu_attn`, `flash_attn` and `flashinfer` combine them with vLLM's own classes. `steps` has the work that
+follows the attention.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from .steps import Held, Step
 
 
 class EvictingBuilder(AttentionMetadataBuilder):
-    """The blocks that are held take the place of all blocks, for the attention; and what is to be evicted behind it."""
+    """Replaces the block table by the held blocks for the attention, and builds the evictions that follow it."""
 
-    supports_update_block_table = False  # the table of another group would go round `build`
+    supports_update_block_table = False  # it would install the table of another group without calling `build`
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -53,22 +53,22 @@ class EvictingBuilder(AttentionMetadataBuilder):
             scheduler = vllm_config.scheduler_config
             requests = max(scheduler.max_num_seqs, scheduler.max_num_active_seqs or 0)
             self._observer = observer(self.plan.rule, self.plan.block_size, DeviceRings(requests, device))
-        elif isinstance(kv_cache_spec, FullAttentionSpec):  # one group for layers with and without a window
-            refuse("disable_hybrid_kv_cache_manager", "False where some layers have a window", True)
+        elif isinstance(kv_cache_spec, FullAttentionSpec):  # one group for layers with and without a sliding window
+            refuse("disable_hybrid_kv_cache_manager", "False for a model with sliding-window layers", True)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """Never a part of a graph, as it evicts in some steps: vLLM captures what lies between attentions."""
+        """Return NEVER, since only some steps evict. vLLM then captures only the parts between attentions."""
         return AttentionCGSupport.NEVER
 
     def check_group(self) -> None:
-        """Raises for a group of layers that cannot be evicted as one."""
+        """Raise for a group of layers that cannot be evicted together."""
         config, cache = self.vllm_config, self.vllm_config.cache_config
         for name in self.layer_names:
-            extract_layer_index(name)  # raises for names that have none, which evictions would stumble over
+            extract_layer_index(name)  # raises here, not at the first eviction, for names without a layer number
         others = get_layers_from_vllm_config(config, AttentionLayerBase).keys() - {*self.layer_names}
         if others and cache.enable_prefix_caching:
-            refuse("enable_prefix_caching", "False where only some layers are evicted", True)
+            refuse("enable_prefix_caching", "False for a model of which only some layers are evicted", True)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -76,7 +76,7 @@ class EvictingBuilder(AttentionMetadataBuilder):
         if self.plan is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         m = common_attn_metadata
-        # Without speculation, which is refused, the bound is the number.
+        # The upper bound is exact without speculative decoding, which _check_config rejects.
         starts, after = m.query_start_loc_cpu.long(), m.seq_lens_cpu_upper_bound.long()
         batch = Batch(m.block_table_tensor, starts[:-1], after - starts.diff(), after)
         held = Held.of(self.plan, batch)
@@ -95,7 +95,7 @@ class EvictingBuilder(AttentionMetadataBuilder):
 
 
 class EvictingImpl(AttentionImpl):
-    """Attention, then the evictions that are due."""
+    """Runs attention, then the evictions of the step."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -106,7 +106,7 @@ class EvictingImpl(AttentionImpl):
         self._memory: Remembered | None = None
 
     def layout(self, layer: Any, kv_cache: Tensor) -> Layout:
-        """How the backend has the layer's cache."""
+        """Return how the backend stores the layer's cache."""
         return Rows(kv_cache)
 
     def forward(
@@ -133,7 +133,7 @@ class EvictingImpl(AttentionImpl):
         return out
 
     def _logits(self, rule: Policy) -> dict[str, Any]:
-        """What the attention makes of q . k, as the rule's scores have it."""
+        """Return how the attention turns q . k into logits, so that the rule's scores use the same logits."""
         logits: dict[str, Any] = {"scale": self.scale, "softcap": float(self.logits_soft_cap)}
         if self.sinks is not None and isinstance(rule, QueryPolicy) and rule.score == "softmax":
             logits["sink_logits"] = self.sinks.detach().float()
@@ -141,9 +141,9 @@ class EvictingImpl(AttentionImpl):
 
 
 class EvictingBackend(AttentionBackend):
-    """A backend whose full attention evicts. Layers with a window are left as they are."""
+    """A backend whose full-attention layers evict. Sliding-window layers are unchanged."""
 
-    #: max_model_len and max_in_flight_tokens of the model that this process has built its layers for.
+    #: max_model_len and max_in_flight_tokens of the model whose layers this process has built.
     limits: ClassVar[tuple[int, int]]
 
     @classmethod
@@ -157,14 +157,14 @@ class EvictingBackend(AttentionBackend):
 
 
 def refuse(setting: str, expected: object, got: object) -> NoReturn:
-    """Raises for a setting of an engine that evicts."""
-    raise NotImplementedError(f"kvops.vllm: expected {setting} to be {expected} in an engine that evicts, got {got!r}")
+    """Raise for a setting that does not work with eviction."""
+    raise NotImplementedError(f"kvops.vllm: eviction expects {setting} to be {expected}, got {got!r}")
 
 
 def _check_config(config: VllmConfig) -> None:
-    """Raises for what an engine cannot do while it evicts."""
+    """Raise for engine features that do not work with eviction."""
     parallel, model = config.parallel_config, config.model_config
-    # Pipelines would be evicted layer by layer as one process is, but this vLLM does not run them on the CPU.
+    # Pipeline parallelism needs no extra code, but is untested: this vLLM does not run it on the CPU.
     if parallel.use_ubatching:
         refuse("use_ubatching (enable_dbo, ubatch_size)", "False", parallel.num_ubatches)
     for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -172,24 +172,28 @@ def _check_config(config: VllmConfig) -> None:
             refuse(setting, 1, got)
     policy = plugin.policy()
     if parallel.tensor_parallel_size > 1 and policy is not None and not policy.heads_alone:
-        refuse("tensor_parallel_size", f"1 for {policy!r}, which looks at all heads", parallel.tensor_parallel_size)
+        refuse("tensor_parallel_size", f"1 for {policy!r}, which reads all heads", parallel.tensor_parallel_size)
     if config.speculative_config is not None:
         refuse("speculative_config", None, config.speculative_config.method)
     if config.kv_transfer_config is not None:
         refuse("kv_transfer_config", None, config.kv_transfer_config.kv_connector)
     if is_quantized_kv_cache(config.cache_config.cache_dtype):
-        refuse("kv_cache_dtype", "one of the model's", config.cache_config.cache_dtype)
+        refuse("kv_cache_dtype", "an unquantized dtype, such as 'auto'", config.cache_config.cache_dtype)
     if model.is_encoder_decoder:
-        refuse("the model", "a decoder", model.architecture)
+        refuse("the model", "decoder-only", model.architecture)
     if model.runner_type != "generate":
         refuse("runner", "'generate'", model.runner_type)
 
 
 def _check_attention(impl: AttentionImpl) -> None:
-    """Raises for attention that does not bear a cache with gaps."""
+    """Raise for attention that does not support a cache with gaps."""
     if impl.attn_type != AttentionType.DECODER:
         refuse("attn_type", repr(AttentionType.DECODER), impl.attn_type)
     if impl.alibi_slopes is not None:
-        refuse("alibi_slopes", "None, as they count slots", "some")
+        refuse("alibi_slopes", "None, because ALiBi computes distances from slots", "slopes")
     if impl.kv_sharing_target_layer_name is not None:
-        refuse("kv_sharing_target_layer_name", "None: each layer with a cache", impl.kv_sharing_target_layer_name)
+        refuse(
+            "kv_sharing_target_layer_name",
+            "None, because each layer needs a cache of its own",
+            impl.kv_sharing_target_layer_name,
+        )
