@@ -94,6 +94,40 @@ def test_pages_that_the_code_names_are_there():
             assert (ROOT / page).exists(), f"{file.relative_to(ROOT)} names {page}"
 
 
+# Prose. Phrases that are literal translations or riddles; CONTRIBUTING.md says what to write instead.
+
+BANNED = r"""
+(has|have) no say | some times (its|the|their|as) | hangs? on (the|its|a) | leaves? word | bound by products
+comes? behind | (made|computed|measured|begins?|written|looked up) anew | says? nothing of | asks? no quer\w+
+its rooms? | that nobody has | nobody (has|knows|tells) | hands? over | (goes|go) by | costs? nothing on the way
+what stays | what is held | an int, or a share | (do|does) not mind | foretells? | come out right
+is the one to take | (is|are) due | alike in (all|every) | gives? its best | turned (back|on the way|to the|by the)
+fires (once|whenever) | follows? from numbers | without a rest | there and back | read off | what was seen | as ever
+is equal to the bit | tokens that a batch says | budget of some | by what `?\w+`? keeps
+"""
+
+
+def prose_files() -> list[Path]:
+    sources = [x for folder in ("kvops", "csrc") for x in (ROOT / folder).rglob("*.*")]
+    return [x for x in PAGES if x.name != "CONTRIBUTING.md"] + [
+        x for x in sources if x.suffix in (".py", ".h", ".cpp", ".cuh", ".cu")
+    ]
+
+
+def test_no_page_or_comment_has_a_banned_phrase():
+    banned = re.compile(
+        rf"\b({'|'.join(x.strip() for line in BANNED.strip().splitlines() for x in line.split(' | '))})\b", re.I
+    )
+    found = []
+    for file in prose_files():
+        text = re.sub(r"\s*\n\s*(#|//|>)?\s*", " ", file.read_text())  # comments are one line each
+        found += [
+            f"{file.relative_to(ROOT)}: {text[max(0, x.start() - 30) : x.end() + 30]}" for x in banned.finditer(text)
+        ]
+    assert not found, "\n".join(found)
+    assert banned.search("settings that hang on the budget") and not banned.search("settings that depend on the budget")
+
+
 # Commands. Each is taken as far as its own parser takes it, and not run.
 
 
