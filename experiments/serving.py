@@ -1,7 +1,7 @@
 """Serve from a block pool that is too small: vLLM and transformers' engine, with and without eviction.
 
     make serve-demo                                                  # or, in an environment with vLLM 0.32's CPU build:
-    python experiments/serving.py [--requests 32] [--full 8] [--budget 512] [--buffer 128] [--out .] [--json FILE]
+    python experiments/serving.py [--requests 32] [--full 8] [--budget 512] [--buffer 160] [--out .] [--json FILE]
 
 Many requests of 2,000 tokens arrive at once. Each prompt is a text (bench/data) with a hidden passkey and a question
 for it; the generation continues after the digits. The pool has blocks for 8 requests. The script serves them four
@@ -152,6 +152,7 @@ def with_vllm(load: Load, spec: str) -> Served:
         block_size=BLOCK,
         num_gpu_blocks_override=load.blocks + 1,  # vLLM reserves one null block
         max_num_batched_tokens=CHUNK,
+        max_num_seqs=3 * load.full,  # evicted requests that fit; more would be admitted, and then preempted
         enable_prefix_caching=False,
         enforce_eager=True,
     )
@@ -325,7 +326,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=1280, help="prompt tokens, including the question")
     parser.add_argument("--generated", type=int, default=720, help="tokens to generate per request")
     parser.add_argument("--budget", type=int, default=512, help="tokens that KeyDiff keeps per request")
-    parser.add_argument("--buffer", type=int, default=128, help="tokens beyond the budget that trigger an eviction")
+    parser.add_argument("--buffer", type=int, default=160, help="tokens beyond the budget that trigger an eviction")
     parser.add_argument("--run", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--policy", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

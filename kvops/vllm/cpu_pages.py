@@ -178,16 +178,17 @@ def _convert_(kv_cache: Tensor, pages: Tensor, isa: str, *, to_rows: bool) -> No
     if kv_cache.itemsize == 1:
         kv_cache = kv_cache.view(torch.uint8)  # index_copy_ does not support fp8
     k, v = _rows(kv_cache)
+    if isa != "amx":  # K is transposed, V has rows
+        transposed = k.view(*k.shape[:2], k.shape[3], k.shape[2]).mT
+        source, target = (transposed, k) if to_rows else (k, transposed)
+        for some in pages.split(_TOGETHER):
+            target.index_copy_(0, some, source.index_select(0, some))
+        return
     a, b = _k_tile(kv_cache, isa)
-    # Where V is tiled (amx), its tiles are K's with tokens and channels swapped.
-    for x, matrix in ((k, k), (v, v.mT)) if isa == "amx" else ((k, k),):
+    for x, matrix in ((k, k), (v, v.mT)):  # V's tiles are K's with tokens and channels swapped
         # Two views of the same memory, [num_pages, Hk, n / a, a, m / b, b]: an element's place in rows, and in tiles.
         rows, tiles = matrix.unflatten(3, (-1, b)).unflatten(2, (-1, a)), _tiled(x, matrix, a, b)
         source, target = (tiles, rows) if to_rows else (rows, tiles)
-        if b == 1:
-            for some in pages.split(_TOGETHER):
-                target.index_copy_(0, some, source.index_select(0, some))
-            continue
         scratch = torch.empty_like(source[0])  # keeps the order of source's strides
         for page in pages.tolist():  # one at a time, so that the page is still in the CPU cache when it is written
             scratch.copy_(source[page])
