@@ -1,5 +1,5 @@
 # make demo · make serve-demo · make test · make test-all · make test-engines · make bench · make eval · make lint ·
-# make sanitize · make wheel · make smoke · make gpu · make gpu-more
+# make docs · make sanitize · make wheel · make smoke · make gpu · make gpu-more
 #
 # Each target first sets up what it needs in .venv: minutes (downloads) the first time, seconds afterwards. This takes a
 # python3 >= 3.10, a C++20 compiler and a package index. Compiler warnings are errors; to let them pass, set

@@ -291,19 +291,28 @@ def table(found: list[Served], load: Load) -> str:
 def picture(found: list[Served], load: Load, path: Path) -> None:
     """Plot both policies over time, one column per engine: blocks held above, requests in flight below."""
     engines = list(dict.fromkeys(x.engine for x in found))
-    figure = Figure(figsize=(5.5 * len(engines), 5.5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots(2, len(engines), sharex="col", sharey="row", squeeze=False)
+    gains = []
     for column, engine in zip(axes.T, engines):
-        for x, color in zip((x for x in found if x.engine == engine), ("#888888", "#c0392b")):
+        runs = [x for x in found if x.engine == engine]
+        for x, color in zip(runs, ("#888888", "#1c4f91")):
+            label = "full cache" if x.policy == "full" else x.policy.split(":")[0]
             for one, values in zip(column, (x.blocks, x.running)):
-                one.step(x.times, values, where="post", color=color, label=x.policy, lw=1.2)
+                one.step(x.times, values, where="post", color=color, label=label, lw=1.2)
         column[0].axhline(load.blocks, color="#333333", lw=0.8, ls=":")
         column[0].set_title(engine)
-        column[1].set_xlabel("seconds")
-    axes[0, 0].set_ylabel("blocks held")
+        column[1].set_xlabel("time, s")
+        gains.append(f"{runs[0].seconds / runs[-1].seconds:.1f} times the tokens per second in {engine}")
+    axes[0, 0].set_ylabel(f"blocks held, of {load.blocks}")
     axes[1, 0].set_ylabel("requests in flight")
-    axes[0, 0].legend(frameon=False)
-    figure.suptitle(f"{load.requests} requests of {load.prompt + load.generated} tokens in a pool for {load.full}")
+    axes[1, 0].legend(frameon=False, loc="upper right")
+    total = load.prompt + load.generated
+    common.title(
+        figure,
+        f"Eviction gives {' and '.join(gains)}.\n"
+        f"{load.requests} requests of {total:,} tokens in a pool that holds {load.full} full ones",
+    )
     common.save(figure, path)
 
 
