@@ -303,14 +303,14 @@ def picture(found: list[Served], load: Load, path: Path) -> None:
         column[0].axhline(load.blocks, color="#333333", lw=0.8, ls=":")
         column[0].set_title(engine)
         column[1].set_xlabel("time, s")
-        gains.append(f"{runs[0].seconds / runs[-1].seconds:.1f} times the tokens per second in {engine}")
+        gains.append(f"{runs[0].seconds / runs[-1].seconds:.1f} times as fast with {engine}")
     axes[0, 0].set_ylabel(f"blocks held, of {load.blocks}")
     axes[1, 0].set_ylabel("requests in flight")
     axes[1, 0].legend(frameon=False, loc="upper right")
     total = load.prompt + load.generated
     common.title(
         figure,
-        f"Eviction gives {' and '.join(gains)}.\n"
+        f"With eviction, requests finish {' and '.join(gains)}.\n"
         f"{load.requests} requests of {total:,} tokens in a pool that holds {load.full} full ones",
     )
     common.save(figure, path)
