@@ -38,6 +38,7 @@ if older(setuptools.__version__, MIN_SETUPTOOLS):
 
 from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402  (older setuptools has none)
 from setuptools.command.build_ext import build_ext  # noqa: E402
+from setuptools.command.build_py import build_py  # noqa: E402
 
 
 def find_torch() -> tuple[Path, str]:
@@ -203,6 +204,34 @@ class CMakeBuild(build_ext):
         return {built: source for built, source in super().get_output_mapping().items() if os.path.exists(built)}
 
 
+class WithDemo(build_py):
+    """Copies the demo's model and text into the package: kvops/demo.py. An editable install finds them in bench/."""
+
+    FILES = (
+        "models/passkey-llama/*config.json",
+        "models/passkey-llama/tokenizer.json",
+        "models/passkey-llama/model.safetensors",
+        "data/*.txt",
+    )
+
+    def demo_files(self) -> dict[str, str]:
+        target = Path(self.build_lib, "kvops", "demo_files")
+        bench = ROOT / "bench"
+        return {
+            str(target / x.relative_to(bench)): str(x) for pattern in self.FILES for x in sorted(bench.glob(pattern))
+        }
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for target, source in self.demo_files().items():
+                self.mkpath(os.path.dirname(target))
+                self.copy_file(source, target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return super().get_outputs(include_bytecode) + ([] if self.editable_mode else [*self.demo_files()])
+
+
 class Wheel(bdist_wheel):
     """One wheel for every Python: the libraries call torch's C shims, never Python's C API."""
 
@@ -223,4 +252,6 @@ def extensions() -> list[setuptools.Extension]:
 
 
 if __name__ == "__main__":  # true under pip too; tests import the functions above
-    setuptools.setup(ext_modules=extensions(), cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel})
+    setuptools.setup(
+        ext_modules=extensions(), cmdclass={"build_ext": CMakeBuild, "build_py": WithDemo, "bdist_wheel": Wheel}
+    )

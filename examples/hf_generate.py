@@ -3,19 +3,15 @@
 `kvops.hf.compress` gives every `generate` call in the block a cache that evicts. The model itself is not changed.
 """
 
-from pathlib import Path
-
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvops.hf
-
-ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "bench/models/passkey-llama"  # 2.4 million parameters, trained to find digits in a text
+from kvops import demo
 
 
 def main() -> str:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(FOLDER), AutoTokenizer.from_pretrained(FOLDER)
-    text = (ROOT / "bench/data/haystack.txt").read_text()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(demo.MODEL), AutoTokenizer.from_pretrained(demo.MODEL)
+    text = demo.TEXT.read_text()
     prompt = f"{text[:400]} The pass key is 58291740. Remember it. {text[400:1900]}"
     inputs = tokenizer(f"{prompt} What is the pass key? The pass key is ", return_tensors="pt")
 

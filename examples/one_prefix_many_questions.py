@@ -4,20 +4,16 @@ The questions are unknown when the cache is compressed, so the policy must not d
 KeyDiff scores keys alone. `freeze` stops eviction, `crop` removes a question and its answer again.
 """
 
-from pathlib import Path
-
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvops.hf
-
-ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "bench/models/passkey-llama"
+from kvops import demo
 
 
 def main() -> list[str]:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(FOLDER), AutoTokenizer.from_pretrained(FOLDER)
-    text = (ROOT / "bench/data/haystack.txt").read_text()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(demo.MODEL), AutoTokenizer.from_pretrained(demo.MODEL)
+    text = demo.TEXT.read_text()
     document = f"{text[:400]} The pass key is 58291740. Remember it. {text[400:1900]}"
     questions = [" What is the pass key? The pass key is ", " What is the pass key? The pass key is 5829"]
 

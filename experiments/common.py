@@ -22,6 +22,7 @@ from torch import Tensor
 
 import kvops.hf
 from kvops.bench import record
+from kvops.demo import MODEL, TEXT
 from kvops.eval.reader import Cut, Reader, Watched
 from kvops.eval.stream import Held
 
@@ -29,8 +30,6 @@ if TYPE_CHECKING:  # not needed for timing
     from matplotlib.figure import Figure
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
-MODEL = BENCH / "models" / "passkey-llama"
-TEXT = BENCH / "data" / "haystack.txt"
 sys.path.insert(0, str(MODEL))
 from passkey_task import QUESTION, Corpus, context_with_needles, encode, needle_text, rand_digits  # noqa: E402
 

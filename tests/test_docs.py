@@ -262,7 +262,10 @@ def test_the_reference_has_every_public_name():
             assert hasattr(importlib.import_module(module), attribute), f"docs/api lists {name}, which is not there"
 
 
-@pytest.mark.parametrize("module", ["kvops", "kvops.eval", "kvops.bench", "kvops.bench.attention", "kvops.bench.decode"])
+MODULES = ["kvops", "kvops.eval", "kvops.bench", "kvops.bench.attention", "kvops.bench.decode"]
+
+
+@pytest.mark.parametrize("module", MODULES)
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package")
 def test_the_reference_has_every_option(module, monkeypatch):
     class Caught(Exception):

@@ -19,15 +19,13 @@ import torch
 
 from ..bench.gpu import first_line
 from ..bench.record import origin
+from ..demo import MODEL, TEXT
 from .methods import METHODS, Rule, Unreachable, options_of, rule
 from .results import CODE, Cell, Results, fingerprint, load
 from .specs import Refused, canonical, parse
 from .summary import Summary, of_record
 from .tasks import POINTS, TASKS, Filler, Prompt, Reader, Task
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-MODEL = BENCH / "models" / "passkey-llama"
-TEXT = BENCH / "data" / "haystack.txt"
 SHARES = [0.5, 0.125, 0.03125]  # fractions of the context
 MOST = 2**31 - 1  # tokens
 
@@ -128,9 +126,6 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
             p.error(f"--from: expected a results file, got {file}")
     if a.list or a.files:  # nothing is measured
         return a
-    for name, default in (("model", MODEL), ("text", TEXT)):
-        if str(getattr(a, name)) == str(default) and not default.exists():
-            p.error(f"--{name}: the default {default} is in the repository, not in the package; pass --{name}")
     if not os.path.isfile(a.text):
         p.error(f"--text: expected a file, got {a.text}")
     if not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", a.device):
