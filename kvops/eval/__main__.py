@@ -276,7 +276,10 @@ def main(argv: list[str] | None = None) -> int:
         if a.list:
             print(describe())
             return 0
-        from . import report  # before anything is measured: it needs matplotlib
+        try:
+            from . import report  # before anything is measured
+        except ModuleNotFoundError as error:
+            raise Refused(f"needs {error.name} for its pictures: pip install 'kvops[bench]'") from None
 
         files = a.files
         if not files:

@@ -44,6 +44,7 @@ Modules:
 - `generation`: `lookahead`
 - `drafts`: prompt lookup and assisted decoding
 - `turns`: further prompts with the same cache
+- `arguments`: what calls name their cache
 - `batching`, `allocator`, `handover`: `continuous_batching`
 - `architectures`: which models are supported
 

@@ -20,6 +20,7 @@ from transformers.generation.utils import GenerateOutput
 
 from ..methods import LAQ, Policy
 from ..methods.table import policy as policy_of
+from .arguments import CACHE, given_cache
 from .attention import own_attention, unwrap
 from .cache import KVCache, check
 from .generation import Lookahead, setting
@@ -185,7 +186,7 @@ def generate(
         TypeError: As in `compress`.
         NotImplementedError: As in `compress`.
     """
-    if "past_key_values" in kwargs:
+    if not {"past_key_values", "cache"}.isdisjoint(kwargs):
         raise ValueError(
             "generate: expected no past_key_values (the cache is made from `policy`), got one; to use a cache of your "
             "own, call model.generate"
@@ -294,7 +295,7 @@ def _hooks(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
     displaced = {name: getattr(model, name) for name in _HOOKS if hasattr(model, name)}
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("past_key_values"), KVCache):  # a further turn, or a call of `kvops.hf.generate`
+        if isinstance(given_cache(kwargs), KVCache):  # a further turn, or a call of `kvops.hf.generate`
             return displaced["generate"](*args, **kwargs)
         block = _block(model)
         if block is None:
@@ -305,7 +306,7 @@ def _hooks(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
         return _generate(block, displaced["generate"], _by_name(displaced["generate"], args, kwargs))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("past_key_values"), KVCache):  # a step of generate, or of the caller's own loop
+        if isinstance(given_cache(kwargs), KVCache):  # a step of generate, or of the caller's own loop
             return displaced["forward"](*args, **kwargs)
         return _forward(model, displaced["forward"], args, kwargs)
 
@@ -335,7 +336,7 @@ def _generate(block: Compression, function: Callable[..., Any], call: dict[str, 
             processors = call.get("logits_processor") or ()
             call["logits_processor"] = LogitsProcessorList([*processors, Lookahead(model, cache, mask, call)])
         try:
-            return function(**{**call, "past_key_values": cache})
+            return function(**{**call, CACHE: cache})
         finally:
             block._record(cache)  # again, because guidance by a second prompt makes another cache meanwhile
 
@@ -360,20 +361,20 @@ def _forward(
     model: PreTrainedModel, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     call = _by_name(function, args, kwargs)
-    if isinstance(call.get("past_key_values"), KVCache):
+    if isinstance(given_cache(call), KVCache):
         return function(**call)
     _check_no_other(call)
     use_cache = call.get("use_cache")
     if use_cache is None:
         use_cache = getattr(model.config.get_text_config(decoder=True), "use_cache", True)
     if use_cache and (block := _block(model)) is not None:
-        call["past_key_values"] = block._new_cache()  # the library's attention takes the padding from the mask
+        call[CACHE] = block._new_cache()  # the library's attention takes the padding from the mask
     return function(**call)
 
 
 def _check_no_other(call: dict[str, Any]) -> None:
     """Raise for a cache that is not a KVCache."""
-    if (cache := call.get("past_key_values")) is not None:
+    if (cache := given_cache(call)) is not None:
         raise ValueError(
             "compress: expected no past_key_values (the cache is made from the policy), or a kvops.hf.KVCache to "
             f"continue with, got {type(cache).__name__}"

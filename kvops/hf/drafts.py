@@ -33,6 +33,7 @@ from transformers.generation.candidate_generator import (
 from ..cache import Cache
 from ..methods import LAQ, Policy, ProtoKV
 from ..methods.queries import WindowPolicy
+from .arguments import given_cache
 from .cache import KVCache
 
 
@@ -85,7 +86,7 @@ _make = GenerationMixin._get_candidate_generator
 @functools.wraps(_make)
 def _get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> CandidateGenerator:
     made = _make(self, *args, **kwargs)
-    cache = kwargs["model_kwargs"].get("past_key_values")
+    cache = given_cache(kwargs["model_kwargs"])
     if not isinstance(cache, KVCache):
         return made
     _check(made, cache)

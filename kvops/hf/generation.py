@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 from ..cache import LookaheadCache
 from ..cache.memory import storage_bytes
 from ..methods import LAQ
+from .arguments import CACHE
 from .cache import EvictingLayer, KVCache, Stage
 
 
@@ -98,7 +99,7 @@ def decode_greedily(
     for step in range(steps):
         mask = torch.cat((mask, mask.new_ones(rows, 1)), 1)
         positions = mask.sum(-1, keepdim=True) - 1
-        logits = model(token, attention_mask=mask, position_ids=positions, past_key_values=draft).logits
+        logits = model(token, attention_mask=mask, position_ids=positions, **{CACHE: draft}).logits
         token = logits[:, -1].argmax(-1, keepdim=True)
         alive = alive & ~torch.isin(token[:, 0], end)
         if step + 1 == steps or (ends and not alive.any()):

@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from ..rope import Rope
+from .arguments import CACHE
 
 
 def model_rope(config: PreTrainedConfig) -> Rope:
@@ -243,7 +244,7 @@ def _rows(model: PreTrainedModel) -> Tensor:
     recorder = _Recorder(model.config)
     token = _recorder.set(recorder)
     try:
-        model(torch.ones_like(positions), position_ids=positions, past_key_values=recorder, use_cache=True)
+        model(torch.ones_like(positions), position_ids=positions, use_cache=True, **{CACHE: recorder})
     finally:
         _recorder.reset(token)
     full = [i for i, layer in enumerate(recorder.layers) if type(layer) is DynamicLayer]

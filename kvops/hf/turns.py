@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
+from .arguments import given_cache
 from .cache import KVCache
 
 _REMEDY = (
@@ -28,7 +29,7 @@ _generate = GenerationMixin.generate
 
 @functools.wraps(_generate)
 def _generate_with_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if isinstance(cache, KVCache):
         inputs = args[0] if args else kwargs.get("inputs")
         check_prompt(

@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -117,7 +118,7 @@ def find(spec: str) -> tuple[Entry, str, dict[str, Any]]:
         found = installed[name].load()
     else:
         place, (cls, _, rest) = name, rest.partition(":")
-        if not cls:
+        if not cls or "=" in cls:  # settings of an unknown method
             names = [*METHODS, *sorted(installed.names)]
             close = difflib.get_close_matches(name.lower(), names, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -147,8 +148,14 @@ def policy(spec: str, **settings: Any) -> Policy:
         ValueError: There is no such method, or a setting has an invalid value.
         TypeError: The method has no such setting, or a setting has the wrong type.
     """
-    entry, _, options = find(spec)
-    return entry.policy(**{**entry.defaults, **options, **settings})
+    entry, name, options = find(spec)
+    wanted = {**entry.defaults, **options, **settings}
+    known = [x.name for x in fields(entry.policy)]
+    if unknown := [x for x in wanted if x not in known]:
+        close = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"method {name!r} has no setting {unknown[0]!r}, only {', '.join(known)}{hint}")
+    return entry.policy(**wanted)
 
 
 def _class(place: str, name: str) -> object:
