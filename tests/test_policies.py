@@ -693,7 +693,7 @@ def test_names_that_are_none(folder, installed):
     }.items():
         with kit.refuses(message):
             kvops.policy(spec, budget=20)
-        with pytest.raises(TypeError, match="method 'keydiff' has no setting 'lag', only budget"):
+    with pytest.raises(TypeError, match="method 'keydiff' has no setting 'lag', only budget"):
         kvops.policy("keydiff", budget=20, lag=3)
     with pytest.raises(TypeError, match="budget"):
         kvops.policy("keydiff")

@@ -150,7 +150,7 @@ def policy(spec: str, **settings: Any) -> Policy:
     """
     entry, name, options = find(spec)
     wanted = {**entry.defaults, **options, **settings}
-    known = [x.name for x in fields(entry.policy)]
+    known = [x.name for x in fields(entry.policy)]  # type: ignore[arg-type]  # all policies are dataclasses
     if unknown := [x for x in wanted if x not in known]:
         close = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
