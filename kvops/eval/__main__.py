@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=list(POINTS),
         help="cut the cache before or after the question (default: both)",
     )
-    p.add_argument("--prompts", type=int, help="prompts per task and context (default 22; --quick: 5)")
+    p.add_argument("--prompts", type=int, help="prompts per task and context (default 64; --quick: 5)")
     p.add_argument("--batch", type=int, default=11, help="prompts per batch (default 11)")
     p.add_argument("--seed", type=int, default=0, help="seed of the prompts (default 0)")
     p.add_argument("--text", type=path, default=TEXT, help="text to hide needles in (default: the shipped text)")
@@ -100,7 +100,7 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
     """Parse and check the arguments. rule: looks a method up by name."""
     a = p.parse_args(argv)
     a.context = a.context or [1024 if a.quick else 2048]
-    a.prompts = (5 if a.quick else 22) if a.prompts is None else a.prompts
+    a.prompts = (5 if a.quick else 64) if a.prompts is None else a.prompts
     for name, least in (("prompts", a.prompts), ("batch", a.batch), ("context", min(a.context))):
         if least < 1:
             p.error(f"--{name}: expected at least 1, got {least}")

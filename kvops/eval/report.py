@@ -14,7 +14,8 @@ from typing import Any
 from ..bench.markdown import code, escape
 from ..bench.record import replace
 from . import plots
-from .summary import Estimate, Row, Summary, Traits, leaders, summarize
+from .statistics import TOO_FEW, Comparison
+from .summary import BASELINE, PROMPTS, Estimate, Row, Summary, Traits, leaders, summarize
 from .tasks import TASKS
 
 READING = """\
@@ -35,6 +36,16 @@ READING = """\
   brackets their fraction of the whole cache.
 - Prefill: the time to read a prompt and cut its cache, which is the time of a batch divided by its prompts. Decode:
   tokens generated per second by a batch. Both are medians over batches, valid for this machine and this batch size.
+"""
+PAIRED = """\
+- Differences are paired: the score of a method minus the score of another method on the same prompt. In brackets: the
+  95 % interval of the mean difference (bootstrap over prompts). Two methods can differ clearly although their own
+  intervals overlap, since both find the same prompts hard.
+- p: how likely a difference at least this large would be if the two methods were equally good (sign-flip test),
+  corrected for the number of comparisons in a column. Better, worse: p is at most 5 %. Undecided: these prompts do not
+  tell. The interval is not corrected, so it can exclude 0 where the verdict is undecided.
+- The best is the method with the best mean on these prompts. That selection favours it, so p is corrected for all pairs
+  of methods. Other methods are worse than the best or undecided, never better.
 """
 KINDS = {
     True: "Wilson's for proportions (suited to right-or-wrong scores, too wide for partial scores)",
@@ -84,7 +95,7 @@ def report(summary: Summary, folder: Path) -> str:
         f"# Evaluation of {escape(model)}",
         what_was_run(summary),
         "## How to read it",
-        READING.format(intervals=intervals).rstrip(),
+        READING.format(intervals=intervals).rstrip() + ("\n" + PAIRED.rstrip()) * any(x.compared for x in summary.rows),
     ]
     groups = summary.groups()
     for task in summary.traits:
@@ -134,7 +145,10 @@ def what_was_run(summary: Summary) -> str:
     lines = [f"- {entry(name, listed(value))}" for name, value in summary.settings.items() if value is not None]
     differing = [escape(name) for name, value in summary.settings.items() if isinstance(value, list)]
     if differing:
-        lines.append(f"- **the files differ in {', '.join(differing)}**: their rows may come from different prompts")
+        said = ", so they are not compared in pairs" if {*PROMPTS} & {*differing} else ""
+        lines.append(
+            f"- **the files differ in {', '.join(differing)}**: their rows may come from different prompts{said}"
+        )
     counts = sorted({x.n for x in rows if x.unreachable is None})
     lines += [
         f"- tasks: {escape(', '.join(summary.traits))}",
@@ -229,8 +243,53 @@ def section(rows: list[Row], kind: Traits) -> list[str]:
     return [
         markdown(scores),
         *(["\n".join(f"- {x}" for x in notes)] if notes else []),
+        *paired(rows, kind),
         *([markdown(costs)] if facts else []),
     ]
+
+
+def paired(rows: list[Row], kind: Traits) -> list[str]:
+    """Return the table of differences to the best method and to the baseline, with its heading and notes."""
+    rows = [x for x in rows if x.compared]
+    columns = [(budget, name) for budget in budgets_of(rows) for name in ("best", BASELINE)]
+    by_cell = {(x.method, x.budget): x.compared for x in rows}
+    lines, notes = [["method"]], []
+    used: list[tuple[int | None, str]] = []
+    for budget, name in columns:
+        to = [x.compared[name].to for x in rows if x.budget == budget and name in x.compared]
+        if to:
+            used.append((budget, name))
+            lines[0].append(f"against {escape(to[0])}{', the best,' * (name == 'best')} at {budget:,}")
+    for method in dict.fromkeys(x.method for x in rows):
+        found = [by_cell.get((method, budget), {}).get(name) for budget, name in used]
+        lines.append([escape(method), *("" if x is None else difference(x, kind) for x in found)])
+    for row in rows:
+        most = max(x.n for x in rows if x.budget == row.budget)
+        fewer = [f"{escape(x.to)} ({x.n})" for x in row.compared.values() if x.n < most and x.verdict != "best"]
+        if fewer:
+            notes.append(f"{escape(row.method)} at {row.budget:,} with {', '.join(dict.fromkeys(fewer))}")
+    if not used:
+        return []
+    points = ", in points of percent" if kind.percent else ""
+    parts = [f"Paired differences in {escape(kind.metrics[0])}{points}:", markdown(lines)]
+    return [*parts, f"- Compared on fewer prompts: {'; '.join(notes)}."] if notes else parts
+
+
+def difference(x: Comparison, kind: Traits) -> str:
+    """Format a comparison: "worse, -15 [-22, -8], p 0.002"."""
+    if x.verdict == "best":
+        return "best"
+    if x.difference is None or x.low is None or x.high is None:
+        return x.verdict
+
+    def text(value: float) -> str:
+        said = f"{100 * value:+.0f}" if kind.percent else f"{value:+.3g}"
+        return "0" if not float(said) else said
+
+    p = "" if x.p_holm is None or x.verdict == TOO_FEW else f", p {x.p_holm:.2g}"
+    if x.p_holm is not None and p and x.p_holm < 1e-4:
+        p = ", p < 0.0001"
+    return f"{x.verdict}, {text(x.difference)} [{text(x.low)}, {text(x.high)}]{p}"
 
 
 def unit(kind: Traits) -> str:
@@ -303,6 +362,7 @@ def table(summary: Summary) -> str:
                     said += f"{'' if row is None else brief(row, kind):>9}"
                 line += said.rjust(n)
             block.append(line.rstrip())
+        block += undecided(rows)
         if any(x.over for x in rows):
             block += ["", "* keeps over 5 % more than its budget"]
         reasons: dict[str, list[str]] = {}
@@ -315,6 +375,26 @@ def table(summary: Summary) -> str:
             block += [f"  {', '.join(who)}: {why}" for why, who in reasons.items()]
         blocks.append("\n".join(block))
     return "\n\n".join(blocks)
+
+
+def undecided(rows: list[Row]) -> list[str]:
+    """Return lines that name, for each cut point and budget, the best method and those not shown to be worse."""
+    lines = []
+    for point, budget in dict.fromkeys((x.point, x.budget) for x in rows):
+        versus = {
+            x.method: x.compared["best"]
+            for x in rows
+            if (x.point, x.budget) == (point, budget) and "best" in x.compared
+        }
+        if not versus:
+            continue
+        best = next(iter(versus.values())).to
+        others = [x for x, y in versus.items() if y.verdict not in ("best", "worse")]
+        said = ", ".join(others) or "none"
+        if any(x.verdict == TOO_FEW for x in versus.values()):
+            said = TOO_FEW
+        lines.append(f"  {plots.point_title(point)}, {budget:,}: {best}; {said}")
+    return ["", "best mean; methods not shown to be worse (paired test, 5 %):", *lines] if lines else []
 
 
 def brief(row: Row, kind: Traits) -> str:

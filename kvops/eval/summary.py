@@ -16,12 +16,16 @@ from ..bench.markdown import one_line
 from .methods import METHODS
 from .results import Cell, cell_of
 from .specs import Refused
+from .statistics import Comparison, compare
 from .tasks import POINTS, TASKS
 
 #: Other names of our methods.
 ALIASES = {"ObservedAttention": "H2O", "Knorm": "L2"}
 LEVEL = 0.95  # of the intervals
 Key = tuple[str, int, str, str, int | None]  # task, context, point, method, budget
+#: The settings that prompts depend on. Files that differ in one of them have no prompts in common.
+PROMPTS = ("model", "text", "data", "prompts", "seed")
+BASELINE = METHODS["snapkv"].label  # every method is compared with it and with the best
 SLACK = 1.05  # times the budget; a method that holds more exceeds it
 
 
@@ -115,6 +119,7 @@ class Row:
     decode_tokens_per_s: float | None = None  # of a whole batch, median over the batches
     depths: dict[float, float] = field(default_factory=dict)  # the main score by depth
     positions: dict[int, float] = field(default_factory=dict)  # the loss of each stretch of the text, by its last token
+    compared: dict[str, Comparison] = field(default_factory=dict)  # with the "best" and with the BASELINE
     unreachable: str | None = None
 
     @property
@@ -263,6 +268,8 @@ def summarize(heads: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Summa
     for cell in ordered:
         groups.setdefault(cell[:-1], []).append(cells[cell])
     rows = [_row(cell, group, kinds[cell[0]]) for cell, group in groups.items()]
+    if not differing(heads):
+        _compare(rows, groups, kinds)
     return Summary(_settings(heads), _distinct(x["origin"] for x in heads), rows, kinds)
 
 
@@ -290,6 +297,7 @@ def of_record(record: dict[str, Any]) -> Summary:
                 depths, positions = x.get("depths", {}), x.get("positions", {})
                 row.depths = dict(zip(depths.get("depth", ()), depths.get("score", ())))
                 row.positions = dict(zip(positions.get("ends", ()), positions.get("loss", ())))
+                row.compared = {name: Comparison(**found) for name, found in x.get("compared", {}).items()}
             rows.append(row)
         kinds = {}
         for task in dict.fromkeys(x.task for x in rows):
@@ -327,6 +335,39 @@ def _row(cell: Key, lines: list[dict[str, Any]], kind: Traits) -> Row:
     return row
 
 
+def differing(heads: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the settings of `PROMPTS` in which the files differ."""
+    found = [x["settings"] for x in heads]
+    return [name for name in PROMPTS if len({json.dumps(x.get(name)) for x in found}) > 1]
+
+
+def _compare(rows: list[Row], groups: dict[Key, list[dict[str, Any]]], kinds: dict[str, Traits]) -> None:
+    """Set `compared` of all rows, by the main score. Full is not compared."""
+    families: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        metric = kinds[row.task].metrics[0]
+        if row.budget is not None and metric in row.scores and kinds[row.task].better:
+            families.setdefault((row.task, row.context, row.point, row.budget), []).append(row)
+    for (task, *_), family in families.items():
+        kind = kinds[task]
+        metric, sign = kind.metrics[0], 1 if kind.better == "higher" else -1
+        most = max(len(x["scores"][metric]) for row in family for x in groups[row.cell])
+        scores = {row.method: _prompts(groups[row.cell], metric, most) for row in family}
+        whole = max(row.n for row in family)
+        rivals = [x for x in family if not x.over and x.n == whole and math.isfinite(x.scores[metric].mean)]
+        best = max(rivals, key=lambda x: sign * x.scores[metric].mean).method if rivals else None
+        found = compare(scores, sign, best, BASELINE)
+        for row in family:
+            row.compared = found[row.method]
+
+
+def _prompts(lines: list[dict[str, Any]], metric: str, most: int) -> dict[int, float]:
+    """Return a row's scores by the number of the prompt. Only the last batch may have less prompts than the others."""
+    sizes = {x["batch"]: len(x["scores"].get(metric, ())) for x in lines}
+    size = most if len(sizes) == 1 and 0 not in sizes else max(sizes.values())
+    return {x["batch"] * size + i: y for x in lines for i, y in enumerate(x["scores"].get(metric, ()))}
+
+
 def _positions(lines: list[dict[str, Any]], sizes: list[int]) -> dict[int, float]:
     """Average the batches' means over all prompts."""
     found: dict[int, list[tuple[float, int]]] = {}
@@ -344,6 +385,8 @@ def _record(row: Row) -> dict[str, Any]:
     scores = {name: {x: _finite(y) for x, y in score._asdict().items()} for name, score in row.scores.items()}
     names = ("tokens", "bytes_held", "bytes_full", "prefill_s", "decode_tokens_per_s", "n")
     found = {**of, "scores": scores, **{x: getattr(row, x) for x in names}}
+    if row.compared:
+        found["compared"] = {name: x._asdict() for name, x in row.compared.items()}
     if row.depths:
         found["depths"] = {"depth": list(row.depths), "score": [_finite(x) for x in row.depths.values()]}
     if row.positions:
