@@ -102,10 +102,11 @@ def test_intervals_and_tests_have_their_level():
     assert 0.89 <= covered / runs <= 0.97  # the percentile interval is slightly too narrow
 
 
-def test_equal_methods_are_rarely_told_apart():
+def test_equal_methods_are_rarely_told_apart(monkeypatch):
     """Also from the best, which is selected by the same scores: without its correction 5 % would not hold."""
+    monkeypatch.setattr(statistics, "bootstrap", lambda d: (0.0, 0.0))  # no verdict depends on it
     rng = np.random.RandomState(3)
-    runs, wrong, plain = 100, {"best": 0, "SnapKV": 0}, 0
+    runs, wrong, plain = 200, {"best": 0, "SnapKV": 0}, 0
     for _ in range(runs):
         hard = rng.standard_normal(16)  # all methods find the same prompts hard
         scores = {x: dict(enumerate(hard + rng.standard_normal(16))) for x in ("SnapKV", *"abcdef")}
@@ -116,8 +117,8 @@ def test_equal_methods_are_rarely_told_apart():
         others = [x for x in scores if x != best]
         ps = [sign_flip([scores[x][i] - scores[best][i] for i in range(16)]) for x in others]
         plain += min(holm(ps)) <= 0.05
-    assert all(x / runs <= 0.09 for x in wrong.values())  # 5 % + 2 standard errors (of 100)
-    assert plain / runs > 0.09  # Holm over the comparisons with the best alone
+    assert all(x / runs <= 0.08 for x in wrong.values())  # 5 % + 2 standard errors
+    assert plain / runs > 0.08  # Holm over the comparisons with the best alone
 
 
 # ---- verdicts ----
