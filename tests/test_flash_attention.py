@@ -185,7 +185,7 @@ def test_the_table_is_checked(tmp_path, monkeypatch, capsys):
     file, said = tmp_path / "cells.json", ["--dtype", "fp32", "--rows", *map(str, times), "--json"]
     assert measuring.main([*said, str(file)]) == 1
     shown = capsys.readouterr().out
-    assert "fp32, alone: KVOPS_ROWS 0 loses 1.51x on what 16 takes" in shown
+    assert "fp32, alone: KVOPS_ROWS 0 is 1.51x slower than 16" in shown
     assert re.search(r"fp32 +shared +4.00x +2.00x +1.50x +0.50x +0.90x +0.25x +128 +16$", shown, re.M)
     record = json.loads(file.read_text())
     assert len(record["cells"]) == 6 * 3 * 4 and record["command"].startswith("python -m kvops.bench.attention --dtype")
