@@ -42,7 +42,7 @@ def test_the_lag_that_is_chosen():
         policy = rule("lagkv").policy(budget, n, LAYERS)
         assert (policy.lag, int(policy.ratio * policy.lag)) == (lag, m)
     assert rule("lagkv:lag=128").policy(1024, 2048, LAYERS).lag == 128
-    with pytest.raises(Unreachable, match="of 1063 tokens are 39 with lag 16, over 32"):
+    with pytest.raises(Unreachable, match="expected at least 39 of 1063 tokens with lag 16, got 32"):
         rule("lagkv").policy(32, 1063, LAYERS)
 
 

@@ -275,5 +275,5 @@ def test_wrong_use(reader, filler, capsys):
         with pytest.raises(SystemExit):
             command.arguments(["--tasks", spec], command.make_parser(), rule)
         assert message in capsys.readouterr().err
-    with pytest.raises(Unreachable, match="LAQ: evicts by a draft"):
+    with pytest.raises(Unreachable, match="LAQ: eviction needs a draft"):
         rule("laq").policy(64, 256, 3, streaming=True)

@@ -158,7 +158,7 @@ def test_policies_in_fp8_pages():
 def test_scores_that_torch_computes(policy):
     k, v = (x.to(FP8[0]) for x in kit.kv(1, 2, 64, 32, torch.bfloat16))
     assert torch.equal(policy.compress(k, v).indices, policy.compress(k.bfloat16(), v.bfloat16()).indices)
-    with kit.refuses("k must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, got torch.int8"):
+    with kit.refuses("k must be torch.float32, .* or torch.float8_e5m2, got torch.int8"):
         policy.compress(k.view(torch.int8), v.view(torch.int8))
 
 

@@ -454,7 +454,7 @@ def test_a_rule_that_keeps_other_than_it_says(seen):
     model = make_model()
     with kvops.hf.continuous_batching(model, Greedy(24)):
         (output,) = model.generate_batch(prompts(60), greedy(), continuous_batching_config=engine()).values()
-    assert "must leave what its `held` says" in output.error and not output.generated_tokens
+    assert "must keep as many slots as its `held` returns" in output.error and not output.generated_tokens
 
 
 @needs_engine
@@ -487,7 +487,7 @@ def test_a_policy_that_holds_more_than_its_buffer(seen):
     model = make_model()
     with kvops.hf.continuous_batching(model, Grows(24)):
         (output,) = model.generate_batch(prompts(60), greedy(), continuous_batching_config=engine()).values()
-    assert "must hold at most its budget and its buffer, 25 tokens, got 60" in output.error
+    assert "must hold at most its budget and its buffer, expected at most 25 tokens, got 60" in output.error
 
 
 @needs_engine
@@ -561,14 +561,14 @@ def test_an_engine_that_is_cached(seen):
         (kvops.LAQ(64), "drafts an answer"),
         (kvops.H2O(64, buffer=None), "set buffer="),
         (kvops.SnapKV(0.5), "budget in tokens"),
-        (kvops.SnapKV(64, head_mode="adaptive"), "equally many tokens"),
+        (kvops.SnapKV(64, head_mode="adaptive"), "same number of tokens"),
         (kvops.LaCache(64), "not support pages"),
         (kvops.L2(64), "different numbers of slots"),
         (kvops.LagKV(8, 0.5, score="l2"), "not support pages"),
         (kvops.StreamingLLM(64), "positions='original'"),
         (kvops.KeyDiff(0.5), "budget in tokens"),
         (kvops.KeyDiff(torch.tensor([[8, 9]], dtype=torch.int32)), "budget in tokens"),
-        (kvops.KeyDiff(64, head_mode="adaptive"), "equally many tokens"),
+        (kvops.KeyDiff(64, head_mode="adaptive"), "same number of tokens"),
         (kvops.KeyDiff(64, buffer=None), "prompt's length"),
     ],
     ids=repr,
