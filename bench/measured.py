@@ -114,7 +114,7 @@ def table(rows: list[dict], results: str) -> str:
     return (
         "Partial match in % with the 95 % interval in brackets, by tokens kept per KV head; "
         f"{'; '.join(tasks)}; {prompts} prompts{legend}\n"
-        f"([bench/results/{RESULTS.name}]({results}), `python -m kvops.eval`):\n\n" + markdown(lines)
+        f"([bench/results/{RESULTS.name}]({results}), `python -m kvops.eval --prompts 22`):\n\n" + markdown(lines)
     )
 
 

@@ -136,7 +136,7 @@ def test_a_policy_of_ones_own_is_evaluated(file, tmp_path, capsys):
     assert main(said) == 0
     assert re.findall(r"^(KeyDiff|ValueNorm(?: order=1)?) +\d+\*?$", capsys.readouterr().out, re.M) == labels
     text = (out / "report.md").read_text()
-    assert re.findall(r"^\| (KeyDiff|Val[^|]*) \|", text, re.M) == [*labels, *labels]  # scores, and costs
+    assert re.findall(r"^\| (KeyDiff|Val[^|]*) \|", text, re.M) == [*labels] * 3  # scores, differences, costs
     assert re.search(r"^- method ValueNorm: mine.py \([0-9a-f]{12}\)$", text, re.M)
     assert len(list(out.glob("accuracy-*.png"))) == 1
     rows = json.loads((out / "summary.json").read_text())["rows"]
