@@ -120,10 +120,9 @@ def find(spec: str) -> tuple[Entry, str, dict[str, Any]]:
         place, (cls, _, rest) = name, rest.partition(":")
         if not cls or "=" in cls:  # settings of an unknown method
             names = [*METHODS, *sorted(installed.names)]
-            close = difflib.get_close_matches(name.lower(), names, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(
-                f"method must be one of {', '.join(names)}, path/to/file.py:Class, or module:Class, got {spec!r}{hint}"
+                f"method must be one of {', '.join(names)}, path/to/file.py:Class, or module:Class, got {spec!r}"
+                f"{_hint(name.lower(), names)}"
             )
         found, name = _class(place, cls), f"{place}:{cls}"
     if not (isinstance(found, type) and issubclass(found, Policy)):
@@ -152,10 +151,15 @@ def policy(spec: str, **settings: Any) -> Policy:
     wanted = {**entry.defaults, **options, **settings}
     known = [x.name for x in fields(entry.policy)]  # type: ignore[arg-type]  # all policies are dataclasses
     if unknown := [x for x in wanted if x not in known]:
-        close = difflib.get_close_matches(unknown[0], known, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"method {name!r} has no setting {unknown[0]!r}, only {', '.join(known)}{hint}")
+        raise TypeError(
+            f"method {name!r} has no setting {unknown[0]!r}, only {', '.join(known)}{_hint(unknown[0], known)}"
+        )
     return entry.policy(**wanted)
+
+
+def _hint(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _class(place: str, name: str) -> object:
