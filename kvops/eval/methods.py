@@ -14,7 +14,6 @@ from typing import Any, get_args, get_type_hints
 from ..methods import Full, Policy
 from ..methods.table import METHODS as METHODS
 from ..methods.table import Entry, find
-from .specs import canonical
 
 MOST = 2**20  # tokens, more than any budget
 MOST_SAID = 2**31 - 1
@@ -119,7 +118,6 @@ def rule(spec: str) -> Rule:
     Raises:
         ValueError: the method, one of the settings or one of the values does not exist.
     """
-    spec = canonical(spec, METHODS)
     entry, _, options = find(spec)
     if any(entry.label == x.label and entry.policy is not x.policy for x in METHODS.values()):
         raise ValueError(f"method {spec!r}: {entry.label} is the name of a kvops method in tables; rename the class")
