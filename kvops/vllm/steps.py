@@ -53,16 +53,15 @@ class Eviction:
         blocks: the blocks that the rule reads.
         lengths: int32 [moves], the number of slots in these blocks.
         written: int32 [moves, any], the leading columns of the table, up to the last one that any move writes.
-        positions: int32 [moves, 1, width * block_size], token positions of the slots that no earlier move has filled.
-        moved_before: bool [moves, 1, width * block_size], the slots that an earlier move has filled.
+        positions: the slots that an earlier move has filled, bool [moves, 1, width * block_size], and the token
+            positions of the others, int32 of the same shape; None if the rule does not read positions.
     """
 
     plan: Plan
     blocks: Blocks
     lengths: Tensor
     written: Tensor
-    positions: Tensor
-    moved_before: Tensor
+    positions: tuple[Tensor, Tensor] | None
 
     @classmethod
     def of(cls, plan: Plan, moves: Sequence[tuple[int, Move]], block_table: Tensor) -> Eviction:
@@ -77,17 +76,19 @@ class Eviction:
         width = max(len(move.blocks) for _, move in moves)
         blocks = torch.tensor([move.blocks + [-1] * (width - len(move.blocks)) for _, move in moves])
         row, moved_before = torch.tensor([(row, move.moved_before) for row, move in moves]).unbind(1)
-        logical, offsets = on(device, blocks), torch.arange(size, device=device)
+        logical, positions = on(device, blocks), None
         table = block_table[on(device, row)].gather(1, logical.clamp(min=0))
         table = torch.where(logical < 0, -1, table)
-        before = torch.arange(width) < moved_before[:, None]
+        if "positions" in plan.kinds:
+            before = torch.arange(width) < moved_before[:, None]
+            new = (logical[..., None] * size + torch.arange(size, device=device)).flatten(1)[:, None].int()
+            positions = on(device, before.repeat_interleave(size, 1)[:, None]), new
         return cls(
             plan,
             Blocks(table, *_places(plan, moves, width)),
             on(device, torch.tensor([len(move.blocks) * size for _, move in moves], dtype=torch.int32)),
             table[:, : max(move.moved for _, move in moves)].contiguous(),
-            (logical[..., None] * size + offsets).flatten(1)[:, None].int(),
-            on(device, before.repeat_interleave(size, 1)[:, None]),
+            positions,
         )
 
     def run(
@@ -104,8 +105,9 @@ class Eviction:
         """
         size, kept_blocks, rule, table = self.plan.block_size, self.plan.kept, self.plan.rule, self.blocks.table
         of_slots = {name: by_slot.read(pool, table) for name, pool in memory.slots.items()}
-        if "positions" in of_slots:
-            of_slots["positions"] = torch.where(self.moved_before, of_slots["positions"], self.positions).long()
+        if self.positions is not None:
+            moved_before, new = self.positions
+            of_slots["positions"] = torch.where(moved_before, of_slots["positions"], new).long()
         with layout.rows(self.blocks) as (k, v):
             view = self._view(k, v)
             view.layer = layer
