@@ -40,21 +40,28 @@ def through(model, make: Callable[[], kvops.hf.KVCache], ids: Tensor, window: in
 
 
 def methods(
-    model, budget: int, ladders: list[tuple[int, int]], storages: list[str]
+    model, budget: int, ladders: list[tuple[int, int, str]], storages: list[str]
 ) -> dict[str, Callable[[], kvops.hf.KVCache]]:
     """Return a cache factory for each row. Without ladders: the paper's default for the model's layers."""
     cache = partial(kvops.hf.KVCache, model.config)
     rows = {"full cache": partial(cache, kvops.Full())}
     if not ladders:
         shape = kvops.lacache_plan(0, num_layers=model.config.num_hidden_layers, budget=budget).ladder
-        ladders = [(shape.span, shape.overlap)]
+        ladders = [(shape.span, shape.overlap, "paper")]
     for storage in storages:
         suffix = "" if storage == "pre_rope" else f", {storage}"
         rows[f"StreamingLLM{suffix}"] = partial(cache, kvops.StreamingLLM(budget, buffer=1), storage=storage)
-        for span, overlap in ladders:
-            policy = kvops.LaCache(budget, span=span, overlap=overlap)
-            rows[f"LaCache, S {span}, O {overlap}{suffix}"] = partial(cache, policy, storage=storage)
+        for span, overlap, pattern in ladders:
+            policy = kvops.LaCache(budget, span=span, overlap=overlap, pattern=pattern)
+            name = f"LaCache, S {span}, O {overlap}" + (f", {pattern}" if pattern != "paper" else "")
+            rows[f"{name}{suffix}"] = partial(cache, policy, storage=storage)
     return rows
+
+
+def ladder(text: str) -> tuple[int, int, str]:
+    """Read "S,O" or "S,O,pattern"."""
+    span, overlap, *pattern = text.split(",")
+    return int(span), int(overlap), *(pattern or ["paper"])  # type: ignore[return-value]
 
 
 def perplexity(losses: np.ndarray) -> float:
@@ -139,7 +146,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--token-by-token", action="store_true", help="also stream one token at a time")
     parser.add_argument("--streams", type=int, default=8, help="number of shorter pieces, for the intervals")
     parser.add_argument("--stream-tokens", type=int, default=8192, help="tokens per shorter piece")
-    parser.add_argument("--ladders", nargs="*", default=None, metavar="S,O", help="span and overlap of LaCache")
+    parser.add_argument(
+        "--ladders", nargs="*", default=None, metavar="S,O", help="span and overlap of LaCache, or S,O,pattern"
+    )
     storages = ["pre_rope", "post_rope"]
     parser.add_argument(
         "--storage", nargs="+", choices=storages, default=storages[:1], help="storage of the bounded caches"
@@ -150,12 +159,12 @@ def main(argv: list[str] | None = None) -> None:
         print(f"wrote {a.out / 'endless.png'}")
         return
     ladders = (
-        ["1,0", "2,0"] if a.ladders is None and a.model.resolve() == common.MODEL else a.ladders or []
+        ["1,0", "2,0,short"] if a.ladders is None and a.model.resolve() == common.MODEL else a.ladders or []
     )  # the only ones with 3 layers
     model, text = common.load_model(a.model, a.device, a.dtype), common.load_text(a.model, a.text, a.device)
     if text.shape[1] < max(a.tokens, a.streams * a.stream_tokens):
         parser.error(f"--text has {text.shape[1]:,} tokens, too few for --tokens, or --streams of --stream-tokens")
-    rows = methods(model, a.budget, [tuple(map(int, x.split(","))) for x in ladders], a.storage)
+    rows = methods(model, a.budget, [ladder(x) for x in ladders], a.storage)
 
     long = {name: through(model, make, text[:, : a.tokens], a.window, name) for name, make in rows.items()}
     print(f"perplexity of the first tokens, budget {a.budget}, windows of {a.window}")

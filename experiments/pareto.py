@@ -31,9 +31,9 @@ SINKS = 4
 SIZES = (64, 96, 128, 192, 256, 384, 512, 768)  # slots per layer
 LADDERS = {
     (1, 0, "paper"): "o",
-    (2, 0, "paper"): "s",
+    (2, 0, "short"): "s",
     (2, 0, "official"): "D",
-}  # with (1, 0) both patterns are the same
+}  # with (1, 0) all patterns are the same; three layers cannot hold each token in two ("paper" refuses (2, 0))
 
 
 def random_pattern(n: int, total: int, layers: int, generator: np.random.Generator) -> list[Tensor]:

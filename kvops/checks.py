@@ -179,7 +179,7 @@ def check_scores(op: str, scores: Tensor, seq_len: int | None) -> None:
 
 def check_plan(op: str, plan: Sequence[int]) -> None:
     """Checks that an encoded plan describes a ladder."""
-    if len(plan) < 5 or len(plan) % 2 == 0 or not 0 <= plan[3] < plan[2] <= plan[1] or plan[4] not in (0, 1):
+    if len(plan) < 5 or len(plan) % 2 == 0 or not 0 <= plan[3] < plan[2] <= plan[1] or plan[4] not in (0, 1, 2):
         raise ValueError(
             f"{op}: plan must be a kvops.LadderPlan or its `encoded` form, (n, num_layers, span, overlap, pattern) "
             f"with 0 <= overlap < span <= num_layers and 2 integers for each pass, got {list(plan)}"

@@ -9,8 +9,9 @@ plan = kvops.lacache_plan(n, num_layers=32, budget=512, state=plan.state)      #
 ```
 
 A ladder is `length` consecutive slots. Every layer keeps `kept` consecutive slots of it, beginning at the layer's
-`offset`, and frees the others; deeper layers have larger offsets. A cache that overflows is thinned ladder by ladder,
-from the sinks towards the newest tokens. At the end it starts over and thins the slots that were thinned before.
+`offset`, and frees the others; deeper layers have larger offsets, and every slot is kept in at least `span` layers. A
+cache that overflows is thinned ladder by ladder, from the sinks towards the newest tokens. At the end it starts over
+and thins the slots that were thinned before.
 
 Source: LaCache, Sec. 3.2 (the ladder), 3.3 (iterative compaction), Fig. 2 and 4.
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from .checks import check_choice, check_holds_ladder, check_int, plain
 
-PATTERNS = ("paper", "official")
+PATTERNS = ("paper", "official", "short")
 MAX_PASSES = 192  # per call of the operators
 
 
@@ -50,12 +51,19 @@ class Ladder:
     @property
     def length(self) -> int:
         """The slots of a ladder."""
-        return 1 - (self.span - self.num_layers) // self.step
+        reached = 1 - (self.span - self.num_layers) // self.step
+        if self.pattern == "paper":  # each layer keeps `_kept` slots, so no more than these fit, `span` layers each
+            return min(reached, self._kept * (self.num_layers // self.span))
+        return reached
 
     @property
     def kept(self) -> int:
         """The slots of a ladder that each layer keeps."""
-        return min(-(-self.span // self.step), self.length)
+        return min(self._kept, self.length)
+
+    @property
+    def _kept(self) -> int:
+        return -(-self.span // self.step)
 
     @property
     def freed(self) -> int:
@@ -66,7 +74,10 @@ class Ladder:
         """The first slot of a ladder that the layer keeps."""
         if self.pattern == "official":
             return layer % (self.freed + 1)
-        return min(max(layer // self.step - (self.kept - 1), 0), self.freed)
+        first = layer // self.step - (self.kept - 1)
+        if self.pattern == "paper":  # early enough that the slots that follow have `span` layers each
+            first = max(first, self.freed - self.kept * ((self.num_layers - 1 - layer) // self.span))
+        return min(max(first, 0), self.freed)
 
 
 @dataclass(frozen=True)
@@ -143,8 +154,8 @@ def lacache_plan(
     """Plan which slots LaCache keeps of a cache of n slots, the same number in every layer.
 
     ```text
-    A = 1 + ceil((num_layers - span) / (span - overlap))     slots of a ladder
-    B = min(ceil(span / (span - overlap)), A)                slots of it that each layer keeps
+    B = ceil(span / (span - overlap))                        slots of a ladder that each layer keeps
+    A = 1 + ceil((num_layers - span) / (span - overlap))     slots of a ladder, at most B * (num_layers // span)
     R = A - B                                                slots of it that each layer frees
     ```
 
@@ -159,8 +170,11 @@ def lacache_plan(
             language modelling.
         overlap: How many of those layers the next token shares; None is span // 2.
         sinks: First slots that are always kept.
-        pattern: "paper": layer l keeps B slots of a ladder beginning at clamp(l // (span - overlap) - (B - 1), 0, R),
-            so early layers keep early tokens. "official": beginning at l mod (R + 1), as the released code does.
+        pattern: Where the B slots that layer l keeps of a ladder begin. "paper": at
+            max(l // (span - overlap) - (B - 1), R - B * ((num_layers - 1 - l) // span)), clamped to [0, R]. Early
+            layers keep early tokens, and every token is in at least `span` consecutive layers. "short": at
+            l // (span - overlap) - (B - 1), clamped, and A has no upper bound; the last tokens of a ladder may then be
+            in fewer than `span` layers. "official": at l mod (R + 1), with the A of "short", as the released code does.
         state: The `state` of the last plan for the same sequence and settings; None for a sequence that has never
             overflowed.
 

@@ -25,7 +25,7 @@ def test_a_stream_without_end(tmp_path, capsys):
     sizes = ["--tokens", "1400", "--budget", "128", "--streams", "2", "--stream-tokens", "600"]
     endless.main([*sizes, "--token-by-token", "--json", str(tmp_path / "x.json"), "--out", str(tmp_path)])
     shown, record = capsys.readouterr().out, json.loads((tmp_path / "x.json").read_text())
-    rows = ["full cache", "StreamingLLM", "LaCache, S 1, O 0", "LaCache, S 2, O 0"]
+    rows = ["full cache", "StreamingLLM", "LaCache, S 1, O 0", "LaCache, S 2, O 0, short"]
     assert list(record["long"]) == rows and list(record["token by token"]) == rows[1:]
     assert all(shown.count(name) >= 2 for name in rows) and (tmp_path / "endless.png").stat().st_size > 10_000
     endless.main(["--from", str(tmp_path / "x.json"), "--out", str(tmp_path / "again")])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kvops import ops, reference
-from kvops.ladder import MAX_PASSES, Ladder, LadderState, decode_plan
+from kvops.ladder import MAX_PASSES, PATTERNS, Ladder, LadderState, decode_plan
 
 pytestmark = kit.every_device
 examples = kit.examples(40, derandomize=True)
@@ -21,16 +21,17 @@ SHAPE = dict(num_layers=8, span=3, overlap=1)  # A 4, B 2, R 2
 WIDE = dict(num_layers=9, span=2, overlap=1)  # A 8, B 2, R 6
 
 
-def valid_shapes(layers):
+def valid_shapes(layers, pattern="paper"):
     """Yield every (span, overlap) that frees slots, with the paper's A, B and R written out."""
     for span in range(1, layers + 1):
         for overlap in range(span):
-            length, kept = sizes(layers, span, overlap)
+            length, kept = sizes(layers, span, overlap, pattern)
             if length > kept:
+                assert pattern != "paper" or span <= layers // 2
                 yield span, overlap
 
 
-def sizes(layers, span, overlap):
+def sizes(layers, span, overlap, pattern="paper"):
     step = span - overlap
     length = 1
     while (length - 1) * step + span < layers:  # ladders must reach the last layer
@@ -38,16 +39,31 @@ def sizes(layers, span, overlap):
     kept = 0
     while kept * step < span:
         kept += 1
+    if pattern == "paper" and min(firsts(length, kept, layers, span, overlap)) < 0:
+        length -= 1  # one slot does not fit
+        assert min(firsts(length, kept, layers, span, overlap)) >= 0
     return length, min(kept, length)
+
+
+def firsts(length, kept, layers, span, overlap):
+    """Return the layer in which each slot of a ladder begins, so that it has `span` layers until it makes way."""
+    first = [slot * (span - overlap) for slot in range(length)]
+    for slot in reversed(range(length)):
+        end = first[slot + kept] if slot + kept < length else layers
+        first[slot] = min(first[slot], end - span)
+    return first
 
 
 def kept_of_ladder(layer, layers, span, overlap, pattern):
     """Return the slots of a ladder that a layer keeps."""
-    length, kept = sizes(layers, span, overlap)
+    length, kept = sizes(layers, span, overlap, pattern)
     if pattern == "official":
         first = layer % (length - kept + 1)
-    else:  # the last slot that begins at this layer or above, clamped to the ladder's ends
+    elif pattern == "short":  # the last slot that begins at this layer or above, clamped to the ladder's ends
         first = min(max(layer // (span - overlap) - kept + 1, 0), length - kept)
+    else:
+        begun = sum(x <= layer for x in firsts(length, kept, layers, span, overlap))
+        first = max(begun - kept, 0)
     return range(first, first + kept)
 
 
@@ -56,7 +72,7 @@ class Simulation:
 
     def __init__(self, budget, sinks, num_layers, span, overlap, pattern="paper"):
         self.shape, self.pattern = (num_layers, span, overlap), pattern
-        self.length, self.kept = sizes(*self.shape)
+        self.length, self.kept = sizes(*self.shape, pattern)
         self.budget, self.cap, self.sinks, self.cursor = budget, budget, sinks, sinks
         self.layers, self.seen = [[] for _ in range(num_layers)], 0
 
@@ -83,11 +99,11 @@ class Simulation:
 @st.composite
 def settings(draw):
     layers = draw(st.integers(2, 14))
-    span, overlap = draw(st.sampled_from([*valid_shapes(layers)]))
+    pattern = draw(st.sampled_from(PATTERNS))
+    span, overlap = draw(st.sampled_from([*valid_shapes(layers, pattern)]))
     sinks = draw(st.integers(0, 6))
-    least = sinks + layers + sizes(layers, span, overlap)[1]
+    least = sinks + layers + sizes(layers, span, overlap, pattern)[1]
     budget = least + draw(st.integers(0, 40))
-    pattern = draw(st.sampled_from(("paper", "official")))
     return dict(num_layers=layers, span=span, overlap=overlap, sinks=sinks, budget=budget, pattern=pattern)
 
 
@@ -97,23 +113,43 @@ chunks = st.lists(st.integers(1, 90), min_size=1, max_size=12)
 # The ladder
 
 
-def test_ladders_of_all_shapes():
-    """Every slot is kept in consecutive layers as in the paper's Fig. 2: `span` layers, unless the model ends first."""
-    count = 0
-    for layers in range(2, 19):
-        shapes = [*valid_shapes(layers)]
-        count += len(shapes)
-        for span, overlap in shapes:
-            ladder = Ladder(layers, span, overlap)
-            assert (ladder.length, ladder.kept) == sizes(layers, span, overlap)
-            rows = [[*kept_of_ladder(x, layers, span, overlap, "paper")] for x in range(layers)]
+@pytest.mark.parametrize("pattern, shapes", [("paper", 1015), ("short", 1349)])
+def test_ladders_of_all_shapes(pattern, shapes):
+    """Every slot is kept in consecutive layers as in the paper's Fig. 2: `span` or more, or the model ends first."""
+    count, short = 0, 0
+    for layers in range(2, 29):
+        for span, overlap in valid_shapes(layers, pattern):
+            count += 1
+            ladder = Ladder(layers, span, overlap, pattern)
+            assert (ladder.length, ladder.kept) == sizes(layers, span, overlap, pattern)
+            rows = [[*kept_of_ladder(x, layers, span, overlap, pattern)] for x in range(layers)]
             assert [x[0] for x in rows] == [ladder.offset(x) for x in range(layers)]
             for slot in range(ladder.length):
                 held = [x for x in range(layers) if slot in rows[x]]
                 assert held == [*range(held[0], held[-1] + 1)]
                 first = slot * (span - overlap)
-                assert {*range(first, min(first + span, layers))} <= {*held}
-    assert count == 389
+                if pattern == "short":
+                    assert {*range(first, min(first + span, layers))} <= {*held}
+                    short += len(held) < span
+                else:
+                    assert len(held) >= span and held[0] <= min(first, layers - span)
+    assert count == shapes and bool(short) == (pattern == "short")
+
+
+def test_the_last_rung():
+    """28 layers, span 7, overlap 3: the last slot begins in layer 21 and not 24, and the others make way for it."""
+
+    def coverage(pattern):
+        ladder = Ladder(28, 7, 3, pattern)
+        first = [ladder.offset(layer) for layer in range(28)]
+        return [sum(x <= slot < x + ladder.kept for x in first) for slot in range(ladder.length)]
+
+    assert coverage("short") == [8, 12, 8, 8, 8, 8, 4]
+    assert coverage("paper") == [7, 12, 7, 8, 7, 8, 7]
+    assert Ladder(11, 4, 2, "short").length == 5 and Ladder(11, 4, 2).length == 4  # 5 slots of 4 layers do not fit
+    for layers, span, overlap in ((32, 8, 4), (8, 3, 2), (3, 1, 0)):  # the step divides the rest: the same ladder
+        same = [[Ladder(layers, span, overlap, x).offset(i) for i in range(layers)] for x in ("paper", "short")]
+        assert same[0] == same[1]
 
 
 def test_a_ladder_of_figure_2():
@@ -220,10 +256,11 @@ def test_defaults_are_those_of_language_modelling():
         (dict(span=9), r"expected one of \(1, 0\), \(2, 0\), \(2, 1\), .*; got \(9, 1\)"),
         (dict(span=2, overlap=2), r"expected one of .*; got \(2, 2\)"),
         (dict(span=8, overlap=0), r"expected one of .*; got \(8, 0\)"),
+        (dict(span=5), r"expected one of .*; got \(5, 1\)"),
         (dict(num_layers=1, span=1, overlap=0), "the model has too few layers"),
         (dict(budget=13), "expected at least 14 with 4 sinks, got 13"),
         (dict(sinks=60), "expected at least 70 with 60 sinks, got 64"),
-        (dict(pattern="ladder"), "pattern must be one of 'paper', 'official', got 'ladder'"),
+        (dict(pattern="ladder"), "pattern must be one of 'paper', 'official', 'short', got 'ladder'"),
         (dict(n=-1), "n must be at least 0, got -1"),
     ],
 )
@@ -272,7 +309,7 @@ def test_coverage_is_the_simulation(settings, chunks):
 
 
 def test_coverage_token_by_token():
-    for pattern in ("paper", "official"):
+    for pattern in PATTERNS:
         simulation = Simulation(40, 4, 8, 3, 1, pattern)
         for _ in range(500):
             simulation.append(1)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kit
 from kit import same
 from kvops import ops
-from kvops.ladder import lacache_plan
+from kvops.ladder import PATTERNS, lacache_plan
 from test_ladder_gather import PLAN, assert_turned, bad_layers, bad_plans, frequencies, ladder_plan, ladder_plans, moved
 
 pytestmark = kit.every_device
@@ -47,7 +47,7 @@ def test_any_plan(plan, data, heads, count, pairs):
         check(*kit.kv(2, heads, plan.n, 16, torch.bfloat16), plan, layer, **rope)
 
 
-@pytest.mark.parametrize("pattern", ["paper", "official"])
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("budget", [20, 300, 799])
 def test_prompts_over_the_budget(pattern, budget):
     plan = lacache_plan(1600, num_layers=4, budget=budget, span=1, overlap=0, sinks=2, pattern=pattern)

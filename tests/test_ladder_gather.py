@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kit
 from kit import same
 from kvops import ops, reference
-from kvops.ladder import Ladder, LadderPlan, LadderState, lacache_plan
+from kvops.ladder import PATTERNS, Ladder, LadderPlan, LadderState, lacache_plan
 from kvops.rope import Rope
 
 pytestmark = kit.every_device
@@ -24,7 +24,7 @@ def ladder_plans(draw, most=120):
     """Draw any ladder and any passes that fit, including plans that `lacache_plan` never makes."""
     layers = draw(st.integers(2, 40))
     span = draw(st.integers(1, layers - 1))
-    ladder = Ladder(layers, span, draw(st.integers(0, span - 1)), draw(st.sampled_from(("paper", "official"))))
+    ladder = Ladder(layers, span, draw(st.integers(0, span - 1)), draw(st.sampled_from(PATTERNS)))
     n = left = draw(st.integers(0, most))
     passes = []
     while left >= ladder.length and ladder.freed and len(passes) < 12 and draw(st.integers(0, 4)):
@@ -122,7 +122,7 @@ def test_any_plan(plan, data, pairs, interleaved):
             assert same(result, moved(*kv, plan, layer))
 
 
-@pytest.mark.parametrize("pattern", ["paper", "official"])
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_prompts_far_over_the_budget(pattern):
     """Many passes thin the same slots repeatedly."""
     plan = lacache_plan(1600, num_layers=4, budget=20, span=1, overlap=0, sinks=2, pattern=pattern)
@@ -272,7 +272,7 @@ def bad_plans():
         ([2**31, *good[1:]], ("plan's n must fit int32, got 2147483648",)),
         ([40, 8, 9, 1, 0], ("0 <= overlap < span <= num_layers", "overlap 1, span 9, num_layers 8")),
         ([40, 8, 2, 2, 0], ("0 <= overlap < span <= num_layers", "overlap 2, span 2")),
-        ([40, 8, 2, 1, 2], (r"pattern must be 0 \(paper\) or 1 \(official\), got 2",)),
+        ([40, 8, 2, 1, 3], (r"pattern must be 0 \(paper\), 1 \(official\) or 2 \(short\), got 3",)),
         (
             [40, 8, 2, 1, 0, 34, 1],
             ("pass 0 of plan", "the 40 remaining slots", "got 1 ladders of 7 slots starting at slot 34"),

@@ -11,7 +11,9 @@ struct CheckedLadder {
   LadderParams params;
 };
 
-// `plan`: n, num_layers, span, overlap, 1 for the official pattern, then the cursor and count of each pass.
+enum LadderPattern : int64_t { kPaper, kOfficial, kShort };  // as kvops.ladder.PATTERNS
+
+// `plan`: n, num_layers, span, overlap, pattern, then the cursor and count of each pass.
 inline LadderMoves check_ladder_plan(const char* op, const Integers& plan) {
   KVOPS_CHECK(plan.size() >= 5 && plan.size() % 2 == 1, op,
               ": plan must be a kvops.LadderPlan, or its `encoded`: 5 integers and 2 for each pass, got ", plan.size(),
@@ -21,8 +23,11 @@ inline LadderMoves check_ladder_plan(const char* op, const Integers& plan) {
   KVOPS_CHECK(1 <= span && span <= layers && 0 <= overlap && overlap < span && layers <= 1 << 20, op,
               ": plan needs 0 <= overlap < span <= num_layers, got overlap ", overlap, ", span ", span, ", num_layers ",
               layers);
-  KVOPS_CHECK(plan[4] == 0 || plan[4] == 1, op, ": plan's pattern must be 0 (paper) or 1 (official), got ", plan[4]);
-  const int64_t length = 1 + (layers - span + step - 1) / step, keep = std::min((span + step - 1) / step, length);
+  KVOPS_CHECK(kPaper <= plan[4] && plan[4] <= kShort, op,
+              ": plan's pattern must be 0 (paper), 1 (official) or 2 (short), got ", plan[4]);
+  int64_t length = 1 + (layers - span + step - 1) / step, keep = (span + step - 1) / step;
+  if (plan[4] == kPaper) length = std::min(length, keep * (layers / span));
+  keep = std::min(keep, length);
   const int64_t passes = static_cast<int64_t>(plan.size() - 5) / 2;
   KVOPS_CHECK(passes <= kMaxPasses, op, ": plan may have at most ", kMaxPasses, " passes, got ", passes,
               "; LadderPlan.parts() splits it");
@@ -49,8 +54,11 @@ inline LadderMoves check_ladder_plan(const char* op, const Integers& plan) {
 }
 
 inline int32_t ladder_offset(const Integers& plan, const LadderMoves& moves, int64_t layer) {
-  if (plan[4]) return static_cast<int32_t>(layer % (moves.free + 1));
-  const int64_t offset = layer / (plan[2] - plan[3]) - (moves.keep - 1);
+  if (plan[4] == kOfficial) return static_cast<int32_t>(layer % (moves.free + 1));
+  int64_t offset = layer / (plan[2] - plan[3]) - (moves.keep - 1);
+  if (plan[4] == kPaper) {  // early enough that the slots that follow have `span` layers each
+    offset = std::max(offset, moves.free - moves.keep * ((plan[1] - 1 - layer) / plan[2]));
+  }
   return static_cast<int32_t>(std::clamp<int64_t>(offset, 0, moves.free));
 }
 

@@ -186,7 +186,7 @@ class LaCache(SlotPolicy):
                         f"is {budget} tokens, as a stream's length is not known; or give the budget as a fraction"
                     )
                 ratio = budget if isinstance(budget, float) else keep / max(n, 1)
-                span = understanding_span(num_layers, ratio)
+                span = understanding_span(num_layers, ratio, self.pattern)
             overlap = 0 if overlap is None else overlap
             sinks = min(128, keep // 4) if sinks is None else sinks
         sinks = 4 if sinks is None else sinks
@@ -204,7 +204,8 @@ class LaCache(SlotPolicy):
         """The paper's settings for a prompt and a short answer, or for language modeling."""
         if options.get("task", "modeling" if streaming else "understanding") == "modeling":
             return {"budget": budget}
-        return {"budget": budget, "task": "understanding", "span": understanding_span(num_layers, budget / n)}
+        span = understanding_span(num_layers, budget / n, options.get("pattern", "paper"))
+        return {"budget": budget, "task": "understanding", "span": span}
 
 
 def lacache_coverage(
@@ -260,6 +261,6 @@ def lacache_coverage(
     return torch.zeros(num_layers, n, dtype=torch.bool, device="cpu").scatter_(1, held, True)
 
 
-def understanding_span(num_layers: int, ratio: float) -> int:
-    """The paper's span for a prompt and a short answer, if this fraction of the prompt is kept."""
-    return max(1, min(round(num_layers * ratio), num_layers - 1))
+def understanding_span(num_layers: int, ratio: float, pattern: str) -> int:
+    """The paper's span for a prompt and a short answer, if this fraction of the prompt is kept, or the longest span."""
+    return max(1, min(round(num_layers * ratio), num_layers // 2 if pattern == "paper" else num_layers - 1))
