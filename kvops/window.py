@@ -56,20 +56,26 @@ def outside_prefix(k: Tensor, window: int, starts: Tensor | None, end: Tensor | 
 def summed_scores(
     q: Tensor, k: Tensor, visible: Tensor, lse: Tensor | None, prefix: int | Tensor | None = None, **options: Any
 ) -> Tensor | None:
-    """Computes `ops.window_scores` of any number of rows, in blocks of 256 added up in order; None for no rows.
+    """Computes `ops.window_scores` of any number of rows, in blocks of 256 reduced in order; None for no rows.
 
     prefix: int or int32 [b]. If given, every row that counts (visible > 0) sees all keys before it, and the caller
     ignores the scores of the other keys.
     """
     if prefix is not None and q.shape[2] and lse is None and _linear(q, k, **options):
         return _linear_scores(q, k, visible, prefix, **options)
-    total = None
+    total, most = None, options.get("reduce") == "max" and q.shape[2] > MAX_WINDOW
     for first in range(0, q.shape[2], MAX_WINDOW):
         rows = slice(first, first + MAX_WINDOW)
         block_lse = None if lse is None else lse[:, :, rows]
         block = window_scores(q[:, :, rows], k, visible[..., rows].contiguous(), lse=block_lse, **options)
-        total = block if total is None else total.add_(block)
-    return total
+        if most:  # keys that no row of the block sees have no score in it
+            unseen = torch.arange(block.shape[2], device=k.device) >= visible[..., rows].amax(-1).view(-1, 1, 1)
+            block = block.masked_fill(unseen, -torch.inf)
+        if total is None:
+            total = block
+        else:
+            total = torch.maximum(total, block) if most else total.add_(block)
+    return total.masked_fill(total == -torch.inf, 0.0) if most and total is not None else total
 
 
 def _linear(

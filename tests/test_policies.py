@@ -41,6 +41,7 @@ SETTINGS = {
     kvops.SnapKV: dict(budget=20, window=4, kernel_size=3),
     kvops.PyramidKV: dict(budget=20, window=4, group_reduce="max"),
     kvops.ChunkKV: dict(budget=20, window=4, chunk=5),
+    kvops.DefensiveKV: dict(budget=20, window=4, kernel_size=3),
     kvops.H2O: dict(budget=20, recent=3),
     kvops.TOVA: dict(budget=20, buffer=3),
     kvops.L2: dict(budget=20, recent=0.25, skip_layers=()),
@@ -314,6 +315,7 @@ WRONG = {
     "pool_first": FLAG,
     "compat_mask": FLAG,
     "whole_clusters": FLAG,
+    "prior": [("1", TypeError), (True, TypeError), (math.nan, ValueError), (-0.5, ValueError)],
     "v_weight": [("1", TypeError), (None, TypeError), (True, TypeError), (math.nan, ValueError), (1e39, ValueError)],
 }
 

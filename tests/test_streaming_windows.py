@@ -17,6 +17,7 @@ METHODS = [
     kvops.SnapKV(12, 4),
     kvops.SnapKV(0.4, 4, head_mode="shared", pooling="avg", kernel_size=3),
     kvops.SnapKV(12, 4, score="dot", pool_first=True, group_reduce="max"),
+    kvops.DefensiveKV(20, 4),
     kvops.PyramidKV(12, 4),
     kvops.ChunkKV(12, 4, chunk=5),
     kvops.H2O(12),
@@ -156,6 +157,7 @@ WINDOWS = {
     "SnapKV": (kvops.SnapKV(12, 4), kvops.snapkv_compress, {}),
     "SnapKV shared": (kvops.SnapKV(0.4, 4, **SHARED), kvops.snapkv_compress, SHARED),
     "ChunkKV": (kvops.ChunkKV(12, 4, chunk=5), kvops.chunkkv_compress, dict(chunk=5)),
+    "DefensiveKV": (kvops.DefensiveKV(12, 4), kvops.defensivekv_compress, {}),
     "PyramidKV": (kvops.PyramidKV(12, 4), kvops.pyramidkv_compress, dict(layer=1, num_layers=3)),
 }
 every_window = pytest.mark.parametrize("policy, compress, options", WINDOWS.values(), ids=WINDOWS)

@@ -4,6 +4,7 @@ from . import shorthands
 from .base import BudgetPolicy, Compressed, DecodePolicy, KeyPolicy, Policy, View
 from .baselines import L2, Full, Random, StreamingLLM
 from .budgets import entropy_budgets, head_budgets
+from .defensivekv import DefensiveKV
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
 from .lacache import LaCache, lacache_coverage
@@ -23,6 +24,7 @@ __all__ = [
     "ChunkKV",
     "Compressed",
     "DecodePolicy",
+    "DefensiveKV",
     "Full",
     "H2O",
     "KeyDiff",

@@ -19,6 +19,7 @@ from .base import IN_PLACE, Compressed, LayerSpans, Out, Spans
 from .baselines import L2, Random, StreamingLLM
 from .budgets import Budget
 from .calling import Layout, one_shot
+from .defensivekv import DefensiveKV
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
 from .lacache import LaCache
@@ -31,6 +32,8 @@ from .snapkv import ChunkKV, PyramidKV, SnapKV
 __all__ = [
     "chunkkv_compress",
     "chunkkv_compress_",
+    "defensivekv_compress",
+    "defensivekv_compress_",
     "h2o_compress",
     "h2o_compress_",
     "keydiff_compress",
@@ -329,6 +332,59 @@ def pyramidkv_compress(
     settings |= dict(group_reduce=group_reduce, sinks=sinks, head_mode=head_mode)
     policy = PyramidKV(budget, window_rows(q_window), **settings)
     return policy.compress(k, v, q_window, **call)
+
+
+@one_shot
+def defensivekv_compress(
+    k: Tensor,
+    v: Tensor,
+    q_window: Tensor,
+    budget: Budget,
+    *,
+    kernel_size: int = 5,
+    pooling: str = "max",
+    pool_first: bool = False,
+    score: str = "softmax",
+    group_reduce: str = "max",
+    prior: float = 1.0,
+    sinks: int = 0,
+    head_mode: str = "per_head",
+    **call: Unpack[QueryCall],
+) -> Compressed:
+    """Evict by DefensiveKV: keep the tokens to which at least one of the prompt's last queries attends.
+
+    Equals `kvops.DefensiveKV(budget, w, ...).compress(k, v, q_window)`, where w is the number of rows of q_window.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        q_window: [b, Hq, w, d], the queries of the last w (valid) tokens of each row; 32 rows are usual.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        kernel_size: See `kvops.DefensiveKV`.
+        pooling: See `kvops.DefensiveKV`.
+        pool_first: See `kvops.DefensiveKV`.
+        score: See `kvops.DefensiveKV`.
+        group_reduce: See `kvops.DefensiveKV`.
+        prior: See `kvops.DefensiveKV`.
+        sinks: See `kvops.DefensiveKV`.
+        head_mode: See `kvops.DefensiveKV`.
+        **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
+            num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: DefensiveKV, Feng et al., 2025.
+    """
+    settings: dict[str, Any] = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, score=score)
+    settings |= dict(group_reduce=group_reduce, prior=prior, sinks=sinks, head_mode=head_mode)
+    return DefensiveKV(budget, window_rows(q_window), **settings).compress(k, v, q_window, **call)
 
 
 @one_shot
@@ -733,6 +789,8 @@ pyramidkv_compress_ = in_place(pyramidkv_compress)
 """`pyramidkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 chunkkv_compress_ = in_place(chunkkv_compress)
 """`chunkkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
+defensivekv_compress_ = in_place(defensivekv_compress)
+"""`defensivekv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 laq_compress_ = in_place(laq_compress)
 """`laq_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 protokv_compress_ = in_place(protokv_compress)

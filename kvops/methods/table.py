@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from ..specs import parse_options
 from .base import Policy
 from .baselines import L2, Full, Random, StreamingLLM
+from .defensivekv import DefensiveKV
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
 from .lacache import LaCache
@@ -83,6 +84,7 @@ METHODS: dict[str, Entry] = {
     "keydiff-window": Entry("KeyDiff window", KeyDiff, "keys alone", _KEYDIFF, {"recent": 0.2}),
     "protokv": Entry("ProtoKV", ProtoKV, "prototypes", _PROTOKV),
     "satkv": Entry("SATKV", SATKV, "prototypes", _PROTOKV),
+    "defensivekv": Entry("DefensiveKV", DefensiveKV, "window attention", "DefensiveKV, Feng et al., 2025"),
     "snapkv": Entry("SnapKV", SnapKV, "window attention", "SnapKV, Li et al., 2024"),
     "pyramidkv": Entry("PyramidKV", PyramidKV, "window attention", "PyramidKV, Cai et al., 2024"),
     "chunkkv": Entry("ChunkKV", ChunkKV, "window attention", "ChunkKV, Liu et al., 2025"),

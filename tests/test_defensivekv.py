@@ -1,0 +1,178 @@
+"""DefensiveKV compared with its formula and its released code in plain PyTorch; the risk, the prior, layer budgets."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import max_pool1d
+
+import kit
+import kvops
+from kvops import reference
+from kvops.window import summed_scores
+from test_methods import assert_moved, fp64
+from test_window_methods import assert_kept, causal, heads_of, logit_options, make, pooled, weights
+
+pytestmark = kit.every_device
+examples = kit.examples(40, derandomize=True)
+
+
+def risks(a, keep, prior=1.0, kernel_size=5, pooling="max", pool_first=False, group_reduce="max"):
+    """Return the scores of the prefix, i.e. all but the last `keep` keys. a: [G, w, n]."""
+    group = {"mean": np.mean, "sum": np.sum, "max": np.max}[group_reduce]
+    r = a.max(1)[:, : a.shape[-1] - keep]
+    r = group(pooled(r, kernel_size, pooling), 0) if pool_first else pooled(group(r, 0), kernel_size, pooling)
+    return np.maximum(r, prior * r.mean()) if r.size and prior else r
+
+
+@examples
+@given(
+    n=st.integers(0, 50).map(lambda x: 60 - x),
+    w=st.integers(1, 10),
+    budget=st.integers(10, 70),
+    dtype=st.sampled_from(kit.DTYPES),
+    layout=st.sampled_from(kit.LAYOUTS),
+    group=st.sampled_from([3, 1]),
+    shared=st.booleans(),
+    seed=st.integers(0, 99),
+    prior=st.sampled_from([1.0, 0, 0.5, 3.0]),
+    pool=st.fixed_dictionaries(
+        dict(
+            kernel_size=st.sampled_from([5, 1, 21]),
+            pooling=st.sampled_from(["max", "avg"]),
+            pool_first=st.booleans(),
+            group_reduce=st.sampled_from(["mean", "max", "sum"]),
+        )
+    ),
+    logit=st.fixed_dictionaries(logit_options),
+)
+def test_defensivekv_is_its_formula(n, w, budget, dtype, layout, group, shared, seed, prior, pool, logit):
+    q, k, v = make(seed, n=n, w=w, dtype=dtype, layout=layout, group=group)
+    head_mode = "shared" if shared else "per_head"
+    result = kvops.defensivekv_compress(k, v, q, budget, head_mode=head_mode, prior=prior, **pool, **logit)
+    assert_moved(result, k, v)
+    assert result.indices.shape[2] == min(budget, n)
+    for b in range(2):
+        scores = [risks(weights(qs, ks, causal(n, w), **logit), w, prior, **pool) for qs, ks in heads_of(q, k, b)]
+        for h in range(2):
+            mean = np.mean(scores, 0) if shared else scores[h]
+            assert_kept(result.indices[b, h], mean, w, budget, tolerance=group * 4e-6)
+
+
+def released(q, k, pool=lambda rows: rows):
+    """Return the scores of the released code before its value norms, in fp64: [b, Hk, n - w]. pool: of each row."""
+    w, n = q.shape[2], k.shape[2]
+    group = q.shape[1] // k.shape[1]
+    seen = torch.ones(w, n, dtype=torch.bool).tril(n - w)
+    logits = q.double() @ k.double().repeat_interleave(group, 1).mT / q.shape[-1] ** 0.5
+    a = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., : n - w]
+    worst = pool(a.flatten(0, 2)[:, None]).view(a.shape).unflatten(1, (-1, group)).amax((2, 3))
+    return worst.clamp(min=worst.mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("kernel", [1, 5])
+def test_the_released_code(kernel):
+    """Its scores in plain PyTorch, with max pooling of each row: the order of maxima does not matter."""
+    n, w, budget = 300, 32, 60
+    q, k, v = make(n=n, w=w, d=64)
+    scores = released(q, k, lambda rows: max_pool1d(rows, kernel, stride=1, padding=kernel // 2))
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : budget - w].sort(-1).values
+    want = torch.cat((best, torch.arange(n - w, n).expand(2, 2, -1)), -1)
+    assert torch.equal(kvops.defensivekv_compress(k, v, q, budget, kernel_size=kernel).indices, want)
+
+
+def test_the_layer_wise_variant_is_a_budget_for_each_head_of_each_layer():
+    """Layer-DefensiveKV: all heads of all layers share one budget, without a floor."""
+    layers, n, w, budget = 3, 200, 16, 48
+    inputs = [make(seed, b=1, n=n, w=w, d=32) for seed in range(layers)]
+    scores = torch.cat([released(q, k) for q, k, _ in inputs], 1)  # [1, layers * Hk, n - w]
+    heads = scores.shape[1]
+    order = scores.flatten().sort(descending=True, stable=True).indices[: heads * (budget - w)]
+    padded = torch.nn.functional.pad(scores, (0, w)).float()
+    budgets = kvops.head_budgets(padded, budget, w, floor=0.0)
+    assert budgets[0].tolist() == [int((order // (n - w) == h).sum()) + w for h in range(heads)]
+    assert len(set(budgets[0].tolist())) > 1
+    for layer, (q, k, v) in enumerate(inputs):
+        own = budgets[:, 2 * layer : 2 * layer + 2].contiguous()
+        kept = kvops.defensivekv_compress(k, v, q, own, kernel_size=1).indices
+        for h in range(2):
+            chosen = (order[order // (n - w) == 2 * layer + h] % (n - w)).sort().values
+            row = kept[0, h][kept[0, h] >= 0]
+            assert torch.equal(row, torch.cat((chosen, torch.arange(n - w, n))))
+
+
+def test_one_high_weight_outweighs_many_low_ones():
+    """Key 10 is decisive for one query, key 20 gets a little from all. SnapKV keeps 20, DefensiveKV 10."""
+    n, w, d = 40, 4, 16
+    k = torch.zeros(1, 1, n, d)
+    k[0, 0, 10, 0], k[0, 0, 20, 1:5] = 6.0, 2.2
+    q = torch.zeros(1, 1, w, d)
+    q[0, 0, torch.arange(w), torch.arange(w)] = 4.0
+    q[0, 0, 1:, 1:5] = 1.5
+    options = dict(kernel_size=1)
+    assert 10 in kvops.defensivekv_compress(k, k, q, w + 1, **options).indices
+    assert 20 in kvops.snapkv_compress(k, k, q, w + 1, **options).indices
+
+
+def test_corrected_keys_tie_and_the_lower_slots_win():
+    q, k, v = make(b=1, heads=1, group=1, n=50, w=4)
+    a = weights(*heads_of(q, k, 0)[0], causal(50, 4))
+    r = risks(a, 4, prior=0, kernel_size=1)
+    above = np.flatnonzero(r > r.mean())
+    below = np.flatnonzero(r <= r.mean())
+    kept = kvops.defensivekv_compress(k, v, q, 4 + len(above) + 5, kernel_size=1).indices[0, 0].tolist()
+    assert kept == sorted([*above.tolist(), *below[:5].tolist(), *range(46, 50)])
+    without = kvops.defensivekv_compress(k, v, q, 4 + len(above) + 5, kernel_size=1, prior=0).indices[0, 0].tolist()
+    assert without == sorted([*np.argsort(-r)[: len(above) + 5].tolist(), *range(46, 50)])
+
+
+def test_the_prior_changes_the_shares_of_heads():
+    """One key takes most of the first head's attention, and the second head attends evenly. The mean risks are nearly
+    the same, so with the prior both heads keep tokens; without it the other keys of the first head count for nothing.
+    """
+    q, k, v = make(b=1, group=1, n=100, w=4)
+    k *= 0.01
+    q[:] = q[:, :, :1]
+    k[:, 0, 5] = q[:, 0, 0]
+
+    def counts(prior):
+        kept = kvops.defensivekv_compress(k, v, q, 30, prior=prior, head_mode="adaptive", kernel_size=1).indices
+        return (kept >= 0).sum(-1)[0].tolist()
+
+    assert sum(counts(1.0)) == sum(counts(0)) == 60
+    assert counts(0)[0] == 4 + 5 and counts(1.0)[0] > 20  # the window and the floor of head_budgets
+
+
+def test_nan_and_padding():
+    """A key that is not finite is evicted first and does not count in the mean; padded rows keep the same as alone."""
+    q, k, v = make(n=60, w=4)
+    k[0, 0, 7] = torch.nan
+    kept = kvops.defensivekv_compress(k, v, q, 55, kernel_size=1).indices
+    assert 7 not in kept[0, 0] and (kept[0, 0] >= 0).all()
+    finite = torch.arange(60) != 7
+    alone = kvops.defensivekv_compress(k[:1, :1, finite], v[:1, :1, finite], q[:1, :3], 20, kernel_size=1).indices
+    among = kvops.defensivekv_compress(k, v, q, 20, kernel_size=1).indices[0, 0]
+    assert torch.equal(torch.arange(60)[finite][alone[0, 0]], among)
+    k[1, :, :17], k[1, :, 50:] = 9e3, torch.nan  # outside of the second row
+    starts, lengths = kit.int32(0, 17), kit.int32(60, 33)
+    q[1] = q[1].flip(1)
+    kept = kvops.defensivekv_compress(k, v, q, 20, starts=starts, lengths=lengths).indices
+    alone = kvops.defensivekv_compress(k[1:, :, 17:50], v[1:, :, 17:50], q[1:], 20).indices
+    assert torch.equal(kept[1], alone[0] + 17)
+
+
+@pytest.mark.parametrize("score", ["softmax", "dot"])
+def test_the_maximum_over_more_rows_than_the_operator_takes(score):
+    """Rows of another block do not see a key, or do not count: they must not raise its maximum to 0."""
+    w, n = 300, 320
+    q, k, _ = make(n=n, w=w)
+    k = -k.abs()
+    q = q.abs()  # all logits are negative
+    visible = torch.arange(n - w + 1, n + 1, dtype=torch.int32).repeat(2, 1)
+    visible[1, :280] = 0
+    options = dict(score=score, reduce="max", group_reduce="max")
+    found = summed_scores(q, k, visible, None, **options)
+    want = reference.window_scores(q, k, visible, **options)
+    torch.testing.assert_close(found.double(), want, atol=1e-5, rtol=1e-5)
+    assert (fp64(found) < 0).any() == (score == "dot")
