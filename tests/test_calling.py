@@ -31,9 +31,11 @@ CALLS = {  # name: (whether it takes queries, settings)
     "keydiff": (False, dict(budget=24)),
     "lacache": (False, dict(budget=48, layer=1, num_layers=8)),
     "snapkv": (True, dict(budget=24)),
+    "defensivekv": (True, dict(budget=24)),
     "pyramidkv": (True, dict(budget=24, layer=1, num_layers=4)),
     "chunkkv": (True, dict(budget=24)),
     "laq": (True, dict(budget=24)),
+    "kvzip": (True, dict(budget=24, k_repeat=torch.ones(B, HEADS, 8, D))),
     "protokv": (True, dict(budget=24)),
     "satkv": (False, dict(budget=40)),
     "h2o": (True, dict(budget=24)),
@@ -56,6 +58,7 @@ def test_bnhd_is_bhnd_transposed(name, kv, q):
     queries = (q[:, :, -1:] if name == "tova" else q,) if needs_queries else ()
     want = getattr(kvops, name + "_compress")(*kv, *queries, **options)
     k, v, *rest = (x.transpose(1, 2).contiguous() for x in (*kv, *queries))
+    options = {key: x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
     got = getattr(kvops, name + "_compress")(k, v, *rest, **options, layout="bnhd")
     assert got.k.shape == (B, want.k.shape[2], HEADS, D)
     assert torch.equal(got.indices, want.indices) and torch.equal(got.lengths, want.lengths)

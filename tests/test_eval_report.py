@@ -272,7 +272,7 @@ def test_several_files(tmp_path):
 def test_pictures_name_the_best_methods():
     """At most six stand out, each with its own colour; the others are grey; one over its budget comes last."""
     lines = [
-        line(x.label, 64, (i / 20,) * 2, tokens=100 if x.label == "L2" else 64)
+        line(x.label, 64, (i / 100,) * 2, tokens=100 if x.label == "L2" else 64)
         for i, x in enumerate(METHODS.values())
         if x.label != "Full"
     ]

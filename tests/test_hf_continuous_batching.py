@@ -558,7 +558,8 @@ def test_an_engine_that_is_cached(seen):
     ("policy", "why"),
     [
         (kvops.PyramidKV(64), "different numbers of slots"),
-        (kvops.LAQ(64), "drafts an answer"),
+        (kvops.LAQ(64), "in a stage of its own"),
+        (kvops.KVzip(64), "in a stage of its own"),
         (kvops.H2O(64, buffer=None), "set buffer="),
         (kvops.SnapKV(0.5), "budget in tokens"),
         (kvops.SnapKV(64, head_mode="adaptive"), "same number of tokens"),

@@ -35,6 +35,7 @@ SETTINGS = {
     kvops.LagKV: dict(lag=8, ratio=0.5, sinks=3),
     kvops.LaCache: dict(budget=24, span=2, overlap=0, sinks=2),
     kvops.LAQ: dict(budget=20, steps=5),
+    kvops.KVzip: dict(budget=20, sinks=2),
     kvops.KeyDiff: dict(budget=20, sinks=2, refresh=30),
     kvops.ProtoKV: dict(budget=20, window=4, num_sats=4, num_chunks=6, buffer=5, alpha=2),
     kvops.SATKV: dict(budget=20, window=4, buffer=3),
@@ -75,6 +76,8 @@ def inputs(seed=0, n=N):
 
 def call_of(policy, q):
     """Return `compress`' arguments other than K and V: the queries and the layer."""
+    if isinstance(policy, kvops.KVzip):
+        return (q[:, :, :32] + 1,), dict(k_repeat=q[:, ::2, :32] - 1)
     if isinstance(policy, kvops.LAQ):
         return (q[:, :, :5] + 1,), dict(q_window=q[:, :, -policy.window :]) if policy.window else {}
     layer = dict(layer=1, num_layers=4) if isinstance(policy, (kvops.LaCache, kvops.PyramidKV)) else {}
@@ -134,7 +137,8 @@ def test_a_policy_is_a_small_frozen_dataclass_that_says_what_its_settings_are(cl
 RENAMED = {"L": "lag", "r": "ratio"}
 #: Not options of a shorthand: its window is the number of query rows; the others concern only caches, or all methods.
 NOT_IN_SHORTHANDS = {
-    "window", "refresh", "buffer", "alpha", "steps", "stage1", "positions", "head_mode", "sinks", "recent"
+    "window", "refresh", "buffer", "alpha", "steps", "stage1", "positions", "head_mode", "sinks", "recent",
+    "previous", "instruction", "next_instruction",
 }  # fmt: skip
 
 
@@ -233,6 +237,8 @@ OTHER = {
     "stage1": kvops.Full(),
     "kernel_size": 5,
     "skip_layers": (0,),
+    "instruction": (7, 8),
+    "next_instruction": (9,),
     "budget": 0.5,
     "ratio": 0.25,
 }
@@ -300,6 +306,9 @@ WRONG = {
     "steps": [(0, ValueError)],
     "stage1": [("full", TypeError), (kvops.Full, TypeError)],
     "chunk": [(0, ValueError)],
+    "previous": [(-1, ValueError), (1.0, TypeError)],
+    "instruction": [([1, 2], TypeError), ("repeat", TypeError), ((-1,), ValueError), ((0.5,), TypeError)],
+    "next_instruction": [(None, TypeError), ((1, True), TypeError)],
     "num_sats": [(-1, ValueError)],
     "num_chunks": [(-1, ValueError)],
     "hash_bits": [(0, ValueError), (17, ValueError)],
@@ -490,7 +499,7 @@ def test_heads_alone_keep_what_they_keep_beside_others(policy, mode):
         def of(x):
             return x[:, 2 * h : 2 * h + 2] if isinstance(x, torch.Tensor) else x
 
-        own = {name: of(x) for name, x in options.items()}
+        own = {name: x[:, h : h + 1] if name == "k_repeat" else of(x) for name, x in options.items()}
         return kept(policy.compress(k[:, h : h + 1], v[:, h : h + 1], *map(of, queries), **own))
 
     same = [[row[h] for row in together] == [row[0] for row in alone(h)] for h in range(2)]

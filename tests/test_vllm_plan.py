@@ -109,7 +109,8 @@ class LooksAtQueries(kvops.KeyDiff):
 @pytest.mark.parametrize(
     "policy, parts",
     [
-        (kvops.LAQ(64), ("LAQ", "drafts no answer")),
+        (kvops.LAQ(64), ("LAQ", "no stage of its own")),
+        (kvops.KVzip(64), ("KVzip", "no stage of its own")),
         (kvops.LaCache(64), ("LaCache", "whole blocks")),
         (kvops.Full(), ("Full", "whole blocks")),
         (kvops.L2(64), ("L2", "one block table for all layers", "skip_layers=\\(0, 1\\)")),

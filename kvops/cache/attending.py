@@ -1,8 +1,10 @@
-"""Caches for policies that use queries, and LAQ's two stages."""
+"""Caches for policies that use queries, and the stages of LAQ and KVzip."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from ..flash_attention import attention
 from ..methods.base import Policy, View
+from ..methods.kvzip import KVzip
 from ..methods.laq import LAQ
 from ..methods.queries import QueryPolicy
 from ..ops import MAX_WINDOW, window_attention
@@ -240,3 +243,64 @@ class LookaheadCache(AttendingCache):
             with self.undone_on_error():
                 self._keep(indices, view)
         draft.reset()
+
+
+class RepeatingCache(AttendingCache):
+    """KVzip's cache. It keeps the whole prompt until `evict`, which follows the passes; see `kvops.KVzip`."""
+
+    policy: KVzip
+    _tensors = (*AttendingCache._tensors, "_scores")
+
+    @classmethod
+    def serves(cls, policy: Policy | None, rope: Rope | None) -> bool:
+        return isinstance(policy, KVzip)
+
+    def reset(self) -> None:
+        super().reset()
+        self._first: int | None = None  # the first token of the chunk that a pass repeats
+        self._scores: Tensor | None = None  # fp32 [b, Hk, n], of the passes so far
+
+    @contextmanager
+    def repeating(self, first: int) -> Iterator[None]:
+        """A block whose one step is a pass. The step's queries score the chunk, and its tokens are forgotten.
+
+        Args:
+            first: The first token of the chunk that the pass repeats, counted without padding.
+
+        Raises:
+            RuntimeError: No prompt has been attended yet.
+        """
+        if self._memory is None or self._due or self._first is not None:
+            raise RuntimeError("KVzip: repeating() must follow the attention of a prompt, got a cache without one")
+        seen, self._first = self.seen, first
+        try:
+            yield
+        finally:
+            self._first = None
+            self._due = self._waiting = 0  # if the step failed
+            self.crop(seen)
+
+    def _read(self, q: Tensor, k_step: Tensor, v_step: Tensor, view: View, options: dict[str, Any]) -> Tensor:
+        out = super()._read(q, k_step, v_step, view, options)
+        if self._first is not None and q.shape[2] == self._due:  # some models' last layers read the last row alone
+            end = k_step.shape[2] - q.shape[2]
+            scores = self.policy.score_pass(q, k_step, self._first, self._step_pads, end, options)
+            self._scores = scores if self._scores is None else torch.maximum(self._scores, scores)
+        return out
+
+    def evict(self) -> None:
+        """Keep the budget's best tokens by the passes so far.
+
+        Raises:
+            RuntimeError: There was no pass since the last token.
+        """
+        view, scores = self._stored(), self._scores
+        if scores is None or scores.shape[2] != view.n:
+            raise RuntimeError("KVzip: evict() must follow the passes over the stored tokens, got none since the last")
+        self._scores = None
+        if view.n > self.policy.room(view):
+            view.observed = scores
+            indices = self.policy.evict(view)
+            assert indices is not None  # there are more slots than the budget
+            with self.undone_on_error():
+                self._keep(indices, view)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..cache import AttendingCache, Cache
-from ..methods import LAQ, LagKV, Policy, QueryPolicy, View
+from ..methods import LagKV, Policy, QueryPolicy, View
 from ..methods.budgets import Budget
 from ..methods.recall_metric import prompt_scores
 from ..window import Pooling
@@ -159,10 +159,10 @@ class Reader:
         begin = self.clock()
         for piece in self.tokens(prompts).split([n] if chunk is None else chunks(policy, n, chunk), 1):
             logits = self.feed(cache, piece)
-        if isinstance(policy, LAQ):
-            from .. import hf
+        if policy.staged:
+            from ..hf.generation import run_stages
 
-            hf.lookahead(self.model, cache, logits, eos_token_id=self.ends)
+            run_stages(self.model, cache, self.tokens(prompts), logits, eos_token_id=self.ends)
         seconds = self.clock() - begin
         cache.freeze()
         return Cut(cache, logits, seconds, *Held.by(cache))

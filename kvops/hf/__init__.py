@@ -41,7 +41,7 @@ Modules:
 - `attention`: the library's attention and its masks
 - `rope`: `model_rope`
 - `compression`: `compress`, `generate`
-- `generation`: `lookahead`
+- `generation`: `lookahead`, `repeat`
 - `drafts`: prompt lookup and assisted decoding
 - `turns`: further prompts with the same cache
 - `arguments`: what calls name their cache
@@ -73,7 +73,7 @@ from .attention import use_attention
 from .batching import continuous_batching
 from .cache import EvictingLayer, KVCache, LayerStats, Stage
 from .compression import Compression, compress, generate
-from .generation import decode_greedily, lookahead
+from .generation import decode_greedily, lookahead, repeat
 from .rope import model_rope
 
 __all__ = [
@@ -88,5 +88,6 @@ __all__ = [
     "generate",
     "lookahead",
     "model_rope",
+    "repeat",
     "use_attention",
 ]

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from ..cache.queries import check_observed
 from ..methods.base import BudgetPolicy, DecodePolicy, Policy, check_policy
-from ..methods.laq import LAQ
 from ..methods.queries import QueryPolicy
 from ..methods.table import policy as policy_of
 from .attention import unwrap
@@ -160,8 +159,8 @@ def _check_model(model: PreTrainedModel, policy: Policy) -> None:
 def _check_served(model: PreTrainedModel, policy: Policy) -> None:
     """Raise ValueError for policies that the engine cannot support."""
     layers, queries = model.config.get_text_config().num_hidden_layers, isinstance(policy, QueryPolicy)
-    if isinstance(policy, LAQ):
-        why = "drafts an answer before it evicts, which the engine cannot do"
+    if policy.staged:
+        why = "evicts in a stage of its own between prompt and decode, which the engine cannot run"
     elif not policy.paged and not isinstance(policy, BudgetPolicy):
         why = "does not support pages, in which the engine keeps keys and values"
     elif policy.positions == "slots":

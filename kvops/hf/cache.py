@@ -38,7 +38,7 @@ class LayerStats(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Bytes that the caches of all layers hold after a stage of LAQ, for the whole batch."""
+    """Bytes that the caches of all layers hold after a stage of LAQ or KVzip, for the whole batch."""
 
     name: str
     bytes: int
@@ -201,7 +201,8 @@ class KVCache(DynamicCache):
 
     Attributes:
         policy: The policy.
-        stages: Bytes that all caches held after each stage of LAQ; empty before `lookahead` and for other policies.
+        stages: Bytes that all caches held after each stage of LAQ or KVzip; empty before `lookahead` or `repeat`, and
+            for other policies.
         peak_bytes: The most bytes that the evicting layers held at any time.
 
     Raises:
@@ -213,7 +214,7 @@ class KVCache(DynamicCache):
             library's attention does not understand the model: keys that change after the cache, attention that is not
             causal, masks of four dims. Or a policy that uses all KV heads meets only some of them (tensor
             parallelism).
-        RuntimeError: Decode with `kvops.LAQ` before `lookahead`.
+        RuntimeError: Decode with `kvops.LAQ` before `lookahead`, or with `kvops.KVzip` before `repeat`.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class KVCache(DynamicCache):
             _check_stock_attention(policy, pads is not None and bool(pads.any()))
         super().__init__(config=config)
         self.policy = policy
-        self.stages: list[Stage] = []  # filled by `lookahead`
+        self.stages: list[Stage] = []  # filled by `lookahead` and `repeat`
         self._staged = False  # whether `generate` will run the lookahead
         self._asked = False  # whether mask sizes were requested for a mask that the library has yet to make
         self._masked = 0  # how many tokens, cached and new, the library's last mask covered
@@ -292,17 +293,18 @@ class KVCache(DynamicCache):
         return max(self._peak, self._held())
 
     def _check_step(self, cache: Cache, tokens: int) -> None:
-        """Raise for a step with another attention than the cache was made for, or with LAQ before its lookahead."""
+        """Raise for a step with another attention than the cache was made for, or before the stage of LAQ or KVzip."""
         if self._asked and self._masked != cache.seen + tokens:
             raise RuntimeError(
                 "KVCache: expected the library's attention, which this cache was made for, got a model with another; "
                 "set the attention (kvops.hf.use_attention, set_attn_implementation) before making the cache"
             )
-        if cache.seen and tokens == 1 and isinstance(cache.policy, LAQ) and not (self.stages or self._staged):
+        if cache.seen and tokens == 1 and cache.policy.staged and not (self.stages or self._staged):
+            stage = "lookahead" if isinstance(cache.policy, LAQ) else "repeat"
             raise RuntimeError(
-                "KVCache: kvops.LAQ evicts in its lookahead only, expected one before decode, got a step of one token "
-                "without it, which would keep the whole prompt; call kvops.hf.generate, or kvops.hf.lookahead between "
-                "prompt and decode"
+                f"KVCache: kvops.{cache.policy.name} evicts in its {stage} only, expected one before decode, got a "
+                "step of one token without it, which would keep the whole prompt; call kvops.hf.generate, or "
+                f"kvops.hf.{stage} between prompt and decode"
             )
 
     def _check_heads(self, heads: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.utils import GenerateOutput
 
-from ..methods import LAQ, Policy
+from ..methods import Policy
 from ..methods.table import policy as policy_of
 from .arguments import CACHE, given_cache
 from .attention import own_attention, unwrap
@@ -90,8 +90,8 @@ def compress(model: torch.nn.Module, policy: Policy | str) -> Iterator[Compressi
     In the block the model uses the library's attention (`use_attention`). Its calls get a cache as follows.
 
     - `model.generate`, from wherever it is called (a pipeline, a chat, a streamer's thread): each call gets a fresh
-      `KVCache`, which takes the padding from `attention_mask`. With `kvops.LAQ` the stages run as in
-      `kvops.hf.generate`.
+      `KVCache`, which takes the padding from `attention_mask`. With `kvops.LAQ` and `kvops.KVzip` the stages
+      run as in `kvops.hf.generate`.
     - A forward, `model(...)`: each call gets a fresh `KVCache` in place of the cache that transformers would make. The
       output returns it as `past_key_values`, to continue with. With `use_cache=False` there is no cache, and nothing to
       evict.
@@ -162,6 +162,8 @@ def generate(
        are kept. A row that ends stops early.
     3. The eviction from the whole cache, by these queries.
     4. The decode.
+
+    With `kvops.KVzip` it runs the prefill, `repeat` and the decode. The prompts must be `input_ids`.
 
     Any number of threads may generate with one model. The model keeps the library's attention until the last of them is
     done. Calls that do not go through this function must not run while the attention is being switched. If there are
@@ -331,7 +333,7 @@ def _generate(block: Compression, function: Callable[..., Any], call: dict[str, 
         _check_settings(model, call)
         mask = call.get("attention_mask")
         cache = block._new_cache(mask)
-        if isinstance(block.policy, LAQ):
+        if block.policy.staged:
             cache._staged = True
             processors = call.get("logits_processor") or ()
             call["logits_processor"] = LogitsProcessorList([*processors, Lookahead(model, cache, mask, call)])

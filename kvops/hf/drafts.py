@@ -31,7 +31,7 @@ from transformers.generation.candidate_generator import (
 )
 
 from ..cache import Cache
-from ..methods import LAQ, Policy, ProtoKV
+from ..methods import Policy, ProtoKV
 from ..methods.queries import WindowPolicy
 from .arguments import given_cache
 from .cache import KVCache
@@ -73,10 +73,12 @@ class DraftsAfterPrompt(CandidateGenerator):
 
 def observes_in_decode(policy: Policy) -> bool:
     """Return whether queries after the prompt's may decide what is kept, as far as the policy's class tells."""
+    if policy.staged:
+        return False
     if isinstance(policy, ProtoKV):
         return policy.buffer is not None or policy.window < 2
     if isinstance(policy, WindowPolicy):
-        return policy.window < 2 and not isinstance(policy, LAQ)  # one token of decode fills a window of one
+        return policy.window < 2  # one token of decode fills a window of one
     return policy.uses_queries or not policy.croppable
 
 
@@ -102,10 +104,10 @@ def _check(made: CandidateGenerator, cache: KVCache) -> None:
             "observed; expected a policy that uses the prompt's queries only (SnapKV, PyramidKV, ChunkKV, LAQ, ProtoKV "
             f"with buffer=None), or none (KeyDiff, LagKV, StreamingLLM, SATKV, ...), got {policy!r}"
         )
-    if isinstance(policy, LAQ) and not cache._staged:
+    if policy.staged and not cache._staged:
         raise NotImplementedError(
-            "KVCache: kvops.LAQ evicts in its lookahead, expected kvops.hf.generate or a block of kvops.hf.compress, "
-            "got model.generate"
+            f"KVCache: kvops.{policy.name} evicts in a stage of its own, expected kvops.hf.generate or a block of "
+            "kvops.hf.compress, got model.generate"
         )
     if seen := cache.get_seq_length():
         raise NotImplementedError(

@@ -1,10 +1,11 @@
-"""The stages of Lookahead Q-Cache (LAQ), which generation runs between prefill and decode.
+"""The stages of Lookahead Q-Cache (LAQ) and KVzip, which generation runs between prefill and decode.
 
 The module is not called `lookahead.py`, because that name would hide the function `kvops.hf.lookahead`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
-from ..cache import LookaheadCache
+from ..cache import LookaheadCache, RepeatingCache
 from ..cache.memory import storage_bytes
-from ..methods import LAQ
+from ..methods import LAQ, KVzip
+from ..methods.kvzip import repeat_ids
 from .arguments import CACHE
 from .cache import EvictingLayer, KVCache, Stage
 
@@ -56,10 +58,7 @@ def lookahead(
         for layer in cache.layers
     ]
     if attention_mask is None:
-        first = cache.evicting_layers[0].cache
-        attention_mask = logits.new_ones(len(logits), first.seen, dtype=torch.int64)
-        if first.padding is not None:  # from the mask of the prefill
-            attention_mask = (torch.arange(first.seen, device=logits.device) >= first.padding[:, None]).long()
+        attention_mask = _mask_of(cache, logits)
     ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     lengths = decode_greedily(model, draft, logits, attention_mask, ends, cache.policy.steps)
     cache.stages.append(Stage("lookahead", _held(cache, draft)))
@@ -72,6 +71,82 @@ def lookahead(
 def _stages(layer: EvictingLayer) -> LookaheadCache:
     assert isinstance(layer.cache, LookaheadCache)  # the policy is LAQ
     return layer.cache
+
+
+def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attention_mask: Tensor | None = None) -> None:
+    """Run KVzip's passes between prefill and decode, for your own generation loop, and evict.
+
+    The model reads each chunk of the prompts again, after the instruction of the policy. The queries score the cached
+    prompts, and the tokens of a pass are forgotten. The decode then continues from the end of the prompts. Afterwards
+    `cache.stages` tells how many bytes were held before and after the eviction.
+
+    Args:
+        model: The model that has read the prompts, with the library's attention (`use_attention`).
+        cache: A KVCache with `kvops.KVzip` that holds the prompts.
+        input_ids: int64 [b, n], the prompts, left-padded.
+        attention_mask: int64 [b, n], the mask of the prompts, or fewer rows if the cache repeats each for its beams.
+            None: the padding that the cache has seen.
+
+    Raises:
+        TypeError: `cache` is not a KVCache with `kvops.KVzip`.
+        ValueError: `input_ids` are not the tokens that the cache has seen.
+    """
+    if not isinstance(cache, KVCache) or not isinstance(cache.policy, KVzip):
+        got = f"one with {cache.policy!r}" if isinstance(cache, KVCache) else type(cache).__name__
+        raise TypeError(f"repeat: cache must be a KVCache with kvops.KVzip, got {got}")
+    if input_ids.shape[-1] != (seen := cache.get_seq_length()):
+        raise ValueError(
+            f"repeat: input_ids must be the prompts that the cache has read, expected {seen} tokens, got "
+            f"{list(input_ids.shape)}; with inputs_embeds there are none to repeat"
+        )
+    cache.stages = [Stage("prefill", _held(cache))]
+    layers = cache.evicting_layers
+    if not layers:
+        return  # KVCache has warned about it
+    mask = _mask_of(cache, input_ids) if attention_mask is None else attention_mask
+    mask = mask.repeat_interleave(len(input_ids) // len(mask), 0)
+    valid = mask.sum(1)
+    for first in range(0, int(valid.max()), cache.policy.chunk):
+        ids = repeat_ids(cache.policy, input_ids, valid, first)
+        every = torch.cat((mask, mask.new_ones(ids.shape)), 1)
+        reading = copy.copy(cache)  # layers that do not evict cannot all forget
+        reading.layers = [x if isinstance(x, EvictingLayer) else copy.deepcopy(x) for x in cache.layers]
+        positions = (every.cumsum(1) - 1)[:, -ids.shape[1] :]
+        with contextlib.ExitStack() as passes:
+            for layer in layers:
+                passes.enter_context(_repeating(layer).repeating(first))
+            model(ids, attention_mask=every, position_ids=positions, logits_to_keep=1, **{CACHE: reading})
+    for layer in layers:
+        _repeating(layer).evict()
+    cache.stages.append(Stage("decode", _held(cache)))
+
+
+def _repeating(layer: EvictingLayer) -> RepeatingCache:
+    assert isinstance(layer.cache, RepeatingCache)  # the policy is KVzip
+    return layer.cache
+
+
+def _mask_of(cache: KVCache, like: Tensor) -> Tensor:
+    """The mask of the prompts that a cache holds, int64 [b, n], from the mask of the prefill. like: [b, any]."""
+    first = cache.evicting_layers[0].cache
+    if first.padding is None:
+        return like.new_ones(len(like), first.seen, dtype=torch.int64)
+    return (torch.arange(first.seen, device=like.device) >= first.padding[:, None]).long()
+
+
+def run_stages(
+    model: PreTrainedModel,
+    cache: KVCache,
+    input_ids: Tensor,
+    logits: Tensor,
+    attention_mask: Tensor | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+) -> None:
+    """Run `lookahead` or `repeat`, whichever the cache's policy needs; nothing for other policies."""
+    if isinstance(cache.policy, LAQ):
+        lookahead(model, cache, logits, attention_mask=attention_mask, eos_token_id=eos_token_id)
+    elif isinstance(cache.policy, KVzip):
+        repeat(model, cache, input_ids, attention_mask=attention_mask)
 
 
 def decode_greedily(
@@ -109,7 +184,7 @@ def decode_greedily(
 
 
 class Lookahead(LogitsProcessor):
-    """Runs LAQ's stages when transformers first processes logits, which is after the prefill.
+    """Runs the stages of LAQ or KVzip when transformers first processes logits, which is after the prefill.
 
     It returns the logits unchanged.
 
@@ -126,7 +201,7 @@ class Lookahead(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not self.cache.stages:
-            lookahead(self.model, self.cache, scores, attention_mask=self.mask, eos_token_id=self.ends)
+            run_stages(self.model, self.cache, input_ids, scores, self.mask, self.ends)
         return scores
 
 

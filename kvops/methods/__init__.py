@@ -7,6 +7,7 @@ from .budgets import entropy_budgets, head_budgets
 from .defensivekv import DefensiveKV
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
+from .kvzip import KVzip
 from .lacache import LaCache, lacache_coverage
 from .lagkv import LagKV
 from .laq import LAQ
@@ -28,6 +29,7 @@ __all__ = [
     "Full",
     "H2O",
     "KeyDiff",
+    "KVzip",
     "KeyPolicy",
     "L2",
     "LAQ",

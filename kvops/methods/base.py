@@ -238,6 +238,8 @@ class Policy:
     by_slot: ClassVar[tuple[str, ...]] = ()
     #: Each head has its own scores, so the heads of a `PagedCache` may differ in length.
     by_head: ClassVar[bool] = False
+    #: A cache keeps the whole prompt until a stage of its own between prompt and decode, which `kvops.hf` runs.
+    staged: ClassVar[bool] = False
     #: The last tokens can be removed again (`Cache.crop`).
     croppable: ClassVar[bool] = True
 

@@ -19,7 +19,7 @@ from ..checks import check_choice
 Layout = Literal["bhnd", "bnhd"]
 LAYOUTS = ("bhnd", "bnhd")
 #: The arguments that have a head and a token dim; `out` is a pair of such tensors.
-TRANSPOSED = frozenset(("k", "v", "q", "q_window", "q_last", "q_lookahead", "out"))
+TRANSPOSED = frozenset(("k", "v", "q", "q_window", "q_last", "q_lookahead", "q_repeat", "k_repeat", "out"))
 #: Arguments that operators and compress functions call by the same name.
 SHARED = frozenset(("k", "v", "starts", "lengths", "block_table", "out", "lse", "scale", "softcap", "sink_logits"))
 INNER = frozenset((*ops.__all__, "head_budgets", "lacache", "lacache_plan"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,8 @@ class LAQ(WindowPolicy):
 
     Source: LAQ, Sec. 4, Eq. 4; LAQ++: Eq. 5.
     """
+
+    staged: ClassVar[bool] = True
 
     window: int = 0
     _: KW_ONLY

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
 from torch import Tensor
@@ -22,6 +22,7 @@ from .calling import Layout, one_shot
 from .defensivekv import DefensiveKV
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
+from .kvzip import KVzip, RepeatCall
 from .lacache import LaCache
 from .lagkv import LagKV, check_lag_ratio
 from .laq import LAQ
@@ -38,6 +39,8 @@ __all__ = [
     "h2o_compress_",
     "keydiff_compress",
     "keydiff_compress_",
+    "kvzip_compress",
+    "kvzip_compress_",
     "l2_compress",
     "l2_compress_",
     "lacache_compress",
@@ -497,6 +500,54 @@ def laq_compress(
 
 
 @one_shot
+def kvzip_compress(
+    k: Tensor,
+    v: Tensor,
+    q_repeat: Tensor,
+    budget: Budget,
+    *,
+    k_repeat: Tensor,
+    passes: Sequence[int] | None = None,
+    chunk: int = 2048,
+    group_reduce: str = "max",
+    sinks: int = 4,
+    head_mode: str = "per_head",
+    **call: Unpack[RepeatCall],
+) -> Compressed:
+    """Evict by KVzip: keep the tokens to which the model attends when it repeats its prompt.
+
+    Equals `kvops.KVzip(budget, ...).compress(k, v, q_repeat, k_repeat=k_repeat, passes=passes)`.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        q_repeat: [b, Hq, t, d], the queries of the passes that repeat the prompt; see `kvops.KVzip.compress`.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        k_repeat: [b, Hk, t, d], the keys of the passes.
+        passes: The rows of each pass; None: one pass.
+        chunk: See `kvops.KVzip`.
+        group_reduce: See `kvops.KVzip`.
+        sinks: See `kvops.KVzip`.
+        head_mode: See `kvops.KVzip`.
+        **call: scale, softcap, sink_logits, starts, lengths, fill_invalid, out, layout, layer, num_layers; see
+            `Logits`, `LayerSpans` and `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: KVzip, Kim et al., 2025.
+    """
+    policy = KVzip(budget, sinks=sinks, head_mode=head_mode, group_reduce=group_reduce, chunk=chunk)
+    return policy.compress(k, v, q_repeat, k_repeat=k_repeat, passes=passes, **call)
+
+
+@one_shot
 def protokv_compress(
     k: Tensor,
     v: Tensor,
@@ -791,6 +842,8 @@ chunkkv_compress_ = in_place(chunkkv_compress)
 """`chunkkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 defensivekv_compress_ = in_place(defensivekv_compress)
 """`defensivekv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
+kvzip_compress_ = in_place(kvzip_compress)
+"""`kvzip_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 laq_compress_ = in_place(laq_compress)
 """`laq_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 protokv_compress_ = in_place(protokv_compress)

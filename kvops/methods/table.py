@@ -24,6 +24,7 @@ from .baselines import L2, Full, Random, StreamingLLM
 from .defensivekv import DefensiveKV
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
+from .kvzip import KVzip
 from .lacache import LaCache
 from .lagkv import LagKV
 from .laq import LAQ
@@ -80,6 +81,7 @@ METHODS: dict[str, Entry] = {
     "lacache-official": Entry("LaCache official", LaCache, "position or chance", _LACACHE, {"pattern": "official"}),
     "laq": Entry("LAQ", LAQ, "lookahead", _LAQ),
     "laq++": Entry("LAQ++", LAQ, "lookahead", _LAQ, {"window": 8}),
+    "kvzip": Entry("KVzip", KVzip, "lookahead", "KVzip, Kim et al., 2025"),
     "keydiff": Entry("KeyDiff", KeyDiff, "keys alone", _KEYDIFF),
     "keydiff-window": Entry("KeyDiff window", KeyDiff, "keys alone", _KEYDIFF, {"recent": 0.2}),
     "protokv": Entry("ProtoKV", ProtoKV, "prototypes", _PROTOKV),

@@ -27,7 +27,6 @@ from ..lag import num_segments
 from ..methods import Policy
 from ..methods.base import BudgetPolicy, DecodePolicy, check_policy
 from ..methods.lagkv import LagKV
-from ..methods.laq import LAQ
 
 Counts: TypeAlias = np.ndarray  # int64, one per request: for so few numbers numpy's calls take a third of torch's time
 
@@ -172,9 +171,9 @@ def check(policy: Policy) -> None:
     """Raise for a policy that vLLM's pages cannot serve at any block size."""
     check_policy("kvops.vllm", policy)
     name = policy.name
-    if isinstance(policy, LAQ):
+    if policy.staged:
         raise ValueError(
-            f"{name}: kvops.vllm does not support it, because vLLM drafts no answer before an eviction, got "
+            f"{name}: kvops.vllm does not support it, because vLLM runs no stage of its own before an eviction, got "
             f"{policy!r}; use another policy, such as SnapKV"
         )
     if not isinstance(policy, (LagKV, BudgetPolicy)):

@@ -1,0 +1,216 @@
+"""KVzip: keeps the tokens that the model attends to when it repeats its own prompt.
+
+Source: "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", Kim et al., 2025. Decisions where
+paper and released code differ: docs/methods/kvzip.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..checks import check_int, check_queries
+from ..window import summed_scores
+from .base import Compressed, LayerSpans, View
+from .budgets import most_tokens
+from .calling import one_shot_method
+from .queries import Logits, QueryPolicy
+
+
+class RepeatCall(LayerSpans, Logits, total=False):
+    """The options of `KVzip.compress`: `LayerSpans` and `Logits`."""
+
+
+@dataclass(frozen=True, eq=False)
+class KVzip(QueryPolicy):
+    """KVzip: keeps the whole prompt until the model has read it a second time, which shows what the prompt needs.
+
+    The second reading is in passes, one for each `chunk` of the prompt: an instruction to repeat it, then the chunk's
+    own tokens. The queries of a pass score the chunk's keys in the cache:
+
+    ```text
+    a[i, j] = softmax over j of scale * q_i . k_j      j: the sinks, the chunk, and the tokens of the pass up to i
+    score   = max over the group's query heads and the rows i of the pass of a[i, j]      for j in the chunk
+    ```
+
+    The tokens of a pass are forgotten afterwards. The scores know no question, so one compressed prompt can serve many.
+    A one-shot call (`compress`) gets the queries and keys of the passes. A cache runs them:
+
+    ```python
+    cache = kvops.Cache(kvops.KVzip(1024))
+    cache.attend(q, k, v)                 # the prompt, in one step or in chunks; everything is kept
+    with cache.repeating(0):              # a pass for the chunk that begins at token 0; then for the other chunks
+        cache.attend(q, k, v)
+    cache.evict()                         # keep the budget's best tokens
+    ```
+
+    Attributes:
+        budget: See `BudgetPolicy`.
+        sinks: First tokens that are always kept. They also take part in the softmax of the passes for later chunks.
+        head_mode: See `BudgetPolicy`.
+        group_reduce: See `QueryPolicy`.
+        chunk: How many tokens of the prompt a pass repeats.
+        previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
+        instruction: The token ids of the instruction of the first pass. `kvops.hf` uses the instructions.
+        next_instruction: The token ids of the instruction of each later pass.
+
+    Source: KVzip, Kim et al., 2025.
+    """
+
+    uses_positions: ClassVar[bool] = False
+    argument: ClassVar[str] = "q_repeat"
+    reduce: ClassVar[str] = "max"
+    staged: ClassVar[bool] = True
+
+    _: KW_ONLY
+    sinks: int = 4
+    group_reduce: str = "max"
+    chunk: int = 2048
+    previous: int = 8
+    instruction: tuple[int, ...] = ()
+    next_instruction: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        check_int(self.name, "chunk", self.chunk, 1)
+        check_int(self.name, "previous", self.previous, 0)
+        for name in ("instruction", "next_instruction"):
+            tokens = getattr(self, name)
+            if not isinstance(tokens, tuple):
+                raise TypeError(f"{self.name}: {name} must be a tuple of token ids, got {type(tokens).__name__}")
+            for token in tokens:
+                check_int(self.name, name, token, 0)
+        super().check()
+
+    def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
+        raise ValueError(f"KVzip: a PagedCache cannot repeat prompts, expected another policy, got {self!r}")
+
+    def rows(self, view: View) -> int:
+        return 0
+
+    @one_shot_method
+    def compress(  # type: ignore[override]  # the queries and keys of the passes
+        self,
+        k: Tensor,
+        v: Tensor,
+        q_repeat: Tensor,
+        *,
+        k_repeat: Tensor,
+        passes: Sequence[int] | None = None,
+        **call: Unpack[RepeatCall],
+    ) -> Compressed:
+        """Evict the whole prompt by the queries of its repetition.
+
+        Args:
+            k: [b, Hk, n, d], the keys of the prompt alone.
+            v: [b, Hk, n, dv].
+            q_repeat: [b, Hq, t, d], the queries of all passes, one pass after the other. A pass ends with the tokens of
+                its chunk: the first pass with those of the first `chunk` tokens of each row, and so on. In a padded
+                batch, a row with fewer tokens in the chunk than other rows has as many rows less at the end of the
+                pass; the values there are ignored.
+            k_repeat: [b, Hk, t, d], the keys of the same tokens.
+            passes: The rows of each pass, with the sum t; one pass for each chunk of the longest row. None: one pass.
+            **call: scale, softcap, sink_logits, starts, lengths, fill_invalid, out, layout, layer, num_layers; see
+                `Logits`, `LayerSpans` and `Spans`.
+
+        Returns:
+            (k, v, indices) of the kept slots; see `Compressed`.
+
+        Raises:
+            TypeError: An argument has the wrong type. Nothing has been written.
+            ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+        """
+        spans: dict[str, Any] = dict(call)
+        logits = {name: spans.pop(name) for name in Logits.__annotations__ if name in spans}
+        view, out = self._view(k, v, **spans)
+        view.observed = self.repeated(view, q_repeat, k_repeat, passes, logits)
+        return self._compress(view, out)
+
+    def repeated(
+        self, view: View, q: Tensor, k: Tensor, passes: Sequence[int] | None, logits: dict[str, Any]
+    ) -> Tensor:
+        """The scores of all passes: fp32 [b, Hk, n]. q, k: as `compress` takes them."""
+        check_queries(self.name, "q_repeat", q, view.k)
+        check_queries(self.name, "k_repeat", k, view.k, q.shape[2])
+        if k.shape[:2] != view.k.shape[:2] or k.shape[3] != view.k.shape[3] or k.dtype != view.k.dtype:
+            raise ValueError(
+                f"{self.name}: k_repeat must have k's dtype and its shape except for the rows (dim 2), expected "
+                f"{view.k.dtype} {list(view.k.shape)}, got {k.dtype} {list(k.shape)}"
+            )
+        self.check_holds(most_tokens(self.name, self.budget, view.n), 0)
+        rows = [q.shape[2]] if passes is None else list(passes)
+        chunks = -(-view.n // self.chunk)
+        if sum(rows) != q.shape[2] or min(rows, default=0) < 1 or len(rows) > max(1, chunks):
+            raise ValueError(
+                f"{self.name}: passes must be the rows of at most {chunks} passes of {self.chunk} tokens, with the sum "
+                f"{q.shape[2]}, got {rows}"
+            )
+        total = torch.zeros(view.k.shape[:3], dtype=torch.float32, device=view.k.device)
+        for i, (queries, keys) in enumerate(zip(q.split(rows, 2), k.split(rows, 2))):
+            every = torch.cat((view.k, keys), 2)
+            total = torch.maximum(total, self.score_pass(queries, every, i * self.chunk, view.starts, view.end, logits))
+        return total
+
+    def score_pass(
+        self, q: Tensor, k: Tensor, first: int, starts: Tensor | None, end: Tensor | int, logits: dict[str, Any]
+    ) -> Tensor:
+        """The scores of one pass: fp32 [b, Hk, n], 0 outside of its chunk.
+
+        q: [b, Hq, t, d]. k: [b, Hk, n + t, d], the prompt's keys and those of the pass. first: the chunk's first token,
+        counted from each row's start. starts, end: of each row's tokens among the n slots; see `View`.
+        """
+        (b, heads, _, d), t = k.shape, q.shape[2]
+        n, device = k.shape[2] - t, k.device
+        begin = torch.zeros(b, dtype=torch.int64, device=device) if starts is None else starts.long()
+        valid = torch.as_tensor(end, device=device) - begin  # [b]
+        held, most = min(self.sinks, first), max(0, min(self.chunk, n - first))
+        count = (valid - first).clamp(0, most)[:, None]  # the tokens of the chunk
+        # The keys that a pass sees lie one after the other: the sinks, the chunk, the pass.
+        slot = torch.arange(held + most + t, device=device)
+        own = slot - held - count
+        at = torch.where(own < 0, begin[:, None] + torch.where(slot < held, slot, first - held + slot), n + own)
+        at = at.clamp(max=n + t - 1)
+        seen = _gather(k, at[:, None, :, None].expand(-1, heads, -1, d))
+        row = torch.arange(t, device=device)
+        rows = torch.where(count > 0, t - (count.max() - count), 0)  # shorter chunks have fewer rows
+        visible = torch.where(row < rows, held + count + row + 1, 0).int()
+        options = {"reduce": self.reduce, "group_reduce": self.operator_reduce, **logits}
+        scores = summed_scores(q, seen, visible, None, **options)
+        assert scores is not None  # there is at least one row
+        inside = (slot >= held) & (own < 0)
+        at = torch.where(inside, at, n)[:, None].expand_as(scores)
+        return scores.new_zeros(b, heads, n + 1).scatter_(2, at, scores)[..., :n]
+
+    @classmethod
+    def at_budget(
+        cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        if streaming:
+            raise ValueError(
+                "KVzip: eviction needs a second reading of a whole prompt, so it cannot run while a text streams in"
+            )
+        return {"budget": budget, "sinks": min(4, budget)}
+
+
+def _gather(k: Tensor, at: Tensor) -> Tensor:
+    """k.gather(2, at), also for fp8, which torch cannot gather."""
+    if k.element_size() == 1:
+        return k.view(torch.uint8).gather(2, at).view(k.dtype)
+    return k.gather(2, at)
+
+
+def repeat_ids(policy: KVzip, ids: Tensor, valid: Tensor, first: int) -> Tensor:
+    """The tokens of the pass for the chunk that begins at token `first`: int64 [b, t].
+
+    ids: int64 [b, n], left-padded. valid: int64 [b], the tokens of each row. Where a row's chunk is shorter than
+    others, its last tokens are arbitrary.
+    """
+    before = min(policy.previous, first)
+    size = min(policy.chunk, int(valid.max()) - first)
+    columns = ids.shape[1] - valid[:, None] + torch.arange(first - before, first + size, device=ids.device)
+    told = ids.new_tensor(policy.next_instruction if first else policy.instruction).expand(len(ids), -1)
+    return torch.cat((told, ids.gather(1, columns.clamp(max=ids.shape[1] - 1))), 1)

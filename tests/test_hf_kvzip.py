@@ -1,0 +1,119 @@
+"""KVzip in transformers: the model's second reading of its prompt, compared with one plain forward of both readings."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import kvops  # noqa: E402
+import kvops.hf  # noqa: E402
+from kvops.eval.reader import Watched  # noqa: E402
+from kvops.hf import KVCache, use_attention  # noqa: E402
+from kvops.methods.kvzip import repeat_ids  # noqa: E402
+from test_hf import make_model, make_prompts  # noqa: E402
+from test_kvzip import assert_kept, pass_scores  # noqa: E402
+from test_methods import fp64  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GREEDY = dict(max_new_tokens=10, do_sample=False)
+POLICY = kvops.KVzip(16, chunk=25, instruction=(5, 6, 7), next_instruction=(8, 9))
+
+
+def prefilled(model, policy, ids, mask=None):
+    cache = KVCache(model.config, policy, attention_mask=mask)
+    mask = torch.ones_like(ids) if mask is None else mask
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]
+    return cache, logits
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_kept_tokens_are_those_of_the_formula(kind):
+    """Queries and keys from one forward over the prompt and the pass, without a second reading of a cache."""
+    model = use_attention(make_model(kind))
+    ids, _ = make_prompts(60)
+    cache, _ = prefilled(model, POLICY, ids)
+    before = [(layer.cache.k.clone(), layer.cache.v.clone()) for layer in cache.evicting_layers]
+    peak = cache.peak_bytes
+    with torch.no_grad():
+        kvops.hf.repeat(model, cache, ids)
+    scores = [[0.0, 0.0] for _ in cache.evicting_layers]
+    for first in (0, 25, 50):
+        told = repeat_ids(POLICY, ids, torch.tensor([60]), first)
+        assert told.shape[1] == (28, 35, 20)[first // 25]
+        plain, _ = prefilled(model, Watched(last=told.shape[1]), torch.cat((ids, told), 1))
+        for i, layer in enumerate(plain.evicting_layers):
+            q, k = layer.cache.last_queries, layer.cache.k
+            group = q.shape[1] // k.shape[1]
+            for h in range(k.shape[1]):
+                every = fp64(q[0, h * group : (h + 1) * group]), fp64(k[0, h, :60]), fp64(k[0, h, 60:])
+                scores[i][h] = scores[i][h] + pass_scores(*every, first, 25, 4)
+    for layer, rows, kv in zip(cache.evicting_layers, scores, before):
+        for h, row in enumerate(rows):
+            assert_kept(layer.cache.positions[0, h], row, 4, 16, 1e-5)
+        at = layer.cache.positions.unsqueeze(-1).expand(-1, -1, -1, 16)
+        assert all(torch.equal(x, y.gather(2, at)) for x, y in zip((layer.cache.k, layer.cache.v), kv))
+    assert cache.get_seq_length() == 60 and [x.name for x in cache.stages] == ["prefill", "decode"]
+    assert cache.stages[1].bytes * 60 == cache.stages[0].bytes * 16
+    assert cache.peak_bytes <= 2 * peak
+
+
+def test_a_budget_for_everything_changes_nothing():
+    """The passes leave no trace: neither in the cache nor in layers that do not evict."""
+    for model in (make_model(), make_model("qwen2", use_sliding_window=True, sliding_window=12, max_window_layers=1)):
+        ids, mask = make_prompts(50, 31)
+        expected = model.generate(ids, attention_mask=mask, **GREEDY)
+        found = kvops.hf.generate(model, kvops.KVzip(400, chunk=20), ids, attention_mask=mask, **GREEDY)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"prefill_chunk_size": 17}], ids=["plain", "beams", "chunks"]
+)
+def test_padded_rows_generate_what_they_generate_alone(options):
+    model = make_model()
+    lengths = (60, 47, 24, 9)
+    ids, mask = make_prompts(*lengths)
+    settings = dict(GREEDY, **options)
+    out = kvops.hf.generate(model, POLICY, ids, attention_mask=mask, **settings)
+    for row, n in enumerate(lengths):
+        alone = kvops.hf.generate(model, POLICY, ids[row : row + 1, -n:], **settings)
+        assert torch.equal(out[row, 60:], alone[0, n:]), row
+
+
+def test_a_block_and_a_loop_of_ones_own_give_the_same():
+    model = make_model()
+    ids, mask = make_prompts(60, 41)
+    expected = kvops.hf.generate(model, POLICY, ids, attention_mask=mask, **GREEDY)
+    with kvops.hf.compress(model, POLICY) as compressed:
+        assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected)
+    assert [x.name for x in compressed.cache.stages] == ["prefill", "decode"]
+    model = use_attention(model)
+    for given in (mask, None):
+        cache, logits = prefilled(model, POLICY, ids, mask)
+        with torch.no_grad():
+            kvops.hf.repeat(model, cache, ids, attention_mask=given)
+            said = [logits.argmax(-1, keepdim=True)]
+            for step in range(9):
+                positions = mask.sum(-1, keepdim=True) + step
+                logits = model(said[-1], position_ids=positions, past_key_values=cache).logits[:, -1]
+                said.append(logits.argmax(-1, keepdim=True))
+        assert torch.equal(torch.cat(said, 1), expected[:, 60:])
+
+
+def test_refusals():
+    model = use_attention(make_model())
+    ids, _ = make_prompts(40)
+    cache, _ = prefilled(model, POLICY, ids)
+    with pytest.raises(RuntimeError, match="kvops.KVzip evicts in its repeat only.*kvops.hf.repeat between"):
+        model(ids[:, :1], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"repeat: input_ids must be the prompts .* expected 40 tokens, got \[1, 39\]"):
+        kvops.hf.repeat(model, cache, ids[:, 1:])
+    with pytest.raises(TypeError, match="repeat: cache must be a KVCache with kvops.KVzip, got .*SnapKV"):
+        kvops.hf.repeat(model, KVCache(model.config, kvops.SnapKV(40)), ids)
+    embeds = model.get_input_embeddings()(ids)
+    with pytest.raises(ValueError, match="with inputs_embeds there are none to repeat"):
+        kvops.hf.generate(model, POLICY, inputs_embeds=embeds, **GREEDY)
+    with pytest.raises(ValueError, match="uses queries, which the attention of transformers does not pass"):
+        KVCache(make_model().config, POLICY)
