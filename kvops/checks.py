@@ -278,11 +278,12 @@ def check_holds_window(op: str, keep: int, window: int) -> None:
         )
 
 
-def check_holds_ladder(op: str, budget: int, sinks: int, *, least: int, kept: int) -> None:
-    """Checks that the budget holds `least` slots: the sinks, the newest num_layers, and the `kept` of a ladder."""
+def check_holds_ladder(op: str, budget: int, sinks: int, num_layers: int, kept: int) -> None:
+    """Checks that the budget holds the sinks, the newest num_layers slots, and `kept` slots of a ladder."""
+    least = sinks + num_layers + kept
     if sinks < 0 or budget < least:
         raise ValueError(
-            f"{op}: budget must hold sinks + num_layers + the {kept} kept slots of a ladder, expected at least "
+            f"{op}: budget must hold sinks + num_layers + {kept} slots of a ladder, expected at least "
             f"{least} with {sinks} sinks, got {budget}; raise budget or lower sinks"
         )
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from .checks import check_choice, check_holds_ladder, check_int, plain
 
 PATTERNS = ("paper", "official", "short")
+COMPACTIONS = ("ladder", "whole")
 MAX_PASSES = 192  # per call of the operators
 
 
@@ -69,6 +70,14 @@ class Ladder:
     def freed(self) -> int:
         """The slots of a ladder that each layer frees."""
         return self.length - self.kept
+
+    def least(self, whole: bool) -> int:
+        """The fewest slots that a budget must hold besides the sinks and the newest `num_layers` slots.
+
+        A budget of one ladder's kept slots is enough, or, if whole caches are thinned, of all but one of its slots: the
+        slot that overflows then completes a ladder.
+        """
+        return self.length - 1 if whole else self.kept
 
     def offset(self, layer: int) -> int:
         """The first slot of a ladder that the layer keeps."""
@@ -149,6 +158,7 @@ def lacache_plan(
     overlap: int | None = None,
     sinks: int = 4,
     pattern: str = "paper",
+    compaction: str = "ladder",
     state: LadderState | None = None,
 ) -> LadderPlan:
     """Plan which slots LaCache keeps of a cache of n slots, the same number in every layer.
@@ -175,6 +185,9 @@ def lacache_plan(
             layers keep early tokens, and every token is in at least `span` consecutive layers. "short": at
             l // (span - overlap) - (B - 1), clamped, and A has no upper bound; the last tokens of a ladder may then be
             in fewer than `span` layers. "official": at l mod (R + 1), with the A of "short", as the released code does.
+        compaction: "ladder" thins as few ladders as needed, beginning where the last plan ended. "whole" thins all
+            slots between the sinks and the newest num_layers slots at once, whenever there are more than the budget.
+            The length then falls to about B / A of the budget, and the mean length is below the budget.
         state: The `state` of the last plan for the same sequence and settings; None for a sequence that has never
             overflowed.
 
@@ -183,8 +196,8 @@ def lacache_plan(
 
     Raises:
         TypeError: A number is not an int.
-        ValueError: The ladder frees no slot, or the budget does not hold the sinks, one ladder's kept slots and the
-            newest num_layers slots. The message names values that work.
+        ValueError: The ladder frees no slot, or the budget does not hold the sinks, one ladder's kept slots (for
+            "whole" all slots of a ladder but one) and the newest num_layers slots. The message names values that work.
 
     Source: LaCache, Sec. 3.2, 3.3, 4.1; the closed form is this library's.
     """
@@ -195,13 +208,19 @@ def lacache_plan(
             check_int("lacache_plan", name, given, 0)
     n, num_layers, budget, sinks, span, overlap = map(plain, (n, num_layers, budget, sinks, span, overlap))
     ladder = make_ladder(num_layers, span, overlap, pattern)
-    check_holds_ladder("lacache_plan", budget, sinks, least=least_budget(sinks, ladder), kept=ladder.kept)
+    check_choice("lacache_plan", "compaction", compaction, COMPACTIONS)
+    whole = compaction == "whole"
+    check_holds_ladder("lacache_plan", budget, sinks, ladder.num_layers, ladder.least(whole))
     cap, cursor = (budget, sinks) if state is None else (state.cap, state.cursor)
     passes: list[tuple[int, int]] = []
     left, kept, freed = n, ladder.kept, ladder.freed
     if n > cap:
-        cap = budget + freed // 2
+        cap = budget if whole else budget + freed // 2
     while left > cap:
+        if whole:
+            passes.append((sinks, count := (left - sinks - num_layers) // ladder.length))
+            left -= freed * count
+            continue
         room = max(0, (cap - cursor - num_layers) // kept)
         count = min(-((cap - left) // freed), room)
         if count:
@@ -238,8 +257,3 @@ def make_ladder(num_layers: int, span: int | None, overlap: int | None, pattern:
         f"lacache: (span, overlap) must free slots of a ladder of {num_layers} layers, expected one of "
         f"{shown or 'none: the model has too few layers'}; got ({span}, {overlap})"
     )
-
-
-def least_budget(sinks: int, ladder: Ladder) -> int:
-    """The smallest possible budget: the sinks, one ladder's kept slots, and the newest `num_layers` slots."""
-    return sinks + ladder.num_layers + ladder.kept

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kvops import ops, reference
-from kvops.ladder import MAX_PASSES, PATTERNS, Ladder, LadderState, decode_plan
+from kvops.ladder import COMPACTIONS, MAX_PASSES, PATTERNS, Ladder, LadderState, decode_plan
 
 pytestmark = kit.every_device
 examples = kit.examples(40, derandomize=True)
@@ -70,9 +70,10 @@ def kept_of_ladder(layer, layers, span, overlap, pattern):
 class Simulation:
     """Simulates one list of tokens per layer, thinned ladder by ladder."""
 
-    def __init__(self, budget, sinks, num_layers, span, overlap, pattern="paper"):
+    def __init__(self, budget, sinks, num_layers, span, overlap, pattern="paper", compaction="ladder"):
         self.shape, self.pattern = (num_layers, span, overlap), pattern
         self.length, self.kept = sizes(*self.shape, pattern)
+        self.whole = compaction == "whole"
         self.budget, self.cap, self.sinks, self.cursor = budget, budget, sinks, sinks
         self.layers, self.seen = [[] for _ in range(num_layers)], 0
 
@@ -82,6 +83,8 @@ class Simulation:
         for x in self.layers:
             x.extend(tokens)
         freed = self.length - self.kept
+        if self.whole:
+            return self.thin_everything()
         if len(self.layers[0]) > self.cap:
             self.cap = self.budget + freed // 2
         while len(self.layers[0]) > self.cap:
@@ -95,6 +98,17 @@ class Simulation:
             self.cursor += self.kept
         return self
 
+    def thin_everything(self):
+        """Thin every ladder between the sinks and the newest slots, until the budget is met."""
+        while (n := len(self.layers[0])) > self.cap:
+            last = n - len(self.layers)
+            for i, x in enumerate(self.layers):
+                kept, out = kept_of_ladder(i, *self.shape, self.pattern), x[: self.sinks]
+                for first in range(self.sinks, last - self.length + 1, self.length):
+                    out += [x[first + j] for j in kept]
+                x[:] = out + x[last - (last - self.sinks) % self.length :]
+        return self
+
 
 @st.composite
 def settings(draw):
@@ -102,9 +116,11 @@ def settings(draw):
     pattern = draw(st.sampled_from(PATTERNS))
     span, overlap = draw(st.sampled_from([*valid_shapes(layers, pattern)]))
     sinks = draw(st.integers(0, 6))
-    least = sinks + layers + sizes(layers, span, overlap, pattern)[1]
-    budget = least + draw(st.integers(0, 40))
-    return dict(num_layers=layers, span=span, overlap=overlap, sinks=sinks, budget=budget, pattern=pattern)
+    compaction = draw(st.sampled_from(COMPACTIONS))
+    length, kept = sizes(layers, span, overlap, pattern)
+    budget = sinks + layers + (length - 1 if compaction == "whole" else kept) + draw(st.integers(0, 40))
+    ladder = dict(num_layers=layers, span=span, overlap=overlap, pattern=pattern)
+    return dict(ladder, sinks=sinks, budget=budget, compaction=compaction)
 
 
 chunks = st.lists(st.integers(1, 90), min_size=1, max_size=12)
@@ -191,7 +207,10 @@ def test_prompts_far_over_the_budget(settings, times):
     n = settings["budget"] * times
     plan = kvops.lacache_plan(n, **settings)
     budget, freed = settings["budget"], plan.ladder.freed
-    assert budget - freed <= len(plan) <= budget + freed // 2
+    if settings["compaction"] == "whole":
+        assert settings["sinks"] + settings["num_layers"] + plan.ladder.kept <= len(plan) <= budget
+    else:
+        assert budget - freed <= len(plan) <= budget + freed // 2
     assert decode_plan(plan.encoded).encoded == plan.encoded
     for layer in range(settings["num_layers"]):
         kept = plan.indices(layer, "cpu")
@@ -236,6 +255,23 @@ def test_worked_by_hand():
     assert long.indices(0, "cpu").tolist() == [0, 1, 5, 8, 10, 11, 12, 13]
 
 
+def test_whole_caches_worked_by_hand():
+    """The shape above: every ladder between the sink and the newest four slots is thinned, at every overflow."""
+    settings = dict(num_layers=4, span=2, overlap=0, budget=8, sinks=1, compaction="whole")
+    plan = kvops.lacache_plan(9, **settings)
+    assert plan.passes == ((1, 2),) and plan.state == LadderState(8, 1)
+    assert plan.indices(0, "cpu").tolist() == [0, 1, 3, 5, 6, 7, 8]
+    assert plan.indices(3, "cpu").tolist() == [0, 2, 4, 5, 6, 7, 8]
+    assert kvops.lacache_plan(8, **settings, state=plan.state).passes == ()
+    assert kvops.lacache_plan(9, **settings, state=plan.state).passes == ((1, 2),)
+    assert kvops.lacache_plan(20, **settings).passes == ((1, 7), (1, 4), (1, 2))
+    lengths, plan = [], kvops.lacache_plan(64, num_layers=8, budget=64, compaction="whole")
+    for _ in range(600):
+        plan = kvops.lacache_plan(len(plan) + 1, num_layers=8, budget=64, compaction="whole", state=plan.state)
+        lengths.append(len(plan))
+    assert max(lengths) == 64 and min(lengths[1:]) == 65 - 5 * ((65 - 4 - 8) // 7)  # of 7 slots of a ladder 5 are freed
+
+
 def test_no_plan_below_the_cap():
     for n in (0, 1, 64):
         plan = kvops.lacache_plan(n, budget=64, **SHAPE)
@@ -261,6 +297,8 @@ def test_defaults_are_those_of_language_modelling():
         (dict(budget=13), "expected at least 14 with 4 sinks, got 13"),
         (dict(sinks=60), "expected at least 70 with 60 sinks, got 64"),
         (dict(pattern="ladder"), "pattern must be one of 'paper', 'official', 'short', got 'ladder'"),
+        (dict(compaction="some"), "compaction must be one of 'ladder', 'whole', got 'some'"),
+        (dict(compaction="whole", budget=14), r"\+ 3 slots of a ladder, expected at least 15 with 4 sinks, got 14"),
         (dict(n=-1), "n must be at least 0, got -1"),
     ],
 )
@@ -458,6 +496,8 @@ def test_a_fraction_is_one_of_the_tokens_seen():
         lengths.append(len(cache))
     assert lengths[:15] == [*range(1, 15), 15]  # at least the 14 that a ladder needs; overflows at 15 + 1
     assert all(abs(x - 0.25 * (t + 1)) <= 2 for t, x in enumerate(lengths) if t > 60)
+    whole = feed(kvops.Cache(kvops.LaCache(0.25, compaction="whole"), layer=2, num_layers=8), k, v, [1] * 400)
+    assert 40 < len(whole) <= 100
 
 
 @pytest.mark.parametrize("budget, pads", [(24, (0, 7, 40)), (0.4, (3, 7, 0))])

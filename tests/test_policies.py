@@ -231,6 +231,7 @@ OTHER = {
     "group_reduce": "sum",
     "positions": "original",
     "pattern": "official",
+    "compaction": "whole",
     "task": "understanding",
     "clusters": "lsh",
     "cluster_reduce": "sum",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_budget, check_choice, check_holds_ladder, check_int, plain
-from ..ladder import PATTERNS, LadderState, lacache_plan, least_budget, make_ladder
+from ..ladder import COMPACTIONS, PATTERNS, LadderState, lacache_plan, make_ladder
 from ..ops import ladder_compact_, ladder_gather
 from ..rope import Rope
 from .base import IN_PLACE, Compressed, Out, View
@@ -46,6 +46,7 @@ class LaCache(SlotPolicy):
         overlap: See `lacache_plan`. None is span // 2 for "modeling", 0 for "understanding".
         sinks: First tokens that are always kept. None is 4 for "modeling", min(128, budget // 4) for "understanding".
         pattern: See `lacache_plan`.
+        compaction: See `lacache_plan`.
         task: "modeling" (language modeling), or "understanding" (a prompt, then a short answer).
         positions: See `SlotPolicy`.
 
@@ -60,6 +61,7 @@ class LaCache(SlotPolicy):
     overlap: int | None = None
     sinks: int | None = None
     pattern: str = "paper"
+    compaction: str = "ladder"
     task: str = "modeling"
 
     @property
@@ -70,6 +72,7 @@ class LaCache(SlotPolicy):
         check_budget(self.name, self.budget)
         check_choice(self.name, "task", self.task, TASKS)
         check_choice(self.name, "pattern", self.pattern, PATTERNS)
+        check_choice(self.name, "compaction", self.compaction, COMPACTIONS)
         for name, low in (("span", 1), ("overlap", 0), ("sinks", 0)):
             if (value := getattr(self, name)) is not None:
                 check_int(self.name, name, value, low)
@@ -191,11 +194,12 @@ class LaCache(SlotPolicy):
             sinks = min(128, keep // 4) if sinks is None else sinks
         sinks = 4 if sinks is None else sinks
         ladder = make_ladder(num_layers, span, overlap, self.pattern)
+        least = ladder.least(self.compaction == "whole")
         if streaming and isinstance(budget, float):
-            keep = max(keep, least_budget(sinks, ladder))
-        check_holds_ladder(op, keep, sinks, least=least_budget(sinks, ladder), kept=ladder.kept)
+            keep = max(keep, sinks + num_layers + least)
+        check_holds_ladder(op, keep, sinks, num_layers, least)
         shape = {"num_layers": num_layers, "span": ladder.span, "overlap": ladder.overlap, "pattern": self.pattern}
-        return {"budget": keep, "sinks": sinks, **shape}
+        return {"budget": keep, "sinks": sinks, "compaction": self.compaction, **shape}
 
     @classmethod
     def at_budget(
@@ -217,6 +221,7 @@ def lacache_coverage(
     overlap: int | None = None,
     sinks: int = 4,
     pattern: str = "paper",
+    compaction: str = "ladder",
     chunk: int | Sequence[int] = 1,
 ) -> Tensor:
     """Compute which tokens each layer holds after n tokens have been streamed.
@@ -229,6 +234,7 @@ def lacache_coverage(
         overlap: See `lacache_plan`.
         sinks: See `lacache_plan`.
         pattern: See `lacache_plan`.
+        compaction: See `lacache_plan`.
         chunk: The tokens per step, or the sizes of all steps; tokens left after these come one by one.
 
     Returns:
@@ -246,7 +252,7 @@ def lacache_coverage(
         check_int("lacache_coverage", "chunk", size, 1)
     sizes = [chunk] * -(-n // chunk) if isinstance(chunk, int) else [*chunk] + [1] * (n - sum(chunk))
     settings: dict[str, Any] = dict(num_layers=num_layers, budget=budget, span=span, overlap=overlap)
-    settings |= dict(sinks=sinks, pattern=pattern)
+    settings |= dict(sinks=sinks, pattern=pattern, compaction=compaction)
     held = torch.empty(num_layers, 0, dtype=torch.int64, device="cpu")
     state, seen, new = None, 0, 0  # new: tokens that are not in `held` yet
     for size in sizes:

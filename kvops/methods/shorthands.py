@@ -195,6 +195,7 @@ def lacache_compress(
     overlap: int | None = None,
     sinks: int | None = None,
     pattern: str = "paper",
+    compaction: str = "ladder",
     task: str = "modeling",
     rope: Rope | None = None,
     out: Out = None,
@@ -214,6 +215,7 @@ def lacache_compress(
         overlap: See `kvops.LaCache`.
         sinks: See `kvops.LaCache`.
         pattern: See `kvops.LaCache`.
+        compaction: See `kvops.LaCache`.
         task: See `kvops.LaCache`.
         rope: The rotary embedding, if keys were rotated at their slots; None moves the keys as they are.
         out: (k_out, v_out) of the result's shapes to write to.
@@ -228,7 +230,8 @@ def lacache_compress(
 
     Source: LaCache, Shi et al., 2025, Sec. 3.2, 3.3.
     """
-    policy = LaCache(budget, span=span, overlap=overlap, sinks=sinks, pattern=pattern, task=task)
+    settings: dict[str, Any] = dict(sinks=sinks, pattern=pattern, compaction=compaction, task=task)
+    policy = LaCache(budget, span=span, overlap=overlap, **settings)
     call: dict[str, Any] = {"layout": layout}
     return policy.compress(k, v, layer=layer, num_layers=num_layers, rope=rope, out=out, **call)
 
