@@ -322,6 +322,8 @@ POLICIES = [
     kvops.SnapKV(20, window=5),
     kvops.SnapKV(0.4, window=3, kernel_size=3, pool_first=True, pooling="avg"),
     kvops.SnapKV(20, window=5, score="dot"),
+    kvops.DefensiveKV(20, window=5),
+    kvops.DefensiveKV(20, window=5, head_mode="adaptive"),
     kvops.PyramidKV(24, window=5),
     kvops.ChunkKV(20, window=5, chunk=4),
     kvops.LAQ(20, window=4),
@@ -339,6 +341,7 @@ POLICIES = [
 REFUSE_PAGES = [
     kvops.L2(20),
     kvops.LaCache(20),
+    kvops.KVzip(20),
     kvops.KeyDiff(20, metric="dot"),
     kvops.LagKV(8, 0.5, score="l2"),
 ]
@@ -389,7 +392,10 @@ def test_policies_that_take_no_pages(policy):
             policy.compress_(pages.k, pages.v, block_table=pages.block_table, **PLACE)
         return
     with kit.refuses("takes no pages", "expected dense K and V", "got a block_table"):
-        policy.compress_(pages.k, pages.v, lengths=kit.int32(32), block_table=pages.block_table, **PLACE)
+        call = dict(PLACE, lengths=kit.int32(32), block_table=pages.block_table)
+        if isinstance(policy, kvops.KVzip):
+            call |= dict(q_repeat=kit.randn(1, 4, 8, 16), k_repeat=kit.randn(1, 2, 8, 16))
+        policy.compress_(pages.k, pages.v, **call)
 
 
 @pytest.fixture
