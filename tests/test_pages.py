@@ -353,6 +353,8 @@ POLICIES = [
 ]
 REFUSE_PAGES = [
     kvops.L2(20),
+    kvops.ExpectedAttention(20),
+    kvops.TriAttention(20, recent=5),
     kvops.LaCache(20),
     kvops.KeyDiff(20, metric="dot"),
     kvops.LagKV(8, 0.5, score="l2"),

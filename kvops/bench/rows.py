@@ -141,7 +141,8 @@ class Case:
         generator = torch.Generator(self.device).manual_seed(3 * self._seed + 2)
         shape = (GROUP * self.heads, self.d, self.d)
         factor = torch.randn(shape, device=self.device, generator=generator)
-        return Statistics(factor[..., 0], factor @ factor.mT / self.d, factor[..., : self.d // 2, 1].abs())
+        mean, norms = factor[:, 0].contiguous(), factor[:, 1, : self.d // 2].abs().contiguous()
+        return Statistics(mean, factor @ factor.mT / self.d, norms)
 
     def restore(self) -> None:
         """Undo in-place calls."""
