@@ -68,7 +68,8 @@ def chosen(rows: list[dict], names: str) -> list[dict]:
     rows = [row for row in rows if row["task"] in tasks and row["point"] in ("before", "after")]
     if names == "all":
         return rows
-    found = {x: [row for row in rows if re.match(rf"{re.escape(x)}(?!\w)", row["method"])] for x in names.split()}
+    wanted = [x.replace("_", " ") for x in names.split()]
+    found = {x: [row for row in rows if re.match(rf"{re.escape(x)}(?!\w)", row["method"])] for x in wanted}
     for name, its in found.items():
         if not its:
             have = ", ".join(dict.fromkeys(row["method"] for row in rows))

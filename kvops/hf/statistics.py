@@ -96,7 +96,7 @@ def calibrated(model: PreTrainedModel) -> QueryStatistics:
                 f"calibration needs the tokenizer of {name!r}, which cannot be loaded; pass statistics, gathered with "
                 "kvops.hf.query_statistics(model, ids)"
             ) from error
-        ids = tokenizer(demo.CALIBRATION.read_text(), return_tensors="pt").input_ids[0]
+        ids = tokenizer(demo.CALIBRATION.read_text(), return_tensors="pt", verbose=False).input_ids[0]
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or len(ids)
         size = min(CALIBRATION_TOKENS, most, len(ids))
         found = _known[model] = query_statistics(model, ids[: len(ids) // size * size].view(-1, size))
