@@ -1,6 +1,7 @@
 """Expected Attention and TriAttention against the authors' formulas in plain PyTorch, and the query statistics."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -270,6 +271,17 @@ def test_statistics_of_a_model():
                 torch.testing.assert_close(getattr(found, x)[i], getattr(expected, x)[0], rtol=1e-4, atol=1e-5)
         with kit.refuses("ids must be", r"\[3, 4\]"):
             kvops.hf.query_statistics(model, ids[:, :4])
+
+
+def test_statistics_of_answers(tmp_path, monkeypatch):
+    """experiments/query_statistics.py."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "experiments"))
+    import query_statistics
+
+    query_statistics.main(["--file", str(tmp_path / "x.safetensors"), "--prompts", "2", "--context", "200"])
+    found = QueryStatistics.load(tmp_path / "x.safetensors")
+    assert all(x.isfinite().all() for x in found.mean) and len(found.mean) > 1
 
 
 def test_a_model_by_name():
