@@ -68,7 +68,8 @@ def chosen(rows: list[dict], names: str) -> list[dict]:
     rows = [row for row in rows if row["task"] in tasks and row["point"] in ("before", "after")]
     if names == "all":
         return rows
-    found = {x: [row for row in rows if re.match(rf"{re.escape(x)}(?!\w)", row["method"])] for x in names.split()}
+    wanted = [x.replace("_", " ") for x in names.split()]
+    found = {x: [row for row in rows if re.match(rf"{re.escape(x)}(?!\w)", row["method"])] for x in wanted}
     for name, its in found.items():
         if not its:
             have = ", ".join(dict.fromkeys(row["method"] for row in rows))
@@ -114,7 +115,7 @@ def table(rows: list[dict], results: str) -> str:
     return (
         "Partial match in % with the 95 % interval in brackets, by tokens kept per KV head; "
         f"{'; '.join(tasks)}; {prompts} prompts{legend}\n"
-        f"([bench/results/{RESULTS.name}]({results}), `python -m kvops.eval --prompts 22`):\n\n" + markdown(lines)
+        f"([bench/results/{Path(results).name}]({results}), `python -m kvops.eval --prompts 22`):\n\n" + markdown(lines)
     )
 
 
@@ -218,10 +219,18 @@ TABLES = {
 }
 
 
+def measured(names: str, rows: list[dict], page: Path) -> str:
+    """Return the table that a block names: methods of eval.json, or "METHODS in FILE" of another record."""
+    names, _, file = names.partition(" in ")
+    path = RESULTS.with_name(f"{file}.json") if file else RESULTS
+    if file:
+        rows = json.loads(path.read_text())["rows"]
+    return table(chosen(rows, names), Path(os.path.relpath(path, page.parent)).as_posix())
+
+
 def filled(page: Path, rows: list[dict]) -> str:
     """Return the page's text with every table up to date."""
-    results = Path(os.path.relpath(RESULTS, page.parent)).as_posix()
-    text = BLOCK.sub(lambda x: f"{x[1]}\n{table(chosen(rows, x[2]), results)}\n\n{x[3]}", page.read_text())
+    text = BLOCK.sub(lambda x: f"{x[1]}\n{measured(x[2], rows, page)}\n\n{x[3]}", page.read_text())
     for name, made in TABLES.items():
         block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         text = block.sub(lambda x, made=made: f"{x[1]}\n{made()}\n\n{x[2]}", text)

@@ -60,6 +60,14 @@ STABLE_TORCH_LIBRARY(kvops, m) {
   m.def(
       "assign_prototypes(Tensor k, Tensor prototypes, Tensor? starts=None, Tensor? lengths=None, "
       "Tensor? block_table=None) -> Tensor");
+  // Expected Attention: the logarithm of the expected attention weight of each key, for queries of a Gaussian.
+  m.def(
+      "quadratic_scores(Tensor k, Tensor mean, Tensor? cov=None, *, float? scale=None, Tensor? starts=None, "
+      "Tensor? lengths=None, Tensor? block_table=None) -> Tensor");
+  // TriAttention: the product of each key with rotated query centers, and with weights the norms of its RoPE pairs.
+  m.def(
+      "trig_scores(Tensor k, Tensor centers, Tensor? norms=None, *, bool interleaved=False, Tensor? starts=None, "
+      "Tensor? lengths=None, Tensor? block_table=None) -> Tensor");
   // The mean (or sum) of the token scores in each cluster.
   m.def("cluster_mean(Tensor scores, Tensor assignment, int num_clusters, int reduce=1) -> Tensor");
   // Token priorities that make select_topk keep whole clusters, best first, then the best tokens of one more.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["MODEL", "TEXT"]
+__all__ = ["CALIBRATION", "MODEL", "TEXT"]
 
 _PACKAGE = Path(__file__).resolve().parent
 _WHEEL = _PACKAGE / "demo_files"  # setup.py copies the files there
@@ -28,3 +28,5 @@ _FILES = _WHEEL if _WHEEL.is_dir() else _PACKAGE.parent / "bench"
 MODEL = _FILES / "models" / "passkey-llama"
 #: English text and source code, 267 kB.
 TEXT = _FILES / "data" / "haystack.txt"
+#: English text that is not in `TEXT`, 14 kB: Python's history and license. `Policy.for_model` calibrates with it.
+CALIBRATION = _FILES / "data" / "LICENSE-python.txt"

@@ -75,8 +75,10 @@ __all__ = [
     "lag_score",
     "lsh_bucket",
     "outlier_degree",
+    "quadratic_scores",
     "rope_at_slots",
     "select_topk",
+    "trig_scores",
     "window_attention",
     "window_scores",
 ]
@@ -105,6 +107,8 @@ _outlier_degree = operator(_ops.outlier_degree.default)
 _lsh_bucket = operator(_ops.lsh_bucket.default)
 _build_prototypes = operator(_ops.build_prototypes.default)
 _assign_prototypes = operator(_ops.assign_prototypes.default)
+_quadratic_scores = operator(_ops.quadratic_scores.default)
+_trig_scores = operator(_ops.trig_scores.default)
 _cluster_mean = operator(_ops.cluster_mean.default)
 _cluster_priority = operator(_ops.cluster_priority.default)
 
@@ -995,6 +999,117 @@ def _(k, prototypes, starts=None, lengths=None, block_table=None):
     others = dict(prototypes=prototypes, starts=starts, lengths=lengths, block_table=block_table)
     check_one_device("assign_prototypes", k, **others)
     return k.new_empty(_cache_shape("assign_prototypes", k, block_table)[:3], dtype=torch.int32)
+
+
+def _head_scores(op: str, k: Tensor, rows: Tensor, name: str, block_table: Tensor | None) -> Tensor:
+    """The result of a fake whose scores are per query head: rows is [Hq, d] or [b, Hq, d]."""
+    b, _, n, _ = _cache_shape(op, k, block_table)
+    if rows.dim() not in (2, 3):
+        raise ValueError(f"{op}: {name} must be [Hq, d] or [b, Hq, d], got {list(rows.shape)}")
+    return k.new_empty((b, rows.shape[-2], n), dtype=torch.float32)
+
+
+def quadratic_scores(
+    k: Tensor,
+    mean: Tensor,
+    *,
+    cov: Tensor | None = None,
+    scale: float | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Score keys as Expected Attention does: by the attention weight that Gaussian queries give them on average.
+
+    ```text
+    score[h, i] = scale * mean_h . k_i + scale^2 / 2 * k_i^T cov_h k_i = log E[exp(scale * q . k_i)]
+                                                                         for q ~ N(mean_h, cov_h)
+    ```
+
+    The kernel multiplies K with each covariance and with K again, and never writes the [n, d] products. A key whose
+    score is not finite in fp32 scores NaN. Invalid slots score NaN.
+
+    Args:
+        k: [b, Hk, n, d].
+        mean: fp32 [Hq, d] or [b, Hq, d], the mean query of each query head, rotated to the positions at which the keys
+            are scored. Query head h belongs to KV head h // (Hq / Hk).
+        cov: fp32 [Hq, d, d] or [b, Hq, d, d], the covariance of the queries. Only its symmetric part matters. Without
+            it, the score is scale * mean_h . k_i.
+        scale: The factor of the logits; 1 / sqrt(d) if None.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
+        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
+
+    Returns:
+        fp32 [b, Hq, n].
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or an option has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
+
+    Source: Expected Attention, Devoto et al., 2025.
+    """
+    return _quadratic_scores(k, mean, cov, scale=scale, starts=starts, lengths=lengths, block_table=block_table)
+
+
+@register_fake("kvops::quadratic_scores")
+def _(k, mean, cov=None, *, scale=None, starts=None, lengths=None, block_table=None):
+    op = "quadratic_scores"
+    check_one_device(op, k, mean=mean, cov=cov, starts=starts, lengths=lengths, block_table=block_table)
+    return _head_scores(op, k, mean, "mean", block_table)
+
+
+def trig_scores(
+    k: Tensor,
+    centers: Tensor,
+    *,
+    norms: Tensor | None = None,
+    interleaved: bool = False,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Score keys as TriAttention does: by a trigonometric series in their distance, and by their norms.
+
+    ```text
+    score[h, i] = sum over c of centers[h, c] * k[i, c] + sum over f of norms[h, f] * |k[i, f]|
+    ```
+
+    |k[i, f]| is the norm of the two channels that RoPE rotates together. For keys that are cached after RoPE, the
+    series over frequencies f that TriAttention averages over future offsets is one product with rotated query
+    centers, which `kvops.trig_centers` computes: a key's own position is already in the key.
+
+    A pair of channels with a norm below 1e-19 counts as zero. A key whose score is not finite in fp32 scores NaN, and
+    so does one whose squares overflow. Invalid slots score NaN.
+
+    Args:
+        k: [b, Hk, n, d], after RoPE.
+        centers: fp32 [Hq, d] or [b, Hq, d], in the channel order of k. Query head h belongs to KV head h // (Hq / Hk).
+        norms: fp32 [Hq, pairs] or [b, Hq, pairs] with 2 * pairs <= d, the weight of each pair's norm.
+        interleaved: Pair f is channels 2 f and 2 f + 1 (GPT-J); otherwise f and f + pairs (NeoX).
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
+        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
+
+    Returns:
+        fp32 [b, Hq, n].
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or an option has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
+
+    Source: TriAttention, Mao et al., 2026.
+    """
+    return _trig_scores(
+        k, centers, norms, interleaved=interleaved, starts=starts, lengths=lengths, block_table=block_table
+    )
+
+
+@register_fake("kvops::trig_scores")
+def _(k, centers, norms=None, *, interleaved=False, starts=None, lengths=None, block_table=None):
+    op = "trig_scores"
+    check_one_device(op, k, centers=centers, norms=norms, starts=starts, lengths=lengths, block_table=block_table)
+    return _head_scores(op, k, centers, "centers", block_table)
 
 
 def cluster_mean(scores: Tensor, assignment: Tensor, *, num_clusters: int, reduce: str = "mean") -> Tensor:

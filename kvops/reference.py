@@ -405,6 +405,62 @@ def outlier_degree(
     return torch.where(usable, torch.where(std > FLAT_SIMILARITY, (mean - similarity) / std, 0.0), torch.nan)
 
 
+def by_kv_head(rows: Tensor, k: Tensor, batched: bool) -> Tensor:
+    """Coefficients [Hq, ..] or [b, Hq, ..] as [b, Hk, G, ..], in k's dtype."""
+    rows = rows if batched else rows.expand(len(k), *rows.shape)
+    return rows.to(k.dtype).unflatten(1, (k.shape[1], -1))
+
+
+def finite_scores(scores: Tensor, k: Tensor, starts: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """Scores [b, Hk, G, n] as [b, Hq, n], with NaN for invalid slots and where they exceed fp32."""
+    usable = valid_slots(k, starts, lengths).unsqueeze(2) & (scores.abs() <= torch.finfo(torch.float32).max)
+    return torch.where(usable, scores, torch.nan).flatten(1, 2)
+
+
+@also_of_pages
+def quadratic_scores(
+    k: Tensor,
+    mean: Tensor,
+    *,
+    cov: Tensor | None = None,
+    scale: float | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Expected Attention. k: [b, Hk, n, d], mean: [Hq, d], cov: [Hq, d, d] (or with a batch) -> [b, Hq, n]."""
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    k = k.to(dtype)
+    scores = scale * torch.einsum("bhgd,bhnd->bhgn", by_kv_head(mean, k, mean.dim() == 3), k)
+    if cov is not None:
+        products = torch.einsum("bhgde,bhne->bhgnd", by_kv_head(cov, k, cov.dim() == 4), k)
+        scores = scores + scale**2 / 2 * (products * k.unsqueeze(2)).sum(-1)
+    return finite_scores(scores, k, starts, lengths)
+
+
+@also_of_pages
+def trig_scores(
+    k: Tensor,
+    centers: Tensor,
+    *,
+    norms: Tensor | None = None,
+    interleaved: bool = False,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """TriAttention. k: [b, Hk, n, d], centers: [Hq, d], norms: [Hq, pairs] (or with a batch) -> [b, Hq, n]."""
+    k = k.to(dtype)
+    scores = torch.einsum("bhgd,bhnd->bhgn", by_kv_head(centers, k, centers.dim() == 3), k)
+    if norms is not None:
+        turned = k[..., : 2 * norms.shape[-1]]
+        pairs = turned.unflatten(-1, (-1, 2)) if interleaved else turned.unflatten(-1, (2, -1)).mT
+        scores = scores + torch.einsum(
+            "bhgf,bhnf->bhgn", by_kv_head(norms, k, norms.dim() == 3), torch.linalg.vector_norm(pairs, dim=-1)
+        )
+    return finite_scores(scores, k, starts, lengths)
+
+
 @also_of_pages
 def lsh_bucket(k: Tensor, indices: Tensor, projection: Tensor, phase: Tensor) -> Tensor:
     """ProtoKV Eq. 7, 8. k: [b, Hk, n, d], indices: [b, Hk, p] -> int32 [b, Hk, p]."""

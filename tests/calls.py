@@ -54,6 +54,9 @@ class Inputs:
     projection: Tensor  # fp32 [2, d]
     phase: Tensor  # fp32 [2]
     prototypes: Tensor  # fp32 [b, Hk, 70, d], some of them zero
+    mean: Tensor  # fp32 [4 Hk, d]
+    cov: Tensor  # fp32 [b, 4 Hk, d, d]
+    norms: Tensor  # fp32 [b, 4 Hk, d / 2]
     assignment: Tensor  # int32 [b, Hk, n] in [-1, 70)
     means: Tensor  # fp32 [b, Hk, 70], like `scores`
     deep: tuple[Tensor, Tensor]  # K and V of another layer
@@ -148,6 +151,9 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
         projection=randn(2, d)[0, 0],
         phase=randn(2)[0, 0],
         prototypes=prototypes,
+        mean=randn(4, d)[0].flatten(0, 1),
+        cov=randn(4, d, d).flatten(1, 2),
+        norms=randn(4, d // 2).flatten(1, 2),
         assignment=integers(-1, 70, b, heads, n),
         means=scores(70),
         deep=(randn(n, d).to(dtype), randn(n, dv).to(dtype)),
@@ -309,6 +315,18 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "assign_prototypes": lambda x: (ops.assign_prototypes(x.k, x.prototypes),),
     "assign_prototypes, padded": lambda x: (
         ops.assign_prototypes(x.k, x.prototypes, starts=x.starts, lengths=x.lengths),
+    ),
+    "quadratic_scores": lambda x: (ops.quadratic_scores(x.k, x.mean, cov=x.cov),),
+    "quadratic_scores, padded": lambda x: (
+        ops.quadratic_scores(x.k, x.mean, cov=x.cov[0], scale=-0.2, starts=x.starts, lengths=x.lengths),
+    ),
+    "quadratic_scores, means": lambda x: (ops.quadratic_scores(x.k, x.mean),),
+    "trig_scores": lambda x: (ops.trig_scores(x.k, x.mean, norms=x.norms),),
+    "trig_scores, padded": lambda x: (
+        ops.trig_scores(x.k, x.cov[:, :, 0].contiguous(), starts=x.starts, lengths=x.lengths),
+    ),
+    "trig_scores, some channels": lambda x: (
+        ops.trig_scores(x.k, x.mean, norms=x.norms[0, :, :3].contiguous(), interleaved=True),
     ),
     "cluster_mean": lambda x: (ops.cluster_mean(x.scores, x.assignment, num_clusters=70),),
     "cluster_mean, sum": lambda x: (ops.cluster_mean(x.scores, x.assignment, num_clusters=70, reduce="sum"),),

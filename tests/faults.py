@@ -167,6 +167,27 @@ FAULTS = {
         "",
         "test_dtypes_and_head_dims",
     ),
+    "quadratic_scores multiplies before its chunk is loaded": Fault(
+        "quadratic_scores",
+        "quadratic_scores.cuh",
+        "__syncthreads();  // the chunk is loaded",
+        "",
+        "test_dtypes_and_head_dims",
+    ),
+    "quadratic_scores leaves out a piece of the diagonal": Fault(
+        "quadratic_scores",
+        "quadratic_scores.cuh",
+        "min(pieces, 4 * (step + 1))",
+        "min(pieces, 4 * step)",
+        "test_narrow_and_wide_rows",
+    ),
+    "trig_scores scores one slot too many": Fault(
+        "trig_scores",
+        "trig_scores.cuh",
+        "there && is_finite(score)",
+        "slot <= last && is_finite(score)",
+        "test_padded_rows_score_as_if_alone",
+    ),
     "cluster_mean adds without atomics": Fault(
         "cluster_mean",
         "cluster_mean.cuh",

@@ -26,6 +26,7 @@ def q():
     return torch.randn(B, 2 * HEADS, 8, D, generator=torch.Generator().manual_seed(1))
 
 
+STATISTICS = kvops.QueryStatistics.of(torch.randn(1, 2 * HEADS, 50, D), kvops.Rope.of(D))
 CALLS = {  # name: (whether it takes queries, settings)
     "lagkv": (False, dict(L=8, r=0.5)),
     "keydiff": (False, dict(budget=24)),
@@ -41,6 +42,8 @@ CALLS = {  # name: (whether it takes queries, settings)
     "h2o": (True, dict(budget=24)),
     "tova": (True, dict(budget=24)),
     "streamingllm": (False, dict(budget=24)),
+    "expectedattention": (False, dict(budget=24, statistics=STATISTICS)),
+    "triattention": (False, dict(budget=24, statistics=STATISTICS, recent=4)),
     "l2": (False, dict(budget=24)),
     "random": (False, dict(budget=24)),
 }

@@ -94,6 +94,10 @@ def test_scales_of_tensors_and_heads(dtype):
     found, same_counts = ops.build_prototypes(k8, num_chunks=9, num_buckets=0)
     assert kit.same((found * by_head, same_counts), (prototypes, counts))
     assert torch.equal(ops.assign_prototypes(k8, found), ops.assign_prototypes(true_k, prototypes))
+    mean, cov = kit.randn(6, 64), kit.randn(6, 64, 64, seed=1)
+    unscaled = k8.bfloat16()
+    assert kit.same([ops.quadratic_scores(k8, mean, cov=cov)], [ops.quadratic_scores(unscaled, mean, cov=cov)])
+    assert kit.same(*([ops.trig_scores(x, mean, norms=mean[:, :32].contiguous())] for x in (k8, unscaled)))
     for op, arguments in (
         (ops.anchor_cosine, ()),
         (ops.outlier_degree, ()),

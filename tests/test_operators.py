@@ -114,6 +114,7 @@ def test_repeatable(name, shape):
 CONTIGUOUS = {
     *("anchor", "starts", "lengths", "visible", "sink_logits", "budgets"),
     *("inv_freq", "projection", "phase", "buckets", "prototypes", "cluster_scores"),
+    *("mean", "cov", "centers", "norms"),
 }
 
 

@@ -249,6 +249,21 @@ def test_scores_of_ragged_requests(batch):
         lambda i, k, v: ops.assign_prototypes(k, prototypes[i : i + 1]),
         -1,
     )
+    heads, d = k.shape[1], k.shape[3]
+    mean, cov = kit.randn(2 * heads, d), kit.randn(len(batch.lengths), 2 * heads, d, d, seed=1)
+    same_as_alone(
+        batch,
+        ops.quadratic_scores(k, mean, cov=cov, **options),
+        lambda i, k, v: ops.quadratic_scores(k, mean, cov=cov[i]),
+        None,
+    )
+    norms = mean[:, : d // 2].contiguous()
+    same_as_alone(
+        batch,
+        ops.trig_scores(k, mean, norms=norms, **options),
+        lambda i, k, v: ops.trig_scores(k, mean, norms=norms),
+        None,
+    )
 
 
 @given(batches(), st.integers(1, 12), st.integers(0, 7))
@@ -340,6 +355,8 @@ POLICIES = [
 ]
 REFUSE_PAGES = [
     kvops.L2(20),
+    kvops.ExpectedAttention(20),
+    kvops.TriAttention(20, recent=5),
     kvops.LaCache(20),
     kvops.KVzip(20),
     kvops.KeyDiff(20, metric="dot"),

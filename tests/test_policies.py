@@ -5,7 +5,9 @@ import dataclasses
 import importlib.metadata
 import inspect
 import math
+import os
 import re
+import tempfile
 import textwrap
 import threading
 from dataclasses import fields, replace
@@ -27,6 +29,10 @@ pytestmark = kit.every_device
 
 ROOT = Path(__file__).parent.parent
 N, SINKS = 60, 3
+#: Statistics of 4 layers, 4 query heads and 16 channels: paths, since equal settings have equal representations.
+STATISTICS = [os.path.join(tempfile.mkdtemp(), f"{i}.safetensors") for i in range(2)]
+for _i, _path in enumerate(STATISTICS):
+    kvops.QueryStatistics.of([torch.randn(1, 4, 50, 16) + _i] * 4, kvops.Rope.of(16)).save(_path)
 #: Settings of each policy for 60 tokens.
 SETTINGS = {
     kvops.Full: {},
@@ -45,6 +51,8 @@ SETTINGS = {
     kvops.DefensiveKV: dict(budget=20, window=4, kernel_size=3),
     kvops.H2O: dict(budget=20, recent=3),
     kvops.TOVA: dict(budget=20, buffer=3),
+    kvops.ExpectedAttention: dict(budget=20, statistics=STATISTICS[0], sinks=2, epsilon=0.01),
+    kvops.TriAttention: dict(budget=20, statistics=STATISTICS[0], recent=3, buffer=4),
     kvops.L2: dict(budget=20, recent=0.25, skip_layers=()),
 }
 #: By name.
@@ -53,6 +61,7 @@ BASES = (
     kvops.BudgetPolicy,
     kvops.DecodePolicy,
     kvops.KeyPolicy,
+    kvops.CalibratedPolicy,
     kvops.QueryPolicy,
     kvops.WindowPolicy,
     kvops.SlotPolicy,
@@ -80,7 +89,8 @@ def call_of(policy, q):
         return (q[:, :, :32] + 1,), dict(k_repeat=q[:, ::2, :32] - 1)
     if isinstance(policy, kvops.LAQ):
         return (q[:, :, :5] + 1,), dict(q_window=q[:, :, -policy.window :]) if policy.window else {}
-    layer = dict(layer=1, num_layers=4) if isinstance(policy, (kvops.LaCache, kvops.PyramidKV)) else {}
+    by_layer = kvops.LaCache, kvops.PyramidKV, kvops.CalibratedPolicy
+    layer = dict(layer=1, num_layers=4) if isinstance(policy, by_layer) else {}
     if isinstance(policy, kvops.H2O):
         return (q,), layer
     return ((q[:, :, -policy.window :],) if policy.uses_queries else ()), layer
@@ -236,6 +246,7 @@ OTHER = {
     "clusters": "lsh",
     "cluster_reduce": "sum",
     "stage1": kvops.Full(),
+    "statistics": STATISTICS[1],
     "kernel_size": 5,
     "skip_layers": (0,),
     "instruction": (7, 8),
@@ -321,6 +332,13 @@ WRONG = {
     "span": [("wide", TypeError)],
     "overlap": [("none", TypeError)],
     **{name: [("unheard of", ValueError), (None, ValueError)] for name, x in OTHER.items() if isinstance(x, str)},
+    "statistics": [(5, TypeError), (["a"], TypeError)],
+    "future": [(0, ValueError), (1.5, TypeError)],
+    "max_offset": [(0, ValueError), (1.5, TypeError)],
+    "covariance": FLAG,
+    "value_norm": FLAG,
+    "normalize": FLAG,
+    "epsilon": [("1", TypeError), (math.nan, ValueError)],
     "normalize_anchor": FLAG,
     "pool_first": FLAG,
     "compat_mask": FLAG,

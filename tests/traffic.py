@@ -90,6 +90,7 @@ PARTS = (
     "the parts of each row, one per split of the keys, written and read; with more keys there are fewer parts per key"
 )
 LOGITS = "the logits of one row, 8 G bytes per key, written and read; the second time partly from L2"
+COVARIANCES = "U, as much as for 131,072 tokens, and K once per query head from L2"
 TABLES = "cosines and sines once per head, from L2 except for the first; and " + LOGITS
 CALLS = [
     Call("lag_score", l2=1.05, conflicts=2.4),
@@ -115,6 +116,8 @@ CALLS = [
     Call("lsh_bucket", dram=1.1, l2=1.7, why="the indices and the projection, compared with only 32 keys per head"),
     Call("build_prototypes", conflicts=49),
     Call("assign_prototypes", tokens=4096, dram=1.55, l2=1.55, why="the prototypes, as many as for 131,072 tokens"),
+    Call("quadratic_scores", tokens=2048, dram=3.0, l2=20, why=COVARIANCES),
+    Call("trig_scores", sectors=1.5, l2=1.2),
     Call(
         "cluster_mean", dram=1.15, l2=2.7, conflicts=85, why="the sums of the clusters, as many as for 131,072 tokens"
     ),

@@ -124,6 +124,23 @@ def assign_prototypes(k: Tensor, prototypes: Tensor) -> Tensor:
     return (F.normalize(k, dim=-1) @ F.normalize(prototypes, dim=-1).to(k.dtype).mT).argmax(-1).int()
 
 
+def quadratic_scores(k: Tensor, mean: Tensor, cov: Tensor | None = None) -> Tensor:
+    """[b, Hk, n, d], [Hq, d], [Hq, d, d] -> [b, Hq, n]. As kvpress: K is expanded to the query heads."""
+    keys = k.repeat_interleave(len(mean) // k.shape[1], dim=1)
+    scores = (keys @ mean.to(k.dtype).unsqueeze(-1)).squeeze(-1) * k.shape[-1] ** -0.5
+    if cov is not None:
+        scores = scores + ((keys @ cov.to(k.dtype)) * keys).sum(-1) / (2 * k.shape[-1])
+    return scores
+
+
+def trig_scores(k: Tensor, centers: Tensor, norms: Tensor) -> Tensor:
+    """[b, Hk, n, d], [Hq, d], [Hq, d / 2] -> [b, Hq, n], with the series already folded into the centers."""
+    group = len(centers) // k.shape[1]
+    lengths = torch.linalg.vector_norm(k.unflatten(-1, (2, -1)), dim=-2)
+    of_centers, of_norms = (x.to(k.dtype).unflatten(0, (-1, group)) for x in (centers, norms))
+    return (of_centers @ k.mT + of_norms @ lengths.mT).flatten(1, 2)
+
+
 def cluster_sums(scores: Tensor, assignment: Tensor, count: int) -> Tensor:
     """[b, Hk, n] twice -> [b, Hk, count]."""
     return scores.new_zeros(*scores.shape[:2], count).scatter_add_(2, assignment.long(), scores)

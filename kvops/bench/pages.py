@@ -38,7 +38,15 @@ OPERATORS = (
     READING,
     *("lag_score", "anchor_cosine", "outlier_degree"),
     *("window_scores", "window_attention", "window_attention, decode"),
-    *("lsh_bucket", "build_prototypes", "assign_prototypes", "gather_kv", "compact_kv_"),
+    *(
+        "lsh_bucket",
+        "build_prototypes",
+        "assign_prototypes",
+        "quadratic_scores",
+        "trig_scores",
+        "gather_kv",
+        "compact_kv_",
+    ),
 )
 
 
@@ -119,6 +127,8 @@ def calls(c: Case, k: Tensor, v: Tensor, table: Tensor | None) -> dict[str, Call
         "lsh_bucket": partial(ops.lsh_bucket, k, of.sats, *of.hash, **pages),
         "build_prototypes": partial(ops.build_prototypes, k, **anchors, **pages),
         "assign_prototypes": partial(ops.assign_prototypes, k, of.prototypes, **pages),
+        "quadratic_scores": partial(ops.quadratic_scores, k, c.statistics.mean, cov=c.statistics.cov, **pages),
+        "trig_scores": partial(ops.trig_scores, k, c.statistics.mean, norms=c.statistics.norms, **pages),
         "gather_kv": partial(ops.gather_kv, k, v, c.indices, out=c.out, **pages),
         "compact_kv_": partial(ops.compact_kv_, k, v, c.indices, **pages),
     }

@@ -46,6 +46,14 @@ class Clusters(NamedTuple):
     means: Tensor
 
 
+class Statistics(NamedTuple):
+    """Of the queries of one layer."""
+
+    mean: Tensor  # [GROUP * heads, d]
+    cov: Tensor  # [GROUP * heads, d, d]
+    norms: Tensor  # [GROUP * heads, d / 2]
+
+
 class Ladder:
     """The last `count` layers of a model, with slices of K and V, and LaCache's plan for an overflow."""
 
@@ -127,6 +135,14 @@ class Case:
         assignment = ops.assign_prototypes(self.k, prototypes)
         means = ops.cluster_mean(self.scores, assignment, num_clusters=PROTOTYPES)
         return Clusters(hashing, sats, buckets, prototypes, assignment, means)
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        generator = torch.Generator(self.device).manual_seed(3 * self._seed + 2)
+        shape = (GROUP * self.heads, self.d, self.d)
+        factor = torch.randn(shape, device=self.device, generator=generator)
+        mean, norms = factor[:, 0].contiguous(), factor[:, 1, : self.d // 2].abs().contiguous()
+        return Statistics(mean, factor @ factor.mT / self.d, norms)
 
     def restore(self) -> None:
         """Undo in-place calls."""
@@ -423,6 +439,12 @@ def _prototype_product(c: Case) -> Callable[[], Tensor]:
     return lambda: torch.matmul(k, prototypes, out=out)
 
 
+def _covariance_product(c: Case) -> None:
+    """Multiply K by each covariance in K's dtype, head by head; the products are written but not reduced."""
+    for head, cov in enumerate(c.statistics.cov.to(c.k.dtype)):
+        torch.matmul(c.k[:, head // GROUP], cov)
+
+
 def _protokv(c: Case, **out: Any) -> Any:
     return kvops.protokv_compress(c.k, c.v, c.window(WINDOW).q, c.budget, **out)
 
@@ -568,6 +590,34 @@ ROWS: dict[str, Row] = {
         touched=lambda c: (c.k,),
         peers=lambda c: {"bf16 product": _prototype_product(c)},
         peer_goals={"bf16 product": 1},
+    ),
+    "quadratic_scores": Row(
+        forms={"": lambda c: ops.quadratic_scores(c.k, c.statistics.mean, cov=c.statistics.cov)},
+        eager=eager.quadratic_scores,
+        args=lambda c: (c.k, c.statistics.mean, c.statistics.cov),
+        bytes=lambda c: size(c.k) + 4 * GROUP * c.k.numel() // c.d,
+        against="read",
+        touched=lambda c: (c.k,),
+        peers=lambda c: {"matmul": lambda: _covariance_product(c)},
+        peer_goals={"matmul": 1},
+    ),
+    "quadratic_scores, means": Row(
+        forms={"": lambda c: ops.quadratic_scores(c.k, c.statistics.mean)},
+        eager=eager.quadratic_scores,
+        args=lambda c: (c.k, c.statistics.mean),
+        bytes=lambda c: size(c.k) + 4 * GROUP * c.k.numel() // c.d,
+        against="read",
+        touched=lambda c: (c.k,),
+        copy_goal=0.8,
+    ),
+    "trig_scores": Row(
+        forms={"": lambda c: ops.trig_scores(c.k, c.statistics.mean, norms=c.statistics.norms)},
+        eager=eager.trig_scores,
+        args=lambda c: (c.k, c.statistics.mean, c.statistics.norms),
+        bytes=lambda c: size(c.k) + 4 * GROUP * c.k.numel() // c.d,
+        against="read",
+        touched=lambda c: (c.k,),
+        copy_goal=0.8,
     ),
     "cluster_mean": Row(
         forms={"": lambda c: ops.cluster_mean(c.scores, c.clusters.assignment, num_clusters=PROTOTYPES)},

@@ -169,11 +169,11 @@ def cells(a: argparse.Namespace) -> Iterator[tuple[Cell, Rule]]:
 def describe() -> str:
     lines = ["methods, with the arguments of their classes:"]
     for name, entry in METHODS.items():
-        lines.append(f"  {name:18}{', '.join(options_of(entry.policy))}".rstrip())
+        lines.append(f"  {name:20}{', '.join(options_of(entry.policy))}".rstrip())
     lines.append("  path/to/file.py:Class, module:Class, or an installed package's name (docs/adding_a_method.md)")
     lines.append("tasks:")
     for name, task in TASKS.items():
-        lines.append(f"  {name:18}{', '.join(f'{x.name}={x.default}' for x in fields(task))}")
+        lines.append(f"  {name:20}{', '.join(f'{x.name}={x.default}' for x in fields(task))}")
     return "\n".join(lines)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..methods import Full, Policy
 from ..methods.table import METHODS as METHODS
@@ -35,8 +36,15 @@ def options_of(policy: type[Policy]) -> dict[str, tuple[type, ...]]:
         The types that each setting accepts, by name, without the budget.
     """
     hints = get_type_hints(policy)
-    kinds = {name: get_args(hints[name]) or (hints[name],) for name in inspect.signature(policy).parameters}
-    return {name: kind for name, kind in kinds.items() if name != "budget" and set(kind) <= KINDS.keys()}
+    found = {}
+    for name in inspect.signature(policy).parameters:
+        hint = hints[name]
+        kinds = get_args(hint) or (hint,)
+        if get_origin(hint) in (Union, UnionType):  # such as an object or the path of its file
+            kinds = tuple(x for x in kinds if x in KINDS)
+        if name != "budget" and set(kinds) <= KINDS.keys() and set(kinds) != {type(None)}:
+            found[name] = kinds
+    return found
 
 
 def check_option(label: str, key: str, value: object, kinds: tuple[type, ...]) -> None:

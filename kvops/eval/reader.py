@@ -154,7 +154,7 @@ class Reader:
             Unreachable: no settings of the method meet the budget, or it does not support the model.
         """
         n = prompts.shape[1]
-        policy = rule.policy(budget, n, self.num_layers, streaming=chunk is not None)
+        policy = rule.policy(budget, n, self.num_layers, streaming=chunk is not None).for_model(self.model)
         cache = self._cache(policy)
         begin = self.clock()
         for piece in self.tokens(prompts).split([n] if chunk is None else chunks(policy, n, chunk), 1):
@@ -253,5 +253,5 @@ class Reader:
         Raises:
             Unreachable: no settings of the method meet the budget, or it does not support the model.
         """
-        policy = rule.policy(budget, ids.shape[1], self.num_layers, streaming=True)
+        policy = rule.policy(budget, ids.shape[1], self.num_layers, streaming=True).for_model(self.model)
         return stream(self.model, self._cache(policy), self.tokens(ids), window)

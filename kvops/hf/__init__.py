@@ -40,6 +40,7 @@ Modules:
 - `cache`: the cache and its layers
 - `attention`: the library's attention and its masks
 - `rope`: `model_rope`
+- `statistics`: `query_statistics`
 - `compression`: `compress`, `generate`
 - `generation`: `lookahead`, `repeat`
 - `drafts`: prompt lookup and assisted decoding
@@ -75,6 +76,7 @@ from .cache import EvictingLayer, KVCache, LayerStats, Stage
 from .compression import Compression, compress, generate
 from .generation import decode_greedily, lookahead, repeat
 from .rope import model_rope
+from .statistics import query_statistics
 
 __all__ = [
     "Compression",
@@ -89,5 +91,6 @@ __all__ = [
     "lookahead",
     "model_rope",
     "repeat",
+    "query_statistics",
     "use_attention",
 ]

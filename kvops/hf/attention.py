@@ -340,10 +340,10 @@ def use_attention(model: _Model) -> _Model:
     """
     inner = unwrap("use_attention", model)
     check_attention("use_attention", inner.config)
-    before = _implementations(inner)
+    before = implementations(inner)
     inner.set_attn_implementation(ATTENTION)
     if inner.config.get_text_config(decoder=True)._attn_implementation != ATTENTION:
-        _restore(before)
+        restore(before)
         raise ValueError(
             f"use_attention: {type(inner).__name__} computes its attention itself, without the AttentionInterface of "
             "transformers, so the library cannot replace it; a KVCache with a policy that does not use queries (such "
@@ -352,7 +352,7 @@ def use_attention(model: _Model) -> _Model:
     return model
 
 
-def _implementations(model: PreTrainedModel) -> _Configs:
+def implementations(model: PreTrainedModel) -> _Configs:
     """Return the configs of a model and its parts, each with its attention's name."""
     configs = [x.config for x in model.modules() if isinstance(x, PreTrainedModel)]
     for config in configs:  # grows
@@ -360,7 +360,7 @@ def _implementations(model: PreTrainedModel) -> _Configs:
     return [(config, config._attn_implementation) for config in configs]
 
 
-def _restore(before: _Configs) -> None:
+def restore(before: _Configs) -> None:
     for config, name in before:
         config._attn_implementation_internal = name  # the public attribute would set the parts' too
 
@@ -384,7 +384,7 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
     """Switch a model to the library's attention until the last of the concurrent blocks and calls ends."""
     with _switching:
         if model not in _generating:
-            before = _implementations(model)
+            before = implementations(model)
             use_attention(model)
             _generating[model] = 0, before
         calls, before = _generating[model]
@@ -397,4 +397,4 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
             if calls > 1:
                 _generating[model] = calls - 1, before
             else:
-                _restore(before)
+                restore(before)

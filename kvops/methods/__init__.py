@@ -5,6 +5,7 @@ from .base import BudgetPolicy, Compressed, DecodePolicy, KeyPolicy, Policy, Vie
 from .baselines import L2, Full, Random, StreamingLLM
 from .budgets import entropy_budgets, head_budgets
 from .defensivekv import DefensiveKV
+from .expected_attention import ExpectedAttention
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
 from .kvzip import KVzip
@@ -17,15 +18,19 @@ from .recall_metric import recall
 from .shorthands import *  # noqa: F403
 from .slots import SlotPolicy
 from .snapkv import ChunkKV, PyramidKV, SnapKV, pyramidkv_budgets
+from .statistics import CalibratedPolicy, QueryStatistics, trig_centers
 from .table import METHODS, policy
+from .triattention import TriAttention
 
 __all__ = [
     "METHODS",
     "BudgetPolicy",
+    "CalibratedPolicy",
     "ChunkKV",
     "Compressed",
     "DecodePolicy",
     "DefensiveKV",
+    "ExpectedAttention",
     "Full",
     "H2O",
     "KeyDiff",
@@ -39,12 +44,14 @@ __all__ = [
     "ProtoKV",
     "PyramidKV",
     "QueryPolicy",
+    "QueryStatistics",
     "Random",
     "SATKV",
     "SlotPolicy",
     "SnapKV",
     "StreamingLLM",
     "TOVA",
+    "TriAttention",
     "View",
     "WindowPolicy",
     "entropy_budgets",
@@ -54,5 +61,6 @@ __all__ = [
     "policy",
     "pyramidkv_budgets",
     "recall",
+    "trig_centers",
 ]
 __all__ += shorthands.__all__

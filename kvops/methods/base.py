@@ -336,6 +336,10 @@ class Policy:
         """
         raise NotImplementedError
 
+    def for_model(self, model: Any) -> Policy:
+        """The policy to use with a transformers model; policies that need something of the model get it here."""
+        return self
+
     def move(self, view: View, indices: Tensor, out: Out = None) -> tuple[Tensor, Tensor]:
         """Move the kept rows of K and V to new memory, to `out`, or (`IN_PLACE`) to the front of K and V."""
         if out is IN_PLACE:

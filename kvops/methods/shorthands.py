@@ -20,6 +20,7 @@ from .baselines import L2, Random, StreamingLLM
 from .budgets import Budget
 from .calling import Layout, one_shot
 from .defensivekv import DefensiveKV
+from .expected_attention import ExpectedAttention
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
 from .kvzip import KVzip, RepeatCall
@@ -29,12 +30,16 @@ from .laq import LAQ
 from .protokv import SATKV, ProtoKV
 from .queries import QueryCall, window_rows
 from .snapkv import ChunkKV, PyramidKV, SnapKV
+from .statistics import QueryStatistics
+from .triattention import TriAttention
 
 __all__ = [
     "chunkkv_compress",
     "chunkkv_compress_",
     "defensivekv_compress",
     "defensivekv_compress_",
+    "expectedattention_compress",
+    "expectedattention_compress_",
     "h2o_compress",
     "h2o_compress_",
     "keydiff_compress",
@@ -63,6 +68,8 @@ __all__ = [
     "streamingllm_compress_",
     "tova_compress",
     "tova_compress_",
+    "triattention_compress",
+    "triattention_compress_",
 ]
 
 P = ParamSpec("P")
@@ -807,6 +814,122 @@ def l2_compress(
 
 
 @one_shot
+def expectedattention_compress(
+    k: Tensor,
+    v: Tensor,
+    budget: Budget,
+    *,
+    statistics: QueryStatistics | str | None = None,
+    sinks: int = 4,
+    recent: int | float = 0,
+    future: int = 512,
+    covariance: bool = True,
+    value_norm: bool = True,
+    epsilon: float = 0.0,
+    head_mode: str = "per_head",
+    **call: Unpack[LayerSpans],
+) -> Compressed:
+    """Evict by Expected Attention: keep the tokens that future queries are expected to attend to.
+
+    Equals `kvops.ExpectedAttention(budget, ...).compress(k, v)`.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8, after RoPE; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        statistics: Of the model's queries, required. See `kvops.QueryStatistics`.
+        sinks: See `kvops.ExpectedAttention`.
+        recent: See `kvops.ExpectedAttention`.
+        future: See `kvops.ExpectedAttention`.
+        covariance: See `kvops.ExpectedAttention`.
+        value_norm: See `kvops.ExpectedAttention`.
+        epsilon: See `kvops.ExpectedAttention`.
+        head_mode: See `kvops.ExpectedAttention`.
+        **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
+            `LayerSpans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value, or there are no statistics. Nothing
+            has been written.
+
+    Source: Expected Attention, Devoto et al., 2025.
+    """
+    policy = ExpectedAttention(
+        budget,
+        statistics=statistics,
+        sinks=sinks,
+        recent=recent,
+        future=future,
+        covariance=covariance,
+        value_norm=value_norm,
+        epsilon=epsilon,
+        head_mode=head_mode,
+    )
+    return policy.compress(k, v, **call)
+
+
+@one_shot
+def triattention_compress(
+    k: Tensor,
+    v: Tensor,
+    budget: Budget,
+    *,
+    statistics: QueryStatistics | str | None = None,
+    sinks: int = 0,
+    recent: int | float = 128,
+    max_offset: int = 65536,
+    normalize: bool = True,
+    head_mode: str = "per_head",
+    **call: Unpack[LayerSpans],
+) -> Compressed:
+    """Evict by TriAttention: keep the keys that mean queries score highest at future positions, and the newest.
+
+    Equals `kvops.TriAttention(budget, ...).compress(k, v)`.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8, after RoPE; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        statistics: Of the model's queries, required. See `kvops.QueryStatistics`.
+        sinks: See `kvops.TriAttention`.
+        recent: See `kvops.TriAttention`.
+        max_offset: See `kvops.TriAttention`.
+        normalize: See `kvops.TriAttention`.
+        head_mode: See `kvops.TriAttention`.
+        **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
+            `LayerSpans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value, or there are no statistics. Nothing
+            has been written.
+
+    Source: TriAttention, Mao et al., 2026.
+    """
+    policy = TriAttention(
+        budget,
+        statistics=statistics,
+        sinks=sinks,
+        recent=recent,
+        max_offset=max_offset,
+        normalize=normalize,
+        head_mode=head_mode,
+    )
+    return policy.compress(k, v, **call)
+
+
+@one_shot
 def random_compress(k: Tensor, v: Tensor, budget: Budget, *, seed: int = 0, **call: Unpack[Spans]) -> Compressed:
     """Evict at random: keep random tokens, different ones in every head.
 
@@ -860,6 +983,8 @@ tova_compress_ = in_place(tova_compress)
 streamingllm_compress_ = in_place(streamingllm_compress)
 """`streamingllm_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 l2_compress_ = in_place(l2_compress)
+expectedattention_compress_ = in_place(expectedattention_compress)
+triattention_compress_ = in_place(triattention_compress)
 """`l2_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 random_compress_ = in_place(random_compress)
 """`random_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""

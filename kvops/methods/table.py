@@ -22,6 +22,7 @@ from ..specs import parse_options
 from .base import Policy
 from .baselines import L2, Full, Random, StreamingLLM
 from .defensivekv import DefensiveKV
+from .expected_attention import ExpectedAttention
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
 from .kvzip import KVzip
@@ -30,6 +31,7 @@ from .lagkv import LagKV
 from .laq import LAQ
 from .protokv import SATKV, ProtoKV
 from .snapkv import ChunkKV, PyramidKV, SnapKV
+from .triattention import TriAttention
 
 ENTRY_POINTS = "kvops.methods"
 #: The families of methods: what a rule depends on.
@@ -42,6 +44,7 @@ FAMILIES = (
     "prototypes",
     "window attention",
     "accumulated attention",
+    "calibrated queries",
 )
 
 
@@ -92,6 +95,13 @@ METHODS: dict[str, Entry] = {
     "chunkkv": Entry("ChunkKV", ChunkKV, "window attention", "ChunkKV, Liu et al., 2025"),
     "h2o": Entry("H2O", H2O, "accumulated attention", "H2O, Zhang et al., 2023"),
     "tova": Entry("TOVA", TOVA, "accumulated attention", "TOVA, Oren et al., 2024"),
+    "expected-attention": Entry(
+        "Expected Attention",
+        ExpectedAttention,
+        "calibrated queries",
+        "Expected Attention, Devoto et al., 2025",
+    ),
+    "triattention": Entry("TriAttention", TriAttention, "calibrated queries", "TriAttention, Mao et al., 2026"),
     "l2": Entry("L2", L2, "keys alone", "L2 norm, Devoto et al., 2024"),
 }
 

@@ -1,0 +1,68 @@
+// Keys as floats: shared by quadratic_scores and trig_scores, whose arithmetic per key outweighs its conversion.
+//
+// A block of keys is converted to rows of floats in the order of the channels, padded with zeros, which then stay in
+// the L1 cache. Scores are sums over the lanes of one vector per key, added for VL keys at once. A score that is not
+// finite becomes NaN.
+#pragma once
+#include "simd.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+// Floats in a converted row of d channels.
+inline int64_t float_width(int64_t d) {
+  return (d + 31) / 32 * 32;
+}
+
+// Converts a row; the rest of `out` up to `width` becomes 0.
+template <class T>
+inline void to_floats(const T* row, RowShape shape, int64_t width, float* out) {
+  for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
+    F x[kVecs<T>];
+    load_row(row, x);
+    float* const to = out + c * kStep<T>;
+    if constexpr (kInOrder<T>) {
+      for (int j = 0; j < kVecs<T>; ++j) store(to + j * VL, x[j]);
+    } else {
+      store(to, zip_low(x[0], x[1]));
+      store(to + VL, zip_high(x[0], x[1]));
+    }
+  });
+  for (int64_t c = shape.registers() * kStep<T>; c < width; c += VL) store(out + c, F{});
+}
+
+// scores[i] = scale * the sum over the lanes of sums[i], for `count` keys. sums: [count, padded to VL][VL].
+inline void store_scores(const float* sums, int64_t count, float scale, float* scores) {
+  for (int64_t i = 0; i < count; i += VL) {
+    F rows[VL];
+    for (int r = 0; r < VL; ++r) rows[r] = load(sums + (i + r) * VL);
+    const F score = sum_lanes(rows) * scale;
+    store_first(scores + i, score - score == 0.0f ? score : splat(__builtin_nanf("")), count - i < VL ? count - i : VL);
+  }
+}
+
+// Calls fn(worker's scratch, head index, b, first key, end) for runs of at most `keys` keys that cover the valid keys
+// of every KV head. Slots that are not valid get NaN in the scores of all `group` query heads.
+template <class Params, class Fn>
+inline void for_key_runs(const Params& p, const Workers& workers, int64_t scratch, int64_t keys, const Fn& fn) {
+  const int64_t runs = (p.n + keys - 1) / keys;
+  parallel_for(workers, workers.count, [&](int64_t worker) {
+    auto run = fn(workers.workspace + worker * scratch);
+    const Share items = share(p.b * p.heads * runs, worker, workers.count);
+    for (int64_t item = items.first; item < items.last; ++item) {
+      const int64_t head = item / runs, b = head / p.heads;
+      const int64_t first = p.slots.first(b), last = first + p.slots.count(b);
+      if (item % runs == 0)
+        for (int64_t g = 0; g < p.group; ++g) {
+          float* const scores = p.scores + (head * p.group + g) * p.n;
+          for (int64_t i = 0; i < first; ++i) scores[i] = __builtin_nanf("");
+          for (int64_t i = last; i < p.n; ++i) scores[i] = __builtin_nanf("");
+        }
+      const int64_t begin = first + item % runs * keys, end = last - begin < keys ? last : begin + keys;
+      if (begin < end) run(head, begin, end);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace kvops::KVOPS_ISA

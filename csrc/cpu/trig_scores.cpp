@@ -1,0 +1,5 @@
+#include "../ops/trig_scores.h"
+
+#include "isa.h"
+
+KVOPS_LEVELS(trig_scores, TrigScoresParams)

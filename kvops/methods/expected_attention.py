@@ -1,0 +1,94 @@
+"""Expected Attention: keeps the tokens that future queries are expected to attend to.
+
+Source: "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution", Devoto et
+al., 2025, and NVIDIA's kvpress. Decisions: docs/methods/expectedattention.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..checks import check_bool, check_finite, check_int
+from ..ops import quadratic_scores
+from .base import View
+from .select import readable_keys
+from .statistics import CalibratedPolicy, mean_rotation, next_position, turned
+
+
+@dataclass(frozen=True, eq=False)
+class ExpectedAttention(CalibratedPolicy):
+    """Expected Attention: keeps the tokens with the largest expected contribution to the next queries' output.
+
+    ```text
+    R        = mean over the next `future` positions of their RoPE
+    mu, C    = R mean, R cov R^T                                    of the query statistics
+    z[h, i]  = scale mu_h . k_i + scale^2 / 2 k_i^T C_h k_i         log of the mean weight of a Gaussian query
+    a        = softmax over the tokens after the sinks of z
+    score[i] = (mean over the group of a[h, i] + epsilon) * ||v_i||
+    ```
+
+    `head_mode="adaptive"` shares a layer's budget among its heads, as AdaKV does.
+
+    Attributes:
+        budget: See `BudgetPolicy`.
+        sinks: See `BudgetPolicy`. The softmax leaves these tokens out.
+        recent: See `KeyPolicy`.
+        head_mode: See `BudgetPolicy`.
+        buffer: See `DecodePolicy`.
+        statistics: See `CalibratedPolicy`.
+        future: How many next positions the queries are expected at.
+        covariance: If False, only the mean query counts: C is 0.
+        value_norm: If False, the score is without epsilon and ||v_i||.
+        epsilon: Added to the expected weight. kvpress uses 0.01 with adaptive budgets.
+
+    Source: Expected Attention, Devoto et al., 2025; code: kvpress, expected_attention_press.py.
+    """
+
+    uses_positions: ClassVar[bool] = False
+
+    _: KW_ONLY
+    sinks: int = 4
+    future: int = 512
+    covariance: bool = True
+    value_norm: bool = True
+    epsilon: float = 0.0
+
+    def check(self) -> None:
+        check_int(self.name, "future", self.future, 1)
+        check_bool(self.name, "covariance", self.covariance)
+        check_bool(self.name, "value_norm", self.value_norm)
+        check_finite(self.name, "epsilon", self.epsilon)
+        super().check()
+
+    def scores(self, view: View) -> Tensor:
+        logits = self.logits(view)
+        if self.sinks:
+            slots = torch.arange(view.n, device=logits.device)
+            first = 0 if view.starts is None else view.starts[:, None, None]
+            logits = logits.masked_fill((slots >= first) & (slots < first + self.sinks), -torch.inf)
+        usable = logits > -torch.inf  # neither a sink nor NaN
+        weights = torch.where(usable, logits, -torch.inf).softmax(-1)
+        weights = torch.where(usable, weights, torch.where(logits.isnan(), torch.nan, 0.0))
+        expected = weights.unflatten(1, (view.heads, -1)).mean(2)
+        if not self.value_norm:
+            return expected
+        norms = torch.linalg.vector_norm(readable_keys(self.name, view.v), dim=-1, dtype=torch.float32)
+        return (expected + self.epsilon) * norms
+
+    def logits(self, view: View) -> Tensor:
+        """The logarithm of each key's expected weight, before the softmax: fp32 [b, Hq, n]."""
+        of = self.of_layer(view)
+        offsets = torch.arange(self.future)
+        by = mean_rotation(of.rope, next_position(view), offsets).to(view.k.device)  # [pairs] or [b, 1, pairs]
+        mean = turned(of.mean.double(), by, of.rope).float().contiguous()
+        cov = None
+        if self.covariance:
+            if by.dim() > 1:
+                by = by.unsqueeze(-2)
+            once = turned(of.cov.double(), by, of.rope)
+            cov = turned(once.mT, by, of.rope).mT.float().contiguous()
+        return quadratic_scores(view.k, mean, cov=cov, scale=of.scale, **view.slots)

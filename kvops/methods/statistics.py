@@ -1,0 +1,307 @@
+"""Statistics of a model's queries before RoPE: what Expected Attention and TriAttention know of future queries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import check_int
+from ..ops import rope_at_slots
+from ..rope import Rope
+from .base import KeyPolicy, Policy, View
+
+FORMAT = "kvops query statistics 1"
+
+
+@dataclass(frozen=True, eq=False)
+class QueryStatistics:
+    """Means, covariances and norms of the queries of each layer, before RoPE.
+
+    Channels that RoPE does not rotate are part of `mean` and `cov`, but not of `norms`. `kvops.hf.query_statistics`
+    gathers them from a model; `QueryStatistics.of` from queries at hand.
+
+    Attributes:
+        mean: fp32 [Hq, d] per layer that evicts, in the order of the layers.
+        cov: fp32 [Hq, d, d] per layer.
+        norms: fp32 [Hq, pairs] per layer, the mean norm of the two channels that RoPE rotates together.
+        rope: The model's rotary embedding.
+        scale: The factor of the model's logits; None is 1 / sqrt(d).
+    """
+
+    mean: Sequence[Tensor]
+    cov: Sequence[Tensor]
+    norms: Sequence[Tensor]
+    rope: Rope
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "cov", "norms"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not len(self.mean) == len(self.cov) == len(self.norms) >= 1:
+            raise ValueError(
+                "QueryStatistics: mean, cov and norms must have one tensor per layer, got "
+                f"{len(self.mean)}, {len(self.cov)} and {len(self.norms)}"
+            )
+        pairs = len(self.rope.inv_freq)
+        for i, (mean, cov, norms) in enumerate(zip(self.mean, self.cov, self.norms)):
+            heads, d = mean.shape if mean.dim() == 2 else (0, 0)
+            if not heads or 2 * pairs > d or cov.shape != (heads, d, d) or norms.shape != (heads, pairs):
+                raise ValueError(
+                    f"QueryStatistics: layer {i} must have mean [Hq, d], cov [Hq, d, d] and norms [Hq, {pairs}], got "
+                    f"{list(mean.shape)}, {list(cov.shape)} and {list(norms.shape)}"
+                )
+            if any(x.dtype != torch.float32 for x in (mean, cov, norms)):
+                raise ValueError(f"QueryStatistics: the tensors of layer {i} must be torch.float32")
+
+    @staticmethod
+    def of(queries: Tensor | Sequence[Tensor], rope: Rope, *, scale: float | None = None) -> QueryStatistics:
+        """Compute the statistics of given queries.
+
+        Args:
+            queries: [b, Hq, w, d] before RoPE, of one layer or a list of layers. All rows and tokens count alike.
+            rope: The model's rotary embedding.
+            scale: See the class.
+        """
+        layers = []
+        for q in [queries] if isinstance(queries, Tensor) else queries:
+            layers.append(Sums(rope))
+            layers[-1].add(q)
+        return of_sums(layers, rope, scale)
+
+    def layer(self, who: str, layer: int | None, num_layers: int | None, device: torch.device) -> OfLayer:
+        """The statistics of one layer on a device.
+
+        Raises:
+            ValueError: The layer is not given and there are several, or the model has another number of layers.
+        """
+        count = len(self.mean)
+        if layer is None and count > 1:
+            raise ValueError(f"{who}: statistics cover {count} layers, pass layer and num_layers to compress")
+        if num_layers is not None and num_layers != count:
+            raise ValueError(
+                f"{who}: statistics must cover the {num_layers} layers that evict, got {count}; gather them from the "
+                "same model with kvops.hf.query_statistics"
+            )
+        i = layer or 0
+        mean, cov, norms = (x[i].to(device) for x in (self.mean, self.cov, self.norms))
+        return OfLayer(mean, cov, norms, self.rope, self.scale)
+
+    def save(self, path: str | Path) -> None:
+        """Write the statistics to a safetensors file."""
+        from safetensors.torch import save_file
+
+        tensors = {"inv_freq": self.rope.inv_freq.float().contiguous().cpu()}
+        for name in ("mean", "cov", "norms"):
+            tensors |= {f"{name}.{i}": x.contiguous().cpu() for i, x in enumerate(getattr(self, name))}
+        more = dict(
+            layers=len(self.mean), interleaved=self.rope.interleaved, scaling=self.rope.scaling, scale=self.scale
+        )
+        save_file(tensors, path, {"format": FORMAT, "settings": json.dumps(more)})
+
+    @staticmethod
+    def load(path: str | Path) -> QueryStatistics:
+        """Read statistics from a file that `save` wrote.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: The file holds something else.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise ValueError(f"QueryStatistics: {path} must be a file that QueryStatistics.save wrote")
+                more: dict[str, Any] = json.loads(metadata["settings"])
+                rope = Rope(file.get_tensor("inv_freq"), more["interleaved"], more["scaling"])
+                mean, cov, norms = (
+                    [file.get_tensor(f"{name}.{i}") for i in range(more["layers"])] for name in ("mean", "cov", "norms")
+                )
+        except SafetensorError as error:
+            raise ValueError(f"QueryStatistics: {path} must be a safetensors file, got {error}") from error
+        return QueryStatistics(mean, cov, norms, rope, more["scale"])
+
+
+@dataclass(frozen=True)
+class OfLayer:
+    """The statistics of one layer."""
+
+    mean: Tensor
+    cov: Tensor
+    norms: Tensor
+    rope: Rope
+    scale: float | None
+
+
+class Sums:
+    """Sums over the queries of one layer, in fp64: their statistics need not be gathered in one piece."""
+
+    def __init__(self, rope: Rope):
+        self.rope, self.count = rope, 0
+        self.total: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def add(self, q: Tensor) -> None:
+        """Add queries before RoPE, [b, Hq, w, d]."""
+        if q.dim() != 4 or not q.shape[0] * q.shape[2]:
+            raise ValueError(
+                f"QueryStatistics: queries must be [b, Hq, w, d] with at least one row, got {list(q.shape)}"
+            )
+        q = q.double().transpose(0, 1).flatten(1, 2)  # [Hq, tokens, d]
+        norms = torch.view_as_real(pairs_of(q, self.rope)).square().sum(-1).sqrt().sum(1)
+        added = q.sum(1), q.mT @ q, norms
+        self.total = added if self.total is None else tuple(x + y for x, y in zip(self.total, added))  # type: ignore[assignment]
+        self.count += q.shape[1]
+
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        """mean, cov and norms, fp32."""
+        assert self.total is not None
+        mean, squares, norms = (x / self.count for x in self.total)
+        cov = squares - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        return mean.float(), cov.float(), norms.float()
+
+
+def of_sums(layers: Sequence[Sums], rope: Rope, scale: float | None) -> QueryStatistics:
+    """The statistics of the sums of all layers."""
+    mean, cov, norms = zip(*(x.statistics() for x in layers))
+    return QueryStatistics(mean, cov, norms, rope, scale)
+
+
+@dataclass(frozen=True, eq=False)
+class CalibratedPolicy(KeyPolicy):
+    """A policy that scores keys by statistics of the model's queries.
+
+    Attributes:
+        budget: See `BudgetPolicy`.
+        sinks: See `BudgetPolicy`.
+        recent: See `KeyPolicy`.
+        head_mode: See `BudgetPolicy`.
+        buffer: See `DecodePolicy`.
+        statistics: A `QueryStatistics` of the model, or the path of its file. It is required: calls without it raise
+            ValueError. If it covers several layers, single calls need `layer` and `num_layers`.
+    """
+
+    _: KW_ONLY
+    statistics: QueryStatistics | str | None = None
+
+    def check(self) -> None:
+        if not isinstance(self.statistics, (QueryStatistics, str, Path, type(None))):
+            raise TypeError(
+                f"{self.name}: statistics must be a kvops.QueryStatistics or the path of its file, got "
+                f"{type(self.statistics).__name__}"
+            )
+        super().check()
+
+    @property
+    def heads_alone(self) -> bool:
+        return False  # the statistics are those of all heads
+
+    def for_model(self, model: Any) -> Policy:
+        """The same policy with statistics over the library's calibration text, unless it has statistics."""
+        if self.statistics is not None:
+            return self
+        from ..hf.statistics import calibrated
+
+        return replace(self, statistics=calibrated(model))
+
+    def of_layer(self, view: View) -> OfLayer:
+        """The statistics of the view's layer."""
+        return resolved(self.name, self.statistics).layer(self.name, view.layer, view.num_layers, view.k.device)
+
+
+def resolved(who: str, statistics: QueryStatistics | str | Path | None) -> QueryStatistics:
+    """Statistics given as an object or as the path of a file."""
+    if statistics is None:
+        raise ValueError(
+            f"{who}: statistics must be a kvops.QueryStatistics or the path of its file, got None; gather them with "
+            "kvops.hf.query_statistics(model, ids)"
+        )
+    if isinstance(statistics, QueryStatistics):
+        return statistics
+    path = Path(statistics)
+    key = str(path.resolve()), path.stat().st_mtime_ns
+    if key not in _loaded:
+        _loaded.clear()
+        _loaded[key] = QueryStatistics.load(path)
+    return _loaded[key]
+
+
+_loaded: dict[tuple[str, int], QueryStatistics] = {}  # the file read last
+
+
+def pairs_of(x: Tensor, rope: Rope) -> Tensor:
+    """The channels that RoPE rotates, as complex numbers: fp64 [.., d] -> complex128 [.., pairs]."""
+    pairs = len(rope.inv_freq)
+    x = x[..., : 2 * pairs]
+    first, second = (x[..., ::2], x[..., 1::2]) if rope.interleaved else (x[..., :pairs], x[..., pairs:])
+    return torch.complex(first, second)
+
+
+def unrotated(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+    """Undo the RoPE of queries or keys [b, H, n, d] at positions int64 [n]: fp32."""
+    cos, sin = rope.to(x.device, x.dtype).between(positions, None)
+    return rope_at_slots(x.float().contiguous(), cos, sin, interleaved=rope.interleaved)
+
+
+def turned(x: Tensor, by: Tensor, rope: Rope) -> Tensor:
+    """Multiply the pairs of channels by complex factors: fp64 [.., d], complex128 [.., pairs] -> fp64 [.., d]."""
+    z = pairs_of(x, rope) * by
+    parts = (z.real, z.imag)
+    mixed = torch.stack(parts, -1).flatten(-2) if rope.interleaved else torch.cat(parts, -1)
+    return torch.cat((mixed, x[..., mixed.shape[-1] :].expand(*mixed.shape[:-1], -1)), -1)
+
+
+def mean_rotation(rope: Rope, position: int | Tensor, offsets: Tensor) -> Tensor:
+    """RoPE averaged over the positions that lie `offsets` after `position`: complex128 [pairs], or [b, 1, pairs]."""
+    omega = rope.inv_freq.double()
+    average = torch.polar(torch.ones((), dtype=torch.float64), offsets.double().cpu()[:, None] * omega.cpu()).mean(0)
+    if isinstance(position, Tensor):
+        position = position.double()[:, None, None]
+        angles = position * omega.to(position.device)
+    else:
+        angles = position * omega
+    return torch.polar(torch.ones_like(angles), angles) * average.to(angles.device) * rope.scaling
+
+
+def next_position(view: View) -> int | Tensor:
+    """The position of the token after the cached ones, padding left out: an int, or int64 [b]."""
+    position: int | Tensor = view.seen - view.n + view.end
+    if view.padding is not None:
+        position = position - view.padding
+    return position if isinstance(position, int) else position.long()
+
+
+def trig_centers(mean: Tensor, rope: Rope, position: int | Tensor, *, max_offset: int = 65536) -> Tensor:
+    """Rotate mean queries to the next positions and average them, as TriAttention's score needs them.
+
+    With them `kvops.ops.trig_scores` computes the mean over the offsets D = 1, 2, 4, ... up to `max_offset` of the
+    series
+
+    ```text
+    sum over f of |E q_f| |k_f| cos(omega_f (position + D - p) + phi_f)      phi_f: the angle between E q_f and k_f
+    ```
+
+    for a key that is rotated to its position p. The mean is one product with the key because the offset and the
+    position only rotate E q_f: center_f = E q_f exp(i omega_f position) mean_D exp(i omega_f D). Computed in fp64.
+
+    Args:
+        mean: fp32 [Hq, d], the mean queries before RoPE.
+        rope: The model's rotary embedding.
+        position: The position of the next token, an int or int64 [b].
+        max_offset: The largest future offset.
+
+    Returns:
+        fp32 [Hq, d], or [b, Hq, d] for one position per row.
+
+    Source: TriAttention, Mao et al., 2026; the factored mean: its code, `score_keys_for_round`.
+    """
+    check_int("trig_centers", "max_offset", max_offset, 1)
+    offsets = 2 ** torch.arange(max_offset.bit_length(), dtype=torch.float64)
+    by = mean_rotation(rope, position, offsets).to(mean.device)
+    return turned(mean.double(), by, rope).float().contiguous()

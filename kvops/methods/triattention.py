@@ -1,0 +1,81 @@
+"""TriAttention: keeps the keys that mean queries, rotated to the next positions, score highest.
+
+Source: "TriAttention: Efficient Long Reasoning with Trigonometric KV Compression", Mao et al., 2026 (arXiv:2604.04921),
+and its code, WeianMao/triattention. Decisions: docs/methods/triattention.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..checks import check_bool, check_int
+from ..ops import trig_scores
+from .base import View
+from .statistics import CalibratedPolicy, next_position, pairs_of, trig_centers
+
+LEAST_STD = 1e-6  # scores of a head that spread less count as equal
+
+
+@dataclass(frozen=True, eq=False)
+class TriAttention(CalibratedPolicy):
+    """TriAttention: keeps the keys with the highest trigonometric scores, and the newest.
+
+    ```text
+    S[h, i]  = mean over D of sum over f of |E q_f| |k_if| cos(omega_f (t + D - p_i) + phi_f)
+             + sum over f of (E|q_f| - |E q_f|) |k_if|
+    score[i] = max over the group of (S[h, i] - mean_i S[h, i]) / std_i S[h, i]
+    ```
+
+    f: a frequency of RoPE, q_f and k_f: the channels that it rotates, before RoPE, phi_f: the angle between E q_f and
+    k_f, t: the next position, p_i: the key's, D: 1, 2, 4, .. up to `max_offset`.
+
+    The statistics of the queries are of the model, gathered before (`QueryStatistics`), so no query is needed.
+
+    Attributes:
+        budget: See `BudgetPolicy`.
+        sinks: See `BudgetPolicy`.
+        recent: See `KeyPolicy`. The authors' engine plugin keeps the newest 128 tokens of a budget of 2048.
+        head_mode: See `BudgetPolicy`.
+        buffer: See `DecodePolicy`. The authors evict every 128 tokens.
+        statistics: See `CalibratedPolicy`.
+        max_offset: The largest future offset D.
+        normalize: If False, the scores of a group's query heads are compared as they are.
+
+    Source: TriAttention, Mao et al., 2026; code: `methods/pruning_utils.py`, `methods/triattention.py`.
+    """
+
+    uses_positions: ClassVar[bool] = False
+
+    _: KW_ONLY
+    recent: int | float = 128
+    buffer: int | float | None = 128
+    max_offset: int = 65536
+    normalize: bool = True
+
+    def check(self) -> None:
+        check_int(self.name, "max_offset", self.max_offset, 1)
+        check_bool(self.name, "normalize", self.normalize)
+        super().check()
+
+    @classmethod
+    def at_budget(
+        cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """At most half of the budget for the newest tokens."""
+        return {"budget": budget, "buffer": 1, "recent": min(128, budget // 2)}
+
+    def scores(self, view: View) -> Tensor:
+        of = self.of_layer(view)
+        centers = trig_centers(of.mean, of.rope, next_position(view), max_offset=self.max_offset)
+        norms = (of.norms.double() - pairs_of(of.mean.double(), of.rope).abs()) * of.rope.scaling
+        scores = trig_scores(
+            view.k, centers, norms=norms.float().contiguous(), interleaved=of.rope.interleaved, **view.slots
+        )
+        if self.normalize:
+            mean = scores.nanmean(-1, keepdim=True)
+            std = (scores - mean).square().nanmean(-1, keepdim=True).sqrt().clamp(min=LEAST_STD)
+            scores = (scores - mean) / std
+        return scores.unflatten(1, (view.heads, -1)).amax(2)
