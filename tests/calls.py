@@ -54,6 +54,7 @@ class Inputs:
     projection: Tensor  # fp32 [2, d]
     phase: Tensor  # fp32 [2]
     prototypes: Tensor  # fp32 [b, Hk, 70, d], some of them zero
+    w_o: Tensor  # [90, 2 Hk * dv]
     assignment: Tensor  # int32 [b, Hk, n] in [-1, 70)
     means: Tensor  # fp32 [b, Hk, 70], like `scores`
     deep: tuple[Tensor, Tensor]  # K and V of another layer
@@ -148,6 +149,7 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
         projection=randn(2, d)[0, 0],
         phase=randn(2)[0, 0],
         prototypes=prototypes,
+        w_o=(randn(2, 90, dv)[0].movedim(2, 0).flatten(1) / heads).to(dtype),
         assignment=integers(-1, 70, b, heads, n),
         means=scores(70),
         deep=(randn(n, d).to(dtype), randn(n, dv).to(dtype)),
@@ -309,6 +311,12 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "assign_prototypes": lambda x: (ops.assign_prototypes(x.k, x.prototypes),),
     "assign_prototypes, padded": lambda x: (
         ops.assign_prototypes(x.k, x.prototypes, starts=x.starts, lengths=x.lengths),
+    ),
+    "key_similarity": lambda x: (ops.key_similarity(x.k, threshold=0.3),),
+    "key_similarity, padded": lambda x: (ops.key_similarity(x.k, starts=x.starts, lengths=x.lengths),),
+    "value_norm": lambda x: (ops.value_norm(x.v, x.w_o),),
+    "value_norm, padded": lambda x: (
+        ops.value_norm(x.v, x.w_o, group_reduce="max", starts=x.starts, lengths=x.lengths),
     ),
     "cluster_mean": lambda x: (ops.cluster_mean(x.scores, x.assignment, num_clusters=70),),
     "cluster_mean, sum": lambda x: (ops.cluster_mean(x.scores, x.assignment, num_clusters=70, reduce="sum"),),

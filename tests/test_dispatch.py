@@ -192,6 +192,8 @@ def direct(x: calls.Inputs) -> dict:
         "lsh_bucket": dict(k=x.k, indices=x.indices, projection=x.projection, phase=x.phase),
         "build_prototypes": dict(k=x.k, sat_indices=x.indices, buckets=x.buckets, num_chunks=6, **span),
         "assign_prototypes": dict(k=x.k, prototypes=x.prototypes, **span),
+        "key_similarity": dict(k=x.k, **span),
+        "value_norm": dict(v=x.v, w_o=x.w_o, **span),
         "cluster_mean": dict(scores=x.scores, assignment=x.assignment, num_clusters=70),
         "cluster_priority": dict(
             scores=x.scores, assignment=x.assignment, cluster_scores=x.means, k=x.keep, budgets=x.budgets
@@ -398,6 +400,8 @@ META = [
     (lambda k, s, i: ops.lsh_bucket(k, i[0], s, s), "lsh_bucket: indices must be"),
     (lambda k, s, i: ops.build_prototypes(k, num_chunks=-3, num_buckets=1), "num_chunks must be at least 0, got -3"),
     (lambda k, s, i: ops.assign_prototypes(k[0], k), "assign_prototypes: k must be"),
+    (lambda k, s, i: ops.key_similarity(k[0]), "key_similarity: k must be"),
+    (lambda k, s, i: ops.value_norm(k[0], s), "value_norm: v must be"),
     (lambda k, s, i: ops.cluster_mean(s, i, num_clusters=0), "cluster_mean: num_clusters must be at least 1, got 0"),
     (
         lambda k, s, i: ops.cluster_priority(s[0], i, s, k=4),
