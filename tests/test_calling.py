@@ -34,6 +34,8 @@ CALLS = {  # name: (whether it takes queries, settings)
     "pyramidkv": (True, dict(budget=24, layer=1, num_layers=4)),
     "chunkkv": (True, dict(budget=24)),
     "laq": (True, dict(budget=24)),
+    "criticalkv": (True, dict(budget=24, w_o=torch.ones(8, 2 * HEADS * D))),
+    "rkv": (True, dict(budget=24)),
     "protokv": (True, dict(budget=24)),
     "satkv": (False, dict(budget=40)),
     "h2o": (True, dict(budget=24)),

@@ -132,7 +132,7 @@ class Reader:
         from .. import hf
 
         try:
-            return hf.KVCache(self.model.config, policy)
+            return hf.KVCache(self.model.config, policy.for_model(self.model))
         except ValueError as error:
             raise Unreachable(str(error)) from error
 

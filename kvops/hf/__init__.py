@@ -43,6 +43,7 @@ Modules:
 - `compression`: `compress`, `generate`
 - `generation`: `lookahead`
 - `drafts`: prompt lookup and assisted decoding
+- `weights`: `output_weights`
 - `turns`: further prompts with the same cache
 - `arguments`: what calls name their cache
 - `batching`, `allocator`, `handover`: `continuous_batching`
@@ -75,6 +76,7 @@ from .cache import EvictingLayer, KVCache, LayerStats, Stage
 from .compression import Compression, compress, generate
 from .generation import decode_greedily, lookahead
 from .rope import model_rope
+from .weights import output_weights
 
 __all__ = [
     "Compression",
@@ -88,5 +90,6 @@ __all__ = [
     "generate",
     "lookahead",
     "model_rope",
+    "output_weights",
     "use_attention",
 ]

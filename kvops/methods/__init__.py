@@ -4,6 +4,7 @@ from . import shorthands
 from .base import BudgetPolicy, Compressed, DecodePolicy, KeyPolicy, Policy, View
 from .baselines import L2, Full, Random, StreamingLLM
 from .budgets import entropy_budgets, head_budgets
+from .criticalkv import CriticalKV
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
 from .lacache import LaCache, lacache_coverage
@@ -12,6 +13,7 @@ from .laq import LAQ
 from .protokv import SATKV, ProtoKV, lsh_projection
 from .queries import QueryPolicy, WindowPolicy
 from .recall_metric import recall
+from .rkv import RKV
 from .shorthands import *  # noqa: F403
 from .slots import SlotPolicy
 from .snapkv import ChunkKV, PyramidKV, SnapKV, pyramidkv_budgets
@@ -22,6 +24,7 @@ __all__ = [
     "BudgetPolicy",
     "ChunkKV",
     "Compressed",
+    "CriticalKV",
     "DecodePolicy",
     "Full",
     "H2O",
@@ -35,6 +38,7 @@ __all__ = [
     "ProtoKV",
     "PyramidKV",
     "QueryPolicy",
+    "RKV",
     "Random",
     "SATKV",
     "SlotPolicy",
