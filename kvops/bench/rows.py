@@ -24,7 +24,7 @@ GROUP = 4  # query heads per KV head
 WINDOW = 32  # query rows of the observation window, SnapKV's default
 PROTOTYPES = 500  # ProtoKV's default, with its four buckets
 HIDDEN = 4096  # output channels of the output projection
-SIMILAR = 4096  # tokens of the key_similarity rows, whose work grows with their square
+SIMILAR = 2048  # tokens of the key_similarity rows, whose work grows with their square
 LAYERS = 32  # of the ladder rows, which divide the tokens; fewer if each would have less than 64
 NEAR_FLOOR = 1 / 1.3  # a whole call may take at most 1.3 times as long as a copy of its bytes
 
