@@ -12,7 +12,9 @@
 // and packs panels of kPanel keys, last first, 16 to a vector (operands.h); the panel stays in L2 while the keys of the
 // run that still search pass over it, 48 at a time. The products are exact: bf16 pairs for bf16 and fp8 keys where the
 // level has them, floats otherwise. So a pair is similar on every machine unless its cosine is within fp32's rounding
-// of the threshold.
+// of the threshold. On 8 heads of 2048 random keys, d 128, where no key finds one, the kernel takes 0.8 (fp32) or 1.2
+// (bf16) times as long as torch.matmul of K with K; if each key has a similar one near the end, a twelfth or less of it
+// (bench/results/cpu-products.json).
 //
 // Keys whose squared norm is outside the safe fp32 range are scaled by a power of two first; their inverse norm, stored
 // negative, is the scaled key's. A zero key's is 0 and a non-finite key's NaN, so that neither passes a comparison.

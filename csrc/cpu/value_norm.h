@@ -8,7 +8,8 @@
 // A worker takes kRun values of a KV head. It packs panels of kPanel output channels of a query head, 16 to a vector
 // (operands.h); the panel stays in L2 while the values pass over it, 48 at a time. Each lane adds up the magnitudes of
 // its channels, and the lanes are added per panel. The products are exact: bf16 pairs for bf16 and fp8 values where the
-// level has them, floats otherwise. The order of the sums depends on the shape alone.
+// level has them, floats otherwise. The order of the sums depends on the shape alone. The kernel takes 0.9 times as
+// long as torch.matmul of V with the weights, which writes the products (bench/results/cpu-products.json).
 //
 // A result that is not finite is redone in double: it is NaN if the value is not finite, and infinity on overflow.
 #include "../dispatch.h"
