@@ -116,7 +116,8 @@ def table(rows: list[dict], results: str, command: str = "python -m kvops.eval -
     return (
         "Partial match in % with the 95 % interval in brackets, by tokens kept per KV head; "
         f"{'; '.join(tasks)}; {prompts} prompts{legend}\n"
-        f"([bench/results/{Path(results).name}]({results}), `{command}`):\n\n" + markdown(lines)
+        f"([bench/results/{Path(results).name}]({results}),{' ' if len(command) < 50 else chr(10)}`{command}`):\n\n"
+        + markdown(lines)
     )
 
 
