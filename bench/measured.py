@@ -6,11 +6,13 @@
 Each table is between a marker and `<!-- end -->`:
 
 - `<!-- speed -->`: the benchmark at 65,536 tokens. A plain call comes first, then its other forms by name.
+- `<!-- products -->`: the compute-bound operators whose work depends on more than the tokens.
 - `<!-- attention -->`: python -m kvops.bench.attention.
 - `<!-- decode -->`: python -m kvops.bench.decode.
 - `<!-- pages -->`, `<!-- fp8 -->`: python -m kvops.bench --paged.
 - `<!-- measured: LagKV LocalKV -->`: python -m kvops.eval, the partial match of these methods and their variants (LAQ:
-  also LAQ++), or of `all`, by budget and by whether the cache was cut before or after the question.
+  also LAQ++), or of `all`, by budget and by whether the cache was cut before or after the question. `<!-- measured:
+  R-KV in eval-criticalkv -->` takes them from bench/results/eval-criticalkv.json.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def number(x: int | None) -> str:
     return "all" if x is None else f"{x:,}"
 
 
-def table(rows: list[dict], results: str) -> str:
+def table(rows: list[dict], results: str, command: str = "python -m kvops.eval --prompts 22") -> str:
     """Return a caption and a table: a row per method, task and cut point, a column per budget."""
     tasks = list(dict.fromkeys(f"{row['task']}, {row['context']:,} tokens" for row in rows))
     prompts = " or ".join(map(str, sorted({row["scores"]["partial"]["n"] for row in rows if "scores" in row})))
@@ -115,7 +117,8 @@ def table(rows: list[dict], results: str) -> str:
     return (
         "Partial match in % with the 95 % interval in brackets, by tokens kept per KV head; "
         f"{'; '.join(tasks)}; {prompts} prompts{legend}\n"
-        f"([bench/results/{Path(results).name}]({results}), `python -m kvops.eval --prompts 22`):\n\n" + markdown(lines)
+        f"([bench/results/{Path(results).name}]({results}),{' ' if len(command) < 50 else chr(10)}`{command}`):\n\n"
+        + markdown(lines)
     )
 
 
@@ -152,6 +155,17 @@ def speed_table() -> str:
         ratios = [[row["ratio"][x]["best"] for row in rows if x in row["ratio"]] for x in ("eager", "compile")]
         said = [f"{' / '.join(map(short, x))} x" if x else "" for x in ratios]
         lines.append([label, times, f"{shares} of {rows[0]['bandwidth']['of']}", *said])
+    return markdown(lines)
+
+
+def products_table() -> str:
+    record = json.loads((ROOT / "bench" / "results" / "cpu-products.json").read_text())
+    lines = [["", "dtype", "tokens", "time, ms", "GFLOP/s", "`torch.matmul` takes", "eager PyTorch takes"], ["---"] * 7]
+    for row in record["rows"]:
+        rate = f"{row['gflop_per_s']:.0f}" if "gflop_per_s" in row else ""
+        ratios = [f"{short(row['ratio'][x]['best'])} x" for x in ("matmul", "eager")]
+        seconds = short(1e3 * row["seconds"]["best"])
+        lines.append([code(row["operator"]), row["dtype"], number(row["shape"][2]), seconds, rate, *ratios])
     return markdown(lines)
 
 
@@ -212,6 +226,7 @@ def fp8_table() -> str:
 #: Tables by the name of their markers.
 TABLES = {
     "speed": speed_table,
+    "products": products_table,
     "attention": attention_table,
     "decode": decode_table,
     "pages": pages_table,
@@ -219,18 +234,21 @@ TABLES = {
 }
 
 
-def measured(names: str, rows: list[dict], page: Path) -> str:
-    """Return the table that a block names: methods of eval.json, or "METHODS in FILE" of another record."""
+def of_methods(names: str, page: Path, rows: list[dict]) -> str:
+    """Return the table that a block names. rows: those of RESULTS."""
     names, _, file = names.partition(" in ")
-    path = RESULTS.with_name(f"{file}.json") if file else RESULTS
-    if file:
-        rows = json.loads(path.read_text())["rows"]
-    return table(chosen(rows, names), Path(os.path.relpath(path, page.parent)).as_posix())
+    results = RESULTS.with_name(f"{file}.json") if file else RESULTS
+    link = Path(os.path.relpath(results, page.parent)).as_posix()
+    if not file:
+        return table(chosen(rows, names), link)
+    record = json.loads(results.read_text())
+    command = re.sub(r" --out \S+", "", record["origins"][0]["command"])
+    return table(chosen(record["rows"], names), link, command)
 
 
 def filled(page: Path, rows: list[dict]) -> str:
     """Return the page's text with every table up to date."""
-    text = BLOCK.sub(lambda x: f"{x[1]}\n{measured(x[2], rows, page)}\n\n{x[3]}", page.read_text())
+    text = BLOCK.sub(lambda x: f"{x[1]}\n{of_methods(x[2], page, rows)}\n\n{x[3]}", page.read_text())
     for name, made in TABLES.items():
         block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         text = block.sub(lambda x, made=made: f"{x[1]}\n{made()}\n\n{x[2]}", text)

@@ -68,6 +68,14 @@ STABLE_TORCH_LIBRARY(kvops, m) {
   m.def(
       "trig_scores(Tensor k, Tensor centers, Tensor? norms=None, *, bool interleaved=False, Tensor? starts=None, "
       "Tensor? lengths=None, Tensor? block_table=None) -> Tensor");
+  // R-KV redundancy: the mean cosine of each key with all others, except where it is the last similar key of one.
+  m.def(
+      "key_similarity(Tensor k, float threshold=0.5, Tensor? starts=None, Tensor? lengths=None, "
+      "Tensor? block_table=None) -> Tensor");
+  // CriticalKV value norms: the L1 norm of each value after the output projection of the group's query heads.
+  m.def(
+      "value_norm(Tensor v, Tensor w_o, *, int group_reduce=1, Tensor? starts=None, Tensor? lengths=None, "
+      "Tensor? block_table=None) -> Tensor");
   // The mean (or sum) of the token scores in each cluster.
   m.def("cluster_mean(Tensor scores, Tensor assignment, int num_clusters, int reduce=1) -> Tensor");
   // Token priorities that make select_topk keep whole clusters, best first, then the best tokens of one more.

@@ -55,13 +55,14 @@ __all__ = ["own_indices", "register"]
 
 BATCH, HEADS, TOKENS = 0, 1, 2
 Roles = tuple[int | None, ...]
-#: Arguments by their names in the schemas: [batch, heads, ...], [batch, ...], [heads], and neither.
+#: Arguments by their names in the schemas: [batch, heads, ...], [batch, ...], [heads], by columns, and neither.
 _BOTH = frozenset(
     ("k", "v", "q", "k_out", "v_out", "scores", "indices", "anchor", "budgets", "lse", "prototypes", "assignment")
     + ("cluster_scores", "sat_indices", "buckets")
 )
 _BY_BATCH = frozenset(("starts", "lengths", "block_table"))
 _BY_HEAD = frozenset(("sink_logits",))
+_BY_COLUMNS = frozenset(("w_o",))  # [any, heads * dv]
 _WHOLE = frozenset(("projection", "phase", "inv_freq"))
 _MAYBE_BY_BATCH = {"visible": 2, "cos": 3, "sin": 3}  # they have a batch dim if they have this many dims
 _BY_TOKEN = {"k": 4, "v": 4, "scores": 3}  # they have a token dim if they have this many dims
@@ -135,6 +136,8 @@ def dims_of(name: str, dims: int, pages: bool) -> tuple[int | None, int | None, 
         return None if paged else 0, 1, 2 if dims == _BY_TOKEN.get(name) and not paged else None
     if name in _BY_HEAD:
         return None, 0, None
+    if name in _BY_COLUMNS:
+        return None, 1, None
     by_batch = name in _BY_BATCH or dims == _MAYBE_BY_BATCH.get(name)
     if not by_batch and name not in _WHOLE and name not in _MAYBE_BY_BATCH:
         raise NotImplementedError(f"kvops.distributed: no rule for an argument {name}")

@@ -70,6 +70,7 @@ __all__ = [
     "cluster_priority",
     "compact_kv_",
     "gather_kv",
+    "key_similarity",
     "ladder_compact_",
     "ladder_gather",
     "lag_score",
@@ -79,6 +80,7 @@ __all__ = [
     "rope_at_slots",
     "select_topk",
     "trig_scores",
+    "value_norm",
     "window_attention",
     "window_scores",
 ]
@@ -109,6 +111,8 @@ _build_prototypes = operator(_ops.build_prototypes.default)
 _assign_prototypes = operator(_ops.assign_prototypes.default)
 _quadratic_scores = operator(_ops.quadratic_scores.default)
 _trig_scores = operator(_ops.trig_scores.default)
+_key_similarity = operator(_ops.key_similarity.default)
+_value_norm = operator(_ops.value_norm.default)
 _cluster_mean = operator(_ops.cluster_mean.default)
 _cluster_priority = operator(_ops.cluster_priority.default)
 
@@ -128,9 +132,9 @@ _SCORES = "[batch, heads, tokens]"
 _INDICES = "[batch, heads, kept]"
 
 
-def _cache_shape(op: str, k: Tensor, block_table: Tensor | None) -> tuple[int, int, int, int]:
+def _cache_shape(op: str, k: Tensor, block_table: Tensor | None, name: str = "k") -> tuple[int, int, int, int]:
     """(b, Hk, n, d) of a dense cache, or of pages and their block table."""
-    check_dims(op, _KV, k=k)
+    check_dims(op, _KV, **{name: k})
     b, heads, n, d = k.shape
     if block_table is None:
         return b, heads, n, d
@@ -1110,6 +1114,102 @@ def _(k, centers, norms=None, *, interleaved=False, starts=None, lengths=None, b
     op = "trig_scores"
     check_one_device(op, k, centers=centers, norms=norms, starts=starts, lengths=lengths, block_table=block_table)
     return _head_scores(op, k, centers, "centers", block_table)
+
+
+def key_similarity(
+    k: Tensor,
+    *,
+    threshold: float = 0.5,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Compute R-KV's redundancy before its softmax: each key's mean cosine with all others, some pairs spared.
+
+    ```text
+    last(i)  = the last j != i with cos(k_i, k_j) > threshold, if any
+    score(j) = (sum over i != j with last(i) != j of cos(k_i, k_j)) / N        N: the finite valid keys
+    ```
+
+    So of tokens that repeat one another, each spares the most recent one, and the score of older copies is higher. The
+    kernel never writes the [n, n] cosines. Their sum is linear, so only last(i) needs products of pairs: at most
+    n^2 d multiply-adds per head, less where keys have similar ones near the end, and none from threshold 1 on.
+
+    A zero key has cosine 0 with every key. A key that is not finite is left out of all sums and scores NaN, and so do
+    invalid slots.
+
+    Args:
+        k: [b, Hk, n, d].
+        threshold: The cosine that similar keys exceed, at least 0. From 1 on no pair is spared.
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
+        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
+
+    Returns:
+        fp32 [b, Hk, n]. `last` depends on products of the keys as stored, summed in fp32; only cosines within their
+        rounding of the threshold can differ between devices.
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or an option has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
+
+    Source: R-KV, redundancy estimation, and `cal_similarity` of the released code (retain_direction="last"), except
+    that a token without a similar one spares none; there it spares slot 0.
+    """
+    return _key_similarity(k, threshold, starts, lengths, block_table)
+
+
+@register_fake("kvops::key_similarity")
+def _(k, threshold=0.5, starts=None, lengths=None, block_table=None):
+    check_one_device("key_similarity", k, starts=starts, lengths=lengths, block_table=block_table)
+    return k.new_empty(_cache_shape("key_similarity", k, block_table)[:3], dtype=torch.float32)
+
+
+def value_norm(
+    v: Tensor,
+    w_o: Tensor,
+    *,
+    group_reduce: Literal["sum", "mean", "max"] = "mean",
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Compute CriticalKV's value norms: the L1 norm of each value after the output projection.
+
+    ```text
+    norm(i) = mean over the query heads h of the KV head's group of sum over c of |W_O[c, h] . v_i|
+    ```
+
+    W_O[c, h] are the dv weights from query head h to output channel c. The work is n Hq hidden dv multiply-adds, as
+    much as the output projection of n tokens. The kernel never writes the [n, hidden] products. A value that is not
+    finite scores NaN, and so do invalid slots.
+
+    Args:
+        v: [b, Hk, n, dv].
+        w_o: [hidden, Hq * dv], as torch.nn.Linear stores the output projection, in v's dtype (torch.bfloat16 if v is
+            fp8). Weights must be finite.
+        group_reduce: Over the query heads of a group: "mean", "max" or "sum".
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
+        block_table: int32 [b, max_pages]: `v` is pages (see the module docstring).
+
+    Returns:
+        fp32 [b, Hk, n].
+
+    Raises:
+        TypeError: A tensor argument is not a tensor.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
+
+    Source: CriticalKV, the bound of the output perturbation.
+    """
+    code = check_code("value_norm", "group_reduce", group_reduce, REDUCTIONS, "max")
+    return _value_norm(v, w_o, group_reduce=code, starts=starts, lengths=lengths, block_table=block_table)
+
+
+@register_fake("kvops::value_norm")
+def _(v, w_o, *, group_reduce=1, starts=None, lengths=None, block_table=None):
+    check_one_device("value_norm", v, w_o=w_o, starts=starts, lengths=lengths, block_table=block_table)
+    return v.new_empty(_cache_shape("value_norm", v, block_table, "v")[:3], dtype=torch.float32)
 
 
 def cluster_mean(scores: Tensor, assignment: Tensor, *, num_clusters: int, reduce: str = "mean") -> Tensor:

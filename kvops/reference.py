@@ -533,6 +533,44 @@ def assign_prototypes(
     return first.masked_fill(~usable, -1)
 
 
+@also_of_pages
+def key_similarity(
+    k: Tensor,
+    *,
+    threshold: float = 0.5,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """R-KV's redundancy before the softmax. k: [b, Hk, n, d] -> [b, Hk, n]."""
+    unit, finite = unit_keys(k.to(dtype))
+    usable = valid_slots(k, starts, lengths) & finite
+    unit = torch.where(usable.unsqueeze(-1), unit, 0.0)
+    cosines = (unit @ unit.mT).tril(-1) + (unit @ unit.mT).triu(1)  # [.., i, j]
+    slots = torch.arange(k.shape[2], device=k.device)
+    last = torch.where(cosines > threshold, slots, -1).amax(-1, keepdim=True) if k.shape[2] else slots
+    cosines = cosines.masked_fill(slots == last, 0.0) if threshold < 1 else cosines
+    return torch.where(usable, cosines.sum(-2) / usable.sum(-1, keepdim=True), torch.nan)
+
+
+@also_of_pages
+def value_norm(
+    v: Tensor,
+    w_o: Tensor,
+    *,
+    group_reduce: str = "mean",
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """CriticalKV's projected value norms. v: [b, Hk, n, dv], w_o: [hidden, Hq * dv] -> [b, Hk, n]."""
+    weights = w_o.to(dtype).unflatten(1, (v.shape[1], -1, v.shape[3]))  # [hidden, Hk, group, dv]
+    norms = torch.einsum("bhnd,chgd->bhngc", v.to(dtype), weights).abs().sum(-1)
+    reduced = {"sum": norms.sum(-1), "mean": norms.mean(-1), "max": norms.amax(-1)}[group_reduce]
+    usable = valid_slots(v, starts, lengths) & v.isfinite().all(-1)
+    return torch.where(usable, reduced, torch.nan)
+
+
 def cluster_counts(scores: Tensor, assignment: Tensor, num_clusters: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each cluster, [b, Hk, C]: the fp64 sum of its finite scores, their number, and its number of tokens."""
     member = (assignment >= 0).long()

@@ -57,6 +57,7 @@ class Inputs:
     mean: Tensor  # fp32 [4 Hk, d]
     cov: Tensor  # fp32 [b, 4 Hk, d, d]
     norms: Tensor  # fp32 [b, 4 Hk, d / 2]
+    w_o: Tensor  # [90, 2 Hk * dv]
     assignment: Tensor  # int32 [b, Hk, n] in [-1, 70)
     means: Tensor  # fp32 [b, Hk, 70], like `scores`
     deep: tuple[Tensor, Tensor]  # K and V of another layer
@@ -154,6 +155,7 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
         mean=randn(4, d)[0].flatten(0, 1),
         cov=randn(4, d, d).flatten(1, 2),
         norms=randn(4, d // 2).flatten(1, 2),
+        w_o=(randn(2, 90, dv)[0].movedim(2, 0).flatten(1) / heads).to(dtype),
         assignment=integers(-1, 70, b, heads, n),
         means=scores(70),
         deep=(randn(n, d).to(dtype), randn(n, dv).to(dtype)),
@@ -327,6 +329,12 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     ),
     "trig_scores, some channels": lambda x: (
         ops.trig_scores(x.k, x.mean, norms=x.norms[0, :, :3].contiguous(), interleaved=True),
+    ),
+    "key_similarity": lambda x: (ops.key_similarity(x.k, threshold=0.3),),
+    "key_similarity, padded": lambda x: (ops.key_similarity(x.k, starts=x.starts, lengths=x.lengths),),
+    "value_norm": lambda x: (ops.value_norm(x.v, x.w_o),),
+    "value_norm, padded": lambda x: (
+        ops.value_norm(x.v, x.w_o, group_reduce="max", starts=x.starts, lengths=x.lengths),
     ),
     "cluster_mean": lambda x: (ops.cluster_mean(x.scores, x.assignment, num_clusters=70),),
     "cluster_mean, sum": lambda x: (ops.cluster_mean(x.scores, x.assignment, num_clusters=70, reduce="sum"),),

@@ -188,6 +188,22 @@ FAULTS = {
         "slot <= last && is_finite(score)",
         "test_padded_rows_score_as_if_alone",
     ),
+    "key_similarity multiplies before a panel is loaded": Fault(
+        "key_similarity",
+        "panels.cuh",
+        "__syncthreads();  // the panel is loaded",
+        "",
+        "test_dtypes_and_head_dims",
+    ),
+    "value_norm writes norms past the last value": Fault(
+        "value_norm",
+        "value_norm.cuh",
+        "lane % 4 == i && its < left",
+        "lane % 4 == i",
+        "test_dtypes_and_head_dims",
+        says=r"heap-buffer-overflow.* csrc/cuda/value_norm.cuh:\d+",
+        build="address",
+    ),
     "cluster_mean adds without atomics": Fault(
         "cluster_mean",
         "cluster_mean.cuh",

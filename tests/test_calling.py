@@ -37,6 +37,8 @@ CALLS = {  # name: (whether it takes queries, settings)
     "chunkkv": (True, dict(budget=24)),
     "laq": (True, dict(budget=24)),
     "kvzip": (True, dict(budget=24, k_repeat=torch.ones(B, HEADS, 8, D))),
+    "criticalkv": (True, dict(budget=24, w_o=torch.ones(8, 2 * HEADS * D))),
+    "rkv": (True, dict(budget=24)),
     "protokv": (True, dict(budget=24)),
     "satkv": (False, dict(budget=40)),
     "h2o": (True, dict(budget=24)),

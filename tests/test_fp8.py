@@ -26,8 +26,8 @@ def stored(arguments: dict, dtype: torch.dtype) -> tuple[dict, dict]:
 
 def in_pages(arguments: dict, size: int, seed: int, layout: str) -> dict:
     """Do what test_pages.paged does, in a dtype that torch can fill tensors of."""
-    k = arguments["k"]
-    v = arguments.get("v", k)
+    v = arguments.get("v", arguments.get("k"))
+    k = arguments.get("k", v)
     pages = to_pages(k.bfloat16(), v.bfloat16(), size, seed, layout)
     views = LAYOUTS[layout][1](pages.memory.to(k.dtype))
     rows = {"k": views[0][..., : k.shape[3]], "v": views[1][..., : v.shape[3]]}

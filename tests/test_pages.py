@@ -76,7 +76,7 @@ def test_no_operator_is_forgotten():
     reading = {
         x.name.removeprefix("kvops::")
         for x in SCHEMAS
-        if not x.overload_name and any(a.name == "k" and "Tensor" in str(a.type) for a in x.arguments)
+        if not x.overload_name and any(a.name in ("k", "v") and "Tensor" in str(a.type) for a in x.arguments)
     }
     assert reading == {*PAGED, *DENSE_ONLY}
     assert {x.split(",")[0].split(".")[0] for x in PAGED_CALLS} == set(PAGED)
@@ -84,7 +84,7 @@ def test_no_operator_is_forgotten():
 
 def paged(arguments: dict, size: int, seed: int = 0, layout: str = "HND") -> dict:
     """Return the arguments with K and V in pages; several layers use the same page numbers."""
-    if isinstance(arguments["k"], list):
+    if isinstance(arguments.get("k"), list):
         layers = [to_pages(k, v, size, seed, layout) for k, v in zip(arguments["k"], arguments["v"])]
         return {
             **arguments,
@@ -92,10 +92,9 @@ def paged(arguments: dict, size: int, seed: int = 0, layout: str = "HND") -> dic
             "v": [x.v for x in layers],
             "block_table": layers[0].block_table,
         }
-    k = arguments["k"]
-    pages = to_pages(k, arguments.get("v", k), size, seed, layout)
-    both = dict(k=pages.k, v=pages.v) if "v" in arguments else dict(k=pages.k)
-    return {**arguments, **both, "block_table": pages.block_table}
+    rows = [name for name in ("k", "v") if name in arguments]
+    pages = to_pages(arguments[rows[0]], arguments[rows[-1]], size, seed, layout)
+    return {**arguments, **{name: getattr(pages, name) for name in rows}, "block_table": pages.block_table}
 
 
 def results(overload, arguments: dict) -> list[Tensor]:
@@ -238,6 +237,10 @@ def test_scores_of_ragged_requests(batch):
         lambda i, k, v: ops.outlier_degree(k, kappa=3, standardize=False),
         None,
     )
+    same_as_alone(batch, ops.key_similarity(k, **options), lambda i, k, v: ops.key_similarity(k), None)
+    pages_of_v = batch.pages[1]
+    w_o = kit.randn(30, 2 * k.shape[1] * pages_of_v.shape[3]).to(k.dtype)
+    same_as_alone(batch, ops.value_norm(pages_of_v, w_o, **options), lambda i, k, v: ops.value_norm(v, w_o), None)
     prototypes, counts = ops.build_prototypes(k, num_chunks=5, num_buckets=0, **options)
     for i, (n, (own, _)) in enumerate(zip(batch.lengths, batch.alone())):
         if n:

@@ -46,6 +46,8 @@ SETTINGS = {
     kvops.ProtoKV: dict(budget=20, window=4, num_sats=4, num_chunks=6, buffer=5, alpha=2),
     kvops.SATKV: dict(budget=20, window=4, buffer=3),
     kvops.SnapKV: dict(budget=20, window=4, kernel_size=3),
+    kvops.CriticalKV: dict(budget=20, window=4, w_o=torch.ones(24, 4 * 8).cumsum(0)),
+    kvops.RKV: dict(budget=20, window=4, buffer=5),
     kvops.PyramidKV: dict(budget=20, window=4, group_reduce="max"),
     kvops.ChunkKV: dict(budget=20, window=4, chunk=5),
     kvops.DefensiveKV: dict(budget=20, window=4, kernel_size=3),
@@ -227,6 +229,7 @@ def test_a_rule_that_reads_positions_declares_it(policy, monkeypatch):
 
 @every_policy
 def test_settings_come_back_from_repr(policy):
+    policy = replace(policy, **{x.name: x.default for x in fields(policy) if not x.repr})
     assert eval(repr(policy), vars(kvops)) == policy and f"{type(policy).__name__}(" in repr(policy)
     assert eval(repr(kvops.LAQ(20, stage1=policy)), vars(kvops)) == kvops.LAQ(20, stage1=policy)
 
@@ -261,6 +264,8 @@ def changed(policy, name):
     value = getattr(policy, name)
     if name in ("projection", "phase"):
         return replace(policy, projection=torch.ones(2, 16), phase=torch.ones(2))
+    if name == "w_o":
+        return replace(policy, w_o=value + 1)
     if name in OTHER:
         other = OTHER[name]
     elif isinstance(value, bool):
@@ -280,8 +285,9 @@ def test_equal_settings_are_equal(policy):
     twin = cls(**{x.name: getattr(policy, x.name) for x in fields(cls)})
     assert twin == policy and hash(twin) == hash(policy) and twin is not policy and len({twin, policy}) == 1
     others = {x.name: changed(policy, x.name) for x in fields(cls)}
+    shown = {x.name for x in fields(cls) if x.repr}
     for name, other in others.items():
-        assert other != policy and repr(other) != repr(policy), name
+        assert other != policy and (repr(other) != repr(policy)) == (name in shown), name
         again = changed(policy, name)
         assert other == again and hash(other) == hash(again), name
     assert policy != "policy" and policy != object()
@@ -344,6 +350,11 @@ WRONG = {
     "compat_mask": FLAG,
     "whole_clusters": FLAG,
     "prior": [("1", TypeError), (True, TypeError), (math.nan, ValueError), (-0.5, ValueError)],
+    "mix": [(-0.1, ValueError), (1.1, ValueError), ("half", TypeError)],
+    "threshold": [(-0.1, ValueError), (math.nan, ValueError), ("half", TypeError)],
+    "first_stage_ratio": [(-0.1, ValueError), (1.1, ValueError), (None, TypeError)],
+    "epsilon": [(-0.1, ValueError), (math.inf, ValueError), ("1e-4", TypeError)],
+    "w_o": [(torch.zeros(3), ValueError), ([torch.zeros(2, 3, 4)], ValueError), (3, TypeError), ([3], TypeError)],
     "v_weight": [("1", TypeError), (None, TypeError), (True, TypeError), (math.nan, ValueError), (1e39, ValueError)],
 }
 

@@ -17,7 +17,7 @@
 // first divided by that element. A non-finite key becomes NaN, so none of its products exceeds -inf.
 #include "../dispatch.h"
 #include "../ops/assign_prototypes.h"
-#include "products.h"
+#include "operands.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
@@ -30,7 +30,7 @@ struct Scratch {
   int64_t packed, keys, best, worker;
 
   explicit Scratch(const AssignPrototypesParams& p) {
-    const int64_t width = (p.d + 31) / 32 * 32, rows = (p.count + 15) / 16 * 16;
+    const int64_t width = most_operand_words(p.d), rows = (p.count + 15) / 16 * 16;
     packed = rows * width;
     keys = kKeys * width;
     best = 2 * kKeys * 16;
@@ -38,48 +38,11 @@ struct Scratch {
   }
 };
 
-// The operand type of the products, and the number of words per row of them.
+// The operand type of the products.
 #if defined(__AVX512BF16__)
-typedef Bf16Words Words;
 typedef BFloat16 Product;
 #else
-typedef FloatWords Words;
 typedef float Product;
-#endif
-constexpr int kPerWord = 4 / sizeof(Product);
-
-template <class T>
-constexpr bool kAsStored = __is_same(T, Product);
-
-// Converts one register of stored elements to product operands at `out`. Floats of 2-byte rows come in channel_slot
-// order.
-#if defined(__AVX512BF16__)
-template <class T>
-inline void convert(const F* x, Product* out, const T*) {
-  if constexpr (sizeof(T) == 1 || kAsStored<T>) {  // put evens and odds back in place
-    const U raw = (U)x[0] >> 16 | ((U)x[1] & 0xffff0000u);
-    memcpy(out, &raw, VB);
-  } else if constexpr (sizeof(T) == 2) {
-    const __m512bh pairs = _mm512_cvtne2ps_pbh(x[1], x[0]);
-    memcpy(out, &pairs, VB);
-  } else {
-    const __m256bh half = _mm512_cvtneps_pbh(x[0]);
-    memcpy(out, &half, VB / 2);
-  }
-}
-template <class T>
-inline int64_t product_slot(int64_t c) {
-  return c;
-}
-#else
-template <class T>
-inline void convert(const F* x, Product* out, const T*) {
-  for (int j = 0; j < kVecs<T>; ++j) store(out + j * VL, x[j]);
-}
-template <class T>
-inline int64_t product_slot(int64_t c) {
-  return channel_slot<T>(c);
-}
 #endif
 
 // Magnitudes within these bounds (the bits of a float for fp32, bf16 and fp16; in the upper half for 2-byte types) keep
@@ -149,9 +112,7 @@ struct Assigner {
   int64_t head = -1, usable = 0, vectors = 0;
 
   Assigner(const AssignPrototypesParams& p_, float* memory)
-      : p(p_),
-        shape(row_shape<T>(p_.k.row_bytes)),
-        words(kAsStored<T> ? p_.k.row_bytes / 4 : shape.registers() * kStep<T> / kPerWord) {
+      : p(p_), shape(row_shape<T>(p_.k.row_bytes)), words(operand_words<Product, T>(p_.k.row_bytes)) {
     const Scratch sizes(p);
     packed = memory;
     keys = packed + sizes.packed;
@@ -185,14 +146,8 @@ struct Assigner {
       const int64_t i =
           lane < usable ? lane : usable - 1;  // repeat the last to fill the vector: on ties the first wins
       const float* const x = prototypes + ids[i] * p.d;
-      const int64_t chunk = lane / VL / kVectors * kVectors;
-      const int64_t width = (vectors - chunk < kVectors ? vectors - chunk : kVectors) * VL;
-      float* const to = packed + chunk * VL * words + lane - chunk * VL;
-      for (int64_t c = 0; c < p.d; ++c) {
-        const int64_t slot = product_slot<T>(c);
-        from_float(static_cast<float>(x[c] * inverse[i] - mean[c]),
-                   reinterpret_cast<Product*>(to + slot / kPerWord * width) + slot % kPerWord);
-      }
+      pack_row<Product, T>(packed, lane, vectors, words, p.d,
+                           [&](int64_t c) { return static_cast<float>(x[c] * inverse[i] - mean[c]); });
     }
   }
 
@@ -202,15 +157,11 @@ struct Assigner {
     for (int i = 0; i < kKeys; ++i) row[i] = reinterpret_cast<const T*>(block.row(i));
     bool plain = true;
     for (int i = 0; i < block.count; i += VL) plain &= comfortable(row + i, shape);
-    if (kAsStored<T> && plain) return;
+    if (kAsStored<Product, T> && plain) return;
     Product* const products = reinterpret_cast<Product*>(keys);
     for (int i = 0; i < block.count; ++i) {
-      Product* const to = products + i * words * kPerWord;
-      for_registers<T>(shape, [&](int64_t c, auto&& load_row) {
-        F x[kVecs<T>];
-        load_row(row[i], x);
-        convert(x, to + c * kStep<T>, row[i]);
-      });
+      Product* const to = products + i * words * kPerWord<Product>;
+      convert_row(row[i], shape, to);
       if (!plain) divide_by_largest(row[i], to);
     }
     block = made_block(block, keys, 4 * words);
@@ -226,7 +177,7 @@ struct Assigner {
     }
     const double factor = !finite ? __builtin_nan("") : largest > 0 ? 1 / double(largest) : 0.0;
     for (int64_t c = 0; c < p.d; ++c)
-      from_float(static_cast<float>(to_float(row[c]) * factor), to + product_slot<T>(c));
+      from_float(static_cast<float>(to_float(row[c]) * factor), to + operand_slot<Product, T>(c));
   }
 
   // Assigns keys [first, first + count) of the head, at most kKeys; `left` keys follow them.
@@ -242,20 +193,21 @@ struct Assigner {
       const int64_t rest = vectors - vector;
       with_count(rest < kVectors ? rest : kVectors, [&](auto n) {
         constexpr int N = decltype(n)::value;
-        products<Words, N>(block, packed + vector * VL * words, words, [&](int key, F(&sums)[kKeysAtOnce<N>][N]) {
-          for (int k = 0; k < kKeysAtOnce<N>; ++k) {
-            F top = load(best + (key + k) * VL);
-            I at;
-            memcpy(&at, which + (key + k) * VL, VB);
-            for (int v = 0; v < N; ++v) {
-              const I better = sums[k][v] > top;
-              top = better ? sums[k][v] : top;
-              at = better ? I{} + static_cast<int32_t>(vector + v) : at;
-            }
-            store(best + (key + k) * VL, top);
-            memcpy(which + (key + k) * VL, &at, VB);
-          }
-        });
+        products<typename WordsOf<Product>::type, N>(block, packed + vector * VL * words, words,
+                                                     [&](int key, F(&sums)[kKeysAtOnce<N>][N]) {
+                                                       for (int k = 0; k < kKeysAtOnce<N>; ++k) {
+                                                         F top = load(best + (key + k) * VL);
+                                                         I at;
+                                                         memcpy(&at, which + (key + k) * VL, VB);
+                                                         for (int v = 0; v < N; ++v) {
+                                                           const I better = sums[k][v] > top;
+                                                           top = better ? sums[k][v] : top;
+                                                           at = better ? I{} + static_cast<int32_t>(vector + v) : at;
+                                                         }
+                                                         store(best + (key + k) * VL, top);
+                                                         memcpy(which + (key + k) * VL, &at, VB);
+                                                       }
+                                                     });
       });
       // Prefetch the next block's keys meanwhile.
       for (const int upto = static_cast<int>(kKeys * (vector + kVectors) / vectors); asked < upto && asked < kKeys;

@@ -304,7 +304,7 @@ inline void with_key_tile(const Window& p, const Fn& fn) {
 // memory.
 template <class T, int kPieces>
 __device__ inline void multiply_all(Products<KeyTile<T, kPieces>::kBlocks>& x, KeyTile<T, kPieces>& keys,
-                                    const Window& p, const HeadRows& rows, int left, bool wide, const char* queries,
+                                    int64_t row_bytes, const HeadRows& rows, int left, bool wide, const char* queries,
                                     int pitch) {
 #pragma unroll
   for (int m = 0; m < KeyTile<T, kPieces>::kBlocks; ++m)
@@ -312,7 +312,7 @@ __device__ inline void multiply_all(Products<KeyTile<T, kPieces>::kBlocks>& x, K
     for (int t = 0; t < 2; ++t)
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[m][t][e] = 0.0f;
-  const int pieces = static_cast<int>(p.k.row_bytes) / 16;
+  const int pieces = static_cast<int>(row_bytes) / 16;
   if (pieces <= 4 * kPieces) return multiply<T, kPieces>(x, keys, queries, pitch, pieces, 0);
   for (int part = 0; part * 4 * kPieces < pieces; ++part) {
     keys.load(rows, left, pieces, part, wide);

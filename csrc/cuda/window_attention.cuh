@@ -542,7 +542,7 @@ __global__ void __launch_bounds__(kWindowThreads)
       const int pieces = static_cast<int>(w.k.row_bytes / 16);
       if (pieces <= 32) keys.load(rows, end - own, pieces, 0, plan.wide);
       Products<1> x;
-      multiply_all<T, 8>(x, keys, w, rows, end - own, plan.wide, queries, plan.pitch);
+      multiply_all<T, 8>(x, keys, w.k.row_bytes, rows, end - own, plan.wide, queries, plan.pitch);
 #pragma unroll
       for (int t = 0; t < 2; ++t)
 #pragma unroll

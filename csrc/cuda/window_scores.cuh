@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         const Limits limit = tiles[tile];
         if (key >= limit.most) continue;
         Products<kBlocks> x;
-        multiply_all<T, kPieces>(x, keys, p, rows, left, chunks.wide, queries + tile * kTileRows * chunks.pitch,
-                                 chunks.pitch);
+        multiply_all<T, kPieces>(x, keys, p.k.row_bytes, rows, left, chunks.wide,
+                                 queries + tile * kTileRows * chunks.pitch, chunks.pitch);
         const bool plain = first <= key && key <= limit.least - Keys::kKeys && p.softcap == 0.0f && !logits;
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
@@ -315,8 +315,8 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         const bool seen = keys && key < limit.most;
         Products<kBlocks> x;
         if (seen)
-          multiply_all<T, kPieces>(x, *keys, p, rows, left, chunks.wide, queries + tile * kTileRows * chunks.pitch,
-                                   chunks.pitch);
+          multiply_all<T, kPieces>(x, *keys, p.k.row_bytes, rows, left, chunks.wide,
+                                   queries + tile * kTileRows * chunks.pitch, chunks.pitch);
         const bool plain =
             first <= key && key <= limit.least - Keys::kKeys && p.softcap == 0.0f && params.softmax && !maximum;
 #pragma unroll

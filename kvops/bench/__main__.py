@@ -31,7 +31,8 @@ LEGEND = """
 eager, compile: how many times longer a common PyTorch formulation takes, eager and under torch.compile (select_topk:
 torch.topk + sort). of bandwidth: compared with reading, copying or shifting in place the same number of bytes, in
 GB/s, measured in turns with the row. parts: how many times longer scores + select + a fresh clone of the result take.
-matmul: the product of the window and K alone. flash: torch's FlashAttention on the same rows, without scores.
+matmul: the product of the window and K alone (key_similarity: of K and K; value_norm: of V and the output projection;
+as many FLOP as the row). flash: torch's FlashAttention on the same rows, without scores.
 repeat_kv: eager PyTorch with K repeated for each query head. one layer: the same rows as one layer with a larger
 batch. index_select: into out=. bf16 product: K times the prototypes, without the argmax. assign_prototypes: that step
 alone. SnapKV: eager. our SnapKV: snapkv_compress without the log-sum-exp."""
@@ -40,7 +41,8 @@ Times come from CUDA graphs of several calls, between events, over inputs that d
 eager, compile: how many times longer a common PyTorch formulation takes, eager and under torch.compile (select_topk:
 torch.topk + sort). of bandwidth: compared with a torch.copy_ of 2 GiB (bytes read and written), in GB/s. same bytes:
 compared with a copy_ that moves as many bytes as the row. Both are measured in turns with the row. select:
-select_topk's fraction of the time. matmul: the product of the window and K alone. flash, cudnn: torch's attention on
+select_topk's fraction of the time. matmul: the product of the window and K alone (key_similarity: of K and K;
+value_norm: of V and the output projection; as many FLOP as the row). flash, cudnn: torch's attention on
 the same rows, without scores. repeat_kv: eager PyTorch with K repeated for each query head. one layer: the same rows
 as one layer with a larger batch. index_select: into out=. bf16 product: K times the prototypes, without the argmax.
 assign_prototypes: that step alone. SnapKV: eager. our SnapKV: snapkv_compress without the log-sum-exp. K-means: ten
@@ -151,6 +153,7 @@ def table(record: dict[str, Any]) -> str:
     ratios = list(dict.fromkeys(x for r in results for x in (*r.get("ratio", {}), *lost(r))))
     ratios.sort(key=lambda x: ("eager", "compile", "parts").index(x) if x in ("eager", "compile", "parts") else 3)
     more = {
+        "GFLOP/s": lambda r: f"{r['gflop_per_s']:.0f}",
         "same bytes": lambda r: "{share:.0%} of {gb_per_s:.0f}".format(**r["bandwidth"]["same_bytes"]),
         "select": lambda r: f"{r['stages']['select_topk']:.1%}",
     }

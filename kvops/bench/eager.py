@@ -141,6 +141,22 @@ def trig_scores(k: Tensor, centers: Tensor, norms: Tensor) -> Tensor:
     return (of_centers @ k.mT + of_norms @ lengths.mT).flatten(1, 2)
 
 
+def key_similarity(k: Tensor, threshold: float = 0.5) -> Tensor:
+    """R-KV's redundancy without the softmax: [b, Hk, n, d] -> [b, Hk, n]. Writes [b, Hk, n, n]."""
+    unit, n = F.normalize(k.float(), dim=-1), k.shape[2]
+    cosines = unit @ unit.mT
+    cosines.diagonal(dim1=-2, dim2=-1).zero_()
+    slots = torch.arange(n, device=k.device)
+    last = torch.where(cosines > threshold, slots, -1).amax(-1, keepdim=True)
+    return cosines.masked_fill_(slots == last, 0).sum(-2) / n
+
+
+def value_norm(v: Tensor, w_o: Tensor) -> Tensor:
+    """CriticalKV's value norms: [b, Hk, n, dv], [hidden, Hq * dv] -> [b, Hk, n]. Writes [b, Hk, n, hidden]."""
+    weights = w_o.unflatten(1, (v.shape[1], -1, v.shape[3])).permute(2, 1, 3, 0)  # [group, Hk, dv, hidden]
+    return torch.stack([(v @ x).abs().sum(-1, dtype=torch.float32) for x in weights]).mean(0)
+
+
 def cluster_sums(scores: Tensor, assignment: Tensor, count: int) -> Tensor:
     """[b, Hk, n] twice -> [b, Hk, count]."""
     return scores.new_zeros(*scores.shape[:2], count).scatter_add_(2, assignment.long(), scores)

@@ -276,6 +276,7 @@ def measure(
             "seconds": {"best": best[key], "median": median[key]},
             "bytes": row.bytes(case),
             "gb_per_s": rate / 1e9,
+            **({"gflop_per_s": row.flops(case) / typical[key] / 1e9} if row.flops else {}),
             **found,
             # how many times longer the other takes
             "ratio": {

@@ -23,6 +23,8 @@ SINK = 16  # LagKV's sinks
 GROUP = 4  # query heads per KV head
 WINDOW = 32  # query rows of the observation window, SnapKV's default
 PROTOTYPES = 500  # ProtoKV's default, with its four buckets
+HIDDEN = 4096  # output channels of the output projection
+SIMILAR = 2048  # tokens of the key_similarity rows, whose work grows with their square
 LAYERS = 32  # of the ladder rows, which divide the tokens; fewer if each would have less than 64
 NEAR_FLOOR = 1 / 1.3  # a whole call may take at most 1.3 times as long as a copy of its bytes
 
@@ -125,6 +127,19 @@ class Case:
         q = torch.randn(shape, device=self.device, generator=generator).to(self.dtype)
         visible = torch.arange(self.n - rows + 1, self.n + 1, dtype=torch.int32, device=self.device)
         return Window(q, visible, ops.window_attention(q, self.k, self.v, visible)[1])
+
+    @cached_property
+    def alike(self) -> Tensor:
+        """Keys of which each has a similar one among the last few: a common direction, and the random keys."""
+        return (1.5 * self._randn(1, self.d, stream=2) + self.k.float()).to(self.dtype)
+
+    @cached_property
+    def w_o(self) -> Tensor:
+        """The output projection of GROUP query heads per KV head, [HIDDEN, GROUP * heads * d]."""
+        width = GROUP * self.heads * self.d
+        generator = torch.Generator(self.device).manual_seed(3 * self._seed + 2)
+        weights = torch.randn(HIDDEN, width, device=self.device, generator=generator)
+        return (weights / width**0.5).to(self.dtype)
 
     @cached_property
     def clusters(self) -> Clusters:
@@ -241,6 +256,7 @@ class Row:
     restore: whether the form "in place" needs `Case.restore` first (untimed), because its work depends on the values.
     per_dtype: False if the dtype of K and V does not matter.
     shape: (heads, n) of a row that ignores --heads and --n.
+    flops: floating-point operations of a compute-bound row; its peers include a matrix product of as many.
 
     For a GPU:
     cuda_only: not measured on the CPU unless --ops names it.
@@ -263,6 +279,7 @@ class Row:
     restore: bool = False
     per_dtype: bool = True
     shape: tuple[int, int] | None = None
+    flops: Callable[[Case], int] | None = None
     cuda_only: bool = False
     batch: int = 1
     most: int | None = None
@@ -462,6 +479,33 @@ def _protokv_peers(c: Case) -> dict[str, Callable[[], Any]]:
     return peers
 
 
+def _key_product(c: Case) -> Callable[[], Tensor]:
+    """Multiply K by itself; writes [n, n]."""
+    out = c.k.new_empty(*c.k.shape[:3], c.n)
+    return lambda: torch.matmul(c.k, c.k.mT, out=out)
+
+
+def _key_similarity(keys: Callable[[Case], Tensor], **row: Any) -> Row:
+    return Row(
+        forms={"": lambda c: ops.key_similarity(keys(c))},
+        eager=eager.key_similarity,
+        args=lambda c: (keys(c),),
+        bytes=lambda c: 2 * size(c.k) + size(c.scores),
+        against="",
+        touched=lambda c: (c.k,),
+        peers=lambda c: {"matmul": _key_product(c)},
+        shape=(8, SIMILAR),
+        **row,
+    )
+
+
+def _value_product(c: Case) -> Callable[[], Tensor]:
+    """Project the values of one query head per KV head, GROUP times; writes [n, HIDDEN] each."""
+    out = c.v.new_empty(*c.v.shape[:3], HIDDEN)
+    weights = c.w_o.unflatten(1, (c.heads, GROUP, c.d)).permute(2, 1, 3, 0)  # [GROUP, heads, d, HIDDEN]
+    return lambda: [torch.matmul(c.v, x, out=out) for x in weights][0]
+
+
 # Moves are measured on randomly scattered rows, which defeat prefetching, and on one run of rows.
 ROWS: dict[str, Row] = {
     "lag_score": Row(
@@ -618,6 +662,22 @@ ROWS: dict[str, Row] = {
         against="read",
         touched=lambda c: (c.k,),
         copy_goal=0.8,
+    ),
+    "key_similarity": _key_similarity(
+        lambda c: c.k, flops=lambda c: 2 * c.batch * c.heads * c.n**2 * c.d, peer_goals={"matmul": 0.5}
+    ),
+    "key_similarity, keys alike": _key_similarity(lambda c: c.alike),
+    "value_norm": Row(
+        forms={"": lambda c: ops.value_norm(c.v, c.w_o)},
+        eager=eager.value_norm,
+        args=lambda c: (c.v, c.w_o),
+        bytes=lambda c: size(c.v, c.w_o, c.scores),
+        against="",
+        touched=lambda c: (c.v,),
+        peers=lambda c: {"matmul": _value_product(c)},
+        shape=(8, SIMILAR),
+        flops=lambda c: 2 * c.batch * c.n * c.heads * GROUP * c.d * HIDDEN,
+        peer_goals={"matmul": 0.5},
     ),
     "cluster_mean": Row(
         forms={"": lambda c: ops.cluster_mean(c.scores, c.clusters.assignment, num_clusters=PROTOTYPES)},

@@ -44,6 +44,7 @@ Modules:
 - `compression`: `compress`, `generate`
 - `generation`: `lookahead`, `repeat`
 - `drafts`: prompt lookup and assisted decoding
+- `weights`: `output_weights`
 - `turns`: further prompts with the same cache
 - `arguments`: what calls name their cache
 - `batching`, `allocator`, `handover`: `continuous_batching`
@@ -77,6 +78,7 @@ from .compression import Compression, compress, generate
 from .generation import decode_greedily, lookahead, repeat
 from .rope import model_rope
 from .statistics import query_statistics
+from .weights import output_weights
 
 __all__ = [
     "Compression",
@@ -92,5 +94,6 @@ __all__ = [
     "model_rope",
     "repeat",
     "query_statistics",
+    "output_weights",
     "use_attention",
 ]

@@ -215,7 +215,7 @@ def _checked(who: str, model: torch.nn.Module, policy: Policy | str) -> tuple[Pr
         policy = policy_of(policy)
     inner = unwrap(who, model)
     check(inner.config, policy)
-    return inner, policy
+    return inner, policy.for_model(inner)
 
 
 # ---- the block that a call belongs to ----

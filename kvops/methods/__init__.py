@@ -4,6 +4,7 @@ from . import shorthands
 from .base import BudgetPolicy, Compressed, DecodePolicy, KeyPolicy, Policy, View
 from .baselines import L2, Full, Random, StreamingLLM
 from .budgets import entropy_budgets, head_budgets
+from .criticalkv import CriticalKV
 from .defensivekv import DefensiveKV
 from .expected_attention import ExpectedAttention
 from .h2o import H2O, TOVA
@@ -15,6 +16,7 @@ from .laq import LAQ
 from .protokv import SATKV, ProtoKV, lsh_projection
 from .queries import QueryPolicy, WindowPolicy
 from .recall_metric import recall
+from .rkv import RKV
 from .shorthands import *  # noqa: F403
 from .slots import SlotPolicy
 from .snapkv import ChunkKV, PyramidKV, SnapKV, pyramidkv_budgets
@@ -28,6 +30,7 @@ __all__ = [
     "CalibratedPolicy",
     "ChunkKV",
     "Compressed",
+    "CriticalKV",
     "DecodePolicy",
     "DefensiveKV",
     "ExpectedAttention",
@@ -45,6 +48,7 @@ __all__ = [
     "PyramidKV",
     "QueryPolicy",
     "QueryStatistics",
+    "RKV",
     "Random",
     "SATKV",
     "SlotPolicy",

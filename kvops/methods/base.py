@@ -336,10 +336,6 @@ class Policy:
         """
         raise NotImplementedError
 
-    def for_model(self, model: Any) -> Policy:
-        """The policy to use with a transformers model; policies that need something of the model get it here."""
-        return self
-
     def move(self, view: View, indices: Tensor, out: Out = None) -> tuple[Tensor, Tensor]:
         """Move the kept rows of K and V to new memory, to `out`, or (`IN_PLACE`) to the front of K and V."""
         if out is IN_PLACE:
@@ -399,6 +395,17 @@ class Policy:
             self._check_pages(block_table, lengths, fill_invalid)
         return View(k, v, starts, lengths, fill_invalid, layer, num_layers, block_table=block_table), out
 
+    def for_model(self, model: Any) -> Policy:
+        """Return the policy with what it needs of a model, such as weights, filled in.
+
+        `kvops.hf.compress`, `kvops.hf.generate` and the evaluation call this. Settings that the user has chosen stay as
+        they are.
+
+        Args:
+            model: A causal language model of transformers.
+        """
+        return self
+
     def _check_pages(self, block_table: Tensor, lengths: Tensor | None, fill_invalid: bool) -> None:
         if not isinstance(block_table, Tensor):
             raise TypeError(f"{self.name}: block_table must be a torch.Tensor, got {type(block_table).__name__}")
@@ -441,7 +448,7 @@ class Policy:
 
     def __hash__(self) -> int:
         values = (getattr(self, x.name) for x in _fields(type(self)))
-        return hash((type(self), *(None if isinstance(x, Tensor) else x for x in values)))
+        return hash((type(self), *(None if isinstance(x, (Tensor, tuple)) else x for x in values)))
 
 
 def check_policy(who: str, policy: object) -> None:
@@ -456,6 +463,8 @@ def _fields(policy: Any) -> tuple[Field[Any], ...]:
 
 
 def _equal(x: object, y: object) -> bool:
+    if isinstance(x, tuple) and isinstance(y, tuple):
+        return len(x) == len(y) and all(map(_equal, x, y))
     if isinstance(x, Tensor) or isinstance(y, Tensor):
         return isinstance(x, Tensor) and isinstance(y, Tensor) and torch.equal(x, y)
     return x == y

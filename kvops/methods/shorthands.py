@@ -19,6 +19,7 @@ from .base import IN_PLACE, Compressed, LayerSpans, Out, Spans
 from .baselines import L2, Random, StreamingLLM
 from .budgets import Budget
 from .calling import Layout, one_shot
+from .criticalkv import CriticalKV
 from .defensivekv import DefensiveKV
 from .expected_attention import ExpectedAttention
 from .h2o import H2O, TOVA
@@ -29,6 +30,7 @@ from .lagkv import LagKV, check_lag_ratio
 from .laq import LAQ
 from .protokv import SATKV, ProtoKV
 from .queries import QueryCall, window_rows
+from .rkv import RKV
 from .snapkv import ChunkKV, PyramidKV, SnapKV
 from .statistics import QueryStatistics
 from .triattention import TriAttention
@@ -40,6 +42,8 @@ __all__ = [
     "defensivekv_compress_",
     "expectedattention_compress",
     "expectedattention_compress_",
+    "criticalkv_compress",
+    "criticalkv_compress_",
     "h2o_compress",
     "h2o_compress_",
     "keydiff_compress",
@@ -60,6 +64,8 @@ __all__ = [
     "pyramidkv_compress_",
     "random_compress",
     "random_compress_",
+    "rkv_compress",
+    "rkv_compress_",
     "satkv_compress",
     "satkv_compress_",
     "snapkv_compress",
@@ -292,6 +298,113 @@ def snapkv_compress(
     settings: dict[str, Any] = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, score=score)
     settings |= dict(group_reduce=group_reduce, sinks=sinks, head_mode=head_mode)
     return SnapKV(budget, window_rows(q_window), **settings).compress(k, v, q_window, **call)
+
+
+@one_shot
+def criticalkv_compress(
+    k: Tensor,
+    v: Tensor,
+    q_window: Tensor,
+    budget: Budget,
+    *,
+    w_o: Tensor | Sequence[Tensor] | None = None,
+    first_stage_ratio: float = 0.5,
+    epsilon: float = 1e-4,
+    kernel_size: int = 7,
+    pooling: str = "max",
+    pool_first: bool = False,
+    score: str = "softmax",
+    group_reduce: str = "mean",
+    sinks: int = 0,
+    head_mode: str = "per_head",
+    **call: Unpack[QueryCall],
+) -> Compressed:
+    """Evict by CriticalKV: keep tokens by attention, then by attention times the norm of the projected value.
+
+    Equals `kvops.CriticalKV(budget, w, ...).compress(k, v, q_window)`, where w is the number of rows of q_window.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        q_window: [b, Hq, w, d], the queries of the last w (valid) tokens of each row; 32 rows are usual.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        w_o: [hidden, Hq * dv], the weights of the output projection. Required; see `kvops.CriticalKV`.
+        first_stage_ratio: See `kvops.CriticalKV`.
+        epsilon: See `kvops.CriticalKV`.
+        kernel_size: See `kvops.CriticalKV`.
+        pooling: See `kvops.CriticalKV`.
+        pool_first: See `kvops.CriticalKV`.
+        score: See `kvops.CriticalKV`.
+        group_reduce: See `kvops.CriticalKV`.
+        sinks: See `kvops.CriticalKV`.
+        head_mode: See `kvops.CriticalKV`.
+        **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
+            num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: CriticalKV, Feng et al., 2025.
+    """
+    settings: dict[str, Any] = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, score=score)
+    settings |= dict(group_reduce=group_reduce, sinks=sinks, head_mode=head_mode)
+    settings |= dict(w_o=w_o, first_stage_ratio=first_stage_ratio, epsilon=epsilon)
+    return CriticalKV(budget, window_rows(q_window), **settings).compress(k, v, q_window, **call)
+
+
+@one_shot
+def rkv_compress(
+    k: Tensor,
+    v: Tensor,
+    q_window: Tensor,
+    budget: Budget,
+    *,
+    mix: float = 0.1,
+    threshold: float = 0.5,
+    kernel_size: int = 7,
+    group_reduce: str = "max",
+    sinks: int = 0,
+    head_mode: str = "per_head",
+    **call: Unpack[QueryCall],
+) -> Compressed:
+    """Evict by R-KV: keep the tokens to which the last queries attend and whose keys are unlike the others.
+
+    Equals `kvops.RKV(budget, w, ...).compress(k, v, q_window)`, where w is the number of rows of q_window.
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], laid out like k. Swapped K and V cannot be detected.
+        q_window: [b, Hq, w, d], the queries of the last w (valid) tokens of each row; 8 rows are usual.
+        budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
+            the tokens of each head.
+        mix: See `kvops.RKV`.
+        threshold: See `kvops.RKV`.
+        kernel_size: See `kvops.RKV`.
+        group_reduce: See `kvops.RKV`.
+        sinks: See `kvops.RKV`.
+        head_mode: See `kvops.RKV`.
+        **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
+            num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`. k and v are [b, Hk, m, d] and [b, Hk, m, dv] with m =
+        min(budget, n).
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: R-KV, Cai et al., 2025.
+    """
+    settings: dict[str, Any] = dict(mix=mix, threshold=threshold, kernel_size=kernel_size)
+    settings |= dict(group_reduce=group_reduce, sinks=sinks, head_mode=head_mode)
+    return RKV(budget, window_rows(q_window), **settings).compress(k, v, q_window, **call)
 
 
 @one_shot
@@ -962,6 +1075,10 @@ lacache_compress_ = in_place(lacache_compress)
 """`lacache_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 snapkv_compress_ = in_place(snapkv_compress)
 """`snapkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
+criticalkv_compress_ = in_place(criticalkv_compress)
+"""`criticalkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
+rkv_compress_ = in_place(rkv_compress)
+"""`rkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 pyramidkv_compress_ = in_place(pyramidkv_compress)
 """`pyramidkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them."""
 chunkkv_compress_ = in_place(chunkkv_compress)

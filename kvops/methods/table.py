@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from ..specs import parse_options
 from .base import Policy
 from .baselines import L2, Full, Random, StreamingLLM
+from .criticalkv import CriticalKV
 from .defensivekv import DefensiveKV
 from .expected_attention import ExpectedAttention
 from .h2o import H2O, TOVA
@@ -30,6 +31,7 @@ from .lacache import LaCache
 from .lagkv import LagKV
 from .laq import LAQ
 from .protokv import SATKV, ProtoKV
+from .rkv import RKV
 from .snapkv import ChunkKV, PyramidKV, SnapKV
 from .triattention import TriAttention
 
@@ -93,6 +95,8 @@ METHODS: dict[str, Entry] = {
     "snapkv": Entry("SnapKV", SnapKV, "window attention", "SnapKV, Li et al., 2024"),
     "pyramidkv": Entry("PyramidKV", PyramidKV, "window attention", "PyramidKV, Cai et al., 2024"),
     "chunkkv": Entry("ChunkKV", ChunkKV, "window attention", "ChunkKV, Liu et al., 2025"),
+    "criticalkv": Entry("CriticalKV", CriticalKV, "window attention", "CriticalKV, Feng et al., 2025"),
+    "r-kv": Entry("R-KV", RKV, "window attention", "R-KV, Cai et al., 2025"),
     "h2o": Entry("H2O", H2O, "accumulated attention", "H2O, Zhang et al., 2023"),
     "tova": Entry("TOVA", TOVA, "accumulated attention", "TOVA, Oren et al., 2024"),
     "expected-attention": Entry(

@@ -1,0 +1,168 @@
+"""CriticalKV: eviction by attention and by how far a token's value reaches after the output projection.
+
+Dropping a token changes the output of a layer by at most its attention weight times the L1 norm of its projected value,
+||W_O v||_1. CriticalKV spends a part of the budget on the highest attention weights, and the rest on the highest
+products.
+
+Source: "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective", Feng et al., 2025.
+Decisions: docs/methods/criticalkv.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..checks import check_finite
+from ..ops import select_topk, value_norm
+from ..window import outside_prefix
+from .base import Policy, View
+from .budgets import Budget, row_budgets
+from .queries import WindowPolicy
+from .select import select_budget, shared_scores
+
+
+@dataclass(frozen=True, eq=False)
+class CriticalKV(WindowPolicy):
+    """CriticalKV: keeps tokens by attention first, then by attention times the norm of the projected value, per head.
+
+    ```text
+    s[j]    = SnapKV's score: the pooled attention of the prompt's last w queries
+    norm[j] = mean over the group's query heads h of ||W_O^h v_j||_1                  (`ops.value_norm`)
+    kept    = the w newest tokens;
+              of the c = budget - w others int(first_stage_ratio * c), by s;
+              and the rest by (s + epsilon) * norm
+    ```
+
+    The rule needs the weights of the output projection, W_O. For a model, `for_model` takes them from it, which
+    `kvops.hf.compress`, `kvops.hf.generate` and the evaluation do by themselves. Caches evict when `SnapKV`'s do.
+
+    Attributes:
+        budget: See `BudgetPolicy`. It must hold the window.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`. With "adaptive" the heads share the layer's budget by s, and each splits its own
+            into the two stages. With "shared" both scores are means over the heads.
+        group_reduce: See `QueryPolicy`.
+        window: See `WindowPolicy`.
+        kernel_size: See `WindowPolicy`.
+        pooling: See `WindowPolicy`.
+        pool_first: See `WindowPolicy`.
+        score: See `WindowPolicy`.
+        w_o: [hidden, Hq * dv], the weights of the output projection as torch.nn.Linear stores them; or a list of them,
+            one for each layer that evicts, in which case one-shot calls need `layer`. They are converted to v's dtype
+            if they have another.
+        first_stage_ratio: The part of the budget without the protected tokens that attention alone decides, in [0, 1].
+            With 1 the rule is SnapKV's.
+        epsilon: Added to the attention, at least 0, so that tokens without attention are ordered by their norms.
+
+    Source: CriticalKV, Feng et al., 2025.
+    """
+
+    uses_positions: ClassVar[bool] = False
+
+    by_head: ClassVar[bool] = True
+
+    _: KW_ONLY
+    w_o: Tensor | Sequence[Tensor] | None = field(default=None, repr=False)
+    first_stage_ratio: float = 0.5
+    epsilon: float = 1e-4
+
+    @property
+    def paged(self) -> bool:
+        return True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.w_o, (list, tuple)):
+            object.__setattr__(self, "w_o", tuple(self.w_o))
+        super().__post_init__()
+
+    def check(self) -> None:
+        for name, high in (("first_stage_ratio", 1.0), ("epsilon", float("inf"))):
+            value = getattr(self, name)
+            check_finite(self.name, name, value)
+            if not 0 <= value <= high:
+                raise ValueError(
+                    f"{self.name}: {name} must be {'at least 0' if name == 'epsilon' else 'in [0, 1]'}, got {value}"
+                )
+        weights = self.w_o if isinstance(self.w_o, tuple) else () if self.w_o is None else (self.w_o,)
+        for x in weights:
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{self.name}: w_o must be a torch.Tensor or a list of them, got {type(x).__name__}")
+            if x.dim() != 2:
+                raise ValueError(f"{self.name}: w_o must be [hidden, Hq * dv], got shape {list(x.shape)}")
+        super().check()
+
+    def check_cache(self, layer: int, num_layers: int) -> None:
+        super().check_cache(layer, num_layers)
+        if self.w_o is None:
+            raise ValueError(f"{self.name}: {_MISSING}")
+        if isinstance(self.w_o, tuple) and len(self.w_o) != num_layers:
+            raise ValueError(
+                f"{self.name}: w_o must have the weights of each layer that evicts, expected {num_layers}, got "
+                f"{len(self.w_o)}"
+            )
+
+    def for_model(self, model: Any) -> Policy:
+        if self.w_o is not None:
+            return self
+        from ..hf import output_weights
+
+        return replace(self, w_o=output_weights(model))
+
+    def weights(self, view: View) -> Tensor:
+        """The output projection of the view's layer, in the dtype that v is computed in."""
+        w_o = self.w_o
+        if isinstance(w_o, tuple):
+            if view.layer is None:
+                raise TypeError(f"{self.name}: w_o is a list, so layer must be an int, got None; pass it to compress")
+            if not 0 <= view.layer < len(w_o):
+                raise ValueError(
+                    f"{self.name}: layer must name one of the {len(w_o)} weights of w_o, got layer {view.layer}"
+                )
+            w_o = w_o[view.layer]
+        if w_o is None:
+            raise ValueError(f"{self.name}: {_MISSING}")
+        assert isinstance(w_o, Tensor)
+        dtype = torch.bfloat16 if view.v.element_size() == 1 else view.v.dtype
+        return w_o.detach().to(view.v.device, dtype)
+
+    def choose(self, scores: Tensor, view: View, budget: Budget, *, recent: int = 0, **options: Any) -> Tensor:
+        """Select the slots to keep, given SnapKV's scores, fp32 [b, Hk, n]."""
+        norms = value_norm(view.v, self.weights(view), **view.slots)
+        weighted = (scores + self.epsilon) * norms
+        if self.head_mode == "adaptive":
+            budget = self._shares(scores, view, recent)
+        elif self.head_mode == "shared":
+            scores, weighted = shared_scores(scores), shared_scores(weighted)
+        n, protected = scores.shape[2], self.sinks + recent
+        keep, budgets = row_budgets(self.name, budget, scores.shape[:2], n, view.starts, view.lengths)
+        if budgets is not None:
+            counts = (budgets - protected).clamp(min=0).double() * self.first_stage_ratio
+            budgets = counts.int().expand(scores.shape[:2]).contiguous()
+        # The protected tokens are kept in any case, and a token without a norm is kept last.
+        outside = outside_prefix(scores, recent, view.starts, view.end) | weighted.isnan()
+        if self.sinks:
+            first = 0 if view.starts is None else view.starts[:, None, None]
+            outside = outside | (torch.arange(n, device=scores.device) < first + self.sinks)
+        best = select_topk(
+            scores.masked_fill(outside, torch.nan),
+            k=int(max(keep - protected, 0) * self.first_stage_ratio),
+            starts=view.starts,
+            lengths=view.lengths,
+            budgets=budgets,
+        )
+        ranked = pad(weighted, (0, 1)).scatter_(2, torch.where(best < 0, n, best), torch.inf)[..., :n].contiguous()
+        return select_budget(
+            self.name, ranked, view.heads, budget, sinks=self.sinks, recent=recent, **view.spans, **options
+        )
+
+
+_MISSING = (
+    "w_o must be the weights of the output projection, [hidden, Hq * dv] or a list of them by layer, got None; pass "
+    "w_o=kvops.hf.output_weights(model), or use policy.for_model(model)"
+)

@@ -1,0 +1,118 @@
+"""R-KV: eviction in decode by attention and redundancy.
+
+Reasoning models repeat themselves, and repeated tokens attend to one another, so attention alone keeps many copies.
+R-KV subtracts how similar a token's key is to all other keys.
+
+Source: "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models", Cai et al., 2025, and the released code.
+Decisions: docs/methods/rkv.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..checks import check_finite, check_int
+from ..ops import key_similarity
+from ..window import Pooling, outside_prefix
+from .base import DecodePolicy, Policy, View
+from .queries import QueryPolicy
+
+
+@dataclass(frozen=True, eq=False)
+class RKV(DecodePolicy, QueryPolicy):
+    """R-KV: keeps the tokens that the last queries attend to and that are unlike the others, per head.
+
+    ```text
+    a[i, j]    = softmax over j of scale * q_i . k_j         the last w queries, each over the keys up to its own
+    importance = max over neighbours of max over the group's query heads of mean over i of a[i, j]       for j < n - w
+    redundancy = softmax over j of the mean cosine of k_j with all other keys, where each key spares its last
+                 similar one                                                                 (`ops.key_similarity`)
+    score      = mix * importance - (1 - mix) * redundancy
+    ```
+
+    The w newest tokens are kept, and the highest scores before them up to the budget. In decode a cache evicts down to
+    the budget whenever it holds `buffer` tokens more, by the queries of the last w tokens, which it remembers. A
+    prompt, and each chunk or further turn of at least w tokens, is compressed in the same way.
+
+    Attributes:
+        budget: See `BudgetPolicy`. It must hold the window.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`.
+        group_reduce: See `QueryPolicy`; the released code takes the maximum.
+        buffer: See `DecodePolicy`.
+        window: How many of the last queries observe; their tokens are kept.
+        kernel_size: The slots over which the importance is pooled by its maximum; odd. 1 does not pool.
+        mix: The weight of the importance, lambda in the paper, in [0, 1].
+        threshold: The cosine that similar keys exceed; see `ops.key_similarity`.
+
+    Source: R-KV, Cai et al., 2025.
+    """
+
+    uses_positions: ClassVar[bool] = False
+
+    by_head: ClassVar[bool] = True
+    protects_window: ClassVar[bool] = True
+    reduce: ClassVar[str] = "mean"
+
+    window: int = 8
+    _: KW_ONLY
+    buffer: int | float | None = 128
+    group_reduce: str = "max"
+    kernel_size: int = 7
+    mix: float = 0.1
+    threshold: float = 0.5
+
+    @property
+    def paged(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        check_int(self.name, "window", self.window, 1)
+        Pooling(self.kernel_size).check(self.name)
+        for name, high in (("mix", 1.0), ("threshold", float("inf"))):
+            value = getattr(self, name)
+            check_finite(self.name, name, value)
+            if not 0 <= value <= high:
+                raise ValueError(
+                    f"{self.name}: {name} must be {'in [0, 1]' if name == 'mix' else 'at least 0'}, got {value}"
+                )
+        super().check()
+
+    @classmethod
+    def at_budget(
+        cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The buffer of the paper, and a window of 8 tokens, or half the budget if that is less."""
+        return {"budget": budget, "window": max(1, min(8, budget // 2))}
+
+    @property
+    def remembers(self) -> int:
+        return 0 if self.buffer is None else self.window
+
+    def of_prompt(self, view: View) -> bool:
+        return view.new >= self.window and view.new > 1
+
+    def rows(self, view: View) -> int:
+        return self.window if self.of_prompt(view) and self.full(view, self.room(view)) else 0
+
+    def rows_remembered(self, view: View) -> int:
+        return 0 if self.of_prompt(view) or not self.full(view, self.room(view)) else self.window
+
+    def rows_at(self, n: int, prompt: int) -> int:
+        return self.window
+
+    def resumed(self, before: int, n: int, prompt: int) -> Policy:
+        return replace(self, budget=self.held(n, prompt))
+
+    def scores(self, view: View) -> Tensor:
+        importance = view.seen_by_queries
+        outside = outside_prefix(importance, view.window, view.starts, view.end)
+        importance = Pooling(self.kernel_size)(importance, view.heads, outside)
+        redundancy = key_similarity(view.k, threshold=self.threshold, **view.slots)
+        lost = redundancy.isnan()
+        redundancy = redundancy.masked_fill(lost, -torch.inf).softmax(-1).masked_fill(lost, torch.nan)
+        return self.mix * importance - (1 - self.mix) * redundancy
