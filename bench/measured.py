@@ -10,6 +10,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- attention -->`: python -m kvops.bench.attention.
 - `<!-- decode -->`: python -m kvops.bench.decode.
 - `<!-- pages -->`, `<!-- fp8 -->`: python -m kvops.bench --paged.
+- `<!-- analysis -->`: python -m kvops.analysis on the shipped model.
 - `<!-- measured: LagKV LocalKV -->`: python -m kvops.eval, the partial match of these methods and their variants (LAQ:
   also LAQ++), or of `all`, by budget and by whether the cache was cut before or after the question. `<!-- measured:
   R-KV in eval-criticalkv -->` takes them from bench/results/eval-criticalkv.json.
@@ -24,6 +25,7 @@ import re
 import sys
 from pathlib import Path
 
+from kvops.analysis import report
 from kvops.bench import attention, decode, pages
 from kvops.eval.summary import SLACK
 
@@ -223,8 +225,15 @@ def fp8_table() -> str:
     return markdown(lines)
 
 
+def analysis_tables() -> str:
+    """Return the report on the shipped model without its title."""
+    record = json.loads((ROOT / "bench" / "results" / "analysis.json").read_text())
+    return report.markdown(record).partition("\n\n")[2].replace("\n## ", "\n### ").strip()
+
+
 #: Tables by the name of their markers.
 TABLES = {
+    "analysis": analysis_tables,
     "speed": speed_table,
     "products": products_table,
     "attention": attention_table,

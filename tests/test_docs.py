@@ -262,7 +262,7 @@ def test_the_reference_has_every_public_name():
             assert hasattr(importlib.import_module(module), attribute), f"docs/api lists {name}, which is not there"
 
 
-MODULES = ["kvops", "kvops.eval", "kvops.bench", "kvops.bench.attention", "kvops.bench.decode"]
+MODULES = ["kvops", "kvops.eval", "kvops.analysis", "kvops.bench", "kvops.bench.attention", "kvops.bench.decode"]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from ..bench.gpu import first_line
 from ..bench.record import origin
 from ..demo import MODEL, TEXT
+from . import models
 from .methods import METHODS, Rule, Unreachable, options_of, rule
 from .results import CODE, Cell, Results, fingerprint, load
 from .specs import Refused, canonical, parse
 from .summary import Summary, of_record
-from .tasks import POINTS, TASKS, Filler, Prompt, Reader, Task
+from .tasks import POINTS, TASKS, Prompt, Reader, Task
 
 SHARES = [0.5, 0.125, 0.03125]  # fractions of the context
 MOST = 2**31 - 1  # tokens
@@ -188,12 +188,11 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
 
     versions: versions to record beside torch's.
     """
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # the text is longer than the model's context, on purpose
+    used = {"model": a.model, "text": a.text, "data": a.data}
+    if not any(x.needs_model for x in a.kinds.values()):
+        used = {}
     settings = {
-        **{name: described(path) for name, path in (("model", a.model), ("text", a.text), ("data", a.data)) if path},
+        **{name: described(path) for name, path in used.items() if path},
         "prompts": a.prompts,
         "batch": a.batch,
         "seed": a.seed,
@@ -208,7 +207,6 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
 
 def fill(a: argparse.Namespace, results: Results, reader_of: Callable[..., Reader]) -> None:
     """Measure the cells that the results lack."""
-    import transformers
     from tqdm import tqdm
 
     every = dict(cells(a))  # each once: a fraction and a number may be the same budget
@@ -216,20 +214,10 @@ def fill(a: argparse.Namespace, results: Results, reader_of: Callable[..., Reade
     count = len(every)
     if len(todo) < count:
         print(f"{count - len(todo)} of {count} cells were measured before: {results.file}")
-    if todo:
-        try:
-            text = a.text.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise Refused(f"--text: expected UTF-8, got {a.text}: {error}") from None
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(a.model)
-            model = transformers.AutoModelForCausalLM.from_pretrained(a.model, dtype=a.dtype).to(a.device)
-            reader = reader_of(model)
-        except torch.OutOfMemoryError as error:
-            raise Refused(f"--model {a.model}: out of memory: {first_line(error)}") from error
-        except Exception as error:  # no such folder or name, not a language model, or damaged files
-            raise Refused(f"--model {a.model}: {first_line(error)}") from error
-        filler = Filler(tokenizer, text)
+    reader: Any = None
+    filler: Any = None
+    if any(a.kinds[x.task].needs_model for x, _ in todo):
+        reader, filler = models.load(a.model, a.text, a.dtype, a.device, reader_of)
     made: tuple[tuple[str, int] | None, list[Prompt]] = (None, [])  # the prompts of a task and context
     warm: set[tuple[Any, ...]] = set()
     failed = 0

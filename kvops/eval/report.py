@@ -49,7 +49,7 @@ PAIRED = """\
 """
 KINDS = {
     True: "Wilson's for proportions (suited to right-or-wrong scores, too wide for partial scores)",
-    False: "Student's t for losses and divergences",
+    False: "Student's t for other numbers",
 }
 
 
@@ -90,7 +90,7 @@ def report(summary: Summary, folder: Path) -> str:
     intervals = "; ".join(
         text for percent, text in KINDS.items() if percent in {x.percent for x in summary.traits.values()}
     )
-    model = re.sub(r" \([0-9a-f]{12}\)$", "", listed(summary.settings.get("model", "a model")))
+    model = re.sub(r" \([0-9a-f]{12}\)$", "", listed(summary.settings.get("model", "synthetic caches")))
     parts = [
         f"# Evaluation of {escape(model)}",
         what_was_run(summary),

@@ -4,6 +4,7 @@ base.py       the interface of a task
 needles.py    keys hidden in a text: passkey, needle in a haystack, RULER's kinds, variable tracking
 words.py      lists of words; the question asks for the most common ones
 probes.py     measures of the cache itself: agreement, recall, perplexity, chunked prefill
+synthetic.py  methods on caches without a model, drawn from the papers' assumptions
 copies.py     benchmarks read from a local copy of their data: ruler.py, longbench.py
 """
 
@@ -23,6 +24,7 @@ from .needles import (
 )
 from .probes import Agreement, Chunked, Perplexity, Recall
 from .ruler import Ruler
+from .synthetic import Synthetic
 from .words import CommonWords, FrequentWords
 
 __all__ = [
@@ -57,6 +59,7 @@ TASKS: dict[str, type[Task]] = {
         Recall,
         Perplexity,
         Chunked,
+        Synthetic,
         Ruler,
         LongBench,
     )

@@ -183,10 +183,12 @@ class Task:
         batches: whether all prompts and questions have one length, so that several can be read together.
         percent: whether scores lie between 0 and 1.
         better: "higher" or "lower", for the first metric.
+        needs_model: whether a language model is needed; if not, `reader` and `filler` are None.
     """
 
     name: ClassVar[str]
     points: ClassVar[tuple[str, ...]] = POINTS
+    needs_model: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]]
     batches: ClassVar[bool] = True
     percent: ClassVar[bool] = True

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from .checks import check_int, check_queries, plain
-from .ops import outlier_degree
-from .window import causal_limits, span_ends, summed_scores
+from ..checks import check_int, plain
+from ..ops import outlier_degree
+from .attention import cumulative_attention
 
 __all__ = [
     "Clustering",
     "attention_by_outlier_group",
     "clustering_degree",
-    "cumulative_attention",
     "neighbourhood_similarity",
     "outlier_histogram",
     "sat_counts",
@@ -170,49 +169,6 @@ def clustering_degree(
     intra = torch.where(pairs > 0, within / pairs, torch.nan)
     inter = torch.where(mixed_pairs > 0, between / mixed_pairs, torch.nan)
     return Clustering(intra / inter, intra, inter, size.long())
-
-
-def cumulative_attention(
-    k: Tensor,
-    q: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sink_logits: Tensor | None = None,
-    starts: Tensor | None = None,
-    lengths: Tensor | None = None,
-) -> Tensor:
-    """Compute how much an answer attends to each token of its prompt.
-
-    ```text
-    A_j = mean over the answer's queries and the group's query heads of softmax over the prompt of scale * q . k_j
-    ```
-
-    Args:
-        k: [b, Hk, n, d].
-        q: [b, Hq, any, d] of k's dtype, the queries of the answer. All of them see the whole prompt.
-        scale: The scale of the model's attention, as in `ops.window_scores`.
-        softcap: The softcap of the model's attention; 0 for none.
-        sink_logits: fp32 [Hq], the sink logits of the model's attention.
-        starts: int32 [b], the first valid slot of each row.
-        lengths: int32 [b], the number of valid slots of each row.
-
-    Returns:
-        fp32 [b, Hk, n]. Each head sums to 1, minus the weight of a sink.
-
-    Raises:
-        TypeError: q or k is not a tensor.
-        ValueError: q does not fit k, or has no rows.
-
-    Source: ProtoKV, Def. 1, Eq. 1, as a mean.
-    """
-    check_queries("cumulative_attention", "q", q, k)
-    rows, end = q.shape[2], span_ends(k, starts, lengths)
-    visible = causal_limits(end, 1, k.device).repeat_interleave(rows, -1)
-    options: dict[str, Any] = dict(scale=scale, softcap=softcap, sink_logits=sink_logits, starts=starts)
-    total = summed_scores(q, k, visible, None, **options)
-    assert total is not None  # q has rows
-    return total / rows
 
 
 def attention_by_outlier_group(

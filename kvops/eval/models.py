@@ -1,0 +1,50 @@
+"""The model, the tokenizer and the text that the command line names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from ..bench.gpu import first_line
+from .specs import Refused
+from .tasks import Filler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
+
+
+def load(name: str, text: Path, dtype: str, device: str, prepare: Callable[[PreTrainedModel], T]) -> tuple[T, Filler]:
+    """Load a model, and its tokenizer with a text.
+
+    Args:
+        name: folder or hub name of a causal language model of transformers.
+        text: the text's file.
+        dtype: of the model, "auto" for the dtype of its files.
+        device: "cpu", "cuda" or "cuda:NUMBER".
+        prepare: makes what is returned from the model.
+
+    Raises:
+        Refused: the model or the text cannot be read or used, or memory is short.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # the text is longer than the model's context, on purpose
+    try:
+        written = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(f"--text: expected UTF-8, got {text}: {error}") from None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        prepared = prepare(model.to(torch.device(device)))  # type: ignore[arg-type]  # its decorator hides the types
+    except torch.OutOfMemoryError as error:
+        raise Refused(f"--model {name}: out of memory: {first_line(error)}") from error
+    except Exception as error:  # no such folder or name, not a language model, or damaged files
+        raise Refused(f"--model {name}: {first_line(error)}") from error
+    return prepared, Filler(tokenizer, written)
