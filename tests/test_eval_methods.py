@@ -18,7 +18,7 @@ LAYERS = 3
 def test_what_is_kept_of_a_prompt(name, budget):
     """The budget, or fewer tokens if a method cannot meet it exactly; LaCache half a ladder more."""
     of = rule(name)
-    policy = of.policy(budget if of.cuts else None, 600, LAYERS)
+    policy = of.policy(budget if of.budgeted else None, 600, LAYERS)
     cache = kvops.Cache(policy, layer=LAYERS - 1, num_layers=LAYERS)
     k, v = torch.randn(2, 1, 2, 600, 16)
     cache.attend(torch.randn(1, 4, 600, 16), k, v)
@@ -169,3 +169,23 @@ def test_policies_that_are_refused(file, tmp_path, capsys):
     with pytest.raises(SystemExit):
         arguments(tiny(tmp_path, f"{file}:ValueNorm", f"{tmp_path}/other/mine.py:ValueNorm"), make_parser(), rule)
     assert "other/mine.py:ValueNorm are both called ValueNorm in tables; name only one" in capsys.readouterr().err
+
+
+# ---- settings that fix what is kept ----
+
+
+def test_budgets_do_not_apply_to_settings_that_fix_what_is_kept():
+    of = rule("lagkv:lag=64,ratio=0.125")
+    assert not of.budgeted and not rule("full").budgeted and rule("lagkv:lag=64").budgeted and rule("snapkv").budgeted
+    policy = of.policy(None, 600, LAYERS)
+    assert (policy.lag, policy.ratio, policy.sinks) == (64, 0.125, 16)
+    cache = kvops.Cache(policy)
+    cache.append(*torch.randn(2, 1, 2, 600, 16))
+    assert len(cache) == policy.held(600, 600) == 16 + 8 * 8 + 64 + (600 - 16) % 64
+
+
+def test_the_draft_of_laq_by_options():
+    policy = rule("laq:steps=32,stage1=keydiff,stage1_budget=40").policy(64, 600, LAYERS)
+    assert policy.steps == 32 and policy.draft_policy(600, LAYERS) == kvops.KeyDiff(40, buffer=1)
+    with pytest.raises(ValueError, match="LAQ: stage1 must be one of full, .*, got 'h3o'"):
+        rule("laq:stage1=h3o")

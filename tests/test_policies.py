@@ -133,7 +133,8 @@ def test_a_policy_is_a_small_frozen_dataclass_that_says_what_its_settings_are(cl
 RENAMED = {"L": "lag", "r": "ratio"}
 #: Not options of a shorthand: its window is the number of query rows; the others concern only caches, or all methods.
 NOT_IN_SHORTHANDS = {
-    "window", "refresh", "buffer", "alpha", "steps", "stage1", "positions", "head_mode", "sinks", "recent"
+    "window", "refresh", "buffer", "alpha", "steps", "stage1", "stage1_budget",
+    "positions", "head_mode", "sinks", "recent",
 }  # fmt: skip
 
 
@@ -297,7 +298,8 @@ WRONG = {
     "kernel_size": [(0, ValueError), (2, ValueError), (3.0, TypeError)],
     "refresh": [(0, ValueError), (1.5, TypeError)],
     "steps": [(0, ValueError)],
-    "stage1": [("full", TypeError), (kvops.Full, TypeError)],
+    "stage1": [("none", ValueError), ("laq", ValueError), (None, TypeError), (kvops.Full, TypeError)],
+    "stage1_budget": [(0, ValueError), (1.5, TypeError)],
     "chunk": [(0, ValueError)],
     "num_sats": [(-1, ValueError)],
     "num_chunks": [(-1, ValueError)],

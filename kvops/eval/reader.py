@@ -162,7 +162,10 @@ class Reader:
         if isinstance(policy, LAQ):
             from .. import hf
 
-            hf.lookahead(self.model, cache, logits, eos_token_id=self.ends)
+            try:
+                hf.lookahead(self.model, cache, logits, eos_token_id=self.ends)
+            except ValueError as error:  # a first stage that needs more queries than the cache has
+                raise Unreachable(str(error)) from error
         seconds = self.clock() - begin
         cache.freeze()
         return Cut(cache, logits, seconds, *Held.by(cache))
