@@ -78,7 +78,7 @@ class Rule:
 
     @property
     def budgeted(self) -> bool:
-        """Whether budgets apply. They do not if the settings fix what is kept, as Full does, or LagKV's lag and ratio."""
+        """Whether budgets apply: not if the settings fix what is kept, as in Full, or LagKV's lag and ratio."""
         given = {**self.entry.defaults, **self.options}
         return not all(x in given for x in self.entry.policy.budget_settings)
 
