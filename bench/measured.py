@@ -12,7 +12,9 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- measured: LagKV LocalKV -->`: python -m kvops.eval, the partial match of these methods and their variants (LAQ:
   also LAQ++), or of `all`, by budget and by whether the cache was cut before or after the question.
 - `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
-- `<!-- partitions -->`: LagKV's partial match by lag and ratio, from bench/results/eval-lagkv.json.
+- `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
+- `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
+- `<!-- pareto -->`: experiments/pareto.py, the best ladder and random patterns of its size.
 - `<!-- end-to-end -->`: experiments/end_to_end.py, the prompts read in chunks.
 """
 
@@ -25,15 +27,18 @@ import re
 import sys
 from pathlib import Path
 
+import claims
+
 from kvops.bench import attention, decode, pages
 from kvops.eval.plots import POINTS, key_digits
-from kvops.eval.summary import Row, Summary, of_record
+from kvops.eval.summary import Row, of_record
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "eval.json"
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+OF_PAPER = re.compile(r"(<!-- claims: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 OF_FILE = re.compile(r"(<!-- eval: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 #: Partial match of 64 digits, one token each, in %: LagKV, Table 1, Qwen2.5-7B-Instruct.
 QWEN = {
@@ -234,8 +239,8 @@ def of_file(name: str, page: Path) -> str:
 
 
 def partitions_table() -> str:
-    summary: Summary = of_record(json.loads(RESULTS.with_name("eval-lagkv.json").read_text()))
-    rows = [row for row in summary.rows if row.selected is not None]
+    records = [json.loads(RESULTS.with_name(f"eval-{x}.json").read_text()) for x in ("lagkv", "lag-long")]
+    rows = [row for x in records for row in of_record(x).rows if row.selected is not None]
     kinds = sorted({(key_digits(row.task), row.context) for row in rows})
     contexts = sorted({row.context for row in rows})
     cells = {(row.method, key_digits(row.task), row.context): row for row in rows}
@@ -275,8 +280,20 @@ def end_to_end_table() -> str:
     return markdown(lines)
 
 
+def pareto_table() -> str:
+    rows = json.loads(RESULTS.with_name("pareto.json").read_text())["shares_beaten"]
+    head = ["slots in all layers", "best ladder, perplexity", "best random pattern", "patterns beaten by the ladder"]
+    lines = [head, ["---"] * 4]
+    for x in rows:
+        lines.append(
+            [f"{x['slots']:,}", f"{x['ladder']:.3f}", f"{x['random']:.3f}", f"{x['beaten']:.0%}".replace("%", " %")]
+        )
+    return markdown(lines)
+
+
 #: Tables by the name of their markers.
 TABLES = {
+    "pareto": pareto_table,
     "partitions": partitions_table,
     "end-to-end": end_to_end_table,
     "speed": speed_table,
@@ -291,6 +308,7 @@ def filled(page: Path, rows: list[dict]) -> str:
     """Return the page's text with every table up to date."""
     results = Path(os.path.relpath(RESULTS, page.parent)).as_posix()
     text = BLOCK.sub(lambda x: f"{x[1]}\n{table(chosen(rows, x[2]), results)}\n\n{x[3]}", page.read_text())
+    text = OF_PAPER.sub(lambda x: f"{x[1]}\n{claims.table(x[2])}\n\n{x[3]}", text)
     text = OF_FILE.sub(lambda x: f"{x[1]}\n{of_file(x[2], page)}\n\n{x[3]}", text)
     for name, made in TABLES.items():
         if f"<!-- {name} -->" not in text:

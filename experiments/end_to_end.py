@@ -353,7 +353,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="layers (default: as many as fit, up to 32; 1 on a CPU)")
     parser.add_argument("--heads", type=int, default=HEADS, help="query heads; all widths scale with it")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--contexts", type=int, nargs="*", default=[4096 * i + SINKS for i in range(1, 6)], metavar="TOKENS")
+    parser.add_argument(
+        "--contexts", type=int, nargs="*", default=[4096 * i + SINKS for i in range(1, 6)], metavar="TOKENS"
+    )
     parser.add_argument("--ratios", type=int, nargs="+", default=[2, 4, 6, 8], help="LagKV keeps 1/ratio")
     parser.add_argument(
         "--whole", type=int, nargs="*", help="ratios to measure also with the prompt read at once (default: the last)"

@@ -16,8 +16,8 @@ struct BuildPrototypesParams {
   int64_t num_chunks, num_buckets, least_chunk;
 
   KVOPS_HOST_DEVICE int64_t count() const { return num_chunks + num_buckets; }
-  // The number of chunks that a row of `valid` tokens is cut into, with at least `least_chunk` tokens each unless the row
-  // has fewer; the remaining chunks are empty. No row has 2^31 slots, so the division is one of 32 bits.
+  // The number of chunks that a row of `valid` tokens is cut into, with at least `least_chunk` tokens each unless the
+  // row has fewer; the remaining chunks are empty. No row has 2^31 slots, so the division is one of 32 bits.
   KVOPS_HOST_DEVICE int64_t chunks(int64_t valid) const {
     const int64_t most =
         valid <= least_chunk ? valid > 0 : static_cast<uint32_t>(valid) / static_cast<uint32_t>(least_chunk);
