@@ -92,11 +92,13 @@ CLAIMS = {
         ),
         Claim(
             "r L against the length of the wanted passage decides (Sec. 3.3, Fig. 2)",
-            "64 tokens of key: r L 64 gives 66 and 30 %, r L 16 gives 15 %",
-            "[all L and r](#lagkv-by-lag-and-ratio), 2,048 tokens, 64 digits",
-            "r L 64: {lagkv, passkey:digits=64, 2048, after, LagKV lag=512 ratio=0.125, -, partial} (L 512) and "
-            "{lagkv, passkey:digits=64, 2048, after, LagKV lag=128 ratio=0.5, -, partial} (L 128); "
-            "r L 16: {lagkv, passkey:digits=64, 2048, after, LagKV lag=128 ratio=0.125, -, partial}",
+            "Qwen, 64 tokens of key: r L 256 gives 97 %, r L 64 30 to 66 %, r L 16 15 %",
+            "32 digits, 2,048 tokens; [all L and r](#lagkv-by-lag-and-ratio)",
+            "r L 256: {lagkv, passkey, 2048, after, LagKV lag=1024 ratio=0.25, -, partial}; r L 64: "
+            "{lagkv, passkey, 2048, after, LagKV lag=512 ratio=0.125, -, partial} (L 512) and "
+            "{lagkv, passkey, 2048, after, LagKV lag=128 ratio=0.5, -, partial} (L 128); r L 32: "
+            "{lagkv, passkey, 2048, after, LagKV lag=128 ratio=0.25, -, partial}; r L 16: "
+            "{lagkv, passkey, 2048, after, LagKV lag=128 ratio=0.125, -, partial}",
             HOLDS,
         ),
         Claim(
@@ -104,8 +106,8 @@ CLAIMS = {
             "64 digits, r 1/4: 97 %, H2O 71 %",
             HALF + ", before the question; 256 kept",
             "{eval, passkey, 2048, before, LagKV, 1024, partial}, H2O "
-            "{eval, passkey, 2048, before, H2O, 1024, partial}; at 256 both are near chance: {eval, passkey, 2048, before, LagKV, 256, partial} and "
-            "{eval, passkey, 2048, before, H2O, 256, partial}",
+            "{eval, passkey, 2048, before, H2O, 1024, partial}; at 256 both are near chance: "
+            "{eval, passkey, 2048, before, LagKV, 256, partial} and {eval, passkey, 2048, before, H2O, 256, partial}",
             PARTLY,
         ),
         Claim(
@@ -184,6 +186,16 @@ CLAIMS = {
             "{eval, passkey, 2048, after, KeyDiff, 256, partial} without; before, 64 kept: "
             "{eval, passkey, 2048, before, KeyDiff window, 64, partial} with, "
             "{eval, passkey, 2048, before, KeyDiff, 64, partial} without",
+            PARTLY,
+        ),
+        Claim(
+            "the anchor hardly matters, and cosine is the best metric (Sec. 4.4, Tables 15, 16)",
+            "LongBench",
+            "32 digits, 2,048 tokens, 64 kept, before the question",
+            "cosine to the mean {keydiff, passkey, 2048, before, KeyDiff, 64, partial}; to the median "
+            "{keydiff, passkey, 2048, before, KeyDiff anchor=median, 64, partial}; dot product "
+            "{keydiff, passkey, 2048, before, KeyDiff metric=dot, 64, partial}; distance "
+            "{keydiff, passkey, 2048, before, KeyDiff metric=euclidean, 64, partial}",
             PARTLY,
         ),
         Claim(
@@ -363,10 +375,10 @@ CLAIMS = {
             "5K to 15K tokens: 10 to 30 tokens each",
             "softmax scores, window 8, 256 kept, 2,048 tokens",
             "32 chunks {protokv, passkey, 2048, after, ProtoKV score=softmax window=8 num_chunks=32, 256, partial}, "
-            "126 (16 tokens each) {protokv, passkey, 2048, after, ProtoKV score=softmax window=8, 256, partial}, "
+            "129 (16 tokens each) {protokv, passkey, 2048, after, ProtoKV score=softmax window=8, 256, partial}, "
             "496 (4 tokens each) "
             "{protokv, passkey, 2048, after, ProtoKV score=softmax window=8 num_chunks=496, 256, partial}",
-            "{prototypes}",
+            PARTLY,
         ),
         Claim(
             "budgets by layer or head improve it (Table 4)",

@@ -372,7 +372,7 @@ def partitions(summary: Summary, path: Path) -> bool:
             found.append((row.selected / digits, row))
     if max((len(x) for found in series.values() for x in found.values()), default=0) < 2:
         return False
-    title = "LagKV: score by r L, the tokens selected from each partition, over the key's digits. Bars: 95 % intervals"
+    title = "LagKV's score by r L over the digits of the key. Bars: 95 % intervals"
     with figure(path, title, 0.9 + 3.4 * len(series)) as page:
         axes = page.subplots(len(series), 1, sharey=True, sharex=True, squeeze=False)[:, 0]
         for axis, (point, lines) in zip(axes, series.items()):
