@@ -14,6 +14,11 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- measured: LagKV LocalKV -->`: python -m kvops.eval, the partial match of these methods and their variants (LAQ:
   also LAQ++), or of `all`, by budget and by whether the cache was cut before or after the question. `<!-- measured:
   R-KV in eval-criticalkv -->` takes them from bench/results/eval-criticalkv.json.
+- `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
+- `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
+- `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
+- `<!-- pareto -->`: experiments/pareto.py, the best ladder and random patterns of its size.
+- `<!-- end-to-end -->`: experiments/end_to_end.py, the prompts read in chunks.
 """
 
 from __future__ import annotations
@@ -25,15 +30,26 @@ import re
 import sys
 from pathlib import Path
 
+import claims
+
 from kvops.analysis import report
 from kvops.bench import attention, decode, pages
-from kvops.eval.summary import SLACK
+from kvops.eval.plots import POINTS, key_digits
+from kvops.eval.summary import Row, of_record
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "eval.json"
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+OF_PAPER = re.compile(r"(<!-- claims: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+OF_FILE = re.compile(r"(<!-- eval: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+#: Partial match of 64 digits, one token each, in %: LagKV, Table 1, Qwen2.5-7B-Instruct.
+QWEN = {
+    (1024, 0.5): 99.75, (1024, 0.25): 96.98, (1024, 0.167): 77.47, (1024, 0.125): 66.88,
+    (512, 0.5): 97.07, (512, 0.25): 75.89, (512, 0.167): 42.70, (512, 0.125): 30.00,
+    (128, 0.5): 65.93, (128, 0.25): 20.83, (128, 0.167): 16.18, (128, 0.125): 15.07,
+}  # fmt: skip
 TOKENS = 65536
 #: Label of each row, and where it was measured: file, operator and form.
 SPEED = {
@@ -86,9 +102,13 @@ def budget(row: dict) -> int | None:
     return None if row["budget"] is None or row["budget"] >= row["context"] else row["budget"]
 
 
-def over(row: dict) -> bool:
-    """Whether a method holds more than its budget."""
-    return "scores" in row and row["budget"] is not None and row["tokens"] > SLACK * row["budget"]
+def mark(row: dict) -> str:
+    """Return the mark of a method that keeps more or less than its budget."""
+    if "scores" not in row:
+        return ""
+    kept = Row(row["task"], row["context"], row["point"], row["method"], row["budget"], tokens=row["tokens"])
+    kept.bytes_held, kept.bytes_full = row["bytes_held"], row["bytes_full"]
+    return kept.mark
 
 
 def number(x: int | None) -> str:
@@ -100,10 +120,12 @@ def table(rows: list[dict], results: str, command: str = "python -m kvops.eval -
     tasks = list(dict.fromkeys(f"{row['task']}, {row['context']:,} tokens" for row in rows))
     prompts = " or ".join(map(str, sorted({row["scores"]["partial"]["n"] for row in rows if "scores" in row})))
     legend = "" if all("scores" in row for row in rows) else "; –: the method cannot meet the budget"
-    legend += "; †: keeps over 5 % more than its budget" * any(map(over, rows))
+    marks = {mark(row) for row in rows}
+    legend += "; †: keeps over 5 % more than its budget" * (" †" in marks)
+    legend += "; ‡: keeps over 5 % less" * (" ‡" in marks)
     cells: dict[tuple[str, ...], dict[int | None, str]] = {}
     for row in rows:
-        point = f"{row['point']} the question"
+        point = POINTS.get(row["point"], row["point"]).removeprefix("cut ")
         if len(tasks) > 1:
             point = f"{row['task']}, {row['context']:,} tokens, {point}"
         line = cells.setdefault((row["method"], point), {})
@@ -112,7 +134,7 @@ def table(rows: list[dict], results: str, command: str = "python -m kvops.eval -
         line[budget(row)] = "–"
         if "scores" in row:
             mean, low, high = (100 * row["scores"]["partial"][x] for x in ("mean", "low", "high"))
-            line[budget(row)] = f"{mean:.0f} [{low:.0f}, {high:.0f}]" + " †" * over(row)
+            line[budget(row)] = f"{mean:.0f} [{low:.0f}, {high:.0f}]" + mark(row)
     budgets = sorted({budget(row) for row in rows}, key=lambda x: sys.maxsize if x is None else x)
     lines = [["method", "cut", *map(number, budgets)], ["---"] * (len(budgets) + 2)]
     lines += [[*label, *(line.get(x, "") for x in budgets)] for label, line in cells.items()]
@@ -231,9 +253,73 @@ def analysis_tables() -> str:
     return report.markdown(record).partition("\n\n")[2].replace("\n## ", "\n### ").strip()
 
 
+def of_file(name: str, page: Path) -> str:
+    """Return the table of all rows of a record of python -m kvops.eval that have a partial match and a budget."""
+    file = RESULTS.with_name(f"{name}.json")
+    record = json.loads(file.read_text())
+    rows = [row for row in record["rows"] if "partial" in row.get("scores", ()) and row["budget"] is not None]
+    return table(rows, Path(os.path.relpath(file, page.parent)).as_posix(), record["origins"][0]["command"])
+
+
+def partitions_table() -> str:
+    records = [json.loads(RESULTS.with_name(f"eval-{x}.json").read_text()) for x in ("lagkv", "lag-long")]
+    rows = [row for x in records for row in of_record(x).rows if row.selected is not None]
+    kinds = sorted({(key_digits(row.task), row.context) for row in rows})
+    contexts = sorted({row.context for row in rows})
+    cells = {(row.method, key_digits(row.task), row.context): row for row in rows}
+    lines = [
+        ["L", "r", "r L", *(f"kept of {x:,}" for x in contexts)]
+        + [f"{digits} digits, {context:,} tokens (r L / digits)" for digits, context in kinds]
+        + ["paper, 64 digits"]
+    ]
+    lines += [["---"] * len(lines[0])]
+    for method in dict.fromkeys(row.method for row in rows):
+        own = [row for row in rows if row.method == method]
+        lag, ratio = (float(x) for x in re.findall(r"(?:lag|ratio)=([0-9.]+)", method))
+        line = [f"{lag:,.0f}", f"{ratio:g}", f"{own[0].selected}"]
+        line += [next((f"{row.tokens:,}" for row in own if row.context == x), "") for x in contexts]
+        for digits, context in kinds:
+            row = cells.get((method, digits, context))
+            if row is None:
+                line.append("")
+                continue
+            mean, low, high = (100 * x for x in row.scores["partial"][:3])
+            line.append(f"{mean:.0f} [{low:.0f}, {high:.0f}] ({row.selected / digits:.2g})")
+        lines.append([*line, f"{QWEN[lag, ratio]:.0f}" if (lag, ratio) in QWEN else ""])
+    return markdown(lines)
+
+
+def end_to_end_table() -> str:
+    rows = json.loads(RESULTS.with_name("end-to-end.json").read_text())["rows"]
+    lines = [
+        ["context", "", "first token, s", "each next token, ms", "cache, % of the full cache", "runs"],
+        ["---"] * 6,
+    ]
+    for row in rows:
+        if row["prefill"] == "chunked":
+            share = 100 * row["bytes_kept"] / row["bytes_full"]
+            times = f"{row['ttft_s']:.2f}", f"{1e3 * row['tpot_s']:.1f}"
+            lines.append([f"{row['context']:,}", row["method"], *times, f"{share:.1f}", str(row["samples"])])
+    return markdown(lines)
+
+
+def pareto_table() -> str:
+    rows = json.loads(RESULTS.with_name("pareto.json").read_text())["shares_beaten"]
+    head = ["slots in all layers", "best ladder, perplexity", "best random pattern", "patterns beaten by the ladder"]
+    lines = [head, ["---"] * 4]
+    for x in rows:
+        lines.append(
+            [f"{x['slots']:,}", f"{x['ladder']:.3f}", f"{x['random']:.3f}", f"{x['beaten']:.0%}".replace("%", " %")]
+        )
+    return markdown(lines)
+
+
 #: Tables by the name of their markers.
 TABLES = {
     "analysis": analysis_tables,
+    "pareto": pareto_table,
+    "partitions": partitions_table,
+    "end-to-end": end_to_end_table,
     "speed": speed_table,
     "products": products_table,
     "attention": attention_table,
@@ -258,7 +344,11 @@ def of_methods(names: str, page: Path, rows: list[dict]) -> str:
 def filled(page: Path, rows: list[dict]) -> str:
     """Return the page's text with every table up to date."""
     text = BLOCK.sub(lambda x: f"{x[1]}\n{of_methods(x[2], page, rows)}\n\n{x[3]}", page.read_text())
+    text = OF_PAPER.sub(lambda x: f"{x[1]}\n{claims.table(x[2])}\n\n{x[3]}", text)
+    text = OF_FILE.sub(lambda x: f"{x[1]}\n{of_file(x[2], page)}\n\n{x[3]}", text)
     for name, made in TABLES.items():
+        if f"<!-- {name} -->" not in text:
+            continue
         block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         text = block.sub(lambda x, made=made: f"{x[1]}\n{made()}\n\n{x[2]}", text)
     return text

@@ -55,7 +55,7 @@ STABLE_TORCH_LIBRARY(kvops, m) {
   // ProtoKV prototypes: the mean key, and number of keys, of each chunk of tokens and each bucket of anchors.
   m.def(
       "build_prototypes(Tensor k, Tensor? sat_indices, Tensor? buckets, int num_chunks, int num_buckets=4, "
-      "Tensor? starts=None, Tensor? lengths=None, Tensor? block_table=None) -> (Tensor, Tensor)");
+      "int least_chunk=1, Tensor? starts=None, Tensor? lengths=None, Tensor? block_table=None) -> (Tensor, Tensor)");
   // The nearest prototype (by cosine) of each key: a matrix product with a fused argmax, so it is never written.
   m.def(
       "assign_prototypes(Tensor k, Tensor prototypes, Tensor? starts=None, Tensor? lengths=None, "

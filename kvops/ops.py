@@ -915,6 +915,7 @@ def build_prototypes(
     buckets: Tensor | None = None,
     num_chunks: int,
     num_buckets: int = 4,
+    least_chunk: int = 1,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
     block_table: Tensor | None = None,
@@ -926,9 +927,9 @@ def build_prototypes(
     prototype num_chunks + s = mean of the anchors in bucket s
     ```
 
-    The m valid tokens of a row are cut into v' = min(num_chunks, m) chunks of consecutive tokens. Chunk c holds tokens
-    [c * m // v', (c + 1) * m // v'). Anchors of bucket -1, keys that are not finite and invalid slots are in no
-    prototype. A prototype without tokens is zero.
+    The m valid tokens of a row are cut into v' = min(num_chunks, max(1, m // least_chunk)) chunks of consecutive
+    tokens. Chunk c holds tokens [c * m // v', (c + 1) * m // v'). Anchors of bucket -1, keys that are not finite and
+    invalid slots are in no prototype. A prototype without tokens is zero.
 
     Args:
         k: [b, Hk, n, d].
@@ -937,6 +938,7 @@ def build_prototypes(
         buckets: int32 [b, Hk, p], the bucket of each anchor, in [-1, num_buckets).
         num_chunks: Prototypes of chunks.
         num_buckets: Prototypes of buckets.
+        least_chunk: The fewest tokens of a chunk. Rows of fewer than num_chunks * least_chunk tokens have fewer chunks.
         starts: int32 [b], the first valid slot of each row.
         lengths: int32 [b], the number of valid slots of each row.
         block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
@@ -951,15 +953,18 @@ def build_prototypes(
 
     Source: ProtoKV, Sec. 4.2, Algorithm 1, lines 4-16 (the scale of Eq. 9 changes no cosine).
     """
-    return _build_prototypes(k, sat_indices, buckets, num_chunks, num_buckets, starts, lengths, block_table)
+    return _build_prototypes(
+        k, sat_indices, buckets, num_chunks, num_buckets, least_chunk, starts, lengths, block_table
+    )
 
 
 @register_fake("kvops::build_prototypes")
-def _(k, sat_indices, buckets, num_chunks, num_buckets=4, starts=None, lengths=None, block_table=None):
+def _(k, sat_indices, buckets, num_chunks, num_buckets=4, least_chunk=1, starts=None, lengths=None, block_table=None):
     others = dict(sat_indices=sat_indices, buckets=buckets, starts=starts, lengths=lengths, block_table=block_table)
     check_one_device("build_prototypes", k, **others)
     check_at_least("build_prototypes", "num_chunks", num_chunks, 0)
     check_at_least("build_prototypes", "num_buckets", num_buckets, 0)
+    check_at_least("build_prototypes", "least_chunk", least_chunk, 1)
     b, heads, _, d = _cache_shape("build_prototypes", k, block_table)
     count = num_chunks + num_buckets
     return k.new_empty((b, heads, count, d), dtype=torch.float32), k.new_empty((b, heads, count), dtype=torch.int32)

@@ -480,6 +480,7 @@ def build_prototypes(
     buckets: Tensor | None = None,
     num_chunks: int,
     num_buckets: int = 4,
+    least_chunk: int = 1,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
@@ -489,7 +490,7 @@ def build_prototypes(
     cluster = torch.full((b, heads, n), -1, dtype=torch.int64, device=k.device)
     for row, (first, last) in enumerate(spans(b, n, starts, lengths)):
         m = last - first
-        for c in range(chunks := min(num_chunks, m)):
+        for c in range(chunks := min(num_chunks, max(1, m // least_chunk)) if m else 0):
             cluster[row, :, first + c * m // chunks : first + (c + 1) * m // chunks] = c
     if sat_indices is not None and buckets is not None:
         for row in range(b):

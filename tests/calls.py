@@ -312,7 +312,7 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
         x.k, sat_indices=x.indices, buckets=x.buckets, num_chunks=1, starts=x.starts, lengths=x.lengths
     ),
     "build_prototypes, chunks": lambda x: ops.build_prototypes(
-        x.k, num_chunks=70, num_buckets=0, starts=x.starts, lengths=x.lengths
+        x.k, num_chunks=70, num_buckets=0, least_chunk=3, starts=x.starts, lengths=x.lengths
     ),
     "assign_prototypes": lambda x: (ops.assign_prototypes(x.k, x.prototypes),),
     "assign_prototypes, padded": lambda x: (

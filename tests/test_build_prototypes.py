@@ -82,6 +82,18 @@ def test_counts_of_prototypes(num_chunks, num_buckets):
     assert (counts[:, :, :num_chunks] == 3).all()
 
 
+@pytest.mark.parametrize(
+    "n, num_chunks, least, chunks",
+    [(90, 30, 1, 30), (90, 30, 4, 22), (90, 5, 4, 5), (8, 30, 9, 1), (9, 30, 9, 1), (18, 30, 9, 2), (9, 3, 2**40, 1)],
+)
+def test_the_fewest_tokens_of_a_chunk(n, num_chunks, least, chunks):
+    k, _ = kit.kv(1, 2, n, 16)
+    _, counts = check(k, None, None, num_chunks, 0, least_chunk=least)
+    assert ((counts > 0).sum(-1) == chunks).all() and counts[:, :, :chunks].min() >= min(n, least)
+    assert torch.equal(check(k[:, :, :0], None, None, num_chunks, 0, least_chunk=least)[1], torch.zeros_like(counts))
+    check(k, *anchors(k, n // 2), num_chunks, least_chunk=least, lengths=kit.int32(n - 3))
+
+
 @given(data=st.data(), n=st.integers(1, 60), chunks=st.integers(1, 20))
 @kit.examples(30)
 def test_padded_rows_build_as_if_alone(data, n, chunks):
@@ -157,6 +169,7 @@ def test_bad_input():
         (dict(k=k.double()), ("build_prototypes", "k must be float32", "torch.float64")),
         (dict(num_chunks=-1), ("num_chunks must be in", "got -1")),
         (dict(num_buckets=-1), ("num_buckets must be in", "got -1")),
+        (dict(least_chunk=0), ("least_chunk must be at least 1, got 0",)),
         (dict(num_chunks=0, num_buckets=0), (r"num_chunks \+ num_buckets must be at least 1, got 0",)),
         (dict(buckets=None), ("sat_indices and buckets must be given together",)),
         (dict(sat_indices=sats.int()), ("sat_indices must be torch.int64", "torch.int32")),

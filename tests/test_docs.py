@@ -332,6 +332,8 @@ def made_up_row(method: str, budget: int | None, mean: float, point: str = "befo
     score = {"mean": mean, "low": mean - 0.04, "high": mean + 0.02, "n": 22}
     return {"task": "passkey", "context": 2048, "point": point, "method": method, "budget": budget} | {
         "tokens": budget,
+        "bytes_held": 1000,
+        "bytes_full": 4000,
         **more,
         "scores": {"partial": score, "exact": score | {"mean": 0.0}},
     }
@@ -387,6 +389,9 @@ def test_measured_rows_are_written(measured, monkeypatch, tmp_path, capsys):
     measured.RESULTS.write_text(json.dumps({"rows": [*rows, made_up_row("LAQ", 16, 0.5, tokens=17)]}))
     measured.main([])
     assert "50 [46, 52] † |" in page.read_text() and "; †: keeps over 5 %" in page.read_text()
+    measured.RESULTS.write_text(json.dumps({"rows": [*rows, made_up_row("LAQ", 16, 0.5, tokens=15)]}))
+    measured.main([])
+    assert "50 [46, 52] ‡ |" in page.read_text() and "; ‡: keeps over 5 % less" in page.read_text()
 
     page.write_text("<!-- measured: LAQ H2O -->\n<!-- end -->")
     with pytest.raises(ValueError, match="one of the methods LAQ, LAQ\\+\\+, L2, Full, got H2O"):
@@ -396,6 +401,22 @@ def test_measured_rows_are_written(measured, monkeypatch, tmp_path, capsys):
         measured.main([])
     rows.append(made_up_row("LAQ", 64, 0.5, context=4096))
     assert "| LAQ | passkey, 4,096 tokens, before the question |" in measured.table(rows, "")
+
+
+def test_claims(measured):
+    """Every claim has one of four verdicts, and every figure in braces is one of a record."""
+    claims = measured.claims
+    verdicts = {claims.HOLDS, claims.PARTLY, claims.NOT, claims.CANNOT}
+    assert {x.verdict for papers in claims.CLAIMS.values() for x in papers} == verdicts
+    assert claims.figure("eval, passkey, 2048, before, KeyDiff, 1024, partial") == "100 [85, 100] %"
+    assert re.fullmatch(r"0\.91\d \[.*\]", claims.figure("more, perplexity, 4096, stream, LaCache, 512, loss"))
+    assert re.fullmatch(
+        r"\+\d+ \[\+\d+, \+\d+\] points \(better\)", claims.figure("eval, passkey, 2048, after, LAQ, 64, SnapKV")
+    )
+    with pytest.raises(
+        ValueError, match="expected a row of a record, got 'eval, passkey, 2048, before, KeyDiff, 7, x'"
+    ):
+        claims.figure("eval, passkey, 2048, before, KeyDiff, 7, x")
 
 
 def test_measured_rows_are_those_of_the_results(measured):

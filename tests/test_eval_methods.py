@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ LAYERS = 3
 def test_what_is_kept_of_a_prompt(name, budget):
     """The budget, or fewer tokens if a method cannot meet it exactly; LaCache half a ladder more."""
     of = rule(name)
-    policy = of.policy(budget if of.cuts else None, 600, LAYERS)
+    policy = of.policy(budget if of.budgeted else None, 600, LAYERS)
     if isinstance(policy, kvops.CalibratedPolicy):  # the evaluation calls `for_model`
         queries = [torch.randn(1, 4, 50, 16)] * LAYERS
         policy = replace(policy, statistics=kvops.QueryStatistics.of(queries, kvops.Rope.of(16)))
@@ -175,3 +176,68 @@ def test_policies_that_are_refused(file, tmp_path, capsys):
     with pytest.raises(SystemExit):
         arguments(tiny(tmp_path, f"{file}:ValueNorm", f"{tmp_path}/other/mine.py:ValueNorm"), make_parser(), rule)
     assert "other/mine.py:ValueNorm are both called ValueNorm in tables; name only one" in capsys.readouterr().err
+
+
+# ---- settings that fix what is kept ----
+
+
+def test_budgets_do_not_apply_to_settings_that_fix_what_is_kept():
+    of = rule("lagkv:lag=64,ratio=0.125")
+    assert not of.budgeted and not rule("full").budgeted and rule("lagkv:lag=64").budgeted and rule("snapkv").budgeted
+    policy = of.policy(None, 600, LAYERS)
+    assert (policy.lag, policy.ratio, policy.sinks) == (64, 0.125, 16)
+    cache = kvops.Cache(policy)
+    cache.append(*torch.randn(2, 1, 2, 600, 16))
+    assert len(cache) == policy.held(600, 600) == 16 + 8 * 8 + 64 + (600 - 16) % 64
+
+
+def test_the_draft_of_laq_by_options():
+    policy = rule("laq:steps=32,stage1=keydiff,stage1_budget=40").policy(64, 600, LAYERS)
+    assert policy.steps == 32 and policy.draft_policy(600, LAYERS) == kvops.KeyDiff(40, buffer=1)
+    with pytest.raises(ValueError, match="LAQ: stage1 must be one of full, .*, got 'h3o'"):
+        rule("laq:stage1=h3o")
+
+
+# ---- experiments/variants.py ----
+
+VARIANTS = "experiments/variants.py"
+
+
+def evicted(name, q, layer=2, **settings):
+    """The slots that a variant keeps of 100 tokens, for given queries of the prompt [1, 4, 100, 16]."""
+    generator = torch.Generator().manual_seed(1)
+    k, v = torch.randn(2, 1, 2, 100, 16, generator=generator)
+    ahead = [torch.randn(1, heads, 4, 16, generator=generator) for heads in (4, 2, 2)]
+    policy = rule(f"{Path(__file__).parents[1] / VARIANTS}:{name}").entry.policy(**settings)
+    cache = kvops.Cache(policy, layer=layer, num_layers=LAYERS)
+    cache.attend(q, k, v)
+    draft = cache.draft()
+    for i in range(4):
+        draft.attend(*(x[:, :, i : i + 1] for x in ahead))
+    cache.evict(draft)
+    return cache.positions[0]
+
+
+def test_each_half_of_laq_plus_plus():
+    """One variant observes the local queries, the other keeps their tokens."""
+    q = torch.randn(1, 4, 100, 16, generator=torch.Generator().manual_seed(0))
+    other = torch.cat((q[:, :, :92], -q[:, :, 92:]), 2)  # other local queries
+    options = {"budget": 20, "kernel_size": 1, "stage1": kvops.Full()}
+    kept, again = (evicted("ProtectOnly", x, **options) for x in (q, other))
+    assert torch.equal(kept, again) and torch.equal(kept[:, -8:], torch.arange(92, 100).expand(2, -1))
+    kept, again = (evicted("ObserveOnly", x, **options) for x in (q, other))
+    assert kept.shape == (2, 20) and not torch.equal(kept, again)
+    assert not torch.equal(kept[:, -8:], torch.arange(92, 100).expand(2, -1))
+
+
+def test_variants_with_budgets_by_layer():
+    q = torch.randn(1, 4, 100, 16, generator=torch.Generator().manual_seed(0))
+    lengths = [evicted("PyramidLAQ", q, layer, budget=20).shape[1] for layer in range(LAYERS)]
+    assert lengths == kvops.pyramidkv_budgets(20, LAYERS, 100, window=0)
+    policy = rule(f"{Path(__file__).parents[1] / VARIANTS}:PyramidProtoKV").entry.policy(40, window=8)
+    found = []
+    for layer in range(LAYERS):
+        cache = kvops.Cache(policy, layer=layer, num_layers=LAYERS)
+        cache.attend(q, *torch.randn(2, 1, 2, 100, 16))
+        found.append(len(cache))
+    assert found == kvops.pyramidkv_budgets(40, LAYERS, 100, window=8)

@@ -216,7 +216,7 @@ def test_the_same_results_make_the_same_report(tmp_path):
     assert not any(b"matplotlib" in made[0][x].lower() for x in pictures)  # its version would be one more thing to vary
     assert re.search(r"^\| Full \| 100 \[51, 100\] \| 50 \| 100", text, re.M)
     assert re.search(r"^\| LagKV \| 50 \[15, 85\] \| 25 \| – \(1\) \| – \(1\) \|$", text, re.M) and "- (1) why" in text
-    assert re.search(r"^\| LagKV lag=32 \| 100 \| 0.001 \(25 %\) \| 250 \| 64 \| 100 † \|", text, re.M)
+    assert re.search(r"^\| LagKV lag=32 \| 100 ‡ \| 0.001 \(25 %\) \| 250 \| 64 \| 100 † \|", text, re.M)
     assert "LagKV 64 before, LagKV 64 after: why" in said[0]
 
 
@@ -646,3 +646,69 @@ def test_what_the_command_refuses(said, expected, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(said)
     assert re.search(expected, " ".join(capsys.readouterr().err.split()))
+
+
+# ---- settings that fix what is kept, and underuse ----
+
+
+def fixed_lines():
+    """LagKV with its lag and ratio given, keys of 32 and 64 digits, both contexts; beside it methods with a budget."""
+    lines = []
+    for task, digits in (("passkey", 32), ("passkey:digits=64", 64)):
+        for context in (256, 512):
+            where = {"task": task, "context": context}
+            lines += [line("Full", None, (1.0, 1.0), **where), line("SnapKV", 128, (0.5, 0.5), **where)]
+            lines.append(line("KeyDiff", 128, (1.0, 0.5), **where, tokens=100))
+            for ratio in ("0.5", "0.125"):
+                fixed = f"LagKV lag=128 ratio={ratio}"
+                lines.append(line(fixed, None, (float(ratio), 1.0), **where, tokens=32 * digits // 64))
+    return lines
+
+
+def test_settings_that_fix_what_is_kept(tmp_path):
+    """They have a table of their own with what they kept and r L, and neither budgets nor ranks."""
+    made = summary.summarize([HEAD], fixed_lines())
+    rows = {x.method: x for x in made.rows}
+    assert [x.fixed for x in rows.values()] == [False, True, True, False, False]
+    assert [rows[f"LagKV lag=128 ratio={x}"].selected for x in ("0.5", "0.125")] == [64, 16]
+    assert rows["Full"].selected is rows["KeyDiff"].selected is None
+    said = report.write_summary(made, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "| method | kept | held, MB | r L | partial, % | exact, % |" in text
+    assert re.search(
+        r"^\| LagKV lag=128 ratio=0.5 \| 32 \| 0.001 \(25 %\) \| 64 \| 75 \[\d+, \d+\] \| 38 \|$", text, re.M
+    )
+    assert text.index("| Full | 100") < text.index("Settings that fix") and "| LagKV lag=128 ratio=0.5 | 75" not in text
+    assert re.search(r"LagKV lag=128 ratio=0.125 +56  cut before the question, 16 kept", said)
+    assert "![score by r L](partitions.png)" in text and (tmp_path / "partitions.png").exists()
+    for name in ("accuracy-passkey-256.png", "depth-passkey-before.png"):
+        assert (tmp_path / name).exists()
+
+
+def test_only_settings_that_fix_what_is_kept(tmp_path):
+    lines = [x for x in fixed_lines() if x["budget"] is None]
+    report.write([HEAD], lines, tmp_path)
+    assert (tmp_path / "depth-passkey-before.png").exists()  # LagKV, Fig. 8-11
+    assert not (tmp_path / "accuracy-passkey-256.png").exists()
+
+
+def test_underuse_is_marked_and_ranked(tmp_path):
+    made = summary.summarize([HEAD], fixed_lines())
+    rows = {x.method: x for x in made.rows if (x.task, x.context) == ("passkey", 256)}
+    assert rows["KeyDiff"].under and rows["KeyDiff"].mark == " ‡" and not rows["SnapKV"].under
+    assert rows["SnapKV"].compared["best"].to == "KeyDiff"
+    said = report.write_summary(made, tmp_path)
+    assert re.search(r"^\| KeyDiff \| 75 \[\d+, \d+\] ‡ \| 38 \|$", (tmp_path / "report.md").read_text(), re.M)
+    assert re.search(r"KeyDiff +75<", said) and "< over 5 % less" in said
+    whole = summary.summarize([HEAD], [line("KeyDiff", 128, tokens=100, bytes_held=4000)]).rows[0]
+    assert not whole.under  # a prompt shorter than the budget
+
+
+def test_the_length_of_a_key():
+    specs = ("passkey", "passkey:digits=64", "needle", "perplexity", "unknown", "passkey:digits", "common-words")
+    assert [plots.key_digits(x) for x in specs] == [32, 64, 7, None, None, None, None]
+
+
+def test_variants_are_in_the_order_of_their_numbers():
+    lines = [line(f"LagKV lag={x}", 64) for x in (1024, 128, 64)]
+    assert [x.method for x in summary.summarize([HEAD], lines).rows] == [f"LagKV lag={x}" for x in (64, 128, 1024)]

@@ -149,8 +149,8 @@ def test_a_policy_is_a_small_frozen_dataclass_that_says_what_its_settings_are(cl
 RENAMED = {"L": "lag", "r": "ratio"}
 #: Not options of a shorthand: its window is the number of query rows; the others concern only caches, or all methods.
 NOT_IN_SHORTHANDS = {
-    "window", "refresh", "buffer", "alpha", "steps", "stage1", "positions", "head_mode", "sinks", "recent",
-    "previous", "instruction", "next_instruction",
+    "window", "refresh", "buffer", "alpha", "steps", "stage1", "stage1_budget",
+    "positions", "head_mode", "sinks", "recent", "previous", "instruction", "next_instruction",
 }  # fmt: skip
 
 
@@ -322,7 +322,8 @@ WRONG = {
     "kernel_size": [(0, ValueError), (2, ValueError), (3.0, TypeError)],
     "refresh": [(0, ValueError), (1.5, TypeError)],
     "steps": [(0, ValueError)],
-    "stage1": [("full", TypeError), (kvops.Full, TypeError)],
+    "stage1": [("none", ValueError), ("laq", ValueError), (None, TypeError), (kvops.Full, TypeError)],
+    "stage1_budget": [(0, ValueError), (1.5, TypeError)],
     "chunk": [(0, ValueError)],
     "previous": [(-1, ValueError), (1.0, TypeError)],
     "instruction": [([1, 2], TypeError), ("repeat", TypeError), ((-1,), ValueError), ((0.5,), TypeError)],
@@ -344,7 +345,6 @@ WRONG = {
     "covariance": FLAG,
     "value_norm": FLAG,
     "normalize": FLAG,
-    "epsilon": [("1", TypeError), (math.nan, ValueError)],
     "normalize_anchor": FLAG,
     "pool_first": FLAG,
     "compat_mask": FLAG,
@@ -353,7 +353,7 @@ WRONG = {
     "mix": [(-0.1, ValueError), (1.1, ValueError), ("half", TypeError)],
     "threshold": [(-0.1, ValueError), (math.nan, ValueError), ("half", TypeError)],
     "first_stage_ratio": [(-0.1, ValueError), (1.1, ValueError), (None, TypeError)],
-    "epsilon": [(-0.1, ValueError), (math.inf, ValueError), ("1e-4", TypeError)],
+    "epsilon": [(-0.1, ValueError), (math.inf, ValueError), (math.nan, ValueError), ("1", TypeError)],
     "w_o": [(torch.zeros(3), ValueError), ([torch.zeros(2, 3, 4)], ValueError), (3, TypeError), ([3], TypeError)],
     "v_weight": [("1", TypeError), (None, TypeError), (True, TypeError), (math.nan, ValueError), (1e39, ValueError)],
 }

@@ -45,8 +45,8 @@ def bits_of(keys, projection, phase):
     return (signs * 2 ** np.arange(len(phase) - 1, -1, -1)).sum(1)
 
 
-def prototypes_of(keys, sats, buckets, num_chunks, num_buckets):
-    """Lines 4 to 16: {id: mean key}, without empty prototypes."""
+def prototypes_of(keys, sats, buckets, num_chunks, num_buckets, base=0):
+    """Lines 4 to 16: {id: mean key}, without empty prototypes. base: the id of the first bucket."""
     chunks, found = min(num_chunks, len(keys)), {}
     for c in range(chunks):
         members = np.setdiff1d(np.arange(c * len(keys) // chunks, (c + 1) * len(keys) // chunks), sats)
@@ -54,7 +54,7 @@ def prototypes_of(keys, sats, buckets, num_chunks, num_buckets):
             found[c] = keys[members].mean(0)
     for s in range(num_buckets):
         if (buckets == s).any():
-            found[num_chunks + s] = keys[sats[buckets == s]].mean(0)
+            found[base + s] = keys[sats[buckets == s]].mean(0)
     return found
 
 
@@ -90,7 +90,7 @@ def best_clusters(token, assignment, count, reduce="mean", whole=False):
 settings = dict(
     kappa=st.sampled_from([5, 1, 64]),
     num_sats=st.sampled_from([6, 0, 1, 80]),
-    num_chunks=st.sampled_from([9, 1, 0, 100]),
+    num_chunks=st.sampled_from([None, 9, 1, 0, 100]),
     hash_bits=st.sampled_from([2, 1, 4]),
     clusters=st.sampled_from(["prototypes", "prototypes", "chunks", "lsh"]),
 )
@@ -115,13 +115,18 @@ settings = dict(
 def test_protokv_is_algorithm_1(
     n, w, budget, dtype, layout, group, score, reduce, group_reduce, whole, softcap, setting, seed
 ):
-    assume(setting["num_sats"] + setting["num_chunks"])
+    assume(setting["num_sats"] or setting["num_chunks"] != 0)
     q, k, v = make(seed, n=n, w=w, dtype=dtype, layout=layout, group=group)
     options = dict(score=score, cluster_reduce=reduce, group_reduce=group_reduce, softcap=softcap)
     result = kvops.protokv_compress(k, v, q, budget, **setting, whole_clusters=whole, seed=seed, **options)
     assert_moved(result, k, v)
     assert result.indices.shape[2] == min(budget, n)
     policy, m = kvops.ProtoKV(budget, w, **setting, seed=seed), n - w
+    chunks, base = setting["num_chunks"], setting["num_chunks"]  # base: the number of the first bucket
+    if chunks is None:  # one chunk for 16 tokens of the prefix
+        chunks, base = max(1, m // 16), max(1, n // 16)
+    buckets = 2 ** setting["hash_bits"]
+    chunks_only = chunks if setting["num_chunks"] is None else chunks + buckets
     assignments = policy.assign(kvops.View(k, v), None, torch.full((2,), m, dtype=torch.int32))
     assert (assignments[:, :, m:] == -1).all()
     bits = policy.bits
@@ -130,16 +135,16 @@ def test_protokv_is_algorithm_1(
         for h, (qs, ks) in enumerate(heads_of(q, k, b)):
             assignment, keys = assignments[b, h, :m].cpu().numpy(), ks[:m]
             if m and setting["clusters"] == "lsh":
-                assert (assignment == bits_of(keys, projection, phase) % policy.num_clusters).all()
+                assert (assignment == bits_of(keys, projection, phase) % (chunks + buckets)).all()
             elif m and setting["clusters"] == "chunks":
-                assert_nearest(assignment, keys, prototypes_of(keys, [], np.empty(0), policy.num_clusters, 0))
+                assert_nearest(assignment, keys, prototypes_of(keys, [], np.empty(0), chunks_only, 0))
             elif m:
                 degrees = kvops.ops.outlier_degree(k[b : b + 1, h : h + 1, :m], kappa=setting["kappa"])
                 sats = kvops.ops.select_topk(degrees, k=setting["num_sats"])[0, 0].cpu().numpy()
                 if m > 2:
                     assert_best(sats, outlier_degrees(keys, setting["kappa"]), min(setting["num_sats"], m), 2e-4)
-                buckets = bits_of(keys[sats], projection, phase)
-                assert_nearest(assignment, keys, prototypes_of(keys, sats, buckets, setting["num_chunks"], 2**bits))
+                found = prototypes_of(keys, sats, bits_of(keys[sats], projection, phase), chunks, 2**bits, base)
+                assert_nearest(assignment, keys, found)
             token = weights(qs, ks, causal(n, w), score, softcap=softcap).sum(1)[:, :m]
             token = getattr(token, group_reduce)(0)
             kept, gap = best_clusters(token, assignment, budget - w, reduce, whole)
@@ -557,7 +562,8 @@ def test_a_cropped_cache_observes_with_the_queries_that_are_left():
 def test_the_observation_window_has_the_papers_sizes():
     assert kvops.ProtoKV(128).window == 8 and kvops.ProtoKV(129).window == kvops.ProtoKV(0.5).window == 32
     assert (kvops.ProtoKV(512).buffer, kvops.ProtoKV(512).alpha) == (128, 8)
-    assert kvops.ProtoKV(512).num_clusters == 500 and kvops.ProtoKV(512, clusters="lsh").bits == 9
+    assert kvops.ProtoKV(512).num_chunks is None and kvops.ProtoKV(512).num_clusters == 500
+    assert kvops.ProtoKV(512, clusters="lsh").bits == 9
     assert [kvops.ProtoKV(512, num_chunks=x, clusters="lsh").bits for x in (0, 4, 5, 12, 13)] == [2, 3, 4, 4, 5]
 
 
@@ -776,3 +782,29 @@ def test_budgets_per_head_must_hold_what_is_protected():
             rf"{name}_compress, row 1, head 0: budget must hold sinks \+ recent, expected at least 0 \+ 8"
         ):
             CALLS[name](k, v, q, budgets)
+
+
+# ---- the number of chunks ----
+
+
+@pytest.mark.parametrize("n, chunks", [(30, 1), (60, 3), (500, 31), (7936, 496), (9000, 496)])
+def test_one_chunk_for_sixteen_tokens(n, chunks):
+    k, _ = kit.kv(1, 1, n, 16)
+    by_share = clusters_of(k, kit.int32(n), num_sats=4)
+    by_count = clusters_of(k, kit.int32(n), num_sats=4, num_chunks=chunks)
+    assert torch.equal(
+        by_share, torch.where(by_count < chunks, by_count, by_count - chunks + max(1, min(496, n // 16)))
+    )
+    assert len(by_share[by_share < chunks].unique()) > chunks * 0.8
+
+
+@pytest.mark.parametrize("clusters", ["prototypes", "chunks", "lsh"])
+def test_padded_rows_have_the_chunks_of_their_own_length(clusters):
+    q, k, v = make(5, n=150, w=4)
+    options = dict(clusters=clusters, num_sats=4)
+    starts, lengths = kit.int32(0, 60), kit.int32(97, 90)
+    got = kvops.protokv_compress(k, v, q, 40, starts=starts, lengths=lengths, **options).indices
+    for row, (first, length) in enumerate(((0, 97), (60, 90))):
+        own = [x[row : row + 1] for x in (k[:, :, first : first + length], v[:, :, first : first + length], q)]
+        expected = kvops.protokv_compress(*own, 40, **options).indices
+        assert torch.equal(got[row : row + 1], expected + first)

@@ -396,6 +396,21 @@ STAGE1 = [
 ]
 
 
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, kvops.SnapKV(100, 32)),
+        ({"stage1": "SnapKV", "stage1_budget": 40}, kvops.SnapKV(40, 20)),
+        ({"stage1": "full", "stage1_budget": 40}, kvops.Full()),
+        ({"stage1": "keydiff"}, kvops.KeyDiff(100, buffer=1)),
+        ({"stage1": "keydiff-window", "stage1_budget": 40}, kvops.KeyDiff(40, buffer=1, recent=0.2)),
+        ({"stage1": "lacache"}, kvops.LaCache(100, task="understanding", span=2)),
+    ],
+)
+def test_the_first_stage_by_name(settings, expected):
+    assert kvops.LAQ(100, **settings).draft_policy(200, 4) == expected
+
+
 @pytest.mark.parametrize("stage1", STAGE1, ids=repr)
 def test_laq_with_another_first_stage(stage1):
     (q, k, v), ahead = prompt_and_draft(n=100)
@@ -511,7 +526,13 @@ def test_wrong_settings():
         (lambda: kvops.L2(3, sinks=4), ValueError, r"L2: budget must hold sinks \+ recent, expected at least 4 \+ 0"),
         (lambda: kvops.LAQ(12, -1), ValueError, "LAQ: window must be at least 0, got -1"),
         (lambda: kvops.LAQ(12, steps=0), ValueError, "LAQ: steps must be at least 1, got 0"),
-        (lambda: kvops.LAQ(12, stage1="full"), TypeError, "LAQ: stage1 must be a kvops policy .* got str"),
+        (lambda: kvops.LAQ(12, stage1=None), TypeError, "LAQ: stage1 must be a kvops policy .* got NoneType"),
+        (lambda: kvops.LAQ(12, stage1="laq++"), ValueError, r"LAQ: stage1 must be one of full, .*, got 'laq\+\+'"),
+        (
+            lambda: kvops.LAQ(12, stage1=kvops.Full(), stage1_budget=8),
+            ValueError,
+            r"LAQ: stage1_budget is for a stage1 given by name, expected None with Full\(\), got 8",
+        ),
     ]:
         with pytest.raises(error, match=message):
             make_policy()

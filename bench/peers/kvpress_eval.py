@@ -60,7 +60,7 @@ class Press:
         return f"kvpress {self.name}"
 
     @property
-    def cuts(self) -> bool:
+    def budgeted(self) -> bool:
         return self.make is not None
 
 
@@ -124,7 +124,7 @@ class KVPressReader(Reader):
     def cut(self, prompts: np.ndarray, rule: Press, budget: int | None) -> Cut:
         n = prompts.shape[1]
         press = None
-        if rule.cuts and budget < n:
+        if rule.budgeted and budget < n:
             try:
                 settings = METHODS[rule.settings].policy.at_budget(budget, n, self.num_layers, False, {})
                 # kvpress keeps int(n (1 - ratio)), for a pyramid the nearest integer

@@ -8,8 +8,8 @@ namespace {
 
 std::tuple<Tensor, Tensor> build_prototypes(const Tensor& k, const OptionalTensor& sat_indices,
                                             const OptionalTensor& buckets, int64_t num_chunks, int64_t num_buckets,
-                                            const OptionalTensor& starts, const OptionalTensor& lengths,
-                                            const OptionalTensor& block_table) {
+                                            int64_t least_chunk, const OptionalTensor& starts,
+                                            const OptionalTensor& lengths, const OptionalTensor& block_table) {
   const char* op = "build_prototypes";
   const DType dtype = check_read_dtype(op, "k", k);
   const KV kv = check_read_cache(op, "k", k, block_table);
@@ -18,6 +18,7 @@ std::tuple<Tensor, Tensor> build_prototypes(const Tensor& k, const OptionalTenso
   KVOPS_CHECK(num_chunks >= 0 && num_chunks <= kMost, op, ": num_chunks must be in [0, ", kMost, "], got ", num_chunks);
   KVOPS_CHECK(num_buckets >= 0 && num_buckets <= kMost, op, ": num_buckets must be in [0, ", kMost, "], got ",
               num_buckets);
+  KVOPS_CHECK(least_chunk >= 1, op, ": least_chunk must be at least 1, got ", least_chunk);
   KVOPS_CHECK(num_chunks + num_buckets >= 1, op, ": num_chunks + num_buckets must be at least 1, got 0");
   const ValidSlots slots = check_valid_slots(op, k, b, n, starts, lengths);
   check_pages(op, block_table, k, n, starts, lengths);
@@ -53,7 +54,8 @@ std::tuple<Tensor, Tensor> build_prototypes(const Tensor& k, const OptionalTenso
                                 .n = n,
                                 .d = d,
                                 .num_chunks = num_chunks,
-                                .num_buckets = num_buckets};
+                                .num_buckets = num_buckets,
+                                .least_chunk = std::min(least_chunk, int64_t{1} << 31)};
   HostCall call(op, k);
   launch_build_prototypes(p, call);
   return {prototypes, counts};

@@ -13,11 +13,16 @@ struct BuildPrototypesParams {
   DType dtype;
   ValidSlots slots;
   int64_t b, heads, n, d;
-  int64_t num_chunks, num_buckets;
+  int64_t num_chunks, num_buckets, least_chunk;
 
   KVOPS_HOST_DEVICE int64_t count() const { return num_chunks + num_buckets; }
-  // The number of chunks that a row of `valid` tokens is cut into; the remaining chunks are empty.
-  KVOPS_HOST_DEVICE int64_t chunks(int64_t valid) const { return num_chunks < valid ? num_chunks : valid; }
+  // The number of chunks that a row of `valid` tokens is cut into, with at least `least_chunk` tokens each unless the
+  // row has fewer; the remaining chunks are empty. No row has 2^31 slots, so the division is one of 32 bits.
+  KVOPS_HOST_DEVICE int64_t chunks(int64_t valid) const {
+    const int64_t most =
+        valid <= least_chunk ? valid > 0 : static_cast<uint32_t>(valid) / static_cast<uint32_t>(least_chunk);
+    return num_chunks < most ? num_chunks : most;
+  }
   // Chunk c of a row is [chunk_begin(c), chunk_begin(c + 1)) of its valid tokens, for c < chunks(valid).
   KVOPS_HOST_DEVICE int64_t chunk_begin(int64_t valid, int64_t c) const { return c * valid / chunks(valid); }
 };

@@ -187,7 +187,7 @@ class LookaheadCache(AttendingCache):
         """
         if self._queries is None:
             raise RuntimeError("LAQ: draft() must follow the attention of a prompt, got a cache without one")
-        policy = self.policy.draft_policy(self.seen)
+        policy = self.policy.draft_policy(self.seen, self.num_layers)
         draft = Cache(policy, layer=self.layer, num_layers=self.num_layers)
         draft.drafts = True
         self._k_and_v()

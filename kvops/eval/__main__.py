@@ -162,7 +162,7 @@ def cells(a: argparse.Namespace) -> Iterator[tuple[Cell, Rule]]:
             for batch in range(-(-a.prompts // batch_size(a, task))):
                 for point in (x for x in task.points if x in a.points or x not in POINTS):
                     for method in a.rules:
-                        for size in tokens(a.budgets, context) if method.cuts else [None]:
+                        for size in tokens(a.budgets, context) if method.budgeted else [None]:
                             yield Cell(spec, context, point, method.label, size, batch), method
 
 

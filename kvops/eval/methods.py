@@ -9,10 +9,9 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from ..methods import Full, Policy
+from ..methods import Policy
 from ..methods.table import METHODS as METHODS
 from ..methods.table import Entry, find
 
@@ -36,15 +35,9 @@ def options_of(policy: type[Policy]) -> dict[str, tuple[type, ...]]:
         The types that each setting accepts, by name, without the budget.
     """
     hints = get_type_hints(policy)
-    found = {}
-    for name in inspect.signature(policy).parameters:
-        hint = hints[name]
-        kinds = get_args(hint) or (hint,)
-        if get_origin(hint) in (Union, UnionType):  # such as an object or the path of its file
-            kinds = tuple(x for x in kinds if x in KINDS)
-        if name != "budget" and set(kinds) <= KINDS.keys() and set(kinds) != {type(None)}:
-            found[name] = kinds
-    return found
+    kinds = {name: get_args(hints[name]) or (hints[name],) for name in inspect.signature(policy).parameters}
+    settable = {name: tuple(x for x in kind if x in KINDS) for name, kind in kinds.items() if name != "budget"}
+    return {name: kind for name, kind in settable.items() if {*kind} - {type(None)}}
 
 
 def check_option(label: str, key: str, value: object, kinds: tuple[type, ...]) -> None:
@@ -84,9 +77,10 @@ class Rule:
     options: dict[str, Any]
 
     @property
-    def cuts(self) -> bool:
-        """Whether the method evicts at all. If not, it has no budget."""
-        return self.entry.policy is not Full
+    def budgeted(self) -> bool:
+        """Whether budgets apply: not if the settings fix what is kept, as in Full, or LagKV's lag and ratio."""
+        given = {**self.entry.defaults, **self.options}
+        return not all(x in given for x in self.entry.policy.budget_settings)
 
     @property
     def source(self) -> Path | None:
@@ -98,7 +92,7 @@ class Rule:
         """Return the policy that meets a budget.
 
         Args:
-            budget: tokens per KV head; None for a method without a budget.
+            budget: tokens per KV head; None if budgets do not apply.
             n: tokens in the prompt.
             num_layers: layers of the model.
             streaming: whether the text arrives in windows, as an endless stream.
@@ -142,7 +136,7 @@ def rule(spec: str) -> Rule:
     label = entry.label + "".join(f" {key}={value}" for key, value in options.items())
     made = Rule(label, entry, options)
     try:  # settings that fail at the largest budget fail at any
-        made.policy(MOST if made.cuts else None, 2 * MOST, 32)
+        made.policy(MOST if made.budgeted else None, 2 * MOST, 32)
     except (TypeError, ValueError) as error:
         raise ValueError(f"method {spec!r}: {error}") from None
     return made

@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +22,9 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 
 from ..bench.record import replace
 from .labels import GREY, SEVEN, label_ends, label_points
+from .specs import parse
 from .summary import Row, Summary, Traits, method_order
+from .tasks import TASKS
 
 POINTS = {
     "before": "cut before the question",
@@ -164,7 +167,11 @@ def point_title(point: str) -> str:
 
 
 def measured(rows: list[Row], kind: Traits) -> list[Row]:
-    """Return the rows that have the main score."""
+    """Return the rows that have the main score, without those whose settings fix what is kept."""
+    return [x for x in with_score(rows, kind) if not x.fixed]
+
+
+def with_score(rows: list[Row], kind: Traits) -> list[Row]:
     found = [x for x in rows if kind.metrics and kind.metrics[0] in x.scores]
     return [x for x in found if np.isfinite(x.scores[kind.metrics[0]].mean)]
 
@@ -269,6 +276,8 @@ def sizes(rows: list[Row]) -> list[tuple[str, Callable[[Row], bool]]]:
         if row.budget is not None:
             by_context.setdefault(row.context, set()).add(row.budget)
     ranked = {context: sorted(x, reverse=True) for context, x in by_context.items()}
+    if not ranked:
+        return [("", partial(_has_budget, 0))]
     one = next(iter(ranked.values()))
     shares = [[x[i] / context for context, x in ranked.items()] for i in range(len(one))] if (
         len({len(x) for x in ranked.values()}) == 1
@@ -294,11 +303,12 @@ def heatmap(summary: Summary, task: str, point: str, path: Path) -> bool:
     asked = [x for x in summary.rows if (x.task, x.point) == (task, point)]
     rows = [x for x in asked if len(x.depths) > 1]
     contexts = sorted({x.context for x in rows})
-    cut = [x for x in rows if x.budget is not None]
+    cut = [x for x in rows if x.budget is not None or x.fixed]
     if len(contexts) < 2 or not cut:
         return False
     depths = sorted({x for row in rows for x in row.depths})
     methods, columns = list(dict.fromkeys(x.method for x in asked)), sizes([x for x in asked if x.budget is not None])
+    fixed = {x.method for x in rows if x.fixed}
     blocks = 1 if len(methods) <= 5 else 2
     height = -(-len(methods) // blocks)
     factor = 100 if kind.percent else 1
@@ -319,7 +329,7 @@ def heatmap(summary: Summary, task: str, point: str, path: Path) -> bool:
             axis.set_visible(False)
         for k, method in enumerate(methods):
             block, i = divmod(k, height)
-            for j, (title, chosen) in enumerate(columns):
+            for j, (title, chosen) in enumerate(columns[:1] if method in fixed else columns):
                 axis = axes[i, block * len(columns) + j]
                 axis.set_visible(True)
                 image = np.full((len(depths), len(contexts)), np.nan)
@@ -352,10 +362,54 @@ def heatmap(summary: Summary, task: str, point: str, path: Path) -> bool:
     return True
 
 
+def partitions(summary: Summary, path: Path) -> bool:
+    """Draw LagKV's main score against r L over the key's length (LagKV, Table 1 and Fig. 2): a panel per cut point."""
+    series: dict[str, dict[tuple[int, int], list[tuple[float, Row]]]] = {}  # by cut point, then by digits and context
+    for row in summary.rows:
+        digits = key_digits(row.task)
+        if row.selected and digits and with_score([row], summary.traits[row.task]):
+            found = series.setdefault(row.point, {}).setdefault((digits, row.context), [])
+            found.append((row.selected / digits, row))
+    if max((len(x) for found in series.values() for x in found.values()), default=0) < 2:
+        return False
+    title = "LagKV's score by r L over the digits of the key. Bars: 95 % intervals"
+    with figure(path, title, 0.9 + 3.4 * len(series)) as page:
+        axes = page.subplots(len(series), 1, sharey=True, sharex=True, squeeze=False)[:, 0]
+        for axis, (point, lines) in zip(axes, series.items()):
+            kind = summary.traits[next(iter(lines.values()))[0][1].task]
+            scale(axis, [row for x in lines.values() for _, row in x], kind)
+            axis.axvline(1, color=FULL, linewidth=0.8, linestyle=":")
+            ends: list[tuple[float, float, str, Any]] = []
+            for i, ((digits, context), points) in enumerate(sorted(lines.items())):
+                points.sort(key=lambda x: (x[0], x[1].tokens))
+                color = SEVEN[i % len(SEVEN)]
+                look: Look = {"color": color, "marker": MARKERS[i % len(MARKERS)], "markersize": 5, "linewidth": 1.2}
+                y, low, high = np.array([values(row, kind) for _, row in points]).T
+                axis.errorbar([x for x, _ in points], y, (low, high), **look, **bars(look))
+                ends.append((points[-1][0], y[-1], f"{digits} digits,\n{context:,} tokens", color))
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.set(title=point_title(point), ylabel=unit(kind))
+            label_ends(axis, ends, 2.7)
+        axes[-1].set_xlabel("r L / digits of the key (log scale)")
+    return True
+
+
+def key_digits(task: str) -> int | None:
+    """Return the digits of the key that a task asks for, from its name and options; None for tasks without one key."""
+    name = task.partition(":")[0]
+    default = {x.name: x.default for x in fields(TASKS[name])} if name in TASKS else {}
+    try:
+        found = {**default, **parse("task", task, TASKS)[1]}.get("digits")
+    except ValueError:  # a task of another version
+        return None
+    return found if isinstance(found, int) and found > 0 else None
+
+
 def positions(summary: Summary, task: str, context: int, path: Path) -> bool:
     """Draw perplexity by position in the text (LaCache, Table 1 and Fig. 5): a panel per budget."""
     kind = summary.traits[task]
-    rows = [x for x in summary.rows if (x.task, x.context) == (task, context) and x.positions]
+    rows = [x for x in summary.rows if (x.task, x.context) == (task, context) and x.positions and not x.fixed]
     budgets = sorted({x.budget for x in rows if x.budget is not None}, reverse=True)
     scored = measured(rows, kind)
     if not budgets or not scored:

@@ -162,7 +162,10 @@ class Reader:
         if policy.staged:
             from ..hf.generation import run_stages
 
-            run_stages(self.model, cache, self.tokens(prompts), logits, eos_token_id=self.ends)
+            try:
+                run_stages(self.model, cache, self.tokens(prompts), logits, eos_token_id=self.ends)
+            except ValueError as error:  # a first stage that needs more queries than the cache has
+                raise Unreachable(str(error)) from error
         seconds = self.clock() - begin
         cache.freeze()
         return Cut(cache, logits, seconds, *Held.by(cache))

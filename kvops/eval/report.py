@@ -24,7 +24,11 @@ READING = """\
 - Scores are means over prompts, with the 95 % interval in brackets: {intervals}.
 - **Bold**: the best score of its column, if its interval overlaps no other's. Nothing is bold where the prompts cannot
   separate the methods. Full is not ranked, nor are methods marked †.
-- † keeps over 5 % more than its budget.
+- † keeps over 5 % more than its budget. ‡ keeps over 5 % less, because its settings do not meet the budget exactly or
+  because it evicts only after whole windows. Methods marked ‡ are ranked. They can be the best with fewer tokens. Where
+  they are worse, the missing tokens may be the reason.
+- Methods whose settings fix what they keep, such as lagkv:lag=128,ratio=0.25, have no budget. A table of their own has
+  the tokens that they kept. They are not ranked. r L: the tokens that LagKV selects from each partition.
 - Full keeps everything at any budget; its numbers are repeated for comparison.
 - Settings that depend on the budget: SnapKV, PyramidKV, ChunkKV and SATKV use a window of 32 tokens, or half the
   budget if that is smaller. ProtoKV uses 8 up to a budget of 128, and 32 above. LagKV, LocalKV and LagKV L2 use the
@@ -121,6 +125,8 @@ def report(summary: Summary, folder: Path) -> str:
                 maps.append(f"![{escape(f'{task}, {plots.point_title(point)}')}: by context and depth]({file})")
         if maps:
             parts += ["### By context and depth", *maps]
+    if plots.partitions(summary, folder / "partitions.png"):
+        parts += ["## LagKV by the tokens selected from each partition", "![score by r L](partitions.png)"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -181,6 +187,7 @@ def budgets_of(rows: list[Row]) -> list[int | None]:
 
 def section(rows: list[Row], kind: Traits) -> list[str]:
     """Return the tables of one task, context and cut point, with their notes."""
+    everything, rows = rows, [x for x in rows if not x.fixed]
     budgets = budgets_of(rows)
     methods = list(dict.fromkeys(x.method for x in rows))
     by_cell = {(x.method, x.budget): x for x in rows}
@@ -212,13 +219,13 @@ def section(rows: list[Row], kind: Traits) -> list[str]:
             elif isinstance(row, Row):
                 text = score(row.scores.get(metric), kind, interval=metric == kind.metrics[0])
                 if metric == kind.metrics[0]:
-                    text = f"**{text}**" if row.cell in best else text + " †" * row.over
+                    text = f"**{text}**" if row.cell in best else text + row.mark
                 row = text
             line.append(row)
         scores.append(line)
 
     facts = {
-        "kept": lambda row: f"{row.tokens:,}" + " †" * row.over if row.tokens else "",
+        "kept": lambda row: f"{row.tokens:,}" + row.mark if row.tokens else "",
         "held, MB": lambda row: held(row) if row.bytes_held else "",
         "prefill, ms": lambda row: number(1e3 * row.prefill_s) if row.prefill_s else "",
         "decode, tokens/s": lambda row: number(row.decode_tokens_per_s) if row.decode_tokens_per_s else "",
@@ -233,7 +240,7 @@ def section(rows: list[Row], kind: Traits) -> list[str]:
         costs.append(line)
 
     notes = [f"({i}) {escape(reason)}" for reason, i in reasons.items()]
-    most = max((x.n for x in rows), default=0)
+    most = max((x.n for x in everything), default=0)
     fewer = [x for x in rows if x.unreachable is None and x.n < most]
     if fewer:
         said = ", ".join(f"{escape(x.method)}{'' if x.budget is None else f' at {x.budget:,}'} ({x.n})" for x in fewer)
@@ -241,11 +248,28 @@ def section(rows: list[Row], kind: Traits) -> list[str]:
     if any(cell(x, b) == "" for x in methods for b in budgets):
         notes.append("Empty: not measured.")
     return [
-        markdown(scores),
+        *([markdown(scores)] if rows else []),
         *(["\n".join(f"- {x}" for x in notes)] if notes else []),
         *paired(rows, kind),
         *([markdown(costs)] if facts else []),
+        *given([x for x in everything if x.fixed], kind),
     ]
+
+
+def given(rows: list[Row], kind: Traits) -> list[str]:
+    """Return the table of methods whose settings fix what they keep, with its heading."""
+    if not rows:
+        return []
+    selects = any(x.selected is not None for x in rows)
+    lines = [["method", "kept", "held, MB", *["r L"] * selects, *(f"{escape(x)}{unit(kind)}" for x in kind.metrics)]]
+    for row in rows:
+        scores = [score(row.scores.get(x), kind, interval=x == kind.metrics[0]) for x in kind.metrics]
+        if row.unreachable is not None:
+            scores = [f"– ({escape(row.unreachable)})", *[""] * (len(scores) - 1)]
+        of_each = "" if row.selected is None else f"{row.selected:,}"
+        held_mb = held(row) if row.bytes_held else ""
+        lines.append([escape(row.method), f"{row.tokens:,}", held_mb, *[of_each] * selects, *scores])
+    return ["Settings that fix what is kept:", markdown(lines)]
 
 
 def paired(rows: list[Row], kind: Traits) -> list[str]:
@@ -338,13 +362,14 @@ def table(summary: Summary) -> str:
             for point in dict.fromkeys(x.point for x in rows)
             for budget in budgets_of([x for x in rows if x.point == point])
         ]
+        fixed, rows = [x for x in rows if x.fixed], [x for x in rows if not x.fixed]
         by_cell = {(x.point, x.method, x.budget): x for x in rows}
         methods = list(dict.fromkeys(x.method for x in rows))
-        width = max(map(len, methods))
+        width = max((len(x.method) for x in (*rows, *fixed)), default=0)
         heads: dict[str, int] = {}
         for point, _ in columns:
             heads[point] = heads.get(point, 0) + 1
-        counts = sorted({x.n for x in rows if x.unreachable is None})
+        counts = sorted({x.n for x in (*rows, *fixed) if x.unreachable is None})
         metric = f"{kind.metrics[0]}{unit(kind)}, of {listed(counts) or 'no'} prompts"
         block = [f"{task}, context {context:,} tokens: {metric}", ""]
         cells = {point: max(9 * count, len(plots.point_title(point)) + 3) for point, count in heads.items()}
@@ -363,10 +388,15 @@ def table(summary: Summary) -> str:
                 line += said.rjust(n)
             block.append(line.rstrip())
         block += undecided(rows)
-        if any(x.over for x in rows):
-            block += ["", "* keeps over 5 % more than its budget"]
+        if any(x.over or x.under for x in rows):
+            block += ["", "* keeps over 5 % more than its budget, < over 5 % less"]
+        if fixed:
+            block += ["", "settings that fix what is kept:"]
+        for row in fixed:
+            where = f"{plots.point_title(row.point)}, {row.tokens:,} kept"
+            block.append(f"{row.method:{width}}  {brief(row, kind):>5}  {where}")
         reasons: dict[str, list[str]] = {}
-        for row in rows:
+        for row in (*rows, *fixed):
             if row.unreachable is not None:
                 where = f"{row.method} {row.budget or ''} {row.point}"
                 reasons.setdefault(row.unreachable, []).append(" ".join(where.split()))
@@ -400,4 +430,4 @@ def undecided(rows: list[Row]) -> list[str]:
 def brief(row: Row, kind: Traits) -> str:
     if row.unreachable is not None:
         return "-"
-    return score(row.scores.get(kind.metrics[0]), kind, interval=False) + "*" * row.over
+    return score(row.scores.get(kind.metrics[0]), kind, interval=False) + "*" * row.over + "<" * row.under

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, median, stdev
 from typing import Any, NamedTuple
 
 from ..bench.markdown import one_line
-from .methods import METHODS
+from ..methods import LagKV
+from .methods import METHODS, rule
 from .results import Cell, cell_of
 from .specs import Refused
 from .statistics import Comparison, compare
 from .tasks import POINTS, TASKS
 
+LAGS = [x.label for x in METHODS.values() if x.policy is LagKV]
 #: Other names of our methods.
 ALIASES = {"ObservedAttention": "H2O", "Knorm": "L2"}
 LEVEL = 0.95  # of the intervals
@@ -26,7 +29,7 @@ Key = tuple[str, int, str, str, int | None]  # task, context, point, method, bud
 #: The settings that prompts depend on. Files that differ in one of them have no prompts in common.
 PROMPTS = ("model", "text", "data", "prompts", "seed")
 BASELINE = METHODS["snapkv"].label  # every method is compared with it and with the best
-SLACK = 1.05  # times the budget; a method that holds more exceeds it
+SLACK = 1.05  # methods that keep more than SLACK times the budget are marked, and those that keep less than 1 / SLACK
 
 
 class Estimate(NamedTuple):
@@ -131,6 +134,36 @@ class Row:
         """Whether it holds more than its budget."""
         return self.budget is not None and self.unreachable is None and self.tokens > SLACK * self.budget
 
+    @property
+    def under(self) -> bool:
+        """Whether it holds less than its budget, although it has evicted tokens."""
+        if self.budget is None or self.unreachable is not None:
+            return False
+        return SLACK * self.tokens < self.budget and self.bytes_held < self.bytes_full
+
+    @property
+    def mark(self) -> str:
+        """What tables append to its numbers."""
+        return " †" * self.over + " ‡" * self.under
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it evicts, but has no budget because its settings fix what it keeps."""
+        return self.budget is None and take_apart(self.method).base != METHODS["full"].label
+
+    @property
+    def selected(self) -> int | None:
+        """The tokens that LagKV selects from each partition, r L, if its settings are given."""
+        name = take_apart(self.method)
+        if not self.fixed or name.peer or name.base not in LAGS:
+            return None
+        try:
+            policy = rule(f"{name.base}:{name.variant.replace(' ', ',')}").policy(None, 1, 1)
+        except ValueError:  # settings of another version
+            return None
+        assert isinstance(policy, LagKV)
+        return policy.kept
+
 
 class Traits(NamedTuple):
     """What a report needs to know about a task; for an unknown task it is guessed from the scores."""
@@ -182,10 +215,12 @@ def take_apart(label: str) -> Name:
     return Name(None, "", "")
 
 
-def method_order(label: str) -> tuple[int, str, str, str]:
+def method_order(label: str) -> tuple[int, str, list[str | float], str]:
     """Sort key: the order of METHODS, then variants, then other implementations; unknown methods come last."""
     name, labels = take_apart(label), [x.label for x in METHODS.values()]
-    return labels.index(name.base) if name.base else len(labels), name.peer, name.variant, label
+    parts = re.split(r"(\d+(?:\.\d+)?)", name.variant)  # texts and numbers in turns
+    variant = [float(x) if i % 2 else x for i, x in enumerate(parts)]
+    return labels.index(name.base) if name.base else len(labels), name.peer, variant, label
 
 
 def order(cell: Cell) -> tuple[Any, ...]:

@@ -225,6 +225,8 @@ class Policy:
     such as numpy's, become ints and floats.
     """
 
+    #: The settings that decide how many tokens are kept. If all of them are given, `at_budget` has nothing to choose.
+    budget_settings: ClassVar[tuple[str, ...]] = ("budget",)
     #: Every row of a padded batch keeps the same number of slots (padding is evicted first).
     fixed_budget: ClassVar[bool] = True
     #: Whether the rule calls `View.positions`. Engines then store the position of each kept token. True unless a class

@@ -130,6 +130,8 @@ class Random(KeyPolicy):
 class Full(Policy):
     """The full cache: keeps everything."""
 
+    budget_settings: ClassVar[tuple[str, ...]] = ()
+
     @property
     def heads_alone(self) -> bool:
         return True

@@ -62,6 +62,8 @@ class LagKV(Policy):
 
     uses_positions: ClassVar[bool] = False
 
+    budget_settings: ClassVar[tuple[str, ...]] = ("lag", "ratio")
+
     fixed_budget: ClassVar[bool] = False
 
     lag: int = 1024

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from .base import Compressed, Policy, View
 from .budgets import budget_tokens, most_tokens
 from .calling import one_shot_method
 from .queries import QueryCall, WindowPolicy, split
-from .snapkv import SnapKV
+
+if TYPE_CHECKING:
+    from .table import Entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +57,10 @@ class LAQ(WindowPolicy):
         pool_first: See `WindowPolicy`.
         score: See `WindowPolicy`.
         steps: The intended number of tokens in the draft.
-        stage1: The policy of the draft, such as kvops.StreamingLLM(64) or kvops.Full(). None is SnapKV with this budget
-            and a window of min(32, budget // 2).
+        stage1: The policy of the draft, such as kvops.StreamingLLM(64), or its name in kvops.METHODS, such as "full". A
+            name stands for the settings that meet `stage1_budget`: SnapKV then has a window of
+            min(32, stage1_budget // 2).
+        stage1_budget: The tokens of the draft's cache if stage1 is a name; None is the budget of stage 2.
         compat_mask: Use the mask of the released code, in which row i of all window + steps rows sees keys up to
             n - (window + steps) + i.
 
@@ -68,7 +72,8 @@ class LAQ(WindowPolicy):
     window: int = 0
     _: KW_ONLY
     steps: int = 8
-    stage1: Policy | None = None
+    stage1: Policy | str = "snapkv"
+    stage1_budget: int | None = None
     compat_mask: bool = False
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
@@ -81,10 +86,20 @@ class LAQ(WindowPolicy):
     def check(self) -> None:
         check_int(self.name, "steps", self.steps, 1)
         check_bool(self.name, "compat_mask", self.compat_mask)
-        if self.stage1 is not None and not isinstance(self.stage1, Policy):
+        if isinstance(self.stage1, str):
+            entry_of(self.stage1)
+        elif not isinstance(self.stage1, Policy):
             raise TypeError(
-                f"{self.name}: stage1 must be a kvops policy such as kvops.Full(), got {type(self.stage1).__name__}"
+                f"{self.name}: stage1 must be a kvops policy such as kvops.Full(), or a name such as 'full', got "
+                f"{type(self.stage1).__name__}"
             )
+        if self.stage1_budget is not None:
+            check_int(self.name, "stage1_budget", self.stage1_budget, 1)
+            if isinstance(self.stage1, Policy):
+                raise ValueError(
+                    f"{self.name}: stage1_budget is for a stage1 given by name, expected None with {self.stage1!r}, "
+                    f"got {self.stage1_budget}"
+                )
         super().check()
 
     @property
@@ -99,12 +114,15 @@ class LAQ(WindowPolicy):
     def rows(self, view: View) -> int:
         return 0
 
-    def draft_policy(self, seen: int) -> Policy:
+    def draft_policy(self, seen: int, num_layers: int | None = None) -> Policy:
         """The policy of stage 1 after `seen` tokens."""
-        if self.stage1 is not None:
+        if isinstance(self.stage1, Policy):
             return self.stage1
-        budget = budget_tokens(self.name, self.budget, seen)
-        return SnapKV(budget, max(1, min(32, budget // 2)))
+        entry = entry_of(self.stage1)
+        budget = self.stage1_budget or budget_tokens(self.name, self.budget, seen)
+        layers = 1 if num_layers is None else num_layers
+        settings = entry.policy.at_budget(budget, seen, layers, False, {}) if entry.policy.budget_settings else {}
+        return entry.policy(**settings, **entry.defaults)
 
     @one_shot_method
     def compress(  # type: ignore[override]  # the lookahead's queries, and which of them count
@@ -189,6 +207,17 @@ class LAQ(WindowPolicy):
                 "LAQ: eviction needs a draft of the answer to a whole prompt, so it cannot run while a text streams in"
             )
         return {"budget": budget}
+
+
+def entry_of(stage1: str) -> Entry:
+    """The method that drafts, by its name in `METHODS`."""
+    from .table import METHODS, table_name  # the table imports this module
+
+    name = table_name(stage1)
+    if name is None or issubclass(METHODS[name].policy, LAQ):
+        names = ", ".join(x for x, entry in METHODS.items() if not issubclass(entry.policy, LAQ))
+        raise ValueError(f"LAQ: stage1 must be one of {names}, got {stage1!r}")
+    return METHODS[name]
 
 
 def lookahead_limits(

@@ -36,6 +36,10 @@ from .queries import QueryPolicy
 from .random_numbers import random_integers
 from .select import places, select_budget, shared_scores
 
+#: With num_chunks=None: the most chunks, and the fewest tokens of one. The paper's 500 prototypes of 5,000 to 15,000
+#: tokens have 10 to 30 tokens each.
+MOST_CHUNKS = 496
+CHUNK_TOKENS = 16
 CLUSTERS = ("prototypes", "chunks", "lsh")
 MAX_KAPPA = 1024  # the largest kappa of outlier_degree
 MAX_HASH_BITS = 16
@@ -70,7 +74,8 @@ class ProtoKV(DecodePolicy, QueryPolicy):
             tokens, else 32.
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         num_sats: The number of anchors; 0 for none.
-        num_chunks: The number of chunks.
+        num_chunks: The number of chunks. None is one for 16 of the m tokens before the window, at most 496:
+            min(496, max(1, m // 16)), for each row of a padded batch.
         projection: fp32 [bits, d] on k's device, of the hash; bits is hash_bits, or with clusters="lsh" enough for all
             clusters. None draws projection and phase from `seed` (`lsh_projection`).
         phase: fp32 [bits] on k's device, of the hash; given together with `projection`.
@@ -97,7 +102,7 @@ class ProtoKV(DecodePolicy, QueryPolicy):
     _: KW_ONLY
     kappa: int = 5
     num_sats: int = 32
-    num_chunks: int = 496
+    num_chunks: int | None = None
     projection: Tensor | None = None
     phase: Tensor | None = None
     seed: int = 0
@@ -118,7 +123,7 @@ class ProtoKV(DecodePolicy, QueryPolicy):
             small = isinstance(self.budget, int) and self.budget <= 128
             object.__setattr__(self, "window", 8 if small else 32)
         check_int(self.name, "window", self.window, 1)
-        self._check_clusters()
+        check_clusters(self)
         check_choice(self.name, "cluster_reduce", self.cluster_reduce, ("mean", "sum"))
         check_bool(self.name, "whole_clusters", self.whole_clusters)
         check_int(self.name, "alpha", self.alpha, 1)
@@ -138,43 +143,20 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         if self.buffer is not None and isinstance(self.budget, int) and self.budget < self.alpha:
             raise ValueError(f"{self.name}: budget must hold alpha tokens, expected {self.alpha}, got {self.budget}")
 
-    def _check_clusters(self) -> None:
-        op = self.name
-        check_choice(op, "clusters", self.clusters, CLUSTERS)
-        for name, low, high in (
-            ("kappa", 1, MAX_KAPPA),
-            ("num_sats", 0, None),
-            ("num_chunks", 0, 1 << 24),
-            ("hash_bits", 1, MAX_HASH_BITS),
-            ("seed", 0, None),
-        ):
-            value = getattr(self, name)
-            check_int(op, name, value, low)
-            if high is not None and value > high:
-                raise ValueError(f"{op}: {name} must be at most {high}, got {value}")
-        if self.clusters == "prototypes" and not self.num_sats + self.num_chunks:
-            raise ValueError(f"{op}: num_sats + num_chunks must be at least 1, got 0")
-        if (self.projection is None) != (self.phase is None):
-            raise ValueError(f"{op}: projection and phase must be given together, got one of them")
-        if self.projection is None:
-            return
-        if self.clusters == "chunks":
-            raise ValueError(f"{op}: with clusters='chunks', projection and phase must be None, got tensors")
-        for name, x, dim in (("projection", self.projection, 2), ("phase", self.phase, 1)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
-            if x.dtype != torch.float32 or x.dim() != dim or x.shape[0] != self.bits:
-                shape = f"[{self.bits}, d]" if dim == 2 else f"[{self.bits}]"
-                raise ValueError(f"{op}: {name} must be torch.float32 {shape}, got {x.dtype} {list(x.shape)}")
-
     @property
     def num_buckets(self) -> int:
         return 1 << self.hash_bits
 
     @property
     def num_clusters(self) -> int:
-        """The number of clusters, some of which may be empty."""
-        return self.num_chunks + self.num_buckets
+        """The number of clusters of a long prompt, some of which may be empty."""
+        return (MOST_CHUNKS if self.num_chunks is None else self.num_chunks) + self.num_buckets
+
+    def chunks(self, view: View) -> tuple[int, int]:
+        """The most chunks of a row, and the fewest tokens of one."""
+        if self.num_chunks is None:
+            return max(1, min(MOST_CHUNKS, view.n // CHUNK_TOKENS)), CHUNK_TOKENS
+        return self.num_chunks, 1
 
     @property
     def bits(self) -> int:
@@ -217,20 +199,27 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         """
         k, pages = view.k, view.block_table
         spans: dict[str, Any] = {"starts": starts, "lengths": prefix}
+        count, least = self.chunks(view)
+        of_chunks: dict[str, Any] = spans | {"num_chunks": count, "least_chunk": least}
         if self.clusters == "lsh":
             slots = torch.arange(view.n, device=k.device).expand(view.rows, view.heads, -1)
             end = prefix if starts is None else starts + prefix
             slots = slots.masked_fill(outside_prefix(slots, 0, starts, end), -1)
             buckets = lsh_bucket(k, slots, *self._hash(k), block_table=pages)
-            return torch.where(buckets < 0, buckets, buckets % self.num_clusters)
+            clusters: Tensor | int = self.num_clusters
+            if self.num_chunks is None:
+                clusters = ((prefix // least).clamp(1, count) + self.num_buckets)[:, None, None]
+            return torch.where(buckets < 0, buckets, buckets % clusters)
         if self.clusters == "chunks":
-            prototypes, _ = build_prototypes(k, num_chunks=self.num_clusters, num_buckets=0, block_table=pages, **spans)
+            prototypes, _ = build_prototypes(
+                k, num_buckets=0, block_table=pages, **of_chunks | {"num_chunks": count + self.num_buckets}
+            )
         else:
             degrees = outlier_degree(k, kappa=self.kappa, block_table=pages, **spans)
             sats = select_topk(degrees, k=self.num_sats, **spans)
             buckets = lsh_bucket(k, sats, *self._hash(k), block_table=pages)
-            anchors = spans | {"sat_indices": sats, "buckets": buckets, "num_buckets": self.num_buckets}
-            prototypes, _ = build_prototypes(k, num_chunks=self.num_chunks, block_table=pages, **anchors)
+            anchors = of_chunks | {"sat_indices": sats, "buckets": buckets, "num_buckets": self.num_buckets}
+            prototypes, _ = build_prototypes(k, block_table=pages, **anchors)
         return assign_prototypes(k, prototypes, block_table=pages, **spans)
 
     def _hash(self, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,7 +235,8 @@ class ProtoKV(DecodePolicy, QueryPolicy):
             first = torch.zeros_like(prefix) if starts is None else starts
             starts, prefix = first + prefix.clamp(max=self.sinks), (prefix - self.sinks).clamp(min=0)
         assignment = self.assign(view, starts, prefix)
-        cluster_scores = cluster_mean(scores, assignment, num_clusters=self.num_clusters, reduce=self.cluster_reduce)
+        count = self.chunks(view)[0] + self.num_buckets
+        cluster_scores = cluster_mean(scores, assignment, num_clusters=count, reduce=self.cluster_reduce)
         if self.head_mode == "shared":
             ranks = shared_ranks(scores, assignment, cluster_scores)
             return select_budget(self.name, ranks, view.heads, budget, sinks=self.sinks, recent=recent, **view.spans)
@@ -263,6 +253,38 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         if self.whole_clusters:
             budgets = kept + protected
         return select_topk(priority, k=keep, sinks=self.sinks, window=recent, budgets=budgets, **view.spans)
+
+
+def check_clusters(of: ProtoKV) -> None:
+    """Check the settings of the clustering."""
+    op = of.name
+    check_choice(op, "clusters", of.clusters, CLUSTERS)
+    for name, low, high in (
+        ("kappa", 1, MAX_KAPPA),
+        ("num_sats", 0, None),
+        ("num_chunks", 0, 1 << 24),
+        ("hash_bits", 1, MAX_HASH_BITS),
+        ("seed", 0, None),
+    ):
+        if (value := getattr(of, name)) is None and name == "num_chunks":
+            continue
+        check_int(op, name, value, low)
+        if high is not None and value > high:
+            raise ValueError(f"{op}: {name} must be at most {high}, got {value}")
+    if of.clusters == "prototypes" and of.num_chunks == 0 and not of.num_sats:
+        raise ValueError(f"{op}: num_sats + num_chunks must be at least 1, got 0")
+    if (of.projection is None) != (of.phase is None):
+        raise ValueError(f"{op}: projection and phase must be given together, got one of them")
+    if of.projection is None:
+        return
+    if of.clusters == "chunks":
+        raise ValueError(f"{op}: with clusters='chunks', projection and phase must be None, got tensors")
+    for name, x, dim in (("projection", of.projection, 2), ("phase", of.phase, 1)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype != torch.float32 or x.dim() != dim or x.shape[0] != of.bits:
+            shape = f"[{of.bits}, d]" if dim == 2 else f"[{of.bits}]"
+            raise ValueError(f"{op}: {name} must be torch.float32 {shape}, got {x.dtype} {list(x.shape)}")
 
 
 def shared_ranks(scores: Tensor, assignment: Tensor, cluster_scores: Tensor) -> Tensor:

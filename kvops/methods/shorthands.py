@@ -679,7 +679,7 @@ def protokv_compress(
     *,
     kappa: int = 5,
     num_sats: int = 32,
-    num_chunks: int = 496,
+    num_chunks: int | None = None,
     projection: Tensor | None = None,
     phase: Tensor | None = None,
     seed: int = 0,

@@ -1,0 +1,82 @@
+"""Variants of methods that explain a result, or that a paper mentions in passing. They are no methods of kvops.
+
+    python -m kvops.eval --methods laq laq++ experiments/variants.py:ObserveOnly experiments/variants.py:ProtectOnly
+
+docs/evaluation.md has the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvops
+from kvops.methods.laq import lookahead_limits
+from kvops.methods.snapkv import layer_budget
+
+
+@dataclass(frozen=True, eq=False)
+class ObserveOnly(kvops.LAQ):
+    """LAQ++ whose local queries observe, but whose local tokens compete like all others."""
+
+    window: int = 8
+
+    def observe_draft(
+        self,
+        view: kvops.View,
+        local: Tensor | None,
+        ahead: Tensor,
+        lengths: Tensor | None,
+        lse: Tensor | None,
+        logits: Mapping[str, Any],
+    ) -> None:
+        assert local is not None  # a cache passes it
+        place = view.rows, view.k.device
+        visible = lookahead_limits(self.name, view.end, self.window, ahead.shape[2], False, lengths, *place)
+        view.window = 0
+        view.observed = self.summed(torch.cat((local, ahead), 2), view, visible, lse, None, logits)
+
+
+@dataclass(frozen=True, eq=False)
+class ProtectOnly(kvops.LAQ):
+    """LAQ++ whose local tokens are kept, but whose local queries do not observe."""
+
+    window: int = 8
+
+    def observe_draft(
+        self,
+        view: kvops.View,
+        local: Tensor | None,
+        ahead: Tensor,
+        lengths: Tensor | None,
+        lse: Tensor | None,
+        logits: Mapping[str, Any],
+    ) -> None:
+        visible = lookahead_limits(self.name, view.end, 0, ahead.shape[2], False, lengths, view.rows, view.k.device)
+        view.window = self.window
+        view.observed = self.summed(ahead, view, visible, lse, view.end - self.window, logits)
+
+
+class Pyramid:
+    """Shares a budget among the layers like PyramidKV."""
+
+    @property
+    def uniform_layers(self) -> bool:
+        return False
+
+    def room(self, view: kvops.View) -> int:
+        return layer_budget(super().room(view), view.seen, self.window, *view.place(self.name))
+
+
+@dataclass(frozen=True, eq=False)
+class PyramidLAQ(Pyramid, kvops.LAQ):
+    """LAQ with PyramidKV's budgets (the paper's Sec. 5.2 suggests it)."""
+
+
+@dataclass(frozen=True, eq=False)
+class PyramidProtoKV(Pyramid, kvops.ProtoKV):
+    """ProtoKV with PyramidKV's budgets (one of the layer-wise allocations of the paper's Table 4)."""
