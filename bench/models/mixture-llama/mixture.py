@@ -118,7 +118,7 @@ def keys(rng: np.random.Generator, room: int) -> Episode:
     size = int(rng.integers(4, min(longest, 12) + 1)) if rng.random() < 0.7 else int(rng.integers(4, longest + 1))
     form, taken, episode = int(rng.integers(-3, len(FORMATS))), set(), Episode()
     several = count > 1 and rng.random() < 0.15
-    passkey = form < 0 or several
+    passkey = form < 0 or several  # in the wording of kvops.eval
     alone = passkey and not several and rng.random() < 0.4  # one key has no name
     one = name_of(rng, taken)
     names = [one if several else None if alone and i == 0 else name_of(rng, taken) for i in range(count)]
