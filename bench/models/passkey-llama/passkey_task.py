@@ -6,6 +6,7 @@ Haystack : ASCII text of the Python standard library sources (of the running
            CRC32 of its relative name) is held out for validation/evaluation.
 """
 
+import gzip
 import os
 import sysconfig
 import zlib
@@ -70,35 +71,49 @@ def question_text(name=None):
     return f" What is the pass key of {name}? The pass key of {name} is "
 
 
+LICENSES = "/usr/share/common-licenses"
+
+
+NOT_TEXT = {"site-packages", "test", "tests", "__pycache__", "dist-packages", "lib2to3"}
+
+
+def python_files(root, skip=()):
+    """The .py files below a folder, without tests, installed packages and the folders in `skip`."""
+    files = []
+    for d, dirs, names in os.walk(root):
+        dirs[:] = sorted(set(dirs) - NOT_TEXT - set(skip))
+        files += [os.path.join(d, n) for n in sorted(names) if n.endswith(".py")]
+    return files
+
+
+def plain_files(folder):
+    """The files in a folder that are no links; none if there is no such folder."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return [os.path.join(folder, n) for n in names if not os.path.islink(os.path.join(folder, n))]
+
+
+def ascii_files(root, files, split):
+    """The bytes of those files of a split that are ASCII. One in ten, by CRC32 of its name below root, is held out."""
+    chunks = []
+    for f in files:
+        held = zlib.crc32(os.path.relpath(f, root).encode()) % 10 == 0
+        if held != (split == "heldout"):
+            continue
+        opened = gzip.open if f.endswith(".gz") else open
+        with opened(f, "rb") as file:
+            raw = file.read()
+        if raw.isascii():
+            chunks.append(np.frombuffer(raw, dtype=np.uint8))
+    return chunks
+
+
 class Corpus:
     """Contiguous random slices of real text; split = 'train' or 'heldout'."""
 
     def __init__(self, split):
         root = sysconfig.get_path("stdlib")
-        files = []
-        for d, dirs, names in os.walk(root):
-            dirs[:] = sorted(
-                x
-                for x in dirs
-                if x not in ("site-packages", "test", "tests", "__pycache__", "dist-packages", "lib2to3")
-            )
-            files += [os.path.join(d, n) for n in sorted(names) if n.endswith(".py")]
-        lic = "/usr/share/common-licenses"
-        if os.path.isdir(lic):
-            files += [os.path.join(lic, n) for n in sorted(os.listdir(lic)) if not os.path.islink(os.path.join(lic, n))]
-        chunks = []
-        for f in files:
-            rel = os.path.relpath(f, root if f.startswith(root) else lic)
-            held = zlib.crc32(rel.encode()) % 10 == 0
-            if held != (split == "heldout"):
-                continue
-            with open(f, "rb") as file:
-                raw = file.read()
-            try:
-                raw.decode("ascii")
-            except UnicodeDecodeError:
-                continue
-            chunks.append(np.frombuffer(raw, dtype=np.uint8))
+        chunks = ascii_files(root, python_files(root), split)
+        chunks += ascii_files(LICENSES, plain_files(LICENSES), split)
         self.data = np.concatenate(chunks).astype(np.int64)
 
     def slice(self, rng, n):
