@@ -325,6 +325,8 @@ POLICIES = [
     kvops.SnapKV(20, window=5),
     kvops.SnapKV(0.4, window=3, kernel_size=3, pool_first=True, pooling="avg"),
     kvops.SnapKV(20, window=5, score="dot"),
+    kvops.CriticalKV(20, window=5, w_o=torch.ones(6, 4 * 16).cumsum(0).cumsum(1)),
+    kvops.RKV(20, window=5, mix=0.5, threshold=0.3),
     kvops.PyramidKV(24, window=5),
     kvops.ChunkKV(20, window=5, chunk=4),
     kvops.LAQ(20, window=4),
