@@ -28,6 +28,7 @@ POLICIES = [
     kvops.SATKV(20, window=4, kappa=2, buffer=7),
     kvops.SnapKV(20, window=5),
     kvops.ChunkKV(20, window=5, chunk=4),
+    kvops.RKV(20, window=5, buffer=6),
     kvops.TOVA(20, buffer=3),
     kvops.H2O(20, buffer=3),
     kvops.H2O(20, recent=4, group_reduce="max"),

@@ -342,6 +342,8 @@ POLICIES = [
     kvops.SnapKV(20, window=5, score="dot"),
     kvops.DefensiveKV(20, window=5),
     kvops.DefensiveKV(20, window=5, head_mode="adaptive"),
+    kvops.CriticalKV(20, window=5, w_o=torch.ones(6, 4 * 16).cumsum(0).cumsum(1)),
+    kvops.RKV(20, window=5, mix=0.5, threshold=0.3),
     kvops.PyramidKV(24, window=5),
     kvops.ChunkKV(20, window=5, chunk=4),
     kvops.LAQ(20, window=4),

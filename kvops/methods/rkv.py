@@ -9,7 +9,7 @@ Decisions: docs/methods/rkv.md.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..checks import check_finite, check_int
 from ..ops import key_similarity
 from ..window import Pooling, outside_prefix
-from .base import DecodePolicy, Policy, View
+from .base import DecodePolicy, View
 from .queries import QueryPolicy
 
 
@@ -104,9 +104,6 @@ class RKV(DecodePolicy, QueryPolicy):
 
     def rows_at(self, n: int, prompt: int) -> int:
         return self.window
-
-    def resumed(self, before: int, n: int, prompt: int) -> Policy:
-        return replace(self, budget=self.held(n, prompt))
 
     def scores(self, view: View) -> Tensor:
         importance = view.seen_by_queries
