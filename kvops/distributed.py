@@ -65,6 +65,8 @@ _BY_HEAD = frozenset(("sink_logits",))
 _BY_COLUMNS = frozenset(("w_o",))  # [any, heads * dv]
 _WHOLE = frozenset(("projection", "phase", "inv_freq"))
 _MAYBE_BY_BATCH = {"visible": 2, "cos": 3, "sin": 3}  # they have a batch dim if they have this many dims
+#: [heads, ...], after a batch dim if they have this many dims.
+_BY_HEAD_MAYBE_BATCH = {"mean": 3, "cov": 4, "centers": 3, "norms": 3}
 _BY_TOKEN = {"k": 4, "v": 4, "scores": 3}  # they have a token dim if they have this many dims
 _ABSENT = torch.iinfo(torch.int64).max  # a slot that sorts after all others
 _scores = torch.ops.kvops.window_scores.default
@@ -138,6 +140,9 @@ def dims_of(name: str, dims: int, pages: bool) -> tuple[int | None, int | None, 
         return None, 0, None
     if name in _BY_COLUMNS:
         return None, 1, None
+    if name in _BY_HEAD_MAYBE_BATCH:
+        batched = dims == _BY_HEAD_MAYBE_BATCH[name]
+        return (0 if batched else None), int(batched), None
     by_batch = name in _BY_BATCH or dims == _MAYBE_BY_BATCH.get(name)
     if not by_batch and name not in _WHOLE and name not in _MAYBE_BY_BATCH:
         raise NotImplementedError(f"kvops.distributed: no rule for an argument {name}")

@@ -21,24 +21,46 @@ namespace {
 
 constexpr int kTrigThreads = 256, kTrigHeads = 4;
 
-// Elements of T in a unit, and the keys that a lane group takes at a time: up to 64 elements per lane.
-template <class T, class Unit>
-constexpr int kUnitElements = sizeof(Unit) / sizeof(T);
-template <class T, class Unit>
-constexpr int kTrigKeys = kUnitElements<T, Unit> > 8 ? 2 : 4;
+// How lanes read keys: in pieces (kPiece elements, 16 bytes or 8 of fp8), one access each if rows are aligned, or, if
+// half a rotated row is not whole pieces, element by element. What a lane owns, and so the order of its sums, does not
+// depend on addresses.
+enum class TrigRead { wide, narrow, single };
+template <class T, TrigRead kRead>
+constexpr int kTrigElements = kRead == TrigRead::single ? 1 : kPiece<T>;
+constexpr int kTrigKeys = 4;  // that a lane group takes at a time: up to 64 elements per lane
 
-// Calls fn(Unit{}) with the widest unit that divides all addresses and half a rotated row.
-template <class T, class Fn>
-inline void with_pair_unit(uint64_t bits, const Fn& fn) {
-  if (bits % 16 == 0) return fn(uint4{});
-  if constexpr (sizeof(T) == 1) return fn(static_cast<unsigned char>(0));
-  if constexpr (sizeof(T) == 2) return fn(static_cast<unsigned short>(0));
-  if constexpr (sizeof(T) == 4) return fn(0u);
+// Elements [unit * kEach, ...) of a row; 0 if it is not `there`.
+template <class T, TrigRead kRead, int kEach>
+__device__ inline void load_unit(const char* row, int unit, bool there, float (&x)[kEach]) {
+  if constexpr (kRead == TrigRead::single) {
+    x[0] = there ? to_float(reinterpret_cast<const T*>(row)[unit]) : 0.0f;
+  } else {
+    unpack<T>(there ? load_piece<T, kRead == TrigRead::wide>(row + kPieceBytes<T> * unit) : uint4{}, x);
+  }
 }
 
-template <class T, class Unit, bool kPaged>
-__global__ void __launch_bounds__(kTrigThreads) trig_scores_kernel(TrigScoresParams p, int lanes_log2, unsigned tiles) {
-  constexpr int kEach = kUnitElements<T, Unit>, kKeys = kTrigKeys<T, Unit>;
+// N weights, in pieces of 16 bytes if they are aligned.
+template <int N>
+__device__ inline void load_weights(const float* from, bool wide, float (&x)[N]) {
+  if (N % 4 == 0 && wide) {
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+      const float4 piece = __ldg(reinterpret_cast<const float4*>(from) + i);
+      x[4 * i] = piece.x;
+      x[4 * i + 1] = piece.y;
+      x[4 * i + 2] = piece.z;
+      x[4 * i + 3] = piece.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = __ldg(from + i);
+  }
+}
+
+template <class T, TrigRead kRead, bool kPaged>
+__global__ void __launch_bounds__(kTrigThreads, 1)
+    trig_scores_kernel(TrigScoresParams p, int lanes_log2, unsigned tiles, bool wide) {
+  constexpr int kEach = kTrigElements<T, kRead>, kKeys = kTrigKeys;
   const RowUnits row = {static_cast<int>(p.d) / kEach, static_cast<int>(p.pairs) / kEach, p.interleaved};
   const int lanes = 1 << lanes_log2, groups = kTrigThreads >> lanes_log2, own = threadIdx.x & (lanes - 1);
   const int64_t head = blockIdx.x / tiles, b = head / p.heads, h = head % p.heads;
@@ -51,48 +73,47 @@ __global__ void __launch_bounds__(kTrigThreads) trig_scores_kernel(TrigScoresPar
     for (int lane = own; lane < row.lanes(); lane += lanes) {
       const RowUnits::Two mine = row.owned(lane);
       const bool has_second = mine.second < row.units, turns = lane < row.turning;
-      float x[kKeys][2 * kEach];
+      float x[kKeys][2][kEach];
 #pragma unroll
       for (int u = 0; u < kKeys; ++u) {
         const int64_t slot = begin + u * groups;
         const bool there = first <= slot && slot < last;
-        const Unit* const from = reinterpret_cast<const Unit*>(rows.row(slot, there));
-        const Unit unit[2] = {there ? from[mine.first] : Unit{}, there && has_second ? from[mine.second] : Unit{}};
-        T stored[2 * kEach];
-        memcpy(stored, unit, sizeof(unit));
-#pragma unroll
-        for (int c = 0; c < 2 * kEach; ++c) x[u][c] = to_float(stored[c]);
+        const char* const from = rows.row(slot, there);
+        load_unit<T, kRead>(from, mine.first, there, x[u][0]);
+        load_unit<T, kRead>(from, mine.second, there && has_second, x[u][1]);
       }
-      const float* centers[kTrigHeads];
 #pragma unroll
-      for (int g = 0; g < kTrigHeads; ++g) centers[g] = p.centers.row(b, h * p.group + min(quad + g, p.group - 1));
+      for (int g = 0; g < kTrigHeads; ++g) {
+        const float* const centers = p.centers.row(b, h * p.group + min(quad + g, p.group - 1));
 #pragma unroll
-      for (int c = 0; c < 2 * kEach; ++c) {
-        if (c >= kEach && !has_second) continue;
-        const int channel = c < kEach ? mine.first * kEach + c : mine.second * kEach + c - kEach;
+        for (int half = 0; half < 2; ++half) {
+          if (half && !has_second) continue;
+          float center[kEach];
+          load_weights(centers + (half ? mine.second : mine.first) * kEach, wide, center);
 #pragma unroll
-        for (int g = 0; g < kTrigHeads; ++g) {
-          const float center = __ldg(centers[g] + channel);
+          for (int c = 0; c < kEach; ++c)
 #pragma unroll
-          for (int u = 0; u < kKeys; ++u) sums[u][g] = fmaf(x[u][c], center, sums[u][g]);
+            for (int u = 0; u < kKeys; ++u) sums[u][g] = fmaf(x[u][half][c], center[c], sums[u][g]);
         }
       }
       if (!turns) continue;
+      // The norms replace elements that are no longer needed.
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        float norm[kKeys];
+      for (int i = 0; i < kEach; ++i)
 #pragma unroll
         for (int u = 0; u < kKeys; ++u) {
-          const float a = row.interleaved ? x[u][2 * i] : x[u][i],
-                      c = row.interleaved ? x[u][2 * i + 1] : x[u][kEach + i];
-          norm[u] = sqrtf(fmaf(a, a, c * c));
+          const float a = row.interleaved ? x[u][2 * i / kEach][2 * i % kEach] : x[u][0][i];
+          const float c = row.interleaved ? x[u][(2 * i + 1) / kEach][(2 * i + 1) % kEach] : x[u][1][i];
+          x[u][0][i] = sqrtf(fmaf(a, a, c * c));
         }
 #pragma unroll
-        for (int g = 0; g < kTrigHeads; ++g) {
-          const float weight = __ldg(p.norms.row(b, h * p.group + min(quad + g, p.group - 1)) + lane * kEach + i);
+      for (int g = 0; g < kTrigHeads; ++g) {
+        float weight[kEach];
+        load_weights(p.norms.row(b, h * p.group + min(quad + g, p.group - 1)) + lane * kEach, wide, weight);
 #pragma unroll
-          for (int u = 0; u < kKeys; ++u) sums[u][g] = fmaf(norm[u], weight, sums[u][g]);
-        }
+        for (int i = 0; i < kEach; ++i)
+#pragma unroll
+          for (int u = 0; u < kKeys; ++u) sums[u][g] = fmaf(x[u][0][i], weight[i], sums[u][g]);
       }
     }
 #pragma unroll
@@ -113,19 +134,23 @@ __global__ void __launch_bounds__(kTrigThreads) trig_scores_kernel(TrigScoresPar
 
 inline void trig_scores_cuda(const TrigScoresParams& p, cudaStream_t stream) {
   if (p.b * p.heads * p.group * p.n == 0) return;
-  const uint64_t bits = address_bits(p.k, p.b, p.heads, p.n);
+  const bool wide_rows = aligned_rows(p.k, p.b, p.heads, p.n);
+  // A lane's pieces of weights begin at multiples of 16 bytes if the first one does.
+  const bool wide = (reinterpret_cast<uintptr_t>(p.centers.data) | reinterpret_cast<uintptr_t>(p.norms.data)) % 16 == 0;
   with_read_dtype(p.dtype, [&](auto zero) {
     using T = decltype(zero);
-    with_pair_unit<T>(bits | static_cast<uint64_t>(p.pairs) * sizeof(T), [&](auto unit) {
-      using Unit = decltype(unit);
-      constexpr int kEach = kUnitElements<T, Unit>;
-      const int lanes_log2 = shared_lanes_log2((p.d / kEach + 1) / 2);
-      const int64_t step = (kTrigThreads >> lanes_log2) * kTrigKeys<T, Unit>, tiles = (p.n + step - 1) / step;
+    const auto score = [&](auto read) {
+      constexpr TrigRead kRead = decltype(read)::value;
+      const int lanes_log2 = shared_lanes_log2((p.d / kTrigElements<T, kRead> + 1) / 2);
+      const int64_t step = int64_t{kTrigThreads >> lanes_log2} * kTrigKeys, tiles = (p.n + step - 1) / step;
       with_pages<T>(p.k, [&](auto paged) {
-        launch<trig_scores_kernel<T, Unit, paged>>(grid_of(p.b * p.heads * tiles), kTrigThreads, 0, stream, p,
-                                                   lanes_log2, static_cast<unsigned>(tiles));
+        launch<trig_scores_kernel<T, kRead, paged>>(grid_of(p.b * p.heads * tiles), kTrigThreads, 0, stream, p,
+                                                    lanes_log2, static_cast<unsigned>(tiles), wide);
       });
-    });
+    };
+    if (p.pairs % kPiece<T>) return score(std::integral_constant<TrigRead, TrigRead::single>{});
+    if (wide_rows) return score(std::integral_constant<TrigRead, TrigRead::wide>{});
+    score(std::integral_constant<TrigRead, TrigRead::narrow>{});
   });
 }
 
