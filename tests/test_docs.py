@@ -413,7 +413,9 @@ def test_claims(measured):
     assert re.fullmatch(
         r"\+\d+ \[\+\d+, \+\d+\] points \(better\)", claims.figure("eval, passkey, 2048, after, LAQ, 64, SnapKV")
     )
-    with pytest.raises(ValueError, match="expected a row of a record, got 'eval, passkey, 2048, before, KeyDiff, 7, x'"):
+    with pytest.raises(
+        ValueError, match="expected a row of a record, got 'eval, passkey, 2048, before, KeyDiff, 7, x'"
+    ):
         claims.figure("eval, passkey, 2048, before, KeyDiff, 7, x")
 
 
