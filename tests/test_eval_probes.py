@@ -277,3 +277,10 @@ def test_wrong_use(reader, filler, capsys):
         assert message in capsys.readouterr().err
     with pytest.raises(Unreachable, match="LAQ: eviction needs a draft"):
         rule("laq").policy(64, 256, 3, streaming=True)
+
+
+def test_a_first_stage_that_needs_more_queries_is_unreachable(reader):
+    prompts = np.ones((1, 60), dtype=np.int64)
+    with pytest.raises(Unreachable, match="LAQ: stage1 must use a window of the last queries, .* got 60 from H2O"):
+        reader.cut(prompts, rule("laq:stage1=h2o"), 16)
+    assert reader.cut(prompts, rule("laq:stage1=full"), 16).tokens == 16
