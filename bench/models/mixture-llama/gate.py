@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kvops.eval.models import load
 
 from kvops.analysis import report
 from kvops.demo import TEXT
 from kvops.eval.methods import rule
+from kvops.eval.models import load
 from kvops.eval.reader import Reader
 from kvops.eval.tasks import TASKS, Filler
 
