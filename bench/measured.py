@@ -11,6 +11,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- decode -->`: python -m kvops.bench.decode.
 - `<!-- pages -->`, `<!-- fp8 -->`: python -m kvops.bench --paged.
 - `<!-- analysis -->`: python -m kvops.analysis on the shipped model.
+- `<!-- synthetic -->`: python -m kvops.eval --tasks synthetic, all presets; `<!-- synthetic draft -->`: a sweep.
 - `<!-- measured: LagKV LocalKV -->`: python -m kvops.eval, the partial match of these methods and their variants (LAQ:
   also LAQ++), or of `all`, by budget and by whether the cache was cut before or after the question. `<!-- measured:
   R-KV in eval-criticalkv -->` takes them from bench/results/eval-criticalkv.json.
@@ -28,6 +29,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import claims
@@ -36,6 +38,7 @@ from kvops.analysis import report
 from kvops.bench import attention, decode, pages
 from kvops.eval.plots import POINTS, key_digits
 from kvops.eval.summary import Row, of_record
+from kvops.eval.tasks.synthetic import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "eval.json"
@@ -317,8 +320,60 @@ def pareto_table() -> str:
     return markdown(lines)
 
 
+#: The columns of the table of synthetic caches.
+SYNTHETIC = ("KeyDiff", "LagKV", "LaCache", "LAQ", "ProtoKV", "SnapKV", "Random")
+
+
+def synthetic_table() -> str:
+    """Return a row per preset: the mass that each method keeps, and the best method of all."""
+    rows = json.loads((ROOT / "bench" / "results" / "synthetic.json").read_text())["rows"]
+    cells = {(row["task"].partition("preset=")[2], row["method"]): row for row in rows if mark(row) != " †"}
+    lines = [["preset", *SYNTHETIC, "best of all, and those not shown to be worse"]]
+    lines.append(["---", *["---:"] * len(SYNTHETIC), "---"])
+    for preset in PRESETS:
+        found = {name: row for (task, name), row in cells.items() if task == preset and "scores" in row}
+        led = [x for x, row in found.items() if row["compared"]["best"]["verdict"] == "undecided"]
+        best = next(x for x, row in found.items() if row["compared"]["best"]["verdict"] == "best")
+        line = [f"`{preset}`"]
+        for name in SYNTHETIC:
+            text = f"{100 * found[name]['scores']['mass']['mean']:.0f}" if name in found else "–"
+            line.append(f"**{text}**" if name in (best, *led) else text)
+        share = 100 * found[best]["scores"]["mass"]["mean"]
+        lines.append([*line, ", ".join([f"{best} {share:.0f}", *led])])
+    return markdown(lines)
+
+
+#: Sweeps of a knob over synthetic caches: the preset, the knob and the methods.
+SWEEPS = {
+    "alignment": ("distinctive", "alignment", ("KeyDiff", "SATKV", "ProtoKV", "TOVA", "SnapKV")),
+    "draft": ("response", "draft", ("LAQ", "LAQ++", "SnapKV")),
+    "run": ("outliers", "run_length", ("LagKV", "SATKV", "KeyDiff")),
+}
+
+
+def sweep_table(name: str) -> str:
+    """Return a row per method, a column per value of the knob."""
+    preset, knob, methods = SWEEPS[name]
+    rows = json.loads((ROOT / "bench" / "results" / "synthetic.json").read_text())["rows"]
+    start = f"synthetic:preset={preset},{knob}="
+    cells = {(row["method"], row["task"][len(start) :]): row for row in rows if row["task"].startswith(start)}
+    values = sorted({value for _, value in cells}, key=float)
+    lines = [[f"`{knob}`", *values], ["---", *["---:"] * len(values)]]
+    for method in methods:
+        found = [cells[method, value]["scores"]["mass"] for value in values]
+        lines.append([method, *(f"{100 * x['mean']:.0f} {interval(x)}" for x in found)])
+    return markdown(lines)
+
+
+def interval(score: dict) -> str:
+    """Format the 95 % interval of a fraction."""
+    return f"[{100 * max(0.0, score['low']):.0f}, {100 * min(1.0, score['high']):.0f}]"
+
+
 #: Tables by the name of their markers.
 TABLES = {
+    "synthetic": synthetic_table,
+    **{f"synthetic {name}": partial(sweep_table, name) for name in SWEEPS},
     "analysis": analysis_tables,
     "pareto": pareto_table,
     "partitions": partitions_table,

@@ -243,6 +243,7 @@ def site_hooks():
 
 def public_names() -> set[str]:
     import kvops.analysis
+    import kvops.demo
     import kvops.hf
     from kvops.vllm import cpu_pages
 

@@ -344,3 +344,32 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert rows[first, "KeyDiff"]["compared"]["SnapKV"]["verdict"] == "worse"
     report = (tmp_path / "out/report.md").read_text()
     assert report.startswith("# Evaluation of synthetic caches\n")
+
+
+def made_up(count: int, **other):
+    """A summary with three methods on `count` tasks; each task has another best one."""
+    from kvops.eval.summary import Estimate, Row, Summary, Traits
+
+    tasks = [f"synthetic:preset={x}" for x in "abcde"[:count]]
+    methods, rows = ("KeyDiff", "LAQ", "SnapKV"), []
+    for i, task in enumerate(tasks):
+        for j, method in enumerate(methods):
+            row = Row(task, 1024, "once", method, 100, tokens=100, n=3)
+            row.scores["mass"] = Estimate(0.9 if i % 3 == j else 0.1, None, None, 3)
+            for name, value in other.items():
+                setattr(row, name, value if i == j == 0 else getattr(row, name))
+            rows.append(row)
+    return Summary({}, [], rows, {x: Traits(("mass",), False, "higher") for x in tasks})
+
+
+def test_overview_of_tasks(tmp_path):
+    """Drawn for four tasks or more of one kind at one budget, and the same bytes each time."""
+    plots = pytest.importorskip("kvops.eval.plots")
+    files = [tmp_path / "a.png", tmp_path / "b.png"]
+    assert all(plots.overview(made_up(5), x) for x in files)
+    assert files[0].read_bytes() == files[1].read_bytes() and len(files[0].read_bytes()) > 5000
+    assert not plots.overview(made_up(3), tmp_path / "c.png")
+    assert not plots.overview(made_up(5, budget=200, tokens=200), tmp_path / "c.png")
+    assert not (tmp_path / "c.png").exists()
+    assert plots.overview(made_up(5, tokens=300), tmp_path / "c.png")  # one cell is over its budget
+    assert (tmp_path / "c.png").read_bytes() != files[0].read_bytes()

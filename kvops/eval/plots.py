@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import os
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +33,7 @@ POINTS = {
     "after": "cut after the question",
     "stream": "evicting as the text streams by",
     "chunked": "evicting after each chunk of the prompt",
+    "once": "cut once",
 }
 MOST = 6  # methods that a picture names, beside Full; the others are grey
 MARKERS = "osD^vh"
@@ -404,6 +407,52 @@ def key_digits(task: str) -> int | None:
     except ValueError:  # a task of another version
         return None
     return found if isinstance(found, int) and found > 0 else None
+
+
+def overview(summary: Summary, path: Path) -> bool:
+    """Draw the main score of every method on every task, if there are several of one kind at one budget.
+
+    The tasks are in the order of their best methods.
+    """
+    rows = [x for task in summary.traits for x in measured(summary.rows, summary.traits[task]) if x.task == task]
+    rows = [x for x in rows if x.budget is not None and not x.over]
+    kinds = {(x.metrics[0], x.percent, x.better) for x in summary.traits.values()}
+    cells = {(x.context, x.point, x.budget) for x in rows}
+    if len({x.task for x in rows}) < 4 or len(kinds) != 1 or len(cells) != 1:
+        return False
+    kind = next(iter(summary.traits.values()))
+    sign = -1 if kind.better == "lower" else 1
+    found = {(x.method, x.task): x.scores[kind.metrics[0]].mean for x in rows}
+    methods = sorted({x.method for x in rows}, key=method_order)
+
+    def place(task: str) -> tuple[int, str]:
+        values = {x: sign * found[x, task] for x in methods if (x, task) in found}
+        return methods.index(max(values, key=values.__getitem__)), task
+
+    tasks = sorted({x.task for x in rows}, key=place)
+    prefix = re.match(r"(.*[:=,])?", os.path.commonprefix(tasks))
+    cut = len(prefix[0]) if prefix else 0
+    image = np.array([[found.get((x, task), np.nan) for task in tasks] for x in methods])
+    context, point, budget = cells.pop()
+    title = (
+        f"{kind.metrics[0]} at {budget:,} of {context:,} tokens, {point_title(point)}, {prompts(rows)}; columns in the "
+        "order of their best methods"
+    )
+    shares = kind.percent or bool((np.nan_to_num(image) <= 1).all() and (np.nan_to_num(image) >= 0).all())
+    with figure(path, title, 1.9 + 0.28 * len(methods), 1.6 + 0.47 * len(tasks)) as page:
+        axis = page.subplots()
+        low, high = (0, 1) if shares else (None, None)
+        axis.imshow(image, aspect="auto", cmap=SHADES if sign > 0 else SHADES.reversed(), vmin=low, vmax=high)
+        middle = np.nanmean([0, 1] if shares else [np.nanmin(image), np.nanmax(image)])
+        for (i, j), value in np.ndenumerate(image):
+            dark = sign * value > sign * middle
+            text = "–" if np.isnan(value) else f"{100 * value:.0f}" if shares else f"{value:.2g}"
+            axis.text(j, i, text, ha="center", va="center", size=7.5, color="white" if dark else "#333333")
+        axis.set_xticks(range(len(tasks)), [x[cut:] for x in tasks], rotation=40, ha="right", rotation_mode="anchor")
+        axis.set_yticks(range(len(methods)), methods)
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+    return True
 
 
 def positions(summary: Summary, task: str, context: int, path: Path) -> bool:

@@ -101,6 +101,8 @@ def report(summary: Summary, folder: Path) -> str:
         "## How to read it",
         READING.format(intervals=intervals).rstrip() + ("\n" + PAIRED.rstrip()) * any(x.compared for x in summary.rows),
     ]
+    if plots.overview(summary, folder / "overview.png"):
+        parts.append("![Every method on every task](overview.png)")
     groups = summary.groups()
     for task in summary.traits:
         parts += about(task)
