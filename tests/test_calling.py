@@ -63,7 +63,9 @@ def test_bnhd_is_bhnd_transposed(name, kv, q):
     queries = (q[:, :, -1:] if name == "tova" else q,) if needs_queries else ()
     want = getattr(kvops, name + "_compress")(*kv, *queries, **options)
     k, v, *rest = (x.transpose(1, 2).contiguous() for x in (*kv, *queries))
-    options = {key: x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+    options = {
+        key: x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.dim() == 4 else x for key, x in options.items()
+    }
     got = getattr(kvops, name + "_compress")(k, v, *rest, **options, layout="bnhd")
     assert got.k.shape == (B, want.k.shape[2], HEADS, D)
     assert torch.equal(got.indices, want.indices) and torch.equal(got.lengths, want.lengths)

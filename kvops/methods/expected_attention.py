@@ -43,7 +43,7 @@ class ExpectedAttention(CalibratedPolicy):
         future: How many next positions the queries are expected at.
         covariance: If False, only the mean query counts: C is 0.
         value_norm: If False, the score is without epsilon and ||v_i||.
-        epsilon: Added to the expected weight. kvpress uses 0.01 with adaptive budgets.
+        epsilon: Added to the expected weight, at least 0. kvpress uses 0.01 with adaptive budgets.
 
     Source: Expected Attention, Devoto et al., 2025; code: kvpress, expected_attention_press.py.
     """
@@ -62,6 +62,8 @@ class ExpectedAttention(CalibratedPolicy):
         check_bool(self.name, "covariance", self.covariance)
         check_bool(self.name, "value_norm", self.value_norm)
         check_finite(self.name, "epsilon", self.epsilon)
+        if self.epsilon < 0:
+            raise ValueError(f"{self.name}: epsilon must be at least 0, got {self.epsilon}")
         super().check()
 
     def scores(self, view: View) -> Tensor:
