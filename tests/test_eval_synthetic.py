@@ -211,7 +211,12 @@ def test_every_method_runs(method, block):
     try:
         found, _ = run(method, 128, 1, block=block, layers=4)
     except Unreachable as error:
-        assert block and method.startswith("laq") and "draft" in str(error)
+        if method in ("criticalkv", "expected-attention", "triattention"):
+            assert "of a model" in str(error)
+        elif method == "kvzip":
+            assert "second reading" in str(error) if block else "have no q_repeat" in str(error)
+        else:
+            assert block and method.startswith("laq") and "draft" in str(error)
         return
     assert 0 < found.scores["mass"][0] <= 1 and found.scores["error"][0] > 0
     assert found.tokens <= 1.1 * 128 or method == "lagkv-l2"

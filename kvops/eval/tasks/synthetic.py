@@ -149,6 +149,12 @@ class Synthetic(Task):
         n = caches.k.shape[3]
         block = self.knobs.block
         policy = rule.policy(budget, n, self.knobs.layers, streaming=bool(block))
+        if type(policy).for_model is not Policy.for_model:
+            from ..methods import Unreachable
+
+            raise Unreachable(
+                f"{policy.name}: needs weights or statistics of a model, which synthetic caches do not have"
+            )
         slots = [streamed(policy, caches, i, block) if block else cut(policy, caches, i) for i in range(len(caches.k))]
         kept = torch.stack([marked(x, n) for x in slots])
         read = kept.any(0, keepdim=True).expand_as(kept) if self.knobs.redundant else kept
