@@ -14,6 +14,7 @@ from .. import demo
 from ..methods import QueryPolicy, QueryStatistics, View
 from ..methods.budgets import Budget
 from ..methods.statistics import Sums, of_sums, unrotated
+from .arguments import CACHE
 from .attention import implementations, restore, unwrap, use_attention
 from .cache import KVCache
 from .rope import model_rope
@@ -66,7 +67,7 @@ def query_statistics(model: PreTrainedModel, ids: Tensor, *, skip: int = 4) -> Q
         use_attention(model)
         for row in ids.to(inner.device):
             cache = KVCache(inner.config, _Remembering(last=len(row)))
-            model(row[None], past_key_values=cache, logits_to_keep=1)
+            model(row[None], logits_to_keep=1, **{CACHE: cache})
             layers = [x.cache for x in cache.layers if hasattr(x, "cache")]
             sums = sums or [Sums(rope) for _ in layers]
             for total, layer in zip(sums, layers):
