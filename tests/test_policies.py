@@ -32,7 +32,8 @@ N, SINKS = 60, 3
 #: Statistics of 4 layers, 4 query heads and 16 channels: paths, since equal settings have equal representations.
 STATISTICS = [os.path.join(tempfile.mkdtemp(), f"{i}.safetensors") for i in range(2)]
 for _i, _path in enumerate(STATISTICS):
-    kvops.QueryStatistics.of([torch.randn(1, 4, 50, 16) + _i] * 4, kvops.Rope.of(16)).save(_path)
+    _queries = torch.randn(1, 4, 50, 16, generator=torch.Generator().manual_seed(_i)) + _i
+    kvops.QueryStatistics.of([_queries] * 4, kvops.Rope.of(16)).save(_path)
 #: Settings of each policy for 60 tokens.
 SETTINGS = {
     kvops.Full: {},
@@ -63,6 +64,7 @@ BASES = (
     kvops.BudgetPolicy,
     kvops.DecodePolicy,
     kvops.KeyPolicy,
+    kvops.MergingPolicy,
     kvops.CalibratedPolicy,
     kvops.QueryPolicy,
     kvops.WindowPolicy,
@@ -345,6 +347,7 @@ WRONG = {
     "covariance": FLAG,
     "value_norm": FLAG,
     "normalize": FLAG,
+    "merge": FLAG,
     "normalize_anchor": FLAG,
     "pool_first": FLAG,
     "compat_mask": FLAG,

@@ -13,6 +13,7 @@ from .kvzip import KVzip
 from .lacache import LaCache, lacache_coverage
 from .lagkv import LagKV
 from .laq import LAQ
+from .merging import MergingPolicy
 from .protokv import SATKV, ProtoKV, lsh_projection
 from .queries import QueryPolicy, WindowPolicy
 from .recall_metric import recall
@@ -39,6 +40,7 @@ __all__ = [
     "KeyDiff",
     "KVzip",
     "KeyPolicy",
+    "MergingPolicy",
     "L2",
     "LAQ",
     "LaCache",

@@ -278,6 +278,11 @@ class Policy:
         """Whether `compress` takes pages: the rule reads K and V only with operators, by `View.block_table`."""
         return False
 
+    @property
+    def merges(self) -> bool:
+        """Whether `move` changes kept values too. Engines that move the kept slots by themselves refuse the policy."""
+        return False
+
     def check(self) -> None:
         """Raise TypeError or ValueError for invalid settings."""
 

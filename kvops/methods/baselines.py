@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..checks import check_int, check_vector, inference_only
 from .base import DecodePolicy, KeyPolicy, Policy, View
+from .merging import MergingPolicy
 from .random_numbers import random_integers
 from .select import all_slots, negative_norms
 from .slots import SlotPolicy
@@ -47,7 +48,7 @@ class StreamingLLM(SlotPolicy, DecodePolicy):
 
 
 @dataclass(frozen=True, eq=False)
-class L2(KeyPolicy):
+class L2(MergingPolicy):
     """L2 norm: keeps the keys with the lowest L2 norm, which get the most attention.
 
     ```text
@@ -61,6 +62,7 @@ class L2(KeyPolicy):
         head_mode: See `BudgetPolicy`.
         buffer: See `DecodePolicy`.
         skip_layers: Layers that keep everything, in models of more than 8 layers. Layers then differ in length.
+        merge: See `MergingPolicy`; not part of the paper.
 
     Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", Devoto et al., 2024.
     """

@@ -16,7 +16,8 @@ from torch.nn.functional import normalize
 
 from ..checks import check_bool, check_choice, check_int
 from ..ops import anchor_cosine
-from .base import KeyPolicy, View
+from .base import View
+from .merging import MergingPolicy
 from .select import readable_keys
 
 METRICS = ("cosine", "dot", "euclidean")
@@ -24,7 +25,7 @@ ANCHORS = ("mean", "median", "pairwise")
 
 
 @dataclass(frozen=True, eq=False)
-class KeyDiff(KeyPolicy):
+class KeyDiff(MergingPolicy):
     """KeyDiff: keeps the keys that are least similar to the mean key, per head.
 
     ```text
@@ -49,6 +50,7 @@ class KeyDiff(KeyPolicy):
         metric: "cosine"; ablations "dot" (-k_i . mu) and "euclidean" (||k_i - mu||).
         anchor: "mean"; ablations "median" (per channel) and "pairwise" (Eq. 7: minus the mean cosine with every key).
         refresh: Evictions after which a cache recomputes the anchor.
+        merge: See `MergingPolicy`; not part of the paper.
 
     Source: KeyDiff, Sec. 3, Eq. 7, 8; ablations: Sec. 4.4.
     """
@@ -78,7 +80,7 @@ class KeyDiff(KeyPolicy):
 
     @property
     def paged(self) -> bool:
-        return not self.ablation
+        return not self.ablation and not self.merge
 
     def scores(self, view: View) -> Tensor:
         if self.ablation:

@@ -163,6 +163,7 @@ def keydiff_compress(
     metric: str = "cosine",
     anchor: str = "mean",
     head_mode: str = "per_head",
+    merge: bool = False,
     **call: Unpack[Spans],
 ) -> Compressed:
     """Evict by KeyDiff: keep the keys that are least similar to the mean key.
@@ -180,6 +181,7 @@ def keydiff_compress(
         metric: See `kvops.KeyDiff`.
         anchor: See `kvops.KeyDiff`.
         head_mode: See `kvops.KeyDiff`.
+        merge: See `kvops.KeyDiff`.
         **call: starts, lengths, fill_invalid, out, block_table, layout; see `Spans`.
 
     Returns:
@@ -192,8 +194,8 @@ def keydiff_compress(
 
     Source: KeyDiff, Park et al., 2025, Sec. 3.2, Eq. 8.
     """
-    options: dict[str, Any] = dict(normalize_anchor=normalize_anchor, metric=metric, anchor=anchor, head_mode=head_mode)
-    return KeyDiff(budget, sinks=sinks, recent=recent, **options).compress(k, v, **call)
+    options: dict[str, Any] = dict(sinks=sinks, recent=recent, metric=metric, anchor=anchor, head_mode=head_mode)
+    return KeyDiff(budget, normalize_anchor=normalize_anchor, merge=merge, **options).compress(k, v, **call)
 
 
 @one_shot
@@ -893,6 +895,7 @@ def l2_compress(
     recent: int | float = 0,
     skip_layers: tuple[int, ...] = (0, 1),
     head_mode: str = "per_head",
+    merge: bool = False,
     **call: Unpack[LayerSpans],
 ) -> Compressed:
     """Evict by L2 norm: keep the keys with the lowest norm.
@@ -909,6 +912,7 @@ def l2_compress(
         recent: See `kvops.L2`.
         skip_layers: See `kvops.L2`.
         head_mode: See `kvops.L2`.
+        merge: See `kvops.L2`.
         **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
             `LayerSpans`.
 
@@ -922,7 +926,7 @@ def l2_compress(
 
     Source: L2 norm, Devoto et al., 2024.
     """
-    policy = L2(budget, sinks=sinks, recent=recent, skip_layers=skip_layers, head_mode=head_mode)
+    policy = L2(budget, sinks=sinks, recent=recent, skip_layers=skip_layers, head_mode=head_mode, merge=merge)
     return policy.compress(k, v, **call)
 
 

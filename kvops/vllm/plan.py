@@ -181,6 +181,8 @@ def check(policy: Policy) -> None:
             f"{name}: kvops.vllm frees whole blocks, expected a policy that keeps the highest scores within a budget, "
             f"or LagKV, got {policy!r}"
         )
+    if policy.merges:
+        raise ValueError(f"{name}: kvops.vllm moves tokens without merging their values, expected merge=False")
     check_observed("kvops.vllm", policy)
     if policy.positions != "original":
         raise ValueError(
