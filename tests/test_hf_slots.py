@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 METHODS = {
     "lacache": lambda budget=24: kvops.LaCache(budget),
     "lacache-post": lambda budget=24: kvops.LaCache(budget),
-    "lacache-wide": lambda budget=24: kvops.LaCache(budget, span=2, overlap=0, sinks=2),
+    "lacache-wide": lambda budget=24: kvops.LaCache(budget, span=2, overlap=0, sinks=2, pattern="short"),
     "streaming": lambda budget=24: kvops.StreamingLLM(budget),
     "streaming-post": lambda budget=24: kvops.StreamingLLM(budget),
 }

@@ -53,8 +53,9 @@ def head(figure: Figure, finding: str, where: str) -> None:
 
 def draw_cpu(record: dict[str, Any]) -> Figure:
     """The largest n that was measured: a group per operator and form, with a bar and a line of marks per dtype."""
-    largest = max(r["shape"][2] for r in record["rows"])
-    rows = [r for r in record["rows"] if r["shape"][2] == largest and "bandwidth" in r]
+    rows = [r for r in record["rows"] if "bandwidth" in r]
+    largest = max(r["shape"][2] for r in rows)
+    rows = [r for r in rows if r["shape"][2] == largest]
     names = list(dict.fromkeys((r["operator"], r["form"]) for r in rows))
     dtypes = [x for x in COLORS if any(r["dtype"] == x for r in rows)]
     places: dict[tuple[str, str, str], float] = {}

@@ -22,7 +22,7 @@ KEEP = 0.25  # fraction of the tokens that rows select or move
 SINK = 16  # LagKV's sinks
 GROUP = 4  # query heads per KV head
 WINDOW = 32  # query rows of the observation window, SnapKV's default
-PROTOTYPES = 500  # ProtoKV's default, with its four buckets
+PROTOTYPES = 500  # the most of ProtoKV's default, with its four buckets
 HIDDEN = 4096  # output channels of the output projection
 SIMILAR = 2048  # tokens of the key_similarity rows, whose work grows with their square
 LAYERS = 32  # of the ladder rows, which divide the tokens; fewer if each would have less than 64
@@ -463,7 +463,7 @@ def _covariance_product(c: Case) -> None:
 
 
 def _protokv(c: Case, **out: Any) -> Any:
-    return kvops.protokv_compress(c.k, c.v, c.window(WINDOW).q, c.budget, **out)
+    return kvops.protokv_compress(c.k, c.v, c.window(WINDOW).q, c.budget, num_chunks=PROTOTYPES - 4, **out)
 
 
 def _protokv_peers(c: Case) -> dict[str, Callable[[], Any]]:
