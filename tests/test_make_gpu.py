@@ -398,8 +398,8 @@ def test_rehearsal_of_make_gpu(run, stage, clock, tmp_path, capsys):
     record = json.loads((out / "bench.json").read_text())
     measured = [x for x in stage.order if not x.endswith("Hopper")]
     assert not any("compiled" in x for x in stage.order)
-    large = [x for x in measured if " 131072 " in x or "tokens" in x]
-    assert measured[: len(large)] == large and len(large) > 50  # all rows of the size with goals, and first
+    large = [x for x in measured if " 131072 " in x or " 2048 " in x or "tokens" in x]
+    assert measured[: len(large)] == large and len(large) > 50  # the size with goals and fixed shapes come first
     assert measured[0] == "lag_score 131072 bfloat16" and measured[len(large)] == "lag_score 16384 bfloat16"
     assert record["left_out"] and all("1048576" in x for x in record["left_out"])
     left = re.search(r"left for lack of time \((\d+)\): (.*)", (out / "summary.txt").read_text())
@@ -425,7 +425,7 @@ def test_rehearsal_of_make_gpu_more(run, stage, clock, tmp_path):
     assert "racecheck, Hopper: passed: 100 calls; RACECHECK SUMMARY: 0 hazards" in summary and "cell 19" in summary
     record = json.loads((out / "compile.json").read_text())
     jobs = len(stage.order) + len(record["left_out"])
-    assert stage.order[0] == "lag_score 131072 bfloat16, compiled" and 50 < jobs < 70
+    assert stage.order[0] == "lag_score 131072 bfloat16, compiled" and 50 < jobs < 80
     assert len(stage.order) > 5 and all(x in summary for x in record["left_out"])
 
 
