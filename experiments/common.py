@@ -23,8 +23,9 @@ from torch import Tensor
 import kvops.hf
 from kvops.bench import record
 from kvops.demo import MODEL, TEXT
-from kvops.eval.reader import Cut, Reader, Watched
+from kvops.eval.reader import Cut, Reader
 from kvops.eval.stream import Held
+from kvops.methods.queries import Watched
 
 if TYPE_CHECKING:  # not needed for timing
     from matplotlib.figure import Figure

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Iterable, Sequence
@@ -48,12 +49,15 @@ def check_bool(op: str, name: str, value: bool) -> None:
         raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__} {value!r}")
 
 
-def check_finite(op: str, name: str, value: float) -> None:
-    """Checks that `value` is a number (not a bool) that is finite in fp32."""
+def check_finite(op: str, name: str, value: float, low: float = -math.inf, high: float = math.inf) -> None:
+    """Checks that `value` is a number (not a bool) that is finite in fp32 and lies in [low, high]."""
     if isinstance(value, bool) or not isinstance(plain(value), (int, float)):
         raise TypeError(f"{op}: {name} must be a float, got {type(value).__name__} {value!r}")
     if not abs(value) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{op}: {name} must be finite in fp32, got {value}")
+    if not low <= value <= high:
+        limits = f"at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
+        raise ValueError(f"{op}: {name} must be {limits}, got {value}")
 
 
 def check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> None:

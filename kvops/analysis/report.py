@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..bench.markdown import escape
+from ..methods.queries import Watched
 from ..methods.table import METHODS, policy
 from ..window import causal_limits
 from . import anchors, attention, geometry
@@ -78,7 +79,6 @@ def measure(model: PreTrainedModel, ids: np.ndarray, sinks: int = 4) -> Layers:
 
 def measure_text(model: PreTrainedModel, ids: Tensor, sinks: int) -> Layers:
     """Measure one text, ids int64 [1, tokens]."""
-    from ..eval.reader import Watched
     from ..hf import KVCache
 
     rows = ids.shape[1] // 4

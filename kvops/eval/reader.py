@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..cache import AttendingCache, Cache
-from ..methods import LagKV, Policy, QueryPolicy, View
-from ..methods.budgets import Budget
+from ..methods import LagKV, Policy
+from ..methods.queries import Watched
 from ..methods.recall_metric import prompt_scores
 from ..window import Pooling
 from .methods import Rule, Unreachable
@@ -68,21 +68,6 @@ class Whole:
 def caches(cache: hf.KVCache) -> list[Cache]:
     """Return the caches of the layers that evict."""
     return [x.cache for x in cache.layers if hasattr(x, "cache")]
-
-
-@dataclass(frozen=True, eq=False)
-class Watched(QueryPolicy):
-    """A policy that keeps everything, and remembers the queries of the `last` tokens."""
-
-    budget: Budget = 1.0
-    last: int = 1
-
-    @property
-    def remembers(self) -> int:
-        return self.last
-
-    def rows(self, view: View) -> int:
-        return 0
 
 
 def chunks(policy: Policy, n: int, chunk: int) -> list[int]:

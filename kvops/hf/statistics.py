@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from .. import demo
-from ..methods import QueryPolicy, QueryStatistics, View
-from ..methods.budgets import Budget
+from ..methods import QueryStatistics
+from ..methods.queries import Watched
 from ..methods.statistics import Sums, of_sums, unrotated
 from .arguments import CACHE
 from .attention import implementations, restore, unwrap, use_attention
@@ -20,21 +19,6 @@ from .cache import KVCache
 from .rope import model_rope
 
 CALIBRATION_TOKENS = 1024  # per row of the library's calibration text
-
-
-@dataclass(frozen=True, eq=False)
-class _Remembering(QueryPolicy):
-    """Keeps everything, and remembers the queries of the last `last` tokens."""
-
-    budget: Budget = 1.0
-    last: int = 1
-
-    @property
-    def remembers(self) -> int:
-        return self.last
-
-    def rows(self, view: View) -> int:
-        return 0
 
 
 @torch.no_grad()
@@ -66,9 +50,9 @@ def query_statistics(model: PreTrainedModel, ids: Tensor, *, skip: int = 4) -> Q
     try:
         use_attention(model)
         for row in ids.to(inner.device):
-            cache = KVCache(inner.config, _Remembering(last=len(row)))
+            cache = KVCache(inner.config, Watched(last=len(row)))
             model(row[None], logits_to_keep=1, **{CACHE: cache})
-            layers = [x.cache for x in cache.layers if hasattr(x, "cache")]
+            layers: list[Any] = [x.cache for x in cache.evicting_layers]  # AttendingCaches, since Watched uses queries
             sums = sums or [Sums(rope) for _ in layers]
             for total, layer in zip(sums, layers):
                 q = unrotated(layer.last_queries.float(), rope, torch.arange(len(row), device=row.device))

@@ -82,13 +82,8 @@ class CriticalKV(WindowPolicy):
         super().__post_init__()
 
     def check(self) -> None:
-        for name, high in (("first_stage_ratio", 1.0), ("epsilon", float("inf"))):
-            value = getattr(self, name)
-            check_finite(self.name, name, value)
-            if not 0 <= value <= high:
-                raise ValueError(
-                    f"{self.name}: {name} must be {'at least 0' if name == 'epsilon' else 'in [0, 1]'}, got {value}"
-                )
+        check_finite(self.name, "first_stage_ratio", self.first_stage_ratio, 0, 1)
+        check_finite(self.name, "epsilon", self.epsilon, 0)
         weights = self.w_o if isinstance(self.w_o, tuple) else () if self.w_o is None else (self.w_o,)
         for x in weights:
             if not isinstance(x, Tensor):

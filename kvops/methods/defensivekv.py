@@ -64,9 +64,7 @@ class DefensiveKV(WindowPolicy):
         return True
 
     def check(self) -> None:
-        check_finite(self.name, "prior", self.prior)
-        if self.prior < 0:
-            raise ValueError(f"{self.name}: prior must be at least 0, got {self.prior}")
+        check_finite(self.name, "prior", self.prior, 0)
         super().check()
 
     def scores(self, view: View) -> Tensor:

@@ -61,9 +61,7 @@ class ExpectedAttention(CalibratedPolicy):
         check_int(self.name, "future", self.future, 1)
         check_bool(self.name, "covariance", self.covariance)
         check_bool(self.name, "value_norm", self.value_norm)
-        check_finite(self.name, "epsilon", self.epsilon)
-        if self.epsilon < 0:
-            raise ValueError(f"{self.name}: epsilon must be at least 0, got {self.epsilon}")
+        check_finite(self.name, "epsilon", self.epsilon, 0)
         super().check()
 
     def scores(self, view: View) -> Tensor:

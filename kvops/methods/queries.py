@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from ..checks import check_choice, check_holds_window, check_in_prompt, check_int, check_lse, check_queries
 from ..window import GROUP_REDUCES, Pooling, causal_limits, outside_prefix, summed_scores
 from .base import BudgetPolicy, Compressed, LayerSpans, View
-from .budgets import most_tokens
+from .budgets import Budget, most_tokens
 from .calling import one_shot_method
 
 SCORES = ("softmax", "dot")
@@ -245,3 +245,18 @@ class WindowPolicy(QueryPolicy):
 def window_rows(q: Tensor) -> int:
     """The number of observing rows; 1 if q is not a tensor of four dims, which `compress` refuses."""
     return max(1, q.shape[2]) if isinstance(q, Tensor) and q.dim() == 4 else 1
+
+
+@dataclass(frozen=True, eq=False)
+class Watched(QueryPolicy):
+    """A policy that keeps everything, and remembers the queries of the `last` tokens."""
+
+    budget: Budget = 1.0
+    last: int = 1
+
+    @property
+    def remembers(self) -> int:
+        return self.last
+
+    def rows(self, view: View) -> int:
+        return 0

@@ -73,13 +73,8 @@ class RKV(DecodePolicy, QueryPolicy):
     def check(self) -> None:
         check_int(self.name, "window", self.window, 1)
         Pooling(self.kernel_size).check(self.name)
-        for name, high in (("mix", 1.0), ("threshold", float("inf"))):
-            value = getattr(self, name)
-            check_finite(self.name, name, value)
-            if not 0 <= value <= high:
-                raise ValueError(
-                    f"{self.name}: {name} must be {'in [0, 1]' if name == 'mix' else 'at least 0'}, got {value}"
-                )
+        check_finite(self.name, "mix", self.mix, 0, 1)
+        check_finite(self.name, "threshold", self.threshold, 0)
         super().check()
 
     @classmethod

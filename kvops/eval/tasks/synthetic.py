@@ -14,6 +14,7 @@ from torch import Tensor
 from ...cache import Cache
 from ...methods import LAQ, Compressed, Policy, QueryPolicy
 from ..caches import Caches, Knobs, check_context, logits_of, make, per_query_head
+from ..methods import Unreachable
 from ..specs import Refused
 from .base import Filler, Outcome, Prompt, Reader, Task
 
@@ -150,8 +151,6 @@ class Synthetic(Task):
         block = self.knobs.block
         policy = rule.policy(budget, n, self.knobs.layers, streaming=bool(block))
         if type(policy).for_model is not Policy.for_model:
-            from ..methods import Unreachable
-
             raise Unreachable(
                 f"{policy.name}: needs weights or statistics of a model, which synthetic caches do not have"
             )
@@ -184,8 +183,6 @@ def cut(policy: Policy, caches: Caches, layer: int) -> Tensor:
 
 def streamed(policy: Policy, caches: Caches, layer: int, block: int) -> Tensor:
     """Feed one layer in blocks to a cache with the policy; the positions that it holds, int64 [b, Hk, any]."""
-    from ..methods import Unreachable
-
     try:
         cache = Cache(policy, layer=layer, num_layers=len(caches.k))
     except ValueError as error:
@@ -209,8 +206,6 @@ def one_shot(policy: Policy, k: Tensor, v: Tensor, q: Tensor, draft: Tensor, lay
     Raises:
         Unreachable: the policy needs something that a cache and queries do not contain.
     """
-    from ..methods import Unreachable
-
     n = k.shape[2]
     window = policy.rows_at(n, n) or n if isinstance(policy, QueryPolicy) else 0
     given: dict[str, Callable[[], Any]] = {
