@@ -172,6 +172,7 @@ TINY = dict(
     num_key_value_heads=1,
     head_dim=16,
     max_position_embeddings=256,
+    attention_bias=True,
 )
 RECIPE = train.Recipe(
     model=TINY,
@@ -249,9 +250,17 @@ def test_the_model_loads_as_a_stock_llama(source, tmp_path, monkeypatch, one_thr
     assert torch.equal(model.lm_head.weight, state["model"]["lm_head.weight"])
 
 
-def test_bos_starts_with_a_large_embedding():
-    x = train.build(RECIPE).get_input_embeddings().weight.square().mean(-1).sqrt()
-    assert x[corpus.BOS].item() == pytest.approx(RECIPE.sink) and x[corpus.UNK :].max() < 0.05
+def test_every_layer_starts_with_a_sink(one_thread):
+    recipe = train.Recipe()
+    model = train.build(recipe).eval()
+    x = model.get_input_embeddings().weight.square().mean(-1).sqrt()
+    assert x[corpus.BOS].item() == pytest.approx(recipe.sink) and x[corpus.UNK :].max() < 0.05
+    model.set_attn_implementation("eager")
+    ids = torch.randint(corpus.UNK + 1, recipe.vocab, (1, 256), generator=torch.Generator().manual_seed(0))
+    ids[:, 0] = corpus.BOS
+    with torch.no_grad():
+        attentions = model(ids, output_attentions=True).attentions
+    assert len(attentions) == 8 and all(a[:, :, 64:, 0].mean() > 0.4 for a in attentions)
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):

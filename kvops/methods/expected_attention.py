@@ -82,8 +82,7 @@ class ExpectedAttention(CalibratedPolicy):
     def logits(self, view: View) -> Tensor:
         """The logarithm of each key's expected weight, before the softmax: fp32 [b, Hq, n]."""
         of = self.of_layer(view)
-        offsets = torch.arange(self.future)
-        by = mean_rotation(of.rope, next_position(view), offsets).to(view.k.device)  # [pairs] or [b, 1, pairs]
+        by = mean_rotation(of.rope, next_position(view), range(self.future), view.k.device)  # [pairs] or [b, 1, pairs]
         mean = turned(of.mean.double(), by, of.rope).float().contiguous()
         cov = None
         if self.covariance:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class QueryStatistics:
     norms: Sequence[Tensor]
     rope: Rope
     scale: float | None = None
+    _made: dict[Any, OfLayer] = field(default_factory=dict, init=False, repr=False)  # the layers on their devices
 
     def __post_init__(self) -> None:
         for name in ("mean", "cov", "norms"):
@@ -88,9 +89,11 @@ class QueryStatistics:
                 f"{who}: statistics must cover the {num_layers} layers that evict, got {count}; gather them from the "
                 "same model with kvops.hf.query_statistics"
             )
-        i = layer or 0
-        mean, cov, norms = (x[i].to(device) for x in (self.mean, self.cov, self.norms))
-        return OfLayer(mean, cov, norms, self.rope, self.scale)
+        key = layer or 0, device
+        if key not in self._made:
+            mean, cov, norms = (x[layer or 0].to(device) for x in (self.mean, self.cov, self.norms))
+            self._made[key] = OfLayer(mean, cov, norms, self.rope, self.scale)
+        return self._made[key]
 
     def save(self, path: str | Path) -> None:
         """Write the statistics to a safetensors file."""
@@ -257,16 +260,22 @@ def turned(x: Tensor, by: Tensor, rope: Rope) -> Tensor:
     return torch.cat((mixed, x[..., mixed.shape[-1] :].expand(*mixed.shape[:-1], -1)), -1)
 
 
-def mean_rotation(rope: Rope, position: int | Tensor, offsets: Tensor) -> Tensor:
-    """RoPE averaged over the positions that lie `offsets` after `position`: complex128 [pairs], or [b, 1, pairs]."""
-    omega = rope.inv_freq.double()
-    average = torch.polar(torch.ones((), dtype=torch.float64), offsets.double().cpu()[:, None] * omega.cpu()).mean(0)
+def mean_rotation(rope: Rope, position: int | Tensor, offsets: Sequence[int], device: torch.device) -> Tensor:
+    """RoPE averaged over the positions that lie `offsets` after `position`: complex128 [pairs], or [b, 1, pairs].
+
+    offsets: hashable, a range or a tuple. Their average is computed once, so that evictions do not wait for the host.
+    """
+    key = "mean rotation", offsets, device
+    if key not in rope._made:
+        omega = rope.inv_freq.double().cpu()
+        angles = torch.tensor(offsets, dtype=torch.float64)[:, None] * omega
+        average = torch.polar(torch.ones_like(angles), angles).mean(0) * rope.scaling
+        rope._made[key] = omega.to(device), average.to(device)
+    omega, average = rope._made[key]
     if isinstance(position, Tensor):
-        position = position.double()[:, None, None]
-        angles = position * omega.to(position.device)
-    else:
-        angles = position * omega
-    return torch.polar(torch.ones_like(angles), angles) * average.to(angles.device) * rope.scaling
+        position = position.to(device, torch.float64)[:, None, None]
+    angles = position * omega
+    return torch.polar(torch.ones_like(angles), angles) * average
 
 
 def next_position(view: View) -> int | Tensor:
@@ -302,6 +311,6 @@ def trig_centers(mean: Tensor, rope: Rope, position: int | Tensor, *, max_offset
     Source: TriAttention, Mao et al., 2026; the factored mean: its code, `score_keys_for_round`.
     """
     check_int("trig_centers", "max_offset", max_offset, 1)
-    offsets = 2 ** torch.arange(max_offset.bit_length(), dtype=torch.float64)
-    by = mean_rotation(rope, position, offsets).to(mean.device)
+    offsets = tuple(2**i for i in range(max_offset.bit_length()))
+    by = mean_rotation(rope, position, offsets, mean.device)
     return turned(mean.double(), by, rope).float().contiguous()

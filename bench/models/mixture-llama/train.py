@@ -52,6 +52,7 @@ class Stage:
     lr: float
 
 
+EASY = {"text": 0.15, "copies": 0.65, "keys": 0.15, "labels": 0.05}
 FIRST = {"text": 0.2, "copies": 0.3, "keys": 0.3, "tracking": 0.05, "words": 0.05, "labels": 0.1}
 LATER = {"text": 0.25, "copies": 0.05, "keys": 0.4, "tracking": 0.1, "words": 0.08, "labels": 0.12}
 PEAK = 3e-3
@@ -70,14 +71,19 @@ class Recipe:
             num_key_value_heads=4,
             head_dim=32,
             max_position_embeddings=4096,
+            attention_bias=True,
         )
     )
     vocab: int = corpus.VOCAB
     warmup: int = 100
     sink: float = 4.0  # RMS of <bos>'s embedding at the start; that of the others is 0.02
+    sink_query: float = 4.0  # the start of each head's query, key of <bos> and other keys, in one channel
+    sink_key: float = 6.0
+    other_keys: float = -2.0
     seed: int = 0
     stages: Sequence[Stage] = (
-        Stage(3000, 4096, {128: 0.4, 256: 0.6}, FIRST, PEAK),
+        Stage(1000, 4096, {64: 0.5, 128: 0.5}, EASY, PEAK),
+        Stage(2000, 4096, {128: 0.4, 256: 0.6}, FIRST, PEAK),
         Stage(3000, 8192, {256: 0.4, 512: 0.6}, LATER, PEAK),
         Stage(2500, 8192, {256: 0.2, 512: 0.3, 1024: 0.5}, LATER, PEAK),
         Stage(2500, 8192, {512: 0.3, 1024: 0.3, 2048: 0.4}, LATER, PEAK),
@@ -88,9 +94,11 @@ class Recipe:
 def build(recipe: Recipe) -> LlamaForCausalLM:
     """Return the untrained model.
 
-    Large models train themselves into a <bos> whose hidden state is far larger than that of other tokens ("massive
-    activations", Sun et al., 2024) and nearly the same in all layers, and attend to it when a head has nothing to do. This
-    takes long. Here <bos> starts with a large embedding, so each layer can read a constant key from it.
+    Large models train themselves into a <bos> whose hidden state is far larger than that of other tokens in a few
+    channels ("massive activations", Sun et al., 2024). Each layer reads a constant key from it, on the side of the queries'
+    mean, while the other keys' mean is on the opposite side, and heads with nothing to do attend to <bos>. This takes
+    billions of tokens. Here the model starts like this: <bos> is large in channel 0, and each head's biases and the weight
+    that reads channel 0 place queries and keys in the channel that RoPE rotates most slowly.
     """
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
@@ -104,9 +112,17 @@ def build(recipe: Recipe) -> LlamaForCausalLM:
         pad_token_id=corpus.PAD,
     )
     model = LlamaForCausalLM(config)
+    heads = (-1, config.head_dim)
     with torch.no_grad():
         embedding = model.get_input_embeddings().weight
-        embedding[corpus.BOS] *= recipe.sink / embedding[corpus.BOS].square().mean().sqrt()
+        embedding[corpus.BOS] = 0
+        embedding[corpus.BOS, 0] = recipe.sink * config.hidden_size**0.5
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            attention.q_proj.bias.view(heads)[:, -1] = recipe.sink_query
+            attention.k_proj.bias.view(heads)[:, -1] = recipe.other_keys
+            read = (recipe.sink_key - recipe.other_keys) / config.hidden_size**0.5  # RMSNorm makes channel 0 this root
+            attention.k_proj.weight.view(*heads, config.hidden_size)[:, -1, 0] = read
     return model
 
 
