@@ -166,7 +166,7 @@ CLAIMS = {
             "distinctive keys are the ones that matter, and finding them needs no query (Sec. 3)",
             "Spearman 0.94 of -cos and attention (Table 3)",
             "32 digits, 2,048 tokens, 256 kept, before the question",
-            "{eval, passkey, 2048, before, KeyDiff, 256, partial}; next best "
+            "{eval, passkey, 2048, before, KeyDiff, 256, partial}; next of those that read the text once "
             "{eval, passkey, 2048, before, LaCache, 256, partial} (LaCache)",
             HOLDS,
         ),

@@ -14,7 +14,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- synthetic -->`: python -m kvops.eval --tasks synthetic, all presets; `<!-- synthetic draft -->`: a sweep.
 - `<!-- measured: LagKV LocalKV -->`: python -m kvops.eval, the partial match of these methods and their variants (LAQ:
   also LAQ++), or of `all`, by budget and by whether the cache was cut before or after the question. `<!-- measured:
-  R-KV in eval-criticalkv -->` takes them from bench/results/eval-criticalkv.json.
+  KeyDiff in eval-merging -->` takes them from bench/results/eval-merging.json.
 - `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
@@ -121,7 +121,7 @@ def number(x: int | None) -> str:
     return "all" if x is None else f"{x:,}"
 
 
-def table(rows: list[dict], results: str, command: str = "python -m kvops.eval --prompts 22") -> str:
+def table(rows: list[dict], results: str, command: str = "python -m kvops.eval") -> str:
     """Return a caption and a table: a row per method, task and cut point, a column per budget."""
     tasks = list(dict.fromkeys(f"{row['task']}, {row['context']:,} tokens" for row in rows))
     prompts = " or ".join(map(str, sorted({row["scores"]["partial"]["n"] for row in rows if "scores" in row})))
