@@ -7,6 +7,7 @@ rotation, and positions that a model interpolates are all one cosine and one sin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,6 +72,20 @@ class Rope:
         if tables is None or len(tables[0]) < n:
             tables = self._made[device] = self.tables(torch.arange(n + n // 2, device=device))
         return tables[0][:n], tables[1][:n]
+
+    def average(self, offsets: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+        """The frequencies and the mean of exp(i omega offset) over a range or tuple of offsets, times `scaling`.
+
+        fp64 and complex128, [pairs] each. Computed once per device, so that evictions do not wait for the host.
+        """
+        key = offsets, device
+        if key not in self._made:
+            omega = self.inv_freq.double().cpu()
+            angles = torch.tensor(offsets, dtype=torch.float64)[:, None] * omega
+            mean = torch.polar(torch.ones_like(angles), angles).mean(0) * self.scaling
+            self._made[key] = omega.to(device), mean.to(device)
+        made: tuple[Tensor, Tensor] = self._made[key]
+        return made
 
     def new_slots(self, old: Tensor | None, first: int, t: int, device: torch.device) -> tuple[Tables, Tables | None]:
         """Tables that rotate t new tokens to the slots from `first` on, and tables that undo their present rotation.

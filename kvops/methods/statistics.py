@@ -89,11 +89,11 @@ class QueryStatistics:
                 f"{who}: statistics must cover the {num_layers} layers that evict, got {count}; gather them from the "
                 "same model with kvops.hf.query_statistics"
             )
-        key = layer or 0, device
-        if key not in self._made:
-            mean, cov, norms = (x[layer or 0].to(device) for x in (self.mean, self.cov, self.norms))
-            self._made[key] = OfLayer(mean, cov, norms, self.rope, self.scale)
-        return self._made[key]
+        i = layer or 0
+        if (i, device) not in self._made:
+            mean, cov, norms = (x[i].to(device) for x in (self.mean, self.cov, self.norms))
+            self._made[i, device] = OfLayer(mean, cov, norms, self.rope, self.scale)
+        return self._made[i, device]
 
     def save(self, path: str | Path) -> None:
         """Write the statistics to a safetensors file."""
@@ -263,15 +263,9 @@ def turned(x: Tensor, by: Tensor, rope: Rope) -> Tensor:
 def mean_rotation(rope: Rope, position: int | Tensor, offsets: Sequence[int], device: torch.device) -> Tensor:
     """RoPE averaged over the positions that lie `offsets` after `position`: complex128 [pairs], or [b, 1, pairs].
 
-    offsets: hashable, a range or a tuple. Their average is computed once, so that evictions do not wait for the host.
+    offsets: hashable, a range or a tuple.
     """
-    key = "mean rotation", offsets, device
-    if key not in rope._made:
-        omega = rope.inv_freq.double().cpu()
-        angles = torch.tensor(offsets, dtype=torch.float64)[:, None] * omega
-        average = torch.polar(torch.ones_like(angles), angles).mean(0) * rope.scaling
-        rope._made[key] = omega.to(device), average.to(device)
-    omega, average = rope._made[key]
+    omega, average = rope.average(offsets, device)
     if isinstance(position, Tensor):
         position = position.to(device, torch.float64)[:, None, None]
     angles = position * omega
