@@ -61,6 +61,20 @@ class ProtectOnly(kvops.LAQ):
         view.observed = self.summed(ahead, view, visible, lse, view.end - self.window, logits)
 
 
+@dataclass(frozen=True, eq=False)
+class TheAnswerIs(kvops.LAQ):
+    """LAQ that reads a fixed text in place of a draft (the paper's App. B). The shipped model's tokens are bytes."""
+
+    template: tuple[int, ...] = tuple(b"The answer is")
+
+
+@dataclass(frozen=True, eq=False)
+class FoundTheAnswer(kvops.LAQ):
+    """The same with the paper's other text."""
+
+    template: tuple[int, ...] = tuple(b"I have found the answer!")
+
+
 class Pyramid:
     """Shares a budget among the layers like PyramidKV."""
 

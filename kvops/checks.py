@@ -43,6 +43,14 @@ def check_int(op: str, name: str, value: int, low: int) -> None:
     check_at_least(op, name, value, low)
 
 
+def check_token_ids(op: str, name: str, value: tuple[int, ...]) -> None:
+    """Checks that `value` is a tuple of token ids."""
+    if not isinstance(value, tuple):
+        raise TypeError(f"{op}: {name} must be a tuple of token ids, got {type(value).__name__}")
+    for token in value:
+        check_int(op, name, token, 0)
+
+
 def check_bool(op: str, name: str, value: bool) -> None:
     """Checks that `value` is True or False."""
     if not isinstance(value, bool):

@@ -327,8 +327,10 @@ def laq_by_hand(model, ids, method, tokens):
 
             drafts[i].attention = watched
         first = token = logits.argmax(-1, keepdim=True)
-        for step in range(method.steps):
+        for step in range(len(method.template) or method.steps):
             position = torch.tensor([[n + step]])
+            if method.template:
+                token = torch.tensor([[method.template[step]]])
             token = model(token, position_ids=position, past_key_values=draft).logits[:, -1].argmax(-1, keepdim=True)
         kept = KVCache(model.config, kvops.Full())
         for i in layers:
@@ -346,10 +348,11 @@ def laq_by_hand(model, ids, method, tokens):
     return torch.cat(out, 1), [layer.positions for layer in kept.layers]
 
 
-def test_laq_runs_the_stages_of_the_paper():
+@pytest.mark.parametrize("template", [(), (7, 30, 7, 2)], ids=["draft", "template"])
+def test_laq_runs_the_stages_of_the_paper(template):
     model = own()
     ids, _ = make_prompts(60)
-    method = kvops.LAQ(20)
+    method = kvops.LAQ(20, template=template)
     expected, positions = laq_by_hand(model, ids, method, 10)
     out = kvops.hf.generate(make_model(), method, ids, max_new_tokens=10, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(out.sequences[:, 60:], expected)
@@ -368,16 +371,18 @@ def test_laq_first_token_is_that_of_the_full_prefill():
         assert torch.equal(out[:, :61], expected)
 
 
-@pytest.mark.parametrize("window", [0, 8], ids=["LAQ", "LAQ++"])
+@pytest.mark.parametrize(
+    "method", [{}, {"window": 8}, {"template": (7, 30, 7)}], ids=["LAQ", "LAQ++", "LAQ by a template"]
+)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["plain", "beams"])
-def test_laq_of_a_padded_batch_is_that_of_its_rows(window, options):
+def test_laq_of_a_padded_batch_is_that_of_its_rows(method, options):
     model = make_model()
     lengths = (60, 47, 24, 9)
     ids, mask = make_prompts(*lengths)
     settings = dict(max_new_tokens=12, do_sample=False, **options)
-    out = kvops.hf.generate(model, kvops.LAQ(24, window=window), ids, attention_mask=mask, **settings)
+    out = kvops.hf.generate(model, kvops.LAQ(24, **method), ids, attention_mask=mask, **settings)
     for row, n in enumerate(lengths):
-        alone = kvops.hf.generate(model, kvops.LAQ(24, window=window), ids[row : row + 1, -n:], **settings)
+        alone = kvops.hf.generate(model, kvops.LAQ(24, **method), ids[row : row + 1, -n:], **settings)
         assert torch.equal(out[row, 60:], alone[0, n:]), row
 
 

@@ -151,7 +151,7 @@ def test_a_policy_is_a_small_frozen_dataclass_that_says_what_its_settings_are(cl
 RENAMED = {"L": "lag", "r": "ratio"}
 #: Not options of a shorthand: its window is the number of query rows; the others concern only caches, or all methods.
 NOT_IN_SHORTHANDS = {
-    "window", "refresh", "buffer", "alpha", "steps", "stage1", "stage1_budget",
+    "window", "refresh", "buffer", "alpha", "steps", "template", "stage1", "stage1_budget",
     "positions", "head_mode", "sinks", "recent", "previous", "instruction", "next_instruction",
 }  # fmt: skip
 
@@ -256,6 +256,7 @@ OTHER = {
     "skip_layers": (0,),
     "instruction": (7, 8),
     "next_instruction": (9,),
+    "template": (9,),
     "budget": 0.5,
     "ratio": 0.25,
 }
@@ -330,6 +331,7 @@ WRONG = {
     "previous": [(-1, ValueError), (1.0, TypeError)],
     "instruction": [([1, 2], TypeError), ("repeat", TypeError), ((-1,), ValueError), ((0.5,), TypeError)],
     "next_instruction": [(None, TypeError), ((1, True), TypeError)],
+    "template": [([1], TypeError), ((1, -1), ValueError)],
     "num_sats": [(-1, ValueError)],
     "num_chunks": [(-1, ValueError)],
     "hash_bits": [(0, ValueError), (17, ValueError)],

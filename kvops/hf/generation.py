@@ -32,13 +32,15 @@ def lookahead(
 ) -> None:
     """Run LAQ's stages between prefill and decode, for your own generation loop.
 
-    It decodes the draft and evicts from `cache` by the draft's queries. The decode then continues from the end of the
-    prompts. Afterwards `cache.stages` tells how many bytes were held after each stage.
+    It decodes the draft, or reads the policy's template in its place, and evicts from `cache` by the queries of these
+    tokens. The decode then continues from the end of the prompts. Afterwards `cache.stages` tells how many bytes were
+    held after each stage.
 
     Args:
         model: The model that has read the prompts, with the library's attention (`use_attention`).
         cache: A KVCache with `kvops.LAQ` that holds the prompts.
-        logits: [b, vocab], the logits of the prompts' last tokens. The draft begins with their argmax.
+        logits: [b, vocab], the logits of the prompts' last tokens. The draft begins with their argmax. With a template
+            only b counts.
         attention_mask: int64 [b, n], the mask of the prompts, or fewer rows if the cache repeats each for its beams.
             None: the padding that the cache has seen.
         eos_token_id: Token id or ids that end a row's draft.
@@ -59,8 +61,13 @@ def lookahead(
     ]
     if attention_mask is None:
         attention_mask = _mask_of(cache, logits)
-    ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    lengths = decode_greedily(model, draft, logits, attention_mask, ends, cache.policy.steps)
+    attention_mask = attention_mask.repeat_interleave(len(logits) // len(attention_mask), 0)  # beam search repeats rows
+    lengths = None
+    if cache.policy.template:
+        read_template(model, draft, cache.policy.template, attention_mask)
+    else:
+        ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+        lengths = decode_greedily(model, draft, logits, attention_mask, ends, cache.policy.steps)
     cache.stages.append(Stage("lookahead", _held(cache, draft)))
     for layer, drafted in zip(cache.layers, draft.layers):
         if isinstance(layer, EvictingLayer) and isinstance(drafted, EvictingLayer):
@@ -158,29 +165,46 @@ def decode_greedily(
         model: A model of transformers.
         draft: The cache to decode over. It grows by one token per step.
         logits: [b, vocab], the logits before the first step.
-        mask: int64 [b, n], the mask of the prompts, or fewer rows if the cache repeats each for its beams.
+        mask: int64 [b, n], the mask of the prompts.
         ends: Token ids that end a row.
         steps: The most steps to take. Decoding stops earlier when all rows have ended.
 
     Returns:
         int32 [b], how many of the steps count in each row, at least 1.
     """
-    rows = logits.shape[0]  # beam search repeats the prompts
-    mask = mask.repeat_interleave(rows // mask.shape[0], 0)
+    rows = logits.shape[0]
     end = torch.tensor(ends, dtype=torch.int64, device=logits.device)
     token = logits.argmax(-1, keepdim=True)
     lengths = torch.ones(rows, dtype=torch.int32, device=logits.device)
     alive = ~torch.isin(token[:, 0], end)
     for step in range(steps):
         mask = torch.cat((mask, mask.new_ones(rows, 1)), 1)
-        positions = mask.sum(-1, keepdim=True) - 1
-        logits = model(token, attention_mask=mask, position_ids=positions, **{CACHE: draft}).logits
-        token = logits[:, -1].argmax(-1, keepdim=True)
+        token = _next_logits(model, draft, token, mask).argmax(-1, keepdim=True)
         alive = alive & ~torch.isin(token[:, 0], end)
         if step + 1 == steps or (ends and not alive.any()):
             break
         lengths = lengths + alive.int()
     return lengths
+
+
+def read_template(model: PreTrainedModel, draft: KVCache, template: Sequence[int], mask: Tensor) -> None:
+    """Read the same tokens in every row over a draft's cache, which keeps the queries, in steps of one token.
+
+    Args:
+        model: A model of transformers.
+        draft: The cache. It grows by one token per step.
+        template: The token ids.
+        mask: int64 [b, n], the mask of the prompts.
+    """
+    for token in template:
+        mask = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
+        _next_logits(model, draft, torch.full_like(mask[:, :1], token), mask)
+
+
+def _next_logits(model: PreTrainedModel, draft: KVCache, token: Tensor, mask: Tensor) -> Tensor:
+    """The logits after one token, [b, vocab]. token: int64 [b, 1]. mask: int64 [b, n], up to this token."""
+    positions = mask.sum(-1, keepdim=True) - 1
+    return model(token, attention_mask=mask, position_ids=positions, **{CACHE: draft}).logits[:, -1]
 
 
 class Lookahead(LogitsProcessor):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..checks import check_int, check_queries
+from ..checks import check_int, check_queries, check_token_ids
 from ..window import summed_scores
 from .base import Compressed, LayerSpans, View
 from .budgets import most_tokens
@@ -79,11 +79,7 @@ class KVzip(QueryPolicy):
         check_int(self.name, "chunk", self.chunk, 1)
         check_int(self.name, "previous", self.previous, 0)
         for name in ("instruction", "next_instruction"):
-            tokens = getattr(self, name)
-            if not isinstance(tokens, tuple):
-                raise TypeError(f"{self.name}: {name} must be a tuple of token ids, got {type(tokens).__name__}")
-            for token in tokens:
-                check_int(self.name, name, token, 0)
+            check_token_ids(self.name, name, getattr(self, name))
         super().check()
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..checks import check_bool, check_in_prompt, check_int, check_lse, check_queries
+from ..checks import check_bool, check_in_prompt, check_int, check_lse, check_queries, check_token_ids
 from ..window import causal_limits
 from .base import Compressed, Policy, View
 from .budgets import budget_tokens, most_tokens
@@ -57,6 +57,8 @@ class LAQ(WindowPolicy):
         pool_first: See `WindowPolicy`.
         score: See `WindowPolicy`.
         steps: The intended number of tokens in the draft.
+        template: Token ids of a fixed text that `kvops.hf` reads in place of a draft, such as those of "The answer is"
+            (App. B); () drafts `steps` tokens.
         stage1: The policy of the draft, such as kvops.StreamingLLM(64), or its name in kvops.METHODS, such as "full". A
             name stands for the settings that meet `stage1_budget`: SnapKV then has a window of
             min(32, stage1_budget // 2).
@@ -72,6 +74,7 @@ class LAQ(WindowPolicy):
     window: int = 0
     _: KW_ONLY
     steps: int = 8
+    template: tuple[int, ...] = ()
     stage1: Policy | str = "snapkv"
     stage1_budget: int | None = None
     compat_mask: bool = False
@@ -85,6 +88,7 @@ class LAQ(WindowPolicy):
 
     def check(self) -> None:
         check_int(self.name, "steps", self.steps, 1)
+        check_token_ids(self.name, "template", self.template)
         check_bool(self.name, "compat_mask", self.compat_mask)
         if isinstance(self.stage1, str):
             entry_of(self.stage1)
