@@ -1,5 +1,7 @@
 """Run the operators' tests on three kinds of device; see kit.every_device."""
 
+import gc
+
 import pytest
 import setuptools  # noqa: F401  # before anything imports distutils: torch.compile needs setuptools' version
 import torch
@@ -46,6 +48,12 @@ def outcomes(request):
     begun = simulated[0].module.Outcomes([x.callspec.params["name"] for x in simulated])
     yield begun
     begun.close()
+
+
+def pytest_collection_finish():
+    """Exempt what has been imported, which lives as long as the process, from every garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def in_simulator(item) -> bool:
