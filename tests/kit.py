@@ -6,13 +6,15 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import kvops
 
@@ -251,6 +253,51 @@ def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+class Padded(NamedTuple):
+    """Rows of different lengths in one tensor.
+
+    x: [b, heads, n, d], NaN outside of the rows. spans: starts and lengths as operators take them, int32 [b].
+    alone: the rows, [1, heads, length, d] each.
+    """
+
+    x: Tensor
+    spans: dict[str, Tensor]
+    alone: list[Tensor]
+
+    def assert_as_alone(self, actual: Tensor, alone: Iterable[Tensor], outside: float = math.nan) -> None:
+        """Check a result by token, [b, heads, n]: that of each row alone, and `outside` outside of the rows."""
+        for found, row, start in zip(actual, alone, self.spans["starts"].tolist(), strict=True):
+            expected = torch.full_like(found, outside)
+            expected[:, start : start + row.shape[2]] = row[0]
+            assert torch.equal(found.nan_to_num(7e30), expected.nan_to_num(7e30))
+
+
+def padded(data, x: Tensor, *more: Tensor) -> list[Padded]:
+    """Draw the same starts and lengths for the rows of tensors [b, heads, n, any]."""
+    n = x.shape[2]
+    starts = [data.draw(st.integers(0, n)) for _ in x]
+    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
+    spans = dict(starts=int32(*starts), lengths=int32(*lengths))
+    found = []
+    for y in (x, *more):
+        inside = torch.full_like(y, math.nan)
+        alone = [y[row : row + 1, :, s : s + c] for row, (s, c) in enumerate(zip(starts, lengths))]
+        for row, (s, c) in enumerate(zip(starts, lengths)):
+            inside[row, :, s : s + c] = alone[row][0]
+        found.append(Padded(inside, spans, alone))
+    return found
+
+
+def assert_spans_are_clamped(call: Callable[..., Any]) -> None:
+    """Check that out-of-range starts and lengths, which are not looked at on a GPU, count as if clamped.
+
+    call(starts=, lengths=) is about 6 rows of 50 slots.
+    """
+    for bad, good in spans_beyond_50():
+        found, expected = (tree_leaves(call(starts=s, lengths=c)) for s, c in (bad, good))
+        assert same(found, expected)
+
+
 def spans_beyond_50() -> list[tuple]:
     """Return out-of-range (starts, lengths) of 6 rows of 50 slots, and the values a GPU clamps them to."""
     starts, lengths = int32(-3, 60, 10, 10, 2**31 - 1, -(2**31)), int32(30, 5, 2**31 - 1, -4, 20, -(2**31))
@@ -270,6 +317,14 @@ def threads(count: int):
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def assert_threads_change_nothing(call: Callable[[], Any]) -> None:
+    with threads(1):
+        one = tree_leaves(call())
+    for count in (2, 3, 5):
+        with threads(count):
+            assert same(tree_leaves(call()), one)
 
 
 def refuses(*parts: str, kind=ValueError):

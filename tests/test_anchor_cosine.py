@@ -74,30 +74,17 @@ def test_any_sizes(n, heads, normalize, dtype, seed):
 @given(data=st.data(), n=st.integers(1, 60), given_anchor=st.booleans())
 @kit.examples(40)
 def test_padded_rows_score_as_if_alone(data, n, given_anchor):
-    k, _ = kit.kv(3, 2, n, 16)
-    starts = [data.draw(st.integers(0, n)) for _ in range(3)]
-    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
-    poisoned = torch.full_like(k, float("nan"))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        poisoned[row, :, s : s + c] = k[row, :, s : s + c]
-    anchor = kit.randn(3, 2, 16) if given_anchor else None
-    scores, _ = check(poisoned, anchor=anchor, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        own = None if anchor is None else anchor[row : row + 1]
-        alone = ops.anchor_cosine(k[row : row + 1, :, s : s + c], anchor=own)
-        assert torch.equal(scores[row, :, s : s + c], alone[0])
-        assert scores[row, :, :s].isnan().all() and scores[row, :, s + c :].isnan().all()
+    (k,) = kit.padded(data, kit.kv(3, 2, n, 16)[0])
+    anchors = kit.randn(3, 2, 16).split(1) if given_anchor else [None] * 3
+    scores, _ = check(k.x, anchor=torch.cat(anchors) if given_anchor else None, **k.spans)
+    k.assert_as_alone(scores, [ops.anchor_cosine(x, anchor=own) for x, own in zip(k.alone, anchors)])
 
 
 @kit.only("cpu")
 @pytest.mark.parametrize("heads,n", [(1, 9000), (3, 3000), (1, 40000), (9, 1100)])
 def test_threads_change_nothing(heads, n):
     k, _ = kit.kv(1, heads, n, 64)
-    with kit.threads(1):
-        one = ops.anchor_cosine(k, return_anchor=True)
-    for count in (2, 3, 5):
-        with kit.threads(count):
-            assert all(map(torch.equal, ops.anchor_cosine(k, return_anchor=True), one))
+    kit.assert_threads_change_nothing(lambda: ops.anchor_cosine(k, return_anchor=True))
 
 
 def test_long_rows_keep_their_accuracy():
@@ -187,11 +174,8 @@ def test_what_a_gpu_refuses():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_starts_and_lengths_are_not_looked_at():
-    """Values outside [0, n] are clamped to it."""
     k, _ = kit.kv(6, 2, 50, 16)
-    for bad, good in kit.spans_beyond_50():
-        results = [ops.anchor_cosine(k, starts=s, lengths=c, return_anchor=True) for s, c in (bad, good)]
-        assert kit.same(*results)
+    kit.assert_spans_are_clamped(lambda **spans: ops.anchor_cosine(k, return_anchor=True, **spans))
 
 
 @pytest.mark.parametrize("heads, n", [(1, 3000), (4, 700)])

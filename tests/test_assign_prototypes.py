@@ -103,11 +103,7 @@ def test_a_batch_changes_nothing():
 def test_threads_change_nothing(dtype, heads, n):
     k, _ = kit.kv(1, heads, n, 64, dtype)
     prototypes = kit.randn(1, heads, 77, 64)
-    with kit.threads(1):
-        one = ops.assign_prototypes(k, prototypes)
-    for count in (2, 3, 5):
-        with kit.threads(count):
-            assert torch.equal(ops.assign_prototypes(k, prototypes), one)
+    kit.assert_threads_change_nothing(lambda: ops.assign_prototypes(k, prototypes))
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
@@ -122,17 +118,10 @@ def test_prototypes_that_are_much_alike(dtype):
 @given(data=st.data(), n=st.integers(1, 60))
 @kit.examples(30)
 def test_padded_rows_are_assigned_as_if_alone(data, n):
-    k, _ = kit.kv(3, 2, n, 16)
-    starts = [data.draw(st.integers(0, n)) for _ in range(3)]
-    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
-    poisoned, prototypes = torch.full_like(k, float("nan")), kit.randn(3, 2, 11, 16)
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        poisoned[row, :, s : s + c] = k[row, :, s : s + c]
-    chosen = check(poisoned, prototypes, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        alone = ops.assign_prototypes(k[row : row + 1, :, s : s + c], prototypes[row : row + 1])
-        assert torch.equal(chosen[row, :, s : s + c], alone[0])
-        assert (chosen[row, :, :s] == -1).all() and (chosen[row, :, s + c :] == -1).all()
+    (k,) = kit.padded(data, kit.kv(3, 2, n, 16)[0])
+    prototypes = kit.randn(3, 2, 11, 16)
+    chosen = check(k.x, prototypes, **k.spans)
+    k.assert_as_alone(chosen, [ops.assign_prototypes(x, own) for x, own in zip(k.alone, prototypes.split(1))], -1)
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
@@ -244,6 +233,4 @@ def test_bad_input():
 def test_a_gpus_starts_and_lengths_are_not_looked_at():
     k, _ = kit.kv(6, 2, 50, 16)
     prototypes = kit.randn(6, 2, 9, 16)
-    for bad, good in kit.spans_beyond_50():
-        found, expected = (ops.assign_prototypes(k, prototypes, starts=s, lengths=c) for s, c in (bad, good))
-        assert torch.equal(found, expected)
+    kit.assert_spans_are_clamped(lambda **spans: ops.assign_prototypes(k, prototypes, **spans))

@@ -119,28 +119,15 @@ def test_a_batch_changes_nothing():
 def test_threads_change_nothing(dtype, heads, n):
     k = kit.randn(1, heads, n, 64).to(dtype)
     k[:, :, 1::2] = k[:, :, ::2]
-    with kit.threads(1):
-        one = ops.key_similarity(k)
-    for count in (2, 3, 5):
-        with kit.threads(count):
-            assert torch.equal(ops.key_similarity(k), one)
+    kit.assert_threads_change_nothing(lambda: ops.key_similarity(k))
 
 
 @given(data=st.data(), n=st.integers(1, 60))
 @kit.examples(30)
 def test_padded_rows_score_as_if_alone(data, n):
-    k, _ = kit.kv(3, 2, n, 16)
-    starts = [data.draw(st.integers(0, n)) for _ in range(3)]
-    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
-    poisoned = torch.full_like(k, float("nan"))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        poisoned[row, :, s : s + c] = k[row, :, s : s + c]
-    scores = ops.key_similarity(poisoned, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        alone = ops.key_similarity(k[row : row + 1, :, s : s + c])
-        assert torch.equal(scores[row, :, s : s + c], alone[0])
-        assert scores[row, :, :s].isnan().all() and scores[row, :, s + c :].isnan().all()
-    check(poisoned, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
+    (k,) = kit.padded(data, kit.kv(3, 2, n, 16)[0])
+    k.assert_as_alone(ops.key_similarity(k.x, **k.spans), map(ops.key_similarity, k.alone))
+    check(k.x, **k.spans)
 
 
 def test_zero_keys_are_like_nothing():
@@ -209,8 +196,5 @@ def test_bad_input():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_starts_and_lengths_are_not_looked_at():
-    """Values outside [0, n] are clamped to it."""
     k, _ = kit.kv(6, 2, 50, 16)
-    for bad, good in kit.spans_beyond_50():
-        scores, expected = (ops.key_similarity(k, starts=s, lengths=c) for s, c in (bad, good))
-        assert kit.same([scores], [expected])
+    kit.assert_spans_are_clamped(lambda **spans: ops.key_similarity(k, **spans))

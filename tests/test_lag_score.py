@@ -114,17 +114,10 @@ def test_any_sizes(n, lag, prefix, heads, v_weight, self_reference, dtype, seed)
 @given(data=st.data(), n=st.integers(1, 80), lag=st.integers(1, 12), prefix=st.integers(0, 9))
 @kit.examples(40)
 def test_padded_rows_score_as_if_alone(data, n, lag, prefix):
-    k, v = kit.kv(3, 2, n, 8)
-    starts = [data.draw(st.integers(0, n)) for _ in range(3)]
-    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
-    poisoned_k, poisoned_v = (torch.full_like(x, float("nan")) for x in (k, v))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        poisoned_k[row, :, s : s + c] = k[row, :, s : s + c]
-        poisoned_v[row, :, s : s + c] = v[row, :, s : s + c]
-    spans = dict(starts=kit.int32(*starts), lengths=kit.int32(*lengths))
-    rows = [(k[i : i + 1, :, s : s + c], v[i : i + 1, :, s : s + c]) for i, (s, c) in enumerate(zip(starts, lengths))]
+    k, v = kit.padded(data, *kit.kv(3, 2, n, 8))
+    rows = list(zip(k.alone, v.alone))
     condition = max(condition_of(*row, lag, prefix) for row in rows)
-    scores = check(poisoned_k, poisoned_v, lag, prefix, condition=condition, **spans)
+    scores = check(k.x, v.x, lag, prefix, condition=condition, **k.spans)
     for found, row in zip(scores, rows):
         alone = ops.lag_score(*row, lag=lag, prefix=prefix)
         assert torch.equal(found[:, : alone.shape[2]], alone[0])
@@ -135,11 +128,7 @@ def test_padded_rows_score_as_if_alone(data, n, lag, prefix):
 @pytest.mark.parametrize("heads,n", [(1, 5000), (3, 1500), (8, 600)])
 def test_threads_change_nothing(heads, n):
     k, v = kit.kv(1, heads, n, 64)
-    with kit.threads(1):
-        one = ops.lag_score(k, v, lag=64, prefix=16)
-    for count in (2, 3, 5):
-        with kit.threads(count):
-            assert torch.equal(ops.lag_score(k, v, lag=64, prefix=16), one)
+    kit.assert_threads_change_nothing(lambda: ops.lag_score(k, v, lag=64, prefix=16))
 
 
 def test_a_constant_channel_contributes_zero():
@@ -232,11 +221,8 @@ def test_what_a_gpu_refuses():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_starts_and_lengths_are_not_looked_at():
-    """Values outside [0, n] are clamped to it."""
     k, v = kit.kv(6, 2, 50, 16)
-    for bad, good in kit.spans_beyond_50():
-        scores = [ops.lag_score(k, v, lag=8, prefix=2, starts=s, lengths=c) for s, c in (bad, good)]
-        assert kit.same(scores[:1], scores[1:])
+    kit.assert_spans_are_clamped(lambda **spans: ops.lag_score(k, v, lag=8, prefix=2, **spans))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -84,32 +84,19 @@ def test_any_sizes(n, heads, kappa, seed):
 @given(data=st.data(), n=st.integers(1, 60), kappa=st.integers(1, 70))
 @kit.examples(30)
 def test_padded_rows_score_as_if_alone(data, n, kappa):
-    k, _ = kit.kv(3, 2, n, 16)
-    starts = [data.draw(st.integers(0, n)) for _ in range(3)]
-    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
-    poisoned = torch.full_like(k, float("nan"))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        poisoned[row, :, s : s + c] = k[row, :, s : s + c]
+    (k,) = kit.padded(data, kit.kv(3, 2, n, 16)[0])
     for standardize in (False, True):
-        scores = ops.outlier_degree(
-            poisoned, kappa=kappa, standardize=standardize, starts=kit.int32(*starts), lengths=kit.int32(*lengths)
-        )
-        for row, (s, c) in enumerate(zip(starts, lengths)):
-            alone = ops.outlier_degree(k[row : row + 1, :, s : s + c], kappa=kappa, standardize=standardize)
-            assert torch.equal(scores[row, :, s : s + c], alone[0])
-            assert scores[row, :, :s].isnan().all() and scores[row, :, s + c :].isnan().all()
-    check(poisoned, kappa, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
+        options = dict(kappa=kappa, standardize=standardize)
+        scores = ops.outlier_degree(k.x, **options, **k.spans)
+        k.assert_as_alone(scores, [ops.outlier_degree(x, **options) for x in k.alone])
+    check(k.x, kappa, **k.spans)
 
 
 @kit.only("cpu")
 @pytest.mark.parametrize("heads, n, kappa", [(1, 9000, 5), (3, 3000, 70), (9, 1100, 1024)])
 def test_threads_change_nothing(heads, n, kappa):
     k, _ = kit.kv(1, heads, n, 64)
-    with kit.threads(1):
-        one = ops.outlier_degree(k, kappa=kappa)
-    for count in (2, 3, 5):
-        with kit.threads(count):
-            assert torch.equal(ops.outlier_degree(k, kappa=kappa), one)
+    kit.assert_threads_change_nothing(lambda: ops.outlier_degree(k, kappa=kappa))
 
 
 @pytest.mark.parametrize("kappa", [5, 100])
@@ -195,8 +182,5 @@ def test_bad_input():
 
 @kit.only("cuda", "simulator")
 def test_a_gpus_starts_and_lengths_are_not_looked_at():
-    """Values outside [0, n] are clamped to it."""
     k, _ = kit.kv(6, 2, 50, 16)
-    for bad, good in kit.spans_beyond_50():
-        scores, expected = (ops.outlier_degree(k, starts=s, lengths=c) for s, c in (bad, good))
-        assert kit.same([scores], [expected])
+    kit.assert_spans_are_clamped(lambda **spans: ops.outlier_degree(k, **spans))

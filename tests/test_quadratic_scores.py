@@ -133,28 +133,15 @@ def test_a_batch_changes_nothing():
 def test_threads_change_nothing(dtype, heads, n):
     k, _ = kit.kv(1, heads, n, 64, dtype)
     mean, cov = statistics(heads, 64)
-    with kit.threads(1):
-        one = ops.quadratic_scores(k, mean, cov=cov)
-    for count in (2, 3, 5):
-        with kit.threads(count):
-            assert torch.equal(ops.quadratic_scores(k, mean, cov=cov), one)
+    kit.assert_threads_change_nothing(lambda: ops.quadratic_scores(k, mean, cov=cov))
 
 
 @given(data=st.data(), n=st.integers(1, 60))
 @kit.examples(30)
 def test_padded_rows_score_as_if_alone(data, n):
-    k, _ = kit.kv(3, 2, n, 16)
-    starts = [data.draw(st.integers(0, n)) for _ in range(3)]
-    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
-    poisoned = torch.full_like(k, float("nan"))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        poisoned[row, :, s : s + c] = k[row, :, s : s + c]
+    (k,) = kit.padded(data, kit.kv(3, 2, n, 16)[0])
     mean, cov = statistics(6, 16)
-    scores = check(poisoned, mean, cov, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        alone = ops.quadratic_scores(k[row : row + 1, :, s : s + c], mean, cov=cov)
-        assert torch.equal(scores[row, :, s : s + c], alone[0])
-        assert scores[row, :, :s].isnan().all() and scores[row, :, s + c :].isnan().all()
+    k.assert_as_alone(check(k.x, mean, cov, **k.spans), [ops.quadratic_scores(x, mean, cov=cov) for x in k.alone])
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
@@ -205,6 +192,4 @@ def test_bad_input():
 def test_a_gpus_starts_and_lengths_are_not_looked_at():
     k, _ = kit.kv(6, 2, 50, 16)
     mean, cov = statistics(2, 16)
-    for bad, good in kit.spans_beyond_50():
-        found, expected = (ops.quadratic_scores(k, mean, cov=cov, starts=s, lengths=c) for s, c in (bad, good))
-        assert kit.same([found], [expected])
+    kit.assert_spans_are_clamped(lambda **spans: ops.quadratic_scores(k, mean, cov=cov, **spans))

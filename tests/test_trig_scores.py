@@ -112,28 +112,16 @@ def test_a_batch_changes_nothing():
 def test_threads_change_nothing(dtype, heads, n):
     k, _ = kit.kv(1, heads, n, 64, dtype)
     centers, norms = weights(heads, 64)
-    with kit.threads(1):
-        one = ops.trig_scores(k, centers, norms=norms)
-    for count in (2, 3, 5):
-        with kit.threads(count):
-            assert torch.equal(ops.trig_scores(k, centers, norms=norms), one)
+    kit.assert_threads_change_nothing(lambda: ops.trig_scores(k, centers, norms=norms))
 
 
 @given(data=st.data(), n=st.integers(1, 60))
 @kit.examples(30)
 def test_padded_rows_score_as_if_alone(data, n):
-    k, _ = kit.kv(3, 2, n, 16)
-    starts = [data.draw(st.integers(0, n)) for _ in range(3)]
-    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
-    poisoned = torch.full_like(k, float("nan"))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        poisoned[row, :, s : s + c] = k[row, :, s : s + c]
+    (k,) = kit.padded(data, kit.kv(3, 2, n, 16)[0])
     centers, norms = weights(6, 16)
-    scores = check(poisoned, centers, norms, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        alone = ops.trig_scores(k[row : row + 1, :, s : s + c], centers, norms=norms)
-        assert torch.equal(scores[row, :, s : s + c], alone[0])
-        assert scores[row, :, :s].isnan().all() and scores[row, :, s + c :].isnan().all()
+    scores = check(k.x, centers, norms, **k.spans)
+    k.assert_as_alone(scores, [ops.trig_scores(x, centers, norms=norms) for x in k.alone])
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
@@ -190,6 +178,4 @@ def test_bad_input():
 def test_a_gpus_starts_and_lengths_are_not_looked_at():
     k, _ = kit.kv(6, 2, 50, 16)
     centers, norms = weights(2, 16)
-    for bad, good in kit.spans_beyond_50():
-        found, expected = (ops.trig_scores(k, centers, norms=norms, starts=s, lengths=c) for s, c in (bad, good))
-        assert kit.same([found], [expected])
+    kit.assert_spans_are_clamped(lambda **spans: ops.trig_scores(k, centers, norms=norms, **spans))

@@ -86,26 +86,14 @@ def test_a_batch_changes_nothing():
 @pytest.mark.parametrize("heads, n", [(1, 5000), (3, 2000), (9, 700)])
 def test_threads_change_nothing(dtype, heads, n):
     v, w_o = kit.kv(1, heads, n, 64, dtype)[1], weights(200, 2 * heads, 64, dtype)
-    with kit.threads(1):
-        one = ops.value_norm(v, w_o)
-    for count in (2, 3, 5):
-        with kit.threads(count):
-            assert torch.equal(ops.value_norm(v, w_o), one)
+    kit.assert_threads_change_nothing(lambda: ops.value_norm(v, w_o))
 
 
 @given(data=st.data(), n=st.integers(1, 60))
 @kit.examples(30)
 def test_padded_rows_score_as_if_alone(data, n):
-    v, w_o = kit.kv(3, 2, n, 16)[1], weights(40, 4, 16)
-    starts = [data.draw(st.integers(0, n)) for _ in range(3)]
-    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
-    poisoned = torch.full_like(v, float("nan"))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        poisoned[row, :, s : s + c] = v[row, :, s : s + c]
-    norms = ops.value_norm(poisoned, w_o, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        assert torch.equal(norms[row, :, s : s + c], ops.value_norm(v[row : row + 1, :, s : s + c], w_o)[0])
-        assert norms[row, :, :s].isnan().all() and norms[row, :, s + c :].isnan().all()
+    (v,), w_o = kit.padded(data, kit.kv(3, 2, n, 16)[1]), weights(40, 4, 16)
+    v.assert_as_alone(ops.value_norm(v.x, w_o, **v.spans), [ops.value_norm(x, w_o) for x in v.alone])
 
 
 @pytest.mark.parametrize("group_reduce", ["mean", "max"])
@@ -166,6 +154,4 @@ def test_bad_input():
 @kit.only("cuda", "simulator")
 def test_a_gpus_starts_and_lengths_are_not_looked_at():
     v, w_o = kit.kv(6, 2, 50, 16)[1], weights(20, 2, 16)
-    for bad, good in kit.spans_beyond_50():
-        norms, expected = (ops.value_norm(v, w_o, starts=s, lengths=c) for s, c in (bad, good))
-        assert kit.same([norms], [expected])
+    kit.assert_spans_are_clamped(lambda **spans: ops.value_norm(v, w_o, **spans))

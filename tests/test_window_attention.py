@@ -245,11 +245,7 @@ def test_the_gpu_changes_nothing(monkeypatch, group, w, dtype):
 @pytest.mark.parametrize("heads, w, n", [(1, 1, 9000), (1, 6, 20000), (3, 4, 3100), (9, 2, 1100)])
 def test_threads_change_nothing(heads, w, n):
     q, k, v, visible = window(1, heads, 2, w, n, 64)
-    with kit.threads(1):
-        one = ops.window_attention(q, k, v, visible)
-    for count in (2, 3, 5):
-        with kit.threads(count):
-            assert kit.same(ops.window_attention(q, k, v, visible), one)
+    kit.assert_threads_change_nothing(lambda: ops.window_attention(q, k, v, visible))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
