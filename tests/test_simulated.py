@@ -41,9 +41,17 @@ ADDRESSES = "long_requests or policies or entries_that_name or every_number or c
 LARGE = "several_gpus and 40 or a_batch and 64 or lengths_of_rows and 20000 and not (normal or equal)"
 TALK = "compact or select_topk or cluster"
 
-# The runs: build, thread order, tests. Shapes and graphs (opcheck, compile) are the same on every device.
+# The runs, longest first: build, thread order, tests. Graphs (opcheck, compile) are the same on every device.
 RUNS = {
-    "order 1": ("plain", 1, [*OPERATORS_TESTS, "-k", f"not opcheck and not ({SLOW} or {ALIKE})"]),
+    "thread": (
+        "thread",
+        0,
+        [
+            *OPERATORS_TESTS,
+            "-k",
+            f"{FAST} and not ({SLOW} or {ALIKE} or {STRIDES} or {UNSEEN} or {ADDRESSES} or {LARGE} or {LONG})",
+        ],
+    ),
     # Also order 2. The two half types have the same addresses.
     "address": (
         "address",
@@ -54,15 +62,7 @@ RUNS = {
             f"{FAST} and not ({ALIKE} or {STRIDES} or {HALVES} or {UNSEEN})",
         ],
     ),
-    "thread": (
-        "thread",
-        0,
-        [
-            *OPERATORS_TESTS,
-            "-k",
-            f"{FAST} and not ({SLOW} or {ALIKE} or {STRIDES} or {UNSEEN} or {ADDRESSES} or {LARGE} or {LONG})",
-        ],
-    ),
+    "order 1": ("plain", 1, [*OPERATORS_TESTS, "-k", f"not opcheck and not ({SLOW} or {ALIKE})"]),
     # Kernels whose blocks communicate, in memory as weak as CUDA's.
     "memory": ("memory", 2, [*OPERATORS_TESTS, "-k", f"({TALK}) and {FAST} and not ({SLOW})"]),
     "methods": (
