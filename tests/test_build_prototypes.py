@@ -97,20 +97,17 @@ def test_the_fewest_tokens_of_a_chunk(n, num_chunks, least, chunks):
 @given(data=st.data(), n=st.integers(1, 60), chunks=st.integers(1, 20))
 @kit.examples(30)
 def test_padded_rows_build_as_if_alone(data, n, chunks):
-    k, _ = kit.kv(3, 2, n, 16)
-    starts = [data.draw(st.integers(0, n)) for _ in range(3)]
-    lengths = [data.draw(st.integers(0, n - s)) for s in starts]
-    poisoned, sats = torch.full_like(k, float("nan")), torch.full((3, 2, 5), -1, dtype=torch.int64)
+    (k,) = kit.padded(data, kit.kv(3, 2, n, 16)[0])
+    starts, sats = k.spans["starts"].tolist(), torch.full((3, 2, 5), -1, dtype=torch.int64)
     buckets = kit.randn(3, 2, 5).abs().int().clamp(max=3)
-    for row, (s, c) in enumerate(zip(starts, lengths)):
-        poisoned[row, :, s : s + c] = k[row, :, s : s + c]
-        chosen = min(5, c)
-        sats[row, :, :chosen] = s + kit.randn(2, c).argsort(-1)[:, :chosen].sort(-1).values
-    result = check(poisoned, sats, buckets, chunks, starts=kit.int32(*starts), lengths=kit.int32(*lengths))
-    for row, (s, c) in enumerate(zip(starts, lengths)):
+    for row, (s, keys) in enumerate(zip(starts, k.alone)):
+        chosen = min(5, keys.shape[2])
+        sats[row, :, :chosen] = s + kit.randn(2, keys.shape[2]).argsort(-1)[:, :chosen].sort(-1).values
+    result = check(k.x, sats, buckets, chunks, **k.spans)
+    for row, (s, keys) in enumerate(zip(starts, k.alone)):
         own = sats[row : row + 1]
         own = torch.where(own >= 0, own - s, own)
-        alone = build(k[row : row + 1, :, s : s + c], own, buckets[row : row + 1], chunks)
+        alone = build(keys, own, buckets[row : row + 1], chunks)
         assert kit.same([x[row] for x in result], [x[0] for x in alone])
 
 
