@@ -26,7 +26,7 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -239,11 +239,12 @@ def named(cell: Cell) -> dict:
 
 
 def row(cell: Cell, samples: list[dict]) -> dict:
-    """Return the medians of a cell's samples."""
+    """Return the medians of a cell's samples, and each sample's seconds."""
     return {
         **named(cell),
         "samples": len(samples),
         **{x: None if samples[0][x] is None else statistics.median(y[x] for y in samples) for x in samples[0]},
+        "each": {x: [y[x] for y in samples] for x in samples[0] if x.endswith("_s")},
     }
 
 
@@ -253,7 +254,10 @@ def ratio(r: dict) -> int:
 
 
 def compare(rows: list[dict], lag: int) -> None:
-    """Add to each row the speedup over the full cache, and for LagKV the tokens of Eq. 10."""
+    """Add to each row the speedup over the full cache, and for LagKV the tokens of Eq. 10.
+
+    The speedup is the median, least and greatest of the repetitions' ratios: cells of one repetition run minutes apart.
+    """
     base = {
         (r["prefill"], r["context"]): r
         for r in rows
@@ -266,7 +270,16 @@ def compare(rows: list[dict], lag: int) -> None:
         if r["method"].startswith("LagKV "):
             r["kept_eq_10"] = kept(r["context"], lag, ratio(r))
         if full:
-            r["speedup"] = {x: full[f"{x}_s"] / r[f"{x}_s"] for x in ("ttft", "tpot") if f"{x}_s" in r}
+            r["speedup"] = {
+                x.removesuffix("_s"): spread(b / a for a, b in zip(seconds, full["each"][x]))
+                for x, seconds in r["each"].items()
+            }
+
+
+def spread(values: Iterable[float]) -> list[float]:
+    """Return the median, the least and the greatest of the values."""
+    values = list(values)
+    return [statistics.median(values), min(values), max(values)]
 
 
 def table(rows: list[dict]) -> str:
@@ -276,7 +289,7 @@ def table(rows: list[dict]) -> str:
         if "error" in r:
             lines.append((*head, r["error"], *[""] * 6))
             continue
-        faster = {x: f"{y:.2f}x" for x, y in r.get("speedup", {}).items()}
+        faster = {x: f"{y[0]:.2f}x" for x, y in r.get("speedup", {}).items()}
         lines.append(
             (
                 *head,
@@ -337,7 +350,7 @@ def picture(rows: list[dict], title: str, path: Path) -> None:
     last = [r for r in rows if contexts and (r["prefill"], r["context"]) == ("chunked", contexts[-1])]
     if last and "speedup" in last[-1] and ratio(last[-1]) > 1 and last[-1]["samples"] > 1:  # one run shows no speedup
         r = last[-1]
-        first, later = (f"{r['speedup'][x]:.2g}x" for x in ("ttft", "tpot"))
+        first, later = (f"{r['speedup'][x][0]:.2g}x" for x in ("ttft", "tpot"))
         finding = f"{r['method']} at {r['context']:,} tokens: first token {first} and later tokens {later} sooner, "
         finding += f"with {100 * r['bytes_kept'] / r['bytes_full']:.0f} % of the cache. {title}"
     else:
