@@ -19,7 +19,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
 - `<!-- pareto -->`: experiments/pareto.py, the best ladder and random patterns of its size.
-- `<!-- end-to-end -->`: experiments/end_to_end.py, the prompts read in chunks.
+- `<!-- end-to-end -->`, `<!-- end-to-end blocks -->`: experiments/end_to_end.py, prompts in chunks and in small blocks.
 """
 
 from __future__ import annotations
@@ -295,18 +295,37 @@ def partitions_table() -> str:
     return markdown(lines)
 
 
-def end_to_end_table() -> str:
+def end_to_end(key: str) -> list[dict]:
+    """Return the rows whose prompts were read as `key` says."""
     rows = json.loads(RESULTS.with_name("end-to-end.json").read_text())["rows"]
-    lines = [
-        ["context", "", "first token, s", "each next token, ms", "cache, % of the full cache", "runs"],
-        ["---"] * 6,
-    ]
-    for row in rows:
-        if row["prefill"] == "chunked":
-            share = 100 * row["bytes_kept"] / row["bytes_full"]
-            times = f"{row['ttft_s']:.2f}", f"{1e3 * row['tpot_s']:.1f}"
-            lines.append([f"{row['context']:,}", row["method"], *times, f"{share:.1f}", str(row["samples"])])
+    return [row for row in rows if row["prefill"].startswith(key)]
+
+
+def faster(row: dict, time: str) -> str:
+    """Format how many times as fast as the full cache a row is."""
+    middle, low, high = row["speedup"][time]
+    return "1" if row["method"] == "full cache" else f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def end_to_end_table() -> str:
+    head = ["context", "", "first token, s", "times as fast", "each next token, ms", "times as fast"]
+    lines = [[*head, "cache, % of the full cache"], ["---"] * 7]
+    for row in end_to_end("chunked"):
+        line = [f"{row['context']:,}", row["method"], f"{row['ttft_s']:.2f}", faster(row, "ttft")]
+        line += [f"{1e3 * row['tpot_s']:.1f}", faster(row, "tpot")]
+        lines.append([*line, f"{100 * row['bytes_kept'] / row['bytes_full']:.1f}"])
     return markdown(lines)
+
+
+def blocks_table() -> str:
+    rows = end_to_end("blocks of ")
+    methods: dict[str, list[str]] = {row["method"]: [] for row in rows}
+    for row in rows:
+        methods[row["method"]] += [f"{row['ttft_s']:.2f}", faster(row, "ttft")]
+    head = [""]
+    for size in dict.fromkeys(row["prefill"] for row in rows):
+        head += [f"{size}, s", "times as fast"]
+    return markdown([head, ["---"] * len(head), *([name, *cells] for name, cells in methods.items())])
 
 
 def pareto_table() -> str:
@@ -378,6 +397,7 @@ TABLES = {
     "pareto": pareto_table,
     "partitions": partitions_table,
     "end-to-end": end_to_end_table,
+    "end-to-end blocks": blocks_table,
     "speed": speed_table,
     "products": products_table,
     "attention": attention_table,

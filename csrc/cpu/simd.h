@@ -61,6 +61,7 @@ inline void store(float* p, F x) {
   memcpy(p, &x, VB);
 }
 inline void store_first(float* p, F x, int64_t count) {
+  if (count == VL) return store(p, x);  // usual, and a copy of unknown size is slow
   memcpy(p, &x, 4 * count);
 }
 inline F load_first(const float* p, int64_t count, float rest) {

@@ -50,27 +50,17 @@ struct Trig {
     }
   }
 
-  // Writes the norms of a key's pairs.
+  // Writes the norms of a key's pairs, and zeros up to a whole vector. The last loads can pass the pairs, but not the
+  // padded row.
   void norms(const float* key, float* to) const {
-    for (int64_t f = 0; f < p.pairs; f += VL) {
-      const int64_t left = p.pairs - f;
-      F x, y;
-      if (p.interleaved) {
-        const F low = load(key + 2 * f), high = 2 * left > VL ? load(key + 2 * f + VL) : F{};
-        x = evens(low, high), y = odds(low, high);
-      } else {
-        x = load(key + f);
-        y = left < VL ? load_first(key + p.pairs + f, left, 0.0f) : load(key + p.pairs + f);
-      }
-      if (left < VL) {
-        float part[VL] = {};
-        store_first(part, sqrt(x * x + y * y), left);
-        x = load(part);
-      } else {
-        x = sqrt(x * x + y * y);
-      }
-      store(to + f, x);
+    const int64_t pairs = p.pairs;
+    const bool interleaved = p.interleaved;
+    for (int64_t f = 0; f < pairs; f += VL) {
+      const F low = load(key + (interleaved ? 2 * f : f)), high = load(key + (interleaved ? 2 * f + VL : pairs + f));
+      const F x = interleaved ? evens(low, high) : low, y = interleaved ? odds(low, high) : high;
+      store(to + f, sqrt(x * x + y * y));
     }
+    for (int64_t f = pairs; f % VL; ++f) to[f] = 0;
   }
 
   void operator()(int64_t head, int64_t begin, int64_t end) {
@@ -101,8 +91,9 @@ struct Trig {
   // sums[g][r] = the lanes' parts of the product of key r and query head g.
   void multiply(const float* of_heads) const {
     const int64_t width = sizes.width;
-    for (int r = 0; r < VL; r += kAtOnce) {
-      const float* const key = keys + r * width;
+    const float* key = keys;
+    float* to = sums;
+    for (int r = 0; r < VL; r += kAtOnce, key += kAtOnce * width, to += kAtOnce * VL) {
       F x[kAtOnce][kAtOnce] = {};
       for (int64_t c = 0; c < width; c += VL) {
         F q[kAtOnce];
@@ -114,7 +105,7 @@ struct Trig {
         }
       }
       for (int i = 0; i < kAtOnce; ++i)
-        for (int g = 0; g < kAtOnce; ++g) store(sums + (g * VL + r + i) * VL, x[i][g]);
+        for (int g = 0; g < kAtOnce; ++g) store(to + (g * VL + i) * VL, x[i][g]);
     }
   }
 };
