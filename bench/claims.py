@@ -136,8 +136,8 @@ CLAIMS = {
         Claim(
             "first token 1.5 times, next tokens 2 times faster at 20K and r = 1/8 (Sec. 3.5, Fig. 5, 6)",
             "Llama-3.1-8B, one A800",
-            "one of 32 layers, two CPU cores, one run per cell ([table](#end-to-end))",
-            "no speedup is stated: a single run is noise of tens of percent",
+            "one of 32 layers, two CPU cores, three runs ([table](#end-to-end))",
+            "on that CPU, first token 1.31 [1.25, 1.41] times, next tokens 1.12 [1.04, 1.41] times as fast",
             CANNOT,
         ),
     ],
