@@ -63,6 +63,13 @@ def randn(*shape: int, seed=0) -> Tensor:
     return on_device(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu"))
 
 
+def query_statistics(layers: int, heads: int, d: int) -> kvops.QueryStatistics:
+    """Return the statistics of random queries, each head's about a mean of its own."""
+    with torch.device("cpu"):
+        queries = [randn(1, heads, 50, d, seed=i) + 2 * randn(1, heads, 1, d, seed=i) for i in range(layers)]
+        return kvops.QueryStatistics.of(queries, kvops.Rope.of(d))
+
+
 def kv(b: int, heads: int, n: int, d: int, dtype=torch.float32, layout="bhnd", *, dv=None, seed=0):
     """Return random K [b, heads, n, d] and V [b, heads, n, dv] in one of LAYOUTS, with a mean and scale per channel."""
 

@@ -191,6 +191,10 @@ def test_statistics_are_required(method, tmp_path):
     _, statistics, _, k, v = case(rope(), layers=2)
     with kit.refuses(f"{method.__name__}: statistics must be", "query_statistics"):
         method(200).compress(k, v)
+    with kit.refuses(f"{method.__name__}: statistics must be", "query_statistics"):
+        kvops.Cache(method(200))
+    with kit.refuses("statistics must cover layer 2, got those of 2 layers"):
+        method(200, statistics=statistics).compress(k, v, layer=2)
     with kit.refuses("statistics cover 2 layers, pass layer and num_layers"):
         method(200, statistics=statistics).compress(k, v)
     with kit.refuses("must cover the 3 layers that evict, got 2"):

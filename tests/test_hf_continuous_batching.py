@@ -224,6 +224,18 @@ def test_as_in_a_cache_of_its_own(policy, attn, seen):
 
 
 @needs_engine
+@pytest.mark.parametrize("policy", [kvops.TriAttention(24, recent=4, buffer=1), kvops.ExpectedAttention(24, buffer=1)])
+def test_statistics_are_rotated_to_the_next_position(policy, seen):
+    model = make_model()
+    (ids,) = prompts(200, seed=5)
+    policy = replace(policy, statistics=kvops.hf.query_statistics(model, torch.tensor([ids])))
+    batch = assert_as_alone(
+        model, policy, prompts(90, 7, 64), seen, tokens=20, continuous_batching_config=engine(max_batch_tokens=40)
+    )
+    assert batch.evictions >= 5
+
+
+@needs_engine
 @pytest.mark.parametrize(("policy", "reference"), BY_HELD, ids=repr)
 def test_buffers(policy, reference, seen):
     batch = assert_as_alone(

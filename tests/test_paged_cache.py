@@ -12,7 +12,9 @@ from torch import Tensor
 import kit
 import kvops
 from kvops import ops
+from kvops.methods.base import View
 from kvops.methods.queries import QueryPolicy
+from kvops.methods.statistics import CalibratedPolicy
 
 pytestmark = kit.every_device
 
@@ -37,6 +39,13 @@ POLICIES = [
     kvops.Full(),
 ]
 every_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
+#: Policies that score by the next token's position, which is not the number of slots once tokens have been evicted.
+CALIBRATED = [
+    kvops.TriAttention(20, recent=4, buffer=3, statistics=kit.query_statistics(LAYERS, GROUP * HEADS, D)),
+    kvops.ExpectedAttention(
+        20, buffer=5, future=8, value_norm=False, statistics=kit.query_statistics(LAYERS, GROUP * HEADS, D)
+    ),
+]
 
 
 def paged(policy, num_pages=200, page_size=4, **changes) -> kvops.PagedCache:
@@ -115,6 +124,8 @@ class Alone:
         elif isinstance(rule, kvops.Random):
             ranks = kvops.methods.random_numbers.random_integers(memory["positions"].int(), rule.seed, layer)
             indices = ops.select_topk(ranks, k=rule.budget)
+        elif isinstance(rule, CalibratedPolicy):
+            indices = rule.select(View(k, v, seen=self.seen, new=1, layer=layer, num_layers=LAYERS))
         elif isinstance(rule, QueryPolicy):
             rows = rule.rows_at(self.seen, self.prompt)
             indices = rule.compress(k, v, memory["q"][:, :, -rows:]).indices
@@ -149,7 +160,7 @@ def same_slots(cache, request: int, alone: Alone) -> None:
             assert kit.same(held[:, : cache.held(request)], dense[0])
 
 
-@every_policy
+@pytest.mark.parametrize("policy", [*POLICIES, *CALIBRATED], ids=lambda x: x.name if x in CALIBRATED else repr(x))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_request_is_as_if_alone(policy, dtype):
     """Bit-identical: prompts in chunks and at once, shorter and longer than the budget, and decode."""

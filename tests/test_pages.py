@@ -356,12 +356,13 @@ POLICIES = [
     kvops.TOVA(20),
     kvops.StreamingLLM(20),
     kvops.Random(20, seed=3),
+    kvops.TriAttention(20, recent=5, statistics=kit.query_statistics(1, 4, 16)),
+    kvops.ExpectedAttention(20, value_norm=False, statistics=kit.query_statistics(1, 4, 16)),
     kvops.Full(),
 ]
 REFUSE_PAGES = [
     kvops.L2(20),
     kvops.ExpectedAttention(20),
-    kvops.TriAttention(20, recent=5),
     kvops.LaCache(20),
     kvops.KVzip(20),
     kvops.KeyDiff(20, metric="dot"),

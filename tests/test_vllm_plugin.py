@@ -171,7 +171,7 @@ def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
     def watched(self, layout, memory, layer, *args):
         run(self, layout, memory, layer, *args)
         kept = by_slot.read(memory.slots["positions"], self.blocks.table[:, : self.plan.kept])
-        seen.setdefault(layer, []).append(kept)
+        seen.setdefault(layer[0], []).append(kept)
 
     monkeypatch.setattr(Eviction, "run", watched)
     monkeypatch.setattr(Plan, "kinds", property(lambda plan: kinds.fget(plan) | {"positions": torch.int32}))
@@ -216,6 +216,21 @@ def test_the_text_is_that_of_transformers(monkeypatch, spec, policy):
         if layer or not isinstance(policy, kvops.SATKV):  # its degrees nearly tie there too
             expected = cache.layers[layer].cache.positions[..., : policy.budget]
             assert torch.equal(positions[-1], expected.int())
+
+
+def test_statistics_from_a_file(monkeypatch, tmp_path):
+    """TriAttention scores by the next token's position, which is not the number of slots after an eviction."""
+    ids, file = prompt(58291740, 0, 5 * CHUNK), tmp_path / "queries.safetensors"
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    kvops.hf.query_statistics(model, torch.tensor([ids])).save(file)
+    policy = kvops.TriAttention(256, recent=64, buffer=BLOCK, statistics=str(file))
+    expected, cache = run_reference(policy, ids, 70)
+    with engine(f"triattention:budget=256,recent=64,buffer={BLOCK},statistics={file}") as (llm, manager):
+        kept = watch_kept(monkeypatch)
+        assert generate(llm, [ids], 70) == [expected]
+        assert manager.freed > 0 and all_free(manager)
+    for layer, positions in kept.items():
+        assert torch.equal(positions[-1], cache.layers[layer].cache.positions[..., :256].int())
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ POLICIES = [
     kvops.SnapKV(4 * SIZE, 8),
     kvops.TOVA(4 * SIZE, head_mode="per_head"),
     kvops.H2O(4 * SIZE),
+    kvops.TriAttention(4 * SIZE, recent=SIZE, statistics=kit.query_statistics(LAYERS, HEADS * GROUP, D)),
+    kvops.ExpectedAttention(4 * SIZE, future=8, statistics=kit.query_statistics(LAYERS, HEADS * GROUP, D)),
 ]
 
 
@@ -71,7 +73,7 @@ def run(rule_plan: Plan, cache: Tensor, layout: Layout, steps: list[tuple[list[i
         step = Step.of(rule_plan, seen, held, now)
         if step is not None:
             query = torch.cat([q[row, a:b] for row, (a, b) in enumerate(zip(before, after))])
-            step.run(memory, query, layout, 1, {"scale": D**-0.5})
+            step.run(memory, query, layout, (1, LAYERS), {"scale": D**-0.5})
 
 
 def dense(rule_plan: Plan, row: int, ends: list[int], dtype: torch.dtype) -> Tensor:
@@ -83,7 +85,8 @@ def dense(rule_plan: Plan, row: int, ends: list[int], dtype: torch.dtype) -> Ten
         for move in rule_plan.moves(before // SIZE, after // SIZE):
             looked_at = (torch.tensor(move.blocks)[:, None] * SIZE + torch.arange(SIZE)).flatten()
             rows = slots[:, looked_at]
-            view = View(*rows[None].split(D, -1))
+            place = dict(seen=move.end * SIZE, new=SIZE, layer=1, num_layers=LAYERS)
+            view = View(*rows[None].split(D, -1), **place)
             if rule.uses_queries:
                 window, end = rule.rows_at(0, 0), move.end * SIZE
                 rule.observe(view, q[None, end - window : end].transpose(1, 2), None, {"scale": D**-0.5})
@@ -144,7 +147,7 @@ def test_nothing_is_read_back_from_the_device(policy):
             evictions += step.eviction is not None
             tokens = int((now.after - now.before).sum())
             query = torch.empty(tokens, HEADS * GROUP, D, dtype=cache.dtype, device="meta")
-            step.run(memory, query, Rows(cache), 1, {"scale": 1.0})
+            step.run(memory, query, Rows(cache), (1, LAYERS), {"scale": 1.0})
     assert evictions > 1
 
 

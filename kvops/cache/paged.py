@@ -300,8 +300,9 @@ class Step:
         self._requests = [x for x, _ in planned]
         self._tokens = [x for _, x in planned]
         device = cache.k[0].device
-        seen = torch.tensor([x.seen for x in self._requests], device=device)
+        seen, new = torch.tensor([(x.seen, t) for x, t in planned], device=device).unbind(1)
         self.positions = seen[:, None] + torch.arange(max(self._tokens), device=device)
+        self._seen = (seen + new).repeat_interleave(cache._rows)  # int64 [rows], after this step
         self._pages = [[c.pages + new for c, new in zip(x.chains, own)] for x, own in zip(self._requests, taken)]
         count = cache._rows
         tokens = [t for t in self._tokens for _ in range(count)]
@@ -415,6 +416,7 @@ class Step:
         lengths, place = rows.lengths[own], dict[str, Any](layer=layer, num_layers=cache.num_layers)
         view = View(cache.k[layer], cache.v[layer], lengths=lengths, block_table=rows.table[own], **place)
         view.kept = by_slot.read(cache._by_slot["positions"][layer], rows.table[own]).long()
+        view.tokens = self._seen[own]
         if layer in self._scores:
             view.observed = self._scores[layer][own]
         elif isinstance(policy, QueryPolicy):

@@ -352,11 +352,12 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         table = self._table(rows)
         with torch.device("cpu"):
             lengths, keep = on(device, torch.tensor([(x.held, x.keep) for x in rows], dtype=torch.int32).T.contiguous())
+            seen = on(device, torch.tensor([x.n for x in rows]))
         positions = torch.stack([self._positions_of(x, table.shape[1] * self.tokens_per_page) for x in rows], 1)
         kept = []
         for i in range(layers):
             view = self._view(rule, i, table, lengths)
-            view.kept = positions[i].long()
+            view.kept, view.tokens = positions[i].long(), seen
             if isinstance(rule, QueryPolicy):
                 observing, logits = self._observing[i]
                 if observing is None:

@@ -101,6 +101,7 @@ def continuous_batching(model: torch.nn.Module, policy: Policy | str) -> Iterato
         policy = policy_of(policy)
     check_policy("continuous_batching", policy)
     _check_model(inner, policy)
+    policy = policy.for_model(inner)
     _check_served(inner, policy)
     batching = allocator.Batching(policy)
     with _lock:

@@ -136,6 +136,8 @@ class View:
         state: What the policy remembers about the layer from one eviction to the next. Its tensors have the batch as
             first dim. An eviction replaces entries and never writes to their memory.
         block_table: int32 [b, max_pages] or None; see `Spans`.
+        tokens: int64 [b] or None, the tokens that each request of an engine has seen; None: those of `seen`, which all
+            rows share.
     """
 
     k: Tensor
@@ -154,6 +156,7 @@ class View:
     rope: Rope | None = None
     state: dict[str, Any] = field(default_factory=dict)
     block_table: Tensor | None = None
+    tokens: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.seen < 0:
@@ -210,6 +213,15 @@ class View:
         if layer >= num_layers:
             raise ValueError(f"{op}: layer must lie in [0, num_layers), expected less than {num_layers}, got {layer}")
         return plain(layer), plain(num_layers)
+
+    def next_position(self) -> int | Tensor:
+        """The position of the token after the cached ones, padding left out: an int, or int64 [b]."""
+        if self.tokens is not None:
+            return self.tokens
+        position: int | Tensor = self.seen - self.n + self.end
+        if self.padding is not None:
+            position = position - self.padding
+        return position if isinstance(position, int) else position.long()
 
     def positions(self) -> Tensor:
         """The logical position of each slot, padding included: int64 [b, Hk, n]."""
@@ -405,8 +417,8 @@ class Policy:
     def for_model(self, model: Any) -> Policy:
         """Return the policy with what it needs of a model, such as weights, filled in.
 
-        `kvops.hf.compress`, `kvops.hf.generate` and the evaluation call this. Settings that the user has chosen stay as
-        they are.
+        `kvops.hf.compress`, `generate` and `continuous_batching` and the evaluation call this. Settings that the user has
+        chosen stay as they are.
 
         Args:
             model: A causal language model of transformers.

@@ -16,7 +16,7 @@ from ..checks import check_bool, check_finite, check_int
 from ..ops import quadratic_scores
 from .base import View
 from .select import readable_keys
-from .statistics import CalibratedPolicy, mean_rotation, next_position, turned
+from .statistics import CalibratedPolicy, mean_rotation, turned
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +64,10 @@ class ExpectedAttention(CalibratedPolicy):
         check_finite(self.name, "epsilon", self.epsilon, 0)
         super().check()
 
+    @property
+    def paged(self) -> bool:
+        return not self.value_norm  # the norms are computed in torch
+
     def scores(self, view: View) -> Tensor:
         logits = self.logits(view)
         if self.sinks:
@@ -82,7 +86,7 @@ class ExpectedAttention(CalibratedPolicy):
     def logits(self, view: View) -> Tensor:
         """The logarithm of each key's expected weight, before the softmax: fp32 [b, Hq, n]."""
         of = self.of_layer(view)
-        by = mean_rotation(of.rope, next_position(view), range(self.future), view.k.device)  # [pairs] or [b, 1, pairs]
+        by = mean_rotation(of.rope, view.next_position(), range(self.future), view.k.device)  # [pairs] or [b, 1, pairs]
         mean = turned(of.mean.double(), by, of.rope).float().contiguous()
         cov = None
         if self.covariance:

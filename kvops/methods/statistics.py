@@ -90,6 +90,8 @@ class QueryStatistics:
                 "same model with kvops.hf.query_statistics"
             )
         i = layer or 0
+        if i >= count:
+            raise ValueError(f"{who}: statistics must cover layer {i}, got those of {count} layers")
         if (i, device) not in self._made:
             mean, cov, norms = (x[i].to(device) for x in (self.mean, self.cov, self.norms))
             self._made[i, device] = OfLayer(mean, cov, norms, self.rope, self.scale)
@@ -205,6 +207,10 @@ class CalibratedPolicy(KeyPolicy):
     def heads_alone(self) -> bool:
         return False  # the statistics are those of all heads
 
+    def check_cache(self, layer: int, num_layers: int) -> None:
+        super().check_cache(layer, num_layers)
+        resolved(self.name, self.statistics)
+
     def for_model(self, model: Any) -> Policy:
         """The same policy with statistics over the library's calibration text, unless it has statistics."""
         if self.statistics is not None:
@@ -270,14 +276,6 @@ def mean_rotation(rope: Rope, position: int | Tensor, offsets: Sequence[int], de
         position = position.to(device, torch.float64)[:, None, None]
     angles = position * omega
     return torch.polar(torch.ones_like(angles), angles) * average
-
-
-def next_position(view: View) -> int | Tensor:
-    """The position of the token after the cached ones, padding left out: an int, or int64 [b]."""
-    position: int | Tensor = view.seen - view.n + view.end
-    if view.padding is not None:
-        position = position - view.padding
-    return position if isinstance(position, int) else position.long()
 
 
 def trig_centers(mean: Tensor, rope: Rope, position: int | Tensor, *, max_offset: int = 65536) -> Tensor:

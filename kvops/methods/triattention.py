@@ -14,7 +14,7 @@ from torch import Tensor
 from ..checks import check_bool, check_int
 from ..ops import trig_scores
 from .base import View
-from .statistics import CalibratedPolicy, next_position, pairs_of, trig_centers
+from .statistics import CalibratedPolicy, pairs_of, trig_centers
 
 LEAST_STD = 1e-6  # scores of a head that spread less count as equal
 
@@ -67,9 +67,13 @@ class TriAttention(CalibratedPolicy):
         """At most half of the budget for the newest tokens."""
         return {"budget": budget, "buffer": 1, "recent": min(128, budget // 2)}
 
+    @property
+    def paged(self) -> bool:
+        return True
+
     def scores(self, view: View) -> Tensor:
         of = self.of_layer(view)
-        centers = trig_centers(of.mean, of.rope, next_position(view), max_offset=self.max_offset)
+        centers = trig_centers(of.mean, of.rope, view.next_position(), max_offset=self.max_offset)
         norms = (of.norms.double() - pairs_of(of.mean.double(), of.rope).abs()) * of.rope.scaling
         scores = trig_scores(
             view.k, centers, norms=norms.float().contiguous(), interleaved=of.rope.interleaved, **view.slots

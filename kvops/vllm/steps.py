@@ -52,6 +52,7 @@ class Eviction:
         plan: its `rule` selects the kept tokens.
         blocks: the blocks that the rule reads.
         lengths: int32 [moves], the number of slots in these blocks.
+        tokens: int64 [moves], the tokens of the request up to the last of these blocks.
         written: int32 [moves, any], the leading columns of the table, up to the last one that any move writes.
         positions: the slots that an earlier move has filled, bool [moves, 1, width * block_size], and the token
             positions of the others, int32 of the same shape; None if the rule does not read positions.
@@ -60,6 +61,7 @@ class Eviction:
     plan: Plan
     blocks: Blocks
     lengths: Tensor
+    tokens: Tensor
     written: Tensor
     positions: tuple[Tensor, Tensor] | None
 
@@ -87,19 +89,25 @@ class Eviction:
             plan,
             Blocks(table, *_places(plan, moves, width)),
             on(device, torch.tensor([len(move.blocks) * size for _, move in moves], dtype=torch.int32)),
+            on(device, torch.tensor([move.end * size for _, move in moves])),
             table[:, : max(move.moved for _, move in moves)].contiguous(),
             positions,
         )
 
     def run(
-        self, layout: Layout, memory: Remembered, layer: int, observing: Tensor | None, logits: Mapping[str, Any]
+        self,
+        layout: Layout,
+        memory: Remembered,
+        layer: tuple[int, int],
+        observing: Tensor | None,
+        logits: Mapping[str, Any],
     ) -> None:
         """Run the moves in one layer.
 
         Args:
             layout: the layout of the layer's cache.
             memory: the per-slot values that the layer stores beside its cache.
-            layer: the layer's number.
+            layer: the layer's number, and the number of the model's layers.
             observing: [moves, Hq, any, d], the queries that the rule scores with, or None if it uses none.
             logits: how the attention computes its logits, see `Look`.
         """
@@ -110,7 +118,7 @@ class Eviction:
             of_slots["positions"] = torch.where(moved_before, of_slots["positions"], new).long()
         with layout.rows(self.blocks) as (k, v):
             view = self._view(k, v)
-            view.layer = layer
+            (view.layer, view.num_layers), view.tokens = layer, self.tokens
             view.kept = of_slots.get("positions")
             view.observed = of_slots.get("scores")
             if observing is not None:
@@ -179,7 +187,9 @@ class Step:
             eviction = Eviction.of(plan, moves, batch.table)
         return cls(plan, look, eviction) if look or eviction else None
 
-    def run(self, memory: Remembered, query: Tensor, layout: Layout, layer: int, logits: Mapping[str, Any]) -> None:
+    def run(
+        self, memory: Remembered, query: Tensor, layout: Layout, layer: tuple[int, int], logits: Mapping[str, Any]
+    ) -> None:
         """Run the step's work in one layer. The arguments are those of `Look` and `Eviction.run`."""
         observing = None if self.look is None else self.look(memory, query, layout.keys, logits)
         if self.eviction is not None:

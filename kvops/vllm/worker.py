@@ -103,6 +103,7 @@ class EvictingImpl(AttentionImpl):
         _check_config(config)
         _check_attention(self)
         EvictingBackend.limits = config.model_config.max_model_len, config.max_in_flight_tokens
+        self._num_layers: int = config.model_config.hf_text_config.num_hidden_layers
         self._memory: Remembered | None = None
 
     def layout(self, layer: Any, kv_cache: Tensor) -> Layout:
@@ -128,8 +129,8 @@ class EvictingImpl(AttentionImpl):
         if step is not None:
             if self._memory is None or self._memory.num_blocks != len(kv_cache):
                 self._memory = Remembered(kv_cache.shape[:3], step.plan.kinds, kv_cache.device)
-            number, logits = extract_layer_index(layer.layer_name), self._logits(step.plan.rule)
-            step.run(self._memory, query, self.layout(layer, kv_cache), number, logits)
+            place = extract_layer_index(layer.layer_name), self._num_layers
+            step.run(self._memory, query, self.layout(layer, kv_cache), place, self._logits(step.plan.rule))
         return out
 
     def _logits(self, rule: Policy) -> dict[str, Any]:
