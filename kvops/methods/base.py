@@ -417,8 +417,8 @@ class Policy:
     def for_model(self, model: Any) -> Policy:
         """Return the policy with what it needs of a model, such as weights, filled in.
 
-        `kvops.hf.compress`, `generate` and `continuous_batching` and the evaluation call this. Settings that the user has
-        chosen stay as they are.
+        `kvops.hf.compress`, `generate` and `continuous_batching` and the evaluation call this. Settings that the user
+        has chosen stay as they are.
 
         Args:
             model: A causal language model of transformers.
