@@ -75,7 +75,8 @@ class ExpectedAttention(CalibratedPolicy):
             first = 0 if view.starts is None else view.starts[:, None, None]
             logits = logits.masked_fill((slots >= first) & (slots < first + self.sinks), -torch.inf)
         usable = logits > -torch.inf  # neither a sink nor NaN
-        weights = torch.where(usable, logits, -torch.inf).softmax(-1)
+        # In fp64: the rounding of an fp32 sum would depend on the number of slots that are not valid.
+        weights = torch.where(usable, logits, -torch.inf).softmax(-1, dtype=torch.float64).float()
         weights = torch.where(usable, weights, torch.where(logits.isnan(), torch.nan, 0.0))
         expected = weights.unflatten(1, (view.heads, -1)).mean(2)
         if not self.value_norm:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..checks import check_bool, check_int
@@ -79,7 +80,9 @@ class TriAttention(CalibratedPolicy):
             view.k, centers, norms=norms.float().contiguous(), interleaved=of.rope.interleaved, **view.slots
         )
         if self.normalize:
-            mean = scores.nanmean(-1, keepdim=True)
-            std = (scores - mean).square().nanmean(-1, keepdim=True).sqrt().clamp(min=LEAST_STD)
+            # Sums in fp64: their rounding would depend on the number of slots that are not valid.
+            of_row: dict[str, Any] = dict(dim=-1, keepdim=True, dtype=torch.float64)
+            mean = scores.nanmean(**of_row).float()
+            std = (scores - mean).square().nanmean(**of_row).float().sqrt().clamp(min=LEAST_STD)
             scores = (scores - mean) / std
         return scores.unflatten(1, (view.heads, -1)).amax(2)
