@@ -55,13 +55,17 @@ def rows(record: str) -> list[dict]:
 def figure(path: str) -> str:
     """Return a score as "92 [74, 98] %", or a paired difference as "-15 [-22, -8] points". Losses are in nats."""
     row, score = cell(path), path.split(", ")[6]
-    if score in row.get("compared", ()):
-        x = row["compared"][score]
-        if "loss" in row["scores"]:
+    x = row.get("compared", {}).get(score)
+    nats = (score if x is None else next(iter(row["scores"]))) in (
+        "loss",
+        "kl",
+    )  # methods are compared by the first one
+    if x is not None:
+        if nats:
             return f"{x['difference']:+.3f} [{x['low']:+.3f}, {x['high']:+.3f}] ({x['verdict']})"
         return f"{100 * x['difference']:+.0f} [{100 * x['low']:+.0f}, {100 * x['high']:+.0f}] points ({x['verdict']})"
     mean, low, high = (row["scores"][score][x] for x in ("mean", "low", "high"))
-    if score in ("loss", "kl"):
+    if nats:
         return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
     return f"{100 * mean:.0f} [{100 * low:.0f}, {100 * high:.0f}] %"
 

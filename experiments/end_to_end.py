@@ -256,7 +256,7 @@ def ratio(r: dict) -> int:
 def compare(rows: list[dict], lag: int) -> None:
     """Add to each row the speedup over the full cache, and for LagKV the tokens of Eq. 10.
 
-    The speedup is the median, least and greatest of the repetitions' ratios: cells of one repetition run minutes apart.
+    The speedup is the median, least and greatest of the repetitions' ratios, because the machine's speed drifts.
     """
     base = {
         (r["prefill"], r["context"]): r

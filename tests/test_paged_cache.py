@@ -40,11 +40,10 @@ POLICIES = [
 ]
 every_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
 #: Policies that score by the next token's position, which is not the number of slots once tokens have been evicted.
+STATISTICS = kit.query_statistics(LAYERS, GROUP * HEADS, D)
 CALIBRATED = [
-    kvops.TriAttention(20, recent=4, buffer=3, statistics=kit.query_statistics(LAYERS, GROUP * HEADS, D)),
-    kvops.ExpectedAttention(
-        20, buffer=5, future=8, value_norm=False, statistics=kit.query_statistics(LAYERS, GROUP * HEADS, D)
-    ),
+    kvops.TriAttention(20, recent=4, buffer=3, statistics=STATISTICS),
+    kvops.ExpectedAttention(20, buffer=5, future=8, value_norm=False, statistics=STATISTICS),
 ]
 
 

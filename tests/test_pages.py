@@ -331,6 +331,7 @@ def test_moves_of_ragged_requests(batch, data):
 # Policies.
 
 PLACE = dict(layer=1, num_layers=4)
+STATISTICS = kit.query_statistics(1, 4, 16)
 POLICIES = [
     kvops.KeyDiff(20),
     kvops.KeyDiff(0.3, sinks=2, recent=3, head_mode="shared", normalize_anchor=False),
@@ -356,8 +357,8 @@ POLICIES = [
     kvops.TOVA(20),
     kvops.StreamingLLM(20),
     kvops.Random(20, seed=3),
-    kvops.TriAttention(20, recent=5, statistics=kit.query_statistics(1, 4, 16)),
-    kvops.ExpectedAttention(20, value_norm=False, statistics=kit.query_statistics(1, 4, 16)),
+    kvops.TriAttention(20, recent=5, statistics=STATISTICS),
+    kvops.ExpectedAttention(20, value_norm=False, statistics=STATISTICS),
     kvops.Full(),
 ]
 REFUSE_PAGES = [

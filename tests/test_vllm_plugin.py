@@ -168,10 +168,10 @@ def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
 
     run, kinds, seen = Eviction.run, Plan.kinds, dict[int, list[torch.Tensor]]()
 
-    def watched(self, layout, memory, layer, *args):
-        run(self, layout, memory, layer, *args)
+    def watched(self, layout, memory, place, *args):
+        run(self, layout, memory, place, *args)
         kept = by_slot.read(memory.slots["positions"], self.blocks.table[:, : self.plan.kept])
-        seen.setdefault(layer[0], []).append(kept)
+        seen.setdefault(place[0], []).append(kept)
 
     monkeypatch.setattr(Eviction, "run", watched)
     monkeypatch.setattr(Plan, "kinds", property(lambda plan: kinds.fget(plan) | {"positions": torch.int32}))

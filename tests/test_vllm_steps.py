@@ -17,6 +17,7 @@ HEADS, GROUP, D, SIZE, BLOCKS, TOKENS = 2, 2, 32, 32, 40, 600
 LAYERS = 3
 #: vLLM's `KVCacheLayout`: the memory order of layers, blocks, heads, slots and channels.
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+STATISTICS = kit.query_statistics(LAYERS, HEADS * GROUP, D)
 POLICIES = [
     kvops.KeyDiff(4 * SIZE),
     kvops.StreamingLLM(4 * SIZE, positions="original"),
@@ -25,8 +26,8 @@ POLICIES = [
     kvops.SnapKV(4 * SIZE, 8),
     kvops.TOVA(4 * SIZE, head_mode="per_head"),
     kvops.H2O(4 * SIZE),
-    kvops.TriAttention(4 * SIZE, recent=SIZE, statistics=kit.query_statistics(LAYERS, HEADS * GROUP, D)),
-    kvops.ExpectedAttention(4 * SIZE, future=8, statistics=kit.query_statistics(LAYERS, HEADS * GROUP, D)),
+    kvops.TriAttention(4 * SIZE, recent=SIZE, statistics=STATISTICS),
+    kvops.ExpectedAttention(4 * SIZE, future=8, statistics=STATISTICS),
 ]
 
 

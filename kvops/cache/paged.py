@@ -254,6 +254,7 @@ class Eviction(NamedTuple):
 
     policy: Policy
     requests: list[int]  # indices into the step's requests
+    tokens: Tensor  # int64 [rows of the requests], the tokens that each request has seen after the step
     kept: dict[int, Tensor]  # by layer: int64 [requests, Hk, m], the kept slots
 
 
@@ -300,9 +301,8 @@ class Step:
         self._requests = [x for x, _ in planned]
         self._tokens = [x for _, x in planned]
         device = cache.k[0].device
-        seen, new = torch.tensor([(x.seen, t) for x, t in planned], device=device).unbind(1)
+        seen = torch.tensor([x.seen for x in self._requests], device=device)
         self.positions = seen[:, None] + torch.arange(max(self._tokens), device=device)
-        self._seen = (seen + new).repeat_interleave(cache._rows)  # int64 [rows], after this step
         self._pages = [[c.pages + new for c, new in zip(x.chains, own)] for x, own in zip(self._requests, taken)]
         count = cache._rows
         tokens = [t for t in self._tokens for _ in range(count)]
@@ -336,7 +336,8 @@ class Step:
             if policy.held(n, x.prompt) < held:
                 by_rule.setdefault(policy.resumed(x.seen, n, x.prompt), []).append(row)
         for rule, rows in by_rule.items():
-            yield Eviction(rule, rows, {})
+            seen = [x.seen + t for x, t in (planned[row] for row in rows) for _ in range(self._cache._rows)]
+            yield Eviction(rule, rows, torch.tensor(seen, device=self.positions.device), {})
 
     def attend(
         self,
@@ -411,12 +412,12 @@ class Step:
 
     def _select(self, eviction: Eviction, layer: int, logits: dict[str, Any]) -> Tensor:
         """Select the slots of a layer to keep: int64 [requests, Hk, m]."""
-        cache, (policy, requests, _) = self._cache, eviction
+        cache, policy, requests = self._cache, eviction.policy, eviction.requests
         rows, own = self.rows(layer), self._rows_of(requests)
         lengths, place = rows.lengths[own], dict[str, Any](layer=layer, num_layers=cache.num_layers)
         view = View(cache.k[layer], cache.v[layer], lengths=lengths, block_table=rows.table[own], **place)
         view.kept = by_slot.read(cache._by_slot["positions"][layer], rows.table[own]).long()
-        view.tokens = self._seen[own]
+        view.tokens = eviction.tokens
         if layer in self._scores:
             view.observed = self._scores[layer][own]
         elif isinstance(policy, QueryPolicy):

@@ -81,8 +81,7 @@ class TriAttention(CalibratedPolicy):
         )
         if self.normalize:
             # Sums in fp64: their rounding would depend on the number of slots that are not valid.
-            of_row: dict[str, Any] = dict(dim=-1, keepdim=True, dtype=torch.float64)
-            mean = scores.nanmean(**of_row).float()
-            std = (scores - mean).square().nanmean(**of_row).float().sqrt().clamp(min=LEAST_STD)
-            scores = (scores - mean) / std
+            scores = scores - scores.nanmean(-1, keepdim=True, dtype=torch.float64).float()
+            variance = scores.square().nanmean(-1, keepdim=True, dtype=torch.float64).float()
+            scores = scores / variance.sqrt().clamp(min=LEAST_STD)
         return scores.unflatten(1, (view.heads, -1)).amax(2)

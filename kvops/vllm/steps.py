@@ -98,7 +98,7 @@ class Eviction:
         self,
         layout: Layout,
         memory: Remembered,
-        layer: tuple[int, int],
+        place: tuple[int, int],
         observing: Tensor | None,
         logits: Mapping[str, Any],
     ) -> None:
@@ -107,7 +107,7 @@ class Eviction:
         Args:
             layout: the layout of the layer's cache.
             memory: the per-slot values that the layer stores beside its cache.
-            layer: the layer's number, and the number of the model's layers.
+            place: the layer's number, and the number of the model's layers.
             observing: [moves, Hq, any, d], the queries that the rule scores with, or None if it uses none.
             logits: how the attention computes its logits, see `Look`.
         """
@@ -118,7 +118,8 @@ class Eviction:
             of_slots["positions"] = torch.where(moved_before, of_slots["positions"], new).long()
         with layout.rows(self.blocks) as (k, v):
             view = self._view(k, v)
-            (view.layer, view.num_layers), view.tokens = layer, self.tokens
+            view.layer, view.num_layers = place
+            view.tokens = self.tokens
             view.kept = of_slots.get("positions")
             view.observed = of_slots.get("scores")
             if observing is not None:
@@ -188,9 +189,9 @@ class Step:
         return cls(plan, look, eviction) if look or eviction else None
 
     def run(
-        self, memory: Remembered, query: Tensor, layout: Layout, layer: tuple[int, int], logits: Mapping[str, Any]
+        self, memory: Remembered, query: Tensor, layout: Layout, place: tuple[int, int], logits: Mapping[str, Any]
     ) -> None:
         """Run the step's work in one layer. The arguments are those of `Look` and `Eviction.run`."""
         observing = None if self.look is None else self.look(memory, query, layout.keys, logits)
         if self.eviction is not None:
-            self.eviction.run(layout, memory, layer, observing, logits)
+            self.eviction.run(layout, memory, place, observing, logits)
