@@ -1,7 +1,11 @@
 """kvops.hf.compress: every call of a model in a block gets a cache that evicts."""
 
 import asyncio
+import contextlib
 import contextvars
+import copy
+import gc
+import pickle
 import threading
 import weakref
 from pathlib import Path
@@ -616,3 +620,64 @@ def test_lookahead_takes_the_padding_that_its_cache_has_seen():
             kvops.hf.lookahead(model, cache, logits, attention_mask=given)
         positions.append([layer.cache.positions for layer in cache.layers])
     assert all(torch.equal(a, b) for a, b in zip(*positions))
+
+
+# ---- which block a call belongs to, and copies of the model ----
+
+
+def test_generators_that_take_turns_keep_their_blocks():
+    model = make_model()
+    ids, _ = make_prompts(40)
+
+    def turns(policy):
+        with compress(model, policy) as compressed:
+            while True:
+                model.generate(ids, max_new_tokens=2, do_sample=False)
+                yield compressed.cache.policy, model(ids).past_key_values.policy
+
+    policies = kvops.KeyDiff(24), kvops.SnapKV(20, window=8), kvops.TOVA(16)
+    with torch.no_grad():
+        generators = [turns(policy) for policy in policies]
+        for i in (0, 1, 2, 0, 2, 1, 1, 0):
+            assert next(generators[i]) == (policies[i], policies[i])
+        generators[1].close()
+        assert next(generators[0]) == (policies[0], policies[0])
+    del generators  # a generator that is forgotten ends its block
+    gc.collect()
+    assert not vars(model).keys() & set(kvops.hf.compression._HOOKS)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_context_manager_of_ones_own_opens_a_block_for_its_body():
+    model = make_model()
+    ids, _ = make_prompts(40)
+    inner, outer = kvops.SnapKV(20, window=8), kvops.KeyDiff(24)
+
+    @contextlib.contextmanager
+    def mine(policy):
+        with compress(model, policy) as compressed:
+            yield compressed
+
+    def asked(compressed):
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+        return compressed.cache.policy
+
+    def generator():
+        with compress(model, outer), mine(inner) as compressed:
+            yield asked(compressed)
+
+    assert list(generator()) == [inner]
+    with mine(outer) as first:
+        with mine(inner) as second:
+            assert asked(second) == inner
+        assert asked(first) == outer
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
+def test_a_model_is_not_copied_inside_a_block(copied):
+    """Its copy would call the original's methods, after the block too."""
+    model = make_model()
+    with compress(model, kvops.KeyDiff(24)):
+        with pytest.raises(RuntimeError, match="copy the model before the block"):
+            copied(model)
+    copied(model)

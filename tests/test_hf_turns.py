@@ -12,9 +12,10 @@ from transformers import DynamicCache, GenerationMixin  # noqa: E402
 
 import kvops  # noqa: E402
 from kvops.hf import KVCache, compress, use_attention  # noqa: E402
-from test_hf import make_model, make_prompts  # noqa: E402
+from test_hf import VOCAB, make_model, make_prompts  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+PAD = 0  # no prompt contains it
 GREEDY = dict(max_new_tokens=8, do_sample=False)
 REMEDY = "for a new prompt make a new KVCache .*kvops.hf.compress.*to continue the conversation pass the token ids"
 
@@ -126,12 +127,26 @@ def test_after_reset_and_reordering(model):
     assert model.generate(other, past_key_values=cache, **GREEDY).shape == (2, 38)
 
 
-def test_beams_go_on(model):
+def test_what_beams_leave_in_the_cache_goes_on(model):
+    """The rows of the cache are the beams of the last step, which need not be those that generate returns."""
     ids, _ = make_prompts(40)
-    cache = KVCache(model.config, kvops.KeyDiff(24))
-    said = model.generate(ids, past_key_values=cache, num_beams=2, num_return_sequences=2, **GREEDY)
     more, _ = make_prompts(9, 9, seed=3)
-    assert model.generate(torch.cat((said, more), 1), past_key_values=cache, **GREEDY).shape == (2, 65)
+    for budget in (400, 24):
+        cache = KVCache(model.config, kvops.KeyDiff(budget))
+        said = model.generate(ids, past_key_values=cache, num_beams=2, num_return_sequences=2, **GREEDY)
+        held = cache.conversation.ids
+        assert held.shape == (2, 47)
+        if budget == 24:  # other beams than those returned
+            with pytest.raises(ValueError, match="row 1 differs from token 45 on, expected the id .*beam search"):
+                model.generate(torch.cat((said, more), 1), past_key_values=copy.deepcopy(cache), **GREEDY)
+        whole = torch.cat((held, more), 1)
+        found = model.generate(whole, past_key_values=cache, **GREEDY)
+        if budget == 400:  # nothing is evicted
+            assert torch.equal(found, model.generate(whole, **GREEDY))
+    cache = KVCache(model.config, kvops.KeyDiff(24))
+    model.generate(ids, past_key_values=cache, num_beams=2, **GREEDY)
+    with pytest.raises(ValueError, match="expected a prompt for each of the 2 rows of this cache, got 3"):
+        model.generate(make_prompts(60, 60, 60)[0], past_key_values=cache, **GREEDY)
 
 
 def test_embeddings_must_be_longer_than_what_was_seen(model):
@@ -185,3 +200,242 @@ def test_other_caches_and_the_signature_stay(model):
     model.generate(ids, past_key_values=cache, **GREEDY)
     model.generate(make_prompts(60, seed=2)[0], past_key_values=cache, **GREEDY)
     assert list(inspect.signature(GenerationMixin.generate).parameters)[:3] == ["self", "inputs", "generation_config"]
+
+
+# ---- masks and padding ----
+
+
+def alone(model, ids, mask, policy=None, **options):
+    """What each row of a left-padded batch generates alone."""
+    return [
+        model.generate(
+            row[m.bool()][None],
+            past_key_values=KVCache(model.config, policy or kvops.KeyDiff(24)),
+            **{**GREEDY, **options},
+        )[0, int(m.sum()) :]
+        for row, m in zip(ids, mask)
+    ]
+
+
+@pytest.mark.parametrize("how", ["mask", "pad tokens", "declared", "beams", "chunks", "embeddings"])
+def test_padded_rows_generate_what_they_generate_alone(model, how):
+    ids, mask = make_prompts(64, 25, 9)
+    ids[~mask.bool()] = PAD
+    cache, shown, prompt = KVCache(model.config, kvops.KeyDiff(24)), {"attention_mask": mask}, {"input_ids": ids}
+    options = {"beams": {"num_beams": 2}, "chunks": {"prefill_chunk_size": 20}}.get(how, {})
+    if how == "pad tokens":
+        shown = {"pad_token_id": PAD}
+    elif how == "declared":
+        shown, cache = {}, KVCache(model.config, kvops.KeyDiff(24), pads=[0, 39, 55])
+    elif how == "embeddings":
+        prompt = {"inputs_embeds": model.get_input_embeddings()(ids)}
+    out = model.generate(**prompt, **shown, past_key_values=cache, **options, **GREEDY)
+    out = out[:, out.shape[1] - 8 :]
+    if how == "chunks":  # chunks of a padded row do not end where the row's own end
+        assert cache.get_seq_length() == 71 and cache.evicting_layers[0].cache.padding.tolist() == [0, 39, 55]
+        return
+    for row, text in zip(out, alone(model, ids, mask, **options)):
+        assert row.tolist() == text.tolist()
+
+
+@pytest.mark.parametrize("shown", ["mask", "pad tokens"])
+def test_zeros_elsewhere_are_refused(model, shown):
+    """Pads on the right, and pads between turns, where the replies of a batch ended at different steps."""
+    cache, ids, mask, said = used(model, 40, 31)
+    more, _ = make_prompts(12, 12, seed=3)
+    whole, mask = torch.cat((said, more), 1), torch.cat((mask, torch.ones(2, 20, dtype=torch.long)), 1)
+    mask[0, 44:48] = 0
+    whole[~mask.bool()] = PAD
+    call = {"attention_mask": mask} if shown == "mask" else {"pad_token_id": PAD}
+    before = held(cache)
+    with pytest.raises(ValueError, match="padded on the left .* pads on the right or between the turns"):
+        model.generate(whole, **call, past_key_values=cache, **GREEDY)
+    assert unchanged(cache, before)
+    mask = make_prompts(40, 31)[1].flip(1)
+    ids[~mask.bool()] = PAD
+    call = {"attention_mask": mask} if shown == "mask" else {"pad_token_id": PAD}
+    with pytest.raises(ValueError, match="padded on the left"):
+        model.generate(ids, **call, past_key_values=KVCache(model.config, kvops.KeyDiff(24)), **GREEDY)
+
+
+def test_other_padding_in_a_further_turn_is_refused(model):
+    cache, _, mask, said = used(model, 40, 31)
+    more, _ = make_prompts(12, 12, seed=3)
+    whole, mask = torch.cat((said, more), 1), torch.cat((mask, torch.ones(2, 20, dtype=torch.long)), 1)
+    with pytest.raises(ValueError, match=r"begin with the pads .* expected \[0, 9\], got \[0, 0\]"):
+        model.generate(whole, attention_mask=torch.ones_like(mask), past_key_values=cache, **GREEDY)
+    expected = model.generate(whole, attention_mask=mask, past_key_values=copy.deepcopy(cache), **GREEDY)
+    assert torch.equal(model.generate(whole, past_key_values=cache, **GREEDY), expected)  # the cache knows its padding
+
+
+@pytest.mark.parametrize("length", [60, 64, 65, 66, 128])
+def test_a_mask_covers_all_tokens(model, length):
+    """After a prefill by a forward, generate gets the next token and a mask over all."""
+    ids, _ = make_prompts(64)
+    with torch.no_grad():
+        token = model(ids).logits[:, -1:].argmax(-1)
+        cache = KVCache(model.config, kvops.KeyDiff(400))
+        model(ids, past_key_values=cache)
+    before, mask = held(cache), torch.ones(1, length, dtype=torch.long)
+    if length != 65:
+        with pytest.raises(ValueError, match=rf"and the new ones, expected \[1, 64 \+ 1\], got \[1, {length}\]"):
+            model.generate(token, attention_mask=mask, past_key_values=cache, **GREEDY)
+        assert unchanged(cache, before)
+        return
+    said = model.generate(token, attention_mask=mask, past_key_values=cache, **GREEDY)
+    expected = model.generate(torch.cat((ids, token), 1), **GREEDY)
+    assert torch.equal(said[:, 1:], expected[:, 65:])
+
+
+def test_a_mask_of_a_prompt_covers_the_prompt(model):
+    ids, _ = make_prompts(40)
+    for shape in ((1, 39), (1, 41), (2, 40), (1, 1, 40, 40)):
+        cache = KVCache(model.config, kvops.KeyDiff(24))
+        with pytest.raises(ValueError, match="KVCache: attention_mask must"):
+            model.generate(ids, attention_mask=torch.ones(shape, dtype=torch.long), past_key_values=cache, **GREEDY)
+        assert model.generate(ids, past_key_values=cache, **GREEDY).shape == (1, 48)
+
+
+def test_a_refused_call_declares_nothing(model):
+    ids, mask = make_prompts(40, 31)
+    cache = KVCache(model.config, kvops.KeyDiff(24))
+
+    class Broken:
+        def put(self, ids):
+            raise OSError("the stream is closed")
+
+    with pytest.raises(OSError):
+        model.generate(ids, attention_mask=mask, past_key_values=cache, streamer=Broken(), **GREEDY)
+    other, mask = make_prompts(31, 40)
+    out = model.generate(other, attention_mask=mask, past_key_values=cache, **GREEDY)
+    for row, text in zip(out[:, 40:], alone(model, other, mask)):
+        assert row.tolist() == text.tolist()
+
+
+def test_methods_that_need_a_mask_per_row_are_refused_in_a_padded_batch():
+    model = make_model()
+    ids, mask = make_prompts(40, 31)
+    cache = KVCache(model.config, kvops.LagKV(lag=8))
+    with pytest.raises(ValueError, match="LagKV.*use_attention"):
+        model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert model.generate(make_prompts(40, 40)[0], past_key_values=cache, **GREEDY).shape == (2, 48)
+
+
+# ---- replies ----
+
+
+@pytest.mark.parametrize("at", [40, 43, 46])
+def test_a_changed_reply_is_refused(model, at):
+    """Such as one with its thinking left out, or tokenized again."""
+    cache, _, _, said = used(model, 40, 40)
+    more, _ = make_prompts(12, 12, seed=3)
+    whole = torch.cat((said, more), 1)
+    for other in (torch.cat((whole[:, :at], whole[:, at + 1 :]), 1), whole.clone()):
+        other[1, at] = (whole[1, at] + 1) % VOCAB
+        other[0, :47] = whole[0, :47]
+        before = held(cache)
+        with pytest.raises(ValueError, match=f"row 1 differs from token {at} on, expected the id {whole[1, at]}, got"):
+            model.generate(other, past_key_values=cache, **GREEDY)
+        assert unchanged(cache, before)
+    whole[:, 47] = 5  # the last token has not been read yet
+    model.generate(whole, past_key_values=cache, **GREEDY)
+
+
+def test_a_reply_to_new_tokens_alone_is_compared_too(model):
+    cache, _, _, said = used(model, 40)
+    more, _ = make_prompts(12, seed=3)
+    new = torch.cat((said[:, 47:], more), 1)
+    out = model.generate(new, attention_mask=torch.ones(1, 60), past_key_values=cache, **GREEDY)
+    whole = torch.cat((said[:, :47], out, more), 1)
+    for at in (20, 45, 50, 62):
+        other = whole.clone()
+        other[0, at] = (other[0, at] + 1) % VOCAB
+        with pytest.raises(ValueError, match=f"row 0 differs from token {at} on"):
+            model.generate(other, past_key_values=copy.deepcopy(cache), **GREEDY)
+    model.generate(whole, past_key_values=cache, **GREEDY)
+
+
+def test_a_reply_to_embeddings_is_compared(model):
+    ids, _ = make_prompts(40)
+    cache = KVCache(model.config, kvops.KeyDiff(24))
+    said = model.generate(inputs_embeds=model.get_input_embeddings()(ids), past_key_values=cache, **GREEDY)
+    whole = torch.cat((ids, said, ids[:, :9]), 1)
+    whole[0, 44] = (whole[0, 44] + 1) % VOCAB
+    with pytest.raises(ValueError, match="row 0 differs from token 44 on"):
+        model.generate(whole, past_key_values=cache, **GREEDY)
+
+
+# ---- models that go without their cache ----
+
+
+def test_gradient_checkpointing_switches_the_cache_off(model):
+    model.gradient_checkpointing_enable()
+    model.train()
+    ids, _ = make_prompts(40)
+    cache = KVCache(model.config, kvops.KeyDiff(24))
+    with pytest.raises(ValueError, match="train mode with gradient checkpointing.*model.eval()"):
+        model.generate(ids, past_key_values=cache, **GREEDY)
+    with compress(model, kvops.KeyDiff(24)):
+        for call in (lambda: model.generate(ids, **GREEDY), lambda: model(ids)):
+            with pytest.raises(ValueError, match="gradient checkpointing"):
+                call()
+        assert model(ids, use_cache=False).logits.shape[1] == 40
+    if model.config._attn_implementation == "kvops":
+        with pytest.raises(NotImplementedError, match="gradient checkpointing.*model.eval()"):
+            model(ids, past_key_values=cache)
+    model.eval()
+    assert model.generate(ids, past_key_values=cache, **GREEDY).shape == (1, 48)
+
+
+def test_prefix_tuning_brings_its_own_cache(model, monkeypatch):
+    """PEFT puts a prefilled cache into the model's inputs as long as the cache of the call is empty."""
+    plain = model.prepare_inputs_for_generation
+    ids, _ = make_prompts(40)
+
+    def prefixed(*args, **kwargs):
+        inputs = plain(*args, **kwargs)
+        if not inputs["past_key_values"].get_seq_length():
+            inputs["past_key_values"] = DynamicCache(config=model.config)
+        return inputs
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", prefixed)
+    with pytest.raises(RuntimeError, match="prefix tuning"):
+        model.generate(ids, past_key_values=KVCache(model.config, kvops.KeyDiff(24)), **GREEDY)
+    with compress(model, kvops.KeyDiff(24)), pytest.raises(ValueError, match="prefix tuning"):
+        model.generate(ids, **GREEDY)
+
+
+def test_prompt_tuning_serves_one_prompt(model, monkeypatch):
+    """PEFT puts virtual tokens before the prompt's embeddings."""
+    plain, embed = model.prepare_inputs_for_generation, model.get_input_embeddings()
+    ids, _ = make_prompts(40)
+
+    def with_virtual_tokens(*args, **kwargs):
+        inputs = plain(*args, **kwargs)
+        if not inputs["past_key_values"].get_seq_length():
+            inputs["inputs_embeds"] = embed(torch.cat((ids[:, :6], inputs.pop("input_ids")), 1))
+        inputs.pop("position_ids", None)
+        if (mask := inputs.get("attention_mask")) is not None:
+            inputs["attention_mask"] = torch.cat((mask.new_ones(1, 6), mask), 1)
+        return inputs
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", with_virtual_tokens)
+    cache = KVCache(model.config, kvops.KeyDiff(400))
+    said = model.generate(ids, past_key_values=cache, **GREEDY)
+    monkeypatch.undo()
+    expected = model.generate(torch.cat((ids[:, :6], ids), 1), **GREEDY)
+    assert torch.equal(said[:, 40:], expected[:, 46:])
+    with pytest.raises(ValueError, match="got one with 6 .prompt tuning"):
+        model.generate(torch.cat((said, ids), 1), past_key_values=cache, **GREEDY)
+
+
+def test_a_mask_of_four_dims_in_decode(model):
+    ids, _ = make_prompts(40)
+    cache = KVCache(model.config, kvops.KeyDiff(24))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        for keys in (41, 25):
+            with pytest.raises(NotImplementedError, match=r"pass the model a mask \[batch, tokens\], or none"):
+                mask = torch.ones(1, 1, 1, keys, dtype=torch.bool)
+                model(ids[:, :1], attention_mask=mask, past_key_values=copy.deepcopy(cache))
+        model(ids[:, :1], past_key_values=cache)

@@ -157,7 +157,7 @@ def _mask(
         mask = sdpa_mask(batch_size, q_length, q_offset + q_length, q_offset, 0, mask_function, None, **kwargs)
         assert mask is not None  # skipping is disabled
         causal = torch.equal(mask, torch.ones_like(mask).tril(q_offset))
-    kv_length.cache._see_padding(attention_mask, batch_size, q_length)
+    kv_length.cache._see_mask(attention_mask, batch_size, q_length)
     return _CausalMask(getattr(config, "model_type", "unknown"), batch_size, q_length, causal)
 
 
@@ -180,6 +180,11 @@ def _attention(
     own = None
     if isinstance(attention_mask, _CausalMask):
         own, attention_mask = attention_mask, None
+    if layer is None and own is not None and unread is None and module.training:
+        raise NotImplementedError(
+            f"kvops.hf: {who} attends without the cache that its mask was made for, as in train mode with gradient "
+            "checkpointing, for which transformers switches the cache off; call model.eval()"
+        )
     if layer is None and (own is not None or unread is not None):
         raise NotImplementedError(
             f"kvops.hf: {who} attends to other keys and values than the KVCache returned (it changes them after the "

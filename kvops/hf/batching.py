@@ -130,7 +130,7 @@ def _check_model(model: PreTrainedModel, policy: Policy) -> None:
     """Raise for models that are not supported."""
     from . import allocator
 
-    check(model.config, policy)
+    check("continuous_batching", model.config, policy)
     text = model.config.get_text_config()
     if text._attn_implementation not in ATTENTIONS:
         raise NotImplementedError(

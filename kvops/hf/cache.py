@@ -21,6 +21,7 @@ from ..methods.base import check_policy
 from ..rope import Rope
 from . import architectures
 from .attention import ATTENTION, STOCK, Slots, autocast, check_attention, eager, steps
+from .conversation import Conversation, declared_pads
 from .rope import KV_HEADS, model_rope
 
 _CROPS_TO_LENGTHS = "max_length" in inspect.signature(DynamicLayer.crop).parameters  # transformers before 5.15
@@ -49,19 +50,18 @@ class EvictingLayer(DynamicLayer):
 
     Args:
         cache: Holds the layer's tokens and evicts by its policy.
-        pads: int32 [b], how many pads each row begins with, before beam search repeats the rows; None: not declared.
+        conversation: Knows the padding. All layers share it.
         own_attention: Whether the model uses the library's attention.
         readers: How many layers without keys of their own also attend to this layer's keys.
     """
 
     is_croppable = False  # evicted tokens cannot be restored, so a rollback may fail
 
-    def __init__(self, cache: Cache, pads: Tensor | None, own_attention: bool, readers: int = 0):
+    def __init__(self, cache: Cache, conversation: Conversation, own_attention: bool, readers: int = 0):
         self.cache = cache
         super().__init__()
+        self.conversation = conversation
         self.own_attention = own_attention
-        self.pads = pads
-        self.seen_pads: Tensor | None = None  # int32 [b], from the mask of the first step
         self.readers = readers
         self.reads = 0  # how many layers have attended in the last step
         self.before = 0  # tokens seen before the last step
@@ -90,22 +90,9 @@ class EvictingLayer(DynamicLayer):
         if self.cache.rope is not None:
             # transformers rounds cosines and sines to the model's dtype
             self.cache.rope = self.cache.rope.to(self.device, self.dtype)
-        pads = self.padding(key_states.shape[0])
+        pads = self.conversation.padding(key_states.shape[0])
         if pads is not None and pads.any():
             self.cache.set_pads(pads.to(self.device))
-
-    def padding(self, rows: int) -> Tensor | None:
-        """Return how many pads each row begins with, int32 [rows]; None if that is unknown."""
-        if self.cache.seen:
-            return self.cache.padding
-        if self.pads is None:
-            return self.seen_pads
-        if rows % self.pads.numel():
-            raise ValueError(
-                f"KVCache: pads must have one entry per row of the batch, expected {rows}, got {self.pads.numel()}"
-            )
-        # generate() repeats each prompt for its beams and return sequences, adjacent to each other
-        return self.pads.repeat_interleave(rows // self.pads.numel())
 
     @eager
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -144,7 +131,7 @@ class EvictingLayer(DynamicLayer):
 
     def reset(self) -> None:
         self.cache.reset()
-        self.is_initialized, self.seen_pads, self.reads = False, None, 0
+        self.is_initialized, self.reads = False, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.is_initialized:
@@ -192,15 +179,17 @@ class KVCache(DynamicCache):
         rope: The rotary embedding, for policies that place tokens at the positions of their slots; see `kvops.Cache`.
             None: the model's own (`model_rope`).
         storage: How keys are stored with a rope, "pre_rope" or "post_rope"; see `kvops.Cache`.
-        attention_mask: int or bool [b, n], the mask of the first prompt, if its rows are left-padded.
-        pads: int [b], how many pads each row starts with: the same information in short form. With the library's
-            attention neither is needed, because the model's attention mask shows the padding. The exception is a prompt
-            read in chunks whose first chunk is all padding in some row. If given, they must agree with the mask. The
-            attention of transformers does not show its mask to a cache. There a padded batch without `attention_mask`
-            or `pads` gives wrong text, because pads are scored and kept as tokens.
+        attention_mask: int or bool [b, n], the mask of the first prompt, if its rows are left-padded. `generate` needs
+            neither this nor `pads`, because it shows its mask. Nor does a forward, `model(...)`, with the library's
+            attention, unless it reads a prompt in chunks whose first one is all padding in some row. If given, they
+            must agree with the mask. A forward with the attention of transformers does not show its mask to a cache.
+            There a padded batch without `attention_mask` or `pads` gives wrong text, because pads are scored and kept
+            as tokens.
+        pads: int [b], how many pads each row starts with: the same information in short form.
 
     Attributes:
         policy: The policy.
+        conversation: Which tokens and which padding the cache has seen.
         stages: Bytes that all caches held after each stage of LAQ or KVzip; empty before `lookahead` or `repeat`, and
             for other policies.
         peak_bytes: The most bytes that the evicting layers held at any time.
@@ -227,22 +216,20 @@ class KVCache(DynamicCache):
         attention_mask: Tensor | None = None,
         pads: Tensor | Sequence[int] | None = None,
     ):
-        check(config, policy)
-        pads = _pads(attention_mask, pads)
+        check("KVCache", config, policy)
+        conversation = Conversation(declared_pads(attention_mask, pads))
         own = config.get_text_config(decoder=True)._attn_implementation == ATTENTION
         if own:
             check_attention("KVCache", config)
         else:
-            _check_stock_attention(policy, pads is not None and bool(pads.any()))
+            _check_stock_attention(policy, conversation.declared)
         super().__init__(config=config)
-        self.policy = policy
+        self.policy, self.conversation, self._own = policy, conversation, own
         self.stages: list[Stage] = []  # filled by `lookahead` and `repeat`
         self._staged = False  # whether `generate` will run the lookahead
         self._asked = False  # whether mask sizes were requested for a mask that the library has yet to make
-        self._masked = 0  # how many tokens, cached and new, the library's last mask covered
+        self._masked = 0  # how many tokens, cached and new, the last mask covered
         self._peak = 0  # bytes
-        #: int64 [b, n]: the last prompt that `generate` was called with, see `turns`.
-        self._prompt: Tensor | None = None
         config = config.get_text_config(decoder=True)
         self._kv_heads = _kv_heads(config)
         cross = getattr(config, "cross_attention_layers", None) or ()  # an image's keys, which never grow
@@ -258,7 +245,7 @@ class KVCache(DynamicCache):
                     f"{policy!r} for all of them; use positions='original'"
                 )
             cache = Cache(policy, layer=layer, num_layers=len(evicting), rope=rope, storage=storage)
-            self.layers[i] = EvictingLayer(cache, pads, own, readers)
+            self.layers[i] = EvictingLayer(cache, conversation, own, readers)
         if not evicting:
             warnings.warn("KVCache: this model has no full-attention layer, so nothing is evicted", stacklevel=2)
 
@@ -299,6 +286,12 @@ class KVCache(DynamicCache):
                 "KVCache: expected the library's attention, which this cache was made for, got a model with another; "
                 "set the attention (kvops.hf.use_attention, set_attn_implementation) before making the cache"
             )
+        if not self._own and len(cache) != cache.seen and self._masked != cache.seen + tokens:
+            raise NotImplementedError(
+                f"KVCache: expected the causal mask over the {len(cache)} slots that are left of {cache.seen} tokens, "
+                "which transformers makes by the cache's sizes, got a forward that did not ask for them, as with a "
+                "mask of four dims; pass the model a mask [batch, tokens], or none"
+            )
         if cache.seen and tokens == 1 and cache.policy.staged and not (self.stages or self._staged):
             stage = "lookahead" if isinstance(cache.policy, LAQ) else "repeat"
             raise RuntimeError(
@@ -323,67 +316,37 @@ class KVCache(DynamicCache):
         slots, offset = super().get_mask_sizes(query_length, layer_idx)
         if isinstance(slots, Slots):
             slots.cache, self._asked = self, True
+        elif not self._own and isinstance(self.layers[layer_idx], EvictingLayer):
+            self._masked = offset + slots
         return slots, offset
 
     def reset(self) -> None:
         super().reset()
         self.stages, self._staged, self._asked, self._masked, self._peak = [], False, False, 0, 0
-        self._prompt = None
+        self.conversation.reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        self._prompt = None  # its rows are no longer those of the cache
+        self.conversation.map_rows(lambda ids: ids.index_select(0, beam_idx.to(ids.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._prompt = None
+        self.conversation.map_rows(lambda ids: ids.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._prompt = None
+        self.conversation.map_rows(lambda ids: ids[indices.to(ids.device)])
 
-    def _see_padding(self, mask: Tensor | None, rows: int, tokens: int) -> None:
-        """Take the padding from a step's mask, or check that it has not changed.
+    def check_padding(self, pads: Tensor | None) -> None:
+        """Raise if the model's attention cannot serve the policy with this padding, int32 [b] or None."""
+        if not self._own:
+            _check_stock_attention(self.policy, pads)
 
-        mask: bool [rows, seen + tokens], or None; tokens: how many the step has.
-        """
-        layers = self.evicting_layers
-        seen = layers[0].cache.seen
-        self._asked, self._masked = False, seen + tokens
-        if seen == 0:
-            for layer in layers:
-                layer.seen_pads = None
-        if mask is None:
-            return
-        if mask.shape != (rows, seen + tokens):
-            raise ValueError(
-                f"KVCache: attention_mask must cover the tokens seen and the new ones, expected [{rows}, {seen} + "
-                f"{tokens}], got {list(mask.shape)}; a cache is for one conversation, make a new KVCache for a new "
-                "prompt"
-            )
-        pads = (mask.cumsum(1) == 0).sum(1, dtype=torch.int32)
-        if ((~mask).sum(1) != pads).any():
-            raise ValueError(
-                "KVCache: attention_mask must be padded on the left (0s, then 1s), got 0s elsewhere; use a tokenizer "
-                "with padding_side='left' (an evicting cache does not support pads on the right or between the turns "
-                "of a conversation)"
-            )
-        known = layers[0].padding(rows)
-        if seen or known is not None:
-            known = torch.zeros_like(pads) if known is None else known.to(pads.device)
-            if not torch.equal(pads, known.clamp(max=seen + tokens)):
-                raise ValueError(
-                    "KVCache: attention_mask must begin with the pads that were declared or that the first step had, "
-                    f"expected {known.tolist()}, got {pads.tolist()}"
-                )
-            return
-        if (pads == tokens).any():
-            raise ValueError(
-                "KVCache: expected a token in every row of the first step, got a row of pads only, and more pads may "
-                "follow in the next chunk; give the KVCache the whole attention_mask, or pads"
-            )
-        for layer in layers:
-            layer.seen_pads = pads
+    def _see_mask(self, mask: Tensor | None, rows: int, tokens: int) -> None:
+        """Check the mask of a forward with `tokens` new tokens: bool [rows, seen + tokens], or None."""
+        first = self.evicting_layers[0].cache
+        self._asked, self._masked = False, first.seen + tokens
+        self.conversation.see(mask, rows, first.seen, tokens, first.padding)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, as transformers does with the rejected tokens of a draft.
@@ -411,8 +374,7 @@ class KVCache(DynamicCache):
             except Exception:
                 self.layers = before
                 raise
-        if self._prompt is not None:
-            self._prompt = self._prompt[:, : self.get_seq_length()]
+        self.conversation.crop(self.get_seq_length())
 
     def freeze(self) -> None:
         """Stop evicting until `reset`: the compressed prompt stays as it is, and all later tokens are kept."""
@@ -439,19 +401,19 @@ class KVCache(DynamicCache):
         return out
 
 
-def check(config: PreTrainedConfig, policy: Policy) -> None:
+def check(who: str, config: PreTrainedConfig, policy: Policy) -> None:
     """Raise for a config or policy that cannot work with any batch."""
     if not isinstance(config, PreTrainedConfig):
-        raise TypeError(f"KVCache: config must be a transformers config (model.config), got {type(config).__name__}")
-    check_policy("KVCache", policy)
+        raise TypeError(f"{who}: config must be a transformers config (model.config), got {type(config).__name__}")
+    check_policy(who, policy)
     if config.is_encoder_decoder:
         raise NotImplementedError(
-            "KVCache: encoder-decoder models need two caches and are not supported; use a cache of transformers"
+            f"{who}: encoder-decoder models need two caches and are not supported; use a cache of transformers"
         )
     text = config.get_text_config(decoder=True)
     if why := architectures.lookup(text).cache:
         raise NotImplementedError(
-            f"KVCache: models of type {text.model_type!r} are not supported: {why}; use a cache of transformers"
+            f"{who}: models of type {text.model_type!r} are not supported: {why}; use a cache of transformers"
         )
 
 
@@ -474,8 +436,9 @@ def _readers(config: PreTrainedConfig, layer: int) -> int:
     return 0 if kinds[layer] in kinds[layer + 1 : first] else kinds[first:].count(kinds[layer])
 
 
-def _check_stock_attention(policy: Policy, padded: bool) -> None:
-    """Raise for policies that the attention of transformers and its masks cannot support."""
+def _check_stock_attention(policy: Policy, pads: Tensor | None) -> None:
+    """Raise for policies that the attention of transformers and its masks cannot support. pads: int32 [b], or None."""
+    padded = pads is not None and bool(pads.any())
     if policy.uses_queries:
         why = "uses queries, which the attention of transformers does not pass to a cache"
     elif policy.positions == "slots":
@@ -487,31 +450,3 @@ def _check_stock_attention(policy: Policy, padded: bool) -> None:
     else:
         return
     raise ValueError(f"KVCache: {policy!r} {why}; call kvops.hf.use_attention(model) before making the cache")
-
-
-def _pads(attention_mask: Tensor | None, pads: Tensor | Sequence[int] | None) -> Tensor | None:
-    """Return the pad counts, int32 [b] on the CPU; None if they were not declared."""
-    if attention_mask is not None:
-        if pads is not None:
-            raise ValueError("KVCache: expected attention_mask or pads, got both")
-        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
-            raise ValueError("KVCache: attention_mask must be a tensor [batch, tokens] of 0 and 1")
-        mask = attention_mask.cpu() != 0
-        if not (mask.cummax(1).values == mask).all() or not mask.any(1).all():
-            raise ValueError(
-                "KVCache: attention_mask must be padded on the left (0s, then 1s), with a 1 in every row; use a "
-                "tokenizer with padding_side='left'"
-            )
-        pads = (~mask).sum(1)
-    if pads is None:
-        return None
-    try:
-        counts = torch.as_tensor(pads, device="cpu")
-        integers = counts.dim() == 1 and counts.numel() and not (counts.is_floating_point() or counts.is_complex())
-        fits = integers and counts.dtype != torch.bool and ((counts >= 0) & (counts < 2**31)).all()
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # not numbers, ragged, or beyond 64 bits
-        fits = False
-    if not fits:
-        got = pads.tolist() if isinstance(pads, Tensor) else pads
-        raise ValueError(f"KVCache: pads must be one integer per row of the batch, >= 0 and < 2^31, got {got}")
-    return counts.to(torch.int32)

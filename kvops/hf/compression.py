@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -20,10 +21,11 @@ from transformers.generation.utils import GenerateOutput
 
 from ..methods import Policy
 from ..methods.table import policy as policy_of
-from .arguments import CACHE, given_cache
+from .arguments import CACHE, by_name, given_cache
 from .attention import own_attention, unwrap
 from .cache import KVCache, check
 from .generation import Lookahead, setting
+from .turns import check_caching
 
 
 class Compression:
@@ -37,6 +39,7 @@ class Compression:
         self.policy = policy
         self._model, self._outer = model, outer
         self._open = True
+        self._within = _running_generators()  # those that run around the `with` statement
         self._here = threading.local()  # the last cache of each thread, freed when the thread ends
         self._last: KVCache | None = None  # the last cache of any thread
 
@@ -68,9 +71,9 @@ class Compression:
             f"{_size(cache.peak_bytes)} at a time"
         )
 
-    def _new_cache(self, attention_mask: Tensor | None = None) -> KVCache:
+    def _new_cache(self) -> KVCache:
         self._here.cache = self._last = None  # frees the last call's memory for this one
-        return self._record(KVCache(self._model.config, self.policy, attention_mask=attention_mask))
+        return self._record(KVCache(self._model.config, self.policy))
 
     def _record(self, cache: KVCache) -> KVCache:
         self._here.cache = self._last = cache
@@ -111,9 +114,11 @@ def compress(model: torch.nn.Module, policy: Policy | str) -> Iterator[Compressi
     `Thread(target=contextvars.copy_context().run, args=(model.generate,), kwargs=inputs)`. Keep the block open until
     such a thread has begun to generate. The model keeps the library's attention until the call is done. Threads that
     call the model without compression at the same time need their own model, or `kvops.hf.generate` instead of the
-    block.
+    block. Generators share their caller's context. If several take turns, a call in one of them belongs to the block
+    that this generator has entered.
 
-    When the block ends, the model is as it was before, also after an exception.
+    When the block ends, the model is as it was before, also after an exception. Inside the block `copy.deepcopy` and
+    pickling of the model raise; copy it before.
 
     Args:
         model: A causal language model of transformers. PEFT or `torch.compile` may have wrapped it.
@@ -214,7 +219,7 @@ def _checked(who: str, model: torch.nn.Module, policy: Policy | str) -> tuple[Pr
     if isinstance(policy, str):
         policy = policy_of(policy)
     inner = unwrap(who, model)
-    check(inner.config, policy)
+    check(who, inner.config, policy)
     return inner, policy.for_model(inner)
 
 
@@ -232,6 +237,17 @@ _hooked: dict[PreTrainedModel, _Hooked] = {}
 _hooking = threading.Lock()
 #: The innermost block of each model that this context has entered.
 _entered: ContextVar[Mapping[PreTrainedModel, Compression]] = ContextVar("kvops.hf.compress", default={})  # noqa: B039
+
+
+def _running_generators() -> frozenset[FrameType]:
+    """Return the frames of the generators and coroutines that run now."""
+    suspends = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+    frames, frame = [], inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_flags & suspends:
+            frames.append(frame)
+        frame = frame.f_back
+    return frozenset(frames)
 
 
 def _innermost(model: PreTrainedModel) -> Compression | None:
@@ -256,7 +272,7 @@ def _enter(block: Compression) -> None:
 def _leave(block: Compression) -> None:
     model = block._model
     with _hooking:
-        block._open = False
+        block._open, block._within = False, frozenset()
         blocks, before = _hooked[model]
         blocks.remove(block)
         if not blocks:
@@ -272,6 +288,11 @@ def _leave(block: Compression) -> None:
 def _block(model: PreTrainedModel) -> Compression | None:
     """Return the block that a call belongs to; None if all have ended."""
     if (block := _innermost(model)) is not None:
+        running, outer = _running_generators() if block._outer else frozenset(), block._outer
+        while outer is not None:
+            if running & outer._within - block._within:  # generators take turns: another one has entered `block`
+                block = outer
+            outer = outer._outer
         return block
     with _hooking:
         blocks = list(_hooked[model].blocks) if model in _hooked else []
@@ -290,11 +311,22 @@ def _block(model: PreTrainedModel) -> Compression | None:
 
 # Attributes that the model gets while a block is open. Hooks of torch would not work: PEFT calls `forward` itself, and
 # compiled models ignore hooks that are added later.
-_HOOKS = ("generate", "forward", "init_continuous_batching")
+_METHODS = ("generate", "forward", "init_continuous_batching")
+_HOOKS = ("_kvops_uncopyable", *_METHODS)
 
 
-def _hooks(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
-    displaced = {name: getattr(model, name) for name in _HOOKS if hasattr(model, name)}
+class _Uncopyable:
+    """Refuses `copy.deepcopy` and `pickle` of a model that has hooks, which call the original."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise RuntimeError(
+            "compress: expected no copy.deepcopy or pickle of the model inside the block, because the copy would run "
+            "the original's weights; copy the model before the block"
+        )
+
+
+def _hooks(model: PreTrainedModel) -> dict[str, Any]:
+    displaced = {name: getattr(model, name) for name in _METHODS if hasattr(model, name)}
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         if isinstance(given_cache(kwargs), KVCache):  # a further turn, or a call of `kvops.hf.generate`
@@ -305,7 +337,7 @@ def _hooks(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
                 "compress: expected an open block, got a call of its `model.generate` after it had ended; keep the "
                 "block open until the thread that generates is done"
             )
-        return _generate(block, displaced["generate"], _by_name(displaced["generate"], args, kwargs))
+        return _generate(block, displaced["generate"], by_name(displaced["generate"], args, kwargs))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if isinstance(given_cache(kwargs), KVCache):  # a step of generate, or of the caller's own loop
@@ -320,23 +352,23 @@ def _hooks(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
 
     # Excluded from compiled graphs, which cannot create a cache per call. What it calls is compiled as before.
     hooks = generate, torch.compiler.disable(forward, recursive=False), init_continuous_batching
-    return {
+    methods = {
         name: functools.wraps(displaced[name])(hook)  # transformers inspects their parameters
-        for name, hook in zip(_HOOKS, hooks)
+        for name, hook in zip(_METHODS, hooks)
         if name in displaced
     }
+    return {_HOOKS[0]: _Uncopyable(), **methods}
 
 
 def _generate(block: Compression, function: Callable[..., Any], call: dict[str, Any]) -> Any:
     model = block._model
     with own_attention(model):  # it checks the model; and the block may end before the call does
         _check_settings(model, call)
-        mask = call.get("attention_mask")
-        cache = block._new_cache(mask)
+        cache = block._new_cache()
         if block.policy.staged:
             cache._staged = True
             processors = call.get("logits_processor") or ()
-            call["logits_processor"] = LogitsProcessorList([*processors, Lookahead(model, cache, mask, call)])
+            call["logits_processor"] = LogitsProcessorList([*processors, Lookahead(model, cache, call)])
         try:
             return function(**{**call, CACHE: cache})
         finally:
@@ -362,7 +394,7 @@ def _check_settings(model: PreTrainedModel, call: dict[str, Any]) -> None:
 def _forward(
     model: PreTrainedModel, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    call = _by_name(function, args, kwargs)
+    call = by_name(function, args, kwargs)
     if isinstance(given_cache(call), KVCache):
         return function(**call)
     _check_no_other(call)
@@ -370,6 +402,7 @@ def _forward(
     if use_cache is None:
         use_cache = getattr(model.config.get_text_config(decoder=True), "use_cache", True)
     if use_cache and (block := _block(model)) is not None:
+        check_caching("compress", model)
         call[CACHE] = block._new_cache()  # the library's attention takes the padding from the mask
     return function(**call)
 
@@ -379,17 +412,9 @@ def _check_no_other(call: dict[str, Any]) -> None:
     if (cache := given_cache(call)) is not None:
         raise ValueError(
             "compress: expected no past_key_values (the cache is made from the policy), or a kvops.hf.KVCache to "
-            f"continue with, got {type(cache).__name__}"
+            f"continue with, got {type(cache).__name__} (adapters by prefix tuning bring a cache of their own, and are "
+            "not supported)"
         )
-
-
-def _by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, all by name."""
-    if not args:
-        return dict(kwargs)
-    signature = inspect.signature(function)
-    signature.bind_partial(*args, **kwargs)  # raises TypeError for too many arguments, or the same one twice
-    return {**dict(zip(signature.parameters, args)), **kwargs}
 
 
 def _size(size: float) -> str:

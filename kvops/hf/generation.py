@@ -215,17 +215,16 @@ class Lookahead(LogitsProcessor):
     Args:
         model: As in `lookahead`.
         cache: As in `lookahead`.
-        attention_mask: As in `lookahead`.
         call: The arguments of `model.generate`.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, attention_mask: Tensor | None, call: Mapping[str, Any]):
-        self.model, self.cache, self.mask = model, cache, attention_mask
+    def __init__(self, model: PreTrainedModel, cache: KVCache, call: Mapping[str, Any]):
+        self.model, self.cache = model, cache
         self.ends = setting(model, call, "eos_token_id")
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not self.cache.stages:
-            run_stages(self.model, self.cache, input_ids, scores, self.mask, self.ends)
+            run_stages(self.model, self.cache, input_ids, scores, eos_token_id=self.ends)
         return scores
 
 

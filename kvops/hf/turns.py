@@ -2,84 +2,173 @@
 
 transformers assumes that the prompt begins with the cached tokens. It feeds whatever follows the first
 `get_seq_length()` token ids and never compares those before. An unrelated prompt therefore loses its beginning and
-continues the old text. A prompt that is too short loses its beginning too, or is fed whole after the old one.
+continues the old text. A prompt that is too short loses its beginning too, or is fed whole after the old one. It also
+counts positions by the attention mask, whatever its length, and drops a mask without zeros before any forward.
 
-A cache never sees token ids, so this module wraps `generate` for calls with a `KVCache`. All other calls are unchanged.
+A cache never sees token ids or such masks, so this module wraps `generate` for calls with a `KVCache`. It checks the
+call against the cache's `Conversation`, declares the padding of the mask, and adds a logits processor that notes which
+tokens the cache has read. All other calls are unchanged.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from .arguments import given_cache
+from .arguments import by_name, given_cache
 from .cache import KVCache
+from .conversation import REMEDY
+from .generation import setting
 
-_REMEDY = (
-    "for a new prompt make a new KVCache (kvops.hf.compress makes one for every call); to continue the conversation "
-    "pass the token ids of all of it, its replies as generate returned them, or the new ids with an attention_mask "
-    "over all tokens"
-)
 _generate = GenerationMixin.generate
 
 
 @functools.wraps(_generate)
 def _generate_with_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
     cache = given_cache(kwargs)
-    if isinstance(cache, KVCache):
-        inputs = args[0] if args else kwargs.get("inputs")
-        check_prompt(
-            cache,
-            kwargs.get("input_ids") if inputs is None else inputs,
-            kwargs.get("inputs_embeds"),
-            kwargs.get("attention_mask"),
-        )
-    return _generate(self, *args, **kwargs)
-
-
-def check_prompt(cache: KVCache, ids: Any, embeds: Any, mask: Any) -> None:
-    """Check that a prompt continues what the cache holds, and remember its token ids for the next check.
-
-    Args:
-        cache: the cache of the call.
-        ids: int64 [b, n], the whole conversation; or only its new tokens, if `mask` covers all of it; or None.
-        embeds: [b, n, hidden], the whole conversation, in place of `ids`; or None.
-        mask: int [b, n] or [b, tokens cached and new]; or None.
-
-    Raises:
-        ValueError: the prompt has no token that the cache has not seen, or differs from the cached prompt.
-    """
-    whole = ids if embeds is None else embeds
-    if not isinstance(whole, Tensor) or whole.dim() < 2:
-        return
-    n, seen = whole.shape[1], cache.get_seq_length()
-    if embeds is None and isinstance(mask, Tensor) and (mask.dim() != 2 or mask.shape[1] != n):
-        return  # transformers takes all ids for new tokens
-    if seen and n <= seen:
-        raise ValueError(
-            f"KVCache: expected a prompt that continues the {seen} tokens that this cache has seen, got one of {n}; "
-            f"{_REMEDY}"
-        )
-    if not (embeds is None and isinstance(ids, Tensor) and ids.dim() == 2):
-        cache._prompt = None
-        return
-    known = cache._prompt
-    if seen and known is not None and known.shape[0] == ids.shape[0]:
-        known = known[:, :seen].to(ids.device)
-        differs = known != ids[:, : known.shape[1]]
-        if isinstance(mask, Tensor):
-            differs &= mask[:, : known.shape[1]].to(ids.device) != 0  # padding may have any id
-        if differs.any():
-            row, token = differs.nonzero()[0].tolist()
-            raise ValueError(
-                f"KVCache: expected a prompt that continues the {seen} tokens that this cache has seen, got another "
-                f"one: row {row} differs from token {token} on; {_REMEDY}"
-            )
-    cache._prompt = ids.detach().clone(memory_format=torch.contiguous_format)
+    if not isinstance(cache, KVCache):
+        return _generate(self, *args, **kwargs)
+    call = by_name(functools.partial(_generate, self), args, kwargs)
+    check_caching("KVCache", self)
+    pads, before = _check_prompt(self, cache, call)
+    note = _Note(cache, before)
+    call["logits_processor"] = LogitsProcessorList([note, *(call.get("logits_processor") or ())])
+    with cache.conversation.declaring(pads):
+        return _generate(self, **call)
 
 
 GenerationMixin.generate = _generate_with_cache  # type: ignore[method-assign]
+
+
+def check_caching(who: str, model: PreTrainedModel) -> None:
+    """Raise for a model that would run without its cache."""
+    if model.training and any(getattr(x, "gradient_checkpointing", False) for x in model.modules()):
+        raise ValueError(
+            f"{who}: {type(model).__name__} is in train mode with gradient checkpointing, for which transformers "
+            "switches the cache off, so the model would read no context; call model.eval()"
+        )
+
+
+def _check_prompt(model: PreTrainedModel, cache: KVCache, call: dict[str, Any]) -> tuple[Tensor | None, int | None]:
+    """Check that a call of `generate` continues what the cache holds, and add the mask that transformers would infer.
+
+    Args:
+        model: The model.
+        cache: The cache of the call.
+        call: The arguments, by name. Token ids, int64 [b, n], are the whole conversation; or only its new tokens, if
+            attention_mask covers all of it. Embeddings [b, n, hidden] are the whole conversation.
+
+    Returns:
+        The padding of an empty cache, int32 [b], or None. And how many tokens precede the token ids of the call: 0, or
+        those that the cache has seen; None if that is unknown.
+
+    Raises:
+        ValueError: The prompt has no token that the cache has not seen, or differs from the cached tokens, or the mask
+            does not fit. The cache stays unchanged.
+    """
+    talk, seen = cache.conversation, cache.get_seq_length()
+    embeds, ids = call.get("inputs_embeds"), call.get("inputs")
+    ids = call.get("input_ids") if ids is None else ids
+    prompt = ids if embeds is None else embeds
+    if seen and prompt is None:
+        raise ValueError(f"KVCache: expected a prompt that continues the {seen} cached tokens, got none; {REMEDY}")
+    if not isinstance(prompt, Tensor) or prompt.dim() < 2:
+        return None, 0 if prompt is None else None
+    if talk.virtual:
+        raise ValueError(
+            f"KVCache: expected a cache without virtual tokens for a further prompt, got one with {talk.virtual} "
+            "(prompt tuning), by which transformers would miscount the new tokens; make a new KVCache for each prompt"
+        )
+    rows, n = prompt.shape[:2]
+    known = _padding(cache, rows)
+    mask = call.get("attention_mask")
+    if mask is None:
+        mask = _mask_of_padding(known, prompt) if embeds is not None else _inferred_mask(model, call, ids, known)
+    elif not isinstance(mask, Tensor) or mask.dim() != 2:
+        got = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"KVCache: attention_mask must be a tensor [batch, tokens] of 0 and 1, got {got}")
+    new = bool(seen) and embeds is None and mask is not None and mask.shape[1] != n  # so does transformers decide
+    if seen and not new and n <= seen:
+        raise ValueError(
+            f"KVCache: expected a prompt that continues the {seen} tokens that this cache has seen, got one of {n}; "
+            f"{REMEDY}"
+        )
+    before, pads = None if embeds is not None else seen if new else 0, None
+    if mask is not None:
+        pads = talk.check_mask(mask, rows, seen, n if new else n - seen, known)
+        call["attention_mask"] = mask
+    if not seen:
+        cache.check_padding(pads)
+        return pads, before
+    if embeds is None and not new and prompt.dim() == 2:
+        talk.check_ids(prompt, seen, known)
+    return None, before
+
+
+def _padding(cache: KVCache, rows: int) -> Tensor | None:
+    """Return the known padding of a call's rows, int32 [rows]; None if there is none."""
+    layers = cache.evicting_layers
+    if not layers or not layers[0].cache.seen:
+        return cache.conversation.padding(rows)
+    pads = layers[0].cache.padding
+    beams = 1 if pads is None else max(1, len(pads) // rows)  # of each row, which all have its padding
+    return None if pads is None else pads[::beams]
+
+
+def _mask_of_padding(pads: Tensor | None, prompt: Tensor) -> Tensor | None:
+    """Return the mask of a prompt [b, n, ...] with this padding, int64 [b, n]; None without padding."""
+    if pads is None or not pads.any():
+        return None
+    return (torch.arange(prompt.shape[1], device=prompt.device) >= pads.to(prompt.device)[:, None]).long()
+
+
+def _inferred_mask(model: PreTrainedModel, call: Mapping[str, Any], ids: Tensor, pads: Tensor | None) -> Tensor | None:
+    """Return the mask that transformers infers from pad tokens, int64 [b, n], or that of the known padding."""
+    if ids.dim() != 2 or ids.is_floating_point():
+        return None
+    pad, ends = (setting(model, call, name) for name in ("pad_token_id", "eos_token_id"))
+    if pad is not None and not torch.isin(torch.as_tensor(pad), torch.as_tensor([] if ends is None else ends)).any():
+        mask = ids.ne(torch.as_tensor(pad, device=ids.device)).long()
+        if not mask.all():
+            return mask
+    return _mask_of_padding(pads, ids)
+
+
+class _Note(LogitsProcessor):
+    """Notes the token ids that the cache has read after each forward. It returns the logits unchanged.
+
+    Beam search and drafts call it with the rows and tokens that the cache holds at that time.
+
+    Args:
+        cache: The cache of the call.
+        before: How many tokens precede the token ids of the call; None if that is unknown.
+    """
+
+    def __init__(self, cache: KVCache, before: int | None):
+        talk = cache.conversation
+        self.cache, self.before, self.seen = cache, before, cache.get_seq_length()
+        self.known = talk.ids[:, : self.seen - talk.first] if before and talk.ids is not None else None
+        self.first: int | None = None  # how many tokens precede `input_ids`
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        talk = self.cache.conversation
+        if self.first is None:  # after the prefill
+            seen = self.cache.get_seq_length()
+            if self.cache.evicting_layers and seen == self.seen:
+                raise RuntimeError(
+                    "KVCache: expected the model to read the prompt into this cache, got a forward with another cache "
+                    "or none: adapters by prefix tuning (PEFT) replace the cache by one of their own; use a cache of "
+                    "transformers"
+                )
+            self.first = seen - input_ids.shape[1]
+            talk.virtual = 0 if self.before is None else self.first - self.before
+        if self.known is not None and len(self.known) == len(input_ids):
+            talk.ids = torch.cat((self.known.to(input_ids.device), input_ids), 1)
+        else:
+            talk.ids, talk.first = input_ids.clone(), self.first
+        return scores
