@@ -14,6 +14,7 @@ import kvops
 from kvops import ops
 from kvops.ladder import make_ladder
 from kvops.lag import kept_length
+from kvops.methods.budgets import fraction_of
 from kvops.rope import Rope
 
 from . import eager
@@ -236,7 +237,7 @@ class Case:
 
     @cached_property
     def lagkv_out(self) -> tuple[Tensor, Tensor]:
-        kept = kept_length(self.n, SINK, self.lag, int(self.ratio * self.lag))
+        kept = kept_length(self.n, SINK, self.lag, fraction_of(self.ratio, self.lag))
         k, v = (x[:, :, :kept].clone(memory_format=torch.contiguous_format) for x in self._source)
         return k, v
 
@@ -295,7 +296,7 @@ def size(*tensors: Tensor) -> int:
 
 def _lagkv_parts(c: Case) -> None:
     scores = ops.lag_score(c.k, c.v, lag=c.lag, prefix=SINK)
-    ops.select_topk(scores, k=int(c.ratio * c.lag), sinks=SINK, seq_len=c.n)
+    ops.select_topk(scores, k=fraction_of(c.ratio, c.lag), sinks=SINK, seq_len=c.n)
     for x in c.lagkv_out:
         x.clone()
 

@@ -19,6 +19,7 @@ import torch
 
 from ..bench.record import origin
 from ..demo import MODEL, TEXT
+from ..methods.budgets import budget_tokens
 from . import models
 from .methods import METHODS, Rule, Unreachable, options_of, rule
 from .results import CODE, Cell, Results, fingerprint, load
@@ -152,7 +153,7 @@ def batch_size(a: argparse.Namespace, task: Task) -> int:
 
 def tokens(budgets: list[int | float], context: int) -> list[int]:
     """Convert fractions of the context to tokens."""
-    return [x if isinstance(x, int) else max(1, int(x * context)) for x in budgets]
+    return [budget_tokens("budget", x, context) for x in budgets]
 
 
 def cells(a: argparse.Namespace) -> Iterator[tuple[Cell, Rule]]:

@@ -296,8 +296,8 @@ def _block(model: PreTrainedModel) -> Compression | None:
         return block
     with _hooking:
         blocks = list(_hooked[model].blocks) if model in _hooked else []
-    outer = {id(x._outer) for x in blocks}
-    inner = [x for x in blocks if id(x) not in outer]
+    around = {id(x._outer) for x in blocks}
+    inner = [x for x in blocks if id(x) not in around]
     if any(x.policy != inner[-1].policy for x in inner):
         raise RuntimeError(
             "compress: this thread has entered no block, so it expected all open blocks to have the same policy, got "

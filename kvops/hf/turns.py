@@ -88,7 +88,8 @@ def _check_prompt(model: PreTrainedModel, cache: KVCache, call: dict[str, Any]) 
     known = _padding(cache, rows)
     mask = call.get("attention_mask")
     if mask is None:
-        mask = _mask_of_padding(known, prompt) if embeds is not None else _inferred_mask(model, call, ids, known)
+        mask = _inferred_mask(model, call, prompt) if embeds is None else None
+        mask = _mask_of_padding(known, prompt) if mask is None else mask
     elif not isinstance(mask, Tensor) or mask.dim() != 2:
         got = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"KVCache: attention_mask must be a tensor [batch, tokens] of 0 and 1, got {got}")
@@ -127,16 +128,15 @@ def _mask_of_padding(pads: Tensor | None, prompt: Tensor) -> Tensor | None:
     return (torch.arange(prompt.shape[1], device=prompt.device) >= pads.to(prompt.device)[:, None]).long()
 
 
-def _inferred_mask(model: PreTrainedModel, call: Mapping[str, Any], ids: Tensor, pads: Tensor | None) -> Tensor | None:
-    """Return the mask that transformers infers from pad tokens, int64 [b, n], or that of the known padding."""
+def _inferred_mask(model: PreTrainedModel, call: Mapping[str, Any], ids: Tensor) -> Tensor | None:
+    """Return the mask that transformers infers from pad tokens, int64 [b, n]; None if there is none."""
     if ids.dim() != 2 or ids.is_floating_point():
         return None
     pad, ends = (setting(model, call, name) for name in ("pad_token_id", "eos_token_id"))
     if pad is not None and not torch.isin(torch.as_tensor(pad), torch.as_tensor([] if ends is None else ends)).any():
         mask = ids.ne(torch.as_tensor(pad, device=ids.device)).long()
-        if not mask.all():
-            return mask
-    return _mask_of_padding(pads, ids)
+        return None if mask.all() else mask
+    return None
 
 
 class _Note(LogitsProcessor):

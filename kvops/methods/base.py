@@ -37,7 +37,7 @@ from ..checks import (
 )
 from ..ops import compact_kv_, gather_kv
 from ..rope import Rope
-from .budgets import Budget, budget_tokens, head_budgets, recent_tokens, valid_slots
+from .budgets import Budget, budget_tokens, fraction_of, head_budgets, recent_tokens, valid_slots
 from .calling import Layout, one_shot_method
 from .select import all_slots, select_budget, shared_scores
 
@@ -494,7 +494,7 @@ class BudgetPolicy(Policy):
     """A policy that keeps the tokens with the highest scores, as many as its budget allows.
 
     Attributes:
-        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float): max(1, int(budget * n)). In a
+        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end
             in -1.
@@ -554,7 +554,7 @@ class BudgetPolicy(Policy):
 
     def spare(self, keep: int) -> int:
         """The tokens held over a budget of `keep` before an eviction, if prompts and decode are evicted alike."""
-        return max(1, int(BUFFER * keep))
+        return max(1, fraction_of(BUFFER, keep))
 
     def cycled(self, n: int) -> int:
         """The tokens left of n with a buffer that is emptied whenever it is full."""
@@ -663,7 +663,7 @@ class DecodePolicy(BudgetPolicy):
     def spare(self, keep: int) -> int:
         """The buffer of a budget of `keep` tokens."""
         assert self.buffer is not None
-        return self.buffer if isinstance(self.buffer, int) else max(1, int(self.buffer * keep))
+        return self.buffer if isinstance(self.buffer, int) else max(1, fraction_of(self.buffer, keep))
 
     def full(self, view: View, keep: int) -> bool:
         if view.n <= keep or self.of_prompt(view):

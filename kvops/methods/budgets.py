@@ -7,6 +7,7 @@ Inference", Feng et al., 2024, Algorithm 1; with ProtoKV: its Table 4.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,12 +29,31 @@ from ..window import outside_prefix, prefix_lengths, span_ends
 #: int32 [b, Hk] (`kvops.head_budgets`).
 Budget = int | float | Tensor
 
+_N = TypeVar("_N", int, Tensor)
+
+
+def fraction_of(fraction: float, n: _N) -> _N:
+    """This fraction of n tokens, rounded down: floor(fraction * n), exact for a fraction as it is written in decimal.
+
+    In doubles 0.29 * 100 is 28.999999999999996, whose floor would lose a token. The relative error of such a product is
+    less than 2^-51, so a product that close below an integer counts as the integer.
+
+    Args:
+        fraction: In [0, 1].
+        n: An int, or int [..].
+    """
+    if isinstance(n, Tensor):
+        product = n.double() * fraction
+        return (product + product * 2.0**-51).int()
+    product = n * fraction
+    return int(product + product * 2.0**-51)
+
 
 def budget_tokens(op: str, budget: Budget, n: int) -> int:
-    """The tokens to keep of n: an int as it is, a fraction in (0, 1] as max(1, int(fraction * n))."""
+    """The tokens to keep of n: an int as it is, a fraction in (0, 1] rounded down (`fraction_of`), at least 1."""
     check_budget(op, budget)
     budget = plain(budget)
-    return budget if isinstance(budget, int) else max(1, int(float(budget) * n))
+    return budget if isinstance(budget, int) else max(1, fraction_of(float(budget), n))
 
 
 def most_tokens(op: str, budget: Budget, n: int) -> int:
@@ -45,10 +65,10 @@ def most_tokens(op: str, budget: Budget, n: int) -> int:
 
 
 def recent_tokens(op: str, recent: int | float, keep: int) -> int:
-    """The newest tokens to protect among `keep`: an int as it is, a fraction in [0, 1) as int(fraction * keep)."""
+    """The newest tokens to protect among `keep`: an int as it is, a fraction in [0, 1) rounded down (`fraction_of`)."""
     check_recent(op, recent)
     recent = plain(recent)
-    return recent if isinstance(recent, int) else int(recent * keep)
+    return recent if isinstance(recent, int) else fraction_of(recent, keep)
 
 
 def valid_slots(n: int, starts: Tensor | None, lengths: Tensor | None) -> Tensor:
@@ -72,7 +92,7 @@ def row_budgets(
         return keep, budget
     if isinstance(budget, float) and not (starts is None and lengths is None):
         valid = valid_slots(n, starts, lengths)
-        return keep, (valid.double() * budget).int().clamp(min=1).unsqueeze(1)  # truncated fp64, as int() does
+        return keep, fraction_of(budget, valid).clamp(min=1).unsqueeze(1)
     return keep, None
 
 
@@ -87,7 +107,7 @@ def head_budgets(
 ) -> Tensor:
     """Share a layer's budget among its heads: the layer keeps its highest scores, whichever heads they belong to.
 
-    With c = budget - window, each head keeps its int(floor * c) best tokens. The rest of the layer's `Hk * c` tokens
+    With c = budget - window, each head keeps its floor * c (rounded down) best tokens. The rest of the layer's `Hk * c` tokens
     are those with the highest remaining scores of all heads. Each head also keeps its window, which counts towards the
     budget. The budgets of a row add up to exactly `Hk * budget`.
 
@@ -126,11 +146,11 @@ def head_budgets(
     else:
         check_rows_hold(op, budgets, 0, torch.full_like(budgets, window))
     count = budgets - window  # int32 [b, 1]: tokens of a head's prefix, on average
-    least = (count.double() * floor).int()
+    least = fraction_of(floor, count)
     prefix = prefix_lengths(scores, window, starts, lengths)
     best = select_topk(
         scores,
-        k=int(floor * (keep - window)),
+        k=fraction_of(floor, keep - window),
         starts=starts,
         lengths=prefix,
         budgets=least.expand(b, heads).contiguous(),

@@ -22,7 +22,7 @@ from ..checks import check_finite
 from ..ops import select_topk, value_norm
 from ..window import outside_prefix
 from .base import Policy, View
-from .budgets import Budget, row_budgets
+from .budgets import Budget, fraction_of, row_budgets
 from .queries import WindowPolicy
 from .select import select_budget, shared_scores
 
@@ -35,7 +35,7 @@ class CriticalKV(WindowPolicy):
     s[j]    = SnapKV's score: the pooled attention of the prompt's last w queries
     norm[j] = mean over the group's query heads h of ||W_O^h v_j||_1                  (`ops.value_norm`)
     kept    = the w newest tokens;
-              of the c = budget - w others int(first_stage_ratio * c), by s;
+              of the c = budget - w others first_stage_ratio * c, rounded down, by s;
               and the rest by (s + epsilon) * norm
     ```
 
@@ -137,8 +137,8 @@ class CriticalKV(WindowPolicy):
         n, protected = scores.shape[2], self.sinks + recent
         keep, budgets = row_budgets(self.name, budget, scores.shape[:2], n, view.starts, view.lengths)
         if budgets is not None:
-            counts = (budgets - protected).clamp(min=0).double() * self.first_stage_ratio
-            budgets = counts.int().expand(scores.shape[:2]).contiguous()
+            budgets = fraction_of(self.first_stage_ratio, (budgets - protected).clamp(min=0))
+            budgets = budgets.expand(scores.shape[:2]).contiguous()
         # The protected tokens are kept in any case, and a token without a norm is kept last.
         outside = outside_prefix(scores, recent, view.starts, view.end) | weighted.isnan()
         if self.sinks:
@@ -146,7 +146,7 @@ class CriticalKV(WindowPolicy):
             outside = outside | (torch.arange(n, device=scores.device) < first + self.sinks)
         best = select_topk(
             scores.masked_fill(outside, torch.nan),
-            k=int(max(keep - protected, 0) * self.first_stage_ratio),
+            k=fraction_of(self.first_stage_ratio, max(keep - protected, 0)),
             starts=view.starts,
             lengths=view.lengths,
             budgets=budgets,

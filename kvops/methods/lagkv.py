@@ -17,6 +17,7 @@ from ..checks import check_choice, check_finite, check_int, plain
 from ..lag import kept_length, kept_within, num_segments
 from ..ops import lag_score, select_topk
 from .base import HEAD_MODES, Policy, View
+from .budgets import fraction_of
 from .select import all_slots, negative_norms, places, shared_scores
 
 #: With score="l2" these layers keep everything.
@@ -29,14 +30,14 @@ class LagKV(Policy):
     """LagKV: keeps the tokens of each partition that stand out most against the range of the next partition.
 
     The slots after the first `sinks` are cut into partitions of `lag` tokens. Of each complete partition except the
-    last, LagKV keeps the int(ratio * lag) tokens with the highest scores, per head:
+    last, LagKV keeps the floor(ratio * lag) tokens with the highest scores, per head:
 
     ```text
     N     = (X - min Y) / (max Y - min Y)      per channel; X is a partition, Y the next one
     score = softmax(std N of K) + v_weight * softmax(std N of V)
     ```
 
-    Of n >= sinks + 2 lag tokens it keeps sinks + int(ratio * lag) ((n - sinks) // lag - 1) + lag + (n - sinks) % lag
+    Of n >= sinks + 2 lag tokens it keeps sinks + floor(ratio * lag) ((n - sinks) // lag - 1) + lag + (n - sinks) % lag
     (Eq. 10), and of fewer tokens all.
 
     A cache compresses a partition as soon as the next one is complete, in decode once every `lag` tokens. The kept
@@ -53,7 +54,7 @@ class LagKV(Policy):
         score: "std", or "l2": minus the L2 norm of the key. With "l2", V, v_weight and reference are ignored, and
             layers 0 and 1 keep everything, so layers differ in length.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls without padding only): the heads share the Hk int(ratio * lag) tokens
+            mean score. "adaptive" (one-shot calls without padding only): the heads share the Hk floor(ratio * lag) tokens
             of a partition by one threshold for their scores, which are comparable (Limitations). Heads then differ in
             length and end in -1.
 
@@ -95,7 +96,7 @@ class LagKV(Policy):
     @property
     def kept(self) -> int:
         """The tokens kept of a partition; may be 0."""
-        return int(self.ratio * self.lag)
+        return fraction_of(self.ratio, self.lag)
 
     @property
     def uniform_layers(self) -> bool:
@@ -230,7 +231,7 @@ class LagKV(Policy):
                 f"LagKV: budget must hold the sinks, the last partition and the remainder, expected at least {fixed} "
                 f"of {n} tokens with lag {lag}, got {budget}"
             )
-        ratio = min(1.0, (kept + 0.5) / lag)  # int(ratio * lag) == kept however it rounds
+        ratio = min(1.0, (kept + 0.5) / lag)  # floor(ratio * lag) == kept however it rounds
         return {"sinks": sinks, "lag": lag, "ratio": ratio}
 
 

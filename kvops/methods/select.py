@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checks import check_holds, check_int, check_rows_hold, check_vector
 from ..ops import select_topk
-from .budgets import Budget, recent_tokens, row_budgets, valid_slots
+from .budgets import Budget, fraction_of, recent_tokens, row_budgets, valid_slots
 
 if TYPE_CHECKING:
     from .base import View
@@ -93,7 +93,7 @@ def select_budget(
         if padded and budgets is None:
             budgets = torch.full_like(valid, budget)
     if budgets is not None:
-        newest = (budgets.double() * recent).int() if isinstance(recent, float) else torch.full_like(budgets, window)
+        newest = fraction_of(recent, budgets) if isinstance(recent, float) else torch.full_like(budgets, window)
         check_rows_hold(op, budgets, sinks, newest)
         if isinstance(recent, float):
             # The operator has one window for all rows, so the newest slots of each row get the highest score instead.

@@ -136,7 +136,7 @@ def lagkv_compress(
             `LayerSpans`.
 
     Returns:
-        (k, v, indices) of the kept slots; see `Compressed`. By Eq. 10 their number is sinks + int(r * L) ((n - sinks)
+        (k, v, indices) of the kept slots; see `Compressed`. By Eq. 10 their number is sinks + floor(r * L) ((n - sinks)
         // L - 1) + L + (n - sinks) % L for n >= sinks + 2 L, else n. In a padded batch the width is the largest of any
         length <= n.
 

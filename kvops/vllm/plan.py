@@ -229,7 +229,7 @@ def plan(policy: Policy, block_size: int) -> Plan:
 
     if isinstance(policy, LagKV):
         sinks, lag = whole("sinks", policy.sinks, 0), whole("lag", policy.lag)
-        kept = whole("int(ratio * lag)", policy.kept, 0)
+        kept = whole("floor(ratio * lag)", policy.kept, 0)
         return LagPlan(policy, replace(policy, sinks=0), kept, block_size, sinks, lag)
     assert isinstance(policy, BudgetPolicy) and isinstance(policy.budget, int)  # ensured by `check`
     budget = whole("budget", policy.budget)
