@@ -700,20 +700,36 @@ def test_anyones_policy_by_name(folder, installed):
     _, k, v = inputs()
     want = v.norm(dim=-1).topk(20).indices.sort().values
     for name in (f"{folder}/value_norm.py:ValueNorm", "value_norm:ValueNorm", "value-norm"):
-        policy = kvops.policy(name, budget=20)
+        policy = kvops.policy(name, allow_code=True, budget=20)
         assert type(policy).__name__ == "ValueNorm" and (policy.budget, policy.power) == (20, 1.0)
         assert torch.equal(policy.compress(k, v).indices, want)
         cache = kvops.Cache(policy)
         cache.append(k, v)
         assert torch.equal(cache.positions, want)
-        power = kvops.policy(f"{name}:power=2.0,sinks=3", budget=20)
+        power = kvops.policy(f"{name}:power=2.0,sinks=3", allow_code=True, budget=20)
         assert (power.power, power.sinks) == (2.0, 3) and power.compress(k, v).indices[..., :3].unique().tolist() == [
             0,
             1,
             2,
         ]
     assert isinstance(kvops.policy("keydiff", budget=20), kvops.KeyDiff)  # built-in policies take precedence
-    assert type(kvops.policy("kvops.methods.keydiff:KeyDiff", budget=20)) is kvops.KeyDiff
+    assert type(kvops.policy("kvops.methods.keydiff:KeyDiff", allow_code=True, budget=20)) is kvops.KeyDiff
+    assert type(kvops.policy("value-norm", budget=20)).__name__ == "ValueNorm"  # installed: no need to allow it
+
+
+def test_a_string_runs_no_code(folder):
+    """Unless the caller allows it, and then only after its options have been parsed."""
+    (folder / "effect.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    for spec in (f"{folder}/effect.py:X", "effect:X", "effect:X:budget=20", "os:system"):
+        with pytest.raises(ValueError, match=rf"method '{spec}' names a file or module, .* allow_code=True"):
+            kvops.policy(spec)
+    for spec in (f"{folder}/effect.py:X:budget", "effect:X:budget=1,budget=2"):
+        with pytest.raises(ValueError, match="expected"):
+            kvops.policy(spec, allow_code=True)
+    assert not (folder / "ran").exists()
+    with pytest.raises(ValueError, match="expected a class in a file or module .* got AttributeError"):
+        kvops.policy("effect:X", allow_code=True)
+    assert (folder / "ran").exists()
 
 
 def test_names_that_are_none(folder, installed):
@@ -738,7 +754,11 @@ def test_names_that_are_none(folder, installed):
         f"{path}:ValueNorm:power": r"method '.*:ValueNorm:power': expected .*:option=value,option=value, got 'power'",
     }.items():
         with kit.refuses(message):
-            kvops.policy(spec, budget=20)
+            kvops.policy(spec, allow_code=True, budget=20)
+    with kit.refuses("method must be one of full, .*, l2, number, value-norm, got 'keydif'; did you mean 'keydiff'"):
+        kvops.policy("keydif", budget=20)
+    with kit.refuses("method must be a string, got int 20", kind=TypeError):
+        kvops.policy(20)
     with pytest.raises(TypeError, match="method 'keydiff' has no setting 'lag', only budget"):
         kvops.policy("keydiff", budget=20, lag=3)
     with pytest.raises(TypeError, match="budget"):

@@ -107,9 +107,9 @@ def head_budgets(
 ) -> Tensor:
     """Share a layer's budget among its heads: the layer keeps its highest scores, whichever heads they belong to.
 
-    With c = budget - window, each head keeps its floor * c (rounded down) best tokens. The rest of the layer's `Hk * c` tokens
-    are those with the highest remaining scores of all heads. Each head also keeps its window, which counts towards the
-    budget. The budgets of a row add up to exactly `Hk * budget`.
+    With c = budget - window, each head keeps its floor * c best tokens, rounded down. The rest of the layer's `Hk * c`
+    tokens are those with the highest remaining scores of all heads. Each head also keeps its window, which counts
+    towards the budget. The budgets of a row add up to exactly `Hk * budget`.
 
     Args:
         scores: fp32 [b, Hk, n], comparable between heads, such as `ops.window_scores`. Scores of the last `window`

@@ -1,8 +1,8 @@
 """The methods by name: one table for evaluation, plots, docs, demo and tests.
 
 `kvops.policy("keydiff", budget=1024)` makes a policy by name. Names are accepted in any case. Third-party policies are
-named `path/to/file.py:Class` or `module:Class`, or by an entry point that a package installs in the group
-"kvops.methods".
+named by an entry point that a package installs in the group "kvops.methods". Where the caller allows it, a name may
+also be `path/to/file.py:Class` or `module:Class`, which runs the code of that file or module.
 """
 
 from __future__ import annotations
@@ -116,56 +116,68 @@ def table_name(name: str) -> str | None:
     return key if key in METHODS else None
 
 
-def find(spec: str) -> tuple[Entry, str, dict[str, Any]]:
+def find(spec: str, allow_code: bool = False) -> tuple[Entry, str, dict[str, Any]]:
     """Find a method by name, in any case: in the table, in installed packages, or as a class in a file or module.
 
     Args:
         spec: The name, with options after a colon: "keydiff:recent=0.1,sinks=4".
+        allow_code: Whether the name may be that of a file or module, whose code then runs.
 
     Returns:
         The entry, the method's own name, and the options.
 
     Raises:
-        ValueError: There is no such method.
+        TypeError: `spec` is not a string.
+        ValueError: There is no such method, or it is a file or module, which is not allowed.
     """
+    if not isinstance(spec, str):
+        raise TypeError(f"method must be a string, got {type(spec).__name__} {spec!r}")
     installed = importlib.metadata.entry_points(group=ENTRY_POINTS)
     name, _, rest = spec.partition(":")
     if (known := table_name(name)) is not None:
         return METHODS[known], known, parse_options("method", spec, name, rest)
-    if name in installed.names:
-        found = installed[name].load()
-    else:
+    if name not in installed.names:
         place, (cls, _, rest) = name, rest.partition(":")
         if not cls or "=" in cls:  # settings of an unknown method
             names = [*METHODS, *sorted(installed.names)]
+            code = ", path/to/file.py:Class, or module:Class" if allow_code else ""
             raise ValueError(
-                f"method must be one of {', '.join(names)}, path/to/file.py:Class, or module:Class, got {spec!r}"
-                f"{_hint(name.lower(), names)}"
+                f"method must be one of {', '.join(names)}{code}, got {spec!r}{_hint(name.lower(), names)}"
             )
-        found, name = _class(place, cls), f"{place}:{cls}"
+        if not allow_code:
+            raise ValueError(
+                f"method {spec!r} names a file or module, whose code would run; import the class and pass a policy, "
+                "install it as an entry point, or call kvops.policy(..., allow_code=True) for a string that you trust"
+            )
+        name = f"{place}:{cls}"
+    options = parse_options("method", spec, name, rest)  # before foreign code runs
+    found = installed[name].load() if name in installed.names else _class(place, cls)
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ValueError(f"method {name!r}: expected a subclass of kvops.Policy, got {found!r}")
-    return Entry(found.__name__, found, "others", ""), name, parse_options("method", spec, name, rest)
+    return Entry(found.__name__, found, "others", ""), name, options
 
 
-def policy(spec: str, **settings: Any) -> Policy:
+def policy(spec: str, *, allow_code: bool = False, **settings: Any) -> Policy:
     """Make the policy of a method by name.
 
     `kvops.policy("keydiff", budget=1024)` and `kvops.policy("KeyDiff:budget=1024")` are both `kvops.KeyDiff(1024)`.
 
     Args:
-        spec: A name as in `METHODS`, in any case; or path/to/file.py:Class, module:Class, or an entry point that a
-            package installs in the group "kvops.methods". Settings may follow after a colon.
+        spec: A name as in `METHODS`, in any case, or an entry point that a package installs in the group
+            "kvops.methods". Settings may follow after a colon.
+        allow_code: Whether `spec` may also be path/to/file.py:Class or module:Class. The code of the file or module
+            then runs, so pass True only for strings that you trust as much as code.
         **settings: Settings of the policy's class. They override those in `spec`.
 
     Returns:
         The policy.
 
     Raises:
-        ValueError: There is no such method, or a setting has an invalid value.
+        ValueError: There is no such method, it is a file or module and `allow_code` is False, or a setting has an
+            invalid value.
         TypeError: The method has no such setting, or a setting has the wrong type.
     """
-    entry, name, options = find(spec)
+    entry, name, options = find(spec, allow_code)
     wanted = {**entry.defaults, **options, **settings}
     known = [x.name for x in fields(entry.policy)]  # type: ignore[arg-type]  # all policies are dataclasses
     if unknown := [x for x in wanted if x not in known]:
