@@ -589,7 +589,7 @@ def test_a_model_that_is_damaged(name, content, tmp_path, capsys):
 def test_a_model_that_is_not_there(tmp_path, capsys):
     assert command.main([*TINY[:-1], str(tmp_path / "out"), "--model", str(tmp_path / "nowhere")]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"python -m kvops.eval: --model {tmp_path}/nowhere: ")
+    assert error.startswith(f"python -m kvops.eval: --model {tmp_path}/nowhere: expected a folder that holds a model")
 
 
 def test_names_in_any_case(tmp_path):

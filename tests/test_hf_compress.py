@@ -681,3 +681,13 @@ def test_a_model_is_not_copied_inside_a_block(copied):
         with pytest.raises(RuntimeError, match="copy the model before the block"):
             copied(model)
     copied(model)
+
+
+def test_errors_name_the_call(model):
+    for name, call in {
+        "compress": lambda: compress(model, 256).__enter__(),
+        "generate": lambda: kvops.hf.generate(model, 256, make_prompts(8)[0]),
+        "continuous_batching": lambda: kvops.hf.continuous_batching(model, 256).__enter__(),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{name}: policy must be a kvops policy .* got int"):
+            call()

@@ -33,6 +33,9 @@ def load(name: str, text: Path, dtype: str, device: str, prepare: Callable[[PreT
     """
     import transformers
 
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+    if is_path and not Path(name).is_dir():  # transformers would take it for a hub's name
+        raise Refused(f"--model {name}: expected a folder that holds a model, or a name on a hub, got no such folder")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # the text is longer than the model's context, on purpose
     try:
