@@ -145,7 +145,7 @@ def measure_layer(
 
 def one_shot(name: str, keep: int, k: Tensor, v: Tensor, q_window: Tensor) -> Tensor:
     """The slots that a method of `VOLUMES` keeps."""
-    settings = {"window": min(WINDOW, keep)} if name == "snapkv" else {}
+    settings: dict[str, Any] = {"window": min(WINDOW, keep)} if name == "snapkv" else {}
     queries = {"snapkv": q_window[:, :, -min(WINDOW, keep) :], "tova": q_window[:, :, -1:]}
     return policy(name, budget=keep, **settings).compress(k, v, *([queries[name]] if name in queries else [])).indices
 
