@@ -77,8 +77,10 @@ def _check_prompt(model: PreTrainedModel, cache: KVCache, call: dict[str, Any]) 
     prompt = ids if embeds is None else embeds
     if seen and prompt is None:
         raise ValueError(f"KVCache: expected a prompt that continues the {seen} cached tokens, got none; {REMEDY}")
-    if not isinstance(prompt, Tensor) or prompt.dim() < 2:
-        return None, 0 if prompt is None else None
+    if prompt is None:
+        return None, 0  # it begins with a single token
+    if not isinstance(prompt, Tensor) or prompt.dim() < 2 or (embeds is None and prompt.is_floating_point()):
+        return None, None  # no token ids
     if talk.virtual:
         raise ValueError(
             f"KVCache: expected a cache without virtual tokens for a further prompt, got one with {talk.virtual} "
@@ -130,7 +132,7 @@ def _mask_of_padding(pads: Tensor | None, prompt: Tensor) -> Tensor | None:
 
 def _inferred_mask(model: PreTrainedModel, call: Mapping[str, Any], ids: Tensor) -> Tensor | None:
     """Return the mask that transformers infers from pad tokens, int64 [b, n]; None if there is none."""
-    if ids.dim() != 2 or ids.is_floating_point():
+    if ids.dim() != 2:
         return None
     pad, ends = (setting(model, call, name) for name in ("pad_token_id", "eos_token_id"))
     if pad is not None and not torch.isin(torch.as_tensor(pad), torch.as_tensor([] if ends is None else ends)).any():
@@ -166,7 +168,7 @@ class _Note(LogitsProcessor):
                     "transformers"
                 )
             self.first = seen - input_ids.shape[1]
-            talk.virtual = 0 if self.before is None else self.first - self.before
+            talk.virtual = 0 if self.before is None else max(0, self.first - self.before)
         if self.known is not None and len(self.known) == len(input_ids):
             talk.ids = torch.cat((self.known.to(input_ids.device), input_ids), 1)
         else:
