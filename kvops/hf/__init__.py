@@ -45,8 +45,9 @@ Modules:
 - `generation`: `lookahead`, `repeat`
 - `drafts`: prompt lookup and assisted decoding
 - `weights`: `output_weights`
-- `turns`: further prompts with the same cache
-- `arguments`: what calls name their cache
+- `conversation`: which tokens and which padding a cache has seen
+- `turns`: what `generate` shows of a conversation
+- `arguments`: the arguments of calls, and the name of the cache among them
 - `batching`, `allocator`, `handover`: `continuous_batching`
 - `architectures`: which models are supported
 
