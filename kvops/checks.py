@@ -31,15 +31,16 @@ def plain(x: Any) -> Any:
 
 
 def shown(value: object) -> str:
-    """Returns the value as errors show it. Tensors and numbers of many digits are shown by their kind."""
-    if isinstance(value, Tensor):
-        return "a torch.Tensor"
-    return f"an int of {value.bit_length()} bits" if isinstance(value, int) and abs(value) >> 128 else repr(value)
+    """Returns a number of usual length or a name as it is written, and anything else as its type."""
+    if isinstance(value, int) and abs(value) >> 128:
+        return f"an int of {value.bit_length()} bits"
+    return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
 
 
 def typed(value: object) -> str:
-    """Returns the value as errors show it, with its type."""
-    return shown(value) if isinstance(value, Tensor) else f"{type(value).__name__} {shown(value)}"
+    """Returns the value's type, and the value if it is a number or a name."""
+    name, text = type(value).__name__, shown(value)
+    return name if text == name else f"{name} {text}"
 
 
 def check_fits(op: str, name: str, value: int) -> None:
@@ -89,8 +90,8 @@ def check_finite(op: str, name: str, value: float, low: float = -math.inf, high:
 
 def check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> None:
     """Checks that `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {shown(value)}")
 
 
 def check_head_mode(op: str, head_mode: str) -> None:

@@ -78,6 +78,10 @@ class _Call(NamedTuple):
                 if not (isinstance(x, _TYPES[kind][0]) or (optional and x is None)):
                     expected = _TYPES[kind][1] + " or None" * optional
                     return TypeError(f"{op}: {name} must be {expected}, got {type(x).__name__}")
+                if isinstance(error, NotImplementedError) and isinstance(x, Tensor):
+                    if x.layout != torch.strided or x.is_quantized:
+                        found = x.dtype if x.is_quantized else x.layout
+                        return NotImplementedError(f"{op}: {name} must be a dense tensor of plain numbers, got {found}")
             if "List[" in declared and not isinstance(value, (list, tuple)):
                 return TypeError(f"{op}: {argument.name} must be a list, got {type(value).__name__}")
         return error

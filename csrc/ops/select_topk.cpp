@@ -30,6 +30,7 @@ Tensor select_topk(const Tensor& scores, int64_t k, int64_t sinks, int64_t windo
   if (by_segment) {
     KVOPS_CHECK(lag >= 1, op, ": scores must have segments of at least 1 token, got ", shape(scores));
     KVOPS_CHECK(n >= 0, op, ": seq_len must be >= 0, got ", n);
+    KVOPS_CHECK(n <= std::numeric_limits<int32_t>::max(), op, ": seq_len must fit int32, got ", n);
     segments = num_segments(n, sinks, lag);
     KVOPS_CHECK(sizes[2] == segments, op, ": scores must have ", segments, " segments for seq_len ", n, ", sinks ",
                 sinks, " and lag ", lag, ", got ", shape(scores));
