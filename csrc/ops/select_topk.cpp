@@ -25,12 +25,12 @@ Tensor select_topk(const Tensor& scores, int64_t k, int64_t sinks, int64_t windo
               ": seq_len must be given with scores of 4 dims and only then, got ", shape(scores),
               seq_len ? " and a seq_len" : " and none");
   const int64_t n = by_segment ? *seq_len : sizes[2];
+  KVOPS_CHECK(!by_segment || n <= std::numeric_limits<int32_t>::max(), op, ": seq_len must fit int32, got ", n);
   const ValidSlots slots = check_valid_slots(op, scores, b, n, starts, lengths);
   int64_t segments = -1, width;
   if (by_segment) {
     KVOPS_CHECK(lag >= 1, op, ": scores must have segments of at least 1 token, got ", shape(scores));
     KVOPS_CHECK(n >= 0, op, ": seq_len must be >= 0, got ", n);
-    KVOPS_CHECK(n <= std::numeric_limits<int32_t>::max(), op, ": seq_len must fit int32, got ", n);
     segments = num_segments(n, sinks, lag);
     KVOPS_CHECK(sizes[2] == segments, op, ": scores must have ", segments, " segments for seq_len ", n, ", sinks ",
                 sinks, " and lag ", lag, ", got ", shape(scores));
