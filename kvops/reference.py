@@ -249,8 +249,8 @@ def window_attention(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """softmax(q k) v, its log-sum-exp and `window_scores`. -> [b, Hq, w, dv], [b, Hq, w], [b, Hk, n or 0]."""
-    if cos is not None and sin is not None:  # in fp32, and rounded to the dtype of the cache
-        k = rope_at_slots(k, cos, sin, interleaved=interleaved, dtype=torch.float32).to(k.dtype)
+    if cos is not None and sin is not None:  # in fp32, and rounded to the queries' dtype
+        k = rope_at_slots(k, cos, sin, interleaved=interleaved, dtype=torch.float32).to(q.dtype)
     logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
     weights, lse = window_softmax(logits, seen, None, sink_logits)
     values = torch.where(seen.any(-2).unsqueeze(-1), v.to(dtype).unsqueeze(2), 0.0)  # unseen slots are not read

@@ -129,7 +129,7 @@ def test_scales_of_tokens_change_no_cosine(dtype):
 
 @kit.only("cpu")
 @pytest.mark.parametrize("dtype", FP8)
-@pytest.mark.parametrize("name", PAGED_CALLS)
+@pytest.mark.parametrize("name", [x for x in PAGED_CALLS if "out=" not in x])
 def test_the_reference_is_the_same_for_fp8(name, dtype, monkeypatch):
     monkeypatch.setattr(calls, "ops", reference)
     x = inputs(0, n=96, heads=2, d=16, dv=32, dtype=torch.bfloat16)
