@@ -144,12 +144,13 @@ def test_zero_keys_are_like_nothing():
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_a_lone_key_is_like_nothing(dtype, threshold):
     """Alone in its row, among invalid slots, or among keys that are zero or not finite. The score is 0, not -0."""
-    k = kit.randn(40, 2, 9, 72).to(dtype)
+    rows = kit.size(40, 3)
+    k = kit.randn(rows, 2, 9, 72).to(dtype)
     alone = ops.key_similarity(k[:, :, :1], threshold=threshold)
     assert torch.equal(alone.view(torch.int32), torch.zeros_like(alone).view(torch.int32))
-    spans = dict(starts=kit.int32(*[4] * 40), lengths=kit.int32(*[1] * 40))
+    spans = dict(starts=kit.int32(*[4] * rows), lengths=kit.int32(*[1] * rows))
     padded = ops.key_similarity(k, threshold=threshold, **spans)
-    assert (padded[:, :, 4] == 0).all() and padded.isnan().sum() == 40 * 2 * 8
+    assert (padded[:, :, 4] == 0).all() and padded.isnan().sum() == rows * 2 * 8
     assert (reference.key_similarity(k, threshold=threshold, **spans)[:, :, 4] == 0).all()
     k[:, :, 1:5] = 0
     k[:, :, 5:, 3] = float("nan")
