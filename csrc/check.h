@@ -90,8 +90,19 @@ inline void check_same_device(const char* op, const char* name, const Tensor& x,
               " must be on the first tensor's device ", device(first), ", got ", device(x));
 }
 
+// The dtype. torch's stable ABI throws for those that it does not know, such as float8_e8m0fnu, which errors name.
+inline ScalarType dtype_of(const Tensor& x) {
+  try {
+    return x.scalar_type();
+  } catch (const std::runtime_error&) {
+    int32_t code;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &code));
+    return static_cast<ScalarType>(code);
+  }
+}
+
 inline DType check_dtype(const char* op, const char* name, const Tensor& x) {
-  switch (x.scalar_type()) {
+  switch (dtype_of(x)) {
     case ScalarType::Float:
       return DType::f32;
     case ScalarType::Half:
@@ -99,13 +110,13 @@ inline DType check_dtype(const char* op, const char* name, const Tensor& x) {
     case ScalarType::BFloat16:
       return DType::bf16;
     default:
-      fail(op, ": ", name, " must be float32, float16 or bfloat16, got ", dtype_name(x.scalar_type()));
+      fail(op, ": ", name, " must be float32, float16 or bfloat16, got ", dtype_name(dtype_of(x)));
   }
 }
 
 // For tensors that are only read: fp8 is allowed too.
 inline DType check_read_dtype(const char* op, const char* name, const Tensor& x) {
-  switch (x.scalar_type()) {
+  switch (dtype_of(x)) {
     case ScalarType::Float8_e4m3fn:
       return DType::e4m3;
     case ScalarType::Float8_e5m2:
@@ -116,7 +127,7 @@ inline DType check_read_dtype(const char* op, const char* name, const Tensor& x)
       return check_dtype(op, name, x);
     default:
       fail(op, ": ", name, " must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, got ",
-           dtype_name(x.scalar_type()));
+           dtype_name(dtype_of(x)));
   }
 }
 inline bool is_fp8(DType dtype) {
@@ -125,7 +136,7 @@ inline bool is_fp8(DType dtype) {
 
 // For rows that are moved but not computed with: one-byte types too, that is fp8 and the integers it may be stored as.
 inline void check_moved_dtype(const char* op, const char* name, const Tensor& x) {
-  switch (x.scalar_type()) {
+  switch (dtype_of(x)) {
     case ScalarType::Float:
     case ScalarType::Half:
     case ScalarType::BFloat16:
@@ -136,13 +147,13 @@ inline void check_moved_dtype(const char* op, const char* name, const Tensor& x)
       return;
     default:
       fail(op, ": ", name, " must be float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8 or int8, got ",
-           dtype_name(x.scalar_type()));
+           dtype_name(dtype_of(x)));
   }
 }
 
 inline void check_scalar_type(const char* op, const char* name, const Tensor& x, ScalarType expected) {
-  KVOPS_CHECK(x.scalar_type() == expected, op, ": ", name, " must be ", dtype_name(expected), ", got ",
-              dtype_name(x.scalar_type()));
+  KVOPS_CHECK(dtype_of(x) == expected, op, ": ", name, " must be ", dtype_name(expected), ", got ",
+              dtype_name(dtype_of(x)));
 }
 
 // A view of a [b, Hk, n, d] tensor. The last dim must be contiguous and each row a multiple of 16 bytes. Only `written`
@@ -208,8 +219,8 @@ inline KV check_read_cache(const char* op, const char* name, const Tensor& x, co
 inline KVView check_target(const char* op, const char* name, const Tensor& out, const Tensor& like, int64_t b,
                            int64_t m) {
   check_same_device(op, name, out, like);
-  KVOPS_CHECK(out.scalar_type() == like.scalar_type(), op, ": ", name, " must have k's dtype ",
-              dtype_name(like.scalar_type()), ", got ", dtype_name(out.scalar_type()));
+  KVOPS_CHECK(dtype_of(out) == dtype_of(like), op, ": ", name, " must have k's dtype ", dtype_name(dtype_of(like)),
+              ", got ", dtype_name(dtype_of(out)));
   const KVView view = check_kv(op, name, out, true);
   KVOPS_CHECK(out.size(0) == b && out.size(1) == like.size(1) && out.size(2) == m && out.size(3) == like.size(3), op,
               ": ", name, " must be [", b, ", ", like.size(1), ", ", m, ", ", like.size(3), "], got ", shape(out));
@@ -227,8 +238,8 @@ KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, const Opt
                      const CheckType& check_type, bool written = false) {
   check_same_device(op, "v", v, k);
   check_type(op, "k", k);
-  KVOPS_CHECK(v.scalar_type() == k.scalar_type(), op, ": v must have k's dtype ", dtype_name(k.scalar_type()), ", got ",
-              dtype_name(v.scalar_type()));
+  KVOPS_CHECK(dtype_of(v) == dtype_of(k), op, ": v must have k's dtype ", dtype_name(dtype_of(k)), ", got ",
+              dtype_name(dtype_of(v)));
   const KVPair kv{check_cache(op, "k", k, block_table, written), check_cache(op, "v", v, block_table, written)};
   for (int i = 0; i < 3; ++i)
     KVOPS_CHECK(k.size(i) == v.size(i), op, ": v must have k's ",

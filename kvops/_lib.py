@@ -21,6 +21,7 @@ except ImportError as error:
 from .version import __version__
 
 MIN_TORCH = (2, 10)
+MIN_CAPABILITY = (8, 0)
 LIBRARY = Path(__file__).with_name("libkvops.so")
 CUDA_LIBRARY = Path(__file__).with_name("libkvops_cuda.so")
 
@@ -76,23 +77,69 @@ def _load() -> ctypes.CDLL:
     return library
 
 
-def _load_cuda(built: bool, why: str) -> str:
+def _driver_and_gpus() -> tuple[int, list[tuple[int, int]]]:
+    """Find the CUDA version that the driver supports (12080 is 12.8), or 0, and the compute capability of each GPU.
+
+    Initializing CUDA would break processes that fork later. So this asks NVML, which may be missing.
+    """
+    driver, count, gpus = ctypes.c_int(), ctypes.c_uint(), []
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver)):
+            driver.value = 0
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return driver.value, []
+    if nvml.nvmlInit_v2():
+        return driver.value, []
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    for i in range(count.value):
+        gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+        if not nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(gpu)) and not (
+            nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor))
+        ):
+            gpus.append((major.value, minor.value))
+    nvml.nvmlShutdown()
+    return driver.value, gpus
+
+
+def _why_unusable(nvcc: str, driver: int, gpus: list[tuple[int, int]]) -> str:
+    """Say why kernels built by this version of nvcc cannot run here; empty if they can, or if nothing was found.
+
+    The CUDA runtime in the library is nvcc's. It runs with every driver for the same major version of CUDA or a newer
+    one. One usable GPU is enough.
+    """
+    major = nvcc.partition(".")[0]
+    if driver and driver // 1000 < int(major):
+        return (
+            f"the CUDA kernels were built by nvcc {nvcc} and need a driver for CUDA {major}.0 or newer, but the NVIDIA "
+            f"driver supports CUDA {driver // 1000}.{driver % 1000 // 10}; update the driver"
+        )
+    if gpus and max(gpus) < MIN_CAPABILITY:
+        found = ", ".join(f"{x}.{y}" for x, y in gpus)
+        return f"the CUDA kernels need a GPU of compute capability 8.0 or higher, but the GPUs here have {found}"
+    return ""
+
+
+def _load_cuda(cuda: dict[str, Any]) -> str:
     """Load the CUDA kernels. Return why they are not loaded; empty if they are."""
-    if not built:
-        return why
+    if not cuda["built"]:
+        return cuda["why"]
     if not torch.version.cuda:
         return f"torch {torch.__version__} has no CUDA"
-    try:
-        load(CUDA_LIBRARY)
-    except OSError as error:
-        why = f"{CUDA_LIBRARY.name} could not be loaded: {error.__cause__ or error}"
+    why = _why_unusable(cuda["nvcc"], *_driver_and_gpus())
+    if not why:
+        try:
+            load(CUDA_LIBRARY)
+        except OSError as error:
+            why = f"{CUDA_LIBRARY.name} could not be loaded: {error.__cause__ or error}"
+    if why:
         warnings.warn(f"kvops works on the CPU only: {why}", RuntimeWarning, stacklevel=2)
     return why
 
 
 _library = _load()
 _facts = json.loads(_library.kvops_facts())
-_facts["cuda"]["why"] = _load_cuda(_facts["cuda"]["built"], _facts["cuda"]["why"])
+_facts["cuda"]["why"] = _load_cuda(_facts["cuda"])
 _facts.pop("error")
 _facts["cuda"]["loaded"] = not _facts["cuda"]["why"]
 
@@ -110,8 +157,10 @@ def build_info() -> dict[str, Any]:
           dot products; on other processors it is `baseline`.
         - `isa_built`: the levels in this build, lowest first.
         - `cuda`: a dict. `built`: whether there is a CUDA library; `archs`: the GPU architectures it was compiled for;
-          `loaded`: whether it is in use; `why`: why it was not built or not loaded, else empty; `sm90`: the Hopper
-          kernels (`built`, `why` they were not, and `used`: true if `KVOPS_SM90=1` selects them).
+          `nvcc`: the version of the compiler; `loaded`: whether it is in use; `why`: why it was not built or not
+          loaded, else empty: a CUDA library that cannot be loaded, a driver that is too old, or no GPU of compute
+          capability 8.0 or higher; `sm90`: the Hopper kernels (`built`, `why` they were not, and `used`: true if
+          `KVOPS_SM90=1` selects them).
         - `threads`: the number of CPU threads.
         - `isa_forced`: the environment variable `KVOPS_ISA`, or None.
         - `library`: path of libkvops.so.

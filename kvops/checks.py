@@ -30,6 +30,25 @@ def plain(x: Any) -> Any:
         return float(x) if isinstance(x, numbers.Real) else x
 
 
+def shown(value: object) -> str:
+    """Returns a number of usual length or a name as it is written, and anything else as its type."""
+    if isinstance(value, int) and abs(value) >> 128:
+        return f"an int of {value.bit_length()} bits"
+    return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+
+
+def typed(value: object) -> str:
+    """Returns the value's type, and the value if it is a number or a name."""
+    name, text = type(value).__name__, shown(value)
+    return name if text == name else f"{name} {text}"
+
+
+def check_fits(op: str, name: str, value: int) -> None:
+    """Checks that an integer fits int64."""
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{op}: {name} must fit int64, got {shown(value)}")
+
+
 def check_at_least(op: str, name: str, value: int, low: int) -> None:
     """Checks that an integer, traced or not, is at least `low`."""
     if value < low:
@@ -39,7 +58,8 @@ def check_at_least(op: str, name: str, value: int, low: int) -> None:
 def check_int(op: str, name: str, value: int, low: int) -> None:
     """Checks that `value` is an int (not a bool) of at least `low`."""
     if isinstance(value, bool) or not isinstance(plain(value), int):
-        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__} {value!r}")
+        raise TypeError(f"{op}: {name} must be an int, got {typed(value)}")
+    check_fits(op, name, value)
     check_at_least(op, name, value, low)
 
 
@@ -54,13 +74,13 @@ def check_token_ids(op: str, name: str, value: tuple[int, ...]) -> None:
 def check_bool(op: str, name: str, value: bool) -> None:
     """Checks that `value` is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__} {value!r}")
+        raise TypeError(f"{op}: {name} must be a bool, got {typed(value)}")
 
 
 def check_finite(op: str, name: str, value: float, low: float = -math.inf, high: float = math.inf) -> None:
     """Checks that `value` is a number (not a bool) that is finite in fp32 and lies in [low, high]."""
     if isinstance(value, bool) or not isinstance(plain(value), (int, float)):
-        raise TypeError(f"{op}: {name} must be a float, got {type(value).__name__} {value!r}")
+        raise TypeError(f"{op}: {name} must be a float, got {typed(value)}")
     if not abs(value) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{op}: {name} must be finite in fp32, got {value}")
     if not low <= value <= high:
@@ -70,8 +90,8 @@ def check_finite(op: str, name: str, value: float, low: float = -math.inf, high:
 
 def check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> None:
     """Checks that `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {shown(value)}")
 
 
 def check_head_mode(op: str, head_mode: str) -> None:
@@ -84,7 +104,7 @@ def check_code(op: str, name: str, value: str, codes: dict[str, int], last: str)
     code = codes.get(value) if isinstance(value, str) else None
     if code is None or code > codes[last]:
         *names, final = list(codes)[: codes[last] + 1]
-        raise ValueError(f"{op}: {name} must be {', '.join(map(repr, names))} or {final!r}, got {value!r}")
+        raise ValueError(f"{op}: {name} must be {', '.join(map(repr, names))} or {final!r}, got {shown(value)}")
     return code
 
 
@@ -205,10 +225,9 @@ def check_budget(op: str, budget: object) -> None:
     """Checks for a number of tokens (an int of at least 1) or a fraction in (0, 1]."""
     budget = plain(budget)
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(
-            f"{op}: budget must be an int (tokens) or a float (fraction), got {type(budget).__name__} {budget!r}"
-        )
+        raise TypeError(f"{op}: budget must be an int (tokens) or a float (fraction), got {typed(budget)}")
     if isinstance(budget, int):
+        check_fits(op, "budget", budget)
         if budget < 1:
             raise ValueError(f"{op}: budget must be at least 1 token, got {budget}")
     elif not 0.0 < budget <= 1.0:
@@ -233,10 +252,10 @@ def check_recent(op: str, recent: int | float) -> None:
     recent = plain(recent)
     if isinstance(recent, bool) or not isinstance(recent, (int, float)):
         raise TypeError(
-            f"{op}: recent must be an int (tokens) or a float (fraction of the budget), got {type(recent).__name__} "
-            f"{recent!r}"
+            f"{op}: recent must be an int (tokens) or a float (fraction of the budget), got {typed(recent)}"
         )
     if isinstance(recent, int):
+        check_fits(op, "recent", recent)
         if recent < 0:
             raise ValueError(f"{op}: recent must be at least 0 tokens, got {recent}")
     elif not 0.0 <= recent < 1.0:
@@ -250,10 +269,10 @@ def check_buffer(op: str, buffer: int | float | None) -> None:
         return
     if isinstance(buffer, bool) or not isinstance(buffer, (int, float)):
         raise TypeError(
-            f"{op}: buffer must be an int (tokens), a float (fraction of the budget) or None, got "
-            f"{type(buffer).__name__} {buffer!r}"
+            f"{op}: buffer must be an int (tokens), a float (fraction of the budget) or None, got {typed(buffer)}"
         )
     if isinstance(buffer, int):
+        check_fits(op, "buffer", buffer)
         check_at_least(op, "buffer", buffer, 1)
     elif not 0.0 < buffer < 1.0:
         raise ValueError(f"{op}: buffer as a fraction of the budget must be in (0, 1), got {buffer}")

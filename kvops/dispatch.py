@@ -10,6 +10,7 @@ tensor raises.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
-from .checks import tracked
+from .checks import shown, tracked
 
 _BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
 _any_requires_grad = torch._C._any_requires_grad
@@ -71,10 +72,16 @@ class _Call(NamedTuple):
             optional, kind = "Optional[" in declared, re.findall(r"(\w+)\]*$", declared)[0]
             for name, x in self.elements(argument, value):
                 if kind == "int" and isinstance(x, int) and not -(2**63) <= x < 2**63:
-                    return ValueError(f"{op}: {name} must fit int64, got {x}")
+                    return ValueError(f"{op}: {name} must fit int64, got {shown(x)}")
+                if kind == "float" and isinstance(x, int) and abs(x) > sys.float_info.max:
+                    return ValueError(f"{op}: {name} must fit a float, got {shown(x)}")
                 if not (isinstance(x, _TYPES[kind][0]) or (optional and x is None)):
                     expected = _TYPES[kind][1] + " or None" * optional
                     return TypeError(f"{op}: {name} must be {expected}, got {type(x).__name__}")
+                if isinstance(error, NotImplementedError) and isinstance(x, Tensor):
+                    if x.layout != torch.strided or x.is_quantized:
+                        found = x.dtype if x.is_quantized else x.layout
+                        return NotImplementedError(f"{op}: {name} must be a dense tensor of plain numbers, got {found}")
             if "List[" in declared and not isinstance(value, (list, tuple)):
                 return TypeError(f"{op}: {argument.name} must be a list, got {type(value).__name__}")
         return error

@@ -49,6 +49,7 @@ from torch.library import register_fake
 from . import _lib  # registers torch.ops.kvops.*
 from .checks import (
     check_at_least,
+    check_bool,
     check_code,
     check_dims,
     check_layers,
@@ -261,6 +262,7 @@ def anchor_cosine(
 
     Source: KeyDiff, Sec. 3.2, Eq. 8.
     """
+    check_bool("anchor_cosine", "return_anchor", return_anchor)
     scores, mu = _anchor_cosine(k, anchor, normalize_anchor, starts, lengths, block_table)
     return (scores, mu) if return_anchor else scores
 
@@ -1192,7 +1194,7 @@ def value_norm(
     Args:
         v: [b, Hk, n, dv].
         w_o: [hidden, Hq * dv], as torch.nn.Linear stores the output projection, in v's dtype (torch.bfloat16 if v is
-            fp8). Weights must be finite.
+            fp8), with hidden up to 2^20. Weights must be finite.
         group_reduce: Over the query heads of a group: "mean", "max" or "sum".
         starts: int32 [b], the first valid slot of each row.
         lengths: int32 [b], the number of valid slots of each row.

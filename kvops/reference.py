@@ -20,14 +20,19 @@ from .lag import kept_length, num_segments, segment_start
 from .ops import Layers
 
 
+def movable(x: Tensor) -> Tensor:
+    """x, or the bytes of fp8, for which torch lacks functions that only move numbers or set them to 0."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
 def pages_to_dense(x: Tensor, block_table: Tensor) -> Tensor:
     """Gathers pages into a dense tensor: [num_pages, Hk, page_size, d] -> [b, Hk, max_pages * page_size, d].
 
     block_table: int32 [b, max_pages]; entries of -1 give zeros.
     """
-    rows = x[block_table.long().clamp(min=0)]  # [b, max_pages, Hk, page_size, d]
+    rows = movable(x)[block_table.long().clamp(min=0)]  # [b, max_pages, Hk, page_size, d]
     rows = rows.masked_fill((block_table < 0)[..., None, None, None], 0)
-    return rows.transpose(1, 2).flatten(2, 3)
+    return rows.transpose(1, 2).flatten(2, 3).view(x.dtype)
 
 
 def also_of_pages(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,8 +249,8 @@ def window_attention(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """softmax(q k) v, its log-sum-exp and `window_scores`. -> [b, Hq, w, dv], [b, Hq, w], [b, Hk, n or 0]."""
-    if cos is not None and sin is not None:  # in fp32, and rounded to the dtype of the cache
-        k = rope_at_slots(k, cos, sin, interleaved=interleaved, dtype=torch.float32).to(k.dtype)
+    if cos is not None and sin is not None:  # in fp32, and rounded to the queries' dtype
+        k = rope_at_slots(k, cos, sin, interleaved=interleaved, dtype=torch.float32).to(q.dtype)
     logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
     weights, lse = window_softmax(logits, seen, None, sink_logits)
     values = torch.where(seen.any(-2).unsqueeze(-1), v.to(dtype).unsqueeze(2), 0.0)  # unseen slots are not read
@@ -312,8 +317,8 @@ def gather_kv(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Rows k[b, h, indices[b, h, i]] and the same of v; -1 gives zeros. -> [b, Hk, m, d], [b, Hk, m, dv]."""
 
     def rows(x: Tensor) -> Tensor:
-        picked = x.gather(2, indices.clamp(min=0).unsqueeze(-1).expand(*indices.shape, x.shape[-1]))
-        return picked.masked_fill(indices.unsqueeze(-1) < 0, 0)
+        picked = movable(x).gather(2, indices.clamp(min=0).unsqueeze(-1).expand(*indices.shape, x.shape[-1]))
+        return picked.masked_fill(indices.unsqueeze(-1) < 0, 0).view(x.dtype)
 
     return rows(k), rows(v)
 
@@ -498,8 +503,9 @@ def build_prototypes(
                 for i, bucket in zip(sat_indices[row, h].tolist(), buckets[row, h].tolist()):
                     if i >= 0:
                         cluster[row, h, i] = num_chunks + bucket if bucket >= 0 else -1
-    usable = valid_slots(k, starts, lengths) & k.isfinite().all(-1) & (cluster >= 0)
-    keys = torch.where(usable.unsqueeze(-1), k.to(dtype), 0.0)
+    keys = k.to(dtype)
+    usable = valid_slots(k, starts, lengths) & keys.isfinite().all(-1) & (cluster >= 0)
+    keys = torch.where(usable.unsqueeze(-1), keys, 0.0)
     cluster = cluster.clamp(min=0)
     shape = b, heads, num_chunks + num_buckets
     counts = torch.zeros(shape, dtype=torch.int32, device=k.device).scatter_add_(2, cluster, usable.int())
@@ -530,7 +536,7 @@ def assign_prototypes(
     cosines = prototype_cosines(k, prototypes, dtype)
     best = cosines.amax(-1, keepdim=True)
     first = (cosines == best).int().argmax(-1).int()
-    usable = valid_slots(k, starts, lengths) & k.isfinite().all(-1) & (best.squeeze(-1) > -torch.inf)
+    usable = valid_slots(k, starts, lengths) & k.to(dtype).isfinite().all(-1) & (best.squeeze(-1) > -torch.inf)
     return first.masked_fill(~usable, -1)
 
 
@@ -566,9 +572,10 @@ def value_norm(
 ) -> Tensor:
     """CriticalKV's projected value norms. v: [b, Hk, n, dv], w_o: [hidden, Hq * dv] -> [b, Hk, n]."""
     weights = w_o.to(dtype).unflatten(1, (v.shape[1], -1, v.shape[3]))  # [hidden, Hk, group, dv]
-    norms = torch.einsum("bhnd,chgd->bhngc", v.to(dtype), weights).abs().sum(-1)
+    values = v.to(dtype)
+    norms = torch.einsum("bhnd,chgd->bhngc", values, weights).abs().sum(-1)
     reduced = {"sum": norms.sum(-1), "mean": norms.mean(-1), "max": norms.amax(-1)}[group_reduce]
-    usable = valid_slots(v, starts, lengths) & v.isfinite().all(-1)
+    usable = valid_slots(v, starts, lengths) & values.isfinite().all(-1)
     return torch.where(usable, reduced, torch.nan)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -19,13 +20,15 @@ import inspect
 import math
 import mmap
 import random
+import re
 import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +53,15 @@ DTYPES = (
     torch.bool,
     torch.uint8,
 )
+
+# Of every kind that a caller may pass for a number or a name.
+ODD_VALUES = (
+    *(2**31, 2**40, 2**62, 2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 2**70, 2**2000, -(2**20000)),
+    *(3.0, 1e30, -1e30, math.inf, -math.inf, math.nan, 1j, True, None, "3", b"3", (), object()),
+    *(np.int8(-1), np.int64(3), np.uint64(2**64 - 1), np.float32(3), np.float64(1e30), np.bool_(True), np.zeros(2)),
+    *(torch.tensor(3), torch.tensor(math.nan), torch.tensor([3, 4])),
+)
+EVERY_DTYPE = tuple(dict.fromkeys(x for x in vars(torch).values() if isinstance(x, torch.dtype)))
 
 Arguments = dict[str, Any]
 
@@ -185,6 +197,33 @@ def spoil(rng: random.Random, value: Any) -> Any:
         i = rng.randrange(len(value))
         return rng.choice((value[:-1], value + value, (*value[:i], spoil(rng, value[i]), *value[i + 1 :])))
     return rng.choice((rng.choice(NUMBERS), rng.choice(REALS), rng.choice(STRANGERS)))
+
+
+def of_dtype(x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return x in another dtype, or any tensor of its shape; None if torch makes no such tensors."""
+    if dtype in (torch.qint8, torch.quint8, torch.qint32):
+        return torch.quantize_per_tensor(torch.zeros(x.shape), 1.0, 0, dtype)
+    for make in (lambda: x.to(dtype), lambda: torch.empty(x.shape, dtype=dtype)):
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            return make()
+    return None
+
+
+def odd_calls(operator: str) -> Iterator[tuple[str, Callable, Arguments]]:
+    """Yield calls of an operator with one argument of another dtype, or another number, name or object."""
+    calls = [recorded(name, 0) for name in CALLS if name.split(",")[0] == operator]
+    for argument in names_of(calls[0][0]):
+        function, arguments = next((x for x in calls if argument in x[1]), calls[0])
+        value = arguments.get(argument)
+        tensors = tensors_of(value) or [torch.zeros(2)]
+        odd: list[Any] = [*ODD_VALUES, *([x] for x in ODD_VALUES), *((3, x) for x in ODD_VALUES)]
+        takes_tensors = re.search("Tensor|Layers", str(inspect.signature(function).parameters[argument].annotation))
+        # Not for numbers: torch's error then prints the tensor, which for some dtypes fails and leaks torch's guards.
+        for dtype in EVERY_DTYPE if takes_tensors else ():
+            if None not in (cast := [of_dtype(x, dtype) for x in tensors]):
+                odd.append(type(value)(cast) if isinstance(value, (list, tuple)) and tensors_of(value) else cast[0])
+        for x in odd:
+            yield argument, function, mapped(arguments, torch.Tensor.clone) | {argument: x}
 
 
 def share_memory(rng: random.Random, arguments: Arguments, names: list[str]) -> bool:

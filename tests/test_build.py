@@ -91,6 +91,27 @@ def test_library_asks_torch_for_no_more_than_2_10_has(tmp_path):
     assert not [x for x in used if re.search(r"\b(c10|at|torch|caffe2)::", x) or x.startswith(("Py", "_Py"))]
 
 
+@needs_nm
+def test_library_offers_nothing_but_its_c_functions():
+    offered = {name for _, name in symbols(LIBRARY, "-D", "--defined-only")}
+    assert offered == {"kvops_facts", "kvops_probe_copy", "kvops_probe_pages", "kvops_probe_read"}
+
+
+def hardening(library: Path) -> set[str]:
+    """Return which of the protections of CMakeLists.txt the library has."""
+    dynamic, segments = run("readelf", "-dW", library), run("readelf", "-lW", library)
+    used = {name for _, name in symbols(library, "-D", "--undefined-only")}
+    found = {"bound now": "BIND_NOW" in dynamic, "read-only tables": "GNU_RELRO" in segments}
+    found["guarded stacks"] = "__stack_chk_fail" in used
+    found["checked copies"] = any(re.fullmatch(r"__\w+_chk", x) for x in used)
+    return {x for x, there in found.items() if there}
+
+
+@needs_nm
+def test_library_is_hardened():
+    assert hardening(LIBRARY) == {"bound now", "read-only tables", "guarded stacks", "checked copies"}
+
+
 def level_objects(level: str) -> list[Path]:
     """Return the level's objects of the newest build without sanitizers."""
     builds = [p for p in ROOT.glob("build/*/CMakeFiles") if not re.search("address|thread", p.parent.name)]

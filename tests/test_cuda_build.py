@@ -17,7 +17,19 @@ import torch
 import kvops
 import resources
 import sass
-from test_build import ROOT, TORCH, last_line, load_setup_py, needs_nm, needs_source, run, script, shims, symbols
+from test_build import (
+    ROOT,
+    TORCH,
+    hardening,
+    last_line,
+    load_setup_py,
+    needs_nm,
+    needs_source,
+    run,
+    script,
+    shims,
+    symbols,
+)
 
 CUDA = kvops.build_info()["cuda"]
 LIBRARY = kvops._lib.CUDA_LIBRARY
@@ -45,8 +57,13 @@ def test_library_asks_torch_for_no_more_than_2_10_has(tmp_path):
 @needs_library
 @needs_nm
 def test_library_offers_nothing_but_its_switch():
-    offered = {name for kind, name in symbols(LIBRARY, "-D", "--defined-only") if kind in "TBDRVW"}
-    assert {x for x in offered if "std::" not in x and not x.startswith("_")} == {"kvops_debug_checks"}
+    assert {name for _, name in symbols(LIBRARY, "-D", "--defined-only")} == {"kvops_debug_checks"}
+
+
+@needs_library
+@needs_nm
+def test_library_is_hardened():
+    assert hardening(LIBRARY) >= {"bound now", "read-only tables", "guarded stacks"}
 
 
 @needs_library
@@ -290,9 +307,9 @@ torch.ops.kvops.gather_kv.default.redispatch(cuda, k, k, indices)
 
 
 def test_what_build_info_reports_about_cuda():
-    assert list(CUDA) == ["built", "archs", "why", "sm90", "loaded"]
+    assert list(CUDA) == ["built", "archs", "nvcc", "why", "sm90", "loaded"]
     assert CUDA["loaded"] == (not CUDA["why"]) and (CUDA["built"] or not CUDA["loaded"])
-    assert bool(CUDA["archs"]) == CUDA["built"] == LIBRARY.exists()
+    assert bool(CUDA["archs"]) == bool(CUDA["nvcc"]) == CUDA["built"] == LIBRARY.exists()
     assert list(CUDA["sm90"]) == ["built", "why", "used"]
     assert CUDA["sm90"]["built"] == (not CUDA["sm90"]["why"]) and CUDA["built"] >= CUDA["sm90"]["built"]
     kvops.build_info()["cuda"]["archs"].append("changed")
@@ -305,6 +322,61 @@ def test_not_loaded_under_a_torch_without_cuda():
     said, loaded = done.stdout.splitlines()
     assert (json.loads(said)["why"], loaded) == (f"torch {torch.__version__} has no CUDA", "False")
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "nvcc, driver, gpus, why",
+    [
+        ("12.8.93", 12000, [(8, 0)], ""),
+        ("12.8.93", 13000, [(12, 0)], ""),
+        ("13.0.88", 13000, [], ""),
+        ("13.0.88", 0, [], ""),  # no driver: a login node, or a container without GPUs
+        ("13.0.88", 12080, [(9, 0)], "nvcc 13.0.88 and need a driver for CUDA 13.0 or newer, but .* CUDA 12.8; update"),
+        ("12.8.93", 11040, [(7, 0)], "need a driver for CUDA 12.0 or newer, but the NVIDIA driver supports CUDA 11.4"),
+        ("12.8.93", 12040, [(7, 5), (6, 1)], "compute capability 8.0 or higher, but the GPUs here have 7.5, 6.1"),
+        ("12.8.93", 12040, [(7, 5), (8, 6)], ""),  # one GPU is enough
+    ],
+)
+def test_drivers_and_gpus(nvcc, driver, gpus, why):
+    found = kvops._lib._why_unusable(nvcc, driver, gpus)
+    assert re.search(why, found) and bool(found) == bool(why)
+
+
+NVIDIA = """
+int cuDriverGetVersion(int* version) { *version = 12040; return 0; }
+int nvmlInit_v2() { return 0; }
+int nvmlShutdown() { return 0; }
+int nvmlDeviceGetCount_v2(unsigned* count) { *count = 3; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, void** gpu) { *gpu = (void*)(long)(10 + i); return i == 1; }
+int nvmlDeviceGetCudaComputeCapability(void* gpu, int* major, int* minor) {
+  *major = 7;
+  *minor = (int)(long)gpu - 10;
+  return 0;
+}
+"""
+
+
+@cpu_torch
+def test_the_driver_and_the_gpus_are_asked(tmp_path):
+    """A stand-in for the driver: CUDA 12.4, GPUs of 7.0 and 7.2, and one that cannot be asked. The warning comes before
+    the library is loaded."""
+    (tmp_path / "nvidia.cpp").write_text(f'extern "C" {{{NVIDIA}}}')
+    compiler = os.environ.get("CXX", "c++").split()
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        run(*compiler, "-shared", "-fPIC", tmp_path / "nvidia.cpp", "-o", tmp_path / name)
+    code = """
+import torch, kvops
+torch.version.cuda = "13.0"
+print(kvops._lib._driver_and_gpus())
+print(kvops._lib._load_cuda({"built": True, "nvcc": "12.8.93"}))
+print(kvops.ops.select_topk(torch.arange(4.0).view(1, 1, 4), k=2).tolist())
+"""
+    env = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT)
+    asked, why, result = done.stdout.splitlines()
+    assert asked == "(12040, [(7, 0), (7, 2)])" and result == "[[[2, 3]]]"
+    assert why == "the CUDA kernels need a GPU of compute capability 8.0 or higher, but the GPUs here have 7.0, 7.2"
+    assert f"RuntimeWarning: kvops works on the CPU only: {why}" in done.stderr
 
 
 @needs_library
@@ -454,7 +526,8 @@ def test_a_build_without_cuda_says_why(options, env, why, tmp_path):
     if not env["CUDACXX"]:
         del env["CUDACXX"]
     configure(tmp_path, *options, **env)
-    assert built_facts(tmp_path) == {"built": False, "archs": [], "why": why, "sm90": {"built": False, "why": why}}
+    hopper = {"built": False, "why": why}
+    assert built_facts(tmp_path) == {"built": False, "archs": [], "nvcc": "", "why": why, "sm90": hopper}
 
 
 @needs_source
@@ -487,6 +560,7 @@ def test_architectures(archs, built, tmp_path, setup_py):
     configure(tmp_path, f"-DKVOPS_CUDA_ARCHS={archs}", CUDACXX=path)
     facts = built_facts(tmp_path)
     hopper = facts.pop("sm90")
+    assert setup_py.older(facts.pop("nvcc"), version) is False
     assert facts == {"built": True, "archs": built, "why": ""}
     if "90a" not in built:
         assert hopper == {"built": False, "why": "90a is not among the architectures"}

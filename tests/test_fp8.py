@@ -1,10 +1,12 @@
 """fp8 rows: operators that compute with K or V give the results of bf16 rows with the same values."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+import calls
 import kit
 import kvops
 from calls import direct, inputs
@@ -123,6 +125,27 @@ def test_scales_of_tokens_change_no_cosine(dtype):
     true = (k8.float() * scale).float()
     for op in (ops.anchor_cosine, ops.outlier_degree):
         torch.testing.assert_close(op(k8), op(true), rtol=1e-3, atol=1e-4)
+
+
+@kit.only("cpu")
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("name", [x for x in PAGED_CALLS if "out=" not in x])
+def test_the_reference_is_the_same_for_fp8(name, dtype, monkeypatch):
+    monkeypatch.setattr(calls, "ops", reference)
+    x = inputs(0, n=96, heads=2, d=16, dv=32, dtype=torch.bfloat16)
+
+    def of(change) -> list[torch.Tensor]:
+        rows = dict(k=change(x.k), v=change(x.v), deep=tuple(map(change, x.deep)))
+        return [y.float() for y in calls.CALLS[name](dataclasses.replace(x, **rows))]
+
+    assert kit.same(of(lambda y: y.to(dtype)), of(lambda y: y.to(dtype).bfloat16()))
+
+
+def test_the_reference_gathers_pages_of_fp8():
+    pages = kit.randn(3, 2, 4, 8).to(FP8[0])
+    dense = reference.pages_to_dense(pages, kit.int32(2, -1).view(1, 2))
+    assert dense.dtype == FP8[0] and dense.shape == (1, 2, 8, 8) and not dense[:, :, 4:].float().any()
+    assert torch.equal(dense[:, :, :4].float(), pages[2:].float())
 
 
 def test_the_reference_reads_fp8():

@@ -1,6 +1,8 @@
 """Hostile calls of every operator (fuzz.py) in separate processes, with a fixed time budget per test run."""
 
+import collections
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import torch
 
 import kit
 import kvops
-from fuzz import between_guards
+from fuzz import between_guards, names_of, odd_calls, outcome, tensors_of
 from kvops import ops
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +42,29 @@ def test_the_guard_pages_guard():
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT / "tests", capture_output=True)
     assert done.returncode < 0
     assert between_guards(16, True).sum() == 0
+
+
+def contents(x: torch.Tensor) -> torch.Tensor:
+    """Return all bytes of the memory of a tensor of any dtype."""
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).clone()
+
+
+@pytest.mark.parametrize("operator", ops.__all__)
+def test_every_dtype_and_number_for_every_argument(operator):
+    """Returns, or raises an error that names the operator and the argument, and changes nothing."""
+    refused, names = collections.Counter(), names_of(getattr(ops, operator))
+    for argument, function, arguments in odd_calls(operator):
+        tensors = tensors_of(arguments)
+        before = [contents(x) for x in tensors]
+        error = outcome(function, arguments)[1]
+        if error is not None:
+            refused[argument] += 1
+            assert isinstance(error, (TypeError, ValueError, NotImplementedError)), f"{argument}: {error!r}"
+            assert operator in str(error), f"{argument}: {error!r}"
+            assert any(re.search(rf"\b{x}(?![a-z])", str(error)) for x in names), f"{argument}: {error!r}"
+            assert all(map(torch.equal, map(contents, tensors), before)), f"{argument}: {error!r}"
+    assert set(refused) == set(names), refused
+    assert min(refused.values()) > 20, refused
 
 
 # Calls that were accepted by mistake in the past.

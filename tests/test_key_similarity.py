@@ -138,7 +138,27 @@ def test_zero_keys_are_like_nothing():
     assert scores[0, 0, 7] == 0 and scores[0, 1, 39] == 0
     for threshold in (0.0, 0.5):
         assert (ops.key_similarity(torch.zeros(1, 2, 50, 32), threshold=threshold) == 0).all()
-    assert (ops.key_similarity(kit.kv(1, 2, 1, 32)[0]).abs() < 1e-6).all()
+
+
+@pytest.mark.parametrize("threshold", [0.5, 1.0])
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_a_lone_key_is_like_nothing(dtype, threshold):
+    """Alone in its row, among invalid slots, or among keys that are zero or not finite. The score is 0, not -0."""
+    rows = kit.size(40, 3)
+    k = kit.randn(rows, 2, 9, 72).to(dtype)
+    alone = ops.key_similarity(k[:, :, :1], threshold=threshold)
+    assert torch.equal(alone.view(torch.int32), torch.zeros_like(alone).view(torch.int32))
+    spans = dict(starts=kit.int32(*[4] * rows), lengths=kit.int32(*[1] * rows))
+    padded = ops.key_similarity(k, threshold=threshold, **spans)
+    assert (padded[:, :, 4] == 0).all() and padded.isnan().sum() == rows * 2 * 8
+    assert (reference.key_similarity(k, threshold=threshold, **spans)[:, :, 4] == 0).all()
+    k[:, :, 1:5] = 0
+    k[:, :, 5:, 3] = float("nan")
+    scores = ops.key_similarity(k, threshold=threshold)
+    assert (scores[:, :, :5] == 0).all() and scores[:, :, 5:].isnan().all()
+    assert (reference.key_similarity(k, threshold=threshold)[:, :, :5] == 0).all()
+    k[:, :, 4] = k[:, :, 0]
+    assert (ops.key_similarity(k, threshold=1.0)[:, :, :1] > 0.19).all()  # two keys are not alone
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)

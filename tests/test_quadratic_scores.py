@@ -58,6 +58,15 @@ def test_narrow_and_wide_rows(dtype, d):
     check(k, mean)
 
 
+@kit.only("simulator")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_the_widest_rows_in_the_least_shared_memory(dtype, monkeypatch):
+    """A tile of U then takes all of a block's 99 KB."""
+    monkeypatch.setenv("CUDASIM_DEVICE", "rtx3090")
+    k, _ = kit.kv(1, 1, 40, 1008)
+    check(k.to(dtype), *statistics(1, 1008))
+
+
 def test_rows_of_16_bytes_of_floats():
     for d in (4, 20):
         k, _ = kit.kv(1, 2, 70, d)

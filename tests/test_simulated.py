@@ -74,6 +74,7 @@ RUNS = {
             "not compile and not trace",
         ],
     ),
+    "plans": ("plain", 0, ["tests/test_plans.py"]),  # no kernel runs
     "windows": (
         "plain",
         0,

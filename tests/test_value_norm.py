@@ -140,6 +140,7 @@ def test_bad_input():
         (dict(v=v, w_o=w_o[0]), ("w_o must be", r"got \[64\]")),
         (dict(v=v, w_o=w_o[:, :40]), (r"w_o must be \[hidden, a multiple of 2 heads \* 16\]", r"got \[20, 40\]")),
         (dict(v=v, w_o=w_o.mT.contiguous().mT), ("w_o must be", "contiguous last dim")),
+        (dict(v=v, w_o=w_o[:1].expand(2**31, -1)), ("w_o must have at most 1048576 rows", "got 2147483648")),
         (dict(v=v, w_o=w_o, group_reduce="none"), ("value_norm: group_reduce must be", "'none'")),
         (dict(v=v, w_o=w_o, lengths=kit.int32(1, 11)), ("starts and lengths of row 1", "length 11")),
     ):

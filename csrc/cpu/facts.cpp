@@ -94,6 +94,7 @@ extern "C" __attribute__((visibility("default"))) const char* kvops_facts() {
 #endif
          << "\", \"isa\": \"" << level << "\", \"isa_built\": " << kvops::json_list(KVOPS_LEVEL_LIST)
          << ", \"cuda\": {\"built\": " KVOPS_CUDA_BUILT ", \"archs\": " << kvops::json_list(KVOPS_CUDA_ARCHS)
+         << ", \"nvcc\": \"" KVOPS_NVCC "\""
          << ", \"why\": \"" KVOPS_CUDA_WHY "\", \"sm90\": {\"built\": " KVOPS_SM90_BUILT
          << ", \"why\": \"" KVOPS_SM90_WHY "\"}}, \"error\": \"" << kvops::escaped(error) << "\"}";
     return json.str();

@@ -187,16 +187,19 @@ struct Searcher {
     double squares = 0;
     for (int64_t c = 0; c < p.d; ++c) squares += double(anchor[c]) * anchor[c];
     const double length = __builtin_sqrt(squares);
-    int64_t finite = 0;
+    int64_t finite = 0, zero = 0;
     for (int64_t i = 0; i < count; ++i) {
       spared[i] = 0;
       finite += found.inverse[i] == found.inverse[i];
+      zero += found.inverse[i] == 0;
     }
+    const bool alone = finite - zero < 2;  // no pair of keys has a cosine but 0
     for (int64_t i = 0; i < count; ++i)
       if (found.last[i] >= 0) spared[found.last[i]] += found.cosine[i];
     for (int64_t i = 0; i < count; ++i) {  // NaN and 0 stay as they are
       const double itself = found.inverse[i] != 0;
-      scores[i] = static_cast<float>((-scores[i] * length - itself - spared[i]) / static_cast<double>(finite));
+      const double others = alone ? scores[i] - scores[i] : -scores[i] * length - itself - spared[i];
+      scores[i] = static_cast<float>(others / static_cast<double>(finite));
     }
   }
 };

@@ -29,6 +29,10 @@ namespace {
 
 using Spared = unsigned long long;
 
+struct KeyCounts {  // of a head's valid keys
+  unsigned not_finite, zero;
+};
+
 // The valid keys of all heads, packed, and what is known about each.
 struct KeySimilarityMemory {
   int64_t rows;       // per head: n, padded to whole panels
@@ -36,7 +40,7 @@ struct KeySimilarityMemory {
   char* keys;         // [b, Hk, rows]; zeros past the valid ones
   float* inverse;     // [b, Hk, rows]: 1/|k| of the packed key; see above
   Spared* spared;     // [b, Hk, rows]
-  unsigned* missing;  // [b, Hk]: valid keys that are not finite
+  KeyCounts* counts;  // [b, Hk]
 
   KeySimilarityMemory(const KeySimilarityParams& p, Sections& sections)
       : rows((p.n + kMostPanelRows - 1) / kMostPanelRows * kMostPanelRows),
@@ -44,7 +48,7 @@ struct KeySimilarityMemory {
         keys(sections.add<char>(p.b * p.heads * rows * row_bytes)),
         inverse(sections.add<float>(p.b * p.heads * rows)),
         spared(sections.add<Spared>(p.b * p.heads * rows)),
-        missing(sections.add<unsigned>(p.b * p.heads)) {}
+        counts(sections.add<KeyCounts>(p.b * p.heads)) {}
 };
 
 // One warp per packed row.
@@ -76,7 +80,8 @@ __global__ void __launch_bounds__(256) pack_keys_kernel(KeySimilarityParams p, K
   if (lane != 0) return;
   to.inverse[row] = !finite ? CUDART_NAN_F : squares == 0 ? 0.0f : static_cast<float>(1 / (sqrt(squares) * scale));
   to.spared[row] = 0;
-  if (!finite) atomicAdd(&to.missing[head], 1u);
+  if (!finite) atomicAdd(&to.counts[head].not_finite, 1u);
+  if (there && squares == 0) atomicAdd(&to.counts[head].zero, 1u);
 }
 
 template <class E, int kPieces>
@@ -180,14 +185,17 @@ __global__ void __launch_bounds__(256)
     squares += x * x;
   }
   const double length = sqrt(lanes_sum<32>(squares));
-  const double finite = static_cast<double>(count - packed.missing[head]);
+  const KeyCounts counts = packed.counts[head];
+  const int64_t finite = count - counts.not_finite;
+  const bool alone = finite - counts.zero < 2;  // no pair of keys has a cosine but 0
   float* const scores = p.scores + head * p.n + p.slots.first(b);
   const int64_t first = int64_t{blockIdx.x % blocks} * 256 * kScoreTokens + threadIdx.x;
 #pragma unroll 4
   for (int64_t i = first; i < min(first + 256 * kScoreTokens, count); i += 256) {
     const int64_t row = head * packed.rows + i;
     const double itself = packed.inverse[row] != 0.0f, spared = static_cast<double>(packed.spared[row]) * 0x1p-32;
-    scores[i] = static_cast<float>((-scores[i] * length - itself - spared) / finite);  // NaN stays NaN
+    const double others = alone ? scores[i] - scores[i] : -scores[i] * length - itself - spared;  // NaN stays NaN
+    scores[i] = static_cast<float>(others / static_cast<double>(finite));
   }
 }
 
@@ -200,7 +208,7 @@ inline void key_similarity_cuda(const KeySimilarityParams& p, void* workspace, c
   if (heads * p.n == 0) return;
   Sections sections{workspace};
   const KeySimilarityMemory packed(p, sections);
-  zero_async(packed.missing, heads * sizeof(unsigned), stream);
+  zero_async(packed.counts, heads * sizeof(KeyCounts), stream);
   with_read_dtype(p.dtype, [&](auto type) {
     using T = decltype(type);
     using E = Value<T>;

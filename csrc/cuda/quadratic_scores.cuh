@@ -60,7 +60,8 @@ struct PackedU {
     x.tiles = static_cast<int>(columns) * kUTiles<T>;
     x.row_bytes = static_cast<int>(64 * columns);
     x.pitch = x.row_bytes % 128 ? x.row_bytes : x.row_bytes + 64;
-    const int most = (shared_memory() - 1024) / (x.pitch * kTileRows * kUParts<T>);
+    // A tile of 16-bit keys of d > 992 takes 99 KB, all that a block has on the smallest cards.
+    const int tile_bytes = x.pitch * kTileRows * kUParts<T>, most = std::max((shared_memory() - 1024) / tile_bytes, 1);
     const int chunks = (x.tiles + most - 1) / most;  // of about equal size
     x.chunk = (x.tiles + chunks - 1) / chunks;
     x.heads = p.heads * p.group * (p.cov_stride_b || p.mean.stride_b ? p.b : 1);

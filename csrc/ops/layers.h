@@ -26,8 +26,8 @@ std::vector<KVPair> check_layers(const char* op, const Tensors& k, const Tensors
   for (size_t i = 0; i < k.size(); ++i) {
     check_same_device(op, "k", k[i], k[0]);
     layers.push_back(check_kv_pair(op, k[i], v[i], block_table, check_type, written));
-    KVOPS_CHECK(k[i].scalar_type() == k[0].scalar_type(), op, ": all layers must have one dtype, expected ",
-                dtype_name(k[0].scalar_type()), ", got ", dtype_name(k[i].scalar_type()), " in layer ", i);
+    KVOPS_CHECK(dtype_of(k[i]) == dtype_of(k[0]), op, ": all layers must have one dtype, expected ",
+                dtype_name(dtype_of(k[0])), ", got ", dtype_name(dtype_of(k[i])), " in layer ", i);
     for (int dim = 0; dim < 4; ++dim)
       KVOPS_CHECK(k[i].size(dim) == k[0].size(dim) && v[i].size(dim) == v[0].size(dim), op,
                   ": all layers must have one shape, expected k ", shape(k[0]), " and v ", shape(v[0]), ", got ",

@@ -25,6 +25,7 @@ Tensor select_topk(const Tensor& scores, int64_t k, int64_t sinks, int64_t windo
               ": seq_len must be given with scores of 4 dims and only then, got ", shape(scores),
               seq_len ? " and a seq_len" : " and none");
   const int64_t n = by_segment ? *seq_len : sizes[2];
+  KVOPS_CHECK(!by_segment || n <= std::numeric_limits<int32_t>::max(), op, ": seq_len must fit int32, got ", n);
   const ValidSlots slots = check_valid_slots(op, scores, b, n, starts, lengths);
   int64_t segments = -1, width;
   if (by_segment) {

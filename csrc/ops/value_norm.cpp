@@ -6,6 +6,8 @@
 namespace kvops {
 namespace {
 
+constexpr int64_t kMostHidden = int64_t{1} << 20;
+
 Tensor value_norm(const Tensor& v, const Tensor& w_o, int64_t group_reduce, const OptionalTensor& starts,
                   const OptionalTensor& lengths, const OptionalTensor& block_table) {
   const char* op = "value_norm";
@@ -19,6 +21,9 @@ Tensor value_norm(const Tensor& v, const Tensor& w_o, int64_t group_reduce, cons
                   (w_o.stride(1) == 1 || w_o.size(1) == 1),
               op, ": w_o must be [hidden, a multiple of ", heads, " heads * ", dv, "] with a contiguous last dim, got ",
               shape(w_o));
+  // Rows that share memory (stride 0) would make the work unlimited, and no signal interrupts it.
+  KVOPS_CHECK(w_o.size(0) <= kMostHidden, op, ": w_o must have at most ", kMostHidden, " rows (hidden), got ",
+              w_o.size(0));
   const Reduce reduce = check_reduce(op, "group_reduce", group_reduce, Reduce::max);
   const ValidSlots slots = check_valid_slots(op, v, b, n, starts, lengths);
   check_pages(op, block_table, v, n, starts, lengths);

@@ -21,7 +21,7 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
   const bool fp8 = is_fp8(stored);
   KVOPS_CHECK(fp8 ? dtype == DType::bf16 : stored == dtype, op,
               fp8 ? ": q must be torch.bfloat16 with fp8 keys, k " : ": k must have q's dtype ",
-              dtype_name((fp8 ? k : q).scalar_type()), ", got ", dtype_name((fp8 ? q : k).scalar_type()));
+              dtype_name(dtype_of(fp8 ? k : q)), ", got ", dtype_name(dtype_of(fp8 ? q : k)));
   KVOPS_CHECK(q.dim() == 4, op, ": q must be [batch, query heads, rows, head_dim], got ", shape(q));
   const KV kv = check_read_cache(op, "k", k, block_table);
   const auto& [k_view, b, heads, n, d] = kv;

@@ -16,8 +16,9 @@ inline Device device() {
   static constexpr Device kDevices[] = {
       {"small", 4, 99 << 10, 1 << 20, true},    // small tests fill more than one wave; the least shared memory
       {"hopper", 4, 227 << 10, 1 << 20, true},  // as small, for the kernels of sm90
-      {"a100", 108, 163 << 10, 40 << 20, false}, {"h200", 132, 227 << 10, 50 << 20, true},
-      {"b200", 148, 227 << 10, 126 << 20, true},
+      {"a100", 108, 163 << 10, 40 << 20, false},  {"h200", 132, 227 << 10, 50 << 20, true},
+      {"b200", 148, 227 << 10, 126 << 20, true},  {"rtx3090", 82, 99 << 10, 6 << 20, false},
+      {"rtx5090", 170, 99 << 10, 96 << 20, true},
   };
   const char* const wanted = std::getenv("CUDASIM_DEVICE");
   if (!wanted) return kDevices[0];
@@ -28,7 +29,8 @@ inline Device device() {
     device.multiprocessors = std::max(device.multiprocessors / parts, 1), device.l2 /= parts;
     return device;
   }
-  throw Error(std::string("cudasim: CUDASIM_DEVICE is ") + wanted + ", not small, hopper, a100, h200 or b200");
+  throw Error(std::string("cudasim: CUDASIM_DEVICE is ") + wanted +
+              ", not small, hopper, a100, h200, b200, rtx3090 or rtx5090");
 }
 
 constexpr size_t kFreeShared = 48 << 10;  // static and dynamic shared memory that a launch may have without opting in
