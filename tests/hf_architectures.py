@@ -331,7 +331,9 @@ them.
 
 - **every method**: with `use_attention`, methods with slot positions included.
 - **every method, original positions**: `LaCache` and `StreamingLLM` need `positions="original"`. Where all layers
-  rotate their keys the same way, your own `rope=` works too.
+  rotate their keys the same way at every position, your own `rope=` works too. `ExpectedAttention` and `TriAttention`
+  need `statistics=` of your own if `model_rope` raises.
+- **CriticalKV with `w_o` of your own**: `output_weights` does not find the output projections.
 - **methods without queries**: a `KVCache` works with the attention of transformers. `use_attention` raises, so
   [the methods that need it](huggingface.md#what-is-refused-and-why) are not available.
 
