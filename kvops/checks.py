@@ -30,17 +30,40 @@ def plain(x: Any) -> Any:
         return float(x) if isinstance(x, numbers.Real) else x
 
 
+def shown(value: object) -> str:
+    """A value as messages show it: an int with many digits by its size."""
+    return f"an int of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 128 else str(value)
+
+
+def check_fits(op: str, name: str, value: int) -> None:
+    """Checks that an int fits int64."""
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{op}: {name} must fit int64, got {shown(value)}")
+
+
 def check_at_least(op: str, name: str, value: int, low: int) -> None:
     """Checks that an integer, traced or not, is at least `low`."""
     if value < low:
         raise ValueError(f"{op}: {name} must be at least {low}, got {value}")
 
 
-def check_int(op: str, name: str, value: int, low: int) -> None:
-    """Checks that `value` is an int (not a bool) of at least `low`."""
+def check_int(op: str, name: str, value: int, low: int, high: int | None = None) -> None:
+    """Checks that `value` is an int (not a bool) of at least `low`, and at most `high` if given."""
     if isinstance(value, bool) or not isinstance(plain(value), int):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__} {value!r}")
+    check_fits(op, name, value)
     check_at_least(op, name, value, low)
+    if high is not None and value > high:
+        raise ValueError(f"{op}: {name} must be at most {high}, got {value}")
+
+
+#: No model has more layers. Plans and budgets of all layers then take bounded time and memory.
+MAX_LAYERS = 1 << 12
+
+
+def check_num_layers(op: str, num_layers: int) -> None:
+    """Checks the number of layers of a model."""
+    check_int(op, "num_layers", num_layers, 1, MAX_LAYERS)
 
 
 def check_token_ids(op: str, name: str, value: tuple[int, ...]) -> None:
@@ -62,7 +85,7 @@ def check_finite(op: str, name: str, value: float, low: float = -math.inf, high:
     if isinstance(value, bool) or not isinstance(plain(value), (int, float)):
         raise TypeError(f"{op}: {name} must be a float, got {type(value).__name__} {value!r}")
     if not abs(value) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"{op}: {name} must be finite in fp32, got {value}")
+        raise ValueError(f"{op}: {name} must be finite in fp32, got {shown(value)}")
     if not low <= value <= high:
         limits = f"at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
         raise ValueError(f"{op}: {name} must be {limits}, got {value}")
@@ -209,6 +232,7 @@ def check_budget(op: str, budget: object) -> None:
             f"{op}: budget must be an int (tokens) or a float (fraction), got {type(budget).__name__} {budget!r}"
         )
     if isinstance(budget, int):
+        check_fits(op, "budget", budget)
         if budget < 1:
             raise ValueError(f"{op}: budget must be at least 1 token, got {budget}")
     elif not 0.0 < budget <= 1.0:
@@ -237,6 +261,7 @@ def check_recent(op: str, recent: int | float) -> None:
             f"{recent!r}"
         )
     if isinstance(recent, int):
+        check_fits(op, "recent", recent)
         if recent < 0:
             raise ValueError(f"{op}: recent must be at least 0 tokens, got {recent}")
     elif not 0.0 <= recent < 1.0:
@@ -254,6 +279,7 @@ def check_buffer(op: str, buffer: int | float | None) -> None:
             f"{type(buffer).__name__} {buffer!r}"
         )
     if isinstance(buffer, int):
+        check_fits(op, "buffer", buffer)
         check_at_least(op, "buffer", buffer, 1)
     elif not 0.0 < buffer < 1.0:
         raise ValueError(f"{op}: buffer as a fraction of the budget must be in (0, 1), got {buffer}")

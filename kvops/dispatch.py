@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
-from .checks import tracked
+from .checks import shown, tracked
 
 _BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
 _any_requires_grad = torch._C._any_requires_grad
@@ -71,7 +71,7 @@ class _Call(NamedTuple):
             optional, kind = "Optional[" in declared, re.findall(r"(\w+)\]*$", declared)[0]
             for name, x in self.elements(argument, value):
                 if kind == "int" and isinstance(x, int) and not -(2**63) <= x < 2**63:
-                    return ValueError(f"{op}: {name} must fit int64, got {x}")
+                    return ValueError(f"{op}: {name} must fit int64, got {shown(x)}")
                 if not (isinstance(x, _TYPES[kind][0]) or (optional and x is None)):
                     expected = _TYPES[kind][1] + " or None" * optional
                     return TypeError(f"{op}: {name} must be {expected}, got {type(x).__name__}")

@@ -382,7 +382,7 @@ def test_what_a_model_does_with_its_keys_is_seen(rotation, unasked, monkeypatch)
 
 @pytest.mark.parametrize("threshold", [20, 16384, 100_000, 150_000, 900_000])
 def test_what_changes_at_far_positions_is_seen(threshold, unasked, monkeypatch):
-    """Whether the config names the threshold, in a nested dictionary too, or not; within the model's range or beyond."""
+    """Whether the config names the threshold, in a nested dictionary too, or not; in the model's range or beyond."""
     kind = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
     forward = kind.forward
 

@@ -2,9 +2,10 @@
 
 The tiny model has the layers and the head dim of the real one, and random weights. It reads one token in some hundred
 rows, each row at another position: positions over the whole range of the model, and around every number in the config,
-since code may treat positions from there on in another way (a temperature of the queries, for example). A single token attends to itself only, so nothing but the rotation of queries and keys
-differs between rows. In the first row they are left unrotated: the rotary module's cosines and sines are replaced by 1
-and 0. The other rows' queries and keys must then equal the first row's, rotated.
+since code may treat positions differently from there on (by a temperature of the queries, for example). A single token
+attends to itself only, so nothing but the rotation of queries and keys differs between rows. In the first row they are
+left unrotated: the rotary module's cosines and sines are replaced by 1 and 0. The other rows' queries and keys must
+then equal the first row's, rotated.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def model_rope(config: PreTrainedConfig) -> Rope:
     Raises:
         ValueError: The tiny model does not confirm the rotation: layers without rotation, MLA, norms after the
             rotation, queries scaled by their positions, positions of several dims, model code from outside
-            transformers. Or the frequencies change with the length (dynamic, longrope). Pass your own `rope=kvops.Rope(inv_freq, ...)` then, or use
-            positions='original'.
+            transformers. Or the frequencies change with the length (dynamic, longrope). Pass your own
+            `rope=kvops.Rope(inv_freq, ...)` then, or use positions='original'.
     """
     config = config.get_text_config(decoder=True)
     key = type(config), config.to_json_string(use_diff=False)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
-from typing_extensions import TypeGuard
 
 from ..methods import Full
 from .cache import EvictingLayer, KVCache
@@ -59,12 +58,13 @@ def output_weights(model: PreTrainedModel) -> tuple[Tensor, ...]:
             )
     dtype = next((x.dtype for x in model.parameters() if _is_float(x)), torch.float32)
     with torch.inference_mode(False), torch.no_grad():
-        return tuple(_weights(*found[i], i, model.config.get_text_config(decoder=True), dtype) for i in evicting)
+        config = model.config.get_text_config(decoder=True)
+        return tuple(_weights(found[i][0], i, config, dtype) for i in evicting)
 
 
-def _projections(model: nn.Module) -> dict[int, set[nn.Module]]:
+def _projections(model: nn.Module) -> dict[int, list[nn.Module]]:
     """Return the output projections by layer."""
-    found: dict[int, set[nn.Module]] = {}
+    found: dict[int, dict[nn.Module, None]] = {}
     for module in model.modules():
         attention, owner = module, module
         if (inner := getattr(module, "self", None)) is not None:  # BERT's: the attention, and what follows it
@@ -72,8 +72,8 @@ def _projections(model: nn.Module) -> dict[int, set[nn.Module]]:
         layer = getattr(attention, "layer_idx", None)
         projection = next((x for name in PROJECTIONS if (x := getattr(owner, name, None)) is not None), None)
         if isinstance(layer, int) and isinstance(projection, nn.Module):
-            found.setdefault(layer, set()).add(projection)
-    return found
+            found.setdefault(layer, {})[projection] = None
+    return {layer: list(each) for layer, each in found.items()}
 
 
 def _is_float(x: object) -> TypeGuard[Tensor]:
@@ -92,7 +92,7 @@ def _weights(projection: nn.Module, layer: int, config: PreTrainedConfig, dtype:
     there = (x.device for x in itertools.chain(projection.parameters(), projection.buffers()) if not x.is_meta)
     device = next(there, torch.device("cpu"))
     products = _products(projection, weight, device)
-    weight, bias = (x.to_local() if hasattr(x, "to_local") else x for x in (weight, bias))
+    weight, bias = (cast(Any, x).to_local() if hasattr(x, "to_local") else x for x in (weight, bias))
     training = [x for x in projection.modules() if x.training]
     try:
         for x in training:

@@ -120,6 +120,7 @@ def head_budgets(
         raise ValueError(f"{op}: floor must be in [0, 1], got {floor}")
     b, heads, n = scores.shape
     keep, budgets = row_budgets(op, budget, (b, heads), n, starts, lengths)
+    check_int(op, "budget", keep, 1, (2**31 - 1) // max(heads, 1))  # the layer's tokens are int32
     check_holds_window(op, keep, window)
     if budgets is None:
         budgets = torch.full((b, 1), keep, dtype=torch.int32, device=scores.device)

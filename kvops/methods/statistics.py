@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_bool, check_finite, check_int, check_layers, plain
+from ..checks import MAX_LAYERS, check_bool, check_finite, check_int, check_layers, plain
 from ..ops import rope_at_slots
 from ..rope import Rope
 from .base import KeyPolicy, Policy, View
@@ -22,7 +22,7 @@ from .base import KeyPolicy, Policy, View
 FORMAT = "kvops query statistics 1"
 PER_LAYER = ("mean", "cov", "norms")
 LARGEST = 1e9  # of a query's channel: with its square, sums over keys of any dtype are finite in fp32
-MOST_LAYERS = 4096
+FARTHEST = 1 << 40  # offset of a future position: fp64 angles are exact to 2^-13 there
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,9 @@ class QueryStatistics:
             for name, x, most in (("mean", mean, LARGEST), ("cov", cov, LARGEST**2), ("norms", norms, LARGEST)):
                 if x.dtype != torch.float32 or x.layout != torch.strided or x.is_meta:
                     got = f"{x.dtype}, {x.layout} on {x.device}"
-                    raise ValueError(f"{who}: {name} of layer {i} must be torch.float32, dense and with data, got {got}")
+                    raise ValueError(
+                        f"{who}: {name} of layer {i} must be torch.float32, dense and with data, got {got}"
+                    )
                 if not (x.abs() <= most).all():  # NaN is not
                     got = f"{float(x.abs().max()):g}" if x.isfinite().all() else "values that are not finite"
                     raise ValueError(f"{who}: {name} of layer {i} must be at most {most:g} in magnitude, got {got}")
@@ -84,7 +86,9 @@ class QueryStatistics:
                 name, least = ("norms", norms.min()) if (norms < 0).any() else ("variances in cov", variance.min())
                 raise ValueError(f"{who}: {name} of layer {i} must be at least 0, got {float(least):g}")
             if ((cov - cov.mT).abs() > rounding).any():
-                raise ValueError(f"{who}: cov of layer {i} must be symmetric, got differences above {float(rounding):g}")
+                raise ValueError(
+                    f"{who}: cov of layer {i} must be symmetric, got differences above {float(rounding):g}"
+                )
 
     @staticmethod
     def of(queries: Tensor | Sequence[Tensor], rope: Rope, *, scale: float | None = None) -> QueryStatistics:
@@ -109,6 +113,9 @@ class QueryStatistics:
             ValueError: The layer is not given and there are several, or the model has another number of layers.
         """
         count = len(self.mean)
+        for name, value in (("layer", layer), ("num_layers", num_layers)):
+            if value is not None:
+                check_int(who, name, value, 0)
         if layer is None and count > 1:
             raise ValueError(f"{who}: statistics cover {count} layers, pass layer and num_layers to compress")
         if num_layers is not None and num_layers != count:
@@ -170,8 +177,8 @@ class QueryStatistics:
                     raise ValueError(f"the file {what} tensor {min(wrong)}")
                 read = {name: file.get_tensor(name) for name in sorted(names)}
             rope = Rope(read["inv_freq"], more["interleaved"], more["scaling"])
-            layers = ([read[f"{name}.{i}"] for i in range(more["layers"])] for name in PER_LAYER)
-            return QueryStatistics(*layers, rope, more["scale"])
+            mean, cov, norms = ([read[f"{name}.{i}"] for i in range(more["layers"])] for name in PER_LAYER)
+            return QueryStatistics(mean, cov, norms, rope, more["scale"])
         except SafetensorError as error:
             raise ValueError(f"QueryStatistics: {path} must be a safetensors file, got {error}") from error
         except (OSError, TypeError, ValueError) as error:
@@ -189,9 +196,7 @@ def _settings(text: str) -> dict[str, Any]:
     if not isinstance(more, dict) or set(more) != expected:
         got = ", ".join(sorted(more)) if isinstance(more, dict) else type(more).__name__
         raise ValueError(f"settings must have {', '.join(sorted(expected))}, got {got[:200]}")
-    check_int("QueryStatistics", "layers", more["layers"], 1)
-    if more["layers"] > MOST_LAYERS:
-        raise ValueError(f"layers must be at most {MOST_LAYERS}, got {more['layers']}")
+    check_int("QueryStatistics", "layers", more["layers"], 1, MAX_LAYERS)
     return more
 
 
@@ -397,7 +402,10 @@ def trig_centers(mean: Tensor, rope: Rope, position: int | Tensor, *, max_offset
 
     Source: TriAttention, Mao et al., 2026; the factored mean: its code, `score_keys_for_round`.
     """
-    check_int("trig_centers", "max_offset", max_offset, 1)
+    check_int("trig_centers", "max_offset", max_offset, 1, FARTHEST)
+    max_offset = plain(max_offset)
+    if not isinstance(position, Tensor):
+        check_int("trig_centers", "position", position, 0)
     offsets = tuple(2**i for i in range(max_offset.bit_length()))
     by = mean_rotation(rope, position, offsets, mean.device)
     return turned(mean.double(), by, rope).float().contiguous()
