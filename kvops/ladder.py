@@ -31,7 +31,7 @@ from .checks import MAX_LAYERS, check_choice, check_holds_ladder, check_int, pla
 PATTERNS = ("paper", "official", "short")
 COMPACTIONS = ("ladder", "whole")
 MAX_PASSES = 192  # per call of the operators
-MOST_PASSES = 1 << 16  # per plan, about: a pass thins each slot of the budget once
+MOST_PASSES = 1 << 14  # per plan, about; each pass thins all slots within the budget once
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,7 @@ def lacache_plan(
         TypeError: A number is not an int.
         ValueError: The ladder frees no slot, or the budget does not hold the sinks, one ladder's kept slots (for
             "whole" all slots of a ladder but one) and the newest num_layers slots. The message names values that work.
+            Or n is so many times the budget that the plan would have more than 16,384 passes.
 
     Source: LaCache, Sec. 3.2, 3.3, 4.1; the closed form is this library's.
     """

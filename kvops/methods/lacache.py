@@ -228,7 +228,7 @@ def lacache_coverage(
     """Compute which tokens each layer holds after n tokens have been streamed.
 
     Args:
-        n: The tokens of the stream.
+        n: The tokens of the stream, at most 2^20.
         num_layers: See `lacache_plan`.
         budget: See `lacache_plan`.
         span: See `lacache_plan`.
