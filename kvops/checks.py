@@ -55,12 +55,23 @@ def check_at_least(op: str, name: str, value: int, low: int) -> None:
         raise ValueError(f"{op}: {name} must be at least {low}, got {value}")
 
 
-def check_int(op: str, name: str, value: int, low: int) -> None:
-    """Checks that `value` is an int (not a bool) of at least `low`."""
+def check_int(op: str, name: str, value: int, low: int, high: int | None = None) -> None:
+    """Checks that `value` is an int (not a bool) of at least `low`, and at most `high` if given."""
     if isinstance(value, bool) or not isinstance(plain(value), int):
         raise TypeError(f"{op}: {name} must be an int, got {typed(value)}")
     check_fits(op, name, value)
     check_at_least(op, name, value, low)
+    if high is not None and value > high:
+        raise ValueError(f"{op}: {name} must be at most {high}, got {value}")
+
+
+#: No model has more layers. Plans and budgets of all layers then take bounded time and memory.
+MAX_LAYERS = 1 << 12
+
+
+def check_num_layers(op: str, num_layers: int) -> None:
+    """Checks the number of layers of a model."""
+    check_int(op, "num_layers", num_layers, 1, MAX_LAYERS)
 
 
 def check_token_ids(op: str, name: str, value: tuple[int, ...]) -> None:
@@ -82,7 +93,7 @@ def check_finite(op: str, name: str, value: float, low: float = -math.inf, high:
     if isinstance(value, bool) or not isinstance(plain(value), (int, float)):
         raise TypeError(f"{op}: {name} must be a float, got {typed(value)}")
     if not abs(value) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"{op}: {name} must be finite in fp32, got {value}")
+        raise ValueError(f"{op}: {name} must be finite in fp32, got {shown(value)}")
     if not low <= value <= high:
         limits = f"at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
         raise ValueError(f"{op}: {name} must be {limits}, got {value}")

@@ -19,17 +19,19 @@ Source: LaCache, Sec. 3.2 (the ladder), 3.3 (iterative compaction), Fig. 2 and 4
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .checks import check_choice, check_holds_ladder, check_int, plain
+from .checks import MAX_LAYERS, check_choice, check_holds_ladder, check_int, plain
 
 PATTERNS = ("paper", "official", "short")
 COMPACTIONS = ("ladder", "whole")
 MAX_PASSES = 192  # per call of the operators
+MOST_PASSES = 1 << 14  # per plan, about; each pass thins all slots within the budget once
 
 
 @dataclass(frozen=True)
@@ -198,10 +200,12 @@ def lacache_plan(
         TypeError: A number is not an int.
         ValueError: The ladder frees no slot, or the budget does not hold the sinks, one ladder's kept slots (for
             "whole" all slots of a ladder but one) and the newest num_layers slots. The message names values that work.
+            Or n is so many times the budget that the plan would have more than 16,384 passes.
 
     Source: LaCache, Sec. 3.2, 3.3, 4.1; the closed form is this library's.
     """
-    for name, value in (("n", n), ("num_layers", num_layers), ("budget", budget), ("sinks", sinks)):
+    check_int("lacache_plan", "num_layers", num_layers, 0, MAX_LAYERS)
+    for name, value in (("n", n), ("budget", budget), ("sinks", sinks)):
         check_int("lacache_plan", name, value, 0)
     for name, given in (("span", span), ("overlap", overlap)):
         if given is not None:
@@ -216,6 +220,11 @@ def lacache_plan(
     left, kept, freed = n, ladder.kept, ladder.freed
     if n > cap:
         cap = budget if whole else budget + freed // 2
+    if not whole and n > (most := cap + MOST_PASSES * freed * max(1, (cap - sinks - num_layers) // kept)):
+        raise ValueError(
+            f"lacache_plan: n must be at most {most} to be thinned to a budget of {budget}, got {n}; raise budget, or "
+            "append the tokens in several steps"
+        )
     while left > cap:
         if whole:
             passes.append((sinks, count := (left - sinks - num_layers) // ladder.length))
@@ -251,7 +260,8 @@ def make_ladder(num_layers: int, span: int | None, overlap: int | None, pattern:
         ladder = Ladder(num_layers, span, overlap, pattern)
         if ladder.freed:
             return ladder
-    valid = [(s, o) for s in range(1, num_layers + 1) for o in range(s) if Ladder(num_layers, s, o).freed]
+    every = ((s, o) for s in range(1, num_layers + 1) for o in range(s) if Ladder(num_layers, s, o).freed)
+    valid = list(itertools.islice(every, 9))
     shown = ", ".join(map(str, valid[:8])) + (", ..." if len(valid) > 8 else "")
     raise ValueError(
         f"lacache: (span, overlap) must free slots of a ladder of {num_layers} layers, expected one of "

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_int
+
 Tables = tuple[Tensor, Tensor]
 
 
@@ -47,6 +49,7 @@ class Rope:
             interleaved: See the class.
             device: The device of inv_freq; None is torch's default.
         """
+        check_int("Rope.of", "dim", dim, 0, 1 << 16)
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
         return Rope(1.0 / theta**exponent, interleaved)
 
@@ -76,13 +79,21 @@ class Rope:
     def average(self, offsets: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """The frequencies and the mean of exp(i omega offset) over a range or tuple of offsets, times `scaling`.
 
-        fp64 and complex128, [pairs] each. Computed once per device, so that evictions do not wait for the host.
+        fp64 and complex128, [pairs] each. Computed once per device, so that evictions do not wait for the host. Over
+        the m offsets of a range, the mean is a geometric series: exp(i omega middle) sin(m x) / (m sin(x)), with x half
+        of omega times the range's step.
         """
         key = offsets, device
         if key not in self._made:
             omega = self.inv_freq.double().cpu()
-            angles = torch.tensor(offsets, dtype=torch.float64)[:, None] * omega
-            mean = torch.polar(torch.ones_like(angles), angles).mean(0) * self.scaling
+            if isinstance(offsets, range):
+                x, m = omega * (offsets.step / 2), len(offsets)
+                size = torch.where(x.sin() == 0, 1.0, (m * x).sin() / (m * x.sin()))
+                mean = torch.polar(torch.ones_like(x), omega * ((offsets[0] + offsets[-1]) / 2)) * size
+            else:
+                angles = torch.tensor(offsets, dtype=torch.float64, device="cpu")[:, None] * omega
+                mean = torch.polar(torch.ones_like(angles), angles).mean(0)
+            mean = mean * self.scaling
             self._made[key] = omega.to(device), mean.to(device)
         made: tuple[Tensor, Tensor] = self._made[key]
         return made

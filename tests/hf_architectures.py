@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import kvops
-from kvops.hf import EvictingLayer, KVCache, model_rope
+from kvops.hf import EvictingLayer, KVCache, model_rope, output_weights
 from kvops.hf.architectures import ARCHITECTURES
 
 VOCAB = 101
@@ -331,7 +331,9 @@ them.
 
 - **every method**: with `use_attention`, methods with slot positions included.
 - **every method, original positions**: `LaCache` and `StreamingLLM` need `positions="original"`. Where all layers
-  rotate their keys the same way, your own `rope=` works too.
+  rotate their keys the same way at every position, your own `rope=` works too. `ExpectedAttention` and `TriAttention`
+  need `statistics=` of your own if `model_rope` raises.
+- **CriticalKV with `w_o` of your own**: `output_weights` does not find the output projections.
 - **methods without queries**: a `KVCache` works with the attention of transformers. `use_attention` raises, so
   [the methods that need it](huggingface.md#what-is-refused-and-why) are not available.
 
@@ -390,6 +392,15 @@ def turns(name: str) -> bool:
     return model_type(name) not in NO_POSITIONS and not getattr(config, "num_kv_shared_layers", 0)
 
 
+def has_output_weights(model: PreTrainedModel) -> bool:
+    """Return whether the output projections, which `CriticalKV` needs, are found."""
+    try:
+        output_weights(model)
+    except ValueError:
+        return False
+    return True
+
+
 def page() -> str:
     rows = []
     for name in sorted(ARCHITECTURES):
@@ -400,6 +411,8 @@ def page() -> str:
             layers, what = evicting(config), f"methods without queries: {served.attention}"
         else:
             layers, what = evicting(config), "every method" + ("" if turns(name) else ", original positions")
+            if not layers.startswith("none") and not has_output_weights(tiny_model(name)):
+                what += ", CriticalKV with `w_o` of your own"
         if layers.startswith("none"):
             what = "nothing is evicted, with a warning" + (
                 f"; not `use_attention`: {served.attention}" if served.attention else ""

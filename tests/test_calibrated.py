@@ -1,7 +1,11 @@
 """Expected Attention and TriAttention against the authors' formulas in plain PyTorch, and the query statistics."""
 
+import copy
+import json
 import math
+import threading
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kvops import ExpectedAttention, QueryStatistics, Rope, TriAttention
-from kvops.methods.statistics import unrotated
+from kvops.methods.statistics import resolved, unrotated
 from kvops.methods.triattention import LEAST_STD
 
 HEADS, GROUP, D, N = 2, 3, 32, 300
@@ -303,3 +307,214 @@ def test_a_model_by_name():
     with torch.no_grad():
         model(torch.randint(250, (1, 300)), past_key_values=cache)
     assert len(cache.layers[0].cache) == 64
+
+
+# ---- statistics that are wrong, and their files ----
+
+
+def small(**changes) -> dict:
+    """Return the arguments of small statistics of two layers."""
+    of = QueryStatistics.of([kit.randn(1, 2, 30, 8, seed=i) for i in range(2)], Rope.of(8))
+    return dict(mean=of.mean, cov=of.cov, norms=of.norms, rope=of.rope, scale=0.5) | changes
+
+
+def put(name, value, *where):
+    """Return the arguments with one element changed, in the second layer."""
+    given = small()
+    layers = [x.clone() for x in given[name]]
+    layers[1][where] = value
+    return {name: layers}
+
+
+WRONG = {  # a field, and changed arguments
+    "mean NaN": ("mean of layer 1 must be .* not finite", lambda: put("mean", math.nan, 0, 3)),
+    "mean inf": ("mean of layer 1 must be .* not finite", lambda: put("mean", math.inf, 0, 3)),
+    "mean large": ("mean of layer 1 must be at most 1e.09", lambda: put("mean", 1e12, 0, 3)),
+    "cov NaN": ("cov of layer 1 must be .* not finite", lambda: put("cov", math.nan, 0, 3, 4)),
+    "cov large": ("cov of layer 1 must be at most 1e.18", lambda: put("cov", 1e20, 0, 3, 3)),
+    "variance": ("variances in cov of layer 1 must be at least 0", lambda: put("cov", -1.0, 0, 3, 3)),
+    "symmetric": ("cov of layer 1 must be symmetric", lambda: put("cov", 0.9, 0, 3, 4)),
+    "norms NaN": ("norms of layer 1 must be .* not finite", lambda: put("norms", math.nan, 0, 3)),
+    "norms": ("norms of layer 1 must be at least 0, got -1", lambda: put("norms", -1.0, 0, 3)),
+    "frequencies": ("inv_freq must be in", lambda: dict(rope=Rope(torch.tensor([1.0, math.nan, 0.1, 0.1])))),
+    "frequencies negative": ("inv_freq must be in", lambda: dict(rope=Rope(torch.tensor([1.0, -1.0, 0.1, 0.1])))),
+    "frequencies dims": ("inv_freq must be", lambda: dict(rope=Rope(torch.ones(4, 1)))),
+    "scaling": ("scaling must be in", lambda: dict(rope=Rope(torch.ones(4), scaling=0.0))),
+    "scaling NaN": ("scaling must be finite", lambda: dict(rope=Rope(torch.ones(4), scaling=math.nan))),
+    "scale": ("scale must be positive, got -0.5", lambda: dict(scale=-0.5)),
+    "scale NaN": ("scale must be finite", lambda: dict(scale=math.nan)),
+    "layers": ("must have one tensor per layer", lambda: dict(norms=small()["norms"][:1])),
+    "dtype": ("mean of layer 0 must be torch.float32", lambda: dict(mean=[x.double() for x in small()["mean"]])),
+    "no heads": ("layer 0 must have mean", lambda: {k: [x[:0] for x in small()[k]] for k in ("mean", "cov", "norms")}),
+}
+WRONG_TYPES = {
+    "mean": ("mean must be a list of torch.Tensor", lambda: dict(mean=torch.ones(2, 2, 8))),
+    "element": ("cov must be a list of torch.Tensor.* a list with float", lambda: dict(cov=[1.0, 2.0])),
+    "rope": ("rope must be a kvops.Rope, got int", lambda: dict(rope=3)),
+    "interleaved": ("interleaved must be a bool", lambda: dict(rope=Rope(torch.ones(4), interleaved=1))),
+    "scaling": ("scaling must be a float", lambda: dict(rope=Rope(torch.ones(4), scaling="1"))),
+    "scale": ("scale must be a float", lambda: dict(scale="1")),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_statistics_are_refused(wrong, tmp_path, monkeypatch):
+    """On construction, and in a file, whose name the message has too."""
+    message, changes = WRONG[wrong]
+    with pytest.raises(ValueError, match=f"QueryStatistics: .*{message}"):
+        QueryStatistics(**small(**changes()))
+    path = tmp_path / "x.safetensors"
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(QueryStatistics, "__post_init__", lambda self: None)
+        QueryStatistics(**small(**changes())).save(path)
+    name = "has no tensor norms.1" if wrong == "layers" else message
+    if wrong != "dtype" and "dims" not in wrong:
+        with pytest.raises(ValueError, match=f"QueryStatistics: .*x.safetensors .*{name}"):
+            QueryStatistics.load(path)
+        with pytest.raises(ValueError, match=f"QueryStatistics: .*x.safetensors .*{name}"):
+            TriAttention(20, recent=4, statistics=str(path)).compress(*kit.kv(1, 1, 40, 8))
+
+
+@pytest.mark.parametrize("wrong", WRONG_TYPES)
+def test_statistics_of_wrong_types_are_refused(wrong):
+    message, changes = WRONG_TYPES[wrong]
+    with pytest.raises(TypeError, match=f"QueryStatistics: {message}"):
+        QueryStatistics(**small(**changes()))
+
+
+def test_wrong_queries_are_refused():
+    q = kit.randn(1, 2, 30, 8)
+    for queries, error in (
+        ([], ValueError),
+        ([3], TypeError),
+        (3, TypeError),
+        (q[..., :4], ValueError),
+        (q.long(), ValueError),
+        (q * math.nan, ValueError),
+    ):
+        with pytest.raises(error, match="QueryStatistics: "):
+            QueryStatistics.of(queries, Rope.of(8))
+    with pytest.raises(TypeError, match="QueryStatistics: rope must be"):
+        QueryStatistics.of(q, 3)
+
+
+def parts(path) -> tuple[dict, bytes]:
+    """Return the header and the data of a safetensors file."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def write(path, header: str, data: bytes) -> None:
+    path.write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + data)
+
+
+FUZZ = 50  # with 1,000, 24,000 files have been tried
+JSON = [None, True, 0, -1, 3, 10**9, 10**400, 1e308, math.nan, math.inf, "x", "1", [], {}, [[]], {"layers": 2}]
+
+
+def test_files_that_are_changed_anywhere(tmp_path):
+    """Every file is loaded or refused with a ValueError that names it."""
+    good, path = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
+    QueryStatistics(**small()).save(good)
+    whole, random = good.read_bytes(), Random(0)
+    header, data = parts(good)
+    settings = json.loads(header["__metadata__"]["settings"])
+    refused = loaded = 0
+
+    def check() -> None:
+        nonlocal refused, loaded
+        try:
+            QueryStatistics.load(path)
+            loaded += 1
+        except ValueError as error:
+            assert str(error).startswith(f"QueryStatistics: {path} ") and len(str(error)) < 1000
+            refused += 1
+
+    for _ in range(15 * FUZZ):
+        changed = bytearray(whole)
+        for _ in range(random.choice((1, 1, 4))):
+            changed[random.randrange(len(changed))] = random.randrange(256)
+        path.write_bytes(changed)
+        check()
+    for _ in range(3 * FUZZ):
+        cut, size = random.randrange(len(whole)), random.randrange(40)
+        path.write_bytes(random.choice((whole[:cut], whole[:cut] + random.randbytes(size) + whole[cut:])))
+        check()
+    for _ in range(6 * FUZZ):
+        changed = copy.deepcopy(header)
+        name = random.choice(sorted(changed))
+        what = random.randrange(4)
+        if what == 0:
+            del changed[name]
+        elif what == 1:
+            changed[random.choice((name + "1", "mean.2", "inv_freq"))] = changed.pop(name)
+        elif what == 2:
+            changed[name][random.choice(sorted(changed[name]))] = random.choice((*JSON, "F16", "BF16", "I32", [2, 8]))
+        else:
+            changed[name] = random.choice(JSON)
+        write(path, json.dumps(changed), data)
+        check()
+    for name in (*settings, "more", None):
+        for value in JSON:
+            changed = {**settings, name: value} if name else value
+            header["__metadata__"]["settings"] = json.dumps(changed)
+            write(path, json.dumps(header), data)
+            check()
+    for text in ("[" * 10**5 + "]" * 10**5, '{"layers":' * 10**4 + "1" + "}" * 10**4, "1" * 5000, "{", ""):
+        header["__metadata__"]["settings"] = text
+        write(path, json.dumps(header), data)
+        check()
+    assert refused > 8 * FUZZ and loaded > FUZZ
+
+
+def test_files_that_are_none(tmp_path):
+    policy = TriAttention(20, recent=4, statistics=str(tmp_path))
+    with pytest.raises(ValueError, match=f"QueryStatistics: {tmp_path} must be a file, got a folder"):
+        policy.compress(*kit.kv(1, 1, 40, 8))
+    with pytest.raises(ValueError, match=f"QueryStatistics: {tmp_path} must be a file, got a folder"):
+        QueryStatistics.load(tmp_path)
+    for missing in (tmp_path / "none", str(tmp_path / "none")):
+        with pytest.raises(FileNotFoundError, match="QueryStatistics: there is no file .*none"):
+            QueryStatistics.load(missing)
+        with pytest.raises(FileNotFoundError, match="TriAttention: statistics must be the path of a file.*none"):
+            TriAttention(20, recent=4, statistics=missing).compress(*kit.kv(1, 1, 40, 8))
+    with pytest.raises(ValueError, match="TriAttention: statistics must be the path of a file"):
+        TriAttention(20, recent=4, statistics="a\0b").compress(*kit.kv(1, 1, 40, 8))
+    with pytest.raises(TypeError, match="QueryStatistics: path must be"):
+        QueryStatistics.load(3)
+
+
+def test_threads_read_files_while_they_change(tmp_path):
+    """Each call sees a complete version of its file, and none older than the last that was written before it."""
+    paths = [tmp_path / f"{i}.safetensors" for i in range(6)]
+    of = small()
+
+    def save(path, version):
+        QueryStatistics(**of | {"scale": float(version)}).save(path)
+
+    for path in paths:
+        save(path, 1)
+    stop, errors = threading.Event(), []
+
+    def read(seed):
+        random = Random(seed)
+        try:
+            while not stop.is_set():
+                found = resolved("test", str(random.choice(paths)))
+                assert len(found.mean) == 2 and found.scale >= 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for version in range(2, 60):
+        path = paths[version % 3]
+        save(path, version)
+        assert resolved("test", path).scale == version
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(list(tmp_path.iterdir())) == 6
+    assert resolved("test", paths[5]) is resolved("test", str(paths[5]))

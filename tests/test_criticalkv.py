@@ -177,6 +177,185 @@ def test_a_models_own_weights():
         kvops.hf.KVCache(kvops.hf.use_attention(model).config, kvops.CriticalKV(64))
 
 
+# ---- the weights of a model whose output projections compute something else than their `weight` says ----
+
+
+class Adapted(torch.nn.Module):
+    """A low-rank adapter, as PEFT's: `weight` is the base's. Dropout in training."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.on, self.dropout = base, True, torch.nn.Dropout(0.5)
+        self.a, self.b = (torch.nn.Linear(*x, bias=False) for x in ((base.in_features, 8), (8, base.out_features)))
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) + 8 * self.on * self.b(self.a(self.dropout(x)))
+
+    def product(self):
+        return self.base.weight + 8 * self.on * self.b.weight @ self.a.weight
+
+
+class Offloaded(torch.nn.Linear):
+    """A linear layer of which accelerate's AlignDevicesHook holds the weights: on the meta device between calls."""
+
+    def __init__(self, base):
+        super().__init__(base.in_features, base.out_features, bias=False, device="meta")
+        self.held = base.weight.detach().clone()
+        self.register_forward_pre_hook(lambda *_: self.put(self.held))
+        self.register_forward_hook(lambda *_: self.put(self.held.to("meta")))
+
+    def put(self, weight):
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def product(self):
+        return self.held
+
+
+class Packed(torch.nn.Module):
+    """A quantized layer: eight bits and a scale per row, no `weight`, and a bias far larger than the weights."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.scale = base.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("packed", (base.weight.detach() / self.scale).round().to(torch.int8))
+        self.shift = 300 * self.scale.squeeze(1)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.product().to(x.dtype), self.shift.to(x.dtype))
+
+    def product(self):
+        return self.scale * self.packed
+
+
+class Rounding(torch.nn.Linear):
+    """A linear layer that quantizes its inputs to eight bits, each by its largest element."""
+
+    def __init__(self, base):
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight.data.copy_(base.weight.data)
+
+    def forward(self, x):
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-3) / 127
+        return super().forward((x / scale).round() * scale)
+
+    def product(self):
+        return self.weight
+
+
+WRAPPERS = (Adapted, Offloaded, Packed, Rounding)
+
+
+def wrapped(wrapper, dtype=torch.float32):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=101, hidden_size=48, intermediate_size=96, num_hidden_layers=2, initializer_range=0.15)
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    model = transformers.LlamaForCausalLM(config).eval().to(dtype)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = wrapper(layer.self_attn.o_proj).eval().to(dtype=dtype)
+    return model, [layer.self_attn.o_proj for layer in model.model.layers]
+
+
+@kit.only("cpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_weights_are_what_the_module_computes(wrapper, dtype, monkeypatch):
+    import kvops.hf
+
+    model, projections = wrapped(wrapper, dtype)
+    with torch.inference_mode():
+        weights = kvops.hf.output_weights(model)
+    for x, projection in zip(weights, projections):
+        assert x.shape == (48, 64) and x.dtype == dtype and x.is_contiguous() and not x.is_inference()
+        assert not x.requires_grad
+        close = dict(rtol=1e-6, atol=1e-6) if dtype == torch.float32 else dict(rtol=0.03, atol=0.002)
+        torch.testing.assert_close(x, projection.product().detach().to(dtype), **close)
+    calls = []
+    hook = projections[0].register_forward_hook(lambda *_: calls.append(1))
+    again = kvops.hf.output_weights(model)
+    assert len(calls) == 1 and all(map(torch.equal, again, weights))  # the projection is recognized
+    hook.remove()
+    monkeypatch.setattr(kvops.hf.weights, "_CHUNK", 5 * 64)
+    monkeypatch.setattr(kvops.hf.weights, "_known", {})
+    assert all(map(torch.equal, kvops.hf.output_weights(model), weights))
+
+
+@kit.only("cpu")
+def test_adapters_decide_what_is_kept():
+    """The tokens are those that the model with merged weights keeps."""
+    import kvops.hf
+
+    model, projections = wrapped(Adapted)
+    merged, _ = wrapped(lambda base: base)
+    for layer, projection in zip(merged.model.layers, projections):
+        layer.self_attn.o_proj.weight.data.copy_(projection.product())
+    ids = torch.randint(2, 101, (1, 64))
+
+    def kept(model):
+        with kvops.hf.compress(model, kvops.CriticalKV(24, window=8)) as compressed:
+            model.generate(ids, max_new_tokens=2, do_sample=False)
+        return [layer.cache.positions for layer in compressed.cache.layers]
+
+    assert all(map(torch.equal, kept(model), kept(merged)))
+
+
+@kit.only("cpu")
+def test_a_projection_that_changes_is_asked_anew():
+    import kvops.hf
+
+    model, projections = wrapped(Adapted)
+    before = kvops.hf.output_weights(model)
+    changes = (
+        lambda x: setattr(x, "on", False),
+        lambda x: setattr(x, "on", True),
+        lambda x: x.a.weight.data.mul_(1.001),
+        lambda x: x.base.weight.data[:, 3].add_(0.01),
+        lambda x: x.double(),
+        lambda x: x.float(),
+    )
+    for change in changes:
+        change(projections[1])
+        after = kvops.hf.output_weights(model)
+        assert after[0] is before[0]
+        torch.testing.assert_close(after[1], projections[1].product().detach(), rtol=1e-6, atol=1e-6)
+
+
+@kit.only("cpu")
+def test_dropout_is_off_while_the_projection_is_asked():
+    import kvops.hf
+
+    model, projections = wrapped(Adapted)
+    expected = kvops.hf.output_weights(model)
+    model.train()
+    projections[0].base.eval()
+    flags, state = [x.training for x in model.modules()], torch.get_rng_state()
+    assert all(map(torch.equal, kvops.hf.output_weights(model), expected))
+    assert flags == [x.training for x in model.modules()] and torch.equal(torch.get_rng_state(), state)
+
+
+@kit.only("cpu")
+def test_projections_that_are_not_linear_are_refused():
+    import kvops.hf
+
+    for forward, got in (
+        (lambda x: torch.tanh(torch.nn.functional.linear(x, torch.eye(48, 64))), "by [0-9.]+% of their norm"),
+        (lambda x: torch.nn.functional.linear(x, torch.full((48, 64), torch.nan)), "by nan% of their norm"),
+        (lambda x: x[..., :0] @ x, "expected a linear output projection"),
+    ):
+        model, projections = wrapped(lambda base: base)
+        projections[1].forward = forward
+        with kit.refuses("output_weights: expected a linear output projection", "in layer 1, got a Linear", got):
+            kvops.hf.output_weights(model)
+    model, projections = wrapped(lambda base: base)
+    model.model.layers[0].second = model.model.layers[0].self_attn.__class__(model.config, 0)
+    with kit.refuses("expected one attention module with layer_idx=0", "found several"):
+        kvops.hf.output_weights(model)
+
+
 def test_bad_input():
     k, v, q, w_o = inputs()
     for settings, parts, kind in (

@@ -131,6 +131,9 @@ def test_architecture(name):
     use_attention(model)
     evicts = bool(kept_of(cache_of(model, kvops.Full())))
     assert_replayed(model, kvops.H2O(12), told=evicts)  # Mamba takes no mask over tokens it has read
+    if evicts and tiny.has_output_weights(model):
+        policy = kvops.CriticalKV(12, window=4).for_model(model)
+        assert_replayed(model, policy)
     if evicts and tiny.turns(name):
         assert_replayed(model, kvops.StreamingLLM(12), SlotReplay)
     elif evicts:

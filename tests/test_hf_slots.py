@@ -380,6 +380,42 @@ def test_what_a_model_does_with_its_keys_is_seen(rotation, unasked, monkeypatch)
             model_rope(config)
 
 
+@pytest.mark.parametrize("threshold", [20, 16384, 100_000, 150_000, 900_000])
+def test_what_changes_at_far_positions_is_seen(threshold, unasked, monkeypatch):
+    """Whether the config names the threshold, in a nested dictionary too, or not; in the model's range or beyond."""
+    kind = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+    forward = kind.forward
+
+    def scaled(self, x, position_ids):
+        far = 1 + 0.01 * (position_ids == threshold if named else position_ids > threshold).unsqueeze(-1)
+        return tuple(x * far for x in forward(self, x, position_ids))
+
+    monkeypatch.setattr(kind, "forward", scaled)
+    for named in (True, False):
+        config = transformers.LlamaConfig(**TINY | {"max_position_embeddings": 131072})
+        config.rope_parameters["more"] = {"start": [float(threshold)] if named else []}
+        with unclear():
+            model_rope(config)
+
+
+def test_temperatures_of_queries_are_seen():
+    """Ministral 3's starts at original_max_position_embeddings, far inside of the model's range."""
+    needs("ministral3")
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
+    sizes = {**TINY, "max_position_embeddings": 262144, "head_dim": 16}
+    for beta, is_one in ((0.1, False), (0.0, True)):
+        config = CONFIG_MAPPING["ministral3"](**sizes, rope_parameters={**rope, "llama_4_scaling_beta": beta})
+        if is_one:
+            assert len(model_rope(config).inv_freq) == 8
+        else:
+            with unclear():
+                model_rope(config)
+
+
+def test_a_short_model_is_asked(unasked):
+    assert len(model_rope(transformers.LlamaConfig(**TINY | {"max_position_embeddings": 2})).inv_freq) == 8
+
+
 @pytest.mark.parametrize("error", ["scaling", "frequencies", "positions"])
 def test_what_a_rotary_module_does_is_seen(error, unasked, monkeypatch):
     """Whatever the rotary module declares."""

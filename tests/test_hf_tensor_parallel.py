@@ -23,6 +23,7 @@ SERVED = {
     "keydiff": kvops.KeyDiff(20, sinks=2, recent=4),
     "lagkv": kvops.LagKV(lag=8, ratio=0.5, sinks=2),
     "snapkv": kvops.SnapKV(20, window=6),
+    "criticalkv": kvops.CriticalKV(20, window=6),
     "h2o": kvops.H2O(20),
     "protokv": kvops.ProtoKV(24, window=6),
     "streaming": kvops.StreamingLLM(20),  # keys are rotated to their slots
@@ -49,12 +50,25 @@ def run(model, policy, ids, mask):
         return *generate(model, None, ids, mask, TOKENS), compressed.cache
 
 
+def check_output_weights(one, model, rank: int, ranks: int) -> None:
+    """Each rank has the columns of its heads, of projections that have hooks too."""
+    expected = [x.chunk(ranks, 1)[rank] for x in kvops.hf.output_weights(one)]
+    for found, x in zip(kvops.hf.output_weights(model), expected):
+        assert torch.equal(found, x)
+    double = [layer.self_attn.o_proj.register_forward_hook(lambda *x: 2 * x[2]) for layer in model.model.layers]
+    for found, x in zip(kvops.hf.output_weights(model), expected):
+        torch.testing.assert_close(found, 2 * x)
+    for hook in double:
+        hook.remove()
+
+
 def check_generate(rank: int, ranks: int, folder: str) -> None:
     """Check the tokens and logits of every policy, and what each rank keeps."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))  # as torchrun does
     accelerate.is_accelerate_available = lambda: True  # transformers checks for it to read devices, and does not use it
     one, model = load(folder), load(folder, tp_plan="auto")
     assert model.tp_size == ranks and one.config.num_key_value_heads == model.config.num_key_value_heads == 4
+    check_output_weights(one, model, rank, ranks)
     ids, mask = make_prompts(60, 43)
     own = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)  # heads
     for name, policy in SERVED.items():

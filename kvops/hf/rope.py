@@ -1,15 +1,18 @@
 """The rotary embedding (RoPE) of a transformers model, read from its rotary module and verified with a tiny model.
 
-The tiny model has the layers and the head dim of the real one, and random weights. It reads one token in several rows,
-each row at another position. A single token attends to itself only, so nothing but the rotation of queries and keys
-differs between rows. In the first row they are left unrotated: the rotary module's cosines and sines are replaced by 1
-and 0. The other rows' queries and keys must then equal the first row's, rotated.
+The tiny model has the layers and the head dim of the real one, and random weights. It reads one token in some hundred
+rows, each row at another position: positions over the whole range of the model, and around every number in the config,
+since code may treat positions differently from there on (by a temperature of the queries, for example). A single token
+attends to itself only, so nothing but the rotation of queries and keys differs between rows. In the first row they are
+left unrotated: the rotary module's cosines and sines are replaced by 1 and 0. The other rows' queries and keys must
+then equal the first row's, rotated.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -31,6 +34,10 @@ def model_rope(config: PreTrainedConfig) -> Rope:
     that every full-attention layer rotates its queries and keys by these frequencies, starting at the first channel,
     and that nothing changes them afterwards. It also shows which channels form a pair. This runs once per config.
 
+    The pass has positions up to eight times the config's `max_position_embeddings` (at most 2^24), and those next to
+    each number in the config. A temperature of the queries is therefore noticed wherever it starts. Longer streams are
+    taken to go on in the same way.
+
     Args:
         config: The model's config (`model.config`).
 
@@ -39,9 +46,9 @@ def model_rope(config: PreTrainedConfig) -> Rope:
 
     Raises:
         ValueError: The tiny model does not confirm the rotation: layers without rotation, MLA, norms after the
-            rotation, positions of several dims, model code from outside transformers. Or the frequencies change with
-            the length (dynamic, longrope). Pass your own `rope=kvops.Rope(inv_freq, ...)` then, or use
-            positions='original'.
+            rotation, queries scaled by their positions, positions of several dims, model code from outside
+            transformers. Or the frequencies change with the length (dynamic, longrope). Pass your own
+            `rope=kvops.Rope(inv_freq, ...)` then, or use positions='original'.
     """
     config = config.get_text_config(decoder=True)
     key = type(config), config.to_json_string(use_diff=False)
@@ -56,8 +63,8 @@ _known: dict[tuple[type, str], Rope] = {}
 def _ask(config: PreTrainedConfig) -> Rope:
     unclear = (
         f"KVCache: cannot determine how the model of {type(config).__name__} rotates its keys; pass the cache "
-        "rope=kvops.Rope(inv_freq, interleaved=...) if all layers rotate them the same way, or use "
-        "positions='original'"
+        "rope=kvops.Rope(inv_freq, interleaved=...) if all layers rotate them the same way and nothing else depends on "
+        "the position, or use positions='original'"
     )
     kind = MODEL_MAPPING.get(type(config), None)
     if not isinstance(kind, type) or hasattr(config, "qk_rope_head_dim"):  # code from outside transformers, MLA
@@ -70,9 +77,10 @@ def _ask(config: PreTrainedConfig) -> Rope:
                 model = _tiny_model(kind, config, sandbox.generator)
                 named = _named(model, config)
                 changing = [x.kind for x in named if x.kind in ("dynamic", "longrope")]
-                rows = _rows(model) if named and not changing else None
+                positions = _positions(config)
+                rows = _rows(model, positions) if named and not changing else None
             if rows is not None:
-                rope = _confirmed(named, rows)
+                rope = _confirmed(named, rows, positions)
     except Exception as error:  # the model's code may fail at sizes that it was not written for
         raise ValueError(unclear) from error
     if changing:
@@ -160,9 +168,37 @@ class _Sandbox(TorchDispatchMode):
 # ---- what the rotary module declares and what the tiny model does ----
 
 _ATTENTION = "kvops_rope"  # the name of the tiny models' attention function in transformers
-# The rows' positions. The first row stays unrotated. None is 0, because recurrent layers may reset their state there.
-_POSITIONS = (3, 1, 2, 17, 400, 6007)
+_BLOCK = 64  # rows come in such numbers, since matrix products round the rows of an incomplete block differently
+_BEYOND = 8  # positions up to this multiple of max_position_embeddings: a stream goes on
+_LAST = 1 << 24  # the largest position; beyond it, fp32 does not have all integers
 _TOLERANCE = 2e-5  # relative to a head's largest element: rounding differs between rows, and layers amplify it
+
+
+def _numbers(x: object) -> Iterator[int]:
+    """Return the integers in a config's dictionary, nested ones included."""
+    if isinstance(x, (dict, list, tuple)):
+        for each in x.values() if isinstance(x, dict) else x:
+            yield from _numbers(each)
+    elif isinstance(x, (int, float)) and not isinstance(x, bool) and x == x // 1:
+        yield int(x)
+
+
+def _positions(config: PreTrainedConfig) -> Tensor:
+    """Return the rows' positions, int64 [rows, 1]. The first row stays unrotated.
+
+    They are spread evenly by their logarithm, at random with a fixed seed, and lie on both sides of every number in the
+    config. None is 0, because recurrent layers may reset their state there.
+    """
+    numbers = {x for x in _numbers(config.to_dict()) if 0 < x < _LAST}
+    most = getattr(config, "max_position_embeddings", None) or max(numbers, default=1)
+    last = min(max(_BEYOND * most, 4096), _LAST)
+    spread = torch.logspace(0, math.log2(last), 24, base=2.0, dtype=torch.float64, device="cpu").long()
+    rows = {x + side for x in numbers for side in (-1, 0, 1)}.union(spread.tolist()) - {0, 3}
+    generator = torch.Generator("cpu").manual_seed(0)
+    least = len(rows) + 8
+    while len(rows) < least or (len(rows) + 1) % _BLOCK:
+        rows.add(int(torch.randint(4, last, (), generator=generator, device="cpu")))
+    return torch.tensor([3, *sorted(rows)])[:, None]
 
 
 class _Named(NamedTuple):
@@ -225,9 +261,8 @@ AttentionInterface.register(_ATTENTION, _attend)
 AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
 
 
-def _rows(model: PreTrainedModel) -> Tensor:
+def _rows(model: PreTrainedModel, positions: Tensor) -> Tensor:
     """Return keys and queries of all full-attention layers (of all layers if there is none), [positions, heads, d]."""
-    positions = torch.tensor(_POSITIONS)[:, None]
 
     def leave_the_first(
         module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any], out: tuple[Tensor, Tensor]
@@ -251,14 +286,14 @@ def _rows(model: PreTrainedModel) -> Tensor:
     return torch.cat([x.squeeze(2) for i in full or recorder.rows for x in recorder.rows[i]], 1)
 
 
-def _confirmed(named: list[_Named], rows: Tensor) -> Rope | None:
+def _confirmed(named: list[_Named], rows: Tensor, positions: Tensor) -> Rope | None:
     """Return the rotation that maps each head's first row to its other rows, with either kind of channel pairs."""
     first, others = rows[:1].double(), rows[1:].double()
     for _, inv_freq, scaling in named:
         cut = 2 * len(inv_freq)  # the channels from here on are not rotated
         for interleaved in (False, True) if cut <= rows.shape[-1] else ():
             rope = Rope(inv_freq, interleaved, scaling)
-            cos, sin = (x.unsqueeze(1).double() for x in rope.tables(torch.tensor(_POSITIONS[1:])))
+            cos, sin = (x.unsqueeze(1).double() for x in rope.tables(positions[1:, 0]))
             pair = -1 if interleaved else -2
             x, y = first[..., :cut].unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(pair)
             rotated = torch.stack((x * cos - y * sin, y * cos + x * sin), pair).flatten(-2)

@@ -1,57 +1,197 @@
-"""The weights of a model that policies need."""
+"""What the output projections of a model compute, which policies need as weights."""
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeGuard, cast
+
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from torch.nn.functional import linear
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..methods import Full
 from .cache import EvictingLayer, KVCache
 
-PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # what models call the output projection
+PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "Wo")  # what models call the output projection
+TOLERANCE = 0.05  # of the norm of a product: quantizing activations to 8 bits changes it by 1 to 3 %
+_CHUNK = 1 << 22  # elements of the unit vectors, or of their products, that are in memory at a time
+_FEW = 4  # random vectors by which a projection is recognized
+_BIASED = 64.0  # the length of the vectors where there is a bias, which would drown small weights
 
 
 def output_weights(model: PreTrainedModel) -> tuple[Tensor, ...]:
     """Return the weights of the output projection of each layer that evicts, for `kvops.CriticalKV`.
 
+    The weights are those that the projection applies at the time of the call. Where random vectors show that its
+    `weight` is all that it applies, bit for bit, this is returned. Otherwise, as with adapters (LoRA), offloaded or
+    quantized weights, unit vectors are passed through the module, in chunks, and their products are the weights. They
+    are remembered with the module, and used again as long as its products of the random vectors stay the same. Forward
+    hooks of the module run with each call.
+
     Args:
         model: A causal language model of transformers. Its attention modules have a `layer_idx`, and a linear layer
-            named o_proj, out_proj, dense, c_proj or wo.
+            named o_proj, out_proj, dense, c_proj, wo or Wo. Dropout in the projection, such as that of an adapter in
+            training, is switched off during the call. With tensor parallelism all ranks call this together.
 
     Returns:
-        [hidden, Hq * dv] for each evicting layer (`KVCache.evicting_layers`), first layer first. They share the model's
-        memory, unless the model stores them transposed (GPT-2). With tensor parallelism they are those of this rank's
-        heads.
+        [hidden, Hq * dv] for each evicting layer (`KVCache.evicting_layers`), first layer first, in the dtype of the
+        module's products and on its device (the CPU if its weights are offloaded). Weights that are returned as they
+        are share the model's memory. With tensor parallelism they are those of this rank's heads.
 
     Raises:
-        ValueError: A layer has no such projection, or it is quantized.
+        ValueError: A layer has no such projection, or several. Or the projection is not linear: the products of random
+            vectors and of the weights differ by more than 5 % of their norm.
     """
-    found: dict[int, Tensor] = {}
-    for module in model.modules():
-        layer = getattr(module, "layer_idx", None)
-        projection = next((x for name in PROJECTIONS if (x := getattr(module, name, None)) is not None), None)
-        if isinstance(layer, int) and isinstance(projection, nn.Module) and layer not in found:
-            found[layer] = _weight(projection, layer)
     layers = KVCache(model.config, Full()).layers
     evicting = [i for i, x in enumerate(layers) if isinstance(x, EvictingLayer)]
-    if missing := [i for i in evicting if i not in found]:
-        raise ValueError(
-            f"output_weights: expected an attention module with layer_idx={missing[0]} and a linear layer named "
-            f"{', '.join(PROJECTIONS)} in {type(model).__name__}, found none; pass the weights to the policy yourself"
-        )
-    return tuple(found[i] for i in evicting)
+    found = _projections(model)
+    for i in evicting:
+        if len(found.get(i, ())) != 1:
+            got = "several" if i in found else "none"
+            raise ValueError(
+                f"output_weights: expected one attention module with layer_idx={i} and a linear layer named "
+                f"{', '.join(PROJECTIONS)} in {type(model).__name__}, found {got}; pass the weights to the policy "
+                "yourself"
+            )
+    dtype = next((x.dtype for x in model.parameters() if _is_float(x)), torch.float32)
+    with torch.inference_mode(False), torch.no_grad():
+        config = model.config.get_text_config(decoder=True)
+        return tuple(_weights(found[i][0], i, config, dtype) for i in evicting)
 
 
-def _weight(projection: nn.Module, layer: int) -> Tensor:
-    weight = getattr(projection, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point() or weight.itemsize < 2:
-        got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else "none"
+def _projections(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """Return the output projections by layer."""
+    found: dict[int, dict[nn.Module, None]] = {}
+    for module in model.modules():
+        attention, owner = module, module
+        if (inner := getattr(module, "self", None)) is not None:  # BERT's: the attention, and what follows it
+            attention, owner = inner, getattr(module, "output", module)
+        layer = getattr(attention, "layer_idx", None)
+        projection = next((x for name in PROJECTIONS if (x := getattr(owner, name, None)) is not None), None)
+        if isinstance(layer, int) and isinstance(projection, nn.Module):
+            found.setdefault(layer, {})[projection] = None
+    return {layer: list(each) for layer, each in found.items()}
+
+
+def _is_float(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 1
+
+
+# What each projection returned for the random vectors, and its weights.
+_known: weakref.WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _weights(projection: nn.Module, layer: int, config: PreTrainedConfig, dtype: torch.dtype) -> Tensor:
+    """Return the weights of one projection. dtype: of its inputs, unless it has a `weight` of another."""
+    weight, bias = getattr(projection, "weight", None), getattr(projection, "bias", None)
+    if _is_float(weight):
+        dtype = weight.dtype
+    there = (x.device for x in itertools.chain(projection.parameters(), projection.buffers()) if not x.is_meta)
+    device = next(there, torch.device("cpu"))
+    products = _products(projection, weight, device)
+    weight, bias = (cast(Any, x).to_local() if hasattr(x, "to_local") else x for x in (weight, bias))
+    training = [x for x in projection.modules() if x.training]
+    try:
+        for x in training:
+            x.training = False
+        random, some = _some(products, _widths(projection, weight, config), dtype, device)
+        if (own := _own(weight, bias, random, some)) is not None:
+            return own
+        if (known := _known.get(projection)) is None or not _same(known[0], some):
+            known = _known[projection] = some, _asked(products, random, some)
+        return known[1]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the module raises
         raise ValueError(
-            f"output_weights: expected weights of two dims in torch.float32, float16 or bfloat16 in the output "
-            f"projection of layer {layer}, a {type(projection).__name__}, got {got}"
+            f"output_weights: expected a linear output projection of {dtype} inputs in layer {layer}, got a "
+            f"{type(projection).__name__}: {error}; pass the weights to the policy yourself"
+        ) from error
+    finally:
+        for x in training:
+            x.training = True
+
+
+def _products(projection: nn.Module, weight: object, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return a function that passes vectors, [1, any, width], through the projection.
+
+    With tensor parallelism, a projection adds up the products of all ranks, so they take turns.
+    """
+    mesh: Any = getattr(weight, "device_mesh", None)
+    turns, own = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+
+    def products(x: Tensor) -> Tensor:
+        each = [projection(x if turn == own else torch.zeros_like(x)) for turn in range(turns)]
+        found: Tensor = each[own].to(device)
+        return found
+
+    return products
+
+
+def _widths(projection: nn.Module, weight: object, config: PreTrainedConfig) -> list[int]:
+    """Return the widths that the projection's inputs may have. transformers' Conv1D has transposed weights."""
+    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2:
+        return list(dict.fromkeys(weight.shape[::-1]))
+    if isinstance(width := getattr(projection, "in_features", None), int):
+        return [width]
+    heads = config.num_attention_heads
+    return [heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)]
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and x.device == y.device and torch.equal(x, y)
+
+
+def _some(
+    products: Callable[[Tensor], Tensor], widths: list[int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return random vectors of the first width that the projection takes, and their products."""
+    for i, width in enumerate(widths):
+        numbers = torch.Generator("cpu").manual_seed(0)
+        x = torch.randn(1, _FEW, width, generator=numbers, device="cpu", dtype=torch.float32).to(device, dtype)
+        try:
+            return x, products(x)
+        except Exception:
+            if i + 1 == len(widths):
+                raise
+    raise AssertionError  # there is a width
+
+
+def _own(weight: object, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor | None:
+    """Return the projection's `weight`, [hidden, width], if it explains the products y of x bit for bit."""
+    if not _is_float(weight) or type(weight.detach()) is not Tensor or weight.device != x.device:
+        return None
+    for w in (weight.detach(), weight.detach().mT):
+        if w.shape != (y.shape[-1], x.shape[-1]):
+            continue
+        # with tensor parallelism, the bias is added afterwards
+        if _same(linear(x, w, bias), y) or (bias is not None and _same(linear(x, w) + bias, y)):
+            return w.contiguous()
+    return None
+
+
+def _asked(products: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """Return the products of unit vectors as weights, [hidden, width], after checking that they explain y.
+
+    x, y: random vectors and their products.
+    """
+    width, wide = x.shape[-1], torch.promote_types(y.dtype, torch.float32)
+    zero = products(torch.zeros_like(x[:, :1]))[0].to(wide)  # the bias
+    size = _BIASED if zero.any() else 1.0
+    weights = torch.empty(y.shape[-1], width, dtype=y.dtype, device=y.device)
+    rows = max(1, _CHUNK // max(weights.shape))
+    for first in range(0, width, rows):
+        unit = torch.zeros(1, min(rows, width - first), width, dtype=x.dtype, device=x.device)
+        unit[0].diagonal(first).fill_(size)
+        weights[:, first : first + unit.shape[1]] = ((products(unit)[0].to(wide) - zero) / size).mT
+    there = y[0].to(wide) - zero
+    error = (linear(x[0].to(y.dtype), weights).to(wide) - there).norm(dim=-1) / there.norm(dim=-1).clamp(min=1e-30)
+    if not (error <= TOLERANCE).all():  # NaN is not
+        raise ValueError(
+            f"its products with random vectors differ from those with its weights by {float(error.max()):.1%} of their "
+            f"norm, expected at most {TOLERANCE:.0%}"
         )
-    weight = weight.detach()
-    if hasattr(weight, "to_local"):  # tensor parallelism: this rank's heads
-        weight = weight.to_local()
-    return weight.mT.contiguous() if isinstance(projection, Conv1D) else weight
+    return weights

@@ -31,6 +31,7 @@ from ..checks import (
     check_head_budgets,
     check_holds,
     check_int,
+    check_num_layers,
     check_rank,
     check_recent,
     plain,
@@ -209,7 +210,7 @@ class View:
                 f"{op}: layer and num_layers must be ints, got {layer!r} and {num_layers!r}; pass both to compress"
             )
         check_int(op, "layer", layer, 0)
-        check_int(op, "num_layers", num_layers, 1)
+        check_num_layers(op, num_layers)
         if layer >= num_layers:
             raise ValueError(f"{op}: layer must lie in [0, num_layers), expected less than {num_layers}, got {layer}")
         return plain(layer), plain(num_layers)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_int, check_vector, inference_only
+from ..checks import check_int, check_vector, inference_only, shown
 from .base import DecodePolicy, KeyPolicy, Policy, View
 from .merging import MergingPolicy
 from .random_numbers import random_integers
@@ -74,7 +74,7 @@ class L2(MergingPolicy):
 
     def check(self) -> None:
         if not isinstance(self.skip_layers, tuple):
-            raise TypeError(f"{self.name}: skip_layers must be a tuple of layer indices, got {self.skip_layers!r}")
+            raise TypeError(f"{self.name}: skip_layers must be a tuple of layer indices, got {shown(self.skip_layers)}")
         super().check()
 
     @property

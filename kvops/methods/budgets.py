@@ -114,7 +114,8 @@ def head_budgets(
     Args:
         scores: fp32 [b, Hk, n], comparable between heads, such as `ops.window_scores`. Scores of the last `window`
             valid slots are ignored, and so are NaN scores as long as there are others.
-        budget: Tokens (int), or a fraction in (0, 1] of the valid slots (float); the mean over the heads.
+        budget: Tokens (int), or a fraction in (0, 1] of the valid slots (float); the mean over the heads. The tokens of
+            all heads together must fit int32.
         window: Newest tokens that every head keeps.
         floor: In [0, 1]. With 1 all heads get the same budget.
         starts: int32 [b], the first valid slot of each row.
@@ -140,6 +141,7 @@ def head_budgets(
         raise ValueError(f"{op}: floor must be in [0, 1], got {floor}")
     b, heads, n = scores.shape
     keep, budgets = row_budgets(op, budget, (b, heads), n, starts, lengths)
+    check_int(op, "budget", keep, 1, (2**31 - 1) // max(heads, 1))  # the layer's tokens are int32
     check_holds_window(op, keep, window)
     if budgets is None:
         budgets = torch.full((b, 1), keep, dtype=torch.int32, device=scores.device)

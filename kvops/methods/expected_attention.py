@@ -16,7 +16,7 @@ from ..checks import check_bool, check_finite, check_int
 from ..ops import quadratic_scores
 from .base import View
 from .select import readable_keys
-from .statistics import CalibratedPolicy, mean_rotation, turned
+from .statistics import FARTHEST, CalibratedPolicy, mean_rotation, turned
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class ExpectedAttention(CalibratedPolicy):
         head_mode: See `BudgetPolicy`.
         buffer: See `DecodePolicy`.
         statistics: See `CalibratedPolicy`.
-        future: How many next positions the queries are expected at.
+        future: How many next positions the queries are expected at, at most 2^40.
         covariance: If False, only the mean query counts: C is 0.
         value_norm: If False, the score is without epsilon and ||v_i||.
         epsilon: Added to the expected weight, at least 0. kvpress uses 0.01 with adaptive budgets.
@@ -58,7 +58,7 @@ class ExpectedAttention(CalibratedPolicy):
     epsilon: float = 0.0
 
     def check(self) -> None:
-        check_int(self.name, "future", self.future, 1)
+        check_int(self.name, "future", self.future, 1, FARTHEST)
         check_bool(self.name, "covariance", self.covariance)
         check_bool(self.name, "value_norm", self.value_norm)
         check_finite(self.name, "epsilon", self.epsilon, 0)

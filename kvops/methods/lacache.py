@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_budget, check_choice, check_holds_ladder, check_int, plain
+from ..checks import check_budget, check_choice, check_holds_ladder, check_int, check_num_layers, plain
 from ..ladder import COMPACTIONS, PATTERNS, LadderState, lacache_plan, make_ladder
 from ..ops import ladder_compact_, ladder_gather
 from ..rope import Rope
@@ -23,6 +23,7 @@ from .calling import one_shot_method
 from .slots import SlotPolicy
 
 TASKS = ("modeling", "understanding")
+MOST_COVERED = 1 << 20  # tokens of `lacache_coverage`, which streams them one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +228,7 @@ def lacache_coverage(
     """Compute which tokens each layer holds after n tokens have been streamed.
 
     Args:
-        n: The tokens of the stream.
+        n: The tokens of the stream, at most 2^20.
         num_layers: See `lacache_plan`.
         budget: See `lacache_plan`.
         span: See `lacache_plan`.
@@ -246,7 +247,8 @@ def lacache_coverage(
 
     Source: LaCache, Fig. 2 and 4.
     """
-    check_int("lacache_coverage", "n", n, 0)
+    check_int("lacache_coverage", "n", n, 0, MOST_COVERED)
+    check_num_layers("lacache_coverage", num_layers)
     n, chunk = plain(n), plain(chunk)
     for size in [chunk] if isinstance(chunk, int) else chunk:
         check_int("lacache_coverage", "chunk", size, 1)

@@ -185,6 +185,8 @@ class LagKV(Policy):
     def _partitions(self, view: View, prefix: int) -> Tensor:
         """The rule: each partition's highest scores, and all slots without a score. int64 [b, Hk, m]."""
         scores = self.scores(view, prefix)
+        if not scores.shape[2]:  # no segment; `select_topk` would prepare for segments of any length
+            return all_slots(view)
         if self.head_mode == "adaptive":
             return self._by_threshold(scores, view, prefix)
         if self.head_mode == "shared":

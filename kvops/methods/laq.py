@@ -87,7 +87,7 @@ class LAQ(WindowPolicy):
         return True
 
     def check(self) -> None:
-        check_int(self.name, "steps", self.steps, 1)
+        check_int(self.name, "steps", self.steps, 1, 1 << 16)
         check_token_ids(self.name, "template", self.template)
         check_bool(self.name, "compat_mask", self.compat_mask)
         if isinstance(self.stage1, str):

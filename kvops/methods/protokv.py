@@ -268,9 +268,7 @@ def check_clusters(of: ProtoKV) -> None:
     ):
         if (value := getattr(of, name)) is None and name == "num_chunks":
             continue
-        check_int(op, name, value, low)
-        if high is not None and value > high:
-            raise ValueError(f"{op}: {name} must be at most {high}, got {value}")
+        check_int(op, name, value, low, high)
     if of.clusters == "prototypes" and of.num_chunks == 0 and not of.num_sats:
         raise ValueError(f"{op}: num_sats + num_chunks must be at least 1, got 0")
     if (of.projection is None) != (of.phase is None):
@@ -396,8 +394,12 @@ def lsh_projection(
 
     Source: ProtoKV, Sec. 4.2, Eq. 7, with gamma = 1 / sqrt(d).
     """
-    for name, value, low in (("head_dim", head_dim, 1), ("bits", bits, 1), ("seed", seed, 0)):
-        check_int("lsh_projection", name, value, low)
+    for name, value, low, most in (
+        ("head_dim", head_dim, 1, 1 << 14),
+        ("bits", bits, 1, 1 << 10),
+        ("seed", seed, 0, None),
+    ):
+        check_int("lsh_projection", name, value, low, most)
     head_dim, bits, seed = plain(head_dim), plain(bits), plain(seed)
     return _draw(head_dim, bits, seed, torch.get_default_device() if device is None else torch.device(device))
 

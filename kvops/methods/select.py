@@ -91,7 +91,7 @@ def select_budget(
         assert not isinstance(budget, Tensor)  # policies with `share` refuse it
         keep = max(share(keep, n), keep if padded else 0)  # an upper bound for rows of any length
         if padded and budgets is None:
-            budgets = torch.full_like(valid, budget)
+            budgets = torch.full_like(valid, min(budget, 1 << 29))  # more than any row has; `share` doubles them
     if budgets is not None:
         newest = fraction_of(recent, budgets) if isinstance(recent, float) else torch.full_like(budgets, window)
         check_rows_hold(op, budgets, sinks, newest)

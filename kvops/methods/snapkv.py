@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import check_holds_window, check_int, plain
+from ..checks import check_holds_window, check_int, check_num_layers, plain
 from .base import View
 from .budgets import budget_tokens
 from .queries import WindowPolicy
@@ -187,6 +187,7 @@ def pyramidkv_budgets(budget: int | float, num_layers: int, n: int, window: int 
     Source: PyramidKV, Cai et al., 2024.
     """
     op = "pyramidkv_budgets"
+    check_num_layers(op, num_layers)
     for name, value, low in (("num_layers", num_layers, 1), ("n", n, 0), ("window", window, 0)):
         check_int(op, name, value, low)
     num_layers, n, window = plain(num_layers), plain(n), plain(window)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -11,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_int
+from ..checks import MAX_LAYERS, check_bool, check_finite, check_int, check_layers, plain
 from ..ops import rope_at_slots
 from ..rope import Rope
 from .base import KeyPolicy, Policy, View
 
 FORMAT = "kvops query statistics 1"
+PER_LAYER = ("mean", "cov", "norms")
+LARGEST = 1e9  # of a query's channel: with its square, sums over keys of any dtype are finite in fp32
+FARTHEST = 1 << 40  # offset of a future position: fp64 angles are exact to 2^-13 there
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,23 +48,47 @@ class QueryStatistics:
     _made: dict[Any, OfLayer] = field(default_factory=dict, init=False, repr=False)  # the layers on their devices
 
     def __post_init__(self) -> None:
-        for name in ("mean", "cov", "norms"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        who = "QueryStatistics"
+        for name in PER_LAYER:
+            tensors = getattr(self, name)
+            if not isinstance(tensors, (list, tuple)) or not all(isinstance(x, Tensor) for x in tensors):
+                raise TypeError(f"{who}: {name} must be a list of torch.Tensor, one per layer, got {_kind(tensors)}")
+            object.__setattr__(self, name, tuple(tensors))
         if not len(self.mean) == len(self.cov) == len(self.norms) >= 1:
             raise ValueError(
-                "QueryStatistics: mean, cov and norms must have one tensor per layer, got "
+                f"{who}: mean, cov and norms must have one tensor per layer, got "
                 f"{len(self.mean)}, {len(self.cov)} and {len(self.norms)}"
             )
+        _check_rope(self.rope)
+        if self.scale is not None:
+            check_finite(who, "scale", self.scale)
+            if plain(self.scale) <= 0:
+                raise ValueError(f"{who}: scale must be positive, got {self.scale}")
         pairs = len(self.rope.inv_freq)
         for i, (mean, cov, norms) in enumerate(zip(self.mean, self.cov, self.norms)):
             heads, d = mean.shape if mean.dim() == 2 else (0, 0)
-            if not heads or 2 * pairs > d or cov.shape != (heads, d, d) or norms.shape != (heads, pairs):
+            if not heads or not d or 2 * pairs > d or cov.shape != (heads, d, d) or norms.shape != (heads, pairs):
                 raise ValueError(
-                    f"QueryStatistics: layer {i} must have mean [Hq, d], cov [Hq, d, d] and norms [Hq, {pairs}], got "
+                    f"{who}: layer {i} must have mean [Hq, d], cov [Hq, d, d] and norms [Hq, {pairs}], got "
                     f"{list(mean.shape)}, {list(cov.shape)} and {list(norms.shape)}"
                 )
-            if any(x.dtype != torch.float32 for x in (mean, cov, norms)):
-                raise ValueError(f"QueryStatistics: the tensors of layer {i} must be torch.float32")
+            for name, x, most in (("mean", mean, LARGEST), ("cov", cov, LARGEST**2), ("norms", norms, LARGEST)):
+                if x.dtype != torch.float32 or x.layout != torch.strided or x.is_meta:
+                    got = f"{x.dtype}, {x.layout} on {x.device}"
+                    raise ValueError(
+                        f"{who}: {name} of layer {i} must be torch.float32, dense and with data, got {got}"
+                    )
+                if not (x.abs() <= most).all():  # NaN is not
+                    got = f"{float(x.abs().max()):g}" if x.isfinite().all() else "values that are not finite"
+                    raise ValueError(f"{who}: {name} of layer {i} must be at most {most:g} in magnitude, got {got}")
+            variance, rounding = cov.diagonal(dim1=1, dim2=2), 1e-4 * cov.abs().amax()
+            if (norms < 0).any() or (variance < -rounding - 1e-6 * mean.square()).any():
+                name, least = ("norms", norms.min()) if (norms < 0).any() else ("variances in cov", variance.min())
+                raise ValueError(f"{who}: {name} of layer {i} must be at least 0, got {float(least):g}")
+            if ((cov - cov.mT).abs() > rounding).any():
+                raise ValueError(
+                    f"{who}: cov of layer {i} must be symmetric, got differences above {float(rounding):g}"
+                )
 
     @staticmethod
     def of(queries: Tensor | Sequence[Tensor], rope: Rope, *, scale: float | None = None) -> QueryStatistics:
@@ -69,8 +99,9 @@ class QueryStatistics:
             rope: The model's rotary embedding.
             scale: See the class.
         """
+        _check_rope(rope)
         layers = []
-        for q in [queries] if isinstance(queries, Tensor) else queries:
+        for q in check_layers("QueryStatistics", queries=queries)[0]:
             layers.append(Sums(rope))
             layers[-1].add(q)
         return of_sums(layers, rope, scale)
@@ -82,6 +113,9 @@ class QueryStatistics:
             ValueError: The layer is not given and there are several, or the model has another number of layers.
         """
         count = len(self.mean)
+        for name, value in (("layer", layer), ("num_layers", num_layers)):
+            if value is not None:
+                check_int(who, name, value, 0)
         if layer is None and count > 1:
             raise ValueError(f"{who}: statistics cover {count} layers, pass layer and num_layers to compress")
         if num_layers is not None and num_layers != count:
@@ -98,16 +132,22 @@ class QueryStatistics:
         return self._made[i, device]
 
     def save(self, path: str | Path) -> None:
-        """Write the statistics to a safetensors file."""
+        """Write the statistics to a safetensors file. An existing file is replaced when the new one is complete."""
         from safetensors.torch import save_file
 
         tensors = {"inv_freq": self.rope.inv_freq.float().contiguous().cpu()}
-        for name in ("mean", "cov", "norms"):
-            tensors |= {f"{name}.{i}": x.contiguous().cpu() for i, x in enumerate(getattr(self, name))}
+        for name in PER_LAYER:
+            tensors |= {f"{name}.{i}": x.detach().contiguous().cpu() for i, x in enumerate(getattr(self, name))}
         more = dict(
             layers=len(self.mean), interleaved=self.rope.interleaved, scaling=self.rope.scaling, scale=self.scale
         )
-        save_file(tensors, path, {"format": FORMAT, "settings": json.dumps(more)})
+        tensors = {name: x.clone() for name, x in tensors.items()}  # safetensors takes no shared memory
+        new = Path(f"{path}.{os.getpid()}.{threading.get_ident()}.new")
+        try:
+            save_file(tensors, new, {"format": FORMAT, "settings": json.dumps(more)})
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: str | Path) -> QueryStatistics:
@@ -115,23 +155,75 @@ class QueryStatistics:
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: The file holds something else.
+            ValueError: The file holds something else. The message names the file, and the field that is wrong.
         """
         from safetensors import SafetensorError, safe_open
 
+        if not isinstance(path, (str, Path)):
+            raise TypeError(f"QueryStatistics: path must be a str or a Path, got {type(path).__name__}")
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"QueryStatistics: there is no file {path}")
+        if not os.path.isfile(path):
+            raise ValueError(f"QueryStatistics: {path} must be a file, got a folder or a device")
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:
-                    raise ValueError(f"QueryStatistics: {path} must be a file that QueryStatistics.save wrote")
-                more: dict[str, Any] = json.loads(metadata["settings"])
-                rope = Rope(file.get_tensor("inv_freq"), more["interleaved"], more["scaling"])
-                mean, cov, norms = (
-                    [file.get_tensor(f"{name}.{i}") for i in range(more["layers"])] for name in ("mean", "cov", "norms")
-                )
+                    raise ValueError("expected a file that QueryStatistics.save wrote")
+                more = _settings(metadata.get("settings", ""))
+                names = {"inv_freq", *(f"{name}.{i}" for name in PER_LAYER for i in range(more["layers"]))}
+                if wrong := names ^ set(file.keys()):
+                    what = "has no" if min(wrong) in names else "must not have"
+                    raise ValueError(f"the file {what} tensor {min(wrong)}")
+                read = {name: file.get_tensor(name) for name in sorted(names)}
+            rope = Rope(read["inv_freq"], more["interleaved"], more["scaling"])
+            mean, cov, norms = ([read[f"{name}.{i}"] for i in range(more["layers"])] for name in PER_LAYER)
+            return QueryStatistics(mean, cov, norms, rope, more["scale"])
         except SafetensorError as error:
             raise ValueError(f"QueryStatistics: {path} must be a safetensors file, got {error}") from error
-        return QueryStatistics(mean, cov, norms, rope, more["scale"])
+        except (OSError, TypeError, ValueError) as error:
+            why = str(error).removeprefix("QueryStatistics: ")
+            raise ValueError(f"QueryStatistics: {path} does not hold statistics: {why}") from error
+
+
+def _settings(text: str) -> dict[str, Any]:
+    """The settings in a file's metadata, whose types and ranges `QueryStatistics` checks further."""
+    try:
+        more = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("settings must be JSON that QueryStatistics.save wrote") from error
+    expected = {"layers", "interleaved", "scaling", "scale"}
+    if not isinstance(more, dict) or set(more) != expected:
+        got = ", ".join(sorted(more)) if isinstance(more, dict) else type(more).__name__
+        raise ValueError(f"settings must have {', '.join(sorted(expected))}, got {got[:200]}")
+    check_int("QueryStatistics", "layers", more["layers"], 1, MAX_LAYERS)
+    return more
+
+
+def _check_rope(rope: Rope) -> None:
+    """Checks the rotary embedding of query statistics."""
+    who = "QueryStatistics"
+    if not isinstance(rope, Rope):
+        raise TypeError(f"{who}: rope must be a kvops.Rope, got {type(rope).__name__}")
+    frequencies = rope.inv_freq
+    if not isinstance(frequencies, Tensor):
+        raise TypeError(f"{who}: inv_freq must be a torch.Tensor, got {type(frequencies).__name__}")
+    if frequencies.dim() != 1 or not frequencies.is_floating_point() or frequencies.is_meta:
+        got = f"{frequencies.dtype} {list(frequencies.shape)} on {frequencies.device}"
+        raise ValueError(f"{who}: inv_freq must be torch.float32 [pairs], got {got}")
+    if not ((frequencies >= 0) & (frequencies <= LARGEST)).all():
+        raise ValueError(f"{who}: inv_freq must be in [0, {LARGEST:g}], got {frequencies.tolist()[:8]}")
+    check_bool(who, "interleaved", rope.interleaved)
+    check_finite(who, "scaling", rope.scaling)
+    if not 0 < rope.scaling <= LARGEST:
+        raise ValueError(f"{who}: scaling must be in (0, {LARGEST:g}], got {rope.scaling}")
+
+
+def _kind(x: object) -> str:
+    """What x is, and if it is a list, its first element that is not a tensor."""
+    if isinstance(x, (list, tuple)):
+        return f"a {type(x).__name__} with {next(type(y).__name__ for y in x if not isinstance(y, Tensor))}"
+    return type(x).__name__
 
 
 @dataclass(frozen=True)
@@ -154,9 +246,13 @@ class Sums:
 
     def add(self, q: Tensor) -> None:
         """Add queries before RoPE, [b, Hq, w, d]."""
-        if q.dim() != 4 or not q.shape[0] * q.shape[2]:
+        least = 2 * len(self.rope.inv_freq)
+        if not isinstance(q, Tensor):
+            raise TypeError(f"QueryStatistics: queries must be a torch.Tensor per layer, got {type(q).__name__}")
+        if q.dim() != 4 or not q.numel() or q.shape[3] < least or not q.is_floating_point():
             raise ValueError(
-                f"QueryStatistics: queries must be [b, Hq, w, d] with at least one row, got {list(q.shape)}"
+                f"QueryStatistics: queries must be floats [b, Hq, w, d] with at least one row and d >= {least} (the "
+                f"channels that rope rotates), got {q.dtype} {list(q.shape)}"
             )
         q = q.double().transpose(0, 1).flatten(1, 2)  # [Hq, tokens, d]
         norms = torch.view_as_real(pairs_of(q, self.rope)).square().sum(-1).sqrt().sum(1)
@@ -233,15 +329,19 @@ def resolved(who: str, statistics: QueryStatistics | str | Path | None) -> Query
         )
     if isinstance(statistics, QueryStatistics):
         return statistics
-    path = Path(statistics)
-    key = str(path.resolve()), path.stat().st_mtime_ns
-    if key not in _loaded:
-        _loaded.clear()
-        _loaded[key] = QueryStatistics.load(path)
-    return _loaded[key]
+    try:
+        path = os.path.realpath(statistics)
+        x = os.stat(path)
+    except (OSError, ValueError) as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"{who}: statistics must be the path of a file, got {str(statistics)!r}: {error}") from error
+    return _loaded(path, (x.st_mtime_ns, x.st_size, x.st_ino))
 
 
-_loaded: dict[tuple[str, int], QueryStatistics] = {}  # the file read last
+@functools.lru_cache(4)
+def _loaded(path: str, version: tuple[int, ...]) -> QueryStatistics:
+    """The statistics in a version of a file, one of those read last."""
+    return QueryStatistics.load(path)
 
 
 def pairs_of(x: Tensor, rope: Rope) -> Tensor:
@@ -302,7 +402,10 @@ def trig_centers(mean: Tensor, rope: Rope, position: int | Tensor, *, max_offset
 
     Source: TriAttention, Mao et al., 2026; the factored mean: its code, `score_keys_for_round`.
     """
-    check_int("trig_centers", "max_offset", max_offset, 1)
+    check_int("trig_centers", "max_offset", max_offset, 1, FARTHEST)
+    max_offset = plain(max_offset)
+    if not isinstance(position, Tensor):
+        check_int("trig_centers", "position", position, 0)
     offsets = tuple(2**i for i in range(max_offset.bit_length()))
     by = mean_rotation(rope, position, offsets, mean.device)
     return turned(mean.double(), by, rope).float().contiguous()

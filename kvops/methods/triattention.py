@@ -15,7 +15,7 @@ from torch import Tensor
 from ..checks import check_bool, check_int
 from ..ops import trig_scores
 from .base import View
-from .statistics import CalibratedPolicy, pairs_of, trig_centers
+from .statistics import FARTHEST, CalibratedPolicy, pairs_of, trig_centers
 
 LEAST_STD = 1e-6  # scores of a head that spread less count as equal
 
@@ -42,7 +42,7 @@ class TriAttention(CalibratedPolicy):
         head_mode: See `BudgetPolicy`.
         buffer: See `DecodePolicy`. The authors evict every 128 tokens.
         statistics: See `CalibratedPolicy`.
-        max_offset: The largest future offset D.
+        max_offset: The largest future offset D, at most 2^40.
         normalize: If False, the scores of a group's query heads are compared as they are.
 
     Source: TriAttention, Mao et al., 2026; code: `methods/pruning_utils.py`, `methods/triattention.py`.
@@ -57,7 +57,7 @@ class TriAttention(CalibratedPolicy):
     normalize: bool = True
 
     def check(self) -> None:
-        check_int(self.name, "max_offset", self.max_offset, 1)
+        check_int(self.name, "max_offset", self.max_offset, 1, FARTHEST)
         check_bool(self.name, "normalize", self.normalize)
         super().check()
 
