@@ -20,6 +20,7 @@ from ..checks import check_bool, check_int, inference_only
 from ..methods.base import Policy, View, check_policy
 from ..methods.queries import QueryPolicy
 from ..ops import MAX_WINDOW, compact_kv_, window_attention
+from .by_slot import widened
 
 
 class OutOfPages(RuntimeError):
@@ -335,7 +336,7 @@ class Step:
             self._of_layer.append(Rows(held, tokens, pages, cache.page_size, device))
         self._evictions = list(self._due())
         #: fp32 [layers, requests, Hk, n], the scores of the slots held before the step.
-        self._known = torch.stack(_widened([x.scores for x in self._requests], 0.0), 1)
+        self._known = torch.stack(widened([x.scores for x in self._requests], 0.0), 1)
         self._scores: dict[int, Tensor] = {}  # by layer: fp32 [requests, Hk, n], the step's queries included
         self._queries: dict[int, list[Tensor]] = {}
         self._attended: set[int] = set()
@@ -360,7 +361,7 @@ class Step:
                 for row, x in zip(rows, requests)
             ]
             tokens, length, offset = (torch.tensor(x, device=device) for x in zip(*numbers))
-            known = pad(torch.stack(_widened([x.kept for x in requests], -1), 1), (0, 1))
+            known = pad(torch.stack(widened([x.kept for x in requests], -1), 1), (0, 1))
             pages = max(len(chain) for row in rows for chain in self._pages[row])
             yield Eviction(rule, rows, tokens, pages, known, length[:, None, None], offset[:, None, None], {})
 
@@ -506,7 +507,7 @@ class Step:
         kept = [x.kept for x in self._requests]
         scores, slots_of = self._sums(held), list[Tensor]()
         for eviction in self._evictions:
-            slots = torch.stack(_widened([eviction.kept[layer] for layer in layers], -1))
+            slots = torch.stack(widened([eviction.kept[layer] for layer in layers], -1))
             positions = torch.stack([eviction.positions(layer, slots[layer]) for layer in layers], 1).int()
             counts = (slots >= 0).sum(-1).transpose(0, 1).flatten(1).tolist() if cache.by_head else []
             for i, row in enumerate(eviction.requests):
@@ -555,18 +556,12 @@ class Step:
         if not slots_of:
             return None
         own = self._rows_of([row for eviction in self._evictions for row in eviction.requests])
-        slots = torch.cat(_widened(slots_of, -1), 1)
+        slots = torch.cat(widened(slots_of, -1), 1)
         if not cache.by_head:
             return cache.k, cache.v, list(slots.unbind()), self.rows(0).table[own]
         # All layers are rows of one call, because they share the pool.
-        table = torch.cat(_widened([self.rows(layer).table[own] for layer in layers], -1))
+        table = torch.cat(widened([self.rows(layer).table[own] for layer in layers], -1))
         return cache.k[0], cache.v[0], slots.view(len(table), 1, -1), table
-
-
-def _widened(tensors: Sequence[Tensor], value: float) -> list[Tensor]:
-    """Pad the last dim of the tensors to that of the widest."""
-    width = max(x.shape[-1] for x in tensors)
-    return [pad(x, (0, width - x.shape[-1]), value=value) for x in tensors]
 
 
 def _pages(slots: int, size: int) -> int:
