@@ -1,0 +1,240 @@
+"""Random schedules of everything that runs steps, with failures, compared with each request alone in dense memory.
+
+Requests join, take prompts in chunks and decoded tokens in steps of any of them, are evicted together, and leave. Some
+steps fail at one of their torch calls, kvops' operators included. A `PagedCache` is then as before, and the step is
+repeated. An engine's requests of that step start again, and the others do not notice.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kit
+import kvops
+from kvops import ops
+from kvops.methods.base import View
+from kvops.methods.queries import QueryPolicy
+from kvops.methods.statistics import CalibratedPolicy
+from test_paged_cache import DV, GROUP, HEADS, LAYERS, STATISTICS, Alone, D, Text, check_pages, paged, step
+
+pytestmark = [kit.every_device, pytest.mark.usefixtures("one_thread")]
+
+PROMPTS, TOKENS = (1, 3, 7, 12, 13, 20, 33, 33), 60
+every_length = pytest.mark.parametrize(
+    "steps", [pytest.param(25, id="short"), pytest.param(400, id="long", marks=pytest.mark.full)]
+)
+
+
+class Fails(TorchDispatchMode):
+    """Raises Failure in place of the call number `at` of any operator, and counts the calls."""
+
+    def __init__(self, at: int = -1):
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.calls += 1
+        if self.calls == self.at + 1:
+            raise Failure(operator)
+        return operator(*args, **kwargs or {})
+
+
+class Failure(Exception):
+    pass
+
+
+class Schedule:
+    """A random schedule. Subclasses run it in a cache or an engine and compare.
+
+    Attributes:
+        live: The requests by number, each with the text and the reference of a request alone.
+    """
+
+    def __init__(self, seed: int):
+        self.rng, self.live, self.calls = random.Random(seed), {}, 100
+        self.texts = [Text(x, TOKENS, layers=self.layers) for x in range(4)]
+        self.failures = self.evictions = self.refused = 0
+
+    layers = LAYERS
+
+    def run(self, steps: int) -> None:
+        rng = self.rng
+        for turn in range(steps):
+            while len(self.live) < 4 and (not self.live or rng.random() < 0.7):
+                prompt = rng.choice(PROMPTS)
+                self.live[self.join(prompt)] = rng.choice(self.texts), self.alone(prompt)
+            counts = {}
+            for x in rng.sample(sorted(self.live), rng.randint(1, len(self.live))):
+                _, alone = self.live[x]
+                due = alone.prompt - alone.seen
+                # Half of the prompts end in this step, so that several are evicted in it.
+                counts[x] = rng.choice((due, rng.randint(1, due))) if due > 0 else rng.choice((1, 1, 1, 2))
+            if not self.fits(counts):
+                self.refused += 1
+                self.end(rng.choice(sorted(self.live)))
+                continue
+            every = steps > 100 and turn % 40 == 0  # each call of some steps, one call of the others
+            at = 0 if every else rng.choice((-1, rng.randrange(self.calls)))
+            while True:
+                try:
+                    with Fails(at) as calls:
+                        outs = self.step(counts)
+                    break
+                except Failure:
+                    self.failures += 1
+                    counts = self.failed(counts)
+                    at = at + 1 if every else -1
+            self.calls = calls.calls
+            self.check(counts, outs)
+            for x in [x for x, (_, alone) in self.live.items() if alone.seen > TOKENS - 10 or rng.random() < 0.05]:
+                self.end(x)
+
+    def end(self, x) -> None:
+        self.leave(x)
+        del self.live[x]
+
+
+class ByHead(Alone):
+    """A request alone whose heads differ in length from the end of its prompt on."""
+
+    heads = None  # by layer and head: k, v [1, 1, n, any] and positions [n]
+
+    def evict(self, memory, rule, layer) -> None:
+        k, v = memory["k"], memory["v"]
+        view = View(k, v, seen=self.seen, new=self.seen, layer=layer, num_layers=LAYERS)
+        if rule.by_slot:
+            view.observed = memory["scores"]
+        elif isinstance(rule, QueryPolicy):
+            rule.observe(view, memory["q"][:, :, -rule.rows_at(self.seen, self.prompt) :], None, {})
+        self.heads = self.heads or []
+        self.heads.append([])
+        for head, slots in enumerate(rule.select(view)[0]):
+            slots = slots[slots >= 0]
+            self.heads[layer].append((k[:, head : head + 1, slots], v[:, head : head + 1, slots], slots))
+
+    def step(self, text, count, width=None):
+        if self.heads is None:
+            return super().step(text, count, width)
+        outs, width = [], width or count
+        for layer, heads in enumerate(self.heads):
+            q, k, v = (x[None] for x in text.tokens(layer, self.seen, count, width))
+            parts = []
+            for head, (old_k, old_v, positions) in enumerate(heads):
+                own = [torch.cat((old, x[:, head : head + 1, :count]), 2) for old, x in ((old_k, k), (old_v, v))]
+                visible = torch.arange(width, dtype=torch.int32) + (len(positions) + 1)
+                visible[count:] = 0
+                part = ops.window_attention(q[:, head * GROUP : (head + 1) * GROUP], *own, visible)[0]
+                parts.append(part[:, :, :count])
+                new = torch.arange(self.seen, self.seen + count)
+                heads[head] = *own, torch.cat((positions, new))
+            outs.append(torch.cat(parts, 1))
+        self.seen += count
+        return outs
+
+    def rows(self, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+        """K, V and positions of a head."""
+        if self.heads is not None:
+            k, v, positions = self.heads[layer][head]
+            return k[0, 0], v[0, 0], positions
+        memory = self.layers[layer]
+        if not isinstance(memory["k"], Tensor):
+            return torch.empty(0, D), torch.empty(0, DV), torch.empty(0, dtype=torch.int64)
+        return memory["k"][0, head], memory["v"][0, head], memory["positions"][0, head]
+
+
+class InPagedCache(Schedule):
+    def __init__(self, policy, by_head: bool, seed: int):
+        super().__init__(seed)
+        self.cache = paged(policy, num_pages=120 if by_head else 30, by_head=by_head)
+
+    def alone(self, prompt):
+        return ByHead(self.cache.policy, prompt) if self.cache.by_head else EachHead(self.cache.policy, prompt)
+
+    def join(self, prompt):
+        return self.cache.join(prompt)
+
+    def leave(self, x):
+        self.cache.leave(x)
+        check_pages(self.cache)
+
+    def fits(self, counts):
+        return self.cache.pages_for(list(counts), list(counts.values())) <= self.cache.free
+
+    def step(self, counts):
+        return step(self.cache, {x: text for x, (text, _) in self.live.items()}, counts)
+
+    def failed(self, counts):
+        self.check_rows()
+        return counts
+
+    def check(self, counts, outs):
+        held = {x: self.cache.held(x) for x in counts}
+        for row, (x, t) in enumerate(counts.items()):
+            text, alone = self.live[x]
+            before = alone.seen
+            for own, out in zip(alone.step(text, t, max(counts.values())), outs):
+                assert kit.same(out[row, :, :t], own[0]) and not out[row, :, t:].any()
+            self.evictions += held[x] < before + t
+        self.check_rows()
+
+    def check_rows(self):
+        cache = self.cache
+        check_pages(cache)
+        for x, (_, alone) in self.live.items():
+            assert cache.seen(x) == alone.seen
+            for layer in range(LAYERS):
+                for head in range(HEADS):
+                    k, v, positions = alone.rows(layer, head)
+                    assert torch.equal(cache.positions(x, layer, head), positions.int())
+                    pages = cache._chain(x, layer, head).pages
+                    for pool, expected in ((cache.k[layer], k), (cache.v[layer], v)):
+                        rows = pool[pages, 0 if cache.by_head else head].flatten(0, 1)[: len(expected)]
+                        assert kit.same(rows, expected)
+
+
+class EachHead(Alone):
+    rows, heads = ByHead.rows, None
+
+
+W_O = kit.randn(40, GROUP * HEADS * DV)
+SHARED = [
+    kvops.KeyDiff(12, buffer=1),
+    kvops.KeyDiff(12, sinks=2, recent=0.25, buffer=5),
+    kvops.LagKV(5, 0.4, sinks=2),
+    kvops.Random(12, seed=3, buffer=4),
+    kvops.SnapKV(12, window=4),
+    kvops.CriticalKV(12, window=4, w_o=W_O),
+    kvops.RKV(12, window=4, buffer=6),
+    kvops.TOVA(12, buffer=3),
+    kvops.H2O(12, buffer=3),
+    kvops.TriAttention(12, recent=4, buffer=3, statistics=STATISTICS),
+]
+BY_HEAD = [
+    kvops.KeyDiff(12, sinks=2, head_mode="adaptive", buffer=None),
+    kvops.SnapKV(12, window=4, head_mode="adaptive"),
+    kvops.CriticalKV(12, window=4, w_o=W_O, head_mode="adaptive"),
+    kvops.PyramidKV(12, window=4),
+    kvops.DefensiveKV(12, window=4, head_mode="adaptive"),
+    kvops.H2O(12, recent=4, head_mode="adaptive", buffer=None),
+    kvops.SATKV(12, window=4, kappa=2, head_mode="adaptive", buffer=None),
+    kvops.TriAttention(12, recent=4, buffer=None, statistics=STATISTICS, head_mode="adaptive"),
+]
+
+
+@every_length
+@pytest.mark.parametrize(
+    ("policy", "by_head"),
+    [(x, False) for x in SHARED] + [(x, True) for x in BY_HEAD],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_paged_cache(policy, by_head, steps):
+    schedule = InPagedCache(policy, by_head, seed=steps)
+    schedule.run(steps)
+    assert schedule.failures > steps / 10 and schedule.evictions
+    for x in list(schedule.live):
+        schedule.end(x)
+    assert schedule.cache.free == schedule.cache.num_pages
