@@ -103,6 +103,7 @@ class ByHead(Alone):
     """A request alone whose heads differ in length from the end of its prompt on."""
 
     heads = None  # by layer and head: k, v [1, 1, n, any] and positions [n]
+    dv = DV
 
     def evict(self, memory, rule, layer) -> None:
         k, v = memory["k"], memory["v"]
@@ -143,7 +144,7 @@ class ByHead(Alone):
             return k[0, 0], v[0, 0], positions
         memory = self.layers[layer]
         if not isinstance(memory["k"], Tensor):
-            return torch.empty(0, D), torch.empty(0, DV), torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, D), torch.empty(0, self.dv), torch.empty(0, dtype=torch.int64)
         return memory["k"][0, head], memory["v"][0, head], memory["positions"][0, head]
 
 
@@ -198,7 +199,7 @@ class InPagedCache(Schedule):
 
 
 class EachHead(Alone):
-    rows, heads = ByHead.rows, None
+    rows, heads, dv = ByHead.rows, None, DV
 
 
 W_O = kit.randn(40, GROUP * HEADS * DV)
@@ -239,3 +240,154 @@ def test_paged_cache(policy, by_head, steps):
     for x in list(schedule.live):
         schedule.end(x)
     assert schedule.cache.free == schedule.cache.num_pages
+
+
+# ---- transformers' continuous batching -------------------------------------------------------------------------------
+
+
+class Cycled:
+    """A policy as the engine's allocator uses it."""
+
+    def __init__(self, policy):
+        from kvops.hf import allocator
+
+        self.policy, self.allocator = policy, allocator
+
+    def held(self, n, prompt):
+        return self.allocator.held(self.policy, n)
+
+    def resumed(self, before, n, prompt):
+        return self.allocator.rule_of(self.policy, self.allocator.Row("", 0, before, n, 0, self.held(n, n)))
+
+
+class InEngineAlone(EachHead):
+    dv = D
+
+    def evict(self, memory, rule, layer):
+        if not isinstance(rule, QueryPolicy) or rule.by_slot:
+            return super().evict(memory, rule, layer)
+        kept = rule.compress(memory["k"], memory["v"], memory["q"][:, :, -rule.rows_at(0, 0) :])
+        memory["k"], memory["v"], memory["positions"] = kept.k, kept.v, memory["positions"].gather(2, kept.indices)
+        memory["scores"] = None
+
+
+class InEngine(Schedule):
+    def __init__(self, policy, seed):
+        from test_hf_continuous_batching import engine, greedy, make_model
+
+        super().__init__(seed)
+        for text in self.texts:
+            text.layers = [(q, k, v[..., :D]) for q, k, v in text.layers]
+        heads = dict(num_attention_heads=GROUP * HEADS, num_key_value_heads=HEADS, head_dim=D)
+        model = make_model(num_hidden_layers=LAYERS, hidden_size=GROUP * HEADS * D, **heads)
+        with kvops.hf.continuous_batching(model, policy):
+            manager = model.init_continuous_batching(greedy(), engine(page_size=4))
+            self.engine = manager._create_batch_processor().cache
+        self.allocator = self.engine.cache_allocators["full_attention"]
+        self.policy, self.joined = policy, 0
+
+    def alone(self, prompt):
+        return InEngineAlone(Cycled(self.policy), prompt)
+
+    def join(self, prompt):
+        self.joined += 1
+        return f"{self.joined:04}"
+
+    def leave(self, x):
+        self.engine.free_blocks(x)
+
+    def fits(self, counts):
+        return True
+
+    def step(self, counts):
+        from kvops.hf.handover import Handed
+
+        a, read, write, outs = self.allocator, [], [], []
+        for x, t in counts.items():
+            seen = self.live[x][1].seen
+            for _ in range(a.needs_new_sectors(x, seen, t)):
+                self.engine.pool.allocate_sector(a.index)
+            a.allocate_cache_to_request(x, seen, t)
+        for x, t in counts.items():
+            read += a.get_read_indices(x, self.live[x][1].seen, t)
+            write += a.get_write_indices(x, self.live[x][1].seen, t)
+        read, write = torch.tensor(read), torch.tensor(write)
+        for layer in range(LAYERS):
+            parts = [self.live[x][0].tokens(layer, self.live[x][1].seen, t, t) for x, t in counts.items()]
+            q, k, v = (torch.cat(x, 1).transpose(0, 1) for x in zip(*parts))
+            a.take(Handed(q, {"scale": D**-0.5}))
+            outs.append(a.update(k, v, layer, read, write))
+        return outs
+
+    def failed(self, counts):
+        """The engine refuses to go on with the step's requests. They are freed, and start again."""
+        with kit.refuses("got a step that ended before", "compute them again", kind=RuntimeError):
+            self.allocator.allocate_cache_to_request(next(iter(counts)), 0, 1)
+        for x in counts:
+            self.leave(x)
+            text, alone = self.live[x]
+            self.live[x] = text, self.alone(alone.prompt)
+        self.check_rows()
+        return {x: self.live[x][1].prompt for x in counts}
+
+    def check(self, counts, outs):
+        first = 0
+        for x, t in counts.items():
+            text, alone = self.live[x]
+            before = [[alone.rows(layer, head)[:2] for head in range(HEADS)] for layer in range(LAYERS)]
+            n = len(before[0][0][0]) + t
+            for layer, out in enumerate(outs):
+                new = text.tokens(layer, alone.seen, t, t)[1:]
+                for head in range(HEADS):
+                    for copy, old, own in zip(out, before[layer][head], new):
+                        assert kit.same(copy[first : first + n, head], torch.cat((old, own[head])))
+            first += n
+            alone.step(text, t)
+            self.evictions += len(alone.rows(0, 0)[0]) < n
+        self.check_rows()
+
+    def check_rows(self):
+        a = self.allocator
+        tables = [block for x in self.live for block in a.block_table.get(x, [])]
+        assert len(tables) == len({*tables}) and not a._step
+        for x, (_, alone) in self.live.items():
+            for layer in range(LAYERS):
+                for head in range(HEADS):
+                    k, v, positions = alone.rows(layer, head)
+                    if not len(k):
+                        continue
+                    table = a.block_table[x]
+                    assert len(table) == -(-len(k) // 4)
+                    for pool, expected in ((a._k[layer], k), (a._v[layer], v)):
+                        assert kit.same(pool[table, head].flatten(0, 1)[: len(k)], expected)
+                    if x in a._positions:
+                        known = a._positions[x][layer, head]
+                        assert torch.equal(known, positions[: len(known)].int())
+
+
+IN_ENGINE = [
+    kvops.KeyDiff(12, buffer=1),
+    kvops.KeyDiff(12, sinks=2, recent=0.25, buffer=5),
+    kvops.LagKV(5, 0.4, sinks=2),
+    kvops.Random(12, seed=3, buffer=4),
+    kvops.SnapKV(12, window=4),
+    kvops.TOVA(12, buffer=3),
+    kvops.H2O(12, buffer=3),
+    kvops.TriAttention(12, recent=4, buffer=3, statistics=STATISTICS),
+]
+
+
+@every_length
+@pytest.mark.parametrize("policy", IN_ENGINE, ids=lambda x: x.name)
+@kit.only("cpu")
+def test_continuous_batching(policy, steps):
+    pytest.importorskip("transformers")
+    pytest.importorskip("kvops.hf.allocator")
+    from test_hf_continuous_batching import assert_whole
+
+    schedule = InEngine(policy, seed=steps)
+    schedule.run(steps)
+    assert schedule.failures > steps / 10 and schedule.evictions
+    for x in list(schedule.live):
+        schedule.end(x)
+    assert_whole(schedule.allocator)
