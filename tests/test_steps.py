@@ -66,7 +66,8 @@ class Schedule:
         for turn in range(steps):
             while len(self.live) < 4 and (not self.live or rng.random() < 0.7):
                 prompt = rng.choice(PROMPTS)
-                self.live[self.join(prompt)] = rng.choice(self.texts), self.alone(prompt)
+                text = rng.choice(self.texts)
+                self.live[self.join(prompt)] = text, self.alone(prompt, text)
             counts = {}
             for x in rng.sample(sorted(self.live), rng.randint(1, len(self.live))):
                 _, alone = self.live[x]
@@ -151,9 +152,9 @@ class ByHead(Alone):
 class InPagedCache(Schedule):
     def __init__(self, policy, by_head: bool, seed: int):
         super().__init__(seed)
-        self.cache = paged(policy, num_pages=120 if by_head else 30, by_head=by_head)
+        self.cache = paged(policy, num_pages=100 if by_head else 25, by_head=by_head)
 
-    def alone(self, prompt):
+    def alone(self, prompt, text):
         return ByHead(self.cache.policy, prompt) if self.cache.by_head else EachHead(self.cache.policy, prompt)
 
     def join(self, prompt):
@@ -164,7 +165,13 @@ class InPagedCache(Schedule):
         check_pages(self.cache)
 
     def fits(self, counts):
-        return self.cache.pages_for(list(counts), list(counts.values())) <= self.cache.free
+        step, free = (list(counts), list(counts.values())), self.cache.free
+        if (needed := self.cache.pages_for(*step)) <= free:
+            return True
+        with kit.refuses(f"needs {needed} more pages, got {free} free of", kind=kvops.OutOfPages):
+            self.cache.step(*step)
+        self.check_rows()
+        return False
 
     def step(self, counts):
         return step(self.cache, {x: text for x, (text, _) in self.live.items()}, counts)
@@ -236,7 +243,7 @@ BY_HEAD = [
 def test_paged_cache(policy, by_head, steps):
     schedule = InPagedCache(policy, by_head, seed=steps)
     schedule.run(steps)
-    assert schedule.failures > steps / 10 and schedule.evictions
+    assert schedule.failures > steps / 10 and schedule.evictions and (schedule.refused or steps < 100)
     for x in list(schedule.live):
         schedule.end(x)
     assert schedule.cache.free == schedule.cache.num_pages
@@ -286,7 +293,7 @@ class InEngine(Schedule):
         self.allocator = self.engine.cache_allocators["full_attention"]
         self.policy, self.joined = policy, 0
 
-    def alone(self, prompt):
+    def alone(self, prompt, text):
         return InEngineAlone(Cycled(self.policy), prompt)
 
     def join(self, prompt):
@@ -326,7 +333,7 @@ class InEngine(Schedule):
         for x in counts:
             self.leave(x)
             text, alone = self.live[x]
-            self.live[x] = text, self.alone(alone.prompt)
+            self.live[x] = text, self.alone(alone.prompt, text)
         self.check_rows()
         return {x: self.live[x][1].prompt for x in counts}
 
@@ -391,3 +398,160 @@ def test_continuous_batching(policy, steps):
     for x in list(schedule.live):
         schedule.end(x)
     assert_whole(schedule.allocator)
+
+
+# ---- the workers of vLLM ---------------------------------------------------------------------------------------------
+
+SIZE, BLOCKS = 4, 80
+
+
+class InWorkerAlone:
+    """A request alone: its slots in the order of its blocks, [Hk, TOKENS, 2 * d] by layer."""
+
+    def __init__(self, plan, prompt, text):
+        self.plan, self.prompt, self.seen = plan, prompt, 0
+        self.slots = [torch.cat((k, v), -1) for _, k, v in text.layers]
+        self.scores = [torch.zeros(HEADS, TOKENS) for _ in self.slots]
+        self.positions = [torch.arange(TOKENS).repeat(HEADS, 1) for _ in self.slots]
+
+    def step(self, text, count):
+        rule, before = self.plan.rule, self.seen
+        self.seen += count
+        moves = list(self.plan.moves(before // SIZE, self.seen // SIZE))
+        for layer, slots in enumerate(self.slots):
+            q = text.layers[layer][0]
+            if rule.by_slot:
+                self.observe(layer, q[:, before : self.seen], before)
+            for move in moves:
+                read = (torch.tensor(move.blocks)[:, None] * SIZE + torch.arange(SIZE)).flatten()
+                rows, end = slots[:, read], move.end * SIZE
+                place = dict(seen=end, new=SIZE, layer=layer, num_layers=LAYERS)
+                view = View(*rows[None].split(D, -1), **place, kept=self.positions[layer][None, :, read])
+                if rule.by_slot:
+                    view.observed = self.scores[layer][None, :, read].clone()
+                elif isinstance(rule, QueryPolicy):
+                    rule.observe(view, q[None, :, end - rule.rows_at(0, 0) : end], None, {})
+                kept = rule.select(view)[0, :, : self.plan.kept * SIZE]
+                to = read[: kept.shape[1]]
+                slots[:, to] = rows.gather(1, kept[..., None].expand(-1, -1, 2 * D))
+                for numbers in (self.scores[layer], self.positions[layer]):
+                    numbers[:, to] = numbers[:, read].gather(1, kept)
+        return moves
+
+    def held(self, filled: int, seen: int) -> Tensor:
+        """The slots that are held once so many blocks have filled."""
+        gone = {block for gap in self.plan.gaps(filled) for block in gap}
+        return torch.tensor([i for i in range(seen) if i // SIZE not in gone], dtype=torch.int64)
+
+    def observe(self, layer, q, before):
+        held = self.held(before // SIZE, self.seen)
+        k = self.slots[layer][None, :, held, :D]
+        visible = len(held) - q.shape[1] + 1 + torch.arange(q.shape[1], dtype=torch.int32)
+        self.scores[layer][:, held] += self.plan.rule.summed(q[None], View(k, k), visible, None, None, {})[0]
+
+
+class InWorker(Schedule):
+    def __init__(self, policy, seed):
+        from kvops.cache.queries import Remembered, observer
+        from kvops.vllm.plan import plan
+        from kvops.vllm.rings import DeviceRings
+
+        super().__init__(seed)
+        for text in self.texts:
+            text.layers = [(q, k, v[..., :D]) for q, k, v in text.layers]
+        self.plan, self.joined = plan(policy, SIZE), 0
+        self.caches = list(torch.empty(LAYERS, BLOCKS, HEADS, SIZE, 2 * D).unbind())
+        device = self.caches[0].device
+        self.memories = [Remembered(x.shape[:3], self.plan.kinds, device) for x in self.caches]
+        self.observer = observer(self.plan.rule, SIZE, DeviceRings(4 * len(PROMPTS), device))
+        self.free, self.tables = list(range(1, BLOCKS)), {}  # block 0 is vLLM's null block
+
+    def alone(self, prompt, text):
+        return InWorkerAlone(self.plan, prompt, text)
+
+    def join(self, prompt):
+        self.joined += 1
+        self.tables[self.joined] = []
+        return self.joined
+
+    def leave(self, x):
+        self.free += [block for block in self.tables.pop(x) if block]
+
+    def fits(self, counts):
+        return True
+
+    def step(self, counts):
+        from kvops.cache.queries import Batch
+        from kvops.vllm.layouts import Rows
+        from kvops.vllm.steps import Held, Step
+
+        before = [self.live[x][1].seen for x in counts]
+        after = [seen + t for seen, t in zip(before, counts.values())]
+        for x, n in zip(counts, after):
+            self.tables[x] += [self.free.pop(0) for _ in range(-(-n // SIZE) - len(self.tables[x]))]
+        width = max(len(self.tables[x]) for x in counts)
+        table = torch.tensor([self.tables[x] + [0] * (width - len(self.tables[x])) for x in counts]).int()
+        new = torch.tensor(list(counts.values()))
+        batch = Batch(table, new.cumsum(0) - new, torch.tensor(before), torch.tensor(after))
+        held = Held.of(self.plan, batch) or Held(batch.table, batch.after)
+        now = Step.of(self.plan, self.observer, held, batch)
+        for layer, cache in enumerate(self.caches):
+            parts = [self.live[x][0].tokens(layer, s, t, t) for s, (x, t) in zip(before, counts.items())]
+            for row, (s, n, (_, k, v)) in enumerate(zip(before, after, parts)):
+                at = torch.arange(s, n)
+                cache[table[row, at // SIZE].long(), :, at % SIZE] = torch.cat((k, v), -1).transpose(0, 1)
+            if now is not None:
+                query = torch.cat([q for q, _, _ in parts], 1).transpose(0, 1)
+                now.run(self.memories[layer], query, Rows(cache), (layer, LAYERS), {"scale": D**-0.5})
+
+    def failed(self, counts):
+        """vLLM ends the engine. Here the step's requests start again, as after a preemption."""
+        for x in counts:
+            self.free += [block for block in self.tables[x] if block]
+            text, alone = self.live[x]
+            self.tables[x], self.live[x] = [], (text, self.alone(alone.prompt, text))
+        self.check_rows()
+        return {x: self.live[x][1].prompt for x in counts}
+
+    def check(self, counts, outs):
+        for x, t in counts.items():
+            text, alone = self.live[x]
+            self.evictions += len(alone.step(text, t))
+            for gap in self.plan.gaps(alone.seen // SIZE):  # as `EvictingManager` frees them
+                self.free += [block for block in self.tables[x][gap.start : gap.stop] if block]
+                self.tables[x][gap.start : gap.stop] = [0] * len(gap)
+        self.check_rows()
+
+    def check_rows(self):
+        used = [block for table in self.tables.values() for block in table if block]
+        assert sorted(used + self.free) == list(range(1, BLOCKS))
+        for x, (_, alone) in self.live.items():
+            slots = alone.held(alone.seen // SIZE, alone.seen)
+            assert sum(map(bool, self.tables[x])) == len({*(slots // SIZE).tolist()})
+            table = torch.tensor(self.tables[x], dtype=torch.int64)
+            for cache, expected in zip(self.caches, alone.slots):
+                rows = cache[table[slots // SIZE], :, slots % SIZE].transpose(0, 1)
+                assert kit.same(rows, expected[:, slots])
+
+
+IN_WORKERS = [
+    kvops.KeyDiff(12, buffer=4),
+    kvops.KeyDiff(12, sinks=2, recent=0.25, buffer=8),
+    kvops.LagKV(8, 0.5, sinks=4),
+    kvops.Random(12, seed=3, buffer=4),
+    kvops.SnapKV(12, window=4),
+    kvops.TOVA(12, buffer=4),
+    kvops.H2O(12, buffer=4),
+    kvops.TriAttention(12, recent=4, buffer=4, statistics=STATISTICS),
+]
+
+
+@every_length
+@pytest.mark.parametrize("policy", IN_WORKERS, ids=lambda x: x.name)
+def test_vllm_workers(policy, steps):
+    schedule = InWorker(policy, seed=steps)
+    schedule.run(steps)
+    assert schedule.failures > steps / 10 and schedule.evictions
+    for x in list(schedule.live):
+        schedule.end(x)
+    assert sorted(schedule.free) == list(range(1, BLOCKS))
