@@ -150,7 +150,7 @@ class ByHead(Alone):
 class InPagedCache(Schedule):
     def __init__(self, policy, by_head: bool, seed: int):
         super().__init__(seed)
-        self.cache = paged(policy, num_pages=100 if by_head else 25, by_head=by_head)
+        self.cache = paged(policy, num_pages=60 if by_head else 14, by_head=by_head)
 
     def alone(self, prompt, text):
         return ByHead(self.cache.policy, prompt) if self.cache.by_head else EachHead(self.cache.policy, prompt)
@@ -461,7 +461,8 @@ class InWorker(Schedule):
         self.caches = list(torch.empty(LAYERS, BLOCKS, HEADS, SIZE, 2 * D).unbind())
         device = self.caches[0].device
         self.memories = [Remembered(x.shape[:3], self.plan.kinds, device) for x in self.caches]
-        self.observer = observer(self.plan.rule, SIZE, DeviceRings(4 * len(PROMPTS), device))
+        # One ring per block: requests that wait keep theirs. In vLLM none waits while another joins.
+        self.observer = observer(self.plan.rule, SIZE, DeviceRings(BLOCKS, device))
         self.free, self.tables = list(range(1, BLOCKS)), {}  # block 0 is vLLM's null block
 
     def alone(self, prompt, text):
