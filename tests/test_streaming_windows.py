@@ -60,6 +60,8 @@ def feed(cache, q, k, v, pieces, first=0):
 def test_attend_is_attention_over_what_is_stored(policy, pieces, pads):
     q, k, v = make()
     cache, first = kvops.Cache(policy, layer=1, num_layers=4), 0
+    if not policy.fixed_budget:  # its rows begin with empty slots, see test_padded_rows.py
+        pads = None
     if pads is not None:
         cache.set_pads(torch.tensor([0, pads]))
         k[1, :, :pads], v[1, :, :pads] = 7e3, 7e3

@@ -9,25 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..checks import check_bool, check_int, inference_only
-from ..methods.base import BudgetPolicy, Policy, View, check_policy
+from ..methods.base import Policy, View, check_policy
 from ..methods.queries import QueryPolicy
 from ..ops import MAX_WINDOW, compact_kv_, window_attention
-from . import by_slot
+from .by_slot import widened
 
 
 class OutOfPages(RuntimeError):
     """A step needs more pages than are free. The cache is unchanged."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Chain:
     """The slots of one block table, which serves all heads of all layers, or one head of one layer."""
 
@@ -35,12 +35,14 @@ class Chain:
     pages: list[int] = field(default_factory=list)  # in order
 
 
-@dataclass
+@dataclass(frozen=True)
 class Request:
-    """The state of one request in a PagedCache."""
+    """The state of one request in a PagedCache. A step replaces it when it ends, and never changes it."""
 
     prompt: int  # tokens of its prompt
     chains: list[Chain]  # one, or with by_head one per head, layer by layer
+    kept: Tensor  # int32 [layers, Hk, m], positions of the slots that the last eviction kept; -1 last where fewer
+    scores: Tensor  # fp32 [layers, Hk, slots with a score], for policies that add up the scores of all queries
     seen: int = 0  # tokens computed, which is the next token's position
     queries: dict[int, Tensor] = field(default_factory=dict)  # by layer: [Hq, tokens, d], its last tokens' queries
 
@@ -60,7 +62,8 @@ class PagedCache:
 
     A step takes the new tokens of some requests through all layers. When it ends, it evicts from each request that
     holds more slots than `policy.held` allows. The kept slots move to the front of the request's pages, in all layers
-    with one call, and the pages after them are freed. If the step ends with an exception, the cache is unchanged.
+    with one call, and the pages after them are freed. If the step ends with an exception, the cache is unchanged, and
+    the step can be repeated.
 
     All layers and heads hold equally many slots, so one block table serves them all. How many slots a request holds
     depends on how many tokens it has seen, never on scores. Policies that use a prompt's last queries evict when the
@@ -90,7 +93,7 @@ class PagedCache:
         k: List of each layer's key pages, [num_pages, Hk, page_size, d]. With `by_head` all layers share the same
             pages, [num_pages, 1, page_size, d].
         v: The same for values, with v_head_dim channels.
-        free: Number of pages that no request holds.
+        free: Number of pages that no request holds. A step takes its pages when it ends.
 
     Raises:
         TypeError: `policy` is not a kvops policy, or a size is not an int.
@@ -120,18 +123,14 @@ class PagedCache:
         policy.check_paged_cache(num_layers, by_head)
         self.policy, self.page_size, self.num_layers, self.heads = policy, page_size, num_layers, kv_heads
         self.num_pages, self.by_head = num_pages, by_head
-        #: Rows per request in a kernel call, and heads per row.
-        self._rows, self._row_heads = (kv_heads, 1) if by_head else (1, kv_heads)
+        self._rows = kv_heads if by_head else 1  # rows per request in a kernel call
 
-        def per_layer(pages: int, *shape: int, dtype: torch.dtype | None) -> list[Tensor]:
-            made = torch.empty(1 if by_head else num_layers, pages, *shape, dtype=dtype, device=device)
-            return list(made.expand(num_layers, *made.shape[1:]).unbind())
+        def per_layer(d: int) -> list[Tensor]:
+            shape = num_pages, 1 if by_head else kv_heads, page_size, d
+            made = torch.empty(1 if by_head else num_layers, *shape, dtype=dtype, device=device)
+            return list(made.expand(num_layers, *shape).unbind())
 
-        shape = self._row_heads, page_size
-        self.k, self.v = (per_layer(num_pages, *shape, d, dtype=dtype) for d in dims.values())
-        # Per slot: its position, and the policy's own numbers. The last page absorbs writes for index -1.
-        kinds = {"positions": torch.int32} | dict.fromkeys(policy.by_slot, torch.float32)
-        self._by_slot = {name: per_layer(num_pages + 1, *shape, dtype=kind) for name, kind in kinds.items()}
+        self.k, self.v = map(per_layer, dims.values())
         self._free = list(range(num_pages - 1, -1, -1))
         self._requests: dict[int, Request] = {}
         self._joined = 0
@@ -146,15 +145,16 @@ class PagedCache:
 
     @property
     def free(self) -> int:
-        """Number of pages that no request holds."""
+        """Number of pages that no request holds. A step takes its pages when it ends."""
         return len(self._free)
 
     def join(self, prompt: int) -> int:
         """Add a request with a prompt of `prompt` tokens, and return its number. It takes pages as tokens arrive."""
         check_int("PagedCache", "prompt", prompt, 1)
+        nothing = torch.empty(self.num_layers, self.heads, 0, device=self.k[0].device)
+        chains = [Chain()] * (self.num_layers * self.heads if self.by_head else 1)
         self._joined += 1
-        count = self.num_layers * self.heads if self.by_head else 1
-        self._requests[self._joined] = Request(prompt, [Chain() for _ in range(count)])
+        self._requests[self._joined] = Request(prompt, chains, nothing.int(), nothing.float())
         return self._joined
 
     def leave(self, request: int) -> None:
@@ -176,13 +176,16 @@ class PagedCache:
 
     def positions(self, request: int, layer: int = 0, head: int = 0) -> Tensor:
         """Return the logical position of each slot, int32 [held]."""
-        chain = self._chain(request, layer, head)
-        pages = self._by_slot["positions"][layer][chain.pages]
-        return pages[:, 0 if self.by_head else head].flatten()[: chain.held]
+        held, x = self._chain(request, layer, head).held, self._request(request)
+        kept = x.kept[layer, head]
+        kept = kept[kept >= 0]
+        first = x.seen - held + len(kept)
+        return torch.cat((kept, torch.arange(first, x.seen, dtype=torch.int32, device=kept.device)))
 
     def pages_for(self, requests: Sequence[int], tokens: int | Sequence[int] = 1) -> int:
         """Return how many of the `free` pages a step with these arguments would take."""
-        return sum(self._missing(chain, t) for x, t in self._planned(requests, tokens) for chain in x.chains)
+        planned = self._planned(requests, tokens)
+        return sum(self._missing(chain, t) for x, t in planned.values() for chain in x.chains)
 
     def step(self, requests: Sequence[int], tokens: int | Sequence[int] = 1) -> Step:
         """Begin a step that takes new tokens of some requests through all layers.
@@ -203,16 +206,13 @@ class PagedCache:
         if self._step is not None:
             raise RuntimeError("PagedCache: expected the previous step to have ended, got one that is still open")
         planned = self._planned(requests, tokens)
-        missing = [[self._missing(chain, t) for chain in x.chains] for x, t in planned]
-        if (needed := sum(map(sum, missing))) > self.free:
+        needed = sum(self._missing(chain, t) for x, t in planned.values() for chain in x.chains)
+        if needed > self.free:
             raise OutOfPages(
                 f"PagedCache: the step needs {needed} more pages, got {self.free} free of {self.num_pages}; let a "
                 "request leave, or step fewer requests or tokens"
             )
-        last = iter(self._free[::-1])
-        step = Step(self, planned, [[[*islice(last, count)] for count in counts] for counts in missing])
-        del self._free[self.free - needed :]
-        self._step = step
+        self._step = step = Step(self, planned)
         return step
 
     def _request(self, request: int) -> Request:
@@ -230,7 +230,7 @@ class PagedCache:
     def _missing(self, chain: Chain, tokens: int) -> int:
         return _pages(chain.held + tokens, self.page_size) - len(chain.pages)
 
-    def _planned(self, requests: Sequence[int], tokens: int | Sequence[int]) -> list[tuple[Request, int]]:
+    def _planned(self, requests: Sequence[int], tokens: int | Sequence[int]) -> dict[int, tuple[Request, int]]:
         counts = [tokens] * len(requests) if isinstance(tokens, int) else list(tokens)
         if not requests or len(set(requests)) != len(requests):
             raise ValueError(f"PagedCache: expected at least one request, each once, got {list(requests)}")
@@ -246,7 +246,7 @@ class PagedCache:
                     f"PagedCache: a step must not go beyond the prompt's end, expected at most "
                     f"{request.prompt - request.seen} tokens of request {number}, got {count}; use one step per part"
                 )
-        return [(self._request(number), count) for number, count in zip(requests, counts)]
+        return {number: (self._request(number), count) for number, count in zip(requests, counts)}
 
 
 class Eviction(NamedTuple):
@@ -254,8 +254,25 @@ class Eviction(NamedTuple):
 
     policy: Policy
     requests: list[int]  # indices into the step's requests
-    tokens: Tensor  # int64 [rows of the requests], the tokens that each request has seen after the step
+    tokens: Tensor  # int64 [requests], the tokens that each request has seen after the step
+    pages: int  # the most pages of any request's head
+    known: Tensor  # int32 [layers, requests, Hk, m], `Request.kept`; one entry more than any request has
+    length: Tensor  # int64 [requests, 1, 1], how many of these entries each request has
+    offset: Tensor  # int64 [requests, 1, 1], the position of each later slot minus the slot
     kept: dict[int, Tensor]  # by layer: int64 [requests, Hk, m], the kept slots
+
+    def positions(self, layer: int, slots: Tensor) -> Tensor:
+        """Return the positions of some slots of a layer, both int64 [requests, Hk, m]; -1 for slot -1."""
+        known = self.known[layer].gather(2, slots.clamp(0, self.known.shape[3] - 1))
+        return torch.where(slots < self.length, torch.where(slots < 0, -1, known.long()), slots + self.offset)
+
+
+class Plan(NamedTuple):
+    """The end of a step: all that is left to do is to move the rows and to replace the requests and the free pages."""
+
+    moves: tuple[Any, ...] | None  # arguments of `compact_kv_`
+    requests: dict[int, Request]
+    free: list[int]
 
 
 class Rows:
@@ -264,7 +281,6 @@ class Rows:
     Attributes:
         table: int32 [rows, max_pages], -1 after a row's own pages.
         lengths: int32 [rows], slots in use with the new tokens.
-        before: int32 [rows], slots in use without the new tokens.
         visible: int32 [rows, t], how many slots each new token sees; 0 for padding.
         row: int64 [new tokens], the row that each new token comes from.
         column: int64 [new tokens], its column.
@@ -283,7 +299,7 @@ class Rows:
             row, column = new.nonzero().unbind(1)
             slot = slots[row, column].long()
             page = table[row, slot // size].long()
-        self.table, self.before, self.lengths = (x.to(device) for x in (table, before, before + counts))
+        self.table, self.lengths = table.to(device), (before + counts).to(device)
         self.visible = torch.where(new, slots + 1, 0).to(device)
         self.row, self.column, self.page, self.slot = (x.to(device) for x in (row, column, page, slot % size))
 
@@ -296,14 +312,20 @@ class Step:
             they count on.
     """
 
-    def __init__(self, cache: PagedCache, planned: list[tuple[Request, int]], taken: list[list[list[int]]]):
-        self._cache, self._taken = cache, taken
-        self._requests = [x for x, _ in planned]
-        self._tokens = [x for _, x in planned]
+    def __init__(self, cache: PagedCache, planned: dict[int, tuple[Request, int]]):
+        self._cache = cache
+        self._numbers = list(planned)
+        self._requests = [x for x, _ in planned.values()]
+        self._tokens = [t for _, t in planned.values()]
         device = cache.k[0].device
         seen = torch.tensor([x.seen for x in self._requests], device=device)
         self.positions = seen[:, None] + torch.arange(max(self._tokens), device=device)
-        self._pages = [[c.pages + new for c, new in zip(x.chains, own)] for x, own in zip(self._requests, taken)]
+        free = cache._free.copy()
+        self._pages = [
+            [chain.pages + [free.pop() for _ in range(cache._missing(chain, t))] for chain in x.chains]
+            for x, t in planned.values()
+        ]
+        self._free = free  # without the step's pages
         count = cache._rows
         tokens = [t for t in self._tokens for _ in range(count)]
         self._of_layer: list[Rows] = []
@@ -311,14 +333,11 @@ class Step:
             own = slice(first, first + count)
             held = [chain.held for x in self._requests for chain in x.chains[own]]
             pages = [chain for x in self._pages for chain in x[own]]
-            rows = Rows(held, tokens, pages, cache.page_size, device)
-            self._of_layer.append(rows)
-            # all heads hold the same positions
-            new = self.positions.repeat_interleave(count, 0)[rows.row, rows.column].int()[:, None]
-            for layer in [first // count] if cache.by_head else range(cache.num_layers):
-                cache._by_slot["positions"][layer][rows.page, :, rows.slot] = new
-        self._evictions = list(self._due(planned))
-        self._scores: dict[int, Tensor] = {}  # by layer: fp32 [rows, heads of a row, n]
+            self._of_layer.append(Rows(held, tokens, pages, cache.page_size, device))
+        self._evictions = list(self._due())
+        #: fp32 [layers, requests, Hk, n], the scores of the slots held before the step.
+        self._known = torch.stack(widened([x.scores for x in self._requests], 0.0), 1)
+        self._scores: dict[int, Tensor] = {}  # by layer: fp32 [requests, Hk, n], the step's queries included
         self._queries: dict[int, list[Tensor]] = {}
         self._attended: set[int] = set()
 
@@ -326,18 +345,25 @@ class Step:
         """Return where a layer's tokens lie."""
         return self._of_layer[layer if self._cache.by_head else 0]
 
-    def _due(self, planned: list[tuple[Request, int]]) -> Iterator[Eviction]:
+    def _due(self) -> Iterator[Eviction]:
         """Yield the requests that exceed `policy.held` after this step, grouped by the policy that evicts them."""
-        policy, by_rule = self._cache.policy, dict[Policy, list[int]]()
-        for row, (x, t) in enumerate(planned):
+        cache, by_rule, device = self._cache, dict[Policy, list[int]](), self.positions.device
+        for row, (x, t) in enumerate(zip(self._requests, self._tokens)):
             n = x.seen + t
             # With by_head, only a prompt is evicted, when it ends. Until then all heads hold all of it.
-            held = x.chains[0].held + t if not self._cache.by_head or n == x.prompt else 0
-            if policy.held(n, x.prompt) < held:
-                by_rule.setdefault(policy.resumed(x.seen, n, x.prompt), []).append(row)
+            held = x.chains[0].held + t if not cache.by_head or n == x.prompt else 0
+            if cache.policy.held(n, x.prompt) < held:
+                by_rule.setdefault(cache.policy.resumed(x.seen, n, x.prompt), []).append(row)
         for rule, rows in by_rule.items():
-            seen = [x.seen + t for x, t in (planned[row] for row in rows) for _ in range(self._cache._rows)]
-            yield Eviction(rule, rows, torch.tensor(seen, device=self.positions.device), {})
+            requests = [self._requests[row] for row in rows]
+            numbers = [
+                (x.seen + self._tokens[row], x.kept.shape[2], x.seen - x.chains[0].held)
+                for row, x in zip(rows, requests)
+            ]
+            tokens, length, offset = (torch.tensor(x, device=device) for x in zip(*numbers))
+            known = pad(torch.stack(widened([x.kept for x in requests], -1), 1), (0, 1))
+            pages = max(len(chain) for row in rows for chain in self._pages[row])
+            yield Eviction(rule, rows, tokens, pages, known, length[:, None, None], offset[:, None, None], {})
 
     def attend(
         self,
@@ -397,9 +423,9 @@ class Step:
             if adds_up:
                 scores = observed if scores is None else scores.add_(observed)
         if scores is not None:
-            old = by_slot.read(cache._by_slot["scores"][layer], rows.table)
-            known = torch.arange(old.shape[2], device=old.device) < rows.before[:, None, None]
-            self._scores[layer] = scores.add_(torch.where(known, old, 0.0))
+            scores = scores.view(len(self._requests), cache.heads, -1)
+            scores[..., : self._known.shape[3]] += self._known[layer]
+            self._scores[layer] = scores
         if isinstance(policy, QueryPolicy) and not adds_up:
             self._queries[layer] = [
                 torch.cat((x.queries[layer], own[:, :t]), 1) if layer in x.queries else own[:, :t]
@@ -407,31 +433,29 @@ class Step:
             ]
         for eviction in self._evictions:
             eviction.kept[layer] = self._select(eviction, layer, logits)
+        result = torch.cat(out, 2).view(*q.shape[:3], -1)
         self._attended.add(layer)
-        return torch.cat(out, 2).view(*q.shape[:3], -1)
+        return result
 
     def _select(self, eviction: Eviction, layer: int, logits: dict[str, Any]) -> Tensor:
         """Select the slots of a layer to keep: int64 [requests, Hk, m]."""
         cache, policy, requests = self._cache, eviction.policy, eviction.requests
         rows, own = self.rows(layer), self._rows_of(requests)
-        lengths, place = rows.lengths[own], dict[str, Any](layer=layer, num_layers=cache.num_layers)
-        view = View(cache.k[layer], cache.v[layer], lengths=lengths, block_table=rows.table[own], **place)
-        view.kept = by_slot.read(cache._by_slot["positions"][layer], rows.table[own]).long()
-        view.tokens = eviction.tokens
+        table, lengths = rows.table[own, : eviction.pages], rows.lengths[own]
+        k, v, pages = cache.k[layer], cache.v[layer], dict[str, Any](block_table=table)
+        if cache.by_head:  # one table serves one head, so rules, which read all heads of a layer, read a copy
+            k, v = (x[table.clamp(min=0)].view(len(requests), cache.heads, -1, x.shape[3]) for x in (k, v))
+            lengths, pages = lengths[:: cache.heads].contiguous(), {}
+        view = View(k, v, lengths=lengths, layer=layer, num_layers=cache.num_layers, tokens=eviction.tokens, **pages)
+        slots = torch.arange(view.n, device=k.device).expand(len(requests), cache.heads, -1)
+        view.kept = eviction.positions(layer, slots)
         if layer in self._scores:
-            view.observed = self._scores[layer][own]
+            view.observed = self._scores[layer][requests, :, : view.n]
         elif isinstance(policy, QueryPolicy):
             x, t = self._requests[requests[0]], self._tokens[requests[0]]
             w = policy.rows_at(x.seen + t, x.prompt)
-            queries = torch.stack([self._queries[layer][row][:, -w:] for row in requests])
-            policy.observe(view, queries.reshape(len(own), -1, *queries.shape[2:]), None, logits)
-        if not cache.by_head:
-            return policy.select(view)
-        assert isinstance(policy, BudgetPolicy)  # check_paged_cache requires it
-        scores = policy.scores(view).view(len(requests), cache.heads, -1)
-        sizes = scores.new_empty(*scores.shape, 0)  # rows become heads again, because heads share a budget
-        view = View(sizes, sizes, lengths=lengths[:: cache.heads], window=view.window, **place)
-        return policy.pick(scores, view)
+            policy.observe(view, torch.stack([self._queries[layer][row][:, -w:] for row in requests]), None, logits)
+        return policy.select(view)
 
     def _rows_of(self, requests: list[int]) -> list[int]:
         count = self._cache._rows
@@ -466,71 +490,78 @@ class Step:
         if cache._step is not self:
             raise RuntimeError("PagedCache: expected a step that is open, got one that has ended")
         cache._step = None
-        missing = sorted({*range(cache.num_layers)} - self._attended)
-        done = False
-        try:
-            if kind is None and missing:
-                raise RuntimeError(f"PagedCache: expected attend() in every layer of a step, got none in {missing}")
-            if kind is None:
-                held = self._held()
-                self._evict()
-                done = True
-        finally:
-            if not done:
-                taken = [page for chains in self._taken for pages in chains for page in pages]
-                cache._free += reversed(taken)
-        if done:
-            self._count(held)
+        if kind is not None:
+            return
+        if missing := sorted({*range(cache.num_layers)} - self._attended):
+            raise RuntimeError(f"PagedCache: expected attend() in every layer of a step, got none in {missing}")
+        plan = self._plan()  # until here the step has written to slots after those in use alone
+        if plan.moves is not None:
+            k, v, indices, table = plan.moves
+            compact_kv_(k, v, indices, block_table=table)  # checks all its arguments before it moves anything
+        cache._requests, cache._free = plan.requests, plan.free
 
-    def _held(self) -> list[list[int]]:
-        """Return how many slots each chain of each request holds once the step is over."""
-        cache = self._cache
-        after = [x.seen + t for x, t in zip(self._requests, self._tokens)]
-        if not cache.by_head:
-            return [[cache.policy.held(n, x.prompt)] for n, x in zip(after, self._requests)]
+    def _plan(self) -> Plan:
+        """Compute all that the end of the step needs. Nothing changes yet."""
+        cache, policy, layers = self._cache, self._cache.policy, range(self._cache.num_layers)
         held = [[chain.held + t for chain in x.chains] for x, t in zip(self._requests, self._tokens)]
+        kept = [x.kept for x in self._requests]
+        scores, slots_of = self._sums(held), list[Tensor]()
         for eviction in self._evictions:
-            kept = [eviction.kept[layer] for layer in range(cache.num_layers)]
-            counts = torch.stack([(x >= 0).sum(-1) for x in kept], 1)  # [requests, layers, Hk]
-            for row, own in zip(eviction.requests, counts.flatten(1).tolist()):
-                held[row] = own
-        return held
+            slots = torch.stack(widened([eviction.kept[layer] for layer in layers], -1))
+            positions = torch.stack([eviction.positions(layer, slots[layer]) for layer in layers], 1).int()
+            counts = (slots >= 0).sum(-1).transpose(0, 1).flatten(1).tolist() if cache.by_head else []
+            for i, row in enumerate(eviction.requests):
+                x, n = self._requests[row], self._requests[row].seen + self._tokens[row]
+                held[row] = counts[i] if cache.by_head else [policy.held(n, x.prompt)]
+                kept[row] = positions[i, ..., : max(held[row])].clone()
+                if scores[row].shape[2]:
+                    scores[row] = scores[row].gather(2, slots[:, i, :, : held[row][0]])
+            slots_of.append(slots)
+        requests, free = cache._requests.copy(), self._free.copy()
+        for row, (number, x) in enumerate(zip(self._numbers, self._requests)):
+            used = [_pages(count, cache.page_size) for count in held[row]]
+            chains = [Chain(*own) for own in zip(held[row], (x[:m] for x, m in zip(self._pages[row], used)))]
+            free += [page for pages, m in zip(self._pages[row], used) for page in reversed(pages[m:])]
+            seen = x.seen + self._tokens[row]
+            requests[number] = Request(x.prompt, chains, kept[row], scores[row], seen, self._last_queries(row))
+        return Plan(self._moves(slots_of), requests, free)
 
-    def _evict(self) -> None:
-        """Move the kept slots to the front: K, V and the per-slot numbers."""
-        cache = self._cache
-        for layer, scores in self._scores.items():
-            by_slot.write(cache._by_slot["scores"][layer], self.rows(layer).table, scores)
-        for eviction in self._evictions:
-            own = self._rows_of(eviction.requests)
-            tables = [self.rows(layer).table[own] for layer in range(cache.num_layers)]
-            kept = [eviction.kept[layer].reshape(len(own), cache._row_heads, -1) for layer in range(cache.num_layers)]
-            moves = [
-                (pool, table, by_slot.read(pool, table).gather(2, indices.clamp(min=0)))
-                for layers in cache._by_slot.values()
-                for pool, table, indices in zip(layers, tables, kept)
-            ]
-            if cache.by_head:
-                for k, v, indices, table in zip(cache.k, cache.v, kept, tables):
-                    compact_kv_(k, v, indices, block_table=table)
-            else:
-                compact_kv_(cache.k, cache.v, kept, block_table=tables[0])
-            for move in moves:
-                by_slot.write(*move)
+    def _sums(self, held: list[list[int]]) -> list[Tensor]:
+        """Return `Request.scores` of each request as of the step's last query, before the eviction."""
+        cache, layers = self._cache, range(self._cache.num_layers)
+        none = self._known.new_empty(cache.num_layers, cache.heads, 0)
+        if not self._scores:
+            return [none] * len(held)
+        # With by_head, nothing is evicted once the prompt has ended, and the heads then differ in length.
+        over = [cache.by_head and x.seen + t >= x.prompt for x, t in zip(self._requests, self._tokens)]
+        width = max((own[0] for own, x in zip(held, over) if not x), default=0)
+        sums = torch.stack([self._scores[layer][..., :width] for layer in layers], 1)
+        return [none if x else own[..., :n].clone() for own, (n, *_), x in zip(sums, held, over)]
 
-    def _count(self, held: list[list[int]]) -> None:
-        """Update the requests' lengths and free the pages that they no longer need."""
-        cache, policy = self._cache, self._cache.policy
-        for row, (x, t) in enumerate(zip(self._requests, self._tokens)):
-            x.seen += t
-            for chain, count, pages in zip(x.chains, held[row], self._pages[row]):
-                used = _pages(count, cache.page_size)
-                chain.held, chain.pages = count, pages[:used]
-                cache._free += reversed(pages[used:])
-            if isinstance(policy, QueryPolicy):
-                # The next eviction is at the prompt's end or in decode. Its step computes at least one query itself.
-                last = max(policy.rows_at(n, x.prompt) for n in (x.seen + 1, x.prompt + 1)) - 1
-                x.queries = {layer: q[row][:, -last:].clone() for layer, q in self._queries.items() if last > 0}
+    def _last_queries(self, row: int) -> dict[int, Tensor]:
+        """Return `Request.queries` after the step."""
+        x, policy = self._requests[row], self._cache.policy
+        if not isinstance(policy, QueryPolicy):
+            return {}
+        # The next eviction is at the prompt's end or in decode. Its step computes at least one query itself.
+        last = max(policy.rows_at(n, x.prompt) for n in (x.seen + self._tokens[row] + 1, x.prompt + 1)) - 1
+        return {layer: q[row][:, -last:].clone() for layer, q in self._queries.items() if last > 0}
+
+    def _moves(self, slots_of: list[Tensor]) -> tuple[Any, ...] | None:
+        """Return the arguments of one `compact_kv_` for all evictions; None without evictions.
+
+        slots_of: for each eviction, the kept slots, int64 [layers, requests, Hk, m].
+        """
+        cache, layers = self._cache, range(self._cache.num_layers)
+        if not slots_of:
+            return None
+        own = self._rows_of([row for eviction in self._evictions for row in eviction.requests])
+        slots = torch.cat(widened(slots_of, -1), 1)
+        if not cache.by_head:
+            return cache.k, cache.v, list(slots.unbind()), self.rows(0).table[own]
+        # All layers are rows of one call, because they share the pool.
+        table = torch.cat(widened([self.rows(layer).table[own] for layer in layers], -1))
+        return cache.k[0], cache.v[0], slots.view(len(table), 1, -1), table
 
 
 def _pages(slots: int, size: int) -> int:

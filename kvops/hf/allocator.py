@@ -230,10 +230,11 @@ class EvictingAllocator(FullAttentionCacheAllocator):
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         if self._step:
-            # A replayed graph calls no `update`, so its requests would continue with slots that have not been moved.
+            # After a step that failed, or a replayed graph, which calls no `update`. Its requests would continue with
+            # slots that have not been moved, or with scores that count queries twice.
             raise RuntimeError(
-                "continuous_batching: expected `update` to be called for all layers of a step, got no call for the "
-                f"last one, so requests {[x.request for x in self._step]} were not evicted"
+                "continuous_batching: expected `update` to succeed for all layers of a step, got a step that ended "
+                f"before the last one; free its requests, {[x.request for x in self._step]}, and compute them again"
             )
         super().allocate_cache_to_request(request_id, self.held(past_length), query_length)
         self.batching.most_blocks = max(self.batching.most_blocks, len(self.block_table[request_id]))
@@ -326,27 +327,35 @@ class EvictingAllocator(FullAttentionCacheAllocator):
             return self._observer.step(Batch(table, starts, before, after), ends, table, lengths)
 
     def _evict(self) -> None:
-        """Evict all due requests: select per rule and layer, for all its requests at once; then move all layers."""
+        """Evict all due requests: compute all that changes, then move the rows of all layers with one call."""
         by_rule: dict[Policy, list[int]] = {}
         for i, x in enumerate(due := self._due):
             by_rule.setdefault(rule_of(self.policy, x), []).append(i)
-        moves = [([due[i] for i in own], *self._select(rule, due, own)) for rule, own in by_rule.items()]
-        for rows, table, positions, kept in moves:
-            compact_kv_(self._k, self._v, list(kept.unbind()), block_table=table)
-            positions = positions.gather(-1, kept.clamp(min=0))
-            for layer, indices in zip(self._remembered, kept):
-                for pool in layer.slots.values():
-                    by_slot.write(pool, table, by_slot.read(pool, table).gather(2, indices.clamp(min=0)))
-            for i, x in enumerate(rows):
-                self._positions[x.request] = positions[:, i, :, : x.keep].clone()
-                self._give_back(x)
+        if not due:
+            return
+        selected = [self._select(rule, due, own) for rule, own in by_rule.items()]
+        rows = [due[i] for own in by_rule.values() for i in own]
+        kept, positions = (torch.cat(by_slot.widened(x, -1), 1) for x in zip(*selected))
+        table = self._table(rows)
+        moved = [
+            (pool, by_slot.read(pool, table).gather(2, indices.clamp(min=0)))
+            for layer, indices in zip(self._remembered, kept)
+            for pool in layer.slots.values()
+        ]
+        left = {x.request: positions[:, i, :, : x.keep].clone() for i, x in enumerate(rows)}
+        # If this fails, `allocate_cache_to_request` refuses further steps until the step's requests have been freed.
+        compact_kv_(self._k, self._v, list(kept.unbind()), block_table=table)
+        for pool, values in moved:
+            by_slot.write(pool, table, values)
+        self._positions |= left
+        for x in rows:
+            self._give_back(x)
 
-    def _select(self, rule: Policy, due: list[Row], own: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def _select(self, rule: Policy, due: list[Row], own: list[int]) -> tuple[Tensor, Tensor]:
         """Select the slots to keep for some of the due requests.
 
         Returns:
-            The requests' block table, int32 [b, blocks]; the positions of their slots, int32 [layers, b, Hk, slots];
-            and the slots to keep, int64 [layers, b, Hk, m], -1 last.
+            The slots to keep, int64 [layers, b, Hk, m], -1 last; and their positions, int32 of the same shape.
         """
         device, layers, rows = self.cache_tensor.device, self.pages_per_block, [due[i] for i in own]
         table = self._table(rows)
@@ -371,7 +380,8 @@ class EvictingAllocator(FullAttentionCacheAllocator):
                 f"continuous_batching: {rule!r} must keep as many slots as its `held` returns, expected "
                 f"{keep.tolist()} of {lengths.tolist()} slots, got {got.tolist()} by layer, request and head"
             )
-        return table, positions, torch.stack(kept)
+        slots = torch.stack(kept)
+        return slots, positions.gather(-1, slots.clamp(min=0))
 
     def _view(self, rule: Policy, layer: int, table: Tensor, lengths: Tensor) -> View:
         """Return a rule's view of a layer: its pages, or a dense copy for rules that do not support pages."""

@@ -94,6 +94,13 @@ class CriticalKV(WindowPolicy):
 
     def check_cache(self, layer: int, num_layers: int) -> None:
         super().check_cache(layer, num_layers)
+        self._check_weights(num_layers)
+
+    def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
+        super().check_paged_cache(num_layers, by_head)
+        self._check_weights(num_layers)
+
+    def _check_weights(self, num_layers: int) -> None:
         if self.w_o is None:
             raise ValueError(f"{self.name}: {_MISSING}")
         if isinstance(self.w_o, tuple) and len(self.w_o) != num_layers:

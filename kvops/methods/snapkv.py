@@ -11,7 +11,7 @@ Compression for Efficient Long-Context LLM Inference", Liu et al., 2025. Decisio
 from __future__ import annotations
 
 import functools
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..checks import check_holds_window, check_int, check_num_layers, plain
 from .base import View
-from .budgets import budget_tokens
+from .budgets import budget_tokens, row_budgets
 from .queries import WindowPolicy
 from .select import places, shared_scores
 
@@ -67,9 +67,9 @@ class SnapKV(WindowPolicy):
 class PyramidKV(WindowPolicy):
     """PyramidKV: `SnapKV` with a budget of its own for each layer, larger in early layers (`pyramidkv_budgets`).
 
-    Layers differ in length, so one-shot calls need `layer` and `num_layers`. In a one-shot call each row of a padded
-    batch has the budget of its own length, and shorter rows end in -1. In a cache all rows have the budget of the
-    padded length.
+    Layers differ in length, so one-shot calls need `layer` and `num_layers`. Each row of a padded batch has the budget
+    of its own length. Rows that keep fewer slots than others end in -1 in a one-shot call, and begin with `pads` empty
+    slots in a cache.
 
     Attributes:
         budget: The mean over the layers, an int or a float; see `BudgetPolicy`. It must hold the window.
@@ -86,6 +86,7 @@ class PyramidKV(WindowPolicy):
     """
 
     by_head: ClassVar[bool] = True
+    fixed_budget: ClassVar[bool] = False
 
     @property
     def paged(self) -> bool:
@@ -105,12 +106,33 @@ class PyramidKV(WindowPolicy):
         return False
 
     def room(self, view: View) -> int:
-        return layer_budget(super().room(view), view.seen, self.window, *view.place(self.name))
+        budget = super().room(view)
+        room = layer_budget(budget, view.seen, self.window, *view.place(self.name))
+        # A row that is shorter than its batch may have less room in this layer than the batch, down to the mean.
+        return room if view.padding is None else min(room, budget)
 
     def pick(self, scores: Tensor, view: View) -> Tensor:
         layer, num_layers = view.place(self.name)
         share = functools.partial(layer_budget, window=view.window, layer=layer, num_layers=num_layers)
         return self.choose(scores, view, self.budget, recent=view.window, share=share)
+
+    def evict(self, view: View) -> Tensor | None:
+        if view.padding is None:
+            return super().evict(view)
+        layer, num_layers = view.place(self.name)
+        tokens = (view.seen - view.padding).unsqueeze(1)  # int32 [b, 1]: of each row, while `view.seen` has padding
+        shape, least = (view.rows, view.heads), self.sinks + self.window
+        _, budgets = row_budgets(self.name, self.budget, shape, view.seen, view.padding, None)
+
+        def share(keep: Any, _: Any) -> Any:
+            if isinstance(keep, int):
+                return layer_budget(keep, view.seen, self.window, layer, num_layers)
+            own = keep if budgets is None else budgets.clamp(min=least)
+            return layer_budget(own, tokens, self.window, layer, num_layers)
+
+        view = replace(view, fill_invalid=False)
+        kept = self.choose(self.scores(view), view, super().room(view), recent=self.window, share=share)
+        return kept.sort(-1).values  # entries of -1 first
 
 
 @dataclass(frozen=True, eq=False)

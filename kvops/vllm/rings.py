@@ -21,8 +21,7 @@ class DeviceRings:
         self._step = 0
 
     def of(self, batch: Batch) -> Tensor:
-        self._step += 1
-        self.most = min(len(self._owner), self.most + int((batch.before == 0).sum()))
+        step = self._step + 1
         blocks = batch.table[:, 0].to(self._owner.dtype)
         same = blocks[:, None] == self._owner
         known = same.any(1)
@@ -33,9 +32,10 @@ class DeviceRings:
         )
         # There are as many rings as live requests, so a new request can take the least recently used ring: that of a
         # request that has ended.
-        seen = torch.where(same.any(0), self._step, self._seen)
+        seen = torch.where(same.any(0), step, self._seen)
         free = seen.argsort(stable=True)[((~known).cumsum(0) - 1).clamp(min=0)]
         ring = torch.where(known, same.int().argmax(1), free)
         self._owner[ring] = blocks
-        self._seen[ring] = self._step
+        self._seen[ring] = self._step = step
+        self.most = min(len(self._owner), self.most + int((batch.before == 0).sum()))
         return ring

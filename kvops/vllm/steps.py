@@ -1,7 +1,9 @@
 """The work after a step's attention: scoring with the observing queries, and the evictions that must run now.
 
 A step is built once for a group of layers, from host-side metadata, and run in each layer. Tables and lengths are
-copied to the device, and nothing is read back from it. This module does not import vLLM.
+copied to the device, and nothing is read back from it. A layer computes all that changes before it moves a row. After
+an error the requests of the step must be computed again from their first token; vLLM ends the engine. This module does
+not import vLLM.
 """
 
 from __future__ import annotations
@@ -126,10 +128,10 @@ class Eviction:
                 assert isinstance(rule, QueryPolicy)  # other policies have no observer
                 rule.observe(view, observing, None, logits)
             kept = rule.select(view)[..., : kept_blocks * size].contiguous()
+            moved = [(pool, of_slots[name].gather(2, kept).to(pool.dtype)) for name, pool in memory.slots.items()]
             compact_kv_(k, v, kept, block_table=self.written)
-        for name, values in of_slots.items():
-            pool = memory.slots[name]
-            by_slot.write(pool, table[:, :kept_blocks], values.gather(2, kept).to(pool.dtype))
+        for pool, values in moved:
+            by_slot.write(pool, table[:, :kept_blocks], values)
 
     def _view(self, k: Tensor, v: Tensor) -> View:
         """Return the rule's input: the pages, or a copy of their rows if the rule does not support pages."""

@@ -1,0 +1,556 @@
+"""Random schedules of everything that runs steps, with failures, compared with each request alone in dense memory.
+
+Requests join, take prompts in chunks and decoded tokens in steps of any of them, are evicted together, and leave. Some
+steps fail at one of their torch calls, kvops' operators included. A `PagedCache` is then as before, and the step is
+repeated. An engine's requests of that step start again, and the others do not notice.
+"""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kit
+import kvops
+from kvops import ops
+from kvops.methods.base import View
+from kvops.methods.queries import QueryPolicy
+from test_paged_cache import DV, GROUP, HEADS, LAYERS, STATISTICS, Alone, D, Text, check_pages, paged, step
+
+pytestmark = [kit.every_device, pytest.mark.usefixtures("one_thread")]
+
+PROMPTS, TOKENS = (1, 3, 7, 12, 13, 20, 33, 33), 60
+every_length = pytest.mark.parametrize(
+    "steps", [pytest.param(40, id="short"), pytest.param(100, id="long", marks=pytest.mark.full)]
+)
+
+
+class Fails(TorchDispatchMode):
+    """Raises Failure in place of the call number `at` of any operator, and counts the calls."""
+
+    def __init__(self, at: int = -1):
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.calls += 1
+        if self.calls == self.at + 1:
+            raise Failure(operator)
+        return operator(*args, **kwargs or {})
+
+
+class Failure(Exception):
+    pass
+
+
+class Schedule:
+    """A random schedule. Subclasses run it in a cache or an engine and compare.
+
+    Attributes:
+        live: The requests by number, each with the text and the reference of a request alone.
+    """
+
+    def __init__(self, seed: int):
+        self.rng, self.live, self.calls = random.Random(seed), {}, 100
+        self.texts = [Text(x, TOKENS, layers=self.layers) for x in range(4)]
+        self.failures = self.evictions = self.refused = 0
+
+    layers = LAYERS
+
+    def run(self, steps: int) -> None:
+        rng = self.rng
+        for turn in range(steps):
+            while len(self.live) < 4 and (not self.live or rng.random() < 0.7):
+                prompt = rng.choice(PROMPTS)
+                text = rng.choice(self.texts)
+                self.live[self.join(prompt)] = text, self.alone(prompt, text)
+            counts = {}
+            for x in rng.sample(sorted(self.live), rng.randint(1, len(self.live))):
+                _, alone = self.live[x]
+                due = alone.prompt - alone.seen
+                # Half of the prompts end in this step, so that several are evicted in it.
+                counts[x] = rng.choice((due, rng.randint(1, due))) if due > 0 else rng.choice((1, 1, 1, 2))
+            if not self.fits(counts):
+                self.refused += 1
+                self.end(rng.choice(sorted(self.live)))
+                continue
+            every = steps > 50 and turn == 60  # each call of one step, one call of the others
+            # Most steps fail close to their end, where they change something.
+            at = 0 if every else rng.choice((-1, rng.randrange(self.calls), *(self.calls - rng.randrange(40),) * 3))
+            while True:
+                try:
+                    with Fails(at) as calls:
+                        outs = self.step(counts)
+                    break
+                except Failure:
+                    self.failures += 1
+                    counts = self.failed(counts)
+                    at = at + 1 if every else -1
+            self.calls = calls.calls
+            self.check(counts, outs)
+            for x in [x for x, (_, alone) in self.live.items() if alone.seen > TOKENS - 10 or rng.random() < 0.05]:
+                self.end(x)
+
+    def end(self, x) -> None:
+        self.leave(x)
+        del self.live[x]
+
+
+class ByHead(Alone):
+    """A request alone whose heads differ in length from the end of its prompt on."""
+
+    heads = None  # by layer and head: k, v [1, 1, n, any] and positions [n]
+    dv = DV
+
+    def evict(self, memory, rule, layer) -> None:
+        k, v = memory["k"], memory["v"]
+        view = View(k, v, seen=self.seen, new=self.seen, layer=layer, num_layers=LAYERS)
+        if rule.by_slot:
+            view.observed = memory["scores"]
+        elif isinstance(rule, QueryPolicy):
+            rule.observe(view, memory["q"][:, :, -rule.rows_at(self.seen, self.prompt) :], None, {})
+        self.heads = self.heads or []
+        self.heads.append([])
+        for head, slots in enumerate(rule.select(view)[0]):
+            slots = slots[slots >= 0]
+            self.heads[layer].append((k[:, head : head + 1, slots], v[:, head : head + 1, slots], slots))
+
+    def step(self, text, count, width=None):
+        if self.heads is None:
+            return super().step(text, count, width)
+        outs, width = [], width or count
+        for layer, heads in enumerate(self.heads):
+            q, k, v = (x[None] for x in text.tokens(layer, self.seen, count, width))
+            parts = []
+            for head, (old_k, old_v, positions) in enumerate(heads):
+                own = [torch.cat((old, x[:, head : head + 1, :count]), 2) for old, x in ((old_k, k), (old_v, v))]
+                visible = torch.arange(width, dtype=torch.int32) + (len(positions) + 1)
+                visible[count:] = 0
+                part = ops.window_attention(q[:, head * GROUP : (head + 1) * GROUP], *own, visible)[0]
+                parts.append(part[:, :, :count])
+                new = torch.arange(self.seen, self.seen + count)
+                heads[head] = *own, torch.cat((positions, new))
+            outs.append(torch.cat(parts, 1))
+        self.seen += count
+        return outs
+
+    def rows(self, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+        """K, V and positions of a head."""
+        if self.heads is not None:
+            k, v, positions = self.heads[layer][head]
+            return k[0, 0], v[0, 0], positions
+        memory = self.layers[layer]
+        if not isinstance(memory["k"], Tensor):
+            return torch.empty(0, D), torch.empty(0, self.dv), torch.empty(0, dtype=torch.int64)
+        return memory["k"][0, head], memory["v"][0, head], memory["positions"][0, head]
+
+
+class InPagedCache(Schedule):
+    def __init__(self, policy, by_head: bool, seed: int):
+        super().__init__(seed)
+        self.cache = paged(policy, num_pages=60 if by_head else 14, by_head=by_head)
+
+    def alone(self, prompt, text):
+        return ByHead(self.cache.policy, prompt) if self.cache.by_head else EachHead(self.cache.policy, prompt)
+
+    def join(self, prompt):
+        return self.cache.join(prompt)
+
+    def leave(self, x):
+        self.cache.leave(x)
+        check_pages(self.cache)
+
+    def fits(self, counts):
+        step, free = (list(counts), list(counts.values())), self.cache.free
+        if (needed := self.cache.pages_for(*step)) <= free:
+            return True
+        with kit.refuses(f"needs {needed} more pages, got {free} free of", kind=kvops.OutOfPages):
+            self.cache.step(*step)
+        self.check_rows()
+        return False
+
+    def step(self, counts):
+        return step(self.cache, {x: text for x, (text, _) in self.live.items()}, counts)
+
+    def failed(self, counts):
+        self.check_rows()
+        return counts
+
+    def check(self, counts, outs):
+        held = {x: self.cache.held(x) for x in counts}
+        for row, (x, t) in enumerate(counts.items()):
+            text, alone = self.live[x]
+            before = alone.seen
+            for own, out in zip(alone.step(text, t, max(counts.values())), outs):
+                assert kit.same(out[row, :, :t], own[0]) and not out[row, :, t:].any()
+            self.evictions += held[x] < before + t
+        self.check_rows()
+
+    def check_rows(self):
+        cache = self.cache
+        check_pages(cache)
+        for x, (_, alone) in self.live.items():
+            assert cache.seen(x) == alone.seen
+            for layer in range(LAYERS):
+                for head in range(HEADS):
+                    k, v, positions = alone.rows(layer, head)
+                    assert torch.equal(cache.positions(x, layer, head), positions.int())
+                    pages = cache._chain(x, layer, head).pages
+                    for pool, expected in ((cache.k[layer], k), (cache.v[layer], v)):
+                        rows = pool[pages, 0 if cache.by_head else head].flatten(0, 1)[: len(expected)]
+                        assert kit.same(rows, expected)
+
+
+class EachHead(Alone):
+    rows, heads, dv = ByHead.rows, None, DV
+
+
+W_O = kit.randn(40, GROUP * HEADS * DV)
+SHARED = [
+    kvops.KeyDiff(12, buffer=1),
+    kvops.KeyDiff(12, sinks=2, recent=0.25, buffer=5),
+    kvops.LagKV(5, 0.4, sinks=2),
+    kvops.Random(12, seed=3, buffer=4),
+    kvops.SnapKV(12, window=4),
+    kvops.CriticalKV(12, window=4, w_o=W_O),
+    kvops.RKV(12, window=4, buffer=6),
+    kvops.TOVA(12, buffer=3),
+    kvops.H2O(12, buffer=3),
+    kvops.TriAttention(12, recent=4, buffer=3, statistics=STATISTICS),
+]
+BY_HEAD = [
+    kvops.KeyDiff(12, sinks=2, head_mode="adaptive", buffer=None),
+    kvops.SnapKV(12, window=4, head_mode="adaptive"),
+    kvops.CriticalKV(12, window=4, w_o=W_O, head_mode="adaptive"),
+    kvops.PyramidKV(12, window=4),
+    kvops.DefensiveKV(12, window=4, head_mode="adaptive"),
+    kvops.H2O(12, recent=4, head_mode="adaptive", buffer=None),
+    kvops.SATKV(12, window=4, kappa=2, head_mode="adaptive", buffer=None),
+    kvops.TriAttention(12, recent=4, buffer=None, statistics=STATISTICS, head_mode="adaptive"),
+]
+
+
+@every_length
+@pytest.mark.parametrize(
+    ("policy", "by_head"),
+    [(x, False) for x in SHARED] + [(x, True) for x in BY_HEAD],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_paged_cache(policy, by_head, steps):
+    schedule = InPagedCache(policy, by_head, seed=steps)
+    schedule.run(steps)
+    assert schedule.failures > steps / 10 and schedule.evictions and (schedule.refused or steps < 100)
+    for x in list(schedule.live):
+        schedule.end(x)
+    assert schedule.cache.free == schedule.cache.num_pages
+
+
+# ---- transformers' continuous batching -------------------------------------------------------------------------------
+
+
+class Cycled:
+    """A policy as the engine's allocator uses it."""
+
+    def __init__(self, policy):
+        from kvops.hf import allocator
+
+        self.policy, self.allocator = policy, allocator
+
+    def held(self, n, prompt):
+        return self.allocator.held(self.policy, n)
+
+    def resumed(self, before, n, prompt):
+        return self.allocator.rule_of(self.policy, self.allocator.Row("", 0, before, n, 0, self.held(n, n)))
+
+
+class InEngineAlone(EachHead):
+    dv = D
+
+    def evict(self, memory, rule, layer):
+        if not isinstance(rule, QueryPolicy) or rule.by_slot:
+            return super().evict(memory, rule, layer)
+        kept = rule.compress(memory["k"], memory["v"], memory["q"][:, :, -rule.rows_at(0, 0) :])
+        memory["k"], memory["v"], memory["positions"] = kept.k, kept.v, memory["positions"].gather(2, kept.indices)
+        memory["scores"] = None
+
+
+class InEngine(Schedule):
+    def __init__(self, policy, seed):
+        from test_hf_continuous_batching import engine, greedy, make_model
+
+        super().__init__(seed)
+        for text in self.texts:
+            text.layers = [(q, k, v[..., :D]) for q, k, v in text.layers]
+        heads = dict(num_attention_heads=GROUP * HEADS, num_key_value_heads=HEADS, head_dim=D)
+        model = make_model(num_hidden_layers=LAYERS, hidden_size=GROUP * HEADS * D, **heads)
+        with kvops.hf.continuous_batching(model, policy):
+            manager = model.init_continuous_batching(greedy(), engine(page_size=4))
+            self.engine = manager._create_batch_processor().cache
+        self.allocator = self.engine.cache_allocators["full_attention"]
+        self.policy, self.joined = policy, 0
+
+    def alone(self, prompt, text):
+        return InEngineAlone(Cycled(self.policy), prompt)
+
+    def join(self, prompt):
+        self.joined += 1
+        return f"{self.joined:04}"
+
+    def leave(self, x):
+        self.engine.free_blocks(x)
+
+    def fits(self, counts):
+        return True
+
+    def step(self, counts):
+        from kvops.hf.handover import Handed
+
+        a, read, write, outs = self.allocator, [], [], []
+        for x, t in counts.items():
+            seen = self.live[x][1].seen
+            for _ in range(a.needs_new_sectors(x, seen, t)):
+                self.engine.pool.allocate_sector(a.index)
+            a.allocate_cache_to_request(x, seen, t)
+        for x, t in counts.items():
+            read += a.get_read_indices(x, self.live[x][1].seen, t)
+            write += a.get_write_indices(x, self.live[x][1].seen, t)
+        read, write = torch.tensor(read), torch.tensor(write)
+        for layer in range(LAYERS):
+            parts = [self.live[x][0].tokens(layer, self.live[x][1].seen, t, t) for x, t in counts.items()]
+            q, k, v = (torch.cat(x, 1).transpose(0, 1) for x in zip(*parts))
+            a.take(Handed(q, {"scale": D**-0.5}))
+            outs.append(a.update(k, v, layer, read, write))
+        return outs
+
+    def failed(self, counts):
+        """The engine refuses to go on with the step's requests. They are freed, and start again."""
+        with kit.refuses("got a step that ended before", "compute them again", kind=RuntimeError):
+            self.allocator.allocate_cache_to_request(next(iter(counts)), 0, 1)
+        for x in counts:
+            self.leave(x)
+            text, alone = self.live[x]
+            self.live[x] = text, self.alone(alone.prompt, text)
+        self.check_rows()
+        return {x: self.live[x][1].prompt for x in counts}
+
+    def check(self, counts, outs):
+        first = 0
+        for x, t in counts.items():
+            text, alone = self.live[x]
+            before = [[alone.rows(layer, head)[:2] for head in range(HEADS)] for layer in range(LAYERS)]
+            n = len(before[0][0][0]) + t
+            for layer, out in enumerate(outs):
+                new = text.tokens(layer, alone.seen, t, t)[1:]
+                for head in range(HEADS):
+                    for copy, old, own in zip(out, before[layer][head], new):
+                        assert kit.same(copy[first : first + n, head], torch.cat((old, own[head])))
+            first += n
+            alone.step(text, t)
+            self.evictions += len(alone.rows(0, 0)[0]) < n
+        self.check_rows()
+
+    def check_rows(self):
+        a = self.allocator
+        tables = [block for x in self.live for block in a.block_table.get(x, [])]
+        assert len(tables) == len({*tables}) and not a._step
+        for x, (_, alone) in self.live.items():
+            for layer in range(LAYERS):
+                for head in range(HEADS):
+                    k, v, positions = alone.rows(layer, head)
+                    if not len(k):
+                        continue
+                    table = a.block_table[x]
+                    assert len(table) == -(-len(k) // 4)
+                    for pool, expected in ((a._k[layer], k), (a._v[layer], v)):
+                        assert kit.same(pool[table, head].flatten(0, 1)[: len(k)], expected)
+                    if x in a._positions:
+                        known = a._positions[x][layer, head]
+                        assert torch.equal(known, positions[: len(known)].int())
+
+
+IN_ENGINE = [
+    kvops.KeyDiff(12, buffer=1),
+    kvops.KeyDiff(12, sinks=2, recent=0.25, buffer=5),
+    kvops.LagKV(5, 0.4, sinks=2),
+    kvops.Random(12, seed=3, buffer=4),
+    kvops.SnapKV(12, window=4),
+    kvops.TOVA(12, buffer=3),
+    kvops.H2O(12, buffer=3),
+    kvops.TriAttention(12, recent=4, buffer=3, statistics=STATISTICS),
+]
+
+
+@every_length
+@pytest.mark.parametrize("policy", IN_ENGINE, ids=lambda x: x.name)
+@kit.only("cpu")
+def test_continuous_batching(policy, steps):
+    pytest.importorskip("transformers")
+    pytest.importorskip("kvops.hf.allocator")
+    from test_hf_continuous_batching import assert_whole
+
+    schedule = InEngine(policy, seed=steps)
+    schedule.run(steps)
+    assert schedule.failures > steps / 10 and schedule.evictions
+    for x in list(schedule.live):
+        schedule.end(x)
+    assert_whole(schedule.allocator)
+
+
+# ---- the workers of vLLM ---------------------------------------------------------------------------------------------
+
+SIZE, BLOCKS = 4, 80
+
+
+class InWorkerAlone:
+    """A request alone: its slots in the order of its blocks, [Hk, TOKENS, 2 * d] by layer."""
+
+    def __init__(self, plan, prompt, text):
+        self.plan, self.prompt, self.seen = plan, prompt, 0
+        self.slots = [torch.cat((k, v), -1) for _, k, v in text.layers]
+        self.scores = [torch.zeros(HEADS, TOKENS) for _ in self.slots]
+        self.positions = [torch.arange(TOKENS).repeat(HEADS, 1) for _ in self.slots]
+
+    def step(self, text, count):
+        rule, before = self.plan.rule, self.seen
+        self.seen += count
+        moves = list(self.plan.moves(before // SIZE, self.seen // SIZE))
+        for layer, slots in enumerate(self.slots):
+            q = text.layers[layer][0]
+            if rule.by_slot:
+                self.observe(layer, q[:, before : self.seen], before)
+            for move in moves:
+                read = (torch.tensor(move.blocks)[:, None] * SIZE + torch.arange(SIZE)).flatten()
+                rows, end = slots[:, read], move.end * SIZE
+                place = dict(seen=end, new=SIZE, layer=layer, num_layers=LAYERS)
+                view = View(*rows[None].split(D, -1), **place, kept=self.positions[layer][None, :, read])
+                if rule.by_slot:
+                    view.observed = self.scores[layer][None, :, read].clone()
+                elif isinstance(rule, QueryPolicy):
+                    rule.observe(view, q[None, :, end - rule.rows_at(0, 0) : end], None, {})
+                kept = rule.select(view)[0, :, : self.plan.kept * SIZE]
+                to = read[: kept.shape[1]]
+                slots[:, to] = rows.gather(1, kept[..., None].expand(-1, -1, 2 * D))
+                for numbers in (self.scores[layer], self.positions[layer]):
+                    numbers[:, to] = numbers[:, read].gather(1, kept)
+        return moves
+
+    def held(self, filled: int, seen: int) -> Tensor:
+        """The slots that are held once so many blocks have filled."""
+        gone = {block for gap in self.plan.gaps(filled) for block in gap}
+        return torch.tensor([i for i in range(seen) if i // SIZE not in gone], dtype=torch.int64)
+
+    def observe(self, layer, q, before):
+        held = self.held(before // SIZE, self.seen)
+        k = self.slots[layer][None, :, held, :D]
+        visible = len(held) - q.shape[1] + 1 + torch.arange(q.shape[1], dtype=torch.int32)
+        self.scores[layer][:, held] += self.plan.rule.summed(q[None], View(k, k), visible, None, None, {})[0]
+
+
+class InWorker(Schedule):
+    def __init__(self, policy, seed):
+        from kvops.cache.queries import Remembered, observer
+        from kvops.vllm.plan import plan
+        from kvops.vllm.rings import DeviceRings
+
+        super().__init__(seed)
+        for text in self.texts:
+            text.layers = [(q, k, v[..., :D]) for q, k, v in text.layers]
+        self.plan, self.joined = plan(policy, SIZE), 0
+        self.caches = list(torch.empty(LAYERS, BLOCKS, HEADS, SIZE, 2 * D).unbind())
+        device = self.caches[0].device
+        self.memories = [Remembered(x.shape[:3], self.plan.kinds, device) for x in self.caches]
+        # One ring per block: requests that wait keep theirs. In vLLM none waits while another joins.
+        self.observer = observer(self.plan.rule, SIZE, DeviceRings(BLOCKS, device))
+        self.free, self.tables = list(range(1, BLOCKS)), {}  # block 0 is vLLM's null block
+
+    def alone(self, prompt, text):
+        return InWorkerAlone(self.plan, prompt, text)
+
+    def join(self, prompt):
+        self.joined += 1
+        self.tables[self.joined] = []
+        return self.joined
+
+    def leave(self, x):
+        self.free += [block for block in self.tables.pop(x) if block]
+
+    def fits(self, counts):
+        return True
+
+    def step(self, counts):
+        from kvops.cache.queries import Batch
+        from kvops.vllm.layouts import Rows
+        from kvops.vllm.steps import Held, Step
+
+        before = [self.live[x][1].seen for x in counts]
+        after = [seen + t for seen, t in zip(before, counts.values())]
+        for x, n in zip(counts, after):
+            self.tables[x] += [self.free.pop(0) for _ in range(-(-n // SIZE) - len(self.tables[x]))]
+        width = max(len(self.tables[x]) for x in counts)
+        table = torch.tensor([self.tables[x] + [0] * (width - len(self.tables[x])) for x in counts]).int()
+        new = torch.tensor(list(counts.values()))
+        batch = Batch(table, new.cumsum(0) - new, torch.tensor(before), torch.tensor(after))
+        held = Held.of(self.plan, batch) or Held(batch.table, batch.after)
+        now = Step.of(self.plan, self.observer, held, batch)
+        for layer, cache in enumerate(self.caches):
+            parts = [self.live[x][0].tokens(layer, s, t, t) for s, (x, t) in zip(before, counts.items())]
+            for row, (s, n, (_, k, v)) in enumerate(zip(before, after, parts)):
+                at = torch.arange(s, n)
+                cache[table[row, at // SIZE].long(), :, at % SIZE] = torch.cat((k, v), -1).transpose(0, 1)
+            if now is not None:
+                query = torch.cat([q for q, _, _ in parts], 1).transpose(0, 1)
+                now.run(self.memories[layer], query, Rows(cache), (layer, LAYERS), {"scale": D**-0.5})
+
+    def failed(self, counts):
+        """vLLM ends the engine. Here the step's requests start again, as after a preemption."""
+        for x in counts:
+            self.free += [block for block in self.tables[x] if block]
+            text, alone = self.live[x]
+            self.tables[x], self.live[x] = [], (text, self.alone(alone.prompt, text))
+        self.check_rows()
+        return {x: self.live[x][1].prompt for x in counts}
+
+    def check(self, counts, outs):
+        for x, t in counts.items():
+            text, alone = self.live[x]
+            self.evictions += len(alone.step(text, t))
+            for gap in self.plan.gaps(alone.seen // SIZE):  # as `EvictingManager` frees them
+                self.free += [block for block in self.tables[x][gap.start : gap.stop] if block]
+                self.tables[x][gap.start : gap.stop] = [0] * len(gap)
+        self.check_rows()
+
+    def check_rows(self):
+        used = [block for table in self.tables.values() for block in table if block]
+        assert sorted(used + self.free) == list(range(1, BLOCKS))
+        for x, (_, alone) in self.live.items():
+            slots = alone.held(alone.seen // SIZE, alone.seen)
+            assert sum(map(bool, self.tables[x])) == len({*(slots // SIZE).tolist()})
+            table = torch.tensor(self.tables[x], dtype=torch.int64)
+            for cache, expected in zip(self.caches, alone.slots):
+                rows = cache[table[slots // SIZE], :, slots % SIZE].transpose(0, 1)
+                assert kit.same(rows, expected[:, slots])
+
+
+IN_WORKERS = [
+    kvops.KeyDiff(12, buffer=4),
+    kvops.KeyDiff(12, sinks=2, recent=0.25, buffer=8),
+    kvops.LagKV(8, 0.5, sinks=4),
+    kvops.Random(12, seed=3, buffer=4),
+    kvops.SnapKV(12, window=4),
+    kvops.TOVA(12, buffer=4),
+    kvops.H2O(12, buffer=4),
+    kvops.TriAttention(12, recent=4, buffer=4, statistics=STATISTICS),
+]
+
+
+@every_length
+@pytest.mark.parametrize("policy", IN_WORKERS, ids=lambda x: x.name)
+def test_vllm_workers(policy, steps):
+    schedule = InWorker(policy, seed=steps)
+    schedule.run(steps)
+    assert schedule.failures > steps / 10 and schedule.evictions
+    for x in list(schedule.live):
+        schedule.end(x)
+    assert sorted(schedule.free) == list(range(1, BLOCKS))
