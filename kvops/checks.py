@@ -55,13 +55,13 @@ def check_at_least(op: str, name: str, value: int, low: int) -> None:
         raise ValueError(f"{op}: {name} must be at least {low}, got {value}")
 
 
-def check_int(op: str, name: str, value: int, low: int, high: int | None = None) -> None:
-    """Checks that `value` is an int (not a bool) of at least `low`, and at most `high` if given."""
+def check_int(op: str, name: str, value: int, low: int, high: int = 2**63 - 1) -> None:
+    """Checks that `value` is an int (not a bool) in [low, high]."""
     if isinstance(value, bool) or not isinstance(plain(value), int):
         raise TypeError(f"{op}: {name} must be an int, got {typed(value)}")
-    check_fits(op, name, value)
-    check_at_least(op, name, value, low)
-    if high is not None and value > high:
+    if not low <= value <= high:
+        check_fits(op, name, value)
+        check_at_least(op, name, value, low)
         raise ValueError(f"{op}: {name} must be at most {high}, got {value}")
 
 

@@ -42,11 +42,11 @@ def fraction_of(fraction: float, n: _N) -> _N:
         fraction: In [0, 1].
         n: An int, or int [..].
     """
-    if isinstance(n, Tensor):
-        product = n.double() * fraction
-        return (product + product * 2.0**-51).int()
-    product = n * fraction
-    return int(product + product * 2.0**-51)
+    if isinstance(n, int):
+        product = n * fraction
+        return int(product + product * 2.0**-51)
+    products = n.double() * fraction
+    return (products + products * 2.0**-51).int()
 
 
 def budget_tokens(op: str, budget: Budget, n: int) -> int:
