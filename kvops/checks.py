@@ -43,9 +43,12 @@ def typed(value: object) -> str:
     return name if text == name else f"{name} {text}"
 
 
+MAX_INT = 2**63 - 1  # of an int64
+
+
 def check_fits(op: str, name: str, value: int) -> None:
     """Checks that an integer fits int64."""
-    if not -(2**63) <= value < 2**63:
+    if not -MAX_INT - 1 <= value <= MAX_INT:
         raise ValueError(f"{op}: {name} must fit int64, got {shown(value)}")
 
 
@@ -55,7 +58,7 @@ def check_at_least(op: str, name: str, value: int, low: int) -> None:
         raise ValueError(f"{op}: {name} must be at least {low}, got {value}")
 
 
-def check_int(op: str, name: str, value: int, low: int, high: int = 2**63 - 1) -> None:
+def check_int(op: str, name: str, value: int, low: int, high: int = MAX_INT) -> None:
     """Checks that `value` is an int (not a bool) in [low, high]."""
     if isinstance(value, bool) or not isinstance(plain(value), int):
         raise TypeError(f"{op}: {name} must be an int, got {typed(value)}")

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_bool, check_choice, check_holds_window, check_int, check_rows_hold, plain
+from ..checks import MAX_INT, check_bool, check_choice, check_holds_window, check_int, check_rows_hold, plain
 from ..ops import (
     assign_prototypes,
     build_prototypes,
@@ -261,10 +261,10 @@ def check_clusters(of: ProtoKV) -> None:
     check_choice(op, "clusters", of.clusters, CLUSTERS)
     for name, low, high in (
         ("kappa", 1, MAX_KAPPA),
-        ("num_sats", 0, None),
+        ("num_sats", 0, MAX_INT),
         ("num_chunks", 0, 1 << 24),
         ("hash_bits", 1, MAX_HASH_BITS),
-        ("seed", 0, None),
+        ("seed", 0, MAX_INT),
     ):
         if (value := getattr(of, name)) is None and name == "num_chunks":
             continue
@@ -397,7 +397,7 @@ def lsh_projection(
     for name, value, low, most in (
         ("head_dim", head_dim, 1, 1 << 14),
         ("bits", bits, 1, 1 << 10),
-        ("seed", seed, 0, None),
+        ("seed", seed, 0, MAX_INT),
     ):
         check_int("lsh_projection", name, value, low, most)
     head_dim, bits, seed = plain(head_dim), plain(bits), plain(seed)
