@@ -150,7 +150,7 @@ class ByHead(Alone):
 class InPagedCache(Schedule):
     def __init__(self, policy, by_head: bool, seed: int):
         super().__init__(seed)
-        self.cache = paged(policy, num_pages=60 if by_head else 14, by_head=by_head)
+        self.cache = paged(policy, num_pages=100 if by_head else 18, by_head=by_head)
 
     def alone(self, prompt, text):
         return ByHead(self.cache.policy, prompt) if self.cache.by_head else EachHead(self.cache.policy, prompt)
