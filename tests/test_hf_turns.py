@@ -429,6 +429,25 @@ def test_prompt_tuning_serves_one_prompt(model, monkeypatch):
         model.generate(torch.cat((said, ids), 1), past_key_values=cache, **GREEDY)
 
 
+def test_prompt_tuning_of_a_padded_batch_is_refused():
+    """Its virtual tokens come before the pads."""
+    model = make_model()
+    plain, embed = model.prepare_inputs_for_generation, model.get_input_embeddings()
+    ids, mask = make_prompts(20, 11)
+
+    def with_virtual_tokens(*args, **kwargs):
+        inputs = plain(*args, **kwargs)
+        inputs["inputs_embeds"] = embed(torch.cat((ids[:, -6:], inputs.pop("input_ids")), 1))
+        inputs["attention_mask"] = torch.cat((mask.new_ones(2, 6), inputs["attention_mask"]), 1)
+        inputs.pop("position_ids", None)
+        return inputs
+
+    model.prepare_inputs_for_generation = with_virtual_tokens
+    cache = KVCache(model.config, kvops.KeyDiff(24))
+    with pytest.raises(RuntimeError, match="prompt tuning .* without padding"):
+        model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+
+
 def test_a_mask_of_four_dims_in_decode(model):
     ids, _ = make_prompts(40)
     cache = KVCache(model.config, kvops.KeyDiff(24))
@@ -439,3 +458,134 @@ def test_a_mask_of_four_dims_in_decode(model):
                 mask = torch.ones(1, 1, 1, keys, dtype=torch.bool)
                 model(ids[:, :1], attention_mask=mask, past_key_values=copy.deepcopy(cache))
         model(ids[:, :1], past_key_values=cache)
+
+
+# ---- what readers found ----
+
+
+@pytest.mark.parametrize("value", [False, None, "config"])
+def test_a_call_without_a_cache(model, value):
+    ids, _ = make_prompts(40)
+    options = {} if value == "config" else {"use_cache": value}
+    model.generation_config.use_cache = value != "config"
+    with pytest.raises(ValueError, match="expected use_cache=True, got (False|None)"):
+        model.generate(ids, past_key_values=KVCache(model.config, kvops.KeyDiff(24)), **options, **GREEDY)
+    with compress(model, kvops.KeyDiff(24)), pytest.raises(ValueError, match="expected use_cache=True"):
+        model.generate(ids, **options, **GREEDY)
+
+
+def test_a_model_without_evicting_layers_takes_further_turns():
+    model = make_model("mistral", sliding_window=16)
+    ids, mask = make_prompts(20, 11)
+    more, _ = make_prompts(6, 6, seed=5)
+    texts = []
+    with pytest.warns(UserWarning, match="no full-attention layer"):
+        evicting = KVCache(model.config, kvops.KeyDiff(24))
+    for cache in (evicting, DynamicCache(config=model.config)):
+        said = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+        whole, every = torch.cat((said, more), 1), torch.cat((mask, torch.ones(2, 14, dtype=torch.long)), 1)
+        texts.append(model.generate(whole, attention_mask=every, past_key_values=cache, **GREEDY))
+    assert torch.equal(*texts)
+
+
+def turn(model, cache, whole, new):
+    """Generate from the last `new` tokens of a conversation, with a mask over all. Return the conversation with it."""
+    said = model.generate(whole[:, -new:], attention_mask=torch.ones_like(whole), past_key_values=cache, **GREEDY)
+    return torch.cat((whole, said[:, new:]), 1)
+
+
+@pytest.mark.parametrize("how", ["a gap", "a crop", "beams"])
+def test_the_tokens_of_new_ids_are_noted_where_they_are(model, how):
+    """After tokens that only a forward has read, after a crop below the first known token, and with beams."""
+    ids, _ = make_prompts(20)
+    more, _ = make_prompts(6, seed=5)
+    cache = KVCache(model.config, kvops.KeyDiff(400))
+    if how == "a gap":
+        whole = model.generate(ids, past_key_values=cache, **GREEDY)
+        with torch.no_grad():
+            model(torch.cat((whole[:, -1:], more), 1), past_key_values=cache)
+        whole = turn(model, cache, torch.cat((whole, more, more[:, :3]), 1), 3)
+    elif how == "a crop":
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        turn(model, cache, torch.cat((ids, more), 1), 6)
+        cache.crop(15 - cache.get_seq_length())
+        whole = turn(model, cache, torch.cat((ids[:, :15], more), 1), 6)
+    else:
+        beams = dict(num_beams=3, num_return_sequences=3)
+        model.generate(ids, past_key_values=cache, **beams, **GREEDY)
+        whole = torch.cat((cache.conversation.ids, more.expand(3, -1)), 1)
+        cache.batch_select_indices(torch.tensor([0, 1, 2]))
+        turn(model, cache, whole, 6)
+        held = cache.conversation.ids
+        assert held.shape == (3, cache.get_seq_length())
+        fresh = KVCache(model.config, kvops.KeyDiff(400))
+        with torch.no_grad():
+            model(held, past_key_values=fresh)
+        for old, new in zip(cache.evicting_layers, fresh.evicting_layers):
+            torch.testing.assert_close(old.keys, new.keys, atol=1e-4, rtol=1e-4)
+        return
+    whole = torch.cat((whole, more), 1)
+    expected = model.generate(whole, **GREEDY)
+    assert torch.equal(model.generate(whole, past_key_values=copy.deepcopy(cache), **GREEDY), expected)
+    assert torch.equal(turn(model, cache, whole, whole.shape[1] - cache.get_seq_length()), expected)
+
+
+def test_a_crop_into_the_padding(model):
+    ids, mask = make_prompts(20, 5)
+    cache = KVCache(model.config, kvops.KeyDiff(400))
+    said = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    cache.crop(10 - cache.get_seq_length())
+    whole = torch.cat((said[:, :10], make_prompts(8, 8, seed=4)[0]), 1)
+    every = torch.cat((mask[:, :10], torch.ones(2, 8, dtype=torch.long)), 1)
+    expected = model.generate(whole, attention_mask=every, **GREEDY)
+    assert torch.equal(model.generate(whole, attention_mask=every, past_key_values=cache, **GREEDY), expected)
+    cache.crop(-cache.get_seq_length())
+    other, mask = make_prompts(13, 20, seed=6)  # of other padding
+    expected = model.generate(other, attention_mask=mask, **GREEDY)
+    assert torch.equal(model.generate(other, attention_mask=mask, past_key_values=cache, **GREEDY), expected)
+
+
+def test_an_interrupted_forward(model):
+    ids, _ = make_prompts(20)
+    cache = KVCache(model.config, kvops.KeyDiff(400))
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].mlp.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, past_key_values=cache, **GREEDY)
+    hook.remove()
+    for call in (model.generate, model):
+        with pytest.raises(RuntimeError, match="from 0 to 20, because a forward was interrupted; make a new KVCache"):
+            call(make_prompts(30)[0], past_key_values=cache)
+
+
+def test_prompts_for_other_rows_than_those_of_the_cache(model):
+    ids, _ = make_prompts(40, 40)
+    more, _ = make_prompts(50, 50, 50)
+    cache = KVCache(model.config, kvops.KeyDiff(400))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    before = held(cache)
+    for rows, options in ((1, {}), (3, {}), (2, {"num_beams": 2}), (2, {"num_return_sequences": 2, "do_sample": True})):
+        with pytest.raises(ValueError, match=f"a prompt for each of the 2 rows of this cache, got {rows}"):
+            model.generate(more[:rows], past_key_values=cache, **{**GREEDY, **options})
+    assert unchanged(cache, before)
+
+
+def test_masks_of_other_numbers(model):
+    ids, mask = make_prompts(40, 31)
+    for other in (2 * mask, mask * 0.5, -mask):
+        with pytest.raises(ValueError, match="of 0 and 1, got other numbers"):
+            model.generate(
+                ids, attention_mask=other, past_key_values=KVCache(model.config, kvops.KeyDiff(24)), **GREEDY
+            )
+
+
+def test_parts_in_train_mode_with_gradient_checkpointing(model):
+    model.gradient_checkpointing_enable()
+    model.eval().model.train()
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        model.generate(make_prompts(40)[0], past_key_values=KVCache(model.config, kvops.KeyDiff(24)), **GREEDY)

@@ -153,6 +153,11 @@ class Cache:
         return self._length
 
     @property
+    def rows(self) -> int:
+        """The number of rows of the batch; 0 while the cache is empty."""
+        return 0 if self._memory is None else len(self._memory.k)
+
+    @property
     def k(self) -> Tensor | None:
         """The stored keys, [b, Hk, len, d]; None while empty."""
         return None if self._memory is None else self._k_and_v()[0]
@@ -516,8 +521,8 @@ class Cache:
             self._memory = Memory(*(x.clone() for x in memory.first(length)))
         self._length = length
         self.seen = seen
-        if self.pads is not None:
-            self.pads = self.pads.clamp(max=length)
+        if self.pads is not None and self._padding is not None:
+            self.pads, self._padding = self.pads.clamp(max=length), self._padding.clamp(max=seen)
 
     def reorder(self, idx: Tensor) -> None:
         """Replace row i by row idx[i], as beam search does. idx: int32 or int64 [b]."""

@@ -311,8 +311,18 @@ class KVCache(DynamicCache):
             "own, such as one with head_mode='per_head'"
         )
 
+    def check_layers(self) -> None:
+        """Raise if a forward was interrupted between two layers."""
+        seen = {x.cache.seen for x in self.evicting_layers}
+        if len(seen) > 1:
+            raise RuntimeError(
+                f"KVCache: expected all layers to have seen the same tokens, got from {min(seen)} to {max(seen)}, "
+                "because a forward was interrupted; make a new KVCache"
+            )
+
     @eager
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        self.check_layers()
         slots, offset = super().get_mask_sizes(query_length, layer_idx)
         if isinstance(slots, Slots):
             slots.cache, self._asked = self, True
@@ -375,6 +385,11 @@ class KVCache(DynamicCache):
                 self.layers = before
                 raise
         self.conversation.crop(self.get_seq_length())
+        for layer in self.evicting_layers:
+            if layer.is_initialized and not layer.cache.seen:  # as if it were new: another batch may follow
+                frozen = layer.cache.frozen
+                layer.reset()
+                layer.cache.frozen = frozen
 
     def freeze(self) -> None:
         """Stop evicting until `reset`: the compressed prompt stays as it is, and all later tokens are kept."""

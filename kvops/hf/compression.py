@@ -383,11 +383,6 @@ def _check_settings(model: PreTrainedModel, call: dict[str, Any]) -> None:
             f"kvops.hf: expected no cache_implementation (the cache is made from the policy), got {kind!r}; if "
             "it comes from model.generation_config, pass cache_implementation=None"
         )
-    if setting(model, call, "use_cache") is False:
-        raise ValueError(
-            "kvops.hf: expected use_cache=True, got False: without a cache there is nothing to evict; if it comes from "
-            "model.generation_config, pass use_cache=True"
-        )
     _check_no_other(call)
 
 

@@ -129,21 +129,17 @@ class Conversation:
         """Check that the conversation so far is the beginning of a prompt.
 
         Args:
-            prompt: int64 [b, n], n > seen. The cache holds each row once, or once per beam.
+            prompt: int64 [b, n], n > seen. The cache holds each row once, or as often as there are beams.
             seen: How many tokens the cache has seen.
             pads: int32 [b], the padding, whose ids do not matter; None: no padding.
 
         Raises:
-            ValueError: They differ, or the cache has other rows.
+            ValueError: They differ.
         """
         if self.ids is None:
             return
         known = self.ids[:, : max(0, seen - self.first)].to(prompt.device)
-        rows, beams = len(prompt), len(known) // max(1, len(prompt))
-        if beams * rows != len(known):
-            raise ValueError(
-                f"KVCache: expected a prompt for each of the {len(known)} rows of this cache, got {rows}; {REMEDY}"
-            )
+        beams = len(known) // len(prompt)
         begun = prompt[:, self.first : self.first + known.shape[1]].repeat_interleave(beams, 0)
         differs = known != begun
         if pads is not None:
@@ -159,6 +155,7 @@ class Conversation:
 
     def crop(self, seen: int) -> None:
         """Forget all tokens from token `seen` on."""
+        self.first = min(self.first, seen)
         if self.ids is not None:
             self.ids = self.ids[:, : max(0, seen - self.first)]
 

@@ -35,6 +35,12 @@ def _generate_with_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _generate(self, *args, **kwargs)
     call = by_name(functools.partial(_generate, self), args, kwargs)
     check_caching("KVCache", self)
+    use_cache = setting(self, call, "use_cache")
+    if use_cache is False or (use_cache is None and "use_cache" in call):
+        raise ValueError(
+            f"kvops.hf: expected use_cache=True, got {use_cache}: without a cache there is nothing to evict; if it "
+            "comes from model.generation_config, pass use_cache=True"
+        )
     pads, before = _check_prompt(self, cache, call)
     note = _Note(cache, before)
     call["logits_processor"] = LogitsProcessorList([note, *(call.get("logits_processor") or ())])
@@ -47,7 +53,7 @@ GenerationMixin.generate = _generate_with_cache  # type: ignore[method-assign]
 
 def check_caching(who: str, model: PreTrainedModel) -> None:
     """Raise for a model that would run without its cache."""
-    if model.training and any(getattr(x, "gradient_checkpointing", False) for x in model.modules()):
+    if any(x.training and getattr(x, "gradient_checkpointing", False) for x in model.modules()):
         raise ValueError(
             f"{who}: {type(model).__name__} is in train mode with gradient checkpointing, for which transformers "
             "switches the cache off, so the model would read no context; call model.eval()"
@@ -71,7 +77,8 @@ def _check_prompt(model: PreTrainedModel, cache: KVCache, call: dict[str, Any]) 
         ValueError: The prompt has no token that the cache has not seen, or differs from the cached tokens, or the mask
             does not fit. The cache stays unchanged.
     """
-    talk, seen = cache.conversation, cache.get_seq_length()
+    cache.check_layers()
+    talk, seen, layers = cache.conversation, cache.get_seq_length(), cache.evicting_layers
     embeds, ids = call.get("inputs_embeds"), call.get("inputs")
     ids = call.get("input_ids") if ids is None else ids
     prompt = ids if embeds is None else embeds
@@ -87,6 +94,12 @@ def _check_prompt(model: PreTrainedModel, cache: KVCache, call: dict[str, Any]) 
             "(prompt tuning), by which transformers would miscount the new tokens; make a new KVCache for each prompt"
         )
     rows, n = prompt.shape[:2]
+    held = layers[0].cache.rows if layers else 0
+    if held and held != rows * (repeats := _repeats(model, call)):
+        raise ValueError(
+            f"KVCache: expected a prompt for each of the {held} rows of this cache, got {rows}"
+            f"{f', each {repeats} times' if repeats > 1 else ''}; {REMEDY}"
+        )
     known = _padding(cache, rows)
     mask = call.get("attention_mask")
     if mask is None:
@@ -95,6 +108,8 @@ def _check_prompt(model: PreTrainedModel, cache: KVCache, call: dict[str, Any]) 
     elif not isinstance(mask, Tensor) or mask.dim() != 2:
         got = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"KVCache: attention_mask must be a tensor [batch, tokens] of 0 and 1, got {got}")
+    elif ((mask != 0) & (mask != 1)).any():
+        raise ValueError("KVCache: attention_mask must be a tensor [batch, tokens] of 0 and 1, got other numbers")
     new = bool(seen) and embeds is None and mask is not None and mask.shape[1] != n  # so does transformers decide
     if seen and not new and n <= seen:
         raise ValueError(
@@ -102,7 +117,7 @@ def _check_prompt(model: PreTrainedModel, cache: KVCache, call: dict[str, Any]) 
             f"{REMEDY}"
         )
     before, pads = None if embeds is not None else seen if new else 0, None
-    if mask is not None:
+    if mask is not None and (layers or not seen):  # without evicting layers, the masks of transformers serve any pads
         pads = talk.check_mask(mask, rows, seen, n if new else n - seen, known)
         call["attention_mask"] = mask
     if not seen:
@@ -119,8 +134,12 @@ def _padding(cache: KVCache, rows: int) -> Tensor | None:
     if not layers or not layers[0].cache.seen:
         return cache.conversation.padding(rows)
     pads = layers[0].cache.padding
-    beams = 1 if pads is None else max(1, len(pads) // rows)  # of each row, which all have its padding
-    return None if pads is None else pads[::beams]
+    return None if pads is None else pads[:: len(pads) // rows]  # all beams of a row have its padding
+
+
+def _repeats(model: PreTrainedModel, call: Mapping[str, Any]) -> int:
+    """Return how often `generate` repeats each row, for its beams or return sequences."""
+    return max(setting(model, call, name) or 1 for name in ("num_beams", "num_return_sequences"))
 
 
 def _mask_of_padding(pads: Tensor | None, prompt: Tensor) -> Tensor | None:
@@ -154,23 +173,43 @@ class _Note(LogitsProcessor):
     def __init__(self, cache: KVCache, before: int | None):
         talk = cache.conversation
         self.cache, self.before, self.seen = cache, before, cache.get_seq_length()
-        self.known = talk.ids[:, : self.seen - talk.first] if before and talk.ids is not None else None
         self.first: int | None = None  # how many tokens precede `input_ids`
+        self.known = 0  # how many of these have known ids: all that the cache has seen since `talk.first`, or none
+        if before and talk.ids is not None and talk.ids.shape[1] == self.seen - talk.first:
+            self.known = talk.ids.shape[1]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         talk = self.cache.conversation
-        if self.first is None:  # after the prefill
-            seen = self.cache.get_seq_length()
-            if self.cache.evicting_layers and seen == self.seen:
-                raise RuntimeError(
-                    "KVCache: expected the model to read the prompt into this cache, got a forward with another cache "
-                    "or none: adapters by prefix tuning (PEFT) replace the cache by one of their own; use a cache of "
-                    "transformers"
-                )
-            self.first = seen - input_ids.shape[1]
-            talk.virtual = 0 if self.before is None else max(0, self.first - self.before)
-        if self.known is not None and len(self.known) == len(input_ids):
-            talk.ids = torch.cat((self.known.to(input_ids.device), input_ids), 1)
+        if self.first is None:
+            self.first = self._after_prefill(input_ids)
+        if self.first < 0:  # not the tokens that the cache has read
+            talk.ids = None
+        elif self.known and talk.ids is not None and len(talk.ids) == len(input_ids):
+            # beam search has reordered the known ids with the rows of the cache
+            talk.ids = torch.cat((talk.ids[:, : self.known].to(input_ids.device), input_ids), 1)
         else:
-            talk.ids, talk.first = input_ids.clone(), self.first
+            talk.ids, talk.first, self.known = input_ids.clone(), self.first, 0
         return scores
+
+    def _after_prefill(self, input_ids: Tensor) -> int:
+        """Return how many tokens precede `input_ids` in the cache.
+
+        Raises:
+            RuntimeError: The model has not read the prompt into this cache as it was given.
+        """
+        seen, layers, talk = self.cache.get_seq_length(), self.cache.evicting_layers, self.cache.conversation
+        first = seen - input_ids.shape[1]
+        if layers and seen == self.seen:
+            raise RuntimeError(
+                "KVCache: expected the model to read the prompt into this cache, got a forward with another cache "
+                "or none: adapters by prefix tuning (PEFT) replace the cache by one of their own; use a cache of "
+                "transformers"
+            )
+        talk.virtual = 0 if self.before is None or not layers else max(0, first - self.before)
+        if talk.virtual and (self.seen or ((pads := layers[0].cache.padding) is not None and pads.any())):
+            raise RuntimeError(
+                f"KVCache: expected the model to read {seen - self.seen - talk.virtual} tokens of the prompt, got "
+                f"{seen - self.seen}: prompt tuning (PEFT) serves one prompt per cache, without padding, and older "
+                "transformers cannot read further prompts in chunks (prefill_chunk_size)"
+            )
+        return first
