@@ -130,7 +130,7 @@ class LooksAtQueries(kvops.KeyDiff):
         (kvops.LagKV(64, head_mode="adaptive"), ("LagKV", "same number of tokens")),
         (kvops.LagKV(64, sinks=8), ("LagKV", "sinks to be a multiple", "8")),
         (kvops.LagKV(72, sinks=0), ("LagKV", "lag", "multiple", "72")),
-        (kvops.LagKV(64, 0.3, sinks=0), ("LagKV", r"int\(ratio \* lag\)", "multiple", "19")),
+        (kvops.LagKV(64, 0.3, sinks=0), ("LagKV", r"floor\(ratio \* lag\)", "multiple", "19")),
         (kvops.StreamingLLM(64), ("StreamingLLM", "positions='original'", "'slots'")),
         (kvops.TriAttention(64, recent=8), ("TriAttention", "statistics must be", "None")),
     ],
