@@ -281,7 +281,8 @@ def test_the_weights_are_what_the_module_computes(wrapper, dtype, monkeypatch):
     hook.remove()
     monkeypatch.setattr(kvops.hf.weights, "_CHUNK", 5 * 64)
     monkeypatch.setattr(kvops.hf.weights, "_known", {})
-    assert all(map(torch.equal, kvops.hf.output_weights(model), weights))
+    for x, y in zip(kvops.hf.output_weights(model), weights):  # products of fewer rows at a time may round otherwise
+        torch.testing.assert_close(x, y, **close)
 
 
 @kit.only("cpu")
