@@ -521,8 +521,8 @@ class Cache:
             self._memory = Memory(*(x.clone() for x in memory.first(length)))
         self._length = length
         self.seen = seen
-        if self.pads is not None and self._padding is not None:
-            self.pads, self._padding = self.pads.clamp(max=length), self._padding.clamp(max=seen)
+        if self.pads is not None:
+            self.pads = self.pads.clamp(max=length)
 
     def reorder(self, idx: Tensor) -> None:
         """Replace row i by row idx[i], as beam search does. idx: int32 or int64 [b]."""
