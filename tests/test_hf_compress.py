@@ -687,7 +687,6 @@ def test_errors_name_the_call(model):
     for name, call in {
         "compress": lambda: compress(model, 256).__enter__(),
         "generate": lambda: kvops.hf.generate(model, 256, make_prompts(8)[0]),
-        "continuous_batching": lambda: kvops.hf.continuous_batching(model, 256).__enter__(),
     }.items():
         with pytest.raises(TypeError, match=f"^{name}: policy must be a kvops policy .* got int"):
             call()
