@@ -120,7 +120,8 @@ def _products(projection: nn.Module, weight: object, device: torch.device) -> Ca
 
     With tensor parallelism, a projection adds up the products of all ranks, so they take turns.
     """
-    mesh: Any = getattr(weight, "device_mesh", None)
+    # on the weight, or before transformers 5.23 on the module
+    mesh: Any = getattr(weight, "device_mesh", None) or getattr(projection, "_hf_device_mesh", None)
     turns, own = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
 
     def products(x: Tensor) -> Tensor:
