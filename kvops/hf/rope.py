@@ -107,7 +107,8 @@ _SIZES = {
     "pad_token_id": 0,  # in the vocabulary
 }
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
-_MOST_WORK = 1 << 34  # elements of new tensors: seconds; linear attention pads each row to a chunk in older transformers
+# Elements of new tensors, made in seconds. Linear attention of older transformers pads each row to a whole chunk.
+_MOST_WORK = 1 << 34
 
 
 def _tiny(config: PreTrainedConfig) -> PreTrainedConfig:
