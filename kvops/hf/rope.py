@@ -75,6 +75,7 @@ def _ask(config: PreTrainedConfig) -> Rope:
         with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
             with _Sandbox() as sandbox:
                 model = _tiny_model(kind, config, sandbox.generator)
+                sandbox.most = _MOST_WORK
                 named = _named(model, config)
                 changing = [x.kind for x in named if x.kind in ("dynamic", "longrope")]
                 positions = _positions(config)
@@ -107,8 +108,9 @@ _SIZES = {
     "pad_token_id": 0,  # in the vocabulary
 }
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
-# Elements of new tensors, made in seconds. Linear attention of older transformers pads each row to a whole chunk.
-_MOST_WORK = 1 << 34
+# Elements that the tiny model may have, 1 GiB in fp32, and that its forward pass may write, in seconds. Linear attention of
+# older transformers pads each row to a whole chunk.
+_MOST_WEIGHTS, _MOST_WORK = 1 << 28, 1 << 34
 
 
 def _tiny(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -149,7 +151,7 @@ class _Sandbox(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.generator = torch.Generator("cpu").manual_seed(0)
-        self.work = 0
+        self.work, self.most = 0, _MOST_WEIGHTS
 
     def __torch_dispatch__(
         self, function: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -162,8 +164,8 @@ class _Sandbox(TorchDispatchMode):
         out = function(*args, **kwargs)
         if isinstance(out, Tensor) and function._schema.returns[0].alias_info is None:  # not a view
             self.work += out.numel()
-        if self.work > _MOST_WORK:
-            raise MemoryError(f"the tiny model makes tensors of more than {_MOST_WORK} elements")
+        if self.work > self.most:
+            raise MemoryError(f"the tiny model makes tensors of more than {self.most} elements")
         return out
 
 
