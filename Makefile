@@ -1,5 +1,13 @@
-# make demo · make serve-demo · make test · make test-all · make test-engines · make bench · make eval · make lint ·
-# make docs · make sanitize · make wheel · make smoke · make gpu · make gpu-more
+# make demo          evict a small model's cache: what each method recalls, in a minute or two from a fresh clone
+# make serve-demo    vLLM and transformers' continuous batching in a pool that is too small, with and without eviction
+# make test          the tests, without those that take long and rarely find more
+# make test-all      all tests; make test-engines: those of vLLM; make sanitize: those of the operators, with sanitizers
+# make bench         time the operators
+# make eval          compare methods on tasks
+# make lint          style and types
+# make docs          the site, in build/site
+# make wheel         a wheel, in dist/; make smoke: try it in a fresh environment
+# make gpu           everything that needs a GPU; make gpu-more: the rest of it
 #
 # Each target first sets up what it needs in .venv: minutes (downloads) the first time, seconds afterwards. This takes a
 # python3 >= 3.10, a C++20 compiler and a package index. Compiler warnings are errors; to let them pass, set
@@ -9,6 +17,7 @@
 #   KVOPS_CUDA=1     build the CUDA kernels. By default they are built for the GPU of this machine, if it has one and
 #                    nvcc >= 12; `make test-all` and `make wheel` build them for all architectures wherever nvcc is found
 #   PYTHON=...       the Python to start from; if it has torch >= 2.10, that torch is used and none is installed
+#   KVOPS_LEVELS=... the instruction sets of the CPU kernels: all, or native, which the demos need
 #   TORCH_INDEX=...  another package index, for torch alone; https://download.pytorch.org/whl/cpu has CPU builds
 
 TORCH := 2.13.0# for development, pinned only here; the build itself targets 2.10
@@ -24,13 +33,19 @@ PIP := $(PY) -m pip install --disable-pip-version-check
 QUIET := $(if $(CI),-qq)
 # The CUDA kernels take minutes to compile, and without a GPU only their tests and wheels use them.
 export KVOPS_CUDA ?= $(if $(filter test-all wheel,$(MAKECMDGOALS)),auto,gpu)
+BUILT := $(file <$(STAMPS)/kvops)
+# A demo runs the instruction-set level of this machine alone. A build of all levels has it too.
+export KVOPS_LEVELS ?= $(if $(filter-out demo serve-demo help,$(or $(MAKECMDGOALS),demo))$(filter all,$(BUILT)),all,native)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo serve-demo build test test-all test-engines bench eval lint sanitize wheel smoke gpu gpu-more FORCE
+.PHONY: demo help serve-demo build test test-all test-engines bench eval lint sanitize wheel smoke gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
-	@$(PY) experiments/demo.py $(ARGS)
+	@$(PY) -m kvops demo $(ARGS)
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 # vLLM and transformers' continuous batching, each with a pool of pages that is too small. Runs in .venv/engines.
 serve-demo: $(STAMPS)/kvops $(STAMPS)/vllm-$(VLLM)
@@ -39,20 +54,20 @@ serve-demo: $(STAMPS)/kvops $(STAMPS)/vllm-$(VLLM)
 build: $(STAMPS)/kvops
 
 # Without the tests marked `full`: sanitizers, other orders of simulated threads, other instruction sets, long budgets.
-test: $(STAMPS)/kvops
+test: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m pytest $(ARGS)
 
-test-all: $(STAMPS)/kvops $(STAMPS)/transformers-$(FLOOR)
+test-all: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR)
 	@$(PY) -m pytest -m "" $(ARGS)
 
 # The tests of the vLLM plugin, in an environment of their own, .venv/engines: gigabytes, minutes.
 test-engines: $(STAMPS)/kvops $(STAMPS)/vllm-$(VLLM)
 	@PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(wildcard tests/test_vllm_*.py))
 
-bench: $(STAMPS)/kvops
+bench: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m kvops.bench $(ARGS)
 
-eval: $(STAMPS)/kvops
+eval: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m kvops.eval $(ARGS)
 
 lint: $(STAMPS)/dev
@@ -114,8 +129,13 @@ $(STAMPS)/torch-$(TORCH): $(STAMPS)/venv
 	  $(PIP) $(QUIET) torch==$(TORCH); }
 	@touch $@
 
-$(STAMPS)/dev: requirements-dev.txt $(STAMPS)/torch-$(TORCH)
-	@echo "== packages"
+$(STAMPS)/demo: requirements-demo.txt $(STAMPS)/torch-$(TORCH)
+	@echo "== packages to build and run"
+	@$(PIP) -qq -r requirements-demo.txt
+	@touch $@
+
+$(STAMPS)/dev: requirements-dev.txt $(STAMPS)/demo
+	@echo "== packages to develop"
 	@$(PIP) -qq -r requirements-dev.txt
 	@touch $@
 
@@ -136,17 +156,20 @@ $(STAMPS)/vllm-$(VLLM): $(STAMPS)/venv
 	@$(ENGINES)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 
-$(STAMPS)/cutlass-$(CUTLASS): $(STAMPS)/dev
+$(STAMPS)/cutlass-$(CUTLASS): $(STAMPS)/demo
+	@echo "== CUTLASS $(CUTLASS)"
 	@$(PIP) -qq --no-deps nvidia-cutlass==$(CUTLASS)
 	@touch $@
 
-$(STAMPS)/kvops: $(STAMPS)/dev $(STAMPS)/cutlass-$(CUTLASS) $(SOURCES) $(if $(wildcard kvops/libkvops.so),,FORCE) \
-    $(if $(filter $(KVOPS_CUDA),$(file <$(STAMPS)/kvops)),,FORCE)
+# CUTLASS only where CUDA kernels may be built.
+MAYBE_CUDA := $(filter-out 0 $(if $(shell command -v nvidia-smi),,gpu),$(KVOPS_CUDA))
+$(STAMPS)/kvops: $(STAMPS)/demo $(if $(MAYBE_CUDA),$(STAMPS)/cutlass-$(CUTLASS)) $(SOURCES) \
+    $(if $(wildcard kvops/libkvops.so),,FORCE) $(if $(filter-out $(BUILT),$(KVOPS_CUDA) $(KVOPS_LEVELS)),FORCE)
 	@echo "== kvops"
 	@$(STRICT) $(PY) setup.py -q build_ext --inplace  # shows its progress, which pip would hide
 	@$(STRICT) $(PIP) -qq --no-build-isolation --no-deps -e .
 	@$(PY) -c $(SAY_SKIPPED)
-	@echo "$(KVOPS_CUDA)" > $@
+	@echo "$(KVOPS_CUDA) $(KVOPS_LEVELS)" > $@
 
 STRICT = CMAKE_ARGS="-DCMAKE_COMPILE_WARNING_AS_ERROR=ON $$CMAKE_ARGS"
 
@@ -156,7 +179,7 @@ SAY_SKIPPED := 'import kvops; cuda = kvops.build_info()["cuda"]; \
 $(STAMPS)/sanitize: $(STAMPS)/kvops $(wildcard kvops/*.py kvops/*/*.py)
 	@echo "== kvops with AddressSanitizer and UndefinedBehaviorSanitizer"
 	@rm -rf build/sanitize
-	@KVOPS_SANITIZE="address;undefined" KVOPS_CUDA=0 $(PIP) -qq --no-build-isolation --no-deps --target build/sanitize .
+	@KVOPS_SANITIZE="address;undefined" KVOPS_LEVELS=native KVOPS_CUDA=0 $(PIP) -qq --no-build-isolation --no-deps --target build/sanitize .
 	@touch $@
 
 # The site of docs/, in build/site. A warning is an error (not with --quiet: what is not printed is not counted).

@@ -1,8 +1,9 @@
 """Drive CMake, and put libkvops.so and, where nvcc is found, libkvops_cuda.so into the package. pyproject.toml holds
 the metadata, CMakeLists.txt the build.
 
-Environment: KVOPS_CUDA=auto|gpu|0|1, KVOPS_CUDA_ARCHS="80;90a;100", CUTLASS_DIR, KVOPS_SANITIZE="address;undefined",
-KVOPS_MANYLINUX=1 (for `make wheel`), MAX_JOBS, CXX, CUDACXX, CMAKE_ARGS. See docs/building.md.
+Environment: KVOPS_LEVELS=all|native, KVOPS_CUDA=auto|gpu|0|1, KVOPS_CUDA_ARCHS="80;90a;100", CUTLASS_DIR,
+KVOPS_SANITIZE="address;undefined", KVOPS_MANYLINUX=1 (for `make wheel`), MAX_JOBS, CXX, CUDACXX, CMAKE_ARGS. See
+docs/building.md.
 """
 
 import importlib.util
@@ -164,7 +165,7 @@ class CMakeBuild(build_ext):
         sanitize = os.environ.get("KVOPS_SANITIZE", "")
         cuda = os.environ.get("KVOPS_CUDA", "auto")
         nvcc = None if sanitize else find_nvcc()
-        # One folder for each combination of what CMake would not notice changing. It notices KVOPS_CUDA.
+        # One folder for each combination of what CMake would not notice changing. It notices KVOPS_LEVELS, KVOPS_CUDA.
         compiler = Path(os.environ.get("CXX", "").split(" ")[0]).name
         tag = ["torch", torch_version.split("+")[0], "ninja" if ninja else "make", compiler, *sanitize.split(";")]
         tag += [f"nvcc{nvcc[1]}"] if nvcc else []
@@ -176,6 +177,7 @@ class CMakeBuild(build_ext):
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DCMAKE_INSTALL_PREFIX={prefix}",
             f"-DKVOPS_TORCH_DIR={torch_dir}",
+            f"-DKVOPS_LEVELS={os.environ.get('KVOPS_LEVELS', 'all')}",
             f"-DKVOPS_CUDA={cuda}",
             f"-DKVOPS_CUDA_ARCHS={cuda_archs()}",
             f"-DCUTLASS_DIR={find_cutlass()}",
@@ -205,12 +207,13 @@ class CMakeBuild(build_ext):
 
 
 class WithDemo(build_py):
-    """Copies the demo's model and text into the package: kvops/demo.py. An editable install finds them in bench/."""
+    """Copies the demo's model and texts into the package: kvops/demo. An editable install finds them in bench/."""
 
     FILES = (
         "models/passkey-llama/*config.json",
         "models/passkey-llama/tokenizer.json",
         "models/passkey-llama/model.safetensors",
+        "models/passkey-llama/passkey_task.py",
         "data/*.txt",
     )
 

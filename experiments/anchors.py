@@ -29,6 +29,7 @@ import common
 from common import save
 from kvops import analysis
 from kvops.bench.record import write
+from kvops.demo import passkeys
 from kvops.eval.labels import label_ends
 from kvops.eval.reader import Cut, Reader, caches
 from kvops.ops import outlier_degree, select_topk
@@ -52,8 +53,8 @@ LEAST = 2e-3  # % of the tokens: the lower limit of the histogram's axis
 
 def keys_of_demo(prompts: int, context: int, digits: int) -> tuple[Tensor, list[slice]]:
     """Return the demo's prompts with their question, [prompts, n], and the positions of each key's digits."""
-    asked = common.make_prompts(prompts, context, digits)
-    return torch.from_numpy(common.asked(asked)), [slice(p.start, p.start + digits) for p in asked]
+    asked = passkeys.make_prompts(prompts, context, digits)
+    return torch.from_numpy(passkeys.asked(asked)), [slice(p.start, p.start + digits) for p in asked]
 
 
 def pieces(text: Tensor, prompts: int, context: int, bos: int | None) -> Tensor:
@@ -68,8 +69,8 @@ def pieces(text: Tensor, prompts: int, context: int, bos: int | None) -> Tensor:
 @torch.inference_mode()
 def look(reader: Reader, ids: Tensor, tokens: int, secret: slice | None, seed: int) -> dict[str, np.ndarray]:
     """Measure one prompt, ids [1, n]. Returns arrays [layers, KV heads, ...]."""
-    prompt = common.read(reader, ids[:, :-1].numpy(), tokens)  # the last token predicts the first of the answer
-    cache, ids = common.keep(prompt).cache, ids.to(reader.model.device)
+    prompt = passkeys.read(reader, ids[:, :-1].numpy(), tokens)  # the last token predicts the first of the answer
+    cache, ids = passkeys.keep(prompt).cache, ids.to(reader.model.device)
     length = dict(max_new_tokens=tokens, min_new_tokens=tokens)
     said = reader.model.generate(
         ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False, pad_token_id=0, **length
@@ -112,7 +113,7 @@ def dropped(reader: Reader, prompt: Cut, said: Tensor, layers: list, seed: int) 
     shares = []
     for by_layer, sinks in zip(scores.values(), (0, SKIP, 0, 0)):
         for drop in DROPS:
-            cut = common.keep(prompt, [select_topk(-x, k=n - drop, sinks=sinks) for x in by_layer])
+            cut = passkeys.keep(prompt, [select_topk(-x, k=n - drop, sinks=sinks) for x in by_layer])
             logits = reader.model(said[:, n:-1], past_key_values=cut.cache).logits
             shares.append((logits.argmax(-1) == said[:, n + 1 :]).float().mean().item())
     return np.array(shares).reshape(len(RULES), len(DROPS))
@@ -408,7 +409,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if a.context < DROPS[-1] + SKIP + 2:
         parser.error(f"--context must be at least {DROPS[-1] + SKIP + 2}, got {a.context}")
-    reader, secrets = Reader(common.load_model(a.model, a.device, a.dtype)), None
+    reader, secrets = Reader(passkeys.load_model(a.model, a.device, a.dtype)), None
     if a.text is None and a.model == common.MODEL:
         ids, secrets = keys_of_demo(a.prompts, a.context, a.tokens)
     else:

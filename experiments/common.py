@@ -1,21 +1,18 @@
-"""Shared parts of the experiments: the demo's model, text and prompts; prompts that are read once and cut in many ways;
-a Llama with random weights; timing; arguments, records and pictures."""
+"""Shared parts of the experiments: texts; a Llama with random weights; timing; arguments, records and pictures. Their
+prompts are the demo's: kvops.demo.passkeys."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -23,25 +20,13 @@ from torch import Tensor
 import kvops.hf
 from kvops.bench import record
 from kvops.demo import MODEL, TEXT
-from kvops.eval.reader import Cut, Reader
-from kvops.eval.stream import Held
-from kvops.methods.queries import Watched
 
 if TYPE_CHECKING:  # not needed for timing
     from matplotlib.figure import Figure
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
-sys.path.insert(0, str(MODEL))
-from passkey_task import QUESTION, Corpus, context_with_needles, encode, needle_text, rand_digits  # noqa: E402
 
 # ---- models and texts ----
-
-
-def load_model(folder: Path = MODEL, device: str = "cpu", dtype: str = "auto") -> transformers.PreTrainedModel:
-    """Load a model with kvops' attention."""
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return kvops.hf.use_attention(model.eval().to(device))
 
 
 def load_text(folder: Path = MODEL, text: Path = TEXT, device: str = "cpu") -> Tensor:
@@ -72,77 +57,6 @@ def random_llama(
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     return kvops.hf.use_attention(model.eval())
-
-
-# ---- the demo's prompts ----
-
-DEPTHS = 11  # passkeys at 0 %, 10 %, ... 100 % of the context
-BATCH = 11  # prompts per batch
-
-
-class Haystack(Corpus):
-    """Slices of the shipped text instead of the local Python's standard library."""
-
-    def __init__(self):
-        self.data = np.fromfile(TEXT, dtype=np.uint8).astype(np.int64)
-
-
-@dataclass
-class Prompt:
-    ids: np.ndarray  # [context]
-    digits: str
-    start: int  # position of the first digit
-    depth: float
-
-
-def make_prompts(count: int, context: int, digits: int) -> list[Prompt]:
-    """Return contexts of exactly `context` tokens with a passkey of `digits` digits each, the same in every run."""
-    rng, text = np.random.default_rng([0, context, digits]), Haystack()
-    depths = np.linspace(0, 1, min(DEPTHS, count)) if count > 1 else [0.3]
-    prompts = []
-    for i in range(count):
-        depth, key = float(depths[i % len(depths)]), rand_digits(rng, digits)
-        needle = needle_text(key)
-        ids, (start,) = context_with_needles(rng, text, context, [needle], [depth])
-        prompts.append(Prompt(ids, key, start + needle.index(key), depth))
-    return prompts
-
-
-def contexts(prompts: list[Prompt]) -> np.ndarray:
-    """Return the contexts, int64 [b, context]."""
-    return np.stack([p.ids for p in prompts])
-
-
-def questions(prompts: list[Prompt]) -> np.ndarray:
-    """Return the question for the passkey, int64 [b, any]."""
-    return np.tile(encode(QUESTION), (len(prompts), 1))
-
-
-def asked(prompts: list[Prompt]) -> np.ndarray:
-    """Return contexts that end with the question, int64 [b, n]."""
-    return np.concatenate([contexts(prompts), questions(prompts)], 1)
-
-
-# ---- prompts that are read once and cut in many ways ----
-
-
-def read(reader: Reader, ids: np.ndarray, rows: int = 0) -> Cut:
-    """Read prompts, int64 [b, n], without eviction; remember the queries of the last `rows` tokens (`Watched`)."""
-    cache = kvops.hf.KVCache(reader.model.config, Watched(last=rows))
-    logits = reader.feed(cache, reader.tokens(ids))
-    return Cut(cache, logits, 0.0, *Held.by(cache))
-
-
-def keep(whole: Cut, slots: Iterable[Tensor] | None = None) -> Cut:
-    """Return a cache with only these slots of each evicting layer, int64 [any] or [b, Hk, any]; None keeps all.
-
-    `whole` does not change. Both share the memory of common slots, which nothing writes to.
-    """
-    cache, left = copy.copy(whole.cache), None if slots is None else iter(slots)
-    cache.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in cache.evicting_layers if left else ():
-        layer.cache.keep(next(left))
-    return Cut(cache, whole.logits, 0.0, *Held.by(cache))
 
 
 # ---- times ----

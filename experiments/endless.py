@@ -27,6 +27,7 @@ import common
 import kvops
 import kvops.hf
 from kvops.bench.record import write
+from kvops.demo import passkeys
 from kvops.eval.labels import label_ends
 from kvops.eval.stream import Stream, stream
 
@@ -161,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     ladders = (
         ["1,0", "2,0,short"] if a.ladders is None and a.model.resolve() == common.MODEL else a.ladders or []
     )  # the only ones with 3 layers
-    model, text = common.load_model(a.model, a.device, a.dtype), common.load_text(a.model, a.text, a.device)
+    model, text = passkeys.load_model(a.model, a.device, a.dtype), common.load_text(a.model, a.text, a.device)
     if text.shape[1] < max(a.tokens, a.streams * a.stream_tokens):
         parser.error(f"--text has {text.shape[1]:,} tokens, too few for --tokens, or --streams of --stream-tokens")
     rows = methods(model, a.budget, [ladder(x) for x in ladders], a.storage)

@@ -24,6 +24,7 @@ from tqdm import tqdm
 import common
 import kvops
 from kvops.bench.record import write
+from kvops.demo import passkeys
 from kvops.eval.labels import SEVEN, label_ends
 from kvops.eval.reader import Cut, Reader
 
@@ -62,18 +63,18 @@ def random_slots(n: int, count: int, generator: np.random.Generator) -> np.ndarr
 @torch.inference_mode()
 def perplexity(reader: Reader, whole: Cut, pattern: list[Tensor] | None, ids: Tensor) -> float:
     """Return the perplexity of the tokens ids[:, 1:], [b, t], after the read text, cut to the pattern."""
-    logits = reader.model(ids[:, :-1], past_key_values=common.keep(whole, pattern).cache).logits
+    logits = reader.model(ids[:, :-1], past_key_values=passkeys.keep(whole, pattern).cache).logits
     return float(F.cross_entropy(logits.mT.float(), ids[:, 1:]).exp())
 
 
 @torch.inference_mode()
 def run(patterns: int, context: int, pieces: int, following: int, seed: int) -> dict:
     """Measure the whole cache, the ladders and random patterns: [slots in all layers, perplexity] each."""
-    reader, text = Reader(common.load_model()), common.load_text()
+    reader, text = Reader(passkeys.load_model()), common.load_text()
     layers = reader.num_layers
     step = (text.shape[1] - context - following) // max(1, pieces - 1)
     ids = torch.cat([text[:, i * step : i * step + context + following] for i in range(pieces)])
-    whole, rest = common.read(reader, ids[:, :context].numpy()), ids[:, context:]
+    whole, rest = passkeys.read(reader, ids[:, :context].numpy()), ids[:, context:]
     found = {"whole": [context * layers, perplexity(reader, whole, None, rest)], "ladders": [], "random": []}
     generator = np.random.default_rng(seed)
     for size in tqdm([x for x in SIZES if x < context], leave=False):

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 import common
 import kvops.hf
+from kvops.demo import passkeys
 from kvops.eval.tasks.base import Filler
 from kvops.eval.tasks.needles import Passkey
 
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     a = parser.parse_args(argv)
     filler = Filler(AutoTokenizer.from_pretrained(common.MODEL), common.TEXT.read_text())
     ids = torch.from_numpy(answered(filler, a.prompts, a.context, a.seed))
-    statistics = kvops.hf.query_statistics(common.load_model(), ids, skip=ids.shape[1] - LAST)
+    statistics = kvops.hf.query_statistics(passkeys.load_model(), ids, skip=ids.shape[1] - LAST)
     statistics.save(a.file)
     print(f"{a.file}: {LAST} tokens of each of {a.prompts} prompts")
 

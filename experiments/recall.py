@@ -20,6 +20,7 @@ from torch import Tensor
 import common
 import kvops
 from kvops.bench.record import write
+from kvops.demo import passkeys
 from kvops.eval.labels import label_ends
 from kvops.eval.reader import Reader, caches
 
@@ -30,14 +31,14 @@ WINDOW = 8
 @torch.inference_mode()
 def run(context: int, digits: int, budget: int, prompts: int) -> dict[str, np.ndarray]:
     """Measure recall by position of the window's first query: "answer" and "draft", each [prompts, positions]."""
-    reader, asked = Reader(common.load_model()), common.make_prompts(prompts, context, digits)
+    reader, asked = Reader(passkeys.load_model()), passkeys.make_prompts(prompts, context, digits)
     found = {"answer": [], "draft": []}
-    for first in range(0, prompts, common.BATCH):
-        whole = common.read(reader, common.asked(asked[first : first + common.BATCH]), TAIL + digits)
+    for first in range(0, prompts, passkeys.BATCH):
+        whole = passkeys.read(reader, passkeys.asked(asked[first : first + passkeys.BATCH]), TAIL + digits)
         held, w = caches(whole.cache), min(32, budget // 2)
         snapkv = [kvops.snapkv_compress(x.k, x.v, x.last_queries[:, :, -w:], budget).indices for x in held]
         seen = {}
-        for name, cut in (("answer", common.keep(whole)), ("draft", common.keep(whole, snapkv))):
+        for name, cut in (("answer", passkeys.keep(whole)), ("draft", passkeys.keep(whole, snapkv))):
             reader.answer(cut, None, digits, stops=False)
             seen[name] = [x.last_queries for x in caches(cut.cache)]
         for name, queries in seen.items():

@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 
 import common
 from kvops.bench.record import write
+from kvops.demo import passkeys
 
 BLOCK = 32  # tokens
 CHUNK = 256  # tokens per step
@@ -53,8 +54,8 @@ class Load:
     def prompts(self) -> tuple[list[list[int]], list[str]]:
         """Return the token ids of each prompt, and the digits that each should retrieve."""
         context = self.prompt - len(common.QUESTION)
-        found = common.make_prompts(self.requests, context, DIGITS)
-        return common.asked(found).tolist(), [x.digits for x in found]
+        found = passkeys.make_prompts(self.requests, context, DIGITS)
+        return passkeys.asked(found).tolist(), [x.digits for x in found]
 
 
 @dataclass

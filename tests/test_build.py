@@ -168,6 +168,13 @@ def test_unknown_isa_is_one_line(level):
     assert last_line(error) == f"ImportError: kvops: KVOPS_ISA must be one of {','.join(LEVELS)}, got {level}"
 
 
+@needs_source
+def test_unknown_levels_are_one_line(tmp_path):
+    command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), f"-DKVOPS_TORCH_DIR={Path(torch.__file__).parent}"]
+    out = run(sys.executable, "-m", *command, "-DKVOPS_CUDA=0", "-DKVOPS_LEVELS=v9", expect=1)
+    assert "kvops: KVOPS_LEVELS must be all or native, got 'v9'" in " ".join(out.split())
+
+
 # One line for what is missing
 
 

@@ -1,34 +1,52 @@
-"""The demo on a few prompts: which methods find the key, and that the table shows the measurements."""
+"""The demo on a few prompts: which methods find the key, and that its screens show the measurements."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-for name in ("transformers", "matplotlib", "tqdm"):
+for name in ("transformers", "matplotlib"):
     pytest.importorskip(name)
 
+from kvops.demo import __main__ as demo  # noqa: E402
+from kvops.demo import lookahead, methods, passkeys  # noqa: E402
+from kvops.demo.picture import picture  # noqa: E402
+from kvops.lag import kept_within  # noqa: E402
+from kvops.methods.lagkv import SINKS  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_rounds():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(methods, "ROUNDS", 3)
+        yield
+
 
 @pytest.fixture(scope="module")
-def demo():
-    import demo
-
-    demo.ROUNDS = 3
-    return demo
+def prompts():
+    return passkeys.make_prompts(11, 2048, 32)
 
 
 @pytest.fixture(scope="module")
-def shown(demo, tmp_path_factory):
-    """One run: returned rows, printed text and the picture."""
-    out = tmp_path_factory.mktemp("demo")
-    rows, prompt = demo.run(context=2048, digits=32, prompts=11, progress=False)
-    demo.picture(rows, prompt, out / "demo.png")
-    return rows, prompt, demo.table(rows, 2048, 32, 11), demo.findings(rows, 2048, 32), out / "demo.png"
+def rows(prompts):
+    return list(methods.measured(methods.make_rows(2048), prompts, 3))
 
 
-def test_keydiff_and_lagkv_find_what_streaming_and_random_lose(shown):
-    score = {(row.name, row.share): row.score for row in shown[0]}
+@pytest.fixture(scope="module")
+def front(rows):
+    """The rows of the first screen."""
+    return [x for name in demo.FRONT for x in rows if x.name == name and x.share in (1, demo.FRONT_SHARE)]
+
+
+def test_keydiff_and_lagkv_find_what_streaming_and_random_lose(rows):
+    score = {(row.name, row.share): row.score for row in rows}
     assert score["Full cache", 1.0] == 100
     for share, streaming, random in ((0.5, 60, 35), (0.25, 40, 25)):
         assert score["KeyDiff", share] >= 95
@@ -42,9 +60,9 @@ def test_keydiff_and_lagkv_find_what_streaming_and_random_lose(shown):
     assert len(score) == 23
 
 
-def test_tokens_and_bytes(shown):
+def test_tokens_and_bytes(rows):
     full = 3 * 2 * 2048 * 64 * 2 * 4  # layers, KV heads, tokens, channels, K and V, fp32
-    for row in shown[0]:
+    for row in rows:
         assert row.bytes_full == full
         assert row.bytes_kept * 2048 == full * row.tokens
         assert row.share * 2048 - 14 <= row.tokens <= row.share * 2048  # LagKV cannot hit it exactly
@@ -52,28 +70,71 @@ def test_tokens_and_bytes(shown):
         assert (row.ms > 0 and row.plain_ms > 0) == (row.share < 1)
 
 
-def test_the_table_says_what_was_measured(shown):
-    rows, _, table, findings, path = shown
-    lines = table.splitlines()
-    assert max(map(len, lines)) <= 120
+def test_the_table_says_what_was_measured(rows):
+    head = demo.heading(2048, 32, 11).splitlines()
     for row in rows:
-        (line,) = [x for x in lines if x.startswith(row.name) and f" {row.tokens:,} " in x]
+        line = demo.line(row, 2048)
+        assert line.startswith(row.name) and f" {row.tokens:,} " in line and len(line) <= len(head[0])
         assert f"{row.bytes_full:,}" in line and f"{row.bytes_kept:,}" in line and f"{row.score:.1f} %" in line
         if row.compress:
             assert f"{row.ms:.2f} ms" in line and f"{row.plain_ms / row.ms:.1f} x" in line
-    assert "* no token per partition" in table  # LagKV with lag 256 at 25 %
-    assert "flatters" in findings and "sink" in findings
-    assert path.stat().st_size > 20_000 and path.read_bytes().startswith(b"\x89PNG")
+    (starred,) = [x for x in rows if x.name == "LagKV, lag 256" and x.share == 0.25]
+    assert starred.note.startswith("no token per partition") and "LagKV, lag 256 *" in demo.line(starred, 2048)
 
 
-def test_plain_pytorch_does_the_same(demo):
+def test_the_first_screen_says_what_was_measured(front, prompts):
+    assert [x.name for x in front] == list(demo.FRONT)
+    for row in front:
+        line = demo.front_line(row)
+        assert len(line) <= 80 and f"{row.bytes_kept / 2**20:.2f} MiB" in line and f" {row.score:3.0f} %" in line
+        assert line.count("█") == round(row.score / 100 * 15)
+        if row.compress:
+            assert f"{row.ms:.2f} ms" in line and f"{row.plain_ms / row.ms:.1f} x the time" in line
+    key, most, least = demo.answers(front, prompts[3]).splitlines()
+    best = max(front[1:], key=lambda x: x.score)
+    assert best.name == "KeyDiff" and key.split()[-2:] == [prompts[3].digits, "v"]
+    assert most.startswith(f"KeyDiff       {best.said}  ") and best.said == prompts[3].digits
+    assert least.split()[0] in (demo.FRONT[x.name] for x in front if x.score == min(y.score for y in front))
+    assert all(len(x) <= 80 for x in (key, most, least))
+
+
+def test_the_strip_shows_what_was_kept(front):
+    keydiff, streaming = front[-1], front[1]
+    assert streaming.name == "StreamingLLM"
+    kept, strip = streaming.kept.mean((0, 1)), demo.strip(streaming)
+    assert len(strip) == demo.STRIP and strip[-1] == "█" and set(strip[1 : demo.STRIP // 2]) == {" "}
+    assert kept[-100:].all() and not kept[100:1000].any()
+    assert keydiff.kept.shape == (3, 2, 2048) and " " not in demo.strip(keydiff)
+
+
+def test_the_picture(rows, prompts, tmp_path):
+    picture(rows, prompts[3], tmp_path / "new" / "demo.png")
+    found = (tmp_path / "new" / "demo.png").read_bytes()
+    assert len(found) > 20_000 and found.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_program(encoding, tmp_path):
+    """From any folder, into a pipe: rows, answers, the picture, three next steps."""
+    command = [sys.executable, "-m", "kvops", "demo", "--prompts", "2", "--context", "1024", "--out", "new"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, encoding=encoding)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) <= 20
+    assert [x.split()[0] for x in lines[4:10]] == ["Full", "StreamingLLM", "SnapKV", "ProtoKV", "LagKV", "KeyDiff"]
+    assert f"Picture      {Path('new', 'demo.png')}" in lines and (tmp_path / "new" / "demo.png").exists()
+    assert any(x.startswith("Your model   with kvops.hf.compress(model, ") for x in lines)
+
+
+def test_plain_pytorch_does_the_same():
     """The timed PyTorch versions keep the same slots (Random: as many)."""
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, 2, 2048, 64).unbind(0)
     q = torch.randn(1, 4, 32, 64)
-    for row in demo.make_rows(2048):
+    for row in methods.make_rows(2048):
         if row.compress:
-            ours, plain = row.compress(k, v, q, 0), row.plain(k, v, q)
+            ours, plain = row.compress(k, v, q, seed=0), row.plain(k, v, q)
             assert ours.k.shape == plain[0].shape and ours.v.shape == plain[1].shape
             # Scores that are equal up to rounding may swap. ProtoKV may take products of 16-bit numbers, and a token's
             # second best prototype for its best (random keys are as far from one as from another).
@@ -83,13 +144,13 @@ def test_plain_pytorch_does_the_same(demo):
                     assert torch.isin(x[0, h, :, 0], y[0, h, :, 0]).float().mean() > least
 
 
-def test_lagkv_budget_solves_equation_10(demo):
+def test_lagkv_budget_solves_equation_10():
     for n in (600, 1024, 2048, 3000):
         for lag in (128, 256):
             for share in (0.5, 0.25):
                 budget = int(share * n)
-                m, fixed = demo.kept_within(n, demo.SINKS, lag, budget)
-                row = demo.lagkv_row(share, lag, n, budget)
+                m, fixed = kept_within(n, SINKS, lag, budget)
+                row = methods.lagkv_row(share, lag, n, budget)
                 partitions = max(1, (n - 16) // lag)
                 assert fixed == n - (partitions - 1) * lag
                 if m < 0:
@@ -97,43 +158,42 @@ def test_lagkv_budget_solves_equation_10(demo):
                     assert fixed > budget or partitions == 1
                 else:
                     k = torch.randn(1, 1, n, 64)
-                    kept = row.compress(k, k, None, 0).k.shape[2]
+                    kept = row.compress(k, k, None, seed=0).k.shape[2]
                     assert kept == fixed + m * (partitions - 1)
                     assert kept <= budget < kept + partitions - 1
 
 
-def test_a_cell_out_of_reach_says_so(demo, capsys, tmp_path):
+def test_a_cell_out_of_reach_says_so(capsys, tmp_path):
     record = tmp_path / "demo.json"
-    demo.main(f"--context 1024 --digits 8 --prompts 1 --lookahead 0 --out {tmp_path / 'new'} --json {record}".split())
+    options = "--all --context 1024 --digits 8 --prompts 1 --lookahead 0"
+    assert demo.main([*options.split(), "--out", str(tmp_path), "--json", str(record)]) == 0
     out = capsys.readouterr().out
     assert "LagKV, lag 256     no ratio reaches 256 tokens: sinks, last partition and remainder alone are 512" in out
-    assert str(tmp_path / "new" / "demo.png") in out and (tmp_path / "new" / "demo.png").exists()
     found = json.loads(record.read_text())
-    assert found["command"].startswith("python experiments/demo.py --context 1024")
+    assert found["command"].startswith("python -m kvops demo --all --context 1024")
     assert [row["tokens"] for row in found["rows"] if row["method"] == "KeyDiff"] == [512, 256]
     assert "lookahead" not in found and "LAQ" not in out
+    assert demo.main(["--context", "600", "--prompts", "1", "--out", str(tmp_path)]) == 0
+    assert "LagKV         no ratio reaches 150 tokens\n" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         demo.main(["--context", "100"])
     assert "--context must be between 512 and 4000, got 100" in capsys.readouterr().err
 
 
-def test_lookahead_finds_at_small_budgets_what_snapkv_loses(demo, monkeypatch):
+def test_lookahead_finds_at_small_budgets_what_snapkv_loses(monkeypatch):
     """The second table: the paper's claim on this model, and that no method can anticipate the question."""
-    monkeypatch.setattr(demo, "BUDGETS", (64,))
-    monkeypatch.setattr(demo, "DIGITS", (8,))
-    cells = demo.run_small(1024, 11, progress=False)
-    score = {(cell.method, cell.point): cell.score for cell in cells}
-    assert len(cells) == 8 and all(len(cell.right) == 11 for cell in cells)
+    monkeypatch.setattr(lookahead, "BUDGETS", (64,))
+    monkeypatch.setattr(lookahead, "DIGITS", (8,))
+    lines = list(lookahead.measured(1024, 11))
+    score = {(cell.method, cell.point): cell.score for (cell,) in lines}
+    assert len(score) == 8 and all(len(cell.right) == 11 for (cell,) in lines)
     assert score["LAQ", "after"] >= 95 and score["LAQ++", "after"] >= 95
     assert score["SnapKV", "after"] <= 85
-    assert all(score[name, "before"] <= 40 for name in demo.ASKING)
-    table, found = demo.small_table(cells, 1024), demo.small_findings(cells)
-    for name in demo.ASKING:
-        (line,) = [x for x in table.splitlines() if x.startswith(f"{name} ")]
-        assert line.split()[1:] == [f"{score[name, point]:.0f}" for point in demo.POINTS]
-    assert max(map(len, table.splitlines())) <= 120
-    assert f"8 digits at 64 tokens: SnapKV {score['SnapKV', 'after']:.0f} %" in found
-    assert cells[0].numbers["digits_right_percent"] == cells[0].score
+    assert all(score[name, "before"] <= 40 for name in lookahead.ASKING)
+    for cells in lines:
+        of, text = cells[0], lookahead.line(cells)
+        assert text.split() == [of.point, "the", "question", "8", of.method, f"{of.score:.0f}"] and len(text) <= 80
+    assert lines[0][0].numbers["digits_right_percent"] == lines[0][0].score
 
 
 def test_recall_jumps_when_the_answer_comes_into_the_window(tmp_path, capsys):

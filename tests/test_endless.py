@@ -17,6 +17,7 @@ import lacache_cost
 import ladder
 import pareto
 import rope_drift
+from kvops.demo import passkeys
 from kvops.eval.reader import Reader
 
 
@@ -67,8 +68,8 @@ def test_pareto(tmp_path, capsys):
 
 @torch.inference_mode()
 def test_a_pattern_of_all_slots_is_the_whole_cache():
-    reader, text = Reader(common.load_model()), common.load_text()
-    read = common.read(reader, text[:, :100].numpy())
+    reader, text = Reader(passkeys.load_model()), common.load_text()
+    read = passkeys.read(reader, text[:, :100].numpy())
     patterns = (None, [torch.arange(100)] * 3, [torch.arange(100), torch.arange(100), torch.arange(50, 100)])
     whole, same, other = (pareto.perplexity(reader, read, x, text[:, 100:150]) for x in patterns)
     assert whole == same != other

@@ -55,12 +55,15 @@ def test_one_wheel_for_every_python(wheel, tool):
         metadata = email.message_from_bytes(archive.read(f"kvops-{version}.dist-info/METADATA"))
         tags = archive.read(f"kvops-{version}.dist-info/WHEEL").decode()
     assert re.findall(r"^Tag: (.*)", tags, re.MULTILINE) == [f"py3-none-{tool.tag()}"]
+    task = "models/passkey-llama/passkey_task.py"
     python_files = {str(p.relative_to(ROOT)) for p in ROOT.glob("kvops/**/*.py")}
-    assert python_files | {"kvops/py.typed"} == {x for x in files if x.endswith((".py", ".typed"))}
+    assert python_files | {"kvops/py.typed", f"kvops/demo_files/{task}"} == {
+        x for x in files if x.endswith((".py", ".typed"))
+    }
     cuda = {"kvops/libkvops_cuda.so"} if kvops.build_info()["cuda"]["built"] else set()
     demo = {x.removeprefix("kvops/demo_files/") for x in files if re.match(r"kvops/demo_files/.*[^/]$", x)}
     model = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-    assert demo == {f"models/passkey-llama/{x}" for x in model} | {"data/haystack.txt", "data/LICENSE-python.txt"}
+    assert demo == {f"models/passkey-llama/{x}" for x in model} | {task, "data/haystack.txt", "data/LICENSE-python.txt"}
     assert {x for x in files if x.endswith(".so")} == {"kvops/libkvops.so"} | cuda
     assert not [x for x in files if not x.startswith(("kvops/", f"kvops-{version}.dist-info/"))]
     # If torch were listed, a resolver would replace it, or fetch the index's default build.

@@ -4,42 +4,48 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "isa.h"
 
 namespace kvops {
 namespace {
 
-#if defined(__x86_64__)
-constexpr const char* kNames[] = {"v2", "v3", "v4", "v4_bf16"};
+#define KVOPS_NAME(level, ...) #level,
+constexpr std::string_view kNames[] = {KVOPS_EACH_LEVEL(KVOPS_NAME, )};
+constexpr int kLevels = static_cast<int>(std::size(kNames));
 
-Isa best_level() {
+bool runs(std::string_view level) {
+#if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
-                  __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
+  const bool v2 = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("popcnt");
+  const bool v3 = v2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                  __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
   const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl");
-  if (v4 && __builtin_cpu_supports("avx512bf16")) return Isa::v4_bf16;
-  return v4 ? Isa::v4 : v3 ? Isa::v3 : Isa::v2;
-}
-#else
-constexpr const char* kNames[] = {"baseline"};
-
-Isa best_level() {
-  return Isa::baseline;
-}
+  if (level == "v2") return v2;
+  if (level == "v3") return v3;
+  if (level == "v4") return v4;
+  if (level == "v4_bf16") return v4 && __builtin_cpu_supports("avx512bf16");
 #endif
+  return level == "baseline";
+}
 
 Isa chosen_level() {
-  const Isa best = best_level();
+  int best = kLevels - 1;
+  while (best >= 0 && !runs(kNames[best])) --best;
+  if (best < 0)
+    throw std::invalid_argument(
+        "this CPU runs none of the instruction-set levels that were built (" KVOPS_LEVEL_LIST
+        "); build kvops with KVOPS_LEVELS=all, or on this machine");
   const char* forced = std::getenv("KVOPS_ISA");
-  if (!forced || !*forced) return best;
-  for (int i = 0; i < static_cast<int>(std::size(kNames)); ++i) {
-    if (std::string(forced) != kNames[i]) continue;
-    if (i > static_cast<int>(best))
+  if (!forced || !*forced) return static_cast<Isa>(best);
+  for (int i = 0; i < kLevels; ++i) {
+    if (forced != kNames[i]) continue;
+    if (i > best)
       throw std::invalid_argument(std::string("KVOPS_ISA=") + forced +
-                                  " is not supported by this CPU, expected at most " + kNames[static_cast<int>(best)]);
+                                  " is not supported by this CPU, expected at most " + std::string(kNames[best]));
     return static_cast<Isa>(i);
   }
   throw std::invalid_argument(std::string("KVOPS_ISA must be one of " KVOPS_LEVEL_LIST ", got ") + forced);

@@ -1,4 +1,4 @@
-"""The small model and the text that the examples, `kvops.eval` and the demo use. They come with kvops.
+"""The demo (`python -m kvops demo`), and the small model and the text that it, the examples and `kvops.eval` use.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,7 +20,7 @@ from pathlib import Path
 
 __all__ = ["CALIBRATION", "MODEL", "TEXT"]
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 _WHEEL = _PACKAGE / "demo_files"  # setup.py copies the files there
 _FILES = _WHEEL if _WHEEL.is_dir() else _PACKAGE.parent / "bench"
 
