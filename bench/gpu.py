@@ -266,6 +266,7 @@ class Run:
             "CMAKE_BUILD_TYPE": "Release",
             "CMAKE_INSTALL_PREFIX": SITE,
             "KVOPS_TORCH_DIR": self.facts["folder"],
+            "KVOPS_LEVELS": "native",
             "KVOPS_CUDA": 1,
             "KVOPS_CUDA_ARCHS": f"{major}{minor}{'a' * (major == 9)}",
             "CUTLASS_DIR": self.facts["cutlass"],

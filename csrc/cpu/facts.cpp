@@ -36,9 +36,8 @@ Isa chosen_level() {
   int best = kLevels - 1;
   while (best >= 0 && !runs(kNames[best])) --best;
   if (best < 0)
-    throw std::invalid_argument(
-        "this CPU runs none of the instruction-set levels that were built (" KVOPS_LEVEL_LIST
-        "); build kvops with KVOPS_LEVELS=all, or on this machine");
+    throw std::invalid_argument("this CPU runs none of the instruction-set levels that were built (" KVOPS_LEVEL_LIST
+                                "); build kvops with KVOPS_LEVELS=all, or on this machine");
   const char* forced = std::getenv("KVOPS_ISA");
   if (!forced || !*forced) return static_cast<Isa>(best);
   for (int i = 0; i < kLevels; ++i) {

@@ -3,8 +3,8 @@
 // KVOPS_ISA names).
 //
 // x86-64 has v2 (SSE4.2), v3 (AVX2, FMA, F16C), v4 (AVX-512) and v4_bf16 (with AVX512-BF16); other processors have
-// `baseline` (NEON on Arm, plain vectors elsewhere). CMake writes levels.h: KVOPS_EACH_LEVEL(X, ...) is X(level, ...) for
-// each level of this build, lowest first.
+// `baseline` (NEON on Arm, plain vectors elsewhere). CMake writes levels.h: KVOPS_EACH_LEVEL(X, ...) is X(level, ...)
+// for each level of this build, lowest first.
 #pragma once
 
 #include "../call.h"
@@ -24,18 +24,16 @@ enum class Isa { KVOPS_EACH_LEVEL(KVOPS_ENUMERATOR, ) };
     return level::op(p, call);
 
 // Defines launch_<op>, which calls `void op(const Params&, Call&)` of the level in use.
-#define KVOPS_LEVELS(op, Params)                  \
-  namespace kvops {                               \
-  KVOPS_EACH_LEVEL(KVOPS_DECLARATION, op, Params) \
-  void launch_##op(const Params& p, Call& call) { \
-    switch (isa()) {                              \
-      KVOPS_EACH_LEVEL(KVOPS_CASE, op)            \
-    }                                             \
-  }                                               \
+#define KVOPS_LEVELS(op, Params)                        \
+  namespace kvops {                                     \
+  KVOPS_EACH_LEVEL(KVOPS_DECLARATION, op, Params)       \
+  void launch_##op(const Params& p, Call& call) {       \
+    switch (isa()) { KVOPS_EACH_LEVEL(KVOPS_CASE, op) } \
+  }                                                     \
   }
 
-// The level in use. Throws std::invalid_argument if KVOPS_ISA names another level than those of this build, or if this CPU lacks
-// the level.
+// The level in use. Throws std::invalid_argument if KVOPS_ISA names another level than those of this build, or if this
+// CPU lacks the level.
 Isa isa();
 
 }  // namespace kvops
