@@ -201,7 +201,7 @@ def test_anchors_of_the_demo(anchors, tmp_path, capsys):
     attention = torch.tensor(found["attention, skip 0"])
     torch.testing.assert_close(attention.sum(-1), torch.ones(3, 2), atol=1e-3, rtol=0)
     assert attention[2, 1, 0] > 0.3  # of the head that looks digits up: they are outliers there
-    assert found["tokens of a prompt"] == 700 + len(anchors.common.QUESTION)
+    assert found["tokens of a prompt"] == 700 + len(anchors.passkeys.QUESTION)
 
 
 @kit.only("cpu")

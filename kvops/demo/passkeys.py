@@ -35,7 +35,7 @@ def _training() -> Any:
 
 
 _training_texts = _training()
-encode, decode = _training_texts.encode, _training_texts.decode
+QUESTION, encode, decode = _training_texts.QUESTION, _training_texts.encode, _training_texts.decode
 
 
 def load_model(folder: Path = MODEL, device: str = "cpu", dtype: str = "auto") -> PreTrainedModel:
@@ -87,7 +87,7 @@ def contexts(prompts: Sequence[Prompt]) -> Ids:
 
 def questions(prompts: Sequence[Prompt]) -> Ids:
     """Return the question for the passkey, int64 [b, any]."""
-    return np.tile(encode(_training_texts.QUESTION), (len(prompts), 1))
+    return np.tile(encode(QUESTION), (len(prompts), 1))
 
 
 def asked(prompts: Sequence[Prompt]) -> Ids:
