@@ -254,7 +254,17 @@ def extensions() -> list[setuptools.Extension]:
     ]
 
 
+def readme() -> str:
+    """Return README.md for a package index, where relative links lead nowhere."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", r"\1https://raw.githubusercontent.com/kvops/kvops/main/", text)
+    return re.sub(r"(\]\()(?!https?:|#)", r"\1https://github.com/kvops/kvops/blob/main/", text)
+
+
 if __name__ == "__main__":  # true under pip too; tests import the functions above
     setuptools.setup(
-        ext_modules=extensions(), cmdclass={"build_ext": CMakeBuild, "build_py": WithDemo, "bdist_wheel": Wheel}
+        long_description=readme(),
+        long_description_content_type="text/markdown",
+        ext_modules=extensions(),
+        cmdclass={"build_ext": CMakeBuild, "build_py": WithDemo, "bdist_wheel": Wheel},
     )

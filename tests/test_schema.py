@@ -46,6 +46,12 @@ def test_every_room(op):
     assert re.search(rf"^\|.*`{op}`.*\|", (ROOT / "README.md").read_text(), re.MULTILINE), f"README.md lacks {op}"
 
 
+def test_the_docs_show_the_schemas():
+    (block,) = re.findall(r"```text\n(lag_score\(.*?)```", (ROOT / "docs/operators.md").read_text(), re.DOTALL)
+    shown = [torch._C.parse_schema(f"kvops::{' '.join(x.split())}") for x in re.split(r"\n(?=\S)", block.strip())]
+    assert shown == SCHEMAS
+
+
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
 def test_every_overload_has_kernel_and_fake(schema):
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name

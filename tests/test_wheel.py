@@ -66,6 +66,10 @@ def test_one_wheel_for_every_python(wheel, tool):
     assert demo == {f"models/passkey-llama/{x}" for x in model} | {task, "data/haystack.txt", "data/LICENSE-python.txt"}
     assert {x for x in files if x.endswith(".so")} == {"kvops/libkvops.so"} | cuda
     assert not [x for x in files if not x.startswith(("kvops/", f"kvops-{version}.dist-info/"))]
+    links = re.findall(r"\]\(([^)]*)\)", metadata.get_payload())
+    assert len(links) > 40 and all(x.startswith("https://") for x in links)
+    picture = "https://raw.githubusercontent.com/kvops/kvops/main/docs/images/demo.png"
+    assert f"]({picture})" in metadata.get_payload() and metadata["Description-Content-Type"] == "text/markdown"
     # If torch were listed, a resolver would replace it, or fetch the index's default build.
     required = [x for x in metadata.get_all("Requires-Dist") if "extra ==" not in x]
     assert required == ["numpy"] and metadata["Requires-Python"] == ">=3.10"

@@ -25,6 +25,10 @@ def linkable(listed: list[str]) -> dict[str, str]:
 
 
 NAMES = linkable(_LISTED)
+_SCHEMAS = re.split(
+    r"\n(?=\S)",
+    re.search(r"```text\n(lag_score\(.*?)\n```", (Path(__file__).parents[1] / "operators.md").read_text(), re.S)[1],
+)
 
 
 class Docstrings(griffe.Extension):
@@ -32,7 +36,7 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **options: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = _NAME.sub(_link, ungrouped(obj.docstring.value))
+            obj.docstring.value = _NAME.sub(_link, ungrouped(obj.docstring.value)) + schema(obj.path)
 
     def on_module_members(self, *, mod: griffe.Module, **options: Any) -> None:
         for name, attribute in list(mod.attributes.items()):
@@ -42,6 +46,12 @@ class Docstrings(griffe.Extension):
 
 def _link(code: re.Match[str]) -> str:
     return f"[{code.group()}][{NAMES[code.group(2)]}]" if code.group(2) in NAMES else code.group()
+
+
+def schema(path: str) -> str:
+    """The schemas of an operator, as docs/operators.md shows them; nothing for other names."""
+    shown = [x for x in _SCHEMAS if f"kvops.ops.{re.split('[.(]', x)[0]}" == path]
+    return "\n\n```text\n" + "\n".join(f"torch.ops.kvops.{x}" for x in shown) + "\n```" if shown else ""
 
 
 def ungrouped(docstring: str) -> str:
