@@ -108,8 +108,8 @@ _SIZES = {
     "pad_token_id": 0,  # in the vocabulary
 }
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
-# Elements that the tiny model may have, 1 GiB in fp32, and that its forward pass may write, in seconds. Linear attention of
-# older transformers pads each row to a whole chunk.
+# Elements that the tiny model may have, 1 GiB in fp32, and that its forward pass may write, in seconds. Linear
+# attention of older transformers pads each row to a whole chunk.
 _MOST_WEIGHTS, _MOST_WORK = 1 << 28, 1 << 34
 
 
