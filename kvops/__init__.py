@@ -8,7 +8,26 @@
   `kvops.bench`.
 """
 
-from . import _lib, distributed, methods, ops  # noqa: F401  (importing _lib loads the operators)
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036  (a checkout can be imported by any Python)
+    raise ImportError(
+        f"kvops needs Python >= 3.10, found {sys.version.split()[0]} ({sys.executable})",
+        name=__name__,  # with it, `python -m kvops` prints the message without a traceback
+    )
+
+try:
+    from . import _lib  # noqa: F401  (loads the operators)
+except ImportError as error:
+    from . import commands
+
+    if commands.called():  # Python imports this package before the command
+        sys.exit(commands.main(error=str(error)))
+    error.name = error.name or __name__  # for `python -m kvops.eval`, as above
+    raise
+
+# ruff: noqa: E402  (after these checks)
+from . import distributed, methods, ops
 from ._lib import build_info, debug_checks
 from .cache import Cache, OutOfPages, PagedCache
 from .flash_attention import attention, attention_backends

@@ -15,8 +15,13 @@ from typing import Any
 
 try:
     import torch
-except ImportError as error:
-    raise ImportError("kvops needs torch >= 2.10, which is not installed; see https://pytorch.org") from error
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError(
+        "kvops needs torch >= 2.10, which is not installed: pip install torch (https://pytorch.org has the builds for "
+        "the CPU and for each CUDA)"
+    ) from None
 
 from .version import __version__
 

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import ast
+import difflib
+from collections.abc import Iterable
 from typing import Any
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns the end of an error message: the known name that is most like this one; empty if none is."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def parse_options(kind: str, spec: str, name: str, text: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -85,7 +86,7 @@ def test_restore_precedes_every_in_place_call():
         seen.append(torch.equal(c.k, whole))
         row.forms["in place"](c)
 
-    measure("keydiff_compress", replace(row, forms={"in place": compress}), case, 2, compiled=False, tick=int)
+    measure("keydiff_compress", replace(row, forms={"in place": compress}), case, 2, compiled=False)
     assert len(seen) >= 3 and all(seen) and not torch.equal(case.k, whole)
 
 
@@ -118,7 +119,7 @@ def test_command(tmp_path):
     "arguments, message",
     [
         (["--n", "100"], "--n: expected at least 512"),
-        (["--ops", "sort"], "invalid choice: 'sort'"),
+        (["--ops", "sort"], "--ops: expected a row of the benchmark, got 'sort'"),
         (["--device", "tpu"], "--device tpu: expected cpu or cuda"),
         (["--device", "cuda"], "--device cuda: torch .* sees no NVIDIA GPU"),
         (["--n", str(2**31)], "--n: expected at most 2147483647"),
@@ -138,11 +139,12 @@ def test_command(tmp_path):
 )
 def test_wrong_arguments(arguments, message, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvops.bench", *arguments])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as done:
-        command.arguments()
-    assert done.value.code == 2 and re.search(message, capsys.readouterr().err)
+        command.main(arguments)
+    said = capsys.readouterr().err.splitlines()
+    assert done.value.code == 2 and re.search(f"^python -m kvops.bench: error: .*{message}", said[0])
+    assert said[1:] == ["python -m kvops.bench --help lists the options"]
     assert not list(tmp_path.iterdir())
 
 
@@ -160,6 +162,34 @@ def run(monkeypatch, tmp_path, capsys):
 
 
 SMALL = ["--n", "512", "--heads", "1", "--head-dim", "64", "--dtype", "fp32", "--repeats", "2", "--ops"]
+
+
+def test_rows_are_printed_as_they_are_measured(monkeypatch, capsys):
+    real, shown = command.measure, []
+
+    def measure(*args):
+        shown.append(capsys.readouterr().out)
+        return real(*args)
+
+    monkeypatch.setattr(command, "measure", measure)
+    command.main(["--quick", *SMALL, "gather_kv", "lag_score"])
+    assert shown[0].splitlines()[-1] == "[1 of 2] gather_kv 512 fp32: "
+    times = r"[\d.]+ [mu]s, [\d.]+ GB/s, eager [\d.e+]+x"
+    assert re.fullmatch(rf"out= {times}; fresh {times}\n\[2 of 2\] lag_score 512 fp32: ", shown[1])
+
+
+def test_a_typo_in_a_row(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--ops", "lag_scor"])
+    expected = "argument --ops: expected a row of the benchmark, got 'lag_scor'; did you mean 'lag_score'?"
+    assert capsys.readouterr().err.splitlines()[0] == f"python -m kvops.bench: error: {expected}"
+
+
+def test_help_has_the_rows_as_a_shell_takes_them(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split()).partition("default: all), of: ")[2].partition(" --n ")[0]
+    assert shlex.split(said) == list(ROWS)
 
 
 def test_what_fails_leaves_the_others(run, monkeypatch):
@@ -188,7 +218,7 @@ def test_compile_without_a_compiler(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: called)
     row, case = ROWS["cluster_mean"], Case(512, torch.float32, 1, 64)
-    (result,) = measure("cluster_mean", replace(row, against=""), case, 1, compiled=True, tick=int)
+    (result,) = measure("cluster_mean", replace(row, against=""), case, 1, compiled=True)
     assert result["failed"] == {"compile": "InvalidCxxCompiler: No working C++ compiler found in (None, 'g++')"}
     assert set(result["ratio"]) == {"eager"}
 
@@ -382,7 +412,7 @@ def pretend_gpu(monkeypatch):
 def test_rows_of_a_gpu(name, pretend_gpu):
     row = ROWS[name]
     heads, n = row.shape or (2, N)
-    results = measure(name, row, Case(n, torch.float32, heads, d=64), 2, compiled=False, tick=int)
+    results = measure(name, row, Case(n, torch.float32, heads, d=64), 2, compiled=False)
     assert [r["form"] for r in results] == list(row.forms)
     for r in results:
         assert "error" not in r and not r["failed"] and set(r["clock"].values()) == {"graph"}
@@ -399,7 +429,7 @@ def test_rows_of_a_gpu(name, pretend_gpu):
 
 def test_batch_of_a_gpu(pretend_gpu):
     case = Case(N, torch.bfloat16, heads=1, d=16, batch=32)
-    (result,) = measure("compact_kv_, batch 32", ROWS["compact_kv_, batch 32"], case, 2, compiled=False, tick=int)
+    (result,) = measure("compact_kv_, batch 32", ROWS["compact_kv_, batch 32"], case, 2, compiled=False)
     assert result["shape"] == [32, 1, N, 16] and result["bytes"] == 4 * 32 * N // 4 * 16 * 2
 
 
@@ -443,19 +473,17 @@ def test_one_that_fails_leaves_the_others(pretend_gpu):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB\nand so on")
 
     row, case = ROWS["gather_kv"], Case(N, torch.float32, 2, 64)
-    fresh, out = measure("gather_kv", replace(row, eager=fail), case, 2, compiled=False, tick=int)
+    fresh, out = measure("gather_kv", replace(row, eager=fail), case, 2, compiled=False)
     why = "CUDA out of memory. Tried to allocate 64.00 GiB"
     assert fresh["ratio"] == {} and fresh["failed"] == {"eager": why} and "seconds" in out
     forms = {"out=": fail, "fresh": row.forms["fresh"]}
-    out, fresh = measure("gather_kv", replace(row, forms=forms), case, 2, compiled=False, tick=int)
+    out, fresh = measure("gather_kv", replace(row, forms=forms), case, 2, compiled=False)
     assert out["error"] == why and "seconds" not in out and fresh["gb_per_s"] > 0
 
 
 def test_what_leaves_its_result_unwritten_is_not_timed(pretend_gpu):
     row, case = ROWS["gather_kv"], Case(N, torch.float32, 2, 64)
-    (result,) = measure(
-        "gather_kv", replace(row, forms={"out=": lambda c: c.out[0].zero_()}), case, 2, compiled=False, tick=int
-    )
+    (result,) = measure("gather_kv", replace(row, forms={"out=": lambda c: c.out[0].zero_()}), case, 2, compiled=False)
     assert "unwritten" in result["error"]
 
 
@@ -468,7 +496,7 @@ def gpu_record(pretend_gpu, monkeypatch):
     for name, row in ROWS.items():
         for n in [row.shape[1]] if row.shape else [N // 2, N]:
             for dtype in (torch.float32, torch.bfloat16):
-                rows += measure(name, row, Case(n, dtype, 1, 16), 1, compiled=False, tick=int)
+                rows += measure(name, row, Case(n, dtype, 1, 16), 1, compiled=False)
     for r in rows:
         r["seconds"] = {"best": 20e-6, "median": 20e-6}
         r["stages"] = dict.fromkeys(r["stages"], 0.05)
@@ -539,14 +567,10 @@ def test_jobs_of_a_gpu(monkeypatch):
 @pytest.mark.parametrize("seconds", [None, 1e-9])
 def test_a_run_in_which_all_fails_still_leaves_a_record(seconds, tmp_path, monkeypatch, capsys):
     file = tmp_path / "gpu.json"
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["bench", "--ops", "gather_kv", "--n", "512", "--json", str(file), "--plot", str(tmp_path / "gpu.png")],
-    )
-    a = command.arguments()
+    said = ["--ops", "gather_kv", "--n", "512", "--json", str(file), "--plot", str(tmp_path / "gpu.png")]
+    a = command.arguments(said)
     a.device, a.seconds = "cuda", seconds
-    monkeypatch.setattr(command, "arguments", lambda: a)
+    monkeypatch.setattr(command, "arguments", lambda argv: a)
     monkeypatch.setattr(record, "gpu", lambda: {"name": "None", "driver": "0", "cuda": "0"})
     monkeypatch.setattr(command, "usable", lambda: True)
     assert command.main() == (0 if seconds else 1)
@@ -628,7 +652,7 @@ def test_a_kernel_that_hangs_is_given_up(on_cuda, tmp_path, monkeypatch):
 def test_what_is_compiled(on_cuda, option, compiled):
     seen = []
 
-    def measured(name, row, case, repeats, compiled, tick):
+    def measured(name, row, case, repeats, compiled):
         seen.extend([case.n] if compiled else [])
         return [result(name, case)]
 

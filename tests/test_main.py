@@ -1,7 +1,9 @@
 """python -m kvops: what this installation has, what it lacks, and the commands that mend it."""
 
+import ast
 import copy
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,21 +13,31 @@ import pytest
 import torch
 
 import kvops
-from kvops import __main__ as command
+from kvops import commands
+from kvops import info as command
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def python(*words: str | Path, expect: int = 0) -> tuple[str, str]:
+    """What Python prints to stdout and stderr, started beside this kvops."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.returncode == expect, done.stderr
+    return done.stdout, done.stderr
+
+
 def run(*options: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "kvops", *options], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    return done.stdout
+    out, err = python("-m", "kvops", *options)
+    assert err == "", err
+    return out
 
 
 def test_one_screen_says_what_is_here():
     out = run()
     info = kvops.build_info()
     assert len(out.splitlines()) <= 24
+    assert [x.split()[0] for x in out.splitlines()[-5:]] == ["info", "demo", "eval", "bench", "analysis"]
     rows = dict(re.findall(r"^(\S+(?: \S+)*)  +(.*)$", out, re.MULTILINE))
     assert rows["kvops"].startswith(f"{kvops.__version__}, ") and rows["torch"].startswith(torch.__version__)
     assert rows["CPU kernels"].startswith(f"{info['isa']}: ")
@@ -82,10 +94,9 @@ def test_what_is_missing_comes_with_its_command(monkeypatch):
         ({"built": True, "archs": ["80"], "why": "it is broken"}, "13.0", "not loaded, built for sm_80: it is broken"),
     ],
 )
-def test_cuda_kernels(change, cuda, expected, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", cuda)
+def test_cuda_kernels(change, cuda, expected):
     facts = {"built": False, "archs": [], "loaded": False, "why": "", "sm90": {"built": False, "why": ""}} | change
-    assert command.cuda_line(facts).startswith(expected)
+    assert command.cuda_line(facts, cuda).startswith(expected)
 
 
 def test_gpus_and_hopper():
@@ -106,3 +117,87 @@ def test_gpus_and_hopper():
 def test_forced_instruction_sets_are_named():
     found = {"isa": "v2", "isa_built": ["v2", "v3"], "isa_forced": "v2", "threads": 4}
     assert command.cpu_line(found) == "v2: x86-64-v2, SSE4 (forced by KVOPS_ISA=v2); also built: v3; 4 threads"
+
+
+# Commands
+
+
+@pytest.mark.parametrize("name", [x for x in commands.COMMANDS if x != "demo"])
+def test_a_command_is_its_module(name, capsys):
+    with pytest.raises(SystemExit) as done:
+        commands.main([name, "--help"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m kvops{'' if name == 'info' else f'.{name}'} ")
+
+
+def test_a_command_gets_its_arguments():
+    out, err = python("-m", "kvops", "bench", "--ops", "nothing", expect=2)
+    assert out == "" and "nothing" in err
+    assert "--methods" in python("-m", "kvops", "eval", "--help")[0]
+
+
+def test_a_command_with_a_typo():
+    expected = "kvops: expected a command, info, demo, eval, bench, analysis, got"
+    assert python("-m", "kvops", "bnech", expect=2) == ("", f"{expected} 'bnech'; did you mean 'bench'?\n")
+    assert python("-m", "kvops", "what", "--json", expect=2) == ("", f"{expected} 'what'\n")
+
+
+def test_the_script_is_declared():
+    if not (ROOT / "pyproject.toml").exists():
+        pytest.skip("no source tree")
+    assert '\n[project.scripts]\nkvops = "kvops.commands:main"\n' in (ROOT / "pyproject.toml").read_text()
+
+
+# Without torch: python -S finds no installed package.
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    """The console script, as pip writes it."""
+    file = tmp_path / "kvops"
+    file.write_text("import sys\nfrom kvops.commands import main\nif __name__ == '__main__':\n    sys.exit(main())\n")
+    return file
+
+
+NO_TORCH = "kvops needs torch >= 2.10, which is not installed: pip install torch ("
+
+
+def test_the_script_runs_commands(script):
+    assert python(script, "info") == python("-m", "kvops")
+
+
+def test_the_table_without_torch(script):
+    out, err = python("-S", "-m", "kvops", expect=1)
+    rows = dict(re.findall(r"^(\S+(?: \S+)*)  +(.*)$", out, re.MULTILINE))
+    assert err == "" and NO_TORCH in rows["kvops"] and rows["kvops"].startswith(kvops.__version__)
+    assert rows["torch"] == "not installed" and rows["Python"].startswith(sys.version.split()[0])
+    assert rows["tqdm"].endswith("pip install tqdm") and "\n  bench " in out
+    assert python("-S", script, expect=1)[0] == python("-S", script, "info", expect=1)[0] == out
+    found = json.loads(python("-S", "-m", "kvops", "info", "--json", expect=1)[0])
+    assert found["kvops"] == kvops.__version__ and found["error"].startswith(NO_TORCH) and found["torch"] == ""
+
+
+def test_other_commands_without_torch(script):
+    for command_line in (("-m", "kvops"), (script,)):
+        out, err = python("-S", *command_line, "eval", "--quick", expect=1)
+        assert out == "" and err.startswith(f"kvops eval: {NO_TORCH}") and err.count("\n") == 1
+    out, err = python("-S", "-m", "kvops.eval", expect=1)
+    assert out == "" and NO_TORCH in err and err.count("\n") == 1
+
+
+def test_import_without_torch(tmp_path):
+    out, err = python("-S", "-c", "import kvops", expect=1)
+    assert out == "" and err.splitlines()[-1].startswith(f"ImportError: {NO_TORCH}")
+    assert "During handling" not in err and "direct cause" not in err
+    for name in ("kvops_user", "user"):  # other modules that are run, and a package that imports kvops
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("import kvops")
+        code = f"import runpy, sys; sys.path.append({str(tmp_path)!r}); runpy.run_module({name!r})"
+        assert python("-S", "-c", code, expect=1)[1].splitlines()[-1].startswith(f"ImportError: {NO_TORCH}")
+
+
+def test_old_pythons_are_told():
+    ast.parse((ROOT / "kvops/__init__.py").read_text(), feature_version=(3, 7))
+    code = "import sys; sys.version_info = (3, 9, 18); import kvops"
+    _, err = python("-c", code, expect=1)
+    assert err.splitlines()[-1].startswith("ImportError: kvops needs Python >= 3.10, found ")

@@ -341,7 +341,7 @@ class Stage:
     def bench(self, command, out, seconds, env):
         """The real benchmark command, without the measuring."""
 
-        def measure(name, row, case, repeats, compiled, tick):
+        def measure(name, row, case, repeats, compiled):
             dtype = str(case.dtype).removeprefix("torch.")
             self.order.append(f"{name} {case.n} {dtype}" + ", compiled" * compiled + ", Hopper" * ("KVOPS_SM90" in env))
             self.clock.wait((self.COMPILED_ROW if compiled else self.ROW) * max(1, case.n / 262_144))

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.record import Refused, check_target, origin, write
+from ..commands import Parser
 from ..demo import MODEL, TEXT
 from . import report
 
 
 def make_parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m kvops.analysis",
         description="Measure the keys and queries of a model: attention sinks, cosines, KeyDiff's bounds, locality.",
     )

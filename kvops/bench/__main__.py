@@ -6,10 +6,11 @@ import argparse
 import gc
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import build_info, ops
+from ..commands import Parser
+from ..specs import did_you_mean
 from . import pages
 from .columns import aligned
 from .goals import goals, goals_of
@@ -59,13 +62,19 @@ def path(said: str) -> Path:
     return Path(said)
 
 
-def arguments() -> argparse.Namespace:
-    p = argparse.ArgumentParser(
+def row_name(said: str) -> str:
+    if said not in ROWS:
+        raise argparse.ArgumentTypeError(f"expected a row of the benchmark, got {said!r}{did_you_mean(said, ROWS)}")
+    return said
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    p = Parser(
         prog="python -m kvops.bench",
         description="Measure time and bandwidth, and compare with PyTorch, eager and compiled.",
     )
     p.add_argument(
-        "--ops", nargs="+", choices=ROWS, metavar="OP", help=f"rows to measure (default: all), of: {', '.join(ROWS)}"
+        "--ops", nargs="+", type=row_name, metavar="ROW", help=f"rows to measure (default: all), of: {shlex.join(ROWS)}"
     )
     p.add_argument(
         "--n",
@@ -91,7 +100,8 @@ def arguments() -> argparse.Namespace:
     p.add_argument(
         "--from", type=path, metavar="FILE", dest="file", help="measure nothing; show a file that --json wrote"
     )
-    a = p.parse_args()
+    a = p.parse_args(argv)
+    a.argv = argv
     cuda = a.device == "cuda"
     a.ops = list(dict.fromkeys(a.ops or (name for name, row in ROWS.items() if cuda or not row.cuda_only)))
     a.dtype = list(dict.fromkeys(a.dtype or (["bf16", "fp32"] if cuda else ["fp32", "bf16"])))
@@ -264,13 +274,13 @@ def show(record: dict[str, Any], plot: Path | None, page: Path | None) -> None:
         print(f"wrote {plot}")
 
 
-def progress(total: int) -> AbstractContextManager[Any]:
-    """Return a progress bar that appears after three seconds, if tqdm is installed and the output is a terminal."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return nullcontext()
-    return tqdm(total=total, delay=3, leave=False, disable=None, unit="rep")
+def brief(result: dict[str, Any], typical: str) -> str:
+    """Return one result in a few words."""
+    form = f"{result['form']} ".lstrip()
+    if "error" in result:
+        return f"{form}failed: {result['error']}"
+    ratios = "".join(f", {x} {r[typical]:.3g}x" for x, r in result["ratio"].items())
+    return f"{form}{duration(result['seconds'][typical])}, {result['gb_per_s']:.1f} GB/s{ratios}"
 
 
 class Job(NamedTuple):
@@ -315,7 +325,7 @@ def compiled(a: argparse.Namespace, job: Job) -> bool:
     return not a.quick and (a.compile is None or job.n in a.compile)
 
 
-def attempt(a: argparse.Namespace, job: Job, tick: Callable[[], Any]) -> list[dict[str, Any]]:
+def attempt(a: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
     """Return the results of a job. An error is a result too, so that the other rows still run."""
     cuda = a.device == "cuda"
     try:
@@ -323,7 +333,7 @@ def attempt(a: argparse.Namespace, job: Job, tick: Callable[[], Any]) -> list[di
             gc.collect()
             torch.cuda.empty_cache()
         case = Case(job.n, DTYPES[job.dtype], job.heads, a.head_dim, a.device, ROWS[job.name].batch)
-        return measure(job.name, ROWS[job.name], case, a.repeats, compiled(a, job), tick)
+        return measure(job.name, ROWS[job.name], case, a.repeats, compiled(a, job))
     except Exception as error:
         return failure(a, job, error)
 
@@ -340,7 +350,7 @@ def failure(a: argparse.Namespace, job: Job, error: Exception) -> list[dict[str,
 def begin(a: argparse.Namespace) -> tuple[dict[str, Any], list[Job]]:
     """Return the record and the jobs to run: all of them, or those that the record of --resume lists as left out."""
     found = {
-        **origin("python", "-m", "kvops.bench", *sys.argv[1:], device=a.device),
+        **origin("python", "-m", "kvops.bench", *a.argv, device=a.device),
         "repeats": a.repeats,
         "statistic": "median" if a.device == "cuda" else "best",
         "rows": [],
@@ -357,10 +367,11 @@ def begin(a: argparse.Namespace) -> tuple[dict[str, Any], list[Job]]:
     return found, todo
 
 
-def main() -> int:
-    if "--paged" in sys.argv[1:]:
-        return pages.main([x for x in sys.argv[1:] if x != "--paged"])
-    a = arguments()
+def main(argv: list[str] | None = None) -> int:
+    said = sys.argv[1:] if argv is None else argv
+    if "--paged" in said:
+        return pages.main([x for x in said if x != "--paged"])
+    a = arguments(said)
     try:
         return run(a)
     except (Refused, OSError) as error:  # OSError: a file or its disk
@@ -398,19 +409,18 @@ def run(a: argparse.Namespace) -> int:
         write(a.json, record)
     stopped = False
     try:
-        with progress(len(todo) * a.repeats) as bar:
-            for job in todo:
-                if a.seconds and time.monotonic() - started > a.seconds:
-                    break
-                if bar is not None:
-                    bar.set_postfix_str(str(job))
-                limit = 4 * STUCK if compiled(a, job) else STUCK
-                with at_most(limit, partial(give_up, job, limit)) if cuda else nullcontext():
-                    results = attempt(a, job, bar.update if bar is not None else int)
-                keep(job, results)
-                if cuda and any("error" in r for r in results) and not usable():
-                    print(f"This process lost the GPU in {job}; --resume measures the other rows.")
-                    return LOST
+        for i, job in enumerate(todo, 1):
+            if a.seconds and time.monotonic() - started > a.seconds:
+                break
+            print(f"[{i:{len(str(len(todo)))}} of {len(todo)}] {job}: ", end="", flush=True)
+            limit = 4 * STUCK if compiled(a, job) else STUCK
+            with at_most(limit, partial(give_up, job, limit)) if cuda else nullcontext():
+                results = attempt(a, job)
+            print("; ".join(brief(r, record["statistic"]) for r in results), flush=True)
+            keep(job, results)
+            if cuda and any("error" in r for r in results) and not usable():
+                print(f"This process lost the GPU in {job}; --resume measures the other rows.")
+                return LOST
     except KeyboardInterrupt:
         stopped = True
     show(record, a.plot, a.markdown)

@@ -8,7 +8,6 @@ share KV heads: the geometric mean of (time of torch_flash / time of kvops). Abo
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..commands import Parser
 from ..flash_attention import AMX, KVOPS_ROWS, attention
 from .columns import aligned
 from .measure import Contender, in_turns
@@ -107,7 +107,7 @@ def wrong(found: Means, amx: bool = AMX) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m kvops.bench.attention",
         description="Time torch_flash and kvops in turns on the CPU; check that kvops.attention uses the faster one.",
     )

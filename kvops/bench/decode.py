@@ -8,7 +8,6 @@ after each step, untimed). All caches together are larger than the processor's, 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import Cache, Rope, ops
+from ..commands import Parser
 from ..methods import H2O, L2, SATKV, TOVA, Full, KeyDiff, LaCache, LagKV, Policy, ProtoKV, SnapKV, StreamingLLM
 from .columns import aligned
 from .record import Refused, check_target, origin, write
@@ -148,7 +148,7 @@ def cell(x: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     names = list(policies(1024))
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m kvops.bench.decode",
         description="Time a decode step of one layer under each method on the CPU, in turns with DynamicCache + sdpa.",
     )
@@ -174,6 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     said = sys.argv[1:] if argv is None else argv
     record = {**origin("python", "-m", "kvops.bench.decode", *said), "heads": a.heads, "steps": a.steps, "rows": []}
     for dtype, m in product(a.dtype, a.budget):
+        print(f"{dtype}, {m:,} tokens: {a.steps} steps of each method", flush=True)
         record["rows"] += measure(dtype, m, a.heads, a.steps, a.methods)
         if a.json:
             write(a.json, record)

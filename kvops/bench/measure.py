@@ -194,9 +194,7 @@ def check_written(cases: list[Case], rival: gpu.Replayed) -> None:
 
 
 @torch.no_grad()
-def measure(
-    name: str, row: Row, case: Case, repeats: int, compiled: bool, tick: Callable[[], Any]
-) -> list[dict[str, Any]]:
+def measure(name: str, row: Row, case: Case, repeats: int, compiled: bool) -> list[dict[str, Any]]:
     """Time a row in one shape and dtype, all contenders in turns.
 
     Args:
@@ -205,7 +203,6 @@ def measure(
         case: its inputs.
         repeats: samples per contender.
         compiled: also time the baseline under torch.compile.
-        tick: called after each repetition.
 
     Returns:
         One result per form of the row, as it goes into a record.
@@ -230,7 +227,6 @@ def measure(
     for _ in range(repeats):  # in turns, so that changes of the machine's speed affect all alike
         for key, rival in rivals.items():
             seconds[key].append(rival.sample())
-        tick()
 
     def compared(form: str) -> dict[str, Any]:
         """Return the bandwidth and the fraction of it that a form reaches."""

@@ -8,7 +8,6 @@ many requests or all layers with a call for each.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import _lib, ops
+from ..commands import Parser
 from ..methods.shorthands import keydiff_compress_
 from .columns import aligned
 from .measure import Contender, in_turns
@@ -139,6 +139,11 @@ def calls(c: Case, k: Tensor, v: Tensor, table: Tensor | None) -> dict[str, Call
     return every
 
 
+def measured(row: dict[str, Any], prefix: str = "") -> str:
+    """Return the results of a row in a few words, for the line that is printed as soon as it is there."""
+    return ", ".join([f"{1e3 * row['seconds']:.3g} ms", *(f"{prefix}{x} {y:.2f}x" for x, y in row["ratio"].items())])
+
+
 @torch.no_grad()
 def measure(c: Case, dtype: str, sizes: list[int], names: list[str], seconds: float) -> list[dict[str, Any]]:
     """Return a row per operator and order: median times, and median ratios to dense memory in each round."""
@@ -163,6 +168,7 @@ def measure(c: Case, dtype: str, sizes: list[int], names: list[str], seconds: fl
                 "ratio": {size: statistics.median(a / b for a, b in zip(taken[size], taken[0])) for size in sizes},
             }
         )
+        print(f"{name}, {order}, {dtype}, {c.n:,} tokens: {measured(rows[-1], 'page ')}", flush=True)
     return rows
 
 
@@ -187,6 +193,7 @@ def measure_fp8(c: Case, size: int, names: list[str], seconds: float) -> list[di
                 "ratio": {x: statistics.median(a / b for a, b in zip(taken[x], taken["bf16"])) for x in FP8},
             }
         )
+        print(f"{name}, fp8, {c.n:,} tokens, pages of {size}: {measured(rows[-1])}", flush=True)
     return rows
 
 
@@ -246,7 +253,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m kvops.bench --paged",
         description="Time the operators on shuffled pages of one request, in turns with dense memory, on the CPU.",
     )
@@ -290,7 +297,7 @@ def main(argv: list[str]) -> int:
         record["together"] += measure_together(max(1, few // size) * size, dtype, a.heads, size, a.seconds)
         if a.json:
             write(a.json, record)
-    print(table(record["rows"]))
+    print("\n" + table(record["rows"]))
     print("\ndense: median time; page 16: how many times longer shuffled pages of 16 slots take")
     print(*lines_fp8(record["fp8"]), *lines_together(record["together"]), sep="\n")
     return 0

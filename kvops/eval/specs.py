@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ..bench.record import Refused as Refused
-from ..specs import parse_options
+from ..specs import did_you_mean, parse_options
 
 
 def canonical(spec: str, names: Collection[str]) -> str:
@@ -31,5 +31,5 @@ def parse(kind: str, spec: str, names: Collection[str]) -> tuple[str, dict[str, 
     """
     name, _, rest = canonical(spec, names).partition(":")
     if name not in names:
-        raise ValueError(f"{kind} must be one of {', '.join(names)}, got {name!r}")
+        raise ValueError(f"{kind} must be one of {', '.join(names)}, got {name!r}{did_you_mean(name, names)}")
     return name, parse_options(kind, spec, name, rest)

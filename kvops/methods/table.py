@@ -7,7 +7,6 @@ also be `path/to/file.py:Class` or `module:Class`, which runs the code of that f
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
-from ..specs import parse_options
+from ..specs import did_you_mean, parse_options
 from .base import Policy
 from .baselines import L2, Full, Random, StreamingLLM
 from .criticalkv import CriticalKV
@@ -142,7 +141,7 @@ def find(spec: str, allow_code: bool = False) -> tuple[Entry, str, dict[str, Any
             names = [*METHODS, *sorted(installed.names)]
             code = ", path/to/file.py:Class, or module:Class" if allow_code else ""
             raise ValueError(
-                f"method must be one of {', '.join(names)}{code}, got {spec!r}{_hint(name.lower(), names)}"
+                f"method must be one of {', '.join(names)}{code}, got {spec!r}{did_you_mean(name.lower(), names)}"
             )
         if not allow_code:
             raise ValueError(
@@ -182,14 +181,9 @@ def policy(spec: str, *, allow_code: bool = False, **settings: Any) -> Policy:
     known = [x.name for x in fields(entry.policy)]  # type: ignore[arg-type]  # all policies are dataclasses
     if unknown := [x for x in wanted if x not in known]:
         raise TypeError(
-            f"method {name!r} has no setting {unknown[0]!r}, only {', '.join(known)}{_hint(unknown[0], known)}"
+            f"method {name!r} has no setting {unknown[0]!r}, only {', '.join(known)}{did_you_mean(unknown[0], known)}"
         )
     return entry.policy(**wanted)
-
-
-def _hint(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _class(place: str, name: str) -> object:
