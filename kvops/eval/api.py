@@ -244,7 +244,7 @@ def run(
         failed: list[Step] = []
 
         def prepared() -> tuple[Reader, Filler]:
-            return Reader(model), Filler(tokenizer, TEXT.read_text() if text is None else text)
+            return Reader(model, inner), Filler(tokenizer, TEXT.read_text() if text is None else text)
 
         with Results((folder or Path(temporary)) / "results.jsonl", settings, where) as results:
             with in_eval_mode(inner), own_attention(inner):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -126,9 +127,7 @@ class Filler:
         """
         if not self.tokenizer.chat_template:
             raise Refused("--chat: expected a tokenizer with a chat template, got one without; leave out --chat")
-        cut = "<cut>"
-        while cut in context + question:
-            cut += cut
+        cut = next(x for x in map("<cut {}>".format, count()) if x not in context + question)
         turn = [{"role": "user", "content": context + cut + question}]
         try:
             text = self.tokenizer.apply_chat_template(

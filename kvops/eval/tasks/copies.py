@@ -74,8 +74,8 @@ def read_task(folder: Path, task: str, column: str) -> list[dict[str, Any]]:
 
 @dataclass
 class Copy(AnswerTask):
-    """task: one of the benchmark's tasks; data: the folder (default: --data); chat: whether to use the chat template of the
-    model (default: --chat).
+    """task: one of the benchmark's tasks; data: the folder (default: --data); chat: whether to use the chat template of
+    the model (default: --chat).
 
     Prompts differ in length, so they are read one at a time.
     """
