@@ -150,6 +150,7 @@ def test_what_results_can_do(loaded, tmp_path):
     assert report.name == "report.md" and (tmp_path / "report" / "summary.json").exists()
     figure = results.plot()
     figure.savefig(tmp_path / "plot.png")
+    assert figure._repr_png_().startswith(b"\x89PNG")  # which notebooks show
     assert (tmp_path / "plot.png").read_bytes() != b"" and results.plot("passkey:digits=4", 256) is not figure
     assert "KeyDiff" in str(results) and str(results) == repr(results)
     with pytest.raises(ValueError, match="Evaluation.plot: expected a task and context of passkey:digits=4, 256, got"):
@@ -346,7 +347,9 @@ def test_scores_of_a_task_that_are_wrong(loaded):
             outcome.scores = {"right": [1.0]}
             return outcome
 
-    with pytest.raises(ValueError, match="task wrong: expected a list of 2 numbers as right, one per prompt, got .1.0."):
+    with pytest.raises(
+        ValueError, match="task wrong: expected a list of 2 numbers as right, one per prompt, got .1.0."
+    ):
         kvops.eval.run(*loaded, **{**SMALL, "tasks": [Wrong()]}, methods=["full"])
 
 
@@ -370,3 +373,19 @@ def test_out_of_memory(loaded, monkeypatch, tmp_path):
     monkeypatch.setattr(Reader, "cut", cut)
     results = kvops.eval.run(*loaded, **SMALL, methods=["full", "keydiff"], out=tmp_path)
     assert [x["method"] for x in results.rows] == ["Full", "KeyDiff"]
+
+
+def test_the_notebook_runs(monkeypatch, capsys):
+    pytest.importorskip("pandas")
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(ROOT / "examples")
+    notebook = json.loads((ROOT / "examples" / "evaluate.ipynb").read_text())
+    names = {"__name__": "__main__"}  # as in a notebook
+    for number, cell in enumerate(x for x in notebook["cells"] if x["cell_type"] == "code"):
+        exec(compile("".join(cell["source"]), f"evaluate.ipynb, cell {number}", "exec"), names)
+    printed = capsys.readouterr().out
+    assert re.search(r"^after +KeyDiff budget=0.25 sinks=4 +137 kept, 100% of the digits$", printed, re.M)
+    assert {*names["table"].method} == {"Full", "KeyDiff", "SnapKV", "ValueNorm", "KeyDiff budget=0.25 sinks=4"}
+    assert {x["method"]: x["right"] for x in names["mine"].rows if x["point"] == "before"} == {
+        "Full": 1, "KeyDiff": 1, "StreamingLLM": 0
+    }  # fmt: skip

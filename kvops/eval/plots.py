@@ -102,8 +102,17 @@ def finding(rows: list[Row], kind: Traits, task: str, context: int) -> str:
     return f"{task}, {prompts(rows)}: best score at {middle:,} of {context:,} tokens: {'; '.join(said)}"
 
 
+class Picture(Figure):
+    """A figure that a notebook shows, whether or not pyplot is in use."""
+
+    def _repr_png_(self) -> bytes:
+        picture = io.BytesIO()
+        self.savefig(picture, dpi=120, format="png", metadata={"Software": None})
+        return picture.getvalue()
+
+
 @contextmanager
-def figure(path: Path | None, title: str, height: float, width: float = 8.0, caption: str = "") -> Iterator[Figure]:
+def figure(path: Path | None, title: str, height: float, width: float = 8.0, caption: str = "") -> Iterator[Picture]:
     """Yield a figure, independent of the user's matplotlib settings, and write it at the end, if there is a path.
 
     8 inches are 960 pixels, so text of 9 points is legible at 800.
@@ -111,16 +120,13 @@ def figure(path: Path | None, title: str, height: float, width: float = 8.0, cap
     defaults = {x: y for x, y in matplotlib.rcParamsDefault.items() if x != "backend"}
     settings: dict[Any, Any] = {**defaults, **STYLE}
     with matplotlib.rc_context(settings):
-        page = Figure(figsize=(width, height), layout="constrained")
+        page = Picture(figsize=(width, height), layout="constrained")
         page.suptitle("\n".join(textwrap.wrap(title, round(12.2 * width))), x=0.008, ha="left", fontsize=11)
         if caption:
             page.supxlabel(caption, x=0.008, ha="left", fontsize=8, color="#777777")
         yield page
-        picture = io.BytesIO()
         if path:
-            page.savefig(picture, dpi=120, format="png", metadata={"Software": None})
-    if path:
-        replace(path, picture.getvalue())
+            replace(path, page._repr_png_())
 
 
 def values(row: Row, kind: Traits) -> tuple[float, float, float]:
