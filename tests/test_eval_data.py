@@ -319,6 +319,117 @@ def test_damaged_files(tmp_path, filler, file, content):
         TASKS["longbench"](task="trec", data=tmp_path).prompts(filler, 10**5, 1, 0)
 
 
+# ---- chat templates ----
+
+#: Trims the turn, as many templates do.
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[model]{% endif %}{% if enable_thinking %}[think]{% endif %}"
+)
+
+
+@pytest.fixture
+def chatting() -> Filler:
+    """With a tokenizer that has a chat template."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.MODEL)
+    tokenizer.chat_template = TEMPLATE
+    return Filler(tokenizer, TEXT)
+
+
+@pytest.mark.parametrize("name, rows", [("ruler", ruler_rows), ("longbench", longbench_rows)])
+def test_a_prompt_in_the_chat_template(tmp_path, chatting, name, rows):
+    """A user's turn with the question after the context, then the model's turn, which the answer's prefix begins."""
+    save(rows(), tmp_path, "jsonl")
+    save_config(tmp_path)
+    (row, *_) = rows()
+    task = TASKS[name](task="niah_single_1" if name == "ruler" else "trec", data=tmp_path, chat=True)
+    (prompt, *_) = task.prompts(chatting, 1600, 3, 0)
+    (turn,) = prompt.turns
+    said = row["context"] + row["question"] if name == "ruler" else PROMPTS["trec"].format(**row)
+    message = [{"role": "user", "content": said}]
+    ids = chatting.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    prefix = row["answer_prefix"] if name == "ruler" else ""
+    assert [*prompt.context, *turn.question] == [*ids, *chatting.encode(prefix)]
+    before = row["context"] if name == "ruler" else "Name the kind.\n" + row["context"]
+    assert chatting.decode(prompt.context) == "[user]" + before
+    assert chatting.decode(turn.question).endswith("[end][model]" + prefix)
+
+
+def test_a_long_prompt_in_the_chat_template(tmp_path, chatting):
+    """The middle of the text is lost; what the template adds is not."""
+    save(longbench_rows(), tmp_path, "jsonl")
+    save_config(tmp_path)
+    task = TASKS["longbench"](task="trec", data=tmp_path, chat=True)
+    (prompt, *_) = task.prompts(chatting, 301, 3, 0)
+    ids = np.concatenate([prompt.context, prompt.turns[0].question])
+    text = chatting.decode(ids)
+    assert len(ids) <= 301 and text.startswith("[user]Name the kind.") and text.endswith("The pass key is[end][model]")
+
+
+def test_templates_that_fail(chatting, filler):
+    for template, words in {
+        "{{ raise_exception('no user turns') }}": "--chat: the tokenizer's chat template fails: no user turns",
+        "nothing": "--chat: expected the user's turn once in the rendered chat, found 0 times",
+        "{{ messages[0].content }}{{ messages[0].content }}": "found 2 times",
+    }.items():
+        chatting.tokenizer.chat_template = template
+        with pytest.raises(Refused, match=words):
+            chatting.in_chat("a", "b")
+    with pytest.raises(Refused, match="--chat: expected a tokenizer with a chat template, got one without"):
+        filler.in_chat("a", "b")
+    chatting.tokenizer.chat_template = TEMPLATE
+    assert chatting.in_chat("a <cut 0>", "0> b") == ("<bos>[user]a <cut 0>", "0> b[end][model]")
+
+
+@pytest.mark.parametrize(
+    "template, said, chat",
+    [(True, [], True), (True, ["--chat"], True), (True, ["--no-chat"], False), (False, [], False)],
+)
+def test_chat_on_the_command_line(tmp_path, template, said, chat):
+    """On by default if the tokenizer has a template; the task's name in the results says so. Needles are as before."""
+    for file in run.MODEL.glob("*.*"):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / file.name).symlink_to(file)
+    if template:
+        (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    save(ruler_rows(), tmp_path / "data", "jsonl")
+    argv = f"--model {tmp_path}/model --tasks ruler passkey:digits=4 --data {tmp_path}/data --out {tmp_path}/out"
+    argv += " --context 900 --prompts 1 --points before --methods full"
+    a = run.arguments([*argv.split(), *said], run.make_parser(), rule)
+    assert [*a.plan.tasks] == ["ruler:chat=True" if chat else "ruler", "passkey:digits=4"]
+    assert a.plan.tasks[[*a.plan.tasks][0]].chat is chat
+    lines = load(run.measure(a, "python -m kvops.eval", Reader))[1]
+    assert [x["task"] for x in lines] == [*a.plan.tasks]
+
+
+def test_a_task_that_has_decided_about_chat(tmp_path):
+    save(ruler_rows(), tmp_path, "jsonl")
+    argv = ["--tasks", "ruler:chat=True", "ruler:task=niah_single_2,chat=False", "--data", str(tmp_path)]
+    a = run.arguments(argv, run.make_parser(), rule)
+    assert {spec: x.chat for spec, x in a.plan.tasks.items()} == dict(zip(argv[1:3], (True, False)))
+    with pytest.raises(Refused, match="ruler: chat must be True, False or None, got 'yes'"):
+        run.make_task("ruler:chat=yes", tmp_path)
+    with pytest.raises(SystemExit):
+        run.arguments([*argv[:1], "ruler", *argv[3:], "--model", str(tmp_path / "nowhere")], run.make_parser(), rule)
+
+
+def test_chat_from_python(tmp_path, chatting):
+    import kvops.eval
+
+    save(ruler_rows(), tmp_path, "jsonl")
+    model = transformers.AutoModelForCausalLM.from_pretrained(run.MODEL)
+    mine = TASKS["ruler"](data=tmp_path)
+    given = {"tasks": [mine], "methods": ["full"], "context": 900, "prompts": 1, "points": ["before"]}
+    for chat, name in ((None, "ruler:data=%s,chat=True"), (True, "ruler:data=%s,chat=True"), (False, "ruler:data=%s")):
+        (row,) = kvops.eval.run(model, chatting.tokenizer, **given, chat=chat).rows
+        assert row["task"] == name % tmp_path and mine.chat is None
+    plain = transformers.AutoTokenizer.from_pretrained(run.MODEL)
+    with pytest.raises(
+        ValueError, match="kvops.eval.run: chat: expected a tokenizer with a chat template, got one wit"
+    ):
+        kvops.eval.run(model, plain, **given, chat=True)
+
+
 def test_missing_package(tmp_path, monkeypatch):
     """It is reported before anything is measured."""
     monkeypatch.setitem(sys.modules, "rouge", None)

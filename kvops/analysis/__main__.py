@@ -64,7 +64,7 @@ def run(a: argparse.Namespace, command: str) -> dict[str, Any]:
 
     from .. import hf
     from ..eval import models
-    from ..eval.__main__ import described
+    from ..eval.identity import described
     from ..eval.tasks import TASKS
 
     model, filler = models.load(a.model, a.text, a.dtype, a.device, lambda x: hf.use_attention(x.eval()))

@@ -9,26 +9,22 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
-from functools import partial
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..bench.record import origin
 from ..demo import MODEL, TEXT
-from ..methods.budgets import budget_tokens
 from . import models
-from .methods import METHODS, Rule, Unreachable, options_of, rule
-from .results import CODE, Cell, Results, fingerprint, load
-from .specs import Refused, canonical, parse
+from .identity import described
+from .methods import METHODS, Rule, options_of, rule
+from .plan import MOST, SHARES, Plan
+from .results import Results, load
+from .specs import Refused, canonical
 from .summary import Summary, of_record
-from .tasks import POINTS, TASKS, Prompt, Reader, Task
-
-SHARES = [0.5, 0.125, 0.03125]  # fractions of the context
-MOST = 2**31 - 1  # tokens
+from .tasks import POINTS, TASKS, Filler, Reader, can_chat, in_chat, make_task
 
 
 def budget(said: str) -> int | float:
@@ -76,6 +72,10 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=int, default=11, help="prompts per batch (default 11)")
     p.add_argument("--seed", type=int, default=0, help="seed of the prompts (default 0)")
     p.add_argument("--text", type=path, default=TEXT, help="text to hide needles in (default: the shipped text)")
+    p.add_argument(
+        "--chat", action=argparse.BooleanOptionalAction,
+        help="put the prompts of RULER and LongBench into the model's chat template (default: if it has one)",
+    )  # fmt: skip
     p.add_argument("--data", type=path, help="folder with a local copy of LongBench or RULER")
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     p.add_argument(
@@ -102,26 +102,17 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
     a = p.parse_args(argv)
     a.context = a.context or [1024 if a.quick else 2048]
     a.prompts = (5 if a.quick else 64) if a.prompts is None else a.prompts
-    for name, least in (("prompts", a.prompts), ("batch", a.batch), ("context", min(a.context))):
-        if least < 1:
-            p.error(f"--{name}: expected at least 1, got {least}")
-    if max(a.context) > MOST:
-        p.error(f"--context: expected at most {MOST}, got {max(a.context)}")
-    if a.seed < 0:
-        p.error(f"--seed: expected at least 0, got {a.seed}")
     if os.path.lexists(a.out) and not a.out.is_dir():
         p.error(f"--out: expected a folder, got the file {a.out}")
     try:
         rules = {x: rule(x) for x in dict.fromkeys(a.methods)}
         a.kinds = {x: make_task(x, a.data) for x in dict.fromkeys(canonical(x, TASKS) for x in a.tasks)}
+        if not (a.list or a.files) and any(map(can_chat, a.kinds.values())):
+            chat = models.has_template(a.model) if a.chat is None else a.chat
+            a.kinds = dict(in_chat(spec, task, chat) for spec, task in a.kinds.items())
+        a.plan = Plan(a.kinds, a.context, a.points, [*rules.items()], a.budgets, a.prompts, a.batch, a.seed)
     except ValueError as error:
         p.error(str(error))
-    named: dict[str, tuple[str, Rule]] = {}
-    for said, method in rules.items():
-        other, found = named.setdefault(method.label, (said, method))
-        if found != method:
-            p.error(f"--methods: {other} and {said} are both called {method.label} in tables; name only one of them")
-    a.rules = [found for _, found in named.values()]
     for file in a.files or ():
         if not os.path.isfile(file):
             p.error(f"--from: expected a results file, got {file}")
@@ -136,37 +127,6 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
     return a
 
 
-def make_task(spec: str, data: Path | None) -> Task:
-    name, options = parse("task", spec, TASKS)
-    known = [x.name for x in fields(TASKS[name])]
-    for key in options:
-        if key not in known:
-            raise ValueError(f"task {spec!r}: {name} has no option {key!r}, expected some of {', '.join(known)}")
-    if "data" in known:
-        options.setdefault("data", data)
-    return TASKS[name](**options)
-
-
-def batch_size(a: argparse.Namespace, task: Task) -> int:
-    return a.batch if task.batches else 1
-
-
-def tokens(budgets: list[int | float], context: int) -> list[int]:
-    """Convert fractions of the context to tokens."""
-    return [budget_tokens("budget", x, context) for x in budgets]
-
-
-def cells(a: argparse.Namespace) -> Iterator[tuple[Cell, Rule]]:
-    """Yield the cells in the order of the run, so that compared cells are measured close together."""
-    for spec, task in a.kinds.items():
-        for context in a.context:
-            for batch in range(-(-a.prompts // batch_size(a, task))):
-                for point in (x for x in task.points if x in a.points or x not in POINTS):
-                    for method in a.rules:
-                        for size in tokens(a.budgets, context) if method.budgeted else [None]:
-                            yield Cell(spec, context, point, method.label, size, batch), method
-
-
 def describe() -> str:
     lines = ["methods, with the arguments of their classes:"]
     for name, entry in METHODS.items():
@@ -178,70 +138,37 @@ def describe() -> str:
     return "\n".join(lines)
 
 
-def described(path: Path | str) -> str:
-    """Return the file or folder name without its parents, plus a fingerprint of its content."""
-    mark = fingerprint(Path(path))
-    return f"{Path(path).resolve().name} ({mark})" if mark else str(path)
-
-
 def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader], **versions: str) -> list[Path]:
     """Measure the cells that are missing; return the results files.
 
     versions: versions to record beside torch's.
     """
-    used = {"model": a.model, "text": a.text, "data": a.data}
-    if not any(x.needs_model for x in a.kinds.values()):
-        used = {}
+    used = {"model": a.model, "text": a.text, "data": a.data} if a.plan.needs_model else {}
     settings = {
         **{name: described(path) for name, path in used.items() if path},
-        "prompts": a.prompts,
-        "batch": a.batch,
-        "seed": a.seed,
-        "dtype": a.dtype,
-        "device": a.device,
+        **{name: getattr(a, name) for name in ("prompts", "batch", "seed", "dtype", "device")},
     }
     where = origin(*shlex.split(command), device=a.device.split(":")[0])
     with Results(a.out / "results.jsonl", settings, {**where, **versions}) as results:
-        fill(a, results, reader_of)
+        show(a, results, lambda: models.load(a.model, a.text, a.dtype, a.device, reader_of))
     return [results.file]
 
 
-def fill(a: argparse.Namespace, results: Results, reader_of: Callable[..., Reader]) -> None:
-    """Measure the cells that the results lack."""
+def show(a: argparse.Namespace, results: Results, load: Callable[[], tuple[Reader, Filler]]) -> None:
+    """Measure the cells that the results lack, with a progress bar."""
     from tqdm import tqdm
 
-    every = dict(cells(a))  # each once: a fraction and a number may be the same budget
-    todo = [x for x in every.items() if x[0] not in results.done]
-    count = len(every)
-    if len(todo) < count:
-        print(f"{count - len(todo)} of {count} cells were measured before: {results.file}")
-    reader: Any = None
-    filler: Any = None
-    if any(a.kinds[x.task].needs_model for x, _ in todo):
-        reader, filler = models.load(a.model, a.text, a.dtype, a.device, reader_of)
-    made: tuple[tuple[str, int] | None, list[Prompt]] = (None, [])  # the prompts of a task and context
-    warm: set[tuple[Any, ...]] = set()
+    cells = a.plan.cells()
+    count, done = len(cells), len(results.done & cells.keys())
+    if done:
+        print(f"{done} of {count} cells were measured before: {results.file}")
     failed = 0
-    with tqdm(total=count, initial=count - len(todo), disable=None, unit="cell") as bar:
-        for cell, method in todo:
+    with tqdm(total=count, initial=done, disable=None, unit="cell") as bar:
+        for cell, line, why in a.plan.measure(results, load, warm_each=a.device != "cpu"):
             bar.set_postfix_str(f"{cell.task} {cell.context} {cell.point} {cell.method} {cell.budget or ''}")
-            task, size = a.kinds[cell.task], batch_size(a, a.kinds[cell.task])
-            if made[0] != (cell.task, cell.context):
-                made = (cell.task, cell.context), task.prompts(filler, cell.context, a.prompts, a.seed)
-            prompts = made[1][cell.batch * size : (cell.batch + 1) * size]
-            run = partial(task.run, reader, filler, prompts, method, cell.budget, cell.point)
-            # Untimed: the first call with these shapes loads, compiles and allocates; on a GPU each method's does.
-            shapes = (cell.task, cell.context) + (() if a.device == "cpu" else (cell.point, cell.method))
-            try:
-                if shapes not in warm:
-                    warm.add(shapes)
-                    run()
-                results.add(cell, {**asdict(run()), "depths": [x.depth for x in prompts]})
-            except Unreachable as error:
-                results.add(cell, {"unreachable": str(error)})
-            except torch.OutOfMemoryError as error:  # not recorded: the next run tries again
+            if line is None:
                 failed += 1
-                bar.write(f"out of memory: {cell}: {str(error).splitlines()[0]}", file=sys.stderr)
+                bar.write(f"out of memory: {cell}: {why}", file=sys.stderr)
             bar.update()
     if failed:
         print(f"{failed} of {count} cells ran out of memory; rerun the same command to retry them", file=sys.stderr)
@@ -266,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
             print(describe())
             return 0
         try:
-            from . import report  # before anything is measured
+            from . import plots, report  # noqa: F401  (before anything is measured)
         except ModuleNotFoundError as error:
             raise Refused(f"needs {error.name} for its pictures: pip install 'kvops[bench]'") from None
 
@@ -275,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
             from . import reader  # needs transformers, which a report does not
 
             said = sys.argv[1:] if argv is None else argv
-            code = {f"{CODE}{x.entry.label}": described(x.source) for x in a.rules if x.source}
+            code = {name: mark for x in a.plan.rules for name, mark in x.code.items()}
             files = measure(a, shlex.join(["python", "-m", "kvops.eval", *said]), reader.Reader, **code)
         if len(files) == 1 and files[0].suffix == ".json":
             print(report.write_summary(read_summary(files[0]), a.out))

@@ -7,16 +7,19 @@ A policy says in `Policy.at_budget` which of its settings meet a budget for a gi
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ..methods import Policy
 from ..methods.table import METHODS as METHODS
 from ..methods.table import Entry, find
+from .identity import described, described_class, digest
 
 MOST = 2**20  # tokens, more than any budget
 MOST_SAID = 2**31 - 1
+MOST_LABEL = 200  # characters; see `bench.record.name`
 #: The types of options that the command line accepts.
 KINDS = {int: "an int", float: "a float", str: "a str", bool: "a bool", type(None): "None"}
 
@@ -64,17 +67,17 @@ def check_option(label: str, key: str, value: object, kinds: tuple[type, ...]) -
 
 @dataclass(frozen=True)
 class Rule:
-    """A method with the options given on the command line.
+    """A method with the options that the user has chosen.
 
     Attributes:
-        label: the name in tables, such as "KeyDiff" or "LagKV lag=128".
+        label: the name in tables, such as "KeyDiff" or "LagKV lag=128". It has the options.
         entry: its entry in the table of methods.
         options: the policy's settings, by name.
     """
 
     label: str
     entry: Entry
-    options: dict[str, Any]
+    options: dict[str, Any] = field(compare=False)
 
     @property
     def budgeted(self) -> bool:
@@ -84,9 +87,20 @@ class Rule:
 
     @property
     def source(self) -> Path | None:
-        """The file that defines a policy from outside kvops; None for kvops' own."""
-        ours = {x.policy for x in METHODS.values()}
-        return None if self.entry.policy in ours else Path(inspect.getfile(self.entry.policy))
+        """The file that defines a policy from outside kvops; None for kvops' own, and for those of a notebook."""
+        policy = self.entry.policy
+        if policy.__module__ == "__main__" or policy in {x.policy for x in METHODS.values()}:
+            return None
+        module = sys.modules.get(policy.__module__)
+        return Path(module.__file__) if module and module.__file__ else None
+
+    @property
+    def code(self) -> dict[str, str]:
+        """For the record: the name and fingerprint of a policy from outside kvops."""
+        policy = self.entry.policy
+        if policy in {x.policy for x in METHODS.values()}:
+            return {}
+        return {f"method {self.entry.label}": described(self.source) if self.source else described_class(policy)}
 
     def policy(self, budget: int | None, n: int, num_layers: int, streaming: bool = False) -> Policy:
         """Return the policy that meets a budget.
@@ -110,6 +124,11 @@ class Rule:
             raise Unreachable(str(error)) from error
 
 
+def check_label(said: str, entry: Entry) -> None:
+    if any(entry.label == x.label and entry.policy is not x.policy for x in METHODS.values()):
+        raise ValueError(f"method {said}: {entry.label} is the name of a kvops method in tables; rename the class")
+
+
 def rule(spec: str) -> Rule:
     """Return the method that a command-line argument names.
 
@@ -121,8 +140,7 @@ def rule(spec: str) -> Rule:
         ValueError: the method, one of the settings or one of the values does not exist.
     """
     entry, _, options = find(spec, allow_code=True)  # a command line is as trusted as code
-    if any(entry.label == x.label and entry.policy is not x.policy for x in METHODS.values()):
-        raise ValueError(f"method {spec!r}: {entry.label} is the name of a kvops method in tables; rename the class")
+    check_label(repr(spec), entry)
     known = options_of(entry.policy)
     for key, value in options.items():
         if key not in known:
@@ -140,3 +158,40 @@ def rule(spec: str) -> Rule:
     except (TypeError, ValueError) as error:
         raise ValueError(f"method {spec!r}: {error}") from None
     return made
+
+
+def rule_of(method: str | Policy | type[Policy]) -> Rule:
+    """Return the method of a name, a class, or a policy, which is measured as it is, whatever the budgets.
+
+    Args:
+        method: a name as in `rule`, a subclass of `Policy`, or a policy.
+
+    Raises:
+        ValueError: the name cannot be parsed, or the class has the name of another one in tables.
+        TypeError: it is none of these.
+    """
+    if isinstance(method, str):
+        return rule(method)
+    cls = method if isinstance(method, type) else type(method)
+    if not issubclass(cls, Policy):
+        raise TypeError(f"method must be a name, a kvops policy or a subclass of kvops.Policy, got {method!r:.80}")
+    plain = (x for x in METHODS.values() if x.policy is cls and not x.defaults)
+    entry = next(plain, Entry(cls.__name__, cls, "others", ""))
+    check_label(f"{method!r:.80}", entry)
+    chosen = {} if isinstance(method, type) else settings_of(method)
+    label = entry.label + "".join(f" {key}={said(value)}" for key, value in chosen.items())
+    return Rule(label[:MOST_LABEL], entry, chosen)
+
+
+def settings_of(policy: Any) -> dict[str, Any]:
+    """Return the settings of a policy that differ from their defaults, and those that a budget would decide."""
+    return {
+        x.name: value
+        for x, value in ((x, getattr(policy, x.name)) for x in fields(policy) if x.init)
+        if x.name in policy.budget_settings or not (type(value) in KINDS and value == x.default)
+    }
+
+
+def said(value: object) -> str:
+    """A setting in a label: numbers and words as they are, else a fingerprint."""
+    return str(value) if type(value) in KINDS else digest(value)

@@ -33,9 +33,7 @@ def load(name: str, text: Path, dtype: str, device: str, prepare: Callable[[PreT
     """
     import transformers
 
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
-    if is_path and not Path(name).is_dir():  # transformers would take it for a hub's name
-        raise Refused(f"--model {name}: expected a folder that holds a model, or a name on a hub, got no such folder")
+    check_name(name)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # the text is longer than the model's context, on purpose
     try:
@@ -51,3 +49,25 @@ def load(name: str, text: Path, dtype: str, device: str, prepare: Callable[[PreT
     except Exception as error:  # no such folder or name, not a language model, or damaged files
         raise Refused(f"--model {name}: {first_line(error)}") from error
     return prepared, Filler(tokenizer, written)
+
+
+def check_name(name: str) -> None:
+    """Refuse a folder that does not exist: transformers would take it for a hub's name."""
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+    if is_path and not Path(name).is_dir():
+        raise Refused(f"--model {name}: expected a folder that holds a model, or a name on a hub, got no such folder")
+
+
+def has_template(name: str) -> bool:
+    """Whether a model's tokenizer has a chat template.
+
+    Raises:
+        Refused: the tokenizer cannot be read.
+    """
+    import transformers
+
+    check_name(name)
+    try:
+        return bool(transformers.AutoTokenizer.from_pretrained(name).chat_template)
+    except Exception as error:  # no such name, or damaged files
+        raise Refused(f"--model {name}: {first_line(error)}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import re
 import textwrap
@@ -25,16 +24,9 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 from ..bench.record import replace
 from .labels import GREY, SEVEN, label_ends, label_points
 from .specs import parse
-from .summary import Row, Summary, Traits, method_order
+from .summary import Row, Summary, Traits, method_order, perplexity, point_title
 from .tasks import TASKS
 
-POINTS = {
-    "before": "cut before the question",
-    "after": "cut after the question",
-    "stream": "evicting as the text streams by",
-    "chunked": "evicting after each chunk of the prompt",
-    "once": "cut once",
-}
 MOST = 6  # methods that a picture names, beside Full; the others are grey
 MARKERS = "osD^vh"
 SHADES = LinearSegmentedColormap.from_list("score", ["#f4f1ea", "#9dbfd6", "#2a6f97", "#12324a"])
@@ -110,21 +102,31 @@ def finding(rows: list[Row], kind: Traits, task: str, context: int) -> str:
     return f"{task}, {prompts(rows)}: best score at {middle:,} of {context:,} tokens: {'; '.join(said)}"
 
 
+class Picture(Figure):
+    """A figure that a notebook shows, whether or not pyplot is in use."""
+
+    def _repr_png_(self) -> bytes:
+        picture = io.BytesIO()
+        self.savefig(picture, dpi=120, format="png", metadata={"Software": None})
+        return picture.getvalue()
+
+
 @contextmanager
-def figure(path: Path, title: str, height: float, width: float = 8.0, caption: str = "") -> Iterator[Figure]:
-    """Yield a figure and write it at the end, independent of the user's matplotlib settings. 8 inches are 960 pixels,
-    so text of 9 points is legible at 800."""
+def figure(path: Path | None, title: str, height: float, width: float = 8.0, caption: str = "") -> Iterator[Picture]:
+    """Yield a figure, independent of the user's matplotlib settings, and write it at the end, if there is a path.
+
+    8 inches are 960 pixels, so text of 9 points is legible at 800.
+    """
     defaults = {x: y for x, y in matplotlib.rcParamsDefault.items() if x != "backend"}
     settings: dict[Any, Any] = {**defaults, **STYLE}
     with matplotlib.rc_context(settings):
-        page = Figure(figsize=(width, height), layout="constrained")
+        page = Picture(figsize=(width, height), layout="constrained")
         page.suptitle("\n".join(textwrap.wrap(title, round(12.2 * width))), x=0.008, ha="left", fontsize=11)
         if caption:
             page.supxlabel(caption, x=0.008, ha="left", fontsize=8, color="#777777")
         yield page
-        picture = io.BytesIO()
-        page.savefig(picture, dpi=120, format="png", metadata={"Software": None})
-    replace(path, picture.getvalue())
+        if path:
+            replace(path, page._repr_png_())
 
 
 def values(row: Row, kind: Traits) -> tuple[float, float, float]:
@@ -160,15 +162,6 @@ def prompts(rows: list[Row]) -> str:
     return f"{high} prompts" if low == high else f"{low} to {high} prompts"
 
 
-def perplexity(loss: float) -> float:
-    """Return exp(loss), or infinity if that overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def point_title(point: str) -> str:
-    return POINTS.get(point, point)
-
-
 def measured(rows: list[Row], kind: Traits) -> list[Row]:
     """Return the rows that have the main score, without those whose settings fix what is kept."""
     return [x for x in with_score(rows, kind) if not x.fixed]
@@ -179,13 +172,14 @@ def with_score(rows: list[Row], kind: Traits) -> list[Row]:
     return [x for x in found if np.isfinite(x.scores[kind.metrics[0]].mean)]
 
 
-def accuracy(summary: Summary, task: str, context: int, path: Path) -> bool:
-    """Draw the main score against the tokens kept: a panel per cut point, a line per method."""
+def accuracy(summary: Summary, task: str, context: int, path: Path | None = None) -> Figure | None:
+    """Draw the main score against the tokens kept: a panel per cut point, a line per method; None if no row has a
+    budget."""
     kind = summary.traits[task]
     rows = measured([x for x in summary.rows if (x.task, x.context) == (task, context)], kind)
     points = list(dict.fromkeys(x.point for x in rows if x.budget is not None))
     if not points:
-        return False
+        return None
     looks = styles(rows, kind)
     named = [x for x in looks if looks[x]["color"] != GREY]
     budgets = sorted({x.budget for x in rows if x.budget is not None})
@@ -220,7 +214,7 @@ def accuracy(summary: Summary, task: str, context: int, path: Path) -> bool:
             axis.set(title=point_title(point), ylabel=unit(kind))
             label_ends(axis, ends, 2.7)
         axes[-1].set_xlabel("tokens kept per KV head (log scale; ticks: the budgets)")
-    return True
+    return page
 
 
 def throughput(summary: Summary, task: str, context: int, path: Path) -> bool:

@@ -90,12 +90,15 @@ class Reader:
 
     Args:
         model: a causal language model from transformers.
+        inner: the model inside its wrappers (PEFT, `torch.compile`), if it has any.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, inner: PreTrainedModel | None = None):
         self.model = self.prepared(model.eval())
-        self.num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        ends = model.generation_config.eos_token_id
+        self.inner = inner or model
+        self.num_layers = self.inner.config.get_text_config(decoder=True).num_hidden_layers
+        generation = self.inner.generation_config
+        ends = None if generation is None else generation.eos_token_id
         self._whole: tuple[tuple[Any, ...], Whole] | None = None  # the last result of `whole`, with its arguments
         self.ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
@@ -105,8 +108,8 @@ class Reader:
         return hf.use_attention(model)
 
     def clock(self) -> float:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
+        if self.inner.device.type == "cuda":
+            torch.cuda.synchronize(self.inner.device)
         return time.perf_counter()
 
     def feed(self, cache: hf.KVCache, ids: Tensor) -> Tensor:
@@ -117,12 +120,12 @@ class Reader:
         from .. import hf
 
         try:
-            return hf.KVCache(self.model.config, policy)
+            return hf.KVCache(self.inner.config, policy)
         except ValueError as error:
             raise Unreachable(str(error)) from error
 
     def tokens(self, ids: np.ndarray) -> Tensor:
-        return torch.from_numpy(ids).to(self.model.device)
+        return torch.from_numpy(ids).to(self.inner.device)
 
     @torch.inference_mode()
     def cut(self, prompts: np.ndarray, rule: Rule, budget: int | None, chunk: int | None = None) -> Cut:
@@ -139,7 +142,7 @@ class Reader:
             Unreachable: no settings of the method meet the budget, or it does not support the model.
         """
         n = prompts.shape[1]
-        policy = rule.policy(budget, n, self.num_layers, streaming=chunk is not None).for_model(self.model)
+        policy = rule.policy(budget, n, self.num_layers, streaming=chunk is not None).for_model(self.inner)
         cache = self._cache(policy)
         begin = self.clock()
         for piece in self.tokens(prompts).split([n] if chunk is None else chunks(policy, n, chunk), 1):
@@ -241,5 +244,5 @@ class Reader:
         Raises:
             Unreachable: no settings of the method meet the budget, or it does not support the model.
         """
-        policy = rule.policy(budget, ids.shape[1], self.num_layers, streaming=True).for_model(self.model)
+        policy = rule.policy(budget, ids.shape[1], self.num_layers, streaming=True).for_model(self.inner)
         return stream(self.model, self._cache(policy), self.tokens(ids), window)

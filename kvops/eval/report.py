@@ -5,7 +5,6 @@ The same results always give the same report, byte by byte.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from pathlib import Path
@@ -13,10 +12,19 @@ from typing import Any
 
 from ..bench.markdown import code, escape
 from ..bench.record import replace
-from . import plots
 from .statistics import TOO_FEW, Comparison
-from .summary import BASELINE, PROMPTS, Estimate, Row, Summary, Traits, leaders, summarize
-from .tasks import TASKS
+from .summary import (
+    BASELINE,
+    PROMPTS,
+    Estimate,
+    Row,
+    Summary,
+    Traits,
+    leaders,
+    perplexity,
+    point_title,
+    summarize,
+)
 
 READING = """\
 - Every method saw the same prompts. Budgets are tokens per KV head. The cache is cut once, before or after the
@@ -91,6 +99,8 @@ def json_of(record: dict[str, Any]) -> str:
 
 def report(summary: Summary, folder: Path) -> str:
     """Return the text of report.md, and draw its pictures into the folder."""
+    from . import plots  # needs matplotlib, which tables do not
+
     intervals = "; ".join(
         text for percent, text in KINDS.items() if percent in {x.percent for x in summary.traits.values()}
     )
@@ -105,7 +115,7 @@ def report(summary: Summary, folder: Path) -> str:
         parts.append("![Every method on every task](overview.png)")
     groups = summary.groups()
     for task in summary.traits:
-        parts += about(task)
+        parts += [f"## {escape(task)}", summary.about(task)]
         for context in sorted({x[1] for x in groups if x[0] == task}):
             parts.append(f"### Context {context:,} tokens")
             name = slug(task, context)
@@ -118,25 +128,18 @@ def report(summary: Summary, folder: Path) -> str:
                     what = f"{task}, context {context:,}: {summary.traits[task].metrics[0]} {caption}"
                     parts.append(f"![{escape(what)}]({file})")
             for (_, _, point), rows in ((x, y) for x, y in groups.items() if x[:2] == (task, context)):
-                parts.append(f"#### {escape(plots.point_title(point).capitalize())}")
+                parts.append(f"#### {escape(point_title(point).capitalize())}")
                 parts += section(rows, summary.traits[task])
         maps = []
         for point in dict.fromkeys(x[2] for x in groups if x[0] == task):
             file = f"depth-{slug(task, point)}.png"
             if plots.heatmap(summary, task, point, folder / file):
-                maps.append(f"![{escape(f'{task}, {plots.point_title(point)}')}: by context and depth]({file})")
+                maps.append(f"![{escape(f'{task}, {point_title(point)}')}: by context and depth]({file})")
         if maps:
             parts += ["### By context and depth", *maps]
     if plots.partitions(summary, folder / "partitions.png"):
         parts += ["## LagKV by the tokens selected from each partition", "![score by r L](partitions.png)"]
     return "\n\n".join(parts) + "\n"
-
-
-def about(task: str) -> list[str]:
-    """Return a task's heading and its docstring."""
-    name = task.partition(":")[0]
-    text = inspect.getdoc(TASKS[name]) if name in TASKS else "This version does not know the task."
-    return [f"## {escape(task)}", text or ""]
 
 
 def slug(*names: str | int) -> str:
@@ -217,7 +220,7 @@ def section(rows: list[Row], kind: Traits) -> list[str]:
             row = cell(method, budget)
             if isinstance(row, Row) and metric == "perplexity":
                 known = row.positions and kind.metrics[0] in row.scores
-                row = f"{plots.perplexity(row.scores[kind.metrics[0]].mean):.4g}" if known else ""
+                row = f"{perplexity(row.scores[kind.metrics[0]].mean):.4g}" if known else ""
             elif isinstance(row, Row):
                 text = score(row.scores.get(metric), kind, interval=metric == kind.metrics[0])
                 if metric == kind.metrics[0]:
@@ -374,8 +377,8 @@ def table(summary: Summary) -> str:
         counts = sorted({x.n for x in (*rows, *fixed) if x.unreachable is None})
         metric = f"{kind.metrics[0]}{unit(kind)}, of {listed(counts) or 'no'} prompts"
         block = [f"{task}, context {context:,} tokens: {metric}", ""]
-        cells = {point: max(9 * count, len(plots.point_title(point)) + 3) for point, count in heads.items()}
-        block.append(" " * width + "".join(f"{plots.point_title(x):>{n}}" for x, n in cells.items()))
+        cells = {point: max(9 * count, len(point_title(point)) + 3) for point, count in heads.items()}
+        block.append(" " * width + "".join(f"{point_title(x):>{n}}" for x, n in cells.items()))
         line = f"{'budget':{width}}"
         for point, n in cells.items():
             line += "".join(f"{'' if b is None else f'{b:,}':>9}" for p, b in columns if p == point).rjust(n)
@@ -395,7 +398,7 @@ def table(summary: Summary) -> str:
         if fixed:
             block += ["", "settings that fix what is kept:"]
         for row in fixed:
-            where = f"{plots.point_title(row.point)}, {row.tokens:,} kept"
+            where = f"{point_title(row.point)}, {row.tokens:,} kept"
             block.append(f"{row.method:{width}}  {brief(row, kind):>5}  {where}")
         reasons: dict[str, list[str]] = {}
         for row in (*rows, *fixed):
@@ -425,7 +428,7 @@ def undecided(rows: list[Row]) -> list[str]:
         said = ", ".join(others) or "none"
         if any(x.verdict == TOO_FEW for x in versus.values()):
             said = TOO_FEW
-        lines.append(f"  {plots.point_title(point)}, {budget:,}: {best}; {said}")
+        lines.append(f"  {point_title(point)}, {budget:,}: {best}; {said}")
     return ["", "best mean; methods not shown to be worse (paired test, 5 %):", *lines] if lines else []
 
 

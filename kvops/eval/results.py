@@ -8,7 +8,6 @@ dropped. Only one run at a time writes to a folder.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple
 from ..bench.record import name, number, whole
 from .specs import Refused
 
-#: Prefix of the origin's entries that name the source file of a method from outside kvops.
-CODE = "method "
+#: Prefixes of the origin's entries that name the code of a method or task from outside kvops.
+CODE = ("method ", "task ")
 KEY = ("task", "context", "point", "method", "budget", "batch")
 
 
@@ -79,8 +78,8 @@ class Results:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add(self, cell: Cell, outcome: dict[str, Any]) -> None:
-        """Write a cell to disk.
+    def add(self, cell: Cell, outcome: dict[str, Any]) -> dict[str, Any]:
+        """Write a cell to disk; return its line.
 
         Args:
             cell: a cell that is not in `done`.
@@ -93,6 +92,7 @@ class Results:
         self._write(line)
         self.lines.append(line)
         self.done.add(cell)
+        return line
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -133,21 +133,6 @@ class Lock:
         if not self._file.closed:
             self._path.unlink(missing_ok=True)
             self._file.close()
-
-
-#: The file types of models and benchmark data.
-KINDS = (".json", ".jsonl", ".safetensors", ".bin", ".model", ".parquet", ".arrow")
-
-
-def fingerprint(path: Path) -> str | None:
-    """Hash a file's bytes, or the names and sizes of a folder's files; None if the path does not exist (a hub name)."""
-    if path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    if not path.is_dir():
-        return None
-    files = sorted(x for x in path.rglob("*") if x.suffix in KINDS)
-    text = "\n".join(f"{x.relative_to(path)} {x.stat().st_size}" for x in files)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def cell_of(line: dict[str, Any]) -> Cell:

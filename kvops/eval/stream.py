@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +11,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from .specs import Refused
 
@@ -75,8 +75,12 @@ def stream(model: PreTrainedModel, cache: hf.KVCache, ids: Tensor, window: int, 
         label: label of a progress bar; None for no bar.
     """
     losses, held, seconds = [], [], []
-    firsts = range(0, ids.shape[1] - 1, window)
-    for first in tqdm(firsts, desc=label, leave=False, mininterval=1, disable=label is None):
+    firsts: Iterable[int] = range(0, ids.shape[1] - 1, window)
+    if label is not None:
+        from tqdm import tqdm
+
+        firsts = tqdm(firsts, desc=label, leave=False, mininterval=1)
+    for first in firsts:
         begin = time.perf_counter()
         following = ids[:, first + 1 : first + 1 + window]
         chunk = ids[:, first : first + following.shape[1]]

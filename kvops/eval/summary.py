@@ -5,12 +5,14 @@ Rows are in the order of METHODS and TASKS, whatever the order of the lines.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, median, stdev
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..bench.markdown import one_line
@@ -19,7 +21,7 @@ from .methods import METHODS, rule
 from .results import Cell, cell_of
 from .specs import Refused
 from .statistics import Comparison, compare
-from .tasks import POINTS, TASKS
+from .tasks import POINTS, TASKS, Task
 
 LAGS = [x.label for x in METHODS.values() if x.policy is LagKV]
 #: Other names of our methods.
@@ -29,7 +31,24 @@ Key = tuple[str, int, str, str, int | None]  # task, context, point, method, bud
 #: The settings that prompts depend on. Files that differ in one of them have no prompts in common.
 PROMPTS = ("model", "text", "data", "prompts", "seed")
 BASELINE = METHODS["snapkv"].label  # every method is compared with it and with the best
+#: Titles of the cut points.
+POINT_TITLES = {
+    "before": "cut before the question",
+    "after": "cut after the question",
+    "stream": "evicting as the text streams by",
+    "chunked": "evicting after each chunk of the prompt",
+    "once": "cut once",
+}
 SLACK = 1.05  # methods that keep more than SLACK times the budget are marked, and those that keep less than 1 / SLACK
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), or infinity if that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def point_title(point: str) -> str:
+    return POINT_TITLES.get(point, point)
 
 
 class Estimate(NamedTuple):
@@ -173,12 +192,13 @@ class Traits(NamedTuple):
     better: str  # "higher" or "lower"; "": not known
 
 
-def traits(spec: str, lines: Iterable[dict[str, Any]]) -> Traits:
+def traits(spec: str, lines: Iterable[dict[str, Any]], kind: type[Task] | None = None) -> Traits:
     """Return what a report needs to know about a task.
 
     Args:
         spec: the task's name and options.
         lines: its cells.
+        kind: its class; None for the one in `TASKS` of that name, if there is one.
 
     Raises:
         Refused: the task's scores are proportions, but some lie outside [0, 1].
@@ -186,7 +206,7 @@ def traits(spec: str, lines: Iterable[dict[str, Any]]) -> Traits:
     lines = list(lines)
     found = dict.fromkeys(x for line in lines for x in line.get("scores", ()))
     shares = all(0 <= x <= 1 for line in lines for scores in line.get("scores", {}).values() for x in scores)
-    kind = TASKS.get(spec.partition(":")[0])
+    kind = kind or TASKS.get(spec.partition(":")[0])
     if kind is None:
         return Traits(tuple(found) or ("score",), shares, "")
     if kind.percent and not shares:
@@ -253,12 +273,19 @@ class Summary:
         origins: where they were measured.
         rows: in the order of the tables.
         traits: by task.
+        kinds: the classes of the tasks that are not in `TASKS`.
     """
 
     settings: dict[str, Any]
     origins: list[dict[str, Any]]
     rows: list[Row]
     traits: dict[str, Traits]
+    kinds: dict[str, type[Task]] = field(default_factory=dict)
+
+    def about(self, task: str) -> str:
+        """Return what a task measures: its docstring."""
+        kind = self.kinds.get(task) or TASKS.get(task.partition(":")[0])
+        return inspect.cleandoc(kind.__doc__ or "") if kind else "This version does not know the task."
 
     def groups(self) -> dict[tuple[str, int, str], list[Row]]:
         """Group the rows by task, context and cut point."""
@@ -272,11 +299,14 @@ class Summary:
         return {"settings": self.settings, "origins": self.origins, "rows": [_record(x) for x in self.rows]}
 
 
-def summarize(heads: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Summary:
+def summarize(
+    heads: list[dict[str, Any]], lines: list[dict[str, Any]], classes: Mapping[str, type[Task]] = MappingProxyType({})
+) -> Summary:
     """Aggregate results into rows.
 
     Args:
         heads, lines: what `results.load` returned.
+        classes: of tasks that are not in `TASKS`, by their names in the lines.
 
     Raises:
         Refused: there are no cells, or one was measured twice.
@@ -296,7 +326,7 @@ def summarize(heads: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Summa
         raise Refused(f"measured twice: {'; '.join(map(describe, named[:5]))}{more}")
     ordered = sorted(cells, key=order)
     kinds = {
-        task: traits(task, [cells[x] for x in ordered if x.task == task])
+        task: traits(task, [cells[x] for x in ordered if x.task == task], classes.get(task))
         for task in dict.fromkeys(x.task for x in ordered)
     }
     groups: dict[Key, list[dict[str, Any]]] = {}
@@ -305,7 +335,13 @@ def summarize(heads: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Summa
     rows = [_row(cell, group, kinds[cell[0]]) for cell, group in groups.items()]
     if not differing(heads):
         _compare(rows, groups, kinds)
-    return Summary(_settings(heads), _distinct(x["origin"] for x in heads), rows, kinds)
+    return Summary(_settings(heads), _distinct(x["origin"] for x in heads), rows, kinds, {**classes})
+
+
+def of_line(line: dict[str, Any], task: Task) -> tuple[Row, Traits]:
+    """Return one cell as a row."""
+    kind = traits(line["task"], [line], type(task))
+    return _row(cell_of(line)[:-1], [line], kind), kind
 
 
 def of_record(record: dict[str, Any]) -> Summary:

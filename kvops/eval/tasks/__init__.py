@@ -10,6 +10,11 @@ copies.py     benchmarks read from a local copy of their data: ruler.py, longben
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from pathlib import Path
+
+from ..identity import described_class
+from ..specs import parse
 from .base import POINTS, AnswerTask, Cut, Filler, Outcome, Prompt, Reader, Task, Turn, share_said
 from .longbench import LongBench
 from .needles import (
@@ -38,8 +43,13 @@ __all__ = [
     "Reader",
     "Task",
     "Turn",
+    "can_chat",
+    "code_of",
+    "in_chat",
+    "make_task",
     "random_digits",
     "share_said",
+    "spec_of",
 ]
 
 #: The tasks by name.
@@ -64,3 +74,57 @@ TASKS: dict[str, type[Task]] = {
         LongBench,
     )
 }
+
+
+def make_task(spec: str, data: Path | str | None) -> Task:
+    """Return the task that a text names.
+
+    Args:
+        spec: "passkey" or "passkey:digits=64". The case of the name does not matter.
+        data: the folder of the tasks that read one, unless the spec has its own.
+
+    Raises:
+        ValueError: the task or one of its options does not exist, or has a wrong value.
+    """
+    name, options = parse("task", spec, TASKS)
+    known = [x.name for x in fields(TASKS[name])]
+    for key in options:
+        if key not in known:
+            raise ValueError(f"task {spec!r}: {name} has no option {key!r}, expected some of {', '.join(known)}")
+    if "data" in known:
+        options.setdefault("data", data)
+    return TASKS[name](**options)
+
+
+def spec_of(task: Task) -> str:
+    """Return a task's name with the options that differ from their defaults, as `make_task` reads them.
+
+    Raises:
+        ValueError: its class has the name of one of kvops' tasks.
+    """
+    if TASKS.get(task.name, type(task)) is not type(task):
+        raise ValueError(f"task {type(task).__name__}: {task.name!r} is the name of a kvops task; rename it")
+    values = {x.name: getattr(task, x.name) for x in fields(task) if x.init}
+    chosen = [f"{x.name}={values[x.name]}" for x in fields(task) if x.init and values[x.name] != x.default]
+    return ":".join([task.name, *filter(None, [",".join(chosen)])])
+
+
+def can_chat(task: Task) -> bool:
+    """Whether a task can use the model's chat template, and leaves that decision to the run."""
+    return getattr(task, "chat", False) is None
+
+
+def in_chat(spec: str, task: Task, chat: bool) -> tuple[str, Task]:
+    """Return a task that uses the model's chat template or does not, with its spec, which says chat=True if it does.
+
+    A task that has decided for itself, or that has no such option, stays as it is.
+    """
+    if not can_chat(task):
+        return spec, task
+    said = f"{spec}{',' if ':' in spec else ':'}chat=True" if chat else spec
+    return said, replace(task, **{"chat": chat})
+
+
+def code_of(task: Task) -> dict[str, str]:
+    """For the record: the name and fingerprint of a task from outside kvops."""
+    return {} if type(task) in TASKS.values() else {f"task {task.name}": described_class(type(task))}

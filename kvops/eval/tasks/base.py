@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -103,13 +104,41 @@ class Filler:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the tokens of a text, int64 [any], without special ones."""
-        return np.array(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int64)
+        return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids, dtype=np.int64)
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of tokens, int64 [any], without special ones."""
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         assert isinstance(text, str)  # of one row of ids
         return text
+
+    def in_chat(self, context: str, question: str) -> tuple[str, str]:
+        """Put a context and a question into a user's turn of the tokenizer's chat template.
+
+        Args:
+            context: the text before the cut.
+            question: the rest of the turn.
+
+        Returns:
+            The text up to the end of the context, and the question with the prompt for the model's turn.
+
+        Raises:
+            Refused: the tokenizer has no template, or its template does not render the turn.
+        """
+        if not self.tokenizer.chat_template:
+            raise Refused("--chat: expected a tokenizer with a chat template, got one without; leave out --chat")
+        cut = next(x for x in map("<cut {}>".format, count()) if x not in context + question)
+        turn = [{"role": "user", "content": context + cut + question}]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                turn, add_generation_prompt=True, tokenize=False, enable_thinking=False
+            )
+        except Exception as error:  # the template's own
+            raise Refused(f"--chat: the tokenizer's chat template fails: {error}") from error
+        before, *after = str(text).split(cut)
+        if len(after) != 1:
+            raise Refused(f"--chat: expected the user's turn once in the rendered chat, found {len(after)} times")
+        return before, after[0]
 
     def context(
         self, rng: np.random.Generator, length: int, needles: Sequence[str], depths: Sequence[float]

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...bench.gpu import first_line
 from ..specs import Refused
-from .base import AnswerTask, Prompt, Turn
+from .base import AnswerTask, Filler, Prompt, Turn
 
 MOST_SAID = 1 << 20  # tokens
 
@@ -74,13 +74,15 @@ def read_task(folder: Path, task: str, column: str) -> list[dict[str, Any]]:
 
 @dataclass
 class Copy(AnswerTask):
-    """task: one of the benchmark's tasks; data: the folder (default: --data).
+    """task: one of the benchmark's tasks; data: the folder (default: --data); chat: whether to use the chat template of
+    the model (default: --chat).
 
     Prompts differ in length, so they are read one at a time.
     """
 
     task: str
     data: Path | str | None = None
+    chat: bool | None = None
 
     metrics = ("score",)
     batches = False
@@ -92,6 +94,8 @@ class Copy(AnswerTask):
             raise Refused(f"{self.name}: task must be one of {', '.join(self.tasks)}, got {self.task!r}")
         if self.data is None or not Path(self.data).is_dir():
             raise Refused(f"--data: {self.name} needs a folder with a local copy of its data, got {self.data}")
+        if not (self.chat is None or isinstance(self.chat, bool)):
+            raise Refused(f"{self.name}: chat must be True, False or None, got {self.chat!r}")
 
     @property
     def folder(self) -> Path:
@@ -116,6 +120,18 @@ class Copy(AnswerTask):
             raise Refused(f"--data: {key!r} of a row of {self.name} {self.task} must be texts, got {str(value)[:60]!r}")
         return tuple(value)
 
+    def encode(self, filler: Filler, context: str, question: str, prefix: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens before the cut and after it, in the chat template if `chat` is true.
+
+        prefix: the beginning of the answer.
+        """
+        if not (context and question + prefix):
+            raise Refused(f"--data: a prompt of {self.name} {self.task} has an empty context or question")
+        if not self.chat:
+            return np.concatenate([filler.first, filler.encode(context)]), filler.encode(question + prefix)
+        context, question = filler.in_chat(context, question)
+        return filler.encode(context), filler.encode(question + prefix)
+
     def prompt(
         self, ids: np.ndarray, asked: np.ndarray, answers: tuple[str, ...], tokens: object, **turn: Any
     ) -> Prompt:
@@ -124,8 +140,6 @@ class Copy(AnswerTask):
             raise Refused(
                 f"--data: an answer of {self.name} {self.task} must have 1 to {MOST_SAID} tokens, got {tokens!r}"
             )
-        if not (len(ids) and len(asked)):
-            raise Refused(f"--data: a prompt of {self.name} {self.task} has an empty context or question")
         return Prompt(ids, (Turn(asked, answers, tokens, **turn),))
 
     def rows(self, count: int, seed: int) -> list[dict[str, Any]]:

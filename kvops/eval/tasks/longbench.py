@@ -2,8 +2,9 @@
 
 Prompts and answer lengths are the benchmark's own: its dataset2prompt.json and dataset2maxlen.json (LongBench/config in
 its repository) must be in the data folder. The metrics are its own too, so results can be compared. Three things
-differ. The context and the text after it are tokenized separately, since the cache may be cut between them. There is no
-chat template. A newline does not end an answer of samsum (only its first line counts).
+differ. The context and the text after it are tokenized separately, since the cache may be cut between them. A chat
+template is used for all data sets or none; the benchmark leaves it out for the few-shot and code ones. A newline does
+not end an answer of samsum (only its first line counts).
 """
 
 from __future__ import annotations
@@ -171,8 +172,8 @@ class LongBench(Copy):
             if METRICS[self.task] is retrieval and any(PARAGRAPH.search(x) is None for x in answers):
                 raise Refused(f"--data: an answer of longbench {self.task} names no paragraph: {answers!r}")
             classes = self.texts(row, "all_classes") if self.column_of(row, "all_classes") is not None else ()
-            ids = np.concatenate([filler.first, filler.encode(before + self.text(row, "context"))])
-            asked = filler.encode(after.replace("{input}", self.text(row, "input")))
+            question = after.replace("{input}", self.text(row, "input"))
+            ids, asked = self.encode(filler, before + self.text(row, "context"), question)
             if len(ids) + len(asked) > context:
                 if len(asked) >= half:
                     raise Refused(f"--context {context}: a question of {self.task} alone has {len(asked)} tokens")

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..specs import Refused
 from .base import Filler, Prompt, share_said
 from .copies import Copy
@@ -43,8 +41,8 @@ class Ruler(Copy):
         *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
     )
 
-    def parts(self, row: dict[str, Any]) -> tuple[str, str, tuple[str, ...], int]:
-        """Return context, question with the answer's prefix, answers, and the tokens of an answer."""
+    def parts(self, row: dict[str, Any]) -> tuple[str, str, str, tuple[str, ...], int]:
+        """Return context, question, the answer's prefix, answers, and the tokens of an answer."""
         begins, tokens = KINDS[self.task.partition("_")[0]]
         if "context" in row:
             context, question, said = self.text(row, "context"), self.text(row, "question"), "answer"
@@ -57,15 +55,14 @@ class Ruler(Copy):
         answers = (row[said],) if isinstance(row.get(said), str) else self.texts(row, said)
         if not answers:
             raise Refused(f"--data: a row of ruler {self.task} has no answer")
-        if row.get("answer_prefix"):
-            question += self.text(row, "answer_prefix")
-        return context, question, answers, row.get("max_new_tokens") or tokens
+        prefix = self.text(row, "answer_prefix") if row.get("answer_prefix") else ""
+        return context, question, prefix, answers, row.get("max_new_tokens") or tokens
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
         found = []
         for row in self.rows(count, seed):
-            text, question, answers, tokens = self.parts(row)
-            ids, asked = np.concatenate([filler.first, filler.encode(text)]), filler.encode(question)
+            text, question, prefix, answers, tokens = self.parts(row)
+            ids, asked = self.encode(filler, text, question, prefix)
             if (length := len(ids) + len(asked)) > context:
                 raise Refused(
                     f"--context {context}: a prompt of ruler {self.task} has {length} tokens, and RULER's are never "
