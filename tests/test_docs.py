@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 BESIDE_DOCS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "experiments/README.md")
 PAGES = [*(ROOT / x for x in BESIDE_DOCS), *sorted((ROOT / "docs").rglob("*.md"))]
 TAGS = ("python", "sh", "text")  # run; parsed, command by command; formulas and what programs print
+COLUMNS = 100  # of a block, at most: readers of the site must scroll sideways otherwise
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -38,6 +39,12 @@ def test_every_block_says_what_it_is(page):
     assert "```" not in prose(page), f"{page.name}: a fence is not closed"
     indented = re.findall(r"^(?: {4}|\t).*", prose(page), re.MULTILINE)
     assert not indented, f"{page.name}: an indented block has no tag, fence it: {indented[0]}"
+
+
+@every_page
+def test_blocks_fit_the_site(page):
+    wide = [line for _, code in blocks(page) for line in code.splitlines() if len(line) > COLUMNS]
+    assert not wide, f"{page.name}: over {COLUMNS} columns:\n" + "\n".join(wide)
 
 
 @every_page
