@@ -251,11 +251,12 @@ def site_hooks():
 def public_names() -> set[str]:
     import kvops.analysis
     import kvops.demo
+    import kvops.eval
     import kvops.hf
     from kvops.vllm import cpu_pages
 
     names = {f"kvops.{x}" for x in kvops.__all__} - {"kvops.ops"}
-    modules = (kvops.ops, kvops.hf, kvops.analysis, cpu_pages)
+    modules = (kvops.ops, kvops.hf, kvops.eval, kvops.analysis, cpu_pages)
     return names | {f"{module.__name__}.{x}" for module in modules for x in module.__all__}
 
 
