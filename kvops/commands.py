@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -68,4 +69,8 @@ def main(argv: list[str] | None = None, *, error: str = "") -> int:
     if error:
         print(f"kvops {name}: {error}", file=sys.stderr)
         return 1
-    return importlib.import_module(COMMANDS[name].module).main(rest)
+    try:
+        return importlib.import_module(COMMANDS[name].module).main(rest)
+    except BrokenPipeError:  # `kvops demo | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail to flush what is left
+        return 1

@@ -90,7 +90,7 @@ def test_the_first_screen_says_what_was_measured(front, prompts):
         assert line.count("█") == round(row.score / 100 * 15)
         if row.compress:
             assert f"{row.ms:.2f} ms" in line and f"{row.plain_ms / row.ms:.1f} x the time" in line
-    key, most, least = demo.answers(front, prompts[3]).splitlines()
+    key, most, least, _ = demo.answers(front, prompts[3]).splitlines()
     best = max(front[1:], key=lambda x: x.score)
     assert best.name == "KeyDiff" and key.split()[-2:] == [prompts[3].digits, "v"]
     assert most.startswith(f"KeyDiff       {best.said}  ") and best.said == prompts[3].digits

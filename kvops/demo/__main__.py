@@ -13,6 +13,8 @@ The model has hardly any attention sink, so nothing here shows what sinks are wo
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,8 +59,8 @@ def front_rows(context: int) -> list[Row]:
 
 def front_heading(prompts: int, context: int, digits: int) -> str:
     return (
-        f"Texts of {context:,} tokens hide pass keys of {digits} digits ({prompts} prompts). Every method evicts\n"
-        f"{1 - FRONT_SHARE:.0%} of the KV cache after the text; only then is the model asked for the key.\n\n"
+        f"Texts of {context:,} tokens hide pass keys of {digits} digits ({prompts} prompts). Each method\n"
+        f"evicts {1 - FRONT_SHARE:.0%} of the KV cache after the text; only then is the key asked for.\n\n"
         f"{'method':14}{'KV cache':>8}   {'digits recalled':21}{'eviction':>12}{'eager PyTorch':>22}"
     )
 
@@ -88,13 +90,19 @@ def answers(rows: Sequence[Row], prompt: Prompt) -> str:
     for row in (max(evicting, key=lambda x: x.score), min(evicting, key=lambda x: x.score)):
         said = "".join(x if x.isprintable() else "?" for x in row.said)
         lines.append(f"{FRONT[row.name]:14}{said}  {strip(row)}")
+    lines.append("Digits are rare in these texts, which favours KeyDiff. Other tasks: kvops eval.")
     return "\n".join(lines)
 
 
-NEXT = """\
-Your model   with kvops.hf.compress(model, "keydiff:budget=0.25"): model.generate(...)
-All methods  python -m kvops demo --all
-Other tasks  python -m kvops eval --quick      (here digits are rare, which favours KeyDiff)"""
+def steps() -> str:
+    """Return the next steps, with the words that call this Python from here."""
+    here = shutil.which("python") == sys.executable
+    python = "python" if here else min(sys.executable, os.path.relpath(sys.executable), key=len)
+    return (
+        'Your model   with kvops.hf.compress(model, "keydiff:budget=0.25"): ...\n'
+        f"All methods  {python} -m kvops demo --all\n"
+        f"Other tasks  {python} -m kvops eval --quick"
+    )
 
 
 # ---- --all ----
@@ -195,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\n{answers(rows, prompts[shown])}")
     print(f"\n{draw(rows, prompts[shown], args.out / 'demo.png')}")
     if not args.all:
-        print(NEXT)
+        print(steps())
     if args.json:
         record["rows"] = [x.numbers for x in rows]
         if cells:
