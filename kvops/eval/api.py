@@ -222,6 +222,10 @@ def run(
 
     who = "kvops.eval.run"
     inner = unwrap(who, model)
+    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+        raise TypeError(
+            f"{who}: tokenizer must be the model's tokenizer of transformers, got {type(tokenizer).__name__}"
+        )
     folder = None if out is None else Path(out)
     with arguments_named(who), tempfile.TemporaryDirectory() as temporary:
         if not (chat is None or isinstance(chat, bool)):
