@@ -191,10 +191,11 @@ def run(
             wrapped it, and its weights may be quantized.
         tokenizer: The model's tokenizer.
         methods: Names as on the command line ("keydiff:recent=0.1"), classes, or policies. A name or a class is
-            measured at every budget (`Policy.at_budget`). A policy is measured once, as it is.
+            measured at every budget (`Policy.at_budget`). A policy is measured once, as it is. Default: all of the
+            library's methods.
         tasks: Names as on the command line ("passkey:digits=64"), or task objects, such as those of a subclass of
             `kvops.eval.Task`.
-        budgets: Tokens per KV head (int), or fractions of the context (float).
+        budgets: Tokens per KV head (int), or fractions of the context (float); default: 0.5, 0.125 and 0.03125.
         context: Tokens of context, or several such numbers.
         points: Evict before the question is known, after it, or both.
         prompts: The number of prompts per task and context.
