@@ -21,7 +21,7 @@ from ..bench.record import origin, replace
 from ..demo import TEXT
 from ..methods import Policy
 from ..methods.table import METHODS
-from .identity import described, described_model
+from .identity import described, described_model, digest
 from .methods import rule_of
 from .plan import SHARES, Plan, Step
 from .results import Results, cell_of, load
@@ -246,6 +246,8 @@ def run(
         codes = [*(x.code for x in plan.rules), *map(code_of, made.values())]
         where = origin(who, device=inner.device.type)
         where |= {name: mark for x in codes for name, mark in x.items()}
+        if any(getattr(x, "chat", False) for x in made.values()):
+            where["chat template"] = digest(tokenizer.chat_template)
         failed: list[Step] = []
 
         def prepared() -> tuple[Reader, Filler]:
