@@ -37,7 +37,7 @@ import claims
 from kvops.analysis import report
 from kvops.bench import attention, decode, pages
 from kvops.eval.plots import key_digits
-from kvops.eval.summary import Row, of_record, point_title
+from kvops.eval.summary import POINT_TITLES, Row, of_record
 from kvops.eval.tasks.synthetic import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,7 +131,7 @@ def table(rows: list[dict], results: str, command: str = "python -m kvops.eval")
     legend += "; ‡: keeps over 5 % less" * (" ‡" in marks)
     cells: dict[tuple[str, ...], dict[int | None, str]] = {}
     for row in rows:
-        point = point_title(row["point"]).removeprefix("cut ")
+        point = POINT_TITLES.get(row["point"], row["point"]).removeprefix("cut ")
         if len(tasks) > 1:
             point = f"{row['task']}, {row['context']:,} tokens, {point}"
         line = cells.setdefault((row["method"], point), {})

@@ -356,6 +356,17 @@ def test_scores_of_a_task_that_are_wrong(loaded):
 def test_no_model(loaded):
     with pytest.raises(TypeError, match="kvops.eval.run: model must be a transformers model, got str"):
         kvops.eval.run("passkey-llama", loaded[1], methods=["full"])
+    with pytest.raises(TypeError, match="kvops.eval.run: tokenizer must be the model's tokenizer of .*, got NoneType"):
+        kvops.eval.run(loaded[0], None, methods=["full"])
+    with pytest.raises(TypeError, match="kvops.eval.run: model must be a transformers model, got "):
+        kvops.eval.run(loaded[1], loaded[0], methods=["full"])
+
+
+def test_importing_it_is_light():
+    heavy = "transformers", "matplotlib", "pandas"
+    code = f"import sys, kvops.eval; print([x for x in {heavy} if x in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout == "[]\n"
 
 
 def test_out_of_memory(loaded, monkeypatch, tmp_path):

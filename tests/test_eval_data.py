@@ -364,6 +364,9 @@ def test_a_long_prompt_in_the_chat_template(tmp_path, chatting):
     ids = np.concatenate([prompt.context, prompt.turns[0].question])
     text = chatting.decode(ids)
     assert len(ids) <= 301 and text.startswith("[user]Name the kind.") and text.endswith("The pass key is[end][model]")
+    chatting.tokenizer.chat_template = "An assistant of few words." * 6 + TEMPLATE
+    with pytest.raises(Refused, match=r"--context 301: the chat template alone begins with 16\d tokens"):
+        task.prompts(chatting, 301, 3, 0)
 
 
 def test_templates_that_fail(chatting, filler):

@@ -21,7 +21,7 @@ from ..bench.record import origin, replace
 from ..demo import TEXT
 from ..methods import Policy
 from ..methods.table import METHODS
-from .identity import described, described_model
+from .identity import described, described_model, digest
 from .methods import rule_of
 from .plan import SHARES, Plan, Step
 from .results import Results, cell_of, load
@@ -191,10 +191,11 @@ def run(
             wrapped it, and its weights may be quantized.
         tokenizer: The model's tokenizer.
         methods: Names as on the command line ("keydiff:recent=0.1"), classes, or policies. A name or a class is
-            measured at every budget (`Policy.at_budget`). A policy is measured once, as it is.
+            measured at every budget (`Policy.at_budget`). A policy is measured once, as it is. Default: all of the
+            library's methods.
         tasks: Names as on the command line ("passkey:digits=64"), or task objects, such as those of a subclass of
             `kvops.eval.Task`.
-        budgets: Tokens per KV head (int), or fractions of the context (float).
+        budgets: Tokens per KV head (int), or fractions of the context (float); default: 0.5, 0.125 and 0.03125.
         context: Tokens of context, or several such numbers.
         points: Evict before the question is known, after it, or both.
         prompts: The number of prompts per task and context.
@@ -222,6 +223,10 @@ def run(
 
     who = "kvops.eval.run"
     inner = unwrap(who, model)
+    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+        raise TypeError(
+            f"{who}: tokenizer must be the model's tokenizer of transformers, got {type(tokenizer).__name__}"
+        )
     folder = None if out is None else Path(out)
     with arguments_named(who), tempfile.TemporaryDirectory() as temporary:
         if not (chat is None or isinstance(chat, bool)):
@@ -241,6 +246,8 @@ def run(
         codes = [*(x.code for x in plan.rules), *map(code_of, made.values())]
         where = origin(who, device=inner.device.type)
         where |= {name: mark for x in codes for name, mark in x.items()}
+        if any(getattr(x, "chat", False) for x in made.values()):
+            where["chat template"] = digest(tokenizer.chat_template)
         failed: list[Step] = []
 
         def prepared() -> tuple[Reader, Filler]:

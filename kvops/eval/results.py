@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from ..bench.record import name, number, whole
 from .specs import Refused
 
-#: Prefixes of the origin's entries that name the code of a method or task from outside kvops.
-CODE = ("method ", "task ")
+#: Prefixes of the origin's entries that name the code of a method or task from outside kvops, or the chat template.
+CODE = ("method ", "task ", "chat template")
 KEY = ("task", "context", "point", "method", "budget", "batch")
 
 

@@ -167,6 +167,7 @@ class LongBench(Copy):
         before, after = template.split("{context}")
         new_tokens = self.config("dataset2maxlen.json")
         half, found = context // 2, []
+        head = len(filler.encode(filler.in_chat("", "")[0])) if self.chat else len(filler.first)
         for row in self.rows(count, seed):
             answers = self.texts(row, "answers")
             if METRICS[self.task] is retrieval and any(PARAGRAPH.search(x) is None for x in answers):
@@ -177,6 +178,8 @@ class LongBench(Copy):
             if len(ids) + len(asked) > context:
                 if len(asked) >= half:
                     raise Refused(f"--context {context}: a question of {self.task} alone has {len(asked)} tokens")
+                if head >= half:
+                    raise Refused(f"--context {context}: the chat template alone begins with {head} tokens")
                 ids = np.concatenate([ids[:half], ids[len(ids) - (half - len(asked)) :]])
             found.append(self.prompt(ids, asked, answers, new_tokens, choices=classes))
         return found
