@@ -746,7 +746,7 @@ def test_blocks_that_end_in_any_order(model):
     a.enable()
     assert kept() == 24
     a.disable()
-    assert kept() == 40
+    assert type(model(ids).past_key_values) is DynamicCache
 
 
 @torch.no_grad()
