@@ -683,6 +683,107 @@ def test_a_model_is_not_copied_inside_a_block(copied):
     copied(model)
 
 
+def test_a_string_names_a_policy(model):
+    cache = kvops.hf.KVCache(model.config, "keydiff:budget=24")
+    assert cache.policy == kvops.KeyDiff(24) == cache.evicting_layers[0].cache.policy
+    for name, call in {
+        "compress": lambda x: compress(model, x),
+        "generate": lambda x: kvops.hf.generate(model, x, make_prompts(8)[0]),
+        "KVCache": lambda x: kvops.hf.KVCache(model.config, x),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{name}: method 'keydiff' needs budget, got 'keydiff'"):
+            call("keydiff")
+        with pytest.raises(ValueError, match=f"^{name}: method must be one of .*; did you mean 'snapkv'"):
+            call("snapk:budget=64")
+
+
+def test_without_a_block(model):
+    """enable() and disable() are what `with` does, as often as wanted."""
+    ids, mask = make_prompts(40)
+    before = set(vars(model))
+    with compress(model, kvops.KeyDiff(24)):
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=6)
+    compressed = compress(model, "keydiff:budget=24")
+    assert set(vars(model)) == before and str(compressed) == "no tokens yet"
+    compressed.disable()  # nothing to do
+    for _ in range(2):
+        assert compressed.enable() is compressed and repr(compressed).startswith("Compression(KeyDiff(budget=24, ")
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=6), expected)
+        for again in (compressed.enable, compressed.__enter__):
+            with pytest.raises(
+                RuntimeError, match=r"^compress: .*not enabled.* call disable\(\) first, or make another"
+            ):
+                again()
+        assert "tokens kept in" in str(compressed) and str(compressed) == compressed.stats() in repr(compressed)
+        compressed.disable()
+        assert set(vars(model)) == before and "tokens kept in" in str(compressed)
+    with compressed:
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=6), expected)
+    assert set(vars(model)) == before and "disabled" in repr(compressed)
+
+
+@torch.no_grad()
+def test_blocks_that_end_in_any_order(model):
+    """Of two objects that take turns, the one that was enabled last counts."""
+    ids, _ = make_prompts(40)
+    a, b = compress(model, kvops.KeyDiff(24)), compress(model, kvops.KeyDiff(32))
+
+    def kept() -> int:
+        return model(ids).past_key_values.stats()[0].tokens_kept
+
+    a.enable(), b.enable()
+    assert kept() == 32
+    a.disable()
+    assert kept() == 32
+    a.enable()
+    assert kept() == 24
+    b.disable()
+    assert kept() == 24
+    b.enable()
+    a.disable()
+    assert kept() == 32
+    b.disable()
+    a.enable()
+    assert kept() == 24
+    a.disable()
+    assert type(model(ids).past_key_values) is DynamicCache
+
+
+@torch.no_grad()
+def test_enabled_in_another_thread(model):
+    """As a server does: whoever enables it, all threads are served."""
+    ids, _ = make_prompts(40)
+    compressed = compress(model, kvops.KeyDiff(24))
+    kept = []
+
+    def in_thread(function):
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+
+    in_thread(compressed.enable)
+    kept.append(model(ids).past_key_values.stats()[0].tokens_kept)
+    in_thread(torch.no_grad()(lambda: kept.append(model(ids).past_key_values.stats()[0].tokens_kept)))
+    compressed.disable()
+    kept.append(model(ids).past_key_values.get_seq_length())
+    assert kept == [24, 24, 40]
+    assert type(model(ids).past_key_values) is DynamicCache
+
+
+@torch.no_grad()
+def test_repr_of_caches(model):
+    ids, _ = make_prompts(40)
+    cache = kvops.hf.KVCache(model.config, kvops.KeyDiff(24))
+    layers = len(cache.evicting_layers)
+    evicts = f"{layers} of {len(cache.layers)} layers evict"
+    assert repr(cache) == f"KVCache({cache.policy!r}, {evicts}: 0 tokens seen, 0 kept, 0 B)"
+    model(ids, past_key_values=cache)
+    layer = cache.evicting_layers[0]
+    held = layers * layer.cache.nbytes
+    assert f"{evicts}: 40 tokens seen, 24 kept, {held / 1024:.4g} KiB)" in repr(cache)
+    assert repr(layer) == f"EvictingLayer({layer.cache!r})" and ": 40 tokens seen, 24 kept, " in repr(layer)
+
+
 def test_errors_name_the_call(model):
     for name, call in {
         "compress": lambda: compress(model, 256).__enter__(),

@@ -390,3 +390,18 @@ def test_positions_of_a_step():
     with pytest.raises(ZeroDivisionError), cache.step([a, b], [3, 2]) as now:
         assert now.positions.tolist() == [[30, 31, 32], [4, 5, 6]]
         _ = 1 / 0
+
+
+def test_repr_says_what_the_cache_holds():
+    cache = paged(kvops.KeyDiff(20, buffer=1), num_pages=30)
+    pages = 4 * 30 * LAYERS * HEADS * (D + DV) * 4 / 1024  # fp32
+    assert repr(cache).endswith(
+        f", 30 of 30 pages free, 0 requests: 0 tokens seen, 0 kept, {pages:.4g} KiB of pages)"
+    ), repr(cache)
+    texts = Text(0, 40), Text(1, 12)
+    requests = [cache.join(40), cache.join(12)]
+    for request, text, n in zip(requests, texts, (40, 12)):
+        with cache.step([request], n) as step:
+            for layer in range(LAYERS):
+                step.attend(layer, *(x[None, :, :n] for x in text.layers[layer]))
+    assert f"{cache.free} of 30 pages free, 2 requests: 12 to 40 tokens seen, 12 to 20 kept, " in repr(cache)

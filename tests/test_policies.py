@@ -10,6 +10,7 @@ import re
 import tempfile
 import textwrap
 import threading
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -763,6 +764,47 @@ def test_names_that_are_none(folder, installed):
         kvops.policy("keydiff", budget=20, lag=3)
     with pytest.raises(TypeError, match="budget"):
         kvops.policy("keydiff")
+
+
+def takers() -> dict[str, Callable]:
+    """Everything that takes a policy, besides kvops.hf: the policy that it uses."""
+    pages = dict(num_layers=1, kv_heads=1, head_dim=8)
+    return {
+        "Cache": lambda x: kvops.Cache(x).policy,
+        "PagedCache": lambda x: kvops.PagedCache(x, 4, **pages).policy,
+        "LAQ": lambda x: kvops.LAQ(20, stage1=x).stage1,
+    }
+
+
+@pytest.mark.parametrize("who", takers())
+def test_a_string_names_a_policy(who):
+    make = takers()[who]
+    assert make("keydiff:budget=64") == kvops.KeyDiff(64) == make(kvops.KeyDiff(64))
+    assert make("SnapKV:budget=64,window=8") == kvops.SnapKV(64, window=8)
+    for wrong, kind, message in (
+        ("keydif:budget=64", ValueError, r"method must be one of .*, got 'keydif:budget=64'; did you mean 'keydiff'\?"),
+        (
+            "keydiff:sinks=4",
+            TypeError,
+            "method 'keydiff' needs budget, got 'keydiff:sinks=4'; write .*'keydiff:budget=",
+        ),
+        ("keydiff:budget=0", ValueError, "KeyDiff: budget must be at least 1 token, got 0"),
+        ("keydiff:budget", ValueError, "expected keydiff:option=value,option=value, got 'budget'"),
+        ("kvops.methods.keydiff:KeyDiff", ValueError, "names a file or module, whose code would run"),
+    ):
+        with pytest.raises(kind, match=f"^{who}: .*{message}"):
+            make(wrong)
+
+
+def test_a_name_without_settings():
+    assert kvops.Cache("lagkv").policy == kvops.LagKV() and kvops.Cache("full").policy == kvops.Full()
+    assert type(kvops.Cache("snapkv:budget=64")) is type(kvops.Cache(kvops.SnapKV(64))) is not kvops.Cache
+    with pytest.raises(
+        TypeError, match="^Cache: method 'protokv' needs budget, got 'protokv'; .*'protokv:budget=1024'"
+    ):
+        kvops.Cache("protokv")
+    with pytest.raises(TypeError, match="^method 'random' needs budget, got 'random'"):
+        kvops.policy("random", seed=3)
 
 
 # No state

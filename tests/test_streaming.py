@@ -494,7 +494,7 @@ def test_fresh_and_reset_are_empty_with_the_same_settings(policy):
     used = feed(kvops.Cache(policy, layer=3, num_layers=7), k, v, [20])
     twin = kvops.Cache(policy, layer=3, num_layers=7)
     assert (twin.layer, twin.num_layers) == (3, 7) and len(twin) == twin.seen == 0 and twin.k is None
-    assert repr(twin) == repr(used) and twin.policy is used.policy is policy and len(used) > 0
+    assert repr(twin).partition(":")[0] == repr(used).partition(":")[0] and twin.policy is used.policy is policy and len(used) > 0
     want = feed(twin, k, v, [20])
     assert_same_state(used, want)
     used.reset()
@@ -522,7 +522,9 @@ def test_frozen_caches_only_grow(policy):
 def test_repr_shows_the_settings():
     policy = kvops.StreamingLLM(8)
     assert repr(policy) == "StreamingLLM(budget=8, sinks=4, head_mode='per_head', buffer=0.0625, positions='slots')"
-    assert repr(kvops.Cache(policy, layer=1, num_layers=2)) == f"Cache({policy!r}, layer=1, num_layers=2)"
+    assert repr(kvops.Cache(policy, layer=1, num_layers=2)) == (
+        f"Cache({policy!r}, layer=1, num_layers=2: 0 tokens seen, 0 kept, 0 B)"
+    )
     assert eval(repr(METHODS[0]), vars(kvops)).sinks == 3
 
 

@@ -112,7 +112,7 @@ def test_fresh_and_reset_are_empty_with_the_same_settings(policy):
     used = feed(kvops.Cache(policy, layer=3, num_layers=7), q, k, v, [20, 30])
     twin = kvops.Cache(policy, layer=3, num_layers=7)
     assert (twin.layer, twin.num_layers) == (3, 7) and len(twin) == twin.seen == 0 and twin.k is None
-    assert repr(twin) == repr(used) and twin.policy is used.policy is policy
+    assert repr(twin).partition(":")[0] == repr(used).partition(":")[0] and twin.policy is used.policy is policy
     feed(twin, q, k, v, [20, 30])
     assert_same_state(used, twin)
     used.reset()

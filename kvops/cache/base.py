@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..checks import check_choice, check_int, inference_only
 from ..flash_attention import attention
-from ..methods.base import IN_PLACE, Out, Policy, View, check_policy
+from ..methods.base import IN_PLACE, Out, Policy, View
+from ..methods.table import as_policy
 from ..rope import Rope
-from .memory import Memory, storage_bytes
+from .memory import Memory, size, storage_bytes
 
 STORAGES = ("pre_rope", "post_rope")
 
@@ -48,7 +49,8 @@ class Cache:
     Logical positions are independent of the stored slots: the next token has position `seen`, not `len`.
 
     Args:
-        policy: The eviction policy and its settings, such as `kvops.KeyDiff(1024)`.
+        policy: The eviction policy and its settings, such as `kvops.KeyDiff(1024)`, or a string for `kvops.policy`:
+            "keydiff:budget=1024".
         layer: Index of this layer among the layers that evict.
         num_layers: Number of layers that evict.
         rope: The model's rotary embedding, for policies with `positions="slots"`. `attention` then rotates all keys at
@@ -69,7 +71,7 @@ class Cache:
         state: What the policy remembers about the layer.
 
     Raises:
-        TypeError: `policy` is not a kvops policy, or `rope` is not a `kvops.Rope`.
+        TypeError: `policy` is not a kvops policy or a string that names one, or `rope` is not a `kvops.Rope`.
         ValueError: The arguments do not fit each other or the policy.
     """
 
@@ -81,8 +83,10 @@ class Cache:
     def __init_subclass__(cls) -> None:
         Cache._kinds.append(cls)
 
-    def __new__(cls, policy: Policy | None = None, *, rope: Rope | None = None, **options: Any) -> Cache:
-        kinds = [x for x in Cache._kinds if x.serves(policy, rope)] if cls is Cache else []
+    def __new__(cls, policy: Policy | str | None = None, *, rope: Rope | None = None, **options: Any) -> Cache:
+        if cls is not Cache or policy is None:  # None: `copy` and `pickle`
+            return object.__new__(cls)
+        kinds = [x for x in Cache._kinds if x.serves(as_policy("Cache", policy), rope)]
         return object.__new__(kinds[-1] if kinds else cls)
 
     @classmethod
@@ -92,7 +96,7 @@ class Cache:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | str,
         *,
         layer: int = 0,
         num_layers: int = 1,
@@ -100,7 +104,7 @@ class Cache:
         storage: str = "pre_rope",
         attend_before_compress: bool = True,
     ):
-        check_policy("Cache", policy)
+        policy = as_policy("Cache", policy)
         check_int("Cache", "layer", layer, 0)
         check_int("Cache", "num_layers", num_layers, 1)
         if layer >= num_layers:
@@ -146,7 +150,10 @@ class Cache:
         return self.policy.name
 
     def __repr__(self) -> str:
-        return f"Cache({self.policy!r}, layer={self.layer}, num_layers={self.num_layers})"
+        return (
+            f"Cache({self.policy!r}, layer={self.layer}, num_layers={self.num_layers}: {self.seen} tokens seen, "
+            f"{len(self)} kept, {size(self.nbytes)})"
+        )
 
     def __len__(self) -> int:
         """Number of stored slots per head."""

@@ -6,6 +6,8 @@ that is largely unused is released (`wasteful`): a compressed prompt moves to me
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -67,3 +69,18 @@ def spare_slots(n: int) -> int:
 def storage_bytes(*tensors: Tensor) -> int:
     """Return the bytes of the tensors' storages. A shared storage counts once."""
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes as text."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"
+
+
+def span(counts: Collection[int]) -> str:
+    """Return the fewest and the most of some counts as text: "3", or "3 to 5"."""
+    fewest, most = min(counts, default=0), max(counts, default=0)
+    return f"{fewest}" if fewest == most else f"{fewest} to {most}"

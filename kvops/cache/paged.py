@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import check_bool, check_int, inference_only
-from ..methods.base import Policy, View, check_policy
+from ..methods.base import Policy, View
 from ..methods.queries import QueryPolicy
+from ..methods.table import as_policy
 from ..ops import MAX_WINDOW, compact_kv_, window_attention
 from .by_slot import widened
+from .memory import size, span, storage_bytes
 
 
 class OutOfPages(RuntimeError):
@@ -76,8 +78,8 @@ class PagedCache:
     then depends on the scores, so the host waits for the device.
 
     Args:
-        policy: The eviction policy, with a budget in tokens. Policies whose `compress` takes no pages, and LAQ, are not
-            supported.
+        policy: The eviction policy, with a budget in tokens, or a string for `kvops.policy`: "keydiff:budget=1024".
+            Policies whose `compress` takes no pages, and LAQ, are not supported.
         num_pages: Pages per layer; with `by_head`, pages of the shared pool.
         num_layers: Number of layers of the model.
         kv_heads: Number of KV heads per layer.
@@ -96,13 +98,13 @@ class PagedCache:
         free: Number of pages that no request holds. A step takes its pages when it ends.
 
     Raises:
-        TypeError: `policy` is not a kvops policy, or a size is not an int.
+        TypeError: `policy` is not a kvops policy or a string that names one, or a size is not an int.
         ValueError: A size is below 1, or the policy is not supported.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | str,
         num_pages: int,
         *,
         num_layers: int,
@@ -114,7 +116,7 @@ class PagedCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        check_policy("PagedCache", policy)
+        policy = as_policy("PagedCache", policy)
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers, "kv_heads": kv_heads}
         dims = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
         for name, value in (sizes | dims).items():
@@ -137,7 +139,13 @@ class PagedCache:
         self._step: Step | None = None
 
     def __repr__(self) -> str:
-        return f"PagedCache({self.policy!r}, {len(self)} requests, {self.free} of {self.num_pages} pages free)"
+        requests = self._requests.values()
+        kept = [chain.held for x in requests for chain in x.chains]
+        return (
+            f"PagedCache({self.policy!r}, {self.free} of {self.num_pages} pages free, {len(self)} requests: "
+            f"{span([x.seen for x in requests])} tokens seen, {span(kept)} kept, "
+            f"{size(storage_bytes(*self.k, *self.v))} of pages)"
+        )
 
     def __len__(self) -> int:
         """Number of requests."""

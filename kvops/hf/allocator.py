@@ -83,7 +83,7 @@ def _changed(expected: str, got: object) -> RuntimeError:
 
 @dataclass
 class Batching:
-    """What `kvops.hf.continuous_batching` yields: counts of what its engines have evicted so far.
+    """What `kvops.hf.continuous_batching` yields: counts of what its engines have evicted so far. `print` shows them.
 
     Attributes:
         policy: The policy of all engines made in the block.
@@ -105,6 +105,8 @@ class Batching:
             f"{self.evictions} evictions of {self.tokens} tokens per head and layer, which freed {self.blocks} blocks; "
             f"no request had more than {self.most_blocks}"
         )
+
+    __str__ = stats
 
 
 class Row(NamedTuple):

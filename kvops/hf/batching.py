@@ -20,9 +20,9 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from ..cache.queries import check_observed
-from ..methods.base import BudgetPolicy, DecodePolicy, Policy, check_policy
+from ..methods.base import BudgetPolicy, DecodePolicy, Policy
 from ..methods.queries import QueryPolicy
-from ..methods.table import policy as policy_of
+from ..methods.table import as_policy
 from .attention import unwrap
 from .cache import check
 
@@ -97,9 +97,7 @@ def continuous_batching(model: torch.nn.Module, policy: Policy | str) -> Iterato
         ) from error
     allocator.check_hooks()
     inner = unwrap("continuous_batching", model)
-    if isinstance(policy, str):
-        policy = policy_of(policy)
-    check_policy("continuous_batching", policy)
+    policy = as_policy("continuous_batching", policy)
     _check_model(inner, policy)
     policy = policy.for_model(inner)
     _check_served(inner, policy)

@@ -15,9 +15,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ..cache import AttendingCache, Cache
-from ..cache.memory import storage_bytes
+from ..cache.memory import size, span, storage_bytes
 from ..methods import LAQ, Policy
-from ..methods.base import check_policy
+from ..methods.table import as_policy
 from ..rope import Rope
 from . import architectures
 from .attention import ATTENTION, STOCK, Slots, autocast, check_attention, eager, steps
@@ -122,6 +122,9 @@ class EvictingLayer(DynamicLayer):
             )
         return out
 
+    def __repr__(self) -> str:
+        return f"EvictingLayer({self.cache!r})"
+
     def get_seq_length(self) -> int:
         return self.cache.seen
 
@@ -174,8 +177,8 @@ class KVCache(DynamicCache):
         config: The model's config (`model.config`). It determines which layers are "full_attention" and whether the
             model uses the library's attention (`use_attention`). Layers of other kinds (sliding window, ...) keep the
             class that transformers gives them.
-        policy: The eviction policy and its settings, such as `kvops.LagKV(lag=128)` or `kvops.KeyDiff(1024)`. Each
-            evicting layer gets its own `kvops.Cache` with it.
+        policy: The eviction policy and its settings, such as `kvops.LagKV(lag=128)` or `kvops.KeyDiff(1024)`, or a
+            string for `kvops.policy`: "keydiff:budget=1024". Each evicting layer gets its own `kvops.Cache` with it.
         rope: The rotary embedding, for policies that place tokens at the positions of their slots; see `kvops.Cache`.
             None: the model's own (`model_rope`).
         storage: How keys are stored with a rope, "pre_rope" or "post_rope"; see `kvops.Cache`.
@@ -195,7 +198,7 @@ class KVCache(DynamicCache):
         peak_bytes: The most bytes that the evicting layers held at any time.
 
     Raises:
-        TypeError: `config` is not a transformers config, or `policy` is not a kvops policy.
+        TypeError: `config` is not a transformers config, or `policy` is not a kvops policy or a string that names one.
         ValueError: The policy needs the library's attention and the model does not use it; the padding is not on the
             left or differs from what was declared; `generate` is called with a prompt that does not continue the
             cached tokens; or `crop` needs evicted tokens. The cache stays unchanged.
@@ -209,14 +212,14 @@ class KVCache(DynamicCache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        policy: Policy,
+        policy: Policy | str,
         *,
         rope: Rope | None = None,
         storage: str = "pre_rope",
         attention_mask: Tensor | None = None,
         pads: Tensor | Sequence[int] | None = None,
     ):
-        check("KVCache", config, policy)
+        policy = check("KVCache", config, policy)
         conversation = Conversation(declared_pads(attention_mask, pads))
         own = config.get_text_config(decoder=True)._attn_implementation == ATTENTION
         if own:
@@ -248,6 +251,14 @@ class KVCache(DynamicCache):
             self.layers[i] = EvictingLayer(cache, conversation, own, readers)
         if not evicting:
             warnings.warn("KVCache: this model has no full-attention layer, so nothing is evicted", stacklevel=2)
+
+    def __repr__(self) -> str:
+        caches = [x.cache for x in self.evicting_layers]
+        return (
+            f"KVCache({self.policy!r}, {len(caches)} of {len(self.layers)} layers evict: "
+            f"{span([x.seen for x in caches])} tokens seen, {span([len(x) for x in caches])} kept, "
+            f"{size(sum(x.nbytes for x in caches))})"
+        )
 
     @property
     def evicting_layers(self) -> list[EvictingLayer]:
@@ -417,11 +428,11 @@ class KVCache(DynamicCache):
         return out
 
 
-def check(who: str, config: PreTrainedConfig, policy: Policy) -> None:
-    """Raise for a config or policy that cannot work with any batch."""
+def check(who: str, config: PreTrainedConfig, policy: Policy | str) -> Policy:
+    """Return the policy. Raise for a config or policy that cannot work with any batch."""
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"{who}: config must be a transformers config (model.config), got {type(config).__name__}")
-    check_policy(who, policy)
+    policy = as_policy(who, policy)
     if config.is_encoder_decoder:
         raise NotImplementedError(
             f"{who}: encoder-decoder models need two caches and are not supported; use a cache of transformers"
@@ -431,6 +442,7 @@ def check(who: str, config: PreTrainedConfig, policy: Policy) -> None:
         raise NotImplementedError(
             f"{who}: models of type {text.model_type!r} are not supported: {why}; use a cache of transformers"
         )
+    return policy
 
 
 def _kv_heads(config: PreTrainedConfig) -> int:

@@ -1,4 +1,4 @@
-"""`with compress(model, policy)` gives every call of a model a cache that evicts; `generate` makes one such call.
+"""`compress(model, policy)` gives every call of a model a cache that evicts; `generate` makes one such call.
 
 The module is not called `compress.py`, because that name would hide the function `kvops.hf.compress`.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, cast
@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.utils import GenerateOutput
 
+from ..cache.memory import size, span
 from ..methods import Policy
-from ..methods.table import policy as policy_of
 from .arguments import CACHE, by_name, given_cache
 from .attention import own_attention, unwrap
 from .cache import KVCache, check
@@ -29,19 +29,62 @@ from .turns import check_caching
 
 
 class Compression:
-    """What `compress` yields: access to the caches of the block's calls.
+    """Gives every call of a model a cache that evicts, while it is enabled. `compress` makes it.
+
+    `with compress(...)` enables it for a block. `enable()` and `disable()` do the same without one, as notebooks and
+    servers need it. It can be enabled again after it was disabled. `print` shows its `stats()`.
 
     Attributes:
         policy: The policy of the caches.
     """
 
-    def __init__(self, model: PreTrainedModel, policy: Policy, outer: Compression | None):
+    def __init__(self, model: PreTrainedModel, policy: Policy):
         self.policy = policy
-        self._model, self._outer = model, outer
-        self._open = True
-        self._within = _running_generators()  # those that run around the `with` statement
+        self._model = model
+        self._open = False
+        self._outer: Compression | None = None  # the block around it, always an open one while this one is open
+        self._within: frozenset[FrameType] = frozenset()  # generators that ran when it was enabled
+        self._undo = ExitStack()  # what disable() has to undo
         self._here = threading.local()  # the last cache of each thread, freed when the thread ends
         self._last: KVCache | None = None  # the last cache of any thread
+
+    def enable(self) -> Compression:
+        """Let the model's calls evict until `disable`: what `with` does at the beginning of its block.
+
+        Returns:
+            The same object.
+
+        Raises:
+            RuntimeError: It is enabled already.
+            ValueError: `use_attention` or `KVCache` raises it.
+            NotImplementedError: `use_attention` or `KVCache` raises it.
+        """
+        with ExitStack() as undo:
+            undo.enter_context(own_attention(self._model))
+            KVCache(self._model.config, self.policy)  # raises now for what it does not support
+            _enter(self)
+            self._undo = undo.pop_all()
+        return self
+
+    def disable(self) -> None:
+        """Let the model's calls be as before: what `with` does at the end of its block. Without effect if not enabled.
+
+        `cache` and `stats()` stay readable.
+        """
+        if _leave(self):
+            self._undo.close()
+
+    def __enter__(self) -> Compression:
+        return self.enable()
+
+    def __exit__(self, *_: object) -> None:
+        self.disable()
+
+    def __repr__(self) -> str:
+        return f"Compression({self.policy!r}, {'enabled' if self._open else 'disabled'}: {self.stats()})"
+
+    def __str__(self) -> str:
+        return self.stats()
 
     @property
     def cache(self) -> KVCache | None:
@@ -62,13 +105,12 @@ class Compression:
         layers = [x for x in cache.stats() if x.evicts] if cache is not None else []
         if cache is None or not layers:
             return "no tokens yet"
-        fewest, most = (f(x.tokens_kept for x in layers) for f in (min, max))
-        kept = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+        kept = span([x.tokens_kept for x in layers])
         seen = max(x.tokens_full for x in layers)
         held, full = sum(x.bytes_kept for x in layers), sum(x.bytes_full for x in layers)
         return (
-            f"{kept} of {seen} tokens kept in {len(layers)} layers, {_size(held)} held of {_size(full)}, at most "
-            f"{_size(cache.peak_bytes)} at a time"
+            f"{kept} of {seen} tokens kept in {len(layers)} layers, {size(held)} held of {size(full)}, at most "
+            f"{size(cache.peak_bytes)} at a time"
         )
 
     def _new_cache(self) -> KVCache:
@@ -80,14 +122,21 @@ class Compression:
         return cache
 
 
-@contextmanager
-def compress(model: torch.nn.Module, policy: Policy | str) -> Iterator[Compression]:
+def compress(model: torch.nn.Module, policy: Policy | str) -> Compression:
     """Give every call of a model in the block a cache that evicts.
 
     ```python
     with kvops.hf.compress(model, kvops.SnapKV(1024)) as compressed:
         model.generate(**inputs)
-    print(compressed.stats())
+    print(compressed)
+    ```
+
+    Without a block, for example in a notebook or a server:
+
+    ```python
+    compressed = kvops.hf.compress(model, "snapkv:budget=1024").enable()
+    model.generate(**inputs)
+    compressed.disable()
     ```
 
     In the block the model uses the library's attention (`use_attention`). Its calls get a cache as follows.
@@ -125,25 +174,19 @@ def compress(model: torch.nn.Module, policy: Policy | str) -> Iterator[Compressi
         policy: The policy of the caches, such as `kvops.SnapKV(1024)`, or a string for `kvops.policy`:
             "snapkv:budget=1024".
 
-    Yields:
-        A `Compression` with the last call's `cache` and its `stats()`. It stays readable after the block.
+    Returns:
+        A `Compression` for `with`, or for `enable()` and `disable()`. It has the last call's `cache` and its `stats()`,
+        also after the block.
 
     Raises:
-        TypeError: `model` is not a transformers model, or `policy` is not a kvops policy.
-        ValueError: On entering, if `use_attention` or `KVCache` raises it. In a call, for another cache or none, before
-            the model runs.
-        NotImplementedError: On entering, if `use_attention` or `KVCache` raises it.
-        RuntimeError: The block that a call belongs to is ambiguous.
+        TypeError: `model` is not a transformers model, or `policy` is not a kvops policy or a string that names one.
+        ValueError: The string names no policy; or on entering, if `use_attention` or `KVCache` raises it; or in a call,
+            for another cache or none, before the model runs.
+        NotImplementedError: The model is not supported; or on entering, if `use_attention` or `KVCache` raises it.
+        RuntimeError: On entering, if it has been entered already. In a call, if the block that it belongs to is
+            ambiguous.
     """
-    model, policy = _checked("compress", model, policy)
-    with own_attention(model):
-        KVCache(model.config, policy)  # raises now for what it does not support
-        block = Compression(model, policy, _innermost(model))
-        _enter(block)
-        try:
-            yield block
-        finally:
-            _leave(block)
+    return Compression(*_checked("compress", model, policy))
 
 
 def generate(
@@ -211,16 +254,13 @@ def generate(
         **kwargs,
     }
     inner, policy = _checked("generate", model, policy)
-    return _generate(Compression(inner, policy, None), cast(Any, model).generate, call)
+    return _generate(Compression(inner, policy), cast(Any, model).generate, call)
 
 
 def _checked(who: str, model: torch.nn.Module, policy: Policy | str) -> tuple[PreTrainedModel, Policy]:
     """Return the unwrapped model and the policy, after checking that a cache supports both."""
-    if isinstance(policy, str):
-        policy = policy_of(policy)
     inner = unwrap(who, model)
-    check(who, inner.config, policy)
-    return inner, policy.for_model(inner)
+    return inner, check(who, inner.config, policy).for_model(inner)
 
 
 # ---- the block that a call belongs to ----
@@ -259,8 +299,14 @@ def _innermost(model: PreTrainedModel) -> Compression | None:
 
 
 def _enter(block: Compression) -> None:
-    model = block._model
+    model, outer, within = block._model, _innermost(block._model), _running_generators()
     with _hooking:
+        if block._open:
+            raise RuntimeError(
+                "compress: expected a Compression that is not enabled, got one that is, by enable() or by a `with` "
+                "block; call disable() first, or make another one with compress(model, policy)"
+            )
+        block._open, block._outer, block._within = True, outer, within
         if model not in _hooked:
             hooks = _hooks(model)
             _hooked[model] = _Hooked([], {name: vars(model)[name] for name in hooks if name in vars(model)})
@@ -269,12 +315,18 @@ def _enter(block: Compression) -> None:
     _entered.set({**_entered.get(), model: block})
 
 
-def _leave(block: Compression) -> None:
+def _leave(block: Compression) -> bool:
+    """End a block. Return whether it was open."""
     model = block._model
     with _hooking:
+        if not block._open:
+            return False
         block._open, block._within = False, frozenset()
         blocks, before = _hooked[model]
         blocks.remove(block)
+        for inner in blocks:
+            if inner._outer is block:
+                inner._outer = block._outer
         if not blocks:
             del _hooked[model]
             for name in _HOOKS:
@@ -283,6 +335,7 @@ def _leave(block: Compression) -> None:
     entered, outer = dict(_entered.get()), _innermost(model)
     if entered.pop(model, None) is not None:
         _entered.set(entered if outer is None else {**entered, model: outer})
+    return True
 
 
 def _block(model: PreTrainedModel) -> Compression | None:
@@ -410,11 +463,3 @@ def _check_no_other(call: dict[str, Any]) -> None:
             f"continue with, got {type(cache).__name__} (adapters by prefix tuning bring a cache of their own, and are "
             "not supported)"
         )
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"

@@ -472,10 +472,13 @@ class Policy:
 
 
 def check_policy(who: str, policy: object) -> None:
-    """Raises TypeError if `policy` is not a policy but, for example, a class or a name."""
+    """Raises TypeError if `policy` is not a policy but, for example, a class."""
     if not isinstance(policy, Policy):
         got = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
-        raise TypeError(f"{who}: policy must be a kvops policy such as kvops.KeyDiff(1024), got {got}")
+        raise TypeError(
+            f"{who}: policy must be a kvops policy such as kvops.KeyDiff(1024), or a string such as "
+            f"'keydiff:budget=1024', got {got}"
+        )
 
 
 def _fields(policy: Any) -> tuple[Field[Any], ...]:

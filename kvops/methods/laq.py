@@ -59,9 +59,9 @@ class LAQ(WindowPolicy):
         steps: The intended number of tokens in the draft.
         template: Token ids of a fixed text that `kvops.hf` reads in place of a draft, such as those of "The answer is"
             (App. B); () drafts `steps` tokens.
-        stage1: The policy of the draft, such as kvops.StreamingLLM(64), or its name in kvops.METHODS, such as "full". A
-            name stands for the settings that meet `stage1_budget`: SnapKV then has a window of
-            min(32, stage1_budget // 2).
+        stage1: The policy of the draft, such as kvops.StreamingLLM(64) or "streamingllm:budget=64", or its name in
+            kvops.METHODS, such as "full". A name alone stands for the settings that meet `stage1_budget`: SnapKV then
+            has a window of min(32, stage1_budget // 2).
         stage1_budget: The tokens of the draft's cache if stage1 is a name; None is the budget of stage 2.
         compat_mask: Use the mask of the released code, in which row i of all window + steps rows sees keys up to
             n - (window + steps) + i.
@@ -91,7 +91,12 @@ class LAQ(WindowPolicy):
         check_token_ids(self.name, "template", self.template)
         check_bool(self.name, "compat_mask", self.compat_mask)
         if isinstance(self.stage1, str):
-            entry_of(self.stage1)
+            if ":" in self.stage1:  # with settings of its own
+                from .table import as_policy  # the table imports this module
+
+                object.__setattr__(self, "stage1", as_policy(f"{self.name}: stage1", self.stage1))
+            else:
+                entry_of(self.stage1)
         elif not isinstance(self.stage1, Policy):
             raise TypeError(
                 f"{self.name}: stage1 must be a kvops policy such as kvops.Full(), or a name such as 'full', got "

@@ -12,13 +12,13 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 from ..specs import did_you_mean, parse_options
-from .base import Policy
+from .base import Policy, check_policy
 from .baselines import L2, Full, Random, StreamingLLM
 from .criticalkv import CriticalKV
 from .defensivekv import DefensiveKV
@@ -174,16 +174,40 @@ def policy(spec: str, *, allow_code: bool = False, **settings: Any) -> Policy:
     Raises:
         ValueError: There is no such method, it is a file or module and `allow_code` is False, or a setting has an
             invalid value.
-        TypeError: The method has no such setting, or a setting has the wrong type.
+        TypeError: The method has no such setting, a setting has the wrong type, or one without a default is missing.
     """
     entry, name, options = find(spec, allow_code)
     wanted = {**entry.defaults, **options, **settings}
-    known = [x.name for x in fields(entry.policy)]  # type: ignore[arg-type]  # all policies are dataclasses
+    every = fields(entry.policy)  # type: ignore[arg-type]  # all policies are dataclasses
+    known = [x.name for x in every]
     if unknown := [x for x in wanted if x not in known]:
         raise TypeError(
             f"method {name!r} has no setting {unknown[0]!r}, only {', '.join(known)}{did_you_mean(unknown[0], known)}"
         )
+    needed = [x.name for x in every if x.init and x.default is MISSING and x.default_factory is MISSING]
+    if missing := [x for x in needed if x not in wanted]:
+        value = 1024 if missing[0] == "budget" else "..."
+        raise TypeError(
+            f"method {name!r} needs {' and '.join(missing)}, got {spec!r}; write for example "
+            f"'{name}:{missing[0]}={value}'"
+        )
     return entry.policy(**wanted)
+
+
+def as_policy(who: str, given: Policy | str) -> Policy:
+    """Returns the policy that a caller of `who` has passed: itself, or the one that a string names as for `policy`.
+
+    Raises:
+        TypeError: `given` is neither, or `policy` raises it.
+        ValueError: `policy` raises it.
+    """
+    if isinstance(given, str):
+        try:
+            return policy(given)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{who}: {error}") from error
+    check_policy(who, given)
+    return given
 
 
 def _class(place: str, name: str) -> object:
