@@ -273,7 +273,15 @@ def test_the_reference_has_every_public_name():
             assert hasattr(importlib.import_module(module), attribute), f"docs/api lists {name}, which is not there"
 
 
-MODULES = ["kvops", "kvops.eval", "kvops.analysis", "kvops.bench", "kvops.bench.attention", "kvops.bench.decode"]
+MODULES = [
+    "kvops.info",
+    "kvops.demo",
+    "kvops.eval",
+    "kvops.analysis",
+    "kvops.bench",
+    "kvops.bench.attention",
+    "kvops.bench.decode",
+]
 
 
 @pytest.mark.parametrize("module", MODULES)
