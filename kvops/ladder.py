@@ -22,14 +22,17 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from .checks import MAX_LAYERS, check_choice, check_holds_ladder, check_int, plain
 
-PATTERNS = ("paper", "official", "short")
-COMPACTIONS = ("ladder", "whole")
+Pattern = Literal["paper", "official", "short"]
+Compaction = Literal["ladder", "whole"]
+PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
+COMPACTIONS: tuple[Compaction, ...] = get_args(Compaction)
 MAX_PASSES = 192  # per call of the operators
 MOST_PASSES = 1 << 14  # per plan, about; each pass thins all slots within the budget once
 
@@ -44,7 +47,7 @@ class Ladder:
     num_layers: int
     span: int
     overlap: int
-    pattern: str = "paper"
+    pattern: Pattern = "paper"
 
     @property
     def step(self) -> int:
@@ -159,8 +162,8 @@ def lacache_plan(
     span: int | None = None,
     overlap: int | None = None,
     sinks: int = 4,
-    pattern: str = "paper",
-    compaction: str = "ladder",
+    pattern: Pattern = "paper",
+    compaction: Compaction = "ladder",
     state: LadderState | None = None,
 ) -> LadderPlan:
     """Plan which slots LaCache keeps of a cache of n slots, the same number in every layer.
@@ -249,7 +252,7 @@ def decode_plan(plan: Sequence[int]) -> LadderPlan:
 
 
 @functools.lru_cache
-def make_ladder(num_layers: int, span: int | None, overlap: int | None, pattern: str) -> Ladder:
+def make_ladder(num_layers: int, span: int | None, overlap: int | None, pattern: Pattern) -> Ladder:
     """Makes a ladder, with the defaults for settings that are None."""
     if span is None:
         span = max(1, round(num_layers / 4))

@@ -88,9 +88,16 @@ __all__ = [
 
 MAX_WINDOW = 256  # query rows per call of the window operators
 
+Score = Literal["softmax", "dot"]
+Reduce = Literal["mean", "max", "sum"]
 #: The integers that the schemas of torch.ops.kvops.* use for the names that these functions take.
 SCORES = {"softmax": 0, "dot": 1}
 REDUCTIONS = {"sum": 0, "mean": 1, "max": 2, "none": 3}
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 _ops = torch.ops.kvops
 _lag_score = operator(_ops.lag_score.default)
@@ -289,9 +296,9 @@ def window_scores(
     *,
     lse: Tensor | None = None,
     scale: float | None = None,
-    score: str = "softmax",
-    reduce: str = "sum",
-    group_reduce: str = "mean",
+    score: Score = "softmax",
+    reduce: Reduce = "sum",
+    group_reduce: Reduce | Literal["none"] = "mean",
     starts: Tensor | None = None,
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
@@ -381,8 +388,8 @@ def window_attention(
     visible: Tensor,
     *,
     scale: float | None = None,
-    reduce: str = "sum",
-    group_reduce: str = "mean",
+    reduce: Reduce = "sum",
+    group_reduce: Reduce | Literal["none"] = "mean",
     starts: Tensor | None = None,
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
@@ -1176,7 +1183,7 @@ def value_norm(
     v: Tensor,
     w_o: Tensor,
     *,
-    group_reduce: Literal["sum", "mean", "max"] = "mean",
+    group_reduce: Reduce = "mean",
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
     block_table: Tensor | None = None,
@@ -1219,7 +1226,9 @@ def _(v, w_o, *, group_reduce=1, starts=None, lengths=None, block_table=None):
     return v.new_empty(_cache_shape("value_norm", v, block_table, "v")[:3], dtype=torch.float32)
 
 
-def cluster_mean(scores: Tensor, assignment: Tensor, *, num_clusters: int, reduce: str = "mean") -> Tensor:
+def cluster_mean(
+    scores: Tensor, assignment: Tensor, *, num_clusters: int, reduce: Literal["mean", "sum"] = "mean"
+) -> Tensor:
     """Compute the mean (or sum) of the scores in each cluster.
 
     Scores that are not finite are left out; a cluster without finite scores is NaN. The kernel adds the scores as

@@ -7,16 +7,18 @@ that got attention.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
 from .checks import check_bool, check_choice, check_int
-from .ops import MAX_WINDOW, window_scores
+from .ops import MAX_WINDOW, Reduce, Score, window_scores
 
-GROUP_REDUCES = ("mean", "max", "sum")
+Pool = Literal["max", "avg"]
+GROUP_REDUCES: tuple[Reduce, ...] = get_args(Reduce)
+POOLINGS: tuple[Pool, ...] = get_args(Pool)
 
 
 def span_ends(k: Tensor, starts: Tensor | None, lengths: Tensor | None) -> Tensor | int:
@@ -79,7 +81,12 @@ def summed_scores(
 
 
 def _linear(
-    q: Tensor, k: Tensor, score: str = "softmax", reduce: str = "sum", group_reduce: str = "mean", **logit: Any
+    q: Tensor,
+    k: Tensor,
+    score: Score = "softmax",
+    reduce: Reduce = "sum",
+    group_reduce: Reduce = "mean",
+    **logit: Any,
 ) -> bool:
     """Whether the sum of the scores is the score of the summed queries; False if q does not fit k."""
     plain = not logit.get("softcap") and logit.get("sink_logits") is None
@@ -93,7 +100,7 @@ def _linear_scores(
     visible: Tensor,
     prefix: int | Tensor,
     *,
-    group_reduce: str = "mean",
+    group_reduce: Reduce = "mean",
     scale: float | None = None,
     starts: Tensor | None = None,
     block_table: Tensor | None = None,
@@ -128,15 +135,15 @@ class Pooling(NamedTuple):
     """How scores are pooled over neighbours and reduced over the query heads of a group."""
 
     kernel_size: int = 7
-    pooling: str = "max"
+    pooling: Pool = "max"
     pool_first: bool = False
-    group_reduce: str = "mean"
+    group_reduce: Reduce = "mean"
 
     def check(self, op: str) -> None:
         check_int(op, "kernel_size", self.kernel_size, 1)
         if self.kernel_size % 2 == 0:
             raise ValueError(f"{op}: kernel_size must be odd (1 does not pool), got {self.kernel_size}")
-        check_choice(op, "pooling", self.pooling, ("max", "avg"))
+        check_choice(op, "pooling", self.pooling, POOLINGS)
         check_bool(op, "pool_first", self.pool_first)
         check_choice(op, "group_reduce", self.group_reduce, GROUP_REDUCES)
 

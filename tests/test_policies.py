@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -925,3 +927,47 @@ def test_budgets_by_entropy():
     ):
         with kit.refuses("entropy_budgets", *parts):
             kvops.entropy_budgets(*arguments)
+
+
+# Settings of few values
+
+
+def choices(hint: object) -> set[str]:
+    """The names that a type allows."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]
+    return {x for part in parts if get_origin(part) is Literal for x in get_args(part)}
+
+
+def functions() -> dict[str, Callable]:
+    found = {f"ops.{x}": getattr(kvops.ops, x) for x in kvops.ops.__all__}
+    found |= {x: getattr(kvops, x) for x in kvops.__all__ if inspect.isfunction(getattr(kvops, x))}
+    return found | {"Cache": kvops.Cache.__init__}
+
+
+@pytest.mark.parametrize("name", functions())
+def test_names_are_literal_types(name):
+    """Editors and mypy know them: a str as default stands for one of a few values."""
+    function = inspect.unwrap(functions()[name])
+    hints = get_type_hints(function)
+    for x in inspect.signature(function).parameters.values():
+        if isinstance(x.default, str) and x.name not in ("stage1", "device"):
+            assert x.default in choices(hints[x.name]), f"{name}: {x.name}"
+
+
+@pytest.mark.parametrize("name", [x for x in kvops.METHODS if x != "full"])
+def test_settings_are_literal_types(name):
+    entry = kvops.METHODS[name]
+    policy = kvops.policy(name, **({} if issubclass(entry.policy, kvops.LagKV) else {"budget": 1024}))
+    hints = get_type_hints(entry.policy)
+    for x in fields(policy):
+        if not isinstance(getattr(policy, x.name), str) or x.name == "stage1":
+            continue
+        allowed = choices(hints[x.name])
+        assert getattr(policy, x.name) in allowed, x.name
+        with pytest.raises(ValueError, match=f"{x.name} must be") as error:
+            replace(policy, **{x.name: "nonsense"})
+        assert {*re.findall(r"'(\w+)'", str(error.value))} - {"nonsense"} <= allowed, x.name
+
+
+def test_dir_of_the_operators():
+    assert dir(kvops.ops) == sorted(kvops.ops.__all__) and len(dir(kvops.ops)) == 20

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..checks import check_int, check_queries, plain
-from ..ops import anchor_cosine
+from ..ops import Reduce, anchor_cosine
 from ..window import causal_limits, outside_prefix, span_ends, summed_scores
 
 
@@ -17,7 +17,7 @@ def cumulative_attention(
     q: Tensor,
     *,
     visible: Tensor | None = None,
-    group_reduce: str = "mean",
+    group_reduce: Reduce | Literal["none"] = "mean",
     scale: float | None = None,
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import Cache, Rope, ops
+from ..cache.base import Storage
 from ..commands import Parser
 from ..methods import H2O, L2, SATKV, TOVA, Full, KeyDiff, LaCache, LagKV, Policy, ProtoKV, SnapKV, StreamingLLM
 from .columns import aligned
@@ -32,7 +33,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "cpu-decod
 EVERY = 8  # the baseline runs every so many steps, as each takes as long as ten of ours
 
 
-def policies(m: int) -> dict[str, tuple[Policy, Rope | None, str]]:
+def policies(m: int) -> dict[str, tuple[Policy, Rope | None, Storage]]:
     """Return methods that hold about m tokens in decode, with RoPE and storage for slot positions."""
     rope = Rope.of(HEAD_DIM)
     return {
@@ -53,7 +54,9 @@ def policies(m: int) -> dict[str, tuple[Policy, Rope | None, str]]:
     }
 
 
-def filled(name: str, policy: Policy, rope: Rope | None, storage: str, m: int, token: Callable[..., Tensor]) -> Cache:
+def filled(
+    name: str, policy: Policy, rope: Rope | None, storage: Storage, m: int, token: Callable[..., Tensor]
+) -> Cache:
     """Return a cache that has read a prompt and holds about m tokens."""
     cache = Cache(policy, layer=LAYERS // 2, num_layers=LAYERS, rope=rope, storage=storage)
     tokens = 2 * m if name == "LagKV" else m  # LagKV keeps a fraction of the tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from ..methods.table import as_policy
 from ..rope import Rope
 from .memory import Memory, size, storage_bytes
 
-STORAGES = ("pre_rope", "post_rope")
+Storage = Literal["pre_rope", "post_rope"]
+STORAGES: tuple[Storage, ...] = get_args(Storage)
 
 
 class Eviction(NamedTuple):
@@ -101,7 +102,7 @@ class Cache:
         layer: int = 0,
         num_layers: int = 1,
         rope: Rope | None = None,
-        storage: str = "pre_rope",
+        storage: Storage = "pre_rope",
         attend_before_compress: bool = True,
     ):
         policy = as_policy("Cache", policy)

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ..cache import AttendingCache, Cache
+from ..cache.base import Storage
 from ..cache.memory import size, span, storage_bytes
 from ..methods import LAQ, Policy
 from ..methods.table import as_policy
@@ -215,7 +216,7 @@ class KVCache(DynamicCache):
         policy: Policy | str,
         *,
         rope: Rope | None = None,
-        storage: str = "pre_rope",
+        storage: Storage = "pre_rope",
         attention_mask: Tensor | None = None,
         pads: Tensor | Sequence[int] | None = None,
     ):

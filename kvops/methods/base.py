@@ -18,7 +18,7 @@ class ValueNorm(kvops.KeyPolicy):                        # inherits budget, sink
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, Field, dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -42,7 +42,10 @@ from .budgets import Budget, budget_tokens, fraction_of, head_budgets, recent_to
 from .calling import Layout, one_shot_method
 from .select import all_slots, select_budget, shared_scores
 
-HEAD_MODES = ("per_head", "shared", "adaptive")
+HeadMode = Literal["per_head", "shared", "adaptive"]
+Positions = Literal["slots", "original"]
+HEAD_MODES: tuple[HeadMode, ...] = get_args(HeadMode)
+POSITIONS: tuple[Positions, ...] = get_args(Positions)
 #: The default buffer: tokens over the budget in decode, as a fraction of the budget. An eviction then costs little
 #: compared to the attention of the tokens in between (docs/decode.md).
 BUFFER = 1 / 16
@@ -248,7 +251,7 @@ class Policy:
     #: The rule uses queries, so the library must compute the attention of each step.
     uses_queries: ClassVar[bool] = False
     #: "slots": tokens take the positions of their slots, without gaps for evicted tokens. Needs the model's `Rope`.
-    positions: str = "original"
+    positions: Positions = "original"
     #: Entries of the state with one value per slot, [b, Hk, len]. A cache moves them along with the slots.
     by_slot: ClassVar[tuple[str, ...]] = ()
     #: Each head has its own scores, so the heads of a `PagedCache` may differ in length.
@@ -511,7 +514,7 @@ class BudgetPolicy(Policy):
     budget: Budget
     _: KW_ONLY
     sinks: int = 0
-    head_mode: str = "per_head"
+    head_mode: HeadMode = "per_head"
 
     def check(self) -> None:
         check_choice(self.name, "head_mode", self.head_mode, HEAD_MODES)

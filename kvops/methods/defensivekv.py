@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_finite
+from ..ops import Reduce
 from ..window import outside_prefix
 from .base import View
 from .queries import WindowPolicy
@@ -56,7 +57,7 @@ class DefensiveKV(WindowPolicy):
 
     _: KW_ONLY
     kernel_size: int = 5
-    group_reduce: str = "max"
+    group_reduce: Reduce = "max"
     prior: float = 1.0
 
     @property

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from ..checks import check_in_prompt, check_lse, check_queries, check_recent
 from ..ops import MAX_WINDOW, window_scores
 from ..window import causal_limits
-from .base import BudgetPolicy, Compressed, DecodePolicy, View
+from .base import BudgetPolicy, Compressed, DecodePolicy, HeadMode, View
 from .budgets import budget_tokens, recent_tokens
 from .queries import QueryCall, QueryPolicy
 
@@ -165,7 +165,7 @@ class TOVA(DecodePolicy, QueryPolicy):
     window = 1
 
     _: KW_ONLY
-    head_mode: str = "shared"
+    head_mode: HeadMode = "shared"
 
     @property
     def paged(self) -> bool:

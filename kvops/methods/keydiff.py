@@ -8,7 +8,7 @@ docs/methods/keydiff.md.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from .base import View
 from .merging import MergingPolicy
 from .select import readable_keys
 
-METRICS = ("cosine", "dot", "euclidean")
-ANCHORS = ("mean", "median", "pairwise")
+Metric = Literal["cosine", "dot", "euclidean"]
+Anchor = Literal["mean", "median", "pairwise"]
+METRICS: tuple[Metric, ...] = get_args(Metric)
+ANCHORS: tuple[Anchor, ...] = get_args(Anchor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +61,8 @@ class KeyDiff(MergingPolicy):
 
     _: KW_ONLY
     normalize_anchor: bool = True
-    metric: str = "cosine"
-    anchor: str = "mean"
+    metric: Metric = "cosine"
+    anchor: Anchor = "mean"
     refresh: int = 1024
 
     def check(self) -> None:
@@ -119,7 +121,7 @@ class KeyDiff(MergingPolicy):
         return anchor_cosine(k, normalize_anchor=self.normalize_anchor, starts=pads, return_anchor=True)[1]
 
 
-def ablation_scores(view: View, normalize_anchor: bool, metric: str, anchor: str) -> Tensor:
+def ablation_scores(view: View, normalize_anchor: bool, metric: Metric, anchor: Anchor) -> Tensor:
     """The scores of the paper's ablations (Sec. 4.4): fp32 [b, Hk, n]; NaN for keys that are invalid or not finite."""
     keys, starts, lengths = readable_keys("KeyDiff", view.k).float(), view.starts, view.lengths
     usable = keys.isfinite().all(-1, keepdim=True)  # [b, Hk, n, 1]

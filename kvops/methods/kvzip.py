@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..checks import check_int, check_queries, check_token_ids
+from ..ops import Reduce
 from ..window import summed_scores
 from .base import Compressed, LayerSpans, View
 from .budgets import most_tokens
@@ -69,7 +70,7 @@ class KVzip(QueryPolicy):
 
     _: KW_ONLY
     sinks: int = 4
-    group_reduce: str = "max"
+    group_reduce: Reduce = "max"
     chunk: int = 2048
     previous: int = 8
     instruction: tuple[int, ...] = ()

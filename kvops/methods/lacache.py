@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..checks import check_budget, check_choice, check_holds_ladder, check_int, check_num_layers, plain
-from ..ladder import COMPACTIONS, PATTERNS, LadderState, lacache_plan, make_ladder
+from ..ladder import COMPACTIONS, PATTERNS, Compaction, LadderState, Pattern, lacache_plan, make_ladder
 from ..ops import ladder_compact_, ladder_gather
 from ..rope import Rope
 from .base import IN_PLACE, Compressed, Out, View
@@ -22,7 +22,8 @@ from .budgets import budget_tokens
 from .calling import one_shot_method
 from .slots import SlotPolicy
 
-TASKS = ("modeling", "understanding")
+Task = Literal["modeling", "understanding"]
+TASKS: tuple[Task, ...] = get_args(Task)
 MOST_COVERED = 1 << 20  # tokens of `lacache_coverage`, which streams them one by one
 
 
@@ -61,9 +62,9 @@ class LaCache(SlotPolicy):
     span: int | None = None
     overlap: int | None = None
     sinks: int | None = None
-    pattern: str = "paper"
-    compaction: str = "ladder"
-    task: str = "modeling"
+    pattern: Pattern = "paper"
+    compaction: Compaction = "ladder"
+    task: Task = "modeling"
 
     @property
     def heads_alone(self) -> bool:
@@ -221,8 +222,8 @@ def lacache_coverage(
     span: int | None = None,
     overlap: int | None = None,
     sinks: int = 4,
-    pattern: str = "paper",
-    compaction: str = "ladder",
+    pattern: Pattern = "paper",
+    compaction: Compaction = "ladder",
     chunk: int | Sequence[int] = 1,
 ) -> Tensor:
     """Compute which tokens each layer holds after n tokens have been streamed.
@@ -269,6 +270,6 @@ def lacache_coverage(
     return torch.zeros(num_layers, n, dtype=torch.bool, device="cpu").scatter_(1, held, True)
 
 
-def understanding_span(num_layers: int, ratio: float, pattern: str) -> int:
+def understanding_span(num_layers: int, ratio: float, pattern: Pattern) -> int:
     """The paper's span for a prompt and a short answer, if this fraction of the prompt is kept, or the longest span."""
     return max(1, min(round(num_layers * ratio), num_layers // 2 if pattern == "paper" else num_layers - 1))

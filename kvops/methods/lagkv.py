@@ -7,7 +7,7 @@ variants LocalKV and L2 norm: App. A.2. Decisions where paper and released code 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,14 @@ from torch import Tensor
 from ..checks import check_choice, check_finite, check_int, plain
 from ..lag import kept_length, kept_within, num_segments
 from ..ops import lag_score, select_topk
-from .base import HEAD_MODES, Policy, View
+from .base import HEAD_MODES, HeadMode, Policy, View
 from .budgets import fraction_of
 from .select import all_slots, negative_norms, places, shared_scores
 
+Reference = Literal["lag", "self"]
+Norm = Literal["std", "l2"]
+REFERENCES: tuple[Reference, ...] = get_args(Reference)
+NORMS: tuple[Norm, ...] = get_args(Norm)
 #: With score="l2" these layers keep everything.
 L2_SKIPPED_LAYERS = (0, 1)
 SINKS = 16
@@ -72,9 +76,9 @@ class LagKV(Policy):
     _: KW_ONLY
     sinks: int = SINKS
     v_weight: float = 1.0
-    reference: str = "lag"
-    score: str = "std"
-    head_mode: str = "per_head"
+    reference: Reference = "lag"
+    score: Norm = "std"
+    head_mode: HeadMode = "per_head"
 
     @property
     def heads_alone(self) -> bool:
@@ -84,8 +88,8 @@ class LagKV(Policy):
         check_lag_ratio(self.name, self.lag, self.ratio)
         check_int(self.name, "sinks", self.sinks, 0)
         check_finite(self.name, "v_weight", self.v_weight)
-        check_choice(self.name, "reference", self.reference, ("lag", "self"))
-        check_choice(self.name, "score", self.score, ("std", "l2"))
+        check_choice(self.name, "reference", self.reference, REFERENCES)
+        check_choice(self.name, "score", self.score, NORMS)
         check_choice(self.name, "head_mode", self.head_mode, HEAD_MODES)
         if self.head_mode == "adaptive" and self.score != "std":
             raise ValueError(

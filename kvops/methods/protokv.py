@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..checks import MAX_INT, check_bool, check_choice, check_holds_window, check_int, check_rows_hold, plain
 from ..ops import (
+    Score,
     assign_prototypes,
     build_prototypes,
     cluster_mean,
@@ -40,7 +41,10 @@ from .select import places, select_budget, shared_scores
 #: tokens have 10 to 30 tokens each.
 MOST_CHUNKS = 496
 CHUNK_TOKENS = 16
-CLUSTERS = ("prototypes", "chunks", "lsh")
+Clusters = Literal["prototypes", "chunks", "lsh"]
+ClusterReduce = Literal["mean", "sum"]
+CLUSTERS: tuple[Clusters, ...] = get_args(Clusters)
+CLUSTER_REDUCES: tuple[ClusterReduce, ...] = get_args(ClusterReduce)
 MAX_KAPPA = 1024  # the largest kappa of outlier_degree
 MAX_HASH_BITS = 16
 
@@ -107,9 +111,9 @@ class ProtoKV(DecodePolicy, QueryPolicy):
     phase: Tensor | None = None
     seed: int = 0
     hash_bits: int = 2
-    clusters: str = "prototypes"
-    score: str = "dot"
-    cluster_reduce: str = "mean"
+    clusters: Clusters = "prototypes"
+    score: Score = "dot"
+    cluster_reduce: ClusterReduce = "mean"
     whole_clusters: bool = False
     buffer: int | float | None = 128
     alpha: int = 8
@@ -124,7 +128,7 @@ class ProtoKV(DecodePolicy, QueryPolicy):
             object.__setattr__(self, "window", 8 if small else 32)
         check_int(self.name, "window", self.window, 1)
         check_clusters(self)
-        check_choice(self.name, "cluster_reduce", self.cluster_reduce, ("mean", "sum"))
+        check_choice(self.name, "cluster_reduce", self.cluster_reduce, CLUSTER_REDUCES)
         check_bool(self.name, "whole_clusters", self.whole_clusters)
         check_int(self.name, "alpha", self.alpha, 1)
         if self.head_mode == "adaptive":

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, TypedDict, get_args
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ..checks import check_choice, check_holds_window, check_in_prompt, check_int, check_lse, check_queries
-from ..window import GROUP_REDUCES, Pooling, causal_limits, outside_prefix, summed_scores
+from ..ops import Reduce, Score
+from ..window import GROUP_REDUCES, Pool, Pooling, causal_limits, outside_prefix, summed_scores
 from .base import BudgetPolicy, Compressed, LayerSpans, View
 from .budgets import Budget, most_tokens
 from .calling import one_shot_method
 
-SCORES = ("softmax", "dot")
+SCORES: tuple[Score, ...] = get_args(Score)
 
 
 class Logits(TypedDict, total=False):
@@ -71,7 +72,7 @@ class QueryPolicy(BudgetPolicy):
     window = 0
 
     _: KW_ONLY
-    group_reduce: str = "mean"
+    group_reduce: Reduce = "mean"
 
     def check(self) -> None:
         check_choice(self.name, "score", self.score, SCORES)
@@ -205,9 +206,9 @@ class WindowPolicy(QueryPolicy):
     window: int = 32
     _: KW_ONLY
     kernel_size: int = 7
-    pooling: str = "max"
+    pooling: Pool = "max"
     pool_first: bool = False
-    score: str = "softmax"
+    score: Score = "softmax"
 
     def check(self) -> None:
         self.pool.check(self.name)

@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..checks import check_queries, check_rank
-from ..ops import select_topk
-from ..window import Pooling, outside_prefix, span_ends, summed_scores
+from ..ops import Reduce, Score, select_topk
+from ..window import Pool, Pooling, outside_prefix, span_ends, summed_scores
 from .budgets import budget_tokens
 from .laq import lookahead_limits
 from .queries import Logits
@@ -39,10 +39,10 @@ def recall(
     *,
     visible: Tensor | None = None,
     kernel_size: int = 1,
-    pooling: str = "max",
+    pooling: Pool = "max",
     pool_first: bool = False,
-    score: str = "softmax",
-    group_reduce: str = "mean",
+    score: Score = "softmax",
+    group_reduce: Reduce = "mean",
     **call: Unpack[RecallCall],
 ) -> Tensor:
     """Compute LAQ's Recall_W: the fraction of the keys chosen by the answer's queries that a window also chooses.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_finite, check_int
-from ..ops import key_similarity
+from ..ops import Reduce, key_similarity
 from ..window import Pooling, outside_prefix
 from .base import DecodePolicy, View
 from .queries import QueryPolicy
@@ -61,7 +61,7 @@ class RKV(DecodePolicy, QueryPolicy):
     window: int = 8
     _: KW_ONLY
     buffer: int | float | None = 128
-    group_reduce: str = "max"
+    group_reduce: Reduce = "max"
     kernel_size: int = 7
     mix: float = 0.1
     threshold: float = 0.5

@@ -14,8 +14,11 @@ from typing import Any, ParamSpec
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ..ladder import Compaction, Pattern
+from ..ops import Reduce, Score
 from ..rope import Rope
-from .base import IN_PLACE, Compressed, LayerSpans, Out, Spans
+from ..window import Pool
+from .base import IN_PLACE, Compressed, HeadMode, LayerSpans, Out, Spans
 from .baselines import L2, Random, StreamingLLM
 from .budgets import Budget
 from .calling import Layout, one_shot
@@ -23,12 +26,12 @@ from .criticalkv import CriticalKV
 from .defensivekv import DefensiveKV
 from .expected_attention import ExpectedAttention
 from .h2o import H2O, TOVA
-from .keydiff import KeyDiff
+from .keydiff import Anchor, KeyDiff, Metric
 from .kvzip import KVzip, RepeatCall
-from .lacache import LaCache
-from .lagkv import LagKV, check_lag_ratio
+from .lacache import LaCache, Task
+from .lagkv import LagKV, Norm, Reference, check_lag_ratio
 from .laq import LAQ
-from .protokv import SATKV, ProtoKV
+from .protokv import SATKV, ClusterReduce, Clusters, ProtoKV
 from .queries import QueryCall, window_rows
 from .rkv import RKV
 from .snapkv import ChunkKV, PyramidKV, SnapKV
@@ -113,9 +116,9 @@ def lagkv_compress(
     *,
     sinks: int = 16,
     v_weight: float = 1.0,
-    reference: str = "lag",
-    score: str = "std",
-    head_mode: str = "per_head",
+    reference: Reference = "lag",
+    score: Norm = "std",
+    head_mode: HeadMode = "per_head",
     **call: Unpack[LayerSpans],
 ) -> Compressed:
     """Evict by LagKV: keep the tokens of each partition that stand out most against the range of the next.
@@ -160,9 +163,9 @@ def keydiff_compress(
     sinks: int = 0,
     recent: int | float = 0,
     normalize_anchor: bool = True,
-    metric: str = "cosine",
-    anchor: str = "mean",
-    head_mode: str = "per_head",
+    metric: Metric = "cosine",
+    anchor: Anchor = "mean",
+    head_mode: HeadMode = "per_head",
     merge: bool = False,
     **call: Unpack[Spans],
 ) -> Compressed:
@@ -209,9 +212,9 @@ def lacache_compress(
     span: int | None = None,
     overlap: int | None = None,
     sinks: int | None = None,
-    pattern: str = "paper",
-    compaction: str = "ladder",
-    task: str = "modeling",
+    pattern: Pattern = "paper",
+    compaction: Compaction = "ladder",
+    task: Task = "modeling",
     rope: Rope | None = None,
     out: Out = None,
     layout: Layout | None = None,
@@ -259,12 +262,12 @@ def snapkv_compress(
     budget: Budget,
     *,
     kernel_size: int = 7,
-    pooling: str = "max",
+    pooling: Pool = "max",
     pool_first: bool = False,
-    score: str = "softmax",
-    group_reduce: str = "mean",
+    score: Score = "softmax",
+    group_reduce: Reduce = "mean",
     sinks: int = 0,
-    head_mode: str = "per_head",
+    head_mode: HeadMode = "per_head",
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """Evict by SnapKV: keep the tokens to which the prompt's last queries attend.
@@ -313,12 +316,12 @@ def criticalkv_compress(
     first_stage_ratio: float = 0.5,
     epsilon: float = 1e-4,
     kernel_size: int = 7,
-    pooling: str = "max",
+    pooling: Pool = "max",
     pool_first: bool = False,
-    score: str = "softmax",
-    group_reduce: str = "mean",
+    score: Score = "softmax",
+    group_reduce: Reduce = "mean",
     sinks: int = 0,
-    head_mode: str = "per_head",
+    head_mode: HeadMode = "per_head",
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """Evict by CriticalKV: keep tokens by attention, then by attention times the norm of the projected value.
@@ -370,9 +373,9 @@ def rkv_compress(
     mix: float = 0.1,
     threshold: float = 0.5,
     kernel_size: int = 7,
-    group_reduce: str = "max",
+    group_reduce: Reduce = "max",
     sinks: int = 0,
-    head_mode: str = "per_head",
+    head_mode: HeadMode = "per_head",
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """Evict by R-KV: keep the tokens to which the last queries attend and whose keys are unlike the others.
@@ -417,12 +420,12 @@ def pyramidkv_compress(
     budget: Budget,
     *,
     kernel_size: int = 7,
-    pooling: str = "max",
+    pooling: Pool = "max",
     pool_first: bool = False,
-    score: str = "softmax",
-    group_reduce: str = "mean",
+    score: Score = "softmax",
+    group_reduce: Reduce = "mean",
     sinks: int = 0,
-    head_mode: str = "per_head",
+    head_mode: HeadMode = "per_head",
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """Evict one layer by PyramidKV: SnapKV with more of the budget in early layers.
@@ -470,13 +473,13 @@ def defensivekv_compress(
     budget: Budget,
     *,
     kernel_size: int = 5,
-    pooling: str = "max",
+    pooling: Pool = "max",
     pool_first: bool = False,
-    score: str = "softmax",
-    group_reduce: str = "max",
+    score: Score = "softmax",
+    group_reduce: Reduce = "max",
     prior: float = 1.0,
     sinks: int = 0,
-    head_mode: str = "per_head",
+    head_mode: HeadMode = "per_head",
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """Evict by DefensiveKV: keep the tokens to which at least one of the prompt's last queries attends.
@@ -524,10 +527,10 @@ def chunkkv_compress(
     *,
     chunk: int = 20,
     kernel_size: int = 1,
-    pooling: str = "max",
+    pooling: Pool = "max",
     pool_first: bool = False,
-    score: str = "softmax",
-    group_reduce: str = "mean",
+    score: Score = "softmax",
+    group_reduce: Reduce = "mean",
     sinks: int = 0,
     **call: Unpack[QueryCall],
 ) -> Compressed:
@@ -576,12 +579,12 @@ def laq_compress(
     lookahead_lengths: Tensor | None = None,
     compat_mask: bool = False,
     kernel_size: int = 7,
-    pooling: str = "max",
+    pooling: Pool = "max",
     pool_first: bool = False,
-    score: str = "softmax",
-    group_reduce: str = "mean",
+    score: Score = "softmax",
+    group_reduce: Reduce = "mean",
     sinks: int = 0,
-    head_mode: str = "per_head",
+    head_mode: HeadMode = "per_head",
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """Evict by the second stage of LAQ: keep the tokens to which the queries of a drafted answer attend.
@@ -634,9 +637,9 @@ def kvzip_compress(
     k_repeat: Tensor,
     passes: Sequence[int] | None = None,
     chunk: int = 2048,
-    group_reduce: str = "max",
+    group_reduce: Reduce = "max",
     sinks: int = 4,
-    head_mode: str = "per_head",
+    head_mode: HeadMode = "per_head",
     **call: Unpack[RepeatCall],
 ) -> Compressed:
     """Evict by KVzip: keep the tokens to which the model attends when it repeats its prompt.
@@ -686,13 +689,13 @@ def protokv_compress(
     phase: Tensor | None = None,
     seed: int = 0,
     hash_bits: int = 2,
-    clusters: str = "prototypes",
-    score: str = "dot",
-    cluster_reduce: str = "mean",
+    clusters: Clusters = "prototypes",
+    score: Score = "dot",
+    cluster_reduce: ClusterReduce = "mean",
     whole_clusters: bool = False,
-    group_reduce: str = "mean",
+    group_reduce: Reduce = "mean",
     sinks: int = 0,
-    head_mode: str = "per_head",
+    head_mode: HeadMode = "per_head",
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """Evict by ProtoKV: keep whole clusters of similar tokens, by the attention of the last queries.
@@ -751,7 +754,7 @@ def satkv_compress(
     *,
     kappa: int = 5,
     sinks: int = 0,
-    head_mode: str = "per_head",
+    head_mode: HeadMode = "per_head",
     **call: Unpack[Spans],
 ) -> Compressed:
     """Evict by SATKV: keep semantic anchors, the keys that are least similar to their neighbours.
@@ -790,9 +793,9 @@ def h2o_compress(
     budget: Budget,
     *,
     recent: int | float = 0.5,
-    group_reduce: str = "mean",
+    group_reduce: Reduce = "mean",
     sinks: int = 0,
-    head_mode: str = "per_head",
+    head_mode: HeadMode = "per_head",
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """Evict by H2O: keep the tokens with the most attention from all queries, and the newest tokens.
@@ -894,7 +897,7 @@ def l2_compress(
     sinks: int = 0,
     recent: int | float = 0,
     skip_layers: tuple[int, ...] = (0, 1),
-    head_mode: str = "per_head",
+    head_mode: HeadMode = "per_head",
     merge: bool = False,
     **call: Unpack[LayerSpans],
 ) -> Compressed:
@@ -943,7 +946,7 @@ def expectedattention_compress(
     covariance: bool = True,
     value_norm: bool = True,
     epsilon: float = 0.0,
-    head_mode: str = "per_head",
+    head_mode: HeadMode = "per_head",
     **call: Unpack[LayerSpans],
 ) -> Compressed:
     """Evict by Expected Attention: keep the tokens that future queries are expected to attend to.
@@ -1002,7 +1005,7 @@ def triattention_compress(
     recent: int | float = 128,
     max_offset: int = 65536,
     normalize: bool = True,
-    head_mode: str = "per_head",
+    head_mode: HeadMode = "per_head",
     **call: Unpack[LayerSpans],
 ) -> Compressed:
     """Evict by TriAttention: keep the keys that mean queries score highest at future positions, and the newest.

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 from ..checks import check_choice
-from .base import Policy
-
-POSITIONS = ("slots", "original")
+from .base import POSITIONS, Policy, Positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +19,7 @@ class SlotPolicy(Policy):
     """
 
     _: KW_ONLY
-    positions: str = "slots"
+    positions: Positions = "slots"
 
     def check(self) -> None:
         check_choice(self.name, "positions", self.positions, POSITIONS)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -36,13 +37,14 @@ from ..checks import check_choice, check_dims, check_one_device, check_vector, i
 
 __all__ = ["as_rows", "keys", "to_rows_", "to_tiles_"]
 
-ISAS = ("vec", "vec16", "amx")
+Isa = Literal["vec", "vec16", "amx"]
+ISAS: tuple[Isa, ...] = get_args(Isa)
 _TOGETHER = 32  # pages converted per call: few calls, and the pages are still in the CPU cache when they are written
 _MULTIPLE = 32  # vLLM's kernels need tokens per page, and for amx channels per head, to be a multiple of this
 
 
 def to_rows_(
-    kv_cache: Tensor, block_table: Tensor, *, isa: str, lengths: Tensor | None = None
+    kv_cache: Tensor, block_table: Tensor, *, isa: Isa, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Convert the requests' pages from tiles to rows. vLLM must not read them until you have called `to_tiles_`.
 
@@ -66,7 +68,7 @@ def to_rows_(
     return _rows(kv_cache)
 
 
-def to_tiles_(kv_cache: Tensor, block_table: Tensor, *, isa: str, lengths: Tensor | None = None) -> None:
+def to_tiles_(kv_cache: Tensor, block_table: Tensor, *, isa: Isa, lengths: Tensor | None = None) -> None:
     """Convert the requests' pages back from rows to tiles, undoing `to_rows_`.
 
     After a compaction it is enough to convert the pages still in use: pass the new `lengths`.
@@ -87,7 +89,7 @@ def to_tiles_(kv_cache: Tensor, block_table: Tensor, *, isa: str, lengths: Tenso
 
 @contextmanager
 def as_rows(
-    kv_cache: Tensor, block_table: Tensor, *, isa: str, lengths: Tensor | None = None, held: Tensor | None = None
+    kv_cache: Tensor, block_table: Tensor, *, isa: Isa, lengths: Tensor | None = None, held: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Convert the requests' pages to rows for the duration of a `with` block, then back to tiles.
 
@@ -119,7 +121,7 @@ def as_rows(
 
 
 @contextmanager
-def converted(kv_cache: Tensor, pages: Tensor, held: Tensor, isa: str) -> Iterator[tuple[Tensor, Tensor]]:
+def converted(kv_cache: Tensor, pages: Tensor, held: Tensor, isa: Isa) -> Iterator[tuple[Tensor, Tensor]]:
     """Do what `as_rows` does, without its checks. pages, held: int64, each page once; held is a subset of pages."""
     _convert_(kv_cache, pages, isa, to_rows=True)
     try:
@@ -131,7 +133,7 @@ def converted(kv_cache: Tensor, pages: Tensor, held: Tensor, isa: str) -> Iterat
         _convert_(kv_cache, held, isa, to_rows=False)
 
 
-def keys(kv_cache: Tensor, block_table: Tensor, *, isa: str) -> Tensor:
+def keys(kv_cache: Tensor, block_table: Tensor, *, isa: Isa) -> Tensor:
     """Copy the requests' keys as rows; the pages stay tiles.
 
     Args:
@@ -163,7 +165,7 @@ def _rows(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _k_tile(kv_cache: Tensor, isa: str) -> tuple[int, int]:
+def _k_tile(kv_cache: Tensor, isa: Isa) -> tuple[int, int]:
     """Return the number of tokens and channels in one tile of K."""
     return (16, 2) if isa == "amx" else (kv_cache.shape[2], 1)
 
@@ -174,7 +176,7 @@ def _tiled(x: Tensor, matrix: Tensor, a: int, b: int) -> Tensor:
     return x.view(*x.shape[:2], n // a, m // b, a, b).transpose(3, 4)
 
 
-def _convert_(kv_cache: Tensor, pages: Tensor, isa: str, *, to_rows: bool) -> None:
+def _convert_(kv_cache: Tensor, pages: Tensor, isa: Isa, *, to_rows: bool) -> None:
     if kv_cache.itemsize == 1:
         kv_cache = kv_cache.view(torch.uint8)  # index_copy_ does not support fp8
     k, v = _rows(kv_cache)
@@ -196,7 +198,7 @@ def _convert_(kv_cache: Tensor, pages: Tensor, isa: str, *, to_rows: bool) -> No
                 there.copy_(here)
 
 
-def _check_arguments(op: str, kv_cache: Tensor, block_table: Tensor, isa: str) -> None:
+def _check_arguments(op: str, kv_cache: Tensor, block_table: Tensor, isa: Isa) -> None:
     inference_only(op, kv_cache=kv_cache, block_table=block_table)
     if not kv_cache.is_cpu:
         raise ValueError(f"{op}: kv_cache must be on the CPU, got {kv_cache.device}")
@@ -208,7 +210,7 @@ def _check_arguments(op: str, kv_cache: Tensor, block_table: Tensor, isa: str) -
         raise ValueError(f"{op}: block_table must be int32, got {block_table.dtype}")
 
 
-def _pages(op: str, kv_cache: Tensor, block_table: Tensor, isa: str, lengths: Tensor | None) -> list[int]:
+def _pages(op: str, kv_cache: Tensor, block_table: Tensor, isa: Isa, lengths: Tensor | None) -> list[int]:
     """Check all arguments and return the pages that hold valid slots."""
     _check_arguments(op, kv_cache, block_table, isa)
     num_pages, page_size = kv_cache.shape[0], kv_cache.shape[2]
@@ -237,7 +239,7 @@ def _pages(op: str, kv_cache: Tensor, block_table: Tensor, isa: str, lengths: Te
     return list(taken)
 
 
-def _check_cache(op: str, kv_cache: Tensor, isa: str) -> None:
+def _check_cache(op: str, kv_cache: Tensor, isa: Isa) -> None:
     """Check that kv_cache has the shape, dtype and strides that vLLM uses for this kernel."""
     check_dims(op, "[num_pages, Hk, page_size, 2 * d]", kv_cache=kv_cache)
     page_size, width = kv_cache.shape[2:]

@@ -69,7 +69,7 @@ class Tiles:
     """CPU_ATTN: tiles, see `cpu_pages`."""
 
     kv_cache: Tensor
-    isa: str
+    isa: cpu_pages.Isa
 
     @contextmanager
     def rows(self, blocks: Blocks) -> Iterator[tuple[Tensor, Tensor]]:
