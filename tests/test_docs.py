@@ -274,7 +274,7 @@ def test_the_reference_has_every_public_name():
 
 
 MODULES = [
-    "kvops.info",
+    "kvops",
     "kvops.demo",
     "kvops.eval",
     "kvops.analysis",
