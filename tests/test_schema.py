@@ -46,6 +46,24 @@ def test_every_room(op):
     assert re.search(rf"^\|.*`{op}`.*\|", (ROOT / "README.md").read_text(), re.MULTILINE), f"README.md lacks {op}"
 
 
+@pytest.mark.parametrize("page", ["docs/operators.md", "docs/api/ops.md"])
+def test_the_docs_show_the_registered_schemas(page):
+    text = "".join(re.findall(r"^```text\n((?:.*\n)*?)```$", (ROOT / page).read_text(), re.MULTILINE))
+    found = [torch._C.parse_schema(f"kvops::{x}") for x in re.sub(r"\n +", " ", text).splitlines() if " -> " in x]
+    assert sorted(map(str, found)) == sorted(map(str, SCHEMAS))
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_the_reference_shows_a_schema_with_its_function(op):
+    section = (ROOT / "docs/api/ops.md").read_text().split(f"\n::: kvops.ops.{op}\n")[1].split("\n::: ")[0]
+    assert {*re.findall(r"^(\w+)(?:\.out)?\(", section, re.MULTILINE)} == {op}
+
+
+def test_the_docs_name_the_dtypes_of_tables():
+    table, rest = (ROOT / "docs/operators.md").read_text().split("| `cluster_priority` |")
+    assert re.search(r"`block_table`, `starts`, `lengths`.*are\s+int32\.", rest.split("```python")[0])
+
+
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
 def test_every_overload_has_kernel_and_fake(schema):
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
