@@ -213,6 +213,8 @@ def check_command(line: str, monkeypatch) -> None:
         name = words.pop(0).split("=")[0]
         assert name == "OMP_NUM_THREADS" or name in source_text(), f"nothing reads {name}"
     program, *rest = words
+    if program == "kvops":
+        program, rest = "python", ["-m", "kvops", *rest]
     if program in ("python", "make"):
         {"python": check_python, "make": check_make}[program](rest, monkeypatch)
     else:

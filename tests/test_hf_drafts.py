@@ -11,9 +11,11 @@ transformers = pytest.importorskip("transformers")
 import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
 from kvops.hf import KVCache, use_attention  # noqa: E402
+from kvops.hf import drafts as hf_drafts  # noqa: E402
 from test_hf import make_model, make_prompts  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+needs_drafts = pytest.mark.skipif(hf_drafts.WHOLE_CACHES, reason="this transformers drafts with whole caches only")
 EOS = {"eos_token_id": 96, "pad_token_id": 0}  # transformers 5.5 searches every draft for it
 PROMPT_ONLY = {
     "full": kvops.Full(),
@@ -90,6 +92,7 @@ def how(name, model, policy):
     return call
 
 
+@needs_drafts
 @pytest.mark.parametrize("name", ["cache", "generate", "compress"])
 @pytest.mark.parametrize("kind", ["lookup", "assistant"])
 @pytest.mark.parametrize("method", PROMPT_ONLY)
@@ -113,6 +116,7 @@ def test_the_text_of_greedy_decoding(method, kind, name):
         torch.testing.assert_close(layer.keys, truth.keys, atol=1e-4, rtol=1e-4)
 
 
+@needs_drafts
 def test_drafts_that_are_as_long_as_a_window_evict_nothing():
     """Outside of a draft, SnapKV treats a step of a window's length as a prompt chunk."""
     model, ids, policy = make_model(**EOS), repetitive(), kvops.SnapKV(16, window=2)
@@ -123,6 +127,7 @@ def test_drafts_that_are_as_long_as_a_window_evict_nothing():
     assert [x.tokens_kept for x in out.past_key_values.stats()] == [16 + new - 1] * 3
 
 
+@needs_drafts
 @pytest.mark.parametrize("name", ["cache", "generate", "compress"])
 @pytest.mark.parametrize("kind", ["lookup", "assistant"])
 @pytest.mark.parametrize("method", BY_KEYS)
@@ -176,6 +181,18 @@ def test_methods_that_look_at_queries_in_decode_are_refused_at_the_start(method,
     assert steps.tokens == []
 
 
+@pytest.mark.parametrize("name", ["cache", "generate", "compress"])
+@pytest.mark.parametrize("kind", ["lookup", "assistant"])
+def test_a_transformers_that_asks_for_whole_caches(kind, name, monkeypatch):
+    """It would raise after the prompt."""
+    monkeypatch.setattr(hf_drafts, "WHOLE_CACHES", True)
+    model = make_model(**EOS)
+    run, steps = how(name, model, kvops.KeyDiff(16)), Steps(model)
+    with pytest.raises(NotImplementedError, match=r"transformers < 5\.24, .*, got 5\..*; call generate without drafts"):
+        run(repetitive(), max_new_tokens=8, do_sample=False, **drafts(kind))
+    assert steps.tokens == []
+
+
 def test_a_cache_that_holds_something_is_refused():
     """transformers would read the cached tokens again."""
     model = use_attention(make_model(**EOS))
@@ -208,6 +225,7 @@ def test_without_a_cache_of_ours_nothing_changes(kind):
     assert steps.tokens[0] > ids.shape[1]  # the prompt and a draft
 
 
+@needs_drafts
 def test_crop_takes_back_what_was_drafted_of_a_padded_row():
     model = make_model(**EOS)
     ids, pads = repetitive(), torch.zeros(1, 7, dtype=torch.long)

@@ -21,6 +21,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from torch import LongTensor
 from transformers import GenerationMixin
 from transformers.generation.candidate_generator import (
@@ -35,6 +37,9 @@ from ..methods import Policy, ProtoKV
 from ..methods.queries import WindowPolicy
 from .arguments import given_cache
 from .cache import KVCache
+
+#: Whether transformers refuses drafts for caches that evict; it does so after the prompt.
+WHOLE_CACHES = Version(transformers.__version__) >= Version("5.24.dev0")
 
 
 class DraftsAfterPrompt(CandidateGenerator):
@@ -120,6 +125,11 @@ def _check(made: CandidateGenerator, cache: KVCache) -> None:
         raise NotImplementedError(
             "KVCache: expected drafts by prompt_lookup_num_tokens or by an assistant_model with its own cache, got "
             f"{type(made).__name__}"
+        )
+    if WHOLE_CACHES:
+        raise NotImplementedError(
+            "KVCache: prompt lookup and assisted decoding need transformers < 5.24, because later versions accept only "
+            f"caches that can restore every token, got {transformers.__version__}; call generate without drafts"
         )
 
 
