@@ -19,6 +19,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, TextIt
 
 import kvops  # noqa: E402
 from kvops.hf import KVCache, compress  # noqa: E402
+from kvops.hf.arguments import CACHE  # noqa: E402
 from test_hf import make_model, make_prompts  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -391,9 +392,9 @@ def test_what_others_have_put_into_the_model_is_put_back(model):
     expected = expected_of(model, SNAP, ids)
     original, calls = model.forward, []
 
-    def forward(input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
-        calls.append(past_key_values)
-        return original(input_ids, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
+    def forward(input_ids=None, attention_mask=None, **kwargs):
+        calls.append(kwargs.get(CACHE))
+        return original(input_ids, attention_mask=attention_mask, **kwargs)
 
     model.forward = forward
     with compress(model, SNAP) as compressed:

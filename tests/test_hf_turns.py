@@ -12,6 +12,7 @@ from transformers import DynamicCache, GenerationMixin  # noqa: E402
 
 import kvops  # noqa: E402
 from kvops.hf import KVCache, compress, use_attention  # noqa: E402
+from kvops.hf.arguments import CACHE  # noqa: E402
 from test_hf import VOCAB, make_model, make_prompts  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -394,8 +395,8 @@ def test_prefix_tuning_brings_its_own_cache(model, monkeypatch):
 
     def prefixed(*args, **kwargs):
         inputs = plain(*args, **kwargs)
-        if not inputs["past_key_values"].get_seq_length():
-            inputs["past_key_values"] = DynamicCache(config=model.config)
+        if not inputs[CACHE].get_seq_length():
+            inputs[CACHE] = DynamicCache(config=model.config)
         return inputs
 
     monkeypatch.setattr(model, "prepare_inputs_for_generation", prefixed)
@@ -412,7 +413,7 @@ def test_prompt_tuning_serves_one_prompt(model, monkeypatch):
 
     def with_virtual_tokens(*args, **kwargs):
         inputs = plain(*args, **kwargs)
-        if not inputs["past_key_values"].get_seq_length():
+        if not inputs[CACHE].get_seq_length():
             inputs["inputs_embeds"] = embed(torch.cat((ids[:, :6], inputs.pop("input_ids")), 1))
         inputs.pop("position_ids", None)
         if (mask := inputs.get("attention_mask")) is not None:
