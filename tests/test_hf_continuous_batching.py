@@ -25,6 +25,13 @@ needs_engine = pytest.mark.skipif(
     Version(transformers.__version__) < Version(batching.MIN_TRANSFORMERS), reason="its engine has no registry"
 )
 ROOT = Path(__file__).parents[1]
+
+
+def skip_unserved(policy) -> None:
+    if batching.STORES_FIRST and isinstance(policy, kvops.QueryPolicy):
+        pytest.skip("this engine stores keys before it has the queries")
+
+
 PAGE = 8
 STREAMING = {"positions": "original", "sinks": 2}
 
@@ -255,6 +262,7 @@ def test_buffers(policy, reference, seen):
 @pytest.mark.parametrize(("policy", "reference"), QUERIES, ids=repr)
 def test_policies_that_look_at_queries(policy, reference, attn, seen):
     """Prompt chunks are shorter than some windows, and requests join while others decode."""
+    skip_unserved(policy)
     batch = assert_as_alone(
         make_model(attn=attn),
         policy,
@@ -294,6 +302,7 @@ def test_sliding_layers_are_left_alone(seen):
 )
 def test_the_budget_bites(policy, reference, settings, seen):
     """A model that repeats pass keys finds the key if it is kept."""
+    skip_unserved(policy(64))
     folder, text = ROOT / "bench/models/passkey-llama", (ROOT / "bench/data/haystack.txt").read_text()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     keys = ["58291740", "13572468", "90817263"]
@@ -373,6 +382,7 @@ def test_without_eviction_the_pool_is_too_small():
     ids=repr,
 )
 def test_return_sequences(policy, reference, seen):
+    skip_unserved(policy)
     model = make_model()
     likeliest = GenerationConfig(
         max_new_tokens=10, do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=-1, pad_token_id=0
@@ -404,6 +414,7 @@ def test_no_block_is_lost(seed, seen):
         kvops.TOVA(20),
     ]
     policy = policies[seed]
+    skip_unserved(policy)
     with kvops.hf.continuous_batching(model, policy):
         settings = engine(num_blocks=rng.randint(14, 30), max_batch_tokens=rng.choice([16, 40]))
         with model.continuous_batching_context_manager(greedy(), continuous_batching_config=settings) as manager:
@@ -483,6 +494,7 @@ def test_an_attention_that_keeps_its_queries_to_itself(monkeypatch, seen):
     monkeypatch.setattr(allocator, "hand_over", lambda: None)
     AttentionInterface.register("sdpa", wrapped.__wrapped__)
     try:
+        skip_unserved(kvops.SnapKV(24, 8))
         with kvops.hf.continuous_batching(model, kvops.SnapKV(24, 8)):
             (output,) = model.generate_batch(prompts(60), greedy(), continuous_batching_config=engine()).values()
     finally:
@@ -591,6 +603,20 @@ def test_refused_policies(policy, why):
     with pytest.raises(ValueError, match=f"{policy.name}.*{why}"), kvops.hf.continuous_batching(model, policy):
         pass
     assert "init_continuous_batching" not in vars(model)
+
+
+@needs_engine
+def test_queries_that_come_after_the_keys(monkeypatch):
+    """The engine of transformers 5.24: policies that use queries are refused at once."""
+    monkeypatch.setattr(batching, "STORES_FIRST", True)
+    model = make_model()
+    expected = (
+        r"continuous_batching: policies that use queries need transformers < 5\.24.*SnapKV\(.*or an older version"
+    )
+    with pytest.raises(NotImplementedError, match=expected):
+        kvops.hf.continuous_batching(model, kvops.SnapKV(64)).__enter__()
+    with kvops.hf.continuous_batching(model, kvops.KeyDiff(64)) as batch:
+        assert str(batch) == batch.stats()
 
 
 @needs_engine

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from .allocator import Batching
 
 MIN_TRANSFORMERS = "5.18.0"  # the oldest version whose engine has a registry of allocators
+#: Whether the engine stores a step's keys before its attention function gets the queries.
+STORES_FIRST = Version(transformers.__version__) >= Version("5.24.dev0")
 MANY = 2**40  # tokens, more than any budget
 ATTENTIONS = ("sdpa", "eager", "paged|eager")
 _NAME = "init_continuous_batching"  # the method that creates every engine
@@ -156,7 +158,7 @@ def _check_model(model: PreTrainedModel, policy: Policy) -> None:
 
 
 def _check_served(model: PreTrainedModel, policy: Policy) -> None:
-    """Raise ValueError for policies that the engine cannot support."""
+    """Raise for policies that the engine cannot support."""
     layers, queries = model.config.get_text_config().num_hidden_layers, isinstance(policy, QueryPolicy)
     if policy.staged:
         why = "evicts in a stage of its own between prompt and decode, which the engine cannot run"
@@ -178,6 +180,12 @@ def _check_served(model: PreTrainedModel, policy: Policy) -> None:
         check_observed("continuous_batching", policy)
         for layer in range(layers):
             policy.check_cache(layer, layers)
+        if queries and STORES_FIRST:
+            raise NotImplementedError(
+                "continuous_batching: policies that use queries need transformers < 5.24, because the engine of later "
+                f"versions stores the keys before it has the queries, got {policy!r} in transformers "
+                f"{transformers.__version__}; use a policy that scores keys, such as kvops.KeyDiff, or an older version"
+            )
         return
     raise ValueError(f"continuous_batching: {policy!r} {why}")
 
