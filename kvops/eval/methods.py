@@ -39,6 +39,7 @@ def options_of(policy: type[Policy]) -> dict[str, tuple[type, ...]]:
     """
     hints = get_type_hints(policy)
     kinds = {name: get_args(hints[name]) or (hints[name],) for name in inspect.signature(policy).parameters}
+    kinds = {name: (str,) if isinstance(x[0], str) else x for name, x in kinds.items()}  # the values of a Literal
     settable = {name: tuple(x for x in kind if x in KINDS) for name, kind in kinds.items() if name != "budget"}
     return {name: kind for name, kind in settable.items() if {*kind} - {type(None)}}
 
