@@ -168,7 +168,7 @@ def draw(rows: Sequence[Row], prompt: Prompt, path: Path) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m kvops demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m kvops.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--all", action="store_true", help="every method, and LAQ at small budgets: minutes")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a text, 512 to 4000 (default 2048)")
