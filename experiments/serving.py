@@ -53,7 +53,7 @@ class Load:
 
     def prompts(self) -> tuple[list[list[int]], list[str]]:
         """Return the token ids of each prompt, and the digits that each should retrieve."""
-        context = self.prompt - len(common.QUESTION)
+        context = self.prompt - len(passkeys.QUESTION)
         found = passkeys.make_prompts(self.requests, context, DIGITS)
         return passkeys.asked(found).tolist(), [x.digits for x in found]
 
