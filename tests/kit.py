@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import kvops
+from kvops.bench.measure import threads
 
 # Tests in a file with `pytestmark = kit.every_device` run on the CPU and, if there is one, on a GPU. They create their
 # tensors on the default device. In a run with simulated kernels (KVOPS_TEST_LIBRARY names a library with the CUDA
@@ -315,16 +315,6 @@ def spans_beyond_50() -> list[tuple]:
         ((starts, None), (good_starts, None)),
         ((None, lengths), (None, int32(30, 5, 50, 0, 20, 0))),
     ]
-
-
-@contextlib.contextmanager
-def threads(count: int):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def assert_threads_change_nothing(call: Callable[[], Any]) -> None:

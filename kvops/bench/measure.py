@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,17 @@ MOST_SHARE = 3.0  # the most a row may plausibly exceed a bandwidth: its bytes m
 TRIES = 3  # for an implausible probe
 OUTPUTS = ("out", "lagkv_out", "ladder_out", "rope_out")  # attributes of a Case that calls write to
 GOALS_FROM = 131072  # tokens; below, launch overhead matters
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use `count` threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass

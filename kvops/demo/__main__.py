@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..bench.record import origin, write
+from ..commands import Parser
 from . import lookahead, methods, passkeys
 from .methods import Row
 from .passkeys import Prompt
@@ -167,7 +168,7 @@ def draw(rows: Sequence[Row], prompt: Prompt, path: Path) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m kvops.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--all", action="store_true", help="every method, and LAQ at small budgets: minutes")

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from .. import ProtoKV, laq_compress, protokv_compress, snapkv_compress
+from ..bench.measure import threads
 from ..eval.reader import Cut, Reader
 from . import passkeys
-from .methods import WINDOW, digits_right, layers_of, threads
+from .methods import WINDOW, digits_right, layers_of
 from .passkeys import BATCH, Ids, Prompt
 
 BUDGETS = (32, 64, 128, 256)

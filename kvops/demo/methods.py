@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -25,6 +24,7 @@ from .. import (
     streamingllm_compress,
 )
 from ..bench import eager
+from ..bench.measure import threads
 from ..cache import AttendingCache
 from ..eval.reader import Cut, Reader, caches
 from ..lag import kept_within
@@ -193,17 +193,6 @@ def measured(rows: Sequence[Row], prompts: Sequence[Prompt], shown: int) -> Iter
                 one = [(k[:1].contiguous(), v[:1].contiguous(), q[:1].contiguous()) for k, v, q in batches[-1][3]]
                 row.ms, row.plain_ms = alternate(functools.partial(row.compress, seed=0), row.plain, one)
         yield row
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Let torch use `count` threads inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def kept_slots(cut: Cut, context: int) -> Tensor:

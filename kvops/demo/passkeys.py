@@ -69,12 +69,12 @@ def make_prompts(count: int, context: int, digits: int) -> list[Prompt]:
         start = int(rng.integers(0, len(text) - n - 1))
         return text[start : start + n]
 
+    haystack = SimpleNamespace(slice=piece)
     depths = [float(x) for x in np.linspace(0, 1, min(DEPTHS, count))] if count > 1 else [0.3]
     prompts = []
     for i in range(count):
         depth, key = depths[i % len(depths)], _training_texts.rand_digits(rng, digits)
         needle = _training_texts.needle_text(key)
-        haystack = SimpleNamespace(slice=piece)
         ids, (start,) = _training_texts.context_with_needles(rng, haystack, context, [needle], [depth])
         prompts.append(Prompt(ids, key, start + needle.index(key), depth))
     return prompts
