@@ -1,5 +1,7 @@
 """PagedCache: requests join, grow, are evicted and leave, each with the same results as alone in dense memory."""
 
+import random
+import re
 from itertools import pairwise
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 import kit
 import kvops
 from kvops import ops
+from kvops.cache.schedule import Schedule
 from kvops.methods.base import View
 from kvops.methods.queries import QueryPolicy
 from kvops.methods.statistics import CalibratedPolicy
@@ -81,8 +84,9 @@ def step(cache, texts: dict[int, Text], counts: dict[int, int]) -> list[Tensor]:
 class Alone:
     """A request in dense memory, computed with the one-shot forms of the policies."""
 
-    def __init__(self, policy, prompt: int, layers=LAYERS):
+    def __init__(self, policy, prompt: int, layers=LAYERS, evict="prompt"):
         self.policy, self.prompt, self.seen = policy, prompt, 0
+        self.schedule = Schedule.of("Alone", policy, evict)
         self.layers = [dict(k=[], v=[], q=[], positions=None, scores=None) for _ in range(layers)]
 
     def step(self, text: Text, count: int, width: int | None = None) -> list[Tensor]:
@@ -110,8 +114,8 @@ class Alone:
             if memory["scores"] is not None:
                 scores[:, :, : n - count] += memory["scores"]
             memory["scores"] = scores
-            if policy.held(self.seen, self.prompt) < n:
-                self.evict(memory, policy.resumed(before, self.seen, self.prompt), layer)
+            if self.schedule.held(self.seen, self.prompt) < n:
+                self.evict(memory, self.schedule.rule(before, self.seen, self.prompt), layer)
         return outs
 
     def evict(self, memory, rule, layer) -> None:
@@ -224,7 +228,8 @@ def test_it_is_the_cache_of_one_layer(policy):
 def test_what_is_held_depends_on_counts_alone(policy, prompt, decode, data):
     """However the tokens come: never more slots than tokens, and each token adds at most one."""
     cuts = {prompt, prompt + decode, *data.draw(st.sets(st.integers(1, max(1, prompt + decode - 1))))} - {0}
-    held = [policy.held(n, prompt) for n in range(prompt + decode + 1)]
+    schedule = Schedule(policy)
+    held = [schedule.held(n, prompt) for n in range(prompt + decode + 1)]
     assert all(0 <= y <= x + 1 for x, y in pairwise(held)) and held[0] == 0
     before = 0
     for n in sorted(cuts):
@@ -232,13 +237,78 @@ def test_what_is_held_depends_on_counts_alone(policy, prompt, decode, data):
         assert held[n] <= m
         if held[n] < m and not isinstance(policy, QueryPolicy):
             k, v = kit.kv(1, 1, m, 8)
-            assert policy.resumed(before, n, prompt).compress(k, v).k.shape[2] == held[n]
+            assert schedule.rule(before, n, prompt).compress(k, v).k.shape[2] == held[n]
         before = n
 
 
 def test_memory_is_bounded_by_the_budget():
-    for policy, most in ((kvops.KeyDiff(20), 20), (kvops.KeyDiff(32, buffer=8), 39), (kvops.SnapKV(20, window=5), 59)):
-        assert max(policy.held(n, 50) for n in range(90)) == most, policy
+    """A prompt counts until it ends; in blocks, only one of them does."""
+    for policy, block, most in (
+        (kvops.KeyDiff(20), None, 50 - 1),
+        (kvops.KeyDiff(20), 8, 27),
+        (kvops.KeyDiff(32, buffer=8), 4, 39),
+        (kvops.SnapKV(20, window=5), None, 20 + 39),
+    ):
+        assert max(Schedule(policy, block).held(n, 50) for n in range(90)) == most, policy
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [x for x in POLICIES if not isinstance(x, kvops.Full) and getattr(x, "group_reduce", None) != "max"]
+    + [kvops.RKV(20, window=5, buffer=6)],
+    ids=repr,
+)
+@pytest.mark.parametrize("evict", ["prompt", "blocks:16"])
+def test_the_answer_does_not_depend_on_the_steps(policy, evict):
+    """The kept slots are those of a request alone that takes its prompt in as few steps as it may."""
+    prompts, texts = (53, 40, 90), {}
+    cache = paged(policy, evict=evict)
+    numbers = [cache.join(x) for x in prompts]
+    texts = {x: Text(x, 130) for x in numbers}
+    due, rng = dict(zip(numbers, prompts)), random.Random(0)
+    while any(cache.seen(x) < due[x] + 30 for x in numbers):
+        counts = {}
+        for x in numbers:
+            n = cache.seen(x)
+            if n < due[x] + 30 and rng.random() < 0.8:
+                counts[x] = cache.schedule.cut(n, rng.randint(1, 25) if n < due[x] else 1, due[x])
+        if counts:
+            step(cache, texts, counts)
+    for x in numbers:
+        alone = Alone(policy, due[x], evict=evict)
+        while alone.seen < due[x] + 30:
+            alone.step(texts[x], alone.schedule.cut(alone.seen, due[x] if alone.seen < due[x] else 1, due[x]))
+        for layer, memory in enumerate(alone.layers):
+            assert torch.equal(positions(cache, x, layer), memory["positions"][0].int())
+
+
+@every_policy
+@given(st.integers(1, 70), st.integers(1, 30), st.integers(0, 100), st.integers(1, 100))
+@kit.examples(50)
+def test_a_step_ends_at_the_next_eviction(policy, prompt, block, before, new):
+    for schedule in (Schedule(policy), Schedule(policy, block)):
+        held = [schedule.held(n, prompt) for n in range(before + new + 1)]
+        drops = [n for n in range(before + 1, before + new) if held[n] <= held[n - 1]]
+        cut = schedule.cut(before, new, prompt)
+        assert 1 <= cut <= new and not [n for n in drops if n < before + cut]
+
+
+def test_names_of_schedules():
+    policy = kvops.KeyDiff(20)
+    for evict, block in (("prompt", None), ("blocks:16", 16)):
+        schedule = Schedule.of("f", policy, evict)
+        assert schedule == Schedule(policy, block) and schedule.evict == evict
+    for evict in ("", "blocks", "blocks:", "blocks:0", "blocks:-1", "blocks:1.5", "blocks:²", "prompts", "prompt:1"):
+        with kit.refuses("f: evict must be 'prompt' or 'blocks:N'", re.escape(repr(evict))):
+            Schedule.of("f", policy, evict)
+    with kit.refuses("f: evict must be a str", "got int 16", kind=TypeError):
+        Schedule.of("f", policy, 16)
+    with kit.refuses("PagedCache", "expected evict='prompt', got 'blocks:16'"):
+        paged(kvops.KeyDiff(20, buffer=None), by_head=True, evict="blocks:16")
+    cache = paged(policy, evict="blocks:16")
+    a = cache.join(40)
+    with kit.refuses("the end of a block of the prompt", "at most 16 tokens of request 1, got 17"):
+        cache.step([a], 17)
 
 
 def test_bad_steps():

@@ -23,6 +23,7 @@ from ..methods.table import as_policy
 from ..ops import MAX_WINDOW, compact_kv_, window_attention
 from .by_slot import widened
 from .memory import size, span, storage_bytes
+from .schedule import Schedule
 
 
 class OutOfPages(RuntimeError):
@@ -63,14 +64,14 @@ class PagedCache:
     ```
 
     A step takes the new tokens of some requests through all layers. When it ends, it evicts from each request that
-    holds more slots than `policy.held` allows. The kept slots move to the front of the request's pages, in all layers
+    holds more slots than `schedule.held` allows. The kept slots move to the front of the request's pages, in all layers
     with one call, and the pages after them are freed. If the step ends with an exception, the cache is unchanged, and
     the step can be repeated.
 
     All layers and heads hold equally many slots, so one block table serves them all. How many slots a request holds
-    depends on how many tokens it has seen, never on scores. Policies that use a prompt's last queries evict when the
-    prompt ends. The other requests in a batch do not change a request's results (but t changes how the attention
-    rounds).
+    depends on how many tokens it has seen, never on scores. A prompt is evicted when it ends, as in a `Cache` that gets
+    it in one step, and with `evict="blocks:N"` also after every N of its tokens. The other requests in a batch and the
+    division of a prompt into steps do not change a request's results (but both change how the attention rounds).
 
     With `by_head`, each head of each layer has its own pages from one pool. Heads and layers may then hold different
     numbers of slots (head_mode="adaptive", PyramidKV), and all pages that they do not need are free. The attention
@@ -86,6 +87,9 @@ class PagedCache:
         head_dim: Channels of a key.
         v_head_dim: Channels of a value; None: head_dim.
         page_size: Slots per page.
+        evict: When a prompt is evicted: "prompt", once, at its end, or "blocks:N", after every N of its tokens and at
+            its end (KeyDiff's block-wise prompts). With blocks a long prompt never takes more than the budget and N
+            slots.
         by_head: Whether heads may hold different numbers of slots. Needs a policy that scores each head on its own and
             keeps all tokens of decode.
         dtype: dtype of K and V; None: torch's default.
@@ -95,11 +99,12 @@ class PagedCache:
         k: List of each layer's key pages, [num_pages, Hk, page_size, d]. With `by_head` all layers share the same
             pages, [num_pages, 1, page_size, d].
         v: The same for values, with v_head_dim channels.
+        schedule: The policy and when it evicts; `schedule.held(n, prompt)` is the slots of a request after n tokens.
         free: Number of pages that no request holds. A step takes its pages when it ends.
 
     Raises:
         TypeError: `policy` is not a kvops policy or a string that names one, or a size is not an int.
-        ValueError: A size is below 1, or the policy is not supported.
+        ValueError: A size is below 1, `evict` is invalid, or the policy is not supported.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class PagedCache:
         head_dim: int,
         v_head_dim: int | None = None,
         page_size: int = 16,
+        evict: str = "prompt",
         by_head: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -123,6 +129,12 @@ class PagedCache:
             check_int("PagedCache", name, value, 1)
         check_bool("PagedCache", "by_head", by_head)
         policy.check_paged_cache(num_layers, by_head)
+        self.schedule = Schedule.of("PagedCache", policy, evict)
+        if by_head and evict != "prompt":
+            raise ValueError(
+                f"PagedCache: with by_head a request is evicted once, when its prompt ends, expected evict='prompt', "
+                f"got {evict!r}"
+            )
         self.policy, self.page_size, self.num_layers, self.heads = policy, page_size, num_layers, kv_heads
         self.num_pages, self.by_head = num_pages, by_head
         self._rows = kv_heads if by_head else 1  # rows per request in a kernel call
@@ -201,7 +213,7 @@ class PagedCache:
         Args:
             requests: Numbers that `join` returned.
             tokens: How many new tokens each request has: one number for all, or one per request. A prompt may come in
-                several steps, but no step may go beyond its end.
+                several steps, but no step may go beyond its end, or with `evict="blocks:N"` beyond a multiple of N.
 
         Returns:
             A context manager, see `Step`.
@@ -249,10 +261,14 @@ class PagedCache:
         for number, count in zip(requests, counts):
             check_int("PagedCache", "tokens", count, 1)
             request = self._request(number)
-            if request.seen < request.prompt < request.seen + count:
+            most = self.schedule.cut(request.seen, count, request.prompt)
+            if request.seen < request.prompt and most < count:
+                where = (
+                    "the prompt's end" if most == request.prompt - request.seen else "the end of a block of the prompt"
+                )
                 raise ValueError(
-                    f"PagedCache: a step must not go beyond the prompt's end, expected at most "
-                    f"{request.prompt - request.seen} tokens of request {number}, got {count}; use one step per part"
+                    f"PagedCache: a step must not go beyond {where}, where the request is evicted, expected at most "
+                    f"{most} tokens of request {number}, got {count}; use one step per part"
                 )
         return {number: (self._request(number), count) for number, count in zip(requests, counts)}
 
@@ -354,14 +370,14 @@ class Step:
         return self._of_layer[layer if self._cache.by_head else 0]
 
     def _due(self) -> Iterator[Eviction]:
-        """Yield the requests that exceed `policy.held` after this step, grouped by the policy that evicts them."""
+        """Yield the requests that exceed `schedule.held` after this step, grouped by the policy that evicts them."""
         cache, by_rule, device = self._cache, dict[Policy, list[int]](), self.positions.device
         for row, (x, t) in enumerate(zip(self._requests, self._tokens)):
             n = x.seen + t
             # With by_head, only a prompt is evicted, when it ends. Until then all heads hold all of it.
             held = x.chains[0].held + t if not cache.by_head or n == x.prompt else 0
-            if cache.policy.held(n, x.prompt) < held:
-                by_rule.setdefault(cache.policy.resumed(x.seen, n, x.prompt), []).append(row)
+            if cache.schedule.held(n, x.prompt) < held:
+                by_rule.setdefault(cache.schedule.rule(x.seen, n, x.prompt), []).append(row)
         for rule, rows in by_rule.items():
             requests = [self._requests[row] for row in rows]
             numbers = [
@@ -520,7 +536,7 @@ class Step:
             counts = (slots >= 0).sum(-1).transpose(0, 1).flatten(1).tolist() if cache.by_head else []
             for i, row in enumerate(eviction.requests):
                 x, n = self._requests[row], self._requests[row].seen + self._tokens[row]
-                held[row] = counts[i] if cache.by_head else [policy.held(n, x.prompt)]
+                held[row] = counts[i] if cache.by_head else [cache.schedule.held(n, x.prompt)]
                 kept[row] = positions[i, ..., : max(held[row])].clone()
                 if scores[row].shape[2]:
                     scores[row] = scores[row].gather(2, slots[:, i, :, : held[row][0]])

@@ -141,6 +141,11 @@ def check_observed(who: str, policy: Policy) -> None:
             f"{name}: {who} stores only accumulated query scores per slot, expected by_slot=('scores',) of a policy "
             f"that uses queries, got {policy.by_slot!r}"
         )
+    if isinstance(policy, QueryPolicy) and policy.by_slot and policy.group_reduce == "max":
+        raise ValueError(
+            f"{name}: with group_reduce='max' the scores depend on how {who} divides the tokens into steps, expected "
+            "'mean' or 'sum', got 'max'"
+        )
     if isinstance(policy, QueryPolicy) and not policy.by_slot and not policy.rows_at(0, 0):
         raise ValueError(
             f"{name}: {who} expects a window of at least one query, or by_slot=('scores',), got {policy!r}"

@@ -344,18 +344,18 @@ class Policy:
         raise NotImplementedError
 
     def held(self, n: int, prompt: int) -> int:
-        """The slots per head that a request of a `PagedCache` holds after n tokens.
+        """The slots per head that a request of an engine or a `PagedCache` holds after n tokens.
 
-        The result depends only on n, the length of the prompt and the settings, never on scores. A scheduler therefore
-        knows the pages of each request without asking the workers.
+        It holds the whole prompt until the prompt ends. The result depends only on n, the length of the prompt and the
+        settings, never on scores. A scheduler therefore knows the pages of each request without asking the workers.
         """
         raise NotImplementedError
 
     def resumed(self, before: int, n: int, prompt: int) -> Policy:
         """The policy whose `select` performs the eviction due after n tokens.
 
-        Its input is the slots that were held after `before` tokens and all tokens since then. It keeps
-        held(n, prompt) of them, if they are more.
+        Its input is the slots that the last eviction, after `before` tokens, left (0: there was none) and all tokens
+        since then. It keeps held(n, prompt) of them, if they are more.
         """
         raise NotImplementedError
 
@@ -653,9 +653,6 @@ class DecodePolicy(BudgetPolicy):
             every new token. A step of several tokens is part of a prompt and evicts at once.
     """
 
-    #: The requests of a `PagedCache` hold their whole prompt until it ends.
-    whole_prompt: ClassVar[bool] = False
-
     _: KW_ONLY
     buffer: int | float | None = BUFFER
 
@@ -686,9 +683,9 @@ class DecodePolicy(BudgetPolicy):
             )
 
     def held(self, n: int, prompt: int) -> int:
-        """All tokens up to the budget plus buffer; then the budget and the tokens since the buffer was last emptied."""
-        count = super().held(n, prompt) if self.whole_prompt or self.buffer is None else n
-        return count if self.buffer is None or (self.whole_prompt and n <= prompt) else self.cycled(count)
+        """The whole prompt until its last token; then the budget and the tokens since the buffer was last emptied."""
+        count = super().held(n, prompt)
+        return count if self.buffer is None or n <= prompt else self.cycled(count)
 
     @classmethod
     def at_budget(

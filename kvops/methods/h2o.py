@@ -34,7 +34,8 @@ class H2O(DecodePolicy, QueryPolicy):
     written: blocks of 256 rows are scored and added up.
 
     In a cache a token's score is the sum over all queries since it was appended, and it moves with the token. Scores
-    cannot be subtracted again, so `crop` raises.
+    cannot be subtracted again, so `crop` raises. With group_reduce="max" a cache adds up the maxima of its steps, so
+    the result depends on how the tokens are divided into steps; engines refuse that.
 
     Attributes:
         budget: See `BudgetPolicy`.

@@ -170,8 +170,8 @@ class LagKV(Policy):
         return torch.stack([F.pad(indices, (width - indices.shape[1], 0), value=-1) for indices in rows])
 
     def held(self, n: int, prompt: int) -> int:
-        """The kept length of Eq. 10."""
-        return kept_length(n, self.sinks, self.lag, self.kept)
+        """The whole prompt until its last token; then the kept length of Eq. 10."""
+        return n if n < prompt else kept_length(n, self.sinks, self.lag, self.kept)
 
     def resumed(self, before: int, n: int, prompt: int) -> Policy:
         return replace(self, sinks=self.sinks + self.kept * num_segments(before, self.sinks, self.lag))

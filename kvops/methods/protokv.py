@@ -100,8 +100,6 @@ class ProtoKV(DecodePolicy, QueryPolicy):
     """
 
     protects_window: ClassVar[bool] = True
-    whole_prompt: ClassVar[bool] = True
-
     window: int = None  # type: ignore[assignment]  # `check` replaces None
     _: KW_ONLY
     kappa: int = 5
