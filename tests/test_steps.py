@@ -403,70 +403,29 @@ def test_continuous_batching(policy, steps):
 SIZE, BLOCKS = 4, 80
 
 
-class InWorkerAlone:
-    """A request alone: its slots in the order of its blocks, [Hk, TOKENS, 2 * d] by layer."""
-
-    def __init__(self, plan, prompt, text):
-        self.plan, self.prompt, self.seen = plan, prompt, 0
-        self.slots = [torch.cat((k, v), -1) for _, k, v in text.layers]
-        self.scores = [torch.zeros(HEADS, TOKENS) for _ in self.slots]
-        self.positions = [torch.arange(TOKENS).repeat(HEADS, 1) for _ in self.slots]
-
-    def step(self, text, count):
-        rule, before = self.plan.rule, self.seen
-        self.seen += count
-        moves = list(self.plan.moves(before // SIZE, self.seen // SIZE))
-        for layer, slots in enumerate(self.slots):
-            q = text.layers[layer][0]
-            if rule.by_slot:
-                self.observe(layer, q[:, before : self.seen], before)
-            for move in moves:
-                read = (torch.tensor(move.blocks)[:, None] * SIZE + torch.arange(SIZE)).flatten()
-                rows, end = slots[:, read], move.end * SIZE
-                place = dict(seen=end, new=SIZE, layer=layer, num_layers=LAYERS)
-                view = View(*rows[None].split(D, -1), **place, kept=self.positions[layer][None, :, read])
-                if rule.by_slot:
-                    view.observed = self.scores[layer][None, :, read].clone()
-                elif isinstance(rule, QueryPolicy):
-                    rule.observe(view, q[None, :, end - rule.rows_at(0, 0) : end], None, {})
-                kept = rule.select(view)[0, :, : self.plan.kept * SIZE]
-                to = read[: kept.shape[1]]
-                slots[:, to] = rows.gather(1, kept[..., None].expand(-1, -1, 2 * D))
-                for numbers in (self.scores[layer], self.positions[layer]):
-                    numbers[:, to] = numbers[:, read].gather(1, kept)
-        return moves
-
-    def held(self, filled: int, seen: int) -> Tensor:
-        """The slots that are held once so many blocks have filled."""
-        gone = {block for gap in self.plan.gaps(filled) for block in gap}
-        return torch.tensor([i for i in range(seen) if i // SIZE not in gone], dtype=torch.int64)
-
-    def observe(self, layer, q, before):
-        held = self.held(before // SIZE, self.seen)
-        k = self.slots[layer][None, :, held, :D]
-        visible = len(held) - q.shape[1] + 1 + torch.arange(q.shape[1], dtype=torch.int32)
-        self.scores[layer][:, held] += self.plan.rule.summed(q[None], View(k, k), visible, None, None, {})[0]
+class InWorkerAlone(EachHead):
+    dv = D
 
 
 class InWorker(Schedule):
-    def __init__(self, policy, seed):
+    def __init__(self, policy, block, seed):
         from kvops.cache.queries import Remembered, observer
-        from kvops.vllm.plan import plan
+        from kvops.vllm.plan import Plan
         from kvops.vllm.rings import DeviceRings
 
         super().__init__(seed)
         for text in self.texts:
             text.layers = [(q, k, v[..., :D]) for q, k, v in text.layers]
-        self.plan, self.joined = plan(policy, SIZE), 0
+        self.plan, self.joined = Plan(kvops.cache.schedule.Schedule(policy, block), SIZE), 0
         self.caches = list(torch.empty(LAYERS, BLOCKS, HEADS, SIZE, 2 * D).unbind())
         device = self.caches[0].device
         self.memories = [Remembered(x.shape[:3], self.plan.kinds, device) for x in self.caches]
         # One ring per block: requests that wait keep theirs. In vLLM none waits while another joins.
-        self.observer = observer(self.plan.rule, SIZE, DeviceRings(BLOCKS, device))
+        self.observer = observer(policy, SIZE, DeviceRings(BLOCKS, device))
         self.free, self.tables = list(range(1, BLOCKS)), {}  # block 0 is vLLM's null block
 
     def alone(self, prompt, text):
-        return InWorkerAlone(self.plan, prompt, text)
+        return InWorkerAlone(self.plan.policy, prompt, evict=self.plan.schedule.evict)
 
     def join(self, prompt):
         self.joined += 1
@@ -479,12 +438,18 @@ class InWorker(Schedule):
     def fits(self, counts):
         return True
 
+    def cut(self, counts):
+        """Shorten a step, as vLLM's scheduler does."""
+        of = {x: self.live[x][1] for x in counts}
+        return {x: self.plan.schedule.cut(of[x].seen, t, of[x].prompt) for x, t in counts.items()}
+
     def step(self, counts):
         from kvops.cache.queries import Batch
         from kvops.vllm.layouts import Rows
         from kvops.vllm.steps import Held, Step
 
-        before = [self.live[x][1].seen for x in counts]
+        counts = self.cut(counts)
+        before, prompts = zip(*((self.live[x][1].seen, self.live[x][1].prompt) for x in counts))
         after = [seen + t for seen, t in zip(before, counts.values())]
         for x, n in zip(counts, after):
             self.tables[x] += [self.free.pop(0) for _ in range(-(-n // SIZE) - len(self.tables[x]))]
@@ -492,13 +457,16 @@ class InWorker(Schedule):
         table = torch.tensor([self.tables[x] + [0] * (width - len(self.tables[x])) for x in counts]).int()
         new = torch.tensor(list(counts.values()))
         batch = Batch(table, new.cumsum(0) - new, torch.tensor(before), torch.tensor(after))
-        held = Held.of(self.plan, batch) or Held(batch.table, batch.after)
-        now = Step.of(self.plan, self.observer, held, batch)
+        held = Held.of(self.plan, batch, prompts)
+        now = Step.of(self.plan, self.observer, held, batch, prompts)
+        at = [(row, n) for row, (s, e) in enumerate(zip(before, after)) for n in range(s, e)]
+        slots = held.slots
+        if slots is None:
+            slots = torch.tensor([table[row, n // SIZE] * SIZE + n % SIZE for row, n in at])
         for layer, cache in enumerate(self.caches):
             parts = [self.live[x][0].tokens(layer, s, t, t) for s, (x, t) in zip(before, counts.items())]
-            for row, (s, n, (_, k, v)) in enumerate(zip(before, after, parts)):
-                at = torch.arange(s, n)
-                cache[table[row, at // SIZE].long(), :, at % SIZE] = torch.cat((k, v), -1).transpose(0, 1)
+            rows = torch.cat([torch.cat((k, v), -1) for _, k, v in parts], 1)
+            cache[slots // SIZE, :, slots % SIZE] = rows.transpose(0, 1)
             if now is not None:
                 query = torch.cat([q for q, _, _ in parts], 1).transpose(0, 1)
                 now.run(self.memories[layer], query, Rows(cache), (layer, LAYERS), {"scale": D**-0.5})
@@ -513,10 +481,13 @@ class InWorker(Schedule):
         return {x: self.live[x][1].prompt for x in counts}
 
     def check(self, counts, outs):
-        for x, t in counts.items():
+        for x, t in self.cut(counts).items():
             text, alone = self.live[x]
-            self.evictions += len(alone.step(text, t))
-            for gap in self.plan.gaps(alone.seen // SIZE):  # as `EvictingManager` frees them
+            before = alone.seen
+            alone.step(text, t)
+            held = [self.plan.schedule.held(n, alone.prompt) for n in (before, alone.seen)]
+            self.evictions += held[1] < held[0] + t
+            for gap in self.plan.at(alone.seen, alone.prompt).gaps:  # as `EvictingManager` frees them
                 self.free += [block for block in self.tables[x][gap.start : gap.stop] if block]
                 self.tables[x][gap.start : gap.stop] = [0] * len(gap)
         self.check_rows()
@@ -525,30 +496,33 @@ class InWorker(Schedule):
         used = [block for table in self.tables.values() for block in table if block]
         assert sorted(used + self.free) == list(range(1, BLOCKS))
         for x, (_, alone) in self.live.items():
-            slots = alone.held(alone.seen // SIZE, alone.seen)
-            assert sum(map(bool, self.tables[x])) == len({*(slots // SIZE).tolist()})
-            table = torch.tensor(self.tables[x], dtype=torch.int64)
-            for cache, expected in zip(self.caches, alone.slots):
-                rows = cache[table[slots // SIZE], :, slots % SIZE].transpose(0, 1)
-                assert kit.same(rows, expected[:, slots])
+            held = self.plan.schedule.held(alone.seen, alone.prompt)
+            own = torch.tensor([block for block in self.tables[x] if block], dtype=torch.int64)
+            assert held <= len(own) * SIZE < held + 2 * SIZE
+            for layer, cache in enumerate(self.caches if held else ()):
+                rows = cache[own].transpose(0, 1).flatten(1, 2)[:, :held]
+                memory = alone.layers[layer]
+                assert kit.same(rows, torch.cat((memory["k"], memory["v"]), -1)[0])
 
 
 IN_WORKERS = [
-    kvops.KeyDiff(12, buffer=4),
+    kvops.KeyDiff(13, buffer=3),
     kvops.KeyDiff(12, sinks=2, recent=0.25, buffer=8),
-    kvops.LagKV(8, 0.5, sinks=4),
+    kvops.LagKV(7, 0.5, sinks=3),
     kvops.Random(12, seed=3, buffer=4),
-    kvops.SnapKV(12, window=4),
-    kvops.TOVA(12, buffer=4),
-    kvops.H2O(12, buffer=4),
+    kvops.SnapKV(11, window=4),
+    kvops.RKV(11, window=4, buffer=3),
+    kvops.TOVA(12, buffer=1),
+    kvops.H2O(12, buffer=5),
     kvops.TriAttention(12, recent=4, buffer=4, statistics=STATISTICS),
 ]
 
 
 @every_length
 @pytest.mark.parametrize("policy", IN_WORKERS, ids=lambda x: x.name)
-def test_vllm_workers(policy, steps):
-    schedule = InWorker(policy, seed=steps)
+@pytest.mark.parametrize("block", [None, 9])
+def test_vllm_workers(policy, block, steps):
+    schedule = InWorker(policy, block, seed=steps)
     schedule.run(steps)
     assert schedule.failures > steps / 10 and schedule.evictions
     for x in list(schedule.live):

@@ -121,32 +121,13 @@ def all_free(manager) -> bool:
     )
 
 
-class InDecode:
-    """Gives a prompt-only policy the plugin's buffer in decode: when it is full, the last queries observe."""
-
-    @property
-    def remembers(self):
-        return self.window
-
-    def rows_remembered(self, view):
-        return self.window if view.new < self.window and view.n >= self.room(view) + BLOCK else 0
-
-
-class SnapKV(InDecode, kvops.SnapKV):
-    pass
-
-
-class ChunkKV(InDecode, kvops.ChunkKV):
-    pass
-
-
 def reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODEL) -> list[int]:
-    """Return the tokens that transformers generates with a KVCache of the policy, from the prompt in chunks."""
+    """Return the tokens that transformers generates with a KVCache of the policy, from the whole prompt."""
     return run_reference(policy, ids, tokens, folder)[0]
 
 
-def run_reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODEL):
-    """Return the generated tokens and the final cache."""
+def run_reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODEL, chunk=None):
+    """Return the generated tokens and the cache after them. chunk: of the prompt; None: all of it."""
     from kvops.hf import KVCache, use_attention
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -154,11 +135,12 @@ def run_reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODE
         use_attention(model)
     cache, out = KVCache(model.config, policy), []
     with torch.inference_mode():
-        for first in range(0, len(ids), CHUNK):
-            logits = model(torch.tensor([ids[first : first + CHUNK]]), past_key_values=cache).logits
-        for _ in range(tokens):
+        for first in range(0, len(ids), chunk or len(ids)):
+            logits = model(torch.tensor([ids[first : first + (chunk or len(ids))]]), past_key_values=cache).logits
+        for i in range(tokens):
             out.append(int(logits[0, -1].argmax()))
-            logits = model(torch.tensor([out[-1:]]), past_key_values=cache).logits
+            if i + 1 < tokens:  # as in vLLM, the last token is never computed
+                logits = model(torch.tensor([out[-1:]]), past_key_values=cache).logits
     return out, cache
 
 
@@ -170,7 +152,7 @@ def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
 
     def watched(self, layout, memory, place, *args):
         run(self, layout, memory, place, *args)
-        kept = by_slot.read(memory.slots["positions"], self.blocks.table[:, : self.plan.kept])
+        kept = by_slot.read(memory.slots["positions"], self.blocks.table)[..., : getattr(self.rule, "budget", 0)]
         seen.setdefault(place[0], []).append(kept)
 
     monkeypatch.setattr(Eviction, "run", watched)
@@ -189,8 +171,8 @@ def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
         ("random:budget=512,seed=3", kvops.Random(512, buffer=BLOCK, seed=3)),
         ("l2:budget=256,skip_layers=()", kvops.L2(256, buffer=BLOCK, skip_layers=())),
         ("satkv:budget=256,buffer=32", kvops.SATKV(256, buffer=BLOCK)),
-        ("snapkv:budget=64,window=48", SnapKV(64, 48)),  # a window longer than a block
-        ("chunkkv:budget=256", ChunkKV(256)),
+        ("snapkv:budget=64,window=48", kvops.SnapKV(64, 48)),  # a window longer than a block
+        ("chunkkv:budget=256", kvops.ChunkKV(256)),
         (
             "protokv:budget=256,buffer=32,num_chunks=16,num_sats=8",
             kvops.ProtoKV(256, buffer=BLOCK, alpha=32, num_chunks=16, num_sats=8),
@@ -235,7 +217,7 @@ def test_statistics_from_a_file(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "spec, policy",
-    [("snapkv:budget=128,window=48", SnapKV(128, 48)), ("h2o:budget=128", kvops.H2O(128, buffer=BLOCK))],
+    [("snapkv:budget=128,window=48", kvops.SnapKV(128, 48)), ("h2o:budget=128", kvops.H2O(128, buffer=BLOCK))],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_the_text_of_a_request_among_others(monkeypatch, spec, policy):

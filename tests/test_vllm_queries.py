@@ -14,7 +14,6 @@ from kvops.cache import by_slot
 from kvops.cache.queries import AllQueries, Batch, LastQueries, Remembered, observer
 from kvops.methods.base import View
 from kvops.vllm.layouts import Blocks, Rows, Tiles
-from kvops.vllm.plan import plan
 from kvops.vllm.rings import DeviceRings
 
 HEADS, GROUP, D, SIZE = 2, 2, 32, 32
@@ -101,7 +100,7 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
     table = torch.full((3, 12), 5, dtype=torch.int32)  # vLLM's tables may hold any block after the request's own
     table[0, :11], table[1, :3], table[2, :2] = pools[:11], pools[11:14], pools[14:16]
     layout = Tiles(cache, isa) if isa else Rows(cache)
-    memory = Remembered(cache.shape[:3], plan(rule, SIZE).kinds, CPU)
+    memory = Remembered(cache.shape[:3], {"scores": torch.float32}, CPU)
     memory.slots["scores"].fill_(torch.nan)  # left by earlier requests
     seen = observer(rule, SIZE, DeviceRings(3, CPU))
     assert isinstance(seen, AllQueries)
@@ -134,6 +133,7 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
         (kvops.ChunkKV(64), 32),
         (kvops.ProtoKV(64), 8),
         (kvops.ProtoKV(64, window=16, alpha=4), 16),
+        (kvops.ProtoKV(64, window=4, alpha=16), 16),
         (kvops.TOVA(64), 1),
         (kvops.H2O(64), None),
         (kvops.KeyDiff(64), None),
@@ -141,4 +141,4 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
     ids=repr,
 )
 def test_how_many_queries_a_policy_asks_for(policy, window):
-    assert getattr(observer(plan(policy, SIZE).rule, SIZE, DeviceRings(4, CPU)), "window", None) == window
+    assert getattr(observer(policy, SIZE, DeviceRings(4, CPU)), "window", None) == window

@@ -7,9 +7,10 @@ from torch import Tensor
 import kit
 import kvops
 from kvops.cache.queries import Batch, Remembered, observer
+from kvops.cache.schedule import Schedule
 from kvops.methods.base import View
 from kvops.vllm.layouts import Blocks, Layout, Rows, Tiles
-from kvops.vllm.plan import Plan, plan
+from kvops.vllm.plan import Plan
 from kvops.vllm.rings import DeviceRings
 from kvops.vllm.steps import Held, Step
 
@@ -19,16 +20,21 @@ LAYERS = 3
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 STATISTICS = kit.query_statistics(LAYERS, HEADS * GROUP, D)
 POLICIES = [
-    kvops.KeyDiff(4 * SIZE),
+    kvops.KeyDiff(125),
     kvops.StreamingLLM(4 * SIZE, positions="original"),
-    kvops.LagKV(4 * SIZE, 0.5, sinks=SIZE),
-    kvops.L2(4 * SIZE, skip_layers=()),
-    kvops.SnapKV(4 * SIZE, 8),
-    kvops.TOVA(4 * SIZE, head_mode="per_head"),
-    kvops.H2O(4 * SIZE),
-    kvops.TriAttention(4 * SIZE, recent=SIZE, statistics=STATISTICS),
-    kvops.ExpectedAttention(4 * SIZE, future=8, statistics=STATISTICS),
+    kvops.LagKV(50, 0.3, sinks=7),
+    kvops.L2(100, skip_layers=()),
+    kvops.SnapKV(123, 8),
+    kvops.RKV(100, 8, buffer=20),
+    kvops.ProtoKV(100, window=8, alpha=16, buffer=20),
+    kvops.TOVA(100, head_mode="per_head"),
+    kvops.H2O(110),
+    kvops.Random(110, seed=3),
+    kvops.TriAttention(100, recent=SIZE, buffer=20, statistics=STATISTICS),
+    kvops.ExpectedAttention(100, future=8, statistics=STATISTICS),
 ]
+#: Tokens of the two requests' prompts.
+PROMPTS = [320, 290]
 
 
 def layer(layout: str, dtype=torch.float32) -> Tensor:
@@ -49,75 +55,92 @@ def all_of(table: Tensor) -> Blocks:
     return Blocks(table, *[torch.arange(table.numel())] * 2)
 
 
-def write(layout: Layout, step: Batch, k: Tensor, v: Tensor) -> None:
-    """Write a step's tokens to the slots that the engine assigns. k, v: [rows, Hk, tokens, d], of all steps."""
-    with layout.rows(all_of(step.table)) as pages:
-        for row, (a, b) in enumerate(zip(step.before.tolist(), step.after.tolist())):
-            for t in range(a, b):
-                for x, pool in zip((k, v), pages):
-                    pool[step.table[row, t // SIZE], :, t % SIZE] = x[row, :, t]
-
-
-def run(rule_plan: Plan, cache: Tensor, layout: Layout, steps: list[tuple[list[int], list[int]]]) -> None:
-    """Run all steps of two requests. Each has half of the pool's blocks, shuffled."""
+def run(plan: Plan, cache: Tensor, layout: Layout, steps: list[tuple[list[int], list[int]]]) -> Tensor:
+    """Run all steps of two requests, and return their block table. Each has half of the pool's blocks, shuffled."""
     table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0)).int().view(2, -1)
     k, v = (kit.randn(2, HEADS, TOKENS, D, seed=i).to(cache.dtype) for i in (1, 2))
     q = kit.randn(2, TOKENS, HEADS * GROUP, D, seed=3).to(cache.dtype)
-    memory = Remembered(cache.shape[:3], rule_plan.kinds, cache.device)
+    memory = Remembered(cache.shape[:3], plan.kinds, cache.device)
     for pool in memory.slots.values():
         pool.fill_(-1)
-    seen = observer(rule_plan.rule, SIZE, DeviceRings(2, cache.device))
+    seen = observer(plan.policy, SIZE, DeviceRings(2, cache.device))
     for before, after in steps:
         now = batch(table, before, after)
-        write(layout, now, k, v)
-        held = Held.of(rule_plan, now) or Held(now.table, now.after)
-        step = Step.of(rule_plan, seen, held, now)
+        held = Held.of(plan, now, PROMPTS)
+        tokens = [(row, t) for row, (a, b) in enumerate(zip(before, after)) for t in range(a, b)]
+        slots = held.slots
+        if slots is None:  # vLLM's own
+            slots = torch.stack([table[row, t // SIZE] * SIZE + t % SIZE for row, t in tokens])
+        with layout.rows(all_of(table)) as pages:
+            for (row, t), slot in zip(tokens, slots.tolist()):
+                for x, pool in zip((k, v), pages):
+                    pool[slot // SIZE, :, slot % SIZE] = x[row, :, t]
+        step = Step.of(plan, seen, held, now, PROMPTS)
         if step is not None:
             query = torch.cat([q[row, a:b] for row, (a, b) in enumerate(zip(before, after))])
             step.run(memory, query, layout, (1, LAYERS), {"scale": D**-0.5})
+    return table
 
 
-def dense(rule_plan: Plan, row: int, ends: list[int], dtype: torch.dtype) -> Tensor:
-    """Compute a request's cache without pages: [Hk, any, 2 * d]. ends: its number of tokens after each step."""
+def dense(plan: Plan, row: int, ends: list[int], dtype: torch.dtype) -> Tensor:
+    """Compute a request's cache without pages: [Hk, held, 2 * d]. ends: its number of tokens after each step."""
     k, v = (kit.randn(2, HEADS, TOKENS, D, seed=i).to(dtype)[row] for i in (1, 2))
     q = kit.randn(2, TOKENS, HEADS * GROUP, D, seed=3).to(dtype)[row]
-    slots, rule = torch.cat((k, v), -1), rule_plan.rule
-    for before, after in zip([0, *ends], ends):
-        for move in rule_plan.moves(before // SIZE, after // SIZE):
-            looked_at = (torch.tensor(move.blocks)[:, None] * SIZE + torch.arange(SIZE)).flatten()
-            rows = slots[:, looked_at]
-            place = dict(seen=move.end * SIZE, new=SIZE, layer=1, num_layers=LAYERS)
-            view = View(*rows[None].split(D, -1), **place)
-            if rule.uses_queries:
-                window, end = rule.rows_at(0, 0), move.end * SIZE
-                rule.observe(view, q[None, end - window : end].transpose(1, 2), None, {"scale": D**-0.5})
-            kept = rule.select(view)[0, :, : rule_plan.kept * SIZE]
-            slots[:, looked_at[: kept.shape[1]]] = rows.gather(1, kept[..., None].expand(-1, -1, 2 * D).long())
+    slots, rows = torch.empty(HEADS, 0, 2 * D, dtype=dtype), torch.cat((k, v), -1)
+    sums, position, logits = torch.zeros(1, HEADS, 0), torch.empty(1, HEADS, 0).long(), {"scale": D**-0.5}
+    for before, n in zip([0, *ends], ends):
+        if not (new := n - before):
+            continue
+        slots = torch.cat((slots, rows[:, before:n]), 1)
+        position = torch.cat((position, torch.arange(before, n).expand(1, HEADS, -1)), 2)
+        sums = torch.nn.functional.pad(sums, (0, new))
+        view = View(*slots[None].split(D, -1), seen=n, new=new, layer=1, num_layers=LAYERS, kept=position)
+        if plan.policy.by_slot:
+            visible = slots.shape[1] - new + 1 + torch.arange(new, dtype=torch.int32)
+            sums += plan.policy.summed(q[None, before:n].transpose(1, 2), view, visible, None, None, logits)
+            view.observed = sums.clone()
+        if (keep := plan.schedule.held(n, PROMPTS[row])) < slots.shape[1]:
+            rule = plan.schedule.rule(before, n, PROMPTS[row])
+            if rule.uses_queries and not rule.by_slot:
+                window = rule.rows_at(n, PROMPTS[row])
+                rule.observe(view, q[None, n - window : n].transpose(1, 2), None, logits)
+            kept = rule.select(view)
+            assert kept.shape[2] == keep
+            sums, position = sums.gather(2, kept), position.gather(2, kept)
+            slots = slots.gather(1, kept[0, ..., None].expand(-1, -1, 2 * D))
     return slots
 
 
-STEPS = [([0, 0], [200, 140]), ([200, 140], [320, 141]), ([320, 141], [321, 300]), ([321, 300], [600, 580])]
+def steps_of(plan: Plan, wanted: list[list[int]]) -> list[tuple[list[int], list[int]]]:
+    """Cut steps to these token counts where the schedule says."""
+    steps, n = [], [0, 0]
+    for ends in wanted:
+        while n != ends:
+            new = [plan.schedule.cut(a, b - a, p) if b > a else 0 for a, b, p in zip(n, ends, PROMPTS)]
+            steps.append((n, n := [a + b for a, b in zip(n, new)]))
+    return steps
 
 
-@pytest.mark.parametrize("policy", [x for x in POLICIES if not x.by_slot], ids=lambda x: x.name)
+WANTED = [[200, 140], [320, 141], [321, 290], [370, 290], [400, 372], [450, 372], [600, 580]]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda x: x.name)
 @pytest.mark.parametrize("order", [*LAYOUTS, "tiles"])
-def test_what_stays_in_each_layout(order, policy):
-    """Two requests of different lengths are evicted in the same step."""
-    rule_plan, cache = plan(policy, SIZE), layer("LBHNC" if order == "tiles" else order)
+@pytest.mark.parametrize("block", [None, 72])
+def test_what_stays_in_each_layout(order, policy, block):
+    """Two requests of different lengths, some of whose evictions are in the same step."""
+    plan, cache = Plan(Schedule(policy, block), SIZE), layer("LBHNC" if order == "tiles" else order)
     layout = Tiles(cache, "vec") if order == "tiles" else Rows(cache)
-    table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0)).view(2, -1)
-    run(rule_plan, cache, layout, STEPS)
+    steps = steps_of(plan, WANTED)
+    table = run(plan, cache, layout, steps)
     for row in range(2):
-        ends = [after[row] for _, after in STEPS]
-        expected, filled = dense(rule_plan, row, ends, cache.dtype), ends[-1] // SIZE
-        gone = {block for gap in rule_plan.gaps(filled) for block in gap}
-        assert gone
-        held = [block for block in range(filled + 1) if block not in gone]
-        with layout.rows(all_of(table[row, held].int())) as pages:
-            for block in held:
-                used = min(SIZE, ends[-1] - block * SIZE)
-                found = torch.cat([x[table[row, block], :, :used] for x in pages], -1)
-                assert torch.equal(found, expected[:, block * SIZE : block * SIZE + used]), block
+        ends = [after[row] for _, after in steps]
+        expected, state = dense(plan, row, ends, cache.dtype), plan.at(ends[-1], PROMPTS[row])
+        own = table[row, torch.from_numpy(plan.columns(state.gaps, -(-state.held // SIZE)))]
+        assert state.gaps and expected.shape[1] == state.held
+        with layout.rows(all_of(own)) as pages:
+            found = torch.cat([x[own].transpose(0, 1).flatten(1, 2) for x in pages], -1)
+        assert torch.equal(found[:, : state.held], expected)
 
 
 @pytest.mark.parametrize("order", LAYOUTS)
@@ -134,18 +157,18 @@ def test_rows(order):
 @pytest.mark.parametrize("policy", [*POLICIES, kvops.KeyDiff(4 * SIZE, head_mode="shared")], ids=repr)
 def test_nothing_is_read_back_from_the_device(policy):
     """Meta tensors have no values, so reading one raises."""
-    rule_plan = plan(policy, SIZE)
+    plan = Plan(Schedule(policy), SIZE)
     cache = torch.empty(BLOCKS, HEADS, SIZE, 2 * D, dtype=torch.bfloat16, device="meta")
     table = torch.empty(2, BLOCKS // 2, dtype=torch.int32, device="meta")
-    memory, evictions = Remembered(cache.shape[:3], rule_plan.kinds, cache.device), 0
-    seen = observer(rule_plan.rule, SIZE, DeviceRings(2, cache.device))
-    for before, after in STEPS:
+    memory, evictions = Remembered(cache.shape[:3], plan.kinds, cache.device), 0
+    seen = observer(plan.policy, SIZE, DeviceRings(2, cache.device))
+    for before, after in steps_of(plan, WANTED):
         now = batch(table, before, after)
-        held = Held.of(rule_plan, now) or Held(now.table, now.after)
+        held = Held.of(plan, now, PROMPTS)
         assert held.table.device == cache.device and held.lengths.device.type == "cpu"
-        step = Step.of(rule_plan, seen, held, now)
+        step = Step.of(plan, seen, held, now, PROMPTS)
         if step is not None:
-            evictions += step.eviction is not None
+            evictions += len(step.evictions)
             tokens = int((now.after - now.before).sum())
             query = torch.empty(tokens, HEADS * GROUP, D, dtype=cache.dtype, device="meta")
             step.run(memory, query, Rows(cache), (1, LAYERS), {"scale": 1.0})

@@ -1,7 +1,7 @@
 """Eviction counters for the metrics endpoint of vLLM's server (`/metrics`).
 
 The scheduler frees the blocks, but runs in another process than the metrics. The logger does not need to ask it: the
-number of blocks freed from a request depends only on its number of tokens (see `plan.py`). vLLM finds `EvictionLogger`
+number of blocks freed from a request depends only on its tokens and those of its prompt (see `plan.py`). vLLM finds `EvictionLogger`
 through its entry point and creates one in every server. Without a policy it does nothing.
 """
 
@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from . import plugin
-from .plan import Plan, plan
+from .plan import Plan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,7 +33,7 @@ class EvictionLogger(StatLoggerBase):
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0):
-        self.policy = plugin.policy()
+        self.schedule = plugin.schedule()
         self.config = vllm_config
         self.engine = engine_index
         self._plan: Plan | None = None
@@ -41,9 +41,9 @@ class EvictionLogger(StatLoggerBase):
     @property
     def plan(self) -> Plan:
         """The plan, created on first use: vLLM settles the block size while the engine starts."""
-        assert self.policy is not None
+        assert self.schedule is not None
         if self._plan is None:
-            self._plan = plan(self.policy, self.config.cache_config.block_size)
+            self._plan = Plan(self.schedule, self.config.cache_config.block_size)
         return self._plan
 
     def log_engine_initialized(self) -> None:
@@ -56,7 +56,7 @@ class EvictionLogger(StatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        if self.policy is None or iteration_stats is None:
+        if self.schedule is None or iteration_stats is None:
             return
         for request in iteration_stats.finished_requests:
             self._count(request)
@@ -65,7 +65,7 @@ class EvictionLogger(StatLoggerBase):
         if not request.num_generation_tokens:
             return
         tokens = request.num_prompt_tokens + request.num_generation_tokens - 1  # the last token is never computed
-        blocks = sum(len(gap) for gap in self.plan.gaps(tokens // self.plan.block_size))
+        blocks = self.plan.freed(tokens, request.num_prompt_tokens)
         if blocks:
             labels = (self.config.model_config.served_model_name, str(self.engine), self.plan.policy.name)
             _REQUESTS.labels(*labels).inc()

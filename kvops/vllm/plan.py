@@ -1,90 +1,112 @@
-"""Which blocks a request holds, computed from its number of tokens, so that vLLM's scheduler and workers agree.
+"""Where the slots of a request lie, computed from its tokens, so that vLLM's scheduler and workers agree.
 
-vLLM writes token t of a request to slot t % block_size of the request's block t // block_size, and the plugin does not
-change that. When blocks have filled, an eviction moves the kept tokens to the front of the blocks it read and frees the
-rest of them. The freed blocks are a gap in the request's list of blocks. Attention then reads the blocks outside the
-gaps, in order. A request of n tokens holds
+A `Schedule` says when a request is evicted and how many slots it then holds. vLLM, however, assigns blocks by tokens:
+a request of n tokens has ceil(n / block_size) of them. An eviction moves the kept tokens to the front of the request's
+blocks. Of the blocks behind them,
 
 ```text
-held = block_size * plan.held(n // block_size) + n % block_size
+freed(n) = (n - held(n)) // block_size
 ```
 
-slots. This depends neither on the prompt's length nor on how the tokens were split into steps. A preempted request that
-is recomputed therefore holds the same blocks again. This module does not import vLLM.
+return to the pool, the last ones in use at that time. They are gaps in the request's list of blocks. Slot i of a request
+lies in block i // block_size of those outside the gaps, and new tokens take the slots after the held ones, so the plugin
+also computes where vLLM writes them. One block more than the slots need may stay, because the last block of the tokens
+and the last block of the slots do not fill at the same time.
+
+All this depends neither on scores nor on how the tokens were divided into steps, if no step goes beyond an eviction
+(`Schedule.cut`). A preempted request that is recomputed therefore holds the same blocks again. This module does not
+import vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..cache.queries import check_observed
-from ..lag import num_segments
+from ..cache.schedule import Schedule
 from ..methods import Policy
-from ..methods.base import BudgetPolicy, DecodePolicy, check_policy
+from ..methods.base import BudgetPolicy, check_policy
 from ..methods.lagkv import LagKV
 
-Counts: TypeAlias = np.ndarray  # int64, one per request: for so few numbers numpy's calls take a third of torch's time
+_REMEMBERED = 1 << 16  # states
 
 
-class Move(NamedTuple):
-    """One eviction of a request: it moves the kept tokens of the first `moved` blocks to the front of these blocks."""
+class State(NamedTuple):
+    """A request after some of its tokens."""
 
-    blocks: list[int]  # blocks of the request, ascending, that the rule reads
-    moved: int  # the first `moved` blocks are evicted; tokens that the rule selects in later blocks are not moved
-    moved_before: int  # the first `moved_before` blocks hold tokens that an earlier move kept
-
-    @property
-    def end(self) -> int:
-        """One past the last block that the rule reads."""
-        return self.blocks[-1] + 1
+    held: int  # slots in use
+    kept: int = 0  # the first slots, which the last eviction kept; later ones hold consecutive tokens
+    gaps: tuple[range, ...] = ()  # the blocks that have been freed, ascending, not adjacent
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """A policy applied to blocks.
+    """A schedule applied to blocks.
 
     Attributes:
-        policy: the policy, with its settings as rounded for this block size.
-        rule: the policy whose `select` chooses the kept tokens of one move.
-        kept: number of blocks that the kept tokens of a move fill.
+        schedule: when requests are evicted, and by which policy.
         block_size: slots per block.
     """
 
-    policy: Policy
-    rule: Policy
-    kept: int
+    schedule: Schedule
     block_size: int
+    _states: dict[tuple[int, int], State] = field(default_factory=dict, repr=False)
+
+    @property
+    def policy(self) -> Policy:
+        return self.schedule.policy
 
     @property
     def kinds(self) -> dict[str, torch.dtype]:
         """The values stored per slot, with dtypes: token positions if the rule reads them, and the policy's own."""
-        positions = {"positions": torch.int32} if self.rule.uses_positions else {}
-        return positions | dict.fromkeys(self.rule.by_slot, torch.float32)
+        positions = {"positions": torch.int32} if self.policy.uses_positions else {}
+        return positions | dict.fromkeys(self.policy.by_slot, torch.float32)
 
-    def held(self, filled: int) -> int:
-        """Return how many blocks a request holds after `filled` of its blocks have filled."""
-        raise NotImplementedError
+    def freed(self, n: int, prompt: int) -> int:
+        """Return how many blocks have been freed of a request after n tokens, `prompt` of them its prompt."""
+        return (n - self.schedule.held(n, prompt)) // self.block_size
 
-    def gaps(self, filled: int) -> list[range]:
-        """Return the ranges of blocks that are freed once `filled` of a request's blocks have filled, ascending."""
-        raise NotImplementedError
+    def at(self, n: int, prompt: int) -> State:
+        """Return a request's state after n tokens, `prompt` of them its prompt."""
+        ahead, m = [n], n
+        while (state := self._states.get(_key(m, prompt))) is None and m:  # back to a known state
+            m = m - 1 if m > prompt else self.schedule.last(m - 1, prompt)
+            ahead.append(m)
+        state = state or State(0)
+        for before, after in zip(reversed(ahead), [*reversed(ahead)][1:]):
+            state = self._next(state, before, after, prompt)
+            if len(self._states) >= _REMEMBERED:
+                self._states.clear()
+            self._states[_key(after, prompt)] = state
+        return state
 
-    def gone(self, filled: Counts) -> Counts:
-        """Return the number of freed blocks, filled - held(filled), for many requests at once."""
-        raise NotImplementedError
+    def _next(self, state: State, before: int, after: int, prompt: int) -> State:
+        """Return the state after tokens of which only the last may be followed by an eviction."""
+        held = self.schedule.held(after, prompt)
+        if held == state.held + after - before:
+            return state._replace(held=held)
+        gone = {block for gap in state.gaps for block in gap}
+        more, block = self.freed(after, prompt) - len(gone), -(-after // self.block_size)
+        while more:
+            block -= 1
+            if block not in gone:
+                gone.add(block)
+                more -= 1
+        return State(held, held, _ranges(sorted(gone)))
 
-    def block_of(self, filled: Counts, column: Counts) -> Counts:
-        """Map columns of the list of held blocks to blocks of the request, for many requests at once."""
-        raise NotImplementedError
-
-    def moves(self, before: int, after: int) -> Iterator[Move]:
-        """Yield the moves of a step that begins with `before` filled blocks and ends with `after`."""
-        raise NotImplementedError
+    def columns(self, gaps: tuple[range, ...], width: int) -> np.ndarray:
+        """Return the first `width` blocks outside the gaps, int64 [width]."""
+        blocks = np.arange(width + sum(map(len, gaps)))
+        if not gaps:
+            return blocks
+        inside = np.zeros(len(blocks), dtype=bool)
+        for gap in gaps:
+            inside[gap.start : gap.stop] = True
+        return blocks[~inside][:width]
 
     def most(self, max_tokens: int, tokens_in_flight: int) -> int:
         """Return an upper bound on the blocks that a request holds.
@@ -93,82 +115,32 @@ class Plan:
             max_tokens: the longest request.
             tokens_in_flight: the most tokens that may have been scheduled since blocks were last freed.
         """
-        size = self.block_size
-        # One more block, because the tokens in flight may begin anywhere in a block.
-        open_blocks = -(-tokens_in_flight // size) + 1
-        held = max(map(self.held, range(max_tokens // size + 1)))
-        return min(held + open_blocks, -(-max_tokens // size))
+        held = max(self.schedule.held(n, prompt) for n in range(max_tokens + 1) for prompt in (1, max_tokens))
+        # One more block, see above.
+        return min(_blocks(held + tokens_in_flight, self.block_size) + 1, _blocks(max_tokens, self.block_size))
 
 
-@dataclass(frozen=True)
-class BudgetPlan(Plan):
-    """A budget and a buffer of whole blocks: when the buffer is full, the kept tokens of both move into the budget."""
-
-    buffer: int
-
-    def held(self, filled: int) -> int:
-        more = filled - self.kept
-        return filled if more < self.buffer else self.kept + more % self.buffer
-
-    def _folded(self, filled: int) -> int:
-        """Return how many of a request's first blocks have been evicted into the budget, 0 before the first time."""
-        held = self.held(filled)
-        return filled - (held - self.kept) if held < filled else 0
-
-    def gaps(self, filled: int) -> list[range]:
-        folded = self._folded(filled)
-        return [range(self.kept, folded)] if folded else []
-
-    def gone(self, filled: Counts) -> Counts:
-        more = np.maximum(filled - self.kept, 0)
-        return more - more % self.buffer
-
-    def block_of(self, filled: Counts, column: Counts) -> Counts:
-        return column + (column >= self.kept) * self.gone(filled)
-
-    def moves(self, before: int, after: int) -> Iterator[Move]:
-        old, new = self._folded(before), self._folded(after)
-        if new > old:
-            blocks = [*range(self.kept if old else 0), *range(old, new)]
-            yield Move(blocks, len(blocks), self.kept if old else 0)
+def _key(n: int, prompt: int) -> tuple[int, int]:
+    return n, min(n + 1, prompt)  # before its end, the length of a prompt does not matter
 
 
-@dataclass(frozen=True)
-class LagPlan(Plan):
-    """LagKV in whole blocks: a partition's kept tokens move to its first blocks once the next partition is complete."""
+def _blocks(slots: int, size: int) -> int:
+    return -(-slots // size)
 
-    sinks: int
-    lag: int
 
-    def held(self, filled: int) -> int:
-        return self.policy.held(filled * self.block_size, 0) // self.block_size
-
-    def gaps(self, filled: int) -> list[range]:
-        ends = (self.sinks + (i + 1) * self.lag for i in range(num_segments(filled, self.sinks, self.lag)))
-        return [range(end - self.lag + self.kept, end) for end in ends] if self.kept < self.lag else []
-
-    def gone(self, filled: Counts) -> Counts:
-        return self._folded(filled) * (self.lag - self.kept)
-
-    def block_of(self, filled: Counts, column: Counts) -> Counts:
-        folded, place = self._folded(filled), column - self.sinks
-        behind = place >= folded * self.kept  # after the blocks that the evicted partitions keep
-        partition = place // max(1, self.kept)  # used where not behind; with kept == 0 everything is behind
-        gaps = (place >= 0) * (behind * folded + ~behind * partition)
-        return column + gaps * (self.lag - self.kept)
-
-    def _folded(self, filled: Counts) -> Counts:
-        """Return the number of evicted partitions: `num_segments`, for many requests at once."""
-        return np.maximum((filled - self.sinks) // self.lag - 1, 0)
-
-    def moves(self, before: int, after: int) -> Iterator[Move]:
-        for i in range(*(num_segments(x, self.sinks, self.lag) for x in (before, after))):
-            start = self.sinks + i * self.lag
-            yield Move([*range(start, start + 2 * self.lag)], self.lag, 0)
+def _ranges(numbers: list[int]) -> tuple[range, ...]:
+    """Return ascending numbers as ranges."""
+    found: list[range] = []
+    for x in numbers:
+        if found and found[-1].stop == x:
+            found[-1] = range(found[-1].start, x + 1)
+        else:
+            found.append(range(x, x + 1))
+    return tuple(found)
 
 
 def check(policy: Policy) -> None:
-    """Raise for a policy that vLLM's pages cannot serve at any block size."""
+    """Raise for a policy that vLLM's pages cannot serve."""
     check_policy("kvops.vllm", policy)
     name = policy.name
     if policy.staged:
@@ -197,43 +169,3 @@ def check(policy: Policy) -> None:
             f"each layer, got {policy!r}"
         )
     policy.check_cache(0, 1)
-    if isinstance(policy, DecodePolicy) and policy.buffer is None:
-        raise ValueError(
-            f"{name}: kvops.vllm evicts in prefill and decode alike, expected buffer to be a number of tokens or a "
-            f"fraction of the budget, got {policy!r}"
-        )
-
-
-def plan(policy: Policy, block_size: int) -> Plan:
-    """Return the plan of a policy for a block size.
-
-    The buffer is rounded up to whole blocks, because evictions run when blocks have filled. Policies without a buffer,
-    which elsewhere keep all decoded tokens, get the default buffer of the other policies.
-
-    Args:
-        policy: the policy, with budget, sinks and lag in whole blocks.
-        block_size: slots per block.
-
-    Raises:
-        ValueError: kvops.vllm does not support the policy, or its budget, sinks or lag are not whole blocks.
-    """
-    check(policy)
-
-    def whole(setting: str, tokens: int, least: int = 1) -> int:
-        if tokens % block_size or tokens < least:
-            raise ValueError(
-                f"{policy.name}: kvops.vllm expects {setting} to be a {'positive ' if least else ''}multiple of "
-                f"vLLM's block size ({block_size}), got {tokens}"
-            )
-        return tokens // block_size
-
-    if isinstance(policy, LagKV):
-        sinks, lag = whole("sinks", policy.sinks, 0), whole("lag", policy.lag)
-        kept = whole("floor(ratio * lag)", policy.kept, 0)
-        return LagPlan(policy, replace(policy, sinks=0), kept, block_size, sinks, lag)
-    assert isinstance(policy, BudgetPolicy) and isinstance(policy.budget, int)  # ensured by `check`
-    budget = whole("budget", policy.budget)
-    buffer = -(-policy.spare(policy.budget) // block_size)
-    if isinstance(policy, DecodePolicy):
-        policy = replace(policy, buffer=buffer * block_size)
-    return BudgetPlan(policy, policy, budget, block_size, buffer)

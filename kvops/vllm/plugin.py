@@ -1,6 +1,7 @@
 """The plugin's entry point: vLLM calls `register` in each of its processes.
 
-The plugin does nothing unless the environment variable KVOPS_VLLM names a policy ("keydiff:budget=1024"). It rejects
+The plugin does nothing unless the environment variable KVOPS_VLLM names a policy ("keydiff:budget=1024"). With the setting
+"evict=blocks:N" it evicts from a prompt after every N tokens, otherwise once, at its end. It rejects
 unsupported settings with a one-sentence error, here or when the engine starts, never while serving a request.
 """
 
@@ -12,7 +13,8 @@ import os
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..methods import Full, Policy
+from ..cache.schedule import Schedule
+from ..methods import Full
 from ..methods import policy as policy_of
 from .plan import check
 
@@ -48,30 +50,40 @@ HOOKS = {
     ),
     "vllm.v1.kv_cache_interface:FullAttentionSpec.max_memory_usage_bytes": "self vllm_config",
     "vllm.v1.kv_cache_interface:FullAttentionSpec.copy_with_new_block_size": "self block_size",
+    "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split": (
+        "self request num_new_tokens num_new_local_computed_tokens num_external_computed_tokens"
+    ),
+    "vllm.v1.sample.logits_processor:LogitsProcessor.update_state": "self batch_update",
+    "vllm.v1.worker.gpu.sample.logits_processor:LogitsProcessor.add_request": "self req_idx sampling_params",
     "vllm.v1.attention.backend:AttentionBackend.customize_spec": "spec",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support": "vllm_config kv_cache_spec",
     "vllm.v1.attention.backends.registry:register_backend": "backend class_path is_mamba",
 }
 
 
-def policy() -> Policy | None:
-    """Return the policy that KVOPS_VLLM names, or None to leave vLLM unchanged."""
+def schedule() -> Schedule | None:
+    """Return the policy that KVOPS_VLLM names, and when it evicts from prompts, or None to leave vLLM unchanged."""
     spec = os.environ.get(VARIABLE, "")
     if not spec:
         return None
+    name, colon, settings = spec.partition(":")
+    items = settings.split(",")
+    evict = [x.removeprefix("evict=") for x in items if x.startswith("evict=")]
     try:
-        found = policy_of(spec)
+        found = policy_of(name + colon + ",".join(x for x in items if not x.startswith("evict=")))
+        if len(evict) > 1:
+            raise ValueError(f"expected evict once, got {evict}")
         if isinstance(found, Full):
             return None
         check(found)
+        return Schedule.of("kvops.vllm", found, *evict or ["prompt"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{VARIABLE}={spec}: {error}") from error
-    return found
 
 
 def register() -> None:
     """Make vLLM evict with the policy in KVOPS_VLLM. May be called several times."""
-    if policy() is None:
+    if schedule() is None:
         return
     served = check_vllm()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

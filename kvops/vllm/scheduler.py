@@ -1,34 +1,82 @@
-"""The scheduler side: a cache spec that holds fewer blocks than its tokens fill, and a manager that frees the rest."""
+"""The scheduler side: steps that end at evictions, a cache spec that holds fewer blocks than its tokens fill, and a
+manager that frees the rest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from time import monotonic
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.request import Request
 
+from ..cache.schedule import Schedule
 from . import plugin
-from .plan import Plan, plan
+from .plan import Plan
 
 logger = init_logger("vllm.kvops")  # vLLM prints only loggers below its own name
 _SECONDS = 10.0  # minimum interval between two log lines about freed blocks
 
 
-def plan_of(block_size: int) -> Plan:
-    """Return the plan of KVOPS_VLLM's policy. Each process creates its own from the environment."""
-    policy = plugin.policy()
-    if policy is None:
+def _schedule() -> Schedule:
+    schedule = plugin.schedule()
+    if schedule is None:
         raise RuntimeError(
             f"kvops.vllm: expected {plugin.VARIABLE} to name the policy that the engine started with, got no policy; "
             "do not change it while vLLM runs"
         )
-    return plan(policy, block_size)
+    return schedule
+
+
+def plan_of(block_size: int) -> Plan:
+    """Return the plan of KVOPS_VLLM's policy. Each process creates its own from the environment."""
+    return Plan(_schedule(), block_size)
+
+
+class EndingAtEvictions(Scheduler):
+    """Ends a step where a request is evicted. `evicting` combines it with the engine's own scheduler."""
+
+    starting = False  # while one is created
+
+    def __init__(self, *args: Any, **options: Any):
+        EndingAtEvictions.starting = True
+        try:
+            super().__init__(*args, **options)
+        finally:
+            EndingAtEvictions.starting = False
+        self._evictions = _schedule()
+        self._aligns, self.need_mamba_block_aligned_split = self.need_mamba_block_aligned_split, True
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Shorten a step. vLLM calls this for models whose states it caches at the end of blocks."""
+        known = num_new_local_computed_tokens, num_external_computed_tokens
+        if self._aligns:
+            num_new_tokens = super()._mamba_block_aligned_split(request, num_new_tokens, *known)
+        if num_new_tokens <= 0:
+            return num_new_tokens
+        before = request.num_computed_tokens + sum(known)
+        return self._evictions.cut(before, num_new_tokens, request.num_prompt_tokens)
+
+
+@cache
+def evicting(scheduler: type[Scheduler]) -> type[EndingAtEvictions]:
+    """Return a scheduler class like the given one, whose steps end at evictions."""
+    return type(f"Evicting{scheduler.__name__}", (EndingAtEvictions, scheduler), {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +101,11 @@ class EvictingSpec(FullAttentionSpec):
         return plan_of(self.block_size).most(max_tokens, self.tokens_in_flight)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        # The engine asks this in the process of its scheduler, before it creates the scheduler of this class.
+        config = vllm_config.scheduler_config
+        found = config.get_scheduler_cls()
+        if not issubclass(found, EndingAtEvictions):
+            config.scheduler_cls = evicting(found)  # type: ignore[type-var]
         return self.most_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     def copy_with_new_block_size(self, block_size: int) -> EvictingSpec:
@@ -74,18 +127,24 @@ class EvictingSpec(FullAttentionSpec):
 
 
 class EvictingManager(FullAttentionManager):
-    """Frees the blocks in a request's gaps as soon as the tokens that fill them have been computed."""
+    """Frees the blocks in a request's gaps as soon as the tokens after which they are evicted have been computed."""
 
     def __init__(self, kv_cache_spec: EvictingSpec, *args: Any, **options: Any):
         super().__init__(kv_cache_spec, *args, **options)
+        if not EndingAtEvictions.starting:
+            raise RuntimeError(
+                "kvops.vllm: expected vLLM to create the scheduler whose steps end at evictions, got another one"
+            )
         self.plan = plan_of(self.block_size)
         pool = self.block_pool.num_gpu_blocks - 1  # vLLM reserves one null block
         self.max_admission_blocks_per_request = min(kv_cache_spec.most_blocks(kv_cache_spec.max_tokens), pool)
+        self._gaps: dict[str, tuple[range, ...]] = {}  # by request: the blocks that have been freed
         self.freed = 0  # blocks freed so far, over all requests
         self._logged = monotonic()
         logger.info(
-            "kvops evicts with %s: a request of up to %d tokens takes at most %d blocks of %d tokens",
+            "kvops evicts with %s, evict=%s: a request of up to %d tokens takes at most %d blocks of %d tokens",
             self.plan.policy,
+            self.plan.schedule.evict,
             kv_cache_spec.max_tokens,
             self.max_admission_blocks_per_request,
             self.block_size,
@@ -97,14 +156,21 @@ class EvictingManager(FullAttentionManager):
         blocks = self.req_to_blocks.get(request_id)
         if not blocks:
             return
-        free = self.block_pool.get_num_free_blocks()
-        for gap in reversed(self.plan.gaps(processed_computed_tokens // self.block_size)):
-            if blocks[gap.stop - 1] is self._null_block:
-                break  # this gap and all earlier ones have been freed already
-            self._remove_blocks_in_range(request_id, gap.start, gap.stop)
-        freed = self.block_pool.get_num_free_blocks() - free
-        if freed:
-            self._count(freed)
+        assert num_prompt_tokens is not None  # both callers pass it
+        gaps = self.plan.at(processed_computed_tokens, num_prompt_tokens).gaps
+        if gaps == self._gaps.get(request_id, ()):
+            return
+        self._gaps[request_id] = gaps
+        new = [i for gap in reversed(gaps) for i in reversed(gap) if blocks[i] is not self._null_block]
+        freed = [blocks[i] for i in new]
+        for i in new:
+            blocks[i] = self._null_block
+        self.block_pool.free_blocks(freed)
+        self._count(len(freed))
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._gaps.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
 
     def _count(self, freed: int) -> None:
         self.freed += freed

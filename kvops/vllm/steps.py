@@ -1,4 +1,4 @@
-"""The work after a step's attention: scoring with the observing queries, and the evictions that must run now.
+"""The work around a step's attention: where its tokens go, scoring with the observing queries, and the evictions.
 
 A step is built once for a group of layers, from host-side metadata, and run in each layer. Tables and lengths are
 copied to the device, and nothing is read back from it. A layer computes all that changes before it moves a row. After
@@ -18,81 +18,92 @@ from torch import Tensor
 
 from ..cache import by_slot
 from ..cache.queries import Batch, Look, Observer, Remembered, on
-from ..methods.base import View
+from ..methods.base import Policy, View
 from ..methods.queries import QueryPolicy
 from ..ops import compact_kv_
 from .layouts import Blocks, Layout
-from .plan import Move, Plan
+from .plan import Plan, State
 
 
 class Held(NamedTuple):
-    """The blocks and slots that a step's attention reads."""
+    """The blocks and slots that a step's attention reads, and where its tokens are written."""
 
     table: Tensor  # int32 [rows, any] on the device: each request's blocks outside its gaps; the rest is undefined
     lengths: Tensor  # int64 [rows] on the host: the slots in use, including this step's tokens
+    slots: Tensor | None  # int64 [tokens] on the device: the slot in the pool of each of the step's tokens; None: vLLM's
 
     @classmethod
-    def of(cls, plan: Plan, batch: Batch) -> Held | None:
-        """Return None if no request has a gap: then attention reads the engine's own table."""
-        filled, size = batch.before.numpy() // plan.block_size, plan.block_size
-        gone = plan.gone(filled)
-        if not np.count_nonzero(gone):
-            return None
-        lengths = batch.after.numpy() - gone * size
-        columns = np.arange(-(-lengths.max() // size))
+    def of(cls, plan: Plan, batch: Batch, prompts: Sequence[int]) -> Held:
+        """Compute a step's slots. prompts: the tokens of each request's prompt."""
+        before = batch.before.tolist()
+        states = [plan.at(n, prompt) for n, prompt in zip(before, prompts)]
+        if [x.held for x in states] == before:  # nothing has been evicted: the engine's own table and slots serve
+            return cls(batch.table, batch.after, None)
+        size, device, new = plan.block_size, batch.table.device, batch.after - batch.before
+        held = torch.tensor([x.held for x in states])
+        lengths = held + new
+        width = -(-int(lengths.max()) // size)
         # Columns after a request's last block may hold any block, but must stay inside the table.
-        blocks = np.minimum(plan.block_of(filled[:, None], columns), batch.table.shape[1] - 1)
-        table = batch.table.gather(1, on(batch.table.device, torch.from_numpy(blocks)))
-        return cls(table, torch.from_numpy(lengths))
+        blocks = np.minimum(np.stack([plan.columns(x.gaps, width) for x in states]), batch.table.shape[1] - 1)
+        table = batch.table.gather(1, on(device, torch.from_numpy(blocks)))
+        row = torch.arange(len(new)).repeat_interleave(new)
+        slot = torch.arange(len(row)) - (batch.starts - held)[row]
+        block = table[on(device, row), on(device, slot // size)].long()
+        return cls(table, lengths, block * size + on(device, slot % size))
 
 
 @dataclass
 class Eviction:
-    """A step's moves, of all its requests. Each layer runs the same moves.
+    """Requests of a step that are evicted by the same policy. Each layer evicts the same requests.
 
     Attributes:
-        plan: its `rule` selects the kept tokens.
-        blocks: the blocks that the rule reads.
-        lengths: int32 [moves], the number of slots in these blocks.
-        tokens: int64 [moves], the tokens of the request up to the last of these blocks.
-        written: int32 [moves, any], the leading columns of the table, up to the last one that any move writes.
-        positions: the slots that an earlier move has filled, bool [moves, 1, width * block_size], and the token
+        rule: its `select` chooses the kept tokens.
+        rows: the requests, as rows among those of the step that are evicted.
+        blocks: the blocks in use.
+        lengths: int32 [requests], the slots in use.
+        tokens: int64 [requests], the tokens that each request has seen.
+        window: how many of the last queries observe.
+        positions: the slots that an earlier eviction has kept, bool [requests, 1, width * block_size], and the token
             positions of the others, int32 of the same shape; None if the rule does not read positions.
     """
 
-    plan: Plan
+    rule: Policy
+    rows: Tensor
     blocks: Blocks
     lengths: Tensor
     tokens: Tensor
-    written: Tensor
+    window: int
     positions: tuple[Tensor, Tensor] | None
 
     @classmethod
-    def of(cls, plan: Plan, moves: Sequence[tuple[int, Move]], block_table: Tensor) -> Eviction:
-        """Build the tensors of a step's moves.
+    def of(cls, plan: Plan, due: Sequence[Due], table: Tensor, rows: Sequence[int]) -> Eviction:
+        """Build the tensors of requests that the same policy evicts.
 
         Args:
             plan: the plan.
-            moves: each move with its row of the block table.
-            block_table: int32 [rows, max_blocks] on the device.
+            due: all evictions of the step.
+            table: int32 [due, any] on the device, the blocks of these requests outside their gaps.
+            rows: the entries of `due` of which this is.
         """
-        size, device = plan.block_size, block_table.device
-        width = max(len(move.blocks) for _, move in moves)
-        blocks = torch.tensor([move.blocks + [-1] * (width - len(move.blocks)) for _, move in moves])
-        row, moved_before = torch.tensor([(row, move.moved_before) for row, move in moves]).unbind(1)
-        logical, positions = on(device, blocks), None
-        table = block_table[on(device, row)].gather(1, logical.clamp(min=0))
-        table = torch.where(logical < 0, -1, table)
+        size, device, own = plan.block_size, table.device, [due[i] for i in rows]
+        index = on(device, torch.tensor(rows))
+        lengths, n, known, keep = torch.tensor([(x.length, x.n, x.before.kept, x.keep) for x in own]).unbind(1)
+        columns, rule = torch.arange(-(-int(lengths.max()) // size)), own[0].rule
+        used = columns * size < lengths[:, None]
+        own_table = torch.where(on(device, used), table[index, : len(columns)], -1)
+        positions = None
         if "positions" in plan.kinds:
-            before = torch.arange(width) < moved_before[:, None]
-            new = (logical[..., None] * size + torch.arange(size, device=device)).flatten(1)[:, None].int()
-            positions = on(device, before.repeat_interleave(size, 1)[:, None]), new
+            slot = torch.arange(len(columns) * size)
+            new = slot + (n - lengths)[:, None]
+            positions = on(device, (slot < known[:, None])[:, None]), on(device, new.int()[:, None])
+        places = torch.arange(used.numel()).view(used.shape)
         return cls(
-            plan,
-            Blocks(table, *_places(plan, moves, width)),
-            on(device, torch.tensor([len(move.blocks) * size for _, move in moves], dtype=torch.int32)),
-            on(device, torch.tensor([move.end * size for _, move in moves])),
-            table[:, : max(move.moved for _, move in moves)].contiguous(),
+            rule,
+            index,
+            Blocks(own_table, places[used], places[columns * size < keep[:, None]]),
+            on(device, lengths.int()),
+            on(device, n),
+            rule.rows_at(own[0].n, own[0].prompt) if isinstance(rule, QueryPolicy) else 0,
             positions,
         )
 
@@ -104,20 +115,21 @@ class Eviction:
         observing: Tensor | None,
         logits: Mapping[str, Any],
     ) -> None:
-        """Run the moves in one layer.
+        """Evict in one layer.
 
         Args:
             layout: the layout of the layer's cache.
             memory: the per-slot values that the layer stores beside its cache.
             place: the layer's number, and the number of the model's layers.
-            observing: [moves, Hq, any, d], the queries that the rule scores with, or None if it uses none.
+            observing: [evictions of the step, Hq, any, d], the queries that the rule scores with, or None if it uses
+                none.
             logits: how the attention computes its logits, see `Look`.
         """
-        size, kept_blocks, rule, table = self.plan.block_size, self.plan.kept, self.plan.rule, self.blocks.table
+        rule, table = self.rule, self.blocks.table
         of_slots = {name: by_slot.read(pool, table) for name, pool in memory.slots.items()}
         if self.positions is not None:
-            moved_before, new = self.positions
-            of_slots["positions"] = torch.where(moved_before, of_slots["positions"], new).long()
+            known, new = self.positions
+            of_slots["positions"] = torch.where(known, of_slots["positions"], new).long()
         with layout.rows(self.blocks) as (k, v):
             view = self._view(k, v)
             view.layer, view.num_layers = place
@@ -126,31 +138,33 @@ class Eviction:
             view.observed = of_slots.get("scores")
             if observing is not None:
                 assert isinstance(rule, QueryPolicy)  # other policies have no observer
-                rule.observe(view, observing, None, logits)
-            kept = rule.select(view)[..., : kept_blocks * size].contiguous()
-            moved = [(pool, of_slots[name].gather(2, kept).to(pool.dtype)) for name, pool in memory.slots.items()]
-            compact_kv_(k, v, kept, block_table=self.written)
+                rule.observe(view, observing[self.rows][:, :, -self.window :], None, logits)
+            kept = rule.select(view).contiguous()
+            there = kept.clamp(min=0)  # rows that keep fewer slots than others end in -1
+            moved = [(pool, of_slots[name].gather(2, there).to(pool.dtype)) for name, pool in memory.slots.items()]
+            compact_kv_(k, v, kept, block_table=table)
         for pool, values in moved:
-            by_slot.write(pool, table[:, :kept_blocks], values)
+            by_slot.write(pool, table, values)
 
     def _view(self, k: Tensor, v: Tensor) -> View:
         """Return the rule's input: the pages, or a copy of their rows if the rule does not support pages."""
         table = self.blocks.table
-        if self.plan.rule.paged:
+        if self.rule.paged:
             return View(k, v, lengths=self.lengths, block_table=table)
         k, v = (x[table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for x in (k, v))
         return View(k, v, lengths=self.lengths)
 
 
-def _places(plan: Plan, moves: Sequence[tuple[int, Move]], width: int) -> tuple[Tensor, Tensor]:
-    """Return `Blocks.once` and `Blocks.held`. Several moves of one request may read the same block."""
-    places, freed = dict[tuple[int, int], int](), set[tuple[int, int]]()
-    for i, (row, move) in enumerate(moves):
-        for column, block in enumerate(move.blocks):
-            places.setdefault((row, block), i * width + column)
-        freed |= {(row, block) for block in move.blocks[plan.kept : move.moved]}
-    held = [place for block, place in places.items() if block not in freed]
-    return torch.tensor([*places.values()]), torch.tensor(held, dtype=torch.int64)
+class Due(NamedTuple):
+    """A request that exceeds its schedule after a step."""
+
+    row: int  # of the batch
+    rule: Policy
+    before: State
+    length: int  # slots in use
+    n: int  # tokens seen
+    prompt: int
+    keep: int
 
 
 @dataclass
@@ -159,41 +173,52 @@ class Step:
 
     plan: Plan
     look: Look | None  # what the step's queries do: stored for later steps, or used for scores
-    eviction: Eviction | None
+    evictions: list[Eviction]
 
     @classmethod
-    def of(cls, plan: Plan, observer: Observer | None, held: Held, batch: Batch) -> Step | None:
+    def of(
+        cls, plan: Plan, observer: Observer | None, held: Held, batch: Batch, prompts: Sequence[int]
+    ) -> Step | None:
         """Build the step's work, or return None if there is none.
 
         Args:
             plan: the plan.
-            observer: what tracks queries for the plan's rule, or None if the rule does not use queries.
+            observer: what tracks queries for the plan's policy, or None if it does not use queries.
             held: the blocks and slots that the step's attention reads.
             batch: the step's requests. Rows that pad a CUDA graph have no new tokens.
+            prompts: the tokens of each request's prompt.
         """
-        before, after = batch.before, batch.after
-        old, new = (x.numpy() // plan.block_size for x in (before, after))
-        (grown,) = (new > old).nonzero()
-        moves = [(row, move) for row in grown.tolist() for move in plan.moves(int(old[row]), int(new[row]))]
-        look = eviction = None
+        due, schedule = list[Due](), plan.schedule
+        rows = zip(batch.before.tolist(), batch.after.tolist(), held.lengths.tolist(), prompts)
+        for row, (before, n, length, prompt) in enumerate(rows):
+            keep = schedule.held(n, prompt)
+            if keep < length and before < n:
+                rule = schedule.rule(before, n, prompt)
+                due.append(Due(row, rule, plan.at(before, prompt), length, n, prompt, keep))
+        device, look = batch.table.device, None
         if observer is not None:
-            (live,) = (after > before).nonzero(as_tuple=True)
-            rows = on(batch.table.device, live)
+            (live,) = (batch.after > batch.before).nonzero(as_tuple=True)
             place = dict(zip(live.tolist(), range(len(live))))
+            index = on(device, live)
             look = observer.step(
-                Batch(batch.table[rows], batch.starts[live], before[live], after[live]),
-                [(place[row], move.end * plan.block_size) for row, move in moves],
-                held.table[rows],
+                Batch(batch.table[index], batch.starts[live], batch.before[live], batch.after[live]),
+                [(place[x.row], x.n) for x in due],
+                held.table[index],
                 held.lengths[live],
             )
-        if moves and plan.kept:
-            eviction = Eviction.of(plan, moves, batch.table)
-        return cls(plan, look, eviction) if look or eviction else None
+        by_rule: dict[Policy, list[int]] = {}
+        for i, x in enumerate(due):
+            by_rule.setdefault(x.rule, []).append(i)
+        evictions = list[Eviction]()
+        if due:
+            table = held.table[on(device, torch.tensor([x.row for x in due]))]
+            evictions = [Eviction.of(plan, due, table, own) for own in by_rule.values()]
+        return cls(plan, look, evictions) if look or evictions else None
 
     def run(
         self, memory: Remembered, query: Tensor, layout: Layout, place: tuple[int, int], logits: Mapping[str, Any]
     ) -> None:
         """Run the step's work in one layer. The arguments are those of `Look` and `Eviction.run`."""
         observing = None if self.look is None else self.look(memory, query, layout.keys, logits)
-        if self.eviction is not None:
-            self.eviction.run(layout, memory, place, observing, logits)
+        for eviction in self.evictions:
+            eviction.run(layout, memory, place, observing, logits)

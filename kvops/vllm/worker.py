@@ -32,13 +32,14 @@ from ..methods.queries import QueryPolicy
 from . import plugin
 from .layouts import Layout, Rows
 from .plan import Plan
+from .prompts import Prompts
 from .rings import DeviceRings
 from .scheduler import EvictingSpec, plan_of
 from .steps import Held, Step
 
 
 class EvictingBuilder(AttentionMetadataBuilder):
-    """Replaces the block table by the held blocks for the attention, and builds the evictions that follow it."""
+    """Tells the attention which blocks and slots are held, the layers where to write, and builds the evictions."""
 
     supports_update_block_table = False  # it would install the table of another group without calling `build`
 
@@ -50,9 +51,15 @@ class EvictingBuilder(AttentionMetadataBuilder):
         if isinstance(kv_cache_spec, EvictingSpec):
             self.check_group()
             self.plan = plan_of(kv_cache_spec.block_size)
+            if Prompts.current is None:
+                raise RuntimeError(
+                    "kvops.vllm: expected vLLM to have loaded the logits processor kvops.vllm.prompts:Prompts, which "
+                    "tells prompts' lengths, got none; install kvops as a package, so that vLLM finds its entry points"
+                )
+            self._prompts = Prompts.current
             scheduler = vllm_config.scheduler_config
             requests = max(scheduler.max_num_seqs, scheduler.max_num_active_seqs or 0)
-            self._observer = observer(self.plan.rule, self.plan.block_size, DeviceRings(requests, device))
+            self._observer = observer(self.plan.policy, self.plan.block_size, DeviceRings(requests, device))
         elif isinstance(kv_cache_spec, FullAttentionSpec):  # one group for layers with and without a sliding window
             refuse("disable_hybrid_kv_cache_manager", "False for a model with sliding-window layers", True)
 
@@ -78,9 +85,11 @@ class EvictingBuilder(AttentionMetadataBuilder):
         m = common_attn_metadata
         # The upper bound is exact without speculative decoding, which _check_config rejects.
         starts, after = m.query_start_loc_cpu.long(), m.seq_lens_cpu_upper_bound.long()
-        batch = Batch(m.block_table_tensor, starts[:-1], after - starts.diff(), after)
-        held = Held.of(self.plan, batch)
-        if held is not None:
+        batch, prompts = Batch(m.block_table_tensor, starts[:-1], after - starts.diff(), after), self._prompts.of(m)
+        held = Held.of(self.plan, batch, prompts)
+        if held.slots is not None:
+            # The layers write this step's keys and values where this buffer says. vLLM fills it anew for each step.
+            m.slot_mapping[: len(held.slots)] = held.slots
             lengths = held.lengths.to(m.seq_lens.dtype)
             common_attn_metadata = m.replace(
                 block_table_tensor=held.table,
@@ -90,7 +99,7 @@ class EvictingBuilder(AttentionMetadataBuilder):
                 _num_computed_tokens_cache=None,
             )
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        metadata.step = Step.of(self.plan, self._observer, held or Held(batch.table, after), batch)
+        metadata.step = Step.of(self.plan, self._observer, held, batch, prompts)
         return metadata
 
 
@@ -130,7 +139,7 @@ class EvictingImpl(AttentionImpl):
             if self._memory is None or self._memory.num_blocks != len(kv_cache):
                 self._memory = Remembered(kv_cache.shape[:3], step.plan.kinds, kv_cache.device)
             place = extract_layer_index(layer.layer_name), self._num_layers
-            step.run(self._memory, query, self.layout(layer, kv_cache), place, self._logits(step.plan.rule))
+            step.run(self._memory, query, self.layout(layer, kv_cache), place, self._logits(step.plan.policy))
         return out
 
     def _logits(self, rule: Policy) -> dict[str, Any]:
@@ -171,15 +180,19 @@ def _check_config(config: VllmConfig) -> None:
     for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (got := getattr(parallel, setting)) != 1:
             refuse(setting, 1, got)
-    policy = plugin.policy()
-    if parallel.tensor_parallel_size > 1 and policy is not None and not policy.heads_alone:
-        refuse("tensor_parallel_size", f"1 for {policy!r}, which reads all heads", parallel.tensor_parallel_size)
+    schedule = plugin.schedule()
+    if parallel.tensor_parallel_size > 1 and schedule is not None and not schedule.policy.heads_alone:
+        refuse(
+            "tensor_parallel_size", f"1 for {schedule.policy!r}, which reads all heads", parallel.tensor_parallel_size
+        )
     if config.speculative_config is not None:
         refuse("speculative_config", None, config.speculative_config.method)
     if config.kv_transfer_config is not None:
         refuse("kv_transfer_config", None, config.kv_transfer_config.kv_connector)
     if is_quantized_kv_cache(config.cache_config.cache_dtype):
         refuse("kv_cache_dtype", "an unquantized dtype, such as 'auto'", config.cache_config.cache_dtype)
+    if model.enable_prompt_embeds:
+        refuse("enable_prompt_embeds", "False, because a prompt's end is counted in its tokens", True)
     if model.is_encoder_decoder:
         refuse("the model", "decoder-only", model.architecture)
     if model.runner_type != "generate":

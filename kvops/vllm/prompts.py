@@ -1,0 +1,70 @@
+"""How many tokens the prompt of each request has, which the worker's metadata builders are not told.
+
+vLLM tells logits processors of every request that joins the batch. `Prompts` is one, found through its entry point, that
+leaves the logits as they are. It implements the interfaces of both model runners of vLLM, which have no method in common
+but `apply`. Without a policy it does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.sample.logits_processor import BatchUpdate
+
+_NONE = 2**40  # the prompt of a row without a request, which is therefore never evicted
+
+
+class Prompts(LogitsProcessor, LogitsProcessorV2):
+    """The prompts' lengths of the requests in the batch of this process."""
+
+    #: The one of the engine that this process runs.
+    current: ClassVar[Prompts | None] = None
+
+    def __init__(self, vllm_config: Any, *of_runner: Any):
+        #: Of the V2 runner: its requests' states. The V1 runner passes the device and whether memory is pinned.
+        self._states = of_runner[0] if len(of_runner) == 1 else None
+        self._rows: list[int] = []  # of the V1 runner, by row of its batch
+        Prompts.current = self
+
+    def of(self, metadata: CommonAttentionMetadata) -> Sequence[int]:
+        """Return the tokens of the prompt of each row of a step."""
+        count = metadata.num_reqs
+        if self._states is not None:
+            assert metadata.req_idx is not None
+            known = self._states.prompt_len.np[metadata.req_idx]
+            return [*known.tolist(), *[_NONE] * (count - len(known))]
+        return (self._rows + [_NONE] * count)[:count]
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        rows = self._rows
+        for row in batch_update.removed:
+            rows[row] = _NONE
+        for row, _, prompt, _ in batch_update.added:
+            if prompt is None:
+                raise NotImplementedError(
+                    "kvops.vllm: expected prompts of token ids, got a prompt of embeddings, whose length is not known"
+                )
+            rows += [_NONE] * (row + 1 - len(rows))
+            rows[row] = len(prompt)
+        for source, dest, direction in batch_update.moved:
+            rows += [_NONE] * (max(source, dest) + 1 - len(rows))
+            back = rows[dest] if direction == MoveDirectionality.SWAP else _NONE
+            rows[dest], rows[source] = rows[source], back
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        return False
+
+    def apply(self, logits: Tensor, *context: Any) -> Tensor:
+        return logits
