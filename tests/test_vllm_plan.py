@@ -94,8 +94,8 @@ class LooksAtQueries(kvops.KeyDiff):
     [
         (kvops.LAQ(64), ("LAQ", "no stage of its own")),
         (kvops.KVzip(64), ("KVzip", "no stage of its own")),
-        (kvops.LaCache(64), ("LaCache", "whole blocks")),
-        (kvops.Full(), ("Full", "whole blocks")),
+        (kvops.LaCache(64), ("LaCache", "slots from its tokens")),
+        (kvops.Full(), ("Full", "slots from its tokens")),
         (kvops.L2(64), ("L2", "one block table for all layers", "skip_layers=\\(0, 1\\)")),
         (kvops.PyramidKV(64), ("PyramidKV", "one block table for all layers")),
         (kvops.LagKV(64, score="l2"), ("LagKV", "one block table for all layers")),

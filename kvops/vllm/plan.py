@@ -150,8 +150,8 @@ def check(policy: Policy) -> None:
         )
     if not isinstance(policy, (LagKV, BudgetPolicy)):
         raise ValueError(
-            f"{name}: kvops.vllm frees whole blocks, expected a policy that keeps the highest scores within a budget, "
-            f"or LagKV, got {policy!r}"
+            f"{name}: kvops.vllm counts a request's slots from its tokens, expected a policy that keeps the highest "
+            f"scores within a budget, or LagKV, got {policy!r}"
         )
     if policy.merges:
         raise ValueError(f"{name}: kvops.vllm moves tokens without merging their values, expected merge=False")

@@ -37,7 +37,11 @@ class Prompts(LogitsProcessor, LogitsProcessorV2):
         """Return the tokens of the prompt of each row of a step."""
         count = metadata.num_reqs
         if self._states is not None:
-            assert metadata.req_idx is not None
+            if metadata.req_idx is None:
+                raise NotImplementedError(
+                    "kvops.vllm: expected the model runner to name each row's request (req_idx), got none; set "
+                    "VLLM_USE_V2_MODEL_RUNNER=0"
+                )
             known = self._states.prompt_len.np[metadata.req_idx]
             return [*known.tolist(), *[_NONE] * (count - len(known))]
         return (self._rows + [_NONE] * count)[:count]

@@ -30,7 +30,9 @@ class Held(NamedTuple):
 
     table: Tensor  # int32 [rows, any] on the device: each request's blocks outside its gaps; the rest is undefined
     lengths: Tensor  # int64 [rows] on the host: the slots in use, including this step's tokens
-    slots: Tensor | None  # int64 [tokens] on the device: the slot in the pool of each of the step's tokens; None: vLLM's
+    slots: (
+        Tensor | None
+    )  # int64 [tokens] on the device: the slot in the pool of each of the step's tokens; None: vLLM's
 
     @classmethod
     def of(cls, plan: Plan, batch: Batch, prompts: Sequence[int]) -> Held:
@@ -176,9 +178,7 @@ class Step:
     evictions: list[Eviction]
 
     @classmethod
-    def of(
-        cls, plan: Plan, observer: Observer | None, held: Held, batch: Batch, prompts: Sequence[int]
-    ) -> Step | None:
+    def of(cls, plan: Plan, observer: Observer | None, held: Held, batch: Batch, prompts: Sequence[int]) -> Step | None:
         """Build the step's work, or return None if there is none.
 
         Args:
