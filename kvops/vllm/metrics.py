@@ -1,8 +1,8 @@
 """Eviction counters for the metrics endpoint of vLLM's server (`/metrics`).
 
 The scheduler frees the blocks, but runs in another process than the metrics. The logger does not need to ask it: the
-number of blocks freed from a request depends only on its tokens and those of its prompt (see `plan.py`). vLLM finds `EvictionLogger`
-through its entry point and creates one in every server. Without a policy it does nothing.
+number of blocks freed from a request depends only on its tokens and those of its prompt (see `plan.py`). vLLM finds
+`EvictionLogger` through its entry point and creates one in every server. Without a policy it does nothing.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ blocks. Of the blocks behind them,
 freed(n) = (n - held(n)) // block_size
 ```
 
-return to the pool, the last ones in use at that time. They are gaps in the request's list of blocks. Slot i of a request
-lies in block i // block_size of those outside the gaps, and new tokens take the slots after the held ones, so the plugin
-also computes where vLLM writes them. One block more than the slots need may stay, because the last block of the tokens
-and the last block of the slots do not fill at the same time.
+return to the pool, the last ones in use at that time. They are gaps in the request's list of blocks. Slot i of a
+request lies in block i // block_size of those outside the gaps, and new tokens take the slots after the held ones, so
+the plugin also computes where vLLM writes them. One block more than the slots need may stay, because the last block of
+the tokens and the last block of the slots do not fill at the same time.
 
 All this depends neither on scores nor on how the tokens were divided into steps, if no step goes beyond an eviction
 (`Schedule.cut`). A preempted request that is recomputed therefore holds the same blocks again. This module does not

@@ -1,8 +1,8 @@
 """How many tokens the prompt of each request has, which the worker's metadata builders are not told.
 
-vLLM tells logits processors of every request that joins the batch. `Prompts` is one, found through its entry point, that
-leaves the logits as they are. It implements the interfaces of both model runners of vLLM, which have no method in common
-but `apply`. Without a policy it does nothing.
+vLLM tells logits processors of every request that joins the batch. `Prompts` is one, found through its entry point,
+that leaves the logits as they are. It implements the interfaces of both model runners of vLLM, which share `apply`
+alone. It changes nothing in an engine without a policy.
 """
 
 from __future__ import annotations

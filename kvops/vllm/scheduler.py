@@ -45,6 +45,7 @@ def plan_of(block_size: int) -> Plan:
 class EndingAtEvictions(Scheduler):
     """Ends a step where a request is evicted. `evicting` combines it with the engine's own scheduler."""
 
+    need_mamba_block_aligned_split: bool
     starting = False  # while one is created
 
     def __init__(self, *args: Any, **options: Any):
@@ -105,7 +106,7 @@ class EvictingSpec(FullAttentionSpec):
         config = vllm_config.scheduler_config
         found = config.get_scheduler_cls()
         if not issubclass(found, EndingAtEvictions):
-            config.scheduler_cls = evicting(found)  # type: ignore[type-var]
+            config.scheduler_cls = evicting(found)
         return self.most_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     def copy_with_new_block_size(self, block_size: int) -> EvictingSpec:
