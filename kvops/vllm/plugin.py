@@ -1,8 +1,8 @@
 """The plugin's entry point: vLLM calls `register` in each of its processes.
 
 The plugin does nothing unless the environment variable KVOPS_VLLM names a policy ("keydiff:budget=1024"). With the
-setting "evict=blocks:N" it evicts from a prompt after every N tokens, otherwise once, at its end. It rejects unsupported
-settings with a one-sentence error, here or when the engine starts, never while serving a request.
+setting "evict=blocks:N" it evicts from a prompt after every N tokens, otherwise once, at its end. It rejects
+unsupported settings with a one-sentence error, here or when the engine starts, never while serving a request.
 """
 
 from __future__ import annotations
