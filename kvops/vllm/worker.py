@@ -15,7 +15,6 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -24,7 +23,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, is_quantized_kv_cache
 
 from ..cache.queries import Batch, Remembered, observer, on
 from ..methods.base import Policy
@@ -182,6 +181,8 @@ def _check_config(config: VllmConfig) -> None:
         refuse("kv_cache_dtype", "an unquantized dtype, such as 'auto'", config.cache_config.cache_dtype)
     if model.is_encoder_decoder:
         refuse("the model", "decoder-only", model.architecture)
+    if model.is_mm_prefix_lm:  # the ranges of image tokens count positions, but an evicted request's lengths count slots
+        refuse("the model", "one with causal attention only, without bidirectional image tokens", model.architecture)
     if model.runner_type != "generate":
         refuse("runner", "'generate'", model.runner_type)
 
