@@ -463,7 +463,7 @@ def test_masks_of_image_tokens_are_refused():
     )
     _check_config(config)
     config.model_config.is_mm_prefix_lm = True
-    with kit.refuses("causal attention", "image", "got 'Gemma3'", kind=NotImplementedError):
+    with kit.refuses("image tokens", "language_model_only", "got 'Gemma3'", kind=NotImplementedError):
         _check_config(config)
 
 

@@ -92,8 +92,8 @@ class EvictingManager(FullAttentionManager):
         )
         if self.enable_caching:
             logger.warning(
-                "kvops.vllm: enable_prefix_caching has no effect while kvops evicts: requests share no prefix, and each "
-                "computes its whole prompt; set enable_prefix_caching=False (--no-enable-prefix-caching) to silence this"
+                "kvops.vllm: enable_prefix_caching has no effect while kvops evicts: requests share no prefix, and "
+                "each computes its whole prompt; enable_prefix_caching=False silences this warning"
             )
 
     def remove_skipped_blocks(

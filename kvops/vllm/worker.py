@@ -181,8 +181,11 @@ def _check_config(config: VllmConfig) -> None:
         refuse("kv_cache_dtype", "an unquantized dtype, such as 'auto'", config.cache_config.cache_dtype)
     if model.is_encoder_decoder:
         refuse("the model", "decoder-only", model.architecture)
-    if model.is_mm_prefix_lm:  # the ranges of image tokens count positions, but an evicted request's lengths count slots
-        refuse("the model", "one with causal attention only, without bidirectional image tokens", model.architecture)
+    if (
+        model.is_mm_prefix_lm
+    ):  # the ranges of image tokens count positions, but an evicted request's lengths count slots
+        expected = "one without bidirectional image tokens, or served for text alone (language_model_only=True)"
+        refuse("the model", expected, model.architecture)
     if model.runner_type != "generate":
         refuse("runner", "'generate'", model.runner_type)
 
