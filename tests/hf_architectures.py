@@ -276,13 +276,14 @@ def tiny_model(name: str, attention: str | None = None) -> PreTrainedModel:
 NO_POSITIONS = ("persimmon",)
 
 # Types whose code in older versions of transformers does not support what the table says, and the first of the versions
-# 5.5, 5.8, 5.12, 5.15 and 5.23 that does. With earlier versions their models raise, by themselves or in kvops.hf: they
-# compute their attention themselves, pass it no positions, have their own caches or masks, or cannot read a chunk.
+# 5.5, 5.8, 5.12, 5.15, 5.23 and 5.24 that does. With earlier versions their models raise, by themselves or in kvops.hf:
+# they compute their attention themselves, pass it no positions, have their own caches or masks, or cannot read a chunk.
 SINCE = {
     **dict.fromkeys("big_bird glm_moe_dsa megatron-bert rembert roformer".split(), "5.12"),
     **dict.fromkeys("ctrl dbrx lfm2 lfm2_moe nemotron olmo_hybrid phimoe recurrent_gemma zamba".split(), "5.15"),
     "gemma4_unified_text": "5.15",
     **dict.fromkeys(("ministral3", "moshi"), "5.23"),  # Moshi: sdpa and eager differ
+    **dict.fromkeys(("codegen", "gptj"), "5.24"),
 }
 
 # Types without a tiny model here, and why. Nothing is known about them except their text model's row.

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -565,16 +566,18 @@ def run_python(code, *path):
 
 
 @pytest.mark.full
-def test_the_oldest_transformers():
-    """Run the tests of kvops.hf again with the oldest supported transformers."""
-    oldest = kvops.hf.MIN_TRANSFORMERS
-    folder = ROOT / ".venv" / f"transformers-{oldest}"
+@pytest.mark.parametrize("which", ["FLOOR", "NEWEST"])
+def test_the_oldest_and_the_newest_transformers(which):
+    """Run the tests of kvops.hf again with the oldest and the newest supported transformers."""
+    newest = re.search(r"^NEWEST := ([\d.]+)", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1)
+    expected = {"FLOOR": kvops.hf.MIN_TRANSFORMERS, "NEWEST": newest}[which]
+    folder = ROOT / ".venv" / f"transformers-{expected}"
     if not folder.exists():
-        pytest.skip(f"needs transformers {oldest} in {folder}, where `make test-all` puts it")
+        pytest.skip(f"needs transformers {expected} in {folder}, where `make test-all` puts it")
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": path}, "capture_output": True, "text": True}
     version = [sys.executable, "-c", "import transformers; print(transformers.__version__)"]
-    assert subprocess.run(version, **options).stdout.strip() == oldest
+    assert subprocess.run(version, **options).stdout.strip() == expected
     tests = sorted(str(x) for x in Path(__file__).parent.glob("test_hf*.py"))
     done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests], **options)
     assert done.returncode == 0, done.stdout

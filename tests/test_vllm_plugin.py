@@ -5,16 +5,18 @@ Each engine takes seconds to start:
 python -m pytest tests/test_vllm_plugin.py        # in an environment with vLLM 0.32's CPU build and transformers
 """
 
+import importlib
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from urllib.request import Request, urlopen
 
 import pytest
@@ -385,12 +387,17 @@ def test_requests_come_and_go(monkeypatch, spec):
         assert manager.freed > 100 and all_free(manager)
 
 
-def test_prefixes_are_not_shared():
+def test_prefixes_are_not_shared(monkeypatch):
     """vLLM shares prefixes by default, but an evicted block does not contain the tokens that its hash implies."""
-    ids = prompt(58291740, 0, 1280)
+    ids, said = prompt(58291740, 0, 1280), []
+    monkeypatch.setattr("kvops.vllm.scheduler.logger.warning", lambda text, *args: said.append(text % args))
     with engine("keydiff:budget=512", enable_prefix_caching=True) as (llm, manager):
         first, second = generate(llm, [ids]), generate(llm, [ids])
         assert first == second and manager.freed == 2 * (1280 - 512) // BLOCK
+    (warning,) = said  # once, at the start
+    assert "enable_prefix_caching has no effect" in warning and "its whole prompt" in warning
+    with engine("keydiff:budget=512", enable_prefix_caching=False):
+        assert len(said) == 1
 
 
 def test_the_lengths_of_prompts_follow_the_batch_of_the_v1_runner():
@@ -509,6 +516,26 @@ def test_parallelism_that_is_refused(name, spec, monkeypatch):
         _check_config(SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=None))
 
 
+def test_masks_of_image_tokens_are_refused():
+    """Their ranges count positions, but an evicted request's lengths count slots."""
+    from kvops.vllm.worker import _check_config
+
+    ones = {f"{x}_parallel_size": 1 for x in ("tensor", "pipeline", "decode_context", "prefill_context")}
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**ones, use_ubatching=False),
+        model_config=SimpleNamespace(
+            is_encoder_decoder=False, runner_type="generate", is_mm_prefix_lm=False, architecture="Gemma3"
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
+        kv_transfer_config=None,
+    )
+    _check_config(config)
+    config.model_config.is_mm_prefix_lm = True
+    with kit.refuses("image tokens", "language_model_only", "got 'Gemma3'", kind=NotImplementedError):
+        _check_config(config)
+
+
 def test_another_vllm_is_refused(monkeypatch):
     import vllm
 
@@ -516,8 +543,8 @@ def test_another_vllm_is_refused(monkeypatch):
 
     plugin.check_vllm()
     with monkeypatch.context() as patch:
-        patch.setattr(vllm, "__version__", "0.33.1")
-        with kit.refuses("expected vLLM 0.31.x or 0.32.x", "got 0.33.1", kind=RuntimeError):
+        patch.setattr(vllm, "__version__", "0.34.1")
+        with kit.refuses("expected vLLM 0.32.x or 0.33.x", "got 0.34.1", kind=RuntimeError):
             plugin.check_vllm()
     with monkeypatch.context() as patch:
         patch.setitem(plugin.HOOKS, "vllm.v1.attention.backend:AttentionBackend.customize_spec", "spec layer")
@@ -529,6 +556,49 @@ def test_another_vllm_is_refused(monkeypatch):
             plugin.check_vllm()
         patch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
         assert plugin.check_vllm() is plugin.CUDA
+
+
+def imported_names():
+    """Return (module, name) of each name that kvops/vllm imports from vLLM, except those of the backends for GPUs."""
+    files = {x for x in (ROOT / "kvops" / "vllm").glob("*.py") if x.stem not in ("flash_attn", "flashinfer")}
+    lines = (re.findall(r"from (vllm\S*) import (\([^)]*\)|.*)", x.read_text()) for x in files)
+    return sorted({(module, x) for found in lines for module, names in found for x in re.findall(r"\w+", names)})
+
+
+@pytest.mark.parametrize("module, name", imported_names())
+def test_a_name_that_moved_is_refused(monkeypatch, module, name):
+    """A vLLM that has moved a name, or a whole module, gives one sentence with both, not an ImportError later."""
+    import vllm
+
+    from kvops.vllm import plugin
+
+    importlib.import_module(module)
+    with monkeypatch.context() as patch:
+        without = ModuleType(module)
+        vars(without).update({k: x for k, x in vars(sys.modules[module]).items() if k not in (name, "__getattr__")})
+        patch.setitem(sys.modules, module, without)
+        with kit.refuses(f"expected vLLM to have {module}.{name}", f"in vLLM {vllm.__version__}", kind=RuntimeError):
+            plugin.check_vllm()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module, None)  # import_module raises ModuleNotFoundError
+        with kit.refuses(f"expected vLLM to have {module}.", f"in vLLM {vllm.__version__}", kind=RuntimeError):
+            plugin.check_vllm()
+
+
+def test_a_package_that_a_backend_needs_may_be_missing(monkeypatch):
+    """vLLM does not select a backend whose packages are missing, so its names are not checked."""
+    from kvops.vllm import plugin
+
+    def import_module(name):
+        if name.endswith(("flash_attn", "flashinfer")):
+            raise ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer")
+        return import_(name)
+
+    import_ = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+    assert plugin.check_vllm() is plugin.CUDA
 
 
 def test_backends_that_do_not_evict_are_refused():

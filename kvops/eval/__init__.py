@@ -8,6 +8,7 @@ methods.py    the methods, each set to a budget in tokens
 reader.py     a model that reads a prompt, lets a method cut the cache, and answers
 stream.py     a text that streams through a cache, and the loss of each next token
 results.py    measured cells as JSON lines; an interrupted run continues where it stopped
+smollm2.py    a real language model, from the package index
 identity.py   fingerprints of models, files and code, so that it continues with the same ones
 statistics.py paired differences between methods, with intervals and tests
 summary.py    those lines as rows, with means and intervals

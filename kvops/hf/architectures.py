@@ -37,19 +37,19 @@ _BIAS = "it adds a position bias to the logits"
 
 _TABLE: dict[Architecture, str] = {
     Architecture(): """
-        afmoe apertus arcee aria_text bamba beam bert bert-generation biogpt bitnet camembert cohere cohere2 cohere2_moe
-        cohere_compass_text ctrl cwm data2vec-text dbrx dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe
-        falcon_h1 falcon_mamba flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm
-        glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
-        granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
-        iquestcoder jais2 jamba kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text mamba mamba2 mellum mimo_v2_flash
-        minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder moshi nanochat nemotron nemotron_h olmo olmo2
-        olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text
-        qwen3_moe qwen3_next recurrent_gemma roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm
-        starcoder2 vaultgemma xlm-roberta xlm-roberta-xl xmod zamba zamba2 zaya
+        afmoe apertus arcee aria_text bamba beam bert bert-generation biogpt bitnet camembert codegen cohere cohere2
+        cohere2_moe cohere_compass_text ctrl cwm data2vec-text dbrx dots1 electra ernie ernie4_5 ernie4_5_moe exaone4
+        exaone_moe falcon_h1 falcon_mamba flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text
+        gemma4_unified_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa
+        granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe
+        hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text mamba
+        mamba2 mellum mimo_v2_flash minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder moshi nanochat
+        nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
+        qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next recurrent_gemma roberta roberta-prelayernorm roc_bert
+        seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xlm-roberta xlm-roberta-xl xmod zamba zamba2 zaya
         """,
     Architecture(attention=_ITSELF): """
-        big_bird codegen falcon gpt_neox_japanese gptj megatron-bert rembert roformer trocr xglm
+        big_bird falcon gpt_neox_japanese megatron-bert rembert roformer trocr xglm
         """,
     Architecture(attention=_LATENT): """
         axk1 bailing_hybrid deepseek_v2 deepseek_v3 glm4_moe_lite kimi_linear longcat_flash minicpm3 youtu

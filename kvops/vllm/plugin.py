@@ -7,10 +7,12 @@ unsupported settings with a one-sentence error, here or when the engine starts, 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from ..cache.schedule import Schedule
@@ -19,7 +21,7 @@ from ..methods import policy as policy_of
 from .plan import check
 
 VARIABLE = "KVOPS_VLLM"
-TESTED = ("0.31", "0.32")
+TESTED = ("0.32", "0.33")
 
 
 class Served(NamedTuple):
@@ -39,7 +41,8 @@ CUDA = {
 _MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 _BUILD = "self common_prefix_len common_attn_metadata fast_build"
 _FORWARD = "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"
-#: The functions of vLLM that the plugin overrides or calls, with the parameters it relies on.
+#: The functions of vLLM that the plugin overrides or calls, with the parameters it relies on. What the package imports
+#: from vLLM is checked too: see `imports`.
 HOOKS = {
     f"{_MANAGERS}:FullAttentionManager.remove_skipped_blocks": (
         "self request_id processed_computed_tokens num_prompt_tokens"
@@ -100,16 +103,35 @@ def register() -> None:
         scheduler.logger.warning("kvops.vllm is tested in vLLM on CPUs only; for GPUs only its parts are tested")
 
 
+def imports() -> dict[str, list[str]]:
+    """Return what each module of this package imports from vLLM, from its source: "module:name" or "module"."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        names = found[file.stem] = []
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names += [f"{node.module}:{x.name}" for x in node.names]
+            elif isinstance(node, ast.Import):
+                names += [x.name for x in node.names]
+        names[:] = [x for x in names if x.startswith(("vllm.", "vllm:"))]
+    return found
+
+
 def check_vllm() -> dict[str, Served]:
     """Return the evicting backends by vLLM's names. Raise if the installed vLLM is not a tested one."""
     import vllm
-    from vllm.platforms import current_platform
 
     if not vllm.__version__.startswith(tuple(f"{version}." for version in TESTED)):
         tested = " or ".join(f"{version}.x" for version in TESTED)
         raise RuntimeError(f"kvops.vllm: expected vLLM {tested} (the tested versions), got {vllm.__version__}")
+    imported = imports()
+    backends = {x.module: imported.pop(x.module) for x in (CPU | CUDA).values()}
+    for name in sum(imported.values(), []):
+        _find(name)
     for hook, expected in HOOKS.items():
         _check_hook(hook, expected)
+    from vllm.platforms import current_platform
+
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise NotImplementedError(
             f"kvops.vllm: expected vLLM on a CPU or an NVIDIA GPU (backends {', '.join(CPU | CUDA)}), got "
@@ -118,22 +140,41 @@ def check_vllm() -> dict[str, Served]:
     served = CPU if current_platform.is_cpu() else CUDA
     for backend in served.values():
         with suppress(ImportError):  # vLLM does not select a backend whose packages are missing
+            for name in backends[backend.module]:
+                _find(name)
             _check_hook(f"vllm.v1.attention.backends.{backend.module}:{backend.builder}.build", _BUILD)
             _check_hook(f"vllm.v1.attention.backends.{backend.module}:{backend.impl}.forward", _FORWARD)
     return served
 
 
+def _find(name: str) -> object:
+    """Return what vLLM has under "module:name" or "module". Raise if it has no such module or name."""
+    import vllm
+
+    module, _, path = name.partition(":")
+    try:
+        found: object = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # vLLM has the module, which imports a package that is not installed
+        found = None
+    for part in filter(None, path.split(".")):
+        found = getattr(found, part, None)
+    if found is None:
+        raise RuntimeError(
+            f"kvops.vllm: expected vLLM to have {name.replace(':', '.')}, got no such name in vLLM {vllm.__version__}; "
+            f"install a release of vLLM {' or '.join(TESTED)} that has it"
+        )
+    return found
+
+
 def _check_hook(hook: str, expected: str) -> None:
     import vllm
 
-    module, path = hook.split(":")
-    found: object = importlib.import_module(module)
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    parameters = " ".join(inspect.signature(found).parameters) if callable(found) else None
+    found = _find(hook)
+    parameters = " ".join(inspect.signature(found).parameters) if callable(found) else "no function"
     if parameters != expected:
         raise RuntimeError(
-            f"kvops.vllm: expected vLLM's {path} to take ({expected.replace(' ', ', ')}), got "
-            f"{'no such function' if parameters is None else '(' + parameters.replace(' ', ', ') + ')'} in vLLM "
-            f"{vllm.__version__}"
+            f"kvops.vllm: expected vLLM's {hook.partition(':')[2]} to take ({expected.replace(' ', ', ')}), got "
+            f"({parameters.replace(' ', ', ')}) in vLLM {vllm.__version__}"
         )

@@ -150,6 +150,11 @@ class EvictingManager(FullAttentionManager):
             self.max_admission_blocks_per_request,
             self.block_size,
         )
+        if self.enable_caching:
+            logger.warning(
+                "kvops.vllm: enable_prefix_caching has no effect while kvops evicts: requests share no prefix, and "
+                "each computes its whole prompt; enable_prefix_caching=False silences this warning"
+            )
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None

@@ -15,7 +15,6 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -24,7 +23,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, is_quantized_kv_cache
 
 from ..cache.queries import Batch, Remembered, observer, on
 from ..methods.base import Policy
@@ -195,6 +194,11 @@ def _check_config(config: VllmConfig) -> None:
         refuse("enable_prompt_embeds", "False, because a prompt's end is counted in its tokens", True)
     if model.is_encoder_decoder:
         refuse("the model", "decoder-only", model.architecture)
+    if (
+        model.is_mm_prefix_lm
+    ):  # the ranges of image tokens count positions, but an evicted request's lengths count slots
+        expected = "one without bidirectional image tokens, or served for text alone (language_model_only=True)"
+        refuse("the model", expected, model.architecture)
     if model.runner_type != "generate":
         refuse("runner", "'generate'", model.runner_type)
 
