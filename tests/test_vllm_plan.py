@@ -46,8 +46,11 @@ def test_the_blocks_outside_the_gaps_hold_the_slots(x, prompt, counts):
         assert sorted(gone) == gone and all(a.stop < b.start for a, b in zip(state.gaps, state.gaps[1:]))
         held = [block for block in range(blocks(n)) if block not in gone]
         assert blocks(state.held) <= len(held) <= blocks(state.held) + 1
-        assert x.columns(state.gaps, len(held) + 3).tolist() == [*held, *range(blocks(n), blocks(n) + 3)]
+        assert x.columns([state], len(held) + 3).tolist() == [[*held, *range(blocks(n), blocks(n) + 3)]]
         assert state == Plan(x.schedule, SIZE).at(n, prompt)
+    states = [x.at(n, prompt) for n in counts]
+    each = [x.columns([state], 9)[0].tolist() for state in states]
+    assert x.columns(states, 9).tolist() == each
 
 
 @given(plans(), st.integers(1, 300), st.lists(st.integers(1, 90), min_size=1, max_size=20))
@@ -60,8 +63,8 @@ def test_the_slots_of_a_step_lie_in_blocks_that_the_request_has(x, prompt, steps
         before, after = x.at(n, prompt), x.at(n + new, prompt)
         has = blocks(n + new) - x.freed(n, prompt)
         assert blocks(before.held + new) <= has <= most
-        used = set(x.columns(before.gaps, blocks(before.held + new)).tolist())
-        assert used <= set(range(blocks(n + new))) and set(x.columns(after.gaps, blocks(after.held))) <= used
+        used = set(x.columns([before], blocks(before.held + new))[0].tolist())
+        assert used <= set(range(blocks(n + new))) and set(x.columns([after], blocks(after.held))[0].tolist()) <= used
         assert after.held <= before.held + new
         assert after.kept == (after.held if after.held < before.held + new else before.kept)
         n += new

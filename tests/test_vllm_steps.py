@@ -136,7 +136,7 @@ def test_what_stays_in_each_layout(order, policy, block):
     for row in range(2):
         ends = [after[row] for _, after in steps]
         expected, state = dense(plan, row, ends, cache.dtype), plan.at(ends[-1], PROMPTS[row])
-        own = table[row, torch.from_numpy(plan.columns(state.gaps, -(-state.held // SIZE)))]
+        own = table[row, torch.from_numpy(plan.columns([state], -(-state.held // SIZE))[0])]
         assert state.gaps and expected.shape[1] == state.held
         with layout.rows(all_of(own)) as pages:
             found = torch.cat([x[own].transpose(0, 1).flatten(1, 2) for x in pages], -1)

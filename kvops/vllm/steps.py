@@ -46,7 +46,7 @@ class Held(NamedTuple):
         lengths = held + new
         width = -(-int(lengths.max()) // size)
         # Columns after a request's last block may hold any block, but must stay inside the table.
-        blocks = np.minimum(np.stack([plan.columns(x.gaps, width) for x in states]), batch.table.shape[1] - 1)
+        blocks = np.minimum(plan.columns(states, width), batch.table.shape[1] - 1)
         table = batch.table.gather(1, on(device, torch.from_numpy(blocks)))
         row = torch.arange(len(new)).repeat_interleave(new)
         slot = torch.arange(len(row)) - (batch.starts - held)[row]

@@ -194,9 +194,7 @@ def _check_config(config: VllmConfig) -> None:
         refuse("enable_prompt_embeds", "False, because a prompt's end is counted in its tokens", True)
     if model.is_encoder_decoder:
         refuse("the model", "decoder-only", model.architecture)
-    if (
-        model.is_mm_prefix_lm
-    ):  # the ranges of image tokens count positions, but an evicted request's lengths count slots
+    if model.is_mm_prefix_lm:  # ranges of image tokens count positions, but an evicted request's lengths count slots
         expected = "one without bidirectional image tokens, or served for text alone (language_model_only=True)"
         refuse("the model", expected, model.architecture)
     if model.runner_type != "generate":
