@@ -1,5 +1,5 @@
 # make demo          evict a small model's cache: what each method recalls, in a minute or two from a fresh clone
-# make serve-demo    vLLM and transformers' continuous batching in a pool that is too small, with and without eviction
+# make serve-demo    a real model in vLLM, in a pool that is too small, with and without eviction: throughput and answers
 # make test          the tests, without those that take long and rarely find more
 # make test-all      all tests; make test-engines: those of vLLM and lm-eval-harness; make sanitize: those of the operators, with sanitizers
 # make bench         time the operators
@@ -49,9 +49,11 @@ demo: $(STAMPS)/kvops
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
-# vLLM and transformers' continuous batching, each with a pool of pages that is too small. Runs in .venv/engines.
-serve-demo: $(STAMPS)/kvops $(STAMPS)/engines-$(VLLM)-$(HARNESS)
-	@PYTHONPATH="$(CURDIR)" $(ENGINES)/bin/python experiments/serving.py $(ARGS)
+# A real model in vLLM, with a pool of pages that is too small. Runs in .venv/engines. The first time the model is downloaded
+# (93 MB) and converted, in .venv, into ~/.cache/kvops (KVOPS_CACHE).
+serve-demo: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/engines-$(VLLM)-$(HARNESS)
+	@model=$$($(PY) -m kvops.eval.smollm2) \
+	  && PYTHONPATH="$(CURDIR)" $(ENGINES)/bin/python experiments/serving.py --model "$$model" $(ARGS)
 
 build: $(STAMPS)/kvops
 
