@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 from test_vllm_plugin import BLOCK, generate, installed, prompt  # noqa: E402, F401 - installed is a fixture
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 HEADS = 6
 # New tokens and all tokens of each request. Short prompts go to vLLM's kernel, all others to kvops'.
 MIXED = [(1, 70), (100, 100), (1, 33), (700, 700), (3, 40), (33, 45), (200, 600), (1, 1), (3, 96), (64, 128), (1, 96)]
@@ -270,6 +270,7 @@ def run(monkeypatch, policy, own, prompts, **settings):
     """Return the tokens that an engine generates, and the classes of its attention."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from kvops.vllm import plugin
@@ -277,6 +278,7 @@ def run(monkeypatch, policy, own, prompts, **settings):
 
     for backend in AttentionBackendEnum:
         backend.clear_override()
+    selector._cached_get_attn_backend.cache_clear()
     monkeypatch.setenv("KVOPS_VLLM", policy)
     monkeypatch.setenv("KVOPS_VLLM_ATTENTION", own)
     plugin.register()
@@ -292,7 +294,7 @@ def run(monkeypatch, policy, own, prompts, **settings):
 
 
 def test_an_engine_generates_the_tokens_of_vllm(monkeypatch):
-    prompts = [prompt(12345, 0, 1000), prompt(54321, 500, 47 + 130), prompt(77777, 900, 700)]
+    prompts = [prompt(12345, 0, 1000), prompt(54321, 500, 490), prompt(77777, 900, 700)]
     stock, classes = run(monkeypatch, "", "0", prompts)
     assert classes == {"vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"}
     own, classes = run(monkeypatch, "", "1", prompts)

@@ -78,7 +78,7 @@ def few(new: int, total: int, isa: str) -> bool:
     """Return whether `window_attention` is the faster way for a request's new tokens, the last of all its tokens."""
     if isa == "amx" and new > 4:  # vLLM's kernel multiplies matrices in hardware
         return False
-    return total >= min(2 * new, PROMPT)
+    return new == 1 or total >= min(2 * new, PROMPT)
 
 
 class Builder(CPUAttentionMetadataBuilder):
