@@ -17,12 +17,13 @@ from test_vllm_plugin import BLOCK, generate, installed, prompt  # noqa: E402, F
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 HEADS = 6
-# New tokens and all tokens of each request. Short prompts go to vLLM's kernel, all others to kvops'.
-MIXED = [(1, 70), (100, 100), (1, 33), (700, 700), (3, 40), (33, 45), (200, 600), (1, 1), (3, 96), (64, 128), (1, 96)]
+# New tokens and all tokens of each request. Some go to vLLM's kernel, others to kvops'.
+MIXED = [(1, 70), (100, 100), (1, 33), (700, 700), (3, 40), (33, 45), (200, 900), (1, 1), (3, 96), (64, 256), (1, 96)]
 STEPS = {
     "decode": [(1, 70), (1, 1), (1, 32), (1, 33)],
     "prompts": [(31, 31), (32, 32), (65, 65)],
     "long prompt": [(1100, 1101)],
+    "chunk": [(300, 1300)],
     "mixed": MIXED,
 }
 
@@ -74,11 +75,10 @@ class Case:
         )
 
     def write(self, impl) -> None:
-        """Write all tokens in random order, with padding between them."""
-        slots, k, v = torch.cat(self.slots), torch.cat(self.k), torch.cat(self.v)
-        slots, k, v = (torch.cat((x, x[:2])) for x in (slots, k, v))
-        slots[-2:] = -1
-        k[-2:] = v[-2:] = torch.nan
+        """Write all old tokens in random order, with padding between them."""
+        old = [total - t for t, total in self.requests]
+        slots, k, v = (torch.cat([x[:n] for x, n in zip(xs, old)]) for xs in (self.slots, self.k, self.v))
+        slots, k, v = (torch.cat((x, x.new_full((2, *x.shape[1:]), fill))) for x, fill in zip((slots, k, v), (-1, 9, 9)))
         order = torch.randperm(len(slots))
         impl.do_kv_cache_update(self.layer, k[order], v[order], self.kv_cache, slots[order])
 
@@ -121,8 +121,12 @@ class Case:
         metadata, impl = self.builder().build(0, self.metadata), self.impl(**options)
         self.write(impl)
         output = torch.full_like(self.query, torch.nan)
-        impl.forward(self.layer, self.query, None, None, self.kv_cache, metadata, output)
+        impl.forward(self.layer, self.query, *self.new(), self.kv_cache, metadata, output)
         return output, getattr(metadata, "parts", None)
+
+    def new(self):
+        """Return the new tokens' keys and values."""
+        return (torch.cat([x[-t:] for x, (t, _) in zip(xs, self.requests)]) for xs in (self.k, self.v))
 
     def reference(self, softcap=0.0, sinks=None, window=None, slopes=None):
         out, rows = [], iter(self.query.double().split([t for t, _ in self.requests]))
@@ -181,7 +185,7 @@ def test_each_token_is_attended_by_the_faster_kernel(current):
     ours = [i for part in parts.windows for i in rows(part.rows, starts[-1])]
     copied = rows(parts.copied.rows, starts[-1])
     assert sorted(ours + copied) == [*range(starts[-1])]
-    short = [i for i, (t, total) in enumerate(MIXED) if t > 1 and total < min(2 * t, 512)]
+    short = [i for i, (t, total) in enumerate(MIXED) if 1 < t and total < 4 * t]
     assert copied == [token for i in short for token in range(starts[i], starts[i + 1])]
     assert len(Case(STEPS["decode"]).attend()[1].windows) == 1  # decode is one call
 
@@ -189,15 +193,15 @@ def test_each_token_is_attended_by_the_faster_kernel(current):
 def test_amx_multiplies_matrices(current):
     from kvops.vllm.attention import few
 
-    assert few(1, 9000, "amx") and few(4, 9000, "amx") and not few(5, 9000, "amx")
-    assert few(5, 9000, "vec")
+    bf16 = torch.bfloat16
+    assert few(1, 9000, bf16, "amx") and few(4, 9000, bf16, "amx") and not few(5, 9000, bf16, "amx")
+    assert few(5, 9000, bf16, "vec")
 
 
 def test_writes_leave_other_slots(current):
     x = Case(MIXED)
-    x.builder()
     before = PageRows(x.kv_cache.clone()).views()
-    x.write(x.impl())
+    x.attend()
     slots = torch.cat(x.slots)
     for now, was, rows in zip(PageRows(x.kv_cache).views(), before, (x.k, x.v)):
         now, was = (y.transpose(1, 2).flatten(0, 1) for y in (now, was))
@@ -207,10 +211,29 @@ def test_writes_leave_other_slots(current):
         assert others.any() and torch.equal(now[others], was[others])
 
 
+def test_padding_is_not_written(current):
+    x, y = Case(MIXED), Case(MIXED)
+    out, _ = x.attend()
+    y.metadata.slot_mapping = torch.cat((y.metadata.slot_mapping, torch.full((5,), -1)))
+    key, value = (torch.cat((z, torch.full((5, *z.shape[1:]), 9.0))) for z in y.new())
+    metadata, impl = y.builder().build(0, y.metadata), y.impl()
+    y.write(impl)
+    output = torch.zeros(len(out) + 5, *out.shape[1:])
+    impl.forward(y.layer, torch.cat((y.query, y.query[:5])), key, value, y.kv_cache, metadata, output)
+    assert torch.equal(output[:-5], out) and torch.equal(y.kv_cache, x.kv_cache)
+
+
+def test_a_layer_that_shares_a_cache_writes_nothing(current):
+    x = Case(MIXED)
+    metadata, impl = x.builder().build(0, x.metadata), x.impl(kv_sharing_target_layer_name="model.layers.0.attn")
+    before = x.kv_cache.clone()
+    impl.forward(x.layer, x.query, *x.new(), x.kv_cache, metadata, torch.empty_like(x.query))
+    assert torch.equal(x.kv_cache, before)
+
+
 def test_evictions_use_the_rows_in_place(current):
     x = Case(MIXED)
-    x.builder()
-    x.write(x.impl())
+    x.attend()
     layout, table = PageRows(x.kv_cache), x.metadata.block_table_tensor
     none = torch.zeros(0, dtype=torch.int64)
     with layout.rows(Blocks(table, none, none)) as (k, v):

@@ -7,11 +7,9 @@ page_size rows of K, then as many of V (`cpu_pages.row_views`). Evictions theref
 A step's requests are attended in one of two ways, whichever is faster (`few`):
 
 ```text
-window_attention    decode steps, and prompts with few new tokens after many old ones
-vLLM's kernel       other prompts, on a copy of their pages in the order that it reads
+window_attention    decode steps, long prompts, and new tokens after many old ones
+vLLM's kernel       the other prompts, on a copy of their pages in the order that it reads
 ```
-
-vLLM's kernel has no other use for the copy, so it lives as long as one layer's attention.
 
 Layers with a sliding window or ALiBi, and layers that do not attend causally to their own tokens (encoders,
 cross-attention), keep vLLM's attention and its page order. So does an fp8 cache.
@@ -43,9 +41,28 @@ logger = init_logger(f"vllm.{__name__}")
 Rows = slice | Tensor  # which of the step's tokens
 
 # Measured with bench_TODO.
-PROMPT = 512  # tokens from which on `window_attention` is no slower for a whole prompt
-BLOCK = 64  # query rows per window: fewer read K and V too often, more skip less of what the mask hides
-TOGETHER = 8  # blocks of a request per call: enough for its threads, and little memory
+BLOCK = 64  # query rows per window: fewer read K and V too often, more compute too much that the mask then hides
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Where a step's tokens are written."""
+
+    rows: Rows
+    page: Tensor  # int64 [tokens]
+    slot: Tensor  # int64 [tokens], within the page
+
+    @classmethod
+    def of(cls, slot_mapping: Tensor, page_size: int) -> Writes:
+        rows: Rows = slice(0, len(slot_mapping))
+        (valid,) = (slot_mapping >= 0).nonzero(as_tuple=True)  # -1 is padding
+        if len(valid) < len(slot_mapping):
+            rows, slot_mapping = valid, slot_mapping[valid]
+        return cls(rows, slot_mapping // page_size, slot_mapping % page_size)
+
+    def write(self, key: Tensor, value: Tensor, k: Tensor, v: Tensor) -> None:
+        for rows, pages in ((key, k), (value, v)):
+            pages[self.page, :, self.slot] = rows[self.rows]
 
 
 @dataclass(frozen=True)
@@ -54,7 +71,7 @@ class Window:
 
     rows: Rows
     table: Tensor  # int32 [b, pages]
-    visible: Tensor  # int32 [b, t]
+    visible: Tensor  # int32 [b, t], the slots that each token sees
 
 
 @dataclass(frozen=True)
@@ -70,15 +87,20 @@ class Copied:
 class Parts:
     """How a step is attended. All layers do the same."""
 
+    writes: Writes
     windows: list[Window]
     copied: Copied | None
 
 
-def few(new: int, total: int, isa: str) -> bool:
+def few(new: int, total: int, dtype: torch.dtype, isa: str) -> bool:
     """Return whether `window_attention` is the faster way for a request's new tokens, the last of all its tokens."""
-    if isa == "amx" and new > 4:  # vLLM's kernel multiplies matrices in hardware
-        return False
-    return new == 1 or total >= min(2 * new, PROMPT)
+    if new == 1:
+        return True
+    if isa == "amx":  # vLLM's kernel multiplies matrices in hardware
+        return new <= 4
+    if dtype == torch.float32:
+        return total >= 4 * new
+    return total >= min(2 * new, 1024)
 
 
 class Builder(CPUAttentionMetadataBuilder):
@@ -99,7 +121,7 @@ class Builder(CPUAttentionMetadataBuilder):
         new = [end - start for start, end in zip(starts, starts[1:])]
         same, copied, windows = dict[int, list[int]](), list[int](), list[Window]()
         for i, (t, total) in enumerate(zip(new, totals)):
-            if t and few(t, total, self.isa):
+            if t and few(t, total, self.dtype, self.isa):
                 same.setdefault(t, []).append(i)
             elif t:
                 copied.append(i)
@@ -112,14 +134,16 @@ class Builder(CPUAttentionMetadataBuilder):
                 table = m.block_table_tensor[requests, : self._pages(max(own))].contiguous()
                 visible = torch.tensor(own, dtype=torch.int32)[:, None] - torch.arange(t - 1, -1, -1, dtype=torch.int32)
                 windows.append(Window(_tokens(starts, requests), table, visible))
-        return Parts(windows, self._copied(m, starts, totals, copied) if copied else None)
+        writes = Writes.of(m.slot_mapping, self.block_size)
+        return Parts(writes, windows, self._copied(m, starts, totals, copied) if copied else None)
 
     def _blocks(self, start: int, new: int, total: int, table: Tensor) -> Iterator[Window]:
         """Divide a request's new tokens into blocks of BLOCK. Blocks that run together are like requests."""
         visible = torch.arange(total - new + 1, total + 1, dtype=torch.int32)
+        together = -(-4 * torch.get_num_threads() // self.num_kv_heads)  # enough for the threads, with little memory
         first = 0
         while first < new:
-            count = min(TOGETHER, (new - first) // BLOCK)
+            count = min(together, (new - first) // BLOCK)
             last = first + count * BLOCK if count else new
             own = table[: self._pages(total - new + last)].expand(max(1, count), -1).contiguous()
             rows = slice(start + first, start + last)
@@ -196,31 +220,34 @@ class Impl(CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        def attend_as_vllm(query: Tensor, kv_cache: Tensor, metadata: Any, output: Tensor) -> Tensor:
-            return super(Impl, self).forward(
-                layer, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale
-            )
-
-        if self.why_not or attn_metadata is None or output_scale is not None or output_block_scale is not None:
-            return attend_as_vllm(query, kv_cache, attn_metadata, output)
+        scales = output_scale, output_block_scale
+        if attn_metadata is None or scales != (None, None):
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        new = key is not None and value is not None and self.kv_sharing_target_layer_name is None
+        if self.why_not:
+            if new:
+                super().do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         parts: Parts | None = getattr(attn_metadata, "parts", None)
         if parts is None:
             raise NotImplementedError(
                 "KVOPS_VLLM_ATTENTION=1 expects causal attention in this layer, got a step that is not causal; unset it"
             )
         k, v = cpu_pages.row_views(kv_cache)
+        if new:
+            parts.writes.write(key, value, k, v)
         logits: dict[str, Any] = {"scale": self.scale, "softcap": float(self.logits_soft_cap)}
         if self.sinks is not None:
             logits["sink_logits"] = self.sinks.detach().float()
         for x in parts.windows:
-            q = query[x.rows].unflatten(0, (len(x.table), -1)).transpose(1, 2)
+            q = query[x.rows].view(*x.visible.shape, *query.shape[1:]).transpose(1, 2)
             out, _, _ = window_attention(q, k, v, x.visible, block_table=x.table, scores=False, **logits)
             output[x.rows] = out.transpose(1, 2).flatten(0, 1)
         if parts.copied is not None:
             rows = parts.copied.rows
             out = output[rows]  # a view if rows is a slice
             tiles = _tiles(kv_cache, parts.copied.pages, layer.isa)
-            attend_as_vllm(query[rows], tiles, parts.copied.metadata, out)
+            super().forward(layer, query[rows], key, value, tiles, parts.copied.metadata, out)
             if not isinstance(rows, slice):
                 output[rows] = out
         return output
@@ -231,13 +258,7 @@ class Impl(CPUAttentionBackendImpl):
         if self.why_not:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        key, value = key[: len(slot_mapping)], value[: len(slot_mapping)]
-        if len(slot_mapping) and int(slot_mapping.min()) < 0:  # -1 is padding
-            valid = slot_mapping >= 0
-            key, value, slot_mapping = key[valid], value[valid], slot_mapping[valid]
-        num_pages, heads, size, _ = kv_cache.shape
-        page, slot = slot_mapping // size, slot_mapping % size
-        kv_cache.view(num_pages, heads, 2, size, -1)[page, :, :, slot] = torch.stack((key, value), 2)
+        Writes.of(slot_mapping, kv_cache.shape[2]).write(key, value, *cpu_pages.row_views(kv_cache))
 
 
 def _tiles(kv_cache: Tensor, pages: Tensor, isa: cpu_pages.Isa) -> Tensor:
@@ -255,6 +276,8 @@ def _tiles(kv_cache: Tensor, pages: Tensor, isa: cpu_pages.Isa) -> Tensor:
 
 
 class Backend(CPUAttentionBackend):
+    forward_includes_kv_cache_update = True  # so that a step's layers share `Writes`
+
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
         return Impl
