@@ -1,4 +1,4 @@
-"""vLLM's CPU_ATTN backend with KV-cache eviction."""
+"""vLLM's CPU_ATTN backend with KV-cache eviction, on vLLM's attention and on kvops' own (`OwnBackend`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from . import cpu_pages
-from .layouts import Layout, Tiles
+from . import attention, cpu_pages
+from .layouts import Layout, PageRows, Tiles
 from .worker import EvictingBackend, EvictingBuilder, EvictingImpl, refuse
 
 
@@ -36,3 +36,22 @@ class Backend(EvictingBackend, CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[Builder]:
         return Builder
+
+
+class OwnBuilder(EvictingBuilder, attention.Builder):
+    pass
+
+
+class OwnImpl(EvictingImpl, attention.Impl):
+    def layout(self, layer: Any, kv_cache: Tensor) -> Layout:
+        return PageRows(kv_cache)
+
+
+class OwnBackend(EvictingBackend, attention.Backend):
+    @staticmethod
+    def get_impl_cls() -> type[OwnImpl]:
+        return OwnImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[OwnBuilder]:
+        return OwnBuilder

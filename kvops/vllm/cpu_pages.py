@@ -65,7 +65,7 @@ def to_rows_(
     """
     pages = _pages("to_rows_", kv_cache, block_table, isa, lengths)
     _convert_(kv_cache, torch.tensor(pages, dtype=torch.int64), isa, to_rows=True)
-    return _rows(kv_cache)
+    return row_views(kv_cache)
 
 
 def to_tiles_(kv_cache: Tensor, block_table: Tensor, *, isa: Isa, lengths: Tensor | None = None) -> None:
@@ -125,7 +125,7 @@ def converted(kv_cache: Tensor, pages: Tensor, held: Tensor, isa: Isa) -> Iterat
     """Do what `as_rows` does, without its checks. pages, held: int64, each page once; held is a subset of pages."""
     _convert_(kv_cache, pages, isa, to_rows=True)
     try:
-        yield _rows(kv_cache)
+        yield row_views(kv_cache)
     except BaseException:
         held = pages
         raise
@@ -152,13 +152,13 @@ def keys(kv_cache: Tensor, block_table: Tensor, *, isa: Isa) -> Tensor:
     num_pages = len(kv_cache)
     if block_table.numel() and not (-1 <= block_table.min() and block_table.max() < num_pages):
         raise ValueError(f"keys: block_table must name pages in [0, {num_pages}) or -1, got {block_table.tolist()}")
-    k, _ = _rows(kv_cache)
+    k, _ = row_views(kv_cache)
     found = _tiled(k, k, *_k_tile(kv_cache, isa))[block_table].transpose(1, 2)  # [b, Hk, max_pages, ...]
     (b, columns), (_, heads, page_size, d) = block_table.shape, k.shape
     return found.reshape(b, heads, columns * page_size, d).contiguous()
 
 
-def _rows(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+def row_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     """Return views K and V, [num_pages, Hk, page_size, d] each, of pages that are rows."""
     num_pages, heads, page_size, width = kv_cache.shape
     k, v = kv_cache.view(num_pages, heads, 2, page_size, width // 2).unbind(2)
@@ -179,7 +179,7 @@ def _tiled(x: Tensor, matrix: Tensor, a: int, b: int) -> Tensor:
 def _convert_(kv_cache: Tensor, pages: Tensor, isa: Isa, *, to_rows: bool) -> None:
     if kv_cache.itemsize == 1:
         kv_cache = kv_cache.view(torch.uint8)  # index_copy_ does not support fp8
-    k, v = _rows(kv_cache)
+    k, v = row_views(kv_cache)
     if isa != "amx":  # K is transposed, V has rows
         transposed = k.view(*k.shape[:2], k.shape[3], k.shape[2]).mT
         source, target = (transposed, k) if to_rows else (k, transposed)

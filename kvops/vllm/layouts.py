@@ -54,19 +54,30 @@ class Rows:
 
     kv_cache: Tensor
 
+    def views(self) -> tuple[Tensor, Tensor]:
+        k, v = self.kv_cache.chunk(2, -1)
+        return k, v
+
     @contextmanager
     def rows(self, blocks: Blocks) -> Iterator[tuple[Tensor, Tensor]]:
-        k, v = self.kv_cache.chunk(2, -1)
-        yield k, v
+        yield self.views()
 
     def keys(self, table: Tensor) -> View:
-        k, v = self.kv_cache.chunk(2, -1)
+        k, v = self.views()
         return View(k, v, block_table=table)
 
 
 @dataclass(frozen=True)
+class PageRows(Rows):
+    """kvops' attention in CPU_ATTN: in each page of a head the rows of K, then those of V."""
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        return cpu_pages.row_views(self.kv_cache)
+
+
+@dataclass(frozen=True)
 class Tiles:
-    """CPU_ATTN: tiles, see `cpu_pages`."""
+    """CPU_ATTN with vLLM's own attention: tiles, see `cpu_pages`."""
 
     kv_cache: Tensor
     isa: cpu_pages.Isa

@@ -1,8 +1,9 @@
 """The plugin's entry point: vLLM calls `register` in each of its processes.
 
-The plugin does nothing unless the environment variable KVOPS_VLLM names a policy ("keydiff:budget=1024"). With the
-setting "evict=blocks:N" it evicts from a prompt after every N tokens, otherwise once, at its end. It rejects
-unsupported settings with a one-sentence error, here or when the engine starts, never while serving a request.
+The plugin does nothing unless the environment variable KVOPS_VLLM names a policy ("keydiff:budget=1024"), or
+KVOPS_VLLM_ATTENTION is 1, which selects kvops' attention in vLLM's CPU backend. With the setting "evict=blocks:N" it
+evicts from a prompt after every N tokens, otherwise once, at its end. It rejects unsupported settings with a
+one-sentence error, here or when the engine starts, never while serving a request.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..methods import policy as policy_of
 from .plan import check
 
 VARIABLE = "KVOPS_VLLM"
+ATTENTION = "KVOPS_VLLM_ATTENTION"
 TESTED = ("0.32", "0.33")
 
 
@@ -41,6 +43,10 @@ CUDA = {
 _MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 _BUILD = "self common_prefix_len common_attn_metadata fast_build"
 _FORWARD = "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"
+_WRITE = (
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
+    "self layer key value kv_cache slot_mapping",
+)
 #: The functions of vLLM that the plugin overrides or calls, with the parameters it relies on. What the package imports
 #: from vLLM is checked too: see `imports`.
 HOOKS = {
@@ -84,19 +90,41 @@ def schedule() -> Schedule | None:
         raise ValueError(f"{VARIABLE}={spec}: {error}") from error
 
 
+def own_attention() -> bool:
+    """Return whether KVOPS_VLLM_ATTENTION selects kvops' attention."""
+    value = os.environ.get(ATTENTION, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{ATTENTION} must be 1 (kvops' attention) or 0 (vLLM's, the default), got {value!r}")
+    return value == "1"
+
+
 def register() -> None:
-    """Make vLLM evict with the policy in KVOPS_VLLM. May be called several times."""
-    if schedule() is None:
+    """Make vLLM evict with the policy in KVOPS_VLLM, and attend as KVOPS_VLLM_ATTENTION says.
+
+    May be called several times.
+    """
+    evict, own = schedule() is not None, own_attention()
+    if not evict and not own:
         return
     served = check_vllm()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    if own:
+        if served is not CPU:
+            raise NotImplementedError(
+                f"{ATTENTION}=1 expects vLLM on a CPU, whose backend alone it serves, got an NVIDIA GPU; unset it"
+            )
+        _check_hook(*_WRITE)
+    if not evict:
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.attention.Backend")
+        return
     from . import scheduler
 
     scheduler.register()
     for backend in AttentionBackendEnum:
         if backend.name in served:
-            register_backend(backend, f"{__package__}.{served[backend.name].module}.Backend")
+            name = "OwnBackend" if own else "Backend"
+            register_backend(backend, f"{__package__}.{served[backend.name].module}.{name}")
         elif backend.name != "NO_ATTENTION":  # fail, because this backend would silently keep every token
             register_backend(backend, f"{__package__}.unserved.{backend.name}")
     if served is CUDA:
@@ -126,6 +154,7 @@ def check_vllm() -> dict[str, Served]:
         raise RuntimeError(f"kvops.vllm: expected vLLM {tested} (the tested versions), got {vllm.__version__}")
     imported = imports()
     backends = {x.module: imported.pop(x.module) for x in (CPU | CUDA).values()}
+    backends["cpu_attn"] += imported.pop("attention")
     for name in sum(imported.values(), []):
         _find(name)
     for hook, expected in HOOKS.items():

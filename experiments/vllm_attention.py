@@ -1,0 +1,247 @@
+"""Compare kvops' attention in vLLM's CPU backend (KVOPS_VLLM_ATTENTION=1) with vLLM's own, layer by layer and whole.
+
+    OMP_NUM_THREADS=1 python experiments/vllm_attention.py [--model FOLDER] [--json FILE]     # vLLM 0.32's CPU build
+
+Both run in turns, and the medians of their CPU times are compared: these do not depend on other work on the machine.
+The first table times one layer of a step, writes included, in turn in so many layers that their caches exceed the
+processor's. With --model, the second table times the steps of two engines, which generate from random prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import common
+from kvops.bench.columns import aligned
+from kvops.bench.record import write
+
+HEADS = {"32/8, d 128": (32, 8, 128), "9/3, d 64": (9, 3, 64)}  # query and KV heads
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BYTES = 200_000_000  # of all layers' caches together
+NAMES = ("vLLM", "kvops")
+
+
+def steps(most: int) -> dict[str, tuple[int, int, int]]:
+    """Return requests, new tokens and all tokens of each kind of step."""
+    return {
+        f"decode at {most // 8}": (1, 1, most // 8),
+        f"decode at {most // 8}, 8 requests": (8, 1, most // 8),
+        f"decode at {most}": (1, 1, most),
+        f"prompt of {most // 16}": (1, most // 16, most // 16),
+        f"prompt of {most // 4}": (1, most // 4, most // 4),
+        f"last {most // 4} of {most}": (1, most // 4, most),
+    }
+
+
+def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Return the median CPU seconds of each call."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            begin = time.process_time()
+            call()
+            seconds[name].append(time.process_time() - begin)
+    return {name: statistics.median(own[1:]) for name, own in seconds.items()}
+
+
+def time_layer(heads: tuple[int, int, int], dtype: torch.dtype, step: tuple[int, int, int], rounds: int, page: int):
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from kvops.vllm.attention import Builder, Impl
+
+    (query_heads, kv_heads, d), (requests, new, total) = heads, step
+    pages = -(-total // page)
+    table = torch.randperm(requests * pages).int().view(requests, pages)
+    layers = -(-BYTES // (table.numel() * kv_heads * page * 2 * d * dtype.itemsize)) if new == 1 else 1
+    caches = [torch.randn(table.numel(), kv_heads, page, 2 * d).to(dtype) for _ in range(layers)]
+    q, k, v = (torch.randn(requests * new, x, d).to(dtype) for x in (query_heads, kv_heads, kv_heads))
+    slots = torch.arange(total - new, total)
+    starts = torch.arange(0, requests * new + 1, new, dtype=torch.int32)
+    common_metadata = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.full((requests,), total, dtype=torch.int32),
+        num_reqs=requests,
+        num_actual_tokens=requests * new,
+        max_query_len=new,
+        max_seq_len=total,
+        block_table_tensor=table,
+        slot_mapping=(table[:, slots // page] * page + slots % page).flatten().long(),
+    )
+    config = SimpleNamespace(
+        parallel_config=None,
+        model_config=SimpleNamespace(dtype=dtype, get_num_attention_heads=lambda _: query_heads),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    spec = FullAttentionSpec(block_size=page, num_kv_heads=kv_heads, head_size=d, dtype=dtype)
+    builder = Builder(spec, [], config, torch.device("cpu"))
+    metadata = builder.build(0, common_metadata)
+    layer = SimpleNamespace(isa=builder.isa, _k_scale_float=1.0, _v_scale_float=1.0)
+    options = (query_heads, d, d**-0.5, kv_heads, None, None, "auto")
+    stock, own, out = CPUAttentionBackendImpl(*options), Impl(*options), torch.empty_like(q)
+
+    def as_vllm():
+        for cache in caches:
+            stock.do_kv_cache_update(layer, k, v, cache, metadata.slot_mapping)
+            stock.forward(layer, q, k, v, cache, metadata, out)
+
+    def as_kvops():
+        for cache in caches:
+            own.forward(layer, q, k, v, cache, metadata, out)
+
+    return {name: x / layers for name, x in in_turns(dict(zip(NAMES, (as_vllm, as_kvops))), rounds).items()}
+
+
+def time_layers(most: int, rounds: int, page: int) -> list[dict]:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    config, found = VllmConfig(), []
+    with set_current_vllm_config(config), torch.inference_mode():
+        for heads, shape in HEADS.items():
+            for dtype, of in DTYPES.items():
+                config.model_config = SimpleNamespace(dtype=of)
+                for step, sizes in steps(most).items():
+                    found.append({"heads": heads, "dtype": dtype, "step": step})
+                    found[-1] |= time_layer(shape, of, sizes, rounds, page)
+                    print(found[-1], file=sys.stderr)
+    return found
+
+
+class Engine:
+    """An engine in a process of its own, which answers a line on stdin with a line on stdout."""
+
+    def __init__(self, name: str, folder: str, dtype: str, most: int, page: int):
+        settings = {
+            "KVOPS_VLLM": "",
+            "KVOPS_VLLM_ATTENTION": str(NAMES.index(name)),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [sys.executable, __file__, "--model", folder, "--dtype", dtype, "--most", str(most), "--child"]
+        self._process = subprocess.Popen(
+            [*command, "--page", str(page)],
+            env=os.environ | settings,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def steps(self, **load: int) -> list[float]:
+        """Return the CPU seconds of each step."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(load), file=self._process.stdin, flush=True)
+        for line in self._process.stdout:  # vLLM writes there, too
+            if line.startswith("seconds "):
+                return json.loads(line.removeprefix("seconds "))
+        raise RuntimeError("expected the engine to answer, got the end of its output; its messages are above")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Generate what each line of stdin asks for."""
+    from vllm import LLM, SamplingParams
+
+    from kvops.vllm import plugin
+
+    plugin.register()  # vLLM does this by itself where kvops is installed
+    llm = LLM(
+        model=str(args.model),
+        dtype=args.dtype,
+        max_model_len=args.most,
+        block_size=args.page,
+        max_num_batched_tokens=max(64, args.most // 4),
+        max_num_seqs=16,
+        enforce_eager=True,
+    )
+    engine, served = llm.llm_engine, 0
+    words = llm.model_config.get_vocab_size()
+    for line in sys.stdin:
+        load = json.loads(line)
+        generator = torch.Generator().manual_seed(load["seed"])
+        for _ in range(load["requests"]):
+            ids = torch.randint(words, (load["tokens"],), generator=generator).tolist()
+            sampling = SamplingParams(max_tokens=load["generated"], temperature=0, ignore_eos=True)
+            engine.add_request(str(served), {"prompt_token_ids": ids}, sampling)
+            served += 1
+        seconds = []
+        while engine.has_unfinished_requests():
+            begin = time.process_time()
+            engine.step()
+            seconds.append(time.process_time() - begin)
+        print("seconds", json.dumps(seconds), flush=True)
+
+
+def time_engines(args: argparse.Namespace) -> list[dict]:
+    """Time engines with the model. Prompts repeat in decode, so that vLLM finds their prefix in its cache."""
+    engines = {name: Engine(name, str(args.model), args.dtype, args.most, args.page) for name in NAMES}
+    found = []
+    try:
+        for step, (requests, new, total) in steps(args.most - 64).items():
+            if new != 1 and new != total:
+                requests, new, total = 1, total, total  # a whole prompt, in several steps
+                step = f"prompt of {total}"
+            seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+            for i in range(args.rounds + 1):
+                for name, engine in engines.items():
+                    load = dict(requests=requests, tokens=total, seed=1 if new == 1 else 2 + i)
+                    own = engine.steps(**load, generated=33 if new == 1 else 1)
+                    if i:
+                        seconds[name] += own[-32:] if new == 1 else [sum(own)]
+            found.append({"step": step} | {name: statistics.median(x) for name, x in seconds.items()})
+            print(found[-1], file=sys.stderr)
+    finally:
+        for engine in engines.values():
+            engine.end()
+    return found
+
+
+def table(found: list[dict]) -> str:
+    rows = [[*found[0], "kvops / vLLM"]]
+    for x in found:
+        times = [f"{1e3 * x[name]:.3g} ms" for name in NAMES]
+        rows.append([*(x[name] for name in x if name not in NAMES), *times, f"{x['kvops'] / x['vLLM']:.2f}"])
+    return aligned(rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = common.parser(__doc__ or "", redraws=False)
+    parser.add_argument("--model", help="folder of a model for whole engines")
+    parser.add_argument("--dtype", default="bfloat16", help="of the model")
+    parser.add_argument("--most", type=int, default=8192, help="the largest number of tokens")
+    parser.add_argument("--page", type=int, default=128, help="tokens per block")
+    parser.add_argument("--rounds", type=int, default=5, help="timed turns")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.child:
+        return serve(args)
+    record = {"layers": time_layers(args.most, args.rounds, args.page)}
+    print(table(record["layers"]))
+    if args.model:
+        record["engines"] = time_engines(args)
+        print("\n" + table(record["engines"]))
+    if args.json:
+        write(args.json, common.origin(__file__, argv) | record)
+
+
+if __name__ == "__main__":
+    main()
