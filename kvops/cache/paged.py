@@ -526,7 +526,7 @@ class Step:
 
     def _plan(self) -> Plan:
         """Compute all that the end of the step needs. Nothing changes yet."""
-        cache, policy, layers = self._cache, self._cache.policy, range(self._cache.num_layers)
+        cache, layers = self._cache, range(self._cache.num_layers)
         held = [[chain.held + t for chain in x.chains] for x, t in zip(self._requests, self._tokens)]
         kept = [x.kept for x in self._requests]
         scores, slots_of = self._sums(held), list[Tensor]()

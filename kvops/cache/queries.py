@@ -128,7 +128,7 @@ def observer(policy: Policy, block_size: int, rings: Rings) -> Observer | None:
         return None
     if policy.by_slot:
         return AllQueries(policy, block_size)
-    return LastQueries(policy.rows_at(0, 0), rings)
+    return LastQueries(max(policy.rows_at(n, 1) for n in (1, 2)), rings)  # in the prompt, and after it
 
 
 def check_observed(who: str, policy: Policy) -> None:
