@@ -202,17 +202,14 @@ def test_attention_is_that_of_the_full_cache_with_a_mask(policy):
             torch.testing.assert_close(out[0], logits.softmax(-1) @ v)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [kvops.SnapKV(20, window=5), kvops.TOVA(20, buffer=4), kvops.H2O(20, buffer=4), kvops.LagKV(6, 0.5)],
-    ids=repr,
-)
-def test_it_is_the_cache_of_one_layer(policy):
-    """Where both evict at the same tokens: a prompt in one step whose length leaves the buffer empty, then decode."""
+@pytest.mark.parametrize("prompt", [1, 7, 20, 21, 40, 53])
+@pytest.mark.parametrize("policy", [*POLICIES, *CALIBRATED], ids=lambda x: x.name if x in CALIBRATED else repr(x))
+def test_it_is_the_cache_of_one_layer(policy, prompt):
+    """A prompt in one step, then decode."""
     pages, dense = paged(policy), [kvops.Cache(policy, layer=i, num_layers=LAYERS) for i in range(LAYERS)]
-    a = pages.join(40)
-    texts = {a: Text(5, 80)}
-    for count in [40] + [1] * 40:
+    a = pages.join(prompt)
+    texts = {a: Text(5, prompt + 40)}
+    for count in [prompt] + [1] * 40:
         seen = pages.seen(a)
         outs = step(pages, texts, {a: count})
         for layer, (cache, out) in enumerate(zip(dense, outs)):

@@ -250,30 +250,8 @@ def test_paged_cache(policy, by_head, steps):
 # ---- transformers' continuous batching -------------------------------------------------------------------------------
 
 
-class Cycled:
-    """A policy as the engine's allocator uses it."""
-
-    def __init__(self, policy):
-        from kvops.hf import allocator
-
-        self.policy, self.allocator = policy, allocator
-
-    def held(self, n, prompt):
-        return self.allocator.held(self.policy, n)
-
-    def resumed(self, before, n, prompt):
-        return self.allocator.rule_of(self.policy, self.allocator.Row("", 0, before, n, 0, self.held(n, n)))
-
-
 class InEngineAlone(EachHead):
     dv = D
-
-    def evict(self, memory, rule, layer):
-        if not isinstance(rule, QueryPolicy) or rule.by_slot:
-            return super().evict(memory, rule, layer)
-        kept = rule.compress(memory["k"], memory["v"], memory["q"][:, :, -rule.rows_at(0, 0) :])
-        memory["k"], memory["v"], memory["positions"] = kept.k, kept.v, memory["positions"].gather(2, kept.indices)
-        memory["scores"] = None
 
 
 class InEngine(Schedule):
@@ -292,16 +270,18 @@ class InEngine(Schedule):
         self.policy, self.joined = policy, 0
 
     def alone(self, prompt, text):
-        return InEngineAlone(Cycled(self.policy), prompt)
+        return InEngineAlone(self.policy, prompt)
 
     def join(self, prompt):
         self.joined += 1
+        self.allocator.join(f"{self.joined:04}", prompt)
         return f"{self.joined:04}"
 
     def leave(self, x):
         self.engine.free_blocks(x)
 
     def fits(self, counts):
+        counts |= {x: self.allocator.cut(x, self.live[x][1].seen, t) for x, t in counts.items()}
         return True
 
     def step(self, counts):
@@ -313,7 +293,9 @@ class InEngine(Schedule):
             for _ in range(a.needs_new_sectors(x, seen, t)):
                 self.engine.pool.allocate_sector(a.index)
             a.allocate_cache_to_request(x, seen, t)
+        a.scheduled(counts)
         for x, t in counts.items():
+            assert a.get_seqlen_k(self.live[x][1].seen, t) == a.held(x, self.live[x][1].seen) + t
             read += a.get_read_indices(x, self.live[x][1].seen, t)
             write += a.get_write_indices(x, self.live[x][1].seen, t)
         read, write = torch.tensor(read), torch.tensor(write)
@@ -332,6 +314,7 @@ class InEngine(Schedule):
             self.leave(x)
             text, alone = self.live[x]
             self.live[x] = text, self.alone(alone.prompt, text)
+            self.allocator.join(x, alone.prompt)
         self.check_rows()
         return {x: self.live[x][1].prompt for x in counts}
 

@@ -59,6 +59,11 @@ class Schedule:
         last = self.last(n, prompt)
         return self.policy.held(last, last) + n - last
 
+    def most(self, prompt: int) -> int:
+        """Return the most slots that a request holds until its prompt has been evicted."""
+        block = self.block or max(1, prompt)
+        return max((self.held(n, prompt) + min(block, prompt - n) for n in range(0, prompt, block)), default=0)
+
     def last(self, n: int, prompt: int) -> int:
         """Return after how many of n tokens a request was last evicted, if it was due. 0: it never was."""
         if n >= prompt:

@@ -3,15 +3,14 @@
 This is the only module of kvops that uses the engine's own classes, which are undocumented. `check_hooks` verifies that
 they have the methods and parameters used here.
 
-The engine asks the allocator how many slots a request needs, which slots to write new tokens to, which slots to read,
-and how many keys a request has (`get_seqlen_k`). The last call does not name the request. So the number of slots that a
-request holds must depend only on its number of tokens: `Policy.held`. Where the engine counts `past_length` tokens,
-this allocator counts held(past_length) slots. Everything else is the engine's own code. In a step with q tokens, a
-request goes from held(n) to held(n) + q slots, and ends with held(n + q):
+The engine counts tokens. Where it counts `past_length` tokens of a request, this allocator counts the slots that the
+request holds then, held(past_length). They depend on the length of its prompt too, which `EvictingScheduler` reports.
+The scheduler also ends a step where a request is evicted. Everything else is the engine's own code. In a step with q
+tokens, a request goes from held(n) to held(n) + q slots, and ends with held(n + q):
 
-1. `allocate_cache_to_request` allocates blocks for held(n) + q slots. A prompt may come in several steps (chunked
-   prefill).
-2. `get_write_indices` adds the request to the step. It must be evicted if it would hold more than held(n + q) slots.
+1. `EvictingScheduler` chooses the requests and q. `allocate_cache_to_request` allocates blocks for held(n) + q slots.
+2. `get_seqlen_k` returns the number of keys, without naming the request: the next one in the scheduler's order.
+   `get_write_indices` adds the request to the step. It must be evicted if it would hold more than held(n + q) slots.
 3. `update` runs for each layer. The engine's own `update` returns copies of K and V for the attention. For policies
    that use queries, `handover` has delivered the layer's queries. After the last layer, all requests that exceed held(n
    + q) are evicted in all layers: the kept slots move to the front of their blocks, and the blocks after them return to
@@ -22,8 +21,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -32,10 +32,13 @@ from transformers import PreTrainedConfig
 from transformers.generation.continuous_batching import cache as engine
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from ..cache import by_slot
 from ..cache.queries import Batch, LastQueries, Look, Remembered, observer, on
-from ..methods.base import DecodePolicy, Policy, View
+from ..cache.schedule import Schedule
+from ..methods.base import Policy, View
 from ..methods.queries import QueryPolicy
 from ..ops import compact_kv_
 from .handover import Handed, hand_over
@@ -44,26 +47,40 @@ FULL_ATTENTION = "full_attention"
 #: Held while an engine is created, because the registry then holds that engine's allocator.
 _registry = threading.Lock()
 #: The parameters of the engine's methods that this module overrides or calls.
-_HOOKS = {
-    "needs_new_blocks": "request_id past_length query_length",
-    "allocate_cache_to_request": "request_id past_length query_length",
-    "free_blocks": "request_id no_cache",
-    "fork_blocks": "source_request_id dest_request_id past_length",
-    "get_seqlen_k": "past_length query_length",
-    "get_read_indices": "request_id past_length query_length",
-    "get_write_indices": "request_id past_length query_length",
-    "update": "key_states value_states layer_idx read_index write_index",
-    "register_cache_tensor": "bytes_per_sector non_trash_bytes cache_tensor pool",
+_HOOKS: dict[type, dict[str, str]] = {
+    FullAttentionCacheAllocator: {
+        "needs_new_blocks": "request_id past_length query_length",
+        "allocate_cache_to_request": "request_id past_length query_length",
+        "free_blocks": "request_id no_cache",
+        "fork_blocks": "source_request_id dest_request_id past_length",
+        "get_seqlen_k": "past_length query_length",
+        "get_read_indices": "request_id past_length query_length",
+        "get_write_indices": "request_id past_length query_length",
+        "update": "key_states value_states layer_idx read_index write_index",
+        "register_cache_tensor": "bytes_per_sector non_trash_bytes cache_tensor pool",
+    },
+    Scheduler: {
+        "add_waiting_request": "state",
+        "schedule_batch": "token_budget cache_budget",
+        "_infer_request_tokens": "state request_ids_to_remove_from_waiting",
+        "_schedule_request": "state request_tokens token_budget request_ids_to_remove_from_waiting",
+    },
+    RequestState: {"current_len": ""},
 }
+#: The attributes of its requests that this module reads.
+_STATE = ("request_id", "initial_tokens", "_true_initial_tokens")
 
 
 def check_hooks() -> None:
     """Raise RuntimeError if the engine's classes are not the ones that this module was written for."""
-    for name, parameters in _HOOKS.items():
-        hook = getattr(FullAttentionCacheAllocator, name, None)
-        got = " ".join([*inspect.signature(hook).parameters][1:]) if hook else "none"
-        if got != parameters:
-            raise _changed(f"FullAttentionCacheAllocator.{name}({parameters})", got)
+    for kind, hooks in _HOOKS.items():
+        for name, parameters in hooks.items():
+            hook = getattr(kind, name, None)
+            got = " ".join([*inspect.signature(hook).parameters][1:]) if hook else "none"
+            if got != parameters:
+                raise _changed(f"{kind.__name__}.{name}({parameters})", got)
+    if missing := sorted({*_STATE} - {*inspect.signature(RequestState).parameters}):
+        raise _changed(f"a RequestState with {', '.join(_STATE)}", f"one without {', '.join(missing)}")
     with _registry:
         registered = engine.ATTN_TYPE_TO_ALLOCATOR.get(FULL_ATTENTION)
     if registered is not FullAttentionCacheAllocator:
@@ -86,18 +103,23 @@ class Batching:
     """What `kvops.hf.continuous_batching` yields: counts of what its engines have evicted so far. `print` shows them.
 
     Attributes:
-        policy: The policy of all engines made in the block.
+        schedule: The policy of all engines made in the block, and when it evicts.
         evictions: How many times a request was evicted.
         tokens: Evicted tokens, per head and layer.
         blocks: Blocks that evictions returned to the engine's pool, each of `page_size` tokens in all evicting layers.
         most_blocks: The most blocks that any request has had.
     """
 
-    policy: Policy
+    schedule: Schedule
     evictions: int = 0
     tokens: int = 0
     blocks: int = 0
     most_blocks: int = 0
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of all engines made in the block."""
+        return self.schedule.policy
 
     def stats(self) -> str:
         """Return the counts as a line of text."""
@@ -114,6 +136,7 @@ class Row(NamedTuple):
 
     request: str
     start: int  # where its tokens begin among the step's
+    prompt: int  # tokens of its prompt
     before: int  # tokens computed before the step
     n: int  # tokens computed after the step
     held: int  # slots in use, the step's tokens included
@@ -180,7 +203,9 @@ class EvictingAllocator(FullAttentionCacheAllocator):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.policy = self.batching.policy
+        self.schedule, self.policy = self.batching.schedule, self.batching.policy
+        self._prompts: dict[str, int] = {}  # tokens of each request's prompt
+        self._scheduled: deque[str] = deque()  # the step's requests without a row in `_step`
         self._step: list[Row] = []
         #: For requests that were evicted: int32 [layers, Hk, slots], the positions of the slots kept then. Later slots
         #: count on from there.
@@ -213,22 +238,33 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         shape = (-1, self.pages_per_block, 2, self.tokens_per_page, self.num_key_value_heads, self.head_dim)
         return self.cache_tensor.view(shape)
 
-    def most_held(self, limit: int) -> int:
-        """Return an upper bound on the slots of any request, at most `limit`."""
-        policy = self.policy
-        if not isinstance(policy, (DecodePolicy, QueryPolicy)):
-            return limit
-        assert isinstance(policy.budget, int)  # `continuous_batching` requires it
-        return min(limit, policy.budget + policy.spare(policy.budget))
+    # ---- what the scheduler says ----
 
-    def held(self, n: int) -> int:
-        """Return the slots of a request with n computed tokens. No supported policy depends on the prompt's length."""
-        return held(self.policy, n)
+    def join(self, request: str, prompt: int) -> None:
+        """Add a request with a prompt of `prompt` tokens."""
+        self._prompts[request] = prompt
+
+    def scheduled(self, requests: Iterable[str]) -> None:
+        """Receive the requests of the next step, in order."""
+        self._scheduled = deque(requests)
+
+    def held(self, request: str, n: int) -> int:
+        """Return the slots of a request with n computed tokens."""
+        return self.schedule.held(n, self._prompt(request))
+
+    def cut(self, request: str, n: int, new: int) -> int:
+        """Return how many of its `new` next tokens a step may take."""
+        return self.schedule.cut(n, new, self._prompt(request))
+
+    def _prompt(self, request: str) -> int:
+        if request not in self._prompts:
+            raise _changed("a scheduler to which all requests are added", f"the unknown request {request!r}")
+        return self._prompts[request]
 
     # ---- the engine's calls, with held(past_length) slots for `past_length` tokens ----
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        return super().needs_new_blocks(request_id, self.held(past_length), query_length)
+        return super().needs_new_blocks(request_id, *self._slots(request_id, past_length, query_length))
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         if self._step:
@@ -238,37 +274,52 @@ class EvictingAllocator(FullAttentionCacheAllocator):
                 "continuous_batching: expected `update` to succeed for all layers of a step, got a step that ended "
                 f"before the last one; free its requests, {[x.request for x in self._step]}, and compute them again"
             )
-        super().allocate_cache_to_request(request_id, self.held(past_length), query_length)
+        super().allocate_cache_to_request(request_id, *self._slots(request_id, past_length, query_length))
         self.batching.most_blocks = max(self.batching.most_blocks, len(self.block_table[request_id]))
 
+    def _slots(self, request: str, n: int, new: int) -> tuple[int, int]:
+        """Return a request's slots before a step and its new ones. The scheduler has yet to cut the tokens."""
+        return self.held(request, n), self.cut(request, n, new)
+
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
-        held = self.held(past_length)
-        if held > self.most_held(held):  # the scheduler relies on it, and the engine clears no more of its mask
-            raise RuntimeError(
-                f"continuous_batching: {self.policy!r} must hold at most its budget and its buffer, expected at most "
-                f"{self.most_held(held)} tokens, got {held}"
-            )
-        return super().get_seqlen_k(held, query_length)
+        if not self._scheduled:
+            raise _changed("one `get_seqlen_k` for each scheduled request", "one more")
+        return super().get_seqlen_k(self.held(self._scheduled[0], past_length), query_length)
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        return super().get_read_indices(request_id, self.held(past_length), query_length)
+        return super().get_read_indices(request_id, self.held(request_id, past_length), query_length)
 
     def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        if not self._scheduled or request_id != self._scheduled[0]:
+            raise _changed(f"the scheduled requests in order, {[*self._scheduled]}", repr(request_id))
+        if query_length > (most := self.cut(request_id, past_length, query_length)):
+            raise _changed(f"a step that ends with an eviction, after {most} tokens", query_length)
+        self._scheduled.popleft()
         start = self._step[-1].start + self._step[-1].n - self._step[-1].before if self._step else 0
-        n = past_length + query_length
-        held = self.held(past_length) + query_length
-        self._step.append(Row(request_id, start, past_length, n, held, self.held(n)))
-        return super().get_write_indices(request_id, self.held(past_length), query_length)
+        n, before = past_length + query_length, self.held(request_id, past_length)
+        row = Row(
+            request_id,
+            start,
+            self._prompt(request_id),
+            past_length,
+            n,
+            before + query_length,
+            self.held(request_id, n),
+        )
+        self._step.append(row)
+        return super().get_write_indices(request_id, before, query_length)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         self._step[:] = [x for x in self._step if x.request != request_id]
         self._positions.pop(request_id, None)
+        self._prompts.pop(request_id, None)
         self._rings.leave(request_id)
         super().free_blocks(request_id, no_cache)
 
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
     ) -> tuple[list[int], list[int]]:
+        self.join(dest_request_id, self._prompt(source_request_id))
         if source_request_id in self._positions:
             self._positions[dest_request_id] = self._positions[source_request_id]
         source, dest = super().fork_blocks(source_request_id, dest_request_id, past_length)
@@ -332,7 +383,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         """Evict all due requests: compute all that changes, then move the rows of all layers with one call."""
         by_rule: dict[Policy, list[int]] = {}
         for i, x in enumerate(due := self._due):
-            by_rule.setdefault(rule_of(self.policy, x), []).append(i)
+            by_rule.setdefault(self.schedule.rule(x.before, x.n, x.prompt), []).append(i)
         if not due:
             return
         selected = [self._select(rule, due, own) for rule, own in by_rule.items()]
@@ -374,7 +425,8 @@ class EvictingAllocator(FullAttentionCacheAllocator):
                 if observing is None:
                     view.observed = by_slot.read(self._remembered[i].slots["scores"], table)
                 else:
-                    rule.observe(view, observing[own], None, logits)
+                    rows_at = rule.rows_at(rows[0].n, rows[0].prompt)
+                    rule.observe(view, observing[own, :, -rows_at:], None, logits)
             kept.append(rule.select(view))
         got = torch.stack([(x >= 0).sum(-1) for x in kept])
         if not torch.equal(got, keep[:, None].expand_as(got)):  # the next step would read empty slots
@@ -424,18 +476,54 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         return -(-slots // self.tokens_per_page)
 
 
-def held(policy: Policy, n: int) -> int:
-    """Return the slots of a request with n computed tokens, whatever its prompt."""
-    if isinstance(policy, QueryPolicy):  # `held` of some would keep a whole prompt, and all tokens of decode
-        return policy.cycled(n)
-    return policy.held(n, n)
+class EvictingScheduler(Scheduler):
+    """The engine's scheduler, which counts a request's slots and ends a step where the request is evicted.
 
+    `_adapt` makes it the first base of the scheduler's own class.
+    """
 
-def rule_of(policy: Policy, x: Row) -> Policy:
-    """Return the policy whose `select` keeps as many slots as the request should."""
-    if isinstance(policy, QueryPolicy):
-        return replace(policy, budget=x.keep)
-    return policy.resumed(x.before, x.n, x.n)
+    allocator: EvictingAllocator
+
+    def add_waiting_request(self, state: RequestState) -> None:
+        """Receive a new request, or one that starts again with its generated tokens.
+
+        Raises:
+            ValueError: The pool cannot hold its prompt. The engine then fails this request alone.
+        """
+        a = self.allocator
+        prompt, slots = state._true_initial_tokens or len(state.initial_tokens), a.num_blocks * a.tokens_per_page
+        if (most := a.schedule.most(prompt)) > slots:
+            raise ValueError(
+                f"continuous_batching: the prompt of request {state.request_id!r} needs {most} slots until it is "
+                f"evicted, expected at most {slots}, which all blocks of the pool hold; use evict='blocks:N' or a "
+                "larger pool (num_blocks, max_memory_percent)"
+            )
+        a.join(state.request_id, prompt)
+        super().add_waiting_request(state)
+
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+        self.allocator.scheduled(())
+        batch, *rest = super().schedule_batch(token_budget, cache_budget)  # type: ignore[safe-super]
+        self.allocator.scheduled(x.state.request_id for x in batch or ())
+        return batch, *rest
+
+    def _infer_request_tokens(self, state: RequestState, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
+        # Next, the scheduler counts the slots that the request reads: min(current_len(), read_cache_limit). The engine
+        # has no limit for full attention, and a request with more tokens than slots exist would wait forever.
+        n = state.current_len()
+        windows = (getattr(x, "sliding_window", 0) for x in self.cache.cache_allocators.values())
+        self.cache.read_cache_limit = max(self.allocator.held(state.request_id, n), *windows)
+        return super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
+
+    def _schedule_request(
+        self,
+        state: RequestState,
+        request_tokens: list[int],
+        token_budget: int,
+        request_ids_to_remove_from_waiting: set[str],
+    ) -> None:
+        most = self.allocator.cut(state.request_id, state.current_len(), len(request_tokens))
+        super()._schedule_request(state, request_tokens, min(token_budget, most), request_ids_to_remove_from_waiting)
 
 
 def evicting_engine(make: Callable[[], Any], text: PreTrainedConfig, batching: Batching) -> Any:
@@ -448,7 +536,7 @@ def evicting_engine(make: Callable[[], Any], text: PreTrainedConfig, batching: B
             processor = make()
         finally:
             registry[FULL_ATTENTION] = before
-    _adapt(processor.cache)
+    _adapt(processor)
     return processor
 
 
@@ -457,18 +545,16 @@ def has_full_attention(text: PreTrainedConfig) -> bool:
     return FULL_ATTENTION in engine.group_layers_by_attn_type(text)
 
 
-def _adapt(cache: Any) -> None:
-    """Make the engine's scheduler count slots instead of tokens.
-
-    In each step the engine reads at most as many slots as exist. Up to `read_cache_limit`, its scheduler assumes that a
-    request has one slot per token. Without a lower limit, a request with more tokens than slots exist would wait
-    forever.
-    """
-    made = cache.cache_allocators.get(FULL_ATTENTION)
+def _adapt(processor: Any) -> None:
+    """Make the engine's scheduler an `EvictingScheduler`."""
+    made = processor.cache.cache_allocators.get(FULL_ATTENTION)
     if not isinstance(made, EvictingAllocator):
         raise _changed("an engine whose allocators are those of the registry", type(made).__name__)
-    for name in ("read_cache_limit", "max_tokens_read"):
-        if not hasattr(cache, name):
-            raise _changed(f"PagedAttentionCache.{name}", "none")
-    window = max(getattr(x, "sliding_window", 0) for x in cache.cache_allocators.values())
-    cache.read_cache_limit = max(made.most_held(cache.max_tokens_read), window)
+    if not hasattr(processor.cache, "read_cache_limit"):
+        raise _changed("PagedAttentionCache.read_cache_limit", "none")
+    scheduler = getattr(processor, "scheduler", None)
+    if not isinstance(scheduler, Scheduler):
+        raise _changed("ContinuousBatchProcessor.scheduler", type(scheduler).__name__)
+    if not isinstance(scheduler, EvictingScheduler):  # a manager that starts again has the engine that it had
+        bases = EvictingScheduler, type(scheduler)
+        scheduler.__class__ = type("EvictingScheduler", bases, {"allocator": made})

@@ -20,7 +20,8 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from ..cache.queries import check_observed
-from ..methods.base import BudgetPolicy, DecodePolicy, Policy
+from ..cache.schedule import Schedule
+from ..methods.base import BudgetPolicy, Policy
 from ..methods.queries import QueryPolicy
 from ..methods.table import as_policy
 from .attention import unwrap
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 MIN_TRANSFORMERS = "5.18.0"  # the oldest version whose engine has a registry of allocators
 #: Whether the engine stores a step's keys before its attention function gets the queries.
 STORES_FIRST = Version(transformers.__version__) >= Version("5.24.dev0")
-MANY = 2**40  # tokens, more than any budget
 ATTENTIONS = ("sdpa", "eager", "paged|eager")
 _NAME = "init_continuous_batching"  # the method that creates every engine
 
@@ -41,7 +41,7 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def continuous_batching(model: torch.nn.Module, policy: Policy | str) -> Iterator[Batching]:
+def continuous_batching(model: torch.nn.Module, policy: Policy | str, *, evict: str = "prompt") -> Iterator[Batching]:
     """Make the model's continuous batching evict within a block.
 
     ```python
@@ -51,13 +51,13 @@ def continuous_batching(model: torch.nn.Module, policy: Policy | str) -> Iterato
     ```
 
     In the block, `model.generate_batch`, `continuous_batching_context_manager` and `init_continuous_batching` make
-    engines whose full-attention layers evict for as long as the engine lives. Other layers are unchanged. When a step
-    ends, each request that holds more slots than `policy.held` allows is evicted, and its blocks return to the engine's
-    pool for other requests.
+    engines whose full-attention layers evict for as long as the engine lives. Other layers are unchanged. A prompt is
+    evicted when it ends, and in decode a request is evicted whenever its buffer is full. The blocks that become free
+    return to the engine's pool for other requests.
 
-    With `kvops.LagKV`, `kvops.Full` and buffer=1, a request generates the same text as alone in a `kvops.hf.KVCache`
-    with the same chunks. With a longer buffer the two may differ: a KVCache evicts with each chunk of a prompt, while
-    `held` does not know about chunks and lets the buffer fill up first.
+    A request generates the same text as alone in a `kvops.hf.KVCache` that gets its prompt in one step, up to rounding.
+    Neither the other requests, nor `max_batch_tokens`, nor a restart of the request by an engine that has run out of
+    blocks change what is kept.
 
     In the block an engine keeps the model's attention (as with `auto_switch_to_flash=False`) and shares no prefixes. An
     engine that transformers caches (`persistent_manager=True`) is destroyed when the block ends. Afterwards the model
@@ -67,21 +67,21 @@ def continuous_batching(model: torch.nn.Module, policy: Policy | str) -> Iterato
     Args:
         model: A causal language model of transformers with the attention "sdpa" or "eager". PEFT or `torch.compile` may
             have wrapped it.
-        policy: A policy whose number of kept tokens depends only on the number of a request's tokens, such as
-            `kvops.KeyDiff(1024)`, `kvops.LagKV(lag=128, ratio=0.25)` or
-            `kvops.StreamingLLM(1024, positions="original")`. Or a policy that uses queries, such as
-            `kvops.SnapKV(1024)` or `kvops.H2O(1024)`. It evicts prompts and decode alike, whenever its buffer is full
-            (1/16 of the budget for policies without a `buffer`). Or a string for `kvops.policy`:
-            "keydiff:budget=1024".
+        policy: A policy that keeps equally many tokens in all heads and layers, with a budget in tokens:
+            `kvops.KeyDiff(1024)`, `kvops.SnapKV(1024)`, `kvops.StreamingLLM(1024, positions="original")`. Or a string
+            for `kvops.policy`: "keydiff:budget=1024".
+        evict: When a prompt is evicted: "prompt", once, at its end, or "blocks:N", after every N of its tokens and at
+            its end (KeyDiff's block-wise prompts). The blocks of a prompt are taken until its end; with "blocks:N" a
+            long prompt takes no more than the budget and N slots.
 
     Yields:
         A `Batching`, which counts what was evicted.
 
     Raises:
         ImportError: The installed transformers has no such engine.
-        TypeError: `model` is not a transformers model, or `policy` is not a kvops policy.
-        ValueError: The policy is not supported; or the model has a cached engine already; or, when the engine is made,
-            it would use CUDA graphs, compiled steps, asynchronous batching or CPU offloading.
+        TypeError: `model` is not a transformers model, `policy` is not a kvops policy, or `evict` is not a string.
+        ValueError: The policy is not supported; `evict` is invalid; the model has a cached engine already; or, when the
+            engine is made, it would use CUDA graphs, compiled steps, asynchronous batching or CPU offloading.
         NotImplementedError: The model or its attention is not supported.
         RuntimeError: The engine differs from the one this was written for, or another block of the model is open.
     """
@@ -103,7 +103,7 @@ def continuous_batching(model: torch.nn.Module, policy: Policy | str) -> Iterato
     _check_model(inner, policy)
     policy = policy.for_model(inner)
     _check_served(inner, policy)
-    batching = allocator.Batching(policy)
+    batching = allocator.Batching(Schedule.of("continuous_batching", policy, evict))
     with _lock:
         if inner in _open:
             raise RuntimeError("continuous_batching: expected no other open block of this model, got one; end it first")
@@ -159,7 +159,7 @@ def _check_model(model: PreTrainedModel, policy: Policy) -> None:
 
 def _check_served(model: PreTrainedModel, policy: Policy) -> None:
     """Raise for policies that the engine cannot support."""
-    layers, queries = model.config.get_text_config().num_hidden_layers, isinstance(policy, QueryPolicy)
+    layers = model.config.get_text_config().num_hidden_layers
     if policy.staged:
         why = "evicts in a stage of its own between prompt and decode, which the engine cannot run"
     elif not policy.paged and not isinstance(policy, BudgetPolicy):
@@ -171,16 +171,12 @@ def _check_served(model: PreTrainedModel, policy: Policy) -> None:
     elif not policy.uniform_layers:
         why = "keeps different numbers of slots in different layers, but the engine has one block table for all layers"
     elif isinstance(policy, BudgetPolicy) and not isinstance(policy.budget, int):
-        why = "needs a budget in tokens (an int), because blocks are counted without knowing the prompt's length"
-    elif queries and isinstance(policy, DecodePolicy) and policy.buffer is None:
-        why = "keeps all tokens of decode, but the engine evicts prompts and decode alike; set buffer="
-    elif not queries and len({policy.held(MANY, prompt) for prompt in (1, MANY, 2 * MANY)}) > 1:
-        why = "keeps a number of tokens that depends on the prompt's length, which allocators do not know; set buffer="
+        why = "needs a budget in tokens, an int, as in a PagedCache"
     else:
         check_observed("continuous_batching", policy)
         for layer in range(layers):
             policy.check_cache(layer, layers)
-        if queries and STORES_FIRST:
+        if isinstance(policy, QueryPolicy) and STORES_FIRST:
             raise NotImplementedError(
                 "continuous_batching: policies that use queries need transformers < 5.24, because the engine of later "
                 f"versions stores the keys before it has the queries, got {policy!r} in transformers "
