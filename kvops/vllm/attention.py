@@ -1,8 +1,8 @@
 """kvops' attention in vLLM's CPU backend: KVOPS_VLLM_ATTENTION=1, with and without eviction.
 
 Pages hold rows, in the memory that vLLM allocates, kv_cache [num_pages, Hk, page_size, 2 * d]. Each page of a head
-holds page_size rows of K, then as many of V (`cpu_pages.row_views`). Evictions therefore move rows without a conversion,
-and `window_attention` can return the scores of the keys.
+holds page_size rows of K, then as many of V (`cpu_pages.row_views`). Evictions therefore move rows as they are, and
+`window_attention` can return the scores of the keys.
 
 A step's requests are attended in one of two ways, whichever is faster (`few`):
 
