@@ -65,7 +65,8 @@ test-all: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS
 	@$(PY) -m pytest -m "" $(ARGS)
 
 # The tests of the vLLM plugin and of lm-eval-harness, in an environment of their own, .venv/engines: gigabytes, minutes.
-test-engines: $(STAMPS)/kvops $(STAMPS)/engines-$(VLLM)-$(HARNESS)
+test-engines: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/engines-$(VLLM)-$(HARNESS)
+	@$(PY) -m kvops.eval.smollm2 >/dev/null
 	@PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(wildcard tests/test_vllm_*.py) tests/test_eval_harness.py)
 
 bench: $(STAMPS)/kvops $(STAMPS)/dev

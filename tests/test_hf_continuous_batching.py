@@ -174,7 +174,7 @@ def test_as_in_a_cache_of_its_own(policy, attn, seen):
     assert max(map(len, seen.chunks.values())) > tokens + 2  # prompts came in chunks
     assert model.config._attn_implementation == attn
     if not isinstance(policy, kvops.Full):
-        assert batch.evictions >= 2 and batch.tokens >= 50 and batch.blocks >= 5
+        assert batch.evictions >= 2 and batch.tokens >= 30 and batch.blocks >= 5
         assert "evictions of" in batch.stats()
 
 
