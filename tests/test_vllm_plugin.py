@@ -425,6 +425,21 @@ def test_the_lengths_of_prompts_follow_the_batch_of_the_v1_runner():
         prompts.update_state(BatchUpdate(1, [], [(0, None, None, [])], []))
 
 
+def test_a_vllm_without_the_v2_interface_starts_as_ever(tmp_path):
+    """Without a policy. vLLM loads the logits processors of all installed packages."""
+    code = """
+import sys
+sys.modules["vllm.v1.worker.gpu.sample.logits_processor"] = None
+from vllm.v1.sample.logits_processor import LogitsProcessor, cached_load_custom_logitsprocs
+found = cached_load_custom_logitsprocs(None)
+assert found and all(x.__name__ == "Prompts" and issubclass(x, LogitsProcessor) for x in found), found
+"""
+    environment = os.environ | {"KVOPS_VLLM": ""}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_the_v2_runner(monkeypatch):
     """This runner needs Triton, which the CPU build lacks. Here the V1 runner's engine passes what the V2 runner would:
     its logits processors see requests' states, and each row of a step names its request's place among them."""

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
+
+try:
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
+except ImportError:  # vLLM loads this module without a policy, too. With one, `check_vllm` refuses such a version.
+    LogitsProcessorV2 = object
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata

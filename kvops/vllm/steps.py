@@ -30,9 +30,7 @@ class Held(NamedTuple):
 
     table: Tensor  # int32 [rows, any] on the device: each request's blocks outside its gaps; the rest is undefined
     lengths: Tensor  # int64 [rows] on the host: the slots in use, including this step's tokens
-    slots: (
-        Tensor | None
-    )  # int64 [tokens] on the device: the slot in the pool of each of the step's tokens; None: vLLM's
+    slots: Tensor | None  # int64 [tokens] on the device: each token's slot in the pool; None: as vLLM assigns it
 
     @classmethod
     def of(cls, plan: Plan, batch: Batch, prompts: Sequence[int]) -> Held:
