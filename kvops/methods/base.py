@@ -559,16 +559,6 @@ class BudgetPolicy(Policy):
     def resumed(self, before: int, n: int, prompt: int) -> Policy:
         return replace(self, budget=self.held(n, prompt))
 
-    def spare(self, keep: int) -> int:
-        """The tokens held over a budget of `keep` before an eviction, if prompts and decode are evicted alike."""
-        return max(1, fraction_of(BUFFER, keep))
-
-    def cycled(self, n: int) -> int:
-        """The tokens left of n with a buffer that is emptied whenever it is full."""
-        assert isinstance(self.budget, int)
-        more = n - self.budget
-        return n if more < (spare := self.spare(self.budget)) else self.budget + more % spare
-
     def scores(self, view: View) -> Tensor:
         """The score of each slot: fp32 [b, Hk, n], or [b, 1, n] for all heads alike.
 
@@ -668,6 +658,12 @@ class DecodePolicy(BudgetPolicy):
         """The buffer of a budget of `keep` tokens."""
         assert self.buffer is not None
         return self.buffer if isinstance(self.buffer, int) else max(1, fraction_of(self.buffer, keep))
+
+    def cycled(self, n: int) -> int:
+        """The tokens left of n with a buffer that is emptied whenever it is full."""
+        assert isinstance(self.budget, int)
+        more = n - self.budget
+        return n if more < (spare := self.spare(self.budget)) else self.budget + more % spare
 
     def full(self, view: View, keep: int) -> bool:
         if view.n <= keep or self.of_prompt(view):
