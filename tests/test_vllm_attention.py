@@ -311,7 +311,7 @@ def run(monkeypatch, policy, own, prompts, **settings):
             layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
             return generate(llm, prompts, 24), {f"{type(x.impl).__module__}.{type(x.impl).__name__}" for x in layers}
         finally:
-            llm.llm_engine.engine_core.engine_core.shutdown()
+            llm.llm_engine.engine_core.shutdown()
     finally:
         cleanup_dist_env_and_memory()
 

@@ -75,7 +75,7 @@ def installed(tmp_path_factory):
 
 @contextmanager
 def engine(policy, **settings):
-    """Start a vLLM engine; yield the LLM and its block manager. Use one at a time: shutdown cleans up global state."""
+    """Start a vLLM engine; yield the LLM and its block manager. Use one at a time: vLLM's distributed state is global."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -86,13 +86,13 @@ def engine(policy, **settings):
             patch.delitem(sys.modules, name)
         try:
             llm = LLM(**{**ENGINE, **settings})
-            core = llm.llm_engine.engine_core.engine_core
-            managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+            client = llm.llm_engine.engine_core
+            managers = client.engine_core.scheduler.kv_cache_manager.coordinator.single_type_managers
             (manager,) = (x for x in managers if hasattr(x, "freed"))
             try:
                 yield llm, manager
             finally:
-                core.shutdown()
+                client.shutdown()  # the core's own would run again as the LLM is collected, into the next engine's state
         finally:
             cleanup_dist_env_and_memory()
 
