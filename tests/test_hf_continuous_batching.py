@@ -51,6 +51,7 @@ SERVED = [
     kvops.Random(24, buffer=11, seed=3),
     kvops.L2(24, buffer=1, skip_layers=()),
     kvops.SATKV(24, window=4, kappa=2, buffer=7),
+    kvops.Random(7, buffer=2, seed=3, protect="prompt"),
     kvops.Full(),
 ]
 QUERIES = [
@@ -63,6 +64,7 @@ QUERIES = [
     kvops.H2O(24, buffer=1),
     kvops.H2O(24, buffer=8, group_reduce="sum", recent=12),
     kvops.H2O(24, buffer=None),
+    kvops.RKV(8, window=4, buffer=3, protect="prompt"),
     # With random weights, outlier degrees are so close that another summation order changes the selection.
     kvops.ProtoKV(40, clusters="chunks", buffer=8, **PROTOKV),
     kvops.ProtoKV(48, clusters="lsh", buffer=8, **PROTOKV),

@@ -38,6 +38,10 @@ POLICIES = [
     kvops.H2O(20, recent=4, group_reduce="max"),
     kvops.ProtoKV(20, window=5, num_chunks=6, num_sats=8, buffer=6),
     kvops.ProtoKV(20, window=5, num_chunks=6, clusters="lsh", buffer=None),
+    kvops.KeyDiff(9, recent=0.25, buffer=4, protect="prompt"),
+    kvops.RKV(9, window=5, buffer=4, protect="prompt"),
+    kvops.H2O(9, buffer=3, protect="prompt"),
+    kvops.ProtoKV(9, window=5, alpha=3, num_chunks=6, num_sats=8, buffer=6, protect="prompt"),
     kvops.Full(),
 ]
 every_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
@@ -122,7 +126,7 @@ class Alone:
         k, v = memory["k"], memory["v"]
         if isinstance(rule, kvops.H2O):
             recent = int(rule.recent * rule.budget) if isinstance(rule.recent, float) else rule.recent
-            indices = ops.select_topk(memory["scores"], k=rule.budget, window=recent)
+            indices = ops.select_topk(memory["scores"], k=rule.budget, sinks=rule.sinks, window=recent)
         elif isinstance(rule, kvops.Random):
             ranks = kvops.methods.random_numbers.random_integers(memory["positions"].int(), rule.seed, layer)
             indices = ops.select_topk(ranks, k=rule.budget)

@@ -33,6 +33,7 @@ class AttendingCache(Cache):
     """
 
     policy: QueryPolicy
+    _protecting: QueryPolicy | None
     _tensors = (*Cache._tensors, "_queries")
 
     @classmethod
@@ -47,6 +48,10 @@ class AttendingCache(Cache):
         self._queries: Tensor | None = None  # [b, Hq, <= policy.remembers, d]: the last tokens' queries
         self._waiting = 0  # layers that have yet to read this step
         self._observed: list[Tensor] = []  # the scores of the layers that have, each as `View.observed`
+
+    @property
+    def _rule(self) -> QueryPolicy:
+        return self._protecting or self.policy
 
     @property
     def last_queries(self) -> Tensor | None:
@@ -99,7 +104,7 @@ class AttendingCache(Cache):
 
     def _read(self, q: Tensor, k_step: Tensor, v_step: Tensor, view: View, options: dict[str, Any]) -> Tensor:
         """Compute one layer's attention and add its scores to the step's. view: the stored slots with the step's."""
-        rows = 0 if self.frozen else self.policy.rows(view)
+        rows = 0 if self.frozen else self._rule.rows(view)
         w = min(rows, q.shape[2])
         out, scores = self._observe(q, k_step, v_step, w, options)
         if scores is not None:
@@ -112,11 +117,11 @@ class AttendingCache(Cache):
         if self._observed:
             view.observed = self._of_group(self._observed, view.heads)
             view.window = self.policy.window
-        elif not self.frozen and (w := self.policy.rows_remembered(view)):
+        elif not self.frozen and (w := self._rule.rows_remembered(view)):
             # The window spans several steps, so all its rows observe together, now.
             self._remember(view, self._queries, w, options, view.n - w if self.policy.protects_window else None)
         if view.observed is not None:
-            indices = self.policy.evict(view)
+            indices = self._rule.evict(view)
             if indices is None:
                 self.state = view.state
             else:

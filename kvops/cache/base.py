@@ -143,6 +143,8 @@ class Cache:
         # int64 [b, Hk, <= len]: positions of the slots kept by the last eviction; later slots count on from there
         self._kept: Tensor | None = None
         self._evicted_at = 0  # tokens seen at the last eviction
+        self._prompt = 0  # tokens of the prompt so far
+        self._protecting: Policy | None = None  # the policy with the prompt's length, if it protects the prompt
         self._step_pads: Tensor | None = None  # int32 [b]: padding slots in what the last append returned
 
     @property
@@ -197,6 +199,16 @@ class Cache:
         """How many columns of padding each row of the sequence begins with, int32 [b]; None without padding."""
         return self._padding
 
+    @property
+    def _rule(self) -> Policy:
+        """The policy by which the steps evict."""
+        return self._protecting or self.policy
+
+    def _set_prompt(self, tokens: int) -> None:
+        self._prompt = tokens
+        if self.policy.protect is not None:
+            self._protecting = self.policy.protecting(tokens)
+
     def freeze(self) -> None:
         """Stop evicting until `reset`: the compressed prompt stays as it is, and all later tokens are kept."""
         self.frozen = True
@@ -209,7 +221,10 @@ class Cache:
 
         Raises:
             RuntimeError: The cache is empty.
+            ValueError: The policy protects the prompt.
         """
+        if self.policy.protect is not None:
+            raise ValueError(f"{self.name}: keep() expected a policy with protect=None, got {self.policy!r}")
         with self.undone_on_error():
             view = self._stored()
             self._keep(slots.expand(*view.k.shape[:2], -1), view)
@@ -382,6 +397,8 @@ class Cache:
 
     def _store(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int) -> bool:
         """Let the policy evict from k and v, the stored and the new slots. Return whether it evicted any."""
+        if self._prompt == self.seen and not self.frozen and (seen > self.seen + 1 or not self.seen):
+            self._set_prompt(seen)
         view = self._view(k, v, pads, seen)
         indices = None if self.frozen else self._evict(view)
         if indices is None:
@@ -416,7 +433,7 @@ class Cache:
 
     def _evict(self, view: View) -> Tensor | None:
         """Return the slots to keep after a step has been stored; None to keep all."""
-        return self.policy.evict(view)
+        return self._rule.evict(view)
 
     def _view(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int, new: int | None = None) -> View:
         """Return the policy's view. k, v: stored and new slots; pads: how many of a row's first slots are padding."""
@@ -432,6 +449,7 @@ class Cache:
             kept=self._kept,
             padding=self._padding,
             state=dict(self.state),
+            whole_prompt=self.policy.protect is not None,
         )
 
     def _pads_with(self, t: int) -> Tensor | None:
@@ -529,6 +547,7 @@ class Cache:
             self._memory = Memory(*(x.clone() for x in memory.first(length)))
         self._length = length
         self.seen = seen
+        self._set_prompt(min(self._prompt, seen))
         if self.pads is not None:
             self.pads = self.pads.clamp(max=length)
 

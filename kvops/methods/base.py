@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, get_args
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from ..checks import (
     PLAIN,
@@ -35,6 +35,7 @@ from ..checks import (
     check_rank,
     check_recent,
     plain,
+    shown,
 )
 from ..ops import compact_kv_, gather_kv
 from ..rope import Rope
@@ -44,8 +45,10 @@ from .select import all_slots, select_budget, shared_scores
 
 HeadMode = Literal["per_head", "shared", "adaptive"]
 Positions = Literal["slots", "original"]
+Protect = Literal["prompt"]
 HEAD_MODES: tuple[HeadMode, ...] = get_args(HeadMode)
 POSITIONS: tuple[Positions, ...] = get_args(Positions)
+PROTECTS: tuple[Protect, ...] = get_args(Protect)
 #: The default buffer: tokens over the budget in decode, as a fraction of the budget. An eviction then costs little
 #: compared to the attention of the tokens in between (docs/decode.md).
 BUFFER = 1 / 16
@@ -142,6 +145,7 @@ class View:
         block_table: int32 [b, max_pages] or None; see `Spans`.
         tokens: int64 [b] or None, the tokens that each request of an engine has seen; None: those of `seen`, which all
             rows share.
+        whole_prompt: A cache keeps the whole prompt (`Policy.protect`), with its padding.
     """
 
     k: Tensor
@@ -161,6 +165,7 @@ class View:
     state: dict[str, Any] = field(default_factory=dict)
     block_table: Tensor | None = None
     tokens: Tensor | None = None
+    whole_prompt: bool = False
 
     def __post_init__(self) -> None:
         if self.seen < 0:
@@ -191,8 +196,9 @@ class View:
 
     @property
     def spans(self) -> dict[str, Any]:
-        """starts, lengths and fill_invalid, as operators and `select_budget` take them."""
-        return {"starts": self.starts, "lengths": self.lengths, "fill_invalid": self.fill_invalid}
+        """starts, lengths and fill_invalid, as a selection takes them. Padding that must stay counts as valid."""
+        starts = None if self.whole_prompt else self.starts
+        return {"starts": starts, "lengths": self.lengths, "fill_invalid": self.fill_invalid}
 
     @property
     def slots(self) -> dict[str, Any]:
@@ -250,6 +256,8 @@ class Policy:
     uses_positions: ClassVar[bool] = True
     #: The rule uses queries, so the library must compute the attention of each step.
     uses_queries: ClassVar[bool] = False
+    #: "prompt": a cache keeps the whole prompt, and the budget is for the tokens after it (`DecodePolicy`).
+    protect: Protect | None = None
     #: "slots": tokens take the positions of their slots, without gaps for evicted tokens. Needs the model's `Rope`.
     positions: Positions = "original"
     #: Entries of the state with one value per slot, [b, Hk, len]. A cache moves them along with the slots.
@@ -350,6 +358,10 @@ class Policy:
         settings, never on scores. A scheduler therefore knows the pages of each request without asking the workers.
         """
         raise NotImplementedError
+
+    def protecting(self, prompt: int) -> Self:
+        """The policy that a cache applies after a prompt of this many tokens, or slots: `protect`, in numbers."""
+        return self
 
     def resumed(self, before: int, n: int, prompt: int) -> Policy:
         """The policy whose `select` performs the eviction due after n tokens.
@@ -557,7 +569,7 @@ class BudgetPolicy(Policy):
         return n if n < prompt else min(prompt, self.budget) + n - prompt
 
     def resumed(self, before: int, n: int, prompt: int) -> Policy:
-        return replace(self, budget=self.held(n, prompt))
+        return replace(self.protecting(prompt), budget=self.held(n, prompt))
 
     def scores(self, view: View) -> Tensor:
         """The score of each slot: fp32 [b, Hk, n], or [b, 1, n] for all heads alike.
@@ -641,14 +653,55 @@ class DecodePolicy(BudgetPolicy):
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
+        protect: "prompt": a cache keeps the whole prompt, and the budget, with `sinks` and the newest tokens, is for
+            the tokens after it. The prompt is what the steps before the first step of a single token append; later
+            turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
     """
 
     _: KW_ONLY
     buffer: int | float | None = BUFFER
+    protect: Protect | None = None
 
     def check(self) -> None:
         check_buffer(self.name, self.buffer)
+        if self.protect is not None:
+            check_choice(self.name, "protect", self.protect, PROTECTS)
+            if not isinstance(self.budget, int):
+                raise ValueError(
+                    f"{self.name}: protect='prompt' needs a budget in tokens, an int, got {shown(self.budget)}"
+                )
+            if self.buffer is None:
+                raise ValueError(
+                    f"{self.name}: protect='prompt' needs a buffer, an int or a float, because without one a cache "
+                    "keeps all new tokens, got None"
+                )
         super().check()
+
+    def _view(self, k: Tensor, v: Tensor, **call: Any) -> tuple[View, Out]:
+        if self.protect is not None:
+            raise ValueError(
+                f"{self.name}: a one-shot call cannot tell the prompt from the tokens after it, expected protect=None, "
+                f"got {self.protect!r}; use a cache, or sinks= and a budget that holds them"
+            )
+        return super()._view(k, v, **call)
+
+    def protecting(self, prompt: int) -> Self:
+        """With protect="prompt": the policy whose first tokens, beyond the budget's own, are the prompt."""
+        if self.protect is None:
+            return self
+        assert isinstance(self.budget, int)  # as `check` checks
+        return replace(
+            self,
+            protect=None,
+            budget=prompt + self.budget,
+            sinks=prompt + self.sinks,
+            buffer=self.spare(self.budget),
+            **self.newest_setting(self.budget),
+        )
+
+    def newest_setting(self, keep: int) -> dict[str, Any]:
+        """The setting, if there is one, that protects newest tokens as a fraction of the budget, in tokens of `keep`."""
+        return {}
 
     def of_prompt(self, view: View) -> bool:
         """Whether the step is part of a prompt."""
@@ -679,7 +732,12 @@ class DecodePolicy(BudgetPolicy):
             )
 
     def held(self, n: int, prompt: int) -> int:
-        """The whole prompt until its last token; then the budget and the tokens since the buffer was last emptied."""
+        """The whole prompt until its last token; then the budget and the tokens since the buffer was last emptied.
+
+        With protect="prompt" also the prompt.
+        """
+        if self.protect is not None:
+            return n if n <= prompt else prompt + self.cycled(n - prompt)
         count = super().held(n, prompt)
         return count if self.buffer is None or n <= prompt else self.cycled(count)
 
@@ -712,6 +770,9 @@ class KeyPolicy(DecodePolicy):
 
     def newest(self, keep: int) -> int:
         return recent_tokens(self.name, self.recent, keep)
+
+    def newest_setting(self, keep: int) -> dict[str, Any]:
+        return {"recent": self.newest(keep)}
 
     def check(self) -> None:
         check_recent(self.name, self.recent)

@@ -72,7 +72,8 @@ class ExpectedAttention(CalibratedPolicy):
         logits = self.logits(view)
         if self.sinks:
             slots = torch.arange(view.n, device=logits.device)
-            first = 0 if view.starts is None else view.starts[:, None, None]
+            starts = view.spans["starts"]
+            first = 0 if starts is None else starts[:, None, None]
             logits = logits.masked_fill((slots >= first) & (slots < first + self.sinks), -torch.inf)
         usable = logits > -torch.inf  # neither a sink nor NaN
         # In fp64: the rounding of an fp32 sum would depend on the number of slots that are not valid.

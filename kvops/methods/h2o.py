@@ -94,6 +94,9 @@ class H2O(DecodePolicy, QueryPolicy):
     def newest(self, keep: int) -> int:
         return recent_tokens(self.name, self.recent, keep)
 
+    def newest_setting(self, keep: int) -> dict[str, Any]:
+        return {"recent": self.newest(keep)}
+
     def rows(self, view: View) -> int:
         return view.new
 

@@ -111,8 +111,9 @@ class KeyDiff(MergingPolicy):
         else:
             slots = complement(indices, view.n)
             gone = k.gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, k.shape[3]))
-            # Padding is evicted first.
-            anchor = anchor - self._key_sum(gone, None if pads is None else pads.clamp(max=evicted))
+            if pads is not None:  # all heads evict the same padding, which comes first
+                pads = (slots[:, 0] < pads[:, None]).sum(-1, dtype=torch.int32)
+            anchor = anchor - self._key_sum(gone, pads)
         view.state.update(anchor=anchor, summed=keep, drift=drift)
         return indices
 

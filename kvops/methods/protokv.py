@@ -189,7 +189,7 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         return 0 if self.of_prompt(view) or not self.full(view, self.room(view)) else self.alpha
 
     def resumed(self, before: int, n: int, prompt: int) -> Policy:
-        return replace(self, budget=self.held(n, prompt), window=self.rows_at(n, prompt))
+        return replace(self.protecting(prompt), budget=self.held(n, prompt), window=self.rows_at(n, prompt))
 
     def rows_at(self, n: int, prompt: int) -> int:
         return self.window if n <= prompt else self.remembers
@@ -232,7 +232,8 @@ class ProtoKV(DecodePolicy, QueryPolicy):
 
     def choose(self, scores: Tensor, view: View, budget: Budget, *, recent: int = 0, **options: Any) -> Tensor:
         """Select the slots to keep, given the window's scores of each token, fp32 [b, Hk, n]."""
-        starts, prefix = view.starts, prefix_lengths(scores, recent, view.starts, view.lengths)
+        spans = view.spans
+        starts, prefix = spans["starts"], prefix_lengths(scores, recent, spans["starts"], view.lengths)
         if self.sinks:
             first = torch.zeros_like(prefix) if starts is None else starts
             starts, prefix = first + prefix.clamp(max=self.sinks), (prefix - self.sinks).clamp(min=0)
@@ -241,9 +242,9 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         cluster_scores = cluster_mean(scores, assignment, num_clusters=count, reduce=self.cluster_reduce)
         if self.head_mode == "shared":
             ranks = shared_ranks(scores, assignment, cluster_scores)
-            return select_budget(self.name, ranks, view.heads, budget, sinks=self.sinks, recent=recent, **view.spans)
+            return select_budget(self.name, ranks, view.heads, budget, sinks=self.sinks, recent=recent, **spans)
         rows, heads = view.rows, view.heads
-        keep, budgets = row_budgets(self.name, budget, (rows, heads), view.n, view.starts, view.lengths)
+        keep, budgets = row_budgets(self.name, budget, (rows, heads), view.n, spans["starts"], view.lengths)
         protected, left = recent + self.sinks, None
         if budgets is not None:
             check_rows_hold(self.name, budgets, self.sinks, torch.full_like(budgets, recent))
@@ -254,7 +255,7 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         )
         if self.whole_clusters:
             budgets = kept + protected
-        return select_topk(priority, k=keep, sinks=self.sinks, window=recent, budgets=budgets, **view.spans)
+        return select_topk(priority, k=keep, sinks=self.sinks, window=recent, budgets=budgets, **spans)
 
 
 def check_clusters(of: ProtoKV) -> None:
