@@ -261,19 +261,19 @@ def check_head_budgets(op: str, budget: Tensor, shape: Sequence[int] | None = No
         )
 
 
-def check_recent(op: str, recent: int | float) -> None:
+def check_recent(op: str, recent: int | float, name: str = "recent") -> None:
     """Checks for a number of tokens (an int of at least 0) or a fraction in [0, 1) of the budget."""
     recent = plain(recent)
     if isinstance(recent, bool) or not isinstance(recent, (int, float)):
         raise TypeError(
-            f"{op}: recent must be an int (tokens) or a float (fraction of the budget), got {typed(recent)}"
+            f"{op}: {name} must be an int (tokens) or a float (fraction of the budget), got {typed(recent)}"
         )
     if isinstance(recent, int):
-        check_fits(op, "recent", recent)
+        check_fits(op, name, recent)
         if recent < 0:
-            raise ValueError(f"{op}: recent must be at least 0 tokens, got {recent}")
+            raise ValueError(f"{op}: {name} must be at least 0 tokens, got {recent}")
     elif not 0.0 <= recent < 1.0:
-        raise ValueError(f"{op}: recent as a fraction of the budget must be in [0, 1), got {recent}")
+        raise ValueError(f"{op}: {name} as a fraction of the budget must be in [0, 1), got {recent}")
 
 
 def check_buffer(op: str, buffer: int | float | None) -> None:

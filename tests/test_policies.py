@@ -155,7 +155,7 @@ RENAMED = {"L": "lag", "r": "ratio"}
 #: Not options of a shorthand: its window is the number of query rows; the others concern only caches, or all methods.
 NOT_IN_SHORTHANDS = {
     "window", "refresh", "buffer", "alpha", "steps", "template", "stage1", "stage1_budget",
-    "positions", "head_mode", "sinks", "recent", "previous", "instruction", "next_instruction",
+    "positions", "head_mode", "sinks", "recent", "protect", "previous", "instruction", "next_instruction",
 }  # fmt: skip
 
 
@@ -262,6 +262,7 @@ OTHER = {
     "template": (9,),
     "budget": 0.5,
     "ratio": 0.25,
+    "protect": "prompt",
 }
 
 
@@ -346,6 +347,8 @@ WRONG = {
     "span": [("wide", TypeError)],
     "overlap": [("none", TypeError)],
     **{name: [("unheard of", ValueError), (None, ValueError)] for name, x in OTHER.items() if isinstance(x, str)},
+    "protect": [("unheard of", ValueError), (True, ValueError)],
+    "largest_values": [(-1, ValueError), (1.0, ValueError), ("3", TypeError)],
     "statistics": [(5, TypeError), (["a"], TypeError)],
     "future": [(0, ValueError), (1.5, TypeError)],
     "max_offset": [(0, ValueError), (1.5, TypeError)],

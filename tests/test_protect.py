@@ -21,6 +21,7 @@ POLICIES = [
     kvops.L2(BUDGET, skip_layers=(), **OPTIONS),
     kvops.StreamingLLM(BUDGET, **OPTIONS),
     kvops.Random(BUDGET, seed=3, **OPTIONS),
+    kvops.Random(BUDGET, seed=3, recent=2, largest_values=0.3, **OPTIONS),
     kvops.SATKV(BUDGET, window=4, kappa=2, **OPTIONS),
     kvops.RKV(BUDGET, window=4, **OPTIONS),
     kvops.TOVA(BUDGET, **OPTIONS),
@@ -71,8 +72,8 @@ def test_the_prompt_stays_and_the_budget_is_for_the_rest(policy, prompt):
 @every_policy
 def test_it_is_the_policy_whose_sinks_are_the_prompt(policy):
     """The prompt is in the scores, as every cached token is. Only its slots are out of reach."""
-    prompt, newest = 25, getattr(policy, "recent", None)
-    options = {} if newest is None else {"recent": int(newest if isinstance(newest, int) else newest * BUDGET)}
+    prompt, fractions = 25, [x for x in ("recent", "largest_values") if isinstance(getattr(policy, x, 0), float)]
+    options = {x: int(getattr(policy, x) * BUDGET) for x in fractions}
     sinks = replace(policy, budget=prompt + BUDGET, sinks=prompt + policy.sinks, protect=None, **options)
     x, caches = tokens(prompt + 40), [kvops.Cache(policy), kvops.Cache(sinks)]
     for cache in caches:

@@ -75,7 +75,7 @@ def installed(tmp_path_factory):
 
 @contextmanager
 def engine(policy, **settings):
-    """Start a vLLM engine; yield the LLM and its block manager. Use one at a time: vLLM's distributed state is global."""
+    """Start a vLLM engine; yield the LLM and its block manager. Use one at a time: its state is global."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -92,7 +92,7 @@ def engine(policy, **settings):
             try:
                 yield llm, manager
             finally:
-                client.shutdown()  # the core's own would run again as the LLM is collected, into the next engine's state
+                client.shutdown()  # the core's would run once more as the LLM is collected, and end the next engine
         finally:
             cleanup_dist_env_and_memory()
 

@@ -620,6 +620,15 @@ class BudgetPolicy(Policy):
             **options,
         )
 
+    def behind_sinks(self, view: View) -> tuple[Tensor | None, Tensor | None]:
+        """The starts and lengths of the slots that may be kept, without the sinks."""
+        starts, lengths = view.spans["starts"], view.lengths
+        if not self.sinks:
+            return starts, lengths
+        first = torch.zeros(view.rows, dtype=torch.int32, device=view.k.device) if starts is None else starts
+        valid = valid_slots(view.n, first, lengths)
+        return first + valid.clamp(max=self.sinks), (valid - self.sinks).clamp(min=0)
+
     def _shares(self, scores: Tensor, view: View, recent: int | float) -> Tensor:
         """The budget of each head, by the scores of the tokens that are not protected: int32 [b, Hk]."""
         if scores.shape[1] != view.heads:
@@ -629,12 +638,7 @@ class BudgetPolicy(Policy):
                 f"{self.name}: head_mode='adaptive' with sinks or recent needs a budget in tokens, got {self.budget}"
             )
         newest = recent_tokens(self.name, recent, self.budget) if isinstance(self.budget, int) else 0
-        starts, lengths = view.starts, view.lengths
-        if self.sinks:
-            none = torch.zeros(len(scores), dtype=torch.int32, device=scores.device)
-            valid = valid_slots(view.n, none if starts is None else starts, lengths)
-            starts = (none if starts is None else starts) + torch.clamp(valid, max=self.sinks)
-            lengths = (valid - self.sinks).clamp(min=0)
+        starts, lengths = self.behind_sinks(view)
         budget = self.budget
         assert not isinstance(budget, Tensor)  # `check` refuses it
         if self.sinks:
@@ -696,11 +700,11 @@ class DecodePolicy(BudgetPolicy):
             budget=prompt + self.budget,
             sinks=prompt + self.sinks,
             buffer=self.spare(self.budget),
-            **self.newest_setting(self.budget),
+            **self.in_tokens(self.budget),
         )
 
-    def newest_setting(self, keep: int) -> dict[str, Any]:
-        """The setting, if there is one, that protects newest tokens as a fraction of the budget, in tokens of `keep`."""
+    def in_tokens(self, keep: int) -> dict[str, Any]:
+        """The settings that may be fractions of the budget, for a budget of `keep` tokens; `buffer` aside."""
         return {}
 
     def of_prompt(self, view: View) -> bool:
@@ -758,6 +762,7 @@ class KeyPolicy(DecodePolicy):
         sinks: See `BudgetPolicy`.
         head_mode: See `BudgetPolicy`.
         buffer: See `DecodePolicy`.
+        protect: See `DecodePolicy`.
         recent: Newest tokens that are always kept (int), or a fraction in [0, 1) of the budget (float); they count
             towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget; the
             budgets themselves are computed with this fraction of the mean budget protected in every head.
@@ -771,7 +776,7 @@ class KeyPolicy(DecodePolicy):
     def newest(self, keep: int) -> int:
         return recent_tokens(self.name, self.recent, keep)
 
-    def newest_setting(self, keep: int) -> dict[str, Any]:
+    def in_tokens(self, keep: int) -> dict[str, Any]:
         return {"recent": self.newest(keep)}
 
     def check(self) -> None:

@@ -39,6 +39,7 @@ class ExpectedAttention(CalibratedPolicy):
         recent: See `KeyPolicy`.
         head_mode: See `BudgetPolicy`.
         buffer: See `DecodePolicy`.
+        protect: See `DecodePolicy`.
         statistics: See `CalibratedPolicy`.
         future: How many next positions the queries are expected at, at most 2^40.
         covariance: If False, only the mean query counts: C is 0.

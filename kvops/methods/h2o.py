@@ -43,6 +43,7 @@ class H2O(DecodePolicy, QueryPolicy):
         head_mode: See `BudgetPolicy`.
         group_reduce: See `QueryPolicy`.
         buffer: See `DecodePolicy`; the paper's is 1.
+        protect: See `DecodePolicy`.
         recent: Newest tokens that are always kept: an int, or a fraction in [0, 1) of the budget (float). With
             head_mode="adaptive" as in `KeyPolicy`.
 
@@ -94,7 +95,7 @@ class H2O(DecodePolicy, QueryPolicy):
     def newest(self, keep: int) -> int:
         return recent_tokens(self.name, self.recent, keep)
 
-    def newest_setting(self, keep: int) -> dict[str, Any]:
+    def in_tokens(self, keep: int) -> dict[str, Any]:
         return {"recent": self.newest(keep)}
 
     def rows(self, view: View) -> int:
@@ -159,6 +160,7 @@ class TOVA(DecodePolicy, QueryPolicy):
         head_mode: See `BudgetPolicy`. The paper's is "shared".
         group_reduce: See `QueryPolicy`.
         buffer: See `DecodePolicy`; the paper's is 1.
+        protect: See `DecodePolicy`.
 
     Source: TOVA, Oren et al., 2024.
     """

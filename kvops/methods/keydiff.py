@@ -48,6 +48,7 @@ class KeyDiff(MergingPolicy):
         recent: See `KeyPolicy`.
         head_mode: See `BudgetPolicy`.
         buffer: See `DecodePolicy`. The paper evicts after every token: buffer=1.
+        protect: See `DecodePolicy`.
         normalize_anchor: If False, mu is the mean of the keys without normalization.
         metric: "cosine"; ablations "dot" (-k_i . mu) and "euclidean" (||k_i - mu||).
         anchor: "mean"; ablations "median" (per channel) and "pairwise" (Eq. 7: minus the mean cosine with every key).

@@ -94,6 +94,7 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         head_mode: "per_head", or "shared": all heads keep the same tokens, ranked by the mean over heads of their
             clusters' scores, then of their own. Clusters are then not kept whole.
         buffer: See `DecodePolicy`.
+        protect: See `DecodePolicy`.
         alpha: The observation window of decode.
 
     Source: ProtoKV, Sec. 4, Algorithm 1; decode: App. O.
@@ -315,6 +316,7 @@ class SATKV(DecodePolicy):
         window: Newest tokens that are always kept.
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         buffer: See `DecodePolicy`.
+        protect: See `DecodePolicy`.
 
     Source: ProtoKV, Sec. 4.1, App. H.
     """

@@ -26,6 +26,10 @@ def _signed(x: Any) -> Any:
     return ((x + 2**31) & 0xFFFFFFFF) - 2**31
 
 
+#: One past the largest random integer.
+RANGE = 1 << 24
+
+
 def random_integers(position: Tensor, seed: int, layer: int) -> Tensor:
     """Hashes (seed, layer, head, position) to fp32 integers in [0, 2^24). position: int32 [b, Hk, n]."""
     key = 0
@@ -34,4 +38,4 @@ def random_integers(position: Tensor, seed: int, layer: int) -> Tensor:
     heads = torch.arange(position.shape[1], device=position.device)[:, None]
     keys = _mix(_signed(heads + (key + 0x9E3779B9))).int()
     mixed: Tensor = _mix(_mix(position) ^ keys)
-    return (mixed & 0xFFFFFF).float()
+    return (mixed & (RANGE - 1)).float()

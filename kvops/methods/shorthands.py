@@ -1050,10 +1050,12 @@ def triattention_compress(
 
 
 @one_shot
-def random_compress(k: Tensor, v: Tensor, budget: Budget, *, seed: int = 0, **call: Unpack[Spans]) -> Compressed:
+def random_compress(
+    k: Tensor, v: Tensor, budget: Budget, *, seed: int = 0, largest_values: int | float = 0, **call: Unpack[Spans]
+) -> Compressed:
     """Evict at random: keep random tokens, different ones in every head.
 
-    Equals `kvops.Random(budget, seed=seed).compress(k, v)`.
+    Equals `kvops.Random(budget, seed=seed, largest_values=largest_values).compress(k, v)`.
 
     Args:
         k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
@@ -1061,6 +1063,7 @@ def random_compress(k: Tensor, v: Tensor, budget: Budget, *, seed: int = 0, **ca
         budget: Tokens to keep per head (int), or a fraction in (0, 1] of the valid tokens (float), or int32 [b, Hk],
             the tokens of each head.
         seed: The seed, at least 0.
+        largest_values: See `kvops.Random`.
         **call: starts, lengths, fill_invalid, out, block_table, layout; see `Spans`.
 
     Returns:
@@ -1071,7 +1074,7 @@ def random_compress(k: Tensor, v: Tensor, budget: Budget, *, seed: int = 0, **ca
         TypeError: An argument has the wrong type. Nothing has been written.
         ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
     """
-    return Random(budget, seed=seed).compress(k, v, **call)
+    return Random(budget, seed=seed, largest_values=largest_values).compress(k, v, **call)
 
 
 lagkv_compress_ = in_place(lagkv_compress)

@@ -284,6 +284,7 @@ class CalibratedPolicy(KeyPolicy):
         recent: See `KeyPolicy`.
         head_mode: See `BudgetPolicy`.
         buffer: See `DecodePolicy`.
+        protect: See `DecodePolicy`.
         statistics: A `QueryStatistics` of the model, or the path of its file. It is required: calls without it raise
             ValueError. If it covers several layers, single calls need `layer` and `num_layers`.
     """

@@ -41,6 +41,7 @@ class TriAttention(CalibratedPolicy):
         recent: See `KeyPolicy`. The authors' engine plugin keeps the newest 128 tokens of a budget of 2048.
         head_mode: See `BudgetPolicy`.
         buffer: See `DecodePolicy`. The authors evict every 128 tokens.
+        protect: See `DecodePolicy`.
         statistics: See `CalibratedPolicy`.
         max_offset: The largest future offset D, at most 2^40.
         normalize: If False, the scores of a group's query heads are compared as they are.
