@@ -472,7 +472,7 @@ def test_random_is_fair_and_reproducible():
 
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_random_keeps_the_largest_values(sinks):
-    """Of each head's valid tokens behind the sinks, those of the largest norms are always kept, and a sample of others."""
+    """Of each head's valid tokens behind the sinks, those of the largest norms always stay, and a sample of others."""
     k, v = kit.kv(2, 3, 60, 16)
     v[:, 1, 7] = torch.nan
     spans = dict(starts=kit.int32(0, 11), lengths=kit.int32(60, 40))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kit
+import kvops
 from kvops.vllm.layouts import Blocks, PageRows
 
 pytest.importorskip("vllm")
@@ -334,3 +335,33 @@ def test_evictions_are_those_of_vllm_attention(policy, monkeypatch):
     own, classes = run(monkeypatch, policy, "1", prompts)
     assert classes == {"kvops.vllm.cpu_attn.OwnImpl"}
     assert own == stock
+
+
+def test_scores_of_all_queries_are_a_by_product(monkeypatch):
+    """H2O's sums at each eviction are those that a pass of their own computes, which only vLLM's kernel needs."""
+    from kvops.cache.queries import LookOfAll
+
+    pick, look = kvops.H2O.pick, LookOfAll.__call__
+    sums, passes = [], []
+
+    def watched_pick(rule, scores, view):
+        sums.append([row[:, :n].clone() for row, n in zip(scores, view.lengths.tolist())])
+        return pick(rule, scores, view)
+
+    def watched_look(self, *args):
+        passes.append(sum(len(x.table) for x in self.calls))
+        return look(self, *args)
+
+    monkeypatch.setattr(kvops.H2O, "pick", watched_pick)
+    monkeypatch.setattr(LookOfAll, "__call__", watched_look)
+    prompts = [prompt(12345, 0, 1000), prompt(54321, 500, 500), prompt(77777, 900, 560)]
+    settings, found = dict(max_num_batched_tokens=256), []
+    for own in "01":
+        run(monkeypatch, "h2o:budget=200,buffer=8,group_reduce=sum", own, prompts, **settings)
+        found.append((list(sums), len(passes)))
+        sums.clear(), passes.clear()
+    (stock, passes_of_stock), (own, passes_of_own) = found
+    assert len(own) == len(stock) > 6 and 0 < passes_of_own < passes_of_stock / 2
+    for rows, expected in zip(own, stock):
+        for row, other in zip(rows, expected):
+            torch.testing.assert_close(row, other, atol=1e-4, rtol=1e-4)

@@ -240,8 +240,7 @@ class Impl(CPUAttentionBackendImpl):
             logits["sink_logits"] = self.sinks.detach().float()
         for x in parts.windows:
             q = query[x.rows].view(*x.visible.shape, *query.shape[1:]).transpose(1, 2)
-            out, _, _ = window_attention(q, k, v, x.visible, block_table=x.table, scores=False, **logits)
-            output[x.rows] = out.transpose(1, 2).flatten(0, 1)
+            output[x.rows] = self.attend(x, q, k, v, logits).transpose(1, 2).flatten(0, 1)
         if parts.copied is not None:
             rows = parts.copied.rows
             out = output[rows]  # a view if rows is a slice
@@ -250,6 +249,10 @@ class Impl(CPUAttentionBackendImpl):
             if not isinstance(rows, slice):
                 output[rows] = out
         return output
+
+    def attend(self, window: Window, q: Tensor, k: Tensor, v: Tensor, logits: dict[str, Any]) -> Tensor:
+        """Return the attention of a window's tokens, [b, Hq, t, d]. q: the same shape; k, v: pages."""
+        return window_attention(q, k, v, window.visible, block_table=window.table, scores=False, **logits)[0]
 
     def do_kv_cache_update(
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

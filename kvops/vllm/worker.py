@@ -135,11 +135,15 @@ class EvictingImpl(AttentionImpl):
         )
         step: Step | None = getattr(attn_metadata, "step", None)
         if step is not None:
-            if self._memory is None or self._memory.num_blocks != len(kv_cache):
-                self._memory = Remembered(kv_cache.shape[:3], step.plan.kinds, kv_cache.device)
-            place = extract_layer_index(layer.layer_name), self._num_layers
-            step.run(self._memory, query, self.layout(layer, kv_cache), place, self._logits(step.plan.policy))
+            place, memory = (extract_layer_index(layer.layer_name), self._num_layers), self.memory(step, kv_cache)
+            step.run(memory, query, self.layout(layer, kv_cache), place, self._logits(step.plan.policy))
         return out
+
+    def memory(self, step: Step, kv_cache: Tensor) -> Remembered:
+        """Return what the layer remembers besides its cache."""
+        if self._memory is None or self._memory.num_blocks != len(kv_cache):
+            self._memory = Remembered(kv_cache.shape[:3], step.plan.kinds, kv_cache.device)
+        return self._memory
 
     def _logits(self, rule: Policy) -> dict[str, Any]:
         """Return how the attention turns q . k into logits, so that the rule's scores use the same logits."""
