@@ -4,7 +4,9 @@
 
 Both run in turns, and the medians of their CPU times are compared: these do not depend on other work on the machine.
 The first table times one layer of a step, writes included, in turn in so many layers that their caches exceed the
-processor's. With --model, the second table times the steps of two engines, which generate from random prompts.
+processor's. Rows with "H2O" include the scores that H2O adds up in decode: kvops' attention returns them, and beside
+vLLM's they take a pass over the keys of their own. With --model, the second table times the steps of two engines, which
+generate from random prompts.
 """
 
 from __future__ import annotations
@@ -55,12 +57,27 @@ def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, floa
     return {name: statistics.median(own[1:]) for name, own in seconds.items()}
 
 
-def time_layer(heads: tuple[int, int, int], dtype: torch.dtype, step: tuple[int, int, int], rounds: int, page: int):
+def time_layer(
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    step: tuple[int, int, int],
+    rounds: int,
+    page: int,
+    scores: bool = False,
+) -> dict[str, float]:
+    """Return the CPU seconds of a step's layer. scores: with those that H2O adds up."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from kvops.vllm.attention import Builder, Impl
+    from kvops import H2O
+    from kvops.cache.queries import AllQueries, Batch, Remembered
+    from kvops.cache.schedule import Schedule
+    from kvops.vllm import attention
+    from kvops.vllm.cpu_attn import OwnImpl
+    from kvops.vllm.layouts import Tiles
+    from kvops.vllm.plan import Plan
+    from kvops.vllm.steps import Step
 
     (query_heads, kv_heads, d), (requests, new, total) = heads, step
     pages = -(-total // page)
@@ -88,19 +105,36 @@ def time_layer(heads: tuple[int, int, int], dtype: torch.dtype, step: tuple[int,
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
     spec = FullAttentionSpec(block_size=page, num_kv_heads=kv_heads, head_size=d, dtype=dtype)
-    builder = Builder(spec, [], config, torch.device("cpu"))
+    builder = attention.Builder(spec, [], config, torch.device("cpu"))
     metadata = builder.build(0, common_metadata)
-    layer = SimpleNamespace(isa=builder.isa, _k_scale_float=1.0, _v_scale_float=1.0)
+    layer = SimpleNamespace(
+        isa=builder.isa, _k_scale_float=1.0, _v_scale_float=1.0, layer_name="model.layers.0.self_attn.attn"
+    )
     options = (query_heads, d, d**-0.5, kv_heads, None, None, "auto")
-    stock, own, out = CPUAttentionBackendImpl(*options), Impl(*options), torch.empty_like(q)
+    stock, out = CPUAttentionBackendImpl(*options), torch.empty_like(q)
+    own, memories, look = attention.Impl(*options), [None] * layers, None
+    if scores:
+        rule, lengths = H2O(total + 1), torch.full((requests,), total)
+        plan = Plan(Schedule(rule), page)
+        memories = [Remembered(cache.shape[:3], plan.kinds, cache.device) for cache in caches]
+        for memory in memories:
+            memory.slots["scores"].zero_()
+        batch = Batch(table, starts[:-1].long(), lengths - new, lengths)
+        look = AllQueries(rule, page).step(batch, [], table, lengths)
+        own = OwnImpl.__new__(OwnImpl)  # without an engine's configuration
+        attention.Impl.__init__(own, *options)
+        own._num_layers, metadata.adds_up, metadata.step = 1, True, Step(plan, None, [])
 
     def as_vllm():
-        for cache in caches:
+        for cache, memory in zip(caches, memories):
             stock.do_kv_cache_update(layer, k, v, cache, metadata.slot_mapping)
             stock.forward(layer, q, k, v, cache, metadata, out)
+            if look is not None:
+                look(memory, q, Tiles(cache, layer.isa).keys, {"scale": d**-0.5})
 
     def as_kvops():
-        for cache in caches:
+        for cache, memory in zip(caches, memories):
+            own._memory = memory
             own.forward(layer, q, k, v, cache, metadata, out)
 
     return {name: x / layers for name, x in in_turns(dict(zip(NAMES, (as_vllm, as_kvops))), rounds).items()}
@@ -115,9 +149,10 @@ def time_layers(most: int, rounds: int, page: int) -> list[dict]:
             for dtype, of in DTYPES.items():
                 config.model_config = SimpleNamespace(dtype=of)
                 for step, sizes in steps(most).items():
-                    found.append({"heads": heads, "dtype": dtype, "step": step})
-                    found[-1] |= time_layer(shape, of, sizes, rounds, page)
-                    print(found[-1], file=sys.stderr)
+                    for scores in (False, True)[: 1 + (sizes[1] == 1)]:
+                        found.append({"heads": heads, "dtype": dtype, "step": step + ", H2O" * scores})
+                        found[-1] |= time_layer(shape, of, sizes, rounds, page, scores)
+                        print(found[-1], file=sys.stderr)
     return found
 
 
