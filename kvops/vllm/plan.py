@@ -31,6 +31,7 @@ from ..cache.queries import check_observed
 from ..cache.schedule import Schedule
 from ..methods import Policy
 from ..methods.base import BudgetPolicy, check_policy
+from ..methods.criticalkv import CriticalKV
 from ..methods.lagkv import LagKV
 
 _REMEMBERED = 1 << 16  # states
@@ -148,6 +149,11 @@ def check(policy: Policy) -> None:
         raise ValueError(
             f"{name}: kvops.vllm does not support it, because vLLM runs no stage of its own before an eviction, got "
             f"{policy!r}; use another policy, such as SnapKV"
+        )
+    if isinstance(policy, CriticalKV):
+        raise ValueError(
+            f"{name}: kvops.vllm does not support it, because vLLM's CPU build packs the weights of the output "
+            f"projections, which it needs, for its kernels, got {policy!r}; use another policy, such as SnapKV"
         )
     if not isinstance(policy, (LagKV, BudgetPolicy)):
         raise ValueError(
