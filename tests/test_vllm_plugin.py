@@ -610,14 +610,15 @@ def test_scores_are_of_the_logits_that_the_attention_has():
     assert softmax == dot and sinks.dtype == torch.float32 and not sinks.requires_grad
 
 
-def test_an_eviction_that_fails_ends_the_step(monkeypatch):
+@pytest.mark.parametrize("share, moves", [(False, "compact_kv_"), (True, "gather_kv")])
+def test_an_eviction_that_fails_ends_the_step(monkeypatch, share, moves):
     from kvops.vllm import steps
 
     def fails(*_):
         raise RuntimeError("no eviction")
 
-    with engine("keydiff:budget=512") as (llm, _):
-        monkeypatch.setattr(steps, "compact_kv_", lambda *a, **k: fails())
+    with engine("keydiff:budget=512", enable_prefix_caching=share) as (llm, _):
+        monkeypatch.setattr(steps, moves, lambda *a, **k: fails())
         with pytest.raises(Exception, match="no eviction"):
             generate(llm, [prompt(58291740, 0, 1280)])
 

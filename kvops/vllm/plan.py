@@ -68,6 +68,7 @@ class Plan:
     block_size: int
     shared: bool = False
     _states: dict[tuple[int, int], State] = field(default_factory=dict, repr=False)
+    _first: dict[int, int] = field(default_factory=dict, repr=False)  # by prompt: the tokens at the first eviction
 
     @property
     def policy(self) -> Policy:
@@ -88,8 +89,9 @@ class Plan:
         held = self.schedule.held
         if not self.shared or held(n, prompt) == n:
             return n
-        # No request holds all its tokens again after an eviction, and none is evicted before its prompt's end.
-        first = bisect_left(range(n), True, prompt, key=lambda m: held(m, prompt) < m)
+        if (first := self._first.get(prompt)) is None:
+            # No request holds all its tokens again after an eviction, and none is evicted before its prompt's end.
+            self._first[prompt] = first = bisect_left(range(n), True, prompt, key=lambda m: held(m, prompt) < m)
         return _blocks(first, self.block_size) * self.block_size + held(first, prompt) + n - first
 
     def at(self, n: int, prompt: int) -> State:

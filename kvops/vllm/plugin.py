@@ -47,8 +47,8 @@ _WRITE = (
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
     "self layer key value kv_cache slot_mapping",
 )
-#: The functions of vLLM that the plugin overrides or calls, with the parameters it relies on ("|": or). What the package
-#: imports from vLLM is checked too: see `imports`.
+#: The functions of vLLM that the plugin overrides or calls, with the parameters it relies on ("|": or). What the
+#: package imports from vLLM is checked too: see `imports`.
 HOOKS = {
     f"{_MANAGERS}:FullAttentionManager.remove_skipped_blocks": (
         "self request_id processed_computed_tokens num_prompt_tokens"

@@ -159,7 +159,13 @@ class EvictingManager(FullAttentionManager):
             )
         self.plan = plan_of(kv_cache_spec)
         pool = self.block_pool.num_gpu_blocks - 1  # vLLM reserves one null block
-        self.max_admission_blocks_per_request = min(kv_cache_spec.most_blocks(kv_cache_spec.max_tokens), pool)
+        most = kv_cache_spec.most_blocks(kv_cache_spec.max_tokens)
+        if self.plan.shared and most > pool:  # the longest request would never get its last block
+            raise ValueError(
+                f"kvops.vllm: expected {most} blocks, for a prompt of {kv_cache_spec.max_tokens} tokens and the copy that "
+                f"its first eviction makes, got {pool}; lower max_model_len, or set enable_prefix_caching=False"
+            )
+        self.max_admission_blocks_per_request = min(most, pool)
         self._width = self.plan.width(kv_cache_spec.max_tokens)
         self._prompts: dict[str, int] = {}  # by request: the tokens of its prompt
         self._gaps: dict[str, tuple[range, ...]] = {}  # by request: the blocks that have been freed
