@@ -503,26 +503,41 @@ def test_prefixes_that_cannot_be_shared(monkeypatch, spec, why):
 
 def test_a_preempted_request_does_not_take_the_prompt_of_another_for_its_answer():
     """Its prompt and answer are the prompt of another request, whose blocks hold the tokens that it has evicted."""
-    ids = prompt(58291740, 0, 640)
-    expected = reference(kvops.KeyDiff(100), ids, 80)
-    with engine("keydiff:budget=100", enable_prefix_caching=True) as (llm, manager):
-        from vllm import SamplingParams
+    from vllm import SamplingParams
 
+    ids = prompt(58291740, 0, 640)
+    expected = reference(kvops.KeyDiff(100), ids, 140)
+    with engine("keydiff:budget=100", max_num_batched_tokens=1024, enable_prefix_caching=True) as (llm, manager):
         core, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
-        sampling = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
+        pages, sampling = Pages(llm, manager), SamplingParams(max_tokens=140, temperature=0, ignore_eos=True)
         core.add_request("a", {"prompt_token_ids": ids}, sampling)
-        out, step = None, 0
-        while core.has_unfinished_requests():
-            for x in core.step():
-                out = x if x.request_id.startswith("a") else out
-            step += 1
+        for step in range(200):
             if step == 50:
                 core.add_request("b", {"prompt_token_ids": [*ids, *expected[:70]]}, SamplingParams(max_tokens=1))
             if step == 78:
-                (running,) = scheduler.running
-                assert running.num_output_tokens > 64
-                scheduler._preempt_request(scheduler.running.pop(), 0.0)
-        assert list(out.outputs[0].token_ids) == expected and all_free(manager)
+                assert len(scheduler.running) == 1
+                scheduler._preempt_request(a := scheduler.running.pop(), 0.0)
+                assert a.num_output_tokens > 70
+            outs = core.step()
+            pages.check()
+            assert step != 78 or a.num_computed_tokens == 640  # all but one block are found, and a step ends there
+            if any(x.finished and x.request_id == "a" for x in outs):
+                break
+        assert list(outs[0].outputs[0].token_ids) == expected and all_free(manager)
+
+
+def test_a_conversation():
+    """A prompt that goes on from another request's answer shares that one's prompt only: its answer was evicted from."""
+    ids = prompt(58291740, 0, 640)
+    answer = reference(kvops.KeyDiff(100), ids, 100)
+    again = [*ids, *answer, *b" What is the pass key? The pass key is "]
+    expected = reference(kvops.KeyDiff(100), again, 40)
+    with engine("keydiff:budget=100", enable_prefix_caching=True) as (llm, manager):
+        pages = Pages(llm, manager)
+        for prompt_ids, text, hit in ((ids, answer, 0), (again, expected, 640), (again, expected, 24 * BLOCK)):
+            (out,) = run_requests(llm, [prompt_ids], len(text), pages.check)
+            assert list(out.outputs[0].token_ids) == text and out.num_cached_tokens == hit
+        assert all_free(manager)
 
 
 def test_the_lengths_of_prompts_follow_the_batch_of_the_v1_runner():
