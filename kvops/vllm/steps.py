@@ -110,10 +110,11 @@ class Eviction:
             positions = on(device, (slot < known[:, None])[:, None]), on(device, new.int()[:, None])
         places, kept, copies = torch.arange(used.numel()).view(used.shape), columns * size < keep[:, None], None
         if own[0].copies:
-            states = [plan.at(x.n, x.prompt) for x in own]
-            new_table = _outside_gaps(plan, states, all_blocks[index], len(columns))
-            new_table = torch.where(on(device, kept), new_table, -1)
-            copies = Blocks(new_table, places[kept], places[kept]), on(device, places[kept])
+            states, there = [plan.at(x.n, x.prompt) for x in own], kept[:, : -(-int(keep.max()) // size)]
+            new_table = _outside_gaps(plan, states, all_blocks[index], there.shape[1])
+            (filled,) = there.flatten().nonzero(as_tuple=True)
+            new_table = torch.where(on(device, there), new_table, -1)
+            copies = Blocks(new_table, filled, filled), on(device, filled)
         return cls(
             rule,
             index,
