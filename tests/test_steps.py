@@ -394,7 +394,7 @@ class InWorker(Schedule):
     def __init__(self, policy, block, seed):
         from kvops.cache.queries import Remembered, observer
         from kvops.vllm.plan import Plan
-        from kvops.vllm.rings import DeviceRings
+        from kvops.vllm.rings import RequestRings
 
         super().__init__(seed)
         for text in self.texts:
@@ -404,15 +404,15 @@ class InWorker(Schedule):
         device = self.caches[0].device
         self.memories = [Remembered(x.shape[:3], self.plan.kinds, device) for x in self.caches]
         # One ring per block: requests that wait keep theirs. In vLLM none waits while another joins.
-        self.observer = observer(policy, SIZE, DeviceRings(BLOCKS, device))
-        self.free, self.tables = list(range(1, BLOCKS)), {}  # block 0 is vLLM's null block
+        self.observer = observer(policy, SIZE, RequestRings(BLOCKS, device))
+        self.free, self.tables, self.names = list(range(1, BLOCKS)), {}, {}  # block 0 is vLLM's null block
 
     def alone(self, prompt, text):
         return InWorkerAlone(self.plan.policy, prompt, evict=self.plan.schedule.evict)
 
     def join(self, prompt):
         self.joined += 1
-        self.tables[self.joined] = []
+        self.tables[self.joined], self.names[self.joined] = [], object()
         return self.joined
 
     def leave(self, x):
@@ -439,7 +439,9 @@ class InWorker(Schedule):
         width = max(len(self.tables[x]) for x in counts)
         table = torch.tensor([self.tables[x] + [0] * (width - len(self.tables[x])) for x in counts]).int()
         new = torch.tensor(list(counts.values()))
-        batch = Batch(table, new.cumsum(0) - new, torch.tensor(before), torch.tensor(after))
+        batch = Batch(
+            table, new.cumsum(0) - new, torch.tensor(before), torch.tensor(after), [*map(self.names.get, counts)]
+        )
         held = Held.of(self.plan, batch, prompts)
         now = Step.of(self.plan, self.observer, held, batch, prompts)
         at = [(row, n) for row, (s, e) in enumerate(zip(before, after)) for n in range(s, e)]

@@ -8,7 +8,7 @@ import kit
 import kvops
 from kvops.cache.schedule import Schedule
 from kvops.vllm import plugin
-from kvops.vllm.plan import Plan, check
+from kvops.vllm.plan import Plan, check, why_not_shared
 
 SIZE = 16
 
@@ -28,7 +28,8 @@ def plans(draw):
             ),
         )
     )
-    return Plan(Schedule(policy, block), SIZE)
+    schedule = Schedule(policy, block)
+    return Plan(schedule, SIZE, why_not_shared(schedule) is None and draw(st.booleans()))
 
 
 def blocks(slots: int) -> int:
@@ -44,10 +45,11 @@ def test_the_blocks_outside_the_gaps_hold_the_slots(x, prompt, counts):
         gone = [block for gap in state.gaps for block in gap]
         assert state.held == x.schedule.held(n, prompt) and len(gone) == x.freed(n, prompt)
         assert sorted(gone) == gone and all(a.stop < b.start for a, b in zip(state.gaps, state.gaps[1:]))
-        held = [block for block in range(blocks(n)) if block not in gone]
+        has = blocks(x.length(n, prompt))
+        held = [block for block in range(has) if block not in gone]
         assert blocks(state.held) <= len(held) <= blocks(state.held) + 1
-        assert x.columns([state], len(held) + 3).tolist() == [[*held, *range(blocks(n), blocks(n) + 3)]]
-        assert state == Plan(x.schedule, SIZE).at(n, prompt)
+        assert x.columns([state], len(held) + 3).tolist() == [[*held, *range(has, has + 3)]]
+        assert state == Plan(x.schedule, SIZE, x.shared).at(n, prompt)
     states = [x.at(n, prompt) for n in counts]
     each = [x.columns([state], 9)[0].tolist() for state in states]
     assert x.columns(states, 9).tolist() == each
@@ -61,10 +63,17 @@ def test_the_slots_of_a_step_lie_in_blocks_that_the_request_has(x, prompt, steps
     for new in steps:
         new = x.schedule.cut(n, new, prompt)
         before, after = x.at(n, prompt), x.at(n + new, prompt)
-        has = blocks(n + new) - x.freed(n, prompt)
+        length = x.length(n + new, prompt)
+        assert blocks(length) <= x.width(max(prompt, sum(steps)))
+        has = blocks(length) - x.freed(n, prompt)
         assert blocks(before.held + new) <= has <= most
         used = set(x.columns([before], blocks(before.held + new))[0].tolist())
-        assert used <= set(range(blocks(n + new))) and set(x.columns([after], blocks(after.held))[0].tolist()) <= used
+        kept = set(x.columns([after], blocks(after.held))[0].tolist())
+        assert used | kept <= set(range(blocks(length)))
+        if x.shared and n == before.held and after.held < n + new:  # copied: no block of the prompt is written or held
+            assert not used & kept and after.gaps == (range(blocks(n + new)),)
+        else:
+            assert kept <= used
         assert after.held <= before.held + new
         assert after.kept == (after.held if after.held < before.held + new else before.kept)
         n += new
@@ -78,6 +87,34 @@ def test_what_is_freed():
     assert plan.at(220, 200) == (100, 100, (range(7, 14),))
     plan = Plan(Schedule(kvops.KeyDiff(32, buffer=20), 64), SIZE)
     assert plan.at(64, 200) == (32, 32, (range(2, 4),)) and plan.at(200, 200) == (32, 32, (range(2, 12),))
+
+
+def test_what_is_freed_with_shared_prefixes():
+    plan = Plan(Schedule(kvops.KeyDiff(100, buffer=20)), SIZE, shared=True)
+    assert plan.at(199, 200) == (199, 0, ()) and plan.length(199, 200) == 199
+    assert plan.at(200, 200) == (100, 100, (range(13),))  # 13 blocks of the prompt, then 7 new ones
+    assert plan.length(200, 200) == 13 * SIZE + 100 and plan.width(200) == 13 + 8 + 1  # 119 slots
+    assert plan.at(219, 200) == (119, 100, (range(13),)) and plan.length(219, 200) == 13 * SIZE + 119
+    assert plan.at(220, 200) == (100, 100, (range(13), range(20, 21)))
+    assert plan.at(119, 60) == (119, 0, ())  # the prompt is within the budget: the first eviction is in decode
+    assert plan.at(120, 60) == (100, 100, (range(8),)) and plan.length(121, 60) == 8 * SIZE + 101
+
+
+@pytest.mark.parametrize(
+    "policy, evict, why",
+    [
+        (kvops.KeyDiff(64), "prompt", None),
+        (kvops.SnapKV(64), "prompt", None),
+        (kvops.TOVA(64), "prompt", None),
+        (kvops.LagKV(64), "prompt", None),
+        (kvops.KeyDiff(64), "blocks:128", "evict=blocks:128 evicts"),
+        (kvops.H2O(64), "prompt", "H2O adds up"),
+    ],
+    ids=repr,
+)
+def test_who_shares_prefixes(policy, evict, why):
+    found = why_not_shared(Schedule.of("test", policy, evict))
+    assert found is None if why is None else found.startswith(why)
 
 
 class SumsOfKeys(kvops.KeyDiff):

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -157,7 +158,8 @@ def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
 
     def watched(self, layout, memory, place, *args):
         run(self, layout, memory, place, *args)
-        kept = by_slot.read(memory.slots["positions"], self.blocks.table)[..., : getattr(self.rule, "budget", 0)]
+        table = (self.copies[0] if self.copies else self.blocks).table
+        kept = by_slot.read(memory.slots["positions"], table)[..., : getattr(self.rule, "budget", 0)]
         seen.setdefault(place[0], []).append(kept)
 
     monkeypatch.setattr(Eviction, "run", watched)
@@ -337,21 +339,47 @@ def test_a_needle_is_found_within_the_budget_only(spec, found, dtype):
 
 def watch(monkeypatch, manager, seen):
     """Check at each step that attention reads the blocks that the scheduler assigns to the request. It may have one
-    more, since the last block of the tokens and that of the slots do not fill at the same time."""
+    more, since the last block of the tokens and that of the slots do not fill at the same time, and those to which its
+    first eviction copies."""
     from kvops.vllm.worker import EvictingBuilder
 
-    build = EvictingBuilder.build
+    build, copies = EvictingBuilder.build, manager.plan.shared
 
     def watched(self, *args, **options):
         metadata = build(self, *args, **options)
         owned = [{x.block_id for x in blocks if not x.is_null} for blocks in manager.req_to_blocks.values()]
         for row, n in zip(metadata.block_table.tolist(), metadata.seq_lens.tolist()):
             read = row[: -(-n // BLOCK)]
-            assert len(set(read)) == len(read) and any(set(read) <= x and len(x) <= len(read) + 1 for x in owned)
+            more = [len(x) - len(read) for x in owned if set(read) <= x]
+            assert len(set(read)) == len(read) and more and (copies or min(more) <= 1)
         seen.append(len(metadata.seq_lens))
         return metadata
 
     monkeypatch.setattr(EvictingBuilder, "build", watched)
+
+
+class Pages:
+    """Checks an engine's blocks after each step: how many requests hold each, and what those with hashes contain."""
+
+    def __init__(self, llm, manager):
+        self.manager, self.runner = manager, llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        self.known = {}
+
+    def check(self):
+        pool, counts = self.manager.block_pool, Counter[int]()
+        for blocks in self.manager.req_to_blocks.values():
+            counts.update(x.block_id for x in blocks if not x.is_null)
+        free = {x.block_id for x in pool.free_block_queue.get_all_free_blocks()}
+        assert len(free) == pool.get_num_free_blocks() and not free & counts.keys()
+        assert len(free) + len(counts) == pool.num_gpu_blocks - 1
+        assert all(x.ref_cnt == counts[x.block_id] for x in pool.blocks if not x.is_null)
+        hashed = {x.block_id: x.block_hash for x in pool.blocks if x.block_hash is not None}
+        for block, key in hashed.items():
+            content = [x[block].clone() for x in self.runner.model_runner.kv_caches]
+            same, before = self.known.get(block, (None, content))
+            assert same != key or all(map(torch.equal, before, content))
+            self.known[block] = key, content
+        self.known = {block: x for block, x in self.known.items() if block in hashed}
 
 
 def test_requests_that_the_pool_could_not_hold(monkeypatch):
@@ -368,42 +396,151 @@ def test_requests_that_the_pool_could_not_hold(monkeypatch):
 @pytest.mark.parametrize(
     "spec", ["keydiff:budget=95", "lagkv:lag=60,ratio=0.4,sinks=3,evict=blocks:100", "snapkv:budget=96"]
 )
-def test_requests_come_and_go(monkeypatch, spec):
-    """Random arrivals and aborts, in prefill and decode: no block leaks, and no request reads another's blocks."""
+@pytest.mark.parametrize("share", [False, True])
+def test_requests_come_and_go(monkeypatch, spec, share):
+    """Random arrivals, preemptions and aborts, in prefill and decode: no block leaks or is freed twice, and no request
+    reads another's blocks, or changes what a hash names."""
     from vllm import SamplingParams
 
     draw = random.Random(0)
-    with engine(spec, num_gpu_blocks_override=120, max_num_seqs=8) as (llm, manager):
+    with engine(spec, num_gpu_blocks_override=140, max_num_seqs=8, enable_prefix_caching=share) as (llm, manager):
         watch(monkeypatch, manager, [])
-        core, pool, alive = llm.llm_engine, manager.block_pool, set()
-        for step in range(150):
-            if draw.random() < 0.3 and step < 120:
-                ids = {"prompt_token_ids": prompt(12345678, draw.randrange(5000), draw.randint(500, 1800))}
-                core.add_request(str(step), ids, SamplingParams(max_tokens=draw.randint(1, 60), ignore_eos=True))
+        core, alive, pages, hits, preempted = llm.llm_engine, set(), Pages(llm, manager), 0, 0
+        scheduler = core.engine_core.engine_core.scheduler
+        for step in range(200):
+            if draw.random() < 0.3 and step < 160:
+                ids = prompt(12345678, 100 * draw.randrange(3), draw.randint(500, 1800), draw.choice((100, 400)))
+                sampling = SamplingParams(max_tokens=draw.randint(1, 60), ignore_eos=True)
+                core.add_request(str(step), {"prompt_token_ids": ids}, sampling)
                 alive.add(str(step))
             if alive and draw.random() < 0.1:
                 core.abort_request([gone := draw.choice(sorted(alive))])
                 alive.remove(gone)
-            alive -= {x.request_id for x in core.step() if x.finished}
-            taken = sum(not x.is_null for blocks in manager.req_to_blocks.values() for x in blocks)
-            assert taken + pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+            if scheduler.running and draw.random() < 0.1:
+                scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+                preempted += 1
+            outs = core.step()
+            hits += sum(x.num_cached_tokens or 0 for x in outs if x.finished)
+            alive -= {x.request_id for x in outs if x.finished}
+            pages.check()
         core.abort_request(sorted(alive))
         while core.has_unfinished_requests():
             core.step()
-        assert manager.freed > 100 and all_free(manager)
+        assert manager.freed > 100 and all_free(manager) and preempted > 5
+        assert not manager._prompts and not manager._gaps
+    assert (hits > 5000) == manager.plan.shared == (share and "blocks" not in spec)
 
 
-def test_prefixes_are_not_shared(monkeypatch):
-    """vLLM shares prefixes by default, but an evicted block does not contain the tokens that its hash implies."""
+SHARING = [
+    ("keydiff:budget=100", kvops.KeyDiff(100)),
+    ("keydiff:budget=700", kvops.KeyDiff(700)),  # the first eviction is in decode
+    ("snapkv:budget=100,window=48", kvops.SnapKV(100, 48)),
+    ("lagkv:lag=100,ratio=0.3,sinks=5", kvops.LagKV(100, 0.3, sinks=5)),
+    ("r-kv:budget=250,buffer=32", kvops.RKV(250, buffer=32)),
+    ("tova:budget=250", kvops.TOVA(250)),
+    ("chunkkv:budget=256", kvops.ChunkKV(256)),
+    ("random:budget=5,seed=3,protect=prompt,buffer=5", kvops.Random(5, seed=3, protect="prompt", buffer=5)),
+]
+
+
+@pytest.mark.parametrize("spec, policy", SHARING, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("own", ["0", "1"])
+def test_prefixes_are_shared(monkeypatch, spec, policy, own):
+    """Texts are those of a KVCache. A request that hits computes at least the queries that observe; those that come
+    together share too; and what a hash names never changes."""
+    from kvops.cache.queries import window
+
+    monkeypatch.setenv("KVOPS_VLLM_ATTENTION", own)
+    head = prompt(58291740, 0, 640)[:-60]
+    prompts = [
+        [*head, *f" {word} What is the pass key? The pass key is ".encode()] for word in ("So." * 3, "Or", "A" * 99)
+    ]
+    prompts += [prompts[0], prompts[0][: 18 * BLOCK]]  # the same again, and one of full blocks only
+    texts = [reference(policy, ids, 60) for ids in prompts]
+    with engine(spec, enable_prefix_caching=True, max_num_batched_tokens=200) as (llm, manager):
+        pages, done = Pages(llm, manager), set[int]()
+        for some in ([0], [1, 2], [3, 4], [4], [0, 1, 2, 3, 4]):
+            outs = run_requests(llm, [prompts[i] for i in some], 60, pages.check)
+            assert [list(x.outputs[0].token_ids) for x in outs] == [texts[i] for i in some]
+            for i, out in zip(some, outs):
+                most = len(prompts[i]) - max(1, window(policy))
+                known = max((len(os.path.commonprefix([prompts[i], prompts[j]])) for j in done), default=0)
+                least = min(most, known) // BLOCK * BLOCK
+                assert least <= out.num_cached_tokens <= most and (done or not out.num_cached_tokens)
+            done |= {*some}
+        assert manager.freed > 0 and all_free(manager)
+
+
+def run_requests(llm, prompts, tokens, after_step):
+    from vllm import SamplingParams
+
+    core, outs = llm.llm_engine, {}
+    for i, ids in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        core.add_request(str(i), {"prompt_token_ids": ids}, sampling)
+    while core.has_unfinished_requests():
+        outs |= {int(x.request_id): x for x in core.step()}
+        after_step()
+    return [outs[i] for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    "spec, why",
+    [
+        ("keydiff:budget=512,evict=blocks:256", "evict=blocks:256"),
+        ("h2o:budget=512", "H2O adds up the scores of all queries"),
+    ],
+)
+def test_prefixes_that_cannot_be_shared(monkeypatch, spec, why):
+    """A block that is evicted in place does not contain the tokens that its hash implies."""
     ids, said = prompt(58291740, 0, 1280), []
     monkeypatch.setattr("kvops.vllm.scheduler.logger.warning", lambda text, *args: said.append(text % args))
-    with engine("keydiff:budget=512", enable_prefix_caching=True) as (llm, manager):
+    with engine(spec, enable_prefix_caching=True) as (llm, manager):
         first, second = generate(llm, [ids]), generate(llm, [ids])
         assert first == second and manager.freed == 2 * (1280 - 512) // BLOCK
     (warning,) = said  # once, at the start
-    assert "enable_prefix_caching has no effect" in warning and "its whole prompt" in warning
-    with engine("keydiff:budget=512", enable_prefix_caching=False):
+    assert "enable_prefix_caching has no effect" in warning and why in warning
+    with engine(spec, enable_prefix_caching=False):
         assert len(said) == 1
+
+
+def test_a_preempted_request_does_not_take_the_prompt_of_another_for_its_answer():
+    """Its prompt and answer are the prompt of another request, whose blocks hold the tokens that it has evicted."""
+    from vllm import SamplingParams
+
+    ids = prompt(58291740, 0, 640)
+    expected = reference(kvops.KeyDiff(100), ids, 140)
+    with engine("keydiff:budget=100", max_num_batched_tokens=1024, enable_prefix_caching=True) as (llm, manager):
+        core, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+        pages, sampling = Pages(llm, manager), SamplingParams(max_tokens=140, temperature=0, ignore_eos=True)
+        core.add_request("a", {"prompt_token_ids": ids}, sampling)
+        for step in range(200):
+            if step == 50:
+                core.add_request("b", {"prompt_token_ids": [*ids, *expected[:70]]}, SamplingParams(max_tokens=1))
+            if step == 78:
+                assert len(scheduler.running) == 1
+                scheduler._preempt_request(a := scheduler.running.pop(), 0.0)
+                assert a.num_output_tokens > 70
+            outs = core.step()
+            pages.check()
+            assert step != 78 or a.num_computed_tokens == 640  # all but one block are found, and a step ends there
+            if any(x.finished and x.request_id == "a" for x in outs):
+                break
+        assert list(outs[0].outputs[0].token_ids) == expected and all_free(manager)
+
+
+def test_a_conversation():
+    """A prompt that goes on from another request's answer shares that one's prompt only: its answer was evicted from."""
+    ids = prompt(58291740, 0, 640)
+    answer = reference(kvops.KeyDiff(100), ids, 100)
+    again = [*ids, *answer, *b" What is the pass key? The pass key is "]
+    expected = reference(kvops.KeyDiff(100), again, 40)
+    with engine("keydiff:budget=100", enable_prefix_caching=True) as (llm, manager):
+        pages = Pages(llm, manager)
+        for prompt_ids, text, hit in ((ids, answer, 0), (again, expected, 640), (again, expected, 24 * BLOCK)):
+            (out,) = run_requests(llm, [prompt_ids], len(text), pages.check)
+            assert list(out.outputs[0].token_ids) == text and out.num_cached_tokens == hit
+        assert all_free(manager)
 
 
 def test_the_lengths_of_prompts_follow_the_batch_of_the_v1_runner():
@@ -418,7 +555,9 @@ def test_the_lengths_of_prompts_follow_the_batch_of_the_v1_runner():
         prompts.update_state(BatchUpdate(len(prompts._rows), removed, new, moved))
 
     def of(rows):
-        return [*prompts.of(SimpleNamespace(num_reqs=rows, req_idx=None))]
+        lengths, requests = prompts.of(SimpleNamespace(num_reqs=rows, req_idx=None))
+        assert [x is None for x in requests] == [x == _NONE for x in lengths]
+        return lengths
 
     update(added=[(0, 10), (1, 20), (2, 30)])
     prompts.update_state(None)
@@ -461,7 +600,8 @@ def test_the_v2_runner(monkeypatch):
     def as_v2(self, common_prefix_len, metadata, fast_build=False):
         places = np.random.default_rng(len(seen)).permutation(8)[: metadata.num_reqs]
         lengths = np.zeros(8, dtype=np.int32)
-        lengths[places] = known = v1.of(metadata)
+        known, _ = v1.of(metadata)
+        lengths[places] = known
         states = SimpleNamespace(prompt_len=SimpleNamespace(np=lengths))
         ours = Prompts(self.vllm_config, states)
         assert not ours.add_request(0, None) and ours.apply(logits := torch.zeros(1), None) is logits
@@ -488,14 +628,15 @@ def test_scores_are_of_the_logits_that_the_attention_has():
     assert softmax == dot and sinks.dtype == torch.float32 and not sinks.requires_grad
 
 
-def test_an_eviction_that_fails_ends_the_step(monkeypatch):
+@pytest.mark.parametrize("share, moves", [(False, "compact_kv_"), (True, "gather_kv")])
+def test_an_eviction_that_fails_ends_the_step(monkeypatch, share, moves):
     from kvops.vllm import steps
 
     def fails(*_):
         raise RuntimeError("no eviction")
 
-    with engine("keydiff:budget=512") as (llm, _):
-        monkeypatch.setattr(steps, "compact_kv_", lambda *a, **k: fails())
+    with engine("keydiff:budget=512", enable_prefix_caching=share) as (llm, _):
+        monkeypatch.setattr(steps, moves, lambda *a, **k: fails())
         with pytest.raises(Exception, match="no eviction"):
             generate(llm, [prompt(58291740, 0, 1280)])
 

@@ -14,7 +14,7 @@ from kvops.cache import by_slot
 from kvops.cache.queries import AllQueries, Batch, LastQueries, Remembered, observer
 from kvops.methods.base import View
 from kvops.vllm.layouts import Blocks, Rows, Tiles
-from kvops.vllm.rings import DeviceRings
+from kvops.vllm.rings import RequestRings
 
 HEADS, GROUP, D, SIZE = 2, 2, 32, 32
 CPU, NONE = torch.device("cpu"), torch.empty(0)
@@ -33,17 +33,17 @@ def query(name: int, position: int) -> torch.Tensor:
     return torch.arange(3.0)[:, None] + torch.tensor([float(name), float(position)])
 
 
-def batch(rows: list[tuple[int, ...]]) -> Batch:
+def batch(rows: list[tuple[int, ...]], requests) -> Batch:
     """rows: per request its first block, where its tokens begin in the step, and its tokens before and after it."""
     blocks, *rest = torch.tensor(rows).unbind(1)
-    return Batch(blocks[:, None], *rest)
+    return Batch(blocks[:, None], *rest, requests)
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.randoms(use_true_random=False))
 @kit.examples(100)
 def test_a_move_sees_the_last_queries_before_its_end(window, most, draw):
     """Requests arrive, finish and are preempted; new requests reuse their first blocks; steps have any size."""
-    last, memory = LastQueries(window, DeviceRings(most, CPU)), Remembered((9, 1, SIZE), {}, CPU)
+    last, memory = LastQueries(window, RequestRings(most, CPU)), Remembered((9, 1, SIZE), {}, CPU)
     living, blocks, names = list[Request](), list(range(most + 1)), iter(range(10**6))
     for _ in range(30):
         for x in [x for x in living if draw.random() < 0.1]:
@@ -64,20 +64,41 @@ def test_a_move_sees_the_last_queries_before_its_end(window, most, draw):
             queries += (query(x.name, x.n + i) for i in range(new))
             ends += ((row, end) for end in range(max(window, x.n + 1), x.n + new + 1) if draw.random() < 0.4)
             x.n += new
-        look = last.step(batch(rows), ends, NONE, NONE)
+        look = last.step(batch(rows, chosen), ends, NONE, NONE)
         found = look(memory, torch.stack(queries), KEYS, {})
         expected = [torch.stack([query(chosen[row].name, p) for p in range(end - window, end)], 1) for row, end in ends]
         assert torch.equal(found, torch.stack(expected)) if ends else found is None
 
 
 def test_as_many_queries_are_remembered_as_requests_live():
-    last, memory = LastQueries(8, DeviceRings(3, CPU)), Remembered((9, 1, SIZE), {}, CPU)
-    for block in range(20):
-        look = last.step(batch([(block, 0, 0, 5)]), [], NONE, NONE)
+    last, memory = LastQueries(8, RequestRings(3, CPU)), Remembered((9, 1, SIZE), {}, CPU)
+    requests = [Request(name, 0) for name in range(20)]
+    for x in requests:
+        look = last.step(batch([(0, 0, 0, 5)], [x]), [], NONE, NONE)
         look(memory, torch.zeros(5, 4, D), KEYS, {})
     assert len(memory.last(0, torch.zeros(0, 4, D))) <= 2 * 3 * 7
-    with kit.refuses("from its first token on", kind=RuntimeError):
-        last.step(batch([(0, 0, 5, 6)]), [], NONE, NONE)  # the least recently used of the 20
+    last.step(batch([(0, 0, 5, 9)], requests[-1:]), [(0, 9)], NONE, NONE)
+    with kit.refuses("from token 1 on", "those from 5 on", kind=RuntimeError):
+        last.step(batch([(0, 0, 5, 9)], requests[:1]), [(0, 9)], NONE, NONE)  # the least recently used of the 20
+
+
+def test_a_request_may_begin_after_a_shared_prefix():
+    """Only the queries that an eviction asks for must have been seen. A preempted request begins anew."""
+    last, x = LastQueries(8, RequestRings(1, CPU)), Request(0, 0)
+
+    def step(before, after, *ends):
+        last.step(batch([(0, 0, before, after)], [x]), [(0, end) for end in ends], NONE, NONE)
+
+    step(32, 36)
+    step(36, 40, 40)
+    step(40, 41, 41)
+    with kit.refuses("from token 57 on", "those from 58 on", kind=RuntimeError):
+        step(58, 65, 65)
+    step(32, 40, 40)
+    step(96, 100)
+    step(100, 103)
+    with kit.refuses("from token 95 on", "those from 96 on", kind=RuntimeError):
+        step(103, 103, 103)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +123,7 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
     layout = Tiles(cache, isa) if isa else Rows(cache)
     memory = Remembered(cache.shape[:3], {"scores": torch.float32}, CPU)
     memory.slots["scores"].fill_(torch.nan)  # left by earlier requests
-    seen = observer(rule, SIZE, DeviceRings(3, CPU))
+    seen = observer(rule, SIZE, RequestRings(3, CPU))
     assert isinstance(seen, AllQueries)
     n = [0, 0, 0]
     while n != lengths:
@@ -110,14 +131,14 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
         rows, queries = list[tuple[int, ...]](), list[torch.Tensor]()
         chosen = [i for i in range(3) if new[i]]
         for i in chosen:
-            rows.append((int(table[i, 0]), sum(map(len, queries)), n[i], n[i] + new[i]))
+            rows.append((0, sum(map(len, queries)), n[i], n[i] + new[i]))
             queries.append(q[i, :, n[i] : n[i] + new[i]].transpose(0, 1))
             own = table[i : i + 1, : -(-lengths[i] // SIZE)]
             with layout.rows(Blocks(own, *[torch.arange(own.numel())] * 2)) as (k_rows, _):
                 for t in range(n[i], n[i] + new[i]):
                     k_rows[table[i, t // SIZE], :, t % SIZE] = k[i, :, t]
             n[i] += new[i]
-        look = seen.step(batch(rows), [], table[chosen], torch.tensor([n[i] for i in chosen]))
+        look = seen.step(batch(rows, chosen), [], table[chosen], torch.tensor([n[i] for i in chosen]))
         assert look(memory, torch.cat(queries), layout.keys, {"scale": scale}) is None
     for i, length in enumerate(lengths):
         view = View(k[i : i + 1, :, :length], v[i : i + 1, :, :length])
@@ -141,4 +162,4 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
     ids=repr,
 )
 def test_how_many_queries_a_policy_asks_for(policy, window):
-    assert getattr(observer(policy, SIZE, DeviceRings(4, CPU)), "window", None) == window
+    assert getattr(observer(policy, SIZE, RequestRings(4, CPU)), "window", None) == window

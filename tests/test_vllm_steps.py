@@ -11,10 +11,10 @@ from kvops.cache.schedule import Schedule
 from kvops.methods.base import View
 from kvops.vllm.layouts import Blocks, Layout, Rows, Tiles
 from kvops.vllm.plan import Plan
-from kvops.vllm.rings import DeviceRings
+from kvops.vllm.rings import RequestRings
 from kvops.vllm.steps import Held, Step
 
-HEADS, GROUP, D, SIZE, BLOCKS, TOKENS = 2, 2, 32, 32, 40, 600
+HEADS, GROUP, D, SIZE, BLOCKS, TOKENS = 2, 2, 32, 32, 60, 600
 LAYERS = 3
 #: vLLM's `KVCacheLayout`: the memory order of layers, blocks, heads, slots and channels.
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -37,6 +37,18 @@ POLICIES = [
 PROMPTS = [320, 290]
 
 
+#: The first tokens of both, whose blocks they share if the plan says so.
+SHARED = 2 * SIZE
+
+
+def tokens(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return K and V of two requests, [2, Hk, TOKENS, d]."""
+    k, v = (kit.randn(2, HEADS, TOKENS, D, seed=i).to(dtype) for i in (1, 2))
+    for x in (k, v):
+        x[1, :, :SHARED] = x[0, :, :SHARED]
+    return k, v
+
+
 def layer(layout: str, dtype=torch.float32) -> Tensor:
     """Return one layer of a cache for all layers, as the backends get it: [blocks, Hk, slots, 2 * d]."""
     sizes = dict(zip("LBHNC", (LAYERS, BLOCKS, HEADS, SIZE, 2 * D)))
@@ -47,7 +59,7 @@ def layer(layout: str, dtype=torch.float32) -> Tensor:
 def batch(table: Tensor, before: list[int], after: list[int]) -> Batch:
     before, after = torch.tensor(before), torch.tensor(after)
     new = after - before
-    return Batch(table, new.cumsum(0) - new, before, after)
+    return Batch(table, new.cumsum(0) - new, before, after, range(len(new)))
 
 
 def all_of(table: Tensor) -> Blocks:
@@ -58,21 +70,23 @@ def all_of(table: Tensor) -> Blocks:
 def run(plan: Plan, cache: Tensor, layout: Layout, steps: list[tuple[list[int], list[int]]]) -> Tensor:
     """Run all steps of two requests, and return their block table. Each has half of the pool's blocks, shuffled."""
     table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0)).int().view(2, -1)
-    k, v = (kit.randn(2, HEADS, TOKENS, D, seed=i).to(cache.dtype) for i in (1, 2))
+    if plan.shared:
+        table[1, : SHARED // SIZE] = table[0, : SHARED // SIZE]
+    k, v = tokens(cache.dtype)
     q = kit.randn(2, TOKENS, HEADS * GROUP, D, seed=3).to(cache.dtype)
     memory = Remembered(cache.shape[:3], plan.kinds, cache.device)
     for pool in memory.slots.values():
         pool.fill_(-1)
-    seen = observer(plan.policy, SIZE, DeviceRings(2, cache.device))
+    seen = observer(plan.policy, SIZE, RequestRings(2, cache.device))
     for before, after in steps:
         now = batch(table, before, after)
         held = Held.of(plan, now, PROMPTS)
-        tokens = [(row, t) for row, (a, b) in enumerate(zip(before, after)) for t in range(a, b)]
+        new = [(row, t) for row, (a, b) in enumerate(zip(before, after)) for t in range(a, b)]
         slots = held.slots
         if slots is None:  # vLLM's own
-            slots = torch.stack([table[row, t // SIZE] * SIZE + t % SIZE for row, t in tokens])
-        with layout.rows(all_of(table)) as pages:
-            for (row, t), slot in zip(tokens, slots.tolist()):
+            slots = torch.stack([table[row, t // SIZE] * SIZE + t % SIZE for row, t in new])
+        with layout.rows(all_of(table.unique()[None])) as pages:
+            for (row, t), slot in zip(new, slots.tolist()):
                 for x, pool in zip((k, v), pages):
                     pool[slot // SIZE, :, slot % SIZE] = x[row, :, t]
         step = Step.of(plan, seen, held, now, PROMPTS)
@@ -84,7 +98,7 @@ def run(plan: Plan, cache: Tensor, layout: Layout, steps: list[tuple[list[int], 
 
 def dense(plan: Plan, row: int, ends: list[int], dtype: torch.dtype) -> Tensor:
     """Compute a request's cache without pages: [Hk, held, 2 * d]. ends: its number of tokens after each step."""
-    k, v = (kit.randn(2, HEADS, TOKENS, D, seed=i).to(dtype)[row] for i in (1, 2))
+    k, v = (x[row] for x in tokens(dtype))
     q = kit.randn(2, TOKENS, HEADS * GROUP, D, seed=3).to(dtype)[row]
     slots, rows = torch.empty(HEADS, 0, 2 * D, dtype=dtype), torch.cat((k, v), -1)
     sums, position, logits = torch.zeros(1, HEADS, 0), torch.empty(1, HEADS, 0).long(), {"scale": D**-0.5}
@@ -124,12 +138,16 @@ def steps_of(plan: Plan, wanted: list[list[int]]) -> list[tuple[list[int], list[
 WANTED = [[200, 140], [320, 141], [321, 290], [370, 290], [400, 372], [450, 372], [600, 580]]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda x: x.name)
 @pytest.mark.parametrize("order", [*LAYOUTS, "tiles"])
-@pytest.mark.parametrize("block", [None, 72])
-def test_what_stays_in_each_layout(order, policy, block):
+@pytest.mark.parametrize(
+    "block, shared, policy",
+    [(block, False, x) for block in (None, 72) for x in POLICIES]
+    + [(None, True, x) for x in POLICIES if not x.by_slot],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_what_stays_in_each_layout(order, policy, block, shared):
     """Two requests of different lengths, some of whose evictions are in the same step."""
-    plan, cache = Plan(Schedule(policy, block), SIZE), layer("LBHNC" if order == "tiles" else order)
+    plan, cache = Plan(Schedule(policy, block), SIZE, shared), layer("LBHNC" if order == "tiles" else order)
     layout = Tiles(cache, "vec") if order == "tiles" else Rows(cache)
     steps = steps_of(plan, WANTED)
     table = run(plan, cache, layout, steps)
@@ -141,6 +159,14 @@ def test_what_stays_in_each_layout(order, policy, block):
         with layout.rows(all_of(own)) as pages:
             found = torch.cat([x[own].transpose(0, 1).flatten(1, 2) for x in pages], -1)
         assert torch.equal(found[:, : state.held], expected)
+        if shared:  # its prompt is as it was
+            prompt, own = (
+                torch.cat(tokens(cache.dtype), -1)[row, :, : PROMPTS[row]],
+                table[row, : -(-PROMPTS[row] // SIZE)],
+            )
+            with layout.rows(all_of(own)) as pages:
+                found = torch.cat([x[own].transpose(0, 1).flatten(1, 2) for x in pages], -1)
+            assert torch.equal(found[:, : PROMPTS[row]], prompt)
 
 
 @pytest.mark.parametrize("order", LAYOUTS)
@@ -155,13 +181,14 @@ def test_rows(order):
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, kvops.KeyDiff(4 * SIZE, head_mode="shared")], ids=repr)
-def test_nothing_is_read_back_from_the_device(policy):
+@pytest.mark.parametrize("shared", [False, True])
+def test_nothing_is_read_back_from_the_device(policy, shared):
     """Meta tensors have no values, so reading one raises."""
-    plan = Plan(Schedule(policy), SIZE)
+    plan = Plan(Schedule(policy), SIZE, shared)
     cache = torch.empty(BLOCKS, HEADS, SIZE, 2 * D, dtype=torch.bfloat16, device="meta")
     table = torch.empty(2, BLOCKS // 2, dtype=torch.int32, device="meta")
     memory, evictions = Remembered(cache.shape[:3], plan.kinds, cache.device), 0
-    seen = observer(plan.policy, SIZE, DeviceRings(2, cache.device))
+    seen = observer(plan.policy, SIZE, RequestRings(2, cache.device))
     for before, after in steps_of(plan, WANTED):
         now = batch(table, before, after)
         held = Held.of(plan, now, PROMPTS)

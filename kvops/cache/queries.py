@@ -32,16 +32,18 @@ class Batch:
     """The requests of a step, one per row.
 
     Attributes:
-        table: int32 [rows, max_blocks] on the device, the blocks of each request. The first block identifies it.
+        table: int32 [rows, max_blocks] on the device, the blocks of each request.
         starts: int64 [rows] on the host, where each request's tokens begin among the step's tokens.
         before: int64 [rows] on the host, tokens computed before the step.
         after: int64 [rows] on the host, tokens computed after the step.
+        requests: The requests, if the engine's `Rings` tell them apart by this: the same object in each step.
     """
 
     table: Tensor
     starts: Tensor
     before: Tensor
     after: Tensor
+    requests: Sequence[object] = ()
 
 
 def on(device: torch.device, values: Tensor) -> Tensor:
@@ -118,8 +120,13 @@ class Rings(Protocol):
 
     most: int
 
-    def of(self, batch: Batch) -> Tensor:
-        """Return the requests' numbers, int64 [rows], on the device."""
+    def of(self, batch: Batch, asked: Sequence[tuple[int, int]]) -> Tensor:
+        """Return the requests' numbers, int64 [rows], on the device.
+
+        Args:
+            batch: The requests.
+            asked: Pairs of a row and a position. The row's queries from there on must have been seen.
+        """
 
 
 def observer(policy: Policy, block_size: int, rings: Rings) -> Observer | None:
@@ -128,7 +135,14 @@ def observer(policy: Policy, block_size: int, rings: Rings) -> Observer | None:
         return None
     if policy.by_slot:
         return AllQueries(policy, block_size)
-    return LastQueries(max(policy.rows_at(n, 1) for n in (1, 2)), rings)  # in the prompt, and after it
+    return LastQueries(window(policy), rings)
+
+
+def window(policy: Policy) -> int:
+    """Return how many of a request's last queries score its tokens; 0 if none does, or all."""
+    if not isinstance(policy, QueryPolicy):
+        return 0
+    return max(policy.rows_at(n, 1) for n in (1, 2))  # in the prompt, and after it
 
 
 def check_observed(who: str, policy: Policy) -> None:
@@ -164,7 +178,8 @@ class LastQueries:
 
     def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> LookAtLast:
         device, room = batch.table.device, max(1, self.room)
-        ring = self._rings.of(batch) if self.room else torch.zeros_like(batch.table[:, 0])
+        asked_first = [(row, max(0, end - self.window)) for row, end in ends]
+        ring = self._rings.of(batch, asked_first) if self.room else torch.zeros_like(batch.table[:, 0])
         first = batch.starts - batch.before  # the step's query of position p is row first + p
 
         moving, end = torch.tensor(ends, dtype=torch.int64).reshape(-1, 2).unbind(1)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -156,7 +156,7 @@ class Rings:
         self._of: dict[str, int] = {}
         self._free: list[int] = []
 
-    def of(self, batch: Batch) -> Tensor:
+    def of(self, batch: Batch, asked: Sequence[tuple[int, int]]) -> Tensor:
         for x in self._step:
             if x.request not in self._of:
                 if x.before:

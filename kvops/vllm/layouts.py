@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..methods.base import View
@@ -23,7 +24,8 @@ class Blocks:
 
     Attributes:
         table: int32 [moves, width] on the device, the blocks of each move. Rows are padded with -1.
-        once: int64 on the host, indices into the flattened table that name each distinct block once.
+        once: int64 on the host, indices into the flattened table that name each block once. In moves that share blocks,
+            some blocks are named again.
         held: int64 on the host, like `once`, but only for the blocks still in use after the moves.
     """
 
@@ -44,6 +46,9 @@ class Layout(Protocol):
     def rows(self, blocks: Blocks) -> AbstractContextManager[tuple[Tensor, Tensor]]:
         """Give K and V as views [num_blocks, Hk, block_size, d] in a `with` block; the given blocks hold rows in it."""
 
+    def copied(self, blocks: Blocks) -> tuple[Layout, Blocks]:
+        """Return a layout with the content of blocks that moves may share, and its blocks, to call `rows` and read."""
+
     def keys(self, table: Tensor) -> View:
         """See `kvops.cache.queries.Keys`."""
 
@@ -61,6 +66,9 @@ class Rows:
     @contextmanager
     def rows(self, blocks: Blocks) -> Iterator[tuple[Tensor, Tensor]]:
         yield self.views()
+
+    def copied(self, blocks: Blocks) -> tuple[Layout, Blocks]:
+        return self, blocks  # `rows` converts nothing
 
     def keys(self, table: Tensor) -> View:
         k, v = self.views()
@@ -87,6 +95,12 @@ class Tiles:
         once, held = blocks.pages
         with cpu_pages.converted(self.kv_cache, once, held, self.isa) as (k, v):
             yield k, v
+
+    def copied(self, blocks: Blocks) -> tuple[Layout, Blocks]:
+        pages, _ = blocks.pages
+        table = torch.full_like(blocks.table, -1)
+        table.view(-1)[blocks.once] = torch.arange(len(pages), dtype=torch.int32)
+        return Tiles(self.kv_cache[pages], self.isa), Blocks(table, blocks.once, blocks.once[:0])
 
     def keys(self, table: Tensor) -> View:
         k = cpu_pages.keys(self.kv_cache, table, isa=self.isa)

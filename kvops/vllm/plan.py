@@ -13,6 +13,15 @@ request lies in block i // block_size of those outside the gaps, and new tokens 
 the plugin also computes where vLLM writes them. One block more than the slots need may stay, because the last block of
 the tokens and the last block of the slots do not fill at the same time.
 
+With shared prefixes (`Plan.shared`) the first eviction of a request moves nothing in place, because its blocks may be
+those of other requests, or be found by later ones. The kept tokens are copied to new blocks, and all blocks before
+these are the first gap. From then on vLLM counts the tokens as if the request had begun in its first new block:
+
+```text
+length(n) = first new block * block_size + held(first) + n - first        (n, without shared prefixes)
+freed(n) = (length(n) - held(n)) // block_size
+```
+
 All this depends neither on scores nor on how the tokens were divided into steps, if no step goes beyond an eviction
 (`Schedule.cut`). A preempted request that is recomputed therefore holds the same blocks again. This module does not
 import vLLM.
@@ -20,6 +29,7 @@ import vLLM.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -52,11 +62,14 @@ class Plan:
     Attributes:
         schedule: when requests are evicted, and by which policy.
         block_size: slots per block.
+        shared: whether requests share the blocks of their prompts, see above.
     """
 
     schedule: Schedule
     block_size: int
+    shared: bool = False
     _states: dict[tuple[int, int], State] = field(default_factory=dict, repr=False)
+    _first: dict[int, int] = field(default_factory=dict, repr=False)  # by prompt: the tokens at the first eviction
 
     @property
     def policy(self) -> Policy:
@@ -70,7 +83,17 @@ class Plan:
 
     def freed(self, n: int, prompt: int) -> int:
         """Return how many blocks have been freed of a request after n tokens, `prompt` of them its prompt."""
-        return (n - self.schedule.held(n, prompt)) // self.block_size
+        return (self.length(n, prompt) - self.schedule.held(n, prompt)) // self.block_size
+
+    def length(self, n: int, prompt: int) -> int:
+        """Return for how many tokens vLLM must assign blocks to a request of n tokens, `prompt` of them its prompt."""
+        held = self.schedule.held
+        if not self.shared or held(n, prompt) == n:
+            return n
+        if (first := self._first.get(prompt)) is None:
+            # No request holds all its tokens again after an eviction, and none is evicted before its prompt's end.
+            self._first[prompt] = first = bisect_left(range(n), True, prompt, key=lambda m: held(m, prompt) < m)
+        return _blocks(first, self.block_size) * self.block_size + held(first, prompt) + n - first
 
     def at(self, n: int, prompt: int) -> State:
         """Return a request's state after n tokens, `prompt` of them its prompt."""
@@ -91,14 +114,20 @@ class Plan:
         held = self.schedule.held(after, prompt)
         if held == state.held + after - before:
             return state._replace(held=held)
+        if self.copies(state, before):
+            return State(held, held, (range(_blocks(after, self.block_size)),))
         gone = {block for gap in state.gaps for block in gap}
-        more, block = self.freed(after, prompt) - len(gone), -(-after // self.block_size)
+        more, block = self.freed(after, prompt) - len(gone), _blocks(self.length(after, prompt), self.block_size)
         while more:
             block -= 1
             if block not in gone:
                 gone.add(block)
                 more -= 1
         return State(held, held, _ranges(sorted(gone)))
+
+    def copies(self, before: State, n: int) -> bool:
+        """Return whether an eviction copies what it keeps: the first one. before: the state, after n tokens."""
+        return self.shared and before.held == n
 
     @staticmethod
     def columns(states: Sequence[State], width: int) -> np.ndarray:
@@ -117,9 +146,31 @@ class Plan:
             max_tokens: the longest request.
             tokens_in_flight: the most tokens that may have been scheduled since blocks were last freed.
         """
+        if self.shared:  # until the copies have been made, and the tokens after them come one by one
+            return self.width(max_tokens)
         held = max(self.schedule.held(n, prompt) for n in range(max_tokens + 1) for prompt in (1, max_tokens))
         # One more block, see above.
         return min(_blocks(held + tokens_in_flight, self.block_size) + 1, _blocks(max_tokens, self.block_size))
+
+    def width(self, max_tokens: int) -> int:
+        """Return an upper bound on the blocks in a request's list, gaps included."""
+        blocks = _blocks(max_tokens, self.block_size)
+        if not self.shared:
+            return blocks
+        if self.policy.protect is not None:  # a prompt of any length is copied too
+            return 2 * blocks + 1
+        pairs = ((n, prompt) for n in range(1, max_tokens + 1) for prompt in (1, n))
+        kept = max((x for n, prompt in pairs if (x := self.schedule.held(n, prompt)) < n), default=0)
+        return blocks + _blocks(kept, self.block_size) + 1
+
+
+def why_not_shared(schedule: Schedule) -> str | None:
+    """Return why requests with this schedule cannot share the blocks of their prompts, or None if they can."""
+    if schedule.block is not None:
+        return f"evict={schedule.evict} evicts from a prompt before its end"
+    if schedule.policy.by_slot:
+        return f"{schedule.policy.name} adds up the scores of all queries, which a shared prefix does not compute again"
+    return None
 
 
 def _key(n: int, prompt: int) -> tuple[int, int]:

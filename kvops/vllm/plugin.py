@@ -47,13 +47,24 @@ _WRITE = (
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
     "self layer key value kv_cache slot_mapping",
 )
-#: The functions of vLLM that the plugin overrides or calls, with the parameters it relies on. What the package imports
-#: from vLLM is checked too: see `imports`.
+#: The functions of vLLM that the plugin overrides or calls, with the parameters it relies on ("|": or). What the
+#: package imports from vLLM is checked too: see `imports`.
 HOOKS = {
     f"{_MANAGERS}:FullAttentionManager.remove_skipped_blocks": (
         "self request_id processed_computed_tokens num_prompt_tokens"
     ),
     f"{_MANAGERS}:FullAttentionManager._remove_blocks_in_range": "self request_id first_block last_block",
+    f"{_MANAGERS}:FullAttentionManager.get_num_blocks_to_allocate": (
+        "self request_id num_tokens new_computed_blocks total_computed_tokens num_local_computed_tokens "
+        "num_tokens_main_model apply_admission_cap prefill_end"
+    ),
+    f"{_MANAGERS}:FullAttentionManager.allocate_new_blocks": "self request_id num_tokens num_tokens_main_model",
+    f"{_MANAGERS}:FullAttentionManager.cache_blocks": ("self request num_tokens retention_interval replay_boundaries"),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks": "self blocks num_computed_tokens",
+    "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit": (
+        "self request|self request max_cache_hit_length"  # 0.32 and 0.33
+    ),
+    "vllm.v1.kv_cache_interface:FullAttentionSpec.max_num_blocks_per_req": "self vllm_config max_len",
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": (
         "kvcache_spec_cls manager_class uniform_type_base_spec"
     ),
@@ -202,8 +213,9 @@ def _check_hook(hook: str, expected: str) -> None:
 
     found = _find(hook)
     parameters = " ".join(inspect.signature(found).parameters) if callable(found) else "no function"
-    if parameters != expected:
+    if parameters not in expected.split("|"):
+        takes = " or ".join(f"({x.replace(' ', ', ')})" for x in expected.split("|"))
         raise RuntimeError(
-            f"kvops.vllm: expected vLLM's {hook.partition(':')[2]} to take ({expected.replace(' ', ', ')}), got "
+            f"kvops.vllm: expected vLLM's {hook.partition(':')[2]} to take {takes}, got "
             f"({parameters.replace(' ', ', ')}) in vLLM {vllm.__version__}"
         )

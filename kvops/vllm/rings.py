@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..cache.queries import Batch, on
 
 
-class DeviceRings:
-    """Ring numbers looked up on the device, without a host sync; see `kvops.cache.queries.Rings`.
+class _Ring(NamedTuple):
+    number: int
+    request: object  # alive as long as the ring is its own, so that no other object has its id
+    first: int  # the position of the oldest query since which all have been seen
+    end: int  # one past that of the newest
 
-    A request is identified by its first block, which no other live request has.
+
+class RequestRings:
+    """Ring numbers by request; see `kvops.cache.queries.Rings`. Nothing is read back from the device.
+
+    Args:
+        requests: The most requests that live at a time.
+        device: Where `of` returns its numbers.
     """
 
     def __init__(self, requests: int, device: torch.device):
-        self.most = 0
-        self._owner = torch.full((requests,), -1, device=device)  # per ring: the first block of its request
-        self._seen = torch.zeros(requests, dtype=torch.int64, device=device)  # per ring: the last step that used it
-        self._step = 0
+        self.most, self._requests, self._device = 0, requests, device
+        self._of: dict[int, _Ring] = {}  # by the request's id, the least recently used first
 
-    def of(self, batch: Batch) -> Tensor:
-        step = self._step + 1
-        blocks = batch.table[:, 0].to(self._owner.dtype)
-        same = blocks[:, None] == self._owner
-        known = same.any(1)
-        torch._assert_async(
-            (known | on(blocks.device, batch.before == 0)).all(),
-            "kvops.vllm: expected to have seen the queries of each request from its first token on, got a request "
-            "whose queries are no longer stored",
-        )
-        # There are as many rings as live requests, so a new request can take the least recently used ring: that of a
-        # request that has ended.
-        seen = torch.where(same.any(0), step, self._seen)
-        free = seen.argsort(stable=True)[((~known).cumsum(0) - 1).clamp(min=0)]
-        ring = torch.where(known, same.int().argmax(1), free)
-        self._owner[ring] = blocks
-        self._seen[ring] = self._step = step
-        self.most = min(len(self._owner), self.most + int((batch.before == 0).sum()))
-        return ring
+    def of(self, batch: Batch, asked: Sequence[tuple[int, int]]) -> Tensor:
+        rows = [*zip(batch.requests, batch.before.tolist(), batch.after.tolist(), strict=True)]
+        known = [self._of.pop(id(request), None) for request, *_ in rows]
+        rings = list[_Ring]()
+        for ring, (request, before, after) in zip(known, rows):
+            # A preempted request starts anew, at its first token or after a shared prefix.
+            first = ring.first if ring is not None and ring.end == before else before
+            rings.append(_Ring(self._free() if ring is None else ring.number, request, first, after))
+        self._of |= {id(x.request): x for x in rings}
+        for row, position in asked:
+            if rings[row].first > position:
+                raise RuntimeError(
+                    f"kvops.vllm: expected the queries of a request from token {position} on to be stored, got those "
+                    f"from {rings[row].first} on"
+                )
+        return on(self._device, torch.tensor([x.number for x in rings]))
+
+    def _free(self) -> int:
+        if self.most < self._requests:
+            self.most += 1
+            return self.most - 1
+        # There are as many rings as live requests, and a step that a request joins has tokens of all others. So the
+        # least recently used ring is that of a request that has ended.
+        return self._of.pop(next(iter(self._of))).number

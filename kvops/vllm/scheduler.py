@@ -19,9 +19,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
+from ..cache.queries import window
 from ..cache.schedule import Schedule
 from . import plugin
-from .plan import Plan
+from .plan import Plan, why_not_shared
 
 logger = init_logger("vllm.kvops")  # vLLM prints only loggers below its own name
 _SECONDS = 10.0  # minimum interval between two log lines about freed blocks
@@ -37,9 +38,9 @@ def _schedule() -> Schedule:
     return schedule
 
 
-def plan_of(block_size: int) -> Plan:
+def plan_of(spec: EvictingSpec) -> Plan:
     """Return the plan of KVOPS_VLLM's policy. Each process creates its own from the environment."""
-    return Plan(_schedule(), block_size)
+    return Plan(_schedule(), spec.block_size, spec.shared)
 
 
 class EndingAtEvictions(Scheduler):
@@ -55,6 +56,7 @@ class EndingAtEvictions(Scheduler):
         finally:
             EndingAtEvictions.starting = False
         self._evictions = _schedule()
+        self._observing = max(1, window(self._evictions.policy))  # of a prompt's tokens
         self._aligns, self.need_mamba_block_aligned_split = self.need_mamba_block_aligned_split, True
 
     def _mamba_block_aligned_split(
@@ -73,6 +75,17 @@ class EndingAtEvictions(Scheduler):
         before = request.num_computed_tokens + sum(known)
         return self._evictions.cut(before, num_new_tokens, request.num_prompt_tokens)
 
+    def _get_local_prefix_cache_hit(self, request: Request, *limit: Any) -> Any:
+        """Shorten a hit: the request computes the queries that observe at its prompt's end, at least the last one.
+
+        What a preempted request has generated may be the prompt of another one, but it is not held whole.
+        """
+        blocks, tokens, *rest = super()._get_local_prefix_cache_hit(request, *limit)
+        most = max(0, request.num_prompt_tokens - self._observing) // self.block_size * self.block_size
+        if tokens > most:
+            blocks, tokens = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
+        return blocks, tokens, *rest
+
 
 @cache
 def evicting(scheduler: type[Scheduler]) -> type[EndingAtEvictions]:
@@ -87,19 +100,27 @@ class EvictingSpec(FullAttentionSpec):
     Attributes:
         max_tokens: the longest request, in tokens.
         tokens_in_flight: the most tokens that are scheduled but not yet computed.
+        shared: whether requests share the blocks of their prompts.
     """
 
     max_tokens: int
     tokens_in_flight: int
+    shared: bool
 
     @property
     def prefix_cacheable(self) -> bool:
-        """False: the content of an evicted block does not depend only on the tokens up to its end."""
-        return False
+        """Whether blocks have hashes: with `shared`, those of prompts, which are never evicted in place.
+
+        The content of an evicted block does not depend only on the tokens up to its end.
+        """
+        return self.shared
 
     def most_blocks(self, max_tokens: int) -> int:
         """Return the most blocks that a request of max_tokens holds, which sizes the pool and admits requests."""
-        return plan_of(self.block_size).most(max_tokens, self.tokens_in_flight)
+        return plan_of(self).most(max_tokens, self.tokens_in_flight)
+
+    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
+        return plan_of(self).width(max_len)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         # The engine asks this in the process of its scheduler, before it creates the scheduler of this class.
@@ -136,11 +157,19 @@ class EvictingManager(FullAttentionManager):
             raise RuntimeError(
                 "kvops.vllm: expected vLLM to create the scheduler whose steps end at evictions, got another one"
             )
-        self.plan = plan_of(self.block_size)
+        self.plan = plan_of(kv_cache_spec)
         pool = self.block_pool.num_gpu_blocks - 1  # vLLM reserves one null block
-        self.max_admission_blocks_per_request = min(kv_cache_spec.most_blocks(kv_cache_spec.max_tokens), pool)
+        most = kv_cache_spec.most_blocks(kv_cache_spec.max_tokens)
+        if self.plan.shared and most > pool:  # the longest request would never get its last block
+            raise ValueError(
+                f"kvops.vllm: expected {most} blocks, for a prompt of {kv_cache_spec.max_tokens} tokens and the copy that "
+                f"its first eviction makes, got {pool}; lower max_model_len, or set enable_prefix_caching=False"
+            )
+        self.max_admission_blocks_per_request = min(most, pool)
+        self._width = self.plan.width(kv_cache_spec.max_tokens)
+        self._prompts: dict[str, int] = {}  # by request: the tokens of its prompt
         self._gaps: dict[str, tuple[range, ...]] = {}  # by request: the blocks that have been freed
-        self.freed = 0  # blocks freed so far, over all requests
+        self.freed = 0  # blocks freed so far, over all requests, less those of copies
         self._logged = monotonic()
         logger.info(
             "kvops evicts with %s, evict=%s: a request of up to %d tokens takes at most %d blocks of %d tokens",
@@ -150,21 +179,42 @@ class EvictingManager(FullAttentionManager):
             self.max_admission_blocks_per_request,
             self.block_size,
         )
-        if self.enable_caching:
+        if self.enable_caching and (why := why_not_shared(self.plan.schedule)):
             logger.warning(
-                "kvops.vllm: enable_prefix_caching has no effect while kvops evicts: requests share no prefix, and "
-                "each computes its whole prompt; enable_prefix_caching=False silences this warning"
+                "kvops.vllm: enable_prefix_caching has no effect, because %s: requests share no prefix, and each "
+                "computes its whole prompt; enable_prefix_caching=False silences this warning",
+                why,
             )
+
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **options: Any) -> int:
+        # Before a request's first tokens have slots, vLLM asks for all that it has, which is its prompt if it is new.
+        length = self.plan.length(num_tokens, self._prompts.get(request_id, num_tokens))
+        return super().get_num_blocks_to_allocate(request_id, length, *args, **options)
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **options: Any) -> list[KVCacheBlock]:
+        length = self.plan.length(num_tokens, self._prompts[request_id])
+        if length > self._width * self.block_size:
+            raise RuntimeError(
+                f"kvops.vllm: expected {self.plan.policy!r} to fit a request of {num_tokens} tokens into a block table "
+                f"of {self._width} blocks of {self.block_size}, got {length} slots; set enable_prefix_caching=False"
+            )
+        return super().allocate_new_blocks(request_id, length, *args, **options)
+
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **options: Any) -> None:
+        """Give hashes to full blocks of the prompt only."""
+        super().cache_blocks(request, min(num_tokens, request.num_prompt_tokens), *args, **options)
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
+        assert num_prompt_tokens is not None  # both callers pass it
+        self._prompts[request_id] = num_prompt_tokens
         blocks = self.req_to_blocks.get(request_id)
         if not blocks:
             return
-        assert num_prompt_tokens is not None  # both callers pass it
-        gaps = self.plan.at(processed_computed_tokens, num_prompt_tokens).gaps
-        if gaps == self._gaps.get(request_id, ()):
+        _, kept, gaps = self.plan.at(processed_computed_tokens, num_prompt_tokens)
+        known = self._gaps.get(request_id, ())
+        if gaps == known:
             return
         self._gaps[request_id] = gaps
         new = [i for gap in reversed(gaps) for i in reversed(gap) if blocks[i] is not self._null_block]
@@ -172,10 +222,12 @@ class EvictingManager(FullAttentionManager):
         for i in new:
             blocks[i] = self._null_block
         self.block_pool.free_blocks(freed)
-        self._count(len(freed))
+        copied = -(-kept // self.block_size) if self.plan.shared and not known else 0
+        self._count(len(freed) - copied)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._gaps.pop(request_id, None)
+        self._prompts.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     def _count(self, freed: int) -> None:

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..cache import by_slot
 from ..cache.queries import Batch, Look, Observer, Remembered, on
 from ..methods.base import Policy, View
 from ..methods.queries import QueryPolicy
-from ..ops import compact_kv_
+from ..ops import compact_kv_, gather_kv
 from .layouts import Blocks, Layout
 from .plan import Plan, State
 
@@ -42,24 +43,33 @@ class Held(NamedTuple):
         size, device, new = plan.block_size, batch.table.device, batch.after - batch.before
         held = torch.tensor([x.held for x in states])
         lengths = held + new
-        width = -(-int(lengths.max()) // size)
-        # Columns after a request's last block may hold any block, but must stay inside the table.
-        blocks = np.minimum(plan.columns(states, width), batch.table.shape[1] - 1)
-        table = batch.table.gather(1, on(device, torch.from_numpy(blocks)))
+        table = _outside_gaps(plan, states, batch.table, -(-int(lengths.max()) // size))
         row = torch.arange(len(new)).repeat_interleave(new)
         slot = torch.arange(len(row)) - (batch.starts - held)[row]
         block = table[on(device, row), on(device, slot // size)].long()
         return cls(table, lengths, block * size + on(device, slot % size))
 
 
+def _outside_gaps(plan: Plan, states: Sequence[State], table: Tensor, width: int) -> Tensor:
+    """Return the first `width` blocks outside the gaps of each state. table: [states, any], all blocks."""
+    # Columns after a request's last block may hold any block, but must stay inside the table.
+    blocks = np.minimum(plan.columns(states, width), table.shape[1] - 1)
+    return table.gather(1, on(table.device, torch.from_numpy(blocks)))
+
+
 @dataclass
 class Eviction:
     """Requests of a step that are evicted by the same policy. Each layer evicts the same requests.
+
+    The kept tokens move to the front of the blocks, or are copied to others (`copies`), which leaves the blocks as they
+    are: requests may share them.
 
     Attributes:
         rule: its `select` chooses the kept tokens.
         rows: the requests, as rows among those of the step that are evicted.
         blocks: the blocks in use.
+        copies: the blocks that the kept tokens are copied to, and for each of them, its place in the table as int64 on
+            the device; None if they move within `blocks`.
         lengths: int32 [requests], the slots in use.
         tokens: int64 [requests], the tokens that each request has seen.
         window: how many of the last queries observe.
@@ -70,20 +80,22 @@ class Eviction:
     rule: Policy
     rows: Tensor
     blocks: Blocks
+    copies: tuple[Blocks, Tensor] | None
     lengths: Tensor
     tokens: Tensor
     window: int
     positions: tuple[Tensor, Tensor] | None
 
     @classmethod
-    def of(cls, plan: Plan, due: Sequence[Due], table: Tensor, rows: Sequence[int]) -> Eviction:
+    def of(cls, plan: Plan, due: Sequence[Due], table: Tensor, all_blocks: Tensor, rows: Sequence[int]) -> Eviction:
         """Build the tensors of requests that the same policy evicts.
 
         Args:
             plan: the plan.
             due: all evictions of the step.
             table: int32 [due, any] on the device, the blocks of these requests outside their gaps.
-            rows: the entries of `due` of which this is.
+            all_blocks: int32 [due, any] on the device, all their blocks.
+            rows: the entries of `due` of which this is. All of them copy what they keep, or none.
         """
         size, device, own = plan.block_size, table.device, [due[i] for i in rows]
         index = on(device, torch.tensor(rows))
@@ -96,11 +108,18 @@ class Eviction:
             slot = torch.arange(len(columns) * size)
             new = slot + (n - lengths)[:, None]
             positions = on(device, (slot < known[:, None])[:, None]), on(device, new.int()[:, None])
-        places = torch.arange(used.numel()).view(used.shape)
+        places, kept, copies = torch.arange(used.numel()).view(used.shape), columns * size < keep[:, None], None
+        if own[0].copies:
+            states, there = [plan.at(x.n, x.prompt) for x in own], kept[:, : -(-int(keep.max()) // size)]
+            new_table = _outside_gaps(plan, states, all_blocks[index], there.shape[1])
+            (filled,) = there.flatten().nonzero(as_tuple=True)
+            new_table = torch.where(on(device, there), new_table, -1)
+            copies = Blocks(new_table, filled, filled), on(device, filled)
         return cls(
             rule,
             index,
-            Blocks(own_table, places[used], places[columns * size < keep[:, None]]),
+            Blocks(own_table, places[used], places[kept]),
+            copies,
             on(device, lengths.int()),
             on(device, n),
             rule.rows_at(own[0].n, own[0].prompt) if isinstance(rule, QueryPolicy) else 0,
@@ -130,8 +149,9 @@ class Eviction:
         if self.positions is not None:
             known, new = self.positions
             of_slots["positions"] = torch.where(known, of_slots["positions"], new).long()
-        with layout.rows(self.blocks) as (k, v):
-            view = self._view(k, v)
+        source, blocks = layout.copied(self.blocks) if self.copies else (layout, self.blocks)
+        with source.rows(blocks) as (k, v):
+            view = self._view(k, v, blocks.table)
             view.layer, view.num_layers = place
             view.tokens = self.tokens
             view.kept = of_slots.get("positions")
@@ -142,13 +162,23 @@ class Eviction:
             kept = rule.select(view).contiguous()
             there = kept.clamp(min=0)  # rows that keep fewer slots than others end in -1
             moved = [(pool, of_slots[name].gather(2, there).to(pool.dtype)) for name, pool in memory.slots.items()]
-            compact_kv_(k, v, kept, block_table=table)
+            if self.copies is None:
+                compact_kv_(k, v, kept, block_table=blocks.table)
+            else:
+                rows = gather_kv(k, v, kept, block_table=blocks.table)
+        if self.copies is not None:
+            blocks, places = self.copies
+            table = blocks.table
+            with layout.rows(blocks) as (k, v):
+                for x, own in zip((k, v), rows):
+                    own = pad(own, (0, 0, 0, table.shape[1] * x.shape[2] - own.shape[2]))
+                    own = own.unflatten(2, (-1, x.shape[2])).transpose(1, 2).flatten(0, 1)
+                    x[table.flatten()[places].long()] = own[places]
         for pool, values in moved:
             by_slot.write(pool, table, values)
 
-    def _view(self, k: Tensor, v: Tensor) -> View:
+    def _view(self, k: Tensor, v: Tensor, table: Tensor) -> View:
         """Return the rule's input: the pages, or a copy of their rows if the rule does not support pages."""
-        table = self.blocks.table
         if self.rule.paged:
             return View(k, v, lengths=self.lengths, block_table=table)
         k, v = (x[table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for x in (k, v))
@@ -165,6 +195,7 @@ class Due(NamedTuple):
     n: int  # tokens seen
     prompt: int
     keep: int
+    copies: bool
 
 
 @dataclass
@@ -192,25 +223,33 @@ class Step:
             keep = schedule.held(n, prompt)
             if keep < length and before < n:
                 rule = schedule.rule(before, n, prompt)
-                due.append(Due(row, rule, plan.at(before, prompt), length, n, prompt, keep))
+                state = plan.at(before, prompt)
+                due.append(Due(row, rule, state, length, n, prompt, keep, plan.copies(state, before)))
         device, look = batch.table.device, None
         if observer is not None:
             (live,) = (batch.after > batch.before).nonzero(as_tuple=True)
             place = dict(zip(live.tolist(), range(len(live))))
             index = on(device, live)
             look = observer.step(
-                Batch(batch.table[index], batch.starts[live], batch.before[live], batch.after[live]),
+                Batch(
+                    batch.table[index],
+                    batch.starts[live],
+                    batch.before[live],
+                    batch.after[live],
+                    [batch.requests[row] for row in place],
+                ),
                 [(place[x.row], x.n) for x in due],
                 held.table[index],
                 held.lengths[live],
             )
-        by_rule: dict[Policy, list[int]] = {}
+        alike: dict[tuple[Policy, bool], list[int]] = {}
         for i, x in enumerate(due):
-            by_rule.setdefault(x.rule, []).append(i)
+            alike.setdefault((x.rule, x.copies), []).append(i)
         evictions = list[Eviction]()
         if due:
-            table = held.table[on(device, torch.tensor([x.row for x in due]))]
-            evictions = [Eviction.of(plan, due, table, own) for own in by_rule.values()]
+            moving = on(device, torch.tensor([x.row for x in due]))
+            tables = held.table[moving], batch.table[moving]
+            evictions = [Eviction.of(plan, due, *tables, own) for own in alike.values()]
         return cls(plan, look, evictions) if look or evictions else None
 
     def run(

@@ -8,7 +8,7 @@ follows the attention.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,9 +30,9 @@ from ..methods.base import Policy
 from ..methods.queries import QueryPolicy
 from . import plugin
 from .layouts import Layout, Rows
-from .plan import Plan
+from .plan import Plan, why_not_shared
 from .prompts import Prompts
-from .rings import DeviceRings
+from .rings import RequestRings
 from .scheduler import EvictingSpec, plan_of
 from .steps import Held, Step
 
@@ -49,7 +49,7 @@ class EvictingBuilder(AttentionMetadataBuilder):
         self.plan: Plan | None = None
         if isinstance(kv_cache_spec, EvictingSpec):
             self.check_group()
-            self.plan = plan_of(kv_cache_spec.block_size)
+            self.plan = plan_of(kv_cache_spec)
             if Prompts.current is None:
                 raise RuntimeError(
                     "kvops.vllm: expected vLLM to have loaded the logits processor kvops.vllm.prompts:Prompts, which "
@@ -58,7 +58,8 @@ class EvictingBuilder(AttentionMetadataBuilder):
             self._prompts = Prompts.current
             scheduler = vllm_config.scheduler_config
             requests = max(scheduler.max_num_seqs, scheduler.max_num_active_seqs or 0)
-            self._observer = observer(self.plan.policy, self.plan.block_size, DeviceRings(requests, device))
+            # One more for rows without a request, which only runs without requests have.
+            self._observer = observer(self.plan.policy, self.plan.block_size, RequestRings(requests + 1, device))
         elif isinstance(kv_cache_spec, FullAttentionSpec):  # one group for layers with and without a sliding window
             refuse("disable_hybrid_kv_cache_manager", "False for a model with sliding-window layers", True)
 
@@ -84,7 +85,8 @@ class EvictingBuilder(AttentionMetadataBuilder):
         m = common_attn_metadata
         # The upper bound is exact without speculative decoding, which _check_config rejects.
         starts, after = m.query_start_loc_cpu.long(), m.seq_lens_cpu_upper_bound.long()
-        batch, prompts = Batch(m.block_table_tensor, starts[:-1], after - starts.diff(), after), self._prompts.of(m)
+        prompts, requests = self._prompts.of(m)
+        batch = Batch(m.block_table_tensor, starts[:-1], after - starts.diff(), after, requests)
         held = Held.of(self.plan, batch, prompts)
         if held.slots is not None:
             # The layers write this step's keys and values where this buffer says. vLLM fills it anew for each step.
@@ -110,7 +112,12 @@ class EvictingImpl(AttentionImpl):
         config = get_current_vllm_config()
         _check_config(config)
         _check_attention(self)
-        EvictingBackend.limits = config.model_config.max_model_len, config.max_in_flight_tokens
+        schedule = plugin.schedule()
+        EvictingBackend.limits = Limits(
+            config.model_config.max_model_len,
+            config.max_in_flight_tokens,
+            bool(config.cache_config.enable_prefix_caching and schedule and not why_not_shared(schedule)),
+        )
         self._num_layers: int = config.model_config.hf_text_config.num_hidden_layers
         self._memory: Remembered | None = None
 
@@ -153,20 +160,27 @@ class EvictingImpl(AttentionImpl):
         return logits
 
 
+class Limits(NamedTuple):
+    """The attributes that `EvictingSpec` adds."""
+
+    max_tokens: int
+    tokens_in_flight: int
+    shared: bool
+
+
 class EvictingBackend(AttentionBackend):
     """A backend whose full-attention layers evict. Sliding-window layers are unchanged."""
 
-    #: max_model_len and max_in_flight_tokens of the model whose layers this process has built.
-    limits: ClassVar[tuple[int, int]]
+    #: Of the model whose layers this process has built.
+    limits: ClassVar[Limits]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         spec = super().customize_spec(spec)
         if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
             return spec
-        max_tokens, in_flight = cls.limits
         own = {x.name: getattr(spec, x.name) for x in fields(spec)}
-        return EvictingSpec(**own, max_tokens=max_tokens, tokens_in_flight=in_flight)
+        return EvictingSpec(**own, **cls.limits._asdict())
 
 
 def refuse(setting: str, expected: object, got: object) -> NoReturn:
