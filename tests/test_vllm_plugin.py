@@ -530,7 +530,7 @@ def test_a_preempted_request_does_not_take_the_prompt_of_another_for_its_answer(
 
 
 def test_a_conversation():
-    """A prompt that goes on from another request's answer shares that one's prompt only: its answer was evicted from."""
+    """A prompt that goes on from another request's answer shares that one's prompt only: the rest was evicted."""
     ids = prompt(58291740, 0, 640)
     answer = reference(kvops.KeyDiff(100), ids, 100)
     again = [*ids, *answer, *b" What is the pass key? The pass key is "]

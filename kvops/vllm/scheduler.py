@@ -162,8 +162,8 @@ class EvictingManager(FullAttentionManager):
         most = kv_cache_spec.most_blocks(kv_cache_spec.max_tokens)
         if self.plan.shared and most > pool:  # the longest request would never get its last block
             raise ValueError(
-                f"kvops.vllm: expected {most} blocks, for a prompt of {kv_cache_spec.max_tokens} tokens and the copy that "
-                f"its first eviction makes, got {pool}; lower max_model_len, or set enable_prefix_caching=False"
+                f"kvops.vllm: expected {most} blocks, for a prompt of {kv_cache_spec.max_tokens} tokens and the copy "
+                f"that its first eviction makes, got {pool}; lower max_model_len, or set enable_prefix_caching=False"
             )
         self.max_admission_blocks_per_request = min(most, pool)
         self._width = self.plan.width(kv_cache_spec.max_tokens)
