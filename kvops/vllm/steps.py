@@ -159,7 +159,10 @@ class Eviction:
             if observing is not None:
                 assert isinstance(rule, QueryPolicy)  # other policies have no observer
                 rule.observe(view, observing[self.rows][:, :, -self.window :], None, logits)
-            kept = rule.select(view).contiguous()
+            kept = rule.select(view)
+            if self.copies is not None:  # columns behind the slots of the copy are -1
+                kept = kept[..., : self.copies[0].table.shape[1] * k.shape[2]]
+            kept = kept.contiguous()
             there = kept.clamp(min=0)  # rows that keep fewer slots than others end in -1
             moved = [(pool, of_slots[name].gather(2, there).to(pool.dtype)) for name, pool in memory.slots.items()]
             if self.copies is None:
