@@ -14,7 +14,7 @@ from kvops.vllm.layouts import Blocks, PageRows
 
 pytest.importorskip("vllm")
 
-from test_vllm_plugin import BLOCK, generate, installed, prompt  # noqa: E402, F401 - installed is a fixture
+from test_vllm_plugin import BLOCK, generate, installed, model_with_windows, prompt  # noqa: E402, F401 - installed is a fixture
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 HEADS = 6
@@ -300,12 +300,15 @@ def run(monkeypatch, policy, own, prompts, **settings):
     from kvops.vllm import plugin
     from test_vllm_plugin import ENGINE
 
-    for backend in AttentionBackendEnum:
-        backend.clear_override()
-    selector._cached_get_attn_backend.cache_clear()
-    monkeypatch.setenv("KVOPS_VLLM", policy)
-    monkeypatch.setenv("KVOPS_VLLM_ATTENTION", own)
-    plugin.register()
+    def register(policy, own):  # again: vLLM loads a plugin once per process
+        for backend in AttentionBackendEnum:
+            backend.clear_override()
+        selector._cached_get_attn_backend.cache_clear()
+        monkeypatch.setenv("KVOPS_VLLM", policy)
+        monkeypatch.setenv("KVOPS_VLLM_ATTENTION", own)
+        plugin.register()
+
+    register(policy, own)
     try:
         llm = LLM(**ENGINE | settings)
         try:
@@ -315,6 +318,7 @@ def run(monkeypatch, policy, own, prompts, **settings):
             llm.llm_engine.engine_core.shutdown()
     finally:
         cleanup_dist_env_and_memory()
+        register("keydiff:budget=512", "0")  # as `installed` sets it, for the tests that follow
 
 
 def test_an_engine_generates_the_tokens_of_vllm(monkeypatch):
@@ -334,6 +338,14 @@ def test_evictions_are_those_of_vllm_attention(policy, monkeypatch):
     assert classes == {"kvops.vllm.cpu_attn.Impl"}
     own, classes = run(monkeypatch, policy, "1", prompts)
     assert classes == {"kvops.vllm.cpu_attn.OwnImpl"}
+    assert own == stock
+
+
+@pytest.mark.parametrize("policy", ("keydiff:budget=256", "h2o:budget=256"))
+def test_layers_with_a_window_beside_evicted_ones(policy, monkeypatch, tmp_path):
+    model_with_windows(tmp_path)
+    settings = dict(model=str(tmp_path), enable_prefix_caching=False)
+    stock, own = (run(monkeypatch, policy, x, [prompt(12345, 0, 700)], **settings)[0] for x in "01")
     assert own == stock
 
 

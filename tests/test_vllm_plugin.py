@@ -285,9 +285,11 @@ def test_prompts_in_blocks(spec, policy):
 
 def test_statistics_from_a_file(monkeypatch, tmp_path):
     """TriAttention scores by the next token's position, which is not the number of slots after an eviction."""
+    from kvops.hf import query_statistics
+
     ids, file = prompt(58291740, 0, 5 * CHUNK), tmp_path / "queries.safetensors"
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    kvops.hf.query_statistics(model, torch.tensor([ids])).save(file)
+    query_statistics(model, torch.tensor([ids])).save(file)
     policy = kvops.TriAttention(250, recent=64, buffer=20, statistics=str(file))
     expected, cache = run_reference(policy, ids, 70)
     with engine(f"triattention:budget=250,recent=64,buffer=20,statistics={file}") as (llm, manager):
@@ -298,7 +300,8 @@ def test_statistics_from_a_file(monkeypatch, tmp_path):
         assert torch.equal(positions[-1], cache.layers[layer].cache.positions[..., :250].int())
 
 
-def test_layers_with_a_window_are_left_as_they_are(tmp_path):
+def model_with_windows(folder) -> None:
+    """Save a model in which every other layer has a sliding window."""
     torch.manual_seed(0)
     config = transformers.Gemma3TextConfig(
         vocab_size=260,
@@ -313,8 +316,12 @@ def test_layers_with_a_window_are_left_as_they_are(tmp_path):
         layer_types=["sliding_attention", "full_attention"] * 2,
         initializer_range=0.3,
     )
-    transformers.Gemma3ForCausalLM(config).save_pretrained(tmp_path)
-    transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
+    transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+
+
+def test_layers_with_a_window_are_left_as_they_are(tmp_path):
+    model_with_windows(tmp_path)
     ids = prompt(58291740, 0, 3 * CHUNK)
     with engine("keydiff:budget=256", model=str(tmp_path), enable_prefix_caching=False) as (llm, manager):
         assert generate(llm, [ids], 40) == [reference(kvops.KeyDiff(256), ids, 40, tmp_path)]

@@ -25,7 +25,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, is_quantized_kv_cache
 
-from ..cache.queries import Batch, Remembered, observer, on
+from ..cache.queries import Batch, Observer, Remembered, observer, on
 from ..methods.base import Policy
 from ..methods.queries import QueryPolicy
 from . import plugin
@@ -47,6 +47,7 @@ class EvictingBuilder(AttentionMetadataBuilder):
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.plan: Plan | None = None
+        self._observer: Observer | None = None
         if isinstance(kv_cache_spec, EvictingSpec):
             self.check_group()
             self.plan = plan_of(kv_cache_spec)
