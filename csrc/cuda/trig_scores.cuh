@@ -2,19 +2,26 @@
 //
 //   score_i = sum_c center_c k_ic + sum_f norm_f |k_if|        |k_if|: the norm of the channels that RoPE rotates by f
 //
-// Bytes that must move: K once, 4 bytes per query head and key. A lane owns two units of a key that hold whole pairs
-// (rope.cuh), so it needs no other lane's data until the end, when the lanes of a key add their parts. A lane group
-// takes kTrigKeys keys at a time, so each center and norm, read through L1, serves that many keys. Four query heads are
-// multiplied at a time; the keys of a group with more are read again from L1 or L2.
+// Bytes that must move: K once, 4 bytes per query head and key. Four query heads need 512 multiply-adds per key for the
+// first sum (d = 128), 256 and 64 square roots for the second. There are two kernels:
 //
-// Scores of four heads take about 40 multiply-adds per 16 bytes of bf16 keys, less than reading them. Lane groups take
-// neighbouring keys, so that a warp writes neighbouring scores.
+//   16-bit keys whose pairs lie within a lane (trig_products_kernel): the first sum is a product of 16 keys with 16 rows
+//     on the tensor cores, as in window.cuh. Each center is the sum of three 16-bit parts, which is as exact as fp32.
+//     A row of the product is one part of one of four heads, and rows are ordered such that a lane gets the three parts
+//     of one head for its keys and adds them itself. The same registers give the norms; their sums are exchanged within
+//     four lanes. Weights lie in shared memory; a block multiplies a long run of keys with them.
+//   all others, fp32 among them (trig_scores_kernel): in fp32. A lane owns two units of a key that hold whole pairs
+//     (rope.cuh), so it needs no other lane's data until the end, when the lanes of a key add their parts. A lane group
+//     takes kTrigKeys keys at a time, so each center and norm, read through L1, serves that many keys. Four query heads
+//     are multiplied at a time; the keys of a group with more are read again from L1 or L2. Lane groups take
+//     neighbouring keys, so that a warp writes neighbouring scores. Grid: x runs over (batch, head, tile of keys).
 //
-// Grid: x runs over (batch, head, tile of keys). Not yet measured on a GPU.
+// Which one runs depends on shapes alone, and so do the scores' bits.
 #pragma once
 #include "../ops/trig_scores.h"
 #include "move.cuh"
 #include "rope.cuh"
+#include "window.cuh"
 
 namespace kvops {
 namespace {
@@ -132,6 +139,205 @@ __global__ void __launch_bounds__(kTrigThreads, 1)
   }
 }
 
+// ---- On the tensor cores ----
+
+// The weights of `count` quads of query heads, in shared memory.
+struct TrigWeights {
+  int pitch;     // bytes between rows of centers: 64 more than a multiple of 128, see window.cuh
+  int slots;     // norms that a lane has of a key
+  int quads;     // of the group
+  int held;      // at a time
+  int per_quad;  // bytes: centers [16, pitch], row 8 t + 2 c + e: part 2 t + e of head c; norms [slots, 4 lanes, 4 heads]
+
+  static TrigWeights of(const TrigScoresParams& p, int pieces) {
+    TrigWeights x;
+    const int width = static_cast<int>((p.d + 31) / 32 * 64);
+    x.pitch = width % 128 ? width : width + 64;
+    x.slots = p.pairs ? 4 * pieces : 0;
+    x.quads = static_cast<int>((p.group + kTrigHeads - 1) / kTrigHeads);
+    x.per_quad = kTileRows * x.pitch + x.slots * 64;
+    x.held = std::min(x.quads, std::max(shared_memory() / 2 / x.per_quad, 1));
+    return x;
+  }
+};
+
+// The frequency of norm `slot` of lane c of the four that share a key.
+__device__ inline int frequency(int slot, int c, bool interleaved) {
+  return interleaved ? 16 * (slot / 4) + 4 * c + slot % 4 : 32 * (slot / 8) + 8 * c + slot % 8;
+}
+
+// A power of two that scales a head's centers into fp16's range: the largest becomes less than 2^13. Called by a warp.
+template <class T>
+__device__ inline float center_unit(const float* centers, int d) {
+  if constexpr (!std::is_same_v<T, Half>) return 1.0f;
+  float largest = 0;
+  for (int j = threadIdx.x % 32; j < d; j += 32) largest = fmaxf(largest, fabsf(__ldg(centers + j)));
+#pragma unroll
+  for (int step = 16; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, step));
+  int exponent = 0;
+  if (0 < largest && largest < CUDART_INF_F) frexpf(largest, &exponent);
+  return ldexpf(1.0f, max(exponent, -100) - 13);
+}
+
+// Loads the weights of `count` quads from quad `first` on, one head per warp at a time; a barrier must follow.
+template <class T>
+__device__ inline void load_trig_weights(const TrigScoresParams& p, const TrigWeights& w, int64_t b, int64_t h, int first,
+                                         int count, char* held, float* units) {
+  using E = Value<T>;
+  const int lane = threadIdx.x % 32, d = static_cast<int>(p.d);
+  for (int i = threadIdx.x / 32; i < count * kTrigHeads; i += kTrigThreads / 32) {
+    const int c = i % kTrigHeads, of_group = first * kTrigHeads + i;
+    const int64_t head = h * p.group + min(int64_t{of_group}, p.group - 1);
+    char* const to = held + i / kTrigHeads * w.per_quad;
+    const float* const centers = p.centers.row(b, head);
+    const float unit = center_unit<T>(centers, d), down = 1 / unit;
+    for (int j = lane; j < (d + 31) / 32 * 32; j += 32) {
+      float rest = j < d ? __ldg(centers + j) * down : 0.0f;
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {
+        const E rounded = part < 3 ? from_float<E>(rest) : E{};
+        reinterpret_cast<E*>(to + (8 * (part / 2) + 2 * c + part % 2) * w.pitch)[j] = rounded;
+        rest -= to_float(rounded);
+      }
+    }
+    float* const norms = reinterpret_cast<float*>(to + kTileRows * w.pitch);
+    for (int j = lane; j < w.slots * 4; j += 32) {
+      const int f = frequency(j / 4, j % 4, p.interleaved);
+      norms[4 * j + c] = f < p.pairs ? __ldg(p.norms.row(b, head) + f) : 0.0f;
+    }
+    if (lane == 0) units[i] = unit;
+  }
+}
+
+__device__ inline float pair_norm(float a, float b) {
+  return sqrt_fast(fmaf(a, a, b * b));
+}
+
+// The norms of the pairs in a lane's pieces of a key. `half`: from a piece to that of its partners, if not interleaved.
+template <class T, int kPieces>
+__device__ inline void pair_norms(const uint4 (&raw)[kPieces], int pairs, bool interleaved, float (&norms)[4 * kPieces]) {
+  const int c = threadIdx.x % 4, half = pairs / (4 * kPiece<T>);
+  if (interleaved) {
+#pragma unroll
+    for (int at = 0; at < kPieces; ++at) {
+      float x[kPiece<T>];
+      unpack<T>(raw[at], x);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (16 * at + 4 * c < pairs) norms[4 * at + e] = pair_norm(x[2 * e], x[2 * e + 1]);
+    }
+    return;
+  }
+  const auto with_partners = [&](auto step) {  // a constant, so that no register is indexed at run time
+    constexpr int kStep = decltype(step)::value;
+    if (half != kStep) return;
+#pragma unroll
+    for (int at = 0; at < kStep; ++at) {
+      float x[kPiece<T>], y[kPiece<T>];
+      unpack<T>(raw[at], x);
+      unpack<T>(raw[at + kStep], y);
+#pragma unroll
+      for (int e = 0; e < kPiece<T>; ++e) norms[kPiece<T> * at + e] = pair_norm(x[e], y[e]);
+    }
+  };
+  with_partners(Constant<1>{});
+  with_partners(Constant<2>{});
+  if constexpr (kPieces == 8) with_partners(Constant<4>{});
+}
+
+// Lane c of four gets the sum over them of sums[c].
+__device__ inline float sum_of_own_head(const float (&sums)[kTrigHeads]) {
+  const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
+  float x[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    x[i] = (upper ? sums[2 + i] : sums[i]) + __shfl_xor_sync(kWarp, upper ? sums[i] : sums[2 + i], 2);
+  return (odd ? x[1] : x[0]) + __shfl_xor_sync(kWarp, odd ? x[0] : x[1], 1);
+}
+
+template <class T, int kPieces, bool kPaged>
+__global__ void __launch_bounds__(kTrigThreads, kPieces == 4 ? 2 : 1)
+    trig_products_kernel(TrigScoresParams p, TrigWeights w, Splits splits, bool wide) {
+  using Keys = KeyTile<T, kPieces, 1>;
+  DYNAMIC_SHARED(char, held);
+  float* const units = reinterpret_cast<float*>(held + w.held * w.per_quad);
+  const int64_t split = blockIdx.x % splits.count, head = blockIdx.x / splits.count, b = head / p.heads;
+  const int64_t h = head % p.heads;
+  const int begin = static_cast<int>(split * splits.keys), end = static_cast<int>(min(begin + splits.keys, p.n));
+  const int first = static_cast<int>(p.slots.first(b)), last = first + static_cast<int>(p.slots.count(b));
+  const int c = threadIdx.x % 4, pieces = static_cast<int>(p.d) / kPiece<T>;
+  const HeadRows rows = head_rows<kPaged, T>(p.k, b, h);
+
+  for (int from = 0; from < w.quads; from += w.held) {
+    const int count = min(w.held, w.quads - from);
+    __syncthreads();  // the weights before these are no longer read
+    load_trig_weights<T>(p, w, b, h, from, count, held, units);
+    __syncthreads();
+#pragma unroll 1
+    for (int key = begin + threadIdx.x / 32 * Keys::kKeys; key < end; key += kTrigThreads / 32 * Keys::kKeys) {
+      Keys keys;
+      keys.load(rows.from(key), min(end, last) - key, pieces, 0, wide);
+      float norms[Keys::kOwn][4 * kPieces] = {};
+      if (w.slots)
+#pragma unroll
+        for (int i = 0; i < Keys::kOwn; ++i)
+          pair_norms<T, kPieces>(keys.raw[i], static_cast<int>(p.pairs), p.interleaved, norms[i]);
+#pragma unroll 1
+      for (int quad = 0; quad < count; ++quad) {
+        const char* const weights = held + quad * w.per_quad;
+        Products<1> x = {};
+        multiply<T, kPieces>(x, keys, weights, w.pitch, pieces, 0);
+        float sums[Keys::kOwn][kTrigHeads] = {};
+        if (w.slots) {
+          const float4* const of = reinterpret_cast<const float4*>(weights + kTileRows * w.pitch) + c;
+#pragma unroll
+          for (int slot = 0; slot < 4 * kPieces; ++slot) {
+            const float4 weight = of[4 * slot];
+#pragma unroll
+            for (int i = 0; i < Keys::kOwn; ++i) {
+              sums[i][0] = fmaf(norms[i][slot], weight.x, sums[i][0]);
+              sums[i][1] = fmaf(norms[i][slot], weight.y, sums[i][1]);
+              sums[i][2] = fmaf(norms[i][slot], weight.z, sums[i][2]);
+              sums[i][3] = fmaf(norms[i][slot], weight.w, sums[i][3]);
+            }
+          }
+        }
+        const int of_group = (from + quad) * kTrigHeads + c;
+        const float unit = units[quad * kTrigHeads + c];
+#pragma unroll
+        for (int i = 0; i < Keys::kOwn; ++i) {
+          const float product = x[0][1][2 * i] + x[0][0][2 * i + 1] + x[0][0][2 * i];  // the smallest part first
+          const float score = fmaf(product, unit, w.slots ? sum_of_own_head(sums[i]) : 0.0f) * p.scale;
+          const int slot = key + threadIdx.x % 32 / 4 + 8 * i;
+          if (slot < end && of_group < p.group)
+            p.scores[(head * p.group + of_group) * p.n + slot] =
+                first <= slot && slot < last && is_finite(score) ? score : CUDART_NAN_F;
+        }
+      }
+    }
+  }
+}
+
+// Whether the pairs of these keys lie within one of the four lanes that share a key.
+template <class T>
+inline bool pairs_within_lanes(const TrigScoresParams& p) {
+  if (p.d > 32 * kPiece<T>) return false;
+  if (p.interleaved) return p.pairs % (kPiece<T> / 2) == 0;
+  const int64_t half = p.pairs / (4 * kPiece<T>);
+  return p.pairs % (4 * kPiece<T>) == 0 && (half & (half - 1)) == 0;
+}
+
+template <class T, int kPieces>
+inline void trig_products(const TrigScoresParams& p, cudaStream_t stream) {
+  const TrigWeights w = TrigWeights::of(p, kPieces);
+  const Splits splits = Splits::of(p.n, p.b * p.heads);
+  const bool wide = aligned_rows(p.k, p.b, p.heads, p.n);
+  with_pages<T>(p.k, [&](auto paged) {
+    launch<trig_products_kernel<T, kPieces, paged>>(grid_of(p.b * p.heads * splits.count), kTrigThreads,
+                                                    w.held * (w.per_quad + 4 * kTrigHeads), stream, p, w, splits, wide);
+  });
+}
+
 inline void trig_scores_cuda(const TrigScoresParams& p, cudaStream_t stream) {
   if (p.b * p.heads * p.group * p.n == 0) return;
   const bool wide_rows = aligned_rows(p.k, p.b, p.heads, p.n);
@@ -139,6 +345,9 @@ inline void trig_scores_cuda(const TrigScoresParams& p, cudaStream_t stream) {
   const bool wide = (reinterpret_cast<uintptr_t>(p.centers.data) | reinterpret_cast<uintptr_t>(p.norms.data)) % 16 == 0;
   with_read_dtype(p.dtype, [&](auto zero) {
     using T = decltype(zero);
+    if constexpr (sizeof(T) < 4) {
+      if (pairs_within_lanes<T>(p)) return p.d > 128 ? trig_products<T, 8>(p, stream) : trig_products<T, 4>(p, stream);
+    }
     const auto score = [&](auto read) {
       constexpr TrigRead kRead = decltype(read)::value;
       const int lanes_log2 = shared_lanes_log2((p.d / kTrigElements<T, kRead> + 1) / 2);

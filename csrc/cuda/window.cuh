@@ -30,10 +30,10 @@ constexpr int kTileRows = 16;  // rows that a warp multiplies at a time
 
 // A warp's keys: lane l has, of keys l / 4 + 8 i, pieces l % 4 + 4 p. kPieces pieces of 16 bytes cover 64 kPieces bytes
 // of a row; wider rows are processed in several parts.
-template <class T, int kPieces>
+template <class T, int kPieces, int Blocks = sizeof(T) < 4 && kPieces == 4 ? 2 : 1>
 struct KeyTile {
   using Stored = T;
-  static constexpr int kBlocks = sizeof(T) < 4 && kPieces == 4 ? 2 : 1;  // of 16 keys: 64 registers
+  static constexpr int kBlocks = Blocks;  // of 16 keys; by default they take 64 registers
   static constexpr int kKeys = 16 * kBlocks, kOwn = 2 * kBlocks;         // keys per warp; keys a lane has pieces of
   // The next keys are loaded while these are multiplied. In fp32 one tile keeps a warp busy for longer than a load
   // takes, so the scheduler's other warp hides the latency, and the registers hold sums instead.
@@ -70,9 +70,9 @@ template <int kBlocks>
 using Products = float[kBlocks][2][4];
 
 // Adds the products of one part of the keys with the same part of 16 rows. `queries`: the first row, in shared memory.
-template <class T, int kPieces>
-__device__ inline void multiply(Products<KeyTile<T, kPieces>::kBlocks>& x, const KeyTile<T, kPieces>& keys,
-                                const char* queries, int pitch, int pieces, int part) {
+template <class T, int kPieces, int kBlocks>
+__device__ inline void multiply(Products<kBlocks>& x, const KeyTile<T, kPieces, kBlocks>& keys, const char* queries,
+                                int pitch, int pieces, int part) {
   const int lane = threadIdx.x % 32;
   queries += part * 64 * kPieces + lane % 4 * 16;
   pieces -= part * 4 * kPieces;
@@ -85,7 +85,7 @@ __device__ inline void multiply(Products<KeyTile<T, kPieces>::kBlocks>& x, const
       for (int t = 0; t < 2; ++t) {
         const uint4 q = *reinterpret_cast<const uint4*>(queries + 8 * t * pitch + 64 * p);
 #pragma unroll
-        for (int m = 0; m < KeyTile<T, kPieces>::kBlocks; ++m) {
+        for (int m = 0; m < kBlocks; ++m) {
           const uint4 a = keys.raw[2 * m][p], b = keys.raw[2 * m + 1][p];
           mma<Value<T>>(x[m][t], a.x, b.x, a.y, b.y, q.x, q.y);
           mma<Value<T>>(x[m][t], a.z, b.z, a.w, b.w, q.z, q.w);
