@@ -30,15 +30,19 @@ def race(file: str) -> dict[str, str]:
 
 FAULTS = {
     "compact_kv_ writes before all have read": Fault(
-        "compact_kv_", "in_place.cuh", "__syncthreads();  // the whole chunk has been read", "", "test_layouts"
+        "compact_kv_",
+        "in_place.cuh",
+        "__syncthreads_or(rows != 0);  // the whole chunk has been read",
+        "",
+        "test_layouts",
     ),
     "compact_kv_ writes before the chunks before have been read": Fault(
-        "compact_kv_", "in_place.cuh", "static_cast<int>(chunk) - 1", "-1", "test_all_rows_move_a_little", order=2
+        "compact_kv_", "in_place.cuh", "reader + threadIdx.x < chunk", "false", "test_all_rows_move_a_little", order=2
     ),
     "ladder_compact_ writes before all have read": Fault(
         "ladder_compact_",
         "in_place.cuh",
-        "__syncthreads();  // the whole chunk has been read",
+        "__syncthreads_or(rows != 0);  // the whole chunk has been read",
         "",
         "test_layouts",
         **race("ladder_compact_.cuh"),

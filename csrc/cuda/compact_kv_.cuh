@@ -2,10 +2,9 @@
 //
 // Bytes that must move: each kept row read once and written once. Kept slots ascend, so slot i receives a row from
 // index[i] >= i, and in_place.cuh lets many blocks share a head. A chunk of 32 KiB is read into registers, and written
-// once all chunks before it have been read. A single layer of 8 heads that keeps 32768 rows of 256 bytes is 4096
+// once the rows there have been read. A single layer of 8 heads that keeps 32768 rows of 256 bytes is 4096
 // blocks. At least four of them run on a multiprocessor, so 128 KiB are in flight; an H200 needs about 30 KiB to keep
-// its memory busy. Rows of more than 512 bytes are cut into column slices, each of which is a chain of its own. Not yet
-// measured on a GPU.
+// its memory busy. Rows of more than 512 bytes are cut into column slices, each of which is a chain of its own.
 //
 // A launch takes its layers by value: one set of strides, and the addresses of each layer.
 //
@@ -74,7 +73,14 @@ __global__ void __launch_bounds__(kMoveThreads, kPaged ? 3 : 4)  // page lookups
     written |= static_cast<unsigned>(moves || (!kPaged && here[u] == -1)) << u;
     rows[u] = moves ? *reinterpret_cast<const Unit*>(data.row(here[u])) : Unit{};
   }
-  block.wait_for_reads();
+  unsigned read = 0;
+#pragma unroll
+  for (int u = 0; u < kInPlaceUnits; ++u) read ^= some_bits(rows[u]);
+  const int64_t begins = static_cast<int64_t>(block.chunk) * chunks.rows;
+  block.wait_for_reads(read, [&](unsigned slot) {
+    const int64_t from = index[slot * p.indices.stride_m];
+    return from < 0 || from >= begins;  // -1 comes last
+  });
 #pragma unroll
   for (int u = 0; u < kInPlaceUnits; ++u)
     if (written >> u & 1) *reinterpret_cast<Unit*>(data.row(first + u * step)) = rows[u];

@@ -1,17 +1,18 @@
 // Moves rows to the front of the tensor that they lie in, with many blocks at once.
 //
-// A chain is one head of K or V (or a column slice of it). Its slot i receives a row from slot i or a later one. A
-// chunk of consecutive slots may therefore be written as soon as it and all chunks before it have been read: later
-// chunks read only later slots. Each block handles one chunk:
+// A chain is one head of K or V (or a column slice of it). Its slot i receives a row from slot i or a later one, and
+// sources ascend. Each block handles one chunk of consecutive slots:
 //
 //   take a ticket    the chunks of a chain ascend in ticket order, so every block that another waits for has started
 //   read             all rows of the chunk into registers
-//   wait             until all chunks before it have been read
+//   wait             until the rows that the chunk overwrites have been read
 //   write
 //
-// The wait is a decoupled look-back. Each chunk has a flag: kRead once its own rows are in registers, kAllRead once
-// those of all chunks before it are too. A warp reads 32 flags at a time, backward, until it finds kAllRead. A flag
-// costs 4 bytes per chunk of 32 KiB, and a call with only one chunk per chain needs neither flags nor tickets.
+// The rows that a chunk overwrites are read by this and earlier chunks. As sources ascend, the slots that receive them
+// are consecutive and no more than the chunk has, so they lie in two chunks at most: a search for the first such slot
+// finds both. Usually they were read long ago: if a quarter of the rows is kept, slot i is read for slot i / 4. A chunk
+// has a flag that is set once its rows are in registers. It costs 4 bytes per 32 KiB, and a call with only one chunk per
+// chain needs neither flags nor tickets.
 #pragma once
 #include "cluster.cuh"
 #include "move.cuh"
@@ -41,13 +42,38 @@ struct InPlaceMemory {
   }
 };
 
+// The first of slots [0, end) for which holds(slot), or `end`. It must hold for all slots after one for which it does.
+// Called by a whole warp, whose lanes look at 32 slots at a time.
+template <class Fn>
+__device__ inline unsigned first_slot(unsigned end, const Fn& holds) {
+  unsigned low = 0;
+  for (unsigned size = end; size;) {  // the slot is in [low, low + size]
+    const unsigned step = (size + 31) / 32, at = step * (threadIdx.x % 32);
+    const unsigned before = __popc(__ballot_sync(kWarp, at < size && !holds(low + at)));
+    if (before == 0) break;
+    const unsigned past = step * (before - 1) + 1;
+    low += past;
+    size = min(size, step * before) - past;
+  }
+  return low;
+}
+
+// Bits of a unit, which are there once the unit has been loaded.
+template <class Unit>
+__device__ inline unsigned some_bits(const Unit& x) {
+  unsigned bits = 0;
+  memcpy(&bits, &x, sizeof(Unit) < 4 ? sizeof(Unit) : 4);
+  return bits;
+}
+
 // The chunk of a block.
 class InPlaceChunk {
  public:
   unsigned chain, chunk;
 
   // Called by the whole block; contains a barrier.
-  __device__ InPlaceChunk(const InPlacePlan& chunks, const InPlaceMemory& memory) : flags_(nullptr) {
+  __device__ InPlaceChunk(const InPlacePlan& chunks, const InPlaceMemory& memory)
+      : rows_(static_cast<unsigned>(chunks.rows)), flags_(nullptr) {
     __shared__ unsigned ticket;
     if (chunks.count > 1) {
       if (threadIdx.x == 0) ticket = atomicAdd(memory.next, 1u);
@@ -59,27 +85,24 @@ class InPlaceChunk {
     if (chunks.count > 1) flags_ = memory.flags + chain * chunks.count;
   }
 
-  // Returns when all chunks up to this one have been read. Called by the whole block, once its own rows are in
-  // registers.
-  __device__ void wait_for_reads() const {
-    __syncthreads();  // the whole chunk has been read
+  // Returns when all rows that this chunk overwrites have been read. Called by the whole block. reads_ahead(slot):
+  // whether slot (of the chain, before this chunk) receives a row of this chunk's first slot or a later one. `rows`
+  // depends on every row that the thread reads: a load into registers may otherwise still be in flight behind a barrier.
+  template <class Fn>
+  __device__ void wait_for_reads(unsigned rows, const Fn& reads_ahead) const {
+    unsigned reader = chunk;
+    if (flags_ && threadIdx.x < 32) reader = first_slot(chunk * rows_, reads_ahead) / rows_;  // while rows arrive
+    __syncthreads_or(rows != 0);  // the whole chunk has been read
     if (!flags_) return;
-    if (threadIdx.x < 32) {
-      if (threadIdx.x == 0) store_release(flags_ + chunk, chunk ? kRead : kAllRead);
-      for (int last = static_cast<int>(chunk) - 1; last >= 0; last -= 32) {
-        const int at = last - static_cast<int>(threadIdx.x);
-        unsigned flag;
-        do flag = at >= 0 ? load_acquire(flags_ + at) : kAllRead;
-        while (__any_sync(kWarp, flag == kUnread));
-        if (__any_sync(kWarp, flag == kAllRead)) break;
+    if (threadIdx.x == 0) store_release(flags_ + chunk, 1u);
+    if (threadIdx.x < 2 && reader + threadIdx.x < chunk)
+      while (!load_acquire(flags_ + reader + threadIdx.x)) {
       }
-      if (threadIdx.x == 0 && chunk) store_release(flags_ + chunk, kAllRead);
-    }
-    __syncthreads();  // the chunks before have been read
+    __syncthreads();  // so have the rows to overwrite
   }
 
  private:
-  static constexpr unsigned kUnread = 0, kRead = 1, kAllRead = 2;
+  unsigned rows_;    // per chunk
   unsigned* flags_;  // of the chain, or null
 };
 

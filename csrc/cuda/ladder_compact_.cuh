@@ -2,10 +2,10 @@
 //
 // Bytes that must move: each row that moves read once and written once; no index tensor. A slot's row comes from that
 // slot or a later one, so in_place.cuh lets many blocks share a head of a layer. A block has a chunk of 32 KiB: it
-// computes the sources of its rows (ladder.cuh), reads them into registers, and writes them once all chunks before have
+// computes the sources of its rows (ladder.cuh), reads them into registers, and writes them once the rows there have
 // been read. Slots before the plan's first ladder are never accessed.
 //
-// Grid: x runs over (chunk, layer, batch, head, K or V, slice), in ticket order. Not yet measured on a GPU.
+// Grid: x runs over (chunk, layer, batch, head, K or V, slice), in ticket order.
 #pragma once
 #include "../ops/ladder_compact_.h"
 #include "in_place.cuh"
@@ -57,7 +57,13 @@ __global__ void __launch_bounds__(kMoveThreads)
       }
     }
   }
-  block.wait_for_reads();
+  unsigned read = 0;
+#pragma unroll
+  for (int u = 0; u < kCompactRows; ++u) read ^= some_bits(first[u]) ^ some_bits(second[u]);
+  block.wait_for_reads(read, [&](unsigned slot) {
+    int32_t run;
+    return static_cast<uint32_t>(p.moves.source(p.moves.first + slot, chain.offset, run)) >= start;
+  });
 #pragma unroll
   for (int u = 0; u < kCompactRows; ++u) {
     if (!shift[u]) continue;
