@@ -6,6 +6,7 @@
 Each table is between a marker and `<!-- end -->`:
 
 - `<!-- speed -->`: the benchmark at 65,536 tokens. A plain call comes first, then its other forms by name.
+- `<!-- h200 -->`: the benchmark on an H200.
 - `<!-- products -->`: the compute-bound operators whose work depends on more than the tokens.
 - `<!-- attention -->`: python -m kvops.bench.attention.
 - `<!-- decode -->`: python -m kvops.bench.decode.
@@ -185,6 +186,26 @@ def speed_table() -> str:
         ratios = [[row["ratio"][x]["best"] for row in rows if x in row["ratio"]] for x in ("eager", "compile")]
         said = [f"{' / '.join(map(short, x))} x" if x else "" for x in ratios]
         lines.append([label, times, f"{shares} of {rows[0]['bandwidth']['of']}", *said])
+    return markdown(lines)
+
+
+def h200_table() -> str:
+    """Return a row per operator, form and number of tokens; fresh outputs, which take as long as `out=`, are left out."""
+    record = json.loads((ROOT / "bench" / "results" / "h200.json").read_text())
+    head = ["bf16 / fp32", "tokens", "time, us", "% of copy", "eager PyTorch takes", "others take"]
+    lines = [head, ["---"] * len(head)]
+    measured: dict[tuple[str, str, int], dict[str, dict]] = {}
+    for row in record["rows"]:
+        if "seconds" in row and (row["form"] != "fresh" or "64 tokens" in row["operator"]):
+            measured.setdefault((row["operator"], row["form"], row["shape"][2]), {})[row["dtype"]] = row
+    for (operator, form, tokens), by_dtype in measured.items():
+        rows = [by_dtype[x] for x in ("bfloat16", "float32") if x in by_dtype]
+        times = " / ".join(short(1e6 * row["seconds"]["median"]) for row in rows)
+        shares = " / ".join(f"{100 * row['bandwidth']['share']:.0f}" for row in rows if "bandwidth" in row)
+        eager = " / ".join(short(row["ratio"]["eager"]["median"]) for row in rows)
+        others = [f"{x} {short(y['median'])} x" for x, y in rows[0]["ratio"].items() if x != "eager"]
+        label = code(operator) + {"": "", "out=": " into `out=`"}.get(form, f", {form}")
+        lines.append([label, number(tokens), times, shares, f"{eager} x", ", ".join(others)])
     return markdown(lines)
 
 
@@ -399,6 +420,7 @@ TABLES = {
     "end-to-end": end_to_end_table,
     "end-to-end blocks": blocks_table,
     "speed": speed_table,
+    "h200": h200_table,
     "products": products_table,
     "attention": attention_table,
     "decode": decode_table,

@@ -18,7 +18,7 @@
 // fp32 on CUDA cores), with fp32 sums. What key i spares is added to key last_i as an integer in units of 2^-32, so the
 // order of the atomic additions does not matter.
 //
-// similarity_scores combines the two sums. No result depends on the grid. Not yet measured on a GPU.
+// similarity_scores combines the two sums. No result depends on the grid.
 #pragma once
 #include "../ops/key_similarity.h"
 #include "panels.cuh"
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kPanelThreads, 1)
   }
 }
 
-constexpr int kScoreTokens = 16;  // per thread
+constexpr int kScoreTokens = 4;  // per thread
 
 __global__ void __launch_bounds__(256)
     similarity_scores_kernel(KeySimilarityParams p, KeySimilarityMemory packed, unsigned blocks) {
@@ -217,9 +217,12 @@ inline void key_similarity_cuda(const KeySimilarityParams& p, void* workspace, c
     });
     if (p.threshold >= 1) return;
     const PanelPlan plan = PanelPlan::of(p.k.row_bytes, sizeof(float));
-    with_pieces<E>(packed.row_bytes, [&](auto pieces) {
+    const auto blocks_of = [&](int keys) { return (p.n + keys - 1) / keys; };
+    // Blocks of 256 keys that leave multiprocessors idle are halved: with room for wider rows, warps hold 16 keys.
+    const bool halved = heads * blocks_of(256) < multiprocessors();
+    with_pieces<E>(halved ? 512 : packed.row_bytes, [&](auto pieces) {
       constexpr int kPieces = decltype(pieces)::value, kKeys = kPanelWarps * KeyTile<E, kPieces>::kKeys;
-      const int64_t blocks = (p.n + kKeys - 1) / kKeys;
+      const int64_t blocks = blocks_of(kKeys);
       launch<last_similar_kernel<E, kPieces>>(grid_of(heads * blocks), kPanelThreads,
                                               static_cast<size_t>(plan.stages) * plan.bytes, stream, p, packed, plan,
                                               static_cast<unsigned>(blocks));
