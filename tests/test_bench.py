@@ -429,7 +429,7 @@ def test_rows_of_a_gpu(name, pretend_gpu):
 
 
 def test_copies_of_the_inputs_fit_in_the_memory(pretend_gpu, monkeypatch):
-    """lsh_bucket reads little of its keys: the L2 cache would hold hundreds of calls' bytes, and the memory few keys."""
+    """lsh_bucket reads few of its keys: hundreds of copies would fit in the L2 cache, but not in the memory."""
     row, case, keys = ROWS["lsh_bucket"], Case(4096, torch.float32, 2, 64), 4 * 2 * 4096 * 64
     row.args(case)
     assert 3 * keys < case.held < 3.5 * keys  # K, and the sources of K and V

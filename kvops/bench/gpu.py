@@ -15,7 +15,7 @@ import torch
 SHORT = 2e-3  # seconds; shorter calls are captured several times, to make the launch (microseconds) negligible
 MOST_CALLS = 512  # in one graph
 COPY_BYTES = 2 << 30  # size of the large copy, and of the two buffers that smaller copies rotate through
-# The most bytes of one copy_: in a CUDA graph of an H200 most copies of 512 MiB and more reached 2.7 TB/s instead of 4.2.
+# The most bytes of one copy_: in a CUDA graph of an H200, most copies of 512 MiB or more reach 2.7 TB/s instead of 4.2.
 PIECE_BYTES = 256 << 20
 MEMORY_SHARE = 4  # all copies of the inputs take at most a quarter of the memory
 
