@@ -517,7 +517,7 @@ def test_what_leaves_its_result_unwritten_is_not_timed(pretend_gpu):
 def gpu_record(pretend_gpu, monkeypatch):
     """A record like a GPU's, with made-up times."""
     monkeypatch.setattr(measuring, "GOALS_FROM", N)
-    monkeypatch.setattr(gpu, "copies", lambda moved: 1)
+    monkeypatch.setattr(gpu, "copies", lambda moved, held: 1)
     rows = []
     for name, row in ROWS.items():
         for n in [row.shape[1]] if row.shape else [N // 2, N]:
