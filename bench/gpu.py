@@ -62,6 +62,16 @@ HOPPER_ROWS = (*HOPPER_OPERATORS[:1], "window_scores, no lse", *HOPPER_OPERATORS
 OURS = "kns=5kvops"  # compute-sanitizer's filter: kernels with this in their mangled names
 GPU_LOST = 3  # exit status of kvops.bench: this process lost the GPU, another one can continue
 NO_GPU_LEFT = "this process has lost the GPU"  # printed by tests/conftest.py
+LONGEST = (  # of the tests; they start first
+    "test_cuda.py::test_fullgraph_compile",
+    "test_fp8.py",
+    "test_methods.py",
+    "test_operators.py",
+    "test_padded_rows.py",
+    "test_paged_cache.py",
+    "test_pages.py",
+    "test_policies.py",
+)
 AT_ONCE = max(1, min(8, (os.cpu_count() or 2) // 2))  # test processes
 MINUTES = 9.5  # for all steps of one command
 LEAST = 5  # seconds; with less left, a step is not started
@@ -308,9 +318,11 @@ class Run:
         bench = [sys.executable, "-m", "kvops.bench"]
         record.unlink(missing_ok=True)
         code = GPU_LOST
-        while code == GPU_LOST and (allowed := end - SHOW - time.monotonic()) > LEAST:
+        while code == GPU_LOST and (allowed := end - SHOW - time.monotonic()) > LAST + LEAST:
             measure = ["--device", "cuda", "--json", str(record), "--resume", "--seconds", f"{allowed - LAST:.0f}"]
             code = execute([*bench, *measure, *options], log, allowed, env, SITE)
+        if not log.exists():
+            return Result(NOT_RUN, "out of time", left=[name])
         text = log.read_text(errors="replace")
         if not record.exists():
             return Result(FAILED, f"exit status {code}: {last_line(text)}")
@@ -355,6 +367,7 @@ class Run:
         if without := self.missing("pytest", "hypothesis"):
             return Result(NOT_RUN, without)
         env = environment(self.wheels, OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // AT_ONCE)))
+        parts = sorted(parts, key=lambda part: not part.endswith(LONGEST))
         return run_tests(parts, self.log(name), seconds, env, SITE, opcheck=not self.missing("expecttest"))
 
     def sanitizer(self, seconds: float) -> Result:
@@ -372,7 +385,7 @@ class Run:
                 options += ["--report-api-errors", "no"]  # torch makes failing calls on purpose; ours raise
                 more["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that memcheck knows every tensor's bounds
             command = [sanitizer, *options, sys.executable, str(ROOT / "tests" / "calls.py")]
-            command += [*(HOPPER_OPERATORS if hopper else []), "--seconds", f"{seconds - 3 * LAST:.0f}"]
+            command += [*(HOPPER_OPERATORS if hopper else []), "--seconds", f"{max(LEAST, seconds - 3 * LAST):.0f}"]
             code = execute(command, log, seconds, environment(self.wheels, **more), SITE)
             return judge_sanitizer(code, log.read_text(errors="replace"))
 

@@ -17,12 +17,12 @@ from torch.autograd import forward_ad
 
 # Numbers and names.
 
-PLAIN = frozenset((int, float, bool, str, list, tuple, type(None), Tensor))
+PLAIN = (int, float, str, type(None), tuple, list, Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def plain(x: Any) -> Any:
     """x as an int or a float if it is a number of another type, such as numpy's; anything else as it is."""
-    if type(x) in PLAIN or isinstance(x, (int, float, Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(x, PLAIN):
         return x
     try:
         return operator.index(x)

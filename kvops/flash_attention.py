@@ -107,6 +107,7 @@ def attention(
     """
     scale, softcap = plain(scale), plain(softcap)
     check_attention("attention", q, k, v, causal, scale, starts, sink_logits, softcap)
+    q = q if q.stride(3) == 1 else q.contiguous()  # unlike K and V, the queries may have any strides
     call = _Call(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale, starts, softcap)
     name = _choice(call, backend)
     out, lse = BACKENDS[name].run(call)
@@ -240,7 +241,7 @@ class _Torch(_Flash):
 
     def run(self, call: _Call) -> tuple[Tensor, Tensor]:
         q, k, v, causal, scale, starts, _ = call
-        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
         if starts is None:
             return self.rectangle(q, k, v, causal, scale)
         t, n = q.shape[2], k.shape[2]

@@ -399,6 +399,7 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(gpu, "l2_bytes", lambda: 1 << 18)
+    monkeypatch.setattr(gpu, "memory_bytes", lambda: 1 << 40)
     monkeypatch.setattr(gpu, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(gpu, "MOST_CALLS", 16)
     monkeypatch.setattr(gpu, "SHORT", 1e-4)
@@ -425,6 +426,31 @@ def test_rows_of_a_gpu(name, pretend_gpu):
             share = r["bandwidth"]
             assert share["share"] * share["gb_per_s"] == pytest.approx(r["gb_per_s"])
             assert share["same_bytes"]["share"] * share["same_bytes"]["gb_per_s"] == pytest.approx(r["gb_per_s"])
+
+
+def test_copies_of_the_inputs_fit_in_the_memory(pretend_gpu, monkeypatch):
+    """lsh_bucket reads few of its keys: hundreds of copies would fit in the L2 cache, but not in the memory."""
+    row, case, keys = ROWS["lsh_bucket"], Case(4096, torch.float32, 2, 64), 4 * 2 * 4096 * 64
+    row.args(case)
+    assert 3 * keys < case.held < 3.5 * keys  # K, and the sources of K and V
+    for memory, count in ((1 << 40, 16), (4 * 8 * case.held, 8), (case.held, 1)):
+        monkeypatch.setattr(gpu, "memory_bytes", lambda memory=memory: memory)
+        assert len(measuring.make_cases(row, Case(4096, torch.float32, 2, 64))) == count
+
+
+def test_probes_copy_in_pieces(pretend_gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "PIECE_BYTES", 1 << 16)
+    sizes, copy_ = [], torch.Tensor.copy_
+    source, target = gpu._buffers("cpu")
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda x, y: sizes.append(y.nbytes) or copy_(x, y))
+    moved = (1 << 19) + 80
+    for name, probe in gpu.copy_probes(moved, "cpu").items():
+        for call in probe.calls:
+            sizes.clear()
+            call()
+            assert 2 * sum(sizes) == gpu.copied(name, moved) and max(sizes) == 1 << 16
+        assert len(sizes) == (16 if name == "large" else 5)
+    assert torch.equal(source, target)
 
 
 def test_batch_of_a_gpu(pretend_gpu):
@@ -491,7 +517,7 @@ def test_what_leaves_its_result_unwritten_is_not_timed(pretend_gpu):
 def gpu_record(pretend_gpu, monkeypatch):
     """A record like a GPU's, with made-up times."""
     monkeypatch.setattr(measuring, "GOALS_FROM", N)
-    monkeypatch.setattr(gpu, "copies", lambda moved: 1)
+    monkeypatch.setattr(gpu, "copies", lambda moved, held: 1)
     rows = []
     for name, row in ROWS.items():
         for n in [row.shape[1]] if row.shape else [N // 2, N]:

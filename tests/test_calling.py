@@ -1,5 +1,7 @@
 """What all one-shot calls share: layouts, errors that name the function called, and numbers of numpy."""
 
+import dataclasses
+import functools
 import subprocess
 import sys
 import warnings
@@ -8,6 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.variables.user_defined import FrozenDataClassVariable
 
 import kvops
 from kvops.methods.table import table_name
@@ -122,6 +125,49 @@ def test_layout_in_a_compiled_call(kv):
     )
     want = kvops.keydiff_compress(k, v, 24, layout="bnhd")
     assert all(torch.equal(x, y) for x, y in zip(compiled(k, v), want))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiles_without_graph_breaks(name, kv, q, monkeypatch):
+    """The Dynamo of torch 2.11 cannot list the attributes of a frozen dataclass that the compiled function creates."""
+    found = FrozenDataClassVariable.var_getattr
+
+    def var_getattr(self, tx, attribute):
+        assert attribute != "__dict__"
+        return found(self, tx, attribute)
+
+    monkeypatch.setattr(FrozenDataClassVariable, "var_getattr", var_getattr)
+    torch.compiler.reset()
+    needs_queries, options = CALLS[name]
+    queries = (q[:, :, -1:] if name == "tova" else q,) if needs_queries else ()
+    call = functools.partial(getattr(kvops, name + "_compress"), **options)
+    compiled = torch.compile(lambda *x: call(*x), fullgraph=True, backend="eager")
+    assert all(torch.equal(x, y) for x, y in zip(compiled(*kv, *queries), call(*kv, *queries)))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_settings_are_passed_in_the_order_of_all_fields_or_by_name(name, kv, q, monkeypatch):
+    """The Dynamo of torch 2.11 matches positional arguments with all fields of a frozen dataclass, keyword-only ones
+    included."""
+
+    def checked(init):
+        def __init__(policy, *args, **settings):
+            every = dataclasses.fields(policy)
+            assert not any(x.kw_only for x in every[: len(args)])
+            created.append(policy)
+            init(policy, *args, **settings)
+
+        return __init__
+
+    created, policies = [], [kvops.Policy]
+    for policy in policies:
+        policies += policy.__subclasses__()
+        if "__init__" in vars(policy):
+            monkeypatch.setattr(policy, "__init__", checked(policy.__init__))
+    needs_queries, options = CALLS[name]
+    queries = (q[:, :, -1:] if name == "tova" else q,) if needs_queries else ()
+    getattr(kvops, name + "_compress")(*kv, *queries, **options)
+    assert created
 
 
 # Errors

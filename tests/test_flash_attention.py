@@ -123,6 +123,19 @@ def test_any_strides(layout, backend):
         assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
 
 
+@kit.only("cpu")
+def test_backends_are_asked_about_the_queries_that_they_get(monkeypatch):
+    """torch.backends.cuda.can_use_flash_attention refuses queries whose last dim is not contiguous."""
+    asked, why_not = [], flash_attention._Flash.why_not
+    monkeypatch.setattr(
+        flash_attention._Flash, "why_not", lambda self, call: asked.append(call.q.stride(3)) or why_not(self, call)
+    )
+    q, k, v = make(t=20, n=33)
+    for backend in (None, "torch_flash"):
+        kvops.attention(q.mT.contiguous().mT, k, v, backend=backend)
+    assert asked and set(asked) == {1}
+
+
 def test_padded_rows_are_as_alone():
     """The content of the padding, NaN included, does not affect any other row."""
     for t in (50, 300):
@@ -159,6 +172,7 @@ def test_the_choice(amx, monkeypatch):
     assert kvops.attention(*long, starts=kit.int32(0, 1)).backend == "torch_flash"
 
 
+@kit.only("cpu")
 @pytest.mark.parametrize("amx", [False, True])
 def test_the_table_is_what_was_measured(amx):
     record = json.loads(measuring.RESULTS[amx].read_text())

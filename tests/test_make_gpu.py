@@ -175,6 +175,23 @@ def test_test_files_run_apart(run, tmp_path, monkeypatch):
     assert (without.status, without.note) == ("not run", "no hypothesis")
 
 
+def test_the_longest_tests_start_first(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "run_tests", lambda parts, *_, **__: [part.endswith(run.LONGEST) for part in parts])
+    steps, found = run.Run(tmp_path, FACTS), 0
+    for step in (steps.tests, steps.gpu_tests):
+        long = step(60)
+        assert long == sorted(long, reverse=True) and not all(long)
+        found += sum(long)
+    assert found == len(run.LONGEST)  # all names exist
+
+
+def test_a_benchmark_without_time_is_not_run(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "execute", lambda *_: pytest.fail("there is no time"))
+    for seconds in (5, run.SHOW, run.SHOW + run.LAST):
+        result = run.Run(tmp_path, FACTS).benchmark("bench", seconds)
+        assert (result.status, result.note, result.left) == ("not run", "out of time", ["bench"])
+
+
 def test_tests_go_on_in_another_process_when_one_has_lost_the_gpu(run, tmp_path):
     (tmp_path / "conftest.py").write_text(
         "import pytest\n@pytest.hookimpl(trylast=True)\ndef pytest_runtest_logreport(report):\n"

@@ -169,7 +169,7 @@ def bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float) -> d
 
 
 def copy_bandwidth(row: Row, case: Case, seconds: dict[str, float], rate: float) -> dict[str, Any]:
-    """Return the bandwidth on a GPU: of a large copy_, and of one that moves as many bytes as the row."""
+    """Return the bandwidth on a GPU: of a large copy, and of one that moves as many bytes as the row."""
     moved = row.bytes(case)
     reached = {x: gpu.copied(x, moved) / seconds[f"probe {x}"] for x in ("large", "same") if f"probe {x}" in seconds}
     if "large" not in reached:
@@ -189,7 +189,8 @@ def make_cases(row: Row, like: Case) -> list[Case]:
     """Return `like`, and on a GPU more cases with other values, so that no call finds its inputs in the cache."""
     if not on_gpu(like):
         return [like]
-    count = gpu.copies(row.bytes(like))
+    row.args(like)  # creates them
+    count = gpu.copies(row.bytes(like), like.held)
     return [like] + [
         Case(like.n, like.dtype, like.heads, like.d, like.device, like.batch, seed) for seed in range(1, count)
     ]

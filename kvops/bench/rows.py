@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import kvops
 from kvops import ops
@@ -159,6 +160,11 @@ class Case:
         factor = torch.randn(shape, device=self.device, generator=generator)
         mean, norms = factor[:, 0].contiguous(), factor[:, 1, : self.d // 2].abs().contiguous()
         return Statistics(mean, factor @ factor.mT / self.d, norms)
+
+    @property
+    def held(self) -> int:
+        """The bytes of the tensors that have been created."""
+        return size(*(x for x in tree_leaves(vars(self)) if isinstance(x, Tensor)))
 
     def restore(self) -> None:
         """Undo in-place calls."""

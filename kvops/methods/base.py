@@ -274,9 +274,10 @@ class Policy:
         cls.uses_positions = cls.__dict__.get("uses_positions", True)
 
     def __post_init__(self) -> None:
-        for name, x in vars(self).items():
-            if type(x) not in PLAIN:
-                object.__setattr__(self, name, plain(x))
+        for setting in fields(self):  # type: ignore[arg-type]  # only the __init__ of a dataclass calls this
+            value = getattr(self, setting.name, None)
+            if not isinstance(value, PLAIN):
+                object.__setattr__(self, setting.name, plain(value))
         self.check()
 
     @property

@@ -249,7 +249,7 @@ def lacache_compress(
     Source: LaCache, Shi et al., 2025, Sec. 3.2, 3.3.
     """
     settings: dict[str, Any] = dict(sinks=sinks, pattern=pattern, compaction=compaction, task=task)
-    policy = LaCache(budget, span=span, overlap=overlap, **settings)
+    policy = LaCache(budget=budget, span=span, overlap=overlap, **settings)
     call: dict[str, Any] = {"layout": layout}
     return policy.compress(k, v, layer=layer, num_layers=num_layers, rope=rope, out=out, **call)
 
@@ -302,7 +302,7 @@ def snapkv_compress(
     """
     settings: dict[str, Any] = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, score=score)
     settings |= dict(group_reduce=group_reduce, sinks=sinks, head_mode=head_mode)
-    return SnapKV(budget, window_rows(q_window), **settings).compress(k, v, q_window, **call)
+    return SnapKV(budget=budget, window=window_rows(q_window), **settings).compress(k, v, q_window, **call)
 
 
 @one_shot
@@ -360,7 +360,7 @@ def criticalkv_compress(
     settings: dict[str, Any] = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, score=score)
     settings |= dict(group_reduce=group_reduce, sinks=sinks, head_mode=head_mode)
     settings |= dict(w_o=w_o, first_stage_ratio=first_stage_ratio, epsilon=epsilon)
-    return CriticalKV(budget, window_rows(q_window), **settings).compress(k, v, q_window, **call)
+    return CriticalKV(budget=budget, window=window_rows(q_window), **settings).compress(k, v, q_window, **call)
 
 
 @one_shot
@@ -409,7 +409,7 @@ def rkv_compress(
     """
     settings: dict[str, Any] = dict(mix=mix, threshold=threshold, kernel_size=kernel_size)
     settings |= dict(group_reduce=group_reduce, sinks=sinks, head_mode=head_mode)
-    return RKV(budget, window_rows(q_window), **settings).compress(k, v, q_window, **call)
+    return RKV(budget=budget, window=window_rows(q_window), **settings).compress(k, v, q_window, **call)
 
 
 @one_shot
@@ -461,7 +461,7 @@ def pyramidkv_compress(
     """
     settings: dict[str, Any] = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, score=score)
     settings |= dict(group_reduce=group_reduce, sinks=sinks, head_mode=head_mode)
-    policy = PyramidKV(budget, window_rows(q_window), **settings)
+    policy = PyramidKV(budget=budget, window=window_rows(q_window), **settings)
     return policy.compress(k, v, q_window, **call)
 
 
@@ -515,7 +515,7 @@ def defensivekv_compress(
     """
     settings: dict[str, Any] = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, score=score)
     settings |= dict(group_reduce=group_reduce, prior=prior, sinks=sinks, head_mode=head_mode)
-    return DefensiveKV(budget, window_rows(q_window), **settings).compress(k, v, q_window, **call)
+    return DefensiveKV(budget=budget, window=window_rows(q_window), **settings).compress(k, v, q_window, **call)
 
 
 @one_shot
@@ -565,7 +565,7 @@ def chunkkv_compress(
     """
     settings: dict[str, Any] = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, score=score)
     settings |= dict(chunk=chunk, group_reduce=group_reduce, sinks=sinks)
-    return ChunkKV(budget, window_rows(q_window), **settings).compress(k, v, q_window, **call)
+    return ChunkKV(budget=budget, window=window_rows(q_window), **settings).compress(k, v, q_window, **call)
 
 
 @one_shot
@@ -623,7 +623,7 @@ def laq_compress(
     """
     settings: dict[str, Any] = dict(kernel_size=kernel_size, pooling=pooling, pool_first=pool_first, score=score)
     settings |= dict(group_reduce=group_reduce, sinks=sinks, head_mode=head_mode, compat_mask=compat_mask)
-    policy = LAQ(budget, 0 if q_window is None else window_rows(q_window), **settings)
+    policy = LAQ(budget=budget, window=0 if q_window is None else window_rows(q_window), **settings)
     return policy.compress(k, v, q_lookahead, q_window=q_window, lookahead_lengths=lookahead_lengths, **call)
 
 
@@ -742,7 +742,7 @@ def protokv_compress(
     )
     settings |= dict(seed=seed, hash_bits=hash_bits, clusters=clusters, score=score, cluster_reduce=cluster_reduce)
     settings |= dict(whole_clusters=whole_clusters, group_reduce=group_reduce, sinks=sinks, head_mode=head_mode)
-    return ProtoKV(budget, window_rows(q_window), **settings).compress(k, v, q_window, **call)
+    return ProtoKV(budget=budget, window=window_rows(q_window), **settings).compress(k, v, q_window, **call)
 
 
 @one_shot
@@ -782,7 +782,7 @@ def satkv_compress(
 
     Source: ProtoKV, Yu et al., Sec. 4.1, App. H.
     """
-    return SATKV(budget, window, kappa=kappa, sinks=sinks, head_mode=head_mode).compress(k, v, **call)
+    return SATKV(budget=budget, window=window, kappa=kappa, sinks=sinks, head_mode=head_mode).compress(k, v, **call)
 
 
 @one_shot
