@@ -167,77 +167,144 @@ __device__ inline int4& own_bins(int* histogram) {
   return reinterpret_cast<int4*>(histogram)[threadIdx.x];
 }
 
-// One block per unit.
-__global__ void __launch_bounds__(kSelectThreads) select_block_kernel(SelectTopkParams p) {
-  const Unit unit = start_unit(p, blockIdx.x, threadIdx.x, kSelectThreads, true);
-  if (unit.k == 0) return;
-  __shared__ __align__(16) int histogram[kBins];
-  const Pieces scores = Pieces::of(unit.scores, unit.n);
-  Search search{0, unit.k};
-  own_bins(histogram) = {};
-  for (int d = 0; d < kDigits; ++d) {
-    __syncthreads();
-    count_digit(scores, search.prefix, Digit(d), histogram);
-    __syncthreads();  // all threads have counted
-    const int4 counts = own_bins(histogram);
-    own_bins(histogram) = {};
-    search = narrow(search, counts, Digit(d));
+// What the blocks of a unit tell each other about a digit: how many of their keys are in each bin, and in each group of
+// 64 bins.
+constexpr int kGroups = 32, kMostBlocks = 8;
+struct Counts {
+  int bins[kBins];
+  int groups[kGroups];
+};
+static_assert(kBins == kGroups * 64);
+
+// The memory of a block. The places are only written once no block reads the counts any more.
+union SelectMemory {
+  Counts counts[kDigits];
+  uint16_t staged[kKeysInRound];
+};
+
+// Of a unit that a cluster selects from, or one block alone.
+template <bool kCluster>
+struct Blocks {
+  unsigned rank, size;  // of this block, and how many there are
+
+  __device__ void sync() const {
+    if constexpr (kCluster)
+      cluster_sync();
+    else
+      __syncthreads();
   }
-  write_kept(scores, search.prefix, search.rank, 0, 0, unit.base, unit.out);
+  // The sum of *p over the blocks, and over those before this one.
+  __device__ void sum(int* p, int& all, int& before) const {
+    all = before = 0;
+    if constexpr (kCluster) {
+#pragma unroll
+      for (unsigned r = 0; r < kMostBlocks; ++r) {
+        const int x = r < size ? *of_block(p, r) : 0;
+        all += x;
+        before += r < rank ? x : 0;
+      }
+    } else {
+      all = *p;
+    }
+  }
+};
+
+// The sum of x over the lanes above this one.
+__device__ inline int sum_of_higher_lanes(int x) {
+  const int lane = threadIdx.x % 32;
+  int sum = x;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_down_sync(kWarp, sum, step);
+    if (lane + step < 32) sum += other;
+  }
+  return sum - x;
+}
+
+// The search over all blocks of a unit, with what this one needs to know to write its slots: how many keys of the
+// blocks before are above, and how many of those equal to the threshold they have.
+struct SharedSearch : Search {
+  int above, equal;
+};
+
+// Advances by one digit: one warp looks for the group of bins that contains the wanted key, then for its bin.
+template <bool kCluster>
+__device__ inline void narrow_shared(SharedSearch& search, Counts& counts, Digit digit, const Blocks<kCluster>& blocks) {
+  const int lane = threadIdx.x % 32;
+  int all, before;
+  blocks.sum(&counts.groups[lane], all, before);
+  int higher = sum_of_higher_lanes(all);
+  const int group = 31 - __clz(__ballot_sync(kWarp, search.rank <= higher + all));
+  int above = lane > group ? before : 0;
+  int rank = search.rank - __shfl_sync(kWarp, higher, group);
+
+  int* const bins = &counts.bins[group * 64 + lane];  // and the one 32 further up
+  int upper, upper_before;
+  blocks.sum(bins, all, before);
+  blocks.sum(bins + 32, upper, upper_before);
+  const int uppers = __reduce_add_sync(kWarp, upper);
+  const bool in_upper = rank <= uppers;
+  if (in_upper) {
+    all = upper;
+    before = upper_before;
+  } else {
+    rank -= uppers;
+    above += upper_before;
+  }
+  higher = sum_of_higher_lanes(all);
+  const int bin = 31 - __clz(__ballot_sync(kWarp, rank <= higher + all));
+  above += lane > bin ? before : 0;
+  search.prefix |= static_cast<unsigned>(group * 64 + in_upper * 32 + bin) << digit.shift;
+  search.rank = rank - __shfl_sync(kWarp, higher, bin);
+  search.above += __reduce_add_sync(kWarp, above);
+  search.equal = __shfl_sync(kWarp, before, bin);
+}
+
+template <bool kCluster>
+__device__ inline void select_unit(const Unit& unit, SelectMemory& memory, const Blocks<kCluster>& blocks) {
+  __shared__ SharedSearch search;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Pieces scores = Pieces::of(unit.scores, unit.n).part(blocks.rank, blocks.size);
+#pragma unroll
+  for (int d = 0; d < kDigits; ++d) own_bins(memory.counts[d].bins) = {};
+  if (threadIdx.x == 0) search = {{0, unit.k}, 0, 0};
+  Held held;
+#pragma unroll 1
+  for (int d = 0; d < kDigits; ++d) {
+    Counts& counts = memory.counts[d];
+    __syncthreads();  // the bins are zero, the search has advanced
+    count_digit(scores, held, search.prefix, Digit(d), counts.bins);
+    __syncthreads();  // all threads have counted
+#pragma unroll
+    for (int g = warp; g < kGroups; g += kSelectWarps) {
+      const int sum = __reduce_add_sync(kWarp, counts.bins[g * 64 + lane] + counts.bins[g * 64 + 32 + lane]);
+      if (lane == 0) counts.groups[g] = sum;
+    }
+    blocks.sync();  // all blocks have counted
+    if (warp == 0) {
+      SharedSearch next = search;
+      narrow_shared(next, counts, Digit(d), blocks);
+      if (lane == 0) search = next;
+    }
+  }
+  blocks.sync();  // no other block reads this one's shared memory any more
+  write_kept(scores, held, search.prefix, search.rank, search.above, search.equal, unit.base, unit.out, memory.staged);
+}
+
+// One block per unit.
+__global__ void __launch_bounds__(kSelectThreads, 2) select_block_kernel(SelectTopkParams p) {
+  __shared__ __align__(16) SelectMemory memory;
+  const Unit unit = start_unit(p, blockIdx.x, threadIdx.x, kSelectThreads, true);
+  if (unit.k) select_unit(unit, memory, Blocks<false>{0, 1});
 }
 
 // One cluster per unit.
-__global__ void __launch_bounds__(kSelectThreads) select_cluster_kernel(SelectTopkParams p, unsigned size) {
-  DYNAMIC_SHARED(int, histograms);                                           // [kDigits, kBins]
-  int2* const kept = reinterpret_cast<int2*>(histograms + kDigits * kBins);  // keys above the threshold, equal to it
-  __shared__ int totals[kSelectWarps];
-  const unsigned rank = cluster_rank();
-  const Unit unit = start_unit(p, blockIdx.x / size, rank * kSelectThreads + threadIdx.x, size * kSelectThreads, true);
-  if (unit.k == 0) return;  // so do the cluster's other blocks
-  const Pieces scores = Pieces::of(unit.scores, unit.n).part(rank, size);
-#pragma unroll
-  for (int d = 0; d < kDigits; ++d) own_bins(histograms + d * kBins) = {};
-  Search search{0, unit.k};
-  int above = 0;  // this block's keys above all that are still possible, counted per thread
-#pragma unroll 1
-  for (int d = 0; d < kDigits; ++d) {
-    int* const histogram = histograms + d * kBins;
-    __syncthreads();  // it is zero
-    above = count_digit(scores, search.prefix, Digit(d), histogram);
-    cluster_sync();  // all blocks have counted
-    int4 counts{};
-    for (unsigned r = 0; r < size; ++r) {
-      const int4 x = own_bins(of_block(histogram, r));
-      counts.x += x.x;
-      counts.y += x.y;
-      counts.z += x.z;
-      counts.w += x.w;
-    }
-    search = narrow(search, counts, Digit(d));
-  }
-  // Add the bins of the last digit above the threshold's.
-  const int4 last = own_bins(histograms + (kDigits - 1) * kBins);
-  const int bin = static_cast<int>(search.prefix % kLastBins), first = 4 * threadIdx.x;
-  above += (first > bin ? last.x : 0) + (first + 1 > bin ? last.y : 0) + (first + 2 > bin ? last.z : 0) +
-           (first + 3 > bin ? last.w : 0);
-  above = __reduce_add_sync(kWarp, above);
-  if (threadIdx.x % 32 == 0) totals[threadIdx.x / 32] = above;
-  __syncthreads();  // the warps' totals are written
-  if (threadIdx.x == 0) {
-    above = 0;
-    for (int w = 0; w < kSelectWarps; ++w) above += totals[w];
-    *kept = make_int2(above, histograms[(kDigits - 1) * kBins + bin]);
-  }
-  cluster_sync();  // all blocks know what they keep
-  above = 0;       // from here on: in the blocks before
-  int equal = 0;
-  for (unsigned r = 0; r < rank; ++r) {
-    const int2 x = *of_block(kept, r);
-    above += x.x;
-    equal += x.y;
-  }
-  write_kept(scores, search.prefix, search.rank, above, equal, unit.base, unit.out);
-  cluster_sync();  // no other block reads this one's shared memory any more
+__global__ void __launch_bounds__(kSelectThreads, 2) select_cluster_kernel(SelectTopkParams p, unsigned size) {
+  DYNAMIC_SHARED(SelectMemory, memory);
+  const Blocks<true> blocks{cluster_rank(), size};
+  const Unit unit =
+      start_unit(p, blockIdx.x / size, blocks.rank * kSelectThreads + threadIdx.x, size * kSelectThreads, true);
+  if (unit.k) select_unit(unit, *memory, blocks);  // the same in all blocks of the cluster
 }
 
 // Units cut into chunks: the data that the launches pass on in global memory.
@@ -278,7 +345,8 @@ __global__ void __launch_bounds__(kSelectThreads) count_digit_kernel(SelectTopkP
   if (chunk == 0 && threadIdx.x == 0) chunks.found[index * kDigits + kDigit] = search;
   __syncthreads();
   const Digit digit(kDigit);
-  int above = count_digit(scores, search.prefix, digit, histogram);
+  Held held;
+  int above = count_digit(scores, held, search.prefix, digit, histogram);
   if constexpr (kDigit == kDigits - 1) {
     above = __reduce_add_sync(kWarp, above);
     if (threadIdx.x % 32 == 0) atomicAdd(&histogram[kLastBins], above);  // after the digit's own bins
@@ -308,6 +376,7 @@ __global__ void __launch_bounds__(kSelectThreads) write_chunks_kernel(SelectTopk
   const Unit unit = start_unit(p, index, chunk * kSelectThreads + threadIdx.x, chunks.count * kSelectThreads, true);
   const Pieces scores = Pieces::of(unit.scores, unit.n).part(chunk, chunks.count);
   if (unit.k == 0 || scores.first >= scores.last) return;
+  __shared__ uint16_t staged[kKeysInRound];
   __shared__ int above, equal;  // in the chunks before
   if (threadIdx.x == 0) above = equal = 0;
   const Search search = chunks.before(unit, index, kDigits);
@@ -318,7 +387,8 @@ __global__ void __launch_bounds__(kSelectThreads) write_chunks_kernel(SelectTopk
     atomicAdd(&equal, at_least - more);
   }
   __syncthreads();
-  write_kept(scores, search.prefix, search.rank, above, equal, unit.base, unit.out);
+  Held held;
+  write_kept(scores, held, search.prefix, search.rank, above, equal, unit.base, unit.out, staged);
 }
 
 // How a call is divided. It needs `workspace` bytes.
@@ -355,9 +425,8 @@ inline void select_topk_cuda(const SelectTopkParams& p, const SelectPlan& plan, 
     return launch<select_short_kernel<32>>(blocks, kShortThreads, 0, stream, p, units);
   }
   if (plan.cluster) {
-    constexpr int64_t kShared = 4 * kDigits * kBins + sizeof(int2);
     return launch_clusters<select_cluster_kernel>(plan.cluster, grid_of(plan.units * plan.cluster), kSelectThreads,
-                                                  kShared, stream, p, plan.cluster);
+                                                  sizeof(SelectMemory), stream, p, plan.cluster);
   }
   if (!plan.chunks) return launch<select_block_kernel>(grid_of(plan.units), kSelectThreads, 0, stream, p);
 
