@@ -54,16 +54,20 @@ struct Pieces {
 // into order. A part of one round is read once for all passes; a longer one in each pass.
 struct Held {
   unsigned key[kHeld][4];
-  int steps;      // pieces per thread; the keys of those past the end of the part are 0
-  int run;        // the first piece of the warp's run
   int base = -1;  // the first piece of the round
 
+  // Pieces per thread. The keys of those past the end of the part are 0.
+  __device__ int steps(const Pieces& x) const {
+    return (min(kRound, x.last - base) + kSelectThreads - 1) / kSelectThreads;
+  }
+  // The first piece of the warp's run.
+  __device__ int run(const Pieces& x) const { return base + static_cast<int>(threadIdx.x / 32) * steps(x) * 32; }
+
   __device__ void load(const Pieces& x, int round) {
-    if (base == round) return;
+    const bool held = base == round;
     base = round;
-    steps = (min(kRound, x.last - base) + kSelectThreads - 1) / kSelectThreads;
-    run = base + static_cast<int>(threadIdx.x / 32) * steps * 32;
-    const int first = run + threadIdx.x % 32, end = min(x.last, run + steps * 32);
+    if (held) return;
+    const int first = run(x) + threadIdx.x % 32, end = min(x.last, run(x) + steps(x) * 32);
     const int from = x.whole_from() - first, to = min(x.whole_to(), end) - first;  // the whole ones, after the first
     const float4* const scores = x.whole(first);
     float4 loaded[kHeld];
@@ -93,7 +97,9 @@ struct Held {
   }
 };
 
-// Keys have three digits, of 11, 11 and 10 bits. A histogram has kBins counts, four per thread of the block.
+// Keys have three digits, of 11, 11 and 10 bits. A histogram has kBins counts, four per thread of the block, and another
+// for the keys that an earlier digit rules out, which nobody reads: the compiler would branch around the atomic of each
+// key.
 constexpr int kDigits = 3, kBins = 2048, kLastBins = 1024;
 static_assert(kBins == 4 * kSelectThreads);
 
@@ -161,12 +167,12 @@ __device__ inline int count_digit(const Pieces& x, Held& held, unsigned prefix, 
     held.load(x, base);
 #pragma unroll
     for (int u = 0; u < kHeld; ++u) {
-      if (u >= held.steps) break;
+      if (u >= held.steps(x)) break;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const unsigned key = held.key[u][j];
         const unsigned bin = (key ^ prefix) >> digit.shift;  // past all bins if an earlier digit differs
-        if (bin < digit.bins) atomicAdd(&histogram[bin], 1);
+        atomicAdd(&histogram[bin < digit.bins ? bin : kBins], 1);
         above += key > highest;
       }
     }
@@ -215,14 +221,16 @@ static_assert(kHeld == 8, "the marks of a lane fill one word");
 // puts the places of its kept keys into its part of `staged`, kKeysInRound entries, so that stores are coalesced.
 constexpr int kKeysInRound = 4 * kRound;
 
-__device__ inline void write_kept(const Pieces& x, Held& held, unsigned threshold, int ties, int above, int equal,
-                                  int base, int64_t* out, uint16_t* staged) {
+template <class Unit>
+__device__ inline void write_kept(const Pieces& x, Held& held, const Search& search, int above, int equal,
+                                  const Unit& unit, uint16_t* staged) {
   __shared__ int totals[2][kSelectWarps];  // alternating, so that each round needs only one barrier
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   staged += warp * (kKeysInRound / kSelectWarps);
   int turn = 0;
   for (int round = x.first; round < x.last; round += kRound) {
     held.load(x, round);
+    const unsigned threshold = search.prefix;
     unsigned kept = 0, ties_here = 0;
 #pragma unroll
     for (int u = 0; u < kHeld; ++u) {
@@ -241,7 +249,8 @@ __device__ inline void write_kept(const Pieces& x, Held& held, unsigned threshol
     const int before = __reduce_add_sync(kWarp, lane < warp ? total : 0), all = __reduce_add_sync(kWarp, total);
     turn ^= 1;
 
-    const int equal_before = min(equal + (before >> 16), ties), keep = min(own >> 16, ties - equal_before);
+    const int ties = search.rank, equal_before = min(equal + (before >> 16), ties);
+    const int keep = min(own >> 16, ties - equal_before);
     if (keep == own >> 16)
       kept |= ties_here;
     else if (keep)
@@ -250,8 +259,8 @@ __device__ inline void write_kept(const Pieces& x, Held& held, unsigned threshol
       staged[place] = static_cast<uint16_t>(bit / 4 * 128 + lane * 4 + bit % 4);
     });
     __syncwarp();  // the places are written
-    int64_t* const first = out + above + (before & 0xffff) + equal_before;
-    const int slot = base + static_cast<int>(x.slot(held.run)), count = (own & 0xffff) + keep;
+    int64_t* const first = unit.out + above + (before & 0xffff) + equal_before;
+    const int slot = unit.base + static_cast<int>(x.slot(held.run(x))), count = (own & 0xffff) + keep;
     for (int i = lane; i < count; i += 32) first[i] = slot + staged[i];
     __syncwarp();  // and may be overwritten
     above += all & 0xffff;

@@ -171,7 +171,7 @@ __device__ inline int4& own_bins(int* histogram) {
 // 64 bins.
 constexpr int kGroups = 32, kMostBlocks = 8;
 struct Counts {
-  int bins[kBins];
+  int bins[kBins + 4];  // at the end, a bin that is not read
   int groups[kGroups];
 };
 static_assert(kBins == kGroups * 64);
@@ -263,11 +263,15 @@ __device__ inline void narrow_shared(SharedSearch& search, Counts& counts, Digit
 template <bool kCluster>
 __device__ inline void select_unit(const Unit& unit, SelectMemory& memory, const Blocks<kCluster>& blocks) {
   __shared__ SharedSearch search;
+  __shared__ Unit chosen;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Pieces scores = Pieces::of(unit.scores, unit.n).part(blocks.rank, blocks.size);
 #pragma unroll
   for (int d = 0; d < kDigits; ++d) own_bins(memory.counts[d].bins) = {};
-  if (threadIdx.x == 0) search = {{0, unit.k}, 0, 0};
+  if (threadIdx.x == 0) {
+    search = {{0, unit.k}, 0, 0};
+    chosen = unit;
+  }
   Held held;
 #pragma unroll 1
   for (int d = 0; d < kDigits; ++d) {
@@ -288,7 +292,7 @@ __device__ inline void select_unit(const Unit& unit, SelectMemory& memory, const
     }
   }
   blocks.sync();  // no other block reads this one's shared memory any more
-  write_kept(scores, held, search.prefix, search.rank, search.above, search.equal, unit.base, unit.out, memory.staged);
+  write_kept(scores, held, search, search.above, search.equal, chosen, memory.staged);
 }
 
 // One block per unit.
@@ -338,7 +342,7 @@ __global__ void __launch_bounds__(kSelectThreads) count_digit_kernel(SelectTopkP
   const Unit unit = start_unit(p, index, 0, 1, false);
   const Pieces scores = Pieces::of(unit.scores, unit.n).part(chunk, chunks.count);
   if (unit.k == 0 || scores.first >= scores.last) return;
-  __shared__ __align__(16) int histogram[kBins];
+  __shared__ __align__(16) int histogram[kBins + 1];
   __shared__ int totals[kSelectWarps];
   own_bins(histogram) = {};
   const Search search = chunks.before(unit, index, kDigit);
@@ -388,7 +392,7 @@ __global__ void __launch_bounds__(kSelectThreads) write_chunks_kernel(SelectTopk
   }
   __syncthreads();
   Held held;
-  write_kept(scores, held, search.prefix, search.rank, above, equal, unit.base, unit.out, staged);
+  write_kept(scores, held, search, above, equal, unit, staged);
 }
 
 // How a call is divided. It needs `workspace` bytes.
