@@ -165,9 +165,10 @@ __device__ inline int count_digit(const Pieces& x, Held& held, unsigned prefix, 
   int above = 0;
   for (int base = x.first; base < x.last; base += kRound) {
     held.load(x, base);
+    const int steps = held.steps(x);
 #pragma unroll
     for (int u = 0; u < kHeld; ++u) {
-      if (u >= held.steps(x)) break;
+      if (u >= steps) break;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const unsigned key = held.key[u][j];

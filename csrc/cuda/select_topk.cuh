@@ -168,13 +168,12 @@ __device__ inline int4& own_bins(int* histogram) {
 }
 
 // What the blocks of a unit tell each other about a digit: how many of their keys are in each bin, and in each group of
-// 64 bins.
-constexpr int kGroups = 32, kMostBlocks = 8;
+// 32 bins.
+constexpr int kGroups = kBins / 32, kMostBlocks = 8;
 struct Counts {
   int bins[kBins + 4];  // at the end, a bin that is not read
   int groups[kGroups];
 };
-static_assert(kBins == kGroups * 64);
 
 // The memory of a block. The places are only written once no block reads the counts any more.
 union SelectMemory {
@@ -194,17 +193,21 @@ struct Blocks {
       __syncthreads();
   }
   // The sum of *p over the blocks, and over those before this one.
-  __device__ void sum(int* p, int& all, int& before) const {
-    all = before = 0;
-    if constexpr (kCluster) {
+  __device__ void sum(int2* p, int2& all, int2& before) const {
+    all = before = {};
 #pragma unroll
-      for (unsigned r = 0; r < kMostBlocks; ++r) {
-        const int x = r < size ? *of_block(p, r) : 0;
-        all += x;
-        before += r < rank ? x : 0;
+    for (unsigned r = 0; r < (kCluster ? kMostBlocks : 1); ++r) {
+      int2 x{};
+      if constexpr (!kCluster)
+        x = *p;
+      else if (r < size)
+        x = *of_block(p, r);
+      all.x += x.x;
+      all.y += x.y;
+      if (r < rank) {
+        before.x += x.x;
+        before.y += x.y;
       }
-    } else {
-      all = *p;
     }
   }
 };
@@ -227,50 +230,43 @@ struct SharedSearch : Search {
   int above, equal;
 };
 
-// Advances by one digit: one warp looks for the group of bins that contains the wanted key, then for its bin.
+// Advances by one digit. One warp looks for the two groups of bins that contain the wanted key, then for the two bins.
 template <bool kCluster>
 __device__ inline void narrow_shared(SharedSearch& search, Counts& counts, Digit digit, const Blocks<kCluster>& blocks) {
   const int lane = threadIdx.x % 32;
-  int all, before;
-  blocks.sum(&counts.groups[lane], all, before);
-  int higher = sum_of_higher_lanes(all);
-  const int group = 31 - __clz(__ballot_sync(kWarp, search.rank <= higher + all));
-  int above = lane > group ? before : 0;
-  int rank = search.rank - __shfl_sync(kWarp, higher, group);
-
-  int* const bins = &counts.bins[group * 64 + lane];  // and the one 32 further up
-  int upper, upper_before;
-  blocks.sum(bins, all, before);
-  blocks.sum(bins + 32, upper, upper_before);
-  const int uppers = __reduce_add_sync(kWarp, upper);
-  const bool in_upper = rank <= uppers;
-  if (in_upper) {
-    all = upper;
-    before = upper_before;
-  } else {
-    rank -= uppers;
-    above += upper_before;
+  int2 *pairs = reinterpret_cast<int2*>(counts.groups), all, before;
+  int rank = search.rank, above = 0, pair = 0, found;
+#pragma unroll 1  // the same code for groups and bins
+  for (int level = 0; level < 2; ++level) {
+    blocks.sum(pairs + lane, all, before);
+    const int higher = sum_of_higher_lanes(all.x + all.y);
+    found = 31 - __clz(__ballot_sync(kWarp, rank <= higher + all.x + all.y));
+    rank -= __shfl_sync(kWarp, higher, found);
+    above += __reduce_add_sync(kWarp, lane > found ? before.x + before.y : 0);
+    pair = 32 * pair + found;
+    pairs = reinterpret_cast<int2*>(counts.bins) + 32 * found;
   }
-  higher = sum_of_higher_lanes(all);
-  const int bin = 31 - __clz(__ballot_sync(kWarp, rank <= higher + all));
-  above += lane > bin ? before : 0;
-  search.prefix |= static_cast<unsigned>(group * 64 + in_upper * 32 + bin) << digit.shift;
-  search.rank = rank - __shfl_sync(kWarp, higher, bin);
-  search.above += __reduce_add_sync(kWarp, above);
-  search.equal = __shfl_sync(kWarp, before, bin);
+  if (lane == found) {
+    const bool second = rank <= all.y;  // of the two bins
+    search.prefix |= static_cast<unsigned>(2 * pair + second) << digit.shift;
+    search.rank = rank - (second ? 0 : all.y);
+    search.above += above + (second ? 0 : before.y);
+    search.equal = second ? before.y : before.x;
+  }
 }
 
 template <bool kCluster>
 __device__ inline void select_unit(const Unit& unit, SelectMemory& memory, const Blocks<kCluster>& blocks) {
   __shared__ SharedSearch search;
   __shared__ Unit chosen;
+  __shared__ Pieces scores;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Pieces scores = Pieces::of(unit.scores, unit.n).part(blocks.rank, blocks.size);
 #pragma unroll
   for (int d = 0; d < kDigits; ++d) own_bins(memory.counts[d].bins) = {};
   if (threadIdx.x == 0) {
     search = {{0, unit.k}, 0, 0};
     chosen = unit;
+    scores = Pieces::of(unit.scores, unit.n).part(blocks.rank, blocks.size);
   }
   Held held;
 #pragma unroll 1
@@ -281,15 +277,11 @@ __device__ inline void select_unit(const Unit& unit, SelectMemory& memory, const
     __syncthreads();  // all threads have counted
 #pragma unroll
     for (int g = warp; g < kGroups; g += kSelectWarps) {
-      const int sum = __reduce_add_sync(kWarp, counts.bins[g * 64 + lane] + counts.bins[g * 64 + 32 + lane]);
+      const int sum = __reduce_add_sync(kWarp, counts.bins[g * 32 + lane]);
       if (lane == 0) counts.groups[g] = sum;
     }
     blocks.sync();  // all blocks have counted
-    if (warp == 0) {
-      SharedSearch next = search;
-      narrow_shared(next, counts, Digit(d), blocks);
-      if (lane == 0) search = next;
-    }
+    if (warp == 0) narrow_shared(search, counts, Digit(d), blocks);
   }
   blocks.sync();  // no other block reads this one's shared memory any more
   write_kept(scores, held, search, search.above, search.equal, chosen, memory.staged);
