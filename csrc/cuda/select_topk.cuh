@@ -2,31 +2,36 @@
 //
 // Scores become unsigned keys of the same order (select.cuh). The k-th largest key of a unit (a row, or a segment of a
 // row) is the threshold. The keys above it are kept, and the first of those equal to it. Bytes that must move: each
-// score read once, and 8 bytes written per kept slot. The radix search reads the scores four times (three digits, then
-// the compaction), but only the first time from DRAM: a unit's scores stay in L1 or L2. There are four regimes. They
-// differ in speed only; the result is the same:
+// score read once, and 8 bytes written per kept slot. There are four regimes. They differ in speed only; the result is
+// the same:
 //
 //   short units (<= 1024 scores; LagKV's segments, by the thousand): one warp each. The keys stay in registers, and the
 //     threshold is found bit by bit, with one compare per key and one sum over the warp per bit, until exactly k keys
 //     are left. No shared memory, no barrier.
 //   long units, at most one per multiprocessor (KeyDiff: 8 rows of 131072): a cluster of up to eight blocks each, if
-//     the GPU has clusters. All three digits and the compaction are one launch. The blocks read each other's histograms
-//     from shared memory, so nothing goes through global memory and nothing has to be zeroed first. A block's part of
-//     131072 scores is 64 KiB, which stays in L1 after the first read. The cluster reads 24 KiB of histograms eight
-//     times and passes five cluster barriers.
+//     the GPU has clusters. A radix search for the threshold, digit by digit, and the compaction are one launch, in
+//     which nothing goes through global memory. The scores are read once: a thread holds 32 keys in registers, so
+//     that eight blocks hold 131072; longer units are read again for each of the three digits and the compaction.
 //   the same without clusters, or too long for a cluster: the unit is cut into chunks over the whole GPU. Four launches
 //     read the scores once each: a histogram per digit, then the compaction. Integer atomics add the histograms of a
 //     unit's chunks in global memory. Every block of a launch starts by looking up the bin of the previous digit. That
 //     replaces a last-block-done scheme with its counter and fences, and no block waits for another. Chunks also need
-// to
-//     know where to write. With the last digit, each chunk therefore stores how many of its keys are at least as large
-//     as each of the 1024 keys that are still possible. Whichever becomes the threshold, that entry and its neighbour
-//     give the number of keys the chunk keeps.
-//   anything in between: one block each, which does the same with its histogram in shared memory.
+//     to know where to write. With the last digit, each chunk therefore stores how many of its keys are at least as
+//     large as each of the 1024 keys that are still possible. Whichever becomes the threshold, that entry and its
+//     neighbour give the number of keys the chunk keeps.
+//   anything in between: one block each, which does the same as a cluster of one.
 //
-// Scores that crowd into few bins (KeyDiff's are all in (-1, 1)) cost no more than others, provided that shared-memory
-// atomics on one address merge, as atomics without a return value do. Equal steps between minimum and maximum, as on
-// the CPU, would spread the scores, but would take an extra pass and launch.
+// For each digit, the blocks of a cluster count their keys in histograms, and sum those over groups of 32 bins. After
+// one cluster barrier, one warp of each block finds the digit by itself: it adds up the groups of all blocks, and then
+// the 64 bins that can contain the wanted key. This reads 4 KiB of histograms; reading all of them would be 64 KiB per
+// block and digit. The same sums over only the blocks before this one give the place to write to.
+//
+// In the compaction, each warp has a run of consecutive scores. One barrier makes the number of keys that the warps
+// keep known to all; a warp then puts its kept slots into order in shared memory and stores them side by side.
+//
+// Scores that crowd into few bins (KeyDiff's are all in (-1, 1)) cost no more than others, as shared-memory atomics on
+// one address that add 1 and return nothing merge (ATOMS.POPC.INC). Equal steps between minimum and maximum, as on the
+// CPU, would spread the scores, but would take an extra pass and launch.
 //
 // The position of slots that are kept regardless of score (sinks, window, the tail after the segments), and of those
 // that fill a row up (invalid slots, -1), has a closed form. They are spread over all blocks of the row. Budgets and
