@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kSelectThreads = 512, kSelectWarps = kSelectThreads / 32;
 constexpr int kHeld = 8;  // pieces of four keys that a thread holds in registers
-constexpr int kRound = kHeld * kSelectThreads;
+constexpr int kRound = kHeld * kSelectThreads, kKeysInRound = 4 * kRound;
 
 // A score as an unsigned number of the same order: NaN is 1, then -inf, then by value, with -0.0 equal to 0.0. 0 means
 // no score and loses against everything, so positions past a row's end need no special treatment.
@@ -50,8 +50,8 @@ struct Pieces {
 };
 
 // The keys of a round of a part, in registers: up to kRound pieces. Each warp holds a run of consecutive pieces, and
-// each lane every 32nd of them, so that loads are coalesced and only the warps' totals are needed to put the kept slots
-// into order. A part of one round is read once for all passes; a longer one in each pass.
+// each lane every 32nd of them, so that loads are coalesced, and only the warps' totals are needed to put the kept
+// slots into order. A part of one round is read once for all passes; a longer one, in each pass.
 struct Held {
   unsigned key[kHeld][4];
   int base = -1;  // the first piece of the round
@@ -97,9 +97,9 @@ struct Held {
   }
 };
 
-// Keys have three digits, of 11, 11 and 10 bits. A histogram has kBins counts, four per thread of the block, and another
-// for the keys that an earlier digit rules out, which nobody reads: the compiler would branch around the atomic of each
-// key.
+// Keys have three digits, of 11, 11 and 10 bits. A histogram has kBins counts, four per thread of the block, and
+// another for the keys that an earlier digit rules out, which nobody reads: the compiler would branch around the atomic
+// of each key.
 constexpr int kDigits = 3, kBins = 2048, kLastBins = 1024;
 static_assert(kBins == 4 * kSelectThreads);
 
@@ -181,8 +181,8 @@ __device__ inline int count_digit(const Pieces& x, Held& held, unsigned prefix, 
   return above;
 }
 
-// Calls fn(bit, place) for each bit that is set in `marks`, in which bit 4 * u + j is the lane's key[u][j]: place is its
-// number in ascending order of slots over the warp.
+// Calls fn(bit, place) for each bit that is set in `marks`, in which bit 4 * u + j is the lane's key[u][j]: place is
+// its number in ascending order of slots over the warp.
 template <class Fn>
 __device__ inline void for_marked(unsigned marks, const Fn& fn) {
   const int lane = threadIdx.x % 32;
@@ -219,9 +219,8 @@ static_assert(kHeld == 8, "the marks of a lane fill one word");
 
 // Writes the slots of the part's keys above the threshold, and of its first keys equal to it, in ascending order.
 // `above` and `equal` are their numbers in the earlier parts; in total at most `ties` equal keys are kept. Each warp
-// puts the places of its kept keys into its part of `staged`, kKeysInRound entries, so that stores are coalesced.
-constexpr int kKeysInRound = 4 * kRound;
-
+// puts the places of its kept keys into its part of `staged`, kKeysInRound entries, so that stores are coalesced. Slots
+// start at unit.base, and go to unit.out.
 template <class Unit>
 __device__ inline void write_kept(const Pieces& x, Held& held, const Search& search, int above, int equal,
                                   const Unit& unit, uint16_t* staged) {
@@ -256,9 +255,8 @@ __device__ inline void write_kept(const Pieces& x, Held& held, const Search& sea
       kept |= ties_here;
     else if (keep)
       for_marked(ties_here, [&](int bit, int place) { kept |= place < keep ? 1u << bit : 0u; });
-    for_marked(kept, [&](int bit, int place) {
-      staged[place] = static_cast<uint16_t>(bit / 4 * 128 + lane * 4 + bit % 4);
-    });
+    for_marked(kept,
+               [&](int bit, int place) { staged[place] = static_cast<uint16_t>(bit / 4 * 128 + lane * 4 + bit % 4); });
     __syncwarp();  // the places are written
     int64_t* const first = unit.out + above + (before & 0xffff) + equal_before;
     const int slot = unit.base + static_cast<int>(x.slot(held.run(x))), count = (own & 0xffff) + keep;

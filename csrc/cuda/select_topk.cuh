@@ -237,7 +237,8 @@ struct SharedSearch : Search {
 
 // Advances by one digit. One warp looks for the two groups of bins that contain the wanted key, then for the two bins.
 template <bool kCluster>
-__device__ inline void narrow_shared(SharedSearch& search, Counts& counts, Digit digit, const Blocks<kCluster>& blocks) {
+__device__ inline void narrow_shared(SharedSearch& search, Counts& counts, Digit digit,
+                                     const Blocks<kCluster>& blocks) {
   const int lane = threadIdx.x % 32;
   int2 *pairs = reinterpret_cast<int2*>(counts.groups), all, before;
   int rank = search.rank, above = 0, pair = 0, found;
