@@ -81,8 +81,8 @@ FAULTS = {
     "select_topk counts without atomics": Fault(
         "select_topk",
         "select.cuh",
-        "atomicAdd(&histogram[bin], 1);",
-        "++histogram[bin];",
+        "atomicAdd(&histogram[bin < digit.bins ? bin : kBins], 1);",
+        "++histogram[bin < digit.bins ? bin : kBins];",
         "test_lengths_of_rows and 4099",
         **race("select.cuh"),
     ),
@@ -96,7 +96,7 @@ FAULTS = {
     "select_topk reads other blocks' histograms before they have counted": Fault(
         "select_topk",
         "select_topk.cuh",
-        "cluster_sync();  // all blocks have counted",
+        "blocks.sync();  // all blocks have counted",
         "",
         "test_long_rows_on_several_gpus and 1",
         says="of_block before the first cluster_sync",
@@ -104,7 +104,7 @@ FAULTS = {
     "select_topk's blocks end while others read their memory": Fault(
         "select_topk",
         "select_topk.cuh",
-        "cluster_sync();  // no other block reads this one's shared memory any more",
+        "blocks.sync();  // no other block reads this one's shared memory any more",
         "",
         "test_long_rows_on_several_gpus and 1",
         says="its block returns while another may still read its shared",

@@ -54,8 +54,14 @@ __global__ void __launch_bounds__(kClusterThreads)
     keys[threadIdx.x] = other < clusters ? order_key(scores[other]) : 0u;
     others[threadIdx.x] = other < clusters ? sizes[other] : 0;
     __syncthreads();  // these are written
-    for (int i = 0; i < kClusterThreads; ++i)
-      before += keys[i] > key || (keys[i] == key && base + i < c) ? others[i] : 0;
+    const int lower = static_cast<int>(min(max(c - base, int64_t{0}), int64_t{kClusterThreads}));
+    // Ties to the lower index. No branch and no load that depends on a comparison, so that the loads overlap.
+#pragma unroll 16
+    for (int i = 0; i < kClusterThreads; ++i) {
+      const unsigned wins_from = i < lower ? key : key + 1;
+      const int size = others[i];
+      before += keys[i] >= wins_from ? size : 0;
+    }
   }
   if (c >= clusters) return;
   const int most = static_cast<int>(min(p.k, p.tokens.n)), size = sizes[c];

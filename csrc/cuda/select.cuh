@@ -8,13 +8,14 @@ namespace kvops {
 namespace {
 
 constexpr int kSelectThreads = 512, kSelectWarps = kSelectThreads / 32;
-constexpr int kScoresAhead = 4;  // 16-byte loads that a thread has in flight
+constexpr int kHeld = 8;  // pieces of four keys that a thread holds in registers
+constexpr int kRound = kHeld * kSelectThreads, kKeysInRound = 4 * kRound;
 
 // A score as an unsigned number of the same order: NaN is 1, then -inf, then by value, with -0.0 equal to 0.0. 0 means
 // no score and loses against everything, so positions past a row's end need no special treatment.
 __device__ inline unsigned order_key(float x) {
   const unsigned bits = __float_as_uint(x + 0.0f);  // -0.0 becomes 0.0
-  return x == x ? bits ^ (bits >> 31 ? ~0u : 1u << 31) : 1u;
+  return x == x ? bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 1u << 31) : 1u;
 }
 
 // A part of a run of n scores, cut at 16-byte boundaries of memory into pieces of four, so that loads are wide for any
@@ -39,49 +40,66 @@ struct Pieces {
 
   // The slot of the piece's first score. Negative values wrap around, to where no score is.
   __device__ unsigned slot(int piece) const { return 4u * piece - shift; }
-  __device__ bool whole(int piece) const {
-    return piece < last && 4u * piece >= static_cast<unsigned>(shift) && slot(piece) + 4 <= static_cast<unsigned>(n);
+  __device__ unsigned key(unsigned slot) const {
+    return slot < static_cast<unsigned>(n) ? order_key(__ldg(scores + slot)) : 0u;
   }
-  // The scores of a whole piece; keys() fetches the scores of incomplete ones.
-  __device__ float4 load(int piece) const {
-    return whole(piece) ? __ldg(reinterpret_cast<const float4*>(scores + slot(piece))) : float4{};
+  // The pieces from `whole_from` to before `whole_to` are complete.
+  __device__ int whole_from() const { return shift > 0; }
+  __device__ int whole_to() const { return min(last, static_cast<int>((static_cast<unsigned>(n) + shift) / 4)); }
+  __device__ const float4* whole(int piece) const { return reinterpret_cast<const float4*>(scores - shift) + piece; }
+};
+
+// The keys of a round of a part, in registers: up to kRound pieces. Each warp holds a run of consecutive pieces, and
+// each lane every 32nd of them, so that loads are coalesced, and only the warps' totals are needed to put the kept
+// slots into order. A part of one round is read once for all passes; a longer one, in each pass.
+struct Held {
+  unsigned key[kHeld][4];
+  int base = -1;  // the first piece of the round
+
+  // Pieces per thread. The keys of those past the end of the part are 0.
+  __device__ int steps(const Pieces& x) const {
+    return (min(kRound, x.last - base) + kSelectThreads - 1) / kSelectThreads;
   }
-  __device__ void keys(int piece, float4 x, unsigned (&key)[4]) const {
-    if (whole(piece)) {
-      key[0] = order_key(x.x);
-      key[1] = order_key(x.y);
-      key[2] = order_key(x.z);
-      key[3] = order_key(x.w);
-      return;
-    }
+  // The first piece of the warp's run.
+  __device__ int run(const Pieces& x) const { return base + static_cast<int>(threadIdx.x / 32) * steps(x) * 32; }
+
+  __device__ void load(const Pieces& x, int round) {
+    const bool held = base == round;
+    base = round;
+    if (held) return;
+    const int first = run(x) + threadIdx.x % 32, end = min(x.last, run(x) + steps(x) * 32);
+    const int from = x.whole_from() - first, to = min(x.whole_to(), end) - first;  // the whole ones, after the first
+    const float4* const scores = x.whole(first);
+    float4 loaded[kHeld];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const unsigned i = slot(piece) + j;
-      key[j] = piece < last && i < static_cast<unsigned>(n) ? order_key(__ldg(scores + i)) : 0u;
+    for (int u = 0; u < kHeld; ++u) loaded[u] = u * 32 >= from && u * 32 < to ? __ldg(scores + u * 32) : float4{};
+#pragma unroll
+    for (int u = 0; u < kHeld; ++u) {
+      key[u][0] = order_key(loaded[u].x);
+      key[u][1] = order_key(loaded[u].y);
+      key[u][2] = order_key(loaded[u].z);
+      key[u][3] = order_key(loaded[u].w);
     }
+    if (from <= 0 && to > (kHeld - 1) * 32) return;
+    // Incomplete pieces: at most the first one, and the one after the whole ones.
+    const int rest = x.whole_to() - first;
+    unsigned last[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) last[j] = x.key(x.slot(first + rest) + j);
+#pragma unroll
+    for (int u = 0; u < kHeld; ++u)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (u * 32 >= to) key[u][j] = u * 32 == rest && first + rest < end ? last[j] : 0u;
+    if (from > 0)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) key[0][j] = x.key(x.slot(first) + j);
   }
 };
 
-// Calls fn(first slot, four keys) for every piece, in ascending order over the block: the piece after a thread's
-// belongs to the next thread. All threads make the same number of calls; past the last piece, the keys are 0.
-template <class Fn>
-__device__ inline void for_pieces(const Pieces& x, const Fn& fn) {
-  for (int base = x.first; base < x.last; base += kScoresAhead * kSelectThreads) {
-    float4 loaded[kScoresAhead];
-#pragma unroll
-    for (int u = 0; u < kScoresAhead; ++u) loaded[u] = x.load(base + u * kSelectThreads + threadIdx.x);
-#pragma unroll
-    for (int u = 0; u < kScoresAhead; ++u) {
-      if (base + u * kSelectThreads >= x.last) break;
-      const int piece = base + u * kSelectThreads + threadIdx.x;
-      unsigned key[4];
-      x.keys(piece, loaded[u], key);
-      fn(x.slot(piece), key);
-    }
-  }
-}
-
-// Keys have three digits, of 11, 11 and 10 bits. A histogram has kBins counts, four per thread of the block.
+// Keys have three digits, of 11, 11 and 10 bits. A histogram has kBins counts, four per thread of the block, and
+// another for the keys that an earlier digit rules out, which nobody reads: the compiler would branch around the atomic
+// of each key.
 constexpr int kDigits = 3, kBins = 2048, kLastBins = 1024;
 static_assert(kBins == 4 * kSelectThreads);
 
@@ -141,59 +159,112 @@ __device__ inline Search narrow(Search search, int4 counts, Digit digit) {
 }
 
 // Adds the part's keys that start with the prefix to the block's histogram of their next digit. Returns how many of the
-// thread's keys are above all of those.
-__device__ inline int count_digit(const Pieces& x, unsigned prefix, Digit digit, int* histogram) {
+// thread's keys are above all of those. Positions past the end count as key 0, which is below all others.
+__device__ inline int count_digit(const Pieces& x, Held& held, unsigned prefix, Digit digit, int* histogram) {
   const unsigned highest = prefix | ((digit.bins << digit.shift) - 1);
   int above = 0;
-  for_pieces(x, [&](int64_t, const unsigned (&key)[4]) {
+  for (int base = x.first; base < x.last; base += kRound) {
+    held.load(x, base);
+    const int steps = held.steps(x);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const unsigned bin = (key[j] ^ prefix) >> digit.shift;  // past all bins if an earlier digit differs
-      if (key[j] && bin < digit.bins) atomicAdd(&histogram[bin], 1);
-      above += key[j] > highest;
+    for (int u = 0; u < kHeld; ++u) {
+      if (u >= steps) break;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const unsigned key = held.key[u][j];
+        const unsigned bin = (key ^ prefix) >> digit.shift;  // past all bins if an earlier digit differs
+        atomicAdd(&histogram[bin < digit.bins ? bin : kBins], 1);
+        above += key > highest;
+      }
     }
-  });
+  }
   return above;
 }
 
-// Writes the slots of the part's keys above the threshold, and of its first keys equal to it, in ascending order.
-// `above` and `equal` are their numbers in the earlier parts; in total at most `ties` equal keys are kept.
-__device__ inline void write_kept(const Pieces& x, unsigned threshold, int ties, int above, int equal, int base,
-                                  int64_t* out) {
-  __shared__ int totals[2][kSelectWarps];  // alternating, so that each step needs only one barrier
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int turn = 0;
-  for_pieces(x, [&](unsigned slot, const unsigned (&key)[4]) {
-    int mine = 0;  // both counts in one word: above, and equal << 16. A step has at most 2048 of each.
+// Calls fn(bit, place) for each bit that is set in `marks`, in which bit 4 * u + j is the lane's key[u][j]: place is
+// its number in ascending order of slots over the warp.
+template <class Fn>
+__device__ inline void for_marked(unsigned marks, const Fn& fn) {
+  const int lane = threadIdx.x % 32;
+  // The number of marks of each piece, in a byte each: the warp has at most 128 in one step.
+  unsigned counts = marks - (marks >> 1 & 0x55555555u);
+  counts = (counts & 0x33333333u) + (counts >> 2 & 0x33333333u);
+  const unsigned own[2] = {counts & 0x0f0f0f0fu, counts >> 4 & 0x0f0f0f0fu};  // of the even and the odd pieces
+  unsigned lower[2] = {own[0], own[1]}, all[2];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) mine += key[j] > threshold ? 1 : key[j] == threshold ? 1 << 16 : 0;
-    int before = mine;
+  for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(kWarp, before, step);
-      if (lane >= step) before += other;
+      const unsigned other = __shfl_up_sync(kWarp, lower[i], step);
+      if (lane >= step) lower[i] += other;
     }
-    if (lane == 31) totals[turn][warp] = before;
-    before -= mine;
-    __syncthreads();
-    int all = 0;
+    all[i] = __shfl_sync(kWarp, lower[i], 31);
+    lower[i] -= own[i];
+  }
+  int done = 0;
+#pragma unroll 1  // the code is short, and nothing is computed in advance
+  for (int pair = 0; pair < kHeld / 2; ++pair) {
 #pragma unroll
-    for (int w = 0; w < kSelectWarps; ++w) {
-      const int total = totals[turn][w];
-      if (w < warp) before += total;
-      all += total;
+    for (int i = 0; i < 2; ++i) {
+      const int first = 8 * pair + 4 * i;
+      int place = done + (lower[i] >> 8 * pair & 0xff);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (marks >> (first + j) & 1) fn(first + j, place++);
+      done += all[i] >> 8 * pair & 0xff;
     }
+  }
+}
+static_assert(kHeld == 8, "the marks of a lane fill one word");
+
+// Writes the slots of the part's keys above the threshold, and of its first keys equal to it, in ascending order.
+// `above` and `equal` are their numbers in the earlier parts; in total at most `ties` equal keys are kept. Each warp
+// puts the places of its kept keys into its part of `staged`, kKeysInRound entries, so that stores are coalesced. Slots
+// start at unit.base, and go to unit.out.
+template <class Unit>
+__device__ inline void write_kept(const Pieces& x, Held& held, const Search& search, int above, int equal,
+                                  const Unit& unit, uint16_t* staged) {
+  __shared__ int totals[2][kSelectWarps];  // alternating, so that each round needs only one barrier
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  staged += warp * (kKeysInRound / kSelectWarps);
+  int turn = 0;
+  for (int round = x.first; round < x.last; round += kRound) {
+    held.load(x, round);
+    const unsigned threshold = search.prefix;
+    unsigned kept = 0, ties_here = 0;
+#pragma unroll
+    for (int u = 0; u < kHeld; ++u) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const unsigned key = held.key[u][j], mark = 1u << (4 * u + j);
+        kept |= key > threshold ? mark : 0u;
+        ties_here |= key == threshold ? mark : 0u;
+      }
+    }
+    // Both counts in one word: above, and equal << 16. A round has at most 16384 of each.
+    const int own = __reduce_add_sync(kWarp, __popc(kept) + (__popc(ties_here) << 16));
+    if (lane == 0) totals[turn][warp] = own;
+    __syncthreads();
+    const int total = lane < kSelectWarps ? totals[turn][lane] : 0;
+    const int before = __reduce_add_sync(kWarp, lane < warp ? total : 0), all = __reduce_add_sync(kWarp, total);
     turn ^= 1;
 
-    int ties_before = equal + (before >> 16);
-    int64_t* next = out + above + (before & 0xffff) + min(ties_before, ties);
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      if (key[j] > threshold || (key[j] == threshold && ties_before++ < ties))
-        *next++ = base + static_cast<int>(slot + j);
+    const int ties = search.rank, equal_before = min(equal + (before >> 16), ties);
+    const int keep = min(own >> 16, ties - equal_before);
+    if (keep == own >> 16)
+      kept |= ties_here;
+    else if (keep)
+      for_marked(ties_here, [&](int bit, int place) { kept |= place < keep ? 1u << bit : 0u; });
+    for_marked(kept,
+               [&](int bit, int place) { staged[place] = static_cast<uint16_t>(bit / 4 * 128 + lane * 4 + bit % 4); });
+    __syncwarp();  // the places are written
+    int64_t* const first = unit.out + above + (before & 0xffff) + equal_before;
+    const int slot = unit.base + static_cast<int>(x.slot(held.run(x))), count = (own & 0xffff) + keep;
+    for (int i = lane; i < count; i += 32) first[i] = slot + staged[i];
+    __syncwarp();  // and may be overwritten
     above += all & 0xffff;
     equal += all >> 16;
-  });
+  }
 }
 
 }  // namespace

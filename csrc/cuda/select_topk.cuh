@@ -2,31 +2,36 @@
 //
 // Scores become unsigned keys of the same order (select.cuh). The k-th largest key of a unit (a row, or a segment of a
 // row) is the threshold. The keys above it are kept, and the first of those equal to it. Bytes that must move: each
-// score read once, and 8 bytes written per kept slot. The radix search reads the scores four times (three digits, then
-// the compaction), but only the first time from DRAM: a unit's scores stay in L1 or L2. There are four regimes. They
-// differ in speed only; the result is the same:
+// score read once, and 8 bytes written per kept slot. There are four regimes. They differ in speed only; the result is
+// the same:
 //
 //   short units (<= 1024 scores; LagKV's segments, by the thousand): one warp each. The keys stay in registers, and the
 //     threshold is found bit by bit, with one compare per key and one sum over the warp per bit, until exactly k keys
 //     are left. No shared memory, no barrier.
 //   long units, at most one per multiprocessor (KeyDiff: 8 rows of 131072): a cluster of up to eight blocks each, if
-//     the GPU has clusters. All three digits and the compaction are one launch. The blocks read each other's histograms
-//     from shared memory, so nothing goes through global memory and nothing has to be zeroed first. A block's part of
-//     131072 scores is 64 KiB, which stays in L1 after the first read. The cluster reads 24 KiB of histograms eight
-//     times and passes five cluster barriers.
+//     the GPU has clusters. A radix search for the threshold, digit by digit, and the compaction are one launch, in
+//     which nothing goes through global memory. The scores are read once: a thread holds 32 keys in registers, so
+//     that eight blocks hold 131072; longer units are read again for each of the three digits and the compaction.
 //   the same without clusters, or too long for a cluster: the unit is cut into chunks over the whole GPU. Four launches
 //     read the scores once each: a histogram per digit, then the compaction. Integer atomics add the histograms of a
 //     unit's chunks in global memory. Every block of a launch starts by looking up the bin of the previous digit. That
 //     replaces a last-block-done scheme with its counter and fences, and no block waits for another. Chunks also need
-// to
-//     know where to write. With the last digit, each chunk therefore stores how many of its keys are at least as large
-//     as each of the 1024 keys that are still possible. Whichever becomes the threshold, that entry and its neighbour
-//     give the number of keys the chunk keeps.
-//   anything in between: one block each, which does the same with its histogram in shared memory.
+//     to know where to write. With the last digit, each chunk therefore stores how many of its keys are at least as
+//     large as each of the 1024 keys that are still possible. Whichever becomes the threshold, that entry and its
+//     neighbour give the number of keys the chunk keeps.
+//   anything in between: one block each, which does the same as a cluster of one.
 //
-// Scores that crowd into few bins (KeyDiff's are all in (-1, 1)) cost no more than others, provided that shared-memory
-// atomics on one address merge, as atomics without a return value do. Equal steps between minimum and maximum, as on
-// the CPU, would spread the scores, but would take an extra pass and launch.
+// For each digit, the blocks of a cluster count their keys in histograms, and sum those over groups of 32 bins. After
+// one cluster barrier, one warp of each block finds the digit by itself: it adds up the groups of all blocks, and then
+// the 64 bins that can contain the wanted key. This reads 4 KiB of histograms; reading all of them would be 64 KiB per
+// block and digit. The same sums over only the blocks before this one give the place to write to.
+//
+// In the compaction, each warp has a run of consecutive scores. One barrier makes the number of keys that the warps
+// keep known to all; a warp then puts its kept slots into order in shared memory and stores them side by side.
+//
+// Scores that crowd into few bins (KeyDiff's are all in (-1, 1)) cost no more than others, as shared-memory atomics on
+// one address that add 1 and return nothing merge (ATOMS.POPC.INC). Equal steps between minimum and maximum, as on the
+// CPU, would spread the scores, but would take an extra pass and launch.
 //
 // The position of slots that are kept regardless of score (sinks, window, the tail after the segments), and of those
 // that fill a row up (invalid slots, -1), has a closed form. They are spread over all blocks of the row. Budgets and
@@ -167,77 +172,141 @@ __device__ inline int4& own_bins(int* histogram) {
   return reinterpret_cast<int4*>(histogram)[threadIdx.x];
 }
 
-// One block per unit.
-__global__ void __launch_bounds__(kSelectThreads) select_block_kernel(SelectTopkParams p) {
-  const Unit unit = start_unit(p, blockIdx.x, threadIdx.x, kSelectThreads, true);
-  if (unit.k == 0) return;
-  __shared__ __align__(16) int histogram[kBins];
-  const Pieces scores = Pieces::of(unit.scores, unit.n);
-  Search search{0, unit.k};
-  own_bins(histogram) = {};
-  for (int d = 0; d < kDigits; ++d) {
-    __syncthreads();
-    count_digit(scores, search.prefix, Digit(d), histogram);
-    __syncthreads();  // all threads have counted
-    const int4 counts = own_bins(histogram);
-    own_bins(histogram) = {};
-    search = narrow(search, counts, Digit(d));
+// What the blocks of a unit tell each other about a digit: how many of their keys are in each bin, and in each group of
+// 32 bins.
+constexpr int kGroups = kBins / 32, kMostBlocks = 8;
+struct Counts {
+  int bins[kBins + 4];  // at the end, a bin that is not read
+  int groups[kGroups];
+};
+
+// The memory of a block. The places are only written once no block reads the counts any more.
+union SelectMemory {
+  Counts counts[kDigits];
+  uint16_t staged[kKeysInRound];
+};
+
+// Of a unit that a cluster selects from, or one block alone.
+template <bool kCluster>
+struct Blocks {
+  unsigned rank, size;  // of this block, and how many there are
+
+  __device__ void sync() const {
+    if constexpr (kCluster)
+      cluster_sync();
+    else
+      __syncthreads();
   }
-  write_kept(scores, search.prefix, search.rank, 0, 0, unit.base, unit.out);
+  // The sum of *p over the blocks, and over those before this one.
+  __device__ void sum(int2* p, int2& all, int2& before) const {
+    all = before = {};
+#pragma unroll
+    for (unsigned r = 0; r < (kCluster ? kMostBlocks : 1); ++r) {
+      int2 x{};
+      if constexpr (!kCluster)
+        x = *p;
+      else if (r < size)
+        x = *of_block(p, r);
+      all.x += x.x;
+      all.y += x.y;
+      if (r < rank) {
+        before.x += x.x;
+        before.y += x.y;
+      }
+    }
+  }
+};
+
+// The sum of x over the lanes above this one.
+__device__ inline int sum_of_higher_lanes(int x) {
+  const int lane = threadIdx.x % 32;
+  int sum = x;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_down_sync(kWarp, sum, step);
+    if (lane + step < 32) sum += other;
+  }
+  return sum - x;
+}
+
+// The search over all blocks of a unit, with what this one needs to know to write its slots: how many keys of the
+// blocks before are above, and how many of those equal to the threshold they have.
+struct SharedSearch : Search {
+  int above, equal;
+};
+
+// Advances by one digit. One warp looks for the two groups of bins that contain the wanted key, then for the two bins.
+template <bool kCluster>
+__device__ inline void narrow_shared(SharedSearch& search, Counts& counts, Digit digit,
+                                     const Blocks<kCluster>& blocks) {
+  const int lane = threadIdx.x % 32;
+  int2 *pairs = reinterpret_cast<int2*>(counts.groups), all, before;
+  int rank = search.rank, above = 0, pair = 0, found;
+#pragma unroll 1  // the same code for groups and bins
+  for (int level = 0; level < 2; ++level) {
+    blocks.sum(pairs + lane, all, before);
+    const int higher = sum_of_higher_lanes(all.x + all.y);
+    found = 31 - __clz(__ballot_sync(kWarp, rank <= higher + all.x + all.y));
+    rank -= __shfl_sync(kWarp, higher, found);
+    above += __reduce_add_sync(kWarp, lane > found ? before.x + before.y : 0);
+    pair = 32 * pair + found;
+    pairs = reinterpret_cast<int2*>(counts.bins) + 32 * found;
+  }
+  if (lane == found) {
+    const bool second = rank <= all.y;  // of the two bins
+    search.prefix |= static_cast<unsigned>(2 * pair + second) << digit.shift;
+    search.rank = rank - (second ? 0 : all.y);
+    search.above += above + (second ? 0 : before.y);
+    search.equal = second ? before.y : before.x;
+  }
+}
+
+template <bool kCluster>
+__device__ inline void select_unit(const Unit& unit, SelectMemory& memory, const Blocks<kCluster>& blocks) {
+  __shared__ SharedSearch search;
+  __shared__ Unit chosen;
+  __shared__ Pieces scores;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int d = 0; d < kDigits; ++d) own_bins(memory.counts[d].bins) = {};
+  if (threadIdx.x == 0) {
+    search = {{0, unit.k}, 0, 0};
+    chosen = unit;
+    scores = Pieces::of(unit.scores, unit.n).part(blocks.rank, blocks.size);
+  }
+  Held held;
+#pragma unroll 1
+  for (int d = 0; d < kDigits; ++d) {
+    Counts& counts = memory.counts[d];
+    __syncthreads();  // the bins are zero, the search has advanced
+    count_digit(scores, held, search.prefix, Digit(d), counts.bins);
+    __syncthreads();  // all threads have counted
+#pragma unroll
+    for (int g = warp; g < kGroups; g += kSelectWarps) {
+      const int sum = __reduce_add_sync(kWarp, counts.bins[g * 32 + lane]);
+      if (lane == 0) counts.groups[g] = sum;
+    }
+    blocks.sync();  // all blocks have counted
+    if (warp == 0) narrow_shared(search, counts, Digit(d), blocks);
+  }
+  blocks.sync();  // no other block reads this one's shared memory any more
+  write_kept(scores, held, search, search.above, search.equal, chosen, memory.staged);
+}
+
+// One block per unit.
+__global__ void __launch_bounds__(kSelectThreads, 2) select_block_kernel(SelectTopkParams p) {
+  __shared__ __align__(16) SelectMemory memory;
+  const Unit unit = start_unit(p, blockIdx.x, threadIdx.x, kSelectThreads, true);
+  if (unit.k) select_unit(unit, memory, Blocks<false>{0, 1});
 }
 
 // One cluster per unit.
-__global__ void __launch_bounds__(kSelectThreads) select_cluster_kernel(SelectTopkParams p, unsigned size) {
-  DYNAMIC_SHARED(int, histograms);                                           // [kDigits, kBins]
-  int2* const kept = reinterpret_cast<int2*>(histograms + kDigits * kBins);  // keys above the threshold, equal to it
-  __shared__ int totals[kSelectWarps];
-  const unsigned rank = cluster_rank();
-  const Unit unit = start_unit(p, blockIdx.x / size, rank * kSelectThreads + threadIdx.x, size * kSelectThreads, true);
-  if (unit.k == 0) return;  // so do the cluster's other blocks
-  const Pieces scores = Pieces::of(unit.scores, unit.n).part(rank, size);
-#pragma unroll
-  for (int d = 0; d < kDigits; ++d) own_bins(histograms + d * kBins) = {};
-  Search search{0, unit.k};
-  int above = 0;  // this block's keys above all that are still possible, counted per thread
-#pragma unroll 1
-  for (int d = 0; d < kDigits; ++d) {
-    int* const histogram = histograms + d * kBins;
-    __syncthreads();  // it is zero
-    above = count_digit(scores, search.prefix, Digit(d), histogram);
-    cluster_sync();  // all blocks have counted
-    int4 counts{};
-    for (unsigned r = 0; r < size; ++r) {
-      const int4 x = own_bins(of_block(histogram, r));
-      counts.x += x.x;
-      counts.y += x.y;
-      counts.z += x.z;
-      counts.w += x.w;
-    }
-    search = narrow(search, counts, Digit(d));
-  }
-  // Add the bins of the last digit above the threshold's.
-  const int4 last = own_bins(histograms + (kDigits - 1) * kBins);
-  const int bin = static_cast<int>(search.prefix % kLastBins), first = 4 * threadIdx.x;
-  above += (first > bin ? last.x : 0) + (first + 1 > bin ? last.y : 0) + (first + 2 > bin ? last.z : 0) +
-           (first + 3 > bin ? last.w : 0);
-  above = __reduce_add_sync(kWarp, above);
-  if (threadIdx.x % 32 == 0) totals[threadIdx.x / 32] = above;
-  __syncthreads();  // the warps' totals are written
-  if (threadIdx.x == 0) {
-    above = 0;
-    for (int w = 0; w < kSelectWarps; ++w) above += totals[w];
-    *kept = make_int2(above, histograms[(kDigits - 1) * kBins + bin]);
-  }
-  cluster_sync();  // all blocks know what they keep
-  above = 0;       // from here on: in the blocks before
-  int equal = 0;
-  for (unsigned r = 0; r < rank; ++r) {
-    const int2 x = *of_block(kept, r);
-    above += x.x;
-    equal += x.y;
-  }
-  write_kept(scores, search.prefix, search.rank, above, equal, unit.base, unit.out);
-  cluster_sync();  // no other block reads this one's shared memory any more
+__global__ void __launch_bounds__(kSelectThreads, 2) select_cluster_kernel(SelectTopkParams p, unsigned size) {
+  DYNAMIC_SHARED(SelectMemory, memory);
+  const Blocks<true> blocks{cluster_rank(), size};
+  const Unit unit =
+      start_unit(p, blockIdx.x / size, blocks.rank * kSelectThreads + threadIdx.x, size * kSelectThreads, true);
+  if (unit.k) select_unit(unit, *memory, blocks);  // the same in all blocks of the cluster
 }
 
 // Units cut into chunks: the data that the launches pass on in global memory.
@@ -271,14 +340,15 @@ __global__ void __launch_bounds__(kSelectThreads) count_digit_kernel(SelectTopkP
   const Unit unit = start_unit(p, index, 0, 1, false);
   const Pieces scores = Pieces::of(unit.scores, unit.n).part(chunk, chunks.count);
   if (unit.k == 0 || scores.first >= scores.last) return;
-  __shared__ __align__(16) int histogram[kBins];
+  __shared__ __align__(16) int histogram[kBins + 1];
   __shared__ int totals[kSelectWarps];
   own_bins(histogram) = {};
   const Search search = chunks.before(unit, index, kDigit);
   if (chunk == 0 && threadIdx.x == 0) chunks.found[index * kDigits + kDigit] = search;
   __syncthreads();
   const Digit digit(kDigit);
-  int above = count_digit(scores, search.prefix, digit, histogram);
+  Held held;
+  int above = count_digit(scores, held, search.prefix, digit, histogram);
   if constexpr (kDigit == kDigits - 1) {
     above = __reduce_add_sync(kWarp, above);
     if (threadIdx.x % 32 == 0) atomicAdd(&histogram[kLastBins], above);  // after the digit's own bins
@@ -308,6 +378,7 @@ __global__ void __launch_bounds__(kSelectThreads) write_chunks_kernel(SelectTopk
   const Unit unit = start_unit(p, index, chunk * kSelectThreads + threadIdx.x, chunks.count * kSelectThreads, true);
   const Pieces scores = Pieces::of(unit.scores, unit.n).part(chunk, chunks.count);
   if (unit.k == 0 || scores.first >= scores.last) return;
+  __shared__ uint16_t staged[kKeysInRound];
   __shared__ int above, equal;  // in the chunks before
   if (threadIdx.x == 0) above = equal = 0;
   const Search search = chunks.before(unit, index, kDigits);
@@ -318,7 +389,8 @@ __global__ void __launch_bounds__(kSelectThreads) write_chunks_kernel(SelectTopk
     atomicAdd(&equal, at_least - more);
   }
   __syncthreads();
-  write_kept(scores, search.prefix, search.rank, above, equal, unit.base, unit.out);
+  Held held;
+  write_kept(scores, held, search, above, equal, unit, staged);
 }
 
 // How a call is divided. It needs `workspace` bytes.
@@ -355,9 +427,8 @@ inline void select_topk_cuda(const SelectTopkParams& p, const SelectPlan& plan, 
     return launch<select_short_kernel<32>>(blocks, kShortThreads, 0, stream, p, units);
   }
   if (plan.cluster) {
-    constexpr int64_t kShared = 4 * kDigits * kBins + sizeof(int2);
     return launch_clusters<select_cluster_kernel>(plan.cluster, grid_of(plan.units * plan.cluster), kSelectThreads,
-                                                  kShared, stream, p, plan.cluster);
+                                                  sizeof(SelectMemory), stream, p, plan.cluster);
   }
   if (!plan.chunks) return launch<select_block_kernel>(grid_of(plan.units), kSelectThreads, 0, stream, p);
 
