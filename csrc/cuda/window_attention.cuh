@@ -269,6 +269,7 @@ struct RowState {
   static constexpr int kBlocks = kWidth / 32;  // blocks of 64 bytes in a row of queries or keys
   static constexpr int kHalves = kRows / 8;
   static constexpr bool kHeld = AttentionPlan::held(kWidth, kRows);
+  static constexpr int kAtOnce = kRows == 8 ? 4 : 1;  // values of 16 channels, loaded before they are multiplied
   static constexpr int kValues = kGroupKeys * 2 * kWidth, kGroupBytes = AttentionPlan::group_bytes(kWidth);
   uint4 held[kHeld ? kBlocks : 1][kHalves];
   const char* queries;                      // or the rows in shared memory
@@ -336,19 +337,25 @@ struct RowState {
     float x[kGroups][kHalves][4] = {};
     const int keys_at = place_of<kWidth>(lane / 4, lane % 4);
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
+    for (int block = 0; block < kBlocks; block += 2) {
       if (4 * block >= pieces) break;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        const char* const keys = group + after(keys_at, 4 * block) + g * kGroupBytes;
-        const uint4 a = *reinterpret_cast<const uint4*>(keys);
-        const uint4 b = *reinterpret_cast<const uint4*>(keys + 8 * 2 * kWidth);  // eight rows further
+        uint4 a[2], b[2];
 #pragma unroll
-        for (int t = 0; t < kHalves; ++t) {
-          const uint4 q = query(block, t);
-          mma<Value<T>>(x[g][t], a.x, b.x, a.y, b.y, q.x, q.y);
-          mma<Value<T>>(x[g][t], a.z, b.z, a.w, b.w, q.z, q.w);
+        for (int i = 0; i < 2; ++i) {
+          const char* const keys = group + after(keys_at, 4 * (block + i)) + g * kGroupBytes;
+          a[i] = *reinterpret_cast<const uint4*>(keys);
+          b[i] = *reinterpret_cast<const uint4*>(keys + 8 * 2 * kWidth);  // eight rows further
         }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int t = 0; t < kHalves; ++t) {
+            const uint4 q = query(block + i, t);
+            mma<Value<T>>(x[g][t], a[i].x, b[i].x, a[i].y, b[i].y, q.x, q.y);
+            mma<Value<T>>(x[g][t], a[i].z, b[i].z, a[i].w, b[i].w, q.z, q.w);
+          }
       }
     }
 
@@ -385,16 +392,21 @@ struct RowState {
         }
     const int dv = static_cast<int>(p.dv);
     const int values_at = place_of<kWidth>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    // What the last of the channels at once are if they are past dv does not matter.
 #pragma unroll
-    for (int c = 0; c < kWidth / 16; ++c) {
+    for (int c = 0; c < kWidth / 16; c += kAtOnce) {
       if (16 * c >= dv) break;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        unsigned v[4];
-        load_matrices<true>(v, group + after(values_at, 2 * c) + g * kGroupBytes + kValues);
+        unsigned v[kAtOnce][4];
 #pragma unroll
-        for (int t = 0; t < kHalves; ++t)
-          mma<Value<T>>(out[c][t], v[0], v[1], v[2], v[3], weights[g][t][0], weights[g][t][1]);
+        for (int i = 0; i < kAtOnce; ++i)
+          load_matrices<true>(v[i], group + after(values_at, 2 * (c + i)) + g * kGroupBytes + kValues);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+          for (int t = 0; t < kHalves; ++t)
+            mma<Value<T>>(out[c + i][t], v[i][0], v[i][1], v[i][2], v[i][3], weights[g][t][0], weights[g][t][1]);
       }
     }
   }
@@ -476,7 +488,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   const HeadRows all_values = head_rows<kPaged, T>(p.v, b, h);
   const auto group_at = [&](int stage, int group) { return ring + (stage * warps + group) * State::kGroupBytes; };
   for (int stage = 0; stage < plan.stages; ++stage)
-    column.clear(group_at(stage, warp), k_pieces, (k_pieces + 3) / 4 * 4);
+    column.clear(group_at(stage, warp), k_pieces, (k_pieces + 7) / 8 * 8);
   const auto fetch = [&](int tile, int stage) {
     const int key = begin + tile * tile_keys + warp * kGroupKeys;
     char* const keys = group_at(stage, warp);
@@ -517,13 +529,13 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
     meet();  // the tile has arrived
     const int key = begin + tile * tile_keys + own * kGroupKeys;
     const char* const group = group_at(from, own);
-    constexpr int kAtOnce = State::kHeld ? 2 : 1;  // groups, what the registers allow
+    constexpr int kGroups = State::kHeld ? 2 : 1;  // what the registers allow
     if (row_warps == 1) {
       if (key < most) state.template step<1>(p, key, first, group);
     } else {
 #pragma unroll 1
-      for (int i = 0; i < row_warps && key + i * kGroupKeys < most; i += kAtOnce)
-        state.template step<kAtOnce>(p, key + i * kGroupKeys, first, group + i * State::kGroupBytes);
+      for (int i = 0; i < row_warps && key + i * kGroupKeys < most; i += kGroups)
+        state.template step<kGroups>(p, key + i * kGroupKeys, first, group + i * State::kGroupBytes);
     }
     meet();  // the tile may be overwritten
     from = from + 1 == plan.stages ? 0 : from + 1;
