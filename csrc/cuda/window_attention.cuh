@@ -7,29 +7,35 @@
 // written and read: 8 G bytes per key.
 //
 // attention_parts (16-bit types, head dims up to 256): FlashAttention-2, split over the keys. A block has 4 or 8 warps.
-// They divide the rows among them, 16 each; with fewer rows than that, they divide the keys too, so that decoding keeps
-// all warps busy. K and V arrive by cp.async in a ring of stages in shared memory, and each warp copies 16 keys of a
-// stage. A lane copies one 16-byte column of every second row, so the loop only increments two addresses, and only the
-// last tile of a split checks for the end. Warps with the same rows use only the keys that they copied themselves and
-// wait for no other warp; warps with the same keys meet at a barrier. Each warp has its rows' maximum, sum and out in
-// registers. At the end, warps with the same rows add theirs in shared memory, always in the same order, so a block
-// produces one part for each of its rows. The logits of 16 or 32 keys at a time become weights in the registers in
-// which the tensor cores left them, which are then the left operand of the product with V; ldmatrix transposes V.
+// They divide the rows among them, 16 each (8 if there are no more than 8); with fewer rows than that, they divide the
+// keys too, so that decoding keeps all warps busy. K and V arrive by cp.async in a ring of stages in shared memory, and
+// each warp copies 16 keys of a stage. A lane copies one 16-byte column of every second row, so the loop only
+// increments two addresses, and only the last tile of a split checks for the end. Warps with the same rows use only the
+// keys that they copied themselves and wait for no other warp; warps with the same keys meet at a barrier. Each warp
+// has its rows' maximum, sum and out in registers. At the end, warps with the same rows add theirs in shared memory,
+// always in the same order, so a block produces one part for each of its rows.
 //
-// Decode (w = 1, G = 4, bf16, d = 128, 8 heads, n = 131072), predicted for an H200, not measured: 537 MB of K and V and
-// 34 MB of logits, written and read: 119 us at 4.8 TB/s. A multiprocessor then gets a key (512 bytes) every 25 cycles,
-// in which its schedulers can issue 100 instructions. A key takes 36 of them, counted in the machine code for sm_90a:
-// 10 to copy 512 bytes, 26 for the products with 16 padded rows, the softmax and the logits. Two blocks of 4 warps with
-// 3 stages of 32 KB have 128 to 192 KB in flight; 4.8 TB/s at 800 ns latency need 29 KB. So the kernel should be
-// memory-bound: 85 to 90 % of peak bandwidth for K and V (126 to 132 us), 8 us for the logits, and some 5 us for three
-// launches and the combination, whose 128 parts of 32 rows are 2.1 MB. That is about 82 % of the floor.
+// As in window.cuh, the query rows are the columns of the products, of which the tensor core has 8, not its 16 rows:
+// keys times queries give the logits of 16 keys, and values, transposed by ldmatrix, times weights give 16 channels of
+// out. The weights are transposed between the two (movmatrix). The maximum of a row is the same in all lanes and rises
+// only a few times per split: a vote per step finds out whether a logit exceeds it, and only then do the lanes exchange
+// logits and scale out. The vote also finds NaN and infinity.
+//
+// Decode (w = 1, G = 4, bf16, d = 128, 8 heads, n = 131072) on an H200: 537 MB of K and V take 128 us at the 4.19 TB/s
+// of a copy, and the logits, if the scores are requested, are 17 MB, which the scores' kernel finds in L2. A
+// multiprocessor gets a key (512 bytes) every 29 cycles, in which its schedulers can issue 116 instructions. A key
+// takes about 26, counted in the machine code for sm_90a. Two blocks of 4 warps with 3 stages of 32 KB have 128 to 192
+// KB in flight, where 4.8 TB/s at 800 ns latency need 29 KB. So the kernel should be memory-bound. With all 16 rows of
+// the tensor cores, maxima exchanged in every step, and 43 instructions per key it was not: measured 166 us, with no
+// warp able to issue in 67 % of the cycles, at 3.35 TB/s.
 //
 // If keys are rotated at their slots, a decode step (w = 1) rotates them in shared memory. Each warp rotates the 16
-// keys that it copied and reads their cosines and sines as it goes, 8 bytes per pair. All heads need these tables. The
-// heads' blocks for the same split run at the same time, so all but the first find them in L2. Other calls read K more
-// than once, so rope_at_slots rotates it into the workspace first, once.
+// keys that it copied. It reads their cosines and sines, 8 bytes per pair, before it waits for the keys. All heads need
+// these tables. The heads' blocks for the same split run at the same time, so all but the first find them in L2, which
+// then delivers twice the bytes of K and V. Other calls read K more than once, so rope_at_slots rotates it into the
+// workspace first, once.
 //
-// attention_combine: one block per row adds its parts in order.
+// attention_combine: one block per row and 32 channels adds the row's parts in order.
 //
 // plain_attention_parts (fp32, wider heads): the maxima from window_scores' first pass make a running maximum
 // unnecessary. 8 warps compute the weights of 128 keys for 16 rows, then every thread accumulates four channels over
@@ -38,7 +44,7 @@
 //
 // Grid: x runs over (batch, KV head, split, run of rows), the last fastest. Blocks with the same keys run at the same
 // time, so DRAM is read once and the others find K and V in L2. Splits depend on the number of keys and rows, but not
-// on the heads, the batch or the GPU (window.cuh). Not yet measured on a GPU.
+// on the heads, the batch or the GPU (window.cuh).
 #pragma once
 #include <cfloat>
 
@@ -52,8 +58,8 @@ namespace kvops {
 namespace {
 
 constexpr int64_t kTensorCoreDim = 256;
-constexpr int kGroupKeys = 16;                 // that a warp copies at a time
-constexpr int kPlainKeys = 16 * kWindowWarps;  // per step of the plain kernel
+constexpr int kGroupKeys = 16;                             // that a warp copies at a time
+constexpr int kPlainKeys = 16 * kWindowWarps;              // per step of the plain kernel
 constexpr int kCombiners = 8, kCombined = 4 * kCombiners;  // threads that combine a part, and their channels
 
 // How a call is divided. Everything that a result depends on, so all but the number of stages, follows from the shapes
@@ -205,11 +211,14 @@ __device__ inline void turn_keys(const SlotRope& rope, int64_t b, int64_t slot, 
                                  const Arrive& arrive) {
   using Pairs = Turn<T, Unit>;
   constexpr int kUnits = 16 / sizeof(Unit);  // per piece
-  const RowUnits row = {0, static_cast<int>(rope.pairs) / Pairs::kPairs, rope.interleaved};
-  const int own = threadIdx.x % 32, all = min(count, kGroupKeys) * row.turning;
   Pairs turns[kAhead];
+  const RowUnits row = {0, static_cast<int>(rope.pairs) / Pairs::kPairs, rope.interleaved};
+  const auto bits = [&](const AngleTable& x) {
+    return reinterpret_cast<uintptr_t>(x.row(b, 0)) | static_cast<uintptr_t>(x.stride_n * sizeof(float));
+  };
+  const bool wide = Pairs::kPairs % 4 == 0 && (bits(rope.cos) | bits(rope.sin)) % 16 == 0;
   const auto read = [&](float (&to)[Pairs::kPairs], const float* from) {
-    if (Pairs::kPairs % 4 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+    if (wide) {
 #pragma unroll
       for (int i = 0; i < Pairs::kPairs / 4; ++i) {
         const float4 x = __ldg(reinterpret_cast<const float4*>(from) + i);
@@ -220,32 +229,39 @@ __device__ inline void turn_keys(const SlotRope& rope, int64_t b, int64_t slot, 
       for (int i = 0; i < Pairs::kPairs; ++i) to[i] = __ldg(from + i);
     }
   };
-  // Calls fn(turn, key, lane) for the next kAhead of this lane's pairs of units.
-  const auto for_turns = [&](int begin, const auto& fn) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-      if (const int at = begin + 32 * i; at < all) fn(turns[i], at / row.turning, at % row.turning);
+  // Calls fn(turn, key, lane) for the next kAhead of this lane's pairs of units, every 32nd of the group.
+  struct Place {
+    int key, lane;
   };
-  const auto read_turns = [&](int begin) {
-    for_turns(begin, [&](Pairs& turn, int key, int lane) {
+  const int own = threadIdx.x % 32, more_keys = 32 / row.turning, more_lanes = 32 - more_keys * row.turning;
+  const auto for_turns = [&](Place& at, const auto& fn) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (at.key < min(count, kGroupKeys)) fn(turns[i], at.key, at.lane);
+      at.lane += more_lanes;
+      const bool next = at.lane >= row.turning;
+      at = {at.key + more_keys + next, next ? at.lane - row.turning : at.lane};
+    }
+  };
+  const auto read_turns = [&](Place& at) {
+    for_turns(at, [&](Pairs& turn, int key, int lane) {
       read(turn.cos, rope.cos.row(b, slot + key) + lane * Pairs::kPairs);
       read(turn.sin, rope.sin.row(b, slot + key) + lane * Pairs::kPairs);
     });
   };
-  read_turns(own);
+  Place here = {own / row.turning, own % row.turning}, ahead = here;
+  read_turns(ahead);
   arrive();
   __syncwarp();  // the warp's own keys have arrived
 #pragma unroll 1
-  for (int begin = own; begin < all; read_turns(begin)) {
-    for_turns(begin, [&](const Pairs& turn, int key, int lane) {
+  for (; here.key < min(count, kGroupKeys); read_turns(ahead))
+    for_turns(here, [&](const Pairs& turn, int key, int lane) {
       const auto at = [&](int unit) -> Unit& {
         return reinterpret_cast<Unit*>(keys + place_of<kWidth>(key, unit / kUnits))[unit % kUnits];
       };
       const RowUnits::Two two = row.owned(lane);
       turn.apply(at(two.first), at(two.second), rope.interleaved);
     });
-    begin += 32 * kAhead;
-  }
 }
 
 // ---- A warp's rows ----
@@ -262,8 +278,8 @@ __device__ inline unsigned pack(float low, float high) {
   }
 }
 
-// The running state of a warp's 8 or 16 rows, which are the columns of its products. Lane l has rows 8 t + l % 4 * 2 + i
-// (i = 0, 1) of each half t, for the keys l / 4 and l / 4 + 8 of a group, and as many channels of each 16.
+// The running state of a warp's 8 or 16 rows, which are the columns of its products. Of each half t, lane l has rows
+// 8 t + l % 4 * 2 + i (i = 0, 1): for keys l / 4 and l / 4 + 8 of a group, and for the same two of every 16 channels.
 template <class T, int kWidth, int kRows>
 struct RowState {
   static constexpr int kBlocks = kWidth / 32;  // blocks of 64 bytes in a row of queries or keys
@@ -429,7 +445,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   char* const queries = ring + plan.stages * warps * State::kGroupBytes;  // [rows], unless registers hold them
   __shared__ RowSum warp_sums[kWindowWarps][kRows];
 
-  // 32 bits: a block would need longer for these divisions in 64 than for a load.
+  // In 32 bits, since four divisions in 64 bits would take a block as long as a load from DRAM.
   const unsigned unit = blockIdx.x / plan.row_blocks, heads = static_cast<unsigned>(w.b * w.heads);
   const int64_t head = kTurns ? unit % heads : unit / plan.splits.count;
   const int64_t split = kTurns ? unit / heads : unit % plan.splits.count;
@@ -461,8 +477,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
 #pragma unroll
       for (int t = 0; t < State::kHalves; ++t) {
         const int r = warp_row + 8 * t + lane / 4;
-        state.held[block][t] =
-            r < all ? query_piece<T>(w, b, h, r, 4 * block + lane % 4, plan.wide_queries) : uint4{};
+        state.held[block][t] = r < all ? query_piece<T>(w, b, h, r, 4 * block + lane % 4, plan.wide_queries) : uint4{};
       }
   } else {
     constexpr int kPieces = kWidth / 8;
@@ -557,8 +572,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
       for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(kWarp, sum, step);
       if (lane < 4) warp_sums[warp][r] = sum == 0.0f ? RowSum::none() : RowSum{state.most[t][i], sum};
 #pragma unroll
-      for (int c = 0; c < kWidth / 8; ++c)
-        *out_at(warp, r, 8 * c + lane / 4) = state.out[c / 2][t][c % 2 * 2 + i];
+      for (int c = 0; c < kWidth / 8; ++c) *out_at(warp, r, 8 * c + lane / 4) = state.out[c / 2][t][c % 2 * 2 + i];
     }
   __syncthreads();  // all warps' sums are written
   const int columns = static_cast<int>(p.dv) / 4;
@@ -699,8 +713,10 @@ __global__ void __launch_bounds__(kWindowThreads)
   }
 #pragma unroll
   for (int step = kCombiners; step < 32; step *= 2)
-    add_scaled(out, {__shfl_xor_sync(kWarp, out.x, step), __shfl_xor_sync(kWarp, out.y, step),
-                     __shfl_xor_sync(kWarp, out.z, step), __shfl_xor_sync(kWarp, out.w, step)}, 1.0f);
+    add_scaled(out,
+               {__shfl_xor_sync(kWarp, out.x, step), __shfl_xor_sync(kWarp, out.y, step),
+                __shfl_xor_sync(kWarp, out.z, step), __shfl_xor_sync(kWarp, out.w, step)},
+               1.0f);
   __shared__ float4 shares[kWindowWarps][kCombiners];
   if (lane < kCombiners) shares[threadIdx.x / 32][lane] = out;
   __syncthreads();

@@ -374,31 +374,35 @@ constexpr int kRowKeys = 4, kRowBlock = kRowKeys * kWindowThreads;
 __global__ void __launch_bounds__(kWindowThreads)
     window_row_scores_kernel(Window p, const float* logits, const RowSum* totals, unsigned blocks) {
   const unsigned head = blockIdx.x / blocks, b = head / static_cast<unsigned>(p.heads);
-  const int64_t own = blockIdx.x % blocks * int64_t{kRowBlock} + threadIdx.x, first = p.first(b), limit = p.limit(b, 0);
+  const int own = static_cast<int>(blockIdx.x % blocks * kRowBlock + threadIdx.x), n = static_cast<int>(p.n);
+  const int first = static_cast<int>(p.first(b)), limit = static_cast<int>(p.limit(b, 0));
   const bool each = p.group_reduce == Reduce::none;
   float sums[kRowKeys] = {};
   for (int64_t g = 0; g < p.group; ++g) {
     const int64_t query_head = head * p.group + g;
+    const auto seen = [&](int j) { return first <= j && j < limit; };
+    float of_keys[kRowKeys];
+#pragma unroll
+    for (int i = 0; i < kRowKeys; ++i) {
+      const int j = own + i * kWindowThreads;
+      of_keys[i] = seen(j) ? logits[query_head * p.n + j] : 0.0f;
+    }
     const RowWeight weight = row_weight(p, totals[query_head], query_head - b * p.heads * p.group);
 #pragma unroll
     for (int i = 0; i < kRowKeys; ++i) {
-      const int64_t j = own + i * kWindowThreads;
-      float score = 0;
-      if (first <= j && j < limit) {
-        const float logit = logits[query_head * p.n + j];
-        score = fmaf(logit, 0.0f, weight.of(logit));
-      }
+      const int j = own + i * kWindowThreads;
+      const float score = seen(j) ? fmaf(of_keys[i], 0.0f, weight.of(of_keys[i])) : 0.0f;
       if (!each)
         sums[i] = g == 0 ? score : p.group_reduce == Reduce::max ? max_nan(sums[i], score) : sums[i] + score;
-      else if (j < p.n)
+      else if (j < n)
         p.scores[query_head * p.n + j] = score;
     }
   }
   if (each) return;
 #pragma unroll
   for (int i = 0; i < kRowKeys; ++i) {
-    const int64_t j = own + i * kWindowThreads;
-    if (j < p.n) p.scores[head * p.n + j] = p.group_reduce == Reduce::mean ? sums[i] / p.group : sums[i];
+    const int j = own + i * kWindowThreads;
+    if (j < n) p.scores[head * p.n + j] = p.group_reduce == Reduce::mean ? sums[i] / p.group : sums[i];
   }
 }
 
