@@ -1,4 +1,4 @@
-// Tensor cores: products of 16-bit numbers accumulated in fp32, and loading their operands from shared memory.
+// Tensor cores: products of 16-bit numbers accumulated in fp32, and loading and transposing their operands.
 //
 // With r = l / 4 and c = l % 4, lane l of a warp holds two adjacent elements of each matrix per register:
 //   A [16, 16]: a0: row r, a1: row r + 8, columns 2c, 2c + 1;  a2, a3: the same rows, columns 2c + 8, 2c + 9
@@ -53,6 +53,17 @@ __device__ inline void load_matrices(unsigned (&x)[4], const void* row) {
                  : "memory");
 #else
   cudasim::ldmatrix_x4(x, row, kTransposed);
+#endif
+}
+
+// Transposes an 8 x 8 matrix of 16-bit elements, of which a lane holds columns 2c, 2c + 1 of row r before and after.
+__device__ inline unsigned transpose_matrix(unsigned x) {
+#ifdef __CUDACC__
+  unsigned y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+#else
+  return cudasim::movmatrix_trans(x);
 #endif
 }
 

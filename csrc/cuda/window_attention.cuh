@@ -7,29 +7,35 @@
 // written and read: 8 G bytes per key.
 //
 // attention_parts (16-bit types, head dims up to 256): FlashAttention-2, split over the keys. A block has 4 or 8 warps.
-// They divide the rows among them, 16 each; with fewer rows than that, they divide the keys too, so that decoding keeps
-// all warps busy. K and V arrive by cp.async in a ring of stages in shared memory, and each warp copies 16 keys of a
-// stage. A lane copies one 16-byte column of every second row, so the loop only increments two addresses, and only the
-// last tile of a split checks for the end. Warps with the same rows use only the keys that they copied themselves and
-// wait for no other warp; warps with the same keys meet at a barrier. Each warp has its rows' maximum, sum and out in
-// registers. At the end, warps with the same rows add theirs in shared memory, always in the same order, so a block
-// produces one part for each of its rows. The logits of 16 or 32 keys at a time become weights in the registers in
-// which the tensor cores left them, which are then the left operand of the product with V; ldmatrix transposes V.
+// They divide the rows among them, 16 each (8 if there are no more than 8); with fewer rows than that, they divide the
+// keys too, so that decoding keeps all warps busy. K and V arrive by cp.async in a ring of stages in shared memory, and
+// each warp copies 16 keys of a stage. A lane copies one 16-byte column of every second row, so the loop only
+// increments two addresses, and only the last tile of a split checks for the end. Warps with the same rows use only the
+// keys that they copied themselves and wait for no other warp; warps with the same keys meet at a barrier. Each warp
+// has its rows' maximum, sum and out in registers. At the end, warps with the same rows add theirs in shared memory,
+// always in the same order, so a block produces one part for each of its rows.
 //
-// Decode (w = 1, G = 4, bf16, d = 128, 8 heads, n = 131072), predicted for an H200, not measured: 537 MB of K and V and
-// 34 MB of logits, written and read: 119 us at 4.8 TB/s. A multiprocessor then gets a key (512 bytes) every 25 cycles,
-// in which its schedulers can issue 100 instructions. A key takes 36 of them, counted in the machine code for sm_90a:
-// 10 to copy 512 bytes, 26 for the products with 16 padded rows, the softmax and the logits. Two blocks of 4 warps with
-// 3 stages of 32 KB have 128 to 192 KB in flight; 4.8 TB/s at 800 ns latency need 29 KB. So the kernel should be
-// memory-bound: 85 to 90 % of peak bandwidth for K and V (126 to 132 us), 8 us for the logits, and some 5 us for three
-// launches and the combination, whose 128 parts of 32 rows are 2.1 MB. That is about 82 % of the floor.
+// As in window.cuh, the query rows are the columns of the products, of which the tensor core has 8, not its 16 rows:
+// keys times queries give the logits of 16 keys, and values, transposed by ldmatrix, times weights give 16 channels of
+// out. The weights are transposed between the two (movmatrix). The maximum of a row is the same in all lanes and rises
+// only a few times per split: a vote per step finds out whether a logit exceeds it, and only then do the lanes exchange
+// logits and scale out. The vote also finds NaN and infinity.
+//
+// Decode (w = 1, G = 4, bf16, d = 128, 8 heads, n = 131072) on an H200: 537 MB of K and V take 128 us at the 4.19 TB/s
+// of a copy, and the logits, if the scores are requested, are 17 MB, which the scores' kernel finds in L2. A
+// multiprocessor gets a key (512 bytes) every 29 cycles, in which its schedulers can issue 116 instructions. A key
+// takes about 26, counted in the machine code for sm_90a. Two blocks of 4 warps with 3 stages of 32 KB have 128 to 192
+// KB in flight, where 4.8 TB/s at 800 ns latency need 29 KB. So the kernel should be memory-bound. With all 16 rows of
+// the tensor cores, maxima exchanged in every step, and 43 instructions per key it was not: measured 166 us, with no
+// warp able to issue in 67 % of the cycles, at 3.35 TB/s.
 //
 // If keys are rotated at their slots, a decode step (w = 1) rotates them in shared memory. Each warp rotates the 16
-// keys that it copied and reads their cosines and sines as it goes, 8 bytes per pair. All heads need these tables. The
-// heads' blocks for the same split run at the same time, so all but the first find them in L2. Other calls read K more
-// than once, so rope_at_slots rotates it into the workspace first, once.
+// keys that it copied. It reads their cosines and sines, 8 bytes per pair, before it waits for the keys. All heads need
+// these tables. The heads' blocks for the same split run at the same time, so all but the first find them in L2, which
+// then delivers twice the bytes of K and V. Other calls read K more than once, so rope_at_slots rotates it into the
+// workspace first, once.
 //
-// attention_combine: one block per row adds its parts in order.
+// attention_combine: one block per row and 32 channels adds the row's parts in order.
 //
 // plain_attention_parts (fp32, wider heads): the maxima from window_scores' first pass make a running maximum
 // unnecessary. 8 warps compute the weights of 128 keys for 16 rows, then every thread accumulates four channels over
@@ -38,8 +44,10 @@
 //
 // Grid: x runs over (batch, KV head, split, run of rows), the last fastest. Blocks with the same keys run at the same
 // time, so DRAM is read once and the others find K and V in L2. Splits depend on the number of keys and rows, but not
-// on the heads, the batch or the GPU (window.cuh). Not yet measured on a GPU.
+// on the heads, the batch or the GPU (window.cuh).
 #pragma once
+#include <cfloat>
+
 #include "../ops/window_attention.h"
 #include "async.cuh"
 #include "rope.cuh"
@@ -50,8 +58,9 @@ namespace kvops {
 namespace {
 
 constexpr int64_t kTensorCoreDim = 256;
-constexpr int kGroupKeys = 16;                 // that a warp copies at a time
-constexpr int kPlainKeys = 16 * kWindowWarps;  // per step of the plain kernel
+constexpr int kGroupKeys = 16;                             // that a warp copies at a time
+constexpr int kPlainKeys = 16 * kWindowWarps;              // per step of the plain kernel
+constexpr int kCombiners = 8, kCombined = 4 * kCombiners;  // threads that combine a part, and their channels
 
 // How a call is divided. Everything that a result depends on, so all but the number of stages, follows from the shapes
 // alone.
@@ -59,7 +68,8 @@ struct AttentionPlan {
   bool tensor_cores;
   bool turns;               // rotate keys in shared memory; otherwise they have been rotated beforehand
   bool wide, wide_queries;  // 16-byte aligned rows of keys and values, and of queries
-  int warps, row_warps;     // per block: row_warps cover the rows, 16 each; warps / row_warps groups divide the keys
+  int warp_rows;            // rows per warp, 8 or 16
+  int warps, row_warps;     // per block: row_warps cover the rows; warps / row_warps groups divide the keys
   int stages;
   int pitch;  // bytes from one row of queries to the next, for the plain kernel
   int row_blocks;
@@ -75,7 +85,9 @@ struct AttentionPlan {
     x.turns = w.rope.pairs && x.tensor_cores && w.w == 1;
     x.wide = aligned_rows(w.k, w.b, w.heads, w.n) && aligned_rows(p.v, w.b, w.heads, w.n);
     x.wide_queries = aligned_queries(w);
-    const int tiles = static_cast<int>((w.group * w.w + kTileRows - 1) / kTileRows);
+    const int rows = static_cast<int>(w.group * w.w);
+    x.warp_rows = x.tensor_cores && rows <= 8 ? 8 : kTileRows;
+    const int tiles = (rows + x.warp_rows - 1) / x.warp_rows;
     if (!x.tensor_cores) {
       x.pitch = query_pitch(w);
       x.row_blocks = tiles;
@@ -93,7 +105,7 @@ struct AttentionPlan {
     x.parts = static_cast<int>(x.splits.count);
     // Two blocks per multiprocessor, if each can have two stages, so that one copies while the other starts or ends.
     constexpr int64_t reserved = 1024, own = sizeof(RowSum) * kTileRows * kWindowWarps;  // per block
-    const int64_t queries = width == 128 ? 0 : kTileRows * x.row_warps * 2 * width,
+    const int64_t queries = held(width, x.warp_rows) ? 0 : x.warp_rows * x.row_warps * 2 * width,
                   stage = x.warps * group_bytes(width);
     for (int blocks = 2; x.stages < 2 && blocks > 0; --blocks)
       x.stages = static_cast<int>(((memory + reserved) / blocks - reserved - own - queries) / stage);
@@ -104,6 +116,8 @@ struct AttentionPlan {
 
   // Elements per row in shared memory.
   static int tile_width(const WindowAttentionParams& p) { return p.window.d <= 128 && p.dv <= 128 ? 128 : 256; }
+  // Whether a warp's queries fit in registers.
+  KVOPS_HOST_DEVICE static constexpr bool held(int width, int rows) { return width * rows <= 128 * kTileRows; }
   // Bytes of a warp's keys and their values there.
   KVOPS_HOST_DEVICE static constexpr int group_bytes(int width) { return kGroupKeys * 2 * 2 * width; }
   // Groups of threads that divide the keys in the plain kernel: a thread has four channels.
@@ -126,6 +140,12 @@ template <int kWidth>
 __device__ inline int place_of(int row, int piece) {
   const int permutation = (row & 1) << 2 | (row & 2) | (row >> 2 & 1);
   return row * 2 * kWidth + (piece ^ permutation) * 16;
+}
+
+// The position of the piece `more` pieces after the one at `place`, if the numbers of the two have no bit in common and
+// the first is below 8. The compiler computes it once for all groups.
+__device__ inline int after(int place, int more) {
+  return (place ^ more % 8 * 16) + more / 8 * 128;
 }
 
 // The part of a group that a lane copies: one column of 16 bytes, in every kStep-th row.
@@ -184,17 +204,21 @@ struct Column {
   }
 };
 
-// Rotates the warp's keys, those of slots slot + [0, count). A lane takes two units that are rotated together.
-template <class T, int kWidth, class Unit>
-__device__ inline void turn_keys(const SlotRope& rope, int64_t b, int64_t slot, int count, char* keys) {
+// Rotates the warp's keys, those of slots slot + [0, count), after arrive(), which waits for them. A lane takes two
+// units that are rotated together, and reads the angles of kAhead such pairs before it needs the first.
+template <class T, int kWidth, int kAhead, class Unit, class Arrive>
+__device__ inline void turn_keys(const SlotRope& rope, int64_t b, int64_t slot, int count, char* keys,
+                                 const Arrive& arrive) {
   using Pairs = Turn<T, Unit>;
   constexpr int kUnits = 16 / sizeof(Unit);  // per piece
+  Pairs turns[kAhead];
   const RowUnits row = {0, static_cast<int>(rope.pairs) / Pairs::kPairs, rope.interleaved};
-  const auto at = [&](int key, int unit) -> Unit& {
-    return reinterpret_cast<Unit*>(keys + place_of<kWidth>(key, unit / kUnits))[unit % kUnits];
+  const auto bits = [&](const AngleTable& x) {
+    return reinterpret_cast<uintptr_t>(x.row(b, 0)) | static_cast<uintptr_t>(x.stride_n * sizeof(float));
   };
-  const auto read = [](float (&to)[Pairs::kPairs], const float* from) {
-    if (Pairs::kPairs % 4 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+  const bool wide = Pairs::kPairs % 4 == 0 && (bits(rope.cos) | bits(rope.sin)) % 16 == 0;
+  const auto read = [&](float (&to)[Pairs::kPairs], const float* from) {
+    if (wide) {
 #pragma unroll
       for (int i = 0; i < Pairs::kPairs / 4; ++i) {
         const float4 x = __ldg(reinterpret_cast<const float4*>(from) + i);
@@ -205,15 +229,39 @@ __device__ inline void turn_keys(const SlotRope& rope, int64_t b, int64_t slot, 
       for (int i = 0; i < Pairs::kPairs; ++i) to[i] = __ldg(from + i);
     }
   };
+  // Calls fn(turn, key, lane) for the next kAhead of this lane's pairs of units, every 32nd of the group.
+  struct Place {
+    int key, lane;
+  };
+  const int own = threadIdx.x % 32, more_keys = 32 / row.turning, more_lanes = 32 - more_keys * row.turning;
+  const auto for_turns = [&](Place& at, const auto& fn) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (at.key < min(count, kGroupKeys)) fn(turns[i], at.key, at.lane);
+      at.lane += more_lanes;
+      const bool next = at.lane >= row.turning;
+      at = {at.key + more_keys + next, next ? at.lane - row.turning : at.lane};
+    }
+  };
+  const auto read_turns = [&](Place& at) {
+    for_turns(at, [&](Pairs& turn, int key, int lane) {
+      read(turn.cos, rope.cos.row(b, slot + key) + lane * Pairs::kPairs);
+      read(turn.sin, rope.sin.row(b, slot + key) + lane * Pairs::kPairs);
+    });
+  };
+  Place here = {own / row.turning, own % row.turning}, ahead = here;
+  read_turns(ahead);
+  arrive();
+  __syncwarp();  // the warp's own keys have arrived
 #pragma unroll 1
-  for (int i = threadIdx.x % 32; i < min(count, kGroupKeys) * row.turning; i += 32) {
-    const int key = i / row.turning, lane = i % row.turning;
-    const RowUnits::Two own = row.owned(lane);
-    Pairs turn;
-    read(turn.cos, rope.cos.row(b, slot + key) + lane * Pairs::kPairs);
-    read(turn.sin, rope.sin.row(b, slot + key) + lane * Pairs::kPairs);
-    turn.apply(at(key, own.first), at(key, own.second), rope.interleaved);
-  }
+  for (; here.key < min(count, kGroupKeys); read_turns(ahead))
+    for_turns(here, [&](const Pairs& turn, int key, int lane) {
+      const auto at = [&](int unit) -> Unit& {
+        return reinterpret_cast<Unit*>(keys + place_of<kWidth>(key, unit / kUnits))[unit % kUnits];
+      };
+      const RowUnits::Two two = row.owned(lane);
+      turn.apply(at(two.first), at(two.second), rope.interleaved);
+    });
 }
 
 // ---- A warp's rows ----
@@ -230,19 +278,28 @@ __device__ inline unsigned pack(float low, float high) {
   }
 }
 
-// The running state of a warp's 16 rows. Lane l has rows l / 4 (index 0) and l / 4 + 8 (index 1).
-template <class T, int kWidth>
+// The running state of a warp's 8 or 16 rows, which are the columns of its products. Of each half t, lane l has rows
+// 8 t + l % 4 * 2 + i (i = 0, 1): for keys l / 4 and l / 4 + 8 of a group, and for the same two of every 16 channels.
+template <class T, int kWidth, int kRows>
 struct RowState {
   static constexpr int kBlocks = kWidth / 32;  // blocks of 64 bytes in a row of queries or keys
-  static constexpr bool kHeld = kWidth == 128;
+  static constexpr int kHalves = kRows / 8;
+  static constexpr bool kHeld = AttentionPlan::held(kWidth, kRows);
+  static constexpr int kAtOnce = kRows == 8 ? 4 : 1;  // values of 16 channels, loaded before they are multiplied
   static constexpr int kValues = kGroupKeys * 2 * kWidth, kGroupBytes = AttentionPlan::group_bytes(kWidth);
-  uint4 held[kHeld ? kBlocks : 1][2];
-  const char* queries;            // or the 16 rows in shared memory
-  float out[kWidth / 8][4] = {};  // in the layout of the tensor cores
-  float most[2] = {-HUGE_VALF, -HUGE_VALF};
-  float sum[2] = {};    // over the lane's own keys
-  int limit[2], least;  // the limits of the two rows, and the least of all 16
-  float* logits[2];     // where the logits of the two rows go, or null
+  uint4 held[kHeld ? kBlocks : 1][kHalves];
+  const char* queries;                      // or the rows in shared memory
+  float out[kWidth / 16][kHalves][4] = {};  // in the layout of the tensor cores
+  float most[kHalves][2];                   // the maxima of the rows' logits; -FLT_MAX if there are none
+  float sum[kHalves][2] = {};               // over the lane's own keys
+  int limit[kHalves][2], least;             // the limits of the lane's rows, and the least of all rows
+  int count;                                // rows from the lane's first one on
+  float* logits;                            // where the logits of that row go, or null
+
+  __device__ RowState() {
+#pragma unroll
+    for (int t = 0; t < kHalves; ++t) most[t][0] = most[t][1] = -FLT_MAX;
+  }
 
   __device__ uint4 query(int block, int half) const {
     if constexpr (kHeld) return held[block][half];
@@ -250,92 +307,122 @@ struct RowState {
     return *reinterpret_cast<const uint4*>(queries + place_of<kWidth>(lane / 4 + 8 * half, 4 * block + lane % 4));
   }
 
+  // Calls fn(logit, key, half, i) for the lane's logits of kGroups groups.
+  template <int kGroups, class Fn>
+  __device__ static void for_logits(float (&x)[kGroups][kHalves][4], int key, const Fn& fn) {
+    key += threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+      for (int t = 0; t < kHalves; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) fn(x[g][t][e], key + kGroupKeys * g + e / 2 * 8, t, e % 2);
+  }
+
+  // Raises the maxima to those of these logits, of which the ones that are not finite become -infinity.
+  template <int kGroups>
+  __device__ void raise(float (&x)[kGroups][kHalves][4]) {
+    for_logits<kGroups>(x, 0, [&](float& logit, int, int, int) {
+      if (!is_finite(logit)) logit = -CUDART_INF_F;
+    });
+#pragma unroll
+    for (int t = 0; t < kHalves; ++t)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float top = most[t][i];
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) top = fmaxf(top, fmaxf(x[g][t][i], x[g][t][2 + i]));
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(kWarp, top, step));
+        const float factor = exp2_fast(most[t][i] - top);
+        most[t][i] = top;
+        sum[t][i] *= factor;
+#pragma unroll
+        for (int c = 0; c < kWidth / 16; ++c) {
+          out[c][t][i] *= factor;
+          out[c][t][2 + i] *= factor;
+        }
+      }
+  }
+
   // Processes kGroups groups of 16 keys, adjacent in shared memory, starting with key `key`.
   template <int kGroups>
   __device__ void step(const WindowAttentionParams& p, int key, int first, const char* group) {
     const Window& w = p.window;
     const int lane = threadIdx.x % 32, pieces = static_cast<int>(w.k.row_bytes / 16);
-    float x[2 * kGroups][4] = {};
+    float x[kGroups][kHalves][4] = {};
+    const int keys_at = place_of<kWidth>(lane / 4, lane % 4);
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
+    for (int block = 0; block < kBlocks; block += 2) {
       if (4 * block >= pieces) break;
-      const uint4 a = query(block, 0), b = query(block, 1);
 #pragma unroll
-      for (int t = 0; t < 2 * kGroups; ++t) {
-        const uint4 k = *reinterpret_cast<const uint4*>(group + t / 2 * kGroupBytes +
-                                                        place_of<kWidth>(t % 2 * 8 + lane / 4, 4 * block + lane % 4));
-        mma<Value<T>>(x[t], a.x, b.x, a.y, b.y, k.x, k.y);
-        mma<Value<T>>(x[t], a.z, b.z, a.w, b.w, k.z, k.w);
+      for (int g = 0; g < kGroups; ++g) {
+        uint4 a[2], b[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const char* const keys = group + after(keys_at, 4 * (block + i)) + g * kGroupBytes;
+          a[i] = *reinterpret_cast<const uint4*>(keys);
+          b[i] = *reinterpret_cast<const uint4*>(keys + 8 * 2 * kWidth);  // eight rows further
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int t = 0; t < kHalves; ++t) {
+            const uint4 q = query(block + i, t);
+            mma<Value<T>>(x[g][t], a[i].x, b[i].x, a[i].y, b[i].y, q.x, q.y);
+            mma<Value<T>>(x[g][t], a[i].z, b[i].z, a[i].w, b[i].w, q.z, q.w);
+          }
       }
     }
 
-    const auto for_logits = [&](const auto& fn) {
-#pragma unroll
-      for (int t = 0; t < 2 * kGroups; ++t)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) fn(x[t][e], key + 8 * t + lane % 4 * 2 + e % 2, e / 2);
-    };
     if (w.softcap == 0.0f) {
       const float scale = w.scale * kLog2e;
-      for_logits([&](float& logit, int, int) { logit = __fmul_rn(logit, scale); });
+      for_logits<kGroups>(x, key, [&](float& logit, int, int, int) { logit = __fmul_rn(logit, scale); });
     } else {
-      for_logits([&](float& logit, int, int) { logit = logit_of(w, logit, kLog2e); });
+      for_logits<kGroups>(x, key, [&](float& logit, int, int, int) { logit = logit_of(w, logit, kLog2e); });
     }
-    float finite = 0;  // becomes NaN if a logit is not finite
-    for_logits([&](float& logit, int, int) { finite = fmaf(logit, 0.0f, finite); });
     const bool all_seen = first <= key && key <= least - kGroupKeys * kGroups;
-    const auto seen = [&](int j, int row) { return all_seen || (first <= j && j < limit[row]); };
-    if (logits[0])  // then row 1 has logits too, or does not count
-      for_logits([&](float& logit, int j, int row) {
-        if (logits[row] && seen(j, row)) logits[row][j] = logit;
+    if (logits)
+      for_logits<kGroups>(x, key, [&](float& logit, int j, int t, int i) {
+        if (8 * t + i < count && j < w.n) logits[(8 * t + i) * w.n + j] = logit;  // nobody reads those of unseen keys
       });
-    if (!all_seen || finite != 0.0f)
-      for_logits([&](float& logit, int j, int row) {
-        if (!seen(j, row) || !is_finite(logit)) logit = -CUDART_INF_F;
+    if (!all_seen)
+      for_logits<kGroups>(x, key, [&](float& logit, int j, int t, int i) {
+        if (j < first || j >= limit[t][i]) logit = -CUDART_INF_F;
       });
+    bool rises = false;  // also for NaN
+    for_logits<kGroups>(x, key, [&](float& logit, int, int t, int i) { rises |= !(logit <= most[t][i]); });
+    if (__any_sync(kWarp, rises)) raise<kGroups>(x);
 
-    float less[2];  // what is subtracted: the new maximum, or 0 if there is none
-    float factor[2];
+    unsigned weights[kGroups][kHalves][2];
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      float top = most[row];
+    for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-      for (int t = 0; t < 2 * kGroups; ++t) top = fmaxf(top, fmaxf(x[t][2 * row], x[t][2 * row + 1]));
-      top = fmaxf(top, __shfl_xor_sync(kWarp, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(kWarp, top, 2));
-      less[row] = top == -CUDART_INF_F ? 0.0f : top;
-      factor[row] = exp2_fast(most[row] - less[row]);
-      most[row] = top;
-    }
-    if (__any_sync(kWarp, factor[0] != 1.0f || factor[1] != 1.0f)) {
+      for (int t = 0; t < kHalves; ++t)
 #pragma unroll
-      for (int row = 0; row < 2; ++row) sum[row] *= factor[row];
-#pragma unroll
-      for (int c = 0; c < kWidth / 8; ++c)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[c][e] *= factor[e / 2];
-    }
-    unsigned weights[2 * kGroups][2];  // of the two rows
-#pragma unroll
-    for (int t = 0; t < 2 * kGroups; ++t)
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const float low = exp2_fast(x[t][2 * row] - less[row]), high = exp2_fast(x[t][2 * row + 1] - less[row]);
-        sum[row] += low + high;
-        weights[t][row] = pack<Value<T>>(low, high);
-      }
+        for (int e = 0; e < 2; ++e) {
+          const float low = exp2_fast(x[g][t][2 * e] - most[t][0]), high = exp2_fast(x[g][t][2 * e + 1] - most[t][1]);
+          sum[t][0] += low;
+          sum[t][1] += high;
+          weights[g][t][e] = transpose_matrix(pack<Value<T>>(low, high));
+        }
     const int dv = static_cast<int>(p.dv);
+    const int values_at = place_of<kWidth>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    // What the last of the channels at once are if they are past dv does not matter.
 #pragma unroll
-    for (int c = 0; c < kWidth / 16; ++c) {
+    for (int c = 0; c < kWidth / 16; c += kAtOnce) {
       if (16 * c >= dv) break;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        unsigned v[4];
-        load_matrices<true>(v, group + g * kGroupBytes + kValues + place_of<kWidth>(lane % 16, 2 * c + lane / 16));
-        const auto& a = weights[2 * g];
-        const auto& b = weights[2 * g + 1];
-        mma<Value<T>>(out[2 * c], a[0], a[1], b[0], b[1], v[0], v[1]);
-        mma<Value<T>>(out[2 * c + 1], a[0], a[1], b[0], b[1], v[2], v[3]);
+        unsigned v[kAtOnce][4];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          load_matrices<true>(v[i], group + after(values_at, 2 * (c + i)) + g * kGroupBytes + kValues);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+          for (int t = 0; t < kHalves; ++t)
+            mma<Value<T>>(out[c + i][t], v[i][0], v[i][1], v[i][2], v[i][3], weights[g][t][0], weights[g][t][1]);
       }
     }
   }
@@ -348,44 +435,50 @@ __device__ inline void add_scaled(float4& x, const float4& y, float weight) {
   x.w = fmaf(y.w, weight, x.w);
 }
 
-template <class T, int kWidth, bool kTurns, bool kPaged>
+template <class T, int kWidth, int kRows, bool kTurns, bool kPaged>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     attention_parts_kernel(WindowAttentionParams p, AttentionPlan plan, float* parts, RowSum* sums, float* logits) {
-  using State = RowState<T, kWidth>;
+  using State = RowState<T, kWidth, kRows>;
   const Window& w = p.window;
-  const int warps = blockDim.x / 32, row_warps = plan.row_warps, rows = kTileRows * row_warps;
+  const int warps = blockDim.x / 32, row_warps = plan.row_warps, rows = kRows * row_warps;
   DYNAMIC_SHARED(char, ring);  // [stages, warps]: a group of keys, then their values
   char* const queries = ring + plan.stages * warps * State::kGroupBytes;  // [rows], unless registers hold them
-  __shared__ RowSum warp_sums[kWindowWarps][kTileRows];
+  __shared__ RowSum warp_sums[kWindowWarps][kRows];
 
-  const int64_t unit = blockIdx.x / plan.row_blocks, heads = w.b * w.heads;
+  // In 32 bits, since four divisions in 64 bits would take a block as long as a load from DRAM.
+  const unsigned unit = blockIdx.x / plan.row_blocks, heads = static_cast<unsigned>(w.b * w.heads);
   const int64_t head = kTurns ? unit % heads : unit / plan.splits.count;
   const int64_t split = kTurns ? unit / heads : unit % plan.splits.count;
-  const int64_t b = head / w.heads, h = head % w.heads;
+  const int64_t b = static_cast<unsigned>(head) / static_cast<unsigned>(w.heads), h = head - b * w.heads;
   const int all = static_cast<int>(w.group * w.w), first_row = blockIdx.x % plan.row_blocks * rows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % row_warps;
   const auto limit_of = [&](int row) { return static_cast<int>(w.limit(b, row % static_cast<int>(w.w))); };
 
   // The rows. What padding rows see does not matter.
   State state;
-  const int row = first_row + row_warp * kTileRows + lane / 4;  // the other is row + 8
+  const int warp_row = first_row + row_warp * kRows, row = warp_row + lane % 4 * 2;
+  state.count = all - row;
+  state.logits = logits ? logits + (head * all + row) * w.n : nullptr;
+  state.least = static_cast<int>(w.n);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const bool counts = row + 8 * i < all;
-    state.limit[i] = counts ? limit_of(row + 8 * i) : static_cast<int>(w.n);
-    state.logits[i] = logits && counts ? logits + (head * all + row + 8 * i) * w.n : nullptr;
-  }
+  for (int t = 0; t < State::kHalves; ++t)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      state.limit[t][i] = 8 * t + i < state.count ? limit_of(row + 8 * t + i) : static_cast<int>(w.n);
+      state.least = min(state.least, state.limit[t][i]);
+    }
   int most = 0;  // one past the last key that any row of the block sees
   for (int r = first_row + lane; r < min(first_row + rows, all); r += 32) most = max(most, limit_of(r));
   most = __reduce_max_sync(kWarp, most);
-  state.least = __reduce_min_sync(kWarp, min(state.limit[0], state.limit[1]));
+  state.least = __reduce_min_sync(kWarp, state.least);
   if constexpr (State::kHeld) {
 #pragma unroll
     for (int block = 0; block < State::kBlocks; ++block)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        state.held[block][i] =
-            row + 8 * i < all ? query_piece<T>(w, b, h, row + 8 * i, 4 * block + lane % 4, plan.wide_queries) : uint4{};
+      for (int t = 0; t < State::kHalves; ++t) {
+        const int r = warp_row + 8 * t + lane / 4;
+        state.held[block][t] = r < all ? query_piece<T>(w, b, h, r, 4 * block + lane % 4, plan.wide_queries) : uint4{};
+      }
   } else {
     constexpr int kPieces = kWidth / 8;
     for (int i = threadIdx.x; i < rows * kPieces; i += blockDim.x) {
@@ -393,7 +486,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
       *reinterpret_cast<uint4*>(queries + place_of<kWidth>(r, piece)) =
           first_row + r < all ? query_piece<T>(w, b, h, first_row + r, piece, plan.wide_queries) : uint4{};
     }
-    state.queries = queries + place_of<kWidth>(row_warp * kTileRows, 0);
+    state.queries = queries + place_of<kWidth>(row_warp * kRows, 0);
     __syncthreads();  // the queries are written
   }
 
@@ -410,7 +503,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   const HeadRows all_values = head_rows<kPaged, T>(p.v, b, h);
   const auto group_at = [&](int stage, int group) { return ring + (stage * warps + group) * State::kGroupBytes; };
   for (int stage = 0; stage < plan.stages; ++stage)
-    column.clear(group_at(stage, warp), k_pieces, (k_pieces + 3) / 4 * 4);
+    column.clear(group_at(stage, warp), k_pieces, (k_pieces + 7) / 8 * 8);
   const auto fetch = [&](int tile, int stage) {
     const int key = begin + tile * tile_keys + warp * kGroupKeys;
     char* const keys = group_at(stage, warp);
@@ -431,28 +524,33 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
     end_copies();
     to = to + 1 == plan.stages ? 0 : to + 1;
     if (tile < 0) continue;
-    wait_for_stage<3>(plan.stages);
-    if constexpr (sizeof(T) == 1) {
-      column.template widen_rows<T>(group_at(from, warp), k_pieces);
-      column.template widen_rows<T>(group_at(from, warp) + State::kValues, v_pieces);
-    }
+    const auto arrive = [&] {
+      wait_for_stage<3>(plan.stages);
+      if constexpr (sizeof(T) == 1) {
+        column.template widen_rows<T>(group_at(from, warp), k_pieces);
+        column.template widen_rows<T>(group_at(from, warp) + State::kValues, v_pieces);
+      }
+    };
     if constexpr (kTurns) {
+      constexpr int kAhead = 4096 / (kWidth * kRows);  // what the registers beside `state` allow
       const int mine = begin + tile * tile_keys + warp * kGroupKeys;
-      __syncwarp();  // the warp's own keys have arrived
       if (w.rope.pairs % 8 == 0)
-        turn_keys<Value<T>, kWidth, uint4>(w.rope, b, mine, end - mine, group_at(from, warp));
+        turn_keys<Value<T>, kWidth, kAhead, uint4>(w.rope, b, mine, end - mine, group_at(from, warp), arrive);
       else
-        turn_keys<Value<T>, kWidth, unsigned short>(w.rope, b, mine, end - mine, group_at(from, warp));
+        turn_keys<Value<T>, kWidth, kAhead, unsigned short>(w.rope, b, mine, end - mine, group_at(from, warp), arrive);
+    } else {
+      arrive();
     }
     meet();  // the tile has arrived
     const int key = begin + tile * tile_keys + own * kGroupKeys;
     const char* const group = group_at(from, own);
+    constexpr int kGroups = State::kHeld ? 2 : 1;  // what the registers allow
     if (row_warps == 1) {
       if (key < most) state.template step<1>(p, key, first, group);
     } else {
 #pragma unroll 1
-      for (int i = 0; i < row_warps && key + i * kGroupKeys < most; i += 2)
-        state.template step<2>(p, key + i * kGroupKeys, first, group + i * State::kGroupBytes);
+      for (int i = 0; i < row_warps && key + i * kGroupKeys < most; i += kGroups)
+        state.template step<kGroups>(p, key + i * kGroupKeys, first, group + i * State::kGroupBytes);
     }
     meet();  // the tile may be overwritten
     from = from + 1 == plan.stages ? 0 : from + 1;
@@ -462,30 +560,31 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   // Combine the parts of warps with the same rows, in the order of the warps.
   __syncthreads();  // the ring may be overwritten
   const auto out_at = [&](int of, int r, int channel) {
-    return reinterpret_cast<float*>(group_at(0, of)) + r * kWidth + (channel ^ (r & 3) << 3);  // no bank conflicts
+    return reinterpret_cast<float*>(group_at(0, of)) + r * kWidth + (channel ^ (r >> 1 & 3) << 3);  // no bank conflicts
   };
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float sum = state.sum[i];
-    sum += __shfl_xor_sync(kWarp, sum, 1);
-    sum += __shfl_xor_sync(kWarp, sum, 2);
-    if (lane % 4 == 0) warp_sums[warp][lane / 4 + 8 * i] = {state.most[i], sum};
+  for (int t = 0; t < State::kHalves; ++t)
 #pragma unroll
-    for (int c = 0; c < kWidth / 8; ++c)
-      *reinterpret_cast<float2*>(out_at(warp, lane / 4 + 8 * i, 8 * c + lane % 4 * 2)) =
-          make_float2(state.out[c][2 * i], state.out[c][2 * i + 1]);
-  }
+    for (int i = 0; i < 2; ++i) {
+      const int r = 8 * t + lane % 4 * 2 + i;
+      float sum = state.sum[t][i];
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(kWarp, sum, step);
+      if (lane < 4) warp_sums[warp][r] = sum == 0.0f ? RowSum::none() : RowSum{state.most[t][i], sum};
+#pragma unroll
+      for (int c = 0; c < kWidth / 8; ++c) *out_at(warp, r, 8 * c + lane / 4) = state.out[c / 2][t][c % 2 * 2 + i];
+    }
   __syncthreads();  // all warps' sums are written
   const int columns = static_cast<int>(p.dv) / 4;
   for (int i = threadIdx.x; i < min(rows, all - first_row) * columns; i += blockDim.x) {
     const int r = i / columns, c = i % columns;
     RowSum total = RowSum::none();
-    for (int of = r / kTileRows; of < warps; of += row_warps) total.add(warp_sums[of][r % kTileRows]);
+    for (int of = r / kRows; of < warps; of += row_warps) total.add(warp_sums[of][r % kRows]);
     const float less = total.most == -CUDART_INF_F ? 0.0f : total.most;
     float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int of = r / kTileRows; of < warps; of += row_warps)
-      add_scaled(out, *reinterpret_cast<const float4*>(out_at(of, r % kTileRows, 4 * c)),
-                 exp2_fast(warp_sums[of][r % kTileRows].most - less));
+    for (int of = r / kRows; of < warps; of += row_warps)
+      add_scaled(out, *reinterpret_cast<const float4*>(out_at(of, r % kRows, 4 * c)),
+                 exp2_fast(warp_sums[of][r % kRows].most - less));
     const int64_t at = (head * all + first_row + r) * plan.parts + split;
     if (c == 0) sums[at] = total;
     *reinterpret_cast<float4*>(parts + at * p.dv + 4 * c) = out;
@@ -583,47 +682,47 @@ __global__ void __launch_bounds__(kWindowThreads)
   }
 }
 
-// One block per row.
+// A block takes 32 channels of one row (y, x). Each warp adds up all of the row's sums. Groups of 8 threads take turns
+// with the parts, four channels per thread.
 template <class T>
 __global__ void __launch_bounds__(kWindowThreads)
     attention_combine_kernel(WindowAttentionParams p, int parts, const float* part_outs, const RowSum* part_sums,
                              RowSum* totals) {
   const Window& w = p.window;
-  const int64_t row = blockIdx.x, query_head = row / w.w % (w.heads * w.group);
-  __shared__ RowSum warp_sums[kWindowWarps];
+  const int64_t row = blockIdx.x;
+  const unsigned query_head = blockIdx.x / static_cast<unsigned>(w.w) % static_cast<unsigned>(w.heads * w.group);
+  const int lane = threadIdx.x % 32, channel = blockIdx.y * kCombined + lane % kCombiners * 4;
   const RowSum* const sums = part_sums + row * parts;
   RowSum total = RowSum::none();
-  for (int i = threadIdx.x; i < parts; i += kWindowThreads) total.add(sums[i]);
+  for (int i = lane; i < parts; i += 32) total.add(sums[i]);
 #pragma unroll
   for (int step = 16; step; step /= 2)
     total.add({__shfl_xor_sync(kWarp, total.most, step), __shfl_xor_sync(kWarp, total.sum, step)});
-  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = total;
-  __syncthreads();
-  total = RowSum::none();
-  for (int i = 0; i < kWindowWarps; ++i) total.add(warp_sums[i]);
-  const float lse = total.sum == 0.0f ? -CUDART_INF_F : (total.most + log2f(total.sum)) * kLn2;
-  if (threadIdx.x == 0) {
-    p.lse[row] = lse;
+  const bool empty = total.sum == 0.0f;
+  if (blockIdx.y == 0 && threadIdx.x == 0) {
+    p.lse[row] = empty ? -CUDART_INF_F : (total.most + log2f(total.sum)) * kLn2;
     totals[row] = total;
   }
-  const float less = total.sum == 0.0f ? 0.0f : total.most;
-  const float factor = total.sum == 0.0f ? 0.0f : row_weight(w, total, query_head).of(less);
-  // Each thread takes four channels and some of the parts.
-  __shared__ float4 shares[kWindowThreads];
-  const int columns = static_cast<int>(p.dv) / 4, groups = kWindowThreads / columns;
-  const int column = threadIdx.x % columns, group = threadIdx.x / columns;
+  const float less = empty ? 0.0f : total.most, factor = empty ? 0.0f : row_weight(w, total, query_head).of(less);
   float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  if (group < groups) {
-    const float4* const outs = reinterpret_cast<const float4*>(part_outs + row * parts * p.dv) + column;
-#pragma unroll 8
-    for (int i = group; i < parts; i += groups)
-      add_scaled(out, outs[i * int64_t{columns}], exp2_fast(sums[i].most - less));
+  if (channel < p.dv) {
+    const float* const outs = part_outs + row * parts * p.dv + channel;
+#pragma unroll 4
+    for (int i = threadIdx.x / kCombiners; i < parts; i += kWindowThreads / kCombiners)
+      add_scaled(out, *reinterpret_cast<const float4*>(outs + i * p.dv), exp2_fast(sums[i].most - less));
   }
-  shares[threadIdx.x] = out;
+#pragma unroll
+  for (int step = kCombiners; step < 32; step *= 2)
+    add_scaled(out,
+               {__shfl_xor_sync(kWarp, out.x, step), __shfl_xor_sync(kWarp, out.y, step),
+                __shfl_xor_sync(kWarp, out.z, step), __shfl_xor_sync(kWarp, out.w, step)},
+               1.0f);
+  __shared__ float4 shares[kWindowWarps][kCombiners];
+  if (lane < kCombiners) shares[threadIdx.x / 32][lane] = out;
   __syncthreads();
-  if (group > 0) return;
-  for (int i = 1; i < groups; ++i) add_scaled(out, shares[i * columns + column], 1.0f);
-  T* const to = reinterpret_cast<T*>(p.out) + row * p.dv + 4 * column;
+  if (threadIdx.x >= kCombiners || channel >= p.dv) return;
+  for (int i = 1; i < kWindowWarps; ++i) add_scaled(out, shares[i][lane], 1.0f);
+  T* const to = reinterpret_cast<T*>(p.out) + row * p.dv + channel;
   to[0] = from_float<T>(out.x * factor);
   to[1] = from_float<T>(out.y * factor);
   to[2] = from_float<T>(out.z * factor);
@@ -666,13 +765,17 @@ inline void attention_parts_cuda(const WindowAttentionParams& p, const Attention
   const auto run = [&](auto type, auto width) {
     using T = decltype(type);
     constexpr int kWidth = decltype(width)::value;
-    const auto start = [&](auto turns) {
+    const auto start = [&](auto rows, auto turns) {
+      constexpr int kRows = decltype(rows)::value;
       with_pages<T>(p.v, [&](auto paged) {
-        launch<attention_parts_kernel<T, kWidth, turns, paged>>(grid, 32 * plan.warps, plan.shared_bytes, stream, p,
-                                                                plan, parts, sums, logits);
+        launch<attention_parts_kernel<T, kWidth, kRows, turns, paged>>(grid, 32 * plan.warps, plan.shared_bytes, stream,
+                                                                       p, plan, parts, sums, logits);
       });
     };
-    plan.turns ? start(std::true_type{}) : start(std::false_type{});
+    const auto with_rows = [&](auto rows) {
+      plan.turns ? start(rows, std::true_type{}) : start(rows, std::false_type{});
+    };
+    plan.warp_rows == 8 ? with_rows(Constant<8>{}) : with_rows(Constant<16>{});
   };
   with_read_dtype(p.window.stored, [&](auto type) {
     if constexpr (sizeof(type) < 4) {
@@ -700,8 +803,10 @@ inline void plain_attention_parts_cuda(const WindowAttentionParams& p, const Att
 inline void attention_combine_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, const float* parts,
                                    const RowSum* sums, RowSum* totals, cudaStream_t stream) {
   with_dtype(p.window.dtype, [&](auto type) {
-    launch<attention_combine_kernel<decltype(type)>>(grid_of(p.window.b * p.window.heads * p.window.group * p.window.w),
-                                                     kWindowThreads, 0, stream, p, plan.parts, parts, sums, totals);
+    const dim3 grid = grid_of(p.window.b * p.window.heads * p.window.group * p.window.w,
+                              static_cast<unsigned>((p.dv + kCombined - 1) / kCombined));
+    launch<attention_combine_kernel<decltype(type)>>(grid, kWindowThreads, 0, stream, p, plan.parts, parts, sums,
+                                                     totals);
   });
 }
 

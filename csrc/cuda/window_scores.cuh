@@ -368,28 +368,42 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   }
 }
 
-// Scores of one row per query head, from the logits times log2(e), [b, Hq, n]: one thread per key.
+// Scores of one row per query head, from the logits times log2(e), [b, Hq, n]. A thread has kRowKeys keys, because the
+// row's weight costs more than a few exponentials.
+constexpr int kRowKeys = 4, kRowBlock = kRowKeys * kWindowThreads;
 __global__ void __launch_bounds__(kWindowThreads)
     window_row_scores_kernel(Window p, const float* logits, const RowSum* totals, unsigned blocks) {
-  const int64_t head = blockIdx.x / blocks, b = head / p.heads;
-  const int64_t j = blockIdx.x % blocks * int64_t{kWindowThreads} + threadIdx.x;
-  if (j >= p.n) return;
-  const bool seen = p.first(b) <= j && j < p.limit(b, 0), each = p.group_reduce == Reduce::none;
-  float total = 0;
+  const unsigned head = blockIdx.x / blocks, b = head / static_cast<unsigned>(p.heads);
+  const int own = static_cast<int>(blockIdx.x % blocks * kRowBlock + threadIdx.x), n = static_cast<int>(p.n);
+  const int first = static_cast<int>(p.first(b)), limit = static_cast<int>(p.limit(b, 0));
+  const bool each = p.group_reduce == Reduce::none;
+  float sums[kRowKeys] = {};
   for (int64_t g = 0; g < p.group; ++g) {
     const int64_t query_head = head * p.group + g;
-    float score = 0;
-    if (seen) {
-      const float logit = logits[query_head * p.n + j];
-      const RowWeight weight = row_weight(p, totals[query_head], query_head % (p.heads * p.group));
-      score = fmaf(logit, 0.0f, weight.of(logit));
+    const auto seen = [&](int j) { return first <= j && j < limit; };
+    float of_keys[kRowKeys];
+#pragma unroll
+    for (int i = 0; i < kRowKeys; ++i) {
+      const int j = own + i * kWindowThreads;
+      of_keys[i] = seen(j) ? logits[query_head * p.n + j] : 0.0f;
     }
-    if (each)
-      p.scores[query_head * p.n + j] = score;
-    else
-      total = g == 0 ? score : p.group_reduce == Reduce::max ? max_nan(total, score) : total + score;
+    const RowWeight weight = row_weight(p, totals[query_head], query_head - b * p.heads * p.group);
+#pragma unroll
+    for (int i = 0; i < kRowKeys; ++i) {
+      const int j = own + i * kWindowThreads;
+      const float score = seen(j) ? fmaf(of_keys[i], 0.0f, weight.of(of_keys[i])) : 0.0f;
+      if (!each)
+        sums[i] = g == 0 ? score : p.group_reduce == Reduce::max ? max_nan(sums[i], score) : sums[i] + score;
+      else if (j < n)
+        p.scores[query_head * p.n + j] = score;
+    }
   }
-  if (!each) p.scores[head * p.n + j] = p.group_reduce == Reduce::mean ? total / p.group : total;
+  if (each) return;
+#pragma unroll
+  for (int i = 0; i < kRowKeys; ++i) {
+    const int j = own + i * kWindowThreads;
+    if (j < n) p.scores[head * p.n + j] = p.group_reduce == Reduce::mean ? sums[i] / p.group : sums[i];
+  }
 }
 
 // ---- The passes ----
@@ -473,7 +487,7 @@ inline void window_scores_pass_cuda(const WindowScoresParams& params, const Scor
 
 // The same from logits, for one row per query head. totals: [b, Hq].
 inline void window_row_scores_cuda(const Window& p, const float* logits, const RowSum* totals, cudaStream_t stream) {
-  const int64_t blocks = (p.n + kWindowThreads - 1) / kWindowThreads;
+  const int64_t blocks = (p.n + kRowBlock - 1) / kRowBlock;
   launch<window_row_scores_kernel>(grid_of(p.b * p.heads * blocks), kWindowThreads, 0, stream, p, logits, totals,
                                    static_cast<unsigned>(blocks));
 }

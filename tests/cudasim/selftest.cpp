@@ -129,9 +129,12 @@ __global__ void tensor_cores(int* x) {
   unsigned p[4], q[4];
   cudasim::ldmatrix_x4(p, &A[lane % 16][lane / 16 * 8], false);
   cudasim::ldmatrix_x4(q, kTransposed ? &B[lane % 16][0] : &B[lane % 8][lane / 8 % 2 * 8], kTransposed);
+  unsigned t[4];
+  cudasim::ldmatrix_x4(t, &B[lane % 16][0], false);
+  const unsigned transposed = cudasim::movmatrix_trans(t[0]);
   float d[4] = {1, 2, 3, 4};
   cudasim::mma_m16n8k16(kType ? "bf16" : "f16", d, {p[0], p[1], p[2], p[3]}, {q[0], q[1]});
-  int ok = 1;
+  int ok = !kTransposed || transposed == q[0];
   for (int e = 0; e < 4; ++e) {
     int right = e + 1;
     for (int k = 0; k < 16; ++k) right += a(r + e / 2 * 8, k) * b(k, c + e % 2);
