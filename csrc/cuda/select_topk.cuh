@@ -252,6 +252,7 @@ __device__ inline void narrow_shared(SharedSearch& search, Counts& counts, Digit
     pair = 32 * pair + found;
     pairs = reinterpret_cast<int2*>(counts.bins) + 32 * found;
   }
+  __syncwarp();  // all lanes have read the search
   if (lane == found) {
     const bool second = rank <= all.y;  // of the two bins
     search.prefix |= static_cast<unsigned>(2 * pair + second) << digit.shift;
