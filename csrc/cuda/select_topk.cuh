@@ -176,7 +176,7 @@ __device__ inline int4& own_bins(int* histogram) {
 // 32 bins.
 constexpr int kGroups = kBins / 32, kMostBlocks = 8;
 struct Counts {
-  int bins[kBins + 4];  // at the end, a bin that is not read
+  int bins[kBins + kUnread];
   int groups[kGroups];
 };
 
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(kSelectThreads) count_digit_kernel(SelectTopkP
   const Unit unit = start_unit(p, index, 0, 1, false);
   const Pieces scores = Pieces::of(unit.scores, unit.n).part(chunk, chunks.count);
   if (unit.k == 0 || scores.first >= scores.last) return;
-  __shared__ __align__(16) int histogram[kBins + 1];
+  __shared__ __align__(16) int histogram[kBins + kUnread];
   __shared__ int totals[kSelectWarps];
   own_bins(histogram) = {};
   const Search search = chunks.before(unit, index, kDigit);
