@@ -81,8 +81,8 @@ FAULTS = {
     "select_topk counts without atomics": Fault(
         "select_topk",
         "select.cuh",
-        "atomicAdd(&histogram[bin < digit.bins ? bin : kBins], 1);",
-        "++histogram[bin < digit.bins ? bin : kBins];",
+        "atomicAdd(&histogram[bin < digit.bins ? bin : unread], 1);",
+        "++histogram[bin < digit.bins ? bin : unread];",
         "test_lengths_of_rows and 4099",
         **race("select.cuh"),
     ),

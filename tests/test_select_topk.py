@@ -59,7 +59,9 @@ def test_long_rows_on_several_gpus(rows, monkeypatch):
 
 
 @kit.only("simulator")
-@pytest.mark.parametrize("device, rows, n", [("small", 1, 140_000), ("small", 3, 40_000), ("small", 5, 40_000), ("a100/8", 13, 40_000)])
+@pytest.mark.parametrize(
+    "device, rows, n", [("small", 1, 140_000), ("small", 3, 40_000), ("small", 5, 40_000), ("a100/8", 13, 40_000)]
+)
 @pytest.mark.parametrize("kind", ["ties", "normal"])
 def test_rows_that_do_not_fit_in_registers(device, rows, n, kind, monkeypatch):
     """A cluster of eight blocks, one of two, a single block, and chunks read their scores again in each pass."""

@@ -97,10 +97,10 @@ struct Held {
   }
 };
 
-// Keys have three digits, of 11, 11 and 10 bits. A histogram has kBins counts, four per thread of the block, and
-// another for the keys that an earlier digit rules out, which nobody reads: the compiler would branch around the atomic
-// of each key.
-constexpr int kDigits = 3, kBins = 2048, kLastBins = 1024;
+// Keys have three digits, of 11, 11 and 10 bits. A histogram has kBins counts, four per thread of the block. Keys that
+// an earlier digit rules out are counted in one of the kUnread bins after those, one per lane: without that, the
+// compiler would branch around the atomic of each key.
+constexpr int kDigits = 3, kBins = 2048, kLastBins = 1024, kUnread = 32;
 static_assert(kBins == 4 * kSelectThreads);
 
 struct Digit {
@@ -161,7 +161,7 @@ __device__ inline Search narrow(Search search, int4 counts, Digit digit) {
 // Adds the part's keys that start with the prefix to the block's histogram of their next digit. Returns how many of the
 // thread's keys are above all of those. Positions past the end count as key 0, which is below all others.
 __device__ inline int count_digit(const Pieces& x, Held& held, unsigned prefix, Digit digit, int* histogram) {
-  const unsigned highest = prefix | ((digit.bins << digit.shift) - 1);
+  const unsigned highest = prefix | ((digit.bins << digit.shift) - 1), unread = kBins + threadIdx.x % 32;
   int above = 0;
   for (int base = x.first; base < x.last; base += kRound) {
     held.load(x, base);
@@ -173,7 +173,7 @@ __device__ inline int count_digit(const Pieces& x, Held& held, unsigned prefix, 
       for (int j = 0; j < 4; ++j) {
         const unsigned key = held.key[u][j];
         const unsigned bin = (key ^ prefix) >> digit.shift;  // past all bins if an earlier digit differs
-        atomicAdd(&histogram[bin < digit.bins ? bin : kBins], 1);
+        atomicAdd(&histogram[bin < digit.bins ? bin : unread], 1);
         above += key > highest;
       }
     }

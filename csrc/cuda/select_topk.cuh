@@ -176,7 +176,7 @@ __device__ inline int4& own_bins(int* histogram) {
 // 32 bins.
 constexpr int kGroups = kBins / 32, kMostBlocks = 8;
 struct Counts {
-  int bins[kBins + 4];  // at the end, a bin that is not read
+  int bins[kBins + kUnread];
   int groups[kGroups];
 };
 
@@ -252,6 +252,7 @@ __device__ inline void narrow_shared(SharedSearch& search, Counts& counts, Digit
     pair = 32 * pair + found;
     pairs = reinterpret_cast<int2*>(counts.bins) + 32 * found;
   }
+  __syncwarp();  // all lanes have read the search
   if (lane == found) {
     const bool second = rank <= all.y;  // of the two bins
     search.prefix |= static_cast<unsigned>(2 * pair + second) << digit.shift;
@@ -340,7 +341,7 @@ __global__ void __launch_bounds__(kSelectThreads) count_digit_kernel(SelectTopkP
   const Unit unit = start_unit(p, index, 0, 1, false);
   const Pieces scores = Pieces::of(unit.scores, unit.n).part(chunk, chunks.count);
   if (unit.k == 0 || scores.first >= scores.last) return;
-  __shared__ __align__(16) int histogram[kBins + 1];
+  __shared__ __align__(16) int histogram[kBins + kUnread];
   __shared__ int totals[kSelectWarps];
   own_bins(histogram) = {};
   const Search search = chunks.before(unit, index, kDigit);
