@@ -9,7 +9,7 @@ make gpu runs the benchmark, and the tests that only a GPU can run:
     build       both libraries, for this GPU only, into build/gpu; installs nothing
     bench       python -m kvops.bench --device cuda, the most wanted rows first; bench.json, bench.md, bench.png
     gpu_tests   test_cuda.py (graphs, streams, repeats), test_sm90.py
-    hopper      the rows of the benchmark that have Hopper kernels, with these (KVOPS_SM90=1); bench-sm90.json
+    portable    the rows of the benchmark that have Hopper kernels, without these (KVOPS_SM90=0); bench-portable.json
 
 make gpu-more runs the rest:
     build       unless `make gpu` has built the same sources here
@@ -340,12 +340,12 @@ class Run:
     def bench(self, seconds: float) -> Result:
         return self.benchmark("bench", seconds, "--compile")
 
-    def hopper(self, seconds: float) -> Result:
+    def portable(self, seconds: float) -> Result:
         if not self.has_hopper_kernels():
             return Result(NOT_RUN, self.missing("nvidia-cutlass") or "not a Hopper GPU")
         options = ["--n", "131072", "16384", "--dtype", "bf16", "--ops", *HOPPER_ROWS, "--compile"]
-        result = self.benchmark("bench-sm90", seconds, *options, KVOPS_SM90="1")
-        result.details += against(self.out / "bench-sm90.json", self.out / "bench.json")
+        result = self.benchmark("bench-portable", seconds, *options, KVOPS_SM90="0")
+        result.details += against(self.out / "bench-portable.json", self.out / "bench.json")
         return result
 
     def compile(self, seconds: float) -> Result:
@@ -380,7 +380,7 @@ class Run:
             tool, hopper = run
             log = self.log(f"{tool}-sm90" if hopper else tool)
             options = ["--tool", tool, "--kernel-name", OURS, "--error-exitcode", "9", "--print-limit", "20"]
-            more = {"KVOPS_SM90": "1"} if hopper else {}
+            more = {"KVOPS_SM90": str(int(hopper))}
             if tool == "memcheck":
                 options += ["--report-api-errors", "no"]  # torch makes failing calls on purpose; ours raise
                 more["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that memcheck knows every tensor's bounds
@@ -439,7 +439,7 @@ class Run:
             build,
             Step("bench", 220, self.bench, needs="build"),
             Step("gpu_tests", 170, self.gpu_tests, needs="build"),
-            Step("hopper", 60, self.hopper, needs="build"),
+            Step("portable", 60, self.portable, needs="build"),
         ], [
             build,
             Step("tests", 90, self.tests, needs="build"),
@@ -586,7 +586,7 @@ def main(argv: list[str] | None = None) -> int:
     if a.only:
         steps = {step.name: step for step in (*first, *more) if step.name in ("build", *a.only)}
     done = run_steps(list(steps.values()), 60 * a.minutes - (time.monotonic() - started), report)
-    for step, page in {"bench": "bench.md", "hopper": "bench-sm90.md", "compile": "compile.md"}.items():
+    for step, page in {"bench": "bench.md", "portable": "bench-portable.md", "compile": "compile.md"}.items():
         if step in steps and (a.out / page).exists():
             print(f"\n{(a.out / page).read_text()}")
     print(f"\n{summary.read_text()}\nResults: {a.out.resolve()}")

@@ -190,7 +190,7 @@ def speed_table() -> str:
 
 
 def h200_table() -> str:
-    """Return a row per operator, form and number of tokens; fresh outputs, which take as long as `out=`, are left out."""
+    """Return a row per operator, form and number of tokens; no fresh outputs, which take as long as `out=`."""
     record = json.loads((ROOT / "bench" / "results" / "h200.json").read_text())
     head = ["bf16 / fp32", "tokens", "time, us", "% of copy", "eager PyTorch takes", "others take"]
     lines = [head, ["---"] * len(head)]

@@ -164,15 +164,15 @@ def build_info() -> dict[str, Any]:
         - `cuda`: a dict. `built`: whether there is a CUDA library; `archs`: the GPU architectures it was compiled for;
           `nvcc`: the version of the compiler; `loaded`: whether it is in use; `why`: why it was not built or not
           loaded, else empty: a CUDA library that cannot be loaded, a driver that is too old, or no GPU of compute
-          capability 8.0 or higher; `sm90`: the Hopper kernels (`built`, `why` they were not, and `used`: true if
-          `KVOPS_SM90=1` selects them).
+          capability 8.0 or higher; `sm90`: the Hopper kernels (`built`, `why` they were not, and `used`: whether
+          H100 and H200 run them: false if `KVOPS_SM90=0`).
         - `threads`: the number of CPU threads.
         - `isa_forced`: the environment variable `KVOPS_ISA`, or None.
         - `library`: path of libkvops.so.
     """
     facts = copy.deepcopy(_facts)
     hopper = facts["cuda"]["sm90"]
-    hopper["used"] = facts["cuda"]["loaded"] and hopper["built"] and os.environ.get("KVOPS_SM90") == "1"
+    hopper["used"] = facts["cuda"]["loaded"] and hopper["built"] and os.environ.get("KVOPS_SM90") != "0"
     return {
         "kvops": __version__,
         "torch": torch.__version__,

@@ -116,7 +116,9 @@ def cuda_line(cuda: dict[str, Any], torch_cuda: str | None) -> str:
 def hopper_line(cuda: dict[str, Any]) -> str:
     if not cuda["sm90"]["built"]:
         return f"not built: {cuda['sm90']['why']}"
-    return "in use (KVOPS_SM90=1)" if cuda["sm90"]["used"] else "built, not in use; KVOPS_SM90=1 selects them on a GPU"
+    if not cuda["loaded"]:
+        return "built"
+    return "built; H100 and H200 use them" if cuda["sm90"]["used"] else "built, not used: KVOPS_SM90=0"
 
 
 def extra_line(version: str, minimum: str, used_by: str, what: str) -> str:

@@ -15,10 +15,12 @@ if kit.SIMULATED:
 
 
 @pytest.fixture(params=kit.DEVICES)
-def device(request):
-    """Make the device the default device for new tensors."""
+def device(request, monkeypatch):
+    """Make the device the default device for new tensors. Kernels are the portable ones, whose bits do not depend on
+    addresses; test_sm90.py tests Hopper's."""
     if (only := request.node.get_closest_marker("only")) and request.param not in only.args:
         pytest.skip("only for " + " and ".join(only.args))
+    monkeypatch.setenv("KVOPS_SM90", "0")
     if request.param != "cuda":
         yield
         return

@@ -265,10 +265,10 @@ def test_where_cutlass_is_looked_for(setup_py, monkeypatch, tmp_path):
     assert setup_py.find_cutlass() == str(tmp_path / "cutlass_library/source")
 
 
-def test_hopper_kernels_are_used_when_they_are_wanted(monkeypatch):
+def test_hopper_kernels_are_used_unless_they_are_unwanted(monkeypatch):
     monkeypatch.setitem(kvops._lib._facts["cuda"], "loaded", True)
     monkeypatch.setitem(kvops._lib._facts["cuda"], "sm90", {"built": True, "why": ""})
-    for wanted, used in ((None, False), ("0", False), ("1", True)):
+    for wanted, used in ((None, True), ("0", False), ("1", True)):
         monkeypatch.delenv("KVOPS_SM90", raising=False)
         if wanted:
             monkeypatch.setenv("KVOPS_SM90", wanted)

@@ -105,9 +105,11 @@ def test_gpus_and_hopper():
     found["attention"] = {"device": "cuda", "flash_attn_2": "flash_attn is not installed", "kvops": "available"}
     found["cuda"] |= {"built": True, "archs": ["90a"], "loaded": True, "why": ""}
     found["cuda"]["sm90"] = {"built": True, "why": "", "used": False}
+    used = found["cuda"] | {"sm90": {"built": True, "used": True}}
+    assert command.hopper_line(used) == "built; H100 and H200 use them"
     out = command.report(found)
     assert re.search(r"^GPU +NVIDIA H100 \(9\.0, 80 GiB\)$", out, re.MULTILINE)
-    assert re.search(r"^Hopper kernels +built, not in use; KVOPS_SM90=1 selects them", out, re.MULTILINE)
+    assert re.search(r"^Hopper kernels +built, not used: KVOPS_SM90=0$", out, re.MULTILINE)
     assert "kvops on cuda\n" in out and "not flash_attn_2 (flash_attn is not installed)" in out
     assert command.gpu_line({"gpus": [], "torch_cuda": "13.0", "torch": "2.13"}).startswith(
         "none that torch 2.13 can use"

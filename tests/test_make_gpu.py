@@ -335,7 +335,7 @@ class Stage:
         return 0
 
     def calls(self, command, out, seconds, env):
-        names = [f"{i}{'; Hopper' * ('KVOPS_SM90' in env)}" for i in range(100)]
+        names = [f"{i}{'; Hopper' * (env.get('KVOPS_SM90') == '1')}" for i in range(100)]
         out.writelines(f"planned: {x}\n" for x in names)
         limit = float(command[command.index("--seconds") + 1])
         self.steps(out, [f"made: {x}" for x in names], self.CALL, limit)
@@ -360,7 +360,9 @@ class Stage:
 
         def measure(name, row, case, repeats, compiled):
             dtype = str(case.dtype).removeprefix("torch.")
-            self.order.append(f"{name} {case.n} {dtype}" + ", compiled" * compiled + ", Hopper" * ("KVOPS_SM90" in env))
+            self.order.append(
+                f"{name} {case.n} {dtype}" + ", compiled" * compiled + ", portable" * ("KVOPS_SM90" in env)
+            )
             self.clock.wait((self.COMPILED_ROW if compiled else self.ROW) * max(1, case.n / 262_144))
             return [
                 {
@@ -411,9 +413,9 @@ def test_rehearsal_of_make_gpu(run, stage, clock, tmp_path, capsys):
     assert run.main(["--out", str(out)]) == 0
     assert clock.monotonic() - began < 600
     found = statuses(out / "summary.txt")
-    assert found == {"build": "passed", "bench": "partly", "gpu_tests": "passed", "hopper": "passed"}
+    assert found == {"build": "passed", "bench": "partly", "gpu_tests": "passed", "portable": "passed"}
     record = json.loads((out / "bench.json").read_text())
-    measured = [x for x in stage.order if not x.endswith("Hopper")]
+    measured = [x for x in stage.order if not x.endswith("portable")]
     assert not any("compiled" in x for x in stage.order)
     large = [x for x in measured if " 131072 " in x or " 2048 " in x or "tokens" in x]
     assert measured[: len(large)] == large and len(large) > 50  # the size with goals and fixed shapes come first
@@ -421,7 +423,7 @@ def test_rehearsal_of_make_gpu(run, stage, clock, tmp_path, capsys):
     assert record["left_out"] and all("1048576" in x for x in record["left_out"])
     left = re.search(r"left for lack of time \((\d+)\): (.*)", (out / "summary.txt").read_text())
     assert left[2].split("; ") == record["left_out"] and int(left[1]) == len(record["left_out"])
-    assert stage.order[-1].endswith("Hopper") and (out / "bench-sm90.json").exists()
+    assert stage.order[-1].endswith("portable") and (out / "bench-portable.json").exists()
     shown = capsys.readouterr().out
     assert "| lag_score | 131072 | bf16 | 100 us | 90% of copy | >= 85% of copy: reached |" in shown
     assert "window_scores 131072 bfloat16: 100.0 us, bench 1.00x as long" in shown
@@ -453,10 +455,10 @@ def test_what_takes_longer_than_thought_is_named(run, stage, clock, tmp_path):
     assert run.main(["--out", str(out)]) == 0
     assert clock.monotonic() - began < 600
     found = statuses(out / "summary.txt")
-    assert found == {"build": "passed", "bench": "partly", "gpu_tests": "partly", "hopper": "partly"}
+    assert found == {"build": "passed", "bench": "partly", "gpu_tests": "partly", "portable": "partly"}
     summary = (out / "summary.txt").read_text()
     assert "test_cuda::test_fullgraph_compile: " in summary and "tests, from test[" in summary
-    measured = [x for x in stage.order if not x.endswith("Hopper")]  # bf16 at the sizes with goals, and a little more
+    measured = [x for x in stage.order if not x.endswith("portable")]  # bf16 at the sizes with goals, and a little more
     assert "assign_prototypes 131072 bfloat16" in measured and "lag_score 131072 float32" in measured
     assert 20 < len(measured) < 30 and "lag_score 131072" not in summary and "lag_score 16384" in summary
 
@@ -476,7 +478,7 @@ def test_what_is_missing_is_said_first(run, stage, tmp_path, monkeypatch, capsys
     assert capsys.readouterr().out.splitlines()[:4] == lines
     assert (out / "summary.txt").read_text().splitlines()[:4] == lines
     assert re.search(r"^gpu_tests +not run +\d+ +no hypothesis$", (out / "summary.txt").read_text(), re.MULTILINE)
-    assert re.search(r"^hopper +not run +\d+ +no nvidia-cutlass$", (out / "summary.txt").read_text(), re.MULTILINE)
+    assert re.search(r"^portable +not run +\d+ +no nvidia-cutlass$", (out / "summary.txt").read_text(), re.MULTILINE)
 
 
 def test_a_build_that_fails(run, stage, tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ RUNS = {
         "plain",
         0,
         [
-            *(f"tests/test_{x}.py" for x in ("methods", "streaming", "protokv", "paged_cache")),
+            *(f"tests/test_{x}.py" for x in ("methods", "streaming", "protokv")),
             "-k",
             "not compile and not trace",
         ],

@@ -195,7 +195,7 @@ def measure(library: Path, calls: Iterable[Call]) -> Iterator[dict]:
     counters = Counters(library)
     card = CARDS["h200"]
     for call, row, case, form in made:
-        os.environ["CUDASIM_DEVICE"] = f"h200/{call.scale}"
+        os.environ |= {"CUDASIM_DEVICE": f"h200/{call.scale}", "KVOPS_SM90": "0"}
         scaled = card._replace(multiprocessors=card.multiprocessors // call.scale, l2=card.l2 // call.scale)
         counters.know(kernels_of(card, bool(call.page)))
         begin = time.perf_counter()

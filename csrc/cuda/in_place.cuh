@@ -11,8 +11,8 @@
 // The rows that a chunk overwrites are read by this and earlier chunks. As sources ascend, the slots that receive them
 // are consecutive and no more than the chunk has, so they lie in two chunks at most: a search for the first such slot
 // finds both. Usually they were read long ago: if a quarter of the rows is kept, slot i is read for slot i / 4. A chunk
-// has a flag that is set once its rows are in registers. It costs 4 bytes per 32 KiB, and a call with only one chunk per
-// chain needs neither flags nor tickets.
+// has a flag that is set once its rows are in registers. It costs 4 bytes per 32 KiB, and a call with only one chunk
+// per chain needs neither flags nor tickets.
 #pragma once
 #include "cluster.cuh"
 #include "move.cuh"
@@ -87,7 +87,8 @@ class InPlaceChunk {
 
   // Returns when all rows that this chunk overwrites have been read. Called by the whole block. reads_ahead(slot):
   // whether slot (of the chain, before this chunk) receives a row of this chunk's first slot or a later one. `rows`
-  // depends on every row that the thread reads: a load into registers may otherwise still be in flight behind a barrier.
+  // depends on every row that the thread reads: a load into registers may otherwise still be in flight behind a
+  // barrier.
   template <class Fn>
   __device__ void wait_for_reads(unsigned rows, const Fn& reads_ahead) const {
     unsigned reader = chunk;

@@ -5,7 +5,8 @@
 // Bytes that must move: K once, 4 bytes per query head and key. Four query heads need 512 multiply-adds per key for the
 // first sum (d = 128), 256 and 64 square roots for the second. There are two kernels:
 //
-//   16-bit keys whose pairs lie within a lane (trig_products_kernel): the first sum is a product of 16 keys with 16 rows
+//   16-bit keys whose pairs lie within a lane (trig_products_kernel): the first sum is a product of 16 keys with 16
+//   rows
 //     on the tensor cores, as in window.cuh. Each center is the sum of three 16-bit parts, which is as exact as fp32.
 //     A row of the product is one part of one of four heads, and rows are ordered such that a lane gets the three parts
 //     of one head for its keys and adds them itself. The same registers give the norms; their sums are exchanged within
@@ -147,7 +148,8 @@ struct TrigWeights {
   int slots;     // norms that a lane has of a key
   int quads;     // of the group
   int held;      // at a time
-  int per_quad;  // bytes: centers [16, pitch], row 8 t + 2 c + e: part 2 t + e of head c; norms [slots, 4 lanes, 4 heads]
+  int per_quad;  // bytes: centers [16, pitch], row 8 t + 2 c + e: part 2 t + e of head c; norms [slots, 4 lanes, 4
+                 // heads]
 
   static TrigWeights of(const TrigScoresParams& p, int pieces) {
     TrigWeights x;
@@ -181,8 +183,8 @@ __device__ inline float center_unit(const float* centers, int d) {
 
 // Loads the weights of `count` quads from quad `first` on, one head per warp at a time; a barrier must follow.
 template <class T>
-__device__ inline void load_trig_weights(const TrigScoresParams& p, const TrigWeights& w, int64_t b, int64_t h, int first,
-                                         int count, char* held, float* units) {
+__device__ inline void load_trig_weights(const TrigScoresParams& p, const TrigWeights& w, int64_t b, int64_t h,
+                                         int first, int count, char* held, float* units) {
   using E = Value<T>;
   const int lane = threadIdx.x % 32, d = static_cast<int>(p.d);
   for (int i = threadIdx.x / 32; i < count * kTrigHeads; i += kTrigThreads / 32) {
@@ -215,7 +217,8 @@ __device__ inline float pair_norm(float a, float b) {
 
 // The norms of the pairs in a lane's pieces of a key. `half`: from a piece to that of its partners, if not interleaved.
 template <class T, int kPieces>
-__device__ inline void pair_norms(const uint4 (&raw)[kPieces], int pairs, bool interleaved, float (&norms)[4 * kPieces]) {
+__device__ inline void pair_norms(const uint4 (&raw)[kPieces], int pairs, bool interleaved,
+                                  float (&norms)[4 * kPieces]) {
   const int c = threadIdx.x % 4, half = pairs / (4 * kPiece<T>);
   if (interleaved) {
 #pragma unroll

@@ -33,8 +33,8 @@ constexpr int kTileRows = 16;  // rows that a warp multiplies at a time
 template <class T, int kPieces, int Blocks = sizeof(T) < 4 && kPieces == 4 ? 2 : 1>
 struct KeyTile {
   using Stored = T;
-  static constexpr int kBlocks = Blocks;  // of 16 keys; by default they take 64 registers
-  static constexpr int kKeys = 16 * kBlocks, kOwn = 2 * kBlocks;         // keys per warp; keys a lane has pieces of
+  static constexpr int kBlocks = Blocks;                          // of 16 keys; by default they take 64 registers
+  static constexpr int kKeys = 16 * kBlocks, kOwn = 2 * kBlocks;  // keys per warp; keys a lane has pieces of
   // The next keys are loaded while these are multiplied. In fp32 one tile keeps a warp busy for longer than a load
   // takes, so the scheduler's other warp hides the latency, and the registers hold sums instead.
   static constexpr bool kAhead = sizeof(T) < 4;
@@ -301,8 +301,8 @@ inline void with_key_tile(const Window& p, const Fn& fn) {
 }
 
 // The products of a warp's keys with 16 rows: from registers if the keys fit, otherwise part by part from global
-// memory.
-template <class T, int kPieces>
+// memory. Tensor cores round sums toward zero; kApart adds those of the parts outside of them.
+template <class T, int kPieces, bool kApart = false>
 __device__ inline void multiply_all(Products<KeyTile<T, kPieces>::kBlocks>& x, KeyTile<T, kPieces>& keys,
                                     int64_t row_bytes, const HeadRows& rows, int left, bool wide, const char* queries,
                                     int pitch) {
@@ -316,7 +316,18 @@ __device__ inline void multiply_all(Products<KeyTile<T, kPieces>::kBlocks>& x, K
   if (pieces <= 4 * kPieces) return multiply<T, kPieces>(x, keys, queries, pitch, pieces, 0);
   for (int part = 0; part * 4 * kPieces < pieces; ++part) {
     keys.load(rows, left, pieces, part, wide);
-    multiply<T, kPieces>(x, keys, queries, pitch, pieces, part);
+    if constexpr (kApart) {
+      Products<KeyTile<T, kPieces>::kBlocks> y = {};
+      multiply<T, kPieces>(y, keys, queries, pitch, pieces, part);
+#pragma unroll
+      for (int m = 0; m < KeyTile<T, kPieces>::kBlocks; ++m)
+#pragma unroll
+        for (int t = 0; t < 2; ++t)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[m][t][e] += y[m][t][e];
+    } else {
+      multiply<T, kPieces>(x, keys, queries, pitch, pieces, part);
+    }
   }
 }
 

@@ -35,7 +35,8 @@ def random_integers(position: Tensor, seed: int, layer: int) -> Tensor:
     key = 0
     for word in (seed, seed >> 32, layer):
         key = _mix(_signed(key + word + 0x9E3779B9))
-    heads = torch.arange(position.shape[1], device=position.device)[:, None]
+    # By way of fp64, because the inductor of torch 2.11 adds large numbers to a plain range in int32.
+    heads = torch.arange(position.shape[1], dtype=torch.float64, device=position.device).long()[:, None]
     keys = _mix(_signed(heads + (key + 0x9E3779B9))).int()
     mixed: Tensor = _mix(_mix(position) ^ keys)
     return (mixed & (RANGE - 1)).float()

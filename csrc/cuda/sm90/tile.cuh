@@ -140,11 +140,10 @@ __device__ inline void copy_keys(const TensorMap& map, uint64_t* full, T* to, in
     copy_box(map, full, to + slab * kSlab * kKeys, slab * kSlab, key, head, batch);
 }
 
-// Whether there are Hopper kernels for such keys, and they are enabled. KVOPS_SM90=1 enables them, until GPU results
-// show that they can be used by default.
+// Whether there are Hopper kernels for such keys, and KVOPS_SM90=0 does not leave them to the portable ones.
 inline bool serves(DType dtype, int64_t d, int64_t n) {
   const char* const wanted = std::getenv("KVOPS_SM90");
-  return wanted && std::string_view(wanted) == "1" && (dtype == DType::f16 || dtype == DType::bf16) &&
+  return !(wanted && std::string_view(wanted) == "0") && (dtype == DType::f16 || dtype == DType::bf16) &&
          (d == 64 || d == 128 || d == 256) && n > 0 && n < 1 << 30 && is_hopper();
 }
 // The same, also for the queries.
