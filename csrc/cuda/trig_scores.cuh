@@ -142,6 +142,13 @@ __global__ void __launch_bounds__(kTrigThreads, 1)
 
 // ---- On the tensor cores ----
 
+// Blocks per multiprocessor; code for sm_80 would spill registers with two.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kTrigBlocks = 1;
+#else
+constexpr int kTrigBlocks = 2;
+#endif
+
 // The weights of `count` quads of query heads, in shared memory.
 struct TrigWeights {
   int pitch;     // bytes between rows of centers: 64 more than a multiple of 128, see window.cuh
@@ -259,7 +266,7 @@ __device__ inline float sum_of_own_head(const float (&sums)[kTrigHeads]) {
 }
 
 template <class T, int kPieces, bool kPaged>
-__global__ void __launch_bounds__(kTrigThreads, kPieces == 4 ? 2 : 1)
+__global__ void __launch_bounds__(kTrigThreads, kPieces == 4 ? kTrigBlocks : 1)
     trig_products_kernel(TrigScoresParams p, TrigWeights w, Splits splits, bool wide) {
   using Keys = KeyTile<T, kPieces, 1>;
   DYNAMIC_SHARED(char, held);

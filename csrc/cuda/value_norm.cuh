@@ -36,7 +36,7 @@ __device__ inline void load_weights(uint4* to, const char* from, bool there, boo
 }
 
 template <class T, int kPieces, bool kPaged>
-__global__ void __launch_bounds__(kPanelThreads, kPieces == 4 ? 2 : 1)
+__global__ void __launch_bounds__(kPanelThreads, kPieces == 4 && !kPaged ? 2 : 1)
     query_head_norms_kernel(ValueNormParams p, float* norms, PanelPlan plan, unsigned blocks, bool wide,
                             bool wide_weights) {
   using Values = KeyTile<T, kPieces>;
@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(kPanelThreads, kPieces == 4 ? 2 : 1)
 #pragma unroll 1
     for (int tile = 0; tile < plan.rows; tile += kTileRows) {
       Products<kBlocks> x;
-      multiply_all<T, kPieces, true>(x, values, p.v.row_bytes, own, left, wide, panel + tile * plan.pitch, plan.pitch);
+      multiply_all<T, kPieces, kPieces == 8>(x, values, p.v.row_bytes, own, left, wide, panel + tile * plan.pitch,
+                                             plan.pitch);
 #pragma unroll
       for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
