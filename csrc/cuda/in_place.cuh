@@ -9,10 +9,10 @@
 //   write
 //
 // The rows that a chunk overwrites are read by this and earlier chunks. As sources ascend, the slots that receive them
-// are consecutive and no more than the chunk has, so they lie in two chunks at most: a search for the first such slot
-// finds both. Usually they were read long ago: if a quarter of the rows is kept, slot i is read for slot i / 4. A chunk
-// has a flag that is set once its rows are in registers. It costs 4 bytes per 32 KiB, and a call with only one chunk
-// per chain needs neither flags nor tickets.
+// are consecutive and no more than the chunk has, so they lie in two chunks at most, which a search over the chunks'
+// first slots finds. Usually they were read long ago: if a quarter of the rows is kept, slot i is read for slot i / 4.
+// A chunk has a flag that is set once its rows are in registers. It costs 4 bytes per 32 KiB, and a call with only one
+// chunk per chain needs neither flags nor tickets.
 #pragma once
 #include "cluster.cuh"
 #include "move.cuh"
@@ -42,12 +42,12 @@ struct InPlaceMemory {
   }
 };
 
-// The first of slots [0, end) for which holds(slot), or `end`. It must hold for all slots after one for which it does.
-// Called by a whole warp, whose lanes look at 32 slots at a time.
+// The first of [0, end) for which holds(), or `end`. It must hold for all after one for which it does. Called by a
+// whole warp, whose lanes look at 32 places at a time.
 template <class Fn>
-__device__ inline unsigned first_slot(unsigned end, const Fn& holds) {
+__device__ inline unsigned first_of(unsigned end, const Fn& holds) {
   unsigned low = 0;
-  for (unsigned size = end; size;) {  // the slot is in [low, low + size]
+  for (unsigned size = end; size;) {  // it is in [low, low + size]
     const unsigned step = (size + 31) / 32, at = step * (threadIdx.x % 32);
     const unsigned before = __popc(__ballot_sync(kWarp, at < size && !holds(low + at)));
     if (before == 0) break;
@@ -91,13 +91,15 @@ class InPlaceChunk {
   // barrier.
   template <class Fn>
   __device__ void wait_for_reads(unsigned rows, const Fn& reads_ahead) const {
-    unsigned reader = chunk;
-    if (flags_ && threadIdx.x < 32) reader = first_slot(chunk * rows_, reads_ahead) / rows_;  // while rows arrive
+    unsigned after = chunk;  // the first chunk all of whose slots read ahead: the first such slot is in the one before
+    if (flags_ && threadIdx.x < 32)  // while rows arrive
+      after = first_of(chunk, [&](unsigned c) { return reads_ahead(c * rows_); });
     __syncthreads_or(rows != 0);  // the whole chunk has been read
     if (!flags_) return;
     if (threadIdx.x == 0) store_release(flags_ + chunk, 1u);
-    if (threadIdx.x < 2 && reader + threadIdx.x < chunk)
-      while (!load_acquire(flags_ + reader + threadIdx.x)) {
+    const unsigned reader = after - 1 + threadIdx.x;
+    if (threadIdx.x < 2 && reader < chunk)  // wraps around if there is none before
+      while (!load_acquire(flags_ + reader)) {
       }
     __syncthreads();  // so have the rows to overwrite
   }

@@ -23,7 +23,7 @@ def _mix(x: Any) -> Any:
 
 def _signed(x: Any) -> Any:
     """The low 32 bits of x as an int32."""
-    return ((x + 2**31) & 0xFFFFFFFF) - 2**31
+    return ((x & 0xFFFFFFFF) ^ 2**31) - 2**31
 
 
 #: One past the largest random integer.
@@ -35,8 +35,7 @@ def random_integers(position: Tensor, seed: int, layer: int) -> Tensor:
     key = 0
     for word in (seed, seed >> 32, layer):
         key = _mix(_signed(key + word + 0x9E3779B9))
-    # By way of fp64, because the inductor of torch 2.11 adds large numbers to a plain range in int32.
-    heads = torch.arange(position.shape[1], dtype=torch.float64, device=position.device).long()[:, None]
-    keys = _mix(_signed(heads + (key + 0x9E3779B9))).int()
+    heads = torch.arange(position.shape[1], device=position.device)[:, None]
+    keys = _mix(_signed(heads + _signed(key + 0x9E3779B9))).int()  # torch 2.11 compiles range + number in int32
     mixed: Tensor = _mix(_mix(position) ^ keys)
     return (mixed & (RANGE - 1)).float()
