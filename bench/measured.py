@@ -37,6 +37,7 @@ import claims
 
 from kvops.analysis import report
 from kvops.bench import attention, decode, pages
+from kvops.bench.goals import goals
 from kvops.eval.plots import key_digits
 from kvops.eval.summary import POINT_TITLES, Row, of_record
 from kvops.eval.tasks.synthetic import PRESETS
@@ -206,7 +207,8 @@ def h200_table() -> str:
         others = [f"{x} {short(y['median'])} x" for x, y in rows[0]["ratio"].items() if x != "eager"]
         label = code(operator) + {"": "", "out=": " into `out=`"}.get(form, f", {form}")
         lines.append([label, number(tokens), times, shares, f"{eager} x", ", ".join(others)])
-    return markdown(lines)
+    reached = [x.reached for x in goals(record)]
+    return f"{markdown(lines)}\n\n{sum(reached)} of {len(reached)} [goals](#goals) are reached."
 
 
 def products_table() -> str:

@@ -22,7 +22,7 @@
 //
 // kLanes lanes share a row, and each lane group processes kUnroll rows at a time, so that their reductions over lanes
 // overlap. One compare per row finds rows whose squared norm is outside the safe fp32 range (zero, NaN, infinite,
-// subnormal); these are redone in double. Not yet measured on a GPU.
+// subnormal); these are redone in double.
 #pragma once
 #include "../ops/anchor_cosine.h"
 #include "async.cuh"

@@ -11,7 +11,7 @@
 // Shared memory adds 32 bits in one instruction, but 64 bits only in a compare-and-swap loop, which takes one round per
 // lane that hits the same cluster. Each 64-bit sum is therefore stored as two halves, and the old value of the lower
 // half tells whether to carry. If all tokens of a warp belong to one cluster, as neighbours often do, shuffles add them
-// first. Not yet measured on a GPU.
+// first.
 #pragma once
 #include "clusters.cuh"
 #include "reduce.cuh"

@@ -3,7 +3,7 @@
 // Bytes that must move: each kept row read once and written once; no index tensor. Sources and rotations are those of
 // ladder_compact_; since no source is overwritten, every tile of slots is an independent block.
 //
-// Grid: x runs over (layer, batch, head, tile of slots), y over K and V. Not yet measured on a GPU.
+// Grid: x runs over (layer, batch, head, tile of slots), y over K and V.
 #pragma once
 #include "../ops/ladder_gather.h"
 #include "ladder.cuh"

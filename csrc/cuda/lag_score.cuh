@@ -44,7 +44,7 @@
 //
 // Grid: x runs over (batch, head, run, block of the cluster). The result depends neither on the plan nor on the GPU:
 // each row's sums are added within its lanes, ranges and maxima do not depend on the order, and the exponentials are
-// added in fixed point, which does not either. Not yet measured on a GPU.
+// added in fixed point, which does not either.
 #pragma once
 #include "../ops/lag_score.h"
 #include "async.cuh"

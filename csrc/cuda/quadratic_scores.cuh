@@ -18,7 +18,7 @@
 //
 // A block holds one head's U in shared memory, chunk after chunk if it does not fit; the scores carry the sums from one
 // chunk to the next. Grid: x runs over (batch, head, split, query head of the group); no result depends on the splits.
-// Not yet measured on a GPU.
+//
 #pragma once
 #include "../ops/quadratic_scores.h"
 #include "async.cuh"

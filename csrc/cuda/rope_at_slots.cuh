@@ -5,7 +5,7 @@
 // over the heads, with kRopeHeads of them in flight. Heads are divided over blocks such that there are at least two
 // blocks per multiprocessor. The lane that writes a row has read it first, so the result may be k itself.
 //
-// Grid: x runs over (batch, tile of slots, group of heads). Not yet measured on a GPU.
+// Grid: x runs over (batch, tile of slots, group of heads).
 #pragma once
 #include "../ops/rope_at_slots.h"
 #include "move.cuh"

@@ -35,7 +35,7 @@
 //
 // The position of slots that are kept regardless of score (sinks, window, the tail after the segments), and of those
 // that fill a row up (invalid slots, -1), has a closed form. They are spread over all blocks of the row. Budgets and
-// valid slots are clamped here and never read on the host. Not yet measured on a GPU.
+// valid slots are clamped here and never read on the host.
 #pragma once
 #include "../ops/select_topk.h"
 #include "cluster.cuh"
