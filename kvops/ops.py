@@ -23,7 +23,7 @@ The defaults are 0 and n - starts. Invalid slots never influence a result.
 request b is slot i % page_size of page block_table[b, i // page_size], so b is the number of rows of the table and n is
 max_pages * page_size. The kernels look up only the pages that hold valid slots (or the given indices, or the slots
 below `visible`); other entries may be -1. Each request gets bit for bit the results that it gets alone in dense memory
-(docs/layouts.md).
+(docs/layouts.md), unless a Hopper GPU has another kernel for dense memory (docs/cuda.md).
 
 **Errors.** A wrong argument raises ValueError, or TypeError for a wrong type, before anything is written. The message
 names the operator and the argument, what was expected and what was given. The operators are inference-only: an input
