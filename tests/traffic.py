@@ -98,7 +98,7 @@ CALLS = [
     Call("lag_score", tokens=16384, l2=1.05, conflicts=2.0, lag=1024),
     Call("anchor_cosine", l2=1.05, sectors=1.15, conflicts=1.8),
     Call("anchor_cosine", FP32, l2=1.05, conflicts=0.5),
-    Call("select_topk", l2=1.4, sectors=1.15, conflicts=16),
+    Call("select_topk", l2=1.2, sectors=1.1, conflicts=21),
     Call("window_scores", tokens=4096, conflicts=0.1),
     Call("window_scores, no lse", tokens=4096, l2=1.2, conflicts=12.5),
     Call("window_scores, 8 rows", tokens=4096),
