@@ -113,7 +113,7 @@ def _linear_scores(
     their range does not matter. The result is as exact as fp32, and more exact than a sum of rounded scores.
     """
     counts = (visible > 0)[..., None, :, None]
-    grouped = torch.where(counts, q, 0).reshape(len(k), k.shape[1], -1, *q.shape[2:])
+    grouped = torch.where(counts, q, 0).reshape(len(q), k.shape[1], -1, *q.shape[2:])
     total = grouped.sum((2, 3), dtype=torch.float64)  # [b, Hk, d]
     if group_reduce == "mean":
         total = total / (q.shape[1] // k.shape[1])
