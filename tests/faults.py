@@ -37,7 +37,12 @@ FAULTS = {
         "test_layouts",
     ),
     "compact_kv_ writes before the chunks before have been read": Fault(
-        "compact_kv_", "in_place.cuh", "reader < chunk)", "false)", "test_all_rows_move_a_little", order=2
+        "compact_kv_",
+        "in_place.cuh",
+        "threadIdx.x < 2 && reader < chunk",
+        "false",
+        "test_all_rows_move_a_little",
+        order=2,
     ),
     "ladder_compact_ writes before all have read": Fault(
         "ladder_compact_",
