@@ -174,6 +174,7 @@ SHORT = {  # launches that need not, and why
     "lsh_bucket": "32 keys per head",
     "window_totals": "one row each",
     "attention_combine": "one row each",
+    "similarity_scores": "microseconds after a quadratic search",
     "anchor_total": "one sum per head",
     "select_cluster": "one cluster per head",
     "pack_prototypes": "500 rows per head",
