@@ -126,7 +126,7 @@ CALLS = [
         dram=1.1,
         l2=1.7,
         sectors=2.2,
-        conflicts=86,
+        conflicts=19,
         why="the clusters, as many as for 131,072 tokens",
     ),
 ]
