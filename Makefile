@@ -64,10 +64,10 @@ test: $(STAMPS)/kvops $(STAMPS)/dev
 test-all: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS)/transformers-$(NEWEST)
 	@$(PY) -m pytest -m "" $(ARGS)
 
-# The tests of the vLLM plugin and of lm-eval-harness, in an environment of their own, .venv/engines: gigabytes, minutes.
+# The tests that need vLLM or lm-eval-harness, in an environment of their own, .venv/engines: gigabytes, minutes.
 test-engines: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/engines-$(VLLM)-$(HARNESS)
 	@$(PY) -m kvops.eval.smollm2 >/dev/null
-	@PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(wildcard tests/test_vllm_*.py) tests/test_eval_harness.py)
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(shell grep -l 'importorskip("vllm")' tests/*.py) tests/test_eval_harness.py)
 
 bench: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m kvops.bench $(ARGS)
