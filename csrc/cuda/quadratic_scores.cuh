@@ -105,11 +105,7 @@ __global__ void __launch_bounds__(256)
   if (std::is_same_v<T, Half>) {
     float largest = 0;
     for (int j = lane; j <= c; j += 32) largest = fmaxf(largest, fabsf(entry(j)));
-#pragma unroll
-    for (int step = 16; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, step));
-    int exponent = 0;
-    if (0 < largest && largest < CUDART_INF_F) frexpf(largest, &exponent);
-    unit = ldexpf(1.0f, max(exponent, -100) - 13);  // the largest entry becomes less than 2^13
+    unit = half_unit(largest);
   }
   const float down = 1 / unit;
   char* const to = memory.packed + head * u.per_head +

@@ -181,11 +181,7 @@ __device__ inline float center_unit(const float* centers, int d) {
   if constexpr (!std::is_same_v<T, Half>) return 1.0f;
   float largest = 0;
   for (int j = threadIdx.x % 32; j < d; j += 32) largest = fmaxf(largest, fabsf(__ldg(centers + j)));
-#pragma unroll
-  for (int step = 16; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, step));
-  int exponent = 0;
-  if (0 < largest && largest < CUDART_INF_F) frexpf(largest, &exponent);
-  return ldexpf(1.0f, max(exponent, -100) - 13);
+  return half_unit(largest);
 }
 
 // Loads the weights of `count` quads from quad `first` on, one head per warp at a time; a barrier must follow.

@@ -284,6 +284,16 @@ struct Splits {
   }
 };
 
+// A power of two that scales numbers into fp16's range: the largest magnitude that the lanes of a warp pass becomes
+// less than 2^13.
+__device__ inline float half_unit(float largest) {
+#pragma unroll
+  for (int step = 16; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, step));
+  int exponent = 0;
+  if (0 < largest && largest < CUDART_INF_F) frexpf(largest, &exponent);
+  return ldexpf(1.0f, max(exponent, -100) - 13);
+}
+
 template <int N>
 struct Constant {
   static constexpr int value = N;
