@@ -407,6 +407,13 @@ class InWorker(Schedule):
         self.observer = observer(policy, SIZE, RequestRings(BLOCKS, device))
         self.free, self.tables, self.names = list(range(1, BLOCKS)), {}, {}  # block 0 is vLLM's null block
 
+    def layers(self):
+        from kvops.vllm.layouts import Rows
+        from kvops.vllm.steps import Layer
+
+        logits = {"scale": D**-0.5}
+        return [Layer(Rows(x), m, (i, LAYERS), logits) for i, (x, m) in enumerate(zip(self.caches, self.memories))]
+
     def alone(self, prompt, text):
         return InWorkerAlone(self.plan.policy, prompt, evict=self.plan.schedule.evict)
 
@@ -428,7 +435,6 @@ class InWorker(Schedule):
 
     def step(self, counts):
         from kvops.cache.queries import Batch
-        from kvops.vllm.layouts import Rows
         from kvops.vllm.steps import Held, Step
 
         counts = self.cut(counts)
@@ -448,13 +454,15 @@ class InWorker(Schedule):
         slots = held.slots
         if slots is None:
             slots = torch.tensor([table[row, n // SIZE] * SIZE + n % SIZE for row, n in at])
-        for layer, cache in enumerate(self.caches):
-            parts = [self.live[x][0].tokens(layer, s, t, t) for s, (x, t) in zip(before, counts.items())]
+        layers = self.layers()
+        for i, cache in enumerate(self.caches):
+            parts = [self.live[x][0].tokens(i, s, t, t) for s, (x, t) in zip(before, counts.items())]
             rows = torch.cat([torch.cat((k, v), -1) for _, k, v in parts], 1)
             cache[slots // SIZE, :, slots % SIZE] = rows.transpose(0, 1)
-            if now is not None:
-                query = torch.cat([q for q, _, _ in parts], 1).transpose(0, 1)
-                now.run(self.memories[layer], query, Rows(cache), (layer, LAYERS), {"scale": D**-0.5})
+            if now is not None and self.observer is not None:
+                now.run([layers[i]], torch.cat([q for q, _, _ in parts], 1).transpose(0, 1))
+        if now is not None and self.observer is None:
+            now.run(layers)
 
     def failed(self, counts):
         """vLLM ends the engine. Here the step's requests start again, as after a preemption."""

@@ -156,11 +156,12 @@ def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
 
     run, kinds, seen = Eviction.run, Plan.kinds, dict[int, list[torch.Tensor]]()
 
-    def watched(self, layout, memory, place, *args):
-        run(self, layout, memory, place, *args)
+    def watched(self, layers, observing):
+        run(self, layers, observing)
         table = (self.copies[0] if self.copies else self.blocks).table
-        kept = by_slot.read(memory.slots["positions"], table)[..., : getattr(self.rule, "budget", 0)]
-        seen.setdefault(place[0], []).append(kept)
+        for layer in layers:
+            kept = by_slot.read(layer.memory.slots["positions"], table)[..., : getattr(self.rule, "budget", 0)]
+            seen.setdefault(layer.place[0], []).append(kept)
 
     monkeypatch.setattr(Eviction, "run", watched)
     monkeypatch.setattr(Plan, "kinds", property(lambda plan: kinds.fget(plan) | {"positions": torch.int32}))
@@ -621,6 +622,65 @@ def test_the_v2_runner(monkeypatch):
         monkeypatch.setattr(EvictingBuilder, "build", as_v2)
         assert generate(llm, prompts, 40) == texts
     assert [500, 509] in seen
+
+
+@pytest.mark.parametrize("spec, between", [("keydiff:budget=100", True), ("snapkv:budget=100", False)])
+def test_graphs_can_hold_the_attention(monkeypatch, spec, between):
+    """Unless queries observe, nothing follows vLLM's attention, which reads tables and lengths at the same addresses in
+    each step. The builder then reports what vLLM's own does."""
+    from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+
+    from kvops.vllm.worker import EvictingBuilder
+
+    class Graphs(EvictingBuilder, AttentionMetadataBuilder):
+        _cudagraph_support = AttentionCGSupport.ALWAYS
+
+    build, addresses, after = EvictingBuilder.build, [], []
+
+    def watched(self, *args, **options):
+        metadata = build(self, *args, **options)
+        addresses.append((metadata.block_table.data_ptr(), metadata.seq_lens.data_ptr()))
+        after.append(metadata.step is not None)
+        return metadata
+
+    monkeypatch.setattr(EvictingBuilder, "build", watched)
+    with engine(spec) as (llm, _):
+        support = Graphs.get_cudagraph_support(llm.llm_engine.vllm_config, None)
+        generate(llm, [prompt(12345678, 0, n) for n in (600, 500)], 40)
+    assert support == (AttentionCGSupport.ALWAYS if between else AttentionCGSupport.NEVER)
+    assert any(after) == (not between) and len(after) > 40
+    assert len({*addresses}) == 1
+
+
+def test_caches_that_vllm_zeroes_are_evicted_after_the_attention(monkeypatch):
+    """vLLM zeroes blocks that an eviction has freed before it builds the next step's metadata."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    from kvops.vllm import worker
+
+    class Layer(AttentionLayerBase):
+        def __init__(self, spec):
+            self.spec = spec
+
+        def get_attn_backend(self):
+            raise NotImplementedError
+
+        def get_kv_cache_spec(self, vllm_config):
+            return self.spec
+
+    attention = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    mamba = MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))
+    for specs, between in [([attention], True), ([attention, mamba], False), ([attention, None], True)]:
+        layers = {str(i): Layer(x) for i, x in enumerate(specs)}
+        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+        assert worker.between_steps(config) == between
+    prompts = [prompt(12345678, 0, 500), prompt(87654321, 50, 633)]
+    monkeypatch.setattr(worker, "between_steps", lambda config: False)
+    monkeypatch.setattr(worker.EvictingBuilder, "_evict", None)
+    with engine("keydiff:budget=100") as (llm, manager):
+        assert generate(llm, prompts, 40) == [reference(kvops.KeyDiff(100), ids, 40) for ids in prompts]
+        assert manager.freed
 
 
 def test_scores_are_of_the_logits_that_the_attention_has():

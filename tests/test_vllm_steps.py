@@ -9,10 +9,11 @@ import kvops
 from kvops.cache.queries import Batch, Remembered, observer
 from kvops.cache.schedule import Schedule
 from kvops.methods.base import View
+from kvops.vllm import steps
 from kvops.vllm.layouts import Blocks, Layout, Rows, Tiles
 from kvops.vllm.plan import Plan
 from kvops.vllm.rings import RequestRings
-from kvops.vllm.steps import Held, Step
+from kvops.vllm.steps import Held, Layer, Step
 
 HEADS, GROUP, D, SIZE, BLOCKS, TOKENS = 2, 2, 32, 32, 60, 600
 LAYERS = 3
@@ -41,19 +42,19 @@ PROMPTS = [320, 290]
 SHARED = 2 * SIZE
 
 
-def tokens(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return K and V of two requests, [2, Hk, TOKENS, d]."""
-    k, v = (kit.randn(2, HEADS, TOKENS, D, seed=i).to(dtype) for i in (1, 2))
+def tokens(layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return K and V of two requests in a layer, [2, Hk, TOKENS, d]."""
+    k, v = (kit.randn(2, HEADS, TOKENS, D, seed=2 * layer + i).to(dtype) for i in (1, 2))
     for x in (k, v):
         x[1, :, :SHARED] = x[0, :, :SHARED]
     return k, v
 
 
-def layer(layout: str, dtype=torch.float32) -> Tensor:
-    """Return one layer of a cache for all layers, as the backends get it: [blocks, Hk, slots, 2 * d]."""
+def caches(layout: str, dtype=torch.float32) -> list[Tensor]:
+    """Return the layers of a cache, as the backends get them: [blocks, Hk, slots, 2 * d] each."""
     sizes = dict(zip("LBHNC", (LAYERS, BLOCKS, HEADS, SIZE, 2 * D)))
     memory = kit.randn(*(sizes[x] for x in layout)).to(dtype)
-    return memory.permute(*(layout.index(x) for x in "LBHNC"))[1]
+    return list(memory.permute(*(layout.index(x) for x in "LBHNC")).unbind())
 
 
 def batch(table: Tensor, before: list[int], after: list[int]) -> Batch:
@@ -67,38 +68,53 @@ def all_of(table: Tensor) -> Blocks:
     return Blocks(table, *[torch.arange(table.numel())] * 2)
 
 
-def run(plan: Plan, cache: Tensor, layout: Layout, steps: list[tuple[list[int], list[int]]]) -> Tensor:
-    """Run all steps of two requests, and return their block table. Each has half of the pool's blocks, shuffled."""
+def run(plan: Plan, layouts: list[Layout], ends: list[tuple[list[int], list[int]]]) -> Tensor:
+    """Run the steps of two requests between these token counts, and return their block table.
+
+    Each has half of the pool's blocks, shuffled.
+    """
     table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0)).int().view(2, -1)
     if plan.shared:
         table[1, : SHARED // SIZE] = table[0, : SHARED // SIZE]
-    k, v = tokens(cache.dtype)
-    q = kit.randn(2, TOKENS, HEADS * GROUP, D, seed=3).to(cache.dtype)
-    memory = Remembered(cache.shape[:3], plan.kinds, cache.device)
-    for pool in memory.slots.values():
-        pool.fill_(-1)
-    seen = observer(plan.policy, SIZE, RequestRings(2, cache.device))
-    for before, after in steps:
-        now = batch(table, before, after)
+    dtype = layouts[0].kv_cache.dtype
+    q = kit.randn(2, TOKENS, HEADS * GROUP, D, seed=3).to(dtype)
+    layers = []
+    for i, layout in enumerate(layouts):
+        memory = Remembered(layout.kv_cache.shape[:3], plan.kinds, torch.device("cpu"))
+        for pool in memory.slots.values():
+            pool.fill_(-1)
+        layers.append(Layer(layout, memory, (i, LAYERS), {"scale": D**-0.5}))
+    seen, due = observer(plan.policy, SIZE, RequestRings(2, torch.device("cpu"))), None
+    for before, after in ends:
+        if due is not None:
+            due.run(layers)
+        now = batch(table.clone(), before, after)
         held = Held.of(plan, now, PROMPTS)
         new = [(row, t) for row, (a, b) in enumerate(zip(before, after)) for t in range(a, b)]
         slots = held.slots
         if slots is None:  # vLLM's own
             slots = torch.stack([table[row, t // SIZE] * SIZE + t % SIZE for row, t in new])
-        with layout.rows(all_of(table.unique()[None])) as pages:
-            for (row, t), slot in zip(new, slots.tolist()):
-                for x, pool in zip((k, v), pages):
-                    pool[slot // SIZE, :, slot % SIZE] = x[row, :, t]
+        for i, layout in enumerate(layouts):
+            row, t = torch.tensor(new).unbind(1)
+            with layout.rows(all_of(table.unique()[None])) as pages:
+                for x, pool in zip(tokens(i, dtype), pages):
+                    pool[slots // SIZE, :, slots % SIZE] = x[row, :, t]
         step = Step.of(plan, seen, held, now, PROMPTS)
-        if step is not None:
+        now.table.fill_(-1)  # as the engine's own changes for the next step
+        if seen is None:
+            due = step
+        elif step is not None:
             query = torch.cat([q[row, a:b] for row, (a, b) in enumerate(zip(before, after))])
-            step.run(memory, query, layout, (1, LAYERS), {"scale": D**-0.5})
+            for layer in layers:
+                step.run([layer], query)
+    if due is not None:
+        due.run(layers)
     return table
 
 
-def dense(plan: Plan, row: int, ends: list[int], dtype: torch.dtype) -> Tensor:
+def dense(plan: Plan, layer: int, row: int, ends: list[int], dtype: torch.dtype) -> Tensor:
     """Compute a request's cache without pages: [Hk, held, 2 * d]. ends: its number of tokens after each step."""
-    k, v = (x[row] for x in tokens(dtype))
+    k, v = (x[row] for x in tokens(layer, dtype))
     q = kit.randn(2, TOKENS, HEADS * GROUP, D, seed=3).to(dtype)[row]
     slots, rows = torch.empty(HEADS, 0, 2 * D, dtype=dtype), torch.cat((k, v), -1)
     sums, position, logits = torch.zeros(1, HEADS, 0), torch.empty(1, HEADS, 0).long(), {"scale": D**-0.5}
@@ -108,7 +124,7 @@ def dense(plan: Plan, row: int, ends: list[int], dtype: torch.dtype) -> Tensor:
         slots = torch.cat((slots, rows[:, before:n]), 1)
         position = torch.cat((position, torch.arange(before, n).expand(1, HEADS, -1)), 2)
         sums = torch.nn.functional.pad(sums, (0, new))
-        view = View(*slots[None].split(D, -1), seen=n, new=new, layer=1, num_layers=LAYERS, kept=position)
+        view = View(*slots[None].split(D, -1), seen=n, new=new, layer=layer, num_layers=LAYERS, kept=position)
         if plan.policy.by_slot:
             visible = slots.shape[1] - new + 1 + torch.arange(new, dtype=torch.int32)
             sums += plan.policy.summed(q[None, before:n].transpose(1, 2), view, visible, None, None, logits)
@@ -127,12 +143,12 @@ def dense(plan: Plan, row: int, ends: list[int], dtype: torch.dtype) -> Tensor:
 
 def steps_of(plan: Plan, wanted: list[list[int]]) -> list[tuple[list[int], list[int]]]:
     """Cut steps to these token counts where the schedule says."""
-    steps, n = [], [0, 0]
+    found, n = [], [0, 0]
     for ends in wanted:
         while n != ends:
             new = [plan.schedule.cut(a, b - a, p) if b > a else 0 for a, b, p in zip(n, ends, PROMPTS)]
-            steps.append((n, n := [a + b for a, b in zip(n, new)]))
-    return steps
+            found.append((n, n := [a + b for a, b in zip(n, new)]))
+    return found
 
 
 WANTED = [[200, 140], [320, 141], [321, 290], [370, 290], [400, 372], [450, 372], [600, 580]]
@@ -146,32 +162,46 @@ WANTED = [[200, 140], [320, 141], [321, 290], [370, 290], [400, 372], [450, 372]
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_what_stays_in_each_layout(order, policy, block, shared):
-    """Two requests of different lengths, some of whose evictions are in the same step."""
-    plan, cache = Plan(Schedule(policy, block), SIZE, shared), layer("LBHNC" if order == "tiles" else order)
-    layout = Tiles(cache, "vec") if order == "tiles" else Rows(cache)
-    steps = steps_of(plan, WANTED)
-    table = run(plan, cache, layout, steps)
-    for row in range(2):
-        ends = [after[row] for _, after in steps]
-        expected, state = dense(plan, row, ends, cache.dtype), plan.at(ends[-1], PROMPTS[row])
-        own = table[row, torch.from_numpy(plan.columns([state], -(-state.held // SIZE))[0])]
-        assert state.gaps and expected.shape[1] == state.held
-        with layout.rows(all_of(own)) as pages:
-            found = torch.cat([x[own].transpose(0, 1).flatten(1, 2) for x in pages], -1)
-        assert torch.equal(found[:, : state.held], expected)
-        if shared:  # its prompt is as it was
-            prompt, own = (
-                torch.cat(tokens(cache.dtype), -1)[row, :, : PROMPTS[row]],
-                table[row, : -(-PROMPTS[row] // SIZE)],
-            )
-            with layout.rows(all_of(own)) as pages:
-                found = torch.cat([x[own].transpose(0, 1).flatten(1, 2) for x in pages], -1)
-            assert torch.equal(found[:, : PROMPTS[row]], prompt)
+    """Two requests of different lengths, some of whose evictions are in the same step.
+
+    If no queries observe, all layers evict together, just before the next step writes.
+    """
+    plan, pools = Plan(Schedule(policy, block), SIZE, shared), caches("LBHNC" if order == "tiles" else order)
+    layouts = [Tiles(x, "vec") if order == "tiles" else Rows(x) for x in pools]
+    counts = steps_of(plan, WANTED)
+    table = run(plan, layouts, counts)
+    for layer, layout in enumerate(layouts):
+        for row in range(2):
+            ends = [after[row] for _, after in counts]
+            expected, state = dense(plan, layer, row, ends, torch.float32), plan.at(ends[-1], PROMPTS[row])
+            own = table[row, torch.from_numpy(plan.columns([state], -(-state.held // SIZE))[0])]
+            assert state.gaps and expected.shape[1] == state.held
+            assert torch.equal(read(layout, own)[:, : state.held], expected)
+            if shared:  # its prompt is as it was
+                prompt = torch.cat(tokens(layer, torch.float32), -1)[row, :, : PROMPTS[row]]
+                found = read(layout, table[row, : -(-PROMPTS[row] // SIZE)])
+                assert torch.equal(found[:, : PROMPTS[row]], prompt)
+
+
+def read(layout: Layout, blocks: Tensor) -> Tensor:
+    """Return the rows of K and V in these blocks, [Hk, slots, 2 * d]."""
+    with layout.rows(all_of(blocks)) as pages:
+        return torch.cat([x[blocks].transpose(0, 1).flatten(1, 2) for x in pages], -1)
+
+
+def test_one_call_moves_the_rows_of_all_layers(monkeypatch):
+    plan, calls = Plan(Schedule(kvops.KeyDiff(125)), SIZE), []
+    compact = steps.compact_kv_
+    monkeypatch.setattr(
+        steps, "compact_kv_", lambda k, *args, **options: calls.append(len(k)) or compact(k, *args, **options)
+    )
+    run(plan, [Rows(x) for x in caches("LBNHC")], steps_of(plan, WANTED))
+    assert len(calls) > 3 and {*calls} == {LAYERS}
 
 
 @pytest.mark.parametrize("order", LAYOUTS)
 def test_rows(order):
-    cache, table = layer(order), torch.tensor([[3, 0, 7], [5, 39, -1]], dtype=torch.int32)
+    cache, table = caches(order)[1], torch.tensor([[3, 0, 7], [5, 39, -1]], dtype=torch.int32)
     rows = Rows(cache)
     with rows.rows(Blocks(table, *[torch.arange(5)] * 2)) as (k, v):
         assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
@@ -198,7 +228,7 @@ def test_nothing_is_read_back_from_the_device(policy, shared):
             evictions += len(step.evictions)
             tokens = int((now.after - now.before).sum())
             query = torch.empty(tokens, HEADS * GROUP, D, dtype=cache.dtype, device="meta")
-            step.run(memory, query, Rows(cache), (1, LAYERS), {"scale": 1.0})
+            step.run([Layer(Rows(cache), memory, (1, LAYERS), {"scale": 1.0})], query)
     assert evictions > 1
 
 

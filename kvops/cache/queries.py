@@ -67,6 +67,11 @@ class Remembered:
         self.slots = {name: torch.empty(shape, dtype=kind, device=device) for name, kind in kinds.items()}
         self._queries: Tensor | None = None
 
+    def write(self, table: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Write per-slot numbers to the first slots of a table, see `by_slot.write`."""
+        for name, pool in self.slots.items():
+            by_slot.write(pool, table, values[name].to(pool.dtype))
+
     def last(self, places: int, like: Tensor) -> Tensor:
         """Return queries of earlier steps, [>= places, Hq, d], where a `Look` wrote them. like: [tokens, Hq, d]."""
         if self._queries is None or len(self._queries) < places:

@@ -100,7 +100,7 @@ class OwnImpl(EvictingImpl, attention.Impl):
         self._sums = None
         if getattr(attn_metadata, "adds_up", False):
             step, writes = attn_metadata.step, attn_metadata.parts.writes
-            self._sums = self.memory(step, kv_cache).slots["scores"]
+            self._sums = self.memory(step.plan, kv_cache).slots["scores"]
             self._group_reduce = step.plan.policy.operator_reduce
             self._sums[writes.page, :, writes.slot] = 0.0
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **options)

@@ -1,14 +1,16 @@
 """The work around a step's attention: where its tokens go, scoring with the observing queries, and the evictions.
 
-A step is built once for a group of layers, from host-side metadata, and run in each layer. Tables and lengths are
-copied to the device, and nothing is read back from it. A layer computes all that changes before it moves a row. After
-an error the requests of the step must be computed again from their first token; vLLM ends the engine. This module does
-not import vLLM.
+A step is built once for a group of layers, from host-side metadata. Tables and lengths are copied to the device, and
+nothing is read back from it. If queries observe, each layer runs the step after its attention. Otherwise all layers run
+it together, at any time between the step's attention and the next write to the cache: it has copies of the tables. The
+layers that run together compute all that changes before a row moves. After an error the requests of the step must be
+computed again from their first token; vLLM ends the engine. This module does not import vLLM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,9 +59,18 @@ def _outside_gaps(plan: Plan, states: Sequence[State], table: Tensor, width: int
     return table.gather(1, on(table.device, torch.from_numpy(blocks)))
 
 
+class Layer(NamedTuple):
+    """A layer of the group."""
+
+    layout: Layout
+    memory: Remembered
+    place: tuple[int, int]  # the layer's number, and the number of the model's layers
+    logits: Mapping[str, Any]  # how the attention computes its logits, see `Look`
+
+
 @dataclass
 class Eviction:
-    """Requests of a step that are evicted by the same policy. Each layer evicts the same requests.
+    """Requests of a step that are evicted by the same policy. All layers evict the same requests.
 
     The kept tokens move to the front of the blocks, or are copied to others (`copies`), which leaves the blocks as they
     are: requests may share them.
@@ -126,59 +137,63 @@ class Eviction:
             positions,
         )
 
-    def run(
-        self,
-        layout: Layout,
-        memory: Remembered,
-        place: tuple[int, int],
-        observing: Tensor | None,
-        logits: Mapping[str, Any],
-    ) -> None:
-        """Evict in one layer.
+    def run(self, layers: Sequence[Layer], observing: Tensor | None) -> None:
+        """Evict in these layers.
 
         Args:
-            layout: the layout of the layer's cache.
-            memory: the per-slot values that the layer stores beside its cache.
-            place: the layer's number, and the number of the model's layers.
-            observing: [evictions of the step, Hq, any, d], the queries that the rule scores with, or None if it uses
-                none.
-            logits: how the attention computes its logits, see `Look`.
+            layers: the layers, of one shape and dtype.
+            observing: [evictions of the step, Hq, any, d], the queries of the only layer with which the rule scores, or
+                None if it uses none.
         """
-        rule, table = self.rule, self.blocks.table
-        of_slots = {name: by_slot.read(pool, table) for name, pool in memory.slots.items()}
+        if self.copies is not None:
+            for layer in layers:
+                self._copy(layer, observing)
+            return
+        with ExitStack() as stack:
+            rows = [stack.enter_context(layer.layout.rows(self.blocks)) for layer in layers]
+            moves = [self._select(layer, *kv, self.blocks.table, observing) for layer, kv in zip(layers, rows)]
+            keys, values = zip(*rows)
+            compact_kv_(keys, values, [kept for kept, _ in moves], block_table=self.blocks.table)
+        for layer, (_, of_slots) in zip(layers, moves):
+            layer.memory.write(self.blocks.table, of_slots)
+
+    def _copy(self, layer: Layer, observing: Tensor | None) -> None:
+        """Copy the kept tokens to other blocks."""
+        assert self.copies is not None
+        (to, places), (source, blocks) = self.copies, layer.layout.copied(self.blocks)
+        with source.rows(blocks) as (k, v):
+            kept, of_slots = self._select(layer, k, v, blocks.table, observing)
+            rows = gather_kv(k, v, kept, block_table=blocks.table)
+        with layer.layout.rows(to) as pages:
+            for x, own in zip(pages, rows):
+                own = pad(own, (0, 0, 0, to.table.shape[1] * x.shape[2] - own.shape[2]))
+                own = own.unflatten(2, (-1, x.shape[2])).transpose(1, 2).flatten(0, 1)
+                x[to.table.flatten()[places].long()] = own[places]
+        layer.memory.write(to.table, of_slots)
+
+    def _select(
+        self, layer: Layer, k: Tensor, v: Tensor, table: Tensor, observing: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the kept slots, int64 [requests, Hk, kept], and the per-slot values that go with them."""
+        rule, own = self.rule, self.blocks.table
+        of_slots = {name: by_slot.read(pool, own) for name, pool in layer.memory.slots.items()}
         if self.positions is not None:
             known, new = self.positions
             of_slots["positions"] = torch.where(known, of_slots["positions"], new).long()
-        source, blocks = layout.copied(self.blocks) if self.copies else (layout, self.blocks)
-        with source.rows(blocks) as (k, v):
-            view = self._view(k, v, blocks.table)
-            view.layer, view.num_layers = place
-            view.tokens = self.tokens
-            view.kept = of_slots.get("positions")
-            view.observed = of_slots.get("scores")
-            if observing is not None:
-                assert isinstance(rule, QueryPolicy)  # other policies have no observer
-                rule.observe(view, observing[self.rows][:, :, -self.window :], None, logits)
-            kept = rule.select(view)
-            if self.copies is not None:  # columns behind the slots of the copy are -1
-                kept = kept[..., : self.copies[0].table.shape[1] * k.shape[2]]
-            kept = kept.contiguous()
-            there = kept.clamp(min=0)  # rows that keep fewer slots than others end in -1
-            moved = [(pool, of_slots[name].gather(2, there).to(pool.dtype)) for name, pool in memory.slots.items()]
-            if self.copies is None:
-                compact_kv_(k, v, kept, block_table=blocks.table)
-            else:
-                rows = gather_kv(k, v, kept, block_table=blocks.table)
-        if self.copies is not None:
-            blocks, places = self.copies
-            table = blocks.table
-            with layout.rows(blocks) as (k, v):
-                for x, own in zip((k, v), rows):
-                    own = pad(own, (0, 0, 0, table.shape[1] * x.shape[2] - own.shape[2]))
-                    own = own.unflatten(2, (-1, x.shape[2])).transpose(1, 2).flatten(0, 1)
-                    x[table.flatten()[places].long()] = own[places]
-        for pool, values in moved:
-            by_slot.write(pool, table, values)
+        view = self._view(k, v, table)
+        view.layer, view.num_layers = layer.place
+        view.tokens = self.tokens
+        view.kept = of_slots.get("positions")
+        view.observed = of_slots.get("scores")
+        if observing is not None:
+            assert isinstance(rule, QueryPolicy)  # other policies have no observer
+            rule.observe(view, observing[self.rows][:, :, -self.window :], None, layer.logits)
+        kept = rule.select(view)
+        if self.copies is not None:  # columns behind the slots of the copy are -1
+            kept = kept[..., : self.copies[0].table.shape[1] * k.shape[2]]
+        kept = kept.contiguous()
+        there = kept.clamp(min=0)  # rows that keep fewer slots than others end in -1
+        return kept, {name: values.gather(2, there) for name, values in of_slots.items()}
 
     def _view(self, k: Tensor, v: Tensor, table: Tensor) -> View:
         """Return the rule's input: the pages, or a copy of their rows if the rule does not support pages."""
@@ -203,7 +218,7 @@ class Due(NamedTuple):
 
 @dataclass
 class Step:
-    """The work after a step's attention. Each layer runs the same."""
+    """The work after a step's attention."""
 
     plan: Plan
     look: Look | None  # what the step's queries do: stored for later steps, or used for scores
@@ -255,10 +270,17 @@ class Step:
             evictions = [Eviction.of(plan, due, *tables, own) for own in alike.values()]
         return cls(plan, look, evictions) if look or evictions else None
 
-    def run(
-        self, memory: Remembered, query: Tensor, layout: Layout, place: tuple[int, int], logits: Mapping[str, Any]
-    ) -> None:
-        """Run the step's work in one layer. The arguments are those of `Look` and `Eviction.run`."""
-        observing = None if self.look is None else self.look(memory, query, layout.keys, logits)
+    def run(self, layers: Sequence[Layer], query: Tensor | None = None) -> None:
+        """Run the step's work in some layers, of one shape and dtype.
+
+        Args:
+            layers: the layers. A step whose queries observe takes one.
+            query: [tokens, Hq, d], the queries of that layer.
+        """
+        observing = None
+        if self.look is not None:
+            (layer,) = layers
+            assert query is not None
+            observing = self.look(layer.memory, query, layer.layout.keys, layer.logits)
         for eviction in self.evictions:
-            eviction.run(layout, memory, place, observing, logits)
+            eviction.run(layers, observing)

@@ -2,7 +2,13 @@
 
 Three mixins hold the code that all of vLLM's backends share: `EvictingBuilder`, `EvictingImpl` and `EvictingBackend`.
 The modules `cpu_attn`, `flash_attn` and `flashinfer` combine them with vLLM's own classes. `steps` has the work that
-follows the attention.
+follows the attention. There are two times for it:
+
+```text
+between steps       rules that read keys and values alone: as the next step's metadata is built, before it writes. The
+                    attention is vLLM's, so that CUDA graphs can hold it.
+after attention     rules that queries observe, in each layer: only there are the queries at hand
+```
 """
 
 from __future__ import annotations
@@ -23,7 +29,14 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    is_quantized_kv_cache,
+)
 
 from ..cache.queries import Batch, Observer, Remembered, observer, on
 from ..methods.base import Policy
@@ -34,7 +47,7 @@ from .plan import Plan, why_not_shared
 from .prompts import Prompts
 from .rings import RequestRings
 from .scheduler import EvictingSpec, plan_of
-from .steps import Held, Step
+from .steps import Held, Layer, Step
 
 
 class EvictingBuilder(AttentionMetadataBuilder):
@@ -48,6 +61,7 @@ class EvictingBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.plan: Plan | None = None
         self._observer: Observer | None = None
+        self._due: Step | None = None  # the last step, if it is still to evict
         if isinstance(kv_cache_spec, EvictingSpec):
             self.check_group()
             self.plan = plan_of(kv_cache_spec)
@@ -61,12 +75,18 @@ class EvictingBuilder(AttentionMetadataBuilder):
             requests = max(scheduler.max_num_seqs, scheduler.max_num_active_seqs or 0)
             # One more for rows without a request, which only runs without requests have.
             self._observer = observer(self.plan.policy, self.plan.block_size, RequestRings(requests + 1, device))
+            self._between = between_steps(vllm_config)
+            # Tables and lengths lie at the same addresses in each step, which CUDA graphs read.
+            self._lengths = torch.zeros(requests, dtype=torch.int32, device=device)
+            self._table: Tensor | None = None  # allocated when the first step shows its width
         elif isinstance(kv_cache_spec, FullAttentionSpec):  # one group for layers with and without a sliding window
             refuse("disable_hybrid_kv_cache_manager", "False for a model with sliding-window layers", True)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """Return NEVER, since only some steps evict. vLLM then captures only the parts between attentions."""
+        """Return NEVER if layers evict after their attention. vLLM then captures only the parts between attentions."""
+        if between_steps(vllm_config):
+            return super().get_cudagraph_support(vllm_config, kv_cache_spec)
         return AttentionCGSupport.NEVER
 
     def check_group(self) -> None:
@@ -83,30 +103,52 @@ class EvictingBuilder(AttentionMetadataBuilder):
     ) -> Any:
         if self.plan is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self._due is not None:  # before this step's tokens are written
+            due, self._due = self._due, None
+            self._evict(due)
         m = common_attn_metadata
         # The upper bound is exact without speculative decoding, which _check_config rejects.
         starts, after = m.query_start_loc_cpu.long(), m.seq_lens_cpu_upper_bound.long()
         prompts, requests = self._prompts.of(m)
         batch = Batch(m.block_table_tensor, starts[:-1], after - starts.diff(), after, requests)
         held = Held.of(self.plan, batch, prompts)
+        table, lengths = self._buffers(m.block_table_tensor, held)
         if held.slots is not None:
             # The layers write this step's keys and values where this buffer says. vLLM fills it anew for each step.
             m.slot_mapping[: len(held.slots)] = held.slots
-            lengths = held.lengths.to(m.seq_lens.dtype)
-            common_attn_metadata = m.replace(
-                block_table_tensor=held.table,
-                seq_lens=on(held.table.device, lengths),
-                max_seq_len=int(lengths.max()),
-                seq_lens_cpu_upper_bound=lengths,
-                _num_computed_tokens_cache=None,
-            )
+        common_attn_metadata = m.replace(
+            block_table_tensor=table,
+            seq_lens=lengths,
+            max_seq_len=m.max_seq_len if held.slots is None else int(held.lengths.max()),
+            seq_lens_cpu_upper_bound=held.lengths.int(),
+            _num_computed_tokens_cache=None,
+        )
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        metadata.step = Step.of(self.plan, self._observer, held, batch, prompts)
+        step = Step.of(self.plan, self._observer, held, batch, prompts)
+        metadata.step, self._due = (None, step) if self._between else (step, None)
         return metadata
+
+    def _buffers(self, table: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+        """Return the table and the lengths of what is held, in the builder's buffers. table: the engine's."""
+        assert self.plan is not None
+        rows, width = len(held.lengths), -(-int(held.lengths.max()) // self.plan.block_size)
+        if self._table is None:
+            self._table = table.new_zeros(len(self._lengths), table.shape[1])
+        self._table[:rows, :width] = held.table[:, :width]
+        self._lengths[:rows] = on(self._lengths.device, held.lengths.int())
+        return self._table[:rows], self._lengths[:rows]
+
+    def _evict(self, step: Step) -> None:
+        """Run the evictions of an earlier step in all layers."""
+        found = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, self.layer_names).values()
+        layers = [x.impl.of(step.plan, x, x.kv_cache) for x in found]
+        # One launch moves the rows of all layers. Those that are converted for it come one by one, for want of memory.
+        for some in [layers] if all(isinstance(x.layout, Rows) for x in layers) else [[x] for x in layers]:
+            step.run(some)
 
 
 class EvictingImpl(AttentionImpl):
-    """Runs attention, then the evictions of the step."""
+    """Runs vLLM's attention, then the evictions that follow it."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -143,14 +185,18 @@ class EvictingImpl(AttentionImpl):
         )
         step: Step | None = getattr(attn_metadata, "step", None)
         if step is not None:
-            place, memory = (extract_layer_index(layer.layer_name), self._num_layers), self.memory(step, kv_cache)
-            step.run(memory, query, self.layout(layer, kv_cache), place, self._logits(step.plan.policy))
+            step.run([self.of(step.plan, layer, kv_cache)], query)
         return out
 
-    def memory(self, step: Step, kv_cache: Tensor) -> Remembered:
+    def of(self, plan: Plan, layer: Any, kv_cache: Tensor) -> Layer:
+        """Return the layer as its evictions need it."""
+        place = extract_layer_index(layer.layer_name), self._num_layers
+        return Layer(self.layout(layer, kv_cache), self.memory(plan, kv_cache), place, self._logits(plan.policy))
+
+    def memory(self, plan: Plan, kv_cache: Tensor) -> Remembered:
         """Return what the layer remembers besides its cache."""
         if self._memory is None or self._memory.num_blocks != len(kv_cache):
-            self._memory = Remembered(kv_cache.shape[:3], step.plan.kinds, kv_cache.device)
+            self._memory = Remembered(kv_cache.shape[:3], plan.kinds, kv_cache.device)
         return self._memory
 
     def _logits(self, rule: Policy) -> dict[str, Any]:
@@ -182,6 +228,19 @@ class EvictingBackend(AttentionBackend):
             return spec
         own = {x.name: getattr(spec, x.name) for x in fields(spec)}
         return EvictingSpec(**own, **cls.limits._asdict())
+
+
+def between_steps(config: VllmConfig) -> bool:
+    """Return whether layers evict between steps. Otherwise each evicts after its attention.
+
+    vLLM zeroes the new blocks of some models before it builds a step's metadata. The last evictions have just freed
+    some of these.
+    """
+    schedule = plugin.schedule()
+    assert schedule is not None
+    specs = [x.get_kv_cache_spec(config) for x in get_layers_from_vllm_config(config, AttentionLayerBase).values()]
+    groups = [KVCacheGroupSpec([], spec) for spec in specs if spec is not None]
+    return not schedule.policy.uses_queries and not KVCacheConfig(0, [], groups).needs_kv_cache_zeroing
 
 
 def refuse(setting: str, expected: object, got: object) -> NoReturn:
