@@ -593,7 +593,12 @@ assert found and all(x.__name__ == "Prompts" and issubclass(x, LogitsProcessor) 
     assert run.returncode == 0, run.stderr
 
 
-def test_the_v2_runner(monkeypatch):
+@pytest.mark.parametrize(
+    "spec, policy",
+    [("keydiff:budget=100", kvops.KeyDiff(100)), ("snapkv:budget=100,window=48", kvops.SnapKV(100, 48))],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_v2_runner(monkeypatch, spec, policy):
     """This runner needs Triton, which the CPU build lacks. Here the V1 runner's engine passes what the V2 runner would:
     its logits processors see requests' states, and each row of a step names its request's place among them."""
     import numpy as np
@@ -601,27 +606,33 @@ def test_the_v2_runner(monkeypatch):
     from kvops.vllm.prompts import Prompts
     from kvops.vllm.worker import EvictingBuilder
 
-    prompts = [prompt(12345678, 0, 500 + i) for i in (0, 9)]
-    texts = [reference(kvops.KeyDiff(100), ids, 40) for ids in prompts]
-    build, seen = EvictingBuilder.build, []
+    prompts = [prompt(12345678, 0, 500), prompt(12345678, 0, 509), prompt(87654321, 40, 500)]
+    texts = [reference(policy, ids, 40) for ids in prompts]
+    build, seen, places, lengths = EvictingBuilder.build, [], {}, np.zeros(8, dtype=np.int32)
 
     def as_v2(self, common_prefix_len, metadata, fast_build=False):
-        places = np.random.default_rng(len(seen)).permutation(8)[: metadata.num_reqs]
-        lengths = np.zeros(8, dtype=np.int32)
-        known, _ = v1.of(metadata)
-        lengths[places] = known
-        states = SimpleNamespace(prompt_len=SimpleNamespace(np=lengths))
-        ours = Prompts(self.vllm_config, states)
-        assert not ours.add_request(0, None) and ours.apply(logits := torch.zeros(1), None) is logits
-        monkeypatch.setattr(self, "_prompts", ours)
+        known, requests = v1.of(metadata)
+        for gone in places.keys() - {id(x) for x in requests}:
+            del places[gone]
+        for request, length in zip(requests, known):
+            if request is not None and id(request) not in places:
+                places[id(request)] = place = max({*range(8)} - {*places.values()})
+                lengths[place] = length
+                assert not v2.add_request(place, None)
+        rows = np.array([places.get(id(x), 0) for x in requests])
+        monkeypatch.setattr(self, "_prompts", v2)
         seen.append(known)
-        return build(self, common_prefix_len, metadata.replace(req_idx=places), fast_build)
+        return build(self, common_prefix_len, metadata.replace(req_idx=rows), fast_build)
 
-    with engine("keydiff:budget=100") as (llm, _):
-        v1 = Prompts.current
+    with engine(spec, enable_prefix_caching=True) as (llm, _):
+        v1, v2 = Prompts.current, Prompts(None, SimpleNamespace(prompt_len=SimpleNamespace(np=lengths)))
+        assert v2.apply(logits := torch.zeros(1), None) is logits
         monkeypatch.setattr(EvictingBuilder, "build", as_v2)
-        assert generate(llm, prompts, 40) == texts
-    assert [500, 509] in seen
+        assert generate(llm, prompts[:1], 40) == texts[:1]
+        outs = run_requests(llm, prompts, 40, lambda: None)
+        assert [list(x.outputs[0].token_ids) for x in outs] == texts
+        assert [x.num_cached_tokens > 300 for x in outs] == [True, True, False]
+    assert [500, 509, 500] in seen
 
 
 @pytest.mark.parametrize("spec, between", [("keydiff:budget=100", True), ("snapkv:budget=100", False)])

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from ..checks import check_choice, check_holds_window, check_in_prompt, check_int, check_lse, check_queries
 from ..ops import Reduce, Score
 from ..window import GROUP_REDUCES, Pool, Pooling, causal_limits, outside_prefix, summed_scores
-from .base import BudgetPolicy, Compressed, LayerSpans, View
+from .base import BudgetPolicy, Compressed, DecodePolicy, LayerSpans, View
 from .budgets import Budget, most_tokens
 from .calling import one_shot_method
 
@@ -241,6 +241,50 @@ class WindowPolicy(QueryPolicy):
     ) -> dict[str, Any]:
         """An observation window of 32 tokens, or half the budget if that is less."""
         return {"budget": budget, "window": max(1, min(32, budget // 2))}
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedPolicy(DecodePolicy, QueryPolicy):
+    """A policy that evicts in decode too, each time by the last `window` queries.
+
+    A prompt, and each chunk or further turn of at least `window` tokens, is compressed by its own last queries. In
+    decode a cache remembers the queries.
+
+    Attributes:
+        budget: See `BudgetPolicy`. It must hold the window.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`.
+        group_reduce: See `QueryPolicy`.
+        buffer: See `DecodePolicy`.
+        protect: See `DecodePolicy`.
+        window: How many of the last queries observe; their tokens are kept.
+    """
+
+    by_head: ClassVar[bool] = True
+    protects_window: ClassVar[bool] = True
+    reduce: ClassVar[str] = "mean"
+
+    window: int = 8
+
+    def check(self) -> None:
+        check_int(self.name, "window", self.window, 1)
+        super().check()
+
+    @property
+    def remembers(self) -> int:
+        return 0 if self.buffer is None else self.window
+
+    def of_prompt(self, view: View) -> bool:
+        return view.new >= self.window and view.new > 1
+
+    def rows(self, view: View) -> int:
+        return self.window if self.of_prompt(view) and self.full(view, self.room(view)) else 0
+
+    def rows_remembered(self, view: View) -> int:
+        return 0 if self.of_prompt(view) or not self.full(view, self.room(view)) else self.window
+
+    def rows_at(self, n: int, prompt: int) -> int:
+        return self.window
 
 
 def window_rows(q: Tensor) -> int:

@@ -30,12 +30,21 @@ def _signed(x: Any) -> Any:
 RANGE = 1 << 24
 
 
-def random_integers(position: Tensor, seed: int, layer: int) -> Tensor:
-    """Hashes (seed, layer, head, position) to fp32 integers in [0, 2^24). position: int32 [b, Hk, n]."""
+def random_integers(position: Tensor, seed: int, layer: int, draw: Tensor | None = None) -> Tensor:
+    """Hashes (seed, layer, head, draw, position) to fp32 integers in [0, 2^24).
+
+    Args:
+        position: int32 [b, Hk, n].
+        seed: At least 0.
+        layer: At least 0.
+        draw: int32 [b, Hk, 1], for numbers that differ from draw to draw. None: each position has one number.
+    """
     key = 0
     for word in (seed, seed >> 32, layer):
         key = _mix(_signed(key + word + 0x9E3779B9))
     heads = torch.arange(position.shape[1], device=position.device)[:, None]
     keys = _mix(_signed(heads + _signed(key + 0x9E3779B9))).int()  # torch 2.11 compiles range + number in int32
+    if draw is not None:
+        keys = _mix(_mix(draw) ^ keys)
     mixed: Tensor = _mix(_mix(position) ^ keys)
     return (mixed & (RANGE - 1)).float()

@@ -15,15 +15,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_finite, check_int
+from ..checks import check_finite
 from ..ops import Reduce, key_similarity
 from ..window import Pooling, outside_prefix
-from .base import DecodePolicy, View
-from .queries import QueryPolicy
+from .base import View
+from .queries import ObservedPolicy
 
 
 @dataclass(frozen=True, eq=False)
-class RKV(DecodePolicy, QueryPolicy):
+class RKV(ObservedPolicy):
     """R-KV: keeps the tokens that the last queries attend to and that are unlike the others, per head.
 
     ```text
@@ -55,11 +55,6 @@ class RKV(DecodePolicy, QueryPolicy):
 
     uses_positions: ClassVar[bool] = False
 
-    by_head: ClassVar[bool] = True
-    protects_window: ClassVar[bool] = True
-    reduce: ClassVar[str] = "mean"
-
-    window: int = 8
     _: KW_ONLY
     buffer: int | float | None = 128
     group_reduce: Reduce = "max"
@@ -72,7 +67,6 @@ class RKV(DecodePolicy, QueryPolicy):
         return True
 
     def check(self) -> None:
-        check_int(self.name, "window", self.window, 1)
         Pooling(self.kernel_size).check(self.name)
         check_finite(self.name, "mix", self.mix, 0, 1)
         check_finite(self.name, "threshold", self.threshold, 0)
@@ -84,22 +78,6 @@ class RKV(DecodePolicy, QueryPolicy):
     ) -> dict[str, Any]:
         """The buffer of the paper, and a window of 8 tokens, or half the budget if that is less."""
         return {"budget": budget, "window": max(1, min(8, budget // 2))}
-
-    @property
-    def remembers(self) -> int:
-        return 0 if self.buffer is None else self.window
-
-    def of_prompt(self, view: View) -> bool:
-        return view.new >= self.window and view.new > 1
-
-    def rows(self, view: View) -> int:
-        return self.window if self.of_prompt(view) and self.full(view, self.room(view)) else 0
-
-    def rows_remembered(self, view: View) -> int:
-        return 0 if self.of_prompt(view) or not self.full(view, self.room(view)) else self.window
-
-    def rows_at(self, n: int, prompt: int) -> int:
-        return self.window
 
     def scores(self, view: View) -> Tensor:
         importance = view.seen_by_queries

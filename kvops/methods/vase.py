@@ -1,0 +1,150 @@
+"""VaSE: eviction in decode that keeps the largest values and draws the other tokens.
+
+A few values are far larger than the rest, and a reasoning model that loses them falls into loops. Of the other tokens a
+model needs a varied sample rather than the best by one score.
+
+Source: "Value-Aware Stochastic KV Cache Eviction for Reasoning Models", Chang et al., 2026, and the released code.
+Decisions: docs/methods/vase.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import check_int, check_recent, shown
+from ..ops import select_topk
+from ..window import Pool, Pooling, outside_prefix
+from .base import View
+from .budgets import fraction_of, most_tokens
+from .queries import ObservedPolicy
+from .random_numbers import RANGE, random_integers
+from .select import readable_keys
+
+#: Added to the scores of the largest values. All others lie between the logarithm of the least float and 18.
+_KEPT = 1e4
+
+
+@dataclass(frozen=True, eq=False)
+class VaSE(ObservedPolicy):
+    """VaSE (its variant AttnV): keeps the largest values, and draws the other tokens by their attention, per head.
+
+    ```text
+    a[i, j]  = softmax over j of scale * q_i . k_j         the last w queries, each over the keys up to its own
+    p[j]     = mean over the kernel_size slots around j of the mean over the group's query heads and i of a[i, j]
+    range[j] = max over the channels of v_j - min over the channels of v_j
+    ```
+
+    The w newest tokens, the sinks and the tokens of the largest ranges are kept. The rest of the budget is drawn without
+    replacement, with probabilities proportional to p, anew at each eviction: the highest log p[j] + g[j], with
+    independent numbers g of the Gumbel distribution, are such a draw. They are hashes of (seed, layer, head, the token's
+    position, the newest token's position), so that a draw depends neither on the device nor on the rest of the batch.
+
+    In decode a cache evicts like `RKV`.
+
+    Attributes:
+        budget: See `BudgetPolicy`. It must hold the sinks, the window and the largest values.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`.
+        group_reduce: See `QueryPolicy`.
+        buffer: See `DecodePolicy`.
+        protect: See `DecodePolicy`.
+        window: How many of the last queries observe; their tokens are kept.
+        kernel_size: The slots over which the attention is pooled; odd. 1 does not pool.
+        pooling: "avg" or "max"; see `WindowPolicy`.
+        largest_values: Tokens of the largest ranges that are kept, besides sinks and window: an int, or a fraction in
+            [0, 1) of the budget (float), which must then be in tokens.
+        seed: The seed of the hash, at least 0.
+
+    Source: VaSE, Chang et al., 2026.
+    """
+
+    window: int = 64
+    _: KW_ONLY
+    sinks: int = 4
+    buffer: int | float | None = 64
+    kernel_size: int = 5
+    pooling: Pool = "avg"
+    largest_values: int | float = 0.25
+    seed: int = 0
+
+    @property
+    def heads_alone(self) -> bool:
+        return False  # a head's numbers depend on its index among the heads of the tensor
+
+    @property
+    def paged(self) -> bool:
+        return False  # the ranges are computed in torch
+
+    @property
+    def pool(self) -> Pooling:
+        return Pooling(self.kernel_size, self.pooling)
+
+    def check(self) -> None:
+        self.pool.check(self.name)
+        check_int(self.name, "seed", self.seed, 0)
+        check_recent(self.name, self.largest_values, "largest_values")
+        if isinstance(self.largest_values, float) and not isinstance(self.budget, int):
+            raise ValueError(
+                f"{self.name}: largest_values as a fraction needs a budget in tokens, an int, got {shown(self.budget)}"
+            )
+        super().check()
+
+    def check_holds(self, keep: int, newest: int) -> None:
+        super().check_holds(keep, newest)
+        if self.sinks + newest + (largest := self.largest(keep)) > keep:
+            raise ValueError(
+                f"{self.name}: budget must hold sinks + window + largest_values, expected at least {self.sinks} + "
+                f"{newest} + {largest} tokens, got {keep}"
+            )
+
+    def in_tokens(self, keep: int) -> dict[str, Any]:
+        return super().in_tokens(keep) | {"largest_values": self.largest(keep)}
+
+    def largest(self, keep: int) -> int:
+        """How many tokens of the largest ranges are among the `keep` kept ones."""
+        return self.largest_values if isinstance(self.largest_values, int) else fraction_of(self.largest_values, keep)
+
+    @classmethod
+    def at_budget(
+        cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The buffer of the released code, and its window of 64 tokens, or a quarter of the budget if that is less."""
+        return {"budget": budget, "window": max(1, min(64, budget // 4))}
+
+    def scores(self, view: View) -> Tensor:
+        observed = view.seen_by_queries
+        outside = outside_prefix(observed, view.window, view.starts, view.end)
+        attention = self.pool(observed, view.heads, outside)
+        drawn = attention.clamp(min=torch.finfo(attention.dtype).tiny).log() + self.gumbel(view)
+        count = self.largest(most_tokens(self.name, self.budget, view.n))
+        starts, lengths = self.behind_sinks(view)
+        if lengths is None:
+            first = 0 if starts is None else starts
+            lengths = torch.zeros(view.rows, dtype=torch.int32, device=view.k.device) + (view.n - first)
+        largest = select_topk(self.ranges(view), k=count, starts=starts, lengths=(lengths - view.window).clamp(min=0))
+        # The last column takes the writes of missing entries.
+        kept = torch.nn.functional.pad(torch.zeros_like(drawn), (0, 1))
+        kept.scatter_(2, torch.where(largest < 0, view.n, largest), _KEPT)
+        return drawn + kept[..., : view.n]
+
+    def ranges(self, view: View) -> Tensor:
+        """The range of each value over its channels: fp32 [b, Hk, n]."""
+        v = readable_keys(self.name, view.v)
+        return (v.amax(-1).float() - v.amin(-1).float()).contiguous()
+
+    def gumbel(self, view: View) -> Tensor:
+        """Independent numbers of the Gumbel distribution: fp32 [b, Hk, n]."""
+        position = view.positions()
+        if view.padding is not None:
+            position = position - view.padding[:, None, None]
+        end = view.end
+        if isinstance(end, Tensor):
+            newest = position.gather(2, (end.long() - 1).clamp(min=0)[:, None, None].expand(-1, position.shape[1], 1))
+        else:
+            newest = position[..., end - 1 : end]
+        uniform = (random_integers(position.int(), self.seed, view.layer or 0, newest.int()) + 0.5) / RANGE
+        return -(-uniform.log()).log()
