@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import check_int, check_recent, check_vector, inference_only, shown
 from ..ops import select_topk
 from .base import DecodePolicy, KeyPolicy, Policy, View
-from .budgets import fraction_of, most_tokens
+from .budgets import budget_tokens, fraction_of
 from .merging import MergingPolicy
 from .random_numbers import RANGE, random_integers
 from .select import all_slots, negative_norms, readable_keys
@@ -162,7 +162,7 @@ class Random(KeyPolicy):
             return scores
         norms = torch.linalg.vector_norm(readable_keys(self.name, view.v), dim=-1, dtype=torch.float32)
         starts, lengths = self.behind_sinks(view)
-        count = self.largest(most_tokens(self.name, self.budget, view.n))
+        count = self.largest(budget_tokens(self.budget, view.n))
         largest = select_topk(norms, k=count, starts=starts, lengths=lengths)
         # The last column takes the writes of missing entries.
         first = torch.nn.functional.pad(torch.zeros_like(scores), (0, 1))
