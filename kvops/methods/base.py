@@ -268,8 +268,9 @@ def one_shot(compress: F) -> F:
             return Compressed(_transposed(kept.k), _transposed(kept.v), kept.indices)
         if torch.compiler.is_compiling():
             return compress(self, *args, **options)
-        if layout is None:
-            self._warn_of_heads(args[0] if args else options.get("k"), options)
+        if layout is None and isinstance(k := args[0] if args else options.get("k"), Tensor) and k.dim() == 4:
+            if k.shape[1] > k.shape[2] > 0 and options.get("block_table") is None:
+                self._warn_of_heads(k, options.get("out") is IN_PLACE)
         try:
             return compress(self, *args, **options)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -522,18 +523,14 @@ class Policy:
             return self.argument + rest[1:]
         return rest if argument in SHARED else f"{op}: {rest}"
 
-    def _warn_of_heads(self, k: Any, options: dict[str, Any]) -> None:
-        """Warns if k appears to be [b, n, Hk, d]. An explicit `layout` silences the warning."""
-        if not isinstance(k, Tensor) or k.dim() != 4 or options.get("block_table") is not None:
-            return
-        if not k.shape[1] > k.shape[2] > 0:
-            return
+    def _warn_of_heads(self, k: Tensor, in_place: bool) -> None:
+        """Warns the caller of the public function that k appears to be [b, n, Hk, d]. `layout` silences this."""
         warnings.warn(
             f"{self.name}: k is read as [b, Hk, n, d] and has more KV heads ({k.shape[1]}) than tokens ({k.shape[2]}); "
             "if it is [b, n, Hk, d], pass layout='bnhd', and if it is right, pass layout='bhnd' to silence this "
             "warning",
             UserWarning,
-            stacklevel=3 + self.of_function + (options.get("out") is IN_PLACE),  # the caller of the public function
+            stacklevel=3 + self.of_function + in_place,
         )
 
     def _compress(self, view: View, out: Out) -> Compressed:

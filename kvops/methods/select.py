@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checks import check_holds, check_rows_hold, check_vector
 from ..ops import select_topk
-from .budgets import Budget, fraction_of, recent_tokens, row_budgets, valid_slots
+from .budgets import Budget, fraction_of, row_budgets, valid_slots
 
 if TYPE_CHECKING:
     from .base import View
@@ -84,7 +84,7 @@ def select_budget(
         check_vector(op, "starts", starts, len(scores), scores)
         check_vector(op, "lengths", lengths, len(scores), scores)
     keep, budgets = row_budgets(op, budget, scores.shape[:2], n, starts, lengths)
-    window = recent_tokens(recent, keep)
+    window = fraction_of(recent, keep) if isinstance(recent, float) else recent
     check_holds(op, keep, sinks, window)
     valid: Any = valid_slots(n, starts, lengths).unsqueeze(1) if padded else n  # int32 [b, 1], or an int
     if share is not None:
