@@ -33,7 +33,7 @@ from .cache import Cache, OutOfPages, PagedCache
 from .flash_attention import attention, attention_backends
 from .ladder import LadderPlan, LadderState, lacache_plan
 from .methods import *  # noqa: F403
-from .methods.shorthands import *  # noqa: F403  (mypy does not see them in methods.__all__)
+from .methods.functions import *  # noqa: F403  (mypy does not see them in methods.__all__)
 from .rope import Rope
 from .version import __version__
 

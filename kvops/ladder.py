@@ -252,13 +252,15 @@ def decode_plan(plan: Sequence[int]) -> LadderPlan:
 
 
 @functools.lru_cache
-def make_ladder(num_layers: int, span: int | None, overlap: int | None, pattern: Pattern) -> Ladder:
+def make_ladder(
+    num_layers: int, span: int | None, overlap: int | None, pattern: Pattern, op: str = "lacache"
+) -> Ladder:
     """Makes a ladder, with the defaults for settings that are None."""
     if span is None:
         span = max(1, round(num_layers / 4))
     if overlap is None:
         overlap = span // 2
-    check_choice("lacache", "pattern", pattern, PATTERNS)
+    check_choice(op, "pattern", pattern, PATTERNS)
     if num_layers >= 1 and 1 <= span <= num_layers and 0 <= overlap < span:
         ladder = Ladder(num_layers, span, overlap, pattern)
         if ladder.freed:
@@ -267,6 +269,6 @@ def make_ladder(num_layers: int, span: int | None, overlap: int | None, pattern:
     valid = list(itertools.islice(every, 9))
     shown = ", ".join(map(str, valid[:8])) + (", ..." if len(valid) > 8 else "")
     raise ValueError(
-        f"lacache: (span, overlap) must free slots of a ladder of {num_layers} layers, expected one of "
+        f"{op}: (span, overlap) must free slots of a ladder of {num_layers} layers, expected one of "
         f"{shown or 'none: the model has too few layers'}; got ({span}, {overlap})"
     )

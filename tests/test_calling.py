@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.variables.user_defined import FrozenDataClassVariable
 
 import kvops
+from kvops.methods import functions
 from kvops.methods.table import table_name
 
 B, HEADS, N, D = 2, 2, 64, 16
@@ -42,6 +43,7 @@ CALLS = {  # name: (whether it takes queries, settings)
     "kvzip": (True, dict(budget=24, k_repeat=torch.ones(B, HEADS, 8, D))),
     "criticalkv": (True, dict(budget=24, w_o=torch.ones(8, 2 * HEADS * D))),
     "rkv": (True, dict(budget=24)),
+    "vase": (True, dict(budget=24)),
     "protokv": (True, dict(budget=24)),
     "satkv": (False, dict(budget=40)),
     "h2o": (True, dict(budget=24)),
@@ -98,7 +100,10 @@ def test_bnhd_of_policies_and_pages(kv, q):
     assert torch.equal(got.indices, want.indices) and torch.equal(got.k.transpose(1, 2), want.k)
 
 
-@pytest.mark.parametrize("call", [kvops.keydiff_compress, kvops.keydiff_compress_, kvops.KeyDiff(0.5).compress])
+@pytest.mark.parametrize(
+    "call",
+    [kvops.keydiff_compress, kvops.keydiff_compress_, kvops.KeyDiff(0.5).compress, kvops.KeyDiff(0.5).compress_],
+)
 def test_more_heads_than_tokens_are_warned_of(call, kv):
     k, v = (x.transpose(1, 2) for x in kv)
     args = () if hasattr(call, "__self__") else (0.5,)
@@ -116,6 +121,19 @@ def test_more_heads_than_tokens_are_warned_of(call, kv):
         call(k[:, :, :0], v[:, :, :0], *args)
     with pytest.raises(ValueError, match=rf"^{name}: layout must be one of 'bhnd', 'bnhd', got 'nhd'"):
         call(k, v, *args, layout="nhd")
+
+
+def test_warnings_of_calls_with_queries_name_the_caller(kv, q):
+    k, v, q = (x.transpose(1, 2) for x in (*kv, q))
+    for call in (
+        lambda: kvops.H2O(0.5).compress(k, v, q[:, :, :1]),
+        lambda: kvops.TOVA(0.5).compress_(k.clone(), v.clone(), q[:, :, :1]),
+        lambda: kvops.snapkv_compress(k, v, q[:, :, :1], 2),
+        lambda: kvops.snapkv_compress_(k.clone(), v.clone(), q[:, :, :1], 2),
+    ):
+        with pytest.warns(UserWarning, match="more KV heads") as w:
+            call()
+        assert len(w) == 1 and w[0].filename == __file__
 
 
 def test_layout_in_a_compiled_call(kv):
@@ -159,6 +177,7 @@ def test_settings_are_passed_in_the_order_of_all_fields_or_by_name(name, kv, q, 
 
         return __init__
 
+    functions._remembered.cache_clear()
     created, policies = [], [kvops.Policy]
     for policy in policies:
         policies += policy.__subclasses__()

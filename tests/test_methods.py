@@ -472,34 +472,6 @@ def test_random_is_fair_and_reproducible():
     assert np.abs(kept[:-1] @ kept[1:] / len(sets) ** 2 / 250 - 1) < 0.1  # neighbors independent
 
 
-@pytest.mark.parametrize("sinks", [0, 3])
-def test_random_keeps_the_largest_values(sinks):
-    """Of each head's valid tokens behind the sinks, those of the largest norms always stay, and a sample of others."""
-    k, v = kit.kv(2, 3, 60, 16)
-    v[:, 1, 7] = torch.nan
-    spans = dict(starts=kit.int32(0, 11), lengths=kit.int32(60, 40))
-    policy = kvops.Random(20, seed=3, sinks=sinks, largest_values=0.25)
-    kept = policy.compress(k, v, **spans).indices
-    norms = v.norm(dim=-1).nan_to_num(-1.0)
-    for row, (start, length) in enumerate(zip(*(x.tolist() for x in spans.values()))):
-        first = start + sinks
-        for head in range(3):
-            slots = set(kept[row, head].tolist())
-            largest = norms[row, head, first : start + length].topk(5).indices + first
-            assert {*largest.tolist(), *range(start, first)} <= slots and len(slots) == 20
-    others = kvops.Random(20, seed=4, sinks=sinks, largest_values=5).compress(k, v, **spans).indices
-    assert not torch.equal(kept, others)
-    short = policy.compress(k, v, lengths=kit.int32(2, 60)).indices  # fewer tokens than are asked for
-    assert short[0, :, :2].tolist() == [[0, 1]] * 3 and (short[0, :, 2:] == -1).all()
-
-
-def test_the_largest_values_fit_the_budget():
-    with kit.refuses("Random: budget must hold sinks .* largest_values", "at least 2 .* 3 .* 16 tokens, got 20"):
-        kvops.Random(20, sinks=2, recent=3, largest_values=16)
-    with kit.refuses("Random: largest_values as a fraction needs a budget in tokens", "got 0.5"):
-        kvops.Random(0.5, largest_values=0.25)
-
-
 # In place, out=, and errors
 
 ALL = [

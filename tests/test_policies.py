@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops.methods.base import LayerSpans, View
-from kvops.methods.queries import QueryCall
+from kvops.methods.base import View
 from kvops.methods.table import ENTRY_POINTS, FAMILIES
 from test_protokv import best_clusters
 
@@ -52,6 +51,7 @@ SETTINGS = {
     kvops.SnapKV: dict(budget=20, window=4, kernel_size=3),
     kvops.CriticalKV: dict(budget=20, window=4, w_o=torch.ones(24, 4 * 8).cumsum(0)),
     kvops.RKV: dict(budget=20, window=4, buffer=5),
+    kvops.VaSE: dict(budget=20, window=4, buffer=5),
     kvops.PyramidKV: dict(budget=20, window=4, group_reduce="max"),
     kvops.ChunkKV: dict(budget=20, window=4, chunk=5),
     kvops.DefensiveKV: dict(budget=20, window=4, kernel_size=3),
@@ -81,7 +81,7 @@ def own_fields(cls):
     return [name for name in vars(cls).get("__annotations__", {}) if name in {x.name for x in fields(cls)}]
 
 
-def shorthand(cls):
+def function_of(cls):
     return getattr(kvops, f"{cls.__name__.lower()}_compress", None)
 
 
@@ -127,7 +127,7 @@ def test_every_room(name):
     assert page.is_file(), f"{cls.__name__} has no {page}"
     assert f"kvops.{cls.__name__}" in page.read_text(), f"{page} does not name the policy"
     assert f"(docs/methods/{page.name})" in (ROOT / "README.md").read_text(), f"README.md lacks {cls.__name__}"
-    assert shorthand(cls) is not None, f"{cls.__name__} has no shorthand"
+    assert function_of(cls) is not None, f"{cls.__name__} has no function"
 
 
 def code_lines(cls) -> int:
@@ -149,42 +149,37 @@ def test_a_policy_is_a_small_frozen_dataclass_that_says_what_its_settings_are(cl
     assert not missing, f"the docstring of {cls.__name__} says nothing of {missing}"
 
 
-# Shorthands
-
-RENAMED = {"L": "lag", "r": "ratio"}
-#: Not options of a shorthand: its window is the number of query rows; the others concern only caches, or all methods.
-NOT_IN_SHORTHANDS = {
-    "window", "refresh", "buffer", "alpha", "steps", "template", "stage1", "stage1_budget",
-    "positions", "head_mode", "sinks", "recent", "protect", "previous", "instruction", "next_instruction",
-}  # fmt: skip
+# Functions
 
 
-@pytest.mark.parametrize("cls", [x for x in SETTINGS if shorthand(x)], ids=lambda x: x.__name__)
-def test_a_shorthands_settings_are_the_policys(cls):
-    settings = {x.name: x.default for x in fields(cls)}
-    of_call = {*inspect.signature(cls.compress).parameters, *QueryCall.__annotations__, *LayerSpans.__annotations__}
-    of_call |= {"starts", "lengths", "fill_invalid", "out"}
-    found = {}
-    for name, x in inspect.signature(shorthand(cls)).parameters.items():
-        name = RENAMED.get(name, name)
-        if name in settings:
-            found[name] = dataclasses.MISSING if x.default is x.empty else x.default
-        else:
-            assert name in of_call, f"{name} is neither a setting of {cls.__name__} nor an argument of compress"
-    assert found == {name: settings[name] for name in found}
-    one_way = {"group_reduce"} if cls is kvops.TOVA else {*()}  # always the mean over all query heads
-    assert not {*settings} - {*found} - NOT_IN_SHORTHANDS - one_way
+@pytest.mark.parametrize("cls", [x for x in SETTINGS if function_of(x)], ids=lambda x: x.__name__)
+def test_a_functions_arguments_are_the_settings_and_those_of_compress(cls):
+    parameters = dict(inspect.signature(function_of(cls)).parameters)
+    call = list(inspect.signature(cls.compress).parameters.values())[1:]
+    names = [cls.function_names.get(x.name, x.name) for x in fields(cls)]
+    assert sorted(parameters) == sorted([*names, *(x.name for x in call)])
+    positional = [x for x, y in zip(names, fields(cls)) if not y.kw_only]
+    assert [x for x in parameters if parameters[x].kind == inspect.Parameter.POSITIONAL_OR_KEYWORD] == [
+        *(x.name for x in call if x.kind == x.POSITIONAL_OR_KEYWORD),
+        *positional,
+    ]
+    for name, setting in zip(names, fields(cls)):
+        default = inspect.Parameter.empty if setting.default is dataclasses.MISSING else setting.default
+        if name == "window" and "q_window" in parameters:
+            default = None  # the rows of q_window
+        assert parameters[name].default == default
+        assert (parameters[name].kind == inspect.Parameter.KEYWORD_ONLY) == setting.kw_only
+    for x in call:
+        assert (parameters[x.name].kind, parameters[x.name].default) == (x.kind, x.default)
     if issubclass(cls, kvops.QueryPolicy):  # the queries have the same name everywhere
-        queries = list(inspect.signature(cls.compress).parameters)[3]
-        assert list(inspect.signature(shorthand(cls)).parameters)[2] == queries
-        assert queries == ("q_lookahead" if cls is kvops.LAQ else cls.argument)
-    twin = getattr(kvops, f"{shorthand(cls).__name__}_")
-    expected = [x for x in inspect.signature(shorthand(cls)).parameters.values() if x.name != "out"]
+        assert list(parameters)[2] == call[2].name == cls.argument
+    twin = getattr(kvops, f"{function_of(cls).__name__}_")
+    expected = [x for x in parameters.values() if x.name != "out"]
     assert list(inspect.signature(twin).parameters.values()) == expected
 
 
 @every_policy
-def test_one_call_is_the_shorthand_and_the_same_in_place(policy):
+def test_one_call_is_the_function_and_the_same_in_place(policy):
     q, k, v = inputs()
     queries, options = call_of(policy, q)
     want = policy.compress(k, v, *queries, **options)
@@ -192,9 +187,8 @@ def test_one_call_is_the_shorthand_and_the_same_in_place(policy):
     slots = want.indices.unsqueeze(-1)
     assert kit.same((want.k, want.v), [x.gather(2, slots.expand(*slots.shape[:3], x.shape[3])) for x in (k, v)])
     calls = [policy.compress_]
-    if function := shorthand(type(policy)):
-        names = [x for x in inspect.signature(function).parameters if hasattr(policy, RENAMED.get(x, x))]
-        settings = {x: getattr(policy, RENAMED.get(x, x)) for x in names}
+    if function := function_of(type(policy)):
+        settings = {policy.function_names.get(x.name, x.name): getattr(policy, x.name) for x in fields(policy)}
         assert kit.same(function(k, v, *queries, **settings, **options), want)
         in_place = getattr(kvops, function.__name__ + "_")
         calls.append(lambda *args, **rest: in_place(*args, **settings, **rest))

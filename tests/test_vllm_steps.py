@@ -27,6 +27,7 @@ POLICIES = [
     kvops.L2(100, skip_layers=()),
     kvops.SnapKV(123, 8),
     kvops.RKV(100, 8, buffer=20),
+    kvops.VaSE(100, 8, buffer=20),
     kvops.ProtoKV(100, window=8, alpha=16, buffer=20),
     kvops.TOVA(100, head_mode="per_head"),
     kvops.H2O(110),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import _lib, ops
 from ..commands import Parser
-from ..methods.shorthands import keydiff_compress_
+from ..methods.functions import keydiff_compress_
 from .columns import aligned
 from .measure import Contender, in_turns
 from .record import Refused, check_target, origin, write

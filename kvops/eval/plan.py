@@ -97,7 +97,7 @@ class Plan:
                 for batch in range(-(-self.prompts // self.batch_size(task))):
                     for point in (x for x in task.points if x in self.points or x not in POINTS):
                         for rule in self.rules:
-                            sizes = [budget_tokens("budget", x, context) for x in self.budgets]
+                            sizes = [budget_tokens(x, context) for x in self.budgets]
                             for size in sizes if rule.budgeted else [None]:
                                 found[Cell(spec, context, point, rule.label, size, batch)] = rule
         return found

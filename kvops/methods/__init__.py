@@ -1,12 +1,13 @@
 """The eviction methods: policies, one-shot functions, and the table of all methods."""
 
-from . import shorthands
+from . import functions
 from .base import BudgetPolicy, Compressed, DecodePolicy, KeyPolicy, Policy, View
 from .baselines import L2, Full, Random, StreamingLLM
 from .budgets import entropy_budgets, head_budgets
 from .criticalkv import CriticalKV
 from .defensivekv import DefensiveKV
 from .expected_attention import ExpectedAttention
+from .functions import *  # noqa: F403
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
 from .kvzip import KVzip
@@ -15,15 +16,15 @@ from .lagkv import LagKV
 from .laq import LAQ
 from .merging import MergingPolicy
 from .protokv import SATKV, ProtoKV, lsh_projection
-from .queries import QueryPolicy, WindowPolicy
+from .queries import ObservedPolicy, QueryPolicy, WindowPolicy
 from .recall_metric import recall
 from .rkv import RKV
-from .shorthands import *  # noqa: F403
 from .slots import SlotPolicy
 from .snapkv import ChunkKV, PyramidKV, SnapKV, pyramidkv_budgets
 from .statistics import CalibratedPolicy, QueryStatistics, trig_centers
 from .table import METHODS, policy
 from .triattention import TriAttention
+from .vase import VaSE
 
 __all__ = [
     "METHODS",
@@ -45,6 +46,7 @@ __all__ = [
     "LAQ",
     "LaCache",
     "LagKV",
+    "ObservedPolicy",
     "Policy",
     "ProtoKV",
     "PyramidKV",
@@ -58,6 +60,7 @@ __all__ = [
     "StreamingLLM",
     "TOVA",
     "TriAttention",
+    "VaSE",
     "View",
     "WindowPolicy",
     "entropy_budgets",
@@ -69,4 +72,4 @@ __all__ = [
     "recall",
     "trig_centers",
 ]
-__all__ += shorthands.__all__
+__all__ += functions.__all__

@@ -17,15 +17,20 @@ class ValueNorm(kvops.KeyPolicy):                        # inherits budget, sink
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, Field, dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, Unpack
 
+from .. import ops
 from ..checks import (
     PLAIN,
+    check_budget,
     check_buffer,
     check_choice,
     check_head_budgets,
@@ -40,12 +45,13 @@ from ..checks import (
 from ..ops import compact_kv_, gather_kv
 from ..rope import Rope
 from .budgets import Budget, budget_tokens, fraction_of, head_budgets, recent_tokens, valid_slots
-from .calling import Layout, one_shot_method
 from .select import all_slots, select_budget, shared_scores
 
+Layout = Literal["bhnd", "bnhd"]
 HeadMode = Literal["per_head", "shared", "adaptive"]
 Positions = Literal["slots", "original"]
 Protect = Literal["prompt"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 HEAD_MODES: tuple[HeadMode, ...] = get_args(HeadMode)
 POSITIONS: tuple[Positions, ...] = get_args(Positions)
 PROTECTS: tuple[Protect, ...] = get_args(Protect)
@@ -169,7 +175,7 @@ class View:
 
     def __post_init__(self) -> None:
         if self.seen < 0:
-            self.seen = self.new = self.n
+            self.seen = self.new = self.k.shape[2] if self.block_table is None else self.n
             self.padding = self.starts
 
     @property
@@ -240,6 +246,49 @@ class View:
         return new if self.kept is None else torch.cat((self.kept, new), 2)
 
 
+#: The arguments that have a head and a token dim; `out` is a pair of such tensors.
+TRANSPOSED = frozenset(("k", "v", "q", "q_window", "q_last", "q_lookahead", "q_repeat", "k_repeat", "out"))
+#: What policies call by their own names, and the arguments that they pass on to them by the same name.
+INNER = frozenset((*ops.__all__, "head_budgets", "lacache_plan"))
+SHARED = frozenset(("k", "v", "starts", "lengths", "block_table", "out", "lse", "scale", "softcap", "sink_logits"))
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def one_shot(compress: F) -> F:
+    """Decorates a policy's `compress`: adds `layout`, and says errors of operators in the words of the call."""
+
+    @functools.wraps(compress)
+    def call(self: Any, *args: Any, layout: str | None = None, **options: Any) -> Any:
+        if layout is not None:
+            check_choice(self.name, "layout", layout, LAYOUTS)
+        if layout == "bnhd":
+            options = {key: _transposed(x) if key in TRANSPOSED else x for key, x in options.items()}
+            kept = call(self, *map(_transposed, args), layout="bhnd", **options)
+            return Compressed(_transposed(kept.k), _transposed(kept.v), kept.indices)
+        if torch.compiler.is_compiling():
+            return compress(self, *args, **options)
+        if layout is None and isinstance(k := args[0] if args else options.get("k"), Tensor) and k.dim() == 4:
+            if k.shape[1] > k.shape[2] > 0 and options.get("block_table") is None:
+                self._warn_of_heads(k, options.get("out") is IN_PLACE)
+        try:
+            return compress(self, *args, **options)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            op, _, rest = str(error).partition(": ")
+            if op in INNER:
+                error.args = (f"{self.name}: {self._in_its_words(op, rest)}",)
+            raise
+
+    return cast(F, call)
+
+
+def _transposed(x: Any) -> Any:
+    """A view with dims 1 and 2 swapped; of a pair, of each."""
+    if isinstance(x, Tensor):
+        return x.transpose(1, 2) if x.dim() == 4 else x
+    return tuple(map(_transposed, x)) if isinstance(x, (tuple, list)) else x
+
+
 class Policy:
     """The base of all policies: settings and one rule.
 
@@ -247,6 +296,14 @@ class Policy:
     such as numpy's, become ints and floats.
     """
 
+    #: The policy's name in errors.
+    name: ClassVar[str] = "Policy"
+    #: A function such as `kvops.keydiff_compress` made the policy for one call; `name` is then the function's.
+    of_function: ClassVar[bool] = False
+    #: The settings that have other names in the policy's function.
+    function_names: ClassVar[Mapping[str, str]] = {}
+    #: The name of the queries in `compress` and in errors; empty if there are none.
+    argument: ClassVar[str] = ""
     #: The settings that decide how many tokens are kept. If all of them are given, `at_budget` has nothing to choose.
     budget_settings: ClassVar[tuple[str, ...]] = ("budget",)
     #: Every row of a padded batch keeps the same number of slots (padding is evicted first).
@@ -271,6 +328,7 @@ class Policy:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls.name = cls.__name__
         cls.uses_positions = cls.__dict__.get("uses_positions", True)
 
     def __post_init__(self) -> None:
@@ -279,11 +337,6 @@ class Policy:
             if not isinstance(value, PLAIN):
                 object.__setattr__(self, setting.name, plain(value))
         self.check()
-
-    @property
-    def name(self) -> str:
-        """The policy's name in errors."""
-        return type(self).__name__
 
     @property
     def uniform_layers(self) -> bool:
@@ -378,7 +431,7 @@ class Policy:
             return compact_kv_(view.k, view.v, indices, block_table=view.block_table)
         return gather_kv(view.k, view.v, indices, block_table=view.block_table, out=out)
 
-    @one_shot_method
+    @one_shot
     def compress(self, k: Tensor, v: Tensor, **call: Unpack[LayerSpans]) -> Compressed:
         """Apply the rule once to a whole cache.
 
@@ -404,7 +457,7 @@ class Policy:
             (k, v, indices), with k and v views of the first m slots.
         """
         if "out" in options:
-            raise TypeError(f"{self.name}.compress_() got an unexpected keyword argument 'out'")
+            self._refuse("compress_", "out")
         return self.compress(*args, **options, out=IN_PLACE)
 
     def _view(
@@ -423,7 +476,12 @@ class Policy:
     ) -> tuple[View, Out]:
         """The arguments of one call as a `View`. Checks only what the operators do not check."""
         for argument in unknown:
-            raise TypeError(f"{self.name}.compress() got an unexpected keyword argument {argument!r}")
+            self._refuse("compress", argument)
+        if self.protect is not None:
+            raise ValueError(
+                f"{self.name}: a one-shot call cannot tell the prompt from the tokens after it, expected protect=None, "
+                f"got {self.protect!r}; use a cache, or sinks= and a budget that holds them"
+            )
         check_rank(self.name, k)
         if not (out is None or out is IN_PLACE or (isinstance(out, (tuple, list)) and len(out) == 2)):
             raise TypeError(f"{self.name}: out must be a pair of tensors (k_out, v_out), got {type(out).__name__}")
@@ -453,6 +511,27 @@ class Policy:
             raise ValueError(f"{self.name}: with a block_table, lengths must be torch.int32 [b], got None")
         if fill_invalid:
             raise ValueError(f"{self.name}: with a block_table, fill_invalid must be False, got True")
+
+    def _refuse(self, method: str, argument: str) -> NoReturn:
+        called = self.name if self.of_function else f"{self.name}.{method}"
+        raise TypeError(f"{called}() got an unexpected keyword argument {argument!r}")
+
+    def _in_its_words(self, op: str, rest: str) -> str:
+        """The message `op: rest` of an operator to the caller of `compress`, who may not know the operator."""
+        argument = rest.partition(" ")[0].partition("[")[0]
+        if argument == "q" and self.argument:
+            return self.argument + rest[1:]
+        return rest if argument in SHARED else f"{op}: {rest}"
+
+    def _warn_of_heads(self, k: Tensor, in_place: bool) -> None:
+        """Warns the caller of the public function that k appears to be [b, n, Hk, d]. `layout` silences this."""
+        warnings.warn(
+            f"{self.name}: k is read as [b, Hk, n, d] and has more KV heads ({k.shape[1]}) than tokens ({k.shape[2]}); "
+            "if it is [b, n, Hk, d], pass layout='bnhd', and if it is right, pass layout='bhnd' to silence this "
+            "warning",
+            UserWarning,
+            stacklevel=3 + self.of_function + in_place,
+        )
 
     def _compress(self, view: View, out: Out) -> Compressed:
         indices = all_slots(view) if self.whole(view) else self.select(view)
@@ -539,7 +618,8 @@ class BudgetPolicy(Policy):
                     f"{self.name}: a budget per head needs head_mode='per_head', got head_mode={self.head_mode!r}"
                 )
             return
-        keep = budget_tokens(self.name, self.budget, 1)
+        check_budget(self.name, self.budget)
+        keep = budget_tokens(self.budget, 1)
         newest = self.newest(keep)
         if isinstance(self.budget, int):
             self.check_holds(keep, newest)
@@ -585,7 +665,7 @@ class BudgetPolicy(Policy):
 
     def room(self, view: View) -> int:
         """The tokens that a cache keeps: the budget, but at least the tokens that are always kept."""
-        keep = budget_tokens(self.name, self.budget, view.seen)
+        keep = budget_tokens(self.budget, view.seen)
         return max(keep, self.sinks + self.newest(keep))
 
     def select(self, view: View) -> Tensor:
@@ -614,7 +694,7 @@ class BudgetPolicy(Policy):
         return select_budget(
             self.name,
             scores,
-            view.heads,
+            view.k.shape[1],
             budget,
             sinks=self.sinks,
             **view.spans,
@@ -638,7 +718,7 @@ class BudgetPolicy(Policy):
             raise ValueError(
                 f"{self.name}: head_mode='adaptive' with sinks or recent needs a budget in tokens, got {self.budget}"
             )
-        newest = recent_tokens(self.name, recent, self.budget) if isinstance(self.budget, int) else 0
+        newest = recent_tokens(recent, self.budget) if isinstance(self.budget, int) else 0
         starts, lengths = self.behind_sinks(view)
         budget = self.budget
         assert not isinstance(budget, Tensor)  # `check` refuses it
@@ -681,14 +761,6 @@ class DecodePolicy(BudgetPolicy):
                     "keeps all new tokens, got None"
                 )
         super().check()
-
-    def _view(self, k: Tensor, v: Tensor, **call: Any) -> tuple[View, Out]:
-        if self.protect is not None:
-            raise ValueError(
-                f"{self.name}: a one-shot call cannot tell the prompt from the tokens after it, expected protect=None, "
-                f"got {self.protect!r}; use a cache, or sinks= and a budget that holds them"
-            )
-        return super()._view(k, v, **call)
 
     def protecting(self, prompt: int) -> Self:
         """With protect="prompt": the policy whose first tokens, beyond the budget's own, are the prompt."""
@@ -775,7 +847,7 @@ class KeyPolicy(DecodePolicy):
     recent: int | float = 0
 
     def newest(self, keep: int) -> int:
-        return recent_tokens(self.name, self.recent, keep)
+        return recent_tokens(self.recent, keep)
 
     def in_tokens(self, keep: int) -> dict[str, Any]:
         return {"recent": self.newest(keep)}
@@ -795,4 +867,4 @@ class KeyPolicy(DecodePolicy):
 
     def protected(self, view: View) -> int:
         """The newest tokens that a cache always keeps."""
-        return self.newest(budget_tokens(self.name, self.budget, view.seen))
+        return self.newest(budget_tokens(self.budget, view.seen))

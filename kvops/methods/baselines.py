@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..checks import check_int, check_recent, check_vector, inference_only, shown
-from ..ops import select_topk
+from ..checks import check_int, check_vector, inference_only, shown
 from .base import DecodePolicy, KeyPolicy, Policy, View
-from .budgets import fraction_of, most_tokens
 from .merging import MergingPolicy
-from .random_numbers import RANGE, random_integers
-from .select import all_slots, negative_norms, readable_keys
+from .random_numbers import random_integers
+from .select import all_slots, negative_norms
 from .slots import SlotPolicy
 
 
@@ -100,8 +98,6 @@ class Random(KeyPolicy):
     The score of a token is a hash of (seed, layer, head, position). It is the same on every device, in every row of a
     batch, and whether tokens come in one call, in chunks or one by one. Positions count from a row's first valid token.
 
-    With `largest_values` the tokens whose values have the largest L2 norms are kept first, as in VaSE.
-
     Attributes:
         budget: See `BudgetPolicy`.
         sinks: See `BudgetPolicy`.
@@ -110,15 +106,10 @@ class Random(KeyPolicy):
         buffer: See `DecodePolicy`.
         protect: See `DecodePolicy`.
         seed: The seed of the hash, at least 0.
-        largest_values: Tokens with the largest values that are always kept (int), or a fraction in [0, 1) of the budget
-            (float), which must then be in tokens; they count towards the budget. Pages are refused.
-
-    Source of `largest_values`: "Value-Aware Stochastic KV Cache Eviction for Reasoning Models", Chang et al., 2026.
     """
 
     _: KW_ONLY
     seed: int = 0
-    largest_values: int | float = 0
 
     @property
     def heads_alone(self) -> bool:
@@ -126,48 +117,18 @@ class Random(KeyPolicy):
 
     @property
     def paged(self) -> bool:
-        return not self.largest_values  # the norms are computed in torch
-
-    def in_tokens(self, keep: int) -> dict[str, Any]:
-        return super().in_tokens(keep) | {"largest_values": self.largest(keep)}
-
-    def largest(self, keep: int) -> int:
-        """How many tokens with the largest values are always among the `keep` kept ones."""
-        return self.largest_values if isinstance(self.largest_values, int) else fraction_of(self.largest_values, keep)
+        return True
 
     def check(self) -> None:
         check_int(self.name, "seed", self.seed, 0)
-        check_recent(self.name, self.largest_values, "largest_values")
-        if isinstance(self.largest_values, float) and not isinstance(self.budget, int):
-            raise ValueError(
-                f"{self.name}: largest_values as a fraction needs a budget in tokens, an int, got {shown(self.budget)}"
-            )
         super().check()
-
-    def check_holds(self, keep: int, newest: int) -> None:
-        super().check_holds(keep, newest)
-        if self.sinks + newest + (largest := self.largest(keep)) > keep:
-            raise ValueError(
-                f"{self.name}: budget must hold sinks + recent + largest_values, expected at least {self.sinks} + "
-                f"{newest} + {largest} tokens, got {keep}"
-            )
 
     def scores(self, view: View) -> Tensor:
         check_vector(self.name, "starts", view.starts, view.rows, view.k)
         position = view.positions()
         if view.padding is not None:
             position = position - view.padding[:, None, None]
-        scores = random_integers(position.int(), self.seed, view.layer or 0)
-        if not self.largest_values:
-            return scores
-        norms = torch.linalg.vector_norm(readable_keys(self.name, view.v), dim=-1, dtype=torch.float32)
-        starts, lengths = self.behind_sinks(view)
-        count = self.largest(most_tokens(self.name, self.budget, view.n))
-        largest = select_topk(norms, k=count, starts=starts, lengths=lengths)
-        # The last column takes the writes of missing entries.
-        first = torch.nn.functional.pad(torch.zeros_like(scores), (0, 1))
-        first.scatter_(2, torch.where(largest < 0, view.n, largest), float(RANGE))
-        return scores + first[..., : view.n]
+        return random_integers(position.int(), self.seed, view.layer or 0)
 
 
 @dataclass(frozen=True, eq=False)

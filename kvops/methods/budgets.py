@@ -17,7 +17,6 @@ from ..checks import (
     check_head_budgets,
     check_holds_window,
     check_int,
-    check_recent,
     check_rows_hold,
     inference_only,
     plain,
@@ -49,26 +48,19 @@ def fraction_of(fraction: float, n: _N) -> _N:
     return (products + products * 2.0**-51).int()
 
 
-def budget_tokens(op: str, budget: Budget, n: int) -> int:
-    """The tokens to keep of n: an int as it is, a fraction in (0, 1] rounded down (`fraction_of`), at least 1."""
-    check_budget(op, budget)
-    budget = plain(budget)
-    return budget if isinstance(budget, int) else max(1, fraction_of(float(budget), n))
+def budget_tokens(budget: Budget, n: int) -> int:
+    """The tokens to keep of n: an int as it is, a fraction in (0, 1] rounded down (`fraction_of`), at least 1.
+
+    Of a budget per head, the largest.
+    """
+    if isinstance(budget, Tensor):
+        return int(budget.max()) if budget.numel() else 0
+    return max(1, fraction_of(budget, n)) if isinstance(budget, float) else budget
 
 
-def most_tokens(op: str, budget: Budget, n: int) -> int:
-    """`budget_tokens`, or the largest budget of any head."""
-    if not isinstance(budget, Tensor):
-        return budget_tokens(op, budget, n)
-    check_head_budgets(op, budget)
-    return int(budget.max()) if budget.numel() else 0
-
-
-def recent_tokens(op: str, recent: int | float, keep: int) -> int:
+def recent_tokens(recent: int | float, keep: int) -> int:
     """The newest tokens to protect among `keep`: an int as it is, a fraction in [0, 1) rounded down (`fraction_of`)."""
-    check_recent(op, recent)
-    recent = plain(recent)
-    return recent if isinstance(recent, int) else fraction_of(recent, keep)
+    return fraction_of(recent, keep) if isinstance(recent, float) else recent
 
 
 def valid_slots(n: int, starts: Tensor | None, lengths: Tensor | None) -> Tensor:
@@ -86,11 +78,13 @@ def row_budgets(
 
     The second result is int32 [b, 1 or Hk], or None. shape: (b, heads), the rows and heads with scores of their own.
     """
-    keep = most_tokens(op, budget, n)
     if isinstance(budget, Tensor):
         check_head_budgets(op, budget, shape)
-        return keep, budget
-    if isinstance(budget, float) and not (starts is None and lengths is None):
+        return budget_tokens(budget, n), budget
+    if not isinstance(budget, float):
+        return budget, None
+    keep = budget_tokens(budget, n)
+    if not (starts is None and lengths is None):
         valid = valid_slots(n, starts, lengths)
         return keep, fraction_of(budget, valid).clamp(min=1).unsqueeze(1)
     return keep, None
@@ -136,6 +130,7 @@ def head_budgets(
         raise ValueError(f"{op}: scores must be [b, Hk, n], got shape {list(scores.shape)}")
     if isinstance(budget, Tensor):
         raise TypeError(f"{op}: budget must be an int (tokens) or a float (fraction), got a tensor")
+    check_budget(op, budget)
     check_int(op, "window", window, 0)
     if not 0.0 <= floor <= 1.0:
         raise ValueError(f"{op}: floor must be in [0, 1], got {floor}")

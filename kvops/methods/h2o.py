@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from ..checks import check_in_prompt, check_lse, check_queries, check_recent
 from ..ops import MAX_WINDOW, window_scores
 from ..window import causal_limits
-from .base import BudgetPolicy, Compressed, DecodePolicy, HeadMode, View
+from .base import BudgetPolicy, Compressed, DecodePolicy, HeadMode, View, one_shot
 from .budgets import budget_tokens, recent_tokens
 from .queries import QueryCall, QueryPolicy
 
@@ -71,6 +71,7 @@ class H2O(DecodePolicy, QueryPolicy):
     def check_holds(self, keep: int, newest: int) -> None:
         BudgetPolicy.check_holds(self, keep, newest)
 
+    @one_shot
     def compress(  # type: ignore[override]  # the queries are no option
         self, k: Tensor, v: Tensor, q: Tensor, **call: Unpack[QueryCall]
     ) -> Compressed:
@@ -90,10 +91,10 @@ class H2O(DecodePolicy, QueryPolicy):
             TypeError: An argument has the wrong type. Nothing has been written.
             ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
         """
-        return super().compress(k, v, q, **call)
+        return self._by_queries(k, v, q, call)
 
     def newest(self, keep: int) -> int:
-        return recent_tokens(self.name, self.recent, keep)
+        return recent_tokens(self.recent, keep)
 
     def in_tokens(self, keep: int) -> dict[str, Any]:
         return {"recent": self.newest(keep)}
@@ -140,7 +141,7 @@ class H2O(DecodePolicy, QueryPolicy):
         keep = self.room(view)
         if not self.full(view, keep):
             return None
-        return self.choose(scores, view, keep, recent=self.newest(budget_tokens(self.name, self.budget, view.seen)))
+        return self.choose(scores, view, keep, recent=self.newest(budget_tokens(self.budget, view.seen)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +178,7 @@ class TOVA(DecodePolicy, QueryPolicy):
     def paged(self) -> bool:
         return True
 
+    @one_shot
     def compress(  # type: ignore[override]  # the queries are no option
         self, k: Tensor, v: Tensor, q_last: Tensor, **call: Unpack[QueryCall]
     ) -> Compressed:
@@ -196,7 +198,7 @@ class TOVA(DecodePolicy, QueryPolicy):
             TypeError: An argument has the wrong type. Nothing has been written.
             ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
         """
-        return super().compress(k, v, q_last, **call)
+        return self._by_queries(k, v, q_last, call)
 
     def rows(self, view: View) -> int:
         return int(self.full(view, self.room(view)))

@@ -87,7 +87,7 @@ class KeyDiff(MergingPolicy):
 
     def scores(self, view: View) -> Tensor:
         if self.ablation:
-            return ablation_scores(view, self.normalize_anchor, self.metric, self.anchor)
+            return ablation_scores(self.name, view, self.normalize_anchor, self.metric, self.anchor)
         return anchor_cosine(view.k, normalize_anchor=self.normalize_anchor, **view.slots)
 
     def evict(self, view: View) -> Tensor | None:
@@ -123,9 +123,9 @@ class KeyDiff(MergingPolicy):
         return anchor_cosine(k, normalize_anchor=self.normalize_anchor, starts=pads, return_anchor=True)[1]
 
 
-def ablation_scores(view: View, normalize_anchor: bool, metric: Metric, anchor: Anchor) -> Tensor:
+def ablation_scores(op: str, view: View, normalize_anchor: bool, metric: Metric, anchor: Anchor) -> Tensor:
     """The scores of the paper's ablations (Sec. 4.4): fp32 [b, Hk, n]; NaN for keys that are invalid or not finite."""
-    keys, starts, lengths = readable_keys("KeyDiff", view.k).float(), view.starts, view.lengths
+    keys, starts, lengths = readable_keys(op, view.k).float(), view.starts, view.lengths
     usable = keys.isfinite().all(-1, keepdim=True)  # [b, Hk, n, 1]
     slots = torch.arange(view.n, device=keys.device)
     if starts is not None:

@@ -17,9 +17,8 @@ from typing_extensions import Unpack
 from ..checks import check_int, check_queries, check_token_ids
 from ..ops import Reduce
 from ..window import summed_scores
-from .base import Compressed, LayerSpans, View
-from .budgets import most_tokens
-from .calling import one_shot_method
+from .base import Compressed, LayerSpans, View, one_shot
+from .budgets import budget_tokens
 from .queries import Logits, QueryPolicy
 
 
@@ -89,7 +88,7 @@ class KVzip(QueryPolicy):
     def rows(self, view: View) -> int:
         return 0
 
-    @one_shot_method
+    @one_shot
     def compress(  # type: ignore[override]  # the queries and keys of the passes
         self,
         k: Tensor,
@@ -138,7 +137,7 @@ class KVzip(QueryPolicy):
                 f"{self.name}: k_repeat must have k's dtype and its shape except for the rows (dim 2), expected "
                 f"{view.k.dtype} {list(view.k.shape)}, got {k.dtype} {list(k.shape)}"
             )
-        self.check_holds(most_tokens(self.name, self.budget, view.n), 0)
+        self.check_holds(budget_tokens(self.budget, view.n), 0)
         rows = [q.shape[2]] if passes is None else list(passes)
         chunks = -(-view.n // self.chunk)
         if sum(rows) != q.shape[2] or min(rows, default=0) < 1 or len(rows) > max(1, chunks):

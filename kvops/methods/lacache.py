@@ -17,9 +17,8 @@ from ..checks import check_budget, check_choice, check_holds_ladder, check_int, 
 from ..ladder import COMPACTIONS, PATTERNS, Compaction, LadderState, Pattern, lacache_plan, make_ladder
 from ..ops import ladder_compact_, ladder_gather
 from ..rope import Rope
-from .base import IN_PLACE, Compressed, Out, View
+from .base import IN_PLACE, Compressed, Layout, Out, View, one_shot
 from .budgets import budget_tokens
-from .calling import one_shot_method
 from .slots import SlotPolicy
 
 Task = Literal["modeling", "understanding"]
@@ -88,11 +87,19 @@ class LaCache(SlotPolicy):
             )
         self.plan_settings(num_layers, 1, streaming=True)
 
-    @one_shot_method
+    @one_shot
     def compress(  # type: ignore[override]  # no padding, and the layer is no option
-        self, k: Tensor, v: Tensor, *, layer: int, num_layers: int, rope: Rope | None = None, out: Out = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int,
+        num_layers: int,
+        rope: Rope | None = None,
+        out: Out = None,
+        layout: Layout | None = None,
     ) -> Compressed:
-        """Apply the rule once to a whole cache of one layer. It also takes `layout`, see `Spans`.
+        """Apply the rule once to a whole cache of one layer.
 
         Args:
             k: [b, Hk, n, d].
@@ -102,6 +109,7 @@ class LaCache(SlotPolicy):
             rope: The rotary embedding, if keys were rotated at their slots: they are rotated to their new slots. None
                 moves the keys as they are, for keys that are not rotated or keep their original positions.
             out: (k_out, v_out) of the result's shapes to write to.
+            layout: "bhnd" (default) or "bnhd"; see `Spans`.
 
         Returns:
             (k, v, indices) of the kept slots; see `Compressed`.
@@ -182,7 +190,7 @@ class LaCache(SlotPolicy):
     def plan_settings(self, num_layers: int, n: int, streaming: bool = False) -> dict[str, Any]:
         """The arguments of `lacache_plan`, with the task's defaults. n: tokens, or if streaming tokens seen so far."""
         op, budget, span, overlap, sinks = self.name, self.budget, self.span, self.overlap, self.sinks
-        keep = budget_tokens(op, budget, n)
+        keep = budget_tokens(budget, n)
         if self.task == "understanding":
             if span is None:
                 if streaming and isinstance(budget, int):
@@ -195,7 +203,7 @@ class LaCache(SlotPolicy):
             overlap = 0 if overlap is None else overlap
             sinks = min(128, keep // 4) if sinks is None else sinks
         sinks = 4 if sinks is None else sinks
-        ladder = make_ladder(num_layers, span, overlap, self.pattern)
+        ladder = make_ladder(num_layers, span, overlap, self.pattern, op)
         least = ladder.least(self.compaction == "whole")
         if streaming and isinstance(budget, float):
             keep = max(keep, sinks + num_layers + least)

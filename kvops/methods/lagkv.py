@@ -6,6 +6,7 @@ variants LocalKV and L2 norm: App. A.2. Decisions where paper and released code 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_choice, check_finite, check_int, plain
+from ..checks import check_choice, check_finite, check_int
 from ..lag import kept_length, kept_within, num_segments
 from ..ops import lag_score, select_topk
 from .base import HEAD_MODES, HeadMode, Policy, View
@@ -68,6 +69,7 @@ class LagKV(Policy):
     uses_positions: ClassVar[bool] = False
 
     budget_settings: ClassVar[tuple[str, ...]] = ("lag", "ratio")
+    function_names: ClassVar[Mapping[str, str]] = {"lag": "L", "ratio": "r"}  # the paper's
 
     fixed_budget: ClassVar[bool] = False
 
@@ -85,7 +87,13 @@ class LagKV(Policy):
         return self.head_mode == "per_head"
 
     def check(self) -> None:
-        check_lag_ratio(self.name, self.lag, self.ratio)
+        names = self.function_names if self.of_function else {}
+        lag, ratio = (names.get(x, x) for x in ("lag", "ratio"))
+        check_int(self.name, lag, self.lag, 1)
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)):
+            raise TypeError(f"{self.name}: {ratio} must be a float, got {type(self.ratio).__name__} {self.ratio!r}")
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"{self.name}: {ratio} must be in [0, 1], got {self.ratio}")
         check_int(self.name, "sinks", self.sinks, 0)
         check_finite(self.name, "v_weight", self.v_weight)
         check_choice(self.name, "reference", self.reference, REFERENCES)
@@ -93,7 +101,7 @@ class LagKV(Policy):
         check_choice(self.name, "head_mode", self.head_mode, HEAD_MODES)
         if self.head_mode == "adaptive" and self.score != "std":
             raise ValueError(
-                f"LagKV: head_mode='adaptive' needs score='std', whose scores are comparable between heads, got "
+                f"{self.name}: head_mode='adaptive' needs score='std', whose scores are comparable between heads, got "
                 f"{self.score!r}"
             )
 
@@ -202,8 +210,8 @@ class LagKV(Policy):
         """The rule of head_mode="adaptive": int64 [b, Hk, m]; heads that keep fewer than m slots end in -1."""
         if not (view.starts is None and view.lengths is None):
             raise ValueError(
-                "LagKV: with head_mode='adaptive', starts and lengths must be None, got a tensor; compress rows one "
-                "by one"
+                f"{self.name}: with head_mode='adaptive', starts and lengths must be None, got a tensor; compress rows "
+                "one by one"
             )
         b, heads, count, lag = scores.shape
         scores = scores.nan_to_num(-torch.inf)
@@ -239,12 +247,3 @@ class LagKV(Policy):
             )
         ratio = min(1.0, (kept + 0.5) / lag)  # floor(ratio * lag) == kept however it rounds
         return {"sinks": sinks, "lag": lag, "ratio": ratio}
-
-
-def check_lag_ratio(op: str, lag: int, ratio: float, names: tuple[str, str] = ("lag", "ratio")) -> None:
-    """Checks lag and ratio. names: what the caller calls them."""
-    check_int(op, names[0], lag, 1)
-    if isinstance(ratio, bool) or not isinstance(plain(ratio), (int, float)):
-        raise TypeError(f"{op}: {names[1]} must be a float, got {type(ratio).__name__} {ratio!r}")
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"{op}: {names[1]} must be in [0, 1], got {ratio}")

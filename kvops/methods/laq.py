@@ -16,9 +16,8 @@ from typing_extensions import Unpack
 
 from ..checks import check_bool, check_in_prompt, check_int, check_lse, check_queries, check_token_ids
 from ..window import causal_limits
-from .base import Compressed, Policy, View
-from .budgets import budget_tokens, most_tokens
-from .calling import one_shot_method
+from .base import Compressed, Policy, View, one_shot
+from .budgets import budget_tokens
 from .queries import QueryCall, WindowPolicy, split
 
 if TYPE_CHECKING:
@@ -70,6 +69,8 @@ class LAQ(WindowPolicy):
     """
 
     staged: ClassVar[bool] = True
+    argument: ClassVar[str] = "q_lookahead"
+    least_window: ClassVar[int] = 0
 
     window: int = 0
     _: KW_ONLY
@@ -96,7 +97,7 @@ class LAQ(WindowPolicy):
 
                 object.__setattr__(self, "stage1", as_policy(f"{self.name}: stage1", self.stage1))
             else:
-                entry_of(self.stage1)
+                entry_of(self.name, self.stage1)
         elif not isinstance(self.stage1, Policy):
             raise TypeError(
                 f"{self.name}: stage1 must be a kvops policy such as kvops.Full(), or a name such as 'full', got "
@@ -112,10 +113,6 @@ class LAQ(WindowPolicy):
         super().check()
 
     @property
-    def least_window(self) -> int:
-        return 0
-
-    @property
     def remembers(self) -> int:
         """The number of last queries that a cache keeps, for the window and for the window of the draft's policy."""
         return max(32, self.window, getattr(self.stage1, "window", 0))
@@ -127,13 +124,13 @@ class LAQ(WindowPolicy):
         """The policy of stage 1 after `seen` tokens."""
         if isinstance(self.stage1, Policy):
             return self.stage1
-        entry = entry_of(self.stage1)
-        budget = self.stage1_budget or budget_tokens(self.name, self.budget, seen)
+        entry = entry_of(self.name, self.stage1)
+        budget = self.stage1_budget or budget_tokens(self.budget, seen)
         layers = 1 if num_layers is None else num_layers
         settings = entry.policy.at_budget(budget, seen, layers, False, {}) if entry.policy.budget_settings else {}
         return entry.policy(**settings, **entry.defaults)
 
-    @one_shot_method
+    @one_shot
     def compress(  # type: ignore[override]  # the lookahead's queries, and which of them count
         self,
         k: Tensor,
@@ -204,7 +201,7 @@ class LAQ(WindowPolicy):
         )
         q = ahead if local is None else torch.cat((local, ahead), 2)
         check_lse(self.name, lse, q)
-        self.check_holds(most_tokens(self.name, self.budget, view.n), w)
+        self.check_holds(budget_tokens(self.budget, view.n), w)
         view.observed = self.summed(q, view, visible, lse, None if self.compat_mask else view.end - w, logits)
 
     @classmethod
@@ -218,14 +215,14 @@ class LAQ(WindowPolicy):
         return {"budget": budget}
 
 
-def entry_of(stage1: str) -> Entry:
+def entry_of(op: str, stage1: str) -> Entry:
     """The method that drafts, by its name in `METHODS`."""
     from .table import METHODS, table_name  # the table imports this module
 
     name = table_name(stage1)
     if name is None or issubclass(METHODS[name].policy, LAQ):
         names = ", ".join(x for x, entry in METHODS.items() if not issubclass(entry.policy, LAQ))
-        raise ValueError(f"LAQ: stage1 must be one of {names}, got {stage1!r}")
+        raise ValueError(f"{op}: stage1 must be one of {names}, got {stage1!r}")
     return METHODS[name]
 
 

@@ -17,9 +17,8 @@ from typing_extensions import Unpack
 from ..checks import check_choice, check_holds_window, check_in_prompt, check_int, check_lse, check_queries
 from ..ops import Reduce, Score
 from ..window import GROUP_REDUCES, Pool, Pooling, causal_limits, outside_prefix, summed_scores
-from .base import BudgetPolicy, Compressed, DecodePolicy, LayerSpans, View
-from .budgets import Budget, most_tokens
-from .calling import one_shot_method
+from .base import BudgetPolicy, Compressed, DecodePolicy, LayerSpans, View, one_shot
+from .budgets import Budget, budget_tokens
 
 SCORES: tuple[Score, ...] = get_args(Score)
 
@@ -61,10 +60,11 @@ class QueryPolicy(BudgetPolicy):
     """
 
     uses_queries: ClassVar[bool] = True
-    #: The name of the queries in `compress` and in errors.
     argument: ClassVar[str] = "q_window"
     #: The tokens of the observing rows are always kept, so the rule does not need their scores.
     protects_window: ClassVar[bool] = False
+    #: The smallest possible `window`.
+    least_window: ClassVar[int] = 1
     #: How the rows' scores are reduced to one, and what a row's score is: see `kvops.ops.window_scores`.
     reduce: ClassVar[str] = "sum"
     score = "softmax"
@@ -112,7 +112,7 @@ class QueryPolicy(BudgetPolicy):
         """How many of the remembered rows observe after a step in which no row observes."""
         return 0
 
-    @one_shot_method
+    @one_shot
     def compress(  # type: ignore[override]  # the queries are no option
         self, k: Tensor, v: Tensor, q_window: Tensor, **call: Unpack[QueryCall]
     ) -> Compressed:
@@ -133,9 +133,12 @@ class QueryPolicy(BudgetPolicy):
             TypeError: An argument has the wrong type. Nothing has been written.
             ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
         """
+        return self._by_queries(k, v, q_window, call)
+
+    def _by_queries(self, k: Tensor, v: Tensor, q: Tensor, call: Mapping[str, Any]) -> Compressed:
         logits, lse, spans = split(call)
         view, out = self._view(k, v, **spans)
-        self.observe(view, q_window, lse, logits)
+        self.observe(view, q, lse, logits)
         return self._compress(view, out)
 
     def observe(self, view: View, q: Tensor, lse: Tensor | None, logits: Mapping[str, Any]) -> None:
@@ -148,7 +151,7 @@ class QueryPolicy(BudgetPolicy):
             raise ValueError(
                 f"{self.name}: {self.argument} must have at most window rows, expected at most {self.window}, got {w}"
             )
-        self.check_holds(most_tokens(self.name, self.budget, view.n), w)
+        self.check_holds(budget_tokens(self.budget, view.n), w)
         limits = causal_limits(view.end, w, view.k.device)
         view.observed = self.summed(q, view, limits, lse, view.end - w, logits)
 
@@ -216,11 +219,6 @@ class WindowPolicy(QueryPolicy):
         super().check()
 
     @property
-    def least_window(self) -> int:
-        """The smallest possible window."""
-        return 1
-
-    @property
     def pool(self) -> Pooling:
         return Pooling(self.kernel_size, self.pooling, self.pool_first, self.group_reduce)
 
@@ -285,11 +283,6 @@ class ObservedPolicy(DecodePolicy, QueryPolicy):
 
     def rows_at(self, n: int, prompt: int) -> int:
         return self.window
-
-
-def window_rows(q: Tensor) -> int:
-    """The number of observing rows; 1 if q is not a tensor of four dims, which `compress` refuses."""
-    return max(1, q.shape[2]) if isinstance(q, Tensor) and q.dim() == 4 else 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..checks import check_queries, check_rank
+from ..checks import check_budget, check_queries, check_rank, plain
 from ..ops import Reduce, Score, select_topk
 from ..window import Pool, Pooling, outside_prefix, span_ends, summed_scores
 from .budgets import budget_tokens
@@ -80,7 +80,8 @@ def recall(
     pool = Pooling(kernel_size, pooling, pool_first, group_reduce)
     pool.check(op)
     check_rank(op, k)
-    keep = budget_tokens(op, budget, k.shape[2])
+    check_budget(op, budget)
+    keep = budget_tokens(plain(budget), k.shape[2])
     spans = call.get("starts"), call.get("lengths")
     kept, gold = (
         best_slots(prompt_scores(op, name, q, k, pool, limits, score=score, **call), keep, *spans)

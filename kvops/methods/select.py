@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..checks import check_holds, check_int, check_rows_hold, check_vector
+from ..checks import check_holds, check_rows_hold, check_vector
 from ..ops import select_topk
-from .budgets import Budget, fraction_of, recent_tokens, row_budgets, valid_slots
+from .budgets import Budget, fraction_of, row_budgets, valid_slots
 
 if TYPE_CHECKING:
     from .base import View
@@ -79,13 +79,13 @@ def select_budget(
     a budget per head m is the largest, and heads that keep fewer end in -1.
     """
     n = scores.shape[2]
-    check_vector(op, "starts", starts, len(scores), scores)
-    check_vector(op, "lengths", lengths, len(scores), scores)
-    keep, budgets = row_budgets(op, budget, scores.shape[:2], n, starts, lengths)
-    window = recent_tokens(op, recent, keep)
-    check_int(op, "sinks", sinks, 0)
-    check_holds(op, keep, sinks, window)
     padded = not (starts is None and lengths is None)
+    if padded:
+        check_vector(op, "starts", starts, len(scores), scores)
+        check_vector(op, "lengths", lengths, len(scores), scores)
+    keep, budgets = row_budgets(op, budget, scores.shape[:2], n, starts, lengths)
+    window = fraction_of(recent, keep) if isinstance(recent, float) else recent
+    check_holds(op, keep, sinks, window)
     valid: Any = valid_slots(n, starts, lengths).unsqueeze(1) if padded else n  # int32 [b, 1], or an int
     if share is not None:
         assert not isinstance(budget, Tensor)  # policies with `share` refuse it

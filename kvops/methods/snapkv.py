@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import check_holds_window, check_int, check_num_layers, plain
+from ..checks import check_budget, check_holds_window, check_int, check_num_layers, plain
 from .base import View
 from .budgets import budget_tokens, row_budgets
 from .queries import WindowPolicy
@@ -213,7 +213,8 @@ def pyramidkv_budgets(budget: int | float, num_layers: int, n: int, window: int 
     for name, value, low in (("num_layers", num_layers, 1), ("n", n, 0), ("window", window, 0)):
         check_int(op, name, value, low)
     num_layers, n, window = plain(num_layers), plain(n), plain(window)
-    keep = budget_tokens(op, budget, n)
+    check_budget(op, budget)
+    keep = budget_tokens(plain(budget), n)
     check_holds_window(op, keep, window)
     return [layer_budget(keep, n, window, layer, num_layers) for layer in range(num_layers)]
 

@@ -33,6 +33,7 @@ from .protokv import SATKV, ProtoKV
 from .rkv import RKV
 from .snapkv import ChunkKV, PyramidKV, SnapKV
 from .triattention import TriAttention
+from .vase import VaSE
 
 ENTRY_POINTS = "kvops.methods"
 #: The families of methods: what a rule depends on.
@@ -96,6 +97,7 @@ METHODS: dict[str, Entry] = {
     "chunkkv": Entry("ChunkKV", ChunkKV, "window attention", "ChunkKV, Liu et al., 2025"),
     "criticalkv": Entry("CriticalKV", CriticalKV, "window attention", "CriticalKV, Feng et al., 2025"),
     "r-kv": Entry("R-KV", RKV, "window attention", "R-KV, Cai et al., 2025"),
+    "vase": Entry("VaSE", VaSE, "window attention", "VaSE, Chang et al., 2026"),
     "h2o": Entry("H2O", H2O, "accumulated attention", "H2O, Zhang et al., 2023"),
     "tova": Entry("TOVA", TOVA, "accumulated attention", "TOVA, Oren et al., 2024"),
     "expected-attention": Entry(

@@ -19,7 +19,7 @@ from ..checks import check_int, check_recent, shown
 from ..ops import select_topk
 from ..window import Pool, Pooling, outside_prefix
 from .base import View
-from .budgets import fraction_of, most_tokens
+from .budgets import budget_tokens, fraction_of
 from .queries import ObservedPolicy
 from .random_numbers import RANGE, random_integers
 from .select import readable_keys
@@ -38,10 +38,10 @@ class VaSE(ObservedPolicy):
     range[j] = max over the channels of v_j - min over the channels of v_j
     ```
 
-    The w newest tokens, the sinks and the tokens of the largest ranges are kept. The rest of the budget is drawn without
-    replacement, with probabilities proportional to p, anew at each eviction: the highest log p[j] + g[j], with
-    independent numbers g of the Gumbel distribution, are such a draw. They are hashes of (seed, layer, head, the token's
-    position, the newest token's position), so that a draw depends neither on the device nor on the rest of the batch.
+    The w newest tokens, the sinks and the tokens of the largest ranges are kept. The rest of the budget is drawn
+    without replacement, with probabilities proportional to p, anew at each eviction: the highest log p[j] + g[j], with
+    independent numbers g of the Gumbel distribution, are such a draw. The numbers are hashes of (seed, layer, head,
+    the token's position, the newest token's position), so a draw does not depend on the rest of the batch.
 
     In decode a cache evicts like `RKV`.
 
@@ -120,7 +120,7 @@ class VaSE(ObservedPolicy):
         outside = outside_prefix(observed, view.window, view.starts, view.end)
         attention = self.pool(observed, view.heads, outside)
         drawn = attention.clamp(min=torch.finfo(attention.dtype).tiny).log() + self.gumbel(view)
-        count = self.largest(most_tokens(self.name, self.budget, view.n))
+        count = self.largest(budget_tokens(self.budget, view.n))
         starts, lengths = self.behind_sinks(view)
         if lengths is None:
             first = 0 if starts is None else starts

@@ -1,0 +1,128 @@
+"""VaSE: what always stays, how the rest is drawn, decode, padding, errors."""
+
+import pytest
+import torch
+
+import kit
+import kvops
+from kvops.methods.base import View
+from test_criticalkv import attention_rows
+
+pytestmark = kit.every_device
+
+SINKS, WINDOW, BUDGET, LARGEST = 3, 8, 60, 15
+
+
+def inputs(b=2, heads=2, group=3, n=200, d=16, w=WINDOW, seed=0):
+    k, v = kit.kv(b, heads, n, d, seed=seed)
+    return k, v, kit.randn(b, heads * group, w, d, seed=seed + 1)
+
+
+def policy(**settings):
+    return kvops.VaSE(BUDGET, window=WINDOW, **{"sinks": SINKS, **settings})
+
+
+def probabilities(k, q):
+    """Return the probabilities of the slots before the window, up to a factor: fp64 [b, Hk, n - w]."""
+    w = q.shape[2]
+    attention = attention_rows(q, k).mean((2, 3))[..., :-w]
+    return torch.nn.functional.avg_pool1d(attention, 5, 1, 2)
+
+
+def largest(v, first=SINKS, last=-WINDOW):
+    """Return the slots of the largest ranges, int64 [b, Hk, LARGEST]."""
+    return (v.amax(-1) - v.amin(-1))[..., first:last].topk(LARGEST).indices + first
+
+
+def test_sinks_window_and_the_largest_values_stay():
+    k, v, q = inputs()
+    v[:, 1, 50] = torch.nan  # is never among the largest
+    k[0, 0, 70] = torch.nan
+    for seed in range(5):
+        kept = policy(seed=seed).compress(k, v, q).indices
+        wanted = largest(v.nan_to_num(0.0))
+        for row in range(2):
+            for head in range(2):
+                slots = set(kept[row, head].tolist())
+                assert {*range(SINKS), *range(192, 200), *wanted[row, head].tolist()} <= slots and len(slots) == BUDGET
+        assert not (kept[0, 0] == 70).any() or 70 in wanted[0, 0]
+
+
+def test_the_rest_is_drawn_in_proportion_to_the_attention():
+    """One token of 300 draws by the seed: the counts are those of the probabilities, by a chi-squared test."""
+    k, v, q = inputs(b=1, heads=1, group=2, n=40)
+    keep, draws = SINKS + WINDOW + 1, 4000
+    options = dict(sinks=SINKS, window=WINDOW, largest_values=0)
+    counts = torch.zeros(40)
+    for seed in range(draws):
+        kept = kvops.VaSE(keep, seed=seed, **options).compress(k, v, q).indices.flatten()
+        counts[kept] += 1
+    p = probabilities(k, q)[0, 0, SINKS:]
+    expected = draws * p / p.sum()
+    found = counts[SINKS:-WINDOW].to(expected)
+    chi = ((found - expected).square() / expected).sum()
+    freedom = len(expected) - 1
+    assert expected.min() > 5 and abs(chi - freedom) < 5 * (2 * freedom) ** 0.5
+    assert found.sum() == draws
+
+
+def test_each_eviction_draws_anew():
+    k, v, _ = inputs()
+    one, other = (policy().gumbel(View(k[:, :, :n], v[:, :, :n], layer=2))[..., :150] for n in (150, 151))
+    assert (one != other).float().mean() > 0.99 and (one[:, 0] != one[:, 1]).float().mean() > 0.99
+    assert torch.equal(one[0], one[1])  # rows of a batch that have seen as many tokens
+    assert abs(one.mean() - 0.5772) < 0.2 and abs(one.var() - 1.6449) < 0.5
+
+
+def test_decode_evicts_by_the_queries_of_the_last_tokens():
+    k, v, q = inputs(n=150, w=150)
+    rule = policy(buffer=16)
+    cache = kvops.Cache(rule)
+    cache.attend(q[:, :, :100], k[:, :, :100], v[:, :, :100])
+    kept = rule.compress(k[:, :, :100], v[:, :, :100], q[:, :, 100 - WINDOW : 100])
+    assert torch.equal(cache.positions, kept.indices)
+    for i in range(100, 132):
+        cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v)))
+        assert len(cache) == BUDGET + (i - 99) % 16
+    stay = cache.positions
+    assert torch.equal(stay[..., :SINKS], torch.arange(SINKS).expand_as(stay[..., :SINKS]))
+    assert torch.equal(stay[..., -WINDOW:], torch.arange(132 - WINDOW, 132).expand_as(stay[..., -WINDOW:]))
+
+
+def test_padded_rows_draw_as_if_alone():
+    k, v, q = inputs(b=3)
+    starts = [0, 37, 120]
+    kept = policy().compress(k, v, q, starts=kit.int32(*starts)).indices
+    for row, s in enumerate(starts):
+        alone = policy().compress(k[row, None, :, s:], v[row, None, :, s:], q[row, None]).indices + s
+        for mine, others in zip(kept[row], alone[0]):
+            assert (
+                len({*mine.tolist()} & {*others.tolist()}) >= BUDGET - 1
+            )  # a softmax over more slots rounds otherwise
+
+
+@pytest.mark.parametrize("head_mode", ["shared", "adaptive"])
+def test_head_modes(head_mode):
+    k, v, q = inputs()
+    kept = policy(head_mode=head_mode).compress(k, v, q)
+    if head_mode == "shared":
+        assert torch.equal(kept.indices[:, 0], kept.indices[:, 1]) and kept.k.shape[2] == BUDGET
+    else:
+        assert ((kept.indices >= 0).sum((1, 2)) == 2 * BUDGET).all()
+
+
+def test_bad_input():
+    k, v, q = inputs()
+    for settings, parts in (
+        (
+            dict(budget=20, largest_values=16),
+            (r"budget must hold sinks \+ window \+ largest_values", "3 .* 8 .* 16 .* 20"),
+        ),
+        (dict(budget=0.5), ("VaSE: largest_values as a fraction needs a budget in tokens", "got 0.5")),
+        (dict(kernel_size=4), ("VaSE: kernel_size must be odd", "got 4")),
+        (dict(pooling="sum"), ("VaSE: pooling must be", "got 'sum'")),
+        (dict(window=4), ("VaSE: q_window must have at most window rows, expected at most 4, got 8",)),
+        (dict(seed=-1), ("VaSE: seed must be at least 0, got -1",)),
+    ):
+        with kit.refuses(*parts):
+            kvops.VaSE(**{"budget": BUDGET, "sinks": SINKS, "window": WINDOW, **settings}).compress(k, v, q)
