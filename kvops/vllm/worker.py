@@ -129,7 +129,7 @@ class EvictingBuilder(AttentionMetadataBuilder):
         return metadata
 
     def _buffers(self, table: Tensor, held: Held) -> tuple[Tensor, Tensor]:
-        """Return the table and the lengths of what is held, in the builder's buffers. table: the engine's."""
+        """Return the blocks and slots that are held, in the builder's buffers. table: the engine's."""
         assert self.plan is not None
         rows, width = len(held.lengths), -(-int(held.lengths.max()) // self.plan.block_size)
         if self._table is None:
