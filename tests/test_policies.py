@@ -51,7 +51,7 @@ SETTINGS = {
     kvops.SnapKV: dict(budget=20, window=4, kernel_size=3),
     kvops.CriticalKV: dict(budget=20, window=4, w_o=torch.ones(24, 4 * 8).cumsum(0)),
     kvops.RKV: dict(budget=20, window=4, buffer=5),
-    kvops.VaSE: dict(budget=20, window=4, buffer=5),
+    kvops.VaSE: dict(budget=20, window=4, buffer=5, kernel_size=3),
     kvops.PyramidKV: dict(budget=20, window=4, group_reduce="max"),
     kvops.ChunkKV: dict(budget=20, window=4, chunk=5),
     kvops.DefensiveKV: dict(budget=20, window=4, kernel_size=3),
@@ -71,6 +71,7 @@ BASES = (
     kvops.CalibratedPolicy,
     kvops.QueryPolicy,
     kvops.WindowPolicy,
+    kvops.ObservedPolicy,
     kvops.SlotPolicy,
 )
 every_class = pytest.mark.parametrize("cls", SETTINGS, ids=lambda x: x.__name__)
@@ -221,7 +222,7 @@ def test_a_rule_that_reads_positions_declares_it(policy, monkeypatch):
     q, k, v = inputs()
     queries, options = call_of(policy, q)
     policy.compress(k, v, *queries, **options)
-    assert bool(reads) == isinstance(policy, kvops.Random)
+    assert bool(reads) == isinstance(policy, (kvops.Random, kvops.VaSE))
     assert policy.uses_positions or not reads
     assert type("Mine", (type(policy),), {}).uses_positions, "a subclass may read them"
 
@@ -276,7 +277,7 @@ def changed(policy, name):
     if name == "score":
         other = {"std": "l2", "softmax": "dot"}.get(value, "softmax" if value == "dot" else "std")
     elif other == value:
-        other = {"shared": "per_head", "self": "lag", "official": "paper"}[value]
+        other = {"shared": "per_head", "self": "lag", "official": "paper", "avg": "max"}[value]
     return replace(policy, **{name: other})
 
 

@@ -101,6 +101,18 @@ def test_padded_rows_draw_as_if_alone():
             )  # a softmax over more slots rounds otherwise
 
 
+def test_a_fraction_of_a_fraction():
+    """Each row keeps a quarter of its own budget by the ranges."""
+    k, v, q = inputs()
+    starts = kit.int32(0, 60)
+    kept = kvops.VaSE(0.5, window=WINDOW, sinks=SINKS).compress(k, v, q, starts=starts).indices
+    for row, first in enumerate(starts.tolist()):
+        count = (200 - first) // 2
+        wanted = (v.amax(-1) - v.amin(-1))[row, :, first + SINKS : -WINDOW].topk(count // 4).indices + first + SINKS
+        for mine, large in zip(kept[row].tolist(), wanted.tolist()):
+            assert set(large) <= set(mine) and sum(x >= 0 for x in mine) == count
+
+
 @pytest.mark.parametrize("head_mode", ["shared", "adaptive"])
 def test_head_modes(head_mode):
     k, v, q = inputs()
@@ -118,7 +130,6 @@ def test_bad_input():
             dict(budget=20, largest_values=16),
             (r"budget must hold sinks \+ window \+ largest_values", "3 .* 8 .* 16 .* 20"),
         ),
-        (dict(budget=0.5), ("VaSE: largest_values as a fraction needs a budget in tokens", "got 0.5")),
         (dict(kernel_size=4), ("VaSE: kernel_size must be odd", "got 4")),
         (dict(pooling="sum"), ("VaSE: pooling must be", "got 'sum'")),
         (dict(window=4), ("VaSE: q_window must have at most window rows, expected at most 4, got 8",)),

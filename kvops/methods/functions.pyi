@@ -1739,7 +1739,7 @@ def vase_compress(
         kernel_size: The slots over which the attention is pooled; odd. 1 does not pool.
         pooling: "avg" or "max"; see `WindowPolicy`.
         largest_values: Tokens of the largest ranges that are kept, besides sinks and window: an int, or a fraction in
-            [0, 1) of the budget (float), which must then be in tokens.
+            [0, 1) of the budget (float).
         seed: The seed of the hash, at least 0.
         **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
             num_layers; see `QueryCall`, `LayerSpans` and `Spans`.

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_int, check_recent, shown
+from ..checks import check_int, check_recent
 from ..ops import select_topk
 from ..window import Pool, Pooling, outside_prefix
 from .base import View
-from .budgets import budget_tokens, fraction_of
+from .budgets import fraction_of, row_budgets
 from .queries import ObservedPolicy
 from .random_numbers import RANGE, random_integers
 from .select import readable_keys
@@ -56,7 +56,7 @@ class VaSE(ObservedPolicy):
         kernel_size: The slots over which the attention is pooled; odd. 1 does not pool.
         pooling: "avg" or "max"; see `WindowPolicy`.
         largest_values: Tokens of the largest ranges that are kept, besides sinks and window: an int, or a fraction in
-            [0, 1) of the budget (float), which must then be in tokens.
+            [0, 1) of the budget (float).
         seed: The seed of the hash, at least 0.
 
     Source: VaSE, Chang et al., 2026.
@@ -87,10 +87,6 @@ class VaSE(ObservedPolicy):
         self.pool.check(self.name)
         check_int(self.name, "seed", self.seed, 0)
         check_recent(self.name, self.largest_values, "largest_values")
-        if isinstance(self.largest_values, float) and not isinstance(self.budget, int):
-            raise ValueError(
-                f"{self.name}: largest_values as a fraction needs a budget in tokens, an int, got {shown(self.budget)}"
-            )
         super().check()
 
     def check_holds(self, keep: int, newest: int) -> None:
@@ -120,12 +116,19 @@ class VaSE(ObservedPolicy):
         outside = outside_prefix(observed, view.window, view.starts, view.end)
         attention = self.pool(observed, view.heads, outside)
         drawn = attention.clamp(min=torch.finfo(attention.dtype).tiny).log() + self.gumbel(view)
-        count = self.largest(budget_tokens(self.budget, view.n))
+        keep, budgets = row_budgets(
+            self.name, self.budget, (view.rows, view.heads), view.seen, view.padding, view.lengths
+        )
+        if budgets is not None and isinstance(self.largest_values, float):
+            budgets = fraction_of(self.largest_values, budgets).expand(view.rows, view.heads).contiguous()
+        else:
+            budgets = None
         starts, lengths = self.behind_sinks(view)
         if lengths is None:
             first = 0 if starts is None else starts
-            lengths = torch.zeros(view.rows, dtype=torch.int32, device=view.k.device) + (view.n - first)
-        largest = select_topk(self.ranges(view), k=count, starts=starts, lengths=(lengths - view.window).clamp(min=0))
+            lengths = torch.full((view.rows,), view.n, dtype=torch.int32, device=view.k.device) - first
+        lengths = (lengths - view.window).clamp(min=0)
+        largest = select_topk(self.ranges(view), k=self.largest(keep), starts=starts, lengths=lengths, budgets=budgets)
         # The last column takes the writes of missing entries.
         kept = torch.nn.functional.pad(torch.zeros_like(drawn), (0, 1))
         kept.scatter_(2, torch.where(largest < 0, view.n, largest), _KEPT)
