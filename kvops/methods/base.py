@@ -328,7 +328,7 @@ class Policy:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.name = cls.__name__
+        cls.name = cls.__dict__.get("name", cls.__name__)
         cls.uses_positions = cls.__dict__.get("uses_positions", True)
 
     def __post_init__(self) -> None:
