@@ -4,7 +4,7 @@
 # make test-all      all tests; make test-engines: those of vLLM and lm-eval-harness; make sanitize: those of the operators, with sanitizers
 # make bench         time the operators
 # make eval          compare methods on tasks
-# make lint          style and types
+# make lint          style and types; make functions: kvops/methods/functions.pyi
 # make docs          the site, in build/site
 # make wheel         a wheel, in dist/; make smoke: try it in a fresh environment
 # make gpu           everything that needs a GPU; make gpu-more: the rest of it
@@ -40,7 +40,7 @@ BUILT := $(file <$(STAMPS)/kvops)
 export KVOPS_LEVELS ?= $(if $(filter-out demo serve-demo help,$(or $(MAKECMDGOALS),demo))$(filter all,$(BUILT)),all,native)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo help serve-demo build test test-all test-engines bench eval lint sanitize wheel smoke gpu gpu-more FORCE
+.PHONY: demo help serve-demo build test test-all test-engines bench eval functions lint sanitize wheel smoke gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
@@ -74,6 +74,9 @@ bench: $(STAMPS)/kvops $(STAMPS)/dev
 
 eval: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m kvops.eval $(ARGS)
+
+functions: $(STAMPS)/kvops
+	@$(PY) tools/functions.py
 
 lint: $(STAMPS)/dev
 	@$(PY) -m ruff check

@@ -56,9 +56,9 @@ def test_one_wheel_for_every_python(wheel, tool):
         tags = archive.read(f"kvops-{version}.dist-info/WHEEL").decode()
     assert re.findall(r"^Tag: (.*)", tags, re.MULTILINE) == [f"py3-none-{tool.tag()}"]
     task = "models/passkey-llama/passkey_task.py"
-    python_files = {str(p.relative_to(ROOT)) for p in ROOT.glob("kvops/**/*.py")}
+    python_files = {str(p.relative_to(ROOT)) for p in ROOT.glob("kvops/**/*.py*") if p.suffix in (".py", ".pyi")}
     assert python_files | {"kvops/py.typed", f"kvops/demo_files/{task}"} == {
-        x for x in files if x.endswith((".py", ".typed"))
+        x for x in files if x.endswith((".py", ".pyi", ".typed"))
     }
     cuda = {"kvops/libkvops_cuda.so"} if kvops.build_info()["cuda"]["built"] else set()
     demo = {x.removeprefix("kvops/demo_files/") for x in files if re.match(r"kvops/demo_files/.*[^/]$", x)}

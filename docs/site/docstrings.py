@@ -12,7 +12,6 @@ _SECTION = re.compile(r"^(Args|Attributes):\n((?:[ ]+.*\n?|\n)*)", re.MULTILINE)
 _SENTENCE = re.compile(r"^(Args|Attributes): (?=\S)", re.MULTILINE)  # for all of them, no section
 _ITEM = re.compile(r"^( +)([\w*]+(?:, [\w*]+)+): (.*\n?(?:\1 +.*\n?|\n)*)", re.MULTILINE)
 _NAME = re.compile(r"^( *)```.*\n(?:.*\n)*?\1```|(?<!\[)`([\w.]+)`", re.MULTILINE)  # fenced blocks stay as they are
-_IN_PLACE = re.compile(r"in_place\((\w+)\)")
 
 _PAGES = (Path(__file__).parents[1] / "api").glob("*.md")
 _LISTED = [x for page in _PAGES for x in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)]
@@ -32,16 +31,17 @@ _SCHEMAS = re.split(
 
 
 class Docstrings(griffe.Extension):
-    """Give `a, b: ...` an entry each, and the in-place forms of functions the signatures of their twins."""
+    """Give `a, b: ...` an entry each, and find the generated functions."""
+
+    def on_package(self, *, pkg: griffe.Module, **options: Any) -> None:
+        """List the generated functions in `kvops`: griffe reads them in the stub, from which it imports no names."""
+        for name, x in pkg["methods.functions"].functions.items():
+            if not x.runtime:
+                pkg.set_member(name, griffe.Alias(name, x))
 
     def on_object(self, *, obj: griffe.Object, **options: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = _NAME.sub(_link, ungrouped(obj.docstring.value)) + schema(obj.path)
-
-    def on_module_members(self, *, mod: griffe.Module, **options: Any) -> None:
-        for name, attribute in list(mod.attributes.items()):
-            if twin := _IN_PLACE.fullmatch(str(attribute.value)):
-                mod.set_member(name, in_place(mod[twin.group(1)], name))
 
 
 def _link(code: re.Match[str]) -> str:
@@ -63,17 +63,3 @@ def ungrouped(docstring: str) -> str:
 
     docstring = _SENTENCE.sub(r"**\1**: ", docstring)
     return _SECTION.sub(lambda section: _ITEM.sub(entries, section.group()), docstring)
-
-
-def in_place(function: griffe.Function, name: str) -> griffe.Function:
-    """The twin of a compress function that works in place."""
-    text = f"[`kvops.{function.name}`][] in place: the kept entries move to the front of `k` and `v`."
-    return griffe.Function(
-        name,
-        parameters=griffe.Parameters(*(x for x in function.parameters if x.name != "out")),
-        returns=function.returns,
-        lineno=function.lineno,
-        endlineno=function.endlineno,
-        parent=function.parent,
-        docstring=griffe.Docstring(text, parent=function.parent),
-    )

@@ -328,7 +328,7 @@ class Policy:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.name = cls.__name__
+        cls.name = cls.__dict__.get("name", cls.__name__)
         cls.uses_positions = cls.__dict__.get("uses_positions", True)
 
     def __post_init__(self) -> None:
@@ -436,8 +436,8 @@ class Policy:
         """Apply the rule once to a whole cache.
 
         Args:
-            k: [b, Hk, n, d].
-            v: [b, Hk, n, dv].
+            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+            v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
             **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
                 `LayerSpans`.
 

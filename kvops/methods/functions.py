@@ -89,7 +89,7 @@ def function_text(name: str, calls: bool, imports: dict[str, set[str]]) -> str:
         if x.name == "window" and "q_window" in hints:
             hints["window"], default = hints["window"] | None, None
             value = f"rows(window, q_window, {cls.least_window}, call)"
-            texts["window"] += " None: the rows of q_window."
+            texts["window"] = "How many of the last queries observe; their tokens are kept. None: the rows of q_window."
         kind = Parameter.KEYWORD_ONLY if x.kw_only else Parameter.POSITIONAL_OR_KEYWORD
         settings.append(Parameter(shown, kind, default=Parameter.empty if default is MISSING else default))
         made.append(f"{x.name}={value or shown}")

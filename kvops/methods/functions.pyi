@@ -79,16 +79,15 @@ def chunkkv_compress(
     `kvops.ChunkKV` with these settings in one call of `compress`, which ignores settings of caches.
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
             -1. It must hold the window.
-        window: How many of a prompt's last queries observe; their tokens are kept. In a cache, a step of at least this
-            many tokens evicts down to the budget, and shorter steps add to the cache. None: the rows of q_window.
+        window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
@@ -166,16 +165,15 @@ def criticalkv_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
             -1. It must hold the window.
-        window: How many of a prompt's last queries observe; their tokens are kept. In a cache, a step of at least this
-            many tokens evicts down to the budget, and shorter steps add to the cache. None: the rows of q_window.
+        window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
@@ -258,16 +256,15 @@ def defensivekv_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
             -1. It must hold the window.
-        window: How many of a prompt's last queries observe; their tokens are kept. In a cache, a step of at least this
-            many tokens evicts down to the budget, and shorter steps add to the cache. None: the rows of q_window.
+        window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
@@ -343,8 +340,8 @@ def expectedattention_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
@@ -426,8 +423,8 @@ def h2o_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q: [b, Hq, t, d], the queries of the last t slots; t = n, the whole prompt, is H2O. Query head h belongs to KV
             head h // (Hq / Hk).
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
@@ -505,8 +502,8 @@ def keydiff_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
@@ -595,7 +592,7 @@ def kvzip_compress(
 
     Args:
         k: [b, Hk, n, d], the keys of the prompt alone.
-        v: [b, Hk, n, dv].
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_repeat: [b, Hq, t, d], the queries of all passes, one pass after the other. A pass ends with the tokens of its
             chunk: the first pass with those of the first `chunk` tokens of each row, and so on. In a padded batch, a
             row with fewer tokens in the chunk than other rows has as many rows less at the end of the pass; the values
@@ -673,8 +670,8 @@ def l2_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
@@ -751,8 +748,8 @@ def lacache_compress(
     `kvops.LaCache` with these settings in one call of `compress`, which ignores settings of caches.
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens (int), or a fraction (float). It must hold the sinks, the newest num_layers slots and one
             ladder's kept slots. In a cache a fraction is of the tokens seen, but never less than that minimum.
         layer: The index of the layer in the model.
@@ -828,8 +825,8 @@ def lagkv_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         L: Tokens per partition.
         r: The fraction of them to keep, in [0, 1].
         sinks: First tokens that are always kept.
@@ -906,12 +903,11 @@ def laq_compress(
 
     Args:
         k: [b, Hk, n, d], the keys of the prompt alone.
-        v: [b, Hk, n, dv].
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_lookahead: [b, Hq, steps, d], the queries of tokens that follow the prompt, drafted with any small cache. They
             see all keys of the prompt.
         budget: The budget of both stages; see `BudgetPolicy`.
-        window: How many of the prompt's last queries observe together with the draft's. Their tokens are kept. 0 is
-            LAQ, 8 is LAQ++. None: the rows of q_window.
+        window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         q_window: [b, Hq, window, d], the queries of the prompt's last tokens (LAQ++). They observe too, each up to its
             own key, and their tokens are kept. Without them (LAQ) none of the newest tokens is protected.
         lookahead_lengths: int32 [b], how many lookahead rows count, if the drafts of some rows ended early.
@@ -1014,16 +1010,15 @@ def protokv_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
             -1. It must hold the window.
-        window: How many of the last queries observe; their tokens are kept. None is 8 for budgets of at most 128
-            tokens, else 32. None: the rows of q_window.
+        window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget. Sinks are in no cluster.
         head_mode: "per_head", or "shared": all heads keep the same tokens, ranked by the mean over heads of their
             clusters' scores, then of their own. Clusters are then not kept whole.
@@ -1115,13 +1110,12 @@ def pyramidkv_compress(
     `kvops.PyramidKV` with these settings in one call of `compress`, which ignores settings of caches.
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
         budget: The mean over the layers, an int or a float; see `BudgetPolicy`. It must hold the window.
-        window: How many of a prompt's last queries observe; their tokens are kept. In a cache, a step of at least this
-            many tokens evicts down to the budget, and shorter steps add to the cache. None: the rows of q_window.
+        window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head" or "shared"; see `BudgetPolicy`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
@@ -1181,8 +1175,8 @@ def random_compress(
     `kvops.Random` with these settings in one call of `compress`, which ignores settings of caches.
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
@@ -1260,8 +1254,8 @@ def rkv_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
@@ -1337,8 +1331,8 @@ def satkv_compress(
     `kvops.SATKV` with these settings in one call of `compress`, which ignores settings of caches.
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
@@ -1413,16 +1407,15 @@ def snapkv_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
             -1. It must hold the window.
-        window: How many of a prompt's last queries observe; their tokens are kept. In a cache, a step of at least this
-            many tokens evicts down to the budget, and shorter steps add to the cache. None: the rows of q_window.
+        window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
@@ -1483,8 +1476,8 @@ def streamingllm_compress(
     `kvops.StreamingLLM` with these settings in one call of `compress`, which ignores settings of caches.
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
@@ -1554,8 +1547,8 @@ def tova_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_last: [b, Hq, 1, d], the query of each row's last (valid) token. Query head h belongs to KV head h // (Hq /
             Hk).
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
@@ -1629,8 +1622,8 @@ def triattention_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
@@ -1716,8 +1709,8 @@ def vase_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d].
-        v: [b, Hk, n, dv].
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a

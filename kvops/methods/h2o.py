@@ -78,8 +78,8 @@ class H2O(DecodePolicy, QueryPolicy):
         """Apply the rule once to a whole cache.
 
         Args:
-            k: [b, Hk, n, d].
-            v: [b, Hk, n, dv].
+            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+            v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
             q: [b, Hq, t, d], the queries of the last t slots; t = n, the whole prompt, is H2O. Query head h belongs to
                 KV head h // (Hq / Hk).
             **call: See `QueryCall`; lse is fp32 [b, Hq, t].
@@ -185,8 +185,8 @@ class TOVA(DecodePolicy, QueryPolicy):
         """Apply the rule once to a whole cache.
 
         Args:
-            k: [b, Hk, n, d].
-            v: [b, Hk, n, dv].
+            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+            v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
             q_last: [b, Hq, 1, d], the query of each row's last (valid) token. Query head h belongs to KV head
                 h // (Hq / Hk).
             **call: See `QueryCall`; lse is fp32 [b, Hq, 1].

@@ -103,7 +103,7 @@ class KVzip(QueryPolicy):
 
         Args:
             k: [b, Hk, n, d], the keys of the prompt alone.
-            v: [b, Hk, n, dv].
+            v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
             q_repeat: [b, Hq, t, d], the queries of all passes, one pass after the other. A pass ends with the tokens of
                 its chunk: the first pass with those of the first `chunk` tokens of each row, and so on. In a padded
                 batch, a row with fewer tokens in the chunk than other rows has as many rows less at the end of the

@@ -102,8 +102,8 @@ class LaCache(SlotPolicy):
         """Apply the rule once to a whole cache of one layer.
 
         Args:
-            k: [b, Hk, n, d].
-            v: [b, Hk, n, dv].
+            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+            v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
             layer: The index of the layer in the model.
             num_layers: The number of layers of the model.
             rope: The rotary embedding, if keys were rotated at their slots: they are rotated to their new slots. None

@@ -145,7 +145,7 @@ class LAQ(WindowPolicy):
 
         Args:
             k: [b, Hk, n, d], the keys of the prompt alone.
-            v: [b, Hk, n, dv].
+            v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
             q_lookahead: [b, Hq, steps, d], the queries of tokens that follow the prompt, drafted with any small cache.
                 They see all keys of the prompt.
             q_window: [b, Hq, window, d], the queries of the prompt's last tokens (LAQ++). They observe too, each up to
