@@ -9,6 +9,7 @@ not import vLLM.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,8 +69,8 @@ class Eviction:
         rule: its `select` chooses the kept tokens.
         rows: the requests, as rows among those of the step that are evicted.
         blocks: the blocks in use.
-        copies: the blocks that the kept tokens are copied to, and for each of them, its place in the table as int64 on
-            the device; None if they move within `blocks`.
+        copies: the blocks that the kept tokens are copied to, int32 [requests, any] padded with -1, and for each of
+            them, its place in this table as int64 on the device; None if they move within `blocks`.
         lengths: int32 [requests], the slots in use.
         tokens: int64 [requests], the tokens that each request has seen.
         window: how many of the last queries observe.
@@ -80,7 +81,7 @@ class Eviction:
     rule: Policy
     rows: Tensor
     blocks: Blocks
-    copies: tuple[Blocks, Tensor] | None
+    copies: tuple[Tensor, Tensor] | None
     lengths: Tensor
     tokens: Tensor
     window: int
@@ -114,7 +115,7 @@ class Eviction:
             new_table = _outside_gaps(plan, states, all_blocks[index], there.shape[1])
             (filled,) = there.flatten().nonzero(as_tuple=True)
             new_table = torch.where(on(device, there), new_table, -1)
-            copies = Blocks(new_table, filled, filled), on(device, filled)
+            copies = new_table, on(device, filled)
         return cls(
             rule,
             index,
@@ -149,9 +150,12 @@ class Eviction:
         if self.positions is not None:
             known, new = self.positions
             of_slots["positions"] = torch.where(known, of_slots["positions"], new).long()
-        source, blocks = layout.copied(self.blocks) if self.copies else (layout, self.blocks)
-        with source.rows(blocks) as (k, v):
-            view = self._view(k, v, blocks.table)
+        source, pages = layout.rows(self.blocks), table
+        if self.copies is not None:
+            rows, pages = layout.read(self.blocks)
+            source = nullcontext(rows)
+        with source as (k, v):
+            view = self._view(k, v, pages)
             view.layer, view.num_layers = place
             view.tokens = self.tokens
             view.kept = of_slots.get("positions")
@@ -161,22 +165,18 @@ class Eviction:
                 rule.observe(view, observing[self.rows][:, :, -self.window :], None, logits)
             kept = rule.select(view)
             if self.copies is not None:  # columns behind the slots of the copy are -1
-                kept = kept[..., : self.copies[0].table.shape[1] * k.shape[2]]
+                kept = kept[..., : self.copies[0].shape[1] * k.shape[2]]
             kept = kept.contiguous()
             there = kept.clamp(min=0)  # rows that keep fewer slots than others end in -1
             moved = [(pool, of_slots[name].gather(2, there).to(pool.dtype)) for name, pool in memory.slots.items()]
             if self.copies is None:
-                compact_kv_(k, v, kept, block_table=blocks.table)
-            else:
-                rows = gather_kv(k, v, kept, block_table=blocks.table)
+                compact_kv_(k, v, kept, block_table=pages)
         if self.copies is not None:
-            blocks, places = self.copies
-            table = blocks.table
-            with layout.rows(blocks) as (k, v):
-                for x, own in zip((k, v), rows):
-                    own = pad(own, (0, 0, 0, table.shape[1] * x.shape[2] - own.shape[2]))
-                    own = own.unflatten(2, (-1, x.shape[2])).transpose(1, 2).flatten(0, 1)
-                    x[table.flatten()[places].long()] = own[places]
+            (table, places), size = self.copies, k.shape[2]
+            room = table.shape[1] * size - kept.shape[2]
+            padded = (pad(x, (0, 0, 0, room)) for x in gather_kv(k, v, kept, block_table=pages))
+            k, v = (x.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)[places] for x in padded)
+            layout.write(table.flatten()[places].long(), k, v)
         for pool, values in moved:
             by_slot.write(pool, table, values)
 
