@@ -184,9 +184,7 @@ def time_engines(args: argparse.Namespace) -> list[dict]:
                 requests, new, total = 1, total, total  # a whole prompt, in several steps
                 step = f"prompt of {total}"
             load = {"requests": requests, "tokens": total, "generated": 33 if new == 1 else 1}
-            seconds = common.engines_in_turns(
-                engines, args.rounds, lambda i: load | {"seed": 1 if new == 1 else 2 + i}
-            )
+            seconds = common.engines_in_turns(engines, args.rounds, lambda i: load | {"seed": 1 if new == 1 else 2 + i})
             found.append({"step": step})
             for name, rounds in seconds.items():
                 found[-1][name] = statistics.median(

@@ -229,8 +229,11 @@ class Step:
                 state = plan.at(before, prompt)
                 due.append(Due(row, rule, state, length, n, prompt, keep, plan.copies(state, before)))
         device, look = batch.table.device, None
-        if observer is not None:
-            (live,) = (batch.after > batch.before).nonzero(as_tuple=True)
+        observed = batch.after > batch.before
+        if observer is not None and not observer.in_decode:
+            observed &= batch.before < torch.tensor(prompts)
+        if observer is not None and observed.any():
+            (live,) = observed.nonzero(as_tuple=True)
             place = dict(zip(live.tolist(), range(len(live))))
             index = on(device, live)
             look = observer.step(
