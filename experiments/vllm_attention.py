@@ -37,6 +37,7 @@ def steps(most: int) -> dict[str, tuple[int, int, int]]:
         f"decode at {most // 8}": (1, 1, most // 8),
         f"decode at {most // 8}, 8 requests": (8, 1, most // 8),
         f"decode at {most}": (1, 1, most),
+        f"decode at {4 * most}": (1, 1, 4 * most),
         f"prompt of {most // 16}": (1, most // 16, most // 16),
         f"prompt of {most // 4}": (1, most // 4, most // 4),
         f"last {most // 4} of {most}": (1, most // 4, most),
@@ -68,6 +69,7 @@ def time_layer(
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from kvops import H2O
+    from kvops._lib import probe_read
     from kvops.cache.queries import AllQueries, Batch, Remembered
     from kvops.cache.schedule import Schedule
     from kvops.vllm import attention
@@ -134,7 +136,13 @@ def time_layer(
             own._memory = memory
             own.forward(layer, q, k, v, cache, metadata, out)
 
-    return {name: x / layers for name, x in in_turns(dict(zip(NAMES, (as_vllm, as_kvops))), rounds).items()}
+    def read():
+        for cache in caches:
+            probe_read(cache, 1)
+
+    calls = dict(zip(NAMES, (as_vllm, as_kvops))) | ({} if new > 1 else {"read": read})
+    found = {name: x / layers for name, x in in_turns(calls, rounds).items()}
+    return found | ({} if new > 1 else {"bytes": caches[0].numel() * dtype.itemsize})
 
 
 def time_layers(most: int, rounds: int, page: int) -> list[dict]:
@@ -184,7 +192,8 @@ def time_engines(args: argparse.Namespace) -> list[dict]:
                 requests, new, total = 1, total, total  # a whole prompt, in several steps
                 step = f"prompt of {total}"
             load = {"requests": requests, "tokens": total, "generated": 33 if new == 1 else 1}
-            seconds = common.engines_in_turns(engines, args.rounds, lambda i: load | {"seed": 1 if new == 1 else 2 + i})
+            seeds = (1 if new == 1 else 2 + i for i in range(args.rounds + 1))
+            seconds = common.engines_in_turns(engines, [load | {"seed": x} for x in seeds])
             found.append({"step": step})
             for name, rounds in seconds.items():
                 found[-1][name] = statistics.median(

@@ -41,7 +41,7 @@ def measure(model: Path, rounds: int, requests: int, shared: int, generated: lis
     try:
         for tokens in generated:
             load = {"requests": requests, "shared": shared, "generated": tokens}
-            found = common.engines_in_turns(engines, rounds, lambda _: load | {"round": next(turn)})
+            found = common.engines_in_turns(engines, [load | {"round": next(turn)} for _ in range(rounds + 1)])
             rows.append({"load": load, "seconds": {name: [sum(x) for x in own] for name, own in found.items()}})
     finally:
         for engine in engines.values():

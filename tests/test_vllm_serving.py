@@ -1,4 +1,7 @@
-"""Small runs of experiments/serving.py, vllm_attention.py and vllm_prefixes.py. They need vLLM 0.32's CPU build (`make test-engines`)."""
+"""Small runs of experiments/serving.py, vllm_attention.py and vllm_prefixes.py.
+
+They need vLLM 0.32's CPU build (`make test-engines`).
+"""
 
 import json
 import shutil

@@ -55,7 +55,7 @@ class Layout(Protocol):
         """Give K and V as views [num_blocks, Hk, block_size, d] in a `with` block; the given blocks hold rows in it."""
 
     def read(self, blocks: Blocks) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return K and V as `rows` does, to be read, and the table that names the blocks there. Moves may share them."""
+        """Return K and V as `rows` does, only to read, and the table of the blocks in them. Moves may share blocks."""
 
     def write(self, pages: Tensor, k: Tensor, v: Tensor) -> None:
         """Write rows to whole blocks. pages: int64, each block once; k, v: [pages, Hk, block_size, d]."""
