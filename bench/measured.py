@@ -20,6 +20,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
 - `<!-- pareto -->`: experiments/pareto.py, the best ladder and random patterns of its size.
+- `<!-- prefixes -->`: experiments/vllm_prefixes.py.
 - `<!-- end-to-end -->`, `<!-- end-to-end blocks -->`: experiments/end_to_end.py, prompts in chunks and in small blocks.
 """
 
@@ -29,6 +30,7 @@ import argparse
 import json
 import os
 import re
+import statistics
 import sys
 from functools import partial
 from pathlib import Path
@@ -412,6 +414,17 @@ def interval(score: dict) -> str:
     return f"[{100 * max(0.0, score['low']):.0f}, {100 * min(1.0, score['high']):.0f}]"
 
 
+def prefixes_table() -> str:
+    """Return a row per number of generated tokens: CPU time, and in brackets the ratio to no eviction."""
+    rows = json.loads(RESULTS.with_name("vllm-prefixes.json").read_text())["rows"]
+    lines = [["tokens generated", *rows[0]["seconds"]], ["---"] * (1 + len(rows[0]["seconds"]))]
+    for row in rows:
+        times = {name: f"{1e3 * statistics.median(x):.0f} ms" for name, x in row["seconds"].items()}
+        cells = [f"{x} ({row['ratio'][name]:.2f})" for name, x in times.items()]
+        lines.append([f"{row['load']['generated']}", *cells])
+    return markdown(lines)
+
+
 #: Tables by the name of their markers.
 TABLES = {
     "synthetic": synthetic_table,
@@ -428,6 +441,7 @@ TABLES = {
     "decode": decode_table,
     "pages": pages_table,
     "fp8": fp8_table,
+    "prefixes": prefixes_table,
 }
 
 

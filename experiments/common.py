@@ -1,17 +1,19 @@
-"""Shared parts of the experiments: texts; a Llama with random weights; timing; arguments, records and pictures. Their
-prompts are the demo's: kvops.demo.passkeys."""
+"""Shared parts of the experiments: texts; a Llama with random weights; timing; vLLM's engines; arguments, records and
+pictures. Their prompts are the demo's: kvops.demo.passkeys."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -77,6 +79,79 @@ def median_seconds(call: Callable[[], object], device: str, repeats: int) -> flo
         wait_for(device)
         found.append(time.perf_counter() - begin)
     return statistics.median(found[1:])
+
+
+# ---- engines ----
+
+
+class Engine:
+    """A vLLM engine in a process of its own: `command` runs a script that calls `serve`."""
+
+    def __init__(self, command: list[str], settings: dict[str, str]):
+        ours = {
+            "KVOPS_VLLM": "",
+            "KVOPS_VLLM_ATTENTION": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            env=os.environ | ours | settings,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def steps(self, **load: Any) -> list[float]:
+        """Return the CPU seconds of each step."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(load), file=self._process.stdin, flush=True)
+        for line in self._process.stdout:  # vLLM writes there, too
+            if line.startswith("seconds "):
+                return json.loads(line.removeprefix("seconds "))
+        raise RuntimeError("expected the engine to answer, got the end of its output; its messages are above")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def serve(prompts: Callable[[Any, dict], list[list[int]]], **options: Any) -> None:
+    """Answer `Engine.steps` until the input ends. prompts(llm, load): the token ids; options: vLLM's."""
+    from vllm import LLM, SamplingParams
+
+    from kvops.vllm import plugin
+
+    plugin.register()  # vLLM does this by itself where kvops is installed
+    llm, served = LLM(enforce_eager=True, max_num_seqs=16, **options), 0
+    engine = llm.llm_engine
+    for line in sys.stdin:
+        load = json.loads(line)
+        sampling = SamplingParams(max_tokens=load["generated"], temperature=0, ignore_eos=True)
+        for ids in prompts(llm, load):
+            engine.add_request(str(served), {"prompt_token_ids": ids}, sampling)
+            served += 1
+        seconds = []
+        while engine.has_unfinished_requests():
+            begin = time.process_time()
+            engine.step()
+            seconds.append(time.process_time() - begin)
+        print("seconds", json.dumps(seconds), flush=True)
+
+
+def engines_in_turns(
+    engines: dict[str, Engine], rounds: int, load: Callable[[int], dict]
+) -> dict[str, list[list[float]]]:
+    """Return the CPU seconds of each step, by engine and round. load(round): the load; the first round warms up."""
+    found: dict[str, list[list[float]]] = {name: [] for name in engines}
+    for i in range(rounds + 1):
+        same = load(i)
+        for name, engine in engines.items():
+            found[name].append(engine.steps(**same))
+    return {name: own[1:] for name, own in found.items()}
 
 
 # ---- arguments, records, pictures ----

@@ -12,10 +12,7 @@ generate from random prompts.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -40,6 +37,7 @@ def steps(most: int) -> dict[str, tuple[int, int, int]]:
         f"decode at {most // 8}": (1, 1, most // 8),
         f"decode at {most // 8}, 8 requests": (8, 1, most // 8),
         f"decode at {most}": (1, 1, most),
+        f"decode at {4 * most}": (1, 1, 4 * most),
         f"prompt of {most // 16}": (1, most // 16, most // 16),
         f"prompt of {most // 4}": (1, most // 4, most // 4),
         f"last {most // 4} of {most}": (1, most // 4, most),
@@ -71,6 +69,7 @@ def time_layer(
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from kvops import H2O
+    from kvops._lib import probe_read
     from kvops.cache.queries import AllQueries, Batch, Remembered
     from kvops.cache.schedule import Schedule
     from kvops.vllm import attention
@@ -137,7 +136,13 @@ def time_layer(
             own._memory = memory
             own.forward(layer, q, k, v, cache, metadata, out)
 
-    return {name: x / layers for name, x in in_turns(dict(zip(NAMES, (as_vllm, as_kvops))), rounds).items()}
+    def read():
+        for cache in caches:
+            probe_read(cache, 1)
+
+    calls = dict(zip(NAMES, (as_vllm, as_kvops))) | ({} if new > 1 else {"read": read})
+    found = {name: x / layers for name, x in in_turns(calls, rounds).items()}
+    return found | ({} if new > 1 else {"bytes": caches[0].numel() * dtype.itemsize})
 
 
 def time_layers(most: int, rounds: int, page: int) -> list[dict]:
@@ -156,97 +161,48 @@ def time_layers(most: int, rounds: int, page: int) -> list[dict]:
     return found
 
 
-class Engine:
-    """An engine in a process of its own, which answers a line on stdin with a line on stdout."""
-
-    def __init__(self, name: str, folder: str, dtype: str, most: int, page: int):
-        settings = {
-            "KVOPS_VLLM": "",
-            "KVOPS_VLLM_ATTENTION": str(NAMES.index(name)),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        command = [sys.executable, __file__, "--model", folder, "--dtype", dtype, "--most", str(most), "--child"]
-        self._process = subprocess.Popen(
-            [*command, "--page", str(page)],
-            env=os.environ | settings,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def steps(self, **load: int) -> list[float]:
-        """Return the CPU seconds of each step."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps(load), file=self._process.stdin, flush=True)
-        for line in self._process.stdout:  # vLLM writes there, too
-            if line.startswith("seconds "):
-                return json.loads(line.removeprefix("seconds "))
-        raise RuntimeError("expected the engine to answer, got the end of its output; its messages are above")
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+def engine(name: str, args: argparse.Namespace) -> common.Engine:
+    command = [__file__, "--model", str(args.model), "--dtype", args.dtype, "--most", str(args.most), "--child"]
+    return common.Engine([*command, "--page", str(args.page)], {"KVOPS_VLLM_ATTENTION": str(NAMES.index(name))})
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Generate what each line of stdin asks for."""
-    from vllm import LLM, SamplingParams
+    def prompts(llm: Any, load: dict) -> list[list[int]]:
+        generator, words = torch.Generator().manual_seed(load["seed"]), llm.model_config.get_vocab_size()
+        shape = load["requests"], load["tokens"]
+        return torch.randint(words, shape, generator=generator).tolist()
 
-    from kvops.vllm import plugin
-
-    plugin.register()  # vLLM does this by itself where kvops is installed
-    llm = LLM(
+    common.serve(
+        prompts,
         model=str(args.model),
         dtype=args.dtype,
         max_model_len=args.most,
         block_size=args.page,
         max_num_batched_tokens=max(64, args.most // 4),
-        max_num_seqs=16,
-        enforce_eager=True,
     )
-    engine, served = llm.llm_engine, 0
-    words = llm.model_config.get_vocab_size()
-    for line in sys.stdin:
-        load = json.loads(line)
-        generator = torch.Generator().manual_seed(load["seed"])
-        for _ in range(load["requests"]):
-            ids = torch.randint(words, (load["tokens"],), generator=generator).tolist()
-            sampling = SamplingParams(max_tokens=load["generated"], temperature=0, ignore_eos=True)
-            engine.add_request(str(served), {"prompt_token_ids": ids}, sampling)
-            served += 1
-        seconds = []
-        while engine.has_unfinished_requests():
-            begin = time.process_time()
-            engine.step()
-            seconds.append(time.process_time() - begin)
-        print("seconds", json.dumps(seconds), flush=True)
 
 
 def time_engines(args: argparse.Namespace) -> list[dict]:
     """Time engines with the model. Prompts repeat in decode, so that vLLM finds their prefix in its cache."""
-    engines = {name: Engine(name, str(args.model), args.dtype, args.most, args.page) for name in NAMES}
+    engines = {name: engine(name, args) for name in NAMES}
     found = []
     try:
         for step, (requests, new, total) in steps(args.most - 64).items():
             if new != 1 and new != total:
                 requests, new, total = 1, total, total  # a whole prompt, in several steps
                 step = f"prompt of {total}"
-            seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-            for i in range(args.rounds + 1):
-                for name, engine in engines.items():
-                    load = dict(requests=requests, tokens=total, seed=1 if new == 1 else 2 + i)
-                    own = engine.steps(**load, generated=33 if new == 1 else 1)
-                    if i:
-                        seconds[name] += own[-32:] if new == 1 else [sum(own)]
-            found.append({"step": step} | {name: statistics.median(x) for name, x in seconds.items()})
+            load = {"requests": requests, "tokens": total, "generated": 33 if new == 1 else 1}
+            seeds = (1 if new == 1 else 2 + i for i in range(args.rounds + 1))
+            seconds = common.engines_in_turns(engines, [load | {"seed": x} for x in seeds])
+            found.append({"step": step})
+            for name, rounds in seconds.items():
+                found[-1][name] = statistics.median(
+                    x for own in rounds for x in (own[-32:] if new == 1 else [sum(own)])
+                )
             print(found[-1], file=sys.stderr)
     finally:
-        for engine in engines.values():
-            engine.end()
+        for x in engines.values():
+            x.end()
     return found
 
 

@@ -158,7 +158,7 @@ def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
 
     def watched(self, layers, observing):
         run(self, layers, observing)
-        table = (self.copies[0] if self.copies else self.blocks).table
+        table = self.copies[0] if self.copies else self.blocks.table
         for layer in layers:
             kept = by_slot.read(layer.memory.slots["positions"], table)[..., : getattr(self.rule, "budget", 0)]
             seen.setdefault(layer.place[0], []).append(kept)

@@ -12,9 +12,12 @@ import kit
 import kvops
 from kvops.cache import by_slot
 from kvops.cache.queries import AllQueries, Batch, LastQueries, Remembered, observer
+from kvops.cache.schedule import Schedule
 from kvops.methods.base import View
 from kvops.vllm.layouts import Blocks, Rows, Tiles
+from kvops.vllm.plan import Plan
 from kvops.vllm.rings import RequestRings
+from kvops.vllm.steps import Held, Step
 
 HEADS, GROUP, D, SIZE = 2, 2, 32, 32
 CPU, NONE = torch.device("cpu"), torch.empty(0)
@@ -163,3 +166,23 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
 )
 def test_how_many_queries_a_policy_asks_for(policy, window):
     assert getattr(observer(policy, SIZE, RequestRings(4, CPU)), "window", None) == window
+
+
+@pytest.mark.parametrize("policy", [kvops.SnapKV(64, 20), kvops.ChunkKV(64), kvops.RKV(64), kvops.TOVA(64)], ids=repr)
+def test_a_step_leaves_out_requests_that_no_longer_observe(policy):
+    """Beyond their prompts the queries of SnapKV and ChunkKV are not stored. A request that is computed again is."""
+    plan, in_decode = Plan(Schedule(policy), SIZE), isinstance(policy, (kvops.RKV, kvops.TOVA))
+    seen = observer(policy, SIZE, RequestRings(1, CPU))
+
+    def stored(*rows: tuple[int, int, int]) -> int:
+        """rows: each request's tokens before and after the step, and those of its prompt."""
+        before, after, prompts = torch.tensor(rows).unbind(1)
+        new, table = after - before, torch.arange(4 * len(rows), dtype=torch.int32).view(-1, 4)
+        now = Batch(table, new.cumsum(0) - new, before, after, rows)
+        step = Step.of(plan, seen, Held.of(plan, now, prompts.tolist()), now, prompts.tolist())
+        return 0 if step is None or step.look is None else len(step.look.new_rows)
+
+    room = seen.room
+    assert stored((0, 60, 60)) == min(60, room)
+    assert stored((60, 61, 60)) == stored((61, 62, 60)) == (min(1, room) if in_decode else 0)
+    assert stored((0, 40, 60)) == stored((0, 60, 60)) == min(40, room)

@@ -1,4 +1,7 @@
-"""Small runs of experiments/serving.py and vllm_attention.py. They need vLLM 0.32's CPU build (`make test-engines`)."""
+"""Small runs of experiments/serving.py, vllm_attention.py and vllm_prefixes.py.
+
+They need vLLM 0.32's CPU build (`make test-engines`).
+"""
 
 import json
 import shutil
@@ -54,3 +57,18 @@ def test_attentions_are_compared(tmp_path):
     assert len(found["layers"]) == 2 * 2 * 9 and len(found["engines"]) == 6
     assert all(x["vLLM"] > 0 and x["kvops"] > 0 for x in found["layers"] + found["engines"])
     assert len(run.stdout.splitlines()) == 1 + 36 + 1 + 1 + 6
+
+
+def test_shared_prefixes_are_compared(tmp_path):
+    record = tmp_path / "prefixes.json"
+    options = "--requests 3 --shared 600 --generated 4 8 --rounds 2".split()
+    command = [sys.executable, ROOT / "experiments" / "vllm_prefixes.py", *options, "--json", record]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(record.read_text())["rows"]
+    assert [x["load"]["generated"] for x in rows] == [4, 8] and len(run.stdout.splitlines()) == 3
+    for row in rows:
+        assert (
+            row["ratio"].keys() == {"without eviction", "KeyDiff", "SnapKV"} and row["ratio"]["without eviction"] == 1
+        )
+        assert all(len(x) == 2 and min(x) > 0 for x in row["seconds"].values())

@@ -105,6 +105,14 @@ class Look(Protocol):
 
 
 class Observer(Protocol):
+    """Observes the requests of all steps.
+
+    Attributes:
+        in_decode: Whether tokens after a request's prompt observe; otherwise a step may leave out their requests.
+    """
+
+    in_decode: bool
+
     def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> Look:
         """Return what all layers do in a step.
 
@@ -140,7 +148,7 @@ def observer(policy: Policy, block_size: int, rings: Rings) -> Observer | None:
         return None
     if policy.by_slot:
         return AllQueries(policy, block_size)
-    return LastQueries(window(policy), rings)
+    return LastQueries(window(policy), rings, policy.rows_at(2, 1) > 0)
 
 
 def window(policy: Policy) -> int:
@@ -178,8 +186,8 @@ class LastQueries:
     queries, in a ring: the query of the token at position p lies at p % (window - 1).
     """
 
-    def __init__(self, window: int, rings: Rings):
-        self.window, self.room, self._rings = window, window - 1, rings
+    def __init__(self, window: int, rings: Rings, in_decode: bool = True):
+        self.window, self.room, self._rings, self.in_decode = window, window - 1, rings, in_decode
 
     def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> LookAtLast:
         device, room = batch.table.device, max(1, self.room)
@@ -244,6 +252,8 @@ class AllQueries:
 
     The engine's attention returns no weights, so this recomputes them.
     """
+
+    in_decode = True
 
     def __init__(self, rule: QueryPolicy, block_size: int):
         self.rule, self.block_size = rule, block_size

@@ -158,6 +158,29 @@ def keys(kv_cache: Tensor, block_table: Tensor, *, isa: Isa) -> Tensor:
     return found.reshape(b, heads, columns * page_size, d).contiguous()
 
 
+def read(kv_cache: Tensor, pages: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
+    """Copy pages as rows: K and V, [pages, Hk, page_size, d]. pages: int64."""
+    k, v = (x[pages].contiguous().flatten(4, 5).flatten(2, 3) for x in _tile_views(kv_cache, isa))
+    return k, v.mT.contiguous() if isa == "amx" else v
+
+
+def write(kv_cache: Tensor, pages: Tensor, k: Tensor, v: Tensor, isa: Isa) -> None:
+    """Write rows to pages, which become tiles. pages: int64, each page once; k, v: [pages, Hk, page_size, d]."""
+    for tiles, rows in zip(_tile_views(kv_cache, isa), (k, v.mT if isa == "amx" else v)):
+        a, b = tiles.shape[3::2]
+        rows = rows.unflatten(3, (-1, b)).unflatten(2, (-1, a))
+        for there, here in zip(tiles.unbind(-1), rows.unbind(-1)):  # twice as fast as all b at once
+            there[pages] = here
+
+
+def _tile_views(kv_cache: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
+    """View K and V as [num_pages, Hk, n / a, a, m / b, b]: K [n, m] with tiles [a, b], and of V its rows, or in amx its
+    transpose."""
+    k, v = row_views(kv_cache)
+    a, b = _k_tile(kv_cache, isa)
+    return _tiled(k, k, a, b), _tiled(v, v.mT, a, b) if isa == "amx" else v[:, :, :, None, :, None].transpose(2, 3)
+
+
 def row_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     """Return views K and V, [num_pages, Hk, page_size, d] each, of pages that are rows."""
     num_pages, heads, page_size, width = kv_cache.shape

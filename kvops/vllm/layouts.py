@@ -39,6 +39,14 @@ class Blocks:
         once, held = (self.table.flatten()[places].long() for places in (self.once, self.held))
         return once, held
 
+    @cached_property
+    def distinct(self) -> tuple[Tensor, Tensor]:
+        """The block numbers without repetition, int64, and a table like `table` of their indices in these."""
+        pages, indices = self.pages[0].unique(return_inverse=True)
+        table = torch.full_like(self.table, -1)
+        table.view(-1)[self.once] = indices.int()
+        return pages, table
+
 
 class Layout(Protocol):
     """The cache of a layer, in whatever order its backend stores it."""
@@ -46,8 +54,11 @@ class Layout(Protocol):
     def rows(self, blocks: Blocks) -> AbstractContextManager[tuple[Tensor, Tensor]]:
         """Give K and V as views [num_blocks, Hk, block_size, d] in a `with` block; the given blocks hold rows in it."""
 
-    def copied(self, blocks: Blocks) -> tuple[Layout, Blocks]:
-        """Return a layout with the content of blocks that moves may share, and its blocks, to call `rows` and read."""
+    def read(self, blocks: Blocks) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Return K and V as `rows` does, only to read, and the table of the blocks in them. Moves may share blocks."""
+
+    def write(self, pages: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write rows to whole blocks. pages: int64, each block once; k, v: [pages, Hk, block_size, d]."""
 
     def keys(self, table: Tensor) -> View:
         """See `kvops.cache.queries.Keys`."""
@@ -67,8 +78,12 @@ class Rows:
     def rows(self, blocks: Blocks) -> Iterator[tuple[Tensor, Tensor]]:
         yield self.views()
 
-    def copied(self, blocks: Blocks) -> tuple[Layout, Blocks]:
-        return self, blocks  # `rows` converts nothing
+    def read(self, blocks: Blocks) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        return self.views(), blocks.table
+
+    def write(self, pages: Tensor, k: Tensor, v: Tensor) -> None:
+        for own, rows in zip(self.views(), (k, v)):
+            own[pages] = rows
 
     def keys(self, table: Tensor) -> View:
         k, v = self.views()
@@ -96,11 +111,12 @@ class Tiles:
         with cpu_pages.converted(self.kv_cache, once, held, self.isa) as (k, v):
             yield k, v
 
-    def copied(self, blocks: Blocks) -> tuple[Layout, Blocks]:
-        pages, _ = blocks.pages
-        table = torch.full_like(blocks.table, -1)
-        table.view(-1)[blocks.once] = torch.arange(len(pages), dtype=torch.int32)
-        return Tiles(self.kv_cache[pages], self.isa), Blocks(table, blocks.once, blocks.once[:0])
+    def read(self, blocks: Blocks) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        pages, table = blocks.distinct
+        return cpu_pages.read(self.kv_cache, pages, self.isa), table
+
+    def write(self, pages: Tensor, k: Tensor, v: Tensor) -> None:
+        cpu_pages.write(self.kv_cache, pages, k, v, self.isa)
 
     def keys(self, table: Tensor) -> View:
         k = cpu_pages.keys(self.kv_cache, table, isa=self.isa)

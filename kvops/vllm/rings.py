@@ -52,5 +52,5 @@ class RequestRings:
             self.most += 1
             return self.most - 1
         # There are as many rings as live requests, and a step that a request joins has tokens of all others. So the
-        # least recently used ring is that of a request that has ended.
+        # least recently used ring is that of a request that has ended, or is left out after its prompt.
         return self._of.pop(next(iter(self._of))).number

@@ -79,8 +79,8 @@ class Eviction:
         rule: its `select` chooses the kept tokens.
         rows: the requests, as rows among those of the step that are evicted.
         blocks: the blocks in use.
-        copies: the blocks that the kept tokens are copied to, and for each of them, its place in the table as int64 on
-            the device; None if they move within `blocks`.
+        copies: the blocks that the kept tokens are copied to, int32 [requests, any] padded with -1, and for each of
+            them, its place in this table as int64 on the device; None if they move within `blocks`.
         lengths: int32 [requests], the slots in use.
         tokens: int64 [requests], the tokens that each request has seen.
         window: how many of the last queries observe.
@@ -91,7 +91,7 @@ class Eviction:
     rule: Policy
     rows: Tensor
     blocks: Blocks
-    copies: tuple[Blocks, Tensor] | None
+    copies: tuple[Tensor, Tensor] | None
     lengths: Tensor
     tokens: Tensor
     window: int
@@ -125,7 +125,7 @@ class Eviction:
             new_table = _outside_gaps(plan, states, all_blocks[index], there.shape[1])
             (filled,) = there.flatten().nonzero(as_tuple=True)
             new_table = torch.where(on(device, there), new_table, -1)
-            copies = Blocks(new_table, filled, filled), on(device, filled)
+            copies = new_table, on(device, filled)
         return cls(
             rule,
             index,
@@ -160,16 +160,14 @@ class Eviction:
     def _copy(self, layer: Layer, observing: Tensor | None) -> None:
         """Copy the kept tokens to other blocks."""
         assert self.copies is not None
-        (to, places), (source, blocks) = self.copies, layer.layout.copied(self.blocks)
-        with source.rows(blocks) as (k, v):
-            kept, of_slots = self._select(layer, k, v, blocks.table, observing)
-            rows = gather_kv(k, v, kept, block_table=blocks.table)
-        with layer.layout.rows(to) as pages:
-            for x, own in zip(pages, rows):
-                own = pad(own, (0, 0, 0, to.table.shape[1] * x.shape[2] - own.shape[2]))
-                own = own.unflatten(2, (-1, x.shape[2])).transpose(1, 2).flatten(0, 1)
-                x[to.table.flatten()[places].long()] = own[places]
-        layer.memory.write(to.table, of_slots)
+        (table, places), ((k, v), own) = self.copies, layer.layout.read(self.blocks)
+        kept, of_slots = self._select(layer, k, v, own, observing)
+        size = k.shape[2]
+        room = table.shape[1] * size - kept.shape[2]
+        padded = (pad(x, (0, 0, 0, room)) for x in gather_kv(k, v, kept, block_table=own))
+        k, v = (x.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)[places] for x in padded)
+        layer.layout.write(table.flatten()[places].long(), k, v)
+        layer.memory.write(table, of_slots)
 
     def _select(
         self, layer: Layer, k: Tensor, v: Tensor, table: Tensor, observing: Tensor | None
@@ -190,7 +188,7 @@ class Eviction:
             rule.observe(view, observing[self.rows][:, :, -self.window :], None, layer.logits)
         kept = rule.select(view)
         if self.copies is not None:  # columns behind the slots of the copy are -1
-            kept = kept[..., : self.copies[0].table.shape[1] * k.shape[2]]
+            kept = kept[..., : self.copies[0].shape[1] * k.shape[2]]
         kept = kept.contiguous()
         there = kept.clamp(min=0)  # rows that keep fewer slots than others end in -1
         return kept, {name: values.gather(2, there) for name, values in of_slots.items()}
@@ -244,8 +242,11 @@ class Step:
                 state = plan.at(before, prompt)
                 due.append(Due(row, rule, state, length, n, prompt, keep, plan.copies(state, before)))
         device, look = batch.table.device, None
-        if observer is not None:
-            (live,) = (batch.after > batch.before).nonzero(as_tuple=True)
+        observed = batch.after > batch.before
+        if observer is not None and not observer.in_decode:
+            observed &= batch.before < torch.tensor(prompts)
+        if observer is not None and observed.any():
+            (live,) = observed.nonzero(as_tuple=True)
             place = dict(zip(live.tolist(), range(len(live))))
             index = on(device, live)
             look = observer.step(
