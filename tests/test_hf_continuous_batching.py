@@ -59,12 +59,15 @@ QUERIES = [
     kvops.SnapKV(64, 40, score="dot", sinks=2),
     kvops.ChunkKV(40, 6, chunk=4),
     kvops.RKV(40, window=6, buffer=8),
+    # In the first layer the values of equal tokens have equal ranges, between which rounding would decide.
+    kvops.VaSE(40, window=6, buffer=8, largest_values=0),
     kvops.TOVA(24, buffer=1),
     kvops.TOVA(24, buffer=5, head_mode="per_head", sinks=2),
     kvops.H2O(24, buffer=1),
     kvops.H2O(24, buffer=8, group_reduce="sum", recent=12),
     kvops.H2O(24, buffer=None),
     kvops.RKV(8, window=4, buffer=3, protect="prompt"),
+    kvops.VaSE(16, window=4, buffer=3, largest_values=0, protect="prompt"),
     # With random weights, outlier degrees are so close that another summation order changes the selection.
     kvops.ProtoKV(40, clusters="chunks", buffer=8, **PROTOKV),
     kvops.ProtoKV(48, clusters="lsh", buffer=8, **PROTOKV),

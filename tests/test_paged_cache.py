@@ -33,6 +33,7 @@ POLICIES = [
     kvops.SnapKV(20, window=5),
     kvops.ChunkKV(20, window=5, chunk=4),
     kvops.RKV(20, window=5, buffer=6),
+    kvops.VaSE(20, window=5, buffer=6),
     kvops.TOVA(20, buffer=3),
     kvops.H2O(20, buffer=3),
     kvops.H2O(20, recent=4, group_reduce="max"),
@@ -40,6 +41,7 @@ POLICIES = [
     kvops.ProtoKV(20, window=5, num_chunks=6, clusters="lsh", buffer=None),
     kvops.KeyDiff(9, recent=0.25, buffer=4, protect="prompt"),
     kvops.RKV(9, window=5, buffer=4, protect="prompt"),
+    kvops.VaSE(16, window=5, buffer=4, protect="prompt"),
     kvops.H2O(9, buffer=3, protect="prompt"),
     kvops.ProtoKV(9, window=5, alpha=3, num_chunks=6, num_sats=8, buffer=6, protect="prompt"),
     kvops.Full(),
@@ -134,7 +136,9 @@ class Alone:
             indices = rule.select(View(k, v, seen=self.seen, new=1, layer=layer, num_layers=LAYERS))
         elif isinstance(rule, QueryPolicy):
             rows = rule.rows_at(self.seen, self.prompt)
-            indices = rule.compress(k, v, memory["q"][:, :, -rows:]).indices
+            view = View(k, v, seen=self.seen, new=1, layer=layer, num_layers=LAYERS, kept=memory["positions"])
+            rule.observe(view, memory["q"][:, :, -rows:], None, {})
+            indices = rule.select(view)
         else:
             indices = rule.compress(k, v).indices
         memory["k"], memory["v"] = ops.gather_kv(k, v, indices)

@@ -346,6 +346,7 @@ POLICIES = [
     kvops.DefensiveKV(20, window=5, head_mode="adaptive"),
     kvops.CriticalKV(20, window=5, w_o=torch.ones(6, 4 * 16).cumsum(0).cumsum(1)),
     kvops.RKV(20, window=5, mix=0.5, threshold=0.3),
+    kvops.VaSE(20, window=5, sinks=2),
     kvops.PyramidKV(24, window=5),
     kvops.ChunkKV(20, window=5, chunk=4),
     kvops.LAQ(20, window=4),

@@ -408,7 +408,7 @@ class InWorker(Schedule):
         self.observer = observer(policy, SIZE, RequestRings(BLOCKS, device))
         self.free, self.tables, self.names = list(range(1, BLOCKS)), {}, {}  # block 0 is vLLM's null block
 
-    def layers(self):
+    def as_layers(self):
         from kvops.vllm.layouts import Rows
         from kvops.vllm.steps import Layer
 
@@ -455,7 +455,7 @@ class InWorker(Schedule):
         slots = held.slots
         if slots is None:
             slots = torch.tensor([table[row, n // SIZE] * SIZE + n % SIZE for row, n in at])
-        layers = self.layers()
+        layers = self.as_layers()
         for i, cache in enumerate(self.caches):
             parts = [self.live[x][0].tokens(i, s, t, t) for s, (x, t) in zip(before, counts.items())]
             rows = torch.cat([torch.cat((k, v), -1) for _, k, v in parts], 1)

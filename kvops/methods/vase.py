@@ -77,7 +77,7 @@ class VaSE(ObservedPolicy):
 
     @property
     def paged(self) -> bool:
-        return False  # the ranges are computed in torch
+        return True
 
     @property
     def pool(self) -> Pooling:
@@ -137,6 +137,8 @@ class VaSE(ObservedPolicy):
     def ranges(self, view: View) -> Tensor:
         """The range of each value over its channels: fp32 [b, Hk, n]."""
         v = readable_keys(self.name, view.v)
+        if view.block_table is not None:  # a copy
+            v = v[view.block_table.clamp(min=0)].transpose(1, 2).flatten(2, 3)
         return (v.amax(-1).float() - v.amin(-1).float()).contiguous()
 
     def gumbel(self, view: View) -> Tensor:
