@@ -76,7 +76,7 @@ eval: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m kvops.eval $(ARGS)
 
 functions: $(STAMPS)/kvops
-	@$(PY) tools/functions.py
+	@$(PY) tools/functions.py $(ARGS)
 
 lint: $(STAMPS)/dev
 	@$(PY) -m ruff check

@@ -269,7 +269,8 @@ def one_shot(compress: F) -> F:
         if torch.compiler.is_compiling():
             return compress(self, *args, **options)
         if layout is None and isinstance(k := args[0] if args else options.get("k"), Tensor) and k.dim() == 4:
-            if k.shape[1] > k.shape[2] > 0 and options.get("block_table") is None:
+            _, heads, n, _ = k.shape
+            if heads > n > 0 and options.get("block_table") is None:
                 self._warn_of_heads(k, options.get("out") is IN_PLACE)
         try:
             return compress(self, *args, **options)

@@ -40,18 +40,19 @@ def policy_of(function: str, **settings: Any) -> Any:
     cls = CLASSES[function]
     if torch.compiler.is_compiling():
         return cls(**settings)
-    types = tuple(map(type, settings.values()))
+    values = tuple(settings.values())
+    types = tuple(map(type, values))
     if tuple in types:
-        types = tuple(y for x in settings.values() for y in (map(type, x) if type(x) is tuple else (type(x),)))
+        types = tuple(y for x in values for y in (map(type, x) if type(x) is tuple else (type(x),)))
     if PLAIN.issuperset(types):
-        return _remembered(cls, types, tuple(settings.items()))
+        return _remembered(cls, types, values)
     return cls(**settings)  # of tensors or the user's objects, which may change
 
 
 @functools.lru_cache(1024)
-def _remembered(cls: type[Policy], types: object, settings: tuple[tuple[str, Any], ...]) -> Policy:
-    """types: those of the values, since 1, 1.0 and True are equal."""
-    return cls(**dict(settings))
+def _remembered(cls: type[Policy], types: object, values: tuple[Any, ...]) -> Policy:
+    """values: in the order of the settings; types: theirs, since 1, 1.0 and True are equal."""
+    return cls(**{x.name: value for x, value in zip(fields(cls), values)})
 
 
 def rows(window: int | None, q_window: Any, least: int, call: dict[str, Any]) -> int:
