@@ -101,8 +101,8 @@ print("said:", function(ctypes.c_void_p(ctypes.addressof(x) + -ctypes.addressof(
 
 
 def under(sanitizer, library, name, *ints) -> str:
-    """The output of a separate process."""
-    command = [sys.executable, "-c", ALONE, library, name, *map(str, ints)]
+    """The output of a separate process, which has pytest's handler of signals."""
+    command = [sys.executable, "-X", "faulthandler", "-c", ALONE, library, name, *map(str, ints)]
     done = subprocess.run(command, env=runtime_of(sanitizer), capture_output=True, text=True)
     return done.stdout + done.stderr
 
