@@ -113,7 +113,7 @@ def build(kind: str) -> Path:
     with building[folder]:
         for command in (
             ["-S", ROOT, "-B", folder, "-G", "Ninja", *options],
-            ["--build", folder, "--target", target],
+            ["--build", folder, "--target", target, "--parallel", os.cpu_count()],
         ):
             done = run(cmake, *command, env=env)
             assert done.returncode == 0, done.stdout[-5000:]
