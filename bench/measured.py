@@ -21,6 +21,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
 - `<!-- pareto -->`: experiments/pareto.py, the best ladder and random patterns of its size.
 - `<!-- prefixes -->`: experiments/vllm_prefixes.py.
+- `<!-- vllm attention -->`: experiments/vllm_attention.py, the layers of 32 query heads.
 - `<!-- end-to-end -->`, `<!-- end-to-end blocks -->`: experiments/end_to_end.py, prompts in chunks and in small blocks.
 """
 
@@ -425,6 +426,23 @@ def prefixes_table() -> str:
     return markdown(lines)
 
 
+def vllm_attention_table() -> str:
+    """Return a row per kind of step: kvops' CPU time as a fraction of vLLM's, and the bytes that decode reads."""
+    rows = json.loads(RESULTS.with_name("vllm-attention.json").read_text())["layers"]
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row["heads"] != "32/8, d 128":
+            continue
+        cell = f"{row['kvops'] / row['vLLM']:.2f}"
+        if "bytes" in row and "H2O" not in row["step"]:
+            kvops, vllm, most = (f"{row['bytes'] / row[name] / 1e9:.0f}" for name in ("kvops", "vLLM", "read"))
+            cell += f" ({kvops}; {vllm}; {most} GB/s)"
+        cells.setdefault(row["step"], {})[row["dtype"]] = cell
+    lines = [["", "bf16", "fp32"], ["---"] * 3]
+    lines += [[re.sub(r"\d{4,}", lambda x: number(int(x[0])), x), y["bf16"], y["fp32"]] for x, y in cells.items()]
+    return markdown(lines)
+
+
 #: Tables by the name of their markers.
 TABLES = {
     "synthetic": synthetic_table,
@@ -442,6 +460,7 @@ TABLES = {
     "pages": pages_table,
     "fp8": fp8_table,
     "prefixes": prefixes_table,
+    "vllm attention": vllm_attention_table,
 }
 
 
