@@ -21,6 +21,8 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
 - `<!-- pareto -->`: experiments/pareto.py, the best ladder and random patterns of its size.
 - `<!-- prefixes -->`: experiments/vllm_prefixes.py.
+- `<!-- vllm attention -->`, `<!-- vllm engines -->`: experiments/vllm_attention.py, layers of 32 query
+  heads, and whole engines.
 - `<!-- end-to-end -->`, `<!-- end-to-end blocks -->`: experiments/end_to_end.py, prompts in chunks and in small blocks.
 """
 
@@ -425,6 +427,37 @@ def prefixes_table() -> str:
     return markdown(lines)
 
 
+def vllm_attention_table() -> str:
+    """Return a row per kind of step: kvops' CPU time as a fraction of vLLM's, and the bytes that decode reads."""
+    rows = json.loads(RESULTS.with_name("vllm-attention.json").read_text())["layers"]
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row["heads"] != "32/8, d 128":
+            continue
+        cell = f"{row['kvops'] / row['vLLM']:.2f}"
+        if "bytes" in row and "H2O" not in row["step"]:
+            kvops, vllm, most = (f"{row['bytes'] / row[name] / 1e9:.0f}" for name in ("kvops", "vLLM", "read"))
+            cell += f" ({kvops}; {vllm}; {most} GB/s)"
+        cells.setdefault(row["step"], {})[row["dtype"]] = cell
+    lines = [["", "bf16", "fp32"], ["---"] * 3]
+    lines += [[re.sub(r"\d{4,}", lambda x: number(int(x[0])), x), y["bf16"], y["fp32"]] for x, y in cells.items()]
+    return markdown(lines)
+
+
+def vllm_engines_table() -> str:
+    """Return a row per kind of step of whole engines: CPU time per step."""
+    rows = json.loads(RESULTS.with_name("vllm-attention.json").read_text())["engines"]
+    lines = [
+        ["CPU time of a step", "vLLM's attention", "kvops' attention", "steps per second, kvops / vLLM"],
+        ["---"] * 4,
+    ]
+    for row in rows:
+        step = re.sub(r"\d{4,}", lambda x: number(int(x[0])), row["step"])
+        times = [f"{1e3 * row[name]:.1f} ms" for name in ("vLLM", "kvops")]
+        lines.append([step, *times, f"{row['vLLM'] / row['kvops']:.2f}"])
+    return markdown(lines)
+
+
 #: Tables by the name of their markers.
 TABLES = {
     "synthetic": synthetic_table,
@@ -442,6 +475,8 @@ TABLES = {
     "pages": pages_table,
     "fp8": fp8_table,
     "prefixes": prefixes_table,
+    "vllm attention": vllm_attention_table,
+    "vllm engines": vllm_engines_table,
 }
 
 

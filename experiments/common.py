@@ -142,15 +142,12 @@ def serve(prompts: Callable[[Any, dict], list[list[int]]], **options: Any) -> No
         print("seconds", json.dumps(seconds), flush=True)
 
 
-def engines_in_turns(
-    engines: dict[str, Engine], rounds: int, load: Callable[[int], dict]
-) -> dict[str, list[list[float]]]:
-    """Return the CPU seconds of each step, by engine and round. load(round): the load; the first round warms up."""
+def engines_in_turns(engines: dict[str, Engine], loads: list[dict]) -> dict[str, list[list[float]]]:
+    """Return the CPU seconds of each step, by engine and load. The first load warms up."""
     found: dict[str, list[list[float]]] = {name: [] for name in engines}
-    for i in range(rounds + 1):
-        same = load(i)
+    for load in loads:
         for name, engine in engines.items():
-            found[name].append(engine.steps(**same))
+            found[name].append(engine.steps(**load))
     return {name: own[1:] for name, own in found.items()}
 
 

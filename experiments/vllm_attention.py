@@ -37,7 +37,6 @@ def steps(most: int) -> dict[str, tuple[int, int, int]]:
         f"decode at {most // 8}": (1, 1, most // 8),
         f"decode at {most // 8}, 8 requests": (8, 1, most // 8),
         f"decode at {most}": (1, 1, most),
-        f"decode at {4 * most}": (1, 1, 4 * most),
         f"prompt of {most // 16}": (1, most // 16, most // 16),
         f"prompt of {most // 4}": (1, most // 4, most // 4),
         f"last {most // 4} of {most}": (1, most // 4, most),
@@ -153,7 +152,7 @@ def time_layers(most: int, rounds: int, page: int) -> list[dict]:
         for heads, shape in HEADS.items():
             for dtype, of in DTYPES.items():
                 config.model_config = SimpleNamespace(dtype=of)
-                for step, sizes in steps(most).items():
+                for step, sizes in ({f"decode at {4 * most}": (1, 1, 4 * most)} | steps(most)).items():
                     for scores in (False, True)[: 1 + (sizes[1] == 1)]:
                         found.append({"heads": heads, "dtype": dtype, "step": step + ", H2O" * scores})
                         found[-1] |= time_layer(shape, of, sizes, rounds, page, scores)
@@ -188,6 +187,8 @@ def time_engines(args: argparse.Namespace) -> list[dict]:
     found = []
     try:
         for step, (requests, new, total) in steps(args.most - 64).items():
+            if args.only not in step:
+                continue
             if new != 1 and new != total:
                 requests, new, total = 1, total, total  # a whole prompt, in several steps
                 step = f"prompt of {total}"
@@ -207,10 +208,12 @@ def time_engines(args: argparse.Namespace) -> list[dict]:
 
 
 def table(found: list[dict]) -> str:
-    rows = [[*found[0], "kvops / vLLM"]]
+    labels = [name for name, x in found[0].items() if isinstance(x, str)]
+    rows = [[*labels, *NAMES, "kvops / vLLM", "GB/s", "read"]]
     for x in found:
         times = [f"{1e3 * x[name]:.3g} ms" for name in NAMES]
-        rows.append([*(x[name] for name in x if name not in NAMES), *times, f"{x['kvops'] / x['vLLM']:.2f}"])
+        rates = [f"{x['bytes'] / x[name] / 1e9:.3g}" if "bytes" in x else "" for name in ("kvops", "read")]
+        rows.append([*(x[name] for name in labels), *times, f"{x['kvops'] / x['vLLM']:.2f}", *rates])
     return aligned(rows)
 
 
@@ -220,6 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of the model")
     parser.add_argument("--most", type=int, default=8192, help="the largest number of tokens")
     parser.add_argument("--page", type=int, default=128, help="tokens per block")
+    parser.add_argument("--only", default="", help="whole engines only run the steps with this in their names")
     parser.add_argument("--rounds", type=int, default=5, help="timed turns")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -12,6 +12,7 @@ import kit
 import kvops
 from kvops import ops
 from kvops.vllm.cpu_pages import as_rows, keys, to_rows_, to_tiles_
+from kvops.vllm.layouts import Blocks, Tiles
 
 HEADS = 2
 DTYPES = {"vec": (*kit.DTYPES, *kit.BYTES), "amx": (torch.bfloat16, torch.float16, *kit.BYTES)}
@@ -305,3 +306,23 @@ def test_vllm_writes_and_reads_these_tiles(dtype, d, page_size):
             )
             tolerance = 1e-5 if dtype == torch.float32 else 3e-2
             torch.testing.assert_close(out[i].double(), exact[0, :, 0], rtol=tolerance, atol=tolerance)
+
+
+@given(cases())
+@kit.examples(30)
+def test_an_eviction_reads_shared_pages_once_and_writes_others(x):
+    """What requests share is copied once. Pages that are written hold what was there, as tiles; others are unchanged."""
+    if x.cache.dtype.itemsize == 1:
+        return  # fp8 caches are not evicted
+    (own,) = (x.table.flatten() >= 0).nonzero(as_tuple=True)
+    twice, layout = torch.cat((x.table, x.table)), Tiles(x.cache, x.isa)
+    places = torch.cat((own, own + x.table.numel()))
+    (k, v), table = layout.read(Blocks(twice, places, places[:0]))
+    pages = x.table.flatten()[own].long()
+    assert len(k) == len(pages.unique()) and torch.equal(table >= 0, twice >= 0)
+    for found, all_rows in zip((k, v), x.rows()):
+        assert kit.same([found[table.flatten()[places].long()]], [all_rows[torch.cat((pages, pages))]])
+    before, distinct = x.cache.clone(), pages.unique()
+    x.cache[distinct] = 0
+    layout.write(distinct, k, v)
+    assert kit.same([x.cache], [before])

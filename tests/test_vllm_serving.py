@@ -54,9 +54,9 @@ def test_attentions_are_compared(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     found = json.loads(record.read_text())
-    assert len(found["layers"]) == 2 * 2 * 9 and len(found["engines"]) == 6
+    assert len(found["layers"]) == 2 * 2 * 11 and len(found["engines"]) == 6
     assert all(x["vLLM"] > 0 and x["kvops"] > 0 for x in found["layers"] + found["engines"])
-    assert len(run.stdout.splitlines()) == 1 + 36 + 1 + 1 + 6
+    assert len(run.stdout.splitlines()) == 1 + 44 + 1 + 1 + 6
 
 
 def test_shared_prefixes_are_compared(tmp_path):

@@ -6,6 +6,10 @@
 // statistics of one query; lanes G apart belong to the same query. All queries see the same keys, so there are no
 // masks.
 //
+// The hardware prefetcher does not keep up with K and V in turns, so each block prefetches the next one to L2: V's rows
+// during the products with K, K's during those with V. To L1 there would be too few requests in flight, and to prefetch
+// V in the same block is too late.
+//
 // If keys are rotated at their slots, a unit's keys are rotated into scratch that stays in L1, just before their
 // products: 48 vector instructions for a key of 64 pairs in bf16 (AVX512-BF16). The tables come from L2 (for_parts).
 #pragma once
@@ -105,17 +109,20 @@ struct DecodeWorker {
   }
 
   // part: which of the split's keys.
+  int64_t end_of(int64_t split, Share part) const {
+    const int64_t begin = first + split * split_keys(p.n);
+    return last - begin < part.last ? last : begin + part.last;
+  }
   template <class Fn>
   void for_blocks(int64_t split, Share part, const Fn& fn) const {
     const char* rows[kBlock];
-    const int64_t begin = first + split * split_keys(p.n);
-    const int64_t end = last - begin < part.last ? last : begin + part.last;
+    const int64_t begin = first + split * split_keys(p.n), end = end_of(split, part);
     for (int64_t i = begin + part.first; i < end; i += kBlock)
       fn(read_block(p, p.k, head, i, end - i < kBlock ? end - i : kBlock, rows, wide_keys));
   }
 
-  // out: [keys in whole units][R]. Prefetches the rows of `then`, a block of the same keys, if given.
-  void logits(const Block& block, const Block* then, int64_t then_bytes, float* out) const {
+  // out: [keys in whole units][R]. Prefetches the rows of `then`.
+  void logits(const Block& block, const Block& then, int64_t then_bytes, float* out) const {
     const SlotRope rope = p.rope;  // a copy, since stores might alias p
     const int64_t bytes = p.k.row_bytes, b = head / p.heads;
     for (int i = 0; i < block.count; i += kUnit) {
@@ -124,9 +131,7 @@ struct DecodeWorker {
       for (int k = 0; k < kUnit; ++k) {
         row[k] = from[k] = reinterpret_cast<const In*>(block.row(i + k));
         far[k] = block.ahead(i + k, 2 * kUnit);
-        if (then && i + k < block.count) {
-          prefetch_row(then->row(i + k), then_bytes);
-        }
+        if (i + k < then.count) prefetch_row<2>(then.row(i + k), then_bytes);
         if (rope.pairs) {
           const int64_t slot = block.first + (i + k < block.count ? i + k : block.count - 1);
           char* const to = reinterpret_cast<char*>(turns) + k * round_up(bytes, VB);
@@ -208,23 +213,26 @@ struct DecodeWorker {
     }
   }
 
-  // Adds the block's weighted rows of V to out, [R][registers of V].
-  void add_values(const Block& block, int64_t row_bytes, const float* shrink, float* out) const {
+  // Adds the block's weighted rows of V to out, [R][registers of V]. Prefetches the rows of `then`, keys.
+  void add_values(const Block& block, const Block& then, int64_t row_bytes, const float* shrink, float* out) const {
     const RowShape of_v = row_shape<T>(row_bytes);
     constexpr int C = R * kVecs<T> >= 8 ? 1 : 8 / (R * kVecs<T>);
     int c = 0;
-    for (; c + C <= of_v.full; c += C) add_registers<C>(block, of_v, c, shrink, out);
-    for (; c < of_v.registers(); ++c) add_registers<1>(block, of_v, c, shrink, out);
+    for (; c + C <= of_v.full; c += C) add_registers<C>(block, then, of_v, c, shrink, out);
+    for (; c < of_v.registers(); ++c) add_registers<1>(block, then, of_v, c, shrink, out);
   }
   template <int C>
-  void add_registers(const Block& block, RowShape of_v, int first_register, const float* shrink, float* out) const {
+  void add_registers(const Block& block, const Block& then, RowShape of_v, int first_register, const float* shrink,
+                     float* out) const {
     constexpr int N = C * kVecs<T>;
     const int64_t v_width = of_v.registers() * kStep<T>;
     out += first_register * kStep<T>;
     F sums[R][N];
     for (int r = 0; r < R; ++r)
       for (int j = 0; j < N; ++j) sums[r][j] = load(out + r * v_width + j * VL) * shrink[r];
+    const int64_t from = first_register * kStep<T> * sizeof(T), to = from + C * kStep<T> * sizeof(T);
     for (int i = 0; i < block.count; ++i) {
+      if (i < then.count) prefetch_row<2>(then.row(i) + from, (to < p.k.row_bytes ? to : p.k.row_bytes) - from);
       const T* const row = reinterpret_cast<const T*>(block.row(i)) + first_register * kStep<T>;
       F x[N];
       for (int c = 0; c < C; ++c)
@@ -252,12 +260,18 @@ struct DecodeWorker {
     float* at = kept ? kept + part.first * R : tile;
     for_blocks(split, part, [&](const Block& block) {
       float shrink[kLanes];
-      const char* rows[kBlock];
-      Block values{};
+      const char *rows[kBlock], *next_keys[kBlock], *next_values[kBlock];
+      Block values{}, then_keys{}, then_values{};
+      const int64_t next = block.first + block.count, left = end_of(split, part) - next;
       if (v) values = read_block(p, *v, head, block.first, block.count, rows, wide_values);
-      logits(block, v ? &values : nullptr, v ? v->row_bytes : 0, at);
+      if (v && left > 0) {
+        const int64_t b = head / p.heads, h = head % p.heads, count = left < kBlock ? left : kBlock;
+        then_keys = block_of(p.k.head(b, h), next, count, next_keys);
+        then_values = block_of(v->head(b, h), next, count, next_values);
+      }
+      logits(block, then_values, v ? v->row_bytes : 0, at);
       softmax(block.count, at, peak, total, shrink);
-      if (v) add_values(values, v->row_bytes, shrink, out);
+      if (v) add_values(values, then_keys, v->row_bytes, shrink, out);
       if (kept) at += kBlock * R;
     });
     if (part.last < split_keys(p.n)) return;
@@ -322,7 +336,7 @@ struct DecodeWorker {
   // kept: the split's logits, or null: recompute them.
   void second_pass(int64_t split, const float* kept, bool dot) const {
     for_blocks(split, {0, split_keys(p.n)}, [&](const Block& block) {
-      if (!kept) logits(block, nullptr, 0, tile);
+      if (!kept) logits(block, Block{}, 0, tile);
       score_block(block, kept ? kept : tile, dot);
       if (kept) kept += kBlock * R;
     });
