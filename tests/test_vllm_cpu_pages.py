@@ -311,7 +311,7 @@ def test_vllm_writes_and_reads_these_tiles(dtype, d, page_size):
 @given(cases())
 @kit.examples(30)
 def test_an_eviction_reads_shared_pages_once_and_writes_others(x):
-    """What requests share is copied once. Written pages hold what was there, as tiles; others are unchanged."""
+    """What requests share is copied once. Written pages hold it as tiles again; others are unchanged."""
     if x.cache.dtype.itemsize == 1:
         return  # fp8 caches are not evicted
     (own,) = (x.table.flatten() >= 0).nonzero(as_tuple=True)
