@@ -35,7 +35,7 @@ STAMPS := $(VENV)/stamps
 PIP := $(PY) -m pip install --disable-pip-version-check
 QUIET := $(if $(CI),-qq)
 # The CUDA kernels take minutes to compile, and without a GPU only their tests and wheels use them.
-export KVOPS_CUDA ?= $(if $(filter test-all test-others wheel,$(MAKECMDGOALS)),auto,gpu)
+export KVOPS_CUDA ?= $(if $(filter test-all test-simulated test-others wheel,$(MAKECMDGOALS)),auto,gpu)
 BUILT := $(file <$(STAMPS)/kvops)
 # A demo runs the instruction-set level of this machine alone. A build of all levels has it too.
 export KVOPS_LEVELS ?= $(if $(filter-out demo serve-demo help,$(or $(MAKECMDGOALS),demo))$(filter all,$(BUILT)),all,native)

@@ -65,7 +65,10 @@ def summed_scores(
     """
     if prefix is not None and q.shape[2] and lse is None and _linear(q, k, **options):
         return _linear_scores(q, k, visible, prefix, **options)
-    total, most = None, options.get("reduce") == "max" and q.shape[2] > MAX_WINDOW
+    reduce = options.get("reduce") if q.shape[2] > MAX_WINDOW else None
+    total, most = None, reduce == "max"
+    if reduce == "mean":  # of all rows, not of each block's
+        options["reduce"] = "sum"
     for first in range(0, q.shape[2], MAX_WINDOW):
         rows = slice(first, first + MAX_WINDOW)
         block_lse = None if lse is None else lse[:, :, rows]
@@ -77,7 +80,13 @@ def summed_scores(
             total = block
         else:
             total = torch.maximum(total, block) if most else total.add_(block)
-    return total.masked_fill(total == -torch.inf, 0.0) if most and total is not None else total
+    if total is not None and most:
+        total = total.masked_fill(total == -torch.inf, 0.0)
+    if total is not None and reduce == "mean":
+        starts = options.get("starts")
+        seeing = (visible > (0 if starts is None else starts[:, None])).sum(-1)  # rows that see a key
+        total = total / seeing.clamp(min=1).view(-1, 1, 1)
+    return total
 
 
 def _linear(

@@ -6,6 +6,7 @@ import torch
 import kit
 import kvops
 from kvops.methods.base import View
+from kvops.window import causal_limits, summed_scores
 from test_criticalkv import attention_rows
 
 pytestmark = kit.every_device
@@ -89,6 +90,27 @@ def test_decode_evicts_by_the_queries_of_the_last_tokens():
     assert torch.equal(stay[..., -WINDOW:], torch.arange(132 - WINDOW, 132).expand_as(stay[..., -WINDOW:]))
 
 
+def test_the_largest_number_is_finite():
+    """A hash of 2^24 - 1 is among the numbers of these tokens."""
+    n = 1 << 19
+    k, v, q = inputs(b=1, heads=1, group=1, n=n, d=8, w=4)
+    rule = kvops.VaSE(12, window=4, sinks=4, largest_values=4, seed=58)
+    assert rule.gumbel(View(k, v)).isfinite().all()
+    wanted = (v.amax(-1) - v.amin(-1))[0, 0, 4:-4].topk(4).indices + 4
+    assert {*wanted.tolist()} <= {*rule.compress(k, v, q).indices.flatten().tolist()}
+
+
+def test_more_rows_than_a_call_takes():
+    """The operators take 256 rows; the mean of more is that of all rows."""
+    k, v, q = inputs(n=400, w=300)
+    wanted = attention_rows(q, k).mean((2, 3)).float()
+    got = summed_scores(q, k, causal_limits(400, 300, k.device), None, reduce="mean")
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-7)
+    padded = summed_scores(q, k, causal_limits(400, 300, k.device), None, reduce="mean", starts=kit.int32(0, 150))
+    alone = summed_scores(q[1:, :, 50:], k[1:, :, 150:], causal_limits(250, 250, k.device), None, reduce="mean")
+    torch.testing.assert_close(padded[1:, :, 150:], alone, rtol=1e-4, atol=1e-7)
+
+
 def test_padded_rows_draw_as_if_alone():
     k, v, q = inputs(b=3)
     starts = [0, 37, 120]
@@ -119,6 +141,11 @@ def test_head_modes(head_mode):
     kept = policy(head_mode=head_mode).compress(k, v, q)
     if head_mode == "shared":
         assert torch.equal(kept.indices[:, 0], kept.indices[:, 1]) and kept.k.shape[2] == BUDGET
+        wanted = (v.amax(-1) - v.amin(-1)).mean(1)[:, SINKS:-WINDOW].topk(LARGEST).indices + SINKS
+        for mine, large in zip(kept.indices[:, 0].tolist(), wanted.tolist()):
+            assert {*large} <= {*mine}
+        other = policy(head_mode=head_mode, seed=1).compress(k, v, q).indices
+        assert len({*other[0, 0].tolist()} - {*kept.indices[0, 0].tolist()}) > 5  # the rest is drawn
     else:
         assert ((kept.indices >= 0).sum((1, 2)) == 2 * BUDGET).all()
 
@@ -132,8 +159,19 @@ def test_bad_input():
         ),
         (dict(kernel_size=4), ("VaSE: kernel_size must be odd", "got 4")),
         (dict(pooling="sum"), ("VaSE: pooling must be", "got 'sum'")),
+        (dict(budget=10), ("VaSE: budget must hold sinks", "3 .* 8 .* 2 tokens, got 10", "lower one of the others")),
         (dict(window=4), ("VaSE: q_window must have at most window rows, expected at most 4, got 8",)),
         (dict(seed=-1), ("VaSE: seed must be at least 0, got -1",)),
     ):
         with kit.refuses(*parts):
             kvops.VaSE(**{"budget": BUDGET, "sinks": SINKS, "window": WINDOW, **settings}).compress(k, v, q)
+    for wrong, parts in (
+        (v[:, :, :50], ("v must be torch.float32", r"200\] as in k, got torch.float32 \[2, 2, 50, 16\]")),
+        (v.double(), ("v must be torch.float32", "got torch.float64")),
+        (v[0], ("v must be", r"got torch.float32 \[2, 200, 16\]")),
+        (v.clone().requires_grad_(), ("v requires grad",)),
+    ):
+        with kit.refuses("vase_compress", *parts):
+            kvops.vase_compress(k, wrong, q, BUDGET)
+    with kit.refuses("vase_compress: v must be a torch.Tensor", kind=TypeError):
+        kvops.vase_compress(k, None, q, BUDGET)

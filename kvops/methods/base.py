@@ -437,7 +437,7 @@ class Policy:
         """Apply the rule once to a whole cache.
 
         Args:
-            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
             v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
             **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
                 `LayerSpans`.

@@ -21,12 +21,13 @@ class StreamingLLM(SlotPolicy, DecodePolicy):
     """StreamingLLM: keeps the first `sinks` tokens and the newest tokens, `budget` in all.
 
     Attributes:
-        budget: See `BudgetPolicy`. In a cache a fraction is never less than sinks + 1 tokens.
+        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1; the
+            same for all heads. In a cache a fraction is never less than sinks + 1 tokens.
         buffer: See `DecodePolicy`.
         protect: See `DecodePolicy`.
-        head_mode: See `BudgetPolicy`.
+        head_mode: Without effect, since all heads keep the same tokens; "adaptive" is refused.
         sinks: First tokens that are always kept.
-        positions: See `SlotPolicy`.
+        positions: See `SlotPolicy`. One-shot calls move the keys as they are.
 
     Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al., 2023.
     """
@@ -64,6 +65,7 @@ class L2(MergingPolicy):
         buffer: See `DecodePolicy`.
         protect: See `DecodePolicy`.
         skip_layers: Layers that keep everything, in models of more than 8 layers. Layers then differ in length.
+            One-shot calls skip only if `layer` and `num_layers` are given.
         merge: See `MergingPolicy`; not part of the paper.
 
     Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", Devoto et al., 2024.

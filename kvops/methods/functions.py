@@ -130,23 +130,25 @@ def annotation(hint: Any, imports: dict[str, set[str]]) -> str:
 
 
 def docstring(cls: type[Policy], name: str, texts: dict[str, str], doc: str) -> str:
-    """What a function says: the summary, formula and source of the policy, and its arguments."""
+    """What a function says: what the policy says, but for its caches, and the arguments."""
     if name.endswith("_"):
         plain = name.rstrip("_")
         return (
             f"`{plain}` in place: moves the kept slots to the front of k and v, and returns views of them.\n\n"
             f"Takes the arguments of `{plain}` except `out`."
         )
-    about = inspect.getdoc(cls) or ""
-    parts = about.split("\n\n")
-    formula = re.findall(r"^```text\n.*?^```$", about, re.DOTALL | re.MULTILINE)[:1]
+    about, _, more = (inspect.getdoc(cls) or "").partition("\nAttributes:\n")
+    of_caches = re.compile(r"^(?:In a cache|In decode|A cache)\b(?:.+\n?)+\n*", re.MULTILINE)  # paragraphs
+    summary, _, rest = of_caches.sub("", about).strip().partition("\n\n")
+    for old, new in cls.function_names.items():
+        rest = re.sub(rf'(?<!")\b{old}\b(?!")', new, rest)
     wrapped = functools.partial(textwrap.fill, width=116, break_long_words=False, break_on_hyphens=False)
     equal = f"`kvops.{cls.__name__}` with these settings in one call of `compress`, which ignores settings of caches."
     items = [wrapped(f"{x}: {text}", initial_indent="    ", subsequent_indent="        ") for x, text in texts.items()]
     ends = re.findall(r"^(?:Returns|Raises):\n(?:    .*\n?)+", doc, re.MULTILINE)
     args = "\n".join(("Args:", *items))
-    source = [x for x in parts if x.startswith("Source")]
-    return "\n\n".join((parts[0], equal, *formula, args, *map(str.rstrip, ends), *source))
+    source = [x for x in more.split("\n\n") if x.startswith("Source")]
+    return "\n\n".join(filter(None, (summary, equal, rest, args, *map(str.rstrip, ends), *source)))
 
 
 def entries(doc: str, section: str) -> dict[str, str]:

@@ -78,22 +78,23 @@ def chunkkv_compress(
 
     `kvops.ChunkKV` with these settings in one call of `compress`, which ignores settings of caches.
 
+    The w newest tokens are kept. The tokens before them are cut into chunks; the last chunk may be shorter. Chunks are
+    kept whole by descending mean score. Of the chunk that straddles the budget, the best tokens are kept, so the budget
+    is met exactly. All KV heads keep the same tokens. Keys whose score is NaN do not count in the mean of their chunk
+    and are evicted first.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
-        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
-            cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
-            (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
-            -1. It must hold the window.
+        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1; the
+            same for all heads. It must hold the window.
         window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
-        head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+        head_mode: Without effect, since all heads keep the same tokens; "adaptive" is refused.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
-        kernel_size: The slots over which scores are pooled; odd. 1 does not pool. The default, 1, does not pool.
+        kernel_size: The slots over which scores are pooled; odd. The default, 1, does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
         pool_first: Pool the scores of each query head, then reduce the group.
         score: "softmax", or "dot": the sum of the logits themselves.
@@ -164,8 +165,11 @@ def criticalkv_compress(
               and the rest by (s + epsilon) * norm
     ```
 
+    The rule needs the weights of the output projection, W_O. For a model, `for_model` takes them from it, which
+    `kvops.hf.compress`, `kvops.hf.generate` and the evaluation do by themselves. Caches evict when `SnapKV`'s do.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
@@ -255,8 +259,13 @@ def defensivekv_compress(
     score   = max(p[j], prior * mean of p over all j < n - w)                   the prior-risk correction
     ```
 
+    A key that is important for a single query has a low mean, and SnapKV evicts it. Here its one high weight counts.
+    The correction gives each key a risk of at least the head's mean. It matters where heads share a budget
+    (head_mode="adaptive"), and where the budget reaches below the mean: of the corrected keys, the lower slots are
+    kept. Keys whose score is NaN do not count in the mean and are evicted first.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
@@ -339,8 +348,10 @@ def expectedattention_compress(
     score[i] = (mean over the group of a[h, i] + epsilon) * ||v_i||
     ```
 
+    `head_mode="adaptive"` shares a layer's budget among its heads, as AdaKV does.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
@@ -422,8 +433,11 @@ def h2o_compress(
     score[j] = mean over the group's query heads of sum over all queries i of softmax(q_i k)_j       causal
     ```
 
+    A one-shot call takes the queries of the last t slots; t = n, the whole prompt, is H2O. The n x n weights are never
+    written: blocks of 256 rows are scored and added up.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q: [b, Hq, t, d], the queries of the last t slots; t = n, the whole prompt, is H2O. Query head h belongs to KV
             head h // (Hq / Hk).
@@ -438,7 +452,7 @@ def h2o_compress(
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
-            every new token. A step of several tokens is part of a prompt and evicts at once; the paper's is 1.
+            every new token. A step of several tokens is part of a prompt and evicts at once. The paper's buffer is 1.
         protect: "prompt": a cache keeps the whole prompt, and the budget, with `sinks` and the newest tokens, is for
             the tokens after it. The prompt is what the steps before the first step of a single token append; later
             turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
@@ -501,8 +515,15 @@ def keydiff_compress(
     score[i] = -cos(k_i, mu)
     ```
 
+    If the prompt is appended in blocks (128 tokens in the paper), a cache never holds more than budget + block tokens;
+    `keydiff_compress` takes the whole prompt at once. In decode the cache evicts as `buffer` says. The anchor mu is
+    then a running sum: the cache adds new keys and subtracts evicted ones. It recomputes the sum after `refresh`
+    evictions, because fp32 sums drift, or when that is less work.
+
+    The ablations run in plain PyTorch.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
@@ -585,9 +606,23 @@ def kvzip_compress(
 
     `kvops.KVzip` with these settings in one call of `compress`, which ignores settings of caches.
 
+    The second reading is in passes, one for each `chunk` of the prompt: an instruction to repeat it, then the chunk's
+    own tokens. The queries of a pass score the chunk's keys in the cache:
+
     ```text
     a[i, j] = softmax over j of scale * q_i . k_j      j: the sinks, the chunk, and the tokens of the pass up to i
     score   = max over the group's query heads and the rows i of the pass of a[i, j]      for j in the chunk
+    ```
+
+    The tokens of a pass are forgotten afterwards. The scores know no question, so one compressed prompt can serve many.
+    A one-shot call (`compress`) gets the queries and keys of the passes. A cache runs them:
+
+    ```python
+    cache = kvops.Cache(kvops.KVzip(1024))
+    cache.attend(q, k, v)                 # the prompt, in one step or in chunks; everything is kept
+    with cache.repeating(0):              # a pass for the chunk that begins at token 0; then for the other chunks
+        cache.attend(q, k, v)
+    cache.evict()                         # keep the budget's best tokens
     ```
 
     Args:
@@ -670,7 +705,7 @@ def l2_compress(
     ```
 
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
@@ -693,6 +728,7 @@ def l2_compress(
             memory per head until it is done. Pages, and engines that move tokens by themselves, are refused; not part
             of the paper.
         skip_layers: Layers that keep everything, in models of more than 8 layers. Layers then differ in length.
+            One-shot calls skip only if `layer` and `num_layers` are given.
         **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
             `LayerSpans`.
 
@@ -747,8 +783,12 @@ def lacache_compress(
 
     `kvops.LaCache` with these settings in one call of `compress`, which ignores settings of caches.
 
+    Which slots a layer keeps depends only on (layer, slot), never on scores (see `lacache_plan`). All layers keep the
+    same number of slots, and all heads of a layer the same slots: at most budget + R // 2, where R is the number of
+    slots that a ladder frees in each layer.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens (int), or a fraction (float). It must hold the sinks, the newest num_layers slots and one
             ladder's kept slots. In a cache a fraction is of the tokens seen, but never less than that minimum.
@@ -819,13 +859,19 @@ def lagkv_compress(
 
     `kvops.LagKV` with these settings in one call of `compress`, which ignores settings of caches.
 
+    The slots after the first `sinks` are cut into partitions of `L` tokens. Of each complete partition except the
+    last, LagKV keeps the floor(r * L) tokens with the highest scores, per head:
+
     ```text
     N     = (X - min Y) / (max Y - min Y)      per channel; X is a partition, Y the next one
     score = softmax(std N of K) + v_weight * softmax(std N of V)
     ```
 
+    Of n >= sinks + 2 L tokens it keeps sinks + floor(r * L) ((n - sinks) // L - 1) + L + (n - sinks) % L
+    (Eq. 10), and of fewer tokens all.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         L: Tokens per partition.
         r: The fraction of them to keep, in [0, 1].
@@ -835,9 +881,9 @@ def lagkv_compress(
         score: "std", or "l2": minus the L2 norm of the key. With "l2", V, v_weight and reference are ignored, and
             layers 0 and 1 keep everything, so layers differ in length.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls without padding only): the heads share the Hk floor(ratio * lag)
-            tokens of a partition by one threshold for their scores, which are comparable (Limitations). Heads then
-            differ in length and end in -1.
+            mean score. "adaptive" (one-shot calls without padding only): the heads share the tokens that they keep of a
+            partition by one threshold for their scores, which are comparable (Limitations). Heads then differ in length
+            and end in -1.
         **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
             `LayerSpans`.
 
@@ -899,6 +945,17 @@ def laq_compress(
     ```text
     s[j]  = sum over the window's rows i of softmax over the prompt's keys of scale * q_i . k_j
     score = max-pooling of the mean of s over the group's query heads
+    ```
+
+    A one-shot call (`compress`) is the second stage, given the queries of the draft. A cache runs both stages:
+
+    ```python
+    cache = kvops.Cache(kvops.LAQ(1024))
+    cache.attend(q, k, v)             # the prompt, in one step or in chunks; everything is kept
+    draft = cache.draft()             # stage 1: a small cache of the same prompt
+    draft.attend(q, k, v)             # `steps` tokens of the draft, one by one
+    cache.evict(draft)                # stage 2: keep the budget's best tokens for the draft's queries
+    cache.attend(q, k, v)             # decode from the end of the prompt; every new token is kept
     ```
 
     Args:
@@ -1009,8 +1066,11 @@ def protokv_compress(
     score      = mean of s over the cluster's tokens                          (`ops.cluster_mean`)
     ```
 
+    All of this covers the tokens before the last w, per head. The w newest tokens are kept. Before them whole clusters
+    are kept by descending score; of the cluster that straddles the budget, the tokens with the highest s are kept.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
@@ -1109,8 +1169,12 @@ def pyramidkv_compress(
 
     `kvops.PyramidKV` with these settings in one call of `compress`, which ignores settings of caches.
 
+    Layers differ in length, so one-shot calls need `layer` and `num_layers`. Each row of a padded batch has the budget
+    of its own length. Rows that keep fewer slots than others end in -1 in a one-shot call, and begin with `pads` empty
+    slots in a cache.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
@@ -1174,8 +1238,11 @@ def random_compress(
 
     `kvops.Random` with these settings in one call of `compress`, which ignores settings of caches.
 
+    The score of a token is a hash of (seed, layer, head, position). It is the same on every device, in every row of a
+    batch, and whether tokens come in one call, in chunks or one by one. Positions count from a row's first valid token.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
@@ -1253,8 +1320,12 @@ def rkv_compress(
     score      = mix * importance - (1 - mix) * redundancy
     ```
 
+    The w newest tokens are kept, and the highest scores before them up to the budget. In decode a cache evicts down to
+    the budget whenever it holds `buffer` tokens more, by the queries of the last w tokens, which it remembers. A
+    prompt, and each chunk or further turn of at least w tokens, is compressed in the same way.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
@@ -1330,8 +1401,13 @@ def satkv_compress(
 
     `kvops.SATKV` with these settings in one call of `compress`, which ignores settings of caches.
 
+    The degrees (`ops.outlier_degree`) are computed over the tokens before the window alone. SATKV does not use queries.
+
+    A step of at least `window` tokens brings a cache down to the budget. In decode the cache evicts once it holds
+    `buffer` tokens more than the budget.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
@@ -1406,8 +1482,12 @@ def snapkv_compress(
     score   = the highest s among the kernel_size slots centred on j
     ```
 
+    The w newest tokens are kept, and the highest scores before them up to the budget. A cache compresses the prompt by
+    its last `window` queries. Each chunk of a chunked prefill and each further turn is compressed in the same way,
+    together with the tokens kept before. Decode keeps every new token.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.
@@ -1476,16 +1556,12 @@ def streamingllm_compress(
     `kvops.StreamingLLM` with these settings in one call of `compress`, which ignores settings of caches.
 
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
-        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
-            cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
-            (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
-            -1. In a cache a fraction is never less than sinks + 1 tokens.
+        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1; the
+            same for all heads. In a cache a fraction is never less than sinks + 1 tokens.
         sinks: First tokens that are always kept.
-        head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+        head_mode: Without effect, since all heads keep the same tokens; "adaptive" is refused.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1494,7 +1570,7 @@ def streamingllm_compress(
             turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
         positions: "slots", or "original": keys keep the positions at which they were rotated. For "slots" a cache needs
             the model's rotary embedding (`kvops.Cache(policy, rope=...)`). Without it the cache moves the keys as they
-            are, and the caller rotates them (`kvops.ops.rope_at_slots`).
+            are, and the caller rotates them (`kvops.ops.rope_at_slots`). One-shot calls move the keys as they are.
         **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
             `LayerSpans`.
 
@@ -1546,15 +1622,18 @@ def tova_compress(
     score[j] = mean over all query heads of softmax(q_last k)_j
     ```
 
+    A one-shot call takes the query of each row's last (valid) token. A cache uses the last query of the step that
+    evicts.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_last: [b, Hq, 1, d], the query of each row's last (valid) token. Query head h belongs to KV head h // (Hq /
             Hk).
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
-            -1.
+            -1. A budget per head needs head_mode="per_head".
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
@@ -1562,7 +1641,7 @@ def tova_compress(
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
-            every new token. A step of several tokens is part of a prompt and evicts at once; the paper's is 1.
+            every new token. A step of several tokens is part of a prompt and evicts at once. The paper's buffer is 1.
         protect: "prompt": a cache keeps the whole prompt, and the budget, with `sinks` and the newest tokens, is for
             the tokens after it. The prompt is what the steps before the first step of a single token append; later
             turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
@@ -1621,8 +1700,13 @@ def triattention_compress(
     score[i] = max over the group of (S[h, i] - mean_i S[h, i]) / std_i S[h, i]
     ```
 
+    f: a frequency of RoPE, q_f and k_f: the channels that it rotates, before RoPE, phi_f: the angle between E q_f and
+    k_f, t: the next position, p_i: the key's, D: 1, 2, 4, .. up to `max_offset`.
+
+    The statistics of the queries are of the model, gathered before (`QueryStatistics`), so no query is needed.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
@@ -1708,8 +1792,14 @@ def vase_compress(
     range[j] = max over the channels of v_j - min over the channels of v_j
     ```
 
+    The w newest tokens, the sinks and the tokens of the largest ranges are kept. The rest of the budget is drawn
+    without replacement, with probabilities proportional to p, anew at each eviction: the highest log p[j] + g[j], with
+    independent numbers g of the Gumbel distribution, are such a draw. The numbers are hashes of (seed, layer, head,
+    the token's position, the newest token's position), so a draw does not depend on the rest of the batch. With
+    head_mode="shared" the heads' p and ranges are averaged, and one draw is that of all heads.
+
     Args:
-        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
         v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
         q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
             belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.

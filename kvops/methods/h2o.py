@@ -42,7 +42,7 @@ class H2O(DecodePolicy, QueryPolicy):
         sinks: See `BudgetPolicy`.
         head_mode: See `BudgetPolicy`.
         group_reduce: See `QueryPolicy`.
-        buffer: See `DecodePolicy`; the paper's is 1.
+        buffer: See `DecodePolicy`. The paper's buffer is 1.
         protect: See `DecodePolicy`.
         recent: Newest tokens that are always kept: an int, or a fraction in [0, 1) of the budget (float). With
             head_mode="adaptive" as in `KeyPolicy`.
@@ -78,7 +78,7 @@ class H2O(DecodePolicy, QueryPolicy):
         """Apply the rule once to a whole cache.
 
         Args:
-            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
             v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
             q: [b, Hq, t, d], the queries of the last t slots; t = n, the whole prompt, is H2O. Query head h belongs to
                 KV head h // (Hq / Hk).
@@ -156,11 +156,11 @@ class TOVA(DecodePolicy, QueryPolicy):
     evicts.
 
     Attributes:
-        budget: See `BudgetPolicy`.
+        budget: See `BudgetPolicy`. A budget per head needs head_mode="per_head".
         sinks: See `BudgetPolicy`.
         head_mode: See `BudgetPolicy`. The paper's is "shared".
         group_reduce: See `QueryPolicy`.
-        buffer: See `DecodePolicy`; the paper's is 1.
+        buffer: See `DecodePolicy`. The paper's buffer is 1.
         protect: See `DecodePolicy`.
 
     Source: TOVA, Oren et al., 2024.
@@ -185,7 +185,7 @@ class TOVA(DecodePolicy, QueryPolicy):
         """Apply the rule once to a whole cache.
 
         Args:
-            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
             v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
             q_last: [b, Hq, 1, d], the query of each row's last (valid) token. Query head h belongs to KV head
                 h // (Hq / Hk).

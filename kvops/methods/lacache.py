@@ -102,7 +102,7 @@ class LaCache(SlotPolicy):
         """Apply the rule once to a whole cache of one layer.
 
         Args:
-            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
             v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
             layer: The index of the layer in the model.
             num_layers: The number of layers of the model.

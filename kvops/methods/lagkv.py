@@ -59,9 +59,9 @@ class LagKV(Policy):
         score: "std", or "l2": minus the L2 norm of the key. With "l2", V, v_weight and reference are ignored, and
             layers 0 and 1 keep everything, so layers differ in length.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls without padding only): the heads share the Hk floor(ratio * lag)
-            tokens of a partition by one threshold for their scores, which are comparable (Limitations). Heads then
-            differ in length and end in -1.
+            mean score. "adaptive" (one-shot calls without padding only): the heads share the tokens that they
+            keep of a partition by one threshold for their scores, which are comparable (Limitations). Heads then differ
+            in length and end in -1.
 
     Source: LagKV, Sec. 2.2, Eq. 5-10; LocalKV and L2 norm: App. A.2.
     """

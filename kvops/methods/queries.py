@@ -119,7 +119,7 @@ class QueryPolicy(BudgetPolicy):
         """Apply the rule once to a whole cache.
 
         Args:
-            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8.
+            k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
             v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
             q_window: [b, Hq, w, d], the observing queries: those of the last w (valid) tokens of each row. Query head h
                 belongs to KV head h // (Hq / Hk). Rows with fewer than w tokens ignore the first queries.

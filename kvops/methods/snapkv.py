@@ -145,12 +145,13 @@ class ChunkKV(WindowPolicy):
     and are evicted first.
 
     Attributes:
-        budget: See `BudgetPolicy`. It must hold the window.
+        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1; the
+            same for all heads. It must hold the window.
         sinks: See `BudgetPolicy`.
-        head_mode: See `BudgetPolicy`.
+        head_mode: Without effect, since all heads keep the same tokens; "adaptive" is refused.
         group_reduce: See `QueryPolicy`.
         window: See `WindowPolicy`.
-        kernel_size: See `WindowPolicy`. The default, 1, does not pool.
+        kernel_size: The slots over which scores are pooled; odd. The default, 1, does not pool.
         pooling: See `WindowPolicy`.
         pool_first: See `WindowPolicy`.
         score: See `WindowPolicy`.

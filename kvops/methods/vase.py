@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_int, check_recent
+from ..checks import check_int, check_recent, inference_only
 from ..ops import select_topk
-from ..window import Pool, Pooling, outside_prefix
+from ..window import Pool, Pooling, outside_prefix, prefix_lengths
 from .base import View
 from .budgets import fraction_of, row_budgets
 from .queries import ObservedPolicy
 from .random_numbers import RANGE, random_integers
-from .select import readable_keys
+from .select import readable_keys, shared_scores
 
 #: Added to the scores of the largest values. All others lie between the logarithm of the least float and 18.
 _KEPT = 1e4
@@ -41,7 +41,8 @@ class VaSE(ObservedPolicy):
     The w newest tokens, the sinks and the tokens of the largest ranges are kept. The rest of the budget is drawn
     without replacement, with probabilities proportional to p, anew at each eviction: the highest log p[j] + g[j], with
     independent numbers g of the Gumbel distribution, are such a draw. The numbers are hashes of (seed, layer, head,
-    the token's position, the newest token's position), so a draw does not depend on the rest of the batch.
+    the token's position, the newest token's position), so a draw does not depend on the rest of the batch. With
+    head_mode="shared" the heads' p and ranges are averaged, and one draw is that of all heads.
 
     In decode a cache evicts like `RKV`.
 
@@ -90,12 +91,12 @@ class VaSE(ObservedPolicy):
         super().check()
 
     def check_holds(self, keep: int, newest: int) -> None:
-        super().check_holds(keep, newest)
         if self.sinks + newest + (largest := self.largest(keep)) > keep:
             raise ValueError(
                 f"{self.name}: budget must hold sinks + window + largest_values, expected at least {self.sinks} + "
-                f"{newest} + {largest} tokens, got {keep}"
+                f"{newest} + {largest} tokens, got {keep}; raise budget, or lower one of the others"
             )
+        super().check_holds(keep, newest)
 
     def in_tokens(self, keep: int) -> dict[str, Any]:
         return super().in_tokens(keep) | {"largest_values": self.largest(keep)}
@@ -112,27 +113,35 @@ class VaSE(ObservedPolicy):
         return {"budget": budget, "window": max(1, min(64, budget // 4))}
 
     def scores(self, view: View) -> Tensor:
+        self.check_values(view)
         observed = view.seen_by_queries
-        outside = outside_prefix(observed, view.window, view.starts, view.end)
-        attention = self.pool(observed, view.heads, outside)
-        drawn = attention.clamp(min=torch.finfo(attention.dtype).tiny).log() + self.gumbel(view)
-        keep, budgets = row_budgets(
-            self.name, self.budget, (view.rows, view.heads), view.seen, view.padding, view.lengths
-        )
+        attention = self.pool(observed, view.heads, outside_prefix(observed, view.window, view.starts, view.end))
+        ranges, gumbel = self.ranges(view), self.gumbel(view)
+        if self.head_mode == "shared":  # one draw for all heads
+            attention, ranges, gumbel = shared_scores(attention), shared_scores(ranges), gumbel[:, :1]
+        drawn = attention.clamp(min=torch.finfo(attention.dtype).tiny).log() + gumbel
+        shape = drawn.shape[:2]
+        keep, budgets = row_budgets(self.name, self.budget, shape, view.seen, view.padding, view.lengths)
         if budgets is not None and isinstance(self.largest_values, float):
-            budgets = fraction_of(self.largest_values, budgets).expand(view.rows, view.heads).contiguous()
+            budgets = fraction_of(self.largest_values, budgets).expand(shape).contiguous()
         else:
             budgets = None
         starts, lengths = self.behind_sinks(view)
-        if lengths is None:
-            first = 0 if starts is None else starts
-            lengths = torch.full((view.rows,), view.n, dtype=torch.int32, device=view.k.device) - first
-        lengths = (lengths - view.window).clamp(min=0)
-        largest = select_topk(self.ranges(view), k=self.largest(keep), starts=starts, lengths=lengths, budgets=budgets)
+        lengths = prefix_lengths(drawn, view.window, starts, lengths)
+        largest = select_topk(ranges, k=self.largest(keep), starts=starts, lengths=lengths, budgets=budgets)
         # The last column takes the writes of missing entries.
         kept = torch.nn.functional.pad(torch.zeros_like(drawn), (0, 1))
         kept.scatter_(2, torch.where(largest < 0, view.n, largest), _KEPT)
         return drawn + kept[..., : view.n]
+
+    def check_values(self, view: View) -> None:
+        """Check v, which operators read only after the selection."""
+        inference_only(self.name, v=view.v)
+        if view.v.dtype != view.k.dtype or view.v.dim() != 4 or view.v.shape[:3] != view.k.shape[:3]:
+            raise ValueError(
+                f"{self.name}: v must be {view.k.dtype} [b, Hk, n, dv] with b, Hk, n = {list(view.k.shape[:3])} as in "
+                f"k, got {view.v.dtype} {list(view.v.shape)}"
+            )
 
     def ranges(self, view: View) -> Tensor:
         """The range of each value over its channels: fp32 [b, Hk, n]."""
@@ -151,5 +160,6 @@ class VaSE(ObservedPolicy):
             newest = position.gather(2, (end.long() - 1).clamp(min=0)[:, None, None].expand(-1, position.shape[1], 1))
         else:
             newest = position[..., end - 1 : end]
-        uniform = (random_integers(position.int(), self.seed, view.layer or 0, newest.int()) + 0.5) / RANGE
-        return -(-uniform.log()).log()
+        integers = random_integers(position.int(), self.seed, view.layer or 0, newest.int())
+        uniform = (integers.double() + 0.5) / RANGE  # in (0, 1); in fp32 the largest would be 1
+        return -(-uniform.log()).log().float()

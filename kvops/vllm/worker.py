@@ -119,7 +119,8 @@ class EvictingBuilder(AttentionMetadataBuilder):
         common_attn_metadata = m.replace(
             block_table_tensor=table,
             seq_lens=lengths,
-            max_seq_len=m.max_seq_len if held.slots is None else int(held.lengths.max()),
+            # Without a request it is the length for which a graph is captured.
+            max_seq_len=int(held.lengths.max()) if any(x is not None for x in requests) else m.max_seq_len,
             seq_lens_cpu_upper_bound=held.lengths.int(),
             _num_computed_tokens_cache=None,
         )
