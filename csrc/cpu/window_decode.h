@@ -73,6 +73,9 @@ struct DecodeWorker {
     wide_values = wide_keys + sizes.wide_keys;
   }
 
+  // How many times as long a row is in `p` as in memory: fp8 rows are widened block by block.
+  int64_t widening() const { return p.stored == p.dtype ? 1 : 2; }
+
   bool of_max() const { return p.group_reduce == Reduce::max; }
 
   void take_head(int64_t index) {
@@ -230,9 +233,10 @@ struct DecodeWorker {
     F sums[R][N];
     for (int r = 0; r < R; ++r)
       for (int j = 0; j < N; ++j) sums[r][j] = load(out + r * v_width + j * VL) * shrink[r];
-    const int64_t from = first_register * kStep<T> * sizeof(T), to = from + C * kStep<T> * sizeof(T);
+    const int64_t from = first_register * kStep<T> * sizeof(T) / widening();
+    const int64_t to = from + C * kStep<T> * sizeof(T) / widening(), end = p.k.row_bytes / widening();
     for (int i = 0; i < block.count; ++i) {
-      if (i < then.count) prefetch_row<2>(then.row(i) + from, (to < p.k.row_bytes ? to : p.k.row_bytes) - from);
+      if (i < then.count) prefetch_row<2>(then.row(i) + from, (to < end ? to : end) - from);
       const T* const row = reinterpret_cast<const T*>(block.row(i)) + first_register * kStep<T>;
       F x[N];
       for (int c = 0; c < C; ++c)
@@ -269,7 +273,7 @@ struct DecodeWorker {
         then_keys = block_of(p.k.head(b, h), next, count, next_keys);
         then_values = block_of(v->head(b, h), next, count, next_values);
       }
-      logits(block, then_values, v ? v->row_bytes : 0, at);
+      logits(block, then_values, v ? v->row_bytes / widening() : 0, at);
       softmax(block.count, at, peak, total, shrink);
       if (v) add_values(values, then_keys, v->row_bytes, shrink, out);
       if (kept) at += kBlock * R;
