@@ -40,6 +40,7 @@ from ..cache.queries import Batch, LastQueries, Look, Remembered, observer, on
 from ..cache.schedule import Schedule
 from ..methods.base import Policy, View
 from ..methods.queries import QueryPolicy
+from ..methods.select import dense_rows
 from ..ops import compact_kv_
 from .handover import Handed, hand_over
 
@@ -443,7 +444,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         where: dict[str, Any] = dict(lengths=lengths, layer=layer, num_layers=self.pages_per_block)
         if rule.paged:
             return View(k, v, block_table=table, **where)
-        k, v = (x[table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for x in (k, v))
+        k, v = (dense_rows(x, table) for x in (k, v))
         return View(k, v, **where)
 
     def _table(self, rows: list[Row]) -> Tensor:

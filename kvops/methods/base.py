@@ -245,6 +245,11 @@ class View:
         new = torch.arange(self.seen - self.n + kept, self.seen, device=self.k.device).expand(self.rows, self.heads, -1)
         return new if self.kept is None else torch.cat((self.kept, new), 2)
 
+    def row_positions(self) -> Tensor:
+        """`positions`, counted from each row's first token: int32."""
+        position = self.positions()
+        return (position if self.padding is None else position - self.padding[:, None, None]).int()
+
 
 #: The arguments that have a head and a token dim; `out` is a pair of such tensors.
 TRANSPOSED = frozenset(("k", "v", "q", "q_window", "q_last", "q_lookahead", "q_repeat", "k_repeat", "out"))

@@ -127,10 +127,7 @@ class Random(KeyPolicy):
 
     def scores(self, view: View) -> Tensor:
         check_vector(self.name, "starts", view.starts, view.rows, view.k)
-        position = view.positions()
-        if view.padding is not None:
-            position = position - view.padding[:, None, None]
-        return random_integers(position.int(), self.seed, view.layer or 0)
+        return random_integers(view.row_positions(), self.seed, view.layer or 0)
 
 
 @dataclass(frozen=True, eq=False)

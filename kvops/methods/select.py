@@ -28,6 +28,11 @@ def readable_keys(op: str, k: Tensor) -> Tensor:
     return k
 
 
+def dense_rows(x: Tensor, block_table: Tensor) -> Tensor:
+    """Copies the rows of pages: [b, Hk, max_pages * page_size, d]. Rows of page -1 are arbitrary."""
+    return x[block_table.clamp(min=0)].transpose(1, 2).flatten(2, 3)
+
+
 def negative_norms(op: str, k: Tensor) -> Tensor:
     """Minus each key's L2 norm, fp32 [b, Hk, n]."""
     return torch.linalg.vector_norm(readable_keys(op, k), dim=-1, dtype=torch.float32).neg_()

@@ -22,7 +22,7 @@ from .base import View
 from .budgets import fraction_of, row_budgets
 from .queries import ObservedPolicy
 from .random_numbers import RANGE, random_integers
-from .select import readable_keys, shared_scores
+from .select import dense_rows, readable_keys, shared_scores
 
 #: Added to the scores of the largest values. All others lie between the logarithm of the least float and 18.
 _KEPT = 1e4
@@ -147,19 +147,16 @@ class VaSE(ObservedPolicy):
         """The range of each value over its channels: fp32 [b, Hk, n]."""
         v = readable_keys(self.name, view.v)
         if view.block_table is not None:  # a copy
-            v = v[view.block_table.clamp(min=0)].transpose(1, 2).flatten(2, 3)
+            v = dense_rows(v, view.block_table)
         return (v.amax(-1).float() - v.amin(-1).float()).contiguous()
 
     def gumbel(self, view: View) -> Tensor:
         """Independent numbers of the Gumbel distribution: fp32 [b, Hk, n]."""
-        position = view.positions()
-        if view.padding is not None:
-            position = position - view.padding[:, None, None]
-        end = view.end
+        position, end = view.row_positions(), view.end
         if isinstance(end, Tensor):
             newest = position.gather(2, (end.long() - 1).clamp(min=0)[:, None, None].expand(-1, position.shape[1], 1))
         else:
             newest = position[..., end - 1 : end]
-        integers = random_integers(position.int(), self.seed, view.layer or 0, newest.int())
+        integers = random_integers(position, self.seed, view.layer or 0, newest)
         uniform = (integers.double() + 0.5) / RANGE  # in (0, 1); in fp32 the largest would be 1
         return -(-uniform.log()).log().float()

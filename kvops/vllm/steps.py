@@ -23,6 +23,7 @@ from ..cache import by_slot
 from ..cache.queries import Batch, Look, Observer, Remembered, on
 from ..methods.base import Policy, View
 from ..methods.queries import QueryPolicy
+from ..methods.select import dense_rows
 from ..ops import compact_kv_, gather_kv
 from .layouts import Blocks, Layout
 from .plan import Plan, State
@@ -197,7 +198,7 @@ class Eviction:
         """Return the rule's input: the pages, or a copy of their rows if the rule does not support pages."""
         if self.rule.paged:
             return View(k, v, lengths=self.lengths, block_table=table)
-        k, v = (x[table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for x in (k, v))
+        k, v = (dense_rows(x, table) for x in (k, v))
         return View(k, v, lengths=self.lengths)
 
 
