@@ -369,6 +369,27 @@ def test_a_long_prompt_in_the_chat_template(tmp_path, chatting):
         task.prompts(chatting, 301, 3, 0)
 
 
+@pytest.mark.parametrize("name", ["passkey", "niah-multikey", "niah-multiquery", "variable-tracking", "common-words"])
+def test_a_generated_prompt_in_the_chat_template(chatting, name):
+    """Context and question are the user's turn, whatever the task; the context has as many tokens as without a chat."""
+    first, again = "<bos>[user]", "[end][user]"
+    for prompt in TASKS[name](chat=True).prompts(chatting, 900, 3, 0):
+        assert len(prompt.context) == 900
+        ids = np.concatenate([prompt.context, *(x.question for x in prompt.turns)])
+        assert chatting.tokenizer.decode(prompt.context).startswith(first)
+        asked = [chatting.tokenizer.decode(x.question) for x in prompt.turns]
+        for i, text in enumerate(asked):
+            question, beginning = text.split("[end][model]")
+            assert question.startswith(again if i else "\n\nW") and question.endswith("?") and beginning[0] == "T"
+        if len(asked) == 1:
+            said, end, _ = chatting.tokenizer.decode(ids).partition("[end][model]")
+            message = [{"role": "user", "content": said.removeprefix(first)}]  # the template trims it
+            turn = chatting.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            assert turn == first + said.removeprefix(first).lstrip() + end
+    with pytest.raises(Refused, match=f"{name}: chat must be True, False or None, got 1"):
+        TASKS[name](chat=1)
+
+
 def test_templates_that_fail(chatting, filler):
     for template, words in {
         "{{ raise_exception('no user turns') }}": "--chat: the tokenizer's chat template fails: no user turns",
@@ -389,7 +410,7 @@ def test_templates_that_fail(chatting, filler):
     [(True, [], True), (True, ["--chat"], True), (True, ["--no-chat"], False), (False, [], False)],
 )
 def test_chat_on_the_command_line(tmp_path, template, said, chat):
-    """On by default if the tokenizer has a template; the task's name in the results says so. Needles are as before."""
+    """On by default if the tokenizer has a template; the task's name in the results says so."""
     for file in run.MODEL.glob("*.*"):
         (tmp_path / "model").mkdir(exist_ok=True)
         (tmp_path / "model" / file.name).symlink_to(file)
@@ -399,8 +420,8 @@ def test_chat_on_the_command_line(tmp_path, template, said, chat):
     argv = f"--model {tmp_path}/model --tasks ruler passkey:digits=4 --data {tmp_path}/data --out {tmp_path}/out"
     argv += " --context 900 --prompts 1 --points before --methods full"
     a = run.arguments([*argv.split(), *said], run.make_parser(), rule)
-    assert [*a.plan.tasks] == ["ruler:chat=True" if chat else "ruler", "passkey:digits=4"]
-    assert a.plan.tasks[[*a.plan.tasks][0]].chat is chat
+    names = ["ruler:chat=True", "passkey:digits=4,chat=True"] if chat else ["ruler", "passkey:digits=4"]
+    assert [*a.plan.tasks] == names and all(x.chat is chat for x in a.plan.tasks.values())
     lines = load(run.measure(a, "python -m kvops.eval", Reader))[1]
     assert [x["task"] for x in lines] == [*a.plan.tasks]
 

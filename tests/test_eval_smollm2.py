@@ -14,7 +14,9 @@ gguf = pytest.importorskip("gguf", reason="the conversion of the real model need
 pytest.importorskip("accelerate", reason="the conversion of the real model needs it: pip install 'kvops[bed]'")
 
 import kit  # noqa: E402
+from kvops.eval import models  # noqa: E402
 from kvops.eval import smollm2 as bed  # noqa: E402
+from kvops.eval.specs import Refused  # noqa: E402
 
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"abcdefgh", "Ġ", "ab", "Ġa"]
 TEMPLATE = "{% for x in messages %}<|im_start|>{{ x['content'] }}<|im_end|>{% endfor %}"
@@ -116,6 +118,17 @@ def test_it_is_converted_once(cache, wheel, model, monkeypatch):
     monkeypatch.setattr(bed, "convert", None)
     monkeypatch.setattr(bed, "download", None)
     assert bed.smollm2() == folder
+
+
+def test_it_is_a_name_for_the_evaluation(cache, wheel, monkeypatch):
+    """--model smollm2, in any case; other names stay as they are."""
+    folder = bed.smollm2(wheel)
+    assert models.found("SmolLM2") == str(folder) and models.found("a/b") == "a/b"
+    assert models.has_template(str(folder))
+    monkeypatch.setattr(bed, "FOLDER", "none")
+    monkeypatch.setattr(bed.importlib.util, "find_spec", lambda name: None)
+    with kit.refuses("--model smollm2: kvops.eval.smollm2: the conversion needs gguf", kind=Refused):
+        models.found("smollm2")
 
 
 def test_it_is_downloaded_with_pip(cache, wheel, monkeypatch):

@@ -19,7 +19,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m kvops.analysis",
         description="Measure the keys and queries of a model: attention sinks, cosines, KeyDiff's bounds, locality.",
     )
-    p.add_argument("--model", default=str(MODEL), help="model folder or hub name (default: the shipped passkey model)")
+    p.add_argument(
+        "--model", default=str(MODEL), help="model folder, hub name, or smollm2 (default: the shipped passkey model)"
+    )
     p.add_argument("--text", type=Path, default=TEXT, help="text to read (default: the shipped text)")
     p.add_argument("--tokens", type=int, default=1024, help="tokens of each piece of the text (default 1024)")
     p.add_argument("--prompts", type=int, default=4, help="pieces of the text (default 4)")
@@ -67,8 +69,9 @@ def run(a: argparse.Namespace, command: str) -> dict[str, Any]:
     from ..eval.identity import described
     from ..eval.tasks import TASKS
 
+    a.model = models.found(a.model)
     model, filler = models.load(a.model, a.text, a.dtype, a.device, lambda x: hf.use_attention(x.eval()))
-    most = len(filler.first) + len(filler.ids)
+    most = len(filler.plain.first) + len(filler.ids)
     if a.tokens > most:
         raise Refused(f"--tokens: expected at most {most} (the length of --text), got {a.tokens}")
     pieces = TASKS["perplexity"]().prompts(filler, a.tokens, a.prompts, a.seed)

@@ -51,7 +51,9 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Options follow the name of a method or task: keydiff:recent=0.1,sinks=4 or passkey:digits=64. A "
         "method's options are the arguments of its class. Names are case-insensitive. --list prints them all.",
     )
-    p.add_argument("--model", default=str(MODEL), help="model folder or hub name (default: the shipped passkey model)")
+    p.add_argument(
+        "--model", default=str(MODEL), help="model folder, hub name, or smollm2 (default: the shipped passkey model)"
+    )
     p.add_argument("--methods", nargs="+", default=list(METHODS), metavar="METHOD", help="default: all")
     p.add_argument(
         "--budgets", nargs="+", type=budget, default=SHARES, metavar="B",
@@ -74,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--text", type=path, default=TEXT, help="text to hide needles in (default: the shipped text)")
     p.add_argument(
         "--chat", action=argparse.BooleanOptionalAction,
-        help="put the prompts of RULER and LongBench into the model's chat template (default: if it has one)",
+        help="put prompts with questions into the model's chat template (default: if it has one)",
     )  # fmt: skip
     p.add_argument("--data", type=path, help="folder with a local copy of LongBench or RULER")
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
@@ -107,9 +109,11 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
     try:
         rules = {x: rule(x) for x in dict.fromkeys(a.methods)}
         a.kinds = {x: make_task(x, a.data) for x in dict.fromkeys(canonical(x, TASKS) for x in a.tasks)}
-        if not (a.list or a.files) and any(map(can_chat, a.kinds.values())):
-            chat = models.has_template(a.model) if a.chat is None else a.chat
-            a.kinds = dict(in_chat(spec, task, chat) for spec, task in a.kinds.items())
+        if not (a.list or a.files):
+            a.model = models.found(a.model)
+            if any(map(can_chat, a.kinds.values())):
+                chat = models.has_template(a.model) if a.chat is None else a.chat
+                a.kinds = dict(in_chat(spec, task, chat) for spec, task in a.kinds.items())
         a.plan = Plan(a.kinds, a.context, a.points, [*rules.items()], a.budgets, a.prompts, a.batch, a.seed)
     except ValueError as error:
         p.error(str(error))

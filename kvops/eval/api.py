@@ -201,8 +201,7 @@ def run(
         prompts: The number of prompts per task and context.
         batch: How many of them are read together.
         seed: The seed of the prompts.
-        chat: Whether the prompts of RULER and LongBench are a user's turn in the tokenizer's chat template; None: if it
-            has one.
+        chat: Whether prompts with questions are a user's turn in the tokenizer's chat template; None: if it has one.
         text: The text in which needles are hidden; default: the one that comes with kvops.
         data: The folder with a local copy of RULER or LongBench.
         out: A folder. Each measured cell is on disk there before the next one starts, and a second run with the same

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SMOLLM2 = "smollm2"  # as --model
+
 
 def load(name: str, text: Path, dtype: str, device: str, prepare: Callable[[PreTrainedModel], T]) -> tuple[T, Filler]:
     """Load a model, and its tokenizer with a text.
@@ -49,6 +51,22 @@ def load(name: str, text: Path, dtype: str, device: str, prepare: Callable[[PreT
     except Exception as error:  # no such folder or name, not a language model, or damaged files
         raise Refused(f"--model {name}: {first_line(error)}") from error
     return prepared, Filler(tokenizer, written)
+
+
+def found(name: str) -> str:
+    """Return the folder or hub name of a model; "smollm2" is the real one that `smollm2.smollm2` downloads.
+
+    Raises:
+        Refused: it cannot be downloaded.
+    """
+    if name.lower() != SMOLLM2:
+        return name
+    from .smollm2 import smollm2
+
+    try:
+        return str(smollm2())
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise Refused(f"--model {name}: {error}") from error
 
 
 def check_name(name: str) -> None:

@@ -85,6 +85,24 @@ class Outcome:
     more: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Frame:
+    """What surrounds a context, the questions about it and the answers.
+
+    Attributes:
+        first: int64 [any], the tokens before the context: <bos>, where the model expects one; in a chat, how the user's
+            turn begins.
+        before: the text between the context and the first question.
+        again: the text between an answer and the next question.
+        after: the text between a question and its answer.
+    """
+
+    first: np.ndarray
+    before: str = " "
+    again: str = ". "
+    after: str = " "
+
+
 class Filler:
     """A long tokenized text to hide needles in, and its tokenizer.
 
@@ -96,7 +114,7 @@ class Filler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str):
         self.tokenizer = tokenizer
         self.ids = self.encode(text)
-        self.first = np.array(tokenizer("").input_ids, dtype=np.int64)  # <bos>, where the model expects one
+        self.plain = Frame(np.array(tokenizer("").input_ids, dtype=np.int64))
         known = np.unique(self.ids).tolist()
         words = tokenizer.convert_ids_to_tokens(known)
         starts = [i for i, word in zip(known, words) if word[:1] in (" ", "\n", "Ġ", "Ċ", "▁")]
@@ -112,6 +130,20 @@ class Filler:
         assert isinstance(text, str)  # of one row of ids
         return text
 
+    def frame(self, chat: bool | None) -> Frame:
+        """Return what surrounds contexts, questions and answers: the turns of a chat, or next to nothing.
+
+        Args:
+            chat: whether prompts are a user's turns in the tokenizer's chat template.
+
+        Raises:
+            Refused: as `in_chat`.
+        """
+        if not chat:
+            return self.plain
+        first, _, again, after = self.rendered(["{context}", "{answer}", "{question}"])
+        return Frame(self.encode(first), "\n\n", again, after)
+
     def in_chat(self, context: str, question: str) -> tuple[str, str]:
         """Put a context and a question into a user's turn of the tokenizer's chat template.
 
@@ -125,23 +157,48 @@ class Filler:
         Raises:
             Refused: the tokenizer has no template, or its template does not render the turn.
         """
+        cut = next(x for x in map("<cut {}>".format, count()) if x not in context + question)
+        before, after = self.rendered([context + cut + question], cut)
+        return before, after
+
+    def rendered(self, turns: Sequence[str], *cuts: str) -> list[str]:
+        """Render turns of a user and a model, and split the text at the cuts (default: at each turn's content)."""
         if not self.tokenizer.chat_template:
             raise Refused("--chat: expected a tokenizer with a chat template, got one without; leave out --chat")
-        cut = next(x for x in map("<cut {}>".format, count()) if x not in context + question)
-        turn = [{"role": "user", "content": context + cut + question}]
+        chat = [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(turns)]
         try:
             text = self.tokenizer.apply_chat_template(
-                turn, add_generation_prompt=True, tokenize=False, enable_thinking=False
+                chat, add_generation_prompt=True, tokenize=False, enable_thinking=False
             )
         except Exception as error:  # the template's own
             raise Refused(f"--chat: the tokenizer's chat template fails: {error}") from error
-        before, *after = str(text).split(cut)
-        if len(after) != 1:
-            raise Refused(f"--chat: expected the user's turn once in the rendered chat, found {len(after)} times")
-        return before, after[0]
+        pieces = [str(text)]
+        for cut in cuts or turns:
+            before, *after = pieces.pop().split(cut)
+            if len(after) != 1:
+                raise Refused(f"--chat: expected the user's turn once in the rendered chat, found {len(after)} times")
+            pieces += [before, *after]
+        return pieces
+
+    def ask(self, question: str, beginning: str, frame: Frame | None = None, again: bool = False) -> np.ndarray:
+        """Return the tokens of a question and of the beginning of its answer, int64 [any].
+
+        Args:
+            question: the question.
+            beginning: how its answer begins.
+            frame: what surrounds them; default: `plain`.
+            again: whether the question follows an answer, not the context.
+        """
+        frame = frame or self.plain
+        return self.encode((frame.again if again else frame.before) + question + frame.after + beginning)
 
     def context(
-        self, rng: np.random.Generator, length: int, needles: Sequence[str], depths: Sequence[float]
+        self,
+        rng: np.random.Generator,
+        length: int,
+        needles: Sequence[str],
+        depths: Sequence[float],
+        frame: Frame | None = None,
     ) -> np.ndarray:
         """Return a random piece of the text with needles inserted.
 
@@ -150,6 +207,7 @@ class Filler:
             length: tokens, including the needles.
             needles: the tokens to hide.
             depths: their positions, 0 to 1. Each needle goes before the next word that starts there.
+            frame: what surrounds the context; default: `plain`.
 
         Returns:
             int64 [length].
@@ -157,8 +215,9 @@ class Filler:
         Raises:
             Refused: the needles do not fit, or the text is too short.
         """
+        first = (frame or self.plain).first
         hidden = [self.encode(x) for x in needles]
-        room = length - len(self.first) - sum(map(len, hidden))
+        room = length - len(first) - sum(map(len, hidden))
         if room < 0:
             raise Refused(f"--context: expected more than the {length - room} tokens of the needles, got {length}")
         if room >= len(self.ids):
@@ -171,7 +230,7 @@ class Filler:
             if 0 < depth < 1:
                 place = next((i for i in range(place, min(place + 12, room)) if starts[i]), min(place + 12, room))
             places.append(place)
-        pieces, last = [self.first], 0
+        pieces, last = [first], 0
         for i in sorted(range(len(hidden)), key=lambda i: places[i]):
             pieces += [text[last : places[i]], hidden[i]]
             last = places[i]
@@ -326,12 +385,20 @@ def share_said(said: str, answers: Sequence[str]) -> float:
 MOST = 1 << 20  # of an option
 
 
-def positive(task: Task) -> None:
-    """Check that each option of the task is between 1 and MOST, and an integer if its default is one."""
-    for option in fields(task):
+def check_options(task: Task) -> None:
+    """Check a task's options: `chat`; that each other one is between 1 and MOST, and an integer if its default is one."""
+    check_chat(task)
+    for option in (x for x in fields(task) if x.name != "chat"):
         value, whole = getattr(task, option.name), isinstance(option.default, int)
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= 1:
             what = "an integer" if whole else "a number"
             raise Refused(f"{task.name}: {option.name} must be {what}, at least 1, got {value!r}")
         if value > MOST:
             raise Refused(f"{task.name}: {option.name} must be at most {MOST}, got {value!r}")
+
+
+def check_chat(task: Task) -> None:
+    """Check a task's option `chat`, if it has one."""
+    chat = getattr(task, "chat", None)
+    if not (chat is None or isinstance(chat, bool)):
+        raise Refused(f"{task.name}: chat must be True, False or None, got {chat!r}")

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...bench.gpu import first_line
 from ..specs import Refused
-from .base import AnswerTask, Filler, Prompt, Turn
+from .base import AnswerTask, Filler, Prompt, Turn, check_chat
 
 MOST_SAID = 1 << 20  # tokens
 
@@ -94,8 +94,7 @@ class Copy(AnswerTask):
             raise Refused(f"{self.name}: task must be one of {', '.join(self.tasks)}, got {self.task!r}")
         if self.data is None or not Path(self.data).is_dir():
             raise Refused(f"--data: {self.name} needs a folder with a local copy of its data, got {self.data}")
-        if not (self.chat is None or isinstance(self.chat, bool)):
-            raise Refused(f"{self.name}: chat must be True, False or None, got {self.chat!r}")
+        check_chat(self)
 
     @property
     def folder(self) -> Path:
@@ -128,7 +127,7 @@ class Copy(AnswerTask):
         if not (context and question + prefix):
             raise Refused(f"--data: a prompt of {self.name} {self.task} has an empty context or question")
         if not self.chat:
-            return np.concatenate([filler.first, filler.encode(context)]), filler.encode(question + prefix)
+            return np.concatenate([filler.plain.first, filler.encode(context)]), filler.encode(question + prefix)
         context, question = filler.in_chat(context, question)
         return filler.encode(context), filler.encode(question + prefix)
 

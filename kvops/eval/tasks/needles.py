@@ -13,7 +13,7 @@ from string import ascii_uppercase
 import numpy as np
 
 from ..specs import Refused
-from .base import MOST, AnswerTask, Filler, Prompt, Turn, positive, share_said
+from .base import MOST, AnswerTask, Filler, Frame, Prompt, Turn, check_options, share_said
 
 #: Names that the shipped model was trained on.
 NAMES = (
@@ -32,14 +32,15 @@ def needle(key: str, name: str | None) -> str:
     return f" The pass key{f' of {name}' if name else ''} is {key}. Remember it. "
 
 
-def question(name: str | None) -> str:
+def question(name: str | None) -> tuple[str, str]:
+    """Return a question, and how its answer begins."""
     of = f" of {name}" if name else ""
-    return f" What is the pass key{of}? The pass key{of} is "
+    return f"What is the pass key{of}?", f"The pass key{of} is "
 
 
 def random_names(filler: Filler, rng: np.random.Generator, count: int, option: str) -> list[str]:
     """Return `count` names with the same number of tokens, so that questions can be read together."""
-    lengths = {x: len(filler.encode(question(x))) for x in NAMES}
+    lengths = {x: len(filler.ask(*question(x))) for x in NAMES}
     usual = Counter(lengths.values()).most_common(1)[0][0]
     names = [x for x in NAMES if lengths[x] == usual]
     if not 1 <= count <= len(names):
@@ -54,27 +55,30 @@ class Passkey(AnswerTask):
     partial: the fraction of digits that are right, position by position; exact: the fraction of keys with all digits
     right.
     depths: the requested key cycles through this many depths, 0 %, ..., 100 % of the context.
+    chat: whether to use the chat template of the model (default: --chat).
     """
 
     digits: int = 32
     depths: int = 11
+    chat: bool | None = None
 
     name = "passkey"
 
     def __post_init__(self) -> None:
-        positive(self)
+        check_options(self)
 
     def names(self, filler: Filler, rng: np.random.Generator) -> Sequence[str | None]:
         """Return the names whose keys are hidden; the question asks for the first one's."""
         return [None]
 
-    def turns(self, filler: Filler, names: Sequence[str | None], keys: list[str]) -> tuple[Turn, ...]:
-        return (Turn(filler.encode(question(names[0])), (keys[0],), len(filler.encode(keys[0])), stops=False),)
+    def turns(self, filler: Filler, frame: Frame, names: Sequence[str | None], keys: list[str]) -> tuple[Turn, ...]:
+        asked = filler.ask(*question(names[0]), frame)
+        return (Turn(asked, (keys[0],), len(filler.encode(keys[0])), stops=False),)
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
         if self.digits > context:
             raise Refused(f"--context {context} is too short for a key of {self.digits} digits")
-        rng = np.random.default_rng([seed, context, self.digits])
+        rng, frame = np.random.default_rng([seed, context, self.digits]), filler.frame(self.chat)
         places = min(self.depths, count)
         depths = np.linspace(0, 1, places) if places > 1 else [0.3]
         found = []
@@ -83,8 +87,8 @@ class Passkey(AnswerTask):
             keys = [random_digits(rng, self.digits) for _ in names]
             depth = float(depths[i % len(depths)])
             needles = [needle(*x) for x in zip(keys, names)]
-            ids = filler.context(rng, context, needles, [depth, *rng.random(len(names) - 1)])
-            found.append(Prompt(ids, self.turns(filler, names, keys), depth))
+            ids = filler.context(rng, context, needles, [depth, *rng.random(len(names) - 1)], frame)
+            found.append(Prompt(ids, self.turns(filler, frame, names, keys), depth))
         return found
 
     def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
@@ -131,11 +135,10 @@ class NiahMultiquery(NiahMultikey):
 
     name = "niah-multiquery"
 
-    def turns(self, filler: Filler, names: Sequence[str | None], keys: list[str]) -> tuple[Turn, ...]:
+    def turns(self, filler: Filler, frame: Frame, names: Sequence[str | None], keys: list[str]) -> tuple[Turn, ...]:
         size = len(filler.encode(keys[0]))
-        asked = [question(x) for x in names]
-        asked[1:] = ["." + x for x in asked[1:]]  # after an answer
-        return tuple(Turn(filler.encode(x), (key,), size, stops=False) for x, key in zip(asked, keys))
+        asked = [filler.ask(*question(x), frame, again=i > 0) for i, x in enumerate(names)]
+        return tuple(Turn(x, (key,), size, stops=False) for x, key in zip(asked, keys))
 
 
 @dataclass
@@ -154,10 +157,10 @@ class NiahMultivalue(Needle):
             raise Refused(f"{self.name}: values and digits are too many: {self.values} keys of {self.digits} digits")
         return random_names(filler, rng, 1, self.name) * self.values
 
-    def turns(self, filler: Filler, names: Sequence[str | None], keys: list[str]) -> tuple[Turn, ...]:
-        asked = f" What are all the pass keys of {names[0]}? The pass keys of {names[0]} are "
-        room = len(filler.encode(", and ".join(keys)))
-        return (Turn(filler.encode(asked), tuple(keys), room),)
+    def turns(self, filler: Filler, frame: Frame, names: Sequence[str | None], keys: list[str]) -> tuple[Turn, ...]:
+        of = f"of {names[0]}"
+        asked = filler.ask(f"What are all the pass keys {of}?", f"The pass keys {of} are ", frame)
+        return (Turn(asked, tuple(keys), len(filler.encode(", and ".join(keys)))),)
 
     def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
         share = share_said(said[0], prompt.turns[0].answers)
@@ -171,25 +174,27 @@ class VariableTracking(AnswerTask):
 
     partial: the fraction of its variables in the answer; exact: all of them.
     hops: assignments of a variable, in each chain.
+    chat: as in passkey.
     """
 
     chains: int = 1
     hops: int = 4
+    chat: bool | None = None
 
     name = "variable-tracking"
 
     def __post_init__(self) -> None:
-        positive(self)
+        check_options(self)
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
         if self.chains * (self.hops + 1) > context:  # each is several tokens
             raise Refused(f"--context {context} is too short for {self.chains} chains of {self.hops} hops")
-        rng = np.random.default_rng([seed, context, self.chains, self.hops])
+        rng, frame = np.random.default_rng([seed, context, self.chains, self.hops]), filler.frame(self.chat)
         found: list[Prompt] = []
         while len(found) < count:
             values = rng.choice(np.arange(10_000, 100_000), self.chains, replace=False)
-            ask = f" Which variables hold the value {values[0]}? The variables that hold the value {values[0]} are:"
-            asked = filler.encode(ask)
+            hold = f"hold the value {values[0]}"
+            asked = filler.ask(f"Which variables {hold}?", f"The variables that {hold} are:", frame)
             if found and len(asked) != len(found[0].turns[0].question):
                 continue  # questions are read together
             names: list[str] = []
@@ -202,7 +207,7 @@ class VariableTracking(AnswerTask):
                 needles += [f" VAR {a} = {b}. " for a, b in zip(chain, [value, *(f"VAR {x}" for x in chain)])]
                 depths += sorted(rng.random(len(chain)))
             answers = tuple(names[: self.hops + 1])
-            ids = filler.context(rng, context, needles, depths)
+            ids = filler.context(rng, context, needles, depths, frame)
             found.append(Prompt(ids, (Turn(asked, answers, len(filler.encode(" VAR, ".join(answers))) + 8),)))
         return found
 

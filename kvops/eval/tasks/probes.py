@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...methods.recall_metric import best_slots
 from ..specs import Refused
-from .base import Filler, Outcome, Prompt, Task, asked, positive
+from .base import Filler, Outcome, Prompt, Task, asked, check_options
 from .needles import Passkey
 
 if TYPE_CHECKING:  # which needs transformers, where it is run
@@ -37,9 +37,10 @@ class OfPasskeys(Task):
 
     digits: int = Passkey.digits
     depths: int = Passkey.depths
+    chat: bool | None = None
 
     def __post_init__(self) -> None:
-        self.passkey = Passkey(self.digits, self.depths)
+        self.passkey = Passkey(self.digits, self.depths, self.chat)
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
         return self.passkey.prompts(filler, context, count, seed)
@@ -125,15 +126,15 @@ class Perplexity(Task):
     better = "lower"
 
     def __post_init__(self) -> None:
-        positive(self)
+        check_options(self)
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
         """Cut pieces from the text, without overlap if it is long enough."""
-        room = context - len(filler.first)
+        room = context - len(filler.plain.first)
         if room < 2 or room > len(filler.ids):
-            most = len(filler.ids) + len(filler.first)
+            most = len(filler.ids) + len(filler.plain.first)
             raise Refused(
-                f"--context: expected {len(filler.first) + 2} to {most} (the length of --text), got {context}"
+                f"--context: expected {len(filler.plain.first) + 2} to {most} (the length of --text), got {context}"
             )
         spare = len(filler.ids) - count * room
         if spare >= 0:
@@ -141,7 +142,7 @@ class Perplexity(Task):
             begins = np.arange(count) * room + gaps
         else:
             begins = np.linspace(0, len(filler.ids) - room, count).astype(int)
-        return [Prompt(np.concatenate([filler.first, filler.ids[x : x + room]]), ()) for x in begins]
+        return [Prompt(np.concatenate([filler.plain.first, filler.ids[x : x + room]]), ()) for x in begins]
 
     def run(  # type: ignore[override]  # only kvops' own reader can inspect the cache
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..specs import Refused
-from .base import AnswerTask, Filler, Prompt, Turn, positive, share_said
+from .base import AnswerTask, Filler, Prompt, Turn, check_options, share_said
 
 SYLLABLES = np.array([a + b for a in "bdfghjklmnprstvz" for b in "aeiou"])
 HEADER = " Here is a list of words. Some of them come more often than others:"
@@ -28,9 +28,10 @@ class WordList(AnswerTask):
     """A list of words; the question asks for the most common ones."""
 
     words: int  # number of words to ask for
+    chat: bool | None
 
     def __post_init__(self) -> None:
-        positive(self)
+        check_options(self)
 
     def counts(self, costs: np.ndarray, room: int) -> np.ndarray:
         """Return how many times each word occurs, the most common first, so that all fit into `room` tokens.
@@ -40,10 +41,10 @@ class WordList(AnswerTask):
         raise NotImplementedError
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
-        rng = np.random.default_rng([seed, context, self.words])
+        rng, frame = np.random.default_rng([seed, context, self.words]), filler.frame(self.chat)
         header, blank = filler.encode(HEADER), filler.encode("\n")[-1:]
-        room = max(0, context - len(filler.first) - len(header))
-        asked = filler.encode(f" What are the {self.words} most common words in the list? They are:")
+        room = max(0, context - len(frame.first) - len(header))
+        asked = filler.ask(f"What are the {self.words} most common words in the list?", "They are:", frame)
         found = []
         for _ in range(count):
             words = random_words(rng, max(self.words + 1, room // 2))  # a word has at least two tokens
@@ -56,7 +57,7 @@ class WordList(AnswerTask):
             pad = np.repeat(blank, room - len(ids))  # too small for one more word
             answers = tuple(words[: self.words])
             turn = Turn(asked, answers, len(filler.encode(", and ".join(answers))) + 8)
-            found.append(Prompt(np.concatenate([filler.first, pad, header, ids]), (turn,)))
+            found.append(Prompt(np.concatenate([frame.first, pad, header, ids]), (turn,)))
         return found
 
     def score(self, said: Sequence[str], prompt: Prompt) -> dict[str, float]:
@@ -69,12 +70,13 @@ class CommonWords(WordList):
     """A few common words among many rare ones: which are the common ones (RULER, Sec. 3)?
 
     partial: the fraction of them in the answer; exact: all of them.
-    words: the number of common words; often, rare: how many times a common and a rare word occur.
+    words: the number of common words; often, rare: how many times a common and a rare word occur; chat: as in passkey.
     """
 
     words: int = 10
     often: int = 10
     rare: int = 1
+    chat: bool | None = None
 
     name = "common-words"
 
@@ -94,10 +96,12 @@ class FrequentWords(WordList):
     Which are the most common ones?
 
     partial: the fraction of them in the answer; exact: all of them.
+    chat: as in passkey.
     """
 
     words: int = 3
     alpha: float = 2.0
+    chat: bool | None = None
 
     name = "frequent-words"
 
