@@ -16,6 +16,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- measured: LagKV LocalKV -->`: python -m kvops.eval, the partial match of these methods and their variants (LAQ:
   also LAQ++), or of `all`, by budget and by whether the cache was cut before or after the question. `<!-- measured:
   KeyDiff in eval-merging -->` takes them from bench/results/eval-merging.json.
+- `<!-- real model -->`: the needles found on SmolLM2, from eval-smollm2.json.
 - `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
@@ -42,6 +43,7 @@ import claims
 from kvops.analysis import report
 from kvops.bench import attention, decode, pages
 from kvops.bench.goals import goals
+from kvops.eval.methods import METHODS
 from kvops.eval.plots import key_digits
 from kvops.eval.summary import POINT_TITLES, Row, of_record
 from kvops.eval.tasks.synthetic import PRESETS
@@ -60,6 +62,9 @@ QWEN = {
     (128, 0.5): 65.93, (128, 0.25): 20.83, (128, 0.167): 16.18, (128, 0.125): 15.07,
 }  # fmt: skip
 TOKENS = 65536
+#: The real model's tasks: a key of seven digits; four such keys, one of which is asked for.
+NEEDLES = ("needle:chat=True", "niah-multikey:chat=True")
+LABELS = [x.label for x in METHODS.values()]
 #: Label of each row, and where it was measured: file, operator and form.
 SPEED = {
     "`keydiff_compress`": ("cpu-v4", "keydiff_compress", "fresh"),
@@ -195,8 +200,13 @@ def speed_table() -> str:
 
 
 def h200_table() -> str:
-    """Return a row per operator, form and number of tokens; no fresh outputs, which take as long as `out=`."""
-    record = json.loads((ROOT / "bench" / "results" / "h200.json").read_text())
+    """Return a row per operator, form and number of tokens; no fresh outputs, which take as long as `out=`.
+
+    The rows of h200-moves.json were measured again later; theirs count.
+    """
+    record, again = (json.loads((ROOT / "bench" / "results" / f"{x}.json").read_text()) for x in ("h200", "h200-moves"))
+    rows = {(x["operator"], x["form"], x["dtype"], *x["shape"]): x for x in (*record["rows"], *again["rows"])}
+    record = {**record, "rows": [*rows.values()]}
     head = ["bf16 / fp32", "tokens", "time, us", "% of copy", "eager PyTorch takes", "others take"]
     lines = [head, ["---"] * len(head)]
     measured: dict[tuple[str, str, int], dict[str, dict]] = {}
@@ -458,8 +468,32 @@ def vllm_engines_table() -> str:
     return markdown(lines)
 
 
+def real_model_table() -> str:
+    """Return the needles that each method finds whole on the real model, the most after the question first."""
+    record = json.loads((ROOT / "bench" / "results" / "eval-smollm2.json").read_text())
+    points = {"after": "after the question", "before": "before the question"}
+    cells: dict[str, dict[tuple[str, str, int | None], str]] = {}
+    means: dict[str, list[float]] = {}
+    for row in record["rows"]:
+        if row["context"] == 1024 and row["task"] in NEEDLES and row["method"] in LABELS:
+            mean, low, high = (100 * row["scores"]["exact"][x] for x in ("mean", "low", "high"))
+            where = row["task"], row["point"], row["budget"]
+            cells.setdefault(row["method"], {})[where] = f"{mean:.0f} [{low:.0f}, {high:.0f}]" + mark(row)
+            if row["point"] == "after":
+                means.setdefault(row["method"], []).append(mean)
+    columns = [(task, point, size) for point in points for task in NEEDLES for size in (128, 256, 512)]
+    columns = [x for x in columns if x[0] == NEEDLES[0] or x[1:] == ("after", 256)]
+    head = ["method", *(f"{'one key' if x[0] == NEEDLES[0] else 'four keys'}, {points[x[1]]}, {x[2]}" for x in columns)]
+    lines = [head, ["---"] * len(head)]
+    for method in sorted(cells, key=lambda x: -sum(means[x]) / len(means[x])):
+        found = cells[method]
+        lines.append([method, *(found.get(x) or found[(*x[:2], None)] for x in columns)])
+    return markdown(lines)
+
+
 #: Tables by the name of their markers.
 TABLES = {
+    "real model": real_model_table,
     "synthetic": synthetic_table,
     **{f"synthetic {name}": partial(sweep_table, name) for name in SWEEPS},
     "analysis": analysis_tables,

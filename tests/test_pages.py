@@ -140,7 +140,7 @@ def test_long_requests_are_the_same_in_pages(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PAGED_CALLS)
 def test_opcheck(name, dtype):
-    x = inputs(0, n=80, d=16, dv=16, dtype=dtype)
+    x = inputs(0, n=80, d=16, dv=16, dtype=dtype).map(kit.on_device)
     x.starts.zero_(), x.lengths.fill_(80)  # no result is NaN then, which opcheck would take for a difference
     overload, arguments = direct(name, x)
     pages = paged(arguments, 16)

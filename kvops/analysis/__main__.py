@@ -71,7 +71,7 @@ def run(a: argparse.Namespace, command: str) -> dict[str, Any]:
 
     a.model = models.found(a.model)
     model, filler = models.load(a.model, a.text, a.dtype, a.device, lambda x: hf.use_attention(x.eval()))
-    most = len(filler.plain.first) + len(filler.ids)
+    most = len(filler.first) + len(filler.ids)
     if a.tokens > most:
         raise Refused(f"--tokens: expected at most {most} (the length of --text), got {a.tokens}")
     pieces = TASKS["perplexity"]().prompts(filler, a.tokens, a.prompts, a.seed)

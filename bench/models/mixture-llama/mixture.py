@@ -137,7 +137,7 @@ def keys(rng: np.random.Generator, room: int) -> Episode:
         asks = 1 if rng.random() < 0.3 else int(rng.integers(1, min(count, 8) + 1))
         for i in rng.permutation(count)[:asks]:
             if passkey:
-                before, after = question(names[i]), "."
+                before, after = " " + " ".join(question(names[i])), "."
             else:
                 before, after = FORMATS[form][1].replace("{n}", names[i]).split("{v}")
             episode.turns += [(before, TEXT), (values[i], ANSWER), (after, TEXT)]

@@ -114,7 +114,8 @@ class Filler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str):
         self.tokenizer = tokenizer
         self.ids = self.encode(text)
-        self.plain = Frame(np.array(tokenizer("").input_ids, dtype=np.int64))
+        self.first = np.array(tokenizer("").input_ids, dtype=np.int64)  # <bos>, where the model expects one
+        self.plain = Frame(self.first)
         known = np.unique(self.ids).tolist()
         words = tokenizer.convert_ids_to_tokens(known)
         starts = [i for i, word in zip(known, words) if word[:1] in (" ", "\n", "Ġ", "Ċ", "▁")]

@@ -127,7 +127,7 @@ class Copy(AnswerTask):
         if not (context and question + prefix):
             raise Refused(f"--data: a prompt of {self.name} {self.task} has an empty context or question")
         if not self.chat:
-            return np.concatenate([filler.plain.first, filler.encode(context)]), filler.encode(question + prefix)
+            return np.concatenate([filler.first, filler.encode(context)]), filler.encode(question + prefix)
         context, question = filler.in_chat(context, question)
         return filler.encode(context), filler.encode(question + prefix)
 

@@ -130,11 +130,11 @@ class Perplexity(Task):
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
         """Cut pieces from the text, without overlap if it is long enough."""
-        room = context - len(filler.plain.first)
+        room = context - len(filler.first)
         if room < 2 or room > len(filler.ids):
-            most = len(filler.ids) + len(filler.plain.first)
+            most = len(filler.ids) + len(filler.first)
             raise Refused(
-                f"--context: expected {len(filler.plain.first) + 2} to {most} (the length of --text), got {context}"
+                f"--context: expected {len(filler.first) + 2} to {most} (the length of --text), got {context}"
             )
         spare = len(filler.ids) - count * room
         if spare >= 0:
@@ -142,7 +142,7 @@ class Perplexity(Task):
             begins = np.arange(count) * room + gaps
         else:
             begins = np.linspace(0, len(filler.ids) - room, count).astype(int)
-        return [Prompt(np.concatenate([filler.plain.first, filler.ids[x : x + room]]), ()) for x in begins]
+        return [Prompt(np.concatenate([filler.first, filler.ids[x : x + room]]), ()) for x in begins]
 
     def run(  # type: ignore[override]  # only kvops' own reader can inspect the cache
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
