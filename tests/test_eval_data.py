@@ -433,7 +433,7 @@ def test_a_task_that_has_decided_about_chat(tmp_path):
     assert {spec: x.chat for spec, x in a.plan.tasks.items()} == dict(zip(argv[1:3], (True, False)))
     with pytest.raises(Refused, match="ruler: chat must be True, False or None, got 'yes'"):
         run.make_task("ruler:chat=yes", tmp_path)
-    with pytest.raises(SystemExit):
+    with pytest.raises(Refused, match="nowhere: expected a folder that holds a model"):
         run.arguments([*argv[:1], "ruler", *argv[3:], "--model", str(tmp_path / "nowhere")], run.make_parser(), rule)
 
 

@@ -109,11 +109,14 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
     try:
         rules = {x: rule(x) for x in dict.fromkeys(a.methods)}
         a.kinds = {x: make_task(x, a.data) for x in dict.fromkeys(canonical(x, TASKS) for x in a.tasks)}
-        if not (a.list or a.files):
-            a.model = models.found(a.model)
-            if any(map(can_chat, a.kinds.values())):
-                chat = models.has_template(a.model) if a.chat is None else a.chat
-                a.kinds = dict(in_chat(spec, task, chat) for spec, task in a.kinds.items())
+    except ValueError as error:
+        p.error(str(error))
+    if not (a.list or a.files):
+        a.model = models.found(a.model)
+        if any(map(can_chat, a.kinds.values())):
+            chat = models.has_template(a.model) if a.chat is None else a.chat
+            a.kinds = dict(in_chat(spec, task, chat) for spec, task in a.kinds.items())
+    try:
         a.plan = Plan(a.kinds, a.context, a.points, [*rules.items()], a.budgets, a.prompts, a.batch, a.seed)
     except ValueError as error:
         p.error(str(error))

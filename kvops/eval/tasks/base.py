@@ -387,7 +387,7 @@ MOST = 1 << 20  # of an option
 
 
 def check_options(task: Task) -> None:
-    """Check a task's options: `chat`; that each other one is between 1 and MOST, and an integer if its default is one."""
+    """Check a task's options: `chat`, and that the others are between 1 and MOST, integers if their defaults are."""
     check_chat(task)
     for option in (x for x in fields(task) if x.name != "chat"):
         value, whole = getattr(task, option.name), isinstance(option.default, int)
