@@ -1,21 +1,127 @@
-"""The claims of the five papers, and what the recorded runs say about each. `bench/measured.py` writes the tables.
+"""The claims of the five papers as data, and the rule that decides each from the recorded runs, on two models.
 
-A figure in braces names its cell: {record, task, context, cut point, method, budget, score}. The record is
-bench/results/eval.json ("eval") or eval-NAME.json ("NAME"); the budget is "-" for settings that fix what is kept. The
-score is a metric, or "best" or "SnapKV" for the paired difference to that method.
+A claim predicts, for some cells of the records, that a method's score exceeds another's, or reaches a share of the full
+cache's. `bench/measured.py` writes the tables. No verdict is typed by hand:
+
+- A test holds if the 95 % interval of the difference lies beyond its margin, does not hold if it lies on the other
+  side, and is undecided if it contains the margin. Differences are paired, prompt by prompt, where the record has every
+  cell (a .jsonl file beside it); otherwise the intervals of the two means are combined (Zou and Donner, 2008), which is
+  wider.
+- A test cannot be decided if the full cache was not measured beside it or scores below `LEAST`, or if Random is not
+  below it.
+- A claim holds if all its tests that can be decided do; holds partly if some do; does not hold if none does and at
+  least one is refuted; otherwise it is undecided. It cannot be tested if none of its tests can be decided, or if the
+  model fails the claim's precondition.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
+from kvops.eval.statistics import bootstrap
+
 RESULTS = Path(__file__).resolve().parent / "results"
-HOLDS, PARTLY, NOT, CANNOT = "holds", "holds partly", "does not hold", "cannot be tested here"
-LONGBENCH = "needs LongBench and a model that can do it"
+HOLDS, PARTLY, NOT, UNDECIDED = "holds", "holds partly", "does not hold", "undecided"
+CANNOT = "cannot be tested"
+LEAST = 0.6  # of the full cache
+NATS = ("loss", "kl")  # lower is better
+
+
+class Model(NamedTuple):
+    """A model that the claims are tested on.
+
+    Attributes:
+        name: in tables.
+        records: its records, "" for eval.json, else NAME of eval-NAME.json.
+        analysis: the record of python -m kvops.analysis.
+    """
+
+    name: str
+    records: tuple[str, ...]
+    analysis: str
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """What claims may need: layers; the attention on the 10 % most outlying keys; the cosine of q and k."""
+        record = json.loads((RESULTS / self.analysis).read_text())
+        outlying = [_mean(x["outlier_attention"]) for x in record["layers"]]
+        cosine = record["gate"]["opposed"]["value"]
+        return {"layers": len(record["layers"]), "outliers": fmean(outlying), "opposed": -cosine}
+
+
+def _mean(values: float | Sequence) -> float:
+    return values if isinstance(values, (int, float)) else fmean(_mean(x) for x in values)
+
+
+TOY = Model(
+    "passkey model",
+    (
+        "",
+        "claims",
+        "chunked",
+        "keydiff",
+        "lag-long",
+        "lagkv",
+        "laq",
+        "laq-draft",
+        "protokv",
+        "protokv-needle",
+        "beside",
+    ),
+    "analysis.json",
+)
+REAL = Model("SmolLM2-135M", ("smollm2", "smollm2-stream"), "analysis-smollm2.json")
+#: How a precondition reads in a table, and how much of it a claim needs.
+NEEDS = {
+    "layers": ("a ladder of several rungs needs at least 8 layers, the model has {:.0f}", 8),
+    "outliers": ("the 10 % most outlying keys must have most of the attention, here they have {:.0%}", 0.5),
+    "opposed": ("queries and keys must have a negative mean cosine, here it is {:+.2f}", 0.0),
+}
+
+
+class Cell(NamedTuple):
+    """Where a score was measured. budget: tokens per KV head; None for settings that fix what is kept."""
+
+    task: str
+    context: int
+    point: str
+    budget: int | None
+
+    def __str__(self) -> str:
+        task = self.task.replace(",chat=True", "").replace(":chat=True", "")
+        kept = "" if self.budget is None else f", {self.budget:,} kept"
+        return f"{task}, {self.context:,} tokens, {self.point}{kept}"
+
+
+class Test(NamedTuple):
+    """What a claim predicts in a cell: method - times * than > margin.
+
+    Attributes:
+        cell: where.
+        method: the better one.
+        than: the other method, by default in the same cell; a number: a share of the full cache's score.
+        times: a factor of the other's score.
+        score: of the record. For losses the lower one is better.
+        at: the other method's cell.
+        alike: predicts instead that both differ by less than `ALIKE`.
+    """
+
+    cell: Cell
+    method: str
+    than: str | float
+    times: float = 1.0
+    score: str = "partial"
+    at: Cell | None = None
+    alike: bool = False
+
+
+ALIKE = 0.05
 
 
 class Claim(NamedTuple):
@@ -24,410 +130,468 @@ class Claim(NamedTuple):
     Attributes:
         claim: what the paper says, and where.
         paper: its setting and figure.
-        here: our setting.
-        measured: our figure.
-        verdict: one of the four above.
+        toy, real: the tests on each model.
+        needs: a precondition, of NEEDS.
+        elsewhere: where it is measured instead, or what a test would need.
     """
 
     claim: str
     paper: str
-    here: str
-    measured: str
+    toy: Sequence[Test] = ()
+    real: Sequence[Test] = ()
+    needs: str = ""
+    elsewhere: str = ""
+
+
+class Found(NamedTuple):
+    """The result of a test: its verdict, and both scores with the difference and its interval."""
+
     verdict: str
+    text: str
 
 
-def cell(path: str) -> dict:
-    """Return the row of a record that a path in braces names."""
-    record, task, context, point, method, budget = path.split(", ")[:6]
-    for row in rows(record):
-        where = row["task"], str(row["context"]), row["point"], row["method"], str(row["budget"] or "-")
-        if where == (task, context, point, method, budget) and "scores" in row:
-            return row
-    raise ValueError(f"bench/claims.py: expected a row of a record, got {path!r}")
+# The records
 
 
-@functools.lru_cache
+@functools.cache
 def rows(record: str) -> list[dict]:
-    file = RESULTS / ("eval.json" if record == "eval" else f"eval-{record}.json")
+    file = RESULTS / (f"eval-{record}.json" if record else "eval.json")
     return json.loads(file.read_text())["rows"]
 
 
-def figure(path: str) -> str:
-    """Return a score as "92 [74, 98] %", or a paired difference as "-15 [-22, -8] points". Losses are in nats."""
-    row, score = cell(path), path.split(", ")[6]
-    x = row.get("compared", {}).get(score)
-    nats = (score if x is None else next(iter(row["scores"]))) in (
-        "loss",
-        "kl",
-    )  # methods are compared by the first one
-    if x is not None:
-        if nats:
-            return f"{x['difference']:+.3f} [{x['low']:+.3f}, {x['high']:+.3f}] ({x['verdict']})"
-        return f"{100 * x['difference']:+.0f} [{100 * x['low']:+.0f}, {100 * x['high']:+.0f}] points ({x['verdict']})"
-    mean, low, high = (row["scores"][score][x] for x in ("mean", "low", "high"))
-    if nats:
-        return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
-    return f"{100 * mean:.0f} [{100 * low:.0f}, {100 * high:.0f}] %"
+@functools.cache
+def raw(record: str) -> Mapping[tuple, dict[str, list[float]]]:
+    """Return the scores of every prompt, by cell and method; nothing if the record has no .jsonl file."""
+    file = RESULTS / (f"eval-{record}.jsonl" if record else "eval.jsonl")
+    found: dict[tuple, dict[str, list[float]]] = {}
+    lines = [json.loads(x) for x in file.read_text().splitlines()] if file.exists() else []
+    for x in sorted((x for x in lines if "scores" in x), key=lambda x: x["batch"]):
+        key = Cell(x["task"], x["context"], x["point"], x["budget"]), x["method"]
+        for name, values in x["scores"].items():
+            found.setdefault(key, {}).setdefault(name, []).extend(values)
+    return found
+
+
+def find(model: Model, cell: Cell, method: str) -> tuple[str, dict] | None:
+    """Return the record and the row of a method in a cell."""
+    for record in model.records:
+        for row in rows(record):
+            if (Cell(row["task"], row["context"], row["point"], row["budget"]), row["method"]) == (cell, method):
+                if "scores" in row:
+                    return record, row
+    return None
+
+
+def measured(model: Model, cell: Cell, method: str) -> tuple[str, dict]:
+    found = find(model, cell, method)
+    if found is None:
+        raise ValueError(f"bench/claims.py: expected a row of a record of the {model.name}, got {method} in {cell}")
+    return found
+
+
+def difference(model: Model, test: Test) -> tuple[float, float, float]:
+    """Return the mean of method - times * than, and its interval; for losses with the sign that makes more better."""
+    (one, x), (other, y) = (
+        measured(model, test.cell, test.method),
+        measured(model, *_other(test)),
+    )
+    sign = -1.0 if test.score in NATS else 1.0
+    times = test.than if isinstance(test.than, float) else test.times
+    pair = [raw(one).get((test.cell, test.method)), raw(other).get(_other(test))]
+    if all(z is not None for z in pair):
+        a, b = (z[test.score] for z in pair if z is not None)
+        d = [sign * (i - times * j) for i, j in zip(a, b, strict=True)]
+        return fmean(d), *bootstrap(d)
+    a, b = x["scores"][test.score], y["scores"][test.score]
+    mean = a["mean"] - times * b["mean"]
+    low = mean - math.hypot(a["mean"] - a["low"], times * (b["high"] - b["mean"]))
+    high = mean + math.hypot(a["high"] - a["mean"], times * (b["mean"] - b["low"]))
+    return (mean, low, high) if sign > 0 else (-mean, -high, -low)
+
+
+def _other(test: Test) -> tuple[Cell, str]:
+    at = test.at or test.cell
+    return (at._replace(budget=None), "Full") if isinstance(test.than, float) else (at, test.than)
+
+
+# The rule
+
+
+def decide(model: Model, test: Test) -> Found:
+    """Decide a test."""
+    score = measured(model, test.cell, test.method)[1]["scores"][test.score]
+    cell, than = _other(test)
+    text = f"{test.method} {_number(score['mean'], test.score)}"
+    if than != "Full":
+        other = measured(model, cell, than)[1]["scores"][test.score]["mean"]
+        factor, where = "" if test.times == 1 else f"{test.times:g} times ", f" ({cell})" if test.at else ""
+        text += f", {factor}{than} {_number(other, test.score)}{where}"
+    if why_not(model, test.cell, test.score):
+        return Found(CANNOT, text)
+    mean, low, high = difference(model, test)
+    if test.alike:
+        verdict = HOLDS if -ALIKE < low and high < ALIKE else NOT if low > ALIKE or high < -ALIKE else UNDECIDED
+    else:
+        verdict = HOLDS if low > 0 or (low >= 0 and than == "Full") else NOT if high < 0 else UNDECIDED
+    scale, digits = (1, ".3f") if test.score in NATS else (100, ".0f")
+    shown = [f"{scale * x:+{digits}}" for x in (mean, low, high)]
+    share = f" to {test.than:.0%} of the full cache" if isinstance(test.than, float) else ""
+    return Found(verdict, f"{text}: {shown[0]} [{shown[1]}, {shown[2]}]{share}, {verdict}")
+
+
+def why_not(model: Model, cell: Cell, score: str) -> str:
+    """Say why a cell decides nothing; nothing if it does."""
+    full, random = beside(model, cell, score)
+    if full is None:
+        return "no full cache beside it"
+    if score in NATS:
+        return ""
+    if full["mean"] < LEAST:
+        return f"the full cache scores below {LEAST:.0%}"
+    if random is not None and random["high"] >= full["low"]:
+        return "Random is not below the full cache"
+    return ""
+
+
+def beside(model: Model, cell: Cell, score: str) -> tuple[dict | None, dict | None]:
+    """Return the scores of the full cache and of Random in a cell, if they were measured."""
+    full, random = find(model, cell._replace(budget=None), "Full"), find(model, cell, "Random")
+    return full and full[1]["scores"][score], random and random[1]["scores"][score]
+
+
+def _number(x: float, score: str) -> str:
+    return f"{x:.2f}" if score in NATS else f"{100 * x:.0f}"
+
+
+def verdict(model: Model, claim: Claim) -> tuple[str, str]:
+    """Return a claim's verdict on a model, and what it rests on."""
+    tests = claim.toy if model is TOY else claim.real
+    if not tests:
+        return ("", claim.elsewhere) if claim.elsewhere else (CANNOT, "not run")
+    if claim.needs:
+        said, least = NEEDS[claim.needs]
+        if not (value := model.facts[claim.needs]) > least:
+            return CANNOT, said.format(-value if claim.needs == "opposed" else value)
+    found = [(x, decide(model, x)) for x in tests]
+    lines = []
+    for cell, score in dict.fromkeys((x.cell, x.score) for x in tests):
+        names = ("full cache", "Random")
+        both = [f"{x} {_number(y['mean'], score)}" for x, y in zip(names, beside(model, cell, score)) if y is not None]
+        head = "; ".join([", ".join(both) or "no full cache", *filter(None, [why_not(model, cell, score)])])
+        lines.append(f"{cell} ({head}): " + "; ".join(y.text for x, y in found if (x.cell, x.score) == (cell, score)))
+    seen = {x.verdict for _, x in found} - {CANNOT}
+    text = "<br>".join(lines)
+    if not seen:
+        return CANNOT, text
+    if HOLDS in seen:
+        return (HOLDS if seen == {HOLDS} else PARTLY), text
+    return (NOT if NOT in seen else UNDECIDED), text
 
 
 def table(paper: str) -> str:
     """Return a paper's claims as a Markdown table."""
-    lines = [["claim", "paper", "setting here", "measured", "verdict"], ["---"] * 5]
+    models = TOY, REAL
+    head = ["claim", "paper", *(x.name for x in models)]
+    lines = [head, ["---"] * len(head)]
     for claim in CLAIMS[paper]:
-        text = [re.sub(r"\{([^{}]+)\}", lambda x: figure(x[1]), x) for x in claim]
-        lines.append([*text[:4], f"**{text[4]}**"])
+        cells = [verdict(x, claim) for x in models]
+        lines.append([claim.claim, claim.paper, *("<br>".join(filter(None, [x and f"**{x}**", y])) for x, y in cells)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-HALF = "32 digits, 2,048 tokens, 1,024 kept"
-CLAIMS = {
+# The claims
+
+
+def each(cells: Sequence[Cell], *pairs: tuple[str, str | float], **options: float | str) -> list[Test]:
+    """Return a test for each pair of methods in each cell."""
+    return [Test(cell, *pair, **options) for cell in cells for pair in pairs]  # type: ignore[arg-type]
+
+
+def passkey(*budgets: int | None, point: str = "before", task: str = "passkey", context: int = 2048) -> list[Cell]:
+    """Return cells of the passkey model."""
+    return [Cell(task, context, point, x) for x in budgets]
+
+
+def needle(*budgets: int | None, point: str = "after", task: str = "needle", context: int = 1024) -> list[Cell]:
+    """Return cells of the real model."""
+    return [Cell(task + ("," if ":" in task else ":") + "chat=True", context, point, x) for x in budgets]
+
+
+LAGS = {(x, y): f"LagKV lag={x} ratio={y}" for x in (128, 512, 1024) for y in (0.5, 0.25, 0.125)}
+LONG = passkey(None, point="after", task="passkey:digits=64", context=4000)
+FIXED = passkey(None, point="after")
+BLOCKS = "chunked:chunk=128", "chunked:digits=7,chunk=128"
+TOY_BLOCKS = passkey(1024, point="chunked", task=BLOCKS[0])
+REAL_BLOCKS = needle(256, 512, 1024, point="chunked", task=BLOCKS[1], context=2048)
+STREAM = [Cell("perplexity", 4096, "stream", x) for x in (512, 1024)]
+SOFTMAX = "ProtoKV score=softmax window=8"
+RIVALS = ("H2O", "TOVA", "SnapKV")
+BIG = "needs LongBench or Math-500, and a model that can do them"
+
+CLAIMS: dict[str, list[Claim]] = {
     "LagKV": [
         Claim(
-            "almost no loss at r = 1/2 (abstract, Table 1)",
+            "almost no loss at r = 1/2 (abstract, Table 1): at least 95 % of the full cache's score",
             "64 digits, up to 20K tokens, L 1,024: 99 and 100 % of the digits",
-            "64 digits, 4,000 tokens, L 1,024, r 1/2",
-            "{lag-long, passkey:digits=64, 4000, after, LagKV lag=1024 ratio=0.5, -, partial}",
-            HOLDS,
+            each(LONG, (LAGS[1024, 0.5], 0.95)),
+            each(needle(512), ("LagKV", 0.95)),
         ),
         Claim(
             "about 90 % of the performance at r = 1/8 (abstract)",
             "LongBench, L 1,024: 93 and 91 % of the full score; 64 digits: 86 and 67 %",
-            "L 1,024, r 1/8, 4,000 tokens: r L is 128 tokens of each partition",
-            "64 digits {lag-long, passkey:digits=64, 4000, after, LagKV lag=1024 ratio=0.125, -, partial}",
-            HOLDS,
+            each(LONG, (LAGS[1024, 0.125], 0.9)),
+            each(needle(128), ("LagKV", 0.9)),
         ),
         Claim(
-            "r L against the length of the wanted passage decides (Sec. 3.3, Fig. 2)",
+            "r L against the length of the wanted passage decides (Sec. 3.3, Fig. 2): 256 better than 64, 64 than 16",
             "Qwen, 64 tokens of key: r L 256 gives 97 %, r L 64 30 to 66 %, r L 16 15 %",
-            "32 digits, 2,048 tokens; [all L and r](#lagkv-by-lag-and-ratio)",
-            "r L 256: {lagkv, passkey, 2048, after, LagKV lag=1024 ratio=0.25, -, partial}; r L 64: "
-            "{lagkv, passkey, 2048, after, LagKV lag=512 ratio=0.125, -, partial} (L 512) and "
-            "{lagkv, passkey, 2048, after, LagKV lag=128 ratio=0.5, -, partial} (L 128); r L 32: "
-            "{lagkv, passkey, 2048, after, LagKV lag=128 ratio=0.25, -, partial}; r L 16: "
-            "{lagkv, passkey, 2048, after, LagKV lag=128 ratio=0.125, -, partial}",
-            HOLDS,
+            each(FIXED, (LAGS[1024, 0.25], LAGS[512, 0.125]), (LAGS[512, 0.125], LAGS[128, 0.125])),
+            each(
+                needle(None, task="passkey", context=2048),
+                (LAGS[512, 0.5], LAGS[512, 0.125]),
+                (LAGS[512, 0.125], LAGS[128, 0.125]),
+            ),
         ),
         Claim(
             "over 50 % better than H2O at equal ratios (abstract, Sec. 3.3)",
             "64 digits, r 1/4: 97 %, H2O 71 %",
-            HALF + ", before the question; 256 kept",
-            "{eval, passkey, 2048, before, LagKV, 1024, partial}, H2O "
-            "{eval, passkey, 2048, before, H2O, 1024, partial}; at 256 both are near chance: "
-            "{eval, passkey, 2048, before, LagKV, 256, partial} and {eval, passkey, 2048, before, H2O, 256, partial}",
-            PARTLY,
+            each(passkey(1024, 256), ("LagKV", "H2O"), times=1.5),
+            each(needle(512, 256), ("LagKV", "H2O"), times=1.5),
         ),
         Claim(
             "better than LocalKV and the L2 score (App. A.2, Fig. 12)",
             "64 digits, L 1,024, all r",
-            HALF + ", before the question",
-            "{eval, passkey, 2048, before, LagKV, 1024, partial}; LocalKV "
-            "{eval, passkey, 2048, before, LocalKV, 1024, partial}; L2 with more memory "
-            "{eval, passkey, 2048, before, LagKV L2, 1024, partial}",
-            HOLDS,
-        ),
-        Claim(
-            "chunked prefill keeps the first token in about 80 % of the cases at r = 1/8 (Sec. 3.4, Fig. 3)",
-            "64 digits, L 1,024, r 1/8",
-            "32 digits, 2,048 tokens, L 512, r 1/8",
-            "{lag-chunked, chunked, 2048, chunked, LagKV lag=512 ratio=0.125, -, fgt}",
-            HOLDS,
+            each(passkey(1024, 256, 64), ("LagKV", "LocalKV"), ("LagKV", "LagKV L2")),
+            each(needle(512, 256, 128), ("LagKV", "LocalKV"), ("LagKV", "LagKV L2")),
         ),
         Claim(
             "17 % of the memory at 20K and r = 1/8 (Sec. 3.5, Fig. 7)",
             "20,480 + 16 tokens, L 1,024",
-            "Eq. 10 for the same n",
-            "3,472 of 20,496 tokens, 16.9 %; the measured bytes are those of Eq. 10 at five contexts",
-            HOLDS,
+            elsewhere="arithmetic, Eq. 10: [LagKV](methods/lagkv.md#when-to-use-it)",
         ),
         Claim(
             "first token 1.5 times, next tokens 2 times faster at 20K and r = 1/8 (Sec. 3.5, Fig. 5, 6)",
             "Llama-3.1-8B, one A800",
-            "one of 32 layers, two CPU cores, three runs ([table](#end-to-end))",
-            "on that CPU, first token 1.31 [1.25, 1.41] times, next tokens 1.12 [1.04, 1.41] times as fast",
-            CANNOT,
+            elsewhere="no accuracy: [end to end](#end-to-end)",
         ),
     ],
     "KeyDiff": [
         Claim(
             "block by block, KeyDiff beats H2O, TOVA and SnapKV at every budget (Table 1)",
             "LongBench, blocks of 128, 2K to 8K kept",
-            "32 digits, 2,048 tokens, blocks of 128, 1,024 kept",
-            "{chunked, chunked:chunk=128, 2048, chunked, KeyDiff, 1024, partial}; H2O "
-            "{chunked, chunked:chunk=128, 2048, chunked, H2O, 1024, partial}; TOVA "
-            "{chunked, chunked:chunk=128, 2048, chunked, TOVA, 1024, partial}; SnapKV "
-            "{chunked, chunked:chunk=128, 2048, chunked, SnapKV, 1024, partial}",
-            HOLDS,
+            each(TOY_BLOCKS, *(("KeyDiff", x) for x in RIVALS)),
+            each(REAL_BLOCKS, *(("KeyDiff normalize_anchor=False", x) for x in RIVALS)),
         ),
         Claim(
-            "the blocks hurt methods that score by attention, and not KeyDiff (Sec. 4.2, Table 10)",
+            "the blocks hurt methods that score by attention (Sec. 4.2, Table 10)",
             "the same, with the prompt in one block",
-            HALF + ", after the question, pruned once; compare with the row above",
-            "KeyDiff {eval, passkey, 2048, after, KeyDiff, 1024, partial}, TOVA "
-            "{eval, passkey, 2048, after, TOVA, 1024, partial}, SnapKV "
-            "{eval, passkey, 2048, after, SnapKV, 1024, partial}; only H2O, "
-            "{eval, passkey, 2048, after, H2O, 1024, partial}, loses nothing by the blocks",
-            PARTLY,
+            [Test(passkey(1024, point="after")[0], x, x, at=TOY_BLOCKS[0]) for x in RIVALS],
+            [Test(needle(1024, context=2048)[0], x, x, at=REAL_BLOCKS[2]) for x in RIVALS],
         ),
         Claim(
-            "distinctive keys are the ones that matter, and finding them needs no query (Sec. 3)",
+            "and do not hurt KeyDiff",
+            "the same",
+            [Test(passkey(1024, point="after")[0], "KeyDiff", "KeyDiff", at=TOY_BLOCKS[0], alike=True)],
+            [Test(needle(1024, context=2048)[0], "KeyDiff", "KeyDiff", at=REAL_BLOCKS[2], alike=True)],
+        ),
+        Claim(
+            "distinctive keys are the ones that matter, and finding them needs no query (Sec. 3): before the question, "
+            "better than what is newest, and than what the last queries attend to",
             "Spearman 0.94 of -cos and attention (Table 3)",
-            "32 digits, 2,048 tokens, 256 kept, before the question",
-            "{eval, passkey, 2048, before, KeyDiff, 256, partial}; next of those that read the text once "
-            "{eval, passkey, 2048, before, LaCache, 256, partial} (LaCache)",
-            HOLDS,
+            each(passkey(256), ("KeyDiff", "StreamingLLM"), ("KeyDiff", "SnapKV")),
+            each(needle(512, 256, point="before"), ("KeyDiff", "StreamingLLM"), ("KeyDiff", "SnapKV")),
+            needs="opposed",
         ),
         Claim(
             "the same with many similar keys (Phonebook, App. H.1)",
             "a list of numbers, 6K kept",
-            "four keys in the text, 512 of 2,048 kept, before the question",
-            "{claims, niah-multikey, 2048, before, KeyDiff, 512, partial}; SATKV "
-            "{claims, niah-multikey, 2048, before, SATKV, 512, partial}",
-            NOT,
+            each(passkey(512, task="niah-multikey"), ("KeyDiff", "SATKV")),
+            each(needle(512, point="before", task="niah-multikey"), ("KeyDiff", "StreamingLLM"), ("KeyDiff", "SnapKV")),
         ),
         Claim(
-            "needles are found at all lengths and depths (Fig. 6)",
+            "needles are found at all lengths and depths (Fig. 6): 95 % of the full cache's",
             "up to 32K, 6K kept",
-            "64 digits, a quarter kept, 512 to 4,000 tokens, before the question",
-            "4,000 tokens: {claims, passkey:digits=64, 4000, before, KeyDiff, 1000, partial}; SnapKV "
-            "{claims, passkey:digits=64, 4000, before, SnapKV, 1000, partial}",
-            HOLDS,
+            each(passkey(1000, task="passkey:digits=64", context=4000), ("KeyDiff", 0.95)),
+            each(needle(512, 256), ("KeyDiff", 0.95)),
         ),
         Claim(
             "a window of recent tokens helps on some tasks (Sec. 3.2, Table 14)",
             "code, 2K kept",
-            "256 kept, after and before the question; 64 kept before",
-            "after: {eval, passkey, 2048, after, KeyDiff window, 256, partial} with, "
-            "{eval, passkey, 2048, after, KeyDiff, 256, partial} without; before, 64 kept: "
-            "{eval, passkey, 2048, before, KeyDiff window, 64, partial} with, "
-            "{eval, passkey, 2048, before, KeyDiff, 64, partial} without",
-            PARTLY,
+            each([*passkey(256, point="after"), *passkey(64)], ("KeyDiff window", "KeyDiff")),
+            each([*needle(256, 512), *needle(256, point="before")], ("KeyDiff window", "KeyDiff")),
         ),
         Claim(
-            "the anchor hardly matters, and cosine is the best metric (Sec. 4.4, Tables 15, 16)",
+            "cosine is the best metric (Sec. 4.4, Table 16)",
             "LongBench",
-            "32 digits, 2,048 tokens, 64 kept, before the question",
-            "cosine to the mean {keydiff, passkey, 2048, before, KeyDiff, 64, partial}; to the median "
-            "{keydiff, passkey, 2048, before, KeyDiff anchor=median, 64, partial}; dot product "
-            "{keydiff, passkey, 2048, before, KeyDiff metric=dot, 64, partial}; distance "
-            "{keydiff, passkey, 2048, before, KeyDiff metric=euclidean, 64, partial}",
-            PARTLY,
+            each(passkey(64), ("KeyDiff", "KeyDiff metric=dot"), ("KeyDiff", "KeyDiff metric=euclidean")),
+            each(needle(512, 256), ("KeyDiff", "KeyDiff metric=dot"), ("KeyDiff", "KeyDiff metric=euclidean")),
+        ),
+        Claim(
+            "the anchor hardly matters (Table 15)",
+            "LongBench",
+            each(passkey(64), ("KeyDiff", "KeyDiff anchor=median"), alike=True),
+            each(
+                needle(512, 256),
+                ("KeyDiff", "KeyDiff anchor=median"),
+                ("KeyDiff", "KeyDiff normalize_anchor=False"),
+                alike=True,
+            ),
         ),
         Claim(
             "at most 0.04 % loss at 8K (abstract); near the full cache on Math-500 (Sec. 4.3)",
             "LongBench; DeepSeek-R1 distilled",
-            "",
-            "needs LongBench and Math-500, and models that can do them",
-            CANNOT,
+            elsewhere=BIG,
         ),
         Claim(
             "up to 30 % lower latency than TOVA and SnapKV (Sec. 4.5, Fig. 7)",
             "Llama-3.2-3B, one A100",
-            "4,096 tokens in blocks of 128, 1,024 kept, one layer, two CPU cores",
-            "2.7 s with KeyDiff, TOVA and SnapKV alike (full cache 2.9 s, [table](#end-to-end)): no method here "
-            "writes attention weights",
-            NOT,
+            elsewhere="no accuracy: [end to end](#end-to-end)",
         ),
     ],
     "LaCache": [
         Claim(
             "lower perplexity than StreamingLLM at the same budget (Table 1)",
             "Llama-2-7B-Chat, 1K, 512 kept: 5.20, StreamingLLM 6.67",
-            "4,096 tokens in windows of 256, 512 kept; nats per token",
-            "{claims, perplexity, 4096, stream, LaCache, 512, loss}, StreamingLLM "
-            "{claims, perplexity, 4096, stream, StreamingLLM, 512, loss}: "
-            "{claims, perplexity, 4096, stream, LaCache, 512, best}",
-            NOT,
+            each(STREAM[:1], ("LaCache", "StreamingLLM"), score="loss"),
+            each(STREAM, ("LaCache", "StreamingLLM"), score="loss"),
+            needs="layers",
         ),
         Claim(
             "endless generation with flat perplexity and memory, where the full cache fails (Fig. 5, 6)",
             "PG-19, 600K and 10M tokens",
-            "100,000 tokens ([endless streams](endless.md))",
-            "perplexity 2.60 at the end, full cache 21.9",
-            HOLDS,
+            elsewhere="[endless streams](endless.md)",
         ),
         Claim(
-            "needles: nearly twice StreamingLLM's accuracy (Fig. 8, 9)",
+            "needles: nearly twice StreamingLLM's accuracy (Fig. 8, 9), here at least 1.5 times",
             "half kept: 99 %, StreamingLLM 55 %",
-            HALF + ", before the question",
-            "{eval, passkey, 2048, before, LaCache, 1024, partial}, StreamingLLM "
-            "{eval, passkey, 2048, before, StreamingLLM, 1024, partial}",
-            NOT,
+            each(passkey(1024), ("LaCache", "StreamingLLM"), times=1.5),
+            each(needle(512, 256, point="before"), ("LaCache", "StreamingLLM"), times=1.5),
+            needs="layers",
         ),
         Claim(
-            "a better trade of score for throughput than H2O, TOVA and SnapKV (Fig. 7)",
+            "better scores than H2O, TOVA and SnapKV at equal memory (Fig. 7)",
             "LongBench, one H200",
-            HALF + ", after the question",
-            "{eval, passkey, 2048, after, LaCache, 1024, partial}, H2O "
-            "{eval, passkey, 2048, after, H2O, 1024, partial}, TOVA "
-            "{eval, passkey, 2048, after, TOVA, 1024, partial}; no method here decodes slower for its scores",
-            NOT,
+            each(passkey(1024, point="after"), *(("LaCache", x) for x in RIVALS)),
+            each(needle(512, 256), *(("LaCache", x) for x in RIVALS)),
+            needs="layers",
         ),
         Claim(
             "the ladder lies on the Pareto front of random patterns (Fig. 3)",
             "1,500 patterns",
-            "60 patterns for each of eight sizes ([details](endless.md#is-the-ladder-a-good-shape))",
-            "at eight sizes it beats 50 to 93 % of them, and never the best one",
-            PARTLY,
+            elsewhere="[endless streams](endless.md#is-the-ladder-a-good-shape)",
         ),
-        Claim(
-            "LongBench, RULER and the ablation of S and O (Tables 3-6, Fig. 10)",
-            "32 layers",
-            "",
-            "needs those data and a deeper model: three layers allow ladders of one rung",
-            CANNOT,
-        ),
+        Claim("LongBench, RULER and the ablation of S and O (Tables 3-6, Fig. 10)", "32 layers", elsewhere=BIG),
     ],
     "LAQ": [
         Claim(
             "the answer's queries recall far more of the keys it needs than the prompt's last queries (Sec. 3, Fig. 2)",
             "GovReport, 1,024 kept",
-            "32 digits, 2,048 tokens, 256 kept; recall of Eq. 3",
-            "LAQ {claims, recall, 2048, after, LAQ, 256, recall}, SnapKV "
-            "{claims, recall, 2048, after, SnapKV, 256, recall}: {claims, recall, 2048, after, LAQ, 256, SnapKV}",
-            HOLDS,
+            each(passkey(256, point="after", task="recall"), ("LAQ", "SnapKV"), score="recall"),
+            each(needle(128, 256, 512, task="recall:digits=7"), ("LAQ", "SnapKV"), score="recall"),
         ),
         Claim(
             "needles at a budget of 128 (Table 2, Fig. 4)",
             "32K: 93 to 100 %, SnapKV 73 to 77 %",
-            "7 digits, 4,000 tokens, 128 kept, after the question",
-            "LAQ++ {claims, needle, 4000, after, LAQ++, 128, partial}, SnapKV "
-            "{claims, needle, 4000, after, SnapKV, 128, partial}",
-            HOLDS,
+            each(passkey(128, point="after", task="needle", context=4000), ("LAQ++", "SnapKV")),
+            each(needle(128), ("LAQ++", "SnapKV")),
         ),
         Claim(
-            "the lead is largest at small budgets (Table 1)",
+            "better than SnapKV, most so at small budgets (Table 1)",
             "LongBench, 128 to 512 kept",
-            "8 and 32 digits, after the question",
-            "8 digits: 64 kept {claims, passkey:digits=8, 2048, after, LAQ, 64, partial}, SnapKV "
-            "{claims, passkey:digits=8, 2048, after, SnapKV, 64, partial}; 256 kept "
-            "{claims, passkey:digits=8, 2048, after, LAQ, 256, partial}, SnapKV "
-            "{claims, passkey:digits=8, 2048, after, SnapKV, 256, partial}. 32 digits, LAQ minus SnapKV: 64 kept "
-            "{laq, passkey, 2048, after, LAQ, 64, SnapKV}, 1,024 kept {laq, passkey, 2048, after, LAQ, 1024, SnapKV}",
-            PARTLY,
+            each(passkey(64, 1024, point="after"), ("LAQ", "SnapKV")),
+            each(needle(128, 256, 512), ("LAQ", "SnapKV")),
         ),
         Claim(
             "LAQ++, which observes the prompt's last eight queries too, is better than LAQ (Sec. 5.2, Table 1)",
             "LongBench, Qwen: +0.2, -0.2 and 0.0 points at 128, 256 and 512 (Table 7)",
-            "32 digits, 64 kept, after the question; [why](#why-laq-is-better-than-laq)",
-            "LAQ++ {laq, passkey, 2048, after, LAQ++, 64, partial}, LAQ {laq, passkey, 2048, after, LAQ, 64, partial}; "
-            "paired {laq, passkey, 2048, after, LAQ++, 64, best}",
-            NOT,
+            each(passkey(64, 256, point="after"), ("LAQ++", "LAQ")),
+            each(needle(128, 256, 512), ("LAQ++", "LAQ")),
         ),
         Claim(
-            "the number of draft steps matters more than the draft's quality (Sec. 6.1, 6.2, Fig. 5)",
-            "1 to 8 steps; drafts of any method and budget score alike",
-            "32 digits, 64 kept",
-            "1, 8 and 32 steps: {laq-draft, passkey, 2048, after, LAQ steps=1, 64, partial}, "
-            "{laq, passkey, 2048, after, LAQ, 64, partial}, "
-            "{laq-draft, passkey, 2048, after, LAQ steps=32, 64, partial}; over a full-cache draft 8 and 32 steps: "
-            "{laq-draft, passkey, 2048, after, LAQ steps=8 stage1=full, 64, partial}, "
-            "{laq-draft, passkey, 2048, after, LAQ steps=32 stage1=full, 64, partial}",
-            PARTLY,
+            "more draft steps help (Sec. 6.2, Fig. 5): eight are better than one",
+            "1 to 8 steps",
+            each(passkey(64, point="after"), ("LAQ", "LAQ steps=1")),
+            each(needle(128, 256), ("LAQ", "LAQ steps=1")),
+        ),
+        Claim(
+            "and the draft's quality matters less (Sec. 6.1): one over the full cache scores alike",
+            "drafts of any method and budget",
+            each(passkey(64, point="after"), ("LAQ", "LAQ steps=8 stage1=full"), alike=True),
+            each(needle(128, 256), ("LAQ", "LAQ stage1=full"), alike=True),
         ),
         Claim(
             "budgets by layer would improve it further (Sec. 5.2)",
             "a conjecture",
-            "PyramidKV's budgets, 64 kept",
-            "{laq, passkey, 2048, after, PyramidLAQ, 64, partial}, LAQ {laq, passkey, 2048, after, LAQ, 64, partial}",
-            NOT,
+            each(passkey(64, point="after"), ("PyramidLAQ", "LAQ")),
         ),
         Claim(
-            "fixed texts in place of the draft do not help (App. B, Table 4)",
+            "a draft is better than fixed texts in its place (App. B, Table 4)",
             "LongBench, Mistral, 512 kept: 38.2 and 37.8, SnapKV 40.5, LAQ++ 41.7",
-            "32 digits, 64 kept, after the question; the paper's two texts",
-            "{laq, passkey, 2048, after, TheAnswerIs, 64, partial} and "
-            "{laq, passkey, 2048, after, FoundTheAnswer, 64, partial}; "
-            "SnapKV {laq, passkey, 2048, after, SnapKV, 64, partial}, "
-            "LAQ {laq, passkey, 2048, after, LAQ, 64, partial}",
-            HOLDS,
+            each(passkey(64, point="after"), ("LAQ", "TheAnswerIs"), ("LAQ", "FoundTheAnswer")),
         ),
         Claim(
             "+1 to +4 points on LongBench, +15 on RULER (Table 1, 5); stage 2 takes under 5 % (Table 3)",
             "7B and 8B models, one A100",
-            "",
-            LONGBENCH + ", and a GPU",
-            CANNOT,
+            elsewhere=BIG,
         ),
     ],
     "ProtoKV": [
         Claim(
             "better than SnapKV at equal memory: +2.1 % on LongBench, needles 97 against 94 % at 128 (Fig. 8, 9)",
             "up to 8K tokens",
-            "7 digits, 128 kept; 32 digits, 256 kept; 2,048 tokens, after the question",
-            "7 digits: {protokv-needle, needle, 2048, after, ProtoKV, 128, partial}, SnapKV "
-            "{protokv-needle, needle, 2048, after, SnapKV, 128, partial}. 32 digits, minus SnapKV: "
-            "{protokv, passkey, 2048, after, ProtoKV, 256, SnapKV}; with softmax scores and a window of 8 "
-            "{protokv, passkey, 2048, after, ProtoKV score=softmax window=8, 256, SnapKV}, then with 32 chunks "
-            "{protokv, passkey, 2048, after, ProtoKV score=softmax window=8 num_chunks=32, 256, SnapKV} or without "
-            "anchors {protokv, passkey, 2048, after, ProtoKV score=softmax window=8 num_sats=0, 256, SnapKV}",
-            PARTLY,
+            [
+                *each(passkey(128, point="after", task="needle"), ("ProtoKV", "SnapKV")),
+                *each(passkey(256, point="after"), ("ProtoKV", "SnapKV"), (SOFTMAX, "SnapKV")),
+            ],
+            each(needle(128, 256, 512), ("ProtoKV", "SnapKV"), (SOFTMAX, "SnapKV")),
+            needs="outliers",
         ),
         Claim(
             "anchors are few, cluster and draw most attention; losing them hurts (Sec. 3, Fig. 3-6)",
             "top 10 % have over 60 % of the attention",
-            "[semantic anchors](anchors.md)",
-            "[figures there](anchors.md)",
-            PARTLY,
+            elsewhere="[semantic anchors](anchors.md)",
         ),
         Claim(
             "clusters are better than keeping the anchors alone (SATKV, Sec. 4.1, App. H)",
             "LongBench",
-            HALF + ", before the question",
-            "SATKV {eval, passkey, 2048, before, SATKV, 1024, partial}, ProtoKV "
-            "{eval, passkey, 2048, before, ProtoKV, 1024, partial}",
-            NOT,
+            each(passkey(1024), ("ProtoKV", "SATKV")),
+            each(needle(128, 256, 512), ("ProtoKV", "SATKV")),
+            needs="outliers",
         ),
         Claim(
             "chunk-only and LSH-only clusters are worse (Fig. 10)",
             "LongBench, all budgets",
-            "32 digits, 256 kept, after the question",
-            "{protokv, passkey, 2048, after, ProtoKV, 256, partial}; chunks "
-            "{protokv, passkey, 2048, after, ProtoKV clusters=chunks, 256, partial}; LSH "
-            "{protokv, passkey, 2048, after, ProtoKV clusters=lsh, 256, partial}",
-            PARTLY,
+            each(
+                passkey(256, point="after"), ("ProtoKV", "ProtoKV clusters=chunks"), ("ProtoKV", "ProtoKV clusters=lsh")
+            ),
+            each(needle(128, 256, 512), ("ProtoKV", "ProtoKV clusters=chunks"), ("ProtoKV", "ProtoKV clusters=lsh")),
+            needs="outliers",
         ),
         Claim(
-            "20 to 40 anchors are best (Fig. 12)",
+            "20 to 40 anchors are best (Fig. 12): 32 better than none and than 128",
             "LongBench, 256 kept",
-            "softmax scores, window 8, 256 kept",
-            "0, 8, 32, 128 anchors: {protokv, passkey, 2048, after, ProtoKV score=softmax window=8 num_sats=0, 256, "
-            "partial}, {protokv, passkey, 2048, after, ProtoKV score=softmax window=8 num_sats=8, 256, partial}, "
-            "{protokv, passkey, 2048, after, ProtoKV score=softmax window=8, 256, partial}, "
-            "{protokv, passkey, 2048, after, ProtoKV score=softmax window=8 num_sats=128, 256, partial}",
-            NOT,
+            each(passkey(256, point="after"), (SOFTMAX, f"{SOFTMAX} num_sats=0"), (SOFTMAX, f"{SOFTMAX} num_sats=128")),
+            each(needle(128, 256, 512), ("ProtoKV", "ProtoKV num_sats=0"), ("ProtoKV", "ProtoKV num_sats=128")),
+            needs="outliers",
         ),
         Claim(
             "about 500 prototypes are best (Fig. 11)",
             "5K to 15K tokens: 10 to 30 tokens each",
-            "softmax scores, window 8, 256 kept, 2,048 tokens",
-            "32 chunks (64 tokens each) "
-            "{protokv, passkey, 2048, after, ProtoKV score=softmax window=8 num_chunks=32, 256, partial}, "
-            "129 (16 tokens each) {protokv, passkey, 2048, after, ProtoKV score=softmax window=8, 256, partial}, "
-            "496 (4 tokens each) "
-            "{protokv, passkey, 2048, after, ProtoKV score=softmax window=8 num_chunks=496, 256, partial}",
-            NOT,
+            elsewhere="needs longer contexts: here 500 prototypes would be of two tokens each",
         ),
         Claim(
-            "budgets by layer or head improve it (Table 4)",
+            "budgets by layer improve it (Table 4)",
             "+0.3 to +0.9 points",
-            "PyramidKV's budgets, 256 kept; heads of a cache cannot differ in length",
-            "{protokv, passkey, 2048, after, PyramidProtoKV, 256, partial}, without "
-            "{protokv, passkey, 2048, after, ProtoKV, 256, partial}",
-            NOT,
+            each(passkey(256, point="after"), ("PyramidProtoKV", "ProtoKV")),
+            needs="outliers",
         ),
         Claim(
             "costs about as much as SnapKV (Fig. 13)",
             "two RTX 3090",
-            "65,536 tokens, 8 heads, two CPU cores",
-            "SnapKV takes 0.6 (bf16) and 0.9 (fp32) of its time ([ProtoKV](methods/protokv.md#formula))",
-            HOLDS,
+            elsewhere="no accuracy: [ProtoKV](methods/protokv.md#formula)",
         ),
         Claim(
-            "RULER, dynamic decoding on MATH and AIME (Tables 2, 8, 9)",
-            "Llama-3-8B",
-            "",
-            "needs models that can do them",
-            CANNOT,
+            "RULER, dynamic decoding on MATH and AIME (Tables 2, 8, 9)", "Llama-3-8B", elsewhere="needs models that can"
         ),
     ],
 }

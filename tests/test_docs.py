@@ -425,19 +425,67 @@ def test_measured_rows_are_written(measured, monkeypatch, tmp_path, capsys):
 
 
 def test_claims(measured):
-    """Every claim has one of four verdicts, and every figure in braces is one of a record."""
+    """Each verdict follows from the records by the rule; every one occurs on a model that can test it."""
     claims = measured.claims
-    verdicts = {claims.HOLDS, claims.PARTLY, claims.NOT, claims.CANNOT}
-    assert {x.verdict for papers in claims.CLAIMS.values() for x in papers} == verdicts
-    assert claims.figure("eval, passkey, 2048, before, KeyDiff, 1024, partial") == "100 [94, 100] %"
-    assert re.fullmatch(r"0\.91\d \[.*\]", claims.figure("more, perplexity, 4096, stream, LaCache, 512, loss"))
-    assert re.fullmatch(
-        r"\+\d+ \[\+\d+, \+\d+\] points \(better\)", claims.figure("eval, passkey, 2048, after, LAQ, 64, SnapKV")
-    )
-    with pytest.raises(
-        ValueError, match="expected a row of a record, got 'eval, passkey, 2048, before, KeyDiff, 7, x'"
+    found = [claims.verdict(x, y)[0] for x in (claims.TOY, claims.REAL) for z in claims.CLAIMS.values() for y in z]
+    assert {*found} == {claims.HOLDS, claims.PARTLY, claims.NOT, claims.UNDECIDED, claims.CANNOT, ""}
+    nowhere = claims.Test(claims.Cell("passkey", 2048, "before", 7), "KeyDiff", "H2O")
+    with pytest.raises(ValueError, match="expected a row of a record of the passkey model, got KeyDiff in passkey, 2,"):
+        claims.decide(claims.TOY, nowhere)
+
+
+def cells(**means: float) -> list[dict]:
+    """Rows of 100 prompts each, with intervals of 10 points around their means."""
+    rows = []
+    for name, mean in means.items():
+        score = {"mean": mean, "low": max(0.0, mean - 0.05), "high": min(1.0, mean + 0.05), "n": 100}
+        where = {"task": "t", "context": 10, "point": "after", "budget": None if name == "Full" else 5}
+        rows.append({**where, "method": name, "scores": {"partial": score}})
+    return rows
+
+
+@pytest.mark.parametrize(
+    "means, verdict",
+    [
+        ({"A": 0.9, "B": 0.5}, "HOLDS"),
+        ({"A": 0.5, "B": 0.9}, "NOT"),
+        ({"A": 0.52, "B": 0.5}, "UNDECIDED"),
+        ({"A": 0.9, "B": 0.5, "Full": 0.55}, "CANNOT"),  # the full cache does not do the task
+        ({"A": 0.9, "B": 0.5, "Random": 0.93}, "CANNOT"),  # as well as anything
+        ({"A": 0.9, "B": 0.5, "Full": None}, "CANNOT"),  # not measured
+    ],
+)
+def test_the_rule_of_claims(measured, monkeypatch, means, verdict):
+    claims = measured.claims
+    means = {"Full": 1.0, "Random": 0.1} | means
+    made = cells(**{x: y for x, y in means.items() if y is not None})
+    model = claims.Model("m", ("made-up",), "analysis.json")
+    monkeypatch.setattr(claims, "rows", lambda record: made)
+    test = claims.Test(claims.Cell("t", 10, "after", 5), "A", "B")
+    assert claims.decide(model, test).verdict == getattr(claims, verdict)
+    other = {claims.HOLDS: claims.PARTLY, claims.UNDECIDED: claims.UNDECIDED}
+    claim = claims.Claim("", "", real=[test, test._replace(method="B", than="A")])
+    expected = claims.PARTLY if verdict in ("HOLDS", "NOT") else other.get(getattr(claims, verdict), claims.CANNOT)
+    assert claims.verdict(model, claim)[0] == expected
+
+
+def test_claims_of_shares_factors_and_likeness(measured, monkeypatch):
+    claims = measured.claims
+    made, cell = cells(A=0.8, B=0.79, Full=0.9, Random=0.1), claims.Cell("t", 10, "after", 5)
+    model = claims.Model("m", ("made-up",), "analysis.json")
+    monkeypatch.setattr(claims, "rows", lambda record: made)
+    for test, verdict in (
+        (claims.Test(cell, "A", 0.5), claims.HOLDS),
+        (claims.Test(cell, "A", 0.99), claims.NOT),
+        (claims.Test(cell, "A", "B", times=1.5), claims.NOT),
+        (claims.Test(cell, "A", "Random", times=1.5), claims.HOLDS),
+        (claims.Test(cell, "A", "B", alike=True), claims.UNDECIDED),  # an interval of 14 points
+        (claims.Test(cell, "A", "Random", alike=True), claims.NOT),
     ):
-        claims.figure("eval, passkey, 2048, before, KeyDiff, 7, x")
+        assert claims.decide(model, test).verdict == verdict, test
+    monkeypatch.setattr(claims, "raw", lambda record: {(cell, x): {"partial": [0.8] * 9 + [0.7]} for x in "AB"})
+    paired = claims.decide(model, claims.Test(cell, "A", "B", alike=True))
+    assert paired.verdict == claims.HOLDS and "+0 [+0, +0]" in paired.text
 
 
 def test_measured_rows_are_those_of_the_results(measured):
