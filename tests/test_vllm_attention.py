@@ -199,8 +199,9 @@ def test_amx_multiplies_matrices(current):
     assert few(5, 9000, bf16, "vec")
 
 
-def test_writes_leave_other_slots(current):
-    x = Case(MIXED)
+@pytest.mark.parametrize("step", ("decode", "mixed"))
+def test_writes_leave_other_slots(step, current):
+    x = Case(STEPS[step])
     before = PageRows(x.kv_cache.clone()).views()
     x.attend()
     slots = torch.cat(x.slots)
@@ -222,6 +223,32 @@ def test_padding_is_not_written(current):
     output = torch.zeros(len(out) + 5, *out.shape[1:])
     impl.forward(y.layer, torch.cat((y.query, y.query[:5])), key, value, y.kv_cache, metadata, output)
     assert torch.equal(output[:-5], out) and torch.equal(y.kv_cache, x.kv_cache)
+
+
+def test_layers_attend_one_after_another(current):
+    x, y = Case(MIXED), Case(MIXED)
+    y.k, y.v = ([-z for z in zs] for zs in (x.v, x.k))
+    metadata = x.builder().build(0, x.metadata)
+    for case in (x, y):  # on the same metadata
+        case.layer, impl, output = x.layer, case.impl(), torch.empty_like(case.query)
+        case.write(impl)
+        impl.forward(x.layer, case.query, *case.new(), case.kv_cache, metadata, output)
+        assert_near(output, case.reference(), x.dtype)
+    output = torch.empty_like(x.query)
+    impl = x.impl(kv_sharing_target_layer_name="model.layers.0.attn")
+    impl.forward(x.layer, x.query, *y.new(), x.kv_cache, metadata, output)
+    assert_near(output, x.reference(), x.dtype)
+
+
+@pytest.mark.parametrize("step", ("decode", "mixed"))
+def test_pages_may_lie_apart(step, current):
+    x = Case(STEPS[step])
+    memory = torch.full((len(x.kv_cache), 2, *x.kv_cache.shape[1:]), torch.nan)
+    memory[:, 0] = x.kv_cache
+    x.kv_cache = memory[:, 0]
+    out, _ = x.attend()
+    assert_near(out, x.reference(), x.dtype)
+    assert memory[:, 1].isnan().all()
 
 
 def test_a_layer_that_shares_a_cache_writes_nothing(current):

@@ -11,7 +11,7 @@ from torch import Tensor
 import kit
 import kvops
 from kvops import ops
-from kvops.vllm.cpu_pages import as_rows, keys, to_rows_, to_tiles_
+from kvops.vllm.cpu_pages import as_rows, copy_to_tiles, keys, to_rows_, to_tiles_
 from kvops.vllm.layouts import Blocks, Tiles
 
 HEADS = 2
@@ -100,6 +100,9 @@ def test_pages_become_rows_and_tiles_again(x):
     others = torch.ones(len(before), dtype=torch.bool)
     others[x.used] = False
     assert kit.same([x.cache[others]], [before[others]])
+    tiles = torch.empty_like(before[x.used])
+    copy_to_tiles(x.cache, x.used, tiles, x.isa)
+    assert kit.same([tiles], [before[x.used]])
     to_tiles_(x.cache, x.table, **x.options)
     assert kit.same([x.cache], [before])
     with as_rows(x.cache, x.table, **x.options) as rows:

@@ -78,6 +78,14 @@ struct DecodeWorker {
 
   bool of_max() const { return p.group_reduce == Reduce::max; }
 
+  // Calls fn(Count<G>), G being the number of queries without the repeated ones. Their products are not computed.
+  template <int G = R / 2 + 1, class Fn>
+  void with_group(const Fn& fn) const {
+    if constexpr (G < R)
+      if (p.group > G) return with_group<G + 1>(fn);
+    fn(Count<G>{});
+  }
+
   void take_head(int64_t index) {
     if (index == head) return;
     head = index;
@@ -126,6 +134,10 @@ struct DecodeWorker {
 
   // out: [keys in whole units][R]. Prefetches the rows of `then`.
   void logits(const Block& block, const Block& then, int64_t then_bytes, float* out) const {
+    with_group([&](auto group) { logits<decltype(group)::value>(block, then, then_bytes, out); });
+  }
+  template <int G>
+  void logits(const Block& block, const Block& then, int64_t then_bytes, float* out) const {
     const SlotRope rope = p.rope;  // a copy, since stores might alias p
     const int64_t bytes = p.k.row_bytes, b = head / p.heads;
     for (int i = 0; i < block.count; i += kUnit) {
@@ -142,7 +154,9 @@ struct DecodeWorker {
           row[k] = reinterpret_cast<const In*>(to);
         }
       }
-      F sums[kUnit * R] = {};
+      F sums[kUnit * R];
+#pragma GCC unroll 16
+      for (F& sum : sums) sum = F{};  // an initializer would be a slow memset
       for_registers<In>(shape, [&](int64_t c, auto&& load_row) {
 #pragma GCC unroll 16
         for (int k = 0; k < kUnit; ++k) {
@@ -150,12 +164,14 @@ struct DecodeWorker {
           prefetch(from[k], c, far[k]);
           load_row(row[k], x);
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r)
+          for (int r = 0; r < G; ++r)
             for (int j = 0; j < kVecs<In>; ++j)
               sums[k * R + r] =
                   WordsOf<T>::Type::add_all(sums[k * R + r], load(q + r * width + (c * kVecs<In> + j) * VL), x[j]);
         }
       });
+      for (int k = 0; k < kUnit; ++k)
+        for (int r = G; r < R; ++r) sums[k * R + r] = sums[k * R + G - 1];
       for (int j = 0; j < kUnitVectors; ++j) {
         const F x = sum_lanes(sums + j * VL);
         store(out + i * R + j * VL, p.softcap == 0 ? x * p.scale : tanh(x * (p.scale / p.softcap)) * p.softcap);
@@ -219,19 +235,24 @@ struct DecodeWorker {
   // Adds the block's weighted rows of V to out, [R][registers of V]. Prefetches the rows of `then`, keys.
   void add_values(const Block& block, const Block& then, int64_t row_bytes, const float* shrink, float* out) const {
     const RowShape of_v = row_shape<T>(row_bytes);
-    constexpr int C = R * kVecs<T> >= 8 ? 1 : 8 / (R * kVecs<T>);
+    constexpr int kMost = (VB == 64 ? 16 : 8) / (R * kVecs<T>), C = kMost > 4 ? 4 : kMost > 0 ? kMost : 1;
     int c = 0;
-    for (; c + C <= of_v.full; c += C) add_registers<C>(block, then, of_v, c, shrink, out);
-    for (; c < of_v.registers(); ++c) add_registers<1>(block, then, of_v, c, shrink, out);
+    with_group([&](auto group) {
+      constexpr int G = decltype(group)::value;
+      for (; c + C <= of_v.full; c += C) add_registers<G, C>(block, then, of_v, c, shrink, out);
+      if constexpr (C > 2)
+        for (; c + 2 <= of_v.full; c += 2) add_registers<G, 2>(block, then, of_v, c, shrink, out);
+      for (; c < of_v.registers(); ++c) add_registers<G, 1>(block, then, of_v, c, shrink, out);
+    });
   }
-  template <int C>
+  template <int G, int C>
   void add_registers(const Block& block, const Block& then, RowShape of_v, int first_register, const float* shrink,
                      float* out) const {
     constexpr int N = C * kVecs<T>;
     const int64_t v_width = of_v.registers() * kStep<T>;
     out += first_register * kStep<T>;
-    F sums[R][N];
-    for (int r = 0; r < R; ++r)
+    F sums[G][N];
+    for (int r = 0; r < G; ++r)
       for (int j = 0; j < N; ++j) sums[r][j] = load(out + r * v_width + j * VL) * shrink[r];
     const int64_t from = first_register * kStep<T> * sizeof(T) / widening();
     const int64_t to = from + C * kStep<T> * sizeof(T) / widening(), end = p.k.row_bytes / widening();
@@ -246,10 +267,10 @@ struct DecodeWorker {
           load_part(row + c * kStep<T>, of_v.part, x + c * kVecs<T>);
         }
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r)
+      for (int r = 0; r < G; ++r)
         for (int j = 0; j < N; ++j) sums[r][j] += x[j] * tile[i * R + r];
     }
-    for (int r = 0; r < R; ++r)
+    for (int r = 0; r < G; ++r)
       for (int j = 0; j < N; ++j) store(out + r * v_width + j * VL, sums[r][j]);
   }
 

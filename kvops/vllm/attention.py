@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import vllm._custom_ops
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
@@ -43,6 +42,19 @@ Rows = slice | Tensor  # which of the step's tokens
 BLOCK = 64  # query rows per window: fewer read K and V too often, more compute too much that the mask then hides
 
 
+class Pages(NamedTuple):
+    """Views of a layer's cache."""
+
+    k: Tensor  # [num_pages, Hk, page_size, d]
+    v: Tensor
+    rows: Tensor  # [num_pages, Hk * 2 * page_size, d], those of K and V
+
+    @classmethod
+    def of(cls, kv_cache: Tensor) -> Pages:
+        k, v = cpu_pages.row_views(kv_cache)
+        return cls(k, v, kv_cache.view(len(kv_cache), -1, k.shape[3]))
+
+
 @dataclass(frozen=True)
 class Writes:
     """Where a step's tokens are written."""
@@ -50,18 +62,40 @@ class Writes:
     rows: Rows
     page: Tensor  # int64 [tokens]
     slot: Tensor  # int64 [tokens], within the page
+    places: tuple[Tensor, Tensor]  # int64 [tokens, 1] and [tokens, 2 * Hk]: page and row in `Pages.rows`, K's first
+    runs: list[tuple[slice, int, slice]]  # or tokens, page and slots of each run of slots, if the runs are long
 
     @classmethod
-    def of(cls, slot_mapping: Tensor, page_size: int) -> Writes:
+    def of(cls, slot_mapping: Tensor, heads: int, page_size: int) -> Writes:
         rows: Rows = slice(0, len(slot_mapping))
         (valid,) = (slot_mapping >= 0).nonzero(as_tuple=True)  # -1 is padding
         if len(valid) < len(slot_mapping):
             rows, slot_mapping = valid, slot_mapping[valid]
-        return cls(rows, slot_mapping // page_size, slot_mapping % page_size)
+        page, slot = slot_mapping // page_size, slot_mapping % page_size
+        first = 2 * page_size * torch.arange(heads)
+        places = page[:, None], slot[:, None] + torch.cat((first, first + page_size))
+        return cls(rows, page, slot, places, _runs(page, slot))
 
-    def write(self, key: Tensor, value: Tensor, k: Tensor, v: Tensor) -> None:
-        for rows, pages in ((key, k), (value, v)):
-            pages[self.page, :, self.slot] = rows[self.rows]
+    def write(self, key: Tensor, value: Tensor, pages: Pages) -> None:
+        key, value = key[self.rows], value[self.rows]
+        if not self.runs:
+            pages.rows[self.places] = torch.cat((key, value), 1)
+        for tokens, page, slots in self.runs:
+            pages.k[page, :, slots] = key[tokens].transpose(0, 1)
+            pages.v[page, :, slots] = value[tokens].transpose(0, 1)
+
+
+def _runs(page: Tensor, slot: Tensor) -> list[tuple[slice, int, slice]]:
+    """Divide tokens into runs of consecutive slots of a page; return none if copies run by run were the slower way."""
+    ends = ((slot[1:] != slot[:-1] + 1) | (page[1:] != page[:-1])).nonzero().flatten() + 1
+    if len(slot) < 8 * (len(ends) + 1):
+        return []
+    bounds = [0, *ends.tolist(), len(slot)]
+    firsts = zip(page[bounds[:-1]].tolist(), slot[bounds[:-1]].tolist())
+    return [
+        (slice(begin, end), own, slice(first, first + end - begin))
+        for begin, end, (own, first) in zip(bounds, bounds[1:], firsts)
+    ]
 
 
 @dataclass(frozen=True)
@@ -73,13 +107,21 @@ class Window:
     visible: Tensor  # int32 [b, t], the slots that each token sees
 
 
-@dataclass(frozen=True)
+@dataclass
 class Copied:
     """Requests for one call of vLLM's kernel on a copy of their pages."""
 
     rows: Rows
-    pages: Tensor  # int64 [pages], the pages to copy
+    pages: list[int]  # the pages to copy
     metadata: CPUAttentionMetadata  # its block table names pages of the copy
+    _tiles: Tensor | None = None
+
+    def tiles(self, kv_cache: Tensor, isa: cpu_pages.Isa) -> Tensor:
+        """Return the copy, in the order that vLLM's kernel reads. All layers have it in the same memory."""
+        if self._tiles is None:
+            self._tiles = kv_cache.new_empty(len(self.pages), *kv_cache.shape[1:])
+        cpu_pages.copy_to_tiles(kv_cache, self.pages, self._tiles, isa)
+        return self._tiles
 
 
 @dataclass(frozen=True)
@@ -133,7 +175,7 @@ class Builder(CPUAttentionMetadataBuilder):
                 table = m.block_table_tensor[requests, : self._pages(max(own))].contiguous()
                 visible = torch.tensor(own, dtype=torch.int32)[:, None] - torch.arange(t - 1, -1, -1, dtype=torch.int32)
                 windows.append(Window(_tokens(starts, requests), table, visible))
-        writes = Writes.of(m.slot_mapping, self.block_size)
+        writes = Writes.of(m.slot_mapping, self.num_kv_heads, self.block_size)
         return Parts(writes, windows, self._copied(m, starts, totals, copied) if copied else None)
 
     def _blocks(self, start: int, new: int, total: int, table: Tensor) -> Iterator[Window]:
@@ -153,7 +195,7 @@ class Builder(CPUAttentionMetadataBuilder):
         self, m: CommonAttentionMetadata, starts: Sequence[int], totals: Sequence[int], requests: list[int]
     ) -> Copied:
         counts = [self._pages(totals[i]) for i in requests]
-        pages = torch.cat([m.block_table_tensor[i, :count] for i, count in zip(requests, counts)]).long()
+        pages = torch.cat([m.block_table_tensor[i, :count] for i, count in zip(requests, counts)])
         ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         columns = torch.arange(max(counts), dtype=torch.int32)
         # Entries after a request's last page are not read.
@@ -173,7 +215,7 @@ class Builder(CPUAttentionMetadataBuilder):
                 block_table_tensor=table,
             ),
         )
-        return Copied(_tokens(starts, requests), pages, metadata)
+        return Copied(_tokens(starts, requests), pages.tolist(), metadata)
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -193,6 +235,7 @@ class Impl(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.why_not = self._why_not()
+        self._of: tuple[Tensor, Pages] | None = None  # the layer's cache, and its views
         if self.why_not:
             logger.warning_once("KVOPS_VLLM_ATTENTION: layers with %s keep vLLM's attention", self.why_not)
 
@@ -232,19 +275,19 @@ class Impl(CPUAttentionBackendImpl):
             raise NotImplementedError(
                 "KVOPS_VLLM_ATTENTION=1 expects causal attention in this layer, got a step that is not causal; unset it"
             )
-        k, v = cpu_pages.row_views(kv_cache)
+        pages = self._pages(kv_cache)
         if new:
-            parts.writes.write(key, value, k, v)
+            parts.writes.write(key, value, pages)
         logits: dict[str, Any] = {"scale": self.scale, "softcap": float(self.logits_soft_cap)}
         if self.sinks is not None:
             logits["sink_logits"] = self.sinks.detach().float()
         for x in parts.windows:
             q = query[x.rows].view(*x.visible.shape, *query.shape[1:]).transpose(1, 2)
-            output[x.rows] = self.attend(x, q, k, v, logits).transpose(1, 2).flatten(0, 1)
+            output[x.rows] = self.attend(x, q, pages.k, pages.v, logits).transpose(1, 2).flatten(0, 1)
         if parts.copied is not None:
             rows = parts.copied.rows
             out = output[rows]  # a view if rows is a slice
-            tiles = _tiles(kv_cache, parts.copied.pages, layer.isa)
+            tiles = parts.copied.tiles(kv_cache, layer.isa)
             super().forward(layer, query[rows], key, value, tiles, parts.copied.metadata, out)
             if not isinstance(rows, slice):
                 output[rows] = out
@@ -260,21 +303,12 @@ class Impl(CPUAttentionBackendImpl):
         if self.why_not:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        Writes.of(slot_mapping, kv_cache.shape[2]).write(key, value, *cpu_pages.row_views(kv_cache))
+        Writes.of(slot_mapping, *kv_cache.shape[1:3]).write(key, value, self._pages(kv_cache))
 
-
-def _tiles(kv_cache: Tensor, pages: Tensor, isa: cpu_pages.Isa) -> Tensor:
-    """Copy pages of rows into the order that vLLM's kernel reads."""
-    rows = kv_cache[pages]
-    count, heads, size, width = rows.shape
-    # vLLM's writing kernel fills pages token by token. All pages are as good as one page with count * heads heads.
-    k, v = rows.view(count * heads, 2, size, width // 2).transpose(0, 2).unbind(1)
-    tiles = torch.empty_like(rows)
-    key_cache, value_cache = tiles.view(1, count * heads, 2 * size, width // 2).chunk(2, 2)
-    vllm._custom_ops.cpu_attn_reshape_and_cache(
-        k, v, key_cache, value_cache, torch.arange(size), isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
-    )
-    return tiles
+    def _pages(self, kv_cache: Tensor) -> Pages:
+        if self._of is None or self._of[0] is not kv_cache:
+            self._of = kv_cache, Pages.of(kv_cache)
+        return self._of[1]
 
 
 class Backend(CPUAttentionBackend):

@@ -26,7 +26,7 @@ what came.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, get_args
 
@@ -166,11 +166,23 @@ def read(kv_cache: Tensor, pages: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
 
 def write(kv_cache: Tensor, pages: Tensor, k: Tensor, v: Tensor, isa: Isa) -> None:
     """Write rows to pages, which become tiles. pages: int64, each page once; k, v: [pages, Hk, page_size, d]."""
-    for tiles, rows in zip(_tile_views(kv_cache, isa), (k, v.mT if isa == "amx" else v)):
-        a, b = tiles.shape[3::2]
+    for there, here in _pieces(kv_cache, k, v, isa):
+        there[pages] = here
+
+
+def copy_to_tiles(kv_cache: Tensor, pages: Sequence[int], tiles: Tensor, isa: Isa) -> None:
+    """Copy pages of rows to the pages of `tiles`, in this order."""
+    for there, here in _pieces(tiles, *row_views(kv_cache), isa):
+        for to, page in zip(there, pages):  # a copy of all pages at once would first gather them
+            to.copy_(here[page])
+
+
+def _pieces(tiles: Tensor, k: Tensor, v: Tensor, isa: Isa) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views of pages of tiles and of rows, [pages, ...], whose elements correspond."""
+    for there, rows in zip(_tile_views(tiles, isa), (k, v.mT if isa == "amx" else v)):
+        a, b = there.shape[3::2]
         rows = rows.unflatten(3, (-1, b)).unflatten(2, (-1, a))
-        for there, here in zip(tiles.unbind(-1), rows.unbind(-1)):  # twice as fast as all b at once
-            there[pages] = here
+        yield from zip(there.unbind(-1), rows.unbind(-1))  # twice as fast as all b at once
 
 
 def _tile_views(kv_cache: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
