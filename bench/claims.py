@@ -277,7 +277,7 @@ def verdict(model: Model, claim: Claim) -> tuple[str, str]:
     for cell, score in dict.fromkeys((x.cell, x.score) for x in tests):
         names = ("full cache", "Random")
         both = [f"{x} {_number(y['mean'], score)}" for x, y in zip(names, beside(model, cell, score)) if y is not None]
-        head = "; ".join([", ".join(both) or "no full cache", *filter(None, [why_not(model, cell, score)])])
+        head = "; ".join(filter(None, [", ".join(both), why_not(model, cell, score)]))
         lines.append(f"{cell} ({head}): " + "; ".join(y.text for x, y in found if (x.cell, x.score) == (cell, score)))
     seen = {x.verdict for _, x in found} - {CANNOT}
     text = "<br>".join(lines)

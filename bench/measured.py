@@ -12,6 +12,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- decode -->`: python -m kvops.bench.decode.
 - `<!-- pages -->`, `<!-- fp8 -->`: python -m kvops.bench --paged.
 - `<!-- analysis -->`: python -m kvops.analysis on the shipped model.
+- `<!-- regimes -->`: its conditions, on the shipped model and on the real one.
 - `<!-- synthetic -->`: python -m kvops.eval --tasks synthetic, all presets; `<!-- synthetic draft -->`: a sweep.
 - `<!-- measured: LagKV LocalKV -->`: python -m kvops.eval, the partial match of these methods and their variants (LAQ:
   also LAQ++), or of `all`, by budget and by whether the cache was cut before or after the question. `<!-- measured:
@@ -296,6 +297,20 @@ def analysis_tables() -> str:
     return report.markdown(record).partition("\n\n")[2].replace("\n## ", "\n### ").strip()
 
 
+def regimes_table() -> str:
+    """Return the papers' conditions on both models."""
+    models = claims.TOY, claims.REAL
+    gates = [json.loads((ROOT / "bench" / "results" / x.analysis).read_text())["gate"] for x in models]
+    lines = [["condition", "expected", *(x.name for x in models)], ["---"] * 4]
+    for name, x in gates[0].items():
+        values = [gate[name] for gate in gates]
+        found = [f"{y['value']:.2f}, {'holds' if y['holds'] else 'does not hold'}" for y in values]
+        lines.append([name, x["expected"], *found])
+    outliers = [f"{100 * x.facts['outliers']:.0f} %" for x in models]
+    lines.append(["outliers", "attention on the 10 % most outlying keys: over 60 % (ProtoKV, Sec. 3)", *outliers])
+    return markdown(lines)
+
+
 def of_file(name: str, page: Path) -> str:
     """Return the table of all rows of a record of python -m kvops.eval that have a partial match and a budget."""
     file = RESULTS.with_name(f"{name}.json")
@@ -497,6 +512,7 @@ TABLES = {
     "synthetic": synthetic_table,
     **{f"synthetic {name}": partial(sweep_table, name) for name in SWEEPS},
     "analysis": analysis_tables,
+    "regimes": regimes_table,
     "pareto": pareto_table,
     "partitions": partitions_table,
     "end-to-end": end_to_end_table,
