@@ -440,7 +440,7 @@ def cells(**means: float) -> list[dict]:
     for name, mean in means.items():
         score = {"mean": mean, "low": max(0.0, mean - 0.05), "high": min(1.0, mean + 0.05), "n": 100}
         where = {"task": "t", "context": 10, "point": "after", "budget": None if name == "Full" else 5}
-        rows.append({**where, "method": name, "scores": {"partial": score}})
+        rows.append({**where, "method": name, "tokens": 5, "scores": {"partial": score}})
     return rows
 
 
@@ -477,12 +477,18 @@ def test_claims_of_shares_factors_and_likeness(measured, monkeypatch):
     for test, verdict in (
         (claims.Test(cell, "A", 0.5), claims.HOLDS),
         (claims.Test(cell, "A", 0.99), claims.NOT),
-        (claims.Test(cell, "A", "B", times=1.5), claims.NOT),
+        (claims.Test(cell, "A", "B", times=1.2), claims.NOT),
+        (claims.Test(cell, "A", "B", times=1.5), claims.CANNOT),  # more than all
         (claims.Test(cell, "A", "Random", times=1.5), claims.HOLDS),
         (claims.Test(cell, "A", "B", alike=True), claims.UNDECIDED),  # an interval of 14 points
         (claims.Test(cell, "A", "Random", alike=True), claims.NOT),
     ):
         assert claims.decide(model, test).verdict == verdict, test
+    made[0]["compared"] = {"best": {"to": "B", "difference": 0.01, "low": 0.005, "high": 0.02}}
+    assert claims.decide(model, claims.Test(cell, "A", "B")).verdict == claims.HOLDS  # by the recorded difference
+    made[0]["tokens"] = 6
+    assert "they keep 6 and 5 tokens" in claims.decide(model, claims.Test(cell, "A", "B")).text
+    made[0]["tokens"] = 5
     monkeypatch.setattr(claims, "raw", lambda record: {(cell, x): {"partial": [0.8] * 9 + [0.7]} for x in "AB"})
     paired = claims.decide(model, claims.Test(cell, "A", "B", alike=True))
     assert paired.verdict == claims.HOLDS and "+0 [+0, +0]" in paired.text

@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -109,14 +109,6 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
     try:
         rules = {x: rule(x) for x in dict.fromkeys(a.methods)}
         a.kinds = {x: make_task(x, a.data) for x in dict.fromkeys(canonical(x, TASKS) for x in a.tasks)}
-    except ValueError as error:
-        p.error(str(error))
-    if not (a.list or a.files):
-        a.model = models.found(a.model)
-        if any(map(can_chat, a.kinds.values())):
-            chat = models.has_template(a.model) if a.chat is None else a.chat
-            a.kinds = dict(in_chat(spec, task, chat) for spec, task in a.kinds.items())
-    try:
         a.plan = Plan(a.kinds, a.context, a.points, [*rules.items()], a.budgets, a.prompts, a.batch, a.seed)
     except ValueError as error:
         p.error(str(error))
@@ -131,6 +123,11 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
         p.error(f"--device: expected cpu, cuda or cuda:NUMBER, got {a.device}")
     if a.device != "cpu" and int(a.device.partition(":")[2] or 0) >= torch.cuda.device_count():
         p.error(f"--device {a.device}: torch {torch.__version__} sees {torch.cuda.device_count()} NVIDIA GPUs")
+    a.model = models.found(a.model)
+    if any(map(can_chat, a.kinds.values())):
+        chat = models.has_template(a.model) if a.chat is None else a.chat
+        a.kinds = dict(in_chat(spec, task, chat) for spec, task in a.kinds.items())
+        a.plan = replace(a.plan, tasks=a.kinds)
     return a
 
 

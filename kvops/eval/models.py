@@ -54,12 +54,13 @@ def load(name: str, text: Path, dtype: str, device: str, prepare: Callable[[PreT
 
 
 def found(name: str) -> str:
-    """Return the folder or hub name of a model; "smollm2" is the real one that `smollm2.smollm2` downloads.
+    """Return the folder or hub name of a model; "smollm2" is the real one that `smollm2.smollm2` downloads, if there is
+    no such folder.
 
     Raises:
         Refused: it cannot be downloaded.
     """
-    if name.lower() != SMOLLM2:
+    if name.lower() != SMOLLM2 or Path(name).is_dir():
         return name
     from .smollm2 import smollm2
 

@@ -18,7 +18,7 @@ cross-attention), keep vLLM's attention and its page order. So does an fp8 cache
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -62,24 +62,30 @@ class Writes:
     rows: Rows
     page: Tensor  # int64 [tokens]
     slot: Tensor  # int64 [tokens], within the page
-    places: tuple[Tensor, Tensor]  # int64 [tokens, 1] and [tokens, 2 * Hk]: page and row in `Pages.rows`, K's first
-    runs: list[tuple[slice, int, slice]]  # or tokens, page and slots of each run of slots, if the runs are long
+    runs: list[tuple[slice, int, slice]]  # tokens, page and slots of each run of slots, if the runs are long
+    _places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by KV heads, in which layers may differ
 
     @classmethod
-    def of(cls, slot_mapping: Tensor, heads: int, page_size: int) -> Writes:
+    def of(cls, slot_mapping: Tensor, page_size: int) -> Writes:
         rows: Rows = slice(0, len(slot_mapping))
         (valid,) = (slot_mapping >= 0).nonzero(as_tuple=True)  # -1 is padding
         if len(valid) < len(slot_mapping):
             rows, slot_mapping = valid, slot_mapping[valid]
         page, slot = slot_mapping // page_size, slot_mapping % page_size
-        first = 2 * page_size * torch.arange(heads)
-        places = page[:, None], slot[:, None] + torch.cat((first, first + page_size))
-        return cls(rows, page, slot, places, _runs(page, slot))
+        return cls(rows, page, slot, _runs(page, slot))
+
+    def places(self, pages: Pages) -> tuple[Tensor, Tensor]:
+        """Return where K's rows and then V's are in `pages.rows`: page and row, int64 [tokens, 1], [tokens, 2 * Hk]."""
+        heads, size = pages.k.shape[1:3]
+        if heads not in self._places:
+            first = 2 * size * torch.arange(heads)
+            self._places[heads] = self.page[:, None], self.slot[:, None] + torch.cat((first, first + size))
+        return self._places[heads]
 
     def write(self, key: Tensor, value: Tensor, pages: Pages) -> None:
         key, value = key[self.rows], value[self.rows]
         if not self.runs:
-            pages.rows[self.places] = torch.cat((key, value), 1)
+            pages.rows[self.places(pages)] = torch.cat((key, value), 1)
         for tokens, page, slots in self.runs:
             pages.k[page, :, slots] = key[tokens].transpose(0, 1)
             pages.v[page, :, slots] = value[tokens].transpose(0, 1)
@@ -117,9 +123,11 @@ class Copied:
     _tiles: Tensor | None = None
 
     def tiles(self, kv_cache: Tensor, isa: cpu_pages.Isa) -> Tensor:
-        """Return the copy, in the order that vLLM's kernel reads. All layers have it in the same memory."""
-        if self._tiles is None:
-            self._tiles = kv_cache.new_empty(len(self.pages), *kv_cache.shape[1:])
+        """Return the copy, in the order that vLLM's kernel reads. Layers of one shape have it in the same memory, so it
+        is valid until the next layer's."""
+        shape = (len(self.pages), *kv_cache.shape[1:])
+        if self._tiles is None or (self._tiles.shape, self._tiles.dtype) != (shape, kv_cache.dtype):
+            self._tiles = kv_cache.new_empty(shape)
         cpu_pages.copy_to_tiles(kv_cache, self.pages, self._tiles, isa)
         return self._tiles
 
@@ -175,7 +183,7 @@ class Builder(CPUAttentionMetadataBuilder):
                 table = m.block_table_tensor[requests, : self._pages(max(own))].contiguous()
                 visible = torch.tensor(own, dtype=torch.int32)[:, None] - torch.arange(t - 1, -1, -1, dtype=torch.int32)
                 windows.append(Window(_tokens(starts, requests), table, visible))
-        writes = Writes.of(m.slot_mapping, self.num_kv_heads, self.block_size)
+        writes = Writes.of(m.slot_mapping, self.block_size)
         return Parts(writes, windows, self._copied(m, starts, totals, copied) if copied else None)
 
     def _blocks(self, start: int, new: int, total: int, table: Tensor) -> Iterator[Window]:
@@ -303,7 +311,7 @@ class Impl(CPUAttentionBackendImpl):
         if self.why_not:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        Writes.of(slot_mapping, *kv_cache.shape[1:3]).write(key, value, self._pages(kv_cache))
+        Writes.of(slot_mapping, kv_cache.shape[2]).write(key, value, self._pages(kv_cache))
 
     def _pages(self, kv_cache: Tensor) -> Pages:
         if self._of is None or self._of[0] is not kv_cache:

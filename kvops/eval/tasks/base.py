@@ -131,19 +131,21 @@ class Filler:
         assert isinstance(text, str)  # of one row of ids
         return text
 
-    def frame(self, chat: bool | None) -> Frame:
+    def frame(self, chat: bool | None, again: bool = False) -> Frame:
         """Return what surrounds contexts, questions and answers: the turns of a chat, or next to nothing.
 
         Args:
             chat: whether prompts are a user's turns in the tokenizer's chat template.
+            again: whether a question follows an answer.
 
         Raises:
             Refused: as `in_chat`.
         """
         if not chat:
             return self.plain
-        first, _, again, after = self.rendered(["{context}", "{answer}", "{question}"])
-        return Frame(self.encode(first), "\n\n", again, after)
+        first, after = self.rendered(["{turn}"])
+        between = self.rendered(["{turn}", "{answer}", "{next}"])[2] if again else ""
+        return Frame(self.encode(first), "\n\n", between, after)
 
     def in_chat(self, context: str, question: str) -> tuple[str, str]:
         """Put a context and a question into a user's turn of the tokenizer's chat template.
@@ -172,12 +174,15 @@ class Filler:
                 chat, add_generation_prompt=True, tokenize=False, enable_thinking=False
             )
         except Exception as error:  # the template's own
-            raise Refused(f"--chat: the tokenizer's chat template fails: {error}") from error
+            raise Refused(f"--chat: the tokenizer's chat template fails: {error}; --no-chat leaves it out") from error
         pieces = [str(text)]
         for cut in cuts or turns:
             before, *after = pieces.pop().split(cut)
             if len(after) != 1:
-                raise Refused(f"--chat: expected the user's turn once in the rendered chat, found {len(after)} times")
+                raise Refused(
+                    f"--chat: expected the user's turn once in the rendered chat, found {len(after)} times; "
+                    "--no-chat leaves the template out"
+                )
             pieces += [before, *after]
         return pieces
 

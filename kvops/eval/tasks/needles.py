@@ -136,7 +136,7 @@ class NiahMultiquery(NiahMultikey):
     name = "niah-multiquery"
 
     def turns(self, filler: Filler, frame: Frame, names: Sequence[str | None], keys: list[str]) -> tuple[Turn, ...]:
-        size = len(filler.encode(keys[0]))
+        size, frame = len(filler.encode(keys[0])), filler.frame(self.chat, again=True)
         asked = [filler.ask(*question(x), frame, again=i > 0) for i, x in enumerate(names)]
         return tuple(Turn(x, (key,), size, stops=False) for x, key in zip(asked, keys))
 
