@@ -485,11 +485,10 @@ def vllm_engines_table() -> str:
 
 def real_model_table() -> str:
     """Return the needles that each method finds whole on the real model, the most after the question first."""
-    record = json.loads((ROOT / "bench" / "results" / "eval-smollm2.json").read_text())
     points = {"after": "after the question", "before": "before the question"}
     cells: dict[str, dict[tuple[str, str, int | None], str]] = {}
     means: dict[str, list[float]] = {}
-    for row in record["rows"]:
+    for row in claims.rows("smollm2"):
         if row["context"] == 1024 and row["task"] in NEEDLES and row["method"] in LABELS:
             mean, low, high = (100 * row["scores"]["exact"][x] for x in ("mean", "low", "high"))
             where = row["task"], row["point"], row["budget"]

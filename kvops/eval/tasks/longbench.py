@@ -167,7 +167,7 @@ class LongBench(Copy):
         before, after = template.split("{context}")
         new_tokens = self.config("dataset2maxlen.json")
         half, found = context // 2, []
-        head = len(filler.encode(filler.in_chat("", "")[0])) if self.chat else len(filler.first)
+        head = len(filler.frame(self.chat).first)
         for row in self.rows(count, seed):
             answers = self.texts(row, "answers")
             if METRICS[self.task] is retrieval and any(PARAGRAPH.search(x) is None for x in answers):
