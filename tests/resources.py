@@ -157,6 +157,20 @@ def table(found: list[Kernel], compiler: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def columns_of(text: str, archs: list[str]) -> str:
+    """Return such a table as a build of these architectures has it, or an empty string if it lacks one of them."""
+    all_archs = re.search(r", for (.*):", text)[1].split(", ")
+    if not set(archs) <= set(all_archs):
+        return ""
+    built = [all_archs.index(x) for x in archs]
+
+    def chosen(values: re.Match) -> str:
+        return ", ".join(values[0].split(", ")[i] for i in built)
+
+    one = r"(?:\d+|-|sm_\w+)"
+    return re.sub(rf"{one}(?:, {one}){{{len(all_archs) - 1}}}", chosen, text)
+
+
 def most(numbers: list[int]) -> str:
     """Return the maximum; there are no values for a kernel of other architectures."""
     return str(max(numbers)) if numbers else "-"

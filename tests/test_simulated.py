@@ -32,7 +32,9 @@ LONG = "(window or sm90) and not (layouts or batch or limits or splits)"  # thos
 ALIKE = "(window or sm90) and (reductions or not_finite) or prototypes and (ties or tiny or opposed or much_alike)"
 # Tests that differ only in strides, widths or dtypes.
 STRIDES = "every_call_is_the_same and not (vLLM and HND) or every_call_is_that and not (64-80 and dtype0)"
-HALVES = "(sm90 or any_address or (head_dims or layouts) and not quadratic) and dtype1 or sm90 and (4-32 or 2-65)"
+HALVES = (
+    "(sm90 or window or any_address or (head_dims or layouts) and not quadratic) and dtype1 or sm90 and (4-32 or 2-65)"
+)
 # Sparse memory is mapped, which sanitizers do not track; what torch compiles is compiled for the host.
 UNSEEN = "offsets_beyond or compiles"
 # Pages and layouts change addresses, but not how threads communicate.
