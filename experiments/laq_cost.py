@@ -57,7 +57,6 @@ def measure(device: str, tokens: int, layers: int, budget: int, repeats: int) ->
         return other
 
     cache, logits = prefill(kvops.LAQ(budget))
-    mask = torch.ones_like(ids)
 
     def draft() -> kvops.hf.KVCache:
         return copied(cache, lambda x: x.draft())
@@ -65,7 +64,7 @@ def measure(device: str, tokens: int, layers: int, budget: int, repeats: int) ->
     def look(drafted: kvops.hf.KVCache) -> kvops.hf.KVCache:
         """Run the steps on a copy: they replace the caches' tensors and never write to them."""
         steps = copied(drafted, copy.copy)
-        kvops.hf.decode_greedily(model, steps, logits, mask, [], cache.policy.steps)
+        kvops.hf.decode_greedily(model, steps, logits, None, [], cache.policy.steps)
         return steps
 
     drafted = draft()

@@ -621,6 +621,25 @@ def test_lookahead_takes_the_padding_that_its_cache_has_seen():
             kvops.hf.lookahead(model, cache, logits, attention_mask=given)
         positions.append([layer.cache.positions for layer in cache.layers])
     assert all(torch.equal(a, b) for a, b in zip(*positions))
+    cache = KVCache(model.config, kvops.LAQ(20))
+    with torch.no_grad():
+        model(ids, attention_mask=mask, position_ids=steps, past_key_values=cache)
+        with pytest.raises(ValueError, match="attention_mask must begin with the pads that .* the first step had"):
+            kvops.hf.lookahead(model, cache, logits, attention_mask=torch.ones_like(mask))
+    assert not cache.stages and cache.get_seq_length() == 60
+
+
+@pytest.mark.parametrize("template", [(), (1, 2, 3)])
+def test_a_lookahead_without_padding_never_waits_for_the_device(monkeypatch, template):
+    """Its steps have no mask, whose check would read it on the host."""
+    model = kvops.hf.use_attention(make_model())
+    ids, _ = make_prompts(60)
+    cache = KVCache(model.config, kvops.LAQ(20, template=template))
+    with torch.no_grad():
+        logits = model(ids, past_key_values=cache).logits[:, -1]
+        monkeypatch.setattr(kvops.hf.conversation, "leading_pads", None)
+        kvops.hf.lookahead(model, cache, logits)
+    assert [x.cache.positions.shape[-1] for x in cache.layers] == [20] * len(cache.layers)
 
 
 # ---- which block a call belongs to, and copies of the model ----

@@ -47,10 +47,15 @@ def lookahead(
 
     Raises:
         TypeError: `cache` is not a KVCache with `kvops.LAQ`.
+        ValueError: `attention_mask` is not the mask of the prompts that the cache has read.
     """
     if not isinstance(cache, KVCache) or not isinstance(cache.policy, LAQ):
         got = f"one with {cache.policy!r}" if isinstance(cache, KVCache) else type(cache).__name__
         raise TypeError(f"lookahead: cache must be a KVCache with kvops.LAQ, got {got}")
+    if attention_mask is not None and cache.evicting_layers:
+        rows, first = len(logits), cache.evicting_layers[0].cache
+        repeated = attention_mask.repeat_interleave(rows // len(attention_mask), 0)  # once for each beam
+        cache.conversation.check_mask(repeated, rows, first.seen, 0, first.padding)
     cache.stages = [Stage("prefill", _held(cache))]
     if not cache.evicting_layers:
         return  # KVCache has warned about it
@@ -59,15 +64,13 @@ def lookahead(
         layer.with_cache(_stages(layer).draft()) if isinstance(layer, EvictingLayer) else copy.deepcopy(layer)
         for layer in cache.layers
     ]
-    if attention_mask is None:
-        attention_mask = _mask_of(cache, logits)
-    attention_mask = attention_mask.repeat_interleave(len(logits) // len(attention_mask), 0)  # beam search repeats rows
+    mask = _mask_of(cache, logits)
     lengths = None
     if cache.policy.template:
-        read_template(model, draft, cache.policy.template, attention_mask)
+        read_template(model, draft, logits, mask, cache.policy.template)
     else:
         ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-        lengths = decode_greedily(model, draft, logits, attention_mask, ends, cache.policy.steps)
+        lengths = decode_greedily(model, draft, logits, mask, ends, cache.policy.steps)
     cache.stages.append(Stage("lookahead", _held(cache, draft)))
     for layer, drafted in zip(cache.layers, draft.layers):
         if isinstance(layer, EvictingLayer) and isinstance(drafted, EvictingLayer):
@@ -111,6 +114,8 @@ def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attenti
     if not layers:
         return  # KVCache has warned about it
     mask = _mask_of(cache, input_ids) if attention_mask is None else attention_mask
+    if mask is None:
+        mask = torch.ones_like(input_ids)
     mask = mask.repeat_interleave(len(input_ids) // len(mask), 0)
     valid = mask.sum(1)
     for first in range(0, int(valid.max()), cache.policy.chunk):
@@ -133,11 +138,11 @@ def _repeating(layer: EvictingLayer) -> RepeatingCache:
     return layer.cache
 
 
-def _mask_of(cache: KVCache, like: Tensor) -> Tensor:
-    """The mask of the prompts that a cache holds, int64 [b, n], from the mask of the prefill. like: [b, any]."""
+def _mask_of(cache: KVCache, like: Tensor) -> Tensor | None:
+    """The mask of the prompts that a cache holds, int64 [b, n], on the device of `like`; None without padding."""
     first = cache.evicting_layers[0].cache
     if first.padding is None:
-        return like.new_ones(len(like), first.seen, dtype=torch.int64)
+        return None
     return (torch.arange(first.seen, device=like.device) >= first.padding[:, None]).long()
 
 
@@ -157,15 +162,17 @@ def run_stages(
 
 
 def decode_greedily(
-    model: PreTrainedModel, draft: KVCache, logits: Tensor, mask: Tensor, ends: Sequence[int], steps: int
+    model: PreTrainedModel, draft: KVCache, logits: Tensor, mask: Tensor | None, ends: Sequence[int], steps: int
 ) -> Tensor:
     """Decode greedily over a draft's cache, which keeps the queries.
+
+    Without padding and without `ends`, no step waits for the device, so that a CUDA graph can capture them all.
 
     Args:
         model: A model of transformers.
         draft: The cache to decode over. It grows by one token per step.
         logits: [b, vocab], the logits before the first step.
-        mask: int64 [b, n], the mask of the prompts.
+        mask: int64 [b, n], the mask of the prompts; None: no padding.
         ends: Token ids that end a row.
         steps: The most steps to take. Decoding stops earlier when all rows have ended.
 
@@ -178,7 +185,7 @@ def decode_greedily(
     lengths = torch.ones(rows, dtype=torch.int32, device=logits.device)
     alive = ~torch.isin(token[:, 0], end)
     for step in range(steps):
-        mask = torch.cat((mask, mask.new_ones(rows, 1)), 1)
+        mask = _extended(mask)
         token = _next_logits(model, draft, token, mask).argmax(-1, keepdim=True)
         alive = alive & ~torch.isin(token[:, 0], end)
         if step + 1 == steps or (ends and not alive.any()):
@@ -187,23 +194,34 @@ def decode_greedily(
     return lengths
 
 
-def read_template(model: PreTrainedModel, draft: KVCache, template: Sequence[int], mask: Tensor) -> None:
+def read_template(
+    model: PreTrainedModel, draft: KVCache, logits: Tensor, mask: Tensor | None, template: Sequence[int]
+) -> None:
     """Read the same tokens in every row over a draft's cache, which keeps the queries, in steps of one token.
 
     Args:
         model: A model of transformers.
         draft: The cache. It grows by one token per step.
+        logits: [b, vocab], as in `decode_greedily`. Only b counts.
+        mask: As in `decode_greedily`.
         template: The token ids.
-        mask: int64 [b, n], the mask of the prompts.
     """
     for token in template:
-        mask = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
-        _next_logits(model, draft, torch.full_like(mask[:, :1], token), mask)
+        mask = _extended(mask)
+        _next_logits(model, draft, logits.new_full((len(logits), 1), token, dtype=torch.int64), mask)
 
 
-def _next_logits(model: PreTrainedModel, draft: KVCache, token: Tensor, mask: Tensor) -> Tensor:
-    """The logits after one token, [b, vocab]. token: int64 [b, 1]. mask: int64 [b, n], up to this token."""
-    positions = mask.sum(-1, keepdim=True) - 1
+def _extended(mask: Tensor | None) -> Tensor | None:
+    """The mask with one more token."""
+    return None if mask is None else torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
+
+
+def _next_logits(model: PreTrainedModel, draft: KVCache, token: Tensor, mask: Tensor | None) -> Tensor:
+    """The logits after one token, [b, vocab]. token: int64 [b, 1]. mask: int64 [b, n], up to this token, or None."""
+    if mask is None:
+        positions = torch.full_like(token, draft.get_seq_length())
+    else:
+        positions = mask.sum(-1, keepdim=True) - 1
     return model(token, attention_mask=mask, position_ids=positions, **{CACHE: draft}).logits[:, -1]
 
 
