@@ -565,6 +565,10 @@ def run_python(code, *path):
     )
 
 
+# Methods that differ from others in their scores alone, in which nothing of transformers takes part.
+ALIKE = ("pyramidkv", "chunkkv", "protokv", "satkv", "tova", "lagkv", "random")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("which", ["FLOOR", "NEWEST"])
 def test_the_oldest_and_the_newest_transformers(which):
@@ -580,7 +584,8 @@ def test_the_oldest_and_the_newest_transformers(which):
     version = [sys.executable, "-c", "import transformers; print(transformers.__version__)"]
     assert subprocess.run(version, **options).stdout.strip() == expected
     tests = sorted(str(x) for x in Path(__file__).parent.glob("test_hf*.py") if "continuous" not in x.stem)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests], **options)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", f"not ({' or '.join(ALIKE)})", *tests]
+    done = subprocess.run(command, **options)
     assert done.returncode == 0, done.stdout
 
 

@@ -61,7 +61,7 @@ RUNS = {
         [
             *OPERATORS_TESTS,
             "-k",
-            f"{FAST} and not ({ALIKE} or {STRIDES} or {HALVES} or {UNSEEN})",
+            f"{FAST} and not ({ALIKE} or {STRIDES} or {HALVES} or {UNSEEN} or {LARGE})",
         ],
     ),
     "order 1": ("plain", 1, [*OPERATORS_TESTS, "-k", f"not opcheck and not ({SLOW} or {ALIKE})"]),
