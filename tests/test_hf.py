@@ -565,7 +565,7 @@ def run_python(code, *path):
     )
 
 
-# Methods that differ from others in their scores alone, in which nothing of transformers takes part.
+# Nothing of transformers takes part in these methods that does not in the others.
 ALIKE = ("pyramidkv", "chunkkv", "protokv", "satkv", "tova", "lagkv", "random")
 
 
