@@ -517,6 +517,7 @@ def test_what_leaves_its_result_unwritten_is_not_timed(pretend_gpu):
 
 @functools.cache
 def measured_rows() -> list[dict]:
+    """The rows of a record, measured once, with `pretend_gpu`."""
     rows = []
     for name, row in ROWS.items():
         for n in [row.shape[1]] if row.shape else [N // 2, N]:

@@ -630,8 +630,8 @@ def test_lookahead_takes_the_padding_that_its_cache_has_seen():
 
 
 @pytest.mark.parametrize("template", [(), (1, 2, 3)])
-def test_a_lookahead_without_padding_never_waits_for_the_device(monkeypatch, template):
-    """Its steps have no mask, whose check would read it on the host."""
+def test_the_steps_of_a_lookahead_without_padding_check_no_mask(monkeypatch, template):
+    """The check would read it on the host."""
     model = kvops.hf.use_attention(make_model())
     ids, _ = make_prompts(60)
     cache = KVCache(model.config, kvops.LAQ(20, template=template))

@@ -33,7 +33,8 @@ ALIKE = "(window or sm90) and (reductions or not_finite) or prototypes and (ties
 # Tests that differ only in strides, widths or dtypes.
 STRIDES = "every_call_is_the_same and not (vLLM and HND) or every_call_is_that and not (64-80 and dtype0)"
 HALVES = (
-    "(sm90 or window or any_address or (head_dims or layouts) and not quadratic) and dtype1 or sm90 and (4-32 or 2-65)"
+    "(sm90 or test_window_ and not the_gpu or any_address or (head_dims or layouts) and not quadratic) and dtype1"
+    " or sm90 and (4-32 or 2-65)"
 )
 # Sparse memory is mapped, which sanitizers do not track; what torch compiles is compiled for the host.
 UNSEEN = "offsets_beyond or compiles"

@@ -300,9 +300,7 @@ def jobs(a: argparse.Namespace) -> list[Job]:
     found = []
     for name in a.ops:
         row = ROWS[name]
-        shapes = [(a.heads, n) for n in a.n if n <= (row.most or n)]
-        if row.shape:
-            shapes = [(row.shape[0], min(row.shape[1], max(a.n)))]
+        shapes = [row.shape] if row.shape else [(a.heads, n) for n in a.n if n <= (row.most or n)]
         dtypes = a.dtype if row.per_dtype else ["fp32"]
         found += [Job(name, dtype, heads, n) for heads, n in shapes for dtype in dtypes]
     if a.device == "cuda":

@@ -183,6 +183,13 @@ def leading_pads(mask: Tensor) -> Tensor:
     return pads
 
 
+def mask_of_pads(pads: Tensor | None, n: int, device: torch.device) -> Tensor | None:
+    """Return the mask of n tokens whose rows begin with these pads, int64 [b, n]; None without pads. pads: [b]."""
+    if pads is None or not pads.any():
+        return None
+    return (torch.arange(n, device=device) >= pads.to(device)[:, None]).long()
+
+
 def declared_pads(attention_mask: Tensor | None, pads: Tensor | Sequence[int] | None) -> Tensor | None:
     """Return the padding that the arguments of a `KVCache` declare, int32 [b] on the CPU; None if there is none."""
     if attention_mask is not None:

@@ -20,6 +20,7 @@ from ..methods import LAQ, KVzip
 from ..methods.kvzip import repeat_ids
 from .arguments import CACHE
 from .cache import EvictingLayer, KVCache, Stage
+from .conversation import mask_of_pads
 
 
 def lookahead(
@@ -141,9 +142,7 @@ def _repeating(layer: EvictingLayer) -> RepeatingCache:
 def _mask_of(cache: KVCache, like: Tensor) -> Tensor | None:
     """The mask of the prompts that a cache holds, int64 [b, n], on the device of `like`; None without padding."""
     first = cache.evicting_layers[0].cache
-    if first.padding is None:
-        return None
-    return (torch.arange(first.seen, device=like.device) >= first.padding[:, None]).long()
+    return mask_of_pads(first.padding, first.seen, like.device)
 
 
 def run_stages(
@@ -166,7 +165,7 @@ def decode_greedily(
 ) -> Tensor:
     """Decode greedily over a draft's cache, which keeps the queries.
 
-    Without padding and without `ends`, no step waits for the device, so that a CUDA graph can capture them all.
+    With a mask or with `ends` every step reads from the device, to check the mask or to see whether all rows have ended.
 
     Args:
         model: A model of transformers.

@@ -22,7 +22,7 @@ from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, 
 
 from .arguments import by_name, given_cache
 from .cache import KVCache
-from .conversation import REMEDY
+from .conversation import REMEDY, mask_of_pads
 from .generation import setting
 
 _generate = GenerationMixin.generate
@@ -104,7 +104,7 @@ def _check_prompt(model: PreTrainedModel, cache: KVCache, call: dict[str, Any]) 
     mask = call.get("attention_mask")
     if mask is None:
         mask = _inferred_mask(model, call, prompt) if embeds is None else None
-        mask = _mask_of_padding(known, prompt) if mask is None else mask
+        mask = mask_of_pads(known, prompt.shape[1], prompt.device) if mask is None else mask
     elif not isinstance(mask, Tensor) or mask.dim() != 2:
         got = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"KVCache: attention_mask must be a tensor [batch, tokens] of 0 and 1, got {got}")
@@ -140,13 +140,6 @@ def _padding(cache: KVCache, rows: int) -> Tensor | None:
 def _repeats(model: PreTrainedModel, call: Mapping[str, Any]) -> int:
     """Return how often `generate` repeats each row, for its beams or return sequences."""
     return max(setting(model, call, name) or 1 for name in ("num_beams", "num_return_sequences"))
-
-
-def _mask_of_padding(pads: Tensor | None, prompt: Tensor) -> Tensor | None:
-    """Return the mask of a prompt [b, n, ...] with this padding, int64 [b, n]; None without padding."""
-    if pads is None or not pads.any():
-        return None
-    return (torch.arange(prompt.shape[1], device=prompt.device) >= pads.to(prompt.device)[:, None]).long()
 
 
 def _inferred_mask(model: PreTrainedModel, call: Mapping[str, Any], ids: Tensor) -> Tensor | None:
