@@ -165,7 +165,7 @@ def decode_greedily(
 ) -> Tensor:
     """Decode greedily over a draft's cache, which keeps the queries.
 
-    With a mask or with `ends` every step reads from the device, to check the mask or to see whether all rows have ended.
+    With a mask or with `ends` every step reads from the device: it checks the mask, or whether all rows have ended.
 
     Args:
         model: A model of transformers.
