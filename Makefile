@@ -100,7 +100,7 @@ lint: $(STAMPS)/dev
 sanitize: $(STAMPS)/sanitize
 	@cd build/sanitize && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:handle_sigill=2:use_sigaltstack=0 \
-	  ../../$(PY) -m pytest -m "" -k 'not (opcheck or compile or offsets_beyond or test_window_ and dtype1)' --capture=sys -p no:cacheprovider $(addprefix ../../,$(or $(ARGS),$(OP_TESTS)))
+	  ../../$(PY) -m pytest -m "" -k 'not (opcheck or compile or offsets_beyond or test_window_ and dtype1)' --capture=sys -p no:cacheprovider $(if $(KVOPS_SHARE),--share $(KVOPS_SHARE)) $(addprefix ../../,$(or $(ARGS),$(OP_TESTS)))
 
 # A wheel for PyPI, in dist/: libkvops.so and, where nvcc is found, libkvops_cuda.so, for every Linux with glibc >= 2.28,
 # every Python and every torch >= 2.10. It reuses the objects of an earlier build and links them anew.

@@ -33,6 +33,8 @@ BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
 HEAD_DIMS = (40, 64, 80, 96, 128, 192, 256)
 LAYOUTS = ("bhnd", "bnhd", "slice")
 REDUCES, GROUP_REDUCES = ("sum", "mean", "max"), ("sum", "mean", "max", "none")  # options of the window operators
+#: Options of a pytest that runs tests again: in another build, or with other packages. See --share in conftest.py.
+SHARE = ["--share", os.environ["KVOPS_SHARE"]] if os.environ.get("KVOPS_SHARE") else []
 GPUS = ("small", "a100", "h200", "b200")  # GPUs the simulator can model, chosen by CUDASIM_DEVICE
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import conftest
 import kvops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,6 +106,11 @@ def hardening(library: Path) -> set[str]:
     found["guarded stacks"] = "__stack_chk_fail" in used
     found["checked copies"] = any(re.fullmatch(r"__\w+_chk", x) for x in used)
     return {x for x, there in found.items() if there}
+
+
+def test_libraries_name_no_folder_of_their_build():
+    for library in LIBRARY.parent.glob("libkvops*.so"):
+        assert f"{ROOT}/csrc".encode() not in library.read_bytes(), library
 
 
 @needs_nm
@@ -314,3 +320,19 @@ def test_make_uses_the_torch_that_python_has(tmp_path):
     assert f"using the torch in {TORCH.parent}" in out and "== torch" not in out
     code = "import sys, torch; print(torch.__file__, sys.prefix)"
     assert run(tmp_path / "venv/bin/python", "-c", code).split() == [torch.__file__, str(tmp_path / "venv")]
+
+
+# The tests themselves
+
+
+def test_shares_are_a_partition():
+    """Of --share: each test is in one of them, and they are about as large."""
+    items = [SimpleNamespace(path=Path("tests/test_a.py"), name=f"test[{i}-dtype{i % 3}]") for i in range(600)]
+    taken, left_out = [], []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    for share in ("0/3", "1/3", "2/3"):
+        chosen = [*items]
+        conftest.pytest_collection_modifyitems(SimpleNamespace(getoption={"share": share}.get, hook=hook), chosen)
+        assert 150 < len(chosen) < 250 and len({x.name.partition("-")[2] for x in chosen}) == 3
+        taken += chosen
+    assert sorted(x.name for x in taken) == sorted(x.name for x in items) and len(left_out) == 1200

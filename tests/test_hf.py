@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 from packaging.version import Version  # noqa: E402
 from transformers import CONFIG_MAPPING, DynamicCache, LlamaConfig, MistralConfig, Qwen2Config  # noqa: E402
 
+import kit  # noqa: E402
 import kvops  # noqa: E402
 from kvops.hf import KVCache  # noqa: E402
 
@@ -584,8 +585,8 @@ def test_the_oldest_and_the_newest_transformers(which):
     version = [sys.executable, "-c", "import transformers; print(transformers.__version__)"]
     assert subprocess.run(version, **options).stdout.strip() == expected
     tests = sorted(str(x) for x in Path(__file__).parent.glob("test_hf*.py") if "continuous" not in x.stem)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", f"not ({' or '.join(ALIKE)})", *tests]
-    done = subprocess.run(command, **options)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", f"not ({' or '.join(ALIKE)})"]
+    done = subprocess.run([*command, *kit.SHARE, *tests], **options)
     assert done.returncode == 0, done.stdout
 
 

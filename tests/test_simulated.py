@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import faults
+import kit
 from faults import FAULTS
 from test_cudasim import HERE, RUNTIMES, SANITIZERS, cuda_include, needs_headers, runtime_of
 from test_schema import OPERATORS
@@ -53,6 +54,7 @@ RUNS = {
             *OPERATORS_TESTS,
             "-k",
             f"{FAST} and not ({SLOW} or {ALIKE} or {STRIDES} or {UNSEEN} or {ADDRESSES} or {LARGE} or {LONG})",
+            *kit.SHARE,
         ],
     ),
     # Also order 2. The two half types have the same addresses.
@@ -63,6 +65,7 @@ RUNS = {
             *OPERATORS_TESTS,
             "-k",
             f"{FAST} and not ({ALIKE} or {STRIDES} or {HALVES} or {UNSEEN} or {LARGE})",
+            *kit.SHARE,
         ],
     ),
     "order 1": ("plain", 1, [*OPERATORS_TESTS, "-k", f"not opcheck and not ({SLOW} or {ALIKE})"]),
