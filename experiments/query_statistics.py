@@ -4,7 +4,7 @@
 
     python -m kvops.eval --methods expected-attention:statistics=needles.safetensors
 
-The statistics that `Policy.for_model` gathers are of plain text, in which nothing is asked. These are of the last 60
+The statistics that `kvops.hf.for_model` gathers are of plain text, in which nothing is asked. These are of the last 60
 tokens of prompts that end with a question and its answer: a passkey of 32 digits, in prompts of another seed than those
 of `kvops.eval`.
 """

@@ -62,15 +62,14 @@ def main(argv: list[str] | None = None, *, error: str = "") -> int:
         known = ", ".join(COMMANDS)
         print(f"kvops: expected a command, {known}, got {name!r}{did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
-    if name == "info":
-        from .info import main as info
-
-        return info(rest, error=error)
-    if error:
+    if error and name != "info":
         print(f"kvops {name}: {error}", file=sys.stderr)
         return 1
+    command = importlib.import_module(COMMANDS[name].module).main
+    if name == "info":
+        return command(rest, error=error)
     try:
-        return importlib.import_module(COMMANDS[name].module).main(rest)
+        return command(rest)
     except BrokenPipeError:  # `kvops demo | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail to flush what is left
         return 1

@@ -296,13 +296,13 @@ def test_a_model_by_name():
     """`for_model` calibrates once, and keeps statistics that are given."""
     transformers = pytest.importorskip("transformers")
     from kvops import demo
-    from kvops.hf import KVCache
+    from kvops.hf import KVCache, for_model
 
     model = transformers.AutoModelForCausalLM.from_pretrained(demo.MODEL)
-    policy = kvops.policy("expected-attention", budget=64).for_model(model)
-    assert policy.for_model(model) is policy
-    assert kvops.policy("triattention", budget=256).for_model(model).statistics is policy.statistics
-    assert kvops.KeyDiff(5).for_model(model) == kvops.KeyDiff(5)
+    policy = for_model("expected-attention:budget=64", model)
+    assert for_model(policy, model) is policy
+    assert for_model("triattention:budget=256", model).statistics is policy.statistics
+    assert for_model(kvops.KeyDiff(5), model) == kvops.KeyDiff(5)
     cache = KVCache(model.config, policy)
     with torch.no_grad():
         model(torch.randint(250, (1, 300)), past_key_values=cache)

@@ -14,7 +14,7 @@ from torch._dynamo.variables.user_defined import FrozenDataClassVariable
 
 import kvops
 from kvops.methods import functions
-from kvops.methods.table import table_name
+from kvops.methods.registry import table_name
 
 B, HEADS, N, D = 2, 2, 64, 16
 

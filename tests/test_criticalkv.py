@@ -37,7 +37,7 @@ def kept_by_formula(s, norms, budget, w, sinks=0, ratio=0.5, epsilon=1e-4):
     protected = {*range(min(sinks, n)), *range(n - w, n)}
     first = int(ratio * (budget - w - sinks))
     kept = [i for i in ranks(s) if i not in protected][:first]
-    rest = [i for i in ranks((s + epsilon) * norms) if i not in protected and i not in kept]
+    rest = [i for i in ranks((s / w + epsilon) * norms) if i not in protected and i not in kept]
     return sorted([*protected, *kept, *rest][:budget])
 
 
@@ -98,7 +98,7 @@ def test_shared_heads_rank_by_means():
     s = attention_rows(q, k).sum(3).mean(2)
     s = torch.nn.functional.pad(torch.nn.functional.max_pool1d(s[..., :-8], 7, 1, 3), (0, 8))
     weights = w_o.double().unflatten(1, (2, -1, v.shape[3]))
-    weighted = (s + 1e-4) * torch.einsum("bhnd,chgd->bhgnc", v.double(), weights).abs().sum(-1).mean(2)
+    weighted = (s / 8 + 1e-4) * torch.einsum("bhnd,chgd->bhgnc", v.double(), weights).abs().sum(-1).mean(2)
     mean, weighted = s.mean(1)[0], weighted.mean(1)[0]
     first = ranks(mean[:-8])[:16]
     rest = [i for i in ranks(weighted[:-8]) if i not in first][:16]
@@ -166,9 +166,9 @@ def test_a_models_own_weights():
     layers = model.model.layers
     assert len(weights) == len(layers)
     assert all(x.data_ptr() == layer.self_attn.o_proj.weight.data_ptr() for x, layer in zip(weights, layers))
-    policy = kvops.CriticalKV(24, window=4).for_model(model)
-    assert policy == kvops.CriticalKV(24, window=4, w_o=weights) and policy.for_model(None) is policy
-    assert kvops.SnapKV(64).for_model(model) == kvops.SnapKV(64)
+    policy = kvops.hf.for_model(kvops.CriticalKV(24, window=4), model)
+    assert policy == kvops.CriticalKV(24, window=4, w_o=weights) and kvops.hf.for_model(policy, None) is policy
+    assert kvops.hf.for_model("snapkv:budget=64", model) == kvops.SnapKV(64)
     ids = torch.arange(1, 61)[None]
     with kvops.hf.compress(model, "criticalkv:budget=24,window=4") as block:
         model.generate(ids, max_new_tokens=4, do_sample=False)

@@ -21,7 +21,7 @@ def test_what_is_kept_of_a_prompt(name, budget):
     """The budget, or fewer tokens if a method cannot meet it exactly; LaCache half a ladder more."""
     of = rule(name)
     policy = of.policy(budget if of.budgeted else None, 600, LAYERS)
-    if isinstance(policy, kvops.CalibratedPolicy):  # the evaluation calls `for_model`
+    if isinstance(policy, kvops.CalibratedPolicy):  # the evaluation calls `kvops.hf.for_model`
         queries = [torch.randn(1, 4, 50, 16)] * LAYERS
         policy = replace(policy, statistics=kvops.QueryStatistics.of(queries, kvops.Rope.of(16)))
     if isinstance(policy, kvops.CriticalKV):

@@ -22,7 +22,7 @@ import kit  # noqa: E402
 import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
 from hf_replay import Replay, SlotReplay  # noqa: E402
-from kvops.hf import EvictingLayer, KVCache, use_attention  # noqa: E402
+from kvops.hf import EvictingLayer, KVCache, for_model, use_attention  # noqa: E402
 from kvops.hf.architectures import ARCHITECTURES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,7 +132,7 @@ def test_architecture(name):
     evicts = bool(kept_of(cache_of(model, kvops.Full())))
     assert_replayed(model, kvops.H2O(12), told=evicts)  # Mamba takes no mask over tokens it has read
     if evicts and tiny.has_output_weights(model):
-        policy = kvops.CriticalKV(12, window=4).for_model(model)
+        policy = for_model(kvops.CriticalKV(12, window=4), model)
         assert_replayed(model, policy)
     if evicts and tiny.turns(name):
         assert_replayed(model, kvops.StreamingLLM(12), SlotReplay)

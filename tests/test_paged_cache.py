@@ -14,9 +14,9 @@ import kit
 import kvops
 from kvops import ops
 from kvops.cache.schedule import Schedule
-from kvops.methods.base import View
 from kvops.methods.queries import QueryPolicy
 from kvops.methods.statistics import CalibratedPolicy
+from kvops.methods.view import View
 
 pytestmark = kit.every_device
 

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops.methods.base import View
-from kvops.methods.table import ENTRY_POINTS, FAMILIES
+from kvops.methods.registry import ENTRY_POINTS
+from kvops.methods.table import FAMILIES
+from kvops.methods.view import View
 from test_protokv import best_clusters
 
 pytestmark = kit.every_device

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Container
 from pathlib import Path
 
 import pytest
@@ -114,17 +115,55 @@ def imported(path: Path) -> set[str]:
             names |= {x.name for x in node.names}
         elif isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            names |= {source, *(f"{source}.{x.name}" for x in node.names)}
+            names |= {f"{source}.{x.name}" for x in node.names}
     return names
 
 
+def files_imported() -> dict[str, set[str]]:
+    """Return, for each file of the library, the files that it imports: anywhere in it, even for type checkers alone.
+    `from . import cache` imports cache.py, and not __init__.py."""
+    files = {}
+    for path in (ROOT / "kvops").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {name: {file_of(x, files) for x in imported(path)} - {name, ""} for name, path in files.items()}
+
+
+def file_of(name: str, files: Container[str]) -> str:
+    """Return the file of an imported module or member; empty if it is not the library's."""
+    while name and name not in files:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def test_no_circle_of_imports():
+    left = files_imported()
+    while free := {name for name, imports in left.items() if not imports & left.keys()}:
+        left = {name: imports for name, imports in left.items() if name not in free}
+    assert not left, {name: sorted(imports & left.keys()) for name, imports in left.items()}
+
+
+#: The rooms of the library, lower ones first: a file imports from its own room and from lower ones.
+ROOMS = ("", "methods", "cache", "hf", "vllm", "bench", "eval", "analysis", "demo")
+
+
+def test_lower_rooms_import_no_higher_ones():
+    def room(name: str) -> int:
+        first = f"{name}.".split(".")[1]
+        return ROOMS.index(first if first in ROOMS else "")
+
+    files = files_imported()
+    assert {room(name) for name in files} == {*range(len(ROOMS))}
+    del files["kvops"]  # which offers names of all rooms
+    assert not [(name, x) for name, imports in files.items() for x in imports if room(x) > room(name)]
+
+
 def test_the_library_does_without_its_specification():
-    """Tests and the benchmark import the reference; the library itself does not."""
-    library = [x for x in (ROOT / "kvops").rglob("*.py") if x.parent.name != "bench" and x.stem != "reference"]
-    names = {path.relative_to(ROOT).as_posix(): imported(path) for path in library}
-    assert "kvops.lag" in names["kvops/ops.py"] and "kvops.methods.table" in names["kvops/eval/methods.py"]
-    assert "kvops.reference" in imported(ROOT / "tests/test_lag_score.py")
-    assert not [path for path, found in names.items() if "kvops.reference" in found]
+    """Tests import the reference; the library itself does not."""
+    files = files_imported()
+    assert "kvops.lag" in files["kvops.ops"] and "kvops.methods.registry" in files["kvops.eval.methods"]
+    assert "kvops.reference" in imported(ROOT / "tests/test_lag_score.py") and "kvops.reference" in files
+    assert not [name for name, imports in files.items() if "kvops.reference" in imports]
 
 
 def test_the_library_does_without_numpy():

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kit
 import kvops
 from kvops import ops
-from kvops.methods.base import View
 from kvops.methods.queries import QueryPolicy
+from kvops.methods.view import View
 from test_paged_cache import DV, GROUP, HEADS, LAYERS, STATISTICS, Alone, D, Text, check_pages, paged, step
 
 pytestmark = [kit.every_device, pytest.mark.usefixtures("one_thread")]

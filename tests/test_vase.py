@@ -5,7 +5,7 @@ import torch
 
 import kit
 import kvops
-from kvops.methods.base import View
+from kvops.methods.view import View
 from kvops.window import causal_limits, summed_scores
 from test_criticalkv import attention_rows
 

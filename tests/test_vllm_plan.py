@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kvops.cache.schedule import Schedule
-from kvops.vllm import plugin
+from kvops.vllm import plugin, settings
 from kvops.vllm.plan import Plan, check, why_not_shared
 
 SIZE = 16
@@ -169,8 +169,8 @@ def test_the_environment_names_the_policy(monkeypatch):
         "keydiff:budget=64,evict=prompt": Schedule(keydiff),
         "keydiff:evict=blocks:128,budget=64": Schedule(keydiff, 128),
     }.items():
-        monkeypatch.setenv(plugin.VARIABLE, spec)
-        assert plugin.schedule() == expected
+        monkeypatch.setenv(settings.VARIABLE, spec)
+        assert settings.schedule() == expected
     for spec, part in {
         "keydif": "method must be one of",
         "keydiff": "budget",
@@ -178,8 +178,8 @@ def test_the_environment_names_the_policy(monkeypatch):
         "keydiff:budget=64,evict=blocks": "evict must be 'prompt' or 'blocks:N'",
         "keydiff:budget=64,evict=prompt,evict=prompt": "evict once",
     }.items():
-        monkeypatch.setenv(plugin.VARIABLE, spec)
+        monkeypatch.setenv(settings.VARIABLE, spec)
         with kit.refuses(f"KVOPS_VLLM={spec}", part):
-            plugin.schedule()
-    monkeypatch.setenv(plugin.VARIABLE, "full")
+            settings.schedule()
+    monkeypatch.setenv(settings.VARIABLE, "full")
     plugin.register()  # vLLM is not even imported

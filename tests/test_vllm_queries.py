@@ -13,7 +13,7 @@ import kvops
 from kvops.cache import by_slot
 from kvops.cache.queries import AllQueries, Batch, LastQueries, Remembered, observer
 from kvops.cache.schedule import Schedule
-from kvops.methods.base import View
+from kvops.methods.view import View
 from kvops.vllm.layouts import Blocks, Rows, Tiles
 from kvops.vllm.plan import Plan
 from kvops.vllm.rings import RequestRings

@@ -8,7 +8,7 @@ import kit
 import kvops
 from kvops.cache.queries import Batch, Remembered, observer
 from kvops.cache.schedule import Schedule
-from kvops.methods.base import View
+from kvops.methods.view import View
 from kvops.vllm import steps
 from kvops.vllm.layouts import Blocks, Layout, Rows, Tiles
 from kvops.vllm.plan import Plan

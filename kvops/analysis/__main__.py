@@ -10,7 +10,7 @@ from typing import Any
 
 from ..bench.record import Refused, check_target, origin, write
 from ..commands import Parser
-from ..demo import MODEL, TEXT
+from ..files import MODEL, TEXT
 from . import report
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..bench.markdown import escape
 from ..methods.queries import Watched
-from ..methods.table import METHODS, policy
+from ..methods.registry import policy
+from ..methods.table import METHODS
 from ..window import causal_limits
 from . import anchors, attention, geometry
 

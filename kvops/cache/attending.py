@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..flash_attention import attention
-from ..methods.base import Policy, View
+from ..methods.base import Policy
 from ..methods.kvzip import KVzip
 from ..methods.laq import LAQ
 from ..methods.queries import QueryPolicy
+from ..methods.view import View
 from ..ops import MAX_WINDOW, window_attention
 from ..rope import Rope
 from ..window import causal_limits, summed_scores

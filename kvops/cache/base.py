@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..checks import check_choice, check_int, inference_only
 from ..flash_attention import attention
-from ..methods.base import IN_PLACE, Out, Policy, View
-from ..methods.table import as_policy
+from ..methods.base import IN_PLACE, Out, Policy
+from ..methods.registry import as_policy
+from ..methods.view import View
 from ..rope import Rope
 from .memory import Memory, size, storage_bytes
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..methods.base import Policy, View
+from ..methods.base import Policy
 from ..methods.queries import QueryPolicy
+from ..methods.view import View
 from . import by_slot
 
 #: Maps a block table, int32 [b, max_blocks], to a view with its keys, dense or paged. Keys of block -1 are arbitrary.

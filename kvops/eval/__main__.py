@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ..bench.record import origin
-from ..demo import MODEL, TEXT
+from ..files import MODEL, TEXT
 from . import models
 from .identity import described
 from .methods import METHODS, Rule, options_of, rule

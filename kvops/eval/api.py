@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..bench.record import origin, replace
-from ..demo import TEXT
+from ..files import TEXT
 from ..methods import Policy
 from ..methods.table import METHODS
 from .identity import described, described_model, digest

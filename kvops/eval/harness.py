@@ -19,8 +19,8 @@ import torch
 
 from ..hf import compress
 from ..methods import Policy
-from ..methods.table import find
-from ..methods.table import policy as policy_of
+from ..methods.registry import find
+from ..methods.registry import policy as policy_of
 from .methods import rule_of
 from .reader import Reader
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ..methods import Policy
+from ..methods.registry import Entry, find
 from ..methods.table import METHODS as METHODS
-from ..methods.table import Entry, find
 from .identity import described, described_class, digest
 
 MOST = 2**20  # tokens, more than any budget

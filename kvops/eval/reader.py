@@ -116,6 +116,11 @@ class Reader:
         """Feed tokens; return the logits of the last one, [b, vocab]."""
         return self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
+    def _policy(self, rule: Rule, budget: int | None, n: int, streaming: bool) -> Policy:
+        from .. import hf
+
+        return hf.for_model(rule.policy(budget, n, self.num_layers, streaming), self.inner)
+
     def _cache(self, policy: Policy) -> hf.KVCache:
         from .. import hf
 
@@ -142,7 +147,7 @@ class Reader:
             Unreachable: no settings of the method meet the budget, or it does not support the model.
         """
         n = prompts.shape[1]
-        policy = rule.policy(budget, n, self.num_layers, streaming=chunk is not None).for_model(self.inner)
+        policy = self._policy(rule, budget, n, chunk is not None)
         cache = self._cache(policy)
         begin = self.clock()
         for piece in self.tokens(prompts).split([n] if chunk is None else chunks(policy, n, chunk), 1):
@@ -244,5 +249,5 @@ class Reader:
         Raises:
             Unreachable: no settings of the method meet the budget, or it does not support the model.
         """
-        policy = rule.policy(budget, ids.shape[1], self.num_layers, streaming=True).for_model(self.inner)
+        policy = self._policy(rule, budget, ids.shape[1], True)
         return stream(self.model, self._cache(policy), self.tokens(ids), window)

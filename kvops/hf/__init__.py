@@ -77,6 +77,7 @@ from .batching import continuous_batching
 from .cache import EvictingLayer, KVCache, LayerStats, Stage
 from .compression import Compression, compress, generate
 from .generation import decode_greedily, lookahead, repeat
+from .requirements import for_model
 from .rope import model_rope
 from .statistics import query_statistics
 from .weights import output_weights
@@ -90,6 +91,7 @@ __all__ = [
     "compress",
     "continuous_batching",
     "decode_greedily",
+    "for_model",
     "generate",
     "lookahead",
     "model_rope",

@@ -38,9 +38,10 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 from ..cache import by_slot
 from ..cache.queries import Batch, LastQueries, Look, Remembered, observer, on
 from ..cache.schedule import Schedule
-from ..methods.base import Policy, View
+from ..methods.base import Policy
 from ..methods.queries import QueryPolicy
 from ..methods.select import dense_rows
+from ..methods.view import View
 from ..ops import compact_kv_
 from .handover import Handed, hand_over
 

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +21,16 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from . import architectures
 
-if TYPE_CHECKING:
-    from .cache import EvictingLayer, KVCache
+
+class Layer(Protocol):
+    """What the attention needs of an `EvictingLayer`."""
+
+    cache: Any
+    before: int
+
+    @property
+    def attention(self) -> Any: ...
+
 
 ATTENTION = "kvops"  # the name of the attention function in transformers
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -53,17 +61,17 @@ class _Steps(threading.local):
 
     def __init__(self) -> None:
         #: Keys, values and layer, by the id of the keys.
-        self._layers: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], weakref.ref[EvictingLayer]]] = {}
+        self._layers: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], weakref.ref[Layer]]] = {}
         #: The layer updated last, until its attention is computed.
-        self.unread: weakref.ref[EvictingLayer] | None = None
+        self.unread: weakref.ref[Layer] | None = None
 
-    def add(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> None:
+    def add(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
         layers, at = self._layers, id(keys)
         forget = weakref.ref(keys, lambda _: layers.pop(at, None))
         layers[at] = forget, weakref.ref(values), weakref.ref(layer)
         self.unread = layers[at][2]
 
-    def layer(self, keys: Tensor, values: Tensor) -> EvictingLayer | None:
+    def layer(self, keys: Tensor, values: Tensor) -> Layer | None:
         """Return the layer whose `update` returned exactly these tensors; None if no layer did."""
         step = self._layers.get(id(keys))
         return step[2]() if step and step[0]() is keys and step[1]() is values else None
@@ -75,7 +83,7 @@ steps = _Steps()
 class Slots(int):
     """The key length of an evicting layer, by which `_mask` recognizes such layers."""
 
-    cache: KVCache
+    cache: Any  # the KVCache
 
 
 class _Misuse(NotImplementedError, AttributeError):
@@ -243,7 +251,7 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check_continues(layer: EvictingLayer, positions: object) -> None:
+def _check_continues(layer: Layer, positions: object) -> None:
     """Raise for a chunk whose positions restart at 0 in every row although the cache has seen tokens.
 
     A cache with a rope is exempt. There the positions only tell where the keys come rotated.

@@ -23,9 +23,10 @@ from ..cache.queries import check_observed
 from ..cache.schedule import Schedule
 from ..methods.base import BudgetPolicy, Policy
 from ..methods.queries import QueryPolicy
-from ..methods.table import as_policy
+from ..methods.registry import as_policy
 from .attention import unwrap
 from .cache import check
+from .requirements import for_model
 
 if TYPE_CHECKING:
     from .allocator import Batching
@@ -101,7 +102,7 @@ def continuous_batching(model: torch.nn.Module, policy: Policy | str, *, evict: 
     inner = unwrap("continuous_batching", model)
     policy = as_policy("continuous_batching", policy)
     _check_model(inner, policy)
-    policy = policy.for_model(inner)
+    policy = for_model(policy, inner)
     _check_served(inner, policy)
     batching = allocator.Batching(Schedule.of("continuous_batching", policy, evict))
     with _lock:

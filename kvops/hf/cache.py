@@ -18,7 +18,7 @@ from ..cache import AttendingCache, Cache
 from ..cache.base import Storage
 from ..cache.memory import size, span, storage_bytes
 from ..methods import LAQ, Policy
-from ..methods.table import as_policy
+from ..methods.registry import as_policy
 from ..rope import Rope
 from . import architectures
 from .attention import ATTENTION, STOCK, Slots, autocast, check_attention, eager, steps

@@ -25,6 +25,7 @@ from .arguments import CACHE, by_name, given_cache
 from .attention import own_attention, unwrap
 from .cache import KVCache, check
 from .generation import Lookahead, setting
+from .requirements import for_model
 from .turns import check_caching
 
 
@@ -260,7 +261,7 @@ def generate(
 def _checked(who: str, model: torch.nn.Module, policy: Policy | str) -> tuple[PreTrainedModel, Policy]:
     """Return the unwrapped model and the policy, after checking that a cache supports both."""
     inner = unwrap(who, model)
-    return inner, check(who, inner.config, policy).for_model(inner)
+    return inner, for_model(check(who, inner.config, policy), inner)
 
 
 # ---- the block that a call belongs to ----

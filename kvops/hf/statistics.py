@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from .. import demo
+from ..files import CALIBRATION
 from ..methods import QueryStatistics
 from ..methods.queries import Watched
 from ..methods.statistics import Sums, of_sums, unrotated
@@ -81,7 +81,7 @@ def calibrated(model: PreTrainedModel) -> QueryStatistics:
                 f"calibration needs the tokenizer of {name!r}, which cannot be loaded; pass statistics, gathered with "
                 "kvops.hf.query_statistics(model, ids)"
             ) from error
-        ids = tokenizer(demo.CALIBRATION.read_text(), return_tensors="pt", verbose=False).input_ids[0]
+        ids = tokenizer(CALIBRATION.read_text(), return_tensors="pt", verbose=False).input_ids[0]
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or len(ids)
         size = min(CALIBRATION_TOKENS, most, len(ids))
         found = _known[model] = query_statistics(model, ids[: len(ids) // size * size].view(-1, size))

@@ -1,7 +1,7 @@
 """The eviction methods: policies, one-shot functions, and the table of all methods."""
 
 from . import functions
-from .base import BudgetPolicy, Compressed, DecodePolicy, KeyPolicy, Policy, View
+from .base import BudgetPolicy, Compressed, DecodePolicy, KeyPolicy, Policy
 from .baselines import L2, Full, Random, StreamingLLM
 from .budgets import entropy_budgets, head_budgets
 from .criticalkv import CriticalKV
@@ -18,13 +18,15 @@ from .merging import MergingPolicy
 from .protokv import SATKV, ProtoKV, lsh_projection
 from .queries import ObservedPolicy, QueryPolicy, WindowPolicy
 from .recall_metric import recall
+from .registry import policy
 from .rkv import RKV
 from .slots import SlotPolicy
 from .snapkv import ChunkKV, PyramidKV, SnapKV, pyramidkv_budgets
 from .statistics import CalibratedPolicy, QueryStatistics, trig_centers
-from .table import METHODS, policy
+from .table import METHODS
 from .triattention import TriAttention
 from .vase import VaSE
+from .view import View
 
 __all__ = [
     "METHODS",

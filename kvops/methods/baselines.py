@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ..checks import check_int, check_vector, inference_only, shown
-from .base import DecodePolicy, KeyPolicy, Policy, View
+from .base import DecodePolicy, KeyPolicy, Policy
 from .merging import MergingPolicy
 from .random_numbers import random_integers
 from .select import all_slots, negative_norms
 from .slots import SlotPolicy
+from .view import View
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ Decisions: docs/methods/criticalkv.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -21,10 +21,10 @@ from torch.nn.functional import pad
 from ..checks import check_finite
 from ..ops import select_topk, value_norm
 from ..window import outside_prefix
-from .base import Policy, View
 from .budgets import Budget, fraction_of, row_budgets
 from .queries import WindowPolicy
 from .select import select_budget, shared_scores
+from .view import View
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +36,10 @@ class CriticalKV(WindowPolicy):
     norm[j] = mean over the group's query heads h of ||W_O^h v_j||_1                  (`ops.value_norm`)
     kept    = the w newest tokens;
               of the c = budget - w others first_stage_ratio * c, rounded down, by s;
-              and the rest by (s + epsilon) * norm
+              and the rest by (s / w + epsilon) * norm
     ```
 
-    The rule needs the weights of the output projection, W_O. For a model, `for_model` takes them from it, which
+    The rule needs the weights of the output projection, W_O. `kvops.hf.for_model` takes them from a model, which
     `kvops.hf.compress`, `kvops.hf.generate` and the evaluation do by themselves. Caches evict when `SnapKV`'s do.
 
     Attributes:
@@ -58,7 +58,8 @@ class CriticalKV(WindowPolicy):
             if they have another.
         first_stage_ratio: The part of the budget without the protected tokens that attention alone decides, in [0, 1].
             With 1 the rule is SnapKV's.
-        epsilon: Added to the attention, at least 0, so that tokens without attention are ordered by their norms.
+        epsilon: Added to the mean attention of a query, at least 0, so that tokens without attention are ordered by
+            their norms.
 
     Source: CriticalKV, Feng et al., 2025.
     """
@@ -66,6 +67,7 @@ class CriticalKV(WindowPolicy):
     uses_positions: ClassVar[bool] = False
 
     by_head: ClassVar[bool] = True
+    from_model: ClassVar[tuple[str, ...]] = ("w_o",)
 
     _: KW_ONLY
     w_o: Tensor | Sequence[Tensor] | None = field(default=None, repr=False)
@@ -109,13 +111,6 @@ class CriticalKV(WindowPolicy):
                 f"{len(self.w_o)}"
             )
 
-    def for_model(self, model: Any) -> Policy:
-        if self.w_o is not None:
-            return self
-        from ..hf import output_weights
-
-        return replace(self, w_o=output_weights(model))
-
     def weights(self, view: View) -> Tensor:
         """The output projection of the view's layer, in the dtype that v is computed in."""
         w_o = self.w_o
@@ -136,7 +131,7 @@ class CriticalKV(WindowPolicy):
     def choose(self, scores: Tensor, view: View, budget: Budget, *, recent: int = 0, **options: Any) -> Tensor:
         """Select the slots to keep, given SnapKV's scores, fp32 [b, Hk, n]."""
         norms = value_norm(view.v, self.weights(view), **view.slots)
-        weighted = (scores + self.epsilon) * norms
+        weighted = (scores / view.window + self.epsilon) * norms
         if self.head_mode == "adaptive":
             budget = self._shares(scores, view, recent)
         elif self.head_mode == "shared":
@@ -166,5 +161,5 @@ class CriticalKV(WindowPolicy):
 
 _MISSING = (
     "w_o must be the weights of the output projection, [hidden, Hq * dv] or a list of them by layer, got None; pass "
-    "w_o=kvops.hf.output_weights(model), or use policy.for_model(model)"
+    "w_o=kvops.hf.output_weights(model), or use kvops.hf.for_model(policy, model)"
 )

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..checks import check_finite
 from ..ops import Reduce
 from ..window import outside_prefix
-from .base import View
 from .queries import WindowPolicy
+from .view import View
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..checks import check_bool, check_finite, check_int
 from ..ops import quadratic_scores
-from .base import View
 from .select import readable_keys
 from .statistics import FARTHEST, CalibratedPolicy, mean_rotation, turned
+from .view import View
 
 
 @dataclass(frozen=True, eq=False)

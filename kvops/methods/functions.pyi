@@ -162,10 +162,10 @@ def criticalkv_compress(
     norm[j] = mean over the group's query heads h of ||W_O^h v_j||_1                  (`ops.value_norm`)
     kept    = the w newest tokens;
               of the c = budget - w others first_stage_ratio * c, rounded down, by s;
-              and the rest by (s + epsilon) * norm
+              and the rest by (s / w + epsilon) * norm
     ```
 
-    The rule needs the weights of the output projection, W_O. For a model, `for_model` takes them from it, which
+    The rule needs the weights of the output projection, W_O. `kvops.hf.for_model` takes them from a model, which
     `kvops.hf.compress`, `kvops.hf.generate` and the evaluation do by themselves. Caches evict when `SnapKV`'s do.
 
     Args:
@@ -193,7 +193,8 @@ def criticalkv_compress(
             if they have another.
         first_stage_ratio: The part of the budget without the protected tokens that attention alone decides, in [0, 1].
             With 1 the rule is SnapKV's.
-        epsilon: Added to the attention, at least 0, so that tokens without attention are ordered by their norms.
+        epsilon: Added to the mean attention of a query, at least 0, so that tokens without attention are ordered by
+            their norms.
         **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
             num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
 

@@ -17,9 +17,10 @@ from typing_extensions import Unpack
 from ..checks import check_in_prompt, check_lse, check_queries, check_recent
 from ..ops import MAX_WINDOW, window_scores
 from ..window import causal_limits
-from .base import BudgetPolicy, Compressed, DecodePolicy, HeadMode, View, one_shot
+from .base import BudgetPolicy, Compressed, DecodePolicy, HeadMode, one_shot
 from .budgets import budget_tokens, recent_tokens
 from .queries import QueryCall, QueryPolicy
+from .view import View
 
 
 @dataclass(frozen=True, eq=False)

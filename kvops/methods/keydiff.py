@@ -16,9 +16,9 @@ from torch.nn.functional import normalize
 
 from ..checks import check_bool, check_choice, check_int
 from ..ops import anchor_cosine
-from .base import View
 from .merging import MergingPolicy
 from .select import readable_keys
+from .view import View
 
 Metric = Literal["cosine", "dot", "euclidean"]
 Anchor = Literal["mean", "median", "pairwise"]

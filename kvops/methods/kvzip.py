@@ -17,9 +17,10 @@ from typing_extensions import Unpack
 from ..checks import check_int, check_queries, check_token_ids
 from ..ops import Reduce
 from ..window import summed_scores
-from .base import Compressed, LayerSpans, View, one_shot
+from .base import Compressed, LayerSpans, one_shot
 from .budgets import budget_tokens
 from .queries import Logits, QueryPolicy
+from .view import View
 
 
 class RepeatCall(LayerSpans, Logits, total=False):

@@ -17,9 +17,10 @@ from ..checks import check_budget, check_choice, check_holds_ladder, check_int, 
 from ..ladder import COMPACTIONS, PATTERNS, Compaction, LadderState, Pattern, lacache_plan, make_ladder
 from ..ops import ladder_compact_, ladder_gather
 from ..rope import Rope
-from .base import IN_PLACE, Compressed, Layout, Out, View, one_shot
+from .base import IN_PLACE, Compressed, Layout, Out, one_shot
 from .budgets import budget_tokens
 from .slots import SlotPolicy
+from .view import View
 
 Task = Literal["modeling", "understanding"]
 TASKS: tuple[Task, ...] = get_args(Task)

@@ -17,9 +17,10 @@ from torch import Tensor
 from ..checks import check_choice, check_finite, check_int
 from ..lag import kept_length, kept_within, num_segments
 from ..ops import lag_score, select_topk
-from .base import HEAD_MODES, HeadMode, Policy, View
+from .base import HEAD_MODES, HeadMode, Policy
 from .budgets import fraction_of
 from .select import all_slots, negative_norms, places, shared_scores
+from .view import View
 
 Reference = Literal["lag", "self"]
 Norm = Literal["std", "l2"]

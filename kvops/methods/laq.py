@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,11 @@ from typing_extensions import Unpack
 
 from ..checks import check_bool, check_in_prompt, check_int, check_lse, check_queries, check_token_ids
 from ..window import causal_limits
-from .base import Compressed, Policy, View, one_shot
+from .base import Compressed, Policy, one_shot
 from .budgets import budget_tokens
 from .queries import QueryCall, WindowPolicy, split
-
-if TYPE_CHECKING:
-    from .table import Entry
+from .registry import METHODS, Entry, as_policy, table_name
+from .view import View
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +92,6 @@ class LAQ(WindowPolicy):
         check_bool(self.name, "compat_mask", self.compat_mask)
         if isinstance(self.stage1, str):
             if ":" in self.stage1:  # with settings of its own
-                from .table import as_policy  # the table imports this module
-
                 object.__setattr__(self, "stage1", as_policy(f"{self.name}: stage1", self.stage1))
             else:
                 entry_of(self.name, self.stage1)
@@ -217,8 +214,6 @@ class LAQ(WindowPolicy):
 
 def entry_of(op: str, stage1: str) -> Entry:
     """The method that drafts, by its name in `METHODS`."""
-    from .table import METHODS, table_name  # the table imports this module
-
     name = table_name(stage1)
     if name is None or issubclass(METHODS[name].policy, LAQ):
         names = ", ".join(x for x, entry in METHODS.items() if not issubclass(entry.policy, LAQ))

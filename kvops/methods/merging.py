@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..checks import check_bool
 from ..ops import assign_prototypes, cluster_mean
-from .base import KeyPolicy, Out, View
+from .base import KeyPolicy, Out
 from .select import readable_keys
+from .view import View
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,11 +31,12 @@ from ..ops import (
     select_topk,
 )
 from ..window import outside_prefix, prefix_lengths
-from .base import DecodePolicy, Policy, View
+from .base import DecodePolicy, Policy
 from .budgets import Budget, row_budgets
 from .queries import QueryPolicy
 from .random_numbers import random_integers
 from .select import places, select_budget, shared_scores
+from .view import View
 
 #: With num_chunks=None: the most chunks, and the fewest tokens of one. The paper's 500 prototypes of 5,000 to 15,000
 #: tokens have 10 to 30 tokens each.

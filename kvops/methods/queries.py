@@ -17,8 +17,9 @@ from typing_extensions import Unpack
 from ..checks import check_choice, check_holds_window, check_in_prompt, check_int, check_lse, check_queries
 from ..ops import Reduce, Score
 from ..window import GROUP_REDUCES, Pool, Pooling, causal_limits, outside_prefix, summed_scores
-from .base import BudgetPolicy, Compressed, DecodePolicy, LayerSpans, View, one_shot
+from .base import BudgetPolicy, Compressed, DecodePolicy, LayerSpans, one_shot
 from .budgets import Budget, budget_tokens
+from .view import View
 
 SCORES: tuple[Score, ...] = get_args(Score)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from ..checks import check_finite
 from ..ops import Reduce, key_similarity
 from ..window import Pooling, outside_prefix
-from .base import View
 from .queries import ObservedPolicy
+from .view import View
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,7 @@ from torch import Tensor
 from ..checks import check_holds, check_rows_hold, check_vector
 from ..ops import select_topk
 from .budgets import Budget, fraction_of, row_budgets, valid_slots
-
-if TYPE_CHECKING:
-    from .base import View
+from .view import View
 
 
 def readable_keys(op: str, k: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ..checks import check_budget, check_holds_window, check_int, check_num_layers, plain
-from .base import View
 from .budgets import budget_tokens, row_budgets
 from .queries import WindowPolicy
 from .select import places, shared_scores
+from .view import View
 
 _T = TypeVar("_T", int, Tensor)
 

@@ -7,9 +7,9 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from torch import Tensor
 from ..checks import MAX_LAYERS, check_bool, check_finite, check_int, check_layers, plain
 from ..ops import rope_at_slots
 from ..rope import Rope
-from .base import KeyPolicy, Policy, View
+from .base import KeyPolicy
+from .view import View
 
 FORMAT = "kvops query statistics 1"
 PER_LAYER = ("mean", "cov", "norms")
@@ -289,6 +290,8 @@ class CalibratedPolicy(KeyPolicy):
             ValueError. If it covers several layers, single calls need `layer` and `num_layers`.
     """
 
+    from_model: ClassVar[tuple[str, ...]] = ("statistics",)
+
     _: KW_ONLY
     statistics: QueryStatistics | str | None = None
 
@@ -307,14 +310,6 @@ class CalibratedPolicy(KeyPolicy):
     def check_cache(self, layer: int, num_layers: int) -> None:
         super().check_cache(layer, num_layers)
         resolved(self.name, self.statistics)
-
-    def for_model(self, model: Any) -> Policy:
-        """The same policy with statistics over the library's calibration text, unless it has statistics."""
-        if self.statistics is not None:
-            return self
-        from ..hf.statistics import calibrated
-
-        return replace(self, statistics=calibrated(model))
 
     def of_layer(self, view: View) -> OfLayer:
         """The statistics of the view's layer."""

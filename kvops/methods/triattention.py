@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..checks import check_bool, check_int
 from ..ops import trig_scores
-from .base import View
 from .statistics import FARTHEST, CalibratedPolicy, pairs_of, trig_centers
+from .view import View
 
 LEAST_STD = 1e-6  # scores of a head that spread less count as equal
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from ..checks import check_int, check_recent, inference_only
 from ..ops import select_topk
 from ..window import Pool, Pooling, outside_prefix, prefix_lengths
-from .base import View
 from .budgets import fraction_of, row_budgets
 from .queries import ObservedPolicy
 from .random_numbers import RANGE, random_integers
 from .select import dense_rows, readable_keys, shared_scores
+from .view import View
 
 #: Added to the scores of the largest values. All others lie between the logarithm of the least float and 18.
 _KEPT = 1e4

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..methods.base import View
+from ..methods.view import View
 from . import cpu_pages
 
 

@@ -13,7 +13,7 @@ from prometheus_client import Counter
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from . import plugin
+from . import settings
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class EvictionLogger(StatLoggerBase):
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0):
-        self.schedule = plugin.schedule()
+        self.schedule = settings.schedule()
         self.config = vllm_config
         self.engine = engine_index
         self._plan: Plan | None = None

@@ -21,7 +21,7 @@ from vllm.v1.request import Request
 
 from ..cache.queries import window
 from ..cache.schedule import Schedule
-from . import plugin
+from . import settings
 from .plan import Plan, why_not_shared
 
 logger = init_logger("vllm.kvops")  # vLLM prints only loggers below its own name
@@ -29,10 +29,10 @@ _SECONDS = 10.0  # minimum interval between two log lines about freed blocks
 
 
 def _schedule() -> Schedule:
-    schedule = plugin.schedule()
+    schedule = settings.schedule()
     if schedule is None:
         raise RuntimeError(
-            f"kvops.vllm: expected {plugin.VARIABLE} to name the policy that the engine started with, got no policy; "
+            f"kvops.vllm: expected {settings.VARIABLE} to name the policy that the engine started with, got no policy; "
             "do not change it while vLLM runs"
         )
     return schedule

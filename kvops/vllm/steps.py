@@ -21,9 +21,10 @@ from torch.nn.functional import pad
 
 from ..cache import by_slot
 from ..cache.queries import Batch, Look, Observer, Remembered, on
-from ..methods.base import Policy, View
+from ..methods.base import Policy
 from ..methods.queries import QueryPolicy
 from ..methods.select import dense_rows
+from ..methods.view import View
 from ..ops import compact_kv_, gather_kv
 from .layouts import Blocks, Layout
 from .plan import Plan, State

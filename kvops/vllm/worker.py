@@ -41,7 +41,7 @@ from vllm.v1.kv_cache_interface import (
 from ..cache.queries import Batch, Observer, Remembered, observer, on
 from ..methods.base import Policy
 from ..methods.queries import QueryPolicy
-from . import plugin
+from . import settings
 from .layouts import Layout, Rows
 from .plan import Plan, why_not_shared
 from .prompts import Prompts
@@ -156,7 +156,7 @@ class EvictingImpl(AttentionImpl):
         config = get_current_vllm_config()
         _check_config(config)
         _check_attention(self)
-        schedule = plugin.schedule()
+        schedule = settings.schedule()
         EvictingBackend.limits = Limits(
             config.model_config.max_model_len,
             config.max_in_flight_tokens,
@@ -237,7 +237,7 @@ def between_steps(config: VllmConfig) -> bool:
     vLLM zeroes the new blocks of some models before it builds a step's metadata. The last evictions have just freed
     some of these.
     """
-    schedule = plugin.schedule()
+    schedule = settings.schedule()
     assert schedule is not None
     specs = [x.get_kv_cache_spec(config) for x in get_layers_from_vllm_config(config, AttentionLayerBase).values()]
     groups = [KVCacheGroupSpec([], spec) for spec in specs if spec is not None]
@@ -258,7 +258,7 @@ def _check_config(config: VllmConfig) -> None:
     for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (got := getattr(parallel, setting)) != 1:
             refuse(setting, 1, got)
-    schedule = plugin.schedule()
+    schedule = settings.schedule()
     if parallel.tensor_parallel_size > 1 and schedule is not None and not schedule.policy.heads_alone:
         refuse(
             "tensor_parallel_size", f"1 for {schedule.policy!r}, which reads all heads", parallel.tensor_parallel_size

@@ -150,7 +150,7 @@ class Synthetic(Task):
         n = caches.k.shape[3]
         block = self.knobs.block
         policy = rule.policy(budget, n, self.knobs.layers, streaming=bool(block))
-        if type(policy).for_model is not Policy.for_model:
+        if policy.from_model:
             raise Unreachable(
                 f"{policy.name}: needs weights or statistics of a model, which synthetic caches do not have"
             )

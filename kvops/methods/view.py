@@ -1,0 +1,140 @@
+"""What a policy's rule sees of a cache: `View`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import check_int, check_num_layers, plain
+from ..rope import Rope
+
+
+@dataclass
+class View:
+    """The cached entries of one layer, as a policy's rule sees them.
+
+    They are the arguments of a one-shot call, or the contents of a cache including the tokens of the current step.
+
+    Attributes:
+        k: [b, Hk, n, d], or pages if there is a block table. A rule that supports pages reads them with operators.
+        v: [b, Hk, n, dv], or pages.
+        starts: int32 [b] or None, the first valid slot of each row.
+        lengths: int32 [b] or None, the number of valid slots of each row; None means all slots from `starts` on.
+        fill_invalid: Rows with fewer valid slots than the budget keep invalid slots instead of -1.
+        layer: The index of the layer among the layers that evict; None if the caller did not give it.
+        num_layers: The number of layers that evict; None if the caller did not give it.
+        seen: Tokens seen so far, padding included; n in a one-shot call.
+        new: How many of the last slots belong to the current step; n in a one-shot call.
+        kept: int64 [b, Hk, <= n] or None, the positions of the first slots of a cache. The positions of the other slots
+            are consecutive and end at `seen`.
+        padding: int32 [b] or None, the columns of padding before each row's first token.
+        observed: The attention that queries gave to each key (`QueryPolicy`): fp32 [b, Hk, n] or [b, Hq, n].
+        window: How many of the newest tokens gave the observing queries; these tokens are kept.
+        rope: If not None, keys are rotated at their slots, and `move` must rotate them to their new slots and then set
+            it to None.
+        state: What the policy remembers about the layer from one eviction to the next. Its tensors have the batch as
+            first dim. An eviction replaces entries and never writes to their memory.
+        block_table: int32 [b, max_pages] or None; see `Spans`.
+        tokens: int64 [b] or None, the tokens that each request of an engine has seen; None: those of `seen`, which all
+            rows share.
+        whole_prompt: A cache keeps the whole prompt (`Policy.protect`), with its padding.
+    """
+
+    k: Tensor
+    v: Tensor
+    starts: Tensor | None = None
+    lengths: Tensor | None = None
+    fill_invalid: bool = False
+    layer: int | None = None
+    num_layers: int | None = None
+    seen: int = -1
+    new: int = -1
+    kept: Tensor | None = None
+    padding: Tensor | None = None
+    observed: Tensor | None = None
+    window: int = 0
+    rope: Rope | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    block_table: Tensor | None = None
+    tokens: Tensor | None = None
+    whole_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        if self.seen < 0:
+            self.seen = self.new = self.k.shape[2] if self.block_table is None else self.n
+            self.padding = self.starts
+
+    @property
+    def n(self) -> int:
+        """The number of slots."""
+        return self.k.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the batch, or of requests."""
+        return len(self.k if self.block_table is None else self.block_table)
+
+    @property
+    def heads(self) -> int:
+        """The number of KV heads."""
+        return self.k.shape[1]
+
+    @property
+    def end(self) -> Tensor | int:
+        """One past each row's last valid slot: n for all rows, or int32 [b]."""
+        if self.lengths is None:
+            return self.n
+        return (self.lengths if self.starts is None else self.starts + self.lengths).clamp(0, self.n)
+
+    @property
+    def spans(self) -> dict[str, Any]:
+        """starts, lengths and fill_invalid, as a selection takes them. Padding that must stay counts as valid."""
+        starts = None if self.whole_prompt else self.starts
+        return {"starts": starts, "lengths": self.lengths, "fill_invalid": self.fill_invalid}
+
+    @property
+    def slots(self) -> dict[str, Any]:
+        """starts, lengths and block_table, as the operators that read K and V take them."""
+        return {"starts": self.starts, "lengths": self.lengths, "block_table": self.block_table}
+
+    @property
+    def seen_by_queries(self) -> Tensor:
+        """`observed`, which is never None in a rule that uses queries."""
+        assert self.observed is not None
+        return self.observed
+
+    def place(self, op: str) -> tuple[int, int]:
+        """layer and num_layers, for the policies that need them."""
+        layer, num_layers = self.layer, self.num_layers
+        if layer is None or num_layers is None:
+            raise TypeError(
+                f"{op}: layer and num_layers must be ints, got {layer!r} and {num_layers!r}; pass both to compress"
+            )
+        check_int(op, "layer", layer, 0)
+        check_num_layers(op, num_layers)
+        if layer >= num_layers:
+            raise ValueError(f"{op}: layer must lie in [0, num_layers), expected less than {num_layers}, got {layer}")
+        return plain(layer), plain(num_layers)
+
+    def next_position(self) -> int | Tensor:
+        """The position of the token after the cached ones, padding left out: an int, or int64 [b]."""
+        if self.tokens is not None:
+            return self.tokens
+        position: int | Tensor = self.seen - self.n + self.end
+        if self.padding is not None:
+            position = position - self.padding
+        return position if isinstance(position, int) else position.long()
+
+    def positions(self) -> Tensor:
+        """The logical position of each slot, padding included: int64 [b, Hk, n]."""
+        kept = 0 if self.kept is None else self.kept.shape[2]
+        new = torch.arange(self.seen - self.n + kept, self.seen, device=self.k.device).expand(self.rows, self.heads, -1)
+        return new if self.kept is None else torch.cat((self.kept, new), 2)
+
+    def row_positions(self) -> Tensor:
+        """`positions`, counted from each row's first token: int32."""
+        position = self.positions()
+        return (position if self.padding is None else position - self.padding[:, None, None]).int()
