@@ -2,6 +2,9 @@
 
 import copy
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -201,6 +204,45 @@ def test_other_caches_and_the_signature_stay(model):
     model.generate(ids, past_key_values=cache, **GREEDY)
     model.generate(make_prompts(60, seed=2)[0], past_key_values=cache, **GREEDY)
     assert list(inspect.signature(GenerationMixin.generate).parameters)[:3] == ["self", "inputs", "generation_config"]
+
+
+PATCHES = """
+import transformers, kvops.hf
+from transformers import GenerationMixin
+names = ("generate", "_get_candidate_generator")
+own = [getattr(GenerationMixin, name) for name in names]
+def patched():
+    return [getattr(GenerationMixin, name) is not x for name, x in zip(names, own)]
+states = [patched()]
+config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                  num_attention_heads=1, num_key_value_heads=1)
+cache = kvops.hf.KVCache(config, kvops.KeyDiff(4))
+states.append(patched())
+once = GenerationMixin.generate
+kvops.hf.KVCache(config, kvops.KeyDiff(4))
+states.append([GenerationMixin.generate is once])
+kvops.hf.patches.remove()
+kvops.hf.patches.remove()
+states.append(patched())
+kvops.hf.compress(transformers.LlamaForCausalLM(config), "keydiff:budget=4")
+states.append(patched())
+GenerationMixin.generate = lambda self: None
+try:
+    kvops.hf.patches.remove()
+except RuntimeError as error:
+    states.append("other code has replaced" in str(error))
+states.append(patched()[1])
+print(states)
+"""
+
+
+def test_transformers_is_changed_by_the_first_cache_and_as_before_afterwards():
+    done = subprocess.run(
+        [sys.executable, "-c", PATCHES], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert done.stdout.strip().endswith(
+        "[[False, False], [True, True], [True], [False, False], [True, True], True, True]"
+    ), done.stdout + done.stderr
 
 
 # ---- masks and padding ----

@@ -47,6 +47,7 @@ Modules:
 - `weights`: `output_weights`
 - `conversation`: which tokens and which padding a cache has seen
 - `turns`: what `generate` shows of a conversation
+- `patches`: the two methods of transformers that are wrapped
 - `arguments`: the arguments of calls, and the name of the cache among them
 - `batching`, `allocator`, `handover`: `continuous_batching`
 - `architectures`: which models are supported
@@ -70,7 +71,7 @@ if Version(transformers.__version__) < Version(MIN_TRANSFORMERS):
     )
 
 # ruff: noqa: E402  (after the check of the version)
-from . import drafts as drafts
+from . import drafts as drafts  # `patches` wraps methods by their functions
 from . import turns as turns
 from .attention import use_attention
 from .batching import continuous_batching

@@ -23,6 +23,7 @@ from ..rope import Rope
 from . import architectures
 from .attention import ATTENTION, STOCK, Slots, autocast, check_attention, eager, steps
 from .conversation import Conversation, declared_pads
+from .patches import install
 from .rope import KV_HEADS, model_rope
 
 _CROPS_TO_LENGTHS = "max_length" in inspect.signature(DynamicLayer.crop).parameters  # transformers before 5.15
@@ -209,6 +210,10 @@ class KVCache(DynamicCache):
             parallelism).
         RuntimeError: Decode with `kvops.LAQ` before `lookahead`, or with `kvops.KVzip` before `repeat`.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> KVCache:
+        install()  # also for a cache that was pickled in another process
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from .arguments import CACHE, by_name, given_cache
 from .attention import own_attention, unwrap
 from .cache import KVCache, check
 from .generation import Lookahead, setting
+from .patches import install
 from .requirements import for_model
 from .turns import check_caching
 
@@ -40,6 +41,7 @@ class Compression:
     """
 
     def __init__(self, model: PreTrainedModel, policy: Policy):
+        install()  # before a block replaces the model's methods
         self.policy = policy
         self._model = model
         self._open = False

@@ -11,20 +11,18 @@ has the same cache as decode without drafts. Policies that evict in decode by K,
 with the accepted tokens. Policies that would use the queries of a draft are refused, because some of these queries
 belong to rejected tokens.
 
-transformers has no hook for this. This module wraps the method of its models that creates candidate generators, for
-calls with a `KVCache`. All other calls are unchanged.
+transformers has no hook for this, so the method of its models that creates candidate generators is wrapped, for calls
+with a `KVCache`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import transformers
 from packaging.version import Version
 from torch import LongTensor
-from transformers import GenerationMixin
 from transformers.generation.candidate_generator import (
     AssistedCandidateGenerator,
     CandidateGenerator,
@@ -37,6 +35,7 @@ from ..methods import Policy, ProtoKV
 from ..methods.queries import WindowPolicy
 from .arguments import given_cache
 from .cache import KVCache
+from .patches import wraps
 
 #: Whether transformers refuses drafts for caches that evict; it does so after the prompt.
 WHOLE_CACHES = Version(transformers.__version__) >= Version("5.24.dev0")
@@ -87,17 +86,15 @@ def observes_in_decode(policy: Policy) -> bool:
     return policy.uses_queries or not policy.croppable
 
 
-_make = GenerationMixin._get_candidate_generator
-
-
-@functools.wraps(_make)
-def _get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> CandidateGenerator:
-    made = _make(self, *args, **kwargs)
+@wraps("_get_candidate_generator")
+def drafts_after_prompt(make: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> CandidateGenerator:
+    """What creates candidate generators; for a call with a `KVCache`, those whose first draft is empty."""
+    made = make(self, *args, **kwargs)
     cache = given_cache(kwargs["model_kwargs"])
     if not isinstance(cache, KVCache):
         return made
     _check(made, cache)
-    return DraftsAfterPrompt(lambda input_ids: _make(self, *args, **{**kwargs, "input_ids": input_ids}), cache)
+    return DraftsAfterPrompt(lambda input_ids: make(self, *args, **{**kwargs, "input_ids": input_ids}), cache)
 
 
 def _check(made: CandidateGenerator, cache: KVCache) -> None:
@@ -131,6 +128,3 @@ def _check(made: CandidateGenerator, cache: KVCache) -> None:
             "KVCache: prompt lookup and assisted decoding need transformers < 5.24, because later versions accept only "
             f"caches that can restore every token, got {transformers.__version__}; call generate without drafts"
         )
-
-
-GenerationMixin._get_candidate_generator = _get_candidate_generator  # type: ignore[method-assign]

@@ -5,35 +5,35 @@ transformers assumes that the prompt begins with the cached tokens. It feeds wha
 continues the old text. A prompt that is too short loses its beginning too, or is fed whole after the old one. It also
 counts positions by the attention mask, whatever its length, and drops a mask without zeros before any forward.
 
-A cache never sees token ids or such masks, so this module wraps `generate` for calls with a `KVCache`. It checks the
+A cache never sees token ids or such masks, so `generate` is wrapped for calls with a `KVCache`. The wrapper checks the
 call against the cache's `Conversation`, declares the padding of the mask, and adds a logits processor that notes which
-tokens the cache has read. All other calls are unchanged.
+tokens the cache has read.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from .arguments import by_name, given_cache
 from .cache import KVCache
 from .conversation import REMEDY, mask_of_pads
 from .generation import setting
+from .patches import wraps
 
-_generate = GenerationMixin.generate
 
-
-@functools.wraps(_generate)
-def _generate_with_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+@wraps("generate")
+def generate_with_cache(generate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate`, with the checks of a call with a `KVCache`."""
     cache = given_cache(kwargs)
     if not isinstance(cache, KVCache):
-        return _generate(self, *args, **kwargs)
-    call = by_name(functools.partial(_generate, self), args, kwargs)
+        return generate(self, *args, **kwargs)
+    call = by_name(functools.partial(generate, self), args, kwargs)
     check_caching("KVCache", self)
     use_cache = setting(self, call, "use_cache")
     if use_cache is False or (use_cache is None and "use_cache" in call):
@@ -45,10 +45,7 @@ def _generate_with_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
     note = _Note(cache, before)
     call["logits_processor"] = LogitsProcessorList([note, *(call.get("logits_processor") or ())])
     with cache.conversation.declaring(pads):
-        return _generate(self, **call)
-
-
-GenerationMixin.generate = _generate_with_cache  # type: ignore[method-assign]
+        return generate(self, **call)
 
 
 def check_caching(who: str, model: PreTrainedModel) -> None:
