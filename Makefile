@@ -73,10 +73,11 @@ test-simulated: $(STAMPS)/kvops $(STAMPS)/dev
 test-others: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS)/transformers-$(NEWEST)
 	@$(PY) -m pytest -m "" $(ARGS) $(addprefix --ignore=,$(SIMULATED))
 
-# The tests that need vLLM or lm-eval-harness, in an environment of their own, .venv/engines: gigabytes, minutes.
+# The tests that need vLLM or lm-eval-harness, in an environment of their own, .venv/engines: gigabytes, minutes. With one
+# thread, since small models run slower with several; test_vllm_attention.py sets its own number.
 test-engines: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/engines-$(VLLM)-$(HARNESS)
 	@$(PY) -m kvops.eval.smollm2 >/dev/null
-	@PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(shell grep -l 'importorskip("vllm")' tests/*.py) tests/test_eval_harness.py)
+	@OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(shell grep -l 'importorskip("vllm")' tests/*.py) tests/test_eval_harness.py)
 
 bench: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m kvops.bench $(ARGS)

@@ -29,6 +29,13 @@ STEPS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_threads():
+    """Split the work, whatever OMP_NUM_THREADS is."""
+    with kit.threads(2):
+        yield
+
+
 @pytest.fixture
 def current():
     """vLLM's settings, as far as attention reads them outside of an engine."""
