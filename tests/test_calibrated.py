@@ -131,6 +131,23 @@ def test_triattention_is_the_authors_code(form, options):
         assert kept[h].tolist() == [*best.tolist(), *range(N - 10, N)]
 
 
+def test_scores_are_normalized_over_the_tokens_that_compete():
+    """Those after the sinks; with protect="prompt" those after the prompt, which the authors' code never evicts."""
+    of, tokens = rope(), 120
+    q, statistics, before, k, v = case(of)
+    golden = triattention(series(q[0], before, of)[:, tokens:], True)
+    found = TriAttention(200, sinks=tokens, recent=10, statistics=statistics).scores(kvops.View(k, v))[0].double()
+    torch.testing.assert_close(found[:, tokens:], golden, rtol=1e-4, atol=2e-4)
+    cache = kvops.Cache(TriAttention(80, recent=10, buffer=100, protect="prompt", statistics=statistics))
+    cache.append(k[:, :, :tokens], v[:, :, :tokens])
+    for i in range(tokens, N):
+        cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+    assert len(cache) == tokens + 80
+    for h in range(HEADS):
+        best = golden[h, :-10].topk(70).indices.sort().values + tokens
+        assert cache.positions[0, h].tolist() == [*range(tokens), *best.tolist(), *range(N - 10, N)]
+
+
 METHODS = (ExpectedAttention, TriAttention)
 
 

@@ -144,8 +144,7 @@ class CriticalKV(WindowPolicy):
         # The protected tokens are kept in any case, and a token without a norm is kept last.
         outside = outside_prefix(scores, recent, view.starts, view.end) | weighted.isnan()
         if self.sinks:
-            first = 0 if view.starts is None else view.starts[:, None, None]
-            outside = outside | (torch.arange(n, device=scores.device) < first + self.sinks)
+            outside = outside | view.first(self.sinks)
         best = select_topk(
             scores.masked_fill(outside, torch.nan),
             k=fraction_of(self.first_stage_ratio, max(keep - protected, 0)),

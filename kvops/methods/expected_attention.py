@@ -72,10 +72,7 @@ class ExpectedAttention(CalibratedPolicy):
     def scores(self, view: View) -> Tensor:
         logits = self.logits(view)
         if self.sinks:
-            slots = torch.arange(view.n, device=logits.device)
-            starts = view.spans["starts"]
-            first = 0 if starts is None else starts[:, None, None]
-            logits = logits.masked_fill((slots >= first) & (slots < first + self.sinks), -torch.inf)
+            logits = logits.masked_fill(view.first(self.sinks), -torch.inf)
         usable = logits > -torch.inf  # neither a sink nor NaN
         # In fp64: the rounding of an fp32 sum would depend on the number of slots that are not valid.
         weights = torch.where(usable, logits, -torch.inf).softmax(-1, dtype=torch.float64).float()

@@ -30,6 +30,7 @@ class TriAttention(CalibratedPolicy):
     score[i] = max over the group of (S[h, i] - mean_i S[h, i]) / std_i S[h, i]
     ```
 
+    The mean and the std are those of the tokens after the sinks; with protect="prompt", of those after the prompt.
     f: a frequency of RoPE, q_f and k_f: the channels that it rotates, before RoPE, phi_f: the angle between E q_f and
     k_f, t: the next position, p_i: the key's, D: 1, 2, 4, .. up to `max_offset`.
 
@@ -37,7 +38,7 @@ class TriAttention(CalibratedPolicy):
 
     Attributes:
         budget: See `BudgetPolicy`.
-        sinks: See `BudgetPolicy`.
+        sinks: See `BudgetPolicy`. They are always kept, so their scores do not count in the mean and the std.
         recent: See `KeyPolicy`. The authors' engine plugin keeps the newest 128 tokens of a budget of 2048.
         head_mode: See `BudgetPolicy`.
         buffer: See `DecodePolicy`. The authors evict every 128 tokens.
@@ -82,7 +83,8 @@ class TriAttention(CalibratedPolicy):
         )
         if self.normalize:
             # Sums in fp64: their rounding would depend on the number of slots that are not valid.
-            scores = scores - scores.nanmean(-1, keepdim=True, dtype=torch.float64).float()
-            variance = scores.square().nanmean(-1, keepdim=True, dtype=torch.float64).float()
-            scores = scores / variance.sqrt().clamp(min=LEAST_STD)
+            others = scores.masked_fill(view.first(self.sinks), torch.nan) if self.sinks else scores
+            mean = others.nanmean(-1, keepdim=True, dtype=torch.float64).float()
+            variance = (others - mean).square().nanmean(-1, keepdim=True, dtype=torch.float64).float()
+            scores = (scores - mean) / variance.sqrt().clamp(min=LEAST_STD)
         return scores.unflatten(1, (view.heads, -1)).amax(2)

@@ -100,6 +100,12 @@ class View:
         """starts, lengths and block_table, as the operators that read K and V take them."""
         return {"starts": self.starts, "lengths": self.lengths, "block_table": self.block_table}
 
+    def first(self, count: int) -> Tensor:
+        """Which slots are the first `count` of their row: bool [n], or [b, 1, n]."""
+        slots, starts = torch.arange(self.n, device=self.k.device), self.spans["starts"]
+        begin = 0 if starts is None else starts[:, None, None]
+        return (slots >= begin) & (slots < begin + count)
+
     @property
     def seen_by_queries(self) -> Tensor:
         """`observed`, which is never None in a rule that uses queries."""
