@@ -16,7 +16,7 @@ from test_methods import fp64  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = dict(max_new_tokens=10, do_sample=False)
-POLICY = kvops.KVzip(16, chunk=25, instruction=(5, 6, 7), next_instruction=(8, 9))
+POLICY = kvops.KVzip(16, chunk=25, instruction=(5, 6, 7), next_instruction=(8, 9), suffix=(4,))
 
 
 def prefilled(model, policy, ids, mask=None):
@@ -41,7 +41,7 @@ def test_the_kept_tokens_are_those_of_the_formula(kind):
     scores = [[0.0, 0.0] for _ in cache.evicting_layers]
     for first in (0, 25, 50):
         told = repeat_ids(POLICY, ids, torch.tensor([60]), first)
-        assert told.shape[1] == (28, 35, 20)[first // 25]
+        assert told.shape[1] == (29, 36, 21)[first // 25]
         plain, _ = prefilled(model, Watched(last=told.shape[1]), torch.cat((ids, told), 1))
         for i, layer in enumerate(plain.evicting_layers):
             q, k = layer.cache.last_queries, layer.cache.k
@@ -57,6 +57,23 @@ def test_the_kept_tokens_are_those_of_the_formula(kind):
     assert cache.get_seq_length() == 60 and [x.name for x in cache.stages] == ["prefill", "decode"]
     assert cache.stages[1].bytes * 60 == cache.stages[0].bytes * 16
     assert cache.peak_bytes <= 2 * peak
+
+
+def test_the_words_of_the_authors():
+    from kvops import demo
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo.MODEL)
+    found = kvops.hf.repeat_prompts(tokenizer)
+    assert tokenizer.decode(found["instruction"]) == "\n\nRepeat the previous context exactly." and not found["suffix"]
+    tokenizer.chat_template = (
+        "<begin>{% for x in messages %}[{{ x.role }}]{{ x.content }}[end]{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    assert tokenizer.decode(kvops.hf.repeat_prompts(tokenizer)["suffix"]) == "[end][assistant]"
+    assert kvops.KVzip(8, **kvops.hf.repeat_prompts(tokenizer)).next_instruction == found["next_instruction"]
+    tokenizer.chat_template = "[assistant]"
+    with pytest.raises(ValueError, match="repeat_prompts: expected a chat template"):
+        kvops.hf.repeat_prompts(tokenizer)
 
 
 def test_a_budget_for_everything_changes_nothing():

@@ -1,5 +1,7 @@
 """KVzip compared with its released code in plain PyTorch; passes, padding, the cache, and a model's second reading."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -237,6 +239,12 @@ def test_the_tokens_of_a_pass():
     assert repeat_ids(policy, ids, valid, 0).tolist() == [[90, 91, 0, 1, 2, 3], [90, 91, 13, 14, 15, 16]]
     assert repeat_ids(policy, ids, valid, 4).tolist() == [[92, 2, 3, 4, 5, 6, 7], [92, 15, 16, 17, 18, 19, 19]]
     assert repeat_ids(policy, ids, valid, 8)[0].tolist() == [92, 6, 7, 8, 9]
+    chat = dataclasses.replace(policy, suffix=(80, 81))  # the authors' order
+    assert repeat_ids(chat, ids, valid, 0)[0].tolist() == [90, 91, 80, 81, 0, 1, 2, 3]
+    assert repeat_ids(chat, ids, valid, 4).tolist() == [
+        [92, 2, 3, 80, 81, 4, 5, 6, 7],
+        [92, 15, 16, 80, 81, 17, 18, 19, 19],
+    ]
 
 
 @pytest.mark.parametrize(

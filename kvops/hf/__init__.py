@@ -77,7 +77,7 @@ from .attention import use_attention
 from .batching import continuous_batching
 from .cache import EvictingLayer, KVCache, LayerStats, Stage
 from .compression import Compression, compress, generate
-from .generation import decode_greedily, lookahead, repeat
+from .generation import decode_greedily, lookahead, repeat, repeat_prompts
 from .requirements import for_model
 from .rope import model_rope
 from .statistics import query_statistics
@@ -97,6 +97,7 @@ __all__ = [
     "lookahead",
     "model_rope",
     "repeat",
+    "repeat_prompts",
     "query_statistics",
     "output_weights",
     "use_attention",

@@ -134,6 +134,37 @@ def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attenti
     cache.stages.append(Stage("decode", _held(cache)))
 
 
+def repeat_prompts(tokenizer: Any) -> dict[str, tuple[int, ...]]:
+    """Return the settings of `kvops.KVzip` that ask a model to repeat its prompt, in the authors' words.
+
+    Args:
+        tokenizer: The model's tokenizer. If it has a chat template, the second reading is an answer: the template says
+            how a user's turn ends and an answer begins.
+
+    Returns:
+        instruction, next_instruction and suffix: `kvops.KVzip(1024, **kvops.hf.repeat_prompts(tokenizer))`.
+
+    Raises:
+        ValueError: The chat template does not contain what a user says.
+
+    Source: KVzip, Kim et al., 2025; code: snu-mllab/KVzip.
+    """
+    suffix = ""
+    if getattr(tokenizer, "chat_template", None):
+        said = "\N{BLACK DIAMOND SUIT}"  # in no template
+        turn = [{"role": "user", "content": said}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        _, found, suffix = text.partition(said)
+        if not found:
+            raise ValueError(f"repeat_prompts: expected a chat template that contains the user's words, got {text!r}")
+    texts = {
+        "instruction": "\n\nRepeat the previous context exactly.",
+        "next_instruction": "\n\nRepeat the part of the previous context exactly, starting with",
+        "suffix": suffix,
+    }
+    return {name: tuple(tokenizer(x, add_special_tokens=False).input_ids) for name, x in texts.items()}
+
+
 def _repeating(layer: EvictingLayer) -> RepeatingCache:
     assert isinstance(layer.cache, RepeatingCache)  # the policy is KVzip
     return layer.cache

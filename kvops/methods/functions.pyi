@@ -601,14 +601,16 @@ def kvzip_compress(
     previous: int = 8,
     instruction: tuple[int, ...] = (),
     next_instruction: tuple[int, ...] = (),
+    suffix: tuple[int, ...] = (),
     **call: Unpack[RepeatCall],
 ) -> Compressed:
     """KVzip: keeps the whole prompt until the model has read it a second time, which shows what the prompt needs.
 
     `kvops.KVzip` with these settings in one call of `compress`, which ignores settings of caches.
 
-    The second reading is in passes, one for each `chunk` of the prompt: an instruction to repeat it, then the chunk's
-    own tokens. The queries of a pass score the chunk's keys in the cache:
+    The second reading is in passes, one for each `chunk` of the prompt: an instruction to repeat it, the tokens before
+    the chunk, the end of the user's turn, then the chunk's own tokens. The queries of a pass score the chunk's keys in
+    the cache:
 
     ```text
     a[i, j] = softmax over j of scale * q_i . k_j      j: the sinks, the chunk, and the tokens of the pass up to i
@@ -648,6 +650,8 @@ def kvzip_compress(
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
         instruction: The token ids of the instruction of the first pass. `kvops.hf` uses the instructions.
         next_instruction: The token ids of the instruction of each later pass.
+        suffix: The token ids between them and the chunk: with a chat model, those that end the user's turn and begin
+            the answer. `kvops.hf.repeat_prompts` makes all three from a tokenizer.
         **call: scale, softcap, sink_logits, starts, lengths, fill_invalid, out, layout, layer, num_layers; see
             `Logits`, `LayerSpans` and `Spans`.
 
@@ -676,6 +680,7 @@ def kvzip_compress_(
     previous: int = 8,
     instruction: tuple[int, ...] = (),
     next_instruction: tuple[int, ...] = (),
+    suffix: tuple[int, ...] = (),
     **call: Unpack[RepeatCall],
 ) -> Compressed:
     """`kvzip_compress` in place: moves the kept slots to the front of k and v, and returns views of them.
@@ -1701,6 +1706,7 @@ def triattention_compress(
     score[i] = max over the group of (S[h, i] - mean_i S[h, i]) / std_i S[h, i]
     ```
 
+    The mean and the std are those of the tokens after the sinks; with protect="prompt", of those after the prompt.
     f: a frequency of RoPE, q_f and k_f: the channels that it rotates, before RoPE, phi_f: the angle between E q_f and
     k_f, t: the next position, p_i: the key's, D: 1, 2, 4, .. up to `max_offset`.
 
@@ -1713,7 +1719,8 @@ def triattention_compress(
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
             -1.
-        sinks: First tokens that are always kept; they count towards the budget.
+        sinks: First tokens that are always kept; they count towards the budget. They are always kept, so their scores
+            do not count in the mean and the std.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
             (`kvops.head_budgets`).

@@ -31,8 +31,9 @@ class RepeatCall(LayerSpans, Logits, total=False):
 class KVzip(QueryPolicy):
     """KVzip: keeps the whole prompt until the model has read it a second time, which shows what the prompt needs.
 
-    The second reading is in passes, one for each `chunk` of the prompt: an instruction to repeat it, then the chunk's
-    own tokens. The queries of a pass score the chunk's keys in the cache:
+    The second reading is in passes, one for each `chunk` of the prompt: an instruction to repeat it, the tokens before
+    the chunk, the end of the user's turn, then the chunk's own tokens. The queries of a pass score the chunk's keys in
+    the cache:
 
     ```text
     a[i, j] = softmax over j of scale * q_i . k_j      j: the sinks, the chunk, and the tokens of the pass up to i
@@ -59,6 +60,8 @@ class KVzip(QueryPolicy):
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
         instruction: The token ids of the instruction of the first pass. `kvops.hf` uses the instructions.
         next_instruction: The token ids of the instruction of each later pass.
+        suffix: The token ids between them and the chunk: with a chat model, those that end the user's turn and begin
+            the answer. `kvops.hf.repeat_prompts` makes all three from a tokenizer.
 
     Source: KVzip, Kim et al., 2025.
     """
@@ -75,11 +78,12 @@ class KVzip(QueryPolicy):
     previous: int = 8
     instruction: tuple[int, ...] = ()
     next_instruction: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
 
     def check(self) -> None:
         check_int(self.name, "chunk", self.chunk, 1)
         check_int(self.name, "previous", self.previous, 0)
-        for name in ("instruction", "next_instruction"):
+        for name in ("instruction", "next_instruction", "suffix"):
             check_token_ids(self.name, name, getattr(self, name))
         super().check()
 
@@ -209,5 +213,7 @@ def repeat_ids(policy: KVzip, ids: Tensor, valid: Tensor, first: int) -> Tensor:
     before = min(policy.previous, first)
     size = min(policy.chunk, int(valid.max()) - first)
     columns = ids.shape[1] - valid[:, None] + torch.arange(first - before, first + size, device=ids.device)
-    told = ids.new_tensor(policy.next_instruction if first else policy.instruction).expand(len(ids), -1)
-    return torch.cat((told, ids.gather(1, columns.clamp(max=ids.shape[1] - 1))), 1)
+    previous, chunk = ids.gather(1, columns.clamp(max=ids.shape[1] - 1)).split([before, size], 1)
+    instruction = policy.next_instruction if first else policy.instruction
+    told, turn = (ids.new_tensor(x).expand(len(ids), -1) for x in (instruction, policy.suffix))
+    return torch.cat((told, previous, turn, chunk), 1)
