@@ -108,11 +108,6 @@ def check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> No
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {shown(value)}")
 
 
-def check_head_mode(op: str, head_mode: str) -> None:
-    """Checks for one of the two head modes that every scoring method has."""
-    check_choice(op, "head_mode", head_mode, ("per_head", "shared"))
-
-
 def check_code(op: str, name: str, value: str, codes: dict[str, int], last: str) -> int:
     """Returns the integer of a name; the name must be one of `codes` up to `last`."""
     code = codes.get(value) if isinstance(value, str) else None
