@@ -69,7 +69,7 @@ def time_layer(
 
     from kvops import H2O
     from kvops._lib import probe_read
-    from kvops.cache.queries import AllQueries, Batch, Remembered
+    from kvops.cache.queries import AllQueries, Batch, LayerMemory
     from kvops.cache.schedule import Schedule
     from kvops.vllm import attention
     from kvops.vllm.cpu_attn import OwnImpl
@@ -114,7 +114,7 @@ def time_layer(
     if scores:
         rule, lengths = H2O(total + 1), torch.full((requests,), total)
         plan = Plan(Schedule(rule), page)
-        memories = [Remembered(cache.shape[:3], plan.kinds, cache.device) for cache in caches]
+        memories = [LayerMemory(cache.shape[:3], plan.kinds, cache.device) for cache in caches]
         for memory in memories:
             memory.slots["scores"].zero_()
         batch = Batch(table, starts[:-1].long(), lengths - new, lengths)

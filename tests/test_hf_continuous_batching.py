@@ -486,14 +486,14 @@ def test_a_rule_that_keeps_other_than_it_says(seen):
 def test_an_attention_that_keeps_its_queries_to_itself(monkeypatch, seen):
     from transformers import AttentionInterface
 
-    from kvops.hf import allocator, handover
+    from kvops.hf import allocator, query_hook
 
-    handover.hand_over()
+    query_hook.pass_queries()
     wrapped = AttentionInterface()["sdpa"]
-    handover.hand_over()
+    query_hook.pass_queries()
     assert AttentionInterface()["sdpa"] is wrapped  # once
     model = make_model()
-    monkeypatch.setattr(allocator, "hand_over", lambda: None)
+    monkeypatch.setattr(allocator, "pass_queries", lambda: None)
     AttentionInterface.register("sdpa", wrapped.__wrapped__)
     try:
         skip_unserved(kvops.SnapKV(24, 8))
@@ -501,7 +501,7 @@ def test_an_attention_that_keeps_its_queries_to_itself(monkeypatch, seen):
             (output,) = model.generate_batch(prompts(60), greedy(), continuous_batching_config=engine()).values()
     finally:
         AttentionInterface.register("sdpa", wrapped)
-    assert "an attention that `kvops.hf.handover` has wrapped" in output.error and not output.generated_tokens
+    assert "an attention that `kvops.hf.query_hook` has wrapped" in output.error and not output.generated_tokens
 
 
 @needs_engine

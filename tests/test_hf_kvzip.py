@@ -9,7 +9,7 @@ import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
 from kvops.hf import KVCache, use_attention  # noqa: E402
 from kvops.methods.kvzip import repeat_ids  # noqa: E402
-from kvops.methods.queries import Watched  # noqa: E402
+from kvops.methods.queries import RecordQueries  # noqa: E402
 from test_hf import make_model, make_prompts  # noqa: E402
 from test_kvzip import assert_kept, pass_scores  # noqa: E402
 from test_methods import fp64  # noqa: E402
@@ -42,7 +42,7 @@ def test_the_kept_tokens_are_those_of_the_formula(kind):
     for first in (0, 25, 50):
         told = repeat_ids(POLICY, ids, torch.tensor([60]), first)
         assert told.shape[1] == (29, 36, 21)[first // 25]
-        plain, _ = prefilled(model, Watched(last=told.shape[1]), torch.cat((ids, told), 1))
+        plain, _ = prefilled(model, RecordQueries(last=told.shape[1]), torch.cat((ids, told), 1))
         for i, layer in enumerate(plain.evicting_layers):
             q, k = layer.cache.last_queries, layer.cache.k
             group = q.shape[1] // k.shape[1]

@@ -286,7 +286,7 @@ class InEngine(Schedule):
         return True
 
     def step(self, counts):
-        from kvops.hf.handover import Handed
+        from kvops.hf.query_hook import AttentionInputs
 
         a, read, write, outs = self.allocator, [], [], []
         for x, t in counts.items():
@@ -303,7 +303,7 @@ class InEngine(Schedule):
         for layer in range(LAYERS):
             parts = [self.live[x][0].tokens(layer, self.live[x][1].seen, t, t) for x, t in counts.items()]
             q, k, v = (torch.cat(x, 1).transpose(0, 1) for x in zip(*parts))
-            a.take(Handed(q, {"scale": D**-0.5}))
+            a.take(AttentionInputs(q, {"scale": D**-0.5}))
             outs.append(a.update(k, v, layer, read, write))
         return outs
 
@@ -393,7 +393,7 @@ class InWorkerAlone(EachHead):
 
 class InWorker(Schedule):
     def __init__(self, policy, block, seed):
-        from kvops.cache.queries import Remembered, observer
+        from kvops.cache.queries import LayerMemory, observer
         from kvops.vllm.plan import Plan
         from kvops.vllm.rings import RequestRings
 
@@ -403,7 +403,7 @@ class InWorker(Schedule):
         self.plan, self.joined = Plan(kvops.cache.schedule.Schedule(policy, block), SIZE), 0
         self.caches = list(torch.empty(LAYERS, BLOCKS, HEADS, SIZE, 2 * D).unbind())
         device = self.caches[0].device
-        self.memories = [Remembered(x.shape[:3], self.plan.kinds, device) for x in self.caches]
+        self.memories = [LayerMemory(x.shape[:3], self.plan.kinds, device) for x in self.caches]
         # One ring per block: requests that wait keep theirs. In vLLM none waits while another joins.
         self.observer = observer(policy, SIZE, RequestRings(BLOCKS, device))
         self.free, self.tables, self.names = list(range(1, BLOCKS)), {}, {}  # block 0 is vLLM's null block
@@ -436,7 +436,7 @@ class InWorker(Schedule):
 
     def step(self, counts):
         from kvops.cache.queries import Batch
-        from kvops.vllm.steps import Held, Step
+        from kvops.vllm.steps import Step, StepSlots
 
         counts = self.cut(counts)
         before, prompts = zip(*((self.live[x][1].seen, self.live[x][1].prompt) for x in counts))
@@ -449,7 +449,7 @@ class InWorker(Schedule):
         batch = Batch(
             table, new.cumsum(0) - new, torch.tensor(before), torch.tensor(after), [*map(self.names.get, counts)]
         )
-        held = Held.of(self.plan, batch, prompts)
+        held = StepSlots.of(self.plan, batch, prompts)
         now = Step.of(self.plan, self.observer, held, batch, prompts)
         at = [(row, n) for row, (s, e) in enumerate(zip(before, after)) for n in range(s, e)]
         slots = held.slots

@@ -385,21 +385,21 @@ def test_layers_with_a_window_beside_evicted_ones(policy, monkeypatch, tmp_path)
 
 def test_scores_of_all_queries_are_a_by_product(monkeypatch):
     """H2O's sums at each eviction are those that a pass of their own computes, which only vLLM's kernel needs."""
-    from kvops.cache.queries import LookOfAll
+    from kvops.cache.queries import FullObservation
 
-    pick, look = kvops.H2O.pick, LookOfAll.__call__
+    pick, observation = kvops.H2O.pick, FullObservation.__call__
     sums, passes = [], []
 
     def watched_pick(rule, scores, view):
         sums.append([row[:, :n].clone() for row, n in zip(scores, view.lengths.tolist())])
         return pick(rule, scores, view)
 
-    def watched_look(self, *args):
+    def watched_observation(self, *args):
         passes.append(sum(len(x.table) for x in self.calls))
-        return look(self, *args)
+        return observation(self, *args)
 
     monkeypatch.setattr(kvops.H2O, "pick", watched_pick)
-    monkeypatch.setattr(LookOfAll, "__call__", watched_look)
+    monkeypatch.setattr(FullObservation, "__call__", watched_observation)
     prompts = [prompt(12345, 0, 1000), prompt(54321, 500, 500), prompt(77777, 900, 560)]
     settings, found = dict(max_num_batched_tokens=256), []
     for own in "01":

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kvops.cache import by_slot
-from kvops.cache.queries import AllQueries, Batch, LastQueries, Remembered, observer
+from kvops.cache.queries import AllQueries, Batch, LastQueries, LayerMemory, observer
 from kvops.cache.schedule import Schedule
 from kvops.methods.view import View
 from kvops.vllm.layouts import Blocks, Rows, Tiles
 from kvops.vllm.plan import Plan
 from kvops.vllm.rings import RequestRings
-from kvops.vllm.steps import Held, Step
+from kvops.vllm.steps import Step, StepSlots
 
 HEADS, GROUP, D, SIZE = 2, 2, 32, 32
 CPU, NONE = torch.device("cpu"), torch.empty(0)
@@ -46,7 +46,7 @@ def batch(rows: list[tuple[int, ...]], requests) -> Batch:
 @kit.examples(100)
 def test_a_move_sees_the_last_queries_before_its_end(window, most, draw):
     """Requests arrive, finish and are preempted; new requests reuse their first blocks; steps have any size."""
-    last, memory = LastQueries(window, RequestRings(most, CPU)), Remembered((9, 1, SIZE), {}, CPU)
+    last, memory = LastQueries(window, RequestRings(most, CPU)), LayerMemory((9, 1, SIZE), {}, CPU)
     living, blocks, names = list[Request](), list(range(most + 1)), iter(range(10**6))
     for _ in range(30):
         for x in [x for x in living if draw.random() < 0.1]:
@@ -67,18 +67,18 @@ def test_a_move_sees_the_last_queries_before_its_end(window, most, draw):
             queries += (query(x.name, x.n + i) for i in range(new))
             ends += ((row, end) for end in range(max(window, x.n + 1), x.n + new + 1) if draw.random() < 0.4)
             x.n += new
-        look = last.step(batch(rows, chosen), ends, NONE, NONE)
-        found = look(memory, torch.stack(queries), KEYS, {})
+        observation = last.step(batch(rows, chosen), ends, NONE, NONE)
+        found = observation(memory, torch.stack(queries), KEYS, {})
         expected = [torch.stack([query(chosen[row].name, p) for p in range(end - window, end)], 1) for row, end in ends]
         assert torch.equal(found, torch.stack(expected)) if ends else found is None
 
 
 def test_as_many_queries_are_remembered_as_requests_live():
-    last, memory = LastQueries(8, RequestRings(3, CPU)), Remembered((9, 1, SIZE), {}, CPU)
+    last, memory = LastQueries(8, RequestRings(3, CPU)), LayerMemory((9, 1, SIZE), {}, CPU)
     requests = [Request(name, 0) for name in range(20)]
     for x in requests:
-        look = last.step(batch([(0, 0, 0, 5)], [x]), [], NONE, NONE)
-        look(memory, torch.zeros(5, 4, D), KEYS, {})
+        observation = last.step(batch([(0, 0, 0, 5)], [x]), [], NONE, NONE)
+        observation(memory, torch.zeros(5, 4, D), KEYS, {})
     assert len(memory.last(0, torch.zeros(0, 4, D))) <= 2 * 3 * 7
     last.step(batch([(0, 0, 5, 9)], requests[-1:]), [(0, 9)], NONE, NONE)
     with kit.refuses("from token 1 on", "those from 5 on", kind=RuntimeError):
@@ -124,7 +124,7 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
     table = torch.full((3, 12), 5, dtype=torch.int32)  # vLLM's tables may hold any block after the request's own
     table[0, :11], table[1, :3], table[2, :2] = pools[:11], pools[11:14], pools[14:16]
     layout = Tiles(cache, isa) if isa else Rows(cache)
-    memory = Remembered(cache.shape[:3], {"scores": torch.float32}, CPU)
+    memory = LayerMemory(cache.shape[:3], {"scores": torch.float32}, CPU)
     memory.slots["scores"].fill_(torch.nan)  # left by earlier requests
     seen = observer(rule, SIZE, RequestRings(3, CPU))
     assert isinstance(seen, AllQueries)
@@ -141,8 +141,8 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
                 for t in range(n[i], n[i] + new[i]):
                     k_rows[table[i, t // SIZE], :, t % SIZE] = k[i, :, t]
             n[i] += new[i]
-        look = seen.step(batch(rows, chosen), [], table[chosen], torch.tensor([n[i] for i in chosen]))
-        assert look(memory, torch.cat(queries), layout.keys, {"scale": scale}) is None
+        observation = seen.step(batch(rows, chosen), [], table[chosen], torch.tensor([n[i] for i in chosen]))
+        assert observation(memory, torch.cat(queries), layout.keys, {"scale": scale}) is None
     for i, length in enumerate(lengths):
         view = View(k[i : i + 1, :, :length], v[i : i + 1, :, :length])
         rule.observe(view, q[i : i + 1, :, :length], None, {"scale": scale})
@@ -179,8 +179,8 @@ def test_a_step_leaves_out_requests_that_no_longer_observe(policy):
         before, after, prompts = torch.tensor(rows).unbind(1)
         new, table = after - before, torch.arange(4 * len(rows), dtype=torch.int32).view(-1, 4)
         now = Batch(table, new.cumsum(0) - new, before, after, rows)
-        step = Step.of(plan, seen, Held.of(plan, now, prompts.tolist()), now, prompts.tolist())
-        return 0 if step is None or step.look is None else len(step.look.new_rows)
+        step = Step.of(plan, seen, StepSlots.of(plan, now, prompts.tolist()), now, prompts.tolist())
+        return 0 if step is None or step.observation is None else len(step.observation.new_rows)
 
     room = seen.room
     assert stored((0, 60, 60)) == min(60, room)

@@ -6,14 +6,14 @@ from torch import Tensor
 
 import kit
 import kvops
-from kvops.cache.queries import Batch, Remembered, observer
+from kvops.cache.queries import Batch, LayerMemory, observer
 from kvops.cache.schedule import Schedule
 from kvops.methods.view import View
 from kvops.vllm import steps
 from kvops.vllm.layouts import Blocks, Layout, Rows, Tiles
 from kvops.vllm.plan import Plan
 from kvops.vllm.rings import RequestRings
-from kvops.vllm.steps import Held, Layer, Step
+from kvops.vllm.steps import Layer, Step, StepSlots
 
 HEADS, GROUP, D, SIZE, BLOCKS, TOKENS = 2, 2, 32, 32, 60, 600
 LAYERS = 3
@@ -81,7 +81,7 @@ def run(plan: Plan, layouts: list[Layout], ends: list[tuple[list[int], list[int]
     q = kit.randn(2, TOKENS, HEADS * GROUP, D, seed=3).to(dtype)
     layers = []
     for i, layout in enumerate(layouts):
-        memory = Remembered(layout.kv_cache.shape[:3], plan.kinds, torch.device("cpu"))
+        memory = LayerMemory(layout.kv_cache.shape[:3], plan.kinds, torch.device("cpu"))
         for pool in memory.slots.values():
             pool.fill_(-1)
         layers.append(Layer(layout, memory, (i, LAYERS), {"scale": D**-0.5}))
@@ -90,7 +90,7 @@ def run(plan: Plan, layouts: list[Layout], ends: list[tuple[list[int], list[int]
         if due is not None:
             due.run(layers)
         now = batch(table.clone(), before, after)
-        held = Held.of(plan, now, PROMPTS)
+        held = StepSlots.of(plan, now, PROMPTS)
         new = [(row, t) for row, (a, b) in enumerate(zip(before, after)) for t in range(a, b)]
         slots = held.slots
         if slots is None:  # vLLM's own
@@ -218,11 +218,11 @@ def test_nothing_is_read_back_from_the_device(policy, shared):
     plan = Plan(Schedule(policy), SIZE, shared)
     cache = torch.empty(BLOCKS, HEADS, SIZE, 2 * D, dtype=torch.bfloat16, device="meta")
     table = torch.empty(2, BLOCKS // 2, dtype=torch.int32, device="meta")
-    memory, evictions = Remembered(cache.shape[:3], plan.kinds, cache.device), 0
+    memory, evictions = LayerMemory(cache.shape[:3], plan.kinds, cache.device), 0
     seen = observer(plan.policy, SIZE, RequestRings(2, cache.device))
     for before, after in steps_of(plan, WANTED):
         now = batch(table, before, after)
-        held = Held.of(plan, now, PROMPTS)
+        held = StepSlots.of(plan, now, PROMPTS)
         assert held.table.device == cache.device and held.lengths.device.type == "cpu"
         step = Step.of(plan, seen, held, now, PROMPTS)
         if step is not None:

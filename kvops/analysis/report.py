@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..bench.markdown import escape
-from ..methods.queries import Watched
+from ..methods.queries import RecordQueries
 from ..methods.registry import policy
 from ..methods.table import METHODS
 from ..window import causal_limits
@@ -83,7 +83,7 @@ def measure_text(model: PreTrainedModel, ids: Tensor, sinks: int) -> Layers:
     from ..hf import KVCache
 
     rows = ids.shape[1] // 4
-    cache = KVCache(model.config, Watched(last=rows + WINDOW))
+    cache = KVCache(model.config, RecordQueries(last=rows + WINDOW))
     model(ids, past_key_values=cache, logits_to_keep=1)
     found = []
     for i, layer in enumerate(cache.layers):

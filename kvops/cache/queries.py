@@ -2,9 +2,9 @@
 
 `LastQueries` observes with the last tokens' queries, `AllQueries` with all queries.
 
-Layers that share a block table share an observer. In each step the observer returns a `Look`, which every layer then
-calls. `Remembered` holds what a layer remembers from one step to the next. A request that is recomputed from its first
-token starts over.
+Layers that share a block table share an observer. In each step the observer returns an `Observation`, which every layer
+then calls. `LayerMemory` holds what a layer remembers from one step to the next. A request that is recomputed from its
+first token starts over.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Batch:
     requests: Sequence[object] = ()
 
 
-def on(device: torch.device, values: Tensor) -> Tensor:
+def to_device(device: torch.device, values: Tensor) -> Tensor:
     """Copy host values to the device without waiting for it."""
     if device.type == "cuda":
         values = values.pin_memory()  # copies from pageable memory may wait for the stream
     return values.to(device, non_blocking=True)
 
 
-class Remembered:
+class LayerMemory:
     """What a layer remembers besides its cache.
 
     Attributes:
@@ -74,7 +74,7 @@ class Remembered:
             by_slot.write(pool, table, values[name].to(pool.dtype))
 
     def last(self, places: int, like: Tensor) -> Tensor:
-        """Return queries of earlier steps, [>= places, Hq, d], where a `Look` wrote them. like: [tokens, Hq, d]."""
+        """Return queries of earlier steps, [>= places, Hq, d], where an `Observation` put them. like: [t, Hq, d]."""
         if self._queries is None or len(self._queries) < places:
             known = like[:0] if self._queries is None else self._queries
             room = max(places, 2 * len(known)) - len(known)
@@ -88,10 +88,10 @@ class Remembered:
             last[dest] = last[source]
 
 
-class Look(Protocol):
+class Observation(Protocol):
     """What each layer does with the queries of a step."""
 
-    def __call__(self, memory: Remembered, query: Tensor, keys: Keys, logits: Mapping[str, Any]) -> Tensor | None:
+    def __call__(self, memory: LayerMemory, query: Tensor, keys: Keys, logits: Mapping[str, Any]) -> Tensor | None:
         """Remember what later steps need, and return the queries that score this step's evictions.
 
         Args:
@@ -114,7 +114,7 @@ class Observer(Protocol):
 
     in_decode: bool
 
-    def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> Look:
+    def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> Observation:
         """Return what all layers do in a step.
 
         Args:
@@ -190,7 +190,7 @@ class LastQueries:
     def __init__(self, window: int, rings: Rings, in_decode: bool = True):
         self.window, self.room, self._rings, self.in_decode = window, window - 1, rings, in_decode
 
-    def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> LookAtLast:
+    def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> WindowObservation:
         device, room = batch.table.device, max(1, self.room)
         asked_first = [(row, max(0, end - self.window)) for row, end in ends]
         ring = self._rings.of(batch, asked_first) if self.room else torch.zeros_like(batch.table[:, 0])
@@ -202,23 +202,23 @@ class LastQueries:
         newest = batch.after[:, None] + torch.arange(-self.room, 0)
         row, column = (newest >= batch.before[:, None]).nonzero(as_tuple=True)
         position = newest[row, column]
-        return LookAtLast(
-            own=None if own.all() else on(device, own),
-            rows=on(device, (first[moving, None] + asked).clamp(min=0)),
-            places=ring[on(device, moving), None] * room + on(device, asked % room),
-            new_rows=on(device, first[row] + position),
-            new_places=ring[on(device, row)] * room + on(device, position % room),
+        return WindowObservation(
+            own=None if own.all() else to_device(device, own),
+            rows=to_device(device, (first[moving, None] + asked).clamp(min=0)),
+            places=ring[to_device(device, moving), None] * room + to_device(device, asked % room),
+            new_rows=to_device(device, first[row] + position),
+            new_places=ring[to_device(device, row)] * room + to_device(device, position % room),
             most=self.room * self._rings.most,
         )
 
-    def copy(self, layers: Sequence[Remembered], source: int, dest: int) -> None:
+    def copy(self, layers: Sequence[LayerMemory], source: int, dest: int) -> None:
         """Copy one request's remembered queries to another. source, dest: their rings."""
         for layer in layers:
             layer.copy_last(*(slice(ring * self.room, (ring + 1) * self.room) for ring in (source, dest)))
 
 
 @dataclass
-class LookAtLast:
+class WindowObservation:
     """A step of `LastQueries`.
 
     Attributes:
@@ -237,7 +237,7 @@ class LookAtLast:
     new_places: Tensor
     most: int
 
-    def __call__(self, memory: Remembered, query: Tensor, keys: Keys, logits: Mapping[str, Any]) -> Tensor | None:
+    def __call__(self, memory: LayerMemory, query: Tensor, keys: Keys, logits: Mapping[str, Any]) -> Tensor | None:
         last, observing = memory.last(self.most, query), None
         if len(self.rows):
             observing = query[self.rows]
@@ -259,7 +259,7 @@ class AllQueries:
     def __init__(self, rule: QueryPolicy, block_size: int):
         self.rule, self.block_size = rule, block_size
 
-    def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> LookOfAll:
+    def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> FullObservation:
         new, calls = batch.after - batch.before, list[Call]()
         for count in new.unique().tolist():
             (same,) = (new == count).nonzero(as_tuple=True)
@@ -267,7 +267,7 @@ class AllQueries:
             calls += (
                 self._call(batch.starts[i], table, i, lengths[i], count) for i in same.split(max(1, PAGES // pages))
             )
-        return LookOfAll(self.rule, calls)
+        return FullObservation(self.rule, calls)
 
     def _call(self, starts: Tensor, table: Tensor, rows: Tensor, lengths: Tensor, count: int) -> Call:
         """Return the call for requests that have `count` new tokens each."""
@@ -275,10 +275,14 @@ class AllQueries:
         columns, slots = torch.arange(pages), torch.arange(pages * self.block_size)
         new, device = torch.arange(count), table.device
         return Call(
-            on(device, starts[:, None] + new),
-            torch.where(on(device, columns * self.block_size < lengths[:, None]), table[on(device, rows), :pages], -1),
-            on(device, (lengths[:, None] - count + 1 + new).int()),
-            on(device, slots < (lengths - count)[:, None, None]),
+            to_device(device, starts[:, None] + new),
+            torch.where(
+                to_device(device, columns * self.block_size < lengths[:, None]),
+                table[to_device(device, rows), :pages],
+                -1,
+            ),
+            to_device(device, (lengths[:, None] - count + 1 + new).int()),
+            to_device(device, slots < (lengths - count)[:, None, None]),
         )
 
 
@@ -292,13 +296,13 @@ class Call(NamedTuple):
 
 
 @dataclass
-class LookOfAll:
+class FullObservation:
     """A step of `AllQueries`."""
 
     rule: QueryPolicy
     calls: list[Call]
 
-    def __call__(self, memory: Remembered, query: Tensor, keys: Keys, logits: Mapping[str, Any]) -> None:
+    def __call__(self, memory: LayerMemory, query: Tensor, keys: Keys, logits: Mapping[str, Any]) -> None:
         for rows, table, visible, known in self.calls:
             scores = self.rule.summed(query[rows].transpose(1, 2), keys(table), visible, None, None, logits)
             assert scores is not None  # there is at least one row

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .. import hf
 from ..eval.reader import Cut, Reader
-from ..eval.stream import Held
-from ..methods.queries import Watched
+from ..eval.stream import CacheSize
+from ..methods.queries import RecordQueries
 from . import MODEL, TEXT
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ def asked(prompts: Sequence[Prompt]) -> Ids:
 
 
 def read(reader: Reader, ids: Ids, rows: int = 0) -> Cut:
-    """Read prompts, int64 [b, n], without eviction; remember the queries of the last `rows` tokens (`Watched`)."""
-    cache = hf.KVCache(reader.model.config, Watched(last=rows))
+    """Read prompts, int64 [b, n], without eviction; remember the queries of the last `rows` tokens."""
+    cache = hf.KVCache(reader.model.config, RecordQueries(last=rows))
     logits = reader.feed(cache, reader.tokens(ids))
-    return Cut(cache, logits, 0.0, *Held.by(cache))
+    return Cut(cache, logits, 0.0, *CacheSize.by(cache))
 
 
 def keep(whole: Cut, slots: Iterable[Tensor] | None = None) -> Cut:
@@ -114,4 +114,4 @@ def keep(whole: Cut, slots: Iterable[Tensor] | None = None) -> Cut:
     cache.layers = [copy.copy(layer) for layer in cache.layers]
     for layer, kept in zip(cache.evicting_layers, slots, strict=True) if slots is not None else ():
         layer.cache.keep(kept)
-    return Cut(cache, whole.logits, 0.0, *Held.by(cache))
+    return Cut(cache, whole.logits, 0.0, *CacheSize.by(cache))

@@ -41,7 +41,7 @@ STYLE = {
 }
 FULL = "#7a7a7a"  # the whole cache, to compare with
 MORE = 1.06  # margin beside the first and last value of a logarithmic axis
-Look = dict[str, Any]
+Style = dict[str, Any]
 
 
 def leading(rows: list[Row], kind: Traits, most: int = MOST) -> list[str]:
@@ -60,10 +60,10 @@ def leading(rows: list[Row], kind: Traits, most: int = MOST) -> list[str]:
     return sorted(ranked[:most], key=method_order)
 
 
-def styles(rows: list[Row], kind: Traits) -> dict[str, Look]:
+def styles(rows: list[Row], kind: Traits) -> dict[str, Style]:
     """Return colour, marker and line of each method that evicts: the leading ones stand out, the others are grey."""
     named = leading(rows, kind)
-    looks: dict[str, Look] = {}
+    looks: dict[str, Style] = {}
     for label in sorted({x.method for x in rows if x.budget is not None}, key=method_order):
         if label in named:
             i = named.index(label)
@@ -74,7 +74,7 @@ def styles(rows: list[Row], kind: Traits) -> dict[str, Look]:
     return looks
 
 
-def in_grey(looks: dict[str, Look]) -> str:
+def in_grey(looks: dict[str, Style]) -> str:
     """Return a caption that lists the grey methods."""
     names = [x for x, look in looks.items() if look["color"] == GREY]
     return "\n".join(textwrap.wrap(f"Grey: {', '.join(names)}", 140)) if names else ""
@@ -380,7 +380,7 @@ def partitions(summary: Summary, path: Path) -> bool:
             for i, ((digits, context), points) in enumerate(sorted(lines.items())):
                 points.sort(key=lambda x: (x[0], x[1].tokens))
                 color = SEVEN[i % len(SEVEN)]
-                look: Look = {"color": color, "marker": MARKERS[i % len(MARKERS)], "markersize": 5, "linewidth": 1.2}
+                look: Style = {"color": color, "marker": MARKERS[i % len(MARKERS)], "markersize": 5, "linewidth": 1.2}
                 y, low, high = np.array([values(row, kind) for _, row in points]).T
                 axis.errorbar([x for x, _ in points], y, (low, high), **look, **bars(look))
                 ends.append((points[-1][0], y[-1], f"{digits} digits,\n{context:,} tokens", color))

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..cache import AttendingCache, Cache
 from ..methods import LagKV, Policy
-from ..methods.queries import Watched
+from ..methods.queries import RecordQueries
 from ..methods.recall_metric import prompt_scores
 from ..window import Pooling
 from .methods import Rule, Unreachable
-from .stream import Held, Stream, stream
+from .stream import CacheSize, Stream, stream
 
 if TYPE_CHECKING:  # bench/peers/ has a reader that runs with an older transformers
     from transformers import PreTrainedModel
@@ -161,7 +161,7 @@ class Reader:
                 raise Unreachable(str(error)) from error
         seconds = self.clock() - begin
         cache.freeze()
-        return Cut(cache, logits, seconds, *Held.by(cache))
+        return Cut(cache, logits, seconds, *CacheSize.by(cache))
 
     @torch.inference_mode()
     def answer(self, cut: Cut, feed: np.ndarray | None, steps: int, stops: bool) -> tuple[np.ndarray, float, int]:
@@ -222,7 +222,7 @@ class Reader:
         key = (prompts.tobytes(), None if feed is None else feed.tobytes(), steps)
         if self._whole is None or self._whole[0] != key:
             self._whole = None  # free its memory first
-            cache = self._cache(Watched(last=steps))
+            cache = self._cache(RecordQueries(last=steps))
             steps_logits = [self.feed(cache, self.tokens(prompts))]
             if feed is not None:
                 steps_logits = [self.feed(cache, self.tokens(feed))]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # see reader.py
     from .. import hf
 
 
-class Held(NamedTuple):
+class CacheSize(NamedTuple):
     """The size of a batch's cache.
 
     Attributes:
@@ -34,7 +34,7 @@ class Held(NamedTuple):
     bytes_full: int
 
     @classmethod
-    def by(cls, cache: hf.KVCache) -> Held:
+    def by(cls, cache: hf.KVCache) -> CacheSize:
         stats = cache.stats()
         if not stats:
             raise Refused("--model: none of its layers has a KV cache")
@@ -54,7 +54,7 @@ class Stream:
     """
 
     losses: np.ndarray
-    held: list[Held]
+    held: list[CacheSize]
     seconds: np.ndarray
     window: int
 
@@ -87,5 +87,5 @@ def stream(model: PreTrainedModel, cache: hf.KVCache, ids: Tensor, window: int, 
         logits = model(chunk, past_key_values=cache).logits
         losses.append(F.cross_entropy(logits.mT.float(), following, reduction="none").cpu())
         seconds.append(time.perf_counter() - begin)
-        held.append(Held.by(cache))
+        held.append(CacheSize.by(cache))
     return Stream(torch.cat(losses, 1).numpy(), held, np.array(seconds), window)

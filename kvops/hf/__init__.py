@@ -49,7 +49,7 @@ Modules:
 - `turns`: what `generate` shows of a conversation
 - `patches`: the two methods of transformers that are wrapped
 - `arguments`: the arguments of calls, and the name of the cache among them
-- `batching`, `allocator`, `handover`: `continuous_batching`
+- `batching`, `allocator`, `query_hook`: `continuous_batching`
 - `architectures`: which models are supported
 
 Nothing else in kvops imports transformers.

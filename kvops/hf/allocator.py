@@ -12,9 +12,9 @@ tokens, a request goes from held(n) to held(n) + q slots, and ends with held(n +
 2. `get_seqlen_k` returns the number of keys, without naming the request: the next one in the scheduler's order.
    `get_write_indices` adds the request to the step. It must be evicted if it would hold more than held(n + q) slots.
 3. `update` runs for each layer. The engine's own `update` returns copies of K and V for the attention. For policies
-   that use queries, `handover` has delivered the layer's queries. After the last layer, all requests that exceed held(n
-   + q) are evicted in all layers: the kept slots move to the front of their blocks, and the blocks after them return to
-   the pool before the engine schedules the next step.
+   that use queries, `query_hook` has delivered the layer's queries. After the last layer, all requests that exceed
+   held(n + q) are evicted in all layers: the kept slots move to the front of their blocks, and the blocks after them
+   return to the pool before the engine schedules the next step.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from ..cache import by_slot
-from ..cache.queries import Batch, LastQueries, Look, Remembered, observer, on
+from ..cache.queries import Batch, LastQueries, LayerMemory, Observation, observer, to_device
 from ..cache.schedule import Schedule
 from ..methods.base import Policy
 from ..methods.queries import QueryPolicy
 from ..methods.select import dense_rows
 from ..methods.view import View
 from ..ops import compact_kv_
-from .handover import Handed, hand_over
+from .query_hook import AttentionInputs, pass_queries
 
 FULL_ATTENTION = "full_attention"
 #: Held while an engine is created, because the registry then holds that engine's allocator.
@@ -167,7 +167,7 @@ class Rings:
                         f"got none of its first {x.before}"
                     )
                 self.join(x.request)
-        return on(self._device, torch.tensor([self._of[x.request] for x in self._step]))
+        return to_device(self._device, torch.tensor([self._of[x.request] for x in self._step]))
 
     def join(self, request: str) -> int:
         """Assign a number to a new request and return it."""
@@ -228,12 +228,12 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         self._observer = observer(self.policy, self.tokens_per_page, self._rings)
         kinds = dict.fromkeys(self.policy.by_slot, torch.float32)
         shape = len(self._k[0]), self.num_key_value_heads, self.tokens_per_page
-        self._remembered = [Remembered(shape, kinds, self.cache_tensor.device) for _ in self.layer_indices]
-        self._handed: Handed | None = None
-        self._look: Look | None = None
+        self._memories = [LayerMemory(shape, kinds, self.cache_tensor.device) for _ in self.layer_indices]
+        self._inputs: AttentionInputs | None = None
+        self._observation: Observation | None = None
         self._observing: list[tuple[Tensor | None, dict[str, Any]]] = []  # by layer
         if self._observer is not None:
-            hand_over()
+            pass_queries()
 
     def _blocks(self) -> Tensor:
         """Return the engine's memory as [all blocks, layers, 2, page, Hk, d]."""
@@ -326,12 +326,12 @@ class EvictingAllocator(FullAttentionCacheAllocator):
             self._positions[dest_request_id] = self._positions[source_request_id]
         source, dest = super().fork_blocks(source_request_id, dest_request_id, past_length)
         ring = self._rings.get(source_request_id)
-        for layer in self._remembered:
+        for layer in self._memories:
             for pool in layer.slots.values():
                 pool[dest] = pool[source]
         if ring is not None:
             assert isinstance(self._observer, LastQueries)  # only this observer assigns rings
-            self._observer.copy(self._remembered, ring, self._rings.join(dest_request_id))
+            self._observer.copy(self._memories, ring, self._rings.join(dest_request_id))
         return source, dest
 
     def update(
@@ -346,9 +346,9 @@ class EvictingAllocator(FullAttentionCacheAllocator):
                 self._step.clear()
         return copies
 
-    def take(self, handed: Handed) -> None:
+    def take(self, inputs: AttentionInputs) -> None:
         """Receive the queries of the layer that is updated next."""
-        self._handed = handed
+        self._inputs = inputs
 
     # ---- eviction ----
 
@@ -358,21 +358,21 @@ class EvictingAllocator(FullAttentionCacheAllocator):
 
     def _observe(self, layer: int) -> None:
         """Let a layer's queries observe, and keep the queries that score this step's evictions."""
-        handed, self._handed = self._handed, None
-        if handed is None:
-            raise _changed("an attention that `kvops.hf.handover` has wrapped", "a layer without queries")
+        inputs, self._inputs = self._inputs, None
+        if inputs is None:
+            raise _changed("an attention that `kvops.hf.query_hook` has wrapped", "a layer without queries")
         if layer == 0:
-            self._look, self._observing = self._looking(), []
-        if self._look is None or len(self._observing) != layer:
+            self._observation, self._observing = self._observation_of_step(), []
+        if self._observation is None or len(self._observing) != layer:
             raise _changed("an `update` for each layer in order", f"one for layer {self.layer_indices[layer]}")
 
         def keys(table: Tensor) -> View:
             return View(self._k[layer], self._v[layer], block_table=table)
 
-        observing = self._look(self._remembered[layer], handed.query, keys, handed.logits)
-        self._observing.append((observing, handed.logits))
+        observing = self._observation(self._memories[layer], inputs.query, keys, inputs.logits)
+        self._observing.append((observing, inputs.logits))
 
-    def _looking(self) -> Look:
+    def _observation_of_step(self) -> Observation:
         assert self._observer is not None
         rows = self._step
         table = self._table(rows)
@@ -394,7 +394,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         table = self._table(rows)
         moved = [
             (pool, by_slot.read(pool, table).gather(2, indices.clamp(min=0)))
-            for layer, indices in zip(self._remembered, kept)
+            for layer, indices in zip(self._memories, kept)
             for pool in layer.slots.values()
         ]
         left = {x.request: positions[:, i, :, : x.keep].clone() for i, x in enumerate(rows)}
@@ -415,8 +415,10 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         device, layers, rows = self.cache_tensor.device, self.pages_per_block, [due[i] for i in own]
         table = self._table(rows)
         with torch.device("cpu"):
-            lengths, keep = on(device, torch.tensor([(x.held, x.keep) for x in rows], dtype=torch.int32).T.contiguous())
-            seen = on(device, torch.tensor([x.n for x in rows]))
+            lengths, keep = to_device(
+                device, torch.tensor([(x.held, x.keep) for x in rows], dtype=torch.int32).T.contiguous()
+            )
+            seen = to_device(device, torch.tensor([x.n for x in rows]))
         positions = torch.stack([self._positions_of(x, table.shape[1] * self.tokens_per_page) for x in rows], 1)
         kept = []
         for i in range(layers):
@@ -425,7 +427,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
             if isinstance(rule, QueryPolicy):
                 observing, logits = self._observing[i]
                 if observing is None:
-                    view.observed = by_slot.read(self._remembered[i].slots["scores"], table)
+                    view.observed = by_slot.read(self._memories[i].slots["scores"], table)
                 else:
                     rows_at = rule.rows_at(rows[0].n, rows[0].prompt)
                     rule.observe(view, observing[own, :, -rows_at:], None, logits)
@@ -454,7 +456,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         width = max(map(len, tables))
         with torch.device("cpu"):  # the host knows these, so nothing waits for a GPU
             table = torch.tensor([x + [-1] * (width - len(x)) for x in tables], dtype=torch.int32)
-        return on(self.cache_tensor.device, table)
+        return to_device(self.cache_tensor.device, table)
 
     def _positions_of(self, x: Row, width: int) -> Tensor:
         """Return the positions of a request's slots, int32 [layers, Hk, width]; entries after them are arbitrary."""

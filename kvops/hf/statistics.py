@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ..files import CALIBRATION
 from ..methods import QueryStatistics
-from ..methods.queries import Watched
+from ..methods.queries import RecordQueries
 from ..methods.statistics import Sums, of_sums, unrotated
 from .arguments import CACHE
 from .attention import implementations, restore, unwrap, use_attention
@@ -50,9 +50,11 @@ def query_statistics(model: PreTrainedModel, ids: Tensor, *, skip: int = 4) -> Q
     try:
         use_attention(model)
         for row in ids.to(inner.device):
-            cache = KVCache(inner.config, Watched(last=len(row)))
+            cache = KVCache(inner.config, RecordQueries(last=len(row)))
             model(row[None], logits_to_keep=1, **{CACHE: cache})
-            layers: list[Any] = [x.cache for x in cache.evicting_layers]  # AttendingCaches, since Watched uses queries
+            layers: list[Any] = [
+                x.cache for x in cache.evicting_layers
+            ]  # AttendingCaches, since RecordQueries uses queries
             sums = sums or [Sums(rope) for _ in layers]
             for total, layer in zip(sums, layers):
                 q = unrotated(layer.last_queries.float(), rope, torch.arange(len(row), device=row.device))

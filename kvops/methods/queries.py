@@ -287,7 +287,7 @@ class ObservedPolicy(DecodePolicy, QueryPolicy):
 
 
 @dataclass(frozen=True, eq=False)
-class Watched(QueryPolicy):
+class RecordQueries(QueryPolicy):
     """A policy that keeps everything, and remembers the queries of the `last` tokens."""
 
     budget: Budget = 1.0

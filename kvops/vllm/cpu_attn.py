@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from ..cache.queries import AllQueries, Batch, LookOfAll
+from ..cache.queries import AllQueries, Batch, FullObservation
 from ..methods.queries import QueryPolicy
 from ..ops import Reduce, window_attention
 from . import attention, cpu_pages
@@ -55,11 +55,11 @@ class OwnBuilder(EvictingBuilder, attention.Builder):
             self._all, self._observer = self._observer, None
 
     def build(self, *args: Any, **options: Any) -> Any:
-        self._look: LookOfAll | None = None  # `_copied` sets it
+        self._observation: FullObservation | None = None  # `_copied` sets it
         metadata = super().build(*args, **options)
         if self._all is not None and self.plan is not None:
             metadata.step = metadata.step or Step(self.plan, None, [])
-            metadata.step.look, metadata.adds_up = self._look, True
+            metadata.step.observation, metadata.adds_up = self._observation, True
         return metadata
 
     def _copied(
@@ -70,7 +70,9 @@ class OwnBuilder(EvictingBuilder, attention.Builder):
                 torch.tensor([x[i + more] for i in requests]) for x, more in ((starts, 0), (starts, 1), (totals, 0))
             )
             table = m.block_table_tensor[requests]
-            self._look = self._all.step(Batch(table, first, lengths - (last - first), lengths), [], table, lengths)
+            self._observation = self._all.step(
+                Batch(table, first, lengths - (last - first), lengths), [], table, lengths
+            )
         return super()._copied(m, starts, totals, requests)
 
 

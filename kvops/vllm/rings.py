@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.queries import Batch, on
+from ..cache.queries import Batch, to_device
 
 
 class _Ring(NamedTuple):
@@ -45,7 +45,7 @@ class RequestRings:
                     f"kvops.vllm: expected the queries of a request from token {position} on to be stored, got those "
                     f"from {rings[row].first} on"
                 )
-        return on(self._device, torch.tensor([x.number for x in rings]))
+        return to_device(self._device, torch.tensor([x.number for x in rings]))
 
     def _free(self) -> int:
         if self.most < self._requests:

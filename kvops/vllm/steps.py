@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..cache import by_slot
-from ..cache.queries import Batch, Look, Observer, Remembered, on
+from ..cache.queries import Batch, LayerMemory, Observation, Observer, to_device
 from ..methods.base import Policy
 from ..methods.queries import QueryPolicy
 from ..methods.select import dense_rows
@@ -30,7 +30,7 @@ from .layouts import Blocks, Layout
 from .plan import Plan, State
 
 
-class Held(NamedTuple):
+class StepSlots(NamedTuple):
     """The blocks and slots that a step's attention reads, and where its tokens are written."""
 
     table: Tensor  # int32 [rows, any] on the device: each request's blocks outside its gaps; the rest is undefined
@@ -38,7 +38,7 @@ class Held(NamedTuple):
     slots: Tensor | None  # int64 [tokens] on the device: each token's slot in the pool; None: as vLLM assigns it
 
     @classmethod
-    def of(cls, plan: Plan, batch: Batch, prompts: Sequence[int]) -> Held:
+    def of(cls, plan: Plan, batch: Batch, prompts: Sequence[int]) -> StepSlots:
         """Compute a step's slots. prompts: the tokens of each request's prompt."""
         before = batch.before.tolist()
         states = [plan.at(n, prompt) for n, prompt in zip(before, prompts)]
@@ -50,24 +50,24 @@ class Held(NamedTuple):
         table = _outside_gaps(plan, states, batch.table, -(-int(lengths.max()) // size))
         row = torch.arange(len(new)).repeat_interleave(new)
         slot = torch.arange(len(row)) - (batch.starts - held)[row]
-        block = table[on(device, row), on(device, slot // size)].long()
-        return cls(table, lengths, block * size + on(device, slot % size))
+        block = table[to_device(device, row), to_device(device, slot // size)].long()
+        return cls(table, lengths, block * size + to_device(device, slot % size))
 
 
 def _outside_gaps(plan: Plan, states: Sequence[State], table: Tensor, width: int) -> Tensor:
     """Return the first `width` blocks outside the gaps of each state. table: [states, any], all blocks."""
     # Columns after a request's last block may hold any block, but must stay inside the table.
     blocks = np.minimum(plan.columns(states, width), table.shape[1] - 1)
-    return table.gather(1, on(table.device, torch.from_numpy(blocks)))
+    return table.gather(1, to_device(table.device, torch.from_numpy(blocks)))
 
 
 class Layer(NamedTuple):
     """A layer of the group."""
 
     layout: Layout
-    memory: Remembered
+    memory: LayerMemory
     place: tuple[int, int]  # the layer's number, and the number of the model's layers
-    logits: Mapping[str, Any]  # how the attention computes its logits, see `Look`
+    logits: Mapping[str, Any]  # how the attention computes its logits, see `Observation`
 
 
 @dataclass
@@ -111,30 +111,30 @@ class Eviction:
             rows: the entries of `due` of which this is. All of them copy what they keep, or none.
         """
         size, device, own = plan.block_size, table.device, [due[i] for i in rows]
-        index = on(device, torch.tensor(rows))
+        index = to_device(device, torch.tensor(rows))
         lengths, n, known, keep = torch.tensor([(x.length, x.n, x.before.kept, x.keep) for x in own]).unbind(1)
         columns, rule = torch.arange(-(-int(lengths.max()) // size)), own[0].rule
         used = columns * size < lengths[:, None]
-        own_table = torch.where(on(device, used), table[index, : len(columns)], -1)
+        own_table = torch.where(to_device(device, used), table[index, : len(columns)], -1)
         positions = None
         if "positions" in plan.kinds:
             slot = torch.arange(len(columns) * size)
             new = slot + (n - lengths)[:, None]
-            positions = on(device, (slot < known[:, None])[:, None]), on(device, new.int()[:, None])
+            positions = to_device(device, (slot < known[:, None])[:, None]), to_device(device, new.int()[:, None])
         places, kept, copies = torch.arange(used.numel()).view(used.shape), columns * size < keep[:, None], None
         if own[0].copies:
             states, there = [plan.at(x.n, x.prompt) for x in own], kept[:, : -(-int(keep.max()) // size)]
             new_table = _outside_gaps(plan, states, all_blocks[index], there.shape[1])
             (filled,) = there.flatten().nonzero(as_tuple=True)
-            new_table = torch.where(on(device, there), new_table, -1)
-            copies = new_table, on(device, filled)
+            new_table = torch.where(to_device(device, there), new_table, -1)
+            copies = new_table, to_device(device, filled)
         return cls(
             rule,
             index,
             Blocks(own_table, places[used], places[kept]),
             copies,
-            on(device, lengths.int()),
-            on(device, n),
+            to_device(device, lengths.int()),
+            to_device(device, n),
             rule.rows_at(own[0].n, own[0].prompt) if isinstance(rule, QueryPolicy) else 0,
             positions,
         )
@@ -221,11 +221,13 @@ class Step:
     """The work after a step's attention."""
 
     plan: Plan
-    look: Look | None  # what the step's queries do: stored for later steps, or used for scores
+    observation: Observation | None  # what the step's queries do: stored for later steps, or used for scores
     evictions: list[Eviction]
 
     @classmethod
-    def of(cls, plan: Plan, observer: Observer | None, held: Held, batch: Batch, prompts: Sequence[int]) -> Step | None:
+    def of(
+        cls, plan: Plan, observer: Observer | None, held: StepSlots, batch: Batch, prompts: Sequence[int]
+    ) -> Step | None:
         """Build the step's work, or return None if there is none.
 
         Args:
@@ -243,15 +245,15 @@ class Step:
                 rule = schedule.rule(before, n, prompt)
                 state = plan.at(before, prompt)
                 due.append(Due(row, rule, state, length, n, prompt, keep, plan.copies(state, before)))
-        device, look = batch.table.device, None
+        device, observation = batch.table.device, None
         observed = batch.after > batch.before
         if observer is not None and not observer.in_decode:
             observed &= batch.before < torch.tensor(prompts)
         if observer is not None and observed.any():
             (live,) = observed.nonzero(as_tuple=True)
             place = dict(zip(live.tolist(), range(len(live))))
-            index = on(device, live)
-            look = observer.step(
+            index = to_device(device, live)
+            observation = observer.step(
                 Batch(
                     batch.table[index],
                     batch.starts[live],
@@ -268,10 +270,10 @@ class Step:
             alike.setdefault((x.rule, x.copies), []).append(i)
         evictions = list[Eviction]()
         if due:
-            moving = on(device, torch.tensor([x.row for x in due]))
+            moving = to_device(device, torch.tensor([x.row for x in due]))
             tables = held.table[moving], batch.table[moving]
             evictions = [Eviction.of(plan, due, *tables, own) for own in alike.values()]
-        return cls(plan, look, evictions) if look or evictions else None
+        return cls(plan, observation, evictions) if observation or evictions else None
 
     def run(self, layers: Sequence[Layer], query: Tensor | None = None) -> None:
         """Run the step's work in some layers, of one shape and dtype.
@@ -281,9 +283,9 @@ class Step:
             query: [tokens, Hq, d], the queries of that layer.
         """
         observing = None
-        if self.look is not None:
+        if self.observation is not None:
             (layer,) = layers
             assert query is not None
-            observing = self.look(layer.memory, query, layer.layout.keys, layer.logits)
+            observing = self.observation(layer.memory, query, layer.layout.keys, layer.logits)
         for eviction in self.evictions:
             eviction.run(layers, observing)

@@ -38,7 +38,7 @@ from vllm.v1.kv_cache_interface import (
     is_quantized_kv_cache,
 )
 
-from ..cache.queries import Batch, Observer, Remembered, observer, on
+from ..cache.queries import Batch, LayerMemory, Observer, observer, to_device
 from ..methods.base import Policy
 from ..methods.queries import QueryPolicy
 from . import settings
@@ -47,7 +47,7 @@ from .plan import Plan, why_not_shared
 from .prompts import Prompts
 from .rings import RequestRings
 from .scheduler import EvictingSpec, plan_of
-from .steps import Held, Layer, Step
+from .steps import Layer, Step, StepSlots
 
 
 class EvictingBuilder(AttentionMetadataBuilder):
@@ -111,7 +111,7 @@ class EvictingBuilder(AttentionMetadataBuilder):
         starts, after = m.query_start_loc_cpu.long(), m.seq_lens_cpu_upper_bound.long()
         prompts, requests = self._prompts.of(m)
         batch = Batch(m.block_table_tensor, starts[:-1], after - starts.diff(), after, requests)
-        held = Held.of(self.plan, batch, prompts)
+        held = StepSlots.of(self.plan, batch, prompts)
         table, lengths = self._buffers(m.block_table_tensor, held)
         if held.slots is not None:
             # The layers write this step's keys and values where this buffer says. vLLM fills it anew for each step.
@@ -129,14 +129,14 @@ class EvictingBuilder(AttentionMetadataBuilder):
         metadata.step, self._due = (None, step) if self._between else (step, None)
         return metadata
 
-    def _buffers(self, table: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+    def _buffers(self, table: Tensor, held: StepSlots) -> tuple[Tensor, Tensor]:
         """Return the blocks and slots that are held, in the builder's buffers. table: the engine's."""
         assert self.plan is not None
         rows, width = len(held.lengths), -(-int(held.lengths.max()) // self.plan.block_size)
         if self._table is None:
             self._table = table.new_zeros(len(self._lengths), table.shape[1])
         self._table[:rows, :width] = held.table[:, :width]
-        self._lengths[:rows] = on(self._lengths.device, held.lengths.int())
+        self._lengths[:rows] = to_device(self._lengths.device, held.lengths.int())
         return self._table[:rows], self._lengths[:rows]
 
     def _evict(self, step: Step) -> None:
@@ -163,7 +163,7 @@ class EvictingImpl(AttentionImpl):
             bool(config.cache_config.enable_prefix_caching and schedule and not why_not_shared(schedule)),
         )
         self._num_layers: int = config.model_config.hf_text_config.num_hidden_layers
-        self._memory: Remembered | None = None
+        self._memory: LayerMemory | None = None
 
     def layout(self, layer: Any, kv_cache: Tensor) -> Layout:
         """Return how the backend stores the layer's cache."""
@@ -194,10 +194,10 @@ class EvictingImpl(AttentionImpl):
         place = extract_layer_index(layer.layer_name), self._num_layers
         return Layer(self.layout(layer, kv_cache), self.memory(plan, kv_cache), place, self._logits(plan.policy))
 
-    def memory(self, plan: Plan, kv_cache: Tensor) -> Remembered:
+    def memory(self, plan: Plan, kv_cache: Tensor) -> LayerMemory:
         """Return what the layer remembers besides its cache."""
         if self._memory is None or self._memory.num_blocks != len(kv_cache):
-            self._memory = Remembered(kv_cache.shape[:3], plan.kinds, kv_cache.device)
+            self._memory = LayerMemory(kv_cache.shape[:3], plan.kinds, kv_cache.device)
         return self._memory
 
     def _logits(self, rule: Policy) -> dict[str, Any]:

@@ -20,20 +20,20 @@ ATTENTIONS = ("sdpa", "paged|eager", "paged|sdpa")  # the last one exists up to 
 _lock = threading.Lock()
 
 
-class Handed(NamedTuple):
+class AttentionInputs(NamedTuple):
     """What a layer attends with."""
 
     query: Tensor  # [tokens, Hq, d], for all requests of the step
     logits: dict[str, Any]  # see `kvops.methods.queries.Logits`
 
 
-def hand_over() -> None:
+def pass_queries() -> None:
     """Wrap the engine's attention functions, so that allocators with a `take` method get the queries."""
     with _lock:
         known = AttentionInterface()
         for name in ATTENTIONS:
             attention = known.get(name)
-            if attention is not None and not hasattr(attention, "hands_over"):
+            if attention is not None and not hasattr(attention, "passes_queries"):
                 AttentionInterface.register(name, _wrapped(attention))
 
 
@@ -48,8 +48,8 @@ def _wrapped(attention: Callable[..., Any]) -> Callable[..., Any]:
                 logits: dict[str, Any] = {"scale": kwargs.get("scaling")}
                 if (sinks := getattr(module, "sinks", None)) is not None:
                     logits["sink_logits"] = sinks.detach().float()
-                take(Handed(query[0].transpose(0, 1), logits))
+                take(AttentionInputs(query[0].transpose(0, 1), logits))
         return attention(module, query, *args, **kwargs)
 
-    vars(with_queries)["hands_over"] = True
+    vars(with_queries)["passes_queries"] = True
     return with_queries
