@@ -2,7 +2,6 @@
 
 import gc
 import os
-import zlib
 
 import pytest
 import setuptools  # noqa: F401  # before anything imports distutils: torch.compile needs setuptools' version
@@ -46,11 +45,9 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     items.sort(key=in_simulator)  # last, because their results arrive last
     if share := config.getoption("share"):
-        chosen, shares = map(int, share.split("/"))
-        assert 0 <= chosen < shares, f"--share must be I/N with I from 0 to N - 1, got {share}"
         parts = [[], []]
-        for x in items:  # by a hash: every N-th would always be of the same dtype
-            parts[zlib.crc32(f"{x.path.name}::{x.name}".encode()) % shares == chosen].append(x)
+        for x in items:
+            parts[kit.in_share(f"{x.path.name}::{x.name}", share)].append(x)
         left_out, items[:] = parts
         config.hook.pytest_deselected(items=left_out)
 

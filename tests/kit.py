@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -33,9 +34,20 @@ BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
 HEAD_DIMS = (40, 64, 80, 96, 128, 192, 256)
 LAYOUTS = ("bhnd", "bnhd", "slice")
 REDUCES, GROUP_REDUCES = ("sum", "mean", "max"), ("sum", "mean", "max", "none")  # options of the window operators
-#: Options of a pytest that runs tests again: in another build, or with other packages. See --share in conftest.py.
-SHARE = ["--share", os.environ["KVOPS_SHARE"]] if os.environ.get("KVOPS_SHARE") else []
+#: "I/N": what runs tests again, in another build or with other packages, runs share I of N (0 to N - 1) of them.
+SHARE = os.environ.get("KVOPS_SHARE", "")
+#: Options of a pytest that runs tests again.
+RERUN = ["--share", SHARE] if SHARE else []
 GPUS = ("small", "a100", "h200", "b200")  # GPUs the simulator can model, chosen by CUDASIM_DEVICE
+
+
+def in_share(name: str, share: str = SHARE) -> bool:
+    """Return whether a test is in a share of all, by a hash of its name: every N-th would always be of one dtype."""
+    if not share:
+        return True
+    chosen, shares = map(int, share.split("/"))
+    assert 0 <= chosen < shares, f"a share must be I/N with I from 0 to N - 1, got {share}"
+    return zlib.crc32(name.encode()) % shares == chosen
 
 
 def simulated_operators() -> list[str]:

@@ -586,7 +586,7 @@ def test_the_oldest_and_the_newest_transformers(which):
     assert subprocess.run(version, **options).stdout.strip() == expected
     tests = sorted(str(x) for x in Path(__file__).parent.glob("test_hf*.py") if "continuous" not in x.stem)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", f"not ({' or '.join(ALIKE)})"]
-    done = subprocess.run([*command, *kit.SHARE, *tests], **options)
+    done = subprocess.run([*command, *kit.RERUN, *tests], **options)
     assert done.returncode == 0, done.stdout
 
 

@@ -184,7 +184,7 @@ def test_lower_levels_pass_the_operators_tests(level):
     # Names of files and of calls. All levels compute offsets, divide work among threads, and find pages alike.
     alike = "opcheck or compile or offsets_beyond or repeatable or long_requests"
     selected = f"not ({alike}) and ({' or '.join(tested)})"
-    command = [sys.executable, "-m", "pytest", "-q", "-k", selected, "-p", "no:cacheprovider", *kit.SHARE, *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-k", selected, "-p", "no:cacheprovider", *kit.RERUN, *files]
     run = subprocess.run(command, env={**os.environ, "KVOPS_ISA": level}, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:]
 

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+import kit
 import traffic
 from test_cudasim import CXX, HERE, cuda_include, needs_headers
 from test_simulated import build
@@ -137,12 +138,15 @@ def test_traffic(counted, call):
     assert call.why or call.dram <= 1.05, "reading more than once needs a reason"
 
 
+IN_PAGES = [x for x in traffic.paged_calls() if kit.in_share(x.name)]
+
+
 @pytest.fixture(scope="module")
 def counted_in_pages():
-    return {x.call: x for x in traffic.measured(library(), traffic.paged_calls())}
+    return {x.call: x for x in traffic.measured(library(), IN_PAGES)}
 
 
-@pytest.mark.parametrize("call", traffic.paged_calls(), ids=lambda x: x.name)
+@pytest.mark.parametrize("call", IN_PAGES, ids=lambda x: x.name)
 def test_pages_cost_little_traffic(counted, counted_in_pages, call):
     """The table is small, and stays in L1 or L2."""
     paged, dense = counted_in_pages[call], counted[call._replace(page=0).name]
