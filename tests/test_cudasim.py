@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-CXX = os.environ.get("CXX", "c++").split()
+CXX = [*filter(shutil.which, ["ccache"]), *os.environ.get("CXX", "c++").split()]
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 RUNTIMES = {x: f"cudasim/cudasim_{x}.cpp" for x in ("traffic", "memory")}  # in place of ThreadSanitizer's
 
