@@ -1,7 +1,7 @@
 # make demo          evict a small model's cache: what each method recalls, in a minute or two from a fresh clone
 # make serve-demo    a real model in vLLM, in a pool that is too small, with and without eviction: throughput and answers
 # make test          the tests, without those that take long and rarely find more
-# make test-all      all tests, in two parts: make test-simulated: the CUDA kernels in the simulator; make test-others
+# make test-all      all tests, in three parts: make test-simulated: the CUDA kernels in the simulator; test-hf; test-others
 # make test-engines  the tests of vLLM and lm-eval-harness; make sanitize: those of the operators, with sanitizers
 # make bench         time the operators
 # make eval          compare methods on tasks
@@ -35,13 +35,13 @@ STAMPS := $(VENV)/stamps
 PIP := $(PY) -m pip install --disable-pip-version-check
 QUIET := $(if $(CI),-qq)
 # The CUDA kernels take minutes to compile, and without a GPU only their tests and wheels use them.
-export KVOPS_CUDA ?= $(if $(filter test-all test-simulated test-others wheel,$(MAKECMDGOALS)),auto,gpu)
+export KVOPS_CUDA ?= $(if $(filter test-all test-simulated test-hf test-others wheel,$(MAKECMDGOALS)),auto,gpu)
 BUILT := $(file <$(STAMPS)/kvops)
 # A demo runs the instruction-set level of this machine alone. A build of all levels has it too.
 export KVOPS_LEVELS ?= $(if $(filter-out demo serve-demo help,$(or $(MAKECMDGOALS),demo))$(filter all,$(BUILT)),all,native)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo help serve-demo build test test-all test-simulated test-others test-engines bench eval functions lint sanitize wheel smoke gpu gpu-more FORCE
+.PHONY: demo help serve-demo build test test-all test-simulated test-hf test-others test-engines bench eval functions lint sanitize wheel smoke gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
@@ -65,13 +65,18 @@ test: $(STAMPS)/kvops $(STAMPS)/dev
 test-all: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS)/transformers-$(NEWEST)
 	@$(PY) -m pytest -m "" $(ARGS)
 
-# Its two parts, which share no build folder, so .ci/run runs them at once. The first makes the simulator's builds.
+# Its three parts, which share no build folder, so .ci/run runs them at once. The first makes the simulator's builds; the second
+# is for transformers, three versions of it.
 SIMULATED := tests/test_simulated.py tests/test_traffic.py
+HF := $(wildcard tests/test_hf*.py)
 test-simulated: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m pytest -m "" -p no:cacheprovider $(ARGS) $(SIMULATED)
 
-test-others: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS)/transformers-$(NEWEST)
-	@$(PY) -m pytest -m "" $(ARGS) $(addprefix --ignore=,$(SIMULATED))
+test-hf: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS)/transformers-$(NEWEST)
+	@$(PY) -m pytest -m "" -p no:cacheprovider $(ARGS) $(HF)
+
+test-others: $(STAMPS)/kvops $(STAMPS)/dev
+	@$(PY) -m pytest -m "" $(ARGS) $(addprefix --ignore=,$(SIMULATED) $(HF))
 
 # The tests that need vLLM or lm-eval-harness, in an environment of their own, .venv/engines: gigabytes, minutes. With one
 # thread, since small models run slower with several; test_vllm_attention.py sets its own number.
