@@ -279,7 +279,7 @@ def test_the_weights_are_what_the_module_computes(wrapper, dtype, monkeypatch):
     again = kvops.hf.output_weights(model)
     assert len(calls) == 1 and all(map(torch.equal, again, weights))  # the projection is recognized
     hook.remove()
-    monkeypatch.setattr(kvops.hf.weights, "_CHUNK", 5 * 64)
+    monkeypatch.setattr(kvops.linear, "_CHUNK", 5 * 64)
     monkeypatch.setattr(kvops.hf.weights, "_known", {})
     for x, y in zip(kvops.hf.output_weights(model), weights):  # products of fewer rows at a time may round otherwise
         torch.testing.assert_close(x, y, **close)

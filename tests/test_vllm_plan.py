@@ -133,7 +133,7 @@ class LooksAtQueries(kvops.KeyDiff):
     "policy, parts",
     [
         (kvops.LAQ(64), ("LAQ", "no stage of its own")),
-        (kvops.CriticalKV(64), ("CriticalKV", "packs the weights of the output projections")),
+        (kvops.CriticalKV(64, head_mode="adaptive"), ("CriticalKV", "same number of tokens")),
         (kvops.KVzip(64), ("KVzip", "no stage of its own")),
         (kvops.LaCache(64), ("LaCache", "slots from its tokens")),
         (kvops.Full(), ("Full", "slots from its tokens")),

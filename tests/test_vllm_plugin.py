@@ -134,9 +134,10 @@ def reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODEL) -
 
 def run_reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODEL, chunk=None):
     """Return the generated tokens and the cache after them. chunk: of the prompt; None: all of it."""
-    from kvops.hf import KVCache, use_attention
+    from kvops.hf import KVCache, for_model, use_attention
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    policy = for_model(policy, model)
     if policy.uses_queries:
         use_attention(model)
     cache, out = KVCache(model.config, policy), []
@@ -180,6 +181,7 @@ POLICIES = [
     ("satkv:budget=256,buffer=32", kvops.SATKV(256, buffer=32)),
     ("snapkv:budget=100,window=48", kvops.SnapKV(100, 48)),  # a window longer than a block
     ("chunkkv:budget=256", kvops.ChunkKV(256)),
+    ("criticalkv:budget=100,window=8", kvops.CriticalKV(100, window=8)),  # its weights are those of the model
     (
         "protokv:budget=250,buffer=32,num_chunks=16,num_sats=8",
         kvops.ProtoKV(250, buffer=32, num_chunks=16, num_sats=8),
@@ -451,6 +453,7 @@ SHARING = [
     ("r-kv:budget=250,buffer=32", kvops.RKV(250, buffer=32)),
     ("tova:budget=250", kvops.TOVA(250)),
     ("chunkkv:budget=256", kvops.ChunkKV(256)),
+    ("criticalkv:budget=100,window=8", kvops.CriticalKV(100, window=8)),  # its weights are those of the model
     ("random:budget=5,seed=3,protect=prompt,buffer=5", kvops.Random(5, seed=3, protect="prompt", buffer=5)),
 ]
 
@@ -760,6 +763,36 @@ def test_parallelism_that_is_refused(name, spec, monkeypatch):
     parallel = {f"{x}_parallel_size": 1 for x in ones} | {"use_ubatching": False, "num_ubatches": 2, name: 2}
     with kit.refuses(name, "got 2", kind=NotImplementedError):
         _check_config(SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=None))
+
+
+def test_adapters_are_refused_where_the_policy_reads_weights(monkeypatch):
+    from kvops.vllm.worker import _check_config
+
+    ones = {f"{x}_parallel_size": 1 for x in ("tensor", "pipeline", "decode_context", "prefill_context")}
+    parallel = SimpleNamespace(**ones, use_ubatching=False)
+    monkeypatch.setenv("KVOPS_VLLM", "criticalkv:budget=100")
+    with kit.refuses("enable_lora to be False for CriticalKV", "got True", kind=NotImplementedError):
+        _check_config(SimpleNamespace(parallel_config=parallel, model_config=None, lora_config=object()))
+
+
+def test_weights_are_read_from_packed_projections(monkeypatch):
+    """In bf16 vLLM's CPU build packs them and frees the originals."""
+    from kvops.vllm import worker
+
+    with_weights, plans = worker.with_weights, []
+    monkeypatch.setattr(worker, "with_weights", lambda *args: plans.append(with_weights(*args)) or plans[-1])
+    with engine("criticalkv:budget=100,window=8", dtype="bfloat16") as (llm, _):
+        (sizes,) = llm.apply_model(_projection_sizes)
+        generate(llm, [prompt(58291740, 0, 700)])
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+    expected = [x.self_attn.o_proj.weight for x in model.model.layers]
+    assert [len(x.policy.w_o) for x in plans] == [len(expected)] and sizes == [0] * len(expected)
+    for own, weight in zip(plans[0].policy.w_o, expected):
+        assert torch.equal(own, weight)
+
+
+def _projection_sizes(model) -> list[int]:
+    return [x.weight.numel() for name, x in model.named_modules() if name.endswith("o_proj")]
 
 
 def test_masks_of_image_tokens_are_refused():

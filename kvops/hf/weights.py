@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..linear import linear_weights
 from ..methods import Full
 from .cache import EvictingLayer, KVCache
 
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "Wo")  # what models call the output projection
-TOLERANCE = 0.05  # of the norm of a product: quantizing activations to 8 bits changes it by 1 to 3 %
-_CHUNK = 1 << 22  # elements of the unit vectors, or of their products, that are in memory at a time
 _FEW = 4  # random vectors by which a projection is recognized
-_BIASED = 64.0  # the length of the vectors where there is a bias, which would drown small weights
 
 
 def output_weights(model: PreTrainedModel) -> tuple[Tensor, ...]:
@@ -101,7 +99,7 @@ def _weights(projection: nn.Module, layer: int, config: PreTrainedConfig, dtype:
         if (own := _own(weight, bias, random, some)) is not None:
             return own
         if (known := _known.get(projection)) is None or not _same(known[0], some):
-            known = _known[projection] = some, _asked(products, random, some)
+            known = _known[projection] = some, linear_weights(products, random, some)
         return known[1]
     except torch.OutOfMemoryError:
         raise
@@ -172,27 +170,3 @@ def _own(weight: object, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor | 
         if _same(linear(x, w, bias), y) or (bias is not None and _same(linear(x, w) + bias, y)):
             return w.contiguous()
     return None
-
-
-def _asked(products: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """Return the products of unit vectors as weights, [hidden, width], after checking that they explain y.
-
-    x, y: random vectors and their products.
-    """
-    width, wide = x.shape[-1], torch.promote_types(y.dtype, torch.float32)
-    zero = products(torch.zeros_like(x[:, :1]))[0].to(wide)  # the bias
-    size = _BIASED if zero.any() else 1.0
-    weights = torch.empty(y.shape[-1], width, dtype=y.dtype, device=y.device)
-    rows = max(1, _CHUNK // max(weights.shape))
-    for first in range(0, width, rows):
-        unit = torch.zeros(1, min(rows, width - first), width, dtype=x.dtype, device=x.device)
-        unit[0].diagonal(first).fill_(size)
-        weights[:, first : first + unit.shape[1]] = ((products(unit)[0].to(wide) - zero) / size).mT
-    there = y[0].to(wide) - zero
-    error = (linear(x[0].to(y.dtype), weights).to(wide) - there).norm(dim=-1) / there.norm(dim=-1).clamp(min=1e-30)
-    if not (error <= TOLERANCE).all():  # NaN is not
-        raise ValueError(
-            f"its products with random vectors differ from those with its weights by {float(error.max()):.1%} of their "
-            f"norm, expected at most {TOLERANCE:.0%}"
-        )
-    return weights

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -201,11 +201,6 @@ def check(policy: Policy) -> None:
             f"{name}: kvops.vllm does not support it, because vLLM runs no stage of its own before an eviction, got "
             f"{policy!r}; use another policy, such as SnapKV"
         )
-    if isinstance(policy, CriticalKV):
-        raise ValueError(
-            f"{name}: kvops.vllm does not support it, because vLLM's CPU build packs the weights of the output "
-            f"projections, which it needs, for its kernels, got {policy!r}; use another policy, such as SnapKV"
-        )
     if not isinstance(policy, (LagKV, BudgetPolicy)):
         raise ValueError(
             f"{name}: kvops.vllm counts a request's slots from its tokens, expected a policy that keeps the highest "
@@ -226,4 +221,6 @@ def check(policy: Policy) -> None:
             f"{name}: vLLM has one block table for all layers, expected a policy that keeps equally many tokens in "
             f"each layer, got {policy!r}"
         )
+    if isinstance(policy, CriticalKV):  # a worker takes the weights from its model, see `weights`
+        policy = replace(policy, w_o=torch.empty(0, 0))
     policy.check_cache(0, 1)

@@ -95,9 +95,10 @@ def register() -> None:
     if not evict:
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.attention.Backend")
         return
-    from . import scheduler
+    from . import scheduler, weights
 
     scheduler.register()
+    weights.watch()
     for backend in AttentionBackendEnum:
         if backend.name in served:
             name = "OwnBackend" if own else "Backend"

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
@@ -40,6 +40,7 @@ from vllm.v1.kv_cache_interface import (
 
 from ..cache.queries import Batch, LayerMemory, Observer, observer, to_device
 from ..methods.base import Policy
+from ..methods.criticalkv import CriticalKV
 from ..methods.queries import QueryPolicy
 from . import settings
 from .layouts import Layout, Rows
@@ -48,6 +49,7 @@ from .prompts import Prompts
 from .rings import RequestRings
 from .scheduler import EvictingSpec, plan_of
 from .steps import Layer, Step, StepSlots
+from .weights import with_weights
 
 
 class EvictingBuilder(AttentionMetadataBuilder):
@@ -64,7 +66,9 @@ class EvictingBuilder(AttentionMetadataBuilder):
         self._due: Step | None = None  # the last step, if it is still to evict
         if isinstance(kv_cache_spec, EvictingSpec):
             self.check_group()
-            self.plan = plan_of(kv_cache_spec)
+            layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names).values()
+            model = vllm_config.model_config
+            self.plan = with_weights(plan_of(kv_cache_spec), layers, _num_layers(model), model.dtype)
             if Prompts.current is None:
                 raise RuntimeError(
                     "kvops.vllm: expected vLLM to have loaded the logits processor kvops.vllm.prompts:Prompts, which "
@@ -162,7 +166,7 @@ class EvictingImpl(AttentionImpl):
             config.max_in_flight_tokens,
             bool(config.cache_config.enable_prefix_caching and schedule and not why_not_shared(schedule)),
         )
-        self._num_layers: int = config.model_config.hf_text_config.num_hidden_layers
+        self._num_layers = _num_layers(config.model_config)
         self._memory: LayerMemory | None = None
 
     def layout(self, layer: Any, kv_cache: Tensor) -> Layout:
@@ -231,6 +235,10 @@ class EvictingBackend(AttentionBackend):
         return EvictingSpec(**own, **cls.limits._asdict())
 
 
+def _num_layers(model: ModelConfig) -> int:
+    return int(model.hf_text_config.num_hidden_layers)
+
+
 def between_steps(config: VllmConfig) -> bool:
     """Return whether layers evict between steps. Otherwise each evicts after its attention.
 
@@ -263,6 +271,8 @@ def _check_config(config: VllmConfig) -> None:
         refuse(
             "tensor_parallel_size", f"1 for {schedule.policy!r}, which reads all heads", parallel.tensor_parallel_size
         )
+    if schedule is not None and isinstance(schedule.policy, CriticalKV) and config.lora_config is not None:
+        refuse("enable_lora", f"False for {schedule.policy!r}, which reads the weights without adapters", True)
     if config.speculative_config is not None:
         refuse("speculative_config", None, config.speculative_config.method)
     if config.kv_transfer_config is not None:

@@ -1,0 +1,74 @@
+"""The weights of a model's output projections, which CriticalKV reads.
+
+vLLM packs weights for its kernels and frees the originals, or has them quantized. Unit vectors are therefore passed
+through each projection, once, when the engine has loaded its model: their products are the weights that it applies. An
+attention layer does not know the module that it belongs to. PyTorch's hook for new submodules tells it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.models.utils import extract_layer_index
+
+from ..linear import linear_weights
+from ..methods.criticalkv import CriticalKV
+from .plan import Plan
+
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+@cache
+def watch() -> None:
+    """From now on, note to which module each of vLLM's attention layers belongs."""
+    register_module_module_registration_hook(_note)
+
+
+def _note(owner: nn.Module, name: str, layer: nn.Module | None) -> None:
+    if layer is not None and hasattr(layer, "impl"):
+        _owners[layer] = weakref.ref(owner)
+
+
+def with_weights(plan: Plan, layers: Iterable[Any], num_layers: int, dtype: torch.dtype) -> Plan:
+    """Return the plan, its policy with the weights of these attention layers if it needs them.
+
+    With tensor parallelism they are those of this worker's heads. dtype: of the model.
+    """
+    policy = plan.policy
+    if not isinstance(policy, CriticalKV):
+        return plan
+    w_o = [torch.empty(0, 0)] * num_layers  # of layers that do not evict
+    for layer in layers:
+        w_o[extract_layer_index(layer.layer_name)] = _output_weights(layer, dtype)
+    return replace(plan, schedule=replace(plan.schedule, policy=replace(policy, w_o=w_o)))
+
+
+@torch.no_grad()
+def _output_weights(layer: Any, dtype: torch.dtype) -> Tensor:
+    """Return what the projection behind an attention layer computes, [hidden, Hq * dv]."""
+    owner, width = _owners[layer](), layer.num_heads * layer.head_size_v
+    children = [] if owner is None else owner.children()
+    found = [x for x in children if isinstance(x, RowParallelLinear) and x.input_size_per_partition == width]
+    if len(found) != 1:
+        raise NotImplementedError(
+            f"CriticalKV: expected one RowParallelLinear of {width} inputs, the output projection, beside "
+            f"{layer.layer_name} in {type(owner).__name__}, got {len(found)}; use another policy, such as SnapKV"
+        )
+    (projection,) = found
+
+    def products(x: Tensor) -> Tensor:
+        out: Tensor = projection.quant_method.apply(projection, x.squeeze(0))  # without bias, and of this worker alone
+        return out[None]
+
+    device = next((x.device for x in projection.parameters()), torch.device("cpu"))
+    numbers = torch.Generator().manual_seed(0)
+    some = torch.randn(1, 4, width, generator=numbers).to(device, dtype)
+    return linear_weights(products, some, products(some))
