@@ -73,7 +73,7 @@ struct Block {
 // A block of keys in place. Addresses of paged keys are looked up once, into `rows`.
 inline Block block_of(const HeadRows& head, int64_t first, int64_t count, const char** rows) {
   Block block{first, static_cast<int>(count), nullptr, head.stride_n};
-  if (!head.pages) {
+  if (head.strided(first, count)) {
     block.data = head.row(first);
     return block;
   }

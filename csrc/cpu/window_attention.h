@@ -136,7 +136,8 @@ void attend_decode(const WindowAttentionParams& p, const Workers& workers) {
   float* const stats = workers.workspace + workers.count * sizes.worker;
   float* const outs = stats + sizes.items * sizes.stats;
   float* const kept = outs + sizes.items * sizes.out;
-  const int64_t width = row_shape<T>(p.v.row_bytes).registers() * kStep<T>;
+  const RowShape of_v = row_shape<T>(p.v.row_bytes);
+  const int64_t width = of_v.registers() * kStep<T>;
   for_parts<Worker>(p.window, p.dv, workers, [&](Worker& worker, int64_t item, Share part) {
     worker.first_pass(item % sizes.splits, part, &p.v, stats + item * sizes.stats,
                       sizes.logits ? kept + item * sizes.logits : nullptr, outs + item * sizes.out);
@@ -158,12 +159,13 @@ void attend_decode(const WindowAttentionParams& p, const Workers& workers) {
         const F x = exp(load(stats + (head + s) * sizes.stats + lane) - all.base) / all.total;
         share[s] = x[i];
       }
-      T* const to = reinterpret_cast<T*>(p.out) + row * p.dv;
-      for (int64_t c = 0; c < p.dv; ++c) {
-        float x = 0.0f;
+      for (int c = 0; c < of_v.registers(); ++c) {
+        F x[kVecs<T>] = {};
         for (int64_t s = 0; any && s < sizes.splits; ++s)
-          x += outs[(head + s) * sizes.out + g * width + channel_slot<T>(c)] * share[s];
-        from_float(x, to + c);
+          for (int j = 0; j < kVecs<T>; ++j)
+            x[j] += load(outs + (head + s) * sizes.out + g * width + (c * kVecs<T> + j) * VL) * share[s];
+        const U bits = narrow(x, static_cast<const T*>(nullptr));
+        memcpy(p.out + row * p.v.row_bytes + c * VB, &bits, c < of_v.full ? VB : of_v.part);
       }
     }
   });

@@ -61,7 +61,7 @@ struct DecodeWorker {
   const int64_t width;  // of a packed query
   float *q, *tile, *turns, *wide_keys, *wide_values;
   F offset[kUnitVectors], factor[kUnitVectors], sink[kUnitVectors];
-  int64_t head = -1, first = 0, last = 0;
+  int64_t head = -1, packed = -1, first = 0, last = 0;
   float weight = 0;
 
   DecodeWorker(const Window& p_, int64_t dv, float* memory)
@@ -72,9 +72,6 @@ struct DecodeWorker {
     wide_keys = turns + sizes.turned;
     wide_values = wide_keys + sizes.wide_keys;
   }
-
-  // How many times as long a row is in `p` as in memory: fp8 rows are widened block by block.
-  int64_t widening() const { return p.stored == p.dtype ? 1 : 2; }
 
   bool of_max() const { return p.group_reduce == Reduce::max; }
 
@@ -93,23 +90,41 @@ struct DecodeWorker {
     first = p.first(b);
     last = p.limit(b, 0);
     weight = p.group_reduce == Reduce::mean ? 1.0f / static_cast<float>(p.group) : 1.0f;
-    memset(q, 0, R * width * 4);
     float sinks[kLanes];
-    for (int r = 0; r < R; ++r) {
-      const int64_t h = head % p.heads * p.group + (r < p.group ? r : p.group - 1);
-      const char* const from = p.q.row(b, h, 0);
-      for (int64_t c = 0; c < p.d; ++c) {
-        T x;
-        memcpy(&x, from + c * p.q.stride_d, sizeof(T));
-        if constexpr (kPairs<T>) {
-          memcpy(reinterpret_cast<char*>(q + r * width) + 2 * c, &x, 2);
-        } else {
-          q[r * width + channel_slot<T>(c)] = to_float(x);
+    for (int i = 0; i < kLanes; ++i) sinks[i] = p.sink_logits ? p.sink_logits[query_head(i % R)] : -__builtin_inff();
+    for (int j = 0; j < kUnitVectors; ++j) sink[j] = load(sinks + j * VL);
+  }
+
+  int64_t query_head(int64_t r) const { return head % p.heads * p.group + (r < p.group ? r : p.group - 1); }
+
+  // Packs the queries of the head, unless they are packed already. Repeated ones are not read.
+  void pack() {
+    if (packed == head) return;
+    packed = head;
+    memset(q, 0, R * width * 4);
+    for (int64_t r = 0; r < p.group; ++r) {
+      const char* const from = p.q.row(head / p.heads, query_head(r), 0);
+      float* const to = q + r * width;
+      if (kPairs<T> && p.q.stride_d == sizeof(T)) {
+        copy_bytes(to, from, p.k.row_bytes);
+      } else if (p.q.stride_d == sizeof(T)) {
+        for_registers<T>(row_shape<T>(p.k.row_bytes), [&](int64_t c, auto&& load_row) {
+          F x[kVecs<T>];
+          load_row(reinterpret_cast<const T*>(from), x);
+          for (int j = 0; j < kVecs<T>; ++j) store(to + (c * kVecs<T> + j) * VL, x[j]);
+        });
+      } else {
+        for (int64_t c = 0; c < p.d; ++c) {
+          T x;
+          memcpy(&x, from + c * p.q.stride_d, sizeof(T));
+          if constexpr (kPairs<T>) {
+            memcpy(reinterpret_cast<char*>(to) + 2 * c, &x, 2);
+          } else {
+            to[channel_slot<T>(c)] = to_float(x);
+          }
         }
       }
-      for (int i = r; i < kLanes; i += R) sinks[i] = p.sink_logits ? p.sink_logits[h] : -__builtin_inff();
     }
-    for (int j = 0; j < kUnitVectors; ++j) sink[j] = load(sinks + j * VL);
   }
 
   // Sets the rows' factor from their weights. In a sum, repeated queries must not count.
@@ -132,27 +147,36 @@ struct DecodeWorker {
       fn(read_block(p, p.k, head, i, end - i < kBlock ? end - i : kBlock, rows, wide_keys));
   }
 
+  // Prefetches register c of a later block's row. One line at a time: the processor holds few requests for lines, and
+  // the loads would wait behind a row's worth of them. fp8 rows are half as long in memory as registers.
+  void prefetch_later(const char* row, int64_t c) const {
+    const int64_t byte = p.stored == p.dtype ? c * VB : c * (VB / 2);
+    if (byte % 64 == 0) __builtin_prefetch(row + byte, 0, 2);
+  }
+
   // out: [keys in whole units][R]. Prefetches the rows of `then`.
-  void logits(const Block& block, const Block& then, int64_t then_bytes, float* out) const {
-    with_group([&](auto group) { logits<decltype(group)::value>(block, then, then_bytes, out); });
+  void logits(const Block& block, const Block& then, float* out) {
+    pack();
+    with_group([&](auto group) { logits<decltype(group)::value>(block, then, out); });
   }
   template <int G>
-  void logits(const Block& block, const Block& then, int64_t then_bytes, float* out) const {
+  void logits(const Block& block, const Block& then, float* out) const {
     const SlotRope rope = p.rope;  // a copy, since stores might alias p
     const int64_t bytes = p.k.row_bytes, b = head / p.heads;
     for (int i = 0; i < block.count; i += kUnit) {
-      const In *row[kUnit], *from[kUnit];
-      int64_t far[kUnit];
+      const In *row[kUnit], *ahead[kUnit];
+      const char* then_row[kUnit];
+#pragma GCC unroll 16
       for (int k = 0; k < kUnit; ++k) {
-        row[k] = from[k] = reinterpret_cast<const In*>(block.row(i + k));
-        far[k] = block.ahead(i + k, 2 * kUnit);
-        if (i + k < then.count) prefetch_row<2>(then.row(i + k), then_bytes);
-        if (rope.pairs) {
-          const int64_t slot = block.first + (i + k < block.count ? i + k : block.count - 1);
-          char* const to = reinterpret_cast<char*>(turns) + k * round_up(bytes, VB);
-          rotate_operand<T>(to, block.row(i + k), bytes, rope.cos.row(b, slot), rope.sin.row(b, slot), rope);
-          row[k] = reinterpret_cast<const In*>(to);
-        }
+        row[k] = reinterpret_cast<const In*>(block.row(i + k));
+        ahead[k] = reinterpret_cast<const In*>(block.row(i + k + 2 * kUnit));
+        then_row[k] = then.row(i + k);
+      }
+      for (int k = 0; rope.pairs && k < kUnit; ++k) {
+        const int64_t slot = block.first + (i + k < block.count ? i + k : block.count - 1);
+        char* const to = reinterpret_cast<char*>(turns) + k * round_up(bytes, VB);
+        rotate_operand<T>(to, block.row(i + k), bytes, rope.cos.row(b, slot), rope.sin.row(b, slot), rope);
+        row[k] = reinterpret_cast<const In*>(to);
       }
       F sums[kUnit * R];
 #pragma GCC unroll 16
@@ -161,7 +185,8 @@ struct DecodeWorker {
 #pragma GCC unroll 16
         for (int k = 0; k < kUnit; ++k) {
           F x[kVecs<In>];
-          prefetch(from[k], c, far[k]);
+          prefetch(ahead[k], c, 0);
+          prefetch_later(then_row[k], c);
           load_row(row[k], x);
 #pragma GCC unroll 8
           for (int r = 0; r < G; ++r)
@@ -232,7 +257,7 @@ struct DecodeWorker {
     }
   }
 
-  // Adds the block's weighted rows of V to out, [R][registers of V]. Prefetches the rows of `then`, keys.
+  // Adds the block's weighted rows of V to out, [R][registers of V]. Prefetches the rows of `then`.
   void add_values(const Block& block, const Block& then, int64_t row_bytes, const float* shrink, float* out) const {
     const RowShape of_v = row_shape<T>(row_bytes);
     constexpr int kMost = (VB == 64 ? 16 : 8) / (R * kVecs<T>), C = kMost > 4 ? 4 : kMost > 0 ? kMost : 1;
@@ -254,18 +279,17 @@ struct DecodeWorker {
     F sums[G][N];
     for (int r = 0; r < G; ++r)
       for (int j = 0; j < N; ++j) sums[r][j] = load(out + r * v_width + j * VL) * shrink[r];
-    const int64_t from = first_register * kStep<T> * sizeof(T) / widening();
-    const int64_t to = from + C * kStep<T> * sizeof(T) / widening(), end = p.k.row_bytes / widening();
     for (int i = 0; i < block.count; ++i) {
-      if (i < then.count) prefetch_row<2>(then.row(i) + from, (to < end ? to : end) - from);
       const T* const row = reinterpret_cast<const T*>(block.row(i)) + first_register * kStep<T>;
       F x[N];
-      for (int c = 0; c < C; ++c)
-        if (first_register + c < of_v.full) {
+      for (int c = 0; c < C; ++c) {
+        prefetch_later(then.row(i), first_register + c);
+        if (C > 1 || first_register < of_v.full) {
           load(row + c * kStep<T>, x + c * kVecs<T>);
         } else {
-          load_part(row + c * kStep<T>, of_v.part, x + c * kVecs<T>);
+          load_part(row, of_v.part, x);
         }
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < G; ++r)
         for (int j = 0; j < N; ++j) sums[r][j] += x[j] * tile[i * R + r];
@@ -286,7 +310,7 @@ struct DecodeWorker {
     for_blocks(split, part, [&](const Block& block) {
       float shrink[kLanes];
       const char *rows[kBlock], *next_keys[kBlock], *next_values[kBlock];
-      Block values{}, then_keys{}, then_values{};
+      Block values{}, then_keys = block, then_values = block;
       const int64_t next = block.first + block.count, left = end_of(split, part) - next;
       if (v) values = read_block(p, *v, head, block.first, block.count, rows, wide_values);
       if (v && left > 0) {
@@ -294,7 +318,7 @@ struct DecodeWorker {
         then_keys = block_of(p.k.head(b, h), next, count, next_keys);
         then_values = block_of(v->head(b, h), next, count, next_values);
       }
-      logits(block, then_values, v ? v->row_bytes / widening() : 0, at);
+      logits(block, then_values, at);
       softmax(block.count, at, peak, total, shrink);
       if (v) add_values(values, then_keys, v->row_bytes, shrink, out);
       if (kept) at += kBlock * R;
@@ -359,9 +383,9 @@ struct DecodeWorker {
   }
 
   // kept: the split's logits, or null: recompute them.
-  void second_pass(int64_t split, const float* kept, bool dot) const {
+  void second_pass(int64_t split, const float* kept, bool dot) {
     for_blocks(split, {0, split_keys(p.n)}, [&](const Block& block) {
-      if (!kept) logits(block, Block{}, 0, tile);
+      if (!kept) logits(block, block, tile);
       score_block(block, kept ? kept : tile, dot);
       if (kept) kept += kBlock * R;
     });
