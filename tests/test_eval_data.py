@@ -369,7 +369,9 @@ def test_a_long_prompt_in_the_chat_template(tmp_path, chatting):
         task.prompts(chatting, 301, 3, 0)
 
 
-@pytest.mark.parametrize("name", ["passkey", "niah-multikey", "niah-multiquery", "variable-tracking", "common-words"])
+@pytest.mark.parametrize(
+    "name", ["passkey", "niah-multikey", "niah-multiquery", "variable-tracking", "common-words", "phonebook"]
+)
 def test_a_generated_prompt_in_the_chat_template(chatting, name):
     """Context and question are the user's turn, whatever the task; the context has as many tokens as without a chat."""
     first, again = "<bos>[user]", "[end][user]"

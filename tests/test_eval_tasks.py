@@ -17,7 +17,7 @@ from kvops.eval.tasks import TASKS, Filler, Prompt, Turn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HIDDEN = ["passkey", "needle", "niah-single", "niah-multikey", "niah-multiquery", "niah-multivalue"]
-MADE = [*HIDDEN, "variable-tracking", "common-words", "frequent-words"]
+MADE = [*HIDDEN, "variable-tracking", "common-words", "frequent-words", "phonebook"]
 CONTEXT = 1024
 
 
@@ -51,6 +51,8 @@ def solve(text: str) -> str:
         while any(x in held for x in held.values()):
             held = {x: held.get(y, y) for x, y in held.items()}
         return ", ".join(x for x, y in held.items() if y == found[1])
+    if found := re.search(r"The number of (\w+) is $", text):
+        return re.search(rf"\n{found[1]}: (\d+)", text)[1]
     found = re.search(r"The pass keys?( of [\w ]+?)? (?:is|are) $", text)
     keys = re.findall(rf"The pass key{found[1] or ''} is (\d+)\. Remember it\.", text)
     return ", ".join(keys)
@@ -117,6 +119,19 @@ def test_depth(filler, name):
         place = filler.decode(prompt.context).index(prompt.turns[0].answers[0])  # bytes are tokens here
         needles = len(re.findall("Remember it.", filler.decode(prompt.context)))
         assert abs(place - prompt.depth * 2048) <= needles * 60 + 12
+
+
+def test_a_phone_book_fills_the_context(filler):
+    prompts = TASKS["phonebook"](digits=5, depths=3).prompts(filler, 2048, 6, 0)
+    assert len({len(x.turns[0].question) for x in prompts}) == 1
+    for prompt, depth in zip(prompts, [0, 0.5, 1] * 2):
+        text = filler.decode(prompt.context)
+        lines = re.findall(r"\n(\w+): (\d{5})\b", text)
+        names = [x for x, _ in lines]
+        assert len({*names}) == len(names) > 100 and text.endswith(": ".join(lines[-1]))
+        name = re.search(r"What is the number of (\w+)\?", filler.decode(prompt.turns[0].question))[1]
+        assert dict(lines)[name] == prompt.turns[0].answers[0] and abs(prompt.depth - depth) < 0.1
+        assert names.index(name) == round(prompt.depth * (len(names) - 1))
 
 
 def test_options(filler):

@@ -2,7 +2,7 @@
 
 base.py       the interface of a task
 needles.py    keys hidden in a text: passkey, needle in a haystack, RULER's kinds, variable tracking
-words.py      lists of words; the question asks for the most common ones
+words.py      lists: words, of which the question asks for the most common ones, and a phone book
 probes.py     measures of the cache itself: agreement, recall, perplexity, chunked prefill
 synthetic.py  methods on caches without a model, drawn from the papers' assumptions
 copies.py     benchmarks read from a local copy of their data: ruler.py, longbench.py
@@ -30,7 +30,7 @@ from .needles import (
 from .probes import Agreement, Chunked, Perplexity, Recall
 from .ruler import Ruler
 from .synthetic import Synthetic
-from .words import CommonWords, FrequentWords
+from .words import CommonWords, FrequentWords, Phonebook
 
 __all__ = [
     "POINTS",
@@ -65,6 +65,7 @@ TASKS: dict[str, type[Task]] = {
         VariableTracking,
         CommonWords,
         FrequentWords,
+        Phonebook,
         Agreement,
         Recall,
         Perplexity,

@@ -1,8 +1,11 @@
-"""Lists of words; the question asks for the most common ones: RULER's aggregation (Hsieh et al., 2024, Sec. 3)."""
+"""Lists that fill the context: words, of which the question asks for the most common ones (RULER's aggregation, Hsieh
+et al., 2024, Sec. 3), and a phone book (KeyDiff, App. H.1).
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +13,7 @@ import numpy as np
 
 from ..specs import Refused
 from .base import AnswerTask, Filler, Prompt, Turn, check_options, share_said
+from .needles import Passkey, random_digits
 
 SYLLABLES = np.array([a + b for a in "bdfghjklmnprstvz" for b in "aeiou"])
 HEADER = " Here is a list of words. Some of them come more often than others:"
@@ -115,3 +119,42 @@ class FrequentWords(WordList):
             range(room), room, key=lambda x: int((times(x) * costs).sum())
         )  # the first that does not fit
         return times(most - 1)
+
+
+@dataclass
+class Phonebook(Passkey):
+    """A phone book: a line per name with a number of `digits` digits. The question asks for one name's number (KeyDiff,
+    App. H.1). All keys are alike, and any of them may be asked for. Scores and options as in passkey.
+    """
+
+    digits: int = 7
+
+    name = "phonebook"
+
+    def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
+        rng, frame = np.random.default_rng([seed, context, self.digits]), filler.frame(self.chat)
+        header, blank = filler.encode(" Here is a phone book:"), filler.encode("\n")[-1:]
+        room = max(0, context - len(frame.first) - len(header))
+        places = min(self.depths, count)
+        depths = np.linspace(0, 1, places) if places > 1 else [0.3]
+        found: list[Prompt] = []
+        size = 0  # of a question: all have the same number of tokens, since they are read together
+        for i in range(count):
+            names = [x.capitalize() for x in random_words(rng, room // 4 + 1)]  # a line has at least four tokens
+            numbers = [random_digits(rng, self.digits) for _ in names]
+            lines = [filler.encode(f"\n{x}: {number}") for x, number in zip(names, numbers)]
+            fit = int(np.searchsorted(np.cumsum([len(x) for x in lines]), room, "right"))
+            if fit < 2:
+                raise Refused(f"--context {context} is too short for a phone book with numbers of {self.digits} digits")
+            asked = [filler.ask(f"What is the number of {x}?", f"The number of {x} is ", frame) for x in names[:fit]]
+            size = size or Counter(map(len, asked)).most_common(1)[0][0]
+            place = min(range(fit), key=lambda j: (len(asked[j]) != size, abs(j - depths[i % places] * (fit - 1))))
+            if len(asked[place]) != size:
+                raise Refused(
+                    f"--context {context} is too short: no name of a phone book has a question of {size} tokens"
+                )
+            book = np.concatenate(lines[:fit])
+            ids = np.concatenate([frame.first, np.repeat(blank, room - len(book)), header, book])
+            turn = Turn(asked[place], (numbers[place],), len(filler.encode(numbers[place])), stops=False)
+            found.append(Prompt(ids, (turn,), place / (fit - 1)))
+        return found
