@@ -791,6 +791,18 @@ def test_weights_are_read_from_packed_projections(monkeypatch):
         assert torch.equal(own, weight)
 
 
+def test_an_attention_without_an_output_projection_is_refused():
+    from kvops.vllm import weights
+
+    weights.watch()
+    layer, owner = torch.nn.Module(), torch.nn.Module()
+    layer.impl, layer.num_heads, layer.head_size_v, layer.layer_name = object(), 4, 8, "model.layers.0.attn"
+    owner.attn = layer
+    owner.o_proj = torch.nn.Linear(32, 16)  # not one of vLLM's
+    with kit.refuses("one RowParallelLinear of 32 inputs", "layers.0.attn in Module, got 0", kind=NotImplementedError):
+        weights._output_weights(layer, torch.float32)
+
+
 def _projection_sizes(model) -> list[int]:
     return [x.weight.numel() for name, x in model.named_modules() if name.endswith("o_proj")]
 

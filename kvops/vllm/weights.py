@@ -55,7 +55,7 @@ def with_weights(plan: Plan, layers: Iterable[Any], num_layers: int, dtype: torc
 def _output_weights(layer: Any, dtype: torch.dtype) -> Tensor:
     """Return what the projection behind an attention layer computes, [hidden, Hq * dv]."""
     owner, width = _owners[layer](), layer.num_heads * layer.head_size_v
-    children = [] if owner is None else owner.children()
+    children = () if owner is None else owner.children()
     found = [x for x in children if isinstance(x, RowParallelLinear) and x.input_size_per_partition == width]
     if len(found) != 1:
         raise NotImplementedError(
