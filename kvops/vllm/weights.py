@@ -54,7 +54,8 @@ def with_weights(plan: Plan, layers: Iterable[Any], num_layers: int, dtype: torc
 @torch.no_grad()
 def _output_weights(layer: Any, dtype: torch.dtype) -> Tensor:
     """Return what the projection behind an attention layer computes, [hidden, Hq * dv]."""
-    owner, width = _owners[layer](), layer.num_heads * layer.head_size_v
+    owner = _owners[layer]() if layer in _owners else None  # transformers' models keep their layers in a dict
+    width = layer.num_heads * layer.head_size_v
     children = () if owner is None else owner.children()
     found = [x for x in children if isinstance(x, RowParallelLinear) and x.input_size_per_partition == width]
     if len(found) != 1:
@@ -69,6 +70,6 @@ def _output_weights(layer: Any, dtype: torch.dtype) -> Tensor:
         return out[None]
 
     device = next((x.device for x in projection.parameters()), torch.device("cpu"))
-    numbers = torch.Generator().manual_seed(0)
-    some = torch.randn(1, 4, width, generator=numbers).to(device, dtype)
+    numbers = torch.Generator("cpu").manual_seed(0)
+    some = torch.randn(1, 4, width, generator=numbers, device="cpu", dtype=torch.float32).to(device, dtype)
     return linear_weights(products, some, products(some))
