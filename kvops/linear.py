@@ -1,11 +1,12 @@
-"""The weights of a linear function that is known by its products alone.
+"""The weights that a module applies: its own tensor, if that explains its products, or else those of unit vectors.
 
-Quantized, packed, or adapted weights can be read by passing unit vectors through the module that applies them.
+Unit vectors read quantized, packed and adapted weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,6 +15,27 @@ from torch.nn.functional import linear
 TOLERANCE = 0.05  # of the norm of a product: quantizing activations to 8 bits changes it by 1 to 3 %
 _CHUNK = 1 << 22  # elements of the unit vectors, or of their products, that are in memory at a time
 _BIASED = 64.0  # the length of the vectors where there is a bias, which would drown small weights
+
+
+def is_float(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 1
+
+
+def same(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and x.device == y.device and torch.equal(x, y)
+
+
+def stored_weights(weight: object, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor | None:
+    """Return a module's `weight`, [outputs, width], if it explains the products y of x bit for bit, or else None."""
+    if not is_float(weight) or type(weight.detach()) is not Tensor or weight.dim() != 2 or weight.device != x.device:
+        return None
+    for w in (weight.detach(), weight.detach().mT):
+        if w.shape != (y.shape[-1], x.shape[-1]):
+            continue
+        # with tensor parallelism, the bias is added afterwards
+        if same(linear(x, w, bias), y) or (bias is not None and same(linear(x, w) + bias, y)):
+            return w.contiguous()
+    return None
 
 
 def linear_weights(products: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:

@@ -130,8 +130,8 @@ def test_a_phone_book_fills_the_context(filler):
         names = [x for x, _ in lines]
         assert len({*names}) == len(names) > 100 and text.endswith(": ".join(lines[-1]))
         name = re.search(r"What is the number of (\w+)\?", filler.decode(prompt.turns[0].question))[1]
-        assert dict(lines)[name] == prompt.turns[0].answers[0] and abs(prompt.depth - depth) < 0.1
-        assert names.index(name) == round(prompt.depth * (len(names) - 1))
+        assert dict(lines)[name] == prompt.turns[0].answers[0]
+        assert prompt.depth == depth and abs(names.index(name) - depth * (len(names) - 1)) < 5  # all names cost alike
 
 
 def test_options(filler):

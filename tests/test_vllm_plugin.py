@@ -771,8 +771,12 @@ def test_adapters_are_refused_where_the_policy_reads_weights(monkeypatch):
     ones = {f"{x}_parallel_size": 1 for x in ("tensor", "pipeline", "decode_context", "prefill_context")}
     parallel = SimpleNamespace(**ones, use_ubatching=False)
     monkeypatch.setenv("KVOPS_VLLM", "criticalkv:budget=100")
+    config = SimpleNamespace(parallel_config=parallel, model_config=None, lora_config=object())
     with kit.refuses("enable_lora to be False for CriticalKV", "got True", kind=NotImplementedError):
-        _check_config(SimpleNamespace(parallel_config=parallel, model_config=None, lora_config=object()))
+        _check_config(config)
+    config.lora_config, config.weight_transfer_config = None, "transfers"
+    with kit.refuses("weight_transfer_config to be None for CriticalKV", "transfers", kind=NotImplementedError):
+        _check_config(config)
 
 
 def test_weights_are_read_from_packed_projections(monkeypatch):

@@ -63,14 +63,14 @@ struct Block {
     const int own = i < count ? i : count - 1;
     return rows ? rows[own] : data + own * stride;
   }
-  // Byte offset from row i to the row `distance` after it, for prefetching. With pages, it stays within the block.
+  // Byte offset from row i to the row `distance` after it, for prefetching. With `rows`, it stays within the block.
   int64_t ahead(int i, int64_t distance) const {
     if (!rows) return distance * stride;
     return rows[i + distance < count ? i + distance : count - 1] - row(i);
   }
 };
 
-// A block of keys in place. Addresses of paged keys are looked up once, into `rows`.
+// A block of keys in place. If it spans pages, the addresses of its keys are looked up once, into `rows`.
 inline Block block_of(const HeadRows& head, int64_t first, int64_t count, const char** rows) {
   Block block{first, static_cast<int>(count), nullptr, head.stride_n};
   if (head.strided(first, count)) {

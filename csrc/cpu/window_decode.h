@@ -154,6 +154,13 @@ struct DecodeWorker {
     if (byte % 64 == 0) __builtin_prefetch(row + byte, 0, 2);
   }
 
+  // The rows that follow a block's, to prefetch; at the end, those of the block itself.
+  Block following(const KVView& view, const Block& block, int64_t end, const char** rows) const {
+    const int64_t next = block.first + block.count, left = end - next;
+    if (left <= 0) return block;
+    return block_of(view.head(head / p.heads, head % p.heads), next, left < kBlock ? left : kBlock, rows);
+  }
+
   // out: [keys in whole units][R]. Prefetches the rows of `then`.
   void logits(const Block& block, const Block& then, float* out) {
     pack();
@@ -310,15 +317,13 @@ struct DecodeWorker {
     for_blocks(split, part, [&](const Block& block) {
       float shrink[kLanes];
       const char *rows[kBlock], *next_keys[kBlock], *next_values[kBlock];
-      Block values{}, then_keys = block, then_values = block;
-      const int64_t next = block.first + block.count, left = end_of(split, part) - next;
-      if (v) values = read_block(p, *v, head, block.first, block.count, rows, wide_values);
-      if (v && left > 0) {
-        const int64_t b = head / p.heads, h = head % p.heads, count = left < kBlock ? left : kBlock;
-        then_keys = block_of(p.k.head(b, h), next, count, next_keys);
-        then_values = block_of(v->head(b, h), next, count, next_values);
+      const Block then_keys = following(p.k, block, end_of(split, part), next_keys);
+      Block values{}, then = then_keys;
+      if (v) {
+        values = read_block(p, *v, head, block.first, block.count, rows, wide_values);
+        then = following(*v, block, end_of(split, part), next_values);
       }
-      logits(block, then_values, at);
+      logits(block, then, at);
       softmax(block.count, at, peak, total, shrink);
       if (v) add_values(values, then_keys, v->row_bytes, shrink, out);
       if (kept) at += kBlock * R;
@@ -385,7 +390,8 @@ struct DecodeWorker {
   // kept: the split's logits, or null: recompute them.
   void second_pass(int64_t split, const float* kept, bool dot) {
     for_blocks(split, {0, split_keys(p.n)}, [&](const Block& block) {
-      if (!kept) logits(block, block, tile);
+      const char* next_keys[kBlock];
+      if (!kept) logits(block, following(p.k, block, end_of(split, {0, split_keys(p.n)}), next_keys), tile);
       score_block(block, kept ? kept : tile, dot);
       if (kept) kept += kBlock * R;
     });

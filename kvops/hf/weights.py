@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..linear import linear_weights
+from ..linear import is_float, linear_weights, same, stored_weights
 from ..methods import Full
 from .cache import EvictingLayer, KVCache
 
@@ -54,7 +53,7 @@ def output_weights(model: PreTrainedModel) -> tuple[Tensor, ...]:
                 f"{', '.join(PROJECTIONS)} in {type(model).__name__}, found {got}; pass the weights to the policy "
                 "yourself"
             )
-    dtype = next((x.dtype for x in model.parameters() if _is_float(x)), torch.float32)
+    dtype = next((x.dtype for x in model.parameters() if is_float(x)), torch.float32)
     with torch.inference_mode(False), torch.no_grad():
         config = model.config.get_text_config(decoder=True)
         return tuple(_weights(found[i][0], i, config, dtype) for i in evicting)
@@ -74,10 +73,6 @@ def _projections(model: nn.Module) -> dict[int, list[nn.Module]]:
     return {layer: list(each) for layer, each in found.items()}
 
 
-def _is_float(x: object) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 1
-
-
 # What each projection returned for the random vectors, and its weights.
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()
 
@@ -85,7 +80,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = weakref.We
 def _weights(projection: nn.Module, layer: int, config: PreTrainedConfig, dtype: torch.dtype) -> Tensor:
     """Return the weights of one projection. dtype: of its inputs, unless it has a `weight` of another."""
     weight, bias = getattr(projection, "weight", None), getattr(projection, "bias", None)
-    if _is_float(weight):
+    if is_float(weight):
         dtype = weight.dtype
     there = (x.device for x in itertools.chain(projection.parameters(), projection.buffers()) if not x.is_meta)
     device = next(there, torch.device("cpu"))
@@ -96,9 +91,9 @@ def _weights(projection: nn.Module, layer: int, config: PreTrainedConfig, dtype:
         for x in training:
             x.training = False
         random, some = _some(products, _widths(projection, weight, config), dtype, device)
-        if (own := _own(weight, bias, random, some)) is not None:
+        if (own := stored_weights(weight, bias, random, some)) is not None:
             return own
-        if (known := _known.get(projection)) is None or not _same(known[0], some):
+        if (known := _known.get(projection)) is None or not same(known[0], some):
             known = _known[projection] = some, linear_weights(products, random, some)
         return known[1]
     except torch.OutOfMemoryError:
@@ -140,10 +135,6 @@ def _widths(projection: nn.Module, weight: object, config: PreTrainedConfig) -> 
     return [heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)]
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
-    return x.dtype == y.dtype and x.device == y.device and torch.equal(x, y)
-
-
 def _some(
     products: Callable[[Tensor], Tensor], widths: list[int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -157,16 +148,3 @@ def _some(
             if i + 1 == len(widths):
                 raise
     raise AssertionError  # there is a width
-
-
-def _own(weight: object, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor | None:
-    """Return the projection's `weight`, [hidden, width], if it explains the products y of x bit for bit."""
-    if not _is_float(weight) or type(weight.detach()) is not Tensor or weight.device != x.device:
-        return None
-    for w in (weight.detach(), weight.detach().mT):
-        if w.shape != (y.shape[-1], x.shape[-1]):
-            continue
-        # with tensor parallelism, the bias is added afterwards
-        if _same(linear(x, w, bias), y) or (bias is not None and _same(linear(x, w) + bias, y)):
-            return w.contiguous()
-    return None

@@ -69,6 +69,7 @@ HOOKS = {
     ),
     "vllm.v1.sample.logits_processor:LogitsProcessor.update_state": "self batch_update",
     "vllm.v1.worker.gpu.sample.logits_processor:LogitsProcessor.add_request": "self req_idx sampling_params",
+    "vllm.model_executor.layers.linear:LinearMethodBase.apply": "self layer x bias",
     "vllm.v1.attention.backend:AttentionBackend.customize_spec": "spec",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support": "vllm_config kv_cache_spec",
     "vllm.v1.attention.backends.registry:register_backend": "backend class_path is_mamba",

@@ -1,8 +1,8 @@
 """The weights of a model's output projections, which CriticalKV reads.
 
-vLLM packs weights for its kernels and frees the originals, or has them quantized. Unit vectors are therefore passed
-through each projection, once, when the engine has loaded its model: their products are the weights that it applies. An
-attention layer does not know the module that it belongs to. PyTorch's hook for new submodules tells it.
+They are read once, when the engine has loaded its model. vLLM's CPU build packs weights for its kernels and frees the
+originals; then unit vectors are passed through the projection. An attention layer does not know the module that it
+belongs to. PyTorch's hook for new submodules tells it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ..linear import linear_weights
+from ..linear import linear_weights, stored_weights
 from ..methods.criticalkv import CriticalKV
 from .plan import Plan
 
@@ -57,13 +57,13 @@ def _output_weights(layer: Any, dtype: torch.dtype) -> Tensor:
     owner = _owners[layer]() if layer in _owners else None  # transformers' models keep their layers in a dict
     width = layer.num_heads * layer.head_size_v
     children = () if owner is None else owner.children()
-    found = [x for x in children if isinstance(x, RowParallelLinear) and x.input_size_per_partition == width]
-    if len(found) != 1:
+    rows = [x for x in children if isinstance(x, RowParallelLinear) and x.input_size_per_partition == width]
+    if len(rows) != 1:
         raise NotImplementedError(
             f"CriticalKV: expected one RowParallelLinear of {width} inputs, the output projection, beside "
-            f"{layer.layer_name} in {type(owner).__name__}, got {len(found)}; use another policy, such as SnapKV"
+            f"{layer.layer_name} in {type(owner).__name__}, got {len(rows)}; use another policy, such as SnapKV"
         )
-    (projection,) = found
+    (projection,) = rows
 
     def products(x: Tensor) -> Tensor:
         out: Tensor = projection.quant_method.apply(projection, x.squeeze(0))  # without bias, and of this worker alone
@@ -72,4 +72,12 @@ def _output_weights(layer: Any, dtype: torch.dtype) -> Tensor:
     device = next((x.device for x in projection.parameters()), torch.device("cpu"))
     numbers = torch.Generator("cpu").manual_seed(0)
     some = torch.randn(1, 4, width, generator=numbers, device="cpu", dtype=torch.float32).to(device, dtype)
-    return linear_weights(products, some, products(some))
+    try:
+        found = products(some)
+        own = stored_weights(getattr(projection, "weight", None), None, some, found)
+        return linear_weights(products, some, found) if own is None else own
+    except ValueError as error:
+        raise NotImplementedError(
+            f"CriticalKV: expected a linear output projection behind {layer.layer_name}, got {error}; use another "
+            "policy, such as SnapKV"
+        ) from error

@@ -271,8 +271,12 @@ def _check_config(config: VllmConfig) -> None:
         refuse(
             "tensor_parallel_size", f"1 for {schedule.policy!r}, which reads all heads", parallel.tensor_parallel_size
         )
-    if schedule is not None and isinstance(schedule.policy, CriticalKV) and config.lora_config is not None:
-        refuse("enable_lora", f"False for {schedule.policy!r}, which reads the weights without adapters", True)
+    if schedule is not None and isinstance(schedule.policy, CriticalKV):
+        if config.lora_config is not None:
+            refuse("enable_lora", f"False for {schedule.policy!r}, which reads the weights without adapters", True)
+        if config.weight_transfer_config is not None:
+            got = config.weight_transfer_config
+            refuse("weight_transfer_config", f"None for {schedule.policy!r}, which reads the weights once", got)
     if config.speculative_config is not None:
         refuse("speculative_config", None, config.speculative_config.method)
     if config.kv_transfer_config is not None:

@@ -148,7 +148,8 @@ class Phonebook(Passkey):
                 raise Refused(f"--context {context} is too short for a phone book with numbers of {self.digits} digits")
             asked = [filler.ask(f"What is the number of {x}?", f"The number of {x} is ", frame) for x in names[:fit]]
             size = size or Counter(map(len, asked)).most_common(1)[0][0]
-            place = min(range(fit), key=lambda j: (len(asked[j]) != size, abs(j - depths[i % places] * (fit - 1))))
+            depth = float(depths[i % places])
+            place = min(range(fit), key=lambda j: (len(asked[j]) != size, abs(j - depth * (fit - 1))))
             if len(asked[place]) != size:
                 raise Refused(
                     f"--context {context} is too short: no name of a phone book has a question of {size} tokens"
@@ -156,5 +157,5 @@ class Phonebook(Passkey):
             book = np.concatenate(lines[:fit])
             ids = np.concatenate([frame.first, np.repeat(blank, room - len(book)), header, book])
             turn = Turn(asked[place], (numbers[place],), len(filler.encode(numbers[place])), stops=False)
-            found.append(Prompt(ids, (turn,), place / (fit - 1)))
+            found.append(Prompt(ids, (turn,), depth))
         return found
