@@ -25,6 +25,12 @@ def same(x: Tensor, y: Tensor) -> bool:
     return x.dtype == y.dtype and x.device == y.device and torch.equal(x, y)
 
 
+def random_vectors(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a few random vectors, [1, 4, width], the same in each call. Their products show which weights apply."""
+    numbers = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(1, 4, width, generator=numbers, device="cpu", dtype=torch.float32).to(device, dtype)
+
+
 def stored_weights(weight: object, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor | None:
     """Return a module's `weight`, [outputs, width], if it explains the products y of x bit for bit, or else None."""
     if not is_float(weight) or type(weight.detach()) is not Tensor or weight.dim() != 2 or weight.device != x.device:

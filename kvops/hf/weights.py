@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..linear import is_float, linear_weights, same, stored_weights
+from ..linear import is_float, linear_weights, random_vectors, same, stored_weights
 from ..methods import Full
 from .cache import EvictingLayer, KVCache
 
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "Wo")  # what models call the output projection
-_FEW = 4  # random vectors by which a projection is recognized
 
 
 def output_weights(model: PreTrainedModel) -> tuple[Tensor, ...]:
@@ -140,8 +139,7 @@ def _some(
 ) -> tuple[Tensor, Tensor]:
     """Return random vectors of the first width that the projection takes, and their products."""
     for i, width in enumerate(widths):
-        numbers = torch.Generator("cpu").manual_seed(0)
-        x = torch.randn(1, _FEW, width, generator=numbers, device="cpu", dtype=torch.float32).to(device, dtype)
+        x = random_vectors(width, dtype, device)
         try:
             return x, products(x)
         except Exception:

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ..linear import linear_weights, stored_weights
+from ..linear import linear_weights, random_vectors, stored_weights
 from ..methods.criticalkv import CriticalKV
 from .plan import Plan
 
@@ -70,8 +70,7 @@ def _output_weights(layer: Any, dtype: torch.dtype) -> Tensor:
         return out[None]
 
     device = next((x.device for x in projection.parameters()), torch.device("cpu"))
-    numbers = torch.Generator("cpu").manual_seed(0)
-    some = torch.randn(1, 4, width, generator=numbers, device="cpu", dtype=torch.float32).to(device, dtype)
+    some = random_vectors(width, dtype, device)
     try:
         found = products(some)
         own = stored_weights(getattr(projection, "weight", None), None, some, found)
