@@ -54,7 +54,7 @@ help:
 # (93 MB) and converted, in .venv, into ~/.cache/kvops (KVOPS_CACHE).
 serve-demo: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/engines-$(VLLM)-$(HARNESS)
 	@model=$$($(PY) -m kvops.eval.smollm2) \
-	  && PYTHONPATH="$(CURDIR)" $(ENGINES)/bin/python experiments/serving.py --model "$$model" $(ARGS)
+	  && PYTHONPATH="$(CURDIR)" $(ENGINES)/bin/python bench/experiments/serving.py --model "$$model" $(ARGS)
 
 build: $(STAMPS)/kvops
 

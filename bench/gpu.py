@@ -17,8 +17,8 @@ make gpu-more runs the rest:
     sanitizer   compute-sanitizer's memcheck, racecheck and synccheck on our kernels, with Hopper's (tests/calls.py)
     end_to_end  time to the first token, time per token and memory in a stack of 8B shape, up to 131,072 tokens
     compile     the benchmark at n = 131072 beside torch.compile; compile.json
-    laq         the time that LAQ adds to a prefill of 32,768 tokens in such a stack (experiments/laq_cost.py)
-    lacache     the time that LaCache's compactions add to a decode step in such a stack (experiments/lacache_cost.py)
+    laq         the time that LAQ adds to a prefill of 32,768 tokens in such a stack (laq_cost.py)
+    lacache     the time that LaCache's compactions add to a decode step in such a stack (lacache_cost.py)
 
 Each step has a guaranteed part of the time, plus what earlier steps left over. A step that fails does not stop the
 next. A step that runs out of time keeps its results and names what it left out. Logs, JSON files and a summary are
@@ -395,13 +395,13 @@ class Run:
             return together([f"{tool}, Hopper" if hopper else tool for tool, hopper in runs], pool.map(one, runs))
 
     def cost(self, name: str) -> Callable[[float], Result]:
-        """Return the step of a script in experiments/ that prints which goals it reached."""
+        """Return the step of a script in bench/experiments/ that prints which goals it reached."""
 
         def run(seconds: float) -> Result:
             if without := self.missing("transformers"):
                 return Result(NOT_RUN, without)
             log, record = self.log(name), self.out / f"{name}.json"
-            script = str(ROOT / "experiments" / f"{name}_cost.py")
+            script = str(ROOT / "bench/experiments" / f"{name}_cost.py")
             command = [sys.executable, script, "--device", "cuda", "--json", str(record)]
             code = execute(command, log, seconds, environment(self.wheels), SITE)
             text = log.read_text(errors="replace")
@@ -419,7 +419,7 @@ class Run:
             return Result(NOT_RUN, without)
         log, record = self.log("end_to_end"), self.out / "end_to_end.json"
         picture = [] if self.missing("matplotlib") else ["--out", str(self.out)]
-        script = str(ROOT / "experiments" / "end_to_end.py")
+        script = str(ROOT / "bench/experiments" / "end_to_end.py")
         command = [sys.executable, script, "--device", "cuda", "--json", str(record), *picture]
         command += ["--repeats", "1", "--ratios", "2", "8", "--contexts", "4096", "20480", "131072", "32768"]
         command += ["--seconds", f"{max(1, seconds - 40):.0f}"]

@@ -21,11 +21,12 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
-- `<!-- pareto -->`: experiments/pareto.py, the best ladder and random patterns of its size.
-- `<!-- prefixes -->`: experiments/vllm_prefixes.py.
-- `<!-- vllm attention -->`, `<!-- vllm engines -->`: experiments/vllm_attention.py, layers of 32 query
+- `<!-- pareto -->`: bench/experiments/pareto.py, the best ladder and random patterns of its size.
+- `<!-- prefixes -->`: bench/experiments/vllm_prefixes.py.
+- `<!-- vllm attention -->`, `<!-- vllm engines -->`: bench/experiments/vllm_attention.py, layers of 32 query
   heads, and whole engines.
-- `<!-- end-to-end -->`, `<!-- end-to-end blocks -->`: experiments/end_to_end.py, prompts in chunks and in small blocks.
+- `<!-- end-to-end -->`, `<!-- end-to-end blocks -->`: bench/experiments/end_to_end.py, prompts in chunks and in small
+  blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from functools import partial
 from pathlib import Path
 
 import claims
-
 from kvops.analysis import report
 from kvops.bench import attention, decode, pages
 from kvops.bench.goals import goals
@@ -135,6 +135,7 @@ def number(x: int | None) -> str:
 
 def table(rows: list[dict], results: str, command: str = "python -m kvops.eval") -> str:
     """Return a caption and a table: a row per method, task and cut point, a column per budget."""
+    command = command.replace(" experiments/", " bench/experiments/")  # the scripts moved after some records
     tasks = list(dict.fromkeys(f"{row['task']}, {row['context']:,} tokens" for row in rows))
     prompts = " or ".join(map(str, sorted({row["scores"]["partial"]["n"] for row in rows if "scores" in row})))
     legend = "" if all("scores" in row for row in rows) else "; –: the method cannot meet the budget"

@@ -169,7 +169,7 @@ def test_bad_input():
         analysis.attention_by_outlier_group(k, q, groups=True)
 
 
-# ---- experiments/anchors.py ----
+# ---- bench/experiments/anchors.py ----
 
 
 @pytest.fixture

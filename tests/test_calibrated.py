@@ -299,9 +299,9 @@ def test_statistics_of_a_model():
 
 
 def test_statistics_of_answers(tmp_path, monkeypatch):
-    """experiments/query_statistics.py."""
+    """bench/experiments/query_statistics.py."""
     pytest.importorskip("transformers")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "experiments"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench/experiments"))
     import query_statistics
 
     query_statistics.main(["--file", str(tmp_path / "x.safetensors"), "--prompts", "2", "--context", "200"])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BESIDE_DOCS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "experiments/README.md")
+BESIDE_DOCS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "bench/README.md")
 PAGES = [*(ROOT / x for x in BESIDE_DOCS), *sorted((ROOT / "docs").rglob("*.md"))]
 TAGS = ("python", "sh", "text")  # run; parsed, command by command; formulas and what programs print
 COLUMNS = 100  # of a block, at most: readers of the site must scroll sideways otherwise
@@ -90,12 +90,19 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_experiment_is_listed():
-    listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (ROOT / "experiments" / "README.md").read_text(), re.MULTILINE)
-    assert listed == sorted({x.name for x in (ROOT / "experiments").glob("*.py")} - {"common.py"})
+    listed = re.findall(r"^\| \[(\w+\.py)\]\(experiments/\1\)", (ROOT / "bench/README.md").read_text(), re.MULTILINE)
+    assert listed == sorted({x.name for x in (ROOT / "bench/experiments").glob("*.py")} - {"common.py"})
+
+
+def test_every_record_is_listed_once():
+    records = (ROOT / "bench/README.md").read_text().split("\n## Records\n")[1]
+    patterns = [x for row in re.findall(r"^\| (`.*?) \|", records, re.MULTILINE) for x in re.findall(r"`([^`]+)`", row)]
+    listed = [x.name for pattern in patterns for x in (ROOT / "bench/results").glob(pattern)]
+    assert sorted(listed) == sorted(x.name for x in (ROOT / "bench/results").iterdir())
 
 
 def test_pages_that_the_code_names_are_there():
-    files = [x for folder in ("kvops", "csrc", "bench", "experiments", "tests") for x in (ROOT / folder).rglob("*.*")]
+    files = [x for folder in ("kvops", "csrc", "bench", "tests") for x in (ROOT / folder).rglob("*.*")]
     for file in [x for x in files if x.suffix in (".py", ".h", ".cpp", ".cuh", ".cu", ".md")]:
         for page in re.findall(r"\bdocs/[\w/]+\.md", file.read_text()):
             assert (ROOT / page).exists(), f"{file.relative_to(ROOT)} names {page}"
@@ -228,7 +235,7 @@ def commands() -> list[str]:
         code = "".join(code for tag, code in blocks(page) if tag == "sh").replace("\\\n", " ")
         lines += [part.split(" #")[0].strip() for line in code.splitlines() for part in line.split(" && ")]
         text = re.sub(r"\s*\n", " ", prose(page))
-        lines += re.findall(r"`((?:python (?:-m kvops|bench/|experiments/|tests/)|make |pip )[^`]*)`", text)
+        lines += re.findall(r"`((?:python (?:-m kvops|bench/|tests/)|make |pip )[^`]*)`", text)
     return list(dict.fromkeys(filter(None, lines)))
 
 
@@ -315,8 +322,8 @@ def test_links_of_the_site():
     assert on("choosing.md", "../README.md#how-fast") == "overview.md#how-fast"
     assert on("methods/laq.md", "../../bench/results/eval.json") == "../bench/results/eval.json"
     assert on("overview.md", "docs/methods/laq.md") == "methods/laq.md"
-    assert on("experiments.md", "../docs/images/demo.png") == "images/demo.png"
-    assert on("experiments.md", "anchors.py") == f"{url}/blob/main/experiments/anchors.py"
+    assert on("measurements.md", "../docs/images/demo.png") == "images/demo.png"
+    assert on("measurements.md", "claims.py") == f"{url}/blob/main/bench/claims.py"
     assert on("building.md", "../csrc") == f"{url}/tree/main/csrc"
     assert on("building.md", "https://pytorch.org") == "https://pytorch.org" and on("faq.md", "#why") == "#why"
     fenced = "```python\nx[0](a)\n```\n| `a\\|b` |\n"

@@ -1,4 +1,4 @@
-"""Small runs of experiments/end_to_end.py: what it measures, compares, leaves out and prints."""
+"""Small runs of bench/experiments/end_to_end.py: what it measures, compares, leaves out and prints."""
 
 # ruff: noqa: E402  (after the check of what it needs)
 

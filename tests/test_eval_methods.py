@@ -198,9 +198,9 @@ def test_the_draft_of_laq_by_options():
         rule("laq:stage1=h3o")
 
 
-# ---- experiments/variants.py ----
+# ---- bench/experiments/variants.py ----
 
-VARIANTS = "experiments/variants.py"
+VARIANTS = "bench/experiments/variants.py"
 
 
 def evicted(name, q, layer=2, **settings):

@@ -1,4 +1,4 @@
-"""Small runs of experiments/serving.py, vllm_attention.py and vllm_prefixes.py.
+"""Small runs of bench/experiments/serving.py, vllm_attention.py and vllm_prefixes.py.
 
 They need vLLM 0.32's CPU build (`make test-engines`).
 """
@@ -31,7 +31,7 @@ def test_more_requests_are_in_flight(tmp_path, model):
     options = "--requests 6 --full 2 --prompt 580 --generated 96 --engines vllm transformers".split()
     options += ["--policies", "full", "keydiff:budget=128,buffer=32", "--model", model]
     files = ["--out", tmp_path, "--json", tmp_path / "serving.json"]
-    command = [sys.executable, ROOT / "experiments" / "serving.py", *options, *files]
+    command = [sys.executable, ROOT / "bench/experiments" / "serving.py", *options, *files]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "serving.png").stat().st_size > 10_000
@@ -50,7 +50,7 @@ def test_more_requests_are_in_flight(tmp_path, model):
 def test_attentions_are_compared(tmp_path):
     model, record = ROOT / "bench" / "models" / "passkey-llama", tmp_path / "attention.json"
     options = ["--most", "512", "--rounds", "1", "--page", "32", "--dtype", "float32", "--model", model]
-    command = [sys.executable, ROOT / "experiments" / "vllm_attention.py", *options, "--json", record]
+    command = [sys.executable, ROOT / "bench/experiments" / "vllm_attention.py", *options, "--json", record]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     found = json.loads(record.read_text())
@@ -62,7 +62,7 @@ def test_attentions_are_compared(tmp_path):
 def test_shared_prefixes_are_compared(tmp_path):
     record = tmp_path / "prefixes.json"
     options = "--requests 3 --shared 600 --generated 4 8 --rounds 2".split()
-    command = [sys.executable, ROOT / "experiments" / "vllm_prefixes.py", *options, "--json", record]
+    command = [sys.executable, ROOT / "bench/experiments" / "vllm_prefixes.py", *options, "--json", record]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     rows = json.loads(record.read_text())["rows"]

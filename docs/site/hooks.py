@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     "overview.md": "README.md",
     "examples.md": "examples/README.md",
-    "experiments.md": "experiments/README.md",
+    "measurements.md": "bench/README.md",
     "demo_model.md": "bench/models/passkey-llama/README.md",
     "demo_text.md": "bench/data/README.md",
     "contributing.md": "CONTRIBUTING.md",

@@ -2,8 +2,8 @@
 
 Every function takes k: [b, Hk, n, d], the keys of a prompt as the cache holds them. `kappa`, `starts` and `lengths` are
 those of `kvops.ops.outlier_degree`, whose outlier degree Theta is high for semantic anchors (SATs) and low for tokens
-that are similar to their neighbours. Invalid slots and keys that are not finite are ignored. `experiments/anchors.py`
-applies the functions to a model and plots the results.
+that are similar to their neighbours. Invalid slots and keys that are not finite are ignored.
+`bench/experiments/anchors.py` applies the functions to a model and plots the results.
 
 Source: "ProtoKV: Long-context Knowledges Are Already Well-Organized Before Your Query", Sec. 3, App. B, C, E, F, N.
 """

@@ -1,6 +1,7 @@
 """Variants of methods that explain a result, or that a paper mentions in passing. They are no methods of kvops.
 
-    python -m kvops.eval --methods laq laq++ experiments/variants.py:ObserveOnly experiments/variants.py:ProtectOnly
+    variants=bench/experiments/variants.py
+    python -m kvops.eval --methods laq laq++ $variants:ObserveOnly $variants:ProtectOnly
 
 docs/evaluation.md has the results.
 """

@@ -1,6 +1,6 @@
 """Measure what LAQ adds to a prefill: kvops' own part, and the lookahead steps, eager and as one CUDA graph.
 
-    python experiments/laq_cost.py [--device cuda] [--tokens 32768] [--layers 32] [--budget 1024] [--json FILE]
+    python bench/experiments/laq_cost.py [--device cuda] [--tokens 32768] [--layers 32] [--budget 1024] [--json FILE]
 
 The stack has the shape of Llama-3-8B and random weights. On a CPU it is small and only checks that the script runs.
 LAQ's own part is everything that kvops does for it: the observation of stage 1, two selections and gathers, and the

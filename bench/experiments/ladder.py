@@ -1,6 +1,6 @@
 """Draw the ladder: which tokens each layer of a small model holds, after one compaction and after many.
 
-    python experiments/ladder.py [--layers 8] [--budget 48] [--out .]
+    python bench/experiments/ladder.py [--layers 8] [--budget 48] [--out .]
 
 LaCache's Fig. 2 and 4, from `kvops.lacache_coverage`: ladder.png.
 """

@@ -1,6 +1,6 @@
 """Requests that share a prefix, in vLLM: what eviction costs where the prefix is computed once.
 
-    OMP_NUM_THREADS=1 python experiments/vllm_prefixes.py --json bench/results/vllm-prefixes.json
+    OMP_NUM_THREADS=1 python bench/experiments/vllm_prefixes.py --json bench/results/vllm-prefixes.json
 
 Needs vLLM 0.32's CPU build, and kvops installed as a package. Twelve requests arrive at once. They share 1,400 tokens
 and end in a question of their own. Engines with vLLM's prefix cache serve them in turns: without eviction, and with

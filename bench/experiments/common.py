@@ -26,8 +26,6 @@ from kvops.demo import MODEL, TEXT
 if TYPE_CHECKING:  # not needed for timing
     from matplotlib.figure import Figure
 
-BENCH = Path(__file__).resolve().parents[1] / "bench"
-
 # ---- models and texts ----
 
 

@@ -1,6 +1,6 @@
 """Measure time to first token, time per output token and memory of a model of Llama-3-8B's shape with random weights.
 
-    python experiments/end_to_end.py [--device cuda] [--layers 32] [--contexts 4112 8208 ...] [--out FOLDER]
+    python bench/experiments/end_to_end.py [--device cuda] [--layers 32] [--contexts 4112 8208 ...] [--out FOLDER]
 
 LagKV's measurement (Sec. 3.5, Fig. 5-7): read a prompt of 4096, 8192, ... tokens and S = 16 more for the sinks in
 chunks (S + 2 L tokens, then L = 1024 at a time), with the full cache and with LagKV keeping 1/2 ... 1/8 of each

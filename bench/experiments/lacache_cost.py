@@ -1,6 +1,6 @@
 """Measure what LaCache's compaction adds to a decode step of a stack of Llama-3-8B's shape.
 
-    python experiments/lacache_cost.py [--device cuda] [--budget 512] [--json FILE]
+    python bench/experiments/lacache_cost.py [--device cuda] [--budget 512] [--json FILE]
 
 A step consists of the matrix products of 32 layers and the attention over their caches, bf16, one sequence. A
 compaction moves all layers in place in one call of `ladder_compact_`; its time is divided by the tokens until the next

@@ -1,6 +1,6 @@
 """Endless streams: a long text streams through a model whose cache has a fixed budget.
 
-    python experiments/endless.py [--model FOLDER] [--text FILE] [--tokens 100000] [--budget 512] [--out .]
+    python bench/experiments/endless.py [--model FOLDER] [--text FILE] [--tokens 100000] [--budget 512] [--out .]
 
 As in LaCache's Table 1, Fig. 5 and 6, the script measures perplexity by position, bytes of the cache, and time for the
 full cache, StreamingLLM and LaCache. The text arrives in windows of `--window` tokens (the paper's protocol for PG19).

@@ -1,6 +1,6 @@
 """Is the ladder a good shape? Perplexity against cache size, for LaCache's ladders and for random patterns.
 
-    python experiments/pareto.py [--patterns 60] [--context 1024] [--pieces 8] [--json FILE] [--out .]
+    python bench/experiments/pareto.py [--patterns 60] [--context 1024] [--pieces 8] [--json FILE] [--out .]
 
 A small version of LaCache's Fig. 3 on the demo's model. The model reads pieces of text in full. Then each layer keeps
 some slots, the same number on average for every pattern, and the script measures the perplexity of the text that

@@ -1,6 +1,6 @@
 """Semantic anchors: test the claims of ProtoKV's Sec. 3 about keys on a model.
 
-    python experiments/anchors.py [--model FOLDER] [--text FILE] [--prompts 11] [--context 2048] [--tokens 32]
+    python bench/experiments/anchors.py [--model FOLDER] [--text FILE] [--prompts 11] [--context 2048] [--tokens 32]
                                   [--out .] [--json FILE]
 
 The model reads prompts and answers greedily. `kvops.analysis` measures the keys and queries of its full-attention

@@ -1,6 +1,6 @@
 """Query statistics of answers, for Expected Attention and TriAttention.
 
-    python experiments/query_statistics.py --file needles.safetensors [--prompts 11] [--context 1500] [--seed 12345]
+    python bench/experiments/query_statistics.py --file needles.safetensors [--prompts 11] [--context 1500] [--seed N]
 
     python -m kvops.eval --methods expected-attention:statistics=needles.safetensors
 

@@ -1,6 +1,6 @@
 """Compare kvops' attention in vLLM's CPU backend (KVOPS_VLLM_ATTENTION=1) with vLLM's own, layer by layer and whole.
 
-    OMP_NUM_THREADS=1 python experiments/vllm_attention.py [--model FOLDER] [--json FILE]     # vLLM 0.32's CPU build
+    OMP_NUM_THREADS=1 python bench/experiments/vllm_attention.py [--model FOLDER] [--json FILE]  # vLLM 0.32's CPU build
 
 Both run in turns, and the medians of their CPU times are compared: these do not depend on other work on the machine.
 The first table times one layer of a step, writes included, in turn in so many layers that their caches exceed the

@@ -1,6 +1,6 @@
 """How far do keys drift that are rotated again and again? Compare post-RoPE with pre-RoPE storage.
 
-    python experiments/rope_drift.py [--compactions 10000] [--budget 512] [--json FILE]
+    python bench/experiments/rope_drift.py [--compactions 10000] [--budget 512] [--json FILE]
 
 The script runs LaCache's cache of one layer of a 32-layer model token by token, with random keys of 128 channels. A key
 stored with RoPE is rotated at every compaction that moves it, and rounded to the storage dtype each time. A key stored
