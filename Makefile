@@ -67,22 +67,21 @@ test-all: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS
 
 # Its three parts, which share no build folder, so .ci/run runs them at once. The first makes the simulator's builds; the second
 # is for transformers, three versions of it.
-SIMULATED := tests/test_simulated.py tests/test_traffic.py
-HF := $(wildcard tests/test_hf*.py)
+SIMULATED := tests/cuda/test_simulated.py tests/cuda/test_traffic.py
 test-simulated: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m pytest -m "" -p no:cacheprovider $(ARGS) $(SIMULATED)
 
 test-hf: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS)/transformers-$(NEWEST)
-	@$(PY) -m pytest -m "" -p no:cacheprovider $(ARGS) $(HF)
+	@$(PY) -m pytest -m "" -p no:cacheprovider $(ARGS) tests/hf
 
 test-others: $(STAMPS)/kvops $(STAMPS)/dev
-	@$(PY) -m pytest -m "" $(ARGS) $(addprefix --ignore=,$(SIMULATED) $(HF))
+	@$(PY) -m pytest -m "" $(ARGS) $(addprefix --ignore=,$(SIMULATED) tests/hf)
 
 # The tests that need vLLM or lm-eval-harness, in an environment of their own, .venv/engines: gigabytes, minutes. With one
 # thread, since small models run slower with several; test_vllm_attention.py sets its own number.
 test-engines: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/engines-$(VLLM)-$(HARNESS)
 	@$(PY) -m kvops.eval.smollm2 >/dev/null
-	@OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(shell grep -l 'importorskip("vllm")' tests/*.py) tests/test_eval_harness.py)
+	@OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),tests/engines)
 
 bench: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m kvops.bench $(ARGS)
@@ -97,7 +96,7 @@ lint: $(STAMPS)/dev
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@$(PY) -m mypy
-	@find csrc tests/cudasim -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(PY) -c 'from clang_format import clang_format as main; main()' --dry-run -Werror
+	@find csrc tests/cuda/cudasim -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(PY) -c 'from clang_format import clang_format as main; main()' --dry-run -Werror
 
 # The operators' tests on a copy of the package with instrumented kernels. Python is not instrumented, so the sanitizers'
 # runtimes are preloaded. Undefined behavior is an illegal instruction (SIGILL), which AddressSanitizer reports; pytest's own
@@ -115,7 +114,7 @@ wheel: $(STAMPS)/dev $(STAMPS)/cutlass-$(CUTLASS)
 
 # Install WHEEL (default: the newest in dist/) into a fresh environment of PYTHON with torch TORCH, and call its operators.
 smoke:
-	@$(PYTHON) tests/smoke_wheel.py $(if $(WHEEL),--wheel "$(WHEEL)") --torch $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(ARGS)
+	@$(PYTHON) tests/package/smoke_wheel.py $(if $(WHEEL),--wheel "$(WHEEL)") --torch $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(ARGS)
 
 # Everything that needs a GPU, in two commands of under ten minutes each. gpu: the build, the benchmark and the tests that
 # need a GPU. gpu-more: the other tests, compute-sanitizer, whole models, torch.compile. Results go to OUT. They set
@@ -123,7 +122,7 @@ smoke:
 gpu gpu-more:
 	@$(PYTHON) bench/gpu.py $(if $(filter gpu-more,$@),--more) $(if $(OUT),--out "$(OUT)") $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
-OP_TESTS = tests/test_operators.py tests/test_pages.py tests/test_fp8.py $(wildcard $(patsubst csrc/ops/%.h,tests/test_%.py,$(wildcard csrc/ops/*.h)))
+OP_TESTS = tests/ops/test_operators.py tests/ops/test_pages.py tests/ops/test_fp8.py $(wildcard $(patsubst csrc/ops/%.h,tests/ops/test_%.py,$(wildcard csrc/ops/*.h)))
 
 # Set-up, one stamp per step.
 

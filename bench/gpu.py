@@ -352,15 +352,15 @@ class Run:
         return self.benchmark("compile", seconds, "--n", "131072")
 
     def gpu_tests(self, seconds: float) -> Result:
-        cuda = ROOT / "tests" / "test_cuda.py"  # takes minutes in one process, so each of its functions gets its own
+        cuda = ROOT / "tests/cuda/test_cuda.py"  # takes minutes in one process, so each of its functions gets its own
         functions = re.findall(r"^def (test_\w+)", cuda.read_text(), re.MULTILINE)
         if self.facts["gpus"] < 2:
             functions = [x for x in functions if "another_device" not in x]  # it needs two
-        hopper = [str(ROOT / "tests" / "test_sm90.py")] if self.has_hopper_kernels() else []
+        hopper = [str(ROOT / "tests/cuda/test_sm90.py")] if self.has_hopper_kernels() else []
         return self.run_tests("gpu_tests", [*hopper, *(f"{cuda}::{x}" for x in functions)], seconds)
 
     def tests(self, seconds: float) -> Result:
-        files = [x for x in sorted((ROOT / "tests").glob("test_*.py")) if "kit.every_device" in x.read_text()]
+        files = [x for x in sorted((ROOT / "tests").glob("*/test_*.py")) if "kit.every_device" in x.read_text()]
         return self.run_tests("tests", [str(x) for x in files if x.stem != "test_sm90"], seconds)
 
     def run_tests(self, name: str, parts: list[str], seconds: float) -> Result:

@@ -270,7 +270,7 @@ struct Splits {
   // For sums over keys, which do depend on the splits: the same number for every GPU, batch and number of heads. With 8
   // heads, 148 splits are 1184 blocks: 10.96 per multiprocessor on an A100 (108), 8.97 on an H200 (132), 8 on a B200
   // (148), so the last round is nearly full on all of them. Rows that take several blocks get fewer splits.
-  // tests/test_window_plans.py measures the cost.
+  // tests/cuda/test_window_plans.py measures the cost.
   static Splits fixed(int64_t n, int64_t row_blocks) { return about(n, 148 / row_blocks); }
 
  private:

@@ -1,8 +1,8 @@
 """Which models of transformers `kvops.hf` supports, by the type of their text model (`config.model_type`).
 
-tests/test_hf_architectures.py checks each row with a tiny model of that type: its logits with a cache that evicts must
-equal its logits with a mask that hides the evicted tokens. A type without a row is untested. docs/architectures.md is
-generated from this table.
+tests/hf/test_hf_architectures.py checks each row with a tiny model of that type: its logits with a cache that evicts
+must equal its logits with a mask that hides the evicted tokens. A type without a row is untested. docs/architectures.md
+is generated from this table.
 """
 
 from __future__ import annotations

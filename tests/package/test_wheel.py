@@ -1,0 +1,257 @@
+"""The wheel of `make wheel`: its tags, files and symbols; and which kvops Python imports beside a clone."""
+
+import email
+import importlib.metadata
+import importlib.util
+import json
+import re
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kvops
+from test_build import LEVELS, LIBRARY, ROOT, TORCH, last_line, load_setup_py, needs_source, run, script
+
+SMOKE = ROOT / "tests/package/smoke_wheel.py"
+
+pytestmark = needs_source
+needs_tools = pytest.mark.skipif(
+    not (shutil.which("objdump") and shutil.which("readelf") and importlib.util.find_spec("auditwheel")),
+    reason="no binutils or no auditwheel",
+)
+
+
+def load(path: str):
+    """Import a module of tools/, which is no package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / "tools" / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return load("wheel.py")
+
+
+@pytest.fixture(scope="module")
+def wheel(tool, tmp_path_factory) -> Path:
+    """The wheel, from the objects of the build that is here."""
+    cuda = kvops.build_info()["cuda"]
+    env = {"KVOPS_CUDA": "1" if cuda["built"] else "0", "KVOPS_CUDA_ARCHS": ";".join(cuda["archs"])}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        return tool.build(tmp_path_factory.mktemp("wheel"))
+
+
+@needs_tools
+def test_one_wheel_for_every_python(wheel, tool):
+    name, version, python, abi, platform = wheel.stem.split("-")
+    assert (name, version, python, abi, platform) == ("kvops", kvops.__version__, "py3", "none", tool.tag())
+    with zipfile.ZipFile(wheel) as archive:
+        files = set(archive.namelist())
+        metadata = email.message_from_bytes(archive.read(f"kvops-{version}.dist-info/METADATA"))
+        tags = archive.read(f"kvops-{version}.dist-info/WHEEL").decode()
+    assert re.findall(r"^Tag: (.*)", tags, re.MULTILINE) == [f"py3-none-{tool.tag()}"]
+    task = "models/passkey-llama/passkey_task.py"
+    python_files = {str(p.relative_to(ROOT)) for p in ROOT.glob("kvops/**/*.py*") if p.suffix in (".py", ".pyi")}
+    assert python_files | {"kvops/py.typed", f"kvops/demo_files/{task}"} == {
+        x for x in files if x.endswith((".py", ".pyi", ".typed"))
+    }
+    cuda = {"kvops/libkvops_cuda.so"} if kvops.build_info()["cuda"]["built"] else set()
+    demo = {x.removeprefix("kvops/demo_files/") for x in files if re.match(r"kvops/demo_files/.*[^/]$", x)}
+    model = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    assert demo == {f"models/passkey-llama/{x}" for x in model} | {task, "data/haystack.txt", "data/LICENSE-python.txt"}
+    assert {x for x in files if x.endswith(".so")} == {"kvops/libkvops.so"} | cuda
+    assert not [x for x in files if not x.startswith(("kvops/", f"kvops-{version}.dist-info/"))]
+    links = re.findall(r"\]\(([^)]*)\)", metadata.get_payload())
+    assert len(links) > 40 and all(x.startswith("https://") for x in links)
+    picture = "https://raw.githubusercontent.com/kvops/kvops/main/docs/images/demo.png"
+    assert f"]({picture})" in metadata.get_payload() and metadata["Description-Content-Type"] == "text/markdown"
+    # If torch were listed, a resolver would replace it, or fetch the index's default build.
+    required = [x for x in metadata.get_all("Requires-Dist") if "extra ==" not in x]
+    assert required == ["numpy"] and metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "Apache-2.0" and len(metadata.get_all("Project-URL")) >= 4
+    versions = [x for x in metadata.get_all("Classifier") if x.startswith("Programming Language :: Python :: 3.")]
+    assert [x.rpartition(".")[2] for x in versions] == ["10", "11", "12", "13"]
+
+
+@needs_tools
+def test_the_wheel_runs_on_old_systems(wheel, tool):
+    """No symbol is newer than the platform tag allows, no library is missing there, and the file is small enough."""
+    assert tool.check(wheel) == []
+    assert wheel.stat().st_size < 60e6  # half of what PyPI allows
+    out = run(sys.executable, ROOT / "tools/wheel.py", "--check", wheel)
+    assert out == f"{wheel.name}: PyPI and {tool.tag()} systems take it\n"
+
+
+@needs_tools
+def test_the_library_of_a_plain_build_is_not_taken_for_one(tool):
+    """On a system with a newer glibc, a build without stand-ins has newer symbols, and the check names them."""
+    if load("manylinux/stubs.py").host_glibc() <= (2, 28):
+        pytest.skip("this system is old enough")
+    (problem,) = tool.problems_of(LIBRARY)
+    assert problem.startswith("libkvops.so: it needs ") and "container" in problem
+    assert "exp (GLIBC_2.29)" in problem or "GLIBCXX" in problem
+
+
+@needs_tools
+def test_wheels_that_pypi_would_not_take(tool, tmp_path):
+    wrong = tmp_path / "kvops-0.1.0-py3-none-linux_x86_64.whl"
+    with zipfile.ZipFile(wrong, "w") as archive:
+        archive.write(LIBRARY, "kvops.libs/libstdc++-1.so.6")
+    tool.MOST_BYTES = 1000
+    problems = tool.check(wrong)
+    assert [x.partition(": ")[2].partition(",")[0] for x in problems[:4]] == [
+        f"expected the tags py3-none-{tool.tag()}",
+        f"{wrong.stat().st_size / 1e6:.0f} MB",
+        "it holds kvops.libs/libstdc++-1.so.6",
+        "it holds no kvops/libkvops.so",
+    ]
+    tool.MOST_BYTES = 100 * 1000 * 1000
+
+
+@needs_tools
+def test_installed_wheel_works(wheel, tmp_path):
+    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path, wheel)
+    code = "import kvops, torch; scores = torch.arange(4.0).view(1, 1, 4);"
+    code += "print(kvops.__file__, kvops.ops.select_topk(scores, k=2).tolist())"
+    env = {"PYTHONPATH": str(tmp_path)}
+    out = run(sys.executable, "-c", code, cwd=tmp_path, env=env)
+    assert out.strip() == f"{tmp_path / 'kvops/__init__.py'} [[[2, 3]]]"
+
+
+@pytest.mark.full
+@needs_tools
+def test_the_smoke_test_passes(wheel, tmp_path):
+    """`make smoke` runs the same in fresh environments."""
+    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path, wheel)
+    out = run(sys.executable, SMOKE, "--here", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert last_line(out).startswith("passed: Python ")
+
+
+def test_the_smoke_test_says_what_is_missing(tmp_path):
+    command = (sys.executable, SMOKE, "--wheel", tmp_path / "kvops.whl")
+    assert last_line(run(*command, expect=1)).endswith(f"no wheel {tmp_path / 'kvops.whl'}; run: make wheel")
+
+
+def test_workflows_build_test_and_publish():
+    """On a tag the workflow builds for both architectures, tests every Python and torch, and publishes."""
+    text = (ROOT / ".github/workflows/wheels.yml").read_text() if (ROOT / ".github").exists() else ""
+    if not text:
+        pytest.skip("no workflows in a source distribution")
+    assert "manylinux_2_28_" in text and "aarch64" in text and "id-token: write" in text
+    for version in ("3.10", "3.11", "3.12", "3.13", "2.10", "2.15"):
+        assert f'"{version}"' in text
+    assert "tests/package/smoke_wheel.py" in text and "tools/wheel.py" in text
+
+
+# Paths with spaces
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
+def test_a_clone_in_a_path_with_spaces_is_built(cuda, tmp_path):
+    """One object of each library: nvcc used to fail, and only after minutes."""
+    setup_py = load_setup_py()
+    nvcc = setup_py.find_nvcc()
+    if cuda and not (nvcc and setup_py.find_tool("ninja")):
+        pytest.skip("no nvcc or no ninja")
+    clone, build = tmp_path / "a b" / "kvops", tmp_path / "a b" / "build"
+    for name in ("csrc", "tools"):
+        shutil.copytree(ROOT / name, clone / name)
+    shutil.copy(ROOT / "CMakeLists.txt", clone)
+    options = [f"-DKVOPS_TORCH_DIR={TORCH}", f"-DKVOPS_CUDA={int(cuda)}", "-DKVOPS_CUDA_ARCHS=90a"]
+    if ninja := setup_py.find_tool("ninja"):
+        options += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja[0]}"]
+    env = {"CUDACXX": nvcc[0]} if cuda else {}
+    run(setup_py.find_cmake(), "-S", clone, "-B", build, *options, env=env)
+    if not cuda:
+        run(setup_py.find_cmake(), "--build", build, "--target", "level_v2" if "v2" in LEVELS else "level_baseline")
+        assert list(build.rglob("gather_kv_*.o"))
+        return
+    targets = re.findall(r"^(\S+\.cu\.o):", run(ninja[0], "-C", build, "-t", "targets", "all"), re.MULTILINE)
+    target = next((x for x in targets if "hopper" in x), targets[0])
+    run(ninja[0], "-C", build, target)
+    assert str(clone).encode() not in (build / target).read_bytes(), "the object names a folder of the build machine"
+
+
+# Which kvops Python imports
+
+
+def sources(folder: Path, library: bool) -> Path:
+    """A clone of the repository, as far as an import sees it."""
+    shutil.copytree(ROOT / "kvops", folder / "kvops", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copy(ROOT / "CMakeLists.txt", folder)
+    if library:
+        shutil.copy(LIBRARY, folder / "kvops")
+    return folder
+
+
+def test_python_started_in_a_clone_that_is_not_built(tmp_path):
+    """The source tree comes before the installed package. The error says so, and what to do."""
+    clone, site = sources(tmp_path / "clone", library=False), LIBRARY.parent.parent
+    error = run(sys.executable, "-c", "import kvops", cwd=clone, env={"PYTHONPATH": str(site)}, expect=1)
+    assert last_line(error) == (
+        f"ImportError: kvops: Python imported the source tree {clone / 'kvops'}, where libkvops.so has not been built, "
+        f"and not the package installed in {site / 'kvops'}; start Python in another folder"
+    )
+
+
+def test_a_library_that_is_missing(tmp_path, monkeypatch):
+    clone = sources(tmp_path / "clone", library=False)
+    monkeypatch.setattr(kvops._lib, "LIBRARY", clone / "kvops/libkvops.so")
+    monkeypatch.setattr(sys, "path", [str(clone)])
+    assert kvops._lib._why_missing() == (
+        f"Python imported the source tree {clone / 'kvops'}, where libkvops.so has not been built; "
+        f"build it: cd {clone} && pip install --no-build-isolation -e ."
+    )
+    (clone / "CMakeLists.txt").unlink()
+    assert kvops._lib._why_missing().endswith("is missing from the installed package; reinstall kvops")
+
+
+def test_python_started_beside_a_clone(tmp_path, monkeypatch):
+    """A folder named kvops without __init__.py is a namespace package. The installed package must win over it."""
+    (tmp_path / "kvops").symlink_to(ROOT)
+    code = "import kvops; print(kvops.build_info()['library'])"
+    site = LIBRARY.parent.parent
+    assert run(sys.executable, "-c", code, cwd=tmp_path, env={"PYTHONPATH": str(site)}).strip() == str(LIBRARY)
+    try:
+        origin = importlib.metadata.distribution("kvops").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        origin = None
+    if not origin or json.loads(origin)["url"] != ROOT.as_uri():
+        pytest.skip("this clone is not installed in this environment")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert run(sys.executable, "-c", code, cwd=tmp_path).strip() == str(LIBRARY)
+
+
+# Progress
+
+
+@pytest.mark.full
+def test_pip_shows_the_progress(tmp_path):
+    """`pip install -v` passes on what the build prints, line by line."""
+    project = tmp_path / "project"
+    (project / "tools").mkdir(parents=True)
+    text = (ROOT / "setup.py").read_text()
+    names = "\n".join(f"echo '[{i}/3] Building CXX object CMakeFiles/kvops.dir/x{i}.cpp.o'" for i in (1, 2, 3))
+    fake = script(tmp_path / "fake", names + "\n")
+    main = f"""
+def build(self, ext):
+    if not ext.optional:
+        run([{str(fake)!r}], "no")
+        Path(self.get_ext_fullpath(ext.name)).parent.mkdir(parents=True, exist_ok=True)
+        Path(self.get_ext_fullpath(ext.name)).touch()
+CMakeBuild.build_extension = build
+if __name__ =="""
+    (project / "setup.py").write_text(text.replace("\nif __name__ ==", main, 1))
+    for name in ("pyproject.toml", "README.md", "CMakeLists.txt"):
+        shutil.copy(ROOT / name, project)
+    shutil.copytree(ROOT / "kvops", project / "kvops", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    command = (sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "-w", tmp_path, project)
+    assert "== kvops: compiled 1 of 3, x1.cpp" in run(*command)
