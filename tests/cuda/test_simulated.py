@@ -165,6 +165,15 @@ class Outcomes:
             process.terminate()
 
 
+def test_what_selects_tests_names_some():
+    """A test that is renamed does not leave a run unseen."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", *OPERATORS_TESTS]
+    names = run(*command, env=os.environ | {"CUDASIM_SEED": "0"}).stdout
+    chosen = " ".join((FAST, SLOW, LONG, ALIKE, STRIDES, HALVES, UNSEEN, ADDRESSES, LARGE, TALK))
+    words = set(re.findall(r"[\w-]+", chosen)) - {"and", "or", "not"}
+    assert "many_heads" in words and not sorted(x for x in words if x not in names)
+
+
 QUICK = "order 1"  # the run that is part of `make test`
 
 

@@ -617,8 +617,8 @@ inline Sim sim;
   __builtin_unreachable();
 }
 
-// Whether CUDASIM_FAULT selects this planted fault (tests/cuda/faults.py). The check is no kernel access, so no sanitizer
-// sees it.
+// Whether CUDASIM_FAULT selects this planted fault (tests/cuda/faults.py). The check is no kernel access, so no
+// sanitizer sees it.
 inline const int chosen_fault = std::getenv("CUDASIM_FAULT") ? std::atoi(std::getenv("CUDASIM_FAULT")) : 0;
 __attribute__((noinline, no_sanitize("thread", "address"))) inline bool fault(int number) {
   return number == chosen_fault;
