@@ -415,7 +415,7 @@ def synthetic_table() -> str:
     return markdown(lines)
 
 
-#: Sweeps of a knob over synthetic caches: the preset, the knob and the methods.
+#: Sweeps of a setting over synthetic caches: the preset, the setting and the methods.
 SWEEPS = {
     "alignment": ("distinctive", "alignment", ("KeyDiff", "SATKV", "ProtoKV", "TOVA", "SnapKV")),
     "draft": ("response", "draft", ("LAQ", "LAQ++", "SnapKV")),
@@ -424,13 +424,13 @@ SWEEPS = {
 
 
 def sweep_table(name: str) -> str:
-    """Return a row per method, a column per value of the knob."""
-    preset, knob, methods = SWEEPS[name]
+    """Return a row per method, a column per value of the setting."""
+    preset, setting, methods = SWEEPS[name]
     rows = json.loads((ROOT / "bench" / "results" / "synthetic.json").read_text())["rows"]
-    start = f"synthetic:preset={preset},{knob}="
+    start = f"synthetic:preset={preset},{setting}="
     cells = {(row["method"], row["task"][len(start) :]): row for row in rows if row["task"].startswith(start)}
     values = sorted({value for _, value in cells}, key=float)
-    lines = [[f"`{knob}`", *values], ["---", *["---:"] * len(values)]]
+    lines = [[f"`{setting}`", *values], ["---", *["---:"] * len(values)]]
     for method in methods:
         found = [cells[method, value]["scores"]["mass"] for value in values]
         lines.append([method, *(f"{100 * x['mean']:.0f} {interval(x)}" for x in found)])

@@ -37,7 +37,7 @@ class Batch:
         starts: int64 [rows] on the host, where each request's tokens begin among the step's tokens.
         before: int64 [rows] on the host, tokens computed before the step.
         after: int64 [rows] on the host, tokens computed after the step.
-        requests: The requests, if the engine's `Rings` tell them apart by this: the same object in each step.
+        requests: The requests, if the engine's `RingTable` tells them apart by this: the same object in each step.
     """
 
     table: Tensor
@@ -125,16 +125,16 @@ class Observer(Protocol):
         """
 
 
-class Rings(Protocol):
+class RingTable(Protocol):
     """Assigns each live request a small number, which it keeps as long as it lives.
 
     Attributes:
-        most: One past the largest number.
+        size: One past the largest number.
     """
 
-    most: int
+    size: int
 
-    def of(self, batch: Batch, asked: Sequence[tuple[int, int]]) -> Tensor:
+    def numbers(self, batch: Batch, asked: Sequence[tuple[int, int]]) -> Tensor:
         """Return the requests' numbers, int64 [rows], on the device.
 
         Args:
@@ -143,7 +143,7 @@ class Rings(Protocol):
         """
 
 
-def observer(policy: Policy, block_size: int, rings: Rings) -> Observer | None:
+def observer(policy: Policy, block_size: int, rings: RingTable) -> Observer | None:
     """Return the observer that a policy needs; None if it does not use queries."""
     if not isinstance(policy, QueryPolicy):
         return None
@@ -187,13 +187,13 @@ class LastQueries:
     queries, in a ring: the query of the token at position p lies at p % (window - 1).
     """
 
-    def __init__(self, window: int, rings: Rings, in_decode: bool = True):
+    def __init__(self, window: int, rings: RingTable, in_decode: bool = True):
         self.window, self.room, self._rings, self.in_decode = window, window - 1, rings, in_decode
 
     def step(self, batch: Batch, ends: Sequence[tuple[int, int]], table: Tensor, lengths: Tensor) -> WindowObservation:
         device, room = batch.table.device, max(1, self.room)
         asked_first = [(row, max(0, end - self.window)) for row, end in ends]
-        ring = self._rings.of(batch, asked_first) if self.room else torch.zeros_like(batch.table[:, 0])
+        ring = self._rings.numbers(batch, asked_first) if self.room else torch.zeros_like(batch.table[:, 0])
         first = batch.starts - batch.before  # the step's query of position p is row first + p
 
         moving, end = torch.tensor(ends, dtype=torch.int64).reshape(-1, 2).unbind(1)
@@ -208,7 +208,7 @@ class LastQueries:
             places=ring[to_device(device, moving), None] * room + to_device(device, asked % room),
             new_rows=to_device(device, first[row] + position),
             new_places=ring[to_device(device, row)] * room + to_device(device, position % room),
-            most=self.room * self._rings.most,
+            most=self.room * self._rings.size,
         )
 
     def copy(self, layers: Sequence[LayerMemory], source: int, dest: int) -> None:

@@ -34,7 +34,7 @@ RESPONSE = 16  # queries of the response
 DRAFT = 32  # queries of a draft, more than any method's default
 LOCAL = 16  # tokens between the knots of a slowly changing direction
 
-#: Of the knobs that may lie outside [0, 1].
+#: Of the settings that may lie outside [0, 1].
 LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("layers", "heads", "group", "dim", "topics", "run_length", "focus"), (1, 1024)),
     **dict.fromkeys(("overlap_last", "needle_cosine", "alignment"), (-1, 1)),
@@ -47,7 +47,7 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 
 @dataclass(frozen=True)
-class Knobs:
+class CacheSettings:
     """The settings of a synthetic cache.
 
     Attributes:
@@ -111,7 +111,7 @@ class Knobs:
     def check(self) -> None:
         """Raise Refused if a value is out of range."""
         for name, value in vars(self).items():
-            kind = type(getattr(Knobs, name))
+            kind = type(getattr(CacheSettings, name))
             fits = isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
             if not fits or isinstance(value, bool) != (kind is bool):
                 raise Refused(f"synthetic: {name} must be of type {kind.__name__}, got {value!r}")
@@ -147,25 +147,25 @@ class Caches:
     output: Tensor
 
 
-def make(knobs: Knobs, n: int, seeds: Sequence[Sequence[int]]) -> Caches:
+def make(settings: CacheSettings, n: int, seeds: Sequence[Sequence[int]]) -> Caches:
     """Draw a batch of caches, each from its own seed.
 
     Args:
-        knobs: the settings.
+        settings: the settings.
         n: tokens of the prompt.
         seeds: of each prompt.
     """
-    drawn = [draw(knobs, n, seed) for seed in seeds]
+    drawn = [draw(settings, n, seed) for seed in seeds]
     k, v, q, response, draft = (torch.stack([x[i] for x in drawn], 1) for i in range(5))
     attention = logits_of(response, k).softmax(-1)
     output = attention @ per_query_head(v, response)
     return Caches(k, v, q, response, draft, torch.stack([x[5] for x in drawn]), attention, output)
 
 
-def check_context(knobs: Knobs, n: int) -> None:
+def check_context(settings: CacheSettings, n: int) -> None:
     """Raise Refused if a prompt of n tokens is too short for its needles and distractors."""
-    runs = -(-knobs.needles // knobs.run_length)
-    least = 2 * (runs * knobs.run_length + knobs.distractors + WINDOW)  # half of the tokens are ordinary
+    runs = -(-settings.needles // settings.run_length)
+    least = 2 * (runs * settings.run_length + settings.distractors + WINDOW)  # half of the tokens are ordinary
     if n < least:
         raise Refused(f"--context: expected at least {least} for these needles and distractors, got {n}")
 
@@ -180,63 +180,63 @@ def logits_of(q: Tensor, k: Tensor) -> Tensor:
     return q @ per_query_head(k, q).mT / k.shape[-1] ** 0.5
 
 
-def draw(knobs: Knobs, n: int, seed: Sequence[int]) -> tuple[Tensor, ...]:
+def draw(settings: CacheSettings, n: int, seed: Sequence[int]) -> tuple[Tensor, ...]:
     """Draw one prompt: K, V, the queries of prompt, response and draft, and which tokens are needles."""
     state = np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)[0]
     rng = torch.Generator().manual_seed(int(state) % 2**63)
-    shape = knobs.layers, knobs.heads
+    shape = settings.layers, settings.heads
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=rng)
 
-    places = positions(knobs, n, rng)
+    places = positions(settings, n, rng)
     needles = torch.zeros(n, dtype=torch.bool)
-    needles[places[: knobs.needles]] = True
+    needles[places[: settings.needles]] = True
 
-    shared = slow(normal(*shape, knobs.topics, knobs.dim), n)
+    shared = slow(normal(*shape, settings.topics, settings.dim), n)
     mean = normalize(shared.mean(2), dim=-1)
-    knots = normal(*shape, n // LOCAL + 2, knobs.dim)
-    own = mixed(knobs.locality, slow(knots, n), normal(*shape, n, knobs.dim))
-    keys = around(shared, knobs.collinearity**0.5, own)
-    if knobs.distinct or knobs.distractors:
-        odd = places if knobs.distinct else places[knobs.needles :]
-        cluster = normal(*shape, 1, knobs.dim).expand(-1, -1, len(odd), -1)
-        free = normal(*shape, len(odd), knobs.dim)
-        clustered = (needles[odd] * knobs.clustering).unsqueeze(-1)
-        keys[:, :, odd] = around(shared[:, :, odd], knobs.needle_cosine, mixed(clustered, cluster, free))
-    scales = (knobs.channels * normal(*shape, 1, knobs.dim)).exp()
-    keys = keys * knobs.dim**0.5
-    keys[:, :, needles] *= knobs.needle_length
-    values = normal(*shape, n, knobs.dim)
-    values[:, :, needles] *= knobs.value_length
+    knots = normal(*shape, n // LOCAL + 2, settings.dim)
+    own = mixed(settings.locality, slow(knots, n), normal(*shape, n, settings.dim))
+    keys = around(shared, settings.collinearity**0.5, own)
+    if settings.distinct or settings.distractors:
+        odd = places if settings.distinct else places[settings.needles :]
+        cluster = normal(*shape, 1, settings.dim).expand(-1, -1, len(odd), -1)
+        free = normal(*shape, len(odd), settings.dim)
+        clustered = (needles[odd] * settings.clustering).unsqueeze(-1)
+        keys[:, :, odd] = around(shared[:, :, odd], settings.needle_cosine, mixed(clustered, cluster, free))
+    scales = (settings.channels * normal(*shape, 1, settings.dim)).exp()
+    keys = keys * settings.dim**0.5
+    keys[:, :, needles] *= settings.needle_length
+    values = normal(*shape, n, settings.dim)
+    values[:, :, needles] *= settings.value_length
 
     def queries(rows: int, probability: Tensor, before: Tensor, newest: float = 0.0) -> Tensor:
         """Queries that look for needles with a probability; all tokens are before `before`. [layers, Hq, rows, d]."""
-        heads = knobs.heads * knobs.group
-        found = pick(needles, before, knobs.focus, probability.expand(heads, -1), newest, rng)  # [Hq, rows, focus]
-        return look_for(keys, found, mean, knobs)
+        heads = settings.heads * settings.group
+        found = pick(needles, before, settings.focus, probability.expand(heads, -1), newest, rng)  # [Hq, rows, focus]
+        return look_for(keys, found, mean, settings)
 
-    asked = torch.full((n,), float(knobs.overlap_before))
-    asked[-WINDOW:] = knobs.overlap
-    if knobs.overlap_last >= 0:
-        asked[-1] = knobs.overlap_last
+    asked = torch.full((n,), float(settings.overlap_before))
+    asked[-WINDOW:] = settings.overlap
+    if settings.overlap_last >= 0:
+        asked[-1] = settings.overlap_last
     q = queries(n, asked, torch.arange(1, n + 1))
-    response = queries(RESPONSE, torch.ones(RESPONSE), torch.full((RESPONSE,), n), knobs.recency)
-    draft = queries(DRAFT, torch.full((DRAFT,), float(knobs.draft)), torch.full((DRAFT,), n), knobs.recency)
-    inverse = scales.repeat_interleave(knobs.group, 1)
+    response = queries(RESPONSE, torch.ones(RESPONSE), torch.full((RESPONSE,), n), settings.recency)
+    draft = queries(DRAFT, torch.full((DRAFT,), float(settings.draft)), torch.full((DRAFT,), n), settings.recency)
+    inverse = scales.repeat_interleave(settings.group, 1)
     return keys * scales, values, q / inverse, response / inverse, draft / inverse, needles
 
 
-def positions(knobs: Knobs, n: int, rng: torch.Generator) -> Tensor:
+def positions(settings: CacheSettings, n: int, rng: torch.Generator) -> Tensor:
     """Where the needles are, and after them the distractors: int64 [needles + distractors], before the last WINDOW."""
-    runs = -(-knobs.needles // knobs.run_length)
-    sizes = torch.tensor([knobs.run_length] * runs + [1] * knobs.distractors)
+    runs = -(-settings.needles // settings.run_length)
+    sizes = torch.tensor([settings.run_length] * runs + [1] * settings.distractors)
     spare = n - WINDOW - int(sizes.sum())
     order = torch.randperm(len(sizes), generator=rng)  # of the runs and distractors along the prompt
     gaps = torch.rand(len(sizes), generator=rng).sort().values.mul(spare + 1).long()
     starts = torch.empty_like(sizes)
     starts[order] = gaps + sizes[order].cumsum(0) - sizes[order]
-    tokens = (starts[:runs, None] + torch.arange(knobs.run_length)).flatten()[: knobs.needles]
+    tokens = (starts[:runs, None] + torch.arange(settings.run_length)).flatten()[: settings.needles]
     return torch.cat((tokens, starts[runs:]))
 
 
@@ -291,19 +291,19 @@ def pick(
     return torch.where((which < probability.unsqueeze(-1)) & (known > 0), hits, others)
 
 
-def look_for(keys: Tensor, found: Tensor, mean: Tensor, knobs: Knobs) -> Tensor:
+def look_for(keys: Tensor, found: Tensor, mean: Tensor, settings: CacheSettings) -> Tensor:
     """Queries that look for tokens: [layers, Hq, rows, d].
 
     Args:
         keys: [layers, Hk, n, d].
         found: int64 [Hq, rows, focus], the tokens.
         mean: [layers, Hk, d], the mean key's direction.
-        knobs: alignment and sharpness.
+        settings: alignment and sharpness.
     """
-    heads = torch.arange(len(found))[:, None, None] // knobs.group
+    heads = torch.arange(len(found))[:, None, None] // settings.group
     targets = keys[:, heads, found]  # [layers, Hq, rows, focus, d]
-    center = mean.repeat_interleave(knobs.group, 1).unsqueeze(2)
-    q = around(center, knobs.alignment, targets.sum(3))
-    average = keys.mean(2).repeat_interleave(knobs.group, 1).unsqueeze(2)
-    gap = ((targets.mean(3) - average) * q).sum(-1, keepdim=True) / knobs.dim**0.5
-    return q * (knobs.sharpness / gap.clamp(min=0.05))
+    center = mean.repeat_interleave(settings.group, 1).unsqueeze(2)
+    q = around(center, settings.alignment, targets.sum(3))
+    average = keys.mean(2).repeat_interleave(settings.group, 1).unsqueeze(2)
+    gap = ((targets.mean(3) - average) * q).sum(-1, keepdim=True) / settings.dim**0.5
+    return q * (settings.sharpness / gap.clamp(min=0.05))

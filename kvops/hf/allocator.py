@@ -145,20 +145,20 @@ class Row(NamedTuple):
     keep: int  # slots to keep
 
 
-class Rings:
-    """Implements `kvops.cache.queries.Rings` for the engine's request ids.
+class RingTable:
+    """Implements `kvops.cache.queries.RingTable` for the engine's request ids.
 
     Args:
         step: The requests of the current step. The allocator updates this list.
-        device: Where `of` returns its numbers.
+        device: Where the numbers are returned.
     """
 
     def __init__(self, step: list[Row], device: torch.device):
-        self.most, self._step, self._device = 0, step, device
+        self.size, self._step, self._device = 0, step, device
         self._of: dict[str, int] = {}
         self._free: list[int] = []
 
-    def of(self, batch: Batch, asked: Sequence[tuple[int, int]]) -> Tensor:
+    def numbers(self, batch: Batch, asked: Sequence[tuple[int, int]]) -> Tensor:
         for x in self._step:
             if x.request not in self._of:
                 if x.before:
@@ -172,8 +172,8 @@ class Rings:
     def join(self, request: str) -> int:
         """Assign a number to a new request and return it."""
         if not self._free:
-            self._free.append(self.most)
-            self.most += 1
+            self._free.append(self.size)
+            self.size += 1
         self._of[request] = ring = self._free.pop()
         return ring
 
@@ -224,7 +224,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
             for pages, tokens in zip((self._k[i], self._v[i]), self._kv_token_views[layer]):
                 if pages[last, :, 0].data_ptr() != tokens[slot].data_ptr():
                     raise _changed("blocks of [layers, K and V, page, heads, head_dim]", "another order")
-        self._rings = Rings(self._step, self.cache_tensor.device)
+        self._rings = RingTable(self._step, self.cache_tensor.device)
         self._observer = observer(self.policy, self.tokens_per_page, self._rings)
         kinds = dict.fromkeys(self.policy.by_slot, torch.float32)
         shape = len(self._k[0]), self.num_key_value_heads, self.tokens_per_page

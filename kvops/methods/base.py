@@ -640,7 +640,7 @@ class DecodePolicy(BudgetPolicy):
             protect=None,
             budget=prompt + self.budget,
             sinks=prompt + self.sinks,
-            buffer=self.spare(self.budget),
+            buffer=self.buffer_tokens(self.budget),
             **self.in_tokens(self.budget),
         )
 
@@ -652,21 +652,21 @@ class DecodePolicy(BudgetPolicy):
         """Whether the step is part of a prompt."""
         return view.new > 1
 
-    def spare(self, keep: int) -> int:
+    def buffer_tokens(self, keep: int) -> int:
         """The buffer of a budget of `keep` tokens."""
         assert self.buffer is not None
         return self.buffer if isinstance(self.buffer, int) else max(1, fraction_of(self.buffer, keep))
 
-    def cycled(self, n: int) -> int:
+    def cached_length(self, n: int) -> int:
         """The tokens left of n with a buffer that is emptied whenever it is full."""
         assert isinstance(self.budget, int)
         more = n - self.budget
-        return n if more < (spare := self.spare(self.budget)) else self.budget + more % spare
+        return n if more < (buffer := self.buffer_tokens(self.budget)) else self.budget + more % buffer
 
     def full(self, view: View, keep: int) -> bool:
         if view.n <= keep or self.of_prompt(view):
             return view.n > keep
-        return self.buffer is not None and view.n >= keep + self.spare(keep)
+        return self.buffer is not None and view.n >= keep + self.buffer_tokens(keep)
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
         super().check_paged_cache(num_layers, by_head)
@@ -682,9 +682,9 @@ class DecodePolicy(BudgetPolicy):
         With protect="prompt" also the prompt.
         """
         if self.protect is not None:
-            return n if n <= prompt else prompt + self.cycled(n - prompt)
+            return n if n <= prompt else prompt + self.cached_length(n - prompt)
         count = super().held(n, prompt)
-        return count if self.buffer is None or n <= prompt else self.cycled(count)
+        return count if self.buffer is None or n <= prompt else self.cached_length(count)
 
     @classmethod
     def at_budget(

@@ -39,7 +39,7 @@ class Prompts(LogitsProcessor, LogitsProcessorV2):
         self._rows: list[tuple[int, object]] = []  # of the V1 runner, by row of its batch: prompt and request
         Prompts.current = self
 
-    def of(self, metadata: CommonAttentionMetadata) -> tuple[Sequence[int], Sequence[object]]:
+    def by_row(self, metadata: CommonAttentionMetadata) -> tuple[Sequence[int], Sequence[object]]:
         """Return, for each row of a step, the tokens of its prompt, and an object that is its request's in each step.
 
         A row without a request has None.

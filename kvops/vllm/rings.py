@@ -18,19 +18,19 @@ class _Ring(NamedTuple):
     end: int  # one past that of the newest
 
 
-class RequestRings:
-    """Ring numbers by request; see `kvops.cache.queries.Rings`. Nothing is read back from the device.
+class RequestRingTable:
+    """Ring numbers by request; see `kvops.cache.queries.RingTable`. Nothing is read back from the device.
 
     Args:
         requests: The most requests that live at a time.
-        device: Where `of` returns its numbers.
+        device: Where the numbers are returned.
     """
 
     def __init__(self, requests: int, device: torch.device):
-        self.most, self._requests, self._device = 0, requests, device
+        self.size, self._requests, self._device = 0, requests, device
         self._of: dict[int, _Ring] = {}  # by the request's id, the least recently used first
 
-    def of(self, batch: Batch, asked: Sequence[tuple[int, int]]) -> Tensor:
+    def numbers(self, batch: Batch, asked: Sequence[tuple[int, int]]) -> Tensor:
         rows = [*zip(batch.requests, batch.before.tolist(), batch.after.tolist(), strict=True)]
         known = [self._of.pop(id(request), None) for request, *_ in rows]
         rings = list[_Ring]()
@@ -48,9 +48,9 @@ class RequestRings:
         return to_device(self._device, torch.tensor([x.number for x in rings]))
 
     def _free(self) -> int:
-        if self.most < self._requests:
-            self.most += 1
-            return self.most - 1
+        if self.size < self._requests:
+            self.size += 1
+            return self.size - 1
         # There are as many rings as live requests, and a step that a request joins has tokens of all others. So the
         # least recently used ring is that of a request that has ended, or is left out after its prompt.
         return self._of.pop(next(iter(self._of))).number

@@ -46,7 +46,7 @@ from . import settings
 from .layouts import Layout, Rows
 from .plan import Plan, why_not_shared
 from .prompts import Prompts
-from .rings import RequestRings
+from .rings import RequestRingTable
 from .scheduler import EvictingSpec, plan_of
 from .steps import Layer, Step, StepSlots
 from .weights import with_weights
@@ -78,7 +78,7 @@ class EvictingBuilder(AttentionMetadataBuilder):
             scheduler = vllm_config.scheduler_config
             requests = max(scheduler.max_num_seqs, scheduler.max_num_active_seqs or 0)
             # One more for rows without a request, which only runs without requests have.
-            self._observer = observer(self.plan.policy, self.plan.block_size, RequestRings(requests + 1, device))
+            self._observer = observer(self.plan.policy, self.plan.block_size, RequestRingTable(requests + 1, device))
             self._between = between_steps(vllm_config)
             # Tables and lengths lie at the same addresses in each step, which CUDA graphs read.
             self._lengths = torch.zeros(requests, dtype=torch.int32, device=device)
@@ -113,7 +113,7 @@ class EvictingBuilder(AttentionMetadataBuilder):
         m = common_attn_metadata
         # The upper bound is exact without speculative decoding, which _check_config rejects.
         starts, after = m.query_start_loc_cpu.long(), m.seq_lens_cpu_upper_bound.long()
-        prompts, requests = self._prompts.of(m)
+        prompts, requests = self._prompts.by_row(m)
         batch = Batch(m.block_table_tensor, starts[:-1], after - starts.diff(), after, requests)
         held = StepSlots.of(self.plan, batch, prompts)
         table, lengths = self._buffers(m.block_table_tensor, held)
@@ -146,7 +146,7 @@ class EvictingBuilder(AttentionMetadataBuilder):
     def _evict(self, step: Step) -> None:
         """Run the evictions of an earlier step in all layers."""
         found = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, self.layer_names).values()
-        layers = [x.impl.of(step.plan, x, x.kv_cache) for x in found]
+        layers = [x.impl.layer_of(step.plan, x, x.kv_cache) for x in found]
         # One launch moves the rows of all layers. Those that are converted for it come one by one, for want of memory.
         for some in [layers] if all(isinstance(x.layout, Rows) for x in layers) else [[x] for x in layers]:
             step.run(some)
@@ -190,13 +190,13 @@ class EvictingImpl(AttentionImpl):
         )
         step: Step | None = getattr(attn_metadata, "step", None)
         if step is not None:
-            step.run([self.of(step.plan, layer, kv_cache)], query)
+            step.run([self.layer_of(step.plan, layer, kv_cache)], query)
         return out
 
-    def of(self, plan: Plan, layer: Any, kv_cache: Tensor) -> Layer:
+    def layer_of(self, plan: Plan, layer: Any, kv_cache: Tensor) -> Layer:
         """Return the layer as its evictions need it."""
-        place = extract_layer_index(layer.layer_name), self._num_layers
-        return Layer(self.layout(layer, kv_cache), self.memory(plan, kv_cache), place, self._logits(plan.policy))
+        index = extract_layer_index(layer.layer_name), self._num_layers
+        return Layer(self.layout(layer, kv_cache), self.memory(plan, kv_cache), index, self._logits(plan.policy))
 
     def memory(self, plan: Plan, kv_cache: Tensor) -> LayerMemory:
         """Return what the layer remembers besides its cache."""

@@ -395,7 +395,7 @@ class InWorker(Schedule):
     def __init__(self, policy, block, seed):
         from kvops.cache.queries import LayerMemory, observer
         from kvops.vllm.plan import Plan
-        from kvops.vllm.rings import RequestRings
+        from kvops.vllm.rings import RequestRingTable
 
         super().__init__(seed)
         for text in self.texts:
@@ -405,7 +405,7 @@ class InWorker(Schedule):
         device = self.caches[0].device
         self.memories = [LayerMemory(x.shape[:3], self.plan.kinds, device) for x in self.caches]
         # One ring per block: requests that wait keep theirs. In vLLM none waits while another joins.
-        self.observer = observer(policy, SIZE, RequestRings(BLOCKS, device))
+        self.observer = observer(policy, SIZE, RequestRingTable(BLOCKS, device))
         self.free, self.tables, self.names = list(range(1, BLOCKS)), {}, {}  # block 0 is vLLM's null block
 
     def as_layers(self):

@@ -162,7 +162,7 @@ def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
         table = self.copies[0] if self.copies else self.blocks.table
         for layer in layers:
             kept = by_slot.read(layer.memory.slots["positions"], table)[..., : getattr(self.rule, "budget", 0)]
-            seen.setdefault(layer.place[0], []).append(kept)
+            seen.setdefault(layer.layer_index[0], []).append(kept)
 
     monkeypatch.setattr(Eviction, "run", watched)
     monkeypatch.setattr(Plan, "kinds", property(lambda plan: kinds.fget(plan) | {"positions": torch.int32}))
@@ -572,7 +572,7 @@ def test_the_lengths_of_prompts_follow_the_batch_of_the_v1_runner():
         prompts.update_state(BatchUpdate(len(prompts._rows), removed, new, moved))
 
     def of(rows):
-        lengths, requests = prompts.of(SimpleNamespace(num_reqs=rows, req_idx=None))
+        lengths, requests = prompts.by_row(SimpleNamespace(num_reqs=rows, req_idx=None))
         assert [x is None for x in requests] == [x == _NONE for x in lengths]
         return lengths
 

@@ -16,7 +16,7 @@ from kvops.cache.schedule import Schedule
 from kvops.methods.view import View
 from kvops.vllm.layouts import Blocks, Rows, Tiles
 from kvops.vllm.plan import Plan
-from kvops.vllm.rings import RequestRings
+from kvops.vllm.rings import RequestRingTable
 from kvops.vllm.steps import Step, StepSlots
 
 HEADS, GROUP, D, SIZE = 2, 2, 32, 32
@@ -46,7 +46,7 @@ def batch(rows: list[tuple[int, ...]], requests) -> Batch:
 @kit.examples(100)
 def test_a_move_sees_the_last_queries_before_its_end(window, most, draw):
     """Requests arrive, finish and are preempted; new requests reuse their first blocks; steps have any size."""
-    last, memory = LastQueries(window, RequestRings(most, CPU)), LayerMemory((9, 1, SIZE), {}, CPU)
+    last, memory = LastQueries(window, RequestRingTable(most, CPU)), LayerMemory((9, 1, SIZE), {}, CPU)
     living, blocks, names = list[Request](), list(range(most + 1)), iter(range(10**6))
     for _ in range(30):
         for x in [x for x in living if draw.random() < 0.1]:
@@ -74,7 +74,7 @@ def test_a_move_sees_the_last_queries_before_its_end(window, most, draw):
 
 
 def test_as_many_queries_are_remembered_as_requests_live():
-    last, memory = LastQueries(8, RequestRings(3, CPU)), LayerMemory((9, 1, SIZE), {}, CPU)
+    last, memory = LastQueries(8, RequestRingTable(3, CPU)), LayerMemory((9, 1, SIZE), {}, CPU)
     requests = [Request(name, 0) for name in range(20)]
     for x in requests:
         observation = last.step(batch([(0, 0, 0, 5)], [x]), [], NONE, NONE)
@@ -87,7 +87,7 @@ def test_as_many_queries_are_remembered_as_requests_live():
 
 def test_a_request_may_begin_after_a_shared_prefix():
     """Only the queries that an eviction asks for must have been seen. A preempted request begins anew."""
-    last, x = LastQueries(8, RequestRings(1, CPU)), Request(0, 0)
+    last, x = LastQueries(8, RequestRingTable(1, CPU)), Request(0, 0)
 
     def step(before, after, *ends):
         last.step(batch([(0, 0, before, after)], [x]), [(0, end) for end in ends], NONE, NONE)
@@ -126,7 +126,7 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
     layout = Tiles(cache, isa) if isa else Rows(cache)
     memory = LayerMemory(cache.shape[:3], {"scores": torch.float32}, CPU)
     memory.slots["scores"].fill_(torch.nan)  # left by earlier requests
-    seen = observer(rule, SIZE, RequestRings(3, CPU))
+    seen = observer(rule, SIZE, RequestRingTable(3, CPU))
     assert isinstance(seen, AllQueries)
     n = [0, 0, 0]
     while n != lengths:
@@ -165,14 +165,14 @@ def test_what_all_queries_observe_is_that_of_one_call(group_reduce, isa, dtype):
     ids=repr,
 )
 def test_how_many_queries_a_policy_asks_for(policy, window):
-    assert getattr(observer(policy, SIZE, RequestRings(4, CPU)), "window", None) == window
+    assert getattr(observer(policy, SIZE, RequestRingTable(4, CPU)), "window", None) == window
 
 
 @pytest.mark.parametrize("policy", [kvops.SnapKV(64, 20), kvops.ChunkKV(64), kvops.RKV(64), kvops.TOVA(64)], ids=repr)
 def test_a_step_leaves_out_requests_that_no_longer_observe(policy):
     """Beyond their prompts the queries of SnapKV and ChunkKV are not stored. A request that is computed again is."""
     plan, in_decode = Plan(Schedule(policy), SIZE), isinstance(policy, (kvops.RKV, kvops.TOVA))
-    seen = observer(policy, SIZE, RequestRings(1, CPU))
+    seen = observer(policy, SIZE, RequestRingTable(1, CPU))
 
     def stored(*rows: tuple[int, int, int]) -> int:
         """rows: each request's tokens before and after the step, and those of its prompt."""

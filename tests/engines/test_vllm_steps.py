@@ -12,7 +12,7 @@ from kvops.methods.view import View
 from kvops.vllm import steps
 from kvops.vllm.layouts import Blocks, Layout, Rows, Tiles
 from kvops.vllm.plan import Plan
-from kvops.vllm.rings import RequestRings
+from kvops.vllm.rings import RequestRingTable
 from kvops.vllm.steps import Layer, Step, StepSlots
 
 HEADS, GROUP, D, SIZE, BLOCKS, TOKENS = 2, 2, 32, 32, 60, 600
@@ -85,7 +85,7 @@ def run(plan: Plan, layouts: list[Layout], ends: list[tuple[list[int], list[int]
         for pool in memory.slots.values():
             pool.fill_(-1)
         layers.append(Layer(layout, memory, (i, LAYERS), {"scale": D**-0.5}))
-    seen, due = observer(plan.policy, SIZE, RequestRings(2, torch.device("cpu"))), None
+    seen, due = observer(plan.policy, SIZE, RequestRingTable(2, torch.device("cpu"))), None
     for before, after in ends:
         if due is not None:
             due.run(layers)
@@ -219,7 +219,7 @@ def test_nothing_is_read_back_from_the_device(policy, shared):
     cache = torch.empty(BLOCKS, HEADS, SIZE, 2 * D, dtype=torch.bfloat16, device="meta")
     table = torch.empty(2, BLOCKS // 2, dtype=torch.int32, device="meta")
     memory, evictions = LayerMemory(cache.shape[:3], plan.kinds, cache.device), 0
-    seen = observer(plan.policy, SIZE, RequestRings(2, cache.device))
+    seen = observer(plan.policy, SIZE, RequestRingTable(2, cache.device))
     for before, after in steps_of(plan, WANTED):
         now = batch(table, before, after)
         held = StepSlots.of(plan, now, PROMPTS)

@@ -1,4 +1,4 @@
-"""Synthetic caches: the knobs, scores against a dense computation, and the task on the command line."""
+"""Synthetic caches: the settings, scores against a dense computation, and the task on the command line."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import kvops
 from kvops import analysis
-from kvops.eval.caches import RESPONSE, WINDOW, Knobs, check_context, make, positions
+from kvops.eval.caches import RESPONSE, WINDOW, CacheSettings, check_context, make, positions
 from kvops.eval.methods import METHODS, Unreachable, rule
 from kvops.eval.specs import Refused
 from kvops.eval.tasks.synthetic import PRESETS, Synthetic, one_shot
@@ -18,8 +18,8 @@ from kvops.eval.tasks.synthetic import PRESETS, Synthetic, one_shot
 N = 768
 
 
-def caches(count: int = 2, **knobs):
-    return make(Knobs(**knobs), N, [(0, N, i) for i in range(count)])
+def caches(count: int = 2, **settings):
+    return make(CacheSettings(**settings), N, [(0, N, i) for i in range(count)])
 
 
 def cosines(x, y=None) -> float:
@@ -117,14 +117,18 @@ def test_needles_that_are_not_distinct_are_ordinary():
 
 
 def test_positions():
-    for knobs in (Knobs(needles=50, run_length=12, distractors=30), Knobs(needles=5), Knobs(needles=96, run_length=96)):
+    for settings in (
+        CacheSettings(needles=50, run_length=12, distractors=30),
+        CacheSettings(needles=5),
+        CacheSettings(needles=96, run_length=96),
+    ):
         rng = torch.Generator().manual_seed(0)
         for _ in range(20):
-            at = positions(knobs, 400, rng)
-            assert len(at) == len(at.unique()) == knobs.needles + knobs.distractors
+            at = positions(settings, 400, rng)
+            assert len(at) == len(at.unique()) == settings.needles + settings.distractors
             assert at.min() >= 0 and at.max() < 400 - WINDOW
-            steps = at[: knobs.needles].diff()
-            assert (steps == 1).sum() >= knobs.needles - -(-knobs.needles // knobs.run_length)
+            steps = at[: settings.needles].diff()
+            assert (steps == 1).sum() >= settings.needles - -(-settings.needles // settings.run_length)
     c = caches(needles=20)
     assert (c.needles.sum(-1) == 20).all() and not c.needles[:, -WINDOW:].any()
 
@@ -156,7 +160,7 @@ def test_channels_change_keys_but_not_attention():
 
 def test_a_cache_depends_on_its_own_seed_alone():
     both = caches(3)
-    alone = make(Knobs(), N, [(0, N, 2)])
+    alone = make(CacheSettings(), N, [(0, N, 2)])
     for name in ("k", "v", "q", "response", "draft"):
         assert torch.equal(getattr(both, name)[:, 2:], getattr(alone, name))
         assert not torch.equal(getattr(both, name)[:, :1], getattr(both, name)[:, 1:2])
@@ -173,7 +177,7 @@ def test_scores_are_those_of_a_dense_computation(redundant):
     found, task = run("random", 100, redundant=redundant, layers=3)
     policy = rule("random").policy(100, N, 3)
     for i in range(2):
-        c = make(task.knobs, N, [(0, N, i)])
+        c = make(task.settings, N, [(0, N, i)])
         kept = torch.zeros(3, 2, N, dtype=torch.bool)
         for layer in range(3):
             indices = policy.compress(c.k[layer], c.v[layer], layer=layer, num_layers=3).indices
@@ -224,7 +228,7 @@ def test_every_method_runs(method, block):
 
 def test_a_blocked_prompt_is_that_of_a_cache():
     found, task = run("keydiff", 100, 1, block=100)
-    c = make(task.knobs, N, [(0, N, 0)])
+    c = make(task.settings, N, [(0, N, 0)])
     mass = []
     for layer in range(4):
         cache = kvops.Cache(kvops.KeyDiff(100), layer=layer, num_layers=4)
@@ -294,17 +298,17 @@ def test_bad_options(options, message):
 
 
 def test_a_prompt_must_hold_its_needles():
-    check_context(Knobs(needles=64), 192)
+    check_context(CacheSettings(needles=64), 192)
     with pytest.raises(Refused, match="--context: expected at least 192 for these needles and distractors, got 191"):
         Synthetic(needles=64, run_length=1).prompts(None, 191, 1, 0)
 
 
-def test_every_knob_is_an_option():
-    assert [x.name for x in fields(Synthetic)] == ["preset", *(x.name for x in fields(Knobs))]
+def test_every_setting_is_an_option():
+    assert [x.name for x in fields(Synthetic)] == ["preset", *(x.name for x in fields(CacheSettings))]
     assert all(x.default is None for x in fields(Synthetic)[1:])
-    for name, knobs in PRESETS.items():
-        assert Synthetic(preset=name).knobs == knobs
-        assert Synthetic(preset=name, overlap=0.5).knobs == replace(knobs, overlap=0.5)
+    for name, settings in PRESETS.items():
+        assert Synthetic(preset=name).settings == settings
+        assert Synthetic(preset=name, overlap=0.5).settings == replace(settings, overlap=0.5)
 
 
 #: A paper's method, the preset of its assumptions, one without them, and by how much it must lead.

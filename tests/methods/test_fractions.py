@@ -54,6 +54,6 @@ def test_lagkv_keeps_its_ratio_of_a_partition():
 
 def test_other_settings_are_such_fractions():
     policy = kvops.KeyDiff(100, recent=0.29, buffer=0.57)
-    assert policy.spare(100) == 57
+    assert policy.buffer_tokens(100) == 57
     newest = policy.compress(K, V).indices[0, 0]
     assert set(range(71, 100)) <= set(newest.tolist())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...cache import Cache
 from ...methods import LAQ, Compressed, Policy, QueryPolicy
-from ..caches import Caches, Knobs, check_context, logits_of, make, per_query_head
+from ..caches import Caches, CacheSettings, check_context, logits_of, make, per_query_head
 from ..methods import Unreachable
 from ..specs import Refused
 from .base import Filler, Outcome, Prompt, Reader, Task
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
     from ..methods import Rule
 
 #: Where a paper's assumptions hold, and where they do not. The comments say what the paper assumes.
-PRESETS: dict[str, Knobs] = {
+PRESETS: dict[str, CacheSettings] = {
     # KeyDiff, Sec. 3.3, App. C.3: keys are collinear, the mean query opposes the mean key, and the keys that get
     # attention differ from it. The needles are passages. The prompt's last queries look for other tokens.
     "distinctive": (
-        DISTINCTIVE := Knobs(
+        DISTINCTIVE := CacheSettings(
             collinearity=0.7, alignment=-0.05, needles=96, run_length=12, needle_cosine=-0.2, clustering=0.7
         )
     ),
     # Sec. 2.4: the same, and the prompt arrives in blocks.
     "blocks": replace(DISTINCTIVE, block=128),
     # The opposite: queries point along the mean key, and so do the keys that get attention.
-    "aligned": Knobs(alignment=0.4, needle_cosine=0.9),
+    "aligned": CacheSettings(alignment=0.4, needle_cosine=0.9),
     # Many rare tokens that no query looks for.
     "distractors": replace(DISTINCTIVE, distractors=400),
     # LAQ, Sec. 3: the response looks for other tokens than the prompt does, and a draft looks for the same ones.
     # Nothing in the keys tells which.
-    "response": Knobs(distinct=False, needles=12, draft=0.8),
+    "response": CacheSettings(distinct=False, needles=12, draft=0.8),
     # A draft that looks for other tokens, where the prompt's last queries do better.
-    "bad-draft": Knobs(distinct=False, needles=12, draft=0.0, overlap=0.5),
+    "bad-draft": CacheSettings(distinct=False, needles=12, draft=0.0, overlap=0.5),
     # ProtoKV, Sec. 3: most keys resemble their neighbours. A few do not; they form a cluster, and the response looks
     # for it. Some of the prompt's last queries look for some of its tokens. There are other outliers, too.
-    "anchors": (ANCHORS := Knobs(locality=0.8, clustering=0.7, needles=96, overlap=0.15, distractors=300)),
+    "anchors": (ANCHORS := CacheSettings(locality=0.8, clustering=0.7, needles=96, overlap=0.15, distractors=300)),
     # The same, but each of the needles has a direction of its own.
     "scattered": replace(ANCHORS, clustering=0.0),
     # LagKV, Sec. 1 and 2.2: channels differ in scale, keys drift as the text goes on, and a token matters if its key
     # and value are outliers among the next tokens. The prompt's queries do not tell.
     "outliers": (
-        OUTLIERS := Knobs(
+        OUTLIERS := CacheSettings(
             collinearity=0.8, locality=0.5, topics=8, channels=2.0, needles=48, needle_cosine=0.4, value_length=2.0
         )
     ),
@@ -57,19 +57,19 @@ PRESETS: dict[str, Knobs] = {
     "run": replace(OUTLIERS, needles=96, run_length=96),
     # LaCache, Sec. 3.2: the newest tokens matter, which of the others do cannot be known, and a token that some layers
     # hold is not lost.
-    "ladder": (LADDER := Knobs(layers=8, distinct=False, recency=0.5, redundant=True)),
+    "ladder": (LADDER := CacheSettings(layers=8, distinct=False, recency=0.5, redundant=True)),
     # The same, but each layer needs its own.
     "layers-apart": replace(LADDER, redundant=False),
     # SnapKV: the prompt's last queries look for what the response looks for, and that is passages.
-    "window": Knobs(distinct=False, needles=96, run_length=12, focus=4, overlap=0.9, draft=0.9),
+    "window": CacheSettings(distinct=False, needles=96, run_length=12, focus=4, overlap=0.9, draft=0.9),
     # H2O: a few tokens get attention from the whole prompt, less from its last queries.
-    "heavy-hitters": Knobs(distinct=False, overlap=0.05, overlap_before=0.9),
+    "heavy-hitters": CacheSettings(distinct=False, overlap=0.05, overlap_before=0.9),
     # TOVA: only the last query looks for what the response looks for.
-    "last-query": Knobs(distinct=False, needles=2, overlap_last=1.0),
+    "last-query": CacheSettings(distinct=False, needles=2, overlap_last=1.0),
     # StreamingLLM: the response looks for the newest tokens.
-    "recent": Knobs(distinct=False, recency=1.0),
+    "recent": CacheSettings(distinct=False, recency=1.0),
     # L2 norm: queries oppose all keys, so that short keys get attention.
-    "short-keys": Knobs(distinct=False, collinearity=0.7, alignment=-0.8, needle_length=0.3),
+    "short-keys": CacheSettings(distinct=False, collinearity=0.7, alignment=-0.8, needle_length=0.3),
 }
 
 
@@ -77,8 +77,8 @@ PRESETS: dict[str, Knobs] = {
 class Synthetic(Task):
     """Attention and output that survive on synthetic caches, without a language model.
 
-    K, V and queries are drawn from distributions with knobs. `preset` sets all of them to a regime that a paper assumes
-    or excludes; every knob is an option, too. Each layer is compressed by the method's one-shot `compress`, given the
+    K, V and queries are drawn from distributions. `preset` sets all their settings to a regime that a paper assumes or
+    excludes; every setting is an option, too. Each layer is compressed by the method's one-shot `compress`, given the
     queries that it takes: the last of the prompt, all of the prompt, or those of a draft. With `block` a cache reads
     the prompt in blocks instead and evicts after each. Then 16 queries of the response attend to the kept tokens.
 
@@ -125,13 +125,13 @@ class Synthetic(Task):
         if self.preset not in PRESETS:
             raise Refused(f"synthetic: preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         given = {x.name: getattr(self, x.name) for x in fields(self) if x.name != "preset"}
-        self.knobs = replace(PRESETS[self.preset], **{x: y for x, y in given.items() if y is not None})
-        self.knobs.check()
+        self.settings = replace(PRESETS[self.preset], **{x: y for x, y in given.items() if y is not None})
+        self.settings.check()
         self._made: tuple[tuple[tuple[int, ...], ...], Caches] | None = None  # the last batch, with its seeds
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
         """The seeds of the prompts: their caches are drawn when they are measured."""
-        check_context(self.knobs, context)
+        check_context(self.settings, context)
         return [Prompt(np.array([seed, context, i]), ()) for i in range(count)]
 
     def caches(self, prompts: list[Prompt]) -> Caches:
@@ -139,7 +139,7 @@ class Synthetic(Task):
         seeds = tuple(tuple(int(x) for x in prompt.context) for prompt in prompts)
         if self._made is None or self._made[0] != seeds:
             self._made = None  # free its memory first
-            self._made = seeds, make(self.knobs, seeds[0][1], seeds)
+            self._made = seeds, make(self.settings, seeds[0][1], seeds)
         return self._made[1]
 
     @torch.inference_mode()
@@ -148,19 +148,19 @@ class Synthetic(Task):
     ) -> Outcome:
         caches = self.caches(prompts)
         n = caches.k.shape[3]
-        block = self.knobs.block
-        policy = rule.policy(budget, n, self.knobs.layers, streaming=bool(block))
+        block = self.settings.block
+        policy = rule.policy(budget, n, self.settings.layers, streaming=bool(block))
         if policy.from_model:
             raise Unreachable(
                 f"{policy.name}: needs weights or statistics of a model, which synthetic caches do not have"
             )
         slots = [streamed(policy, caches, i, block) if block else cut(policy, caches, i) for i in range(len(caches.k))]
         kept = torch.stack([marked(x, n) for x in slots])
-        read = kept.any(0, keepdim=True).expand_as(kept) if self.knobs.redundant else kept
+        read = kept.any(0, keepdim=True).expand_as(kept) if self.settings.redundant else kept
         scores = {"mass": mass(caches, read), "error": error(caches, read)}
         count = kept.float().sum((0, 2, 3)).mean().item()  # of a prompt
-        row = 2 * self.knobs.dim * caches.k.element_size()
-        full = self.knobs.layers * self.knobs.heads * n
+        row = 2 * self.settings.dim * caches.k.element_size()
+        full = self.settings.layers * self.settings.heads * n
         return Outcome(
             {name: x.tolist() for name, x in scores.items()},
             round(count * n / full),
