@@ -1,6 +1,8 @@
 """Run the operators' tests on three kinds of device; see kit.every_device."""
 
+import collections
 import gc
+import itertools
 import os
 
 # Before torch. Threads that wait leave their core to what runs beside, most of all to the simulated runs.
@@ -43,16 +45,27 @@ def one_thread():
 
 def pytest_addoption(parser):
     parser.addoption("--share", metavar="I/N", help="one of N shares, drawn from all tests: I is 0 to N - 1")
+    parser.addoption("--sample", metavar="N", type=int, help="one in N of each test's cases, and at least one")
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m: a sample has a case of each test that they leave
 def pytest_collection_modifyitems(config, items):
     items.sort(key=in_simulator)  # last, because their results arrive last
-    if share := config.getoption("share"):
-        parts = [[], []]
-        for x in items:
-            parts[kit.in_share(f"{x.path.name}::{x.name}", share)].append(x)
-        left_out, items[:] = parts
+    share, sample = config.getoption("share"), config.getoption("sample")
+    chosen = dict.fromkeys(x for x in items if not share or in_share(x, share))
+    if sample:
+        tests = collections.defaultdict(list)
+        for x in chosen:
+            tests[x.path, x.originalname].append(x)
+        drawn = [[x for x in cases if in_share(x, f"0/{sample}")] or cases[:1] for cases in tests.values()]
+        chosen = dict.fromkeys(itertools.chain(*drawn))
+    if left_out := [x for x in items if x not in chosen]:
         config.hook.pytest_deselected(items=left_out)
+        items[:] = chosen
+
+
+def in_share(item, share: str) -> bool:
+    return kit.in_share(f"{item.path.name}::{item.name}", share)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -62,7 +75,8 @@ def outcomes(request):
     if not simulated or simulated[0].module.cuda_include() is None:
         yield None
         return
-    begun = simulated[0].module.Outcomes([x.callspec.params["name"] for x in simulated])
+    sample = request.config.getoption("sample")
+    begun = simulated[0].module.Outcomes([x.callspec.params["name"] for x in simulated], sample)
     yield begun
     begun.close()
 

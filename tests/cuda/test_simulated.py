@@ -140,10 +140,13 @@ def run_tests(kind: str, library: Path, order: int, *tests: str, fault: int = 0)
 
 
 class Outcomes:
-    """The results of the named runs and faults. All start at once, two at a time, while other tests run."""
+    """The results of the named runs and faults. All start at once, two at a time, while other tests run.
 
-    def __init__(self, names: list[str]):
-        self.pool = ThreadPoolExecutor(2)
+    sample: If given, runs have one in so many cases of each test.
+    """
+
+    def __init__(self, names: list[str], sample: int | None = None):
+        self.pool, self.options = ThreadPoolExecutor(2), ["--sample", str(sample)] if sample else []
         kinds = dict.fromkeys(RUNS[name][0] if name in RUNS else FAULTS[name].build for name in names)
         self.libraries = {kind: self.pool.submit(build, kind) for kind in kinds}
         self.futures = {name: self.pool.submit(self.run, name) for name in names}
@@ -151,7 +154,7 @@ class Outcomes:
     def run(self, name: str) -> subprocess.CompletedProcess:
         if name in RUNS:
             kind, order, tests = RUNS[name]
-            return run_tests(kind, self.libraries[kind].result(), order, *tests)
+            return run_tests(kind, self.libraries[kind].result(), order, *tests, *self.options)
         x = FAULTS[name]
         tests = [*files(x.op), "-x", "-k", x.tests]
         return run_tests(x.build, self.libraries[x.build].result(), x.order, *tests, fault=faults.switch_of(x))

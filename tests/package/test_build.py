@@ -10,6 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -325,14 +326,37 @@ def test_make_uses_the_torch_that_python_has(tmp_path):
 # The tests themselves
 
 
+class Item(NamedTuple):
+    """A case of a test, as pytest collects it."""
+
+    name: str
+    originalname: str = "test"
+    path: Path = Path("tests/test_a.py")
+
+
+def choose(items: list[Item], **options) -> tuple[list[Item], list[Item]]:
+    """Return the items that the tests' options choose, and those that they leave out."""
+    chosen, left_out = [*items], []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=options.get, hook=hook), chosen)
+    assert sorted(chosen + left_out) == sorted(items)
+    return chosen, left_out
+
+
 def test_shares_are_a_partition():
     """Of --share: each test is in one of them, and they are about as large."""
-    items = [SimpleNamespace(path=Path("tests/test_a.py"), name=f"test[{i}-dtype{i % 3}]") for i in range(600)]
-    taken, left_out = [], []
-    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    items = [Item(f"test[{i}-dtype{i % 3}]") for i in range(600)]
+    taken = []
     for share in ("0/3", "1/3", "2/3"):
-        chosen = [*items]
-        conftest.pytest_collection_modifyitems(SimpleNamespace(getoption={"share": share}.get, hook=hook), chosen)
+        chosen, _ = choose(items, share=share)
         assert 150 < len(chosen) < 250 and len({x.name.partition("-")[2] for x in chosen}) == 3
         taken += chosen
-    assert sorted(x.name for x in taken) == sorted(x.name for x in items) and len(left_out) == 1200
+    assert sorted(taken) == sorted(items)
+
+
+def test_a_sample_has_cases_of_every_test():
+    items = [Item(f"test_{i}[{case}]", f"test_{i}") for i in range(100) for case in range(1 + i % 20)]
+    chosen, left_out = choose(items, sample=4)
+    assert {x.originalname for x in chosen} == {x.originalname for x in items}
+    assert len(items) / 5 < len(chosen) < len(items) / 2.5 and chosen == [x for x in items if x in chosen]
+    assert choose(items) == (items, [])
