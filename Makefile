@@ -5,7 +5,7 @@
 # make test-engines  the tests of vLLM and lm-eval-harness; make sanitize: those of the operators, with sanitizers
 # make bench         time the operators
 # make eval          compare methods on tasks
-# make lint          style and types; make functions: kvops/methods/functions.pyi
+# make lint          style and types; make tables: the tables of methods, and kvops/methods/functions.pyi
 # make docs          the site, in build/site
 # make wheel         a wheel, in dist/; make smoke: try it in a fresh environment
 # make gpu           everything that needs a GPU; make gpu-more: the rest of it
@@ -41,7 +41,7 @@ BUILT := $(file <$(STAMPS)/kvops)
 export KVOPS_LEVELS ?= $(if $(filter-out demo serve-demo help,$(or $(MAKECMDGOALS),demo))$(filter all,$(BUILT)),all,native)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo help serve-demo build test test-all test-simulated test-hf test-others test-engines bench eval functions lint sanitize wheel smoke gpu gpu-more FORCE
+.PHONY: demo help serve-demo build test test-all test-simulated test-hf test-others test-engines bench eval tables lint sanitize wheel smoke gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
@@ -90,8 +90,8 @@ bench: $(STAMPS)/kvops $(STAMPS)/dev
 eval: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m kvops.eval $(ARGS)
 
-functions: $(STAMPS)/kvops
-	@$(PY) tools/functions.py $(ARGS)
+tables: $(STAMPS)/kvops
+	@$(PY) tools/tables.py $(ARGS)
 
 lint: $(STAMPS)/dev
 	@$(PY) -m ruff check

@@ -33,7 +33,8 @@ from .cache import Cache, OutOfPages, PagedCache
 from .flash_attention import attention, attention_backends
 from .ladder import LadderPlan, LadderState, lacache_plan
 from .methods import *  # noqa: F403
-from .methods.functions import *  # noqa: F403  (mypy does not see them in methods.__all__)
+from .methods.functions import *  # noqa: F403  (mypy does not follow how methods.__all__ is made)
+from .methods.table import *  # noqa: F403  (the same)
 from .rope import Rope
 from .version import __version__
 

@@ -2,7 +2,7 @@
 
 Each policy of `METHODS` that has settings has a function, and a twin such as `keydiff_compress_` for `compress_`. They
 are generated: the arguments of the policy's `compress`, its settings in their order, and the docstrings of both.
-functions.pyi, for type checkers, editors and the docs, is the same text without the calls; `make functions` writes it.
+functions.pyi, for type checkers, editors and the docs, is the same text without the calls; `make tables` writes it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def module_text(calls: bool) -> str:
         group = 2 if module.startswith("kvops") else int(module.partition(".")[0] not in sys.stdlib_module_names)
         groups[group].append(f"from {module} import {', '.join(sorted(imports[module]))}")
     public = "\n".join(("__all__ = [", *(f'    "{name}",' for name in names), "]"))
-    head = "# Written by `make functions` from the policies."
+    head = "# Written by `make tables` from the policies."
     return "\n\n".join((head, *map("\n".join, groups.values()), public, *texts)) + "\n"
 
 

@@ -1,4 +1,4 @@
-# Written by `make functions` from the policies.
+# Written by `make tables` from the policies.
 
 from collections.abc import Sequence
 from typing import Literal

@@ -257,12 +257,13 @@ def chunk_ranks(scores: Tensor, chunk: int, window: int, starts: Tensor | None, 
     means = shared_scores(scores).squeeze(1).gather(1, (grid + first).clamp(max=n - 1))
     usable = inside & means.isfinite()
     tokens = torch.where(usable, means, -torch.inf).unflatten(1, (count, chunk))  # [b, count, chunk]
-    total, size = torch.zeros_like(tokens[:, :, 0]), torch.zeros_like(tokens[:, :, 0])
+    best = tokens.amax(2)
+    total, size = torch.zeros_like(best), torch.zeros_like(best)
     for i in range(chunk):  # one by one, so that the order of the sum is fixed
         finite = tokens[:, :, i].isfinite()
-        total = total + torch.where(finite, tokens[:, :, i], 0.0)
+        total = total + torch.where(finite, tokens[:, :, i] - best, 0.0)  # exact where all are equal, as after pooling
         size = size + finite
-    chunks = torch.where(size > 0, total / size, -torch.inf)
+    chunks = torch.where(size > 0, best + total / size, -torch.inf)
     order = places(chunks).unsqueeze(-1) * chunk + places(tokens)
     ranks = torch.where(usable, (count * chunk - order).flatten(1).float(), torch.nan)
     back = (torch.arange(n, device=scores.device) - first).clamp(min=0)

@@ -19,7 +19,31 @@ from .snapkv import ChunkKV, PyramidKV, SnapKV
 from .triattention import TriAttention
 from .vase import VaSE
 
-__all__ = ["FAMILIES", "METHODS"]
+__all__ = [
+    "METHODS",
+    "ChunkKV",
+    "CriticalKV",
+    "DefensiveKV",
+    "ExpectedAttention",
+    "Full",
+    "H2O",
+    "KVzip",
+    "KeyDiff",
+    "L2",
+    "LAQ",
+    "LaCache",
+    "LagKV",
+    "ProtoKV",
+    "PyramidKV",
+    "RKV",
+    "Random",
+    "SATKV",
+    "SnapKV",
+    "StreamingLLM",
+    "TOVA",
+    "TriAttention",
+    "VaSE",
+]
 
 #: The families of methods: what a rule depends on.
 FAMILIES = (

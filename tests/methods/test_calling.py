@@ -31,28 +31,20 @@ def q():
 
 
 STATISTICS = kvops.QueryStatistics.of(torch.randn(1, 2 * HEADS, 50, D), kvops.Rope.of(D))
+#: Settings by the function's name: of a function that is not here, a budget of 24.
+SETTINGS = {
+    "lagkv": dict(L=8, r=0.5),
+    "lacache": dict(budget=48, layer=1, num_layers=8),
+    "pyramidkv": dict(budget=24, layer=1, num_layers=4),
+    "kvzip": dict(budget=24, k_repeat=torch.ones(B, HEADS, 8, D)),
+    "criticalkv": dict(budget=24, w_o=torch.ones(8, 2 * HEADS * D)),
+    "satkv": dict(budget=40),
+    "expectedattention": dict(budget=24, statistics=STATISTICS),
+    "triattention": dict(budget=24, statistics=STATISTICS, recent=4),
+}
 CALLS = {  # name: (whether it takes queries, settings)
-    "lagkv": (False, dict(L=8, r=0.5)),
-    "keydiff": (False, dict(budget=24)),
-    "lacache": (False, dict(budget=48, layer=1, num_layers=8)),
-    "snapkv": (True, dict(budget=24)),
-    "defensivekv": (True, dict(budget=24)),
-    "pyramidkv": (True, dict(budget=24, layer=1, num_layers=4)),
-    "chunkkv": (True, dict(budget=24)),
-    "laq": (True, dict(budget=24)),
-    "kvzip": (True, dict(budget=24, k_repeat=torch.ones(B, HEADS, 8, D))),
-    "criticalkv": (True, dict(budget=24, w_o=torch.ones(8, 2 * HEADS * D))),
-    "rkv": (True, dict(budget=24)),
-    "vase": (True, dict(budget=24)),
-    "protokv": (True, dict(budget=24)),
-    "satkv": (False, dict(budget=40)),
-    "h2o": (True, dict(budget=24)),
-    "tova": (True, dict(budget=24)),
-    "streamingllm": (False, dict(budget=24)),
-    "expectedattention": (False, dict(budget=24, statistics=STATISTICS)),
-    "triattention": (False, dict(budget=24, statistics=STATISTICS, recent=4)),
-    "l2": (False, dict(budget=24)),
-    "random": (False, dict(budget=24)),
+    name.removesuffix("_compress"): (cls.uses_queries, SETTINGS.get(name.removesuffix("_compress"), dict(budget=24)))
+    for name, cls in functions.POLICIES.items()
 }
 
 

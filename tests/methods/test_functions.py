@@ -3,6 +3,7 @@
 import gc
 import inspect
 import re
+import runpy
 import subprocess
 import sys
 import weakref
@@ -21,9 +22,13 @@ Q = torch.randn(1, 4, 60, 16, generator=torch.Generator().manual_seed(1))
 every_function = pytest.mark.parametrize("name", [x for x in functions.__all__ if not x.endswith("_")])
 
 
-def test_the_stub_is_up_to_date():
-    written = (ROOT / "kvops/methods/functions.pyi").read_text()
-    assert written == functions.module_text(calls=False), "run `make functions`"
+def test_the_tables_are_up_to_date():
+    """README's and the docs' lists of methods, and the stub of the functions."""
+    written = runpy.run_path(str(ROOT / "tools/tables.py"))["written"]()
+    assert not [path.name for path, text in written.items() if path.read_text() != text], "run `make tables`"
+    assert {"README.md", "mkdocs.yml", "functions.pyi"} < {path.name for path in written}
+    pages = set(re.findall(r"methods/(\w+)\.md", written[ROOT / "mkdocs.yml"]))
+    assert pages == {x.stem for x in ROOT.glob("docs/methods/*.md")}
 
 
 @every_function

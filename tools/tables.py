@@ -1,0 +1,97 @@
+"""Writes what follows from the table of methods and from the methods' pages, so that each fact is typed once.
+
+    python tools/tables.py    # make tables
+
+- kvops/methods/functions.pyi: the functions that kvops/methods/functions.py generates, without their bodies.
+- The tables of methods in README.md and docs/methods.md: a row per page in docs/methods/, from its title, the list
+  below it, and its paper.
+- The lists of policies and functions in docs/api/, and the methods' pages in the navigation of mkdocs.yml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from kvops.methods import METHODS, Policy, functions
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Page(NamedTuple):
+    """What a method's page says about it."""
+
+    stem: str
+    title: str
+    keeps: str
+    reads: str
+    budget: str
+    paper: str
+
+
+def policies() -> list[type[Policy]]:
+    """Return the policies in the table's order, baselines last."""
+    found = dict.fromkeys(x.policy for x in METHODS.values())
+    return sorted(found, key=lambda x: x.__module__.endswith("baselines"))
+
+
+def pages() -> list[Page]:
+    """Return the methods' pages in the order of their policies. A page may have several: random.md has Full, too."""
+    names = {x.policy: name for name, x in reversed(METHODS.items())}  # the first of a policy's names
+    files = [ROOT / f"docs/methods/{re.sub(r'[^a-z0-9]', '', names[x])}.md" for x in policies()]
+    return [page(x) for x in files if x.exists()]
+
+
+def page(file: Path) -> Page:
+    text = file.read_text()
+    head = re.match(r"# (.*)\n\n- \*\*Keeps\*\* (.*)\n- \*\*Reads\*\* (.*)\n- \*\*Budget\*\* (.*)\n\n", text)
+    if not head:
+        raise SystemExit(f"{file}: expected a title, and below it a list of Keeps, Reads and Budget")
+    paper = ""
+    if found := re.search(r"^Paper: \[[^\]]*\]\((\S+)\)", text, re.MULTILINE):
+        link = found[1]
+        paper = f"[{link.rpartition('/')[2] if 'arxiv.org' in link else 'OpenReview'}]({link})"
+    return Page(file.stem, *head.groups(), paper)
+
+
+def table(head: str, rows: list[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(x)} |".replace("|  |", "| |") for x in rows]
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *lines])
+
+
+def between(
+    path: str, text: str, start: str = "<!-- methods -->\n\n", end: str = "\n\n<!-- end -->"
+) -> tuple[Path, str]:
+    """Return the file, and what it contains with that text between its markers."""
+    before, _, rest = (ROOT / path).read_text().partition(start)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"{path}: expected the markers {start.strip()} and {end.strip()}")
+    return ROOT / path, f"{before}{start}{text}{end}{after}"
+
+
+def written() -> dict[Path, str]:
+    """Return what each file must contain."""
+    found, names = pages(), [x.__name__ for x in policies()]
+    short = [(f"[{x.title}](docs/methods/{x.stem}.md)", x.keeps, x.paper) for x in found]
+    long = [(f"[{x.title}](methods/{x.stem}.md)", x.keeps, x.reads, x.budget) for x in found]
+    calls = [f"{x.lower()}_compress{end}" for x in names for end in ("", "_")]
+    nav = "\n".join(f"      - {x.title}: methods/{x.stem}.md" for x in found)
+    return dict(
+        (
+            (ROOT / "kvops/methods/functions.pyi", functions.module_text(calls=False)),
+            between("README.md", table("| method | keeps | paper |", short)),
+            between("docs/methods.md", table("| method | keeps | reads | budget |", long)),
+            between("docs/api/policies.md", "\n\n".join(f"::: kvops.{x}" for x in names)),
+            between("docs/api/functions.md", "\n\n".join(f"::: kvops.{x}" for x in calls if x in functions.__all__)),
+            between("mkdocs.yml", nav, "      # methods\n", "\n      # end"),
+        )
+    )
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    for path, text in written().items():
+        path.write_text(text)
