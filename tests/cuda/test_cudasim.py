@@ -107,6 +107,7 @@ def under(sanitizer, library, name, *ints) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, says",
     [
@@ -266,6 +267,7 @@ def test_launches_of_several_threads_take_turns(build):
     assert results == [([1] * 64, "")] * 80
 
 
+@pytest.mark.full
 def test_a_missing_barrier_shows_in_some_order(build, monkeypatch):
     right = []
     for seed in "0123":
@@ -289,6 +291,7 @@ def test_copies_arrive_as_late_as_they_may_or_at_once(build, monkeypatch):
     assert unwaited[0] == -1 and unwaited[1] == 7 and set(unwaited.values()) == {-1, 7}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transposed", [0, 1])
 @pytest.mark.parametrize("bf16", [0, 1])
 def test_tensor_cores(build, bf16, transposed):

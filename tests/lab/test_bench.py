@@ -92,6 +92,7 @@ def test_restore_precedes_every_in_place_call():
     assert len(seen) >= 3 and all(seen) and not torch.equal(case.k, whole)
 
 
+@pytest.mark.full
 def test_command(tmp_path):
     record, picture = tmp_path / "out" / "bench.json", tmp_path / "out" / "bench.png"
     command = ["--quick", "--n", "512", "--repeats", "2", "--heads", "2", "--json", str(record), "--plot", str(picture)]
@@ -550,6 +551,7 @@ def gpu_record(pretend_gpu, monkeypatch):
     }
 
 
+@pytest.mark.full
 def test_goals(gpu_record):
     found = {(g.what, g.wanted): g for g in goals(gpu_record)}
     assert found[f"anchor_cosine, n {N}, float32", ">= 88% of copy"][2:] == ("83%", False)

@@ -42,6 +42,7 @@ def record(tmp_path_factory):
     return json.loads((out / "x.json").read_text())
 
 
+@pytest.mark.full
 def test_every_cell_is_there(record):
     found = {(r["prefill"], r["context"]): [] for r in record["rows"]}
     for r in record["rows"]:
@@ -130,6 +131,7 @@ def test_what_there_was_no_time_for_is_named(tmp_path, capsys):
     assert left["rows"] == [] and len(left["left_out"]) == 20 and not (tmp_path / "end_to_end.png").exists()
 
 
+@pytest.mark.full
 def test_a_cell_without_memory_does_not_stop_the_others(monkeypatch, capsys):
     whole = end_to_end.sample
 

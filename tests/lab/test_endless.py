@@ -21,6 +21,7 @@ from kvops.demo import passkeys
 from kvops.eval.reader import Reader
 
 
+@pytest.mark.full
 def test_a_stream_without_end(tmp_path, capsys):
     """The cache stops growing, the losses match one pass over the text, and the record has the drawn curves."""
     sizes = ["--tokens", "1400", "--budget", "128", "--streams", "2", "--stream-tokens", "600"]

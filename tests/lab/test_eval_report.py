@@ -200,6 +200,7 @@ def test_less_is_better():
 # ---- the report ----
 
 
+@pytest.mark.full
 def test_the_same_results_make_the_same_report(tmp_path):
     """In any order of the lines, and for a resumed run (with a second head)."""
     lines, said = some_lines(), []
@@ -297,6 +298,7 @@ def test_labels_keep_their_distance():
     assert labels.spread([], 0.1) == []
 
 
+@pytest.mark.full
 def test_a_summary_makes_the_report_that_its_results_made(tmp_path, capsys):
     """summary.json alone is enough to draw everything again."""
     report.write([HEAD], some_lines(), tmp_path / "one")

@@ -135,6 +135,7 @@ def test_long_logs_are_cut(run, tmp_path):
     assert len(text) < 1000 and text.startswith("$ ") and "[...]" in text and text.endswith("end\n")
 
 
+@pytest.mark.full
 def test_test_files_run_apart(run, tmp_path, monkeypatch):
     bodies = {
         "good": "import pytest\n@pytest.mark.parametrize('on', ['cpu', 'cuda'])\ndef test_it(on): assert on == 'cuda'",

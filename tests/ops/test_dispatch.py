@@ -75,6 +75,7 @@ class Heap:
         return max(bytes_after - bytes_before, 16 * (blocks_after - blocks_before)) / SOAK
 
 
+@pytest.mark.full
 def test_the_heap_is_measured():
     heap, kept, tries = Heap(), [], range(5)  # what other threads free meanwhile hides a leak now and then
     assert any(heap.growth(lambda: heap.libc.malloc(38)) >= 38 for _ in tries)
