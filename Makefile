@@ -1,6 +1,6 @@
 # make demo          evict a small model's cache: what each method recalls, in a minute or two from a fresh clone
 # make serve-demo    a real model in vLLM, in a pool that is too small, with and without eviction: throughput and answers
-# make test          every test, with one in four of its cases; without the tests that take long and rarely find more
+# make test          every test, with one in eight of its cases; without the tests that take long and rarely find more
 # make test-all      all tests, in three parts: make test-simulated: the CUDA kernels in the simulator; test-hf; test-others
 # make test-engines  the tests of vLLM and lm-eval-harness; make sanitize: those of the operators, with sanitizers
 # make bench         time the operators
@@ -61,7 +61,7 @@ build: $(STAMPS)/kvops
 # Without the tests marked `full`: sanitizers, other orders of simulated threads, other instruction sets, long budgets.
 # With ARGS, all cases of the tests that these select.
 test: $(STAMPS)/kvops $(STAMPS)/dev
-	@$(PY) -m pytest $(or $(ARGS),--sample 4)
+	@$(PY) -m pytest $(or $(ARGS),--sample 8)
 
 test-all: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS)/transformers-$(NEWEST)
 	@$(PY) -m pytest -m "" $(ARGS)

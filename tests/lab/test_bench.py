@@ -551,7 +551,6 @@ def gpu_record(pretend_gpu, monkeypatch):
     }
 
 
-@pytest.mark.full
 def test_goals(gpu_record):
     found = {(g.what, g.wanted): g for g in goals(gpu_record)}
     assert found[f"anchor_cosine, n {N}, float32", ">= 88% of copy"][2:] == ("83%", False)

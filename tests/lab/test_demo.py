@@ -45,7 +45,6 @@ def front(rows):
     return [x for name in demo.FRONT for x in rows if x.name == name and x.share in (1, demo.FRONT_SHARE)]
 
 
-@pytest.mark.full
 def test_keydiff_and_lagkv_find_what_streaming_and_random_lose(rows):
     score = {(row.name, row.share): row.score for row in rows}
     assert score["Full cache", 1.0] == 100

@@ -15,7 +15,7 @@ import end_to_end
 from end_to_end import DYNAMIC, FULL, SINKS
 from kvops.lag import kept_length
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("one_thread")]
 SMALL = ["--device", "cpu", "--heads", "4", "--dtype", "float32", "--lag", "64", "--new-tokens", "2", "--ratios"]
 SMALL += ["2", "6", "--blocks", "64", "--block-context", "256", "--budget", "64"]
 BLOCKS = [FULL, "StreamingLLM", "KeyDiff", "TOVA", "SnapKV"]
@@ -42,7 +42,6 @@ def record(tmp_path_factory):
     return json.loads((out / "x.json").read_text())
 
 
-@pytest.mark.full
 def test_every_cell_is_there(record):
     found = {(r["prefill"], r["context"]): [] for r in record["rows"]}
     for r in record["rows"]:
@@ -131,7 +130,6 @@ def test_what_there_was_no_time_for_is_named(tmp_path, capsys):
     assert left["rows"] == [] and len(left["left_out"]) == 20 and not (tmp_path / "end_to_end.png").exists()
 
 
-@pytest.mark.full
 def test_a_cell_without_memory_does_not_stop_the_others(monkeypatch, capsys):
     whole = end_to_end.sample
 

@@ -386,6 +386,7 @@ def test_out_of_memory(loaded, monkeypatch, tmp_path):
     assert [x["method"] for x in results.rows] == ["Full", "KeyDiff"]
 
 
+@pytest.mark.full
 def test_the_notebook_runs(monkeypatch, capsys):
     pytest.importorskip("pandas")
     pytest.importorskip("matplotlib")

@@ -31,6 +31,16 @@ def test_the_tables_are_up_to_date():
     assert pages == {x.stem for x in ROOT.glob("docs/methods/*.md")}
 
 
+@pytest.mark.parametrize("name", ["VaSE", "LaCache", "ProtoKV", "CriticalKV", "H2O"])
+def test_a_method_is_in_the_files_that_the_docs_list(name):
+    section = (ROOT / "docs/adding_a_method.md").read_text().split("\n## A method of the library\n")[1]
+    files = re.findall(r"^\| `(\S+)` \|", section, re.MULTILINE)
+    assert len(files) == 5 and files[-1] == "CHANGELOG.md"
+    paths = [ROOT / x.replace("<method>", name.lower()) for x in files]
+    assert not [x for x in paths if x.exists() and name not in x.read_text()]
+    assert sum(x.exists() for x in paths) == 5 - (name == "H2O"), "H2O is tested with TOVA, in test_baselines.py"
+
+
 @every_function
 def test_a_function_says_what_its_arguments_are(name):
     function, cls = getattr(kvops, name), functions.POLICIES[name]
