@@ -536,9 +536,8 @@ inline RowShape row_shape(int64_t row_bytes) {
   return {static_cast<int>(row_bytes / VB), static_cast<int>(row_bytes % VB)};
 }
 
-template <int Level = 1>  // of the cache
 inline void prefetch_row(const char* row, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 4 - Level);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
 }
 
 // The rows of one head of K or V.
