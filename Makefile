@@ -1,11 +1,11 @@
 # make demo          evict a small model's cache: what each method recalls, in a minute or two from a fresh clone
 # make serve-demo    a real model in vLLM, in a pool that is too small, with and without eviction: throughput and answers
-# make test          every test, with one in eight of its cases; without the tests that take long and rarely find more
+# make test          one in eight cases of every test, without the tests that take long and rarely find more
 # make test-all      all tests, in three parts: make test-simulated: the CUDA kernels in the simulator; test-hf; test-others
 # make test-engines  the tests of vLLM and lm-eval-harness; make sanitize: those of the operators, with sanitizers
 # make bench         time the operators
 # make eval          compare methods on tasks
-# make lint          style and types; make tables: the tables of methods, and kvops/methods/functions.pyi
+# make lint          style and types; make tables: what is derived from the methods
 # make docs          the site, in build/site
 # make wheel         a wheel, in dist/; make smoke: try it in a fresh environment
 # make gpu           everything that needs a GPU; make gpu-more: the rest of it
@@ -59,9 +59,9 @@ serve-demo: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/engines-$(VLLM)-$(HARNESS)
 build: $(STAMPS)/kvops
 
 # Without the tests marked `full`: sanitizers, other orders of simulated threads, other instruction sets, long budgets.
-# With ARGS, all cases of the tests that these select.
+# With ARGS that name tests, by a path or by -k, all their cases.
 test: $(STAMPS)/kvops $(STAMPS)/dev
-	@$(PY) -m pytest $(or $(ARGS),--sample 8)
+	@$(PY) -m pytest $(if $(filter -k% tests/%,$(ARGS)),,--sample 8) $(ARGS)
 
 test-all: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS)/transformers-$(NEWEST)
 	@$(PY) -m pytest -m "" $(ARGS)
@@ -82,7 +82,7 @@ test-others: $(STAMPS)/kvops $(STAMPS)/dev
 # thread, since small models run slower with several; test_vllm_attention.py sets its own number.
 test-engines: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/engines-$(VLLM)-$(HARNESS)
 	@$(PY) -m kvops.eval.smollm2 >/dev/null
-	@OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),tests/engines)
+	@OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(shell grep -lE 'importorskip."(vllm|lm_eval)' tests/engines/*.py))
 
 bench: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m kvops.bench $(ARGS)

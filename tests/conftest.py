@@ -1,11 +1,11 @@
-"""Run the operators' tests on three kinds of device; see kit.every_device."""
+"""Options and fixtures of all tests; the operators' run on three kinds of device, see kit.every_device."""
 
 import collections
 import gc
 import itertools
 import os
 
-# Before torch. Threads that wait leave their core to what runs beside, most of all to the simulated runs.
+# Set before torch is imported: waiting threads then leave their core to other processes, such as the simulated runs.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
@@ -52,20 +52,23 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     items.sort(key=in_simulator)  # last, because their results arrive last
     share, sample = config.getoption("share"), config.getoption("sample")
+    if sample is not None and sample < 1:
+        raise pytest.UsageError(f"--sample: expected at least 1, got {sample}")
     chosen = dict.fromkeys(x for x in items if not share or in_share(x, share))
     if sample:
         tests = collections.defaultdict(list)
         for x in chosen:
             tests[x.path, x.originalname].append(x)
-        drawn = [[x for x in cases if in_share(x, f"0/{sample}")] or cases[:1] for cases in tests.values()]
+        drawn = [[x for x in cases if in_share(x, f"0/{sample}", "sample")] or cases[:1] for cases in tests.values()]
         chosen = dict.fromkeys(itertools.chain(*drawn))
     if left_out := [x for x in items if x not in chosen]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen
 
 
-def in_share(item, share: str) -> bool:
-    return kit.in_share(f"{item.path.name}::{item.name}", share)
+def in_share(item, share: str, of: str = "") -> bool:
+    """Return whether a test is in a share; shares that differ in `of` are independent of each other."""
+    return kit.in_share(f"{of}{item.path.name}::{item.name}", share)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -100,7 +103,7 @@ def pytest_runtest_logreport(report):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", 'only(*devices): only on these: "cpu", "cuda", "simulator"')
-    config.addinivalue_line("markers", 'full: only in `make test-all`, as it takes minutes; pytest -m "" runs all')
+    config.addinivalue_line("markers", 'full: only in `make test-all`, as it takes long; pytest -m "" runs all')
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -1,4 +1,4 @@
-"""Writes what follows from the table of methods and from the methods' pages, so that each fact is typed once.
+"""Writes what is derived from the table of methods and from the methods' pages, so that each fact is typed once.
 
     python tools/tables.py    # make tables
 
@@ -38,14 +38,15 @@ def policies() -> list[type[Policy]]:
 
 
 def pages() -> list[Page]:
-    """Return the methods' pages in the order of their policies. A page may have several: random.md has Full, too."""
+    """Return the methods' pages in the order of their policies. Full, which has no budget, is on Random's page."""
     names = {x.policy: name for name, x in reversed(METHODS.items())}  # the first of a policy's names
-    files = [ROOT / f"docs/methods/{re.sub(r'[^a-z0-9]', '', names[x])}.md" for x in policies()]
-    return [page(x) for x in files if x.exists()]
+    stems = [re.sub(r"[^a-z0-9]", "", names[x]) for x in policies() if x.budget_settings]
+    return [page(ROOT / f"docs/methods/{stem}.md") for stem in stems]
 
 
 def page(file: Path) -> Page:
-    text = file.read_text()
+    """Read a method's page."""
+    text = file.read_text() if file.exists() else ""
     head = re.match(r"# (.*)\n\n- \*\*Keeps\*\* (.*)\n- \*\*Reads\*\* (.*)\n- \*\*Budget\*\* (.*)\n\n", text)
     if not head:
         raise SystemExit(f"{file}: expected a title, and below it a list of Keeps, Reads and Budget")
@@ -57,6 +58,7 @@ def page(file: Path) -> Page:
 
 
 def table(head: str, rows: list[tuple[str, ...]]) -> str:
+    """Return a table in Markdown."""
     lines = [f"| {' | '.join(x)} |".replace("|  |", "| |") for x in rows]
     return "\n".join([head, "|---" * len(rows[0]) + "|", *lines])
 

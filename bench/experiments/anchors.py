@@ -1,7 +1,7 @@
 """Semantic anchors: test the claims of ProtoKV's Sec. 3 about keys on a model.
 
     python bench/experiments/anchors.py [--model FOLDER] [--text FILE] [--prompts 11] [--context 2048] [--tokens 32]
-                                  [--out .] [--json FILE]
+                                        [--out .] [--json FILE]
 
 The model reads prompts and answers greedily. `kvops.analysis` measures the keys and queries of its full-attention
 layers. The pictures follow the paper's figures: anchors-outliers.png (Fig. 2 and 37), anchors-similarity.png (Fig. 3),

@@ -1,6 +1,7 @@
 """Recall by window position: which of the keys that the answer needs does an observation window select?
 
-    python bench/experiments/recall.py [--context 2048] [--digits 32] [--budget 64] [--prompts 11] [--out .] [--json F]
+    python bench/experiments/recall.py [--context 2048] [--digits 32] [--budget 64] [--prompts 11]
+                                       [--out .] [--json FILE]
 
 This is Fig. 2 of the LAQ paper (Sec. 3) on the demo's model. A window of eight queries slides from the end of the
 prompt into the answer. At each position, the keys that it would keep are compared with those that all queries of the

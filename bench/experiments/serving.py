@@ -1,7 +1,8 @@
 """Serve a real model from a block pool that is too small, with and without eviction: throughput and answers.
 
     make serve-demo                                                  # or, in an environment with vLLM 0.32's CPU build:
-    python bench/experiments/serving.py [--policies SPEC ...] [--engines vllm transformers] [--requests 12] [--json F]
+    python bench/experiments/serving.py [--policies SPEC ...] [--engines vllm transformers] [--requests 12]
+                                        [--json FILE]
 
 Many requests arrive at once. Each prompt is a text (bench/data) that hides a five-digit key and ends with a question
 for it, in the model's chat template. The pool has blocks for a few of the requests. The script serves them several

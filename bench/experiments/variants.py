@@ -84,7 +84,7 @@ class Pyramid:
         return False
 
     def room(self, view: kvops.View) -> int:
-        return layer_budget(super().room(view), view.seen, self.window, *view.layer_index(self.name))
+        return layer_budget(super().room(view), view.seen, self.window, *view.layer_and_count(self.name))
 
 
 @dataclass(frozen=True, eq=False)

@@ -145,44 +145,44 @@ class Row(NamedTuple):
     keep: int  # slots to keep
 
 
-class RingTable:
+class EngineRingTable:
     """Implements `kvops.cache.queries.RingTable` for the engine's request ids.
 
     Args:
         step: The requests of the current step. The allocator updates this list.
-        device: Where the numbers are returned.
+        device: The device of the returned numbers.
     """
 
     def __init__(self, step: list[Row], device: torch.device):
         self.size, self._step, self._device = 0, step, device
-        self._of: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
         self._free: list[int] = []
 
     def numbers(self, batch: Batch, asked: Sequence[tuple[int, int]]) -> Tensor:
         for x in self._step:
-            if x.request not in self._of:
+            if x.request not in self._numbers:
                 if x.before:
                     raise RuntimeError(
                         f"continuous_batching: expected the queries of request {x.request} from its first token on, "
                         f"got none of its first {x.before}"
                     )
                 self.join(x.request)
-        return to_device(self._device, torch.tensor([self._of[x.request] for x in self._step]))
+        return to_device(self._device, torch.tensor([self._numbers[x.request] for x in self._step]))
 
     def join(self, request: str) -> int:
         """Assign a number to a new request and return it."""
         if not self._free:
             self._free.append(self.size)
             self.size += 1
-        self._of[request] = ring = self._free.pop()
+        self._numbers[request] = ring = self._free.pop()
         return ring
 
     def leave(self, request: str) -> None:
-        if request in self._of:
-            self._free.append(self._of.pop(request))
+        if request in self._numbers:
+            self._free.append(self._numbers.pop(request))
 
     def get(self, request: str) -> int | None:
-        return self._of.get(request)
+        return self._numbers.get(request)
 
 
 class EvictingAllocator(FullAttentionCacheAllocator):
@@ -224,7 +224,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
             for pages, tokens in zip((self._k[i], self._v[i]), self._kv_token_views[layer]):
                 if pages[last, :, 0].data_ptr() != tokens[slot].data_ptr():
                     raise _changed("blocks of [layers, K and V, page, heads, head_dim]", "another order")
-        self._rings = RingTable(self._step, self.cache_tensor.device)
+        self._rings = EngineRingTable(self._step, self.cache_tensor.device)
         self._observer = observer(self.policy, self.tokens_per_page, self._rings)
         kinds = dict.fromkeys(self.policy.by_slot, torch.float32)
         shape = len(self._k[0]), self.num_key_value_heads, self.tokens_per_page

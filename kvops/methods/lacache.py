@@ -125,12 +125,12 @@ class LaCache(SlotPolicy):
         return self._compress(view, out)
 
     def select(self, view: View) -> Tensor:
-        layer, num_layers = view.layer_index(self.name)
+        layer, num_layers = view.layer_and_count(self.name)
         view.state["plan"] = plan = lacache_plan(view.n, **self.plan_settings(num_layers, view.n))
         return plan.indices(layer, view.k.device).expand(*view.k.shape[:2], -1)
 
     def evict(self, view: View) -> Tensor | None:
-        layer, num_layers = view.layer_index(self.name)
+        layer, num_layers = view.layer_and_count(self.name)
         if view.starts is not None:
             return self._evict_rows(view, layer, num_layers)
         settings = self.plan_settings(num_layers, view.seen, streaming=True)
@@ -171,7 +171,7 @@ class LaCache(SlotPolicy):
         """
         if view.starts is not None:
             return super().move(view, indices, out)
-        rope, (layer, _) = view.rope, view.layer_index(self.name)
+        rope, (layer, _) = view.rope, view.layer_and_count(self.name)
         k: Any = view.k
         v: Any = view.v
         options: dict[str, Any] = {}

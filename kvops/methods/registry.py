@@ -72,7 +72,7 @@ def find(spec: str, allow_code: bool = False) -> tuple[Entry, str, dict[str, Any
     if (known := table_name(name)) is not None:
         return METHODS[known], known, parse_options("method", spec, name, rest)
     if name not in installed.names:
-        source, (cls, _, rest) = name, rest.partition(":")
+        origin, (cls, _, rest) = name, rest.partition(":")
         if not cls or "=" in cls:  # settings of an unknown method
             names = [*METHODS, *sorted(installed.names)]
             code = ", path/to/file.py:Class, or module:Class" if allow_code else ""
@@ -84,9 +84,9 @@ def find(spec: str, allow_code: bool = False) -> tuple[Entry, str, dict[str, Any
                 f"method {spec!r} names a file or module, whose code would run; import the class and pass a policy, "
                 "install it as an entry point, or call kvops.policy(..., allow_code=True) for a string that you trust"
             )
-        name = f"{source}:{cls}"
+        name = f"{origin}:{cls}"
     options = parse_options("method", spec, name, rest)  # before foreign code runs
-    found = installed[name].load() if name in installed.names else _class(source, cls)
+    found = installed[name].load() if name in installed.names else _class(origin, cls)
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ValueError(f"method {name!r}: expected a subclass of kvops.Policy, got {found!r}")
     return Entry(found.__name__, found, "others", ""), name, options
@@ -146,11 +146,11 @@ def as_policy(who: str, given: Policy | str) -> Policy:
     return given
 
 
-def _class(source: str, name: str) -> object:
+def _class(origin: str, name: str) -> object:
     """Loads a class from a file or a module."""
-    where = f"method '{source}:{name}'"
+    where = f"method '{origin}:{name}'"
     try:
-        module = _load(source) if source.endswith(".py") else importlib.import_module(source)
+        module = _load(origin) if origin.endswith(".py") else importlib.import_module(origin)
         return getattr(module, name)
     except Exception as error:  # third-party code may raise anything
         raise ValueError(

@@ -107,19 +107,19 @@ class PyramidKV(WindowPolicy):
 
     def room(self, view: View) -> int:
         budget = super().room(view)
-        room = layer_budget(budget, view.seen, self.window, *view.layer_index(self.name))
+        room = layer_budget(budget, view.seen, self.window, *view.layer_and_count(self.name))
         # A row that is shorter than its batch may have less room in this layer than the batch, down to the mean.
         return room if view.padding is None else min(room, budget)
 
     def pick(self, scores: Tensor, view: View) -> Tensor:
-        layer, num_layers = view.layer_index(self.name)
+        layer, num_layers = view.layer_and_count(self.name)
         share = functools.partial(layer_budget, window=view.window, layer=layer, num_layers=num_layers)
         return self.choose(scores, view, self.budget, recent=view.window, share=share)
 
     def evict(self, view: View) -> Tensor | None:
         if view.padding is None:
             return super().evict(view)
-        layer, num_layers = view.layer_index(self.name)
+        layer, num_layers = view.layer_and_count(self.name)
         tokens = (view.seen - view.padding).unsqueeze(1)  # int32 [b, 1]: of each row, while `view.seen` has padding
         shape, least = (view.rows, view.heads), self.sinks + self.window
         _, budgets = row_budgets(self.name, self.budget, shape, view.seen, view.padding, None)

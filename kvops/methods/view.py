@@ -112,7 +112,7 @@ class View:
         assert self.observed is not None
         return self.observed
 
-    def layer_index(self, op: str) -> tuple[int, int]:
+    def layer_and_count(self, op: str) -> tuple[int, int]:
         """layer and num_layers, for the policies that need them."""
         layer, num_layers = self.layer, self.num_layers
         if layer is None or num_layers is None:

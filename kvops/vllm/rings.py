@@ -23,22 +23,22 @@ class RequestRingTable:
 
     Args:
         requests: The most requests that live at a time.
-        device: Where the numbers are returned.
+        device: The device of the returned numbers.
     """
 
     def __init__(self, requests: int, device: torch.device):
         self.size, self._requests, self._device = 0, requests, device
-        self._of: dict[int, _Ring] = {}  # by the request's id, the least recently used first
+        self._rings: dict[int, _Ring] = {}  # by the request's id, the least recently used first
 
     def numbers(self, batch: Batch, asked: Sequence[tuple[int, int]]) -> Tensor:
         rows = [*zip(batch.requests, batch.before.tolist(), batch.after.tolist(), strict=True)]
-        known = [self._of.pop(id(request), None) for request, *_ in rows]
+        known = [self._rings.pop(id(request), None) for request, *_ in rows]
         rings = list[_Ring]()
         for ring, (request, before, after) in zip(known, rows):
             # A preempted request starts anew, at its first token or after a shared prefix.
             first = ring.first if ring is not None and ring.end == before else before
             rings.append(_Ring(self._free() if ring is None else ring.number, request, first, after))
-        self._of |= {id(x.request): x for x in rings}
+        self._rings |= {id(x.request): x for x in rings}
         for row, position in asked:
             if rings[row].first > position:
                 raise RuntimeError(
@@ -53,4 +53,4 @@ class RequestRingTable:
             return self.size - 1
         # There are as many rings as live requests, and a step that a request joins has tokens of all others. So the
         # least recently used ring is that of a request that has ended, or is left out after its prompt.
-        return self._of.pop(next(iter(self._of))).number
+        return self._rings.pop(next(iter(self._rings))).number

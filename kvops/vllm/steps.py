@@ -66,7 +66,7 @@ class Layer(NamedTuple):
 
     layout: Layout
     memory: LayerMemory
-    layer_index: tuple[int, int]  # the layer's number, and the number of the model's layers
+    layer_and_count: tuple[int, int]  # the layer's number, and the number of the model's layers
     logits: Mapping[str, Any]  # how the attention computes its logits, see `Observation`
 
 
@@ -181,7 +181,7 @@ class Eviction:
             known, new = self.positions
             of_slots["positions"] = torch.where(known, of_slots["positions"], new).long()
         view = self._view(k, v, table)
-        view.layer, view.num_layers = layer.layer_index
+        view.layer, view.num_layers = layer.layer_and_count
         view.tokens = self.tokens
         view.kept = of_slots.get("positions")
         view.observed = of_slots.get("scores")

@@ -195,8 +195,10 @@ class EvictingImpl(AttentionImpl):
 
     def layer_of(self, plan: Plan, layer: Any, kv_cache: Tensor) -> Layer:
         """Return the layer as its evictions need it."""
-        index = extract_layer_index(layer.layer_name), self._num_layers
-        return Layer(self.layout(layer, kv_cache), self.memory(plan, kv_cache), index, self._logits(plan.policy))
+        layer_and_count = extract_layer_index(layer.layer_name), self._num_layers
+        return Layer(
+            self.layout(layer, kv_cache), self.memory(plan, kv_cache), layer_and_count, self._logits(plan.policy)
+        )
 
     def memory(self, plan: Plan, kv_cache: Tensor) -> LayerMemory:
         """Return what the layer remembers besides its cache."""

@@ -1,6 +1,7 @@
 """The CUDA kernels, run on the CPU by the simulator (cudasim/): the operators' tests in three thread orders, under
 AddressSanitizer and UndefinedBehaviorSanitizer, and under ThreadSanitizer; the methods' tests; planted faults."""
 
+import ast
 import collections
 import os
 import re
@@ -28,7 +29,9 @@ PLANTED = ROOT / "build/planted"  # csrc with its faults
 
 def files(*names: str) -> list[str]:
     """Return the files of these tests."""
-    return [str(next(ROOT.glob(f"tests/*/test_{x}.py")).relative_to(ROOT)) for x in names]
+    found = {x: [*ROOT.glob(f"tests/*/test_{x}.py")] for x in names}
+    assert all(len(paths) == 1 for paths in found.values()), found
+    return [str(path.relative_to(ROOT)) for (path,) in found.values()]
 
 
 OPERATORS_TESTS = files(*OPERATORS, "operators", "pages", "fp8", "sm90")
@@ -142,7 +145,7 @@ def run_tests(kind: str, library: Path, order: int, *tests: str, fault: int = 0)
 class Outcomes:
     """The results of the named runs and faults. All start at once, two at a time, while other tests run.
 
-    sample: If given, runs have one in so many cases of each test.
+    sample: If given, each run takes one in so many cases of each test.
     """
 
     def __init__(self, names: list[str], sample: int | None = None):
@@ -168,13 +171,19 @@ class Outcomes:
             process.terminate()
 
 
-def test_what_selects_tests_names_some():
-    """A test that is renamed does not leave a run unseen."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", *OPERATORS_TESTS]
-    names = run(*command, env=os.environ | {"CUDASIM_SEED": "0"}).stdout
-    chosen = " ".join((FAST, SLOW, LONG, ALIKE, STRIDES, HALVES, UNSEEN, ADDRESSES, LARGE, TALK))
-    words = set(re.findall(r"[\w-]+", chosen)) - {"and", "or", "not"}
-    assert "many_heads" in words and not sorted(x for x in words if x not in names)
+def test_every_word_of_the_selections_is_in_the_name_of_a_test():
+    """A test that is renamed does not leave a run unseen: each alternative selects tests, each word is in some name."""
+    collected = run_tests("plain", build("plain"), 0, "--collect-only", *OPERATORS_TESTS).stdout
+    names = [x.rpartition("/")[2] for x in collected.splitlines() if "::" in x]
+    assert len(names) > 1000
+    for chosen in (FAST, SLOW, LONG, ALIKE, STRIDES, HALVES, UNSEEN, ADDRESSES, LARGE, TALK):
+        words = set(re.findall(r"[\w-]+", chosen)) - {"and", "or", "not"}
+        assert not [x for x in words if not any(x in name for name in names)]
+        tests = re.sub(r"(?!\b(?:and|or|not)\b)\b[\w-]+", r"('\g<0>' in name)", chosen)  # as an expression of Python
+        tree = ast.parse(tests, mode="eval").body
+        for part in tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.Or) else [tree]:
+            selects = compile(ast.Expression(part), "selection", "eval")
+            assert any(eval(selects, {"name": name}) for name in names), ast.unparse(part)
 
 
 QUICK = "order 1"  # the run that is part of `make test`

@@ -162,7 +162,7 @@ def watch_kept(monkeypatch) -> dict[int, list[torch.Tensor]]:
         table = self.copies[0] if self.copies else self.blocks.table
         for layer in layers:
             kept = by_slot.read(layer.memory.slots["positions"], table)[..., : getattr(self.rule, "budget", 0)]
-            seen.setdefault(layer.layer_index[0], []).append(kept)
+            seen.setdefault(layer.layer_and_count[0], []).append(kept)
 
     monkeypatch.setattr(Eviction, "run", watched)
     monkeypatch.setattr(Plan, "kinds", property(lambda plan: kinds.fget(plan) | {"positions": torch.int32}))

@@ -123,7 +123,7 @@ def assert_whole(allocator) -> None:
     pool.try_to_free_sectors()
     assert not allocator.block_table and not allocator._positions and not allocator._step
     assert not allocator._prompts and not allocator._scheduled
-    assert not allocator._rings._of
+    assert not allocator._rings._numbers
     assert sorted(pool.free_sectors) == list(range(2, 2 + pool.num_sectors))
     assert not any(len(x) for x in pool._free_blocks)
 
