@@ -620,7 +620,7 @@ def test_the_v2_runner(monkeypatch, spec, policy):
     build, seen, places, lengths = EvictingBuilder.build, [], {}, np.zeros(8, dtype=np.int32)
 
     def as_v2(self, common_prefix_len, metadata, fast_build=False):
-        known, requests = v1.of(metadata)
+        known, requests = v1.by_row(metadata)
         for gone in places.keys() - {id(x) for x in requests}:
             del places[gone]
         for request, length in zip(requests, known):
