@@ -24,7 +24,7 @@
 
 namespace kvops {
 
-// Failed allocation. Python sees MemoryError, or torch.OutOfMemoryError for GPU memory (kvops/dispatch.py).
+// Failed allocation. Python sees MemoryError, or torch.OutOfMemoryError for GPU memory (kvops/ops/dispatch.py).
 class OutOfMemory : public std::bad_alloc {
  public:
   OutOfMemory(const char* op, int64_t bytes, const Tensor& on) {

@@ -1,4 +1,4 @@
-// Every operator of kvops: the table of contents. Contracts: kvops/ops.py. Parameters and checks: ops/<op>.h, .cpp.
+// Every operator of kvops: the table of contents. Contracts: kvops/ops/api.py. Parameters and checks: ops/<op>.h, .cpp.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(kvops, m) {

@@ -30,12 +30,12 @@ except ImportError as error:
 from . import distributed, methods, ops
 from ._lib import build_info, debug_checks
 from .cache import Cache, OutOfPages, PagedCache
-from .flash_attention import attention, attention_backends
-from .ladder import LadderPlan, LadderState, lacache_plan
 from .methods import *  # noqa: F403
 from .methods.functions import *  # noqa: F403  (mypy does not follow how methods.__all__ is made)
 from .methods.table import *  # noqa: F403  (the same)
-from .rope import Rope
+from .ops.flash_attention import attention, attention_backends
+from .ops.ladder import LadderPlan, LadderState, lacache_plan
+from .ops.rope import Rope
 from .version import __version__
 
 __all__ = [
@@ -57,7 +57,7 @@ __all__ = [
 __all__ += methods.__all__
 
 #: Public modules that the user imports: `import kvops.hf`.
-_ON_DEMAND = ("analysis", "bench", "eval", "hf", "reference", "vllm")
+_ON_DEMAND = ("analysis", "bench", "eval", "hf", "vllm")
 
 
 def __dir__() -> list[str]:

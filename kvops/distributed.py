@@ -49,7 +49,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from . import ops
-from .ops import REDUCTIONS, SCORES
+from .ops.api import REDUCTIONS, SCORES
 
 __all__ = ["own_indices", "register"]
 

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvops
 from kvops import LadderPlan, ops
-from kvops.lag import kept_length, num_segments
-from kvops.reference import window_logits, window_softmax
+from kvops.ops.lag import kept_length, num_segments
+from kvops.ops.reference import window_logits, window_softmax
 
 SINK = 5
 RATIO = 0.3

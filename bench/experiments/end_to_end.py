@@ -42,7 +42,7 @@ import kvops.hf
 from common import GROUP, HEAD_DIM, HEADS, LAYERS, MLP, VOCABULARY, wait_for
 from kvops.bench.columns import aligned
 from kvops.bench.record import write
-from kvops.lag import kept_length
+from kvops.ops.lag import kept_length
 
 SINKS = 16
 OBSERVED = 32  # SnapKV's window

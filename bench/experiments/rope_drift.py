@@ -17,8 +17,9 @@ from tqdm import tqdm
 import common
 import kvops
 from common import HEAD_DIM, LAYERS
-from kvops import ops, reference
+from kvops import ops
 from kvops.bench.record import write
+from kvops.ops import reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

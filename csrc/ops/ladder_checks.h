@@ -11,7 +11,7 @@ struct CheckedLadder {
   LadderParams params;
 };
 
-enum LadderPattern : int64_t { kPaper, kOfficial, kShort };  // as kvops.ladder.PATTERNS
+enum LadderPattern : int64_t { kPaper, kOfficial, kShort };  // as kvops.ops.ladder.PATTERNS
 
 // `plan`: n, num_layers, span, overlap, pattern, then the cursor and count of each pass.
 inline LadderMoves check_ladder_plan(const char* op, const Integers& plan) {

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..checks import check_int, plain
 from ..ops import outlier_degree
+from ..ops.checks import check_int, plain
 from .attention import cumulative_attention
 
 __all__ = [

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import check_int, check_queries, plain
-from ..ops import Reduce, anchor_cosine
-from ..window import causal_limits, outside_prefix, span_ends, summed_scores
+from ..ops.api import Reduce, anchor_cosine
+from ..ops.checks import check_int, check_queries, plain
+from ..ops.window import causal_limits, outside_prefix, span_ends, summed_scores
 
 
 def cumulative_attention(

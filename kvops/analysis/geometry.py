@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..checks import check_int, check_queries, check_rank, plain
-from ..window import outside_prefix, span_ends
+from ..ops.checks import check_int, check_queries, check_rank, plain
+from ..ops.window import outside_prefix, span_ends
 
 TINY = torch.finfo(torch.float64).tiny
 

@@ -13,7 +13,7 @@ from ..bench.markdown import escape
 from ..methods.queries import RecordQueries
 from ..methods.registry import policy
 from ..methods.table import METHODS
-from ..window import causal_limits
+from ..ops.window import causal_limits
 from . import anchors, attention, geometry
 
 if TYPE_CHECKING:

@@ -3,7 +3,8 @@
 torch's FlashAttention and kvops' own run in turns, causal, for each dtype and number of query rows, over key lengths,
 head dims and query heads per KV head. The result is one number per dtype, number of rows, and whether query heads
 share KV heads: the geometric mean of (time of torch_flash / time of kvops). Above 1, kvops is faster.
-`kvops.flash_attention.KVOPS_ROWS` follows from these: the number of rows up to which kvops should run to lose least.
+`kvops.ops.flash_attention.KVOPS_ROWS` follows from these: the number of rows up to which kvops should run to lose
+least.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from ..commands import Parser
-from ..flash_attention import AMX, KVOPS_ROWS, attention
+from ..ops.flash_attention import AMX, KVOPS_ROWS, attention
 from .columns import aligned
 from .measure import Contender, in_turns
 from .record import Refused, check_target, origin, write
@@ -147,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     found = means(record["cells"])
     print(f"\ntime of torch_flash / time of kvops, geometric mean:\n{table(found)}")
     lines = wrong(found)
-    print("\n".join(lines) or "KVOPS_ROWS in kvops/flash_attention.py is up to date.")
+    print("\n".join(lines) or "KVOPS_ROWS in kvops/ops/flash_attention.py is up to date.")
     return int(bool(lines))
 
 

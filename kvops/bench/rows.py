@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 import kvops
 from kvops import ops
-from kvops.ladder import make_ladder
-from kvops.lag import kept_length
 from kvops.methods.budgets import fraction_of
-from kvops.rope import Rope
+from kvops.ops.ladder import make_ladder
+from kvops.ops.lag import kept_length
+from kvops.ops.rope import Rope
 
 from . import eager
 

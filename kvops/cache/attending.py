@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..flash_attention import attention
 from ..methods.base import Policy
 from ..methods.kvzip import KVzip
 from ..methods.laq import LAQ
 from ..methods.queries import QueryPolicy
 from ..methods.view import View
-from ..ops import MAX_WINDOW, window_attention
-from ..rope import Rope
-from ..window import causal_limits, summed_scores
+from ..ops.api import MAX_WINDOW, window_attention
+from ..ops.flash_attention import attention
+from ..ops.rope import Rope
+from ..ops.window import causal_limits, summed_scores
 from .base import Cache, check_step
 
 

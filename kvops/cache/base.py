@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_choice, check_int, inference_only
-from ..flash_attention import attention
 from ..methods.base import IN_PLACE, Out, Policy
 from ..methods.registry import as_policy
 from ..methods.view import View
-from ..rope import Rope
+from ..ops.checks import check_choice, check_int, inference_only
+from ..ops.flash_attention import attention
+from ..ops.rope import Rope
 from .memory import Memory, size, storage_bytes
 
 Storage = Literal["pre_rope", "post_rope"]

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import check_bool, check_int, inference_only
 from ..methods.base import Policy
 from ..methods.queries import QueryPolicy
 from ..methods.registry import as_policy
 from ..methods.view import View
-from ..ops import MAX_WINDOW, compact_kv_, window_attention
+from ..ops.api import MAX_WINDOW, compact_kv_, window_attention
+from ..ops.checks import check_bool, check_int, inference_only
 from .by_slot import widened
 from .memory import size, span, storage_bytes
 from .schedule import Schedule

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..flash_attention import attention
 from ..methods.base import Out, Policy
 from ..ops import rope_at_slots, window_attention
-from ..rope import Rope, Tables
+from ..ops.flash_attention import attention
+from ..ops.rope import Rope, Tables
 from .base import Cache, Eviction, check_step, check_tokens
 
 #: Steps of at most this many rows, drafts included, rotate keys as the attention reads them. Longer steps are prompt

@@ -27,8 +27,8 @@ from ..bench import eager
 from ..bench.measure import threads
 from ..cache import AttendingCache
 from ..eval.reader import Cut, Reader, caches
-from ..lag import kept_within
 from ..methods.lagkv import SINKS
+from ..ops.lag import kept_within
 from . import passkeys
 from .passkeys import Ids, Prompt
 

@@ -14,7 +14,7 @@ from ..cache import AttendingCache, Cache
 from ..methods import LagKV, Policy
 from ..methods.queries import RecordQueries
 from ..methods.recall_metric import prompt_scores
-from ..window import Pooling
+from ..ops.window import Pooling
 from .methods import Rule, Unreachable
 from .stream import CacheSize, Stream, stream
 

@@ -19,7 +19,7 @@ from ..cache.base import Storage
 from ..cache.memory import size, span, storage_bytes
 from ..methods import LAQ, Policy
 from ..methods.registry import as_policy
-from ..rope import Rope
+from ..ops.rope import Rope
 from . import architectures
 from .attention import ATTENTION, STOCK, Slots, autocast, check_attention, eager, steps
 from .conversation import Conversation, declared_pads

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from ..rope import Rope
+from ..ops.rope import Rope
 from .arguments import CACHE
 
 

@@ -28,7 +28,8 @@ from torch import Tensor
 from typing_extensions import Self, Unpack
 
 from .. import ops
-from ..checks import (
+from ..ops import compact_kv_, gather_kv
+from ..ops.checks import (
     PLAIN,
     check_budget,
     check_buffer,
@@ -41,7 +42,6 @@ from ..checks import (
     plain,
     shown,
 )
-from ..ops import compact_kv_, gather_kv
 from .budgets import Budget, budget_tokens, fraction_of, head_budgets, recent_tokens, valid_slots
 from .select import all_slots, select_budget, shared_scores
 from .view import View

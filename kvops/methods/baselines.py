@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_int, check_vector, inference_only, shown
+from ..ops.checks import check_int, check_vector, inference_only, shown
 from .base import DecodePolicy, KeyPolicy, Policy
 from .merging import MergingPolicy
 from .random_numbers import random_integers

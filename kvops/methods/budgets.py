@@ -12,7 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import (
+from ..ops import select_topk
+from ..ops.checks import (
     check_budget,
     check_head_budgets,
     check_holds_window,
@@ -21,8 +22,7 @@ from ..checks import (
     inference_only,
     plain,
 )
-from ..ops import select_topk
-from ..window import outside_prefix, prefix_lengths, span_ends
+from ..ops.window import outside_prefix, prefix_lengths, span_ends
 
 #: Tokens (int), or a fraction in (0, 1] of a row's valid tokens (float). One-shot calls also take a budget per head,
 #: int32 [b, Hk] (`kvops.head_budgets`).

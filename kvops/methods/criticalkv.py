@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import check_finite
 from ..ops import select_topk, value_norm
-from ..window import outside_prefix
+from ..ops.checks import check_finite
+from ..ops.window import outside_prefix
 from .budgets import Budget, fraction_of, row_budgets
 from .queries import WindowPolicy
 from .select import select_budget, shared_scores

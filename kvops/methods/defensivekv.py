@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_finite
-from ..ops import Reduce
-from ..window import outside_prefix
+from ..ops.api import Reduce
+from ..ops.checks import check_finite
+from ..ops.window import outside_prefix
 from .queries import WindowPolicy
 from .view import View
 

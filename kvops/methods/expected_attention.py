@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_bool, check_finite, check_int
 from ..ops import quadratic_scores
+from ..ops.checks import check_bool, check_finite, check_int
 from .select import readable_keys
 from .statistics import FARTHEST, CalibratedPolicy, mean_rotation, turned
 from .view import View

@@ -10,7 +10,7 @@ from kvops.methods.base import Compressed, LayerSpans, Policy
 from kvops.methods.kvzip import RepeatCall
 from kvops.methods.queries import QueryCall
 from kvops.methods.statistics import QueryStatistics
-from kvops.rope import Rope
+from kvops.ops.rope import Rope
 
 __all__ = [
     "chunkkv_compress",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..checks import check_in_prompt, check_lse, check_queries, check_recent
-from ..ops import MAX_WINDOW, window_scores
-from ..window import causal_limits
+from ..ops.api import MAX_WINDOW, window_scores
+from ..ops.checks import check_in_prompt, check_lse, check_queries, check_recent
+from ..ops.window import causal_limits
 from .base import BudgetPolicy, Compressed, DecodePolicy, HeadMode, one_shot
 from .budgets import budget_tokens, recent_tokens
 from .queries import QueryCall, QueryPolicy

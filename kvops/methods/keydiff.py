@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..checks import check_bool, check_choice, check_int
 from ..ops import anchor_cosine
+from ..ops.checks import check_bool, check_choice, check_int
 from .merging import MergingPolicy
 from .select import readable_keys
 from .view import View

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..checks import check_int, check_queries, check_token_ids
-from ..ops import Reduce
-from ..window import summed_scores
+from ..ops.api import Reduce
+from ..ops.checks import check_int, check_queries, check_token_ids
+from ..ops.window import summed_scores
 from .base import Compressed, LayerSpans, one_shot
 from .budgets import budget_tokens
 from .queries import Logits, QueryPolicy

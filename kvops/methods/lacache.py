@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_budget, check_choice, check_holds_ladder, check_int, check_num_layers, plain
-from ..ladder import COMPACTIONS, PATTERNS, Compaction, LadderState, Pattern, lacache_plan, make_ladder
 from ..ops import ladder_compact_, ladder_gather
-from ..rope import Rope
+from ..ops.checks import check_budget, check_choice, check_holds_ladder, check_int, check_num_layers, plain
+from ..ops.ladder import COMPACTIONS, PATTERNS, Compaction, LadderState, Pattern, lacache_plan, make_ladder
+from ..ops.rope import Rope
 from .base import IN_PLACE, Compressed, Layout, Out, one_shot
 from .budgets import budget_tokens
 from .slots import SlotPolicy

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_choice, check_finite, check_int
-from ..lag import kept_length, kept_within, num_segments
 from ..ops import lag_score, select_topk
+from ..ops.checks import check_choice, check_finite, check_int
+from ..ops.lag import kept_length, kept_within, num_segments
 from .base import HEAD_MODES, HeadMode, Policy
 from .budgets import fraction_of
 from .select import all_slots, negative_norms, places, shared_scores

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..checks import check_bool, check_in_prompt, check_int, check_lse, check_queries, check_token_ids
-from ..window import causal_limits
+from ..ops.checks import check_bool, check_in_prompt, check_int, check_lse, check_queries, check_token_ids
+from ..ops.window import causal_limits
 from .base import Compressed, Policy, one_shot
 from .budgets import budget_tokens
 from .queries import QueryCall, WindowPolicy, split

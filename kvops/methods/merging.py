@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from ..checks import check_bool
 from ..ops import assign_prototypes, cluster_mean
+from ..ops.checks import check_bool
 from .base import KeyPolicy, Out
 from .select import readable_keys
 from .view import View

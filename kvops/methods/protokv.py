@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..checks import MAX_INT, check_bool, check_choice, check_holds_window, check_int, check_rows_hold, plain
-from ..ops import (
+from ..ops.api import (
     Score,
     assign_prototypes,
     build_prototypes,
@@ -30,7 +29,8 @@ from ..ops import (
     outlier_degree,
     select_topk,
 )
-from ..window import outside_prefix, prefix_lengths
+from ..ops.checks import MAX_INT, check_bool, check_choice, check_holds_window, check_int, check_rows_hold, plain
+from ..ops.window import outside_prefix, prefix_lengths
 from .base import DecodePolicy, Policy
 from .budgets import Budget, row_budgets
 from .queries import QueryPolicy

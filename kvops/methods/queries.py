@@ -14,9 +14,9 @@ from typing import Any, ClassVar, TypedDict, get_args
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..checks import check_choice, check_holds_window, check_in_prompt, check_int, check_lse, check_queries
-from ..ops import Reduce, Score
-from ..window import GROUP_REDUCES, Pool, Pooling, causal_limits, outside_prefix, summed_scores
+from ..ops.api import Reduce, Score
+from ..ops.checks import check_choice, check_holds_window, check_in_prompt, check_int, check_lse, check_queries
+from ..ops.window import GROUP_REDUCES, Pool, Pooling, causal_limits, outside_prefix, summed_scores
 from .base import BudgetPolicy, Compressed, DecodePolicy, LayerSpans, one_shot
 from .budgets import Budget, budget_tokens
 from .view import View

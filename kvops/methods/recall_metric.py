@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..checks import check_budget, check_queries, check_rank, plain
-from ..ops import Reduce, Score, select_topk
-from ..window import Pool, Pooling, outside_prefix, span_ends, summed_scores
+from ..ops.api import Reduce, Score, select_topk
+from ..ops.checks import check_budget, check_queries, check_rank, plain
+from ..ops.window import Pool, Pooling, outside_prefix, span_ends, summed_scores
 from .budgets import budget_tokens
 from .laq import lookahead_limits
 from .queries import Logits

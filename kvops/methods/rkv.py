@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_finite
-from ..ops import Reduce, key_similarity
-from ..window import Pooling, outside_prefix
+from ..ops.api import Reduce, key_similarity
+from ..ops.checks import check_finite
+from ..ops.window import Pooling, outside_prefix
 from .queries import ObservedPolicy
 from .view import View
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_holds, check_rows_hold, check_vector
 from ..ops import select_topk
+from ..ops.checks import check_holds, check_rows_hold, check_vector
 from .budgets import Budget, fraction_of, row_budgets, valid_slots
 from .view import View
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
-from ..checks import check_choice
+from ..ops.checks import check_choice
 from .base import POSITIONS, Policy, Positions
 
 

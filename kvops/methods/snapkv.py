@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import check_budget, check_holds_window, check_int, check_num_layers, plain
+from ..ops.checks import check_budget, check_holds_window, check_int, check_num_layers, plain
 from .budgets import budget_tokens, row_budgets
 from .queries import WindowPolicy
 from .select import places, shared_scores

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import MAX_LAYERS, check_bool, check_finite, check_int, check_layers, plain
 from ..ops import rope_at_slots
-from ..rope import Rope
+from ..ops.checks import MAX_LAYERS, check_bool, check_finite, check_int, check_layers, plain
+from ..ops.rope import Rope
 from .base import KeyPolicy
 from .view import View
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_bool, check_int
 from ..ops import trig_scores
+from ..ops.checks import check_bool, check_int
 from .statistics import FARTHEST, CalibratedPolicy, pairs_of, trig_centers
 from .view import View
 

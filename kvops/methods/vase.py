@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_int, check_recent, inference_only
 from ..ops import select_topk
-from ..window import Pool, Pooling, outside_prefix, prefix_lengths
+from ..ops.checks import check_int, check_recent, inference_only
+from ..ops.window import Pool, Pooling, outside_prefix, prefix_lengths
 from .budgets import fraction_of, row_budgets
 from .queries import ObservedPolicy
 from .random_numbers import RANGE, random_integers

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_int, check_num_layers, plain
-from ..rope import Rope
+from ..ops.checks import check_int, check_num_layers, plain
+from ..ops.rope import Rope
 
 
 @dataclass

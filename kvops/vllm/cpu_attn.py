@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from ..cache.queries import AllQueries, Batch, FullObservation
 from ..methods.queries import QueryPolicy
-from ..ops import Reduce, window_attention
+from ..ops.api import Reduce, window_attention
 from . import attention, cpu_pages
 from .layouts import Layout, PageRows, Tiles
 from .steps import Step

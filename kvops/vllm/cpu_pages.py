@@ -33,7 +33,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_choice, check_dims, check_one_device, check_vector, inference_only
+from ..ops.checks import check_choice, check_dims, check_one_device, check_vector, inference_only
 
 __all__ = ["as_rows", "keys", "to_rows_", "to_tiles_"]
 

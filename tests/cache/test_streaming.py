@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops import ops, reference
+from kvops import ops
+from kvops.ops import reference
 
 pytestmark = kit.every_device
 examples = kit.examples(25, derandomize=True)

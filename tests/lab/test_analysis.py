@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kit
-from kvops import analysis, reference
-from kvops.ops import outlier_degree
+from kvops import analysis
+from kvops.ops import outlier_degree, reference
 
 pytestmark = kit.every_device
 

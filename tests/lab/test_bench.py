@@ -18,13 +18,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvops import reference
 from kvops.bench import ROWS, gpu, pages, record
 from kvops.bench import __main__ as command
 from kvops.bench import measure as measuring
 from kvops.bench.goals import goals
 from kvops.bench.measure import Contender, measure
 from kvops.bench.rows import SINK, Case
+from kvops.ops import reference
 from test_schema import SCHEMAS
 
 N = 1024

@@ -16,8 +16,8 @@ for name in ("transformers", "matplotlib"):
 from kvops.demo import __main__ as demo  # noqa: E402
 from kvops.demo import lookahead, methods, passkeys  # noqa: E402
 from kvops.demo.picture import picture  # noqa: E402
-from kvops.lag import kept_within  # noqa: E402
 from kvops.methods.lagkv import SINKS  # noqa: E402
+from kvops.ops.lag import kept_within  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ for name in ("transformers", "matplotlib", "tqdm"):
 
 import end_to_end
 from end_to_end import DYNAMIC, FULL, SINKS
-from kvops.lag import kept_length
+from kvops.ops.lag import kept_length
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("one_thread")]
 SMALL = ["--device", "cpu", "--heads", "4", "--dtype", "float32", "--lag", "64", "--new-tokens", "2", "--ratios"]

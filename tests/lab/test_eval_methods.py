@@ -10,7 +10,7 @@ import torch
 
 import kvops
 from kvops.eval.methods import METHODS, Unreachable, rule
-from kvops.lag import kept_within
+from kvops.ops.lag import kept_within
 
 LAYERS = 3
 

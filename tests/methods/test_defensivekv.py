@@ -9,8 +9,8 @@ from torch.nn.functional import max_pool1d
 
 import kit
 import kvops
-from kvops import reference
-from kvops.window import summed_scores
+from kvops.ops import reference
+from kvops.ops.window import summed_scores
 from test_methods import assert_moved, fp64
 from test_window_methods import assert_kept, causal, heads_of, logit_options, make, pooled, weights
 

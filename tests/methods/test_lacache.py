@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops import ops, reference
-from kvops.ladder import COMPACTIONS, MAX_PASSES, PATTERNS, Ladder, LadderState, decode_plan
+from kvops import ops
+from kvops.ops import reference
+from kvops.ops.ladder import COMPACTIONS, MAX_PASSES, PATTERNS, Ladder, LadderState, decode_plan
 
 pytestmark = kit.every_device
 examples = kit.examples(40, derandomize=True)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kit
-from kvops.lag import kept_length, kept_within, longest_kept, num_segments, segment_start
+from kvops.ops.lag import kept_length, kept_within, longest_kept, num_segments, segment_start
 
 SHAPES = dict(n=st.integers(0, 90), prefix=st.integers(0, 20), lag=st.integers(1, 15))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops.window import summed_scores
+from kvops.ops.window import summed_scores
 from test_methods import assert_best, assert_moved, fp64
 from test_streaming import assert_same_state, rows
 from test_window_methods import causal, heads_of, make, weights

@@ -6,7 +6,7 @@ import torch
 import kit
 import kvops
 from kvops.methods.view import View
-from kvops.window import causal_limits, summed_scores
+from kvops.ops.window import causal_limits, summed_scores
 from test_criticalkv import attention_rows
 
 pytestmark = kit.every_device

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kit import same
-from kvops import ops, reference
+from kvops import ops
+from kvops.ops import reference
 from test_gather_kv import moved, random_indices
 
 pytestmark = kit.every_device

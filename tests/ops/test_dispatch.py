@@ -137,7 +137,7 @@ def test_out_of_memory_for_scratch():
 
 
 def test_out_of_memory_on_a_gpu(monkeypatch):
-    """As the CUDA kernels report it; kvops.dispatch makes torch's exception of it, unless the GPU has failed before."""
+    """As the CUDA kernels report it; dispatch.py makes torch's exception of it, unless the GPU has failed before."""
     overload, text = torch.ops.kvops.anchor_cosine.default, "anchor_cosine: CUDA out of memory, could not allocate 9"
     waits = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -150,7 +150,7 @@ def test_out_of_memory_on_a_gpu(monkeypatch):
             raise MemoryError(text)
 
     with pytest.raises(torch.OutOfMemoryError, match=text):
-        kvops.dispatch.operator(Failing())(inputs().k)
+        kvops.ops.dispatch.operator(Failing())(inputs().k)
     assert waits == [1]
 
 

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 import kit
 import kvops
 from calls import OPERATORS_CALLS, direct, inputs
-from kvops import distributed, ops, reference
+from kvops import distributed, ops
+from kvops.ops import reference
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),

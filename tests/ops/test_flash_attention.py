@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops import flash_attention
 from kvops.bench import attention as measuring
+from kvops.ops import flash_attention
 
 pytestmark = kit.every_device
 

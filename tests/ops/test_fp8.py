@@ -10,7 +10,8 @@ import calls
 import kit
 import kvops
 from calls import direct, inputs
-from kvops import ops, reference
+from kvops import ops
+from kvops.ops import reference
 from test_pages import LAYOUTS, PAGED_CALLS, results, to_pages
 
 pytestmark = kit.every_device

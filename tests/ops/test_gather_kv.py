@@ -6,7 +6,8 @@ import torch
 import kit
 import kvops
 from kit import bits, same
-from kvops import ops, reference
+from kvops import ops
+from kvops.ops import reference
 
 pytestmark = kit.every_device
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kit
 from kit import same
 from kvops import ops
-from kvops.ladder import PATTERNS, lacache_plan
+from kvops.ops.ladder import PATTERNS, lacache_plan
 from test_ladder_gather import PLAN, assert_turned, bad_layers, bad_plans, frequencies, ladder_plan, ladder_plans, moved
 
 pytestmark = kit.every_device

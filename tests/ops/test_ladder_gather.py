@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 import kit
 from kit import same
-from kvops import ops, reference
-from kvops.ladder import PATTERNS, Ladder, LadderPlan, LadderState, lacache_plan
-from kvops.rope import Rope
+from kvops import ops
+from kvops.ops import reference
+from kvops.ops.ladder import PATTERNS, Ladder, LadderPlan, LadderState, lacache_plan
+from kvops.ops.rope import Rope
 
 pytestmark = kit.every_device
 

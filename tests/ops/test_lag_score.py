@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops import ops, reference
-from kvops.lag import num_segments, segment_start
+from kvops import ops
+from kvops.ops import reference
+from kvops.ops.lag import num_segments, segment_start
 
 pytestmark = kit.every_device
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops import ops, reference
+from kvops import ops
+from kvops.ops import reference
 
 pytestmark = kit.every_device
 

@@ -16,7 +16,8 @@ import kit
 import kvops
 from calls import OPERATORS_CALLS, direct, inputs
 from fuzz import between_guards, mapped, placed, span
-from kvops import ops, reference
+from kvops import ops
+from kvops.ops import reference
 from test_schema import SCHEMAS
 
 pytestmark = kit.every_device
@@ -276,7 +277,7 @@ def test_lag_scores_of_ragged_requests(batch, lag, prefix):
     k, v, table, _ = batch.pages
     found = ops.lag_score(k, v, lag=lag, prefix=prefix, lengths=kit.int32(*batch.lengths), block_table=table)
     for i, (n, own) in enumerate(zip(batch.lengths, batch.alone())):
-        segments = kvops.lag.num_segments(n, prefix, lag)
+        segments = kvops.ops.lag.num_segments(n, prefix, lag)
         if segments:
             assert kit.same(found[i : i + 1, :, :segments], ops.lag_score(*own, lag=lag, prefix=prefix))
         assert found[i, :, segments:].isnan().all()

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 import kit
 from kit import same
-from kvops import ops, reference
-from kvops.rope import Rope
+from kvops import ops
+from kvops.ops import reference
+from kvops.ops.rope import Rope
 from test_ladder_gather import pair_size
 
 pytestmark = kit.every_device

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops import ops, reference
-from kvops.lag import kept_length, num_segments
+from kvops import ops
+from kvops.ops import reference
+from kvops.ops.lag import kept_length, num_segments
 
 pytestmark = kit.every_device
 

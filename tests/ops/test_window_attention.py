@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops import ops, reference
-from kvops.rope import Rope
+from kvops import ops
+from kvops.ops import reference
+from kvops.ops.rope import Rope
 
 pytestmark = kit.every_device
 

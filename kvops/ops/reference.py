@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .api import Layers
 from .ladder import LadderPlan, decode_plan
 from .lag import kept_length, num_segments, segment_start
-from .ops import Layers
 
 
 def movable(x: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .api import MAX_WINDOW, window_attention
 from .checks import check_attention, check_starts, plain
-from .ops import MAX_WINDOW, window_attention
 
 #: Whether this CPU has AMX, with which torch multiplies bf16 matrices.
 AMX: bool = torch.cpu._is_amx_tile_supported()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
+from .api import MAX_WINDOW, Reduce, Score, window_scores
 from .checks import check_bool, check_choice, check_int
-from .ops import MAX_WINDOW, Reduce, Score, window_scores
 
 Pool = Literal["max", "avg"]
 GROUP_REDUCES: tuple[Reduce, ...] = get_args(Reduce)
